@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
@@ -14,6 +14,9 @@ use super::DType;
 
 /// The format's limit on the header's length.
 pub const MAX_HEADER: u64 = 100_000_000;
+
+/// Most axes of a tensor, as PyTorch and NumPy have them.
+pub const MOST_AXES: usize = 64;
 
 /// One tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -149,15 +152,127 @@ struct Raw {
     metadata: BTreeMap<String, String>,
 }
 
-#[derive(serde::Deserialize)]
-#[serde(expecting = "an object with dtype, shape and data_offsets")]
 struct RawEntry {
     dtype: DType,
-    shape: Vec<usize>,
+    shape: Shape,
     data_offsets: [u64; 2],
-    /// Unknown keys; without a place to go they would be skipped unparsed, whatever is in them.
-    #[serde(flatten)]
-    _other: BTreeMap<String, IgnoredAny>,
+}
+
+/// Nothing of an entry is buffered: its memory follows from the file's bytes.
+impl<'de> Deserialize<'de> for RawEntry {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Fields;
+        impl<'de> Visitor<'de> for Fields {
+            type Value = RawEntry;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("an object with dtype, shape and data_offsets")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawEntry, A::Error> {
+                let (mut dtype, mut shape, mut data_offsets) = (None, None, None);
+                while let Some(key) = map.next_key::<String>()? {
+                    let twice = match key.as_str() {
+                        "dtype" => dtype.replace(map.next_value()?).is_some(),
+                        "shape" => shape.replace(map.next_value()?).is_some(),
+                        "data_offsets" => data_offsets.replace(map.next_value()?).is_some(),
+                        _ => {
+                            map.next_value::<Checked>()?;
+                            false
+                        }
+                    };
+                    if twice {
+                        return Err(A::Error::custom(format!("duplicate field `{key}`")));
+                    }
+                }
+                let missing = A::Error::missing_field;
+                Ok(RawEntry {
+                    dtype: dtype.ok_or_else(|| missing("dtype"))?,
+                    shape: shape.ok_or_else(|| missing("shape"))?,
+                    data_offsets: data_offsets.ok_or_else(|| missing("data_offsets"))?,
+                })
+            }
+        }
+        deserializer.deserialize_map(Fields)
+    }
+}
+
+struct Shape(Vec<usize>);
+
+impl<'de> Deserialize<'de> for Shape {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Sizes;
+        impl<'de> Visitor<'de> for Sizes {
+            type Value = Shape;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a list of sizes")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<Shape, A::Error> {
+                let mut shape = Vec::new();
+                while let Some(size) = sequence.next_element()? {
+                    if shape.len() >= MOST_AXES {
+                        return Err(A::Error::custom(format!("has more than {MOST_AXES} axes")));
+                    }
+                    shape.push(size);
+                }
+                Ok(Shape(shape))
+            }
+        }
+        deserializer.deserialize_seq(Sizes)
+    }
+}
+
+/// The value of an unknown key: parsed, so that invalid JSON is refused, and dropped.
+struct Checked;
+
+impl<'de> Deserialize<'de> for Checked {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Any;
+        impl<'de> Visitor<'de> for Any {
+            type Value = Checked;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("any value")
+            }
+
+            fn visit_unit<E>(self) -> Result<Checked, E> {
+                Ok(Checked)
+            }
+
+            fn visit_bool<E>(self, _: bool) -> Result<Checked, E> {
+                Ok(Checked)
+            }
+
+            fn visit_i64<E>(self, _: i64) -> Result<Checked, E> {
+                Ok(Checked)
+            }
+
+            fn visit_u64<E>(self, _: u64) -> Result<Checked, E> {
+                Ok(Checked)
+            }
+
+            fn visit_f64<E>(self, _: f64) -> Result<Checked, E> {
+                Ok(Checked)
+            }
+
+            fn visit_str<E>(self, _: &str) -> Result<Checked, E> {
+                Ok(Checked)
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<Checked, A::Error> {
+                while sequence.next_element::<Checked>()?.is_some() {}
+                Ok(Checked)
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Checked, A::Error> {
+                while map.next_entry::<Checked, Checked>()?.is_some() {}
+                Ok(Checked)
+            }
+        }
+        deserializer.deserialize_any(Any)
+    }
 }
 
 impl<'de> Deserialize<'de> for Raw {
@@ -183,7 +298,7 @@ impl<'de> Deserialize<'de> for Raw {
                     }
                     let entry: RawEntry = map.next_value().map_err(|e| A::Error::custom(format!("tensor `{name}`: {e}")))?;
                     let [begin, end] = entry.data_offsets;
-                    raw.tensors.push(Entry { name, dtype: entry.dtype, shape: entry.shape, begin, end });
+                    raw.tensors.push(Entry { name, dtype: entry.dtype, shape: entry.shape.0, begin, end });
                 }
                 Ok(raw)
             }
@@ -220,6 +335,9 @@ mod tests {
         refused(&one(r#""dtype":"F32","shape":[9223372036854775807,8],"data_offsets":[0,4]"#), 4, "overflows");
         refused(&one(r#""dtype":"U8","shape":[1],"data_offsets":[0,1],"x":1e999"#), 1, "number out of range");
         refused(&one(r#""dtype":"U8","shape":[1],"data_offsets":[0,1],"x":"\ud800""#), 1, "hex escape");
+        refused(&one(&format!(r#""dtype":"U8","shape":[{}1],"data_offsets":[0,1]"#, "1,".repeat(64))), 1, "more than 64 axes");
+        refused(&one(r#""dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]"#), 1, "duplicate field `dtype`");
+        refused(&one(r#""dtype":"U8","shape":[1],"data_offsets":[0,1],"x":{"y":[1e999]}"#), 1, "number out of range");
         refused(r#"{"a":["U8",[1],[0,1]]}"#, 1, "expected an object with dtype, shape and data_offsets");
         refused(r#"{"__metadata__":{"a":1}}"#, 0, "invalid type");
         refused(r#"{"__metadata__":[]}"#, 0, "invalid type");

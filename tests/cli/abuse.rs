@@ -203,8 +203,17 @@ fn npy(shape: &str) -> Vec<u8> {
 }
 
 fn zipped(path: &Path, name: &str, start: &[u8], zeros: usize) {
+    archived(path, name, start, zeros, zip::write::SimpleFileOptions::default().large_file(true));
+}
+
+/// As torch.save writes archives.
+fn stored(path: &Path, name: &str, start: &[u8], zeros: usize) {
+    archived(path, name, start, zeros, zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored));
+}
+
+fn archived(path: &Path, name: &str, start: &[u8], zeros: usize, options: zip::write::SimpleFileOptions) {
     let mut archive = zip::ZipWriter::new(File::create(path).unwrap());
-    archive.start_file(name, zip::write::SimpleFileOptions::default().large_file(true)).unwrap();
+    archive.start_file(name, options).unwrap();
     archive.write_all(start).unwrap();
     let block = vec![0; zeros.min(1 << 20)];
     (0..zeros.div_ceil(1 << 20)).for_each(|_| archive.write_all(&block).unwrap());
@@ -217,16 +226,23 @@ fn pickles_that_do_harm() {
     let path = folder.path().join("evil.pt");
     let call = b"cposix\nsystem\n(X\x0c\x00\x00\x00touch calledtR";
     let pickle = |before: &[u8], behind: &[u8]| [b"\x80\x02", before, call, behind].concat();
-    zipped(&path, "evil/data.pkl", &pickle(b"", b"."), 0);
+    stored(&path, "evil/data.pkl", &pickle(b"", b"."), 0);
     refused(folder.path(), "inspect evil.pt", "a whole object of `posix.system`");
-    zipped(&path, "evil/data.pkl", &pickle(b"}X\x01\x00\x00\x00w", b"s."), 0);
+    stored(&path, "evil/data.pkl", &pickle(b"}X\x01\x00\x00\x00w", b"s."), 0);
     refused(folder.path(), "quantize-dynamic evil.pt -o out", "no tensor by name");
     fs::write(&path, pickle(b"", b".")).unwrap();
     refused(folder.path(), "inspect evil.pt", "evil.pt");
-    zipped(&path, "evil/data.pkl", b"\x80\x02", 24 << 20);
+    stored(&path, "evil/data.pkl", b"\x80\x02", 24 << 20);
     refused(folder.path(), "inspect evil.pt", "`data.pkl` of the archive has more than");
-    zipped(&path, "evil/data.pkl", &[vec![b']'; 6 << 20], vec![b'a'; (6 << 20) - 1], vec![b'.']].concat(), 0);
+    let nested = |depth| [vec![b']'; depth], vec![b'a'; depth - 1], vec![b'.']].concat();
+    stored(&path, "evil/data.pkl", &nested(2 << 20), 0);
     refused(folder.path(), "inspect evil.pt", "it holds something else, not tensors by name");
+    stored(&path, "evil/data.pkl", &nested(6 << 20), 0);
+    refused(folder.path(), "inspect evil.pt", "more than 4194304 values");
+    // 16 MB of values in 16 kB.
+    let options = zip::write::SimpleFileOptions::default();
+    archived(&path, "evil/data.pkl", &nested(6 << 20), 0, options);
+    refused(folder.path(), "inspect evil.pt", "`evil/data.pkl` of the archive is compressed");
 }
 
 /// A key of a GGUF file, as it is stored: the key, the type and the value.

@@ -47,6 +47,7 @@ pub(super) fn zipped(path: &Path, file: &File) -> Result<(Pickle, Storages)> {
     let mut text = |name: &str, most: u64| -> Result<Option<Vec<u8>>> {
         let Some(index) = archive.index_for_name(&format!("{root}{name}")) else { return Ok(None) };
         let entry = archive.by_index(index).map_err(zip)?;
+        require_stored(path, &entry.name().map_err(zip)?, entry.compression())?;
         let mut bytes = Vec::new();
         if entry.size() > most || entry.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(Error::io("read", path))? as u64 > most {
             return Err(wrong(format!("`{name}` of the archive has more than {most} bytes")));
@@ -63,9 +64,7 @@ pub(super) fn zipped(path: &Path, file: &File) -> Result<(Pickle, Storages)> {
         let entry = archive.by_index_raw(index).map_err(zip)?;
         let name = entry.name().map_err(zip)?.into_owned();
         let Some(key) = name.strip_prefix(&format!("{root}data/")) else { continue };
-        if entry.compression() != CompressionMethod::Stored || entry.encrypted() {
-            return Err(wrong(format!("`{name}` of the archive is compressed, which torch.save does not do: unpack it and save it again")));
-        }
+        require_stored(path, &name, entry.compression())?;
         let begin = entry.data_start().ok_or_else(|| wrong(format!("`{name}` of the archive has no place")))?;
         if begin.checked_add(entry.size()).is_none_or(|end| end > length) || entry.compressed_size() != entry.size() {
             return Err(wrong(format!("`{name}` of the archive says that it has {} bytes, which are not there (is the file truncated?)", entry.size())));
@@ -76,6 +75,14 @@ pub(super) fn zipped(path: &Path, file: &File) -> Result<(Pickle, Storages)> {
     }
     let find = move |key: &str| storages.get(key).copied().ok_or_else(|| format!("lies in storage `{key}`, which is not in the archive"));
     Ok((pickle, Box::new(find)))
+}
+
+/// Refuses compressed entries, so that a small file does not become large in memory.
+fn require_stored(path: &Path, name: &str, compression: CompressionMethod) -> Result<()> {
+    if compression == CompressionMethod::Stored {
+        return Ok(());
+    }
+    Err(Error::malformed(path, format!("`{name}` of the archive is compressed, which torch.save does not do: load the file with torch.load and save it again")))
 }
 
 /// Reads a file of PyTorch before 1.6: five pickles (a mark, a version, the system, the values, the keys of storages), then the storages,

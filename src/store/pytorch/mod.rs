@@ -18,7 +18,7 @@ use self::formats::{Storage, legacy, storage, zipped};
 use self::pickle::{Id, Pickle, Value};
 use self::strided::Strided;
 use super::checkpoint::DataFile;
-use super::header::element_count;
+use super::header::{MOST_AXES, element_count};
 use super::{DType, RawTensor, Weight};
 use crate::error::{Error, Result};
 use crate::files::{self, File};
@@ -34,8 +34,6 @@ pub const EXTENSIONS: [&str; 4] = ["bin", "pt", "pth", "ckpt"];
 const WRAPPERS: [&str; 5] = ["state_dict", "model_state_dict", "model", "module", "net"];
 /// Deepest dictionaries in each other.
 const DEEPEST: usize = 16;
-/// Most axes of a tensor, as PyTorch has them.
-const MOST_AXES: usize = 64;
 /// Longest name of a tensor.
 const LONGEST_NAME: usize = 4096;
 /// What `torch.nn.DataParallel` puts before every name.
@@ -86,7 +84,7 @@ pub(super) fn open(path: &Path) -> Result<Tensors> {
     file.read_exact_at(&mut start, 0).map_err(|_| wrong("not a file of PyTorch".into()))?;
     let (pickle, storages) = if start == *b"PK" { zipped(path, &file)? } else { legacy(path, &file)? };
     let file = DataFile::of(path, file);
-    let mut found = Found { pickle: &pickle, tensors: BTreeMap::new(), others: Vec::new(), open: BTreeSet::new() };
+    let mut found = Found { pickle: &pickle, tensors: BTreeMap::new(), others: Vec::new(), wrapper: None, alternatives: Vec::new(), open: BTreeSet::new() };
     found.root().map_err(wrong)?;
     let mut all = Tensors { notes: found.notes(path), ..Tensors::default() };
     let parallel = found.tensors.keys().all(|name| name.starts_with(PARALLEL));
@@ -107,7 +105,12 @@ pub(super) fn open(path: &Path) -> Result<Tensors> {
 struct Found<'p> {
     pickle: &'p Pickle,
     tensors: BTreeMap<String, Id>,
+    /// Entries that are neither tensors nor dictionaries of them.
     others: Vec<String>,
+    /// The entry whose tensors are read, if these are not at the top.
+    wrapper: Option<&'static str>,
+    /// Entries that hold tensors by name too, and how many.
+    alternatives: Vec<(String, usize)>,
     /// Dictionaries that have been gone through.
     open: BTreeSet<Id>,
 }
@@ -125,7 +128,14 @@ impl Found<'_> {
         let wrapped = if self.holds(root) { None } else { WRAPPERS.iter().find_map(|key| Some((*key, within(key)?))) };
         match wrapped {
             Some((key, state)) => {
-                self.others = pairs.iter().filter_map(|(name, _)| self.pickle.text(*name)).filter(|name| *name != key).map(str::to_owned).collect();
+                for (name, value) in pairs {
+                    let Some(name) = self.pickle.text(*name).filter(|name| *name != key) else { continue };
+                    match self.count(*value) {
+                        0 => self.others.push(name.to_owned()),
+                        count => self.alternatives.push((name.to_owned(), count)),
+                    }
+                }
+                self.wrapper = Some(key);
                 self.collect(state, "", 0)?;
             }
             None => self.collect(root, "", 0)?,
@@ -135,7 +145,13 @@ impl Found<'_> {
 
     /// Whether a dictionary has tensors of its own.
     fn holds(&self, id: Id) -> bool {
-        matches!(self.pickle.get(id), Value::Dict(pairs) if pairs.iter().any(|(_, value)| tensor(self.pickle, *value).is_some()))
+        self.count(id) > 0
+    }
+
+    /// How many tensors of its own a dictionary has.
+    fn count(&self, id: Id) -> usize {
+        let Value::Dict(pairs) = self.pickle.get(id) else { return 0 };
+        pairs.iter().filter(|(_, value)| tensor(self.pickle, *value).is_some()).count()
     }
 
     fn collect(&mut self, id: Id, prefix: &str, depth: usize) -> Result<(), String> {
@@ -167,11 +183,16 @@ impl Found<'_> {
     }
 
     fn notes(&self, path: &Path) -> Vec<String> {
+        let path = path.display();
+        let read = self.wrapper.map_or("the tensors by name".to_owned(), |wrapper| format!("the tensors of `{wrapper}`"));
         let more = self.others.len().saturating_sub(TOLD);
         let shown: Vec<String> = self.others.iter().take(TOLD).map(|name| format!("`{name}`")).collect();
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        let note = || format!("not carried over from {}: {}{more} (no tensors by name)", path.display(), shown.join(", "));
-        if shown.is_empty() { Vec::new() } else { vec![note()] }
+        let others = (!shown.is_empty()).then(|| format!("not carried over from {path}: {}{more} (only {read} are read)", shown.join(", ")));
+        let alternatives = self.alternatives.iter().take(TOLD).map(|(name, count)| {
+            format!("not carried over from {path}: `{name}`, another set of {count} tensors; only {read} are read: to compress `{name}`, save it to a file of its own")
+        });
+        others.into_iter().chain(alternatives).collect()
     }
 }
 
@@ -357,20 +378,39 @@ mod tests {
         refused(&golden("repeated.pt"), "repeats elements of its storage");
     }
 
-    /// An archive of a pickle that gives one tensor named `w`, with these sizes and strides, and a storage of so many bytes.
+    /// Instructions for a dictionary of one tensor named `w`, with these sizes and strides.
+    fn dictionary(sizes: &[u8]) -> Vec<u8> {
+        let start = b"}X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ";
+        [start, sizes, b"\x89NtRs"].concat()
+    }
+
+    /// An archive of such a dictionary and a storage of so many bytes.
     fn archive(sizes: &[u8], stored: usize) -> tempfile::NamedTempFile {
-        let mut pickle = b"\x80\x02}X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ".to_vec();
-        pickle.extend_from_slice(sizes);
-        pickle.extend_from_slice(b"\x89NtRs.");
+        packed(&[b"\x80\x02", dictionary(sizes).as_slice(), b"."].concat(), stored)
+    }
+
+    fn packed(pickle: &[u8], stored: usize) -> tempfile::NamedTempFile {
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut zip = zip::ZipWriter::new(file.reopen().unwrap());
         let options = zip::write::SimpleFileOptions::default().compression_method(CompressionMethod::Stored);
-        for (name, bytes) in [("a/data.pkl", pickle), ("a/data/0", vec![0; stored])] {
+        for (name, bytes) in [("a/data.pkl", pickle), ("a/data/0", &vec![0; stored])] {
             zip.start_file(name, options).unwrap();
-            zip.write_all(&bytes).unwrap();
+            zip.write_all(bytes).unwrap();
         }
         zip.finish().unwrap();
         file
+    }
+
+    #[test]
+    fn notes_name_other_sets_of_weights_as_such() {
+        let tensors = dictionary(b"K\x00K\x02K\x02\x86K\x02K\x01\x86");
+        let entry = |name: &str, value: &[u8]| [b"X", &(name.len() as u32).to_le_bytes()[..], name.as_bytes(), value, b"s"].concat();
+        let entries = [entry("state_dict", &tensors), entry("ema_state_dict", &tensors), entry("epoch", b"K\x03")].concat();
+        let file = packed(&[b"\x80\x02}", entries.as_slice(), b"."].concat(), 16);
+        let notes = Checkpoint::open(file.path()).unwrap().notes;
+        assert_eq!(notes.len(), 2, "{notes:?}");
+        assert!(notes[0].ends_with(": `epoch` (only the tensors of `state_dict` are read)"), "{notes:?}");
+        assert!(notes[1].contains("`ema_state_dict`, another set of 1 tensors"), "{notes:?}");
     }
 
     #[test]
@@ -391,12 +431,8 @@ mod tests {
 
     #[test]
     fn a_parameter_of_itself_is_no_tensor() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        let mut zip = zip::ZipWriter::new(file.reopen().unwrap());
-        zip.start_file("a/data.pkl", zip::write::SimpleFileOptions::default().compression_method(CompressionMethod::Stored)).unwrap();
-        zip.write_all(b"\x80\x02}X\x01\x00\x00\x00wctorch._utils\n_rebuild_parameter\n]q\x00Rq\x01h\x00h\x01a0s.").unwrap();
-        zip.finish().unwrap();
-        refused(file.path(), "`_rebuild_parameter`");
+        let pickle = b"\x80\x02}X\x01\x00\x00\x00wctorch._utils\n_rebuild_parameter\n]q\x00Rq\x01h\x00h\x01a0s.";
+        refused(packed(pickle, 0).path(), "`_rebuild_parameter`");
     }
 
     /// Every beginning of the files, and every byte changed: an error or tensors that can be read, and no panic.

@@ -52,7 +52,9 @@ impl Pickle {
     /// What is wrong with it, or not read.
     pub fn read(bytes: &[u8]) -> Result<Pickle, String> {
         let mut machine = Machine { bytes, at: 0, pickle: Pickle::default(), stack: Vec::new(), marks: Vec::new(), memo: HashMap::new(), copied: 0 };
-        while machine.step()? {}
+        while machine.step()? {
+            machine.require_few()?;
+        }
         machine.pickle.root = machine.pop()?;
         machine.pickle.length = machine.at;
         Ok(machine.pickle)
@@ -95,6 +97,10 @@ impl Pickle {
     }
 }
 
+/// Most values of a pickle, four times as many as those of a dictionary of 60,000 tensors.
+const MOST_VALUES: usize = 4 << 20;
+/// Values of a pickle in addition to one for every two bytes, which numbers take at least.
+const SPARE_VALUES: usize = 1 << 10;
 /// Longest name of a class.
 const LONGEST_NAME: usize = 4096;
 
@@ -162,6 +168,19 @@ impl<'b> Machine<'b> {
     fn push(&mut self, value: Value) {
         self.stack.push(self.pickle.values.len());
         self.pickle.values.push(value);
+    }
+
+    /// Refuses pickles whose values would take many times the memory of their bytes.
+    fn require_few(&self) -> Result<(), String> {
+        let (values, most) = (self.pickle.values.len(), MOST_VALUES.min((self.bytes.len() / 2).saturating_add(SPARE_VALUES)));
+        // Each value is kept for later at most once.
+        if values.max(self.memo.len()) > most {
+            return Err(format!(
+                "it has more than {most} values in {} bytes, which no dictionary of tensors has: save only the weights, with torch.save(model.state_dict(), ...)",
+                self.bytes.len()
+            ));
+        }
+        Ok(())
     }
 
     fn tuple(&mut self, count: usize) -> Result<(), String> {
@@ -414,6 +433,10 @@ mod tests {
         // A million lists in each other need no deep stack, and a value that is named twice lies there once.
         let deep: Vec<u8> = std::iter::repeat_n(b']', 1_000_000).chain(std::iter::repeat_n(b'a', 999_999)).chain(*b".").collect();
         drop(Pickle::read(&deep).unwrap());
+        for flood in [vec![b']'; 1 << 16], [b"]".to_vec(), vec![0x94; 1 << 16]].concat()] {
+            let error = Pickle::read(&[flood, b".".to_vec()].concat()).unwrap_err();
+            assert!(error.contains("which no dictionary of tensors has"), "{error}");
+        }
         let doubled: Vec<u8> = b"]".iter().copied().chain((0..100).flat_map(|_| *b"2\x86")).chain(*b".").collect();
         assert_eq!(Pickle::read(&doubled).unwrap().values.len(), 101);
     }
