@@ -12,7 +12,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// The operating system refused.
-    #[error("cannot {action} {}: {source}", path.display())]
+    #[error("cannot {action} {}: {source}", tellable(path).display())]
     Io {
         /// What was attempted, as a verb.
         action: &'static str,
@@ -22,7 +22,7 @@ pub enum Error {
         source: io::Error,
     },
     /// A file that is not what it should be.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}: {reason}", tellable(path).display())]
     Malformed {
         /// The file.
         path: PathBuf,
@@ -100,7 +100,7 @@ pub enum Error {
         reason: String,
     },
     /// A training that was interrupted and can go on.
-    #[error("interrupted after step {step}; everything is saved in {}", path.display())]
+    #[error("interrupted after step {step}; everything is saved in {}", tellable(path).display())]
     Paused {
         /// Steps that are done.
         step: u64,
@@ -108,7 +108,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// A recipe that does not parse; the text carries line, column and a snippet.
-    #[error("{}: {message}", path.display())]
+    #[error("{}: {message}", tellable(path).display())]
     Recipe {
         /// The recipe file.
         path: PathBuf,
@@ -116,7 +116,7 @@ pub enum Error {
         message: String,
     },
     /// An output folder that cannot be used.
-    #[error("output {}: {reason}", path.display())]
+    #[error("output {}: {reason}", tellable(path).display())]
     Output {
         /// The folder.
         path: PathBuf,
@@ -134,7 +134,7 @@ pub enum Error {
         hint: String,
     },
     /// A written file that does not read back as it was meant.
-    #[error("verification of {} failed: {reason}", path.display())]
+    #[error("verification of {} failed: {reason}", tellable(path).display())]
     Verification {
         /// The file.
         path: PathBuf,
@@ -231,12 +231,37 @@ impl Error {
     }
 }
 
-/// A name without what names a user or signs an address: messages are kept.
+/// A path without the credentials that a remote name may hold.
 pub(crate) fn tellable(path: &Path) -> PathBuf {
-    let Some((scheme, rest)) = path.to_str().and_then(|name| name.split_once("://")) else { return path.to_owned() };
-    let plain = rest.split(['?', '#']).next().unwrap_or_default();
-    let (host, inside) = plain.split_at(plain.find('/').unwrap_or(plain.len()));
-    format!("{scheme}://{}{inside}", host.rsplit('@').next().unwrap_or_default()).into()
+    match path.to_str() {
+        Some(name) if name.contains("://") => without_credentials(name).into(),
+        Some(name) if name.starts_with("hf:") => name.split(['?', '#']).next().unwrap_or_default().into(),
+        _ => path.to_owned(),
+    }
+}
+
+/// An address without user, query and fragment.
+fn without_credentials(address: &str) -> String {
+    let plain = address.split(['?', '#']).next().unwrap_or_default();
+    let Some((scheme, rest)) = plain.split_once("://") else { return plain.to_owned() };
+    let (host, inside) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    format!("{scheme}://{}{inside}", host.rsplit('@').next().unwrap_or_default())
+}
+
+/// A text in which no remote name holds credentials.
+pub(crate) fn redact(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    let ends = |c: char| c.is_whitespace() || "\"'<>`)".contains(c);
+    while let Some(at) = ["://", "hf:"].iter().filter_map(|scheme| Some((rest.find(scheme)?, scheme.len()))).min() {
+        let (before, address) = rest.split_at(at.0);
+        let end = address.find(ends).unwrap_or(address.len());
+        let (address, after) = address.split_at(end);
+        out.push_str(before);
+        out.push_str(&without_credentials(address));
+        rest = after;
+    }
+    out + rest
 }
 
 /// What to do about a file that a model came with.

@@ -49,6 +49,25 @@ pub fn remote_name(path: &Path) -> Option<&str> {
     path.to_str().filter(|name| SCHEMES.iter().any(|scheme| name.starts_with(scheme)))
 }
 
+/// Refuses credentials in the name of a remote file: names are written into recipes, reports and logs.
+///
+/// # Errors
+/// It has a user name, a query or a fragment.
+pub fn require_no_secret(name: &str) -> io::Result<()> {
+    let wrong = |reason: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
+    let authority = name.split_once("://").map_or("", |(_, rest)| rest.split(['/', '?', '#']).next().unwrap_or_default());
+    if authority.contains('@') {
+        return wrong("names a user: names are written into recipes and reports, so they must not hold credentials (docs/remote.md)");
+    }
+    if name.contains(['?', '#']) {
+        return wrong(
+            "has a `?` or `#`: names are written into recipes and reports, so they must not hold a token or a signature; \
+             set the credentials in the environment (docs/remote.md), or download the file",
+        );
+    }
+    Ok(())
+}
+
 /// Whether something is not of this machine.
 pub fn is_remote(path: &Path) -> bool {
     remote_name(path).is_some()
@@ -327,6 +346,20 @@ mod tests {
         }
         assert_eq!(resolve(Path::new("/folder"), Path::new("./hf:a/b")), Path::new("/folder/./hf:a/b"));
         assert!(!is_remote(Path::new("./hf:a/b")) && !is_remote(Path::new("s3:/a")));
+    }
+
+    #[test]
+    fn names_hold_no_credentials() {
+        for name in ["s3://bucket/out", "hf:a/b@main/model.onnx", "https://host/a@b/c", "az://container/a"] {
+            assert!(require_no_secret(name).is_ok(), "{name}");
+        }
+        let bad =
+            ["s3://bucket/out?sig=S", "s3://key:S@bucket/out", "hf:a/b?token=S", "hf:a/b@main?token=S", "https://u:S@host/a", "https://host#S", "gs://b?S"];
+        for name in bad {
+            let reason = require_no_secret(name).unwrap_err().to_string();
+            assert!(!reason.contains('S'), "{name}: {reason}");
+            assert!(kind(Path::new(name)).is_err(), "{name}");
+        }
     }
 
     #[test]

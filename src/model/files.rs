@@ -65,8 +65,10 @@ pub enum Reason {
     Runtime,
     /// Written by an earlier run about its own output.
     Replaced,
-    /// A hidden folder, such as that of a version control system.
+    /// A hidden file or folder, such as that of a version control system.
     Hidden,
+    /// A file whose name is usual for keys and credentials.
+    Secret,
     /// A link to a folder, or to nothing.
     Link,
     /// A device, a socket, a pipe.
@@ -80,7 +82,8 @@ impl Reason {
             Reason::Described => "they describe the weights as they were",
             Reason::Runtime => "they describe an ONNX file as it was",
             Reason::Replaced => "they tell of an earlier run",
-            Reason::Hidden => "hidden folders are not part of a model",
+            Reason::Hidden => "hidden files and folders are not part of a model",
+            Reason::Secret => "they may hold keys or credentials",
             Reason::Link => "links to folders are not followed",
             Reason::Special => "they are neither files nor folders",
         }
@@ -110,6 +113,11 @@ pub(super) const PREPROCESSING: [&str; 7] = [
 const RUNTIME: &str = "genai_config.json";
 /// The name of an ONNX file in a folder that is written.
 const ONNX: &str = "model.onnx";
+/// The hidden file that repositories on the Hub consist of.
+const ATTRIBUTES: &str = ".gitattributes";
+/// Names of files that hold keys or credentials, and their extensions.
+const SECRETS: [&str; 9] = ["id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "credentials", "credentials.json", "service_account.json", "secrets", "token"];
+const SECRET_EXTENSIONS: [&str; 8] = ["pem", "key", "ppk", "p12", "pfx", "jks", "kdbx", "keystore"];
 /// Files that every run writes anew, and those that say which run it was.
 const OWN: [&str; 5] = ["recipe.yaml", "report.json", "report.md", "report.html", Model::KEY];
 
@@ -140,7 +148,7 @@ impl Beside {
             let (relative, name) = (inside.join(name), name.to_string_lossy().into_owned());
             none = false;
             let left = match () {
-                () if kind == Kind::Folder && name.starts_with('.') => Reason::Hidden,
+                () if name.starts_with('.') && name != ATTRIBUTES => Reason::Hidden,
                 () if kind == Kind::Folder && top && holds_the_model_again(&name) => Reason::OldWeights,
                 () if kind == Kind::Folder => {
                     self.collect(root, &relative, weights, index)?;
@@ -148,6 +156,7 @@ impl Beside {
                 }
                 () if kind == Kind::Link => Reason::Link,
                 () if kind == Kind::Special => Reason::Special,
+                () if is_secret(&name) => Reason::Secret,
                 () if (top && name == "config.json") || weights.contains(&path) || index == Some(&path) => continue,
                 () if top && OWN.contains(&name.as_str()) => Reason::Replaced,
                 () if top && DESCRIPTIONS.contains(&name.as_str()) => Reason::Described,
@@ -195,6 +204,13 @@ impl Beside {
 
 fn holds_the_model_again(name: &str) -> bool {
     OTHER_FOLDERS.contains(&name) || name.strip_prefix("checkpoint-").is_some_and(|step| !step.is_empty() && step.bytes().all(|b| b.is_ascii_digit()))
+}
+
+fn is_secret(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    let stem = name.rsplit_once('.').map_or("", |(stem, _)| stem);
+    let extension = name.rsplit_once('.').map_or("", |(_, extension)| extension);
+    SECRETS.contains(&name.as_str()) || SECRET_EXTENSIONS.contains(&extension) || stem == "secrets" || stem.starts_with("id_rsa")
 }
 
 fn is_weights(name: &str) -> bool {
@@ -272,7 +288,9 @@ mod tests {
             "pytorch_model.bin.index.json",
         ];
         let read = ["model.safetensors", "config.json"];
-        for name in carried.iter().chain(&old).chain(&read).chain(&[".git/config", "report.json", "inputs.blake3"]) {
+        let secret = ["deploy/server.KEY", "cert.pem", "id_ed25519", "id_rsa.old", "secrets.yaml", "token"];
+        let other = [".git/config", ".env", "1_Pooling/.netrc", "report.json", "inputs.blake3"];
+        for name in carried.iter().chain(&old).chain(&read).chain(&secret).chain(&other) {
             let path = folder.path().join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, "").unwrap();
@@ -286,9 +304,10 @@ mod tests {
         expected.sort();
         assert_eq!((beside.files.clone(), beside.empty.clone()), (expected, vec![PathBuf::from("3_Normalize")]));
         let notes = beside.notes(folder.path());
-        assert_eq!(notes.len(), 4, "{notes:?}");
+        assert_eq!(notes.len(), 5, "{notes:?}");
         assert!(notes[0].contains("checkpoint-500/, consolidated.00.pth, ") && notes[0].contains("the weights as they were"), "{notes:?}");
-        assert!(notes[2].contains(".git/ (hidden") && notes[3].contains("broken, loop/ (links"), "{notes:?}");
+        assert!(notes[2].contains(".env, .git/, 1_Pooling/.netrc (hidden") && notes[4].contains("broken, loop/ (links"), "{notes:?}");
+        assert!(notes[3].contains("cert.pem, deploy/server.KEY, id_ed25519, id_rsa.old, secrets.yaml, token (they may hold keys"), "{notes:?}");
         let kept = |name: &str| beside.left.iter().any(|(path, _)| Path::new(name).starts_with(path));
         assert!(old.iter().all(|name| kept(name)), "{:?}", beside.left);
     }

@@ -67,6 +67,7 @@ fn there(output: &Path) -> Result<BTreeMap<Share, PathBuf>> {
 /// # Errors
 /// There are none, or what they say cannot be read.
 pub fn recipe_of_parts(output: &Path) -> Result<Recipe> {
+    require_here(output, MEET)?;
     let folder = parts_folder(output);
     let Some((_, first)) = there(output)?.into_iter().next() else {
         return Err(Error::Output {

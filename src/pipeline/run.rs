@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::carry::{self, carry_over, write_text};
 use super::further::compress_further;
+use super::local_names::LocalNames;
 use super::running::write_graph;
 use super::{Pipeline, verdict};
 use crate::error::{Error, Result};
@@ -15,6 +16,7 @@ use crate::export::{Exported, SizeForecast};
 use crate::files;
 use crate::model::Model;
 use crate::output::{Replace, Staging, Workplace};
+use crate::recipe::Recipe;
 use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 use crate::run_state::RunState;
 use crate::store::writer::{Made, WeightMeasurement, input_hash};
@@ -97,14 +99,20 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| staging.destination().place(&f.name)).collect();
     compress_further(&mut sizes, &model.weight_files, &written, &work)?;
     let recipe = pipeline.recipe(&model);
+    // A file has the folder of its report.
+    let target = state.file.as_ref().map_or_else(|| staging.target().to_owned(), |_| crate::output::report_folder(staging.target()));
+    let recipe = serde_json::to_value(&recipe).unwrap_or_default();
+    let names = LocalNames::new(&recipe, &target);
+    let recipe = names.value(&recipe);
+    let published: Recipe = serde_json::from_value(recipe.clone()).map_err(|e| Error::option("recipe", e))?;
     let passes = state.history.iter().map(|applied| PassReport {
         name: applied.name.into(),
-        options: applied.options.clone(),
+        options: names.value(&applied.options),
         seconds: applied.meter.total().as_secs_f64(),
         peak_rss_bytes: applied.peak_rss_bytes.or(writing),
         peak_vram_bytes: applied.peak_vram_bytes,
         tensors_changed: applied.tensors.len(),
-        details: (applied.details)(),
+        details: names.value(&(applied.details)()),
     });
     let environment = pipeline.environment(measured.fidelity.is_some())?;
     let stated = |path: &PathBuf| files::content_hash(path).is_ok_and(|hash| hash.is_some());
@@ -115,17 +123,17 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
         tool: Tool::default(),
         environment,
         model: ModelId {
-            source: recipe.model.clone(),
+            source: published.model.clone(),
             architecture: Some(model.config.model_type().to_owned()).filter(|t| !t.is_empty()),
             blake3: model_hash(&model, &after, first, &work)?,
         },
         seed: pipeline.seed,
-        recipe: serde_json::to_value(&recipe).unwrap_or_default(),
+        recipe,
         passes: passes.collect(),
         size: sizes,
         compute: measured.compute,
-        accuracy: measured.accuracy,
-        fidelity: measured.fidelity,
+        accuracy: measured.accuracy.map(|accuracy| Accuracy { data: names.text(&accuracy.data), ..accuracy }),
+        fidelity: measured.fidelity.map(|fidelity| MeasuredFidelity { data: fidelity.data.as_deref().map(|data| names.text(data)), ..fidelity }),
         continuations: measured.continuations,
         latency: measured.latency,
         layers: layers(&model, &after, first),
@@ -141,11 +149,14 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
             held_out.into_iter().collect(),
             measured.notes,
         ]
-        .concat(),
+        .concat()
+        .iter()
+        .map(|note| names.text(note))
+        .collect(),
         totals: Totals::default(),
     };
     report.histograms = histograms(&report, first);
-    write_text(&folder.join("recipe.yaml"), &recipe.to_yaml())?;
+    write_text(&folder.join("recipe.yaml"), &published.to_yaml())?;
     for (name, bytes) in &state.attached {
         let path = folder.join(name);
         fs::write(&path, bytes.as_slice()).map_err(Error::io("write", &path))?;

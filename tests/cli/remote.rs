@@ -296,6 +296,27 @@ fn files_of_web_servers_are_read_one_at_a_time() {
     assert!(user.code == 1 && user.stderr.contains("names a user"), "{}", user.stderr);
 }
 
+#[test]
+fn names_with_credentials_are_refused_and_not_echoed() {
+    let place = Place::new();
+    for args in [
+        "quantize-dynamic in -o s3://bucket/out?sig=verysecretsignature",
+        "quantize-dynamic in -o s3://key:verysecretkey@bucket/out",
+        "quantize-dynamic hf:a/b?token=verysecretkey -o out",
+        "inspect hf:a/b@main?token=verysecretkey",
+        "inspect gs://bucket/a.safetensors#verysecretkey",
+        "merge s3://bucket/out?sig=verysecretsignature",
+        "plan in --passes https://user:verysecretkey@host/a",
+        "verify az://user:verysecretkey@container/out",
+    ] {
+        let run = place.run(args, &[]);
+        assert!(run.code > 0 && !run.stderr.contains("verysecret") && !run.stdout.contains("verysecret"), "{args}: {}", run.stderr);
+    }
+    let run = place.run("quantize-dynamic in -o s3://bucket/out?sig=verysecretsignature", &[]);
+    assert!(run.stderr.contains("s3://bucket/out: has a `?`"), "{}", run.stderr);
+    assert!(!place.path().join("out").exists());
+}
+
 /// What a run needs to reach a bucket of this machine.
 fn bucket(server: &Server) -> [(&str, &str); 5] {
     let keys = [("AWS_ACCESS_KEY_ID", "secretkeyid"), ("AWS_SECRET_ACCESS_KEY", "verysecretkey"), ("AWS_REGION", "us-east-1")];

@@ -172,6 +172,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 /// Takes a name apart and opens its place.
 fn reach(name: &str) -> io::Result<(Arc<Known>, String)> {
+    super::require_no_secret(name)?;
     let opener = TABLE.iter().find(|(scheme, ..)| name.starts_with(scheme)).map(|(_, opener, _)| opener);
     let address = opener.ok_or_else(|| io::Error::other("its scheme is not known"))?(name)?;
     if address.inside.split('/').any(|part| part == ".." || part == ".") {

@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Mutex;
 
 use super::lock;
+use crate::error::redact;
 
 /// Tokens that were found elsewhere than in the environment.
 static TOLD: Mutex<Vec<String>> = Mutex::new(Vec::new());
@@ -36,20 +37,7 @@ fn all() -> Vec<String> {
 }
 
 fn clean(text: &str, secrets: &[String]) -> String {
-    let mut out = secrets.iter().fold(text.to_owned(), |text, secret| text.replace(secret.as_str(), "***"));
-    // An address may be signed behind its `?`, and may name a user.
-    let mut from = 0;
-    while let Some(at) = out.get(from..).and_then(|rest| rest.find("://")).map(|at| at.saturating_add(from).saturating_add(3)) {
-        let end =
-            out.get(at..).and_then(|rest| rest.find(|c: char| c.is_whitespace() || "\"'<>`)".contains(c))).map_or(out.len(), |end| end.saturating_add(at));
-        let address = out.get(at..end).unwrap_or_default();
-        let plain = address.split(['?', '#']).next().unwrap_or_default();
-        let host = plain.split('/').next().unwrap_or_default();
-        let plain = host.rfind('@').and_then(|user| plain.get(user.saturating_add(1)..)).unwrap_or(plain).to_owned();
-        out.replace_range(at..end, &plain);
-        from = at.saturating_add(plain.len());
-    }
-    out
+    redact(&secrets.iter().fold(text.to_owned(), |text, secret| text.replace(secret.as_str(), "***")))
 }
 
 #[cfg(test)]

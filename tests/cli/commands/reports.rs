@@ -1,6 +1,7 @@
 //! `report`, `check` and `init`: what is made of a report that is there, and a recipe that is not.
 
 use std::fs;
+use std::path::Path;
 
 use serde_json::{Value, json};
 
@@ -239,4 +240,29 @@ mod init {
             assert_eq!(recipe.model, Path::new(name));
         }
     }
+}
+
+#[test]
+fn what_is_published_holds_no_absolute_paths_and_no_secrets() {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, out) = (folder.path().join("in"), folder.path().join("out"));
+    model(&input);
+    for name in [".env", "id_rsa", "server.pem"] {
+        fs::write(input.join(name), "secret").unwrap();
+    }
+    let report = data(folder.path(), &format!("cast {} -o {} --json", input.display(), out.display()));
+    assert_eq!(report["model"]["source"], "../in");
+    assert_eq!(report["recipe"]["model"], "../in");
+    let notes = report["notes"].to_string();
+    assert!(notes.contains(".env (hidden") && notes.contains("id_rsa, server.pem (they may hold keys"), "{notes}");
+    let root = folder.path().to_string_lossy().into_owned();
+    for name in ["recipe.yaml", "report.json", "report.md", "report.html"] {
+        assert!(!fs::read_to_string(out.join(name)).unwrap().contains(&root), "{name}");
+    }
+    assert!([".env", "id_rsa", "server.pem"].iter().all(|name| !out.join(name).exists()));
+    // The recipe makes the same again, wherever it is run from.
+    ok(folder.path(), "run out/recipe.yaml -o again");
+    let weights = |folder: &Path| fs::read(folder.join("model.safetensors")).unwrap();
+    assert_eq!(weights(&out), weights(&folder.path().join("again")));
+    ok(folder.path(), "verify out");
 }

@@ -1,0 +1,127 @@
+//! Names of local files in recipes and reports, which are published: relative to the folder that they are written into.
+
+use std::path::{Component, Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::files;
+
+/// Folders whose subfolders are named after users.
+const HOMES: [&str; 2] = ["/home", "/Users"];
+
+/// Replaces absolute paths by relative ones.
+pub(super) struct LocalNames {
+    /// Absolute paths and what replaces them, the longest first.
+    pairs: Vec<(String, String)>,
+}
+
+impl LocalNames {
+    /// Finds the paths of existing files in a recipe that is written into `folder`.
+    pub fn new(recipe: &Value, folder: &Path) -> LocalNames {
+        let mut found = Vec::new();
+        collect(recipe, &mut found);
+        let mut pairs: Vec<(String, String)> =
+            found.into_iter().map(|path| (path.to_owned(), relative(Path::new(path), folder).to_string_lossy().into_owned())).collect();
+        pairs.sort_by_key(|(path, _)| std::cmp::Reverse(path.len()));
+        LocalNames { pairs }
+    }
+
+    /// A text with every such path replaced.
+    pub fn text(&self, text: &str) -> String {
+        self.pairs.iter().fold(text.to_owned(), |text, (path, name)| replace_path(&text, path, name))
+    }
+
+    /// A value with every such path replaced in its texts.
+    pub fn value(&self, value: &Value) -> Value {
+        match value {
+            Value::String(text) => self.text(text).into(),
+            Value::Array(values) => values.iter().map(|value| self.value(value)).collect(),
+            Value::Object(values) => values.iter().map(|(key, value)| (key.clone(), self.value(value))).collect(),
+            other => other.clone(),
+        }
+    }
+}
+
+fn collect<'v>(value: &'v Value, found: &mut Vec<&'v str>) {
+    match value {
+        // The root is no name, and prompts may begin with a slash.
+        Value::String(text) if text.len() > 1 && Path::new(text).is_absolute() && Path::new(text).exists() => found.push(text),
+        Value::Array(values) => values.iter().for_each(|value| collect(value, found)),
+        Value::Object(values) => values.values().for_each(|value| collect(value, found)),
+        _ => {}
+    }
+}
+
+/// A path relative to a folder, or its last part if the path between them would name a user or all of the file system.
+fn relative(path: &Path, folder: &Path) -> PathBuf {
+    let clean = |path: &Path| path.components().filter(|part| *part != Component::CurDir).collect::<PathBuf>();
+    let (path, folder) = (clean(path), clean(folder));
+    let common: PathBuf = path.components().zip(folder.components()).take_while(|(a, b)| a == b).map(|(a, _)| a).collect();
+    let name = || path.file_name().map_or_else(|| path.clone(), PathBuf::from);
+    if files::is_remote(&folder) || common.parent().is_none() || HOMES.iter().any(|homes| common == Path::new(homes)) {
+        return name();
+    }
+    let up = folder.strip_prefix(&common).map_or(0, |rest| rest.components().count());
+    let down = path.strip_prefix(&common).unwrap_or(&path);
+    let relative: PathBuf = std::iter::repeat_n(Component::ParentDir, up).chain(down.components()).collect();
+    match relative.components().next() {
+        None => ".".into(),
+        Some(_) if files::is_remote(&relative) => Path::new(".").join(relative),
+        Some(_) => relative,
+    }
+}
+
+/// Replaces a path where it is not the beginning of another name.
+fn replace_path(text: &str, path: &str, name: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once(path) {
+        let mut next = after.chars();
+        let goes_on = |c: char| c.is_alphanumeric() || "-_~+".contains(c);
+        let longer = match next.next() {
+            Some('.') => next.next().is_some_and(goes_on),
+            first => first.is_some_and(goes_on),
+        };
+        out.push_str(before);
+        out.push_str(if longer || before.ends_with(|c: char| goes_on(c) || c == '/' || c == '.') { path } else { name });
+        rest = after;
+    }
+    out + rest
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_relative_and_name_no_user() {
+        for (path, folder, expected) in [
+            ("/work/in", "/work/out", "../in"),
+            ("/work/a/in", "/work/b/c/out", "../../../a/in"),
+            ("/work/out/data.npz", "/work/out", "data.npz"),
+            ("/home/alice/in", "/home/alice/x/out", "../../in"),
+            ("/home/alice/in", "/home/bob/out", "in"),
+            ("/Users/alice/in", "/Users/bob/out", "in"),
+            ("/home/alice/in", "/data/out", "in"),
+            ("/data/in", "s3://bucket/out", "in"),
+            ("/work/out/hf:a/b", "/work/out", "./hf:a/b"),
+        ] {
+            assert_eq!(relative(Path::new(path), Path::new(folder)), Path::new(expected), "{path} from {folder}");
+        }
+    }
+
+    #[test]
+    fn texts_name_files_by_relative_paths() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name).to_string_lossy().into_owned();
+        for name in ["in", "in.npz"] {
+            std::fs::write(folder.path().join(name), "").unwrap();
+        }
+        let recipe = serde_json::json!({ "model": path("in"), "data": { "arrays": path("in.npz"), "prompt": "/think", "root": "/" } });
+        let names = LocalNames::new(&recipe, &folder.path().join("out"));
+        let expected = serde_json::json!({ "model": "../in", "data": { "arrays": "../in.npz", "prompt": "/think", "root": "/" } });
+        assert_eq!(names.value(&recipe), expected);
+        let text = format!("`{}/config.json`, {}, {} and {}.", path("in"), path("in.npz"), path("in-2"), path("in"));
+        assert_eq!(names.text(&text), format!("`../in/config.json`, ../in.npz, {} and ../in.", path("in-2")));
+    }
+}
