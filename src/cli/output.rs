@@ -1,6 +1,5 @@
 //! Printing.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
 use std::num::{IntErrorKind, ParseFloatError, ParseIntError};
@@ -11,10 +10,11 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::args::{Global, LogFormat};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, redact};
 use crate::model::Model;
 use crate::pipeline::{ModelMemory, PartOutcome, Pipeline, Plan, parts_folder};
 use crate::report::Report;
+use crate::report::escape::{self, display, display_line};
 use crate::report::format::{bytes, count, natural};
 use crate::report::terminal::table;
 use crate::run_state::Share;
@@ -22,45 +22,45 @@ use crate::run_state::Share;
 /// Writes data to stdout. A reader that has gone away (`| head`) is no error.
 pub(super) fn print(text: &str) -> Result<()> {
     let mut stdout = io::stdout().lock();
-    match stdout.write_all(printable(text).as_bytes()).and_then(|()| stdout.flush()) {
+    match stdout.write_all(display(text).as_bytes()).and_then(|()| stdout.flush()) {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => Err(Error::Output { path: "stdout".into(), reason: e.to_string(), hint: String::new() }),
         _ => Ok(()),
     }
 }
 
-/// Names come from files of any origin; they must not steer the terminal.
-fn printable(text: &str) -> Cow<'_, str> {
-    let steers = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
-    if !text.contains(steers) {
-        return text.into();
-    }
-    text.chars().map(|c| if steers(c) { c.escape_default().to_string() } else { c.to_string() }).collect()
-}
-
 /// Writes data to stdout as JSON.
 pub(super) fn json(value: &impl Serialize) -> Result<()> {
-    let text = serde_json::to_string_pretty(value).map_err(|e| Error::option("--json", e))?;
+    let text = escape::json(value).map_err(|e| Error::option("--json", e))?;
     print(&(text + "\n"))
+}
+
+/// Writes a line of JSON to stderr.
+pub(super) fn event(event: &serde_json::Value) {
+    let _ = writeln!(io::stderr().lock(), "{}", escape::json_line(event).unwrap_or_default());
 }
 
 /// Writes an error to stderr, with its hint.
 pub(super) fn error(error: &Error, global: &Global) {
     if global.log_format == LogFormat::Json {
-        let line = json!({ "event": "error", "message": error.to_string(), "hint": error.hint() });
-        let _ = writeln!(io::stderr().lock(), "{line}");
+        event(&json!({ "event": "error", "message": redact(&error.to_string()), "hint": error.hint() }));
         return;
     }
     let (red, cyan, off) = if coloured() { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
-    let mut text = format!("{red}error:{off} {}\n", printable(&error.to_string()));
+    let mut text = format!("{red}error:{off} {}\n", display(&redact(&error.to_string())));
     if let Some(hint) = error.hint() {
-        text += &format!("{cyan}hint:{off} {}\n", printable(&hint));
+        text += &format!("{cyan}hint:{off} {}\n", display(&hint));
     }
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
 /// Ends the program with what clap says of arguments that it cannot take, or with the help that it was asked for.
 pub(super) fn misused(error: clap::Error) -> ! {
-    in_words(&error).unwrap_or(error).exit()
+    let error = in_words(&error).unwrap_or(error);
+    let text = error.to_string();
+    match redact(&text) {
+        clean if clean == text => error.exit(),
+        clean => clap::Error::raw(error.kind(), clean.trim_start_matches("error: ")).exit(),
+    }
 }
 
 /// The error of a number that cannot be read, in words for people instead of those of the standard library.
@@ -84,12 +84,11 @@ fn coloured() -> bool {
 
 /// Says on stderr which of several runs begins.
 pub(super) fn begins(name: &str, global: &Global) {
-    let text = match global.log_format {
-        _ if global.quiet => return,
-        LogFormat::Text => format!("{}\n", printable(name)),
-        LogFormat::Json => format!("{}\n", json!({ "event": "run", "name": name })),
-    };
-    let _ = io::stderr().lock().write_all(text.as_bytes());
+    match global.log_format {
+        _ if global.quiet => {}
+        LogFormat::Text => drop(writeln!(io::stderr().lock(), "{}", display(name))),
+        LogFormat::Json => event(&json!({ "event": "run", "name": name })),
+    }
 }
 
 /// Runs a pipeline, or a part of it, and shows its report. Of several processes that work together the first writes, and the others say so.
@@ -101,12 +100,11 @@ pub(super) fn run(pipeline: &Pipeline, model: &Model, folder: &Path, part: Optio
         return report(&pipeline.run(model.clone(), folder)?, folder, global);
     }
     super::running::follow(pipeline, model, folder)?;
-    let text = match global.log_format {
-        _ if global.quiet => return Ok(()),
-        LogFormat::Text => format!("the first of the processes writes {}\n", printable(&folder.to_string_lossy())),
-        LogFormat::Json => format!("{}\n", json!({ "event": "followed", "output": folder })),
-    };
-    let _ = io::stderr().lock().write_all(text.as_bytes());
+    match global.log_format {
+        _ if global.quiet => {}
+        LogFormat::Text => drop(writeln!(io::stderr().lock(), "the first of the processes writes {}", display(&folder.to_string_lossy()))),
+        LogFormat::Json => event(&json!({ "event": "followed", "output": folder })),
+    }
     Ok(())
 }
 
@@ -210,20 +208,9 @@ fn model_memory(memory: &ModelMemory) -> String {
 fn names(indent: &str, names: &[String]) -> String {
     let mut sorted: Vec<&String> = names.iter().collect();
     sorted.sort_by(|a, b| natural(a, b));
-    let mut out: String = sorted.iter().take(LISTED).map(|name| format!("{indent}{name}\n")).collect();
+    let mut out: String = sorted.iter().take(LISTED).map(|name| format!("{indent}{}\n", display_line(name))).collect();
     if names.len() > LISTED {
         out += &format!("{indent}... and {} more (--json lists all)\n", names.len() - LISTED);
     }
     out
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_cannot_steer_the_terminal() {
-        assert_eq!(printable("a\tb\n"), "a\tb\n");
-        assert_eq!(printable("a\u{1b}[31m\rb"), "a\\u{1b}[31m\\rb");
-    }
 }

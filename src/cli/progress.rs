@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
+use super::output;
+use crate::report::escape::display;
 use crate::report::format::{bytes, seconds};
 use crate::work::{Event, Progress, ProgressUnit, lock};
 
@@ -39,6 +41,7 @@ impl Progress for Bars {
         let mut stage = lock(&self.0);
         match event {
             Event::Begin { stage: name, total, unit } => {
+                let name = display(name).into_owned();
                 let template = match (unit, total) {
                     (_, 0) => UNCOUNTED,
                     (ProgressUnit::Bytes, _) => BYTES,
@@ -49,9 +52,9 @@ impl Progress for Bars {
                     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ");
                     ProgressBar::with_draw_target(Some(total).filter(|t| *t > 0), ProgressDrawTarget::stderr_with_hz(10))
                         .with_style(style)
-                        .with_message(name.to_owned())
+                        .with_message(name.clone())
                 });
-                *stage = Some(Stage { name: name.to_owned(), unit, done: 0, start: Instant::now(), told: Instant::now(), total, bar });
+                *stage = Some(Stage { name, unit, done: 0, start: Instant::now(), told: Instant::now(), total, bar });
             }
             Event::Advance(bytes) => {
                 let Some(stage) = stage.as_mut() else { return };
@@ -61,9 +64,9 @@ impl Progress for Bars {
                 }
             }
             Event::Message(text) => {
-                let Some(stage) = stage.as_mut() else { return };
+                let (Some(stage), text) = (stage.as_mut(), display(text)) else { return };
                 match &stage.bar {
-                    Some(bar) => bar.set_prefix(text.to_owned()),
+                    Some(bar) => bar.set_prefix(text.into_owned()),
                     None if stage.told.elapsed() >= SELDOM => {
                         stage.told = Instant::now();
                         let left = stage.start.elapsed().as_secs_f64() / stage.done.max(1) as f64 * stage.total.saturating_sub(stage.done) as f64;
@@ -137,6 +140,6 @@ impl Progress for JsonLines {
             }
             Event::End => json!({ "event": "end" }),
         };
-        let _ = writeln!(io::stderr().lock(), "{line}");
+        output::event(&line);
     }
 }

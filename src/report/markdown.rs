@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use super::Report;
+use super::escape::{markdown, markdown_code};
 use super::format::{bytes, count, decibels, percent, seconds, shape};
 
 /// Renders `report.md`.
@@ -20,9 +21,9 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
     writeln!(out, "# {} → {}, {:.2} × smaller\n", bytes(before.bytes), bytes(after.bytes), report.size.ratio)?;
     writeln!(
         out,
-        "`{}`{}, BLAKE3 `{}`\n",
-        report.model.source.display(),
-        report.model.architecture.as_ref().map_or(String::new(), |a| format!(" ({a})")),
+        "{}{}, BLAKE3 `{}`\n",
+        markdown_code(&report.model.source.display().to_string()),
+        report.model.architecture.as_ref().map_or(String::new(), |a| format!(" ({})", markdown(a))),
         report.model.blake3
     )?;
     table(
@@ -36,19 +37,19 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
             ["tensors".into(), before.tensors.to_string(), after.tensors.to_string()],
         ],
     )?;
-    let measured = super::measured::rows(report);
+    let measured: Vec<_> = super::measured::rows(report).into_iter().map(|row| row.map(|cell| markdown(&cell))).collect();
     if !measured.is_empty() {
         writeln!(out, "## Measured\n")?;
         if let Some(accuracy) = &report.accuracy {
-            writeln!(out, "{} on {} samples of `{}`.\n", accuracy.task, accuracy.samples, accuracy.data)?;
+            writeln!(out, "{} on {} samples of {}.\n", markdown(&accuracy.task.to_string()), accuracy.samples, markdown_code(&accuracy.data.to_string()))?;
         } else if let Some(measured) = &report.fidelity {
-            writeln!(out, "Fidelity on {}.\n", measured.describe())?;
+            writeln!(out, "Fidelity on {}.\n", markdown(&measured.describe()))?;
         }
         table(out, &["", "before", "after"], &measured)?;
     }
     if !report.continuations.is_empty() {
         writeln!(out, "## Continuations\n")?;
-        let line = |text: &String| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let line = |text: &String| markdown(&text.split_whitespace().collect::<Vec<_>>().join(" "));
         let rows: Vec<[String; 3]> = report.continuations.iter().map(|text| [&text.prompt, &text.before, &text.after].map(line)).collect();
         table(out, &["text", "before", "after"], &rows)?;
     }
@@ -57,14 +58,20 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         .passes
         .iter()
         .map(|p| {
-            [format!("`{}`", p.name), p.tensors_changed.to_string(), seconds(p.seconds), p.peak_rss_bytes.map_or("-".into(), bytes), format!("`{}`", p.options)]
+            [
+                markdown_code(&p.name),
+                p.tensors_changed.to_string(),
+                seconds(p.seconds),
+                p.peak_rss_bytes.map_or("-".into(), bytes),
+                markdown_code(&p.options.to_string()),
+            ]
         })
         .collect();
     table(out, &["pass", "tensors", "time", "peak memory", "options"], &passes)?;
     if !report.notes.is_empty() {
         writeln!(out, "## Notes\n")?;
         for note in &report.notes {
-            writeln!(out, "- {note}")?;
+            writeln!(out, "- {}", markdown(note))?;
         }
         writeln!(out)?;
     }
@@ -72,7 +79,7 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
     let files: Vec<_> = report
         .outputs
         .iter()
-        .map(|f| [format!("`{}`", f.path), bytes(f.bytes), format!("`{}`", f.blake3), if f.verified.ok { "yes".into() } else { "**no**".into() }])
+        .map(|f| [markdown_code(&f.path), bytes(f.bytes), format!("`{}`", f.blake3), if f.verified.ok { "yes".into() } else { "**no**".into() }])
         .collect();
     table(out, &["file", "size", "BLAKE3", "verified"], &files)?;
     writeln!(out, "## Weights\n")?;
@@ -82,7 +89,7 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         .map(|l| {
             let elements = l.shape.iter().product::<usize>() as u64;
             [
-                format!("`{}`", l.name),
+                markdown_code(&l.name),
                 shape(&l.shape),
                 l.encoding.clone(),
                 bytes(l.bytes_before),
@@ -99,7 +106,7 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         "{} {} on {}, {} cores, {}: {} in all{}.",
         report.tool.name,
         report.tool.version,
-        env.cpu.as_deref().unwrap_or("an unknown processor"),
+        markdown(env.cpu.as_deref().unwrap_or("an unknown processor")),
         env.cores,
         env.simd,
         seconds(report.totals.seconds),

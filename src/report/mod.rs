@@ -5,6 +5,7 @@
 mod budget;
 mod compare;
 pub(crate) mod environment;
+pub mod escape;
 pub mod format;
 mod html;
 mod markdown;

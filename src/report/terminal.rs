@@ -3,6 +3,7 @@
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
 use super::compare::words;
+use super::escape::display_line;
 use super::format::{bytes, count, decibels, percent, seconds, shape};
 use super::{Comparison, Report, Size};
 
@@ -11,7 +12,7 @@ pub fn table(head: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> Tabl
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(head);
     for row in rows {
-        table.add_row(row);
+        table.add_row(row.iter().map(|cell| display_line(cell)));
     }
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
@@ -85,7 +86,7 @@ impl Report {
             out += "\n";
         }
         for note in &self.notes {
-            out += &format!(" note: {note}\n");
+            out += &format!(" note: {}\n", display_line(note));
         }
         out
     }

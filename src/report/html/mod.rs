@@ -15,6 +15,7 @@ mod values;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::Report;
+use super::escape::display;
 pub(super) use compare::render as render_comparison;
 
 const STYLE: &str = include_str!("page.css");
@@ -65,7 +66,7 @@ fn page(title: &str, body: &Markup) -> String {
             }
         }
     };
-    page.into_string()
+    display(&page.into_string()).into_owned()
 }
 
 /// A section with a heading and a line that says how to read it; nothing without content.

@@ -105,6 +105,27 @@ fn exit_codes() {
 }
 
 #[test]
+fn names_of_every_kind_are_valid_in_json_and_in_markdown() {
+    let folder = tempfile::tempdir().unwrap();
+    let name = "a\u{7f}\u{85}\u{9f}\u{202e}\u{2066}\n| x |\u{2028}`<b>`.weight";
+    file(&folder.path().join("in"), &[("format", "pt")], &[floats(name, &[2, 2]), floats("b", &[2])]);
+    let steers = |text: &str| text.contains(['\u{7f}', '\u{85}', '\u{9f}', '\u{202e}', '\u{2066}', '\u{2028}']);
+    let run = ok(folder.path(), "inspect in --json");
+    assert!(!steers(&run.stdout), "{:?}", run.stdout);
+    assert_eq!(data(folder.path(), "inspect in --json")["tensors"][0]["name"], name);
+    let report = data(folder.path(), "cast in -o out --to bf16 --json");
+    assert_eq!(report["layers"][0]["name"], name);
+    let text = ok(folder.path(), "inspect in");
+    assert!(!steers(&text.stdout) && text.stdout.contains("\\u{202e}") && text.stdout.contains("\\n| x |"), "{:?}", text.stdout);
+    let markdown = fs::read_to_string(folder.path().join("out/report.md")).unwrap();
+    let rows: Vec<&str> = markdown.lines().filter(|line| line.contains("\\u{202e}")).collect();
+    assert!(!steers(&markdown) && rows.len() == 1 && rows[0].ends_with(" |"), "{markdown:?}");
+    assert!(!steers(&fs::read_to_string(folder.path().join("out/report.html")).unwrap()));
+    let failed = compress(folder.path(), "cast in -o new --targets \u{9b}x");
+    assert!(failed.code > 0 && !failed.stderr.contains('\u{9b}'), "{:?}", failed.stderr);
+}
+
+#[test]
 fn names_in_files_do_not_steer_the_terminal() {
     let folder = tempfile::tempdir().unwrap();
     file(&folder.path().join("in"), &[("format", "pt")], &[floats("a\u{1b}[31m\u{7}.weight", &[2, 2]), floats("b", &[2])]);
