@@ -13,6 +13,7 @@ mod idx;
 mod images;
 mod labels;
 mod loader;
+pub(crate) mod one_or_several;
 mod opened;
 mod options;
 mod order;

@@ -175,11 +175,13 @@ pub struct Data {
     pub rescale: Option<f64>,
     /// Mean to subtract from each channel, in the model's order of channels, after the factor
     #[cfg_attr(feature = "cli", arg(long, value_delimiter = ',', value_name = "NUMBERS", help_heading = "Data"))]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "super::one_or_several::one_or_several_schema::<f64>"))]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "super::one_or_several::one_or_several")]
     pub mean: Vec<f64>,
     /// Standard deviation to divide each channel by
     #[cfg_attr(feature = "cli", arg(long, value_delimiter = ',', value_name = "NUMBERS", help_heading = "Data"))]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "super::one_or_several::one_or_several_schema::<f64>"))]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "super::one_or_several::one_or_several")]
     pub std: Vec<f64>,
 }
 
@@ -472,6 +474,10 @@ mod tests {
         assert!(check("{ images: a, crop: wide }").unwrap_err().contains("a number, or a height and a width"));
         assert!(check("{ arrays: a.npz, layout: nhwc }").unwrap_err().contains("`layout` says how images"));
         assert!(check("{ text: a, mean: [0.5] }").unwrap_err().contains("`mean` says how images and arrays"));
+        for scalar in ["{ images: a, mean: 0.286, std: 1 }", "{ images: a, mean: -1 }", "{ images: a, mean: [1, 0.5] }"] {
+            assert!(check(scalar).is_ok(), "{scalar}");
+        }
+        assert!(check("{ images: a, mean: x }").is_err());
         assert!(check("{ images: a, std: [0.0] }").unwrap_err().contains("`std`"));
         assert!(check("{ text: a, colour: b }").unwrap_err().contains("colour"));
     }

@@ -16,7 +16,6 @@ pub mod log;
 pub mod losses;
 mod memory;
 mod objective;
-mod one_or_several;
 pub mod optimizer;
 mod options;
 mod pass_options;
@@ -29,13 +28,11 @@ mod teacher;
 mod team;
 mod weights;
 
+pub(crate) use crate::data::one_or_several::one_or_several;
 pub use crate::evaluation::Precision;
 pub use forecast::{MemoryForecast, forecast};
 pub use log::LogFormat;
 pub use objective::Objective;
-pub(crate) use one_or_several::one_or_several;
-#[cfg(feature = "cli")]
-pub(crate) use one_or_several::one_or_several_schema;
 pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, QuantizerScales, Shard, Training};
 #[cfg(feature = "cli")]
 pub(crate) use options::{batch_size_schema, losses_or_none};

@@ -64,7 +64,7 @@ macro_rules! training_pass {
             pub average: Option<f64>,
             /// What to keep in host memory while the model trains on a GPU; parameters, on the CPU too, where they go to disk
             #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
-            #[cfg_attr(feature = "cli", schemars(schema_with = "crate::train::one_or_several_schema::<Offload>"))]
+            #[cfg_attr(feature = "cli", schemars(schema_with = "crate::data::one_or_several::one_or_several_schema::<Offload>"))]
             #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::train::one_or_several")]
             pub offload: Vec<Offload>,
             /// What several processes share out
@@ -92,7 +92,7 @@ macro_rules! training_pass {
             pub patience: Option<u64>,
             /// Logs of every step beside the CSV table
             #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
-            #[cfg_attr(feature = "cli", schemars(schema_with = "crate::train::one_or_several_schema::<crate::train::LogFormat>"))]
+            #[cfg_attr(feature = "cli", schemars(schema_with = "crate::data::one_or_several::one_or_several_schema::<crate::train::LogFormat>"))]
             #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::train::one_or_several")]
             pub logs: Vec<$crate::train::LogFormat>,
             /// Tensors to train: names with `*`, or `re:` and a regular expression [default: all floats]

@@ -1,4 +1,4 @@
-//! Options that are one name, or a list of them.
+//! Options that are one value, or a list of them.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -11,11 +11,23 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for Form<T> {
     type Value = Vec<T>;
 
     fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str("a name, or a list of names")
+        f.write_str("a value, or a list of values")
     }
 
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Vec<T>, E> {
         Ok(vec![T::deserialize(value::StrDeserializer::new(text))?])
+    }
+
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<Vec<T>, E> {
+        Ok(vec![T::deserialize(value::U64Deserializer::new(number))?])
+    }
+
+    fn visit_i64<E: de::Error>(self, number: i64) -> Result<Vec<T>, E> {
+        Ok(vec![T::deserialize(value::I64Deserializer::new(number))?])
+    }
+
+    fn visit_f64<E: de::Error>(self, number: f64) -> Result<Vec<T>, E> {
+        Ok(vec![T::deserialize(value::F64Deserializer::new(number))?])
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Vec<T>, A::Error> {
@@ -23,7 +35,7 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for Form<T> {
     }
 }
 
-/// Reads one name, or a list of them.
+/// Reads one value, or a list of them.
 pub(crate) fn one_or_several<'de, T: Deserialize<'de>, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<T>, D::Error> {
     deserializer.deserialize_any(Form(PhantomData))
 }
