@@ -168,7 +168,7 @@ impl Recipe {
 
     /// The recipe with another value.
     fn with(&self, key: &str, value: &Value, flag: &str) -> Result<Recipe> {
-        let wrong = |e: serde_json::Error| Error::option(format!("{flag} {key}={}", plain(value)), e);
+        let wrong = |e: serde_json::Error| Error::option(format!("{flag} {key}={}", plain(value)), message::explain_json(&e));
         // Defaults are written out here, so that they can be set whether the file names them or not.
         let mut values = serde_json::to_value(self).map_err(wrong)?;
         overrule(&mut values, key, value).map_err(|reason| Error::option(format!("{flag} {key}"), reason))?;
@@ -330,6 +330,7 @@ mod tests {
         assert!(recipe.to_yaml().contains("0.25") && recipe.to_yaml().contains("bf16"));
         assert!(set(&[("safetensors.layout", "sparse")]).unwrap().to_yaml().contains("sparse"));
         assert!(set(&[("cast.to", "f8")]).unwrap_err().to_string().starts_with("--set cast.to=f8: unknown variant `f8`"));
+        assert!(set(&[("cast.t", "f16")]).unwrap_err().to_string().contains("unknown key `t`, did you mean `to`?"));
         assert!(set(&[("quantize.amount", "1")]).unwrap_err().to_string().contains("no `quantize`"));
         assert!(set(&[("passes.7.cast.to", "f16")]).is_err());
         assert!(set(&[("seed", "x")]).is_err());

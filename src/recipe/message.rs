@@ -15,6 +15,16 @@ pub(crate) fn explain(error: &Error, source: &str) -> String {
     text.strip_prefix("error: ").unwrap_or(&text).to_owned()
 }
 
+/// The message of an error in JSON values, with a suggestion for an unknown key.
+pub(crate) fn explain_json(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let names: Vec<&str> = text.split('`').skip(1).step_by(2).collect();
+    match names.as_slice() {
+        [field, expected @ ..] if text.starts_with("unknown field") => unknown("key", field, expected),
+        _ => text,
+    }
+}
+
 struct Plain;
 
 impl MessageFormatter for Plain {

@@ -92,7 +92,7 @@ fn types_and_ranges() {
         recipe(
             "an amount above one",
             "model: in\npasses:\n  - prune-unstructured:\n      amount: 1.5\n",
-            "line 4 column 15: amount 1.5 is not a fraction from 0.0 to 1.0, or a whole number of weights",
+            "line 4 column 15: amount 1.5 is not a fraction from 0.0 to 1.0, a percentage like 50%, or a whole number",
         ),
         recipe("a negative amount", "model: in\npasses:\n  - prune-unstructured: { amount: -5 }\n", "line 3 column 35: amount -5 is not a fraction"),
         recipe(
@@ -151,12 +151,12 @@ fn values_set_on_the_command_line() {
     const TEXT: &str = "model: in\npasses:\n  - prune-unstructured: { amount: 0.5 }\n  - cast\n";
     let set = |name, args, message| with_args(name, TEXT, args, 2, message);
     check([
-        set("an unknown key", "run recipe.yaml -o out --set sed=1", "--set sed=1: unknown field `sed`, expected one of `model`, `seed`"),
-        set("an unknown key, in a plan", "plan recipe.yaml --set sed=1", "--set sed=1: unknown field `sed`"),
+        set("an unknown key", "run recipe.yaml -o out --set sed=1", "--set sed=1: unknown key `sed`, did you mean `seed`? There are `model`, `seed`"),
+        set("an unknown key, in a plan", "plan recipe.yaml --set sed=1", "--set sed=1: unknown key `sed`, did you mean `seed`?"),
         set(
             "an unknown option",
             "run recipe.yaml -o out --set cast.too=f16",
-            "--set cast.too=f16: unknown field `too`, expected one of `to`, `overflow`, `targets`, `ignore`",
+            "--set cast.too=f16: unknown key `too`, did you mean `to`? There are `to`, `overflow`, `targets`, `ignore`",
         ),
         set(
             "a pass that is not there",
