@@ -40,10 +40,19 @@ impl DataFile {
         let mut length = [0; 8];
         file.read_exact_at(&mut length, 0).map_err(Error::io("read", path))?;
         let length = u64::from_le_bytes(length);
+        let mut next = [0];
+        // Headers begin with a brace; the length of other files is a few of their characters.
+        let is_header = rest > 0 && file.read_exact_at(&mut next, 8).is_ok() && next == *b"{";
         let after = rest.checked_sub(length).filter(|_| (1..=MAX_HEADER).contains(&length)).ok_or_else(|| {
             Error::malformed(
                 path,
-                format!("the header claims {length} bytes in a file of {bytes} (at most {MAX_HEADER} are allowed): not a safetensors file, or truncated"),
+                if length.to_le_bytes() == *b"version " {
+                    "is a pointer of Git LFS, not the file itself: run `git lfs pull`, or download the file".to_owned()
+                } else if is_header || path.extension().is_some_and(|extension| extension == "safetensors") {
+                    format!("the header claims {length} bytes in a file of {bytes} (at most {MAX_HEADER} are allowed): not a safetensors file, or truncated")
+                } else {
+                    "is not a model: name a folder that holds one, or a file of weights such as model.safetensors".to_owned()
+                },
             )
         })?;
         let mut json = vec![0; length as usize];

@@ -11,6 +11,10 @@ fn bytes(name: &'static str, content: &'static [u8], message: &'static str) -> C
     case(name, move |folder| fs::write(folder.join("in.safetensors"), content).unwrap(), RUN, 1, message, "")
 }
 
+fn other(name: &'static str, file: &'static str, args: &'static str, content: &'static [u8], message: &'static str) -> Case {
+    case(name, move |folder| fs::write(folder.join(file), content).unwrap(), args, 1, message, "")
+}
+
 fn header(name: &'static str, header: impl AsRef<[u8]> + 'static, data: usize, message: &'static str) -> Case {
     case(name, move |folder| raw_file(&folder.join("in.safetensors"), header.as_ref(), &vec![0; data]), RUN, 1, message, "")
 }
@@ -34,6 +38,21 @@ fn the_header_length() {
         bytes("empty file", b"", "in.safetensors: 0 bytes are too few"),
         bytes("seven bytes", b"1234567", "in.safetensors: 7 bytes are too few"),
         bytes("no header", b"\0\0\0\0\0\0\0\0data", "in.safetensors: the header claims 0 bytes in a file of 12"),
+        other(
+            "a configuration as a model",
+            "config.json",
+            "densify config.json -o out",
+            b"{\"model_type\": \"bert\"}",
+            "config.json: is not a model: name a folder",
+        ),
+        other("a script as a model", "train.py", "densify train.py -o out", b"import torch\n", "train.py: is not a model"),
+        other(
+            "a pointer of Git LFS",
+            "model.bin",
+            "densify model.bin -o out",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "is a pointer of Git LFS",
+        ),
         bytes("huge header", b"\xff\xff\xff\xff\xff\xff\xff\xff{}", "the header claims 18446744073709551615 bytes in a file of 10"),
         bytes("beyond the limit of the format", b"\x01\xe1\xf5\x05\0\0\0\0{}", "the header claims 100000001 bytes…at most 100000000 are allowed"),
         bytes("beyond the file", b"\x03\0\0\0\0\0\0\0{}", "the header claims 3 bytes in a file of 10…truncated"),
