@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::live::{dead_after, node_by_node};
 use crate::ir::ops::elements;
-use crate::ir::{Bindings, Graph, Kind, Node, Op, TensorType, ValueId};
+use crate::ir::{Bindings, Element, Graph, Kind, Node, Op, TensorType, ValueId};
 
 /// Tokens of a text when nothing is said.
 const SEQUENCE: usize = 128;
@@ -60,6 +60,15 @@ pub fn cost(graph: &Graph, sizes: &Bindings) -> (u64, u64) {
         alive = dead.iter().fold(alive, |alive, id| alive.saturating_sub(bytes(&graph.value(*id).ty)));
     }
     (macs, most)
+}
+
+/// The first node whose multiply-accumulates are not known: one without an op that has several matrices or larger arrays as inputs.
+pub fn uncounted(graph: &Graph) -> Option<&str> {
+    let may_multiply = |node: &&Node| {
+        let large = |id: &&ValueId| graph.value(**id).ty.element == Element::Float && graph.value(**id).ty.shape.len() > 1;
+        matches!(node.op, Op::Opaque(_)) && node.inputs.iter().filter(large).count() > 1
+    };
+    graph.nodes().iter().find(may_multiply).map(|node| graph.value(node.output).name.as_str())
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ mod sequence;
 
 pub use atoms::Place;
 pub use blocks::{Block, block_ends, blocks, uncut, weights_of_layers};
-pub use cost::{cost, usual_sizes};
+pub use cost::{cost, uncounted, usual_sizes};
 pub use groups::{FrozenAxis, Group, GroupUnit, Groups, Member, Role, groups};
 pub use layers::{Layer, Layers, layers, number, stacks};
 pub use live::{dead_after, node_by_node};

@@ -317,6 +317,10 @@ fn a_lifted_model_loses_channels_and_is_written_under_its_names() {
     let step: Step = serde_json::from_str::<PruneStructured>(options).unwrap().into();
     let report = Pipeline::builder().pass(step).threads(2).build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap();
     assert!(report.size.after.parameters < report.size.before.parameters * 2 / 3, "{:?}", report.size);
+    let compute = report.compute.as_ref().expect("every node is typed");
+    assert!(compute.after.macs < compute.before.macs * 2 / 3, "{compute:?}");
+    let budget = compress::report::Budgets { max_macs_ratio: Some(0.7), ..Default::default() };
+    assert!(budget.check(&report).unwrap().iter().all(|finding| finding.ok));
     let written = ModelProto::decode(std::fs::read(&out).unwrap().as_slice()).unwrap();
     assert!(written.metadata_props.iter().any(|entry| entry.value() == "abc"));
     let graph = written.graph.unwrap();

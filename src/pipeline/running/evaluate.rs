@@ -152,7 +152,7 @@ impl Run<'_> {
     }
 
     /// Cost before and after; nothing when it is not known what the model computes.
-    fn compute(&self, before: &Graph) -> Option<Compute> {
+    pub(super) fn compute(&self, before: &Graph) -> Option<Compute> {
         let after = self.after.graph().ok()?;
         let sizes = analysis::usual_sizes(before);
         let cost = |graph: &Graph| {

@@ -5,6 +5,7 @@ use std::ops::ControlFlow;
 use candle_core::Device;
 
 use super::evaluate::{Run, is_large};
+use crate::analysis;
 use crate::data::{self, Batch};
 use crate::error::{Error, Result};
 use crate::evaluation::{FidelitySums, MeasuredFidelity, Runtime, SamplesFrom, Subject};
@@ -20,6 +21,12 @@ impl Run<'_> {
     /// Evaluates both files on data where some is named, else on samples that are made up.
     pub(super) fn measure_files(&self, exports: &mut [(&'static str, Exported)]) -> Result<Measured> {
         let mut measured = Measured::default();
+        if let Ok(graph) = self.before.graph() {
+            match analysis::uncounted(&graph) {
+                None => measured.compute = self.compute(&graph),
+                Some(node) => measured.notes.push(format!("multiply-accumulates are not counted: what `{node}` computes is known to ONNX Runtime alone")),
+            }
+        }
         if let Some(evaluate) = self.pipeline.evaluation() {
             self.evaluate(&evaluate, &[Runtime::OnnxRuntime], exports, &mut measured)?;
             return Ok(measured);
