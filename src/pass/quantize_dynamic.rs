@@ -120,7 +120,11 @@ impl QuantizeDynamic {
     fn check_weight(&self, name: &str, weight: &Weight) -> Result<()> {
         targets::require_float(NAME, name, weight)?;
         if weight.shape.len() != 2 {
-            return Err(Error::tensor(name, format!("has shape {:?}; only matrices can be stored as int8 in safetensors", weight.shape), "add it to `ignore`"));
+            return Err(Error::tensor(
+                name,
+                format!("has shape {:?}; quantize-dynamic quantizes only matrices", weight.shape),
+                "add it to `ignore`, or use `quantize-static` with calibration data, which quantizes convolutions too",
+            ));
         }
         let size = self.group_size.unwrap_or(DEFAULT_GROUP);
         if self.granularity == GranularityKind::Group && !weight.row().is_multiple_of(size) {

@@ -40,7 +40,14 @@ pub fn choose<'a>(
         weights.by_name.get(name).is_some_and(|w| eligible(name, w))
     })?;
     if names.is_empty() {
-        return Err(Error::option(pass, format!("no weight is selected ({rule}); name some in `targets`, `compress inspect` lists them")));
+        let convolutions = weights.by_name.values().filter(|weight| weight.shape.len() > 2 && weight.is_float()).count();
+        let advice = match (pass, convolutions) {
+            ("quantize-dynamic" | "quantize", 1..) if targets.is_empty() => {
+                format!("this model has {convolutions} convolutions, which need `quantize-static` and calibration data")
+            }
+            _ => "name some in `targets`, `compress inspect` lists them".to_owned(),
+        };
+        return Err(Error::option(pass, format!("no weight is selected ({rule}); {advice}")));
     }
     let list = |patterns: &[Pattern]| patterns.iter().map(Pattern::as_str).collect::<Vec<_>>().join(", ");
     let mut rule = if targets.is_empty() { rule.to_owned() } else { list(targets) };

@@ -147,12 +147,13 @@ impl QuantizeStatic {
         if margin < 0.0 && goal.strict {
             return Err(Error::run(
                 NAME,
-                format!("the accuracy goal is not met: the best of {} models has a {} of {figure:.4}", trials.len(), goal.name()),
+                format!("the accuracy goal is not met: the best of the tried models ({}) has a {} of {figure:.4}", trials.len(), goal.name()),
                 "ask for less, allow more trials, or leave `strict` out to get the best model",
             ));
         }
-        let outcome = if margin >= 0.0 { "met" } else { "NOT met" };
-        let note = format!("accuracy goal {outcome} after {} trials: {} {figure:.4}; {left}", trials.len(), goal.name());
+        let outcome = if margin >= 0.0 { "met" } else { "not met" };
+        let tried = if trials.len() == 1 { "1 trial".to_owned() } else { format!("{} trials", trials.len()) };
+        let note = format!("accuracy goal {outcome} after {tried}: {} {figure:.4}; {left}", goal.name());
         let rows: Vec<Value> = trials.iter().map(|t| json!({ "in_floats": t.kept, (goal.name()): t.figure, "met": goal.margin(t.figure) >= 0.0 })).collect();
         let table = json!({ "met": margin >= 0.0, "tried": rows, "in_floats": order[..kept] });
         Ok(Outcome { layers: order[kept..].iter().cloned().collect(), table, damages, note })

@@ -80,7 +80,7 @@ fn behind_activation(graph: &Graph, value: ValueId) -> ValueId {
     }
 }
 
-/// Nodes that compute in floats although their inputs could be quantized, and why: a line for each kind.
+/// Nodes that compute in floats although their inputs could be quantized, and why, in one note.
 pub(super) fn left_in_floats(graph: &Graph, layers: &BTreeSet<String>) -> Vec<String> {
     let sites = Sites::of(graph, layers);
     let mut kinds: BTreeMap<(&'static str, &'static str), (usize, String)> = BTreeMap::new();
@@ -98,5 +98,6 @@ pub(super) fn left_in_floats(graph: &Graph, layers: &BTreeSet<String>) -> Vec<St
         let entry = kinds.entry((node.op.name(), why)).or_insert_with(|| (0, graph.value(node.output).name.clone()));
         entry.0 += 1;
     }
-    kinds.into_iter().map(|((op, why), (count, first))| format!("{count} {op} stay in floats: {why} (the first: `{first}`)")).collect()
+    let kinds: Vec<String> = kinds.into_iter().map(|((op, why), (count, first))| format!("{count} {op} ({why}; the first: `{first}`)")).collect();
+    if kinds.is_empty() { Vec::new() } else { vec![format!("left in floats: {}", kinds.join(", "))] }
 }

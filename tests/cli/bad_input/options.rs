@@ -274,7 +274,7 @@ fn weights_that_a_pass_cannot_take() {
             "a vector to quantize",
             "quantize-dynamic in -o out --targets *query.bias",
             1,
-            "has shape [16]; only matrices can be stored as int8",
+            "has shape [16]; quantize-dynamic quantizes only matrices",
             "add it to `ignore`",
         ),
         case("int8 to quantize", quantized, "quantize-dynamic in -o out", 1, "is int8 channel already, quantize-dynamic works on floats", again),
