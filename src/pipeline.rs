@@ -8,7 +8,6 @@ mod further;
 #[cfg(not(feature = "zstd"))]
 #[path = "pipeline/no_further.rs"]
 mod further;
-mod local_names;
 mod parts;
 mod plan;
 mod run;

@@ -33,7 +33,7 @@ impl Args {
         } else {
             let rows = found.iter().map(|finding| {
                 let [measured, allowed] = finding.words();
-                vec![finding.budget.to_owned(), measured, allowed, if finding.ok { "ok" } else { "NOT KEPT" }.into()]
+                vec![finding.budget.to_owned(), measured, allowed, if finding.ok { "ok" } else { "failed" }.into()]
             });
             output::print(&format!("{}\n", table(&["budget", "measured", "allowed", ""], rows)))?;
         }

@@ -182,16 +182,21 @@ fn plan_text(plan: &Plan) -> String {
     }
     let samples = plan.samples.iter().map(|(key, samples)| (*key, format!("{samples} samples")));
     let runs = plan.model_memory.as_ref().map(|memory| ("running the model", model_memory(memory)));
+    let size = match (plan.output_exact, plan.output_estimated) {
+        (true, _) => "",
+        (_, true) => "about ",
+        _ => "at most ",
+    };
+    let before = (plan.prepare_bytes > 0).then(|| ("read before writing", bytes(plan.prepare_bytes)));
     let rows = [
         ("files", plan.files.join(", ")),
-        ("size", format!("{}{}", if plan.output_exact { "" } else { "at most " }, bytes(plan.output_bytes))),
-        ("swept before writing", bytes(plan.prepare_bytes)),
+        ("size", format!("{size}{}", bytes(plan.output_bytes))),
         ("peak memory", format!("about {}", bytes(plan.peak_rss_bytes))),
         ("device memory", plan.peak_vram_bytes.map_or("not known beforehand".into(), bytes)),
     ];
-    out += &format!("\n{}\n", table(&["would write", ""], samples.chain(rows).chain(runs).map(|(name, value)| vec![name.to_owned(), value])));
+    out += &format!("\n{}\n", table(&["would write", ""], samples.chain(rows).chain(before).chain(runs).map(|(name, value)| vec![name.to_owned(), value])));
     for note in &plan.notes {
-        out += &format!(" note: {note}\n");
+        out += &format!(" note: {}\n", display_line(note));
     }
     out
 }
@@ -199,9 +204,8 @@ fn plan_text(plan: &Plan) -> String {
 /// What running a model takes, and how it would be run.
 fn model_memory(memory: &ModelMemory) -> String {
     let blockwise = memory.blockwise_bytes.map_or("cannot be cut into blocks".to_owned(), |size| format!("{} block by block", bytes(size)));
-    let limit = memory
-        .limit_bytes
-        .map_or(String::new(), |limit| format!("; {} may be taken: {}", bytes(limit), if memory.blockwise { "block by block" } else { "whole" }));
+    let runs = if memory.blockwise { "so it runs block by block" } else { "so it runs whole" };
+    let limit = memory.limit_bytes.map_or(String::new(), |limit| format!("; {} are available, {runs}", bytes(limit)));
     format!("about {} whole, {blockwise}{limit}", bytes(memory.whole_bytes))
 }
 

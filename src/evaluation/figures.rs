@@ -189,6 +189,17 @@ pub struct Latency {
     pub after_ms: Quantiles,
     /// Median before for the median after.
     pub speedup: f64,
+    /// First and third quartile of the ratios of runs that followed each other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub speedup_quartiles: Option<[f64; 2]>,
+}
+
+impl Latency {
+    /// How many times as fast, with the quartiles if these are known: `1.52 (1.37 to 1.80)`.
+    pub fn describe_speedup(&self) -> String {
+        let spread = self.speedup_quartiles.map_or_else(String::new, |[low, high]| format!(" ({low:.2} to {high:.2})"));
+        format!("{:.2}{spread}", self.speedup)
+    }
 }
 
 /// Who runs a model.

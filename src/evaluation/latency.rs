@@ -29,15 +29,26 @@ pub fn latency(before: &mut dyn Runner, after: &mut dyn Runner, inputs: &Inputs,
         spent += times.0.last().unwrap_or(&0.0) + times.1.last().unwrap_or(&0.0);
     }
     let runs = times.0.len();
+    let ratios = times.0.iter().zip(&times.1).map(|(before, after)| before / after).collect();
     let (before_ms, after_ms) = (quantiles(times.0), quantiles(times.1));
     let batch = inputs.get("input_ids").or_else(|| inputs.values().next()).map(|t| t.dims().to_vec()).unwrap_or_default();
-    Ok(Latency { runtime: after.runtime().to_string(), threads, batch, runs, before_ms, after_ms, speedup: before_ms.p50 / after_ms.p50 })
+    let speedup = before_ms.p50 / after_ms.p50;
+    Ok(Latency { runtime: after.runtime().to_string(), threads, batch, runs, before_ms, after_ms, speedup, speedup_quartiles: Some(quartiles(ratios)) })
 }
 
 fn quantiles(mut seconds: Vec<f64>) -> Quantiles {
     seconds.sort_by(f64::total_cmp);
-    let at = |part: f64| seconds.get(((seconds.len() as f64 * part).ceil() as usize).saturating_sub(1)).map_or(f64::NAN, |s| s * 1e3);
-    Quantiles { p50: at(0.5), p95: at(0.95) }
+    Quantiles { p50: quantile(&seconds, 0.5) * 1e3, p95: quantile(&seconds, 0.95) * 1e3 }
+}
+
+fn quartiles(mut ratios: Vec<f64>) -> [f64; 2] {
+    ratios.sort_by(f64::total_cmp);
+    [quantile(&ratios, 0.25), quantile(&ratios, 0.75)]
+}
+
+/// The smallest of sorted values that so large a part of them does not exceed.
+fn quantile(sorted: &[f64], part: f64) -> f64 {
+    sorted.get(((sorted.len() as f64 * part).ceil() as usize).saturating_sub(1)).copied().unwrap_or(f64::NAN)
 }
 
 #[cfg(test)]
@@ -68,5 +79,6 @@ mod tests {
     fn quantiles_of_a_hundred() {
         let quantiles = quantiles((1..=100).rev().map(f64::from).collect());
         assert_eq!((quantiles.p50, quantiles.p95), (50_000.0, 95_000.0));
+        assert_eq!(quartiles((1..=8).rev().map(f64::from).collect()), [2.0, 6.0]);
     }
 }

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::{Exported, Format, SizeForecast};
 use crate::error::{Error, Result};
-use crate::files::Destination;
+use crate::files::{Destination, LocalNames};
 use crate::generation::LanguageModel;
 use crate::ir::{Graph, Op};
 use crate::model::Model;
@@ -218,8 +218,8 @@ fn metadata(model: &Model, run: &RunState) -> BTreeMap<String, String> {
         metadata.insert("compress.model_type".to_owned(), model.config.model_type().to_owned());
     }
     if !run.history.is_empty() {
-        let passes: Vec<Value> = run.history.iter().map(|applied| json!({ applied.name: applied.options })).collect();
-        metadata.insert("compress.passes".to_owned(), Value::Array(passes).to_string());
+        let passes = Value::Array(run.history.iter().map(|applied| json!({ applied.name: applied.options })).collect());
+        metadata.insert("compress.passes".to_owned(), LocalNames::new(&passes, None).value(&passes).to_string());
     }
     metadata
 }

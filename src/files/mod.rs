@@ -7,6 +7,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod destination;
+mod local_names;
 #[cfg(feature = "remote")]
 mod remote;
 #[cfg(not(feature = "remote"))]
@@ -20,6 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use destination::{Destination, NewFile};
+pub use local_names::LocalNames;
 pub use remote::{SCHEMES, describe, prepare, writes};
 
 /// What a name stands for.

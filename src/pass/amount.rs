@@ -31,7 +31,7 @@ pub(crate) fn suggest_percentage(number: f64) -> Option<String> {
     (number > 1.0 && number <= 100.0).then(|| format!("`{:?}` or `{number}%`", number / 100.0))
 }
 
-/// How much to remove: a fraction (0.5, 50%) or a count (1000).
+/// An amount to remove: a fraction (0.5, 50%) or a count (1000).
 ///
 /// As in PyTorch, a whole number is a count and a number with a point is a fraction.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -84,7 +84,7 @@ impl Amount {
     }
 }
 
-const WANTED: &str = "a fraction from 0.0 to 1.0, a percentage like 50%, or a whole number";
+const EXPECTED: &str = "a fraction from 0.0 to 1.0, a percentage like 50%, or a whole number";
 const UNIT: &str = " units";
 
 impl FromStr for Amount {
@@ -97,7 +97,7 @@ impl FromStr for Amount {
         if let Ok(number) = text.parse() {
             return Ok(Amount::Number(number));
         }
-        parse_fraction(text).and_then(Fraction::new).map(Amount::Fraction).ok_or_else(|| format!("`{text}` is not {WANTED}"))
+        parse_fraction(text).and_then(Fraction::new).map(Amount::Fraction).ok_or_else(|| format!("`{text}` is not {EXPECTED}"))
     }
 }
 
@@ -127,7 +127,7 @@ impl<'de> Deserialize<'de> for Amount {
             type Value = Amount;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                f.write_str(WANTED)
+                f.write_str(EXPECTED)
             }
 
             fn visit_u64<E: de::Error>(self, value: u64) -> Result<Amount, E> {
@@ -135,7 +135,7 @@ impl<'de> Deserialize<'de> for Amount {
             }
 
             fn visit_i64<E: de::Error>(self, value: i64) -> Result<Amount, E> {
-                u64::try_from(value).map(Amount::Number).map_err(|_| E::custom(format!("amount {value} is not {WANTED}")))
+                u64::try_from(value).map(Amount::Number).map_err(|_| E::custom(format!("amount {value} is not {EXPECTED}")))
             }
 
             fn visit_str<E: de::Error>(self, value: &str) -> Result<Amount, E> {
@@ -143,7 +143,7 @@ impl<'de> Deserialize<'de> for Amount {
             }
 
             fn visit_f64<E: de::Error>(self, value: f64) -> Result<Amount, E> {
-                Fraction::new(value).map(Amount::Fraction).ok_or_else(|| E::custom(format!("amount {value} is not {WANTED}")))
+                Fraction::new(value).map(Amount::Fraction).ok_or_else(|| E::custom(format!("amount {value} is not {EXPECTED}")))
             }
         }
         deserializer.deserialize_any(Number)

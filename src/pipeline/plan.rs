@@ -57,10 +57,12 @@ pub struct Plan {
     pub prepare_bytes: u64,
     /// Files that would be written.
     pub files: Vec<String>,
-    /// Their size, or the most that it can be.
+    /// Their size. If it is neither exact nor an estimate, it is the most that the size can be.
     pub output_bytes: u64,
     /// Whether the size is exact.
     pub output_exact: bool,
+    /// Whether the size is an estimate, because it depends on what passes find in the weights or on samples.
+    pub output_estimated: bool,
     /// Most memory that the run needs, estimated: blocks in flight and the program itself.
     pub peak_rss_bytes: u64,
     /// Most memory of a GPU: 0 where none is used, nothing where it is not known beforehand.
@@ -113,6 +115,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
         prepare_bytes: run.preparations.iter().map(|p| p.bytes()).sum(),
         files: forecasts.iter().flat_map(|f| f.files.clone()).collect(),
         output_bytes: forecasts.iter().map(|f| f.bytes).sum(),
+        output_estimated: run.estimated,
         output_exact: forecasts.iter().all(|f| f.exact),
         peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block + run.memory_by_thread) + run.memory,
         peak_vram_bytes,

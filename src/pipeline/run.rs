@@ -7,17 +7,16 @@ use std::time::{Duration, Instant};
 
 use super::carry::{self, carry_over, write_text};
 use super::further::compress_further;
-use super::local_names::LocalNames;
 use super::running::write_graph;
 use super::{Pipeline, verdict};
 use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, Compute, Continued, Latency, MeasuredFidelity};
 use crate::export::{Exported, SizeForecast};
-use crate::files;
+use crate::files::{self, LocalNames};
 use crate::model::Model;
 use crate::output::{Replace, Staging, Workplace};
 use crate::recipe::Recipe;
-use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
+use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WARNING, WeightHistogram};
 use crate::run_state::RunState;
 use crate::store::writer::{Made, WeightMeasurement, input_hash};
 use crate::store::{Affine, Encoding, Origin, Weight};
@@ -102,7 +101,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     // A file has the folder of its report.
     let target = state.file.as_ref().map_or_else(|| staging.target().to_owned(), |_| crate::output::report_folder(staging.target()));
     let recipe = serde_json::to_value(&recipe).unwrap_or_default();
-    let names = LocalNames::new(&recipe, &target);
+    let names = LocalNames::new(&recipe, Some(&target));
     let recipe = names.value(&recipe);
     let published: Recipe = serde_json::from_value(recipe.clone()).map_err(|e| Error::option("recipe", e))?;
     let passes = state.history.iter().map(|applied| PassReport {
@@ -141,7 +140,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
         outputs: exports.iter().flat_map(|(format, exported)| outputs(format, exported)).collect(),
         carried: Vec::new(),
         notes: [
-            ruined.into_iter().collect(),
+            ruined.map(|reason| format!("{WARNING}{reason}")).into_iter().collect(),
             after.beside.notes(&after.path),
             left_out.into_iter().chain(alone).chain(unchecked).collect(),
             staging.notes().to_vec(),
@@ -155,6 +154,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
         .collect(),
         totals: Totals::default(),
     };
+    report.notes.sort_by_key(|note| !note.starts_with(WARNING));
     report.histograms = histograms(&report, first);
     write_text(&folder.join("recipe.yaml"), &published.to_yaml())?;
     for (name, bytes) in &state.attached {
@@ -363,13 +363,13 @@ fn notes(after: &Model, state: &RunState, exports: &[(&str, Exported)]) -> Vec<S
     let least = |found: &BTreeMap<&str, f64>| found.iter().min_by(|a, b| a.1.total_cmp(b.1)).map(|(name, value)| ((*name).to_owned(), *value));
     if let Some((name, db)) = least(&low) {
         notes.push(format!(
-            "{} of the quantized weights keep less than {least_db:.0} dB of signal to noise (least: `{name}`, {db:.1} dB); a scale per channel or group, observer: mse, or `ignore` helps",
+            "{WARNING}{} of the quantized weights keep less than {least_db:.0} dB of signal to noise (least: `{name}`, {db:.1} dB); a scale per channel or group, observer: mse, or `ignore` helps",
             low.len()
         ));
     }
     if let Some((name, part)) = least(&empty) {
         notes.push(format!(
-            "{} of the pruned weights are nearly or all zero (`{name}`: {:.1} %): give them a rule with a smaller amount, or prune with scope: tensor",
+            "{WARNING}{} of the pruned weights are nearly or all zero (`{name}`: {:.1} %): give them a rule with a smaller amount, or prune with scope: tensor",
             empty.len(),
             -100.0 * part
         ));

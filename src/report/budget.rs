@@ -62,7 +62,7 @@ mod parse {
     pub fn fraction(text: &str) -> Result<f64, String> {
         let value = parse_fraction(text).filter(|value| value.is_finite()).ok_or_else(|| format!("`{text}` is not a number or a percentage"))?;
         match suggest_percentage(value).filter(|_| value >= 2.0 && !text.contains('%')) {
-            Some(meant) => Err(format!("`{text}` is no fraction: write {meant}")),
+            Some(meant) => Err(format!("`{text}` is not a fraction: write {meant}")),
             None => Ok(value),
         }
     }

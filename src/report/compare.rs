@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::Report;
-use super::format::{bytes, milliseconds, seconds};
+use super::format::{bytes, milliseconds, runtime_name, seconds};
 use crate::evaluation::lower_is_better;
 
 /// Runs, what tells their recipes apart, and which of them no other one beats.
@@ -49,7 +49,7 @@ pub struct Summary {
     pub seconds: f64,
     /// Peak memory of the run.
     pub peak_rss_bytes: Option<u64>,
-    /// Whether no other run is both smaller and better.
+    /// Whether no other run is as small and better, or as good and smaller; sizes within a thousandth of each other are equal.
     pub front: bool,
 }
 
@@ -71,7 +71,7 @@ impl Comparison {
         let places: Vec<(u64, f64)> = runs.iter().filter_map(|run| Some((run.bytes, run.value?))).map(|(b, v)| (b, if lower { -v } else { v })).collect();
         for run in &mut runs {
             let Some(value) = run.value.map(|v| if lower { -v } else { v }) else { continue };
-            run.front = !places.iter().any(|(b, v)| *b <= run.bytes && *v >= value && (*b < run.bytes || *v > value));
+            run.front = !places.iter().any(|(b, v)| !smaller(run.bytes, *b) && *v >= value && (smaller(*b, run.bytes) || *v > value));
         }
         Comparison { runs, differing: differing(reports), metric }
     }
@@ -90,7 +90,7 @@ impl Comparison {
         let number = |value: Option<f64>| value.map_or_else(dash, |v| format!("{v:.4}"));
         let runtimes: std::collections::BTreeSet<_> = self.runs.iter().filter_map(|run| run.runtime.as_deref()).collect();
         let time = |run: &Summary| match (run.latency_ms, &run.runtime) {
-            (Some(time), Some(runtime)) if runtimes.len() > 1 => format!("{} ({runtime})", milliseconds(time)),
+            (Some(time), Some(runtime)) if runtimes.len() > 1 => format!("{} ({})", milliseconds(time), runtime_name(runtime)),
             (Some(time), _) => milliseconds(time),
             (None, _) => dash(),
         };
@@ -118,6 +118,11 @@ impl Comparison {
     pub fn to_html(&self) -> String {
         super::html::render_comparison(self)
     }
+}
+
+/// Whether a size is smaller by more than a thousandth: a file with a longer recipe in its metadata is as large as another one.
+fn smaller(a: u64, b: u64) -> bool {
+    a.saturating_add(b / 1000) < b
 }
 
 /// A value in a cell.
@@ -220,6 +225,12 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn sizes_that_differ_by_metadata_are_equal() {
+        assert!(!smaller(1_000_000, 1_000_003) && !smaller(1_000_003, 1_000_000) && !smaller(5, 5));
+        assert!(smaller(900_000, 1_000_000) && !smaller(1_000_000, 900_000) && smaller(0, 1));
+    }
 
     #[test]
     fn options_have_the_names_that_set_takes() {

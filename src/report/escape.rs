@@ -23,12 +23,12 @@ fn replaced<'a>(text: &'a str, chosen: impl Fn(char) -> bool, replace: impl Fn(&
     out.into()
 }
 
-/// Text of several lines for a terminal or a page: characters that would steer the display are shown as escapes.
+/// Text of several lines for a terminal or a page: escapes characters that would steer the display.
 pub fn display(text: &str) -> Cow<'_, str> {
     replaced(text, steers, |out, c| out.extend(c.escape_default()))
 }
 
-/// The same on one line: line breaks are shown as escapes too.
+/// The same on one line: escapes line breaks too.
 pub fn display_line(text: &str) -> Cow<'_, str> {
     one_line(text, |_| false)
 }

@@ -53,6 +53,20 @@ pub fn milliseconds(value: f64) -> String {
     if value < 10.0 { format!("{value:.2} ms") } else { format!("{value:.1} ms") }
 }
 
+/// The name of a runtime for readers; reports and options have short ones.
+pub fn runtime_name(name: &str) -> &str {
+    match name {
+        "candle" => "built-in executor",
+        "onnxruntime" => "ONNX Runtime",
+        other => other,
+    }
+}
+
+/// A figure: without decimals if it is a whole number.
+pub fn figure(value: f64) -> String {
+    if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.4}") }
+}
+
 /// Decibels, or a dash.
 pub fn decibels(value: Option<f64>) -> String {
     value.map_or("-".into(), |db| format!("{db:.1} dB"))
@@ -81,5 +95,6 @@ mod tests {
         assert_eq!([count(7), count(22_713_216), count(999_999)], ["7", "22.7 M", "1.00 M"]);
         assert_eq!([seconds(0.0123), seconds(0.5), seconds(12.34), seconds(190.0)], ["12 ms", "0.50 s", "12.3 s", "3 min 10 s"]);
         assert_eq!([percent(1, 3), percent(0, 0)], ["33.3 %", "-"]);
+        assert_eq!([figure(1613.0), figure(0.81239)], ["1613", "0.8124"]);
     }
 }

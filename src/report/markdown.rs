@@ -2,9 +2,9 @@
 
 use std::fmt::Write;
 
-use super::Report;
 use super::escape::{markdown, markdown_code};
 use super::format::{bytes, count, decibels, percent, seconds, shape};
+use super::{Report, WARNING};
 
 /// Renders `report.md`.
 pub(super) fn render(report: &Report) -> String {
@@ -71,7 +71,10 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
     if !report.notes.is_empty() {
         writeln!(out, "## Notes\n")?;
         for note in &report.notes {
-            writeln!(out, "- {}", markdown(note))?;
+            match note.strip_prefix(WARNING) {
+                Some(warning) => writeln!(out, "- **Warning:** {}", markdown(warning))?,
+                None => writeln!(out, "- {}", markdown(note))?,
+            }
         }
         writeln!(out)?;
     }

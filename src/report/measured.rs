@@ -1,7 +1,7 @@
 //! Figures that were measured by running the models, as rows: what, before, after.
 
 use super::Report;
-use super::format::{bytes, count, decibels, milliseconds};
+use super::format::{bytes, count, decibels, figure, milliseconds, runtime_name};
 use crate::evaluation::{Accuracy, Fidelity, OutputFidelity};
 
 /// The rows, none when nothing was run.
@@ -15,13 +15,15 @@ pub(super) fn rows(report: &Report) -> Vec<[String; 3]> {
     }
     if let Some(latency) = &report.latency {
         let sizes = latency.batch.iter().map(usize::to_string).collect::<Vec<_>>().join(" x ");
-        let what = format!("{}, batch {sizes}, {} threads", latency.runtime, latency.threads);
+        let what = format!("{}, batch {sizes}, {} threads", runtime_name(&latency.runtime), latency.threads);
         rows.push([format!("median time, {what}"), milliseconds(latency.before_ms.p50), milliseconds(latency.after_ms.p50)]);
         rows.push(["95th percentile".into(), milliseconds(latency.before_ms.p95), milliseconds(latency.after_ms.p95)]);
-        rows.push(["times as fast".into(), "1.00".into(), format!("{:.2}", latency.speedup)]);
+        rows.push(["times as fast".into(), "1.00".into(), latency.describe_speedup()]);
     }
     if let Some(compute) = &report.compute {
-        rows.push(["multiply-accumulates".into(), count(compute.before.macs), count(compute.after.macs)]);
+        let sizes: Vec<String> = compute.sizes.iter().map(|(name, size)| format!("{name} {size}")).collect();
+        let sizes = if sizes.is_empty() { "the sizes of the inputs".to_owned() } else { sizes.join(", ") };
+        rows.push([format!("multiply-accumulates at {sizes}"), count(compute.before.macs), count(compute.after.macs)]);
         rows.push(["memory of activations".into(), bytes(compute.before.activation_bytes), bytes(compute.after.activation_bytes)]);
     }
     rows
@@ -33,14 +35,14 @@ pub(super) fn accuracy_rows(accuracy: &Accuracy) -> Vec<[String; 3]> {
     let metric = accuracy.metric.as_deref().unwrap_or("");
     for (runtime, before) in &accuracy.before {
         let after = accuracy.after.get(runtime).map_or("-".into(), |v| format!("{v:.4}"));
-        rows.push([format!("{metric}, {runtime}"), format!("{before:.4}"), after]);
+        rows.push([format!("{metric}, {}", runtime_name(&runtime.to_string())), format!("{before:.4}"), after]);
     }
     if let Some([before, after]) = accuracy.ci95 {
         let interval = |[low, high]: [f64; 2]| format!("{low:.4} .. {high:.4}");
         rows.push([format!("{metric}, 95 % interval"), interval(before), interval(after)]);
     }
     for (name, [before, after]) in accuracy.more.iter().filter(|(_, [before, after])| before.fract() != 0.0 || before != after) {
-        rows.push([name.replace('_', " "), format!("{before:.4}"), format!("{after:.4}")]);
+        rows.push([name.replace('_', " "), figure(*before), figure(*after)]);
     }
     rows.extend(accuracy.fidelity.iter().flat_map(fidelity_rows));
     rows

@@ -29,6 +29,8 @@ use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, Compute, Continued, Latency, MeasuredFidelity};
 use crate::files;
 
+/// How notes begin that a reader must not miss; they come first.
+pub const WARNING: &str = "warning: ";
 /// Version of the keys.
 pub const SCHEMA: u32 = 1;
 /// Name of the file in an output folder.

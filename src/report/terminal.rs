@@ -5,7 +5,7 @@ use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use super::compare::words;
 use super::escape::display_line;
 use super::format::{bytes, count, decibels, percent, seconds, shape};
-use super::{Comparison, Report, Size};
+use super::{Comparison, Report, Size, WARNING};
 
 /// A table without lines between rows: the first column to the left, the others to the right.
 pub fn table(head: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> Table {
@@ -86,7 +86,8 @@ impl Report {
             out += "\n";
         }
         for note in &self.notes {
-            out += &format!(" note: {}\n", display_line(note));
+            let label = if note.starts_with(WARNING) { "" } else { "note: " };
+            out += &format!(" {label}{}\n", display_line(note));
         }
         out
     }

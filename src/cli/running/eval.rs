@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::{self, Fidelity, Outcomes, Precision, Runtime, Score, Subject};
 use crate::model::Model;
 use crate::pipeline::memory_limit;
-use crate::report::format::{decibels, seconds};
+use crate::report::format::{decibels, runtime_name, seconds};
 use crate::report::terminal::table;
 
 #[derive(Debug, clap::Args)]
@@ -120,7 +120,15 @@ impl Args {
                 "seconds": time, "score": scores.last(), "against": against, "fidelity": fidelity, "notes": data.note().into_iter().collect::<Vec<_>>(),
             }));
         }
-        let mut out = format!("{} on {}: {}, {} samples, {runtime}, {}\n", path.display(), data.description(), outcomes.task, outcomes.samples, seconds(time));
+        let mut out = format!(
+            "{} on {}: {}, {} samples, {}, {}\n",
+            path.display(),
+            data.description(),
+            outcomes.task,
+            outcomes.samples,
+            runtime_name(&runtime.to_string()),
+            seconds(time)
+        );
         if let Some(note) = data.note() {
             out += &format!("note: {note}\n");
         }

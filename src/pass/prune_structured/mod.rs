@@ -54,7 +54,7 @@ pub struct PruneStructured {
     #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub dims: Vec<PrunedPart>,
-    /// How much of each group to remove: a fraction like 0.25 or 25%, a number of units, or one for each kind: heads=0.25,mlp=64 [default: 0.25]
+    /// Amount to remove from each group: a fraction like 0.25 or 25%, a number of units, or one for each kind: heads=0.25,mlp=64 [default: 0.25]
     #[cfg_attr(feature = "cli", arg(long, allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub amount: Option<Amounts>,

@@ -74,7 +74,9 @@ struct Label {
 }
 
 fn plot(comparison: &Comparison) -> Markup {
-    let points: Vec<(usize, &Summary, f64)> = comparison.runs.iter().enumerate().filter_map(|(i, run)| Some((i, run, run.value?))).collect();
+    let mut points: Vec<(usize, &Summary, f64)> = comparison.runs.iter().enumerate().filter_map(|(i, run)| Some((i, run, run.value?))).collect();
+    // Later marks are drawn on top: those of the front.
+    points.sort_by_key(|(index, run, _)| (run.front, *index));
     let Some(metric) = comparison.metric.as_ref().filter(|_| !points.is_empty()) else { return html! {} };
     let original = points.iter().find_map(|(_, run, _)| Some((run.bytes_before, run.value_before?)));
     let x = Axis::over(points.iter().map(|(_, run, _)| run.bytes).chain(original.map(|o| o.0)).chain([0]).map(|b| b as f64 / 1e6), 4);
@@ -110,7 +112,8 @@ fn plot(comparison: &Comparison) -> Markup {
     let size = |v: f64| bytes((v * 1e6) as u64);
     let frame = Frame { height: 300, title: "size against answers", x: Some((&x, &size)), y: Some((&y, &|v| y.plain(v))), nearest: true };
     let better = if lower_is_better(metric) { "lower" } else { "higher" };
-    let lead = format!("Further left is smaller, {better} is better by {metric}. Runs on the line are beaten by no other run in both.");
+    let lead =
+        format!("Further left is smaller, {better} is better by {metric}. Runs on the line are beaten by no other run; sizes within 0.1 % count as equal.");
     let content = html! {
         figure.pareto {
             (frame.draw_with(&marks, &html! {
@@ -131,4 +134,33 @@ fn stairs(front: &[(f64, f64)]) -> String {
         path += &if index == 0 { format!("M{x:.1} {y:.1}") } else { format!("H{x:.1}V{y:.1}") };
     }
     path
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_of_the_front_are_drawn_on_top() {
+        let run = |name: &str, bytes: u64, value: f64, front: bool| Summary {
+            name: name.to_owned(),
+            bytes,
+            bytes_before: 100,
+            ratio: 1.0,
+            value: Some(value),
+            value_before: Some(1.0),
+            drop: None,
+            cosine: None,
+            latency_ms: None,
+            runtime: None,
+            speedup: None,
+            seconds: 1.0,
+            peak_rss_bytes: None,
+            front,
+        };
+        let runs = vec![run("a", 50, 0.9, true), run("b", 51, 0.9, false), run("c", 40, 0.8, true), run("d", 60, 0.8, false)];
+        let page = render(&Comparison { runs, differing: Vec::new(), metric: Some("accuracy".into()) });
+        let (beaten, front) = (page.rfind("dot large beaten").unwrap(), page.find("dot large after").unwrap());
+        assert!(beaten < front, "{page}");
+    }
 }

@@ -4,7 +4,7 @@ use maud::{Markup, html};
 
 use super::chart::{Axis, Track, dot, tracks};
 use super::{section, table};
-use crate::report::format::milliseconds;
+use crate::report::format::{milliseconds, runtime_name};
 use crate::report::{Report, measured};
 
 pub(super) fn accuracy(report: &Report) -> Markup {
@@ -13,9 +13,9 @@ pub(super) fn accuracy(report: &Report) -> Markup {
     let mut points = Vec::new();
     for (index, (runtime, before)) in accuracy.before.iter().enumerate() {
         let interval = accuracy.ci95.filter(|_| index == 0);
-        points.push((format!("before, {runtime}"), "before", *before, interval.map(|i| i[0])));
+        points.push((format!("before, {}", runtime_name(&runtime.to_string())), "before", *before, interval.map(|i| i[0])));
         if let Some(after) = accuracy.after.get(runtime) {
-            points.push((format!("after, {runtime}"), "after", *after, interval.map(|i| i[1])));
+            points.push((format!("after, {}", runtime_name(&runtime.to_string())), "after", *after, interval.map(|i| i[1])));
         }
     }
     let axis = Axis::over(points.iter().flat_map(|p| p.3.unwrap_or([p.2; 2]).into_iter().chain([p.2])), 4);
@@ -74,9 +74,11 @@ pub(super) fn latency(report: &Report) -> Markup {
     let sizes = latency.batch.iter().map(usize::to_string).collect::<Vec<_>>().join(" \u{d7} ");
     let lead = format!(
         "One batch of {sizes} in {} on {} threads, {} runs of each model in turns: the median, and in the lighter colour what 95 of 100 runs stay below.",
-        latency.runtime, latency.threads, latency.runs
+        runtime_name(&latency.runtime),
+        latency.threads,
+        latency.runs
     );
     let words = |v: f64| format!("{} ms", axis.plain(v));
     let lines = [track("before", &latency.before_ms), track("after", &latency.after_ms)];
-    section("latency", &format!("Latency: {:.2}\u{d7} as fast", latency.speedup), &lead, &tracks("latency", &axis, &words, &lines))
+    section("latency", &format!("Latency: {} times as fast", latency.describe_speedup()), &lead, &tracks("latency", &axis, &words, &lines))
 }

@@ -5,8 +5,8 @@ use maud::{Markup, html};
 use super::{prose, section, table};
 use crate::evaluation::Runtime;
 use crate::model::{ModelPart, part};
-use crate::report::Report;
 use crate::report::format::{bytes, count, milliseconds, percent, seconds};
+use crate::report::{Report, WARNING};
 
 /// The model by the last part of its path.
 pub(super) fn name(report: &Report) -> String {
@@ -83,6 +83,7 @@ fn speed(report: &Report) -> Markup {
             &milliseconds(latency.after_ms.p50),
             &html! {
                 strong { (format!("{:.2}\u{d7}", latency.speedup)) } " as fast"
+                @if let Some([low, high]) = latency.speedup_quartiles { (format!(" ({low:.2} to {high:.2})")) }
             },
         ),
         None => card("Latency", None, "\u{2013}", &html! { "not measured: add " code { "evaluate: { latency: true }" } }),
@@ -103,7 +104,14 @@ pub(super) fn notes(notes: &[String]) -> Markup {
     if notes.is_empty() {
         return html! {};
     }
-    section("notes", "Notes", "", &html! { ul.notes { @for note in notes { li { (prose(note)) } } } })
+    section(
+        "notes",
+        "Notes",
+        "",
+        &html! { ul.notes { @for note in notes { li {
+            @if let Some(warning) = note.strip_prefix(WARNING) { strong { "Warning: " } (prose(warning)) } @else { (prose(note)) }
+        } } } },
+    )
 }
 
 /// Bytes by part of the model, as bars on one scale.

@@ -38,7 +38,7 @@ fn prepared() -> tempfile::TempDir {
 fn a_folder_is_scored() {
     let folder = prepared();
     let run = ok(folder.path(), "eval in --data labelled.csv --label-column label");
-    assert!(run.stdout.starts_with("in on labelled.csv: classification, 19 samples, candle, "), "{}", run.stdout);
+    assert!(run.stdout.starts_with("in on labelled.csv: classification, 19 samples, built-in executor, "), "{}", run.stdout);
     assert!(run.stdout.contains("accuracy") && run.stdout.contains("0.4211") && run.stdout.contains(" .. "), "{}", run.stdout);
     let json = data(folder.path(), "eval in --text labelled.csv --label-column label --json");
     assert_eq!((json["score"]["metric"].as_str(), json["score"]["value"].as_f64()), (Some("accuracy"), Some(accuracy())));
@@ -101,7 +101,7 @@ fn a_recipe_measures_before_and_after() {
     let folder = prepared();
     fs::write(folder.path().join("recipe.yaml"), RECIPE).unwrap();
     let run = ok(folder.path(), "run recipe.yaml");
-    assert!(run.stdout.contains("accuracy, candle") && run.stdout.contains("19 samples of labelled.csv"), "{}", run.stdout);
+    assert!(run.stdout.contains("accuracy, built-in executor") && run.stdout.contains("19 samples of labelled.csv"), "{}", run.stdout);
     let report = read_json(&folder.path().join("out/report.json"));
     let measured = &report["accuracy"];
     assert_eq!((measured["task"].as_str(), measured["metric"].as_str()), (Some("classification"), Some("accuracy")));

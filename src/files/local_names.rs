@@ -1,27 +1,28 @@
-//! Names of local files in recipes and reports, which are published: relative to the folder that they are written into.
+//! Names of local files in recipes, reports and metadata, which are published: relative names instead of absolute paths.
 
 use std::path::{Component, Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::files;
+use super::is_remote;
 
 /// Folders whose subfolders are named after users.
 const HOMES: [&str; 2] = ["/home", "/Users"];
 
 /// Replaces absolute paths by relative ones.
-pub(super) struct LocalNames {
+#[derive(Debug)]
+pub struct LocalNames {
     /// Absolute paths and what replaces them, the longest first.
     pairs: Vec<(String, String)>,
 }
 
 impl LocalNames {
-    /// Finds the paths of existing files in a recipe that is written into `folder`.
-    pub fn new(recipe: &Value, folder: &Path) -> LocalNames {
+    /// Finds the absolute paths of existing files in options. Their names are relative to `folder`, or their last parts without one.
+    pub fn new(options: &Value, folder: Option<&Path>) -> LocalNames {
         let mut found = Vec::new();
-        collect(recipe, &mut found);
-        let mut pairs: Vec<(String, String)> =
-            found.into_iter().map(|path| (path.to_owned(), relative(Path::new(path), folder).to_string_lossy().into_owned())).collect();
+        collect(options, &mut found);
+        let name = |path: &Path| folder.map_or_else(|| last_part(path), |folder| relative(path, folder));
+        let mut pairs: Vec<(String, String)> = found.into_iter().map(|path| (path.to_owned(), name(Path::new(path)).to_string_lossy().into_owned())).collect();
         pairs.sort_by_key(|(path, _)| std::cmp::Reverse(path.len()));
         LocalNames { pairs }
     }
@@ -44,7 +45,7 @@ impl LocalNames {
 
 fn collect<'v>(value: &'v Value, found: &mut Vec<&'v str>) {
     match value {
-        // The root is no name, and prompts may begin with a slash.
+        // Prompts may begin with a slash, and the root is not a name.
         Value::String(text) if text.len() > 1 && Path::new(text).is_absolute() && Path::new(text).exists() => found.push(text),
         Value::Array(values) => values.iter().for_each(|value| collect(value, found)),
         Value::Object(values) => values.values().for_each(|value| collect(value, found)),
@@ -52,21 +53,33 @@ fn collect<'v>(value: &'v Value, found: &mut Vec<&'v str>) {
     }
 }
 
+fn last_part(path: &Path) -> PathBuf {
+    path.file_name().map_or_else(|| path.to_owned(), PathBuf::from)
+}
+
 /// A path relative to a folder, or its last part if the path between them would name a user or all of the file system.
 fn relative(path: &Path, folder: &Path) -> PathBuf {
-    let clean = |path: &Path| path.components().filter(|part| *part != Component::CurDir).collect::<PathBuf>();
+    let clean = |path: &Path| {
+        path.components().fold(PathBuf::new(), |mut clean, part| {
+            match part {
+                Component::ParentDir => drop(clean.pop()),
+                Component::CurDir => {}
+                part => clean.push(part),
+            }
+            clean
+        })
+    };
     let (path, folder) = (clean(path), clean(folder));
     let common: PathBuf = path.components().zip(folder.components()).take_while(|(a, b)| a == b).map(|(a, _)| a).collect();
-    let name = || path.file_name().map_or_else(|| path.clone(), PathBuf::from);
-    if files::is_remote(&folder) || common.parent().is_none() || HOMES.iter().any(|homes| common == Path::new(homes)) {
-        return name();
+    if is_remote(&folder) || common.parent().is_none() || HOMES.iter().any(|homes| common == Path::new(homes)) {
+        return last_part(&path);
     }
     let up = folder.strip_prefix(&common).map_or(0, |rest| rest.components().count());
     let down = path.strip_prefix(&common).unwrap_or(&path);
     let relative: PathBuf = std::iter::repeat_n(Component::ParentDir, up).chain(down.components()).collect();
     match relative.components().next() {
         None => ".".into(),
-        Some(_) if files::is_remote(&relative) => Path::new(".").join(relative),
+        Some(_) if is_remote(&relative) => Path::new(".").join(relative),
         Some(_) => relative,
     }
 }
@@ -98,6 +111,7 @@ mod tests {
         for (path, folder, expected) in [
             ("/work/in", "/work/out", "../in"),
             ("/work/a/in", "/work/b/c/out", "../../../a/in"),
+            ("/work/out/../in", "/work/again", "../in"),
             ("/work/out/data.npz", "/work/out", "data.npz"),
             ("/home/alice/in", "/home/alice/x/out", "../../in"),
             ("/home/alice/in", "/home/bob/out", "in"),
@@ -118,9 +132,10 @@ mod tests {
             std::fs::write(folder.path().join(name), "").unwrap();
         }
         let recipe = serde_json::json!({ "model": path("in"), "data": { "arrays": path("in.npz"), "prompt": "/think", "root": "/" } });
-        let names = LocalNames::new(&recipe, &folder.path().join("out"));
+        let names = LocalNames::new(&recipe, Some(&folder.path().join("out")));
         let expected = serde_json::json!({ "model": "../in", "data": { "arrays": "../in.npz", "prompt": "/think", "root": "/" } });
         assert_eq!(names.value(&recipe), expected);
+        assert_eq!(LocalNames::new(&recipe, None).value(&recipe)["data"]["arrays"], "in.npz");
         let text = format!("`{}/config.json`, {}, {} and {}.", path("in"), path("in.npz"), path("in-2"), path("in"));
         assert_eq!(names.text(&text), format!("`../in/config.json`, ../in.npz, {} and ../in.", path("in-2")));
     }
