@@ -249,7 +249,7 @@ fn without_credentials(address: &str) -> String {
 }
 
 /// A text in which no remote name holds credentials.
-pub(crate) fn redact(text: &str) -> String {
+pub fn redact(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     let ends = |c: char| c.is_whitespace() || "\"'<>`)".contains(c);

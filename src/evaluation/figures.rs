@@ -103,7 +103,7 @@ impl Fidelity {
     }
 
     /// Why the figures are unusable, if a value of an output is infinite or not a number.
-    pub(crate) fn not_finite(&self) -> Option<String> {
+    pub fn not_finite(&self) -> Option<String> {
         let unusable = |output: &OutputFidelity| !(output.cosine.is_finite() && output.max_abs_error.is_finite());
         let name = self.outputs.iter().find(|(_, output)| unusable(output)).map(|(name, _)| name)?;
         Some(format!("output `{name}` holds values that are infinite or not a number"))

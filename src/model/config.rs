@@ -91,7 +91,7 @@ impl Config {
     }
 
     /// The numbers that both configurations have and that differ in the precision of 32-bit floats, as `key` of one value and another.
-    pub(crate) fn differing_numbers(&self, other: &Config) -> Vec<String> {
+    pub fn differing_numbers(&self, other: &Config) -> Vec<String> {
         let single = |value: &Value| value.as_f64().map(|number| number as f32);
         let pairs = self.values.iter().filter_map(|(key, value)| Some((key, value, other.get(key)?)));
         let differing = pairs.filter(|(_, a, b)| single(a).zip(single(b)).is_some_and(|(a, b)| a != b));

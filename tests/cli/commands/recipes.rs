@@ -185,11 +185,15 @@ fn a_dry_run_writes_nothing_and_says_what_a_plan_says() {
 fn force_replaces_the_whole_folder() {
     let folder = prepared(SHORT);
     ok(folder.path(), "run recipe.yaml");
-    fs::write(folder.path().join("out/stale"), "from before").unwrap();
+    fs::write(folder.path().join("out/notes.txt"), "of the user").unwrap();
     let first = snapshot(&folder.path().join("out"));
-    let refused = compress(folder.path(), "run recipe.yaml --set cast.to=f16");
-    assert_eq!(refused.code, 1);
-    assert_eq!(snapshot(&folder.path().join("out")), first);
+    for force in ["", " --force"] {
+        let refused = compress(folder.path(), &format!("run recipe.yaml --set cast.to=f16{force}"));
+        assert_eq!(refused.code, 1);
+        assert!(force.is_empty() || refused.stderr.contains("notes.txt"), "{}", refused.stderr);
+        assert_eq!(snapshot(&folder.path().join("out")), first);
+    }
+    fs::remove_file(folder.path().join("out/notes.txt")).unwrap();
     ok(folder.path(), "run recipe.yaml --force --set cast.to=f16");
     assert_eq!(names(&folder.path().join("out")), FILES);
     assert_eq!(names(folder.path()), ["in", "out", "recipe.yaml"]);
