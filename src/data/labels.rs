@@ -102,7 +102,7 @@ impl Classes {
         numbers.into_iter().map(|label| if label.1 == IGNORED { Ok(None) } else { class(label) }).collect::<Result<_>>().map(References::Classes)
     }
 
-    /// Classes for the names of folders: those that the model knows, or the alphabetical order where it knows none of the names. The second
+    /// Returns the classes of folders by name, or in alphabetical order if the model knows none of the names. The second
     /// value tells the two apart. A partial match is an error: some folders would get the wrong class.
     pub fn for_folders(&self, names: &[String], path: &Path) -> Result<(Vec<usize>, bool)> {
         let (named, number) = (|name: &String| self.named(name).is_some(), |name: &String| name.parse::<usize>().is_ok());

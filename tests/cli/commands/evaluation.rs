@@ -123,7 +123,11 @@ fn a_recipe_measures_before_and_after() {
 fn a_run_without_evaluation_data_says_how_good_it_is() {
     let folder = prepared();
     let run = ok(folder.path(), "quantize-dynamic in -o out");
-    assert!(run.stdout.contains("cosine, mean of the worst of") && run.stdout.contains("`logits`: cosine") && run.stdout.contains("synthetic samples"), "{}", run.stdout);
+    assert!(
+        run.stdout.contains("cosine, mean of the worst of") && run.stdout.contains("`logits`: cosine") && run.stdout.contains("synthetic samples"),
+        "{}",
+        run.stdout
+    );
     let report = read_json(&folder.path().join("out/report.json"));
     let measured = &report["fidelity"];
     assert_eq!((measured["samples_from"].as_str(), measured["samples"].as_u64()), (Some("synthetic"), Some(16)), "{report}");

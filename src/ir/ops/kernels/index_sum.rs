@@ -9,7 +9,7 @@ use super::on_host;
 const FEW_ROWS: usize = 4096;
 const ONE_HOT: usize = if cfg!(test) { 64 } else { 1 << 24 };
 
-/// Returns `[count, width]` in which row `i` is the sum of those of `rows` `[n, width]` whose index is `i`.
+/// Sums rows `[n, width]` by their indices `[n]`. Returns `[count, width]`: row `i` holds the sum of all rows with index `i`.
 pub fn sum_rows_by_index(rows: &Tensor, indices: &Tensor, count: usize) -> Result<Tensor> {
     // candle's `index_add` on a GPU has one thread per column, which walks over all indices.
     if on_host(rows.device()) || count > FEW_ROWS {
