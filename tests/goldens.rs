@@ -8,7 +8,7 @@ use std::path::Path;
 
 use common::{DType, Desk, Tensor, Tensors, all, pipeline, read};
 use compress::export::{Layout, Safetensors};
-use compress::pass::{Cast, FloatFormat, NOfM, Overflow, PruneUnstructured, Quantize, QuantizeDynamic, Scope};
+use compress::pass::{Amount, Cast, FloatFormat, NOfM, Overflow, PruneUnstructured, Quantize, QuantizeDynamic, Scope};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -63,7 +63,11 @@ fn prune() {
         match case.get::<String>("kind").as_str() {
             "n_m" => pass.pattern = Some(NOfM { n: case.get("n"), m: case.get("m") }),
             kind => {
-                pass.amount = Some(case.get("amount"));
+                pass.amount = Some(match case.get("amount") {
+                    // PyTorch's whole numbers are counts, which need a unit here where they could be percentages.
+                    Amount::Number(count) => Amount::Count(count),
+                    amount => amount,
+                });
                 pass.scope = if kind == "global" { Scope::Global } else { Scope::Tensor };
             }
         }

@@ -35,6 +35,10 @@ impl FromStr for ByteSize {
             "" => 1,
             unit => UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit)).ok_or_else(wrong)?.1,
         };
+        // Whole numbers are exact: what `Display` writes is read back as the same size.
+        if let Ok(number) = number.parse::<u64>() {
+            return number.checked_mul(factor).filter(|bytes| *bytes > 0).map(ByteSize).ok_or_else(wrong);
+        }
         let bytes = number.parse::<f64>().map_err(|_| wrong())? * factor as f64;
         if (1.0..=1e18).contains(&bytes) { Ok(ByteSize(bytes as u64)) } else { Err(wrong()) }
     }
@@ -127,6 +131,10 @@ mod tests {
         }
         assert_eq!(ByteSize(5_000_000_000).to_string(), "5GB");
         assert_eq!(ByteSize(1536).to_string(), "1536B");
+        for bytes in [1, (1 << 53) + 1, u64::MAX - 1, u64::MAX] {
+            assert_eq!(ByteSize(bytes).to_string().parse(), Ok(ByteSize(bytes)));
+        }
+        assert!("18446744073709551616".parse::<ByteSize>().is_err() && "18446744073709551615KB".parse::<ByteSize>().is_err());
         for text in ["", "GB", "-1", "0", "5XB", "1e99GB", "nan"] {
             assert!(text.parse::<ByteSize>().is_err(), "{text}");
         }
