@@ -11,7 +11,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ir::{Graph, Op, rebuild};
 use crate::model::Model;
 use crate::onnx::ModelFile;
@@ -50,6 +50,10 @@ impl Pass for Dequantize {
     fn apply(&self, mut model: Model, run: &mut RunState, _context: Option<&Context>) -> Result<Model> {
         let weights = model.weights.clone();
         let quantized = |_: &str, weight: &Weight| weight.encoding != Encoding::Dense;
+        if !weights.by_name.iter().any(|(name, weight)| quantized(name, weight)) {
+            let reason = "no weight is selected: none is quantized. Block types of GGUF files are decoded when a file is opened: `compress cast` writes floats";
+            return Err(Error::option(NAME, reason));
+        }
         let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, "all quantized weights", quantized)?;
         let chosen: BTreeSet<String> =
             names.into_iter().filter(|name| weights.get(name).is_ok_and(|weight| quantized(name, weight))).map(str::to_owned).collect();

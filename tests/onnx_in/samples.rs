@@ -110,8 +110,10 @@ fn pictures_calibrate_as_the_arrays_that_they_are() {
     let graph = |name: &str| place.written(name).graph.unwrap();
     assert_eq!(graph("from-all-pictures.onnx"), graph("from-arrays.onnx"));
     assert_eq!(graph("from-folder.onnx"), graph("from-arrays.onnx"));
-    let plain = Data { rescale: None, ..as_the_network_takes_them(&place.path("pictures")) };
-    quantized(&place, all(plain), "from-others.onnx").unwrap();
+    let rescaled = |rescale| Data { rescale, ..as_the_network_takes_them(&place.path("pictures")) };
+    let refused = quantized(&place, all(rescaled(None)), "no.onnx").unwrap_err().to_string();
+    assert!(refused.contains("scales pixels to 0 to 1"), "{refused}");
+    quantized(&place, all(rescaled(Some(0.5))), "from-others.onnx").unwrap();
     assert_ne!(graph("from-others.onnx"), graph("from-arrays.onnx"));
 }
 
@@ -140,7 +142,7 @@ fn runs(folder: &Path) {
         let rows = 1 + run % 4;
         let x = Tensor::from_vec(numbers(60 + run)[run..run + rows * 15].iter().chain(&numbers(rows * 5)).copied().collect(), (rows, 20), &Device::Cpu);
         let positive = Tensor::new((run % 2) as u8, &Device::Cpu).unwrap();
-        let all = [("x".to_owned(), x.unwrap()), ("positive".to_owned(), positive), ("more".to_owned(), Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap())];
+        let all = [("x".to_owned(), x.unwrap()), ("positive".to_owned(), positive)];
         candle_core::safetensors::save(&all.into(), folder.join(format!("{run}.safetensors"))).unwrap();
     }
 }
@@ -166,6 +168,10 @@ fn runs_hold_inputs_of_any_rank_and_type() {
     let wide = Tensor::zeros((2, 21), DType::F32, &Device::Cpu).unwrap();
     candle_core::safetensors::save(&[("x".to_owned(), wide)].into(), place.path("runs/10.safetensors")).unwrap();
     assert!(refused(data()).contains("array `x` is [2, 21], the model's input `x` is any x 20"));
+    let unread = [("x", Tensor::zeros((2, 20), DType::F32, &Device::Cpu)), ("more", Tensor::zeros(3, DType::F32, &Device::Cpu))];
+    let unread = unread.into_iter().map(|(name, tensor)| (name.to_owned(), tensor.unwrap())).collect();
+    candle_core::safetensors::save(&unread, place.path("runs/0.safetensors")).unwrap();
+    assert!(refused(data()).contains("nothing reads `more`"), "{}", refused(data()));
     // A truth value has no rows.
     let rows = place.path("rows.safetensors");
     let all = [

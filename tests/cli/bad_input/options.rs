@@ -260,6 +260,7 @@ fn weights_that_a_pass_cannot_take() {
             "tensor `x.weight`: is I64, prune-unstructured works on F16, BF16, F32 and F64",
             "add it to `ignore`",
         ),
+        small("floats to dequantize", "dequantize in -o out", 2, "dequantize: no weight is selected: none is quantized…`compress cast` writes floats", ""),
         tensors("integers only", counts(), "quantize-dynamic in -o out", 2, "quantize-dynamic: no weight is selected", ""),
         tensors(
             "f64 ranked with f32",
