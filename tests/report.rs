@@ -217,7 +217,8 @@ fn every_budget_fails_on_the_worse_side_only() {
     let size = |bytes: u64| Some(bytes.to_string().parse().unwrap());
     let none = Budgets::default;
     // A limit that holds exactly, and by how much a limit that fails is stricter: less for `max`, more for `min`.
-    let budgets: [(&str, f64, f64, &dyn Fn(f64) -> Budgets); 13] = [
+    type Set<'a> = &'a dyn Fn(f64) -> Budgets;
+    let budgets: [(&str, f64, f64, Set); 13] = [
         ("max-bytes", 7e9, -1.0, &|limit: f64| Budgets { max_bytes: size(limit as u64), ..none() }),
         ("max-size-ratio", 0.5, -0.01, &|limit: f64| Budgets { max_size_ratio: Some(limit), ..none() }),
         ("max-drop", 0.01, -0.001, &|limit: f64| Budgets { max_drop: Some(limit), ..none() }),

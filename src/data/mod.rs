@@ -30,7 +30,6 @@ mod side;
 mod speech;
 mod synthetic;
 mod text;
-mod token_stream;
 mod tokens;
 mod wav;
 mod windows;
@@ -430,44 +429,7 @@ fn shaped(e: candle_core::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
-    use serde_json::{Map, Value};
-
     use super::*;
-
-    /// A byte-level BPE tokenizer like GPT-2's, with a few merges and a template for special tokens.
-    pub fn byte_level(folder: &Path, template: &str, prefix: bool) -> Tokenizer {
-        // GPT-2 maps each byte to a printable character.
-        let printable = |byte: u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
-        let mut others = 256u32..;
-        let letters = (0..256u32).filter_map(|byte| if printable(byte) { char::from_u32(byte) } else { char::from_u32(others.next()?) });
-        let mut vocabulary: Map<String, Value> = letters.enumerate().map(|(id, letter)| (letter.to_string(), id.into())).collect();
-        let merges = ["a b", "ab a", "\u{120} a", "\u{10a} \u{10a}", "\u{120} \u{120}", "e r", "er n"];
-        for (id, token) in (256..).zip(merges.iter().map(|merge| merge.replace(' ', "")).chain(["<s>".into(), "</s>".into()])) {
-            vocabulary.insert(token, id.into());
-        }
-        let part = |part: &str| {
-            if part == "A" {
-                serde_json::json!({ "Sequence": { "id": "A", "type_id": 0 } })
-            } else {
-                serde_json::json!({ "SpecialToken": { "id": part, "type_id": 0 } })
-            }
-        };
-        let id = |token: &str| serde_json::json!({ "id": token, "ids": [vocabulary[token]], "tokens": [token] });
-        let whole = serde_json::json!({
-            "version": "1.0",
-            "pre_tokenizer": { "type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": true, "use_regex": true },
-            "post_processor": {
-                "type": "TemplateProcessing", "single": template.split(' ').map(part).collect::<Vec<_>>(), "pair": [part("A")],
-                "special_tokens": { "<s>": id("<s>"), "</s>": id("</s>") },
-            },
-            "model": { "type": "BPE", "vocab": vocabulary, "merges": merges },
-        });
-        std::fs::write(folder.join("tokenizer.json"), whole.to_string()).unwrap();
-        let (made, config) = (Made::new(), Map::new());
-        Tokenizer::open(&Target { folder, made: &made, config: &config, inputs: &[], outputs: &[] }, None).unwrap()
-    }
 
     /// Samples that are nothing but their numbers, in the input `number`.
     fn numbered(count: usize) -> DataSet {

@@ -12,7 +12,7 @@ use super::chat::ChatTemplate;
 use super::held_out::token_hashes;
 use super::options::{self, Data, Task};
 use super::records::{self, Record, TextFormat};
-use super::token_stream::TokenStream;
+use super::tokens::TokenStream;
 use super::tokens::{Tokenizer, Tokens};
 use super::{Batch, Identities, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
 use crate::error::{Error, Result};

@@ -168,7 +168,8 @@ fn runs_hold_inputs_of_any_rank_and_type() {
     let wide = Tensor::zeros((2, 21), DType::F32, &Device::Cpu).unwrap();
     candle_core::safetensors::save(&[("x".to_owned(), wide)].into(), place.path("runs/10.safetensors")).unwrap();
     assert!(refused(data()).contains("array `x` is [2, 21], the model's input `x` is any x 20"));
-    let unread = [("x", Tensor::zeros((2, 20), DType::F32, &Device::Cpu)), ("more", Tensor::zeros(3, DType::F32, &Device::Cpu))];
+    let positive = Tensor::new(1u8, &Device::Cpu);
+    let unread = [("x", Tensor::zeros((2, 20), DType::F32, &Device::Cpu)), ("positive", positive), ("more", Tensor::zeros(3, DType::F32, &Device::Cpu))];
     let unread = unread.into_iter().map(|(name, tensor)| (name.to_owned(), tensor.unwrap())).collect();
     candle_core::safetensors::save(&unread, place.path("runs/0.safetensors")).unwrap();
     assert!(refused(data()).contains("nothing reads `more`"), "{}", refused(data()));

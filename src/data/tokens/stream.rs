@@ -6,7 +6,7 @@
 use std::io::Read;
 use std::path::PathBuf;
 
-use super::tokens::Tokenizer;
+use super::Tokenizer;
 use crate::error::{Error, Result};
 
 /// Bytes that are read at a time.
@@ -19,7 +19,7 @@ const RUN: usize = 8;
 const LONGEST: usize = 1 << 22;
 
 /// Iterator over consecutive parts of the token sequence.
-pub(super) struct TokenStream<'t> {
+pub(crate) struct TokenStream<'t> {
     tokenizer: &'t Tokenizer,
     pieces: Pieces<'t>,
     chunk: String,
@@ -144,8 +144,8 @@ impl Iterator for Pieces<'_> {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
+    use super::super::tests::byte_level;
     use super::*;
-    use crate::data::tests::byte_level;
 
     #[test]
     fn pieces_are_the_file() {
