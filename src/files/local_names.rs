@@ -109,16 +109,16 @@ mod tests {
     #[test]
     fn paths_are_relative_and_name_no_user() {
         for (path, folder, expected) in [
-            ("/work/in", "/work/out", "../in"),
-            ("/work/a/in", "/work/b/c/out", "../../../a/in"),
-            ("/work/out/../in", "/work/again", "../in"),
-            ("/work/out/data.npz", "/work/out", "data.npz"),
+            ("/data/in", "/data/out", "../in"),
+            ("/data/a/in", "/data/b/c/out", "../../../a/in"),
+            ("/data/out/../in", "/data/again", "../in"),
+            ("/data/out/data.npz", "/data/out", "data.npz"),
             ("/home/alice/in", "/home/alice/x/out", "../../in"),
             ("/home/alice/in", "/home/bob/out", "in"),
             ("/Users/alice/in", "/Users/bob/out", "in"),
             ("/home/alice/in", "/data/out", "in"),
             ("/data/in", "s3://bucket/out", "in"),
-            ("/work/out/hf:a/b", "/work/out", "./hf:a/b"),
+            ("/data/out/hf:a/b", "/data/out", "./hf:a/b"),
         ] {
             assert_eq!(relative(Path::new(path), Path::new(folder)), Path::new(expected), "{path} from {folder}");
         }
