@@ -28,7 +28,7 @@ struct Stage {
     unit: ProgressUnit,
     done: u64,
     start: Instant,
-    told: Instant,
+    reported: Instant,
     total: u64,
     bar: Option<ProgressBar>,
 }
@@ -54,7 +54,7 @@ impl Progress for Bars {
                         .with_style(style)
                         .with_message(name.clone())
                 });
-                *stage = Some(Stage { name, unit, done: 0, start: Instant::now(), told: Instant::now(), total, bar });
+                *stage = Some(Stage { name, unit, done: 0, start: Instant::now(), reported: Instant::now(), total, bar });
             }
             Event::Advance(bytes) => {
                 let Some(stage) = stage.as_mut() else { return };
@@ -67,8 +67,8 @@ impl Progress for Bars {
                 let (Some(stage), text) = (stage.as_mut(), display(text)) else { return };
                 match &stage.bar {
                     Some(bar) => bar.set_prefix(text.into_owned()),
-                    None if stage.told.elapsed() >= SELDOM => {
-                        stage.told = Instant::now();
+                    None if stage.reported.elapsed() >= SELDOM => {
+                        stage.reported = Instant::now();
                         let left = stage.start.elapsed().as_secs_f64() / stage.done.max(1) as f64 * stage.total.saturating_sub(stage.done) as f64;
                         let line = format!("{}: {} of {}, {text}, {} left", stage.name, stage.done, stage.total, seconds(left));
                         let _ = writeln!(io::stderr().lock(), "{line}");
@@ -104,7 +104,7 @@ struct Counter {
     done: u64,
     total: u64,
     unit: &'static str,
-    told: Instant,
+    reported: Instant,
 }
 
 /// Time between two lines of one stage.
@@ -120,20 +120,20 @@ impl Progress for JsonLines {
                     ProgressUnit::Samples => "samples",
                     ProgressUnit::Steps => "steps",
                 };
-                *state = Some(Counter { done: 0, total, unit, told: Instant::now() });
+                *state = Some(Counter { done: 0, total, unit, reported: Instant::now() });
                 json!({ "event": "begin", "stage": stage, unit: total })
             }
             Event::Advance(amount) => {
                 let Some(counter) = state.as_mut() else { return };
                 counter.done += amount;
-                if counter.told.elapsed() < EVERY {
+                if counter.reported.elapsed() < EVERY {
                     return;
                 }
-                counter.told = Instant::now();
+                counter.reported = Instant::now();
                 json!({ "event": "progress", "done": counter.done, counter.unit: counter.total })
             }
             Event::Message(text) => {
-                if state.as_ref().is_none_or(|counter| counter.told.elapsed() < EVERY) {
+                if state.as_ref().is_none_or(|counter| counter.reported.elapsed() < EVERY) {
                     return;
                 }
                 json!({ "event": "message", "text": text })

@@ -103,7 +103,7 @@ impl Classes {
     }
 
     /// Returns the classes of folders by name, or in alphabetical order if the model knows none of the names. The second
-    /// value tells the two apart. A partial match is an error: some folders would get the wrong class.
+    /// value is true for alphabetical order. A partial match is an error: some folders would get the wrong class.
     pub fn for_folders(&self, names: &[String], path: &Path) -> Result<(Vec<usize>, bool)> {
         let (named, number) = (|name: &String| self.named(name).is_some(), |name: &String| name.parse::<usize>().is_ok());
         let all = |known: &dyn Fn(&String) -> bool, kind| names.iter().all(known).then_some(kind);

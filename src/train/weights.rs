@@ -272,8 +272,9 @@ impl Weights {
         self.trained.contains_key(name)
     }
 
-    /// How many weights stay zero, of how many tensors, how many tensors are seen rounded, and how many hold unexplained zeros.
-    pub fn held(&self) -> (u64, usize, usize, usize) {
+    /// Numbers of weights that stay zero, of tensors with such weights, of tensors with fake quantization, and of tensors with zeros that no
+    /// pruning explains.
+    pub fn constraint_counts(&self) -> (u64, usize, usize, usize) {
         (self.zeros, self.masks.len(), self.rounded.len(), self.unexplained)
     }
 

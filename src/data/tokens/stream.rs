@@ -1,7 +1,8 @@
 //! Incremental tokenization of a text of any length.
 //!
-//! The text is read and tokenized in overlapping chunks. Two chunks are joined at a run of tokens on which they agree, so the result
-//! equals the tokenization of the whole text.
+//! The text is read and tokenized in overlapping chunks. Two chunks are joined at a run of tokens on which they agree. The result equals the
+//! tokenization of the whole text if a token does not depend on text that is farther away than such a run. Without agreement, chunks grow
+//! up to a limit and are then split.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -131,7 +132,7 @@ impl Iterator for Pieces<'_> {
         }
         if bytes.len() >= self.size {
             let last = |wanted: fn(&u8) -> bool| bytes.iter().rposition(wanted).filter(|at| *at > 0);
-            // Without a blank, behind a character: bytes within one begin with 10.
+            // Without whitespace, after a character: continuation bytes of UTF-8 begin with the bits 10.
             let whole = || last(|b| *b & 0xc0 != 0x80);
             let at = last(|b| *b == b'\n').or_else(|| last(u8::is_ascii_whitespace)).or_else(whole).unwrap_or(bytes.len());
             self.rest = bytes.split_off(at);

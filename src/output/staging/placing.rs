@@ -69,7 +69,7 @@ impl Staging {
             };
             match moved {
                 Ok(()) => return Ok(()),
-                // The old one went away meanwhile.
+                // Another process has removed the old one in the meantime.
                 Err(Errno::NOENT) if new.exists() => {}
                 Err(Errno::INVAL | Errno::NOSYS) => return self.put_plainly(new, target),
                 Err(e) => return Err(Error::io("create", target)(e.into())),

@@ -268,7 +268,7 @@ fn trained(
             )?,
             evaluate: Some(&score),
         };
-        let (zeros, masked, rounded, unexplained) = weights.held();
+        let (zeros, masked, rounded, unexplained) = weights.constraint_counts();
         let trainer = Trainer {
             options: training,
             graph: &small,

@@ -135,7 +135,7 @@ impl Logits {
         let value = teacher.0.get(source.value()).ok_or_else(|| missing(source.value()))?;
         let failed = |e| Error::computed("the teacher's logits", e);
         let value = flat(value).map_err(failed)?;
-        for indices in self.rows(batch)?.indices.chunks(self.together(value.device())) {
+        for indices in self.rows(batch)?.indices.chunks(self.rows_per_chunk(value.device())) {
             let logits = picked(&value, indices).and_then(|rows| self.of_teacher(source, &rows, teacher.1));
             each(&logits.map_err(failed)?)?;
         }
@@ -143,7 +143,7 @@ impl Logits {
     }
 
     /// Rows whose logits are in memory at a time.
-    fn together(&self, device: &Device) -> usize {
+    fn rows_per_chunk(&self, device: &Device) -> usize {
         let chunk = if device.is_cpu() { CHUNK } else { CHUNK_ON_GPU };
         (chunk / self.classes.max(1)).max(1)
     }
@@ -215,7 +215,7 @@ impl Logits {
         };
         let mut compute = || {
             let (values, theirs) = (flat(ours)?, theirs.map(flat).transpose()?);
-            let count = self.together(values.device());
+            let count = self.rows_per_chunk(values.device());
             let mut back: Vec<Tensor> = Vec::new();
             let mut weights: Vec<(String, Tensor)> = Vec::new();
             for (number, indices) in rows.indices.chunks(count).enumerate() {
