@@ -223,7 +223,7 @@ fn a_goal_keeps_layers_in_floats_and_always_gives_a_model() {
     let with = |text: &str| QuantizeStatic { accuracy_goal: Some(text.parse().unwrap()), ..QuantizeStatic::default() };
     let goal = |text: &str| quantized("bert-sequence-classification", with(text), vec![Safetensors::default().into()]);
     let easy = goal("{ min_cosine: 0.5 }").unwrap();
-    assert!(easy.report.notes.iter().any(|note| note.contains("goal met after 1 trials")), "{:?}", easy.report.notes);
+    assert!(easy.report.notes.iter().any(|note| note.contains("goal met after 1 trial:")), "{:?}", easy.report.notes);
     let hard = goal("{ min_cosine: 1.0, max_trials: 3 }").unwrap();
     assert!(hard.report.notes.iter().any(|note| note.contains("not met after 3 trials")), "{:?}", hard.report.notes);
     let tried = hard.report.passes[0].details["accuracy_goal"]["tried"].as_array().unwrap();
