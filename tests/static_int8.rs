@@ -110,10 +110,12 @@ fn every_family_is_close_to_its_floats_and_opens_again() {
             continue;
         }
         let theirs = Session::open(&written.out().join(file::MODEL), Options::default()).unwrap().run(&inputs).unwrap();
+        // Modules of sentence-transformers stay in floats in the folder and not in the ONNX file, as a note says.
+        let is_same = !written.report.notes.iter().any(|note| note.contains("inputs of these layers are not quantized"));
         for (output, tensor) in &after {
             let cosine = self::cosine(tensor, &theirs[output]);
             outputs.push(cosine);
-            assert!(cosine > 0.999, "{name} {output}: {cosine} between the executor and ONNX Runtime");
+            assert!(cosine > if is_same { 0.999 } else { 0.99 }, "{name} {output}: {cosine} between the executor and ONNX Runtime");
         }
     }
     // A sum between two steps goes to either of them; apart from these the executor computes what the file says, biases in steps of sums too.
@@ -341,4 +343,101 @@ fn a_bias_of_two_layers_stays() {
     assert_eq!(before, after);
     let (before, after) = bias("own");
     assert_ne!(before, after);
+}
+
+/// The result of `verify` for the ONNX file of a folder.
+fn file_agrees(folder: &Path) -> compress::pipeline::Check {
+    let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let checks = compress::pipeline::verify(folder, &work).unwrap();
+    checks.into_iter().find(|check| check.path == "model.onnx, run").unwrap()
+}
+
+#[test]
+fn verification_compares_every_quantized_value_and_finds_every_wrong_tensor() {
+    if library().is_err() {
+        return;
+    }
+    let written = quantized("torchvision-mobilenet-v2", QuantizeStatic::default(), vec![Safetensors::default().into(), Onnx::default().into()]).unwrap();
+    let how = &written.report.outputs.iter().find(|output| output.path == file::MODEL).unwrap().verified.how;
+    assert!(how.contains("calibration samples") && how.contains("quantized values are within one step"), "{how}");
+    let right = file_agrees(&written.out());
+    assert!(right.ok && right.finding.contains("within one step"), "{}", right.finding);
+
+    let path = written.out().join(file::MODEL);
+    let proto = ModelProto::decode(std::fs::read(&path).unwrap().as_slice()).unwrap();
+    let mut corrupted = 0;
+    for (index, tensor) in proto.graph.as_ref().unwrap().initializer.iter().enumerate() {
+        let mut proto = proto.clone();
+        let changed = &mut proto.graph.as_mut().unwrap().initializer[index];
+        let mut bytes = changed.raw_data().to_vec();
+        match tensor.data_type() {
+            // Output channels of a weight in reverse order.
+            DataType::Int8 if tensor.dims.len() > 1 => {
+                let row = bytes.len() / tensor.dims[0] as usize;
+                bytes = bytes.chunks(row).rev().flatten().copied().collect();
+            }
+            // Scales that are half as large again. ONNX Runtime does not read that of a bias, which is the product of two others.
+            DataType::Float if tensor.name().ends_with("weight_scale") => {
+                let scales: Vec<f32> = bytes.as_chunks().0.iter().map(|scale| f32::from_le_bytes(*scale) * 1.5).collect();
+                bytes = scales.into_iter().flat_map(f32::to_le_bytes).collect();
+            }
+            _ => continue,
+        }
+        if bytes == tensor.raw_data() {
+            continue;
+        }
+        changed.raw_data = Some(bytes);
+        std::fs::write(&path, proto.encode_to_vec()).unwrap();
+        let wrong = file_agrees(&written.out());
+        assert!(!wrong.ok, "{}: {}", tensor.name(), wrong.finding);
+        corrupted += 1;
+        if corrupted == 16 {
+            break;
+        }
+    }
+    assert!(corrupted == 16, "{corrupted}");
+}
+
+/// The range of the input of a small network, calibrated on these samples.
+fn input_range(samples: &[Vec<f32>], pass: QuantizeStatic) -> (f32, f32) {
+    let text = "input x: float[batch, 6]\nparam w: float[5, 6]\nparam b: float[5]\n\
+        p = Linear{\"input_major\":false}(x, w, b) -> float[batch, 5]\ny = Tanh(p) -> float[batch, 5]\noutput y = y\n";
+    let graph: compress::ir::Graph = text.parse().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().join("in");
+    std::fs::create_dir(&place).unwrap();
+    std::fs::write(place.join("config.json"), "{}").unwrap();
+    std::fs::write(place.join("graph.json"), serde_json::to_string(&compress::ir::GraphFile::from(&graph)).unwrap()).unwrap();
+    let tensor = |values: Vec<f32>, shape: &[usize]| Tensor::from_vec(values, shape, &Device::Cpu).unwrap();
+    let weight = (0..30).map(|at| (at * 37 % 23) as f32 / 11.0 - 0.9).collect();
+    let tensors = std::collections::HashMap::from([("w".to_owned(), tensor(weight, &[5, 6])), ("b".to_owned(), tensor(vec![0.1; 5], &[5]))]);
+    candle_core::safetensors::save(&tensors, place.join("model.safetensors")).unwrap();
+    let path = folder.path().join("samples.safetensors");
+    // The last sample is held out.
+    let x = tensor([samples.concat(), vec![0.5; 6]].concat(), &[samples.len() + 1, 6]);
+    candle_core::safetensors::save(&std::collections::HashMap::from([("x".to_owned(), x)]), &path).unwrap();
+    let data = Data { arrays: Some(path), samples: Some(samples.len()), ..Data::default() };
+    let pipeline =
+        Pipeline::builder().pass(QuantizeStatic { smooth: Smooth::None, targets: vec!["w".parse().unwrap()], ..pass }).calibration(data).build().unwrap();
+    pipeline.run(Model::open(&place).unwrap(), folder.path().join("out")).unwrap();
+    let graph = Model::open(folder.path().join("out")).unwrap().graph().unwrap();
+    let by = graph.nodes().iter().find_map(|node| if let Op::FakeQuantize(by) = node.op { Some(by) } else { None }).unwrap();
+    by.range()
+}
+
+#[test]
+fn one_unusual_sample_does_not_decide_the_range() {
+    let sample = |seed: usize, factor: f32| (0..6).map(|at| factor * (((seed * 131 + at * 37) % 97) as f32 / 48.0 - 1.0)).collect::<Vec<f32>>();
+    let usual: Vec<Vec<f32>> = (0..64).map(|seed| sample(seed, 1.0)).collect();
+    let mut samples = usual.clone();
+    samples[21] = sample(5, 8.0);
+    let minmax = QuantizeStatic { observer: ActivationObserver::Minmax, ..QuantizeStatic::default() };
+    let (least, most) = input_range(&samples, minmax.clone());
+    let (low, high) = input_range(&samples, QuantizeStatic::default());
+    let (usual_low, usual_high) = input_range(&usual, QuantizeStatic::default());
+    assert!(low <= 0.99 * usual_low && high >= 0.99 * usual_high, "{low} to {high}, and {usual_low} to {usual_high} without the sample");
+    assert!(low > 0.5 * least && high < 0.5 * most, "{low} to {high}, and samples reach from {least} to {most}");
+    samples.rotate_left(17);
+    samples.reverse();
+    assert_eq!(input_range(&samples, minmax), (least, most));
 }

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::histogram::{ActivationHistogram, add_narrower, exponent_of};
 use super::there::{Columns, counts};
-use crate::kernel::bins::{add_row, count, extremes, number_row, sums};
+use crate::kernel::bins::{Counter, add_row, count, extremes, number_row, sums};
 use crate::kernel::columns::STRIPE;
 
 /// Bins of a channel, half of them below zero.
@@ -31,7 +31,8 @@ struct Bins {
     exponents: Vec<i32>,
     /// What each channel was multiplied by after it was counted.
     factors: Vec<f64>,
-    counts: Vec<u64>,
+    /// `BINS` for each channel; a bin that reaches `u32::MAX` stays there.
+    counts: Vec<u32>,
 }
 
 impl Bins {
@@ -41,12 +42,12 @@ impl Bins {
 }
 
 /// Makes the range of a channel's bins wide enough.
-fn grow(so_far: &mut i32, counts: &mut [u64], exponent: i32) {
+fn grow(so_far: &mut i32, counts: &mut [u32], exponent: i32) {
     let doublings = exponent - *so_far;
     if doublings <= 0 {
         return;
     }
-    let mut wider = [0u64; BINS];
+    let mut wider = [0u32; BINS];
     add_narrower(&mut wider, counts, doublings);
     counts.copy_from_slice(&wider);
     *so_far = exponent;
@@ -63,7 +64,7 @@ struct One<'c> {
     high: &'c mut f32,
     sum: &'c mut f64,
     square: &'c mut f64,
-    bins: Option<(&'c mut i32, &'c mut [u64; BINS])>,
+    bins: Option<(&'c mut i32, &'c mut [u32; BINS])>,
 }
 
 impl One<'_> {
@@ -81,28 +82,31 @@ impl One<'_> {
     }
 }
 
-/// Takes `samples` whose values lie in planes of `size`, a plane for a channel, image after image, and counts them in a histogram of all
-/// channels, too. Samples go to one half and the other by turns, from that of `turn` on. Gives the smallest and the largest value, and
-/// whether all are finite.
+/// Adds `samples` images, stored as one plane of `size` values for each channel, to the channels of their groups and to a histogram of all
+/// channels. Sample `turn` goes to group `turn % groups.len()`, and so on. Returns the smallest and the largest value, and whether all are
+/// finite.
 pub(super) fn add_images(
-    halves: &mut [Channels; 2],
+    groups: &mut [Channels],
     (turn, samples): (usize, usize),
     (values, size): (&[f32], usize),
     all: &mut ActivationHistogram,
 ) -> (f32, f32, bool) {
-    let width = halves[0].channels().max(1);
+    let width = groups[0].channels().max(1);
     let size = size.max(1);
     let images = values.len() / (width * size);
     let each = (images / samples.max(1)).max(1);
-    let half = |image: usize| (turn + image / each) % 2;
-    (0..images).for_each(|image| halves[half(image)].count += size as u64);
-    let [first, second] = halves;
-    let channels = first.each().into_iter().zip(second.each()).map(|(first, second)| [first, second]).collect::<Vec<_>>();
+    let count = groups.len();
+    let group = |image: usize| (turn + image / each) % count;
+    (0..images).for_each(|image| groups[group(image)].count += size as u64);
+    let mut channels: Vec<Vec<One>> = (0..width).map(|_| Vec::with_capacity(count)).collect();
+    for group in groups {
+        channels.iter_mut().zip(group.each()).for_each(|(groups, channel)| groups.push(channel));
+    }
     // Every channel is followed from image to image by one thread, and a plane stays near while all is taken from it.
     let job = JOB.div_ceil((images * size).max(1));
-    let take = |(mut so_far, mut seen): (ActivationHistogram, _), (channel, mut halves): (usize, [One; 2])| {
+    let take = |(mut so_far, mut seen): (ActivationHistogram, _), (channel, mut groups): (usize, Vec<One>)| {
         for (image, plane) in values.chunks_exact(size).skip(channel).step_by(width).enumerate() {
-            seen = wider(seen, halves[half(image)].add(plane, &mut so_far));
+            seen = wider(seen, groups[group(image)].add(plane, &mut so_far));
         }
         (so_far, seen)
     };
@@ -125,7 +129,7 @@ fn wider(a: (f32, f32, bool), b: (f32, f32, bool)) -> (f32, f32, bool) {
 }
 
 impl Channels {
-    /// Of this many channels; with histograms, 2 KiB each.
+    /// Of this many channels; with histograms, 1 KiB each.
     pub fn new(count: usize, histograms: bool) -> Channels {
         Channels {
             low: vec![f32::INFINITY; count],
@@ -159,7 +163,8 @@ impl Channels {
                 for row in values.chunks_exact(width) {
                     number_row(&row[index * STRIPE..], &inverses, HALF, &mut numbers);
                     for (bin, counts) in numbers.iter().zip(counts.as_chunks_mut::<BINS>().0) {
-                        counts[*bin as usize % BINS] += 1;
+                        let count = &mut counts[*bin as usize % BINS];
+                        *count = count.saturating_add(1);
                     }
                 }
             });
@@ -188,7 +193,7 @@ impl Channels {
             bins.grow(at, exponent_of(low.abs().max(high.abs())));
         }
         let inverses: Vec<f32> = bins.exponents.iter().map(|exponent| inverse(*exponent)).collect();
-        bins.counts.iter_mut().zip(counts(rows, &inverses, HALF, false)?).for_each(|(count, found)| *count += found);
+        bins.counts.iter_mut().zip(counts(rows, &inverses, HALF, false)?).for_each(|(count, found)| count.increase(found));
         Ok(())
     }
 
@@ -223,7 +228,7 @@ impl Channels {
         let Some(bins) = &self.bins else { return };
         let width = bins.factors[channel] * factor * 2f64.powi(bins.exponents[channel]) / f64::from(HALF);
         for (bin, count) in bins.counts[channel * BINS..(channel + 1) * BINS].iter().enumerate().filter(|(_, count)| **count > 0) {
-            see((f64::from(bin as i32 - HALF) + 0.5) * width, *count as f64);
+            see((f64::from(bin as i32 - HALF) + 0.5) * width, f64::from(*count));
         }
     }
 
@@ -295,11 +300,12 @@ mod tests {
     }
 
     #[test]
-    fn counts_go_beyond_32_bits() {
+    fn bins_saturate_and_counts_of_values_do_not() {
         let mut channels = Channels::new(1, true);
         channels.add_rows(&[0.25]);
         (0..33).for_each(|_| channels.merge(&channels.clone()));
-        assert_eq!((channels.count(), channels.histogram().total()), (1 << 33, 1 << 33));
+        channels.add_rows(&[0.25, -0.75]);
+        assert_eq!((channels.count(), channels.histogram().total()), ((1 << 33) + 2, u64::from(u32::MAX) + 1));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::there;
-use crate::kernel::bins::{count, extremes};
+use crate::kernel::bins::{Counter, count, extremes};
 
 /// Number of bins, half of them below zero.
 pub const BINS: usize = 8192;
@@ -41,10 +41,10 @@ pub(super) fn exponent_of(largest: f32) -> i32 {
 }
 
 /// Adds counts of bins around zero to those of as many bins over a range that has been doubled so many times more.
-pub(super) fn add_narrower(counts: &mut [u64], narrower: &[u64], doublings: i32) {
+pub(super) fn add_narrower<C: Counter>(counts: &mut [C], narrower: &[C], doublings: i32) {
     let (half, shift) = (counts.len() as i32 / 2, doublings.min(20));
-    for (bin, count) in narrower.iter().enumerate().filter(|(_, count)| **count > 0) {
-        counts[(((bin as i32 - half) >> shift) + half) as usize] += count;
+    for (bin, count) in narrower.iter().enumerate() {
+        counts[(((bin as i32 - half) >> shift) + half) as usize].increase((*count).into());
     }
 }
 

@@ -64,20 +64,27 @@ impl ActivationObserver {
             ActivationObserver::MovingAverage => return seen.averages.range(),
             ActivationObserver::Percentile => percentiles(histogram, wide, percentile),
             ActivationObserver::Entropy => entropy(histogram, wide),
-            ActivationObserver::Mse => match weights.and_then(|weights| Weighted::of(&seen.channels(), None, weights)) {
-                Some(weighted) => return weighted.range(),
-                None => squares(histogram, wide),
-            },
+            ActivationObserver::Mse => weights.and_then(|weights| mean_range(seen, weights)).unwrap_or_else(|| squares(histogram, wide)),
         };
         (low as f32, high as f32)
     }
 }
 
-/// How much wider than what was seen a range may be.
+/// The mean over the groups of samples of the range with the least error for the group. An unusual sample widens only the range of its
+/// own group; in a sum of squared errors over all samples it would decide the range for all of them.
+fn mean_range(seen: &ValueStatistics, weights: &[f64]) -> Option<(f64, f64)> {
+    let (mut low, mut high, mut count) = (0.0, 0.0, 0.0);
+    for group in seen.groups() {
+        let (range, values) = (Weighted::of(group, None, weights)?.range(), group.count() as f64);
+        (low, high, count) = (low + values * f64::from(range.0), high + values * f64::from(range.1), count + values);
+    }
+    (count > 0.0).then(|| (low / count, high / count))
+}
+
+/// Factors by which a range is widened.
 const HEADROOM: [f64; 6] = [1.0, 1.1, 1.2, 1.35, 1.5, 1.75];
 
-/// The range for what was seen, with room for what was not: as much as each half of the samples needs beyond what the other half
-/// asks for.
+/// The range of an observer, widened by the factor with which the range of one half of the samples has the least error on the other half.
 pub fn with_headroom(observer: ActivationObserver, seen: &ValueStatistics, weights: &[f64], percentile: f64) -> (f32, f32) {
     let (low, high) = observer.range(seen, Some(weights), percentile);
     let wider = |(low, high): (f32, f32), by: f64| (f64::from(low) * by, f64::from(high) * by);
@@ -327,7 +334,7 @@ mod tests {
                 assert_eq!(f64::from(*value), first.as_f64().unwrap(), "{name}");
             }
             let mut seen = ValueStatistics::new(1, Request { axis: Axis::Last, histograms: false });
-            values.chunks(1000).for_each(|batch| seen.add("x", batch, &[batch.len(), 1], Axis::Last, 1).unwrap());
+            values.chunks(1000).for_each(|batch| seen.add("x", batch, &[batch.len(), 1], Axis::Last, &[batch.len()]).unwrap());
             let bin = case["radius"].as_f64().unwrap() / 4096.0;
             for (observer, wanted) in case["ranges"].as_object().unwrap() {
                 let (kind, percentile) = match observer.as_str() {

@@ -46,6 +46,18 @@ pub struct Request {
     pub histograms: bool,
 }
 
+impl Request {
+    /// How many groups of samples have statistics of their own. Histograms take 1 KiB for each channel and group. Images are calibrated with
+    /// fewer samples than texts, so that a single one counts more.
+    fn groups(self) -> usize {
+        match self.axis {
+            _ if !self.histograms => 1,
+            Axis::Last => 4,
+            Axis::Second => 8,
+        }
+    }
+}
+
 /// Rows of a value that are kept as they are, to try arithmetic on.
 const KEPT: usize = 64;
 
@@ -56,9 +68,8 @@ pub struct ValueStatistics {
     pub histogram: ActivationHistogram,
     /// The extremes of batches.
     pub averages: Averages,
-    /// Channel by channel, of every second sample (of every second batch, where a value has tokens): what one half says can be held
-    /// to the other.
-    halves: [Channels; 2],
+    /// Statistics of the channels: sample `i` is in group `i % groups.len()`.
+    groups: Vec<Channels>,
     /// A few rows, spread over the samples; for images, the channels of one place.
     pub rows: Vec<Vec<f32>>,
     batches: u64,
@@ -72,7 +83,7 @@ impl ValueStatistics {
             return;
         }
         let before = self.histogram.range();
-        self.halves.iter_mut().for_each(|half| half.multiply(factors));
+        self.groups.iter_mut().for_each(|group| group.multiply(factors));
         let channels = self.channels();
         if channels.has_histograms() {
             self.histogram = channels.histogram();
@@ -84,8 +95,8 @@ impl ValueStatistics {
     }
 
     pub(super) fn new(width: usize, request: Request) -> ValueStatistics {
-        let halves = [(); 2].map(|()| Channels::new(width, request.histograms));
-        ValueStatistics { histogram: ActivationHistogram::default(), averages: Averages::default(), halves, rows: Vec::new(), batches: 0, samples: 0 }
+        let groups = vec![Channels::new(width, request.histograms); request.groups()];
+        ValueStatistics { histogram: ActivationHistogram::default(), averages: Averages::default(), groups, rows: Vec::new(), batches: 0, samples: 0 }
     }
 
     /// What there is to see of a parameter, which is the same for every sample.
@@ -94,54 +105,60 @@ impl ValueStatistics {
     /// One of its numbers is not finite.
     pub(crate) fn of_parameter(name: &str, values: &[f32], shape: &[usize], request: Request) -> Result<ValueStatistics> {
         let mut seen = ValueStatistics::new(request.axis.channels(shape), request);
-        seen.add(name, values, shape, request.axis, 1)?;
+        seen.add(name, values, shape, request.axis, &[values.len() / request.axis.channels(shape).max(1)])?;
         Ok(seen)
     }
 
-    /// Channel by channel.
+    /// The channels over all samples.
     pub fn channels(&self) -> Channels {
-        let mut all = self.halves[0].clone();
-        all.merge(&self.halves[1]);
-        all
+        merged(&self.groups)
     }
 
-    /// The channels of both halves, where both have something.
-    pub(super) fn channels_of_halves(&self) -> Option<&[Channels; 2]> {
-        self.halves.iter().all(|half| half.has_histograms() && half.count() > 0).then_some(&self.halves)
+    /// The channels of each group that has samples, where there are histograms.
+    pub(super) fn groups(&self) -> impl Iterator<Item = &Channels> {
+        self.groups.iter().filter(|group| group.has_histograms() && group.count() > 0)
     }
 
-    /// The halves of what was seen as if each were all of it, where both have something.
+    /// The channels of samples with even and with odd numbers, if there are both, and histograms.
+    pub(super) fn channels_of_halves(&self) -> Option<[Channels; 2]> {
+        let halves = [0, 1].map(|first| merged(self.groups.iter().skip(first).step_by(2)));
+        halves.iter().all(|half| half.has_histograms() && half.count() > 0).then_some(halves)
+    }
+
+    /// Statistics of the samples with even and with odd numbers, if there are both, and histograms.
     pub fn halves(&self) -> Option<[ValueStatistics; 2]> {
-        let half = |index: usize| {
-            let channels = &self.halves[index];
+        let half = |channels: Channels| {
             let mut averages = self.averages;
             let histogram = channels.histogram();
             averages.scale(self.histogram.range(), histogram.range());
-            let halves = [channels.clone(), Channels::new(channels.channels(), true)];
-            ValueStatistics { histogram, averages, halves, rows: Vec::new(), batches: self.batches / 2, samples: self.samples / 2 }
+            ValueStatistics { histogram, averages, groups: vec![channels], rows: Vec::new(), batches: self.batches / 2, samples: self.samples / 2 }
         };
-        self.channels_of_halves().map(|_| [half(0), half(1)])
+        self.channels_of_halves().map(|halves| halves.map(half))
     }
 
-    /// Takes the values of a batch of so many samples of one size.
-    pub(super) fn add(&mut self, name: &str, values: &[f32], shape: &[usize], axis: Axis, samples: usize) -> Result<()> {
+    /// Takes the values of a batch; `sizes` are the numbers of rows of its samples, and of images all samples have the same.
+    pub(super) fn add(&mut self, name: &str, values: &[f32], shape: &[usize], axis: Axis, sizes: &[usize]) -> Result<()> {
         if values.is_empty() {
             return Ok(());
         }
-        let width = self.halves[0].channels().max(1);
+        let width = self.groups[0].channels().max(1);
         let plane = shape.iter().skip(2).product::<usize>().max(1);
         let (low, high, finite) = match axis {
             Axis::Last => {
                 let seen = extremes(values);
                 self.histogram.add_in_parts(values, seen.0, seen.1);
-                for (index, sample) in values.chunks((values.len() / samples.max(1)).max(1)).enumerate() {
-                    self.halves[(self.samples as usize + index) % 2].add_rows(sample);
+                let mut rest = values;
+                for (index, size) in sizes.iter().enumerate() {
+                    let (sample, others) = rest.split_at(size * width);
+                    let group = self.group(index);
+                    self.groups[group].add_rows(sample);
+                    rest = others;
                 }
                 seen
             }
-            Axis::Second => add_images(&mut self.halves, (self.samples as usize, samples), (values, plane), &mut self.histogram),
+            Axis::Second => add_images(&mut self.groups, (self.samples as usize, sizes.len()), (values, plane), &mut self.histogram),
         };
-        self.samples += samples as u64;
+        self.samples += sizes.len() as u64;
         if !finite {
             return Err(not_finite(name, values.iter().find(|x| !x.is_finite()).map_or(f32::NAN, |x| *x)));
         }
@@ -159,18 +176,17 @@ impl ValueStatistics {
         Ok(())
     }
 
-    /// Takes the values of a batch that are on a device: rows `[rows, channels]` of so many samples, an image's places one after the other.
-    fn add_there(&mut self, name: &str, rows: &Tensor, axis: Axis, samples: usize) -> Result<()> {
+    /// As [`add`](ValueStatistics::add), of values on a device: rows `[rows, channels]`, the positions of an image one after the other.
+    fn add_there(&mut self, name: &str, rows: &Tensor, axis: Axis, sizes: &[usize]) -> Result<()> {
         let failed = |e| Error::run(format!("graph value `{name}`"), e, "");
         let count = rows.dim(0).map_err(failed)?;
         if count == 0 {
             return Ok(());
         }
-        let each = count / samples.max(1);
+        let samples = (0..).zip(sizes).flat_map(|(index, size)| std::iter::repeat_n(self.group(index), *size)).collect::<Vec<_>>();
         let (mut low, mut high) = (f32::INFINITY, f32::NEG_INFINITY);
-        for half in 0..2 {
-            let first = self.samples as usize;
-            let numbers: Vec<u32> = (0..count as u32).filter(|row| (first + *row as usize / each.max(1)) % 2 == half).collect();
+        for group in 0..self.groups.len() {
+            let numbers: Vec<u32> = (0..count as u32).zip(&samples).filter(|(_, of)| **of == group).map(|(row, _)| row).collect();
             if numbers.is_empty() {
                 continue;
             }
@@ -182,17 +198,22 @@ impl ValueStatistics {
                 }
                 let (least, most) = columns.extremes();
                 (low, high) = (low.min(least), high.max(most));
-                self.histogram.add_there(&part, least, most).and_then(|()| self.halves[half].add_there(&part, &columns)).map_err(failed)?;
+                self.histogram.add_there(&part, least, most).and_then(|()| self.groups[group].add_there(&part, &columns)).map_err(failed)?;
             }
         }
         self.averages.add(low, high);
-        self.samples += samples as u64;
-        if let Some(at) = self.kept(if axis == Axis::Last { count } else { each }, axis) {
+        self.samples += sizes.len() as u64;
+        if let Some(at) = self.kept(if axis == Axis::Last { count } else { sizes.first().copied().unwrap_or(0) }, axis) {
             let row = rows.narrow(0, at, 1).and_then(|row| transfer::values(&row, Cause::Statistics));
             self.rows.push(row.map_err(failed)?);
         }
         self.batches += 1;
         Ok(())
+    }
+
+    /// The group of a sample of the batch.
+    fn group(&self, index: usize) -> usize {
+        (self.samples as usize + index) % self.groups.len()
     }
 
     /// Which row of a batch is kept, or which place of its first image.
@@ -201,6 +222,14 @@ impl ValueStatistics {
         let turn = axis == Axis::Second || self.batches.is_power_of_two() || self.batches < 32;
         (turn && self.rows.len() < KEPT).then(|| (self.batches as usize * 7919).checked_rem(rows)).flatten()
     }
+}
+
+/// The sum of statistics of the same channels.
+fn merged<'c>(groups: impl IntoIterator<Item = &'c Channels>) -> Channels {
+    let mut groups = groups.into_iter();
+    let mut all = groups.next().cloned().unwrap_or_else(|| Channels::new(0, false));
+    groups.for_each(|group| all.merge(group));
+    all
 }
 
 fn not_finite(name: &str, what: impl std::fmt::Display) -> Error {
@@ -222,7 +251,7 @@ pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String
     data.for_each_batch("Calibrating", work, |batch| {
         let padding = padding(&batch)?;
         let mut look = |name: &str, value: &Tensor| match requests.get(name) {
-            Some(request) => watch(&mut seen, name, value, *request, (&padding, sides.token_axis(name))),
+            Some(request) => watch(&mut seen, name, value, *request, (&padding, sides.token_axis(name)), batch.samples),
             _ => Ok(()),
         };
         for (name, value) in &batch.inputs {
@@ -255,7 +284,7 @@ pub fn calibrate_blockwise(
         |name| requests.contains_key(name),
         work,
         |batch, name, value| match requests.get(name) {
-            Some(request) => watch(&mut seen, name, value, *request, (&padding(batch)?, sides.token_axis(name))),
+            Some(request) => watch(&mut seen, name, value, *request, (&padding(batch)?, sides.token_axis(name)), batch.samples),
             None => Ok(()),
         },
     )?;
@@ -303,34 +332,50 @@ fn padding(batch: &Batch) -> Result<Padding> {
     Padding::of(batch).map_err(|e| Error::run("input `attention_mask`", e, ""))
 }
 
-fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tensor, request: Request, (padding, tokens): (&Padding, TokenAxis)) -> Result<()> {
+fn watch(
+    seen: &mut BTreeMap<String, ValueStatistics>,
+    name: &str,
+    value: &Tensor,
+    request: Request,
+    (padding, tokens): (&Padding, TokenAxis),
+    samples: usize,
+) -> Result<()> {
     let shape = value.dims();
     let width = request.axis.channels(shape);
     if !seen.contains_key(name) {
         seen.insert(name.to_owned(), ValueStatistics::new(width, request));
     }
     let Some(so_far) = seen.get_mut(name) else { return Ok(()) };
-    let each = request.axis == Axis::Second || shape.len() == 2;
-    let samples = if each { shape.first().copied().unwrap_or(1) } else { 1 };
+    let kept = padding.kept(tokens, shape).filter(|_| request.axis == Axis::Last);
+    let sizes = rows_of_samples(value.elem_count() / width.max(1), samples, kept.as_deref());
     if !on_host(value.device()) {
-        let (rows, samples) = rows_there(value, width, request.axis, padding.kept(tokens, shape).as_deref(), samples)
-            .map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?;
-        return so_far.add_there(name, &rows, request.axis, samples);
+        let rows = rows_there(value, width, request.axis, kept.as_deref()).map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?;
+        return so_far.add_there(name, &rows, request.axis, &sizes);
     }
-    let mut take = |values: &[f32]| match padding.kept(tokens, shape) {
-        Some(kept) if request.axis == Axis::Last => {
-            let real: Vec<f32> = values.chunks_exact(width.max(1)).zip(&*kept).filter(|(_, kept)| **kept).flat_map(|(row, _)| row.iter().copied()).collect();
-            so_far.add(name, &real, &[real.len() / width.max(1), width], request.axis, 1)
+    let mut take = |values: &[f32]| match &kept {
+        Some(kept) => {
+            let real: Vec<f32> = values.chunks_exact(width.max(1)).zip(&**kept).filter(|(_, kept)| **kept).flat_map(|(row, _)| row.iter().copied()).collect();
+            so_far.add(name, &real, &[real.len() / width.max(1), width], request.axis, &sizes)
         }
-        _ => so_far.add(name, values, shape, request.axis, samples),
+        None => so_far.add(name, values, shape, request.axis, &sizes),
     };
     floats_on_host(value, Cause::Statistics)
         .and_then(|value| read(&value, |values| Ok(take(values))))
         .map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?
 }
 
-/// A value of a device as rows of channels, without padding, and how many samples these are.
-fn rows_there(value: &Tensor, width: usize, axis: Axis, kept: Option<&[bool]>, samples: usize) -> candle_core::Result<(Tensor, usize)> {
+/// How many of the rows of a value each sample of a batch has, padding left out. Rows that cannot be divided evenly, such as the rows of an
+/// expert, count as one sample.
+fn rows_of_samples(rows: usize, samples: usize, kept: Option<&[bool]>) -> Vec<usize> {
+    let samples = if samples > 0 && rows.is_multiple_of(samples) { samples } else { 1 };
+    match kept {
+        Some(kept) => kept.chunks((rows / samples).max(1)).map(|rows| rows.iter().filter(|kept| **kept).count()).collect(),
+        None => vec![rows / samples; samples],
+    }
+}
+
+/// A value of a device as rows of channels, without padding.
+fn rows_there(value: &Tensor, width: usize, axis: Axis, kept: Option<&[bool]>) -> candle_core::Result<Tensor> {
     let value = value.to_dtype(DType::F32)?;
     let rows = match axis {
         Axis::Last => value.contiguous()?,
@@ -338,12 +383,9 @@ fn rows_there(value: &Tensor, width: usize, axis: Axis, kept: Option<&[bool]>, s
         Axis::Second => value,
     };
     let rows = rows.reshape((rows.elem_count() / width.max(1), width))?;
-    match kept.filter(|_| axis == Axis::Last) {
-        Some(kept) => {
-            let numbers = (0u32..).zip(kept).filter(|(_, kept)| **kept).map(|(row, _)| row).collect();
-            Ok((there::rows_of(&rows, numbers)?, 1))
-        }
-        None => Ok((rows, samples)),
+    match kept {
+        Some(kept) => there::rows_of(&rows, (0u32..).zip(kept).filter(|(_, kept)| **kept).map(|(row, _)| row).collect()),
+        None => Ok(rows),
     }
 }
 
@@ -364,11 +406,12 @@ mod tests {
         for (index, shape) in shapes.iter().enumerate() {
             let number = |i: usize| (((i * 7919 + index * 31) % 1009) as f32 / 90.0 - 5.0) * 2f32.powi((index % 5) as i32);
             let value = Tensor::from_vec((0..shape.iter().product()).map(number).collect::<Vec<f32>>(), *shape, &Device::Cpu).unwrap();
-            watch(&mut seen[0], "x", &value, request, (&padding, tokens)).unwrap();
+            watch(&mut seen[0], "x", &value, request, (&padding, tokens), shape[0]).unwrap();
             let there = seen[1].entry("x".to_owned()).or_insert_with(|| ValueStatistics::new(width, request));
-            let samples = if request.axis == Axis::Second || shape.len() == 2 { shape[0] } else { 1 };
-            let (rows, samples) = rows_there(&value, width, request.axis, padding.kept(tokens, shape).as_deref(), samples).unwrap();
-            there.add_there("x", &rows, request.axis, samples).unwrap();
+            let kept = padding.kept(tokens, shape).filter(|_| request.axis == Axis::Last);
+            let rows = rows_there(&value, width, request.axis, kept.as_deref()).unwrap();
+            let sizes = rows_of_samples(value.elem_count() / width, shape[0], kept.as_deref());
+            there.add_there("x", &rows, request.axis, &sizes).unwrap();
         }
         seen.map(|mut seen| seen.remove("x").unwrap())
     }
@@ -396,7 +439,7 @@ mod tests {
                 assert_eq!((here.histogram.clone(), here.rows.clone()), (there.histogram.clone(), there.rows.clone()));
                 assert_eq!((here.averages, here.batches, here.samples), (there.averages, there.batches, there.samples));
                 assert!(here.histogram.total() > 0 && !here.rows.is_empty());
-                for (here, there) in here.halves.iter().zip(&there.halves) {
+                for (here, there) in here.groups.iter().zip(&there.groups) {
                     assert_eq!((here.histogram(), here.largest(), here.count()), (there.histogram(), there.largest(), there.count()));
                     let figures = |channels: &Channels| channels.means().into_iter().chain(channels.mean_squares()).collect::<Vec<_>>();
                     assert!(figures(here).iter().zip(figures(there)).all(|(a, b)| (a - b).abs() < 1e-9), "{shapes:?}");
@@ -405,18 +448,41 @@ mod tests {
         }
         let mut wrong = ValueStatistics::new(2, Request { axis: Axis::Last, histograms: true });
         let value = Tensor::new(&[[1f32, f32::NAN]], &Device::Cpu).unwrap();
-        assert!(wrong.add_there("x", &value, Axis::Last, 1).unwrap_err().to_string().contains("is NaN for a calibration sample"));
+        assert!(wrong.add_there("x", &value, Axis::Last, &[1]).unwrap_err().to_string().contains("is NaN for a calibration sample"));
     }
 
-    /// One half can be held to the other however samples come in batches.
+    /// Statistics of groups do not depend on how samples are batched, with and without padding.
     #[test]
-    fn halves_are_of_samples_not_of_batches() {
-        let images: Vec<f32> = (0..4 * 2 * 3).map(|i| ((i * 37) % 61) as f32 / 7.0 - 4.0).collect();
-        let request = Request { axis: Axis::Second, histograms: true };
-        let [mut whole, mut singly] = [(); 2].map(|()| ValueStatistics::new(2, request));
-        whole.add("x", &images, &[4, 2, 3, 1], Axis::Second, 4).unwrap();
-        images.chunks(6).for_each(|image| singly.add("x", image, &[1, 2, 3, 1], Axis::Second, 1).unwrap());
-        let [whole, singly] = [whole, singly].map(|seen| seen.halves().unwrap().map(|half| half.channels()));
-        assert_eq!(whole, singly);
+    fn groups_are_of_samples_not_of_batches() {
+        let number = |i: usize| ((i * 37) % 61) as f32 / 7.0 - 4.0;
+        let mask = |row: usize| [1i64, 1, i64::from(row != 1)];
+        let groups = |shape: &[usize], axis: Axis, batch: usize, padded: bool| {
+            let row: usize = shape.iter().product();
+            let width = if axis == Axis::Last { shape[shape.len() - 1] } else { shape[0] };
+            let tokens = TokenAxis { side: Side::Read, axis: (shape.len() > 1).then_some(1) };
+            let mut seen = BTreeMap::new();
+            for first in (0..11).step_by(batch) {
+                let samples = batch.min(11 - first);
+                let values: Vec<f32> = (first * row..(first + samples) * row).map(number).collect();
+                let value = Tensor::from_vec(values, [&[samples], shape].concat(), &Device::Cpu).unwrap();
+                let rows: Vec<i64> = (first..first + samples).flat_map(mask).collect();
+                let mask = Tensor::from_vec(rows, (samples, 3), &Device::Cpu).unwrap();
+                let inputs = padded.then(|| ("attention_mask".to_owned(), mask)).into_iter().collect();
+                let padding = Padding::of(&Batch { inputs, references: References::None, samples }).unwrap();
+                watch(&mut seen, "x", &value, Request { axis, histograms: true }, (&padding, tokens), samples).unwrap();
+            }
+            let seen = seen.remove("x").unwrap();
+            assert_eq!(seen.groups[0].channels(), width);
+            seen.groups
+        };
+        for (shape, axis, padded) in
+            [(&[2, 3, 1][..], Axis::Second, false), (&[5][..], Axis::Last, false), (&[3, 5][..], Axis::Last, false), (&[3, 5][..], Axis::Last, true)]
+        {
+            let singly = groups(shape, axis, 1, padded);
+            assert!(singly.iter().all(|group| group.count() > 0));
+            for batch in [2, 3, 11] {
+                assert_eq!(groups(shape, axis, batch, padded), singly, "{shape:?} in batches of {batch}");
+            }
+        }
     }
 }

@@ -21,6 +21,7 @@ mod running {
     mod language_modelling;
     mod latency;
     mod measure;
+    pub(crate) mod quantized_values;
     mod runner;
     mod statistics;
     mod subject;

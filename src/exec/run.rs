@@ -130,6 +130,30 @@ impl<'g> Executor<'g> {
         Ok(())
     }
 
+    /// Runs the graph with the values of the named nodes replaced by the results of `replace`, and returns the outputs as [`run`](Executor::run) does.
+    ///
+    /// # Errors
+    /// As [`run`](Executor::run), and the errors of `replace`.
+    pub fn run_replacing(
+        &self,
+        is_replaced: impl Fn(&str) -> bool,
+        inputs: &Inputs,
+        replace: &mut dyn FnMut(&str, Tensor) -> Result<Tensor>,
+    ) -> Result<BTreeMap<String, Tensor>> {
+        let is_replaced = |id: ValueId| is_replaced(&self.graph.value(id).name);
+        let mut run = self.start(inputs)?;
+        for step in &plan::fused(self.graph, &|id| self.graph.is_output(id) || is_replaced(id)) {
+            self.step(step, &mut run)?;
+            let last = self.last(step).output;
+            if is_replaced(last) {
+                let replaced = replace(&self.graph.value(last).name, self.shown(&run, last)?)?;
+                run.keep(last, replaced);
+            }
+            run.forget(step);
+        }
+        self.outputs(&run)
+    }
+
     /// Begins a run that can be stopped.
     ///
     /// # Errors

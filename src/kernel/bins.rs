@@ -74,8 +74,26 @@ const TABLES: usize = 4;
 /// Values of a turn: no table counts as many as 16 bits hold.
 const TURN: usize = 1 << 17;
 
+/// The count of a bin; one of 32 bits saturates.
+pub trait Counter: Copy + Into<u64> {
+    /// Adds to the count.
+    fn increase(&mut self, by: u64);
+}
+
+impl Counter for u64 {
+    fn increase(&mut self, by: u64) {
+        *self += by;
+    }
+}
+
+impl Counter for u32 {
+    fn increase(&mut self, by: u64) {
+        *self = self.saturating_add(u32::try_from(by).unwrap_or(u32::MAX));
+    }
+}
+
 /// Counts values in bins of width `1 / inverse` around zero.
-pub fn count<const BINS: usize>(values: &[f32], inverse: f32, counts: &mut [u64; BINS]) {
+pub fn count<C: Counter, const BINS: usize>(values: &[f32], inverse: f32, counts: &mut [C; BINS]) {
     let numbered = |values: &[f32], see: &mut dyn FnMut(&[i32])| {
         let mut numbers = [0; 256];
         for run in values.chunks(256) {
@@ -84,7 +102,7 @@ pub fn count<const BINS: usize>(values: &[f32], inverse: f32, counts: &mut [u64;
         }
     };
     if values.len() < TABLES * BINS {
-        return numbered(values, &mut |numbers| numbers.iter().for_each(|bin| counts[*bin as usize % BINS] += 1));
+        return numbered(values, &mut |numbers| numbers.iter().for_each(|bin| counts[*bin as usize % BINS].increase(1)));
     }
     for turn in values.chunks(TURN) {
         let mut tables = [[0u16; BINS]; TABLES];
@@ -97,7 +115,7 @@ pub fn count<const BINS: usize>(values: &[f32], inverse: f32, counts: &mut [u64;
             }
             rest.iter().for_each(|bin| tables[0][*bin as usize % BINS] += 1);
         });
-        tables.iter().for_each(|table| counts.iter_mut().zip(table).for_each(|(count, found)| *count += u64::from(*found)));
+        tables.iter().for_each(|table| counts.iter_mut().zip(table).for_each(|(count, found)| count.increase(u64::from(*found))));
     }
 }
 

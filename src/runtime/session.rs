@@ -21,6 +21,9 @@ const EXACT_SUMS: &str = "session.x64quantprecision";
 /// `DequantizeLinear` and `MatMul` are rounded to int8 on the way.
 const EXACT_PRODUCTS: &str = "session.qdq_matmulnbits_accuracy_level";
 
+/// The folder of a model's external data, for a model that is loaded from memory.
+const DATA_FOLDER: &str = "session.model_external_initializers_file_folder_path";
+
 /// How a model is run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
@@ -73,6 +76,10 @@ impl Session {
         let builder = builder.with_log_level(ort::logging::LogLevel::Fatal).map_err(|e| refused(e.into()))?;
         let builder = builder.with_config_entry(EXACT_SUMS, "1").map_err(|e| refused(e.into()))?;
         let mut builder = builder.with_config_entry(EXACT_PRODUCTS, "1").map_err(|e| refused(e.into()))?;
+        // Data files of a model that is given as bytes are next to the file that it is from.
+        if let (Some(_), Some(folder)) = (bytes, path.parent().and_then(Path::to_str).filter(|folder| !folder.is_empty())) {
+            builder = builder.with_config_entry(DATA_FOLDER, folder).map_err(|e| refused(e.into()))?;
+        }
         let inner = match bytes {
             None => builder.commit_from_file(path),
             Some(bytes) => builder.commit_from_memory(bytes),

@@ -141,7 +141,7 @@ pub struct QuantizeStatic {
     /// Percentage of values that stay within the range, with `observer: percentile`
     #[cfg_attr(feature = "cli", arg(long, value_name = "PERCENT", default_value_t = Self::default().percentile))]
     pub percentile: f64,
-    /// Whether ranges get a margin for unseen values, estimated by comparing two halves of the samples
+    /// Whether to widen ranges for unseen values by a factor that is estimated between two halves of the samples
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().headroom))]
     pub headroom: bool,
     /// Whether zero points of activations are zero, except for values that are never negative
@@ -184,10 +184,10 @@ impl Default for QuantizeStatic {
         Self {
             observer: ActivationObserver::default(),
             percentile: 99.99,
-            headroom: true,
+            headroom: false,
             symmetric: false,
             granularity: GranularityKind::Channel,
-            weight_observer: WeightObserver::Mse,
+            weight_observer: WeightObserver::Minmax,
             embeddings: true,
             target: ActivationTarget::default(),
             smooth: Smooth::default(),
