@@ -189,8 +189,8 @@ impl<'m> Replacing<'m> {
         }
     }
 
-    /// The floats that integers stand for, and their name. Where several nodes read the weight (`shared`), no `DequantizeLinear` computes them:
-    /// ONNX Runtime makes one of each reader, rewrites the integers of each under one name with `session.x64quantprecision`, and refuses the file.
+    /// Dequantizes integers, and returns the name of the result. For several readers (`shared`) there is no `DequantizeLinear`: ONNX Runtime
+    /// duplicates it for each reader, rewrites the integers of each copy under one name with `session.x64quantprecision`, and refuses the file.
     #[allow(clippy::too_many_arguments, reason = "a weight in parts")]
     fn floats(
         &mut self,
@@ -260,7 +260,7 @@ impl<'m> Replacing<'m> {
     }
 
     /// Nodes that can read the integers themselves: one product whose activations are quantized too, or lookups. Of several products of one
-    /// weight only the first does: ONNX Runtime makes kernels of the same name for both, and refuses the second. All others read floats.
+    /// weight only the first does: ONNX Runtime gives the kernels of both the same name, and refuses the second. All others read floats.
     fn readers(&mut self, before: &Weight, affine: &Affine, uses: &[Use], parts: &[String; 3], flipped: bool) -> BTreeMap<usize, Vec<NodeProto>> {
         let model = self.model;
         let nodes = model.graph.as_ref().map_or(&[][..], |graph| &graph.node);

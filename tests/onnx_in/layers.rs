@@ -215,7 +215,7 @@ fn shared_weights(opset: i64) -> Vec<(&'static str, ModelProto)> {
     ]
 }
 
-/// Fails where a node stands before one whose value it reads, which `onnx.checker` refuses.
+/// Fails where a node reads the output of a later one, which `onnx.checker` refuses.
 fn require_sorted(what: &str, graph: &GraphProto) {
     let initializers = graph.initializer.iter().map(|tensor| tensor.name());
     let mut known: Vec<&str> = initializers.chain(graph.input.iter().map(|input| input.name())).collect();

@@ -71,6 +71,9 @@ fn a_file_that_nothing_touched_is_written_byte_for_byte() {
     assert_eq!(Report::open(&place.path("out.onnx")).unwrap(), report);
     let checks = verify(&place.path("out.onnx"), &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() }).unwrap();
     assert!(checks.len() > 2 && checks.iter().all(|check| check.ok), "{checks:?}");
+    let run = checks.iter().find(|check| check.path == "out.onnx, run").unwrap();
+    let expected = if runtime::library().is_ok() { "ONNX Runtime against the built-in executor on 1 synthetic samples" } else { "not run" };
+    assert!(run.finding.contains(expected), "{run:?}");
     let again = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap_err();
     assert!(again.to_string().contains("exists") && again.hint().unwrap().contains("--force"), "{again}");
     // A folder holds the same under the usual name, and opens.

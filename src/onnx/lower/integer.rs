@@ -115,7 +115,7 @@ impl Integers {
         })
     }
 
-    /// The floats of a convolution kernel, outputs first, in operators that runtimes evaluate when they load the file.
+    /// The dequantized kernel of a convolution, outputs first, in operators that runtimes evaluate when they load the file.
     fn kernel_floats(&self, n: &mut Lowering) -> Result<String> {
         let mut shape = vec![1; n.ty(1)?.shape.len()];
         shape[0] = -1;
