@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::exec::{BlockwiseOptions, Inputs, MemoryNeed, Residence, Rounding, Schedule, sizes_of};
 use crate::ir::{Graph, Port};
 use crate::model::{Config, Made, Model, preprocessing_folder};
+use crate::runtime::Limits;
 use crate::work::{MemoryLimit, Work};
 
 /// Loads models that are run side by side: whole where they fit into memory with a batch like this one, else those of the built-in
@@ -144,6 +145,15 @@ impl Subject {
         })
     }
 
+    /// Terminates runs of an ONNX file that exceed these limits.
+    #[must_use]
+    pub fn with_limits(self, limits: Limits) -> Subject {
+        match self.what {
+            What::Onnx(session) => Subject { what: What::Onnx(session.map(|session| session.with_limits(limits))), ..self },
+            _ => self,
+        }
+    }
+
     /// Has the built-in executor round inputs of int8 layers in another way than for each token.
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Subject {
@@ -208,7 +218,7 @@ impl Subject {
             }
             (What::Folder { model, graph }, Schedule::Whole) => Ok(Box::new(Candle::load(model, graph, precision, device, work)?.with_rounding(rounding))),
             (What::Onnx(session), _) => match session.take() {
-                Some(session) => Ok(Box::new(session)),
+                Some(session) => Ok(Box::new(session.cancelled_by(work.cancel))),
                 None => Err(crate::Error::option("ONNX Runtime", "the model was loaded before")),
             },
         }

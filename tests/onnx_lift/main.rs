@@ -229,6 +229,15 @@ fn constants_that_swell_are_refused_by_name() {
             vec![shape(&[1 << 16]), ints("column", &[-1, 1])],
         ),
     ];
+    let doubled = |times: usize| {
+        let name = |number: usize| format!("c{number}");
+        let twice = |number: usize| node("Concat", &[&name(number), &name(number)], &name(number + 1), vec![AttributeProto::int("axis", 0)]);
+        let sum = [node("ReduceSum", &[&name(times)], "sum", vec![]), add("sum")];
+        (0..times).map(twice).chain(sum).collect::<Vec<_>>()
+    };
+    // Values of samples are limited by what they have at least.
+    let from_input = [vec![node("Cos", &["x"], "c0", vec![])], doubled(30)].concat();
+    let cases = cases.into_iter().chain([("Concat", doubled(20), vec![floats("c0", &[1024])]), ("Concat", from_input, vec![])]);
     for (op, nodes, initializers) in cases {
         std::fs::write(&path, model(13, &[0, 4], nodes, initializers).encode_to_vec()).unwrap();
         let opened = Model::open(&path).unwrap();

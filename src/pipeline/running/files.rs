@@ -1,6 +1,7 @@
 //! Measuring what a run made of an ONNX file: both files run in ONNX Runtime, whatever operators they have.
 
 use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
 
 use candle_core::Device;
 
@@ -11,9 +12,12 @@ use crate::error::{Error, Result};
 use crate::evaluation::{FidelitySums, MeasuredFidelity, Runtime, SamplesFrom, Subject};
 use crate::export::Exported;
 use crate::pipeline::run::Measured;
+use crate::runtime::Limits;
 
 /// Samples that are made up.
 const SAMPLES: u64 = 4;
+/// What one run of the input may take where no evaluation was asked for.
+const LIMITS: Limits = Limits { time: Duration::from_secs(60), memory: u64::MAX };
 /// Samples that no pass has used, at most.
 const HELD_OUT: usize = 16;
 
@@ -58,7 +62,7 @@ impl Run<'_> {
             Error::Cancelled => e,
             e => Error::Verification { path: self.file.into(), reason: format!("ONNX Runtime accepts the input and not the output: {e}") },
         };
-        let mut before = Subject::file_of(self.before, self.work.threads)?;
+        let mut before = Subject::file_of(self.before, self.work.threads)?.with_limits(LIMITS);
         let mut after = self.session(&self.folder.join(self.file)).map_err(refused)?;
         if !self.pipeline.measures {
             return Ok(None);
@@ -87,7 +91,7 @@ impl Run<'_> {
             let samples = held_out.iter().map(|sample| sample.samples).sum();
             return Ok(Some(MeasuredFidelity { samples_from: SamplesFrom::HeldOut, samples, data, fidelity: compare(&held_out)? }));
         }
-        let mut unfit = None;
+        let (mut unfit, begun) = (None, Instant::now());
         // What sizes and numbers a file takes, it does not say.
         for kind in 0..data::KINDS {
             let samples = batches(kind)?;
@@ -95,6 +99,9 @@ impl Run<'_> {
                 Ok(fidelity) => return Ok(Some(MeasuredFidelity { samples_from: SamplesFrom::Synthetic, samples: samples.len(), data: None, fidelity })),
                 Err(e @ (Error::Cancelled | Error::Verification { .. })) => return Err(e),
                 Err(e) => unfit = unfit.or(Some(e)),
+            }
+            if begun.elapsed() > LIMITS.time {
+                break;
             }
         }
         Err(unfit.unwrap_or(Error::Cancelled))
