@@ -151,7 +151,7 @@ pub struct OnnxRuntime {
     session: Session,
     /// Tokens that a decoder with a cache is given one by one, behind all others.
     steps: usize,
-    /// What a run may take.
+    /// Limits of a run.
     limits: Option<Limits>,
 }
 

@@ -28,8 +28,8 @@ const FAR: usize = 7;
 /// The same for numbers of samples; some models take one alone.
 const SAMPLES: [(usize, usize); 2] = [(1, 2), (0, 1)];
 
-/// What loading a piece and trying it with made-up inputs may take, in addition to a few copies of its weights: files may contain loops of
-/// any length and values of any size.
+/// Limits of loading a piece and of each trial, in addition to a few copies of its weights: files may contain loops of any length and values
+/// of any size.
 const LIMITS: Limits = Limits { time: Duration::from_secs(if cfg!(test) { 2 } else { 30 }), memory: 1 << 30 };
 
 /// The limits for a piece with weights and constants of so many bytes.
@@ -69,7 +69,7 @@ pub(super) struct Loaded {
     /// Element types of what it computes as ONNX numbers them.
     elements: Vec<Option<i32>>,
     session: Mutex<Session>,
-    /// The limit that a trial has exceeded; there is no other then.
+    /// The limit that a trial has exceeded: later trials fail with it.
     exceeded: OnceLock<String>,
     /// Sizes of what it computes, by those of the inputs, as far as they were asked for; or why there are none.
     sizes: Mutex<BTreeMap<Vec<Vec<usize>>, Tried>>,
@@ -255,14 +255,18 @@ impl Piece {
         readers.all(|node| ["Shape", "Size"].contains(&node.op_type()) && check::is_own(node.domain()))
     }
 
+    fn not_numeric(&self) -> String {
+        format!("`{}` is not a numeric tensor", self.output)
+    }
+
     fn sizes(&self, inputs: &[Vec<usize>], limits: Option<Limits>) -> Result<Vec<usize>, String> {
         let mut known = self.loaded.sizes.lock().unwrap_or_else(PoisonError::into_inner);
         let sizes = known.entry(inputs.to_vec()).or_insert_with(|| self.loaded.try_out(inputs, limits)).as_ref().map_err(String::clone)?;
-        sizes.get(&self.output).cloned().ok_or_else(|| format!("`{}` is no tensor of numbers", self.output))
+        sizes.get(&self.output).cloned().ok_or_else(|| self.not_numeric())
     }
 
     fn answer(&self, inputs: &[Tensor], limits: Option<Limits>) -> Result<Tensor, String> {
-        self.loaded.answers(inputs, limits)?.remove(&self.output).ok_or_else(|| format!("`{}` is no tensor of numbers", self.output))
+        self.loaded.answers(inputs, limits)?.remove(&self.output).ok_or_else(|| self.not_numeric())
     }
 }
 
@@ -360,7 +364,7 @@ mod tests {
             let (piece, begun) = (Piece::new(endless(kept).unwrap(), "y").unwrap(), std::time::Instant::now());
             let reason = piece.learn(std::slice::from_ref(&input), &|_| false).unwrap_err();
             assert!(reason.contains("it takes longer than 2 s") || kept && reason.contains("it takes more than 1024 MB"), "{reason}");
-            // There is no second trial.
+            // The first trial is the last.
             assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
         }
     }

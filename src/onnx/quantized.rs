@@ -189,7 +189,7 @@ impl<'m> Replacing<'m> {
         }
     }
 
-    /// Dequantizes integers, and returns the name of the result. For several readers (`shared`) there is no `DequantizeLinear`: ONNX Runtime
+    /// Dequantizes integers, and returns the name of the result. For several readers (`shared`) it avoids `DequantizeLinear`: ONNX Runtime
     /// duplicates it for each reader, rewrites the integers of each copy under one name with `session.x64quantprecision`, and refuses the file.
     #[allow(clippy::too_many_arguments, reason = "a weight in parts")]
     fn floats(

@@ -60,7 +60,7 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
             Ok(model) if !safetensors || model.weights.parameters() == report.size.after.parameters => {
                 (true, format!("opens with {} weights", model.weights.by_name.len()))
             }
-            Ok(model) => (false, format!("opens with {} parameters, the report says {}", model.weights.parameters(), report.size.after.parameters)),
+            Ok(model) => (false, format!("opens with {} parameters, the report states {}", model.weights.parameters(), report.size.after.parameters)),
             Err(error) => (false, error.to_string()),
         };
         checks.push(Check { path: ".".into(), ok, finding });

@@ -32,7 +32,7 @@ pub struct Options {
     pub threads: usize,
     /// Whether the graph is optimized, which computes its constants, when it is loaded.
     pub optimize: bool,
-    /// What loading may take.
+    /// Limits of loading.
     pub limits: Option<Limits>,
 }
 

@@ -13,7 +13,7 @@ use crate::work::{self, Cancel};
 /// Time between two looks at the running calls.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// What a call may take.
+/// Limits of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Wall-clock time.

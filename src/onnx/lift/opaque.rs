@@ -17,7 +17,7 @@ use crate::ir::ops::Opaque;
 use crate::ir::{Element, TensorType, ValueId};
 use crate::store::{DType, Weight};
 
-/// Pieces that a file was found to have, by what the last node computes, what they read, and whether they were optimized.
+/// Loaded pieces of a file, by outputs, inputs, and whether they were optimized.
 pub(in super::super) type Pieces = BTreeMap<(Vec<String>, Vec<String>, bool), Result<Arc<Loaded>, String>>;
 
 /// Elements at most of a value within a piece that is tried with several sizes, where every open size is one.

@@ -16,7 +16,7 @@ use crate::runtime::Limits;
 
 /// Samples that are made up.
 const SAMPLES: u64 = 4;
-/// What one run of the input may take where no evaluation was asked for.
+/// Limits of one run of the input where no evaluation was requested.
 const LIMITS: Limits = Limits { time: Duration::from_secs(60), memory: u64::MAX };
 /// Samples that no pass has used, at most.
 const HELD_OUT: usize = 16;
