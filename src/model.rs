@@ -22,7 +22,7 @@ use std::sync::Arc;
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
 use files::PREPROCESSING;
-pub use files::{Beside, Made, Reason, config_beside, text_beside};
+pub use files::{Beside, Made, Reason, config_beside, preprocessing_folder, text_beside};
 pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, is_embedding, is_linear, is_prunable, part};
 
 use crate::error::{Error, Result};
@@ -108,11 +108,26 @@ impl Model {
     /// how weights are unpacked and texts are tokenized.
     pub fn inputs(&self) -> Vec<PathBuf> {
         let described = ["config.json", INDEX, pytorch::INDEX].map(|name| self.path.join(name)).into_iter();
-        // Samples for a single ONNX file are made with the files of its folder.
-        let folder = self.path.parent().filter(|_| self.onnx.is_some() && !names::is_dir(&self.path));
+        let folder = Some(self.preprocessing_folder()).filter(|folder| *folder != self.path);
         let preprocessing = folder.into_iter().flat_map(|folder| PREPROCESSING.map(|name| folder.join(name)));
         let described = described.chain(preprocessing).filter(|path| names::is_file(path));
         described.chain(self.weight_files.iter().cloned()).chain(self.beside.read().map(|file| self.path.join(file))).collect()
+    }
+
+    /// Folder of the tokenizer and of other files that specify how samples are prepared; see [`preprocessing_folder`].
+    fn preprocessing_folder(&self) -> PathBuf {
+        let file = self.weight_files.first().filter(|_| self.onnx.is_some());
+        file.map_or_else(|| self.path.clone(), |file| preprocessing_folder(file))
+    }
+
+    /// Folder and configuration that specify how samples are prepared.
+    ///
+    /// # Errors
+    /// The `config.json` of an ONNX file cannot be read.
+    pub fn preprocessing(&self) -> Result<(PathBuf, Config)> {
+        let folder = self.preprocessing_folder();
+        let config = if folder == self.path { self.config.clone() } else { Config::open(&folder.join("config.json"))? };
+        Ok((folder, config))
     }
 
     /// [`check_contents`](Model::check_contents) of the model at `path`, if that is on another machine.

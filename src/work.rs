@@ -1,7 +1,7 @@
 //! Going over many tensors with several threads: progress, cancellation, time by stage.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -65,6 +65,12 @@ pub(crate) fn resident() -> Option<u64> {
 pub struct Cancel(Arc<AtomicBool>);
 
 impl Cancel {
+    /// The handle of the whole process, which a signal handler uses. It stops everything that has no handle of its own.
+    pub fn of_process() -> Cancel {
+        static PROCESS: OnceLock<Cancel> = OnceLock::new();
+        PROCESS.get_or_init(Cancel::default).clone()
+    }
+
     /// Stops the work at the next block.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);

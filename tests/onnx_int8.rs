@@ -101,6 +101,33 @@ fn the_integers_of_the_store_are_in_the_file() {
 }
 
 #[test]
+fn verify_runs_the_file_of_a_folder_with_onnx_alone() {
+    let out = tempfile::tempdir().unwrap();
+    let checked = |folder: &Path| {
+        let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+        let checks = compress::pipeline::verify(folder, &work).unwrap();
+        checks.into_iter().find(|check| check.path == "model.onnx, run").unwrap()
+    };
+    for (name, cache) in [("bert", false), ("gpt2", false), ("gpt2", true)] {
+        let folder = out.path().join(format!("{name} {cache}"));
+        let pipeline = Pipeline::builder().pass(QuantizeDynamic::default()).export(Onnx { cache, ..Onnx::default() }).measure(false).build().unwrap();
+        pipeline.run(Model::open(golden(name)).unwrap(), &folder).unwrap();
+        let check = checked(&folder);
+        if compress::runtime::library().is_err() {
+            assert!(check.ok && check.finding.contains("not run"), "{check:?}");
+            continue;
+        }
+        let expected = if cache { "ONNX Runtime runs it" } else { "ONNX Runtime against the built-in executor on 1 synthetic samples" };
+        assert!(check.ok && check.finding.contains(expected), "{name}: {check:?}");
+        let mut model = ModelProto::decode(std::fs::read(folder.join(file::MODEL)).unwrap().as_slice()).unwrap();
+        model.graph.as_mut().unwrap().node[0].op_type = Some("Unknown".into());
+        std::fs::write(folder.join(file::MODEL), model.encode_to_vec()).unwrap();
+        let check = checked(&folder);
+        assert!(!check.ok && check.finding.contains("Unknown"), "{name}: {check:?}");
+    }
+}
+
+#[test]
 fn layers_with_one_input_share_its_quantizer() {
     let (graph, _) = quantized("bert", &QuantizeDynamic::default(), Onnx::default()).unwrap();
     let products = nodes(&graph, "MatMulInteger");

@@ -1,7 +1,7 @@
 //! Flags that several commands share.
 
 use std::path::PathBuf;
-use std::sync::OnceLock;
+use std::sync::Once;
 
 use clap::{Args, ValueEnum};
 
@@ -72,17 +72,22 @@ impl Global {
     }
 }
 
-/// The handle that Ctrl-C pulls, the same for everything that runs.
+/// The handle of the process. The first SIGINT or SIGTERM cancels it, the second ends the process at once.
 fn cancel_on_interrupt() -> Cancel {
-    static CANCEL: OnceLock<Cancel> = OnceLock::new();
-    let install = || {
-        let cancel = Cancel::default();
-        let handle = cancel.clone();
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        let handle = Cancel::of_process();
+        let signalled = move || match handle.check() {
+            Ok(()) => handle.cancel(),
+            // Exit handlers of libraries could wait for threads that do not end.
+            Err(_) => {
+                let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+            }
+        };
         // Where no handler can be set, Ctrl-C ends the process.
-        let _ = ctrlc::set_handler(move || handle.cancel());
-        cancel
-    };
-    CANCEL.get_or_init(install).clone()
+        let _ = ctrlc::set_handler(signalled);
+    });
+    Cancel::of_process()
 }
 
 // No doc comment: clap would take it for the description of the command that flattens it.

@@ -13,9 +13,9 @@ use crate::exec::{Blockwise, BlockwiseOptions, Executor, Inputs, Parameters, Res
 use crate::ir::decoder::{MASK, TOKENS};
 use crate::ir::{Graph, Port};
 use crate::model::Model;
-use crate::runtime::{self, KeptTokens, Session};
+use crate::runtime::{self, KeptTokens, Limits, Session};
 use crate::store::Weights;
-use crate::work::Work;
+use crate::work::{Cancel, Work};
 
 impl Precision {
     /// Type of elements.
@@ -151,6 +151,8 @@ pub struct OnnxRuntime {
     session: Session,
     /// Tokens that a decoder with a cache is given one by one, behind all others.
     steps: usize,
+    /// Limits of a run.
+    limits: Option<Limits>,
 }
 
 impl OnnxRuntime {
@@ -159,7 +161,19 @@ impl OnnxRuntime {
     /// # Errors
     /// There is no ONNX Runtime, or it refuses the file.
     pub fn open(path: &Path, threads: usize) -> Result<OnnxRuntime> {
-        Ok(OnnxRuntime { session: Session::open(path, runtime::Options { threads })?, steps: 0 })
+        Ok(OnnxRuntime { session: Session::open(path, runtime::Options { threads, ..runtime::Options::default() })?, steps: 0, limits: None })
+    }
+
+    /// Terminates runs that exceed these limits.
+    #[must_use]
+    pub fn with_limits(self, limits: Limits) -> OnnxRuntime {
+        OnnxRuntime { limits: Some(limits), ..self }
+    }
+
+    /// Terminates runs when this handle is cancelled.
+    #[must_use]
+    pub fn cancelled_by(self, cancel: &Cancel) -> OnnxRuntime {
+        OnnxRuntime { session: self.session.cancelled_by(cancel), ..self }
     }
 
     /// What the model takes and gives.
@@ -203,7 +217,7 @@ impl Runner for OnnxRuntime {
     }
 
     fn run(&mut self, inputs: &Inputs) -> Result<Outputs> {
-        if self.session.keeps() { self.run_in_steps(inputs) } else { self.session.run(inputs) }
+        if self.session.keeps() { self.run_in_steps(inputs) } else { self.session.run_within(inputs, self.limits) }
     }
 }
 

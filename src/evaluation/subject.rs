@@ -11,7 +11,8 @@ use crate::data::Target;
 use crate::error::{Error, Result};
 use crate::exec::{BlockwiseOptions, Inputs, MemoryNeed, Residence, Rounding, Schedule, sizes_of};
 use crate::ir::{Graph, Port};
-use crate::model::{Config, Made, Model};
+use crate::model::{Config, Made, Model, preprocessing_folder};
+use crate::runtime::Limits;
 use crate::work::{MemoryLimit, Work};
 
 /// Loads models that are run side by side: whole where they fit into memory with a batch like this one, else those of the built-in
@@ -55,7 +56,8 @@ enum What {
 }
 
 impl Subject {
-    /// Opens a folder, a `.safetensors` file, or an `.onnx` file, whose folder then holds tokenizer and `config.json`.
+    /// Opens a folder, a `.safetensors` file, or an `.onnx` file with its tokenizer and `config.json`, see
+    /// [`preprocessing_folder`].
     ///
     /// # Errors
     /// It cannot be opened, its family is not known, or there is no ONNX Runtime for an `.onnx` file.
@@ -86,11 +88,11 @@ impl Subject {
         Ok(subject)
     }
 
-    /// An ONNX file whose folder holds tokenizer and `config.json`.
+    /// An ONNX file with tokenizer and `config.json` next to it, or one folder up.
     fn onnx_file(path: &Path, threads: usize) -> Result<Subject> {
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let folder = preprocessing_folder(path);
         let config = Config::open(&folder.join("config.json"))?;
-        Subject::onnx(path, folder, config.values().clone(), threads)
+        Subject::onnx(path, &folder, config.values().clone(), threads)
     }
 
     /// A model that is open already.
@@ -110,7 +112,8 @@ impl Subject {
             (graph, _) => graph?,
         };
         let (inputs, outputs) = Port::of(&graph);
-        let (folder, made, config) = (model.path.clone(), model.beside.made.clone(), model.config.values().clone());
+        let (folder, config) = model.preprocessing()?;
+        let (made, config) = (model.beside.made.clone(), config.values().clone());
         Ok(Subject {
             folder,
             made,
@@ -140,6 +143,15 @@ impl Subject {
             precision: Precision::F32,
             what: What::Onnx(Some(session)),
         })
+    }
+
+    /// Terminates runs of an ONNX file that exceed these limits.
+    #[must_use]
+    pub fn with_limits(self, limits: Limits) -> Subject {
+        match self.what {
+            What::Onnx(session) => Subject { what: What::Onnx(session.map(|session| session.with_limits(limits))), ..self },
+            _ => self,
+        }
     }
 
     /// Has the built-in executor round inputs of int8 layers in another way than for each token.
@@ -206,7 +218,7 @@ impl Subject {
             }
             (What::Folder { model, graph }, Schedule::Whole) => Ok(Box::new(Candle::load(model, graph, precision, device, work)?.with_rounding(rounding))),
             (What::Onnx(session), _) => match session.take() {
-                Some(session) => Ok(Box::new(session)),
+                Some(session) => Ok(Box::new(session.cancelled_by(work.cancel))),
                 None => Err(crate::Error::option("ONNX Runtime", "the model was loaded before")),
             },
         }

@@ -37,6 +37,17 @@ pub fn config_beside(folder: &Path, made: &Made, name: &str) -> Result<Config> {
     text_beside(folder, made, name)?.map_or_else(|| Ok(Config::default()), |text| Config::parse(&folder.join(name), text))
 }
 
+/// Folder of the files that specify how samples of an ONNX file are prepared: its own, or, in the layout of the Hub (`onnx/model.onnx`), the one
+/// above, where it has a tokenizer or preprocessor and the folder of the file has none.
+pub fn preprocessing_folder(file: &Path) -> PathBuf {
+    let own = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let named = files::absolute(own);
+    let above = named.parent().filter(|_| named.ends_with("onnx"));
+    let folders = || std::iter::once(own).chain(above);
+    let holding = |names: &[&str]| folders().find(|folder| names.iter().any(|name| files::is_file(&folder.join(name))));
+    holding(&["tokenizer.json", "preprocessor_config.json"]).or_else(|| holding(&["config.json"])).unwrap_or(own).to_owned()
+}
+
 /// What a folder holds beside the weights that were opened, relative to the folder, in order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Beside {

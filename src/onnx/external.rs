@@ -49,7 +49,7 @@ impl<'t> Place<'t> {
 /// The files beside a model that hold tensors of it, each opened once.
 pub(super) struct Beside {
     folder: PathBuf,
-    files: BTreeMap<String, (Arc<DataFile>, u64)>,
+    files: BTreeMap<PathBuf, (Arc<DataFile>, u64)>,
 }
 
 impl Beside {
@@ -64,16 +64,17 @@ impl Beside {
     /// # Errors
     /// It would be outside the folder or behind a link, is no file, or cannot be opened.
     pub fn open(&mut self, location: &str) -> Result<(Arc<DataFile>, u64), String> {
-        if let Some((file, length)) = self.files.get(location) {
+        let parts = parts(location)?;
+        let relative = parts.iter().collect::<PathBuf>();
+        if let Some((file, length)) = self.files.get(&relative) {
             return Ok((file.clone(), *length));
         }
-        let path = self.folder.join(location);
+        let path = self.folder.join(&relative);
         let cannot = |e: std::io::Error| format!("{}: {e}", path.display());
         let file = if files::is_remote(&self.folder) {
-            parts(location)?;
             files::File::open(&path).map_err(cannot)?
         } else {
-            let file = self.descend(location)?;
+            let file = self.descend(location, &parts)?;
             if !file.metadata().map_err(cannot)?.is_file() {
                 return Err(format!("`{location}` is no regular file"));
             }
@@ -81,19 +82,18 @@ impl Beside {
         };
         let length = file.length();
         let opened = (DataFile::of(&path, file), length);
-        self.files.insert(location.to_owned(), opened.clone());
+        self.files.insert(relative, opened.clone());
         Ok(opened)
     }
 
     /// Opens a file folder by folder, none of them a link.
-    fn descend(&self, location: &str) -> Result<File, String> {
+    fn descend(&self, location: &str, parts: &[&OsStr]) -> Result<File, String> {
         let refused = |e: rustix::io::Errno| match e {
             rustix::io::Errno::LOOP | rustix::io::Errno::NOTDIR | rustix::io::Errno::MLINK => {
                 format!("`{location}` is a link or leads through one: put a copy in its place")
             }
             e => format!("`{location}` beside the model cannot be opened: {}", std::io::Error::from(e)),
         };
-        let parts = parts(location)?;
         let base = OFlags::RDONLY | OFlags::CLOEXEC;
         let mut at = openat(CWD, &self.folder, base | OFlags::DIRECTORY, Mode::empty()).map_err(refused)?;
         for (number, part) in parts.iter().enumerate() {
@@ -111,11 +111,15 @@ impl Beside {
     }
 }
 
-/// The names of the folders and the file of a path that leads nowhere else than inside.
+/// The normal components of a relative path that stays inside the folder; `.` components are dropped.
 fn parts(location: &str) -> Result<Vec<&OsStr>, String> {
-    let parts: Option<Vec<_>> = Path::new(location).components().map(|part| if let Component::Normal(name) = part { Some(name) } else { None }).collect();
-    let parts = parts.filter(|parts| !parts.is_empty() && !location.contains('\0'));
-    parts.ok_or_else(|| format!("`{location}` is not a path inside the model's folder"))
+    let inside = |part: Component<'_>| matches!(part, Component::Normal(_) | Component::CurDir);
+    let path = Path::new(location);
+    let parts: Vec<_> = path.components().filter(|part| *part != Component::CurDir).map(Component::as_os_str).collect();
+    if parts.is_empty() || location.contains('\0') || !path.components().all(inside) {
+        return Err(format!("`{location}` is not a path inside the model's folder"));
+    }
+    Ok(parts)
 }
 
 #[cfg(test)]
@@ -138,12 +142,17 @@ mod tests {
         let mut read = [0; 4];
         file.read(12, &mut read).unwrap();
         assert_eq!((read, length), ([1; 4], 16));
+        for same in ["./data/weights", "data/./weights", "./data//weights"] {
+            assert!(Arc::ptr_eq(&file, &beside.open(same).unwrap().0), "{same}");
+        }
         let absolute = outside.to_str().unwrap();
         for (location, reason) in [
             ("../secret", "inside the model's folder"),
             (absolute, "inside the model's folder"),
             ("data/../../secret", "inside the model's folder"),
             ("", "inside the model's folder"),
+            ("./", "inside the model's folder"),
+            ("./../secret", "inside the model's folder"),
             ("link", "link"),
             ("folder/weights", "link"),
             ("data", "no regular file"),

@@ -227,4 +227,31 @@ mod tests {
         );
         assert_eq!(bytes(&files[1].1), 102_400 + 1200);
     }
+
+    #[test]
+    fn layers_that_share_an_integer_weight_load_in_onnx_runtime() {
+        if crate::runtime::library().is_err() {
+            return;
+        }
+        let round = "FakeQuantize{\"scale\":0.1,\"zero_point\":0}";
+        let conv = "Conv{\"stride\":1,\"padding\":1,\"dilation\":1,\"groups\":1}";
+        let products = "input x: float[batch, 8]\nparam w: float[8, 8]\na = Linear(x, w) -> float[batch, 8]\nb = Tanh(a) -> float[batch, 8]\nc = Linear(b, w) -> float[batch, 8]\noutput y = c\n";
+        let image = "float[batch, 4, 6, 6]";
+        let convolutions = format!(
+            "input x: {image}\nparam w: float[4, 4, 3, 3]\nr = {round}(x) -> {image}\na = {conv}(r, w) -> {image}\ns = {round}(a) -> {image}\nb = {conv}(s, w) -> {image}\nc = {round}(b) -> {image}\noutput y = c\n"
+        );
+        let affine = |activations, symmetric| Affine { codes: Codes::INT8, granularity: Granularity::Channel, symmetric, scale_dtype: DType::F32, activations };
+        for (text, affine) in [
+            (products, affine(ActivationScheme::DynamicToken, true)),
+            (products, affine(ActivationScheme::DynamicToken, false)),
+            (&products.replace("Linear(", "Linear{\"input_major\":true}("), affine(ActivationScheme::DynamicToken, true)),
+            (&convolutions, affine(ActivationScheme::None, true)),
+        ] {
+            let graph: Graph = text.parse().unwrap();
+            let style = Style { integers: [("w".to_owned(), affine)].into(), ..Style::default() };
+            let model = decode(&layout(&draft(&graph, &style, &std::collections::BTreeMap::new()).unwrap(), LARGEST).unwrap()[0].1).unwrap();
+            let loaded = crate::runtime::Session::of(&model.encode_to_vec(), std::path::Path::new(MODEL), crate::runtime::Options::default());
+            loaded.unwrap_or_else(|e| panic!("{text}: {e}"));
+        }
+    }
 }

@@ -114,6 +114,15 @@ impl<'g> Lowering<'g> {
         self.operand(index).map_or(0, |id| self.readers[id].iter().filter(|node| self.varies[node.output.index()]).count())
     }
 
+    /// Whether no earlier product or convolution reads the weight of the current one. ONNX Runtime makes integer kernels under the name of
+    /// the weight, and refuses a second one: later layers have to read floats.
+    pub fn is_first_layer_of_weight(&self) -> bool {
+        let is_layer = |node: &&Node| matches!(node.op, Op::Linear(_) | Op::Conv(_)) && self.varies[node.output.index()];
+        let readers = self.operand(1).map_or(&[][..], |id| self.readers[id].as_slice());
+        let first = readers.iter().copied().find(|node| is_layer(node) && node.inputs.get(1).map(|id| id.index()) == self.operand(1));
+        first.map(|node| node.output) == self.node.map(|node| node.output)
+    }
+
     /// Whether the current node's value is read by one layer normalisation and nobody else.
     pub fn feeds_layer_norm(&self) -> bool {
         let Some(output) = self.node.map(|node| node.output) else { return false };

@@ -34,10 +34,19 @@ pub(super) struct Replacing<'m> {
     model: &'m ModelProto,
     opset: i64,
     taken: BTreeSet<String>,
-    /// What a value is quantized to as it comes, by its name, and how many products before read that.
-    quantizers: BTreeMap<String, ([String; 3], usize)>,
+    /// Dynamic quantization of activations, by the name of the activation.
+    quantizers: BTreeMap<String, Quantizer>,
     /// How many products read the input of the last one before it.
     sibling: usize,
+}
+
+/// A `DynamicQuantizeLinear` that products share.
+struct Quantizer {
+    node: NodeProto,
+    /// Products that read it, after the first.
+    siblings: usize,
+    /// Position of the first node that reads it.
+    position: usize,
 }
 
 const NO_PRODUCT: &str = "integers with activations left as floats, because what reads them has no form of integers in this file's opset";
@@ -48,6 +57,11 @@ impl<'m> Replacing<'m> {
         let mut taken = BTreeSet::new();
         model.graph.iter().for_each(|graph| super::check::names(graph, &mut taken));
         Self { model, opset, taken, quantizers: BTreeMap::new(), sibling: 0 }
+    }
+
+    /// The nodes that quantize activations, with the position of the node that each has to precede.
+    pub fn quantizers(&mut self) -> impl Iterator<Item = (usize, NodeProto)> {
+        std::mem::take(&mut self.quantizers).into_values().map(|quantizer| (quantizer.position, quantizer.node))
     }
 
     fn fresh(&mut self, wanted: &str) -> String {
@@ -109,16 +123,17 @@ impl<'m> Replacing<'m> {
         let source = Rescaled { upstream: now.source(), affine: affine.clone(), name: name.to_owned() };
         let weight = now.then(DType::F32, Encoding::Affine(affine.clone()), Arc::new(source));
         let parts = ["quantized", "scale", "zero_point"].map(|part| self.fresh(&format!("{name}/{part}")));
-        let readers = self.readers(before, &affine, uses, &parts);
+        let readers = self.readers(before, &affine, uses, &parts, flipped);
         let dynamic = affine.activations == ActivationScheme::DynamicToken;
         let left = uses.iter().any(|u| u.node.is_none_or(|node| !readers.contains_key(&node)));
         // Where products of integers read it, it lies as they take it.
-        let product = !readers.is_empty() && uses.iter().any(|u| matches!(u.how, How::Columns | How::Rows));
+        let product = uses.iter().any(|u| matches!(u.how, How::Columns | How::Rows) && u.node.is_some_and(|node| readers.contains_key(&node)));
         let turned = flipped || product;
         let [values, scales, zero_points] = parts;
         let shape = file_order(&now.shape, turned);
         let table = !readers.is_empty() && !product;
-        let dims = self.scale_dims(&affine, &now.shape, turned, table, left, &readers);
+        let shared = uses.len() > 1;
+        let dims = self.scale_dims(&affine, &now.shape, turned, shared, table, left, &readers);
         let mut tensors = vec![head(values.clone(), DataType::Int8, shape.clone()), head(scales.clone(), DataType::Float, dims.clone())];
         if !affine.symmetric {
             tensors.push(head(zero_points.clone(), DataType::Int8, dims.clone()));
@@ -126,7 +141,7 @@ impl<'m> Replacing<'m> {
         let zero_points = (!affine.symmetric).then_some(zero_points);
         let mut nodes = Vec::new();
         if left || uses.is_empty() {
-            let mut floats = self.floats(name, &values, &scales, zero_points.as_deref(), &affine, &shape, &dims, turned, &mut nodes);
+            let mut floats = self.floats(name, &values, &scales, zero_points.as_deref(), &affine, &shape, &dims, turned, shared, &mut nodes);
             if turned != flipped {
                 floats = self.then(&mut nodes, name, "turned", "Transpose", &[&floats], vec![AttributeProto::ints("perm", [1, 0])]);
             }
@@ -142,7 +157,17 @@ impl<'m> Replacing<'m> {
     }
 
     /// Sizes of scales, so that they meet the elements as they are stored: how many numbers there are follows from the encoding alone.
-    fn scale_dims(&self, affine: &Affine, shape: &[usize], turned: bool, table: bool, left: bool, readers: &BTreeMap<usize, Vec<NodeProto>>) -> Vec<i64> {
+    #[allow(clippy::too_many_arguments, reason = "how a weight is stored and read")]
+    fn scale_dims(
+        &self,
+        affine: &Affine,
+        shape: &[usize],
+        turned: bool,
+        shared: bool,
+        table: bool,
+        left: bool,
+        readers: &BTreeMap<usize, Vec<NodeProto>>,
+    ) -> Vec<i64> {
         let size = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
         let (rows, rank) = (shape.first().copied().map_or(1, size), shape.len());
         match affine.granularity {
@@ -150,11 +175,11 @@ impl<'m> Replacing<'m> {
             Granularity::Tensor if !left && !readers.is_empty() => vec![1; self.sibling & 1],
             Granularity::Tensor => Vec::new(),
             Granularity::Channel if table => vec![rows, 1],
-            Granularity::Channel if turned || self.opset >= AXIS => vec![rows],
+            Granularity::Channel if turned || (self.opset >= AXIS && !shared) => vec![rows],
             Granularity::Channel => std::iter::once(rows).chain(std::iter::repeat_n(1, rank.saturating_sub(1))).collect(),
             _ => {
                 let groups = affine.scale_shape(shape).get(1).copied().map_or(1, size);
-                match (self.opset >= BLOCKS && rank == 2, turned) {
+                match (self.opset >= BLOCKS && rank == 2 && !shared, turned) {
                     (true, true) => vec![groups, rows],
                     (true, false) => vec![rows, groups],
                     (false, true) => vec![groups, 1, rows],
@@ -164,7 +189,8 @@ impl<'m> Replacing<'m> {
         }
     }
 
-    /// The floats that integers stand for, and their name.
+    /// Dequantizes integers, and returns the name of the result. For several readers (`shared`) it avoids `DequantizeLinear`: ONNX Runtime
+    /// duplicates it for each reader, rewrites the integers of each copy under one name with `session.x64quantprecision`, and refuses the file.
     #[allow(clippy::too_many_arguments, reason = "a weight in parts")]
     fn floats(
         &mut self,
@@ -176,11 +202,12 @@ impl<'m> Replacing<'m> {
         shape: &[i64],
         dims: &[i64],
         turned: bool,
+        shared: bool,
         nodes: &mut Vec<NodeProto>,
     ) -> String {
         let grouped = matches!(affine.granularity, Granularity::Group(_));
         let least = if affine.granularity == Granularity::Tensor { 10 } else { AXIS };
-        if if grouped { dims.len() == 2 } else { self.opset >= least && dims.len() < 2 } {
+        if if grouped { dims.len() == 2 } else { !shared && self.opset >= least && dims.len() < 2 } {
             let mut attributes = Vec::new();
             if let Granularity::Group(size) = affine.granularity {
                 attributes.push(AttributeProto::int("axis", i64::from(!turned)));
@@ -232,21 +259,27 @@ impl<'m> Replacing<'m> {
         output
     }
 
-    /// Nodes that can read the integers themselves: products where activations are quantized too, and lookups.
-    fn readers(&mut self, before: &Weight, affine: &Affine, uses: &[Use], parts: &[String; 3]) -> BTreeMap<usize, Vec<NodeProto>> {
+    /// Nodes that can read the integers themselves: one product whose activations are quantized too, or lookups. Of several products of one
+    /// weight only the first does: ONNX Runtime gives the kernels of both the same name, and refuses the second. All others read floats.
+    fn readers(&mut self, before: &Weight, affine: &Affine, uses: &[Use], parts: &[String; 3], flipped: bool) -> BTreeMap<usize, Vec<NodeProto>> {
         let model = self.model;
         let nodes = model.graph.as_ref().map_or(&[][..], |graph| &graph.node);
-        let whole = !matches!(affine.granularity, Granularity::Group(_)) && before.dtype == DType::F32;
+        let whole = !matches!(affine.granularity, Granularity::Group(_)) && before.dtype == DType::F32 && before.shape.len() == 2;
         let dynamic = affine.activations == ActivationScheme::DynamicToken && self.opset >= DYNAMIC;
         let mut readers = BTreeMap::new();
-        for (position, reader) in uses.iter().filter(|_| whole).filter_map(|u| Some((u.node?, u))) {
-            let Some(old) = nodes.get(position) else { continue };
-            let made = match reader.how {
-                How::Columns | How::Rows if dynamic => self.product(old, affine, parts),
-                How::Table if affine.granularity == Granularity::Channel => self.lookup(old, affine, parts),
-                _ => None,
-            };
-            if let Some(made) = made {
+        // Rows of the weight have to be outputs of the product: only then do its scales belong to columns of the result.
+        let fits = |how: How| if flipped { how == How::Columns } else { how == How::Rows };
+        let candidates = || uses.iter().filter_map(|u| Some((u.node?, u.how))).filter(|_| whole);
+        let once = |position: usize| candidates().filter(|(other, _)| *other == position).count() == 1;
+        for (position, _) in candidates().filter(|(position, how)| dynamic && fits(*how) && once(*position)) {
+            if let Some(made) = nodes.get(position).and_then(|old| self.product(old, position, affine, parts)) {
+                readers.insert(position, made);
+                return readers;
+            }
+        }
+        let table = affine.granularity == Granularity::Channel && !flipped;
+        for (position, _) in candidates().filter(|(position, how)| table && *how == How::Table && once(*position)) {
+            if let Some(made) = nodes.get(position).and_then(|old| self.lookup(old, affine, parts)) {
                 readers.insert(position, made);
             }
         }
@@ -254,7 +287,7 @@ impl<'m> Replacing<'m> {
     }
 
     /// A product of integers; nothing for forms that have none.
-    fn product(&mut self, old: &NodeProto, affine: &Affine, [values, scales, zero_points]: &[String; 3]) -> Option<Vec<NodeProto>> {
+    fn product(&mut self, old: &NodeProto, position: usize, affine: &Affine, [values, scales, zero_points]: &[String; 3]) -> Option<Vec<NodeProto>> {
         let ([x, _, ..], [output]) = (old.input.as_slice(), old.output.as_slice()) else { return None };
         let gemm = old.op_type() == "Gemm";
         let plain = !gemm || (int(old, "transA", 0) == 0 && float(old, "alpha", 1.0) == 1.0 && float(old, "beta", 1.0) == 1.0);
@@ -262,21 +295,18 @@ impl<'m> Replacing<'m> {
             return None;
         }
         let mut nodes = Vec::new();
-        let [integers, scale, zero_point] = match self.quantizers.get_mut(x) {
-            Some((names, count)) => {
-                *count = count.saturating_add(1);
-                self.sibling = *count;
-                names.clone()
-            }
-            None => {
-                self.sibling = 0;
-                let names = ["quantized", "scale", "zero_point"].map(|part| self.fresh(&format!("{x}/{part}")));
-                let quantizer = NodeProto { output: names.to_vec(), ..node("DynamicQuantizeLinear", &[x], &names.concat(), Vec::new()) };
-                nodes.push(NodeProto { name: Some(format!("{x}/quantized")), ..quantizer });
-                self.quantizers.insert(x.clone(), (names.clone(), 0));
-                names
-            }
-        };
+        if let Some(quantizer) = self.quantizers.get_mut(x) {
+            quantizer.siblings = quantizer.siblings.saturating_add(1);
+            quantizer.position = quantizer.position.min(position);
+        } else {
+            let names = ["quantized", "scale", "zero_point"].map(|part| self.fresh(&format!("{x}/{part}")));
+            let node = NodeProto { output: names.to_vec(), ..node("DynamicQuantizeLinear", &[x], &format!("{x}/quantized"), Vec::new()) };
+            self.quantizers.insert(x.clone(), Quantizer { node, siblings: 0, position });
+        }
+        let quantizer = self.quantizers.get(x)?;
+        self.sibling = quantizer.siblings;
+        let [integers, scale, zero_point] = quantizer.node.output.as_slice() else { return None };
+        let [integers, scale, zero_point] = [integers, scale, zero_point].map(String::clone);
         // In this order of operands: only so is the form recognised.
         let scale = self.then(&mut nodes, output, "scale", "Mul", &[&scale, scales], Vec::new());
         let mut inputs = vec![integers.as_str(), values, &zero_point];

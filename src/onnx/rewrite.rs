@@ -55,6 +55,9 @@ impl ModelFile {
         };
         plan.take_out();
         let outside = self.tensors.iter().enumerate().try_fold(0u64, |sum, (number, held)| plan.add(number, held).map(|size| sum.saturating_add(size)))?;
+        for (position, quantizer) in plan.replacing.quantizers() {
+            plan.edits.nodes.entry(position).or_default().insert(0, quantizer);
+        }
         // Before version 4, initializers have to be inputs.
         if self.model.ir_version() < 4 && !(self.weights_as_inputs.is_empty() && plan.edits.made.is_empty()) {
             let mut version = Vec::new();

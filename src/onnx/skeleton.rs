@@ -72,6 +72,11 @@ impl Reader<'_> {
         Error::malformed(&self.path, format!("{reason} at byte {}: not an ONNX model, or truncated", self.at))
     }
 
+    fn repeated(&self, field: &str) -> Error {
+        let reason = format!("has the field `{field}` twice in one message: load and save the file with the `onnx` package, which merges them");
+        Error::malformed(&self.path, reason)
+    }
+
     /// What is buffered from the next byte on; at the end of the file, nothing.
     fn buffered(&mut self) -> Result<&[u8]> {
         let place = |begin: u64, at: u64| usize::try_from(at.checked_sub(begin)?).ok();
@@ -127,6 +132,7 @@ impl Reader<'_> {
         if !marked {
             self.runs.push(None);
         }
+        let mut seen = Vec::new();
         while self.at < end {
             let key = self.varint()?;
             let (field, stored) = (key >> 3, key & 7);
@@ -151,6 +157,13 @@ impl Reader<'_> {
                     let length = self.varint()?;
                     let Some(inner) = self.at.checked_add(length).filter(|inner| *inner <= end) else { return Err(self.broken("a field ends")) };
                     if let Some(child) = kind.child(field) {
+                        // Protobuf parsers merge repeated occurrences, which would leave two marks in one tensor.
+                        if let Some(name) = kind.single(field) {
+                            if seen.contains(&field) {
+                                return Err(self.repeated(name));
+                            }
+                            seen.push(field);
+                        }
                         let mut content = Vec::new();
                         self.message(child, inner, depth.saturating_add(1), &mut content)?;
                         wire::bytes(field, content.len() as u64, out);
@@ -265,6 +278,8 @@ mod tests {
         wire::bytes(7, deep.len() as u64, &mut model);
         model.append(&mut deep);
         assert!(said(&model).contains("nested"), "{}", said(&model));
+        // A node whose attribute has two tensors.
+        assert!(said(&[0x3a, 8, 0x0a, 6, 0x2a, 4, 0x2a, 0, 0x2a, 0]).contains("`t` twice"));
         let tensor = [[vec![0x4a, 0x80, 8], vec![0; 1024]].concat(), [vec![0x4a, 0x80, 8], vec![0; 1024]].concat()].concat();
         let mut graph = Vec::new();
         wire::bytes(5, tensor.len() as u64, &mut graph);

@@ -131,9 +131,24 @@ fn message(kind: Kind, bytes: &[u8], top: bool, edits: &Edits, out: &mut Out) {
     match kind {
         Kind::Tensor => tensor(bytes, edits, out),
         Kind::Graph => graph(bytes, top, edits, out),
-        Kind::Model => with_fields(&edits.model, bytes, out, |field, out| nested(kind, field, field.number == 7, edits, out)),
+        Kind::Model => model(bytes, edits, out),
         _ => fields(bytes).for_each(|field| nested(kind, &field, false, edits, out)),
     }
+}
+
+/// Appends the model. Several occurrences of the graph are merged where nodes change, because nodes are counted over all of them.
+fn model(bytes: &[u8], edits: &Edits, out: &mut Out) {
+    let is_graph = |field: &Field| field.number == 7 && field.stored == wire::BYTES;
+    let graphs: Vec<&[u8]> = fields(bytes).filter(is_graph).map(|field| field.content).collect();
+    let mut merged = (graphs.len() > 1 && !(edits.made.is_empty() && edits.nodes.is_empty())).then(|| graphs.concat());
+    let merges = merged.is_some();
+    with_fields(&edits.model, bytes, out, |field, out| {
+        if !(merges && is_graph(field)) {
+            nested(Kind::Model, field, is_graph(field), edits, out);
+        } else if let Some(content) = merged.take() {
+            nested(Kind::Model, &Field { content: &content, ..*field }, true, edits, out);
+        }
+    });
 }
 
 fn nested(kind: Kind, field: &Field, top: bool, edits: &Edits, out: &mut Out) {

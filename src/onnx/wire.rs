@@ -17,6 +17,20 @@ pub(super) enum Kind {
 }
 
 impl Kind {
+    /// Name of a field whose repeated occurrences are refused. Those of a model's graph are merged (`splice`).
+    pub fn single(self, field: u64) -> Option<&'static str> {
+        Some(match (self, field) {
+            (Kind::Training, 1) => "initialization",
+            (Kind::Training, 2) => "algorithm",
+            (Kind::Attribute, 5) => "t",
+            (Kind::Attribute, 6) => "g",
+            (Kind::Attribute, 22) => "sparse_tensor",
+            (Kind::Sparse, 1) => "values",
+            (Kind::Sparse, 2) => "indices",
+            _ => return None,
+        })
+    }
+
     /// What the messages in a field are, where tensors can be in them.
     pub fn child(self, field: u64) -> Option<Kind> {
         Some(match (self, field) {

@@ -77,7 +77,8 @@ pub(in crate::pass) fn statistics(
         return Err(Error::option(pass, "needs samples to run the model on: add `data: { calibration: ... }`"));
     };
     let (inputs, outputs) = Port::of(graph);
-    let target = Target { folder: &model.path, made: &model.beside.made, config: model.config.values(), inputs: &inputs, outputs: &outputs };
+    let (folder, config) = model.preprocessing()?;
+    let target = Target { folder: &folder, made: &model.beside.made, config: config.values(), inputs: &inputs, outputs: &outputs };
     let data = context.data.open(options, target)?;
     let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &sizes_of(graph, &data.first()?.inputs));
     if let Schedule::Blockwise { states } = context.memory.schedule(&[(model.config.model_type(), need)])? {

@@ -46,6 +46,9 @@ use crate::work::{Event, MemoryLimit};
 /// Samples of the training data that a pass looks at which needs calibration data and has none of its own.
 const LENT: usize = 128;
 
+/// Whether this build opens ONNX files.
+pub(super) const OPENS_ONNX: bool = true;
+
 /// What running models takes.
 #[derive(Clone, Default)]
 pub(super) struct Running {

@@ -22,7 +22,7 @@ pub struct Check {
     pub finding: String,
 }
 
-/// Hashes every output again, compares with `report.json`, opens the folder or file strictly, and runs an ONNX file beside weights.
+/// Hashes every output again, compares with `report.json`, opens the folder or file strictly, and runs its ONNX file, if there is one.
 ///
 /// # Errors
 /// There is no report, or the work is cancelled; a damaged file is a finding, not an error.
@@ -52,30 +52,21 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
         };
         checks.push(Check { path: file.path.clone(), ok, finding });
     }
-    let safetensors = report.outputs.iter().any(|output| output.path.ends_with(".safetensors"));
-    if !safetensors && !from_onnx(&report) {
-        return Ok(checks);
+    let is = |extension: &str| report.outputs.iter().any(|output| output.path.ends_with(extension));
+    let safetensors = is(".safetensors");
+    if safetensors || (is(".onnx") && super::running::OPENS_ONNX) {
+        let (ok, finding) = match Model::open(output) {
+            // Scales of integers are tensors of their own in ONNX.
+            Ok(model) if !safetensors || model.weights.parameters() == report.size.after.parameters => {
+                (true, format!("opens with {} weights", model.weights.by_name.len()))
+            }
+            Ok(model) => (false, format!("opens with {} parameters, the report states {}", model.weights.parameters(), report.size.after.parameters)),
+            Err(error) => (false, error.to_string()),
+        };
+        checks.push(Check { path: ".".into(), ok, finding });
     }
-    let opened = Model::open(output);
-    let (ok, finding) = match opened {
-        // Scales of integers are tensors of their own in ONNX.
-        Ok(model) if !safetensors || model.weights.parameters() == report.size.after.parameters => {
-            (true, format!("opens with {} weights", model.weights.by_name.len()))
-        }
-        Ok(model) => (false, format!("opens with {} parameters, the report says {}", model.weights.parameters(), report.size.after.parameters)),
-        Err(error) => (false, error.to_string()),
-    };
-    checks.push(Check { path: ".".into(), ok, finding });
-    if safetensors {
-        checks.extend(super::running::check_onnx(folder, &report, work)?);
-    }
+    checks.extend(super::running::check_onnx(output, folder, &report, work)?);
     Ok(checks)
-}
-
-/// Whether the output is an ONNX file whose weights are those of an input that was one.
-fn from_onnx(report: &Report) -> bool {
-    let input = report.recipe.get("model").and_then(serde_json::Value::as_str).unwrap_or("");
-    Path::new(input).extension().is_some_and(|e| e == "onnx")
 }
 
 fn check(path: &Path, bytes: u64, blake3: &str, work: &Work) -> Result<(bool, String)> {

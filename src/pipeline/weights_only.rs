@@ -18,6 +18,9 @@ use crate::run_state::RunState;
 use crate::store::ByteSize;
 use crate::work::Work;
 
+/// Whether this build opens ONNX files.
+pub(super) const OPENS_ONNX: bool = false;
+
 /// Nothing: passes over weights need no data and no device.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Running {
@@ -112,9 +115,10 @@ impl Pipeline {
     }
 }
 
-/// Nothing runs ONNX files.
-pub(super) fn check_onnx(_folder: &Path, _report: &Report, _work: &Work) -> Result<Option<Check>> {
-    Ok(None)
+/// Reports that the ONNX file of an output was not run.
+pub(super) fn check_onnx(_output: &Path, _folder: &Path, report: &Report, _work: &Work) -> Result<Option<Check>> {
+    let file = report.outputs.iter().find(|file| file.path.ends_with(".onnx"));
+    Ok(file.map(|file| Check { path: format!("{}, run", file.path), ok: true, finding: "not run: this build runs no models".into() }))
 }
 
 /// Passes over weights leave what the model computes as it is.

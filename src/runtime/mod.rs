@@ -5,8 +5,10 @@ mod element;
 mod fetch;
 mod find;
 mod session;
+mod watch;
 
 pub use decoder::KeptTokens;
 pub use fetch::fetch;
 pub use find::{LIBRARY_VARIABLE, Library, candidates, description, in_use, library};
 pub use session::{Options, Session, beside, floats, integers};
+pub use watch::Limits;

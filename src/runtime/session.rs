@@ -2,16 +2,20 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use candle_core::Tensor;
-use ort::session::SessionInputValue;
+use ort::session::builder::GraphOptimizationLevel;
+use ort::session::{RunOptions, SessionInputValue};
 use ort::value::Outlet;
 
 use super::element;
 use super::find::environment;
+use super::watch::{Limits, Stopped, watched};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::ir::{self, Port};
+use crate::work::Cancel;
 
 /// Sums of products of bytes are exact on x86 without VNNI too. Without this option, products of uint8 and int8 are added there in
 /// 16 bits, and what is larger is cut off.
@@ -29,11 +33,15 @@ const DATA_FOLDER: &str = "session.model_external_initializers_file_folder_path"
 pub struct Options {
     /// Threads of one operator.
     pub threads: usize,
+    /// Whether the graph is optimized, which computes its constants, when it is loaded.
+    pub optimize: bool,
+    /// Limits of loading.
+    pub limits: Option<Limits>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { threads: 1 }
+        Self { threads: 1, optimize: true, limits: None }
     }
 }
 
@@ -42,6 +50,7 @@ impl Default for Options {
 pub struct Session {
     path: PathBuf,
     inner: ort::session::Session,
+    cancel: Cancel,
 }
 
 impl Session {
@@ -80,22 +89,35 @@ impl Session {
         if let (Some(_), Some(folder)) = (bytes, path.parent().and_then(Path::to_str).filter(|folder| !folder.is_empty())) {
             builder = builder.with_config_entry(DATA_FOLDER, folder).map_err(|e| refused(e.into()))?;
         }
-        let inner = match bytes {
+        if !options.optimize {
+            builder = builder.with_optimization_level(GraphOptimizationLevel::Disable).map_err(|e| refused(e.into()))?;
+        }
+        let cancel = Cancel::of_process();
+        let canceler = builder.canceler();
+        let load = || match bytes {
             None => builder.commit_from_file(path),
             Some(bytes) => builder.commit_from_memory(bytes),
         };
-        let inner = inner.map_err(refused)?;
+        let (loaded, stopped) = watched(move || drop(canceler.cancel()), &cancel, options.limits, load);
+        stopped.map_or(Ok(()), |stopped| Err(stop_error(path, stopped)))?;
+        let inner = loaded.map_err(refused)?;
         let other = |outlet: &&Outlet| element::port(outlet).is_none();
         let strange = inner.inputs().iter().find(other).map(|input| ("input", input));
         let strange =
             strange.or_else(|| inner.outputs().first().filter(|_| inner.outputs().iter().all(|output| other(&output))).map(|output| ("output", output)));
         match strange {
-            None => Ok(Session { path: path.to_owned(), inner }),
+            None => Ok(Session { path: path.to_owned(), inner, cancel }),
             Some((what, outlet)) => Err(Error::Unsupported {
                 what: format!("{}: {what} `{}`, which is {},", path.display(), outlet.name(), outlet.dtype()),
                 hint: "models are run that take and give tensors of numbers: cut off what stands before or behind them".into(),
             }),
         }
+    }
+
+    /// Terminates runs when this handle is cancelled, and not that of the process.
+    #[must_use]
+    pub fn cancelled_by(self, cancel: &Cancel) -> Session {
+        Session { cancel: cancel.clone(), ..self }
     }
 
     /// What the model takes, and what it gives; ports that are no tensors of numbers are left out.
@@ -119,6 +141,14 @@ impl Session {
     /// # Errors
     /// An input is missing, does not fit, or holds a number that its element type does not reach; the runtime fails.
     pub fn run(&mut self, inputs: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
+        self.run_within(inputs, None)
+    }
+
+    /// [`run`](Session::run) that is terminated where it exceeds limits.
+    ///
+    /// # Errors
+    /// As there, and the run exceeds a limit.
+    pub fn run_within(&mut self, inputs: &BTreeMap<String, Tensor>, limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>> {
         let path = self.path.clone();
         let failed = |e: &dyn std::fmt::Display| Error::malformed(&path, format!("ONNX Runtime: {e}"));
         let mut given: Vec<(String, SessionInputValue)> = Vec::new();
@@ -129,7 +159,12 @@ impl Session {
             let value = element::given(&tensor, input).map_err(|e| Error::option("input", format!("`{name}` of {}: {e}", path.display())))?;
             given.push((name.to_owned(), value.into()));
         }
-        let outputs = self.inner.run(given).map_err(|e| failed(&e))?;
+        let options = Arc::new(RunOptions::new().map_err(|e| failed(&e))?);
+        let terminated = options.clone();
+        let inner = &mut self.inner;
+        let (outputs, stopped) = watched(move || drop(terminated.terminate()), &self.cancel, limits, || inner.run_with_options(given, &options));
+        stopped.map_or(Ok(()), |stopped| Err(stop_error(&path, stopped)))?;
+        let outputs = outputs.map_err(|e| failed(&e))?;
         let mut results = BTreeMap::new();
         for (name, value) in outputs.iter() {
             // Answers are numbers; what else a model of other origin tells is passed over.
@@ -138,6 +173,14 @@ impl Session {
             }
         }
         Ok(results)
+    }
+}
+
+/// The error of a call that was stopped.
+fn stop_error(path: &Path, stopped: Stopped) -> Error {
+    match stopped {
+        Stopped::Cancelled => Error::Cancelled,
+        limit => Error::run(path.display(), format!("ONNX Runtime was stopped: {limit}"), ""),
     }
 }
 

@@ -86,6 +86,80 @@ fn a_signal_ends_a_run_with_a_word_and_without_a_trace() {
     }
 }
 
+/// Writes a model with a loop that never ends.
+#[cfg(feature = "run")]
+fn endless(path: &Path) {
+    use compress::onnx::proto::{
+        AttributeProto, DataType, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorTypeProto, TypeProto, ValueInfoProto,
+    };
+    use prost::Message;
+    let port = |name: &str, ty: DataType| {
+        let shape = (ty != DataType::Float).then(Default::default);
+        let tensor_type = Some(TensorTypeProto { elem_type: Some(ty as i32), shape });
+        ValueInfoProto { name: Some(name.into()), r#type: Some(TypeProto { tensor_type, ..TypeProto::default() }), ..ValueInfoProto::default() }
+    };
+    let node = |op: &str, inputs: &[&str], output: &str| NodeProto {
+        op_type: Some(op.into()),
+        input: inputs.iter().map(|name| (*name).to_owned()).collect(),
+        output: vec![output.to_owned()],
+        ..NodeProto::default()
+    };
+    let body = GraphProto {
+        name: Some("body".into()),
+        node: vec![node("Identity", &["go"], "goes"), node("Neg", &["a"], "b")],
+        input: vec![port("i", DataType::Int64), port("go", DataType::Bool), port("a", DataType::Float)],
+        output: vec![port("goes", DataType::Bool), port("b", DataType::Float)],
+        ..GraphProto::default()
+    };
+    let trips = TensorProto { name: Some("trips".into()), data_type: Some(DataType::Int64 as i32), int64_data: vec![1 << 62], ..TensorProto::default() };
+    let weight =
+        TensorProto { name: Some("w".into()), data_type: Some(DataType::Float as i32), dims: vec![4, 4], float_data: vec![0.5; 16], ..TensorProto::default() };
+    let body = AttributeProto { g: Some(body), i: None, r#type: Some(5), ..AttributeProto::int("body", 0) };
+    let graph = GraphProto {
+        name: Some("endless".into()),
+        node: vec![node("MatMul", &["x", "w"], "m"), NodeProto { attribute: vec![body], ..node("Loop", &["trips", "", "m"], "y") }],
+        initializer: vec![trips, weight],
+        input: vec![ValueInfoProto { r#type: port("x", DataType::Float).r#type, ..port("x", DataType::Float) }],
+        output: vec![port("y", DataType::Float)],
+        ..GraphProto::default()
+    };
+    let mut model = ModelProto {
+        ir_version: Some(8),
+        graph: Some(graph),
+        opset_import: vec![OperatorSetIdProto { domain: None, version: Some(17) }],
+        ..ModelProto::default()
+    };
+    let size = |size| compress::onnx::proto::DimensionProto { value: Some(compress::onnx::proto::Dimension::DimValue(size)), denotation: None };
+    let input = model.graph.as_mut().unwrap().input[0].r#type.as_mut().unwrap().tensor_type.as_mut().unwrap();
+    input.shape = Some(compress::onnx::proto::TensorShapeProto { dim: vec![size(2), size(4)] });
+    fs::write(path, model.encode_to_vec()).unwrap();
+}
+
+#[test]
+#[cfg(feature = "run")]
+fn signals_end_a_run_of_onnx_runtime() {
+    if compress::runtime::library().is_err() {
+        return;
+    }
+    let folder = prepared();
+    endless(&folder.path().join("loop.onnx"));
+    let run = || {
+        let mut command = command(folder.path());
+        let child = command.args(["quantize-dynamic", "loop.onnx", "-o", "out.onnx"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        std::thread::sleep(Duration::from_secs(1));
+        child
+    };
+    let begun = std::time::Instant::now();
+    let stopped = stop(run(), Signal::TERM);
+    assert!(stopped.code == 1 && stopped.stderr.ends_with("error: interrupted; nothing was written\n"), "{}", stopped.stderr);
+    assert!(begun.elapsed() < Duration::from_secs(20));
+    assert_eq!(names(folder.path()), ["in", "loop.onnx"]);
+    // The second signal does not wait for anything.
+    let child = run();
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    assert_eq!(stop(child, Signal::TERM).code, -1);
+}
+
 #[test]
 fn a_signal_leaves_what_was_to_be_replaced() {
     let folder = prepared();

@@ -61,7 +61,7 @@ fn with_weights(mut model: ModelProto, after: &Model) -> ModelProto {
         let weight = &after.weights.by_name[tensor.name()];
         if weight.is_float() {
             let mut values = weight.floats(tensor.name()).unwrap();
-            if ["first", "third", "fourth"].contains(&tensor.name()) {
+            if tensor.dims.iter().map(|size| *size as usize).ne(weight.shape.iter().copied()) {
                 values = turned(&values, weight.shape[0], weight.shape[1]);
             }
             tensor.raw_data = Some(values.iter().flat_map(|v| v.to_le_bytes()).collect());
@@ -181,6 +181,88 @@ fn products_quantize_what_they_read_as_it_comes() {
     let place = Place::new(&layers(9));
     let report = builder().pass(QuantizeDynamic::default()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
     assert!(report.notes.iter().any(|note| note.contains("4 quantized weights are integers with activations left as floats")), "{:?}", report.notes);
+}
+
+/// Files in which two nodes, or a node and the graph's outputs, read the matrix `w`.
+fn shared_weights(opset: i64) -> Vec<(&'static str, ModelProto)> {
+    let rows = || vec![AttributeProto::int("transB", 1)];
+    let index = || TensorProto { int64_data: vec![3, 19, 3], ..tensor("rows", DataType::Int64, &[3]) };
+    let file = |what, dims: &[i64], nodes: Vec<NodeProto>, more: Vec<TensorProto>, width: &str| {
+        let mut model = layers(opset);
+        let graph = model.graph.as_mut().unwrap();
+        graph.node = nodes;
+        graph.initializer = [vec![raw("w", dims)], more].concat();
+        graph.output = vec![value("y", DataType::Float, &["3", width])];
+        (what, model)
+    };
+    let (tanh, add) = (|| node("Tanh", &["x"], &["t"], vec![]), || node("Add", &["a", "b"], &["y"], vec![]));
+    let matmul = |x, y| node("MatMul", &[x, "w"], &[y], vec![]);
+    let mut shown = file("MatMul and an output", &[20, 8], vec![matmul("x", "y"), node("Identity", &["w"], &["same"], vec![])], vec![], "8");
+    shown.1.graph.as_mut().unwrap().output.push(value("same", DataType::Float, &["20", "8"]));
+    vec![
+        file("two MatMul", &[20, 8], vec![matmul("x", "a"), tanh(), matmul("t", "b"), add()], vec![], "8"),
+        file("MatMul and Gemm", &[20, 8], vec![matmul("x", "a"), node("Gemm", &["a", "w"], &["y"], rows())], vec![], "20"),
+        file("Gemm and MatMul", &[8, 20], vec![node("Gemm", &["x", "w"], &["a"], rows()), matmul("a", "y")], vec![], "20"),
+        file("MatMul and Gather", &[20, 8], vec![matmul("x", "a"), node("Gather", &["w", "rows"], &["b"], vec![]), add()], vec![index()], "8"),
+        file(
+            "the second weight is read first",
+            &[20, 8],
+            vec![node("MatMul", &["x", "v"], &["b"], vec![]), matmul("x", "a"), add()],
+            vec![raw("v", &[20, 8])],
+            "8",
+        ),
+        shown,
+    ]
+}
+
+/// Fails where a node reads the output of a later one, which `onnx.checker` refuses.
+fn require_sorted(what: &str, graph: &GraphProto) {
+    let initializers = graph.initializer.iter().map(|tensor| tensor.name());
+    let mut known: Vec<&str> = initializers.chain(graph.input.iter().map(|input| input.name())).collect();
+    for node in &graph.node {
+        let missing = node.input.iter().find(|name| !name.is_empty() && !known.contains(&name.as_str()));
+        assert!(missing.is_none(), "{what}: `{}` reads `{}` before it is computed", node.name(), missing.unwrap());
+        known.extend(node.output.iter().map(String::as_str));
+    }
+}
+
+#[test]
+fn a_weight_of_several_readers_is_quantized_once_and_read_in_each_orientation() {
+    let pass = |granularity, symmetric| QuantizeDynamic {
+        granularity,
+        symmetric,
+        group_size: (granularity == GranularityKind::Group).then_some(4),
+        targets: vec!["re:^[vw]$".parse().unwrap()],
+        ..QuantizeDynamic::default()
+    };
+    let passes = [
+        pass(GranularityKind::Channel, true),
+        pass(GranularityKind::Channel, false),
+        pass(GranularityKind::Tensor, false),
+        QuantizeDynamic { activations: ActivationRounding::None, ..pass(GranularityKind::Group, true) },
+    ];
+    for opset in [11, 13, 21] {
+        for (what, model) in shared_weights(opset) {
+            let place = Place::new(&model);
+            for (number, pass) in passes.iter().enumerate() {
+                let what = format!("{what}, opset {opset}, pass {number}");
+                let (out, step) = (place.path(&format!("{number}.onnx")), Step::from(pass.clone()));
+                builder().pass(step.clone()).build().unwrap().run(place.open(), &out).unwrap_or_else(|e| panic!("{what}: {e}"));
+                let graph = place.written(&format!("{number}.onnx")).graph.unwrap();
+                require_sorted(&what, &graph);
+                let mut read: Vec<&str> = graph.node.iter().filter(|node| node.op_type() == "MatMulInteger").map(|node| node.input[1].as_str()).collect();
+                let products = read.len();
+                read.dedup();
+                assert_eq!(read.len(), products, "{what}");
+                if runtime::library().is_ok() {
+                    let reference = place.path("reference.onnx");
+                    std::fs::write(&reference, with_weights(model.clone(), &applied(&step, place.open())).encode_to_vec()).unwrap();
+                    let distance = distance(&reference, &out);
+                    assert!(distance < if products == 0 { 1e-5 } else { 0.03 }, "{what}: {distance}");
+                }
+            }
+        }
+    }
 }
 
 #[test]

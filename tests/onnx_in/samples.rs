@@ -89,6 +89,66 @@ fn floats(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
+/// A network over tokens.
+fn of_tokens() -> ModelProto {
+    let ports = ["input_ids", "attention_mask"].map(|name| value(name, DataType::Int64, &["n", "tokens"]));
+    let graph = GraphProto {
+        name: Some("tokens".into()),
+        node: vec![
+            node("Gather", &["table", "input_ids"], &["rows"], vec![]),
+            node("Cast", &["attention_mask"], &["mask"], vec![AttributeProto::int("to", 1)]),
+            node("Unsqueeze", &["mask"], &["column"], vec![AttributeProto::ints("axes", [2])]),
+            node("Mul", &["rows", "column"], &["kept"], vec![]),
+            node("MatMul", &["kept", "head"], &["y"], vec![]),
+        ],
+        initializer: vec![raw("table", &[200, 16]), raw("head", &[16, 8])],
+        input: ports.to_vec(),
+        output: vec![value("y", DataType::Float, &["n", "tokens", "8"])],
+        ..GraphProto::default()
+    };
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(11) }];
+    ModelProto { ir_version: Some(6), graph: Some(graph), opset_import, ..ModelProto::default() }
+}
+
+#[test]
+fn texts_take_the_tokenizer_of_the_file_or_that_of_its_repository() {
+    if runtime::library().is_err() {
+        return;
+    }
+    let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/word-pieces.json");
+    // The folder of the file, that of the tokenizer, and whether the one belongs to the other.
+    for (file, tokens, found) in [("", "", true), ("onnx", "", true), ("onnx", "onnx", true), ("other", "", false)] {
+        let place = Place::new(&of_tokens());
+        let folder = place.path(file);
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::rename(place.input(), folder.join("model.onnx")).unwrap();
+        std::fs::copy(&tokenizer, place.path(tokens).join("tokenizer.json")).unwrap();
+        std::fs::write(place.path(tokens).join("config.json"), r#"{"max_position_embeddings": 6}"#).unwrap();
+        let texts = place.path("texts.txt");
+        std::fs::write(&texts, "once upon a time there was a king\n".repeat(12)).unwrap();
+        for opened in [folder.join("model.onnx"), folder] {
+            let model = compress::Model::open(&opened).unwrap();
+            let data = Data { text: Some(texts.clone()), ..Data::default() };
+            let out = tempfile::tempdir().unwrap();
+            let run = builder().pass(QuantizeStatic::default()).calibration(data.clone()).build().unwrap().run(model.clone(), out.path().join("out.onnx"));
+            let inputs = model.inputs();
+            for name in ["tokenizer.json", "config.json"] {
+                assert_eq!(inputs.iter().any(|input| input.ends_with(name)), found, "{name}: {inputs:?}");
+            }
+            match run {
+                Ok(report) => assert!(found && report.fidelity.is_some(), "{:?}", report.notes),
+                Err(e) => assert!(!found && e.to_string().contains("text without tokenizer.json"), "{}: {e}", opened.display()),
+            }
+            if found {
+                let subject = compress::evaluation::Subject::of(model).unwrap();
+                let set = compress::data::DataSets::default().open(&data, subject.target()).unwrap();
+                // The configuration limits the length.
+                assert_eq!(set.first().unwrap().inputs["input_ids"].dims()[1], 6, "{}", opened.display());
+            }
+        }
+    }
+}
+
 #[test]
 fn pictures_calibrate_as_the_arrays_that_they_are() {
     let place = Place::new(&network());

@@ -5,14 +5,15 @@ use std::collections::BTreeMap;
 use compress::export::{Onnx, Safetensors};
 use compress::model::diff;
 use compress::onnx::ModelFile;
-use compress::onnx::proto::{DataLocation, DataType, ModelProto, StringStringEntryProto, TensorProto};
-use compress::pass::PruneUnstructured;
+use compress::onnx::proto::{DataLocation, DataType, GraphProto, ModelProto, StringStringEntryProto, TensorProto};
+use compress::pass::{PruneUnstructured, QuantizeDynamic};
 use compress::pipeline::verify;
 use compress::runtime;
 use compress::work::{Cancel, Silent, Work};
 use compress::{Model, Report};
 use prost::Message;
 
+use crate::layers::layers;
 use crate::{Place, answers, builder, constant, model, numbers, raw, turned, value};
 
 #[test]
@@ -70,12 +71,41 @@ fn a_file_that_nothing_touched_is_written_byte_for_byte() {
     assert_eq!(Report::open(&place.path("out.onnx")).unwrap(), report);
     let checks = verify(&place.path("out.onnx"), &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() }).unwrap();
     assert!(checks.len() > 2 && checks.iter().all(|check| check.ok), "{checks:?}");
+    let run = checks.iter().find(|check| check.path == "out.onnx, run").unwrap();
+    let expected = if runtime::library().is_ok() { "ONNX Runtime against the built-in executor on 1 synthetic samples" } else { "not run" };
+    assert!(run.finding.contains(expected), "{run:?}");
     let again = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap_err();
     assert!(again.to_string().contains("exists") && again.hint().unwrap().contains("--force"), "{again}");
     // A folder holds the same under the usual name, and opens.
     builder().build().unwrap().run(place.open(), place.path("out")).unwrap();
     assert_eq!(std::fs::read(place.path("out/model.onnx")).unwrap(), bytes);
     assert_eq!(Model::open(place.path("out")).unwrap().weights.parameters(), report.size.after.parameters);
+}
+
+/// Parsers of protobuf merge a graph that is given in two parts.
+#[test]
+fn a_graph_in_two_parts_is_edited_as_one() {
+    let whole = layers(13);
+    let mut first = whole.graph.clone().unwrap();
+    let second = GraphProto {
+        node: first.node.split_off(5),
+        initializer: first.initializer.split_off(4),
+        output: std::mem::take(&mut first.output),
+        ..GraphProto::default()
+    };
+    let mut bytes = ModelProto { graph: Some(first), ..whole.clone() }.encode_to_vec();
+    bytes.extend(ModelProto { graph: Some(second), ..ModelProto::default() }.encode_to_vec());
+    assert_eq!(ModelProto::decode(bytes.as_slice()).unwrap(), whole);
+    let (parts, one) = (Place::of(&bytes), Place::new(&whole));
+    for place in [&parts, &one] {
+        builder().pass(QuantizeDynamic::default()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+    }
+    let written = |place: &Place| {
+        let mut graph = place.written("out.onnx").graph.unwrap();
+        graph.initializer.sort_by(|a, b| a.name().cmp(b.name()));
+        graph
+    };
+    assert_eq!(written(&parts), written(&one));
 }
 
 #[test]

@@ -99,6 +99,7 @@ fn cases() -> Vec<Case> {
         one("Softmax, old", 11, &[0, 5, 4], node("Softmax", &["x"], "y", vec![int("axis", 2)]), vec![]),
         one("Softmax, any axis", 13, &[0, 5, 4], node("Softmax", &["x"], "y", vec![int("axis", 1)]), vec![]),
         one("Pow", 13, &[0, 4], node("Pow", &["x", "two"], "y", vec![]), vec![given("two", &[], &[2.0])]),
+        one("Pow, an exponent of more axes", 13, &[0, 4], node("Pow", &["x", "two"], "y", vec![]), vec![given("two", &[1, 1, 1], &[2.0])]),
         one("Div by a number", 13, &[0, 4], node("Div", &["x", "by"], "y", vec![]), vec![given("by", &[], &[3.0])]),
         one("Sub from a weight", 13, &[0, 4], node("Sub", &["w", "x"], "y", vec![]), vec![floats("w", &[4])]),
         one("Mul per channel", 13, &image, node("Mul", &["x", "w"], "y", vec![]), vec![floats("w", &[3, 1, 1])]),
@@ -228,6 +229,15 @@ fn constants_that_swell_are_refused_by_name() {
             vec![shape(&[1 << 16]), ints("column", &[-1, 1])],
         ),
     ];
+    let doubled = |times: usize| {
+        let name = |number: usize| format!("c{number}");
+        let twice = |number: usize| node("Concat", &[&name(number), &name(number)], &name(number + 1), vec![AttributeProto::int("axis", 0)]);
+        let sum = [node("ReduceSum", &[&name(times)], "sum", vec![]), add("sum")];
+        (0..times).map(twice).chain(sum).collect::<Vec<_>>()
+    };
+    // Values of samples are limited by what they have at least.
+    let from_input = [vec![node("Cos", &["x"], "c0", vec![])], doubled(30)].concat();
+    let cases = cases.into_iter().chain([("Concat", doubled(20), vec![floats("c0", &[1024])]), ("Concat", from_input, vec![])]);
     for (op, nodes, initializers) in cases {
         std::fs::write(&path, model(13, &[0, 4], nodes, initializers).encode_to_vec()).unwrap();
         let opened = Model::open(&path).unwrap();
@@ -292,6 +302,21 @@ fn what_cannot_be_run_is_named_and_the_model_still_opens() {
     half.graph.as_mut().unwrap().input[0] = value("x", DataType::Float16, Some(&[1, 4]));
     std::fs::write(&path, half.encode_to_vec()).unwrap();
     assert!(Model::open(&path).unwrap().graph().unwrap_err().to_string().contains("input `x` is Float16"));
+}
+
+#[test]
+fn a_broadcast_from_another_axis_than_the_last_is_not_an_addition() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    for (axis, bias, is_typed) in [(1, 3, false), (0, 2, false), (2, 4, true), (-1, 4, true)] {
+        let attributes = vec![AttributeProto::int("broadcast", 1), AttributeProto::int("axis", axis)];
+        let nodes = vec![node("Add", &["x", "b"], "y", attributes)];
+        std::fs::write(&path, model(6, &[2, 3, 4], nodes, vec![floats("b", &[bias])]).encode_to_vec()).unwrap();
+        match Model::open(&path).unwrap().graph() {
+            Ok(graph) => assert_eq!(graph.nodes().iter().any(|node| matches!(node.op, Op::Add(_))), is_typed, "{axis}: {graph}"),
+            Err(e) => assert!(!is_typed && e.to_string().contains("broadcasts its second input from axis"), "{axis}: {e}"),
+        }
+    }
 }
 
 #[test]

@@ -41,7 +41,11 @@ impl<'f> Lift<'f> {
             return Ok(None);
         }
         let Some(cone) = self.cone(name, true).ok().filter(|cone| cone.values.is_empty() && cone.weights.is_empty()) else { return Ok(None) };
-        let Ok(piece) = self.loaded(&cone, Vec::new(), Vec::new(), &[], name) else { return Ok(None) };
+        let Ok(piece) = self.loaded(&cone, Vec::new(), Vec::new(), &[], name, false) else { return Ok(None) };
+        // Larger constants are computed where they are read.
+        if self.folded_sizes.get(name.as_str()).is_some_and(|sizes| product(sizes) > numbers::MOST as u64) {
+            return Ok(Some(Known::Folded));
+        }
         Ok(Some(piece.numbers().and_then(|(values, vector)| Numbers::new(&values, vector)).map_or(Known::Folded, Known::Numbers)))
     }
 
@@ -60,6 +64,7 @@ impl<'f> Lift<'f> {
             "ConstantOfShape" => numbers(0),
             "Expand" => numbers(1).max(if numbers(1) == 0 { 0 } else { before }),
             "Tile" => before.saturating_mul(numbers(1)),
+            "Concat" => node.input.iter().fold(0u64, |all, name| all.saturating_add(self.least_of(name))),
             op if SAME.contains(&op) => before,
             op if BROADCAST.contains(&op) => node.input.iter().map(|name| self.least_of(name)).max().unwrap_or(1),
             _ => return Ok(()),
@@ -74,7 +79,7 @@ impl<'f> Lift<'f> {
         Ok(())
     }
 
-    fn least_of(&self, name: &str) -> u64 {
+    pub(super) fn least_of(&self, name: &str) -> u64 {
         let open = |id: ValueId| self.builder.ty(id).shape.iter().filter_map(Dim::fixed).fold(1u64, |all, size| all.saturating_mul(size as u64));
         match (self.least.get(name), self.known.get(name)) {
             (Some(least), _) => *least,
@@ -225,7 +230,7 @@ impl<'f> Lift<'f> {
 }
 
 /// Operators whose results may be larger than what they read.
-const GROWING: [&str; 10] = ["ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "Resize", "Upsample", "Gather", "MatMul"];
+const GROWING: [&str; 11] = ["ConstantOfShape", "Concat", "Expand", "Tile", "Range", "Pad", "OneHot", "Resize", "Upsample", "Gather", "MatMul"];
 /// Operators of several inputs, of which smaller ones are repeated.
 const BROADCAST: [&str; 15] = ["Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Sum", "Mean", "Where", "Equal", "Greater", "Less", "And", "Or"];
 /// Operators whose results have the sizes of the first input.

@@ -10,7 +10,7 @@ use super::{Known, Lift};
 use crate::ir::Dim;
 
 /// Numbers at most that are followed.
-const MOST: usize = 64;
+pub(super) const MOST: usize = 64;
 
 /// A whole number.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -17,8 +17,11 @@ use crate::ir::ops::Opaque;
 use crate::ir::{Element, TensorType, ValueId};
 use crate::store::{DType, Weight};
 
-/// Pieces that a file was found to have, by what the last node computes and what they read.
-pub(in super::super) type Pieces = BTreeMap<(Vec<String>, Vec<String>), Result<Arc<Loaded>, String>>;
+/// Loaded pieces of a file, by outputs, inputs, and whether they were optimized.
+pub(in super::super) type Pieces = BTreeMap<(Vec<String>, Vec<String>, bool), Result<Arc<Loaded>, String>>;
+
+/// Elements at most of a value within a piece that is tried with several sizes, where every open size is one.
+const LARGEST: u64 = 1 << 25;
 
 /// The tensor that a node gives as it stands.
 pub(super) fn constant(node: &NodeProto) -> Option<&TensorProto> {
@@ -85,7 +88,14 @@ impl<'f> Lift<'f> {
             ids.push(id);
             types.push(TensorType::float(shape));
         }
-        let piece = self.loaded(&cone, turned, inputs, &types, name).inspect_err(|reason| drop(self.broken.insert(name, reason.clone())))?;
+        let is_open = types.iter().any(|ty| ty.shape.iter().any(|size| size.fixed().is_none()));
+        let largest = cone.nodes.values().flat_map(|node| &node.output).map(|output| self.least_of(output)).max().unwrap_or(0);
+        if is_open && largest > LARGEST {
+            let reason = format!("`{name}` takes values of {largest} elements and more, and would be tried with several sizes");
+            self.broken.insert(name, reason.clone());
+            return Err(reason);
+        }
+        let piece = self.loaded(&cone, turned, inputs, &types, name, true).inspect_err(|reason| drop(self.broken.insert(name, reason.clone())))?;
         let batches = &self.batches;
         let output = piece.learn(&types, &|size| batches.contains(size)).inspect_err(|reason| {
             if piece::element(piece.element).is_some() {
@@ -102,7 +112,7 @@ impl<'f> Lift<'f> {
         Ok(id)
     }
 
-    /// A piece, loaded once for a file, and once for all that its last node computes.
+    /// A piece, loaded once for a file, and once for all that its last node computes. Without `optimize`, loading computes nothing.
     pub(super) fn loaded(
         &self,
         cone: &Cone<'f>,
@@ -110,18 +120,19 @@ impl<'f> Lift<'f> {
         inputs: Vec<(String, i32)>,
         types: &[TensorType],
         name: &str,
+        optimize: bool,
     ) -> Result<Piece, String> {
         let outputs: Vec<String> = match self.makers.get(name) {
             Some((_, node)) => node.output.iter().filter(|output| !output.is_empty()).cloned().collect(),
             None => vec![name.to_owned()],
         };
-        let key = (outputs.clone(), inputs.iter().map(|(inner, _)| inner.clone()).collect());
+        let key = (outputs.clone(), inputs.iter().map(|(inner, _)| inner.clone()).collect(), optimize);
         let pieces = || self.file.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(held) = pieces().get(&key) {
             return held.clone().and_then(|loaded| Piece::new(loaded, name));
         }
         let ranks: Vec<usize> = types.iter().map(|ty| ty.shape.len()).collect();
-        let made = self.gathered(cone, turned, inputs, outputs).and_then(|parts| Loaded::new(parts, &ranks, &self.file.path)).map(Arc::new);
+        let made = self.gathered(cone, turned, inputs, outputs).and_then(|parts| Loaded::new(parts, &ranks, &self.file.path, optimize)).map(Arc::new);
         pieces().insert(key, made.clone());
         made.and_then(|loaded| Piece::new(loaded, name))
     }

@@ -88,6 +88,14 @@ fn first(op: impl Into<Op>) -> Result<Option<Made>, String> {
 }
 
 fn two(at: &At, op: Op) -> Result<Option<Made>, String> {
+    // Before opset 7, the second input is aligned with this axis of the first one, and not with its last axes.
+    let aligned = at.node.attribute.iter().find(|attribute| attribute.name() == "axis").map(|attribute| attribute.i.unwrap_or(0));
+    if let Some(axis) = aligned.filter(|_| at.opset() < 7 && at.int("broadcast", 0) != 0) {
+        let [first, second] = [at.ty(0)?.shape.len(), at.ty(1)?.shape.len()];
+        if axes_of(vec![axis], first)? != [first.saturating_sub(second)] {
+            return Err(format!("it broadcasts its second input from axis {axis} on"));
+        }
+    }
     if at.node.input.len() == 2 { made(op, vec![0, 1]) } else { Err(format!("it has {} inputs, two are known", at.node.input.len())) }
 }
 
@@ -176,8 +184,9 @@ fn gather(at: &At) -> Result<Option<Made>, String> {
 
 fn pow(at: &At) -> Result<Option<Made>, String> {
     match at.number(1) {
-        Ok(exponent) => first(Power { exponent }),
-        Err(_) => two(at, Binary { kind: BinaryKind::Pow }.into()),
+        // An exponent with more axes than the base gives its axes to the result.
+        Ok(exponent) if at.ty(1)?.shape.len() <= at.rank()? => first(Power { exponent }),
+        _ => two(at, Binary { kind: BinaryKind::Pow }.into()),
     }
 }
 

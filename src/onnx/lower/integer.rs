@@ -114,6 +114,23 @@ impl Integers {
             Ok(values)
         })
     }
+
+    /// The dequantized kernel of a convolution, outputs first, in operators that runtimes evaluate when they load the file.
+    fn kernel_floats(&self, n: &mut Lowering) -> Result<String> {
+        let mut shape = vec![1; n.ty(1)?.shape.len()];
+        shape[0] = -1;
+        n.share(&format!("{}/floats|", self.values), |n| {
+            let mut values = n.cast("integers", &self.values, DataType::Float);
+            let shape = n.ints(&shape);
+            if let Some(zero_points) = &self.zero_points {
+                let zero_points = n.cast("zero_points", zero_points, DataType::Float);
+                let zero_points = n.emit("Reshape", "channel_zero_points", &[&zero_points, &shape], vec![]);
+                values = n.emit("Sub", "centred", &[&values, &zero_points], vec![]);
+            }
+            let scales = n.emit("Reshape", "channel_scales", &[&self.scales, &shape], vec![]);
+            Ok(n.emit("Mul", "value", &[&values, &scales], vec![]))
+        })
+    }
 }
 
 pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
@@ -162,7 +179,8 @@ pub(super) fn conv(attributes: Vec<AttributeProto>, n: &mut Lowering) -> Result<
         Granularity::Tensor => vec![],
         _ => vec![AttributeProto::int("axis", 0)],
     };
-    let mut inputs = vec![x, weight.dequantized(n, axis)?];
+    let kernel = if n.is_first_layer_of_weight() { weight.dequantized(n, axis)? } else { weight.kernel_floats(n)? };
+    let mut inputs = vec![x, kernel];
     match bias_of_sums(n) {
         Some(bias) => inputs.push(bias),
         None if n.inputs() > 2 => inputs.push(n.wide(&n.input(2))?),
@@ -254,15 +272,14 @@ fn product(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
         weight.turn(n)?;
     }
     let is_head = shared && n.integer_heads.is_some() && !weight.grouped() && weight.affine.activations == ActivationScheme::None;
-    if is_head {
-        n.integer_heads = n.integer_heads.map(|heads| heads + 1);
-    }
-    if is_head || weight.affine.activations == ActivationScheme::DynamicToken && !weight.grouped() {
+    let is_integer = is_head || weight.affine.activations == ActivationScheme::DynamicToken && !weight.grouped();
+    if is_integer && n.is_first_layer_of_weight() {
+        n.integer_heads = n.integer_heads.map(|heads| heads + usize::from(is_head));
         return integer_product(&weight, x, n);
     }
     // Of two products that read one weight, ONNX Runtime makes kernels under one name, and refuses the second. One of constants is
     // computed when the file is loaded, unless a `DequantizeLinear` stands before it.
-    let whole = !weight.input_major && (n.varying_readers(1) > 1 || !n.varies(0));
+    let whole = is_integer || !weight.input_major && (n.varying_readers(1) > 1 || !n.varies(0));
     let floats = if shared || whole { weight.floats(n)? } else { weight.dequantize(n)? };
     Ok(Pending::of("MatMul", [x.to_owned(), floats]))
 }

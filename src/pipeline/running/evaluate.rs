@@ -22,7 +22,7 @@ use crate::pipeline::run::Measured;
 use crate::pipeline::running::Running;
 use crate::pipeline::running::free::memory_limit;
 use crate::pipeline::{Check, Pipeline};
-use crate::report::Report;
+use crate::report::{OutputFile, Report};
 use crate::run_state::RunState;
 use crate::runtime::{self, Session};
 use crate::store::{ActivationScheme, Encoding};
@@ -395,20 +395,21 @@ fn has_integers(model: &Model) -> bool {
     model.weights.by_name.values().any(|w| matches!(&w.encoding, Encoding::Affine(affine) if !affine.codes.is_palette()))
 }
 
-/// Runs the ONNX file of an output folder, where it holds one and there is a runtime, on synthetic samples and holds it to the weights
-/// beside it.
-pub(in crate::pipeline) fn check_onnx(folder: &Path, report: &Report, work: &Work) -> Result<Option<Check>> {
-    let Some(output) = report.outputs.iter().find(|output| output.path == MODEL) else { return Ok(None) };
-    let path = format!("{}, run", output.path);
-    let (ok, finding) = match (crate::runtime::library(), half(report)) {
-        _ if files::is_remote(folder) => (true, "not run: it is on another machine".into()),
-        (Err(reason), _) => (true, format!("not run: {reason}")),
-        (Ok(_), half) => match agreement(folder, half, work) {
-            Err(Error::Cancelled) => return Err(Error::Cancelled),
-            found => found.unwrap_or_else(|error| (false, error.to_string())),
-        },
+/// Runs the ONNX file of an output on synthetic samples, if there is one and ONNX Runtime is found: against the weights of the same folder,
+/// else against the built-in executor's reading of the file.
+pub(in crate::pipeline) fn check_onnx(output: &Path, folder: &Path, report: &Report, work: &Work) -> Result<Option<Check>> {
+    let is_onnx = |file: &&OutputFile| file.path.ends_with(".onnx");
+    let Some(file) = report.outputs.iter().find(is_onnx) else { return Ok(None) };
+    let found = match crate::runtime::library() {
+        _ if files::is_remote(folder) => Ok((true, "not run: it is on another machine".into())),
+        Err(reason) => Ok((true, format!("not run: {reason}"))),
+        Ok(_) => agreement(output, &folder.join(&file.path), half(report), work),
     };
-    Ok(Some(Check { path, ok, finding }))
+    let (ok, finding) = match found {
+        Err(Error::Cancelled) => return Err(Error::Cancelled),
+        found => found.unwrap_or_else(|error| (false, error.to_string())),
+    };
+    Ok(Some(Check { path: format!("{}, run", file.path), ok, finding }))
 }
 
 /// Whether the ONNX file of a run computes with 16-bit floats.
@@ -417,19 +418,61 @@ fn half(report: &Report) -> bool {
     exports.filter_map(|export| export.get("onnx")?.get("precision")).any(|precision| precision == "float16")
 }
 
-fn agreement(folder: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
-    let model = Model::open(folder)?;
+fn agreement(output: &Path, file: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
+    let model = Model::open(output)?;
     if is_large(&model) {
         return Ok((true, "not run, since the model is large".into()));
     }
+    if model.onnx.is_some() {
+        return run_alone(model, work);
+    }
     let coarse = half || has_integers(&model);
     let batch = data::synthetic(&model.graph()?, 0)?;
-    if let Some(found) = by_value(&model, &folder.join(MODEL), std::slice::from_ref(&batch), half, work)? {
+    if let Some(found) = by_value(&model, file, std::slice::from_ref(&batch), half, work)? {
         return Ok(found);
     }
-    let fidelity = run_both(model, &folder.join(MODEL), &batch, memory_limit(None, &Device::Cpu), work)?;
+    let fidelity = run_both(model, file, &batch, memory_limit(None, &Device::Cpu), work)?;
     let (ok, difference) = judge(&fidelity, coarse);
     Ok((ok, format!("ONNX Runtime against the built-in executor on {} {SYNTHETIC}: {difference}", batch.samples)))
+}
+
+/// Runs an ONNX file in ONNX Runtime and, if its operators have a typed form, in the built-in executor.
+fn run_alone(model: Model, work: &Work) -> Result<(bool, String)> {
+    let mut file = Subject::file_of(&model, work.threads)?;
+    let inputs = file.target().inputs.to_vec();
+    let mut runner = file.load(&Device::Cpu, work)?;
+    let mut unfit = None;
+    let mut run = |kind: usize| {
+        let batch = data::synthetic_for(&inputs, 0, kind)?;
+        let outputs = runner.run(&batch.inputs)?;
+        Ok((batch, outputs))
+    };
+    let answered = (0..data::KINDS).find_map(|kind| match run(kind) {
+        Err(e) if !matches!(e, Error::Cancelled) => {
+            unfit.get_or_insert(e);
+            None
+        }
+        found => Some(found),
+    });
+    let Some((batch, outputs)) = answered.transpose()? else {
+        let reason = unfit.map_or_else(String::new, |e| e.to_string());
+        return Ok((true, format!("ONNX Runtime opens it; not run, because no synthetic sample fits: {reason}")));
+    };
+    // The built-in executor has no cache to give a decoder.
+    if model.onnx.as_ref().is_some_and(|file| file.keeps()) || model.graph().is_err() {
+        return Ok((true, "ONNX Runtime runs it; not compared, because the built-in executor does not".into()));
+    }
+    let has_integers = model.weights.by_name.values().any(|weight| !weight.is_float() || weight.encoding != Encoding::Dense);
+    let compared = Subject::of(model).and_then(|mut subject| evaluation::closeness(&batch, &subject.load(&Device::Cpu, work)?.run(&batch.inputs)?, &outputs));
+    Ok(match compared {
+        Err(Error::Cancelled) => return Err(Error::Cancelled),
+        Err(e) => (true, format!("ONNX Runtime runs it; not compared with the built-in executor: {e}")),
+        // Deep integer networks amplify a rounding difference of one step: a large difference does not imply a defect of the file.
+        Ok(fidelity) => {
+            let (ok, difference) = judge(&fidelity, false);
+            (ok || has_integers, format!("ONNX Runtime against the built-in executor on {} {SYNTHETIC}: {difference}", batch.samples))
+        }
+    })
 }
 
 fn accuracy(runtimes: &[Runtime], data: &DataSet, outcomes: &Outcomes) -> Accuracy {
