@@ -223,7 +223,12 @@ impl Config {
             let codes = (!weights.is_null()).then_some(codes);
             let targets = group.get("targets").and_then(Value::as_array).into_iter().flatten();
             let group = weights.get("group_size").and_then(Value::as_u64).map(|size| size as usize);
-            schemes.list.extend(targets.filter_map(Value::as_str).map(|target| Scheme { target: target.to_owned(), codes, activations, group }));
+            for target in targets {
+                let target = target.as_str().ok_or_else(|| unsupported(format!("the target {target} of `config_groups`")))?;
+                let expression = target.starts_with("re:").then(|| target.parse()).transpose();
+                let expression = expression.map_err(|e: String| unsupported(format!("the target of `config_groups`: {e}")))?;
+                schemes.list.push(Scheme { target: target.to_owned(), expression, codes, activations, group });
+            }
         }
         Ok(schemes)
     }
@@ -269,6 +274,8 @@ pub(super) enum Said {
 #[derive(Debug)]
 struct Scheme {
     target: String,
+    /// The target as a regular expression, if it is one.
+    expression: Option<Pattern>,
     codes: Option<Codes>,
     activations: Said,
     group: Option<usize>,
@@ -285,9 +292,11 @@ pub(super) struct Schemes {
 impl Schemes {
     /// What is said of a module. An exact name counts before an expression, and that before a class.
     fn of(&self, module: &str, class: &str) -> Option<&Scheme> {
-        let expression = |target: &str| target.starts_with("re:") && target.parse::<Pattern>().is_ok_and(|p| p.matches(module));
-        let ranks: [&dyn Fn(&str) -> bool; 3] = [&|target| target == module, &expression, &|target| target == class];
-        ranks.iter().find_map(|matches| self.list.iter().find(|scheme| matches(&scheme.target)))
+        let ranks: [&dyn Fn(&Scheme) -> bool; 3] =
+            [&|scheme| scheme.target == module, &|scheme| scheme.expression.as_ref().is_some_and(|expression| expression.matches(module)), &|scheme| {
+                scheme.target == class
+            }];
+        ranks.iter().find_map(|matches| self.list.iter().find(|scheme| matches(scheme)))
     }
 
     /// How wide the integers of a module are.
@@ -299,9 +308,18 @@ impl Schemes {
     /// meant for groups as long as a row.
     ///
     /// # Errors
-    /// A scale that the configuration speaks of is not there.
+    /// No target matches the module, its codes are of another kind, or its input scale is missing.
     pub(super) fn describe(&self, module: &str, class: &str, row: usize, affine: &mut Affine) -> Result<()> {
-        let Some(scheme) = self.of(module, class) else { return Ok(()) };
+        if self.list.is_empty() {
+            return Ok(());
+        }
+        let Some(scheme) = self.of(module, class) else {
+            return Err(Error::tensor(
+                &format!("{module}.weight"),
+                format!("is quantized, and no target of `config_groups` in config.json matches `{module}` or its class {class}"),
+                "add the module to the `targets` of its group: without one, it is unknown how its input is quantized",
+            ));
+        };
         if let Some(codes) = scheme.codes.filter(|codes| *codes != affine.codes) {
             return Err(Error::tensor(
                 &format!("{module}.weight"),
@@ -378,5 +396,30 @@ mod tests {
         let group = |weights: Value| json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}});
         assert!(refused(group(json!({"num_bits": 9, "type": "int"}))).contains("9 bits"));
         assert!(refused(group(json!({"num_bits": 6, "type": "float"}))).contains("6 bits, type \"float\""));
+        let targets = |targets: Value| json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": targets}}});
+        assert!(refused(targets(json!(["re:("]))).contains("pattern `re:(`"));
+        assert!(refused(targets(json!([7]))).contains("the target 7"));
+    }
+
+    #[test]
+    fn targets_may_look_around_and_cover_every_quantized_module() {
+        let weights = json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel"});
+        let input = json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": "token", "dynamic": true});
+        let group = json!({"targets": ["re:^(?!.*down_proj).*mlp.*"], "weights": weights, "input_activations": input});
+        let values = json!({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"g": group}}});
+        let mut config = Config { values: values.as_object().unwrap().clone(), ..Config::default() };
+        let schemes = config.take_quantization(Path::new("m")).unwrap();
+        let affine = || Affine {
+            codes: Codes::INT8,
+            granularity: Granularity::Channel,
+            symmetric: true,
+            scale_dtype: crate::store::DType::F32,
+            activations: ActivationScheme::None,
+        };
+        let mut described = affine();
+        schemes.describe("model.layers.0.mlp.up_proj", "Linear", 64, &mut described).unwrap();
+        assert_eq!(described.activations, ActivationScheme::DynamicToken);
+        let error = schemes.describe("model.layers.0.mlp.down_proj", "Linear", 64, &mut affine()).unwrap_err().to_string();
+        assert!(error.contains("model.layers.0.mlp.down_proj.weight") && error.contains("config_groups"), "{error}");
     }
 }
