@@ -23,11 +23,11 @@ pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
 use files::PREPROCESSING;
 pub use files::{Beside, Made, Reason, config_beside, preprocessing_folder, text_beside};
-pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, is_embedding, is_linear, is_prunable, part};
+pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_embedding, is_linear, is_prunable, part};
 
 use crate::error::{Error, Result};
 use crate::files as names;
-use crate::model::roles::class_of;
+use crate::model::roles::{class_of, mark_routers};
 use crate::store::checkpoint::INDEX;
 use crate::store::gguf::{continues, is_gguf};
 use crate::store::{Checkpoint, Encoding, Module, Weight, Weights, pytorch};
@@ -93,6 +93,7 @@ impl Model {
                 schemes.describe(name.strip_suffix(".weight").unwrap_or(name), class, row, affine)?;
             }
         }
+        mark_routers(&mut weights.by_name);
         for (alias, original) in config.tied_names(|name| weights.by_name.contains_key(name)) {
             // A head that shares the integers of the embedding has a copy of its scales (see `export::safetensors`).
             if weights.by_name.get(original).is_some_and(|w| w.encoding != Encoding::Dense) {

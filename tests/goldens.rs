@@ -297,3 +297,54 @@ fn packed() {
         assert_eq!(read(&written.path), plain, "{}", case.name);
     });
 }
+
+/// `quantization_config` of a mixture of an unknown family: heads, routers and experts in tensors of rank 3 stay dense, and readers that
+/// quantize whole classes are told to ignore them, in the forms that vLLM and transformers look up.
+#[test]
+fn a_quantization_config_ignores_every_dense_module() {
+    let desk = Desk::new();
+    let floats = |shape: &[usize]| {
+        let count = shape.iter().product::<usize>();
+        Tensor::floats(DType::F32, shape, &(0..count).map(|at| ((at * 37 % 101) as f64 - 50.0) / 64.0).collect::<Vec<_>>())
+    };
+    let shapes: [(&str, &[usize]); 8] = [
+        ("model.embed_tokens.weight", &[48, 32]),
+        ("model.layers.0.self_attn.q_proj.weight", &[32, 32]),
+        ("model.layers.0.mixer.gate.weight", &[2, 32]),
+        ("model.layers.0.mixer.experts.gate_up_proj", &[2, 16, 32]),
+        ("model.layers.0.mixer.experts.down_proj", &[2, 32, 8]),
+        ("model.layers.1.mixer.down_proj.weight", &[32, 64]),
+        ("model.norm.weight", &[32]),
+        ("output.weight", &[48, 32]),
+    ];
+    let input = desk.weights(&shapes.iter().map(|(name, shape)| ((*name).to_owned(), floats(shape))).collect());
+    std::fs::write(input.join("config.json"), json!({ "model_type": "unheard-of" }).to_string()).unwrap();
+    let pass: Quantize = serde_json::from_value(json!({ "scheme": "FP8-DYNAMIC" })).unwrap();
+    let plan = pipeline().pass(pass.clone()).build().unwrap().plan(&compress::Model::open(&input).unwrap()).unwrap();
+    let out = desk.run(&input, pipeline().pass(pass)).unwrap();
+    let rule = &plan.passes[0].rule;
+    assert!(rule.contains("unchanged: the output head `output.weight`, the router `model.layers.0.mixer.gate.weight`"), "{rule}");
+    let config: Value = serde_json::from_str(&std::fs::read_to_string(out.path.join("config.json")).unwrap()).unwrap();
+    let mut described = config["quantization_config"].clone();
+    assert!(described["producer"].as_str().unwrap().starts_with("compress "));
+    described["producer"] = Value::Null;
+    let arguments = |strategy: &str, dynamic: bool| json!({ "num_bits": 8, "type": "float", "symmetric": true, "strategy": strategy, "dynamic": dynamic });
+    let expected = json!({
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": { "group_0": {
+            "targets": ["Linear"], "weights": arguments("channel", false), "input_activations": arguments("token", true), "output_activations": null,
+            "format": "float-quantized",
+        } },
+        "ignore": [
+            "model.layers.0.mixer.gate", r"re:(.*\.)?layers\.0\.mixer\.gate$", "output", r"re:(.*\.)?layers\.0\.mixer\.experts(\..*)?$",
+            "lm_head", "cls.predictions.decoder", "predictions.decoder", "classifier", "score", "qa_outputs",
+        ],
+        "kv_cache_scheme": null,
+        "global_compression_ratio": null,
+        "version": "0.13.0",
+        "producer": null,
+    });
+    assert_eq!(described, expected, "{described:#}");
+}

@@ -1,25 +1,93 @@
 //! What a weight is for, judged by its name and shape, for any checkpoint.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use crate::store::{Role, Weight};
 
-/// Parts of names that mark matrices which are not the weights of a linear layer, or which are known to need
-/// full precision: embeddings, output heads, routers of mixtures of experts, norms, position biases.
-const NOT_LINEAR: [&str; 14] = [
-    "embed",
-    "wte.",
-    "wpe.",
-    "shared.weight",
-    "lm_head",
-    "cls.predictions",
-    "output_projection",
-    "router",
-    "mlp.gate.weight",
-    "block_sparse_moe.gate.weight",
-    "shared_expert_gate",
-    "norm",
-    "position",
-    "relative_attention_bias",
+/// Why a matrix is not treated as the weight of a linear layer: it is none, or is known to need full precision.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Exemption {
+    /// A table whose rows are looked up.
+    Embedding,
+    /// Computes logits or scores from hidden states.
+    Head,
+    /// Scores the experts of a mixture.
+    Router,
+    /// Scale of a normalization.
+    Norm,
+    /// Attention bias by position.
+    PositionBias,
+}
+
+/// Parts of names by which weights are exempt.
+const EXEMPT: [(&str, Exemption); 14] = [
+    ("embed", Exemption::Embedding),
+    ("wte.", Exemption::Embedding),
+    ("wpe.", Exemption::Embedding),
+    ("shared.weight", Exemption::Embedding),
+    ("lm_head", Exemption::Head),
+    ("cls.predictions", Exemption::Head),
+    ("output_projection", Exemption::Head),
+    ("router", Exemption::Router),
+    ("mlp.gate.weight", Exemption::Router),
+    ("block_sparse_moe.gate.weight", Exemption::Router),
+    ("shared_expert_gate", Exemption::Router),
+    ("norm", Exemption::Norm),
+    ("position", Exemption::PositionBias),
+    ("relative_attention_bias", Exemption::PositionBias),
 ];
+/// Modules that are output heads, wherever they are in the model.
+const HEADS: [&str; 3] = ["output_layer", "shared_head.head", "score"];
+/// Modules that are output heads at the top of the model; elsewhere the name is that of an attention output projection.
+const TOP_HEADS: [&str; 3] = ["output", "model.output", "transformer.output"];
+
+/// Why a matrix is not treated as the weight of a linear layer, judged by its name and its role.
+fn exemption(name: &str, weight: &Weight) -> Option<Exemption> {
+    if weight.role == Some(Role::Router) {
+        return Some(Exemption::Router);
+    }
+    let module = name.strip_suffix(".weight")?;
+    let is_head = |head: &&str| module.strip_suffix(*head).is_some_and(|parent| parent.is_empty() || parent.ends_with('.'));
+    if HEADS.iter().any(is_head) || TOP_HEADS.contains(&module) {
+        return Some(Exemption::Head);
+    }
+    EXEMPT.iter().find(|(part, _)| name.contains(part)).map(|(_, exemption)| *exemption)
+}
+
+/// Gives routers of families that are not known their role: gates that have experts as siblings, as in `mixer.gate.weight` next to
+/// `mixer.experts.0.up.weight`.
+pub(super) fn mark_routers(weights: &mut BTreeMap<String, Weight>) {
+    let parent =
+        |name: &str| name.find("experts.").map(|at| name.get(..at).unwrap_or("").to_owned()).filter(|parent| parent.is_empty() || parent.ends_with('.'));
+    let mixtures: BTreeSet<String> = weights.keys().filter_map(|name| parent(name)).collect();
+    let is_router = |name: &str| {
+        mixtures.iter().filter_map(|mixture| name.strip_prefix(mixture.as_str())).any(|rest| {
+            let module = rest.split('.').next().unwrap_or("");
+            module == "gate" || module.ends_with("_gate") || module.contains("router")
+        })
+    };
+    for (name, weight) in weights.iter_mut().filter(|(name, weight)| weight.role.is_none() && name.ends_with(".weight") && is_router(name)) {
+        weight.role = (weight.shape.len() == 2 && !name.contains("norm")).then_some(Role::Router);
+    }
+}
+
+/// Routers and output heads among weights, as text: they are left in full precision where no `targets` select them.
+pub fn exempt_layers<'w>(weights: impl Iterator<Item = (&'w str, &'w Weight)>) -> Option<String> {
+    let mut found: BTreeMap<Exemption, Vec<&str>> = BTreeMap::new();
+    for (name, weight) in weights.filter(|(_, weight)| weight.shape.len() == 2 && weight.is_float()) {
+        if let Some(kind @ (Exemption::Head | Exemption::Router)) = exemption(name, weight) {
+            found.entry(kind).or_default().push(name);
+        }
+    }
+    let describe = |(kind, names): (&Exemption, &Vec<&str>)| {
+        let what = if *kind == Exemption::Head { "output head" } else { "router" };
+        match names[..] {
+            [one] => format!("the {what} `{one}`"),
+            _ => format!("{} {what}s (the first: `{}`)", names.len(), names.first().unwrap_or(&"")),
+        }
+    };
+    (!found.is_empty()).then(|| found.iter().map(describe).collect::<Vec<_>>().join(", "))
+}
 
 /// The rule that [`is_linear`] follows, for plans and reports.
 pub const LINEAR_RULE: &str =
@@ -36,7 +104,7 @@ pub fn is_linear(name: &str, weight: &Weight) -> bool {
 pub fn is_prunable(name: &str, weight: &Weight) -> bool {
     let named = match weight.role {
         Some(role) => matches!(role, Role::Matrix | Role::Kernel),
-        None => name.ends_with(".weight") && !NOT_LINEAR.iter().any(|part| name.contains(part)),
+        None => name.ends_with(".weight") && exemption(name, weight).is_none(),
     };
     named && weight.shape.len() >= 2 && weight.is_float() && weight.elements() > 0
 }
@@ -129,6 +197,44 @@ pub fn part(name: &str, shape: &[usize]) -> ModelPart {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::Computed;
+
+    #[test]
+    fn routers_and_heads_of_unknown_families_are_exempt() {
+        let matrix = || Computed { values: || Ok(vec![0.0; 4]) }.weight(vec![2, 2]);
+        let exempt = [
+            "model.layers.0.mixer.gate.weight",
+            "model.layers.0.feed_forward.gate.weight",
+            "layers.0.moe.gate.weight",
+            "model.layers.0.mlp.gate.wg.weight",
+            "model.layers.0.mlp.shared_expert_gate.weight",
+            "output.weight",
+            "transformer.output_layer.weight",
+            "model.layers.1.shared_head.head.weight",
+            "score.weight",
+            "lm_head.weight",
+        ];
+        let linear = [
+            "model.layers.0.mixer.experts.0.up.weight",
+            "model.layers.0.feed_forward.experts.w1.weight",
+            "layers.0.moe.experts.3.w1.weight",
+            "model.layers.0.mlp.experts.0.gate_proj.weight",
+            "model.layers.0.mlp.gate_proj.weight",
+            "model.layers.1.mixer.gate.weight",
+            "model.layers.0.attention.output.weight",
+            "encoder.layer.0.attention.output.dense.weight",
+        ];
+        let mut weights: BTreeMap<String, Weight> = exempt.iter().chain(&linear).map(|name| ((*name).to_owned(), matrix())).collect();
+        mark_routers(&mut weights);
+        for name in exempt {
+            assert!(!is_linear(name, &weights[name]) && !is_prunable(name, &weights[name]), "{name}");
+        }
+        for name in linear {
+            assert!(is_linear(name, &weights[name]), "{name}");
+        }
+        let described = exempt_layers(weights.iter().map(|(name, weight)| (name.as_str(), weight))).unwrap();
+        assert_eq!(described, "5 output heads (the first: `lm_head.weight`), 5 routers (the first: `layers.0.moe.gate.weight`)");
+    }
 
     #[test]
     fn names_of_all_families_say_the_part() {

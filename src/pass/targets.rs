@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
+use crate::model::exempt_layers;
 use crate::store::{Encoding, Pattern, Selection, Weight, Weights};
 
 /// The weights that a pass takes, and how they were chosen.
@@ -51,6 +52,10 @@ pub fn choose<'a>(
     }
     let list = |patterns: &[Pattern]| patterns.iter().map(Pattern::as_str).collect::<Vec<_>>().join(", ");
     let mut rule = if targets.is_empty() { rule.to_owned() } else { list(targets) };
+    let exempt = || exempt_layers(weights.by_name.iter().filter(|(name, _)| !names.contains(name.as_str())).map(|(name, weight)| (name.as_str(), weight)));
+    if let Some(exempt) = (targets.is_empty() && pass.starts_with("quantize")).then(exempt).flatten() {
+        rule = format!("{rule}; unchanged: {exempt}");
+    }
     if !ignore.is_empty() {
         rule = format!("{rule}; without {}", list(ignore));
     }

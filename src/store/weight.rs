@@ -42,6 +42,8 @@ pub enum Role {
     Kernel,
     /// A table whose rows are looked up.
     Table,
+    /// The matrix that scores the experts of a mixture.
+    Router,
     /// Something else.
     Other,
 }

@@ -207,10 +207,24 @@ fn ignored(items: &[Item], model: &Model, groups: &[Group], tied: &[&str]) -> Ve
             ignore.push(format!("re:(.*\\.)?{}$", regex::escape(end)));
         }
     }
+    for experts in dense_experts(items) {
+        let end = experts.split_once('.').map_or(experts, |(_, end)| end);
+        if !quantized.iter().any(|q| q.contains(&format!("{end}."))) {
+            ignore.push(format!("re:(.*\\.)?{}(\\..*)?$", regex::escape(end)));
+        }
+    }
     ignore.extend(heads.map(str::to_owned));
     let mut seen = BTreeSet::new();
     ignore.retain(|entry| seen.insert(entry.clone()));
     ignore
+}
+
+/// Modules that hold the dense weights of all their experts as tensors of rank 3. vLLM looks up how experts are quantized by the names of
+/// linear layers within them, like `experts.0.gate_proj`.
+fn dense_experts(items: &[Item]) -> BTreeSet<&str> {
+    let dense = items.iter().filter(|item| item.weight.encoding == Encoding::Dense && item.weight.shape.len() == 3);
+    let module = |name: &'_ str| name.match_indices("experts.").map(|(at, _)| at).find(|at| *at == 0 || name.as_bytes().get(at - 1) == Some(&b'.'));
+    dense.filter_map(|item| item.name.get(..module(&item.name)? + "experts".len())).collect()
 }
 
 /// Whether a weight is that of one expert, as in `mlp.experts.3.up_proj.weight`.
