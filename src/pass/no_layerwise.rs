@@ -56,7 +56,7 @@ pub(super) fn palettize(
 }
 
 /// Nothing: [`require`] was asked before.
-pub(super) fn find_input_scales(_pass: &str, _encodings: &mut BTreeMap<String, Affine>, _model: &Model, _context: &Context) -> Result<()> {
+pub(super) fn find_input_scales(_pass: &str, _encodings: &mut BTreeMap<String, Affine>, _model: &Model, _context: &Context) -> Result<Vec<String>> {
     Err(unable("scheme"))
 }
 

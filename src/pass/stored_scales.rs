@@ -11,11 +11,12 @@ use crate::model::Model;
 use crate::store::{ActivationScheme, Affine, Static};
 
 /// Gives each weight whose scheme stores one the scale of its layer's input: from the largest magnitude of any sample, so that layers
-/// that read the same value have the same scale.
+/// that read the same value have the same scale. An expert that no sample reached gets the largest magnitude of the other experts of its
+/// layer. Returns a note for each kind of layer without samples of its own.
 ///
 /// # Errors
 /// There are no samples, a weight is not that of a layer, or the model cannot be run.
-pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Affine>, model: &Model, context: &Context) -> Result<()> {
+pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Affine>, model: &Model, context: &Context) -> Result<Vec<String>> {
     let graph = model.graph()?;
     let mut inputs: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for node in graph.nodes() {
@@ -32,20 +33,55 @@ pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Affine>
         requests.extend(read(name)?.iter().map(|value| ((*value).to_owned(), Request { axis: Axis::Last, histograms: false })));
     }
     let seen = calibrate::statistics(pass, &graph, model, &requests, context)?;
-    for (name, affine) in encodings {
+    let mut largest: BTreeMap<String, f32> = BTreeMap::new();
+    for name in encodings.keys() {
         let values = read(name)?.iter().filter_map(|value| seen.get(*value));
-        let largest = values.flat_map(|seen| seen.channels().largest()).fold(0f32, f32::max);
-        let or = |scale: f32, least: f32| if scale.is_normal() && scale > 0.0 { scale } else { least };
+        largest.insert(name.clone(), values.flat_map(|seen| seen.channels().largest()).fold(0f32, f32::max));
+    }
+    let notes = fill_unreached(&mut largest);
+    for (name, affine) in encodings {
+        let largest = largest.get(name).copied().unwrap_or_default();
+        let or_one = |scale: f32| if scale.is_normal() && scale > 0.0 { scale } else { 1.0 };
         affine.activations = match affine.activations {
             ActivationScheme::Float8Static(_) => {
                 let scale = convert::scale(affine.scale_dtype, f64::from(largest) / f64::from(narrow::E4M3_MAX));
-                ActivationScheme::Float8Static(Static::new(or(scale, f32::EPSILON), None))
+                ActivationScheme::Float8Static(Static::new(or_one(scale), None))
             }
-            ActivationScheme::Nvfp4(_) => ActivationScheme::Nvfp4(Static::new(or(narrow::E4M3_MAX * narrow::E2M1_MAX / largest, 1.0), None)),
+            ActivationScheme::Nvfp4(_) => ActivationScheme::Nvfp4(Static::new(or_one(narrow::E4M3_MAX * narrow::E2M1_MAX / largest), None)),
             other => other,
         };
     }
-    Ok(())
+    Ok(notes)
+}
+
+/// Gives layers whose inputs were never seen, or were only zeros, the largest magnitude among the same layers of other experts.
+fn fill_unreached(largest: &mut BTreeMap<String, f32>) -> Vec<String> {
+    let unreached: Vec<String> = largest.iter().filter(|(_, largest)| **largest == 0.0).map(|(name, _)| name.clone()).collect();
+    let mut of_experts: BTreeMap<String, f32> = BTreeMap::new();
+    for (name, largest) in &*largest {
+        if let Some(layer) = without_expert(name) {
+            let all = of_experts.entry(layer).or_default();
+            *all = all.max(*largest);
+        }
+    }
+    let (mut filled, mut empty) = (Vec::new(), Vec::new());
+    for name in &unreached {
+        let found = without_expert(name).and_then(|layer| of_experts.get(&layer)).copied().unwrap_or_default();
+        largest.insert(name.clone(), found);
+        if found > 0.0 { filled.push(name) } else { empty.push(name) }
+    }
+    let note = |names: Vec<&String>, what: &str| {
+        names.first().map(|first| format!("warning: no calibration sample reached {} layers (the first: `{first}`): {what}; use more samples", names.len()))
+    };
+    let filled = note(filled, "their input scales are those of the other experts of the layer");
+    filled.into_iter().chain(note(empty, "their input scales are 1")).collect()
+}
+
+/// The name of an expert's layer with `*` in place of the number of the expert.
+fn without_expert(name: &str) -> Option<String> {
+    let (before, rest) = name.split_once("experts.")?;
+    let (number, after) = rest.split_once('.')?;
+    number.parse::<usize>().is_ok().then(|| format!("{before}experts.*.{after}"))
 }
 
 #[cfg(test)]
@@ -61,6 +97,21 @@ mod tests {
     use crate::run_state::RunState;
     use crate::store::Encoding;
     use crate::work::{Cancel, Silent, Work};
+
+    #[test]
+    fn experts_without_samples_take_the_scale_of_their_siblings() {
+        let values = [
+            ("l.experts.0.up.weight", 3.0),
+            ("l.experts.1.up.weight", 0.0),
+            ("l.experts.2.up.weight", 5.0),
+            ("l.experts.1.down.weight", 0.0),
+            ("q.weight", 0.0),
+        ];
+        let mut largest: BTreeMap<String, f32> = values.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect();
+        let notes = fill_unreached(&mut largest);
+        assert_eq!((largest["l.experts.1.up.weight"], largest["l.experts.0.up.weight"], largest["q.weight"]), (5.0, 3.0, 0.0));
+        assert!(notes.len() == 2 && notes[0].contains("1 layers (the first: `l.experts.1.up.weight`)") && notes[1].contains("2 layers"), "{notes:?}");
+    }
 
     #[test]
     fn scales_are_those_of_the_values_that_layers_read() {

@@ -292,7 +292,7 @@ impl Pass for Quantize {
         let mut applied = Applied { tensors, rule, notes, ..Applied::new(NAME, self.options()) };
         if let Some(context) = context.filter(|_| self.scheme.stores_scales()) {
             let meter = applied.meter.clone();
-            meter.time(|| layerwise::find_input_scales(NAME, &mut encodings, &model, context))?;
+            applied.notes.extend(meter.time(|| layerwise::find_input_scales(NAME, &mut encodings, &model, context))?);
         }
         match context.filter(|_| self.method.reads_samples()) {
             Some(context) => {
