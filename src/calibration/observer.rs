@@ -322,6 +322,34 @@ mod tests {
         (0..count).map(|_| sample() as f32).collect()
     }
 
+    /// Statistics of one channel, a row for each sample.
+    fn statistics(samples: &[Vec<f32>]) -> ValueStatistics {
+        let mut seen = ValueStatistics::new(1, Request { axis: Axis::Last, histograms: true });
+        samples.iter().for_each(|sample| seen.add("x", sample, &[sample.len(), 1], Axis::Last, &[sample.len()]).unwrap());
+        seen
+    }
+
+    #[test]
+    fn headroom_is_what_one_half_needs_beyond_the_other() {
+        let uniform = |limit: f32| (0..2000).map(|i| limit * ((i * 797 % 2000) as f32 / 1000.0 - 1.0)).collect::<Vec<_>>();
+        let alike = statistics(&[uniform(1.0), uniform(1.0)]);
+        assert_eq!(with_headroom(ActivationObserver::Minmax, &alike, &[1.0], 0.0), ActivationObserver::Minmax.range(&alike, Some(&[1.0]), 0.0));
+        let uneven = statistics(&[uniform(1.0), uniform(1.2)]);
+        let ((low, high), (least, most)) = (with_headroom(ActivationObserver::Minmax, &uneven, &[1.0], 0.0), uneven.histogram.range());
+        assert!((high / most - 1.2).abs() < 1e-6 && (low / least - 1.2).abs() < 1e-6, "{low} {high}, {least} {most}");
+    }
+
+    /// The range of eight samples is not that of the one that is ten times as large, and follows the number of samples of each group.
+    #[test]
+    fn the_range_is_the_mean_of_those_of_the_groups() {
+        let uniform = |limit: f32| (0..2000).map(|i| limit * ((i * 797 % 2000) as f32 / 1000.0 - 1.0)).collect::<Vec<_>>();
+        let range = |samples: &[Vec<f32>]| ActivationObserver::Mse.range(&statistics(samples), Some(&[1.0]), 0.0).1;
+        let (one, ten) = (range(&[uniform(1.0)]), range(&[uniform(10.0)]));
+        assert!((range(&vec![uniform(1.0); 9]) - one).abs() < 1e-6);
+        let mixed = range(&[uniform(1.0), uniform(1.0), uniform(10.0), uniform(1.0)]);
+        assert!((mixed - (3.0 * one + ten) / 4.0).abs() < 1e-5, "{mixed} {one} {ten}");
+    }
+
     #[test]
     fn ranges_are_those_of_the_reference() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/observers.json");

@@ -150,7 +150,8 @@ impl QuantizeStatic {
             if self.bias_correction && node.inputs.get(1).is_some_and(read_once) {
                 let (old, shape) = (bias.clone(), bias.shape.clone());
                 let (means, before, after, full) = (seen.channels().means(), weight, quantized.clone(), (name.clone(), bias_name.clone()));
-                let values = move || corrected(old.floats(&full.1)?, &before.floats(&full.0)?, &after.floats(&full.0)?, &means);
+                let groups = if let Op::Conv(op) = &node.op { op.groups.max(1) } else { 1 };
+                let values = move || corrected(old.floats(&full.1)?, &before.floats(&full.0)?, &after.floats(&full.0)?, &means, groups);
                 bias = Scaled { name: bias_name.clone(), upstream: Computed { values }.weight(shape), rows: None, columns: None }.weight(dtype);
             }
             if dtype == DType::F32 {
@@ -182,18 +183,17 @@ fn bias(graph: &Graph, node: &Node, model: &Model) -> Result<Option<Vec<f32>>> {
     name.map(|name| model.weights.get(name)?.floats(name)).transpose()
 }
 
-/// `bias + (W - Ŵ) · mean(x)`: what weights lose on average (Nagel et al., Data-Free Quantization, 2019). Paddings count as if
-/// they were like everything else.
-fn corrected(mut bias: Vec<f32>, before: &[f32], after: &[f32], means: &[f64]) -> Result<Vec<f32>> {
-    let row = before.len() / bias.len().max(1);
-    let inner = (row / means.len().max(1)).max(1);
-    // Of a grouped convolution a row holds the channels of its group alone.
-    let groups = (means.len() * inner / row.max(1)).max(1);
-    let per_group = (bias.len() / groups).max(1);
+/// `bias + (W - Ŵ) · mean(x)`: the mean error of rounding the weights (Nagel et al., Data-Free Quantization, 2019). Padding counts as if it
+/// had the mean of its channel. Each of the `groups` of a convolution reads its own channels.
+fn corrected(mut bias: Vec<f32>, before: &[f32], after: &[f32], means: &[f64], groups: usize) -> Result<Vec<f32>> {
+    let outputs = bias.len().max(1);
+    let row = before.len() / outputs;
+    let inputs = (means.len() / groups).max(1);
+    let (taps, per_group) = ((row / inputs).max(1), (outputs / groups).max(1));
     for (output, bias) in bias.iter_mut().enumerate() {
-        let first = output / per_group * (row / inner);
+        let first = output / per_group * inputs;
         let lost = |at: usize| f64::from(before[output * row + at]) - f64::from(after[output * row + at]);
-        let sum: f64 = (0..row).map(|at| lost(at) * means.get(first + at / inner).copied().unwrap_or(0.0)).sum();
+        let sum: f64 = (0..row).map(|at| lost(at) * means.get(first + at / taps).copied().unwrap_or(0.0)).sum();
         *bias += sum as f32;
     }
     Ok(bias)
@@ -211,6 +211,19 @@ mod tests {
 
     use super::*;
     use crate::pass::WeightObserver;
+
+    /// `bias + (W - Ŵ) · mean(x)`, by hand: of a matrix, of two groups of two inputs with two taps each, and of a depthwise
+    /// convolution of two channels with four taps.
+    #[test]
+    fn biases_take_up_the_mean_error_of_rounding() {
+        let before = [1.0, 2.0, 3.0, 4.0, -1.0, 0.5, 0.25, 2.0];
+        let after = [0.5, 2.0, 3.5, 4.0, -1.0, 0.0, 0.25, 1.0];
+        let found = |means: &[f64], groups| corrected(vec![10.0, 20.0], &before, &after, means, groups).unwrap();
+        assert_eq!(found(&[1.0, 5.0, 4.0, 3.0], 1), [10.0 + 0.5 - 2.0, 20.0 + 2.5 + 3.0]);
+        // Taps of the first two channels lose 0.5 and -0.5, those of the last two 0.5 and 1.
+        assert_eq!(found(&[2.0, 4.0, 8.0, 16.0], 2), [10.0 + 0.5 * 2.0 - 0.5 * 4.0, 20.0 + 0.5 * 8.0 + 16.0]);
+        assert_eq!(found(&[2.0, 3.0], 2), [10.0, 20.0 + 1.5 * 3.0]);
+    }
 
     proptest! {
         /// A bias of floats is what the integers beside it stand for, and is rounded once.
