@@ -298,8 +298,8 @@ fn packed() {
     });
 }
 
-/// `quantization_config` of a mixture of an unknown family: heads, routers and experts in tensors of rank 3 stay dense, and readers that
-/// quantize whole classes are told to ignore them, in the forms that vLLM and transformers look up.
+/// `quantization_config` of a mixture of an unknown family: heads, routers and experts in tensors of rank 3 stay dense, and `ignore` lists
+/// them in the forms that vLLM and transformers look up.
 #[test]
 fn a_quantization_config_ignores_every_dense_module() {
     let desk = Desk::new();

@@ -339,7 +339,7 @@ mod tests {
         assert!((high / most - 1.2).abs() < 1e-6 && (low / least - 1.2).abs() < 1e-6, "{low} {high}, {least} {most}");
     }
 
-    /// The range of eight samples is not that of the one that is ten times as large, and follows the number of samples of each group.
+    /// One of four samples has ten times larger values: each group contributes its own best range to the mean.
     #[test]
     fn the_range_is_the_mean_of_those_of_the_groups() {
         let uniform = |limit: f32| (0..2000).map(|i| limit * ((i * 797 % 2000) as f32 / 1000.0 - 1.0)).collect::<Vec<_>>();
