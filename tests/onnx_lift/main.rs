@@ -11,6 +11,7 @@ use prost::Message;
 
 mod attention;
 mod exported;
+mod masks;
 #[path = "../common/nodes.rs"]
 mod nodes;
 mod patterns;

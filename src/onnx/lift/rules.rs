@@ -9,7 +9,8 @@ use super::{At, Made};
 use crate::ir::ops::{
     Abs, Add, AveragePool, BatchNorm, Binary, BinaryKind, Clip, Concat, Conv, ConvTranspose, Coordinates, Elu, Embedding, Erf, Exp, Extent, Flatten, Gelu,
     GlobalAveragePool, HardSigmoid, HardSwish, Interpolation, LayerNorm, LeakyRelu, Linear, Log, MatMul, MaxPool, Mish, Mul, NearestMode, Neg, Pad, PadMode,
-    Padding, PerAxis, Power, Reciprocal, Reduce, ReduceKind, Relu, Reshape, Resize, Sigmoid, Slice, Softmax, Softplus, Sqrt, Tanh, TargetSize, Transpose,
+    Padding, PerAxis, Power, Reciprocal, Reduce, ReduceKind, Relu, Reshape, Resize, Sigmoid, Slice, Softmax, Softplus, Sqrt, Tanh, TargetSize, ToFloat,
+    Transpose,
 };
 use crate::ir::{Element, Op, OpSpec};
 use crate::store::Role;
@@ -296,10 +297,15 @@ fn split(at: &At) -> Result<Option<Made>, String> {
     first(Slice { start, length: Some(length), rest: 0, step: 1, axis })
 }
 
-/// Between floats of one width, nothing.
+/// Integers and truth values become floats. Between equal types, nothing changes.
 fn cast(at: &At) -> Result<Option<Made>, String> {
-    let float = at.ty(0)?.element == Element::Float && at.int("to", 0) == DataType::Float as i64;
-    if float { Ok(None) } else { Err(format!("it makes elements of type {}", at.int("to", 0))) }
+    let (to, from) = (at.int("to", 0), at.ty(0)?.element);
+    match from {
+        Element::Float if to == DataType::Float as i64 => Ok(None),
+        Element::Int if to == DataType::Float as i64 => first(ToFloat {}),
+        Element::Int if to == DataType::Int64 as i64 && at.is_int64(0) => Ok(None),
+        _ => Err(format!("it casts to type {to}")),
+    }
 }
 
 fn flatten(at: &At) -> Result<Option<Made>, String> {
