@@ -12,7 +12,7 @@ use crate::ir::ops::{
     Padding, PerAxis, Power, Reciprocal, Reduce, ReduceKind, Relu, Reshape, Resize, Sigmoid, Slice, Softmax, Softplus, Sqrt, Tanh, TargetSize, ToFloat,
     Transpose,
 };
-use crate::ir::{Element, Op, OpSpec};
+use crate::ir::{Dim, Element, Op, OpSpec};
 use crate::store::Role;
 
 /// What stands for a node; nothing where it passes its first input on.
@@ -59,6 +59,7 @@ pub(super) const RULES: &[(&str, Rule)] = &[
     ("GlobalAveragePool", |_| first(GlobalAveragePool { keep: true })),
     ("Reshape", reshape),
     ("Flatten", flatten),
+    ("Expand", expand),
     ("Squeeze", squeeze),
     ("Unsqueeze", unsqueeze),
     ("Transpose", |at| first(Transpose { perm: at.ints("perm").unwrap_or_default().into_iter().map(size).collect::<Result<_, _>>()? })),
@@ -251,6 +252,20 @@ fn reshape(at: &At) -> Result<Option<Made>, String> {
     let (op, ty) = (Reshape { shape }, at.ty(0)?);
     // To the sizes that it has.
     if op.infer(&[&ty]).is_ok_and(|same| same == ty) { Ok(None) } else { first(op) }
+}
+
+/// To the sizes that it has.
+fn expand(at: &At) -> Result<Option<Made>, String> {
+    let (shape, target) = (at.ty(0)?.shape, at.some_numbers(1)?);
+    let extra = shape.len().checked_sub(target.len()).ok_or("it adds axes")?;
+    let keeps = |(number, size): (&Number, &Dim)| match number {
+        Number::Known(1) => true,
+        Number::Known(known) => size.fixed().is_some_and(|size| i64::try_from(size) == Ok(*known)),
+        Number::Size(dim) => dim == size,
+        Number::Open => false,
+    };
+    let same = target.iter().zip(shape.iter().skip(extra)).all(keeps);
+    if same { Ok(None) } else { Err("it repeats its input".into()) }
 }
 
 /// A part of one axis, in steps of one.
