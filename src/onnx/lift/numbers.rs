@@ -59,7 +59,7 @@ impl Numbers {
         self.values.clone()
     }
 
-    /// An element, where one number stands for any count of them.
+    /// The element at an index; a single number is broadcast.
     fn element(&self, at: usize) -> Number {
         let values = &self.values;
         values.get(if values.len() == 1 { 0 } else { at }).cloned().unwrap_or(Number::Open)
