@@ -182,8 +182,23 @@ impl<'a> Work<'a> {
     /// # Errors
     /// The error of the first job in order that failed; the others stop at their next job.
     pub fn run<J: Sync, T: Send>(&self, stage: &str, jobs: &[J], size: impl Fn(&J) -> u64, work: impl Fn(&J) -> Result<T> + Sync) -> Result<Vec<T>> {
+        self.run_by(stage, jobs, |job| std::cmp::Reverse(size(job)), &size, work)
+    }
+
+    /// The same, in ascending order of a key.
+    ///
+    /// # Errors
+    /// As [`run`](Work::run).
+    pub fn run_by<J: Sync, K: Ord, T: Send>(
+        &self,
+        stage: &str,
+        jobs: &[J],
+        key: impl Fn(&J) -> K,
+        size: impl Fn(&J) -> u64,
+        work: impl Fn(&J) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
         let mut order: Vec<usize> = (0..jobs.len()).collect();
-        order.sort_by_key(|&i| std::cmp::Reverse(size(&jobs[i])));
+        order.sort_by_key(|&i| key(&jobs[i]));
         self.run_ordered(stage, jobs, &order, size, work)
     }
 

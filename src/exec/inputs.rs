@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use super::Inputs;
 use super::transfer::{self, Cause};
 use crate::error::{Error, Result};
-use crate::ir::{Element, Graph, Kind, Node, Op, Value, ValueId, given};
+use crate::ir::{Element, Graph, Kind, Node, Op, OpSpec, Value, ValueId, given};
 
 /// An input in the precision of the computation, on the host and on the device.
 pub(super) fn take(value: &Value, inputs: &Inputs, device: &Device, compute: DType) -> Result<(Tensor, Tensor)> {
@@ -39,6 +39,10 @@ pub(super) fn require_rows(graph: &Graph, inputs: &[(ValueId, Tensor)], tokens: 
             Op::Positions(op) => {
                 let positions = op.at_most(indices, tokens).map_err(failed)?;
                 known.insert(node.output, positions);
+            }
+            Op::Slice(op) => {
+                let part = op.eval(std::slice::from_ref(indices)).map_err(failed)?;
+                known.insert(node.output, part);
             }
             Op::Embedding(_) => {
                 let table = node.inputs.get(1).and_then(|id| graph.value(*id).ty.shape.first()?.fixed());

@@ -1,6 +1,6 @@
 //! A file's operators as typed ops.
 //!
-//! Each operator is a row of the table in `rules.rs`. Whole numbers that shapes are computed with are followed as numbers (`numbers.rs`). Nodes
+//! Each operator is a row of the table in `rules.rs`. Whole numbers that shapes are computed with are followed as numbers (`numbers.rs`). Slices of constant position ids are recognized (`positions.rs`). Nodes
 //! without a typed form become pieces that ONNX Runtime runs (`opaque.rs`). What several nodes are together is put together (`patterns.rs`).
 
 // What is read here, anybody may have written.
@@ -10,6 +10,7 @@ mod folding;
 mod numbers;
 mod opaque;
 mod patterns;
+mod positions;
 mod quantizer;
 mod rules;
 
@@ -18,10 +19,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::check::{self, label};
 use super::model_file::ModelFile;
 use super::piece;
-use super::proto::{NodeProto, TensorProto, ValueInfoProto};
+use super::proto::{DataType, NodeProto, TensorProto, ValueInfoProto};
 use super::sizes;
 use crate::error::{Error, Result};
-use crate::ir::{Builder, Dim, Graph, Op, TensorType, ValueId};
+use crate::ir::{Builder, Dim, Element, Graph, Op, TensorType, ValueId};
 use crate::store::{DType, Role, Weights};
 use numbers::{Number, Numbers};
 pub(super) use opaque::Pieces;
@@ -234,6 +235,9 @@ impl<'f> Lift<'f> {
         if node.op_type() == "Constant" || self.file.made_floats.contains(output) {
             return Ok(Known::Constant);
         }
+        if let Some(id) = self.positions(node, output) {
+            return Ok(Known::Value(id));
+        }
         if let Some(found) = self.folded(node)? {
             return Ok(found);
         }
@@ -254,6 +258,11 @@ impl<'f> Lift<'f> {
         let Some(Made { op, inputs }) = made else { return self.same(node) };
         let inputs = inputs.into_iter().map(|position| self.value(node, position)).collect::<Result<Vec<_>, _>>()?;
         let id = self.builder.node(output, op, &inputs).map_err(|e| e.to_string())?;
+        // Integers keep the type that they have in the file.
+        let number = inputs.first().and_then(|input| self.numbers.get(input)).copied();
+        if let Some(number) = number.filter(|_| self.builder.ty(id).element == Element::Int) {
+            self.numbers.insert(id, number);
+        }
         Ok(Known::Value(id))
     }
 
@@ -326,6 +335,13 @@ impl<'f> At<'_, 'f> {
             (_, Some(weight)) => Ok(TensorType::float(weight.shape.iter().copied())),
             _ => Err(format!("the shape of `{name}` is not known")),
         }
+    }
+
+    /// Whether an input holds 64-bit integers in the file.
+    fn is_int64(&self, position: usize) -> bool {
+        let name = self.node.input.get(position).map_or("", String::as_str);
+        let Some(Known::Value(id)) = self.lift.known.get(name) else { return false };
+        self.lift.numbers.get(id).is_none_or(|number| *number == DataType::Int64 as i32)
     }
 
     fn rank(&self) -> Result<usize, String> {

@@ -9,6 +9,7 @@ use super::affine::row;
 use super::convert::Decoded;
 use super::{Affine, BlockSink, Checkpoint, DType, RowsOf, WeightSource, assemble};
 use crate::error::{Error, Result};
+use crate::files;
 
 /// How elements are represented.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,6 +72,8 @@ pub struct Weight {
     pub readers: Vec<String>,
     /// Of some rows of a weight, where they lie in it.
     pub rows_of: Option<RowsOf>,
+    /// Number of the file and first byte in a checkpoint on another machine, which is downloaded once if weights are read in this order.
+    pub remote_position: Option<(usize, u64)>,
     source: Arc<dyn WeightSource>,
 }
 
@@ -94,6 +97,7 @@ impl Weight {
             role: None,
             readers: Vec::new(),
             rows_of: None,
+            remote_position: None,
             source,
         }
     }
@@ -247,7 +251,17 @@ impl Weights {
     /// # Errors
     /// As [`from_checkpoint`](Weights::from_checkpoint).
     pub fn from_checkpoint_with(checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option<u8>) -> Result<Weights> {
-        assemble::assemble(checkpoint, bits)
+        let mut positions = BTreeMap::new();
+        for (name, tensor) in &checkpoint.tensors {
+            let (path, begin, _) = tensor.place();
+            let file = checkpoint.files.iter().position(|file| file == path).filter(|_| files::is_remote(path));
+            positions.extend(file.map(|file| (name.clone(), (file, begin))));
+        }
+        let mut weights = assemble::assemble(checkpoint, bits)?;
+        for weight in weights.by_name.values_mut() {
+            weight.remote_position = weight.stored_as.iter().filter_map(|name| positions.get(name).copied()).min();
+        }
+        Ok(weights)
     }
 
     /// The weight of this name.

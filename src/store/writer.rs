@@ -248,7 +248,14 @@ fn write_items(
         Ok(seen)
     };
     // What goes to another machine is in memory until its neighbours are there.
-    if folder.is_away() { work.run_in_order("Writing", &jobs, size, write) } else { work.run("Writing", &jobs, size, write) }
+    if folder.is_away() {
+        return work.run_in_order("Writing", &jobs, size, write);
+    }
+    // SHA-256 needs the bytes in the order of the file: ranges that come in another order are downloaded twice.
+    if items.iter().any(|item| item.weight.remote_position.is_some()) {
+        return work.run_by("Writing", &jobs, |(item, _)| item.weight.remote_position, size, write);
+    }
+    work.run("Writing", &jobs, size, write)
 }
 
 /// Writes files of any format that are laid out piece by piece, each part of an item once, and reads everything back.
@@ -411,7 +418,9 @@ fn measured(weight: &Weight, each: &mut dyn FnMut(&Block) -> Result<()>) -> Resu
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Checkpoint, DType, Weights};
+    use std::sync::{Arc, Mutex};
+
+    use super::super::{BlockSink, Checkpoint, DType, Encoding, WeightSource, Weights};
     use super::*;
     use crate::work::{Cancel, Silent};
 
@@ -424,6 +433,34 @@ mod tests {
         let layout = FileLayout::new(&items, &BTreeMap::new(), &[], u64::MAX).unwrap();
         let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
         write(&Destination::here(folder), &items, &layout, None, &work).unwrap().0
+    }
+
+    /// Notes that it is read.
+    struct Noted(usize, Arc<Mutex<Vec<usize>>>);
+
+    impl WeightSource for Noted {
+        fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
+            self.1.lock().unwrap().push(self.0);
+            sink(Block::untouched(View::dense(DType::F32, &vec![0; 4 * self.0])))
+        }
+    }
+
+    #[test]
+    fn weights_of_another_machine_are_read_in_the_order_of_their_files() {
+        for (is_remote, wanted) in [(true, [2, 5, 3, 4]), (false, [5, 4, 3, 2])] {
+            let (folder, read) = (tempfile::tempdir().unwrap(), Arc::<Mutex<Vec<usize>>>::default());
+            let item = |(count, position): (usize, (usize, u64))| {
+                let mut weight = Weight::new(DType::F32, vec![count], Encoding::Dense, Arc::new(Noted(count, Arc::clone(&read))));
+                weight.stored_bytes = 4 * count as u64;
+                weight.remote_position = is_remote.then_some(position);
+                Item { name: format!("w{count}"), weight, storage_format: StorageFormat::Plain }
+            };
+            let items: Vec<Item> = [(3, (1, 8)), (2, (0, 0)), (4, (1, 20)), (5, (0, 8))].into_iter().map(item).collect();
+            let layout = FileLayout::new(&items, &BTreeMap::new(), &[], u64::MAX).unwrap();
+            let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+            write(&Destination::here(folder.path()), &items, &layout, None, &work).unwrap();
+            assert_eq!(*read.lock().unwrap(), wanted);
+        }
     }
 
     #[test]

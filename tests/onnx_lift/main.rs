@@ -11,6 +11,7 @@ use prost::Message;
 
 mod attention;
 mod exported;
+mod masks;
 #[path = "../common/nodes.rs"]
 mod nodes;
 mod patterns;
@@ -20,6 +21,12 @@ use nodes::{close, executed, floats, given, in_runtime, ints, model, node, sampl
 
 /// Name, opset, sizes of the input, nodes, initializers.
 type Case = (&'static str, i64, Vec<i64>, Vec<NodeProto>, Vec<TensorProto>);
+
+/// As many integers as an input specifies, all of one value.
+fn constant_of(output: &str, shape: &str, value: i64) -> NodeProto {
+    let attribute = AttributeProto { t: Some(ints("", &[value])), i: None, r#type: Some(4), ..AttributeProto::int("value", 0) };
+    node("ConstantOfShape", &[shape], output, vec![attribute])
+}
 
 fn cases() -> Vec<Case> {
     let (int, list) = (AttributeProto::int, |name: &str, values: &[i64]| AttributeProto::ints(name, values.iter().copied()));
@@ -190,6 +197,23 @@ fn cases() -> Vec<Case> {
                 node("Reshape", &["x", "t"], "y", vec![]),
             ],
             vec![ints("rest", &[-1, 1])],
+        ),
+        (
+            "Expand to a shape that is computed, with -1 for a size of the input",
+            15,
+            vec![0, 6, 4],
+            vec![
+                node("Shape", &["x"], "s", vec![int("end", 1)]),
+                node("Concat", &["s", "six", "minus"], "wanted", vec![int("axis", 0)]),
+                node("Shape", &["wanted"], "rank", vec![]),
+                constant_of("ones", "rank", 1),
+                node("Mul", &["ones", "minus"], "negative", vec![]),
+                node("Equal", &["wanted", "negative"], "kept", vec![]),
+                node("Where", &["kept", "ones", "wanted"], "target", vec![]),
+                node("Expand", &["x", "target"], "e", vec![]),
+                node("Neg", &["e"], "y", vec![]),
+            ],
+            vec![ints("six", &[6]), ints("minus", &[-1])],
         ),
         one("ReduceMean, old", 11, &image, node("ReduceMean", &["x"], "y", vec![list("axes", &[2, 3]), int("keepdims", 0)]), vec![]),
         one("ReduceSum", 13, &image, node("ReduceSum", &["x", "axes"], "y", vec![]), vec![ints("axes", &[-1])]),

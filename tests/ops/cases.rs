@@ -116,6 +116,8 @@ pub fn cases() -> Vec<Case> {
         case(Slice { start: -4, length: None, rest: 1, ..Slice::default() }, &[&[2, 3, 6]]),
         case(Slice { start: 1, step: 2, length: Some(2), axis: 0, ..Slice::default() }, &[&[5, 3]]),
         case(Slice { start: -1, step: -2, length: Some(3), ..Slice::default() }, &[&[2, 6]]),
+        with_ints(case(Slice { start: 1, axis: 0, length: Some(1), ..Slice::default() }, &[&[2, 6]]), &[0]),
+        with_ints(case(ToFloat {}, &[&[2, 1, 1, 3]]), &[0]),
         with_ints(case(MaskedMean {}, &[&[2, 3, 4], &[2, 3]]), &[1]),
         with_ints(case(TokenPool { choice: TokenChoice::Max }, &[&[2, 3, 4], &[2, 3]]), &[1]),
         with_ints(case(TokenPool { choice: TokenChoice::RootMean }, &[&[2, 3, 4], &[2, 3]]), &[1]),

@@ -44,6 +44,7 @@ mod select;
 mod sides;
 mod slice;
 mod softmax;
+mod to_float;
 mod token_pool;
 mod transpose;
 mod window_bias;
@@ -103,6 +104,7 @@ pub use select::Select;
 pub use sides::{Padding, PerAxis};
 pub use slice::Slice;
 pub use softmax::Softmax;
+pub use to_float::ToFloat;
 pub use token_pool::{TokenChoice, TokenPool};
 pub use transpose::Transpose;
 pub use window_bias::WindowBias;
@@ -244,7 +246,7 @@ ops! {
     MaskedMean, TokenPool, RelativeBias, RelativeProducts, WindowBias, Normalize, Route, Dispatch, Combine,
     Reshape, Transpose, Concat, MatMul, Binary, Reduce, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
     Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Scale, Sin, Softplus, Sqrt,
-    Opaque,
+    ToFloat, Opaque,
 }
 
 impl Op {

@@ -6,8 +6,8 @@ use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::places::{given_back, places, taken};
-use super::{Backward, OpSpec, axis_of, letters, require};
-use crate::ir::{Dim, Element, TensorType};
+use super::{Backward, OpSpec, axis_of, letters};
+use crate::ir::{Dim, TensorType};
 
 /// Every `step`-th element of an axis: `length` of them from `start` on, or all up to the last `rest`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -76,7 +76,6 @@ impl OpSpec for Slice {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require(inputs[0], Element::Float, "the input")?;
         let mut shape = inputs[0].shape.clone();
         let axis = axis_of(self.axis, shape.len())?;
         if self.step != 1 && self.length.is_none() {
@@ -99,7 +98,7 @@ impl OpSpec for Slice {
                 length.ok_or_else(|| format!("elements {} to the last but {rest} of {} are none", self.start, shape[axis]))?
             }
         };
-        Ok(TensorType { element: Element::Float, shape })
+        Ok(TensorType { element: inputs[0].element, shape })
     }
 
     fn axes(&self, inputs: &[&TensorType]) -> String {

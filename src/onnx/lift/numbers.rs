@@ -59,6 +59,12 @@ impl Numbers {
         self.values.clone()
     }
 
+    /// The element at an index; a single number is broadcast.
+    fn element(&self, at: usize) -> Number {
+        let values = &self.values;
+        values.get(if values.len() == 1 { 0 } else { at }).cloned().unwrap_or(Number::Open)
+    }
+
     /// All of them, where all are known.
     pub fn all(&self) -> Option<Vec<i64>> {
         self.values.iter().map(Number::known).collect()
@@ -106,9 +112,12 @@ pub(super) fn of(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
             }
         }
         "Shape" => {
-            let Known::Value(id) = lift.known.get(node.input.first()?.as_str())? else { return None };
             let size = |dim: &Dim| dim.fixed().and_then(|size| i64::try_from(size).ok()).map_or_else(|| Number::Size(dim.clone()), Number::Known);
-            let shape = &lift.builder.ty(*id).shape;
+            let shape = match lift.known.get(node.input.first()?.as_str())? {
+                Known::Value(id) => lift.builder.ty(*id).shape.clone(),
+                Known::Numbers(numbers) => numbers.vector.then_some(Dim::Fixed(numbers.values.len())).into_iter().collect(),
+                _ => return None,
+            };
             let rank = i64::try_from(shape.len()).ok()?;
             let place = |at: i64| usize::try_from(if at < 0 { at.saturating_add(rank) } else { at }.clamp(0, rank)).ok();
             let (from, to) = (place(int(node, "start", 0))?, place(int(node, "end", i64::MAX))?);
@@ -140,12 +149,44 @@ pub(super) fn of(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
             }
             vector(from.values.get(start..end.max(start))?.to_vec())
         }
+        "ConstantOfShape" => {
+            let [count] = <[i64; 1]>::try_from(input(0)?.all()?).ok()?;
+            let [value] = <[Number; 1]>::try_from(constant(node.attribute.first()?.t.as_ref()?)?.values).ok()?;
+            let count = usize::try_from(count).ok().filter(|count| *count <= MOST)?;
+            vector(vec![value; count])
+        }
+        // Truth values are 0 and 1 here.
+        "Equal" => {
+            let (a, b) = (input(0)?, input(1)?);
+            let equal = |at: usize| match (a.element(at), b.element(at)) {
+                (Number::Known(a), Number::Known(b)) => Number::Known(i64::from(a == b)),
+                (Number::Size(_), Number::Known(..0)) | (Number::Known(..0), Number::Size(_)) => Number::Known(0),
+                (Number::Size(a), Number::Size(b)) if a == b => Number::Known(1),
+                _ => Number::Open,
+            };
+            Some(Numbers { values: (0..a.values.len().max(b.values.len())).map(equal).collect(), vector: a.vector || b.vector })
+        }
+        "Where" => {
+            let (condition, a, b) = (input(0)?, input(1)?, input(2)?);
+            let chosen = |at: usize| match (condition.element(at), a.element(at), b.element(at)) {
+                (Number::Known(0), _, b) => b,
+                (Number::Known(_), a, _) => a,
+                (_, a, b) => {
+                    if a == b {
+                        a
+                    } else {
+                        Number::Open
+                    }
+                }
+            };
+            let count = condition.values.len().max(a.values.len()).max(b.values.len());
+            Some(Numbers { values: (0..count).map(chosen).collect(), vector: condition.vector || a.vector || b.vector })
+        }
         "Add" | "Sub" | "Mul" | "Div" => {
             let (a, b) = (input(0)?, input(1)?);
             let count = a.values.len().max(b.values.len());
-            let one = |numbers: &Numbers, at: usize| numbers.values.get(if numbers.values.len() == 1 { 0 } else { at }).and_then(Number::known);
             let compute = |at: usize| {
-                let (a, b) = (one(&a, at)?, one(&b, at)?);
+                let (a, b) = (a.element(at).known()?, b.element(at).known()?);
                 match node.op_type() {
                     "Add" => a.checked_add(b),
                     "Sub" => a.checked_sub(b),

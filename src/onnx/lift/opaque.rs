@@ -207,7 +207,7 @@ impl<'f> Lift<'f> {
     }
 
     /// What is taken over as it stands in the file must be what it was.
-    fn require_untouched(&self, name: &str) -> Result<(), String> {
+    pub(super) fn require_untouched(&self, name: &str) -> Result<(), String> {
         match (self.weight(name), self.file.weights.get(name)) {
             (Some(now), Some(before)) if !Arc::ptr_eq(&now.source(), &before.source()) => {
                 Err(format!("`{name}` was changed, is {} and read by a node without typed form", now.dtype))
@@ -263,7 +263,7 @@ impl<'f> Lift<'f> {
     }
 
     /// A tensor with its elements.
-    fn filled(&self, tensor: &TensorProto) -> Result<TensorProto, String> {
+    pub(super) fn filled(&self, tensor: &TensorProto) -> Result<TensorProto, String> {
         let mut whole = TensorProto { mark: None, ..tensor.clone() };
         let Some(bytes) = self.file.elements_away(tensor) else { return Ok(whole) };
         let bytes = bytes?;

@@ -9,9 +9,10 @@ use super::{At, Made};
 use crate::ir::ops::{
     Abs, Add, AveragePool, BatchNorm, Binary, BinaryKind, Clip, Concat, Conv, ConvTranspose, Coordinates, Elu, Embedding, Erf, Exp, Extent, Flatten, Gelu,
     GlobalAveragePool, HardSigmoid, HardSwish, Interpolation, LayerNorm, LeakyRelu, Linear, Log, MatMul, MaxPool, Mish, Mul, NearestMode, Neg, Pad, PadMode,
-    Padding, PerAxis, Power, Reciprocal, Reduce, ReduceKind, Relu, Reshape, Resize, Sigmoid, Slice, Softmax, Softplus, Sqrt, Tanh, TargetSize, Transpose,
+    Padding, PerAxis, Power, Reciprocal, Reduce, ReduceKind, Relu, Reshape, Resize, Sigmoid, Slice, Softmax, Softplus, Sqrt, Tanh, TargetSize, ToFloat,
+    Transpose,
 };
-use crate::ir::{Element, Op, OpSpec};
+use crate::ir::{Dim, Element, Op, OpSpec};
 use crate::store::Role;
 
 /// What stands for a node; nothing where it passes its first input on.
@@ -58,6 +59,7 @@ pub(super) const RULES: &[(&str, Rule)] = &[
     ("GlobalAveragePool", |_| first(GlobalAveragePool { keep: true })),
     ("Reshape", reshape),
     ("Flatten", flatten),
+    ("Expand", expand),
     ("Squeeze", squeeze),
     ("Unsqueeze", unsqueeze),
     ("Transpose", |at| first(Transpose { perm: at.ints("perm").unwrap_or_default().into_iter().map(size).collect::<Result<_, _>>()? })),
@@ -252,6 +254,20 @@ fn reshape(at: &At) -> Result<Option<Made>, String> {
     if op.infer(&[&ty]).is_ok_and(|same| same == ty) { Ok(None) } else { first(op) }
 }
 
+/// To the sizes that it has.
+fn expand(at: &At) -> Result<Option<Made>, String> {
+    let (shape, target) = (at.ty(0)?.shape, at.some_numbers(1)?);
+    let extra = shape.len().checked_sub(target.len()).ok_or("it adds axes")?;
+    let keeps = |(number, size): (&Number, &Dim)| match number {
+        Number::Known(1) => true,
+        Number::Known(known) => size.fixed().is_some_and(|size| i64::try_from(size) == Ok(*known)),
+        Number::Size(dim) => dim == size,
+        Number::Open => false,
+    };
+    let same = target.iter().zip(shape.iter().skip(extra)).all(keeps);
+    if same { Ok(None) } else { Err("it repeats its input".into()) }
+}
+
 /// A part of one axis, in steps of one.
 fn slice(at: &At) -> Result<Option<Made>, String> {
     let [starts, ends] = [("starts", 1), ("ends", 2)].map(|(name, position)| at.given(name, position));
@@ -296,10 +312,15 @@ fn split(at: &At) -> Result<Option<Made>, String> {
     first(Slice { start, length: Some(length), rest: 0, step: 1, axis })
 }
 
-/// Between floats of one width, nothing.
+/// Integers and truth values become floats. Between equal types, nothing changes.
 fn cast(at: &At) -> Result<Option<Made>, String> {
-    let float = at.ty(0)?.element == Element::Float && at.int("to", 0) == DataType::Float as i64;
-    if float { Ok(None) } else { Err(format!("it makes elements of type {}", at.int("to", 0))) }
+    let (to, from) = (at.int("to", 0), at.ty(0)?.element);
+    match from {
+        Element::Float if to == DataType::Float as i64 => Ok(None),
+        Element::Int if to == DataType::Float as i64 => first(ToFloat {}),
+        Element::Int if to == DataType::Int64 as i64 && at.is_int64(0) => Ok(None),
+        _ => Err(format!("it casts to type {to}")),
+    }
 }
 
 fn flatten(at: &At) -> Result<Option<Made>, String> {

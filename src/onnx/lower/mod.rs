@@ -28,6 +28,7 @@ mod sequence;
 mod shape;
 
 use super::lowering::Lowering;
+use super::proto::{AttributeProto, DataType};
 use crate::error::Result;
 use crate::ir::Op;
 
@@ -92,6 +93,11 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::Power(op) => arithmetic::power(op.exponent, n),
         Op::Scale(op) => arithmetic::scale(op.factor, n),
         Op::Mish(_) => arithmetic::mish(n),
+        Op::ToFloat(_) => {
+            let to = if n.half { DataType::Float16 } else { DataType::Float };
+            n.finish("Cast", &[&n.input(0)], vec![AttributeProto::int("to", to as i64)]);
+            Ok(())
+        }
         Op::Opaque(op) => opaque::opaque(op, n),
         // ONNX has operators of these names.
         Op::Abs(_)
