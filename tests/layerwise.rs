@@ -166,6 +166,49 @@ fn channels_that_matter_are_rounded_more_finely() {
     assert!(smooth < 0.8 * rtn, "rtn {rtn}, smoothquant {smooth}");
 }
 
+/// The same decoder with two channels of each normalization multiplied by 200, and the columns that read them divided by 200.
+fn planted(folder: &Path, family: &str) -> String {
+    let mut tensors = candle_core::safetensors::load(golden(family).join("model.safetensors"), &Device::Cpu).unwrap();
+    let is_gemma = family.starts_with("gemma");
+    let mlp_norm = if is_gemma { "pre_feedforward_layernorm.weight" } else { "post_attention_layernorm.weight" };
+    let readers = [
+        ("input_layernorm.weight", &["q_proj.", "k_proj.", "v_proj.", "qkv_proj."][..]),
+        (mlp_norm, &["gate_proj.", "up_proj.", "gate_up_proj.", ".w1.", ".w3.", "gate.weight"][..]),
+    ];
+    let names: Vec<String> = tensors.keys().cloned().collect();
+    for (suffix, parts) in readers {
+        for norm in names.iter().filter(|name| name.ends_with(suffix)) {
+            let width = tensors[norm].elem_count();
+            let factors: Vec<f32> = (0..width).map(|at| if at == 3 || at == width - 2 { 200.0 } else { 1.0 }).collect();
+            let (factors, offset) = (Tensor::new(factors, &Device::Cpu).unwrap(), if is_gemma { 1.0 } else { 0.0 });
+            let scaled = (((&tensors[norm] + offset).unwrap() * &factors).unwrap() - offset).unwrap();
+            tensors.insert(norm.clone(), scaled);
+            let layer = norm.strip_suffix(suffix).unwrap();
+            for name in names.iter().filter(|name| name.starts_with(layer) && name.ends_with(".weight") && parts.iter().any(|part| name.contains(part))) {
+                let divided = tensors[name].broadcast_div(&factors).unwrap();
+                tensors.insert(name.clone(), divided);
+            }
+        }
+    }
+    candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
+    std::fs::copy(golden(family).join("config.json"), folder.join("config.json")).unwrap();
+    folder.to_str().unwrap().to_owned()
+}
+
+/// Outliers after every kind of normalization move to the weights: with an offset, before experts, before fused projections.
+#[test]
+fn outliers_of_activations_move_to_the_weights_of_every_family() {
+    for family in ["llama", "gemma2", "gemma3", "phi3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3"] {
+        let folder = tempfile::tempdir().unwrap();
+        let name = planted(folder.path(), family);
+        let [rtn, smooth] = [Method::Rtn, Method::Smoothquant].map(|method| run(&name, quantized(method, Scheme::W8A8)));
+        let skipped = smooth.report.notes.iter().any(|note| note.contains("normalizations were not rescaled"));
+        assert!(!skipped, "{family}: {:?}", smooth.report.notes);
+        let [rtn, smooth] = [rtn, smooth].map(|done| error(&name, &done));
+        assert!(smooth < 0.1 * rtn, "{family}: rtn {rtn}, smoothquant {smooth}");
+    }
+}
+
 #[test]
 fn range_moves_without_changing_what_floats_compute() {
     // Eight bits lose little: what rescaling does to the floats would show.

@@ -22,6 +22,8 @@ pub(super) struct Chain {
     pub mixed: bool,
     /// How many.
     pub width: usize,
+    /// Added to the stored factors of a normalization when it computes.
+    pub offset: f32,
     /// Parameters that take the division over, along their first axis (or their second, when said so).
     pub makers: Vec<(String, bool)>,
     /// Values on the way, with the channel that each of their channels is.
@@ -52,6 +54,32 @@ pub(super) fn chains(graph: &Graph, layers: &BTreeSet<String>) -> Vec<Chain> {
     graph.nodes().iter().filter_map(|node| chain(graph, node)).filter(|chain| read(chain) || made(chain)).collect()
 }
 
+/// The value whose rows tell what rescaling costs: the one that all layers of the chain read, or the output of its normalization, which
+/// experts read in parts.
+pub(super) fn source(graph: &Graph, chain: &Chain) -> Option<ValueId> {
+    let first = chain.sinks.first()?.value;
+    if chain.sinks.iter().all(|sink| sink.value == first) {
+        return Some(first);
+    }
+    let (made, _) = chain.values.first()?;
+    let is_dispatched = |value: ValueId| match graph.value(value).kind {
+        Kind::Node(at) => matches!(graph.nodes()[at].op, Op::Dispatch(_)) && graph.nodes()[at].inputs.first() == Some(made),
+        _ => false,
+    };
+    chain.sinks.iter().all(|sink| sink.value == *made || is_dispatched(sink.value)).then_some(*made)
+}
+
+/// Normalizations whose outputs quantized layers read, directly or as experts, by the name of their first parameter.
+pub(super) fn norms(graph: &Graph, layers: &BTreeSet<String>) -> BTreeSet<String> {
+    let reads = |value: ValueId| {
+        let quantized = |value: ValueId| readers(graph, value).0.into_iter().any(|at| layers.contains(weight_input(graph, &graph.nodes()[at])));
+        let dispatched = readers(graph, value).0.into_iter().map(|at| &graph.nodes()[at]).filter(|node| matches!(node.op, Op::Dispatch(_)));
+        quantized(value) || dispatched.map(|node| node.output).any(quantized)
+    };
+    let is_norm = |node: &&Node| matches!(node.op, Op::LayerNorm(_) | Op::RmsNorm(_)) && reads(node.output);
+    graph.nodes().iter().filter(is_norm).filter_map(|node| Some(graph.value(*node.inputs.get(1)?).name.clone())).collect()
+}
+
 /// Whether a product is one with a number for each channel.
 pub(super) fn is_factor(graph: &Graph, node: &Node) -> bool {
     let factor = node.inputs.get(1).map(|id| graph.value(*id));
@@ -69,8 +97,6 @@ fn is_by_channel(graph: &Graph, node: &Node) -> bool {
 fn chain(graph: &Graph, node: &Node) -> Option<Chain> {
     let name = |at: usize| graph.value(node.inputs[at]).name.clone();
     let width = match &node.op {
-        // What is stored of such a weight is not its factor, but how far that is from a number.
-        Op::RmsNorm(op) if op.offset != 0.0 => return None,
         Op::Linear(_) | Op::LayerNorm(_) | Op::RmsNorm(_) => graph.value(node.output).ty.shape.last()?.fixed()?,
         Op::Mul(_) if is_factor(graph, node) => graph.value(node.output).ty.shape.last()?.fixed()?,
         Op::Mul(_) if is_by_channel(graph, node) => graph.value(node.output).ty.shape.get(1)?.fixed()?,
@@ -88,7 +114,8 @@ fn chain(graph: &Graph, node: &Node) -> Option<Chain> {
     }
     let costly = is_factor(graph, node);
     let name = graph.value(node.output).name.clone();
-    let mut chain = Chain { name, costly, mixed: false, width, makers, values: Vec::new(), sinks: Vec::new(), ceilings: Vec::new() };
+    let offset = if let Op::RmsNorm(op) = &node.op { op.offset as f32 } else { 0.0 };
+    let mut chain = Chain { name, costly, mixed: false, width, offset, makers, values: Vec::new(), sinks: Vec::new(), ceilings: Vec::new() };
     let index: Vec<usize> = (0..width).collect();
     follow(graph, node.output, &index, &mut chain).then_some(chain).filter(|chain| !chain.sinks.is_empty())
 }
@@ -121,7 +148,7 @@ fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> 
                 }
                 follow(graph, node.output, index, chain)
             }
-            (Op::MaskedMean(_), Some(0)) => follow(graph, node.output, index, chain),
+            (Op::MaskedMean(_) | Op::Dispatch(_), Some(0)) => follow(graph, node.output, index, chain),
             (Op::Mul(_), Some(_)) if sole && node.inputs.iter().all(|id| shape(*id) == shape(value) && graph.value(*id).kind != Kind::Param) => {
                 follow(graph, node.output, index, chain)
             }
@@ -172,18 +199,18 @@ impl Chain {
     pub fn rescale(&self, factors: &[f32], mut change: impl FnMut(&str, &dyn Fn(Weight) -> Weight) -> Result<()>) -> Result<()> {
         let divisors: Arc<Vec<f32>> = Arc::new(factors.iter().map(|factor| 1.0 / factor).collect());
         for (name, second) in &self.makers {
-            change(name, &|weight| scaled(name, weight, divisors.clone(), !*second))?;
+            change(name, &|weight| scaled(name, weight, divisors.clone(), !*second, self.offset))?;
         }
         for sink in &self.sinks {
             let factors: Arc<Vec<f32>> = Arc::new(sink.index.iter().map(|channel| factors[*channel]).collect());
-            change(&sink.weight, &|weight| scaled(&sink.weight, weight, factors.clone(), sink.first))?;
+            change(&sink.weight, &|weight| scaled(&sink.weight, weight, factors.clone(), sink.first, 0.0))?;
         }
         Ok(())
     }
 }
 
-fn scaled(name: &str, weight: Weight, factors: Arc<Vec<f32>>, first: bool) -> Weight {
+fn scaled(name: &str, weight: Weight, factors: Arc<Vec<f32>>, first: bool, offset: f32) -> Weight {
     let dtype = weight.dtype;
     let (rows, columns) = if first { (Some(factors), None) } else { (None, Some(factors)) };
-    Scaled { name: name.to_owned(), upstream: weight, rows, columns }.weight(dtype)
+    Scaled { name: name.to_owned(), upstream: weight, rows, columns, offset }.weight(dtype)
 }

@@ -16,6 +16,8 @@ pub struct Scaled {
     pub rows: Option<Arc<Vec<f32>>>,
     /// One factor for each index of the second axis.
     pub columns: Option<Arc<Vec<f32>>>,
+    /// Added to the values before the factors and subtracted after them: norms of some families store their scale less one.
+    pub offset: f32,
 }
 
 impl Scaled {
@@ -33,7 +35,7 @@ struct Typed {
 
 impl WeightSource for Typed {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        let Scaled { name, upstream, rows, columns } = &self.scaled;
+        let Scaled { name, upstream, rows, columns, offset } = &self.scaled;
         let row = upstream.row().max(1);
         // Elements under one index of the second axis.
         let inner = upstream.shape.get(2..).unwrap_or(&[]).iter().product::<usize>().max(1);
@@ -47,7 +49,9 @@ impl WeightSource for Typed {
             let floats = block.now.decode(0, &mut values);
             for (index, value) in values.iter_mut().enumerate().map(|(index, value)| (at + index, value)) {
                 let factor = |factors: &Option<Arc<Vec<f32>>>, index: usize| factors.as_ref().and_then(|f| f.get(index)).copied().unwrap_or(1.0);
-                *value *= factor(rows, index / row) * factor(columns, index % row / inner);
+                let factor = factor(rows, index / row) * factor(columns, index % row / inner);
+                *value =
+                    if *offset == 0.0 { *value * factor } else { ((f64::from(*value) + f64::from(*offset)) * f64::from(factor) - f64::from(*offset)) as f32 };
             }
             at += count;
             if !floats || !convert::from_f32(self.dtype, &values, &mut bytes) {

@@ -154,7 +154,10 @@ impl Layerwise<'_> {
         let identity = identity((model, None), run, &graph, self.options, [Some(data), None], (context.seed, &context.work))?;
         let subject = Subject::of(model.clone())?;
         let samples = context.data.open(data, subject.target())?;
-        let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).collect();
+        let layers: BTreeSet<String> = self.targets.iter().map(|name| (*name).to_owned()).collect();
+        let chains = self.rescale.as_ref().map(|rescale| rescale.chains(&graph, &layers, model)).transpose()?;
+        method.notes().extend(chains.as_ref().and_then(|chains| chains.note.clone()));
+        let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).chain(chains.iter().flat_map(rescale::Chains::values)).collect();
         let finished = context.workplace.as_ref().map(|folder| Finished::open(folder, &identity, context.resume)).transpose()?;
         let [least, most] = HELD;
         let most = (model.weights.parameters().saturating_mul(4) / 3).clamp(least, most);
@@ -220,8 +223,8 @@ impl Layerwise<'_> {
                 None => {
                     let mut changed = BTreeMap::new();
                     let (mut facts, told) = (Facts::default(), method.notes().len());
-                    if let Some(rescale) = &self.rescale {
-                        facts.rescaled = rescale.block(&graph, (block, sites), self, model, &mut blocks, &mut changed)?;
+                    if let (Some(rescale), Some(chains)) = (&self.rescale, &chains) {
+                        facts.rescaled = rescale.block(chains, block, self, model, &mut blocks, &mut changed)?;
                     }
                     done.rescaled += facts.rescaled;
                     let (mut seen, mut few) = (Vec::new(), Vec::new());

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::Tensor;
 
 use super::{Layer, Layerwise, Moments, Site, Wanted, tensor};
+use crate::data::Sides;
 use crate::error::Result;
 use crate::exec::{Blockwise, Rounding};
 use crate::ir::Graph;
@@ -62,51 +63,114 @@ struct Reader {
 /// A part of the error that must be saved, so that what samples happen to say changes nothing.
 const GAIN: f64 = 0.01;
 
+/// The stored factors of a normalization in 16 bits, to which an offset is added when it computes.
+struct OffsetNorm {
+    values: Vec<f32>,
+    offset: f32,
+    dtype: DType,
+}
+
+impl OffsetNorm {
+    /// Replaces factors by those that the format can represent: near -offset its steps are coarse.
+    fn restrict(&self, factors: &mut [f32]) {
+        for (factor, value) in factors.iter_mut().zip(&self.values) {
+            let scale = value + self.offset;
+            let stored = scale / *factor - self.offset;
+            let stored = if self.dtype == DType::F16 { half::f16::from_f32(stored).to_f32() } else { half::bf16::from_f32(stored).to_f32() };
+            let found = scale / (stored + self.offset);
+            *factor = if found.is_finite() && (0.25..=4.0).contains(&(found / *factor)) { found } else { 1.0 };
+        }
+    }
+}
+
+/// The chains of a graph that can be rescaled.
+pub(super) struct Chains {
+    chains: Vec<(Chain, Site)>,
+    /// A note on the normalizations that are not among them.
+    pub note: Option<String>,
+}
+
+impl Chains {
+    /// Values to observe.
+    pub fn values(&self) -> impl Iterator<Item = &str> {
+        self.chains.iter().map(|(_, source)| source.value.as_str())
+    }
+}
+
 impl Rescale {
+    /// The chains that layers to be rounded are part of.
+    pub fn chains(&self, graph: &Graph, layers: &BTreeSet<String>, model: &Model) -> Result<Chains> {
+        let sides = Sides::of(graph);
+        let mut chains = Vec::new();
+        let mut skipped = chains::norms(graph, layers);
+        let mut remove = |chain: &Chain| chain.makers.iter().for_each(|(name, _)| drop(skipped.take(name)));
+        for chain in chains::chains(graph, layers) {
+            let names = || chain.makers.iter().map(|(name, _)| name).chain(chain.sinks.iter().map(|sink| &sink.weight));
+            if self.ignored.iter().any(|pattern| names().any(|name| pattern.matches(name))) {
+                remove(&chain);
+                continue;
+            }
+            let Some(source) = chains::source(graph, &chain) else { continue };
+            let weights = names().map(|name| model.weights.get(name)).collect::<Result<Vec<_>>>()?;
+            if !chain.ceilings.is_empty()
+                || chain.costly
+                || chain.sinks.iter().any(|sink| sink.depthwise)
+                || weights.iter().any(|weight| weight.encoding != Encoding::Dense)
+            {
+                continue;
+            }
+            remove(&chain);
+            let value = graph.value(source).name.clone();
+            let tokens = sides.token_axis(&value);
+            chains.push((chain, Site { value, tokens, layers: Vec::new() }));
+        }
+        let note = skipped.first().map(|first| {
+            format!(
+                "warning: {} normalizations were not rescaled, because their outputs reach other operators than linear layers and experts (the first: `{first}`)",
+                skipped.len()
+            )
+        });
+        Ok(Chains { chains, note })
+    }
+
     /// Rescales the chains of one block; gives how many.
     pub fn block(
         &self,
-        graph: &Graph,
-        (block, sites): (usize, &[&Site]),
+        chains: &Chains,
+        block: usize,
         work: &Layerwise,
         model: &Model,
         blocks: &mut Blockwise,
         changed: &mut BTreeMap<String, Weight>,
     ) -> Result<usize> {
-        let layers: BTreeSet<String> = sites.iter().flat_map(|site| site.layers.iter().map(|layer| layer.weight.clone())).collect();
         let mut count = 0;
-        for chain in chains::chains(graph, &layers) {
-            let Some(value) = chain.sinks.first().map(|sink| sink.value) else { continue };
-            let name = &graph.value(value).name;
-            let Some(site) = sites.iter().find(|site| site.value == *name) else { continue };
+        for (chain, source) in &chains.chains {
             let within = |name: &str| blocks.blocks()[block].parameters.contains(name);
             let names = || chain.makers.iter().map(|(name, _)| name).chain(chain.sinks.iter().map(|sink| &sink.weight));
-            if self.ignored.iter().any(|pattern| names().any(|name| pattern.matches(name)))
-                || !chain.ceilings.is_empty()
-                || chain.costly
-                || chain.sinks.iter().any(|sink| sink.value != value || sink.depthwise)
-                || !chain.makers.iter().all(|(name, _)| within(name))
-            {
+            if !names().all(|name| within(name)) {
                 continue;
             }
             let current = |name: &str| changed.get(name).map_or_else(|| model.weights.get(name), Ok).cloned();
             let weights = names().map(|name| current(name)).collect::<Result<Vec<Weight>>>()?;
-            if weights.iter().any(|weight| weight.encoding != Encoding::Dense) {
-                continue;
-            }
             // Rounding to 16 bits loses nothing by powers of two, where activations are rounded to as many as weights.
             let exact = self.strength == Strength::Smooth && weights.iter().any(|weight| !matches!(weight.dtype, DType::F32 | DType::F64));
-            let size = site.layers.first().map_or(0, |layer| layer.size);
+            let norm = match (chain.makers.first(), weights.first()) {
+                (Some((name, _)), Some(weight)) if chain.offset != 0.0 && matches!(weight.dtype, DType::F16 | DType::BF16) => {
+                    Some(OffsetNorm { values: weight.floats(name)?, offset: chain.offset, dtype: weight.dtype })
+                }
+                _ => None,
+            };
+            let size = chain.sinks.first().map_or(0, |sink| sink.index.len());
             let rows = ROWS.div_ceil(blocks.batches().max(1));
             let mut moments = Moments::new(size, Wanted { rows, ..Wanted::default() });
-            work.observe(site, &mut moments, blocks, None)?;
+            work.observe(source, &mut moments, blocks, None)?;
             // An expert that no token has come to.
             if moments.rows.is_empty() {
                 continue;
             }
             let rows = tensor(&moments.rows, &[moments.rows.len() / size.max(1), size], work.context)?;
             let mut readers = Vec::with_capacity(chain.sinks.len());
-            for sink in &chain.sinks {
+            for sink in chain.sinks.iter().filter(|sink| work.targets.contains(sink.weight.as_str())) {
                 let weight = current(&sink.weight)?;
                 let [a, b] = weight.shape[..] else { continue };
                 let (outputs, inputs) = if sink.first { (b, a) } else { (a, b) };
@@ -115,7 +179,12 @@ impl Rescale {
                 let answers = product(&rows, &tensor(&values, &[outputs, inputs], work.context)?)?;
                 readers.push((sink.index.clone(), Reader { layer, weight, values, answers }));
             }
-            let Some(factors) = self.best(&chain, &readers, &moments, &rows, exact)? else { continue };
+            let representable = |factors: &mut [f32]| match &norm {
+                Some(norm) => norm.restrict(factors),
+                None if exact => factors.iter_mut().for_each(|factor| *factor = factor.log2().round().exp2()),
+                None => {}
+            };
+            let Some(factors) = self.best(chain, &readers, &moments, &rows, &representable)? else { continue };
             let mut new = Vec::new();
             chain.rescale(&factors, |name, scaled| {
                 new.push((name.to_owned(), scaled(current(name)?)));
@@ -135,7 +204,14 @@ impl Rescale {
     }
 
     /// The factors of the least error of what the layers give, where that is worth it.
-    fn best(&self, chain: &Chain, readers: &[(Vec<usize>, Reader)], moments: &Moments, rows: &Tensor, exact: bool) -> Result<Option<Vec<f32>>> {
+    fn best(
+        &self,
+        chain: &Chain,
+        readers: &[(Vec<usize>, Reader)],
+        moments: &Moments,
+        rows: &Tensor,
+        representable: &dyn Fn(&mut [f32]),
+    ) -> Result<Option<Vec<f32>>> {
         let one = vec![1.0; chain.width];
         let mut best = (self.error(&one, readers, moments, rows, Rounds::Quick)?, None);
         let ranges = self.ranges(chain, readers, moments);
@@ -148,9 +224,7 @@ impl Rescale {
             loop {
                 for step in next.drain(..).filter(|step| (1..parts).contains(step)) {
                     let mut factors = self.factors(&ranges, step as f64 / parts as f64, *by_weights);
-                    if exact {
-                        factors.iter_mut().for_each(|factor| *factor = factor.log2().round().exp2());
-                    }
+                    representable(&mut factors);
                     let finite = factors.iter().all(|factor| factor.is_finite());
                     let error = if finite { self.error(&factors, readers, moments, rows, Rounds::Quick)? } else { f64::INFINITY };
                     tried.insert(step, error);
@@ -256,4 +330,28 @@ impl Reader {
 /// `x Wᵀ`, by the kernel where there is one, whose sums are the same on every machine.
 fn product(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     PreparedOp::new(&Op::Linear(Linear::default()), x.device(), candle_core::DType::F32).forward(&[x.clone(), weight.clone()]).map_err(computed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever factors are asked for, the norm stores a number of its format that stands for exactly the restricted factor.
+    #[test]
+    fn factors_of_norms_with_an_offset_are_representable() {
+        let values: Vec<f32> = (0..64).map(|at| half::bf16::from_f32(at as f32 / 16.0 - 0.97).to_f32()).collect();
+        let norm = OffsetNorm { values: values.clone(), offset: 1.0, dtype: DType::BF16 };
+        let wanted: Vec<f32> = (0..64).map(|at| 1.37f32.powi(at % 21 - 6)).collect();
+        let mut factors = wanted.clone();
+        norm.restrict(&mut factors);
+        let mut changed = 0;
+        for ((value, factor), wanted) in values.iter().zip(&factors).zip(&wanted) {
+            let stored = half::bf16::from_f32((value + 1.0) / factor - 1.0).to_f32();
+            let scale = (value + 1.0) / factor;
+            assert!((stored + 1.0 - scale).abs() <= 1e-5 * scale.abs(), "{value} {factor}");
+            assert!(*factor == 1.0 || (0.25..=4.0).contains(&(factor / wanted)));
+            changed += usize::from(*factor != 1.0);
+        }
+        assert!(changed > 40, "{changed}");
+    }
 }

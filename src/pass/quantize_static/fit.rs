@@ -152,7 +152,7 @@ impl QuantizeStatic {
                 let (means, before, after, full) = (seen.channels().means(), weight, quantized.clone(), (name.clone(), bias_name.clone()));
                 let groups = if let Op::Conv(op) = &node.op { op.groups.max(1) } else { 1 };
                 let values = move || corrected(old.floats(&full.1)?, &before.floats(&full.0)?, &after.floats(&full.0)?, &means, groups);
-                bias = Scaled { name: bias_name.clone(), upstream: Computed { values }.weight(shape), rows: None, columns: None }.weight(dtype);
+                bias = Scaled { name: bias_name.clone(), upstream: Computed { values }.weight(shape), rows: None, columns: None, offset: 0.0 }.weight(dtype);
             }
             if dtype == DType::F32 {
                 let rounded = Bias { name: bias_name.clone(), values: bias, weight: quantized.clone(), input_scale: by.scale, form: BiasForm::Floats };

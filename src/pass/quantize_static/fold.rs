@@ -137,7 +137,7 @@ fn into_maker(graph: &Graph, node: &Node, model: &mut Model, line: Line) -> Resu
     for id in &graph.nodes()[maker].inputs[1..] {
         let name = graph.value(*id).name.clone();
         let upstream = model.weights.get(&name)?.clone();
-        let scaled = Scaled { name: name.clone(), upstream, rows: Some(scale.clone()), columns: None }.weight(DType::F32);
+        let scaled = Scaled { name: name.clone(), upstream, rows: Some(scale.clone()), columns: None, offset: 0.0 }.weight(DType::F32);
         model.weights.by_name.insert(name, scaled);
     }
     Ok(Line { scale: vec![1.0; scale.len()], shift: line.shift })
@@ -163,7 +163,7 @@ impl Way {
         let old: Option<Weight> = node.inputs.get(2).and_then(|_| model.weights.by_name.get(&bias_name).cloned());
         let name = bias_name.clone();
         let old_bias = move || old.as_ref().map_or_else(|| Ok(vec![0.0; outputs]), |bias| bias.floats(&name));
-        let scaled = |rows, columns| Scaled { name: weight_name.clone(), upstream: weight.clone(), rows, columns }.weight(DType::F32);
+        let scaled = |rows, columns| Scaled { name: weight_name.clone(), upstream: weight.clone(), rows, columns, offset: 0.0 }.weight(DType::F32);
         let (new, bias) = match self {
             Way::Before(_) => {
                 let scale = Arc::new(line.scale);

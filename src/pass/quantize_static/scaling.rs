@@ -59,6 +59,10 @@ pub(super) fn rescale(
         let Some(measure) = Measure::of(chain, graph, model, seen)? else { continue };
         let still = vec![0.0; chain.width];
         let fine = chain.makers.iter().all(|(name, _)| model.weights.by_name.get(name).is_some_and(|w| matches!(w.dtype, DType::F32 | DType::F64)));
+        // What 16 bits store of such a norm is not scaled exactly by a power of two.
+        if chain.offset != 0.0 && !fine {
+            continue;
+        }
         let before = measure.error(&still, observer, percentile);
         let tries = if chain.ceilings.is_empty() { &STRENGTHS[..] } else { &[BALANCED] };
         let strengths: Vec<f64> = fixed.map_or(tries.to_vec(), |strength| vec![strength]);
