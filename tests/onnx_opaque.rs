@@ -152,7 +152,8 @@ fn pieces_compute_what_the_file_computes_and_come_back_from_what_is_written() {
         close(what, &executed(opened.clone(), &inputs).unwrap(), &in_runtime(&path, &inputs));
 
         // Quantized, simulated and as ONNX Runtime computes it.
-        let many = Tensor::from_vec(numbers(64 * 4, 0.7), (64, 4), &Device::Cpu).unwrap();
+        // More than calibrate, so that no sample of these is held out.
+        let many = Tensor::from_vec(numbers(72 * 4, 0.7), (72, 4), &Device::Cpu).unwrap();
         candle_core::safetensors::save(&[("x".to_owned(), many.clone())].into(), &samples).unwrap();
         let calibration = Data { arrays: Some(samples.clone()), samples: Some(64), ..Data::default() };
         let data = DataSets { calibration: Some(calibration.clone()), ..DataSets::default() };
