@@ -200,6 +200,8 @@ impl Default for QuantizeStatic {
 }
 
 const NAME: &str = "quantize-static";
+/// Calibration samples below which ranges of activations depend on single samples.
+const LEAST_SAMPLES: usize = 8;
 
 impl QuantizeStatic {
     /// Runs the model over the samples.
@@ -270,6 +272,10 @@ impl Pass for QuantizeStatic {
         Some(Samples::Calibration)
     }
 
+    fn least_samples(&self) -> usize {
+        LEAST_SAMPLES
+    }
+
     fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let meter = Arc::new(Meter::default());
         let Some(context) = context else {
@@ -277,6 +283,8 @@ impl Pass for QuantizeStatic {
             let found = self.quantizers(&prepared, &prepared.layers, None)?;
             let model = self.fit(&prepared, &found, &prepared.layers, None, &meter)?;
             self.record(run, &prepared, &prepared.layers, meter, Value::Null, Vec::new());
+            // Samples decide which layers get factors and stay in floats.
+            run.estimated = true;
             return Ok(model);
         };
         let original = model.clone();
