@@ -16,7 +16,7 @@ use crate::pipeline::{ModelMemory, PartOutcome, Pipeline, Plan, parts_folder};
 use crate::report::Report;
 use crate::report::escape::{self, display, display_line};
 use crate::report::format::{bytes, count, natural};
-use crate::report::terminal::table;
+use crate::report::terminal::{note_line, table};
 use crate::run_state::Share;
 
 /// Writes data to stdout. A reader that has gone away (`| head`) is no error.
@@ -196,7 +196,7 @@ fn plan_text(plan: &Plan) -> String {
     ];
     out += &format!("\n{}\n", table(&["would write", ""], samples.chain(rows).chain(before).chain(runs).map(|(name, value)| vec![name.to_owned(), value])));
     for note in &plan.notes {
-        out += &format!(" note: {}\n", display_line(note));
+        out += &note_line(note);
     }
     out
 }

@@ -150,6 +150,10 @@ impl SampleSource for Idx {
         Ok(in_batches((0..self.count).map(read), self.batch, bytes, order, |samples| self.batch(samples)))
     }
 
+    fn images(&self) -> Option<(&Pixels, &Plane)> {
+        Some((&self.pixels, &self.plane))
+    }
+
     fn count(&self) -> Result<usize> {
         Ok(self.count)
     }

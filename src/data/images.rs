@@ -111,6 +111,10 @@ impl SampleSource for ClassFolders {
         })))
     }
 
+    fn images(&self) -> Option<(&Pixels, &Plane)> {
+        Some((&self.pixels, &self.plane))
+    }
+
     fn count(&self) -> Result<usize> {
         Ok(self.files.len())
     }

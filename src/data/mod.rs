@@ -223,6 +223,10 @@ trait SampleSource: Send + Sync {
     fn note(&self) -> Option<&'static str> {
         None
     }
+    /// The preprocessing of images, and the axes of the input that takes them.
+    fn images(&self) -> Option<(&pixels::Pixels, &plane::Plane)> {
+        None
+    }
 }
 
 /// A data set that fits a model.
@@ -270,6 +274,19 @@ impl DataSet {
     /// An assumption about the data that the user should verify.
     pub fn note(&self) -> Option<&'static str> {
         self.source.note()
+    }
+
+    /// How images are preprocessed; nothing for other samples.
+    pub fn preprocessing(&self) -> Option<String> {
+        self.source.images().map(|(pixels, _)| pixels.to_string())
+    }
+
+    /// Minimum, mean and maximum of each channel of the preprocessed images of the first batch; empty for other samples.
+    ///
+    /// # Errors
+    /// As [`first`](DataSet::first).
+    pub fn channel_ranges(&self) -> Result<Vec<[f64; 3]>> {
+        self.source.images().map_or(Ok(Vec::new()), |(_, plane)| plane.channel_ranges(&self.first()?))
     }
 
     /// How many samples there are: those that a sweep sees. Texts are read for it the first time, windows of them tokenized.

@@ -1,5 +1,6 @@
 //! From an image to the numbers that a model takes, as `preprocessor_config.json` and the recipe say.
 
+use std::fmt;
 use std::path::Path;
 
 use fast_image_resize::images::Image;
@@ -90,7 +91,7 @@ impl Size {
 }
 
 /// What is done to pixels.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub(super) struct Pixels {
     size: Option<(Size, ResizeAlg)>,
     /// Height and width of the middle that is kept.
@@ -109,6 +110,8 @@ impl Pixels {
         let path = target.folder.join(FILE);
         let mut pixels = if path.is_file() {
             Pixels::parse(Config::open(&path)?.values(), &path)?.0
+        } else if let Some(pixels) = Pixels::torchvision(target.config).filter(|_| plane.channels == 3 && plane.port.element == Element::Float) {
+            pixels
         } else {
             let rescale = if plane.port.element == Element::Int { 1.0 } else { UNIT };
             Pixels { rescale, ..Pixels::plain(&Data::default()) }
@@ -125,14 +128,41 @@ impl Pixels {
         }
         pixels.crop = options.crop.as_deref().and_then(Size::of).map(Size::part).or(pixels.crop);
         pixels.rescale = options.rescale.unwrap_or(pixels.rescale);
-        if !options.mean.is_empty() || !options.std.is_empty() {
-            (pixels.mean, pixels.std) = (options.mean.clone(), options.std.clone());
+        for (values, given) in [(&mut pixels.mean, &options.mean), (&mut pixels.std, &options.std)] {
+            if !given.is_empty() {
+                values.clone_from(given);
+            }
         }
         if pixels.reversed && plane.channels != 3 {
             return Err(Error::option("data", format!("`channels: bgr` is for models of 3 channels, this one has {}", plane.channels)));
         }
         pixels.require_plausible_mean()?;
         Ok(pixels)
+    }
+
+    /// The evaluation preprocessing of torchvision's first ImageNet weights for the variant that `config.json` names.
+    fn torchvision(config: &Map<String, Value>) -> Option<Pixels> {
+        let text = |key: &str| config.get(key).and_then(Value::as_str);
+        let variant = text("variant").filter(|_| text("model_type") == Some("torchvision"))?;
+        let (shorter, side) = match variant {
+            "efficientnet_b1" => (256, 240),
+            "efficientnet_b2" => (288, 288),
+            "efficientnet_b3" => (320, 300),
+            "efficientnet_b4" => (384, 380),
+            "efficientnet_b5" => (456, 456),
+            "efficientnet_b6" => (528, 528),
+            "efficientnet_b7" => (600, 600),
+            _ => (256, 224),
+        };
+        let filter = if variant.starts_with("efficientnet") { FilterType::CatmullRom } else { FilterType::Bilinear };
+        Some(Pixels {
+            size: Some((Size::Shorter(shorter), ResizeAlg::Convolution(filter))),
+            crop: Some((side, side)),
+            rescale: UNIT,
+            mean: vec![0.485, 0.456, 0.406],
+            std: vec![0.229, 0.224, 0.225],
+            reversed: false,
+        })
     }
 
     /// Rejects a mean for pixels from 0 to 255 where pixels are scaled to 0 to 1.
@@ -294,6 +324,30 @@ impl Pixels {
     }
 }
 
+/// The preprocessing in words, for plans and reports.
+impl fmt::Display for Pixels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.size {
+            None => f.write_str("not resized")?,
+            Some((Size::Exactly(height, width), _)) => write!(f, "resized to {height} x {width}")?,
+            Some((Size::Shorter(edge), _)) => write!(f, "resized to a shorter side of {edge}")?,
+        }
+        if let Some((height, width)) = self.crop {
+            write!(f, ", center crop of {height} x {width}")?;
+        }
+        let factor = self.rescale;
+        if factor == UNIT {
+            f.write_str(", pixels divided by 255")?
+        } else {
+            write!(f, ", pixels multiplied by {factor}")?
+        }
+        for (name, values) in [("mean", &self.mean), ("std", &self.std)] {
+            if values.is_empty() { write!(f, ", no {name}")? } else { write!(f, ", {name} {values:?}")? }
+        }
+        f.write_str(if self.reversed { ", channels in BGR order" } else { "" })
+    }
+}
+
 /// Resizes as Pillow does: along rows, rounded to bytes, then along columns.
 fn resize(bytes: Vec<u8>, from: (usize, usize), to: (usize, usize), channels: usize, filter: ResizeAlg) -> Result<Vec<u8>, String> {
     let pixels = from.0.max(to.0).checked_mul(to.1);
@@ -332,6 +386,31 @@ mod tests {
         assert!(check(r#"{"image_mean":[1.2],"do_rescale":true}"#).unwrap_err().contains("`rescale: 1`"));
         assert_eq!(check(r#"{"image_mean":[123.675],"do_rescale":false}"#), Ok(()));
         assert_eq!(check(r#"{"image_mean":[0.485,0.456,1.0]}"#), Ok(()));
+    }
+
+    #[test]
+    fn torchvision_variants_have_their_own_preprocessing() {
+        let made = crate::model::Made::new();
+        let open = |config: &str, channels: usize, options: &Data| {
+            let config: Map<String, Value> = serde_json::from_str(config).unwrap();
+            let inputs = [Port { name: "x".into(), element: Element::Float, shape: vec![None, Some(channels), None, None], number: None }];
+            let target = Target { folder: Path::new("none"), made: &made, config: &config, inputs: &inputs, outputs: &[] };
+            Pixels::open(options, &target, &Plane::of(options, &target, Path::new("p")).unwrap()).unwrap()
+        };
+        let resnet = r#"{"model_type":"torchvision","variant":"resnet18"}"#;
+        let described = |config: &str, options: &Data| open(config, 3, options).to_string();
+        let usual = "resized to a shorter side of 256, center crop of 224 x 224, pixels divided by 255, mean [0.485, 0.456, 0.406], std [0.229, 0.224, 0.225]";
+        assert_eq!(described(resnet, &Data::default()), usual);
+        let (crop, mean) = (Data { crop: Some(vec![64]), ..Data::default() }, Data { mean: vec![0.5], ..Data::default() });
+        assert_eq!(described(resnet, &crop), usual.replace("224 x 224", "64 x 64"));
+        assert_eq!(described(resnet, &mean), usual.replace("[0.485, 0.456, 0.406]", "[0.5]"));
+        let small = described(resnet, &Data { resize: Some(vec![32, 32]), ..Data::default() });
+        assert!(small.starts_with("resized to 32 x 32, pixels divided by 255, mean [0.485"), "{small}");
+        let efficientnet = open(r#"{"model_type":"torchvision","variant":"efficientnet_b4"}"#, 3, &Data::default());
+        assert_eq!((efficientnet.size, efficientnet.crop), (Some((Size::Shorter(384), ResizeAlg::Convolution(FilterType::CatmullRom))), Some((380, 380))));
+        for pixels in [open(resnet, 1, &Data::default()), open(r#"{"model_type":"resnet"}"#, 3, &Data::default())] {
+            assert_eq!(pixels.to_string(), "not resized, pixels divided by 255, no mean, no std");
+        }
     }
 
     #[test]

@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::options::{Data, ImageLayout};
-use super::{Port, Target, shaped};
+use super::{Batch, Port, Target, shaped};
 use crate::error::{Error, Result};
 use crate::ir::Element;
 
@@ -74,6 +74,23 @@ impl Plane {
             (_, ImageLayout::Nchw) => vec![count, self.channels, height, width],
             (_, ImageLayout::Nhwc) => vec![count, height, width, self.channels],
         }
+    }
+
+    /// Minimum, mean and maximum of each channel of the images of a batch.
+    pub fn channel_ranges(&self, batch: &Batch) -> Result<Vec<[f64; 3]>> {
+        let Some(images) = batch.inputs.get(&self.port.name) else { return Ok(Vec::new()) };
+        let values = images.to_dtype(DType::F64).and_then(|images| images.flatten_all()?.to_vec1::<f64>()).map_err(shaped)?;
+        let channels = self.channels.max(1);
+        let planes = batch.samples.saturating_mul(channels).max(1);
+        let adjacent = if self.layout == ImageLayout::Nhwc { 1 } else { values.len().checked_div(planes).unwrap_or(0).max(1) };
+        let mut found = vec![(f64::INFINITY, 0.0, f64::NEG_INFINITY, 0.0); channels];
+        for (values, channel) in values.chunks(adjacent).zip((0..channels).cycle()) {
+            let Some((low, sum, high, count)) = found.get_mut(channel) else { continue };
+            for value in values {
+                (*low, *sum, *high, *count) = (low.min(*value), *sum + value, high.max(*value), *count + 1.0);
+            }
+        }
+        Ok(found.into_iter().filter(|(.., count)| *count > 0.0).map(|(low, sum, high, count)| [low, sum / count, high]).collect())
     }
 
     /// A batch for the input, and its name.
@@ -146,6 +163,13 @@ mod tests {
         let (_, tensor) = whole.batch(vec![0.0, 255.0, 1.0, 2.0, 3.0, 4.0], 1, 2, 1).unwrap();
         assert_eq!((tensor.dims(), tensor.dtype()), (&[1, 2, 1, 3][..], candle_core::DType::I64));
         assert!(whole.batch(vec![0.5; 6], 1, 2, 1).unwrap_err().to_string().contains("takes whole numbers"));
+        for (layout, last) in [(ImageLayout::Nchw, [4.0, 5.0]), (ImageLayout::Nhwc, [2.0, 5.0])] {
+            let plane = Plane { layout, ..whole.clone() };
+            let input = plane.batch(vec![0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 1, 2, 1).unwrap();
+            let batch = Batch { inputs: [input].into(), references: super::super::References::None, samples: 1 };
+            let found = plane.channel_ranges(&batch).unwrap();
+            assert_eq!((found.len(), found[2]), (3, [last[0], (last[0] + last[1]) / 2.0, last[1]]), "{layout:?}");
+        }
         assert!(whole.require_size(2, 1, Path::new("p")).is_ok() && whole.require_size(1, 2, Path::new("p")).is_err());
     }
 }

@@ -109,6 +109,11 @@ pub trait Pass: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Number of samples below which the result is likely to fit these samples alone.
+    fn least_samples(&self) -> usize {
+        1
+    }
+
     /// Whether the pass keeps unfinished work in [`Context::workplace`], so that an interrupted run can go on with it.
     fn keeps_work(&self) -> bool {
         false

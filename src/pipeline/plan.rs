@@ -8,6 +8,7 @@ use super::Pipeline;
 use crate::error::Result;
 use crate::export::SizeForecast;
 use crate::model::Model;
+use crate::report::WARNING;
 use crate::store::{Weight, block_elements};
 
 /// What one pass would do.
@@ -81,7 +82,7 @@ const RANKING: u64 = 3 << 20;
 pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     model.require_own_files()?;
     let (pipeline, after, run) = &pipeline.settled(model)?;
-    let samples = pipeline.count_samples(model)?;
+    let (samples, of_samples) = pipeline.count_samples(model)?;
     let peak_vram_bytes = pipeline.planned_vram()?;
     let model_memory = pipeline.planned_model_memory(model)?;
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(after, run)).collect::<Result<_>>()?;
@@ -106,6 +107,9 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
                 .collect(),
         })
         .collect();
+    let from_passes = run.history.iter().flat_map(|applied| &applied.notes);
+    let mut notes: Vec<String> = of_samples.iter().chain(&model.beside.in_weight_files).chain(&run.notes).chain(from_passes).cloned().collect();
+    notes.sort_by_key(|note| !note.starts_with(WARNING));
     Ok(Plan {
         model: model.path.to_string_lossy().into_owned(),
         input_bytes: model.stored_bytes(),
@@ -120,7 +124,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
         peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block + run.memory_by_thread) + run.memory,
         peak_vram_bytes,
         model_memory,
-        notes: model.beside.in_weight_files.iter().chain(&run.notes).chain(run.history.iter().flat_map(|applied| &applied.notes)).cloned().collect(),
+        notes,
     })
 }
 

@@ -48,7 +48,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     let alone = leave_beside(&mut after, file.as_deref()).or(alone);
     after.require_own_files()?;
     (state.file, state.data_file) = (file.clone(), file.as_ref().map(|name| format!("{name}.data")));
-    let held_out = pipeline.open_samples(&model)?;
+    let of_samples = pipeline.open_samples(&model)?;
     let pipeline = &pipeline;
     let work = pipeline.work();
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after, &state)).collect::<Result<_>>()?;
@@ -145,7 +145,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
             left_out.into_iter().chain(alone).chain(unchecked).collect(),
             staging.notes().to_vec(),
             notes(&after, &state, &exports),
-            held_out.into_iter().collect(),
+            of_samples,
             measured.notes,
         ]
         .concat()

@@ -37,7 +37,7 @@ use crate::model::Model;
 use crate::output::Workplace;
 use crate::pass::{Context, Samples, input_importance};
 use crate::recipe::Recipe;
-use crate::report::{Environment, Peak};
+use crate::report::{Environment, Peak, WARNING};
 use crate::run_state::RunState;
 use crate::store::ByteSize;
 use crate::train::communicator::Place;
@@ -207,32 +207,65 @@ impl Pipeline {
 
     /// Opens the data, so that what does not fit is said before any work is done, and leaves some of the calibration samples to be measured
     /// on, where passes would use all of them; whether they are measured on does not matter, so that what is written does not depend on it.
-    pub(super) fn open_samples(&mut self, model: &Model) -> Result<Option<String>> {
+    pub(super) fn open_samples(&mut self, model: &Model) -> Result<Vec<String>> {
         let evaluate = self.running.evaluate.as_ref().filter(|evaluate| evaluate.precision != Precision::F32);
         if evaluate.is_some_and(|evaluate| model.onnx.is_some() || !evaluate.runtime.is_empty() && !evaluate.runtime.contains(&Runtime::Candle)) {
             return Err(Error::option("evaluate", "`precision` says what the built-in executor computes with, and ONNX Runtime alone runs this model"));
         }
         if self.used_data().is_empty() {
-            return Ok(None);
+            return Ok(Vec::new());
         }
         let subject = Subject::of(model.clone())?;
-        self.open_data(subject.target())?;
+        let mut notes = self.sample_notes(&self.open_data(subject.target())?)?;
         let calibrates = self.runs().any(|(_, samples)| samples == Samples::Calibration);
-        let Some(set) = self.running.data.calibration.as_ref().filter(|_| calibrates) else { return Ok(None) };
+        let Some(set) = self.running.data.calibration.as_ref().filter(|_| calibrates) else { return Ok(notes) };
         let less = self.running.data.holding_out(set, subject.target())?;
-        let note = less.samples.filter(|_| less.samples != set.samples).map(|used| {
+        notes.extend(less.samples.filter(|_| less.samples != set.samples).map(|used| {
             format!("passes look at the first {used} calibration samples: the others, a tenth, are left to measure on; `samples` in `data: {{ calibration: ... }}` says how many they take")
-        });
+        }));
         self.running.data.calibration = Some(less);
-        Ok(note)
+        Ok(notes)
     }
 
-    /// How many samples there are of each data set that is used.
-    pub(super) fn count_samples(&self, model: &Model) -> Result<BTreeMap<&'static str, usize>> {
+    /// The number of samples of each data set that is used, and notes about them.
+    pub(super) fn count_samples(&self, model: &Model) -> Result<(BTreeMap<&'static str, usize>, Vec<String>)> {
         if self.used_data().is_empty() {
-            return Ok(BTreeMap::new());
+            return Ok((BTreeMap::new(), Vec::new()));
         }
-        self.open_data(Subject::of(model.clone())?.target())?.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect()
+        let sets = self.open_data(Subject::of(model.clone())?.target())?;
+        let notes = self.sample_notes(&sets)?;
+        Ok((sets.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect::<Result<_>>()?, notes))
+    }
+
+    /// The preprocessing of images and the values that it gives, with warnings where sets are preprocessed differently or a pass has few
+    /// calibration samples.
+    fn sample_notes(&self, sets: &BTreeMap<&'static str, Arc<DataSet>>) -> Result<Vec<String>> {
+        let (mut notes, mut ways) = (Vec::new(), Vec::new());
+        for (key, data) in sets {
+            let Some(way) = data.preprocessing() else { continue };
+            let number = |value: &f64| format!("{value:.3}");
+            let ranges: Vec<String> = data.channel_ranges()?.iter().map(|range| range.each_ref().map(number).join(" ")).collect();
+            notes.push(format!("{key} images: {way}; min, mean and max of each channel in the first batch: {}", ranges.join(", ")));
+            ways.push((*key, way));
+        }
+        if let Some((first, rest)) = ways.split_first()
+            && let Some(other) = rest.iter().find(|(_, way)| *way != first.1)
+        {
+            let reason = format!("{}: {}; {}: {}", first.0, first.1, other.0, other.1);
+            notes.push(format!("{WARNING}images of the data sets are preprocessed differently ({reason}): set the same preprocessing options for both"));
+        }
+        let count = sets.get("calibration").and_then(|data| data.samples());
+        for pass in self.steps.iter().map(|step| step.pass()).filter(|pass| pass.runs_on() == Some(Samples::Calibration)) {
+            if let Some(count) = count.filter(|count| *count < pass.least_samples()) {
+                notes.push(format!(
+                    "{WARNING}{} has {count} calibration sample{}: values outside the ranges seen there are clipped; use at least {}",
+                    pass.name(),
+                    if count == 1 { "" } else { "s" },
+                    pass.least_samples()
+                ));
+            }
+        }
+        Ok(notes)
     }
 
     /// The device that models run on, where any does.
@@ -429,6 +462,28 @@ mod tests {
         assert!(pipeline.running.opened.get().is_some());
         let other = Builder(pipeline).device(Choice::Auto).build().unwrap();
         assert!(other.running.opened.get().is_none(), "another choice is another device");
+    }
+
+    /// Plans state how images are preprocessed, and warn about few samples and about data sets that are preprocessed differently.
+    #[test]
+    fn plans_state_the_preprocessing_of_images() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        let model = Model::open(golden.join("models/torchvision-resnet18")).unwrap();
+        let notes = |samples: usize, mean: &[f64]| {
+            let data =
+                Data { images: Some(golden.join("evaluation/images")), task: Some(crate::data::Task::Fidelity), crop: Some(vec![32]), ..Data::default() };
+            let calibration = Data { samples: Some(samples), ..data.clone() };
+            let pipeline = Pipeline::builder().pass(crate::pass::QuantizeStatic::default()).calibration(calibration);
+            pipeline.evaluation(Data { mean: mean.to_vec(), ..data }).build().unwrap().plan(&model).unwrap().notes
+        };
+        let is_warning = |note: &&String| note.starts_with(WARNING);
+        let same = notes(8, &[]);
+        assert_eq!(same.iter().find(is_warning), None);
+        let stated = "calibration images: resized to a shorter side of 256, center crop of 32 x 32, pixels divided by 255, mean [0.485, 0.456, 0.406]";
+        assert!(same.iter().any(|note| note.starts_with(stated) && note.contains("min, mean and max of each channel in the first batch: -")), "{same:?}");
+        let warnings: Vec<String> = notes(1, &[0.5]).into_iter().filter(|note| is_warning(&note)).collect();
+        assert_eq!(warnings.len(), 2, "{warnings:?}");
+        assert!(warnings[0].contains("preprocessed differently") && warnings[1].contains("quantize-static has 1 calibration sample:"), "{warnings:?}");
     }
 
     /// What later passes make of weights takes no room from what an earlier one keeps.

@@ -75,7 +75,7 @@ impl Pipeline {
         Ok(true)
     }
 
-    pub(super) fn count_samples(&self, _model: &Model) -> Result<BTreeMap<&'static str, usize>> {
+    pub(super) fn count_samples(&self, _model: &Model) -> Result<(BTreeMap<&'static str, usize>, Vec<String>)> {
         Ok(BTreeMap::new())
     }
 
@@ -95,7 +95,7 @@ impl Pipeline {
         Ok(Environment::detect())
     }
 
-    pub(super) fn open_samples(&mut self, _model: &Model) -> Result<Option<String>> {
+    pub(super) fn open_samples(&mut self, _model: &Model) -> Result<Vec<String>> {
         Ok(None)
     }
 

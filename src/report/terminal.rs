@@ -34,6 +34,12 @@ pub fn wrapped<const N: usize>(head: &[&str; N], rows: impl IntoIterator<Item = 
     table
 }
 
+/// The line of a note or a warning.
+pub fn note_line(note: &str) -> String {
+    let label = if note.starts_with(WARNING) { "" } else { "note: " };
+    format!(" {label}{}\n", display_line(note))
+}
+
 /// Weights that are listed: those that lost most.
 const WORST: usize = 5;
 
@@ -86,8 +92,7 @@ impl Report {
             out += "\n";
         }
         for note in &self.notes {
-            let label = if note.starts_with(WARNING) { "" } else { "note: " };
-            out += &format!(" {label}{}\n", display_line(note));
+            out += &note_line(note);
         }
         out
     }

@@ -200,6 +200,8 @@ impl Default for QuantizeStatic {
 }
 
 const NAME: &str = "quantize-static";
+/// Calibration samples below which ranges of activations depend on single samples.
+const LEAST_SAMPLES: usize = 8;
 
 impl QuantizeStatic {
     /// Runs the model over the samples.
@@ -268,6 +270,10 @@ impl Pass for QuantizeStatic {
 
     fn runs_on(&self) -> Option<Samples> {
         Some(Samples::Calibration)
+    }
+
+    fn least_samples(&self) -> usize {
+        LEAST_SAMPLES
     }
 
     fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {

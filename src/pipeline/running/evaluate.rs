@@ -22,7 +22,7 @@ use crate::pipeline::run::Measured;
 use crate::pipeline::running::Running;
 use crate::pipeline::running::free::memory_limit;
 use crate::pipeline::{Check, Pipeline};
-use crate::report::{OutputFile, Report};
+use crate::report::{OutputFile, Report, WARNING};
 use crate::run_state::RunState;
 use crate::runtime::{self, Session};
 use crate::store::{ActivationScheme, Encoding};
@@ -253,7 +253,7 @@ impl Run<'_> {
             let (shared, of) = sets.overlap(options, other, targets[0])?;
             if shared > 0 {
                 measured.notes.push(format!(
-                    "warning: {shared} of the first {of} evaluation samples share content with the {key} data of the passes: the score overestimates the quality on new data"
+                    "{WARNING}{shared} of the first {of} evaluation samples share content with the {key} data of the passes: the score overestimates the quality on new data"
                 ));
             }
         }
