@@ -3,7 +3,8 @@
 //! Layer by layer, in the order of the graph: the values `x` that a layer read in the original model are estimated from the
 //! values `y` that are left for it in the smaller one, `x ≈ M y + c` by least squares, and the layer's weight `W` becomes
 //! `W M`, its bias `b + W c` (He et al., *Channel Pruning for Accelerating Very Deep Neural Networks*, 2017,
-//! <https://arxiv.org/abs/1707.06168>, for all taps of a window together). Later layers are repaired on the values that this gives. Batch
+//! <https://arxiv.org/abs/1707.06168>, for all taps of a window together). What `M` adds to taking the surviving features as they are is scaled by the
+//! factor with the smallest error on held-out samples, which is 0 where it fits noise. Later layers are repaired on the values that this gives. Batch
 //! normalisation gets statistics with which its output has the same mean and variance as before. Only sums of products of features are
 //! stored.
 
@@ -26,7 +27,7 @@ use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::calibrate::{self, Moments, computed, numbers};
 use pairs::Pairs;
-use sums::{Sums, row_weights};
+use sums::{Sums, held_out_share, row_weights};
 
 /// A model before and after pruning, and how it is repaired.
 pub(super) struct Repairing<'a> {
@@ -68,16 +69,24 @@ impl Repairing<'_> {
             let changed = match &site.kind {
                 Kind::Layers { op, surviving, features } => {
                     counts.0 += site.nodes.len();
-                    let mut sums = Sums::new(*features, surviving.len());
+                    let mut halves = [0, 1].map(|_| Sums::new(*features, surviving.len()));
                     let weighted = !matches!(op, Op::Conv(_));
                     pairs.each(&site.value, |batch, [x, y]| {
                         let (x, y) = (calibrate::rows(x, op, batch, tokens)?, calibrate::rows(y, op, batch, tokens)?);
-                        sums.add(&x, &y, weighted.then(|| row_weights(&x)).transpose()?.as_ref())
+                        let weights = weighted.then(|| row_weights(&x)).transpose()?;
+                        let middle = x.dims()[0] / 2;
+                        for (sums, rows) in halves.iter_mut().zip([0..middle, middle..x.dims()[0]]).filter(|(_, rows)| !rows.is_empty()) {
+                            let part = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len()).map_err(computed);
+                            sums.add(&part(&x)?, &part(&y)?, weights.as_ref().map(part).transpose()?.as_ref())?;
+                        }
+                        Ok(())
                     })?;
+                    let mut sums = Sums::new(*features, surviving.len());
+                    halves.iter().for_each(|half| sums.merge(half));
                     let mut changed = Vec::new();
                     for node in &site.nodes {
                         let node = &smaller.nodes()[*node];
-                        changed.extend(self.layer(&smaller, node, &self.original(&smaller, node, context)?, surviving, &sums)?);
+                        changed.extend(self.layer(&smaller, node, &self.original(&smaller, node, context)?, surviving, (&sums, &halves))?);
                     }
                     changed
                 }
@@ -137,20 +146,27 @@ impl Repairing<'_> {
         Ok(sites)
     }
 
-    /// New weight and bias of a layer.
-    fn layer(&self, graph: &Graph, node: &Node, original: &Parameters, surviving: &[usize], sums: &Sums) -> Result<Vec<(String, Tensor)>> {
+    /// New weight and bias of a layer, by sums over all rows and over two halves of them.
+    fn layer(
+        &self,
+        graph: &Graph,
+        node: &Node,
+        original: &Parameters,
+        surviving: &[usize],
+        (sums, halves): (&Sums, &[Sums; 2]),
+    ) -> Result<Vec<(String, Tensor)>> {
         let name = |at: usize| node.inputs.get(at).map(|id| graph.value(*id).name.clone());
         let (Some(weight), bias) = (name(1), name(2)) else { return Ok(Vec::new()) };
-        let estimate = match self.repair {
-            Repair::LeastSquares => sums.estimate(surviving, bias.is_some()),
-            _ => Some(sums.selection(surviving)),
+        let correction = match self.repair {
+            Repair::LeastSquares => sums.correction(surviving, bias.is_some()).map(Some),
+            _ => Some(None),
         };
-        let Some(estimate) = estimate else {
+        let Some(correction) = correction else {
             return Err(Error::run(NAME, format!("calibration data has too few samples for the inputs of `{weight}`"), "use more samples"));
         };
         let (features, left) = (sums.x.len(), sums.y.len());
-        let compute = || {
-            // [out, taps, features]: the weight of the original model for the outputs that are left.
+        // [out, taps, features]: the weight of the original model for the outputs that are left.
+        let whole = || {
             let mut full = original.get(&weight)?;
             for axis in 0..full.rank() {
                 let read = if full.rank() > 2 { 1 } else { usize::from(!is_input_major(&node.op)) };
@@ -165,6 +181,16 @@ impl Repairing<'_> {
                 _ if is_input_major(&node.op) => full.t()?.contiguous()?.unsqueeze(1)?,
                 _ => full.unsqueeze(1)?,
             };
+            Ok((full, shape))
+        };
+        let (full, shape) = whole().map_err(computed)?;
+        let mut estimate = sums.selection(surviving);
+        if let Some(correction) = correction {
+            let rows = full.flatten_to(1).map_err(computed)?;
+            let share = held_out_share(&rows, halves, surviving, bias.is_some())?;
+            estimate.iter_mut().zip(correction).for_each(|(estimate, correction)| *estimate += share * correction);
+        }
+        let compute = || {
             let (out, taps, _) = full.dims3()?;
             let matrix: Vec<f32> = estimate.iter().map(|v| *v as f32).collect();
             let matrix = Tensor::from_vec(matrix, (features, left), full.device())?;

@@ -77,27 +77,71 @@ impl Sums {
         matrix
     }
 
-    /// The matrix `M` of `x ≈ M y + c`, with `c` free or zero.
-    pub fn estimate(&self, surviving: &[usize], centred: bool) -> Option<Vec<f64>> {
+    /// Adds the sums over other rows.
+    pub fn merge(&mut self, other: &Sums) {
+        self.rows += other.rows;
+        self.count += other.count;
+        for (sums, others) in [(&mut self.x, &other.x), (&mut self.y, &other.y), (&mut self.xy, &other.xy), (&mut self.yy, &other.yy)] {
+            add(sums, others);
+        }
+    }
+
+    /// Covariances of `y` with itself, `[y, y]`, and of the residual of the selection with `y`, `[x, y]`; second moments unless `centred`.
+    fn covariances(&self, surviving: &[usize], centred: bool) -> [Vec<f64>; 2] {
         let (n, left) = (self.x.len(), self.y.len());
         let mean = |sums: &[f64], at: usize| if centred { sums[at] / self.count } else { 0.0 };
-        let mut yy: Vec<f64> = (0..left * left).map(|at| self.yy[at] / self.count - mean(&self.y, at / left) * mean(&self.y, at % left)).collect();
-        let scale = (0..left).map(|j| yy[j * left + j]).sum::<f64>() / left.max(1) as f64;
-        let ridge = RIDGE.max(left as f64 / self.rows.max(1.0));
-        let mut matrix = self.selection(surviving);
-        // The residual of the selection is estimated, so that the ridge draws towards the selection.
-        let mut rest: Vec<f64> = (0..n * left)
+        let yy: Vec<f64> = (0..left * left).map(|at| self.yy[at] / self.count - mean(&self.y, at / left) * mean(&self.y, at % left)).collect();
+        let rest: Vec<f64> = (0..n * left)
             .map(|at| {
                 let (i, j) = (at / left, at % left);
                 let xy = self.xy[at] / self.count - mean(&self.x, i) * mean(&self.y, j);
                 xy - surviving.binary_search(&i).map_or(0.0, |own| yy[own * left + j])
             })
             .collect();
+        [yy, rest]
+    }
+
+    /// The matrix `[x, y]` that is added to the selection in the estimate `x ≈ M y + c`, with `c` free or zero. The residual of the selection is
+    /// estimated, so that the ridge draws towards the selection.
+    pub fn correction(&self, surviving: &[usize], centred: bool) -> Option<Vec<f64>> {
+        let left = self.y.len();
+        let [mut yy, mut rest] = self.covariances(surviving, centred);
+        let scale = (0..left).map(|j| yy[j * left + j]).sum::<f64>() / left.max(1) as f64;
+        let ridge = RIDGE.max(left as f64 / self.rows.max(1.0));
         (0..left).for_each(|j| yy[j * left + j] += ridge * scale + f64::MIN_POSITIVE);
         Factor::new(yy, left)?.solve(&mut rest);
-        matrix.iter_mut().zip(rest).for_each(|(m, r)| *m += r);
-        Some(matrix)
+        Some(rest)
     }
+}
+
+/// The factor between 0 and 1 on the correction that minimizes the error of a layer's outputs on held-out rows: the correction is fitted to each
+/// of two halves of the rows and evaluated on the other half, where the squared error is a parabola in the factor; the smaller result counts. `weight` is `[outputs, x]`.
+pub(super) fn held_out_share(weight: &Tensor, halves: &[Sums; 2], surviving: &[usize], centred: bool) -> Result<f64> {
+    let mut share = 1.0_f64;
+    let [first, second] = halves;
+    for (fitted, held_out) in [(first, second), (second, first)] {
+        if fitted.count <= 0.0 || held_out.count <= 0.0 {
+            return Ok(0.0);
+        }
+        let Some(correction) = fitted.correction(surviving, centred) else { return Ok(0.0) };
+        let [yy, rest] = held_out.covariances(surviving, centred);
+        let left = held_out.y.len();
+        let tensor = |values: &[f64]| {
+            let values: Vec<f32> = values.iter().map(|value| *value as f32).collect();
+            let rows = values.len() / left.max(1);
+            Tensor::from_vec(values, (rows, left), weight.device())
+        };
+        let product = |rows: &Tensor, matrix: &Tensor| transposed_product(&rows.t()?.contiguous()?, matrix);
+        let sums = || {
+            let predicted = product(weight, &tensor(&correction)?)?;
+            let gain = (&predicted * product(weight, &tensor(&rest)?)?)?.sum_all()?;
+            let cost = (product(&predicted, &tensor(&yy)?)? * &predicted)?.sum_all()?;
+            Ok([transfer::number(&gain, Cause::Statistics)?, transfer::number(&cost, Cause::Statistics)?])
+        };
+        let [gain, cost]: [f64; 2] = sums().map_err(computed)?;
+        share = if cost > 0.0 && gain.is_finite() { share.min((gain / cost).max(0.0)) } else { 0.0 };
+    }
+    Ok(share)
 }
 
 #[cfg(test)]
@@ -105,6 +149,55 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
+
+    /// Removed features are noise, or a function of those that survive: a correction to the noise of few rows makes held-out rows worse and is
+    /// scaled down, and one that holds on held-out rows is applied.
+    #[test]
+    fn corrections_are_scaled_by_their_effect_on_held_out_rows() {
+        let (features, left) = (24, 16);
+        let surviving: Vec<usize> = (0..left).collect();
+        let rows = |count: usize, linear: bool, seed: u64| {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let mut values: Vec<f32> = (0..count * features).map(|_| (0..6).map(|_| random.f32() - 0.5).sum()).collect();
+            for row in values.chunks_mut(features).filter(|_| linear) {
+                (left..features).for_each(|at| row[at] = row[at - left] - row[at - left + 1]);
+            }
+            let x = Tensor::from_vec(values, (count, features), &Device::Cpu).unwrap();
+            let y = x.narrow(1, 0, left).unwrap().contiguous().unwrap();
+            (x, y)
+        };
+        let sums = |(x, y): &(Tensor, Tensor)| {
+            let mut sums = Sums::new(features, left);
+            sums.add(x, y, None).unwrap();
+            sums
+        };
+        let weight = rows(16, false, 1).0;
+        let new = rows(2000, false, 2);
+        for centred in [false, true] {
+            let mut overfitted = 0;
+            for seed in 10..30 {
+                let halves = [0, 1].map(|half| sums(&rows(32, false, seed + 100 * half)));
+                let mut all = Sums::new(features, left);
+                halves.iter().for_each(|half| all.merge(half));
+                let share = held_out_share(&weight, &halves, &surviving, centred).unwrap();
+                let correction = all.correction(&surviving, centred).unwrap();
+                // The removed features of new rows, less their estimate, through the layer.
+                let error = |share: f64| {
+                    let correction: Vec<f32> = correction.iter().map(|value| (share * value) as f32).collect();
+                    let correction = Tensor::from_vec(correction, (features, left), &Device::Cpu).unwrap();
+                    let kept = new.1.pad_with_zeros(1, 0, features - left).unwrap();
+                    let estimate = (kept + new.1.matmul(&correction.t().unwrap()).unwrap()).unwrap();
+                    let lost = (&new.0 - estimate).unwrap().matmul(&weight.t().unwrap()).unwrap();
+                    lost.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap()
+                };
+                overfitted += usize::from(error(1.0) > 1.05 * error(0.0));
+                assert!(share < 0.9 && error(share) <= 1.1 * error(0.0), "{seed}: {share} {} {}", error(share), error(0.0));
+            }
+            assert!(overfitted > 10, "{overfitted}");
+            let halves = [5, 6].map(|seed| sums(&rows(400, true, seed)));
+            assert!(held_out_share(&weight, &halves, &surviving, centred).unwrap() > 0.9);
+        }
+    }
 
     #[test]
     fn large_rows_get_small_weights_and_rows_of_zeros_none() {
