@@ -283,6 +283,8 @@ impl Pass for QuantizeStatic {
             let found = self.quantizers(&prepared, &prepared.layers, None)?;
             let model = self.fit(&prepared, &found, &prepared.layers, None, &meter)?;
             self.record(run, &prepared, &prepared.layers, meter, Value::Null, Vec::new());
+            // Samples decide which layers get factors and stay in floats.
+            run.estimated = true;
             return Ok(model);
         };
         let original = model.clone();
