@@ -162,6 +162,20 @@ fn what_was_not_measured_is_not_drawn() {
     assert!(!bare.to_html().contains("<section id=\"weights\""));
 }
 
+/// Warnings have a section at the beginning; other notes are folded.
+#[test]
+fn warnings_are_separate_from_other_notes() {
+    let mut report = report(30);
+    report.notes = vec!["warning: too few samples".to_owned(), "14 Add remain in floats".to_owned()];
+    let in_order = |text: &str, parts: &[&str]| {
+        let positions: Vec<usize> = parts.iter().map(|part| text.find(part).unwrap_or_else(|| panic!("{part}: {text}"))).collect();
+        assert!(positions.is_sorted(), "{parts:?}: {positions:?}");
+    };
+    in_order(&report.to_html(), &["<h2>Warnings</h2>", "<li>too few samples</li>", "<details><summary>1 note</summary>", "<li>14 Add remain in floats</li>"]);
+    in_order(&report.to_markdown(), &["## Warnings\n\n- too few samples\n", "## Measured", "## Passes", "## Notes\n\n- 14 Add remain in floats\n"]);
+    assert!(!report.to_html().contains("warning: ") && !report.to_markdown().contains("warning: "));
+}
+
 #[test]
 fn odd_figures_do_not_break_a_page() {
     let mut odd = report(5);

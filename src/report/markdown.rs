@@ -2,9 +2,9 @@
 
 use std::fmt::Write;
 
+use super::Report;
 use super::escape::{markdown, markdown_code};
 use super::format::{bytes, count, decibels, percent, seconds, shape};
-use super::{Report, WARNING};
 
 /// Renders `report.md`.
 pub(super) fn render(report: &Report) -> String {
@@ -37,6 +37,8 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
             ["tensors".into(), before.tensors.to_string(), after.tensors.to_string()],
         ],
     )?;
+    let (warnings, notes) = report.warnings_and_notes();
+    list(out, "Warnings", &warnings)?;
     let measured: Vec<_> = super::measured::rows(report).into_iter().map(|row| row.map(|cell| markdown(&cell))).collect();
     if !measured.is_empty() {
         writeln!(out, "## Measured\n")?;
@@ -68,16 +70,7 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         })
         .collect();
     table(out, &["pass", "tensors", "time", "peak memory", "options"], &passes)?;
-    if !report.notes.is_empty() {
-        writeln!(out, "## Notes\n")?;
-        for note in &report.notes {
-            match note.strip_prefix(WARNING) {
-                Some(warning) => writeln!(out, "- **Warning:** {}", markdown(warning))?,
-                None => writeln!(out, "- {}", markdown(note))?,
-            }
-        }
-        writeln!(out)?;
-    }
+    list(out, "Notes", &notes)?;
     writeln!(out, "## Files\n")?;
     let files: Vec<_> = report
         .outputs
@@ -115,6 +108,15 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         seconds(report.totals.seconds),
         report.totals.peak_rss_bytes.map_or(String::new(), |b| format!(", peak memory {}", bytes(b)))
     )
+}
+
+fn list(out: &mut String, title: &str, items: &[&str]) -> std::fmt::Result {
+    if items.is_empty() {
+        return Ok(());
+    }
+    writeln!(out, "## {title}\n")?;
+    items.iter().try_for_each(|item| writeln!(out, "- {}", markdown(item)))?;
+    writeln!(out)
 }
 
 fn table<const N: usize>(out: &mut String, head: &[&str; N], rows: &[[String; N]]) -> std::fmt::Result {

@@ -89,6 +89,12 @@ pub struct Report {
 }
 
 impl Report {
+    /// The warnings, without their prefix, and the other notes.
+    pub(crate) fn warnings_and_notes(&self) -> (Vec<&str>, Vec<&str>) {
+        let (warnings, notes): (Vec<&str>, Vec<&str>) = self.notes.iter().map(String::as_str).partition(|note| note.starts_with(WARNING));
+        (warnings.into_iter().filter_map(|note| note.strip_prefix(WARNING)).collect(), notes)
+    }
+
     /// Reads a report, or that of an output folder or file.
     ///
     /// # Errors

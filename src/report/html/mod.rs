@@ -30,7 +30,7 @@ pub(super) fn render(report: &Report) -> String {
         (summary::header(report, &name))
         main {
             (summary::headline(report))
-            (summary::notes(&report.notes))
+            (summary::notes(report))
             (summary::parts(report))
             (quality::accuracy(report))
             (quality::continuations(report))

@@ -5,8 +5,8 @@ use maud::{Markup, html};
 use super::{prose, section, table};
 use crate::evaluation::Runtime;
 use crate::model::{ModelPart, part};
+use crate::report::Report;
 use crate::report::format::{bytes, count, milliseconds, percent, seconds};
-use crate::report::{Report, WARNING};
 
 /// The model by the last part of its path.
 pub(super) fn name(report: &Report) -> String {
@@ -100,18 +100,16 @@ fn capital(word: &str) -> String {
     letters.next().map_or(String::new(), |first| first.to_uppercase().chain(letters).collect())
 }
 
-pub(super) fn notes(notes: &[String]) -> Markup {
-    if notes.is_empty() {
-        return html! {};
+/// The warnings, and the other notes folded.
+pub(super) fn notes(report: &Report) -> Markup {
+    let (warnings, notes) = report.warnings_and_notes();
+    let list = |notes: &[&str]| html! { ul.notes { @for note in notes { li { (prose(note)) } } } };
+    html! {
+        @if !warnings.is_empty() { (section("warnings", "Warnings", "", &list(&warnings))) }
+        @if !notes.is_empty() {
+            (section("notes", "Notes", "", &html! { details { summary { (notes.len()) @if notes.len() == 1 { " note" } @else { " notes" } } (list(&notes)) } }))
+        }
     }
-    section(
-        "notes",
-        "Notes",
-        "",
-        &html! { ul.notes { @for note in notes { li {
-            @if let Some(warning) = note.strip_prefix(WARNING) { strong { "Warning: " } (prose(warning)) } @else { (prose(note)) }
-        } } } },
-    )
 }
 
 /// Bytes by part of the model, as bars on one scale.
