@@ -109,7 +109,7 @@ pub trait Pass: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Number of samples below which the result is likely to fit these samples alone.
+    /// Number of samples below which the result is likely to overfit them.
     fn least_samples(&self) -> usize {
         1
     }
