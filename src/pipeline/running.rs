@@ -7,6 +7,7 @@ mod fidelity;
 mod files;
 mod free;
 mod rows;
+mod samples;
 mod starter;
 
 use std::collections::BTreeMap;
@@ -29,7 +30,7 @@ use super::{Builder, Pipeline};
 use crate::analysis;
 use crate::data::{Data, DataSet, DataSets, OpenedSets, Target};
 use crate::error::{Error, Result};
-use crate::evaluation::{Evaluate, Precision, Runtime, Subject};
+use crate::evaluation::{Evaluate, Runtime};
 use crate::exec::{Choice, DeviceMemory, MemoryNeed, MemoryTrace, MemoryTracker, Residence, Schedule};
 use crate::export::Exported;
 use crate::ir::GraphFile;
@@ -37,7 +38,7 @@ use crate::model::Model;
 use crate::output::Workplace;
 use crate::pass::{Context, Samples, input_importance};
 use crate::recipe::Recipe;
-use crate::report::{Environment, Peak, WARNING};
+use crate::report::{Environment, Peak};
 use crate::run_state::RunState;
 use crate::store::ByteSize;
 use crate::train::communicator::Place;
@@ -203,69 +204,6 @@ impl Pipeline {
     fn used_data(&self) -> BTreeMap<&'static str, &Data> {
         let used = self.runs().filter_map(|(_, samples)| self.running.set(samples));
         used.chain([("evaluation", self.running.data.evaluation.as_ref())]).filter_map(|(key, options)| Some((key, options?))).collect()
-    }
-
-    /// Opens the data, so that what does not fit is said before any work is done, and leaves some of the calibration samples to be measured
-    /// on, where passes would use all of them; whether they are measured on does not matter, so that what is written does not depend on it.
-    pub(super) fn open_samples(&mut self, model: &Model) -> Result<Vec<String>> {
-        let evaluate = self.running.evaluate.as_ref().filter(|evaluate| evaluate.precision != Precision::F32);
-        if evaluate.is_some_and(|evaluate| model.onnx.is_some() || !evaluate.runtime.is_empty() && !evaluate.runtime.contains(&Runtime::Candle)) {
-            return Err(Error::option("evaluate", "`precision` says what the built-in executor computes with, and ONNX Runtime alone runs this model"));
-        }
-        if self.used_data().is_empty() {
-            return Ok(Vec::new());
-        }
-        let subject = Subject::of(model.clone())?;
-        let mut notes = self.sample_notes(&self.open_data(subject.target())?)?;
-        let calibrates = self.runs().any(|(_, samples)| samples == Samples::Calibration);
-        let Some(set) = self.running.data.calibration.as_ref().filter(|_| calibrates) else { return Ok(notes) };
-        let less = self.running.data.holding_out(set, subject.target())?;
-        notes.extend(less.samples.filter(|_| less.samples != set.samples).map(|used| {
-            format!("passes look at the first {used} calibration samples: the others, a tenth, are left to measure on; `samples` in `data: {{ calibration: ... }}` says how many they take")
-        }));
-        self.running.data.calibration = Some(less);
-        Ok(notes)
-    }
-
-    /// The number of samples of each data set that is used, and notes about them.
-    pub(super) fn count_samples(&self, model: &Model) -> Result<(BTreeMap<&'static str, usize>, Vec<String>)> {
-        if self.used_data().is_empty() {
-            return Ok((BTreeMap::new(), Vec::new()));
-        }
-        let sets = self.open_data(Subject::of(model.clone())?.target())?;
-        let notes = self.sample_notes(&sets)?;
-        Ok((sets.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect::<Result<_>>()?, notes))
-    }
-
-    /// The preprocessing of images and the values that it gives, with warnings where sets are preprocessed differently or a pass has few
-    /// calibration samples.
-    fn sample_notes(&self, sets: &BTreeMap<&'static str, Arc<DataSet>>) -> Result<Vec<String>> {
-        let (mut notes, mut ways) = (Vec::new(), Vec::new());
-        for (key, data) in sets {
-            let Some(way) = data.preprocessing() else { continue };
-            let number = |value: &f64| format!("{value:.3}");
-            let ranges: Vec<String> = data.channel_ranges()?.iter().map(|range| range.each_ref().map(number).join(" ")).collect();
-            notes.push(format!("{key} images: {way}; min, mean and max of each channel in the first batch: {}", ranges.join(", ")));
-            ways.push((*key, way));
-        }
-        if let Some((first, rest)) = ways.split_first()
-            && let Some(other) = rest.iter().find(|(_, way)| *way != first.1)
-        {
-            let reason = format!("{}: {}; {}: {}", first.0, first.1, other.0, other.1);
-            notes.push(format!("{WARNING}images of the data sets are preprocessed differently ({reason}): set the same preprocessing options for both"));
-        }
-        let count = sets.get("calibration").and_then(|data| data.samples());
-        for pass in self.steps.iter().map(|step| step.pass()).filter(|pass| pass.runs_on() == Some(Samples::Calibration)) {
-            if let Some(count) = count.filter(|count| *count < pass.least_samples()) {
-                notes.push(format!(
-                    "{WARNING}{} has {count} calibration sample{}: values outside the ranges seen there are clipped; use at least {}",
-                    pass.name(),
-                    if count == 1 { "" } else { "s" },
-                    pass.least_samples()
-                ));
-            }
-        }
-        Ok(notes)
     }
 
     /// The device that models run on, where any does.

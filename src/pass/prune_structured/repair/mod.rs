@@ -3,7 +3,7 @@
 //! Layer by layer, in the order of the graph: the values `x` that a layer read in the original model are estimated from the
 //! values `y` that are left for it in the smaller one, `x ≈ M y + c` by least squares, and the layer's weight `W` becomes
 //! `W M`, its bias `b + W c` (He et al., *Channel Pruning for Accelerating Very Deep Neural Networks*, 2017,
-//! <https://arxiv.org/abs/1707.06168>, for all taps of a window together). What `M` adds to taking the surviving features as they are is scaled by the
+//! <https://arxiv.org/abs/1707.06168>, for all taps of a window together). The difference of `M` from a selection of the surviving features is scaled by the
 //! factor with the smallest error on held-out samples, which is 0 where it fits noise. Later layers are repaired on the values that this gives. Batch
 //! normalisation gets statistics with which its output has the same mean and variance as before. Only sums of products of features are
 //! stored.

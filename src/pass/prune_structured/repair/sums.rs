@@ -150,7 +150,7 @@ mod tests {
 
     use super::*;
 
-    /// Removed features are noise, or a function of those that survive: a correction to the noise of few rows makes held-out rows worse and is
+    /// Removed features are noise or a function of the surviving features: a correction to the noise of few rows makes held-out rows worse and is
     /// scaled down, and one that holds on held-out rows is applied.
     #[test]
     fn corrections_are_scaled_by_their_effect_on_held_out_rows() {

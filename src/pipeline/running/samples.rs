@@ -1,0 +1,148 @@
+//! The samples of a run: how many there are, how they are preprocessed, and which are held out to measure on.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::data::DataSet;
+use crate::error::{Error, Result};
+use crate::evaluation::{Precision, Runtime, Subject};
+use crate::model::Model;
+use crate::pass::Samples;
+use crate::pipeline::Pipeline;
+use crate::report::WARNING;
+
+impl Pipeline {
+    /// Opens the data, so that what does not fit is said before any work is done, and leaves some of the calibration samples to be measured
+    /// on, where passes would use all of them; whether they are measured on does not matter, so that what is written does not depend on it.
+    pub(in crate::pipeline) fn open_samples(&mut self, model: &Model) -> Result<Vec<String>> {
+        let evaluate = self.running.evaluate.as_ref().filter(|evaluate| evaluate.precision != Precision::F32);
+        if evaluate.is_some_and(|evaluate| model.onnx.is_some() || !evaluate.runtime.is_empty() && !evaluate.runtime.contains(&Runtime::Candle)) {
+            return Err(Error::option("evaluate", "`precision` says what the built-in executor computes with, and ONNX Runtime alone runs this model"));
+        }
+        if self.used_data().is_empty() {
+            return Ok(Vec::new());
+        }
+        let subject = Subject::of(model.clone())?;
+        let mut notes = self.sample_notes(&self.open_data(subject.target())?)?;
+        let calibrates = self.runs().any(|(_, samples)| samples == Samples::Calibration);
+        let Some(set) = self.running.data.calibration.as_ref().filter(|_| calibrates) else { return Ok(notes) };
+        let less = self.running.data.holding_out(set, subject.target())?;
+        notes.extend(less.samples.filter(|_| less.samples != set.samples).map(|used| {
+            format!("passes look at the first {used} calibration samples: the others, a tenth, are left to measure on; `samples` in `data: {{ calibration: ... }}` says how many they take")
+        }));
+        self.running.data.calibration = Some(less);
+        Ok(notes)
+    }
+
+    /// The number of samples of each data set that is used, and notes about them.
+    pub(in crate::pipeline) fn count_samples(&self, model: &Model) -> Result<(BTreeMap<&'static str, usize>, Vec<String>)> {
+        if self.used_data().is_empty() {
+            return Ok((BTreeMap::new(), Vec::new()));
+        }
+        let sets = self.open_data(Subject::of(model.clone())?.target())?;
+        let notes = self.sample_notes(&sets)?;
+        Ok((sets.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect::<Result<_>>()?, notes))
+    }
+
+    /// The preprocessing of images and the values that it gives, with warnings where sets are preprocessed differently or a pass has few
+    /// calibration samples.
+    fn sample_notes(&self, sets: &BTreeMap<&'static str, Arc<DataSet>>) -> Result<Vec<String>> {
+        let (mut notes, mut ways) = (Vec::new(), Vec::new());
+        for (key, data) in sets {
+            let Some(way) = data.preprocessing() else { continue };
+            let number = |value: &f64| format!("{value:.3}");
+            let ranges: Vec<String> = data.channel_ranges()?.iter().map(|range| range.each_ref().map(number).join(" ")).collect();
+            notes.push(format!("{key} images: {way}; min, mean and max of each channel in the first batch: {}", ranges.join(", ")));
+            ways.push((*key, way));
+        }
+        if let Some((first, rest)) = ways.split_first()
+            && let Some(other) = rest.iter().find(|(_, way)| *way != first.1)
+        {
+            let reason = format!("{}: {}; {}: {}", first.0, first.1, other.0, other.1);
+            notes.push(format!("{WARNING}images of the data sets are preprocessed differently ({reason}): set the same preprocessing options for both"));
+        }
+        let count = sets.get("calibration").and_then(|data| data.samples());
+        for pass in self.steps.iter().map(|step| step.pass()).filter(|pass| pass.runs_on() == Some(Samples::Calibration)) {
+            if let Some(count) = count.filter(|count| *count < pass.least_samples()) {
+                notes.push(format!(
+                    "{WARNING}{} has {count} calibration sample{}: values outside the ranges seen there are clipped; use at least {}",
+                    pass.name(),
+                    if count == 1 { "" } else { "s" },
+                    pass.least_samples()
+                ));
+            }
+        }
+        Ok(notes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use candle_core::Device;
+
+    use super::*;
+    use crate::data::Data;
+
+    /// Plans state how images are preprocessed, and warn about few samples and about data sets that are preprocessed differently.
+    #[test]
+    fn plans_state_the_preprocessing_of_images() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        let model = Model::open(golden.join("models/torchvision-resnet18")).unwrap();
+        let notes = |samples: usize, mean: &[f64]| {
+            let data =
+                Data { images: Some(golden.join("evaluation/images")), task: Some(crate::data::Task::Fidelity), crop: Some(vec![32]), ..Data::default() };
+            let calibration = Data { samples: Some(samples), ..data.clone() };
+            let pipeline = Pipeline::builder().pass(crate::pass::QuantizeStatic::default()).calibration(calibration);
+            pipeline.evaluation(Data { mean: mean.to_vec(), ..data }).build().unwrap().plan(&model).unwrap().notes
+        };
+        let is_warning = |note: &&String| note.starts_with(WARNING);
+        let same = notes(8, &[]);
+        assert_eq!(same.iter().find(is_warning), None);
+        let stated = "calibration images: resized to a shorter side of 256, center crop of 32 x 32, pixels divided by 255, mean [0.485, 0.456, 0.406]";
+        assert!(same.iter().any(|note| note.starts_with(stated) && note.contains("min, mean and max of each channel in the first batch: -")), "{same:?}");
+        let warnings: Vec<String> = notes(1, &[0.5]).into_iter().filter(|note| is_warning(&note)).collect();
+        assert_eq!(warnings.len(), 2, "{warnings:?}");
+        assert!(warnings[0].contains("preprocessed differently") && warnings[1].contains("quantize-static has 1 calibration sample:"), "{warnings:?}");
+    }
+
+    /// The size that a plan states is the size that is written or an upper bound of it, unless it is stated to be an estimate.
+    #[test]
+    fn planned_sizes_hold() {
+        use crate::export::{Export, Gguf, Layout, Onnx, Safetensors};
+        use crate::pass::{Cast, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step};
+        let scratch = tempfile::tempdir().unwrap();
+        let (mut exact, mut estimated) = (0, 0);
+        for name in ["llama", "bert", "resnet-basic", "torchvision-mobilenet-v2"] {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+            let model = Model::open(&folder).unwrap();
+            let golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
+            let inputs = golden.into_iter().filter_map(|(name, tensor)| Some((name.strip_prefix("in/")?.to_owned(), tensor))).collect();
+            let samples = scratch.path().join(format!("{name}.safetensors"));
+            candle_core::safetensors::save(&inputs, &samples).unwrap();
+            let passes: [Step; 4] =
+                [Cast::default().into(), PruneUnstructured::default().into(), QuantizeDynamic::default().into(), QuantizeStatic::default().into()];
+            let mut exports: Vec<Export> =
+                vec![Safetensors::default().into(), Safetensors { layout: Layout::Sparse, ..Safetensors::default() }.into(), Onnx::default().into()];
+            exports.extend((name == "llama").then(|| Gguf::default().into()));
+            for (pass, export) in passes.iter().flat_map(|pass| exports.iter().map(move |export| (pass, export))) {
+                let data = Data { arrays: Some(samples.clone()), task: Some(crate::data::Task::Fidelity), ..Data::default() };
+                let builder = Pipeline::builder().pass(pass.clone()).export(export.clone()).calibration(data).measure(false);
+                let pipeline = builder.build().unwrap();
+                let what = format!("{name}, {}, {:?}", pass.pass().name(), export);
+                // Not every format holds every kind of weight.
+                let Ok(plan) = pipeline.plan(&model) else { continue };
+                let report = pipeline.run(model.clone(), scratch.path().join(format!("{exact}-{estimated}-{name}"))).unwrap_or_else(|e| panic!("{what}: {e}"));
+                let written: u64 = report.outputs.iter().map(|output| output.bytes).sum();
+                match (plan.output_exact, plan.output_estimated) {
+                    (true, _) => assert_eq!(plan.output_bytes, written, "{what}"),
+                    (false, true) => estimated += 1,
+                    (false, false) => assert!(plan.output_bytes >= written, "{what}: {} {written}", plan.output_bytes),
+                }
+                exact += usize::from(!plan.output_estimated);
+            }
+        }
+        assert!(exact > 20 && estimated > 0, "{exact} {estimated}");
+    }
+}
