@@ -393,6 +393,7 @@ fn models_without_a_cache_or_samples_are_refused_by_name() {
     let pass = || quantize(json!({ "scheme": "W8A16", "group_size": -1, "kv_cache": "fp8" }));
     let refused = |name: &str| written(folder.path(), &golden("models").join(name), pass(), vec![Safetensors::default().into()]).unwrap_err().to_string();
     assert!(refused("bert").contains("sees later tokens"), "{}", refused("bert"));
+    assert!(refused("deepseek-v2").contains("latent"), "{}", refused("deepseek-v2"));
     let without =
         Pipeline::builder().pass(pass()).build().and_then(|pipeline| pipeline.run(Model::open(llama(folder.path())).unwrap(), folder.path().join("none")));
     let error = without.unwrap_err().to_string();

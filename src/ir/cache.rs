@@ -31,7 +31,8 @@ impl Cached {
 /// The attentions of a graph, in its order.
 ///
 /// # Errors
-/// There is none, one sees later tokens, so that nothing can be cached, or one is quantized already or has no layer that computes keys.
+/// There is none, one sees later tokens, so that nothing can be cached, one is quantized already or has no layer that computes keys, or one
+/// caches a latent vector instead of keys and values.
 pub fn cached(graph: &Graph) -> Result<Vec<Cached>> {
     let unusable = |name: &str, reason: &str| Err(Error::graph(format!("graph node `{name}`"), format!("{reason}: {WITHOUT}")));
     let mut found = Vec::new();
@@ -47,6 +48,9 @@ pub fn cached(graph: &Graph) -> Result<Vec<Cached>> {
             return unusable(name, "reads keys and values that are quantized already");
         }
         let Some(module) = module_of(graph, reads[0]) else { return unusable(name, "reads keys that no linear layer computes") };
+        if graph.params().any(|(_, value)| value.name == format!("{module}.kv_b_proj.weight")) {
+            return unusable(name, "is multi-head latent attention, whose cache holds the latent vector and not the keys and values of the heads");
+        }
         found.push(Cached { module: module.to_owned(), reads: reads.map(|id| graph.value(id).name.clone()) });
     }
     if found.is_empty() {

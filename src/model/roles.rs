@@ -17,10 +17,30 @@ pub enum Exemption {
     Norm,
     /// Attention bias by position.
     PositionBias,
+    /// Gate of linear attention.
+    LinearAttentionGate,
+    /// Part of the image encoder of a multimodal model.
+    Vision,
+    /// Part of a multi-token prediction module.
+    TokenPrediction,
+}
+
+impl Exemption {
+    /// The kind of layer in reports; `None` for matrices that are not layers.
+    fn description(self) -> Option<&'static str> {
+        match self {
+            Exemption::Embedding | Exemption::Norm | Exemption::PositionBias => None,
+            Exemption::Head => Some("output head"),
+            Exemption::Router => Some("router"),
+            Exemption::LinearAttentionGate => Some("linear attention gate"),
+            Exemption::Vision => Some("vision layer"),
+            Exemption::TokenPrediction => Some("multi-token prediction layer"),
+        }
+    }
 }
 
 /// Parts of names by which weights are exempt.
-const EXEMPT: [(&str, Exemption); 14] = [
+const EXEMPT: [(&str, Exemption); 22] = [
     ("embed", Exemption::Embedding),
     ("wte.", Exemption::Embedding),
     ("wpe.", Exemption::Embedding),
@@ -35,6 +55,14 @@ const EXEMPT: [(&str, Exemption); 14] = [
     ("norm", Exemption::Norm),
     ("position", Exemption::PositionBias),
     ("relative_attention_bias", Exemption::PositionBias),
+    (".in_proj_a.", Exemption::LinearAttentionGate),
+    (".in_proj_b.", Exemption::LinearAttentionGate),
+    (".in_proj_ba.", Exemption::LinearAttentionGate),
+    ("visual.", Exemption::Vision),
+    ("vision_tower.", Exemption::Vision),
+    ("multi_modal_projector.", Exemption::Vision),
+    ("mtp.", Exemption::TokenPrediction),
+    ("eh_proj.", Exemption::TokenPrediction),
 ];
 /// Modules that are output heads, wherever they are in the model.
 const HEADS: [&str; 3] = ["output_layer", "shared_head.head", "score"];
@@ -75,12 +103,12 @@ pub(super) fn mark_routers(weights: &mut BTreeMap<String, Weight>) {
 pub fn exempt_layers<'w>(weights: impl Iterator<Item = (&'w str, &'w Weight)>) -> Option<String> {
     let mut found: BTreeMap<Exemption, Vec<&str>> = BTreeMap::new();
     for (name, weight) in weights.filter(|(_, weight)| weight.shape.len() == 2 && weight.is_float()) {
-        if let Some(kind @ (Exemption::Head | Exemption::Router)) = exemption(name, weight) {
+        if let Some(kind) = exemption(name, weight).filter(|kind| kind.description().is_some()) {
             found.entry(kind).or_default().push(name);
         }
     }
     let describe = |(kind, names): (&Exemption, &Vec<&str>)| {
-        let what = if *kind == Exemption::Head { "output head" } else { "router" };
+        let what = kind.description().unwrap_or_default();
         match names[..] {
             [one] => format!("the {what} `{one}`"),
             _ => format!("{} {what}s (the first: `{}`)", names.len(), names.first().unwrap_or(&"")),
@@ -213,6 +241,9 @@ mod tests {
             "model.layers.1.shared_head.head.weight",
             "score.weight",
             "lm_head.weight",
+            "model.visual.blocks.0.attn.qkv.weight",
+            "mtp.fc.weight",
+            "model.layers.0.linear_attn.in_proj_a.weight",
         ];
         let linear = [
             "model.layers.0.mixer.experts.0.up.weight",
@@ -221,6 +252,8 @@ mod tests {
             "model.layers.0.mlp.experts.0.gate_proj.weight",
             "model.layers.0.mlp.gate_proj.weight",
             "model.layers.1.mixer.gate.weight",
+            "visual_projection.weight",
+            "model.layers.0.linear_attn.in_proj_qkv.weight",
             "model.layers.0.attention.output.weight",
             "encoder.layer.0.attention.output.dense.weight",
         ];
@@ -233,7 +266,10 @@ mod tests {
             assert!(is_linear(name, &weights[name]), "{name}");
         }
         let described = exempt_layers(weights.iter().map(|(name, weight)| (name.as_str(), weight))).unwrap();
-        assert_eq!(described, "5 output heads (the first: `lm_head.weight`), 5 routers (the first: `layers.0.moe.gate.weight`)");
+        assert_eq!(
+            described,
+            "5 output heads (the first: `lm_head.weight`), 5 routers (the first: `layers.0.moe.gate.weight`), the linear attention gate `model.layers.0.linear_attn.in_proj_a.weight`, the vision layer `model.visual.blocks.0.attn.qkv.weight`, the multi-token prediction layer `mtp.fc.weight`"
+        );
     }
 
     #[test]

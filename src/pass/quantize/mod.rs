@@ -196,9 +196,18 @@ impl Quantize {
     }
 }
 
-/// Parts of names that consumers fuse into one layer.
-const FUSED: [&[&str]; 5] =
-    [&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"], &["w1", "w3"], &["query", "key", "value"], &["q_lin", "k_lin", "v_lin"]];
+/// Layers of one module that runtimes fuse, by the last parts of their names.
+const FUSED: [&[&str]; 9] = [
+    &["q_proj", "k_proj", "v_proj"],
+    &["wq", "wk", "wv"],
+    &["query", "key", "value"],
+    &["q_lin", "k_lin", "v_lin"],
+    &["q_a_proj", "kv_a_proj_with_mqa"],
+    &["in_proj_qkv", "in_proj_z"],
+    &["in_proj_b", "in_proj_a"],
+    &["gate_proj", "up_proj"],
+    &["w1", "w3"],
+];
 
 /// The name of the layer that consumers fuse a weight into; its own where there is none.
 fn fused_name(name: &str) -> String {
@@ -328,6 +337,18 @@ impl Pass for Quantize {
 mod tests {
     use super::*;
     use crate::store::{Bytes, DType, Encoding};
+
+    /// Pairs of vLLM's `packed_modules_mapping` for DeepSeek and Qwen3.5.
+    #[test]
+    fn layers_that_runtimes_fuse_have_one_name() {
+        let fused = |part: &str| fused_name(&format!("model.layers.0.mixer.{part}.weight"));
+        for [a, b] in [["q_a_proj", "kv_a_proj_with_mqa"], ["in_proj_qkv", "in_proj_z"], ["in_proj_b", "in_proj_a"], ["q_proj", "v_proj"], ["w1", "w3"]] {
+            assert_eq!(fused(a), fused(b));
+        }
+        assert_ne!(fused("in_proj_qkv"), fused("in_proj_a"));
+        assert_ne!(fused("q_a_proj"), fused("q_b_proj"));
+        assert_ne!(fused_name("model.layers.0.mixer.w1.weight"), fused_name("model.layers.1.mixer.w1.weight"));
+    }
 
     #[test]
     fn groups_divide_rows_and_experts_share_theirs() {
