@@ -202,3 +202,22 @@ fn shifted(mut bias: Vec<f32>, weight: &[f32], shift: &[f32]) -> Result<Vec<f32>
     }
     Ok(bias)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channels_are_spread_over_the_columns_of_a_flattened_image() {
+        let layouts = [true, false].map(|channels_last| spread(&[1.0, 2.0], 6, Some(Flatten { channels_last })));
+        assert_eq!(layouts, [[1.0, 2.0, 1.0, 2.0, 1.0, 2.0], [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]]);
+        assert_eq!(spread(&[1.0, 2.0], 2, None), [1.0, 2.0]);
+    }
+
+    #[test]
+    fn a_shift_of_inputs_is_added_to_the_bias() {
+        // Two outputs, two channels, two taps each: bias + Σ W · shift.
+        let weight = [1.0, 2.0, 3.0, 4.0, -1.0, 0.0, 0.5, 0.5];
+        assert_eq!(shifted(vec![10.0, 20.0], &weight, &[1.0, -2.0]).unwrap(), [10.0 + 3.0 - 14.0, 20.0 - 1.0 - 2.0]);
+    }
+}
