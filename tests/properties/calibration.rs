@@ -1,0 +1,93 @@
+//! Laws of calibrated passes: the number, the order and the scarcity of samples.
+
+use compress::data::Data;
+use compress::exec::Inputs;
+use rand::RngExt;
+use rand::seq::SliceRandom;
+use serde_json::json;
+
+use crate::draws::{Draw, Network, fidelity, permuted, seeds};
+
+/// The first samples.
+fn first(samples: &Inputs, count: usize) -> Inputs {
+    permuted(samples, &(0..count as u32).collect::<Vec<_>>())
+}
+
+/// A network of either kind.
+fn network(seed: u64) -> Draw {
+    Draw::network(seed, if seed.is_multiple_of(2) { Network::Dense } else { Network::Convolutional })
+}
+
+#[test]
+fn every_number_of_samples_verifies() {
+    for seed in seeds(12) {
+        let mut draw = Draw::any(seed);
+        let count = draw.rng.random_range(1..=40);
+        let data = draw.data(&draw.samples(count, seed));
+        let what = format!("{}, {count} samples", draw.name);
+        let written = draw.run(json!([{ "quantize-static": {} }]), json!(["onnx"]), |builder| builder.calibration(data));
+        written.unwrap_or_else(|e| panic!("{what}: {e}")).check(&what);
+    }
+}
+
+#[test]
+fn one_more_sample_changes_little() {
+    for seed in seeds(6) {
+        let mut draw = network(seed);
+        let count = draw.rng.random_range(8..=40);
+        let (samples, held_out) = (draw.samples(count + 1, seed), draw.samples(50, seed + 1000));
+        let [fewer, more] = [count, count + 1].map(|count| {
+            let data = draw.data(&first(&samples, count));
+            let written = draw.run(json!([{ "quantize-static": {} }]), json!(["onnx"]), |builder| builder.calibration(data)).unwrap();
+            fidelity(&draw, &written.path, &held_out)
+        });
+        let moved = (fewer.cosine - more.cosine).abs();
+        assert!(moved < 0.005, "{}: cosine {} with {count} samples, {} with one more", draw.name, fewer.cosine, more.cosine);
+    }
+}
+
+#[test]
+fn the_order_of_samples_does_not_change_ranges() {
+    // Without smoothing and correction of biases, which sum over samples, only ranges depend on the data.
+    let pass = json!([{ "quantize-static": { "observer": "minmax", "smooth": "none", "bias_correction": false } }]);
+    for seed in seeds(8) {
+        let mut draw = network(seed);
+        let count = draw.rng.random_range(2..=40);
+        // A set that holds more samples than are asked for is not split: the pass reads those that are permuted.
+        let samples = draw.samples(count + 1, seed);
+        let mut order: Vec<u32> = (0..=count as u32).collect();
+        order[..count].shuffle(&mut draw.rng);
+        let [given, shuffled] = [samples.clone(), permuted(&samples, &order)].map(|samples| {
+            let data = Data { samples: Some(count), ..draw.data(&samples) };
+            draw.run(pass.clone(), json!(["onnx"]), |builder| builder.calibration(data)).unwrap().files()
+        });
+        assert!(given == shuffled, "{}: {count} samples in the order {order:?} give other ranges", draw.name);
+    }
+}
+
+#[test]
+fn few_samples_are_not_worse_than_rounding() {
+    for seed in seeds(8) {
+        let mut draw = Draw::network(seed, Network::Dense);
+        let count = draw.rng.random_range(1..=12);
+        let (data, held_out) = (draw.data(&draw.samples(count, seed)), draw.samples(50, seed + 1000));
+        let methods = ["rtn", "gptq"].map(|method| {
+            // Rows of any width are one group.
+            let pass = json!([{ "quantize": { "scheme": "W8A16", "method": method } }]);
+            draw.run(
+                pass,
+                json!([{ "safetensors": { "layout": "sparse" } }]),
+                |builder| if method == "rtn" { builder } else { builder.calibration(data.clone()) },
+            )
+        });
+        let [rounded, calibrated] = match methods {
+            // Heads that read one value can lie in different blocks, which calibration block by block refuses by name.
+            [Ok(_), Err(error)] if error.to_string().contains("is read in another part of the model") => continue,
+            methods => methods.map(|written| written.unwrap_or_else(|e| panic!("{}: {e}", draw.name))),
+        };
+        let error = |folder| fidelity(&draw, folder, &held_out).sqnr_db.map_or(0.0, |db| 10f64.powf(-db / 20.0));
+        let (plain, ours) = (error(&rounded.path), error(&calibrated.path));
+        let noted = calibrated.report.notes.iter().any(|note| note.contains("samples"));
+        assert!(ours <= 1.05 * plain || noted, "{}: error {ours:.3e} with {count} samples, {plain:.3e} by rounding", draw.name);
+    }
+}
