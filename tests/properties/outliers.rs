@@ -25,7 +25,7 @@ struct Norm {
     readers: Vec<(String, bool)>,
 }
 
-/// The normalizations whose weights, and those of whose readers, nothing else reads.
+/// The normalizations that share no weight with another layer, and whose readers share none either.
 fn norms(draw: &Draw) -> Vec<Norm> {
     let graph = draw.model().graph().unwrap();
     let name = |id| graph.value(id).name.clone();
