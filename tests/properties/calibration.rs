@@ -53,7 +53,7 @@ fn the_order_of_samples_does_not_change_ranges() {
     for seed in seeds(8) {
         let mut draw = network(seed);
         let count = draw.rng.random_range(2..=40);
-        // A set that holds more samples than are asked for is not split: the pass reads those that are permuted.
+        // A set with more samples than `samples` is not split: the pass reads all permuted samples.
         let samples = draw.samples(count + 1, seed);
         let mut order: Vec<u32> = (0..=count as u32).collect();
         order[..count].shuffle(&mut draw.rng);

@@ -35,7 +35,7 @@ pub fn families() -> Vec<String> {
     names
 }
 
-/// What a random network consists of.
+/// The layers of a random network.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Network {
     /// Linear layers, activations and layer norms over vectors.
@@ -49,12 +49,12 @@ pub struct Draw {
     pub desk: Desk,
     /// The model folder.
     pub path: PathBuf,
-    /// What was drawn, for messages.
+    /// Description of the draw, for messages.
     pub name: String,
     pub rng: StdRng,
 }
 
-/// What a run wrote.
+/// Output of a run.
 pub struct Written {
     pub path: PathBuf,
     pub report: Report,

@@ -14,4 +14,5 @@ mod families;
 mod fidelity;
 mod folders;
 mod options;
+mod outliers;
 mod pruning;

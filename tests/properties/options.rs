@@ -59,7 +59,7 @@ fn candidates(schema: &Value, option: &Value) -> Vec<Value> {
 }
 
 /// Options that act together with others, or on results of other passes: what has to be set, and the passes that run first. Options that
-/// are not listed must act alone.
+/// are not listed must act without a context.
 fn context(name: &str, option: &str) -> (Value, Value) {
     let set = |options: Value| (options, json!([]));
     let after = |passes: Value| (json!({}), passes);
@@ -95,7 +95,7 @@ fn special(name: &str, option: &str) -> Option<Value> {
     })
 }
 
-/// What every run of a pass on the small models needs.
+/// Options that every run of a pass on the small models needs.
 fn base(name: &str) -> Value {
     match name {
         "prune-structured" => json!({ "amount": 0.5, "round_to": 2 }),

@@ -85,10 +85,10 @@ fn dead_units_are_removed_first_by_every_importance() {
         for importance in importances() {
             let mut weights = weights.clone();
             if ["l1", "l2"].contains(&importance.as_str()) {
-                // Both sum the weights that write a unit and those that read it.
+                // Both sum the incoming and the outgoing weights of a unit.
                 scale(&mut weights, &all, 0.0, 0.0);
             } else {
-                // What a unit contributes is zero if it is not read, or is zero itself.
+                // The contribution of a unit is zero if its outgoing weights or its activation are.
                 scale(&mut weights, &some, 1.0, 0.0);
                 scale(&mut weights, &others, 0.0, 1.0);
             }
@@ -118,7 +118,7 @@ fn removing_the_lowest_ranked_units_changes_less_than_removing_the_highest() {
         draw.path = folder(&desk, &draw, &weights);
         let (samples, held_out) = (draw.samples(15, seed), draw.samples(40, seed + 1000));
         for (importance, low, high) in &mut totals {
-            // What stays when all but seven are removed ranks highest.
+            // The seven units that remain after harsh pruning rank highest.
             let [mild, harsh] = [width - 7, 7].map(|keep| run(&draw, pruned(importance, keep, width), &samples).unwrap());
             let highest: Vec<usize> = remaining(&draw, &harsh).into_iter().collect();
             let mut without = weights.clone();
