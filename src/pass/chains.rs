@@ -69,14 +69,24 @@ pub(super) fn source(graph: &Graph, chain: &Chain) -> Option<ValueId> {
     chain.sinks.iter().all(|sink| sink.value == *made || is_dispatched(sink.value)).then_some(*made)
 }
 
-/// Normalizations whose outputs quantized layers read, directly or as experts, by the name of their first parameter.
+/// Normalizations whose channels quantized layers read, directly or after operators that move, mask or select them, by the name of their first
+/// parameter.
 pub(super) fn norms(graph: &Graph, layers: &BTreeSet<String>) -> BTreeSet<String> {
-    let reads = |value: ValueId| {
-        let quantized = |value: ValueId| readers(graph, value).0.into_iter().any(|at| layers.contains(weight_input(graph, &graph.nodes()[at])));
-        let dispatched = readers(graph, value).0.into_iter().map(|at| &graph.nodes()[at]).filter(|node| matches!(node.op, Op::Dispatch(_)));
-        quantized(value) || dispatched.map(|node| node.output).any(quantized)
+    let reaches = |value: ValueId| {
+        let (mut next, mut visited) = (vec![value], BTreeSet::new());
+        while let Some(value) = next.pop() {
+            for node in readers(graph, value).0.into_iter().map(|at| &graph.nodes()[at]) {
+                match &node.op {
+                    Op::Linear(_) if layers.contains(weight_input(graph, node)) => return true,
+                    Op::Linear(_) | Op::Add(_) | Op::Attention(_) | Op::LayerNorm(_) | Op::RmsNorm(_) | Op::Conv(_) | Op::MatMul(_) => {}
+                    _ if visited.insert(node.output.index()) => next.push(node.output),
+                    _ => {}
+                }
+            }
+        }
+        false
     };
-    let is_norm = |node: &&Node| matches!(node.op, Op::LayerNorm(_) | Op::RmsNorm(_)) && reads(node.output);
+    let is_norm = |node: &&Node| matches!(node.op, Op::LayerNorm(_) | Op::RmsNorm(_)) && reaches(node.output);
     graph.nodes().iter().filter(is_norm).filter_map(|node| Some(graph.value(*node.inputs.get(1)?).name.clone())).collect()
 }
 

@@ -402,67 +402,6 @@ mod tests {
         assert!(other.running.opened.get().is_none(), "another choice is another device");
     }
 
-    /// Plans state how images are preprocessed, and warn about few samples and about data sets that are preprocessed differently.
-    #[test]
-    fn plans_state_the_preprocessing_of_images() {
-        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-        let model = Model::open(golden.join("models/torchvision-resnet18")).unwrap();
-        let notes = |samples: usize, mean: &[f64]| {
-            let data =
-                Data { images: Some(golden.join("evaluation/images")), task: Some(crate::data::Task::Fidelity), crop: Some(vec![32]), ..Data::default() };
-            let calibration = Data { samples: Some(samples), ..data.clone() };
-            let pipeline = Pipeline::builder().pass(crate::pass::QuantizeStatic::default()).calibration(calibration);
-            pipeline.evaluation(Data { mean: mean.to_vec(), ..data }).build().unwrap().plan(&model).unwrap().notes
-        };
-        let is_warning = |note: &&String| note.starts_with(WARNING);
-        let same = notes(8, &[]);
-        assert_eq!(same.iter().find(is_warning), None);
-        let stated = "calibration images: resized to a shorter side of 256, center crop of 32 x 32, pixels divided by 255, mean [0.485, 0.456, 0.406]";
-        assert!(same.iter().any(|note| note.starts_with(stated) && note.contains("min, mean and max of each channel in the first batch: -")), "{same:?}");
-        let warnings: Vec<String> = notes(1, &[0.5]).into_iter().filter(|note| is_warning(&note)).collect();
-        assert_eq!(warnings.len(), 2, "{warnings:?}");
-        assert!(warnings[0].contains("preprocessed differently") && warnings[1].contains("quantize-static has 1 calibration sample:"), "{warnings:?}");
-    }
-
-    /// The size that a plan states is the size that is written or an upper bound of it, unless it is stated to be an estimate.
-    #[test]
-    fn planned_sizes_hold() {
-        use crate::export::{Export, Gguf, Layout, Onnx, Safetensors};
-        use crate::pass::{Cast, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step};
-        let scratch = tempfile::tempdir().unwrap();
-        let (mut exact, mut estimated) = (0, 0);
-        for name in ["llama", "bert", "resnet-basic", "torchvision-mobilenet-v2"] {
-            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
-            let model = Model::open(&folder).unwrap();
-            let golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
-            let inputs = golden.into_iter().filter_map(|(name, tensor)| Some((name.strip_prefix("in/")?.to_owned(), tensor))).collect();
-            let samples = scratch.path().join(format!("{name}.safetensors"));
-            candle_core::safetensors::save(&inputs, &samples).unwrap();
-            let passes: [Step; 4] =
-                [Cast::default().into(), PruneUnstructured::default().into(), QuantizeDynamic::default().into(), QuantizeStatic::default().into()];
-            let mut exports: Vec<Export> =
-                vec![Safetensors::default().into(), Safetensors { layout: Layout::Sparse, ..Safetensors::default() }.into(), Onnx::default().into()];
-            exports.extend((name == "llama").then(|| Gguf::default().into()));
-            for (pass, export) in passes.iter().flat_map(|pass| exports.iter().map(move |export| (pass, export))) {
-                let data = Data { arrays: Some(samples.clone()), task: Some(crate::data::Task::Fidelity), ..Data::default() };
-                let builder = Pipeline::builder().pass(pass.clone()).export(export.clone()).calibration(data).measure(false);
-                let pipeline = builder.build().unwrap();
-                let what = format!("{name}, {}, {:?}", pass.pass().name(), export);
-                // Not every format holds every kind of weight.
-                let Ok(plan) = pipeline.plan(&model) else { continue };
-                let report = pipeline.run(model.clone(), scratch.path().join(format!("{exact}-{estimated}-{name}"))).unwrap_or_else(|e| panic!("{what}: {e}"));
-                let written: u64 = report.outputs.iter().map(|output| output.bytes).sum();
-                match (plan.output_exact, plan.output_estimated) {
-                    (true, _) => assert_eq!(plan.output_bytes, written, "{what}"),
-                    (false, true) => estimated += 1,
-                    (false, false) => assert!(plan.output_bytes >= written, "{what}: {} {written}", plan.output_bytes),
-                }
-                exact += usize::from(!plan.output_estimated);
-            }
-        }
-        assert!(exact > 20 && estimated > 0, "{exact} {estimated}");
-    }
-
     /// What later passes make of weights takes no room from what an earlier one keeps.
     #[test]
     fn room_for_unfinished_work_is_that_behind_each_pass() {

@@ -76,7 +76,7 @@ impl Pipeline {
     }
 
     pub(super) fn count_samples(&self, _model: &Model) -> Result<(BTreeMap<&'static str, usize>, Vec<String>)> {
-        Ok(BTreeMap::new())
+        Ok((BTreeMap::new(), Vec::new()))
     }
 
     pub(super) fn planned_vram(&self) -> Result<Option<u64>> {
@@ -96,7 +96,7 @@ impl Pipeline {
     }
 
     pub(super) fn open_samples(&mut self, _model: &Model) -> Result<Vec<String>> {
-        Ok(None)
+        Ok(Vec::new())
     }
 
     pub(super) fn perform(&self, _model: &Model, _workplace: Option<&Path>, _peak: &mut Peak) -> Result<Option<(Model, RunState)>> {

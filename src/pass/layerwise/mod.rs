@@ -156,7 +156,6 @@ impl Layerwise<'_> {
         let samples = context.data.open(data, subject.target())?;
         let layers: BTreeSet<String> = self.targets.iter().map(|name| (*name).to_owned()).collect();
         let chains = self.rescale.as_ref().map(|rescale| rescale.chains(&graph, &layers, model)).transpose()?;
-        method.notes().extend(chains.as_ref().and_then(|chains| chains.note.clone()));
         let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).chain(chains.iter().flat_map(rescale::Chains::values)).collect();
         let finished = context.workplace.as_ref().map(|folder| Finished::open(folder, &identity, context.resume)).transpose()?;
         let [least, most] = HELD;
@@ -175,6 +174,7 @@ impl Layerwise<'_> {
         // The model as it was, beside it.
         let mut beside = self.wanted.original.then(|| start(options.clone()));
         let mut blocks = start(options);
+        method.notes().extend(chains.as_ref().and_then(|chains| chains.note(blocks.blocks())));
         let mut done = Done::default();
         samples.for_each_batch("Reading samples", &context.work, |batch| {
             done.samples += batch.samples;

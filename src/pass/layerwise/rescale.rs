@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::Tensor;
 
 use super::{Layer, Layerwise, Moments, Site, Wanted, tensor};
+use crate::analysis::Block;
 use crate::data::Sides;
 use crate::error::Result;
 use crate::exec::{Blockwise, Rounding};
@@ -86,14 +87,32 @@ impl OffsetNorm {
 /// The chains of a graph that can be rescaled.
 pub(super) struct Chains {
     chains: Vec<(Chain, Site)>,
-    /// A note on the normalizations that are not among them.
-    pub note: Option<String>,
+    /// Normalizations that are not among them, by the name of their first parameter.
+    skipped: BTreeSet<String>,
+}
+
+/// The parameters of a chain.
+fn names(chain: &Chain) -> impl Iterator<Item = &String> {
+    chain.makers.iter().map(|(name, _)| name).chain(chain.sinks.iter().map(|sink| &sink.weight))
 }
 
 impl Chains {
     /// Values to observe.
     pub fn values(&self) -> impl Iterator<Item = &str> {
         self.chains.iter().map(|(_, source)| source.value.as_str())
+    }
+
+    /// A note on the normalizations whose outliers stay in the activations.
+    pub fn note(&self, blocks: &[Block]) -> Option<String> {
+        let is_split = |chain: &Chain| !blocks.iter().any(|block| names(chain).all(|name| block.parameters.contains(name)));
+        let split = self.chains.iter().filter(|(chain, _)| is_split(chain)).filter_map(|(chain, _)| chain.makers.first());
+        let left: BTreeSet<&String> = self.skipped.iter().chain(split.map(|(name, _)| name)).collect();
+        left.first().map(|first| {
+            format!(
+                "warning: {} normalizations were not rescaled, because more than the linear layers and experts of their block read their outputs (the first: `{first}`)",
+                left.len()
+            )
+        })
     }
 }
 
@@ -105,7 +124,7 @@ impl Rescale {
         let mut skipped = chains::norms(graph, layers);
         let mut remove = |chain: &Chain| chain.makers.iter().for_each(|(name, _)| drop(skipped.take(name)));
         for chain in chains::chains(graph, layers) {
-            let names = || chain.makers.iter().map(|(name, _)| name).chain(chain.sinks.iter().map(|sink| &sink.weight));
+            let names = || names(&chain);
             if self.ignored.iter().any(|pattern| names().any(|name| pattern.matches(name))) {
                 remove(&chain);
                 continue;
@@ -124,13 +143,7 @@ impl Rescale {
             let tokens = sides.token_axis(&value);
             chains.push((chain, Site { value, tokens, layers: Vec::new() }));
         }
-        let note = skipped.first().map(|first| {
-            format!(
-                "warning: {} normalizations were not rescaled, because their outputs reach other operators than linear layers and experts (the first: `{first}`)",
-                skipped.len()
-            )
-        });
-        Ok(Chains { chains, note })
+        Ok(Chains { chains, skipped })
     }
 
     /// Rescales the chains of one block; gives how many.
@@ -146,7 +159,7 @@ impl Rescale {
         let mut count = 0;
         for (chain, source) in &chains.chains {
             let within = |name: &str| blocks.blocks()[block].parameters.contains(name);
-            let names = || chain.makers.iter().map(|(name, _)| name).chain(chain.sinks.iter().map(|sink| &sink.weight));
+            let names = || names(chain);
             if !names().all(|name| within(name)) {
                 continue;
             }
