@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
-use fancy_regex::Regex;
+use regex::Regex;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::{Error, Result};
@@ -15,7 +15,29 @@ use crate::error::{Error, Result};
 #[derive(Clone)]
 pub struct Pattern {
     text: String,
-    regex: Regex,
+    matcher: Matcher,
+}
+
+#[derive(Clone)]
+enum Matcher {
+    /// In linear time.
+    Plain(Regex),
+    /// With look-around, by backtracking up to a limit.
+    LookAround(fancy_regex::Regex),
+}
+
+impl Matcher {
+    fn new(source: &str) -> Result<Matcher, String> {
+        Regex::new(source).map(Matcher::Plain).or_else(|plain| fancy_regex::Regex::new(source).map(Matcher::LookAround).map_err(|_| reason(&plain)))
+    }
+
+    /// Whether the text matches. Exceeding the limit of backtracking is no match, and callers reject patterns without one.
+    fn is_match(&self, text: &str) -> bool {
+        match self {
+            Matcher::Plain(regex) => regex.is_match(text),
+            Matcher::LookAround(regex) => regex.is_match(text).unwrap_or(false),
+        }
+    }
 }
 
 impl Pattern {
@@ -26,9 +48,7 @@ impl Pattern {
 
     /// Whether it matches a tensor.
     pub fn matches(&self, name: &str) -> bool {
-        // An expression that exceeds the limit of backtracking matches nothing, which every caller refuses by name.
-        let is_match = |text: &str| self.regex.is_match(text).unwrap_or(false);
-        is_match(name) || name.strip_suffix(".weight").is_some_and(is_match)
+        self.matcher.is_match(name) || name.strip_suffix(".weight").is_some_and(|module| self.matcher.is_match(module))
     }
 }
 
@@ -43,9 +63,16 @@ impl FromStr for Pattern {
             Some(expression) => format!("^(?:{expression})"),
             None => format!("^{}$", text.split('*').map(regex::escape).collect::<Vec<_>>().join(".*")),
         };
-        let regex = Regex::new(&source).map_err(|e| format!("pattern `{text}`: {e}"))?;
-        Ok(Pattern { text: text.to_owned(), regex })
+        let matcher = Matcher::new(&source).map_err(|reason| format!("pattern `{text}`: {reason}"))?;
+        Ok(Pattern { text: text.to_owned(), matcher })
     }
+}
+
+/// The last line of a message that draws the pattern above it.
+fn reason(error: &regex::Error) -> String {
+    let text = error.to_string();
+    let last = text.lines().last().unwrap_or_default();
+    last.strip_prefix("error: ").unwrap_or(last).to_owned()
 }
 
 impl fmt::Debug for Pattern {
@@ -157,7 +184,7 @@ mod tests {
         assert!(!matches("re:layers", "model.layers.3"));
         assert!(matches(r"re:^(?!.*lm_head).*layers\.(?:0|1)\..*_proj$", "model.layers.1.q_proj.weight"));
         assert!(!matches(r"re:^(?!.*q_proj).*", "model.layers.1.q_proj"));
-        assert!("re:(".parse::<Pattern>().unwrap_err().starts_with("pattern `re:(`: "));
+        assert_eq!("re:(".parse::<Pattern>().unwrap_err(), "pattern `re:(`: unclosed group");
         assert!("".parse::<Pattern>().is_err());
     }
 
