@@ -130,7 +130,8 @@ impl Rescale {
                 continue;
             }
             let Some(source) = chains::source(graph, &chain) else { continue };
-            let weights = names().map(|name| model.weights.get(name)).collect::<Result<Vec<_>>>()?;
+            // Experts that are stored as one tensor have no weights of their own.
+            let Some(weights) = names().map(|name| model.weights.by_name.get(name)).collect::<Option<Vec<_>>>() else { continue };
             if !chain.ceilings.is_empty()
                 || chain.costly
                 || chain.sinks.iter().any(|sink| sink.depthwise)

@@ -53,7 +53,10 @@ pub(super) fn rescale(
 ) -> Result<Vec<Choice>> {
     let mut choices = Vec::new();
     for chain in chains {
-        if chain.mixed && fixed.is_none() {
+        // Experts that are stored as one tensor have no weights of their own.
+        let is_stored = |name: &String| model.weights.by_name.contains_key(name);
+        let is_whole = chain.makers.iter().map(|(name, _)| name).chain(chain.sinks.iter().map(|sink| &sink.weight)).all(is_stored);
+        if !is_whole || chain.mixed && fixed.is_none() {
             continue;
         }
         let Some(measure) = Measure::of(chain, graph, model, seen)? else { continue };
