@@ -23,7 +23,7 @@ pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
 use files::PREPROCESSING;
 pub use files::{Beside, Made, Reason, config_beside, preprocessing_folder, text_beside};
-pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_embedding, is_linear, is_prunable, part};
+pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_embedding, is_linear, is_prunable, part, stacked_experts};
 
 use crate::error::{Error, Result};
 use crate::files as names;

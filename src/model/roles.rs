@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::store::{Role, Weight};
+use crate::store::{Encoding, Role, Weight};
 
 /// Why a matrix is not treated as the weight of a linear layer: it is none, or is known to need full precision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -82,6 +82,22 @@ fn exemption(name: &str, weight: &Weight) -> Option<Exemption> {
     EXEMPT.iter().find(|(part, _)| name.contains(part)).map(|(_, exemption)| *exemption)
 }
 
+/// Modules of Granite's mixtures whose tensors hold all experts.
+const STACKED: [&str; 2] = ["input_linear", "output_linear"];
+
+/// The module of the experts that a dense tensor of rank 3 holds, under the name by which vLLM looks it up: `mlp.experts`.
+pub fn stacked_experts(name: &str, weight: &Weight) -> Option<String> {
+    if weight.shape.len() != 3 || !weight.is_float() || weight.encoding != Encoding::Dense {
+        return None;
+    }
+    let is_start = |at: usize| at == 0 || name.as_bytes().get(at - 1) == Some(&b'.');
+    if let Some((at, part)) = name.match_indices("experts.").find(|(at, _)| is_start(*at)) {
+        return name.get(..at + part.len() - 1).map(str::to_owned);
+    }
+    let (block, last) = name.strip_suffix(".weight").unwrap_or(name).rsplit_once('.')?;
+    STACKED.contains(&last).then(|| format!("{block}.experts"))
+}
+
 /// Gives routers of families that are not known their role: gates that have experts as siblings, as in `mixer.gate.weight` next to
 /// `mixer.experts.0.up.weight`.
 pub(super) fn mark_routers(weights: &mut BTreeMap<String, Weight>) {
@@ -119,9 +135,9 @@ pub fn exempt_layers<'w>(weights: impl Iterator<Item = (&'w str, &'w Weight)>) -
 
 /// The rule that [`is_linear`] follows, for plans and reports.
 pub const LINEAR_RULE: &str =
-    "matrices named *.weight, but no embedding, output head, router, norm or position bias; of an .onnx model, matrices of MatMul and Gemm";
+    "matrices named *.weight, but no embedding, output head, router, norm, position bias, gate of linear attention, vision tower or multi-token prediction module; of an .onnx model, matrices of MatMul and Gemm";
 /// The rule for pruning: linear weights and convolutions.
-pub const PRUNABLE_RULE: &str = "tensors of two or more dimensions named *.weight, but no embedding, output head, router, norm or position bias; of an .onnx model, weights of MatMul, Gemm and Conv";
+pub const PRUNABLE_RULE: &str = "tensors of two or more dimensions named *.weight, but no embedding, output head, router, norm, position bias, gate of linear attention, vision tower or multi-token prediction module; of an .onnx model, weights of MatMul, Gemm and Conv";
 
 /// Whether a name and a weight look like a linear layer's.
 pub fn is_linear(name: &str, weight: &Weight) -> bool {
@@ -226,6 +242,19 @@ pub fn part(name: &str, shape: &[usize]) -> ModelPart {
 mod tests {
     use super::*;
     use crate::store::Computed;
+
+    #[test]
+    fn experts_in_one_tensor_are_recognized() {
+        let module = |name: &str, shape: &[usize]| {
+            let count = shape.iter().product();
+            stacked_experts(name, &Computed { values: move || Ok(vec![0.0; count]) }.weight(shape.to_vec()))
+        };
+        assert_eq!(module("model.layers.0.mlp.experts.gate_up_proj", &[2, 3, 4]).as_deref(), Some("model.layers.0.mlp.experts"));
+        let granite = module("model.layers.0.block_sparse_moe.input_linear.weight", &[2, 3, 4]);
+        assert_eq!(granite.as_deref(), Some("model.layers.0.block_sparse_moe.experts"));
+        assert_eq!(module("model.layers.0.mlp.experts.0.up_proj.weight", &[3, 4]), None);
+        assert_eq!(module("encoder.conv1.weight", &[2, 3, 4]), None);
+    }
 
     #[test]
     fn routers_and_heads_of_unknown_families_are_exempt() {

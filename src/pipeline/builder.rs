@@ -7,7 +7,7 @@ use super::running::Running;
 use super::{plan, run};
 use crate::error::{Error, Result};
 use crate::export::Export;
-use crate::model::Model;
+use crate::model::{Model, stacked_experts};
 use crate::output::{Inputs, Replace, check_place};
 use crate::pass::{Samples, Step};
 use crate::recipe::Recipe;
@@ -49,7 +49,7 @@ pub(super) fn close(after: &mut Model, before: &Model, run: &mut RunState) -> Re
 /// Tensors that hold all experts of a layer, where passes changed others and none of these.
 fn left_experts(model: &Model, run: &RunState) -> Option<String> {
     let taken = |name: &str| run.history.iter().any(|applied| applied.tensors.contains(name));
-    let holds = |name: &str, weight: &Weight| weight.shape.len() == 3 && weight.is_float() && name.contains("experts.") && !taken(name);
+    let holds = |name: &str, weight: &Weight| stacked_experts(name, weight).is_some() && !taken(name);
     let sizes: Vec<f64> = model.weights.by_name.iter().filter(|(name, weight)| holds(name, weight)).map(|(_, weight)| weight.elements() as f64).collect();
     if sizes.is_empty() || run.history.iter().all(|applied| applied.tensors.is_empty()) {
         return None;

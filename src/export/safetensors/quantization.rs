@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value, json};
 
 use super::is_packed;
-use crate::model::{Model, class, is_embedding, is_linear};
+use crate::model::{Model, class, is_embedding, is_linear, stacked_experts};
 use crate::run_state::RunState;
 use crate::store::writer::Item;
 use crate::store::{ActivationScheme, Affine, Codes, DType, Encoding, Granularity};
@@ -207,8 +207,9 @@ fn ignored(items: &[Item], model: &Model, groups: &[Group], tied: &[&str]) -> Ve
             ignore.push(format!("re:(.*\\.)?{}$", regex::escape(end)));
         }
     }
-    for experts in dense_experts(items) {
-        let end = experts.split_once('.').map_or(experts, |(_, end)| end);
+    // vLLM looks up how experts are quantized by the names of linear layers within their module, like `experts.0.gate_proj`.
+    for experts in items.iter().filter_map(|item| stacked_experts(&item.name, &item.weight)).collect::<BTreeSet<String>>() {
+        let end = experts.split_once('.').map_or(experts.as_str(), |(_, end)| end);
         if !quantized.iter().any(|q| q.contains(&format!("{end}."))) {
             ignore.push(format!("re:(.*\\.)?{}(\\..*)?$", regex::escape(end)));
         }
@@ -217,14 +218,6 @@ fn ignored(items: &[Item], model: &Model, groups: &[Group], tied: &[&str]) -> Ve
     let mut seen = BTreeSet::new();
     ignore.retain(|entry| seen.insert(entry.clone()));
     ignore
-}
-
-/// Modules that hold the dense weights of all their experts as tensors of rank 3. vLLM looks up how experts are quantized by the names of
-/// linear layers within them, like `experts.0.gate_proj`.
-fn dense_experts(items: &[Item]) -> BTreeSet<&str> {
-    let dense = items.iter().filter(|item| item.weight.encoding == Encoding::Dense && item.weight.shape.len() == 3);
-    let module = |name: &'_ str| name.match_indices("experts.").map(|(at, _)| at).find(|at| *at == 0 || name.as_bytes().get(at - 1) == Some(&b'.'));
-    dense.filter_map(|item| item.name.get(..module(&item.name)? + "experts".len())).collect()
 }
 
 /// Whether a weight is that of one expert, as in `mlp.experts.3.up_proj.weight`.
