@@ -90,9 +90,9 @@ pub fn stacked_experts(name: &str, weight: &Weight) -> Option<String> {
     if weight.shape.len() != 3 || !weight.is_float() || weight.encoding != Encoding::Dense {
         return None;
     }
-    let is_start = |at: usize| at == 0 || name.as_bytes().get(at - 1) == Some(&b'.');
-    if let Some((at, part)) = name.match_indices("experts.").find(|(at, _)| is_start(*at)) {
-        return name.get(..at + part.len() - 1).map(str::to_owned);
+    let parts: Vec<&str> = name.split('.').collect();
+    if let Some(before) = parts.iter().position(|part| *part == "experts").filter(|at| at.saturating_add(1) < parts.len()) {
+        return parts.get(..=before).map(|parts| parts.join("."));
     }
     let (block, last) = name.strip_suffix(".weight").unwrap_or(name).rsplit_once('.')?;
     STACKED.contains(&last).then(|| format!("{block}.experts"))
@@ -134,8 +134,7 @@ pub fn exempt_layers<'w>(weights: impl Iterator<Item = (&'w str, &'w Weight)>) -
 }
 
 /// The rule that [`is_linear`] follows, for plans and reports.
-pub const LINEAR_RULE: &str =
-    "matrices named *.weight, but no embedding, output head, router, norm, position bias, gate of linear attention, vision tower or multi-token prediction module; of an .onnx model, matrices of MatMul and Gemm";
+pub const LINEAR_RULE: &str = "matrices named *.weight, but no embedding, output head, router, norm, position bias, gate of linear attention, vision tower or multi-token prediction module; of an .onnx model, matrices of MatMul and Gemm";
 /// The rule for pruning: linear weights and convolutions.
 pub const PRUNABLE_RULE: &str = "tensors of two or more dimensions named *.weight, but no embedding, output head, router, norm, position bias, gate of linear attention, vision tower or multi-token prediction module; of an .onnx model, weights of MatMul, Gemm and Conv";
 
