@@ -12,7 +12,7 @@ pub use self::importance::{ColumnImportance, InputImportance, Samples};
 pub use self::part::{Dealt, Part, Share};
 
 use crate::error::Result;
-use crate::store::Weight;
+use crate::store::{Weight, Weights};
 use crate::work::{Meter, Work};
 
 /// Work that must be over before the weights can be written: a reading of data that several of them share.
@@ -53,6 +53,12 @@ pub struct Applied {
 }
 
 impl Applied {
+    /// Float weights of two or more dimensions that the pass leaves as they are; none for passes that do not choose weights.
+    pub fn unselected(&self, weights: &Weights) -> Vec<String> {
+        let left = |(name, w): &(&String, &Weight)| !self.rule.is_empty() && w.shape.len() > 1 && w.is_float() && !self.tensors.contains(*name);
+        weights.by_name.iter().filter(left).map(|(name, _)| name.clone()).collect()
+    }
+
     /// A pass of which nothing more is known yet.
     pub fn new(name: &'static str, options: Value) -> Applied {
         Applied {

@@ -40,7 +40,7 @@ fn report(weights: usize) -> Report {
         "model": { "source": format!("/models/{HOSTILE}"), "architecture": HOSTILE, "blake3": HOSTILE },
         "seed": 0,
         "recipe": { "model": HOSTILE, "passes": [{ "quantize-dynamic": { HOSTILE: HOSTILE } }] },
-        "passes": [{ "name": HOSTILE, "options": { HOSTILE: [HOSTILE, { "a": HOSTILE }] }, "seconds": 1.5, "peak_rss_bytes": 1, "peak_vram_bytes": 2, "tensors_changed": 3, "details": details }],
+        "passes": [{ "name": HOSTILE, "options": { HOSTILE: [HOSTILE, { "a": HOSTILE }] }, "seconds": 1.5, "peak_rss_bytes": 1, "peak_vram_bytes": 2, "tensors_changed": 3, "rule": HOSTILE, "unselected": [HOSTILE], "details": details }],
         "size": { "before": size(14_000_000_000), "after": size(7_000_000_000), "ratio": 2.0 },
         "accuracy": {
             "task": HOSTILE, "metric": HOSTILE, "data": HOSTILE, "samples": 9, "before": { "candle": 0.8, "onnxruntime": 0.8 }, "after": { "candle": 0.79, "onnxruntime": 0.79 },

@@ -98,13 +98,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
             rule: applied.rule.clone(),
             selected: applied.tensors.iter().cloned().collect(),
             parameters: applied.tensors.iter().filter_map(|name| model.weights.by_name.get(name)).map(|w| w.elements() as u64).sum(),
-            unselected: model
-                .weights
-                .by_name
-                .iter()
-                .filter(|(name, w)| w.shape.len() > 1 && w.is_float() && !applied.tensors.contains(*name))
-                .map(|(name, _)| name.clone())
-                .collect(),
+            unselected: applied.unselected(&model.weights),
         })
         .collect();
     let from_passes = run.history.iter().flat_map(|applied| &applied.notes);

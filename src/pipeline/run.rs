@@ -111,6 +111,8 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
         peak_rss_bytes: applied.peak_rss_bytes.or(writing),
         peak_vram_bytes: applied.peak_vram_bytes,
         tensors_changed: applied.tensors.len(),
+        rule: applied.rule.clone(),
+        unselected: applied.unselected(&model.weights),
         details: names.value(&(applied.details)()),
     });
     let environment = pipeline.environment(measured.fidelity.is_some())?;

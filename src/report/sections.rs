@@ -49,6 +49,12 @@ pub struct PassReport {
     pub peak_vram_bytes: Option<u64>,
     /// Weights that it changed.
     pub tensors_changed: usize,
+    /// How its weights were chosen; empty for passes that do not choose weights.
+    #[serde(default)]
+    pub rule: String,
+    /// Float weights of two or more dimensions that it left as they were, if it chooses weights.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unselected: Vec<String>,
     /// What the pass has to say about itself.
     pub details: Value,
 }

@@ -46,6 +46,16 @@ fn step(number: usize, pass: &PassReport) -> Markup {
                 h4 { "Options" }
                 (facts(options.iter()))
             }
+            @if !pass.rule.is_empty() {
+                h4 { "Weights" }
+                p { (pass.rule) }
+                @if !pass.unselected.is_empty() {
+                    details {
+                        summary { "weights left as they were (" (pass.unselected.len()) ")" }
+                        (list(&pass.unselected.iter().map(|name| Value::from(name.as_str())).collect::<Vec<_>>()))
+                    }
+                }
+            }
             @if !details.is_empty() {
                 h4 { "Details" }
                 (described(&details))

@@ -74,7 +74,7 @@ fn a_report_has_every_key() {
         ("/environment", &["cpu", "cores", "memory_bytes", "gpu", "onnxruntime", "simd"]),
         ("/model", &["source", "architecture", "blake3"]),
         ("/recipe", &["model", "seed", "passes", "export"]),
-        ("/passes/0", &["name", "options", "seconds", "peak_rss_bytes", "peak_vram_bytes", "tensors_changed", "details"]),
+        ("/passes/0", &["name", "options", "seconds", "peak_rss_bytes", "peak_vram_bytes", "tensors_changed", "rule", "unselected", "details"]),
         ("/size", &["before", "after", "ratio"]),
         ("/size/before", &["parameters", "nonzero", "tensors", "bytes", "bytes_zstd"]),
         ("/size/after", &["parameters", "nonzero", "tensors", "bytes", "bytes_zstd"]),
