@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use common::{Desk, pipeline, work};
 use compress::Model;
-use compress::analysis::{blocks, uncut};
+use compress::analysis::{blocks, shared_head, uncut};
 use compress::calibration::{Axis, Request, calibrate, calibrate_blockwise};
 use compress::data::{Batch, Data, DataSet, synthetic_of};
 use compress::evaluation::{self, Subject, evaluate};
@@ -68,6 +68,32 @@ fn sites_of(graph: &Graph, nodes: Range<usize>) -> Vec<String> {
         }
     }
     sites
+}
+
+#[test]
+fn outputs_of_some_tokens_are_those_of_all_tokens() {
+    let mut heads = 0;
+    for entry in std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models")).unwrap() {
+        let model = Model::open(entry.unwrap().path()).unwrap();
+        let graph = model.graph().unwrap();
+        let Some(head) = shared_head(&graph).map(|node| graph.value(node.inputs[0]).name.clone()) else { continue };
+        heads += 1;
+        work(|work| {
+            let mut run = Blockwise::new(&graph, &model.weights, |value| value == head, BlockwiseOptions::on(&Device::Cpu), work);
+            batches(&graph).into_iter().for_each(|batch| run.push(batch).unwrap());
+            (0..run.blocks().len()).for_each(|block| Blockwise::together(&mut [&mut run], block, &BTreeSet::new()).unwrap());
+            for index in 0..run.batches() {
+                let length = run.value(index, &head).unwrap().dim(1).unwrap();
+                let parts = [0..2, 2..length].map(|tokens| run.answer_of_tokens(index, &head, tokens).unwrap());
+                for (name, whole) in run.answer(index).unwrap() {
+                    let difference = (Tensor::cat(&[&parts[0][&name], &parts[1][&name]], 1).unwrap() - whole).unwrap();
+                    let difference = difference.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+                    assert!(difference < 1e-5, "{}: {difference}", model.path.display());
+                }
+            }
+        });
+    }
+    assert!(heads > 20, "{heads}");
 }
 
 #[test]

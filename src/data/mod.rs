@@ -7,6 +7,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod arrays;
+mod batch;
 mod chat;
 mod held_out;
 mod idx;
@@ -34,14 +35,13 @@ mod tokens;
 mod wav;
 mod windows;
 
-use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use candle_core::Tensor;
 use serde_json::{Map, Value};
 
+pub use batch::{Batch, References};
 pub use chat::{ChatTemplate, Message};
 pub use opened::OpenedSets;
 pub use options::{ChannelOrder, Column, Data, DataSets, ImageLayout, LabelKind, Task};
@@ -123,68 +123,6 @@ pub fn prepares_alike([a, b]: [Target; 2]) -> Result<bool> {
     let text = |target: Target, name: &str| text_beside(target.folder, target.made, name);
     let differs = |name: &str| Ok::<_, Error>(text(a, name)? != text(b, name)?);
     Ok(a.inputs == b.inputs && !PREPARATION.into_iter().map(differs).collect::<Result<Vec<_>>>()?.contains(&true))
-}
-
-/// What is known about the samples of a batch.
-#[derive(Debug, Clone, PartialEq)]
-pub enum References {
-    /// Nothing.
-    None,
-    /// The class of each sample; none where its label is -100, which counts in no loss and no metric.
-    Classes(Vec<Option<usize>>),
-    /// A score for each pair; the first texts of all pairs come first, then the second texts.
-    Scores(Vec<f64>),
-    /// For each window, the places `from..to` whose tokens are to be predicted by what stands before them.
-    Next(Vec<std::ops::Range<usize>>),
-    /// For each sample, the token that the logits at each place predict; none where the label is -100.
-    Tokens(Vec<Vec<Option<i64>>>),
-}
-
-/// Samples that run together.
-#[derive(Debug, Clone)]
-pub struct Batch {
-    /// Values of the model's inputs, and possibly of others that a model may take.
-    pub inputs: BTreeMap<String, Tensor>,
-    /// What is known.
-    pub references: References,
-    /// How many samples.
-    pub samples: usize,
-}
-
-impl Batch {
-    /// The first tokens of texts, without what is known of them.
-    ///
-    /// # Errors
-    /// Memory runs out.
-    pub fn shortened(self, length: usize) -> Result<Batch> {
-        let first = |(name, tensor): (String, Tensor)| match tensor.dims().get(1) {
-            Some(tokens) => Ok((name, tensor.narrow(1, 0, length.min(*tokens))?)),
-            None => Ok((name, tensor)),
-        };
-        let inputs = self.inputs.into_iter().map(first).collect::<candle_core::Result<_>>().map_err(shaped)?;
-        Ok(Batch { inputs, references: References::None, ..self })
-    }
-
-    /// Some of the samples, of a batch without pairs.
-    ///
-    /// # Errors
-    /// There are not so many.
-    pub fn narrow(&self, from: usize, count: usize) -> Result<Batch> {
-        if from == 0 && count == self.samples {
-            return Ok(self.clone());
-        }
-        let inputs = self.inputs.iter().map(|(name, tensor)| Ok((name.clone(), tensor.narrow(0, from, count)?))).collect::<candle_core::Result<_>>();
-        let some = from..from.saturating_add(count);
-        let references = match &self.references {
-            References::None => Some(References::None),
-            References::Classes(classes) => classes.get(some).map(|some| References::Classes(some.to_vec())),
-            References::Scores(scores) => scores.get(some).map(|some| References::Scores(some.to_vec())),
-            References::Next(ranges) => ranges.get(some).map(|some| References::Next(some.to_vec())),
-            References::Tokens(rows) => rows.get(some).map(|some| References::Tokens(some.to_vec())),
-        };
-        let references = references.ok_or_else(|| Error::option("data", format!("a batch of {} has no {count} samples from {from}", self.samples)))?;
-        Ok(Batch { inputs: inputs.map_err(shaped)?, references, samples: count })
-    }
 }
 
 /// What remains to be done for a batch once its part of the files was read.
@@ -446,6 +384,10 @@ fn shaped(e: candle_core::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
+    use candle_core::Tensor;
+
     use super::*;
 
     /// Samples that are nothing but their numbers, in the input `number`.

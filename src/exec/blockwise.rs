@@ -2,11 +2,12 @@
 //! read, are in memory, and of the samples only what crosses from block to block.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
 use candle_core::{DType, Tensor};
 
+use super::ahead::Ahead;
 use super::load::Spare;
 use super::run::Snapshot;
 use super::spill::{SpillFile, State, run_bytes};
@@ -17,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::ir::ops::contiguous;
 use crate::ir::{Graph, Kind, ValueId};
 use crate::store::Weights;
-use crate::work::{Event, ProgressUnit, Silent, Work};
+use crate::work::{Event, ProgressUnit, Work};
 
 /// The account of what samples hold between nodes.
 const STATES: &str = "states between blocks";
@@ -60,13 +61,6 @@ struct Held {
     start: State,
     /// Within the block, where there is room for it.
     run: Option<PartialRun>,
-}
-
-/// Parameters that are being read.
-struct Ahead {
-    block: usize,
-    bytes: u64,
-    thread: JoinHandle<Result<Parameters>>,
 }
 
 impl<'a> Blockwise<'a> {
@@ -213,7 +207,7 @@ impl<'a> Blockwise<'a> {
             |other| other.executor.parameters().some(names.iter().filter(|name| same.contains(name.as_str()))),
         );
         if let Some(ahead) = self.ahead.take_if(|ahead| ahead.block == block) {
-            loaded.extend(ahead.thread.join().map_err(|_| Error::run("reading parameters", "a thread panicked", ""))??);
+            loaded.extend(ahead.join()?);
         }
         let missing: Vec<&String> = names.iter().filter(|name| !self.executor.parameters().has(name) && !loaded.has(name)).collect();
         let (device, compute, residence) = (&self.options.device, self.options.compute, self.options.residence);
@@ -252,17 +246,8 @@ impl<'a> Blockwise<'a> {
         if names.is_empty() || by_name.len() < names.len() {
             return;
         }
-        let BlockwiseOptions { device, compute, residence, .. } = self.options.clone();
-        let bytes = by_name.values().map(|weight| residence.bytes(weight, compute)).sum();
-        let (threads, cancel) = (self.work.threads, self.work.cancel.clone());
-        let weights = Weights { by_name, ..Weights::default() };
         let spare = Spare::of(std::mem::take(&mut self.spare));
-        let read = move || {
-            let work = Work { threads, progress: &Silent, cancel: &cancel };
-            Parameters::load_reusing(&spare, names.iter().collect(), &weights, (&device, compute, residence), &work)
-        };
-        // Where the system starts no more threads, they are read when they are needed.
-        self.ahead = std::thread::Builder::new().spawn(read).ok().map(|thread| Ahead { block, bytes, thread });
+        self.ahead = Ahead::read(block, names, Weights { by_name, ..Weights::default() }, spare, &self.options, &self.work);
     }
 
     /// Goes on to the first block that shows a wanted value.
@@ -428,6 +413,22 @@ impl<'a> Blockwise<'a> {
         self.executor.outputs(&run)
     }
 
+    /// Outputs of one batch for some of its tokens only: those that follow from these rows, along axis 1, of a wanted value of the last block
+    /// that everything behind it depends on token by token, as [`analysis::head`] finds it.
+    ///
+    /// # Errors
+    /// As [`answer`](Blockwise::answer) and [`value`](Blockwise::value).
+    pub fn answer_of_tokens(&mut self, index: usize, value: &str, tokens: Range<usize>) -> Result<BTreeMap<String, Tensor>> {
+        let rows = self.value(index, value)?.narrow(1, tokens.start, tokens.len()).and_then(|rows| contiguous(&rows));
+        let rows = rows.map_err(|e| Error::computed(format!("graph node `{value}`"), e))?;
+        let (begin, end) = self.range()?;
+        let (id, done) = *self.places.get(value).ok_or_else(|| Error::graph(format!("graph value `{value}`"), "does not exist"))?;
+        let mut run = self.executor.resume(&Snapshot { values: Vec::new(), done: done.unwrap_or(0).max(begin) });
+        run.values[id.index()] = Some(rows);
+        self.executor.advance_to(&self.observation, &mut run, end)?;
+        self.executor.outputs(&run)
+    }
+
     /// The steps of this block.
     fn range(&self) -> Result<(usize, usize)> {
         let current = self.current.ok_or_else(|| Error::run("block-wise execution", "has entered no block", ""))?;
@@ -480,7 +481,7 @@ impl<'a> Blockwise<'a> {
 impl Drop for Blockwise<'_> {
     fn drop(&mut self) {
         if let Some(ahead) = self.ahead.take() {
-            let _ = ahead.thread.join();
+            let _ = ahead.join();
         }
         self.held = 0;
         self.account();

@@ -1,6 +1,7 @@
 //! Answers that need tensors: candle runs the graph.
 
 mod account;
+mod ahead;
 mod blockwise;
 mod blockwise_options;
 mod device;

@@ -6,6 +6,7 @@ use candle_core::{Device, Tensor};
 
 use super::layers::{both_layers, chosen, heads, last};
 use super::losses::{self, AttentionTarget, Head, Logits, Losses, Said, Term};
+use crate::analysis;
 use crate::data::{Batch, Side, Sides, Task};
 use crate::error::{Error, Result};
 use crate::ir::{Dim, Element, Graph, Op, ValueId};
@@ -296,10 +297,10 @@ fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, Option<Side>)> 
     let value = graph.value(*id);
     let columns = value.ty.shape.last().and_then(Dim::fixed).ok_or_else(|| Error::option("losses", "the number of classes is not known"))?;
     let by_token = value.ty.shape.len() == 3;
-    let node = graph.nodes().iter().find(|node| node.output == *id);
     let read = graph.nodes().iter().any(|node| node.inputs.contains(id));
-    let source = match node.map(|node| (&node.op, node.inputs.as_slice())) {
-        Some((Op::Linear(op), [input, parameters @ ..])) if by_token && !read => losses::LogitsSource::Head(Head {
+    let head = analysis::head(graph, *id).filter(|node| node.output == *id && !read);
+    let source = match head.map(|node| (&node.op, node.inputs.as_slice())) {
+        Some((Op::Linear(op), [input, parameters @ ..])) => losses::LogitsSource::Head(Head {
             input: graph.value(*input).name.clone(),
             parameters: parameters.iter().map(|id| graph.value(*id).name.clone()).collect(),
             op: *op,

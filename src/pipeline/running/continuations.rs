@@ -2,10 +2,12 @@
 
 use std::ops::ControlFlow;
 
+use candle_core::DType;
+
 use super::evaluate::Run;
 use crate::error::{Error, Result};
 use crate::evaluation::Continued;
-use crate::exec::transfer;
+use crate::exec::{Residence, transfer};
 use crate::generation::{Generate, LanguageModel, Reads, first_difference};
 use crate::model::Model;
 
@@ -17,12 +19,14 @@ const GIVEN: usize = 16;
 const TOKENS: usize = 16;
 /// Bytes of parameters that are read in a second at least: every token reads all of them.
 const BYTES_PER_SECOND: u64 = 8_000_000_000;
+/// Memory of the parameters of a model at most, where the run has no limit of its own.
+const MOST_BYTES: u64 = 300_000_000;
 /// Of the time of the run so far, so much may be spent, and in any case some milliseconds.
 const PART: u32 = 10;
 const LEAST_SECONDS: f64 = 0.2;
 
 impl Run<'_> {
-    /// The first texts that no pass has used, continued by both models; nothing where that is not possible or takes long, and a note
+    /// The first texts that no pass has used, continued by both models; nothing where that is not possible, takes long or takes much memory, and a note
     /// where it fails.
     ///
     /// # Errors
@@ -30,6 +34,10 @@ impl Run<'_> {
     pub(super) fn continuations(&self) -> Result<(Vec<Continued>, Option<String>)> {
         let bytes = self.before.weights.parameters().saturating_mul(4 * 2 * (PROMPTS * (TOKENS + 2)) as u64);
         let seconds = bytes as f64 / BYTES_PER_SECOND as f64;
+        let resident = |model: &Model| model.weights.by_name.values().map(|weight| Residence::Stored.bytes(weight, DType::F32)).sum::<u64>();
+        if resident(self.before).max(resident(self.after)) > self.pipeline.running.memory.map_or(MOST_BYTES, |memory| memory.0) {
+            return Ok((Vec::new(), None));
+        }
         if !self.writes_safetensors() || seconds > (self.start.elapsed() / PART).as_secs_f64().max(LEAST_SECONDS) {
             return Ok((Vec::new(), None));
         }

@@ -20,7 +20,7 @@ use crate::model::Model;
 use crate::onnx::file::MODEL;
 use crate::pipeline::run::Measured;
 use crate::pipeline::running::Running;
-use crate::pipeline::running::free::memory_limit;
+use crate::pipeline::running::free::{lack_for_onnx_runtime, memory_limit};
 use crate::pipeline::{Check, Pipeline};
 use crate::report::{OutputFile, Report, WARNING};
 use crate::run_state::RunState;
@@ -28,8 +28,6 @@ use crate::runtime::{self, Session};
 use crate::store::{ActivationScheme, Encoding};
 use crate::work::{MemoryLimit, Work};
 
-/// Largest model, in bytes of 32-bit parameters, that is run without being asked for.
-pub(super) const UNASKED: u64 = 1 << 30;
 /// Where the input is written as ONNX for comparison.
 const BEFORE: &str = ".before";
 /// Tokens of synthetic samples that decoders with a cache are given one by one.
@@ -196,14 +194,15 @@ impl Run<'_> {
         Subject::onnx(path, self.folder, self.after.config.values().clone(), self.work.threads)
     }
 
-    /// Runs the ONNX file on synthetic samples; that of a large model where it is `asked` for.
+    /// Runs the ONNX file on synthetic samples; if memory is short, only if `asked` for.
     fn compare(&self, asked: bool, exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
         if self.pipeline.allow_nonfinite {
             measured.notes.push(format!("{MODEL} was not run: outputs of weights that are not finite cannot be compared"));
             return Ok(());
         }
-        if !asked && is_large(self.after) {
-            measured.notes.push(format!("{MODEL} was not run, since the model is large: ask for it with `evaluate`"));
+        let lack = lack_for_onnx_runtime(&[self.after], self.pipeline.running.memory);
+        if let Some(lack) = lack.filter(|_| !asked) {
+            measured.notes.push(format!("{MODEL} was not run: {lack}"));
             return Ok(());
         }
         let model = self.written()?;
@@ -385,11 +384,6 @@ fn run_both(model: Model, file: &Path, batch: &Batch, memory: MemoryLimit, work:
     evaluation::closeness(batch, pair.0, pair.1)
 }
 
-/// Whether a model is too large to be run without being asked for.
-pub(super) fn is_large(model: &Model) -> bool {
-    4 * model.weights.parameters() > UNASKED
-}
-
 fn has_integers(model: &Model) -> bool {
     // Palettes stand for the same floats everywhere.
     model.weights.by_name.values().any(|w| matches!(&w.encoding, Encoding::Affine(affine) if !affine.codes.is_palette()))
@@ -420,8 +414,8 @@ fn half(report: &Report) -> bool {
 
 fn agreement(output: &Path, file: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
     let model = Model::open(output)?;
-    if is_large(&model) {
-        return Ok((true, "not run, since the model is large".into()));
+    if let Some(lack) = lack_for_onnx_runtime(&[&model], None) {
+        return Ok((true, format!("not run: {lack}")));
     }
     if model.onnx.is_some() {
         return run_alone(model, work);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use candle_core::DType;
 
 use super::evaluate::Run;
-use super::free::free_memory;
+use super::free::{free_memory, lack_of_memory};
 use super::rows::Rows;
 use crate::analysis;
 use crate::data::{self, Batch, Data};
@@ -18,11 +18,10 @@ use crate::error::{Error, Result};
 use crate::evaluation::{FidelitySums, MeasuredFidelity, SamplesFrom, Subject};
 use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence, Rounding, sizes_of};
 use crate::export::Exported;
-use crate::ir::{Bindings, Graph};
+use crate::ir::{Bindings, Dim, Graph};
 use crate::model::Model;
 use crate::pass::Samples;
-use crate::report::format::bytes;
-use crate::store::ByteSize;
+use crate::store::{Encoding, Weights};
 
 /// Multiply-accumulates of one model for each byte of the input, where passes run no model: about a tenth of the time that reading,
 /// making, hashing and writing takes. What is written does not count, so that all runs of a sweep are measured on the same samples.
@@ -39,6 +38,9 @@ const SIZES: [(usize, usize); 4] = [(128, 224), (64, 160), (32, 96), (16, 64)];
 const SEVERAL: u64 = 4;
 /// Time that one model may take in any case.
 const LEAST_TIME: Duration = Duration::from_secs(1);
+
+/// Logits of each model that are in memory at a time.
+const LOGITS: usize = 1 << 22;
 
 /// What may be spent on each of both models.
 #[derive(Debug, Clone, Copy)]
@@ -77,10 +79,7 @@ impl Run<'_> {
         let needs = [Some(need(graph, self.before)), self.after.graph().ok().map(|graph| need(&graph, self.after))];
         let activations = needs.iter().flatten().map(|need| need.activations).max().unwrap_or(0);
         let blocks = needs.iter().flatten().map(|need| need.blocks).fold(activations, u64::saturating_add);
-        if let Some(ByteSize(memory)) = self.pipeline.running.memory.filter(|memory| memory.0 < blocks) {
-            return Some(format!("running both models block by block takes about {} of memory, and {} are given", bytes(blocks), bytes(memory)));
-        }
-        too_large(blocks, free_memory())
+        lack_of_memory("running both models block by block", blocks, self.pipeline.running.memory, free_memory())
     }
 
     /// Runs both models side by side, block by block: the memory of a block serves the next one, and weights that both share are loaded once.
@@ -93,8 +92,11 @@ impl Run<'_> {
         let ((graph, weights), (their_graph, their_weights)) = (rows.of(ours)?, rows.of(theirs)?);
         let (options, work) = (BlockwiseOptions::on(&device), self.work.quiet());
         let rounding = if self.writes_safetensors() { Rounding::Token } else { Rounding::Tensor };
-        let mut before = Blockwise::new(&graph, &weights, |_| false, options.clone(), &work);
-        let mut after = Blockwise::new(&their_graph, &their_weights, |_| false, BlockwiseOptions { rounding, ..options }, &work);
+        // Logits of a large vocabulary are computed for some tokens at a time.
+        let heads = [(&graph, &weights), (&their_graph, &their_weights)].map(|(graph, weights)| separable_head(graph, weights, rounding));
+        let [head, their_head] = heads.iter().all(Option::is_some).then_some(heads).unwrap_or_default();
+        let mut before = Blockwise::new(&graph, &weights, |name| head == Some(name), options.clone(), &work);
+        let mut after = Blockwise::new(&their_graph, &their_weights, |name| their_head == Some(name), BlockwiseOptions { rounding, ..options }, &work);
         for sample in &samples {
             before.push(sample.clone())?;
             after.push(sample.clone())?;
@@ -111,7 +113,17 @@ impl Run<'_> {
         let mut sums = FidelitySums::default();
         for (index, sample) in samples.iter().enumerate().take(before.batches()) {
             self.work.cancel.check()?;
-            sums.add(sample, &before.answer(index)?, &after.answer(index)?)?;
+            let lengths = sample.token_count().zip(classes(&graph));
+            let (Some(head), Some(their_head), Some((length, classes))) = (head, their_head, lengths) else {
+                sums.add(sample, &before.answer(index)?, &after.answer(index)?)?;
+                continue;
+            };
+            let at_once = (LOGITS / (classes * sample.samples)).max(1);
+            for from in (0..length).step_by(at_once) {
+                let tokens = from..length.min(from + at_once);
+                let (ours, theirs) = (before.answer_of_tokens(index, head, tokens.clone())?, after.answer_of_tokens(index, their_head, tokens.clone())?);
+                sums.add(&sample.clone().tokens_within(tokens)?, &ours, &theirs)?;
+            }
         }
         Ok(MeasuredFidelity { samples_from, samples: before.batches(), data, fidelity: sums.finish() })
     }
@@ -195,11 +207,17 @@ impl Run<'_> {
     }
 }
 
-/// The reason if the blocks of both models take more than half of the free memory.
-fn too_large(together: u64, free: Option<u64>) -> Option<String> {
-    let free = free.filter(|free| *free / 2 < together)?;
-    let takes = bytes(together);
-    Some(format!("running both models block by block takes about {takes} of memory, and {} are free: more free memory, or a machine with more", bytes(free)))
+/// The input of the head, if all outputs follow from it token by token and the head does not round the tokens of a sample together.
+fn separable_head<'g>(graph: &'g Graph, weights: &Weights, rounding: Rounding) -> Option<&'g str> {
+    let node = analysis::shared_head(graph)?;
+    let [input, weight, ..] = node.inputs.as_slice() else { return None };
+    let together = rounding == Rounding::Tensor && weights.by_name.get(&graph.value(*weight).name)?.encoding != Encoding::Dense;
+    (!together).then_some(graph.value(*input).name.as_str())
+}
+
+/// The number of classes that a head computes.
+fn classes(graph: &Graph) -> Option<usize> {
+    graph.value(analysis::shared_head(graph)?.output).ty.shape.last().and_then(Dim::fixed).filter(|classes| *classes > 0)
 }
 
 /// Samples that a budget has room for.
@@ -255,15 +273,6 @@ impl Found<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// The limit applies to blocks, not to the whole model.
-    #[test]
-    fn blocks_that_do_not_fit_are_not_run() {
-        let small = 100 << 20;
-        assert_eq!((too_large(small, Some(1 << 30)), too_large(small, None)), (None, None));
-        assert!(too_large(small, Some(150 << 20)).unwrap().contains("are free"));
-        assert!(too_large(28 << 30, Some(8 << 30)).unwrap().contains("30.1 GB"));
-    }
 
     #[test]
     fn samples_are_as_many_as_the_budget_has_room_for() {

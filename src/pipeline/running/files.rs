@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use candle_core::Device;
 
-use super::evaluate::{Run, is_large};
+use super::evaluate::Run;
+use super::free::lack_for_onnx_runtime;
 use crate::analysis;
 use crate::data::{self, Batch};
 use crate::error::{Error, Result};
@@ -36,10 +37,11 @@ impl Run<'_> {
             return Ok(measured);
         }
         let skipped = |reason: String| Some(format!("fidelity was not measured: {reason}"));
-        let note = match crate::runtime::library() {
-            Err(reason) => skipped(format!("{reason}; {}", reason.hint().unwrap_or_default())),
-            Ok(_) if is_large(self.before) => skipped("the model is large; `data: { evaluation: ... }` asks for it".into()),
-            Ok(_) => match self.compared_files() {
+        let lack = lack_for_onnx_runtime(&[self.before, self.after], self.pipeline.running.memory);
+        let note = match (crate::runtime::library(), lack) {
+            (Err(reason), _) => skipped(format!("{reason}; {}", reason.hint().unwrap_or_default())),
+            (Ok(_), Some(lack)) => skipped(lack),
+            (Ok(_), None) => match self.compared_files() {
                 Ok(found) => {
                     let unusable = found.as_ref().and_then(|found| found.fidelity.not_finite());
                     measured.fidelity = found.filter(|_| unusable.is_none());
