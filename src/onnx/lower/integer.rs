@@ -273,7 +273,8 @@ fn product(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
     }
     let is_head = shared && n.integer_heads.is_some() && !weight.grouped() && weight.affine.activations == ActivationScheme::None;
     let is_integer = is_head || weight.affine.activations == ActivationScheme::DynamicToken && !weight.grouped();
-    if is_integer && n.is_first_layer_of_weight() {
+    // Products of constants are computed when the file is loaded, before ONNX Runtime looks for integer kernels.
+    if is_integer && (!n.varies(0) || n.is_first_layer_of_weight()) {
         n.integer_heads = n.integer_heads.map(|heads| heads + usize::from(is_head));
         return integer_product(&weight, x, n);
     }
