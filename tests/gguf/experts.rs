@@ -110,6 +110,19 @@ fn experts_of_one_tensor_are_written_behind_passes_that_change_the_graph() {
     }
 }
 
+/// llama.cpp has no windows for these families, and none within `sliding_window` tokens are needed.
+#[test]
+fn a_window_that_files_cannot_hold_is_a_note() {
+    let (folder, _) = source("mixtral");
+    let path = folder.path().join("config.json");
+    let mut json: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    json["sliding_window"] = 24.into();
+    fs::write(path, json.to_string()).unwrap();
+    let (_out, found, report) = written(Model::open(folder.path()).unwrap(), FileType::F32);
+    assert!(report.notes.iter().any(|note| note.contains("attention sees 24 tokens")), "{:?}", report.notes);
+    assert_eq!(found.config.get("sliding_window").and_then(Value::as_u64), None);
+}
+
 /// Modules have one name in files, whatever the checkpoint calls them.
 #[test]
 fn experts_under_either_name_are_written() {

@@ -233,7 +233,7 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
         return Err(reader.refused(&format!("`sliding_window_pattern` of {pattern}"), format!("llama.cpp has windows in all but every {every}th layer")));
     }
     if let (Windows::None, Some(window)) = (family.windows, reader.size("sliding_window")?)
-        && reader.model.config.model_type() == "mistral"
+        && matches!(reader.model.config.model_type(), "mistral" | "mixtral")
     {
         notes.push(format!(
             "config.json says that attention sees {window} tokens; GGUF files of `{}` have no windows, and longer texts are computed otherwise",
