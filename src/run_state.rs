@@ -53,7 +53,7 @@ pub struct Applied {
 }
 
 impl Applied {
-    /// Float weights of two or more dimensions that the pass leaves as they are; none for passes that do not choose weights.
+    /// Float weights of two or more dimensions that the pass does not change; none for passes that do not choose weights.
     pub fn unselected(&self, weights: &Weights) -> Vec<String> {
         let left = |(name, w): &(&String, &Weight)| !self.rule.is_empty() && w.shape.len() > 1 && w.is_float() && !self.tensors.contains(*name);
         weights.by_name.iter().filter(left).map(|(name, _)| name.clone()).collect()

@@ -110,7 +110,7 @@ fn every_family_is_close_to_its_floats_and_opens_again() {
             continue;
         }
         let theirs = Session::open(&written.out().join(file::MODEL), Options::default()).unwrap().run(&inputs).unwrap();
-        // Modules of sentence-transformers stay in floats in the folder and not in the ONNX file, as a note says.
+        // Modules of sentence-transformers stay in floats in the folder and not in the ONNX file, with a note.
         let is_same = !written.report.notes.iter().any(|note| note.contains("inputs of these layers are not quantized"));
         for (output, tensor) in &after {
             let cosine = self::cosine(tensor, &theirs[output]);

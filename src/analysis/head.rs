@@ -2,7 +2,7 @@
 
 use crate::ir::{Graph, Kind, Node, Op, ValueId};
 
-/// The linear layer that an output `[batch, tokens, classes]` follows from, through ops that compute each element by itself: rows of its input
+/// The linear layer that an output `[batch, tokens, classes]` follows from, through elementwise ops: rows of its input
 /// can be computed separately.
 pub fn head(graph: &Graph, output: ValueId) -> Option<&Node> {
     let rank = |id: ValueId| graph.value(id).ty.shape.len();

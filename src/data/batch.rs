@@ -8,7 +8,7 @@ use candle_core::Tensor;
 use super::shaped;
 use crate::error::{Error, Result};
 
-/// What is known about the samples of a batch.
+/// Targets of the samples of a batch.
 #[derive(Debug, Clone, PartialEq)]
 pub enum References {
     /// Nothing.
@@ -17,7 +17,7 @@ pub enum References {
     Classes(Vec<Option<usize>>),
     /// A score for each pair; the first texts of all pairs come first, then the second texts.
     Scores(Vec<f64>),
-    /// For each window, the places `from..to` whose tokens are to be predicted by what stands before them.
+    /// For each window, the places `from..to` whose tokens are to be predicted from the preceding ones.
     Next(Vec<Range<usize>>),
     /// For each sample, the token that the logits at each place predict; none where the label is -100.
     Tokens(Vec<Vec<Option<i64>>>),
@@ -28,14 +28,14 @@ pub enum References {
 pub struct Batch {
     /// Values of the model's inputs, and possibly of others that a model may take.
     pub inputs: BTreeMap<String, Tensor>,
-    /// What is known.
+    /// The targets.
     pub references: References,
     /// How many samples.
     pub samples: usize,
 }
 
 impl Batch {
-    /// The first tokens of texts, without what is known of them.
+    /// The first tokens of texts, without targets.
     ///
     /// # Errors
     /// Memory runs out.
@@ -50,7 +50,7 @@ impl Batch {
         lengths.all(|length| length == Some(first)).then_some(first)
     }
 
-    /// Some of the tokens of each text, without what they are compared with.
+    /// Some of the tokens of each text, without targets.
     ///
     /// # Errors
     /// Memory runs out.
@@ -58,7 +58,7 @@ impl Batch {
         let first = |(name, tensor): (String, Tensor)| match tensor.dims().get(1) {
             Some(length) => {
                 let from = tokens.start.min(*length);
-                Ok((name, tensor.narrow(1, from, tokens.end.min(*length) - from)?))
+                Ok((name, tensor.narrow(1, from, tokens.end.min(*length).saturating_sub(from))?))
             }
             None => Ok((name, tensor)),
         };

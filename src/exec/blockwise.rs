@@ -413,8 +413,8 @@ impl<'a> Blockwise<'a> {
         self.executor.outputs(&run)
     }
 
-    /// Outputs of one batch for some of its tokens only: those that follow from these rows, along axis 1, of a wanted value of the last block
-    /// that everything behind it depends on token by token, as [`analysis::head`] finds it.
+    /// Outputs of one batch for some of its tokens only: the rows computed from these rows, along axis 1, of a wanted value of the last block
+    /// on which all later values depend token by token, as [`analysis::head`] finds it.
     ///
     /// # Errors
     /// As [`answer`](Blockwise::answer) and [`value`](Blockwise::value).

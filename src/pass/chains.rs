@@ -54,7 +54,7 @@ pub(super) fn chains(graph: &Graph, layers: &BTreeSet<String>) -> Vec<Chain> {
     graph.nodes().iter().filter_map(|node| chain(graph, node)).filter(|chain| read(chain) || made(chain)).collect()
 }
 
-/// The value whose rows tell what rescaling costs: the one that all layers of the chain read, or the output of its normalization, which
+/// The value whose rows determine the cost of rescaling: the one that all layers of the chain read, or the output of its normalization, which
 /// experts read in parts.
 pub(super) fn source(graph: &Graph, chain: &Chain) -> Option<ValueId> {
     let first = chain.sinks.first()?.value;

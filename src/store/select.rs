@@ -31,7 +31,7 @@ impl Matcher {
         Regex::new(source).map(Matcher::Plain).or_else(|plain| fancy_regex::Regex::new(source).map(Matcher::LookAround).map_err(|_| reason(&plain)))
     }
 
-    /// Whether the text matches. Exceeding the limit of backtracking is no match, and callers reject patterns without one.
+    /// Whether the text matches. A text that exceeds the limit of backtracking does not match, and callers reject patterns without one.
     fn is_match(&self, text: &str) -> bool {
         match self {
             Matcher::Plain(regex) => regex.is_match(text),

@@ -259,7 +259,7 @@ fn constants_that_swell_are_refused_by_name() {
         let sum = [node("ReduceSum", &[&name(times)], "sum", vec![]), add("sum")];
         (0..times).map(twice).chain(sum).collect::<Vec<_>>()
     };
-    // Values of samples are limited by what they have at least.
+    // The least possible size of a value limits trials with samples.
     let from_input = [vec![node("Cos", &["x"], "c0", vec![])], doubled(30)].concat();
     let cases = cases.into_iter().chain([("Concat", doubled(20), vec![floats("c0", &[1024])]), ("Concat", from_input, vec![])]);
     for (op, nodes, initializers) in cases {

@@ -53,7 +53,7 @@ impl Args {
         let path = self.subject()?;
         let others = self.against.iter().any(|other| is_file(other)) || is_file(&path) && self.runtime != Some(Runtime::Candle);
         if others && self.precision != Precision::F32 {
-            return Err(Error::option("eval", "`--precision` says what the built-in executor computes with, and ONNX Runtime runs one of these models"));
+            return Err(Error::option("eval", "`--precision` is the number format of the built-in executor, and ONNX Runtime runs one of these models"));
         }
         let mut subjects = vec![self.opened(&path, global)?];
         if let Some(other) = &self.against {

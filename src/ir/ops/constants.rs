@@ -1,4 +1,4 @@
-//! A cache of tensors that depend on an op and sizes alone, for each device.
+//! A cache of tensors that depend only on an op and sizes, for each device.
 
 use std::sync::{Mutex, PoisonError};
 

@@ -72,7 +72,7 @@ struct OffsetNorm {
 }
 
 impl OffsetNorm {
-    /// Replaces factors by those that the format can represent: near -offset its steps are coarse.
+    /// Rounds factors to values that the format can represent: near -offset its steps are coarse.
     fn restrict(&self, factors: &mut [f32]) {
         for (factor, value) in factors.iter_mut().zip(&self.values) {
             let scale = value + self.offset;
@@ -350,7 +350,7 @@ fn product(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
 mod tests {
     use super::*;
 
-    /// Whatever factors are asked for, the norm stores a number of its format that stands for exactly the restricted factor.
+    /// For all requested factors, the norm stores a number of its format that stands for exactly the restricted factor.
     #[test]
     fn factors_of_norms_with_an_offset_are_representable() {
         let values: Vec<f32> = (0..64).map(|at| half::bf16::from_f32(at as f32 / 16.0 - 0.97).to_f32()).collect();

@@ -310,7 +310,7 @@ pub(super) fn count(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
-/// The units with the smallest scores in ascending order, or the first units if there are no scores.
+/// The units with the smallest scores in ascending order, or the first units without scores.
 fn least_important(size: usize, count: usize, scores: Option<&Vec<f64>>) -> Vec<usize> {
     let mut units: Vec<usize> = (0..size).collect();
     if let Some(scores) = scores {

@@ -94,7 +94,7 @@ impl Run<'_> {
         let rounding = if self.writes_safetensors() { Rounding::Token } else { Rounding::Tensor };
         // Logits of a large vocabulary are computed for some tokens at a time.
         let heads = [(&graph, &weights), (&their_graph, &their_weights)].map(|(graph, weights)| separable_head(graph, weights, rounding));
-        let [head, their_head] = heads.iter().all(Option::is_some).then_some(heads).unwrap_or_default();
+        let [head, their_head] = if heads.iter().all(Option::is_some) { heads } else { Default::default() };
         let mut before = Blockwise::new(&graph, &weights, |name| head == Some(name), options.clone(), &work);
         let mut after = Blockwise::new(&their_graph, &their_weights, |name| their_head == Some(name), BlockwiseOptions { rounding, ..options }, &work);
         for sample in &samples {

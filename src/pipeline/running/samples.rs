@@ -12,12 +12,12 @@ use crate::pipeline::Pipeline;
 use crate::report::WARNING;
 
 impl Pipeline {
-    /// Opens the data, so that what does not fit is said before any work is done, and leaves some of the calibration samples to be measured
+    /// Opens the data, so that unusable data is reported before any work is done, and leaves some of the calibration samples to be measured
     /// on, where passes would use all of them; whether they are measured on does not matter, so that what is written does not depend on it.
     pub(in crate::pipeline) fn open_samples(&mut self, model: &Model) -> Result<Vec<String>> {
         let evaluate = self.running.evaluate.as_ref().filter(|evaluate| evaluate.precision != Precision::F32);
         if evaluate.is_some_and(|evaluate| model.onnx.is_some() || !evaluate.runtime.is_empty() && !evaluate.runtime.contains(&Runtime::Candle)) {
-            return Err(Error::option("evaluate", "`precision` says what the built-in executor computes with, and ONNX Runtime alone runs this model"));
+            return Err(Error::option("evaluate", "`precision` is the number format of the built-in executor, and ONNX Runtime alone runs this model"));
         }
         if self.used_data().is_empty() {
             return Ok(Vec::new());
@@ -28,7 +28,7 @@ impl Pipeline {
         let Some(set) = self.running.data.calibration.as_ref().filter(|_| calibrates) else { return Ok(notes) };
         let less = self.running.data.holding_out(set, subject.target())?;
         notes.extend(less.samples.filter(|_| less.samples != set.samples).map(|used| {
-            format!("passes look at the first {used} calibration samples: the others, a tenth, are left to measure on; `samples` in `data: {{ calibration: ... }}` says how many they take")
+            format!("passes look at the first {used} calibration samples: the others, a tenth, are left to measure on; `samples` in `data: {{ calibration: ... }}` sets their number")
         }));
         self.running.data.calibration = Some(less);
         Ok(notes)

@@ -48,7 +48,7 @@ fn data_that_is_wrong() {
             nothing,
             "eval in --data labelled.csv --label-column label --against other.onnx --precision bf16",
             2,
-            "`--precision` says what the built-in executor computes with, and ONNX Runtime runs one of these models",
+            "`--precision` is the number format of the built-in executor, and ONNX Runtime runs one of these models",
             "",
         ),
         with("two kinds", nothing, "eval in --text labelled.csv --images x", 2, "exactly one of `text`, `images` and `arrays`", ""),
@@ -101,7 +101,7 @@ fn data_that_is_wrong() {
             },
             "run recipe.yaml -o out",
             2,
-            "evaluate: `precision` says what the built-in executor computes with",
+            "evaluate: `precision` is the number format of the built-in executor",
             "",
         ),
     ]);
