@@ -4,6 +4,7 @@ mod importance;
 mod part;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use serde_json::Value;
@@ -79,6 +80,8 @@ impl Applied {
 /// What a run knows beside the model; the default is a run that has not begun.
 #[derive(Clone, Default)]
 pub struct RunState {
+    /// Where the model is that the run began with; none outside of a pipeline.
+    pub input: Option<PathBuf>,
     /// The passes that were applied, in order.
     pub history: Vec<Applied>,
     /// What must be done before writing.

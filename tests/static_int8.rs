@@ -362,6 +362,9 @@ fn verification_compares_every_quantized_value_and_finds_every_wrong_tensor() {
     assert!(how.contains("calibration samples") && how.contains("quantized values are within one step"), "{how}");
     let right = file_agrees(&written.out());
     assert!(right.ok && right.finding.contains("within one step"), "{}", right.finding);
+    let alone = quantized("torchvision-mobilenet-v2", QuantizeStatic::default(), vec![Onnx::default().into()]).unwrap();
+    let of_file = file_agrees(&alone.out());
+    assert!(of_file.ok && of_file.finding.contains("within one step"), "{}", of_file.finding);
 
     let path = written.out().join(file::MODEL);
     let proto = ModelProto::decode(std::fs::read(&path).unwrap().as_slice()).unwrap();

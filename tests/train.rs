@@ -473,6 +473,36 @@ fn files_of_a_student_go_with_its_weights() {
 }
 
 #[test]
+fn the_default_teacher_is_the_input_of_the_recipe() {
+    let name = "vit-image-classification";
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let data = samples(name, folder.path(), 8, classes(name));
+    passes(&golden(name), &at("student"), vec![finetune(2).into()], Some(&data));
+    let first = || Distill { student: Some(Student::Model(at("student"))), ..distill(1, "soft=1") }.into();
+    passes(&golden(name), &at("default"), vec![first(), distill(2, "soft=1").into()], Some(&data));
+    let of_input = Distill { teacher: Some(golden(name)), ..distill(2, "soft=1") };
+    passes(&golden(name), &at("named"), vec![first(), of_input.into()], Some(&data));
+    let of_student = Distill { teacher: Some(at("student")), ..distill(2, "soft=1") };
+    passes(&golden(name), &at("other"), vec![first(), of_student.into()], Some(&data));
+    assert_eq!(weights(&at("default")), weights(&at("named")));
+    assert_ne!(weights(&at("default")), weights(&at("other")));
+}
+
+#[test]
+fn unused_files_beside_the_configuration_of_a_student_are_named() {
+    let name = "vit-image-classification";
+    let run = Run::new();
+    let folder = run.folder.path().join("student");
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::copy(golden(name).join("config.json"), folder.join("config.json")).unwrap();
+    std::fs::write(folder.join("preprocessor_config.json"), "{}").unwrap();
+    let pass = Distill { student: Some(Student::Config(folder)), ..distill(1, "soft=1") };
+    let report = run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("not used: preprocessor_config.json")), "{:?}", report.notes);
+}
+
+#[test]
 fn steps_whose_gradients_overflow_are_counted_and_move_nothing() {
     let name = "bert-sequence-classification";
     let run = Run::new();

@@ -152,7 +152,7 @@ impl Pipeline {
         settled.export = self.exports(model);
         settled.running.begin();
         let sets = settled.running.sets();
-        let (mut after, mut run) = (model.clone(), self.start.clone());
+        let (mut after, mut run) = (model.clone(), RunState { input: Some(model.path.clone()), ..self.start.clone() });
         for step in &mut settled.steps {
             step.pass_mut().settle(&after, &sets);
             let before = run.history.len();

@@ -279,6 +279,7 @@ impl Pipeline {
         let mut cache = self.result_cache(model, &context.work)?;
         let found = cache.as_mut().and_then(|cache| cache.found.take());
         let (done, mut after, mut run) = found.map_or_else(|| (0, model.clone(), self.start.clone()), |(number, after, run)| (number + 1, after, run));
+        run.input = Some(model.path.clone());
         for (number, step) in self.steps.iter().enumerate().skip(done) {
             let runs = step.pass().runs_on().is_some();
             if runs {

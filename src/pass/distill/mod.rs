@@ -60,13 +60,10 @@ const NAME: &str = "distill";
 const TOP: usize = 64;
 
 impl Distill {
-    fn teacher(&self, model: &Model) -> Result<Model> {
-        match &self.teacher {
-            Some(path) => Model::open(path),
-            // What the recipe began with: passes since then have made the student.
-            None => Model::open(&model.path),
-        }
-        .map_err(|e| match e {
+    fn teacher(&self, model: &Model, run: &RunState) -> Result<Model> {
+        // An earlier pass may have replaced the model by a student from another folder.
+        let path = self.teacher.as_ref().or(run.input.as_ref()).unwrap_or(&model.path);
+        Model::open(path).map_err(|e| match e {
             Error::Io { .. } => Error::option(format!("{NAME}: teacher"), e),
             other => other,
         })
@@ -116,7 +113,7 @@ impl Pass for Distill {
 
     fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let cached = self.teacher_cache.as_deref().map(|folder| (folder, self.teacher_top.unwrap_or(TOP)));
-        let teacher = self.teacher(&model)?;
+        let teacher = self.teacher(&model, run)?;
         let student = self.student(model, run, context.map_or(0, |context| context.seed))?;
         if let Some(context) = context {
             // Checkpoints and cached answers outlive a run whose models turn out to be damaged.

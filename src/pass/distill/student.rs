@@ -83,7 +83,7 @@ impl Student {
                 require_same_modules(&model, &student)?;
                 Ok(student)
             }
-            Student::Config(path) => fresh(model, path, seed),
+            Student::Config(path) => fresh(model, run, path, seed),
         }
     }
 }
@@ -124,8 +124,18 @@ fn keep(mut model: Model, run: &mut RunState, kept: &[usize]) -> Result<Model> {
 }
 
 /// A model of fresh weights in the place of another, whose tokenizer and other files it keeps.
-fn fresh(mut model: Model, path: &Path, seed: u64) -> Result<Model> {
-    let file = if crate::files::is_dir(path) { path.join("config.json") } else { path.to_owned() };
+fn fresh(mut model: Model, run: &mut RunState, path: &Path, seed: u64) -> Result<Model> {
+    let is_folder = crate::files::is_dir(path);
+    let file = if is_folder { path.join("config.json") } else { path.to_owned() };
+    let found = if is_folder { crate::files::files(path).map_err(Error::io("list", path))? } else { Vec::new() };
+    let unused: Vec<_> = found.iter().filter(|found| **found != file).filter_map(|found| found.file_name()?.to_str()).collect();
+    if !unused.is_empty() {
+        run.notes.push(format!(
+            "the student takes only config.json from {}, and tokenizer and other files from the input; not used: {}",
+            crate::error::tellable(path).display(),
+            unused.join(", ")
+        ));
+    }
     let config = Config::open(&file)?;
     let modules = SentenceModule::open(&model.path)?;
     let graph = arch::build(&Settings::new(config.values()), &modules, Builder::unchecked())?;
