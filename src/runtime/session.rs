@@ -151,14 +151,16 @@ impl Session {
     pub fn run_within(&mut self, inputs: &BTreeMap<String, Tensor>, limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>> {
         let path = self.path.clone();
         let failed = |e: &dyn std::fmt::Display| Error::malformed(&path, format!("ONNX Runtime: {e}"));
-        let mut given: Vec<(String, SessionInputValue)> = Vec::new();
+        // An output that is an input refers to the input's memory, which must live until the outputs are read.
+        let mut values = Vec::new();
         for input in self.inner.inputs() {
             let name = input.name();
             let missing = || Error::option("input", format!("`{name}` is missing, {} takes it", path.display()));
             let tensor = ir::given(inputs, name).ok_or_else(missing)?.map_err(|e| failed(&e))?;
             let value = element::given(&tensor, input).map_err(|e| Error::option("input", format!("`{name}` of {}: {e}", path.display())))?;
-            given.push((name.to_owned(), value.into()));
+            values.push((name.to_owned(), value));
         }
+        let given: Vec<(String, SessionInputValue)> = values.iter().map(|(name, value)| (name.clone(), value.into())).collect();
         let options = Arc::new(RunOptions::new().map_err(|e| failed(&e))?);
         let terminated = options.clone();
         let inner = &mut self.inner;
@@ -223,10 +225,31 @@ mod tests {
     const TYPES: [i32; 13] = [1, 10, 11, 16, 2, 3, 4, 5, 6, 7, 12, 13, 9];
     const STRING: i32 = 8;
 
+    /// The memory of inputs must not be freed before outputs that refer to it are read.
+    #[test]
+    fn an_output_that_is_an_input_has_its_values() {
+        if super::super::library().is_err() {
+            return;
+        }
+        let mut session = model(&[1], "x", 4096).unwrap();
+        let values: Vec<f32> = (0..4096).map(|at| at as f32).collect();
+        for _ in 0..8 {
+            let given = Tensor::from_vec(values.clone(), 4096, &Device::Cpu).unwrap();
+            let outputs = session.run(&[("x1".to_owned(), given)].into()).unwrap();
+            assert_eq!(outputs["x1"].to_vec1::<f32>().unwrap(), values);
+        }
+    }
+
     /// A model that gives its inputs back, two elements of each type.
     fn identities(types: &[i32]) -> Result<Session> {
+        model(types, "y", 2)
+    }
+
+    /// The same for another number of elements; outputs have this prefix, inputs `x`.
+    fn model(types: &[i32], outputs: &str, elements: i64) -> Result<Session> {
         let port = |prefix: &str, ty: i32| {
-            let shape = Some(TensorShapeProto { dim: vec![DimensionProto { value: Some(crate::onnx::proto::Dimension::DimValue(2)), denotation: None }] });
+            let shape =
+                Some(TensorShapeProto { dim: vec![DimensionProto { value: Some(crate::onnx::proto::Dimension::DimValue(elements)), denotation: None }] });
             let tensor_type = Some(TensorTypeProto { elem_type: Some(ty), shape });
             ValueInfoProto { name: Some(format!("{prefix}{ty}")), r#type: Some(TypeProto { tensor_type, ..TypeProto::default() }), ..ValueInfoProto::default() }
         };
@@ -236,7 +259,7 @@ mod tests {
             name: Some("identities".into()),
             node: types.iter().map(|ty| node(*ty)).collect(),
             input: types.iter().map(|ty| port("x", *ty)).collect(),
-            output: types.iter().map(|ty| port("y", *ty)).collect(),
+            output: types.iter().map(|ty| port(outputs, *ty)).collect(),
             ..GraphProto::default()
         };
         let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(17) }];
