@@ -73,7 +73,9 @@ impl Rows {
             let [Some(tables), Some(others)] = models.map(|model| Tables::of(model, input)) else { continue };
             let tokens: Vec<Vec<i64>> =
                 samples.iter().filter_map(|sample| sample.inputs.get(input)).map(transfer::read).collect::<candle_core::Result<_>>().map_err(shaped)?;
-            let named: BTreeSet<i64> = (0..tables.fixed as i64).chain(tokens.iter().flatten().copied()).collect();
+            // Inputs that a sample lacks are zeros.
+            let zero = (tokens.len() < samples.len()).then_some(0);
+            let named: BTreeSet<i64> = (0..tables.fixed as i64).chain(zero).chain(tokens.iter().flatten().copied()).collect();
             let known = |token: &i64| usize::try_from(*token).is_ok_and(|token| token < tables.rows);
             if tables != others || named.len() > tables.rows / 2 || !named.iter().all(known) {
                 continue;
@@ -167,6 +169,12 @@ mod tests {
             let rows = Rows::looked_up([side, side], &mut samples).unwrap();
             let (graph_of_rows, weights) = rows.of(side).unwrap();
             assert_eq!(run((&graph_of_rows, &weights), &samples[0]), run(side, &sample), "{}", model.path.display());
+            let mut lacking = sample.clone();
+            if lacking.inputs.remove("token_type_ids").is_some() {
+                let mut samples = [lacking.clone()];
+                let (graph_of_rows, weights) = Rows::looked_up([side, side], &mut samples).unwrap().of(side).unwrap();
+                assert_eq!(run((&graph_of_rows, &weights), &samples[0]), run(side, &lacking), "{}", model.path.display());
+            }
             for ((input, name), rows) in &rows.0 {
                 let read = graph_of_rows.params().find(|(_, value)| value.name == looked_up(input, name)).unwrap().1;
                 assert!(rows.len() * 2 <= model.weights.by_name[name].shape[0] && weights.by_name[&read.name].shape[0] == rows.len(), "{name}");
