@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Device, Tensor};
 use compress::data::Data;
-use compress::pass::{Distill, Finetune, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Student};
+use compress::pass::{Distill, Finetune, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Scope, Student};
 use compress::report::Report;
 use compress::store::ByteSize;
 use compress::train::losses::Losses;
@@ -443,6 +443,58 @@ fn zeros_that_no_pruning_has_made_train() {
     }
 }
 
+/// A matrix of small weights, which a global threshold removes as a whole, and a part of zeros that could be chance.
+#[test]
+fn every_weight_that_a_recipe_has_pruned_stays_zero() {
+    let (name, small) = ("bert-sequence-classification", "bert.encoder.layer.1.intermediate.dense.weight");
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::create_dir(at("input")).unwrap();
+    std::fs::copy(golden(name).join("config.json"), at("input/config.json")).unwrap();
+    let mut tensors = candle_core::safetensors::load(golden(name).join("model.safetensors"), &Device::Cpu).unwrap();
+    tensors.insert(small.into(), (&tensors[small] * 1e-3).unwrap());
+    candle_core::safetensors::save(&tensors, at("input/model.safetensors")).unwrap();
+    let data = samples(name, folder.path(), 16, classes(name));
+    for amount in ["0.4", "0.004"] {
+        let prune = PruneUnstructured { amount: Some(amount.parse().unwrap()), scope: Scope::Global, ..PruneUnstructured::default() };
+        let (pruned, trained, later) = (at(&format!("pruned {amount}")), at(&format!("trained {amount}")), at(&format!("later {amount}")));
+        passes(&at("input"), &pruned, vec![prune.clone().into()], None);
+        passes(&at("input"), &trained, vec![prune.into(), finetune(3).into()], Some(&data));
+        passes(&pruned, &later, vec![finetune(3).into()], Some(&data));
+        let [before, in_one_recipe, in_two] = [&pruned, &trained, &later].map(|folder| weights(folder));
+        let mut whole = 0;
+        for name in before.keys().filter(|name| name.ends_with("dense.weight")) {
+            let is_whole = before[name].iter().all(|weight| *weight == 0.0);
+            whole += usize::from(is_whole);
+            for (at, _) in before[name].iter().enumerate().filter(|(_, weight)| **weight == 0.0) {
+                assert_eq!(in_one_recipe[name][at], 0.0, "{amount} {name}");
+                // Of a folder, a matrix without any weight left is taken for one that was initialized so.
+                assert_eq!(in_two[name][at] == 0.0, !is_whole, "{amount} {name}");
+            }
+        }
+        assert_eq!(whole, usize::from(amount == "0.4"));
+    }
+}
+
+/// Layer 1 of the input is layer 0 of the student.
+#[test]
+fn pruned_weights_of_a_renumbered_layer_stay_zero() {
+    let name = "bert-sequence-classification";
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let data = samples(name, folder.path(), 16, classes(name));
+    let prune = || PruneUnstructured { amount: Some("0.5".parse().unwrap()), targets: vec!["*layer.1.*".parse().unwrap()], ..PruneUnstructured::default() };
+    let student = Distill { student: Some(Student::Layers(vec![1])), ..distill(3, "soft=1") };
+    passes(&golden(name), &at("pruned"), vec![prune().into()], None);
+    let report = passes(&golden(name), &at("student"), vec![prune().into(), student.into()], Some(&data));
+    assert!(report.notes.iter().any(|note| note.contains("of 6 tensors were zero and stayed zero")), "{:?}", report.notes);
+    let (before, after) = (weights(&at("pruned")), weights(&at("student")));
+    for (name, values) in before.iter().filter(|(name, _)| name.contains("layer.1.") && name.ends_with("dense.weight")) {
+        let learned = &after[&name.replace("layer.1.", "layer.0.")];
+        assert!(values.iter().zip(learned).all(|(before, after)| (*before == 0.0) == (*after == 0.0)), "{name}");
+    }
+}
+
 #[test]
 fn files_of_a_student_go_with_its_weights() {
     let name = "vit-image-classification";
@@ -587,6 +639,42 @@ fn a_batch_whose_statistics_count_is_not_split() {
     assert!(error.is_out_of_memory() && error.to_string().contains("`batch_norm: fixed`"), "{error}");
     let report = run.train(name, data, with(BatchNorm::Fixed)).unwrap();
     assert!(report.notes.iter().any(|note| note.contains("in parts")), "{:?}", report.notes);
+}
+
+/// Another set would have removed other units: the checkpoint is of another network.
+#[test]
+fn a_run_continues_only_with_the_data_that_earlier_passes_have_read() {
+    let (name, run) = ("bert-sequence-classification", Run::new());
+    let data = samples(name, run.folder.path(), 16, classes(name));
+    let calibration = run.folder.path().join("calibration.safetensors");
+    std::fs::copy(data.arrays.as_ref().unwrap(), &calibration).unwrap();
+    let prune: compress::pass::PruneStructured =
+        serde_json::from_str(r#"{ "amount": 0.5, "dims": ["mlp"], "importance": "activation", "repair": "least-squares" }"#).unwrap();
+    let train = Finetune { checkpoint_every: Some(Every::Steps(1)), ..finetune(8) };
+    let start = |stop: Option<u64>| {
+        let (cancel, steps) = (Cancel::default(), Arc::new(AtomicU64::new(0)));
+        let handle = cancel.clone();
+        let watch = move |event: Event| {
+            if let Event::Message(text) = event
+                && text.contains("loss")
+                && Some(steps.fetch_add(1, Ordering::Relaxed)) == stop
+            {
+                handle.cancel();
+            }
+        };
+        let calibration = Data { arrays: Some(calibration.clone()), ..Data::default() };
+        let builder = Pipeline::builder().pass(prune.clone()).pass(train.clone()).train(data.clone()).calibration(calibration);
+        builder.resume(true).progress(watch).cancel(cancel).build().unwrap().run(Model::open(golden(name)).unwrap(), run.out())
+    };
+    let error = start(Some(2)).unwrap_err();
+    assert!(matches!(error, Error::Paused { .. } | Error::Cancelled), "{error}");
+    let bytes = std::fs::read(&calibration).unwrap();
+    let other = samples(name, run.folder.path(), 17, classes(name)).arrays.unwrap();
+    std::fs::copy(other, &calibration).unwrap();
+    let error = start(None).unwrap_err().to_string();
+    assert!(error.contains("other options, data or weights"), "{error}");
+    std::fs::write(&calibration, bytes).unwrap();
+    start(None).unwrap();
 }
 
 #[test]

@@ -248,7 +248,11 @@ fn a_training_of_three_goes_on_when_one_was_killed() {
 fn goes_on_when_one_was_killed(options: &str) {
     let place = Place::new(100);
     let evaluates = options.contains("evaluate_every");
-    let data = format!("train: {{ arrays: train.safetensors }}{}", if evaluates { ", evaluation: { arrays: train.safetensors }" } else { "" });
+    let data = format!("train: {{ arrays: train.safetensors }}{}", if evaluates { ", evaluation: { arrays: evaluation.safetensors }" } else { "" });
+    let evaluation = place.folder.path().join("evaluation.safetensors");
+    if evaluates {
+        std::fs::copy(place.folder.path().join("train.safetensors"), &evaluation).unwrap();
+    }
     let options = format!("max_steps: 80, batch_size: 4, learning_rate: 1e-3, checkpoint_every: {{ steps: 5 }}, {options}");
     let recipe = place.recipe_with(&data, "finetune", &options);
     let start = |out: &str, more: &[&str]| ranks::<3>().map(|rank| place.start(&recipe, out, more, &rank));
@@ -266,9 +270,17 @@ fn goes_on_when_one_was_killed(options: &str) {
     let resume = || start("parts", &["--resume"]).map(|child| place.refused(child));
     // Another number of processes, a share that is gone, and one of another step.
     let said = place.refused(place.start(&recipe, "parts", &["--resume"], &[]));
-    // A single process also evaluates, which makes it another training.
-    let other = if evaluates { "other options, data or weights" } else { "in 3 processes, this one has 1" };
-    assert!(said.contains("checkpoint.safetensors") && said.contains(other), "{said}");
+    assert!(said.contains("checkpoint.safetensors") && said.contains("in 3 processes, this one has 1"), "{said}");
+    if evaluates {
+        // The best weights would be chosen by scores on two data sets.
+        let bytes = std::fs::read(&evaluation).unwrap();
+        let mut other = bytes.clone();
+        *other.last_mut().unwrap() ^= 1;
+        std::fs::write(&evaluation, other).unwrap();
+        let [said, ..] = resume();
+        assert!(said.contains("is of a training with other evaluation data"), "{said}");
+        std::fs::write(&evaluation, bytes).unwrap();
+    }
     let shares = || std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.to_string_lossy().ends_with("-2.safetensors"));
     let kept: Vec<(PathBuf, Vec<u8>)> = shares().map(|path| (path.clone(), std::fs::read(&path).unwrap())).collect();
     kept.iter().for_each(|(path, _)| std::fs::remove_file(path).unwrap());
@@ -287,6 +299,7 @@ fn goes_on_when_one_was_killed(options: &str) {
     for (name, values) in &whole {
         assert!(values.iter().zip(&parts[name]).all(|(a, b)| a.to_bits() == b.to_bits()), "{name} differs");
     }
+    let _ = std::fs::remove_file(evaluation);
     assert_eq!(place.names(), ["parts", "recipe.yaml", "train.safetensors", "whole"]);
 }
 

@@ -9,6 +9,8 @@ use serde_json::Value;
 
 use super::{OpenedSets, Target};
 use crate::error::{Error, Result};
+use crate::store::ContentKey;
+use crate::work::Work;
 
 /// What is asked of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -304,6 +306,17 @@ impl Data {
     /// Files and folders that it names.
     pub(crate) fn paths(&self) -> impl Iterator<Item = &PathBuf> {
         [&self.text, &self.images, &self.arrays, &self.labels].into_iter().flatten()
+    }
+
+    /// A hash of how the data is read, and of all bytes that are.
+    ///
+    /// # Errors
+    /// A file cannot be read, or the work is cancelled.
+    pub(crate) fn content(&self, work: &Work) -> Result<String> {
+        let mut key = ContentKey::new(work);
+        key.line(&serde_json::to_string(self).unwrap_or_default());
+        self.paths().try_for_each(|path| key.files([path], path.parent().unwrap_or(path)))?;
+        Ok(key.name())
     }
 
     /// Holds the values to what they may be.

@@ -18,7 +18,7 @@ use crate::onnx::ModelFile;
 use crate::pass::targets::{self, Chosen};
 use crate::pass::{Context, Pass, options_of};
 use crate::run_state::{Applied, RunState};
-use crate::store::{DType, Decoded, Encoding, Pattern, Weight};
+use crate::store::{DType, Decoded, Encoding, Pattern, Weight, ZeroOrigin};
 use crate::work::Meter;
 
 /// Make floats of quantized weights, so that other passes take them.
@@ -85,6 +85,7 @@ impl Pass for Dequantize {
             }
         }
         let count = chosen.len();
+        model.weights.set_zero_origin(chosen.iter().map(String::as_str), ZeroOrigin::Rounding);
         let meter = Arc::new(Meter::default());
         run.history.push(Applied {
             tensors: chosen,

@@ -11,7 +11,7 @@ use crate::store::ContentKey;
 use crate::work::Work;
 
 /// A hash of everything that determines the work: all files of the model and of its teacher (among them the tokenizer, its settings and the
-/// chat template, which determine the tokens), the samples, the passes so far, the options and the seed. Files count by their contents.
+/// chat template, which determine the tokens), the samples, the passes so far and the files that they read, the options and the seed. Files count by their contents.
 ///
 /// # Errors
 /// A file cannot be read, or the work is cancelled.
@@ -20,7 +20,7 @@ pub(super) fn identity(
     run: &RunState,
     graph: &Graph,
     options: &Value,
-    data: [Option<&Data>; 2],
+    data: Option<&Data>,
     (seed, work): (u64, &Work),
 ) -> Result<String> {
     let mut key = ContentKey::new(work);
@@ -29,7 +29,11 @@ pub(super) fn identity(
     for model in [Some(model), teacher].into_iter().flatten() {
         key.files(model.inputs(), &model.path)?;
     }
-    data.into_iter().flatten().flat_map(Data::paths).try_for_each(|path| key.files([path], path.parent().unwrap_or(path)))?;
+    for (reader, paths) in &run.read {
+        key.line(reader);
+        paths.iter().try_for_each(|path| key.files([path], path.parent().unwrap_or(path)))?;
+    }
+    data.into_iter().flat_map(Data::paths).try_for_each(|path| key.files([path], path.parent().unwrap_or(path)))?;
     Ok(key.name())
 }
 
@@ -66,7 +70,7 @@ mod tests {
             let data = Data { text: Some(folder.path().join("samples.txt")), images: Some(folder.path().join("images")), ..Data::default() };
             let (model, work) = (Model::open(&model).unwrap(), Work { threads: 1, progress: &Silent, cancel: &cancel });
             let graph = model.graph().unwrap();
-            identity((&model, None), &RunState::default(), &graph, &Value::Null, [Some(&data), None], (0, &work)).unwrap()
+            identity((&model, None), &RunState::default(), &graph, &Value::Null, Some(&data), (0, &work)).unwrap()
         };
         let before = found();
         assert_eq!(before, found());

@@ -32,7 +32,7 @@ use crate::error::{Error, Result};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, Prepare, RunState};
-use crate::store::{Block, BlockSink, Encoding, Pattern, Rows, View, Weight, WeightSource, Weights, least_common_multiple};
+use crate::store::{Block, BlockSink, Encoding, Pattern, Rows, View, Weight, WeightSource, Weights, ZeroOrigin, least_common_multiple};
 use crate::work::Meter;
 
 /// How much a weight matters.
@@ -286,6 +286,7 @@ impl Pass for PruneUnstructured {
             None => self.apply_amounts(&names, &mut model, run, &meter)?,
         };
         let of: u64 = names.iter().map(|name| weights.by_name[*name].elements() as u64).sum();
+        model.weights.set_zero_origin(names.iter().copied(), ZeroOrigin::Pruning);
         run.history.push(Applied {
             tensors: names.into_iter().map(str::to_owned).collect(),
             rule,

@@ -36,6 +36,7 @@ use crate::export::Exported;
 use crate::ir::GraphFile;
 use crate::model::Model;
 use crate::output::Workplace;
+use crate::pass::Pass;
 use crate::pass::{Context, Samples, input_importance};
 use crate::recipe::Recipe;
 use crate::report::{Environment, Peak};
@@ -100,6 +101,18 @@ impl Running {
     /// The data sets that are named.
     pub fn sets(&self) -> Vec<Samples> {
         [Samples::Calibration, Samples::Train].into_iter().filter(|samples| matches!(self.set(*samples), Some((_, Some(_))))).collect()
+    }
+
+    /// The data sets that a pass reads, by name. Training reads the evaluation data too, where it keeps the best weights; passes with a
+    /// goal measure themselves on it.
+    pub(super) fn read_by(&self, pass: &dyn Pass) -> Vec<(&'static str, &Data)> {
+        let DataSets { calibration, train, evaluation, opened: _ } = &self.data;
+        let first = match pass.runs_on() {
+            None | Some(Samples::None) => return Vec::new(),
+            Some(Samples::Calibration) => ("calibration", calibration),
+            Some(Samples::Train) => ("train", train),
+        };
+        [first, ("evaluation", evaluation)].into_iter().filter_map(|(name, set)| Some((name, set.as_ref()?))).collect()
     }
 
     /// Has those who look at calibration data look at some of the training data where there is none of their own.
@@ -280,6 +293,12 @@ impl Pipeline {
         let found = cache.as_mut().and_then(|cache| cache.found.take());
         let (done, mut after, mut run) = found.map_or_else(|| (0, model.clone(), self.start.clone()), |(number, after, run)| (number + 1, after, run));
         run.input = Some(model.path.clone());
+        let reads = |run: &mut RunState, pass: &dyn Pass| {
+            run.read.entry(pass.name().into()).or_default().extend(pass.reads());
+            let sets = running.read_by(pass).into_iter();
+            run.read.extend(sets.map(|(name, set)| (format!("{name} {set:?}"), set.paths().cloned().collect())));
+        };
+        self.steps.iter().take(done).for_each(|step| reads(&mut run, step.pass()));
         for (number, step) in self.steps.iter().enumerate().skip(done) {
             let runs = step.pass().runs_on().is_some();
             if runs {
@@ -290,6 +309,7 @@ impl Pipeline {
             peak.lap();
             context.memory_tracker = (runs && running.memory_trace).then(|| Arc::new(MemoryTracker::default().recorded()));
             after = step.pass().apply(after, &mut run, Some(&context))?;
+            reads(&mut run, step.pass());
             traces.extend(context.memory_tracker.take().and_then(|tracker| Some((step.pass().name().to_owned(), tracker.trace()?))));
             if let Some(applied) = run.history.last_mut().filter(|_| runs) {
                 let lap = peak.lap();

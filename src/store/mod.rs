@@ -51,6 +51,6 @@ pub use scaled::{Computed, Scaled, Transposed};
 pub use select::{Pattern, Selection};
 pub use sizes::{ByteSize, OpenSize, OpenSizes};
 pub use storage_format::{StorageFormat, StoredTensor};
-pub use weight::{Encoding, Origin, Role, Weight, Weights};
+pub use weight::{Encoding, Origin, Role, Weight, Weights, ZeroOrigin};
 
 pub use safetensors::Dtype as DType;

@@ -33,6 +33,16 @@ pub enum Origin {
     Rescaled,
 }
 
+/// Why elements of a weight are zero, where a pass tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ZeroOrigin {
+    /// A pass has pruned them.
+    Pruning,
+    /// They are small, and were rounded to integers.
+    Rounding,
+}
+
 /// What a weight is for, where the file that it was opened from tells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -66,6 +76,8 @@ pub struct Weight {
     pub stored_type: Option<&'static str>,
     /// What its values are to those of the file.
     pub origin: Origin,
+    /// Why elements are zero, where a pass of this run tells.
+    pub zero_origin: Option<ZeroOrigin>,
     /// What it is for; names say where this does not.
     pub role: Option<Role>,
     /// Names of what reads it, where the file tells: patterns match them too.
@@ -94,6 +106,7 @@ impl Weight {
             stored_as: Vec::new(),
             stored_type: None,
             origin: Origin::File,
+            zero_origin: None,
             role: None,
             readers: Vec::new(),
             rows_of: None,
@@ -274,6 +287,15 @@ impl Weights {
             pattern: name.to_owned(),
             nearest: super::select::nearest(name, self.by_name.keys().map(String::as_str)),
         })
+    }
+
+    /// States why elements of weights are zero. Zeros of pruned weights stay what they are.
+    pub fn set_zero_origin<'n>(&mut self, names: impl IntoIterator<Item = &'n str>, origin: ZeroOrigin) {
+        for name in names {
+            if let Some(weight) = self.by_name.get_mut(name).filter(|weight| weight.zero_origin != Some(ZeroOrigin::Pruning)) {
+                weight.zero_origin = Some(origin);
+            }
+        }
     }
 
     /// The folder of a weight that is in a file of its own, if it is.

@@ -24,6 +24,7 @@ mod scales;
 pub mod schedule;
 mod state;
 mod step;
+mod surroundings;
 mod teacher;
 mod team;
 mod weights;
@@ -37,8 +38,9 @@ pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Quantizer
 #[cfg(feature = "cli")]
 pub(crate) use options::{batch_size_schema, losses_or_none};
 pub(crate) use pass_options::{training_fields, training_pass};
-pub use run::{Evaluation, Row, Surroundings, Trained, Trainer};
+pub use run::{Evaluation, Row, Trained, Trainer};
 pub use scales::Quantizers;
+pub use surroundings::Surroundings;
 pub use teacher::Teacher;
 pub use team::Team;
 pub use weights::{MeaningOfZeros, Weights, Zeros};

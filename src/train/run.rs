@@ -3,7 +3,6 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
@@ -18,14 +17,15 @@ use super::memory::Timeline;
 use super::optimizer;
 use super::state::{self, Position, TrainState};
 use super::step::{StepResult, Stepper};
+use super::surroundings::Surroundings;
 use super::{Every, Objective, Offload, Teacher, Team, Training, Weights, clip};
 use crate::data::DataSet;
 use crate::error::{Error, Result};
-use crate::evaluation::{Score, lower_is_better};
+use crate::evaluation::lower_is_better;
 use crate::exec::transfer::{self, Cause, Copies, Direction};
 use crate::exec::{Home, Kept, MemoryCategory, MemoryTracker};
 use crate::ir::Graph;
-use crate::work::{Event, ProgressUnit, Work};
+use crate::work::{Event, ProgressUnit};
 
 /// Figures of one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -58,27 +58,6 @@ pub struct Evaluation {
     /// Its value.
     #[serde(deserialize_with = "score")]
     pub value: f64,
-}
-
-/// Scores weights.
-pub type Evaluate<'a> = &'a dyn Fn(&Weights, &Tensors) -> Result<Option<Score>>;
-
-/// What training needs from outside.
-pub struct Surroundings<'a> {
-    /// What trains, in the files that tell of its steps.
-    pub name: &'a str,
-    /// Progress and the wish to stop.
-    pub work: Work<'a>,
-    /// Start of every random choice.
-    pub seed: u64,
-    /// Where checkpoints lie, if anywhere.
-    pub folder: Option<PathBuf>,
-    /// Whether to go on from a checkpoint.
-    pub resume: bool,
-    /// What is trained, on what, and how: a hash.
-    pub identity: String,
-    /// Scores weights on the evaluation data, if there is any.
-    pub evaluate: Option<Evaluate<'a>>,
 }
 
 /// A training, ready to run.
@@ -170,6 +149,7 @@ impl Trainer<'_> {
         }
         let position = Position {
             identity: self.around.identity.clone(),
+            evaluation: self.around.evaluation.clone(),
             processes: self.team.size(),
             seed: self.around.seed,
             scale: (super::step::FIRST_SCALE, 0),

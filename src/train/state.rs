@@ -26,6 +26,8 @@ const FILE: &str = "checkpoint.safetensors";
 pub struct Position {
     /// What is trained, on what, and how: a hash.
     pub identity: String,
+    /// A hash of the evaluation data of the first process.
+    pub evaluation: Option<String>,
     /// Processes that train together.
     pub processes: usize,
     /// Start of every random choice; with the place in the data it is all that chance depends on.
@@ -180,6 +182,9 @@ impl TrainState<'_> {
         if position.processes != self.position.processes {
             let (then, now) = (position.processes, self.position.processes);
             return Err(foreign(path, format!("is of a training in {then} processes, this one has {now}: its data and optimizer are shared out otherwise")));
+        }
+        if team.rank() == 0 && position.evaluation != self.position.evaluation {
+            return Err(foreign(path, "is of a training with other evaluation data".into()));
         }
         self.position = position;
         let has_best = !saved.names("best/").is_empty();

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{D, DType, Device, Tensor};
 
 use super::Team;
 use super::checkpoint::Stream;
@@ -23,14 +23,16 @@ use crate::work::Work;
 pub enum Zeros {
     /// Pruned weights, which stay zero.
     Pruned,
+    /// Weights of a model that is known to be pruned. They stay zero, unless the whole matrix is zero: such a matrix was initialized so.
+    OfPrunedModel,
     /// Floats that nothing states to be pruned.
     Unexplained,
     /// Integers that are zero by rounding.
     Codes,
 }
 
-/// Tells the meaning of the zeros of a weight, by its name.
-pub type MeaningOfZeros<'a> = &'a dyn Fn(&str, &Weight) -> Zeros;
+/// Tells the meaning of the zeros of a weight.
+pub type MeaningOfZeros<'a> = &'a dyn Fn(&Weight) -> Zeros;
 
 /// Weights that train and weights that do not.
 pub struct Weights {
@@ -203,13 +205,15 @@ impl Weights {
                     rounded.insert(name.clone(), rounding);
                 }
                 let kept = weights.home.keep(&tensor)?;
-                let meaning = zeros(name, model.weights.get(name)?);
-                match mask(&tensor).map_err(failed(name))?.filter(|_| meaning != Zeros::Codes) {
-                    Some((mask, zeros)) if meaning == Zeros::Pruned => {
+                let meaning = zeros(model.weights.get(name)?);
+                if let Some((mask, zeros)) = mask(&tensor).map_err(failed(name))?.filter(|_| meaning != Zeros::Codes) {
+                    let some = zeros < tensor.elem_count() as u64;
+                    if meaning == Zeros::Pruned || meaning == Zeros::OfPrunedModel && some {
                         weights.masks.insert(name.clone(), weights.home.keep_with(&mask, &kept)?);
                         weights.zeros += zeros;
+                    } else {
+                        weights.unexplained += usize::from(some && zeros as f64 > LEAST * tensor.elem_count() as f64);
                     }
-                    found => weights.unexplained += usize::from(found.is_some()),
                 }
                 weights.trained.insert(name.clone(), kept);
             }
@@ -475,16 +479,17 @@ fn learned(state: &BTreeMap<String, Kept>, name: &str, device: &Device) -> Resul
 /// Part of a batch's statistics that goes into the stored ones, as in PyTorch.
 const MOMENTUM: f64 = 0.1;
 
-/// Zeros below this part are no pruning: the row of a padding token, or chance.
+/// Up to this fraction, zeros of a model that is not known to be pruned need no note: the row of a padding token, or chance.
 const LEAST: f64 = 0.005;
 
-/// A mask of a matrix that some pass has zeroed weights of, and how many: it holds zeros, and not only zeros.
+/// The mask of a matrix that holds zeros, and their number.
 fn mask(tensor: &Tensor) -> candle_core::Result<Option<(Tensor, u64)>> {
     if tensor.rank() < 2 {
         return Ok(None);
     }
     let mask = tensor.ne(0f32)?.to_dtype(DType::F32)?;
-    let kept = transfer::number(&mask.sum_all()?, Cause::Weights)?;
+    // Sums of more than 2^24 ones are not exact in f32.
+    let kept = transfer::number(&mask.sum(D::Minus1)?.to_dtype(DType::F64)?.sum_all()?, Cause::Weights)?;
     let zeros = tensor.elem_count() as u64 - kept as u64;
-    Ok((kept > 0.0 && kept < (1.0 - LEAST) * tensor.elem_count() as f64).then_some((mask, zeros)))
+    Ok((zeros > 0).then_some((mask, zeros)))
 }

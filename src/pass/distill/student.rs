@@ -212,7 +212,7 @@ mod tests {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
             let model = Model::open(&folder).unwrap();
             let stored: Vec<String> = model.weights.by_name.keys().cloned().collect();
-            let fresh = fresh(model, &folder, 0).unwrap();
+            let fresh = fresh(model, &mut RunState::default(), &folder, 0).unwrap();
             assert_eq!(fresh.weights.by_name.contains_key(head), name == "llama");
             let names: Vec<String> = fresh.weights.by_name.keys().filter(|name| !name.contains("pooler")).cloned().collect();
             assert_eq!(names, stored, "{name}");
@@ -224,7 +224,7 @@ mod tests {
     fn fresh_layer_scales_are_those_of_transformers() {
         for (name, suffix, value) in [("dinov2", "lambda1", 1.0), ("convnext", "layer_scale_parameter", 1e-6)] {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
-            let fresh = fresh(Model::open(&folder).unwrap(), &folder, 0).unwrap();
+            let fresh = fresh(Model::open(&folder).unwrap(), &mut RunState::default(), &folder, 0).unwrap();
             let scales: Vec<_> = fresh.weights.by_name.iter().filter(|(name, _)| name.ends_with(suffix)).collect();
             assert!(!scales.is_empty());
             for (name, scale) in scales {

@@ -22,7 +22,7 @@ use crate::output::REPORT_FILES;
 use crate::pass::Context;
 use crate::pass::identity::identity;
 use crate::run_state::{Applied, RunState};
-use crate::store::{ActivationScheme, ContentKey, Encoding, Weight};
+use crate::store::{ActivationScheme, ContentKey, Encoding, Weight, ZeroOrigin};
 use crate::train::cache::Cache;
 use crate::train::communicator::Place;
 use crate::train::{
@@ -179,17 +179,17 @@ fn trained(
         } else {
             Home::Memory(device.clone())
         };
-        let is_stated = training.keep_zeros || states_pruning(&model);
-        let history = |pass: &str, tensor: &str| run.history.iter().any(|applied| applied.name == pass && applied.tensors.contains(tensor));
-        // An integer code of zero is a small weight; a float is zero because something has pruned it.
-        let is_float = |tensor: &str, weight: &Weight| weight.encoding == Encoding::Dense && !history("dequantize", tensor);
-        let zeros = |tensor: &str, weight: &Weight| match (history("prune-unstructured", tensor), is_float(tensor, weight)) {
-            (true, _) => Zeros::Pruned,
-            (false, true) if is_stated => Zeros::Pruned,
-            (false, true) => Zeros::Unexplained,
-            (false, false) => Zeros::Codes,
+        let is_pruned = states_pruning(&model);
+        let zeros = |weight: &Weight| match weight.zero_origin {
+            Some(ZeroOrigin::Pruning) => Zeros::Pruned,
+            Some(ZeroOrigin::Rounding) => Zeros::Codes,
+            // An integer code of zero is a small weight.
+            None if weight.encoding != Encoding::Dense => Zeros::Codes,
+            None if training.keep_zeros => Zeros::Pruned,
+            None if is_pruned => Zeros::OfPrunedModel,
+            None => Zeros::Unexplained,
         };
-        let which = (training.targets.as_slice(), training.ignore.as_slice(), &zeros as &dyn Fn(&str, &Weight) -> Zeros);
+        let which = (training.targets.as_slice(), training.ignore.as_slice(), &zeros as &dyn Fn(&Weight) -> Zeros);
         let mut weights = Weights::load(&graph, &model, which, (home, device, compute), &memory_tracker, &context.work)?;
         let quantizers = match training.scales {
             QuantizerScales::Learnable => Some(Quantizers::new(&graph, &|name| weights.trains(name))?),
@@ -263,9 +263,10 @@ fn trained(
                 run,
                 &graph,
                 &options,
-                [Some(data), context.data.evaluation.as_ref().filter(|_| team.size() == 1)],
+                Some(data),
                 (context.seed, &context.work),
             )?,
+            evaluation: context.data.evaluation.as_ref().filter(|_| team.rank() == 0).map(|data| data.content(&context.work)).transpose()?,
             evaluate: Some(&score),
         };
         let (zeros, masked, rounded, unexplained) = weights.constraint_counts();

@@ -100,7 +100,7 @@ impl Factors<'_> {
         if let Some(limit) = context.memory.bytes.filter(|_| context.memory.asked) {
             require_bytes(pass.name(), "what decomposes the largest layer takes", splits.iter().map(|split| split.bytes()).max().unwrap_or(0) as u64, limit)?;
         }
-        let identity = identity((model, None), run, &model.graph()?, options, [None, None], (context.seed, &context.work))?;
+        let identity = identity((model, None), run, &model.graph()?, options, None, (context.seed, &context.work))?;
         let folder = context.workplace.as_ref().map(|folder| folder.join(pass.name()));
         let finished = folder.map(|folder| Finished::open(&folder, &identity, context.resume)).transpose()?;
         let mut resumed = 0;

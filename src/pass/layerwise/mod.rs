@@ -151,7 +151,7 @@ impl Layerwise<'_> {
         self.require_memory(&graph, model, &sites, method)?;
         let context = self.context;
         let data = context.data.calibration.as_ref().ok_or_else(|| Error::option(self.name, "needs calibration samples: `data: { calibration: ... }`"))?;
-        let identity = identity((model, None), run, &graph, self.options, [Some(data), None], (context.seed, &context.work))?;
+        let identity = identity((model, None), run, &graph, self.options, Some(data), (context.seed, &context.work))?;
         let subject = Subject::of(model.clone())?;
         let samples = context.data.open(data, subject.target())?;
         let layers: BTreeSet<String> = self.targets.iter().map(|name| (*name).to_owned()).collect();

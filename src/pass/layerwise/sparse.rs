@@ -15,7 +15,7 @@ use crate::model::Model;
 use crate::pass::prune_unstructured::{Importance, too_many};
 use crate::pass::{Context, NOfM, Pass, PruneUnstructured};
 use crate::run_state::{Applied, RunState};
-use crate::store::{Weight, select};
+use crate::store::{Weight, ZeroOrigin, select};
 
 /// Columns that SparseGPT ranks and removes at once, as its reference implementation does.
 const BLOCK: usize = 128;
@@ -69,6 +69,7 @@ pub(in crate::pass) fn prune(
         let removed = names.iter().map(|name| model.weights.get(name)?.zeros()).sum::<Result<u64>>()?;
         applied.details = Arc::new(move || json!({ "zeroed": removed, "of": of, "samples": samples }));
     }
+    model.weights.set_zero_origin(names.iter().copied(), ZeroOrigin::Pruning);
     run.history.push(applied);
     Ok(model)
 }

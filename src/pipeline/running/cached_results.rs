@@ -10,14 +10,13 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::data::Data;
 use crate::error::{Error, Result};
 use crate::export::{Format, Safetensors};
 use crate::files::Destination;
 use crate::ir::GraphFile;
 use crate::model::Model;
 use crate::output::{Replace, Staging};
-use crate::pass::{PASSES, Samples};
+use crate::pass::PASSES;
 use crate::pipeline::Pipeline;
 use crate::recipe::Recipe;
 use crate::report::Environment;
@@ -25,7 +24,7 @@ use crate::run_state::{Applied, RunState};
 use crate::store::content_key::entries;
 use crate::store::hash::hash_of;
 use crate::store::writer::{self, FileLayout, Item};
-use crate::store::{Checkpoint, ContentKey, Origin, Role, StorageFormat, Weight, Weights};
+use crate::store::{Checkpoint, Origin, Role, StorageFormat, Weight, Weights, ZeroOrigin};
 use crate::work::Work;
 
 /// Bytes that all results may take together; the one that was not used for the longest time goes first.
@@ -80,6 +79,7 @@ enum WeightState {
     Input,
     Changed {
         origin: Origin,
+        zero_origin: Option<ZeroOrigin>,
         role: Option<Role>,
         readers: Vec<String>,
         master: Option<MasterState>,
@@ -101,7 +101,7 @@ impl WeightState {
             return WeightState::Input;
         }
         let master = weight.source().unrounded().map(|master| if is_input(master) { MasterState::Input } else { MasterState::Stored });
-        WeightState::Changed { origin: weight.origin, role: weight.role, readers: weight.readers.clone(), master }
+        WeightState::Changed { origin: weight.origin, zero_origin: weight.zero_origin, role: weight.role, readers: weight.readers.clone(), master }
     }
 }
 
@@ -112,7 +112,7 @@ fn is_same(a: &Weight, b: &Weight) -> bool {
 
 /// The properties of a weight, without its values.
 fn described(weight: &Weight) -> impl PartialEq + '_ {
-    (weight.dtype, &weight.shape, &weight.encoding, weight.origin, weight.role, &weight.readers)
+    (weight.dtype, &weight.shape, &weight.encoding, weight.origin, weight.zero_origin, weight.role, &weight.readers)
 }
 
 /// An [`Applied`] as a file holds it.
@@ -235,17 +235,9 @@ impl ResultCache {
             for path in pass.reads() {
                 key.files([&path], path.parent().unwrap_or(&path))?;
             }
-            // Training looks at the evaluation data too, where it keeps the best weights; passes with a goal measure themselves on it.
-            let data = &pipeline.running.data;
-            let sets: &[(&str, &Option<Data>)] = match pass.runs_on() {
-                None | Some(Samples::None) => &[],
-                Some(Samples::Calibration) => &[("calibration", &data.calibration), ("evaluation", &data.evaluation)],
-                Some(Samples::Train) => &[("train", &data.train), ("evaluation", &data.evaluation)],
-            };
-            for (name, set) in sets {
-                let Some(set) = set else { continue };
+            for (name, set) in pipeline.running.read_by(pass) {
                 if !read.contains_key(name) {
-                    read.insert(name, content(set, work)?);
+                    read.insert(name, set.content(work)?);
                 }
                 key.line(&format!("{name} {}", read[name]));
             }
@@ -413,10 +405,10 @@ impl State {
             let before = input.weights.by_name.get(&name);
             let weight = match (self.weights.get(&name), before) {
                 (Some(WeightState::Input), Some(before)) => before.clone(),
-                (Some(WeightState::Changed { origin, role, readers, master }), before) => {
+                (Some(WeightState::Changed { origin, zero_origin, role, readers, master }), before) => {
                     let weight = before.map_or_else(|| now.clone(), |before| before.reread(&name, now.clone()));
                     let mut weight = weight;
-                    (weight.origin, weight.role, weight.readers) = (*origin, *role, readers.clone());
+                    (weight.origin, weight.zero_origin, weight.role, weight.readers) = (*origin, *zero_origin, *role, readers.clone());
                     match master {
                         Some(MasterState::Input) => before.map(|master| weight.with_master(master.clone())),
                         Some(MasterState::Stored) => masters.by_name.get(&name).map(|master| weight.with_master(master.clone())),
@@ -480,12 +472,4 @@ fn bytes(path: &Path) -> Result<u64> {
         return Ok(about.len());
     }
     entries(path)?.iter().map(|path| bytes(path)).sum()
-}
-
-/// The hash of a data set: how it is read, and all bytes that are.
-fn content(data: &Data, work: &Work) -> Result<String> {
-    let mut key = ContentKey::new(work);
-    key.line(&serde_json::to_string(data).unwrap_or_default());
-    data.paths().try_for_each(|path| key.files([path], path.parent().unwrap_or(path)))?;
-    Ok(key.name())
 }
