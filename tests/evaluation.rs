@@ -298,6 +298,7 @@ fn what_does_not_fit_the_model_is_said_by_name() {
     let task = wrong("{ task: language-modelling }");
     assert!(task.contains("needs an output `logits` of 3 axes"), "{task}");
     assert!(wrong("{ task: embedding }").contains("`pair_column`"));
+    assert!(wrong("{ stride: 2, label_column: label }").contains("`stride`"));
     assert!(refused(bert.path(), &texts("missing.csv", "{ label_column: label }")).contains("missing.csv"));
     assert!(refused(bert.path(), &Data { images: Some(golden("evaluation/images")), ..Data::default() }).contains("not images alone"));
     let bare = model("bert-sequence-classification", &[]);
@@ -309,6 +310,14 @@ fn what_does_not_fit_the_model_is_said_by_name() {
     assert!(wrong.contains(".png: is ") && wrong.contains("is any x 3 x 12 x 12: choose `resize`"), "{wrong}");
     let llama = model("llama", &[LETTERS]);
     assert!(refused(llama.path(), &texts("book.txt", "{ max_length: 8, stride: 9 }")).contains("room for 7 tokens"));
+    let answers = llama.path().join("answers.jsonl");
+    fs::write(&answers, "{\"prompt\": \"abc\", \"answer\": \"abcd\"}\n").unwrap();
+    for (option, task) in [("pair_column", None), ("label_column", Some(Task::LanguageModelling))] {
+        let column = |name: &str| Some(name.parse().unwrap());
+        let mut data = Data { text: Some(answers.clone()), text_column: column("prompt"), task, ..Data::default() };
+        *if option == "pair_column" { &mut data.pair_column } else { &mut data.label_column } = column("answer");
+        assert!(refused(llama.path(), &data).contains(&format!("`{option}` is not read")), "{option}");
+    }
     let empty = bert.path().join("empty.txt");
     fs::write(&empty, "\n").unwrap();
     assert!(refused(bert.path(), &Data { text: Some(empty), task: Some(Task::Fidelity), ..Data::default() }).contains("holds no samples"));

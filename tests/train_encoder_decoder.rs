@@ -457,7 +457,7 @@ fn samples_that_do_not_do_are_refused() {
     assert!(refused(Data { task: Some(Task::Embedding), ..source }).contains("language-modelling or fidelity"));
     assert!(refused(pairs(path("b.csv", "source,target\na\n"))).contains("line 2 has 1 columns"));
     assert!(refused(pairs(path("c.jsonl", "{ \"source\": \"a\" }\n"))).contains("no `target`"));
-    assert!(refused(pairs(path("d.txt", "a\n"))).contains("no columns"));
+    assert!(refused(pairs(path("d.txt", "a\n"))).contains("only read for texts in columns"));
     let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
     std::fs::write(folder.join("config.json"), config.replace("\"decoder_start_token_id\": 0,", "")).unwrap();
     assert!(refused(pairs(path("e.csv", "source,target\na,b\n"))).contains("add it to config.json"));

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::options::{Data, LabelKind};
-use super::{Port, References, Target};
+use super::{References, Target};
 use crate::error::{Error, Result};
 use crate::store::select::nearest;
 
@@ -45,6 +45,21 @@ impl Label {
     }
 }
 
+/// Refuses to measure and train classes with a model whose outputs are scores, or several labels at once.
+///
+/// # Errors
+/// `problem_type` or the number of its outputs says so.
+pub(super) fn require_one_of_several(target: &Target) -> Result<()> {
+    let kind = target.config.get("problem_type").and_then(Value::as_str).filter(|kind| *kind != "single_label_classification");
+    let reason = match kind {
+        Some(kind) => format!("config.json has `problem_type` {kind:?}"),
+        None if target.classes() == Some(1) => "the model has one output".to_owned(),
+        None => return Ok(()),
+    };
+    let what = "classification takes one of several classes for each sample, with softmax and cross entropy";
+    Err(Error::option("task", format!("{reason}, and {what}: say `task: fidelity`, to compare the model's outputs or to learn from a teacher")))
+}
+
 /// What labels stand for.
 pub(super) struct Classes {
     by_name: BTreeMap<String, usize>,
@@ -63,15 +78,13 @@ impl Classes {
         if let Some(Value::Object(ids)) = target.config.get("label2id") {
             by_name.extend(ids.iter().filter_map(|(name, id)| Some((name.clone(), usize::try_from(id.as_u64()?).ok()?))));
         }
-        let logits = |port: &&Port| port.shape.len() == 2;
-        let count =
-            target.outputs.iter().find(|p| p.name == "logits").or(target.outputs.first()).filter(logits).and_then(|port| port.shape.last().copied().flatten());
-        Classes { by_name, kind: options.label_kind, count }
+        Classes { by_name, kind: options.label_kind, count: target.classes() }
     }
 
-    /// The class that a label stands for: a number is an index; text is a name or, where no class has this name, an index.
-    pub fn find(&self, label: &Label, path: &Path, place: &str) -> Result<usize> {
-        self.class(self.kind.or(label.kind()), label.text(), path, place)
+    /// The class that a label stands for, none for -100: a number is an index; text is a name or, where no class has this name, an index.
+    pub fn find(&self, label: &Label, path: &Path, place: &str) -> Result<Option<usize>> {
+        let is_ignored = label.text().parse() == Ok(IGNORED) && self.named(label.text()).is_none();
+        if is_ignored { Ok(None) } else { self.class(self.kind.or(label.kind()), label.text(), path, place).map(Some) }
     }
 
     /// The class with this name, first by exact spelling, then ignoring case.
@@ -98,8 +111,8 @@ impl Classes {
 
     /// The classes of samples by number, none for -100; the first of each pair is the sample's place in its file.
     pub fn references(&self, numbers: impl IntoIterator<Item = (usize, i64)>, path: &Path) -> Result<References> {
-        let class = |(index, number): (usize, i64)| self.find(&Label::Number(number.to_string()), path, &format!("label {index}")).map(Some);
-        numbers.into_iter().map(|label| if label.1 == IGNORED { Ok(None) } else { class(label) }).collect::<Result<_>>().map(References::Classes)
+        let class = |(index, number): (usize, i64)| self.find(&Label::Number(number.to_string()), path, &format!("label {index}"));
+        numbers.into_iter().map(class).collect::<Result<_>>().map(References::Classes)
     }
 
     /// Returns the classes of folders by name, or in alphabetical order if the model knows none of the names. The second
@@ -140,6 +153,7 @@ impl Classes {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Port;
     use super::*;
 
     fn classes(id2label: &str, kind: Option<LabelKind>) -> Classes {
@@ -153,13 +167,16 @@ mod tests {
     const STARS: &str = r#"{"0": "1", "1": "2", "2": "3"}"#;
 
     fn find(id2label: &str, kind: Option<LabelKind>, label: Label) -> Result<usize, String> {
-        classes(id2label, kind).find(&label, Path::new("a"), "line 2").map_err(|e| e.to_string())
+        classes(id2label, kind).find(&label, Path::new("a"), "line 2").map(Option::unwrap).map_err(|e| e.to_string())
     }
 
     #[test]
     fn numbers_are_indices_and_text_is_a_name() {
         let (number, text) = (|n: &str| Label::Number(n.into()), |t: &str| Label::Text(t.into()));
         assert_eq!(classes(STARS, None).references([(0, 1), (1, -100), (2, 0)], Path::new("a")).unwrap(), References::Classes(vec![Some(1), None, Some(0)]));
+        for ignored in [number("-100"), text(" -100")] {
+            assert_eq!(classes(STARS, None).find(&ignored, Path::new("a"), "line 2").unwrap(), None);
+        }
         assert_eq!(find(STARS, None, number("1")), Ok(1));
         assert_eq!(find(STARS, None, text("3")), Ok(2));
         assert!(find(STARS, None, text("1")).unwrap_err().contains("`label_kind: index`"));
@@ -192,5 +209,21 @@ mod tests {
         let error = pets(["bird", "dog", "tabby_cat"]).unwrap_err();
         assert!(error.contains("folder `tabby_cat` matches no class") && error.contains("nearest: `tabby cat`"), "{error}");
         assert!(pets(["0", "1", "fish"]).unwrap_err().contains("folder `fish`"));
+    }
+
+    #[test]
+    fn scores_and_several_labels_at_once_are_no_classes() {
+        let refused = |config: &str, outputs: usize| {
+            let config = serde_json::from_str(config).unwrap();
+            let outputs = [Port { name: "logits".into(), element: crate::ir::Element::Float, shape: vec![None, Some(outputs)], number: None }];
+            let target = Target { folder: Path::new("."), made: &crate::model::Made::new(), config: &config, inputs: &[], outputs: &outputs };
+            require_one_of_several(&target).map_err(|e| e.to_string())
+        };
+        assert_eq!(refused("{}", 2), Ok(()));
+        assert_eq!(refused(r#"{"problem_type": "single_label_classification"}"#, 2), Ok(()));
+        assert!(refused("{}", 1).unwrap_err().contains("one output"));
+        for kind in ["multi_label_classification", "regression"] {
+            assert!(refused(&format!(r#"{{"problem_type": "{kind}"}}"#), 3).unwrap_err().contains(kind));
+        }
     }
 }

@@ -96,6 +96,12 @@ impl Target<'_> {
         self.inputs.iter().any(|port| port.name == DECODED)
     }
 
+    /// How many classes it tells apart, where that is known.
+    fn classes(&self) -> Option<usize> {
+        let logits = self.outputs.iter().find(|port| port.name == "logits").or(self.outputs.first());
+        logits.filter(|port| port.shape.len() == 2).and_then(|port| port.shape.last().copied().flatten())
+    }
+
     /// How many samples it takes at a time, where it takes no other number.
     pub fn fixed_batch(&self) -> Option<usize> {
         let mut sizes = self.inputs.iter().filter_map(|port| port.shape.first());
@@ -184,6 +190,9 @@ impl DataSet {
     pub fn open(options: &Data, target: Target) -> Result<DataSet> {
         options.check()?;
         let task = options.task(&target)?;
+        if task == Task::Classification {
+            labels::require_one_of_several(&target)?;
+        }
         let runs = options.arrays.as_ref().map_or(Ok(false), |path| runs::Runs::are_in(options, path, &target))?;
         let options = &Data { batch_size: options.batch_size.or(target.fixed_batch().filter(|_| !runs)), ..options.clone() };
         let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {

@@ -27,6 +27,12 @@ impl Sentences {
         if task == Task::Embedding && options.pair_column.is_none() {
             return Err(Error::option("data", "`task: embedding` compares pairs with scores: name `pair_column` and `label_column`"));
         }
+        if options.stride.is_some() {
+            return Err(Error::option(
+                "data",
+                "`stride` is the distance of windows of `task: language-modelling`, and each text is a sample here: leave it out",
+            ));
+        }
         let tokenizer = Tokenizer::open(&target, options.max_length)?;
         let classes = Classes::of(options, &target);
         let sentences = Sentences { options: options.clone(), path: path.to_owned(), task, tokenizer, template: None, classes };
@@ -45,7 +51,7 @@ impl Sentences {
 
     fn batch(&self, records: &[Record]) -> Result<Batch> {
         let references = match self.task {
-            Task::Classification => References::Classes(self.labels(records, |label, place| self.classes.find(label, &self.path, place).map(Some))?),
+            Task::Classification => References::Classes(self.labels(records, |label, place| self.classes.find(label, &self.path, place))?),
             Task::Embedding => References::Scores(self.labels(records, |label, place| {
                 let score = label.text().parse::<f64>().ok().filter(|score| score.is_finite());
                 score.ok_or_else(|| Error::malformed(&self.path, format!("{place}: the score `{}` is no number", label.text())))

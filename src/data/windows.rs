@@ -37,6 +37,12 @@ impl Windows {
     pub fn open(options: &Data, path: &Path, target: Target) -> Result<Windows> {
         options::require_next_tokens(&target)?;
         let tokenizer = Tokenizer::open(&target, options.max_length)?;
+        let unread =
+            [("pair_column", options.pair_column.is_some()), ("label_column", options.label_column.is_some()), ("label_kind", options.label_kind.is_some())];
+        if let Some((name, _)) = unread.iter().find(|(_, given)| *given) {
+            let reason = "language modelling predicts all tokens of one column: put both texts in it, or give arrays whose `labels` are -100 in prompts";
+            return Err(Error::option("data", format!("`{name}` is not read: {reason}")));
+        }
         let length = options.max_length.unwrap_or_else(|| tokenizer.longest().map_or(LENGTH, |longest| longest.min(LENGTH)));
         let first = tokenizer.first()?;
         let room = length.saturating_sub(usize::from(first.is_some()));
