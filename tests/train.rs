@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Device, Tensor};
 use compress::data::Data;
-use compress::pass::{Distill, Finetune, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Scope, Student};
+use compress::pass::{Cast, Distill, Finetune, FloatFormat, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Scope, Student};
 use compress::report::Report;
 use compress::store::ByteSize;
 use compress::train::losses::Losses;
@@ -541,6 +541,21 @@ fn the_default_teacher_is_the_input_of_the_recipe() {
     assert_ne!(weights(&at("default")), weights(&at("other")));
 }
 
+/// Their changes would be lost without a word.
+#[test]
+fn passes_before_a_student_of_another_folder_are_refused() {
+    let name = "vit-image-classification";
+    let folder = tempfile::tempdir().unwrap();
+    let data = samples(name, folder.path(), 8, classes(name));
+    for student in [Student::Model(golden(name)), Student::Config(golden(name).join("config.json"))] {
+        let builder =
+            Pipeline::builder().pass(Cast { to: FloatFormat::Bf16, ..Cast::default() }).pass(Distill { student: Some(student), ..distill(1, "soft=1") });
+        let pipeline = builder.train(data.clone()).build().unwrap();
+        let error = pipeline.run(Model::open(golden(name)).unwrap(), folder.path().join("out")).unwrap_err().to_string();
+        assert!(error.contains("distill: student") && error.contains("`cast`"), "{error}");
+    }
+}
+
 #[test]
 fn unused_files_beside_the_configuration_of_a_student_are_named() {
     let name = "vit-image-classification";
@@ -603,14 +618,22 @@ fn scores_in_training_are_those_of_the_written_model() {
     let path = run.folder.path().join("arrays.safetensors");
     candle_core::safetensors::save(&without(&labelled(name), |at| at % 11 < 4), &path).unwrap();
     let data = Data { arrays: Some(path), ..Data::default() };
-    let builder = Pipeline::builder().pass(QuantizeDynamic::default()).pass(Finetune { evaluate_every: Some(2), ..finetune(4) });
-    let pipeline = builder.train(data.clone()).evaluation(data).seed(3).build().unwrap();
-    let report = pipeline.run(Model::open(golden(name)).unwrap(), run.out()).unwrap();
-    let scores = report.passes[1].details["training"]["evaluations"].as_array().unwrap();
-    let best = scores.iter().map(|score| score["value"].as_f64().unwrap()).fold(f64::INFINITY, f64::min);
-    let written = *report.accuracy.as_ref().unwrap().after.values().next().unwrap();
-    assert!((best - written).abs() < 1e-6 * written, "{best} in training, {written} written");
-    assert!(report.notes.iter().any(|note| note.contains("rounds to int8 at run time")), "{:?}", report.notes);
+    let train = Finetune { evaluate_every: Some(2), ..finetune(4) };
+    let rounded: [(&str, Vec<compress::pass::Step>); 3] = [
+        ("int8", vec![QuantizeDynamic::default().into(), train.clone().into()]),
+        ("cast", vec![Cast { to: FloatFormat::Bf16, ..Cast::default() }.into(), train.clone().into()]),
+        ("bf16", vec![Finetune { precision: Precision::Bf16, ..train }.into()]),
+    ];
+    for (out, steps) in rounded {
+        let builder = steps.into_iter().fold(Pipeline::builder(), |builder, step| builder.pass(step));
+        let pipeline = builder.train(data.clone()).evaluation(data.clone()).seed(3).build().unwrap();
+        let report = pipeline.run(Model::open(golden(name)).unwrap(), run.folder.path().join(out)).unwrap();
+        let scores = report.passes.last().unwrap().details["training"]["evaluations"].as_array().unwrap();
+        let best = scores.iter().map(|score| score["value"].as_f64().unwrap()).fold(f64::INFINITY, f64::min);
+        let written = *report.accuracy.as_ref().unwrap().after.values().next().unwrap();
+        assert!((best - written).abs() < 1e-6 * written, "{out}: {best} in training, {written} written");
+        assert_eq!(report.notes.iter().any(|note| note.contains("rounds to int8 at run time")), out == "int8", "{:?}", report.notes);
+    }
 }
 
 #[test]
@@ -778,6 +801,18 @@ fn data_that_does_not_do_is_refused() {
     assert!(error.to_string().contains("[9, 9]"), "{error}");
     let pass = Distill { student: Some(Student::Layers(vec![5])), ..distill(1, "hidden=1") };
     assert!(run.train("bert", samples("bert", run.folder.path(), 8, 0), pass).unwrap_err().to_string().contains("layer 5"));
+    // A run file of several samples counts as one.
+    let arrays = labelled(name).into_iter().filter(|(input, _)| input != "labels").collect::<HashMap<_, _>>();
+    let folder = run.folder.path().join("runs");
+    std::fs::create_dir(&folder).unwrap();
+    candle_core::safetensors::save(&arrays, folder.join("one.safetensors")).unwrap();
+    for terms in ["soft=1", "embedding=1"] {
+        let error = run
+            .train(name, Data { arrays: Some(folder.clone()), ..Data::default() }, Distill { batch_size: BatchSize::Samples(1), ..distill(1, terms) })
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("8 rows for 1 samples") && error.contains("files of one row"), "{error}");
+    }
     let pass = Finetune { memory_limit: Some(ByteSize(1000)), ..finetune(1) };
     let error = run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");

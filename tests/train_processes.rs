@@ -239,6 +239,27 @@ fn two_processes_make_the_steps_of_one() {
     }
 }
 
+/// One process has a label in its batch, and the other one does not.
+#[test]
+fn steps_with_fewer_labels_than_processes_are_those_of_one() {
+    let place = Place::new(64);
+    let path = place.at("train.safetensors");
+    let mut arrays = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+    let labels: Vec<i64> = (0..64).map(|i| if i % 3 == 0 { i % 2 } else { -100 }).collect();
+    arrays.insert("labels".to_owned(), Tensor::from_vec(labels, 64, &Device::Cpu).unwrap());
+    candle_core::safetensors::save(&arrays, path).unwrap();
+    let options = "max_steps: 8, batch_size: 1, learning_rate: 0.1, optimizer: sgd";
+    place.finish(place.start(&place.recipe(&format!("{options}, gradient_accumulation: 2")), "one", &[], &[]));
+    let recipe = place.recipe(options);
+    let children: Vec<Child> = ranks::<2>().iter().map(|rank| place.start(&recipe, "two", &[], rank)).collect();
+    children.into_iter().for_each(|child| place.finish(child));
+    let (one, two) = (place.weights("one"), place.weights("two"));
+    for (name, values) in one {
+        let apart = values.iter().zip(&two[&name]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(apart < 1e-5, "{name}: {apart}");
+    }
+}
+
 #[test]
 fn a_training_of_three_goes_on_when_one_was_killed() {
     goes_on_when_one_was_killed("shard_optimizer: true");

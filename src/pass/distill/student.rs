@@ -70,6 +70,10 @@ impl Student {
     /// # Errors
     /// The model has no such layers, or the student cannot be opened or built.
     pub(super) fn of(&self, model: Model, run: &mut RunState, seed: u64) -> Result<Model> {
+        if let (Student::Model(_) | Student::Config(_), Some(before)) = (self, run.history.last()) {
+            let reason = format!("takes the place of the model that `{}` has changed: apply that pass behind `distill`, or leave it out", before.name);
+            return Err(wrong(reason));
+        }
         match self {
             Student::Layers(kept) => keep(model, run, kept),
             Student::Every(0) => Err(wrong("`every` must be at least 1")),

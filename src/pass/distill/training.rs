@@ -205,6 +205,9 @@ fn trained(
         }
         let is_dynamic = |weight: &Weight| matches!(&weight.encoding, Encoding::Affine(affine) if affine.activations == ActivationScheme::DynamicToken);
         let dynamic = model.weights.by_name.iter().filter(|(name, weight)| weights.trains(name) && is_dynamic(weight)).count();
+        // Training computes such activations in floats, and holds weights in 32 bits.
+        let is_narrow = model.weights.by_name.iter().any(|(name, weight)| weights.trains(name) && weight.dtype != crate::store::DType::F32);
+        let is_rounded_when_written = dynamic > 0 || is_narrow || compute != DType::F32;
         let their_values = objective.teacher_values();
         let on = if training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { device };
         let theirs = if on.is_cpu() { DType::F32 } else { compute };
@@ -240,8 +243,8 @@ fn trained(
             // Whoever stops the training during an evaluation still gets a checkpoint behind it.
             let work = Work { cancel: &Cancel::default(), ..context.work.quiet() };
             let mut written = None;
-            let mut runners: Vec<Box<dyn Runner>> = if dynamic > 0 {
-                // Scored as it will be written: training computes its activations in floats.
+            let mut runners: Vec<Box<dyn Runner>> = if is_rounded_when_written {
+                // Scored as it will be written.
                 let mut model = model.clone();
                 weights.put(state, &mut model)?;
                 quantizers.as_ref().map_or(Ok(()), |quantizers| quantizers.put(state, &mut model))?;

@@ -4,6 +4,7 @@
 use candle_core::{Result, Tensor};
 
 use super::hidden::{apart, projected, projected_back};
+use super::mask::require_rows_of_samples;
 use super::{Distance, Loss, Sum};
 use crate::data::Batch;
 use crate::error;
@@ -41,8 +42,9 @@ impl Loss for Embedding {
         Ok(batch.samples as f64)
     }
 
-    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], _batch: &Batch) -> Result<Sum> {
+    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> Result<Sum> {
         let rows = &student[0];
+        require_rows_of_samples(&format!("value `{}`", self.student.0), rows, batch)?;
         let matrix = projections.first();
         let ours = matrix.map_or_else(|| Ok(rows.clone()), |matrix| projected(rows, matrix))?;
         let (value, gradient) = apart(self.distance, &ours, &teacher[0], &Tensor::ones_like)?;

@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 
 use candle_core::{D, DType, Device, Tensor};
 
-use super::Said;
 use super::host::{Wanted, add_to, is_readable};
+use super::mask::require_rows_of_samples;
+use super::{Said, divisor};
 use crate::data::{Batch, References, Side};
 use crate::error::{Error, Result};
 use crate::exec::Parameters;
@@ -215,6 +216,9 @@ impl Logits {
         };
         let mut compute = || {
             let (values, theirs) = (flat(ours)?, theirs.map(flat).transpose()?);
+            if self.tokens.is_none() {
+                require_rows_of_samples(&format!("value `{}`", self.student.value()), &values, batch)?;
+            }
             let count = self.rows_per_chunk(values.device());
             let mut back: Vec<Tensor> = Vec::new();
             let mut weights: Vec<(String, Tensor)> = Vec::new();
@@ -265,7 +269,7 @@ impl Logits {
 
     /// The gradient of the losses with respect to logits `[rows, columns]`, times the scale.
     fn gradient(&self, said: &mut Said, logits: Tensor, teacher: Option<&Tensor>, targets: &[u32], (items, scale): (f64, f64)) -> candle_core::Result<Tensor> {
-        let items = items.max(1.0);
+        let items = divisor(items);
         // Those of a head are nobody else's.
         if matches!(self.student, LogitsSource::Head(_)) && [Some(&logits), teacher].into_iter().flatten().all(is_readable) {
             let soft = self.soft.zip(teacher).map(|((weight, temperature), teacher)| (temperature, weight * temperature / items * scale, teacher));

@@ -27,10 +27,27 @@ pub(super) fn count(batch: &Batch, tokens: Option<Side>) -> Result<f64> {
 /// There are not as many tokens as places.
 pub(super) fn weights(value: &Tensor, batch: &Batch, tokens: Option<Side>) -> Result<Tensor> {
     let Some(real) = tokens.and_then(|side| batch.mask(side).or_else(|| batch.tokens(side))) else {
+        require_rows_of_samples("a value of the loss", value, batch)?;
         return value.ones_like()? / (value.elem_count() / value.dim(0)?.max(1)).max(1) as f64;
     };
     if real.dims() != value.dims() {
         candle_core::bail!("a value has places {:?}, its tokens or their mask are {:?}", value.dims(), real.dims());
     }
     of(batch, tokens, value.device())?.map_or_else(|| value.ones_like(), Ok)
+}
+
+/// Refuses values whose first axis is not that of samples, as those of a run file that holds several.
+///
+/// # Errors
+/// There are more or fewer rows than samples.
+pub(super) fn require_rows_of_samples(name: &str, value: &Tensor, batch: &Batch) -> Result<()> {
+    let rows = value.dim(0)?;
+    if rows != batch.samples {
+        candle_core::bail!(
+            "{name} has {rows} rows for {} samples: a file for each run of the model counts as one sample, so give files of one row, \
+             or arrays with a row for each sample in one file",
+            batch.samples
+        );
+    }
+    Ok(())
 }

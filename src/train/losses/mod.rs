@@ -100,6 +100,11 @@ impl Said {
     }
 }
 
+/// What sums over so many items are divided by: means over processes may be fractions, and a step without items has sums of zero.
+fn divisor(items: f64) -> f64 {
+    if items > 0.0 { items } else { 1.0 }
+}
+
 impl Term {
     /// Adds what the loss says; `items` are those of the whole step, `scale` multiplies gradients only.
     ///
@@ -129,8 +134,9 @@ impl Term {
                 tensors.iter().map(float).collect::<candle_core::Result<Vec<_>>>()
             };
             let sum = self.loss.sum(&floats(&values)?, &floats(&teacher)?, &floats(&projections)?, batch)?;
-            let factor = self.weight / items.max(1.0) * scale;
-            said.add_loss(name, &sum.value, 1.0 / items.max(1.0))?;
+            let items = divisor(items);
+            let factor = self.weight / items * scale;
+            said.add_loss(name, &sum.value, 1.0 / items)?;
             for (name, (gradient, value)) in names.iter().zip(sum.student.iter().zip(&values)) {
                 said.add_value(name, (gradient * factor)?.to_dtype(value.dtype())?)?;
             }
