@@ -82,15 +82,15 @@ impl Model {
         notes.extend(unlisted);
         let schemes = config.take_quantization(path)?;
         checkpoint.words = schemes.words;
-        let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.bits(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
+        let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.encoding(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
         let mut beside = if folder { Beside::of(path, &weight_files)? } else { Beside::default() };
         beside.in_weight_files = notes;
         for (name, weight) in &mut weights.by_name {
-            let (class, row) = (class(name, weight), weight.row());
+            let class = class(name, weight);
             if let Encoding::Affine(affine) = &mut weight.encoding
                 && !affine.codes.is_palette()
             {
-                schemes.describe(name.strip_suffix(".weight").unwrap_or(name), class, row, affine)?;
+                schemes.describe(name.strip_suffix(".weight").unwrap_or(name), class, affine)?;
             }
         }
         mark_routers(&mut weights.by_name);

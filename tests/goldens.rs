@@ -266,10 +266,13 @@ fn words_of_gptq_and_awq() {
 }
 
 /// A folder of int8 weights without quantized activations, as another tool would write it.
-fn weight_only(desk: &Desk, tensors: &Tensors, format: &str) -> std::path::PathBuf {
+fn weight_only(desk: &Desk, tensors: &Tensors, format: &str, row: usize) -> std::path::PathBuf {
     let input = desk.weights(tensors);
-    let group =
-        json!({ "targets": ["Linear"], "weights": { "num_bits": 8, "type": "int", "strategy": "channel" }, "input_activations": null, "format": format });
+    let weights = match tensors["a.weight_scale"].shape[1] {
+        1 => json!({ "num_bits": 8, "type": "int", "strategy": "channel" }),
+        groups => json!({ "num_bits": 8, "type": "int", "strategy": "group", "group_size": row / groups }),
+    };
+    let group = json!({ "targets": ["Linear"], "weights": weights, "input_activations": null, "format": format });
     let quantization =
         json!({ "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed", "config_groups": { "group_0": group } });
     std::fs::write(input.join("config.json"), json!({ "model_type": "llama", "quantization_config": quantization }).to_string()).unwrap();
@@ -284,16 +287,16 @@ fn packed() {
         let plain = Tensors::from([("a.weight".into(), q.clone()), ("a.weight_scale".into(), ones.clone())]);
         let packed = Tensors::from([("a.weight_packed".into(), words.clone()), ("a.weight_shape".into(), shape.clone()), ("a.weight_scale".into(), ones)]);
         let desk = Desk::new();
-        let written = desk.run(&weight_only(&desk, &plain, "int-quantized"), pipeline()).unwrap();
+        let written = desk.run(&weight_only(&desk, &plain, "int-quantized", q.shape[1]), pipeline()).unwrap();
         assert_eq!(read(&written.path), packed, "{}", case.name);
-        let dense = desk.run(&weight_only(&desk, &packed, "pack-quantized"), pipeline().export(Safetensors::layout(Layout::Dense))).unwrap();
+        let dense = desk.run(&weight_only(&desk, &packed, "pack-quantized", q.shape[1]), pipeline().export(Safetensors::layout(Layout::Dense))).unwrap();
         assert_eq!(read(&dense.path)["a.weight"].values(), q.values(), "{}", case.name);
         // Zero points in words are read, and written a byte each beside eight bits, as transformers takes them.
         let (mut asymmetric, zero_point) = (packed, case.tensor("zero_point"));
         let ones = Tensor::floats(DType::F32, &zero_point.shape, &vec![1.0; zero_point.bytes.len()]);
         asymmetric.extend([("a.weight_scale".into(), ones.clone()), ("a.weight_zero_point".into(), case.tensor("weight_zero_point").clone())]);
         let plain = Tensors::from([("a.weight".into(), q.clone()), ("a.weight_scale".into(), ones), ("a.weight_zero_point".into(), zero_point.clone())]);
-        let written = desk.run(&weight_only(&desk, &asymmetric, "pack-quantized"), pipeline()).unwrap();
+        let written = desk.run(&weight_only(&desk, &asymmetric, "pack-quantized", q.shape[1]), pipeline()).unwrap();
         assert_eq!(read(&written.path), plain, "{}", case.name);
     });
 }

@@ -10,7 +10,7 @@ use super::quantization;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::kernel::cache::CacheFormat;
-use crate::store::{ActivationScheme, Affine, Codes, Granularity, Pattern, WordsLabel};
+use crate::store::{ActivationScheme, Affine, Codes, Granularity, Pattern, StatedEncoding, WordsLabel};
 
 /// Quantization method that marks folders only this tool reads.
 pub const OWN_METHOD: &str = "compress";
@@ -222,12 +222,12 @@ impl Config {
             };
             let codes = (!weights.is_null()).then_some(codes);
             let targets = group.get("targets").and_then(Value::as_array).into_iter().flatten();
-            let group = weights.get("group_size").and_then(Value::as_u64).map(|size| size as usize);
+            let granularity = quantization::granularity(weights).map_err(refused)?;
             for target in targets {
                 let target = target.as_str().ok_or_else(|| unsupported(format!("the target {target} of `config_groups`")))?;
                 let expression = target.starts_with("re:").then(|| target.parse()).transpose();
                 let expression = expression.map_err(|e: String| unsupported(format!("the target of `config_groups`: {e}")))?;
-                schemes.list.push(Scheme { target: target.to_owned(), expression, codes, activations, group });
+                schemes.list.push(Scheme { target: target.to_owned(), expression, codes, activations, granularity });
             }
         }
         Ok(schemes)
@@ -278,7 +278,7 @@ struct Scheme {
     expression: Option<Pattern>,
     codes: Option<Codes>,
     activations: Said,
-    group: Option<usize>,
+    granularity: Option<Granularity>,
 }
 
 /// Which modules are quantized how: targets as compressed-tensors writes them.
@@ -299,17 +299,17 @@ impl Schemes {
         ranks.iter().find_map(|matches| self.list.iter().find(|scheme| matches(scheme)))
     }
 
-    /// How wide the integers of a module are.
-    pub(super) fn bits(&self, module: &str, class: &str) -> Option<u8> {
-        self.of(module, class)?.codes.filter(|codes| codes.is_integer()).map(Codes::bits)
+    /// What is said of the weight of a module beside its tensors.
+    pub(super) fn encoding(&self, module: &str, class: &str) -> StatedEncoding {
+        let Some(scheme) = self.of(module, class) else { return StatedEncoding::default() };
+        StatedEncoding { bits: scheme.codes.filter(|codes| codes.is_integer()).map(Codes::bits), granularity: scheme.granularity }
     }
 
-    /// Adds what a weight's tensors cannot tell: what happens to activations, and that a scale for each row is
-    /// meant for groups as long as a row.
+    /// Adds what a weight's tensors cannot tell: what happens to activations.
     ///
     /// # Errors
     /// No target matches the module, its codes are of another kind, or its input scale is missing.
-    pub(super) fn describe(&self, module: &str, class: &str, row: usize, affine: &mut Affine) -> Result<()> {
+    pub(super) fn describe(&self, module: &str, class: &str, affine: &mut Affine) -> Result<()> {
         if self.list.is_empty() {
             return Ok(());
         }
@@ -338,9 +338,6 @@ impl Schemes {
                 ));
             }
         };
-        if affine.granularity == Granularity::Channel && scheme.group == Some(row) {
-            affine.granularity = Granularity::Group(row);
-        }
         Ok(())
     }
 }
@@ -417,9 +414,9 @@ mod tests {
             activations: ActivationScheme::None,
         };
         let mut described = affine();
-        schemes.describe("model.layers.0.mlp.up_proj", "Linear", 64, &mut described).unwrap();
+        schemes.describe("model.layers.0.mlp.up_proj", "Linear", &mut described).unwrap();
         assert_eq!(described.activations, ActivationScheme::DynamicToken);
-        let error = schemes.describe("model.layers.0.mlp.down_proj", "Linear", 64, &mut affine()).unwrap_err().to_string();
+        let error = schemes.describe("model.layers.0.mlp.down_proj", "Linear", &mut affine()).unwrap_err().to_string();
         assert!(error.contains("model.layers.0.mlp.down_proj.weight") && error.contains("config_groups"), "{error}");
     }
 }

@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::config::{OWN_METHOD, Said};
 use crate::kernel::cache::CacheFormat;
-use crate::store::{ActivationScheme, WordsLabel};
+use crate::store::{ActivationScheme, Granularity, WordsLabel};
 
 /// Keys that are made anew for the weights that are written.
 const WRITTEN: [&str; 11] = [
@@ -122,6 +122,40 @@ const HINT: &str = "compress reads integers of 2 to 8 bits, FP8 and FP4, with ac
 /// Whether codes are integers, and not floats.
 pub(super) fn is_integer(arguments: &Value) -> bool {
     arguments.get("type").and_then(Value::as_str).is_none_or(|name| name.eq_ignore_ascii_case("int"))
+}
+
+/// Which elements of a weight share a scale; nothing where it is not said.
+///
+/// # Errors
+/// Something that is not done here, or contradicts itself.
+pub(super) fn granularity(arguments: &Value) -> Result<Option<Granularity>, Refused> {
+    let of = |key: &str| arguments.get(key).unwrap_or(&Value::Null);
+    let unsupported = |key: &str| refused(format!("`{key}` of {} for weights", of(key)), HINT);
+    // As a list, or as text: `128x128`.
+    let sides = match of("block_structure") {
+        Value::Array(sides) => sides.iter().map(Value::as_u64).collect::<Option<Vec<u64>>>(),
+        Value::String(sides) => sides.split('x').map(|side| side.trim().parse().ok()).collect(),
+        _ => None,
+    };
+    let size = of("group_size").as_i64().filter(|size| *size != -1);
+    let group = || match size.and_then(|size| usize::try_from(size).ok()).filter(|size| *size > 0) {
+        Some(size) => Ok(Some(Granularity::Group(size))),
+        None => unsupported("group_size"),
+    };
+    // Without a strategy, compressed-tensors takes that of the size.
+    match of("strategy").as_str() {
+        Some("group" | "tensor_group") => group(),
+        None if size.is_some() => group(),
+        None if of("group_size") == -1 => Ok(Some(Granularity::Channel)),
+        None => Ok(None),
+        Some("tensor") => Ok(Some(Granularity::Tensor)),
+        Some("channel") => Ok(Some(Granularity::Channel)),
+        Some("block") => match sides.as_deref() {
+            Some([high, wide]) if *high > 0 && *wide > 0 => Ok(Some(Granularity::Block([*high as usize, *wide as usize]))),
+            _ => unsupported("block_structure"),
+        },
+        Some(_) => unsupported("strategy"),
+    }
 }
 
 /// What is said of activations.

@@ -12,11 +12,17 @@ use super::{ActivationScheme, Affine, Checkpoint, Codes, DType, Encoding, Granul
 use crate::error::{Error, Result};
 use crate::kernel::{convert, packing};
 
-/// Puts the tensors of a checkpoint together into logical weights.
-///
-/// `bits` says how wide the integers of a weight are, where that is known: eight-bit tensors hold narrower ones too, and words of
-/// short rows could be of several widths.
-pub(super) fn assemble(mut checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option<u8>) -> Result<Weights> {
+/// What is stated of a quantized weight beside its tensors, which leave it open.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct StatedEncoding {
+    /// Width of its integers: eight-bit tensors hold narrower ones too, and words of short rows could be of several widths.
+    pub bits: Option<u8>,
+    /// Which elements share a scale: blocks and groups that do not divide a matrix cannot be told from the number of scales.
+    pub granularity: Option<Granularity>,
+}
+
+/// Puts the tensors of a checkpoint together into logical weights, of which `stated` says what is known by name.
+pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> StatedEncoding) -> Result<Weights> {
     let mut weights = Weights::default();
     let masked = |name: &str| !checkpoint.metadata.contains_key(sparse::MARK) && checkpoint.tensors.contains_key(&format!("{name}.bitmask"));
     if let Some(name) = checkpoint.tensors.keys().find_map(|name| name.strip_suffix(".compressed").filter(|name| masked(name))) {
@@ -45,11 +51,11 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option
     for (name, values) in sparse_values {
         let bytes = values.bytes();
         let names = [".values", ".shape", ".bitmask"].map(|suffix| format!("{name}{suffix}")).to_vec();
-        let codes = if values.dtype() == DType::F8_E4M3 { Codes::E4m3 } else { Codes::Integer(bits(&name).unwrap_or(8)) };
+        let codes = if values.dtype() == DType::F8_E4M3 { Codes::E4m3 } else { Codes::Integer(stated(&name).bits.unwrap_or(8)) };
         let quantized = matches!(values.dtype(), DType::I8 | DType::F8_E4M3) && checkpoint.tensors.contains_key(&format!("{name}_scale"));
         let weight = if quantized {
             let shape = values.shape.clone();
-            integer(&mut checkpoint, &name, shape, codes, IntegerValues::Sparse(values), floats)?
+            integer(&mut checkpoint, &name, shape, (codes, stated(&name).granularity), IntegerValues::Sparse(values), floats)?
         } else {
             Weight::new(values.dtype(), values.shape.clone(), Encoding::Dense, Arc::new(values))
         };
@@ -70,12 +76,12 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option
         let full = |dtype| move |t: &&RawTensor| t.dtype == dtype && t.elements() > 0;
         if let Some(words) = checkpoint.tensors.get(&packed).filter(full(DType::I32)).cloned() {
             let shape_name = format!("{name}_shape");
-            let (shape, width) = packed_shape(&checkpoint, &name, &words, bits(&name))?;
+            let (shape, width) = packed_shape(&checkpoint, &name, &words, stated(&name).bits)?;
             checkpoint.tensors.remove(&packed);
             checkpoint.tensors.remove(&shape_name);
             let bytes = words.bytes().saturating_add(16);
-            let weight =
-                integer(&mut checkpoint, &name, shape.clone(), Codes::Integer(width), IntegerValues::Plain { values: words, packed: true, shape }, floats)?;
+            let (codes, values) = (Codes::Integer(width), IntegerValues::Plain { values: words, packed: true, shape: shape.clone() });
+            let weight = integer(&mut checkpoint, &name, shape, (codes, stated(&name).granularity), values, floats)?;
             insert(&mut weights, name, weight, bytes, vec![packed, shape_name])?;
         } else if let Some(halves) = checkpoint.tensors.get(&packed).filter(full(DType::U8)).cloned() {
             checkpoint.tensors.remove(&packed);
@@ -83,18 +89,21 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option
             if let [_, columns] = &mut shape[..] {
                 *columns = columns.saturating_mul(2);
             }
-            let weight = integer(&mut checkpoint, &name, shape.clone(), Codes::E2m1, IntegerValues::Plain { values: halves, packed: true, shape }, floats)?;
+            let values = IntegerValues::Plain { values: halves, packed: true, shape: shape.clone() };
+            let weight = integer(&mut checkpoint, &name, shape, (Codes::E2m1, stated(&name).granularity), values, floats)?;
             insert(&mut weights, name, weight, bytes, vec![packed])?;
         } else if let Some(values) = checkpoint.tensors.get(&plain).filter(full(DType::F8_E4M3)).cloned() {
             checkpoint.tensors.remove(&plain);
             let (bytes, shape) = (values.bytes(), values.shape.clone());
-            let weight = integer(&mut checkpoint, &name, shape.clone(), Codes::E4m3, IntegerValues::Plain { values, packed: false, shape }, floats)?;
+            let values = IntegerValues::Plain { values, packed: false, shape: shape.clone() };
+            let weight = integer(&mut checkpoint, &name, shape, (Codes::E4m3, stated(&name).granularity), values, floats)?;
             insert(&mut weights, name, weight, bytes, vec![plain])?;
         } else if let Some(values) = checkpoint.tensors.get(&plain).filter(full(DType::I8)).cloned() {
             checkpoint.tensors.remove(&plain);
             let (bytes, shape) = (values.bytes(), values.shape.clone());
-            let codes = Codes::Integer(bits(&name).unwrap_or(8));
-            let weight = integer(&mut checkpoint, &name, shape.clone(), codes, IntegerValues::Plain { values, packed: false, shape }, floats)?;
+            let codes = Codes::Integer(stated(&name).bits.unwrap_or(8));
+            let values = IntegerValues::Plain { values, packed: false, shape: shape.clone() };
+            let weight = integer(&mut checkpoint, &name, shape, (codes, stated(&name).granularity), values, floats)?;
             insert(&mut weights, name, weight, bytes, vec![plain])?;
         }
     }
@@ -190,7 +199,14 @@ fn usual_floats(checkpoint: &Checkpoint) -> DType {
 }
 
 /// A quantized weight from its codes and the scales that lie beside them; `floats` are what codes stand for whose scales do not say.
-fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, codes: Codes, values: IntegerValues, floats: DType) -> Result<Weight> {
+fn integer(
+    checkpoint: &mut Checkpoint,
+    name: &str,
+    shape: Vec<usize>,
+    (codes, stated): (Codes, Option<Granularity>),
+    values: IntegerValues,
+    floats: DType,
+) -> Result<Weight> {
     let broken = |reason: String| Error::tensor(name, reason, "write the file again with a tool that follows compressed-tensors");
     let (scale_name, zero_name) = (format!("{name}_scale"), format!("{name}_zero_point"));
     let scales = checkpoint.tensors.remove(&scale_name).ok_or_else(|| broken("no scales".into()))?;
@@ -198,19 +214,7 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, codes: Co
     let (Some(&rows), row) = (shape.first().filter(|_| shape.len() > 1), row(&shape)) else {
         return Err(broken(format!("integers of shape {shape:?}, not a matrix")));
     };
-    let granularity = match scales.shape[..] {
-        [] | [1] => Granularity::Tensor,
-        // A single scale of two dimensions is that of a single block.
-        [1, 1] if codes == Codes::E4m3 && rows != 1 && blocks(rows, row, [1, 1]) == Some(USUAL_BLOCK) => Granularity::Block(USUAL_BLOCK),
-        [1, 1] if rows != 1 => Granularity::Tensor,
-        [n] if n == rows => Granularity::Channel,
-        [n, 1] if n == rows => Granularity::Channel,
-        [n, groups] if n == rows && groups > 0 && row > 0 && row.is_multiple_of(groups) => Granularity::Group(row.checked_div(groups).unwrap_or(row)),
-        [high, wide] if codes == Codes::E4m3 && blocks(rows, row, [high, wide]).is_some() => {
-            Granularity::Block(blocks(rows, row, [high, wide]).unwrap_or(USUAL_BLOCK))
-        }
-        _ => return Err(broken(format!("scales of shape {:?} for integers of shape {shape:?}", scales.shape))),
-    };
+    let granularity = granularity(name, codes, [rows, row], &scales.shape, stated)?;
     let scale_dtype = match (codes, scales.dtype) {
         (Codes::Integer(_) | Codes::E4m3, DType::F16 | DType::BF16 | DType::F32) => scales.dtype,
         (Codes::E4m3 | Codes::E2m1, DType::U8 | DType::F8_E8M0) => DType::F8_E8M0,
@@ -318,12 +322,77 @@ fn positive(name: &str, tensor: &RawTensor) -> Result<f32> {
 /// Rows and inputs of a block as consumers usually take them.
 const USUAL_BLOCK: [usize; 2] = [128, 128];
 
-/// Sizes of blocks of which a matrix has so many: the usual ones, where the last may have fewer rows, else those that divide it.
-fn blocks(rows: usize, row: usize, [high, wide]: [usize; 2]) -> Option<[usize; 2]> {
+/// Which elements of a matrix share a scale: what is stated, else what the shape of the scales says.
+fn granularity(name: &str, codes: Codes, [rows, row]: [usize; 2], scales: &[usize], stated: Option<Granularity>) -> Result<Granularity> {
+    let found = match scales {
+        [] | [1] => Some(Granularity::Tensor),
+        // A single scale of two dimensions is that of a single block.
+        [1, 1] if codes == Codes::E4m3 && rows != 1 && are_usual_blocks(rows, row, [1, 1]) => Some(Granularity::Block(USUAL_BLOCK)),
+        [1, 1] if rows != 1 => Some(Granularity::Tensor),
+        [n] | [n, 1] if *n == rows => Some(Granularity::Channel),
+        [n, groups] if *n == rows && row.checked_rem(*groups) == Some(0) => row.checked_div(*groups).filter(|size| *size > 0).map(Granularity::Group),
+        [high, wide] if codes == Codes::E4m3 && are_usual_blocks(rows, row, [*high, *wide]) => Some(Granularity::Block(USUAL_BLOCK)),
+        _ => None,
+    };
+    let shares = |granularity: Granularity| matches!(granularity, Granularity::Group(_) | Granularity::Block(_));
+    let fits = match stated {
+        None => found,
+        // Groups and blocks longer than a row end with it.
+        Some(Granularity::Group(size)) if size > row => found.filter(|found| *found == Granularity::Channel),
+        Some(Granularity::Group(size)) => stated.filter(|_| row.checked_rem(size) == Some(0) && scales == [rows, row.checked_div(size).unwrap_or(0)]),
+        Some(Granularity::Block([high, wide])) => {
+            let wide = wide.min(row);
+            let fits = high > 0 && row.checked_rem(wide) == Some(0) && scales == [rows.div_ceil(high), row.checked_div(wide).unwrap_or(0)];
+            fits.then_some(Granularity::Block([high, wide]))
+        }
+        Some(Granularity::Tensor) if scales == [1, 1] => stated,
+        Some(Granularity::Tensor | Granularity::Channel) => found.filter(|found| !shares(*found)),
+    };
+    fits.ok_or_else(|| {
+        let by = match stated {
+            Some(Granularity::Group(size)) => format!(", and config.json states groups of {size} inputs"),
+            Some(Granularity::Block([high, wide])) => format!(", and config.json states blocks of {high} x {wide} (a last block of fewer columns is not read)"),
+            Some(Granularity::Tensor | Granularity::Channel) => ", and config.json states a scale for each row or tensor".to_owned(),
+            None if codes == Codes::E4m3 && scales.len() == 2 => ", and no block sizes are stated in config.json".to_owned(),
+            None => String::new(),
+        };
+        let reason = format!("scales of shape {scales:?} for integers of shape {:?}{by}", [rows, row]);
+        Error::tensor(name, reason, "write the file again with a tool that follows compressed-tensors")
+    })
+}
+
+/// Whether blocks of the usual sizes, of which the last may have fewer rows, are as many as the scales of a matrix.
+fn are_usual_blocks(rows: usize, row: usize, [high, wide]: [usize; 2]) -> bool {
     let [usual_rows, usual_inputs] = USUAL_BLOCK;
-    if rows.div_ceil(usual_rows) == high && usual_inputs.checked_mul(wide) == Some(row) {
-        return Some(USUAL_BLOCK);
+    rows.div_ceil(usual_rows) == high && usual_inputs.checked_mul(wide) == Some(row)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stated_blocks_and_groups_are_held_to_the_scales() {
+        let found = |codes, sizes, scales: &[usize], stated| granularity("w", codes, sizes, scales, stated).map_err(|e| e.to_string());
+        let fp8 = |sizes, scales: &[usize], stated| found(Codes::E4m3, sizes, scales, stated);
+        let block = |high, wide| Granularity::Block([high, wide]);
+        // A last block of fewer rows; blocks wider than a row.
+        assert_eq!(fp8([192, 192], &[2, 3], Some(block(128, 64))), Ok(block(128, 64)));
+        assert_eq!(fp8([192, 64], &[2, 1], Some(block(128, 128))), Ok(block(128, 64)));
+        assert_eq!(fp8([192, 256], &[2, 2], None), Ok(block(128, 128)));
+        assert_eq!(fp8([128, 128], &[1, 1], None), Ok(block(128, 128)));
+        assert_eq!(fp8([128, 128], &[1, 1], Some(Granularity::Tensor)), Ok(Granularity::Tensor));
+        // As many blocks can be of several sizes.
+        assert!(fp8([192, 192], &[2, 3], None).unwrap_err().contains("no block sizes are stated"));
+        assert!(fp8([192, 192], &[2, 2], Some(block(128, 128))).unwrap_err().contains("blocks of 128 x 128"));
+        assert!(fp8([192, 192], &[2, 3], Some(block(96, 48))).unwrap_err().contains("blocks of 96 x 48"));
+        assert!(fp8([192, 192], &[2, 3], Some(Granularity::Channel)).unwrap_err().contains("a scale for each row"));
+        let int4 = |scales: &[usize], stated| found(Codes::Integer(4), [8, 64], scales, stated);
+        assert_eq!(int4(&[8, 2], None), Ok(Granularity::Group(32)));
+        assert_eq!(int4(&[8, 2], Some(Granularity::Group(32))), Ok(Granularity::Group(32)));
+        assert_eq!(int4(&[8, 1], Some(Granularity::Group(64))), Ok(Granularity::Group(64)));
+        assert_eq!(int4(&[8, 1], Some(Granularity::Group(128))), Ok(Granularity::Channel));
+        assert!(int4(&[8, 2], Some(Granularity::Group(16))).unwrap_err().contains("groups of 16"));
+        assert!(int4(&[8, 2], Some(Granularity::Channel)).is_err());
     }
-    let whole = high > 0 && wide > 0 && rows.is_multiple_of(high) && row.is_multiple_of(wide);
-    whole.then(|| Some([rows.checked_div(high)?, row.checked_div(wide)?])).flatten()
 }

@@ -203,7 +203,7 @@ impl Weight {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::{ActivationScheme, Block, Codes, block_elements};
+    use crate::store::{ActivationScheme, Block, Codes, StatedEncoding, block_elements};
 
     /// Zeros, in blocks as a file gives them.
     struct Zeros(DType, usize);
@@ -265,7 +265,8 @@ mod tests {
             let layout = FileLayout::new(&items, &Default::default(), &[], u64::MAX).unwrap();
             write(&crate::files::Destination::here(folder.path()), &items, &layout, None, &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() })
                 .unwrap();
-            let read = Weights::from_checkpoint_with(Checkpoint::open(folder.path()).unwrap(), &|_| Some(bits)).unwrap();
+            let read =
+                Weights::from_checkpoint_with(Checkpoint::open(folder.path()).unwrap(), &|_| StatedEncoding { bits: Some(bits), granularity: None }).unwrap();
             let again = before.reread("w", read.get("w").unwrap().clone());
             assert_eq!(again.encoding, Encoding::Affine(affine.clone()));
             assert_eq!((again.scales().unwrap().unwrap(), again.floats("w").unwrap()), (scales.clone(), held.floats("w").unwrap()));

@@ -36,6 +36,7 @@ mod weight;
 pub mod writer;
 
 pub use affine::{ActivationScheme, Affine, Codes, Granularity, IntegerFile, Static};
+pub use assemble::StatedEncoding;
 pub use bias::{Bias, BiasForm};
 pub use block::{BLOCK, Block, BlockSink, Bytes, Rows, View, WeightSource, block_elements, least_common_multiple};
 pub use checkpoint::{Checkpoint, RawTensor};

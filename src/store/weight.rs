@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::affine::row;
 use super::convert::Decoded;
-use super::{Affine, BlockSink, Checkpoint, DType, RowsOf, WeightSource, assemble};
+use super::{Affine, BlockSink, Checkpoint, DType, RowsOf, StatedEncoding, WeightSource, assemble};
 use crate::error::{Error, Result};
 use crate::files;
 
@@ -256,21 +256,21 @@ impl Weights {
     /// # Errors
     /// Tensors that belong together do not fit each other.
     pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Weights> {
-        Self::from_checkpoint_with(checkpoint, &|_| None)
+        Self::from_checkpoint_with(checkpoint, &|_| StatedEncoding::default())
     }
 
-    /// The same, where `bits` says how wide the integers of a weight are, if that is known.
+    /// The same, where `stated` is what a configuration says of a weight's encoding.
     ///
     /// # Errors
     /// As [`from_checkpoint`](Weights::from_checkpoint).
-    pub fn from_checkpoint_with(checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option<u8>) -> Result<Weights> {
+    pub fn from_checkpoint_with(checkpoint: Checkpoint, stated: &dyn Fn(&str) -> StatedEncoding) -> Result<Weights> {
         let mut positions = BTreeMap::new();
         for (name, tensor) in &checkpoint.tensors {
             let (path, begin, _) = tensor.place();
             let file = checkpoint.files.iter().position(|file| file == path).filter(|_| files::is_remote(path));
             positions.extend(file.map(|file| (name.clone(), (file, begin))));
         }
-        let mut weights = assemble::assemble(checkpoint, bits)?;
+        let mut weights = assemble::assemble(checkpoint, stated)?;
         for weight in weights.by_name.values_mut() {
             weight.remote_position = weight.stored_as.iter().filter_map(|name| positions.get(name).copied()).min();
         }

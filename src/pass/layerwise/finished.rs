@@ -12,7 +12,7 @@ use crate::model::Model;
 use crate::output::{Replace, Staging};
 use crate::store::header;
 use crate::store::writer::{FileLayout, Item, write};
-use crate::store::{Affine, Checkpoint, Encoding, Origin, StorageFormat, Weight, Weights};
+use crate::store::{Affine, Checkpoint, Encoding, Origin, StatedEncoding, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// What the blocks were made from.
@@ -94,8 +94,11 @@ impl Finished {
         let about = path.join(ABOUT);
         let text = fs::read(&about).map_err(Error::io("read", &about))?;
         let AboutBlock { weights: mut known, facts } = serde_json::from_slice(&text).map_err(|e| Error::malformed(&about, e.to_string()))?;
-        let bits = |name: &str| known.get(name)?.affine.as_ref().map(|affine| affine.codes.bits());
-        let stored = Weights::from_checkpoint_with(Checkpoint::open(&path)?, &bits)?;
+        let stated = |name: &str| match known.get(name).and_then(|about| about.affine.as_ref()) {
+            Some(affine) => StatedEncoding { bits: Some(affine.codes.bits()), granularity: Some(affine.granularity) },
+            None => StatedEncoding::default(),
+        };
+        let stored = Weights::from_checkpoint_with(Checkpoint::open(&path)?, &stated)?;
         let found = stored.by_name.into_iter().map(|(name, mut now)| {
             let said = known.remove(&name);
             let (origin, affine) = said.map_or((Origin::default(), None), |about| (about.origin, about.affine));
