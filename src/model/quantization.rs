@@ -172,6 +172,15 @@ pub(super) fn activations(arguments: &Value) -> Result<Said, Refused> {
     if dynamic && !symmetric {
         return unsupported("symmetric");
     }
+    // Scales of MX formats are powers of two, those of NVFP4 FP8 numbers, and others floats.
+    let scales = match (integer, bits, of("dynamic") == "local") {
+        (false, 4, false) => &["uint8"][..],
+        (false, 4, true) => &["float8_e4m3fn"],
+        _ => &["float32", "bfloat16", "float16"],
+    };
+    if of("scale_dtype").as_str().is_some_and(|dtype| !scales.contains(&dtype.trim_start_matches("torch."))) {
+        return unsupported("scale_dtype");
+    }
     Ok(Said::Is(match (integer, bits, dynamic) {
         (true, 8, true) if strategy == Some("token") => ActivationScheme::DynamicToken,
         (false, 8, true) if strategy == Some("token") => ActivationScheme::Float8Token,

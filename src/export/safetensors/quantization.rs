@@ -1,10 +1,11 @@
 //! `quantization_config`: telling transformers and vLLM what is quantized.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use serde_json::{Map, Value, json};
 
 use super::is_packed;
+use crate::arch;
 use crate::model::{Model, class, is_embedding, is_linear, stacked_experts};
 use crate::run_state::RunState;
 use crate::store::writer::Item;
@@ -122,10 +123,11 @@ pub(super) fn describe(items: &[Item], model: &Model, run: &RunState) -> Value {
         .filter(|(_, original)| groups.iter().any(|g| g.modules.contains(&module(original))))
         .map(|(alias, _)| module(alias))
         .collect();
+    let names = ModuleNames::of(items, model, &groups);
     let mut described = Map::new();
     for (index, group) in groups.iter().enumerate() {
         let alone = groups.iter().filter(|g| g.class == group.class).count() == 1;
-        let mut targets: Vec<String> = if alone { vec![group.class.to_owned()] } else { group.modules.iter().map(|m| (*m).to_owned()).collect() };
+        let mut targets = if alone { vec![group.class.to_owned()] } else { names.targets(group) };
         if group.class == "Embedding" {
             targets.extend(tied.iter().map(|head| format!("re:.*{}$", regex::escape(head))));
         }
@@ -141,7 +143,7 @@ pub(super) fn describe(items: &[Item], model: &Model, run: &RunState) -> Value {
         "format": format,
         "quantization_status": "compressed",
         "config_groups": described,
-        "ignore": ignored(items, model, &groups, &tied),
+        "ignore": ignored(items, model, (&groups, &names), &tied),
         "kv_cache_scheme": null,
         "global_compression_ratio": null,
         "version": VERSION,
@@ -182,9 +184,81 @@ pub(super) fn is_needed(items: &[Item], model: &Model, run: &RunState) -> bool {
     !groups(items).is_empty() || told("kv_cache_scheme") || told("sparsity_config")
 }
 
+/// Whose module a name is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Owner {
+    /// One of the group with this number.
+    Group(usize),
+    /// A module that is not quantized.
+    Other,
+}
+
+/// The names by which readers know modules. Loaders drop or change the first part of those of the checkpoint, and rename some of them.
+struct ModuleNames {
+    model_type: String,
+    /// Whose modules have names that end like this; nothing where several owners have some.
+    by_end: HashMap<String, Option<Owner>>,
+    /// The same for ends whose numbers are left open.
+    by_open_end: HashMap<String, Option<Owner>>,
+}
+
+impl ModuleNames {
+    fn of(items: &[Item], model: &Model, groups: &[Group]) -> ModuleNames {
+        let owners: HashMap<&str, Owner> =
+            groups.iter().enumerate().flat_map(|(index, group)| group.modules.iter().map(move |name| (*name, Owner::Group(index)))).collect();
+        let mut names = ModuleNames { model_type: model.config.model_type().to_owned(), by_end: HashMap::new(), by_open_end: HashMap::new() };
+        for name in items.iter().map(|item| module(&item.name)) {
+            let owner = owners.get(name).copied().unwrap_or(Owner::Other);
+            for spelling in names.spellings(name) {
+                let ends = std::iter::once(0).chain(spelling.match_indices('.').map(|(at, _)| at + 1));
+                for end in ends.filter_map(|at| spelling.get(at..)) {
+                    for (known, key) in [(&mut names.by_end, end.to_owned()), (&mut names.by_open_end, open(end))] {
+                        known.entry(key).and_modify(|known| *known = known.filter(|known| *known == owner)).or_insert(Some(owner));
+                    }
+                }
+            }
+        }
+        names
+    }
+
+    /// The name of a module in the checkpoint and, where it is another one, in transformers.
+    fn spellings(&self, name: &str) -> Vec<String> {
+        let renamed = arch::module_renames(&self.model_type).iter().fold(name.to_owned(), |name, (from, to)| name.replace(from, to));
+        if renamed == name { vec![renamed] } else { vec![name.to_owned(), renamed] }
+    }
+
+    /// The modules of a group among others: patterns of their ends, with numbers left open where all such modules are of the group.
+    fn targets(&self, group: &Group) -> Vec<String> {
+        let mut targets = Vec::new();
+        let mut seen = HashSet::new();
+        let pattern = |end: &str| format!("re:(.*\\.)?{end}$");
+        for name in group.modules.iter().flat_map(|name| self.spellings(name)) {
+            let is_own = |known: &HashMap<String, Option<Owner>>, end: &str| matches!(known.get(end), Some(Some(Owner::Group(_))));
+            let entries = match end(&name) {
+                Some(end) if is_own(&self.by_open_end, &open(end)) => vec![pattern(&open(end))],
+                Some(end) if is_own(&self.by_end, end) => vec![name.clone(), pattern(&regex::escape(end))],
+                _ => vec![name.clone()],
+            };
+            targets.extend(entries.into_iter().filter(|entry| seen.insert(entry.clone())));
+        }
+        targets
+    }
+}
+
+/// The end of a name behind its first part.
+fn end(name: &str) -> Option<&str> {
+    name.split_once('.').map(|(_, end)| end)
+}
+
+/// A regular expression for names that are like this one up to numbers between their dots.
+fn open(name: &str) -> String {
+    let part = |part: &str| if part.bytes().all(|byte| byte.is_ascii_digit()) { "\\d+".to_owned() } else { regex::escape(part) };
+    name.split('.').map(part).collect::<Vec<_>>().join("\\.")
+}
+
 /// Modules left out, by their name in the checkpoint and by its end: loaders drop or change the first part
 /// (`bert.pooler.dense` becomes `pooler.dense` when the base model is loaded alone).
-fn ignored(items: &[Item], model: &Model, groups: &[Group], tied: &[&str]) -> Vec<String> {
+fn ignored(items: &[Item], model: &Model, (groups, names): (&[Group], &ModuleNames), tied: &[&str]) -> Vec<String> {
     let quantized: BTreeSet<&str> = groups.iter().flat_map(|g| g.modules.iter().copied()).chain(tied.iter().copied()).collect();
     let embeddings = groups.iter().any(|g| g.class == "Embedding");
     let left_out = items
@@ -199,13 +273,11 @@ fn ignored(items: &[Item], model: &Model, groups: &[Group], tied: &[&str]) -> Ve
         .chain(model.tied_names().into_iter().map(|(alias, _)| module(alias)))
         .filter(|head| !quantized.iter().any(|name| name == head || name.ends_with(&format!(".{head}"))));
     let mut ignore = Vec::new();
-    for name in left_out {
-        ignore.push(name.to_owned());
-        let Some((_, end)) = name.split_once('.') else { continue };
-        let collides = quantized.iter().any(|q| *q == end || q.ends_with(&format!(".{end}")));
-        if !collides {
-            ignore.push(format!("re:(.*\\.)?{}$", regex::escape(end)));
-        }
+    for name in left_out.flat_map(|name| names.spellings(name)) {
+        let end = end(&name).filter(|end| names.by_end.get(*end) == Some(&Some(Owner::Other)));
+        let pattern = end.map(|end| format!("re:(.*\\.)?{}$", regex::escape(end)));
+        ignore.push(name);
+        ignore.extend(pattern);
     }
     // vLLM looks up how experts are quantized by the names of linear layers within their module, like `experts.0.gate_proj`.
     for experts in items.iter().filter_map(|item| stacked_experts(&item.name, &item.weight)).collect::<BTreeSet<String>>() {

@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::kernel::cache::CacheFormat;
 use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
-use crate::store::{Affine, Granularity, Pattern, Weight, Weights};
+use crate::store::{ActivationScheme, Affine, Codes, Granularity, Pattern, Weight, Weights};
 
 /// How codes are chosen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -154,7 +154,17 @@ impl Quantize {
             } else if self.group().is_some_and(|size| granularity != Granularity::Group(size)) {
                 other.entry(granularity).or_default().push(name);
             }
-            layers.encodings.insert(name.to_owned(), self.scheme.affine(weight, granularity));
+            let mut affine = self.scheme.affine(weight, granularity);
+            if model::is_embedding(name, weight) {
+                if affine.codes == Codes::E2m1 {
+                    let reason =
+                        format!("`{name}` is an embedding table, and no reader looks up rows of FP4: leave it out with `ignore`, or quantize it to integers");
+                    return Err(Error::option(format!("{NAME}: targets"), reason));
+                }
+                // The input of a table are indices.
+                affine.activations = ActivationScheme::None;
+            }
+            layers.encodings.insert(name.to_owned(), affine);
         }
         layers.notes.extend(other.into_iter().map(|(granularity, names)| {
             let size = self.group().unwrap_or_default();

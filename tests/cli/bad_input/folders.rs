@@ -170,6 +170,14 @@ fn configurations() {
             group(json!({ "input_activations": { "num_bits": 4, "type": "float", "dynamic": true, "strategy": "group", "group_size": 64 } })),
             "in/config.json: `strategy` of \"group\" for input_activations is not supported",
         ),
+        // MXFP8: scales are powers of two.
+        quantization(
+            "MXFP8 activations",
+            group(
+                json!({ "input_activations": { "num_bits": 8, "type": "float", "dynamic": true, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8" } }),
+            ),
+            "in/config.json: `scale_dtype` of \"torch.uint8\" for input_activations is not supported",
+        ),
         quantization(
             "static activations",
             group(json!({ "weights": { "num_bits": 8, "type": "int" }, "input_activations": { "num_bits": 8, "dynamic": false, "strategy": "channel" } })),
