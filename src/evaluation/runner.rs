@@ -164,6 +164,10 @@ impl OnnxRuntime {
         Ok(OnnxRuntime { session: Session::open(path, runtime::Options { threads, ..runtime::Options::default() })?, steps: 0, limits: None })
     }
 
+    pub(crate) fn session_mut(&mut self) -> &mut Session {
+        &mut self.session
+    }
+
     /// Terminates runs that exceed these limits.
     #[must_use]
     pub fn with_limits(self, limits: Limits) -> OnnxRuntime {

@@ -13,6 +13,7 @@ use crate::exec::{BlockwiseOptions, Inputs, MemoryNeed, Residence, Rounding, Sch
 use crate::ir::{Graph, Port};
 use crate::model::{Config, Made, Model, preprocessing_folder};
 use crate::runtime::Limits;
+use crate::runtime::Session;
 use crate::work::{MemoryLimit, Work};
 
 /// Loads models that are run side by side: whole where they fit into memory with a batch like this one, else those of the built-in
@@ -143,6 +144,14 @@ impl Subject {
             precision: Precision::F32,
             what: What::Onnx(Some(session)),
         })
+    }
+
+    /// The session of an ONNX file that is not loaded yet.
+    pub(crate) fn session_mut(&mut self) -> Option<&mut Session> {
+        match &mut self.what {
+            What::Onnx(session) => session.as_mut().map(OnnxRuntime::session_mut),
+            What::Folder { .. } => None,
+        }
     }
 
     /// Terminates runs of an ONNX file that exceed these limits.

@@ -58,6 +58,7 @@ impl ModelFile {
         for (position, quantizer) in plan.replacing.quantizers() {
             plan.edits.nodes.entry(position).or_default().insert(0, quantizer);
         }
+        plan.name_nodes();
         // Before version 4, initializers have to be inputs.
         if self.model.ir_version() < 4 && !(self.weights_as_inputs.is_empty() && plan.edits.made.is_empty()) {
             let mut version = Vec::new();
@@ -131,6 +132,17 @@ impl Plan<'_> {
         for gone in self.file.tensors.iter().filter(made).filter_map(|held| held.dequantized.as_ref()) {
             self.edits.nodes.extend(gone.nodes.iter().map(|node| (*node, Vec::new())));
             self.edits.made.extend(gone.parts.iter().map(|part| (*part as u64, Made { tensors: Vec::new(), nodes: Vec::new() })));
+        }
+    }
+
+    /// Gives new nodes names that no node of the file has: they have those of their outputs.
+    fn name_nodes(&mut self) {
+        let nodes = self.file.model.graph.iter().flat_map(|graph| &graph.node).enumerate();
+        let stay = nodes.filter(|(position, _)| !self.edits.nodes.contains_key(position)).map(|(_, node)| node.name().to_owned());
+        let mut taken: BTreeSet<String> = stay.filter(|name| !name.is_empty()).collect();
+        let made = self.edits.made.values_mut().flat_map(|made| &mut made.nodes);
+        for node in made.chain(self.edits.nodes.values_mut().flatten()) {
+            node.name = node.name.take().filter(|name| !name.is_empty()).map(|name| super::fresh(&mut taken, name));
         }
     }
 

@@ -77,21 +77,38 @@ pub(super) fn upgrade(node: NodeProto, from: i64, to: i64, fresh: &mut dyn FnMut
             *slot = name;
         }
     }
-    let int = |name: &str| node.attribute.iter().find(|attribute| attribute.name() == name).and_then(|attribute| attribute.i);
+    let int = |node: &NodeProto, name: &str| node.attribute.iter().find(|attribute| attribute.name() == name).and_then(|attribute| attribute.i);
     match node.op_type() {
         // Before, all axes from one on were one; of the last axis that is the same.
-        "Softmax" | "LogSoftmax" | "Hardmax" if between(13) && int("axis") != Some(-1) => {
-            return Err(format!("`{}` of opset {from} is over several axes", node.op_type()));
+        "Softmax" | "LogSoftmax" | "Hardmax" if between(13) && int(&node, "axis") != Some(-1) => {
+            let axis = int(&node, "axis").unwrap_or(1);
+            return Ok(over_several_axes(node, axis, fresh));
         }
         "Dropout" if between(12) => node.attribute.retain(|attribute| attribute.name() != "ratio"),
         "Scatter" => node.op_type = Some("ScatterElements".into()),
-        "Split" if between(18) && node.input.len() < 2 && int("num_outputs").is_none() => {
+        "Split" if between(18) && node.input.len() < 2 && int(&node, "num_outputs").is_none() => {
             node.attribute.push(AttributeProto::int("num_outputs", i64::try_from(node.output.len()).unwrap_or(i64::MAX)));
         }
         _ => {}
     }
     made.push(node);
     Ok(made)
+}
+
+/// A softmax over all axes from one on, as of a matrix whose rows hold these axes.
+fn over_several_axes(node: NodeProto, axis: i64, fresh: &mut dyn FnMut(&str) -> String) -> Vec<NodeProto> {
+    let (input, output) = (node.input.first().cloned().unwrap_or_default(), node.output.first().cloned().unwrap_or_default());
+    let [sizes, rows, result] = ["sizes", "rows", "result"].map(|part| fresh(&format!("{output}/{part}")));
+    let made = |op: &str, input: &[&String], output: &String, attribute: Vec<AttributeProto>| {
+        let input = input.iter().map(|name| (*name).clone()).collect();
+        NodeProto { op_type: Some(op.into()), input, output: vec![output.clone()], attribute, ..NodeProto::default() }
+    };
+    vec![
+        made("Shape", &[&input], &sizes, Vec::new()),
+        made("Flatten", &[&input], &rows, vec![AttributeProto::int("axis", axis)]),
+        made(node.op_type(), &[&rows], &result, vec![AttributeProto::int("axis", -1)]),
+        NodeProto { name: node.name.clone(), ..made("Reshape", &[&result, &sizes], &output, Vec::new()) },
+    ]
 }
 
 /// The same for the nodes of its bodies.
@@ -145,8 +162,17 @@ mod tests {
     }
 
     #[test]
+    fn a_softmax_over_several_axes_is_one_over_rows() {
+        let nodes = said(node("LogSoftmax", vec![AttributeProto::int("axis", 2)]), 11, 17).unwrap();
+        assert_eq!(nodes.iter().map(|node| node.op_type()).collect::<Vec<_>>(), ["Shape", "Flatten", "LogSoftmax", "Reshape"]);
+        assert_eq!((&nodes[1].attribute[0], &nodes[2].attribute[0]), (&AttributeProto::int("axis", 2), &AttributeProto::int("axis", -1)));
+        assert_eq!((nodes[3].input.as_slice(), nodes[3].output.as_slice()), (&["y/result".to_owned(), "y/sizes".to_owned()][..], &["y".to_owned()][..]));
+        assert_eq!(said(node("Softmax", vec![]), 11, 17).unwrap()[1].attribute, [AttributeProto::int("axis", 1)]);
+        assert_eq!(said(node("Softmax", vec![]), 11, 12).unwrap(), [node("Softmax", vec![])]);
+    }
+
+    #[test]
     fn what_would_mean_something_else_is_refused() {
-        assert!(said(node("Softmax", vec![]), 11, 17).unwrap_err().contains("several axes"));
         assert!(said(node("Softmax", vec![AttributeProto::int("axis", -1)]), 11, 17).is_ok());
         assert!(said(node("Resize", vec![]), 10, 17).unwrap_err().contains("another operator"));
         assert!(said(node("Resize", vec![]), 11, 17).is_ok());

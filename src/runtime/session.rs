@@ -45,12 +45,25 @@ impl Default for Options {
     }
 }
 
+/// How products of bytes are added on x86 without VNNI.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sums {
+    /// In 32 bits.
+    Exact,
+    /// Two at a time in 16 bits, with what does not fit cut off.
+    Usual,
+}
+
 /// A loaded model.
 #[derive(Debug)]
 pub struct Session {
     path: PathBuf,
     inner: ort::session::Session,
     cancel: Cancel,
+    /// How to load it again with sums of 16 bits, where it is a file that was loaded with exact ones.
+    inexact: Option<Options>,
+    /// Why it was loaded with sums of 16 bits.
+    refusal: Option<String>,
 }
 
 impl Session {
@@ -66,7 +79,20 @@ impl Session {
             let hint = "ONNX Runtime runs exported models: write one with `--export onnx`, or leave out `--runtime onnxruntime`";
             return Err(Error::run(path.display(), "no such file", hint));
         }
-        Session::load(path, None, options)
+        let session = Session::load_either(path, None, options)?;
+        Ok(Session { inexact: session.refusal.is_none().then_some(options), ..session })
+    }
+
+    /// Loads a model with exact sums, else with usual ones: ONNX Runtime 1.31 converts int8 weights for exact sums, and fails where nodes
+    /// share one or where zero points are left out.
+    fn load_either(path: &Path, bytes: Option<&[u8]>, options: Options) -> Result<Session> {
+        match Session::load(path, bytes, options, Sums::Exact) {
+            Err(Error::Malformed { path: named, reason }) => match Session::load(path, bytes, options, Sums::Usual) {
+                Ok(session) => Ok(Session { refusal: Some(reason), ..session }),
+                Err(_) => Err(Error::Malformed { path: named, reason }),
+            },
+            loaded => loaded,
+        }
     }
 
     /// Loads a model from its bytes; errors call it by a path.
@@ -74,16 +100,32 @@ impl Session {
     /// # Errors
     /// As [`open`](Session::open).
     pub fn of(bytes: &[u8], path: &Path, options: Options) -> Result<Session> {
-        Session::load(path, Some(bytes), options)
+        Session::load_either(path, Some(bytes), options)
     }
 
-    fn load(path: &Path, bytes: Option<&[u8]>, options: Options) -> Result<Session> {
+    /// Holds a file to exact sums, with which everything is run that compress writes.
+    ///
+    /// # Errors
+    /// ONNX Runtime refuses it with the session option for them.
+    pub fn require_exact_sums(&mut self) -> Result<()> {
+        self.inexact = None;
+        let refused = |reason: &String| Error::malformed(&self.path, format!("with {EXACT_SUMS}=1: {reason}"));
+        self.refusal.as_ref().map_or(Ok(()), |reason| Err(refused(reason)))
+    }
+
+    /// Whether it was loaded with exact sums.
+    pub fn has_exact_sums(&self) -> bool {
+        self.refusal.is_none()
+    }
+
+    fn load(path: &Path, bytes: Option<&[u8]>, options: Options, sums: Sums) -> Result<Session> {
         let refused = |e: ort::Error| Error::malformed(path, format!("ONNX Runtime refuses the model: {e}"));
         let builder = ort::session::Session::builder(environment()?).map_err(refused)?;
         let builder = builder.with_intra_threads(options.threads).map_err(|e| refused(e.into()))?;
         // What goes wrong is in the error that comes back.
         let builder = builder.with_log_level(ort::logging::LogLevel::Fatal).map_err(|e| refused(e.into()))?;
-        let builder = builder.with_config_entry(EXACT_SUMS, "1").map_err(|e| refused(e.into()))?;
+        let exact = if sums == Sums::Exact { "1" } else { "0" };
+        let builder = builder.with_config_entry(EXACT_SUMS, exact).map_err(|e| refused(e.into()))?;
         let mut builder = builder.with_config_entry(EXACT_PRODUCTS, "1").map_err(|e| refused(e.into()))?;
         // Data files of a model that is given as bytes are next to the file that it is from.
         if let (Some(_), Some(folder)) = (bytes, path.parent().and_then(Path::to_str).filter(|folder| !folder.is_empty())) {
@@ -106,7 +148,7 @@ impl Session {
         let strange =
             strange.or_else(|| inner.outputs().first().filter(|_| inner.outputs().iter().all(|output| other(&output))).map(|output| ("output", output)));
         match strange {
-            None => Ok(Session { path: path.to_owned(), inner, cancel }),
+            None => Ok(Session { path: path.to_owned(), inner, cancel, inexact: None, refusal: None }),
             Some((what, outlet)) => Err(Error::Unsupported {
                 what: format!("{}: {what} `{}`, which is {},", path.display(), outlet.name(), outlet.dtype()),
                 hint: "models are run that take and give tensors of numbers: cut off what stands before or behind them".into(),
@@ -149,6 +191,18 @@ impl Session {
     /// # Errors
     /// As there, and the run exceeds a limit.
     pub fn run_within(&mut self, inputs: &BTreeMap<String, Tensor>, limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>> {
+        let results = self.run_once(inputs, limits);
+        let (Err(Error::Malformed { .. }), Some(options)) = (&results, self.inexact.take()) else { return results };
+        // As in `open`: some files load with exact sums, and do not run.
+        let Ok(mut usual) = Session::load(&self.path, None, options, Sums::Usual) else { return results };
+        usual.cancel = self.cancel.clone();
+        usual.run_once(inputs, limits).map_or(results, |usual_results| {
+            *self = usual;
+            Ok(usual_results)
+        })
+    }
+
+    fn run_once(&mut self, inputs: &BTreeMap<String, Tensor>, limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>> {
         let path = self.path.clone();
         let failed = |e: &dyn std::fmt::Display| Error::malformed(&path, format!("ONNX Runtime: {e}"));
         // An output that is an input refers to the input's memory, which must live until the outputs are read.

@@ -77,7 +77,9 @@ pub fn executed(model: Model, inputs: &BTreeMap<String, Tensor>) -> compress::Re
 }
 
 pub fn in_runtime(path: &Path, inputs: &BTreeMap<String, Tensor>) -> (Vec<usize>, Vec<f32>) {
-    let y = Session::open(path, runtime::Options::default()).unwrap_or_else(|e| panic!("{e}")).run(inputs).unwrap().remove("y").unwrap();
+    let mut session = Session::open(path, runtime::Options::default()).unwrap_or_else(|e| panic!("{e}"));
+    session.require_exact_sums().unwrap();
+    let y = session.run(inputs).unwrap().remove("y").unwrap();
     (y.dims().to_vec(), y.flatten_all().unwrap().to_vec1().unwrap())
 }
 

@@ -81,6 +81,7 @@ pub fn answers_of(path: &Path) -> Option<Vec<f32>> {
     runtime::library().ok()?;
     let x = Tensor::from_vec(numbers(60), (3, 20), &Device::Cpu).unwrap();
     let mut session = Session::open(path, runtime::Options::default()).unwrap_or_else(|e| panic!("{e}"));
+    session.require_exact_sums().unwrap();
     let y = session.run(&[("x".to_owned(), x)].into()).unwrap().remove("y").unwrap();
     Some(y.flatten_all().unwrap().to_vec1().unwrap())
 }
@@ -181,6 +182,25 @@ fn products_quantize_what_they_read_as_it_comes() {
     let place = Place::new(&layers(9));
     let report = builder().pass(QuantizeDynamic::default()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
     assert!(report.notes.iter().any(|note| note.contains("4 quantized weights are integers with activations left as floats")), "{:?}", report.notes);
+}
+
+#[test]
+fn new_nodes_have_names_of_their_own() {
+    for name in ["x/quantized", "x", "w"] {
+        let mut model = layers(13);
+        let graph = model.graph.as_mut().unwrap();
+        let stays = graph.node.iter_mut().find(|node| !["MatMul", "Gemm", "Conv"].contains(&node.op_type())).unwrap();
+        stays.name = Some(name.to_owned());
+        let place = Place::new(&model);
+        for (out, pass) in [("bytes.onnx", QuantizeDynamic::default().into()), ("halves.onnx", Cast { to: FloatFormat::F16, ..Cast::default() }.into())] {
+            let pass: Step = pass;
+            builder().pass(pass).build().unwrap().run(place.open(), place.path(out)).unwrap_or_else(|e| panic!("{name}, {out}: {e}"));
+            let nodes = place.written(out).graph.unwrap().node;
+            let named: Vec<&str> = nodes.iter().map(|node| node.name()).filter(|name| !name.is_empty()).collect();
+            let different: std::collections::BTreeSet<&str> = named.iter().copied().collect();
+            assert_eq!((named.len(), named.contains(&name)), (different.len(), true), "{name}, {out}: {named:?}");
+        }
+    }
 }
 
 /// Files in which two nodes, or a node and the graph's outputs, read the matrix `w`.

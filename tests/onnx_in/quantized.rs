@@ -330,3 +330,33 @@ fn bytes_that_are_made_floats_in_an_unknown_form_are_said() {
     assert_eq!(place.written("out.onnx"), model);
     assert!(!Place::new(&weights_alone()).open().beside.in_weight_files.iter().any(|note| note.contains("not known")));
 }
+
+/// ONNX Runtime fails to load or run these with the session option for exact sums.
+#[test]
+fn files_without_zero_points_and_with_shared_integers_are_run() {
+    let weight = |name: &str| node("DequantizeLinear", &["w", "w_scale"], &[name], axis(1));
+    let product = |weight: &str, output: &str| node("MatMul", &["x", weight], &[output], vec![]);
+    let stored = || vec![bytes("w", DataType::Int8, &[20, 6], 3), scales("w_scale", &[6])];
+    let sum = node("Add", &["p", "q"], &["y"], vec![]);
+    let cases = [
+        (1.0, file(13, vec![weight("a"), product("a", "y")], stored())),
+        (2.0, file(13, vec![weight("a"), weight("b"), product("a", "p"), product("b", "q"), sum], stored())),
+    ];
+    for (times, model) in cases {
+        let place = Place::new(&model);
+        if runtime::library().is_err() {
+            return;
+        }
+        let integers = stored()[0].raw_data.clone().unwrap();
+        let x: Vec<f32> = (0..60).map(|at| (at as f32 * 0.1).sin()).collect();
+        let y = |row: usize, column: usize| -> f32 {
+            let scale = times * (0.004 + column as f32 * 1e-4);
+            (0..20).map(|at| x[row * 20 + at] * f32::from(integers[at * 6 + column] as i8) * scale).sum()
+        };
+        let given = candle_core::Tensor::from_slice(&x, (3, 20), &candle_core::Device::Cpu).unwrap();
+        let mut session = runtime::Session::open(&place.input(), runtime::Options::default()).unwrap();
+        let found = session.run(&[("x".to_owned(), given)].into()).unwrap().remove("y").unwrap().to_vec2::<f32>().unwrap();
+        let wrong = (0..18).find(|at| (found[at / 6][at % 6] - y(at / 6, at % 6)).abs() > 1e-4);
+        assert_eq!(wrong, None, "{found:?}");
+    }
+}

@@ -190,8 +190,13 @@ impl Run<'_> {
         self.pipeline.export.iter().any(|export| export.format().name() == "safetensors")
     }
 
+    /// A file that was written. Files of other tools that ONNX Runtime refuses to run with exact sums are written as such again.
     pub(super) fn session(&self, path: &Path) -> Result<Subject> {
-        Subject::onnx(path, self.folder, self.after.config.values().clone(), self.work.threads)
+        let mut subject = Subject::onnx(path, self.folder, self.after.config.values().clone(), self.work.threads)?;
+        if let Some(session) = subject.session_mut().filter(|_| self.before.onnx.is_none()) {
+            session.require_exact_sums()?;
+        }
+        Ok(subject)
     }
 
     /// Runs the ONNX file on synthetic samples; if memory is short, only if `asked` for.
@@ -376,7 +381,10 @@ fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
 /// Runs an ONNX file and the built-in executor on a batch: how close their outputs are.
 fn run_both(model: Model, file: &Path, batch: &Batch, memory: MemoryLimit, work: &Work) -> Result<Fidelity> {
     let config = model.config.values().clone();
-    let theirs = Subject::onnx(file, file.parent().unwrap_or(Path::new("")), config, work.threads)?.with_steps(STEPS);
+    let mut theirs = Subject::onnx(file, file.parent().unwrap_or(Path::new("")), config, work.threads)?.with_steps(STEPS);
+    if let Some(session) = theirs.session_mut() {
+        session.require_exact_sums()?;
+    }
     let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), theirs];
     let mut models = evaluation::load(&mut subjects, Some(&batch.inputs), &Device::Cpu, memory, work)?;
     let outputs = models.iter_mut().map(|model| model.run(&batch.inputs)).collect::<Result<Vec<_>>>()?;

@@ -66,6 +66,12 @@ impl Run<'_> {
         };
         let mut before = Subject::file_of(self.before, self.work.threads)?.with_limits(LIMITS);
         let mut after = self.session(&self.folder.join(self.file)).map_err(refused)?;
+        if let (Some(before), Some(after)) = (before.session_mut(), after.session_mut())
+            && before.has_exact_sums()
+            && !after.has_exact_sums()
+        {
+            after.require_exact_sums().map_err(refused)?;
+        }
         if !self.pipeline.measures {
             return Ok(None);
         }
