@@ -12,6 +12,7 @@ mod graph;
 #[cfg(not(feature = "run"))]
 #[path = "model/no_graph.rs"]
 mod graph;
+mod module_renames;
 mod modules;
 mod quantization;
 mod roles;
@@ -23,6 +24,7 @@ pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
 use files::PREPROCESSING;
 pub use files::{Beside, Made, Reason, config_beside, preprocessing_folder, text_beside};
+pub use module_renames::module_name;
 pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_embedding, is_linear, is_prunable, part, stacked_experts};
 
 use crate::error::{Error, Result};

@@ -84,7 +84,7 @@ pub struct RunState {
     pub input: Option<PathBuf>,
     /// The passes that were applied, in order.
     pub history: Vec<Applied>,
-    /// Files that the passes so far have read beside the model, for each data set or pass.
+    /// Files other than the model that the passes so far have read, by data set or pass.
     pub read: BTreeMap<String, Vec<PathBuf>>,
     /// What must be done before writing.
     pub preparations: Vec<Arc<dyn Prepare>>,

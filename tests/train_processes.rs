@@ -239,7 +239,7 @@ fn two_processes_make_the_steps_of_one() {
     }
 }
 
-/// One process has a label in its batch, and the other one does not.
+/// One process has a label in its batch, and the second process has none.
 #[test]
 fn steps_with_fewer_labels_than_processes_are_those_of_one() {
     let place = Place::new(64);

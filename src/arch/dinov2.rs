@@ -11,15 +11,6 @@ use crate::error::Result;
 use crate::ir::ops::{Add, Attention, Concat, Prepend, Reduce, ReduceKind, Select, Slice};
 use crate::ir::{Builder, Dim};
 
-/// Names of modules in transformers 5, as [`module_renames`](super::module_renames).
-pub(super) const MODULE_RENAMES: &[(&str, &str)] = &[
-    ("attention.attention.query", "attention.q_proj"),
-    ("attention.attention.key", "attention.k_proj"),
-    ("attention.attention.value", "attention.v_proj"),
-    ("attention.output.dense", "attention.o_proj"),
-    ("mlp.weights_out", "mlp.down_proj"),
-];
-
 pub(super) const KEYS: Keys = Keys {
     harmless: &[
         "_out_features",

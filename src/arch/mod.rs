@@ -139,18 +139,6 @@ pub fn family(model_type: &str) -> Option<&'static Architecture> {
     ARCHITECTURES.iter().find(|architecture| architecture.model_type == model_type)
 }
 
-/// What transformers calls modules whose weights have other names in checkpoints: parts of names and what is written in their place, in order.
-///
-/// Source: `conversion_mapping.py` of transformers 5.
-pub fn module_renames(model_type: &str) -> &'static [(&'static str, &'static str)] {
-    match model_type {
-        "vit" => vit::MODULE_RENAMES,
-        "swin" => swin::MODULE_RENAMES,
-        "dinov2" => dinov2::MODULE_RENAMES,
-        _ => &[],
-    }
-}
-
 /// Builds the graph of a model.
 ///
 /// # Errors

@@ -9,16 +9,6 @@ use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Attention, Concat, MergeHeads, Pad, Reduce, ReduceKind, Reshape, Slice, TargetSize, Transpose, WindowBias};
 use crate::ir::{Builder, Dim, ValueId};
 
-/// Names of modules in transformers 5, as [`module_renames`](super::module_renames).
-pub(super) const MODULE_RENAMES: &[(&str, &str)] = &[
-    ("attention.self.query", "attention.q_proj"),
-    ("attention.self.key", "attention.k_proj"),
-    ("attention.self.value", "attention.v_proj"),
-    ("attention.output.dense", "attention.o_proj"),
-    ("intermediate.dense", "mlp.fc1"),
-    ("output.dense", "mlp.fc2"),
-];
-
 pub(super) const KEYS: Keys = Keys {
     harmless: &[
         "_out_features",

@@ -8,17 +8,6 @@ use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Attention, Conv, Patchify, Prepend, Select};
 use crate::ir::{Builder, Dim, ValueId};
 
-/// Names of modules in transformers 5, as [`module_renames`](super::module_renames).
-pub(super) const MODULE_RENAMES: &[(&str, &str)] = &[
-    ("encoder.layer.", "layers."),
-    ("attention.query", "q_proj"),
-    ("attention.key", "k_proj"),
-    ("attention.value", "v_proj"),
-    ("attention.output.dense", "attention.o_proj"),
-    ("intermediate.dense", "mlp.fc1"),
-    ("output.dense", "mlp.fc2"),
-];
-
 pub(super) const KEYS: Keys = Keys {
     // The pooler's only where there is none.
     harmless: &["attention_probs_dropout_prob", "encoder_stride", "hidden_dropout_prob", "pooler_act", "pooler_output_size"],

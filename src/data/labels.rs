@@ -48,7 +48,7 @@ impl Label {
 /// Refuses to measure and train classes with a model whose outputs are scores, or several labels at once.
 ///
 /// # Errors
-/// `problem_type` or the number of its outputs says so.
+/// `problem_type` or the number of outputs rules it out.
 pub(super) fn require_one_of_several(target: &Target) -> Result<()> {
     let kind = target.config.get("problem_type").and_then(Value::as_str).filter(|kind| *kind != "single_label_classification");
     let reason = match kind {
@@ -57,7 +57,7 @@ pub(super) fn require_one_of_several(target: &Target) -> Result<()> {
         None => return Ok(()),
     };
     let what = "classification takes one of several classes for each sample, with softmax and cross entropy";
-    Err(Error::option("task", format!("{reason}, and {what}: say `task: fidelity`, to compare the model's outputs or to learn from a teacher")))
+    Err(Error::option("task", format!("{reason}, and {what}: set `task: fidelity` to compare the model's outputs or to learn from a teacher")))
 }
 
 /// What labels stand for.
@@ -81,7 +81,7 @@ impl Classes {
         Classes { by_name, kind: options.label_kind, count: target.classes() }
     }
 
-    /// The class that a label stands for, none for -100: a number is an index; text is a name or, where no class has this name, an index.
+    /// The class of a label, none for -100: a number is an index; text is a name or, where no class has this name, an index.
     pub fn find(&self, label: &Label, path: &Path, place: &str) -> Result<Option<usize>> {
         let is_ignored = label.text().parse() == Ok(IGNORED) && self.named(label.text()).is_none();
         if is_ignored { Ok(None) } else { self.class(self.kind.or(label.kind()), label.text(), path, place).map(Some) }

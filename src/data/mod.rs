@@ -96,7 +96,7 @@ impl Target<'_> {
         self.inputs.iter().any(|port| port.name == DECODED)
     }
 
-    /// How many classes it tells apart, where that is known.
+    /// The number of classes, if it is known.
     fn classes(&self) -> Option<usize> {
         let logits = self.outputs.iter().find(|port| port.name == "logits").or(self.outputs.first());
         logits.filter(|port| port.shape.len() == 2).and_then(|port| port.shape.last().copied().flatten())

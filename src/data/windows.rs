@@ -40,7 +40,7 @@ impl Windows {
         let unread =
             [("pair_column", options.pair_column.is_some()), ("label_column", options.label_column.is_some()), ("label_kind", options.label_kind.is_some())];
         if let Some((name, _)) = unread.iter().find(|(_, given)| *given) {
-            let reason = "language modelling predicts all tokens of one column: put both texts in it, or give arrays whose `labels` are -100 in prompts";
+            let reason = "language modelling predicts every token in one column: put both texts in it, or give arrays whose `labels` are -100 in prompts";
             return Err(Error::option("data", format!("`{name}` is not read: {reason}")));
         }
         let length = options.max_length.unwrap_or_else(|| tokenizer.longest().map_or(LENGTH, |longest| longest.min(LENGTH)));

@@ -299,13 +299,13 @@ impl Schemes {
         ranks.iter().find_map(|matches| self.list.iter().find(|scheme| matches(scheme)))
     }
 
-    /// What is said of the weight of a module beside its tensors.
+    /// The stated encoding of a module's weight.
     pub(super) fn encoding(&self, module: &str, class: &str) -> StatedEncoding {
         let Some(scheme) = self.of(module, class) else { return StatedEncoding::default() };
         StatedEncoding { bits: scheme.codes.filter(|codes| codes.is_integer()).map(Codes::bits), granularity: scheme.granularity }
     }
 
-    /// Adds what a weight's tensors cannot tell: what happens to activations.
+    /// Adds the activation scheme, which the tensors of a weight do not determine.
     ///
     /// # Errors
     /// No target matches the module, its codes are of another kind, or its input scale is missing.

@@ -124,7 +124,7 @@ pub(super) fn is_integer(arguments: &Value) -> bool {
     arguments.get("type").and_then(Value::as_str).is_none_or(|name| name.eq_ignore_ascii_case("int"))
 }
 
-/// Which elements of a weight share a scale; nothing where it is not said.
+/// The granularity of a weight's scales, if it is stated.
 ///
 /// # Errors
 /// Something that is not done here, or contradicts itself.

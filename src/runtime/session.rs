@@ -50,7 +50,7 @@ impl Default for Options {
 enum Sums {
     /// In 32 bits.
     Exact,
-    /// Two at a time in 16 bits, with what does not fit cut off.
+    /// In pairs with 16-bit saturation.
     Usual,
 }
 

@@ -12,16 +12,16 @@ use super::{ActivationScheme, Affine, Checkpoint, Codes, DType, Encoding, Granul
 use crate::error::{Error, Result};
 use crate::kernel::{convert, packing};
 
-/// What is stated of a quantized weight beside its tensors, which leave it open.
+/// The encoding of a quantized weight as a configuration states it; its tensors alone leave it ambiguous.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct StatedEncoding {
     /// Width of its integers: eight-bit tensors hold narrower ones too, and words of short rows could be of several widths.
     pub bits: Option<u8>,
-    /// Which elements share a scale: blocks and groups that do not divide a matrix cannot be told from the number of scales.
+    /// Which elements share a scale: blocks and groups that do not divide a matrix cannot be derived from the number of scales.
     pub granularity: Option<Granularity>,
 }
 
-/// Puts the tensors of a checkpoint together into logical weights, of which `stated` says what is known by name.
+/// Assembles the tensors of a checkpoint into logical weights; `stated` returns the stated encoding of a weight by name.
 pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> StatedEncoding) -> Result<Weights> {
     let mut weights = Weights::default();
     let masked = |name: &str| !checkpoint.metadata.contains_key(sparse::MARK) && checkpoint.tensors.contains_key(&format!("{name}.bitmask"));
@@ -322,7 +322,7 @@ fn positive(name: &str, tensor: &RawTensor) -> Result<f32> {
 /// Rows and inputs of a block as consumers usually take them.
 const USUAL_BLOCK: [usize; 2] = [128, 128];
 
-/// Which elements of a matrix share a scale: what is stated, else what the shape of the scales says.
+/// The granularity of a matrix's scales: the stated one, otherwise derived from the shape of the scales.
 fn granularity(name: &str, codes: Codes, [rows, row]: [usize; 2], scales: &[usize], stated: Option<Granularity>) -> Result<Granularity> {
     let found = match scales {
         [] | [1] => Some(Granularity::Tensor),

@@ -33,7 +33,7 @@ pub enum Origin {
     Rescaled,
 }
 
-/// Why elements of a weight are zero, where a pass tells.
+/// Why elements of a weight are zero, if a pass has recorded it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ZeroOrigin {
@@ -76,7 +76,7 @@ pub struct Weight {
     pub stored_type: Option<&'static str>,
     /// What its values are to those of the file.
     pub origin: Origin,
-    /// Why elements are zero, where a pass of this run tells.
+    /// Why elements are zero, if a pass of this run has recorded it.
     pub zero_origin: Option<ZeroOrigin>,
     /// What it is for; names say where this does not.
     pub role: Option<Role>,
@@ -259,7 +259,7 @@ impl Weights {
         Self::from_checkpoint_with(checkpoint, &|_| StatedEncoding::default())
     }
 
-    /// The same, where `stated` is what a configuration says of a weight's encoding.
+    /// The same, where `stated` returns the encoding that a configuration states for a weight.
     ///
     /// # Errors
     /// As [`from_checkpoint`](Weights::from_checkpoint).

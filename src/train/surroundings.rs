@@ -1,4 +1,4 @@
-//! What a training gets from the run that it is part of.
+//! The environment that a run provides to a training.
 
 use std::path::PathBuf;
 
@@ -11,19 +11,19 @@ use crate::work::Work;
 /// Scores weights.
 pub type Evaluate<'a> = &'a dyn Fn(&Weights, &Tensors) -> Result<Option<Score>>;
 
-/// What training needs from outside.
+/// The environment of a training.
 pub struct Surroundings<'a> {
-    /// What trains, in the files that tell of its steps.
+    /// The name of the pass, for the files that log its steps.
     pub name: &'a str,
     /// Progress and the wish to stop.
     pub work: Work<'a>,
     /// Start of every random choice.
     pub seed: u64,
-    /// Where checkpoints lie, if anywhere.
+    /// The folder of checkpoints, if there is one.
     pub folder: Option<PathBuf>,
-    /// Whether to go on from a checkpoint.
+    /// Whether to resume from a checkpoint.
     pub resume: bool,
-    /// What is trained, on what, and how: a hash.
+    /// A hash of the model, the data and the options.
     pub identity: String,
     /// A hash of the evaluation data. Of several processes, only the first one has such data.
     pub evaluation: Option<String>,

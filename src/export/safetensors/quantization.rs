@@ -5,8 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use serde_json::{Map, Value, json};
 
 use super::is_packed;
-use crate::arch;
-use crate::model::{Model, class, is_embedding, is_linear, stacked_experts};
+use crate::model::{Model, class, is_embedding, is_linear, module_name, stacked_experts};
 use crate::run_state::RunState;
 use crate::store::writer::Item;
 use crate::store::{ActivationScheme, Affine, Codes, DType, Encoding, Granularity};
@@ -223,7 +222,7 @@ impl ModuleNames {
 
     /// The name of a module in the checkpoint and, where it is another one, in transformers.
     fn spellings(&self, name: &str) -> Vec<String> {
-        let renamed = arch::module_renames(&self.model_type).iter().fold(name.to_owned(), |name, (from, to)| name.replace(from, to));
+        let renamed = module_name(&self.model_type, name);
         if renamed == name { vec![renamed] } else { vec![name.to_owned(), renamed] }
     }
 

@@ -100,7 +100,7 @@ impl Said {
     }
 }
 
-/// What sums over so many items are divided by: means over processes may be fractions, and a step without items has sums of zero.
+/// The divisor of sums over so many items: means over processes may be fractions, and a step without items has sums of zero.
 fn divisor(items: f64) -> f64 {
     if items > 0.0 { items } else { 1.0 }
 }
