@@ -9,6 +9,7 @@
 mod arrays;
 mod batch;
 mod chat;
+mod check;
 mod held_out;
 mod idx;
 mod images;

@@ -146,6 +146,16 @@ impl Subject {
         })
     }
 
+    /// An ONNX file that compress has written: it must run with exact sums.
+    ///
+    /// # Errors
+    /// As [`onnx`](Subject::onnx), and where ONNX Runtime refuses it with the session option for exact sums.
+    pub(crate) fn written(path: &Path, folder: &Path, config: Map<String, Value>, threads: usize) -> Result<Subject> {
+        let mut subject = Subject::onnx(path, folder, config, threads)?;
+        subject.session_mut().map_or(Ok(()), Session::require_exact_sums)?;
+        Ok(subject)
+    }
+
     /// The session of an ONNX file that is not loaded yet.
     pub(crate) fn session_mut(&mut self) -> Option<&mut Session> {
         match &mut self.what {

@@ -18,10 +18,9 @@ use crate::files::{self, Destination};
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::file::MODEL;
-use crate::pipeline::run::Measured;
 use crate::pipeline::running::Running;
 use crate::pipeline::running::free::{lack_for_onnx_runtime, memory_limit};
-use crate::pipeline::{Check, Pipeline};
+use crate::pipeline::{Check, Pipeline, run::Measured};
 use crate::report::{OutputFile, Report, WARNING};
 use crate::run_state::RunState;
 use crate::runtime::{self, Session};
@@ -190,13 +189,9 @@ impl Run<'_> {
         self.pipeline.export.iter().any(|export| export.format().name() == "safetensors")
     }
 
-    /// A file that was written. Files of other tools that ONNX Runtime refuses to run with exact sums are written as such again.
     pub(super) fn session(&self, path: &Path) -> Result<Subject> {
-        let mut subject = Subject::onnx(path, self.folder, self.after.config.values().clone(), self.work.threads)?;
-        if let Some(session) = subject.session_mut().filter(|_| self.before.onnx.is_none()) {
-            session.require_exact_sums()?;
-        }
-        Ok(subject)
+        let open = if self.before.onnx.is_some() { Subject::onnx } else { Subject::written };
+        open(path, self.folder, self.after.config.values().clone(), self.work.threads)
     }
 
     /// Runs the ONNX file on synthetic samples; if memory is short, only if `asked` for.
@@ -380,13 +375,10 @@ fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
 
 /// Runs an ONNX file and the built-in executor on a batch: how close their outputs are.
 fn run_both(model: Model, file: &Path, batch: &Batch, memory: MemoryLimit, work: &Work) -> Result<Fidelity> {
-    let config = model.config.values().clone();
-    let mut theirs = Subject::onnx(file, file.parent().unwrap_or(Path::new("")), config, work.threads)?.with_steps(STEPS);
-    if let Some(session) = theirs.session_mut() {
-        session.require_exact_sums()?;
-    }
-    let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), theirs];
-    let mut models = evaluation::load(&mut subjects, Some(&batch.inputs), &Device::Cpu, memory, work)?;
+    let folder = file.parent().unwrap_or(Path::new(""));
+    let theirs = Subject::written(file, folder, model.config.values().clone(), work.threads)?.with_steps(STEPS);
+    let subjects = &mut [Subject::of(model)?.with_rounding(Rounding::Tensor), theirs];
+    let mut models = evaluation::load(subjects, Some(&batch.inputs), &Device::Cpu, memory, work)?;
     let outputs = models.iter_mut().map(|model| model.run(&batch.inputs)).collect::<Result<Vec<_>>>()?;
     let pair = outputs.first().zip(outputs.last()).ok_or_else(|| Error::option("ONNX Runtime", "there is nothing to compare"))?;
     evaluation::closeness(batch, pair.0, pair.1)
