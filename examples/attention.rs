@@ -1,11 +1,11 @@
-//! Times attention by itself, forward or with its gradients.
+//! Measures the latency of attention, forward or with gradients.
 //!
 //! ```text
 //! cargo run --release --example attention -- --shape 1x12x1024x64 --causal --backward
 //! ```
 //!
-//! There is a run for each line of standard input; its milliseconds are printed, and behind them the bytes by which the
-//! process has grown at its peak. This is how scripts/bench takes turns with PyTorch.
+//! Each line of standard input starts a run, which prints its milliseconds and the increase of the peak
+//! memory in bytes. scripts/bench uses this to alternate with PyTorch.
 
 use std::io::BufRead;
 use std::process::ExitCode;
@@ -15,21 +15,21 @@ use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
 use compress::ir::ops::{Attention, Backward, Op, PreparedOp, Saved};
 
-/// Time attention by itself
+/// Measure the latency of attention
 #[derive(Parser)]
 struct Args {
-    /// Batch, heads, tokens, width of a head
+    /// Batch size, heads, tokens, head size
     #[arg(long, value_name = "BxHxTxW", default_value = "1x12x1024x64")]
     shape: String,
-    /// Tokens see only those before them
+    /// Use a causal mask
     #[arg(long)]
     causal: bool,
-    /// Compute the gradients too
+    /// Also compute the gradients
     #[arg(long)]
     backward: bool,
 }
 
-/// Most bytes of memory that the process has taken so far; 0 where the system does not tell.
+/// Peak resident memory of the process in bytes; 0 if the system does not report it.
 fn peak() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
@@ -49,8 +49,8 @@ fn attention(args: &Args) -> Result<()> {
         let start = Instant::now();
         let output = op.forward(&inputs)?;
         if args.backward {
-            let saved = inputs.clone().map(Saved::whole);
-            op.backward(&Backward { inputs: &saved, output: &Saved::whole(output), gradient: &gradient, wanted: &[true; 3] })?;
+            let saved = inputs.clone().map(Saved::full);
+            op.backward(&Backward { inputs: &saved, output: &Saved::full(output), gradient: &gradient, needs_gradient: &[true; 3] })?;
         }
         println!("{:.3} {}", start.elapsed().as_secs_f64() * 1e3, peak() - before);
     }

@@ -1,5 +1,5 @@
-//! Copies the files of a folder into a bucket, in ranges and parts as `compress` reads and writes them, and looks at nothing: what
-//! `scripts/check-remote` measures runs against.
+//! Copies the files of a folder to a bucket in the ranges and parts that `compress` uses, without
+//! processing them: the baseline of `scripts/check-remote`.
 //!
 //! ```text
 //! cargo run --example copy -- s3://bucket/from s3://bucket/to
@@ -13,9 +13,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use compress::files::{self, Destination, File, NewFile};
 
-/// Bytes that are read at once.
+/// Bytes per read.
 const RANGE: u64 = 1 << 20;
-/// Threads that read them.
+/// Number of reading threads.
 const THREADS: usize = 4;
 
 fn main() -> ExitCode {
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
 fn copy(from: &Path, to: &Path) -> io::Result<()> {
     let nothing = std::env::temp_dir().join(format!("compress-copy-{}", std::process::id()));
     std::fs::create_dir(&nothing)?;
-    let destination = Destination::away(to, &nothing)?;
+    let destination = Destination::remote(to, &nothing)?;
     let done = files::files(from)?.iter().try_for_each(|path| {
         let file = File::open(path)?;
         let name = path.file_name().and_then(|name| name.to_str()).ok_or(io::ErrorKind::InvalidInput)?;
@@ -62,7 +62,7 @@ fn ranges(file: &File, target: &NewFile) -> io::Result<()> {
             bytes.resize((end - begin) as usize, 0);
             file.read_exact_at(&mut bytes, begin)?;
             target.write_all_at(&bytes, begin)?;
-            target.settled(begin..end)?;
+            target.mark_final(begin..end)?;
         }
     };
     std::thread::scope(|scope| {

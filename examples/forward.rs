@@ -1,12 +1,13 @@
-//! Runs a model folder forward and says how long it takes.
+//! Measures the latency of the forward pass of a model.
 //!
 //! ```text
 //! cargo run --release --example forward -- FOLDER --shape 16x64 --runs 10 --nodes
 //! ```
 //!
-//! Inputs are random: token ids for text (`batch x sequence`), pixels for images (`batch x channels x height x width`);
-//! or they come from a file of tensors named like the model's inputs. With `--on-request` there is a run for each line
-//! of standard input, and its milliseconds are printed: this is how scripts/bench takes turns with another program.
+//! Inputs are random: token ids for text (`batch x sequence`), pixels for images (`batch x channels x
+//! height x width`); or they are read from a file of tensors with the names of the model's inputs. With
+//! `--on-request`, each line of standard input starts a run, which prints its milliseconds;
+//! scripts/bench uses this to alternate with another program.
 
 use std::collections::BTreeMap;
 use std::io::BufRead;
@@ -18,12 +19,12 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 use clap::Parser;
-use compress::exec::{Choice, Executor, Inputs, Parameters, Residence};
+use compress::exec::{DeviceChoice, Executor, Inputs, Parameters, Residence};
 use compress::ir::{Element, Graph};
 use compress::work::{Cancel, Silent, Work};
 use compress::{Error, Model, Result};
 
-/// Run a model forward and say how long it takes
+/// Measure the latency of the forward pass of a model
 #[derive(Parser)]
 struct Args {
     /// Model folder
@@ -34,22 +35,22 @@ struct Args {
     /// Tensors to use as inputs
     #[arg(long, value_name = "FILE")]
     inputs: Option<PathBuf>,
-    /// Where the outputs of the first run go
+    /// File for the outputs of the first run
     #[arg(long, value_name = "FILE")]
     outputs: Option<PathBuf>,
-    /// Measured runs
+    /// Number of measured runs
     #[arg(long, default_value_t = 5)]
     runs: usize,
     /// Device: auto, cpu, cuda, cuda:N
     #[arg(long, default_value = "cpu")]
-    device: Choice,
-    /// Keep 16-bit weights as they are
+    device: DeviceChoice,
+    /// Do not convert 16-bit weights to 32 bits
     #[arg(long)]
     stored: bool,
-    /// One run for each line of standard input
+    /// Run once for each line of standard input
     #[arg(long)]
     on_request: bool,
-    /// Say how long each op takes
+    /// Print the time of each op
     #[arg(long)]
     nodes: bool,
 }
@@ -69,7 +70,7 @@ fn candle(error: candle_core::Error) -> Error {
     Error::run("forward", error, "")
 }
 
-/// Inputs of this shape; masks are ones, and other whole numbers small.
+/// Random inputs of this shape; masks are ones, and other integers are small.
 fn random_inputs(graph: &Graph, shape: &[usize]) -> candle_core::Result<Inputs> {
     let mut inputs = Inputs::new();
     for (_, value) in graph.inputs() {
@@ -84,7 +85,7 @@ fn random_inputs(graph: &Graph, shape: &[usize]) -> candle_core::Result<Inputs> 
     Ok(inputs)
 }
 
-/// Milliseconds of one run.
+/// Duration of one run in milliseconds.
 fn timed(executor: &Executor, inputs: &Inputs) -> Result<f64> {
     let start = Instant::now();
     executor.run(inputs)?;
@@ -92,7 +93,7 @@ fn timed(executor: &Executor, inputs: &Inputs) -> Result<f64> {
     Ok(start.elapsed().as_secs_f64() * 1e3)
 }
 
-/// Milliseconds by op, when every node is computed by itself.
+/// Milliseconds by op, with every node computed separately.
 fn by_op(executor: &Executor, inputs: &Inputs) -> Result<BTreeMap<&'static str, (usize, f64)>> {
     let ops: BTreeMap<&str, &'static str> = executor.graph().nodes().iter().map(|n| (executor.graph().value(n.output).name.as_str(), n.op.name())).collect();
     let mut spent: BTreeMap<&'static str, (usize, f64)> = BTreeMap::new();

@@ -1,11 +1,11 @@
-//! Writes a Llama-shaped checkpoint with seeded weights: something to measure with, of any size.
+//! Writes a Llama-shaped checkpoint of any size with seeded random weights, for benchmarks.
 //!
 //! ```text
 //! cargo run --release --example make_checkpoint -- OUT --size 1b --dtype bf16
 //! ```
 //!
-//! Every tensor is a [`WeightSource`] that makes its values when the writer asks for them, so that 7 billion parameters
-//! need no more memory than a thousand. The same seed gives the same files.
+//! Every tensor is a [`WeightSource`] that computes its values when the writer requests them, so that 7
+//! billion parameters need no more memory than a thousand. The same seed yields the same files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,24 +24,24 @@ use rand::{Rng, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use serde_json::json;
 
-/// Write a Llama-shaped checkpoint with seeded weights
+/// Write a Llama-shaped checkpoint with seeded random weights
 #[derive(Parser)]
 struct Args {
-    /// Folder to make
+    /// Output folder
     output: PathBuf,
     /// Shape of the model
     #[arg(long, value_enum)]
     size: Size,
-    /// How many layers, where not all of the shape's
+    /// Number of layers, if it differs from that of the shape
     #[arg(long)]
     layers: Option<usize>,
     /// Format of the weights
     #[arg(long, value_enum, default_value = "bf16")]
     dtype: Format,
-    /// Largest size of a file
+    /// Maximum size of a file
     #[arg(long, default_value = "1200MB")]
     shard_size: ByteSize,
-    /// Where the random numbers start
+    /// Seed of the random numbers
     #[arg(long, default_value_t = 0)]
     seed: u64,
 }
@@ -65,7 +65,7 @@ enum Format {
 }
 
 impl Format {
-    /// The type, and its name in `config.json`.
+    /// The dtype and its name in `config.json`.
     fn names(self) -> (DType, &'static str) {
         match self {
             Format::Bf16 => (DType::BF16, "bfloat16"),
@@ -97,7 +97,7 @@ impl Size {
 }
 
 impl Shape {
-    /// Names and sizes, in the order in which the model uses them.
+    /// Names and shapes in the order of the model.
     fn tensors(&self) -> Vec<(String, Vec<usize>)> {
         let &Shape { hidden, intermediate, vocabulary, .. } = self;
         let kv = hidden / self.heads * self.kv_heads;
@@ -150,7 +150,7 @@ struct Random {
     shape: Vec<usize>,
 }
 
-/// One row in so many is larger than the others, as in trained models; quantizers should have something to get wrong.
+/// One outlier row per this many rows, as in trained models, which makes quantization harder.
 const ROWS_PER_OUTLIER: u64 = 128;
 const OUTLIER: f32 = 6.0;
 
@@ -216,7 +216,7 @@ fn make(args: &Args) -> Result<u64> {
     std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
     write_json(&folder.join("config.json"), &shape.config(dtype_name))?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    writer::write(&compress::files::Destination::here(folder), &items, &layout, None, &Work { threads, progress: &Silent, cancel: &Cancel::default() })?;
+    writer::write(&compress::files::Destination::local(folder), &items, &layout, None, &Work { threads, progress: &Silent, cancel: &Cancel::default() })?;
     Ok(layout.bytes())
 }
 

@@ -1,10 +1,11 @@
-//! Zeroes half of a model's weights and stores the rest as int8, from a program of your own.
+//! Prunes half of a model's weights and quantizes the rest to int8 through the library API.
 //!
 //! ```text
 //! cargo run --release --example prune_and_quantize -- MODEL OUT
 //! ```
 //!
-//! MODEL is a folder with safetensors, OUT a folder that does not exist yet. Enter stops the run; then there is no OUT.
+//! MODEL is a folder with safetensors, OUT a folder that does not exist yet. Enter cancels the run, in
+//! which case OUT is not written.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -16,13 +17,13 @@ use compress::pipeline::Pipeline;
 use compress::report::Report;
 use compress::work::{Cancel, Event};
 
-/// Prunes and quantizes `model` into the folder `output`, until `cancel` says otherwise.
+/// Prunes and quantizes `model` into the folder `output`, unless `cancel` is triggered.
 pub fn shrink(model: &Path, output: &Path, cancel: Cancel) -> Result<Report> {
     let pipeline = Pipeline::builder()
-        // A pass is a plain value with the options of a recipe; what is not named is as the recipe has it by default.
+        // A pass is a struct with the options of a recipe; other options have the defaults of recipes.
         .pass(PruneUnstructured { amount: Some(Amount::fraction(0.5)), ..Default::default() })
         .pass(QuantizeDynamic::default())
-        // Called from several threads, and the work waits for it.
+        // Called from several threads, which wait for it to return.
         .progress(|event: Event| {
             if let Event::Begin { stage, total, .. } = event {
                 eprintln!("{stage}: {:.1} MB", total as f64 / 1e6);
@@ -30,8 +31,8 @@ pub fn shrink(model: &Path, output: &Path, cancel: Cancel) -> Result<Report> {
         })
         .cancel(cancel)
         .build()?;
-    // Opening reads headers only. Both passes run in one reading from disk to disk, a block of each tensor at a time, and
-    // the folder appears when every file in it was read back.
+    // Opening reads only headers. Both passes run in one streaming pass over the tensors, block by
+    // block, and the folder appears after every file in it has been verified.
     pipeline.run(Model::open(model)?, output)
 }
 

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Read a folder that compress wrote with `layout: sparse`, without compress: Python and NumPy are enough.
+"""Reads a folder that compress wrote with `layout: sparse`, without compress: needs only Python and NumPy.
 
     examples/read_sparse.py FOLDER                   list the weights
-    examples/read_sparse.py --check DENSE SPARSE     do both folders hold the same values, bit for bit?
+    examples/read_sparse.py --check DENSE SPARSE     compare two folders bit for bit
 
-A program calls `weights(FOLDER)`, which makes one dense array at a time.
+Programs can call `weights(FOLDER)`, which yields one dense array at a time.
 
-In the files, a weight NAME is one of
+In the files, a weight NAME is stored as either
 
     NAME                                      the elements
-    NAME.bitmask, NAME.values, NAME.shape     bit i % 8 of byte i / 8 tells whether element i is stored
+    NAME.bitmask, NAME.values, NAME.shape     bit i % 8 of byte i / 8 is set if element i is stored
 
-and when NAME_scale is there too, its elements are int8 and stand for (element - NAME_zero_point) * NAME_scale.
-Scales have the shape [1] (one for all), [rows, 1], or [rows, groups of a row].
+If NAME_scale exists too, the elements are int8, and their values are (element - NAME_zero_point) * NAME_scale. Scales
+have the shape [1] (per tensor), [rows, 1], or [rows, groups per row].
 """
 
 import argparse
@@ -30,7 +30,7 @@ DTYPES = {
 
 
 def stored(folder):
-    """What lies in the files, by name: (dtype, array), and whether it includes sparse tensors."""
+    """Tensors of the files by name, as (dtype, array), and whether they include sparse ones."""
     tensors, sparse = {}, False
     for path in sorted(Path(folder).glob("*.safetensors")):
         with path.open("rb") as file:
@@ -43,17 +43,17 @@ def stored(folder):
             array = data[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
             tensors[name] = entry["dtype"], array
     if not tensors:
-        sys.exit(f"{folder}: no tensors in *.safetensors here")
+        sys.exit(f"{folder}: no tensors in *.safetensors")
     return tensors, sparse
 
 
 def floats(dtype, array):
-    """NumPy has no bfloat16; as float32 it keeps its values."""
+    """Converts bfloat16, which NumPy does not support, to float32."""
     return (array.astype("<u4") << 16).view("<f4") if dtype == "BF16" else array
 
 
 def rounded(dtype, array):
-    """float32 values as the nearest of `dtype`, ties to even."""
+    """Rounds float32 values to `dtype`, ties to even."""
     if dtype == "BF16":
         bits = array.view("<u4")
         return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view("<f4")
@@ -61,17 +61,17 @@ def rounded(dtype, array):
 
 
 def expand(mask, values, shape):
-    """The dense array of a sparse one."""
+    """Expands a sparse array to a dense one."""
     kept = np.unpackbits(mask, count=int(np.prod(shape)), bitorder="little").view(bool)
     if kept.sum() != values.size:
-        raise ValueError(f"{kept.sum()} bits are set, and there are {values.size} values")
+        raise ValueError(f"{kept.sum()} bits are set, but there are {values.size} values")
     dense = np.zeros(kept.size, values.dtype)
     dense[kept] = values
     return dense.reshape(shape)
 
 
 def dequantize(integers, scale, zero_point):
-    """Values of int8 elements; `scale` is (dtype, array)."""
+    """Dequantizes int8 elements; `scale` is (dtype, array)."""
     dtype, scale = scale[0], floats(*scale).astype("f4")
 
     def spread(array):
@@ -82,7 +82,7 @@ def dequantize(integers, scale, zero_point):
 
 
 def weights(folder):
-    """Pairs (name, dense array), in order of names."""
+    """Yields pairs (name, dense array), in order of names."""
     tensors, sparse = stored(folder)
     suffixes = (".bitmask", ".values", ".shape")
     masked = {name.removesuffix(".bitmask") for name in tensors if sparse and name.endswith(".bitmask")}
@@ -104,12 +104,12 @@ def weights(folder):
 
 
 def difference(dense, sparse):
-    """The first thing that differs, in words, or None."""
+    """Describes the first difference, or returns None."""
     pairs = zip(weights(dense), weights(sparse), strict=True)
     try:
         for (name, a), (other, b) in pairs:
             if name != other:
-                return f"{min(name, other)} is in one of them only"
+                return f"{min(name, other)} is in only one of them"
             if (a.dtype, a.shape) != (b.dtype, b.shape):
                 return f"{name}: {a.dtype} {a.shape} and {b.dtype} {b.shape}"
             if a.tobytes() != b.tobytes():

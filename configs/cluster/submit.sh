@@ -1,6 +1,7 @@
 #!/bin/sh
-# Submits all parts of a run to Slurm, and the join behind them: submit.sh RECIPE OUTPUT [PARTS [ROUNDS]]
-# A threshold over all weights (`scope: global`) takes ROUNDS: 2 for 16-bit weights, 3 for float32. Parts that are written are not made again.
+# Submits all parts of a run to Slurm, followed by the merge job: submit.sh RECIPE OUTPUT [PARTS [ROUNDS]]
+# A global threshold (`scope: global`) needs ROUNDS: 2 for 16-bit weights, 3 for float32. Finished parts are not
+# computed again.
 set -eu
 recipe=$1 output=$2 parts=${3:-16} rounds=${4:-1}
 folder=$(dirname "$0")

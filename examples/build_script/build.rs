@@ -1,6 +1,6 @@
-//! Compresses a model into `OUT_DIR`, where the program embeds it from.
+//! Compresses a model into `OUT_DIR`, from which the program embeds it.
 //!
-//! `MODEL` names another model folder. `MODEL_PROGRESS=1` tells in warnings of cargo what is done.
+//! `MODEL` selects another model folder. `MODEL_PROGRESS=1` reports progress as cargo warnings.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -20,7 +20,8 @@ fn embed(output: PathBuf) -> compress::Result<()> {
             }
         });
     }
-    // Reused as long as neither the bytes of the model nor the options change, whatever made cargo run this again.
+    // The output is reused unless the bytes of the model or the options change, even if cargo runs this
+    // script again.
     let report = pipeline.build()?.run_cached(model, &output)?.report;
     println!("cargo::rustc-env=EMBEDDED_MODEL={}", output.join("model.safetensors").display());
     println!("cargo::rustc-env=EMBEDDED_MODEL_BEFORE={}", report.size.before.bytes);

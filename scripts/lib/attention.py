@@ -1,6 +1,6 @@
-"""Attention by itself, forward and with gradients, in turns with PyTorch's scaled_dot_product_attention.
+"""The attention op, forward and with gradients, interleaved with PyTorch's scaled_dot_product_attention.
 
-    attention.py SHAPE THREADS [--causal] [--backward]    PyTorch's side: answers every line with milliseconds and the growth of its peak memory
+    attention.py SHAPE THREADS [--causal] [--backward]    PyTorch: responds to every line with milliseconds and the growth of its peak memory
 """
 
 import statistics
@@ -13,7 +13,7 @@ GOAL = 1.0
 
 
 def peak():
-    """Bytes. `ru_maxrss` would be inherited from the parent."""
+    """Peak memory in bytes. `ru_maxrss` would be inherited from the parent."""
     with open("/proc/self/status") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
 
@@ -26,7 +26,7 @@ def torch_side(shape, threads, *flags):
     sizes = [int(size) for size in shape.split("x")]
     inputs = [torch.randn(sizes, requires_grad=backward) for _ in range(3)]
     gradient = torch.randn(sizes)
-    # What the library itself needs at its first call is not attention's.
+    # Excludes what the library allocates at its first call.
     small = [torch.randn(1, 1, 16, 16, requires_grad=backward) for _ in range(3)]
     result = torch.nn.functional.scaled_dot_product_attention(*small)
     if backward:
@@ -41,7 +41,7 @@ def torch_side(shape, threads, *flags):
 
 
 def measure(binary, python, turns, threads, say):
-    """A row for each job: milliseconds and bytes of both sides."""
+    """A row per job: milliseconds and bytes of both tools."""
     from lib.forward import Side
 
     rows = []
@@ -62,7 +62,7 @@ def measure(binary, python, turns, threads, say):
 
 
 def show(rows, threads):
-    print(f"attention of 12 heads of 64 in f32 on {threads} threads, beside PyTorch's scaled_dot_product_attention in turns")
+    print(f"attention of 12 heads of 64 in f32 on {threads} threads, interleaved with PyTorch's scaled_dot_product_attention")
     print(f"{'tokens':>6}  {'job':22}  {'compress':>10}  {'PyTorch':>10}  {'ratio (min to max)':>20}  {'goal':>6}  peak memory, both")
     for row in rows:
         ratios = [a / b for a, b in zip(*row["milliseconds"])]

@@ -1,4 +1,4 @@
-"""What scripts take from the cache and put there."""
+"""Access of scripts to the cache."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ SCRIPTS = Path(__file__).resolve().parent.parent
 
 
 def script(*command):
-    """The folders that another script prints; its failure is ours."""
+    """The folders that another script prints; exits if it fails."""
     done = subprocess.run([sys.executable, SCRIPTS / command[0], *command[1:]], stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         sys.exit(done.returncode)
@@ -18,12 +18,13 @@ def script(*command):
 
 
 def fetched(name):
+    """The folder of an input of scripts/fetch."""
     (folder,) = script("fetch", name)
     return folder
 
 
 def made(final, make):
-    """The folder `final`, which `make` fills when it is not there yet; it appears whole or not at all."""
+    """The folder `final`, which `make` creates if it does not exist; it appears completely or not at all."""
     if not final.is_dir():
         final.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=final.parent, prefix="make-") as scratch:
@@ -33,7 +34,7 @@ def made(final, make):
             try:
                 os.rename(folder, final)
             except OSError:
-                # Another run may have been faster.
+                # Another process may have created it.
                 if not final.is_dir():
                     raise
     return final

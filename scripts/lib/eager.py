@@ -1,8 +1,8 @@
-"""A model in PyTorch, run once for each line of standard input; scripts/bench takes turns with it.
+"""A model in PyTorch, run once per line of standard input; scripts/bench interleaves it with compress.
 
     eager.py make KIND FOLDER                  write a model folder with random weights: llama or resnet18
     eager.py inputs SHAPE FILE                 write inputs of this shape, as tensors by name
-    eager.py run FOLDER INPUTS OUTPUTS THREADS answer every line with milliseconds
+    eager.py run FOLDER INPUTS OUTPUTS THREADS respond to every line with milliseconds
 """
 
 import json

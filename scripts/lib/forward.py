@@ -1,4 +1,4 @@
-"""Forward passes of compress and of PyTorch in turns, and how far their results are apart."""
+"""Forward passes of compress and PyTorch, interleaved, and the difference of their outputs."""
 
 import os
 import statistics
@@ -17,7 +17,7 @@ TURN = 3
 
 
 class Side:
-    """A process that runs a model whenever it is given a line."""
+    """A process that runs a model for each line of input."""
 
     def __init__(self, command, threads):
         environment = {**os.environ, "RAYON_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
@@ -32,8 +32,8 @@ class Side:
         return answer.split()
 
     def turn(self):
-        """The numbers that each of some runs answers with, milliseconds first."""
-        # The other's threads may still be spinning, and the caches are its own.
+        """The numbers that each run responds with, milliseconds first."""
+        # The threads of the other process may still be spinning, and the caches contain its data.
         time.sleep(0.25)
         self.answer()
         return [[float(number) for number in self.answer()] for _ in range(TURN)]
@@ -44,7 +44,7 @@ class Side:
 
 
 def apart(ours, theirs, python):
-    """The largest difference of the results that both have."""
+    """The largest difference of the common outputs."""
     code = (
         "import sys; from safetensors.torch import load_file; a, b = map(load_file, sys.argv[1:]);"
         "print(max(((a[n] - b[n]).abs().max() / b[n].abs().max()).item() for n in a.keys() & b.keys()))"
@@ -53,7 +53,7 @@ def apart(ours, theirs, python):
 
 
 def measure(binary, turns, threads, say):
-    """A row for each job."""
+    """A row per job."""
     python = venv.reference()
     eager = [python, HERE / "eager.py"]
     rows = []
@@ -86,8 +86,8 @@ def measure(binary, turns, threads, say):
 
 
 def show(rows, threads):
-    print(f"forward passes in f32 on {threads} threads, against PyTorch eager in turns")
-    print(f"{'model, input':24}  {'compress':>10}  {'PyTorch':>10}  {'ratio (min–max)':>18}  {'goal':>6}  results apart")
+    print(f"forward passes in f32 on {threads} threads, interleaved with PyTorch eager")
+    print(f"{'model, input':24}  {'compress':>10}  {'PyTorch':>10}  {'ratio (min–max)':>18}  {'goal':>6}  difference")
     for row in rows:
         ours, theirs = row["milliseconds"]
         ratio = statistics.median(row["ratios"])

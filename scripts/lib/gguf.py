@@ -1,4 +1,4 @@
-"""Reading GGUF files: what they say, and their tensors as f32 in the order of the file."""
+"""Parser of GGUF files: metadata, and tensors as f32 in the order of the file."""
 
 import struct
 from array import array
@@ -44,16 +44,16 @@ class Reader:
         match kind:
             case 0:  # F32
                 return self.data[start : start + 4 * count]
-            case 3:  # Q4_1: step, lowest value, 32 nibbles
+            case 3:  # Q4_1: scale, minimum, 32 nibbles
                 floats = array("f")
                 for step, lowest, nibbles in struct.iter_unpack("<ee16s", self.data[start : start + count // 32 * 20]):
                     value = [step * code + lowest for code in range(16)].__getitem__
                     floats.extend(map(value, nibbles.translate(LOW)))
                     floats.extend(map(value, nibbles.translate(HIGH)))
-            case 8:  # Q8_0: step, 32 integers
+            case 8:  # Q8_0: scale, 32 integers
                 floats = array("f")
                 for step, *codes in struct.iter_unpack("<e32b", self.data[start : start + count // 32 * 34]):
                     floats.extend([step * code for code in codes])
             case _:
-                raise ValueError(f"tensors of type {kind} are not read")
+                raise ValueError(f"tensors of type {kind} are not supported")
         return floats.tobytes()

@@ -1,4 +1,4 @@
-"""The checks of scripts/gpu-check, with nothing but Python's standard library; PyTorch runs in processes of its own."""
+"""The checks of scripts/gpu-check, which need only Python's standard library; PyTorch runs in separate processes."""
 
 import html
 import itertools
@@ -16,20 +16,20 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 STEPS = 4
 OPTIMIZERS = ["adamw", "adamw8bit", "adafactor", "sgd"]
-# How far losses may be from those of the same training on the CPU in f32, as a part of them.
+# Relative tolerance of losses, compared with the same training on the CPU in f32.
 TOLERANCE = {"f32": 1e-3, "bf16": 0.05, "f16": 0.02}
-# A step through quantizers may round a value the other way.
+# Quantizers may round a value differently.
 QUANTIZED_TOLERANCE = 0.02
-# Copies of a step that trains on what is in the device's memory: its samples on the way in, its figures on the way out.
+# Copies of a step without offloading: the upload of samples and the download of figures.
 FIGURES = ("out", "step")
 SAMPLES = ("in", "batch")
 ROUNDS = 3
-# Seconds for one program, and for everything.
+# Time limits in seconds, for one program and for the whole run.
 PATIENCE, ALL = 240, 600
 
 
 class Checks:
-    """What was looked at, and what came of it."""
+    """The checks and their results."""
 
     def __init__(self):
         self.rows = []
@@ -40,7 +40,7 @@ class Checks:
 
 
 def safetensors(path, tensors):
-    """Writes whole numbers and floats: name to (type, shape, bytes)."""
+    """Writes integer and float tensors: name to (type, shape, bytes)."""
     header, begin = {}, 0
     for name, (kind, shape, data) in tensors.items():
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, begin + len(data)]}
@@ -50,7 +50,7 @@ def safetensors(path, tensors):
 
 
 def whole(rows, columns, value):
-    """A table of whole numbers."""
+    """A table of integers."""
     data = b"".join(value(row, column).to_bytes(8, "little") for row in range(rows) for column in range(columns))
     return "I64", [rows, columns] if columns > 1 else [rows], data
 
@@ -65,7 +65,8 @@ def samples(folder):
     safetensors(folder / "bert.safetensors", {"input_ids": tokens, "attention_mask": mask, "token_type_ids": whole(24, 9, lambda *_: 0), "labels": labels})
     safetensors(folder / "llama.safetensors", {"input_ids": tokens, "attention_mask": mask})
     pixels = [((i * 2654435761) % 1000) / 500 - 1 for i in range(24 * 3 * 32 * 32)]
-    safetensors(folder / "mobilenet.safetensors", {"pixel_values": ("F32", [24, 3, 32, 32], struct.pack(f"<{len(pixels)}f", *pixels)), "labels": labels})
+    images = {"pixel_values": ("F32", [24, 3, 32, 32], struct.pack(f"<{len(pixels)}f", *pixels)), "labels": labels}
+    safetensors(folder / "images.safetensors", images)
 
 
 class Trainer:
@@ -76,7 +77,7 @@ class Trainer:
         self.known = {}
 
     def train(self, model, passes, device, data, measure=False):
-        """The report; raises with the last line of what the program says."""
+        """The report; raises with the error output of the program."""
         recipe = self.folder / "recipe.yaml"
         sets = f"train: {{ arrays: {data} }}, calibration: {{ arrays: {data}, task: fidelity }}"
         if any("evaluate_every" in step for step in passes):
@@ -93,7 +94,7 @@ class Trainer:
         return [row["loss"] for row in details(report)["training"]["curve"]]
 
     def on_cpu(self, model, passes, data):
-        """Losses of the same training on the CPU, once for all that ask for it."""
+        """Losses of the same training on the CPU, computed once."""
         key = (model, *passes)
         if key not in self.known:
             self.known[key] = self.losses(self.train(model, passes, "cpu", data))
@@ -109,7 +110,7 @@ def distance(ours, expected):
 
 
 def check_ops(args, checks):
-    """The laws of ops and kernels, by the test program."""
+    """The tests of ops and kernels, by the test program."""
     device = "cpu" if args.device.startswith("cpu") else args.device
     environment = os.environ | {"COMPRESS_TEST_DEVICE": device} | ({"COMPRESS_KERNELS": "off"} if args.device == "cpu:strict" else {})
     done = subprocess.run([args.ops, "kernels::"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=PATIENCE)
@@ -127,15 +128,17 @@ def passes(pass_name, options=(), quantized=False):
 
 
 def check_training(args, checks, trainer):
-    """Optimizers, precisions, and the combinations of what can go together."""
-    bert, llama, mobilenet = (args.models / name for name in ("bert-sequence-classification", "llama-grouped-tied", "torchvision-mobilenet-v2"))
-    data = {model: trainer.folder / f"{name}.safetensors" for model, name in ((bert, "bert"), (llama, "llama"), (mobilenet, "mobilenet"))}
+    """Optimizers, precisions, and the combinations of compatible options."""
+    names = ("bert-sequence-classification", "llama-grouped-tied", "torchvision-mobilenet-v2", "efficientnet-image-classification")
+    bert, llama, mobilenet, efficientnet = (args.models / name for name in names)
+    files = ((bert, "bert"), (llama, "llama"), (mobilenet, "images"), (efficientnet, "images"))
+    data = {model: trainer.folder / f"{name}.safetensors" for model, name in files}
 
     def compare(section, name, model, pass_name, options=(), precision="f32", quantized=False):
         tolerance = max(TOLERANCE[precision], QUANTIZED_TOLERANCE if quantized else 0)
         try:
             report = trainer.train(model, passes(pass_name, [*options, f"precision: {precision}"], quantized), args.device, data[model])
-            # Where values lie changes none of them.
+            # The storage of values does not change them.
             plain = [option for option in options if not option.startswith("offload")]
             expected = trainer.on_cpu(model, passes(pass_name, plain, quantized), data[model])
             apart = distance(trainer.losses(report), expected)
@@ -148,6 +151,10 @@ def check_training(args, checks, trainer):
     soft = ["losses: { soft: 1, hidden: 1 }", "student: { layers: [0] }"]
     for optimizer in OPTIMIZERS:
         compare("optimizers", optimizer, bert, "finetune", [f"optimizer: {optimizer}"])
+    # A parameter of at least 4096 elements, whose moments have 8 bits.
+    report = compare("optimizers", "adamw8bit, large parameter", efficientnet, "finetune", ["optimizer: adamw8bit"])
+    if report:
+        check_copies(args, checks, "adamw8bit", report)
     jobs = [("classifier", bert, "finetune", []), ("language model", llama, "distill", soft), ("depthwise network", mobilenet, "finetune", [])]
     for (name, model, pass_name, options), precision in itertools.product(jobs, ["f32"] if args.small else TOLERANCE):
         report = compare("models", f"{name}, {precision}", model, pass_name, options, precision)
@@ -156,7 +163,7 @@ def check_training(args, checks, trainer):
     offloads = ["", "offload: [optimizer]"]
     combinations = itertools.product(offloads, ["", "average: 0.9"], ["", "evaluate_every: 2"], [False, True], ["", "gradient_checkpointing: blocks"])
     for number, (offload, average, evaluation, quantized, checkpointing) in enumerate(combinations):
-        # Of the 32 every pair of values stands among these.
+        # A subset of the 32 that contains every pair of values.
         if args.small and number not in (0, 7, 13, 18, 28, 31):
             continue
         options = [part for part in (average, evaluation, checkpointing, offload) if part]
@@ -167,7 +174,7 @@ def check_training(args, checks, trainer):
 
 
 def check_copies(args, checks, name, report):
-    """How often a step moves values between host and device."""
+    """The number of copies between host and device per step."""
     copies = {(copy["direction"], copy["cause"]): copy["per_step"] for copy in details(report)["training"]["copies"]}
     if args.device == "cpu":
         return checks.add("copies", f"{name}: none on the CPU", not copies, copies=str(copies))
@@ -176,7 +183,7 @@ def check_copies(args, checks, name, report):
 
 
 def check_report(args, checks, trainer):
-    """What the report says of the machine."""
+    """The description of the machine in the report."""
     report = trainer.train(args.models / "bert-sequence-classification", passes("finetune"), args.device, trainer.folder / "bert.safetensors")
     gpu = not args.device.startswith("cpu")
     measured = trainer.train(args.models / "bert-sequence-classification", ["cast: { to: f16 }"], args.device, trainer.folder / "bert.safetensors", measure=True)
@@ -190,7 +197,7 @@ def check_report(args, checks, trainer):
 
 
 def bench(args, checks, trainer):
-    """Distillation beside PyTorch, in turns."""
+    """Distillation, interleaved with PyTorch."""
     gpu = not args.device.startswith("cpu")
     if not gpu:
         return []
@@ -245,7 +252,7 @@ def page(result):
 <style>body{{font:15px/1.5 system-ui;max-width:70rem;margin:2rem auto;padding:0 1rem}}table{{border-collapse:collapse;width:100%}}td,th{{text-align:left;vertical-align:top;padding:.3rem .6rem;border-bottom:1px solid #ddd;overflow-wrap:anywhere}}.bad td{{background:#fde8e6}}</style>
 <h1>{len(result['checks']) - len(failed)} of {len(result['checks'])} checks passed</h1>
 <p>{escape(result['machine'])}, device {escape(result['device'])}, {result['seconds']:.0f} s</p>
-<h2>Beside PyTorch with autocast</h2><table><tr><th>job<th>compress<th>PyTorch<th>time, ratio</tr>{beside or '<tr><td colspan=4>not run'}</table>
+<h2>Comparison with PyTorch with autocast</h2><table><tr><th>job<th>compress<th>PyTorch<th>time, ratio</tr>{beside or '<tr><td colspan=4>not run'}</table>
 <h2>Checks</h2><table>{rows}</table></html>
 """
 
@@ -257,7 +264,7 @@ def machine():
 
 
 def libraries():
-    """CUDA libraries of the PyTorch environment, for the programs that are started."""
+    """CUDA libraries of the PyTorch environment, for the started programs."""
     folders = [str(folder) for path in sys.path for folder in Path(path).glob("nvidia/*/lib") if Path(path).is_dir()]
     os.environ["LD_LIBRARY_PATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
 

@@ -1,11 +1,12 @@
-"""Distillation in plain PyTorch with autocast, beside which scripts/gpu-check runs compress.
+"""Distillation in plain PyTorch with autocast, for comparison in scripts/gpu-check.
 
     gpu_peers.py make JOB FOLDER          write teacher, student and batch for compress, with random weights
-    gpu_peers.py run JOB FOLDER DEVICE    print seconds of a step, the first loss and the peak of memory, as JSON
+    gpu_peers.py run JOB FOLDER DEVICE    print seconds per step, the first loss and the peak memory, as JSON
 
-minilm: an encoder of six layers, 384 wide, teaches its layers 0, 2 and 4; 64 sequences of 128 tokens; KL between the distributions
-over six classes plus the mean squared error of hidden states. llama: 12 layers, 768 wide, 32,000 tokens, teaches its even
-layers; 8 sequences of 512 tokens; KL between the distributions over the next token. AdamW, bf16 but for weights and optimizer.
+minilm: an encoder of six layers with width 384 is distilled to its layers 0, 2 and 4; 64 sequences of 128
+tokens; KL divergence of the distributions over six classes plus the mean squared error of hidden states. llama:
+12 layers with width 768 and 32,000 tokens are distilled to the even layers; 8 sequences of 512 tokens; KL
+divergence of the distributions over the next token. AdamW, bf16 except for weights and optimizer.
 """
 
 import json

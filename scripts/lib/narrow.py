@@ -9,7 +9,7 @@ from torchvision.ops import Conv2dNormActivation
 
 
 class NarrowResNet(ResNet):
-    """torchvision's, with `width` channels where that has 64."""
+    """The torchvision model, with `width` channels instead of 64."""
 
     def __init__(self, block, layers, width, classes):
         self.width = width
@@ -25,7 +25,7 @@ class NarrowResNet(ResNet):
 
 
 def narrow_mobilenet(last_channel, num_classes, **options):
-    """torchvision's, with `last_channel` channels where that has at least 1280."""
+    """The torchvision model, with `last_channel` channels instead of at least 1280."""
     model = MobileNetV2(num_classes=num_classes, **options)
     channels = model.features[-1][0].in_channels
     model.features[-1] = Conv2dNormActivation(channels, last_channel, kernel_size=1, activation_layer=nn.ReLU6)
@@ -33,27 +33,28 @@ def narrow_mobilenet(last_channel, num_classes, **options):
     return model
 
 
-# Read, window, wide, made, whether gated, function, step of each block.
+# Input channels, kernel, expanded channels, output channels, squeeze-and-excitation, activation, stride of
+# each block.
 MOBILENET_V3_ROWS = [
     [8, 3, 8, 8, True, "RE", 2],
     [8, 3, 20, 12, False, "RE", 2],
     [12, 5, 24, 12, True, "HS", 1],
     [12, 5, 28, 16, True, "HS", 2],
 ]
-# Expansion, window, step, read, made, layers of each stage.
+# Expansion, kernel, stride, input channels, output channels, layers of each stage.
 EFFICIENTNET_ROWS = [[1, 3, 1, 32, 8, 1], [3, 3, 2, 8, 12, 2], [2, 5, 2, 12, 16, 1]]
 
 
 def narrow_mobilenet_v3(rows=MOBILENET_V3_ROWS, last_channel=20, num_classes=5):
-    """torchvision's, of rows of its blocks' sizes."""
+    """The torchvision model, from rows with the sizes of its blocks."""
     settings = [InvertedResidualConfig(*row, dilation=1, width_mult=1.0) for row in rows]
     return MobileNetV3(settings, last_channel, num_classes=num_classes)
 
 
 def narrow_efficientnet(rows=EFFICIENTNET_ROWS, last_channel=20, num_classes=5):
-    """torchvision's, of rows of its stages' sizes."""
+    """The torchvision model, from rows with the sizes of its stages."""
     settings = [MBConvConfig(*row, width_mult=1.0, depth_mult=1.0) for row in rows]
     for setting, row in zip(settings, rows):
-        # Rounded to eights by the constructor.
+        # The constructor rounds to multiples of 8.
         setting.input_channels, setting.out_channels = row[3], row[4]
     return EfficientNet(settings, 0.0, last_channel=last_channel, num_classes=num_classes)

@@ -1,11 +1,12 @@
-"""all-MiniLM-L6-v2 as ONNX, beside what torch.onnx.export and onnxruntime.quantization make of it.
+"""Comparison of all-MiniLM-L6-v2 as ONNX with the output of torch.onnx.export and onnxruntime.quantization.
 
     scripts/bench --onnx
 
-Every session runs once a round, in changing order, so that a busy machine disturbs all alike; ratios are taken round
-by round, and their median is printed. Latency is that of two threads, and a goal between the quartiles of its ratio
-is called within noise; CPU time is that of one, which a busy machine does not change much. Faithfulness is that of sentence embeddings, one at a time and 32 together: rank
-correlation with the scores of the STS-B test set, and cosine to the embeddings of PyTorch's float32 file.
+Every session runs once per round, in changing order, so that other load affects all equally; ratios are
+computed per round, and their median is printed. Latency is measured with two threads; a goal between the
+quartiles of the ratio is marked as within noise. CPU time is measured with one thread and depends little on
+other load. Accuracy is that of sentence embeddings, one at a time and 32 together: rank correlation with the
+scores of the STS-B test set, and cosine similarity to the embeddings of PyTorch's float32 file.
 """
 
 import json
@@ -22,11 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from lib import venv
+from lib.cached import fetched
 
 BATCH, LENGTH, THREADS = 16, 64, 2
-# One scale serves all activations of a batch, so results depend on who shares it.
+# All activations of a batch share one scale, so results depend on the batch.
 SENTENCES = (1, 32)
-# What our files are made with; the first is timed.
+# Options of the files of compress; the first is timed.
 EXPORTS = {
     "int8": ["--export", "onnx", "--", "quantize-dynamic", "--embeddings", "--observer", "mse"],
     "float32": ["--export", "onnx", "--", "cast", "--to", "f32"],
@@ -43,7 +45,8 @@ SECONDS_GOAL, MEMORY_GOAL = 0.5, 300e6
 
 
 def bench(binary, timed, runs):
-    """Makes the files, timing ours; everything else happens in the reference environment. Returns the exit code."""
+    """Writes the files of compress and measures that; everything else runs in the reference environment.
+    Returns the exit code."""
     model, data = fetched("minilm"), fetched("sts-b")
     with tempfile.TemporaryDirectory(prefix="compress-onnx-bench-") as scratch:
         scratch = Path(scratch)
@@ -61,11 +64,6 @@ def bench(binary, timed, runs):
     return 0
 
 
-def fetched(name):
-    command = [sys.executable, ROOT / "scripts" / "fetch", name]
-    return Path(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
-
-
 def show(figures, made):
     rows = [["file", "MB", f"ms, {BATCH} × {LENGTH} tokens", "STS-B", "cosine: mean", "min"]]
     for name, row in figures["files"].items():
@@ -74,7 +72,7 @@ def show(figures, made):
     for row in rows:
         print("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))))
     print()
-    for name, of, to, sense, goal in RATIOS:
+    for name, _, _, sense, goal in RATIOS:
         low, middle, high = figures["ratios"]["latency"][name]
         processor = figures["ratios"]["processor"][name]
         verdict = ""
@@ -90,7 +88,7 @@ def show(figures, made):
     print(f"\n{figures['machine']}, {THREADS} threads, ONNX Runtime {figures['onnxruntime']}, load {figures['load'][0]:.1f} to {figures['load'][1]:.1f}")
 
 
-# From here on in the reference environment.
+# The following functions run in the reference environment.
 
 
 def export_torch(model, path):
@@ -109,7 +107,7 @@ def export_torch(model, path):
 
     names = ["input_ids", "attention_mask", "token_type_ids"]
     ones = torch.ones(2, 16, dtype=torch.int64)
-    # The exporter with `dynamo=True` makes a file that ONNX Runtime runs a fifth slower.
+    # ONNX Runtime is a fifth slower with the file of the exporter with `dynamo=True`.
     options = {"opset_version": 17, "dynamo": False, "dynamic_axes": {name: {0: "batch", 1: "sequence"} for name in names}}
     with open(os.devnull, "w") as quiet:
         stdout, sys.stdout = sys.stdout, quiet
@@ -125,7 +123,7 @@ def session(path, threads=THREADS):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    # The threads of one session would take the cores from the next.
+    # Spinning threads of one session would slow the next one.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
@@ -164,7 +162,8 @@ def embeddings(opened, model, texts, size):
 
 
 def correlation(vectors, scores):
-    """Of the ranks of scores with those of the cosines of pairs, the second sentences behind all first ones."""
+    """Rank correlation of scores with the cosine similarities of pairs; all second sentences follow all
+    first ones."""
     import numpy
 
     similarity = (vectors[: len(scores)] * vectors[len(scores) :]).sum(1)
@@ -172,7 +171,7 @@ def correlation(vectors, scores):
 
 
 def ranks(values):
-    """Places in order, those of equal values averaged."""
+    """Ranks; equal values have the mean of their ranks."""
     import numpy
 
     _, inverse, counts = numpy.unique(values, return_inverse=True, return_counts=True)

@@ -1,8 +1,8 @@
-"""The same jobs with what people use today; scripts/bench runs each in a process of its own.
+"""The jobs of scripts/bench in other tools, each in a separate process.
 
     peers.py JOB MODEL OUT
 
-Linear weights are matrices but for embeddings and the output head, as compress chooses them.
+Linear weights are all matrices except embeddings and the output head, as in compress.
 """
 
 import sys
@@ -18,7 +18,7 @@ def is_linear(name, tensor):
 
 
 def layers(tensors):
-    """A module for each linear weight, as torch.nn.utils.prune wants them."""
+    """A module per linear weight, as required by torch.nn.utils.prune."""
     import torch
 
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""What a process takes."""
+"""Measurement of processes."""
 
 import json
 import signal
@@ -12,7 +12,8 @@ class Failed(Exception):
     pass
 
 
-# A small process between: what a process begins with counts for its peak, and that is a copy of the one that starts it.
+# An intermediate process, because the initial memory of a process is a copy of its parent and counts for its
+# peak.
 STARTER = """
 import json, os, resource, sys, time
 limit, most, out, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
@@ -30,7 +31,7 @@ with open(out, "w") as file:
 
 
 def timed(command, memory_limit=None, processor_limit=None):
-    """Seconds and peak resident bytes of a process, which may use so many bytes and so many seconds of processor time."""
+    """Seconds and peak resident bytes of a process, with optional limits on memory and processor time."""
     command = [str(word) for word in command]
     with tempfile.TemporaryFile() as said, tempfile.NamedTemporaryFile() as out:
         subprocess.run([sys.executable, "-ISc", STARTER, str(memory_limit or 0), str(processor_limit or 0), out.name, *command], stdout=subprocess.DEVNULL, stderr=said)

@@ -18,7 +18,7 @@ class Crate:
         return self.index.get(str(number))
 
     def collect(self, module, path, seen):
-        """Finds every name under which an item can be used."""
+        """Finds all paths of an item."""
         if module["id"] in seen:
             return
         self.name(module, path)
@@ -38,7 +38,7 @@ class Crate:
                     continue
                 if inner["is_glob"]:
                     if only(target["inner"])[0] != "module":
-                        raise SystemExit(f"{path}: a glob of something else than a module is not understood here")
+                        raise SystemExit(f"{path}: a glob import of a non-module is not supported")
                     self.members(target, path, seen | {module["id"]})
                     continue
                 item, name, kind = target, inner["name"], only(target["inner"])[0]
@@ -51,7 +51,8 @@ class Crate:
         self.names.append((path, item["id"], None))
         defined = self.paths.get(str(item["id"]), {}).get("path", [])
         parent = path.split("::")[:-1]
-        # The module that an item is written in, or the innermost one around it, is where it is at home.
+        # The canonical path is that of the module that defines the item, or of the innermost enclosing
+        # module.
         rank = (len(parent) if defined[: len(parent)] == parent else -1, path)
         if rank > self.public.get(item["id"], ((-2, ""),))[0]:
             self.public[item["id"]] = (rank, path)
@@ -99,7 +100,7 @@ class Crate:
                 return f"{owner}::{t['name']}{self.arguments(t['args'])}"
             case "infer":
                 return "_"
-        raise SystemExit(f"a type that is not understood here: {tagged}")
+        raise SystemExit(f"unsupported type: {tagged}")
 
     def arguments(self, tagged):
         if not tagged:
@@ -140,7 +141,7 @@ class Crate:
         return f"for<{', '.join(p['name'] for p in params)}> " if params else ""
 
     def generics(self, generics):
-        """Parameters, and the `where` behind."""
+        """Generic parameters, and the `where` clause."""
         params, where = [], []
         for param in generics["params"]:
             kind, value = only(param["kind"])

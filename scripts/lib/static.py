@@ -1,11 +1,11 @@
-"""The parts of scripts/static-peers that need the reference environment, each in a process of its own.
+"""The parts of scripts/static-peers that need the reference environment, each in a separate process.
 
     static.py prepare MODEL FOLDER DATA SCRATCH N,N    float.onnx, and samples-N.npz for each N
     static.py quantize FLOAT SAMPLES METHOD OPS ACTIVATIONS OUT
-    static.py nncf FLOAT SAMPLES OUT                   in the environment that holds NNCF
+    static.py nncf FLOAT SAMPLES OUT PRESET            in the environment with NNCF; "" is its default preset
     static.py judge MODEL FOLDER DATA PATHS            figures of the files of a JSON object, as JSON
-    static.py compare MODEL DATA COUNT PATHS           how alike answers are to those of the first, by set of pictures, as JSON
-    static.py models FILE…                             which model each is of, as JSON
+    static.py compare MODEL DATA COUNT PATHS           similarity of outputs to those of the first file, by set of images, as JSON
+    static.py models FILE…                             the model of each file, as JSON
 """
 
 import json
@@ -25,13 +25,13 @@ from lib import cached, onnx_bench
 BATCH = 32
 ROUNDS = 20
 SHAPES = {"cifar-10": [3, 32, 32], "fashion-mnist": [1, 28, 28]}
-# Pictures of a set that is compared, at most.
+# Maximum number of images of a compared set.
 COMPARED = 1000
-COMPARISONS = ["efficientnet-lite0", "efficientnet-lite0-uneven", "cifar-10-depthwise"]
+COMPARISONS = ["efficientnet-lite0", "efficientnet-lite0-uneven", "mobilenet-v2", "cifar-10-depthwise"]
 
 
 def pictures(model, data, part):
-    """Pixels as the network takes them, and labels."""
+    """Preprocessed pixels, and labels."""
     if model == "cifar-10":
         from safetensors.numpy import load_file
 
@@ -44,9 +44,12 @@ def pictures(model, data, part):
 
 
 def sets(model, data, count):
-    """What calibrates, and pictures that nothing was calibrated on."""
+    """Calibration images, and images that were not used for calibration. MobileNetV2 is evaluated on all
+    photographs."""
     from safetensors.numpy import load_file
 
+    if model == "mobilenet-v2":
+        return {name: load_file(data / f"{name}.safetensors")["pixel_values"] for name in ("photographs", "cifar-10")}
     if model.startswith("efficientnet"):
         names = ("photographs", "cifar-10", "scenes")
         calibration, *others = [load_file(data / f"{name}.safetensors")["pixels"].astype(numpy.float32) for name in names]
@@ -57,9 +60,10 @@ def sets(model, data, count):
 
 
 def feeds(model, folder, data, count):
-    """What calibration runs on."""
+    """Calibration samples."""
     if model in COMPARISONS:
-        return [{"pixels": picture[None]} for picture in sets(model, data, count)["calibration"]]
+        name = "pixel_values" if model == "mobilenet-v2" else "pixels"
+        return [{name: picture[None]} for picture in next(iter(sets(model, data, count).values()))[:count]]
     if model == "minilm":
         first, _, _ = onnx_bench.sentences(data, "train")
         return list(onnx_bench.batches(folder, first[:count], 1))
@@ -107,7 +111,7 @@ def quantize(source, samples, method, ops, activations, out):
     more = {"CalibPercentile": 99.99} if method == "Percentile" else {}
     shapes = {array.shape[1:] for feed in reader.feeds for array in feed.values()}
     if method != "MinMax" and len(shapes) > 1:
-        # Histograms of samples of different lengths are collected one at a time, or it fails.
+        # Histograms of samples with different lengths must be collected one at a time; otherwise it fails.
         more["CalibStridedMinMax"] = 1
     options = {
         "op_types_to_quantize": ops.split(",") if ops else None,
@@ -119,7 +123,7 @@ def quantize(source, samples, method, ops, activations, out):
     quantize_static(source, out, reader, **options)
 
 
-def nncf(source, samples, out):
+def nncf(source, samples, out, preset):
     import nncf
     import onnx
 
@@ -128,7 +132,8 @@ def nncf(source, samples, out):
     for name in arrays.files:
         place, given = name.split("/")
         feeds.setdefault(int(place), {})[given] = arrays[name]
-    onnx.save(nncf.quantize(onnx.load(source), nncf.Dataset([feeds[place] for place in sorted(feeds)])), out)
+    options = {"preset": nncf.QuantizationPreset(preset)} if preset else {}
+    onnx.save(nncf.quantize(onnx.load(source), nncf.Dataset([feeds[place] for place in sorted(feeds)]), **options), out)
 
 
 def cosines(one, other):
@@ -137,7 +142,7 @@ def cosines(one, other):
 
 
 def answers(model, opened, folder, data):
-    """Scores, and the rows that are compared with those of the float file."""
+    """Scores, and the outputs to compare with those of the float file."""
     if model == "minilm":
         first, second, scores = onnx_bench.sentences(data)
         every = [onnx_bench.embeddings(opened, folder, first + second, size) for size in onnx_bench.SENTENCES]
@@ -173,7 +178,8 @@ def compare(model, data, count, paths):
         plain = None
         for file, path in json.loads(paths).items():
             opened = onnx_bench.session(path)
-            found = numpy.concatenate([opened.run(None, {"pixels": images[start : start + BATCH]})[0] for start in range(0, len(images), BATCH)])
+            given = opened.get_inputs()[0].name
+            found = numpy.concatenate([opened.run(None, {given: images[start : start + BATCH]})[0] for start in range(0, len(images), BATCH)])
             plain = found if plain is None else plain
             kept = int((found.argmax(1) == plain.argmax(1)).sum())
             rows.setdefault(file, {})[name] = {"cosine": float(cosines(found, plain).mean()), "kept": kept, "of": len(images)}

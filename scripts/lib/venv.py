@@ -26,14 +26,14 @@ def cache() -> Path:
     return Path(base, "compress").absolute()
 
 
-# What many still run: libraries of another version before those of the reference environment.
+# Older versions of libraries, which precede those of the reference environment in the path.
 OLDER = ["transformers==4.57.6", "compressed-tensors==0.13.0", "accelerate==1.15.0"]
 
 
 def prepare(name: str, requirements: list[str], size: str, above: Path | None = None) -> Path:
-    """The python of a virtual environment in the cache; it is built when it is missing or holds something else.
+    """The python of a virtual environment in the cache, which is built if it is missing or has other requirements.
 
-    It sees what is installed `above`, another environment's python, where it has nothing of its own.
+    Packages of `above`, the python of another environment, are visible too, with lower precedence.
     """
     folder = cache() / f"venv-{name}"
     python = folder / "bin" / "python"
@@ -53,33 +53,34 @@ def prepare(name: str, requirements: list[str], size: str, above: Path | None = 
 
 
 def reference() -> Path:
-    """The python that has the reference implementations."""
+    """The python with the reference implementations."""
     return prepare("reference", REQUIREMENTS, "6 GB")
 
 
 def older() -> Path:
-    """The python that has the older libraries of readers."""
+    """The python with older versions of the libraries."""
     return prepare("transformers-4", OLDER, "100 MB", reference())
 
 
 def nncf() -> Path:
-    """The python that has NNCF, which reads ONNX without PyTorch."""
+    """The python with NNCF, which reads ONNX without PyTorch."""
     return prepare("nncf", ["nncf==3.4.0", "onnx==1.22.0", "onnxruntime==1.31.1", "numpy==2.4.6"], "1 GB")
 
 
 def gguf() -> Path:
-    """The python that reads and writes GGUF files beside the reference implementations."""
+    """The python with `gguf` in addition to the reference implementations."""
     return prepare("gguf", ["gguf==0.19.0"], "1 MB", reference())
 
 
 def decoders() -> Path:
-    """The python that exports decoders to ONNX and runs them, with the transformers that optimum asks for."""
+    """The python that exports decoders to ONNX and runs them, with the version of transformers that optimum
+    requires."""
     wanted = ["optimum-onnx==0.1.0", "onnxruntime-genai==0.18.0", "onnxruntime==1.31.1", "transformers==4.57.6", "accelerate==1.15.0"]
     return prepare("decoders", wanted, "200 MB", reference())
 
 
 def enter(environment=reference, name="reference") -> None:
-    """Continue in an environment: build it when it is missing, then run this script again inside."""
+    """Restarts this script in an environment, which is built if missing."""
     if Path(sys.prefix) == cache() / f"venv-{name}":
         return
     try:

@@ -1,4 +1,4 @@
-//! Prints what is in the model that the build script has embedded.
+//! Prints the tensors of the model that the build script has embedded.
 
 use safetensors::{SafeTensorError, SafeTensors};
 
