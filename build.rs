@@ -1,4 +1,4 @@
-//! Tells the crate which commit it is built from, when that is known.
+//! Passes the git commit to the crate, if it is known.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,15 +9,16 @@ fn git(args: &[&str]) -> Option<String> {
 }
 
 fn main() {
-    // Cargo builds again whenever a file that it is to watch is not there: only those that exist are named.
+    // Cargo rebuilds at every invocation if a watched file is missing, so only existing files are listed.
     println!("cargo::rerun-if-changed=build.rs");
-    // The commit of a repository around this folder says nothing about this crate.
-    let own = Path::new(".git").exists();
-    for name in ["HEAD", "logs/HEAD"].into_iter().filter(|_| own) {
+    // A repository that contains this folder, such as a workspace that vendors the crate, has unrelated
+    // commits.
+    let is_repository = Path::new(".git").exists();
+    for name in ["HEAD", "logs/HEAD"].into_iter().filter(|_| is_repository) {
         if let Some(path) = git(&["rev-parse", "--git-path", name]).filter(|path| Path::new(path).exists()) {
             println!("cargo::rerun-if-changed={path}");
         }
     }
-    let commit = own.then(|| git(&["rev-parse", "--short=12", "HEAD"])).flatten().unwrap_or_default();
+    let commit = is_repository.then(|| git(&["rev-parse", "--short=12", "HEAD"])).flatten().unwrap_or_default();
     println!("cargo::rustc-env=COMPRESS_COMMIT={commit}");
 }

@@ -1,6 +1,6 @@
-//! Ops forwards and backwards, at sizes of a small transformer and a small image model.
+//! Forward and backward passes of ops, at the sizes of a small transformer and a small image model.
 //!
-//! `cargo bench --bench gradients -- Linear` runs those with the word in their name.
+//! `cargo bench --bench gradients -- Linear` runs the benchmarks whose names contain `Linear`.
 #![allow(clippy::unwrap_used)]
 #![allow(missing_docs)]
 
@@ -18,7 +18,7 @@ fn numbers(shape: &[usize]) -> Tensor {
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
-/// Images as kernels leave them: channel by channel.
+/// Images in channels-first layout.
 fn images(shape: [usize; 4]) -> Tensor {
     numbers(&[shape[1], shape[0], shape[2], shape[3]]).transpose(0, 1).unwrap()
 }
@@ -28,12 +28,12 @@ fn bench(criterion: &mut Criterion, name: &str, op: impl Into<Op>, inputs: &[Ten
     let prepared = PreparedOp::new(&op, &Device::Cpu, DType::F32);
     let output = prepared.forward(inputs).unwrap();
     let gradient = if output.rank() == 4 && !output.is_contiguous() { images(output.dims4().unwrap().into()) } else { numbers(output.dims()) };
-    let saved: Vec<Saved> = inputs.iter().cloned().map(Saved::whole).collect();
+    let saved: Vec<Saved> = inputs.iter().cloned().map(Saved::full).collect();
     let wanted = vec![true; inputs.len()];
-    let output = Saved::whole(output);
+    let output = Saved::full(output);
     criterion.bench_function(&format!("{name} forward"), |b| b.iter(|| prepared.forward(black_box(inputs)).unwrap()));
     criterion.bench_function(&format!("{name} backward"), |b| {
-        b.iter(|| prepared.backward(&Backward { inputs: black_box(&saved), output: &output, gradient: &gradient, wanted: &wanted }).unwrap());
+        b.iter(|| prepared.backward(&Backward { inputs: black_box(&saved), output: &output, gradient: &gradient, needs_gradient: &wanted }).unwrap());
     });
 }
 

@@ -1,6 +1,6 @@
 //! Throughput of every kernel on blocks of 1 MiB, for bfloat16 and float32.
 //!
-//! `cargo bench --bench kernels -- quantize` runs those with the word in their name.
+//! `cargo bench --bench kernels -- quantize` runs the benchmarks whose names contain `quantize`.
 
 #![allow(missing_docs)]
 
@@ -15,7 +15,7 @@ use rand::rngs::Xoshiro256PlusPlus;
 use rand_distr::{Distribution, StandardNormal};
 
 const BYTES: usize = 1 << 20;
-/// Elements compared or converted at a time, as the writer does.
+/// Number of elements that are compared or converted at once, as in the writer.
 const RUN: usize = 4096;
 
 /// Normal values with a deviation of 0.02.
@@ -27,7 +27,7 @@ fn values<F: Float>() -> (Vec<f32>, Vec<u8>) {
     (floats, bytes)
 }
 
-/// The magnitude below which about half of the values lie.
+/// Median of the magnitudes.
 fn median<F: Float>(bytes: &[u8]) -> F::Magnitude {
     let mut all: Vec<_> = F::split(bytes).iter().map(|e| F::magnitude(*e)).collect();
     all.sort();
@@ -107,7 +107,7 @@ fn packing<F: Float>(group: &mut BenchmarkGroup<WallTime>, pruned: &[u8]) {
     });
 }
 
-/// Int8 back to floats; the same for both formats.
+/// Dequantization of int8; it is the same for both formats.
 fn integers(criterion: &mut Criterion) {
     let integers: Vec<u8> = (0..BYTES).map(|i| (i * 31 % 251) as u8).collect();
     let mut floats = vec![0f32; RUN];

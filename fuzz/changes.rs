@@ -1,22 +1,23 @@
-// Random changes of files and answers, for tests and fuzzers: what is changed is seldom what it was, and often almost.
+// Random mutations of files and responses, for tests and fuzzers.
 
-/// Numbers, always the same from one seed on.
+/// Deterministic random number generator; the field is the seed.
 pub struct Random(pub u64);
 
-/// Numbers that lengths and places may be.
+/// Boundary values of lengths and offsets.
 const NUMBERS: [u64; 10] = [0, 1, 2, 31, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 63, u64::MAX];
 
-/// Bytes at the beginning that say what the rest is.
+/// Number of leading bytes, which usually contain headers and are mutated more often.
 const HEAD: usize = 700;
 
 impl Random {
+    /// A random number below `limit`.
     pub fn below(&mut self, limit: usize) -> usize {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % limit.max(1)
     }
 
-    /// Changes bytes at one to four places: bits, bytes, runs that are cut, doubled or moved, and what may stand there and means something
-    /// else: one of `words`, or, where there are none, a number.
+    /// Mutates bytes at one to four offsets: flips bits, replaces bytes, removes or duplicates runs,
+    /// truncates, or inserts one of `words` (or a boundary value, if `words` is empty).
     pub fn change(&mut self, bytes: &mut Vec<u8>, words: &[&str]) {
         for _ in 0..1 + self.below(4) {
             let within = if self.below(2) == 0 { HEAD.min(bytes.len()) } else { bytes.len() };
@@ -47,7 +48,7 @@ impl Random {
         }
     }
 
-    /// The same, of a copy.
+    /// Returns a mutated copy.
     pub fn changed(&mut self, bytes: &[u8], words: &[&str]) -> Vec<u8> {
         let mut bytes = bytes.to_vec();
         self.change(&mut bytes, words);

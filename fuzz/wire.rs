@@ -1,4 +1,4 @@
-// Connections in memory: whatever is asked for, the answer is what this thread said last.
+// In-memory HTTP connections: every request receives the response that this thread has set.
 
 use std::cell::RefCell;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -9,22 +9,24 @@ use ureq::unversioned::resolver::{ResolvedSocketAddrs, Resolver};
 use ureq::unversioned::transport::{Buffers, ConnectionDetails, Connector, LazyBuffers, NextTimeout, Transport};
 use ureq::{Agent, Error};
 
-/// Who answers.
+/// URL of the server.
 pub const SERVER: &str = "http://127.0.0.1:9";
 
 thread_local! {
-    static ANSWER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    static RESPONSE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-pub fn say(answer: Vec<u8>) {
-    ANSWER.set(answer);
+/// Sets the response of this thread.
+pub fn set_response(response: Vec<u8>) {
+    RESPONSE.set(response);
 }
 
-pub fn said() -> String {
-    ANSWER.with_borrow(|answer| String::from_utf8_lossy(answer).into_owned())
+/// The response of this thread as text.
+pub fn response() -> String {
+    RESPONSE.with_borrow(|response| String::from_utf8_lossy(response).into_owned())
 }
 
-/// What requests go over that go nowhere.
+/// An agent that uses in-memory connections.
 pub fn agent() -> Agent {
     let config = Agent::config_builder().http_status_as_error(false).max_redirects(0).max_redirects_will_error(false);
     let config = config.input_buffer_size(8192).output_buffer_size(8192).max_idle_connections(0).build();
@@ -47,16 +49,16 @@ impl Connector<()> for Wire {
 
     fn connect(&self, details: &ConnectionDetails, _chained: Option<()>) -> Result<Option<Connection>, Error> {
         let buffers = LazyBuffers::new(details.config.input_buffer_size(), details.config.output_buffer_size());
-        Ok(Some(Connection { buffers, answer: ANSWER.with_borrow(Clone::clone), at: 0 }))
+        Ok(Some(Connection { buffers, response: RESPONSE.with_borrow(Clone::clone), position: 0 }))
     }
 }
 
-/// A connection that ends behind its answer.
+/// A connection that is closed after the response.
 #[derive(Debug)]
 pub struct Connection {
     buffers: LazyBuffers,
-    answer: Vec<u8>,
-    at: usize,
+    response: Vec<u8>,
+    position: usize,
 }
 
 impl Transport for Connection {
@@ -70,9 +72,9 @@ impl Transport for Connection {
 
     fn await_input(&mut self, _timeout: NextTimeout) -> Result<bool, Error> {
         let room = self.buffers.input_append_buf();
-        let count = room.len().min(self.answer.len() - self.at);
-        room[..count].copy_from_slice(&self.answer[self.at..self.at + count]);
-        self.at += count;
+        let count = room.len().min(self.response.len() - self.position);
+        room[..count].copy_from_slice(&self.response[self.position..self.position + count]);
+        self.position += count;
         self.buffers.input_appended(count);
         Ok(count > 0)
     }

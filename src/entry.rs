@@ -1,32 +1,33 @@
-//! Entries of a recipe's lists: a name alone, or one name with options. Passes and formats share the form.
+//! Entries of a recipe's lists: a bare name, or one name with options. Used by passes and formats.
 
 use std::fmt;
 use std::marker::PhantomData;
 
 use serde::de::{self, Deserializer, MapAccess, Visitor};
 
-/// Something that is named in a list.
+/// A named entry of a list.
 pub(crate) trait Entry: Sized {
-    /// What it is called: `pass`, `format`.
+    /// Kind of the entry: `pass`, `format`.
     const WHAT: &'static str;
-    /// The names there are.
+    /// All valid names.
     const NAMES: &'static [&'static str];
 
-    /// The entry of this name, options at their defaults.
-    fn alone(name: &str) -> Option<Self>;
+    /// The entry with this name and default options.
+    fn with_defaults(name: &str) -> Option<Self>;
 
-    /// The entry of this name with the options that come next.
+    /// The entry with this name and the options that the map yields next.
     fn with_options<'de, A: MapAccess<'de>>(name: &str, map: &mut A) -> Option<Result<Self, A::Error>>;
 }
 
-/// Implements [`Entry`] and `Deserialize` for an enum of variants that are named like their options.
+/// Implements [`Entry`] and `Deserialize` for an enum whose variants have the names of their option
+/// types.
 macro_rules! entry {
     ($entry:ident, $what:literal, $names:ident, $($name:literal => $variant:ident),+) => {
         impl $crate::entry::Entry for $entry {
             const WHAT: &'static str = $what;
             const NAMES: &'static [&'static str] = $names;
 
-            fn alone(name: &str) -> Option<Self> {
+            fn with_defaults(name: &str) -> Option<Self> {
                 match name {
                     $($name => Some($entry::$variant($variant::default())),)+
                     _ => None,
@@ -50,7 +51,8 @@ macro_rules! entry {
 }
 pub(crate) use entry;
 
-/// Hands the rows of a table to the macro that writes it; rows with `if runs` only where the build runs models.
+/// Passes the rows of a table to the macro that expands it. Rows with `if runs` are dropped without the
+/// feature `run`.
 macro_rules! gather {
     ($table:ident [$($done:tt)*]) => { $table! { $($done)* } };
     ($table:ident [$($done:tt)*] $(#[$doc:meta])* $name:literal => $entry:ident, $($rest:tt)*) => {
@@ -72,7 +74,7 @@ macro_rules! gather_where_runs {
 }
 pub(crate) use gather_where_runs;
 
-/// Reads an entry in either form.
+/// Deserializes an entry in either form.
 pub(crate) fn deserialize<'de, T: Entry, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
     struct Form<T>(PhantomData<T>);
     impl<'de, T: Entry> Visitor<'de> for Form<T> {
@@ -83,7 +85,7 @@ pub(crate) fn deserialize<'de, T: Entry, D: Deserializer<'de>>(deserializer: D) 
         }
 
         fn visit_str<E: de::Error>(self, name: &str) -> Result<T, E> {
-            T::alone(name).ok_or_else(|| E::unknown_variant(name, T::NAMES))
+            T::with_defaults(name).ok_or_else(|| E::unknown_variant(name, T::NAMES))
         }
 
         fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<T, A::Error> {
@@ -91,17 +93,17 @@ pub(crate) fn deserialize<'de, T: Entry, D: Deserializer<'de>>(deserializer: D) 
             let entry = T::with_options(&name, &mut map).unwrap_or_else(|| Err(de::Error::unknown_variant(&name, T::NAMES)))?;
             match map.next_key::<String>()? {
                 None => Ok(entry),
-                Some(second) => Err(de::Error::custom(format!("`{second}` is a second {} in one entry; begin a new one with `-`", T::WHAT))),
+                Some(second) => Err(de::Error::custom(format!("`{second}` is a second {} in one entry; start a new entry with `-`", T::WHAT))),
             }
         }
     }
     deserializer.deserialize_any(Form(PhantomData))
 }
 
-/// Adds to the schema of an entry with options that its name alone is one too.
+/// Extends the schema of an entry: a bare name is valid too.
 #[cfg(feature = "cli")]
-pub(crate) fn name_alone(schema: &mut schemars::Schema, names: &[&str]) {
+pub(crate) fn allow_bare_name(schema: &mut schemars::Schema, names: &[&str]) {
     if let Some(serde_json::Value::Array(forms)) = schema.get_mut("oneOf") {
-        forms.push(serde_json::json!({ "description": "By name, everything by default", "enum": names }));
+        forms.push(serde_json::json!({ "description": "Name with default options", "enum": names }));
     }
 }

@@ -1,4 +1,5 @@
-//! One error for the whole crate, written for the person who can act on it.
+//! The error type of the crate. Messages name the file, tensor, option or recipe line, and hints name
+//! the next step.
 
 use std::fmt;
 use std::io;
@@ -7,36 +8,36 @@ use std::path::{Path, PathBuf};
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, with the file, tensor, option or recipe line by name.
+/// An error that names the file, tensor, option or recipe line.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The operating system refused.
-    #[error("cannot {action} {}: {source}", tellable(path).display())]
+    /// An I/O error of the operating system.
+    #[error("cannot {action} {}: {source}", redact_path(path).display())]
     Io {
-        /// What was attempted, as a verb.
+        /// The attempted action, as a verb.
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
-        /// The operating system's answer.
+        /// The underlying error.
         source: io::Error,
     },
-    /// A file that is not what it should be.
-    #[error("{}: {reason}", tellable(path).display())]
+    /// A file with invalid content.
+    #[error("{}: {reason}", redact_path(path).display())]
     Malformed {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Description of the defect.
         reason: String,
     },
-    /// A tensor that a pass or a format cannot take.
+    /// A tensor that a pass or a format does not support.
     #[error("tensor `{name}`: {reason}")]
     Tensor {
         /// Name in the checkpoint.
         name: String,
-        /// What is wrong with it.
+        /// Why the tensor is rejected.
         reason: String,
-        /// What to do about it.
+        /// Suggested fix.
         hint: String,
     },
     /// A NaN or infinite weight.
@@ -44,71 +45,71 @@ pub enum Error {
     NotFinite {
         /// Name in the checkpoint.
         name: String,
-        /// How many.
+        /// Number of such values.
         count: u64,
     },
-    /// A `targets` or `ignore` pattern without a match.
+    /// A `targets` or `ignore` pattern that matches no tensor.
     #[error("`{field}` pattern `{pattern}` matches no tensor")]
     NoMatch {
-        /// Where the pattern stands.
+        /// The recipe key of the pattern.
         field: &'static str,
         /// The pattern.
         pattern: String,
-        /// The closest name there is.
+        /// The most similar tensor name, if any.
         nearest: Option<String>,
     },
-    /// An option with an impossible value.
+    /// An option with an invalid value.
     #[error("{what}: {reason}")]
     Option {
-        /// Which option, of which pass or format.
+        /// The option, with its pass or format.
         what: String,
-        /// What is wrong with it.
+        /// Why the value is invalid.
         reason: String,
     },
-    /// A graph that does not hold together, or cannot be made from this configuration.
+    /// An inconsistent graph, or a configuration from which no graph can be built.
     #[error("{what}: {reason}")]
     Graph {
         /// The node, the value, or the file that describes it.
         what: String,
-        /// What is wrong with it.
+        /// Description of the problem.
         reason: String,
     },
-    /// A model that cannot be run on these inputs, or on this machine.
+    /// A model that cannot run on these inputs or on this machine.
     #[error("{what}: {reason}")]
     Run {
         /// The input, the node or the device.
         what: String,
-        /// What went wrong.
+        /// Description of the failure.
         reason: String,
-        /// What to do about it.
+        /// Suggested fix.
         hint: String,
     },
-    /// Memory that was not there.
+    /// A failed memory allocation.
     #[error("{what}: out of memory: {reason}")]
     OutOfMemory {
-        /// What was to be put into it.
+        /// The value or operation that needed the memory.
         what: String,
-        /// What is known about it.
+        /// Details, such as the requested and available sizes.
         reason: String,
     },
-    /// A training whose numbers have left what floats can hold.
+    /// A training run whose loss or gradients became NaN or infinite.
     #[error("training stopped at step {step}: {reason}")]
     Diverged {
-        /// Counted from 1.
+        /// The step, counted from 1.
         step: u64,
-        /// Where it was seen first, and what is left.
+        /// First place where it was detected, and which state is preserved.
         reason: String,
     },
-    /// A training that was interrupted and can go on.
-    #[error("interrupted after step {step}; everything is saved in {}", tellable(path).display())]
+    /// A training run that was interrupted and can be resumed.
+    #[error("interrupted after step {step}; everything is saved in {}", redact_path(path).display())]
     Paused {
-        /// Steps that are done.
+        /// Completed steps.
         step: u64,
-        /// The file to go on from.
+        /// The training checkpoint to resume from.
         path: PathBuf,
     },
-    /// A recipe that does not parse; the text carries line, column and a snippet.
-    #[error("{}: {message}", tellable(path).display())]
+    /// A recipe that does not parse. The message contains line, column and a snippet.
+    #[error("{}: {message}", redact_path(path).display())]
     Recipe {
         /// The recipe file.
         path: PathBuf,
@@ -116,37 +117,37 @@ pub enum Error {
         message: String,
     },
     /// An output folder that cannot be used.
-    #[error("output {}: {reason}", tellable(path).display())]
+    #[error("output {}: {reason}", redact_path(path).display())]
     Output {
         /// The folder.
         path: PathBuf,
-        /// Why not.
+        /// Why it cannot be used.
         reason: String,
-        /// What to do about it.
+        /// Suggested fix.
         hint: String,
     },
-    /// Something asked for that this version does not do.
+    /// A requested feature that this version does not support.
     #[error("{what} is not supported")]
     Unsupported {
-        /// What was asked for.
+        /// The requested feature.
         what: String,
-        /// What there is instead.
+        /// A supported alternative.
         hint: String,
     },
-    /// A written file that does not read back as it was meant.
-    #[error("verification of {} failed: {reason}", tellable(path).display())]
+    /// A written file that differs from the intended content when it is read back.
+    #[error("verification of {} failed: {reason}", redact_path(path).display())]
     Verification {
         /// The file.
         path: PathBuf,
         /// How it differs.
         reason: String,
     },
-    /// A report does not keep a limit that it is held to.
+    /// A report that violates a configured limit.
     #[error("{path}: {reason}")]
     Budget {
         /// The report.
         path: PathBuf,
-        /// Each limit that is not kept, and what was measured.
+        /// Each violated limit with the measured value.
         reason: String,
     },
     /// Interrupted by the user or through a `Cancel` handle.
@@ -155,40 +156,40 @@ pub enum Error {
 }
 
 impl Error {
-    /// An I/O error with its path; meant for `map_err`.
+    /// An I/O error with its action and path, for `map_err`.
     pub fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
-        let path = tellable(path);
+        let path = redact_path(path);
         move |source| Error::Io { action, path, source }
     }
 
     /// A malformed file.
     pub fn malformed(path: &Path, reason: impl fmt::Display) -> Error {
-        Error::Malformed { path: tellable(path), reason: reason.to_string() }
+        Error::Malformed { path: redact_path(path), reason: reason.to_string() }
     }
 
-    /// A tensor that cannot be taken.
+    /// A tensor that is not supported.
     pub fn tensor(name: &str, reason: impl fmt::Display, hint: impl fmt::Display) -> Error {
         Error::Tensor { name: name.to_owned(), reason: reason.to_string(), hint: hint.to_string() }
     }
 
-    /// An option with an impossible value.
+    /// An option with an invalid value.
     pub fn option(what: impl fmt::Display, reason: impl fmt::Display) -> Error {
         Error::Option { what: what.to_string(), reason: reason.to_string() }
     }
 
-    /// A graph that does not hold together.
+    /// An inconsistent graph.
     pub fn graph(what: impl fmt::Display, reason: impl fmt::Display) -> Error {
         Error::Graph { what: what.to_string(), reason: reason.to_string() }
     }
 
-    /// A model that cannot be run.
+    /// A model that cannot run.
     pub fn run(what: impl fmt::Display, reason: impl fmt::Display, hint: impl fmt::Display) -> Error {
         Error::Run { what: what.to_string(), reason: reason.to_string(), hint: hint.to_string() }
     }
 
-    /// What a device could not compute; recognizes that its memory was too small.
+    /// A failed computation of candle. Out-of-memory errors of devices become [`Error::OutOfMemory`].
     #[cfg(feature = "run")]
-    pub fn computed(what: impl fmt::Display, e: candle_core::Error) -> Error {
+    pub fn candle(what: impl fmt::Display, e: candle_core::Error) -> Error {
         let reason = e.to_string();
         if reason.to_ascii_lowercase().replace('_', " ").contains("out of memory") {
             return Error::OutOfMemory { what: what.to_string(), reason };
@@ -196,34 +197,34 @@ impl Error {
         Error::run(what, reason, "")
     }
 
-    /// Whether memory was too small, so that less at a time may do.
+    /// Whether memory was exhausted, so that a smaller batch may succeed.
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self, Error::OutOfMemory { .. })
     }
 
-    /// Whether the request itself was wrong, so that trying again cannot help.
+    /// Whether the request itself was invalid, so that a retry cannot help.
     pub fn is_misuse(&self) -> bool {
         matches!(self, Error::Option { .. } | Error::Recipe { .. } | Error::NoMatch { .. })
     }
 
-    /// Advice, where there is any.
+    /// Suggested fix, if there is one.
     pub fn hint(&self) -> Option<String> {
         match self {
             Error::Tensor { hint, .. } | Error::Output { hint, .. } | Error::Unsupported { hint, .. } | Error::Run { hint, .. } => {
                 (!hint.is_empty()).then(|| hint.clone())
             }
-            Error::OutOfMemory { .. } => Some("use smaller batches, shorter sequences, gradient_checkpointing: blocks, or an optimizer with less state; `offload: parameters` where weights alone do not fit".into()),
+            Error::OutOfMemory { .. } => Some("use smaller batches, shorter sequences, `gradient_checkpointing: blocks`, or an optimizer with less state; use `offload: parameters` if the weights do not fit".into()),
             Error::Diverged { .. } => Some("lower the learning rate, warm up longer, or compute in f32".into()),
             Error::Paused { .. } => Some("run the same command with --resume to continue".into()),
-            Error::NotFinite { .. } => Some("the checkpoint is damaged, or set `allow_nonfinite: true` (--allow-nonfinite) to carry them along".into()),
+            Error::NotFinite { .. } => Some("the checkpoint is damaged, or set `allow_nonfinite: true` (--allow-nonfinite) to keep these values".into()),
             Error::NoMatch { nearest: Some(name), .. } => Some(format!("did you mean `{name}`? `compress inspect` lists all names")),
             Error::NoMatch { nearest: None, .. } => Some("`compress inspect` lists all names".into()),
-            Error::Recipe { .. } => Some("`compress init MODEL` writes a recipe with comments, `compress schema` all keys there are".into()),
-            Error::Graph { what, .. } if what == "config.json" => damaged(Path::new(what)).map(Into::into),
-            Error::Malformed { path, .. } => damaged(path).map(Into::into),
+            Error::Recipe { .. } => Some("`compress init MODEL` writes a commented recipe; `compress schema` prints all keys".into()),
+            Error::Graph { what, .. } if what == "config.json" => damaged_hint(Path::new(what)).map(Into::into),
+            Error::Malformed { path, .. } => damaged_hint(path).map(Into::into),
             Error::Io { path, source, .. } => {
                 let remote = path.to_str().is_some_and(|name| name.starts_with("hf:") || name.contains("://"));
-                let advice = if remote { refused_elsewhere(source.kind()) } else { refused(source.kind()) };
+                let advice = if remote { remote_hint(source.kind()) } else { local_hint(source.kind()) };
                 advice.map(Into::into)
             }
             _ => None,
@@ -231,8 +232,13 @@ impl Error {
     }
 }
 
-/// A path without the credentials that a remote name may hold.
-pub(crate) fn tellable(path: &Path) -> PathBuf {
+/// A count with its noun: `1 sample`, `2 samples`.
+pub(crate) fn counted(count: usize, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}
+
+/// A path without the credentials of a remote name.
+pub(crate) fn redact_path(path: &Path) -> PathBuf {
     match path.to_str() {
         Some(name) if name.contains("://") => without_credentials(name).into(),
         Some(name) if name.starts_with("hf:") => name.split(['?', '#']).next().unwrap_or_default().into(),
@@ -248,7 +254,7 @@ fn without_credentials(address: &str) -> String {
     format!("{scheme}://{}{inside}", host.rsplit('@').next().unwrap_or_default())
 }
 
-/// A text in which no remote name holds credentials.
+/// Removes credentials from all remote names in a text.
 pub fn redact(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -264,37 +270,37 @@ pub fn redact(text: &str) -> String {
     out + rest
 }
 
-/// What to do about a file that a model came with.
-fn damaged(path: &Path) -> Option<&'static str> {
+/// Advice for a damaged file of a model.
+fn damaged_hint(path: &Path) -> Option<&'static str> {
     let name = path.file_name()?.to_str()?;
     if name.ends_with(".safetensors") || name.ends_with(".onnx") {
-        Some("the file is damaged, unfinished or of another kind: download or write it again")
+        Some("the file is damaged, incomplete or of another type; download or write it again")
     } else if name.ends_with(".json") && name != "recipe.json" {
-        Some("take the file that these weights were saved with")
+        Some("use the file that was saved together with these weights")
     } else {
         None
     }
 }
 
-/// What to do when another machine does not let one.
-fn refused_elsewhere(kind: io::ErrorKind) -> Option<&'static str> {
+/// Advice for an I/O error of a remote file.
+fn remote_hint(kind: io::ErrorKind) -> Option<&'static str> {
     match kind {
         io::ErrorKind::NotFound => Some("check the name: hf:org/name@revision/file, s3://bucket/key, https://host/file"),
-        io::ErrorKind::PermissionDenied => Some("docs/remote.md says where credentials are looked for"),
+        io::ErrorKind::PermissionDenied => Some("docs/remote.md lists where credentials are read from"),
         _ => None,
     }
 }
 
-/// What to do when the system does not let one.
-fn refused(kind: io::ErrorKind) -> Option<&'static str> {
+/// Advice for an I/O error of a local file.
+fn local_hint(kind: io::ErrorKind) -> Option<&'static str> {
     match kind {
-        io::ErrorKind::StorageFull => Some("the disk is full; the unfinished output was removed"),
-        io::ErrorKind::NotFound => Some("check the name; paths begin where you are, those in a recipe where the recipe is"),
-        io::ErrorKind::PermissionDenied => Some("ask for the right to it, or copy it to where you have that"),
-        io::ErrorKind::IsADirectory => Some("name a file in this folder"),
-        io::ErrorKind::ReadOnlyFilesystem => Some("choose a place that can be written to"),
+        io::ErrorKind::StorageFull => Some("the disk is full; the incomplete output was removed"),
+        io::ErrorKind::NotFound => Some("check the name; paths are relative to the working directory, paths in a recipe to the recipe's directory"),
+        io::ErrorKind::PermissionDenied => Some("change its permissions, or copy it to a location that you can access"),
+        io::ErrorKind::IsADirectory => Some("specify a file in this folder"),
+        io::ErrorKind::ReadOnlyFilesystem => Some("choose a writable location"),
         io::ErrorKind::InvalidFilename => Some("choose a shorter name"),
-        io::ErrorKind::InvalidData => Some("text in UTF-8 is needed here: is it the right file?"),
+        io::ErrorKind::InvalidData => Some("the file must be UTF-8 text; check that it is the right file"),
         _ => None,
     }
 }

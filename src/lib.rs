@@ -21,7 +21,7 @@ pub mod work;
 #[cfg(feature = "run")]
 #[path = "."]
 mod running {
-    //! What only a build has that runs models.
+    //! Modules for running models, which need the feature `run`.
 
     pub mod analysis;
     pub mod arch;

@@ -1,4 +1,4 @@
-//! The binary; everything is in [`compress::cli`].
+//! The `compress` binary; see [`compress::cli`].
 
 fn main() -> std::process::ExitCode {
     compress::cli::main()

@@ -1,6 +1,6 @@
-//! A model: configuration, weights, and the files around them.
+//! A model: configuration, weights, and auxiliary files.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod config;
@@ -23,55 +23,56 @@ use std::sync::Arc;
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
 use files::PREPROCESSING;
-pub use files::{Beside, Made, Reason, config_beside, preprocessing_folder, text_beside};
+pub use files::{AuxiliaryFiles, ExclusionReason, SynthesizedFiles, auxiliary_path, open_auxiliary_config, preprocessing_folder, read_auxiliary_text};
 pub use module_renames::module_name;
-pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_embedding, is_linear, is_prunable, part, stacked_experts};
+pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_convolution, is_embedding, is_linear, is_prunable, part, stacked_experts};
 
 use crate::error::{Error, Result};
 use crate::files as names;
-use crate::model::roles::{class_of, mark_routers};
+use crate::model::roles::{class_of, mark_routers, mark_vision};
 use crate::store::checkpoint::INDEX;
-use crate::store::gguf::{continues, is_gguf};
+use crate::store::gguf::{is_continuation, is_gguf};
 use crate::store::{Checkpoint, Encoding, Module, Weight, Weights, pytorch};
 use crate::work::{Event, ProgressUnit, Work};
 
-/// A model folder, or a single file of safetensors, PyTorch, GGUF or ONNX, opened but not read.
+/// A model folder, or a single safetensors, PyTorch, GGUF or ONNX file. Opening it does not read tensors.
 #[derive(Clone)]
 pub struct Model {
-    /// Where it was opened.
+    /// Path of the folder or file.
     pub path: PathBuf,
-    /// `config.json`, without what describes the encoding of the weights.
+    /// `config.json`, without the description of weight encodings.
     pub config: Config,
     /// The weights, by name.
     pub weights: Weights,
-    /// The files of weights that it was opened from, or the ONNX file and those beside it that hold tensors of it.
+    /// The weight files, or the ONNX file with its external data files.
     pub weight_files: Vec<PathBuf>,
-    /// What lies around them.
-    pub beside: Beside,
-    /// What it computes, where a pass has changed that.
+    /// Other files of the folder.
+    pub auxiliary: AuxiliaryFiles,
+    /// The graph, if a pass has changed it.
     pub changed_graph: Option<Arc<graph::Graph>>,
-    /// The ONNX file that it was opened from.
+    /// The ONNX file, if the model was opened from one.
     pub onnx: Option<Arc<graph::ModelFile>>,
-    /// Whether quantized activations are meant for runtimes that want them as int8, and not uint8.
+    /// Whether quantized activations are int8 instead of uint8, as some runtimes require.
     pub signed_activations: bool,
 }
 
 impl Model {
-    /// Name of the file in which a cached run keeps the hash of what it was made from.
+    /// Name of the file with the hash of the inputs of a cached run.
     pub const KEY: &str = "inputs.blake3";
 
-    /// Opens a folder, a `.safetensors` file, a file of PyTorch, a `.gguf` file or an `.onnx` file. Headers, messages and `config.json` are
-    /// read, tensors are not. Of a folder without safetensors and without `pytorch_model.bin`, an ONNX file is opened, or one of GGUF.
+    /// Opens a folder, or a safetensors, PyTorch, GGUF or ONNX file. Headers, ONNX messages and
+    /// `config.json` are read, tensors are not. In a folder without safetensors and without
+    /// `pytorch_model.bin`, opens an ONNX or GGUF file.
     ///
     /// # Errors
-    /// Anything about the folder that is missing, malformed or not supported, by name.
+    /// A file is missing, malformed or not supported.
     pub fn open(path: impl AsRef<Path>) -> Result<Model> {
         let path = path.as_ref();
         names::kind(path).map_err(Error::io("open", path))?;
-        if let Some(file) = only_file(path, "onnx", |path| ends(path, "onnx"), |_| false)? {
+        if let Some(file) = only_file(path, "onnx", |path| has_extension(path, "onnx"), |_| false)? {
             return Model::open_onnx(path, &file);
         }
-        if let Some(file) = only_file(path, "gguf", is_gguf, continues)? {
+        if let Some(file) = only_file(path, "gguf", is_gguf, is_continuation)? {
             return Model::open_gguf(path, &file);
         }
         let mut checkpoint = Checkpoint::open(path)?;
@@ -83,41 +84,55 @@ impl Model {
         let mut notes = std::mem::take(&mut checkpoint.notes);
         notes.extend(unlisted);
         let schemes = config.take_quantization(path)?;
-        checkpoint.words = schemes.words;
+        checkpoint.gptq = schemes.gptq;
         let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.encoding(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
-        let mut beside = if folder { Beside::of(path, &weight_files)? } else { Beside::default() };
-        beside.in_weight_files = notes;
+        let mut auxiliary = if folder { AuxiliaryFiles::scan(path, &weight_files)? } else { AuxiliaryFiles::default() };
+        auxiliary.in_weight_files = notes;
         for (name, weight) in &mut weights.by_name {
             let class = class(name, weight);
-            if let Encoding::Affine(affine) = &mut weight.encoding
+            if let Encoding::Quantized(affine) = &mut weight.encoding
                 && !affine.codes.is_palette()
             {
                 schemes.describe(name.strip_suffix(".weight").unwrap_or(name), class, affine)?;
             }
         }
         mark_routers(&mut weights.by_name);
+        mark_vision(&mut weights.by_name, &config);
         for (alias, original) in config.tied_names(|name| weights.by_name.contains_key(name)) {
-            // A head that shares the integers of the embedding has a copy of its scales (see `export::safetensors`).
+            // A head that shares the integers of the embedding has a copy of its scales (see
+            // `export::safetensors`).
             if weights.by_name.get(original).is_some_and(|w| w.encoding != Encoding::Dense) {
                 weights.by_name.remove(&format!("{alias}_scale"));
             }
         }
-        let model = Model { path: path.to_owned(), config, weights, weight_files, beside, changed_graph: None, onnx: None, signed_activations: false };
+        let model = Model { path: path.to_owned(), config, weights, weight_files, auxiliary, changed_graph: None, onnx: None, signed_activations: false };
         model.require_widths()?;
         Ok(model)
     }
 
-    /// Every file that a run reads: weights, configuration, and the files next to them, whether they are carried over or only determine
-    /// how weights are unpacked and texts are tokenized.
-    pub fn inputs(&self) -> Vec<PathBuf> {
-        let described = ["config.json", INDEX, pytorch::INDEX].map(|name| self.path.join(name)).into_iter();
-        let folder = Some(self.preprocessing_folder()).filter(|folder| *folder != self.path);
-        let preprocessing = folder.into_iter().flat_map(|folder| PREPROCESSING.map(|name| folder.join(name)));
-        let described = described.chain(preprocessing).filter(|path| names::is_file(path));
-        described.chain(self.weight_files.iter().cloned()).chain(self.beside.read().map(|file| self.path.join(file))).collect()
+    /// Whether a pass gave this model other classes than those of the input, and thus a new
+    /// classification head.
+    pub(crate) fn has_new_classes(&self, input: &Model) -> bool {
+        self.path == input.path && self.config.get("id2label") != input.config.get("id2label")
     }
 
-    /// Folder of the tokenizer and of other files that specify how samples are prepared; see [`preprocessing_folder`].
+    /// The model that samples must fit: the input, or this one if it has new classes.
+    pub(crate) fn for_samples<'m>(&'m self, input: &'m Model) -> &'m Model {
+        if self.has_new_classes(input) { self } else { input }
+    }
+
+    /// Every file that a run reads: weights, configuration, and the files next to them, whether they are
+    /// carried over or only determine how weights are unpacked and texts are tokenized.
+    pub fn inputs(&self) -> Vec<PathBuf> {
+        let described = ["config.json", INDEX, pytorch::INDEX].map(|name| self.path.join(name)).into_iter();
+        let folder = self.preprocessing_folder();
+        let preprocessing = PREPROCESSING.map(|name| auxiliary_path(&folder, name)).into_iter().filter(|path| path.parent() != Some(self.path.as_path()));
+        let described = described.chain(preprocessing).filter(|path| names::is_file(path));
+        described.chain(self.weight_files.iter().cloned()).chain(self.auxiliary.read().map(|file| self.path.join(file))).collect()
+    }
+
+    /// Folder of the tokenizer and of other files that specify how samples are prepared; see
+    /// [`preprocessing_folder`].
     fn preprocessing_folder(&self) -> PathBuf {
         let file = self.weight_files.first().filter(|_| self.onnx.is_some());
         file.map_or_else(|| self.path.clone(), |file| preprocessing_folder(file))
@@ -129,7 +144,8 @@ impl Model {
     /// The `config.json` of an ONNX file cannot be read.
     pub fn preprocessing(&self) -> Result<(PathBuf, Config)> {
         let folder = self.preprocessing_folder();
-        let config = if folder == self.path { self.config.clone() } else { Config::open(&folder.join("config.json"))? };
+        let is_own = self.onnx.is_none() || !self.config.values().is_empty();
+        let config = if is_own { self.config.clone() } else { Config::open(&auxiliary_path(&folder, "config.json"))? };
         Ok((folder, config))
     }
 
@@ -141,8 +157,8 @@ impl Model {
         if names::is_remote(path) { Model::open(path)?.check_contents(work) } else { Ok(()) }
     }
 
-    /// Compares the weight files of other machines with the hashes that their servers state (SHA-256 on the Hub); see
-    /// [`files::check_content`](crate::files::check_content).
+    /// Compares the weight files of other machines with the hashes that their servers state (SHA-256 on
+    /// the Hub); see [`files::check_content`](crate::files::check_content).
     ///
     /// # Errors
     /// The contents of a file differ from the stated hash, a file cannot be read, or the work is cancelled.
@@ -167,22 +183,23 @@ impl Model {
         checked
     }
 
-    /// Pairs (alias, original) of names that are tied: the alias need not be stored.
+    /// Pairs (alias, original) of tied weights; the alias need not be stored.
     pub fn tied_names(&self) -> Vec<(&'static str, &'static str)> {
         self.config.tied_names(|name| self.weights.by_name.contains_key(name))
     }
 
-    /// Bytes of the checkpoint's tensors as they are stored.
+    /// Bytes of the stored tensors.
     pub fn stored_bytes(&self) -> u64 {
         self.weights.by_name.values().map(|w| w.stored_bytes).sum()
     }
 
-    /// Holds tied weights to one treatment, once a pass has changed one of them. A head that is stored and differs from the table is a weight of
-    /// its own, as transformers 5 reads it: the configuration says so from then on. One that is the same and was left out of a change is dropped,
-    /// so that the loader ties them again. Notes say which.
+    /// Makes tied weights consistent after a pass has changed one of them. A stored head that differs
+    /// from the embedding is untied in the configuration, as transformers 5 loads it. An equal head that
+    /// the pass did not change is removed, so that loaders tie it again. Returns notes on both.
     ///
     /// # Errors
-    /// A pass changes an alias alone that is the same, or one of two tables that differ where the family has one.
+    /// A pass changes only an alias that equals its original, or one of two different tables of a family
+    /// that always shares them.
     pub fn settle_ties(&mut self, input: &Model) -> Result<Vec<String>> {
         let mut notes = Vec::new();
         for (alias, original) in input.tied_names() {
@@ -200,8 +217,8 @@ impl Model {
                 (false, true) => {
                     return Err(Error::tensor(
                         alias,
-                        format!("is `{original}` in this family, both are stored with different values, and a pass changes only one of them"),
-                        "the family has one table for both: leave the wrong one out of the checkpoint",
+                        format!("is always `{original}` in this family, but both are stored with different values, and a pass changes only one of them"),
+                        "the family shares one table: remove the wrong one from the checkpoint",
                     ));
                 }
                 (true, _) if a == b => {}
@@ -210,22 +227,23 @@ impl Model {
                         alias,
                         format!("is tied to `{original}` by config.json, but a pass changes only this one"),
                         if always {
-                            "name both in `targets`: the family has one table for both"
+                            "add both to `targets`: the family shares one table"
                         } else {
-                            "name both in `targets`, or set \"tie_word_embeddings\": false in config.json to untie them"
+                            "add both to `targets`, or set \"tie_word_embeddings\": false in config.json to untie them"
                         },
                     ));
                 }
                 (true, _) => {
                     self.weights.by_name.remove(alias);
-                    notes.push(format!("`{alias}` is tied to `{original}` and has the same values: it is stored once"));
+                    notes.push(format!("`{alias}` is tied to `{original}` and has the same values: only one is stored"));
                 }
             }
         }
         Ok(notes)
     }
 
-    /// Says that a head is a weight of its own. Its bias is stored by both of its names then: transformers 5 reads one of them, 4 the other.
+    /// Unties a head in the configuration. Its bias is then stored under two names: transformers 5 reads
+    /// one of them, transformers 4 the other.
     fn untie(&mut self, alias: &str, original: &str) -> String {
         self.config.set("tie_word_embeddings", false.into());
         let weights = &mut self.weights.by_name;
@@ -236,10 +254,10 @@ impl Model {
                 weights.insert(shared, bias);
             }
         }
-        format!("`{alias}` differs from `{original}`, to which config.json ties it: it is a weight of its own, and \"tie_word_embeddings\" becomes false")
+        format!("`{alias}` differs from `{original}`, to which config.json ties it: it is stored separately, and \"tie_word_embeddings\" is set to false")
     }
 
-    /// Whether two weights hold the same values in the same format.
+    /// Whether two weights have the same values in the same format.
     pub(crate) fn same_bytes(&self, a: &str, b: &str) -> Result<bool> {
         let [first, second] = [self.weights.get(a)?.dense(a), self.weights.get(b)?.dense(b)];
         if (first.dtype, &first.shape) != (second.dtype, &second.shape) {
@@ -257,21 +275,22 @@ impl Model {
     }
 }
 
-/// Adds the weights of modules that have folders of their own. A list of modules that cannot be understood is told: it goes over as it is, and
-/// whatever it speaks of with it.
+/// Adds the weights of modules in subfolders. If the list of modules cannot be parsed, returns a note;
+/// the list and the modules are then carried over unchanged.
 fn add_modules(checkpoint: &mut Checkpoint, path: &Path) -> Result<Option<String>> {
-    match Module::listed(path)? {
+    match Module::try_list(path)? {
         Ok(modules) => modules.iter().filter(|module| module.has_weights()).try_for_each(|module| checkpoint.add_folder(path, &module.folder)).map(|()| None),
-        Err(e) => Ok(Some(format!("{e}: it is carried over as it is, weights of modules are left as they are, and the model cannot be run"))),
+        Err(e) => Ok(Some(format!("{e}: it is carried over unchanged, the weights of modules are left unchanged, and the model cannot be run"))),
     }
 }
 
-/// Leaves out tensors that are others of the same file, where the configuration ties them: loaders tie them again. Others are told.
+/// Removes aliases of tied tensors that share storage, since loaders tie them again. Adds notes on other
+/// tensors that share storage.
 fn store_tied_once(config: &Config, checkpoint: &mut Checkpoint) {
     let sharing = |checkpoint: &Checkpoint| {
-        let mut places: Vec<_> = checkpoint.tensors.iter().filter(|(_, tensor)| tensor.bytes() > 0).map(|(name, tensor)| (tensor.place(), name)).collect();
-        places.sort();
-        let pairs = places
+        let mut storages: Vec<_> = checkpoint.tensors.iter().filter(|(_, tensor)| tensor.bytes() > 0).map(|(name, tensor)| (tensor.location(), name)).collect();
+        storages.sort();
+        let pairs = storages
             .windows(2)
             .filter_map(|pair| if let [(a, first), (b, second)] = pair { (a == b).then(|| [first, second].map(|name| (*name).clone())) } else { None });
         pairs.collect::<Vec<_>>()
@@ -284,35 +303,36 @@ fn store_tied_once(config: &Config, checkpoint: &mut Checkpoint) {
             }
         }
     }
-    let told = sharing(checkpoint);
-    checkpoint.notes.extend(told.iter().map(|[first, second]| format!("`{first}` and `{second}` share their elements in the input; each is stored by itself")));
+    let shared = sharing(checkpoint);
+    checkpoint.notes.extend(shared.iter().map(|[first, second]| format!("`{first}` and `{second}` share storage in the input; they are stored separately")));
 }
 
-fn ends(path: &Path, extension: &str) -> bool {
+fn has_extension(path: &Path, extension: &str) -> bool {
     path.extension().is_some_and(|e| e == extension)
 }
 
-/// The file of another format that a path stands for: itself, or the only one of a folder without safetensors, but for those that go on with
-/// what it begins.
-fn only_file(path: &Path, extension: &str, is: impl Fn(&Path) -> bool, continues: impl Fn(&Path) -> bool) -> Result<Option<PathBuf>> {
+/// The file of a format to open: the path itself, or the only such file in a folder without safetensors,
+/// ignoring later parts of split files.
+fn only_file(path: &Path, extension: &str, has_format: impl Fn(&Path) -> bool, continues: impl Fn(&Path) -> bool) -> Result<Option<PathBuf>> {
     if !names::is_dir(path) {
-        return Ok(is(path).then(|| path.to_owned()));
+        return Ok(has_format(path).then(|| path.to_owned()));
     }
     let files = names::files(path).map_err(Error::io("list", path))?;
-    let of_pytorch = |file: &Path| file.ends_with(pytorch::SINGLE) || file.ends_with(pytorch::INDEX);
-    if files.iter().any(|file| ends(file, "safetensors") || file.ends_with(INDEX) || of_pytorch(file)) {
+    let is_pytorch = |file: &Path| file.ends_with(pytorch::SINGLE) || file.ends_with(pytorch::INDEX);
+    if files.iter().any(|file| has_extension(file, "safetensors") || file.ends_with(INDEX) || is_pytorch(file)) {
         return Ok(None);
     }
-    let of_format: Vec<&PathBuf> = files.iter().filter(|file| ends(file, extension)).collect();
-    let mut found: Vec<&PathBuf> = of_format.iter().copied().filter(|file| !continues(file)).collect();
+    let candidates: Vec<&PathBuf> = files.iter().filter(|file| has_extension(file, extension)).collect();
+    let mut found: Vec<&PathBuf> = candidates.iter().copied().filter(|file| !continues(file)).collect();
     if found.is_empty() {
-        found.extend(of_format.first());
+        found.extend(candidates.first());
     }
     match found.as_slice() {
         [] => Ok(None),
         [file] => Ok(Some((*file).clone())),
-        [first, ..] => {
-            Err(Error::malformed(path, format!("{} .{extension} files and no safetensors: name the file to open, like {}", found.len(), first.display())))
-        }
+        [first, ..] => Err(Error::malformed(
+            path,
+            format!("has {} .{extension} files and no safetensors: specify the file to open, for example {}", found.len(), first.display()),
+        )),
     }
 }

@@ -1,28 +1,28 @@
-//! Running passes over a model and writing what comes of it: plan, apply, prepare, write, verify, report.
+//! The compression pipeline: plans a run, applies passes, writes the output, verifies it, and reports.
 
 mod builder;
 mod cached;
 mod carry;
-#[cfg(feature = "zstd")]
-mod further;
-#[cfg(not(feature = "zstd"))]
-#[path = "pipeline/no_further.rs"]
-mod further;
+mod part_manifest;
 mod parts;
 mod plan;
+mod quality_gate;
 mod run;
 #[cfg(feature = "run")]
 mod running;
 #[cfg(not(feature = "run"))]
 #[path = "pipeline/weights_only.rs"]
 mod running;
-mod told;
-mod verdict;
 mod verify;
+#[cfg(feature = "zstd")]
+mod zstd_size;
+#[cfg(not(feature = "zstd"))]
+#[path = "pipeline/no_zstd.rs"]
+mod zstd_size;
 
 pub use builder::{Builder, Pipeline};
 pub use cached::Cached;
-pub use parts::{PartOutcome, parts_folder, recipe_of_parts};
+pub use parts::{PartOutcome, parts_folder, recipe_from_parts};
 pub use plan::{ModelMemory, PassPlan, Plan};
 #[cfg(feature = "run")]
 pub use running::{CachedResult, ResultCache, memory_limit, starter};

@@ -1,6 +1,6 @@
-//! What most programs need, in one line.
+//! The most common items of the crate, for a glob import.
 //!
-//! `Result` and `Error` stay in the crate's root: under these names they would hide those of the standard library.
+//! `Result` and `Error` are not included, because they would shadow those of the standard library.
 
 pub use crate::export::{ByteSize, Export, Layout, Safetensors};
 pub use crate::model::Model;

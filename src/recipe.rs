@@ -1,6 +1,6 @@
-//! Recipes: what to do to which model, as YAML.
+//! Recipes: YAML files that specify a model, passes, data and output.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 pub(crate) mod message;
@@ -23,58 +23,58 @@ use crate::store::{ByteSize, OpenSizes};
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Recipe {
-    /// Folder, or file of safetensors, ONNX or PyTorch, relative to the recipe
+    /// The model: a folder, or a safetensors, ONNX or PyTorch file; relative to the recipe
     pub model: PathBuf,
-    /// Start of every random choice
+    /// Seed of all random number generators
     #[serde(default)]
     pub seed: u64,
     /// Keep NaN and infinite weights instead of stopping with an error
     #[serde(default)]
     pub allow_nonfinite: bool,
-    /// Sizes that an .onnx file leaves open, by their names or by that of an input: { sequence: 128, input: [1, 512] }
+    /// Sizes of the dynamic axes of an .onnx file, by the name of the axis or of an input: { sequence: 128, input: [1, 512] }
     #[serde(default, skip_serializing_if = "OpenSizes::is_empty")]
     pub sizes: OpenSizes,
-    /// Measure how close the answers are to the input's where no evaluation data is named
+    /// Measure the fidelity of the outputs to the input model's if no evaluation data is configured
     #[serde(default = "yes")]
     pub measure: bool,
-    /// What to measure on
+    /// Data sets for calibration, training and evaluation
     #[cfg(feature = "run")]
     #[serde(default, skip_serializing_if = "crate::data::DataSets::is_empty")]
     pub data: crate::data::DataSets,
-    /// Most memory that models may take when they run, like 8GB; those that do not fit run block by block [default: what is free]
+    /// Memory limit of running models, like 8GB; models that exceed it run block by block [default: three quarters of the free memory]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<ByteSize>,
-    /// What to do, in order
+    /// Passes to apply, in order
     #[serde(default)]
     pub passes: Vec<Step>,
     /// How to measure before and after; needs `data: { evaluation: ... }`
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub evaluate: Option<Evaluate>,
-    /// What to write [default: safetensors; ONNX of an .onnx model]
+    /// Output formats [default: safetensors; ONNX for an .onnx model]
     #[serde(default)]
     pub export: Vec<Export>,
     /// Output folder, relative to the recipe
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output: Option<PathBuf>,
-    /// Values to try, by the key that `--set` takes: a run for each, or for each combination, in a folder of its own
+    /// Values to try, by key as for `--set`: one run for each combination of values, each in a separate folder
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub sweep: BTreeMap<String, Vec<Value>>,
 }
 
-/// One of the recipes that a sweep stands for.
+/// One recipe of a sweep.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Variant {
-    /// Which values it has: `amount=0.3`; a name for a folder. Empty where nothing is swept.
+    /// Its values, as the name of its output folder: `amount=0.3`. Empty without a sweep.
     pub name: String,
     /// The recipe with these values.
     pub recipe: Recipe,
 }
 
-/// Runs of a sweep at most.
-const VARIANTS: usize = 1000;
+/// Maximum number of runs of a sweep.
+const MAX_VARIANTS: usize = 1000;
 
-/// Values that aliases may add to a recipe.
-const ALIASED: usize = 10_000;
+/// Maximum number of values that YAML aliases may add to a recipe.
+const MAX_ALIASED: usize = 10_000;
 
 fn yes() -> bool {
     true
@@ -100,41 +100,41 @@ impl Recipe {
         }
     }
 
-    /// Parses a recipe; paths stay as they are written.
+    /// Parses a recipe. Paths are not resolved.
     ///
     /// # Errors
-    /// The message has line, column and a snippet, and the names that would be accepted.
+    /// The recipe is invalid. The message contains the line, the column and a snippet, and for unknown names the accepted ones.
     pub fn parse(text: &str, path: &Path) -> Result<Recipe> {
-        // An alias repeats what it names: a few lines could stand for millions of patterns.
-        let aliases = serde_saphyr::alias_limits! { max_total_replayed_events: ALIASED };
+        // Nested aliases expand exponentially.
+        let aliases = serde_saphyr::alias_limits! { max_total_replayed_events: MAX_ALIASED };
         let options = serde_saphyr::options! { alias_limits: aliases };
         serde_saphyr::from_str_with_options(text, options).map_err(|e| located(path, e))
     }
 
-    /// Reads a recipe, makes its paths relative to its folder, and changes values in it (`key.inner=value`), whose paths are
-    /// relative to the working directory.
+    /// Reads a recipe, resolves its paths against its folder, and applies overrides (`key.inner=value`), whose paths are relative to the
+    /// working directory.
     ///
     /// # Errors
-    /// It cannot be read or parsed, or a key does not exist.
+    /// The recipe cannot be read or parsed, or a key does not exist.
     pub fn open(path: &Path, set: &[(String, String)]) -> Result<Recipe> {
-        Recipe::parse_file(path)?.resolved(path).with_all(set)
+        Recipe::parse_file(path)?.resolved(path).with_overrides(set)
     }
 
-    /// The same for a recipe that sweeps over values, in the file or here: one recipe for each combination of them.
+    /// Like [`open`](Recipe::open), for a recipe with a sweep, in the file or in `sweep`: returns one recipe for each combination of values.
     ///
     /// # Errors
-    /// As [`open`](Recipe::open); no value is given for a key, or one that it cannot have.
+    /// As [`open`](Recipe::open), or if a swept key has no value or an invalid one.
     pub fn open_variants(path: &Path, set: &[(String, String)], sweep: &[(String, Vec<Value>)]) -> Result<Vec<Variant>> {
         let mut recipe = Recipe::parse_file(path)?;
         let mut own = std::mem::take(&mut recipe.sweep);
         let sweep: BTreeMap<&String, &Vec<Value>> = sweep.iter().map(|(key, values)| (key, values)).collect();
         sweep.keys().for_each(|key| drop(own.remove(*key)));
         let variants = vary(vec![Variant { name: String::new(), recipe }], own.iter())?;
-        let set = variants.into_iter().map(|variant| Ok(Variant { recipe: variant.recipe.resolved(path).with_all(set)?, ..variant }));
+        let set = variants.into_iter().map(|variant| Ok(Variant { recipe: variant.recipe.resolved(path).with_overrides(set)?, ..variant }));
         let variants = vary(set.collect::<Result<_>>()?, sweep.into_iter())?;
         for (index, variant) in variants.iter().enumerate() {
             if variants.iter().take(index).any(|other| other.name == variant.name) {
-                return Err(Error::option("sweep", format!("`{}` would be two runs in one folder", variant.name)));
+                return Err(Error::option("sweep", format!("`{}` names the output folder of two runs", variant.name)));
             }
         }
         Ok(variants)
@@ -142,20 +142,20 @@ impl Recipe {
 
     fn parse_file(path: &Path) -> Result<Recipe> {
         if path.is_dir() {
-            return Err(Error::Recipe { path: path.to_owned(), message: "is a folder, and a recipe is a YAML file".into() });
+            return Err(Error::Recipe { path: path.to_owned(), message: "is a folder; a recipe is a YAML file".into() });
         }
         let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
         Recipe::parse(&text, path)
     }
 
-    fn with_all(self, set: &[(String, String)]) -> Result<Recipe> {
+    fn with_overrides(self, set: &[(String, String)]) -> Result<Recipe> {
         set.iter().try_fold(self, |recipe, (key, value)| {
             let parsed = serde_saphyr::from_str(value).map_err(|e| Error::option(format!("--set {key}"), message::explain(&e, value)))?;
             recipe.with(key, &parsed, "--set")
         })
     }
 
-    /// Paths relative to the folder of the recipe.
+    /// The recipe with its paths resolved against its folder.
     fn resolved(mut self, path: &Path) -> Recipe {
         let folder = path.parent().unwrap_or(Path::new(""));
         self.model = files::resolve(folder, &self.model);
@@ -166,26 +166,26 @@ impl Recipe {
         self
     }
 
-    /// The recipe with another value.
+    /// The recipe with one value replaced.
     fn with(&self, key: &str, value: &Value, flag: &str) -> Result<Recipe> {
         let wrong = |e: serde_json::Error| Error::option(format!("{flag} {key}={}", plain(value)), message::explain_json(&e));
-        // Defaults are written out here, so that they can be set whether the file names them or not.
+        // Serializing includes defaults, so that options that the file does not contain can be set.
         let mut values = serde_json::to_value(self).map_err(wrong)?;
-        overrule(&mut values, key, value).map_err(|reason| Error::option(format!("{flag} {key}"), reason))?;
+        set_value(&mut values, key, value).map_err(|reason| Error::option(format!("{flag} {key}"), reason))?;
         serde_json::from_value(values).map_err(wrong)
     }
 
-    /// The recipe as YAML, defaults written out.
+    /// The recipe as YAML, including defaults.
     pub fn to_yaml(&self) -> String {
         serde_saphyr::to_string(self).unwrap_or_default()
     }
 }
 
-/// Each variant with each value of each key.
+/// Combines each variant with each value of each key.
 fn vary<'v>(mut variants: Vec<Variant>, sweep: impl Iterator<Item = (&'v String, &'v Vec<Value>)>) -> Result<Vec<Variant>> {
     for (key, values) in sweep {
-        if values.is_empty() || variants.len().saturating_mul(values.len()) > VARIANTS {
-            return Err(Error::option(format!("sweep {key}"), format!("has no value, or makes more than {VARIANTS} runs")));
+        if values.is_empty() || variants.len().saturating_mul(values.len()) > MAX_VARIANTS {
+            return Err(Error::option(format!("sweep {key}"), format!("has no value, or results in more than {MAX_VARIANTS} runs")));
         }
         let mut more = Vec::new();
         for variant in &variants {
@@ -204,15 +204,15 @@ fn located(path: &Path, error: serde_saphyr::Error) -> Error {
     Error::Recipe { path: path.to_owned(), message: message::explain(&error, &path.to_string_lossy()) }
 }
 
-/// A value in a few letters, fit for the name of a folder.
+/// A value as text that is safe in the name of a folder.
 fn plain(value: &Value) -> String {
     let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     text.chars().map(|c| if c.is_alphanumeric() || "._-+:".contains(c) { c } else { '_' }).collect()
 }
 
-/// Sets `a.b.0.c` to a value. Names of passes and formats stand for their entry in the list: `prune-unstructured.amount` needs no
-/// number; and an option that only one of them has stands for itself: `amount`.
-fn overrule(values: &mut Value, key: &str, value: &Value) -> Result<(), String> {
+/// Sets the value at a path such as `a.b.0.c`. The name of a pass or format selects its entry in the list, as in `prune-unstructured.amount`. An
+/// option that only one entry has needs no path: `amount`.
+fn set_value(values: &mut Value, key: &str, value: &Value) -> Result<(), String> {
     let option = if values.get(key).is_some() { None } else { option_of(values, key)? };
     let key = option.as_deref().unwrap_or(key);
     let parts: Vec<&str> = key.split('.').collect();
@@ -226,16 +226,18 @@ fn overrule(values: &mut Value, key: &str, value: &Value) -> Result<(), String> 
     if let (Value::Object(map), Some(first @ ("data" | "evaluate"))) = (&mut *values, parts.first().copied()) {
         map.entry(first).or_insert_with(|| Value::Object(serde_json::Map::new()));
     }
+    let missing = parts.first().filter(|first| values.get(**first).is_none());
+    let near = missing.and_then(|first| nearest_name(values, first)).map_or(String::new(), |near| format!("; did you mean `{near}`?"));
     let mut at = values;
     for part in parts {
         if let Value::Array(items) = at {
             let index = part.parse().ok().filter(|i| *i < items.len()).or_else(|| items.iter().position(|item| item.get(part).is_some()));
-            at = index.and_then(|index| items.get_mut(index)).ok_or_else(|| format!("`{part}` is no entry of the list"))?;
+            at = index.and_then(|index| items.get_mut(index)).ok_or_else(|| format!("the list has no entry `{part}`"))?;
             if part.parse::<usize>().is_err() {
                 at = at.get_mut(part).ok_or_else(|| format!("no `{part}`"))?;
             }
         } else {
-            at = at.get_mut(part).ok_or_else(|| format!("the recipe has no `{part}`"))?;
+            at = at.get_mut(part).ok_or_else(|| format!("the recipe has no `{part}`{near}"))?;
         }
     }
     if at.is_null() {
@@ -244,35 +246,45 @@ fn overrule(values: &mut Value, key: &str, value: &Value) -> Result<(), String> 
     match at {
         Value::Object(map) => drop(map.insert((*last).to_owned(), value.clone())),
         Value::Array(items) => {
-            let slot = last.parse::<usize>().ok().and_then(|i| items.get_mut(i)).ok_or_else(|| format!("`{last}` is no entry of the list"))?;
+            let slot = last.parse::<usize>().ok().and_then(|i| items.get_mut(i)).ok_or_else(|| format!("the list has no entry `{last}`"))?;
             *slot = value.clone();
         }
-        _ => return Err(format!("`{last}` would be inside a plain value")),
+        _ => return Err(format!("the value that contains `{last}` is neither a map nor a list")),
     }
     Ok(())
 }
 
-/// Where an option is that one pass or format has.
+/// Path of an option that exactly one pass or format has.
 fn option_of(values: &Value, key: &str) -> Result<Option<String>, String> {
     let mut found = Vec::new();
     for list in ["passes", "export"] {
         for (index, entry) in values.get(list).and_then(Value::as_array).into_iter().flatten().enumerate() {
-            let held = entry.as_object().into_iter().flatten().filter(|(_, options)| options.get(key).is_some());
-            found.extend(held.map(|(name, _)| format!("{list}.{index}.{name}.{key}")));
+            let with_option = entry.as_object().into_iter().flatten().filter(|(_, options)| options.get(key).is_some());
+            found.extend(with_option.map(|(name, _)| format!("{list}.{index}.{name}.{key}")));
         }
     }
     if let (true, Some(near)) = (found.is_empty(), nearest_option(values, key)) {
-        return Err(format!("there is no `{key}`; did you mean `{near}`?"));
+        return Err(format!("unknown option `{key}`; did you mean `{near}`?"));
     }
-    if found.len() > 1 { Err(format!("is an option of several: {}", found.join(", "))) } else { Ok(found.pop()) }
+    if found.len() > 1 { Err(format!("is an option of several entries: {}", found.join(", "))) } else { Ok(found.pop()) }
 }
 
-/// The option of a pass or a format that is spelled almost like this.
+/// The option of a pass or format with the most similar name, if it is similar enough.
 fn nearest_option(values: &Value, key: &str) -> Option<String> {
     let entries = ["passes", "export"].into_iter().flat_map(|list| values.get(list).and_then(Value::as_array).into_iter().flatten());
     let options = entries.filter_map(Value::as_object).flat_map(|entry| entry.values()).filter_map(Value::as_object).flat_map(|options| options.keys());
-    let near = options.map(|option| (strsim::jaro_winkler(option, key), option)).filter(|(likeness, _)| *likeness > 0.9);
-    near.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, option)| option.clone())
+    similar(key, options)
+}
+
+/// The key of a recipe, or the pass or format in it, that is spelled almost like this.
+fn nearest_name(values: &Value, name: &str) -> Option<String> {
+    let entries = ["passes", "export"].into_iter().flat_map(|list| values.get(list).and_then(Value::as_array).into_iter().flatten());
+    similar(name, entries.chain([values]).filter_map(Value::as_object).flat_map(|entry| entry.keys()))
+}
+
+fn similar<'n>(name: &str, names: impl Iterator<Item = &'n String>) -> Option<String> {
+    let near = names.map(|other| (strsim::jaro_winkler(other, name), other)).filter(|(similarity, _)| *similarity > 0.9);
+    near.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, other)| other.clone())
 }
 
 fn find<'v>(list: Option<&'v Value>, name: &str) -> Option<&'v Value> {
@@ -293,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_alone_means_everything_by_default() {
+    fn a_bare_name_means_default_options() {
         let parse = |passes: &str| Recipe::parse(&format!("model: m\npasses:\n  - {passes}\n"), Path::new("r.yaml"));
         let full = parse("cast: {}").unwrap();
         assert_eq!(parse("cast").unwrap(), full);
@@ -317,14 +329,14 @@ mod tests {
     }
 
     #[test]
-    fn values_can_be_overruled() {
+    fn values_can_be_overridden() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("r.yaml");
         std::fs::write(&path, TEXT).unwrap();
         let set = |pairs: &[(&str, &str)]| Recipe::open(&path, &pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<Vec<_>>());
         let recipe = set(&[("prune-unstructured.amount", "0.25"), ("seed", "7"), ("passes.1.cast.to", "bf16"), ("output", "out")]).unwrap();
         assert_eq!(recipe.seed, 7);
-        // Paths of the file are relative to it, those of the command line to where it is typed.
+        // Paths in the file are relative to its folder, paths on the command line to the working directory.
         assert_eq!((&recipe.model, recipe.output.as_deref()), (&folder.path().join("m"), Some(Path::new("out"))));
         assert!(set(&[("data.evaluation", "{ arrays: a.npz }")]).unwrap().to_yaml().contains("a.npz"));
         assert!(recipe.to_yaml().contains("0.25") && recipe.to_yaml().contains("bf16"));
@@ -340,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn sweeps_stand_for_recipes() {
+    fn a_sweep_expands_to_recipes() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("r.yaml");
         std::fs::write(&path, format!("{TEXT}sweep: {{ amount: [0.25, 0.75] }}\n")).unwrap();
@@ -357,9 +369,9 @@ mod tests {
         let refused = |key: &str, values: &[&str]| Recipe::open_variants(&path, &[], &[sweep(key, values)]).unwrap_err().to_string();
         assert!(refused("amount", &[]).contains("has no value"));
         assert!(refused("amount", &["2.5"]).starts_with("sweep amount=2.5: "));
-        assert!(refused("amount", &["0.5", "0.5"]).contains("two runs in one folder"));
+        assert!(refused("amount", &["0.5", "0.5"]).contains("the output folder of two runs"));
         assert!(refused("nothing.at", &["1"]).contains("no `nothing`"));
         std::fs::write(&path, "model: m\npasses: [cast: {}, cast: {}]\n").unwrap();
-        assert!(refused("to", &["f16"]).contains("several: passes.0.cast.to, passes.1.cast.to"));
+        assert!(refused("to", &["f16"]).contains("several entries: passes.0.cast.to, passes.1.cast.to"));
     }
 }

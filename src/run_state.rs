@@ -1,4 +1,4 @@
-//! The state of a run: the passes that were applied to a model, what is left to do before writing, and what the report will say.
+//! The state of a run: applied passes, work to do before writing, and notes for the report.
 
 mod importance;
 mod part;
@@ -10,57 +10,62 @@ use std::sync::Arc;
 use serde_json::Value;
 
 pub use self::importance::{ColumnImportance, InputImportance, Samples};
-pub use self::part::{Dealt, Part, Share};
+pub use self::part::{Assignment, Part, PartIndex};
 
 use crate::error::Result;
 use crate::store::{Weight, Weights};
 use crate::work::{Meter, Work};
 
-/// Work that must be over before the weights can be written: a reading of data that several of them share.
+/// Work that must be done before the weights can be written: computing statistics that several weights
+/// share.
 pub trait Prepare: Send + Sync {
-    /// Input bytes that it reads, all readings together.
+    /// Total number of input bytes that it reads.
     fn bytes(&self) -> u64;
-    /// Does it; afterwards it need not be done again. In a run of several parts, each does its own, under a name that all give it, and
-    /// says whether the others have done theirs.
+    /// Does the work. In a run in parts, each part computes its own share and stores it under a name
+    /// common to all parts. Returns whether the results of all parts are complete.
     ///
     /// # Errors
     /// Reading fails, or the work is cancelled.
     fn prepare(&self, work: &Work, part: Option<(&Part, &str)>) -> Result<bool>;
 }
 
-/// A pass that was applied.
+/// An applied pass.
 #[derive(Clone)]
 pub struct Applied {
     /// The pass's name.
     pub name: &'static str,
-    /// Its options, defaults written out.
+    /// Its options, including defaults.
     pub options: Value,
     /// Weights that it changes.
     pub tensors: BTreeSet<String>,
-    /// How the weights were chosen, in plain words.
+    /// Description of how the weights were selected.
     pub rule: String,
     /// Time spent in it.
     pub meter: Arc<Meter>,
-    /// The most memory that was resident while it ran; nothing for passes that take part in writing.
+    /// Peak resident memory while it ran; `None` for passes that are executed during writing.
     pub peak_rss_bytes: Option<u64>,
-    /// The most memory of a GPU that was taken while it ran; nothing where none was used.
+    /// Peak GPU memory while it ran; `None` if no GPU was used.
     pub peak_vram_bytes: Option<u64>,
-    /// What only the work itself can tell; asked for when everything is written.
+    /// Details for the report, evaluated after everything has been written.
     pub details: Arc<dyn Fn() -> Value + Send + Sync>,
-    /// Plain words for the report.
+    /// Notes for the report.
     pub notes: Vec<String>,
     /// Whether it sets weights to zero.
     pub zeroes: bool,
 }
 
+/// Prefix of notes that are listed first.
+pub const WARNING: &str = "warning: ";
+
 impl Applied {
-    /// Float weights of two or more dimensions that the pass does not change; none for passes that do not choose weights.
+    /// Float weights of two or more dimensions that the pass does not change; empty for passes that do
+    /// not select weights.
     pub fn unselected(&self, weights: &Weights) -> Vec<String> {
-        let left = |(name, w): &(&String, &Weight)| !self.rule.is_empty() && w.shape.len() > 1 && w.is_float() && !self.tensors.contains(*name);
-        weights.by_name.iter().filter(left).map(|(name, _)| name.clone()).collect()
+        let is_unselected = |(name, w): &(&String, &Weight)| !self.rule.is_empty() && w.shape.len() > 1 && w.is_float() && !self.tensors.contains(*name);
+        weights.by_name.iter().filter(is_unselected).map(|(name, _)| name.clone()).collect()
     }
 
-    /// A pass of which nothing more is known yet.
+    /// A record of a pass without results.
     pub fn new(name: &'static str, options: Value) -> Applied {
         Applied {
             name,
@@ -77,54 +82,55 @@ impl Applied {
     }
 }
 
-/// What a run knows beside the model; the default is a run that has not begun.
+/// State of a run in addition to the model. The default is the state before the first pass.
 #[derive(Clone, Default)]
 pub struct RunState {
-    /// Where the model is that the run began with; none outside of a pipeline.
+    /// Path of the input model; `None` outside of a pipeline.
     pub input: Option<PathBuf>,
     /// The passes that were applied, in order.
     pub history: Vec<Applied>,
-    /// Files other than the model that the passes so far have read, by data set or pass.
-    pub read: BTreeMap<String, Vec<PathBuf>>,
-    /// What must be done before writing.
+    /// Files other than the model that passes have read, by data set or pass.
+    pub files_read: BTreeMap<String, Vec<PathBuf>>,
+    /// Work to do before writing.
     pub preparations: Vec<Arc<dyn Prepare>>,
-    /// Whether the sizes of weights are a guess, since only the work itself can tell.
+    /// Whether the sizes of weights are estimates, because they depend on values or samples.
     pub estimated: bool,
-    /// Memory that passes need beyond what weights take on their way, in bytes, as far as it is known beforehand.
+    /// Memory that passes need in addition to blocks of weights, in bytes, as far as known in advance.
     pub memory: u64,
     /// The same for each thread that writes.
     pub memory_by_thread: u64,
-    /// Bytes on disk that unfinished work of the passes takes beside the output, as far as it is known beforehand.
-    pub kept_bytes: u64,
-    /// Small files that passes have made, by name.
+    /// Bytes of checkpoints of the passes on the disk of the output, as far as known in advance.
+    pub checkpoint_bytes: u64,
+    /// Small files generated by passes, by name.
     pub attached: BTreeMap<String, Arc<Vec<u8>>>,
-    /// Plain words for the report.
+    /// Notes for the report.
     pub notes: Vec<String>,
-    /// What this process makes, where several share the run.
+    /// The part of the run that this process executes, if the run is divided into parts.
     pub part: Option<Arc<Part>>,
-    /// What errors in columns count for, where a format asks for it.
+    /// Importance of weight columns, if an output format needs it.
     pub importance: Option<Arc<ColumnImportance>>,
-    /// Name of the model file, where the output is one and no folder.
+    /// Name of the model file, if the output is a file instead of a folder.
     pub file: Option<String>,
-    /// Name of the file with its weights, where it is too large for one.
+    /// Name of the file for its external weights, if it is too large for one file.
     pub data_file: Option<String>,
 }
 
 impl RunState {
-    /// Whether this process makes what is stored under a name.
-    pub fn makes(&self, name: &str) -> bool {
+    /// Whether this process writes the tensor with this name.
+    pub fn writes(&self, name: &str) -> bool {
         self.part.as_ref().is_none_or(|part| part.owns(name))
     }
 
-    /// What this process makes of a weight, if anything.
+    /// The weight, or the rows of it, that this process writes; `None` if it writes none of it.
     ///
     /// # Errors
-    /// The weight cannot be made in the rows that are this part's.
-    pub fn own(&self, name: &str, weight: &Weight) -> Result<Option<Weight>> {
-        self.part.as_ref().map_or_else(|| Ok(Some(weight.clone())), |part| part.own(name, weight))
+    /// The rows of this part cannot be computed separately.
+    pub fn own_rows(&self, name: &str, weight: &Weight) -> Result<Option<Weight>> {
+        self.part.as_ref().map_or_else(|| Ok(Some(weight.clone())), |part| part.own_rows(name, weight))
     }
 
-    /// Does what the passes left to be done before writing; whether all of it is done, for which parts of a run wait for one another.
+    /// Does the remaining work before writing. Returns `false` if results of other parts of the run are
+    /// missing.
     ///
     /// # Errors
     /// Reading fails, or the work is cancelled.

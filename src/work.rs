@@ -1,4 +1,4 @@
-//! Going over many tensors with several threads: progress, cancellation, time by stage.
+//! Runs jobs on a pool of threads, with progress events, cancellation and timing by stage.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -7,46 +7,48 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 
-/// The memory that models may take.
+/// Memory available to models.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryLimit {
-    /// Bytes; nothing where they are not known.
+    /// Bytes; `None` when unknown.
     pub bytes: Option<u64>,
-    /// Whether they were asked for, so that what does not fit is refused. A guess refuses nothing.
-    pub asked: bool,
+    /// Whether the user set the limit. A model that exceeds an explicit limit is rejected; an estimated
+    /// limit rejects nothing.
+    pub explicit: bool,
 }
 
-/// A figure's largest value since it was asked for last: a thread of its own looks at it again and again.
+/// Peak of a figure since the last reading, sampled by a background thread.
 #[derive(Debug)]
 pub(crate) struct HighWater<F> {
-    seen: Arc<(F, AtomicU64, AtomicBool)>,
+    shared: Arc<(F, AtomicU64, AtomicBool)>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl<F: Fn() -> Option<u64> + Send + Sync + 'static> HighWater<F> {
-    /// Begins to look, with a pause between two looks. Where the system starts no more threads, only those who ask look.
+    /// Starts sampling, with a pause between samples. If no thread can be spawned, the figure is only
+    /// sampled by `take`.
     pub fn start(pause: Duration, figure: F) -> HighWater<F> {
-        let seen = Arc::new((figure, AtomicU64::new(0), AtomicBool::new(false)));
-        let watched = seen.clone();
+        let shared = Arc::new((figure, AtomicU64::new(0), AtomicBool::new(false)));
+        let watched = shared.clone();
         let watch = move || {
             while !watched.2.load(Ordering::Relaxed) {
                 watched.1.fetch_max((watched.0)().unwrap_or(0), Ordering::Relaxed);
                 std::thread::park_timeout(pause);
             }
         };
-        HighWater { seen, thread: std::thread::Builder::new().spawn(watch).ok() }
+        HighWater { shared, thread: std::thread::Builder::new().spawn(watch).ok() }
     }
 
-    /// The largest value since this was asked last, the one of now included.
+    /// Returns the peak since the previous call, including the current value, and resets it.
     pub fn take(&self) -> u64 {
-        let now = (self.seen.0)().unwrap_or(0);
-        self.seen.1.swap(0, Ordering::Relaxed).max(now)
+        let now = (self.shared.0)().unwrap_or(0);
+        self.shared.1.swap(0, Ordering::Relaxed).max(now)
     }
 }
 
 impl<F> Drop for HighWater<F> {
     fn drop(&mut self) {
-        self.seen.2.store(true, Ordering::Relaxed);
+        self.shared.2.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
             let _ = thread.join();
@@ -54,19 +56,20 @@ impl<F> Drop for HighWater<F> {
     }
 }
 
-/// What this process has in memory, where the system says it.
+/// Resident memory of this process in bytes, if the system reports it.
 pub(crate) fn resident() -> Option<u64> {
     let pages: u64 = std::fs::read_to_string("/proc/self/statm").ok()?.split(' ').nth(1)?.parse().ok()?;
     Some(pages * rustix::param::page_size() as u64)
 }
 
-/// A handle that stops work from another thread or a signal handler.
+/// A handle that stops work, from another thread or a signal handler.
 #[derive(Debug, Clone, Default)]
 pub struct Cancel(Arc<AtomicBool>);
 
 impl Cancel {
-    /// The handle of the whole process, which a signal handler uses. It stops everything that has no handle of its own.
-    pub fn of_process() -> Cancel {
+    /// The process-wide handle, used by signal handlers. It stops all work that was started without a
+    /// handle of its own.
+    pub fn process() -> Cancel {
         static PROCESS: OnceLock<Cancel> = OnceLock::new();
         PROCESS.get_or_init(Cancel::default).clone()
     }
@@ -76,7 +79,7 @@ impl Cancel {
         self.0.store(true, Ordering::Relaxed);
     }
 
-    /// An error once [`cancel`](Cancel::cancel) was called.
+    /// Returns [`Error::Cancelled`] after [`cancel`](Cancel::cancel) was called.
     ///
     /// # Errors
     /// [`Error::Cancelled`].
@@ -85,40 +88,40 @@ impl Cancel {
     }
 }
 
-/// What progress is counted in.
+/// Unit of progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProgressUnit {
     /// Bytes of input.
     Bytes,
     /// Samples of a data set.
     Samples,
-    /// Steps of a training.
+    /// Training steps.
     Steps,
 }
 
-/// What happens while a pipeline runs.
+/// A progress event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event<'a> {
     /// A stage begins.
     Begin {
-        /// What it does, in a few words.
+        /// Short description of the stage.
         stage: &'a str,
-        /// How much there is to go over; 0 when that is not known.
+        /// Total amount of work; 0 when unknown.
         total: u64,
-        /// What it is counted in.
+        /// Unit of `total` and of [`Advance`](Event::Advance).
         unit: ProgressUnit,
     },
-    /// This much more is done.
+    /// This amount of work was completed since the last event.
     Advance(u64),
-    /// A few words about how it is going.
+    /// A short status message.
     Message(&'a str),
-    /// The stage is over.
+    /// The stage has finished.
     End,
 }
 
-/// Receives events, from several threads.
+/// Receives progress events from several threads.
 pub trait Progress: Send + Sync {
-    /// Called for every event; quick, since the work waits.
+    /// Called for every event. Must return quickly, because workers wait for it.
     fn on(&self, event: Event);
 }
 
@@ -128,7 +131,7 @@ impl<F: Fn(Event) + Send + Sync> Progress for F {
     }
 }
 
-/// Nobody listens.
+/// Discards progress events.
 #[derive(Debug, Clone, Copy)]
 pub struct Silent;
 
@@ -136,12 +139,12 @@ impl Progress for Silent {
     fn on(&self, _event: Event) {}
 }
 
-/// Time that all threads together spent in one stage.
+/// Total time that all threads spent in one stage.
 #[derive(Debug, Default)]
 pub struct Meter(AtomicU64);
 
 impl Meter {
-    /// Runs and times.
+    /// Runs `work` and adds its duration.
     pub fn time<T>(&self, work: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = work();
@@ -149,30 +152,30 @@ impl Meter {
         result
     }
 
-    /// Adds time that was spent elsewhere.
+    /// Adds time that was measured elsewhere.
     pub fn add(&self, time: Duration) {
         self.0.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
     }
 
-    /// The sum so far.
+    /// The accumulated time.
     pub fn total(&self) -> Duration {
         Duration::from_nanos(self.0.load(Ordering::Relaxed))
     }
 }
 
-/// How to go over tensors.
+/// Execution context of a stage: threads, progress and cancellation.
 #[derive(Clone, Copy)]
 pub struct Work<'a> {
-    /// Threads that work at once.
+    /// Number of worker threads.
     pub threads: usize,
-    /// Who is told.
+    /// Receiver of progress events.
     pub progress: &'a dyn Progress,
-    /// Who may stop it.
+    /// Cancellation handle.
     pub cancel: &'a Cancel,
 }
 
 impl<'a> Work<'a> {
-    /// The same, telling nobody.
+    /// The same context without progress events.
     pub fn quiet(&self) -> Work<'a> {
         Work { progress: &Silent, ..*self }
     }
@@ -185,7 +188,7 @@ impl<'a> Work<'a> {
         self.run_by(stage, jobs, |job| std::cmp::Reverse(size(job)), &size, work)
     }
 
-    /// The same, in ascending order of a key.
+    /// As [`run`](Work::run), in ascending order of `key`.
     ///
     /// # Errors
     /// As [`run`](Work::run).
@@ -202,7 +205,8 @@ impl<'a> Work<'a> {
         self.run_ordered(stage, jobs, &order, size, work)
     }
 
-    /// The same, in the order of the jobs: what lies together is made together.
+    /// As [`run`](Work::run), in the order of `jobs`, so that adjacent jobs are processed at about the
+    /// same time.
     ///
     /// # Errors
     /// As [`run`](Work::run).
@@ -233,7 +237,7 @@ impl<'a> Work<'a> {
         let threads = self.threads.clamp(1, jobs.len().max(1));
         std::thread::scope(|scope| {
             for _ in 1..threads {
-                // Where the system starts no more threads, those that run do all the work.
+                // If no more threads can be spawned, the running ones do all the work.
                 if std::thread::Builder::new().spawn_scoped(scope, worker).is_err() {
                     break;
                 }
@@ -246,7 +250,7 @@ impl<'a> Work<'a> {
         results.into_iter().map(|(_, result)| result).collect()
     }
 
-    /// Tells that more is done, and asks whether to go on.
+    /// Reports progress and checks for cancellation.
     ///
     /// # Errors
     /// [`Error::Cancelled`].
@@ -256,7 +260,7 @@ impl<'a> Work<'a> {
     }
 }
 
-/// A lock that outlives a panic elsewhere.
+/// Locks a mutex, ignoring poisoning.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! Block by block, models compute the same bits as in one go.
+//! Models compute the same bits block by block as when run as a whole.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -12,14 +12,14 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use common::{Desk, pipeline, work};
 use compress::Model;
-use compress::analysis::{blocks, shared_head, uncut};
+use compress::analysis::{blocks, shared_head, single_block_reason, usual_sizes};
 use compress::calibration::{Axis, Request, calibrate, calibrate_blockwise};
-use compress::data::{Batch, Data, DataSet, synthetic_of};
+use compress::data::{Batch, Data, DataSet, synthetic_with_sizes};
 use compress::evaluation::{self, Subject, evaluate};
 use compress::exec::{Blockwise, BlockwiseOptions, Executor, MemoryCategory, MemoryNeed, MemoryTracker, Parameters, Residence, Schedule, sizes_of};
 use compress::ir::{Graph, Kind, Op};
 use compress::pass::prune_structured::{Amounts, Importance, Repair};
-use compress::pass::{Amount, PruneStructured, QuantizeDynamic, QuantizeStatic, Step};
+use compress::pass::{Amount, PruneStructured, Quantize, QuantizeDynamic, QuantizeStatic, Step};
 use compress::work::MemoryLimit;
 
 /// Three batches of a text model have padding.
@@ -30,7 +30,7 @@ fn batches(graph: &Graph) -> Vec<Batch> {
         "batch" => 2,
         _ => 32,
     });
-    let mut batches: Vec<Batch> = (0..3).map(|seed| synthetic_of(graph, seed, &sizes).unwrap()).collect();
+    let mut batches: Vec<Batch> = (0..3).map(|seed| synthetic_with_sizes(graph, seed, &sizes).unwrap()).collect();
     for batch in &mut batches {
         if let Some(mask) = batch.inputs.get_mut("attention_mask") {
             *mask = Tensor::new(&[[1i64, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]], &Device::Cpu).unwrap();
@@ -47,18 +47,18 @@ fn parameters(model: &Model, graph: &Graph) -> Parameters {
     work(|work| Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Stored, work)).unwrap()
 }
 
-/// Bits of outputs, by name.
+/// Bit patterns of outputs, by name.
 fn bits(outputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Vec<u32>> {
     let numbers = |tensor: &Tensor| tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
     outputs.iter().map(|(name, tensor)| (name.clone(), numbers(tensor).into_iter().map(f32::to_bits).collect())).collect()
 }
 
-/// Values that linear layers and convolutions read.
+/// Names of the values that linear layers and convolutions read.
 fn sites(graph: &Graph) -> Vec<String> {
     sites_of(graph, 0..graph.nodes().len())
 }
 
-/// Those of some nodes, in their order.
+/// Names of the inputs of selected nodes, in their order.
 fn sites_of(graph: &Graph, nodes: Range<usize>) -> Vec<String> {
     let mut sites: Vec<String> = Vec::new();
     for node in graph.nodes()[nodes].iter().filter(|node| matches!(node.op, Op::Linear(_) | Op::Conv(_))) {
@@ -81,11 +81,11 @@ fn outputs_of_some_tokens_are_those_of_all_tokens() {
         work(|work| {
             let mut run = Blockwise::new(&graph, &model.weights, |value| value == head, BlockwiseOptions::on(&Device::Cpu), work);
             batches(&graph).into_iter().for_each(|batch| run.push(batch).unwrap());
-            (0..run.blocks().len()).for_each(|block| Blockwise::together(&mut [&mut run], block, &BTreeSet::new()).unwrap());
+            (0..run.blocks().len()).for_each(|block| Blockwise::run_block(&mut [&mut run], block, &BTreeSet::new()).unwrap());
             for index in 0..run.batches() {
                 let length = run.value(index, &head).unwrap().dim(1).unwrap();
-                let parts = [0..2, 2..length].map(|tokens| run.answer_of_tokens(index, &head, tokens).unwrap());
-                for (name, whole) in run.answer(index).unwrap() {
+                let parts = [0..2, 2..length].map(|tokens| run.outputs_of_tokens(index, &head, tokens).unwrap());
+                for (name, whole) in run.outputs_of(index).unwrap() {
                     let difference = (Tensor::cat(&[&parts[0][&name], &parts[1][&name]], 1).unwrap() - whole).unwrap();
                     let difference = difference.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
                     assert!(difference < 1e-5, "{}: {difference}", model.path.display());
@@ -104,7 +104,7 @@ fn every_family_answers_the_same_block_by_block() {
         let model = Model::open(entry.unwrap().path()).unwrap();
         let graph = model.graph().unwrap();
         let found = blocks(&graph);
-        assert_eq!(found.len() == 1, uncut(&graph).is_some());
+        assert_eq!(found.len() == 1, single_block_reason(&graph).is_some());
         if found.len() > 1 {
             cut += 1
         } else {
@@ -158,7 +158,7 @@ fn every_family_answers_the_same_block_by_block() {
     assert!(std::fs::read_dir(folder.path()).unwrap().next().is_none(), "a file is left");
 }
 
-/// Layer by layer, weights are replaced; later layers see what that makes of their inputs.
+/// Weights are replaced layer by layer, and later layers are run with the changed inputs.
 #[test]
 fn replaced_parameters_are_those_that_later_nodes_use() {
     let model = golden("llama");
@@ -207,7 +207,7 @@ fn replaced_parameters_are_those_that_later_nodes_use() {
             })
             .unwrap();
             assert_eq!(index, batches.len());
-            // Blocks use the memory of those before; what was given out is not touched.
+            // Blocks reuse the memory of previous blocks, except for values that were returned to the caller.
             for (name, tensor) in held {
                 assert_eq!(bits(&[(name.clone(), tensor)].into()), bits(&[(name.clone(), original.get(&name).unwrap())].into()));
             }
@@ -224,7 +224,7 @@ fn what_a_block_does_not_compute_is_refused() {
         let mut run = Blockwise::new(&graph, &model.weights, |name| sites.iter().any(|site| site == name), BlockwiseOptions::on(&Device::Cpu), work);
         batches(&graph).into_iter().for_each(|batch| run.push(batch).unwrap());
         let refused = |run: &mut Blockwise, value: &str| run.each(value, |_, _| Ok(())).unwrap_err().to_string();
-        assert!(refused(&mut run, &sites[0]).contains("has entered no block"));
+        assert!(refused(&mut run, &sites[0]).contains("no block was entered"));
         assert!(run.enter(1).is_err() && run.enter(0).is_ok());
         assert!(refused(&mut run, &sites[1]).contains("later block"));
         assert!(refused(&mut run, "nothing").contains("does not exist"));
@@ -232,7 +232,7 @@ fn what_a_block_does_not_compute_is_refused() {
         run.leave().unwrap();
         run.enter(1).unwrap();
         run.each(&sites[1], |_, _| Ok(())).unwrap();
-        // Back to a value that stopped runs have passed.
+        // Requests a value that interrupted runs have already passed.
         run.each(&sites[0], |_, _| Ok(())).unwrap();
         assert!(run.push(batches(&graph).remove(0)).is_err());
         run.leave().unwrap();
@@ -241,7 +241,7 @@ fn what_a_block_does_not_compute_is_refused() {
     });
 }
 
-/// What is held are two blocks at most, and what crosses between them.
+/// At most two blocks and the values that cross between them are in memory.
 #[test]
 fn memory_is_that_of_blocks_and_states() {
     let model = golden("llama-grouped-tied");
@@ -261,10 +261,11 @@ fn memory_is_that_of_blocks_and_states() {
         run.outputs(|_, _| Ok(())).unwrap();
         let pairs = sizes.windows(2).map(|pair| pair[0] + pair[1]).max().unwrap();
         let hidden = model.config.get("hidden_size").unwrap().as_u64().unwrap();
-        // Floats of each token, its number and its mask; while one sample moves on, both of its states are there.
+        // Hidden state, id and mask of each token. While a sample is advanced, both of its states are in
+        // memory.
         let states = batches.len() as u64 * 2 * 6 * (4 * hidden + 2 * 8);
         assert!(run.peak_bytes() <= pairs + states, "{} of {pairs} + {states}", run.peak_bytes());
-        assert!(run.peak_bytes() < sizes.iter().sum(), "the model is no larger than its blocks");
+        assert!(run.peak_bytes() < sizes.iter().sum(), "the blocks together are not larger than the peak");
         let (peaks, _) = tracker.peaks();
         let weights = peaks.iter().find(|(category, _)| *category == MemoryCategory::Weights).unwrap().1;
         assert_eq!(weights, *sizes.iter().max().unwrap());
@@ -283,7 +284,7 @@ fn tokens(folder: &Path) -> Data {
 
 fn need(model: &Model, batch: &Batch) -> MemoryNeed {
     let graph = model.graph().unwrap();
-    MemoryNeed::of(&graph, &model.weights, DType::F32, Residence::Stored, &sizes_of(&graph, &batch.inputs))
+    MemoryNeed::estimate(&graph, &model.weights, DType::F32, Residence::Stored, &sizes_of(&graph, &batch.inputs))
 }
 
 #[test]
@@ -301,20 +302,20 @@ fn evaluation_says_the_same_in_less_memory() {
         let outcomes = |memory: MemoryLimit, blocks: bool| {
             let mut subjects = open();
             let mut runners = evaluation::load(&mut subjects, Some(&batch.inputs), &Device::Cpu, memory, work).unwrap();
-            assert_eq!(runners[0].together(&batch.inputs).is_some(), blocks);
+            assert_eq!(runners[0].group_size(&batch.inputs).is_some(), blocks);
             let mut outcomes = evaluate(&data, &mut runners, &[(0, 1)], work).unwrap();
             outcomes.models.iter_mut().for_each(|outcome| outcome.time = std::time::Duration::ZERO);
-            // A batch alone, also one that was not told of.
+            // A single batch, including one that was not announced.
             let answers: Vec<_> = runners.iter_mut().map(|runner| bits(&runner.run(&batch.inputs).unwrap())).collect();
             (outcomes, answers)
         };
         let whole = outcomes(MemoryLimit::default(), false);
         assert_eq!(whole.0.samples, 9);
         for bytes in [least, least + 3 * needs[0].state, needs.iter().map(|need| need.parameters).sum::<u64>() + needs[0].activations - 1] {
-            assert_eq!(outcomes(MemoryLimit { bytes: Some(bytes), asked: true }, true), whole, "{bytes} bytes");
+            assert_eq!(outcomes(MemoryLimit { bytes: Some(bytes), explicit: true }, true), whole, "{bytes} bytes");
         }
         let mut subjects = open();
-        let memory = MemoryLimit { bytes: Some(least - 1), asked: true };
+        let memory = MemoryLimit { bytes: Some(least - 1), explicit: true };
         let refused = evaluation::load(&mut subjects, Some(&batch.inputs), &Device::Cpu, memory, work).err().unwrap().to_string();
         assert!(refused.contains("`qwen2`") && refused.contains(&least.to_string()), "{refused}");
     });
@@ -325,7 +326,7 @@ fn calibration_sees_the_same_in_less_memory() {
     let desk = Desk::new();
     let model = golden("llama");
     let graph = model.graph().unwrap();
-    let subject = Subject::of(model.clone()).unwrap();
+    let subject = Subject::from_model(model.clone()).unwrap();
     let data = DataSet::open(&tokens(desk.path()), subject.target()).unwrap();
     let requests: BTreeMap<String, Request> = sites(&graph).into_iter().map(|name| (name, Request { axis: Axis::Last, histograms: true })).collect();
     work(|work| {
@@ -339,20 +340,34 @@ fn calibration_sees_the_same_in_less_memory() {
             let seen = calibrate_blockwise((&graph, &model.weights), &options, states, &data, &requests, work).unwrap();
             assert_eq!(text(&seen), text(&whole), "{states} bytes of states");
         }
-        let memory = MemoryLimit { bytes: Some(need.whole() - 1), asked: true };
+        let memory = MemoryLimit { bytes: Some(need.total() - 1), explicit: true };
         assert!(matches!(memory.schedule(&[("llama", need)]).unwrap(), Schedule::Blockwise { .. }));
     });
 }
 
-/// What passes write does not depend on the memory that they run models in.
+/// Models that do not fit into memory are evaluated block by block, with the same results.
+#[test]
+fn fidelity_is_measured_in_less_memory() {
+    let (desk, model) = (Desk::new(), golden("llama"));
+    let graph = model.graph().unwrap();
+    let need = MemoryNeed::estimate(&graph, &model.weights, DType::F32, Residence::Stored, &usual_sizes(&graph));
+    let fidelity = |memory: Option<u64>| {
+        let pass: Quantize = serde_json::from_value(serde_json::json!({ "scheme": "W8A16", "group_size": -1 })).unwrap();
+        let report = desk.run(&model.path, pipeline().memory(memory).pass(pass)).unwrap().report;
+        serde_json::to_value(report.fidelity.unwrap_or_else(|| panic!("{:?}", report.notes))).unwrap()
+    };
+    assert_eq!(fidelity(Some(need.total() - 1)), fidelity(None));
+}
+
+/// The output of passes does not depend on the memory limit.
 #[test]
 fn passes_write_the_same_in_less_memory() {
     let desk = Desk::new();
     let model = golden("llama");
     let data = tokens(desk.path());
-    let subject = Subject::of(model.clone()).unwrap();
+    let subject = Subject::from_model(model.clone()).unwrap();
     let need = need(&model, &DataSet::open(&data, subject.target()).unwrap().first().unwrap());
-    assert!(need.blockwise() < need.whole(), "{need:?}");
+    assert!(need.blockwise() < need.total(), "{need:?}");
     let amount = Some(Amounts::All(Amount::fraction(0.5)));
     let prune = PruneStructured { amount, importance: Importance::Activation, repair: Repair::LeastSquares, ..PruneStructured::default() };
     let by_gradient = PruneStructured { importance: Importance::Taylor, repair: Repair::None, ..prune.clone() };
@@ -361,7 +376,7 @@ fn passes_write_the_same_in_less_memory() {
             let builder = pipeline().calibration(data.clone()).memory(memory).pass(pass.clone());
             desk.run(&model.path, builder).map(|output| common::contents(&output.path))
         };
-        assert_eq!(written(Some(need.whole() - 1)).unwrap(), written(None).unwrap(), "{}", pass.pass().name());
+        assert_eq!(written(Some(need.total() - 1)).unwrap(), written(None).unwrap(), "{}", pass.pass().name());
         assert!(written(Some(1)).unwrap_err().to_string().contains("family `llama`"), "{}", pass.pass().name());
     }
 }

@@ -1,4 +1,4 @@
-//! Cached runs, and the build script that is made of one.
+//! Cached runs, and the example of a build script that uses one.
 
 #![allow(clippy::unwrap_used)]
 
@@ -89,7 +89,7 @@ fn data_beside_the_model_is_refused() {
     assert!(!output.exists());
 }
 
-/// Options that are left to the data decide what is read too.
+/// Defaults that are resolved from the data determine which data is read.
 #[cfg(feature = "run")]
 #[test]
 fn what_reads_data_by_itself_is_refused() {
@@ -102,15 +102,15 @@ fn what_reads_data_by_itself_is_refused() {
     };
     let gguf = compress::export::Gguf { file_type: compress::export::FileType::Q4_0, ..Default::default() };
     let refused = cached(Pipeline::builder().export(gguf));
-    assert!(refused.contains("gguf") && refused.contains("reads data besides the model"), "{refused}");
+    assert!(refused.contains("gguf") && refused.contains("reads data in addition to the model"), "{refused}");
     let refused = cached(Pipeline::builder().pass(compress::pass::Palettize::default()));
-    assert!(refused.contains("palettize") && refused.contains("reads data besides the model"), "{refused}");
+    assert!(refused.contains("palettize") && refused.contains("reads data in addition to the model"), "{refused}");
     assert!(!output.exists());
-    // Without data, neither reads any.
+    // Without data, neither pass reads any.
     assert!(!Pipeline::builder().export(gguf).measure(false).build().unwrap().run_cached(llama, &output).unwrap().reused);
 }
 
-/// Builds and runs the example, and says what it prints and when its model was written.
+/// Builds and runs the example. Returns its output and the modification time of its model.
 fn run_example(model: &Path) -> (String, SystemTime) {
     let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("build_script");
     let mut cargo = Command::new(env!("CARGO"));
@@ -129,7 +129,7 @@ fn run_example(model: &Path) -> (String, SystemTime) {
 fn the_build_script_compresses_what_has_changed() {
     let folder = tempfile::tempdir().unwrap();
     let model = model(folder.path());
-    // Not what an earlier run of this test has left.
+    // Removes the output of an earlier run of this test.
     change(&model);
     let random = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_nanos();
     fs::write(model.join("once.txt"), random.to_string()).unwrap();

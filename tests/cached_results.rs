@@ -1,4 +1,4 @@
-//! Results of passes that are cached from one run to the next.
+//! The persistent cache of pass results.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -20,20 +20,20 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
 }
 
-struct Place {
+struct Workspace {
     folder: tempfile::TempDir,
 }
 
-impl Place {
-    /// A copy of a small model, and images with labels for it.
-    fn new(model: &str) -> Place {
+impl Workspace {
+    /// A folder with a copy of a small model, and labelled images for it.
+    fn new(model: &str) -> Workspace {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("in")).unwrap();
         for entry in fs::read_dir(golden(model)).unwrap() {
             let path = entry.unwrap().path();
             fs::copy(&path, folder.path().join("in").join(path.file_name().unwrap())).unwrap();
         }
-        let place = Place { folder };
+        let place = Workspace { folder };
         place.data(0.5);
         place
     }
@@ -42,7 +42,7 @@ impl Place {
         self.folder.path().join(name)
     }
 
-    /// Writes samples that depend on a number.
+    /// Writes samples generated from a seed.
     fn data(&self, number: f64) {
         let count = 8 * 3 * 32 * 32;
         let values: Vec<f32> = (0..count).map(|i| (f64::from(i) * 0.37 * number).sin() as f32).collect();
@@ -67,14 +67,14 @@ impl Place {
         builder.force(true).build().unwrap().run(Model::open(self.path("in")).unwrap(), out).unwrap()
     }
 
-    /// Runs with what is cached; whether something was reused.
+    /// Runs with the cache. Returns whether a result was reused.
     fn again(&self, steps: &[Step], out: &str) -> (Report, bool) {
         let report = self.run(self.builder(steps).cache(self.cache(), false).resume(true), out);
         let taken = report.notes.iter().any(|note| note.contains("was reused from an earlier run"));
         (report, taken)
     }
 
-    /// Bytes of what a run has written, but for reports and tables, which tell times.
+    /// Bytes of the output, except reports and tables, which contain times.
     fn files(&self, out: &str) -> BTreeMap<String, Vec<u8>> {
         let told = |name: &str| name.starts_with("report") || name.ends_with(".csv");
         let files = fs::read_dir(self.path(out)).unwrap().map(|entry| entry.unwrap().path());
@@ -99,7 +99,7 @@ fn a_reused_result_ends_as_a_fresh_one() {
     ];
     for steps in pipelines {
         let names: Vec<_> = steps.iter().map(|step| step.pass().name()).collect();
-        let place = Place::new(MODEL);
+        let place = Workspace::new(MODEL);
         let export = |builder: Builder| builder.export(Safetensors::default()).export(compress::export::Onnx::default());
         let whole = place.run(export(place.builder(&steps)), "whole");
         place.run(export(place.builder(&steps)).cache(place.cache(), false), "first");
@@ -121,13 +121,48 @@ fn a_reused_result_ends_as_a_fresh_one() {
     }
 }
 
-/// Run A, then B, which begins like A, with the cache of A: the bytes equal those of a run of B without a cache. Training continues from the master weights
-/// that a quantization has rounded, be they the input's or those of an earlier pass.
+/// Kernels of different instruction sets round differently. A process selects its instruction set once,
+/// so this test runs itself in a new process.
+#[test]
+fn another_instruction_set_reuses_nothing() {
+    const FOLDER: &str = "COMPRESS_TEST_FOLDER";
+    let is_reused = |folder: &Path| {
+        let data = Data { arrays: Some(folder.join("data.safetensors")), ..Data::default() };
+        let cache = ResultCache::new(folder.join("cache"), Duration::ZERO);
+        let builder = Pipeline::builder().passes([finetune()]).train(data).cache(cache, false).resume(true).force(true);
+        let report = builder.build().unwrap().run(Model::open(folder.join("in")).unwrap(), folder.join("out")).unwrap();
+        report.notes.iter().any(|note| note.contains("was reused from an earlier run"))
+    };
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        println!("reused: {}", is_reused(Path::new(&folder)));
+        return;
+    }
+    let place = Workspace::new(MODEL);
+    assert!(!is_reused(place.folder.path()) && is_reused(place.folder.path()));
+    let elsewhere = |set: &str| {
+        let mut test = std::process::Command::new(std::env::current_exe().unwrap());
+        test.args(["another_instruction_set_reuses_nothing", "--nocapture"]).env(FOLDER, place.folder.path());
+        let output = test.env("COMPRESS_SIMD", set).output().unwrap();
+        String::from_utf8_lossy(&output.stdout).lines().find_map(|line| line.split_once("reused: ")).unwrap().1 == "true"
+    };
+    let own = compress::report::Environment::detect().simd;
+    if own != "neon" {
+        assert!(elsewhere(&own));
+    }
+    // Processors without AVX2 have one instruction set.
+    if !["neon", "baseline"].contains(&own.as_str()) {
+        assert!(!elsewhere("baseline"));
+    }
+}
+
+/// Runs A, then B, which starts with the passes of A, with the cache of A. The output equals that of B
+/// without a cache. Training continues from the master weights of a quantization, which are the input's
+/// or those of an earlier pass.
 #[test]
 fn a_run_that_continues_a_cached_one_ends_as_a_fresh_one() {
     let quantize = || Step::from(QuantizeStatic::default());
     for begin in [vec![quantize()], vec![finetune(), quantize()]] {
-        let place = Place::new(MODEL);
+        let place = Workspace::new(MODEL);
         let steps = [begin.clone(), vec![finetune()]].concat();
         let names: Vec<_> = steps.iter().map(|step| step.pass().name()).collect();
         place.run(place.builder(&steps), "whole");
@@ -143,12 +178,12 @@ fn a_run_that_continues_a_cached_one_ends_as_a_fresh_one() {
 #[test]
 fn only_the_same_is_taken() {
     let steps = vec![finetune(), QuantizeDynamic::default().into()];
-    let place = Place::new(MODEL);
+    let place = Workspace::new(MODEL);
     place.run(place.builder(&steps).cache(place.cache(), false), "first");
     assert!(place.again(&steps, "out").1);
-    // Passes behind the cached one may change.
+    // Passes after the cached one may change.
     assert!(place.again(&[finetune(), Cast::default().into()], "out").1);
-    // A run that is not told to goes through all passes.
+    // Without resuming, a run executes all passes.
     let fresh = place.run(place.builder(&steps).cache(place.cache(), false), "out");
     assert!(!fresh.notes.iter().any(|note| note.contains("earlier run")));
     let reused = place.run(place.builder(&steps).cache(place.cache(), true), "out");
@@ -158,7 +193,7 @@ fn only_the_same_is_taken() {
     assert!(!place.again(&[Cast::default().into(), finetune()], "out").1);
     let seeded = place.run(place.builder(&steps).cache(place.cache(), true).seed(7), "out");
     assert!(!seeded.notes.iter().any(|note| note.contains("earlier run")));
-    // The same length and the same time, other bytes.
+    // The same length and modification time, but other bytes.
     let path = place.path("in/model.safetensors");
     let (mut bytes, time) = (fs::read(&path).unwrap(), fs::metadata(&path).unwrap().modified().unwrap());
     let last = bytes.len() - 2;
@@ -178,7 +213,7 @@ fn only_the_same_is_taken() {
 #[test]
 fn damage_is_noticed_and_cleared_away() {
     let steps = vec![finetune()];
-    let place = Place::new(MODEL);
+    let place = Workspace::new(MODEL);
     place.run(place.builder(&steps).cache(place.cache(), false), "first");
     let [entry] = &place.cache().entries().unwrap()[..] else { panic!("one result") };
     assert_eq!((entry.pass.as_str(), &entry.model), ("finetune", &place.path("in")));

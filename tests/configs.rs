@@ -57,7 +57,7 @@ fn pico(folder: &Path) -> PathBuf {
     model
 }
 
-/// Token ids, as arrays.
+/// Token ids as arrays.
 #[cfg(feature = "run")]
 fn samples(folder: &Path) -> PathBuf {
     let path = folder.join("samples.safetensors");
@@ -89,7 +89,7 @@ fn every_config_runs_and_sparse_int8_is_the_smallest() {
     let mut ratios = Vec::new();
     for path in configs() {
         let name = path.file_stem().unwrap().to_string_lossy().into_owned();
-        assert!(std::fs::read_to_string(&path).unwrap().starts_with("# "), "{name} does not say what it is for");
+        assert!(std::fs::read_to_string(&path).unwrap().starts_with("# "), "{name} has no comment on its purpose");
         assert!(Recipe::open(&path, &[]).unwrap().model.ends_with("../model"), "{name}");
         #[allow(unused_mut)]
         let mut recipe = Recipe::open(&path, &set).unwrap();
@@ -101,7 +101,7 @@ fn every_config_runs_and_sparse_int8_is_the_smallest() {
         for step in &mut recipe.passes {
             if let compress::pass::Step::Distill(pass) = step {
                 pass.max_steps = Some(2);
-                // Only sentence encoders have a vector for each sample.
+                // Only sentence encoders compute one vector per sample.
                 pass.losses.embedding = None;
             }
         }
@@ -116,7 +116,7 @@ fn every_config_runs_and_sparse_int8_is_the_smallest() {
     ratios.sort_by(|a, b| a.0.total_cmp(&b.0));
     assert_eq!(ratios.len(), 18);
     ratios.retain(|(_, name)| !["w4a16", "palettes", "gguf", "onnx-decoder-int8"].contains(&name.as_str()));
-    // Of the others, only what is smaller before it becomes int8 is smaller still.
+    // Only configurations that also reduce the model before int8 quantization result in a smaller size.
     assert_eq!([ratios[13].1.as_str(), ratios[12].1.as_str()], ["prune-distill-int8", "sparse-int8"], "{ratios:?}");
 }
 

@@ -1,5 +1,5 @@
-//! The seeds of `fuzz/` and what its runs have kept, read without a fuzzer: inputs that reach every part of the parsers, and those
-//! that have crashed one once.
+//! Checks the seeds and the corpus of `fuzz/` without a fuzzer: inputs that cover the parsers, and
+//! inputs that once crashed them.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device};
 use compress::Model;
 use compress::analysis::cost;
-use compress::data::synthetic_of;
+use compress::data::synthetic_with_sizes;
 use compress::exec::{Executor, Inputs, MemoryTracker, Parameters, Residence, Tape};
 use compress::export::{Onnx, Safetensors};
 use compress::ir::{Catalog, Graph, GraphFile};
@@ -42,8 +42,8 @@ fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
     found
 }
 
-/// What fuzzers have found, as few files as reach the same code.
-fn kept(target: &str) -> Vec<(String, Vec<u8>)> {
+/// Files found by fuzzers, minimized to a small set with the same coverage.
+fn corpus_files(target: &str) -> Vec<(String, Vec<u8>)> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(format!("{target}.tar.gz"));
     let mut archive = tar::Archive::new(flate2::read::GzDecoder::new(File::open(path).unwrap()));
     let files = archive.entries().unwrap().map(|entry| {
@@ -55,7 +55,7 @@ fn kept(target: &str) -> Vec<(String, Vec<u8>)> {
     files.collect()
 }
 
-/// Shapes are in the names: `w3x4` is `[3, 4]`.
+/// The names of tensors specify their shapes: `w3x4` is `[3, 4]`.
 struct Named;
 
 impl Catalog for Named {
@@ -81,7 +81,7 @@ fn seeds_are_read_or_refused() {
     for (_, bytes) in seeds("recipe") {
         count(Recipe::parse(&String::from_utf8_lossy(&bytes), Path::new("recipe.yaml")).is_ok());
     }
-    assert!(read > 10 && refused > 20, "{read} read, {refused} refused");
+    assert!(read > 10 && refused > 20, "{read} read, {refused} rejected");
     let files = seeds("opening");
     assert!(files.len() > 5);
     for (name, bytes) in files {
@@ -98,7 +98,7 @@ fn seeds_are_read_or_refused() {
         match Model::open(&path) {
             Ok(model) => assert!(model.weights.by_name.values().all(|weight| weight.visit(1, &mut |_| Ok(())).is_ok()), "{name}"),
             Err(e) => {
-                let named = [("seed-blocks", "the architecture `none`"), ("seed-rows-of-nothing", "no whole heads")];
+                let named = [("seed-blocks", "the architecture `none`"), ("seed-rows-of-nothing", "not divisible into heads")];
                 assert!(named.iter().any(|(seed, what)| name == *seed && e.to_string().contains(what)), "{name}: {e}");
             }
         }
@@ -128,10 +128,10 @@ fn seeds_are_read_or_refused() {
 fn what_fuzzers_have_found_is_read_or_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("in.safetensors");
-    let place = checks::Place::new("corpus-files");
+    let scratch = checks::Scratch::new("corpus-files");
     let (mut read, mut all) = ([0; 7], [0; 7]);
     for (target, name) in ["reader", "recipe", "graph", "onnx", "opening", "gguf", "pytorch"].into_iter().enumerate() {
-        for (_, bytes) in kept(name) {
+        for (_, bytes) in corpus_files(name) {
             all[target] += 1;
             read[target] += usize::from(match name {
                 "reader" => {
@@ -145,8 +145,8 @@ fn what_fuzzers_have_found_is_read_or_refused() {
                     std::fs::write(&path, bytes).unwrap();
                     Model::open(&path).is_ok_and(|model| model.weights.by_name.values().all(|weight| weight.visit(1, &mut |_| Ok(())).is_ok()))
                 }
-                "gguf" => checks::gguf(&place, &bytes, true) != checks::Became::Refused,
-                "pytorch" => checks::pytorch(&place, &bytes),
+                "gguf" => checks::gguf(&scratch, &bytes, true) != checks::GgufResult::Rejected,
+                "pytorch" => checks::pytorch(&scratch, &bytes),
                 _ => decode(&[Piece::Bytes(bytes)]).is_ok_and(|model| ModelProto::decode(model.encode_to_vec().as_slice()).is_ok()),
             });
         }
@@ -164,7 +164,7 @@ impl WeightSource for Floats {
     }
 }
 
-/// The shape and the values of a tensor; none where there would be many.
+/// The shape and the values of a tensor; `None` for large tensors.
 fn tensor(name: &str) -> Option<(Vec<usize>, Vec<f32>)> {
     let shape = Named.shape(name)?;
     let elements = shape.iter().try_fold(1usize, |all, size| all.checked_mul(*size)).filter(|elements| *elements <= 4096)?;
@@ -181,13 +181,13 @@ fn weights(graph: &Graph) -> Option<Weights> {
     Some(Weights { by_name, ..Default::default() })
 }
 
-/// Graphs that can be built, by the name of their file.
+/// The valid graphs, by the name of their file.
 fn graphs() -> impl Iterator<Item = (String, Graph)> {
-    let files = seeds("answers").into_iter().chain(kept("answers"));
+    let files = seeds("answers").into_iter().chain(corpus_files("answers"));
     files.filter_map(|(name, bytes)| Some((name, serde_json::from_slice::<GraphFile>(&bytes).ok()?.build(&Named).ok()?)))
 }
 
-/// The backward pass, from ones at every output; whether there is one.
+/// Backward pass from gradients of ones at every output. Returns whether it succeeds.
 fn learns(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> bool {
     let taps = graph.outputs().iter().map(|(_, id)| *id).collect();
     let (tape, memory_tracker) = (Tape::new(graph, Device::Cpu, taps, &|_| true, &[]), MemoryTracker::default());
@@ -206,11 +206,11 @@ fn graphs_that_fuzzers_have_found_answer_or_are_refused() {
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
     let (mut answered, mut refused, mut learned) = (0, 0, 0);
     for (name, graph) in graphs() {
-        // Whatever they are called, from 1 to 8.
+        // Sizes from 1 to 8, derived from the names of the axes.
         let sizes = graph.bind(|name| name.bytes().fold(0, |a, b| (a + usize::from(b)) % 8) + 1);
         let (macs, memory) = cost(&graph, &sizes);
         let (Some(weights), true) = (weights(&graph), macs <= 1 << 18 && memory <= 1 << 20) else { continue };
-        let Ok(batch) = synthetic_of(&graph, 0, &sizes) else { continue };
+        let Ok(batch) = synthetic_with_sizes(&graph, 0, &sizes) else { continue };
         let parameters = Parameters::load(&graph, &weights, &Device::Cpu, DType::F32, Residence::Computed, &work);
         learned += usize::from(parameters.as_ref().is_ok_and(|parameters| learns(&graph, parameters, &batch.inputs)));
         let Ok(answers) = parameters.and_then(|parameters| Executor::new(&graph, parameters, Device::Cpu).run(&batch.inputs)) else {
@@ -223,10 +223,10 @@ fn graphs_that_fuzzers_have_found_answer_or_are_refused() {
             assert!(wanted.is_none_or(|wanted| wanted == answers[output].dims()), "{name}: {output}");
         }
     }
-    assert!(answered > 100 && refused > 0 && learned > 100, "{answered} answered, {refused} refused, {learned} learned");
+    assert!(answered > 100 && refused > 0 && learned > 100, "{answered} computed, {refused} rejected, {learned} with gradients");
 }
 
-/// A folder with a graph and random weights for it; none where a weight would be large.
+/// A folder with a graph and random weights for it; `None` if a weight would be large.
 fn folder(graph: &Graph, path: &Path) -> Option<()> {
     let mut tensors = std::collections::HashMap::new();
     for (_, value) in graph.params() {
@@ -255,5 +255,5 @@ fn graphs_that_fuzzers_have_found_are_compressed_or_refused() {
             if done.is_ok() { written += 1 } else { refused += 1 }
         }
     }
-    assert!(written > 100 && refused > 100, "{written} written, {refused} refused");
+    assert!(written > 100 && refused > 100, "{written} written, {refused} rejected");
 }

@@ -1,4 +1,4 @@
-//! Data and metrics, held to what PyTorch, Pillow and the library `tokenizers` make of the same files
+//! Data sets and metrics, compared with PyTorch, Pillow and the library `tokenizers`
 //! (`scripts/goldens-evaluation`).
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
@@ -31,7 +31,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// A golden model with files of `golden/evaluation` beside it, under the names that they have in published models.
+/// A golden model with files of `golden/evaluation` under the file names of published models.
 fn model(name: &str, extra: &[(&str, &str)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     copy(&golden("models").join(name), folder.path());
@@ -143,14 +143,14 @@ fn chats_are_those_of_transformers() {
         refused(folder.path(), &Data { text: Some(file.clone()), ..options(&format!("{{ task: fidelity{more} }}")) })
     };
     let chat = r#"{"messages": [{"role": "user", "content": "a"}], "b": "c"}"#;
-    assert!(told(r#"{"messages": []}"#, "").contains("line 1: a chat without messages"));
+    assert!(told(r#"{"messages": []}"#, "").contains("line 1: the chat has no messages"));
     assert!(told(r#"{"messages": [{"content": "a"}]}"#, "").contains("line 1: a message of a chat has no `role`"));
-    assert!(told(chat, ", pair_column: b").contains("line 1: a chat has no pair"));
-    assert!(told(&format!("{{\"text\": \"a\"}}\n{chat}"), "").contains("line 2 is a chat, and the first line is a text"));
-    assert!(told(&format!("{chat}\n{{\"text\": \"a\"}}"), "").contains("line 2 is a text, and the first line is a chat"));
-    assert!(told(r#"{"messages": "[]"}"#, "").contains("line 1: `messages` is no list"));
-    assert!(told(r#"{"messages": [{"role": "user", "content": "a"}], "tools": "[]"}"#, "").contains("line 1: `tools` is no list of objects"));
-    assert!(told(r#"{"text": ["a"]}"#, "").contains("is no string and no number"));
+    assert!(told(chat, ", pair_column: b").contains("line 1: chats do not support `pair_column`"));
+    assert!(told(&format!("{{\"text\": \"a\"}}\n{chat}"), "").contains("line 2 is a chat, but the first line is a text"));
+    assert!(told(&format!("{chat}\n{{\"text\": \"a\"}}"), "").contains("line 2 is a text, but the first line is a chat"));
+    assert!(told(r#"{"messages": "[]"}"#, "").contains("line 1: `messages` is not a list"));
+    assert!(told(r#"{"messages": [{"role": "user", "content": "a"}], "tools": "[]"}"#, "").contains("line 1: `tools` is not a list of objects"));
+    assert!(told(r#"{"text": ["a"]}"#, "").contains("must be a string, a number or a boolean"));
     assert!(told(r#"{"messages": [{"role": "user", "content": 1}]}"#, "").contains("line 1: "));
     let bare = model("llama", &special);
     assert!(refused(bare.path(), &texts("chats.jsonl", "{}")).contains("a chat without chat_template.jinja"));
@@ -189,7 +189,8 @@ fn images_are_those_of_pillow() {
         let batches = batches(folder.path(), &data).unwrap();
         let pixels: Vec<&Tensor> = batches.iter().map(|b| &b.inputs["pixel_values"]).collect();
         let difference = (Tensor::cat(&pixels, 0).unwrap() - &wanted[name]).unwrap().abs().unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        // A step of a byte is 1 / 255 / 0.224; both round to bytes, from sums that differ in the last bits.
+        // A difference of one byte value is 1 / 255 / 0.224. Both implementations round to bytes, from
+        // sums that differ in the last bits.
         let largest = difference.iter().copied().fold(0.0, f32::max);
         let steps = difference.iter().filter(|d| **d > 1e-4).count();
         assert!(largest <= 0.0176 && steps * 100 < difference.len(), "{name}: {largest}, {steps} of {}", difference.len());
@@ -198,7 +199,7 @@ fn images_are_those_of_pillow() {
     }
 }
 
-/// A network that takes 2 x 3 numbers and says which of 6 is the largest.
+/// A network that classifies 2 x 3 numbers by the index of the largest.
 fn largest_of_six(shape: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let nodes = if shape.contains(',') { r#"{"name": "flat", "op": "Flatten", "inputs": ["x"]}, "# } else { "" };
@@ -244,17 +245,17 @@ fn idx_files_are_read() {
     }
     let folder = largest_of_six("1, 2, 3");
     idx(&labels, &[3], &CLASSES[..3]);
-    assert!(refused(folder.path(), &data).contains("holds 3 labels"));
+    assert!(refused(folder.path(), &data).contains("contains 3 labels"));
     idx(&labels, &[4], &[0, 2, 6, 3]);
-    assert!(refused(folder.path(), &data).contains("label 2: class 6, the model has 6"));
+    assert!(refused(folder.path(), &data).contains("label 2: class 6 is out of range, the model has 6"));
     idx(&labels, &[4], &CLASSES);
     idx(&images, &[4, 2, 3], &ROWS.concat()[..20]);
-    assert!(refused(folder.path(), &data).contains("ends before its 4 samples do"));
+    assert!(refused(folder.path(), &data).contains("is truncated: it should have 4 samples"));
     idx(&images, &[4, 3, 3], &[ROWS.concat(), ROWS[..2].concat()].concat());
     assert!(refused(folder.path(), &data).contains("is 3 x 3"), "{}", refused(folder.path(), &data));
     idx(&images, &[0, 2, 3], &[]);
     idx(&labels, &[0], &[]);
-    assert!(refused(folder.path(), &data).contains("holds no samples"));
+    assert!(refused(folder.path(), &data).contains("contains no samples"));
 }
 
 #[test]
@@ -273,12 +274,12 @@ fn arrays_are_read_from_both_kinds_of_files() {
         let first = &batches(folder.path(), &scaled).unwrap()[0];
         assert_eq!(first.inputs["x"].flatten_all().unwrap().to_vec1::<f32>().unwrap()[..2], [3.5, -0.5]);
         let named = |yaml: &str| refused(folder.path(), &Data { arrays: Some(path.clone()), ..options(yaml) });
-        assert!(named("{ label_column: label }").contains("no array `label`; there are `"));
-        assert!(named("{ inputs: { y: rows } }").contains("the model has no input `y`; it takes `x`"));
+        assert!(named("{ label_column: label }").contains("no array `label`; it contains `"));
+        assert!(named("{ inputs: { y: rows } }").contains("the model has no input `y`; its inputs are `x`"));
         let error = named("{ inputs: { x: labels } }");
-        assert!(error.contains("has rows of []"), "{error}");
+        assert!(error.contains("has rows of shape []"), "{error}");
     }
-    for (shape, message) in [(&[4, 1, 3, 2][..], "numpy.transpose(array, (0, 1, 3, 2))"), (&[4, 6], "has rows of [6], the model's input `x` is")] {
+    for (shape, message) in [(&[4, 1, 3, 2][..], "numpy.transpose(array, (0, 1, 3, 2))"), (&[4, 6], "has rows of shape [6], but the model's input `x` is")] {
         let permuted = files.path().join("permuted.safetensors");
         let rows = Tensor::from_vec(ROWS.concat(), shape, &Device::Cpu).unwrap();
         candle_core::safetensors::save(&[("rows".to_owned(), rows)].into(), &permuted).unwrap();
@@ -291,36 +292,36 @@ fn arrays_are_read_from_both_kinds_of_files() {
 fn what_does_not_fit_the_model_is_said_by_name() {
     let bert = model("bert-sequence-classification", &[WORDS]);
     let wrong = |yaml: &str| refused(bert.path(), &texts("labelled.csv", yaml));
-    assert!(wrong("{ label_column: class }").contains("no column `class`; there are `id`, `text`, `label`"));
-    assert!(wrong("{ label_column: text }").contains("is no class; config.json knows LABEL_0, LABEL_1, LABEL_2"));
-    assert!(wrong("{ label_column: id }").contains("line 5: class 3, the model has 3"));
-    assert!(wrong("{ label_column: label, max_length: 17 }").contains("`max_length` is 17, the model takes 16 tokens"));
+    assert!(wrong("{ label_column: class }").contains("no column `class`; the columns are `id`, `text`, `label`"));
+    assert!(wrong("{ label_column: text }").contains("is not a class; the labels in config.json are LABEL_0, LABEL_1, LABEL_2"));
+    assert!(wrong("{ label_column: id }").contains("line 5: class 3 is out of range, the model has 3"));
+    assert!(wrong("{ label_column: label, max_length: 17 }").contains("`max_length` is 17, but the model accepts at most 16 tokens"));
     let task = wrong("{ task: language-modelling }");
-    assert!(task.contains("needs an output `logits` of 3 axes"), "{task}");
+    assert!(task.contains("needs an output `logits` with 3 dimensions; the outputs of the model are `"), "{task}");
     assert!(wrong("{ task: embedding }").contains("`pair_column`"));
     assert!(wrong("{ stride: 2, label_column: label }").contains("`stride`"));
     assert!(refused(bert.path(), &texts("missing.csv", "{ label_column: label }")).contains("missing.csv"));
-    assert!(refused(bert.path(), &Data { images: Some(golden("evaluation/images")), ..Data::default() }).contains("not images alone"));
+    assert!(refused(bert.path(), &Data { images: Some(golden("evaluation/images")), ..Data::default() }).contains("image data supports only one"));
     let bare = model("bert-sequence-classification", &[]);
-    assert!(refused(bare.path(), &texts("labelled.csv", "{ label_column: label }")).contains("text without tokenizer.json"));
+    assert!(refused(bare.path(), &texts("labelled.csv", "{ label_column: label }")).contains("without tokenizer.json"));
     let masked = model("bert-masked-lm", &[WORDS]);
-    assert!(refused(masked.path(), &texts("book.txt", "{ task: language-modelling }")).contains("fills in masked tokens"));
+    assert!(refused(masked.path(), &texts("book.txt", "{ task: language-modelling }")).contains("masked language model"));
     let vit = model("vit-image-classification", &[]);
     let wrong = refused(vit.path(), &Data { images: Some(golden("evaluation/images")), ..Data::default() });
-    assert!(wrong.contains(".png: is ") && wrong.contains("is any x 3 x 12 x 12: choose `resize`"), "{wrong}");
+    assert!(wrong.contains(".png: is ") && wrong.contains("is any x 3 x 12 x 12: set `resize`"), "{wrong}");
     let llama = model("llama", &[LETTERS]);
-    assert!(refused(llama.path(), &texts("book.txt", "{ max_length: 8, stride: 9 }")).contains("room for 7 tokens"));
+    assert!(refused(llama.path(), &texts("book.txt", "{ max_length: 8, stride: 9 }")).contains("only 7 tokens"));
     let answers = llama.path().join("answers.jsonl");
     fs::write(&answers, "{\"prompt\": \"abc\", \"answer\": \"abcd\"}\n").unwrap();
     for (option, task) in [("pair_column", None), ("label_column", Some(Task::LanguageModelling))] {
         let column = |name: &str| Some(name.parse().unwrap());
         let mut data = Data { text: Some(answers.clone()), text_column: column("prompt"), task, ..Data::default() };
         *if option == "pair_column" { &mut data.pair_column } else { &mut data.label_column } = column("answer");
-        assert!(refused(llama.path(), &data).contains(&format!("`{option}` is not read")), "{option}");
+        assert!(refused(llama.path(), &data).contains(&format!("`{option}` does not apply")), "{option}");
     }
     let empty = bert.path().join("empty.txt");
     fs::write(&empty, "\n").unwrap();
-    assert!(refused(bert.path(), &Data { text: Some(empty), task: Some(Task::Fidelity), ..Data::default() }).contains("holds no samples"));
+    assert!(refused(bert.path(), &Data { text: Some(empty), task: Some(Task::Fidelity), ..Data::default() }).contains("contains no samples"));
 }
 
 #[test]
@@ -332,7 +333,7 @@ fn a_folder_without_known_names_of_classes_must_have_as_many() {
     }
     let vit = model("vit-image-classification", &[("vit-image-classification.json", "preprocessor_config.json")]);
     let data = Data { images: Some(files.path().to_owned()), ..Data::default() };
-    assert!(refused(vit.path(), &data).contains("has 2 folders, the model has 5 classes"));
+    assert!(refused(vit.path(), &data).contains("has 2 folders, but the model has 5 classes"));
     fs::write(files.path().join("dog/a.png"), "no picture").unwrap();
     let unlabelled = Data { task: Some(Task::Fidelity), ..data };
     assert!(batches(vit.path(), &unlabelled).unwrap_err().to_string().contains("a.png"));
@@ -355,16 +356,16 @@ fn texts_are_cased_and_cut_as_the_folder_says() {
     let plain = ids(folder, lower).unwrap();
     assert_eq!(ids(folder, upper).unwrap(), plain, "the tokenizer's own normalizer writes in lower case");
 
-    // As BertTokenizer of transformers 4 and 5: the configuration counts more than tokenizer.json.
+    // As in BertTokenizer of transformers 4 and 5, the configuration takes precedence over tokenizer.json.
     write("tokenizer_config.json", r#"{"tokenizer_class": "BertTokenizer", "do_lower_case": false}"#);
     assert_ne!(ids(folder, upper).unwrap(), plain);
-    // As sentence-transformers: texts are written in lower case before the tokenizer sees them.
+    // As in sentence-transformers, texts are converted to lower case before tokenization.
     write("sentence_bert_config.json", r#"{"max_seq_length": 12, "do_lower_case": true}"#);
     assert_eq!(ids(folder, upper).unwrap(), plain);
     fs::remove_file(folder.join("sentence_bert_config.json")).unwrap();
     write("sentence_roberta_config.json", r#"{"max_seq_length": 3, "do_lower_case": false}"#);
     assert_eq!(ids(folder, lower).unwrap()[0].len(), 3);
-    // The class that reads tokenizer.json alone.
+    // The class that reads only tokenizer.json.
     write("tokenizer_config.json", r#"{"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": false}"#);
     assert_eq!(ids(folder, upper).unwrap(), ids(folder, lower).unwrap());
 
@@ -390,7 +391,8 @@ fn poolings_that_are_not_known_are_refused_by_name() {
     }
 }
 
-/// Folders may be written from where they lie, and those without weights are looked for when the model is run.
+/// Modules may be outside of the model folder as long as only weights are processed, and modules without
+/// weights are opened when the model is run.
 #[test]
 fn folders_of_modules_are_found() {
     let place = model("sentence-dense", &[]);
@@ -403,11 +405,11 @@ fn folders_of_modules_are_found() {
     fs::write(&list, usual.replace("\"1_Pooling\"", "\"../1_Pooling\"")).unwrap();
     let error = open().unwrap().graph().unwrap_err().to_string();
     assert!(error.contains("outside the model: `../1_Pooling`"), "{error}");
-    // What weights alone are changed of need not be understood: it is carried over, and told.
+    // Passes over weights do not need to support all modules: unsupported ones are copied and reported.
     fs::write(&list, "{}").unwrap();
     let opened = open().unwrap();
-    assert!(opened.weights.folders.is_empty() && opened.beside.files.iter().any(|file| file.ends_with("2_Dense/model.safetensors")));
-    let notes = opened.beside.notes(place.path());
+    assert!(opened.weights.folders.is_empty() && opened.auxiliary.files.iter().any(|file| file.ends_with("2_Dense/model.safetensors")));
+    let notes = opened.auxiliary.notes(place.path());
     assert!(notes.iter().any(|note| note.contains("modules.json") && note.contains("cannot be run")), "{notes:?}");
     let error = opened.graph().unwrap_err().to_string();
     assert!(error.contains("modules.json"), "{error}");
@@ -431,7 +433,7 @@ fn modules_that_are_not_known_are_refused_by_name() {
         ("modules.json", "\"2_Dense\"", "\"../2_Dense\"", "outside the model"),
         ("2_Dense/config.json", "torch.nn.modules.activation.Tanh", "torch.nn.Softmax", "2_Dense/config.json: `activation_function` of \"torch.nn.Softmax\""),
         ("2_Dense/config.json", "torch.nn.modules.activation.Tanh", "mine.Tanh", "`activation_function` of \"mine.Tanh\""),
-        ("2_Dense/config.json", "\"in_features\": 16", "\"in_features\": 15", "`in_features` is 15, and the weights beside it have 16"),
+        ("2_Dense/config.json", "\"in_features\": 16", "\"in_features\": 15", "`in_features` is 15, but the weights of the module have 16"),
         ("2_Dense/config.json", "\"module_input_name\": \"sentence_embedding\"", "\"module_input_name\": \"other\"", "reads `other`"),
         ("2_Dense/config.json", "\"bias\": true", "\"bias\": 1", "2_Dense/config.json: `bias` is 1"),
     ] {
@@ -443,7 +445,7 @@ fn modules_that_are_not_known_are_refused_by_name() {
     assert!(error.contains("2_Dense/linear.weight"), "{error}");
 }
 
-/// Positions are counted from the one behind that of padding.
+/// Positions are counted from the padding token's id plus one.
 #[test]
 fn texts_are_as_long_as_a_table_of_positions_has_places() {
     let place = model("mpnet", &[WORDS]);
@@ -478,14 +480,49 @@ fn samples_are_counted_as_they_are_run() {
     check(&open(bert.path(), "lines.csv", "text,label\n\"a\nb\n\nc\",1\n\nd,0\n\"e\n\",2\n", "label_column: label"), 3);
     check(&open(bert.path(), "cap.csv", "text\na\nb\nc\n", "{ task: fidelity, samples: 2 }"), 2);
     check(&open(bert.path(), "high.csv", "text\na\nb\nc\n", "{ task: fidelity, samples: 200 }"), 3);
-    // Ten windows of fifteen letters (the tokenizer puts one before them), whatever the cap.
+    // Ten windows of fifteen letters (the tokenizer adds one token before them), independent of the
+    // limit of samples.
     let windows = open(llama.path(), "book.txt", &"abcdefghijklmno".repeat(10)[1..], "{ max_length: 16, samples: 1000 }");
     assert_eq!(windows.samples(), None, "a cap is no count");
     windows.count().unwrap();
     check(&windows, 10);
 }
 
-/// Text that is longer than what is tokenized at once, in one line and without a blank.
+/// Windows with `sampling: spread` start at lines, from the first to the last part of the file.
+#[test]
+fn spread_windows_cover_a_text() {
+    let (files, llama) = (tempfile::tempdir().unwrap(), model("llama", &[LETTERS]));
+    let path = files.path().join("text.txt");
+    let letter = |line: usize| char::from(b'a' + (line / 250) as u8);
+    let line = |line: usize| format!("{}\n", letter(line).to_string().repeat(39));
+    fs::write(&path, (0..5_000).map(line).collect::<String>()).unwrap();
+    let windows = |yaml: &str| {
+        let found = batches(llama.path(), &Data { text: Some(path.clone()), ..options(yaml) }).unwrap();
+        found.iter().flat_map(|batch| batch.inputs["input_ids"].to_vec2::<i64>().unwrap()).collect::<Vec<_>>()
+    };
+    let spread = windows("{ max_length: 16, samples: 10, sampling: spread }");
+    let whole = windows("{ max_length: 16 }");
+    let text = fs::read_to_string(&path).unwrap();
+    for (part, window) in spread.iter().enumerate() {
+        fs::write(files.path().join("part.txt"), &text[part * text.len() / 10..]).unwrap();
+        let yaml = "{ max_length: 16, samples: 1 }";
+        let first = batches(llama.path(), &Data { text: Some(files.path().join("part.txt")), ..options(yaml) }).unwrap();
+        assert_eq!(*window, first[0].inputs["input_ids"].to_vec2::<i64>().unwrap()[0], "part {part}");
+    }
+    assert_eq!(spread, windows("{ max_length: 16, samples: 10, sampling: spread, batch_size: 3 }"), "the same for every batch size");
+    let few = windows("{ max_length: 16, samples: 10 }");
+    assert!(few == windows("{ max_length: 16, samples: 10, sampling: first }") && few == whole[..10] && few != spread);
+    for (file, yaml, reason) in [
+        ("chats.jsonl", "{ samples: 2, sampling: spread }", "plain text"),
+        ("book.txt", "{ sampling: spread }", "requires `samples`"),
+        ("book.txt", "{ samples: 2, sampling: spread, task: fidelity }", "task: language-modelling"),
+    ] {
+        let error = batches(llama.path(), &texts(file, yaml)).unwrap_err().to_string();
+        assert!(error.contains(reason), "{yaml}: {error}");
+    }
+}
+
+/// A text that is longer than the chunks of the tokenizer, in one line and without spaces.
 #[test]
 fn long_lines_and_scripts_without_blanks_are_text() {
     let files = tempfile::tempdir().unwrap();
@@ -516,5 +553,5 @@ fn numbers_of_arrays_are_classes_by_index() {
     save(Tensor::new(&[0f32, 2.0, 5.0, 3.0], &Device::Cpu).unwrap());
     assert_eq!(accuracy("{}"), 0.75);
     save(Tensor::new(&[0f32, 2.5, 5.0, 3.0], &Device::Cpu).unwrap());
-    assert!(refused(folder.path(), &data("{}")).contains("2.5 stands where indices are wanted"));
+    assert!(refused(folder.path(), &data("{}")).contains("2.5 is not an integer"));
 }

@@ -1,5 +1,5 @@
-//! Continuing texts: token by token, models answer as if they had seen the whole at once, and greedy texts are those of transformers
-//! (`scripts/goldens-generate`).
+//! Text generation: incremental decoding computes the same logits as the whole text, and greedy texts
+//! equal those of transformers (`scripts/goldens-generate`).
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -12,10 +12,10 @@ use candle_core::{DType, Device, Tensor};
 use common::work;
 use compress::Model;
 use compress::data::Speech;
-use compress::exec::{Answers, Executor, Inputs, Parameters, Residence, SequenceCache};
-use compress::generation::{End, Generate, LanguageModel, Sampling};
+use compress::exec::{Executor, Inputs, OutputTokens, Parameters, Residence, SequenceCache};
+use compress::generation::{Generate, LanguageModel, Sampling, StopReason};
 use compress::ir::{Graph, Op};
-use compress::model::Made;
+use compress::model::SynthesizedFiles;
 use compress::work::MemoryLimit;
 use serde_json::{Value, json};
 
@@ -30,14 +30,15 @@ fn executor<'g>(model: &Model, graph: &'g Graph) -> Executor<'g> {
     Executor::new(graph, parameters, Device::Cpu)
 }
 
-/// Some columns of the inputs that tokens lie along, of a decoder behind an encoder its own alone; and the others.
+/// A range of columns of the inputs with a token axis (for encoder-decoder models, only those of the
+/// decoder), and all other inputs.
 fn columns(inputs: &Inputs, from: usize, to: usize) -> Inputs {
     let along = |name: &str| name == "decoder_input_ids" || !inputs.contains_key("decoder_input_ids");
     let part = |tensor: &Tensor| tensor.narrow(1, from, to - from).unwrap().contiguous().unwrap();
     inputs.iter().map(|(name, tensor)| (name.clone(), if along(name) { part(tensor) } else { tensor.clone() })).collect()
 }
 
-/// The largest difference of the last tokens of outputs that are not padding.
+/// Largest difference of the outputs for the last tokens, without padding.
 fn distance(whole: &Tensor, last: &Tensor, mask: &Tensor) -> f32 {
     let (length, count) = (whole.dim(1).unwrap(), last.dim(1).unwrap());
     let difference = (whole.narrow(1, length - count, count).unwrap() - last).unwrap().abs().unwrap();
@@ -45,8 +46,8 @@ fn distance(whole: &Tensor, last: &Tensor, mask: &Tensor) -> f32 {
     difference.broadcast_mul(&mask).unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
 }
 
-/// Every decoder of the golden set, with padding, grouped keys, windows, caps and experts; rotary angles that depend on the length begin
-/// again where they change.
+/// Every golden decoder, with padding, grouped-query attention, sliding windows, soft caps and experts.
+/// The cache is restarted at lengths where rotary frequencies change.
 #[test]
 fn tokens_that_follow_are_answered_as_in_the_whole() {
     let mut families = Vec::new();
@@ -64,7 +65,7 @@ fn tokens_that_follow_are_answered_as_in_the_whole() {
         let length = mask.dim(1).unwrap();
         let wholes: Vec<BTreeMap<String, Tensor>> = (1..=length).map(|end| executor.run(&columns(&inputs, 0, end)).unwrap()).collect();
         for pieces in [vec![length], vec![1; length], vec![4, 3, 1, length - 8], vec![length - 2, 1, 1]] {
-            for answers in [Answers::All, Answers::Last] {
+            for answers in [OutputTokens::All, OutputTokens::Last] {
                 cache.clear();
                 let mut seen = 0;
                 for piece in &pieces {
@@ -76,10 +77,10 @@ fn tokens_that_follow_are_answered_as_in_the_whole() {
                     assert_eq!(cache.tokens(), end);
                     for (output, whole) in &wholes[end - 1] {
                         let last = &outputs[output];
-                        assert!(answers == Answers::All || last.dim(1).unwrap() == 1);
+                        assert!(answers == OutputTokens::All || last.dim(1).unwrap() == 1);
                         let apart = distance(whole, last, &mask.narrow(1, 0, end).unwrap())
                             / whole.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap().max(1.0);
-                        assert!(apart < TOLERANCE, "{name}: {output} of {piece} tokens behind {seen} of {pieces:?}: {apart:e}");
+                        assert!(apart < TOLERANCE, "{name}: {output} of {piece} tokens after {seen} of {pieces:?}: {apart:e}");
                     }
                     seen = end;
                 }
@@ -122,7 +123,7 @@ fn windows_bound_what_is_kept() {
         let one = |value: i64| Tensor::new(&[[value]], &Device::Cpu).unwrap();
         for token in 0..tokens as i64 {
             let inputs: Inputs = [("input_ids".to_owned(), one(3 + token % 40)), ("attention_mask".to_owned(), one(1))].into();
-            executor.run_next(&inputs, &mut cache, Answers::Last).unwrap();
+            executor.run_next(&inputs, &mut cache, OutputTokens::Last).unwrap();
         }
         assert!(graph.nodes().iter().any(|node| matches!(node.op, Op::Attention(_))));
         cache.bytes()
@@ -132,12 +133,12 @@ fn windows_bound_what_is_kept() {
 }
 
 fn generated(path: &Path, prompts: &[Vec<i64>], options: &Generate) -> compress::Result<Vec<compress::generation::Continuation>> {
-    let model = LanguageModel::of(Model::open(path)?)?;
+    let model = LanguageModel::new(Model::open(path)?)?;
     work(|work| model.generate(prompts, options, &Device::Cpu, MemoryLimit::default(), work))
 }
 
 fn transcribed(path: &Path, features: &[Tensor], options: &Generate) -> compress::Result<Vec<compress::generation::Continuation>> {
-    let model = LanguageModel::of(Model::open(path)?)?;
+    let model = LanguageModel::new(Model::open(path)?)?;
     work(|work| model.transcribe(features, options, &Device::Cpu, MemoryLimit::default(), work))
 }
 
@@ -175,7 +176,7 @@ fn greedy_texts_are_those_of_transformers() {
             generated(folder.path(), &prompts, &options)
         };
         for (found, row) in found.unwrap().iter().zip(&rows) {
-            assert_eq!((&found.tokens, found.end), (&row["tokens"], End::Tokens), "{name}, {row:?}");
+            assert_eq!((&found.tokens, found.end), (&row["tokens"], StopReason::Tokens), "{name}, {row:?}");
         }
     }
 }
@@ -186,16 +187,16 @@ fn texts_end_where_the_model_says() {
     let prompt = vec![vec![5, 6, 7]];
     let all = generated(changed("gpt2", json!({ "eos_token_id": null })).path(), &prompt, &options).unwrap().remove(0);
     // 16 positions.
-    assert_eq!((all.tokens.len(), all.end), (14, End::Positions));
+    assert_eq!((all.tokens.len(), all.end), (14, StopReason::Positions));
     let at = (1..all.tokens.len()).find(|at| !all.tokens[..*at].contains(&all.tokens[*at])).expect("a second token");
     let ended = |folder: &tempfile::TempDir| {
         let found = generated(folder.path(), &prompt, &options).unwrap().remove(0);
-        assert_eq!(found.end, End::Eos);
+        assert_eq!(found.end, StopReason::Eos);
         found.tokens
     };
     let listed = changed("gpt2", json!({ "eos_token_id": [47, all.tokens[at]] }));
     assert_eq!(ended(&listed), all.tokens[..=at]);
-    // What generation_config.json says counts before config.json.
+    // generation_config.json takes precedence over config.json.
     std::fs::write(listed.path().join("generation_config.json"), json!({ "eos_token_id": all.tokens[0] }).to_string()).unwrap();
     assert_eq!(ended(&listed), all.tokens[..1]);
     std::fs::write(listed.path().join("generation_config.json"), json!({ "eos_token_id": "x", "repetition_penalty": 1.2 }).to_string()).unwrap();
@@ -207,7 +208,7 @@ fn texts_end_where_the_model_says() {
 fn spectrograms_are_those_of_transformers() {
     for name in ["usual", "other"] {
         let folder = golden().join("speech").join(name);
-        let found = Speech::open(&folder, &Made::new()).unwrap().read(&folder.join("speech.wav")).unwrap();
+        let found = Speech::open(&folder, &SynthesizedFiles::new()).unwrap().read(&folder.join("speech.wav")).unwrap();
         let expected = &candle_core::safetensors::load(folder.join("features.safetensors"), &Device::Cpu).unwrap()["input_features"];
         assert_eq!(found.dims(), expected.dims());
         let apart = (found - expected).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
@@ -217,10 +218,10 @@ fn spectrograms_are_those_of_transformers() {
 
 #[test]
 fn recordings_that_do_not_fit_are_refused_by_name() {
-    let speech = |name: &str| Speech::open(&golden().join("speech").join(name), &Made::new()).unwrap();
+    let speech = |name: &str| Speech::open(&golden().join("speech").join(name), &SynthesizedFiles::new()).unwrap();
     let wav = |name: &str| golden().join("speech").join(name).join("speech.wav");
     let rate = speech("usual").read(&wav("other")).unwrap_err().to_string();
-    assert!(rate.contains("8000 samples a second") && rate.contains("reads 16000"), "{rate}");
+    assert!(rate.contains("a sampling rate of 8000 Hz") && rate.contains("requires 16000 Hz"), "{rate}");
     let folder = tempfile::tempdir().unwrap();
     let refused = |changed: &dyn Fn(&mut Vec<u8>)| {
         let (mut bytes, path) = (std::fs::read(wav("usual")).unwrap(), folder.path().join("speech.wav"));
@@ -235,14 +236,14 @@ fn recordings_that_do_not_fit_are_refused_by_name() {
         bytes.resize(44 + 40_000, 0);
     });
     assert!(long.contains("1.2 seconds long") || long.contains("1.3 seconds long"), "{long}");
-    assert!(refused(&|bytes| bytes.truncate(1000)).contains("ends before its samples do"));
+    assert!(refused(&|bytes| bytes.truncate(1000)).contains("is truncated"));
     std::fs::write(folder.path().join("preprocessor_config.json"), json!({ "feature_extractor_type": "WhisperFeatureExtractor", "dither": 0.1 }).to_string())
         .unwrap();
-    let dither = Speech::open(folder.path(), &Made::new()).unwrap_err().to_string();
+    let dither = Speech::open(folder.path(), &SynthesizedFiles::new()).unwrap_err().to_string();
     assert!(dither.contains("`dither` of 0.1"), "{dither}");
 }
 
-/// Tokens that are out of the question do not come, and those that must not come first come later.
+/// Suppressed tokens are never generated, and tokens suppressed at the beginning are generated later.
 #[test]
 fn tokens_that_a_model_suppresses_do_not_come() {
     let options = Generate { tokens: 12, sampling: None };
@@ -259,7 +260,7 @@ fn tokens_that_a_model_suppresses_do_not_come() {
     assert_ne!(tokens(json!({ "decoder_start_token_id": 7 })), usual);
 }
 
-/// The likeliest of the languages that a model knows stands behind the first token, as in transformers.
+/// The most likely of the supported languages follows the first token, as in transformers.
 #[test]
 fn an_open_language_is_the_likeliest() {
     let of = |said: Value| {
@@ -294,34 +295,34 @@ fn what_cannot_be_continued_is_refused_by_name() {
     let refused = |path: &Path, prompt: &[i64], options: &Generate| generated(path, &[prompt.to_vec()], options).unwrap_err().to_string();
     let models = golden().join("models");
     let usual = Generate::default();
-    for (name, reason) in [("bert", "`bert` is no decoder"), ("vit", "`vit` is no decoder"), ("sentence-mean", "is no decoder")] {
+    for (name, reason) in [("bert", "`bert` are not decoders"), ("vit", "`vit` are not decoders"), ("sentence-mean", "are not decoders")] {
         let found = refused(&models.join(name), &[3], &usual);
         assert!(found.contains(reason), "{name}: {found}");
     }
-    for (name, reason) in [("t5-encoder", "`t5` is no decoder"), ("whisper", "reads recordings"), ("t5-headless", "has no `logits`")] {
+    for (name, reason) in [("t5-encoder", "`t5` are not decoders"), ("whisper", "takes recordings"), ("t5-headless", "has no output `logits`")] {
         let found = refused(&models.join(name), &[3], &usual);
         assert!(found.contains(reason), "{name}: {found}");
     }
     let found = transcribed(&models.join("t5"), &[], &usual).unwrap_err().to_string();
-    assert!(found.contains("`t5` reads texts"), "{found}");
-    let found = LanguageModel::of(Model::open(models.join("whisper")).unwrap()).unwrap().speech().unwrap_err().to_string();
+    assert!(found.contains("`t5` take texts"), "{found}");
+    let found = LanguageModel::new(Model::open(models.join("whisper")).unwrap()).unwrap().speech().unwrap_err().to_string();
     assert!(found.contains("preprocessor_config.json") && found.contains("is missing"), "{found}");
     let bidirectional = refused(changed("llama", json!({ "is_causal": false })).path(), &[3], &usual);
-    assert!(bidirectional.contains("graph node `layers.0.self_attn.context_heads`") && bidirectional.contains("behind them"), "{bidirectional}");
+    assert!(bidirectional.contains("graph node `layers.0.self_attn.context_heads`") && bidirectional.contains("attend to later tokens"), "{bidirectional}");
     let llama = models.join("llama");
     assert!(refused(&llama, &[], &usual).contains("prompt 1: has no token"));
-    assert!(refused(&llama, &[3; 33], &usual).contains("has 33 tokens, and the model's texts end at 32"));
-    assert!(refused(&llama, &[48], &usual).contains("`input_ids`: holds 48"));
+    assert!(refused(&llama, &[3; 33], &usual).contains("has 33 tokens, but the model supports at most 32"));
+    assert!(refused(&llama, &[48], &usual).contains("`input_ids`: contains 48 at row 0, column 0; `model.embed_tokens.weight` has 48 rows"));
     assert!(refused(&llama, &[3], &Generate { tokens: 0, sampling: None }).contains("tokens: is 0"));
-    for sampling in [
-        Sampling { temperature: 0.0, ..Sampling::default() },
-        Sampling { top_p: Some(1.5), ..Sampling::default() },
-        Sampling { top_k: Some(0), ..Sampling::default() },
+    for (sampling, reason) in [
+        (Sampling { temperature: 0.0, ..Sampling::default() }, "temperature: is 0, but must be greater than 0"),
+        (Sampling { top_p: Some(1.5), ..Sampling::default() }, "top-p: is 1.5, but must be greater than 0 and at most 1"),
+        (Sampling { top_k: Some(0), ..Sampling::default() }, "top-k: is 0, but must be at least 1"),
     ] {
-        assert!(refused(&llama, &[3], &Generate { tokens: 3, sampling: Some(sampling) }).contains("expected"), "{sampling:?}");
+        assert!(refused(&llama, &[3], &Generate { tokens: 3, sampling: Some(sampling) }).contains(reason), "{sampling:?}");
     }
-    let model = LanguageModel::of(Model::open(&llama).unwrap()).unwrap();
-    let memory = MemoryLimit { bytes: Some(1000), asked: true };
+    let model = LanguageModel::new(Model::open(&llama).unwrap()).unwrap();
+    let memory = MemoryLimit { bytes: Some(1000), explicit: true };
     let found = work(|work| model.generate(&[vec![3]], &usual, &Device::Cpu, memory, work)).unwrap_err().to_string();
     assert!(found.contains("of memory"), "{found}");
 }

@@ -1,4 +1,5 @@
-//! What PyTorch and compressed-tensors compute for small inputs (`scripts/goldens`), and what we make of them.
+//! What PyTorch and compressed-tensors compute for small inputs (`scripts/goldens`), and what we make of
+//! them.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -64,7 +65,8 @@ fn prune() {
             "n_m" => pass.pattern = Some(NOfM { n: case.get("n"), m: case.get("m") }),
             kind => {
                 pass.amount = Some(match case.get("amount") {
-                    // PyTorch's whole numbers are counts, which need a unit here where they could be percentages.
+                    // PyTorch's whole numbers are counts, which need a unit here where they could be
+                    // percentages.
                     Amount::Number(count) => Amount::Count(count),
                     amount => amount,
                 });
@@ -134,7 +136,7 @@ fn quantize() {
         if !symmetric {
             assert_eq!(zero_point, Some(case.tensor("zero_point")), "{}: zero point", case.name);
         }
-        let dense = desk.run(&input, pipeline().pass(pass).export(Safetensors::layout(Layout::Dense))).unwrap();
+        let dense = desk.run(&input, pipeline().pass(pass).export(Safetensors::with_layout(Layout::Dense))).unwrap();
         let expected = Tensor::floats(weight.dtype, &weight.shape, &case.tensor("dequantized").values());
         assert_eq!(read(&dense.path)["a.weight"], expected, "{}: dequantized", case.name);
     });
@@ -234,7 +236,7 @@ fn words_of_gptq_and_awq() {
         std::fs::write(input.join("config.json"), json!({ "model_type": "llama", "quantization_config": config }).to_string()).unwrap();
         input
     };
-    let written = |input: &Path, layout| read(&desk.run(input, pipeline().export(Safetensors::layout(layout))).unwrap().path);
+    let written = |input: &Path, layout| read(&desk.run(input, pipeline().export(Safetensors::with_layout(layout))).unwrap().path);
     let expected = |zeros: &[f64; 8]| {
         (0..64).map(|at| (f64::from((3 * (at % 8) + 5 * (at / 8)) % 16) - zeros[at as usize / 8]) * scales[at as usize / 8]).collect::<Vec<_>>()
     };
@@ -249,7 +251,8 @@ fn words_of_gptq_and_awq() {
         let packed = written(&input, Layout::Auto);
         assert_eq!((&packed["a.weight_packed"], &packed["a.weight_zero_point"]), (&words([8, 1], &gptq), &words([1, 1], &[0x8A86_8978])), "{config}");
     }
-    // Of a symmetric file the words say their version, whatever the label says, and a word that differs is no such file.
+    // Of a symmetric file the words say their version, whatever the label says, and a word that differs
+    // is no such file.
     for (zeros, format) in [(0x7777_7777, "gptq_v2"), (0x8888_8888, "gptq")] {
         let config = json!({ "quant_method": "gptq", "bits": 4, "sym": true, "checkpoint_format": format });
         let packed = written(&folder(words([1, 8], &gptq), words([1, 1], &[zeros]), None, config), Layout::Auto);
@@ -289,9 +292,10 @@ fn packed() {
         let desk = Desk::new();
         let written = desk.run(&weight_only(&desk, &plain, "int-quantized", q.shape[1]), pipeline()).unwrap();
         assert_eq!(read(&written.path), packed, "{}", case.name);
-        let dense = desk.run(&weight_only(&desk, &packed, "pack-quantized", q.shape[1]), pipeline().export(Safetensors::layout(Layout::Dense))).unwrap();
+        let dense = desk.run(&weight_only(&desk, &packed, "pack-quantized", q.shape[1]), pipeline().export(Safetensors::with_layout(Layout::Dense))).unwrap();
         assert_eq!(read(&dense.path)["a.weight"].values(), q.values(), "{}", case.name);
-        // Zero points in words are read, and written a byte each beside eight bits, as transformers takes them.
+        // Zero points in words are read, and written a byte each beside eight bits, as transformers
+        // takes them.
         let (mut asymmetric, zero_point) = (packed, case.tensor("zero_point"));
         let ones = Tensor::floats(DType::F32, &zero_point.shape, &vec![1.0; zero_point.bytes.len()]);
         asymmetric.extend([("a.weight_scale".into(), ones.clone()), ("a.weight_zero_point".into(), case.tensor("weight_zero_point").clone())]);
@@ -301,8 +305,8 @@ fn packed() {
     });
 }
 
-/// `quantization_config` of a mixture of an unknown family: heads, routers and experts in tensors of rank 3 stay dense, and `ignore` lists
-/// them in the forms that vLLM and transformers look up.
+/// `quantization_config` of a mixture of an unknown family: heads, routers and experts in tensors of
+/// rank 3 stay dense, and `ignore` lists them in the forms that vLLM and transformers look up.
 #[test]
 fn a_quantization_config_ignores_every_dense_module() {
     let desk = Desk::new();
@@ -310,13 +314,17 @@ fn a_quantization_config_ignores_every_dense_module() {
         let count = shape.iter().product::<usize>();
         Tensor::floats(DType::F32, shape, &(0..count).map(|at| ((at * 37 % 101) as f64 - 50.0) / 64.0).collect::<Vec<_>>())
     };
-    let shapes: [(&str, &[usize]); 8] = [
+    let shapes: [(&str, &[usize]); 11] = [
         ("model.embed_tokens.weight", &[48, 32]),
         ("model.layers.0.self_attn.q_proj.weight", &[32, 32]),
         ("model.layers.0.mixer.gate.weight", &[2, 32]),
         ("model.layers.0.mixer.experts.gate_up_proj", &[2, 16, 32]),
         ("model.layers.0.mixer.experts.down_proj", &[2, 32, 8]),
         ("model.layers.1.mixer.down_proj.weight", &[32, 64]),
+        // As in Step-3: only the router next to them says that they are experts.
+        ("model.layers.2.moe.gate.weight", &[2, 32]),
+        ("model.layers.2.moe.up_proj.weight", &[2, 16, 32]),
+        ("model.layers.2.moe.down_proj.weight", &[2, 32, 16]),
         ("model.norm.weight", &[32]),
         ("output.weight", &[48, 32]),
     ];
@@ -326,7 +334,7 @@ fn a_quantization_config_ignores_every_dense_module() {
     let plan = pipeline().pass(pass.clone()).build().unwrap().plan(&compress::Model::open(&input).unwrap()).unwrap();
     let out = desk.run(&input, pipeline().pass(pass)).unwrap();
     let rule = &plan.passes[0].rule;
-    assert!(rule.contains("unchanged: the output head `output.weight`, the router `model.layers.0.mixer.gate.weight`"), "{rule}");
+    assert!(rule.contains("unchanged: the output head `output.weight`, 2 routers (the first: `model.layers.0.mixer.gate.weight`)"), "{rule}");
     let config: Value = serde_json::from_str(&std::fs::read_to_string(out.path.join("config.json")).unwrap()).unwrap();
     let mut described = config["quantization_config"].clone();
     assert!(described["producer"].as_str().unwrap().starts_with("compress "));
@@ -341,7 +349,8 @@ fn a_quantization_config_ignores_every_dense_module() {
             "format": "float-quantized",
         } },
         "ignore": [
-            "model.layers.0.mixer.gate", r"re:(.*\.)?layers\.0\.mixer\.gate$", "output", r"re:(.*\.)?layers\.0\.mixer\.experts(\..*)?$",
+            "model.layers.0.mixer.gate", r"re:(.*\.)?layers\.0\.mixer\.gate$", "model.layers.2.moe.gate", r"re:(.*\.)?layers\.2\.moe\.gate$", "output",
+            r"re:(.*\.)?layers\.0\.mixer\.experts(\..*)?$", r"re:(.*\.)?layers\.2\.moe\.experts(\..*)?$",
             "lm_head", "cls.predictions.decoder", "predictions.decoder", "classifier", "score", "qa_outputs",
         ],
         "kv_cache_scheme": null,

@@ -1,6 +1,7 @@
-//! Groups of every family: as text that was checked by hand, and by the law that taking units out equals making them zero.
+//! Pruning groups of every family: compared with manually reviewed texts, and by the property that
+//! removing units equals zeroing them.
 //!
-//! `COMPRESS_ACCEPT=1 cargo test --test groups` writes the texts anew.
+//! `COMPRESS_ACCEPT=1 cargo test --test groups` updates the texts.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -66,14 +67,14 @@ fn run(graph: &Graph, tensors: &BTreeMap<String, Tensor>, inputs: &Inputs) -> BT
     Executor::new(graph, parameters, Device::Cpu).run(inputs).unwrap()
 }
 
-/// The tensors without some units of a group, and with zeros in their place.
+/// The tensors with some units of a group removed, and with the same units set to zero.
 fn cut(tensors: &BTreeMap<String, Tensor>, group: &Group, gone: &[usize]) -> [BTreeMap<String, Tensor>; 2] {
     let [mut without, mut zeroed] = [tensors.clone(), tensors.clone()];
     let mut axes: BTreeMap<(&str, usize), Vec<bool>> = BTreeMap::new();
     for member in &group.members {
         let size = tensors[&member.param].dims()[member.axis];
         let keep = axes.entry((member.param.as_str(), member.axis)).or_insert_with(|| vec![true; size]);
-        gone.iter().for_each(|unit| member.place.blocks(*unit, &mut |at| keep[at..at + member.place.block].fill(false)));
+        gone.iter().for_each(|unit| member.layout.blocks(*unit, &mut |at| keep[at..at + member.layout.block].fill(false)));
     }
     for ((param, axis), keep) in axes {
         let kept: Vec<u32> = (0..keep.len() as u32).filter(|i| keep[*i as usize]).collect();
@@ -101,7 +102,7 @@ fn law(graph: &Graph, tensors: &BTreeMap<String, Tensor>, found: &Groups, group:
     let shapes = found.shapes(graph, &kept);
     assert!(without.iter().all(|(name, tensor)| shapes.get(name).is_none_or(|shape| shape == tensor.dims())), "{}", group.name);
     let (ours, expected) = (run(&smaller, &without, inputs), run(graph, &zeroed, inputs));
-    // Features that are given beside an answer may have become fewer.
+    // Outputs of hidden features may have become narrower.
     let same: Vec<f32> =
         expected.iter().filter(|(name, tensor)| ours[*name].dims() == tensor.dims()).map(|(name, tensor)| distance(&ours[name], tensor)).collect();
     assert!(!same.is_empty(), "{}", group.name);
@@ -122,7 +123,8 @@ fn taking_units_out_equals_making_them_zero() {
         let tensors: BTreeMap<String, Tensor> = model.weights.by_name.iter().filter(|(_, weight)| floats(weight)).map(tensor).collect();
         let inputs = synthetic(&graph, 7).unwrap().inputs;
         let found = groups(&graph).unwrap();
-        // Taking a unit out of what is divided by a statistic changes the statistic, and features that are given become fewer.
+        // Removing a unit from the input of a normalization changes its statistics, and outputs of
+        // hidden features become narrower.
         for group in found.groups.iter().filter(|group| !group.normalised && group.output.is_none()) {
             let worst = law(&graph, &tensors, &found, group, &inputs);
             assert!(worst < 1e-5, "{name}: {group}: {worst:e}");
@@ -134,7 +136,7 @@ fn taking_units_out_equals_making_them_zero() {
     }
 }
 
-/// A graph in the ops that ONNX models are made of, node by node.
+/// Builder of graphs in the ops of ONNX models.
 struct Plain<'b> {
     builder: Builder<'b>,
     count: usize,
@@ -180,7 +182,7 @@ impl Plain<'_> {
     }
 }
 
-/// Attention and a network of images as exporters spell them.
+/// Attention and an image network as written by exporters.
 fn plain_graphs() -> Vec<(Graph, BTreeMap<String, Tensor>)> {
     let mut g = Plain::new();
     let x = g.input(&[0, 8]);
@@ -198,7 +200,7 @@ fn plain_graphs() -> Vec<(Graph, BTreeMap<String, Tensor>)> {
     let mixed = g.node(Transpose { perm: vec![0, 2, 1, 3] }, &[mixed], &[]);
     let merged = g.node(Reshape { shape: vec![copy, next, TargetSize::Number(8)] }, &[mixed], &[]);
     let out = g.node(Linear::default(), &[merged], &[&[6, 8], &[6]]);
-    let pooled = g.node(Reduce { kind: ReduceKind::Max, axes: vec![1], keep: false }, &[out], &[]);
+    let pooled = g.node(Reduce { kind: ReduceKind::Max, axes: vec![1], keep_dims: false }, &[out], &[]);
     let logits = g.node(Linear::default(), &[pooled], &[&[3, 6]]);
     let attention = g.finish(logits);
 
@@ -215,7 +217,7 @@ fn plain_graphs() -> Vec<(Graph, BTreeMap<String, Tensor>)> {
     let last = g.node(Conv::default(), &[around], &[&[4, 10, 3, 3]]);
     let sizes = vec![Extent::Scale(1.0), Extent::Scale(1.0), Extent::Scale(2.0), Extent::Scale(0.5)];
     let last = g.node(Resize { sizes, mode: Interpolation::Linear, ..Resize::default() }, &[last], &[]);
-    let mean = g.node(GlobalAveragePool { keep: true }, &[last], &[]);
+    let mean = g.node(GlobalAveragePool { keep_dims: true }, &[last], &[]);
     let flat = g.node(Reshape { shape: vec![copy, TargetSize::Number(4)] }, &[mean], &[]);
     let logits = g.node(Linear::default(), &[flat], &[&[3, 4]]);
     vec![attention, g.finish(logits)]
@@ -235,6 +237,6 @@ fn groups_of_plain_ops_keep_the_law() {
         of_graph.sort_unstable();
         sizes.push(of_graph);
     }
-    // Heads; widths of values, and of queries with keys; features of the output. Channels of four layers.
+    // Heads; head sizes of values and of queries and keys; features of the output. Channels of four layers.
     assert_eq!(sizes, [vec![(2, 7), (4, 3), (4, 4), (6, 3)], vec![(4, 2), (4, 2), (5, 3), (6, 7)]]);
 }

@@ -1,6 +1,9 @@
-//! Layers that become two, and weights that become palettes: what they compute, what they cost, and who reads the result.
+//! Low-rank decomposition and palettization: outputs, sizes, and which formats support the result.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[path = "common/onnxruntime.rs"]
+mod onnxruntime;
 
 mod common;
 
@@ -20,7 +23,7 @@ use compress::onnx::{Precision, file};
 use compress::pass::prune_structured::PrunedPart;
 use compress::pass::{Amount, Decompose, FloatFormat, InputImportance, Palettize, PruneStructured, Quantize, Step};
 use compress::pipeline::Builder;
-use compress::runtime::{Options, Session, library};
+use compress::runtime::{Options, Session};
 use compress::store::{Bytes, Encoding, Weight};
 use compress::{Model, Pipeline, Report};
 use prost::Message;
@@ -73,11 +76,11 @@ fn rank(rank: f64) -> Decompose {
 }
 
 fn all(name: &str) -> Decompose {
-    // Convolutions have to be named.
+    // Convolutions are only decomposed if they are selected by name.
     Decompose { targets: vec![if name.contains("resnet") { "*conv*.weight".parse().unwrap() } else { "*.weight".parse().unwrap() }], ..rank(0.6) }
 }
 
-/// The original, with the product of two layers in the place of each that became two.
+/// The original model in which each decomposed layer is replaced by the product of its two factors.
 fn multiplied(original: &Model, done: &Model, input_major: bool) -> Model {
     let mut model = original.clone();
     let mut found = 0;
@@ -105,9 +108,9 @@ fn two_layers_compute_what_their_product_does_in_every_family() {
         let (found, wanted) = (outputs(&model, &inputs), outputs(&multiplied(&original, &model, name == "gpt2"), &inputs));
         assert!(distance(&found, &wanted) < 2e-4, "{name}: {}", distance(&found, &wanted));
         assert!(distance(&found, &outputs(&original, &inputs)) > 1e-4, "{name}: nothing has changed");
-        // Nobody takes it for a model of the family.
+        // Other libraries do not load it as a model of the family.
         assert!(done.path().join("graph.json").is_file() && done.report.notes.iter().any(|note| note.contains("graph.json")));
-        if library().is_ok() {
+        if onnxruntime::has_onnx_runtime() {
             let theirs = Session::open(&done.path().join(file::MODEL), Options::default()).unwrap().run(&inputs).unwrap();
             let theirs = found.keys().map(|name| (name.clone(), theirs[name].clone())).collect();
             assert!(distance(&found, &theirs) < 2e-4, "{name}: {}", distance(&found, &theirs));
@@ -128,14 +131,14 @@ fn parameters_and_products_fall_as_the_plan_says() {
     let gone = number("parameters_before") - number("parameters_after");
     assert_eq!(done.report.size.before.parameters - done.report.size.after.parameters, gone);
     assert!(number("parameters_after") as f64 <= kept * number("parameters_before") as f64);
-    // Each parameter of these layers is one product for each token.
+    // Each parameter of these layers is multiplied once per token.
     let compute = done.report.compute.as_ref().unwrap();
     let tokens = compute.before.macs - compute.after.macs;
     assert!(tokens.is_multiple_of(gone) && tokens > 0, "{tokens} {gone}");
-    // What is lost is told for each layer.
+    // The report contains the error of each layer.
     let lost = details["lost"].as_object().unwrap();
     assert!(lost.len() as u64 == number("decomposed") && lost.values().all(|lost| (0.0..1.0).contains(&lost.as_f64().unwrap())));
-    // A rank, and rules.
+    // A rank and rules.
     let rules = vec!["*up_proj*=0.9".parse().unwrap()];
     let done = run(name, Pipeline::builder().pass(Decompose { rank: Amount::Count(3), rules, ..Decompose::default() }));
     let weights = done.model().weights;
@@ -145,18 +148,18 @@ fn parameters_and_products_fall_as_the_plan_says() {
 
 #[test]
 fn palettes_in_onnx_compute_what_the_executor_does() {
-    // Tables, heads that share them, layers stored either way, convolutions; four bits from opset 21 on.
+    // Embeddings, tied heads, layers in both layouts, convolutions; four bits from opset 21.
     let names = ["llama-grouped-tied", "gpt2", "bert-masked-lm", "vit-image-classification", "torchvision-mobilenet-v2"];
     for (name, opset) in names.into_iter().zip([21, 17, 21, 19, 20]) {
         let pass = Palettize { bits: 2, group_size: 6, embeddings: true, ..Palettize::default() };
         let precision = if name == "gpt2" { Precision::Float16 } else { Precision::Float32 };
         let builder = Pipeline::builder().pass(pass).export(Safetensors::default()).export(Onnx { opset, precision, ..Onnx::default() });
         let done = run(name, builder);
-        assert!(done.report.notes.iter().any(|note| note.contains("places in palettes (")), "{:?}", done.report.notes);
+        assert!(done.report.notes.iter().any(|note| note.contains("indices into codebooks (palettes; ")), "{:?}", done.report.notes);
         let graph = ModelProto::decode(std::fs::read(done.path().join(file::MODEL)).unwrap().as_slice()).unwrap().graph.unwrap();
         let halves = graph.initializer.iter().filter(|tensor| tensor.data_type() == DataType::Uint4).count();
         assert_eq!(halves > 0, opset == 21, "{name}: {halves}");
-        if library().is_ok() {
+        if onnxruntime::has_onnx_runtime() {
             let inputs = synthetic(&done.model().graph().unwrap(), 3).unwrap().inputs;
             let found = outputs(&done.model(), &inputs);
             let theirs = Session::open(&done.path().join(file::MODEL), Options::default()).unwrap().run(&inputs).unwrap();
@@ -177,7 +180,7 @@ fn tokens(folder: &Path) -> Data {
 #[test]
 fn samples_say_which_directions_matter() {
     let folder = tempfile::tempdir().unwrap();
-    // Channels that are much larger than the others in all that linear layers read behind normalisations.
+    // Outlier channels in the inputs of linear layers after normalizations.
     let path = folder.path().join("outliers");
     std::fs::create_dir(&path).unwrap();
     let mut tensors = candle_core::safetensors::load(golden("llama/model.safetensors"), &Device::Cpu).unwrap();
@@ -200,10 +203,10 @@ fn samples_say_which_directions_matter() {
     assert!(aware < 0.8 * plain, "{aware} for {plain}");
     assert_eq!(report.recipe["passes"][0]["decompose"]["importance"], "activation");
     assert!(report.passes[0].details["samples"].as_u64().unwrap() > 80);
-    // Fewer samples than features are too few, which is said.
+    // A note reports that there are fewer samples than features.
     let few = Data { samples: Some(1), ..tokens(folder.path()) };
     let done = run("llama", Pipeline::builder().calibration(few).pass(rank(0.7)));
-    assert!(done.report.notes.iter().any(|note| note.contains("use more samples")), "{:?}", done.report.notes);
+    assert!(done.report.notes.iter().any(|note| note.contains("fewer calibration tokens than features")), "{:?}", done.report.notes);
 }
 
 #[test]
@@ -228,7 +231,7 @@ fn other_passes_take_the_result() {
     ];
     let done = run("llama", Pipeline::builder().calibration(tokens(folder.path())).passes(steps));
     assert!(done.model().weights.by_name.keys().any(|name| name.ends_with("up_proj.1.weight")));
-    // From the folder again: palettes, floats, and one format from another.
+    // The written folder is opened and converted: to palettes, to floats, and between formats.
     let again = |model: &Path, builder: Builder, to: &str| {
         let to = folder.path().join(to);
         builder.threads(2).build().unwrap().run(Model::open(model).unwrap(), &to).unwrap();
@@ -236,15 +239,15 @@ fn other_passes_take_the_result() {
     };
     let first = run("llama", Pipeline::builder().pass(rank(0.7)));
     let palettes = again(&first.path(), Pipeline::builder().pass(Palettize { group_size: 8, ..Palettize::default() }), "palettes");
-    let dense = again(&palettes, Pipeline::builder().export(Safetensors::layout(Layout::Dense)), "dense");
+    let dense = again(&palettes, Pipeline::builder().export(Safetensors::with_layout(Layout::Dense)), "dense");
     let inputs = synthetic(&Model::open(golden("llama")).unwrap().graph().unwrap(), 3).unwrap().inputs;
     let of = |path: &Path| outputs(&Model::open(path).unwrap(), &inputs);
     assert_eq!(distance(&of(&palettes), &of(&dense)), 0.0);
     assert!(distance(&of(&first.path()), &of(&dense)) > 0.0);
-    // A layer of two can be decomposed once more.
+    // A decomposed layer can be decomposed again.
     let twice = again(&first.path(), Pipeline::builder().pass(Decompose { targets: vec!["*up_proj.1.weight".parse().unwrap()], ..rank(0.5) }), "twice");
     assert!(Model::open(twice).unwrap().weights.by_name.contains_key("model.layers.0.mlp.up_proj.1.0.weight"));
-    // Sixteen bits.
+    // 16-bit floats.
     let half = compress::pass::Cast { to: FloatFormat::Bf16, ..Default::default() };
     let narrow = run("llama", Pipeline::builder().passes([Step::from(half), rank(0.7).into()]));
     assert!(narrow.model().weights.by_name.values().all(|weight| weight.dtype == common::DType::BF16));
@@ -257,32 +260,40 @@ fn what_cannot_be_decomposed_is_refused_by_name() {
     for (name, pass, part) in [
         ("llama", Decompose { rank: Amount::Count(0), ..Decompose::default() }, "at least 1"),
         ("llama", rank(1.0), "between 0 and 1"),
-        ("llama", Decompose { rank: Amount::Count(16), ..Decompose::default() }, "no larger than the two layers"),
+        ("llama", Decompose { rank: Amount::Count(16), ..Decompose::default() }, "not larger than the two layers"),
         ("llama", rank(0.01), "too small"),
         ("llama", targets("model.embed_tokens.weight", rank(0.5)), "other operators than linear layers"),
         ("llama", targets("*norm.weight", rank(0.5)), "other operators than linear layers"),
-        ("torchvision-mobilenet-v2", targets("features.1.conv.0.0.weight", rank(0.5)), "in groups"),
+        (
+            "torchvision-mobilenet-v2",
+            targets("features.1.conv.0.0.weight", rank(0.5)),
+            "1 weight used by grouped convolutions (the first: `features.1.conv.0.0.weight`)",
+        ),
         ("llama", Decompose { rules: vec!["nothing*=0.5".parse().unwrap()], ..Decompose::default() }, "nothing*"),
         ("llama", Decompose { importance: InputImportance::Activation, ..Decompose::default() }, "calibration"),
     ] {
         let text = refused(name, pass);
         assert!(text.contains(part), "{text}");
     }
-    // What is left out beside others is said.
+    // A note lists the layers that were skipped.
     let done = run("llama", Pipeline::builder().pass(targets("*", rank(0.5))));
-    assert!(done.report.notes.iter().any(|note| note.contains("stay as they are")), "{:?}", done.report.notes);
+    assert!(
+        done.report.notes.iter().any(|note| note.contains("decompose: left unchanged, read by other operators than linear layers and convolutions: ")),
+        "{:?}",
+        done.report.notes
+    );
     let folder = tempfile::tempdir().unwrap();
     let mut tensors = candle_core::safetensors::load(golden("llama/model.safetensors"), &Device::Cpu).unwrap();
     let name = "model.layers.0.mlp.up_proj.weight";
     tensors.insert(name.to_owned(), (&tensors[name] * f64::NAN).unwrap());
     candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
     std::fs::copy(golden("llama/config.json"), folder.path().join("config.json")).unwrap();
-    assert!(refused(folder.path().to_str().unwrap(), rank(0.5)).contains("not finite"));
+    assert!(refused(folder.path().to_str().unwrap(), rank(0.5)).contains("`model.layers.0.mlp.up_proj.weight`: contains infinite or NaN values"));
     let quantized = run("llama", Pipeline::builder().pass(Quantize::default()));
     assert!(refused(quantized.path().to_str().unwrap(), rank(0.5)).contains("already"));
 }
 
-/// Numbers of a golden case.
+/// Values of a golden case.
 fn numbers(case: &Value, key: &str) -> Vec<f64> {
     case[key].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
 }
@@ -306,7 +317,7 @@ fn errors_are_the_least_that_there_are() {
                 let product = dense::product(&found.outer, &found.inner, rank, size);
                 let gone: Vec<f64> = matrix.iter().zip(&product).map(|(a, b)| a - b).collect();
                 let (error, all) = if products.is_none() { (squares(&gone), squares(&matrix)) } else { (outputs(&gone), outputs(&matrix)) };
-                assert!(near(error, wanted, all) && near(found.lost * all, wanted, all), "{rows}x{size} {key} {rank}: {error} for {wanted}");
+                assert!(near(error, wanted, all) && near(found.lost * all, wanted, all), "{rows}x{size} {key} {rank}: {error} instead of {wanted}");
                 ranks += 1;
             }
         }
@@ -324,7 +335,7 @@ fn errors_are_the_least_that_there_are() {
     }
 }
 
-/// What two layers take on the disk while a run is unfinished is known before it begins.
+/// The disk space of the checkpoints of decomposed layers is predicted before the run.
 #[test]
 fn room_for_unfinished_layers_is_counted() {
     use compress::pass::Pass;
@@ -333,5 +344,5 @@ fn room_for_unfinished_layers_is_counted() {
     let made = after.by_name.iter().filter(|(name, _)| !model.weights.by_name.contains_key(*name));
     let bytes: u64 = made.map(|(_, weight)| weight.value_bytes()).sum();
     assert!(bytes > 0);
-    assert_eq!(pass.kept_bytes(&run.history[0].tensors, &after), bytes);
+    assert_eq!(pass.checkpoint_bytes(&run.history[0].tensors, &after), bytes);
 }

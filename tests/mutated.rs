@@ -1,6 +1,7 @@
-//! Files of PyTorch and GGUF with changes at random places: they are refused, or what opens is read whole and written so that it opens again.
+//! Randomly mutated PyTorch and GGUF files: each is rejected, or it opens, all its weights can be read,
+//! and a file written from it opens.
 //!
-//! `scripts/fuzz --plain` runs the long tests, which `MUTATIONS` tells how many changes to make.
+//! `scripts/fuzz --plain` runs the long tests; `MUTATIONS` sets the number of mutated files.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 #[path = "../fuzz/changes.rs"]
@@ -14,11 +15,11 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use changes::Random;
-use checks::{Became, Place};
+use checks::{GgufResult, Scratch};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
-/// Files of a folder whose names begin or end so.
+/// Contents of the files of a folder whose names are selected.
 fn seeds(folder: &str, chosen: impl Fn(&str) -> bool) -> Vec<Vec<u8>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
     let mut paths: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -27,8 +28,8 @@ fn seeds(folder: &str, chosen: impl Fn(&str) -> bool) -> Vec<Vec<u8>> {
     paths.iter().map(|path| std::fs::read(path).unwrap()).filter(|bytes| bytes.len() < 64 << 10).collect()
 }
 
-/// Runs a check on files that were changed; a seed is what `change` takes.
-fn changed<S>(seeds: &[S], rounds: usize, seed: u64, change: fn(&mut Random, &S) -> Vec<u8>, mut check: impl FnMut(&[u8])) {
+/// Runs a check on mutated files; `change` mutates a seed.
+fn check_mutations<S>(seeds: &[S], rounds: usize, seed: u64, change: fn(&mut Random, &S) -> Vec<u8>, mut check: impl FnMut(&[u8])) {
     assert!(seeds.len() > 3);
     let mut random = Random(seed);
     for round in 0..rounds {
@@ -41,14 +42,14 @@ fn changed<S>(seeds: &[S], rounds: usize, seed: u64, change: fn(&mut Random, &S)
     }
 }
 
-/// A file of PyTorch, and what lies in it where it is an archive.
+/// A PyTorch file, and the entries of its archive if it is one.
 struct Archive {
     bytes: Vec<u8>,
     files: Vec<(String, Vec<u8>)>,
 }
 
 impl Archive {
-    fn of(bytes: Vec<u8>) -> Archive {
+    fn new(bytes: Vec<u8>) -> Archive {
         let mut files = Vec::new();
         if let Ok(mut archive) = ZipArchive::new(Cursor::new(&bytes)) {
             for at in 0..archive.len() {
@@ -60,8 +61,8 @@ impl Archive {
         Archive { bytes, files }
     }
 
-    /// Changes one of the files, whose sums then fit; or, now and then, the archive itself.
-    fn changed(random: &mut Random, archive: &Archive) -> Vec<u8> {
+    /// Mutates one of the entries, with a valid checksum, or sometimes the archive itself.
+    fn mutated(random: &mut Random, archive: &Archive) -> Vec<u8> {
         let pickle = archive.files.iter().position(|(name, _)| name.ends_with(".pkl"));
         let Some(pickle) = pickle.filter(|_| random.below(8) > 0) else { return random.changed(&archive.bytes, &[]) };
         let chosen = if random.below(8) > 0 { pickle } else { random.below(archive.files.len()) };
@@ -74,41 +75,42 @@ impl Archive {
     }
 }
 
-/// How many of so many files of PyTorch open.
+/// Number of mutated PyTorch files that open.
 fn pytorch(rounds: usize, seed: u64) -> usize {
-    let seeds: Vec<Archive> = seeds("fuzz/corpus/pytorch", |name| name.starts_with("seed-")).into_iter().map(Archive::of).collect();
-    let (place, mut opened) = (Place::new("mutated-pytorch"), 0);
-    changed(&seeds, rounds, seed, Archive::changed, |bytes| opened += usize::from(checks::pytorch(&place, bytes)));
+    let seeds: Vec<Archive> = seeds("fuzz/corpus/pytorch", |name| name.starts_with("seed-")).into_iter().map(Archive::new).collect();
+    let (scratch, mut opened) = (Scratch::new("mutated-pytorch"), 0);
+    check_mutations(&seeds, rounds, seed, Archive::mutated, |bytes| opened += usize::from(checks::pytorch(&scratch, bytes)));
     opened
 }
 
-/// How many of so many GGUF files open, and how many are written again: of those that are models, one in `every` is.
+/// Numbers of mutated GGUF files that open and that are written again. One in `every` of the files with
+/// a model is written.
 fn gguf(rounds: usize, seed: u64, every: u8) -> [usize; 2] {
     let mut seeds = seeds("fuzz/corpus/gguf", |name| name.starts_with("seed-"));
     seeds.extend(self::seeds("tests/golden/gguf", |name| name.ends_with(".gguf")));
-    let (place, mut counts) = (Place::new("mutated-gguf"), [0; 2]);
-    changed(
+    let (scratch, mut counts) = (Scratch::new("mutated-gguf"), [0; 2]);
+    check_mutations(
         &seeds,
         rounds,
         seed,
         |random, bytes: &Vec<u8>| random.changed(bytes, &[]),
         |bytes| {
             let write = bytes.iter().fold(0u8, |sum, byte| sum.wrapping_add(*byte)).is_multiple_of(every);
-            let became = checks::gguf(&place, bytes, write);
-            counts[0] += usize::from(became != Became::Refused);
-            counts[1] += usize::from(became == Became::Written);
+            let result = checks::gguf(&scratch, bytes, write);
+            counts[0] += usize::from(result != GgufResult::Rejected);
+            counts[1] += usize::from(result == GgufResult::Written);
         },
     );
     counts
 }
 
-/// As many as are asked for, and how long they took.
-fn many(what: &str, check: impl Fn(usize, u64) -> String) {
+/// Runs the requested number of mutations and prints the time.
+fn run_many(what: &str, check: impl Fn(usize, u64) -> String) {
     let rounds: usize = std::env::var("MUTATIONS").ok().and_then(|text| text.parse().ok()).unwrap_or(300_000);
     let start = Instant::now();
     let found = check(rounds, 11);
     let seconds = start.elapsed().as_secs_f64();
-    println!("{what}: {found} of {rounds}, {seconds:.0} s, {:.0} a second", rounds as f64 / seconds.max(1e-9));
+    println!("{what}: {found} of {rounds}, {seconds:.0} s, {:.0} per second", rounds as f64 / seconds.max(1e-9));
 }
 
 #[test]
@@ -121,13 +123,13 @@ fn changed_files_are_refused_or_read() {
 #[test]
 #[ignore = "minutes: `scripts/fuzz --plain pytorch`"]
 fn changed_files_of_pytorch_many_times() {
-    many("pytorch", |rounds, seed| format!("{} open", pytorch(rounds, seed)));
+    run_many("pytorch", |rounds, seed| format!("{} open", pytorch(rounds, seed)));
 }
 
 #[test]
 #[ignore = "minutes: `scripts/fuzz --plain gguf`"]
 fn changed_files_of_gguf_many_times() {
-    many("gguf", |rounds, seed| {
+    run_many("gguf", |rounds, seed| {
         let [opened, written] = gguf(rounds, seed, 16);
         format!("{opened} open and {written} are written again")
     });

@@ -1,4 +1,4 @@
-//! Every golden model as ONNX: written, read back, and held to the rules of the format.
+//! Every golden model as ONNX: written, read back, and checked against the rules of the format.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -80,8 +80,9 @@ fn every_family_is_written_and_reads_back_bit_for_bit() {
     }
 }
 
-/// Nodes read what exists already, every name is written once, what is computed is used, attributes have types.
-fn hold_to_rules(draft: &Draft, graph: &Graph, what: &str) {
+/// Checks the rules of the format: nodes are in topological order, names are unique, results are used,
+/// attributes have types.
+fn assert_follows_rules(draft: &Draft, graph: &Graph, what: &str) {
     let body = draft.model.graph.as_ref().unwrap();
     let mut names = BTreeSet::new();
     let mut fresh = |name: &str| assert!(!name.is_empty() && names.insert(name.to_owned()), "{what}: `{name}` is written twice");
@@ -105,7 +106,7 @@ fn hold_to_rules(draft: &Draft, graph: &Graph, what: &str) {
     let results: BTreeSet<&str> = body.output.iter().map(|o| o.name.as_deref().unwrap()).collect();
     assert!(results.iter().all(|name| names.contains(*name)), "{what}: an output is not computed");
     let idle: Vec<&String> = names.iter().filter(|name| !read.contains(*name) && !results.contains(name.as_str())).collect();
-    assert!(idle.iter().all(|name| body.input.iter().any(|i| i.name.as_ref() == Some(name))), "{what}: nobody needs {idle:?}");
+    assert!(idle.iter().all(|name| body.input.iter().any(|i| i.name.as_ref() == Some(name))), "{what}: {idle:?} is not used");
     for tensor in &body.initializer {
         let size = match tensor.data_type() {
             DataType::Float => 4,
@@ -115,7 +116,7 @@ fn hold_to_rules(draft: &Draft, graph: &Graph, what: &str) {
         };
         assert_eq!(tensor.raw_data.as_ref().unwrap().len() as i64, size * tensor.dims.iter().product::<i64>(), "{what}: {:?}", tensor.name);
     }
-    // Sizes that are named in the graph are named in the file.
+    // Dynamic axes have the same names in the file as in the graph.
     let dims = body.input.iter().flat_map(|i| i.r#type.as_ref().unwrap().tensor_type.as_ref().unwrap().shape.as_ref().unwrap().dim.iter());
     assert!(
         dims.filter(|d| matches!(&d.value, Some(Dimension::DimParam(name)) if name == "batch")).count() >= graph.inputs().count(),
@@ -130,9 +131,9 @@ fn the_graphs_keep_the_rules_of_the_format() {
         for opset in OPSETS {
             let what = format!("{} at opset {opset}", folder.file_name().unwrap().to_string_lossy());
             let half = draft(&graph, &Style { precision: Precision::Float16, ..plain(opset) }, &BTreeMap::new()).unwrap();
-            hold_to_rules(&half, &graph, &format!("{what}, 16 bits"));
+            assert_follows_rules(&half, &graph, &format!("{what}, 16 bits"));
             let draft = draft(&graph, &plain(opset), &BTreeMap::new()).unwrap();
-            hold_to_rules(&draft, &graph, &what);
+            assert_follows_rules(&draft, &graph, &what);
             assert_eq!(draft.model.opset_import[0].version, Some(i64::from(opset)));
             assert_eq!(draft.model.ir_version, Some([8, 8, 9, 9, 10][opset as usize - 17]));
             let nodes = &draft.model.graph.as_ref().unwrap().node;
@@ -150,7 +151,7 @@ fn names_of_outputs_do_not_collide() {
     let text = "input x: float[batch, 4]\na = Relu(x) -> float[batch, 4]\na/relu = Tanh(a) -> float[batch, 4]\nb = Silu(a/relu) -> float[batch, 4]\noutput b = a\noutput c = b\noutput d = b\noutput e = x\n";
     let graph: Graph = text.parse().unwrap();
     let made = draft(&graph, &plain(17), &BTreeMap::new()).unwrap();
-    hold_to_rules(&made, &graph, "names");
+    assert_follows_rules(&made, &graph, "names");
     let outputs: Vec<_> = made.model.graph.unwrap().output.into_iter().map(|o| o.name.unwrap()).collect();
     assert_eq!(outputs, ["b", "c", "d", "e"]);
     let error = draft_of("input x: float[batch, 4]\na = Relu(x) -> float[batch, 4]\noutput x = a\n").unwrap_err().to_string();
@@ -160,11 +161,11 @@ fn names_of_outputs_do_not_collide() {
 }
 
 #[test]
-fn weights_of_large_models_lie_beside() {
+fn weights_of_large_models_are_external() {
     let folder = folders().into_iter().find(|f| f.ends_with("llama-grouped-tied")).unwrap();
     let model = Model::open(&folder).unwrap();
     let draft = draft(&model.graph().unwrap(), &plain(17), &BTreeMap::new()).unwrap();
-    let item = |slot: &compress::onnx::Slot| Item {
+    let item = |slot: &compress::onnx::InitializerLayout| Item {
         name: slot.weight.clone(),
         weight: model.weights.by_name[&slot.weight].clone(),
         storage_format: slot.storage_format,
@@ -173,7 +174,7 @@ fn weights_of_large_models_lie_beside() {
     let out = tempfile::tempdir().unwrap();
     let layout = file::layout(&draft, 10_000).unwrap();
     let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-    let (files, _) = write_pieces(&compress::files::Destination::here(out.path()), &layout, &items, &work).unwrap();
+    let (files, _) = write_pieces(&compress::files::Destination::local(out.path()), &layout, &items, &work).unwrap();
     assert_eq!(files.iter().map(|f| f.name.as_str()).collect::<Vec<_>>(), [file::MODEL, file::DATA]);
     let data = std::fs::read(out.path().join(file::DATA)).unwrap();
     let read = ModelProto::decode(std::fs::read(out.path().join(file::MODEL)).unwrap().as_slice()).unwrap();
@@ -191,7 +192,7 @@ fn weights_of_large_models_lie_beside() {
         assert!(inline.raw_data.as_deref() == Some(&data[offset..offset + length]), "{:?}", tensor.name);
         beside += 1;
     }
-    assert!(beside > 10, "{beside} tensors lie beside");
+    assert!(beside > 10, "{beside} tensors are external");
 }
 
 #[test]

@@ -1,6 +1,10 @@
-//! Decoders as ONNX with a cache: in ONNX Runtime, prompts and the tokens behind them are answered as the executor answers whole texts.
+//! Decoders as ONNX with a KV cache: incremental decoding in ONNX Runtime equals the executor's outputs
+//! for whole texts.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[path = "common/onnxruntime.rs"]
+mod onnxruntime;
 
 mod common;
 
@@ -17,15 +21,15 @@ use compress::ir::ops::{Rotary, RotaryScaling};
 use compress::ir::{Graph, GraphFile, Op, Port};
 use compress::onnx::{Precision, TiedHead, WeightOnly, file};
 use compress::pass::{Quantize, QuantizeDynamic, Step};
-use compress::runtime::{KeptTokens, Options, Session, library};
+use compress::runtime::{DecoderCache, Options, Session};
 use compress::{Model, Pipeline};
 use serde_json::{Value, json};
 
 const TOLERANCE: f32 = 1e-4;
-/// Tokens of both texts; the shorter one is padded on the left.
+/// Lengths of both texts; the shorter one is padded on the left.
 const LENGTHS: [usize; 2] = [11, 7];
-/// Columns that are run together first.
-const TOGETHER: usize = 6;
+/// Number of columns of the prompt.
+const PROMPT_COLUMNS: usize = 6;
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
@@ -40,16 +44,16 @@ fn written(model: &Path, out: &Path, steps: Vec<Step>, exports: Vec<Export>) -> 
     exports.into_iter().fold(builder, compress::pipeline::Builder::export).build()?.run(Model::open(model)?, out)
 }
 
-/// All decoders of the golden set.
+/// All golden decoders.
 fn decoders() -> Vec<(String, Graph)> {
     let mut names: Vec<String> = std::fs::read_dir(golden("")).unwrap().map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
     names.sort();
     let decoder = |name: String| {
         let model = Model::open(golden(&name)).unwrap();
         let graph = model.graph().unwrap();
-        // Those behind an encoder are refused by name.
+        // Encoder-decoder models are rejected by name.
         let alone = graph.inputs().all(|(_, value)| value.name != "decoder_input_ids");
-        LanguageModel::of(model).ok().filter(|_| alone).map(|_| (name, graph))
+        LanguageModel::new(model).ok().filter(|_| alone).map(|_| (name, graph))
     };
     names.into_iter().filter_map(decoder).collect()
 }
@@ -66,16 +70,17 @@ fn tensor(rows: &[Vec<i64>]) -> Tensor {
     Tensor::from_vec(rows.concat(), (rows.len(), rows[0].len()), &Device::Cpu).unwrap()
 }
 
-/// What the executor answers to a text without padding, `[tokens, vocabulary]`.
-fn whole(model: &Model, graph: &Graph, text: &[i64], rounding: Rounding) -> Tensor {
+/// Logits of the executor for a text without padding, `[tokens, vocabulary]`.
+fn executor_logits(model: &Model, graph: &Graph, text: &[i64], rounding: Rounding) -> Tensor {
     let parameters = work(|work| Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Stored, work)).unwrap();
     let inputs: Inputs = [("input_ids".to_owned(), tensor(&[text.to_vec()])), ("attention_mask".to_owned(), tensor(&[vec![1; text.len()]]))].into();
     let outputs = Executor::new(graph, parameters, Device::Cpu).with_rounding(rounding).run(&inputs).unwrap();
     outputs["logits"].squeeze(0).unwrap()
 }
 
-/// What a file answers to texts that are padded on the left, piece by piece: the columns of each piece, `[batch, columns, vocabulary]`.
-fn in_pieces(folder: &Path, texts: &[Vec<i64>], pieces: &[usize]) -> Tensor {
+/// Logits of a file for texts that are padded on the left, chunk by chunk: `[batch, columns,
+/// vocabulary]` of each chunk.
+fn in_chunks(folder: &Path, texts: &[Vec<i64>], pieces: &[usize]) -> Tensor {
     let longest = texts.iter().map(Vec::len).max().unwrap();
     let padded = |fill: i64, of: &dyn Fn(i64) -> i64| -> Vec<Vec<i64>> {
         let row = |text: &Vec<i64>| [vec![fill; longest - text.len()], text.iter().map(|token| of(*token)).collect()].concat();
@@ -84,9 +89,9 @@ fn in_pieces(folder: &Path, texts: &[Vec<i64>], pieces: &[usize]) -> Tensor {
     answers(folder, &tensor(&padded(0, &|token| token)), &tensor(&padded(0, &|_| 1)), pieces)
 }
 
-/// What a file answers to columns of tokens, piece by piece.
+/// Logits of a file for columns of tokens, chunk by chunk.
 fn answers(folder: &Path, ids: &Tensor, mask: &Tensor, pieces: &[usize]) -> Tensor {
-    let (mut session, mut seen) = (Session::open(&folder.join(file::MODEL), Options::default()).unwrap(), KeptTokens::default());
+    let (mut session, mut seen) = (Session::open(&folder.join(file::MODEL), Options::default()).unwrap(), DecoderCache::default());
     let (mut from, mut parts) = (0, Vec::new());
     for piece in pieces {
         let inputs: Inputs = [
@@ -112,9 +117,8 @@ fn angle(a: &Tensor, b: &Tensor) -> f64 {
 }
 
 #[test]
-fn every_decoder_goes_on_with_padded_texts_as_the_executor_does() {
-    if let Err(error) = library() {
-        eprintln!("skipped: {error}");
+fn every_decoder_continues_padded_texts_like_the_executor() {
+    if !onnxruntime::has_onnx_runtime() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -129,23 +133,23 @@ fn every_decoder_goes_on_with_padded_texts_as_the_executor_does() {
         }
         let report = report.unwrap();
         assert!(report.outputs[0].verified.how.contains("run in ONNX Runtime on 2 synthetic samples"), "{}", report.outputs[0].verified.how);
-        // Most positions are in config.json, whatever becomes of angles behind them.
+        // The context length is that of config.json, independent of the frequencies of longer texts.
         assert!(!report.notes.iter().any(|note| note.contains("max_position_embeddings")), "{name}: {:?}", report.notes);
         let model = Model::open(golden(&name)).unwrap();
         families.insert(model.config.model_type().to_owned());
-        // Of two sets of angles, those of long texts hold for texts that are long from the beginning.
+        // With two sets of frequencies, those of long texts apply to prompts that are already long.
         let cases: Vec<(Vec<usize>, Vec<usize>)> = match scaling(&graph) {
             Some(RotaryScaling::LongRope { original: 8, .. }) => vec![(vec![8, 5], vec![4, 1, 1, 2]), (vec![12], vec![10, 1, 1])],
             other => {
                 assert!(!matches!(other, Some(RotaryScaling::LongRope { .. })), "{name}");
-                vec![(LENGTHS.to_vec(), vec![TOGETHER, 1, 2, 1, 1])]
+                vec![(LENGTHS.to_vec(), vec![PROMPT_COLUMNS, 1, 2, 1, 1])]
             }
         };
         for (lengths, pieces) in &cases {
             let texts: Vec<Vec<i64>> = lengths.iter().enumerate().map(|(row, count)| tokens(row, *count)).collect();
-            let theirs = in_pieces(&out, &texts, pieces);
+            let theirs = in_chunks(&out, &texts, pieces);
             for (row, text) in texts.iter().enumerate() {
-                let ours = whole(&model, &graph, text, Rounding::Tensor);
+                let ours = executor_logits(&model, &graph, text, Rounding::Tensor);
                 let last = theirs.get(row).unwrap().narrow(0, theirs.dim(1).unwrap() - text.len(), text.len()).unwrap();
                 let apart = largest(&(&ours - last).unwrap()) / largest(&ours).max(1.0);
                 if apart > TOLERANCE || apart.is_nan() {
@@ -179,7 +183,7 @@ fn every_decoder_goes_on_with_padded_texts_as_the_executor_does() {
 
 #[test]
 fn windows_reach_over_padding_on_the_right() {
-    if library().is_err() {
+    if !onnxruntime::has_onnx_runtime() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -188,7 +192,8 @@ fn windows_reach_over_padding_on_the_right() {
         let graph = model.graph().unwrap();
         assert!(graph.nodes().iter().any(|node| matches!(&node.op, Op::Attention(op) if op.window == Some(4))), "{name}");
         written(&golden(name), &out, vec![], vec![cached().into()]).unwrap();
-        // Two prompts of 9 and 4 tokens, which go on by 3: behind more padding than a window is wide.
+        // Two prompts of 9 and 4 tokens, continued by 3 tokens, with more padding than the width of a
+        // window.
         let (prompts, steps) = ([9, 4], 3);
         let texts: Vec<Vec<i64>> = prompts.iter().enumerate().map(|(row, count)| tokens(row, count + steps)).collect();
         let with_padding = |row: usize, fill: i64, of: &dyn Fn(i64) -> i64| -> Vec<i64> {
@@ -200,7 +205,7 @@ fn windows_reach_over_padding_on_the_right() {
         let mask = tensor(&[0, 1].map(|row| with_padding(row, 0, &|_| 1)));
         let theirs = answers(&out, &ids, &mask, &[prompts[0], 1, 1, 1]);
         for (row, text) in texts.iter().enumerate() {
-            let ours = whole(&model, &graph, text, Rounding::Tensor);
+            let ours = executor_logits(&model, &graph, text, Rounding::Tensor);
             let row_of_theirs = theirs.get(row).unwrap();
             let parts = [(0, prompts[row]), (prompts[0], steps)].map(|(from, count)| row_of_theirs.narrow(0, from, count).unwrap());
             let apart = largest(&(&ours - Tensor::cat(&parts, 0).unwrap()).unwrap()) / largest(&ours).max(1.0);
@@ -210,8 +215,8 @@ fn windows_reach_over_padding_on_the_right() {
 }
 
 #[test]
-fn quantized_and_half_decoders_go_on_too() {
-    if library().is_err() {
+fn quantized_and_half_precision_decoders_continue_texts() {
+    if !onnxruntime::has_onnx_runtime() {
         return;
     }
     let int8 = || vec![Step::from(QuantizeDynamic { embeddings: true, ..QuantizeDynamic::default() })];
@@ -234,9 +239,10 @@ fn quantized_and_half_decoders_go_on_too() {
         let model = Model::open(&out).unwrap();
         let graph = model.graph().unwrap();
         let text = tokens(0, 10);
-        let theirs = in_pieces(&out, std::slice::from_ref(&text), &[5, 1, 3, 1]).squeeze(0).unwrap();
-        // Whole pieces share a scale of activations in ONNX: those of one token are rounded as for each token.
-        let apart = angle(&whole(&model, &graph, &text, Rounding::Token), &theirs);
+        let theirs = in_chunks(&out, std::slice::from_ref(&text), &[5, 1, 3, 1]).squeeze(0).unwrap();
+        // In ONNX, a chunk shares one scale of activations. In chunks of one token, this equals a scale
+        // per token.
+        let apart = angle(&executor_logits(&model, &graph, &text, Rounding::Token), &theirs);
         assert!(apart < tolerance, "{case}: {apart:e}");
         let session = Session::open(&out.join(file::MODEL), Options::default()).unwrap();
         let half = onnx.precision == Precision::Float16;
@@ -296,10 +302,10 @@ fn names_are_those_of_other_exporters_and_runtimes() {
         [json!(size(0, 1)), json!(size(1, 1)), json!(size(1, 3))]
     );
     assert_ne!(size(0, 1), size(1, 1), "keys are grouped");
-    if library().is_err() {
+    if !onnxruntime::has_onnx_runtime() {
         return;
     }
-    // A folder with nothing but the file is run as the file.
+    // A folder that contains only the file is run like the file.
     assert_eq!(Subject::open(&out, 1).unwrap().runtime(), Runtime::OnnxRuntime);
     let session = Session::open(&out.join(file::MODEL), Options::default()).unwrap();
     let names = |ports: &[Port]| ports.iter().map(|port| port.name.clone()).collect::<Vec<_>>();
@@ -308,16 +314,16 @@ fn names_are_those_of_other_exporters_and_runtimes() {
     let first = ["input_ids", "attention_mask", "position_ids"].map(str::to_owned).to_vec();
     assert_eq!((names(&inputs), names(&outputs)), ([first, kept("past_key_values")].concat(), [vec!["logits".to_owned()], kept("present")].concat()));
     assert_eq!(inputs[3].shape, [None, Some(size(1, 1)), None, Some(size(1, 3))]);
-    // What data is made for are tokens and their mask alone.
+    // Data sets provide only tokens and their mask.
     let (inputs, outputs) = session.public_ports();
     assert_eq!((names(&inputs), names(&outputs)), (vec!["input_ids".to_owned(), "attention_mask".to_owned()], vec!["logits".to_owned()]));
 }
 
 #[test]
-fn what_cannot_be_written_with_a_cache_is_refused_by_name() {
+fn models_that_do_not_support_a_cache_are_rejected_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let refused = |model: &Path| written(model, &folder.path().join("out"), vec![], vec![cached().into()]).unwrap_err().to_string();
-    for (name, reason) in [("bert", "`bert` is no decoder"), ("vit", "`vit` is no decoder"), ("clip-text", "is no decoder")] {
+    for (name, reason) in [("bert", "`bert` are not decoders"), ("vit", "`vit` are not decoders"), ("clip-text", "are not decoders")] {
         let error = refused(&golden(name));
         assert!(error.contains(reason), "{name}: {error}");
     }
@@ -346,24 +352,24 @@ fn what_cannot_be_written_with_a_cache_is_refused_by_name() {
     let error = refused(described("attention_mask", None).path());
     assert!(error.contains("has no input `attention_mask`"), "{error}");
     let error = refused(described("attention_mask", Some("input_ids")).path());
-    assert!(error.contains("another mask than `attention_mask`"), "{error}");
+    assert!(error.contains("a mask other than `attention_mask`"), "{error}");
     let report = written(&golden("llama"), &folder.path().join("untied"), vec![], vec![Onnx { tied_head: TiedHead::Int8, ..Onnx::default() }.into()]).unwrap();
-    assert!(report.notes.iter().any(|note| note.contains("`tied_head: int8` changes nothing")), "{:?}", report.notes);
+    assert!(report.notes.iter().any(|note| note.contains("`tied_head: int8` has no effect")), "{:?}", report.notes);
     let error = refused(changed("is_causal", json!(false)).path());
-    assert!(error.contains("graph node `layers.0.self_attn.context_heads`") && error.contains("behind them"), "{error}");
-    // Nothing is said of where texts end: the file is written, its description for onnxruntime-genai is not.
+    assert!(error.contains("graph node `layers.0.self_attn.context_heads`") && error.contains("attend to later tokens"), "{error}");
+    // Without an end-of-text token, the file is written, but not its description for onnxruntime-genai.
     let from = changed("eos_token_id", Value::Null);
     let report = written(from.path(), &folder.path().join("endless"), vec![], vec![cached().into()]).unwrap();
     assert!(report.notes.iter().any(|note| note.contains("genai_config.json is not written") && note.contains("eos_token_id")), "{:?}", report.notes);
     let alone = folder.path().join("alone.onnx");
     let report = written(&golden("llama"), &alone, vec![], vec![cached().into()]).unwrap();
-    assert!(report.notes.iter().any(|note| note.contains("genai_config.json belongs into a folder")), "{:?}", report.notes);
+    assert!(report.notes.iter().any(|note| note.contains("genai_config.json is not written, because the output is a file")), "{:?}", report.notes);
     let described: BTreeMap<String, Value> = serde_json::from_value(Export::from(cached()).format().options()).unwrap();
     assert_eq!((&described["cache"], &described["tied_head"]), (&json!(true), &json!("float32")));
 }
 
 #[test]
-fn the_description_for_runtimes_goes_over_with_a_file_that_stays_as_it_is() {
+fn the_description_for_runtimes_is_copied_with_an_unchanged_file() {
     let folder = tempfile::tempdir().unwrap();
     let [first, again, renamed, other] = ["first", "again", "renamed", "other"].map(|name| folder.path().join(name));
     written(&golden("llama-grouped-tied"), &first, vec![], vec![cached().into()]).unwrap();
@@ -376,6 +382,6 @@ fn the_description_for_runtimes_goes_over_with_a_file_that_stays_as_it_is() {
         std::fs::copy(first.join(from), renamed.join(to)).unwrap();
     }
     let report = written(&renamed, &other, int8(), vec![]).unwrap();
-    assert!(report.notes.iter().any(|note| note.contains("genai_config.json (they describe an ONNX file as it was)")), "{:?}", report.notes);
+    assert!(report.notes.iter().any(|note| note.contains("genai_config.json (they describe the original ONNX file)")), "{:?}", report.notes);
     assert!(!other.join("genai_config.json").exists());
 }

@@ -1,6 +1,9 @@
-//! Int8 and 16-bit weights in ONNX: what is in the file, and which operators read it.
+//! Int8 and 16-bit weights in ONNX: the tensors of the file, and the operators that use them.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[path = "common/onnxruntime.rs"]
+mod onnxruntime;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,7 +15,7 @@ use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, Qua
 use compress::report::Report;
 use compress::run_state::RunState;
 use compress::store::writer::{Item, write_pieces};
-use compress::store::{ActivationScheme, Affine, Codes, DType, Encoding, Granularity, Rescaled};
+use compress::store::{ActivationScheme, Codes, DType, Encoding, Granularity, QuantizationSpec, Rescaled};
 use compress::work::{Cancel, Silent, Work};
 use compress::{Model, Pipeline};
 use prost::Message;
@@ -52,7 +55,7 @@ fn nodes<'g>(graph: &'g GraphProto, op: &str) -> Vec<&'g NodeProto> {
     graph.node.iter().filter(|node| node.op_type() == op).collect()
 }
 
-/// The integers and scales of a weight after the pass, as the store makes them.
+/// The integers and scales of a weight after the pass, computed by the store.
 fn stored(name: &str, weight: &str, pass: &QuantizeDynamic) -> (Vec<usize>, Vec<u8>, Vec<f32>) {
     use compress::pass::Pass;
     let model = pass.apply(Model::open(golden(name)).unwrap(), &mut RunState::default(), None).unwrap();
@@ -81,7 +84,7 @@ fn floats(tensor: &TensorProto) -> Vec<f32> {
 const QUERY: &str = "encoder.layer.0.attention.self.query.weight";
 
 #[test]
-fn the_integers_of_the_store_are_in_the_file() {
+fn the_file_contains_the_integers_of_the_store() {
     let pass = QuantizeDynamic::default();
     let (graph, report) = quantized("bert", &pass, Onnx::default()).unwrap();
     let (shape, integers, scales) = stored("bert", QUERY, &pass);
@@ -94,14 +97,14 @@ fn the_integers_of_the_store_are_in_the_file() {
     let layers = report.layers.iter().filter(|layer| layer.encoding == "int8 channel").count();
     assert!(layers > 10);
     assert_eq!(nodes(&graph, "MatMulInteger").len(), layers);
-    assert!(report.notes.iter().all(|note| !note.contains("as the floats")), "{:?}", report.notes);
+    assert!(report.notes.iter().all(|note| !note.contains("dequantized floats")), "{:?}", report.notes);
     let size = report.outputs.iter().find(|o| o.path.ends_with(file::MODEL)).unwrap().bytes;
     let float = graph.initializer.iter().filter(|t| t.data_type() == DataType::Float).map(|t| t.raw_data().len() as u64).sum::<u64>();
     assert!(float < size);
 }
 
 #[test]
-fn verify_runs_the_file_of_a_folder_with_onnx_alone() {
+fn verify_runs_the_file_of_a_folder_with_only_onnx() {
     let out = tempfile::tempdir().unwrap();
     let checked = |folder: &Path| {
         let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
@@ -113,11 +116,11 @@ fn verify_runs_the_file_of_a_folder_with_onnx_alone() {
         let pipeline = Pipeline::builder().pass(QuantizeDynamic::default()).export(Onnx { cache, ..Onnx::default() }).measure(false).build().unwrap();
         pipeline.run(Model::open(golden(name)).unwrap(), &folder).unwrap();
         let check = checked(&folder);
-        if compress::runtime::library().is_err() {
+        if !onnxruntime::has_onnx_runtime() {
             assert!(check.ok && check.finding.contains("not run"), "{check:?}");
             continue;
         }
-        let expected = if cache { "ONNX Runtime runs it" } else { "ONNX Runtime against the built-in executor on 1 synthetic samples" };
+        let expected = if cache { "ONNX Runtime runs it" } else { "ONNX Runtime against the built-in executor on 1 synthetic sample:" };
         assert!(check.ok && check.finding.contains(expected), "{name}: {check:?}");
         let mut model = ModelProto::decode(std::fs::read(folder.join(file::MODEL)).unwrap().as_slice()).unwrap();
         model.graph.as_mut().unwrap().node[0].op_type = Some("Unknown".into());
@@ -137,7 +140,8 @@ fn layers_with_one_input_share_its_quantizer() {
     let inputs: BTreeSet<&str> = nodes(&graph, "DynamicQuantizeLinear").iter().map(|n| n.input[0].as_str()).collect();
     assert_eq!(inputs.len(), nodes(&graph, "DynamicQuantizeLinear").len());
     assert!(inputs.len() < products.len());
-    // The form that is recognised: activation scale first, then the weight's; the product, then the bias.
+    // The pattern that ONNX Runtime fuses: activation scale first, then the weight's; the product, then
+    // the bias.
     let scale = nodes(&graph, "Mul").into_iter().find(|n| n.name().ends_with("self.query/scale")).unwrap();
     assert!(scale.input[0].ends_with("/quantized/scale") && scale.input[1] == format!("{QUERY}_scale"));
     let sum = nodes(&graph, "Add").into_iter().find(|n| n.name() == "encoder.layer.0.attention.self.query").unwrap();
@@ -149,7 +153,7 @@ fn one_scale_and_zero_points() {
     let pass = QuantizeDynamic { granularity: GranularityKind::Tensor, symmetric: false, ..QuantizeDynamic::default() };
     let (graph, _) = quantized("bert", &pass, Onnx::default()).unwrap();
     let dims = |part: &str, what: &str| tensor(&graph, &format!("encoder.layer.0.attention.self.{part}.weight_{what}")).dims.clone();
-    // Equal scales of two layers that share an input would be merged if they had one rank.
+    // Equal scales of two layers that share an input would be merged if they had the same rank.
     assert_eq!((dims("query", "scale"), dims("key", "scale")), (vec![], vec![1]));
     assert_eq!((dims("query", "zero_point"), dims("key", "zero_point")), (vec![], vec![]));
     assert_eq!(tensor(&graph, &format!("{QUERY}_zero_point")).data_type(), DataType::Int8);
@@ -157,7 +161,7 @@ fn one_scale_and_zero_points() {
 }
 
 #[test]
-fn weights_alone_are_dequantized_and_groups_need_their_opset() {
+fn weight_only_layers_are_dequantized_and_groups_need_an_opset() {
     let pass = QuantizeDynamic { activations: ActivationRounding::None, ..QuantizeDynamic::default() };
     let (graph, _) = quantized("llama", &pass, Onnx::default()).unwrap();
     assert!(nodes(&graph, "MatMulInteger").is_empty() && nodes(&graph, "DequantizeLinear").len() > 10);
@@ -165,7 +169,7 @@ fn weights_alone_are_dequantized_and_groups_need_their_opset() {
     let error = quantized("llama", &pass, Onnx { opset: 20, ..Onnx::default() }).unwrap_err().to_string();
     assert!(error.contains("proj.weight") && error.contains("opset 21"), "{error}");
     let (graph, report) = quantized("llama", &pass, Onnx { opset: 21, ..Onnx::default() }).unwrap();
-    assert!(report.notes.iter().any(|note| note.contains("activations left as floats")), "{:?}", report.notes);
+    assert!(report.notes.iter().any(|note| note.contains("applied to float activations")), "{:?}", report.notes);
     let name = "model.layers.0.self_attn.q_proj.weight";
     let (shape, integers, scales) = stored("llama", name, &pass);
     let (elements, beside) = (tensor(&graph, name), tensor(&graph, &format!("{name}_scale")));
@@ -205,18 +209,23 @@ fn scales_of_inputs_go_to_the_input() {
 }
 
 #[test]
-fn what_the_graph_uses_otherwise_is_written_as_floats_and_said_to_be() {
+fn weights_with_other_uses_are_written_as_floats_with_a_note() {
     let text = "input x: float[batch, 3, 4]\nparam w: float[4, 4]\nfc = Linear(x, w) -> float[batch, 3, 4]\noutput y = fc\noutput z = w\n";
-    let affine =
-        Affine { codes: Codes::INT8, granularity: Granularity::Channel, symmetric: true, scale_dtype: DType::F32, activations: ActivationScheme::None };
+    let affine = QuantizationSpec {
+        codes: Codes::INT8,
+        granularity: Granularity::Channel,
+        symmetric: true,
+        scale_dtype: DType::F32,
+        activations: ActivationScheme::None,
+    };
     let style = Style { integers: [("w".to_owned(), affine)].into(), ..Style::default() };
     let made = draft(&text.parse().unwrap(), &style, &BTreeMap::new()).unwrap();
-    assert!(made.weights[0].integers.is_none() && made.weights[0].remark.unwrap().contains("as the floats"));
+    assert!(made.weights[0].integers.is_none() && made.weights[0].remark.unwrap().contains("as dequantized floats"));
     assert_eq!(made.tensors(), 1);
 }
 
 #[test]
-fn scales_become_floats_and_integers_lie_beside() {
+fn scales_become_floats_and_integers_are_external() {
     let pass = QuantizeDynamic { symmetric: false, ..QuantizeDynamic::default() };
     use compress::pass::Pass;
     let cast = Cast { to: FloatFormat::Bf16, ..Cast::default() };
@@ -227,13 +236,13 @@ fn scales_become_floats_and_integers_lie_beside() {
     let model = pass.apply(model, &mut run, None).unwrap();
     let mut style = Style::default();
     for (name, weight) in &model.weights.by_name {
-        if let Encoding::Affine(affine) = &weight.encoding {
+        if let Encoding::Quantized(affine) = &weight.encoding {
             assert_eq!(affine.scale_dtype, DType::BF16);
             style.integers.insert(name.clone(), affine.clone());
         }
     }
     let made = draft(&model.graph().unwrap(), &style, &BTreeMap::new()).unwrap();
-    let item = |slot: &compress::onnx::Slot| {
+    let item = |slot: &compress::onnx::InitializerLayout| {
         let weight = &model.weights.by_name[&slot.weight];
         let weight = match &slot.integers {
             None => {
@@ -241,9 +250,9 @@ fn scales_become_floats_and_integers_lie_beside() {
                 weight.then(DType::F32, Encoding::Dense, std::sync::Arc::new(source))
             }
             Some(affine) => {
-                let affine = Affine { scale_dtype: DType::F32, ..affine.clone() };
+                let affine = QuantizationSpec { scale_dtype: DType::F32, ..affine.clone() };
                 let source = Rescaled { upstream: weight.source(), affine: affine.clone(), name: slot.weight.clone() };
-                weight.then(DType::F32, Encoding::Affine(affine), std::sync::Arc::new(source))
+                weight.then(DType::F32, Encoding::Quantized(affine), std::sync::Arc::new(source))
             }
         };
         Item { name: slot.weight.clone(), weight, storage_format: slot.storage_format }
@@ -251,7 +260,7 @@ fn scales_become_floats_and_integers_lie_beside() {
     let items: Vec<Item> = made.weights.iter().map(item).collect();
     let layout = file::layout(&made, 1).unwrap();
     let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-    write_pieces(&compress::files::Destination::here(out.path()), &layout, &items, &work).unwrap();
+    write_pieces(&compress::files::Destination::local(out.path()), &layout, &items, &work).unwrap();
     let graph = ModelProto::decode(std::fs::read(out.path().join(file::MODEL)).unwrap().as_slice()).unwrap().graph.unwrap();
     let data = std::fs::read(out.path().join(file::DATA)).unwrap();
     let bytes = |t: &TensorProto| {
@@ -282,7 +291,7 @@ fn scales_become_floats_and_integers_lie_beside() {
 }
 
 #[test]
-fn sixteen_bits_inside_and_thirty_two_outside() {
+fn half_precision_inside_and_single_precision_outside() {
     let out = tempfile::tempdir().unwrap();
     let format = Onnx { precision: Precision::Float16, ..Onnx::default() };
     let pipeline = Pipeline::builder().export(format).build().unwrap();
@@ -304,7 +313,7 @@ fn sixteen_bits_inside_and_thirty_two_outside() {
 }
 
 #[test]
-fn values_past_the_end_of_sixteen_bits_are_refused_by_name() {
+fn values_that_overflow_16_bit_floats_are_rejected_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let model = one_layer(&folder.path().join("m"), 2, 2, &[1.0, 65_519.0, 70_000.0, 0.0]);
     let pipeline = Pipeline::builder().export(Onnx { precision: Precision::Float16, ..Onnx::default() }).build().unwrap();

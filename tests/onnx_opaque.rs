@@ -1,6 +1,10 @@
-//! Nodes of ONNX files without a typed form: run as pieces, quantized around, and written again.
+//! Nodes of ONNX files without a typed form: executed as opaque subgraphs, preserved by quantization,
+//! and written unchanged.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[path = "common/onnxruntime.rs"]
+mod onnxruntime;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +16,6 @@ use compress::onnx::proto::{AttributeProto, DataType, Dimension, GraphProto, Mod
 use compress::pass::{Context, Pass, QuantizeStatic, Step};
 use compress::pipeline::ResultCache;
 use compress::run_state::RunState;
-use compress::runtime;
 use compress::store::OpenSizes;
 use compress::work::{Cancel, MemoryLimit, Silent, Work};
 use compress::{Model, Pipeline};
@@ -23,14 +26,14 @@ mod nodes;
 
 use nodes::{close, executed, floats, in_runtime, ints, model, node, numbers, sample, value};
 
-/// An attribute that is a body.
+/// An attribute that contains a graph.
 fn body(name: &str, nodes: Vec<NodeProto>, initializer: Vec<TensorProto>, outputs: &[&str]) -> AttributeProto {
     let output = outputs.iter().map(|output| value(output, DataType::Float, None)).collect();
     let graph = GraphProto { name: Some(name.into()), node: nodes, initializer, output, ..GraphProto::default() };
     AttributeProto { g: Some(graph), i: None, r#type: Some(5), ..AttributeProto::int(name, 0) }
 }
 
-/// Models of layers with something between them that has no typed form, and how many pieces that is.
+/// Models with nodes without a typed form between their layers, and the number of opaque subgraphs.
 fn cases() -> Vec<(&'static str, usize, ModelProto)> {
     let list = |name: &str, values: &[i64]| AttributeProto::ints(name, values.iter().copied());
     let layer = |x: &str, weight: &str, y: &str| node("MatMul", &[x, weight], y, vec![]);
@@ -50,7 +53,7 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
         ),
         layer("b", "second", "y"),
     ];
-    // The graph has a weight `first` too.
+    // The graph also has a weight `first`.
     let shadowed = vec![
         positive[0].clone(),
         positive[1].clone(),
@@ -66,7 +69,7 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
         ),
         layer("b", "second", "y"),
     ];
-    // Two results, one of which goes to a layer as it is; the other one is read by another node first.
+    // Two results: one is read by a layer directly, the other one by another node first.
     let both = |node: NodeProto| NodeProto { output: vec!["left".into(), "right".into()], ..node };
     let ends = |right: &str| vec![layer("left", "second", "b"), layer(right, "third", "c"), node("Add", &["b", "c"], "y", vec![])];
     let chosen = vec![
@@ -138,8 +141,8 @@ fn pieces(model: &Model) -> usize {
 }
 
 #[test]
-fn pieces_compute_what_the_file_computes_and_come_back_from_what_is_written() {
-    if runtime::library().is_err() {
+fn opaque_subgraphs_are_executed_and_written_unchanged() {
+    if !onnxruntime::has_onnx_runtime() {
         return;
     }
     for (what, count, model) in cases() {
@@ -151,22 +154,22 @@ fn pieces_compute_what_the_file_computes_and_come_back_from_what_is_written() {
         let inputs = sample(&[0, 4]);
         close(what, &executed(opened.clone(), &inputs).unwrap(), &in_runtime(&path, &inputs));
 
-        // Quantized, simulated and as ONNX Runtime computes it.
-        // More than calibrate, so that no sample of these is held out.
+        // Quantized outputs, simulated and in ONNX Runtime.
+        // More samples than are used for calibration, so that none of these is held out.
         let many = Tensor::from_vec(numbers(72 * 4, 0.7), (72, 4), &Device::Cpu).unwrap();
         candle_core::safetensors::save(&[("x".to_owned(), many.clone())].into(), &samples).unwrap();
         let calibration = Data { arrays: Some(samples.clone()), samples: Some(64), ..Data::default() };
         let data = DataSets { calibration: Some(calibration.clone()), ..DataSets::default() };
         let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
         let context =
-            Context { work, seed: 0, data: &data, device: Device::Cpu, memory: MemoryLimit::default(), memory_tracker: None, workplace: None, resume: false };
+            Context { work, seed: 0, data: &data, device: Device::Cpu, memory: MemoryLimit::default(), memory_tracker: None, work_dir: None, resume: false };
         let pass = QuantizeStatic::default();
         let simulated = pass.apply(opened.clone(), &mut RunState::default(), Some(&context)).unwrap();
         let built = Pipeline::builder().pass(Step::from(pass)).calibration(calibration).threads(1).build().unwrap();
         let report = built.run(opened.clone(), &out).unwrap();
         assert!(report.notes.iter().any(|note| note.starts_with("left in floats: ") && note.contains("Opaque (")), "{what}: {:?}", report.notes);
         let inputs: BTreeMap<String, Tensor> = [("x".to_owned(), many.narrow(0, 0, 5).unwrap())].into();
-        let mut subject = Subject::of(simulated).unwrap();
+        let mut subject = Subject::from_model(simulated).unwrap();
         let ours = subject.load(&Device::Cpu, &work).unwrap().run(&inputs).unwrap().remove("y").unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         let (theirs, float) = (in_runtime(&out, &inputs).1, in_runtime(&path, &inputs).1);
         let largest = float.iter().fold(0f32, |largest, value| largest.max(value.abs()));
@@ -183,10 +186,10 @@ fn pieces_compute_what_the_file_computes_and_come_back_from_what_is_written() {
     }
 }
 
-/// What a pass makes of a weight that only a body reads is what the body computes with.
+/// A graph attribute is executed with the weights that a pass has changed.
 #[test]
-fn weights_in_bodies_are_those_of_the_model() {
-    if runtime::library().is_err() {
+fn graph_attributes_use_the_weights_of_the_model() {
+    if !onnxruntime::has_onnx_runtime() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -210,10 +213,11 @@ fn flat(weight: &compress::store::Weight) -> compress::store::Weight {
     compress::store::Weight::new(compress::store::DType::F32, vec![6], compress::store::Encoding::Dense, std::sync::Arc::new(source))
 }
 
-/// A file that takes four samples at a time is calibrated and measured by four, of rows that no part is left of.
+/// A file with a fixed batch size of four is calibrated and evaluated in batches of four, without
+/// incomplete batches.
 #[test]
-fn a_fixed_number_of_samples_is_given_at_a_time() {
-    if runtime::library().is_err() {
+fn fixed_batch_sizes_are_supported() {
+    if !onnxruntime::has_onnx_runtime() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -231,7 +235,7 @@ fn a_fixed_number_of_samples_is_given_at_a_time() {
     assert!(report.notes.iter().any(|note| note.contains("the first 8 calibration samples")), "{:?}", report.notes);
 }
 
-/// A file whose piece takes two sizes that are equal alone, though it calls them otherwise.
+/// A file with an opaque subgraph that requires two differently named sizes to be equal.
 fn of_equal_sizes() -> ModelProto {
     let modulo = node("Mod", &["x", "h"], "a", vec![AttributeProto::int("fmod", 1)]);
     let nodes = vec![modulo, node("MatMul", &["a", "first"], "b", vec![]), node("MatMul", &["b", "second"], "y", vec![])];
@@ -244,39 +248,39 @@ fn of_equal_sizes() -> ModelProto {
 }
 
 #[test]
-fn sizes_that_a_file_takes_alone_are_told() {
+fn sizes_that_a_file_requires_can_be_specified() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     std::fs::write(&path, of_equal_sizes().encode_to_vec()).unwrap();
     let sizes = |told: &[(&str, &str)]| -> OpenSizes { told.iter().map(|(name, size)| ((*name).to_owned(), size.parse().unwrap())).collect() };
     let opened = || Model::open(&path).unwrap();
     for (told, wanted) in [
-        (sizes(&[("m", "4")]), "`m` is neither an open size nor an input; "),
-        (sizes(&[("y", "1x4")]), "`y` is no input; "),
-        (sizes(&[("x", "4")]), "`x` has 2 axes, and 1 sizes are told"),
-        (sizes(&[("x", "2x4")]), "`x` has a size of 1, and 2 is told"),
+        (sizes(&[("m", "4")]), "`m` is neither an open dimension nor an input; "),
+        (sizes(&[("y", "1x4")]), "`y` is not an input; "),
+        (sizes(&[("x", "4")]), "`x` has 2 axes, but 1 sizes are specified"),
+        (sizes(&[("x", "2x4")]), "`x` has a size of 1, but 2 is specified"),
         (sizes(&[("n", "0")]), "`n` has a size of zero"),
-        (sizes(&[("n", "9223372036854775808")]), "`n` is 9223372036854775808, and 9223372036854775807 is the largest size"),
-        (sizes(&[("n", "4"), ("x", "1x5")]), "makes 5 of a size that is 4 elsewhere"),
+        (sizes(&[("n", "9223372036854775808")]), "`n` is 9223372036854775808, which exceeds the maximum size 9223372036854775807"),
+        (sizes(&[("n", "4"), ("x", "1x5")]), "sets a dimension to 5 that is 4 elsewhere"),
     ] {
-        let error = opened().tell_sizes(&told).unwrap_err().to_string();
-        assert!(error.contains(wanted) && error.contains("leaves sizes open in x: float[1, n], h: float[1, a size / 2]"), "{error}");
+        let error = opened().fix_sizes(&told).unwrap_err().to_string();
+        assert!(error.contains(wanted) && error.contains("has open dimensions in x: float[1, n], h: float[1, a size / 2]"), "{error}");
     }
     let told = opened();
-    told.tell_sizes(&sizes(&[("n", "4"), ("a size / 2", "4")])).unwrap();
-    told.tell_sizes(&sizes(&[("x", "1x4"), ("h", "1x4")])).unwrap();
-    assert!(told.tell_sizes(&sizes(&[("x", "1x4")])).unwrap_err().to_string().contains("was opened with others"));
-    if runtime::library().is_err() {
+    told.fix_sizes(&sizes(&[("n", "4"), ("a size / 2", "4")])).unwrap();
+    told.fix_sizes(&sizes(&[("x", "1x4"), ("h", "1x4")])).unwrap();
+    assert!(told.fix_sizes(&sizes(&[("x", "1x4")])).unwrap_err().to_string().contains("was already opened with other sizes"));
+    if !onnxruntime::has_onnx_runtime() {
         return;
     }
     let error = opened().graph().unwrap_err();
     let hint = error.hint().unwrap();
-    assert!(hint.contains("`--size NAME=1x512`") && hint.contains("open are x: float[1, n], h: float[1, a size / 2]"), "{hint}");
+    assert!(hint.contains("`--size NAME=1x512`") && hint.contains("open dimensions are in x: float[1, n], h: float[1, a size / 2]"), "{hint}");
     assert_eq!(told.graph().unwrap().inputs().map(|(_, value)| value.ty.to_string()).collect::<Vec<_>>(), ["float[1, 4]", "float[1, 4]"]);
     let numbers = |seed: f32| Tensor::from_vec(numbers(4, seed), (1, 4), &Device::Cpu).unwrap();
     let inputs: BTreeMap<String, Tensor> = [("x".to_owned(), numbers(0.3)), ("h".to_owned(), numbers(2.0))].into();
     close("told", &executed(told, &inputs).unwrap(), &in_runtime(&path, &inputs));
-    // A run is told them too, and measures on samples that the file takes.
+    // The sizes also apply to runs, which evaluate on samples of these sizes.
     let samples = folder.path().join("samples.safetensors");
     let rows = |seed: f32| Tensor::from_vec(nodes::numbers(64, seed), (16, 4), &Device::Cpu).unwrap();
     candle_core::safetensors::save(&[("x".to_owned(), rows(0.3)), ("h".to_owned(), rows(2.0))].into(), &samples).unwrap();
@@ -285,7 +289,8 @@ fn sizes_that_a_file_takes_alone_are_told() {
     assert!(builder().build().unwrap().run(opened(), folder.path().join("no.onnx")).is_err());
     let report = builder().sizes(sizes(&[("n", "4"), ("h", "1x4")])).build().unwrap().run(opened(), folder.path().join("out.onnx")).unwrap();
     assert!(report.fidelity.unwrap().fidelity.cosine > 0.99);
-    // A cached result restores weights that nodes without a typed form read, and depends on the sizes of the recipe.
+    // A cached result restores weights that nodes without a typed form read, and depends on the sizes of
+    // the recipe.
     let cache = ResultCache::new(folder.path().join("cache"), std::time::Duration::ZERO);
     let again = |told: OpenSizes| {
         let built = builder().sizes(told).cache(cache.clone(), true).force(true).build().unwrap();
@@ -302,15 +307,15 @@ fn sizes_that_a_file_takes_alone_are_told() {
     assert!(report.fidelity.is_some(), "{:?}", report.notes);
 }
 
-/// An input that is one number is tried with what is told.
+/// A scalar input is set to the specified number.
 #[test]
-fn numbers_that_a_file_takes_alone_are_told() {
-    if runtime::library().is_err() {
+fn numbers_that_a_file_requires_can_be_specified() {
+    if !onnxruntime::has_onnx_runtime() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
-    // The row of that number, counted from four on: there is one.
+    // The row with that index, counted from four; it exists.
     let nodes = vec![
         node("Sub", &["k", "four"], "at", vec![]),
         node("Gather", &["x", "at"], "a", vec![AttributeProto::int("axis", 0)]),
@@ -321,28 +326,28 @@ fn numbers_that_a_file_takes_alone_are_told() {
     std::fs::write(&path, file.encode_to_vec()).unwrap();
     assert!(Model::open(&path).unwrap().graph().is_err());
     let opened = Model::open(&path).unwrap();
-    opened.tell_sizes(&[("k".to_owned(), "4".parse().unwrap())].into()).unwrap();
+    opened.fix_sizes(&[("k".to_owned(), "4".parse().unwrap())].into()).unwrap();
     let x = Tensor::from_vec(numbers(4, 0.3), (1, 4), &Device::Cpu).unwrap();
     let inputs: BTreeMap<String, Tensor> = [("x".to_owned(), x), ("k".to_owned(), Tensor::new(4i64, &Device::Cpu).unwrap())].into();
     close("told", &executed(opened, &inputs).unwrap(), &in_runtime(&path, &inputs));
-    // What was tried before is tried again; a run is measured with the number.
+    // Earlier attempts are repeated, and a run is evaluated with the number.
     let opened = Model::open(&path).unwrap();
     assert!(opened.graph().is_err());
-    opened.tell_sizes(&[("k".to_owned(), "4".parse().unwrap())].into()).unwrap();
+    opened.fix_sizes(&[("k".to_owned(), "4".parse().unwrap())].into()).unwrap();
     opened.graph().unwrap();
-    let subject = compress::evaluation::Subject::file_of(&opened, 1).unwrap();
+    let subject = compress::evaluation::Subject::open_original_file(&opened, 1).unwrap();
     assert_eq!(subject.target().inputs.iter().map(|input| input.number).collect::<Vec<_>>(), [None, Some(4)]);
-    Model::open(&path).unwrap().tell_sizes(&[("k".to_owned(), "0".parse().unwrap())].into()).unwrap();
+    Model::open(&path).unwrap().fix_sizes(&[("k".to_owned(), "0".parse().unwrap())].into()).unwrap();
     let graph = file.graph.as_mut().unwrap();
     *graph.input.last_mut().unwrap() = value("k", DataType::Float, Some(&[]));
     std::fs::write(&path, file.encode_to_vec()).unwrap();
-    let error = Model::open(&path).unwrap().tell_sizes(&[("k".to_owned(), "4".parse().unwrap())].into()).unwrap_err().to_string();
-    assert!(error.contains("`k` is no whole number"), "{error}");
+    let error = Model::open(&path).unwrap().fix_sizes(&[("k".to_owned(), "4".parse().unwrap())].into()).unwrap_err().to_string();
+    assert!(error.contains("`k` is a scalar of another type"), "{error}");
 }
 
-/// What a file is given is not repeated until memory ends: what it would be is said before anything runs.
+/// Values that would be expanded beyond the memory limit are reported before anything runs.
 #[test]
-fn values_that_swell_are_refused_by_name() {
+fn expanding_values_are_rejected_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     for (what, nodes, numbers) in [
@@ -356,14 +361,15 @@ fn values_that_swell_are_refused_by_name() {
     ] {
         std::fs::write(&path, model(13, &[0, 4], nodes, vec![ints("shape", &numbers)]).encode_to_vec()).unwrap();
         let error = Model::open(&path).unwrap().graph().unwrap_err().to_string();
-        assert!(error.contains(&format!("({what}) makes at least")) && error.contains("more than 268435456"), "{what}: {error}");
+        assert!(error.contains(&format!("({what}) creates at least")) && error.contains("exceeds the limit of 268435456"), "{what}: {error}");
     }
 }
 
-/// Attention as one operator of another domain stays as it is, with its weights seen and what stands around it quantized.
+/// Attention as one operator of another domain is not changed, its weights are recognized, and the
+/// layers around it are quantized.
 #[test]
-fn attention_of_another_domain_is_a_piece() {
-    if runtime::library().is_err() {
+fn attention_of_another_domain_is_opaque() {
+    if !onnxruntime::has_onnx_runtime() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();

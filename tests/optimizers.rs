@@ -1,4 +1,5 @@
-//! What PyTorch and transformers make of the same gradients (`scripts/goldens-optimizers`), and what we make of them.
+//! Optimizer steps compared with PyTorch and transformers on the same gradients
+//! (`scripts/goldens-optimizers`).
 
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::panic)]
@@ -10,7 +11,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use common::{Tensors, read};
-use compress::exec::{Home, Kept};
+use compress::exec::{ManagedTensor, Placement};
 use compress::train::average::Average;
 use compress::train::clip::clip;
 use compress::train::optimizer::{Kind, Settings, build};
@@ -30,7 +31,7 @@ fn step(golden: &Tensors, name: &str, step: usize) -> Tensor {
     floats(&golden[name]).get(step).unwrap()
 }
 
-/// Every element within a millionth of the expected one; near zero, of the largest.
+/// Every element has a relative error of at most 1e-6, near zero relative to the largest element.
 fn assert_close(ours: &Tensor, expected: &Tensor, what: &str) {
     let values = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let (ours, expected) = (values(ours), values(expected));
@@ -54,7 +55,7 @@ fn steps() {
         ("adafactor", Kind::Adafactor, Settings { weight_decay: 0.1, ..none }),
     ];
     for (case, kind, settings) in cases {
-        let mut optimizer = build(kind, &settings, &Home::Memory(Device::Cpu)).unwrap();
+        let mut optimizer = build(kind, &settings, &Placement::Memory(Device::Cpu)).unwrap();
         for name in PARAMETERS {
             let parameter = floats(&golden[name]);
             for t in 0..20 {
@@ -72,7 +73,7 @@ fn schedules() {
     for (name, kind) in [("constant", Curve::Constant), ("linear", Curve::Linear), ("cosine", Curve::Cosine)] {
         let schedule = Schedule { kind, warmup_steps: 10, min_rate: 0.0 };
         for (i, expected) in golden[&format!("schedule/{name}")].values().into_iter().enumerate() {
-            // After its end transformers' cosine rises again.
+            // In transformers, the cosine schedule rises again after its end.
             let expected = if i > 50 && kind == Curve::Cosine { 0.0 } else { expected };
             assert!((schedule.rate(i as u64, 50, 3.0) - 3.0 * expected).abs() < 1e-12, "{name}, step {i}");
         }
@@ -93,8 +94,8 @@ fn clipping() {
 #[test]
 fn averages() {
     let golden = golden();
-    let start: BTreeMap<String, Kept> = PARAMETERS.map(|name| (name.to_owned(), floats(&golden[name]).into())).into();
-    let mut average = Average::new(&start, 0.25, &Home::Memory(Device::Cpu)).unwrap();
+    let start: BTreeMap<String, ManagedTensor> = PARAMETERS.map(|name| (name.to_owned(), floats(&golden[name]).into())).into();
+    let mut average = Average::new(&start, 0.25, &Placement::Memory(Device::Cpu)).unwrap();
     for t in 0..20 {
         let parameters = PARAMETERS.map(|name| (name.to_owned(), step(&golden, &format!("adamw/{name}"), t))).into();
         average.begin_step();

@@ -1,4 +1,4 @@
-//! Every family's outputs against PyTorch's, on the models that `scripts/goldens-models` made.
+//! Outputs of every family compared with PyTorch, on the models of `scripts/goldens-models`.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -28,7 +28,7 @@ fn differences(folder: &Path, golden: &str) -> compress::Result<Vec<(String, f32
     let outputs = Executor::new(&graph, parameters, Device::Cpu).run(&inputs)?;
     let mut found = Vec::new();
     for (name, expected) in golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("out/")?, t))) {
-        // transformers leaves two axes of one element behind the pooled channels of a ResNet.
+        // transformers keeps two axes of size one after the pooled channels of a ResNet.
         let expected = &if expected.rank() == 4 && name == "pooler_output" { expected.flatten_from(1).unwrap() } else { expected.clone() };
         let Some(ours) = outputs.get(name).filter(|t| t.dims() == expected.dims()) else {
             found.push((format!("{name}, which is not among {:?}", outputs.iter().map(|(n, t)| (n, t.dims())).collect::<Vec<_>>()), f32::NAN));
@@ -40,7 +40,7 @@ fn differences(folder: &Path, golden: &str) -> compress::Result<Vec<(String, f32
     Ok(found)
 }
 
-/// Largest difference over the tokens that are no padding.
+/// Largest difference over all tokens except padding.
 fn distance(ours: &Tensor, expected: &Tensor, mask: Option<&Tensor>) -> f32 {
     let mut difference = (ours - expected).unwrap().abs().unwrap();
     if let Some(mask) = mask.filter(|m| difference.rank() == 3 && m.dims() == &difference.dims()[..2]) {
@@ -49,7 +49,7 @@ fn distance(ours: &Tensor, expected: &Tensor, mask: Option<&Tensor>) -> f32 {
     difference.flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
 }
 
-/// The same model with the configuration that transformers 4 wrote, where there is one.
+/// The same model with the configuration of transformers 4, if it exists.
 fn with_older_config(folder: &Path) -> Option<tempfile::TempDir> {
     let config = folder.join("config-4.json");
     config.is_file().then(|| {
@@ -93,9 +93,9 @@ fn every_family_computes_what_pytorch_does() {
     assert!(failures.is_empty(), "{} of {}:\n{}", failures.len(), names.len(), failures.join("\n"));
 }
 
-/// Folders of sentence-transformers name the class that an encoder was trained in.
+/// Folders of sentence-transformers specify the class in which an encoder was trained.
 #[test]
-fn an_encoder_of_a_class_with_a_head_is_an_encoder() {
+fn an_encoder_with_the_class_of_a_head_is_an_encoder() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
     let heads =
         [("bert", "Bert"), ("roberta", "Roberta"), ("distilbert", "DistilBert"), ("mpnet", "MPNet"), ("modernbert", "ModernBert"), ("deberta", "DebertaV2")];
@@ -113,9 +113,10 @@ fn an_encoder_of_a_class_with_a_head_is_an_encoder() {
     }
 }
 
-/// A head's bias has two names. Where ties are denied, transformers 4 stores it by the shared one alone, and reads it from there.
+/// The bias of a head has two names. If weights are not tied, transformers 4 stores and reads only the
+/// shared name.
 #[test]
-fn a_heads_bias_is_read_by_either_name_or_missed_by_its_own() {
+fn the_bias_of_a_head_is_read_by_either_name() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert-masked-lm-untied");
     let [own, shared] = ["cls.predictions.decoder.bias", "cls.predictions.bias"];
     for (ties, stored, read) in [
@@ -144,9 +145,10 @@ fn a_heads_bias_is_read_by_either_name_or_missed_by_its_own() {
     }
 }
 
-/// Published encoders of T5 say that they are of an encoder and a decoder, and those of DeBERTa name kinds of products in one text.
+/// Published T5 encoders are declared as encoder-decoder models, and DeBERTa configurations list
+/// attention types in one string.
 #[test]
-fn configurations_may_say_the_same_in_other_words() {
+fn equivalent_configurations_are_accepted() {
     for (name, before, after) in
         [("t5-encoder", "\"is_encoder_decoder\": false", "\"is_encoder_decoder\": true"), ("deberta", "[\n    \"p2c\",\n    \"c2p\"\n  ]", "\"P2C | c2p\"")]
     {
@@ -165,7 +167,7 @@ fn configurations_may_say_the_same_in_other_words() {
 }
 
 #[test]
-fn sizes_that_are_not_said_are_those_of_transformers() {
+fn missing_sizes_have_the_defaults_of_transformers() {
     #[derive(serde::Deserialize)]
     struct Row {
         config: Map<String, Value>,
@@ -182,8 +184,8 @@ fn sizes_that_are_not_said_are_those_of_transformers() {
         let sizes = graph.params().map(|(_, value)| value.ty.shape.iter().map(|dim| dim.fixed().unwrap()).product::<usize>());
         let sizes: Vec<usize> = sizes.collect();
         assert_eq!((sizes.len(), sizes.iter().sum::<usize>()), (tensors, elements), "{config:?}");
-        // What is put before the names of a tower by itself, transformers leaves out from version 5 on.
-        // It leaves out the name of the family, too, where a model is no part of another one.
+        // From version 5, transformers omits the prefix of a separate tower.
+        // It also omits the name of the family if the model is not part of another one.
         let family = format!("{}.", config["model_type"].as_str().unwrap());
         let put_before =
             ["vision_model.", "text_model.", &family].into_iter().filter(|part| !names.iter().any(|name| name.starts_with(part))).collect::<Vec<_>>();
@@ -196,9 +198,9 @@ fn sizes_that_are_not_said_are_those_of_transformers() {
     }
 }
 
-/// A folder with both towers may name the class of one of them: what it gives is then that tower's.
+/// If a folder with both towers specifies the class of one of them, the outputs are those of that tower.
 #[test]
-fn the_class_says_which_tower_is_run_and_whether_it_projects() {
+fn the_class_selects_the_tower_and_its_projection() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/clip");
     let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
     let golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
@@ -221,22 +223,22 @@ fn the_class_says_which_tower_is_run_and_whether_it_projects() {
         let found = Executor::new(&graph, parameters, Device::Cpu).run(&own).unwrap();
         assert_eq!(found.keys().collect::<Vec<_>>(), wanted, "{class}");
         for (name, vectors) in found.iter().filter(|(name, _)| name.ends_with("_embeds")) {
-            // Both towers together give vectors of length one.
+            // With both towers, embeddings are normalized.
             let length = vectors.sqr().unwrap().sum_keepdim(1).unwrap().sqrt().unwrap();
             assert!(distance(&vectors.broadcast_div(&length).unwrap(), &golden[&format!("out/{name}")], None) < TOLERANCE, "{class}");
         }
     }
 }
 
-/// Channels that are far larger than the others take most of a token's steps.
+/// Outlier channels use most of the quantization range of a token.
 #[test]
-fn int8_activations_with_outliers_are_those_of_the_consumer() {
+fn int8_activations_with_outliers_match_the_consumer() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/int8/llama-outliers");
     let found = differences(&folder, "golden.safetensors").unwrap();
     assert!(found.len() == 1 && found.iter().all(|(_, worst)| *worst < TOLERANCE), "{found:?}");
 }
 
-/// Three sums over the first sample of each output, as `scripts/goldens-keys` makes them.
+/// Three checksums over the first sample of each output, as in `scripts/goldens-keys`.
 fn numbers(graph: &Graph, model: &Model, folder: &Path) -> BTreeMap<String, Vec<f64>> {
     let number = |tensor: &Tensor| {
         let values = tensor.get(0).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
@@ -245,7 +247,7 @@ fn numbers(graph: &Graph, model: &Model, folder: &Path) -> BTreeMap<String, Vec<
     runs(graph, model, folder).unwrap().iter().map(|(name, tensor)| (name.clone(), number(tensor))).collect()
 }
 
-/// What is said to the inputs of a folder.
+/// Inputs of a golden model.
 fn runs(graph: &Graph, model: &Model, folder: &Path) -> compress::Result<BTreeMap<String, Tensor>> {
     let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
     let parameters = Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
@@ -254,10 +256,12 @@ fn runs(graph: &Graph, model: &Model, folder: &Path) -> compress::Result<BTreeMa
     Executor::new(graph, parameters, Device::Cpu).run(&inputs)
 }
 
-/// How far such sums may differ by rounding; keys that change them do so by more than twice as much (`scripts/goldens-keys` sees to that).
+/// Tolerance of the checksums. `scripts/goldens-keys` ensures that keys with an effect change them by
+/// more than twice as much.
 const ROUNDING: f64 = 8e-4;
 
-/// What one of transformers' versions does with a model of `tests/golden/models` when a key is changed.
+/// Behavior of a version of transformers for a model of `tests/golden/models` when a configuration key
+/// is changed.
 #[derive(serde::Deserialize)]
 struct Keys {
     transformers: String,
@@ -277,7 +281,7 @@ enum Answer {
     Outputs(BTreeMap<String, Vec<f64>>),
 }
 
-/// Keys of a configuration; those of a tower stand behind its name and a dot.
+/// Keys of a configuration; those of a tower have its name as a prefix.
 fn names(config: &Map<String, Value>) -> Vec<String> {
     let of = |(key, value): (&String, &Value)| match value.as_object() {
         Some(tower) if key.ends_with("_config") => tower.keys().map(|inner| format!("{key}.{inner}")).collect(),
@@ -286,7 +290,7 @@ fn names(config: &Map<String, Value>) -> Vec<String> {
     config.iter().flat_map(of).collect()
 }
 
-/// The configuration with another value of such a key, or without it.
+/// The configuration with another value of a key, or without the key.
 fn with_key(config: &Map<String, Value>, key: &str, value: Option<&Value>) -> Map<String, Value> {
     let mut changed = config.clone();
     let (values, name) = match key.split_once('.') {
@@ -300,7 +304,7 @@ fn with_key(config: &Map<String, Value>, key: &str, value: Option<&Value>) -> Ma
     changed
 }
 
-/// A model of the table, and what it computes as it is.
+/// A model of the table and its unchanged outputs.
 struct Walk<'k> {
     keys: &'k Keys,
     folder: std::path::PathBuf,
@@ -318,12 +322,12 @@ impl Walk<'_> {
         copy
     }
 
-    /// Complaints about a configuration in which `key` has been changed, for which transformers answers this.
+    /// Differences to the behavior of transformers for a configuration with a changed key.
     fn with(&self, config: &Map<String, Value>, key: &str, answer: Option<&Answer>) -> Option<String> {
         let copy = self.write(config);
         let built = Model::open(copy.path()).and_then(|model| Ok((model.graph_and_unknown_keys()?, model)));
         let ((graph, unknown), model) = match built {
-            // What is refused for another reason than the key changes nothing that anybody would notice, or does not fit.
+            // A rejection for another reason than the key is accepted.
             Err(e) => {
                 let name = key.split('.').next_back().unwrap();
                 let family = arch::family(config["model_type"].as_str().unwrap()).unwrap();
@@ -340,7 +344,7 @@ impl Walk<'_> {
         }
         let inputs = |text: &str| text.lines().filter(|line| line.starts_with("input ")).map(str::to_owned).collect::<Vec<_>>();
         if key == "image_size" && inputs(&graph.to_string()) != inputs(&self.graph) {
-            // Other images are asked for, and these are refused by the size.
+            // The changed key requires other image sizes, so the golden images are rejected.
             return runs(&graph, &model, &self.folder).is_ok().then(|| "is the size of images, and others are taken".into());
         }
         let found = if graph.to_string() == self.graph { self.usual.clone() } else { numbers(&graph, &model, &self.folder) };
@@ -354,11 +358,12 @@ impl Walk<'_> {
     }
 }
 
-/// A stored head that the configuration ties is left out by transformers 4, and counts in transformers 5 as it does here. Where nothing
-/// is said, a head that is not stored is the embedding table here, and random numbers there.
+/// transformers 4 ignores a stored head that the configuration ties; transformers 5 and this crate use
+/// it. Without a setting, a head that is not stored is tied to the embedding in this crate and random in
+/// transformers.
 const TIE: &str = "tie_word_embeddings";
-/// Keys of models, by how their names begin, of which transformers 4 does something else than transformers 5, or nothing. There, all layers
-/// of Qwen2-MoE slide or none, whatever their types are.
+/// Prefixes of model names and keys for which transformers 4 differs from transformers 5. In
+/// transformers 4, all layers of Qwen2-MoE use sliding windows or none, independent of their types.
 const NEWER: [(&str, &str); 4] = [("", TIE), ("", "is_causal"), ("qwen2-moe", "use_sliding_window"), ("t5", "scale_decoder_outputs")];
 
 #[test]

@@ -1,4 +1,5 @@
-//! Runs in parts: the bytes are those of a run by one process, and what does not belong together is not joined.
+//! Runs in parts: the output equals that of a run by one process, and parts of different runs are not
+//! merged.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;
@@ -6,10 +7,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use compress::Model;
-use compress::pipeline::{Builder, PartOutcome, Pipeline, parts_folder, recipe_of_parts};
+use compress::pipeline::{Builder, PartOutcome, Pipeline, parts_folder, recipe_from_parts};
 use compress::recipe::Recipe;
 use compress::report::Report;
-use compress::run_state::Share;
+use compress::run_state::PartIndex;
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
@@ -20,26 +21,26 @@ fn builder(steps: &str) -> Builder {
     Pipeline::builder().threads(2).recipe(&recipe)
 }
 
-/// Runs all parts until each is written; how many rounds that took.
+/// Runs all parts until each is written. Returns the number of rounds.
 fn in_parts(steps: &str, model: &Path, output: &Path, count: usize) -> usize {
     let pipeline = builder(steps).build().unwrap();
     for round in 1..=6 {
-        // The last one first: no part needs those before it.
-        let shares = Share { number: 1, count }.all().collect::<Vec<_>>().into_iter().rev();
+        // In reverse order, because parts do not depend on previous parts.
+        let shares = PartIndex { number: 1, count }.all().collect::<Vec<_>>().into_iter().rev();
         let outcomes: Vec<PartOutcome> = shares.map(|share| pipeline.run_part(Model::open(model).unwrap(), output, share).unwrap()).collect();
         if !outcomes.contains(&PartOutcome::Counted) {
             return round;
         }
     }
-    panic!("parts wait for ever")
+    panic!("parts never finish")
 }
 
 fn merged(model: &Path, output: &Path) -> compress::Result<Report> {
-    let recipe = recipe_of_parts(output)?;
+    let recipe = recipe_from_parts(output)?;
     Pipeline::builder().recipe(&recipe).build()?.merge(Model::open(model)?, output, false)
 }
 
-/// What is in a folder, but for the reports.
+/// Contents of a folder, except the reports.
 fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let mut found = BTreeMap::new();
     for path in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
@@ -54,7 +55,7 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 }
 
 #[test]
-fn parts_have_the_bytes_of_a_run_by_one_process() {
+fn merged_parts_equal_a_run_by_one_process() {
     let sharded = "export: [{ safetensors: { shard_size: 10KB } }]";
     let cases = [
         ("llama", "passes: [{ prune-unstructured: { amount: 0.5 } }]", 1),
@@ -65,7 +66,7 @@ fn parts_have_the_bytes_of_a_run_by_one_process() {
         ("llama-grouped-tied", "passes: [{ quantize: { scheme: W4A16, group_size: 8 } }]", 1),
         ("llama", "passes: [{ palettize: { bits: 4 } }]", 1),
         ("gpt2", "passes: [{ prune-unstructured: { amount: 0.7 } }]\nexport: [{ safetensors: { layout: sparse } }]", 1),
-        // What a part reads of others it ranks by itself.
+        // Each part ranks the weights of the other parts itself.
         ("llama", "passes: [{ prune-unstructured: { amount: 0.5, scope: global } }, { quantize: { scheme: NVFP4A16 } }]", 3),
         (
             "llama-grouped-tied",
@@ -96,7 +97,7 @@ fn parts_have_the_bytes_of_a_run_by_one_process() {
             };
             let made: Vec<u64> = std::fs::read_dir(parts_folder(&output)).unwrap().flat_map(|part| inodes(&part.unwrap().path())).collect();
             let after = merged(&model, &output).unwrap();
-            // Whole files are taken over as they are, where there are as many as parts.
+            // If there are as many files as parts, whole files are linked.
             let whole_files = files(&whole).keys().filter(|name| name.ends_with(".safetensors")).count() >= count && !steps.contains("sparse");
             assert_eq!(inodes(&output).iter().all(|inode| made.contains(inode)), whole_files, "{steps} in {count} parts");
             assert_eq!(files(&whole).keys().collect::<Vec<_>>(), files(&output).keys().collect::<Vec<_>>());
@@ -110,12 +111,12 @@ fn parts_have_the_bytes_of_a_run_by_one_process() {
 }
 
 #[test]
-fn a_part_is_made_once_and_again_where_it_is_gone() {
+fn a_missing_part_is_written_again() {
     let folder = tempfile::tempdir().unwrap();
     let (model, output, steps) = (golden("llama"), folder.path().join("out"), "passes: [quantize-dynamic]");
     in_parts(steps, &model, &output, 3);
     let pipeline = builder(steps).build().unwrap();
-    let part = |number| pipeline.run_part(Model::open(&model).unwrap(), &output, Share { number, count: 3 });
+    let part = |number| pipeline.run_part(Model::open(&model).unwrap(), &output, PartIndex { number, count: 3 });
     assert_eq!(part(2).unwrap(), PartOutcome::Found);
     let second = parts_folder(&output).join("00002-of-00003");
     std::fs::remove_dir_all(&second).unwrap();
@@ -136,12 +137,12 @@ fn a_part_is_made_once_and_again_where_it_is_gone() {
 }
 
 #[test]
-fn what_does_not_belong_together_is_not_joined() {
+fn parts_of_different_runs_are_not_merged() {
     let folder = tempfile::tempdir().unwrap();
     let (model, output) = (golden("llama"), folder.path().join("out"));
-    assert!(recipe_of_parts(&output).unwrap_err().to_string().contains("no finished part"));
+    assert!(recipe_from_parts(&output).unwrap_err().to_string().contains("no finished part"));
     let part = |steps: &str, name: &str, number, count| {
-        builder(steps).build().unwrap().run_part(Model::open(golden(name)).unwrap(), &output, Share { number, count }).map_err(|error| error.to_string())
+        builder(steps).build().unwrap().run_part(Model::open(golden(name)).unwrap(), &output, PartIndex { number, count }).map_err(|error| error.to_string())
     };
     let (int8, half) = ("passes: [quantize-dynamic]", "passes: [prune-unstructured]");
     part(int8, "llama", 1, 2).unwrap();
@@ -170,13 +171,13 @@ fn what_does_not_belong_together_is_not_joined() {
 }
 
 #[test]
-fn forced_parts_of_another_run_are_gone_before_they_are_made_and_foreign_files_stay() {
+fn force_removes_parts_of_other_runs_and_keeps_foreign_files() {
     let folder = tempfile::tempdir().unwrap();
     let (model, output) = (golden("llama"), folder.path().join("out"));
     in_parts("passes: [quantize-dynamic]", &model, &output, 2);
     std::fs::write(parts_folder(&output).join("notes.txt"), "mine").unwrap();
     let global = builder("passes: [{ prune-unstructured: { scope: global } }]").force(true).build().unwrap();
-    let outcome = |number| global.run_part(Model::open(&model).unwrap(), &output, Share { number, count: 2 }).unwrap();
+    let outcome = |number| global.run_part(Model::open(&model).unwrap(), &output, PartIndex { number, count: 2 }).unwrap();
     assert_eq!([outcome(1), outcome(2)], [PartOutcome::Counted; 2]);
     assert!(merged(&model, &output).unwrap_err().to_string().contains("no finished part"));
     while [outcome(1), outcome(2)].contains(&PartOutcome::Counted) {}
@@ -187,20 +188,20 @@ fn forced_parts_of_another_run_are_gone_before_they_are_made_and_foreign_files_s
 
 #[test]
 #[cfg(feature = "run")]
-fn what_cannot_be_done_in_parts_is_refused_by_name() {
+fn unsupported_passes_and_formats_are_rejected_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let refused = |steps: &str| {
         let pipeline = builder(steps).build().unwrap();
-        pipeline.run_part(Model::open(golden("llama")).unwrap(), folder.path().join("out"), Share { number: 1, count: 2 }).unwrap_err().to_string()
+        pipeline.run_part(Model::open(golden("llama")).unwrap(), folder.path().join("out"), PartIndex { number: 1, count: 2 }).unwrap_err().to_string()
     };
-    assert!(refused("passes: [{ decompose: { rank: 4 } }]").contains("decompose works on the whole model"));
-    assert!(refused("passes: [cast: { to: bf16 }]\nexport: [onnx]").contains("`onnx` is one file"));
+    assert!(refused("passes: [{ decompose: { rank: 4 } }]").contains("decompose runs the model"));
+    assert!(refused("passes: [cast: { to: bf16 }]\nexport: [onnx]").contains("`onnx` writes a single file"));
     assert!(refused("passes: []\nexport: [safetensors, onnx]").contains("several formats"));
-    // Its importance follows from the data.
+    // Its importance depends on the calibration data.
     let book = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/book.txt");
     let weighted = format!("passes: [palettize: {{ bits: 4 }}]\ndata: {{ calibration: {{ text: {} }} }}", book.display());
-    assert!(refused(&weighted).contains("palettize works on the whole model"));
-    let file = builder("passes: []").build().unwrap().run_part(Model::open(golden("llama")).unwrap(), "out.onnx", Share { number: 1, count: 2 });
+    assert!(refused(&weighted).contains("palettize runs the model"));
+    let file = builder("passes: []").build().unwrap().run_part(Model::open(golden("llama")).unwrap(), "out.onnx", PartIndex { number: 1, count: 2 });
     assert!(file.unwrap_err().to_string().contains("out.onnx is a file"));
     assert!(!folder.path().join("out.parts").exists());
 }

@@ -1,23 +1,25 @@
-//! Parts of a run where one tensor is larger than a share: it is cut where passes allow that, and the bytes are those of a run by one process.
+//! Runs in parts with a tensor larger than a share: it is split if the passes allow it, and the output
+//! equals that of a run by one process.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use compress::Model;
-use compress::pipeline::{Builder, PartOutcome, Pipeline, parts_folder, recipe_of_parts};
+use compress::pipeline::{Builder, PartOutcome, Pipeline, parts_folder, recipe_from_parts};
 use compress::recipe::Recipe;
 use compress::report::Report;
-use compress::run_state::Share;
+use compress::run_state::PartIndex;
 use compress::store::DType;
 use compress::store::header::Header;
 
-/// Rows of the large tensor: no multiple of anything.
+/// Rows of the large tensor: not a multiple of common block sizes.
 const ROWS: usize = 20_011;
 const WIDTH: usize = 128;
 const BIG: &str = "model.layers.0.mlp.up_proj.weight";
 
-/// A folder with one tensor that outweighs all others; values are few, so that thresholds lie on many equal ones.
+/// A folder with one tensor that is larger than all others together. It has few distinct values, so that
+/// thresholds have many ties.
 fn model(folder: &Path, dtype: DType, big: (&str, Vec<usize>)) -> PathBuf {
     let tensors = [
         ("model.embed_tokens.weight", vec![500, WIDTH]),
@@ -46,29 +48,29 @@ fn model(folder: &Path, dtype: DType, big: (&str, Vec<usize>)) -> PathBuf {
 
 fn builder(steps: &str) -> Builder {
     let recipe = Recipe::parse(&format!("model: x\nmeasure: false\n{steps}"), Path::new("recipe.yaml")).unwrap();
-    Pipeline::builder().threads(2).recipe(&recipe).least_cut(1 << 16)
+    Pipeline::builder().threads(2).recipe(&recipe).min_split_bytes(1 << 16)
 }
 
 fn part(steps: &str, model: &Path, output: &Path, number: usize, count: usize) -> PartOutcome {
-    builder(steps).build().unwrap().run_part(Model::open(model).unwrap(), output, Share { number, count }).unwrap()
+    builder(steps).build().unwrap().run_part(Model::open(model).unwrap(), output, PartIndex { number, count }).unwrap()
 }
 
-/// All parts, the last one first, until each is written.
+/// Runs all parts in reverse order until each is written.
 fn in_parts(steps: &str, model: &Path, output: &Path, count: usize) {
     for _ in 0..6 {
         if !(1..=count).rev().map(|number| part(steps, model, output, number, count)).collect::<Vec<_>>().contains(&PartOutcome::Counted) {
             return;
         }
     }
-    panic!("parts wait for ever")
+    panic!("parts never finish")
 }
 
 fn merged(model: &Path, output: &Path, keep: bool) -> compress::Result<Report> {
-    let recipe = recipe_of_parts(output)?;
-    Pipeline::builder().recipe(&recipe).least_cut(1 << 16).build()?.merge(Model::open(model)?, output, keep)
+    let recipe = recipe_from_parts(output)?;
+    Pipeline::builder().recipe(&recipe).min_split_bytes(1 << 16).build()?.merge(Model::open(model)?, output, keep)
 }
 
-/// What is in a folder, but for the reports.
+/// Contents of a folder, except the reports.
 fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let named = entries.map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), path));
@@ -77,22 +79,22 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 
 /// Bytes of weights in each part.
 fn sizes(output: &Path, count: usize) -> Vec<u64> {
-    let size = |share: Share| std::fs::metadata(parts_folder(output).join(share.name()).join("model.safetensors")).unwrap().len();
-    Share { number: 1, count }.all().map(size).collect()
+    let size = |share: PartIndex| std::fs::metadata(parts_folder(output).join(share.name()).join("model.safetensors")).unwrap().len();
+    PartIndex { number: 1, count }.all().map(size).collect()
 }
 
-fn told(output: &Path, share: Share) -> PathBuf {
+fn manifest_path(output: &Path, share: PartIndex) -> PathBuf {
     parts_folder(output).join(share.name()).join("part.json")
 }
 
-/// Holds runs in parts to one by a single process; whether the large tensor was cut.
+/// Compares runs in parts with one by a single process. Returns whether the large tensor was split.
 fn law(model: &Path, folder: &Path, steps: &str, cut: bool) {
     let whole = folder.join("whole");
     let before = builder(steps).force(true).build().unwrap().run(Model::open(model).unwrap(), &whole).unwrap();
     for count in [1, 3, 16] {
         let output = folder.join(format!("out-{count}"));
         in_parts(steps, model, &output, count);
-        let texts = Share { number: 1, count }.all().map(|share| std::fs::read_to_string(told(&output, share)).unwrap());
+        let texts = PartIndex { number: 1, count }.all().map(|share| std::fs::read_to_string(manifest_path(&output, share)).unwrap());
         let pieces = texts.filter(|text| text.contains("\"rows\":[")).count();
         assert_eq!(pieces > 1, cut && count > 1, "{steps} in {count} parts: {pieces}");
         let after = merged(model, &output, count == 3).unwrap();
@@ -108,7 +110,7 @@ fn law(model: &Path, folder: &Path, steps: &str, cut: bool) {
 }
 
 #[test]
-fn what_rows_become_by_themselves_is_made_in_pieces() {
+fn passes_that_process_rows_independently_split_the_tensor() {
     let folder = tempfile::tempdir().unwrap();
     let model = model(folder.path(), DType::BF16, (BIG, vec![ROWS, WIDTH]));
     for steps in [
@@ -131,7 +133,7 @@ fn what_rows_become_by_themselves_is_made_in_pieces() {
 }
 
 #[test]
-fn what_takes_the_whole_tensor_is_made_whole() {
+fn passes_that_need_the_whole_tensor_do_not_split_it() {
     let folder = tempfile::tempdir().unwrap();
     let model = model(folder.path(), DType::BF16, (BIG, vec![ROWS, WIDTH]));
     for steps in [
@@ -146,7 +148,7 @@ fn what_takes_the_whole_tensor_is_made_whole() {
 }
 
 #[test]
-fn experts_that_lie_together_and_tables_are_cut() {
+fn stacked_experts_and_embeddings_are_split() {
     let folder = tempfile::tempdir().unwrap();
     let experts = model(folder.path(), DType::F32, ("model.layers.0.mlp.experts.gate_up_proj", vec![160, 96, WIDTH]));
     law(
@@ -162,7 +164,7 @@ fn experts_that_lie_together_and_tables_are_cut() {
 }
 
 #[test]
-fn one_huge_tensor_does_not_bound_how_even_parts_are() {
+fn one_huge_tensor_is_balanced_across_parts() {
     let folder = tempfile::tempdir().unwrap();
     let model = model(folder.path(), DType::BF16, (BIG, vec![ROWS, WIDTH]));
     let output = folder.path().join("out");
@@ -170,13 +172,13 @@ fn one_huge_tensor_does_not_bound_how_even_parts_are() {
     let sizes = sizes(&output, 8);
     let fair = sizes.iter().sum::<u64>() as f64 / 8.0;
     assert!(sizes.iter().all(|size| (0.75..1.25).contains(&(*size as f64 / fair))), "{sizes:?} around {fair}");
-    // Whole, it would be 95 % of the bytes.
+    // Unsplit, it would be 95 % of the bytes.
     let large = std::fs::metadata(model.join("model.safetensors")).unwrap().len() as f64;
     assert!((ROWS * WIDTH * 2) as f64 > 0.9 * large);
 }
 
 #[test]
-fn pieces_are_made_again_alone_and_kept() {
+fn single_parts_are_written_again_and_kept() {
     let folder = tempfile::tempdir().unwrap();
     let model = model(folder.path(), DType::BF16, (BIG, vec![ROWS, WIDTH]));
     let (steps, output) = ("passes: [{ prune-unstructured: { scope: global } }]", folder.path().join("out"));
@@ -187,7 +189,7 @@ fn pieces_are_made_again_alone_and_kept() {
     std::fs::remove_dir_all(&third).unwrap();
     let error = merged(&model, &output, false).unwrap_err();
     assert!(error.to_string().contains("1 of 4 parts are missing: 3"), "{error}");
-    // What all have counted is there still.
+    // The counts of all parts still exist.
     assert_eq!(part(steps, &model, &output, 3, 4), PartOutcome::Written);
     assert!(std::fs::read(third.join("model.safetensors")).unwrap() == bytes);
     let mut damaged = bytes.clone();
@@ -197,18 +199,18 @@ fn pieces_are_made_again_alone_and_kept() {
     std::fs::write(third.join("model.safetensors"), &bytes).unwrap();
     merged(&model, &output, true).unwrap();
     assert_eq!(sizes(&output, 4).len(), 4);
-    // The output holds nothing of the folders that are kept.
+    // The output shares no files with the kept folders.
     std::fs::remove_dir_all(parts_folder(&output)).unwrap();
     assert_eq!(Model::open(&output).unwrap().weights.by_name[BIG].shape, [ROWS, WIDTH]);
 }
 
 #[test]
-fn pieces_that_do_not_fit_are_refused_by_name() {
+fn inconsistent_parts_are_rejected_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let model = model(folder.path(), DType::BF16, (BIG, vec![ROWS, WIDTH]));
     let (steps, output) = ("passes: [quantize-dynamic]", folder.path().join("out"));
     in_parts(steps, &model, &output, 3);
-    let place = told(&output, Share { number: 2, count: 3 });
+    let place = manifest_path(&output, PartIndex { number: 2, count: 3 });
     let text = std::fs::read_to_string(&place).unwrap();
     let tell = |change: &dyn Fn(&mut serde_json::Value)| {
         let mut value: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -222,24 +224,24 @@ fn pieces_that_do_not_fit_are_refused_by_name() {
     };
     let add = |weight: &mut serde_json::Value, at: usize, more: u64| weight["rows"]["rows"][at] = (weight["rows"]["rows"][at].as_u64().unwrap() + more).into();
     for (change, message) in [
-        (&(|weight: &mut serde_json::Value| add(weight, 0, 1024)) as &dyn Fn(&mut serde_json::Value), "pieces that do not meet"),
-        (&|weight: &mut serde_json::Value| add(weight, 1, 1024), "pieces that do not meet"),
-        (&|weight: &mut serde_json::Value| add(weight, 2, 1), "cut as a tensor of 20012 rows, and has 20011"),
-        (&|weight: &mut serde_json::Value| weight["name"] = "other".into(), "pieces that do not meet"),
-        (&|weight: &mut serde_json::Value| drop(weight.as_object_mut().unwrap().remove("rows")), "whole in one of them"),
-        (&|weight: &mut serde_json::Value| drop(weight["rows"]["hash"].as_array_mut().unwrap().pop()), "was not seen whole"),
-        (&|weight: &mut serde_json::Value| weight["rows"]["hash"][0][1] = "x".into(), "is not whole"),
+        (&(|weight: &mut serde_json::Value| add(weight, 0, 1024)) as &dyn Fn(&mut serde_json::Value), "pieces that are not adjacent"),
+        (&|weight: &mut serde_json::Value| add(weight, 1, 1024), "pieces that are not adjacent"),
+        (&|weight: &mut serde_json::Value| add(weight, 2, 1), "split as a tensor of 20012 rows, but has 20011"),
+        (&|weight: &mut serde_json::Value| weight["name"] = "other".into(), "pieces that are not adjacent"),
+        (&|weight: &mut serde_json::Value| drop(weight.as_object_mut().unwrap().remove("rows")), "completely in one of them"),
+        (&|weight: &mut serde_json::Value| drop(weight["rows"]["hash"].as_array_mut().unwrap().pop()), "was not measured completely"),
+        (&|weight: &mut serde_json::Value| weight["rows"]["hash"][0][1] = "x".into(), "is malformed"),
     ] {
         let found = tell(change);
         assert!(found.contains(message) && (found.contains(BIG) || found.contains("part.json")), "{found}");
     }
     std::fs::write(&place, &text).unwrap();
     merged(&model, &output, true).unwrap();
-    // Of another cut: the same parts by the same recipe, where tensors are cut from another size on.
+    // Parts of the same recipe with another minimum size for splitting.
     let refused =
-        Pipeline::builder().recipe(&recipe_of_parts(&output).unwrap()).build().unwrap().merge(Model::open(&model).unwrap(), folder.path().join("out"), false);
+        Pipeline::builder().recipe(&recipe_from_parts(&output).unwrap()).build().unwrap().merge(Model::open(&model).unwrap(), folder.path().join("out"), false);
     assert!(refused.unwrap_err().to_string().contains("exists"));
     std::fs::remove_dir_all(&output).unwrap();
-    let refused = Pipeline::builder().recipe(&recipe_of_parts(&output).unwrap()).build().unwrap().merge(Model::open(&model).unwrap(), &output, false);
+    let refused = Pipeline::builder().recipe(&recipe_from_parts(&output).unwrap()).build().unwrap().merge(Model::open(&model).unwrap(), &output, false);
     assert!(refused.unwrap_err().to_string().contains("another run"));
 }

@@ -1,5 +1,5 @@
-//! What the README and the guides in `docs/` show is run, with a small BERT in the place of `minilm`, a small Llama in that of
-//! `llama`, and a network that its guide describes.
+//! Runs the commands and recipes of the README and of the guides in `docs/`, with a small BERT as
+//! `minilm`, a small Llama as `llama`, and a network that its guide describes.
 #![cfg(all(feature = "cli", feature = "run"))]
 #![allow(clippy::unwrap_used)]
 
@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The contents of fenced blocks of one language.
+/// Contents of the fenced code blocks of a language.
 fn blocks(page: &str, language: &str) -> Vec<String> {
     let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(page)).unwrap();
     let fence = format!("```{language}\n");
@@ -39,7 +39,7 @@ fn check(folder: &Path, line: &str) {
 fn commands_run() {
     let folder = with_model();
     let blocks = blocks("README.md", "sh");
-    assert!(blocks.len() >= 2, "the README has lost its commands");
+    assert!(blocks.len() >= 2, "the README contains no commands");
     for line in blocks.iter().flat_map(|block| block.lines()) {
         check(folder.path(), line);
     }
@@ -58,7 +58,7 @@ fn recipes_run() {
     assert!(folder.path().join("out/recipe/report.md").is_file());
 }
 
-/// Weights of these shapes, always the same ones.
+/// Deterministic weights of these shapes.
 fn save_weights(path: &Path, shapes: &[(&str, &[usize])]) {
     let values = |shape: &[usize]| (0..shape.iter().product::<usize>()).map(|i| 0.3 * (i as f32).sin()).collect::<Vec<f32>>();
     let tensor = |shape: &[usize]| candle_core::Tensor::from_vec(values(shape), shape, &candle_core::Device::Cpu).unwrap();
@@ -67,7 +67,7 @@ fn save_weights(path: &Path, shapes: &[(&str, &[usize])]) {
 }
 
 #[test]
-fn the_graph_is_one() {
+fn the_graph_is_valid() {
     let blocks = blocks("docs/own-networks.md", "json");
     assert_eq!(blocks.len(), 1);
     let folder = tempfile::tempdir().unwrap();
@@ -77,7 +77,7 @@ fn the_graph_is_one() {
 }
 
 #[test]
-fn the_family_of_the_example_is_one() {
+fn the_family_of_the_example_is_valid() {
     let file = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/arch/olmo2.rs")).unwrap();
     assert_eq!(blocks("ARCHITECTURE.md", "rust"), [file]);
 }
@@ -95,8 +95,9 @@ fn save_samples(folder: &Path) {
     }
 }
 
-/// What guides find beside `minilm`: `llama` with `book.txt`, `t5`, `whisper` with `speech.wav`, `smollm` without a tokenizer, `network`, whose graph a guide brings, with `images`,
-/// and `classifier` of such images, with `samples.safetensors` and `runs`.
+/// Models and data for the guides in addition to `minilm`: `llama` with `book.txt`, `t5`, `whisper` with
+/// `speech.wav`, `smollm` without a tokenizer, `network` with a graph from a guide and `images`, and
+/// `classifier` for these images with `samples.safetensors` and `runs`.
 fn with_all_models() -> tempfile::TempDir {
     let folder = with_model();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -136,6 +137,8 @@ fn with_all_models() -> tempfile::TempDir {
     copy("models/resnet-basic/config.json", "classifier/config.json");
     copy("models/resnet-basic/model.safetensors", "classifier/model.safetensors");
     save_samples(folder.path());
+    let mail = (0..4).map(|_| "the cat sat on a mat\tham\nmy big wet hat\tspam\n").collect::<String>();
+    std::fs::write(folder.path().join("mail.tsv"), format!("text\tlabel\n{mail}")).unwrap();
     folder
 }
 
@@ -151,10 +154,10 @@ fn guides_run() {
     for path in pages() {
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         let index = std::fs::read_to_string(path.with_file_name("README.md")).unwrap();
-        assert!(name == "README.md" || index.contains(&format!("]({name})")), "the index beside {} does not name it", path.display());
+        assert!(name == "README.md" || index.contains(&format!("]({name})")), "the index next to {} does not list it", path.display());
         let text = std::fs::read_to_string(&path).unwrap();
         let folder = with_all_models();
-        // Every second part is a fenced block, its language in the first line.
+        // Every second part is a fenced block that starts with its language.
         for block in text.split("\n```").skip(1).step_by(2) {
             let (language, contents) = block.split_once('\n').unwrap();
             match language {
@@ -172,7 +175,7 @@ fn guides_run() {
 }
 
 #[test]
-fn links_lead_somewhere() {
+fn links_are_valid() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut followed = 0;
     for page in pages().into_iter().chain(["README.md", "ARCHITECTURE.md", "CHANGELOG.md"].map(|name| root.join(name))) {

@@ -1,4 +1,4 @@
-//! The page: one file that needs nothing else, whatever a report holds.
+//! The HTML report: a self-contained page for any contents of a report.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,10 +7,10 @@ use std::path::Path;
 use compress::report::{Budgets, Comparison, Report};
 use serde_json::{Value, json};
 
-/// What a hostile checkpoint could be called.
+/// A hostile name of a checkpoint.
 const HOSTILE: &str = r#"<script>alert(1)</script>"'&--><img src=x onerror=alert(2)>.weight"#;
 
-/// A report of a Llama-shaped model with so many weights, every optional part in it.
+/// A report of a Llama-shaped model with this number of weights and all optional sections.
 fn report(weights: usize) -> Report {
     let parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"];
     let mut layers: Vec<Value> = (0..weights - 1)
@@ -59,11 +59,11 @@ fn report(weights: usize) -> Report {
 
 fn pages() -> Vec<String> {
     let (small, other) = (report(291), report(30));
-    let comparison = Comparison::of(&[(HOSTILE.to_owned(), small.clone()), ("b".to_owned(), other)]);
+    let comparison = Comparison::new(&[(HOSTILE.to_owned(), small.clone()), ("b".to_owned(), other)]);
     vec![small.to_html(), comparison.to_html()]
 }
 
-/// Leaves a page where scripts/screenshots opens it in a browser.
+/// Writes a page to the folder from which scripts/screenshots opens it in a browser.
 fn leave(name: &str, page: &str) {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("pages");
     std::fs::create_dir_all(&folder).unwrap();
@@ -71,12 +71,12 @@ fn leave(name: &str, page: &str) {
 }
 
 #[test]
-fn pages_need_nothing_else() {
+fn pages_are_self_contained() {
     for (page, name) in pages().into_iter().zip(["hostile.html", "hostile-comparison.html"]) {
         leave(name, &page);
         for reference in ["http://", "https://", " src=", " href=", "url(", "@import", "<link", "<iframe", "<object", "fetch(", "XMLHttpRequest", "import("] {
             let found: Vec<&str> = page.match_indices(reference).map(|(at, _)| &page[at.saturating_sub(40)..page.len().min(at + 40)]).collect();
-            // Text of the report may hold anything; as text it has no effect.
+            // References within escaped text have no effect.
             assert!(found.iter().all(|found| found.contains("&lt;img src=x")), "{reference}: {found:?}");
         }
         assert!(page.contains("Content-Security-Policy") && page.contains("default-src 'none'"));
@@ -85,18 +85,18 @@ fn pages_need_nothing_else() {
 }
 
 #[test]
-fn whatever_a_report_says_stays_text() {
+fn contents_of_a_report_are_escaped() {
     for page in pages() {
         assert!(page.contains("&lt;script&gt;alert(1)"));
         assert_eq!((page.matches("<script").count(), page.matches("</script").count()), (1, 1), "only the page's own script");
         assert!(!page.contains("<img"));
-        // The quote of the name must not have ended an attribute.
+        // Quotes in names must not end an attribute.
         assert!(!page.contains("onerror=alert(2)>"));
     }
 }
 
 #[test]
-fn drawings_are_well_formed() {
+fn charts_are_well_formed() {
     let mut drawings = 0;
     for page in pages() {
         for (at, _) in page.match_indices("<svg") {
@@ -109,12 +109,13 @@ fn drawings_are_well_formed() {
             drawings += 1;
         }
     }
-    // Intervals, latency, two charts of weights, two histograms, sensitivity, four curves, memory; the comparison's plot.
+    // Intervals, latency, two charts of weights, two histograms, sensitivity, four curves, memory; the
+    // comparison's plot.
     assert!(drawings >= 15, "{drawings}");
 }
 
 #[test]
-fn tags_close_in_order() {
+fn tags_are_balanced() {
     const VOID: [&str; 4] = ["meta", "input", "wbr", "br"];
     for page in pages() {
         let (before, rest) = page.split_once("<style>").unwrap();
@@ -140,14 +141,14 @@ fn the_page_of_a_large_model_is_small() {
     assert!(page.len() < 3_000_000, "{}", page.len());
     assert_eq!(page.matches("<tr ").count(), 2000);
     leave("large.html", &page);
-    // Beyond what anybody reads, rows are left out and the page says so.
+    // Beyond the maximum number of rows, weights are omitted with a note.
     let page = report(40_000).to_html();
     assert!(page.len() < 5_000_000, "{}", page.len());
-    assert!(page.contains("37000 smaller weights that changed less are only in report.json"));
+    assert!(page.contains("37000 smaller weights with smaller changes are only in report.json"));
 }
 
 #[test]
-fn what_was_not_measured_is_not_drawn() {
+fn missing_measurements_are_omitted() {
     let mut bare = report(5);
     (bare.accuracy, bare.latency, bare.compute) = (None, None, None);
     bare.histograms.clear();
@@ -162,7 +163,7 @@ fn what_was_not_measured_is_not_drawn() {
     assert!(!bare.to_html().contains("<section id=\"weights\""));
 }
 
-/// Warnings have a section at the beginning; other notes are folded.
+/// Warnings have a section at the top; other notes are collapsed.
 #[test]
 fn warnings_are_separate_from_other_notes() {
     let mut report = report(30);
@@ -177,7 +178,7 @@ fn warnings_are_separate_from_other_notes() {
 }
 
 #[test]
-fn odd_figures_do_not_break_a_page() {
+fn extreme_values_do_not_break_a_page() {
     let mut odd = report(5);
     for (layer, value) in odd.layers.iter_mut().zip([1e308, -1e308, 0.0, 1e-300, 4.0]) {
         (layer.sqnr_db, layer.shape) = (Some(value), vec![usize::MAX, usize::MAX]);
@@ -192,7 +193,7 @@ fn odd_figures_do_not_break_a_page() {
 }
 
 #[test]
-fn runs_that_nobody_beats_are_marked_and_recipes_told_apart() {
+fn the_pareto_front_and_differing_options_are_marked() {
     let run = |bytes: u64, score: f64, amount: f64| {
         let mut run = report(3);
         run.size.after.bytes = bytes;
@@ -204,23 +205,24 @@ fn runs_that_nobody_beats_are_marked_and_recipes_told_apart() {
     };
     let runs =
         [("a", run(100, 0.9, 0.1)), ("b", run(50, 0.8, 0.5)), ("c", run(60, 0.7, 0.6)), ("d", run(100, 0.9, 0.2))].map(|(name, run)| (name.to_owned(), run));
-    let comparison = Comparison::of(&runs);
+    let comparison = Comparison::new(&runs);
     assert_eq!(comparison.runs.iter().map(|run| run.front).collect::<Vec<_>>(), [true, true, false, true]);
     assert_eq!(comparison.metric.as_deref(), Some("accuracy"));
     assert_eq!(comparison.differing.len(), 1);
     assert_eq!(comparison.differing[0].option, "prune-unstructured.amount");
     let mut lower = runs.clone();
     lower.iter_mut().for_each(|(_, run)| run.accuracy.as_mut().unwrap().metric = Some("perplexity".into()));
-    assert_eq!(Comparison::of(&lower).runs.iter().map(|run| run.front).collect::<Vec<_>>(), [false, true, true, false]);
+    assert_eq!(Comparison::new(&lower).runs.iter().map(|run| run.front).collect::<Vec<_>>(), [false, true, true, false]);
     let mut mixed = runs.clone();
     mixed[1].1.accuracy.as_mut().unwrap().metric = None;
-    assert_eq!(Comparison::of(&mixed).metric.as_deref(), Some("cosine"));
+    assert_eq!(Comparison::new(&mixed).metric.as_deref(), Some("cosine"));
     mixed[1].1.accuracy = None;
-    let none = Comparison::of(&mixed);
+    let none = Comparison::new(&mixed);
     assert!(none.metric.is_none() && none.runs.iter().all(|run| !run.front) && !none.to_html().contains("<section id=\"pareto\""));
 }
 
-/// Law: a worse model fails every budget, a better one passes it, and a figure equal to the limit passes.
+/// Property: a worse model fails every budget, a better one passes it, and a value equal to the limit
+/// passes.
 #[test]
 fn every_budget_fails_on_the_worse_side_only() {
     let mut measured = report(3);
@@ -230,7 +232,8 @@ fn every_budget_fails_on_the_worse_side_only() {
     );
     let size = |bytes: u64| Some(bytes.to_string().parse().unwrap());
     let none = Budgets::default;
-    // A limit that holds exactly, and by how much a limit that fails is stricter: less for `max`, more for `min`.
+    // A limit that is met exactly, and the change that makes it fail: negative for `max`, positive for
+    // `min`.
     type Set<'a> = &'a dyn Fn(f64) -> Budgets;
     let budgets: [(&str, f64, f64, Set); 13] = [
         ("max-bytes", 7e9, -1.0, &|limit: f64| Budgets { max_bytes: size(limit as u64), ..none() }),

@@ -1,4 +1,4 @@
-//! Running a model: padding, wrong inputs, weights that are stored in other ways.
+//! Running a model: padding, invalid inputs, and other storage formats of weights.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -52,12 +52,13 @@ fn distance(a: &Tensor, b: &Tensor) -> f32 {
 }
 
 #[test]
-fn a_padded_batch_is_its_texts_one_by_one() {
+fn a_padded_batch_equals_single_texts() {
     let mut checked = 0;
     for name in families() {
         let folder = golden(&name);
         let graph = Model::open(&folder).unwrap().graph().unwrap();
-        // Texts of one length have no padding, those of CLIP end in a token that these have not, and some go with pictures.
+        // Texts of the same length have no padding, those of CLIP end in a token that these lack, and
+        // some inputs include images.
         let reads = |name: &str| graph.inputs().any(|(_, value)| value.name == name);
         if !reads("attention_mask") || reads("pixel_values") || reads("decoder_input_ids") || name == "clip-text" {
             continue;
@@ -79,7 +80,7 @@ fn a_padded_batch_is_its_texts_one_by_one() {
 }
 
 #[test]
-fn observing_changes_nothing() {
+fn observers_do_not_change_outputs() {
     for name in ["bert", "llama", "torchvision-resnet18", "torchvision-mobilenet-v2", "gpt2"] {
         let model = Model::open(golden(name)).unwrap();
         let graph = model.graph().unwrap();
@@ -103,7 +104,7 @@ fn observing_changes_nothing() {
             let (_, id) = graph.outputs().iter().find(|(name, _)| *name == output).unwrap();
             assert!(distance(&tensor, &all[&graph.value(*id).name]) < 1e-5, "{name}, {output}");
         }
-        // Whoever looks at some values sees the same ones, also where a run stops at each of them.
+        // Observers receive the same values, also if a run stops at each of them.
         let some: Vec<&String> = all.keys().step_by(3).collect();
         let observation = executor.observation(|node| some.iter().any(|name| *name == node));
         let mut run = executor.start(&inputs).unwrap();
@@ -118,7 +119,7 @@ fn observing_changes_nothing() {
 }
 
 #[test]
-fn inputs_that_do_not_fit_are_named() {
+fn invalid_inputs_are_named() {
     let said = |name: &str, inputs: &Inputs| {
         let error = run_as(&golden(name), inputs, Residence::Computed).unwrap_err();
         assert!(matches!(error, Error::Run { .. }) && !error.is_misuse(), "{error:?}");
@@ -126,10 +127,10 @@ fn inputs_that_do_not_fit_are_named() {
     };
     for (number, name) in [(1_000_000, "llama"), (-1, "bert")] {
         let error = said(name, &text(&[vec![3, 4, 5], vec![3, number]], 0));
-        assert!(error.contains("input `input_ids`") && error.contains(&format!("holds {number} at row 1, place 1")) && error.contains("rows"), "{error}");
+        assert!(error.contains("input `input_ids`") && error.contains(&format!("contains {number} at row 1, column 1")) && error.contains("rows"), "{error}");
     }
     let error = said("bert", &text(&[vec![3; 17]], 0));
-    assert!(error.contains("holds 16") && error.contains("has 16 rows"), "{error}");
+    assert!(error.contains("contains 16 at row 0, column 16") && error.contains("has 16 rows"), "{error}");
     assert!(said("llama", &Inputs::new()).contains("`input_ids`: is missing"));
     let flat = Tensor::zeros(3, DType::I64, &Device::Cpu).unwrap();
     let error = said("llama", &Inputs::from([("input_ids".to_owned(), flat)]));
@@ -142,7 +143,7 @@ fn cosine(a: &Tensor, b: &Tensor) -> f32 {
 }
 
 #[test]
-fn quantized_and_sparse_weights_run_as_the_floats_they_stand_for() {
+fn quantized_and_sparse_weights_run_like_their_dequantized_values() {
     let desk = Desk::new();
     let quantize = |granularity, group_size, symmetric, activations| QuantizeDynamic { granularity, group_size, symmetric, activations, ..Default::default() };
     let (channel, group) = (GranularityKind::Channel, GranularityKind::Group);
@@ -158,15 +159,15 @@ fn quantized_and_sparse_weights_run_as_the_floats_they_stand_for() {
         let model = desk.pico(dtype, 2);
         let prune = || PruneUnstructured { amount: Some(Amount::fraction(0.6)), ..Default::default() };
         let mut builders: Vec<_> = passes.iter().map(|pass| pipeline().pass(pass.clone())).collect();
-        builders.push(pipeline().pass(prune()).export(Safetensors::layout(Layout::Sparse)));
+        builders.push(pipeline().pass(prune()).export(Safetensors::with_layout(Layout::Sparse)));
         builders.push(pipeline().pass(prune()).pass(passes[0].clone()));
-        // Of these, inputs of layers are rounded too.
+        // For these, the inputs of layers are also rounded.
         let rounding = [0, builders.len() - 1];
         for (index, builder) in builders.into_iter().enumerate() {
             let compressed = desk.run(&model, builder).unwrap_or_else(|e| panic!("{index}: {e}")).path;
-            let dense = desk.run(&compressed, pipeline().export(Safetensors::layout(Layout::Dense))).unwrap().path;
+            let dense = desk.run(&compressed, pipeline().export(Safetensors::with_layout(Layout::Dense))).unwrap().path;
             let (ours, theirs) = (run(&compressed, &inputs), run(&dense, &inputs));
-            // Densified weights are rounded to the type they had; in f32 nothing is lost.
+            // Densified weights are rounded to their original dtype; in f32 this is exact.
             let exact = dtype == common::DType::F32 && !rounding.contains(&index);
             let tolerance = if exact { 1e-5 } else { 0.1 };
             for (output, tensor) in ours.iter().filter(|_| !rounding.contains(&index)) {
@@ -184,7 +185,7 @@ fn quantized_and_sparse_weights_run_as_the_floats_they_stand_for() {
 }
 
 #[test]
-fn weights_kept_in_16_bits_give_the_same_as_converted_ones() {
+fn weights_in_16_bits_compute_the_same_as_converted_ones() {
     let desk = Desk::new();
     let inputs = text(&[vec![1, 5, 9, 60, 2, 7], vec![8, 3]], 0);
     for dtype in [common::DType::F16, common::DType::BF16] {
@@ -192,6 +193,47 @@ fn weights_kept_in_16_bits_give_the_same_as_converted_ones() {
         let [kept, converted] = [Residence::Stored, Residence::Computed].map(|residence| run_as(&model, &inputs, residence).unwrap());
         for (output, tensor) in kept {
             assert_eq!(distance(&tensor, &converted[&output]), 0.0, "{dtype}, {output}");
+        }
+    }
+}
+
+/// The first line that uses a plural for a count of one.
+fn plural_of_one(text: &str) -> Option<&str> {
+    const NOUNS: [&str; 9] = ["weights", "layers", "samples", "tensors", "files", "steps", "trials", "values", "convolutions"];
+    let is_plural = |word: &&str| NOUNS.contains(&word.trim_matches(|c: char| !c.is_alphanumeric()));
+    let is_wrong = |line: &&str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        words
+            .iter()
+            .enumerate()
+            .any(|(index, word)| *word == "1" && words.iter().skip(index + 1).take(2).take_while(|word| !word.ends_with(',')).any(is_plural))
+    };
+    text.lines().find(is_wrong)
+}
+
+#[test]
+fn counts_of_one_are_singular() {
+    assert_eq!(plural_of_one("2 weights\nmodel.onnx: 1 quantized weights"), Some("model.onnx: 1 quantized weights"));
+    let (desk, targets) = (Desk::new(), ["encoder.layer.0.intermediate.dense.weight"]);
+    let images = golden("../evaluation/images");
+    for (model, step) in [
+        ("bert", serde_json::json!({ "quantize-dynamic": { "targets": targets } })),
+        ("bert", serde_json::json!({ "palettize": { "targets": targets } })),
+        ("bert", serde_json::json!({ "decompose": { "targets": targets, "rank": 0.5 } })),
+        ("torchvision-resnet18", serde_json::json!({ "quantize-static": { "accuracy_goal": { "min_cosine": 0.0 } } })),
+    ] {
+        let step: compress::pass::Step = serde_json::from_value(step).unwrap();
+        let builder = compress::Pipeline::builder().pass(step).export(Safetensors::default()).export(compress::export::Onnx::default());
+        let task = Some(compress::data::Task::Fidelity);
+        let data = compress::data::Data { images: Some(images.clone()), samples: Some(1), task, crop: Some(vec![32]), ..Default::default() };
+        let builder = if model == "bert" { builder } else { builder.calibration(data) };
+        let (pipeline, input) = (builder.build().unwrap(), Model::open(golden(model)).unwrap());
+        let plan = pipeline.plan(&input).unwrap();
+        let report = pipeline.run(input, desk.place()).unwrap_or_else(|e| panic!("{model}: {e}"));
+        let how = report.outputs.iter().map(|output| output.verified.how.clone());
+        let texts = plan.notes.into_iter().chain(report.notes.clone()).chain(how).chain([report.to_terminal(), report.to_markdown()]);
+        for text in texts {
+            assert_eq!(plural_of_one(&text), None, "{model}");
         }
     }
 }

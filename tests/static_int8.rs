@@ -1,6 +1,10 @@
-//! Static int8: every golden model, calibrated on its golden inputs, written, opened again, and run in ONNX Runtime.
+//! Static int8: every golden model is calibrated on its golden inputs, written, opened, and run in ONNX
+//! Runtime.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[path = "common/onnxruntime.rs"]
+mod onnxruntime;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -15,7 +19,7 @@ use compress::onnx::proto::{DataType, ModelProto};
 use compress::onnx::{Precision, file};
 use compress::pass::{ActivationTarget, QuantizeStatic, Smooth};
 use compress::report::Report;
-use compress::runtime::{Options, Session, library};
+use compress::runtime::{Options, Session};
 use compress::store::{ActivationScheme, Encoding};
 use compress::work::{Cancel, Silent, Work};
 use compress::{Model, Pipeline};
@@ -65,7 +69,7 @@ fn run(model: &Model, inputs: &Inputs) -> BTreeMap<String, Tensor> {
     Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap()
 }
 
-/// Cosine of all numbers.
+/// Cosine similarity of all values.
 fn cosine(a: &Tensor, b: &Tensor) -> f64 {
     let product = |a: &Tensor, b: &Tensor| (a * b).unwrap().to_dtype(DType::F64).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
     product(a, b) / (product(a, a) * product(b, b)).sqrt()
@@ -78,21 +82,21 @@ fn names() -> Vec<String> {
     names
 }
 
-/// Models whose layers compressed-tensors can express are described by config.json alone.
+/// Whether config.json describes a model completely, because compressed-tensors supports all its layers.
 fn is_described(name: &str) -> bool {
     !["gpt2", "resnet", "mobilenet", "convnext", "efficientnet", "whisper"].iter().any(|family| name.contains(family))
 }
 
 #[test]
-fn every_family_is_close_to_its_floats_and_opens_again() {
-    let ready = library().is_ok();
+fn every_family_is_close_to_its_float_model_and_opens_again() {
+    let ready = onnxruntime::has_onnx_runtime();
     let mut outputs = Vec::new();
     for name in names() {
-        let mut exports: Vec<Export> = vec![if is_described(&name) { Safetensors::default() } else { Safetensors::layout(Layout::Sparse) }.into()];
+        let mut exports: Vec<Export> = vec![if is_described(&name) { Safetensors::default() } else { Safetensors::with_layout(Layout::Sparse) }.into()];
         if ready {
             exports.push(Onnx::default().into());
         }
-        // Factors of their own are for ONNX: with them, config.json describes no encoder.
+        // Separate factors are only for ONNX: config.json cannot describe an encoder with them.
         let pass = QuantizeStatic { smooth: Smooth::Free, ..QuantizeStatic::default() };
         let written = quantized(&name, pass, exports).unwrap_or_else(|e| panic!("{name}: {e}"));
         let model = Model::open(written.out()).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -102,15 +106,16 @@ fn every_family_is_close_to_its_floats_and_opens_again() {
         let (before, after) = (run(&Model::open(golden(&name)).unwrap(), &inputs), run(&model, &inputs));
         for (output, tensor) in &before {
             let cosine = cosine(tensor, &after[output]);
-            // Random weights of a few channels make more of a rounding than trained ones.
+            // Random weights with few channels are more sensitive to rounding than trained ones.
             assert!(cosine > 0.9, "{name} {output}: {cosine}");
         }
         if !ready {
-            eprintln!("ONNX Runtime is not there: {name} was not run in it");
+            eprintln!("ONNX Runtime is not available: {name} was not run in it");
             continue;
         }
         let theirs = Session::open(&written.out().join(file::MODEL), Options::default()).unwrap().run(&inputs).unwrap();
-        // Modules of sentence-transformers stay in floats in the folder and not in the ONNX file, with a note.
+        // Modules of sentence-transformers are floats in the folder and quantized in the ONNX file, with
+        // a note.
         let is_same = !written.report.notes.iter().any(|note| note.contains("inputs of these layers are not quantized"));
         for (output, tensor) in &after {
             let cosine = self::cosine(tensor, &theirs[output]);
@@ -118,7 +123,8 @@ fn every_family_is_close_to_its_floats_and_opens_again() {
             assert!(cosine > if is_same { 0.999 } else { 0.99 }, "{name} {output}: {cosine} between the executor and ONNX Runtime");
         }
     }
-    // A sum between two steps goes to either of them; apart from these the executor computes what the file says, biases in steps of sums too.
+    // Sums halfway between two steps may be rounded either way. Otherwise the executor computes the same
+    // as the file, including quantized biases.
     let alike = outputs.iter().filter(|cosine| **cosine > 0.99999).count();
     assert!(alike * 10 >= outputs.len() * 9, "{alike} of {} outputs are alike", outputs.len());
 }
@@ -129,7 +135,7 @@ fn stored_scales_are_those_of_the_graph() {
     let model = Model::open(written.out()).unwrap();
     let mut scales = BTreeSet::new();
     for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| name.ends_with("proj.weight")) {
-        let Encoding::Affine(affine) = &weight.encoding else { panic!("{name} is not quantized") };
+        let Encoding::Quantized(affine) = &weight.encoding else { panic!("{name} is not quantized") };
         let ActivationScheme::Static(by) = affine.activations else { panic!("{name} has no static activations") };
         scales.insert(by.scale().to_bits());
     }
@@ -137,16 +143,16 @@ fn stored_scales_are_those_of_the_graph() {
     assert_eq!(text.matches(" = FakeQuantize").count(), scales.len());
     let config = std::fs::read_to_string(written.out().join("config.json")).unwrap();
     assert!(config.contains("\"dynamic\": false") && config.contains("\"strategy\": \"tensor\""), "{config}");
-    // q, k and v share their input, and consumers that fuse them need one scale.
+    // q, k and v share their input, and consumers that fuse them need a common scale.
     let scale = |name: &str| match &model.weights.by_name[&format!("model.layers.0.self_attn.{name}_proj.weight")].encoding {
-        Encoding::Affine(affine) => affine.activations,
+        Encoding::Quantized(affine) => affine.activations,
         Encoding::Dense => panic!(),
     };
     assert!(scale("q") == scale("k") && scale("k") == scale("v"));
 }
 
 #[test]
-fn onnx_holds_integers_and_signs_as_asked() {
+fn onnx_contains_the_requested_integer_types() {
     let nodes = |pass: QuantizeStatic| {
         let written = quantized("resnet-basic", pass, vec![Onnx::default().into()]).unwrap();
         let bytes = std::fs::read(written.out().join(file::MODEL)).unwrap();
@@ -168,7 +174,8 @@ fn onnx_holds_integers_and_signs_as_asked() {
     assert!(integers.flat_map(|t| t.raw_data()).all(|b| (-64..=64).contains(&(*b as i8))));
 }
 
-/// Between tokens, products become floats before biases are added, and of a product and an `Add` ONNX Runtime makes a product of floats.
+/// In token-wise layers, products are converted to floats before biases are added, because ONNX Runtime
+/// fuses a product and an `Add` to a float product.
 #[test]
 fn biases_of_layers_over_tokens_are_floats() {
     for precision in [Precision::Float32, Precision::Float16] {
@@ -185,10 +192,10 @@ fn biases_of_layers_over_tokens_are_floats() {
     }
 }
 
-/// Where a quantizer reaches beyond what a ReLU6 lets through, runtimes compute the layer before it in floats.
-/// The product of the scales of such a channel and of its input is no float any more.
+/// If a quantizer's range exceeds the limit of a ReLU6, runtimes compute the preceding layer in floats.
+/// The product of the scale of such a channel and that of its input underflows.
 #[test]
-fn channels_of_next_to_nothing_are_no_obstacle() {
+fn channels_with_tiny_weights_are_supported() {
     let folder = tempfile::tempdir().unwrap();
     let changed = folder.path().join("in");
     std::fs::create_dir(&changed).unwrap();
@@ -205,7 +212,7 @@ fn channels_of_next_to_nothing_are_no_obstacle() {
 }
 
 #[test]
-fn ranges_end_where_values_are_cut_off() {
+fn ranges_end_at_the_clamp() {
     let written = quantized("torchvision-mobilenet-v2", QuantizeStatic::default(), vec![]).unwrap();
     let graph = Model::open(written.out()).unwrap().graph().unwrap();
     let mut found = 0;
@@ -221,7 +228,7 @@ fn ranges_end_where_values_are_cut_off() {
 }
 
 #[test]
-fn a_goal_keeps_layers_in_floats_and_always_gives_a_model() {
+fn a_goal_leaves_layers_in_floats_and_always_yields_a_model() {
     let with = |text: &str| QuantizeStatic { accuracy_goal: Some(text.parse().unwrap()), ..QuantizeStatic::default() };
     let goal = |text: &str| quantized("bert-sequence-classification", with(text), vec![Safetensors::default().into()]);
     let easy = goal("{ min_cosine: 0.5 }").unwrap();
@@ -235,13 +242,13 @@ fn a_goal_keeps_layers_in_floats_and_always_gives_a_model() {
 }
 
 #[test]
-fn what_cannot_be_calibrated_is_said() {
+fn calibration_errors_are_reported() {
     let refused = |name: &str, pass: QuantizeStatic| quantized(name, pass, vec![Safetensors::default().into()]).err().unwrap().to_string();
     assert!(refused("bert", QuantizeStatic { percentile: 20.0, ..QuantizeStatic::default() }).contains("`percentile`"));
     assert!(refused("bert", QuantizeStatic { ignore: vec!["*".parse().unwrap()], ..QuantizeStatic::default() }).contains("no weight is selected"));
     let without = Pipeline::builder().pass(QuantizeStatic::default()).build().err().unwrap();
     assert!(without.to_string().contains("calibration") && without.is_misuse(), "{without}");
-    // A sample that is not a number is said with the value that it reaches.
+    // A NaN is reported with the value in which it occurs.
     let folder = tempfile::tempdir().unwrap();
     let name = "torchvision-resnet18";
     let path = folder.path().join("nan.safetensors");
@@ -254,9 +261,10 @@ fn what_cannot_be_calibrated_is_said() {
     assert!(!folder.path().join("out").exists());
 }
 
-/// In `deberta`, queries and keys of distances go through the layers of tokens; in the other one, layers read a table as it is stored.
+/// In `deberta`, position embeddings pass through the layers of tokens; in the other model, layers read
+/// an embedding directly.
 #[test]
-fn a_layer_rounds_all_that_it_reads_by_one_scale_that_fits() {
+fn a_layer_has_one_scale_for_all_its_inputs() {
     for name in ["deberta", "deberta-masked-lm"] {
         let before = Model::open(golden(name)).unwrap();
         let graph = before.graph().unwrap();
@@ -265,7 +273,7 @@ fn a_layer_rounds_all_that_it_reads_by_one_scale_that_fits() {
             reads.entry(graph.value(node.inputs[1]).name.clone()).or_default().push(graph.value(node.inputs[0]).name.clone());
         }
         assert_eq!(reads.values().any(|values| values.len() == 2), name == "deberta");
-        // The first sample has no padding, which calibration leaves out.
+        // The first sample has no padding, which calibration ignores.
         let inputs: Inputs = inputs(name).into_iter().map(|(input, all)| (input, all.narrow(0, 0, 1).unwrap())).collect();
         let extremes = |value: &Tensor| {
             let values = value.flatten_all().unwrap().to_vec1::<f32>().unwrap();
@@ -309,9 +317,9 @@ fn a_layer_rounds_all_that_it_reads_by_one_scale_that_fits() {
     }
 }
 
-/// A bias that two layers read is in the steps of neither: what one of them loses on average is not added to the other.
+/// A bias that two layers share is not quantized, and the bias correction of one layer is not added to it.
 #[test]
-fn a_bias_of_two_layers_stays() {
+fn a_bias_of_two_layers_is_not_changed() {
     let text = "input x: float[batch, 6]\nparam a.weight: float[5, 6]\nparam b.weight: float[5, 6]\nparam c.weight: float[5, 6]\nparam shared: float[5]\nparam own: float[5]\n\
         p = Linear{\"input_major\":false}(x, a.weight, shared) -> float[batch, 5]\nq = Linear{\"input_major\":false}(x, b.weight, shared) -> float[batch, 5]\n\
         r = Linear{\"input_major\":false}(x, c.weight, own) -> float[batch, 5]\n\
@@ -354,12 +362,12 @@ fn file_agrees(folder: &Path) -> compress::pipeline::Check {
 
 #[test]
 fn verification_compares_every_quantized_value_and_finds_every_wrong_tensor() {
-    if library().is_err() {
+    if !onnxruntime::has_onnx_runtime() {
         return;
     }
     let written = quantized("torchvision-mobilenet-v2", QuantizeStatic::default(), vec![Safetensors::default().into(), Onnx::default().into()]).unwrap();
     let how = &written.report.outputs.iter().find(|output| output.path == file::MODEL).unwrap().verified.how;
-    assert!(how.contains("calibration samples") && how.contains("quantized values are within one step"), "{how}");
+    assert!(how.contains("calibration sample") && how.contains("quantized values are within one step"), "{how}");
     let right = file_agrees(&written.out());
     assert!(right.ok && right.finding.contains("within one step"), "{}", right.finding);
     let alone = quantized("torchvision-mobilenet-v2", QuantizeStatic::default(), vec![Onnx::default().into()]).unwrap();
@@ -379,7 +387,8 @@ fn verification_compares_every_quantized_value_and_finds_every_wrong_tensor() {
                 let row = bytes.len() / tensor.dims[0] as usize;
                 bytes = bytes.chunks(row).rev().flatten().copied().collect();
             }
-            // Scales that are half as large again. ONNX Runtime does not read that of a bias, which is the product of two others.
+            // Scales multiplied by 1.5. ONNX Runtime ignores the scale of a bias, which is the product
+            // of two others.
             DataType::Float if tensor.name().ends_with("weight_scale") => {
                 let scales: Vec<f32> = bytes.as_chunks().0.iter().map(|scale| f32::from_le_bytes(*scale) * 1.5).collect();
                 bytes = scales.into_iter().flat_map(f32::to_le_bytes).collect();

@@ -1,4 +1,5 @@
-//! Gradients of whole models: the tape against what ops mean, with and without computing segments again.
+//! Gradients of whole models: the tape compared with the backward rules of ops, with and without
+//! recomputation of segments.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -9,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use compress::Model;
 use compress::exec::{Inputs, MemoryCategory, MemoryTracker, Parameters, Residence, Tape};
 use compress::ir::ops::{Backward, Saved};
-use compress::ir::{Bindings, Dim, Graph, Node, given};
+use compress::ir::{Bindings, Dim, Graph, Node, input_tensor};
 use compress::work::{Cancel, Silent, Work};
 
 /// A different weight for each element.
@@ -18,10 +19,11 @@ fn weights(like: &Tensor) -> Tensor {
     Tensor::from_vec(values, like.dims(), &Device::Cpu).unwrap()
 }
 
-/// Gradients of parameters as ops mean them: everything is kept, and every node goes back by itself.
+/// Reference gradients of the parameters: all values are kept, and the backward rule of each node is
+/// evaluated separately.
 fn reference(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> BTreeMap<String, Tensor> {
     let mut values: Vec<Option<Tensor>> =
-        graph.values().iter().map(|value| parameters.get(&value.name).ok().or_else(|| given(inputs, &value.name)?.ok())).collect();
+        graph.values().iter().map(|value| parameters.get(&value.name).ok().or_else(|| input_tensor(inputs, &value.name)?.ok())).collect();
     let operands = |values: &[Option<Tensor>], node: &Node| node.inputs.iter().map(|id| values[id.index()].clone().unwrap()).collect::<Vec<_>>();
     for node in graph.nodes() {
         values[node.output.index()] = Some(node.op.spec().eval(&operands(&values, node)).unwrap());
@@ -35,9 +37,9 @@ fn reference(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> BTreeMa
     }
     for node in graph.nodes().iter().rev() {
         let Some(gradient) = gradients[node.output.index()].take() else { continue };
-        let inputs: Vec<Saved> = operands(&values, node).into_iter().map(Saved::whole).collect();
-        let output = Saved::whole(values[node.output.index()].clone().unwrap());
-        let backward = Backward { inputs: &inputs, output: &output, gradient: &gradient, wanted: &vec![true; inputs.len()] };
+        let inputs: Vec<Saved> = operands(&values, node).into_iter().map(Saved::full).collect();
+        let output = Saved::full(values[node.output.index()].clone().unwrap());
+        let backward = Backward { inputs: &inputs, output: &output, gradient: &gradient, needs_gradient: &vec![true; inputs.len()] };
         for (id, found) in node.inputs.iter().zip(node.op.spec().backward(&backward).unwrap()) {
             if let Some(found) = found {
                 add(&mut gradients, id.index(), found);
@@ -47,7 +49,7 @@ fn reference(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> BTreeMa
     graph.params().filter_map(|(id, value)| Some((value.name.clone(), gradients[id.index()].clone()?))).collect()
 }
 
-/// What the tape finds for a loss with these gradients of the outputs, and the most that activations took.
+/// Gradients of the tape for these gradients of the outputs, and the peak memory of activations.
 fn walked_from(
     graph: &Graph,
     parameters: &Parameters,
@@ -71,7 +73,7 @@ fn walked_from(
         Ok(())
     })
     .unwrap();
-    assert_eq!((memory_tracker.now(MemoryCategory::Activations), memory_tracker.now(MemoryCategory::Data)), (0, 0), "something is still on the books");
+    assert_eq!((memory_tracker.now(MemoryCategory::Activations), memory_tracker.now(MemoryCategory::Data)), (0, 0), "memory is still accounted for");
     let peaks = memory_tracker.peaks().0;
     (found, peaks.iter().find(|(category, _)| *category == MemoryCategory::Activations).unwrap().1)
 }
@@ -80,7 +82,7 @@ fn walked(graph: &Graph, parameters: &Parameters, inputs: &Inputs, cuts: &[usize
     walked_from(graph, parameters, inputs, cuts, &|_, output| weights(output))
 }
 
-/// Weights of a loss by the formula of `scripts/goldens-gradients`.
+/// Weights of the loss of `scripts/goldens-gradients`.
 fn formula(count: usize, series: usize) -> Vec<f32> {
     (0..count).map(|i| (((7919 * i + 104_729 * series) % 2003) as f64 / 2003.0 - 0.5) as f32).collect()
 }
@@ -142,7 +144,7 @@ fn whole_models_have_the_gradients_of_pytorch() {
             let dot = gradient.iter().zip(formula(gradient.len(), 1000)).map(|(g, w)| f64::from(*g) * f64::from(w)).sum::<f64>() as f32;
             let ours: Vec<f32> = [norm, dot].into_iter().chain(gradient.iter().copied().take(8)).collect();
             let size = expected[0].max(1e-2 * largest);
-            // The sum is over as many terms as there are elements.
+            // The sum has as many terms as there are elements.
             let room = |at: usize| 1e-4 * size * if at == 1 { (gradient.len() as f32).sqrt().max(1.0) } else { 1.0 };
             for (at, (ours, theirs)) in ours.iter().zip(&expected).enumerate() {
                 compared += 1;
@@ -157,12 +159,12 @@ fn whole_models_have_the_gradients_of_pytorch() {
 }
 
 fn furthest(a: &Tensor, b: &Tensor) -> f32 {
-    // Gradients that are zero but for rounding (biases of keys) have no size of their own.
+    // Gradients that are zero up to rounding (biases of keys) have no relative error.
     let largest = b.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap().max(0.5);
     (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap() / largest
 }
 
-/// Bytes of the values that are made before a node and read from it on.
+/// Bytes of the values that are computed before a node and read by it or later nodes.
 fn across(graph: &Graph, inputs: &Inputs, cut: usize) -> u64 {
     let mut sizes = Bindings::new();
     for (_, value) in graph.inputs() {
@@ -176,7 +178,7 @@ fn across(graph: &Graph, inputs: &Inputs, cut: usize) -> u64 {
 }
 
 #[test]
-fn whole_models_have_the_gradients_that_their_ops_mean() {
+fn whole_models_match_the_backward_rules_of_ops() {
     let mut failures = Vec::new();
     let names = names();
     for name in &names {
@@ -186,7 +188,8 @@ fn whole_models_have_the_gradients_that_their_ops_mean() {
         let (_, most) = walked(&graph, &parameters, &inputs, &[]);
         for cuts in [vec![], vec![nodes / 2], (1..nodes).step_by(7).collect(), (1..nodes).collect::<Vec<_>>()] {
             let (found, peak) = walked(&graph, &parameters, &inputs, &cuts);
-            // Very short segments keep more at their ends than they save within; at one cut, what lies across it is kept at most.
+            // Very short segments store more at their boundaries than they save. At each boundary, at
+            // most the values that cross it are stored.
             let across = cuts.first().map_or(0, |cut| across(&graph, &inputs, *cut));
             assert!(cuts.len() > 1 || peak <= most + across, "{name}: {} segments took {peak} bytes, one took {most}", cuts.len() + 1);
             if found.keys().ne(expected.keys()) {

@@ -1,11 +1,11 @@
-//! The house rules, read off the source files.
+//! Checks the rules of the source code.
 
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
 use std::path::Path;
 
-/// Top to bottom: a line uses the lines below it.
+/// Layers from top to bottom: a layer may use the layers below it.
 const LAYERS: [&[&str]; 12] = [
     &["cli", "prelude"],
     &["recipe", "pipeline", "report"],
@@ -21,8 +21,8 @@ const LAYERS: [&[&str]; 12] = [
     &["cache", "error", "entry", "program"],
 ];
 
-/// What a line may use of itself.
-const BESIDE: [(&str, &str); 9] = [
+/// Dependencies that are allowed within a layer.
+const WITHIN_LAYER: [(&str, &str); 9] = [
     ("pipeline", "report"),
     ("pipeline", "recipe"),
     ("exec", "analysis"),
@@ -35,7 +35,7 @@ const BESIDE: [(&str, &str); 9] = [
 ];
 
 struct Source {
-    /// Path inside `src`.
+    /// Path in `src`.
     path: String,
     text: String,
     /// The text without comments and without its tests.
@@ -71,13 +71,13 @@ fn sources() -> Vec<Source> {
     sources
 }
 
-/// Collects what every file has to be told, and fails with all of it.
+/// Collects the violations of all files, and fails if there are any.
 fn check(complaints: impl Fn(&Source) -> Vec<String>) {
     let found: Vec<String> = sources().iter().flat_map(|s| complaints(s).into_iter().map(|c| format!("src/{}: {c}", s.path))).collect();
     assert!(found.is_empty(), "\n{}\n", found.join("\n"));
 }
 
-/// Complains of every one of these words in the code.
+/// Reports each occurrence of these words in the code.
 fn without(source: &Source, words: &[&str]) -> Vec<String> {
     let part = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
     let holds = |word: &str| {
@@ -94,14 +94,15 @@ fn is_identifier(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// Modules carry the `cfg`, and not items: what needs a feature lies in a module of its own, with another in its place where it is missing.
+/// Features are attributes of modules, not of items: code that needs a feature is in a separate module,
+/// with a stand-in for builds without it.
 #[test]
-fn features_are_asked_for_by_modules() {
+fn features_are_attributes_of_modules() {
     let asked = sources().iter().flat_map(|source| source.text.lines()).filter(|line| line.contains("cfg(") && line.contains("feature")).count();
-    assert!(asked < 60, "{asked} lines ask for a feature");
+    assert!(asked < 60, "{asked} lines use a feature");
 }
 
-/// The modules of the crate's root that a path prefix is followed by, groups in braces included.
+/// The root modules that follow a path prefix, including groups in braces.
 fn heads<'a>(code: &'a str, prefix: &str) -> Vec<&'a str> {
     let mut heads = Vec::new();
     for (at, _) in code.match_indices(prefix) {
@@ -139,17 +140,17 @@ fn layer(module: &str) -> Option<usize> {
 }
 
 #[test]
-fn a_layer_uses_only_what_lies_below() {
+fn a_layer_uses_only_lower_layers() {
     check(|source| {
         let modules = source.modules();
         let Some(&own) = modules.first() else { return Vec::new() };
-        let Some(line) = layer(own) else { return vec![format!("`{own}` has no layer: give it one in tests/tidy.rs")] };
+        let Some(line) = layer(own) else { return vec![format!("`{own}` has no layer: add it to tests/tidy.rs")] };
         let mut used = heads(&source.code, "crate::");
         used.extend(heads(&source.code, &"super::".repeat(modules.len())));
         used.retain(|head| *head != own);
         used.sort_unstable();
         used.dedup();
-        let allowed = |head: &str| layer(head).is_some_and(|other| other > line) || BESIDE.contains(&(own, head));
+        let allowed = |head: &str| layer(head).is_some_and(|other| other > line) || WITHIN_LAYER.contains(&(own, head));
         used.into_iter().filter(|head| !allowed(head)).map(|head| format!("`{own}` uses `{head}`")).collect()
     });
 }
@@ -163,9 +164,9 @@ fn paths_are_found_in_every_form() {
 }
 
 #[test]
-fn every_file_says_what_it_is() {
+fn every_file_has_a_module_comment() {
     check(|source| {
-        // The crate says what README.md says.
+        // The documentation of the crate is README.md.
         let said = source.text.starts_with("//! ") || (source.path == "lib.rs" && source.text.starts_with("#![doc = include_str!"));
         if said { Vec::new() } else { vec!["does not start with `//!`".into()] }
     });
@@ -175,32 +176,59 @@ fn every_file_says_what_it_is() {
 fn only_the_command_line_prints_and_exits() {
     check(|source| match source.path.starts_with("cli/") {
         true => Vec::new(),
-        // What other programs write is read in one place.
+        // Files of other programs are read in one module.
         false if source.path == "program.rs" => without(source, &["println!", "eprintln!", "print!", "eprint!", "dbg!"]),
         false => without(source, &["println!", "eprintln!", "print!", "eprint!", "dbg!", "stdout", "stderr", "process::exit", "process::abort"]),
     });
 }
 
 #[test]
-fn unsafe_code_has_one_place() {
+fn unsafe_code_is_in_one_file() {
     check(|source| if source.path == "kernel/simd.rs" { Vec::new() } else { without(source, &["unsafe", "unsafe_code"]) });
 }
 
 #[test]
-fn values_leave_and_reach_devices_in_one_place() {
+fn transfers_are_in_one_module() {
     let words = [".to_vec0", ".to_vec1", ".to_vec2", ".to_vec3", ".to_scalar", ".to_device"];
-    // What `data` and `runtime` hold, and what answers become, is on the host.
+    // Values of `data` and `runtime`, and outputs, are on the host.
     let free = ["exec/transfer.rs", "data/", "runtime/", "evaluation/"];
     check(|source| if free.iter().any(|path| source.path.starts_with(path)) { Vec::new() } else { without(source, &words) });
 }
 
 #[test]
-fn gradients_come_from_ops_alone() {
+fn gradients_are_computed_only_by_ops() {
     check(|source| without(source, &["Var::", ".detach()", "GradStore", "backprop"]));
 }
 
+/// Candle uploads the number at every call of these methods; `ScalarOps` uploads it once per device.
 #[test]
-fn what_ops_mean_is_the_same_on_every_device() {
+fn scalar_operands_are_uploaded_once() {
+    let methods = [".maximum(", ".minimum(", ".clamp(", ".eq(", ".ne(", ".lt(", ".le(", ".gt(", ".ge("];
+    let literal = |arguments: &str| {
+        let word: String = arguments.trim_start_matches('-').chars().take_while(|c| c.is_alphanumeric() || "._".contains(*c)).collect();
+        word.starts_with(|c: char| c.is_ascii_digit()) && !word.contains("..")
+    };
+    // Numbers also have a method `clamp`, which is allowed.
+    let fails = |arguments: &str| {
+        let mut depth = 1;
+        let end = arguments.find(|c| {
+            depth += i32::from(c == '(') - i32::from(c == ')');
+            depth == 0
+        });
+        end.is_some_and(|end| arguments[end..].starts_with(")?"))
+    };
+    check(|source| {
+        if !["ir/ops/", "train/", "exec/", "calibration/"].iter().any(|path| source.path.starts_with(path)) {
+            return Vec::new();
+        }
+        let calls = methods.iter().flat_map(|method| source.code.match_indices(method).map(move |(at, _)| (*method, &source.code[at + method.len()..])));
+        let uploads = calls.filter(|(method, arguments)| if *method == ".clamp(" { fails(arguments) } else { literal(arguments) });
+        uploads.map(|(method, arguments)| format!("`{method}{}`", arguments.lines().next().unwrap_or(""))).collect()
+    });
+}
+
+#[test]
+fn ops_are_defined_independently_of_devices() {
     let words = ["is_cpu()", "is_cuda()", "is_metal()", "Device::Cpu", "Device::Cuda", "on_host("];
     check(|source| {
         let meaning = source.path.starts_with("ir/ops/") && !source.path.starts_with("ir/ops/kernels/");
@@ -209,7 +237,7 @@ fn what_ops_mean_is_the_same_on_every_device() {
 }
 
 #[test]
-fn nothing_panics_on_purpose() {
+fn code_does_not_panic() {
     check(|source| without(source, &[".unwrap()", ".expect(", ".unwrap_err()", ".expect_err(", "panic!", "todo!", "unimplemented!", "unreachable!"]));
 }
 
@@ -222,20 +250,20 @@ fn files_are_short() {
     });
 }
 
-/// What is behind the tests of a file would be read by nobody here.
+/// Code after the tests of a file would not be checked by these tests.
 #[test]
 fn tests_come_last() {
     check(|source| match source.text.split_once("#[cfg(test)]\n") {
         None => Vec::new(),
         Some((_, tests)) if tests.starts_with("mod tests {\n") && tests.find("\n}\n") == Some(tests.len() - 3) => Vec::new(),
-        Some(_) => vec!["`#[cfg(test)]` marks something else than one `mod tests` at the end".into()],
+        Some(_) => vec!["`#[cfg(test)]` is not on a single `mod tests` at the end".into()],
     });
 }
 
 #[test]
-fn the_store_knows_no_pass_and_no_architecture() {
+fn the_store_does_not_depend_on_passes_and_architectures() {
     let mut words = vec!["llama", "bert", "gpt2", "vit", "resnet", "candle", "onnx", "Linear", "Graph"];
-    // Two passes are named by verbs that kernels have too.
+    // Two passes have the names of kernel functions.
     words.extend(compress::pass::PASSES.iter().filter(|name| !["quantize", "dequantize"].contains(*name)));
     check(|source| if source.path.starts_with("store/") { without(source, &words) } else { Vec::new() });
 }

@@ -1,4 +1,5 @@
-//! Training on pico models: losses fall, steps in parts are the same steps, zeros stay, interrupted runs go on.
+//! Training of tiny models: losses decrease, micro-batches equal whole batches, zeros are preserved,
+//! interrupted runs resume.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -10,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::{Device, Tensor};
 use compress::data::Data;
 use compress::pass::{Cast, Distill, Finetune, FloatFormat, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Scope, Student};
+use compress::pipeline::Builder;
 use compress::report::Report;
 use compress::store::ByteSize;
 use compress::train::losses::Losses;
@@ -23,7 +25,7 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
 }
 
-/// Numbers from 0 to 1 that look random.
+/// Pseudo-random numbers from 0 to 1.
 fn numbers(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = |_| {
@@ -33,7 +35,7 @@ fn numbers(count: usize, seed: u64) -> Vec<f32> {
     (0..count).map(next).collect()
 }
 
-/// Samples for a model: token ids with padding, or images; and classes.
+/// Samples for a model: token ids with padding, or images, and class labels.
 fn samples(name: &str, folder: &Path, count: usize, classes: usize) -> Data {
     let inputs = candle_core::safetensors::load(golden(name).join("golden.safetensors"), &Device::Cpu).unwrap();
     let mut arrays: HashMap<String, Tensor> = HashMap::new();
@@ -132,7 +134,93 @@ fn classes(name: &str) -> usize {
     config.get("id2label").and_then(|labels| labels.as_object()).map_or(2, serde_json::Map::len)
 }
 
-/// Loss of the first step, of a model on arrays.
+/// Eight samples of two separable classes, in the input format of a model.
+fn two_classes(name: &str, folder: &Path) -> Data {
+    let inputs = candle_core::safetensors::load(golden(name).join("golden.safetensors"), &Device::Cpu).unwrap();
+    let mut arrays: HashMap<String, Tensor> = HashMap::new();
+    for (input, like) in inputs.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t))) {
+        let dims = [&[8], &like.dims()[1..]].concat();
+        let elements: usize = dims.iter().product();
+        let class = |index: usize| index * 8 / elements % 2;
+        let tensor = if like.dtype().is_float() {
+            let noise = numbers(elements, 7).into_iter().enumerate();
+            Tensor::from_vec(noise.map(|(index, noise)| 2.0 * class(index) as f32 - 1.0 + 0.1 * noise).collect(), dims, &Device::Cpu)
+        } else {
+            let value = |index: usize| match input.as_str() {
+                "input_ids" => 3 + 20 * class(index) as i64 + index as i64 % 8,
+                "attention_mask" => 1,
+                _ => 0,
+            };
+            Tensor::from_vec((0..elements).map(value).collect(), dims, &Device::Cpu)
+        };
+        arrays.insert(input, tensor.unwrap());
+    }
+    arrays.insert("labels".into(), Tensor::from_vec((0..8i64).map(|sample| sample % 2).collect(), 8, &Device::Cpu).unwrap());
+    let path = folder.join(format!("{name}-two-classes.safetensors"));
+    candle_core::safetensors::save(&arrays, &path).unwrap();
+    Data { arrays: Some(path), ..Data::default() }
+}
+
+/// A model without a head learns two classes perfectly, and the written folder and ONNX file contain the
+/// head and its labels.
+#[test]
+fn new_heads_learn_their_classes() {
+    let run = Run::new();
+    let headless = run.folder.path().join("resnet-headless");
+    std::fs::create_dir(&headless).unwrap();
+    let config = std::fs::read_to_string(golden("resnet-basic").join("config.json")).unwrap();
+    std::fs::write(headless.join("config.json"), config.replace("ResNetForImageClassification", "ResNetModel")).unwrap();
+    let mut tensors = candle_core::safetensors::load(golden("resnet-basic").join("model.safetensors"), &Device::Cpu).unwrap();
+    tensors.retain(|name, _| !name.starts_with("classifier."));
+    candle_core::safetensors::save(&tensors, headless.join("model.safetensors")).unwrap();
+    for (name, input) in [("bert", golden("bert")), ("vit", golden("vit")), ("resnet-basic", headless)] {
+        for named in [true, false] {
+            let data = two_classes(name, run.folder.path());
+            let (classes, labels) = if named { (vec!["ham".into(), "spam".into()], None) } else { (Vec::new(), Some(2)) };
+            let pass = Finetune { classes, labels, learning_rate: 1e-2, ..finetune(60) };
+            let exports: [compress::export::Export; 2] = [compress::export::Safetensors::default().into(), compress::export::Onnx::default().into()];
+            let builder = exports.into_iter().fold(Pipeline::builder().pass(pass), Builder::export);
+            let pipeline = builder.train(data.clone()).evaluation(data).seed(3).force(true).build().unwrap();
+            let model = Model::open(&input).unwrap();
+            let plan = pipeline.plan(&model).unwrap();
+            assert!(plan.notes.iter().any(|note| note.starts_with("a new head for the classes ")), "{name}: {:?}", plan.notes);
+            let report = pipeline.run(model, run.out()).unwrap_or_else(|e| panic!("{name}: {e}"));
+            let accuracy = report.accuracy.unwrap();
+            assert!(accuracy.before.is_empty() && !accuracy.after.is_empty(), "{name}");
+            assert!(accuracy.after.values().all(|score| *score == 1.0), "{name}: {:?}", accuracy.after);
+            let written = Model::open(run.out()).unwrap();
+            let expected = if named { ["ham", "spam"] } else { ["LABEL_0", "LABEL_1"] };
+            for (id, label) in expected.into_iter().enumerate() {
+                assert_eq!(written.config.get("id2label").unwrap()[id.to_string()], label, "{name}");
+                assert_eq!(written.config.get("label2id").unwrap()[label], id, "{name}");
+            }
+            let graph = written.graph().unwrap();
+            let (_, logits) = graph.outputs().iter().find(|(output, _)| output == "logits").unwrap();
+            assert_eq!(graph.value(*logits).ty.shape.last().unwrap().fixed(), Some(2), "{name}");
+            let onnx = Model::open(run.out().join("model.onnx")).unwrap().graph().unwrap();
+            assert!(onnx.outputs().iter().any(|(output, _)| output == "logits"), "{name}");
+        }
+    }
+    let error = run.train("bert", two_classes("bert", run.folder.path()), finetune(1)).unwrap_err().to_string();
+    assert!(error.contains("--classes"), "{error}");
+    for (classes, labels) in
+        [(vec!["ham".into()], None), (vec!["ham".into(), "ham".into()], None), (vec!["ham".into(), "spam".into()], Some(2)), (Vec::new(), Some(1))]
+    {
+        let pass = Finetune { classes, labels, ..finetune(1) };
+        assert!(Pipeline::builder().pass(pass).train(two_classes("bert", run.folder.path())).build().is_err());
+    }
+}
+
+/// Training on labels changes the outputs on purpose.
+#[test]
+fn training_on_labels_is_not_judged_by_fidelity() {
+    let (run, name) = (Run::new(), "bert-sequence-classification");
+    let report = run.train(name, two_classes(name, run.folder.path()), Finetune { learning_rate: 1e-2, ..finetune(60) }).unwrap();
+    assert!(report.notes.iter().any(|note| note.starts_with("the loss on the labels of the training data was")), "{:?}", report.notes);
+    assert!(!report.notes.iter().any(|note| note.contains("differ strongly")), "{:?}", report.notes);
+}
+
+/// Loss of the first step of a model on arrays.
 fn first_loss(name: &str, arrays: &HashMap<String, Tensor>) -> compress::Result<f64> {
     let run = Run::new();
     let path = run.folder.path().join("arrays.safetensors");
@@ -141,7 +229,7 @@ fn first_loss(name: &str, arrays: &HashMap<String, Tensor>) -> compress::Result<
     Ok(ends(&run.train(name, data, finetune(1))?).0)
 }
 
-/// Eight samples without padding, with labels: classes, or of each token the token itself.
+/// Eight samples without padding, with class labels, or with the tokens as labels.
 fn labelled(name: &str) -> HashMap<String, Tensor> {
     let folder = tempfile::tempdir().unwrap();
     let path = samples(name, folder.path(), 8, if name.contains("classification") { 3 } else { 0 }).arrays.unwrap();
@@ -156,7 +244,7 @@ fn labelled(name: &str) -> HashMap<String, Tensor> {
     arrays
 }
 
-/// The same with -100 in the place of some labels, by their number.
+/// The same with some labels, selected by index, set to -100.
 fn without(arrays: &HashMap<String, Tensor>, gone: impl Fn(usize) -> bool) -> HashMap<String, Tensor> {
     let mut arrays = arrays.clone();
     let labels = arrays["labels"].flatten_all().unwrap().to_vec1::<i64>().unwrap();
@@ -166,17 +254,18 @@ fn without(arrays: &HashMap<String, Tensor>, gone: impl Fn(usize) -> bool) -> Ha
 }
 
 #[test]
-fn a_label_of_minus_100_counts_in_no_loss() {
+fn a_label_of_minus_100_is_ignored_by_losses() {
     for name in ["bert-sequence-classification", "llama", "bert-masked-lm", "t5"] {
         let arrays = labelled(name);
         let loss = |arrays: &HashMap<String, Tensor>| first_loss(name, arrays).unwrap_or_else(|e| panic!("{name}: {e}"));
         let count = arrays["labels"].elem_count();
         let width = count / 8;
-        // Samples whose labels are all -100 are as none.
+        // Samples whose labels are all -100 have no effect.
         let rows: HashMap<String, Tensor> = arrays.iter().map(|(name, tensor)| (name.clone(), tensor.narrow(0, 0, 5).unwrap())).collect();
         let (masked, fewer) = (loss(&without(&arrays, |at| at >= 5 * width)), loss(&rows));
         assert!((masked - fewer).abs() < 1e-5, "{name}: {masked} with masked samples, {fewer} without them");
-        // Losses of two halves are that of all. The first token of a row is predicted by none, except where a model fills in tokens.
+        // The losses of two halves average to that of the whole batch. The first token of a row is not
+        // predicted, except by masked language models.
         let predicted = |at: usize| name != "llama" || !at.is_multiple_of(width);
         let prompt = |at: usize| at * 7 % 5 < 2;
         let share = (0..count).filter(|at| predicted(*at) && !prompt(*at)).count() as f64 / (0..count).filter(|at| predicted(*at)).count() as f64;
@@ -187,16 +276,16 @@ fn a_label_of_minus_100_counts_in_no_loss() {
 }
 
 #[test]
-fn labels_that_are_no_labels_and_arrays_without_a_reader_are_refused() {
+fn invalid_labels_and_unused_arrays_are_rejected() {
     let arrays = labelled("llama");
     let with = |name: &str, array: Tensor| arrays.clone().into_iter().chain([(name.to_owned(), array)]).collect::<HashMap<_, _>>();
     let labels = &arrays["labels"];
     let shifted = Tensor::cat(&[&labels.narrow(1, 1, 10).unwrap(), &labels.narrow(1, 0, 1).unwrap()], 1).unwrap();
     let cases = [
-        (with("position_ids", labels.clone()), "nothing reads `position_ids`; the model takes `input_ids`, `attention_mask`"),
-        (with("y", labels.clone()), "nothing reads `y`"),
+        (with("position_ids", labels.clone()), "`position_ids` is not used; the model's inputs are `input_ids`, `attention_mask`"),
+        (with("y", labels.clone()), "`y` is not used"),
         (with("labels", shifted), "is shifted by one token"),
-        (with("labels", labels.narrow(1, 0, 4).unwrap()), "array `labels` has rows of [4], `input_ids` of [11]"),
+        (with("labels", labels.narrow(1, 0, 4).unwrap()), "array `labels` has rows of shape [4], but `input_ids` of [11]"),
         (with("labels", (labels + 1000.0).unwrap()), "has label 10"),
     ];
     for (arrays, wanted) in cases {
@@ -208,7 +297,7 @@ fn labels_that_are_no_labels_and_arrays_without_a_reader_are_refused() {
 }
 
 #[test]
-fn classifiers_learn_a_batch_by_heart() {
+fn classifiers_memorize_a_batch() {
     for name in ["bert-sequence-classification", "vit-image-classification", "torchvision-resnet18"] {
         let run = Run::new();
         let report = run.train(name, samples(name, run.folder.path(), 8, classes(name)), finetune(30)).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -219,7 +308,7 @@ fn classifiers_learn_a_batch_by_heart() {
 }
 
 #[test]
-fn students_come_close_to_their_teachers() {
+fn students_approach_their_teachers() {
     let cases = [
         ("llama-grouped-tied", "soft=1", Some(Student::Layers(vec![0]))),
         ("gpt2", "{ soft: { temperature: 1 }, hidden: 0.1 }", Some(Student::Every(2))),
@@ -234,14 +323,14 @@ fn students_come_close_to_their_teachers() {
         let (first, last) = ends(&report);
         assert!(last < 0.8 * first, "{name}: the loss went from {first} to {last}");
         assert!(report.size.after.parameters < report.size.before.parameters, "{name}");
-        // What training has made of the weights is told beside what they were.
+        // The report compares the weights after training with the original ones.
         assert!(report.layers.iter().filter(|layer| layer.sqnr_db.is_some_and(|db| db > 0.0)).count() > 5, "{name}: {:?}", report.layers);
     }
 }
 
-/// A teacher's own weights have nothing to learn: gradients are those of rounding.
+/// A student with the teacher's weights has zero loss up to rounding.
 #[test]
-fn a_student_that_is_the_teacher_has_no_loss() {
+fn a_student_equal_to_the_teacher_has_zero_loss() {
     for (name, terms) in
         [("llama", "soft=1"), ("bert", "{ hidden: 1, attention: 1 }"), ("sentence-cls", "embedding=1"), ("bert", "{ attention: { target: relations } }")]
     {
@@ -252,14 +341,14 @@ fn a_student_that_is_the_teacher_has_no_loss() {
 }
 
 #[test]
-fn a_step_in_parts_is_the_same_step() {
+fn micro_batches_do_not_change_a_step() {
     let cases: [(&str, Distill); 3] = [
         ("bert-sequence-classification", distill(2, "{ soft: 1, hard: 1, hidden: 1 }")),
         ("llama-grouped-tied", distill(2, "{ soft: 1, hidden: 1, attention: 1 }")),
         ("vit-image-classification", distill(2, "{ soft: 1, hard: { label_smoothing: 0.1 }, hidden: 1, attention: 1 }")),
     ];
     for (name, pass) in cases {
-        // Another teacher, so that there is something to learn.
+        // Another teacher, so that the loss is not zero.
         let teacher = Run::new();
         let data = |run: &Run, count| samples(name, run.folder.path(), count, if name.starts_with("llama") { 0 } else { classes(name) });
         let perturbed = PruneUnstructured { amount: Some("0.3".parse().unwrap()), ..PruneUnstructured::default() };
@@ -282,15 +371,15 @@ fn a_step_in_parts_is_the_same_step() {
             let apart = furthest(&whole.weights(), &run.weights());
             assert!(apart < 1e-5, "{name}, {variant}: {apart}");
             if variant == "little memory" {
-                assert!(report.notes.iter().any(|note| note.contains("in parts")), "{name}: {:?}", report.notes);
+                assert!(report.notes.iter().any(|note| note.contains("micro-batches")), "{name}: {:?}", report.notes);
             }
         }
     }
 }
 
-/// With `offload: parameters`, a step is the same step, whatever else is asked for.
+/// With `offload: parameters`, steps do not change, in combination with any other option.
 #[test]
-fn parameters_that_come_and_go_make_the_same_steps() {
+fn offloaded_parameters_do_not_change_steps() {
     let all = "{ soft: 1, hidden: 1, attention: 1 }";
     let short = |terms| Distill { student: Some(Student::Layers(vec![0])), ..distill(3, terms) };
     let distilled: Vec<(&str, &str, Distill)> = vec![
@@ -336,7 +425,7 @@ fn parameters_that_come_and_go_make_the_same_steps() {
 }
 
 #[test]
-fn cached_answers_teach_the_same() {
+fn cached_logits_do_not_change_training() {
     for (name, top) in [("llama-grouped-tied", 200), ("vit-image-classification", 64), ("llama-grouped-tied", 3)] {
         let classes = if name.starts_with("llama") { 0 } else { classes(name) };
         let (asked, kept) = (Run::new(), Run::new());
@@ -346,7 +435,7 @@ fn cached_answers_teach_the_same() {
         let cache = kept.folder.path().join("answers");
         let with = Distill { teacher_cache: Some(cache.clone()), teacher_top: Some(top), ..pass };
         kept.train(name, samples(name, kept.folder.path(), 16, classes), with.clone()).unwrap_or_else(|e| panic!("{name}: {e}"));
-        // Answers have 16 bits, and few of them are not all.
+        // Cached logits have 16 bits, and only the top-k are stored.
         let apart = furthest(&asked.weights(), &kept.weights());
         assert!((apart < 2e-3) == (top > 3), "{name}: {apart}");
         let size = |folder: &Path| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum::<u64>();
@@ -354,16 +443,17 @@ fn cached_answers_teach_the_same() {
         let again = Run::new();
         again.train(name, samples(name, kept.folder.path(), 16, classes), with.clone()).unwrap();
         assert!(before > 1000 && size(&cache) == before, "{name}: {before} bytes became {}", size(&cache));
-        assert_eq!(again.weights(), kept.weights(), "{name}: what was asked first is what is read later");
-        // A teacher out of memory answers for all samples first, block by block.
+        assert_eq!(again.weights(), kept.weights(), "{name}: cached logits differ from computed ones");
+        // If the teacher does not fit into memory, its logits for all samples are computed first, block
+        // by block.
         let paged = Run::new();
         let cache = paged.folder.path().join("answers");
         let pass = Distill { teacher_cache: Some(cache.clone()), offload: vec![Offload::Parameters], ..with.clone() };
-        let told = |report: Report| report.notes.iter().any(|note| note.contains("answered 16 samples block by block"));
+        let told = |report: Report| report.notes.iter().any(|note| note.contains("of 16 samples were computed block by block"));
         assert!(told(paged.train(name, samples(name, paged.folder.path(), 16, classes), pass.clone()).unwrap()));
         let apart = furthest(&paged.weights(), &kept.weights());
         assert!(apart < 1e-5, "{name}: {apart}");
-        assert_eq!(size(&cache), before, "{name}: nothing was asked but once");
+        assert_eq!(size(&cache), before, "{name}: logits were computed more than once");
         assert!(!told(Run::new().train(name, samples(name, paged.folder.path(), 16, classes), pass).unwrap()));
         let other = Distill { losses: losses("soft=1,hidden=1"), ..with };
         if classes == 0 {
@@ -385,7 +475,7 @@ fn zeros_of_pruned_weights_stay() {
         let pass = Finetune { optimizer, ..finetune(5) };
         let pipeline = Pipeline::builder().pass(prune).pass(pass).train(data).build().unwrap();
         let report = pipeline.run(Model::open(golden(name)).unwrap(), run.out()).unwrap();
-        assert!(report.notes.iter().any(|note| note.contains("stayed zero")), "{:?}", report.notes);
+        assert!(report.notes.iter().any(|note| note.contains("kept at zero")), "{:?}", report.notes);
         let (before, after) = (only.weights(), run.weights());
         let mut zeros = 0;
         for (name, values) in before.iter().filter(|(name, _)| name.ends_with("dense.weight")) {
@@ -406,7 +496,7 @@ fn passes(input: &Path, output: &Path, steps: Vec<compress::pass::Step>, data: O
 }
 
 #[test]
-fn zeros_that_no_pruning_has_made_train() {
+fn zeros_without_pruning_are_trained() {
     let name = "bert-sequence-classification";
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
@@ -414,7 +504,7 @@ fn zeros_that_no_pruning_has_made_train() {
     let noted = |report: &Report, what: &str| report.notes.iter().any(|note| note.contains(what));
     let zeros =
         |folder: &Path| weights(folder).iter().filter(|(name, _)| name.ends_with("dense.weight")).flat_map(|(_, w)| w.clone()).filter(|w| *w == 0.0).count();
-    // Codes of zero are small weights, in integers and made floats again.
+    // Quantized weights of value zero are small weights, not pruned ones, also after dequantization.
     passes(&golden(name), &at("int8"), vec![QuantizeDynamic::default().into()], None);
     passes(&at("int8"), &at("floats"), vec![compress::pass::Dequantize::default().into()], None);
     let codes = zeros(&at("floats"));
@@ -425,11 +515,11 @@ fn zeros_that_no_pruning_has_made_train() {
         ("int8", vec![compress::pass::Dequantize::default().into(), finetune(3).into()]),
     ] {
         let report = passes(&at(input), &at(&format!("{input}-{}", steps.len())), steps, Some(&data));
-        assert!(!noted(&report, "stayed zero"), "{input}: {:?}", report.notes);
-        assert_eq!(noted(&report, "hold zeros that no pass has made"), input == "floats", "{:?}", report.notes);
+        assert!(!noted(&report, "kept at zero"), "{input}: {:?}", report.notes);
+        assert_eq!(noted(&report, "zeros of unknown origin in"), input == "floats", "{:?}", report.notes);
     }
     assert!(zeros(&at("floats-1")) < codes / 4);
-    // A report states that weights were pruned; for weights of other tools, the option does.
+    // Pruning is known from a report, or for weights of other tools, from the option.
     let prune = PruneUnstructured { amount: Some("0.5".parse().unwrap()), ..PruneUnstructured::default() };
     passes(&golden(name), &at("pruned"), vec![prune.into()], None);
     for (input, keep_zeros, stay) in [("pruned", false, true), ("foreign", false, false), ("foreign", true, true)] {
@@ -439,13 +529,14 @@ fn zeros_that_no_pruning_has_made_train() {
         }
         let output = at(&format!("{input}-{keep_zeros}"));
         let report = passes(&at(input), &output, vec![Finetune { keep_zeros, ..finetune(3) }.into()], Some(&data));
-        assert_eq!((noted(&report, "stayed zero"), zeros(&output) == zeros(&at(input))), (stay, stay), "{input}: {:?}", report.notes);
+        assert_eq!((noted(&report, "kept at zero"), zeros(&output) == zeros(&at(input))), (stay, stay), "{input}: {:?}", report.notes);
     }
 }
 
-/// A matrix of small weights, which a global threshold removes as a whole, and a part of zeros that could be chance.
+/// A matrix of small weights, which a global threshold zeroes completely, and a fraction of zeros that
+/// could be chance.
 #[test]
-fn every_weight_that_a_recipe_has_pruned_stays_zero() {
+fn pruned_weights_stay_zero() {
     let (name, small) = ("bert-sequence-classification", "bert.encoder.layer.1.intermediate.dense.weight");
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
@@ -468,7 +559,7 @@ fn every_weight_that_a_recipe_has_pruned_stays_zero() {
             whole += usize::from(is_whole);
             for (at, _) in before[name].iter().enumerate().filter(|(_, weight)| **weight == 0.0) {
                 assert_eq!(in_one_recipe[name][at], 0.0, "{amount} {name}");
-                // Of a folder, a matrix without any weight left is taken for one that was initialized so.
+                // In a folder, a matrix of zeros is assumed to have been initialized that way.
                 assert_eq!(in_two[name][at] == 0.0, !is_whole, "{amount} {name}");
             }
         }
@@ -487,7 +578,7 @@ fn pruned_weights_of_a_renumbered_layer_stay_zero() {
     let student = Distill { student: Some(Student::Layers(vec![1])), ..distill(3, "soft=1") };
     passes(&golden(name), &at("pruned"), vec![prune().into()], None);
     let report = passes(&golden(name), &at("student"), vec![prune().into(), student.into()], Some(&data));
-    assert!(report.notes.iter().any(|note| note.contains("of 6 tensors were zero and stayed zero")), "{:?}", report.notes);
+    assert!(report.notes.iter().any(|note| note.contains("of 6 tensors were kept at zero")), "{:?}", report.notes);
     let (before, after) = (weights(&at("pruned")), weights(&at("student")));
     for (name, values) in before.iter().filter(|(name, _)| name.contains("layer.1.") && name.ends_with("dense.weight")) {
         let learned = &after[&name.replace("layer.1.", "layer.0.")];
@@ -496,7 +587,7 @@ fn pruned_weights_of_a_renumbered_layer_stay_zero() {
 }
 
 #[test]
-fn files_of_a_student_go_with_its_weights() {
+fn files_of_a_student_are_copied_with_its_weights() {
     let name = "vit-image-classification";
     let folder = tempfile::tempdir().unwrap();
     let made = |folder_name: &str, file: &str| {
@@ -521,6 +612,34 @@ fn files_of_a_student_go_with_its_weights() {
         let text = std::fs::read_to_string(out.join("generation_config.json")).unwrap();
         assert!(text.contains("student") && out.join("of-student.txt").exists() && !out.join("of-input.txt").exists(), "{text}");
         assert!(report.carried.iter().any(|file| file.path == "of-student.txt"), "{:?}", report.carried);
+        let left: Vec<_> = report.notes.iter().filter(|note| note.contains("not copied from the input: of-input.txt (")).collect();
+        assert!(left.len() == 1 && !left[0].contains("generation_config.json"), "{:?}", report.notes);
+    }
+}
+
+/// Samples that were preprocessed for the input are not valid for a student with other preprocessing.
+#[test]
+fn fidelity_is_not_measured_if_a_student_preprocesses_differently() {
+    let name = "vit-image-classification";
+    let folder = tempfile::tempdir().unwrap();
+    let data = samples(name, folder.path(), 8, classes(name));
+    let copy = |copy: &str, preprocessor: &str| {
+        let to = folder.path().join(copy);
+        std::fs::create_dir(&to).unwrap();
+        for file in ["config.json", "model.safetensors"] {
+            std::fs::copy(golden(name).join(file), to.join(file)).unwrap();
+        }
+        std::fs::write(to.join("preprocessor_config.json"), preprocessor).unwrap();
+        to
+    };
+    let input = copy("input", "{}");
+    for (kind, preprocessor, measured) in [("alike", "{}", true), ("other", r#"{ "do_normalize": false }"#, false)] {
+        let pass = Distill { student: Some(Student::Model(copy(kind, preprocessor))), ..distill(1, "soft=1") };
+        let pipeline = Pipeline::builder().pass(pass).train(data.clone()).build().unwrap();
+        let report = pipeline.run(Model::open(&input).unwrap(), folder.path().join(format!("out-{kind}"))).unwrap();
+        assert_eq!(report.fidelity.is_some(), measured, "{kind}: {:?}", report.notes);
+        let noted = report.notes.iter().any(|note| note.contains("fidelity was not measured: the student preprocesses samples differently"));
+        assert_eq!(noted, !measured, "{kind}: {:?}", report.notes);
     }
 }
 
@@ -541,7 +660,7 @@ fn the_default_teacher_is_the_input_of_the_recipe() {
     assert_ne!(weights(&at("default")), weights(&at("other")));
 }
 
-/// Their changes would be lost without a word.
+/// Their changes would be lost silently.
 #[test]
 fn passes_before_a_student_of_another_folder_are_refused() {
     let name = "vit-image-classification";
@@ -570,7 +689,7 @@ fn unused_files_beside_the_configuration_of_a_student_are_named() {
 }
 
 #[test]
-fn steps_whose_gradients_overflow_are_counted_and_move_nothing() {
+fn steps_with_overflowing_gradients_are_counted_and_skipped() {
     let name = "bert-sequence-classification";
     let run = Run::new();
     let data = samples(name, run.folder.path(), 8, classes(name));
@@ -584,13 +703,50 @@ fn steps_whose_gradients_overflow_are_counted_and_move_nothing() {
     let skipped = curve.iter().filter(|row| row["gradient_norm"].is_null()).count();
     assert!(skipped > 0 && skipped < 24 && training["skipped_steps"] == skipped, "{training}");
     assert!(report.notes.iter().any(|note| note.contains(&format!("{skipped} of 24 steps were skipped"))), "{:?}", report.notes);
-    // The schedule waits.
+    // Skipped steps do not advance the schedule.
     let rates: Vec<f64> = curve.iter().map(|row| row["learning_rate"].as_f64().unwrap()).collect();
     for (at, pair) in rates.windows(2).enumerate() {
         assert_eq!(pair[0] == pair[1], curve[at]["gradient_norm"].is_null(), "step {at}: {rates:?}");
     }
     let last = 3e-3 * (1.0 - (23 - skipped) as f64 / 24.0);
     assert!((rates[23] - last).abs() < 1e-9, "{rates:?}");
+}
+
+#[test]
+fn steps_without_labels_are_skipped() {
+    let name = "bert-sequence-classification";
+    let run = Run::new();
+    let data = samples(name, run.folder.path(), 4, classes(name));
+    let path = data.arrays.clone().unwrap();
+    let arrays = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+    let schedule: Schedule = serde_json::from_str(r#"{ "kind": "linear" }"#).unwrap();
+    let with = |steps| Finetune { batch_size: BatchSize::Samples(1), weight_decay: 0.1, ..finetune(steps) };
+    let mut compared = 0;
+    // Samples are shuffled. At most one of the two is in the first step, which has no previous step to
+    // compare with.
+    for masked in [0, 1] {
+        let labels: Vec<i64> = (0..4).map(|at| if at == masked { -100 } else { at % 2 }).collect();
+        let mut arrays = arrays.clone();
+        arrays.insert("labels".into(), Tensor::from_vec(labels, 4, &Device::Cpu).unwrap());
+        candle_core::safetensors::save(&arrays, &path).unwrap();
+        let report = run.train(name, data.clone(), Finetune { schedule: schedule.clone(), ..with(4) }).unwrap();
+        assert!(report.notes.iter().any(|note| note.contains("1 of 4 steps were skipped because they had no usable labels")), "{:?}", report.notes);
+        let curve = report.passes[0].details["training"]["curve"].as_array().unwrap();
+        let empty = curve.iter().position(|row| row["gradient_norm"] == 0.0).unwrap();
+        for (at, pair) in curve.windows(2).enumerate() {
+            assert_eq!(pair[0]["learning_rate"] == pair[1]["learning_rate"], at == empty, "{curve:?}");
+        }
+        if empty > 0 {
+            let [before, after] = [empty, empty + 1].map(|steps| {
+                run.train(name, data.clone(), with(steps as u64)).unwrap();
+                run.weights()
+            });
+            assert!(furthest(&before, &weights(&golden(name))) > 0.0);
+            assert_eq!(before, after);
+            compared += 1;
+        }
+    }
+    assert!(compared > 0);
 }
 
 #[test]
@@ -610,7 +766,7 @@ fn evaluations_without_a_score_are_refused() {
     }
 }
 
-/// Activations that are rounded at run time are in the score that weights are chosen by.
+/// The score that selects the best weights includes the quantization of activations at run time.
 #[test]
 fn scores_in_training_are_those_of_the_written_model() {
     let name = "llama";
@@ -632,7 +788,7 @@ fn scores_in_training_are_those_of_the_written_model() {
         let best = scores.iter().map(|score| score["value"].as_f64().unwrap()).fold(f64::INFINITY, f64::min);
         let written = *report.accuracy.as_ref().unwrap().after.values().next().unwrap();
         assert!((best - written).abs() < 1e-6 * written, "{out}: {best} in training, {written} written");
-        assert_eq!(report.notes.iter().any(|note| note.contains("rounds to int8 at run time")), out == "int8", "{:?}", report.notes);
+        assert_eq!(report.notes.iter().any(|note| note.contains("quantizes to int8 at run time")), out == "int8", "{:?}", report.notes);
     }
 }
 
@@ -651,7 +807,7 @@ fn the_memory_of_a_run_bounds_its_training() {
 }
 
 #[test]
-fn a_batch_whose_statistics_count_is_not_split() {
+fn batches_with_batch_norm_statistics_are_not_split() {
     let name = "torchvision-resnet18";
     let run = Run::new();
     let data = samples(name, run.folder.path(), 8, classes(name));
@@ -661,12 +817,12 @@ fn a_batch_whose_statistics_count_is_not_split() {
     let error = run.train(name, data.clone(), with(BatchNorm::Batch)).unwrap_err();
     assert!(error.is_out_of_memory() && error.to_string().contains("`batch_norm: fixed`"), "{error}");
     let report = run.train(name, data, with(BatchNorm::Fixed)).unwrap();
-    assert!(report.notes.iter().any(|note| note.contains("in parts")), "{:?}", report.notes);
+    assert!(report.notes.iter().any(|note| note.contains("micro-batches")), "{:?}", report.notes);
 }
 
-/// Another set would have removed other units: the checkpoint is of another network.
+/// With another data set, pruning would have removed other units, so the checkpoint would not match.
 #[test]
-fn a_run_continues_only_with_the_data_that_earlier_passes_have_read() {
+fn a_run_resumes_only_with_the_data_of_earlier_passes() {
     let (name, run) = ("bert-sequence-classification", Run::new());
     let data = samples(name, run.folder.path(), 16, classes(name));
     let calibration = run.folder.path().join("calibration.safetensors");
@@ -695,13 +851,13 @@ fn a_run_continues_only_with_the_data_that_earlier_passes_have_read() {
     let other = samples(name, run.folder.path(), 17, classes(name)).arrays.unwrap();
     std::fs::copy(other, &calibration).unwrap();
     let error = start(None).unwrap_err().to_string();
-    assert!(error.contains("other options, data or weights"), "{error}");
+    assert!(error.contains("different options, data or weights"), "{error}");
     std::fs::write(&calibration, bytes).unwrap();
     start(None).unwrap();
 }
 
 #[test]
-fn an_interrupted_run_ends_as_one_that_was_not() {
+fn an_interrupted_run_yields_the_result_of_an_uninterrupted_one() {
     let offloaded = vec![Offload::Parameters];
     for (optimizer, average, evaluate_every, offload) in [
         (Kind::AdamW, Some(0.9), None, vec![]),
@@ -747,7 +903,7 @@ fn an_interrupted_run_ends_as_one_that_was_not() {
         assert!(error.hint().unwrap().contains("--resume"), "{error}");
         let other = Finetune { learning_rate: 1e-3, ..pass.clone() };
         let other = builder(&other).resume(true).build().unwrap();
-        assert!(other.run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err().to_string().contains("other options"));
+        assert!(other.run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err().to_string().contains("different options"));
         let rest = builder(&pass).resume(true).build().unwrap().run(Model::open(golden(name)).unwrap(), parts.out()).unwrap();
         let evaluations = |report: &Report| report.passes[0].details["training"]["evaluations"].clone();
         assert_eq!(evaluations(&report), evaluations(&rest));
@@ -762,7 +918,7 @@ fn an_interrupted_run_ends_as_one_that_was_not() {
         assert_eq!(lines[0], "step,epoch,loss,hard,learning_rate,gradient_norm,samples_per_second,waited");
         let steps: Vec<&str> = lines[1..].iter().map(|line| line.split(',').next().unwrap()).collect();
         assert_eq!(steps, (1..=11).map(|step| step.to_string()).collect::<Vec<_>>());
-        // A record for the version and one for each step: every one has a loss, and nothing else does.
+        // One record for the version and one for each step; only the records of steps contain a loss.
         let events = std::fs::read(parts.out().join("finetune.tfevents")).unwrap();
         let tag = b"finetune/loss/hard";
         assert_eq!(events.windows(tag.len()).filter(|bytes| bytes == tag).count(), 11);
@@ -781,10 +937,10 @@ fn numbers_out_of_range_stop_the_run_by_name() {
 }
 
 #[test]
-fn data_that_does_not_do_is_refused() {
+fn unsuitable_data_is_rejected() {
     let name = "bert-sequence-classification";
     let run = Run::new();
-    // Shorter than a batch: one short batch a time.
+    // A data set smaller than a batch results in one smaller batch per epoch.
     let report = run.train(name, samples(name, run.folder.path(), 3, classes(name)), finetune(4)).unwrap();
     assert!(ends(&report).1.is_finite());
     let error = run.train(name, samples(name, run.folder.path(), 0, classes(name)), finetune(4)).unwrap_err();
@@ -801,7 +957,7 @@ fn data_that_does_not_do_is_refused() {
     assert!(error.to_string().contains("[9, 9]"), "{error}");
     let pass = Distill { student: Some(Student::Layers(vec![5])), ..distill(1, "hidden=1") };
     assert!(run.train("bert", samples("bert", run.folder.path(), 8, 0), pass).unwrap_err().to_string().contains("layer 5"));
-    // A run file of several samples counts as one.
+    // A file with several rows counts as one sample.
     let arrays = labelled(name).into_iter().filter(|(input, _)| input != "labels").collect::<HashMap<_, _>>();
     let folder = run.folder.path().join("runs");
     std::fs::create_dir(&folder).unwrap();
@@ -811,7 +967,7 @@ fn data_that_does_not_do_is_refused() {
             .train(name, Data { arrays: Some(folder.clone()), ..Data::default() }, Distill { batch_size: BatchSize::Samples(1), ..distill(1, terms) })
             .unwrap_err()
             .to_string();
-        assert!(error.contains("8 rows for 1 samples") && error.contains("files of one row"), "{error}");
+        assert!(error.contains("8 rows for 1 samples") && error.contains("files with one row"), "{error}");
     }
     let pass = Finetune { memory_limit: Some(ByteSize(1000)), ..finetune(1) };
     let error = run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap_err();
@@ -827,10 +983,10 @@ fn a_student_with_other_modules_is_refused() {
         run.train(name, samples(name, run.folder.path(), 8, 0), pass).unwrap_err().to_string()
     };
     let error = refused(golden("bert"));
-    assert!(error.contains("student") && error.contains("is none, where the input model has Pooling"), "{error}");
+    assert!(error.contains("student") && error.contains("is missing, but in the input model it is Pooling"), "{error}");
     let folder = tempfile::tempdir().unwrap();
     let model = Model::open(golden(name)).unwrap();
-    for file in model.beside.files.iter().map(|file| golden(name).join(file)).chain(model.weight_files).chain([golden(name).join("config.json")]) {
+    for file in model.auxiliary.files.iter().map(|file| golden(name).join(file)).chain(model.weight_files).chain([golden(name).join("config.json")]) {
         let to = folder.path().join(file.strip_prefix(golden(name)).unwrap());
         std::fs::create_dir_all(to.parent().unwrap()).unwrap();
         std::fs::copy(file, to).unwrap();
@@ -839,11 +995,11 @@ fn a_student_with_other_modules_is_refused() {
     let text = std::fs::read_to_string(&config).unwrap();
     std::fs::write(&config, text.replace("activation.Tanh", "activation.ReLU")).unwrap();
     let error = refused(folder.path().to_owned());
-    assert!(error.contains("is Dense in `2_Dense`, which computes something else"), "{error}");
+    assert!(error.contains("is Dense in `2_Dense` with different settings"), "{error}");
 }
 
 #[test]
-fn parameters_that_cannot_come_and_go_are_refused_before_the_work() {
+fn unsupported_offloading_is_rejected_before_training() {
     let run = Run::new();
     let offload = vec![Offload::Parameters];
     let pass = Finetune { offload: offload.clone(), shard_optimizer: true, ..finetune(1) };
@@ -861,11 +1017,14 @@ fn parameters_that_cannot_come_and_go_are_refused_before_the_work() {
     let data = samples(name, run.folder.path(), 8, classes(name));
     let pipeline = Pipeline::builder().pass(Finetune { offload, ..finetune(1) }).train(data).build().unwrap();
     let error = pipeline.plan(&Model::open(&folder).unwrap()).unwrap_err();
-    assert!(error.is_misuse() && error.to_string().starts_with("offload: parameters: ") && error.to_string().contains("2 do: `a`, `b`"), "{error}");
+    assert!(
+        error.is_misuse() && error.to_string().starts_with("offload: parameters: ") && error.to_string().contains("2 values cross the narrowest cut: `a`, `b`"),
+        "{error}"
+    );
 }
 
 #[test]
-fn quantized_models_train_as_they_are_written() {
+fn quantized_models_train_with_fake_quantization() {
     for name in CLASSIFIERS {
         let run = Run::new();
         let name = if name == "resnet-basic" { "torchvision-resnet18" } else { name };
@@ -875,14 +1034,14 @@ fn quantized_models_train_as_they_are_written() {
         let report = pipeline.build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap_or_else(|e| panic!("{name}: {e}"));
         let (first, last) = ends(&report);
         assert!(last < 0.9 * first, "{name}: the loss went from {first} to {last}");
-        assert!(report.notes.iter().any(|note| note.contains("as the integers")), "{name}: {:?}", report.notes);
+        assert!(report.notes.iter().any(|note| note.contains("fake quantization to the integers")), "{name}: {:?}", report.notes);
         let model = Model::open(run.out()).unwrap();
         assert!(model.weights.by_name.values().any(|weight| weight.describe().contains("int8")), "{name}");
         assert!(model.graph().unwrap().to_string().contains("FakeQuantize"), "{name}");
     }
 }
 
-/// Scales of a model's quantizers, of weights and of values.
+/// Scales of the quantizers of weights and of activations.
 fn scales(folder: &Path) -> (Vec<f32>, Vec<String>) {
     let model = Model::open(folder).unwrap();
     let weights = model.weights.by_name.values().filter_map(|weight| weight.scales().unwrap()).flat_map(|scales| scales.scales).collect();
@@ -909,7 +1068,7 @@ fn scales_are_learned_and_written_as_they_were_trained() {
         let moved = fixed.1.0.iter().zip(&learned.1.0).filter(|(a, b)| a != b).count();
         assert!(moved > fixed.1.0.len() / 2, "{name}: {moved} of {} scales of weights moved", fixed.1.0.len());
         assert!(fixed.1.1.len() == learned.1.1.len() && fixed.1.1.iter().zip(&learned.1.1).all(|(a, b)| a != b), "{name}: {:?}", learned.1.1);
-        // The loss of the written model on the same batch is that of the step that would have come next.
+        // The loss of the written model on the same batch equals that of the next training step.
         let pass = Finetune { learning_rate: 1e-12, scales: QuantizerScales::Learnable, batch_norm: BatchNorm::Fixed, ..finetune(1) };
         let again = Pipeline::builder().pass(pass).train(data).build().unwrap().run(Model::open(&learned.2).unwrap(), run.out()).unwrap();
         let (written, next) = (ends(&again).0, further.0.1);
@@ -952,20 +1111,20 @@ fn a_memory_trace_agrees_with_the_accounts_and_names_the_peak() {
     let peaks = trace["otherData"]["peaks"].as_array().unwrap();
     assert_eq!(peaks.iter().map(|peak| peak["pass"].as_str().unwrap()).collect::<Vec<_>>(), ["finetune", "quantize-static"]);
     assert_eq!(peaks.iter().map(|peak| peak["bytes"].as_u64().unwrap()).collect::<Vec<_>>(), [highest(1), highest(2)]);
-    // Of the second step on, the optimizer has its state.
+    // The optimizer state exists from the second step.
     assert_eq!((peaks[0]["step"].as_u64(), peaks[0]["phase"].as_str()), (Some(2), Some("backward")));
     let steps = |process: u64| events.iter().filter(|event| event["pid"] == process && event["tid"] == 1 && event["ph"] == "X").count();
     assert_eq!(steps(1), 4, "loading and three steps");
     let node = |phase: &str| events.iter().any(|event| event["name"].as_str().is_some_and(|name| name.starts_with(phase)));
     assert!(node("forward: ") && node("backward: ") && events.iter().any(|event| event["name"] == "optimizer" && event["ph"] == "b"));
-    let said = report.notes.iter().find(|note| note.starts_with("memory was most")).unwrap();
-    assert!(said.contains("at the backward of") && said.contains("in step 2") && said.contains("activations") && said.contains("of which"), "{said}");
+    let said = report.notes.iter().find(|note| note.starts_with("peak memory of")).unwrap();
+    assert!(said.contains("in the backward of") && said.contains("in step 2") && said.contains("activations") && said.contains("of which"), "{said}");
     assert!(memory["peak_step"].as_array().unwrap().len() > 10);
     assert!(report.to_html().contains("path class=\"stack"), "no stacked picture");
 }
 
 #[test]
-fn what_a_plan_says_is_about_what_is_measured() {
+fn planned_memory_matches_the_measured_memory() {
     for name in ["bert-sequence-classification", "torchvision-resnet18"] {
         for gradient_checkpointing in [Checkpointing::None, Checkpointing::Blocks] {
             let run = Run::new();
@@ -981,7 +1140,7 @@ fn what_a_plan_says_is_about_what_is_measured() {
 }
 
 #[test]
-fn a_plan_says_what_training_takes_at_most() {
+fn planned_memory_is_an_upper_bound() {
     let some = |pattern: &str| vec![pattern.parse().unwrap()];
     let cases: Vec<(&str, compress::pass::Step)> = vec![
         ("bert-sequence-classification", finetune(3).into()),

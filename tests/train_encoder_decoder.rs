@@ -1,5 +1,5 @@
-//! Training encoders with a decoder, whose two texts have padding each: steps of transformers and PyTorch (`scripts/goldens-training`), and
-//! laws that padding of both sides must not break.
+//! Training of encoder-decoder models with padding on both sides: steps equal those of transformers and
+//! PyTorch (`scripts/goldens-training`), and padding does not affect losses.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -43,7 +43,7 @@ fn stored(case: &str) -> Arrays {
     candle_core::safetensors::load(samples(case).arrays.unwrap(), &Device::Cpu).unwrap()
 }
 
-/// A folder with arrays, a tokenizer and what is written.
+/// A folder with arrays, a tokenizer and the output.
 struct Run {
     folder: tempfile::TempDir,
 }
@@ -82,7 +82,7 @@ fn curve(report: &Report) -> Vec<Value> {
     report.passes.last().unwrap().details["training"]["curve"].as_array().unwrap().clone()
 }
 
-/// As `scripts/goldens-training` makes steps.
+/// Options of the steps of `scripts/goldens-training`.
 fn finetune() -> Finetune {
     let schedule = serde_json::from_str(r#"{ "kind": "constant" }"#).unwrap();
     Finetune { max_steps: Some(4), batch_size: BatchSize::Samples(4), learning_rate: 3e-3, weight_decay: 0.1, clip_norm: 0.0, schedule, ..Finetune::default() }
@@ -95,15 +95,15 @@ fn distill(terms: &str) -> Distill {
 
 const TERMS: &str = "soft=1,hard=0.5,hidden=0.01";
 
-/// What the script tells of a tensor.
-fn told(values: &[f32]) -> Vec<f64> {
+/// Checksums of a tensor, as in the script.
+fn checksums(values: &[f32]) -> Vec<f64> {
     let norm = values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
     let weight = |i: usize| ((7919 * i) % 2003) as f64 / 2003.0 - 0.5;
     let sum = values.iter().enumerate().map(|(i, x)| f64::from(*x) * weight(i)).sum::<f64>();
     [norm, sum].into_iter().chain(values.iter().take(4).map(|x| f64::from(*x))).collect()
 }
 
-fn hold_to_pytorch(case: &str, name: &str, pass: impl Into<Step>) {
+fn assert_matches_pytorch(case: &str, name: &str, pass: impl Into<Step>) {
     let (run, expected) = (Run::new(), expected()[case].clone());
     let report = run.train(name, samples(case), pass).unwrap_or_else(|e| panic!("{case}: {e}"));
     let curve = curve(&report);
@@ -118,7 +118,7 @@ fn hold_to_pytorch(case: &str, name: &str, pass: impl Into<Step>) {
     for (weight, theirs) in expected["weights"].as_object().unwrap() {
         let values = &weights[weight];
         let room = 1e-4 * (values.len() as f64).sqrt();
-        for (at, (ours, theirs)) in told(values).iter().zip(theirs.as_array().unwrap()).enumerate() {
+        for (at, (ours, theirs)) in checksums(values).iter().zip(theirs.as_array().unwrap()).enumerate() {
             let (theirs, room) = (theirs.as_f64().unwrap(), if at < 2 { room } else { 1e-4 });
             assert!((ours - theirs).abs() < room, "{case}, {weight}, number {at}: {ours} instead of {theirs}");
             compared += 1;
@@ -130,12 +130,12 @@ fn hold_to_pytorch(case: &str, name: &str, pass: impl Into<Step>) {
 #[test]
 fn steps_are_those_of_pytorch() {
     for name in ["t5", "t5-gated", "mt5", "whisper"] {
-        hold_to_pytorch(&format!("finetune-{name}"), name, finetune());
+        assert_matches_pytorch(&format!("finetune-{name}"), name, finetune());
     }
-    hold_to_pytorch("distill", "t5", Distill { teacher: Some(model("t5-gated")), ..distill(TERMS) });
+    assert_matches_pytorch("distill", "t5", Distill { teacher: Some(model("t5-gated")), ..distill(TERMS) });
 }
 
-/// Columns of a side up to what the longest of some samples needs.
+/// Columns of one side, up to the longest of the selected samples.
 fn cut(arrays: &Arrays, from: usize, count: usize) -> Arrays {
     let rows: Arrays = arrays.iter().map(|(name, tensor)| (name.clone(), tensor.narrow(0, from, count).unwrap())).collect();
     let longest = |name: &str, real: &dyn Fn(i64) -> bool| {
@@ -155,9 +155,10 @@ fn cut(arrays: &Arrays, from: usize, count: usize) -> Arrays {
     rows.iter().map(narrow).collect()
 }
 
-/// The mean over the items of samples is that of all: a loss counts the tokens of its side, and no padding of either.
+/// The losses of single samples average to the loss of the batch: a loss counts the tokens of its side
+/// without padding.
 #[test]
-fn samples_together_have_the_losses_of_each_alone() {
+fn losses_of_a_batch_are_means_over_its_samples() {
     let teacher = Run::new();
     let perturbed = PruneUnstructured { amount: Some("0.3".parse().unwrap()), ..PruneUnstructured::default() };
     Pipeline::builder().pass(perturbed).build().unwrap().run(Model::open(model("whisper")).unwrap(), teacher.out()).unwrap();
@@ -197,7 +198,7 @@ fn samples_together_have_the_losses_of_each_alone() {
 }
 
 #[test]
-fn a_student_that_is_the_teacher_has_no_loss() {
+fn a_student_equal_to_the_teacher_has_zero_loss() {
     for (name, terms) in
         [("t5", "{ soft: 1, hidden: 1 }"), ("whisper", "{ soft: 1, hidden: 1, attention: 1 }"), ("whisper", "{ attention: { target: relations } }")]
     {
@@ -206,9 +207,9 @@ fn a_student_that_is_the_teacher_has_no_loss() {
     }
 }
 
-/// However a step is computed, it is the same step.
+/// Micro-batches and memory options do not change a step.
 #[test]
-fn steps_in_parts_and_with_little_memory_are_the_same() {
+fn micro_batches_and_memory_limits_do_not_change_steps() {
     let teacher = Some(model("t5-gated"));
     let pass = Distill { teacher, optimizer: Kind::Sgd, learning_rate: 0.01, max_steps: Some(2), ..distill(TERMS) };
     let whole = Run::new();
@@ -227,8 +228,8 @@ fn steps_in_parts_and_with_little_memory_are_the_same() {
 }
 
 #[test]
-fn cached_answers_are_those_of_the_pair() {
-    // The same text is read twice, and another one is said of it; and the same is said of two.
+fn cached_logits_depend_on_both_texts() {
+    // The same source with two targets, and the same target for two sources.
     let mut twice = stored("distill");
     let again = |name: &str, by: usize, arrays: &Arrays| {
         Tensor::cat(&[&arrays[name], &Tensor::cat(&[&arrays[name].narrow(0, by, 4 - by).unwrap(), &arrays[name].narrow(0, 0, by).unwrap()], 0).unwrap()], 0)
@@ -245,7 +246,7 @@ fn cached_answers_are_those_of_the_pair() {
     kept.train("t5", kept.arrays(&twice), with.clone()).unwrap();
     let apart = furthest(&asked.weights(), &kept.weights());
     assert!(apart < 2e-3, "{apart}");
-    // Twice each row of labels, each with answers of its own.
+    // Each row of labels twice, with different logits.
     let rows = 2 * (9 + 4 + 6 + 2);
     let before = size();
     assert!(before > rows * 48 * 6 && before < (rows + 1) * 48 * 6 + 8 * 28 + 200, "{before}");
@@ -260,7 +261,7 @@ fn cached_answers_are_those_of_the_pair() {
 }
 
 #[test]
-fn an_interrupted_run_ends_as_one_that_was_not() {
+fn an_interrupted_run_yields_the_result_of_an_uninterrupted_one() {
     let pass = Distill {
         teacher: Some(model("t5-gated")),
         batch_size: BatchSize::Samples(2),
@@ -302,7 +303,7 @@ fn pairs(path: PathBuf) -> Data {
 }
 
 #[test]
-fn pairs_of_texts_are_read_and_said() {
+fn pairs_of_texts_are_sources_and_targets() {
     let (run, expected) = (Run::new(), expected()["pairs"].clone());
     let folder = with_tokenizer(&run);
     let pass = Finetune { max_steps: Some(1), batch_size: BatchSize::Samples(5), ..finetune() };
@@ -314,7 +315,7 @@ fn pairs_of_texts_are_read_and_said() {
     assert!(found.metric.as_deref() == Some("perplexity") && (found.more["negative_log_likelihood"][0] - loss).abs() < 1e-5, "{found:?} instead of {loss}");
     let tokens = expected["labels"].as_array().unwrap().iter().flat_map(|row| row.as_array().unwrap()).filter(|label| label.as_i64() != Some(-100)).count();
     assert_eq!(found.more["tokens"], [tokens as f64; 2]);
-    // Arrays of the same tokens say the same.
+    // Arrays of the same tokens result in the same loss.
     let (first, again) = (curve(&report)[0].clone(), Run::new());
     let tensor = |name: &str| {
         let rows: Vec<Vec<i64>> = serde_json::from_value(expected[name].clone()).unwrap();
@@ -329,7 +330,7 @@ fn pairs_of_texts_are_read_and_said() {
 }
 
 #[test]
-fn what_a_decoder_is_given_and_to_say_may_both_be_arrays() {
+fn decoder_inputs_and_labels_may_be_arrays() {
     let (name, stored) = ("finetune-t5", stored("finetune-t5"));
     let labels = stored["labels"].to_vec2::<i64>().unwrap();
     let shifted: Vec<Vec<i64>> =
@@ -351,14 +352,14 @@ fn what_a_decoder_is_given_and_to_say_may_both_be_arrays() {
         finetune().into(),
     );
     assert_eq!(usual, both, "{name}");
-    // Under another name; padding in the place of -100, which means the same.
+    // Under another name, with padding instead of -100, which is equivalent.
     let renamed = |arrays: &mut Arrays| {
         arrays.remove("labels");
         let padded: Vec<Vec<i64>> = labels.iter().map(|row| row.iter().map(|label| (*label).max(0)).collect()).collect();
         arrays.insert("said".into(), tensor(&padded));
     };
     assert_eq!(usual, loss(&renamed, &|data| Data { label_column: Some("said".parse().unwrap()), ..data }, finetune().into()));
-    // Without labels, the tokens themselves are what comes next, all but the last.
+    // Without labels, the targets are the decoder tokens, shifted by one.
     let alone = |arrays: &mut Arrays| {
         arrays.remove("labels");
         arrays.insert("decoder_input_ids".into(), tensor(&shifted));
@@ -377,21 +378,21 @@ fn what_a_decoder_is_given_and_to_say_may_both_be_arrays() {
     };
     let less = loss(&shortened, &plain, finetune().into());
     assert!((next - less).abs() < 1e-6 && (next - usual).abs() > 1e-3, "{next} and {less}, {usual} of all");
-    // A teacher says what it says at all of them; labels do not matter.
+    // The teacher computes logits at all positions, independent of labels.
     let soft = || Distill { teacher: Some(model("t5-gated")), ..distill("soft=1") }.into();
     let (asked, given) = (loss(&|_| {}, &plain, soft()), loss(&alone, &plain, soft()));
     assert!((asked - given).abs() < 1e-6, "{asked} and {given}");
 }
 
 #[test]
-fn quantized_models_train_as_they_are_written() {
+fn quantized_models_train_with_fake_quantization() {
     let run = Run::new();
     let pass = Finetune { scales: QuantizerScales::Learnable, ..finetune() };
     let pipeline = Pipeline::builder().pass(QuantizeDynamic::default()).pass(pass).train(samples("finetune-t5")).build().unwrap();
     let report = pipeline.run(Model::open(model("t5")).unwrap(), run.out()).unwrap();
     let curve = curve(&report);
     assert!(curve[3]["loss"].as_f64().unwrap() < curve[0]["loss"].as_f64().unwrap() - 0.1, "{curve:?}");
-    assert!(report.notes.iter().any(|note| note.contains("were learned with them")), "{:?}", report.notes);
+    assert!(report.notes.iter().any(|note| note.contains("were learned too")), "{:?}", report.notes);
 }
 
 #[test]
@@ -405,7 +406,7 @@ fn students_lose_layers_of_the_encoder() {
 }
 
 #[test]
-fn samples_that_do_not_do_are_refused() {
+fn unsuitable_samples_are_rejected() {
     let (run, stored, speech) = (Run::new(), stored("finetune-t5"), stored("finetune-whisper"));
     let without = |arrays: &Arrays, name: &str| {
         arrays.iter().filter(|(other, _)| *other != name).map(|(name, tensor)| (name.clone(), tensor.clone())).collect::<Arrays>()
@@ -417,8 +418,8 @@ fn samples_that_do_not_do_are_refused() {
     };
     let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::I64, &Device::Cpu).unwrap();
     for (name, arrays, wanted) in [
-        ("t5", without(&stored, "labels"), "no array is for the model's input `decoder_input_ids`"),
-        ("t5", with(&stored, "labels", zeros(&[4])), "a row of tokens for each sample"),
+        ("t5", without(&stored, "labels"), "there is no array for the model's input `decoder_input_ids`"),
+        ("t5", with(&stored, "labels", zeros(&[4])), "one row of tokens per sample"),
         (
             "t5",
             with(&stored, "labels", Tensor::full(48i64, (4, 3), &Device::Cpu).unwrap()),
@@ -428,10 +429,10 @@ fn samples_that_do_not_do_are_refused() {
         (
             "t5",
             with(&with(&without(&stored, "labels"), "decoder_input_ids", zeros(&[4, 9])), "decoder_attention_mask", zeros(&[4, 7])),
-            "are [9], their mask `decoder_attention_mask` is [7]",
+            "has the shape [9], but its mask `decoder_attention_mask` is [7]",
         ),
-        ("t5", with(&stored, "decoder_input_ids", zeros(&[4, 3])), "one label is for each token"),
-        ("whisper", with(&speech, "labels", zeros(&[4, 25])), "positions for 24"),
+        ("t5", with(&stored, "decoder_input_ids", zeros(&[4, 3])), "there must be one label per token"),
+        ("whisper", with(&speech, "labels", zeros(&[4, 25])), "only 24 positions"),
         ("whisper", with(&speech, "labels", zeros(&[3, 5])), "`labels` has 3 rows"),
     ] {
         let error = run.train(name, run.arrays(&arrays), finetune()).unwrap_err().to_string();
@@ -439,7 +440,7 @@ fn samples_that_do_not_do_are_refused() {
     }
     let data = Data { task: Some(Task::Fidelity), ..run.arrays(&stored) };
     let error = run.train("t5", data, finetune()).unwrap_err().to_string();
-    assert!(error.contains("needs `task: language-modelling`"), "{error}");
+    assert!(error.contains("requires `task: language-modelling`"), "{error}");
     let folder = with_tokenizer(&run);
     let refused = |data: Data| {
         let pipeline = Pipeline::builder().pass(finetune()).train(data).force(true).build().unwrap();
@@ -453,21 +454,21 @@ fn samples_that_do_not_do_are_refused() {
     let source = pairs(path("a.csv", "source,target\na,b\n"));
     assert!(refused(Data { stride: Some(4), ..source.clone() }).contains("`stride`: pairs of texts"));
     assert!(refused(Data { pair_column: None, ..source.clone() }).contains("`pair_column`"));
-    assert!(refused(Data { label_column: Some("target".parse().unwrap()), ..source.clone() }).contains("learns no classes"));
-    assert!(refused(Data { task: Some(Task::Embedding), ..source }).contains("language-modelling or fidelity"));
+    assert!(refused(Data { label_column: Some("target".parse().unwrap()), ..source.clone() }).contains("do not use class labels"));
+    assert!(refused(Data { task: Some(Task::Embedding), ..source }).contains("language-modelling and fidelity"));
     assert!(refused(pairs(path("b.csv", "source,target\na\n"))).contains("line 2 has 1 columns"));
     assert!(refused(pairs(path("c.jsonl", "{ \"source\": \"a\" }\n"))).contains("no `target`"));
-    assert!(refused(pairs(path("d.txt", "a\n"))).contains("only read for texts in columns"));
+    assert!(refused(pairs(path("d.txt", "a\n"))).contains("applies only to texts in columns"));
     let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
     std::fs::write(folder.join("config.json"), config.replace("\"decoder_start_token_id\": 0,", "")).unwrap();
     assert!(refused(pairs(path("e.csv", "source,target\na,b\n"))).contains("add it to config.json"));
     let error = run.train("whisper", pairs(path("f.csv", "source,target\na,b\n")), finetune()).unwrap_err().to_string();
-    assert!(error.contains("takes no `input_ids`"), "{error}");
+    assert!(error.contains("without the input `input_ids`"), "{error}");
 }
 
-/// What stands where padding is changes nothing of what passes see, also where both sides have as many tokens.
+/// The values of padding do not affect calibration, also if both sides have the same length.
 #[test]
-fn calibration_sees_the_padding_of_neither_side() {
+fn calibration_ignores_the_padding_of_both_sides() {
     let stored = stored("finetune-t5");
     let rows = |name: &str| stored[name].to_vec2::<i64>().unwrap();
     let tensor = |rows: Vec<Vec<i64>>| Tensor::new(rows, &Device::Cpu).unwrap();
@@ -496,7 +497,7 @@ fn calibration_sees_the_padding_of_neither_side() {
             (run.weights(), Model::open(run.out()).unwrap().graph().unwrap().to_string())
         };
         let usual = made([0, 0], true);
-        assert!(made([40, 41], true) == usual, "{what}: padding is seen");
-        assert!(made([0, 41], false) != usual, "{what}: nothing is seen");
+        assert!(made([40, 41], true) == usual, "{what}: padding affects calibration");
+        assert!(made([0, 41], false) != usual, "{what}: tokens do not affect calibration");
     }
 }

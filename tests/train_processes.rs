@@ -1,4 +1,4 @@
-//! Training by the binary: killed and gone on with, and by two processes at once.
+//! Training with the binary: killed and resumed, and distributed over two processes.
 #![cfg(all(feature = "run", feature = "cli"))]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -17,7 +17,7 @@ fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(MODEL)
 }
 
-/// What launchers tell each of several processes.
+/// Environment variables that launchers set for each process.
 fn ranks<const COUNT: usize>() -> [Vec<(&'static str, String)>; COUNT] {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     std::array::from_fn(|rank| {
@@ -26,14 +26,14 @@ fn ranks<const COUNT: usize>() -> [Vec<(&'static str, String)>; COUNT] {
     })
 }
 
-struct Place {
+struct Workspace {
     folder: tempfile::TempDir,
     cache: tempfile::TempDir,
     model: PathBuf,
 }
 
-impl Place {
-    fn new(samples: usize) -> Place {
+impl Workspace {
+    fn new(samples: usize) -> Workspace {
         let folder = tempfile::tempdir().unwrap();
         let ids: Vec<i64> = (0..samples as i64 * 8).map(|i| 3 + i * 31 % 20).collect();
         let labels: Vec<i64> = (0..samples as i64).map(|i| i * 7 % 5 % 2).collect();
@@ -44,12 +44,12 @@ impl Place {
             ("labels".to_owned(), whole(labels, &[samples])),
         ]);
         candle_core::safetensors::save(&arrays, folder.path().join("train.safetensors")).unwrap();
-        Place { folder, cache: tempfile::tempdir().unwrap(), model: golden() }
+        Workspace { folder, cache: tempfile::tempdir().unwrap(), model: golden() }
     }
 
-    /// Texts for a language model, without labels.
-    fn tokens(samples: usize) -> Place {
-        let place = Place { model: golden().with_file_name("llama-grouped-tied"), ..Place::new(samples) };
+    /// Texts for a language model.
+    fn tokens(samples: usize) -> Workspace {
+        let place = Workspace { model: golden().with_file_name("llama-grouped-tied"), ..Workspace::new(samples) };
         let path = place.at("train.safetensors");
         let mut arrays = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
         arrays.remove("labels");
@@ -57,9 +57,9 @@ impl Place {
         place
     }
 
-    /// Images for a network with batch normalisation.
-    fn images(samples: usize) -> Place {
-        let place = Place { model: golden().with_file_name("torchvision-resnet18"), ..Place::new(0) };
+    /// Images for a network with batch norms.
+    fn images(model: &str, samples: usize) -> Workspace {
+        let place = Workspace { model: golden().with_file_name(model), ..Workspace::new(0) };
         let pixels: Vec<f32> = (0..samples * 3 * 33 * 17).map(|i| (i * 7919 % 1009) as f32 / 500.0 - 1.0).collect();
         let labels: Vec<i64> = (0..samples as i64).map(|i| i % 2).collect();
         let arrays = HashMap::from([
@@ -83,7 +83,7 @@ impl Place {
 
     fn start(&self, recipe: &Path, out: &str, more: &[&str], environment: &[(&str, String)]) -> Child {
         let run = ["run", recipe.to_str().unwrap(), "-o", out, "--quiet"];
-        // What one run keeps would make another one with --resume too short to be killed.
+        // Cached results of one run would make another one with --resume too short to be killed.
         let cache = self.cache.path().join(out).to_str().unwrap().to_owned();
         self.command(&[&run[..], more].concat(), &[environment, &[("COMPRESS_CACHE", cache)]].concat())
     }
@@ -106,7 +106,7 @@ impl Place {
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
     }
 
-    /// What a process says that fails.
+    /// The error message of a process that fails.
     fn refused(&self, child: Child) -> String {
         let done = child.wait_with_output().unwrap();
         assert!(!done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
@@ -117,7 +117,7 @@ impl Place {
         serde_json::from_slice(&std::fs::read(self.folder.path().join(out).join("report.json")).unwrap()).unwrap()
     }
 
-    /// The most that tensors of training took.
+    /// Peak memory of the tensors of training.
     fn memory(&self, out: &str) -> u64 {
         self.report(out)["passes"][0]["details"]["memory"]["peak_bytes"].as_u64().unwrap()
     }
@@ -138,18 +138,19 @@ fn weights(folder: &Path) -> BTreeMap<String, Vec<f32>> {
 }
 
 #[test]
-fn a_killed_run_ends_as_one_that_was_not() {
-    ends_as_one_that_was_not_killed("max_steps: 600");
+fn a_killed_run_yields_the_result_of_an_uninterrupted_one() {
+    check_killed_run("max_steps: 600");
 }
 
-/// The same with weights, gradients and state in files of a run: what a killed one has left there is of no use, and in nobody's way.
+/// The same with weights, gradients and state offloaded to files. Files left by a killed run are not
+/// used and do not interfere.
 #[test]
-fn a_killed_run_with_offloaded_parameters_ends_as_one_that_was_not() {
-    ends_as_one_that_was_not_killed("max_steps: 200, offload: [parameters]");
+fn a_killed_run_with_offloaded_parameters_yields_the_same_result() {
+    check_killed_run("max_steps: 200, offload: [parameters]");
 }
 
-fn ends_as_one_that_was_not_killed(options: &str) {
-    let place = Place::new(64);
+fn check_killed_run(options: &str) {
+    let place = Workspace::new(64);
     let recipe = place.recipe(&format!("batch_size: 8, learning_rate: 1e-3, checkpoint_every: {{ steps: 5 }}, {options}"));
     place.finish(place.start(&recipe, "whole", &[], &[]));
     let checkpoint = place.folder.path().join("parts.unfinished/1-finetune/checkpoint.safetensors");
@@ -157,7 +158,7 @@ fn ends_as_one_that_was_not_killed(options: &str) {
     for number in 0..3 {
         let mut child = place.start(&recipe, "parts", &["--resume"], &[]);
         let start = Instant::now();
-        // Long enough for a checkpoint of this run, too short for all steps.
+        // Long enough for a checkpoint, too short for all steps.
         while child.try_wait().unwrap().is_none() && (!checkpoint.exists() || start.elapsed() < Duration::from_millis(150 + 100 * number)) {
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -176,9 +177,10 @@ fn ends_as_one_that_was_not_killed(options: &str) {
     assert!(!place.folder.path().join("parts.unfinished").exists());
 }
 
-/// With `cpu:strict`, a step that copies more than its samples in and its figures out is an error, and no kernel of the host is used.
+/// With `cpu:strict`, it is an error if a step copies more than its samples and metrics between host and
+/// device, and host kernels are not used.
 #[test]
-fn steps_are_the_same_where_every_copy_counts() {
+fn steps_do_not_change_with_strict_copies() {
     let cases = [
         ("finetune", "", ""),
         ("finetune", "average: 0.9, evaluate_every: 2, offload: [optimizer], gradient_checkpointing: blocks", ""),
@@ -189,7 +191,7 @@ fn steps_are_the_same_where_every_copy_counts() {
         ("finetune", "evaluate_every: 2, scales: learnable, offload: [parameters]", "  - quantize-dynamic: {}\n"),
     ];
     for (pass, options, before) in cases {
-        let place = if pass.contains("language") { Place::tokens(24) } else { Place::new(24) };
+        let place = if pass.contains("language") { Workspace::tokens(24) } else { Workspace::new(24) };
         let pass = pass.split(' ').next().unwrap();
         let path = place.folder.path().join("recipe.yaml");
         let data = "data: { train: { arrays: train.safetensors }, evaluation: { arrays: train.safetensors } }";
@@ -201,24 +203,40 @@ fn steps_are_the_same_where_every_copy_counts() {
         let (kernels, strict) = (place.weights("kernels"), place.weights("strict"));
         for (name, values) in kernels.iter().filter(|(name, _)| !name.contains("key.bias")) {
             let apart = values.iter().zip(&strict[name]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            // One step of eight bits may be more or less.
+            // 8-bit values may differ by one step.
             assert!(apart < if before.is_empty() { 1e-4 } else { 1e-2 }, "{pass} {options}, {name}: {apart}");
         }
     }
 }
 
+/// 8-bit optimizer states need tables, which are uploaded before the first step; parameters of fewer
+/// than 4096 elements do not use them.
 #[test]
-fn two_processes_make_the_steps_of_one() {
+fn steps_with_8_bit_states_copy_nothing_else() {
+    let place = Workspace::images("efficientnet-image-classification", 12);
+    assert!(weights(&place.model).values().any(|values| values.len() >= 4096));
+    let recipe = place.recipe("max_steps: 4, batch_size: 6, learning_rate: 1e-3, optimizer: adamw8bit");
+    let [kernels, strict] = [("kernels", &[][..]), ("strict", &["--device", "cpu:strict"][..])].map(|(out, more)| {
+        place.finish(place.start(&recipe, out, more, &[]));
+        let curve = place.report(out)["passes"][0]["details"]["training"]["curve"].clone();
+        curve.as_array().unwrap().iter().map(|row| row["loss"].as_f64().unwrap()).collect::<Vec<_>>()
+    });
+    assert_eq!(kernels.len(), 4);
+    assert!(kernels.iter().zip(&strict).all(|(a, b)| (a - b).abs() <= 1e-3 * a.abs()), "{kernels:?} {strict:?}");
+}
+
+#[test]
+fn two_processes_compute_the_steps_of_one() {
     let sharded = "shard: parameters, average: 0.9, evaluate_every: 3";
     let cases = ["", "shard_optimizer: true", "memory_limit: 0", "offload: [parameters]", "shard: parameters", sharded];
     for (options, data) in cases.map(|options| (options, "")).into_iter().chain([(sharded, "  - prune-unstructured: {}\n")]) {
-        let (place, tight) = (Place::new(64), options.starts_with("memory_limit"));
+        let (place, tight) = (Workspace::new(64), options.starts_with("memory_limit"));
         let recipe = |options: &str| {
             let path = place.recipe_with("train: { arrays: train.safetensors }, evaluation: { arrays: train.safetensors }", "finetune", options);
             std::fs::write(&path, std::fs::read_to_string(&path).unwrap().replace("passes:\n", &format!("passes:\n{data}"))).unwrap();
             path
         };
-        // One process takes two batches a step, of two each takes one.
+        // One process uses two micro-batches per step, two processes use one each.
         let alike = if options == sharded { ", average: 0.9, evaluate_every: 3" } else { "" };
         place.finish(place.start(&recipe(&format!("max_steps: 6, batch_size: 8, gradient_accumulation: 2, learning_rate: 1e-3{alike}")), "one", &[], &[]));
         let options = if tight { format!("memory_limit: {}", place.memory("one") * 9 / 10) } else { options.to_owned() };
@@ -227,7 +245,7 @@ fn two_processes_make_the_steps_of_one() {
         let children: Vec<Child> = ranks::<2>().iter().map(|rank| place.start(&recipe, "two", &[], rank)).collect();
         children.into_iter().for_each(|child| place.finish(child));
         let (one, two) = (place.weights("one"), place.weights("two"));
-        // Gradients of the biases of keys are nothing but rounding, which parts change.
+        // Gradients of the biases of keys consist of rounding errors, which depend on the partition.
         for (name, values) in one.iter().filter(|(name, _)| !tight || !name.contains("key.bias")) {
             let apart = values.iter().zip(&two[name]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(apart < 1e-5, "{options}, {name}: {apart}");
@@ -235,14 +253,14 @@ fn two_processes_make_the_steps_of_one() {
         if options == "shard: parameters" {
             assert!(place.memory("two") < place.memory("one") * 3 / 4, "{} and {}", place.memory("two"), place.memory("one"));
         }
-        assert_eq!(place.report("two").to_string().contains("in parts"), tight);
+        assert_eq!(place.report("two").to_string().contains("micro-batches"), tight);
     }
 }
 
-/// One process has a label in its batch, and the second process has none.
+/// One process has labels in its batch, the other one has none.
 #[test]
-fn steps_with_fewer_labels_than_processes_are_those_of_one() {
-    let place = Place::new(64);
+fn ranks_without_labels_do_not_change_steps() {
+    let place = Workspace::new(64);
     let path = place.at("train.safetensors");
     let mut arrays = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
     let labels: Vec<i64> = (0..64).map(|i| if i % 3 == 0 { i % 2 } else { -100 }).collect();
@@ -261,13 +279,13 @@ fn steps_with_fewer_labels_than_processes_are_those_of_one() {
 }
 
 #[test]
-fn a_training_of_three_goes_on_when_one_was_killed() {
-    goes_on_when_one_was_killed("shard_optimizer: true");
-    goes_on_when_one_was_killed("shard: parameters, average: 0.9, evaluate_every: 4");
+fn a_training_of_three_resumes_after_one_was_killed() {
+    check_resume_after_kill("shard_optimizer: true");
+    check_resume_after_kill("shard: parameters, average: 0.9, evaluate_every: 4");
 }
 
-fn goes_on_when_one_was_killed(options: &str) {
-    let place = Place::new(100);
+fn check_resume_after_kill(options: &str) {
+    let place = Workspace::new(100);
     let evaluates = options.contains("evaluate_every");
     let data = format!("train: {{ arrays: train.safetensors }}{}", if evaluates { ", evaluation: { arrays: evaluation.safetensors }" } else { "" });
     let evaluation = place.folder.path().join("evaluation.safetensors");
@@ -289,17 +307,17 @@ fn goes_on_when_one_was_killed(options: &str) {
     }
     third.wait().unwrap();
     let resume = || start("parts", &["--resume"]).map(|child| place.refused(child));
-    // Another number of processes, a share that is gone, and one of another step.
+    // Another number of processes, a missing shard, and one of another step.
     let said = place.refused(place.start(&recipe, "parts", &["--resume"], &[]));
-    assert!(said.contains("checkpoint.safetensors") && said.contains("in 3 processes, this one has 1"), "{said}");
+    assert!(said.contains("checkpoint.safetensors") && said.contains("with 3 processes, but this one has 1"), "{said}");
     if evaluates {
-        // The best weights would be chosen by scores on two data sets.
+        // The best weights would be selected by scores on two data sets.
         let bytes = std::fs::read(&evaluation).unwrap();
         let mut other = bytes.clone();
         *other.last_mut().unwrap() ^= 1;
         std::fs::write(&evaluation, other).unwrap();
         let [said, ..] = resume();
-        assert!(said.contains("is of a training with other evaluation data"), "{said}");
+        assert!(said.contains("belongs to a training with different evaluation data"), "{said}");
         std::fs::write(&evaluation, bytes).unwrap();
     }
     let shares = || std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.to_string_lossy().ends_with("-2.safetensors"));
@@ -309,11 +327,11 @@ fn goes_on_when_one_was_killed(options: &str) {
         assert!(said.contains("-2.safetensors") && said.contains("is missing"), "{said}");
     }
     for (path, _) in &kept {
-        // Of a step whose checkpoint was not finished, one may be missing.
+        // Shards of an unfinished checkpoint may be missing.
         let _ = std::fs::copy(path.to_string_lossy().replace("-2.safetensors", "-1.safetensors"), path);
     }
     let [_, _, said] = resume();
-    assert!(said.contains("-2.safetensors") && said.contains("is of process 1 of 3"), "{said}");
+    assert!(said.contains("-2.safetensors") && said.contains("belongs to rank 1 of 3"), "{said}");
     kept.iter().for_each(|(path, bytes)| std::fs::write(path, bytes).unwrap());
     start("parts", &["--resume"]).into_iter().for_each(|child| place.finish(child));
     let (whole, parts) = (place.weights("whole"), place.weights("parts"));
@@ -324,10 +342,11 @@ fn goes_on_when_one_was_killed(options: &str) {
     assert_eq!(place.names(), ["parts", "recipe.yaml", "train.safetensors", "whole"]);
 }
 
-/// A run of one process with a batch, one of two batches one after the other, and one of two processes with a batch each.
+/// One process with one batch, one process with two consecutive batches, and two processes with one
+/// batch each.
 #[test]
-fn statistics_of_batches_are_those_of_all_processes() {
-    let place = Place::images(8);
+fn batch_statistics_cover_all_processes() {
+    let place = Workspace::images("torchvision-resnet18", 8);
     let recipe = |more: &str| place.recipe(&format!("max_steps: 1, batch_size: 4, optimizer: sgd, learning_rate: 1e-12{more}"));
     place.finish(place.start(&recipe(""), "first", &[], &[]));
     place.finish(place.start(&recipe(", gradient_accumulation: 2"), "both", &[], &[]));
@@ -344,7 +363,7 @@ fn statistics_of_batches_are_those_of_all_processes() {
     let mut seen = 0;
     for (name, values) in two.iter().filter(|(name, _)| name.contains("running_")) {
         for (at, found) in values.iter().enumerate() {
-            // Each run moves what is stored by a tenth of the way to the statistics of its batches.
+            // Each run updates the running statistics by a tenth towards the statistics of its batches.
             let expected = (0.1 * first[name][at] + 0.9 * before[name][at] + both[name][at]) / 2.0;
             assert!((found - expected).abs() < 1e-5 * expected.abs().max(1.0), "{name}: {found} instead of {expected}");
             seen += usize::from((found - first[name][at]).abs() > 1e-6);
@@ -353,16 +372,16 @@ fn statistics_of_batches_are_those_of_all_processes() {
     assert!(seen > 10, "the second process has other samples");
 }
 
-/// The others have no samples to evaluate on; they stop when the first one does.
+/// The other ranks have no evaluation samples; they stop when rank 0 stops.
 #[test]
-fn the_first_of_three_processes_evaluates_for_all() {
+fn rank_0_of_three_evaluates_for_all() {
     for shard in ["optimizer", "parameters"] {
-        the_first_evaluates(shard);
+        check_rank_0_evaluates(shard);
     }
 }
 
-fn the_first_evaluates(shard: &str) {
-    let place = Place::new(32);
+fn check_rank_0_evaluates(shard: &str) {
+    let place = Workspace::new(32);
     let options = &format!("max_steps: 40, batch_size: 4, optimizer: sgd, learning_rate: 1e-12, evaluate_every: 2, patience: 2, shard: {shard}");
     let train = "train: { arrays: train.safetensors }";
     let [first, second, third] = ranks::<3>();
@@ -377,10 +396,10 @@ fn the_first_evaluates(shard: &str) {
     assert!(report.to_string().contains("stopped early after step 6"), "{report}");
 }
 
-/// Each process asks for other samples, and reads what others have asked for.
+/// Each process computes logits for other samples, and reads those of the others.
 #[test]
-fn processes_keep_the_answers_of_their_teacher_side_by_side() {
-    let place = Place::new(24);
+fn processes_share_cached_logits() {
+    let place = Workspace::new(24);
     let options = "student: { layers: [0] }, losses: { soft: 1 }, teacher_cache: answers, teacher_top: 1, epochs: 2, batch_size: 4, optimizer: sgd";
     let recipe = place.recipe_with("train: { arrays: train.safetensors }", "distill", options);
     let size = |entry: std::fs::DirEntry| (entry.file_name(), entry.metadata().unwrap().len());
@@ -390,35 +409,35 @@ fn processes_keep_the_answers_of_their_teacher_side_by_side() {
         ranks::<2>().map(|rank| place.start(&recipe, out, &[], &rank)).into_iter().for_each(|child| place.finish(child));
         sizes.push(files());
     }
-    assert_eq!(sizes[0], sizes[1], "nothing is asked twice");
+    assert_eq!(sizes[0], sizes[1], "logits are not computed twice");
     assert_eq!(place.weights("asked"), place.weights("kept"));
 }
 
 #[test]
-fn of_two_processes_the_first_writes() {
+fn rank_0_of_two_writes() {
     let model = golden();
     let (model, train) = (model.to_str().unwrap(), "{ arrays: train.safetensors }");
     let steps = ["--max-steps", "2", "--batch-size", "4"];
     let finetune = [&["finetune", model, "-o", "out", "--train", train][..], &steps].concat();
     let distill = [&["distill", model, "-o", "out", "--train", train, "--student", "layers=0"][..], &steps].concat();
     let chain = [&["chain", model, "-o", "out", "--train", train, "--", "cast", "--", "finetune"][..], &steps].concat();
-    // A training does not begin before all of its processes have come.
+    // Training does not start before all processes have connected.
     for args in [finetune, distill, chain, vec!["quantize-dynamic", model, "-o", "out"]] {
-        let place = Place::new(32);
+        let place = Workspace::new(32);
         let children = ranks::<2>().map(|rank| place.command(&args, &rank));
         let [first, second] = children.map(|child| child.wait_with_output().unwrap());
         for done in [&first, &second] {
             assert!(done.status.success(), "{args:?}: {}", String::from_utf8_lossy(&done.stderr));
         }
         assert!(String::from_utf8_lossy(&first.stdout).contains("written and verified: out"), "{args:?}");
-        assert!(second.stdout.is_empty() && String::from_utf8_lossy(&second.stderr).contains("the first of the processes writes out"), "{args:?}");
+        assert!(second.stdout.is_empty() && String::from_utf8_lossy(&second.stderr).contains("rank 0 writes out"), "{args:?}");
         assert_eq!(place.names(), ["out", "train.safetensors"], "{args:?}");
     }
 }
 
 #[test]
-fn two_trainings_do_not_share_what_is_unfinished() {
-    let place = Place::new(64);
+fn two_trainings_do_not_share_a_resume_folder() {
+    let place = Workspace::new(64);
     let recipe = place.recipe("max_steps: 100000, batch_size: 8, learning_rate: 1e-3");
     let log = place.folder.path().join("out.unfinished/1-finetune/training.csv");
     let mut first = place.start(&recipe, "out", &[], &[]);
@@ -430,12 +449,12 @@ fn two_trainings_do_not_share_what_is_unfinished() {
         let told = String::from_utf8_lossy(&second.stderr);
         assert!(second.status.code() == Some(1) && told.contains("out.unfinished: is used by another run"), "{more:?}: {told}");
     }
-    assert!(first.try_wait().unwrap().is_none() && log.exists(), "the first run goes on");
+    assert!(first.try_wait().unwrap().is_none() && log.exists(), "the first run continues");
     first.kill().unwrap();
     first.wait().unwrap();
     let begun = std::fs::read_to_string(&log).unwrap();
     assert!(begun.lines().skip(1).enumerate().all(|(i, line)| line.starts_with(&format!("{},", i + 1))), "{begun}");
-    // What a killed run has left goes with --force, and what is not of this tool does not.
+    // --force removes what a killed run has left, but not foreign files.
     let recipe = place.recipe("max_steps: 2, batch_size: 8");
     place.finish(place.start(&recipe, "out", &["--force"], &[]));
     assert_eq!(place.names(), ["out", "recipe.yaml", "train.safetensors"]);

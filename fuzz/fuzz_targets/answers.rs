@@ -1,5 +1,5 @@
-//! Arbitrary text as `graph.json`, whose graph is run, and learns: whatever sizes and attributes it has, there are answers of the shapes that were
-//! said, or an error. Tensors have the shapes that their names say: `w3x4` is `[3, 4]`.
+//! Arbitrary text as `graph.json`: the forward and backward passes of the graph return tensors of the inferred shapes, or an error.
+//! The names of tensors specify their shapes: `w3x4` is `[3, 4]`.
 
 #![no_main]
 
@@ -7,15 +7,15 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device};
 use compress::analysis::cost;
-use compress::data::synthetic_of;
+use compress::data::synthetic_with_sizes;
 use compress::exec::{Executor, Inputs, MemoryTracker, Parameters, Residence, Tape};
 use compress::ir::{Catalog, Graph, GraphFile};
-use compress::store::{self, Block, Encoding, BlockSink, WeightSource, View, Weight, Weights};
+use compress::store::{self, Block, BlockSink, Encoding, View, Weight, WeightSource, Weights};
 use compress::work::{Cancel, Silent, Work};
 use libfuzzer_sys::fuzz_target;
 
-/// Elements that a tensor has at most, multiplications of a graph, and bytes of its values.
-const MOST: (usize, u64, u64) = (1024, 1 << 18, 1 << 20);
+/// Limits: elements of a tensor, multiply-accumulates of a graph, and bytes of its values.
+const LIMITS: (usize, u64, u64) = (1024, 1 << 18, 1 << 20);
 
 struct Named;
 
@@ -23,7 +23,7 @@ impl Catalog for Named {
     fn shape(&self, name: &str) -> Option<Vec<usize>> {
         let shape: Vec<usize> = name.strip_prefix('w')?.split('x').map(|size| size.parse().ok()).collect::<Option<_>>()?;
         let elements = shape.iter().try_fold(1usize, |all, size| all.checked_mul(*size));
-        elements.is_some_and(|elements| elements <= MOST.0).then_some(shape)
+        elements.is_some_and(|elements| elements <= LIMITS.0).then_some(shape)
     }
 
     fn nearest(&self, _name: &str) -> Option<String> {
@@ -48,8 +48,8 @@ fn weights(graph: &Graph) -> Weights {
     Weights { by_name: graph.params().map(|(_, value)| (value.name.clone(), weight(&value.name))).collect(), ..Weights::default() }
 }
 
-/// The way back, from ones at every output.
-fn learns(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> Option<()> {
+/// Backward pass from gradients of ones at every output.
+fn backward(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> Option<()> {
     let taps = graph.outputs().iter().map(|(_, id)| *id).collect();
     let (tape, ledger) = (Tape::new(graph, Device::Cpu, taps, &|_| true, &[]), MemoryTracker::default());
     let Ok(forward) = tape.forward(parameters, inputs, &ledger, None) else { return None };
@@ -65,17 +65,17 @@ fn learns(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> Option<()>
 fuzz_target!(|text: &str| {
     let Ok(file) = serde_json::from_str::<GraphFile>(text) else { return };
     let Ok(graph) = file.build(&Named) else { return };
-    // Whatever they are called, from 1 to 8.
+    // Sizes from 1 to 8, derived from the names of the axes.
     let sizes = graph.bind(|name| name.bytes().fold(0, |a, b| (a + usize::from(b)) % 8) + 1);
     let (macs, bytes) = cost(&graph, &sizes);
-    if macs > MOST.1 || bytes > MOST.2 {
+    if macs > LIMITS.1 || bytes > LIMITS.2 {
         return;
     }
-    let Ok(batch) = synthetic_of(&graph, 0, &sizes) else { return };
+    let Ok(batch) = synthetic_with_sizes(&graph, 0, &sizes) else { return };
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
     let parameters = Parameters::load(&graph, &weights(&graph), &Device::Cpu, DType::F32, Residence::Computed, &work);
     if let Ok(parameters) = &parameters {
-        let _ = learns(&graph, parameters, &batch.inputs);
+        let _ = backward(&graph, parameters, &batch.inputs);
     }
     let Ok(answers) = parameters.and_then(|parameters| Executor::new(&graph, parameters, Device::Cpu).run(&batch.inputs)) else { return };
     for (name, id) in graph.outputs() {

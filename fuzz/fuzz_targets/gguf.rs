@@ -8,9 +8,9 @@ mod checks;
 
 use std::sync::LazyLock;
 
-use checks::Place;
+use checks::Scratch;
 use libfuzzer_sys::fuzz_target;
 
-static PLACE: LazyLock<Place> = LazyLock::new(|| Place::new("fuzz-gguf"));
+static SCRATCH: LazyLock<Scratch> = LazyLock::new(|| Scratch::new("fuzz-gguf"));
 
-fuzz_target!(|bytes: &[u8]| drop(checks::gguf(&PLACE, bytes, true)));
+fuzz_target!(|bytes: &[u8]| drop(checks::gguf(&SCRATCH, bytes, true)));

@@ -1,11 +1,11 @@
-//! Mutations that know the format: most random changes break the length field or the byte counts and never
-//! reach what lies behind them.
+//! Format-aware mutations of safetensors files: most random changes invalidate the length field or the offsets and never
+//! reach later checks.
 
 use libfuzzer_sys::fuzzer_mutate;
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
-/// Changes the file in place; returns its new size.
+/// Mutates the file in place and returns its new size.
 pub fn mutate(data: &mut [u8], size: usize, max_size: usize, seed: u32) -> usize {
     let mut random = Random(u64::from(seed) | 1 << 32);
     if random.below(8) == 0 {
@@ -47,7 +47,7 @@ const SUFFIXES: [&str; 9] = ["", "_scale", "_zero_point", "_packed", "_shape", "
 const DTYPES: [Dtype; 10] = [Dtype::F32, Dtype::BF16, Dtype::F16, Dtype::F64, Dtype::I8, Dtype::U8, Dtype::I32, Dtype::I64, Dtype::F4, Dtype::BOOL];
 const SIZES: [u64; 8] = [0, 1, 2, 3, 4, 8, 1 << 32, u64::MAX];
 
-/// One change to one tensor; then, mostly, offsets and data are made to fit again.
+/// Mutates one tensor and, in most cases, adjusts the offsets and the data.
 fn change(header: Map<String, Value>, rest: Vec<u8>, random: &mut Random) -> (Map<String, Value>, Vec<u8>) {
     let mut entries: Vec<(String, Value)> = header.into_iter().collect();
     let chosen = random.below(entries.len() + 1);

@@ -1,4 +1,5 @@
-//! Arbitrary bytes as an ONNX file: what can be read is the same after it was written, whatever order its fields came in.
+//! Arbitrary bytes as an ONNX file: a decoded model is unchanged after encoding and decoding it, independent of the order of its
+//! fields.
 
 #![no_main]
 
@@ -11,7 +12,7 @@ use prost::Message;
 fuzz_target!(|bytes: &[u8]| {
     let Ok(model) = decode(&[Piece::Bytes(bytes.to_vec())]) else { return };
     let written = model.encode_to_vec();
-    let again = ModelProto::decode(written.as_slice()).expect("what was written can be read");
-    // Bytes, since NaN is not equal to itself.
+    let again = ModelProto::decode(written.as_slice()).expect("an encoded model can be decoded");
+    // The encoded bytes are compared, because NaN is not equal to itself.
     assert_eq!(again.encode_to_vec(), written);
 });

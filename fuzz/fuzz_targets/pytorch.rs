@@ -1,4 +1,4 @@
-//! Arbitrary bytes as a file of PyTorch, an archive or of the format before.
+//! Arbitrary bytes as a PyTorch file, in the zip or the legacy format.
 
 #![no_main]
 
@@ -8,9 +8,9 @@ mod checks;
 
 use std::sync::LazyLock;
 
-use checks::Place;
+use checks::Scratch;
 use libfuzzer_sys::fuzz_target;
 
-static PLACE: LazyLock<Place> = LazyLock::new(|| Place::new("fuzz-pytorch"));
+static SCRATCH: LazyLock<Scratch> = LazyLock::new(|| Scratch::new("fuzz-pytorch"));
 
-fuzz_target!(|bytes: &[u8]| drop(checks::pytorch(&PLACE, bytes)));
+fuzz_target!(|bytes: &[u8]| drop(checks::pytorch(&SCRATCH, bytes)));

@@ -1,7 +1,7 @@
-//! Arbitrary bytes as a safetensors file, held against the reference reader, then opened and read whole.
+//! Arbitrary bytes as a safetensors file: the header is compared with that of the reference reader, then the file is opened and read.
 //!
-//! What is accepted here must be accepted there, and mean the same; the reverse holds but for a few rules that are
-//! stricter on purpose. What opens is planned for, and now and then written and read back.
+//! A header that is accepted must be accepted by the reference, with the same contents. The reverse holds except for a few rules that are
+//! stricter on purpose. Pipelines are planned for files that open, and sometimes run.
 
 #![no_main]
 
@@ -20,18 +20,18 @@ use libfuzzer_sys::{fuzz_mutator, fuzz_target};
 use safetensors::SafeTensors;
 use safetensors::tensor::Metadata;
 
-/// A name that is given twice, and a tensor that is described by a list instead of an object.
+/// Messages of the stricter rules: duplicate names, and tensors that are described by a list instead of an object.
 const STRICTER: [&str; 2] = ["duplicate name", "invalid type: sequence, expected an object"];
 
 fuzz_target!(|file: &[u8]| {
-    let ours = parse(file);
-    match (&ours, SafeTensors::read_metadata(file)) {
-        (Ok(ours), Ok((_, theirs))) => same(ours, &theirs),
-        (Ok(_), Err(error)) => panic!("accepted here, but not by the reference: {error:?}"),
-        (Err(reason), Ok(_)) => assert!(STRICTER.iter().any(|rule| reason.contains(rule)), "accepted by the reference, but not here: {reason}"),
+    let header = parse(file);
+    match (&header, SafeTensors::read_metadata(file)) {
+        (Ok(header), Ok((_, reference))) => assert_same(header, &reference),
+        (Ok(_), Err(error)) => panic!("accepted, but rejected by the reference: {error:?}"),
+        (Err(reason), Ok(_)) => assert!(STRICTER.iter().any(|rule| reason.contains(rule)), "rejected, but accepted by the reference: {reason}"),
         (Err(_), Err(_)) => {}
     }
-    open(file, ours.is_ok());
+    open(file, header.is_ok());
 });
 
 fuzz_mutator!(|data: &mut [u8], size: usize, max_size: usize, seed: u32| { mutate::mutate(data, size, max_size, seed) });
@@ -43,28 +43,28 @@ fn parse(file: &[u8]) -> Result<Header, String> {
     Header::parse(json, data.len() as u64)
 }
 
-fn same(ours: &Header, theirs: &Metadata) {
-    let tensors = theirs.tensors();
-    assert_eq!(ours.tensors.len(), tensors.len());
-    for t in &ours.tensors {
+fn assert_same(header: &Header, reference: &Metadata) {
+    let tensors = reference.tensors();
+    assert_eq!(header.tensors.len(), tensors.len());
+    for t in &header.tensors {
         let other = tensors[&t.name];
         assert_eq!((t.dtype, &t.shape), (other.dtype, &other.shape), "{}", t.name);
         assert_eq!((t.begin as usize, t.end as usize), other.data_offsets, "{}", t.name);
     }
-    let metadata = theirs.metadata().clone().unwrap_or_default();
-    assert_eq!(ours.metadata, metadata.into_iter().collect());
+    let metadata = reference.metadata().clone().unwrap_or_default();
+    assert_eq!(header.metadata, metadata.into_iter().collect());
 }
 
-static PLACE: LazyLock<PathBuf> = LazyLock::new(|| {
+static SCRATCH: LazyLock<PathBuf> = LazyLock::new(|| {
     let memory = PathBuf::from("/dev/shm");
     let folder = if memory.is_dir() { memory } else { std::env::temp_dir() };
     folder.join(format!("compress-fuzz-{}.safetensors", std::process::id()))
 });
 
 fn open(file: &[u8], valid: bool) {
-    std::fs::write(&*PLACE, file).expect("the scratch file can be written");
-    assert_eq!(Checkpoint::open(&PLACE).is_ok(), valid, "a file and its header must be judged alike");
-    let Ok(model) = Model::open(&*PLACE) else { return };
+    std::fs::write(&*SCRATCH, file).expect("the scratch file can be written");
+    assert_eq!(Checkpoint::open(&SCRATCH).is_ok(), valid, "a file must open if and only if its header is valid");
+    let Ok(model) = Model::open(&*SCRATCH) else { return };
     let mut whole = true;
     for (name, weight) in &model.weights.by_name {
         let read = bytes(weight);
@@ -73,7 +73,7 @@ fn open(file: &[u8], valid: bool) {
             assert_eq!(bytes(&weight.dense(name)).is_some(), read.is_some(), "{name}: {weight:?}");
         }
     }
-    // The slower checks take turns.
+    // The slower checks are run alternately.
     let turn = file.iter().fold(0u8, |sum, byte| sum.wrapping_add(*byte));
     if turn.is_multiple_of(4) {
         plan(&model);
@@ -83,7 +83,7 @@ fn open(file: &[u8], valid: bool) {
     }
 }
 
-/// Every byte is asked for, since integers, scales and masks are only put together then.
+/// Reads every byte of a weight, because integers, scales and masks are only combined when they are read.
 fn bytes(weight: &Weight) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     weight
@@ -99,17 +99,17 @@ fn bytes(weight: &Weight) -> Option<Vec<u8>> {
 fn plan(model: &Model) {
     for layout in [Layout::Auto, Layout::Dense, Layout::Sparse] {
         let builder = Pipeline::builder().pass(PruneUnstructured::default()).pass(Cast::default()).pass(QuantizeDynamic::default());
-        let _ = builder.export(Safetensors::layout(layout)).build().and_then(|pipeline| pipeline.plan(model));
-        let _ = Pipeline::builder().export(Safetensors::layout(layout)).build().and_then(|pipeline| pipeline.plan(model));
+        let _ = builder.export(Safetensors::with_layout(layout)).build().and_then(|pipeline| pipeline.plan(model));
+        let _ = Pipeline::builder().export(Safetensors::with_layout(layout)).build().and_then(|pipeline| pipeline.plan(model));
     }
 }
 
-/// Disk to disk and back.
+/// Runs a pipeline and opens its output.
 fn rewrite(model: &Model, layout: Layout) {
-    let output = PLACE.with_extension("out");
-    let pipeline = Pipeline::builder().export(Safetensors::layout(layout)).allow_nonfinite(true).force(true).threads(1);
+    let output = SCRATCH.with_extension("out");
+    let pipeline = Pipeline::builder().export(Safetensors::with_layout(layout)).allow_nonfinite(true).force(true).threads(1);
     let Ok(_) = pipeline.build().and_then(|pipeline| pipeline.run(model.clone(), &output)) else { return };
-    let back = Model::open(&output).expect("what was written opens");
+    let back = Model::open(&output).expect("the output opens");
     assert_eq!(back.weights.by_name.len(), model.weights.by_name.len());
     for (name, weight) in &model.weights.by_name {
         let after = &back.weights.by_name[name];

@@ -1,5 +1,5 @@
-//! Arbitrary text as a recipe: no text may crash the parser, and a recipe that parses is the same recipe
-//! after it was written out.
+//! Arbitrary text as a recipe: the parser does not crash, and a parsed recipe is unchanged after writing and
+//! parsing it.
 
 #![no_main]
 

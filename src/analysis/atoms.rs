@@ -1,9 +1,9 @@
-//! Axes as terms: an axis is an atom, several atoms in one (a product, outer first), or several one behind the other
-//! (a concatenation). Making two axes the same splits their terms until the atoms are the same.
+//! Axes as terms: an axis is an atom, a product of several axes (outer first), or a concatenation.
+//! Unifying two axes splits their terms until their atoms are equal.
 
 use serde::Serialize;
 
-/// An axis, or a part of one.
+/// Id of an axis or of a part of one.
 pub(super) type AxisId = usize;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,20 +22,20 @@ pub(super) struct Atoms {
     frozen: Vec<Option<String>>,
 }
 
-/// Where the units of an atom lie on an axis: unit `u` takes `block` elements from `offset + u · block`, and again at
-/// each step of the repeats.
+/// Layout of an atom's units on an axis: unit `u` takes `block` elements from `offset + u · block` on,
+/// repeated with the strides in `repeats`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Place {
+pub struct UnitLayout {
     /// First element.
     pub offset: usize,
     /// Consecutive elements of a unit.
     pub block: usize,
-    /// How often everything comes again, and at what distance; outermost first.
+    /// Count and stride of each repetition, outermost first.
     pub repeats: Vec<(usize, usize)>,
 }
 
-impl Place {
-    /// Calls with the first element of every block of a unit.
+impl UnitLayout {
+    /// Calls `visit` with the first element of every block of a unit.
     pub fn blocks(&self, unit: usize, visit: &mut dyn FnMut(usize)) {
         fn descend(repeats: &[(usize, usize)], at: usize, visit: &mut dyn FnMut(usize)) {
             match repeats {
@@ -46,19 +46,19 @@ impl Place {
         descend(&self.repeats, self.offset + unit * self.block, visit);
     }
 
-    /// Elements of one unit.
+    /// Number of elements of one unit.
     pub fn elements(&self) -> usize {
         self.block * self.repeats.iter().map(|(count, _)| count).product::<usize>()
     }
 }
 
 impl Atoms {
-    /// A new axis.
+    /// Adds an atomic axis.
     pub fn atom(&mut self, size: usize) -> AxisId {
         self.add(Term::Atom, size)
     }
 
-    /// Axes in one, outer first.
+    /// Adds the product of axes, outer first.
     pub fn product(&mut self, parts: Vec<AxisId>) -> AxisId {
         let size = parts.iter().fold(1usize, |all, part| all.saturating_mul(self.size(*part)));
         match self.lasting(parts, 1).as_slice() {
@@ -68,7 +68,7 @@ impl Atoms {
         }
     }
 
-    /// Axes one behind the other.
+    /// Adds the concatenation of axes.
     pub fn concatenation(&mut self, parts: Vec<AxisId>) -> AxisId {
         let size = parts.iter().fold(0usize, |all, part| all.saturating_add(self.size(*part)));
         match self.lasting(parts, 0).as_slice() {
@@ -78,7 +78,7 @@ impl Atoms {
         }
     }
 
-    /// The parts that are not of the size that changes nothing.
+    /// The parts whose size is not the neutral one.
     fn lasting(&self, parts: Vec<AxisId>, neutral: usize) -> Vec<AxisId> {
         parts.into_iter().filter(|part| self.size(*part) != neutral).collect()
     }
@@ -95,12 +95,12 @@ impl Atoms {
         self.sizes[axis]
     }
 
-    /// Why nothing may be taken out of an atom.
+    /// The reason why an atom cannot be sliced, if it is frozen.
     pub fn reason(&self, atom: AxisId) -> Option<&str> {
         self.frozen[self.find(atom)].as_deref()
     }
 
-    /// The axis that stands for all that are the same.
+    /// The representative of all axes that are unified with this one.
     pub fn find(&self, mut axis: AxisId) -> AxisId {
         while let Term::Same(other) = self.terms[axis] {
             axis = other;
@@ -108,7 +108,7 @@ impl Atoms {
         axis
     }
 
-    /// Lets nothing be taken out of an axis; the first reason stays.
+    /// Marks an axis as frozen; the first reason is retained.
     pub fn freeze(&mut self, axis: AxisId, reason: &str) {
         let axis = self.find(axis);
         match self.terms[axis].clone() {
@@ -119,7 +119,7 @@ impl Atoms {
         }
     }
 
-    /// Makes two axes the same. Where their parts do not fit each other, both are frozen for this reason.
+    /// Unifies two axes. If their terms cannot be aligned, both are frozen with this reason.
     pub fn unify(&mut self, a: AxisId, b: AxisId, reason: &str) {
         let (a, b) = (self.find(a), self.find(b));
         if a == b {
@@ -152,7 +152,7 @@ impl Atoms {
         true
     }
 
-    /// The factors of an axis, outer first, none of them a product or of one element.
+    /// The factors of an axis, outer first; none of them is a product or has size 1.
     fn factors(&self, axis: AxisId) -> Vec<AxisId> {
         let axis = self.find(axis);
         match &self.terms[axis] {
@@ -162,7 +162,7 @@ impl Atoms {
         }
     }
 
-    /// The parts of an axis in order, none of them a concatenation or empty.
+    /// The parts of an axis in order; none of them is a concatenation or empty.
     fn parts(&self, axis: AxisId) -> Vec<AxisId> {
         let axis = self.find(axis);
         match &self.terms[axis] {
@@ -211,7 +211,7 @@ impl Atoms {
         a.is_empty() && b.is_empty()
     }
 
-    /// Cuts an axis that is no concatenation in two.
+    /// Splits an axis, which must not be a concatenation, in two.
     fn split(&mut self, axis: AxisId, head: usize) -> Option<(AxisId, AxisId)> {
         let axis = self.find(axis);
         let size = self.sizes[axis];
@@ -237,45 +237,45 @@ impl Atoms {
         }
     }
 
-    /// Calls with every atom of an axis and where its units lie.
-    pub fn places(&self, axis: AxisId, visit: &mut dyn FnMut(AxisId, Place)) {
-        self.descend(axis, Place { offset: 0, block: 1, repeats: Vec::new() }, visit);
+    /// Calls `visit` with every atom of an axis and the layout of its units.
+    pub fn layouts(&self, axis: AxisId, visit: &mut dyn FnMut(AxisId, UnitLayout)) {
+        self.descend(axis, UnitLayout { offset: 0, block: 1, repeats: Vec::new() }, visit);
     }
 
-    fn descend(&self, axis: AxisId, place: Place, visit: &mut dyn FnMut(AxisId, Place)) {
+    fn descend(&self, axis: AxisId, layout: UnitLayout, visit: &mut dyn FnMut(AxisId, UnitLayout)) {
         let axis = self.find(axis);
         match &self.terms[axis] {
             Term::Product(parts) => {
-                let mut block = place.block * self.sizes[axis];
-                let mut repeats = place.repeats;
+                let mut block = layout.block * self.sizes[axis];
+                let mut repeats = layout.repeats;
                 for part in parts {
                     let size = self.sizes[*part];
                     block /= size.max(1);
-                    self.descend(*part, Place { offset: place.offset, block, repeats: repeats.clone() }, visit);
+                    self.descend(*part, UnitLayout { offset: layout.offset, block, repeats: repeats.clone() }, visit);
                     repeats.push((size, block));
                 }
             }
             Term::Concatenation(parts) => {
-                let mut offset = place.offset;
+                let mut offset = layout.offset;
                 for part in parts {
-                    self.descend(*part, Place { offset, ..place.clone() }, visit);
-                    offset += self.sizes[*part] * place.block;
+                    self.descend(*part, UnitLayout { offset, ..layout.clone() }, visit);
+                    offset += self.sizes[*part] * layout.block;
                 }
             }
             _ => {
                 let mut repeats: Vec<(usize, usize)> = Vec::new();
-                for (count, stride) in place.repeats.iter().copied().filter(|(count, _)| *count != 1) {
+                for (count, stride) in layout.repeats.iter().copied().filter(|(count, _)| *count != 1) {
                     match repeats.last_mut() {
                         Some((outer, far)) if *far == count * stride => (*outer, *far) = (*outer * count, stride),
                         _ => repeats.push((count, stride)),
                     }
                 }
-                visit(axis, Place { repeats, ..place });
+                visit(axis, UnitLayout { repeats, ..layout });
             }
         }
     }
 
-    /// The size of an axis when atoms have other sizes.
+    /// The size of an axis for the given sizes of atoms.
     pub fn resized(&self, axis: AxisId, size: &dyn Fn(AxisId) -> usize) -> usize {
         let axis = self.find(axis);
         match &self.terms[axis] {
@@ -295,12 +295,12 @@ mod tests {
 
     fn shown(atoms: &Atoms, axis: AxisId) -> Vec<Shown> {
         let mut found = Vec::new();
-        atoms.places(axis, &mut |atom, place| found.push((atoms.size(atom), place.offset, place.block, place.repeats)));
+        atoms.layouts(axis, &mut |atom, layout| found.push((atoms.size(atom), layout.offset, layout.block, layout.repeats)));
         found
     }
 
     #[test]
-    fn a_width_is_split_into_heads_and_an_offset_is_kept() {
+    fn a_width_is_split_into_heads_with_offsets() {
         let mut atoms = Atoms::default();
         let width = atoms.atom(24);
         let mut heads = Vec::new();
@@ -318,9 +318,9 @@ mod tests {
         atoms.unify(heads[0], heads[2], "test");
         let head = atoms.find(heads[0]);
         let mut offsets = Vec::new();
-        atoms.places(width, &mut |atom, place| {
+        atoms.layouts(width, &mut |atom, layout| {
             if atom == head {
-                offsets.push((place.offset, place.block));
+                offsets.push((layout.offset, layout.block));
             }
         });
         assert_eq!(offsets, [(0, 4), (8, 4), (16, 4)]);
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn products_align_and_what_does_not_is_frozen() {
+    fn products_align_or_are_frozen() {
         let mut atoms = Atoms::default();
         let parts = [atoms.atom(2), atoms.atom(6)];
         let a = atoms.product(parts.to_vec());
@@ -342,7 +342,7 @@ mod tests {
         atoms.unify(a, c, "uneven");
         assert_eq!(atoms.reason(parts[0]), Some("uneven"));
         let mut seen = Vec::new();
-        Place { offset: 1, block: 2, repeats: vec![(2, 10)] }.blocks(3, &mut |at| seen.push(at));
+        UnitLayout { offset: 1, block: 2, repeats: vec![(2, 10)] }.blocks(3, &mut |at| seen.push(at));
         assert_eq!(seen, [7, 17]);
     }
 }

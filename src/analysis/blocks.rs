@@ -1,32 +1,34 @@
-//! Where a graph can be cut, so that its parts run one after the other with the parameters of one part in memory.
+//! Splitting of a graph into blocks that run one after the other, with the parameters of one block in
+//! memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use crate::ir::{Graph, Kind, Op, ValueId};
 
-/// A part of a graph that one value leads into: of a transformer, attention or the network behind it.
+/// A part of a graph with a single value as its input: in a transformer, attention or the feed-forward
+/// network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Block {
-    /// Its nodes, by position.
+    /// Indices of its nodes.
     pub nodes: Range<usize>,
-    /// Parameters that they read, by name.
+    /// Names of the parameters that they read.
     pub parameters: BTreeSet<String>,
-    /// The value at its end, by name: the only one that depends on parameters and is read by later blocks.
+    /// Name of its output: the only value that depends on parameters and is read by later blocks.
     pub value: String,
 }
 
-/// What the places between nodes are like.
-struct Places<'g> {
+/// Candidate cuts between nodes.
+struct CutPoints<'g> {
     graph: &'g Graph,
-    /// By value: how many nodes read it, and the last of them.
+    /// For each value, the number of nodes that read it and the index of the last one.
     readers: BTreeMap<ValueId, (usize, usize)>,
-    /// By value: whether it depends on a parameter.
+    /// For each value, whether it depends on a parameter.
     dependent: Vec<bool>,
 }
 
-impl Places<'_> {
-    fn of(graph: &Graph) -> Places<'_> {
+impl CutPoints<'_> {
+    fn new(graph: &Graph) -> CutPoints<'_> {
         let mut readers: BTreeMap<ValueId, (usize, usize)> = BTreeMap::new();
         let mut dependent: Vec<bool> = graph.values().iter().map(|value| value.kind == Kind::Param).collect();
         for (index, node) in graph.nodes().iter().enumerate() {
@@ -36,10 +38,11 @@ impl Places<'_> {
             }
             dependent[node.output.index()] = node.inputs.iter().any(|id| dependent[id.index()]);
         }
-        Places { graph, readers, dependent }
+        CutPoints { graph, readers, dependent }
     }
 
-    /// For each place between two nodes, by the position of the second: the values that cross it and depend on parameters.
+    /// For each cut between two nodes, identified by the index of the second, the values that cross it
+    /// and depend on parameters.
     fn crossings(&self) -> Vec<(usize, Vec<ValueId>)> {
         let mut open: Vec<ValueId> = Vec::new();
         let nodes = self.graph.nodes();
@@ -54,9 +57,10 @@ impl Places<'_> {
         found
     }
 
-    /// Whether a value stands by itself in every plan: what one node alone reads may be computed together with it, unless that node
-    /// begins something. A transposed value is a view of another one, and is read in another order of sums once it is a copy.
-    fn stands_alone(&self, id: ValueId) -> bool {
+    /// Whether a value is materialized in every execution plan. A value with a single reader may be fused
+    /// with it, unless the reader starts a fused group. A transposed value is a view; as a copy, it would
+    /// be reduced in a different order of summation.
+    fn is_materialized(&self, id: ValueId) -> bool {
         if matches!(self.graph.value(id).kind, Kind::Node(index) if matches!(self.graph.nodes()[index].op, Op::Transpose(_))) {
             return false;
         }
@@ -72,23 +76,23 @@ impl Places<'_> {
     }
 }
 
-/// Cuts a graph wherever one value that depends on parameters is all that later nodes read; values that depend on none, such as masks
-/// and positions, may be read across. In a transformer, that is behind each residual sum, or behind its normalisation. A graph that
-/// cannot be cut is one block.
+/// Splits a graph at every cut that a single value depending on parameters crosses. Values that depend on
+/// no parameter, such as masks and positions, may cross as well. In a transformer, the cuts are after
+/// each residual addition or the normalization that follows it. A graph without such cuts is one block.
 pub fn blocks(graph: &Graph) -> Vec<Block> {
-    let places = Places::of(graph);
+    let cuts = CutPoints::new(graph);
     let mut found: Vec<Block> = Vec::new();
     let mut first = 0;
-    for (place, crossing) in places.crossings() {
+    for (cut, crossing) in cuts.crossings() {
         let [value] = crossing.as_slice() else { continue };
-        let mut block = places.block(first..place);
-        if places.stands_alone(*value) && !block.parameters.is_empty() {
+        let mut block = cuts.block(first..cut);
+        if cuts.is_materialized(*value) && !block.parameters.is_empty() {
             block.value = graph.value(*value).name.clone();
             found.push(block);
-            first = place;
+            first = cut;
         }
     }
-    let mut last = places.block(first..graph.nodes().len());
+    let mut last = cuts.block(first..graph.nodes().len());
     if last.parameters.is_empty()
         && let Some(before) = found.pop()
     {
@@ -98,39 +102,39 @@ pub fn blocks(graph: &Graph) -> Vec<Block> {
     found
 }
 
-/// The positions of nodes at which one block ends and the next begins.
+/// The indices of nodes at which one block ends and the next one starts.
 pub fn block_ends(graph: &Graph) -> Vec<usize> {
     let ends = blocks(graph).into_iter().map(|block| block.nodes.end);
     ends.filter(|end| *end < graph.nodes().len()).collect()
 }
 
-/// Why a graph is one block, if it is.
-pub fn uncut(graph: &Graph) -> Option<String> {
+/// The reason why a graph is a single block, if it is.
+pub fn single_block_reason(graph: &Graph) -> Option<String> {
     if blocks(graph).len() > 1 {
         return None;
     }
-    let places = Places::of(graph);
-    let narrowest = places.crossings().into_iter().filter(|(_, values)| values.len() > 1).min_by_key(|(_, values)| values.len());
+    let cuts = CutPoints::new(graph);
+    let narrowest = cuts.crossings().into_iter().filter(|(_, values)| values.len() > 1).min_by_key(|(_, values)| values.len());
     Some(match narrowest {
         Some((_, values)) => {
             let names: Vec<String> = values.iter().take(3).map(|id| format!("`{}`", graph.value(*id).name)).collect();
-            format!("nowhere does one value alone lead into the rest of the graph; at the narrowest place {} do: {}", values.len(), names.join(", "))
+            format!("no single value separates two parts of the graph; {} values cross the narrowest cut: {}", values.len(), names.join(", "))
         }
-        None => "it has no two parts with parameters of their own".into(),
+        None => "fewer than two parts of the graph have parameters".into(),
     })
 }
 
-/// Parameters that are weights of linear layers and nothing else: no value shares their memory.
-pub fn weights_of_layers(graph: &Graph) -> BTreeSet<String> {
+/// Parameters that are only weights of linear layers, so that no value shares their memory.
+pub fn linear_weights(graph: &Graph) -> BTreeSet<String> {
     let mut found: BTreeMap<ValueId, bool> = graph.params().map(|(id, _)| (id, !graph.is_output(id))).collect();
     for node in graph.nodes() {
         for (position, id) in node.inputs.iter().enumerate() {
-            if let Some(alone) = found.get_mut(id) {
-                *alone &= position == 1 && matches!(node.op, Op::Linear(_));
+            if let Some(only_linear) = found.get_mut(id) {
+                *only_linear &= position == 1 && matches!(node.op, Op::Linear(_));
             }
         }
     }
-    found.into_iter().filter(|(_, alone)| *alone).map(|(id, _)| graph.value(id).name.clone()).collect()
+    found.into_iter().filter(|(_, only_linear)| *only_linear).map(|(id, _)| graph.value(id).name.clone()).collect()
 }
 
 #[cfg(test)]
@@ -145,24 +149,24 @@ mod tests {
     }
 
     #[test]
-    fn cuts_are_behind_residual_sums() {
+    fn cuts_follow_residual_additions() {
         let residual = "a = Linear(x, w) -> float[2, 4]\nb = Relu(a) -> float[2, 4]\nc = Linear(b, v) -> float[2, 4]\nd = Add(a, c) -> float[2, 4]\ne = Relu(d) -> float[2, 4]\nf = Linear(e, h) -> float[2, 4]\noutput logits = f\n";
-        // `d` is read by `Relu` alone, which may be computed with it.
+        // `Relu` is the only reader of `d` and may be fused with it.
         assert_eq!(values(residual), ["a", "e", "f"]);
         let graph: Graph = format!("{LAYER}{residual}").parse().unwrap();
         let found = blocks(&graph);
         assert_eq!(found.iter().map(|block| block.nodes.clone()).collect::<Vec<_>>(), [0..1, 1..5, 5..6]);
         assert_eq!(found[1].parameters, BTreeSet::from(["v".to_owned()]));
-        assert_eq!(uncut(&graph), None);
+        assert_eq!(single_block_reason(&graph), None);
     }
 
     #[test]
-    fn what_has_no_parameters_is_no_block_and_two_branches_are_one() {
+    fn nodes_without_parameters_and_parallel_branches_are_not_split() {
         assert_eq!(values("a = Linear(x, w) -> float[2, 4]\nb = Relu(a) -> float[2, 4]\noutput a = a\noutput b = b\n"), ["b"]);
         let branches = "a = Linear(x, w) -> float[2, 4]\nb = Linear(x, v) -> float[2, 4]\nc = Mul(a, b) -> float[2, 4]\noutput c = c\n";
         assert_eq!(values(branches), ["c"]);
         let graph: Graph = format!("{LAYER}{branches}").parse().unwrap();
-        assert!(uncut(&graph).unwrap().contains("2 do: `a`, `b`"), "{:?}", uncut(&graph));
+        assert!(single_block_reason(&graph).unwrap().contains("2 values cross the narrowest cut: `a`, `b`"), "{:?}", single_block_reason(&graph));
         let crossed = "a = Linear(x, w) -> float[2, 4]\nb = Linear(a, v) -> float[2, 4]\nc = Linear(b, h) -> float[2, 4]\nd = Mul(a, b) -> float[2, 4]\ne = Mul(d, c) -> float[2, 4]\noutput e = e\n";
         assert_eq!(values(crossed), ["a", "e"]);
     }

@@ -1,4 +1,4 @@
-//! What a run costs.
+//! Compute and memory cost of a run.
 
 use std::collections::BTreeMap;
 
@@ -6,12 +6,12 @@ use super::live::{dead_after, node_by_node};
 use crate::ir::ops::elements;
 use crate::ir::{Bindings, Element, Graph, Kind, Node, Op, TensorType, ValueId};
 
-/// Tokens of a text when nothing is said.
+/// Default length of a text in tokens.
 const SEQUENCE: usize = 128;
-/// Height and width of an image when nothing is said.
+/// Default height and width of an image.
 const IMAGE: usize = 224;
 
-/// Sizes for a graph's named axes: one sample, texts of 128 tokens, an image of 224 x 224.
+/// Default sizes for the named axes of a graph: one sample, texts of 128 tokens, images of 224 x 224.
 pub fn usual_sizes(graph: &Graph) -> Bindings {
     graph.bind(|name| match name {
         "sequence" | "decoder_sequence" => SEQUENCE,
@@ -20,13 +20,13 @@ pub fn usual_sizes(graph: &Graph) -> Bindings {
     })
 }
 
-/// Which part of the tokens nodes compute: those of an expert, on average.
+/// The fraction of tokens that nodes of experts process on average: `top / experts`.
 #[derive(Default)]
-struct SeenTokens(BTreeMap<ValueId, (u64, u64)>);
+struct RoutedTokens(BTreeMap<ValueId, (u64, u64)>);
 
-impl SeenTokens {
-    /// What a node takes that would take so much for all tokens.
-    fn part_of(&mut self, whole: u64, graph: &Graph, node: &Node) -> u64 {
+impl RoutedTokens {
+    /// The share of `whole`, the cost for all tokens, that a node takes.
+    fn share_of(&mut self, whole: u64, graph: &Graph, node: &Node) -> u64 {
         let route = |id: &ValueId| {
             let Kind::Node(at) = graph.value(*id).kind else { return None };
             let Op::Route(route) = &graph.nodes().get(at)?.op else { return None };
@@ -44,17 +44,18 @@ impl SeenTokens {
     }
 }
 
-/// Multiply-accumulates of one run, and the most bytes of values that are alive at once (four a number, parameters
-/// not counted), given the named sizes. Experts compute the tokens that they see.
+/// Multiply-accumulate operations of one run, and the peak bytes of live values (four per element,
+/// without parameters), for these values of the named sizes. Experts process only the tokens that are
+/// routed to them.
 pub fn cost(graph: &Graph, sizes: &Bindings) -> (u64, u64) {
     let bytes = |ty: &TensorType| elements(ty, sizes).saturating_mul(4);
     let mut alive: u64 = graph.values().iter().filter(|v| v.kind == Kind::Input).map(|v| bytes(&v.ty)).fold(0, u64::saturating_add);
     let (mut macs, mut most) = (0u64, alive);
-    let mut seen = SeenTokens::default();
+    let mut routed = RoutedTokens::default();
     for (node, dead) in graph.nodes().iter().zip(dead_after(graph, &node_by_node(graph))) {
         let output = &graph.value(node.output).ty;
         let whole = node.op.spec().macs(&graph.input_types(node), output, sizes);
-        macs = macs.saturating_add(seen.part_of(whole, graph, node));
+        macs = macs.saturating_add(routed.share_of(whole, graph, node));
         alive = alive.saturating_add(bytes(output));
         most = most.max(alive);
         alive = dead.iter().fold(alive, |alive, id| alive.saturating_sub(bytes(&graph.value(*id).ty)));
@@ -62,7 +63,8 @@ pub fn cost(graph: &Graph, sizes: &Bindings) -> (u64, u64) {
     (macs, most)
 }
 
-/// The first node whose multiply-accumulates are not known: one without an op that has several matrices or larger arrays as inputs.
+/// The first node with an unknown number of multiply-accumulates: an opaque one that has several inputs
+/// with at least two axes.
 pub fn uncounted(graph: &Graph) -> Option<&str> {
     let may_multiply = |node: &&Node| {
         let large = |id: &&ValueId| graph.value(**id).ty.element == Element::Float && graph.value(**id).ty.shape.len() > 1;
@@ -76,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_small_network_is_added_up() {
+    fn costs_of_a_small_network() {
         let text = "input x: float[batch, 4]\nparam w: float[8, 4]\nparam v: float[2, 8]\na = Linear(x, w) -> float[batch, 8]\nb = Relu(a) -> float[batch, 8]\nc = Linear(b, v) -> float[batch, 2]\noutput logits = c\n";
         let graph: Graph = text.parse().unwrap();
         let sizes = usual_sizes(&graph);
@@ -87,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn experts_compute_the_tokens_that_they_see() {
+    fn experts_process_only_routed_tokens() {
         let text = "input x: float[batch, 4]\nparam r: float[3, 4]\nparam w: float[4, 4]\ns = Linear(x, r) -> float[batch, 3]\np = Route{\"top\":2}(s) -> float[batch, 3]\na = Dispatch(x, p) -> float[batch, 4]\nb = Dispatch{\"expert\":1}(x, p) -> float[batch, 4]\nc = Dispatch{\"expert\":2}(x, p) -> float[batch, 4]\nu = Linear(a, w) -> float[batch, 4]\nv = Linear(b, w) -> float[batch, 4]\ny = Combine(p, u, v, c) -> float[batch, 4]\nz = Linear(y, w) -> float[batch, 4]\noutput logits = z\n";
         let graph: Graph = text.parse().unwrap();
         assert_eq!(cost(&graph, &[("batch".to_owned(), 3)].into()).0, 3 * (3 * 4 + 4 * 4) + 2 * (2 * 4 * 4));

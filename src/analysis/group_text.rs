@@ -1,4 +1,4 @@
-//! Groups as text that a person can read.
+//! Text form of groups, for people to read.
 //!
 //! ```text
 //! mlp 128 fc1: fc1.weight[0], fc1.bias[0], fc2.weight[1]
@@ -8,9 +8,9 @@
 
 use std::fmt;
 
-use super::{FrozenAxis, Group, Groups, Member, Place};
+use super::{FrozenAxis, Group, Groups, Member, UnitLayout};
 
-impl fmt::Display for Place {
+impl fmt::Display for UnitLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.offset > 0 {
             write!(f, " from {}", self.offset)?;
@@ -24,7 +24,7 @@ impl fmt::Display for Place {
 
 impl fmt::Display for Member {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}[{}]{}", self.param, self.axis, self.place)
+        write!(f, "{}[{}]{}", self.param, self.axis, self.layout)
     }
 }
 
@@ -35,7 +35,7 @@ impl fmt::Display for Group {
 }
 
 impl Group {
-    /// All axes that become shorter together.
+    /// All axes that shrink when a unit is removed.
     pub(crate) fn carriers(&self) -> String {
         let mut text = self.members.iter().map(Member::to_string).collect::<Vec<_>>().join(", ");
         if let Some(output) = &self.output {
@@ -57,6 +57,6 @@ impl fmt::Display for FrozenAxis {
 impl fmt::Display for Groups {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.groups.iter().try_for_each(|group| writeln!(f, "{group}"))?;
-        self.held.iter().try_for_each(|held| writeln!(f, "{held}"))
+        self.frozen.iter().try_for_each(|axis| writeln!(f, "{axis}"))
     }
 }

@@ -1,19 +1,21 @@
-//! What can be taken out of a model together: heads, neurons, channels, the width of a residual stream.
+//! Groups of coupled channels for structured pruning: heads, neurons, channels, the width of a residual
+//! stream.
 //!
-//! Every op says how its axes correspond ([`ir::axes`](crate::ir::axes)); axes that are the same anywhere are the
-//! same everywhere. What is left are groups of slices of tensors that must go together. Only shapes are looked at.
+//! Every op defines how its axes correspond ([`ir::axes`](crate::ir::axes)), and axes are unified across
+//! the graph. The result are groups of slices of tensors that must be removed together. Only shapes are
+//! read.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::atoms::{AxisId, Place};
+use super::atoms::{AxisId, UnitLayout};
 use super::axes::{Traced, is_param, trace};
 use crate::error::Result;
-use crate::ir::{Builder, Catalog, Graph, Hold, Op, Rewrite, rebuild};
+use crate::ir::{Builder, Catalog, Graph, Op, Rewrite, Slicing, rebuild};
 
-/// What the units of a group are.
+/// Kind of the units of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -26,7 +28,7 @@ pub enum GroupUnit {
     Channels,
     /// The width of a residual stream
     Hidden,
-    /// Anything else that could be taken out, but is no part of a layer that repeats
+    /// Other units that could be removed, outside of repeated layers
     Other,
 }
 
@@ -42,94 +44,97 @@ impl fmt::Display for GroupUnit {
     }
 }
 
-/// What a tensor does for units that it carries.
+/// The role of a tensor for the units of its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
-    /// A layer's weight that computes them.
+    /// The weight of a layer that computes the units.
     Writes,
-    /// A layer's weight that sums over them.
+    /// The weight of a layer that reads the units.
     Reads,
-    /// The factor of a normalisation.
+    /// The weight of a normalization.
     Scales,
-    /// Biases, statistics, embeddings of positions.
-    Goes,
+    /// Biases, statistics, position embeddings.
+    #[serde(rename = "goes")]
+    Follows,
 }
 
-/// A slice of a tensor for each unit.
+/// The slices of a tensor for the units of a group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Member {
     /// Name of the tensor.
     pub param: String,
-    /// Which of its axes.
+    /// Axis of the tensor.
     pub axis: usize,
-    /// Where the units lie on it.
-    pub place: Place,
-    /// What it does for the units.
+    /// Layout of the units on the axis.
+    #[serde(rename = "place")]
+    pub layout: UnitLayout,
+    /// Role of the tensor.
     pub role: Role,
 }
 
-/// Units that can be taken out, each from all members at once.
+/// Units that can be removed, each from all members at once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Group {
-    /// The first module that carries it.
+    /// The module of the first member.
     pub name: String,
-    /// What the units are.
+    /// Kind of the units.
     pub unit: GroupUnit,
-    /// How many.
+    /// Number of units.
     pub size: usize,
-    /// In the order of the graph.
+    /// Members in graph order.
     pub members: Vec<Member>,
-    /// Whether some op divides by a statistic over the units: taking one out changes the others a little.
+    /// Whether an op divides by a statistic over the units, so that removing one affects the others
+    /// slightly.
     pub normalised: bool,
-    /// An output of features that becomes narrower.
+    /// The feature output that becomes narrower.
     pub output: Option<String>,
     #[serde(skip)]
     atom: AxisId,
 }
 
-/// An axis that nothing can be taken out of.
+/// An axis that cannot be pruned.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FrozenAxis {
-    /// The first tensor that carries it.
+    /// Name of the first tensor with this axis.
     pub param: String,
-    /// Which of its axes.
+    /// Axis of the tensor.
     pub axis: usize,
-    /// How many elements.
+    /// Number of elements.
     pub size: usize,
-    /// What holds it.
+    /// The reason why it cannot be pruned.
     pub reason: String,
 }
 
 /// All groups of a graph.
 pub struct Groups {
-    /// What can be taken out.
+    /// Groups that can be pruned.
     pub groups: Vec<Group>,
-    /// What cannot.
-    pub held: Vec<FrozenAxis>,
+    /// Axes that cannot be pruned.
+    pub frozen: Vec<FrozenAxis>,
     traced: Traced,
 }
 
-/// Finds the groups.
+/// Finds the groups of a graph.
 ///
 /// # Errors
-/// The axes of an op are not well formed.
+/// The axis notation of an op is not well formed.
 pub fn groups(graph: &Graph) -> Result<Groups> {
     let traced = trace(graph)?;
-    let roles = Roles::of(graph, &traced);
+    let roles = Roles::new(graph, &traced);
     let mut found: BTreeMap<AxisId, Group> = BTreeMap::new();
     let mut order = Vec::new();
-    let mut held: BTreeMap<AxisId, FrozenAxis> = BTreeMap::new();
+    let mut frozen: BTreeMap<AxisId, FrozenAxis> = BTreeMap::new();
     for (index, value) in graph.values().iter().enumerate().filter(|(_, value)| is_param(value)) {
         for (axis, id) in traced.values[index].iter().enumerate() {
             let Some(id) = id else { continue };
-            traced.atoms.places(*id, &mut |atom, place| {
+            traced.atoms.layouts(*id, &mut |atom, layout| {
                 let size = traced.atoms.size(atom);
                 if size < 2 {
                     return;
                 }
                 if let Some(reason) = traced.atoms.reason(atom) {
-                    held.entry(atom).or_insert_with(|| FrozenAxis { param: value.name.clone(), axis, size, reason: reason.to_owned() });
+                    frozen.entry(atom).or_insert_with(|| FrozenAxis { param: value.name.clone(), axis, size, reason: reason.to_owned() });
                     return;
                 }
                 let group = found.entry(atom).or_insert_with(|| {
@@ -137,8 +142,8 @@ pub fn groups(graph: &Graph) -> Result<Groups> {
                     let name = value.name.rsplit_once('.').map_or(value.name.as_str(), |(module, _)| module).to_owned();
                     roles.group(name, size, atom)
                 });
-                let role = roles.members.get(&(index, axis)).copied().unwrap_or(Role::Goes);
-                group.members.push(Member { param: value.name.clone(), axis, place, role });
+                let role = roles.members.get(&(index, axis)).copied().unwrap_or(Role::Follows);
+                group.members.push(Member { param: value.name.clone(), axis, layout, role });
             });
         }
     }
@@ -146,24 +151,25 @@ pub fn groups(graph: &Graph) -> Result<Groups> {
     for atom in order {
         let Some(group) = found.remove(&atom) else { continue };
         match &group.output {
-            // Features of a residual stream become narrower where that is asked for; others are the answer.
+            // Features of a residual stream can be pruned on request; other features are predictions.
             Some(output) if group.unit != GroupUnit::Hidden && group.unit != GroupUnit::Other => {
                 let reason = format!("output `{output}`");
-                held.entry(atom).or_insert_with(|| FrozenAxis { param: group.name.clone(), axis: 0, size: group.size, reason });
+                frozen.entry(atom).or_insert_with(|| FrozenAxis { param: group.name.clone(), axis: 0, size: group.size, reason });
             }
             _ => groups.push(group),
         }
     }
-    Ok(Groups { groups, held: held.into_values().collect(), traced })
+    Ok(Groups { groups, frozen: frozen.into_values().collect(), traced })
 }
 
 impl Groups {
-    /// Builds the graph again over tensors of other sizes; `kept` says how many units of a group stay.
+    /// Rebuilds the graph over tensors of other sizes; `remaining` returns the number of remaining units
+    /// of a group.
     ///
     /// # Errors
     /// The tensors do not have these sizes.
-    pub fn rebuild(&self, graph: &Graph, catalog: &dyn Catalog, kept: &dyn Fn(&Group) -> usize) -> Result<Graph> {
-        let sizes: BTreeMap<AxisId, usize> = self.groups.iter().map(|group| (group.atom, kept(group))).collect();
+    pub fn rebuild(&self, graph: &Graph, catalog: &dyn Catalog, remaining: &dyn Fn(&Group) -> usize) -> Result<Graph> {
+        let sizes: BTreeMap<AxisId, usize> = self.groups.iter().map(|group| (group.atom, remaining(group))).collect();
         let size = |atom: AxisId| sizes.get(&atom).copied().unwrap_or_else(|| self.traced.atoms.size(atom));
         let positions: BTreeMap<&str, usize> = graph.nodes().iter().enumerate().map(|(index, node)| (graph.value(node.output).name.as_str(), index)).collect();
         rebuild(graph, catalog, &mut |step: Rewrite| {
@@ -175,41 +181,41 @@ impl Groups {
         })
     }
 
-    /// The shapes of the graph's tensors when so many units of each group stay.
-    pub fn shapes(&self, graph: &Graph, kept: &dyn Fn(&Group) -> usize) -> BTreeMap<String, Vec<usize>> {
-        let sizes: BTreeMap<AxisId, usize> = self.groups.iter().map(|group| (group.atom, kept(group))).collect();
+    /// The shapes of the graph's tensors for these numbers of remaining units.
+    pub fn shapes(&self, graph: &Graph, remaining: &dyn Fn(&Group) -> usize) -> BTreeMap<String, Vec<usize>> {
+        let sizes: BTreeMap<AxisId, usize> = self.groups.iter().map(|group| (group.atom, remaining(group))).collect();
         let size = |atom: AxisId| sizes.get(&atom).copied().unwrap_or_else(|| self.traced.atoms.size(atom));
         let resized = |axis: &Option<AxisId>| axis.map_or(0, |axis| self.traced.atoms.resized(axis, &size));
         let values = graph.values().iter().zip(&self.traced.values).filter(|(value, _)| is_param(value));
         values.map(|(value, axes)| (value.name.clone(), axes.iter().map(resized).collect())).collect()
     }
 
-    /// The group of a name.
+    /// The group with this name.
     pub fn find(&self, name: &str) -> Option<&Group> {
         self.groups.iter().find(|group| group.name == name)
     }
 }
 
-/// What atoms are for, from the ops that they go through.
+/// Roles of atoms, derived from the ops that read and write them.
 struct Roles {
     heads: BTreeSet<AxisId>,
     shared: BTreeSet<AxisId>,
     normalised: BTreeSet<AxisId>,
     stream: BTreeSet<AxisId>,
     channels: BTreeSet<AxisId>,
-    /// Neurons whose readers write to a residual stream, or to other neurons.
+    /// Neurons of layers that write to the residual stream, or of all linear layers without attention.
     inner: BTreeSet<AxisId>,
     features: BTreeMap<AxisId, String>,
     attends: bool,
-    /// By value and axis.
+    /// Role by value and axis.
     members: BTreeMap<(usize, usize), Role>,
 }
 
 impl Roles {
-    fn of(graph: &Graph, traced: &Traced) -> Roles {
+    fn new(graph: &Graph, traced: &Traced) -> Roles {
         let atoms_of = |axis: AxisId| {
             let mut found = Vec::new();
-            traced.atoms.places(axis, &mut |atom, _| found.push(atom));
+            traced.atoms.layouts(axis, &mut |atom, _| found.push(atom));
             found
         };
         let mut roles = Roles {
@@ -236,7 +242,7 @@ impl Roles {
                 Op::Add(_) => added.extend(letter("c")),
                 _ => {}
             }
-            let over = letters.values().filter(|(_, hold)| *hold == Hold::Normalised).flat_map(|(axis, _)| atoms_of(*axis));
+            let over = letters.values().filter(|(_, slicing)| *slicing == Slicing::Normalised).flat_map(|(axis, _)| atoms_of(*axis));
             roles.normalised.extend(over);
             let Some(weight) = node.inputs.get(1).map(|id| id.index()) else { continue };
             match &node.op {
@@ -250,15 +256,15 @@ impl Roles {
                 _ => {}
             }
         }
-        // What attention makes of the stream and normalises before it makes keys of it has a width of its own.
+        // Excludes latent widths that attention projects to and normalizes before it computes keys.
         let mut read: BTreeMap<AxisId, bool> = BTreeMap::new();
         let answers = graph.outputs().iter().flat_map(|(_, id)| traced.values[id.index()].iter().flatten());
         let answers: BTreeSet<AxisId> = answers.flat_map(|axis| atoms_of(*axis)).collect();
         for (node, letters) in graph.nodes().iter().zip(&traced.letters).filter(|_| roles.attends) {
             if let (Op::Linear(_), Some((input, _)), Some((output, _))) = (&node.op, letters.get("k"), letters.get("o")) {
-                let goes_on = |atom: &AxisId| added.contains(atom) || roles.normalised.contains(atom) || answers.contains(atom);
-                let goes_on = atoms_of(*output).iter().any(goes_on);
-                atoms_of(*input).into_iter().for_each(|atom| *read.entry(atom).or_default() |= goes_on);
+                let continues = |atom: &AxisId| added.contains(atom) || roles.normalised.contains(atom) || answers.contains(atom);
+                let continues = atoms_of(*output).iter().any(continues);
+                atoms_of(*input).into_iter().for_each(|atom| *read.entry(atom).or_default() |= continues);
             }
         }
         let of_stream = |atom: &AxisId| added.contains(atom) || read.get(atom).copied().unwrap_or(true);

@@ -2,8 +2,8 @@
 
 use crate::ir::{Graph, Kind, Node, Op, ValueId};
 
-/// The linear layer that an output `[batch, tokens, classes]` follows from, through elementwise ops: rows of its input
-/// can be computed separately.
+/// The linear layer from which an output `[batch, tokens, classes]` is computed, possibly followed by
+/// elementwise ops. Each row of its input can be processed separately.
 pub fn head(graph: &Graph, output: ValueId) -> Option<&Node> {
     let rank = |id: ValueId| graph.value(id).ty.shape.len();
     let mut id = output;
@@ -20,7 +20,7 @@ pub fn head(graph: &Graph, output: ValueId) -> Option<&Node> {
     None
 }
 
-/// The head of a graph whose outputs are its input or follow from it, as [`head`] defines it.
+/// The [`head`] of a graph of which every output is computed by the head or is the input of the head.
 pub fn shared_head(graph: &Graph) -> Option<&Node> {
     let found = graph.outputs().iter().find_map(|(_, output)| head(graph, *output))?;
     let follows = |output: ValueId| found.inputs.first() == Some(&output) || head(graph, output).is_some_and(|other| other.output == found.output);
@@ -31,7 +31,7 @@ pub fn shared_head(graph: &Graph) -> Option<&Node> {
 mod tests {
     use super::*;
 
-    /// The input of the head of a graph whose last ops are these.
+    /// The input of the head of a graph that ends with these ops.
     fn input_of_head(tail: &str) -> Option<String> {
         let text = format!(
             "input input_ids: int[batch, sequence]\nparam t: float[50, 64]\nparam w: float[50, 64]\nparam b: float[50]\nx = Embedding(input_ids, t) -> float[batch, sequence, 64]\n{tail}output logits = logits\n"
@@ -42,7 +42,7 @@ mod tests {
     }
 
     #[test]
-    fn a_head_is_found_behind_ops_on_single_elements() {
+    fn a_head_is_found_before_elementwise_ops() {
         let linear = "y = Linear(x, w) -> float[batch, sequence, 50]\n";
         assert_eq!(input_of_head("logits = Linear(x, w) -> float[batch, sequence, 50]\n").as_deref(), Some("x"));
         assert_eq!(input_of_head(&format!("{linear}logits = Tanh(y) -> float[batch, sequence, 50]\n")).as_deref(), Some("x"));

@@ -1,11 +1,11 @@
-//! How long values are needed.
+//! Lifetimes of values.
 
 use std::collections::BTreeMap;
 
 use crate::ir::{Graph, Kind, ValueId};
 
-/// For each step of some nodes, in the order in which they run, the values that nobody reads after it; outputs and
-/// parameters live on.
+/// For each step of nodes in execution order, the values that no later step reads. Outputs and parameters
+/// stay alive.
 pub fn dead_after(graph: &Graph, steps: &[Vec<usize>]) -> Vec<Vec<ValueId>> {
     let mut last = BTreeMap::new();
     for (index, step) in steps.iter().enumerate() {
@@ -17,15 +17,15 @@ pub fn dead_after(graph: &Graph, steps: &[Vec<usize>]) -> Vec<Vec<ValueId>> {
     }
     let mut dead = vec![Vec::new(); steps.len()];
     for (id, index) in last {
-        let kept = graph.outputs().iter().any(|(_, out)| *out == id);
-        if !kept && graph.value(id).kind != Kind::Param {
+        let is_output = graph.outputs().iter().any(|(_, out)| *out == id);
+        if !is_output && graph.value(id).kind != Kind::Param {
             dead[index].push(id);
         }
     }
     dead
 }
 
-/// Every node as a step of its own.
+/// One step per node.
 pub fn node_by_node(graph: &Graph) -> Vec<Vec<usize>> {
     (0..graph.nodes().len()).map(|index| vec![index]).collect()
 }

@@ -1,4 +1,4 @@
-//! Mixtures of experts: which nodes and tensors an expert has.
+//! Mixtures of experts: the nodes and tensors of each expert.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,39 +6,39 @@ use crate::error::{Error, Result};
 use crate::ir::ops::{Route, Slice};
 use crate::ir::{Dim, Graph, Kind, Node, Op, ValueId};
 
-/// Experts whose answers one node sums up.
+/// A mixture-of-experts layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mixture {
-    /// The node that sums up what experts say.
+    /// The node that sums the expert outputs.
     pub sum: String,
-    /// How it is said what each of them counts for.
+    /// The routing op.
     pub route: Route,
-    /// Tensors of the layer that scores experts, and the axis of each that is theirs.
+    /// Tensors of the router, and the expert axis of each.
     pub router: Vec<(String, usize)>,
-    /// By number.
+    /// The experts by index.
     pub experts: Vec<Expert>,
-    /// Tensors whose first axis is that of all experts.
+    /// Tensors that stack the weights of all experts along the first axis.
     pub stacked: BTreeSet<String>,
-    /// What stands before the number of an expert in the names of its nodes, and in those of its tensors, where it does.
+    /// Prefixes of the expert index in the names of nodes and of tensors, where they have one.
     pub prefixes: [Option<String>; 2],
 }
 
-/// One of several experts.
+/// One expert of a mixture.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Expert {
-    /// Its nodes, and those that cut its weights out of tensors of all.
+    /// Its nodes, including slices of its weights from stacked tensors.
     pub nodes: BTreeSet<String>,
-    /// Tensors that it reads as a whole.
+    /// Tensors that only this expert reads.
     pub tensors: BTreeSet<String>,
 }
 
-/// The mixtures of a graph, in its order.
+/// Returns the mixtures of a graph, in graph order.
 ///
 /// # Errors
-/// One is wired so that experts cannot be told apart.
+/// The nodes of a mixture cannot be assigned to experts.
 pub fn mixtures(graph: &Graph) -> Result<Vec<Mixture>> {
     let sums = graph.nodes().iter().filter(|node| matches!(node.op, Op::Combine(_)));
-    // Values that follow from inputs, and not from weights alone.
+    // Values that depend on inputs and not only on weights.
     let mut follows: Vec<bool> = graph.values().iter().map(|value| value.kind == Kind::Input).collect();
     for node in graph.nodes() {
         follows[node.output.index()] = node.inputs.iter().any(|id| follows[id.index()]);
@@ -48,33 +48,33 @@ pub fn mixtures(graph: &Graph) -> Result<Vec<Mixture>> {
 
 fn mixture(graph: &Graph, sum: &Node, follows: &[bool]) -> Result<Mixture> {
     let name = |id: ValueId| graph.value(id).name.as_str();
-    let refuse = |id: ValueId, reason: &str| Error::graph(format!("graph node `{}`", name(id)), format!("{reason}, so that no expert can be taken out"));
+    let refuse = |id: ValueId, reason: &str| Error::graph(format!("graph node `{}`", name(id)), format!("{reason}, so that experts cannot be removed"));
     let node_of = |id: ValueId| if let Kind::Node(at) = graph.value(id).kind { graph.nodes().get(at) } else { None };
     let readers = |id: ValueId| graph.nodes().iter().filter(move |node| node.inputs.contains(&id));
     let (Some(weights), count) = (sum.inputs.first().copied(), sum.inputs.len().saturating_sub(1)) else {
-        return Err(refuse(sum.output, "sums up nothing"));
+        return Err(refuse(sum.output, "has no expert outputs"));
     };
     let Some((Op::Route(route), scores)) = node_of(weights).and_then(|node| Some((&node.op, *node.inputs.first()?))) else {
-        return Err(refuse(sum.output, "has weights of experts that no router gives"));
+        return Err(refuse(sum.output, "has routing weights that are not computed by a router"));
     };
     let is_output = |id: ValueId| graph.outputs().iter().any(|(_, output)| *output == id);
     if readers(weights).any(|node| !matches!(node.op, Op::Dispatch(_)) && node.output != sum.output) || is_output(weights) {
-        return Err(refuse(weights, "is read by more than the experts"));
+        return Err(refuse(weights, "is read by other nodes than the experts"));
     }
     let router = node_of(scores).filter(|_| readers(scores).count() == 1 && !is_output(scores)).and_then(|node| match &node.op {
         Op::Linear(op) => Some((node, usize::from(op.input_major))),
         _ => None,
     });
-    let Some((router, axis)) = router else { return Err(refuse(weights, "has scores that no layer gives to it alone")) };
+    let Some((router, axis)) = router else { return Err(refuse(weights, "has scores that are not computed by a linear layer of its own")) };
     let own = |id: &&ValueId| graph.value(**id).kind == Kind::Param && readers(**id).count() == 1 && !is_output(**id);
     if router.inputs.iter().skip(1).any(|id| !own(&id)) {
-        return Err(refuse(router.output, "has weights that are computed, or that others read"));
+        return Err(refuse(router.output, "has weights that are computed or shared with other nodes"));
     }
     let router = router.inputs.iter().skip(1).zip([axis, 0]).map(|(id, axis)| (name(*id).to_owned(), axis)).collect();
 
-    // Values of the tokens of an expert, and what is made of weights alone for them.
+    // Activations of each expert, and the values that it computes from weights only.
     let mut owner: BTreeMap<ValueId, usize> = BTreeMap::new();
-    let mut beside: BTreeMap<ValueId, usize> = BTreeMap::new();
+    let mut own_weights: BTreeMap<ValueId, usize> = BTreeMap::new();
     let mut stacked: BTreeSet<ValueId> = BTreeSet::new();
     for node in graph.nodes().iter().filter(|node| node.output != sum.output) {
         let mut of: BTreeSet<usize> = node.inputs.iter().filter_map(|id| owner.get(id).copied()).collect();
@@ -82,48 +82,48 @@ fn mixture(graph: &Graph, sum: &Node, follows: &[bool]) -> Result<Mixture> {
         of.extend(dispatch.map(|op| op.expert));
         let Some(number) = of.first().copied() else { continue };
         if of.len() > 1 || number >= count {
-            return Err(refuse(node.output, "looks at several experts"));
+            return Err(refuse(node.output, "reads values of several experts"));
         }
         owner.insert(node.output, number);
         let mut others: Vec<ValueId> = if dispatch.is_some() { Vec::new() } else { node.inputs.iter().filter(|id| !owner.contains_key(id)).copied().collect() };
         while let Some(id) = others.pop() {
             if follows[id.index()] {
-                return Err(refuse(node.output, "looks at more than the tokens of its expert"));
+                return Err(refuse(node.output, "reads values other than its expert's tokens"));
             }
-            match beside.insert(id, number) {
+            match own_weights.insert(id, number) {
                 Some(other) if other == number => continue,
-                Some(_) => return Err(refuse(node.output, &format!("reads `{}`, as another expert does", name(id)))),
+                Some(_) => return Err(refuse(node.output, &format!("reads `{}`, which another expert also reads", name(id)))),
                 None => {}
             }
-            let Some(side) = node_of(id) else { continue };
-            match (&side.op, side.inputs.first()) {
+            let Some(producer) = node_of(id) else { continue };
+            match (&producer.op, producer.inputs.first()) {
                 (Op::Slice(slice), Some(all)) if is_slice_of(graph, slice, *all, [number, count]) => drop(stacked.insert(*all)),
-                _ => others.extend(&side.inputs),
+                _ => others.extend(&producer.inputs),
             }
         }
     }
     if sum.inputs.iter().skip(1).enumerate().any(|(number, id)| owner.get(id) != Some(&number)) {
-        return Err(refuse(sum.output, "does not sum up its experts in their order"));
+        return Err(refuse(sum.output, "does not sum the experts in order"));
     }
     for node in graph.nodes() {
         for id in &node.inputs {
-            let wanted = beside.get(id);
-            let reads = wanted.is_none_or(|number| owner.get(&node.output) == Some(number) || beside.get(&node.output) == Some(number));
-            let slices = match (&node.op, beside.get(&node.output)) {
+            let wanted = own_weights.get(id);
+            let reads = wanted.is_none_or(|number| owner.get(&node.output) == Some(number) || own_weights.get(&node.output) == Some(number));
+            let slices = match (&node.op, own_weights.get(&node.output)) {
                 (Op::Slice(slice), Some(number)) => is_slice_of(graph, slice, *id, [*number, count]),
                 _ => false,
             };
             if !reads || (stacked.contains(id) && (wanted.is_some() || !slices)) {
-                return Err(refuse(node.output, &format!("reads `{}`, which experts have", name(*id))));
+                return Err(refuse(node.output, &format!("reads `{}`, which belongs to an expert", name(*id))));
             }
         }
     }
-    let own = |id: &ValueId| owner.contains_key(id) || beside.contains_key(id) || stacked.contains(id);
+    let own = |id: &ValueId| owner.contains_key(id) || own_weights.contains_key(id) || stacked.contains(id);
     if let Some((output, _)) = graph.outputs().iter().find(|(_, id)| own(id)) {
-        return Err(Error::graph(format!("output `{output}`"), "is what an expert has or says, so that no expert can be taken out"));
+        return Err(Error::graph(format!("output `{output}`"), "is a value of an expert, so that experts cannot be removed"));
     }
     let mut experts = vec![Expert::default(); count];
-    for (id, number) in owner.iter().chain(&beside) {
+    for (id, number) in owner.iter().chain(&own_weights) {
         let Some(expert) = experts.get_mut(*number) else { continue };
         let names = if graph.value(*id).kind == Kind::Param { &mut expert.tensors } else { &mut expert.nodes };
         names.insert(name(*id).to_owned());
@@ -133,7 +133,7 @@ fn mixture(graph: &Graph, sum: &Node, follows: &[bool]) -> Result<Mixture> {
     Ok(Mixture { sum: name(sum.output).to_owned(), route: *route, router, experts, stacked, prefixes })
 }
 
-/// Whether this is the part of an expert of a tensor of so many.
+/// Whether a slice selects one expert of a tensor that stacks `count` experts.
 fn is_slice_of(graph: &Graph, slice: &Slice, all: ValueId, [number, count]: [usize; 2]) -> bool {
     let value = graph.value(all);
     value.kind == Kind::Param
@@ -141,11 +141,12 @@ fn is_slice_of(graph: &Graph, slice: &Slice, all: ValueId, [number, count]: [usi
         && *slice == Slice { start: i64::try_from(number).unwrap_or(-1), length: Some(1), axis: 0, ..Slice::default() }
 }
 
-/// What stands before the number of each expert in all of these names.
+/// The prefix of each expert's index that all of these names share.
 fn prefix(experts: &[Expert], names: impl Fn(&Expert) -> &BTreeSet<String>) -> Option<String> {
     let first = names(experts.first()?).first()?;
     let ends = first.match_indices('.').map(|(at, _)| &first[..=at]);
-    let fits = |prefix: &&str| experts.iter().enumerate().all(|(number, expert)| names(expert).iter().all(|name| super::number(name, prefix) == Some(number)));
+    let fits =
+        |prefix: &&str| experts.iter().enumerate().all(|(number, expert)| names(expert).iter().all(|name| super::layer_index(name, prefix) == Some(number)));
     ends.filter(fits).map(str::to_owned).next()
 }
 
@@ -153,7 +154,8 @@ fn prefix(experts: &[Expert], names: impl Fn(&Expert) -> &BTreeSet<String>) -> O
 mod tests {
     use super::*;
 
-    /// Two experts, each with a weight of its own beside one of all; what is put in the place of lines.
+    /// Two experts, each with a separate weight and one sliced from a stacked tensor; `changes` replaces
+    /// lines.
     fn found(changes: &[(&str, &str)]) -> Result<Vec<Mixture>> {
         let mut text = [
             "input x: float[batch, 4]",
@@ -196,23 +198,23 @@ mod tests {
     }
 
     #[test]
-    fn experts_that_cannot_be_told_apart_are_refused() {
+    fn ambiguous_experts_are_refused() {
         for (changes, reason) in [
-            // Tensors that others read too.
-            (vec![("e.1.up = Linear(e.1, e.1.w)", "e.1.up = Linear(e.1, e.0.w)"), ("param e.1.w: float[4, 4]\n", "")], "as another expert does"),
-            (vec![("output logits = y", "z = Linear(y, e.0.w) -> float[batch, 4]\noutput logits = z")], "which experts have"),
-            (vec![("output logits = y", "z = Slice{\"axis\":0}(all) -> float[1, 4, 4]\noutput logits = y\noutput part = z")], "which experts have"),
-            // A slice that is another expert's.
-            (vec![("{\"axis\":0,\"start\":1}", "{\"axis\":0}")], "which experts have"),
-            // An expert behind another, and one that looks past its tokens.
-            (vec![("e.1 = Dispatch{\"expert\":1}(x, p)", "e.1 = Dispatch{\"expert\":1}(e.0, p)")], "looks at several experts"),
-            (vec![("e.1.down = Linear(e.1.up, e.1.matrix)", "e.1.down = Add(e.1.up, x)")], "looks at more than the tokens"),
-            (vec![("Combine(p, e.0.down, e.1.down)", "Combine(p, e.1.down, e.0.down)")], "in their order"),
-            // What the router has or says.
-            (vec![("output logits = y", "output logits = y\noutput routing = p")], "read by more than the experts"),
-            (vec![("output logits = y", "z = Linear(y, r) -> float[batch, 2]\noutput logits = z")], "that others read"),
-            (vec![("output logits = y", "output logits = y\noutput scores = s")], "no layer gives to it alone"),
-            (vec![("output logits = y", "output logits = y\noutput inner = e.0.up")], "what an expert has or says"),
+            // Tensors that are shared.
+            (vec![("e.1.up = Linear(e.1, e.1.w)", "e.1.up = Linear(e.1, e.0.w)"), ("param e.1.w: float[4, 4]\n", "")], "which another expert also reads"),
+            (vec![("output logits = y", "z = Linear(y, e.0.w) -> float[batch, 4]\noutput logits = z")], "which belongs to an expert"),
+            (vec![("output logits = y", "z = Slice{\"axis\":0}(all) -> float[1, 4, 4]\noutput logits = y\noutput part = z")], "which belongs to an expert"),
+            // The slice of another expert.
+            (vec![("{\"axis\":0,\"start\":1}", "{\"axis\":0}")], "which belongs to an expert"),
+            // An expert that reads another one, and one that reads other values than its tokens.
+            (vec![("e.1 = Dispatch{\"expert\":1}(x, p)", "e.1 = Dispatch{\"expert\":1}(e.0, p)")], "reads values of several experts"),
+            (vec![("e.1.down = Linear(e.1.up, e.1.matrix)", "e.1.down = Add(e.1.up, x)")], "reads values other than its expert's tokens"),
+            (vec![("Combine(p, e.0.down, e.1.down)", "Combine(p, e.1.down, e.0.down)")], "does not sum the experts in order"),
+            // Parameters and results of the router.
+            (vec![("output logits = y", "output logits = y\noutput routing = p")], "read by other nodes than the experts"),
+            (vec![("output logits = y", "z = Linear(y, r) -> float[batch, 2]\noutput logits = z")], "shared with other nodes"),
+            (vec![("output logits = y", "output logits = y\noutput scores = s")], "not computed by a linear layer of its own"),
+            (vec![("output logits = y", "output logits = y\noutput inner = e.0.up")], "is a value of an expert"),
         ] {
             let message = found(&changes).unwrap_err().to_string();
             assert!(message.contains(reason), "{message}");

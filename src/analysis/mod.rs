@@ -1,4 +1,4 @@
-//! What can be said of a graph without running it.
+//! Static analysis of graphs.
 
 mod atoms;
 mod axes;
@@ -12,12 +12,12 @@ mod live;
 mod mixtures;
 mod sequence;
 
-pub use atoms::Place;
-pub use blocks::{Block, block_ends, blocks, uncut, weights_of_layers};
+pub use atoms::UnitLayout;
+pub use blocks::{Block, block_ends, blocks, linear_weights, single_block_reason};
 pub use cost::{cost, uncounted, usual_sizes};
 pub use groups::{FrozenAxis, Group, GroupUnit, Groups, Member, Role, groups};
 pub use head::{head, shared_head};
-pub use layers::{Layer, Layers, layers, number, stacks};
+pub use layers::{Layer, Layers, layer_index, layers, stacks};
 pub use live::{dead_after, node_by_node};
 pub use mixtures::{Expert, Mixture, mixtures};
 pub use sequence::SequenceAxes;

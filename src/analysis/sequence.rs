@@ -1,43 +1,45 @@
-//! Where tokens lie in the values of a graph that can go on with a sequence without computing it again.
+//! Token axes of the values of a graph, for incremental decoding.
 
 use crate::error::{Error, Result};
-use crate::ir::{Axes, Axis, Dim, Graph, Hold, Kind, Node, ValueId};
+use crate::ir::{Axes, Axis, Dim, Graph, Kind, Node, Slicing, ValueId};
 
-/// The inputs that may hold the tokens which others follow: of a decoder beside an encoder, and of a decoder alone.
+/// Inputs with the token ids to continue: of encoder-decoder models, and of decoders.
 const TOKENS: [&str; 2] = ["decoder_input_ids", "input_ids"];
 
-/// For each value of a graph, the axis that tokens lie along.
+/// The token axis of each value of a graph.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SequenceAxes {
-    /// By value.
+    /// The token axis of each value.
     axes: Vec<Option<usize>>,
-    /// By value: whether it follows from tokens.
-    follows: Vec<bool>,
-    /// By node: whether it must know of earlier tokens.
-    goes_on: Vec<bool>,
+    /// For each value, whether it depends on tokens.
+    depends_on_tokens: Vec<bool>,
+    /// For each node, whether it needs state of earlier tokens.
+    needs_state: Vec<bool>,
 }
 
-/// What an axis of a tensor is called.
+/// Name of an axis in the notation.
 #[derive(PartialEq)]
 enum Name<'a> {
-    /// Among the leading axes, counted from the last of them.
+    /// One of the leading axes, counted from the last of them.
     Leading(usize),
     Letter(&'a str),
 }
 
 impl SequenceAxes {
-    /// The axes of a graph each node of which is computed token by token, or knows how to go on.
+    /// Finds the token axes of a graph whose nodes process each token separately or support incremental
+    /// decoding.
     ///
     /// # Errors
-    /// It does not work on tokens, or a node looks at tokens that come later, or at several in a way that does not go on.
-    pub fn of(graph: &Graph) -> Result<SequenceAxes> {
+    /// The model does not read tokens, or a node attends to later tokens or combines several tokens
+    /// without support for incremental decoding.
+    pub fn from_graph(graph: &Graph) -> Result<SequenceAxes> {
         let tokens = TOKENS.iter().find_map(|name| graph.inputs().find(|(_, value)| value.name == *name));
         let name = match tokens.map(|(_, value)| (&value.name, value.ty.shape.get(1))) {
             Some((_, Some(Dim::Named(name)))) => name,
             Some((input, Some(size))) => {
-                return Err(Error::graph(format!("input `{input}`"), format!("takes {size} tokens and no other number, so that no text can be continued")));
+                return Err(Error::graph(format!("input `{input}`"), format!("has a fixed length of {size} tokens, so that text cannot be generated")));
             }
-            _ => return Err(Error::graph("this model", "takes no `input_ids`: it does not continue texts")),
+            _ => return Err(Error::graph("this model", "has no input `input_ids`: it cannot generate text")),
         };
         let axis = |id: ValueId| {
             let value = graph.value(id);
@@ -49,59 +51,58 @@ impl SequenceAxes {
                 match (names.contains(&name.as_str()), found) {
                     (false, _) => {}
                     (true, None) if matches!(dim, Dim::Named(_)) => found = Some(axis),
-                    (true, None) => return unfit("has an axis that is made of tokens and more"),
+                    (true, None) => return unfit("has an axis that combines tokens with another axis"),
                     (true, Some(_)) if is_pairs(graph, id) && !graph.is_output(id) => {}
-                    (true, Some(_)) => return unfit("has two axes of tokens"),
+                    (true, Some(_)) => return unfit("has two token axes"),
                 }
             }
             Ok(found)
         };
         let axes: Vec<Option<usize>> = graph.ids().map(axis).collect::<Result<_>>()?;
-        let mut follows: Vec<bool> = axes.iter().map(Option::is_some).collect();
+        let mut depends_on_tokens: Vec<bool> = axes.iter().map(Option::is_some).collect();
         for node in graph.nodes() {
-            follows[node.output.index()] |= node.inputs.iter().any(|id| follows[id.index()]);
+            depends_on_tokens[node.output.index()] |= node.inputs.iter().any(|id| depends_on_tokens[id.index()]);
         }
-        let goes_on = |node: &Node| {
+        let needs_state = |node: &Node| {
             let along = |input: usize| node.inputs.get(input).is_some_and(|id| axes[id.index()].is_some());
-            follows[node.output.index()] && node.op.spec().sequential().is_some_and(|op| !op.is_by_token(&along))
+            depends_on_tokens[node.output.index()] && node.op.spec().incremental().is_some_and(|op| !op.is_tokenwise(&along))
         };
-        let goes_on = graph.nodes().iter().map(goes_on).collect();
-        let axes = SequenceAxes { axes, follows, goes_on };
+        let needs_state = graph.nodes().iter().map(needs_state).collect();
+        let axes = SequenceAxes { axes, depends_on_tokens, needs_state };
         (0..graph.nodes().len()).try_for_each(|node| axes.check(graph, node))?;
         Ok(axes)
     }
 
-    /// Whether a value follows from tokens; all others are the same for every token.
-    pub fn follows(&self, id: ValueId) -> bool {
-        self.follows[id.index()]
+    /// Whether a value depends on tokens; all others are the same for every token.
+    pub fn depends_on_tokens(&self, id: ValueId) -> bool {
+        self.depends_on_tokens[id.index()]
     }
 
-    /// Whether the node of this position must know of earlier tokens.
-    pub fn goes_on(&self, node: usize) -> bool {
-        self.goes_on[node]
+    /// Whether the node with this index needs state of earlier tokens.
+    pub fn needs_state(&self, node: usize) -> bool {
+        self.needs_state[node]
     }
 
-    /// The axis of a value, if it has one.
+    /// The token axis of a value, if it has one.
     pub fn axis(&self, id: ValueId) -> Option<usize> {
         self.axes[id.index()]
     }
 
     fn check(&self, graph: &Graph, at: usize) -> Result<()> {
         let node = &graph.nodes()[at];
-        let refuse = |reason: &str| {
-            Err(Error::graph(format!("graph node `{}`", graph.value(node.output).name), format!("{reason}: such a model does not continue texts")))
-        };
-        if !self.follows(node.output) {
+        let refuse =
+            |reason: &str| Err(Error::graph(format!("graph node `{}`", graph.value(node.output).name), format!("{reason}: this model cannot generate text")));
+        if !self.depends_on_tokens(node.output) {
             return Ok(());
         }
-        if let Some(op) = node.op.spec().sequential() {
+        if let Some(op) = node.op.spec().incremental() {
             let fits = |(input, id): (usize, &ValueId)| {
-                let by_token = input > 0 && !self.goes_on(at);
-                by_token || self.axis(*id) == op.axis(input) && (op.reads_pairs(input) || !is_pairs(graph, *id))
+                let by_token = input > 0 && !self.needs_state(at);
+                by_token || self.axis(*id) == op.token_axis(input) && (op.reads_pairs(input) || !is_pairs(graph, *id))
             };
             return match op.looks_ahead() {
-                Some(reason) if self.goes_on(at) => refuse(reason),
-                _ if !node.inputs.iter().enumerate().all(fits) => refuse(&format!("{} is not over tokens", node.op.name())),
+                Some(reason) if self.needs_state(at) => refuse(reason),
+                _ if !node.inputs.iter().enumerate().all(fits) => refuse(&format!("{} does not process token axes", node.op.name())),
                 _ => Ok(()),
             };
         }
@@ -110,10 +111,10 @@ impl SequenceAxes {
         for (input, id) in node.inputs.iter().enumerate() {
             let Some(axis) = self.axis(*id) else { continue };
             let axes = Axes::parse(&text).ok();
-            let given = axes.as_ref().and_then(|axes| name(axes.inputs.get(input)?, rank(*id), axis));
-            let gives = axes.as_ref().and_then(|axes| name(&axes.output, rank(node.output), self.axis(node.output)?));
-            if given.is_none() || given != gives || is_pairs(graph, *id) {
-                return refuse(&format!("{} looks at several tokens at once", node.op.name()));
+            let read = axes.as_ref().and_then(|axes| name(axes.inputs.get(input)?, rank(*id), axis));
+            let written = axes.as_ref().and_then(|axes| name(&axes.output, rank(node.output), self.axis(node.output)?));
+            if read.is_none() || read != written || is_pairs(graph, *id) {
+                return refuse(&format!("{} combines several tokens", node.op.name()));
             }
         }
         Ok(())
@@ -123,12 +124,12 @@ impl SequenceAxes {
 /// Whether a value has a row and a column for each token.
 fn is_pairs(graph: &Graph, id: ValueId) -> bool {
     match graph.value(id).kind {
-        Kind::Node(at) => graph.nodes()[at].op.spec().sequential().is_some_and(|op| op.makes_pairs()),
+        Kind::Node(at) => graph.nodes()[at].op.spec().incremental().is_some_and(|op| op.returns_pairs()),
         _ => false,
     }
 }
 
-/// What an axis of a tensor of this rank is called, if what is done along it is done to each of its elements alone.
+/// The name of an axis of a tensor of this rank, if the op processes the elements along it independently.
 fn name<'a>(axes: &'a [Axis], rank: usize, axis: usize) -> Option<Name<'a>> {
     let leading = axes.iter().position(|axis| *axis == Axis::Leading);
     let several = rank.checked_sub(axes.len() - usize::from(leading.is_some()))?;
@@ -138,7 +139,7 @@ fn name<'a>(axes: &'a [Axis], rank: usize, axis: usize) -> Option<Name<'a>> {
         _ => axis,
     };
     match axes.get(at)? {
-        Axis::Letter { name, hold: Hold::Free, .. } => Some(Name::Letter(name)),
+        Axis::Letter { name, slicing: Slicing::Free, .. } => Some(Name::Letter(name)),
         _ => None,
     }
 }
@@ -151,11 +152,11 @@ mod tests {
 
     fn refused(nodes: &str) -> Option<String> {
         let graph: Graph = format!("{START}{nodes}").parse().unwrap();
-        SequenceAxes::of(&graph).err().map(|e| e.to_string())
+        SequenceAxes::from_graph(&graph).err().map(|e| e.to_string())
     }
 
     #[test]
-    fn what_looks_at_other_tokens_is_refused_by_name() {
+    fn ops_that_combine_tokens_are_refused_by_name() {
         let heads = "h = SplitHeads{\"head_dim\":4}(x) -> float[batch, 2, sequence, 4]\n";
         let attention = |causal: bool| {
             format!(
@@ -164,7 +165,7 @@ mod tests {
         };
         assert_eq!(refused(&attention(true)), None);
         let looks_ahead = refused(&attention(false)).unwrap();
-        assert!(looks_ahead.contains("graph node `a`") && looks_ahead.contains("behind them"), "{looks_ahead}");
+        assert!(looks_ahead.contains("graph node `a`") && looks_ahead.contains("attend to later tokens"), "{looks_ahead}");
         assert_eq!(refused("y = Linear(x, w) -> float[batch, sequence, 8]\nz = Add(x, y) -> float[batch, sequence, 8]\noutput logits = z\n"), None);
         assert_eq!(refused("y = Transpose{\"perm\":[0,2,1]}(x) -> float[batch, 8, sequence]\noutput logits = y\n"), None);
         for (op, line) in [
@@ -173,10 +174,10 @@ mod tests {
             ("Softmax", "y = Softmax{\"axis\":1}(x) -> float[batch, sequence, 8]\n"),
         ] {
             let found = refused(&format!("{line}output logits = y\n")).unwrap();
-            assert!(found.contains(&format!("`y`: {op} looks at several tokens")), "{found}");
+            assert!(found.contains(&format!("`y`: {op} combines several tokens")), "{found}");
         }
         let fixed: Graph =
             "input input_ids: int[1, 5]\nparam t: float[9, 8]\nx = Embedding(input_ids, t) -> float[1, 5, 8]\noutput logits = x\n".parse().unwrap();
-        assert!(SequenceAxes::of(&fixed).unwrap_err().to_string().contains("takes 5 tokens and no other number"));
+        assert!(SequenceAxes::from_graph(&fixed).unwrap_err().to_string().contains("has a fixed length of 5 tokens"));
     }
 }

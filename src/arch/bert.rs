@@ -1,6 +1,6 @@
 //! BERT: base, sequence classification, masked language model.
 
-use super::block::{Block, Names, NormPlace};
+use super::block::{Block, Names, NormPosition};
 use super::parts::{activate, has_head, layer_norm, linear, text_inputs};
 use super::resize::Sizes;
 use super::{Keys, Settings};
@@ -15,14 +15,14 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["bert.", "roberta.", ""],
     hidden: ("hidden_size", "embeddings.word_embeddings.weight", 1),
     heads: ("num_attention_heads", "encoder.layer.0.attention.self.query.weight", 0),
-    more_heads: None,
+    decoder_heads: None,
     groups: None,
     head_dim: None,
-    own_head_dim: false,
-    heads_divide: false,
-    others: &[("intermediate_size", "encoder.layer.0.intermediate.dense.weight", 0)],
+    custom_head_dim_default: false,
+    heads_must_divide: false,
+    other_sizes: &[("intermediate_size", "encoder.layer.0.intermediate.dense.weight", 0)],
     layers: "num_hidden_layers",
-    beside: &[],
+    unread: &[],
 };
 
 pub(super) const NAMES: Names = Names {
@@ -64,7 +64,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     Ok(())
 }
 
-/// What the first token says, and its output, where the checkpoint has a layer for it.
+/// Adds the pooler of the first token and its output, if the checkpoint contains it.
 pub(super) fn pooler(b: &mut Builder, prefix: &str, x: ValueId) -> Result<Option<ValueId>> {
     let module = format!("{prefix}pooler.dense");
     if !b.has(&format!("{module}.weight")) {
@@ -77,7 +77,7 @@ pub(super) fn pooler(b: &mut Builder, prefix: &str, x: ValueId) -> Result<Option
     Ok(Some(pooled))
 }
 
-/// RoBERTa's head for classes, of two layers.
+/// RoBERTa's classification head with two layers.
 pub(super) fn classes(s: &Settings, b: &mut Builder, x: ValueId) -> Result<()> {
     let (first, width) = (b.node("classifier.first", Select { index: 0 }, &[x])?, b.width(x)?);
     let dense = linear(b, "classifier.dense", "classifier.dense", first, width)?;
@@ -87,7 +87,7 @@ pub(super) fn classes(s: &Settings, b: &mut Builder, x: ValueId) -> Result<()> {
     Ok(())
 }
 
-/// RoBERTa's head for words, where the checkpoint has one.
+/// RoBERTa's language-model head, if the checkpoint contains it.
 pub(super) fn words(s: &Settings, b: &mut Builder, prefix: &str, x: ValueId) -> Result<()> {
     if !has_head(b, prefix, "lm_head.dense") {
         return Ok(());
@@ -101,8 +101,9 @@ pub(super) fn words(s: &Settings, b: &mut Builder, prefix: &str, x: ValueId) -> 
     Ok(())
 }
 
-/// A head whose weight is the embedding table, unless it is stored by its own name. Its bias has two names, and computes by its own; transformers
-/// 4 stores it by the other one alone, also where ties are denied.
+/// A head whose weight is the embedding table, unless it is stored under its own name. Its bias has two
+/// names, of which its own takes precedence; transformers 4 only stores the other name, even without tied
+/// embeddings.
 pub(super) fn tied_head(s: &Settings, b: &mut Builder, module: &str, table: &str, bias: &str, x: ValueId) -> Result<ValueId> {
     let shape = [s.size("vocab_size")?, b.width(x)?];
     let [own, own_bias] = ["weight", "bias"].map(|part| format!("{module}.{part}"));
@@ -112,7 +113,7 @@ pub(super) fn tied_head(s: &Settings, b: &mut Builder, module: &str, table: &str
     b.node(module, Linear { input_major: false }, &[x, weight, bias])
 }
 
-/// Embeddings and encoder layers, which RoBERTa shares.
+/// Embeddings and encoder layers, shared with RoBERTa.
 pub(super) fn encode(s: &Settings, b: &mut Builder, prefix: &str, tokens: ValueId, positions: ValueId, types: ValueId, mask: ValueId) -> Result<ValueId> {
     let (hidden, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", 1e-12)?);
     let head_dim = s.head_dim("hidden_size", "num_attention_heads")?;
@@ -126,7 +127,7 @@ pub(super) fn encode(s: &Settings, b: &mut Builder, prefix: &str, tokens: ValueI
     let x = layer_norm(b, "embeddings.LayerNorm", &format!("{prefix}embeddings.LayerNorm"), sum, epsilon)?;
     let block = Block {
         names: &NAMES,
-        norms: NormPlace::After,
+        norms: NormPosition::After,
         epsilon,
         head_dim,
         attention: Attention { causal, ..Attention::default() },

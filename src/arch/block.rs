@@ -1,77 +1,80 @@
-//! A layer of a transformer: attention and a network, each with a normalisation and a sum, and between them, in a decoder behind an encoder,
-//! attention to what that says.
+//! A transformer layer: attention and a feed-forward network, each with a normalization and a residual
+//! connection, and cross-attention between them in the decoder of an encoder-decoder model.
 
 use super::parts::{activate, attend, layer_norm, linear, linear_with, slices};
 use crate::error::Result;
 use crate::ir::ops::{Add, Attention, Mul, Silu};
 use crate::ir::{Builder, ValueId};
 
-/// Where normalisations are.
+/// Position of the normalizations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum NormPlace {
-    /// Each half reads the normalised stream (Xiong et al., 2020).
+pub(super) enum NormPosition {
+    /// Pre-norm: attention and network read the normalized stream (Xiong et al., 2020).
     Before,
-    /// Each sum is normalised, as in the first transformers.
+    /// Post-norm: the residual sums are normalized, as in the original transformer.
     After,
 }
 
-/// Names of a layer's nodes and modules, behind the layer's own.
+/// Names of a layer's nodes and modules, relative to the layer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Names {
-    /// What attention computes.
+    /// Attention.
     pub attention: &'static str,
-    /// Queries, keys and values, behind `attention`.
+    /// Queries, keys and values, relative to `attention`.
     pub qkv: [&'static str; 3],
-    /// The projection behind attention.
+    /// Output projection of attention.
     pub out: &'static str,
-    /// The sum of attention and what it read, a node alone.
+    /// Residual addition of attention; a node without a module.
     pub attended: &'static str,
-    /// Normalisations of attention and of the network.
+    /// Normalizations of attention and of the network.
     pub norms: [&'static str; 2],
-    /// The first layer of the network, its function, a node alone, and the second layer.
+    /// First linear layer of the network, activation (a node without a module), and second linear layer.
     pub network: [&'static str; 3],
-    /// The sum of the network and what it read, a node alone; nothing where it ends the layer and has its name.
+    /// Residual addition of the network; a node without a module. Empty if it is the last node of the
+    /// layer and has its name.
     pub sum: &'static str,
-    /// Factors of columns on what attention and the network give, if there are any.
+    /// Layer scales of the results of attention and network, if there are any.
     pub scales: Option<[&'static str; 2]>,
 }
 
-/// Attention whose keys and values are made of another value than its queries; it sees all of that.
+/// Cross-attention: keys and values are computed from another value than the queries; without a causal
+/// mask.
 #[derive(Clone, Copy)]
 pub(super) struct Cross<'b> {
-    /// Names of its parts; those of the network are not looked at, and of the norms the first is.
+    /// Names of its parts. Those of the network and the second normalization are unused.
     pub names: &'b Names,
-    /// What keys and values are made of.
+    /// The value from which keys and values are computed.
     pub read: ValueId,
 }
 
-/// A layer.
+/// A transformer layer.
 #[derive(Clone, Copy)]
 pub(super) struct Block<'b> {
     /// Names of its parts.
     pub names: &'b Names,
-    /// Where normalisations are.
-    pub norms: NormPlace,
-    /// Number added to variances.
+    /// Position of the normalizations.
+    pub norms: NormPosition,
+    /// Epsilon of the normalizations.
     pub epsilon: f64,
-    /// Width of a head; together, heads are as wide as the stream.
+    /// Width of a head; all heads together have the width of the residual stream.
     pub head_dim: usize,
-    /// Attention; its factor is made of the width of heads.
+    /// Attention; its scale is divided by the square root of the head width.
     pub attention: Attention,
-    /// The mask and the bias of attention.
+    /// Mask and bias of attention.
     pub extras: &'b [ValueId],
-    /// Whether queries, keys and values have biases; nothing where the checkpoint tells.
+    /// Whether queries, keys and values have biases; `None` to use those in the checkpoint.
     pub qkv_bias: Option<bool>,
-    /// Attention to something else, if there is any.
+    /// Cross-attention, if there is any.
     pub cross: Option<Cross<'b>>,
-    /// Neurons of the network.
+    /// Number of neurons of the network.
     pub neurons: usize,
-    /// Name of the network's function; nothing for a first layer of gates and neurons (SwiGLU).
+    /// Activation function of the network; `None` for SwiGLU.
     pub activation: Option<&'b str>,
 }
 
 impl Block<'_> {
-    /// Adds so many layers, one behind the other: `encoder.layer.0` and so on, whose modules have a prefix.
+    /// Adds consecutive layers with the names `encoder.layer.0` and so on; `prefix` precedes the names of
+    /// their modules.
     pub(super) fn stack(&self, b: &mut Builder, prefix: &str, name: &str, layers: usize, mut x: ValueId) -> Result<ValueId> {
         for index in 0..layers {
             let node = format!("{name}.{index}");
@@ -80,13 +83,14 @@ impl Block<'_> {
         Ok(x)
     }
 
-    /// Adds the layer, whose nodes have this name and whose modules have that one before theirs.
+    /// Adds the layer with these names of its node and module.
     pub(super) fn add(&self, b: &mut Builder, node: &str, module: &str, x: ValueId) -> Result<ValueId> {
-        self.around(b, (node, module), x, |b, x| self.reading(b, (node, module), [x; 3]))
+        self.with_attention(b, (node, module), x, |b, x| self.attend_to(b, (node, module), [x; 3]))
     }
 
-    /// The same around another attention, which makes of what it reads what is added to it.
-    pub(super) fn around(
+    /// Adds the layer with a different attention: `attended` computes the value to add to the residual
+    /// stream from the value that attention reads.
+    pub(super) fn with_attention(
         &self,
         b: &mut Builder,
         at: (&str, &str),
@@ -98,12 +102,12 @@ impl Block<'_> {
         if let Some(cross) = self.cross {
             let [norm, _] = cross.names.norms;
             let block = Block { names: cross.names, attention: Attention::default(), extras: &[], ..*self };
-            x = self.half(b, at, norm, cross.names.attended, x, |b, x| block.reading(b, at, [x, cross.read, cross.read]))?;
+            x = self.half(b, at, norm, cross.names.attended, x, |b, x| block.attend_to(b, at, [x, cross.read, cross.read]))?;
         }
         self.half(b, at, second, self.names.sum, x, |b, x| self.network(b, at, x))
     }
 
-    /// What is computed of the stream, its normalisation and the sum of both.
+    /// Half a layer: `compute`, its normalization and the residual addition.
     fn half(
         &self,
         b: &mut Builder,
@@ -114,11 +118,11 @@ impl Block<'_> {
         compute: impl FnOnce(&mut Builder, ValueId) -> Result<ValueId>,
     ) -> Result<ValueId> {
         let name = |part: &str| if part.is_empty() { node.to_owned() } else { format!("{node}.{part}") };
-        let before = self.norms == NormPlace::Before;
+        let before = self.norms == NormPosition::Before;
         let normed = |b: &mut Builder, x: ValueId| layer_norm(b, &name(norm), &format!("{module}.{norm}"), x, self.epsilon);
         let read = if before { normed(b, x)? } else { x };
-        let given = compute(b, read)?;
-        let sum = b.node(&name(sum), Add {}, &[given, x])?;
+        let computed = compute(b, read)?;
+        let sum = b.node(&name(sum), Add {}, &[computed, x])?;
         if before { Ok(sum) } else { normed(b, sum) }
     }
 
@@ -129,14 +133,14 @@ impl Block<'_> {
         b.node(&format!("{node}.{part}.scaled"), Mul {}, &[x, factors])
     }
 
-    /// Attention whose queries, keys and values are made of these.
-    fn reading(&self, b: &mut Builder, (node, module): (&str, &str), read: [ValueId; 3]) -> Result<ValueId> {
+    /// Attention with queries, keys and values computed from `read`.
+    fn attend_to(&self, b: &mut Builder, (node, module): (&str, &str), read: [ValueId; 3]) -> Result<ValueId> {
         let qkv = self.qkv(b, (node, module), read)?;
         let context = attend(b, &format!("{node}.{}", self.names.attention), qkv, self.head_dim, self.attention, self.extras)?;
         self.out(b, (node, module), context)
     }
 
-    /// Queries, keys and values of attention, which are made of these.
+    /// Queries, keys and values, computed from `qkv`.
     pub(super) fn qkv(&self, b: &mut Builder, (node, module): (&str, &str), mut qkv: [ValueId; 3]) -> Result<[ValueId; 3]> {
         let (width, names) = (b.width(qkv[0])?, self.names);
         for (value, part) in qkv.iter_mut().zip(names.qkv) {
@@ -149,7 +153,7 @@ impl Block<'_> {
         Ok(qkv)
     }
 
-    /// The projection behind attention; heads are as wide as the stream.
+    /// The output projection of attention.
     pub(super) fn out(&self, b: &mut Builder, (node, module): (&str, &str), context: ValueId) -> Result<ValueId> {
         let (width, out) = (b.width(context)?, self.names.out);
         let out = linear(b, &format!("{node}.{out}"), &format!("{module}.{out}"), context, width)?;

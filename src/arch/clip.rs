@@ -1,8 +1,10 @@
-//! CLIP and SigLIP: a tower for images, one for texts, and how well their vectors fit (Radford et al., 2021; Zhai et al., 2023).
+//! CLIP and SigLIP: an image encoder and a text encoder, and the similarity of their embeddings (Radford
+//! et al., 2021; Zhai et al., 2023).
 //!
-//! A folder with both towers is one graph, which reads images and texts; the classes of one tower make a graph of that tower.
+//! A model with both towers is one graph, which reads images and texts. The model classes of one tower
+//! yield a graph of that tower.
 
-use super::block::{Block, Names, NormPlace};
+use super::block::{Block, Names, NormPosition};
 use super::parts::{activate, attend, image_input, layer_norm, linear, linear_with};
 use super::vit::{patch_embeddings, patches};
 use super::{Keys, Settings};
@@ -18,7 +20,7 @@ pub(super) const KEYS: Keys = Keys {
         "dropout",
         "initializer_factor",
         "logit_scale_init_value",
-        // Of a tower beside another one, and of one without a projection.
+        // For a tower in a dual encoder, and a tower without a projection.
         "projection_dim",
         "projection_size",
         "eos_token_id",
@@ -37,7 +39,7 @@ const NAMES: Names = Names {
     scales: None,
 };
 
-/// What differs between the two.
+/// The two families.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Clip,
@@ -53,7 +55,7 @@ impl Kind {
         if self == Kind::Clip { 1e-5 } else { 1e-6 }
     }
 
-    /// Sizes that the configuration of a tower of texts leaves out.
+    /// Default sizes of the text tower.
     fn text_sizes(self) -> &'static [(&'static str, usize)] {
         match self {
             Kind::Clip => &[("vocab_size", 49408), ("hidden_size", 512), ("intermediate_size", 2048), ("num_hidden_layers", 12), ("num_attention_heads", 8)],
@@ -62,7 +64,7 @@ impl Kind {
     }
 }
 
-/// The same of a tower of images.
+/// Default sizes of the vision tower.
 const VISION_SIZES: [(&str, usize); 4] = [("hidden_size", 768), ("intermediate_size", 3072), ("num_hidden_layers", 12), ("num_attention_heads", 12)];
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
@@ -89,7 +91,7 @@ pub(super) fn build_siglip_vision(s: &Settings, b: &mut Builder) -> Result<()> {
     vision_alone(Kind::Siglip, s.class(), s, b)
 }
 
-/// What a tower gives: a vector for each token, and one for all.
+/// The outputs of a tower: token or patch embeddings, and the pooled embedding.
 struct Tower {
     tokens: ValueId,
     pooled: Option<ValueId>,
@@ -106,7 +108,7 @@ fn both(kind: Kind, s: &Settings, b: &mut Builder) -> Result<()> {
         _ => {}
     }
     let image = vision(kind, &group(kind, s, ["vision_config", "vision_config_dict"], false)?, b)?.pooled;
-    let image = image.ok_or_else(|| Error::graph("config.json", "`vision_use_head` is false, and texts need it"))?;
+    let image = image.ok_or_else(|| Error::graph("config.json", "`vision_use_head` is false, but comparing images with texts requires it"))?;
     let text = text(kind, &group(kind, s, ["text_config", "text_config_dict"], false)?, b)?.pooled.unwrap_or(image);
     let [image, text] = match kind {
         Kind::Clip => {
@@ -138,8 +140,8 @@ fn both(kind: Kind, s: &Settings, b: &mut Builder) -> Result<()> {
     Ok(())
 }
 
-/// The configuration of a tower. Of two towers of CLIP, an older group takes the place of the newer one where it is there, with defaults for
-/// all that it leaves out; a tower alone never looks at it.
+/// The configuration of a tower. In a CLIP model with both towers, the older group replaces the newer one
+/// if it exists, including defaults for the keys that it omits; models with one tower ignore it.
 fn group<'c>(kind: Kind, s: &Settings<'c>, [name, older]: [&'static str; 2], alone: bool) -> Result<Settings<'c>> {
     let replaced = kind == Kind::Clip && s.get(older).is_some() && !alone;
     let group = s.group_or_empty(name)?;
@@ -169,11 +171,11 @@ fn alone(s: &Settings, b: &mut Builder, class: &str, tower: Tower, (projection, 
     Ok(())
 }
 
-/// The layers of a tower.
+/// The transformer layers of a tower.
 fn encode(kind: Kind, s: &Settings, b: &mut Builder, prefixes: [&str; 2], mut x: ValueId, attention: Attention, extras: &[ValueId]) -> Result<ValueId> {
     let block = Block {
         names: &NAMES,
-        norms: NormPlace::Before,
+        norms: NormPosition::Before,
         epsilon: s.number_or("layer_norm_eps", kind.epsilon())?,
         head_dim: s.head_dim("hidden_size", "num_attention_heads")?,
         attention,
@@ -197,7 +199,7 @@ fn text(kind: Kind, s: &Settings, b: &mut Builder) -> Result<Tower> {
     let prefix = if b.has("text_model.embeddings.token_embedding.weight") { "text_model." } else { "" };
     let (hidden, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", kind.epsilon())?);
     let longest = s.size_or("max_position_embeddings", if kind == Kind::Clip { 77 } else { 64 })?;
-    // SigLIP has learned texts of one length, and looks at their padding too.
+    // SigLIP is trained on texts of fixed length, and attends to their padding.
     let sequence = if kind == Kind::Clip { Dim::named("sequence") } else { Dim::Fixed(longest) };
     let tokens = b.input("input_ids", TensorType::int([Dim::named("batch"), sequence.clone()]))?;
     let words = b.param(&format!("{prefix}embeddings.token_embedding.weight"), &[s.size("vocab_size")?, hidden])?;
@@ -215,7 +217,7 @@ fn text(kind: Kind, s: &Settings, b: &mut Builder) -> Result<Tower> {
     let x = layer_norm(b, &format!("{NODE}.final_layer_norm"), &format!("{prefix}final_layer_norm"), x, epsilon)?;
     let pooled = match kind {
         Kind::Clip => {
-            // What the first checkpoints say of the token is wrong; of theirs, the last token has the largest number.
+            // `eos_token_id` of the first checkpoints is wrong; their last token has the largest id.
             let choice = match s.token_or("eos_token_id", 49407)? {
                 2 => TokenChoice::Largest,
                 end => TokenChoice::Named(end),
@@ -252,7 +254,7 @@ fn vision(kind: Kind, s: &Settings, b: &mut Builder) -> Result<Tower> {
     let positions = b.param(&format!("{prefix}embeddings.position_embedding.weight"), &[count, hidden])?;
     x = b.node(&format!("{NODE}.embeddings"), Add {}, &[x, positions])?;
     if kind == Kind::Clip {
-        // So spelt.
+        // The module is spelled this way in checkpoints.
         x = layer_norm(b, &format!("{NODE}.pre_layrnorm"), &format!("{prefix}pre_layrnorm"), x, epsilon)?;
     }
     let x = encode(kind, s, b, [NODE, prefix], x, Attention::default(), &[])?;
@@ -266,20 +268,20 @@ fn vision(kind: Kind, s: &Settings, b: &mut Builder) -> Result<Tower> {
     Ok(Tower { tokens: x, pooled })
 }
 
-/// One learned query looks at all patches (SigLIP).
+/// Attention pooling with one learned query (SigLIP).
 fn attended(s: &Settings, b: &mut Builder, prefix: &str, x: ValueId, epsilon: f64) -> Result<ValueId> {
     const NODE: &str = "vision_model.head";
     let hidden = b.width(x)?;
     let module = |part: &str| format!("{prefix}head.{part}");
     let probe = b.param(&module("probe"), &[1, 1, hidden])?;
-    // Queries, keys and values are made by one matrix: it reads the query and the patches at once.
+    // Queries, keys and values are one projection, which reads the query and the patches together.
     let all = b.node(&format!("{NODE}.with_probe"), Prepend {}, &[probe, x])?;
     let wide = hidden.saturating_mul(3);
     let inputs = [all, b.param(&module("attention.in_proj_weight"), &[wide, hidden])?, b.param(&module("attention.in_proj_bias"), &[wide])?];
     let all = b.node(&format!("{NODE}.attention.in_proj"), Linear { input_major: false }, &inputs)?;
     let mut qkv = [all; 3];
     for ((value, part), at) in qkv.iter_mut().zip(["query", "key", "value"]).zip(0usize..) {
-        let columns = b.node(&format!("{NODE}.attention.{part}.columns"), Slice::of_last(at.saturating_mul(hidden), hidden), &[all])?;
+        let columns = b.node(&format!("{NODE}.attention.{part}.columns"), Slice::last_axis(at.saturating_mul(hidden), hidden), &[all])?;
         let rows = if part == "query" {
             Slice { length: Some(1), axis: 1, ..Slice::default() }
         } else {

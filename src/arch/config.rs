@@ -1,4 +1,4 @@
-//! Values of `config.json`, held to what a graph can be built from.
+//! Validated access to the values of `config.json`.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 
-/// The keys of a file that something has read; those inside a group stand behind the group's name and a dot.
+/// The keys of a file that have been read; keys in a group have the path `group.key`.
 #[derive(Debug, Default)]
 pub struct ReadKeys(RefCell<BTreeSet<String>>);
 
@@ -16,45 +16,45 @@ pub struct ReadKeys(RefCell<BTreeSet<String>>);
 #[derive(Debug, Clone, Copy)]
 pub struct Settings<'c> {
     values: &'c Map<String, Value>,
-    /// The file that they stand in, for errors.
+    /// Name of the file, for errors.
     file: &'c str,
-    /// The groups that these values stand in, the outer one first.
+    /// The groups that contain these values, outermost first.
     groups: [&'c str; 2],
     read: Option<&'c ReadKeys>,
-    /// Sizes of what the values say nothing of.
+    /// Default sizes for missing keys.
     sizes: &'static [(&'static str, usize)],
 }
 
-/// What a group that is missing says.
-static NOTHING: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
+/// Values of a missing group.
+static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
 
-/// Larger numbers are mistakes, and would only make the program slow to find out.
+/// Exclusive maximum of sizes; larger numbers are mistakes.
 const LIMIT: u64 = 1 << 32;
 
 impl<'c> Settings<'c> {
-    /// Reads from these values.
+    /// Wraps the values of `config.json`.
     pub fn new(values: &'c Map<String, Value>) -> Self {
-        Self::of_file(values, "config.json")
+        Self::for_file(values, "config.json")
     }
 
-    /// Reads from the values of this file.
-    pub(super) fn of_file(values: &'c Map<String, Value>, file: &'c str) -> Self {
+    /// Wraps the values of this file.
+    pub(super) fn for_file(values: &'c Map<String, Value>, file: &'c str) -> Self {
         Self { values, file, groups: [""; 2], read: None, sizes: &[] }
     }
 
-    /// The same values; what is read of them is written down.
+    /// Also records the keys that are read.
     #[must_use]
-    pub fn noting(self, read: &'c ReadKeys) -> Self {
+    pub fn recording(self, read: &'c ReadKeys) -> Self {
         Self { read: Some(read), ..self }
     }
 
-    /// The same values, with the sizes that a configuration of this kind leaves out.
+    /// Also uses these default sizes for missing keys.
     #[must_use]
     pub(super) fn with_sizes(self, sizes: &'static [(&'static str, usize)]) -> Self {
         Self { sizes, ..self }
     }
 
-    /// A value that is there and not null.
+    /// The value of a key, unless it is missing or null.
     pub fn get(&self, key: &str) -> Option<&'c Value> {
         if let Some(read) = self.read {
             read.0.borrow_mut().insert(self.path(key));
@@ -66,27 +66,28 @@ impl<'c> Settings<'c> {
         self.groups.iter().filter(|group| !group.is_empty()).chain([&key]).copied().collect::<Vec<_>>().join(".")
     }
 
-    /// Keys and values that have not been read, groups that were looked into key by key; nulls are left out.
+    /// Keys and values that have not been read, with groups expanded if one of their keys was read; nulls
+    /// are omitted.
     pub fn unread(&self) -> Vec<(String, &'c Value)> {
         let Some(read) = self.read else { return Vec::new() };
         let mut found = Vec::new();
         for (key, value) in self.values.iter().filter(|(_, value)| !value.is_null()) {
             let path = self.path(key);
             let inside = format!("{path}.");
-            let (whole, looked_into) = {
+            let (is_read, is_expanded) = {
                 let read = read.0.borrow();
                 (read.contains(&path), read.range(inside.clone()..).next().is_some_and(|other| other.starts_with(&inside)))
             };
             match value.as_object() {
-                Some(values) if looked_into && self.inner(key).is_some() => found.extend(self.within(key, values).unread()),
-                _ if whole => {}
+                Some(values) if is_expanded && self.inner(key).is_some() => found.extend(self.within(key, values).unread()),
+                _ if is_read => {}
                 _ => found.push((path, value)),
             }
         }
         found
     }
 
-    /// Whether a value is said to be none, which is not to say nothing.
+    /// Whether a key is explicitly null.
     pub(super) fn is_null(&self, key: &str) -> bool {
         self.values.get(key).is_some_and(Value::is_null)
     }
@@ -95,11 +96,11 @@ impl<'c> Settings<'c> {
         Error::graph(self.file, format!("`{key}` is missing"))
     }
 
-    fn wrong(&self, key: &str, value: &Value, wanted: &str) -> Error {
-        Error::graph(self.file, format!("`{key}` is {value}, expected {wanted}"))
+    fn wrong(&self, key: &str, value: &Value, expected: &str) -> Error {
+        Error::graph(self.file, format!("`{key}` is {value}, expected {expected}"))
     }
 
-    /// A whole number from 1.
+    /// An integer from 1.
     pub fn size(&self, key: &str) -> Result<usize> {
         let Some(value) = self.get(key) else {
             return self.sizes.iter().find(|(name, _)| *name == key).map(|(_, size)| *size).ok_or_else(|| self.missing(key));
@@ -108,7 +109,7 @@ impl<'c> Settings<'c> {
         number.map(|n| n as usize).ok_or_else(|| self.wrong(key, value, "a size from 1 to 4294967295"))
     }
 
-    /// A whole number from 1, or a default.
+    /// An integer from 1, or a default.
     pub fn size_or(&self, key: &str, default: usize) -> Result<usize> {
         if self.get(key).is_some() { self.size(key) } else { Ok(default) }
     }
@@ -126,15 +127,15 @@ impl<'c> Settings<'c> {
         self.get(key).ok_or_else(|| self.missing(key)).and_then(|_| self.number_or(key, 0.0))
     }
 
-    /// The number of a token, or a default.
+    /// A token id, or a default.
     pub(super) fn token_or(&self, key: &str, default: i64) -> Result<i64> {
         match self.get(key) {
             None => Ok(default),
-            Some(value) => value.as_i64().filter(|n| n.unsigned_abs() < LIMIT).ok_or_else(|| self.wrong(key, value, "the number of a token")),
+            Some(value) => value.as_i64().filter(|n| n.unsigned_abs() < LIMIT).ok_or_else(|| self.wrong(key, value, "a token id")),
         }
     }
 
-    /// Yes or no, or a default.
+    /// A boolean, or a default.
     pub fn flag_or(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {
             None => Ok(default),
@@ -142,13 +143,13 @@ impl<'c> Settings<'c> {
         }
     }
 
-    /// A text.
+    /// A string.
     pub fn text(&self, key: &str) -> Result<&'c str> {
         let value = self.get(key).ok_or_else(|| self.missing(key))?;
-        value.as_str().ok_or_else(|| self.wrong(key, value, "a text"))
+        value.as_str().ok_or_else(|| self.wrong(key, value, "a string"))
     }
 
-    /// A text, or a default.
+    /// A string, or a default.
     pub fn text_or(&self, key: &str, default: &'c str) -> Result<&'c str> {
         if self.get(key).is_some() { self.text(key) } else { Ok(default) }
     }
@@ -179,16 +180,16 @@ impl<'c> Settings<'c> {
         Some(self.within(key, values))
     }
 
-    /// A group of values, in which a configuration may say nothing.
+    /// A group of values, empty if it is missing.
     pub(super) fn group_or_empty(&self, key: &'c str) -> Result<Settings<'c>> {
         match self.get(key) {
-            None => Ok(self.within(key, &NOTHING)),
-            Some(value) => self.group(key).ok_or_else(|| self.wrong(key, value, "a group of values")),
+            None => Ok(self.within(key, &EMPTY)),
+            Some(value) => self.group(key).ok_or_else(|| self.wrong(key, value, "an object")),
         }
     }
 
     fn within(&self, key: &'c str, values: &'c Map<String, Value>) -> Settings<'c> {
-        // Nothing that is read lies deeper.
+        // Groups are at most two levels deep.
         Settings { values, groups: self.inner(key).unwrap_or(self.groups), sizes: &[], ..*self }
     }
 
@@ -200,12 +201,12 @@ impl<'c> Settings<'c> {
         }
     }
 
-    /// The class that the weights were saved from, or an empty text.
+    /// The class that the weights were saved from, or an empty string.
     pub fn class(&self) -> &'c str {
         self.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str).unwrap_or("")
     }
 
-    /// Number of labels of a classifier.
+    /// Number of classes of a classifier.
     pub fn labels(&self) -> Result<usize> {
         match self.get("id2label").and_then(Value::as_object) {
             Some(labels) if !labels.is_empty() => Ok(labels.len()),
@@ -213,10 +214,10 @@ impl<'c> Settings<'c> {
         }
     }
 
-    /// Width of a head, which must divide evenly.
+    /// Width of an attention head; the total width must be divisible by the number of heads.
     pub fn head_dim(&self, width: &str, heads: &str) -> Result<usize> {
         let (total, count) = (self.size(width)?, self.size(heads)?);
         let evenly = total.checked_div(count).filter(|_| total.is_multiple_of(count));
-        evenly.ok_or_else(|| Error::graph("config.json", format!("`{width}` {total} is no multiple of `{heads}` {count}")))
+        evenly.ok_or_else(|| Error::graph("config.json", format!("`{width}` {total} is not a multiple of `{heads}` {count}")))
     }
 }

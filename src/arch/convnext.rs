@@ -1,4 +1,4 @@
-//! ConvNeXt: convolutions of each channel alone, and networks over channels (Liu et al., 2022).
+//! ConvNeXt: depthwise convolutions and pointwise feed-forward networks (Liu et al., 2022).
 
 use super::parts::{activate, image_input, layer_norm, linear};
 use super::{Keys, Settings};
@@ -7,12 +7,12 @@ use crate::ir::ops::{Add, Conv, GlobalAveragePool, Mul, Transpose};
 use crate::ir::{Builder, Dim, ValueId};
 
 pub(super) const KEYS: Keys = Keys {
-    // The number of stages is that of their widths.
+    // The number of stages is that of `hidden_sizes`.
     harmless: &["_out_features", "_out_indices", "drop_path_rate", "image_size", "num_stages", "out_features", "out_indices", "stage_names"],
     neutral: &[],
 };
 
-/// Of all normalisations but the last one.
+/// Epsilon of all normalizations except the last one.
 const EPSILON: f64 = 1e-6;
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
@@ -63,33 +63,33 @@ fn sizes(s: &Settings, key: &str, default: &[usize]) -> Result<Vec<usize>> {
     if s.get(key).is_some() { s.sizes(key) } else { Ok(default.to_vec()) }
 }
 
-/// A convolution with a bias: channels that it makes, side of its window, groups.
+/// A convolution with a bias: output channels, kernel size and groups.
 fn conv(b: &mut Builder, node: &str, module: &str, x: ValueId, (out, side, groups): (usize, usize, usize), op: Conv) -> Result<ValueId> {
     let channels = b.ty(x).shape.get(1).and_then(Dim::fixed).and_then(|all| all.checked_div(groups)).unwrap_or(0);
     let inputs = [x, b.param(&format!("{module}.weight"), &[out, channels, side, side])?, b.param(&format!("{module}.bias"), &[out])?];
     b.node(node, Conv { groups, ..op }, &inputs)
 }
 
-/// Channels behind places, or before them again.
-fn turned(b: &mut Builder, node: &str, perm: [usize; 4], x: ValueId) -> Result<ValueId> {
+/// Moves channels to the last axis, or back.
+fn transposed(b: &mut Builder, node: &str, perm: [usize; 4], x: ValueId) -> Result<ValueId> {
     b.node(node, Transpose { perm: perm.to_vec() }, &[x])
 }
 
 const LAST: [usize; 4] = [0, 2, 3, 1];
 const FIRST: [usize; 4] = [0, 3, 1, 2];
 
-/// A normalisation over channels that stand before places.
+/// Layer normalization over the channel axis of images.
 fn normed(b: &mut Builder, node: &str, module: &str, x: ValueId) -> Result<ValueId> {
-    let last = turned(b, &format!("{node}.channels_last"), LAST, x)?;
+    let last = transposed(b, &format!("{node}.channels_last"), LAST, x)?;
     let y = layer_norm(b, node, module, last, EPSILON)?;
-    turned(b, &format!("{node}.channels_first"), FIRST, y)
+    transposed(b, &format!("{node}.channels_first"), FIRST, y)
 }
 
 fn block(s: &Settings, b: &mut Builder, node: &str, module: &str, x: ValueId, width: usize) -> Result<ValueId> {
     let name = |part: &str| format!("{node}.{part}");
     let path = |part: &str| format!("{module}.{part}");
     let y = conv(b, &name("dwconv"), &path("dwconv"), x, (width, 7, width), Conv { padding: 3.into(), ..Conv::default() })?;
-    let y = turned(b, &name("channels_last"), LAST, y)?;
+    let y = transposed(b, &name("channels_last"), LAST, y)?;
     let y = layer_norm(b, &name("layernorm"), &path("layernorm"), y, EPSILON)?;
     let y = linear(b, &name("pwconv1"), &path("pwconv1"), y, width.saturating_mul(4))?;
     let y = activate(b, &name("act"), s.text_or("hidden_act", "gelu")?, y)?;
@@ -98,6 +98,6 @@ fn block(s: &Settings, b: &mut Builder, node: &str, module: &str, x: ValueId, wi
         let scale = b.param(&path("layer_scale_parameter"), &[width])?;
         y = b.node(&name("scaled"), Mul {}, &[y, scale])?;
     }
-    let y = turned(b, &name("channels_first"), FIRST, y)?;
+    let y = transposed(b, &name("channels_first"), FIRST, y)?;
     b.node(node, Add {}, &[x, y])
 }

@@ -1,9 +1,10 @@
-//! DeBERTa of the second and third version: attention adds products of queries with what stands for distances, and of keys (He et al., 2021).
+//! DeBERTa v2 and v3: disentangled attention, which adds products of queries and keys with relative
+//! position embeddings (He et al., 2021).
 
 use serde_json::Value;
 
 use super::bert::{self, tied_head};
-use super::block::{Block, Names, NormPlace};
+use super::block::{Block, Names, NormPosition};
 use super::parts::{activate, attend_heads, has_head, layer_norm, linear_with, split_heads, text_inputs};
 use super::resize::Sizes;
 use super::{Keys, Settings};
@@ -35,7 +36,7 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["deberta.", ""],
     hidden: ("hidden_size", "embeddings.LayerNorm.weight", 0),
     heads: ("num_attention_heads", "encoder.layer.0.attention.self.query_proj.weight", 0),
-    others: &[
+    other_sizes: &[
         ("intermediate_size", "encoder.layer.0.intermediate.dense.weight", 0),
         ("pooler_hidden_size", "embeddings.LayerNorm.weight", 0),
         ("embedding_size", "embeddings.word_embeddings.weight", 1),
@@ -45,23 +46,23 @@ pub(super) const SIZES: Sizes = Sizes {
 
 const NAMES: Names = Names { qkv: ["query_proj", "key_proj", "value_proj"], ..bert::NAMES };
 
-/// What all layers share.
+/// Properties shared by all layers.
 struct Encoder<'b> {
     prefix: &'static str,
     block: Block<'b>,
     distances: Option<Distances>,
 }
 
-/// What stands for distances.
+/// Relative position embeddings.
 struct Distances {
-    /// A row for each of them.
+    /// The embedding table, one row per relative position.
     table: ValueId,
-    /// Whether rows are normalised.
+    /// Whether rows are normalized.
     normed: bool,
-    /// Whether they go through the layers that content goes through.
+    /// Whether the projections of content are shared.
     shared: bool,
-    /// Whether queries meet them, and keys.
-    met: [bool; 2],
+    /// Whether queries (c2p) and keys (p2c) are multiplied with them.
+    enabled_products: [bool; 2],
     products: RelativeProducts,
 }
 
@@ -76,12 +77,12 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     if s.size_or("attention_head_size", head_dim)? != head_dim {
         return Err(Error::graph("config.json", "`attention_head_size` is not `hidden_size` divided by `num_attention_heads`"));
     }
-    let (met, distances) = distances(s, b, prefix)?;
-    // Each kind of product counts as much as those of content with content, whether there are such products or not.
-    let scale = 1.0 / (1.0 + met.map(f64::from).iter().sum::<f64>()).sqrt();
+    let (enabled_products, distances) = distances(s, b, prefix)?;
+    // Each enabled product contributes to the scale, even without relative position embeddings.
+    let scale = 1.0 / (1.0 + enabled_products.map(f64::from).iter().sum::<f64>()).sqrt();
     let block = Block {
         names: &NAMES,
-        norms: NormPlace::After,
+        norms: NormPosition::After,
         epsilon,
         head_dim,
         attention: Attention { scale, ..Attention::default() },
@@ -100,7 +101,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         "DebertaV2ForSequenceClassification" => {
             let first = b.node("pooler.first", Select { index: 0 }, &[x])?;
             if s.size_or("pooler_hidden_size", hidden)? != hidden {
-                return Err(Error::graph("config.json", "`pooler_hidden_size` is not `hidden_size`: the pooler reads what the layers give"));
+                return Err(Error::graph("config.json", "`pooler_hidden_size` must equal `hidden_size`, because the pooler reads hidden states"));
             }
             let dense = linear_with(b, "pooler.dense", "pooler.dense", first, hidden, true)?;
             let pooled = activate(b, "pooler", s.text_or("pooler_hidden_act", "gelu")?, dense)?;
@@ -113,7 +114,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     Ok(())
 }
 
-/// Sums of what is known of tokens, as wide as the stream.
+/// The sum of word, position and type embeddings, projected to the width of the stream.
 fn embeddings(s: &Settings, b: &mut Builder, (prefix, words): (&str, &str), tokens: ValueId) -> Result<ValueId> {
     let hidden = s.size("hidden_size")?;
     let width = s.size_or("embedding_size", hidden)?;
@@ -137,16 +138,16 @@ fn embeddings(s: &Settings, b: &mut Builder, (prefix, words): (&str, &str), toke
     linear_with(b, "embeddings.embed_proj", &format!("{prefix}embeddings.embed_proj"), x, hidden, false)
 }
 
-/// Which products with distances count, and what they are made of, if they are.
+/// The enabled products with relative positions, and the relative position embeddings, if there are any.
 fn distances(s: &Settings, b: &mut Builder, prefix: &str) -> Result<([bool; 2], Option<Distances>)> {
-    let said = match s.get("pos_att_type") {
+    let enabled = match s.get("pos_att_type") {
         Some(Value::Array(list)) => list.iter().filter_map(Value::as_str).map(str::to_owned).collect(),
         Some(_) => parts_of(s.text("pos_att_type")?),
         None => Vec::new(),
     };
-    let met = ["c2p", "p2c"].map(|kind| said.iter().any(|said| said == kind));
+    let enabled_products = ["c2p", "p2c"].map(|kind| enabled.iter().any(|name| name == kind));
     if !s.flag_or("relative_attention", false)? {
-        return Ok((met, None));
+        return Ok((enabled_products, None));
     }
     let size = |key: &str| s.token_or(key, -1).map(|size| usize::try_from(size).ok().filter(|size| *size > 0));
     let far = size("max_relative_positions")?.map_or_else(|| s.size_or("max_position_embeddings", 512), Ok)?;
@@ -154,25 +155,25 @@ fn distances(s: &Settings, b: &mut Builder, prefix: &str) -> Result<([bool; 2], 
     let (span, max_distance) = rows.map_or((far, None), |rows| (rows, Some(far.saturating_sub(1))));
     let table = b.param(&format!("{prefix}encoder.rel_embeddings.weight"), &[span.saturating_mul(2), s.size("hidden_size")?])?;
     Ok((
-        met,
+        enabled_products,
         Some(Distances {
             table,
-            normed: parts_of(s.text_or("norm_rel_ebd", "none")?).iter().any(|said| said == "layer_norm"),
+            normed: parts_of(s.text_or("norm_rel_ebd", "none")?).iter().any(|part| part == "layer_norm"),
             shared: s.flag_or("share_att_key", false)?,
-            met,
+            enabled_products,
             products: RelativeProducts { span, max_distance, ..RelativeProducts::default() },
         }),
     ))
 }
 
-fn parts_of(said: &str) -> Vec<String> {
-    said.to_lowercase().split('|').map(|part| part.trim().to_owned()).collect()
+fn parts_of(text: &str) -> Vec<String> {
+    text.to_lowercase().split('|').map(|part| part.trim().to_owned()).collect()
 }
 
 impl Encoder<'_> {
     fn layer(&self, b: &mut Builder, node: &str, x: ValueId) -> Result<ValueId> {
         let (module, block, attention) = (format!("{}{node}", self.prefix), &self.block, format!("{node}.{}", NAMES.attention));
-        block.around(b, (node, &module), x, |b, x| {
+        block.with_attention(b, (node, &module), x, |b, x| {
             let qkv = block.qkv(b, (node, &module), [x; 3])?;
             let heads = split_heads(b, &attention, qkv, block.head_dim)?;
             let bias = self.distances.as_ref().map(|distances| self.bias(b, distances, node, heads)).transpose()?.flatten();
@@ -182,19 +183,21 @@ impl Encoder<'_> {
         })
     }
 
-    /// What is added for distances, if anything is. Each layer makes it from the table anew, so that no value but the stream leads from one
-    /// into the next.
+    /// The attention bias of relative positions, if any product is enabled. Each layer recomputes it from
+    /// the table, so that the residual stream is the only activation passed between layers.
     fn bias(&self, b: &mut Builder, distances: &Distances, node: &str, [q, k, _]: [ValueId; 3]) -> Result<Option<ValueId>> {
         let attention = format!("{node}.{}", NAMES.attention);
         let (mut table, width) = (distances.table, b.width(distances.table)?);
-        if distances.normed && distances.met.contains(&true) {
+        if distances.normed && distances.enabled_products.contains(&true) {
             table = layer_norm(b, &format!("{attention}.rel_embeddings"), &format!("{}encoder.LayerNorm", self.prefix), table, self.block.epsilon)?;
         }
         let scale = self.block.attention.scale / (self.block.head_dim as f64).sqrt();
         let [keys, queries] = [["key_proj", "pos_key_proj"], ["query_proj", "pos_query_proj"]];
         let mut sum = None;
-        for (met, kind, heads, [shared, own], of_keys) in [(distances.met[0], "c2p", q, keys, false), (distances.met[1], "p2c", k, queries, true)] {
-            if !met {
+        for (is_enabled, kind, heads, [shared, own], of_keys) in
+            [(distances.enabled_products[0], "c2p", q, keys, false), (distances.enabled_products[1], "p2c", k, queries, true)]
+        {
+            if !is_enabled {
                 continue;
             }
             let module = format!("{}{attention}.{}", self.prefix, if distances.shared { shared } else { own });
@@ -209,7 +212,8 @@ impl Encoder<'_> {
     }
 }
 
-/// The head of a masked language model: the one of the first releases of transformers, or the one that the checkpoints were trained with.
+/// The head of a masked language model: that of the first releases of transformers (legacy), or that of
+/// the original checkpoints.
 fn masked(s: &Settings, b: &mut Builder, (prefix, words): (&str, &str), x: ValueId) -> Result<()> {
     let legacy = s.flag_or("legacy", true)?;
     let [dense, norm] = if legacy {

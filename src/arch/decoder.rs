@@ -1,6 +1,6 @@
-//! What Llama and its relatives share: decoders with rotary positions, RMS normalisations and gated networks.
+//! Decoders like Llama: rotary position embeddings, RMS normalization and gated feed-forward networks.
 //!
-//! A family says how it differs from Llama, in fields of [`Decoder`].
+//! A family specifies its differences from Llama in fields of [`Decoder`].
 
 use super::Settings;
 use super::experts::Experts;
@@ -12,103 +12,105 @@ use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Mul, RmsNorm, Rotary, Scale, SplitHeads, Tanh};
 use crate::ir::{Builder, ValueId};
 
-/// Where `config.json` says the sizes of such a decoder, and which tensors tell them.
+/// Configuration keys of the sizes of such a decoder, with the tensors that determine them.
 pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["model.", ""],
     hidden: ("hidden_size", "embed_tokens.weight", 1),
     heads: ("num_attention_heads", "layers.0.self_attn.o_proj.weight", 1),
-    more_heads: None,
-    groups: Some(("num_key_value_heads", "layers.0.self_attn.k_proj.weight", Groups::Alone)),
+    decoder_heads: None,
+    groups: Some(("num_key_value_heads", "layers.0.self_attn.k_proj.weight", Groups::Separate)),
     head_dim: Some("head_dim"),
-    own_head_dim: false,
-    heads_divide: false,
-    others: &[("intermediate_size", "layers.0.mlp.down_proj.weight", 1)],
+    custom_head_dim_default: false,
+    heads_must_divide: false,
+    other_sizes: &[("intermediate_size", "layers.0.mlp.down_proj.weight", 1)],
     layers: "num_hidden_layers",
-    beside: &[],
+    unread: &[],
 };
 
-/// Names of the normalisations of a layer: before and after attention, before and after the network.
+/// Names of the normalizations of a layer: before and after attention, before and after the feed-forward
+/// network.
 pub(super) type Norms = [Option<&'static str>; 4];
 
-/// Of most families: each half of a layer reads the normalised stream.
+/// Pre-norm, as most families have it.
 pub(super) const NORMS_BEFORE: Norms = [Some("input_layernorm"), None, Some("post_attention_layernorm"), None];
 
-/// Names of gate, up and down of most families.
+/// Names of the gate, up and down projections of most families.
 pub(super) const PARTS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
-/// What queries and keys are normalised over, beside the values' nothing.
+/// Normalization of queries and keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum HeadNorms {
-    /// They are not.
+    /// No normalization.
     None,
-    /// Each head.
+    /// Over each head.
     Head,
-    /// All heads together.
+    /// Over all heads.
     Projection,
 }
 
-/// What differs from layer to layer.
+/// Properties of one layer.
 pub(super) struct Layer {
-    /// How queries and keys learn their positions; none in layers without.
+    /// Rotary embedding of queries and keys; `None` for layers without positions.
     pub rotary: Option<Rotary>,
-    /// How many keys a query sees at most.
+    /// Sliding window: the maximum number of keys that a query attends to.
     pub window: Option<usize>,
 }
 
-/// A model, and how it differs from Llama.
+/// A model, described by its differences from Llama.
 pub(super) struct Decoder<'s, 'c> {
     /// The configuration.
     pub s: &'s Settings<'c>,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key heads.
+    /// Number of key-value heads.
     pub groups: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Factor on products of queries and keys.
+    /// Factor on attention scores.
     pub scale: f64,
-    /// Cap on products of queries and keys.
+    /// Soft cap on attention scores.
     pub soft_cap: Option<f64>,
-    /// Whether tokens see only what is before them.
+    /// Whether attention is causal.
     pub causal: bool,
-    /// All normalisations.
+    /// Parameters of all normalizations.
     pub norm: RmsNorm,
-    /// Where they are.
+    /// Positions of the normalizations.
     pub norms: Norms,
-    /// Those of queries and keys.
+    /// Normalization of queries and keys.
     pub head_norms: HeadNorms,
-    /// Whether queries, keys and values are one matrix, and gate and up another.
+    /// Whether queries, keys and values are one projection, and gate and up another.
     pub fused: bool,
-    /// Whether queries, keys and values have biases.
+    /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// Whether the projection behind attention has one.
+    /// Whether the output projection of attention has a bias.
     pub out_bias: bool,
-    /// Whether the network has them.
+    /// Whether the projections of the feed-forward network have biases.
     pub mlp_bias: bool,
-    /// The function on the gate.
+    /// Activation function of the gate.
     pub activation: &'c str,
     /// Factor on embeddings.
     pub embedding_scale: Option<f64>,
-    /// Cap on logits.
+    /// Soft cap on logits.
     pub logit_cap: Option<f64>,
-    /// Experts, where networks are made of them.
+    /// Experts, for families with mixtures of experts.
     pub experts: Option<Experts>,
-    /// What keys and values are made of, where that is less than a projection of the stream.
+    /// Latent attention, for families with low-rank keys and values.
     pub latent: Option<Latent>,
 }
 
 impl<'s, 'c> Decoder<'s, 'c> {
-    /// A Llama of this configuration; heads are as wide as the stream allows, or as the family has it by default.
+    /// A Llama with this configuration. The default width of heads is `head_dim`, or else the width of
+    /// the residual stream divided by their number.
     pub(super) fn new(s: &'s Settings<'c>, head_dim: Option<usize>) -> Result<Decoder<'s, 'c>> {
         Self::with_epsilon(s, head_dim, 1e-6)
     }
 
-    /// The same, of a family whose normalisations add another number by default.
+    /// As [`new`](Self::new), with another default epsilon of normalizations.
     pub(super) fn with_epsilon(s: &'s Settings<'c>, head_dim: Option<usize>, epsilon: f64) -> Result<Decoder<'s, 'c>> {
         let heads = s.size("num_attention_heads")?;
         let groups = s.size_or("num_key_value_heads", heads)?;
         if !heads.is_multiple_of(groups) {
-            return Err(Error::graph("config.json", format!("`num_attention_heads` {heads} is no multiple of `num_key_value_heads` {groups}")));
+            return Err(Error::graph("config.json", format!("`num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {groups}")));
         }
         let head_dim = match (s.get("head_dim"), head_dim) {
             (Some(_), _) => s.size("head_dim")?,
@@ -139,7 +141,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
         })
     }
 
-    /// Adds inputs, nodes and outputs; `layer` says what the layer of a number is like.
+    /// Adds inputs, nodes and outputs; `layer` returns the properties of the layer with an index.
     pub(super) fn build(&self, b: &mut Builder, layer: impl Fn(usize) -> Result<Layer>) -> Result<()> {
         let s = self.s;
         let prefix = if b.has("model.embed_tokens.weight") { "model." } else { "" };
@@ -150,7 +152,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
             x = b.node("embeddings", Scale { factor }, &[x])?;
         }
         for index in 0..s.size("num_hidden_layers")? {
-            x = self.layer(b, &Place::new(prefix, index), layer(index)?, x, mask)?;
+            x = self.layer(b, &LayerNames::new(prefix, index), layer(index)?, x, mask)?;
         }
         let x = rms_norm(b, "norm", &format!("{prefix}norm"), x, self.norm)?;
         b.output("last_hidden_state", x);
@@ -167,7 +169,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
         Ok(())
     }
 
-    fn layer(&self, b: &mut Builder, at: &Place, layer: Layer, x: ValueId, mask: ValueId) -> Result<ValueId> {
+    fn layer(&self, b: &mut Builder, at: &LayerNames, layer: Layer, x: ValueId, mask: ValueId) -> Result<ValueId> {
         let [before_attention, after_attention, before_network, after_network] = self.norms;
         let y = self.normed(b, at, before_attention, x)?;
         let y = self.attention(b, at, layer, y, mask)?;
@@ -179,15 +181,15 @@ impl<'s, 'c> Decoder<'s, 'c> {
         b.node(&at.node, Add {}, &[x, y])
     }
 
-    fn normed(&self, b: &mut Builder, at: &Place, name: Option<&str>, x: ValueId) -> Result<ValueId> {
+    fn normed(&self, b: &mut Builder, at: &LayerNames, name: Option<&str>, x: ValueId) -> Result<ValueId> {
         name.map_or(Ok(x), |name| rms_norm(b, &at.node(name), &at.module(name), x, self.norm))
     }
 
-    pub(super) fn linear(&self, b: &mut Builder, at: &Place, name: &str, x: ValueId, out: usize, bias: bool) -> Result<ValueId> {
+    pub(super) fn linear(&self, b: &mut Builder, at: &LayerNames, name: &str, x: ValueId, out: usize, bias: bool) -> Result<ValueId> {
         linear_with(b, &at.node(name), &at.module(name), x, out, bias)
     }
 
-    fn attention(&self, b: &mut Builder, at: &Place, layer: Layer, x: ValueId, mask: ValueId) -> Result<ValueId> {
+    fn attention(&self, b: &mut Builder, at: &LayerNames, layer: Layer, x: ValueId, mask: ValueId) -> Result<ValueId> {
         let [q, k, v] = match &self.latent {
             Some(latent) => latent.heads(self, b, at, &layer, x)?,
             None => self.split(b, at, &layer, x)?,
@@ -198,8 +200,8 @@ impl<'s, 'c> Decoder<'s, 'c> {
         self.linear(b, at, "self_attn.o_proj", context, self.s.size("hidden_size")?, self.out_bias)
     }
 
-    /// Heads of queries, keys and values, `[batch, heads, sequence, head_dim]`, that know their positions.
-    fn split(&self, b: &mut Builder, at: &Place, layer: &Layer, x: ValueId) -> Result<[ValueId; 3]> {
+    /// Heads of queries, keys and values, `[batch, heads, sequence, head_dim]`, with rotary embedding.
+    fn split(&self, b: &mut Builder, at: &LayerNames, layer: &Layer, x: ValueId) -> Result<[ValueId; 3]> {
         let mut heads = self.projections(b, at, x)?;
         for (part, value) in ["q", "k", "v"].into_iter().zip(&mut heads) {
             let name = format!("self_attn.{part}");
@@ -220,7 +222,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
     }
 
     /// Queries, keys and values, `[batch, sequence, heads · head_dim]`.
-    fn projections(&self, b: &mut Builder, at: &Place, x: ValueId) -> Result<[ValueId; 3]> {
+    fn projections(&self, b: &mut Builder, at: &LayerNames, x: ValueId) -> Result<[ValueId; 3]> {
         let widths = [self.heads, self.groups, self.groups].map(|count| count.saturating_mul(self.head_dim));
         if self.fused {
             let all = self.linear(b, at, "self_attn.qkv_proj", x, widths.into_iter().fold(0, usize::saturating_add), self.qkv_bias)?;
@@ -234,23 +236,23 @@ impl<'s, 'c> Decoder<'s, 'c> {
         ])
     }
 
-    fn network(&self, b: &mut Builder, at: &Place, x: ValueId) -> Result<ValueId> {
-        match self.experts.as_ref().filter(|experts| experts.are_in(at.index)) {
+    fn network(&self, b: &mut Builder, at: &LayerNames, x: ValueId) -> Result<ValueId> {
+        match self.experts.as_ref().filter(|experts| experts.are_in_layer(at.index)) {
             Some(experts) => experts.build(self, b, at, x),
             None => self.gated(b, at, ("mlp", PARTS), x, self.s.size("intermediate_size")?, self.mlp_bias),
         }
     }
 
-    /// The function on the gate of a network.
-    pub(super) fn act(&self, b: &mut Builder, at: &Place, network: &str, gate: ValueId) -> Result<ValueId> {
+    /// The activation function of a gate.
+    pub(super) fn act(&self, b: &mut Builder, at: &LayerNames, network: &str, gate: ValueId) -> Result<ValueId> {
         activate(b, &at.node(&format!("{network}.act")), self.activation, gate)
     }
 
-    /// A gated network of this name, whose parts have these, with so many neurons.
+    /// A gated feed-forward network with these names and `wide` neurons.
     pub(super) fn gated(
         &self,
         b: &mut Builder,
-        at: &Place,
+        at: &LayerNames,
         (network, [gate, up, down]): (&str, [&str; 3]),
         x: ValueId,
         wide: usize,
@@ -270,31 +272,31 @@ impl<'s, 'c> Decoder<'s, 'c> {
     }
 }
 
-/// Names of a layer: of its nodes, and of its modules in the checkpoint.
-pub(super) struct Place {
+/// Names of a layer's nodes and of its modules in the checkpoint.
+pub(super) struct LayerNames {
     index: usize,
-    /// The node that ends the layer.
+    /// The last node of the layer.
     node: String,
     module: String,
 }
 
-impl Place {
-    fn new(prefix: &str, index: usize) -> Place {
-        Place { index, node: format!("layers.{index}"), module: format!("{prefix}layers.{index}") }
+impl LayerNames {
+    fn new(prefix: &str, index: usize) -> LayerNames {
+        LayerNames { index, node: format!("layers.{index}"), module: format!("{prefix}layers.{index}") }
     }
 
-    /// The node of this name.
+    /// The name of a node in the layer.
     pub(super) fn node(&self, name: &str) -> String {
         format!("{}.{name}", self.node)
     }
 
-    /// The module of this name.
+    /// The name of a module in the layer.
     pub(super) fn module(&self, name: &str) -> String {
         format!("{}.{name}", self.module)
     }
 }
 
-/// The same positions in every layer, and windows in those that slide.
+/// Layers with the same rotary embedding, and a sliding window where `slides` returns true.
 pub(super) fn every_layer(
     s: &Settings,
     head_dim: usize,
@@ -305,7 +307,7 @@ pub(super) fn every_layer(
     Ok(move |index| Ok(Layer { rotary: Some(rotary.clone()), window: window(s, slides(index)?)? }))
 }
 
-/// How many keys a query of a layer sees that slides, or does not.
+/// The sliding window of a layer, if `slides` is true.
 pub(super) fn window(s: &Settings, slides: bool) -> Result<Option<usize>> {
     if !slides || s.is_null("sliding_window") {
         return Ok(None);
@@ -313,13 +315,14 @@ pub(super) fn window(s: &Settings, slides: bool) -> Result<Option<usize>> {
     if !s.flag_or("is_causal", true)? {
         return Err(Error::Unsupported {
             what: "config.json: `is_causal` of false with a `sliding_window`".into(),
-            hint: "only one of them is supported".into(),
+            hint: "sliding windows are supported only with causal attention".into(),
         });
     }
     s.size_or("sliding_window", 4096).map(Some)
 }
 
-/// Whether `layer_types` says that a layer slides; none where it says nothing. Layers slide only where that is allowed.
+/// Whether a layer has a sliding window according to `layer_types`; `None` without that key. Sliding
+/// windows are an error unless they are `allowed`.
 pub(super) fn slides(s: &Settings, layer: usize, allowed: bool) -> Result<Option<bool>> {
     match s.get("layer_types").map(|types| types.get(layer).and_then(serde_json::Value::as_str)) {
         None => Ok(None),

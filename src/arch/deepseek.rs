@@ -1,4 +1,4 @@
-//! DeepSeek-V2: keys and values from a short vector, positions in a part of each head, experts behind the first layers.
+//! DeepSeek-V2: latent attention, partial rotary embeddings, and experts after the first layers.
 
 use super::decoder::{self, Decoder, every_layer};
 use super::experts;
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::ir::Builder;
 
 pub(super) const KEYS: Keys = Keys {
-    // What balances experts is about training, and widths of heads are sums of others.
+    // Load balancing of experts only affects training, and the head widths are derived from other keys.
     harmless: &[
         "attention_dropout",
         "aux_loss_alpha",
@@ -30,13 +30,13 @@ pub(super) const SIZES: Sizes = Sizes {
     heads: ("num_attention_heads", "layers.0.self_attn.q_proj.weight", 0),
     groups: None,
     head_dim: None,
-    heads_divide: true,
-    others: &[("moe_intermediate_size", "layers.0.mlp.experts.0.down_proj.weight", 1), ("intermediate_size", "layers.0.mlp.down_proj.weight", 1)],
+    heads_must_divide: true,
+    other_sizes: &[("moe_intermediate_size", "layers.0.mlp.experts.0.down_proj.weight", 1), ("intermediate_size", "layers.0.mlp.down_proj.weight", 1)],
     ..decoder::SIZES
 };
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
-    // Published folders name code of their own, which transformers has had itself for long.
+    // Published folders refer to custom code, which transformers now includes.
     let _ = s.get("auto_map");
     let latent = Latent::new(s)?;
     let plain = Decoder::new(s, Some(latent.head_dim()))?;
@@ -44,17 +44,16 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         return Err(Error::graph(
             "config.json",
             format!(
-                "`num_key_value_heads` is {}, expected as many as `num_attention_heads`, {}: keys of all heads come from one vector",
+                "`num_key_value_heads` is {}, expected as many as `num_attention_heads`, {}: the keys of all heads are computed from one latent vector",
                 plain.groups, plain.heads
             ),
         ));
     }
     let head_dim = latent.head_dim();
-    let sharper = match parameters(s)? {
+    let mscale = match parameters(s)? {
         Some(p) => attention_scale(&p)?,
         None => 1.0,
     };
-    let decoder =
-        Decoder { head_dim, scale: sharper * sharper / (head_dim as f64).sqrt(), experts: Some(experts::deepseek(s)?), latent: Some(latent), ..plain };
-    decoder.build(b, every_layer(s, latent.turned, RopeDefaults::default(), |_| Ok(false))?)
+    let decoder = Decoder { head_dim, scale: mscale * mscale / (head_dim as f64).sqrt(), experts: Some(experts::deepseek(s)?), latent: Some(latent), ..plain };
+    decoder.build(b, every_layer(s, latent.rope, RopeDefaults::default(), |_| Ok(false))?)
 }

@@ -1,8 +1,10 @@
-//! DINOv2: a vision transformer with factors on what its halves give, and gated networks in the largest (Oquab et al., 2023).
+//! DINOv2: a vision transformer with layer scale, and gated networks in the largest model (Oquab et al.,
+//! 2023).
 //!
-//! Positions are those of images of the size that the configuration says; transformers interpolates them for others.
+//! Position embeddings are used for the configured image size only; transformers interpolates them for
+//! other sizes.
 
-use super::block::{Block, Names, NormPlace};
+use super::block::{Block, Names, NormPosition};
 use super::parts::{image_input, layer_norm, linear};
 use super::resize::Sizes;
 use super::vit::{self, PATCH_NODES, patch_embeddings, patches};
@@ -30,7 +32,7 @@ pub(super) const KEYS: Keys = Keys {
     neutral: &[("head_dim", "null")],
 };
 
-pub(super) const SIZES: Sizes = Sizes { prefixes: &["dinov2.", ""], others: &[], beside: &[("embeddings.mask_token", 1)], ..vit::SIZES };
+pub(super) const SIZES: Sizes = Sizes { prefixes: &["dinov2.", ""], other_sizes: &[], unread: &[("embeddings.mask_token", 1)], ..vit::SIZES };
 
 const NAMES: Names = Names {
     norms: ["norm1", "norm2"],
@@ -50,12 +52,12 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let positions = b.param(&format!("{prefix}embeddings.position_embeddings"), &[1, side.saturating_mul(side).saturating_add(1), hidden])?;
     let x = b.node("embeddings", Add {}, &[sequence, positions])?;
     let (gated, wide) = (s.flag_or("use_swiglu_ffn", false)?, (hidden as f64 * s.number_or("mlp_ratio", 4.0)?) as usize);
-    // Two thirds of the neurons, so that there are as many weights, in eights.
+    // Two thirds of the neurons for a similar number of weights, rounded up to a multiple of 8.
     let neurons = if gated { ((wide as f64 * 2.0 / 3.0) as usize).div_ceil(8).saturating_mul(8) } else { wide };
     let names = if gated { Names { network: ["mlp.weights_in", "mlp.gated", "mlp.weights_out"], ..NAMES } } else { NAMES };
     let block = Block {
         names: &names,
-        norms: NormPlace::Before,
+        norms: NormPosition::Before,
         epsilon,
         head_dim: s.head_dim("hidden_size", "num_attention_heads")?,
         attention: Attention::default(),
@@ -71,7 +73,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let first = b.node("pooler", Select { index: 0 }, &[x])?;
     if s.class() == "Dinov2ForImageClassification" {
         let rest = b.node("classifier.patches", Slice { start: 1, axis: 1, length: None, ..Slice::default() }, &[x])?;
-        let mean = b.node("classifier.mean", Reduce { kind: ReduceKind::Mean, axes: vec![1], keep: false }, &[rest])?;
+        let mean = b.node("classifier.mean", Reduce { kind: ReduceKind::Mean, axes: vec![1], keep_dims: false }, &[rest])?;
         let both = b.node("classifier.both", Concat::default(), &[first, mean])?;
         let logits = linear(b, "classifier", "classifier", both, s.labels()?)?;
         b.output("logits", logits);

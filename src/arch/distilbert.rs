@@ -1,7 +1,7 @@
-//! DistilBERT: BERT without token types and pooler, and with its own names.
+//! DistilBERT: BERT without token types and pooler, with its own names.
 
 use super::bert::tied_head;
-use super::block::{Block, Names, NormPlace};
+use super::block::{Block, Names, NormPosition};
 use super::parts::{activate, has_head, layer_norm, linear, text_inputs};
 use super::resize::Sizes;
 use super::{Keys, Settings, bert};
@@ -12,7 +12,7 @@ use crate::ir::ops::{Add, Attention, Embedding, Positions, Relu, Select};
 const EPSILON: f64 = 1e-12;
 
 pub(super) const KEYS: Keys = Keys {
-    // Sinusoids only fill the table of positions where none is stored.
+    // Sinusoids only initialize a position embedding table that is not stored.
     harmless: &["attention_dropout", "dropout", "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"],
     neutral: &[],
 };
@@ -21,7 +21,7 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["distilbert.", ""],
     hidden: ("dim", "embeddings.word_embeddings.weight", 1),
     heads: ("n_heads", "transformer.layer.0.attention.q_lin.weight", 0),
-    others: &[("hidden_dim", "transformer.layer.0.ffn.lin1.weight", 0)],
+    other_sizes: &[("hidden_dim", "transformer.layer.0.ffn.lin1.weight", 0)],
     layers: "n_layers",
     ..bert::SIZES
 };
@@ -51,7 +51,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let x = layer_norm(b, "embeddings.LayerNorm", &format!("{prefix}embeddings.LayerNorm"), sum, EPSILON)?;
     let block = Block {
         names: &NAMES,
-        norms: NormPlace::After,
+        norms: NormPosition::After,
         epsilon: EPSILON,
         head_dim,
         attention: Attention::default(),

@@ -1,4 +1,5 @@
-//! EfficientNet of transformers: inverted residuals with gates on channels, padded as TensorFlow does (Tan and Le, 2019).
+//! EfficientNet in transformers: inverted residuals with squeeze-and-excitation, padded as in TensorFlow
+//! (Tan and Le, 2019).
 
 use super::parts::{ConvNorm, activate, image_input, linear, squeeze_excite};
 use super::{Keys, Settings};
@@ -8,7 +9,7 @@ use crate::ir::{Builder, Dim, ValueId};
 
 pub(super) const KEYS: Keys = Keys { harmless: &["batch_norm_momentum", "drop_connect_rate", "dropout_rate", "image_size", "num_hidden_layers"], neutral: &[] };
 
-/// What all layers read of the configuration.
+/// Configuration shared by all layers.
 struct Net<'s, 'c> {
     s: &'s Settings<'c>,
     prefix: &'static str,
@@ -16,7 +17,7 @@ struct Net<'s, 'c> {
     epsilon: f64,
 }
 
-/// A stage: its layers, and what differs from the others.
+/// A stage of layers.
 struct Stage {
     channels: [usize; 2],
     kernel: usize,
@@ -28,14 +29,14 @@ struct Stage {
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("efficientnet.embeddings.convolution.weight") { "efficientnet." } else { "" };
     let net = Net { s, prefix, function: s.text_or("hidden_act", "swish")?, epsilon: s.number_or("batch_norm_eps", 1e-3)? };
-    let (top, said) = (rounded(s, 1280)?, s.size_or("hidden_dim", 2560)?);
-    if said != top {
-        return Err(Error::graph("config.json", format!("`hidden_dim` is {said}, the other keys make {top} channels behind the last layer")));
+    let (top, hidden) = (rounded(s, 1280)?, s.size_or("hidden_dim", 2560)?);
+    if hidden != top {
+        return Err(Error::graph("config.json", format!("`hidden_dim` is {hidden}, but the other keys give {top} channels after the last layer")));
     }
     let pixels = image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))?;
     let stem = ["embeddings.convolution", "embeddings.batchnorm"];
-    let behind = Padding([0, 0, 1, 1]);
-    let x = net.conv(b, stem, pixels, ConvNorm { out: rounded(s, 32)?, kernel: 3, stride: 2, padding: Some(behind), ..ConvNorm::default() })?;
+    let padding = Padding([0, 0, 1, 1]);
+    let x = net.conv(b, stem, pixels, ConvNorm { out: rounded(s, 32)?, kernel: 3, stride: 2, padding: Some(padding), ..ConvNorm::default() })?;
     let mut x = activate(b, "embeddings.activation", net.function, x)?;
     let symmetric = list(s, "depthwise_padding", &[])?;
     let mut index = 0usize;
@@ -50,7 +51,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     b.output("last_hidden_state", x);
     let pooled = match s.text_or("pooling_type", "mean")? {
         "mean" => b.node("pooler", GlobalAveragePool::default(), &[x])?,
-        "max" => b.node("pooler", Reduce { kind: ReduceKind::Max, axes: vec![2, 3], keep: false }, &[x])?,
+        "max" => b.node("pooler", Reduce { kind: ReduceKind::Max, axes: vec![2, 3], keep_dims: false }, &[x])?,
         other => return Err(Error::graph("config.json", format!("`pooling_type` is \"{other}\", expected \"mean\" or \"max\""))),
     };
     if s.class() == "EfficientNetForImageClassification" {
@@ -62,11 +63,11 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     Ok(())
 }
 
-/// Whole numbers from 0.
+/// A list of integers from 0.
 fn list(s: &Settings, key: &str, default: &[usize]) -> Result<Vec<usize>> {
     let Some(value) = s.get(key) else { return Ok(default.to_vec()) };
     let found: Option<Vec<usize>> = value.as_array().and_then(|list| list.iter().map(|n| n.as_u64().filter(|n| *n < 1 << 32).map(|n| n as usize)).collect());
-    found.ok_or_else(|| Error::graph("config.json", format!("`{key}` is {value}, expected a list of whole numbers")))
+    found.ok_or_else(|| Error::graph("config.json", format!("`{key}` is {value}, expected a list of integers")))
 }
 
 fn stages(s: &Settings) -> Result<Vec<Stage>> {
@@ -78,7 +79,7 @@ fn stages(s: &Settings) -> Result<Vec<Stage>> {
     let mut stages = Vec::with_capacity(read.len());
     for (at, channels) in read.iter().enumerate() {
         let get = |list: &[usize], key: &str| {
-            list.get(at).copied().filter(|n| *n > 0).ok_or_else(|| Error::graph("config.json", format!("`{key}` says nothing of stage {at}")))
+            list.get(at).copied().filter(|n| *n > 0).ok_or_else(|| Error::graph("config.json", format!("`{key}` has no value for stage {at}")))
         };
         let (stride, kernel) = (get(&strides, "strides")?, get(&kernels, "kernel_sizes")?);
         if stride > 2 || kernel.is_multiple_of(2) {
@@ -98,17 +99,17 @@ fn stages(s: &Settings) -> Result<Vec<Stage>> {
     Ok(stages)
 }
 
-/// Channels of a model of this width, a multiple of what the configuration says.
+/// The scaled number of channels, rounded to a multiple of `depth_divisor`.
 fn rounded(s: &Settings, channels: usize) -> Result<usize> {
     let (divisor, wide) = (s.size_or("depth_divisor", 8)?, channels as f64 * s.number_or("width_coefficient", 2.0)?);
     let steps = ((wide + divisor as f64 / 2.0) as usize).checked_div(divisor).unwrap_or(0).max(1);
     let found = steps.saturating_mul(divisor);
-    // Rounding takes no more than a tenth away.
+    // Rounding removes at most a tenth.
     Ok(if (found as f64) < 0.9 * wide { found.saturating_add(divisor) } else { found })
 }
 
 impl Net<'_, '_> {
-    /// A convolution and its normalisation, by the names of their nodes.
+    /// A convolution and its normalization, with the names of their nodes.
     fn conv(&self, b: &mut Builder, nodes: [&str; 2], x: ValueId, op: ConvNorm) -> Result<ValueId> {
         let [conv, norm] = nodes.map(|node| format!("{}{node}", self.prefix));
         ConvNorm { conv: &conv, norm: &norm, nodes: Some(nodes), epsilon: self.epsilon, ..op }.add(b, x)

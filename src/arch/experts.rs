@@ -1,8 +1,8 @@
-//! Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek: networks of experts, of which a few see each token.
+//! Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek: mixtures of experts.
 
 use serde_json::{Map, Value};
 
-use super::decoder::{self, Decoder, HeadNorms, PARTS, Place, every_layer, slides};
+use super::decoder::{self, Decoder, HeadNorms, LayerNames, PARTS, every_layer, slides};
 use super::llama;
 use super::parts::{linear_of, slices};
 use super::resize::Sizes;
@@ -13,7 +13,7 @@ use crate::ir::ops::{Add, Combine, Dispatch, ExpertGroups, Mul, Reshape, Route, 
 use crate::ir::{Builder, ValueId};
 
 pub(super) const KEYS: Keys = Keys {
-    // What balances experts is about training.
+    // Load balancing of experts only affects training.
     harmless: &[
         "attention_dropout",
         "intermediate_size",
@@ -28,10 +28,10 @@ pub(super) const KEYS: Keys = Keys {
     neutral: llama::KEYS.neutral,
 };
 
-pub(super) const MIXTRAL_SIZES: Sizes = Sizes { others: &[("intermediate_size", "layers.0.block_sparse_moe.experts.0.w2.weight", 1)], ..decoder::SIZES };
+pub(super) const MIXTRAL_SIZES: Sizes = Sizes { other_sizes: &[("intermediate_size", "layers.0.block_sparse_moe.experts.0.w2.weight", 1)], ..decoder::SIZES };
 
 pub(super) const QWEN_SIZES: Sizes = Sizes {
-    others: &[
+    other_sizes: &[
         ("moe_intermediate_size", "layers.0.mlp.experts.0.down_proj.weight", 1),
         ("shared_expert_intermediate_size", "layers.0.mlp.shared_expert.down_proj.weight", 1),
         ("intermediate_size", "layers.0.mlp.down_proj.weight", 1),
@@ -39,7 +39,7 @@ pub(super) const QWEN_SIZES: Sizes = Sizes {
     ..decoder::SIZES
 };
 
-/// The key of a configuration that says how many experts there are, of families that have them.
+/// The configuration key of the number of experts, for families with experts.
 pub fn experts_key(config: &Map<String, Value>) -> Option<&'static str> {
     match config.get("model_type")?.as_str()? {
         "mixtral" => Some("num_local_experts"),
@@ -49,37 +49,37 @@ pub fn experts_key(config: &Map<String, Value>) -> Option<&'static str> {
     }
 }
 
-/// Both generations have a name for it.
+/// Qwen's key of the number of experts, which differs between versions of transformers.
 fn qwen_key(s: &Settings) -> &'static str {
     if s.get("num_local_experts").is_some() && s.get("num_experts").is_none() { "num_local_experts" } else { "num_experts" }
 }
 
-/// Experts of a layer, and which layers have them.
+/// The experts of a layer, and the layers that have experts.
 pub(super) struct Experts {
     count: usize,
     route: Route,
-    /// Neurons of an expert.
+    /// Number of neurons of an expert.
     inner: usize,
-    /// The module that holds them.
+    /// The module that contains the experts.
     block: &'static str,
-    /// Gate, up and down, where each is a tensor.
+    /// Names of the gate, up and down projections.
     parts: [&'static str; 3],
-    /// The expert that sees all tokens.
+    /// The shared expert, which processes all tokens.
     shared: Option<Shared>,
-    /// Layers with a plain network.
+    /// Layers with a dense network.
     plain: Vec<usize>,
     /// The first layer with experts.
     first: usize,
-    /// Of so many layers, the last one has experts.
+    /// Every `step`-th layer has experts.
     step: usize,
 }
 
-/// An expert that sees all tokens.
+/// An expert that processes all tokens.
 struct Shared {
     name: &'static str,
-    /// Its neurons.
+    /// Number of neurons.
     inner: usize,
-    /// Whether a gate says how much it counts.
+    /// Whether its output is weighted by a gate.
     gated: bool,
 }
 
@@ -89,7 +89,7 @@ pub(super) fn build_mixtral(s: &Settings, b: &mut Builder) -> Result<()> {
         count: s.size_or("num_local_experts", 8)?,
         route: Route { top: s.size_or("num_experts_per_tok", 2)?, normalised: true, ..Route::default() },
         inner: s.size("intermediate_size")?,
-        // The name of published files, and that of transformers 5.
+        // The name in published files, or that of transformers 5.
         block: if b.stored_shape("model.layers.0.mlp.gate.weight").is_some() { "mlp" } else { "block_sparse_moe" },
         parts: ["w1", "w3", "w2"],
         shared: None,
@@ -110,7 +110,7 @@ pub(super) fn build_qwen2(s: &Settings, b: &mut Builder) -> Result<()> {
         Some(slides) => Ok(slides),
         None if used => Err(Error::Unsupported {
             what: "config.json: `use_sliding_window` without `layer_types`".into(),
-            hint: "versions of transformers disagree which layers have a window then: say it in `layer_types`".into(),
+            hint: "versions of transformers disagree on which layers have a window then: specify them in `layer_types`".into(),
         }),
         None => Ok(false),
     };
@@ -124,12 +124,13 @@ pub(super) fn build_qwen3(s: &Settings, b: &mut Builder) -> Result<()> {
     decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(used))?)
 }
 
-/// Experts of DeepSeek-V2: behind the first layers, beside a network for all tokens that is so many experts wide.
+/// The experts of DeepSeek-V2: from layer `first_k_dense_replace` on, with shared experts as one network
+/// of their total width.
 pub(super) fn deepseek(s: &Settings) -> Result<Experts> {
     const METHOD: &str = "topk_method";
     const SHARED: &str = "n_shared_experts";
     let experts = s.size_or("n_routed_experts", 64)?;
-    // Groups mean nothing to the simple way, which is told of them all the same.
+    // The greedy method ignores groups, but configurations may specify them.
     let [count, top] = ["n_group", "topk_group"].map(|key| if s.get(key).is_some() { s.size(key).map(Some) } else { Ok(None) });
     let (count, top) = (count?, top?);
     let groups = match s.text_or(METHOD, "greedy")? {
@@ -143,7 +144,7 @@ pub(super) fn deepseek(s: &Settings) -> Result<Experts> {
             _ => return Err(Error::graph("config.json", format!("`{METHOD}` of group_limited_greedy needs `n_group` and `topk_group`"))),
         },
         other => {
-            return Err(Error::Unsupported { what: format!("config.json: `{METHOD}` of {other}"), hint: "known: greedy, group_limited_greedy".into() });
+            return Err(Error::Unsupported { what: format!("config.json: `{METHOD}` of {other}"), hint: "supported: greedy, group_limited_greedy".into() });
         }
     };
     let inner = s.size_or("moe_intermediate_size", 1407)?;
@@ -164,7 +165,7 @@ pub(super) fn deepseek(s: &Settings) -> Result<Experts> {
     })
 }
 
-/// Experts as both generations name them, with defaults of their number, of how many see a token, and of their neurons.
+/// The experts of Qwen, with defaults of their number, of the number per token, and of their neurons.
 fn qwen(s: &Settings, [count, top, inner]: [usize; 3]) -> Result<Experts> {
     Ok(Experts {
         count: s.size_or(qwen_key(s), count)?,
@@ -183,7 +184,7 @@ fn first_layer(s: &Settings) -> Result<usize> {
     const KEY: &str = "first_k_dense_replace";
     let Some(value) = s.get(KEY) else { return Ok(0) };
     let found = value.as_u64().and_then(|number| usize::try_from(number).ok());
-    found.ok_or_else(|| Error::graph("config.json", format!("`{KEY}` is {value}, expected how many layers have no experts")))
+    found.ok_or_else(|| Error::graph("config.json", format!("`{KEY}` is {value}, expected the number of layers without experts")))
 }
 
 fn plain_layers(s: &Settings) -> Result<Vec<usize>> {
@@ -191,30 +192,30 @@ fn plain_layers(s: &Settings) -> Result<Vec<usize>> {
     let Some(value) = s.get(KEY) else { return Ok(Vec::new()) };
     let number = |value: &Value| usize::try_from(value.as_u64()?).ok();
     let found: Option<Vec<usize>> = value.as_array().and_then(|list| list.iter().map(number).collect());
-    found.ok_or_else(|| Error::graph("config.json", format!("`{KEY}` is {value}, expected a list of numbers of layers")))
+    found.ok_or_else(|| Error::graph("config.json", format!("`{KEY}` is {value}, expected a list of layer indices")))
 }
 
 impl Experts {
-    /// Whether the layer of this number has them.
-    pub(super) fn are_in(&self, layer: usize) -> bool {
+    /// Whether the layer with this index has experts.
+    pub(super) fn are_in_layer(&self, layer: usize) -> bool {
         layer >= self.first && !self.plain.contains(&layer) && layer.checked_add(1).is_some_and(|number| number.is_multiple_of(self.step))
     }
 
-    /// The network of a layer.
-    pub(super) fn build(&self, decoder: &Decoder, b: &mut Builder, at: &Place, x: ValueId) -> Result<ValueId> {
+    /// The feed-forward network of a layer.
+    pub(super) fn build(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, x: ValueId) -> Result<ValueId> {
         let name = |part: &str| format!("{}.{part}", self.block);
         let scores = decoder.linear(b, at, &name("gate"), x, self.count, false)?;
         let weights = b.node(&at.node(&name("routing")), self.route, &[scores])?;
         let fused = b.stored_shape(&at.module(&name("experts.gate_up_proj"))).is_some();
-        let mut said = vec![weights];
+        let mut outputs = vec![weights];
         for expert in 0..self.count {
-            let seen = b.node(&at.node(&name(&format!("experts.{expert}"))), Dispatch { expert }, &[x, weights])?;
-            said.push(match fused {
-                true => self.slice(decoder, b, at, expert, seen)?,
-                false => decoder.gated(b, at, (&name(&format!("experts.{expert}")), self.parts), seen, self.inner, false)?,
+            let routed = b.node(&at.node(&name(&format!("experts.{expert}"))), Dispatch { expert }, &[x, weights])?;
+            outputs.push(match fused {
+                true => self.slice(decoder, b, at, expert, routed)?,
+                false => decoder.gated(b, at, (&name(&format!("experts.{expert}")), self.parts), routed, self.inner, false)?,
             });
         }
-        let sum = b.node(&at.node(&name("experts")), Combine {}, &said)?;
+        let sum = b.node(&at.node(&name("experts")), Combine {}, &outputs)?;
         let Some(Shared { name: part, inner, gated }) = self.shared else { return Ok(sum) };
         let mut shared = decoder.gated(b, at, (&name(part), PARTS), x, inner, decoder.mlp_bias)?;
         if gated {
@@ -225,8 +226,8 @@ impl Experts {
         b.node(&at.node(&name("sum")), Add {}, &[sum, shared])
     }
 
-    /// An expert whose projections are slices of tensors that hold those of all.
-    fn slice(&self, decoder: &Decoder, b: &mut Builder, at: &Place, expert: usize, x: ValueId) -> Result<ValueId> {
+    /// An expert with projections that are slices of stacked tensors.
+    fn slice(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, expert: usize, x: ValueId) -> Result<ValueId> {
         let name = |part: &str| format!("{}.experts.{expert}.{part}", self.block);
         let (width, both) = (b.width(x)?, self.inner.saturating_mul(2));
         let gate_up = self.weight(b, at, expert, "gate_up_proj", [both, width])?;
@@ -238,8 +239,8 @@ impl Experts {
         linear_of(b, &at.node(&name("down_proj")), gated, down)
     }
 
-    /// One expert's matrix of a tensor that holds those of all.
-    fn weight(&self, b: &mut Builder, at: &Place, expert: usize, part: &str, [out, width]: [usize; 2]) -> Result<ValueId> {
+    /// The matrix of one expert in a stacked tensor.
+    fn weight(&self, b: &mut Builder, at: &LayerNames, expert: usize, part: &str, [out, width]: [usize; 2]) -> Result<ValueId> {
         let all = b.param(&at.module(&format!("{}.experts.{part}", self.block)), &[self.count, out, width])?;
         let node = at.node(&format!("{}.experts.{expert}.{part}", self.block));
         let start = i64::try_from(expert).unwrap_or(i64::MAX);

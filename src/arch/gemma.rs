@@ -1,4 +1,5 @@
-//! Gemma 2 and Gemma 3 (text): norms before and after, weights of norms told from one, a factor on embeddings, windows in most layers.
+//! Gemma 2 and Gemma 3 (text): normalizations before and after each half, norm weights stored as offsets
+//! from 1, scaled embeddings, sliding windows in most layers.
 
 use super::decoder::{self, Decoder, HeadNorms, Layer, slides, window};
 use super::resize::Sizes;
@@ -27,13 +28,13 @@ pub(super) const KEYS_3: Keys = Keys {
     neutral: &[("partial_rotary_factor", "1.0"), ("use_bidirectional_attention", "false")],
 };
 
-/// Heads have a width of their own where nothing is said.
-pub(super) const SIZES: Sizes = Sizes { own_head_dim: true, heads_divide: true, ..decoder::SIZES };
+/// The default head width is not derived from the residual stream.
+pub(super) const SIZES: Sizes = Sizes { custom_head_dim_default: true, heads_must_divide: true, ..decoder::SIZES };
 
 const NORMS: decoder::Norms =
     [Some("input_layernorm"), Some("post_attention_layernorm"), Some("pre_feedforward_layernorm"), Some("post_feedforward_layernorm")];
 
-/// What both have in common.
+/// The common properties of both versions.
 fn gemma<'s, 'c>(s: &'s Settings<'c>) -> Result<Decoder<'s, 'c>> {
     let decoder = Decoder::new(s, Some(256))?;
     Ok(Decoder {
@@ -56,7 +57,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
 
 pub(super) fn build_3(s: &Settings, b: &mut Builder) -> Result<()> {
     let number = |key: &str| s.get(key).map(|_| s.number(key)).transpose();
-    // Products are not capped any more; the key is left.
+    // Gemma 3 does not cap attention scores, but has the key.
     let (logit_cap, _) = (number("final_logit_softcapping")?, number("attn_logit_softcapping")?);
     let decoder = Decoder { head_norms: HeadNorms::Head, logit_cap, ..gemma(s)? };
     let (global, local) = (rotary_of(s, "full_attention", decoder.head_dim)?, rotary_of(s, "sliding_attention", decoder.head_dim)?);
@@ -68,12 +69,12 @@ pub(super) fn build_3(s: &Settings, b: &mut Builder) -> Result<()> {
     })
 }
 
-/// A cap with a default; null stands for none.
+/// A soft cap with a default; null disables it.
 fn cap(s: &Settings, key: &str, default: f64) -> Result<Option<f64>> {
     if s.is_null(key) { Ok(None) } else { s.number_or(key, default).map(Some) }
 }
 
-/// Whether a layer has a window: by its type, or all but every so many.
+/// Whether a layer has a sliding window: by its type, or all except every `pattern`-th.
 fn is_local(s: &Settings, layer: usize, pattern: usize) -> Result<bool> {
     let by_type = slides(s, layer, true)?;
     Ok(by_type.unwrap_or_else(|| layer.checked_add(1).is_none_or(|number| !number.is_multiple_of(pattern))))
@@ -81,12 +82,12 @@ fn is_local(s: &Settings, layer: usize, pattern: usize) -> Result<bool> {
 
 fn sliding_window(s: &Settings, slides: bool) -> Result<Option<usize>> {
     if slides && s.is_null("sliding_window") {
-        return Err(Error::graph("config.json", "`sliding_window` is null, and layers have one"));
+        return Err(Error::graph("config.json", "`sliding_window` is null, but layers require one"));
     }
     window(s, slides)
 }
 
-/// Layers with a window count positions by another base than those without.
+/// Layers with a sliding window use another base of rotary embeddings than those without.
 fn rotary_of(s: &Settings, layers: &'static str, head_dim: usize) -> Result<Rotary> {
     let is_global = layers == "full_attention";
     let base = if is_global { ("rope_theta", 1e6) } else { ("rope_local_base_freq", 1e4) };

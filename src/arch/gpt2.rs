@@ -1,4 +1,4 @@
-//! GPT-2: linear layers stored as `[in, out]`, one of them for queries, keys and values together.
+//! GPT-2: linear layers stored as `[in, out]`, with a fused projection of queries, keys and values.
 
 use super::parts::{activate, language_head, layer_norm, slices, text_inputs};
 use super::resize::Sizes;
@@ -27,14 +27,14 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["transformer.", ""],
     hidden: ("n_embd", "wte.weight", 1),
     heads: ("n_head", "h.0.attn.c_proj.weight", 0),
-    more_heads: None,
+    decoder_heads: None,
     groups: None,
     head_dim: None,
-    own_head_dim: false,
-    heads_divide: false,
-    others: &[("n_inner", "h.0.mlp.c_fc.weight", 1)],
+    custom_head_dim_default: false,
+    heads_must_divide: false,
+    other_sizes: &[("n_inner", "h.0.mlp.c_fc.weight", 1)],
     layers: "n_layer",
-    beside: &[],
+    unread: &[],
 };
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {

@@ -1,4 +1,5 @@
-//! GPT-NeoX, as Pythia is: heads hold their queries, keys and values one behind the other, and both halves of a layer read the same stream.
+//! GPT-NeoX (Pythia): queries, keys and values are interleaved by head, and attention and network read
+//! the same stream.
 
 use super::parts::{activate, language_head, layer_norm, linear, linear_with, slices, text_inputs};
 use super::resize::Sizes;
@@ -26,21 +27,21 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["gpt_neox.", ""],
     hidden: ("hidden_size", "embed_in.weight", 1),
     heads: ("num_attention_heads", "layers.0.attention.query_key_value.weight", 0),
-    more_heads: None,
+    decoder_heads: None,
     groups: None,
     head_dim: None,
-    own_head_dim: false,
-    heads_divide: true,
-    others: &[("intermediate_size", "layers.0.mlp.dense_h_to_4h.weight", 0)],
+    custom_head_dim_default: false,
+    heads_must_divide: true,
+    other_sizes: &[("intermediate_size", "layers.0.mlp.dense_h_to_4h.weight", 0)],
     layers: "num_hidden_layers",
-    beside: &[],
+    unread: &[],
 };
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("gpt_neox.embed_in.weight") { "gpt_neox." } else { "" };
     let (width, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", 1e-5)?);
     let (head_dim, bias) = (s.head_dim("hidden_size", "num_attention_heads")?, s.flag_or("attention_bias", true)?);
-    // What other families call `rope_theta` has its own name, beside which that one means nothing.
+    // This family has its own key instead of `rope_theta`, which it ignores.
     let theta = match s.group("rope_parameters").filter(|p| p.get("rope_theta").is_some()) {
         Some(p) => p.number("rope_theta")?,
         None => s.number_or("rotary_emb_base", 10_000.0)?,
@@ -80,7 +81,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     }
     let x = layer_norm(b, "final_layer_norm", &format!("{prefix}final_layer_norm"), x, epsilon)?;
     b.output("last_hidden_state", x);
-    // Published files say embed_out; transformers 5 calls it by the name of other families.
+    // Published files use embed_out; transformers 5 uses the name of other families.
     let head = if b.has("embed_out.weight") { "embed_out.weight" } else { "lm_head.weight" };
     if s.class() == "GPTNeoXForCausalLM" || b.has(head) {
         let weight = language_head(s, b, head, table)?;

@@ -1,21 +1,22 @@
-//! Keys of a configuration that no graph is built from: which of them mean nothing to what is computed, and which must have
-//! the value that leaves it as it is.
+//! Handling of configuration keys that graph construction does not read. Some never affect the computation,
+//! others are only accepted with a value that does not.
 
 use serde_json::Value;
 
 use super::Settings;
 use crate::error::{Error, Result};
 
-/// Keys that something does not read, but knows.
+/// Keys that are not read but accepted.
 #[derive(Debug, Clone, Copy)]
 pub struct Keys {
-    /// Whatever their values, the same is computed: training, names, types of numbers, generation.
+    /// Keys that never affect the computation: training, names, dtypes, generation.
     pub harmless: &'static [&'static str],
-    /// Keys that change what is computed, with the values that do not, in JSON. A null never does.
+    /// Keys that can affect the computation, with the JSON values for which they do not. Null is always
+    /// accepted.
     pub neutral: &'static [(&'static str, &'static str)],
 }
 
-/// What every configuration of transformers may hold.
+/// Keys that any transformers configuration may have.
 const COMMON: Keys = Keys {
     harmless: &[
         "_attn_implementation",
@@ -93,17 +94,19 @@ const COMMON: Keys = Keys {
 };
 
 impl Keys {
-    /// Refuses, by name, a value that changes what is computed and that nothing has read; returns the keys that are not known.
+    /// Checks the keys that have not been read: refuses values that change the computation and returns
+    /// unknown keys.
     ///
     /// # Errors
-    /// There is such a value in `file`.
-    pub fn sort(&self, settings: &Settings, file: &str) -> Result<Vec<String>> {
+    /// `file` contains such a value.
+    pub fn check(&self, settings: &Settings, file: &str) -> Result<Vec<String>> {
         sort(self.harmless, self.neutral, settings, file)
     }
 
-    /// These, and those that every configuration of transformers may hold; what is harmless to the family is whatever others make of it.
-    pub(super) fn sort_model(&self, settings: &Settings) -> Result<Vec<String>> {
-        let unknown = self.sort(settings, "config.json")?;
+    /// As [`check`](Self::check), also accepting the keys of any transformers configuration; the keys of
+    /// the family take precedence.
+    pub(super) fn check_model(&self, settings: &Settings) -> Result<Vec<String>> {
+        let unknown = self.check(settings, "config.json")?;
         let own = |(name, _): &&(&str, &str)| !self.harmless.contains(name) && !self.neutral.iter().any(|(other, _)| other == name);
         let neutral: Vec<_> = COMMON.neutral.iter().filter(own).copied().collect();
         let rest = sort(COMMON.harmless, &neutral, settings, "config.json")?;
@@ -111,14 +114,14 @@ impl Keys {
     }
 }
 
-/// The keys that are in neither list.
+/// Returns the unread keys that are in neither list.
 fn sort(harmless: &[&str], known: &[(&str, &str)], settings: &Settings, file: &str) -> Result<Vec<String>> {
     let mut unknown = Vec::new();
     for (key, value) in settings.unread() {
         let same = |text: &str| {
             serde_json::from_str::<Value>(text).is_ok_and(|neutral| neutral == *value || neutral.as_f64().is_some_and(|n| value.as_f64() == Some(n)))
         };
-        // The towers of a model have configurations of their own.
+        // The towers of a model have separate configurations.
         let own =
             ["text_config.", "vision_config.", "text_config_dict.", "vision_config_dict."].iter().find_map(|tower| key.strip_prefix(tower)).unwrap_or(&key);
         match known.iter().find(|(name, _)| *name == own) {
@@ -126,7 +129,7 @@ fn sort(harmless: &[&str], known: &[(&str, &str)], settings: &Settings, file: &s
             Some((_, neutral)) => {
                 return Err(Error::Unsupported {
                     what: format!("{file}: `{key}` of {value}"),
-                    hint: format!("it changes what the model computes, and only {neutral} is supported; passes over weights do not need it"),
+                    hint: format!("it changes what the model computes, and only {neutral} is supported; passes that only read weights do not need it"),
                 });
             }
             None if harmless.contains(&own) => {}

@@ -1,68 +1,68 @@
-//! Attention whose keys and values come from a short vector for each token, with one key for positions that all heads share
-//! (DeepSeek-AI, *DeepSeek-V2*, 2024, <https://arxiv.org/abs/2405.04434>).
+//! Multi-head latent attention: keys and values are computed from a low-rank latent vector per token, and
+//! all heads share one rotary key (DeepSeek-AI, *DeepSeek-V2*, 2024, <https://arxiv.org/abs/2405.04434>).
 
 use super::Settings;
-use super::decoder::{Decoder, Layer, Place};
+use super::decoder::{Decoder, Layer, LayerNames};
 use super::parts::{rms_norm, slices};
 use crate::error::Result;
 use crate::ir::ops::{Concat, RmsNorm, Rotary, Slice, SplitHeads};
 use crate::ir::{Builder, ValueId};
 
-/// Widths of such an attention.
+/// Sizes of latent attention.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Latent {
-    /// Of the vector that queries come from; none where they come from the stream.
+    /// Rank of the query projection; `None` if queries are projected directly from the stream.
     pub query_rank: Option<usize>,
-    /// Of the vector that keys and values come from.
+    /// Rank of the latent vector for keys and values.
     pub rank: usize,
-    /// Of the part of a key that knows no position.
-    pub plain: usize,
-    /// Of the part that does.
-    pub turned: usize,
-    /// Of a head of values.
+    /// Width of the part of a head without rotary embedding.
+    pub nope: usize,
+    /// Width of the part of a head with rotary embedding.
+    pub rope: usize,
+    /// Width of a head of values.
     pub values: usize,
 }
 
-/// The number that these normalisations add, whatever the configuration says of others.
+/// Normalization of latent vectors, independent of the configuration.
 const NORM: RmsNorm = RmsNorm { epsilon: 1e-6, offset: 0.0 };
 
 impl Latent {
-    /// As the configuration says, with the defaults of DeepSeek-V2.
+    /// The sizes from the configuration, with the defaults of DeepSeek-V2.
     pub(super) fn new(s: &Settings) -> Result<Latent> {
         const QUERY_RANK: &str = "q_lora_rank";
         Ok(Latent {
             query_rank: if s.is_null(QUERY_RANK) { None } else { Some(s.size_or(QUERY_RANK, 1536)?) },
             rank: s.size_or("kv_lora_rank", 512)?,
-            plain: s.size_or("qk_nope_head_dim", 128)?,
-            turned: s.size_or("qk_rope_head_dim", 64)?,
+            nope: s.size_or("qk_nope_head_dim", 128)?,
+            rope: s.size_or("qk_rope_head_dim", 64)?,
             values: s.size_or("v_head_dim", 128)?,
         })
     }
 
-    /// Width of a head of queries, and of one of keys.
+    /// Width of a head of queries or keys.
     pub(super) fn head_dim(&self) -> usize {
-        self.plain.saturating_add(self.turned)
+        self.nope.saturating_add(self.rope)
     }
 
-    /// Heads of queries, keys and values. Those of queries and keys begin with the part that knows positions.
-    pub(super) fn heads(&self, decoder: &Decoder, b: &mut Builder, at: &Place, layer: &Layer, x: ValueId) -> Result<[ValueId; 3]> {
+    /// Heads of queries, keys and values. The rotary part of queries and keys precedes the other part.
+    pub(super) fn heads(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, layer: &Layer, x: ValueId) -> Result<[ValueId; 3]> {
         let q = self.queries(decoder, b, at, x)?;
-        let [even, odd] = pairs(b, at, "q", q, self.plain, self.turned)?;
-        let rest = b.node(&at.node("self_attn.q_plain"), Slice::of_last(0, self.plain), &[q])?;
+        let [even, odd] = pairs(b, at, "q", q, self.nope, self.rope)?;
+        let rest = b.node(&at.node("self_attn.q_plain"), Slice::last_axis(0, self.nope), &[q])?;
         let mut q = b.node(&at.node("self_attn.q"), Concat::default(), &[even, odd, rest])?;
 
-        let all = decoder.linear(b, at, "self_attn.kv_a_proj_with_mqa", x, self.rank.saturating_add(self.turned), decoder.qkv_bias)?;
-        let [latent, shared] = slices(b, ["latent", "shared_key"].map(|part| at.node(&format!("self_attn.{part}"))), all, [self.rank, self.turned])?;
+        let all = decoder.linear(b, at, "self_attn.kv_a_proj_with_mqa", x, self.rank.saturating_add(self.rope), decoder.qkv_bias)?;
+        let [latent, shared] = slices(b, ["latent", "shared_key"].map(|part| at.node(&format!("self_attn.{part}"))), all, [self.rank, self.rope])?;
         let latent = rms_norm(b, &at.node("self_attn.kv_a_layernorm"), &at.module("self_attn.kv_a_layernorm"), latent, NORM)?;
-        let wide = self.plain.saturating_add(self.values);
+        let wide = self.nope.saturating_add(self.values);
         let kv = decoder.linear(b, at, "self_attn.kv_b_proj", latent, decoder.heads.saturating_mul(wide), false)?;
         let kv = b.node(&at.node("self_attn.kv_heads"), SplitHeads { head_dim: wide }, &[kv])?;
-        let [k, v] = slices(b, ["k_plain", "v"].map(|part| at.node(&format!("self_attn.{part}"))), kv, [self.plain, self.values])?;
-        let shared = b.node(&at.node("self_attn.shared_key_heads"), SplitHeads { head_dim: self.turned }, &[shared])?;
-        let [even, odd] = pairs(b, at, "shared_key", shared, 0, self.turned)?;
+        let [k, v] = slices(b, ["k_plain", "v"].map(|part| at.node(&format!("self_attn.{part}"))), kv, [self.nope, self.values])?;
+        let shared = b.node(&at.node("self_attn.shared_key_heads"), SplitHeads { head_dim: self.rope }, &[shared])?;
+        let [even, odd] = pairs(b, at, "shared_key", shared, 0, self.rope)?;
         let mut shared = b.node(&at.node("self_attn.shared_key_pairs"), Concat::default(), &[even, odd])?;
         if let Some(rotary) = &layer.rotary {
-            q = b.node(&at.node("self_attn.q_rotary"), Rotary { width: Some(self.turned), ..rotary.clone() }, &[q])?;
+            q = b.node(&at.node("self_attn.q_rotary"), Rotary { width: Some(self.rope), ..rotary.clone() }, &[q])?;
             shared = b.node(&at.node("self_attn.shared_key_rotary"), rotary.clone(), &[shared])?;
         }
         let shared = b.node(&at.node("self_attn.shared_keys"), Concat { axis: 1 }, &vec![shared; decoder.heads])?;
@@ -70,7 +70,7 @@ impl Latent {
         Ok([q, k, v])
     }
 
-    fn queries(&self, decoder: &Decoder, b: &mut Builder, at: &Place, x: ValueId) -> Result<ValueId> {
+    fn queries(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, x: ValueId) -> Result<ValueId> {
         let wide = decoder.heads.saturating_mul(self.head_dim());
         let flat = match self.query_rank {
             None => decoder.linear(b, at, "self_attn.q_proj", x, wide, false)?,
@@ -84,9 +84,10 @@ impl Latent {
     }
 }
 
-/// First and second elements of neighbours that are turned together. Queries and keys in another order have the same products.
-fn pairs(b: &mut Builder, at: &Place, part: &str, x: ValueId, from: usize, width: usize) -> Result<[ValueId; 2]> {
+/// Even and odd elements, which are rotated as pairs. Reordering queries and keys alike does not change
+/// their products.
+fn pairs(b: &mut Builder, at: &LayerNames, part: &str, x: ValueId, from: usize, width: usize) -> Result<[ValueId; 2]> {
     let mut every_second =
-        |name: &str, start: usize| b.node(&at.node(&format!("self_attn.{part}_{name}")), Slice { step: 2, ..Slice::of_last(start, width.div_ceil(2)) }, &[x]);
+        |name: &str, start: usize| b.node(&at.node(&format!("self_attn.{part}_{name}")), Slice { step: 2, ..Slice::last_axis(start, width.div_ceil(2)) }, &[x]);
     Ok([every_second("even", from)?, every_second("odd", from.saturating_add(1))?])
 }

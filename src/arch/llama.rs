@@ -1,4 +1,4 @@
-//! Llama and its nearest relatives: Mistral, Qwen2, Qwen3.
+//! Llama and similar families: Mistral, Qwen2, Qwen3.
 
 use super::decoder::{self, Decoder, HeadNorms, every_layer, slides};
 use super::resize::Sizes;
@@ -8,15 +8,16 @@ use crate::error::Result;
 use crate::ir::Builder;
 
 pub(super) const KEYS: Keys = Keys {
-    // Llama has no windows, and only some scalings of rotary positions know how many there are.
+    // Llama has no sliding window, and `max_position_embeddings` only matters for some kinds of rope
+    // scaling.
     harmless: &["attention_dropout", "max_position_embeddings", "max_window_layers", "pretraining_tp", "sliding_window", "use_sliding_window"],
     neutral: &[("layer_types", "[]"), ("partial_rotary_factor", "1.0")],
 };
 
-pub(super) const SIZES: Sizes = Sizes { heads_divide: true, ..decoder::SIZES };
+pub(super) const SIZES: Sizes = Sizes { heads_must_divide: true, ..decoder::SIZES };
 
-/// Heads of Qwen3 have a width of their own where nothing is said.
-pub(super) const QWEN3_SIZES: Sizes = Sizes { own_head_dim: true, ..decoder::SIZES };
+/// The default head width of Qwen3 is not derived from the residual stream.
+pub(super) const QWEN3_SIZES: Sizes = Sizes { custom_head_dim_default: true, ..decoder::SIZES };
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let decoder = Decoder::new(s, None)?;
@@ -38,7 +39,7 @@ pub(super) fn build_qwen3(s: &Settings, b: &mut Builder) -> Result<()> {
     decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |index| slides_by_number(s, index))?)
 }
 
-/// Whether a layer of Qwen has a window: by its type, or from a number on.
+/// Whether a layer of Qwen has a sliding window: by its type, or by its index.
 pub(super) fn slides_by_number(s: &Settings, layer: usize) -> Result<bool> {
     let (first, used) = (s.token_or("max_window_layers", 28)?, s.flag_or("use_sliding_window", false)?);
     let by_type = slides(s, layer, used)?;

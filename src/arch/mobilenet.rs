@@ -1,9 +1,9 @@
-//! MobileNetV2 with torchvision's names (Sandler et al., 2018).
+//! MobileNetV2 with the tensor names of torchvision (Sandler et al., 2018).
 //!
-//! torchvision's checkpoints come without a configuration; this one is enough:
-//! `{ "model_type": "torchvision", "variant": "mobilenet_v2" }`, and where they differ from the usual ones,
-//! `inverted_residual_setting` (expansion, channels, repeats and stride of each group of blocks, of which only the
-//! last two are looked at: channels are read off the weights) and `num_classes`.
+//! torchvision's checkpoints have no configuration. The minimal one is `{ "model_type": "torchvision",
+//! "variant": "mobilenet_v2" }`, with optional `inverted_residual_setting` (expansion, channels, repeats
+//! and stride of each group of blocks, of which only the last two are read: channels are those of the
+//! weights) and `num_classes`.
 
 use super::parts::{ConvNorm, image_input, linear};
 use super::{Keys, Settings};
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Clip, GlobalAveragePool};
 use crate::ir::{Builder, Dim, Op, ValueId};
 
-/// Those of all models of torchvision.
+/// The keys of all torchvision models.
 pub(super) const KEYS: Keys = Keys { harmless: &["last_channel", "round_nearest", "width_mult"], neutral: &[] };
 
 const RELU6: Clip = Clip { min: 0.0, max: 6.0 };
@@ -46,31 +46,31 @@ fn groups(s: &Settings) -> Result<Vec<(usize, usize)>> {
     })
 }
 
-/// Channels that a convolution makes, and the side of its window.
+/// Number of output channels and kernel size of a convolution.
 fn window(b: &Builder, module: &str) -> Result<(usize, usize)> {
     let name = format!("{module}.weight");
     let shape = b.stored_shape(&name).ok_or_else(|| Error::tensor(&name, "is missing", "is this the variant of torchvision that config.json names?"))?;
     match shape.as_slice() {
         [count, _, side, _] if *count > 0 => Ok((*count, *side)),
-        _ => Err(Error::tensor(&name, format!("has shape {shape:?}, which makes no channels"), "")),
+        _ => Err(Error::tensor(&name, format!("has shape {shape:?}, which has no output channels"), "")),
     }
 }
 
-/// A convolution with its normalisation and its function, as torchvision puts them together.
+/// A convolution with its normalization and activation, as in torchvision.
 #[derive(Clone)]
 pub(super) struct Step {
-    /// Step of the window.
+    /// Stride.
     pub stride: usize,
-    /// Whether each channel has a window of its own.
+    /// Whether the convolution is depthwise.
     pub depthwise: bool,
-    /// What follows, if anything does.
+    /// Activation, if there is one.
     pub function: Option<Op>,
-    /// Number added to variances; nothing is that of PyTorch.
+    /// Epsilon of the normalization; 0 means PyTorch's default.
     pub epsilon: f64,
 }
 
 impl Step {
-    /// Adds nodes `module.0` to `module.2`, as the modules are named.
+    /// Adds nodes `module.0` to `module.2`, named like the modules.
     pub(super) fn add(&self, b: &mut Builder, module: &str, x: ValueId) -> Result<ValueId> {
         let y = self.conv(b, [&format!("{module}.0"), &format!("{module}.1")], x)?;
         match &self.function {
@@ -79,7 +79,7 @@ impl Step {
         }
     }
 
-    /// A convolution and a normalisation of these names.
+    /// The convolution and the normalization with these names.
     fn conv(&self, b: &mut Builder, [conv, norm]: [&str; 2], x: ValueId) -> Result<ValueId> {
         let (out, kernel) = window(b, conv)?;
         let groups = if self.depthwise { out } else { 1 };
@@ -91,14 +91,14 @@ fn step(b: &mut Builder, module: &str, x: ValueId, stride: usize, depthwise: boo
     Step { stride, depthwise, function: Some(RELU6.into()), epsilon: 0.0 }.add(b, module, x)
 }
 
-/// The sum of a block and what it read, where they are of one shape.
+/// The residual addition of a block, if its input and output have the same shape.
 pub(super) fn residual(b: &mut Builder, node: &str, stride: usize, x: ValueId, y: ValueId) -> Result<ValueId> {
     let same = stride == 1 && b.ty(x).shape.get(1) == b.ty(y).shape.get(1);
     if same { b.node(node, Add {}, &[y, x]) } else { Ok(y) }
 }
 
 fn inverted_residual(b: &mut Builder, module: &str, x: ValueId, stride: usize) -> Result<ValueId> {
-    // The first block does not expand: its depthwise convolution comes first.
+    // The first block has no expansion: it starts with the depthwise convolution.
     let expands = b.has(&format!("{module}.1.0.weight"));
     let mut y = x;
     if expands {

@@ -1,12 +1,13 @@
-//! From `config.json` to a graph, one file for each family.
+//! Builds graphs from `config.json`, one file per model family.
 //!
-//! Parameters have the names of the checkpoint, nodes those of the modules.
+//! Parameters have the tensor names of the checkpoint, nodes those of the modules.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod bert;
 mod block;
+mod classification;
 mod clip;
 mod config;
 mod convnext;
@@ -42,50 +43,52 @@ mod torchvision;
 mod vit;
 mod whisper;
 
+pub use classification::ClassificationHead;
 pub use config::{ReadKeys, Settings};
 pub use experts::experts_key;
 pub use keys::Keys;
-pub use resize::{Shapes, Sizes, beside_the_stream, heads_fill_the_stream, layers_key, one_width, refused_heads, resized};
+pub use resize::{Shapes, Sizes, derives_head_dim, has_uniform_widths, layers_key, residual_stream_axes, resized, unsupported_heads_reason};
 pub use sentence::SentenceModule;
 pub(crate) use sentence::is_of_module;
 
 use crate::error::{Error, Result};
 use crate::ir::{Builder, Graph};
 
-/// What a family of models makes of what.
+/// Inputs and outputs of a model family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ModelKind {
-    /// Texts to vectors or classes.
+    /// Text to embeddings or classes.
     Encoder,
-    /// Texts to the next token.
+    /// Text to next-token logits.
     Decoder,
-    /// Images, by attention.
+    /// Images to features or classes, with attention.
     VisionTransformer,
-    /// Images, by convolutions.
+    /// Images to features or classes, with convolutions.
     Convolutional,
-    /// Images and texts at once, to how well they fit.
-    Pair,
-    /// Texts or recordings to texts: a decoder behind an encoder.
+    /// Images and texts to similarity scores (dual encoder).
+    DualEncoder,
+    /// Encoder-decoder: text or audio to text.
     EncoderDecoder,
 }
 
-/// A family of models.
+/// A model family.
 #[derive(Clone, Copy)]
 pub struct Architecture {
     /// `model_type` in `config.json`.
     pub model_type: &'static str,
-    /// What it makes of what.
+    /// Inputs and outputs.
     pub kind: ModelKind,
-    /// Adds inputs, nodes and outputs.
+    /// Adds inputs, nodes and outputs to a graph.
     pub build: fn(&Settings, &mut Builder) -> Result<()>,
-    /// Keys of the family that `build` does not read.
+    /// Configuration keys of the family that `build` does not read.
     pub keys: Keys,
-    /// Where `config.json` says sizes that structured pruning changes.
+    /// Configuration keys of the sizes that structured pruning changes.
     pub sizes: Option<&'static Sizes>,
 }
 
 impl Architecture {
-    /// What a model of this configuration makes of what: an encoder may stand alone.
+    /// The kind of a model with this configuration; an encoder-decoder family can also consist of its
+    /// encoder.
     pub fn kind_of(&self, settings: &Settings) -> ModelKind {
         if self.kind == ModelKind::EncoderDecoder && settings.class().ends_with("EncoderModel") { ModelKind::Encoder } else { self.kind }
     }
@@ -122,10 +125,10 @@ pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { model_type: "vit", kind: ModelKind::VisionTransformer, build: vit::build, keys: vit::KEYS, sizes: Some(&vit::SIZES) },
     Architecture { model_type: "dinov2", kind: ModelKind::VisionTransformer, build: dinov2::build, keys: dinov2::KEYS, sizes: Some(&dinov2::SIZES) },
     Architecture { model_type: "swin", kind: ModelKind::VisionTransformer, build: swin::build, keys: swin::KEYS, sizes: None },
-    Architecture { model_type: "clip", kind: ModelKind::Pair, build: clip::build, keys: clip::KEYS, sizes: None },
+    Architecture { model_type: "clip", kind: ModelKind::DualEncoder, build: clip::build, keys: clip::KEYS, sizes: None },
     Architecture { model_type: "clip_text_model", kind: ModelKind::Encoder, build: clip::build_text, keys: clip::KEYS, sizes: None },
     Architecture { model_type: "clip_vision_model", kind: ModelKind::VisionTransformer, build: clip::build_vision, keys: clip::KEYS, sizes: None },
-    Architecture { model_type: "siglip", kind: ModelKind::Pair, build: clip::build_siglip, keys: clip::KEYS, sizes: None },
+    Architecture { model_type: "siglip", kind: ModelKind::DualEncoder, build: clip::build_siglip, keys: clip::KEYS, sizes: None },
     Architecture { model_type: "siglip_text_model", kind: ModelKind::Encoder, build: clip::build_siglip_text, keys: clip::KEYS, sizes: None },
     Architecture { model_type: "siglip_vision_model", kind: ModelKind::VisionTransformer, build: clip::build_siglip_vision, keys: clip::KEYS, sizes: None },
     Architecture { model_type: "convnext", kind: ModelKind::Convolutional, build: convnext::build, keys: convnext::KEYS, sizes: None },
@@ -134,7 +137,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { model_type: "torchvision", kind: ModelKind::Convolutional, build: torchvision::build, keys: mobilenet::KEYS, sizes: None },
 ];
 
-/// The family of a `model_type`.
+/// The family with this `model_type`.
 pub fn family(model_type: &str) -> Option<&'static Architecture> {
     ARCHITECTURES.iter().find(|architecture| architecture.model_type == model_type)
 }
@@ -142,28 +145,31 @@ pub fn family(model_type: &str) -> Option<&'static Architecture> {
 /// Builds the graph of a model.
 ///
 /// # Errors
-/// The family is not known, the configuration lacks something or asks for something that is not supported, or the weights do not fit it.
+/// The family is not supported, the configuration is incomplete or requests something unsupported, or the
+/// weights do not match it.
 pub fn build(settings: &Settings, modules: &[SentenceModule], builder: Builder) -> Result<Graph> {
     describe(settings, modules, builder).map(|(graph, _)| graph)
 }
 
-/// The graph of a model, and the keys of its configuration that are not known.
+/// Builds the graph of a model, and returns the unknown keys of its configuration.
 ///
 /// # Errors
 /// As [`build`].
 pub fn describe(settings: &Settings, modules: &[SentenceModule], mut builder: Builder) -> Result<(Graph, Vec<String>)> {
     let read = ReadKeys::default();
-    let settings = settings.noting(&read);
+    let settings = settings.recording(&read);
     let model_type = settings.text("model_type")?;
     let Some(architecture) = family(model_type) else {
-        let known = ARCHITECTURES.iter().map(|a| a.model_type).collect::<Vec<_>>().join(", ");
+        let supported = ARCHITECTURES.iter().map(|a| a.model_type).collect::<Vec<_>>().join(", ");
         return Err(Error::Unsupported {
             what: format!("model_type `{model_type}`"),
-            hint: format!("known families: {known}; a graph.json beside the weights describes any other, and passes over weights need neither"),
+            hint: format!(
+                "supported families: {supported}; other models need a graph.json next to the weights, and passes that only read weights need neither"
+            ),
         });
     };
     (architecture.build)(&settings, &mut builder)?;
-    let unknown = architecture.keys.sort_model(&settings)?;
+    let unknown = architecture.keys.check_model(&settings)?;
     sentence::add(modules, &mut builder)?;
     Ok((builder.finish()?, unknown))
 }

@@ -1,5 +1,5 @@
-//! ModernBERT: an encoder with rotary positions, gated networks, and layers that look at the tokens around each alone
-//! (Warner et al., 2024).
+//! ModernBERT: an encoder with rotary position embeddings, gated networks and local attention in most
+//! layers (Warner et al., 2024).
 
 use super::decoder::slides;
 use super::parts::{activate, has_head, language_head, layer_norm_with, linear_with, slices, text_inputs};
@@ -41,24 +41,24 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["model.", ""],
     hidden: ("hidden_size", "embeddings.tok_embeddings.weight", 1),
     heads: ("num_attention_heads", "layers.0.attn.Wo.weight", 1),
-    more_heads: None,
+    decoder_heads: None,
     groups: None,
     head_dim: None,
-    own_head_dim: false,
-    heads_divide: false,
-    others: &[("intermediate_size", "layers.0.mlp.Wo.weight", 1)],
+    custom_head_dim_default: false,
+    heads_must_divide: false,
+    other_sizes: &[("intermediate_size", "layers.0.mlp.Wo.weight", 1)],
     layers: "num_hidden_layers",
-    beside: &[],
+    unread: &[],
 };
 
-/// What all layers share.
+/// Properties shared by all layers.
 struct Encoder<'s, 'c> {
     s: &'s Settings<'c>,
     prefix: &'static str,
     mask: ValueId,
     hidden: usize,
     head_dim: usize,
-    /// Positions of layers that see all tokens, and of those that do not.
+    /// Rotary embeddings of layers with global and with local attention.
     rotary: [Rotary; 2],
 }
 
@@ -107,7 +107,7 @@ impl Encoder<'_, '_> {
         layer_norm_with(b, node, module, x, self.s.number_or("norm_eps", 1e-5)?, self.s.flag_or("norm_bias", false)?)
     }
 
-    /// Whether a layer sees all tokens.
+    /// Whether a layer has global attention.
     fn is_global(&self, layer: usize) -> Result<bool> {
         let by_type = slides(self.s, layer, true)?.map(|slides| !slides);
         let every = self.s.size_or("global_attn_every_n_layers", 3)?;
@@ -117,7 +117,7 @@ impl Encoder<'_, '_> {
     fn layer(&self, b: &mut Builder, index: usize, x: ValueId) -> Result<ValueId> {
         let (s, node) = (self.s, format!("layers.{index}"));
         let module = format!("{}{node}", self.prefix);
-        // The embeddings are normalised already.
+        // The embeddings are already normalized.
         let normed = if index == 0 { x } else { self.norm(b, &format!("{node}.attn_norm"), &format!("{module}.attn_norm"), x)? };
         let y = self.attention(b, (&node, &module), self.is_global(index)?, normed)?;
         let x = b.node(&format!("{node}.attended"), Add {}, &[x, y])?;
@@ -143,7 +143,7 @@ impl Encoder<'_, '_> {
             heads.push(if part == "v" { split } else { b.node(&format!("{node}.attn.{part}_rotary"), rotary.clone(), &[split])? });
         }
         heads.push(self.mask);
-        // As many places to either side as half of what the configuration counts, and the token itself.
+        // `local_attention` counts both sides; the window includes the token itself.
         let around = (s.size_or("local_attention", 128)? / 2).saturating_add(1);
         let attention = Attention { scale: 1.0 / (self.head_dim as f64).sqrt(), window: (!is_global).then_some(around), ..Attention::default() };
         let context = b.node(&format!("{node}.attn.context_heads"), attention, &heads)?;
@@ -151,7 +151,7 @@ impl Encoder<'_, '_> {
         linear_with(b, &format!("{node}.attn.Wo"), &format!("{module}.attn.Wo"), context, self.hidden, bias)
     }
 
-    /// What stands before a layer of logits.
+    /// The layers before the classifier or decoder.
     fn head(&self, b: &mut Builder, x: ValueId) -> Result<ValueId> {
         let s = self.s;
         let dense = linear_with(b, "head.dense", "head.dense", x, self.hidden, s.flag_or("classifier_bias", false)?)?;

@@ -1,7 +1,7 @@
-//! MPNet: BERT without token types, with a bias in attention by how far tokens are from each other (Song et al., 2020).
+//! MPNet: BERT without token types, with relative position bias (Song et al., 2020).
 
 use super::bert::{classes, pooler};
-use super::block::{Block, Names, NormPlace};
+use super::block::{Block, Names, NormPosition};
 use super::parts::{layer_norm, text_inputs};
 use super::resize::Sizes;
 use super::{Keys, Settings, bert};
@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::ir::Builder;
 use crate::ir::ops::{Add, Attention, Embedding, Positions, RelativeBias};
 
-/// transformers 4 looks back alone where a decoder is meant, transformers 5 does not.
+/// With `is_decoder`, transformers 4 is causal and transformers 5 is not.
 pub(super) const KEYS: Keys = Keys { harmless: bert::KEYS.harmless, neutral: &[("is_decoder", "false")] };
 
 pub(super) const SIZES: Sizes =
@@ -24,7 +24,7 @@ const NAMES: Names = Names {
     ..bert::NAMES
 };
 
-/// Counted before the first position, whatever the configuration says of padding.
+/// The padding token for positions, regardless of the configuration.
 const PADDING: i64 = 1;
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
@@ -38,12 +38,12 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let positions = b.node("embeddings.position_embeddings", Embedding {}, &[positions, table])?;
     let sum = b.node("embeddings.sum", Add {}, &[words, positions])?;
     let mut x = layer_norm(b, "embeddings.LayerNorm", &format!("{prefix}embeddings.LayerNorm"), sum, epsilon)?;
-    // However many rows the table has, distances are sorted into 32.
+    // The bias uses 32 buckets, regardless of the number of rows in the table.
     let rows = [s.size_or("relative_attention_num_buckets", 32)?, s.size("num_attention_heads")?];
     let table = b.param(&format!("{prefix}encoder.relative_attention_bias.weight"), &rows)?;
     let block = Block {
         names: &NAMES,
-        norms: NormPlace::After,
+        norms: NormPosition::After,
         epsilon,
         head_dim: s.head_dim("hidden_size", "num_attention_heads")?,
         attention: Attention::default(),
@@ -55,7 +55,8 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     };
     for index in 0..s.size("num_hidden_layers")? {
         let node = format!("encoder.layer.{index}");
-        // Each layer makes it anew, so that no value but the stream leads from one into the next.
+        // Each layer recomputes the bias, so that the residual stream is the only activation passed
+        // between layers.
         let bias = b.node(&format!("{node}.attention.bias"), RelativeBias::default(), &[tokens, table])?;
         let block = Block { extras: &[mask, bias], ..block };
         x = block.add(b, &node, &format!("{prefix}{node}"), x)?;

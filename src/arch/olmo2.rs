@@ -1,4 +1,4 @@
-//! OLMo 2: what attention and the network give is normalised, not what they read; queries and keys are, over all heads together.
+//! OLMo 2: post-norm of attention and network; queries and keys are normalized over all heads.
 
 use super::decoder::{Decoder, HeadNorms, every_layer};
 use super::rope::RopeDefaults;

@@ -1,4 +1,5 @@
-//! OPT: learned positions, which begin with the third row of their table; ReLU; embeddings may be narrower than the stream.
+//! OPT: learned position embeddings, which start at the third row of their table; ReLU; optionally
+//! embeddings narrower than the stream.
 
 use super::parts::{activate, attend, language_head, layer_norm, linear_with, text_inputs};
 use super::resize::Sizes;
@@ -14,18 +15,18 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["model.decoder.", "decoder.", ""],
     hidden: ("hidden_size", "embed_positions.weight", 1),
     heads: ("num_attention_heads", "layers.0.self_attn.q_proj.weight", 0),
-    more_heads: None,
+    decoder_heads: None,
     groups: None,
     head_dim: None,
-    own_head_dim: false,
-    heads_divide: false,
-    others: &[("ffn_dim", "layers.0.fc1.weight", 0), ("word_embed_proj_dim", "embed_tokens.weight", 1)],
+    custom_head_dim_default: false,
+    heads_must_divide: false,
+    other_sizes: &[("ffn_dim", "layers.0.fc1.weight", 0), ("word_embed_proj_dim", "embed_tokens.weight", 1)],
     layers: "num_hidden_layers",
-    beside: &[],
+    unread: &[],
 };
 
 const EPSILON: f64 = 1e-5;
-/// Rows of the table of positions that stand for no place.
+/// Unused rows at the start of the position embedding table.
 const OFFSET: usize = 2;
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
@@ -39,7 +40,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     if narrow != width {
         words = linear_with(b, "project_in", &format!("{prefix}project_in"), words, width, false)?;
     }
-    // The first token that is no padding has the first place, wherever it stands.
+    // Positions count from the first token that is not padding.
     let positions = b.node("positions", Positions { padding: Some(0), offset: 1 }, &[mask])?;
     let rows = s.size("max_position_embeddings")?.saturating_add(OFFSET);
     let places = b.param(&format!("{prefix}embed_positions.weight"), &[rows, width])?;
@@ -49,8 +50,8 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let node = format!("layers.{index}");
         let module = format!("{prefix}{node}");
         let linear = |b: &mut Builder, name: &str, x, out| linear_with(b, &format!("{node}.{name}"), &format!("{module}.{name}"), x, out, bias);
-        let norm = |b: &mut Builder, name: &str, x, wanted: bool| {
-            if wanted { layer_norm(b, &format!("{node}.{name}"), &format!("{module}.{name}"), x, EPSILON) } else { Ok(x) }
+        let norm = |b: &mut Builder, name: &str, x, enabled: bool| {
+            if enabled { layer_norm(b, &format!("{node}.{name}"), &format!("{module}.{name}"), x, EPSILON) } else { Ok(x) }
         };
         let normed = norm(b, "self_attn_layer_norm", x, before)?;
         let mut qkv = [normed; 3];

@@ -1,4 +1,4 @@
-//! Pieces that several families share.
+//! Building blocks shared by several families.
 
 use super::Settings;
 use crate::error::{Error, Result};
@@ -8,18 +8,18 @@ use crate::ir::ops::{
 };
 use crate::ir::{Builder, Dim, Op, TensorType, ValueId};
 
-/// Token ids and mask, `[batch, sequence]`.
+/// Adds the inputs of token ids and attention mask, `[batch, sequence]`.
 pub(super) fn text_inputs(b: &mut Builder) -> Result<(ValueId, ValueId)> {
     let tokens = || TensorType::int([Dim::named("batch"), Dim::named("sequence")]);
     Ok((b.input("input_ids", tokens())?, b.input("attention_mask", tokens())?))
 }
 
-/// Images `[batch, channels, height, width]`.
+/// Adds the input of images `[batch, channels, height, width]`.
 pub(super) fn image_input(b: &mut Builder, channels: usize, height: Dim, width: Dim) -> Result<ValueId> {
     b.input("pixel_values", TensorType::float([Dim::named("batch"), Dim::Fixed(channels), height, width]))
 }
 
-/// The activation function of this name in configurations.
+/// The activation op with this name in configurations.
 fn activation(name: &str) -> Result<Op> {
     Ok(match name {
         "gelu" | "gelu_python" => Gelu { tanh: false }.into(),
@@ -31,13 +31,13 @@ fn activation(name: &str) -> Result<Op> {
         other => {
             return Err(Error::Unsupported {
                 what: format!("activation `{other}`"),
-                hint: "known: gelu, gelu_new, gelu_pytorch_tanh, gelu_fast, quick_gelu, hardswish, relu, silu, swish, tanh".into(),
+                hint: "supported: gelu, gelu_new, gelu_pytorch_tanh, gelu_fast, quick_gelu, hardswish, relu, silu, swish, tanh".into(),
             });
         }
     })
 }
 
-/// The function of this name, also where it takes several ops.
+/// Adds the activation function with this name, which may need several ops.
 pub(super) fn activate(b: &mut Builder, node: &str, name: &str, x: ValueId) -> Result<ValueId> {
     if name != "quick_gelu" {
         return b.node(node, activation(name)?, &[x]);
@@ -47,13 +47,13 @@ pub(super) fn activate(b: &mut Builder, node: &str, name: &str, x: ValueId) -> R
     b.node(node, Mul {}, &[x, gate])
 }
 
-/// `module.weight [out, in]`, and `module.bias` when it is there.
+/// A linear layer with `module.weight [out, in]`, and `module.bias` if the checkpoint has it.
 pub(super) fn linear(b: &mut Builder, node: &str, module: &str, x: ValueId, out: usize) -> Result<ValueId> {
     let bias = b.has(&format!("{module}.bias"));
     linear_with(b, node, module, x, out, bias)
 }
 
-/// The same, where the configuration says whether there is a bias.
+/// A linear layer with or without a bias, as the configuration specifies.
 pub(super) fn linear_with(b: &mut Builder, node: &str, module: &str, x: ValueId, out: usize, bias: bool) -> Result<ValueId> {
     let width = b.width(x)?;
     let mut inputs = vec![x, b.param(&format!("{module}.weight"), &[out, width])?];
@@ -63,19 +63,21 @@ pub(super) fn linear_with(b: &mut Builder, node: &str, module: &str, x: ValueId,
     b.node(node, Linear { input_major: false }, &inputs)
 }
 
-/// A layer without a bias whose weight `[out, in]` is a value.
+/// A linear layer without a bias whose weight `[out, in]` is an existing value.
 pub(super) fn linear_of(b: &mut Builder, node: &str, x: ValueId, weight: ValueId) -> Result<ValueId> {
     b.node(node, Linear { input_major: false }, &[x, weight])
 }
 
-/// Whether the head that the class has, which begins with this module, is one of the checkpoint: folders of sentence-transformers often name
-/// the class that an encoder was trained in, and hold the encoder alone, without the prefix that it has in that class.
+/// Whether the checkpoint contains the head of the model class, which starts with `module`. Folders of
+/// sentence-transformers often name the class that an encoder was trained in, but contain only the
+/// encoder, without the prefix of that class.
 pub(super) fn has_head(b: &Builder, prefix: &str, module: &str) -> bool {
     !prefix.is_empty() || b.has(&format!("{module}.weight"))
 }
 
-/// The weight of a language model's head: its own, or the embedding table where none is stored and the configuration does not deny that
-/// they are one. What is stored counts before what is said, as in transformers 5.
+/// The weight of a language-model head: a stored tensor, or the embedding table if none is stored and the
+/// configuration does not disable tied embeddings. As in transformers 5, a stored tensor takes precedence
+/// over the configuration.
 pub(super) fn language_head(s: &Settings, b: &mut Builder, name: &str, table: ValueId) -> Result<ValueId> {
     if !b.stores(name) && s.flag_or("tie_word_embeddings", true)? {
         return Ok(table);
@@ -84,15 +86,15 @@ pub(super) fn language_head(s: &Settings, b: &mut Builder, name: &str, table: Va
     b.param(name, &shape)
 }
 
-/// `module.weight` and `module.bias` over the last axis.
+/// Layer normalization over the last axis with `module.weight` and `module.bias`.
 pub(super) fn layer_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, epsilon: f64) -> Result<ValueId> {
     layer_norm_with(b, node, module, x, epsilon, true)
 }
 
-/// The same, where the configuration says whether there is a bias.
+/// Layer normalization with or without a bias, as the configuration specifies.
 pub(super) fn layer_norm_with(b: &mut Builder, node: &str, module: &str, x: ValueId, epsilon: f64, with_bias: bool) -> Result<ValueId> {
     let width = b.width(x)?;
-    // The first published checkpoints say gamma and beta.
+    // The first published checkpoints use the names gamma and beta.
     let [weight, bias] = if b.stores(&format!("{module}.gamma")) { ["gamma", "beta"] } else { ["weight", "bias"] };
     let mut inputs = vec![x, b.param(&format!("{module}.{weight}"), &[width])?];
     if with_bias {
@@ -101,31 +103,31 @@ pub(super) fn layer_norm_with(b: &mut Builder, node: &str, module: &str, x: Valu
     b.node(node, LayerNorm { epsilon }, &inputs)
 }
 
-/// `module.weight` over the last axis.
+/// RMS normalization over the last axis with `module.weight`.
 pub(super) fn rms_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, norm: RmsNorm) -> Result<ValueId> {
     let width = b.width(x)?;
     let weight = b.param(&format!("{module}.weight"), &[width])?;
     b.node(node, norm, &[x, weight])
 }
 
-/// Parts of the last axis, one behind the other, of these widths.
+/// Splits the last axis into parts of these widths.
 pub(super) fn slices<const N: usize>(b: &mut Builder, nodes: [String; N], all: ValueId, widths: [usize; N]) -> Result<[ValueId; N]> {
     let (mut found, mut start) = ([all; N], 0usize);
     for ((value, node), width) in found.iter_mut().zip(&nodes).zip(widths) {
-        *value = b.node(node, Slice::of_last(start, width), &[all])?;
+        *value = b.node(node, Slice::last_axis(start, width), &[all])?;
         start = start.saturating_add(width);
     }
     Ok(found)
 }
 
-/// Heads, attention, and back; `q`, `k` and `v` are `[batch, sequence, heads · head_dim]`. The factor on products is divided by the root of the
-/// width of heads; `extras` are a mask and a bias.
+/// Multi-head attention of `q`, `k` and `v`, `[batch, sequence, heads · head_dim]`. The scale of
+/// `attention` is divided by the square root of the head width; `extras` are the mask and the bias.
 pub(super) fn attend(b: &mut Builder, node: &str, qkv: [ValueId; 3], head_dim: usize, attention: Attention, extras: &[ValueId]) -> Result<ValueId> {
     let heads = split_heads(b, node, qkv, head_dim)?;
     attend_heads(b, node, heads, head_dim, attention, extras)
 }
 
-/// Heads of queries, keys and values.
+/// Splits queries, keys and values into heads.
 pub(super) fn split_heads(b: &mut Builder, node: &str, mut qkv: [ValueId; 3], head_dim: usize) -> Result<[ValueId; 3]> {
     for (part, value) in ["query", "key", "value"].into_iter().zip(&mut qkv) {
         *value = b.node(&format!("{node}.{part}_heads"), SplitHeads { head_dim }, &[*value])?;
@@ -133,38 +135,38 @@ pub(super) fn split_heads(b: &mut Builder, node: &str, mut qkv: [ValueId; 3], he
     Ok(qkv)
 }
 
-/// Attention of heads, and back.
+/// Attention of heads, with the merged result.
 pub(super) fn attend_heads(b: &mut Builder, node: &str, heads: [ValueId; 3], head_dim: usize, attention: Attention, extras: &[ValueId]) -> Result<ValueId> {
     let scale = attention.scale / (head_dim as f64).sqrt();
     let context = b.node(&format!("{node}.context_heads"), Attention { scale, ..attention }, &[&heads, extras].concat())?;
     b.node(&format!("{node}.context"), MergeHeads {}, &[context])
 }
 
-/// A convolution and its normalisation.
+/// A convolution followed by batch normalization.
 #[derive(Default)]
 pub(super) struct ConvNorm<'a> {
     /// Module of the convolution.
     pub conv: &'a str,
-    /// Module of the normalisation.
+    /// Module of the normalization.
     pub norm: &'a str,
-    /// Names of their nodes, where those are not the modules'.
+    /// Names of the nodes, if they differ from the modules.
     pub nodes: Option<[&'a str; 2]>,
-    /// Channels out.
+    /// Number of output channels.
     pub out: usize,
-    /// Side of the window, and the step; nothing is one.
+    /// Kernel size; 0 means 1.
     pub kernel: usize,
-    /// Step; nothing is one.
+    /// Stride; 0 means 1.
     pub stride: usize,
-    /// Groups; nothing is one.
+    /// Number of groups; 0 means 1.
     pub groups: usize,
-    /// Zeros around the image; by default as many that it keeps its size but for the stride.
+    /// Padding; by default that for an unchanged size with stride 1.
     pub padding: Option<Padding>,
-    /// Number added to variances; nothing is that of PyTorch.
+    /// Epsilon of the normalization; 0 means PyTorch's default.
     pub epsilon: f64,
 }
 
 impl ConvNorm<'_> {
-    /// Adds both.
+    /// Adds both nodes.
     pub(super) fn add(&self, b: &mut Builder, x: ValueId) -> Result<ValueId> {
         let (kernel, groups) = (self.kernel.max(1), self.groups.max(1));
         let channels = b.ty(x).shape.get(1).and_then(Dim::fixed).and_then(|all| all.checked_div(groups)).unwrap_or(0);
@@ -177,7 +179,7 @@ impl ConvNorm<'_> {
     }
 }
 
-/// `module.{weight,bias,running_mean,running_var}` over axis 1.
+/// Batch normalization over axis 1 with `module.{weight,bias,running_mean,running_var}`.
 fn batch_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, channels: usize, epsilon: f64) -> Result<ValueId> {
     let mut inputs = vec![x];
     for part in ["weight", "bias", "running_mean", "running_var"] {
@@ -186,8 +188,9 @@ fn batch_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, channels: u
     b.node(node, BatchNorm { epsilon: if epsilon > 0.0 { epsilon } else { 1e-5 }, batch: false }, &inputs)
 }
 
-/// Factors on channels, found from the mean of each by two small layers (Hu et al., 2018): names of the node and the module, names of the
-/// layers, what stands between them and the function that makes factors.
+/// Squeeze-and-excitation (Hu et al., 2018): factors on channels, computed by two layers from the mean of
+/// each channel. Takes the names of node and module, the names of the layers, the number of hidden
+/// channels, the activation between the layers and the gate.
 pub(super) fn squeeze_excite(
     b: &mut Builder,
     [node, module]: [&str; 2],
@@ -202,7 +205,7 @@ pub(super) fn squeeze_excite(
         let inputs = [x, b.param(&format!("{module}.{part}.weight"), &[out, read, 1, 1])?, b.param(&format!("{module}.{part}.bias"), &[out])?];
         b.node(&format!("{node}.{part}"), Conv::default(), &inputs)
     };
-    let mean = b.node(&format!("{node}.squeeze"), GlobalAveragePool { keep: true }, &[x])?;
+    let mean = b.node(&format!("{node}.squeeze"), GlobalAveragePool { keep_dims: true }, &[x])?;
     let few = conv(b, reduce, mean, [narrow, wide])?;
     let few = activate(b, &format!("{node}.act"), function, few)?;
     let factors = conv(b, expand, few, [wide, narrow])?;

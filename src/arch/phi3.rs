@@ -1,4 +1,5 @@
-//! Phi-3 and Phi-4: queries, keys and values in one matrix, gate and up in another, part of a head turned.
+//! Phi-3 and Phi-4: fused projections of queries, keys and values and of gate and up, and partial rotary
+//! embeddings.
 
 use super::decoder::{self, Decoder, every_layer};
 use super::resize::{Groups, Sizes};
@@ -15,12 +16,12 @@ pub(super) const KEYS: Keys = Keys {
 pub(super) const SIZES: Sizes = Sizes { groups: Some(("num_key_value_heads", "layers.0.self_attn.qkv_proj.weight", Groups::Fused)), ..decoder::SIZES };
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
-    // Published folders name code of their own, which transformers has had itself for long.
+    // Published folders refer to custom code, which transformers now includes.
     let _ = s.get("auto_map");
     let decoder = Decoder { fused: true, qkv_bias: false, out_bias: false, ..Decoder::with_epsilon(s, None, 1e-5)? };
     let kind = parameters(s)?.map_or(Ok("default"), |p| kind(&p))?;
     if !["default", "longrope", "su"].contains(&kind) {
-        return Err(Error::Unsupported { what: format!("rope scaling `{kind}` of Phi-3"), hint: "known: default, longrope".into() });
+        return Err(Error::Unsupported { what: format!("rope scaling `{kind}` of Phi-3"), hint: "supported: default, longrope".into() });
     }
     let rope = RopeDefaults { partial: Some(("partial_rotary_factor", 1.0)), original: Some(4096), ..RopeDefaults::default() };
     decoder.build(b, every_layer(s, decoder.head_dim, rope, |_| Ok(s.get("sliding_window").is_some()))?)

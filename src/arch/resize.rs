@@ -1,4 +1,4 @@
-//! What `config.json` says of widths, after they have changed: read off the shapes of tensors.
+//! Updates of the sizes in `config.json` after structured pruning, derived from the shapes of tensors.
 
 use serde_json::{Map, Value, json};
 
@@ -11,82 +11,89 @@ fn sizes(model_type: &str) -> Option<&'static Sizes> {
     family(model_type)?.sizes
 }
 
-/// Whether `config.json` of a family can only say one width for all layers.
-pub fn one_width(model_type: &str) -> bool {
+/// Whether `config.json` of a family can only specify one width for all layers.
+pub fn has_uniform_widths(model_type: &str) -> bool {
     sizes(model_type).is_some()
 }
 
-/// Whether heads of a family are as wide as the residual stream divided by their number.
-pub fn heads_fill_the_stream(model_type: &str) -> bool {
+/// Whether the head width of a family is the width of the residual stream divided by the number of heads.
+pub fn derives_head_dim(model_type: &str) -> bool {
     sizes(model_type).is_some_and(|sizes| sizes.head_dim.is_none())
 }
 
-/// The key of a family that says how many layers there are.
+/// The configuration key of the number of layers.
 pub fn layers_key(model_type: &str) -> Option<&'static str> {
     sizes(model_type).map(|sizes| sizes.layers)
 }
 
-/// An axis of a tensor, by its number.
+/// A tensor name and the index of one of its axes.
 pub type Axis = (String, usize);
 
-/// The tensor that tells the width of the residual stream, and those that the graph does not read and that are as wide.
-pub fn beside_the_stream(model_type: &str, shapes: Shapes) -> Option<(Axis, Vec<Axis>)> {
+/// The axis that determines the width of the residual stream, and axes of the same width in tensors that
+/// the graph does not read.
+pub fn residual_stream_axes(model_type: &str, shapes: Shapes) -> Option<(Axis, Vec<Axis>)> {
     let sizes = sizes(model_type)?;
     let of = |(name, axis): (&str, usize)| {
         let (name, shape) = sizes.stored(name, shapes)?;
         Some((*shape.get(axis)?, (name, axis)))
     };
     let (width, stream) = of((sizes.hidden.1, sizes.hidden.2))?;
-    Some((stream, sizes.beside.iter().filter_map(|axis| of(*axis)).filter(|(size, _)| *size == width).map(|(_, axis)| axis).collect()))
+    Some((stream, sizes.unread.iter().filter_map(|axis| of(*axis)).filter(|(size, _)| *size == width).map(|(_, axis)| axis).collect()))
 }
 
-/// Why transformers does not open a configuration of these heads, if so.
-pub fn refused_heads(config: &Map<String, Value>) -> Option<String> {
+/// The reason why transformers refuses a configuration with this number of heads, if it does.
+pub fn unsupported_heads_reason(config: &Map<String, Value>) -> Option<String> {
     let settings = Settings::new(config);
-    let sizes = sizes(settings.text("model_type").ok()?).filter(|sizes| sizes.heads_divide)?;
+    let sizes = sizes(settings.text("model_type").ok()?).filter(|sizes| sizes.heads_must_divide)?;
     let (width, heads) = (settings.size(sizes.hidden.0).ok()?, settings.size(sizes.heads.0).ok()?);
     (!width.is_multiple_of(heads)).then(|| {
-        format!("transformers refuses `{}` {heads}, which does not divide `{}` {width}: choose an amount that leaves a divisor", sizes.heads.0, sizes.hidden.0)
+        format!(
+            "transformers refuses `{}` {heads}, because it does not divide `{}` {width}: choose an amount that leaves a divisor",
+            sizes.heads.0, sizes.hidden.0
+        )
     })
 }
 
-/// Names of keys, and of the tensors and their axes that tell their values.
+/// Configuration keys of sizes, each with a tensor and the axis that determines its value.
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
-    /// What may stand before the names of tensors.
+    /// Possible prefixes of tensor names.
     pub(super) prefixes: &'static [&'static str],
     /// Width of the residual stream.
     pub(super) hidden: (&'static str, &'static str, usize),
-    /// Heads; the axis holds the widths of all of them.
+    /// Number of heads; the axis has the total width of all heads.
     pub(super) heads: (&'static str, &'static str, usize),
-    /// Heads that another key says, of a decoder behind an encoder.
-    pub(super) more_heads: Option<(&'static str, &'static str, usize)>,
-    /// Key heads, of a matrix that holds them alone, or behind the query heads twice: keys and values.
+    /// Number of heads of the decoder in an encoder-decoder model, if it has a separate key.
+    pub(super) decoder_heads: Option<(&'static str, &'static str, usize)>,
+    /// Number of key-value heads, with the projection of keys or the fused projection of queries, keys
+    /// and values.
     pub(super) groups: Option<(&'static str, &'static str, Groups)>,
-    /// Width of a head, where it need not be that of the stream divided by their number.
+    /// Width of a head, if it is not always the width of the residual stream divided by their number.
     pub(super) head_dim: Option<&'static str>,
-    /// Whether it is another one where nothing is said.
-    pub(super) own_head_dim: bool,
-    /// Whether transformers takes only a number of heads that divides the stream, however wide heads are.
-    pub(super) heads_divide: bool,
-    /// Neurons of a layer, and other widths.
-    pub(super) others: &'static [(&'static str, &'static str, usize)],
-    /// How many layers there are.
+    /// Whether the default of `head_dim` is another value than that quotient.
+    pub(super) custom_head_dim_default: bool,
+    /// Whether transformers requires the number of heads to divide the width of the residual stream,
+    /// regardless of the head width.
+    pub(super) heads_must_divide: bool,
+    /// Neurons of a layer and other sizes.
+    pub(super) other_sizes: &'static [(&'static str, &'static str, usize)],
+    /// Number of layers.
     pub(super) layers: &'static str,
-    /// Tensors that the graph does not read, each with the axis that is as wide as the residual stream.
-    pub(super) beside: &'static [(&'static str, usize)],
+    /// Tensors that the graph does not read, with the axis that has the width of the residual stream.
+    pub(super) unread: &'static [(&'static str, usize)],
 }
 
-/// What a matrix holds beside keys.
+/// Contents of the projection of keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Groups {
-    /// Nothing.
-    Alone,
-    /// Queries and values.
+    /// Keys only.
+    Separate,
+    /// Queries, keys and values.
     Fused,
 }
 
-/// Values of `config.json` that describe tensors of these shapes, as far as that can be said; `head_dim` is the width of a head.
+/// The values of `config.json` that changed, for tensors of these shapes; `head_dim` is the width of a
+/// head.
 pub fn resized(config: &Map<String, Value>, head_dim: Option<usize>, shapes: Shapes) -> Vec<(&'static str, Value)> {
     let settings = Settings::new(config);
     let model_type = settings.text_or("model_type", "").unwrap_or("");
@@ -100,46 +107,46 @@ pub fn resized(config: &Map<String, Value>, head_dim: Option<usize>, shapes: Sha
 }
 
 impl Sizes {
-    /// A tensor's name in the checkpoint, and its shape.
+    /// The name of a tensor in the checkpoint, and its shape.
     fn stored(&self, name: &str, shapes: Shapes) -> Option<(String, Vec<usize>)> {
         self.prefixes.iter().map(|prefix| format!("{prefix}{name}")).find_map(|name| shapes(&name).map(|shape| (name, shape)))
     }
 
     fn resized(&self, settings: &Settings, head_dim: Option<usize>, shapes: Shapes) -> Vec<(&'static str, Value)> {
         let shape = |name: &str| self.stored(name, shapes).map(|(_, shape)| shape);
-        // Not every layer has every part.
+        // Some parts do not exist in every layer.
         let layers = settings.size(self.layers).unwrap_or(1);
         let first = |name: &str| shape(name).or_else(|| (1..layers).find_map(|layer| shape(&name.replacen("layers.0.", &format!("layers.{layer}."), 1))));
         let size = |name: &str, axis: usize| first(name)?.get(axis).copied();
         let mut found = Vec::new();
-        let mut say = |key: &'static str, value: Option<usize>| {
+        let mut update = |key: &'static str, value: Option<usize>| {
             if let Some(value) = value
                 && settings.get(key).and_then(Value::as_u64) != Some(value as u64)
             {
                 found.push((key, json!(value)));
             }
         };
-        say(self.hidden.0, size(self.hidden.1, self.hidden.2));
-        for (key, name, axis) in self.others {
-            say(key, size(name, *axis));
+        update(self.hidden.0, size(self.hidden.1, self.hidden.2));
+        for (key, name, axis) in self.other_sizes {
+            update(key, size(name, *axis));
         }
         if let Some(width) = head_dim.filter(|width| *width > 0) {
             let heads = size(self.heads.1, self.heads.2).and_then(|wide| wide.checked_div(width));
-            let groups = self.groups.and_then(|(key, name, held)| {
+            let groups = self.groups.and_then(|(key, name, contents)| {
                 let all = size(name, 0)?.checked_div(width)?;
-                Some((key, if held == Groups::Fused { all.checked_sub(heads?)?.checked_div(2)? } else { all }))
+                Some((key, if contents == Groups::Fused { all.checked_sub(heads?)?.checked_div(2)? } else { all }))
             });
-            say(self.heads.0, heads);
-            if let Some((key, name, axis)) = self.more_heads {
-                say(key, size(name, axis).and_then(|wide| wide.checked_div(width)));
+            update(self.heads.0, heads);
+            if let Some((key, name, axis)) = self.decoder_heads {
+                update(key, size(name, axis).and_then(|wide| wide.checked_div(width)));
             }
-            // By default there are as many as heads.
+            // The default is the number of heads.
             if let Some((key, count)) = groups.filter(|(key, count)| settings.get(key).is_some() || Some(*count) != heads) {
-                say(key, Some(count));
+                update(key, Some(count));
             }
             let follows = size(self.hidden.1, self.hidden.2).zip(heads).is_some_and(|(hidden, heads)| heads.checked_mul(width) == Some(hidden));
-            if let Some(key) = self.head_dim.filter(|key| settings.get(key).is_some() || !follows || self.own_head_dim) {
-                say(key, Some(width));
+            if let Some(key) = self.head_dim.filter(|key| settings.get(key).is_some() || !follows || self.custom_head_dim_default) {
+                update(key, Some(width));
             }
         }
         found

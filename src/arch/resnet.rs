@@ -1,8 +1,8 @@
-//! ResNet, with the names of transformers and with those of torchvision.
+//! ResNet, with the tensor names of transformers and of torchvision.
 //!
-//! torchvision's checkpoints come without a configuration; this one is enough:
-//! `{ "model_type": "torchvision", "variant": "resnet18" }`, and where they differ from the variant's, `layers`
-//! (blocks of each stage), `width` (channels of the first) and `num_classes`.
+//! torchvision's checkpoints have no configuration. The minimal one is `{ "model_type": "torchvision",
+//! "variant": "resnet18" }`, with optional `layers` (blocks of each stage), `width` (channels of the
+//! first stage) and `num_classes`.
 
 use super::parts::{ConvNorm, activate, image_input, linear};
 use super::{Keys, Settings};
@@ -12,7 +12,7 @@ use crate::ir::{Builder, Dim, ValueId};
 
 pub(super) const KEYS: Keys = Keys { harmless: &["out_features", "out_indices", "stage_names"], neutral: &[] };
 
-fn picture(s: &Settings, b: &mut Builder) -> Result<ValueId> {
+fn image(s: &Settings, b: &mut Builder) -> Result<ValueId> {
     image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))
 }
 
@@ -22,11 +22,11 @@ fn conv_norm(b: &mut Builder, module: &str, x: ValueId, out: usize, kernel: usiz
     ConvNorm { conv: &format!("{module}.convolution"), norm: &format!("{module}.normalization"), out, kernel, stride, ..ConvNorm::default() }.add(b, x)
 }
 
-/// transformers' `ResNetModel` and `ResNetForImageClassification`.
+/// `ResNetModel` and `ResNetForImageClassification` of transformers.
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("resnet.embedder.embedder.convolution.weight") { "resnet." } else { "" };
     let act = s.text_or("hidden_act", "relu")?;
-    let pixels = picture(s, b)?;
+    let pixels = image(s, b)?;
     let stem = conv_norm(b, &format!("{prefix}embedder.embedder"), pixels, s.size("embedding_size")?, 7, 2)?;
     let stem = activate(b, "embedder.act", act, stem)?;
     let mut x = b.node("embedder.pooler", STEM_POOL, &[stem])?;
@@ -37,7 +37,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let bottleneck = match s.text_or("layer_type", "bottleneck")? {
         "bottleneck" => true,
         "basic" => false,
-        other => return Err(Error::Unsupported { what: format!("ResNet layer_type `{other}`"), hint: "known: basic, bottleneck".into() }),
+        other => return Err(Error::Unsupported { what: format!("ResNet layer_type `{other}`"), hint: "supported: basic, bottleneck".into() }),
     };
     let first = if s.flag_or("downsample_in_first_stage", false)? { 2 } else { 1 };
     let early = s.flag_or("downsample_in_bottleneck", false)?;
@@ -78,7 +78,7 @@ fn residual(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, u
         let part = format!("{module}.layer.{index}");
         y = conv_norm(b, &part, y, out, kernel, stride)?;
         if index < convs.len().saturating_sub(1) {
-            // `hidden_act` is that of the stem and of the sums only.
+            // `hidden_act` only applies to the stem and the residual additions.
             y = b.node(&format!("{part}.activation"), Relu {}, &[y])?;
         }
     }
@@ -89,7 +89,7 @@ fn residual(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, u
     activate(b, module, act, sum)
 }
 
-/// Name, whether blocks are bottlenecks, and blocks of each stage.
+/// Name, whether blocks are bottlenecks, and number of blocks of each stage.
 const VARIANTS: [(&str, bool, [usize; 4]); 5] = [
     ("resnet18", false, [2, 2, 2, 2]),
     ("resnet34", false, [3, 4, 6, 3]),
@@ -98,17 +98,17 @@ const VARIANTS: [(&str, bool, [usize; 4]); 5] = [
     ("resnet152", true, [3, 8, 36, 3]),
 ];
 
-/// torchvision's `resnet18` and its relatives.
+/// torchvision's `resnet18` and larger variants.
 pub(super) fn build_torchvision(s: &Settings, b: &mut Builder) -> Result<()> {
     let variant = s.text("variant")?;
     let Some((_, bottleneck, layers)) = VARIANTS.iter().find(|(name, ..)| *name == variant) else {
         return Err(Error::Unsupported {
             what: format!("torchvision variant `{variant}`"),
-            hint: "known: efficientnet_b0 to efficientnet_b7, mobilenet_v2, mobilenet_v3_large, mobilenet_v3_small, resnet18, resnet34, resnet50, resnet101, resnet152".into(),
+            hint: "supported: efficientnet_b0 to efficientnet_b7, mobilenet_v2, mobilenet_v3_large, mobilenet_v3_small, resnet18, resnet34, resnet50, resnet101, resnet152".into(),
         });
     };
     let width = s.size_or("width", 64)?;
-    let pixels = picture(s, b)?;
+    let pixels = image(s, b)?;
     let stem = ConvNorm { conv: "conv1", norm: "bn1", out: width, kernel: 7, stride: 2, ..ConvNorm::default() }.add(b, pixels)?;
     let stem = b.node("relu", Relu {}, &[stem])?;
     let mut x = b.node("maxpool", STEM_POOL, &[stem])?;

@@ -1,4 +1,4 @@
-//! RoBERTa and XLM-R: BERT with positions counted behind the padding token, and heads of their own.
+//! RoBERTa and XLM-R: BERT with positions after the padding id, and different heads.
 
 use super::Settings;
 use super::bert::{classes, encode, pooler, words};
@@ -18,7 +18,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
             hint: "type_vocab_size must be 1".into(),
         });
     }
-    // All tokens have the only type there is: its one row stands for every position.
+    // There is only one token type: its row is broadcast to all positions.
     let types = b.param(&format!("{prefix}embeddings.token_type_embeddings.weight"), &[1, hidden])?;
     let x = encode(s, b, prefix, tokens, positions, types, mask)?;
     b.output("last_hidden_state", x);

@@ -1,17 +1,19 @@
-//! Rotary embeddings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+//! Rotary position embeddings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
+//! (transformers 4).
 
 use super::Settings;
 use crate::error::{Error, Result};
 use crate::ir::ops::{Rotary, RotaryScaling};
 
-/// What a family takes where the configuration says nothing.
+/// Defaults of a family for missing keys.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RopeDefaults {
     /// Base of the frequencies.
     pub theta: f64,
-    /// The key that says which part of a head is turned, and the part; none where the family turns all of it, whatever is said.
+    /// Key of the fraction of a head that is rotated, with its default; `None` if the family always
+    /// rotates the entire head.
     pub partial: Option<(&'static str, f64)>,
-    /// Longest sequence of the first training; none for `max_position_embeddings`.
+    /// Longest sequence of the original training; `None` to use `max_position_embeddings`.
     pub original: Option<usize>,
 }
 
@@ -21,30 +23,30 @@ impl Default for RopeDefaults {
     }
 }
 
-/// What the configuration says of positions, under the name of transformers 5 or the one before.
+/// The parameters of rotary embeddings, under the key of transformers 5 or 4.
 pub(super) fn parameters<'c>(s: &Settings<'c>) -> Result<Option<Settings<'c>>> {
     if let (Some(new), Some(old)) = (s.get("rope_parameters"), s.get("rope_scaling"))
         && old.as_object().is_some_and(|old| !old.is_empty())
         && new != old
     {
         return Err(Error::Unsupported {
-            what: "config.json: `rope_parameters` and `rope_scaling` that say different things".into(),
-            hint: "put what is meant into one of them, and remove the other".into(),
+            what: "config.json: `rope_parameters` and `rope_scaling` with different values".into(),
+            hint: "keep the correct one and remove the other".into(),
         });
     }
     Ok(s.group("rope_parameters").or(s.group("rope_scaling")))
 }
 
-/// The embedding of heads of this width.
+/// The rotary embedding for heads of this width.
 pub(super) fn rotary(s: &Settings, head_dim: usize, defaults: RopeDefaults) -> Result<Rotary> {
     let base = s.group("rope_parameters").filter(|p| p.get("rope_theta").is_some()).unwrap_or(*s);
     let theta = base.number_or("rope_theta", defaults.theta)?;
     scaled(s, parameters(s)?, theta, head_dim, defaults)
 }
 
-/// The embedding with this base and the scaling that a group of parameters asks for.
+/// The rotary embedding with this base and the scaling in `parameters`.
 pub(super) fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, head_dim: usize, defaults: RopeDefaults) -> Result<Rotary> {
-    let turned = turned(s, parameters, head_dim, defaults)?;
+    let turned = rotary_dim(s, parameters, head_dim, defaults)?;
     let width = Some(turned).filter(|turned| *turned != head_dim);
     let Some(p) = parameters else { return Ok(Rotary { theta, scaling: RotaryScaling::None, width }) };
     let max_position = s.size_or("max_position_embeddings", 2048)?;
@@ -75,7 +77,10 @@ pub(super) fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, hea
             RotaryScaling::LongRope { short: p.numbers("short_factor")?, long: p.numbers("long_factor")?, original, attention }
         }
         other => {
-            return Err(Error::Unsupported { what: format!("rope scaling `{other}`"), hint: "known: default, linear, dynamic, llama3, yarn, longrope".into() });
+            return Err(Error::Unsupported {
+                what: format!("rope scaling `{other}`"),
+                hint: "supported: default, linear, dynamic, llama3, yarn, longrope".into(),
+            });
         }
     };
     if turned < 4 && matches!(scaling, RotaryScaling::Dynamic { .. }) {
@@ -84,13 +89,13 @@ pub(super) fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, hea
     Ok(Rotary { theta, scaling, width })
 }
 
-/// What scaling is asked for.
+/// The kind of scaling.
 pub(super) fn kind<'c>(p: &Settings<'c>) -> Result<&'c str> {
     p.text_or("rope_type", p.text_or("type", "default")?)
 }
 
-/// The embedding of layers of one type, by the parameters under its name, by the key of an older version and its default, and by a scaling
-/// beside them.
+/// The rotary embedding of layers of one type: from the parameters under its name, the base under the key
+/// of an older version with its default, and a separate scaling.
 pub(super) fn by_layer_type<'c>(
     s: &Settings<'c>,
     layers: &'static str,
@@ -117,47 +122,50 @@ pub(super) fn by_layer_type<'c>(
         && !plain(own)
     {
         return Err(Error::Unsupported {
-            what: "config.json: `rope_scaling` beside `rope_parameters` that scale too".into(),
-            hint: "put what is meant into one of them, and remove the other".into(),
+            what: "config.json: `rope_scaling` in addition to scaling in `rope_parameters`".into(),
+            hint: "keep the correct one and remove the other".into(),
         });
     }
     scaled(s, scaling.or(own), theta, head_dim, defaults)
 }
 
-/// How many elements of a head are turned.
-fn turned(s: &Settings, parameters: Option<Settings>, head_dim: usize, defaults: RopeDefaults) -> Result<usize> {
+/// Number of elements of a head that are rotated.
+fn rotary_dim(s: &Settings, parameters: Option<Settings>, head_dim: usize, defaults: RopeDefaults) -> Result<usize> {
     const KEY: &str = "partial_rotary_factor";
-    let said = parameters.filter(|p| p.get(KEY).is_some());
+    let specified = parameters.filter(|p| p.get(KEY).is_some());
     let Some((key, default)) = defaults.partial else {
-        return match said.map_or(Ok(1.0), |p| p.number(KEY))? {
+        return match specified.map_or(Ok(1.0), |p| p.number(KEY))? {
             1.0 => Ok(head_dim),
             _ => Err(Error::Unsupported { what: "a partial rotary embedding".into(), hint: "partial_rotary_factor must be 1".into() }),
         };
     };
-    let part = said.map_or_else(|| s.number_or(key, default), |p| p.number(KEY))?;
+    let part = specified.map_or_else(|| s.number_or(key, default), |p| p.number(KEY))?;
     let turned = (head_dim as f64 * part) as usize;
     if !(0.0..=1.0).contains(&part) || turned == 0 || !turned.is_multiple_of(2) {
-        return Err(Error::graph("config.json", format!("`{key}` of {part} turns {turned} of {head_dim} elements of a head, expected an even number of them")));
+        return Err(Error::graph(
+            "config.json",
+            format!("`{key}` of {part} rotates {turned} of {head_dim} elements of a head, expected an even number of them"),
+        ));
     }
     Ok(turned)
 }
 
-/// What longer sequences sharpen attention by.
-fn sharper(factor: f64, m: f64) -> f64 {
+/// Attention scaling of YaRN for longer sequences.
+fn yarn_scale(factor: f64, m: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 }
 }
 
-/// The factor on queries, and on keys, of families that have it in the factor on their products.
+/// The factor on queries and on keys, for families that include it in the attention scale.
 pub(super) fn attention_scale(p: &Settings) -> Result<f64> {
     let all = p.number_or("mscale_all_dim", 0.0)?;
-    if all == 0.0 || kind(p)? == "default" { Ok(1.0) } else { Ok(sharper(p.number("factor")?, all)) }
+    if all == 0.0 || kind(p)? == "default" { Ok(1.0) } else { Ok(yarn_scale(p.number("factor")?, all)) }
 }
 
 fn attention_factor(p: &Settings, factor: f64) -> Result<f64> {
     if p.get("attention_factor").is_some() {
         return p.number("attention_factor");
     }
-    let scale = |m: f64| sharper(factor, m);
+    let scale = |m: f64| yarn_scale(factor, m);
     let (mscale, all) = (p.number_or("mscale", 0.0)?, p.number_or("mscale_all_dim", 0.0)?);
     Ok(if mscale != 0.0 && all != 0.0 { scale(mscale) / scale(all) } else { scale(1.0) })
 }

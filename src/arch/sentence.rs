@@ -1,4 +1,5 @@
-//! sentence-transformers: `modules.json` says how token vectors become one, and what becomes of that one.
+//! sentence-transformers models: `modules.json` specifies the pooling of token embeddings and further
+//! layers.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,42 +17,43 @@ use crate::ir::ops::{
 use crate::ir::{Builder, Op, ValueId};
 use crate::store::Module;
 
-/// A module behind the transformer.
+/// A module after the transformer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SentenceModule {
     kind: Kind,
-    /// Names of what it reads, and of what it gives, as modules call them.
-    reads: String,
-    gives: String,
+    /// Names of its input and output, as modules refer to them.
+    input: String,
+    output: String,
 }
 
-/// What a module computes.
+/// The computation of a module.
 #[derive(Debug, Clone, PartialEq)]
 enum Kind {
-    /// One vector of those of tokens.
+    /// Pooling of token embeddings.
     Pooling(Pooling),
-    /// Vectors of length one.
+    /// L2 normalization.
     Normalize,
-    /// A layer, whose weights are in this folder, and what it adds.
+    /// A linear layer with the folder of its weights, an optional activation and an optional residual
+    /// connection.
     Dense { folder: String, out: usize, bias: bool, function: Option<Op>, residual: bool },
-    /// A normalisation, whose weights are in this folder.
+    /// Layer normalization, with the folder of its weights.
     LayerNorm { folder: String },
 }
 
-/// How token vectors become one.
+/// A pooling method.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Pooling {
-    /// The mean over tokens that are no padding.
+    /// The mean over tokens that are not padding.
     Mean,
     /// The first token.
     First,
-    /// One of the other ways.
+    /// Another method, with its name.
     By(&'static str, TokenChoice),
-    /// Several of these, one behind the other.
+    /// Concatenation of several methods.
     Several(Vec<Pooling>),
 }
 
-/// Modes of pooling by the names of newer versions, with the switches of older ones, in the order in which those put them together.
+/// Pooling modes: names in newer files, keys in older files, and methods, in order of concatenation.
 const MODES: [(&str, &str, Pooling); 6] = [
     ("cls", "pooling_mode_cls_token", Pooling::First),
     ("max", "pooling_mode_max_tokens", Pooling::By("max", TokenChoice::Max)),
@@ -61,34 +63,35 @@ const MODES: [(&str, &str, Pooling); 6] = [
     ("lasttoken", "pooling_mode_lasttoken", Pooling::By("last", TokenChoice::Last)),
 ];
 
-/// Keys beside those that are read. A prompt counts only where one is set (see `data`).
+/// Keys that are accepted without being read. Prompts only matter where one is set (see `data`).
 const POOLING_KEYS: Keys = Keys { harmless: &["embedding_dimension", "include_prompt", "word_embedding_dimension"], neutral: &[] };
-/// Widths are those of the weights.
+/// Sizes are those of the weights.
 const WIDTH_KEYS: Keys = Keys { harmless: &["dimension", "in_features"], neutral: &[] };
 
-/// Vectors of tokens, and the one of a text.
+/// Name of the token embeddings.
 const TOKENS: &str = "token_embeddings";
+/// Name of the sentence embedding.
 const SENTENCE: &str = "sentence_embedding";
-/// Number that is added to variances, which no file says.
+/// Epsilon of layer normalization, which no file specifies.
 const EPSILON: f64 = 1e-5;
 
-/// A module's `config.json`.
+/// The `config.json` of a module.
 struct File {
-    /// Its name inside the model's folder.
+    /// Path inside the model's folder.
     name: String,
     values: Map<String, Value>,
 }
 
 impl SentenceModule {
-    /// Reads `modules.json` and what it names; none when there is no such file.
+    /// Reads `modules.json` and the files of its modules; empty if it does not exist.
     ///
     /// # Errors
-    /// The files cannot be read, or name something that is not supported.
+    /// A file cannot be read, or a module is not supported.
     pub fn open(folder: &Path) -> Result<Vec<SentenceModule>> {
         SentenceModule::described(folder).map(|(modules, _)| modules)
     }
 
-    /// Whether another computes the same, whatever its widths.
+    /// Whether another module has the same computation, possibly with a different width.
     pub(crate) fn is_like(&self, other: &SentenceModule) -> bool {
         let mut alike = other.clone();
         if let (Kind::Dense { out, .. }, Kind::Dense { out: other_out, .. }) = (&self.kind, &mut alike.kind) {
@@ -97,7 +100,7 @@ impl SentenceModule {
         *self == alike
     }
 
-    /// What it is, with the folder of its weights.
+    /// The kind of the module, with the folder of its weights.
     pub(crate) fn name(&self) -> String {
         match &self.kind {
             Kind::Pooling(_) => "Pooling".to_owned(),
@@ -107,7 +110,7 @@ impl SentenceModule {
         }
     }
 
-    /// The same, with the keys of the modules' files that are not known.
+    /// As [`open`](SentenceModule::open), and also returns the unknown keys of the modules' files.
     ///
     /// # Errors
     /// As [`open`](SentenceModule::open).
@@ -119,14 +122,14 @@ impl SentenceModule {
                 if index > 0 || !inside.is_empty() {
                     return Err(refused(
                         format!("a transformer in `{inside}` as module {index}"),
-                        "a transformer is the first module, in the model's own folder",
+                        "a transformer must be the first module, in the model's root folder",
                     ));
                 }
                 continue;
             }
             let file = File::open(folder, &inside, ["Dropout", "Normalize"].contains(&kind.as_str()))?;
             let read = ReadKeys::default();
-            let settings = Settings::of_file(&file.values, &file.name).noting(&read);
+            let settings = Settings::for_file(&file.values, &file.name).recording(&read);
             let (kind, from, keys) = match kind.as_str() {
                 "Dropout" => continue,
                 "Pooling" => (Kind::Pooling(file.pooling(&settings)?), TOKENS, POOLING_KEYS),
@@ -134,29 +137,29 @@ impl SentenceModule {
                 "LayerNorm" => (Kind::LayerNorm { folder: inside }, SENTENCE, WIDTH_KEYS),
                 "Dense" => (file.dense(&settings, inside)?, SENTENCE, WIDTH_KEYS),
                 other => {
-                    let hint = "known: Transformer, Pooling, Dense, LayerNorm, Normalize and Dropout of sentence-transformers";
+                    let hint = "supported: Transformer, Pooling, Dense, LayerNorm, Normalize and Dropout of sentence-transformers";
                     return Err(refused(format!("module `{other}`"), hint));
                 }
             };
-            let (mut reads, mut gives) = (from, SENTENCE);
+            let (mut input, mut output) = (from, SENTENCE);
             if matches!(kind, Kind::Dense { .. } | Kind::Normalize) {
-                reads = settings.text_or("module_input_name", from)?;
-                gives = settings.text_or("module_output_name", reads)?;
+                input = settings.text_or("module_input_name", from)?;
+                output = settings.text_or("module_output_name", input)?;
             }
-            let (reads, gives) = (reads.to_owned(), gives.to_owned());
-            unknown.extend(keys.sort(&settings, &file.name)?.into_iter().map(|key| format!("{}: {key}", file.name)));
-            found.push(SentenceModule { kind, reads, gives });
+            let (input, output) = (input.to_owned(), output.to_owned());
+            unknown.extend(keys.check(&settings, &file.name)?.into_iter().map(|key| format!("{}: {key}", file.name)));
+            found.push(SentenceModule { kind, input, output });
         }
         Ok((found, unknown))
     }
 }
 
 impl File {
-    /// The file of a module, which may say nothing if there `may_be_none`.
-    fn open(folder: &Path, inside: &str, may_be_none: bool) -> Result<File> {
+    /// Reads the file of a module; an empty file if it does not exist and is optional.
+    fn open(folder: &Path, inside: &str, is_optional: bool) -> Result<File> {
         Module::require_inside(folder, inside)?;
         let (name, path) = (format!("{inside}/config.json"), folder.join(inside).join("config.json"));
-        if may_be_none && (inside.is_empty() || !files::is_file(&path)) {
+        if is_optional && (inside.is_empty() || !files::is_file(&path)) {
             return Ok(File { name, values: Map::new() });
         }
         let text = files::read_to_string(&path).map_err(Error::io("read", &path))?;
@@ -186,7 +189,8 @@ impl File {
             Some("Softplus") => Some(Softplus {}.into()),
             Some("Mish") => Some(Mish {}.into()),
             _ => {
-                let hint = "known of torch.nn: Identity, Tanh, ReLU, ReLU6, GELU, SiLU, Sigmoid, LeakyReLU, ELU, Hardswish, Hardsigmoid, Softplus, Mish";
+                let hint =
+                    "supported classes of torch.nn: Identity, Tanh, ReLU, ReLU6, GELU, SiLU, Sigmoid, LeakyReLU, ELU, Hardswish, Hardsigmoid, Softplus, Mish";
                 return Err(self.refused(&format!("`activation_function` of \"{class}\""), hint));
             }
         };
@@ -197,7 +201,7 @@ impl File {
     fn pooling(&self, settings: &Settings) -> Result<Pooling> {
         let refused = |what: String| {
             let known = MODES.map(|(name, ..)| name).join(", ");
-            self.refused(&what, &format!("known: {known}; several are put one behind the other"))
+            self.refused(&what, &format!("supported: {known}; several modes are concatenated"))
         };
         let mut switched = Vec::new();
         for (_, key, pooling) in MODES {
@@ -207,13 +211,13 @@ impl File {
                 Some(value) => return Err(refused(format!("`{key}` is {value}, expected true or false"))),
             }
         }
-        // Files of newer versions name the modes, older ones set a switch for each.
+        // Newer files name the modes, older files have a boolean for each.
         let named = |mode: &Value| {
             let found = MODES.into_iter().find(|(name, ..)| mode.as_str() == Some(name)).map(|(.., pooling)| pooling);
             found.ok_or_else(|| refused(format!("`pooling_mode` of {mode}")))
         };
         let mut modes = match settings.get("pooling_mode") {
-            // As in sentence-transformers 6.2.
+            // The default of sentence-transformers 6.2.
             None if switched.is_empty() => vec![Pooling::Mean],
             None => switched,
             Some(Value::Array(modes)) => modes.iter().map(named).collect::<Result<_>>()?,
@@ -225,12 +229,12 @@ impl File {
                 modes.push(last);
                 Ok(Pooling::Several(modes))
             }
-            (_, None) => Err(refused("a pooling without a mode".to_owned())),
+            (_, None) => Err(refused("pooling without a mode".to_owned())),
         }
     }
 }
 
-/// Adds the modules behind `last_hidden_state`.
+/// Adds the modules after `last_hidden_state`.
 pub(super) fn add(modules: &[SentenceModule], b: &mut Builder) -> Result<()> {
     if modules.is_empty() {
         return Ok(());
@@ -238,28 +242,29 @@ pub(super) fn add(modules: &[SentenceModule], b: &mut Builder) -> Result<()> {
     let tokens = b.found_output("last_hidden_state").ok_or_else(|| lacks("last_hidden_state"))?;
     let mut found = BTreeMap::from([(TOKENS, tokens)]);
     for (index, module) in modules.iter().enumerate() {
-        let given = found.get(module.reads.as_str()).copied();
-        let given = given
-            .ok_or_else(|| Error::graph(Module::LIST, format!("module {} reads `{}`, which none before it gives", index.saturating_add(1), module.reads)))?;
-        found.insert(&module.gives, module.kind.add(b, &node_of(index), given)?);
+        let input = found.get(module.input.as_str()).copied();
+        let input = input.ok_or_else(|| {
+            Error::graph(Module::LIST, format!("module {} reads `{}`, which no earlier module computes", index.saturating_add(1), module.input))
+        })?;
+        found.insert(&module.output, module.kind.add(b, &node_of(index), input)?);
     }
-    let sentence = found.get(SENTENCE).ok_or_else(|| Error::graph(Module::LIST, format!("no module gives `{SENTENCE}`")))?;
+    let sentence = found.get(SENTENCE).ok_or_else(|| Error::graph(Module::LIST, format!("no module computes `{SENTENCE}`")))?;
     b.output(SENTENCE, *sentence);
     Ok(())
 }
 
-/// What the names of a module's nodes begin with.
+/// Prefix of the names of a module's nodes.
 fn node_of(index: usize) -> String {
     format!("sentence.{index}")
 }
 
-/// Whether a node of this name belongs to a module, of those that compute something.
+/// Whether a node belongs to the module with this index.
 pub(crate) fn is_of_module(index: usize, node: &str) -> bool {
     node.strip_prefix(&node_of(index)).is_some_and(|rest| rest.starts_with('.'))
 }
 
 fn lacks(what: &str) -> Error {
-    Error::graph(Module::LIST, format!("pools a model that has no {what}"))
+    Error::graph(Module::LIST, format!("cannot pool a model without {what}"))
 }
 
 impl Kind {
@@ -270,7 +275,7 @@ impl Kind {
             Kind::LayerNorm { folder } => layer_norm(b, &format!("{node}.norm"), &format!("{folder}/norm"), x, EPSILON),
             Kind::Dense { folder, out, bias, function, residual } => {
                 let module = format!("{folder}/linear");
-                // Passes may have made it narrower.
+                // Passes may have reduced the width.
                 let out = b.stored_shape(&format!("{module}.weight")).and_then(|shape| shape.first().copied()).unwrap_or(*out);
                 let mut y = linear_with(b, &format!("{node}.dense"), &module, x, out, *bias)?;
                 if let Some(function) = function {

@@ -1,4 +1,4 @@
-//! SmolLM3: every few layers know no positions.
+//! SmolLM3: every few layers have no position embedding.
 
 use super::decoder::{Decoder, Layer, slides, window};
 use super::rope::{RopeDefaults, rotary};
@@ -15,27 +15,27 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let decoder = Decoder::new(s, None)?;
     let rotary = rotary(s, decoder.head_dim, RopeDefaults { theta: 2e6, ..RopeDefaults::default() })?;
     decoder.build(b, |index| {
-        let turns = knows_positions(s, index)?;
+        let has_rotary = uses_rotary(s, index)?;
         let used = s.flag_or("use_sliding_window", false)?;
         let has_window = s.get("sliding_window").is_some();
-        let slides = slides(s, index, used)?.unwrap_or(used && has_window && !turns);
+        let slides = slides(s, index, used)?.unwrap_or(used && has_window && !has_rotary);
         if slides && !has_window {
-            return Err(Error::graph("config.json", "`sliding_window` is missing, and layers have one"));
+            return Err(Error::graph("config.json", "`sliding_window` is missing, but layers require one"));
         }
-        Ok(Layer { rotary: turns.then(|| rotary.clone()), window: window(s, slides)? })
+        Ok(Layer { rotary: has_rotary.then(|| rotary.clone()), window: window(s, slides)? })
     })
 }
 
-/// Whether queries and keys of a layer are turned.
-fn knows_positions(s: &Settings, layer: usize) -> Result<bool> {
+/// Whether a layer uses rotary embeddings.
+fn uses_rotary(s: &Settings, layer: usize) -> Result<bool> {
     const KEY: &str = "no_rope_layers";
     let Some(list) = s.get(KEY) else {
         let interval = s.size_or("no_rope_layer_interval", 4)?;
         return Ok(layer.checked_add(1).is_none_or(|number| !number.is_multiple_of(interval)));
     };
-    // One stands for a layer that turns them, whatever the name says.
+    // Despite the name of the key, 1 enables rotary embeddings.
     match list.get(layer).and_then(serde_json::Value::as_u64) {
-        Some(turns @ 0..=1) => Ok(turns == 1),
-        _ => Err(Error::graph("config.json", format!("`{KEY}` says neither 0 nor 1 of layer {layer}"))),
+        Some(enabled @ 0..=1) => Ok(enabled == 1),
+        _ => Err(Error::graph("config.json", format!("`{KEY}` is neither 0 nor 1 for layer {layer}"))),
     }
 }

@@ -1,7 +1,7 @@
-//! Swin: attention within windows of a picture, which move from layer to layer, and half as many places from stage to stage
+//! Swin: attention in windows that are shifted in every other layer, with patch merging between stages
 //! (Liu et al., 2021).
 
-use super::block::{Block, Names, NormPlace};
+use super::block::{Block, Names, NormPosition};
 use super::parts::{image_input, layer_norm, linear, linear_with, split_heads};
 use super::vit::{self, PATCH_NODES, patch_embeddings, patches};
 use super::{Keys, Settings};
@@ -17,7 +17,7 @@ pub(super) const KEYS: Keys = Keys {
         "drop_path_rate",
         "encoder_stride",
         "hidden_dropout_prob",
-        // Of the last stage, as the other keys have it.
+        // The sizes of the last stage, derived from other keys.
         "hidden_size",
         "num_layers",
         "out_features",
@@ -30,22 +30,22 @@ pub(super) const KEYS: Keys = Keys {
 
 const NAMES: Names = Names { attention: "attention.self", ..vit::NAMES };
 
-/// Number added to variances where the configuration does not say it.
+/// Default epsilon of normalizations.
 const EPSILON: f64 = 1e-5;
 
-/// The size of a batch.
+/// The batch size.
 const BATCH: TargetSize = TargetSize::Copy(0);
 
-/// Attention within windows.
+/// Attention in windows.
 #[derive(Clone, Copy)]
 struct Windows {
-    /// Rows and columns of places.
+    /// Rows and columns of patches.
     grid: [usize; 2],
-    /// The same, as many as fill windows.
+    /// The same, rounded up to complete windows.
     padded: [usize; 2],
-    /// Places on a side.
+    /// Side length of a window in patches.
     window: usize,
-    /// Places by which they are moved.
+    /// Cyclic shift in patches.
     shift: usize,
 }
 
@@ -62,7 +62,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     }
     let (depths, heads) = (s.sizes_or("depths", &[2, 2, 6, 2])?, s.sizes_or("num_heads", &[3, 6, 12, 24])?);
     if heads.len() < depths.len() {
-        return Err(Error::graph("config.json", format!("`num_heads` says {} stages, `depths` {}", heads.len(), depths.len())));
+        return Err(Error::graph("config.json", format!("`num_heads` has {} stages, but `depths` has {}", heads.len(), depths.len())));
     }
     let (epsilon, mut grid) = (s.number_or("layer_norm_eps", EPSILON)?, [side; 2]);
     for (stage, (depth, heads)) in depths.iter().zip(heads).enumerate() {
@@ -71,7 +71,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let head_dim = head_dim.ok_or_else(|| Error::graph("config.json", format!("`num_heads`: {heads} do not divide the width {width} of stage {stage}")))?;
         let block = Block {
             names: &NAMES,
-            norms: NormPlace::Before,
+            norms: NormPosition::Before,
             epsilon,
             head_dim,
             attention: Attention::default(),
@@ -82,7 +82,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
             activation: Some(s.text_or("hidden_act", "gelu")?),
         };
         for index in 0..*depth {
-            let windows = Windows::of(s.size_or("window_size", 7)?, grid, !index.is_multiple_of(2))?;
+            let windows = Windows::new(s.size_or("window_size", 7)?, grid, !index.is_multiple_of(2))?;
             x = windows.layer(b, &block, prefix, &format!("{name}.blocks.{index}"), x)?;
         }
         if stage.saturating_add(1) < depths.len() {
@@ -92,7 +92,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     }
     let x = layer_norm(b, "layernorm", &format!("{prefix}layernorm"), x, epsilon)?;
     b.output("last_hidden_state", x);
-    let pooled = b.node("pooler", Reduce { kind: ReduceKind::Mean, axes: vec![1], keep: false }, &[x])?;
+    let pooled = b.node("pooler", Reduce { kind: ReduceKind::Mean, axes: vec![1], keep_dims: false }, &[x])?;
     if s.class() == "SwinForImageClassification" {
         let logits = linear(b, "classifier", "classifier", pooled, s.labels()?)?;
         b.output("logits", logits);
@@ -102,29 +102,29 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     Ok(())
 }
 
-/// Places `[batch, places, width]` as rows and columns, with as many zeros behind them as fill a size.
-fn picture(b: &mut Builder, node: &str, x: ValueId, grid: [usize; 2], padded: [usize; 2]) -> Result<ValueId> {
+/// Reshapes patches `[batch, patches, width]` to rows and columns, padded with zeros at the end.
+fn image_grid(b: &mut Builder, node: &str, x: ValueId, grid: [usize; 2], padded: [usize; 2]) -> Result<ValueId> {
     let shape = [BATCH].into_iter().chain(grid.map(TargetSize::Number)).chain([TargetSize::Copy(2)]);
     let x = b.node(&format!("{node}.picture"), Reshape { shape: shape.collect() }, &[x])?;
     if padded == grid {
         return Ok(x);
     }
-    let [below, right] = [0, 1].map(|axis| behind(grid, padded, axis));
+    let [below, right] = [0, 1].map(|axis| end_padding(grid, padded, axis));
     b.node(&format!("{node}.padded"), Pad { pads: vec![0, 0, 0, 0, 0, below, right, 0], ..Pad::default() }, &[x])
 }
 
-/// How many places a side of a picture lacks.
-fn behind(grid: [usize; 2], padded: [usize; 2], axis: usize) -> i64 {
+/// Padding of an axis of the grid.
+fn end_padding(grid: [usize; 2], padded: [usize; 2], axis: usize) -> i64 {
     let size = |of: [usize; 2]| of.get(axis).and_then(|size| i64::try_from(*size).ok()).unwrap_or(0);
     size(padded).saturating_sub(size(grid))
 }
 
-/// Half as many rows and columns: of two by two places, the features one behind the other, column by column, and a layer that makes twice as
-/// many of them as one place has had.
+/// Patch merging: concatenates the features of 2 x 2 patches in column-major order and projects them to
+/// twice the original width.
 fn merge(b: &mut Builder, prefix: &str, node: &str, (x, grid): (ValueId, [usize; 2])) -> Result<(ValueId, [usize; 2])> {
     let width = b.width(x)?;
     let halves = grid.map(|size| size.div_ceil(2));
-    let x = picture(b, node, x, grid, halves.map(|half| half.saturating_mul(2)))?;
+    let x = image_grid(b, node, x, grid, halves.map(|half| half.saturating_mul(2)))?;
     let [rows, columns] = halves.map(TargetSize::Number);
     let two = TargetSize::Number(2);
     let x = b.node(&format!("{node}.halves"), Reshape { shape: vec![BATCH, rows, two, columns, two, TargetSize::Copy(3)] }, &[x])?;
@@ -138,11 +138,12 @@ fn merge(b: &mut Builder, prefix: &str, node: &str, (x, grid): (ValueId, [usize;
 }
 
 impl Windows {
-    /// Those of a picture of so many places; in every other layer they are moved by half a side, unless one holds a whole side of the picture.
-    fn of(window: usize, grid: [usize; 2], moved: bool) -> Result<Windows> {
+    /// The windows of a layer. If `moved`, they are shifted by half their side, unless a window covers an
+    /// entire side of the image.
+    fn new(window: usize, grid: [usize; 2], moved: bool) -> Result<Windows> {
         let least = grid.into_iter().min().unwrap_or(0);
         if least < window {
-            return Err(Error::graph("config.json", format!("`window_size` {window} is larger than a stage whose picture has {least} places on a side")));
+            return Err(Error::graph("config.json", format!("`window_size` {window} is larger than a stage with a side of {least} patches")));
         }
         let padded = grid.map(|size| size.checked_next_multiple_of(window).unwrap_or(size));
         Ok(Windows { grid, padded, window, shift: if moved && least > window { window / 2 } else { 0 } })
@@ -150,7 +151,7 @@ impl Windows {
 
     fn layer(&self, b: &mut Builder, block: &Block, prefix: &str, node: &str, x: ValueId) -> Result<ValueId> {
         let module = format!("{prefix}{node}");
-        block.around(b, (node, &module), x, |b, x| {
+        block.with_attention(b, (node, &module), x, |b, x| {
             let x = self.cut(b, node, x)?;
             let qkv = block.qkv(b, (node, &module), [x; 3])?;
             let context = self.attend(b, block, (node, &module), qkv)?;
@@ -164,26 +165,26 @@ impl Windows {
         self.padded.map(|size| size.checked_div(self.window).unwrap_or(0))
     }
 
-    /// Places of a picture window by window, `[batch, places, width]`.
+    /// Splits the patches of an image into windows, `[batch, patches, width]`.
     fn cut(&self, b: &mut Builder, node: &str, x: ValueId) -> Result<ValueId> {
         let node = format!("{node}.windows");
-        let x = picture(b, &node, x, self.grid, self.padded)?;
+        let x = image_grid(b, &node, x, self.grid, self.padded)?;
         let x = self.rolled(b, &node, x, false)?;
         let ([rows, columns], side) = (self.counts().map(TargetSize::Number), TargetSize::Number(self.window));
         let x = b.node(&format!("{node}.split"), Reshape { shape: vec![BATCH, rows, side, columns, side, TargetSize::Copy(3)] }, &[x])?;
-        self.whole(b, &node, x, vec![BATCH, self.places(), TargetSize::Copy(5)])
+        self.swap_windows(b, &node, x, vec![BATCH, self.places(), TargetSize::Copy(5)])
     }
 
-    /// The other way round.
+    /// The inverse of [`cut`](Self::cut).
     fn join(&self, b: &mut Builder, node: &str, x: ValueId) -> Result<ValueId> {
         let node = format!("{node}.joined");
         let ([rows, columns], side) = (self.counts().map(TargetSize::Number), TargetSize::Number(self.window));
         let x = b.node(&format!("{node}.split"), Reshape { shape: vec![BATCH, rows, columns, side, side, TargetSize::Copy(2)] }, &[x])?;
         let [height, wide] = self.padded.map(TargetSize::Number);
-        let x = self.whole(b, &node, x, vec![BATCH, height, wide, TargetSize::Copy(5)])?;
+        let x = self.swap_windows(b, &node, x, vec![BATCH, height, wide, TargetSize::Copy(5)])?;
         let mut x = self.rolled(b, &node, x, true)?;
         if self.padded != self.grid {
-            let [below, right] = [0, 1].map(|axis| behind(self.grid, self.padded, axis).saturating_neg());
+            let [below, right] = [0, 1].map(|axis| end_padding(self.grid, self.padded, axis).saturating_neg());
             x = b.node(&format!("{node}.inside"), Pad { pads: vec![0, 0, 0, 0, 0, below, right, 0], ..Pad::default() }, &[x])?;
         }
         let [height, wide] = self.grid;
@@ -191,8 +192,8 @@ impl Windows {
         b.node(&format!("{node}.places"), Reshape { shape: vec![BATCH, places, TargetSize::Copy(3)] }, &[x])
     }
 
-    /// Windows beside each other as windows one behind the other, or the other way round.
-    fn whole(&self, b: &mut Builder, node: &str, x: ValueId, shape: Vec<TargetSize>) -> Result<ValueId> {
+    /// Converts between the row-major order of patches and the order of windows.
+    fn swap_windows(&self, b: &mut Builder, node: &str, x: ValueId, shape: Vec<TargetSize>) -> Result<ValueId> {
         let x = b.node(&format!("{node}.turned"), Transpose { perm: vec![0, 1, 3, 2, 4, 5] }, &[x])?;
         b.node(&format!("{node}.whole"), Reshape { shape }, &[x])
     }
@@ -202,7 +203,7 @@ impl Windows {
         TargetSize::Number(height.saturating_mul(wide))
     }
 
-    /// A picture whose first rows and columns come behind its last ones, or the other way round.
+    /// Cyclically shifts rows and columns, or shifts them back.
     fn rolled(&self, b: &mut Builder, node: &str, mut x: ValueId, back: bool) -> Result<ValueId> {
         if self.shift == 0 {
             return Ok(x);
@@ -223,7 +224,7 @@ impl Windows {
         Ok(x)
     }
 
-    /// Attention, with the windows of each head as heads of their own.
+    /// Attention in which each window of each head is a separate head.
     fn attend(&self, b: &mut Builder, block: &Block, (node, module): (&str, &str), qkv: [ValueId; 3]) -> Result<ValueId> {
         let (width, node) = (b.width(qkv[0])?, format!("{node}.{}", NAMES.attention));
         let [rows, columns] = self.counts();

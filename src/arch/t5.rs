@@ -1,5 +1,5 @@
-//! T5: a bias in attention by how far tokens are from each other, no factor on products, RMS normalisations; an encoder, alone or before a
-//! decoder that looks at what it says (Raffel et al., 2020).
+//! T5: relative position bias, unscaled attention, RMS normalization; an encoder, alone or with a decoder
+//! (Raffel et al., 2020).
 
 use super::parts::{activate, linear_of, linear_with, rms_norm, text_inputs};
 use super::resize::Sizes;
@@ -10,7 +10,7 @@ use crate::ir::{Builder, Dim, TensorType, ValueId};
 
 pub(super) const KEYS: Keys = Keys {
     harmless: &["classifier_dropout", "dropout_rate", "initializer_factor", "n_positions"],
-    // The first four are other names of keys, which count before those.
+    // The first four are aliases that take precedence over the usual keys.
     neutral: &[
         ("head_dim", "null"),
         ("hidden_size", "null"),
@@ -26,35 +26,39 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &[""],
     hidden: ("d_model", "encoder.final_layer_norm.weight", 0),
     heads: ("num_heads", "encoder.block.0.layer.0.SelfAttention.q.weight", 0),
-    more_heads: None,
+    decoder_heads: None,
     groups: None,
     head_dim: Some("d_kv"),
-    own_head_dim: true,
-    heads_divide: false,
-    others: &[("d_ff", "encoder.block.0.layer.1.DenseReluDense.wo.weight", 1)],
+    custom_head_dim_default: true,
+    heads_must_divide: false,
+    other_sizes: &[("d_ff", "encoder.block.0.layer.1.DenseReluDense.wo.weight", 1)],
     layers: "num_layers",
-    beside: &[],
+    unread: &[],
 };
 
-/// What of a model a class computes.
+/// The part of a model that a class computes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Part {
     Encoder,
-    /// Both, without a head.
-    Whole,
+    /// Encoder and decoder, without a head.
+    EncoderDecoder,
     LanguageModel,
 }
 
-/// The classes whose whole computation is known, behind `T5` and `MT5`.
-const CLASSES: [(&str, Part); 4] =
-    [("EncoderModel", Part::Encoder), ("Model", Part::Whole), ("ForConditionalGeneration", Part::LanguageModel), ("WithLMHeadModel", Part::LanguageModel)];
+/// Supported classes, without the prefixes `T5` and `MT5`.
+const CLASSES: [(&str, Part); 4] = [
+    ("EncoderModel", Part::Encoder),
+    ("Model", Part::EncoderDecoder),
+    ("ForConditionalGeneration", Part::LanguageModel),
+    ("WithLMHeadModel", Part::LanguageModel),
+];
 
-/// What differs between the two.
+/// Differences between T5 and mT5.
 struct Family {
     prefix: &'static str,
-    /// The usual function of networks.
+    /// Default of `feed_forward_proj`.
     usual: &'static str,
-    /// Whether what the head reads may be scaled.
+    /// Whether the input of the head may be scaled.
     scales: bool,
 }
 
@@ -72,12 +76,13 @@ fn model(s: &Settings, b: &mut Builder, family: &Family) -> Result<()> {
         let known = CLASSES.map(|(class, _)| format!("{}{class}", family.prefix)).join(", ");
         return Err(Error::Unsupported {
             what: format!("config.json: `architectures` of \"{}\"", s.class()),
-            hint: format!("the classes that are run are {known}; passes over weights need none"),
+            hint: format!("supported classes: {known}; passes that only read weights support any class"),
         });
     };
-    let said = s.text_or("feed_forward_proj", family.usual)?;
-    let (gated, function) = said.strip_prefix("gated-").map_or((false, said), |function| (true, function));
-    // As the paper of the gate approximates it. What is said of the parts counts before what is said of both.
+    let projection = s.text_or("feed_forward_proj", family.usual)?;
+    let (gated, function) = projection.strip_prefix("gated-").map_or((false, projection), |function| (true, function));
+    // Gated networks use the tanh approximation of GELU. The separate keys take precedence over the
+    // combined one.
     let function = s.text_or("dense_act_fn", if (gated, function) == (true, "gelu") { "gelu_new" } else { function })?;
     let rows = s.size_or("relative_attention_num_buckets", 32)?;
     let (tokens, mask) = text_inputs(b)?;
@@ -101,9 +106,9 @@ fn model(s: &Settings, b: &mut Builder, family: &Family) -> Result<()> {
     let deeper = s.size_or("num_decoder_layers", layers)?;
     let (scaled, tied) = (s.get("scale_decoder_outputs").is_some(), s.flag_or("tie_word_embeddings", true)?);
     let scaled = if scaled { s.flag_or("scale_decoder_outputs", true)? } else { tied };
-    // Published encoders say that they have a decoder too.
+    // Published encoders are also marked as encoder-decoders.
     if !s.flag_or("is_encoder_decoder", true)? && part != Part::Encoder {
-        return Err(Error::graph("config.json", "`is_encoder_decoder` is false, and `architectures` names a class of both"));
+        return Err(Error::graph("config.json", "`is_encoder_decoder` is false, but `architectures` names an encoder-decoder class"));
     }
     if part == Part::Encoder {
         b.output("last_hidden_state", x);
@@ -115,7 +120,7 @@ fn model(s: &Settings, b: &mut Builder, family: &Family) -> Result<()> {
     let mut x = decoder.build(b, words, deeper)?;
     b.output("last_hidden_state", x);
     if part == Part::LanguageModel {
-        // transformers ties a head that is not stored, whatever is said.
+        // transformers ties a head that is not stored, regardless of the configuration.
         let weight = if b.has("lm_head.weight") { b.param("lm_head.weight", &[s.size("vocab_size")?, s.size("d_model")?])? } else { words };
         if scaled && family.scales {
             x = b.node("decoder.scaled", Scale { factor: 1.0 / (s.size("d_model")? as f64).sqrt() }, &[x])?;
@@ -126,7 +131,7 @@ fn model(s: &Settings, b: &mut Builder, family: &Family) -> Result<()> {
     Ok(())
 }
 
-/// The layers of one side, and what they share.
+/// The encoder or the decoder.
 #[derive(Clone, Copy)]
 struct Stack<'s> {
     side: &'static str,
@@ -138,9 +143,9 @@ struct Stack<'s> {
     neurons: usize,
     bias: RelativeBias,
     tokens: ValueId,
-    /// Which tokens are padding; a decoder sees what is before each.
+    /// The mask of padding; a decoder is causal instead.
     mask: Option<ValueId>,
-    /// What the encoder says, and which of its tokens are padding.
+    /// The output of the encoder and its padding mask.
     read: Option<(ValueId, ValueId)>,
 }
 
@@ -170,11 +175,11 @@ impl Stack<'_> {
         rms_norm(b, name, name, x, RmsNorm { epsilon: self.epsilon, offset: 0.0 })
     }
 
-    /// A part of a layer, of this name: what it makes of the normalised stream, and the sum of both.
+    /// Half a layer with this name: `compute` of the normalized stream, and the residual addition.
     fn half(&self, b: &mut Builder, name: &str, x: ValueId, compute: impl Fn(&mut Builder, &str, ValueId) -> Result<ValueId>) -> Result<ValueId> {
         let normed = self.norm(b, &format!("{name}.layer_norm"), x)?;
-        let given = compute(b, name, normed)?;
-        b.node(&format!("{name}.sum"), Add {}, &[x, given])
+        let computed = compute(b, name, normed)?;
+        b.node(&format!("{name}.sum"), Add {}, &[x, computed])
     }
 
     fn attention(&self, b: &mut Builder, name: &str, read: [ValueId; 3], attention: Attention, extras: &[ValueId]) -> Result<ValueId> {

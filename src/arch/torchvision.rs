@@ -1,9 +1,10 @@
-//! Models with torchvision's names: which they are, and those with gates on channels (MobileNetV3: Howard et al., 2019; EfficientNet:
-//! Tan and Le, 2019).
+//! Models with the tensor names of torchvision, and its models with squeeze-and-excitation (MobileNetV3:
+//! Howard et al., 2019; EfficientNet: Tan and Le, 2019).
 //!
-//! torchvision's checkpoints come without a configuration; `{ "model_type": "torchvision", "variant": "mobilenet_v3_small" }` is enough.
-//! Channels and windows are read off the weights. Where blocks are not the usual ones, `blocks` lists function ("RE" or "HS") and step of
-//! each for MobileNetV3, and the step of each stage for EfficientNet.
+//! torchvision's checkpoints have no configuration; the minimal one is `{ "model_type": "torchvision",
+//! "variant": "mobilenet_v3_small" }`. Channels and kernel sizes are those of the weights. For other
+//! blocks than those of the variant, `blocks` lists the activation ("RE" or "HS") and stride of each
+//! block of MobileNetV3, or the stride of each stage of EfficientNet.
 
 use serde_json::Value;
 
@@ -28,19 +29,19 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
 const RE: bool = false;
 const HS: bool = true;
 
-/// Whether a block has the smooth function, and its step.
+/// Whether a block uses hard swish, and its stride.
 type Row = (bool, usize);
 
 const LARGE: [Row; 15] =
     [(RE, 1), (RE, 2), (RE, 1), (RE, 2), (RE, 1), (RE, 1), (HS, 2), (HS, 1), (HS, 1), (HS, 1), (HS, 1), (HS, 1), (HS, 2), (HS, 1), (HS, 1)];
 const SMALL: [Row; 11] = [(RE, 2), (RE, 2), (RE, 1), (HS, 2), (HS, 1), (HS, 1), (HS, 1), (HS, 1), (HS, 2), (HS, 1), (HS, 1)];
-/// Steps of EfficientNet's stages.
+/// Strides of EfficientNet's stages.
 const STEPS: [usize; 7] = [1, 2, 2, 2, 1, 2, 1];
 
-/// What is added to variances in MobileNetV3.
+/// Epsilon of the normalizations of MobileNetV3.
 const EPSILON: f64 = 1e-3;
 
-/// A list of rows from the configuration, or the usual one.
+/// A list from the configuration, or the default.
 fn rows<R: Copy>(s: &Settings, usual: &[R], read: impl Fn(&Value) -> Option<R>, what: &str) -> Result<Vec<R>> {
     let Some(blocks) = s.get("blocks") else { return Ok(usual.to_vec()) };
     let found: Option<Vec<R>> = blocks.as_array().and_then(|rows| rows.iter().map(read).collect());
@@ -51,10 +52,11 @@ fn step_of(value: &Value) -> Option<usize> {
     value.as_u64().filter(|n| (1..100).contains(n)).map(|n| n as usize)
 }
 
-/// An inverted residual: layers to more channels, of each channel alone, a gate, and back; those are there that the checkpoint has.
+/// An inverted residual: expansion, depthwise convolution, squeeze-and-excitation and projection, of
+/// which those in the checkpoint are added.
 struct Inverted<'n> {
     function: Op,
-    /// What stands between the layers of the gate, and what makes factors.
+    /// Activation and gate of squeeze-and-excitation.
     inner: &'n str,
     factors: Op,
     epsilon: f64,
@@ -64,7 +66,7 @@ struct Inverted<'n> {
 impl Inverted<'_> {
     fn add(&self, b: &mut Builder, module: &str, x: ValueId) -> Result<ValueId> {
         let step = |stride, depthwise, function| Step { stride, depthwise, function, epsilon: self.epsilon };
-        // A layer over channels has a window of one.
+        // The expansion has a kernel size of 1.
         let side = |b: &Builder, at: usize| b.stored_shape(&format!("{module}.{at}.0.weight")).and_then(|shape| shape.last().copied());
         let (mut at, mut y) = (0usize, x);
         if side(b, 0) == Some(1) {
@@ -92,7 +94,7 @@ fn mobilenet_v3(s: &Settings, b: &mut Builder, usual: &[Row]) -> Result<()> {
         };
         Some((smooth, step_of(row.get(1)?)?))
     };
-    let blocks = rows(s, usual, read, "rows of \"RE\" or \"HS\" and a step")?;
+    let blocks = rows(s, usual, read, "rows of \"RE\" or \"HS\" and a stride")?;
     let outer = |stride| Step { stride, depthwise: false, function: Some(HardSwish {}.into()), epsilon: EPSILON };
     let pixels = image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))?;
     let mut x = outer(2).add(b, "features.0", pixels)?;
@@ -116,7 +118,7 @@ fn mobilenet_v3(s: &Settings, b: &mut Builder, usual: &[Row]) -> Result<()> {
 }
 
 fn efficientnet(s: &Settings, b: &mut Builder, epsilon: f64) -> Result<()> {
-    let steps = rows(s, &STEPS, step_of, "a list of steps")?;
+    let steps = rows(s, &STEPS, step_of, "a list of strides")?;
     let outer = |stride| Step { stride, depthwise: false, function: Some(Silu {}.into()), epsilon };
     let pixels = image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))?;
     let mut x = outer(2).add(b, "features.0", pixels)?;

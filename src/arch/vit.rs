@@ -1,6 +1,6 @@
-//! Vision transformer: base, image classification.
+//! Vision transformer: base model and image classification.
 
-use super::block::{Block, Names, NormPlace};
+use super::block::{Block, Names, NormPosition};
 use super::parts::{activate, image_input, layer_norm, linear};
 use super::resize::Sizes;
 use super::{Keys, Settings, bert};
@@ -9,7 +9,7 @@ use crate::ir::ops::{Add, Attention, Conv, Patchify, Prepend, Select};
 use crate::ir::{Builder, Dim, ValueId};
 
 pub(super) const KEYS: Keys = Keys {
-    // The pooler's only where there is none.
+    // The keys of the pooler, for models without one.
     harmless: &["attention_probs_dropout_prob", "encoder_stride", "hidden_dropout_prob", "pooler_act", "pooler_output_size"],
     neutral: &[],
 };
@@ -18,11 +18,11 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["vit.", ""],
     hidden: ("hidden_size", "embeddings.cls_token", 2),
     heads: ("num_attention_heads", "encoder.layer.0.attention.attention.query.weight", 0),
-    beside: &[("embeddings.mask_token", 2)],
+    unread: &[("embeddings.mask_token", 2)],
     ..bert::SIZES
 };
 
-/// Names of the nodes that make tokens of an image.
+/// Names of the nodes of the patch embedding.
 pub(super) const PATCH_NODES: [&str; 2] = ["embeddings.patch_embeddings.projection", "embeddings.patch_embeddings"];
 
 pub(super) const NAMES: Names = Names {
@@ -50,7 +50,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let x = b.node("embeddings", Add {}, &[sequence, positions])?;
     let block = Block {
         names: &NAMES,
-        norms: NormPlace::Before,
+        norms: NormPosition::Before,
         epsilon,
         head_dim,
         attention: Attention::default(),
@@ -77,15 +77,16 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     Ok(())
 }
 
-/// Sides of an image and of a patch, by default these, and how many patches stand beside each other.
+/// Side lengths of the image and of a patch, with these defaults, and the number of patches per side.
 pub(super) fn patches(s: &Settings, (image, patch): (usize, usize)) -> Result<(usize, usize, usize)> {
     let (image, patch) = (s.size_or("image_size", image)?, s.size_or("patch_size", patch)?);
     let side = image.checked_div(patch).filter(|_| image.is_multiple_of(patch));
-    let side = side.ok_or_else(|| Error::graph("config.json", format!("`image_size` {image} is no multiple of `patch_size` {patch}")))?;
+    let side = side.ok_or_else(|| Error::graph("config.json", format!("`image_size` {image} is not a multiple of `patch_size` {patch}")))?;
     Ok((image, patch, side))
 }
 
-/// A token for each patch, `[batch, patches, width]`; the nodes of the convolution and of its result have these names.
+/// Patch embeddings, `[batch, patches, width]`; `nodes` are the names of the convolution and of the
+/// result.
 pub(super) fn patch_embeddings(
     b: &mut Builder,
     nodes: [&str; 2],

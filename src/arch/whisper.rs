@@ -1,6 +1,7 @@
-//! Whisper: what was said in a recording, by an encoder of its log-mel spectrogram and a decoder that looks at it (Radford et al., 2022).
+//! Whisper: speech recognition with an encoder of log-mel spectrograms and a decoder (Radford et al.,
+//! 2022).
 
-use super::block::{Block, Cross, Names, NormPlace};
+use super::block::{Block, Cross, Names, NormPosition};
 use super::parts::{activate, language_head, layer_norm};
 use super::resize::Sizes;
 use super::{Keys, Settings};
@@ -19,7 +20,7 @@ pub(super) const KEYS: Keys = Keys {
         "encoder_layerdrop",
         "forced_decoder_ids",
         "init_std",
-        // transformers computes a factor of it, and multiplies nothing with it.
+        // transformers computes a factor from it but does not use it.
         "scale_embedding",
         "mask_feature_length",
         "mask_feature_min_masks",
@@ -30,7 +31,7 @@ pub(super) const KEYS: Keys = Keys {
         "median_filter_width",
         "use_weighted_layer_sum",
     ],
-    // The first three are other names of keys.
+    // The first three are aliases of other keys.
     neutral: &[
         ("hidden_size", "null"),
         ("num_attention_heads", "null"),
@@ -46,14 +47,14 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["model.", ""],
     hidden: ("d_model", "decoder.embed_tokens.weight", 1),
     heads: ("encoder_attention_heads", "encoder.layers.0.self_attn.q_proj.weight", 0),
-    more_heads: Some(("decoder_attention_heads", "decoder.layers.0.self_attn.q_proj.weight", 0)),
+    decoder_heads: Some(("decoder_attention_heads", "decoder.layers.0.self_attn.q_proj.weight", 0)),
     groups: None,
     head_dim: None,
-    own_head_dim: false,
-    heads_divide: false,
-    others: &[("encoder_ffn_dim", "encoder.layers.0.fc1.weight", 0), ("decoder_ffn_dim", "decoder.layers.0.fc1.weight", 0)],
+    custom_head_dim_default: false,
+    heads_must_divide: false,
+    other_sizes: &[("encoder_ffn_dim", "encoder.layers.0.fc1.weight", 0), ("decoder_ffn_dim", "decoder.layers.0.fc1.weight", 0)],
     layers: "encoder_layers",
-    beside: &[],
+    unread: &[],
 };
 
 const NAMES: Names = Names {
@@ -67,11 +68,11 @@ const NAMES: Names = Names {
     scales: None,
 };
 
-/// Of attention to the encoder.
+/// Names of cross-attention.
 const CROSS: Names = Names { attention: "encoder_attn", out: "encoder_attn.out_proj", attended: "informed", norms: ["encoder_attn_layer_norm", ""], ..NAMES };
 
 const EPSILON: f64 = 1e-5;
-/// Taps of both convolutions.
+/// Kernel size of both convolutions.
 const TAPS: usize = 3;
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
@@ -79,14 +80,14 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     if !matches!(s.class(), "" | "WhisperForConditionalGeneration" | "WhisperModel") {
         return Err(Error::Unsupported {
             what: format!("config.json: `architectures` of \"{}\"", s.class()),
-            hint: "of Whisper, WhisperForConditionalGeneration and WhisperModel are run; passes over weights need neither".into(),
+            hint: "supported classes: WhisperForConditionalGeneration, WhisperModel; passes that only read weights support any class".into(),
         });
     }
     if s.get("num_hidden_layers").is_some() && s.size("num_hidden_layers")? != s.size("encoder_layers")? {
-        return Err(Error::graph("config.json", "`num_hidden_layers` is another name of `encoder_layers`, and says another number"));
+        return Err(Error::graph("config.json", "`num_hidden_layers` is an alias of `encoder_layers`, but has another value"));
     }
-    let heard = encoder(s, b, prefix)?;
-    let (x, table) = decoder(s, b, prefix, heard)?;
+    let encoded = encoder(s, b, prefix)?;
+    let (x, table) = decoder(s, b, prefix, encoded)?;
     b.output("last_hidden_state", x);
     if s.class() == "WhisperForConditionalGeneration" || b.has("proj_out.weight") {
         let weight = language_head(s, b, "proj_out.weight", table)?;
@@ -100,7 +101,7 @@ fn block<'b>(s: &Settings<'b>, side: [&str; 2], attention: Attention, cross: Opt
     let [heads, neurons] = side;
     Ok(Block {
         names: &NAMES,
-        norms: NormPlace::Before,
+        norms: NormPosition::Before,
         epsilon: EPSILON,
         head_dim: s.head_dim("d_model", heads)?,
         attention,
@@ -112,7 +113,7 @@ fn block<'b>(s: &Settings<'b>, side: [&str; 2], attention: Attention, cross: Opt
     })
 }
 
-/// What the encoder makes of a spectrogram, `[batch, places, width]`.
+/// The encoder output for a spectrogram, `[batch, positions, width]`.
 fn encoder(s: &Settings, b: &mut Builder, prefix: &str) -> Result<ValueId> {
     let (width, bins, places) = (s.size("d_model")?, s.size("num_mel_bins")?, s.size("max_source_positions")?);
     let frames = places.saturating_mul(2);
@@ -131,8 +132,8 @@ fn encoder(s: &Settings, b: &mut Builder, prefix: &str) -> Result<ValueId> {
     layer_norm(b, "encoder.layer_norm", &format!("{prefix}encoder.layer_norm"), x, EPSILON)
 }
 
-/// What the decoder makes of tokens and of what the encoder says, and the table of tokens.
-fn decoder(s: &Settings, b: &mut Builder, prefix: &str, heard: ValueId) -> Result<(ValueId, ValueId)> {
+/// The decoder output for tokens and the encoder output, and the token embedding table.
+fn decoder(s: &Settings, b: &mut Builder, prefix: &str, encoded: ValueId) -> Result<(ValueId, ValueId)> {
     let width = s.size("d_model")?;
     let tokens = b.input("decoder_input_ids", TensorType::int([Dim::named("batch"), Dim::named("decoder_sequence")]))?;
     let table = b.param(&format!("{prefix}decoder.embed_tokens.weight"), &[s.size("vocab_size")?, width])?;
@@ -141,7 +142,7 @@ fn decoder(s: &Settings, b: &mut Builder, prefix: &str, heard: ValueId) -> Resul
     let places = b.param(&format!("{prefix}decoder.embed_positions.weight"), &[s.size("max_target_positions")?, width])?;
     let places = b.node("decoder.embed_positions", Embedding {}, &[positions, places])?;
     let x = b.node("decoder.embeddings", Add {}, &[words, places])?;
-    let cross = Cross { names: &CROSS, read: heard };
+    let cross = Cross { names: &CROSS, read: encoded };
     let causal = Attention { causal: true, ..Attention::default() };
     let block = block(s, ["decoder_attention_heads", "decoder_ffn_dim"], causal, Some(cross))?;
     let x = block.stack(b, prefix, "decoder.layers", s.size("decoder_layers")?, x)?;

@@ -1,91 +1,93 @@
-//! Statistics of values on a device, made where they are: extremes, sums and counts come back, never the values.
+//! Activation statistics reduced on the device: only extremes, sums and counts are copied to the host.
 
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::exec::transfer::{self, Cause};
+use crate::ir::ops::ScalarOps;
 
-/// Values that are counted at once: floats of 32 bits know every number up to here.
-const AT_ONCE: usize = 1 << 24;
-/// Columns that are counted side by side.
-const LANES: usize = 1 << 11;
+/// Elements per counting pass. The counts are `f32`, which represents every integer up to 2²⁴ exactly.
+const MAX_CHUNK_ELEMENTS: usize = 1 << 24;
+/// Columns per scatter operation.
+const MAX_COLUMNS: usize = 1 << 11;
 
-/// What the columns of a value are like.
-pub(super) struct Columns {
+/// Extremes, sums and sums of squares of each column.
+pub(super) struct ColumnStats {
     pub low: Vec<f32>,
     pub high: Vec<f32>,
     pub sums: Vec<f64>,
     pub squares: Vec<f64>,
 }
 
-impl Columns {
-    /// Of rows of floats, `[rows, columns]`.
-    pub fn of(rows: &Tensor) -> Result<Columns> {
+impl ColumnStats {
+    /// Reduces `f32` rows of shape `[rows, columns]`.
+    pub fn from_rows(rows: &Tensor) -> Result<ColumnStats> {
         let wide = rows.to_dtype(DType::F64)?;
-        let (sums, squares) = (fetched(&wide.sum(0)?)?, fetched(&wide.sqr()?.sum(0)?)?);
-        Ok(Columns { low: fetched(&rows.min(0)?)?, high: fetched(&rows.max(0)?)?, sums, squares })
+        let (sums, squares) = (fetch(&wide.sum(0)?)?, fetch(&wide.sqr()?.sum(0)?)?);
+        Ok(ColumnStats { low: fetch(&rows.min(0)?)?, high: fetch(&rows.max(0)?)?, sums, squares })
     }
 
-    /// The smallest and the largest value of all.
+    /// The minimum and maximum over all columns.
     pub fn extremes(&self) -> (f32, f32) {
         (self.low.iter().copied().fold(f32::INFINITY, f32::min), self.high.iter().copied().fold(f32::NEG_INFINITY, f32::max))
     }
 
-    /// What is no finite number among the values: squares of finite ones are finite, as doubles.
-    pub fn odd(&self) -> Option<f64> {
+    /// The first sum of squares that is not finite. Squares of finite `f32` values are finite in `f64`,
+    /// so this detects NaN and infinity.
+    pub fn non_finite(&self) -> Option<f64> {
         self.squares.iter().copied().find(|sum| !sum.is_finite())
     }
 }
 
-fn fetched<T: candle_core::WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
+fn fetch<T: candle_core::WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
     transfer::values(tensor, Cause::Statistics)
 }
 
-/// Rows in parts that are looked at one after the other.
-pub(super) fn in_parts(rows: &Tensor) -> Result<Vec<Tensor>> {
+/// Splits rows into chunks of at most [`MAX_CHUNK_ELEMENTS`] elements.
+pub(super) fn row_chunks(rows: &Tensor) -> Result<Vec<Tensor>> {
     let (count, width) = rows.dims2()?;
-    let step = (AT_ONCE / width.max(1)).max(1);
-    let step = if step > LANES { step - step % LANES } else { step };
+    let step = (MAX_CHUNK_ELEMENTS / width.max(1)).max(1);
+    let step = if step > MAX_COLUMNS { step - step % MAX_COLUMNS } else { step };
     (0..count).step_by(step).map(|first| rows.narrow(0, first, step.min(count - first))).collect()
 }
 
-/// Rows of a tensor, by their numbers.
-pub(super) fn rows_of(rows: &Tensor, numbers: Vec<u32>) -> Result<Tensor> {
-    let count = numbers.len();
+/// Selects rows by index. The indices are ascending and distinct.
+pub(crate) fn select_rows(rows: &Tensor, indices: Vec<u32>) -> Result<Tensor> {
+    let count = indices.len();
     if count == rows.dim(0)? || count == 0 {
         return rows.narrow(0, 0, count);
     }
-    rows.index_select(&transfer::to_device(&Tensor::from_vec(numbers, count, &Device::Cpu)?, rows.device(), Cause::Statistics)?, 0)
+    rows.index_select(&transfer::to_device(&Tensor::from_vec(indices, count, &Device::Cpu)?, rows.device(), Cause::Statistics)?, 0)
 }
 
-/// How many values of each column lie in each of `2 · half` bins around zero, whose width is `1 / inverse` of the column; or of all columns
-/// together. Column by column.
-pub(super) fn counts(rows: &Tensor, inverses: &[f32], half: i32, together: bool) -> Result<Vec<u64>> {
+/// Histogram counts of each column (`[columns, 2 · half]`), or of all columns in one histogram if
+/// `pooled`. The bins are centred on zero and have the width `1 / inverse` of the column.
+pub(super) fn histogram_counts(rows: &Tensor, inverses: &[f32], half: i32, pooled: bool) -> Result<Vec<u64>> {
     let (count, width) = rows.dims2()?;
-    // Where there are few columns, some rows are counted side by side.
-    let beside = (LANES / width.max(1)).max(1);
-    let whole = count - count % beside;
-    let mut all = vec![0; if together { 1 } else { width } * 2 * half as usize];
-    for (rows, beside) in [(rows.narrow(0, 0, whole)?, beside), (rows.narrow(0, whole, count - whole)?, 1)] {
+    // For few columns, several rows are counted in parallel lanes.
+    let lanes = (MAX_COLUMNS / width.max(1)).max(1);
+    let full = count - count % lanes;
+    let mut all = vec![0; if pooled { 1 } else { width } * 2 * half as usize];
+    for (rows, lanes) in [(rows.narrow(0, 0, full)?, lanes), (rows.narrow(0, full, count - full)?, 1)] {
         if rows.elem_count() > 0 {
-            count_in(&mut all, &rows, beside, inverses, half, together)?;
+            add_counts(&mut all, &rows, lanes, inverses, half, pooled)?;
         }
     }
     Ok(all)
 }
 
-/// Adds what is counted of rows, some of them side by side.
-fn count_in(all: &mut [u64], rows: &Tensor, beside: usize, inverses: &[f32], half: i32, together: bool) -> Result<()> {
+/// Adds the histogram counts of rows to `all`. The number of rows is a multiple of `lanes`.
+fn add_counts(all: &mut [u64], rows: &Tensor, lanes: usize, inverses: &[f32], half: i32, pooled: bool) -> Result<()> {
     let (count, width) = rows.dims2()?;
-    for first in (0..width).step_by(LANES) {
-        let columns = LANES.min(width - first);
-        let values = rows.narrow(1, first, columns)?.contiguous()?.reshape((count / beside, beside, columns))?;
+    for first in (0..width).step_by(MAX_COLUMNS) {
+        let columns = MAX_COLUMNS.min(width - first);
+        let values = rows.narrow(1, first, columns)?.contiguous()?.reshape((count / lanes, lanes, columns))?;
         let scales = transfer::to_device(&Tensor::new(&inverses[first..first + columns], &Device::Cpu)?, rows.device(), Cause::Statistics)?;
-        let numbers = values.broadcast_mul(&scales)?.floor()?.affine(1.0, f64::from(half))?.clamp(0f32, (2 * half - 1) as f32)?.to_dtype(DType::U32)?;
-        let none = Tensor::zeros((2 * half as usize, beside, columns), DType::F32, rows.device())?;
-        let found = none.scatter_add(&numbers, &values.ones_like()?, 0)?.sum(1)?;
-        let found: Vec<f32> = fetched(&if together { found.sum_keepdim(1)? } else { found }.t()?)?;
-        let place = if together { 0 } else { first * 2 * half as usize };
-        all[place..].iter_mut().zip(found).for_each(|(sum, found)| *sum += found as u64);
+        let bins = values.broadcast_mul(&scales)?.floor()?.affine(1.0, f64::from(half))?.clamp_scalar(0.0, f64::from(2 * half - 1))?.to_dtype(DType::U32)?;
+        let zeros = Tensor::zeros((2 * half as usize, lanes, columns), DType::F32, rows.device())?;
+        let counts = zeros.scatter_add(&bins, &values.ones_like()?, 0)?.sum(1)?;
+        let counts: Vec<f32> = fetch(&if pooled { counts.sum_keepdim(1)? } else { counts }.t()?)?;
+        let offset = if pooled { 0 } else { first * 2 * half as usize };
+        all[offset..].iter_mut().zip(counts).for_each(|(sum, count)| *sum += count as u64);
     }
     Ok(())
 }

@@ -1,25 +1,26 @@
-//! Counts of values in equal bins around zero, over a range that grows in place.
+//! Histogram of activations with equal bins centred on zero. Its range doubles when a value lies outside
+//! of it.
 
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::there;
-use crate::kernel::bins::{Counter, count, extremes};
+use super::device_stats;
+use crate::kernel::linear_histogram::{Counter, count, extremes};
 
 /// Number of bins, half of them below zero.
 pub const BINS: usize = 8192;
 const HALF: i32 = BINS as i32 / 2;
 
-/// Values that are counted by one job at least.
-const JOB: usize = 1 << 17;
+/// Minimum number of values per parallel job.
+const MIN_JOB_VALUES: usize = 1 << 17;
 
-/// The smallest range is from -2⁻¹⁰⁰ to 2⁻¹⁰⁰.
-const LEAST: i32 = -100;
+/// Exponent of the narrowest range, -2⁻¹⁰⁰ to 2⁻¹⁰⁰.
+const MIN_EXPONENT: i32 = -100;
 
-/// A histogram over `-2ᵉ..2ᵉ`, where `e` is the least that holds every value so far.
+/// Histogram over `-2ᵉ..2ᵉ`, where `e` is the smallest exponent that covers all values added.
 ///
-/// Bins of a wider range are unions of those of a narrower one, so that counts do not depend on the order of values or on how they
-/// came in batches.
+/// Each bin of a wider range is the union of bins of a narrower one, so the counts do not depend on the
+/// order of the values or on how they are batched.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ActivationHistogram {
     exponent: i32,
@@ -31,16 +32,17 @@ pub struct ActivationHistogram {
 
 impl Default for ActivationHistogram {
     fn default() -> Self {
-        Self { exponent: LEAST, counts: vec![0; BINS], low: f32::INFINITY, high: f32::NEG_INFINITY, total: 0 }
+        Self { exponent: MIN_EXPONENT, counts: vec![0; BINS], low: f32::INFINITY, high: f32::NEG_INFINITY, total: 0 }
     }
 }
 
-/// The least `e` with every magnitude below `2ᵉ`.
+/// The smallest `e` with `largest < 2ᵉ`.
 pub(super) fn exponent_of(largest: f32) -> i32 {
-    if largest < f32::MIN_POSITIVE { LEAST } else { ((largest.to_bits() >> 23) as i32 - 126).max(LEAST) }
+    if largest < f32::MIN_POSITIVE { MIN_EXPONENT } else { ((largest.to_bits() >> 23) as i32 - 126).max(MIN_EXPONENT) }
 }
 
-/// Adds counts of bins around zero to those of as many bins over a range that has been doubled so many times more.
+/// Adds the counts of a histogram to one with equally many bins and a range that is wider by `doublings`
+/// powers of two.
 pub(super) fn add_narrower<C: Counter>(counts: &mut [C], narrower: &[C], doublings: i32) {
     let (half, shift) = (counts.len() as i32 / 2, doublings.min(20));
     for (bin, count) in narrower.iter().enumerate() {
@@ -49,44 +51,44 @@ pub(super) fn add_narrower<C: Counter>(counts: &mut [C], narrower: &[C], doublin
 }
 
 impl ActivationHistogram {
-    /// Counts finite values; others are for the caller to refuse.
+    /// Counts finite values. The caller rejects NaN and infinity.
     pub fn add(&mut self, values: &[f32]) {
         let (low, high, _) = extremes(values);
-        self.add_in_parts(values, low, high);
+        self.add_parallel(values, low, high);
     }
 
-    /// Counts values of which the smallest and the largest are known.
+    /// Counts values with the minimum `low` and the maximum `high`.
     pub(super) fn add_within(&mut self, values: &[f32], low: f32, high: f32) {
         if values.is_empty() {
             return;
         }
-        self.make_room(low, high);
+        self.extend_range(low, high);
         self.total += values.len() as u64;
         let inverse = 1.0 / self.width() as f32;
         self.counts.as_chunks_mut().0.iter_mut().for_each(|counts: &mut [u64; BINS]| count(values, inverse, counts));
     }
 
-    /// The same, by all threads.
-    pub(super) fn add_in_parts(&mut self, values: &[f32], low: f32, high: f32) {
-        let add = |mut so_far: ActivationHistogram, values: &[f32]| {
-            so_far.add_within(values, low, high);
-            so_far
+    /// Like [`add_within`](Self::add_within), with all threads.
+    pub(super) fn add_parallel(&mut self, values: &[f32], low: f32, high: f32) {
+        let add = |mut histogram: ActivationHistogram, values: &[f32]| {
+            histogram.add_within(values, low, high);
+            histogram
         };
-        let parts = values.par_chunks(JOB).fold(|| self.emptied(), add);
-        let found = parts.reduce_with(|mut all, part| {
+        let parts = values.par_chunks(MIN_JOB_VALUES).fold(|| self.empty_like(), add);
+        let sum = parts.reduce_with(|mut all, part| {
             all.merge(&part);
             all
         });
-        found.iter().for_each(|found| self.merge(found));
+        sum.iter().for_each(|sum| self.merge(sum));
     }
 
-    /// Counts values `[rows, columns]` of a device, of which the smallest and the largest are known.
-    pub(super) fn add_there(&mut self, values: &Tensor, low: f32, high: f32) -> candle_core::Result<()> {
-        self.make_room(low, high);
+    /// Counts values `[rows, columns]` on a device, with the minimum `low` and the maximum `high`.
+    pub(super) fn add_on_device(&mut self, values: &Tensor, low: f32, high: f32) -> candle_core::Result<()> {
+        self.extend_range(low, high);
         self.total += values.elem_count() as u64;
         let inverses = vec![1.0 / self.width() as f32; values.dim(1)?];
-        let found = there::counts(values, &inverses, HALF, true)?;
-        self.counts.iter_mut().zip(found).for_each(|(count, found)| *count += found);
+        let added = device_stats::histogram_counts(values, &inverses, HALF, true)?;
+        self.counts.iter_mut().zip(added).for_each(|(count, added)| *count += added);
         Ok(())
     }
 
@@ -102,7 +104,7 @@ impl ActivationHistogram {
         self.exponent = exponent;
     }
 
-    /// Adds what another has counted.
+    /// Adds the counts of another histogram.
     pub fn merge(&mut self, other: &ActivationHistogram) {
         self.grow(other.exponent);
         add_narrower(&mut self.counts, &other.counts, self.exponent - other.exponent);
@@ -110,19 +112,19 @@ impl ActivationHistogram {
         self.total += other.total;
     }
 
-    /// Nothing, over the same range.
-    pub(super) fn emptied(&self) -> ActivationHistogram {
+    /// An empty histogram over the same range.
+    pub(super) fn empty_like(&self) -> ActivationHistogram {
         ActivationHistogram { exponent: self.exponent, ..ActivationHistogram::default() }
     }
 
-    /// Makes room for values between these.
-    pub(super) fn make_room(&mut self, low: f32, high: f32) {
+    /// Widens the range to include `low` and `high`.
+    pub(super) fn extend_range(&mut self, low: f32, high: f32) {
         self.grow(exponent_of(low.abs().max(high.abs())));
         (self.low, self.high) = (self.low.min(low), self.high.max(high));
     }
 
-    /// Counts a value many times.
-    pub(super) fn add_many(&mut self, value: f64, count: u64) {
+    /// Counts a value `count` times.
+    pub(super) fn add_repeated(&mut self, value: f64, count: u64) {
         let bin = (value / self.width()).floor() + f64::from(HALF);
         self.counts[bin.clamp(0.0, (BINS - 1) as f64) as usize] += count;
         self.total += count;
@@ -133,27 +135,27 @@ impl ActivationHistogram {
         2f64.powi(self.exponent) / f64::from(HALF)
     }
 
-    /// Counts of all bins; the middle one begins at zero.
+    /// Counts of all bins. The bin `BINS / 2` starts at zero.
     pub fn counts(&self) -> &[u64] {
         &self.counts
     }
 
-    /// How many values were counted.
+    /// Number of values counted.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// The smallest and the largest value that there is room for, zero included; at first, zeros.
+    /// The minimum and maximum of all values and zero. Both are zero for an empty histogram.
     pub fn range(&self) -> (f32, f32) {
         (self.low.min(0.0), self.high.max(0.0))
     }
 
-    /// The middle of a bin.
-    pub fn middle(&self, bin: usize) -> f64 {
+    /// The centre of a bin.
+    pub fn bin_center(&self, bin: usize) -> f64 {
         (bin as f64 - f64::from(HALF) + 0.5) * self.width()
     }
 
-    /// The bin of zero and of what lies just above.
+    /// Index of the bin that starts at zero.
     pub fn zero_bin() -> usize {
         HALF as usize
     }
@@ -174,16 +176,16 @@ mod tests {
     proptest! {
         #[test]
         fn order_and_batches_do_not_matter(mut values in prop::collection::vec(prop_oneof![-1e-3f32..1e-3, -2f32..2.0, -1e4f32..1e4, Just(0.0), Just(2.0)], 1..200), cut in 0usize..200) {
-            let whole = counted(&[values.clone()]);
+            let full = counted(&[values.clone()]);
             let cut = cut.min(values.len());
-            prop_assert_eq!(&counted(&[values[..cut].to_vec(), values[cut..].to_vec()]), &whole);
+            prop_assert_eq!(&counted(&[values[..cut].to_vec(), values[cut..].to_vec()]), &full);
             values.reverse();
             let singly: Vec<Vec<f32>> = values.iter().map(|v| vec![*v]).collect();
-            prop_assert_eq!(&counted(&singly), &whole);
+            prop_assert_eq!(&counted(&singly), &full);
             let mut merged = counted(&[values[..cut].to_vec()]);
             merged.merge(&counted(&[values[cut..].to_vec()]));
-            prop_assert_eq!(&merged, &whole);
-            prop_assert_eq!(whole.counts().iter().sum::<u64>(), values.len() as u64);
+            prop_assert_eq!(&merged, &full);
+            prop_assert_eq!(full.counts().iter().sum::<u64>(), values.len() as u64);
         }
     }
 

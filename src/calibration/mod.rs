@@ -1,13 +1,16 @@
-//! What the values of a model are like, seen over samples: ranges, histograms, means. Nothing is kept of a sample but counts, so
-//! memory depends on the model's width and never on the number of samples.
+//! Activation statistics collected over calibration samples: ranges, histograms and means. Samples are
+//! reduced to counts and sums, so memory depends on the width of the model and not on the number of
+//! samples.
 
 mod channels;
+mod device_stats;
 mod histogram;
 mod observer;
 mod run;
-mod there;
 
 pub use channels::Channels;
+pub(crate) use device_stats::select_rows;
 pub use histogram::{ActivationHistogram, BINS};
-pub use observer::{ActivationObserver, Averages, Weighted, crossed, with_headroom};
+pub use observer::{ActivationObserver, RunningRange, WeightedError, cross_validation, with_headroom};
+pub(crate) use run::sample_sizes;
 pub use run::{Axis, Request, ValueStatistics, calibrate, calibrate_blockwise, observe_blockwise};

@@ -1,4 +1,4 @@
-//! Flags that several commands share.
+//! Flags shared by several commands.
 
 use std::path::PathBuf;
 use std::sync::Once;
@@ -14,10 +14,10 @@ use super::output;
 use super::progress::{Bars, JsonLines};
 use super::running::Models;
 
-/// How talk is written to stderr.
+/// Format of progress and errors on stderr.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum LogFormat {
-    /// For people
+    /// Human-readable text
     #[default]
     Text,
     /// One JSON object per line
@@ -27,7 +27,7 @@ pub(super) enum LogFormat {
 // As for `Writing`.
 #[derive(Debug, Default, Args)]
 #[group(skip)]
-#[command(next_help_heading = "Everywhere")]
+#[command(next_help_heading = "Global options")]
 pub(super) struct Global {
     /// Print data as JSON
     #[arg(long, global = true)]
@@ -46,13 +46,10 @@ pub(super) struct Global {
 }
 
 impl Global {
-    /// A pipeline with threads, progress and Ctrl-C as asked for.
-    ///
-    /// # Errors
-    /// What is told of a machine contradicts itself.
+    /// A pipeline builder with the requested threads and progress, which Ctrl-C cancels.
     pub fn builder(&self) -> Result<Builder> {
         let builder = crate::pipeline::Pipeline::builder().threads(self.threads()).cancel(cancel_on_interrupt());
-        let builder = self.models.tell(builder)?;
+        let builder = self.models.configure(builder)?;
         Ok(match (self.quiet, self.log_format) {
             (true, _) => builder,
             (false, LogFormat::Text) => builder.progress(Bars::default()),
@@ -64,7 +61,7 @@ impl Global {
         self.threads.map_or_else(|| std::thread::available_parallelism().map_or(1, usize::from), usize::from)
     }
 
-    /// Does a job outside a pipeline, with threads, progress and Ctrl-C as asked for.
+    /// Runs a job outside of a pipeline with the requested threads and progress, which Ctrl-C cancels.
     pub fn work<T>(&self, job: impl FnOnce(&Work) -> Result<T>) -> Result<T> {
         let (cancel, bars) = (cancel_on_interrupt(), Bars::default());
         let progress: &dyn Progress = if self.quiet || self.json { &Silent } else { &bars };
@@ -72,35 +69,35 @@ impl Global {
     }
 }
 
-/// The handle of the process. The first SIGINT or SIGTERM cancels it, the second ends the process at once.
+/// The cancellation handle of the process. The first SIGINT or SIGTERM cancels it, the second terminates the process.
 fn cancel_on_interrupt() -> Cancel {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
-        let handle = Cancel::of_process();
+        let handle = Cancel::process();
         let signalled = move || match handle.check() {
             Ok(()) => handle.cancel(),
-            // Exit handlers of libraries could wait for threads that do not end.
+            // Exit handlers of libraries could wait for threads that never finish.
             Err(_) => {
                 let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
             }
         };
-        // Where no handler can be set, Ctrl-C ends the process.
+        // If no handler can be installed, Ctrl-C terminates the process.
         let _ = ctrlc::set_handler(signalled);
     });
-    Cancel::of_process()
+    Cancel::process()
 }
 
-// No doc comment: clap would take it for the description of the command that flattens it.
+// No doc comment: clap would use it as the description of the command that flattens this group.
 #[derive(Debug, Args)]
 #[group(skip)]
 pub(super) struct Writing {
-    /// Formats to write, like `safetensors` or `safetensors: {layout: sparse}` [default: safetensors; onnx of an .onnx model]
+    /// Formats to write, like `safetensors` or `safetensors: {layout: sparse}` [default: safetensors; onnx for an .onnx model]
     #[arg(long, value_name = "FORMAT", value_parser = parse_export)]
     pub export: Vec<Export>,
     /// Layout of weights in safetensors
     #[arg(long, value_enum, conflicts_with = "export")]
     pub layout: Option<Layout>,
-    /// Largest size of a safetensors file, like 5GB
+    /// Maximum size of a safetensors file, like 5GB
     #[arg(long, value_name = "SIZE", conflicts_with = "export")]
     pub shard_size: Option<ByteSize>,
     /// Replace the output of an earlier run; files that its report does not list are never deleted
@@ -109,13 +106,13 @@ pub(super) struct Writing {
     /// Keep NaN and infinite weights instead of stopping with an error
     #[arg(long)]
     pub allow_nonfinite: bool,
-    /// Do not measure how close the answers are to the input's where no evaluation data is named
+    /// Do not measure the fidelity to the original model if no evaluation data is given
     #[arg(long)]
     pub no_measure: bool,
 }
 
 impl Writing {
-    /// The formats that the flags name; without any, the model says.
+    /// The requested formats; empty for the default format of the model.
     pub fn exports(&self) -> Vec<Export> {
         if !self.export.is_empty() {
             return self.export.clone();
@@ -130,7 +127,7 @@ impl Writing {
     }
 }
 
-/// A file of text that a command writes where it is asked to.
+/// Optional text file that a command writes.
 #[derive(Debug, Args)]
 #[group(skip)]
 pub(super) struct TextFile {
@@ -143,26 +140,26 @@ pub(super) struct TextFile {
 }
 
 impl TextFile {
-    /// Refuses a file that exists and must not be replaced.
-    pub fn check(&self) -> Result<()> {
-        self.output.as_deref().map_or(Ok(()), |path| output::free(path, self.force))
+    /// Checks that the file does not exist or may be replaced. `extensions`: the extensions of its format.
+    pub fn check(&self, extensions: &[&str]) -> Result<()> {
+        self.output.as_deref().map_or(Ok(()), |path| output::check_replaceable(path, extensions, self.force))
     }
 
-    /// Writes what is made, if a file is named.
-    pub fn write(&self, text: impl FnOnce() -> Result<String>) -> Result<()> {
+    /// Writes the text, if a file was requested.
+    pub fn write(&self, extensions: &[&str], text: impl FnOnce() -> Result<String>) -> Result<()> {
         let Some(path) = &self.output else { return Ok(()) };
-        self.check()?;
-        output::new_file(path, true, &text()?)
+        self.check(extensions)?;
+        output::write_file(path, &text()?)
     }
 }
 
 fn parse_export(text: &str) -> Result<Export, String> {
     if Layout::from_str(text, true).is_ok() {
-        return Err(format!("`{text}` is a layout and not a format: use --layout {text}, or --export 'safetensors: {{ layout: {text} }}'"));
+        return Err(format!("`{text}` is a layout, not a format: use --layout {text}, or --export 'safetensors: {{ layout: {text} }}'"));
     }
     serde_saphyr::from_str(text).map_err(|e| crate::recipe::message::explain(&e, text))
 }
 
 fn positive(text: &str) -> Result<std::num::NonZeroUsize, String> {
-    text.parse().map_err(|_| "expected a whole number from 1".into())
+    text.parse().map_err(|_| "expected a positive whole number".into())
 }

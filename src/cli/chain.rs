@@ -1,4 +1,4 @@
-//! `compress chain`: passes one after another, each behind `--`.
+//! `compress chain`: several passes, each after a `--`.
 
 use std::ffi::OsString;
 
@@ -19,7 +19,7 @@ pub(super) struct Args {
     inner: pass::Args,
 }
 
-/// Cuts `chain`'s passes off the command line; other commands keep all their arguments.
+/// Splits the arguments of `chain` at each `--` into its own arguments and those of its passes. Arguments of other commands are not split.
 pub(super) fn split(args: Vec<OsString>) -> (Vec<OsString>, Vec<Vec<OsString>>) {
     if command(&args).is_none_or(|command| command != "chain") {
         return (args, Vec::new());
@@ -28,7 +28,7 @@ pub(super) fn split(args: Vec<OsString>) -> (Vec<OsString>, Vec<Vec<OsString>>) 
     (parts.next().unwrap_or_default(), parts.collect())
 }
 
-/// The command, past the flags that may stand before it.
+/// The name of the command, after any global flags.
 fn command(args: &[OsString]) -> Option<&OsString> {
     let mut args = args.iter().skip(1);
     while let Some(arg) = args.next() {
@@ -44,12 +44,12 @@ fn command(args: &[OsString]) -> Option<&OsString> {
 impl Args {
     pub(super) fn run(self, segments: Vec<Vec<OsString>>, global: &Global) -> Result<()> {
         if segments.is_empty() || segments.iter().any(Vec::is_empty) {
-            return Err(Error::option("chain", "no pass; each follows a `--` of its own, as in: compress chain MODEL -o DIR -- cast --to bf16"));
+            return Err(Error::option("chain", "no pass: write a `--` before each pass, as in: compress chain MODEL -o DIR -- cast --to bf16"));
         }
         let command = Step::augment_subcommands(clap::Command::new("compress chain ... --").no_binary_name(true).subcommand_required(true));
         let step = |segment: Vec<OsString>| {
-            let matches = command.clone().try_get_matches_from(segment).unwrap_or_else(|e| super::output::misused(e));
-            Step::from_arg_matches(&matches).unwrap_or_else(|e| super::output::misused(e))
+            let matches = command.clone().try_get_matches_from(segment).unwrap_or_else(|e| super::output::exit_with_usage(e));
+            Step::from_arg_matches(&matches).unwrap_or_else(|e| super::output::exit_with_usage(e))
         };
         self.inner.run(segments.into_iter().map(step).collect(), global)
     }

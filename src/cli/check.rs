@@ -15,10 +15,10 @@ use crate::report::{Budgets, Report};
   compress check out/int8 --max-bytes 25MB --max-drop 0.01
   compress check out/static/report.json --min-cosine 0.99 --min-speedup 1.5 --json
 
-Exit code 0: every budget is kept. 1: one is not; the error names each with what was measured and what is allowed.
-2: the report lacks a figure; the error says what to add to the recipe.")]
+Exit code 0: all budgets are met. 1: a budget is exceeded; the error lists the measured and the allowed values.
+2: the report lacks a measurement; the error names the settings to add to the recipe.")]
 pub(super) struct Args {
-    /// An output folder, or its report.json
+    /// Output folder, or its report.json
     report: PathBuf,
     #[command(flatten)]
     budgets: Budgets,
@@ -32,7 +32,7 @@ impl Args {
             output::json(&json!({ "ok": broken.is_empty(), "budgets": found }))?;
         } else {
             let rows = found.iter().map(|finding| {
-                let [measured, allowed] = finding.words();
+                let [measured, allowed] = finding.formatted();
                 vec![finding.budget.to_owned(), measured, allowed, if finding.ok { "ok" } else { "failed" }.into()]
             });
             output::print(&format!("{}\n", table(&["budget", "measured", "allowed", ""], rows)))?;
@@ -40,13 +40,13 @@ impl Args {
         if broken.is_empty() {
             return Ok(());
         }
-        let told: Vec<String> = broken
+        let reasons: Vec<String> = broken
             .iter()
             .map(|finding| {
-                let [measured, allowed] = finding.words();
+                let [measured, allowed] = finding.formatted();
                 format!("--{} {allowed}: measured {measured}", finding.budget)
             })
             .collect();
-        Err(Error::Budget { path: self.report, reason: told.join("; ") })
+        Err(Error::Budget { path: self.report, reason: reasons.join("; ") })
     }
 }

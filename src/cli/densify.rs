@@ -13,13 +13,13 @@ use crate::store::Encoding;
 pub(super) struct Args {
     /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Output folder, or an .onnx or .gguf file; s3://bucket/name, gs:// and az:// too, where files of ONNX are made in TMPDIR first
+    /// Output folder, or an .onnx or .gguf file; also s3://bucket/name, gs:// and az://, for which ONNX files are first written to TMPDIR
     #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
-    /// Only undo the sparse layout; int8 weights stay int8
+    /// Convert only the sparse layout; quantized weights stay quantized
     #[arg(long)]
     keep_quantized: bool,
-    /// Largest size of a file, like 5GB
+    /// Maximum size of a file, like 5GB
     #[arg(long, value_name = "SIZE")]
     shard_size: Option<ByteSize>,
     /// Replace the output of an earlier run; files that its report does not list are never deleted
@@ -32,12 +32,12 @@ pub(super) struct Args {
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
-        let mut format = Safetensors::layout(if self.keep_quantized { Layout::Auto } else { Layout::Dense });
+        let mut format = Safetensors::with_layout(if self.keep_quantized { Layout::Auto } else { Layout::Dense });
         format.shard_size = self.shard_size.unwrap_or(format.shard_size);
         let mut builder = global.builder()?.export(format).force(self.force).allow_nonfinite(self.allow_nonfinite);
         let model = Model::open(&self.model)?;
         if model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense && weight.stored_as.len() == 1 && weight.stored_type.is_none()) {
-            builder = builder.note("every weight was dense already: the files hold the same values in the same types");
+            builder = builder.note("all weights were already dense: the files contain the same values in the same types");
         }
         output::run(&builder.build()?, &model, &self.output, None, global)
     }

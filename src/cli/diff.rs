@@ -13,9 +13,9 @@ use crate::report::terminal::table;
 pub(super) struct Args {
     /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
     before: PathBuf,
-    /// The one to compare with it
+    /// The model to compare with it
     after: PathBuf,
-    /// List weights that are equal too
+    /// Also list equal weights
     #[arg(long)]
     all: bool,
 }

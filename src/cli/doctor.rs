@@ -23,18 +23,18 @@ impl Args {
         let runtimes = Runtimes::find();
         let (tool, machine) = (Tool::default(), global.models.environment()?);
         if global.json {
-            let (library, complaint) = match &runtimes.onnxruntime {
-                Ok((_, place)) => (place.clone(), None),
+            let (library, hint) = match &runtimes.onnxruntime {
+                Ok((_, path)) => (path.clone(), None),
                 Err(reason) => (reason.to_string(), reason.hint()),
             };
             return output::json(&json!({
                 "tool": tool, "environment": machine, "threads": global.threads(),
-                "onnxruntime": library, "hint": complaint, "cache": runtimes.cache, "remote": files::describe(),
+                "onnxruntime": library, "hint": hint, "cache": runtimes.cache, "remote": files::describe(),
             }));
         }
         show(&tool, machine, &runtimes)?;
         match (fetched, runtimes.onnxruntime) {
-            // Somebody who has asked for it wants to know that it is of use.
+            // If ONNX Runtime was installed on request but cannot be loaded, the command fails.
             (Some(_), Err(reason)) => Err(reason),
             (None, Err(reason)) => output::print(&format!("\n {reason}\n{}", reason.hint().map_or(String::new(), |hint| format!(" hint: {hint}\n")))),
             _ => Ok(()),
@@ -50,7 +50,7 @@ fn show(tool: &Tool, machine: Environment, runtimes: &Runtimes) -> Result<()> {
         ("cores", machine.cores.to_string()),
         ("memory", machine.memory_bytes.map_or_else(unknown, bytes)),
         ("kernels", machine.simd),
-        ("int8 products", if machine.int8 == "none" { "none: ONNX Runtime adds them in 16 bits, which saturate".into() } else { machine.int8 }),
+        ("int8 products", if machine.int8 == "none" { "none: ONNX Runtime accumulates them in 16 bits, which can saturate".into() } else { machine.int8 }),
         ("GPU", machine.gpu.unwrap_or_else(|| "none found".into())),
         ("models run on", format!("{}{}", machine.device.unwrap_or_else(unknown), runtimes.remark)),
         (
@@ -58,9 +58,9 @@ fn show(tool: &Tool, machine: Environment, runtimes: &Runtimes) -> Result<()> {
             runtimes
                 .onnxruntime
                 .as_ref()
-                .map_or_else(|_| "none: .onnx files are written and read back, but not run".into(), |(version, place)| format!("{version}, {place}")),
+                .map_or_else(|_| "none: .onnx files are written and read back, but not run".into(), |(version, path)| format!("{version}, {path}")),
         ),
-        ("other machines", files::describe()),
+        ("remote files", files::describe()),
         ("cache", runtimes.cache.clone().unwrap_or_else(|| "none: set COMPRESS_CACHE or HOME".into())),
     ];
     output::print(&format!("{}\n", facts(rows)))

@@ -8,7 +8,7 @@ use serde_json::json;
 use super::args::Global;
 use super::output;
 use super::running::{Computation, Graph};
-use crate::error::Result;
+use crate::error::{Result, counted};
 use crate::model::{Model, is_linear};
 use crate::report::format::{bytes, count, natural, percent, shape};
 use crate::report::terminal::{facts, table};
@@ -50,7 +50,7 @@ impl Args {
                 model.check_contents(work).map(|()| zeros)
             })?
         };
-        let Computation { inputs, outputs, cannot_run, unused } = Computation::of(&model);
+        let Computation { inputs, outputs, cannot_run, unused } = Computation::from_model(&model);
         if global.json {
             let tensors: Vec<_> = weights
                 .iter()
@@ -58,7 +58,7 @@ impl Args {
                 .map(|((name, w), zeros)| json!({ "name": name, "dtype": w.dtype, "shape": w.shape, "parameters": w.elements(), "encoding": w.describe_stored(), "bytes": w.stored_bytes, "zeros": zeros, "stored_as": w.stored_as }))
                 .collect();
             return output::json(
-                &json!({ "path": model.path.to_string_lossy(), "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "notes": model.beside.in_weight_files, "kv_cache_scheme": model.config.carried_quantization().get("kv_cache_scheme"), "inputs": inputs, "outputs": outputs, "cannot_run": cannot_run, "unused": unused, "tensors": tensors }),
+                &json!({ "path": model.path.to_string_lossy(), "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "notes": model.auxiliary.in_weight_files, "kv_cache_scheme": model.config.carried_quantization().get("kv_cache_scheme"), "inputs": inputs, "outputs": outputs, "cannot_run": cannot_run, "unused": unused, "tensors": tensors }),
             );
         }
         let rows = weights.iter().zip(&zeros).map(|((name, w), zeros)| {
@@ -72,9 +72,7 @@ impl Args {
             ]
         });
         output::print(&format!("{}\n", table(&["tensor", "shape", "encoding", "parameters", "bytes", "zeros"], rows)))?;
-        for (label, names) in
-            unused.iter().flat_map(|unused| [("keys that are not known", &unused.keys), ("weights that nothing is computed with", &unused.weights)])
-        {
+        for (label, names) in unused.iter().flat_map(|unused| [("unknown keys", &unused.keys), ("unused weights", &unused.weights)]) {
             if !names.is_empty() {
                 output::print(&format!("\n {label}: {}\n", names.join(", ")))?;
             }
@@ -86,7 +84,7 @@ impl Args {
     }
 }
 
-/// The model in a few lines, `zeros` where they were counted.
+/// Summary of the model; `zeros` is the number of zeros, if they were counted.
 fn summary(model: &Model, zeros: Option<u64>, [inputs, outputs]: [String; 2], cannot_run: Option<String>) -> comfy_table::Table {
     let weights = &model.weights;
     let class = model.config.values().get("architectures").and_then(|names| names.get(0)?.as_str());
@@ -94,8 +92,9 @@ fn summary(model: &Model, zeros: Option<u64>, [inputs, outputs]: [String; 2], ca
     let linear: u64 = weights.by_name.iter().filter(|(name, w)| is_linear(name, w)).map(|(_, w)| w.elements() as u64).sum();
     let mut encodings: BTreeMap<String, (usize, u64)> = BTreeMap::new();
     for weight in weights.by_name.values() {
-        let of = encodings.entry(weight.describe_stored()).or_default();
-        *of = (of.0 + 1, of.1 + weight.stored_bytes);
+        let (tensors, bytes) = encodings.entry(weight.describe_stored()).or_default();
+        *tensors += 1;
+        *bytes += weight.stored_bytes;
     }
     let stored = encodings.iter().map(|(encoding, (tensors, size))| format!("{tensors} {encoding} ({})", bytes(*size))).collect::<Vec<_>>().join(", ");
     let parameters = weights.parameters();
@@ -107,20 +106,20 @@ fn summary(model: &Model, zeros: Option<u64>, [inputs, outputs]: [String; 2], ca
     };
     let rows = [
         ("model", model.path.display().to_string()),
-        ("architecture", if names.is_empty() { "not said by a config.json".into() } else { names.join(", ") }),
-        ("parameters", format!("{}, of them {} in linear layers{zeros}", count(parameters), count(linear))),
+        ("architecture", if names.is_empty() { "unknown: no config.json specifies it".into() } else { names.join(", ") }),
+        ("parameters", format!("{}, {} of them in linear layers{zeros}", count(parameters), count(linear))),
         ("tensors", stored),
-        ("size", format!("{} in {} file{}", bytes(model.stored_bytes()), model.weight_files.len(), if model.weight_files.len() == 1 { "" } else { "s" })),
-        ("caches", cache),
-        ("notes", model.beside.in_weight_files.join("\n")),
-        ("takes", inputs),
-        ("gives", outputs),
-        ("cannot be run", cannot_run.map_or(String::new(), |reason| format!("{reason}; passes over weights take it"))),
+        ("size", format!("{} in {}", bytes(model.stored_bytes()), counted(model.weight_files.len(), "file"))),
+        ("KV cache", cache),
+        ("notes", model.auxiliary.in_weight_files.join("\n")),
+        ("inputs", inputs),
+        ("outputs", outputs),
+        ("cannot be run", cannot_run.map_or(String::new(), |reason| format!("{reason}; passes over weights can process it"))),
     ];
     facts(rows.into_iter().filter(|(_, value)| !value.is_empty()))
 }
 
-/// Values that are zero; none for types that are not floats.
+/// Number of zeros; `None` for types that are not floats.
 fn count_zeros(weight: &Weight) -> Result<Option<u64>> {
     if !weight.is_float() {
         return Ok(None);

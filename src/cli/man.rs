@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
   compress man | man -l -
   compress man -o ~/.local/share/man/man1")]
 pub(super) struct Args {
-    /// Folder for the pages of all commands [default: only the page of `compress` is printed]
+    /// Folder for the pages of all commands [default: print the page of `compress`]
     #[arg(long, short, value_name = "FOLDER")]
     output: Option<PathBuf>,
 }

@@ -6,19 +6,19 @@ use super::args::Global;
 use super::output;
 use crate::error::Result;
 use crate::model::Model;
-use crate::pipeline::recipe_of_parts;
+use crate::pipeline::recipe_from_parts;
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   compress run recipe.yaml -o out --part 1/2      on one machine
-  compress run recipe.yaml -o out --part 2/2      on another one, at the same time
+  compress run recipe.yaml -o out --part 2/2      on another machine, at the same time
   compress merge out
 
-The bytes are those of a run by one process. Global thresholds take more rounds: run all parts again until each says that it is written.")]
+The output is identical to that of a run by one process. Global thresholds need several rounds: run all parts again until each reports that it is written.")]
 pub(super) struct Args {
-    /// The output folder that the parts were given
+    /// The output folder of the parts
     output: PathBuf,
-    /// Leave OUT.parts where it is
+    /// Do not remove OUT.parts
     #[arg(long)]
     keep_parts: bool,
     /// Replace the output of an earlier run; files that its report does not list are never deleted
@@ -28,7 +28,7 @@ pub(super) struct Args {
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
-        let recipe = recipe_of_parts(&self.output)?;
+        let recipe = recipe_from_parts(&self.output)?;
         let pipeline = global.builder()?.recipe(&recipe).force(self.force).build()?;
         let report = pipeline.merge(Model::open(&recipe.model)?, &self.output, self.keep_parts)?;
         output::report(&report, &self.output, global)

@@ -1,6 +1,6 @@
-//! The command line: the only place that prints and exits.
+//! The command line: the only module that prints and exits.
 //!
-//! stdout is data, stderr is talk. Exit codes: 0 done, 1 failed, 2 misuse.
+//! Data goes to stdout, progress and errors to stderr. Exit codes: 0 success, 1 failure, 2 invalid usage.
 
 mod args;
 mod chain;
@@ -48,7 +48,7 @@ Examples:
   compress report out/small out/minilm-int8
   compress eval out/small --data sentences.txt --against ./minilm
 
-Passes are commands too; `compress PASS --help` explains each.";
+Every pass is also a command; `compress PASS --help` explains it.";
 
 /// Prune, quantize and pack neural network checkpoints: streaming, verified, with a report
 #[derive(Debug, Parser)]
@@ -64,11 +64,11 @@ struct Cli {
 enum Command {
     /// Run the passes of a recipe and write the output folder
     Run(run::Args),
-    /// Run passes one after another: MODEL -o DIR -- PASS [ARGS] [-- PASS [ARGS]]...
+    /// Run several passes in order: MODEL -o DIR -- PASS [ARGS] [-- PASS [ARGS]]...
     Chain(Box<chain::Args>),
     /// Show what a recipe would do: matched weights, memory, predicted size
     Plan(plan::Args),
-    /// Join the parts of a run: verify them, write the output folder and the report of the whole
+    /// Merge the parts of a run: verify them, and write the output folder and the report
     Merge(merge::Args),
     #[cfg(feature = "run")]
     #[command(flatten)]
@@ -77,9 +77,9 @@ enum Command {
     Inspect(inspect::Args),
     /// Compare two models weight by weight
     Diff(diff::Args),
-    /// Show a report, render it as a page, or compare several runs
+    /// Show a report, render it as an HTML page, or compare several runs
     Report(report::Args),
-    /// Check a report against budgets: bytes, accuracy drop, speed; fails when one is exceeded
+    /// Check a report against budgets, such as bytes, accuracy drop and speed-up; fails if one is exceeded
     Check(check::Args),
     /// Verify an output folder against its report: reopen every file, recompute its hash, run an ONNX file
     Verify(verify::Args),
@@ -91,21 +91,21 @@ enum Command {
     Completions(completions::Args),
     /// Print the manual page, or write the pages of all commands
     Man(man::Args),
-    /// Show what this machine offers, and bring what it lacks
+    /// Show the hardware and the runtimes of this machine, and install ONNX Runtime
     Doctor(doctor::Args),
 }
 
 type Failure = Error;
 
-/// Parses, runs, prints errors, and says how it went.
+/// Parses the arguments, runs the command, and prints errors. Returns the exit code.
 pub fn main() -> ExitCode {
     let args: Vec<OsString> = std::env::args_os().collect();
     let (head, segments) = chain::split(args);
-    let matches = command().try_get_matches_from(head).unwrap_or_else(|e| output::misused(e));
+    let matches = command().try_get_matches_from(head).unwrap_or_else(|e| output::exit_with_usage(e));
     let global = Global::from_arg_matches(&matches).unwrap_or_default();
-    global.threads.into_iter().for_each(running::compute_on);
-    let asked = crate::kernel::simd::asked().map_err(|reason| Error::option(crate::kernel::simd::VARIABLE, reason));
-    match asked.and_then(|_| dispatch(&matches, segments, &global)) {
+    global.threads.into_iter().for_each(running::set_threads);
+    let requested = crate::kernel::simd::requested().map_err(|reason| Error::option(crate::kernel::simd::VARIABLE, reason));
+    match requested.and_then(|_| dispatch(&matches, segments, &global)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             output::error(&error, &global);
@@ -114,16 +114,16 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// The whole command line: the commands above, and every pass.
+/// The command line: the commands above, and one for every pass.
 fn command() -> clap::Command {
     let own = Cli::command();
     let about = own.get_about().cloned().unwrap_or_default();
-    // Adding the passes would put their description in place of ours.
+    // `augment_subcommands` would replace the description of the program.
     let mut command = Step::augment_subcommands(own).about(about);
     for name in PASSES {
         command = command.mut_subcommand(name, |sub| {
             <pass::Args as clap::Args>::augment_args(sub)
-                .after_help("The output folder holds the weights, all other files of the model, recipe.yaml, and a report.")
+                .after_help("The output folder contains the weights, all other files of the model, recipe.yaml, and a report.")
         });
     }
     command
@@ -133,11 +133,11 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
     if let Some((name, sub)) = matches.subcommand()
         && PASSES.contains(&name)
     {
-        let step = Step::from_arg_matches(matches).unwrap_or_else(|e| output::misused(e));
-        let args = pass::Args::from_arg_matches(sub).unwrap_or_else(|e| output::misused(e));
+        let step = Step::from_arg_matches(matches).unwrap_or_else(|e| output::exit_with_usage(e));
+        let args = pass::Args::from_arg_matches(sub).unwrap_or_else(|e| output::exit_with_usage(e));
         return args.run(vec![step], global);
     }
-    match Cli::from_arg_matches(matches).unwrap_or_else(|e| output::misused(e)).command {
+    match Cli::from_arg_matches(matches).unwrap_or_else(|e| output::exit_with_usage(e)).command {
         Command::Run(args) => args.run(global),
         Command::Chain(args) => args.run(segments, global),
         Command::Plan(args) => args.run(global),

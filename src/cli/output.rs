@@ -1,4 +1,4 @@
-//! Printing.
+//! Output to stdout and stderr, and the text files that commands write.
 
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
@@ -10,16 +10,16 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::args::{Global, LogFormat};
-use crate::error::{Error, Result, redact};
+use crate::error::{Error, Result, counted, redact};
 use crate::model::Model;
 use crate::pipeline::{ModelMemory, PartOutcome, Pipeline, Plan, parts_folder};
 use crate::report::Report;
 use crate::report::escape::{self, display, display_line};
 use crate::report::format::{bytes, count, natural};
 use crate::report::terminal::{note_line, table};
-use crate::run_state::Share;
+use crate::run_state::PartIndex;
 
-/// Writes data to stdout. A reader that has gone away (`| head`) is no error.
+/// Writes data to stdout. A broken pipe (`| head`) is not an error.
 pub(super) fn print(text: &str) -> Result<()> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(display(text).as_bytes()).and_then(|()| stdout.flush()) {
@@ -45,7 +45,7 @@ pub(super) fn error(error: &Error, global: &Global) {
         event(&json!({ "event": "error", "message": redact(&error.to_string()), "hint": error.hint() }));
         return;
     }
-    let (red, cyan, off) = if coloured() { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
+    let (red, cyan, off) = if has_color() { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
     let mut text = format!("{red}error:{off} {}\n", display(&redact(&error.to_string())));
     if let Some(hint) = error.hint() {
         text += &format!("{cyan}hint:{off} {}\n", display(&hint));
@@ -53,9 +53,9 @@ pub(super) fn error(error: &Error, global: &Global) {
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
-/// Ends the program with what clap says of arguments that it cannot take, or with the help that it was asked for.
-pub(super) fn misused(error: clap::Error) -> ! {
-    let error = in_words(&error).unwrap_or(error);
+/// Exits with the message of a clap error: invalid arguments, or the requested help.
+pub(super) fn exit_with_usage(error: clap::Error) -> ! {
+    let error = explain_number(&error).unwrap_or(error);
     let text = error.to_string();
     match redact(&text) {
         clean if clean == text => error.exit(),
@@ -63,8 +63,8 @@ pub(super) fn misused(error: clap::Error) -> ! {
     }
 }
 
-/// The error of a number that cannot be read, in words for people instead of those of the standard library.
-fn in_words(error: &clap::Error) -> Option<clap::Error> {
+/// A clearer message for an invalid number than that of the standard library.
+fn explain_number(error: &clap::Error) -> Option<clap::Error> {
     let source = std::error::Error::source(error)?;
     let (argument, value) = (error.get(ContextKind::InvalidArg)?, error.get(ContextKind::InvalidValue)?.to_string());
     let reason = match (source.downcast_ref::<ParseIntError>().map(ParseIntError::kind), source.downcast_ref::<ParseFloatError>()) {
@@ -78,12 +78,12 @@ fn in_words(error: &clap::Error) -> Option<clap::Error> {
     Some(clap::Error::raw(error.kind(), message))
 }
 
-fn coloured() -> bool {
+fn has_color() -> bool {
     io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none()
 }
 
-/// Says on stderr which of several runs begins.
-pub(super) fn begins(name: &str, global: &Global) {
+/// Reports on stderr that a run of a sweep begins.
+pub(super) fn begin_run(name: &str, global: &Global) {
     match global.log_format {
         _ if global.quiet => {}
         LogFormat::Text => drop(writeln!(io::stderr().lock(), "{}", display(name))),
@@ -91,38 +91,42 @@ pub(super) fn begins(name: &str, global: &Global) {
     }
 }
 
-/// Runs a pipeline, or a part of it, and shows its report. Of several processes that work together the first writes, and the others say so.
-pub(super) fn run(pipeline: &Pipeline, model: &Model, folder: &Path, part: Option<Share>, global: &Global) -> Result<()> {
-    if let Some(share) = part {
-        return made_part(pipeline.run_part(model.clone(), folder, share)?, share, folder, global);
+/// Runs a pipeline, or a part of it, and shows its report. In distributed training only rank 0 writes an
+/// output.
+pub(super) fn run(pipeline: &Pipeline, model: &Model, folder: &Path, part: Option<PartIndex>, global: &Global) -> Result<()> {
+    if let Some(index) = part {
+        return show_part(pipeline.run_part(model.clone(), folder, index)?, index, folder, global);
     }
-    if pipeline.leads()? {
+    if pipeline.is_leader()? {
         return report(&pipeline.run(model.clone(), folder)?, folder, global);
     }
     super::running::follow(pipeline, model, folder)?;
     match global.log_format {
         _ if global.quiet => {}
-        LogFormat::Text => drop(writeln!(io::stderr().lock(), "the first of the processes writes {}", display(&folder.to_string_lossy()))),
+        LogFormat::Text => drop(writeln!(io::stderr().lock(), "rank 0 writes {}", display(&folder.to_string_lossy()))),
         LogFormat::Json => event(&json!({ "event": "followed", "output": folder })),
     }
     Ok(())
 }
 
-/// Says what became of a part, and what is next.
-fn made_part(outcome: PartOutcome, share: Share, folder: &Path, global: &Global) -> Result<()> {
+/// Reports the outcome of a part, and the next step.
+fn show_part(outcome: PartOutcome, index: PartIndex, folder: &Path, global: &Global) -> Result<()> {
     if global.json {
-        return json(&json!({ "part": share.number, "parts": share.count, "outcome": outcome, "folder": parts_folder(folder).join(share.name()) }));
+        return json(&json!({ "part": index.number, "parts": index.count, "outcome": outcome, "folder": parts_folder(folder).join(index.name()) }));
     }
-    let next = format!("when all parts are written, join them: compress merge {}", folder.display());
+    let next = format!("when all parts are written, merge them: compress merge {}", folder.display());
     print(&match outcome {
-        PartOutcome::Written => format!("{share} is written and verified; {next}\n"),
-        PartOutcome::Found => format!("{share} was written before; {next}\n"),
+        PartOutcome::Written => format!("{index} is written and verified; {next}\n"),
+        PartOutcome::Found => format!("{index} had already been written; {next}\n"),
         PartOutcome::Counted => {
-            format!("{share} has counted its weights for the threshold over all of them, and is not written yet: run it again when all parts have counted\n")
+            format!(
+                "{index} has stored its counts for the threshold over all weights, but is not written yet: run it again when all parts have stored their counts\n"
+            )
         }
     })
 }
 
+/// Shows the report of a run.
 pub(super) fn report(report: &Report, folder: &Path, global: &Global) -> Result<()> {
     if global.json {
         return json(report);
@@ -130,24 +134,34 @@ pub(super) fn report(report: &Report, folder: &Path, global: &Global) -> Result<
     print(&format!("{}\n written and verified: {}\n", report.to_terminal(), folder.display()))
 }
 
-/// Refuses to take the place of a file, unless it may be replaced.
-pub(super) fn free(path: &Path, force: bool) -> Result<()> {
-    if !force && path.exists() {
-        return Err(Error::Output { path: path.to_owned(), reason: "exists".into(), hint: "name another file, or replace it with --force".into() });
+/// Checks that a file does not exist or may be replaced: only with `force`, and only if it has one of
+/// these extensions, since other files may be models.
+pub(super) fn check_replaceable(path: &Path, extensions: &[&str], force: bool) -> Result<()> {
+    if !path.exists() {
+        return Ok(());
     }
-    Ok(())
+    let error = |reason: String, hint: String| Err(Error::Output { path: path.to_owned(), reason, hint });
+    if !force {
+        return error("exists".into(), "name another file, or replace it with --force".into());
+    }
+    // Writing follows symbolic links, so the target is checked too.
+    let has_extension = |path: &Path| path.is_file() && extensions.iter().any(|extension| path.extension().is_some_and(|found| found == *extension));
+    if has_extension(path) && std::fs::canonicalize(path).is_ok_and(|path| has_extension(&path)) {
+        return Ok(());
+    }
+    let format = extensions.first().unwrap_or(&"");
+    error(format!("exists, and --force replaces only .{format} files here"), format!("name a file that ends with .{format}"))
 }
 
-/// Writes a small file of text.
-pub(super) fn new_file(path: &Path, force: bool, text: &str) -> Result<()> {
-    free(path, force)?;
+/// Writes a small text file, and replaces an existing one.
+pub(super) fn write_file(path: &Path, text: &str) -> Result<()> {
     std::fs::write(path, text).map_err(Error::io("write", path))
 }
 
-/// Names listed for a pass before they are cut short.
+/// Maximum number of weight names listed for a pass.
 const LISTED: usize = 8;
 
-/// The plans of one recipe, or of all that a sweep stands for.
+/// Shows the plan of a recipe, or those of all runs of a sweep.
 pub(super) fn plans(plans: &[(String, Plan)], global: &Global) -> Result<()> {
     match plans {
         [(name, plan)] if name.is_empty() => {
@@ -166,7 +180,7 @@ fn plan_text(plan: &Plan) -> String {
     let mut out = format!("{}: {} parameters, {}\n", plan.model, count(plan.parameters), bytes(plan.input_bytes));
     for (index, pass) in plan.passes.iter().enumerate() {
         out += &format!(
-            "\n{}. {} {}\n   takes {}: {} weights, {} parameters\n",
+            "\n{}. {} {}\n   selects {}: {} weights, {} parameters\n",
             index + 1,
             pass.name,
             pass.options,
@@ -176,11 +190,11 @@ fn plan_text(plan: &Plan) -> String {
         );
         out += &names("     ", &pass.selected);
         if !pass.unselected.is_empty() {
-            out += &format!("   leaves {} other float tensors of two or more dimensions:\n", pass.unselected.len());
+            out += &format!("   does not change {} other float tensors of two or more dimensions:\n", pass.unselected.len());
             out += &names("     ", &pass.unselected);
         }
     }
-    let samples = plan.samples.iter().map(|(key, samples)| (*key, format!("{samples} samples")));
+    let samples = plan.samples.iter().map(|(key, samples)| (*key, counted(*samples, "sample")));
     let runs = plan.model_memory.as_ref().map(|memory| ("running the model", model_memory(memory)));
     let size = match (plan.output_exact, plan.output_estimated) {
         (true, _) => "",
@@ -192,7 +206,7 @@ fn plan_text(plan: &Plan) -> String {
         ("files", plan.files.join(", ")),
         ("size", format!("{size}{}", bytes(plan.output_bytes))),
         ("peak memory", format!("about {}", bytes(plan.peak_rss_bytes))),
-        ("device memory", plan.peak_vram_bytes.map_or("not known beforehand".into(), bytes)),
+        ("device memory", plan.peak_vram_bytes.map_or("not known in advance".into(), bytes)),
     ];
     out += &format!("\n{}\n", table(&["would write", ""], samples.chain(rows).chain(before).chain(runs).map(|(name, value)| vec![name.to_owned(), value])));
     for note in &plan.notes {
@@ -201,14 +215,15 @@ fn plan_text(plan: &Plan) -> String {
     out
 }
 
-/// What running a model takes, and how it would be run.
+/// Memory needed to run a model, and whether it runs block by block.
 fn model_memory(memory: &ModelMemory) -> String {
-    let blockwise = memory.blockwise_bytes.map_or("cannot be cut into blocks".to_owned(), |size| format!("{} block by block", bytes(size)));
-    let runs = if memory.blockwise { "so it runs block by block" } else { "so it runs whole" };
+    let blockwise = memory.blockwise_bytes.map_or("cannot be split into blocks".to_owned(), |size| format!("{} block by block", bytes(size)));
+    let runs = if memory.blockwise { "so it runs block by block" } else { "so it runs as a whole" };
     let limit = memory.limit_bytes.map_or(String::new(), |limit| format!("; {} are available, {runs}", bytes(limit)));
-    format!("about {} whole, {blockwise}{limit}", bytes(memory.whole_bytes))
+    format!("about {} as a whole, {blockwise}{limit}", bytes(memory.whole_bytes))
 }
 
+/// A list of weight names, shortened.
 fn names(indent: &str, names: &[String]) -> String {
     let mut sorted: Vec<&String> = names.iter().collect();
     sorted.sort_by(|a, b| natural(a, b));

@@ -7,22 +7,22 @@ use super::output;
 use crate::error::Result;
 use crate::model::Model;
 use crate::pass::Step;
-use crate::run_state::Share;
+use crate::run_state::PartIndex;
 
 #[derive(Debug, clap::Args)]
 #[group(skip)]
 pub(super) struct Args {
     /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Output folder, or an .onnx or .gguf file; s3://bucket/name, gs:// and az:// too, where files of ONNX are made in TMPDIR first
+    /// Output folder, or an .onnx or .gguf file; also s3://bucket/name, gs:// and az://, for which ONNX files are first written to TMPDIR
     #[arg(long, short, value_name = "DIR", help_heading = "Output")]
     output: PathBuf,
     #[command(flatten, next_help_heading = "Output")]
     writing: Writing,
-    /// Make only a part of the weights, into OUT.parts: `2/16`, or `auto` in a job array of Slurm, `auto/16` in one of Kubernetes; `compress
-    /// merge` joins the parts
+    /// Write only a part of the weights, to OUT.parts: `2/16`, or `auto` in a Slurm job array, `auto/16` in a Kubernetes indexed job; `compress
+    /// merge` merges the parts
     #[arg(long, value_name = "I/N", help_heading = "Output")]
-    part: Option<Share>,
+    part: Option<PartIndex>,
     #[command(flatten)]
     samples: super::running::Samples,
 }
@@ -34,7 +34,7 @@ impl Args {
         for export in self.writing.exports() {
             builder = builder.export(export);
         }
-        let builder = self.samples.tell(builder);
+        let builder = self.samples.configure(builder);
         let pipeline = builder.build()?;
         output::run(&pipeline, &Model::open(&self.model)?, &self.output, self.part, global)
     }

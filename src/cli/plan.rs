@@ -24,7 +24,7 @@ impl Args {
             let pipeline = global.builder()?.recipe(&recipe).build()?;
             let model = Model::open(&recipe.model)?;
             let mut plan = pipeline.plan(&model)?;
-            plan.notes.extend(recipe.output.as_deref().and_then(|output| pipeline.made_here_first(&model, output)));
+            plan.notes.extend(recipe.output.as_deref().and_then(|output| pipeline.local_staging_note(&model, output)));
             plans.push((name, plan));
         }
         output::plans(&plans, global)

@@ -12,14 +12,14 @@ use crate::report::escape::display;
 use crate::report::format::{bytes, seconds};
 use crate::work::{Event, Progress, ProgressUnit, lock};
 
-/// Stages shorter than this leave no line behind.
-const WORTH_A_LINE: Duration = Duration::from_secs(1);
+/// Minimum duration of a stage for which a summary line is printed.
+const MIN_SUMMARY: Duration = Duration::from_secs(1);
 const SAMPLES: &str = "{msg:<15} [{bar:32}] {pos:>10} of {len:<10} {per_sec:>12}  {eta:>4} left";
 const STEPS: &str = "{msg:<15} [{bar:32}] {pos:>6} of {len:<6} {prefix}  {eta:>4} left";
 const UNCOUNTED: &str = "{msg:<15} {spinner} {pos:>10} {per_sec:>12}";
 const BYTES: &str = "{msg:<15} [{bar:32}] {bytes:>10} of {total_bytes:<10} {bytes_per_sec:>12}  {eta:>4} left";
 
-/// For people.
+/// Progress bars on a terminal, plain lines elsewhere.
 #[derive(Default)]
 pub(super) struct Bars(Mutex<Option<Stage>>);
 
@@ -33,8 +33,8 @@ struct Stage {
     bar: Option<ProgressBar>,
 }
 
-/// Time between two lines of one stage where there is no terminal.
-const SELDOM: Duration = Duration::from_secs(30);
+/// Minimum time between two lines of a stage if stderr is not a terminal.
+const LINE_INTERVAL: Duration = Duration::from_secs(30);
 
 impl Progress for Bars {
     fn on(&self, event: Event) {
@@ -67,7 +67,7 @@ impl Progress for Bars {
                 let (Some(stage), text) = (stage.as_mut(), display(text)) else { return };
                 match &stage.bar {
                     Some(bar) => bar.set_prefix(text.into_owned()),
-                    None if stage.reported.elapsed() >= SELDOM => {
+                    None if stage.reported.elapsed() >= LINE_INTERVAL => {
                         stage.reported = Instant::now();
                         let left = stage.start.elapsed().as_secs_f64() / stage.done.max(1) as f64 * stage.total.saturating_sub(stage.done) as f64;
                         let line = format!("{}: {} of {}, {text}, {} left", stage.name, stage.done, stage.total, seconds(left));
@@ -82,7 +82,7 @@ impl Progress for Bars {
                     bar.finish_and_clear();
                 }
                 let elapsed = start.elapsed();
-                if elapsed >= WORTH_A_LINE {
+                if elapsed >= MIN_SUMMARY {
                     let rate = done as f64 / elapsed.as_secs_f64();
                     let (amount, rate) = match unit {
                         ProgressUnit::Bytes => (bytes(done), bytes(rate as u64)),
@@ -96,7 +96,7 @@ impl Progress for Bars {
     }
 }
 
-/// For scripts.
+/// Progress as JSON lines.
 #[derive(Default)]
 pub(super) struct JsonLines(Mutex<Option<Counter>>);
 
@@ -107,8 +107,8 @@ struct Counter {
     reported: Instant,
 }
 
-/// Time between two lines of one stage.
-const EVERY: Duration = Duration::from_millis(500);
+/// Minimum time between two progress events.
+const EVENT_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Progress for JsonLines {
     fn on(&self, event: Event) {
@@ -126,14 +126,14 @@ impl Progress for JsonLines {
             Event::Advance(amount) => {
                 let Some(counter) = state.as_mut() else { return };
                 counter.done += amount;
-                if counter.reported.elapsed() < EVERY {
+                if counter.reported.elapsed() < EVENT_INTERVAL {
                     return;
                 }
                 counter.reported = Instant::now();
                 json!({ "event": "progress", "done": counter.done, counter.unit: counter.total })
             }
             Event::Message(text) => {
-                if state.as_ref().is_none_or(|counter| counter.reported.elapsed() < EVERY) {
+                if state.as_ref().is_none_or(|counter| counter.reported.elapsed() < EVENT_INTERVAL) {
                     return;
                 }
                 json!({ "event": "message", "text": text })

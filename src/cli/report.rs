@@ -8,20 +8,23 @@ use crate::error::Result;
 use crate::report::{Comparison, Report};
 
 #[derive(Debug, clap::Args)]
-#[command(mut_arg("output", |arg| arg.help("Write a page")), after_help = "Examples:
-  compress report out/int8                                 what came of a run, on the terminal
-  compress report out/int8 -o report.html                  the page again, of a report of any age
-  compress report out/int8 out/static out/pruned           runs side by side: size, answers, time, what tells the recipes apart
-  compress report out/*/report.json -o comparison.html     the same as a page, with a plot of size against answers
+#[command(mut_arg("output", |arg| arg.help("Write an HTML page")), after_help = "Examples:
+  compress report out/int8                                 the report of a run, on the terminal
+  compress report out/int8 -o report.html                  the HTML page, from a report of any version
+  compress report out/int8 out/static out/pruned           a comparison of runs: size, quality, time, differences of the recipes
+  compress report out/*/report.json -o comparison.html     the comparison as an HTML page, with a plot of size against quality
 
-A page is one file: it opens from disk, loads nothing, and can be mailed.")]
+A page is a single file without external resources.")]
 pub(super) struct Args {
-    /// Output folders, or their report.json; several are compared
+    /// Output folders, or their report.json; several reports are compared
     #[arg(required = true, value_name = "REPORT")]
     reports: Vec<PathBuf>,
     #[command(flatten)]
     file: TextFile,
 }
+
+/// Extensions of pages.
+const PAGE: [&str; 2] = ["html", "htm"];
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
@@ -31,15 +34,15 @@ impl Args {
             reports.push((folder.unwrap_or(path).to_string_lossy().into_owned(), Report::open(path)?));
         }
         if let [(_, report)] = reports.as_slice() {
-            self.file.write(|| Ok(report.to_html()))?;
-            return if global.json { output::json(report) } else { self.say(&report.to_terminal()) };
+            self.file.write(&PAGE, || Ok(report.to_html()))?;
+            return if global.json { output::json(report) } else { self.show(&report.to_terminal()) };
         }
-        let comparison = Comparison::of(&reports);
-        self.file.write(|| Ok(comparison.to_html()))?;
-        if global.json { output::json(&comparison) } else { self.say(&comparison.to_terminal()) }
+        let comparison = Comparison::new(&reports);
+        self.file.write(&PAGE, || Ok(comparison.to_html()))?;
+        if global.json { output::json(&comparison) } else { self.show(&comparison.to_terminal()) }
     }
 
-    fn say(&self, text: &str) -> Result<()> {
+    fn show(&self, text: &str) -> Result<()> {
         match &self.file.output {
             Some(path) => output::print(&format!("{text}\n written: {}\n", path.display())),
             None => output::print(text),

@@ -11,7 +11,7 @@ use crate::model::Model;
 use crate::pipeline::{Pipeline, Plan};
 use crate::recipe::{Recipe, Variant};
 use crate::report::Comparison;
-use crate::run_state::Share;
+use crate::run_state::PartIndex;
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
@@ -19,7 +19,7 @@ use crate::run_state::Share;
   compress run recipe.yaml --set amount=0.3
   compress run recipe.yaml -o out/tried --sweep amount=0.3,0.5,0.7     three runs, out/tried/amount=0.3 and so on
 
-A sweep ends with a table of all its runs, and comparison.html beside them: size against quality.")]
+A sweep ends with a table of all runs, and writes comparison.html to the output folder, with a plot of size against quality.")]
 pub(super) struct Args {
     /// The recipe
     recipe: PathBuf,
@@ -29,27 +29,27 @@ pub(super) struct Args {
     /// Change a value of the recipe: `seed=1`, `prune-unstructured.amount=0.3`, `passes.0.cast.to=f16`
     #[arg(long, value_name = "KEY=VALUE", value_parser = parse_set)]
     set: Vec<(String, String)>,
-    /// Try several values, each in a folder of its own inside the output folder: `amount=0.3,0.5,0.7`; with more than one of these,
-    /// every combination
+    /// Run with each of several values, each in a subfolder of the output folder: `amount=0.3,0.5,0.7`; if the option is repeated,
+    /// run every combination
     #[arg(long, value_name = "KEY=VALUE,...", value_parser = parse_sweep)]
     sweep: Vec<(String, Vec<Value>)>,
     /// Replace the output of an earlier run; files that its report does not list are never deleted
     #[arg(long)]
     force: bool,
-    /// Continue an earlier run: after the last pass whose result is cached, or from the last checkpoint of a training
+    /// Continue an earlier run after the last pass with a cached result, or from the last checkpoint of a training
     #[arg(long)]
     resume: bool,
     /// Do not cache results of passes
     #[arg(long, conflicts_with = "resume")]
     no_cache: bool,
-    /// Do not measure how close the answers are to the input's where no evaluation data is named
+    /// Do not measure the fidelity to the original model if no evaluation data is given
     #[arg(long)]
     no_measure: bool,
-    /// Make only a part of the weights, into OUT.parts: `2/16`, or `auto` in a job array of Slurm, `auto/16` in one of Kubernetes; `compress
-    /// merge` joins the parts
+    /// Write only a part of the weights, to OUT.parts: `2/16`, or `auto` in a Slurm job array, `auto/16` in a Kubernetes indexed job; `compress
+    /// merge` merges the parts
     #[arg(long, value_name = "I/N", conflicts_with_all = ["sweep", "dry_run", "resume"])]
-    part: Option<Share>,
-    /// Only show what would be done
+    part: Option<PartIndex>,
+    /// Show the plan without running it
     #[arg(long)]
     dry_run: bool,
 }
@@ -64,7 +64,7 @@ fn parse_sweep(text: &str) -> Result<(String, Vec<Value>), String> {
     serde_saphyr::from_str(&list).map(|values| (key, values)).map_err(|_| format!("`{values}` is not a list of values like 0.3,0.5,0.7"))
 }
 
-/// One run of one or several.
+/// One run of a recipe or of a sweep.
 struct Job {
     name: String,
     pipeline: Pipeline,
@@ -75,16 +75,16 @@ struct Job {
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let variants = Recipe::open_variants(&self.recipe, &self.set, &self.sweep)?;
-        // Whatever can be known to be wrong with any run is said before the first.
+        // All runs are checked before the first one starts.
         let jobs = variants.into_iter().map(|variant| self.job(variant, global)).collect::<Result<Vec<Job>>>()?;
         if self.dry_run {
-            return output::plans(&self.foreseen(&jobs)?, global);
+            return output::plans(&self.plans(&jobs)?, global);
         }
         match jobs.as_slice() {
             [job] if job.name.is_empty() => output::run(&job.pipeline, &job.model, &job.output, self.part, global),
-            _ if self.part.is_some() => Err(Error::option("--part", "a sweep is several runs: name one of its values with --set")),
-            [job, ..] if !job.pipeline.leads()? => jobs.iter().try_for_each(|job| output::run(&job.pipeline, &job.model, &job.output, None, global)),
-            _ => self.compared(jobs, global),
+            _ if self.part.is_some() => Err(Error::option("--part", "a sweep consists of several runs: select one value with --set")),
+            [job, ..] if !job.pipeline.is_leader()? => jobs.iter().try_for_each(|job| output::run(&job.pipeline, &job.model, &job.output, None, global)),
+            _ => self.run_sweep(jobs, global),
         }
     }
 
@@ -92,37 +92,37 @@ impl Args {
         let Variant { name, recipe } = variant;
         let output = self.output.clone().or(recipe.output.clone());
         let builder = global.builder()?.recipe(&recipe).measure(recipe.measure && !self.no_measure).force(self.force).resume(self.resume);
-        // Runs of a sweep begin with the same passes.
-        let builder = if self.no_cache { builder } else { running::cached(builder, !name.is_empty()) };
+        // Runs of a sweep share their first passes, so they use cached results.
+        let builder = if self.no_cache { builder } else { running::with_cache(builder, !name.is_empty()) };
         let pipeline = builder.build()?;
-        let output = output.ok_or_else(|| Error::option(self.recipe.display(), "no `output`; name a folder there or with -o"))?;
+        let output = output.ok_or_else(|| Error::option(self.recipe.display(), "no `output`: add one to the recipe, or use -o"))?;
         let model = Model::open(&recipe.model)?;
         let output = if name.is_empty() { output } else { output.join(&name) };
         Ok(Job { name, pipeline, model, output })
     }
 
-    /// What every run would do, and that there is a place for it.
-    fn foreseen(&self, jobs: &[Job]) -> Result<Vec<(String, Plan)>> {
-        let foresee = |job: &Job| {
+    /// Checks the outputs of all runs and plans them.
+    fn plans(&self, jobs: &[Job]) -> Result<Vec<(String, Plan)>> {
+        let plan = |job: &Job| {
             job.pipeline.check_output(&job.model, &job.output)?;
             Ok((job.name.clone(), job.pipeline.plan(&job.model)?))
         };
-        jobs.iter().map(foresee).collect()
+        jobs.iter().map(plan).collect()
     }
 
-    /// Runs everything, one after another, and shows it side by side.
-    fn compared(&self, jobs: Vec<Job>, global: &Global) -> Result<()> {
-        self.foreseen(&jobs)?;
-        jobs.iter().try_for_each(|job| crate::output::require_here(&job.output, "runs of a sweep are compared beside their outputs"))?;
+    /// Runs all variants of a sweep and compares their reports.
+    fn run_sweep(&self, jobs: Vec<Job>, global: &Global) -> Result<()> {
+        self.plans(&jobs)?;
+        jobs.iter().try_for_each(|job| crate::output::require_local(&job.output, "the comparison of a sweep is written next to its outputs"))?;
         let mut reports = Vec::with_capacity(jobs.len());
         let folder = jobs.first().and_then(|job| job.output.parent()).unwrap_or(Path::new("")).to_owned();
         for job in jobs {
-            output::begins(&job.name, global);
+            output::begin_run(&job.name, global);
             reports.push((job.name, job.pipeline.run(job.model, &job.output)?));
         }
-        let comparison = Comparison::of(&reports);
+        let comparison = Comparison::new(&reports);
         let page = folder.join("comparison.html");
-        output::new_file(&page, true, &comparison.to_html())?;
+        output::write_file(&page, &comparison.to_html())?;
         if global.json { output::json(&comparison) } else { output::print(&format!("\n{}\n written: {}\n", comparison.to_terminal(), page.display())) }
     }
 }

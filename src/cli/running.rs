@@ -1,4 +1,4 @@
-//! What the command line has more where the build runs models: commands, and arguments of others.
+//! Commands and arguments of builds that can run models.
 
 mod analyze;
 mod cache;
@@ -27,11 +27,11 @@ pub(super) use samples::Samples;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {
-    /// Inspect a model and write a first recipe for it, with the reason for every line
+    /// Inspect a model and write a commented first recipe for it
     Init(init::Args),
     /// Measure a model's quality: accuracy, perplexity, fidelity to another model
     Eval(Box<eval::Args>),
-    /// Continue prompts with a language model, beside another model where one is named
+    /// Continue prompts with a language model, and optionally compare with another model
     Generate(Box<generate::Args>),
     /// Measure how sensitive the model is to quantizing each layer, and write a mixed recipe
     Analyze(analyze::Args),
@@ -51,26 +51,26 @@ impl Command {
     }
 }
 
-/// Columns of the terminal that stdout is, if it is one.
+/// Number of columns of the terminal; `None` if stdout is not a terminal.
 fn columns() -> Option<u16> {
     rustix::termios::tcgetwinsize(std::io::stdout()).ok().map(|size| size.ws_col).filter(|columns| *columns > 0)
 }
 
-/// Has models run on so many threads.
-pub(super) fn compute_on(threads: NonZeroUsize) {
-    // A second pool is refused, and there is none.
+/// Sets the number of threads that run models.
+pub(super) fn set_threads(threads: NonZeroUsize) {
+    // Fails only if the global thread pool was already initialized.
     let _ = rayon::ThreadPoolBuilder::new().num_threads(threads.get()).build_global();
 }
 
-/// Has a pipeline cache the results of its passes in the user's cache, and with `reuse` take those of earlier runs.
-pub(super) fn cached(builder: Builder, reuse: bool) -> Builder {
-    match ResultCache::usual() {
+/// Enables the cache of pass results in the user's cache folder. `reuse`: results of earlier runs are also used without --resume.
+pub(super) fn with_cache(builder: Builder, reuse: bool) -> Builder {
+    match ResultCache::in_user_cache() {
         Some(cache) => builder.cache(cache, reuse),
         None => builder,
     }
 }
 
-/// Does the part of a process that does not write.
+/// Runs a pipeline in a process other than rank 0.
 pub(super) fn follow(pipeline: &Pipeline, model: &Model, folder: &Path) -> Result<()> {
     pipeline.follow(model, folder)
 }

@@ -1,4 +1,4 @@
-//! What the command line has where the build runs no models, in the place of `running`.
+//! Stand-in for `running` in builds without the feature `run`.
 #![allow(clippy::unnecessary_wraps, clippy::unused_self)]
 
 use std::num::NonZeroUsize;
@@ -27,7 +27,7 @@ impl Graph {
 pub(super) struct Samples {}
 
 impl Samples {
-    pub fn tell(self, builder: Builder) -> Builder {
+    pub fn configure(self, builder: Builder) -> Builder {
         builder
     }
 }
@@ -37,7 +37,7 @@ impl Samples {
 pub(super) struct Models {}
 
 impl Models {
-    pub fn tell(&self, builder: Builder) -> Result<Builder> {
+    pub fn configure(&self, builder: Builder) -> Result<Builder> {
         Ok(builder)
     }
 
@@ -64,8 +64,8 @@ pub(super) struct Runtimes {
 
 impl Runtimes {
     pub fn find() -> Runtimes {
-        let without = Error::run("ONNX Runtime", "is not part of this program", "build with the feature `run`");
-        Runtimes { remark: " (this program only changes weights)", onnxruntime: Err(without), cache: None }
+        let missing = Error::run("ONNX Runtime", "is not part of this program", "build with the feature `run`");
+        Runtimes { remark: " (this program was built without support for running models)", onnxruntime: Err(missing), cache: None }
     }
 }
 
@@ -84,14 +84,14 @@ pub(super) struct Unused {
 }
 
 impl Computation {
-    pub fn of(_model: &Model) -> Computation {
+    pub fn from_model(_model: &Model) -> Computation {
         Computation::default()
     }
 }
 
-pub(super) fn compute_on(_threads: NonZeroUsize) {}
+pub(super) fn set_threads(_threads: NonZeroUsize) {}
 
-pub(super) fn cached(builder: Builder, _reuse: bool) -> Builder {
+pub(super) fn with_cache(builder: Builder, _reuse: bool) -> Builder {
     builder
 }
 

@@ -1,4 +1,4 @@
-//! Samples that run together.
+//! Batches of samples.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,31 +11,32 @@ use crate::error::{Error, Result};
 /// Targets of the samples of a batch.
 #[derive(Debug, Clone, PartialEq)]
 pub enum References {
-    /// Nothing.
+    /// No targets.
     None,
-    /// The class of each sample; none where its label is -100, which counts in no loss and no metric.
+    /// The class of each sample; `None` for the label -100, which losses and metrics ignore.
     Classes(Vec<Option<usize>>),
-    /// A score for each pair; the first texts of all pairs come first, then the second texts.
+    /// A score for each pair of texts; the batch contains the first texts of all pairs, then the second
+    /// texts.
     Scores(Vec<f64>),
-    /// For each window, the places `from..to` whose tokens are to be predicted from the preceding ones.
+    /// For each window, the positions whose tokens are predicted from the preceding ones.
     Next(Vec<Range<usize>>),
-    /// For each sample, the token that the logits at each place predict; none where the label is -100.
+    /// For each sample, the target token of the logits at each position; `None` for the label -100.
     Tokens(Vec<Vec<Option<i64>>>),
 }
 
-/// Samples that run together.
+/// A batch of samples.
 #[derive(Debug, Clone)]
 pub struct Batch {
-    /// Values of the model's inputs, and possibly of others that a model may take.
+    /// Model inputs by name, possibly including ones that the model does not have.
     pub inputs: BTreeMap<String, Tensor>,
     /// The targets.
     pub references: References,
-    /// How many samples.
+    /// Number of samples.
     pub samples: usize,
 }
 
 impl Batch {
-    /// The first tokens of texts, without targets.
+    /// Truncates texts to their first tokens; drops the targets.
     ///
     /// # Errors
     /// Memory runs out.
@@ -43,14 +44,14 @@ impl Batch {
         self.tokens_within(0..length)
     }
 
-    /// How many tokens each text has, if all inputs are texts of one length.
+    /// Number of tokens per text, if all inputs are token sequences of one length.
     pub fn token_count(&self) -> Option<usize> {
         let mut lengths = self.inputs.values().map(|tensor| if let [_, length] = tensor.dims() { Some(*length) } else { None });
         let first = lengths.next()??;
         lengths.all(|length| length == Some(first)).then_some(first)
     }
 
-    /// Some of the tokens of each text, without targets.
+    /// Selects a range of tokens in each text; drops the targets.
     ///
     /// # Errors
     /// Memory runs out.
@@ -66,10 +67,10 @@ impl Batch {
         Ok(Batch { inputs, references: References::None, ..self })
     }
 
-    /// Some of the samples, of a batch without pairs.
+    /// Selects `count` samples, of a batch without pairs.
     ///
     /// # Errors
-    /// There are not so many.
+    /// The range exceeds the batch.
     pub fn narrow(&self, from: usize, count: usize) -> Result<Batch> {
         if from == 0 && count == self.samples {
             return Ok(self.clone());
@@ -83,7 +84,8 @@ impl Batch {
             References::Next(ranges) => ranges.get(some).map(|some| References::Next(some.to_vec())),
             References::Tokens(rows) => rows.get(some).map(|some| References::Tokens(some.to_vec())),
         };
-        let references = references.ok_or_else(|| Error::option("data", format!("a batch of {} has no {count} samples from {from}", self.samples)))?;
+        let references =
+            references.ok_or_else(|| Error::option("data", format!("samples {from} to {} exceed a batch of {}", from.saturating_add(count), self.samples)))?;
         Ok(Batch { inputs: inputs.map_err(shaped)?, references, samples: count })
     }
 }

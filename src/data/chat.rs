@@ -1,11 +1,11 @@
-//! Messages of a chat as the text that a model has been trained on, by the template that it comes with.
+//! Chat templates: render the messages of a chat to the text format that a model was trained on.
 
 use std::io::Write;
 use std::path::Path;
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
-use minijinja::{Environment, Error as Fault, ErrorKind, Value as Said};
+use minijinja::{Environment, Error as TemplateError, ErrorKind, Value as TemplateValue};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter};
@@ -13,48 +13,50 @@ use serde_json::{Map, Value, json};
 
 use super::tokens::{special_tokens, token_text};
 use crate::error::{Error, Result};
-use crate::model::{Made, config_beside, text_beside};
+use crate::model::{SynthesizedFiles, open_auxiliary_config, read_auxiliary_text};
 
-/// The file of a template.
+/// File with the template.
 const FILE: &str = "chat_template.jinja";
 const SETTINGS: &str = "tokenizer_config.json";
-/// Instructions of a template at most: anybody may have written it.
+/// Maximum number of template instructions, since templates are untrusted.
 const FUEL: u64 = 10_000_000;
 
-/// Something that somebody says.
+/// A message of a chat.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Message {
-    /// Who: `user`, `system` or `assistant`.
+    /// Role of the author: `user`, `system` or `assistant`.
     pub role: String,
-    /// What.
+    /// Text of the message.
     pub content: String,
 }
 
-/// Messages of a data set with whatever a template knows of them, and the tools that they may call.
+/// Messages of a data set as JSON, with all keys, and the available tools.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Chat {
     pub messages: Value,
     pub tools: Value,
 }
 
-/// The template of a model (Jinja), as transformers has it: blocks leave no empty lines, `raise_exception` refuses messages.
+/// A Jinja chat template with the semantics of transformers: `trim_blocks` and `lstrip_blocks` are set,
+/// and `raise_exception` is available.
 pub struct ChatTemplate {
     text: String,
-    /// The one for chats in which tools may be called, where there is another.
+    /// A separate template for chats with tools, if there is one.
     with_tools: Option<String>,
-    /// Special tokens by the names that templates know them by.
+    /// Special tokens by their names in templates, such as `bos_token`.
     tokens: Map<String, Value>,
     folder: String,
 }
 
 impl ChatTemplate {
-    /// The template of a folder, or of what a file of weights holds of one (`made`): a file of its own, or what `tokenizer_config.json` holds.
+    /// Opens the template of a folder, or of the files synthesized from a weight file:
+    /// `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`.
     ///
     /// # Errors
-    /// There is none, or a file cannot be read.
-    pub fn open(folder: &Path, made: &Made) -> Result<ChatTemplate> {
-        let settings = config_beside(folder, made, SETTINGS)?;
-        let own = text_beside(folder, made, FILE)?;
+    /// There is no template, or a file cannot be read.
+    pub fn open(folder: &Path, synthesized: &SynthesizedFiles) -> Result<ChatTemplate> {
+        let settings = open_auxiliary_config(folder, synthesized, SETTINGS)?;
+        let own = read_auxiliary_text(folder, synthesized, FILE)?;
         let stored = |name: &str| match settings.get("chat_template")? {
             Value::String(text) => Some(text.clone()).filter(|_| name == "default"),
             Value::Array(all) => {
@@ -66,30 +68,31 @@ impl ChatTemplate {
         let with_tools = stored("tool_use").filter(|_| own.is_none()).map(|text| without_generation_blocks(&text));
         let text = own.or_else(|| stored("default")).ok_or_else(|| Error::Unsupported {
             what: format!("{}: a chat without {FILE} and without `chat_template` in {SETTINGS}", folder.display()),
-            hint: format!("put {FILE} beside the model, or go without chats: `generate` without --chat, data with texts"),
+            hint: format!("add {FILE} to the model's folder, or do not use chats: `generate` without --chat, data with plain texts"),
         })?;
-        let tokens = special_tokens(folder, made, settings.values())?;
+        let tokens = special_tokens(folder, synthesized, settings.values())?;
         let tokens = tokens.iter().filter_map(|(name, value)| Some((name.clone(), json!(token_text(value)?)))).collect();
         Ok(ChatTemplate { text: without_generation_blocks(&text), with_tools, tokens, folder: folder.display().to_string() })
     }
 
-    /// The text of messages, with the beginning of an answer.
+    /// Renders messages followed by the generation prompt.
     ///
     /// # Errors
-    /// The template is broken, takes too long, or refuses the messages.
+    /// The template is invalid, exceeds the instruction limit, or rejects the messages.
     pub fn render(&self, messages: &[Message]) -> Result<String> {
-        self.made_of(&json!(messages), &Value::Null, true)
+        self.render_with(&json!(messages), &Value::Null, true)
     }
 
-    /// The text of a whole chat.
-    pub(super) fn whole(&self, chat: &Chat) -> Result<String> {
-        self.made_of(&chat.messages, &chat.tools, false)
+    /// Renders a complete chat, without a generation prompt.
+    pub(super) fn render_complete(&self, chat: &Chat) -> Result<String> {
+        self.render_with(&chat.messages, &chat.tools, false)
     }
 
-    fn made_of(&self, messages: &Value, tools: &Value, answer: bool) -> Result<String> {
-        let failed = |e: Fault| {
-            let dated = e.to_string().contains("strftime_now");
-            let hint = if dated { "the template asks for the date, with which answers change from day to day: put a date into its text" } else { "" };
+    fn render_with(&self, messages: &Value, tools: &Value, add_generation_prompt: bool) -> Result<String> {
+        let failed = |e: TemplateError| {
+            let uses_date = e.to_string().contains("strftime_now");
+            let hint =
+                if uses_date { "the template uses the current date, which makes results change from day to day: replace it by a fixed date" } else { "" };
             Error::run(format!("{}: the chat template", self.folder), e, hint)
         };
         let mut environment = Environment::new();
@@ -97,22 +100,24 @@ impl ChatTemplate {
         environment.set_syntax(syntax.map_err(failed)?);
         environment.set_fuel(Some(FUEL));
         environment.set_unknown_method_callback(unknown_method_callback);
-        environment.add_function("raise_exception", |reason: String| Err::<Said, _>(Fault::new(ErrorKind::InvalidOperation, reason)));
-        environment.add_filter("tojson", |value: Said, options: Kwargs| {
+        environment.add_function("raise_exception", |reason: String| Err::<TemplateValue, _>(TemplateError::new(ErrorKind::InvalidOperation, reason)));
+        environment.add_filter("tojson", |value: TemplateValue, options: Kwargs| {
             let indent: Option<usize> = options.get("indent")?;
             options.assert_all_used()?;
-            as_python(&value, indent).map_err(|e| Fault::new(ErrorKind::BadSerialization, e.to_string()))
+            as_python(&value, indent).map_err(|e| TemplateError::new(ErrorKind::BadSerialization, e.to_string()))
         });
         let mut context = self.tokens.clone();
-        // transformers passes all of them always.
-        let given = [("messages", messages.clone()), ("tools", tools.clone()), ("documents", Value::Null), ("add_generation_prompt", json!(answer))];
-        context.extend(given.map(|(name, value)| (name.to_owned(), value)));
+        // transformers always passes all of these.
+        let variables =
+            [("messages", messages.clone()), ("tools", tools.clone()), ("documents", Value::Null), ("add_generation_prompt", json!(add_generation_prompt))];
+        context.extend(variables.map(|(name, value)| (name.to_owned(), value)));
         let text = self.with_tools.as_ref().filter(|_| !tools.is_null()).unwrap_or(&self.text);
         environment.render_str(text, Serde(context)).map_err(failed)
     }
 }
 
-/// A template without the marks of what an assistant has said, which transformers trains by: `{% generation %}` to `{% endgeneration %}`.
+/// Replaces `{% generation %}` blocks, which mark assistant messages for training in transformers, by
+/// unconditional blocks.
 fn without_generation_blocks(text: &str) -> String {
     let mut rest = text;
     let mut out = String::with_capacity(text.len());
@@ -131,8 +136,8 @@ fn without_generation_blocks(text: &str) -> String {
     out + rest
 }
 
-/// JSON as Python's `json.dumps` spells it.
-fn as_python(value: &Said, indent: Option<usize>) -> serde_json::Result<String> {
+/// Serializes JSON like Python's `json.dumps`.
+fn as_python(value: &TemplateValue, indent: Option<usize>) -> serde_json::Result<String> {
     struct Spaced;
     impl Formatter for Spaced {
         fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
@@ -165,11 +170,11 @@ mod tests {
     fn rendered(settings: &Value) -> Result<String> {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join(SETTINGS), settings.to_string()).unwrap();
-        let said = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
-        ChatTemplate::open(folder.path(), &Made::new())?.render(&[said("user", "  Who <b> are you? "), said("assistant", "ä")])
+        let message = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
+        ChatTemplate::open(folder.path(), &SynthesizedFiles::new())?.render(&[message("user", "  Who <b> are you? "), message("assistant", "ä")])
     }
 
-    /// What `apply_chat_template` of transformers gives.
+    /// The expected text is the output of `apply_chat_template` of transformers.
     #[test]
     fn messages_are_rendered_as_in_transformers() {
         let template = "{{ bos_token }}{% for message in messages %}\n    {%- if message['role'] == 'user' %}\n[U] {{ message['content'].strip() | tojson }}\n    {% else %}\n[A] {{ message.content }}{{ eos_token }}\n    {% endif %}\n{% endfor %}\n{% if add_generation_prompt %}\n[A]{% endif %}";
@@ -178,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn what_transformers_passes_and_trains_by_is_known() {
+    fn variables_and_generation_blocks_of_transformers_are_supported() {
         let rendered = |template: &str| rendered(&json!({ "chat_template": template })).unwrap();
         assert_eq!(rendered("{% if tools is not none %}tools{% endif %}{% if documents %}documents{% endif %}x"), "x");
         assert_eq!(rendered("{%- generation -%} a {%- endgeneration %}\nb{% generation %}c{% endgeneration %}"), "ab c".replace(' ', ""));
@@ -187,22 +192,22 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let named = json!({ "chat_template": [{ "name": "default", "template": "plain" }, { "name": "tool_use", "template": "{{ tools[0].b }}" }] });
         std::fs::write(folder.path().join(SETTINGS), named.to_string()).unwrap();
-        let template = ChatTemplate::open(folder.path(), &Made::new()).unwrap();
-        let whole = |tools| template.whole(&Chat { messages: json!([]), tools }).unwrap();
-        assert_eq!((whole(Value::Null).as_str(), whole(json!([{ "b": "tool" }])).as_str()), ("plain", "tool"));
-        // As old files of transformers say it.
+        let template = ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap();
+        let render = |tools| template.render_complete(&Chat { messages: json!([]), tools }).unwrap();
+        assert_eq!((render(Value::Null).as_str(), render(json!([{ "b": "tool" }])).as_str()), ("plain", "tool"));
+        // Special tokens in a separate file, as written by old versions of transformers.
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join(SETTINGS), json!({ "chat_template": "{{ bos_token }}{{ eos_token }}", "eos_token": "e" }).to_string()).unwrap();
         std::fs::write(folder.path().join("special_tokens_map.json"), json!({ "bos_token": { "content": "b" }, "eos_token": "other" }).to_string()).unwrap();
-        assert_eq!(ChatTemplate::open(folder.path(), &Made::new()).unwrap().render(&[]).unwrap(), "be");
+        assert_eq!(ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap().render(&[]).unwrap(), "be");
     }
 
     #[test]
-    fn templates_that_fail_are_told() {
-        let told = |template: &str| rendered(&json!({ "chat_template": template })).unwrap_err().to_string();
-        assert!(told("{{ raise_exception('roles must alternate') }}").contains("roles must alternate"));
-        assert!(told("{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}").contains("fuel"));
-        assert!(told("{% if %}").contains("the chat template"));
+    fn template_errors_are_reported() {
+        let error = |template: &str| rendered(&json!({ "chat_template": template })).unwrap_err().to_string();
+        assert!(error("{{ raise_exception('roles must alternate') }}").contains("roles must alternate"));
+        assert!(error("{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}").contains("fuel"));
+        assert!(error("{% if %}").contains("the chat template"));
         assert!(rendered(&json!({})).unwrap_err().to_string().contains("a chat without chat_template.jinja"));
     }
 }

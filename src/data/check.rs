@@ -5,14 +5,14 @@ use super::records::{TextFormat, layout};
 use crate::error::{Error, Result};
 
 impl Data {
-    /// Holds the values to what they may be.
+    /// Validates the options.
     ///
     /// # Errors
-    /// The first that cannot be.
+    /// A value is out of range, or an option does not apply to this kind of data.
     pub fn check(&self) -> Result<()> {
         let kinds = [&self.text, &self.images, &self.arrays].iter().filter(|kind| kind.is_some()).count();
         if kinds != 1 {
-            return Err(Error::option("data", "needs exactly one of `text`, `images` and `arrays`"));
+            return Err(Error::option("data", "requires exactly one of `text`, `images` and `arrays`"));
         }
         for (name, value) in [("samples", self.samples), ("batch_size", self.batch_size), ("max_length", self.max_length), ("stride", self.stride)] {
             if value == Some(0) {
@@ -21,19 +21,22 @@ impl Data {
         }
         for (name, sides) in [("resize", &self.resize), ("crop", &self.crop)] {
             if sides.as_ref().is_some_and(|sides| !(1..=2).contains(&sides.len()) || sides.contains(&0)) {
-                return Err(Error::option("data", format!("`{name}` must be a height and a width, or one number")));
+                return Err(Error::option("data", format!("`{name}` must be a height and a width, or one number, each at least 1")));
             }
         }
+        if self.is_spread() && self.samples.is_none() {
+            return Err(Error::option("data", "`sampling: spread` requires `samples`, the number of windows"));
+        }
         if let Some((name, of)) = self.unread_option() {
-            return Err(Error::option("data", format!("`{name}` is only read for {of}: leave it out")));
+            return Err(Error::option("data", format!("`{name}` applies only to {of}: remove it")));
         }
         if self.std.iter().chain(&self.rescale).any(|v| !v.is_normal()) || self.mean.iter().any(|v| !v.is_finite()) {
-            return Err(Error::option("data", "`rescale`, `mean` and `std` must be numbers, the first and the last not 0"));
+            return Err(Error::option("data", "`rescale`, `mean` and `std` must be finite numbers, and `rescale` and `std` not 0"));
         }
         Ok(())
     }
 
-    /// An option that this kind of data does not read, and for which kind it is.
+    /// An option that does not apply to this kind of data, and the kind that it applies to.
     fn unread_option(&self) -> Option<(&'static str, &'static str)> {
         let layout = self.text.as_ref().map(|path| layout(self, path).ok());
         let (columns, records) = (matches!(layout, Some(None | Some(TextFormat::Columns { .. }))), !matches!(layout, None | Some(Some(TextFormat::Lines))));
@@ -50,6 +53,7 @@ impl Data {
             (arrays, !self.inputs.is_empty(), "inputs", "arrays"),
             (text, self.max_length.is_some(), "max_length", "text"),
             (text, self.stride.is_some(), "stride", "text"),
+            (text && !records, self.is_spread(), "sampling: spread", "plain text (.txt and .raw)"),
             (images, self.resize.is_some(), "resize", "images"),
             (images, self.crop.is_some(), "crop", "images"),
             (images, self.layout.is_some(), "layout", "images"),
@@ -67,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_options_are_rejected() {
         let check = |text: &str| serde_saphyr::from_str::<Data>(text).map_err(|e| e.to_string()).and_then(|d| d.check().map_err(|e| e.to_string()));
         assert!(check("text: a.txt").is_ok());
         assert!(check("{}").unwrap_err().contains("exactly one of"));
@@ -77,9 +81,9 @@ mod tests {
         assert!(check("{ images: a, resize: [3, 4, 5] }").unwrap_err().contains("`resize`"));
         assert!(check("{ images: a, crop: 0 }").unwrap_err().contains("`crop`"));
         assert!(check("{ images: a, crop: wide }").unwrap_err().contains("a number, or a height and a width"));
-        assert!(check("{ arrays: a.npz, layout: nhwc }").unwrap_err().contains("`layout` is only read for images"));
+        assert!(check("{ arrays: a.npz, layout: nhwc }").unwrap_err().contains("`layout` applies only to images"));
         let unread = [
-            ("{ text: a, mean: [0.5] }", "`mean` is only read for images and arrays"),
+            ("{ text: a, mean: [0.5] }", "`mean` applies only to images and arrays"),
             ("{ text: a.txt, text_column: x }", "`text_column`"),
             ("{ text: a.jsonl, header: false }", "`header`"),
             ("{ text: a.jsonl, labels: nosuchfile }", "`labels`"),
@@ -87,13 +91,16 @@ mod tests {
             ("{ arrays: a.npz, max_length: 8 }", "`max_length`"),
             ("{ arrays: a.npz, pair_column: x }", "`pair_column`"),
             ("{ images: a, label_column: x }", "`label_column`"),
-            ("{ images: ., labels: x }", "`labels` is only read for an IDX file"),
+            ("{ images: ., labels: x }", "`labels` applies only to an IDX file"),
+            ("{ text: a.jsonl, samples: 2, sampling: spread }", "`sampling: spread` applies only to plain text"),
+            ("{ images: ., samples: 2, sampling: spread }", "`sampling: spread` applies only to plain text"),
+            ("{ text: a.txt, sampling: spread }", "requires `samples`"),
         ];
         for (text, reason) in unread {
             assert!(check(text).is_err_and(|e| e.contains(reason)), "{text}");
         }
-        for read in ["{ text: a.csv, header: false, quoting: false, text_column: 0, max_length: 8 }", "{ text: a.log, delimiter: \";\", header: false }"] {
-            assert_eq!(check(read), Ok(()), "{read}");
+        for valid in ["{ text: a.csv, header: false, quoting: false, text_column: 0, max_length: 8 }", "{ text: a.log, delimiter: \";\", header: false }"] {
+            assert_eq!(check(valid), Ok(()), "{valid}");
         }
         assert!(["mean: 0.286, std: 1", "mean: -1", "mean: [1, 0.5]"].iter().all(|scalar| check(&format!("{{ images: a, {scalar} }}")).is_ok()));
         assert!(check("{ images: a, mean: x }").is_err());

@@ -1,4 +1,4 @@
-//! IDX files, as MNIST and its successors come in: a magic number, sizes, bytes.
+//! IDX files, the format of MNIST: a magic number, sizes, and unsigned bytes.
 
 use std::fs::File;
 use std::io::{BufReader, Read};
@@ -6,25 +6,25 @@ use std::path::{Path, PathBuf};
 
 use flate2::read::GzDecoder;
 
+use super::image_input::ImageInput;
 use super::labels::Classes;
 use super::options::{Data, Task};
 use super::pixels::Pixels;
-use super::plane::Plane;
-use super::{Batch, LARGEST, Order, PendingBatches, References, SampleSource, Target, in_batches};
+use super::{Batch, MAX_SAMPLE_BYTES, Order, PendingBatches, References, SampleSource, Target, in_batches};
 use crate::error::{Error, Result};
 use crate::store::DType;
 use crate::store::header::byte_count;
 
-/// Element code of unsigned bytes, the only one that images come in.
+/// Element type code of unsigned bytes, the only supported one.
 const BYTES: u8 = 0x08;
 
-/// A file that is being read.
+/// An open file.
 struct Reader {
     path: PathBuf,
     count: usize,
-    /// Sizes of a sample.
+    /// Shape of a sample.
     sizes: Vec<usize>,
-    /// Bytes of a sample.
+    /// Size of a sample, in bytes.
     bytes: u64,
     rest: Box<dyn Read + Send>,
 }
@@ -33,34 +33,38 @@ impl Reader {
     fn open(path: &Path, rank: std::ops::RangeInclusive<usize>) -> Result<Reader> {
         let file = BufReader::new(File::open(path).map_err(Error::io("open", path))?);
         let mut rest: Box<dyn Read + Send> = if path.extension().is_some_and(|e| e == "gz") { Box::new(GzDecoder::new(file)) } else { Box::new(file) };
-        let no_idx = || Error::malformed(path, "is not an IDX file of bytes, nor a folder of images");
+        let not_idx = || Error::malformed(path, "is neither an IDX file of bytes nor a folder of images");
         let mut magic = [0; 4];
-        rest.read_exact(&mut magic).map_err(|_| no_idx())?;
-        let [0, 0, BYTES, dimensions] = magic else { return Err(no_idx()) };
+        rest.read_exact(&mut magic).map_err(|_| not_idx())?;
+        let [0, 0, BYTES, dimensions] = magic else { return Err(not_idx()) };
         if !rank.contains(&usize::from(dimensions)) {
-            return Err(no_idx());
+            return Err(not_idx());
         }
         let mut size = || {
             let mut size = [0; 4];
-            rest.read_exact(&mut size).map_err(|_| no_idx())?;
+            rest.read_exact(&mut size).map_err(|_| not_idx())?;
             Ok(u32::from_be_bytes(size) as usize)
         };
         let count = size()?;
         let sizes = (1..dimensions).map(|_| size()).collect::<Result<Vec<_>>>()?;
-        let bytes = byte_count(DType::U8, &sizes).filter(|bytes| (1..=LARGEST).contains(bytes));
-        let bytes = bytes.ok_or_else(|| Error::malformed(path, format!("has samples of {sizes:?}, which are empty or larger than memory")))?;
+        let bytes = byte_count(DType::U8, &sizes).filter(|bytes| (1..=MAX_SAMPLE_BYTES).contains(bytes));
+        let bytes = bytes.ok_or_else(|| Error::malformed(path, format!("has samples of shape {sizes:?}, which are empty or too large")))?;
         Ok(Reader { path: path.to_owned(), count, sizes, bytes, rest })
     }
 
-    /// Bytes of the next sample.
+    /// Reads the next sample.
     fn next(&mut self) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.rest.by_ref().take(self.bytes).read_to_end(&mut bytes).map_err(Error::io("read", &self.path))?;
-        if bytes.len() as u64 == self.bytes { Ok(bytes) } else { Err(Error::malformed(&self.path, format!("ends before its {} samples do", self.count))) }
+        if bytes.len() as u64 == self.bytes {
+            Ok(bytes)
+        } else {
+            Err(Error::malformed(&self.path, format!("is truncated: it should have {} samples", self.count)))
+        }
     }
 }
 
-/// One image as it is stored.
+/// A stored image with its label.
 struct Sample {
     index: usize,
     pixels: Vec<u8>,
@@ -76,18 +80,18 @@ pub(super) struct Idx {
     batch: usize,
     classes: Classes,
     pixels: Pixels,
-    plane: Plane,
+    input: ImageInput,
 }
 
 impl Idx {
     pub fn open(options: &Data, path: &Path, task: Task, target: Target) -> Result<Idx> {
-        let mut plane = Plane::of(options, &target, path)?;
+        let mut input = ImageInput::from_target(options, &target, path)?;
         let images = Reader::open(path, 3..=4)?;
         let labels = if task == Task::Classification {
-            let labels = options.labels.as_ref().ok_or_else(|| Error::option("data", format!("{}: name the file of `labels`", path.display())))?;
+            let labels = options.labels.as_ref().ok_or_else(|| Error::option("data", format!("{}: specify the file with `labels`", path.display())))?;
             let count = Reader::open(labels, 1..=1)?.count;
             if count != images.count {
-                return Err(Error::malformed(labels, format!("holds {count} labels, {} holds {} images", path.display(), images.count)));
+                return Err(Error::malformed(labels, format!("contains {count} labels, but {} contains {} images", path.display(), images.count)));
             }
             Some(labels.clone())
         } else {
@@ -97,41 +101,50 @@ impl Idx {
         let sizes = match *images.sizes {
             [height, width] => (1, height, width),
             [channels, height, width] => (channels, height, width),
-            _ => return Err(Error::malformed(path, format!("has samples of {:?}, which are no images", images.sizes))),
+            _ => return Err(Error::malformed(path, format!("has samples of shape {:?}, which are not images", images.sizes))),
         };
-        plane.take_channels(sizes.0, path)?;
-        let pixels = Pixels::open(options, &target, &plane)?;
+        input.require_channels(sizes.0, path)?;
+        let pixels = Pixels::open(options, &target, &input)?;
         if pixels.resizes() && !matches!(sizes.0, 1 | 3) {
-            return Err(Error::malformed(path, format!("has images of {} channels, which are not resized: leave `resize` and `crop` out", sizes.0)));
+            return Err(Error::malformed(path, format!("has images with {} channels, which cannot be resized: remove `resize` and `crop`", sizes.0)));
         }
-        Ok(Idx { images: path.to_owned(), sizes, labels, count, batch: options.batch(task, None), classes: Classes::of(options, &target), pixels, plane })
+        Ok(Idx {
+            images: path.to_owned(),
+            sizes,
+            labels,
+            count,
+            batch: options.batch(task, None),
+            classes: Classes::from_target(options, &target),
+            pixels,
+            input,
+        })
     }
 
     fn batch(&self, samples: &[Sample]) -> Result<Batch> {
         let count = samples.len();
         let (channels, height, width) = self.sizes;
         let mut numbers = Vec::new();
-        let (mut high, mut wide) = (height, width);
-        let no_size = || Error::malformed(&self.images, "its samples have no size");
+        let (mut output_height, mut output_width) = (height, width);
+        let invalid_size = || Error::malformed(&self.images, "its samples have an invalid size");
         for image in samples.iter().map(|sample| &sample.pixels) {
             let pixels = height.saturating_mul(width);
-            let picture: image::DynamicImage = match channels {
-                1 => image::GrayImage::from_raw(width as u32, height as u32, image.to_vec()).ok_or_else(no_size)?.into(),
+            let decoded: image::DynamicImage = match channels {
+                1 => image::GrayImage::from_raw(width as u32, height as u32, image.to_vec()).ok_or_else(invalid_size)?.into(),
                 3 => {
                     let bytes = (0..pixels).flat_map(|at| image.iter().skip(at).step_by(pixels)).copied().collect();
-                    image::RgbImage::from_raw(width as u32, height as u32, bytes).ok_or_else(no_size)?.into()
+                    image::RgbImage::from_raw(width as u32, height as u32, bytes).ok_or_else(invalid_size)?.into()
                 }
                 _ => {
-                    numbers.append(&mut self.pixels.finished(image.iter().map(|byte| f32::from(*byte)).collect(), &self.plane)?);
+                    numbers.append(&mut self.pixels.to_model_layout(image.iter().map(|byte| f32::from(*byte)).collect(), &self.input)?);
                     continue;
                 }
             };
-            let (mut pixels, h, w) = self.pixels.numbers(&picture, &self.plane, &self.images)?;
-            (high, wide) = (h, w);
+            let (mut pixels, h, w) = self.pixels.preprocess(&decoded, &self.input, &self.images)?;
+            (output_height, output_width) = (h, w);
             numbers.append(&mut pixels);
         }
-        self.plane.require_size(high, wide, &self.images)?;
-        let input = self.plane.batch(numbers, count, high, wide)?;
+        self.input.require_size(output_height, output_width, &self.images)?;
+        let input = self.input.batch(numbers, count, output_height, output_width)?;
         let labels = || samples.iter().filter_map(|sample| Some((sample.index, i64::from(sample.label?))));
         let references = self.labels.as_ref().map_or(Ok(References::None), |path| self.classes.references(labels(), path))?;
         Ok(Batch { inputs: [input].into(), references, samples: count })
@@ -139,7 +152,7 @@ impl Idx {
 }
 
 impl SampleSource for Idx {
-    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
+    fn pending_batches(&self, order: Order) -> Result<PendingBatches<'_>> {
         let mut images = Reader::open(&self.images, 3..=4)?;
         let bytes = images.bytes as usize;
         let mut labels = self.labels.as_ref().map(|path| Reader::open(path, 1..=1)).transpose()?;
@@ -150,8 +163,8 @@ impl SampleSource for Idx {
         Ok(in_batches((0..self.count).map(read), self.batch, bytes, order, |samples| self.batch(samples)))
     }
 
-    fn images(&self) -> Option<(&Pixels, &Plane)> {
-        Some((&self.pixels, &self.plane))
+    fn images(&self) -> Option<(&Pixels, &ImageInput)> {
+        Some((&self.pixels, &self.input))
     }
 
     fn count(&self) -> Result<usize> {

@@ -1,4 +1,4 @@
-//! How a model takes images: which axes of its input are what.
+//! The image input of a model: its axes and channels.
 
 use std::path::Path;
 
@@ -9,49 +9,53 @@ use super::{Batch, Port, Target, shaped};
 use crate::error::{Error, Result};
 use crate::ir::Element;
 
-/// How a model takes images.
+/// The image input of a model.
 #[derive(Debug, Clone)]
-pub(super) struct Plane {
+pub(super) struct ImageInput {
     pub port: Port,
     pub channels: usize,
     pub layout: ImageLayout,
 }
 
-impl Plane {
-    /// The input that takes images: the only one.
-    pub fn of(options: &Data, target: &Target, path: &Path) -> Result<Plane> {
+impl ImageInput {
+    /// The image input of a model with a single input.
+    pub fn from_target(options: &Data, target: &Target, path: &Path) -> Result<ImageInput> {
         let [port] = target.inputs else {
             let names = target.inputs.iter().map(|port| format!("`{}`", port.name)).collect::<Vec<_>>().join(", ");
-            return Err(Error::option("data", format!("{}: the model takes {names}, not images alone: give its inputs as `arrays`", path.display())));
+            return Err(Error::option(
+                "data",
+                format!("{}: the model has the inputs {names}, but image data supports only one: provide all inputs as `arrays`", path.display()),
+            ));
         };
         let wrong = |reason: &str| Error::option("data", format!("{}: the model's input `{}` is {}, {reason}", path.display(), port.name, port.sizes()));
         let (layout, channels) = match port.shape.as_slice() {
             [_, first, _, last] => {
-                let seen = |size: &Option<usize>| matches!(size, Some(1 | 3));
-                let layout = options.layout.unwrap_or(if seen(last) && !seen(first) { ImageLayout::Nhwc } else { ImageLayout::Nchw });
-                let said = if layout == ImageLayout::Nhwc { *last } else { *first };
-                let colours = (options.layout.is_some() || options.channels.is_some()).then_some(3);
-                (layout, said.or(colours).ok_or_else(|| wrong("whose channels are open: say `layout: nchw` or `layout: nhwc`"))?)
+                let is_channels = |size: &Option<usize>| matches!(size, Some(1 | 3));
+                let layout = options.layout.unwrap_or(if is_channels(last) && !is_channels(first) { ImageLayout::Nhwc } else { ImageLayout::Nchw });
+                let channels = if layout == ImageLayout::Nhwc { *last } else { *first };
+                let default = (options.layout.is_some() || options.channels.is_some()).then_some(3);
+                (layout, channels.or(default).ok_or_else(|| wrong("without a fixed number of channels: set `layout: nchw` or `layout: nhwc`"))?)
             }
-            // Rows of pixels, or whole pictures, of one channel: the images must have as many.
+            // Flattened pixels, or images without a channel axis: one channel, unless the images have more.
             [_, Some(_)] | [_, _, _] if options.layout != Some(ImageLayout::Nhwc) => (ImageLayout::Nchw, 1),
-            _ => return Err(wrong("which takes no images")),
+            _ => return Err(wrong("which is not an image input")),
         };
-        Ok(Plane { port: port.clone(), channels, layout })
+        Ok(ImageInput { port: port.clone(), channels, layout })
     }
 
-    /// Holds the channels of images to the model's input; pictures of one become pictures of as many as there are to be.
-    pub fn take_channels(&mut self, channels: usize, path: &Path) -> Result<()> {
+    /// Checks the number of channels of images; single-channel images are expanded to the channels of
+    /// the input.
+    pub fn require_channels(&mut self, channels: usize, path: &Path) -> Result<()> {
         if self.port.shape.len() == 2 {
             self.channels = channels;
         }
         if channels == 1 || channels == self.channels {
             return Ok(());
         }
-        Err(Error::malformed(path, format!("has images of {channels} channels, the model's input `{}` is {}", self.port.name, self.port.sizes())))
+        Err(Error::malformed(path, format!("has images with {channels} channels, but the model's input `{}` is {}", self.port.name, self.port.sizes())))
     }
 
-    /// Holds an image to the model's input.
+    /// Checks the size of an image.
     pub fn require_size(&self, height: usize, width: usize, path: &Path) -> Result<()> {
         let shape = self.shape(1, height, width);
         let fits = shape.iter().zip(&self.port.shape).skip(1).all(|(have, want)| want.is_none_or(|want| want == *have));
@@ -59,14 +63,14 @@ impl Plane {
             return Ok(());
         }
         let reason = format!(
-            "is {height} x {width}, the model's input `{}` is {}: choose `resize`, or add a preprocessor_config.json to the model",
+            "is {height} x {width}, but the model's input `{}` is {}: set `resize`, or add a preprocessor_config.json to the model",
             self.port.name,
             self.port.sizes()
         );
         Err(Error::malformed(path, reason))
     }
 
-    /// The shape of a batch as the input wants it.
+    /// The shape of a batch for the input.
     fn shape(&self, count: usize, height: usize, width: usize) -> Vec<usize> {
         match (self.port.shape.len(), self.layout) {
             (2, _) => vec![count, self.channels.saturating_mul(height).saturating_mul(width)],
@@ -93,7 +97,7 @@ impl Plane {
         Ok(found.into_iter().filter(|(.., count)| *count > 0.0).map(|(low, sum, high, count)| [low, sum / count, high]).collect())
     }
 
-    /// A batch for the input, and its name.
+    /// The name of the input, and the tensor of a batch for it.
     pub fn batch(&self, numbers: Vec<f32>, count: usize, height: usize, width: usize) -> Result<(String, Tensor)> {
         let shape = self.shape(count, height, width);
         let tensor = if self.port.element == Element::Float {
@@ -102,10 +106,7 @@ impl Plane {
             Tensor::from_vec(numbers.into_iter().map(|number| number as i64).collect::<Vec<_>>(), shape, &Device::Cpu)
         } else {
             let name = &self.port.name;
-            return Err(Error::option(
-                "data",
-                format!("`{name}` takes whole numbers, and `rescale`, `mean` and `std` make fractions of pixels: leave them out"),
-            ));
+            return Err(Error::option("data", format!("`{name}` requires integers, but `rescale`, `mean` and `std` produce fractions: remove them")));
         };
         Ok((self.port.name.clone(), tensor.map_err(shaped)?))
     }
@@ -124,18 +125,18 @@ mod tests {
     }
 
     #[test]
-    fn images_go_to_inputs_of_any_layout() {
-        let made = crate::model::Made::new();
-        let plane = |element, shape: &[Option<usize>], options: Data| {
+    fn inputs_of_any_layout_are_supported() {
+        let synthesized = crate::model::SynthesizedFiles::new();
+        let open = |element, shape: &[Option<usize>], options: Data| {
             let inputs = [port(element, shape)];
-            let target = Target { folder: Path::new("none"), made: &made, config: &Map::new(), inputs: &inputs, outputs: &[] };
-            let plane = Plane::of(&options, &target, Path::new("p"))?;
-            Pixels::open(&options, &target, &plane).map(|pixels| (plane, pixels))
+            let target = Target { folder: Path::new("none"), synthesized: &synthesized, config: &Map::new(), inputs: &inputs, outputs: &[] };
+            let input = ImageInput::from_target(&options, &target, Path::new("p"))?;
+            Pixels::open(&options, &target, &input).map(|pixels| (input, pixels))
         };
         let (float, none) = (Element::Float, Data::default());
         let nhwc = || Data { layout: Some(ImageLayout::Nhwc), ..Data::default() };
         let bgr = || Data { channels: Some(ChannelOrder::Bgr), ..Data::default() };
-        for (shape, options, wanted) in [
+        for (shape, options, expected) in [
             (&[None, Some(3), None, None][..], none.clone(), (ImageLayout::Nchw, 3)),
             (&[None, Some(224), Some(224), Some(3)], none.clone(), (ImageLayout::Nhwc, 3)),
             (&[None, Some(1), Some(28), Some(28)], none.clone(), (ImageLayout::Nchw, 1)),
@@ -146,30 +147,30 @@ mod tests {
             (&[None, Some(784)], none.clone(), (ImageLayout::Nchw, 1)),
             (&[None, Some(28), None], none.clone(), (ImageLayout::Nchw, 1)),
         ] {
-            let (plane, pixels) = plane(float, shape, options).unwrap();
-            assert_eq!(((plane.layout, plane.channels), pixels.rescale), (wanted, 1.0 / 255.0), "{shape:?}");
+            let (input, pixels) = open(float, shape, options).unwrap();
+            assert_eq!(((input.layout, input.channels), pixels.rescale), (expected, 1.0 / 255.0), "{shape:?}");
         }
         for (shape, options, reason) in [
-            (&[None, None, None, None][..], none.clone(), "channels are open"),
+            (&[None, None, None, None][..], none.clone(), "fixed number of channels"),
             (&[None, Some(1), None, None], bgr(), "3 channels, this one has 1"),
-            (&[None, Some(784)], nhwc(), "takes no images"),
-            (&[None, None], none.clone(), "takes no images"),
+            (&[None, Some(784)], nhwc(), "not an image input"),
+            (&[None, None], none.clone(), "not an image input"),
         ] {
-            assert!(plane(float, shape, options).unwrap_err().to_string().contains(reason), "{reason}");
+            assert!(open(float, shape, options).unwrap_err().to_string().contains(reason), "{reason}");
         }
-        // Bytes go in as they are.
-        let (whole, pixels) = plane(Element::Int, &[Some(1), Some(2), Some(1), Some(3)], none).unwrap();
+        // Integer inputs receive the bytes unchanged.
+        let (bytes, pixels) = open(Element::Int, &[Some(1), Some(2), Some(1), Some(3)], none).unwrap();
         assert_eq!(pixels.rescale, 1.0);
-        let (_, tensor) = whole.batch(vec![0.0, 255.0, 1.0, 2.0, 3.0, 4.0], 1, 2, 1).unwrap();
+        let (_, tensor) = bytes.batch(vec![0.0, 255.0, 1.0, 2.0, 3.0, 4.0], 1, 2, 1).unwrap();
         assert_eq!((tensor.dims(), tensor.dtype()), (&[1, 2, 1, 3][..], candle_core::DType::I64));
-        assert!(whole.batch(vec![0.5; 6], 1, 2, 1).unwrap_err().to_string().contains("takes whole numbers"));
+        assert!(bytes.batch(vec![0.5; 6], 1, 2, 1).unwrap_err().to_string().contains("requires integers"));
         for (layout, last) in [(ImageLayout::Nchw, [4.0, 5.0]), (ImageLayout::Nhwc, [2.0, 5.0])] {
-            let plane = Plane { layout, ..whole.clone() };
-            let input = plane.batch(vec![0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 1, 2, 1).unwrap();
+            let image_input = ImageInput { layout, ..bytes.clone() };
+            let input = image_input.batch(vec![0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 1, 2, 1).unwrap();
             let batch = Batch { inputs: [input].into(), references: super::super::References::None, samples: 1 };
-            let found = plane.channel_ranges(&batch).unwrap();
+            let found = image_input.channel_ranges(&batch).unwrap();
             assert_eq!((found.len(), found[2]), (3, [last[0], (last[0] + last[1]) / 2.0, last[1]]), "{layout:?}");
         }
-        assert!(whole.require_size(2, 1, Path::new("p")).is_ok() && whole.require_size(1, 2, Path::new("p")).is_err());
+        assert!(bytes.require_size(2, 1, Path::new("p")).is_ok() && bytes.require_size(1, 2, Path::new("p")).is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! Classes by number or by name.
+//! Class labels by index or by name.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,67 +10,64 @@ use super::{References, Target};
 use crate::error::{Error, Result};
 use crate::store::select::nearest;
 
-/// The label of samples and tokens that count in no loss and no metric, as in PyTorch.
+/// The label of samples and tokens that losses and metrics ignore, as in PyTorch.
 pub(super) const IGNORED: i64 = -100;
-/// Names that are listed in an error.
-const LISTED: usize = 12;
+/// Maximum number of names in an error message.
+const MAX_LISTED: usize = 12;
 
-/// A label as a file has it.
+/// A label as stored in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Label {
-    /// A number of an array or of a JSON object.
+    /// A number in an array or a JSON object.
     Number(String),
-    /// Text, which may be made of digits.
+    /// Text, which may consist of digits.
     Text(String),
 }
 
 impl Label {
-    /// What is written in the file.
+    /// The stored text without surrounding whitespace.
     pub fn text(&self) -> &str {
         match self {
             Label::Number(text) | Label::Text(text) => text.trim(),
         }
     }
 
-    /// What is written in the file, as it is.
+    /// The stored text, unchanged.
     pub fn into_text(self) -> String {
         match self {
             Label::Number(text) | Label::Text(text) => text,
         }
     }
 
-    /// How the file's own types say that it is to be read.
+    /// The kind of label that follows from the stored type.
     fn kind(&self) -> Option<LabelKind> {
         matches!(self, Label::Number(_)).then_some(LabelKind::Index)
     }
 }
 
-/// Refuses to measure and train classes with a model whose outputs are scores, or several labels at once.
-///
-/// # Errors
-/// `problem_type` or the number of outputs rules it out.
-pub(super) fn require_one_of_several(target: &Target) -> Result<()> {
+/// Rejects models that are not single-label classifiers, by `problem_type` or the number of outputs.
+pub(super) fn require_single_label(target: &Target) -> Result<()> {
     let kind = target.config.get("problem_type").and_then(Value::as_str).filter(|kind| *kind != "single_label_classification");
     let reason = match kind {
         Some(kind) => format!("config.json has `problem_type` {kind:?}"),
         None if target.classes() == Some(1) => "the model has one output".to_owned(),
         None => return Ok(()),
     };
-    let what = "classification takes one of several classes for each sample, with softmax and cross entropy";
-    Err(Error::option("task", format!("{reason}, and {what}: set `task: fidelity` to compare the model's outputs or to learn from a teacher")))
+    let what = "the task classification requires a single-label classifier with softmax and cross entropy";
+    Err(Error::option("task", format!("{reason}, but {what}: set `task: fidelity` to compare the model's outputs or to learn from a teacher")))
 }
 
-/// What labels stand for.
+/// Maps labels to classes.
 pub(super) struct Classes {
     by_name: BTreeMap<String, usize>,
-    /// How labels are to be read, where that was said.
+    /// Kind of the labels, if the options specify it.
     kind: Option<LabelKind>,
-    /// How many classes the model tells apart, where that is known.
+    /// Number of classes of the model, if it is a constant.
     count: Option<usize>,
 }
 
 impl Classes {
-    pub fn of(options: &Data, target: &Target) -> Classes {
+    pub fn from_target(options: &Data, target: &Target) -> Classes {
         let mut by_name = BTreeMap::new();
         if let Some(Value::Object(names)) = target.config.get("id2label") {
             by_name.extend(names.iter().filter_map(|(id, name)| Some((name.as_str()?.to_owned(), id.parse().ok()?))));
@@ -81,10 +78,11 @@ impl Classes {
         Classes { by_name, kind: options.label_kind, count: target.classes() }
     }
 
-    /// The class of a label, none for -100: a number is an index; text is a name or, where no class has this name, an index.
-    pub fn find(&self, label: &Label, path: &Path, place: &str) -> Result<Option<usize>> {
+    /// The class of a label, `None` for -100. A number is an index; text is a name, or an index if no
+    /// class has this name. `location` names the label in error messages.
+    pub fn find(&self, label: &Label, path: &Path, location: &str) -> Result<Option<usize>> {
         let is_ignored = label.text().parse() == Ok(IGNORED) && self.named(label.text()).is_none();
-        if is_ignored { Ok(None) } else { self.class(self.kind.or(label.kind()), label.text(), path, place).map(Some) }
+        if is_ignored { Ok(None) } else { self.class(self.kind.or(label.kind()), label.text(), path, location).map(Some) }
     }
 
     /// The class with this name, first by exact spelling, then ignoring case.
@@ -93,33 +91,38 @@ impl Classes {
         self.by_name.get(label).or_else(|| self.by_name.iter().find(|(name, _)| name.to_lowercase() == lower).map(|(_, id)| id)).copied()
     }
 
-    fn class(&self, kind: Option<LabelKind>, label: &str, path: &Path, place: &str) -> Result<usize> {
+    fn class(&self, kind: Option<LabelKind>, label: &str, path: &Path, location: &str) -> Result<usize> {
         let named = self.named(label);
         let index = label.parse().ok().filter(|_| kind != Some(LabelKind::Name));
         let class = match (named.filter(|_| kind != Some(LabelKind::Index)), index) {
             (Some(named), Some(index)) if named != index && self.count.is_none_or(|count| index < count) => {
-                let reason = format!("{place}: `{label}` is the number of a class, and in config.json the name of class {named}");
-                return Err(Error::option("data", format!("{}: {reason}; say `label_kind: index` or `label_kind: name`", path.display())));
+                let reason = format!("{location}: `{label}` is both a class index and, in config.json, the name of class {named}");
+                return Err(Error::option("data", format!("{}: {reason}; set `label_kind: index` or `label_kind: name`", path.display())));
             }
-            (named, index) => named.or(index).ok_or_else(|| Error::malformed(path, format!("{place}: `{label}` is no class; {}", self.known())))?,
+            (named, index) => {
+                named.or(index).ok_or_else(|| Error::malformed(path, format!("{location}: `{label}` is not a class; {}", self.describe_names())))?
+            }
         };
         match self.count {
-            Some(count) if class >= count => Err(Error::malformed(path, format!("{place}: class {class}, the model has {count}, the first is 0"))),
+            Some(count) if class >= count => {
+                Err(Error::malformed(path, format!("{location}: class {class} is out of range, the model has {count} classes, numbered from 0")))
+            }
             _ => Ok(class),
         }
     }
 
-    /// The classes of samples by number, none for -100; the first of each pair is the sample's place in its file.
+    /// The classes of samples from pairs of the sample's index and its label; `None` for -100.
     pub fn references(&self, numbers: impl IntoIterator<Item = (usize, i64)>, path: &Path) -> Result<References> {
         let class = |(index, number): (usize, i64)| self.find(&Label::Number(number.to_string()), path, &format!("label {index}"));
         numbers.into_iter().map(class).collect::<Result<_>>().map(References::Classes)
     }
 
-    /// Returns the classes of folders by name, or in alphabetical order if the model knows none of the names. The second
-    /// value is true for alphabetical order. A partial match is an error: some folders would get the wrong class.
+    /// Returns the classes of folders by name, or in alphabetical order if the model knows none of the
+    /// names. The second value is true for alphabetical order. A partial match is an error: some folders
+    /// would get the wrong class.
     pub fn for_folders(&self, names: &[String], path: &Path) -> Result<(Vec<usize>, bool)> {
         let (named, number) = (|name: &String| self.named(name).is_some(), |name: &String| name.parse::<usize>().is_ok());
-        let all = |known: &dyn Fn(&String) -> bool, kind| names.iter().all(known).then_some(kind);
+        let all = |matches: &dyn Fn(&String) -> bool, kind| names.iter().all(matches).then_some(kind);
         let kind = self.kind.or_else(|| all(&named, LabelKind::Name)).or_else(|| all(&number, LabelKind::Index));
         let unmatched = names.iter().find(|name| !named(name) && !number(name));
         let Some(unmatched) = unmatched.filter(|_| kind.is_none()) else {
@@ -129,25 +132,27 @@ impl Classes {
         if let Some(matched) = names.iter().find(|name| named(name) || number(name)) {
             let near = nearest(unmatched, self.by_name.keys().map(String::as_str)).map_or(String::new(), |near| format!(" (nearest: `{near}`)"));
             let reason = format!("folder `{unmatched}` matches no class of the model{near}, but folder `{matched}` does; rename or move folder `{unmatched}`");
-            return Err(Error::malformed(path, format!("{reason}; {}", self.known())));
+            return Err(Error::malformed(path, format!("{reason}; {}", self.describe_names())));
         }
         match self.count {
-            Some(count) if count != names.len() => {
-                Err(Error::malformed(path, format!("has {} folders, the model has {count} classes, and the names are not those of config.json", names.len())))
-            }
+            Some(count) if count != names.len() => Err(Error::malformed(
+                path,
+                format!("has {} folders, but the model has {count} classes, and the folder names are not labels of config.json", names.len()),
+            )),
             _ => Ok(((0..names.len()).collect(), true)),
         }
     }
 
-    fn known(&self) -> String {
+    /// The supported labels, for error messages.
+    fn describe_names(&self) -> String {
         if self.by_name.is_empty() {
-            return "classes are numbers from 0, or names in label2id of config.json".into();
+            return "labels are class indices from 0, or names in label2id of config.json".into();
         }
-        let mut names: Vec<&str> = self.by_name.keys().take(LISTED).map(String::as_str).collect();
-        if self.by_name.len() > LISTED {
+        let mut names: Vec<&str> = self.by_name.keys().take(MAX_LISTED).map(String::as_str).collect();
+        if self.by_name.len() > MAX_LISTED {
             names.push("...");
         }
-        format!("config.json knows {}", names.join(", "))
+        format!("the labels in config.json are {}", names.join(", "))
     }
 }
 
@@ -159,11 +164,11 @@ mod tests {
     fn classes(id2label: &str, kind: Option<LabelKind>) -> Classes {
         let config = serde_json::from_str(&format!(r#"{{"id2label": {id2label}}}"#)).unwrap();
         let outputs = [Port { name: "logits".into(), element: crate::ir::Element::Float, shape: vec![None, Some(3)], number: None }];
-        let target = Target { folder: Path::new("."), made: &crate::model::Made::new(), config: &config, inputs: &[], outputs: &outputs };
-        Classes::of(&Data { label_kind: kind, ..Data::default() }, &target)
+        let target = Target { folder: Path::new("."), synthesized: &crate::model::SynthesizedFiles::new(), config: &config, inputs: &[], outputs: &outputs };
+        Classes::from_target(&Data { label_kind: kind, ..Data::default() }, &target)
     }
 
-    /// Stars from 1 to 3: digits that are not the numbers of their classes.
+    /// Ratings from 1 to 3: names that are digits but differ from the class indices.
     const STARS: &str = r#"{"0": "1", "1": "2", "2": "3"}"#;
 
     fn find(id2label: &str, kind: Option<LabelKind>, label: Label) -> Result<usize, String> {
@@ -184,14 +189,14 @@ mod tests {
             assert_eq!(find(STARS, Some(kind), text("1")), Ok(class));
             assert_eq!(find(STARS, Some(kind), number("1")), Ok(class));
         }
-        assert!(find(STARS, Some(LabelKind::Name), text("0")).unwrap_err().contains("is no class"));
+        assert!(find(STARS, Some(LabelKind::Name), text("0")).unwrap_err().contains("is not a class"));
         assert!(find(STARS, None, number("3")).unwrap_err().contains("the model has 3"));
         let pets = r#"{"0": "cat", "1": "dog"}"#;
         assert_eq!((find(pets, None, text("Dog")), find(pets, None, text("1")), find(pets, None, number("1"))), (Ok(1), Ok(1), Ok(1)));
     }
 
     #[test]
-    fn folders_are_read_as_a_whole() {
+    fn folder_names_are_indices_names_or_alphabetical() {
         let folders = |names: [&str; 3]| classes(STARS, None).for_folders(&names.map(str::to_owned), Path::new("a")).map_err(|e| e.to_string());
         assert_eq!(folders(["1", "2", "3"]), Ok((vec![0, 1, 2], false)));
         assert_eq!(folders(["0", "1", "2"]), Ok((vec![0, 1, 2], false)));
@@ -212,12 +217,13 @@ mod tests {
     }
 
     #[test]
-    fn scores_and_several_labels_at_once_are_no_classes() {
+    fn regression_and_multi_label_models_are_rejected() {
         let refused = |config: &str, outputs: usize| {
             let config = serde_json::from_str(config).unwrap();
             let outputs = [Port { name: "logits".into(), element: crate::ir::Element::Float, shape: vec![None, Some(outputs)], number: None }];
-            let target = Target { folder: Path::new("."), made: &crate::model::Made::new(), config: &config, inputs: &[], outputs: &outputs };
-            require_one_of_several(&target).map_err(|e| e.to_string())
+            let target =
+                Target { folder: Path::new("."), synthesized: &crate::model::SynthesizedFiles::new(), config: &config, inputs: &[], outputs: &outputs };
+            require_single_label(&target).map_err(|e| e.to_string())
         };
         assert_eq!(refused("{}", 2), Ok(()));
         assert_eq!(refused(r#"{"problem_type": "single_label_classification"}"#, 2), Ok(()));

@@ -1,34 +1,34 @@
-//! Samples for models: text, images and arrays, read as they are needed, never the data set in memory.
+//! Data sets: text, images, arrays and recordings, streamed and never held in memory as a whole.
 //!
-//! A source hands out pieces of work: reading is done in order by one thread, what follows (tokenizing, decoding)
-//! by several, and the batches come back in order.
+//! One thread reads in order, several threads tokenize and decode, and batches are returned in order.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+mod array_shape;
 mod arrays;
 mod batch;
 mod chat;
 mod check;
+mod decoder_targets;
 mod held_out;
 mod idx;
+mod image_input;
 mod images;
 mod labels;
 mod loader;
 pub(crate) mod one_or_several;
-mod opened;
+mod open_sets;
 mod options;
 mod order;
 mod padding;
 mod pairs;
 mod pixels;
-mod plane;
 mod records;
 mod rows;
 mod runs;
-mod said;
 mod sentences;
-mod side;
+mod sequence_role;
 mod speech;
 mod synthetic;
 mod text;
@@ -44,66 +44,66 @@ use serde_json::{Map, Value};
 
 pub use batch::{Batch, References};
 pub use chat::{ChatTemplate, Message};
-pub use opened::OpenedSets;
-pub use options::{ChannelOrder, Column, Data, DataSets, ImageLayout, LabelKind, Task};
+pub use open_sets::OpenSets;
+pub use options::{ChannelOrder, Column, Data, DataSets, ImageLayout, LabelKind, Task, WindowSampling};
 pub use order::Order;
 pub(crate) use padding::Padding;
-pub use side::Side;
-pub(crate) use side::{DECODED, Sides, TokenAxis};
+pub use sequence_role::SequenceRole;
+pub(crate) use sequence_role::{DECODER_INPUT_IDS, SequenceRoles, TokenAxis};
 pub use speech::Speech;
-pub use synthetic::{KINDS, longest, synthetic, synthetic_for, synthetic_of};
+pub use synthetic::{KINDS, max_positions, synthetic, synthetic_for_ports, synthetic_with_sizes};
 pub(crate) use tokens::Tokenizer;
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
-use crate::model::{Config, Made, text_beside};
+use crate::model::{Config, SynthesizedFiles, auxiliary_path, read_auxiliary_text};
 use crate::work::{Event, ProgressUnit, Work};
 
-/// Keys of a folder's files about samples that are not known and change nothing here, each behind its file's name.
+/// Unrecognized keys in a folder's preprocessing files, each prefixed with its file name.
 ///
 /// # Errors
-/// A file cannot be read, or asks for something that is not supported.
+/// A file cannot be read, or requests something that is not supported.
 pub fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
     let mut unknown = sentences::Sentences::open(folder)?.unknown;
-    let beside = Config::open(&folder.join(speech::FILE))?;
-    unknown.extend(match speech::is_described(beside.values()) {
-        true => Speech::parse(&beside)?.1.into_iter().map(|key| format!("{}: {key}", speech::FILE)).collect(),
+    let processor = Config::open(&auxiliary_path(folder, speech::FILE))?;
+    unknown.extend(match speech::is_speech_processor(processor.values()) {
+        true => Speech::parse(&processor)?.1.into_iter().map(|key| format!("{}: {key}", speech::FILE)).collect(),
         false => pixels::unknown_keys(folder)?,
     });
     Ok(unknown)
 }
 
-/// Bytes of a sample at most.
-const LARGEST: u64 = i32::MAX as u64;
+/// Maximum size of a sample, in bytes.
+const MAX_SAMPLE_BYTES: u64 = i32::MAX as u64;
 
-/// The model that data must fit.
+/// The model whose inputs the data must match.
 #[derive(Debug, Clone, Copy)]
 pub struct Target<'m> {
-    /// Folder that holds the tokenizer or the image processor.
+    /// Folder of the tokenizer or the image processor.
     pub folder: &'m Path,
-    /// Files that would lie there, and that the file of weights holds.
-    pub made: &'m Made,
+    /// Files of that folder that were synthesized from the weight file.
+    pub synthesized: &'m SynthesizedFiles,
     /// Values of `config.json`.
     pub config: &'m Map<String, Value>,
-    /// What the model takes.
+    /// Inputs of the model.
     pub inputs: &'m [Port],
-    /// What it gives.
+    /// Outputs of the model.
     pub outputs: &'m [Port],
 }
 
 impl Target<'_> {
-    /// Whether it has a decoder behind an encoder.
-    fn decodes(&self) -> bool {
-        self.inputs.iter().any(|port| port.name == DECODED)
+    /// Whether the model is an encoder-decoder model.
+    fn is_encoder_decoder(&self) -> bool {
+        self.inputs.iter().any(|port| port.name == DECODER_INPUT_IDS)
     }
 
-    /// The number of classes, if it is known.
+    /// Number of classes, if it is a constant.
     fn classes(&self) -> Option<usize> {
         let logits = self.outputs.iter().find(|port| port.name == "logits").or(self.outputs.first());
         logits.filter(|port| port.shape.len() == 2).and_then(|port| port.shape.last().copied().flatten())
     }
 
-    /// How many samples it takes at a time, where it takes no other number.
+    /// The batch size, if the model accepts only one.
     pub fn fixed_batch(&self) -> Option<usize> {
         let mut sizes = self.inputs.iter().filter_map(|port| port.shape.first());
         let first = (*sizes.next()?)?;
@@ -111,7 +111,7 @@ impl Target<'_> {
     }
 }
 
-/// Files of a folder that specify how samples are prepared.
+/// Files of a folder that define the preprocessing of samples.
 const PREPARATION: [&str; 7] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -122,59 +122,59 @@ const PREPARATION: [&str; 7] = [
     "config_sentence_transformers.json",
 ];
 
-/// Whether two models take the same samples, prepared in the same way.
+/// Whether two models have the same inputs and the same preprocessing.
 ///
 /// # Errors
 /// A file cannot be read.
-pub fn prepares_alike([a, b]: [Target; 2]) -> Result<bool> {
-    let text = |target: Target, name: &str| text_beside(target.folder, target.made, name);
+pub fn has_same_preprocessing([a, b]: [Target; 2]) -> Result<bool> {
+    let text = |target: Target, name: &str| read_auxiliary_text(target.folder, target.synthesized, name);
     let differs = |name: &str| Ok::<_, Error>(text(a, name)? != text(b, name)?);
     Ok(a.inputs == b.inputs && !PREPARATION.into_iter().map(differs).collect::<Result<Vec<_>>>()?.contains(&true))
 }
 
-/// What remains to be done for a batch once its part of the files was read.
+/// The remaining work for a batch after its data was read.
 type Pending<'s> = Box<dyn FnOnce() -> Result<Batch> + Send + 's>;
 
-/// Batches in order; made by reading.
+/// Pending batches in order, produced by reading.
 type PendingBatches<'s> = Box<dyn Iterator<Item = Result<Pending<'s>>> + Send + 's>;
 
 /// Content hashes, sample by sample.
 type Identities<'s> = Box<dyn Iterator<Item = Result<Vec<u64>>> + 's>;
 
-/// Something that samples come from.
+/// A source of samples.
 trait SampleSource: Send + Sync {
-    /// Begins to read.
-    fn works(&self, order: Order) -> Result<PendingBatches<'_>>;
-    /// How many samples `works` hands out: the cap, what is left out and where records end are taken into account.
+    /// Starts reading.
+    fn pending_batches(&self, order: Order) -> Result<PendingBatches<'_>>;
+    /// Exact number of samples that are read, after `samples` and skipped records.
     fn count(&self) -> Result<usize>;
-    /// Content hashes of each sample, in file order, reading `batch` samples at a time. Two samples with the same content share a hash if
-    /// one of the sources hashes at every offset (`everywhere`).
+    /// Content hashes of each sample, in file order, reading `batch` samples at a time. Two samples with
+    /// the same content share a hash if one of the sources hashes at every offset (`everywhere`).
     fn identities(&self, batch: usize, _everywhere: bool) -> Result<Identities<'_>> {
-        let works = self.works(Order { batch: Some(batch), ..Order::default() })?;
-        Ok(Box::new(works.flat_map(|pending| match pending.and_then(|pending| pending()) {
+        let batches = self.pending_batches(Order { batch: Some(batch), ..Order::default() })?;
+        Ok(Box::new(batches.flat_map(|pending| match pending.and_then(|pending| pending()) {
             Ok(batch) => (0..batch.samples).map(|sample| held_out::identity(&batch.narrow(sample, 1)?).map(|hash| vec![hash])).collect(),
             Err(e) => vec![Err(e)],
         })))
     }
-    /// Whether each sample is a batch.
-    fn runs_alone(&self) -> bool {
+    /// Whether every batch consists of one sample.
+    fn is_unbatched(&self) -> bool {
         false
     }
-    /// Whether counting takes as long as tokenizing everything.
-    fn counts_by_tokens(&self) -> bool {
+    /// Whether counting requires tokenizing everything.
+    fn needs_tokens_to_count(&self) -> bool {
         false
     }
     /// An assumption about the data that the user should verify.
     fn note(&self) -> Option<&'static str> {
         None
     }
-    /// The preprocessing of images, and the axes of the input that takes them.
-    fn images(&self) -> Option<(&pixels::Pixels, &plane::Plane)> {
+    /// The preprocessing of images, and the model input for them.
+    fn images(&self) -> Option<(&pixels::Pixels, &image_input::ImageInput)> {
         None
     }
 }
 
-/// A data set that fits a model.
+/// A data set that matches a model.
 pub struct DataSet {
     source: Box<dyn SampleSource>,
     task: Task,
@@ -183,38 +183,38 @@ pub struct DataSet {
 }
 
 impl DataSet {
-    /// Opens the files that the options name and holds them to the model.
+    /// Opens the files of the options and checks them against the model.
     ///
     /// # Errors
-    /// A file is missing or is not what its name says, a column does not exist, the tokenizer is missing, or the
-    /// data cannot be made to fit the model's inputs.
+    /// A file is missing or does not have the format of its extension, a column does not exist, the
+    /// tokenizer is missing, or the data does not fit the model's inputs.
     pub fn open(options: &Data, target: Target) -> Result<DataSet> {
         options.check()?;
         let task = options.task(&target)?;
         if task == Task::Classification {
-            labels::require_one_of_several(&target)?;
+            labels::require_single_label(&target)?;
         }
-        let runs = options.arrays.as_ref().map_or(Ok(false), |path| runs::Runs::are_in(options, path, &target))?;
+        let runs = options.arrays.as_ref().map_or(Ok(false), |path| runs::Runs::is_run_folder(options, path, &target))?;
         let options = &Data { batch_size: options.batch_size.or(target.fixed_batch().filter(|_| !runs)), ..options.clone() };
         let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
-            (Some(path), None, None) if target.decodes() => (Box::new(pairs::Pairs::open(options, path, task, target)?), path),
+            (Some(path), None, None) if target.is_encoder_decoder() => (Box::new(pairs::Pairs::open(options, path, task, target)?), path),
             (Some(path), None, None) if task == Task::LanguageModelling => (Box::new(windows::Windows::open(options, path, target)?), path),
             (Some(path), None, None) => (Box::new(text::Sentences::open(options, path, task, target)?), path),
             (None, Some(path), None) if path.is_dir() => (Box::new(images::ClassFolders::open(options, path, task, target)?), path),
             (None, Some(path), None) => (Box::new(idx::Idx::open(options, path, task, target)?), path),
             (None, None, Some(path)) if runs => (Box::new(runs::Runs::open(options, path, task, target)?), path),
             (None, None, Some(path)) => (Box::new(arrays::Arrays::open(options, path, task, target)?), path),
-            _ => return Err(Error::option("data", "needs exactly one of `text`, `images` and `arrays`")),
+            _ => return Err(Error::option("data", "requires exactly one of `text`, `images` and `arrays`")),
         };
         Ok(DataSet { source, task, description: path.display().to_string(), count: OnceLock::new() })
     }
 
-    /// What the data asks of the model.
+    /// The task.
     pub fn task(&self) -> Task {
         self.task
     }
 
-    /// Where the data is.
+    /// Path of the data.
     pub fn description(&self) -> &str {
         &self.description
     }
@@ -224,20 +224,21 @@ impl DataSet {
         self.source.note()
     }
 
-    /// How images are preprocessed; nothing for other samples.
+    /// Description of the image preprocessing; `None` for other samples.
     pub fn preprocessing(&self) -> Option<String> {
         self.source.images().map(|(pixels, _)| pixels.to_string())
     }
 
-    /// Minimum, mean and maximum of each channel of the preprocessed images of the first batch; empty for other samples.
+    /// Minimum, mean and maximum of each channel of the preprocessed images of the first batch; empty
+    /// for other samples.
     ///
     /// # Errors
     /// As [`first`](DataSet::first).
     pub fn channel_ranges(&self) -> Result<Vec<[f64; 3]>> {
-        self.source.images().map_or(Ok(Vec::new()), |(_, plane)| plane.channel_ranges(&self.first()?))
+        self.source.images().map_or(Ok(Vec::new()), |(_, input)| input.channel_ranges(&self.first()?))
     }
 
-    /// How many samples there are: those that a sweep sees. Texts are read for it the first time, windows of them tokenized.
+    /// Number of samples. The first call reads texts, and tokenizes them if samples are windows.
     ///
     /// # Errors
     /// Reading fails.
@@ -248,38 +249,38 @@ impl DataSet {
         }
     }
 
-    /// How many samples there are, where that is known or found without tokenizing.
+    /// Number of samples, if it is known or can be determined without tokenizing.
     pub fn samples(&self) -> Option<usize> {
-        if self.source.counts_by_tokens() { self.count.get().copied() } else { self.count().ok() }
+        if self.source.needs_tokens_to_count() { self.count.get().copied() } else { self.count().ok() }
     }
 
-    /// Goes through the batches in order, while other threads prepare the next ones.
+    /// Calls `consume` with the batches in order, while other threads prepare the next ones.
     ///
     /// # Errors
-    /// Those of reading and preparing, of `consume`, and when there is no sample at all.
+    /// Reading, preprocessing or `consume` fails, or the data set is empty.
     pub fn for_each(&self, consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
         let mut consume = consume;
         self.for_each_in(Order::default(), |batch| consume(batch).map(ControlFlow::Continue))
     }
 
-    /// As [`for_each`](DataSet::for_each), in another order and until `consume` has enough.
+    /// Like [`for_each`](DataSet::for_each), in the given order, until `consume` returns `Break`.
     ///
     /// # Errors
     /// As [`for_each`](DataSet::for_each).
     pub fn for_each_in(&self, order: Order, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
-        let mut any = order.skip > 0;
-        loader::prefetch(self.source.works(order)?, loader::WORKERS, |batch| {
-            any = true;
+        let mut has_samples = order.skip > 0;
+        loader::prefetch(self.source.pending_batches(order)?, loader::WORKERS, |batch| {
+            has_samples = true;
             consume(batch)
         })?;
-        match (any, order.part.1) {
+        match (has_samples, order.part.1) {
             (true, _) => Ok(()),
-            (false, 0 | 1) => Err(Error::malformed(Path::new(&self.description), "holds no samples")),
-            (false, processes) => Err(Error::malformed(Path::new(&self.description), format!("holds fewer batches than there are processes, {processes}"))),
+            (false, 0 | 1) => Err(Error::malformed(Path::new(&self.description), "contains no samples")),
+            (false, processes) => Err(Error::malformed(Path::new(&self.description), format!("contains fewer batches than the {processes} processes"))),
         }
     }
 
-    /// As [`for_each`](DataSet::for_each), with progress for a stage and the wish to stop.
+    /// Like [`for_each`](DataSet::for_each), with progress events and cancellation.
     ///
     /// # Errors
     /// As [`for_each`](DataSet::for_each), or the work is cancelled.
@@ -295,8 +296,8 @@ impl DataSet {
         done
     }
 
-    /// As [`for_each`](DataSet::for_each), several batches at a time: as many as together are no more than a whole, of which `part` says
-    /// how many like a batch there are in it.
+    /// Like [`for_each`](DataSet::for_each), but passes groups of batches. `capacity` returns how many
+    /// batches like the given one fit into a group.
     ///
     /// # Errors
     /// As [`for_each`](DataSet::for_each), or the work is cancelled.
@@ -304,33 +305,33 @@ impl DataSet {
         &self,
         work: &Work,
         consumer: &mut C,
-        part: impl Fn(&C, &Batch) -> usize,
+        capacity: impl Fn(&C, &Batch) -> usize,
         consume: impl Fn(&mut C, &[Batch]) -> Result<()>,
     ) -> Result<()> {
-        let (mut waiting, mut filled): (Vec<Batch>, f64) = (Vec::new(), 0.0);
+        let (mut group, mut filled): (Vec<Batch>, f64) = (Vec::new(), 0.0);
         self.for_each(|batch| {
             work.cancel.check()?;
-            let takes = 1.0 / part(consumer, &batch).max(1) as f64;
-            if !waiting.is_empty() && filled + takes > 1.0 + 1e-9 {
-                consume(consumer, &std::mem::take(&mut waiting))?;
+            let share = 1.0 / capacity(consumer, &batch).max(1) as f64;
+            if !group.is_empty() && filled + share > 1.0 + 1e-9 {
+                consume(consumer, &std::mem::take(&mut group))?;
                 filled = 0.0;
             }
-            filled += takes;
-            waiting.push(batch);
+            filled += share;
+            group.push(batch);
             Ok(())
         })?;
-        consume(consumer, &waiting)
+        consume(consumer, &group)
     }
 
-    /// How many batches there are in an order for each process, counted by reading where it cannot be said otherwise.
+    /// Number of batches per process in an order; counted by reading if it cannot be computed.
     ///
     /// # Errors
     /// Reading fails.
     pub fn batches(&self, order: Order) -> Result<usize> {
-        let Some(size) = order.batch else { return counted(self.source.works(order)?) };
+        let Some(size) = order.batch else { return counted(self.source.pending_batches(order)?) };
         let count = self.count()?;
         let (whole, rest) = (count.checked_div(size).unwrap_or(0), count.checked_rem(size).unwrap_or(0));
-        let all = whole.saturating_add(usize::from(order.takes(rest, whole, size)));
+        let all = whole.saturating_add(usize::from(order.accepts(rest, whole, size)));
         Ok(all.checked_div(order.part.1).unwrap_or(0).saturating_sub(order.skip))
     }
 
@@ -339,20 +340,20 @@ impl DataSet {
     /// # Errors
     /// As [`for_each`](DataSet::for_each).
     pub fn first(&self) -> Result<Batch> {
-        match self.source.works(Order::default())?.next() {
-            Some(work) => work?(),
-            None => Err(Error::malformed(Path::new(&self.description), "holds no samples")),
+        match self.source.pending_batches(Order::default())?.next() {
+            Some(pending) => pending?(),
+            None => Err(Error::malformed(Path::new(&self.description), "contains no samples")),
         }
     }
 }
 
-/// How many there are, unless one of them is an error.
+/// Number of items; fails at the first error.
 fn counted<T>(mut items: impl Iterator<Item = Result<T>>) -> Result<usize> {
     items.try_fold(0usize, |count, item| item.map(|_| count.saturating_add(1)))
 }
 
-/// Batches over items, in an order, up to `size` together where the order asks for no other number; `bytes` is about what an
-/// item takes in memory.
+/// Groups items into batches of `order.batch` or else `size` items, in the given order; `bytes` is the
+/// approximate memory per item.
 fn in_batches<'s, T: Send + 's>(
     items: impl Iterator<Item = Result<T>> + Send + 's,
     size: usize,
@@ -363,23 +364,23 @@ fn in_batches<'s, T: Send + 's>(
     let mut items = order.shuffled(items, bytes);
     let size = order.batch.unwrap_or(size);
     let (part, parts) = order.part;
-    let left_out = order.skip.saturating_mul(parts);
+    let skipped = order.skip.saturating_mul(parts);
     let mut number = 0usize;
     let batches = std::iter::from_fn(move || {
         loop {
             let mut own = Vec::new();
-            // A batch of each process: either all have one, or none has.
+            // One batch for each process: either all processes get one, or none.
             for process in 0..parts {
                 let batch: Result<Vec<T>> = items.by_ref().take(size).collect();
                 match batch {
-                    Ok(batch) if !order.takes(batch.len(), number, size) => return None,
+                    Ok(batch) if !order.accepts(batch.len(), number, size) => return None,
                     Ok(batch) if process == part => own = batch,
                     Ok(_) => {}
                     Err(e) => return Some(Err(e)),
                 }
                 number = number.saturating_add(1);
             }
-            if number > left_out {
+            if number > skipped {
                 return Some(Ok(Box::new(move || make(&own)) as Pending));
             }
         }
@@ -387,7 +388,7 @@ fn in_batches<'s, T: Send + 's>(
     Box::new(batches)
 }
 
-/// An error of a tensor that could not be put together.
+/// Converts an error from building a tensor.
 fn shaped(e: candle_core::Error) -> Error {
     Error::option("data", e)
 }
@@ -400,12 +401,12 @@ mod tests {
 
     use super::*;
 
-    /// Samples that are nothing but their numbers, in the input `number`.
+    /// A data set whose samples consist of their index, in the input `number`.
     fn numbered(count: usize) -> DataSet {
         struct Numbers(usize);
 
         impl SampleSource for Numbers {
-            fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
+            fn pending_batches(&self, order: Order) -> Result<PendingBatches<'_>> {
                 let make = |numbers: &[u32]| {
                     let tensor = Tensor::new(numbers, &candle_core::Device::Cpu).map_err(shaped)?;
                     Ok(Batch { inputs: [("number".to_owned(), tensor)].into(), references: References::None, samples: numbers.len() })
@@ -422,11 +423,11 @@ mod tests {
     }
 
     #[test]
-    fn processes_share_all_batches_but_those_that_not_all_can_have() {
+    fn processes_get_equal_numbers_of_batches() {
         let sizes = |count, order| {
-            let works = numbered(count).source.works(order).unwrap().map(|work| work.unwrap()().unwrap().samples).collect::<Vec<_>>();
-            assert_eq!(works.len(), numbered(count).batches(order).unwrap(), "{count} samples, {order:?}");
-            works
+            let sizes = numbered(count).source.pending_batches(order).unwrap().map(|pending| pending.unwrap()().unwrap().samples).collect::<Vec<_>>();
+            assert_eq!(sizes.len(), numbered(count).batches(order).unwrap(), "{count} samples, {order:?}");
+            sizes
         };
         for (count, size, parts) in (0..20).flat_map(|count| (1..5).flat_map(move |size| (1..4).map(move |parts| (count, size, parts)))) {
             let order = |part, skip| Order { batch: Some(size), shuffle: Some(7), skip, part: (part, parts), drop_single: true };
@@ -440,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_has_no_more_than_its_samples() {
+    fn narrow_rejects_ranges_outside_the_batch() {
         let batch = Batch { inputs: BTreeMap::new(), references: References::Classes(vec![Some(3), None, Some(5)]), samples: 3 };
         assert_eq!(batch.narrow(1, 2).unwrap().references, References::Classes(vec![None, Some(5)]));
         for (from, count) in [(2, 2), (4, 0), (1, usize::MAX)] {

@@ -1,4 +1,4 @@
-//! Options that are one value, or a list of them.
+//! Deserialization of options that are a single value or a list.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -35,12 +35,12 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for Form<T> {
     }
 }
 
-/// Reads one value, or a list of them.
+/// Deserializes a single value or a list to a vector.
 pub(crate) fn one_or_several<'de, T: Deserialize<'de>, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<T>, D::Error> {
     deserializer.deserialize_any(Form(PhantomData))
 }
 
-/// The same for the schema of recipes.
+/// JSON schema of such an option.
 #[cfg(feature = "cli")]
 pub(crate) fn one_or_several_schema<T: schemars::JsonSchema>(generator: &mut schemars::SchemaGenerator) -> schemars::Schema {
     let one = generator.subschema_for::<T>();

@@ -1,4 +1,4 @@
-//! Data sets that are open, so that each is opened and counted once a run.
+//! Cache of open data sets, so that each is opened and counted once per run.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,9 +11,10 @@ use crate::error::Result;
 use crate::ir::Port;
 use crate::work::lock;
 
-/// Data sets by what they were opened with. Clones share them; they are no part of what a recipe says, so that all are equal.
+/// Open data sets by their options and target. Clones share the cache. It is not part of a recipe, so
+/// that all instances compare equal.
 #[derive(Clone, Default)]
-pub struct OpenedSets(Arc<Mutex<Vec<Opened>>>);
+pub struct OpenSets(Arc<Mutex<Vec<Opened>>>);
 
 struct Opened {
     options: Data,
@@ -24,16 +25,16 @@ struct Opened {
 }
 
 impl Opened {
-    fn fits(&self, options: &Data, target: Target) -> bool {
+    fn matches(&self, options: &Data, target: Target) -> bool {
         let [inputs, outputs] = &self.ports;
         self.options == *options && self.folder == target.folder && inputs == target.inputs && outputs == target.outputs && self.config == *target.config
     }
 }
 
-impl OpenedSets {
+impl OpenSets {
     fn open(&self, options: &Data, target: Target) -> Result<Arc<DataSet>> {
         let mut opened = lock(&self.0);
-        if let Some(found) = opened.iter().find(|opened| opened.fits(options, target)) {
+        if let Some(found) = opened.iter().find(|opened| opened.matches(options, target)) {
             return Ok(found.set.clone());
         }
         let set = Arc::new(DataSet::open(options, target)?);
@@ -44,7 +45,7 @@ impl OpenedSets {
 }
 
 impl DataSets {
-    /// Opens the files that options name and holds them to a model; what a run has opened before is the same set.
+    /// Opens a data set for a model, or returns the one that was opened before with the same options.
     ///
     /// # Errors
     /// As [`DataSet::open`].
@@ -53,13 +54,13 @@ impl DataSets {
     }
 }
 
-impl PartialEq for OpenedSets {
+impl PartialEq for OpenSets {
     fn eq(&self, _: &Self) -> bool {
         true
     }
 }
 
-impl fmt::Debug for OpenedSets {
+impl fmt::Debug for OpenSets {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} opened", lock(&self.0).len())
     }
@@ -70,16 +71,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_set_is_opened_once_for_a_model() {
+    fn a_set_is_opened_once_per_model() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("samples.safetensors");
         let tensor = candle_core::Tensor::zeros((3, 2), candle_core::DType::F32, &candle_core::Device::Cpu).unwrap();
         candle_core::safetensors::save(&[("x".to_owned(), tensor)].into(), &path).unwrap();
         let graph: crate::ir::Graph = "input x: float[batch, 2]\noutput y = x\n".parse().unwrap();
-        let (inputs, outputs) = Port::of(&graph);
+        let (inputs, outputs) = Port::from_graph(&graph);
         let (config, other) = (Map::new(), Map::from_iter([("a".to_owned(), Value::Null)]));
-        let made = crate::model::Made::new();
-        let target = |config| Target { folder: folder.path(), made: &made, config, inputs: &inputs, outputs: &outputs };
+        let synthesized = crate::model::SynthesizedFiles::new();
+        let target = |config| Target { folder: folder.path(), synthesized: &synthesized, config, inputs: &inputs, outputs: &outputs };
         let sets = DataSets::default();
         let all = Data { arrays: Some(path), ..Data::default() };
         let first = sets.open(&all, target(&config)).unwrap();

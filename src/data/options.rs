@@ -1,4 +1,4 @@
-//! What a recipe says about data.
+//! Data options of a recipe.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -7,25 +7,25 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
-use super::{OpenedSets, Target};
+use super::{OpenSets, Target};
 use crate::error::{Error, Result};
 use crate::store::ContentKey;
 use crate::work::Work;
 
-/// What is asked of the model.
+/// Task that a data set is used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Task {
-    /// One of several classes: accuracy, F1
+    /// Single-label classification: accuracy, F1
     Classification,
-    /// The next token: perplexity
+    /// Next-token prediction: perplexity
     #[serde(alias = "language-modeling")]
     #[cfg_attr(feature = "cli", value(alias = "language-modeling"))]
     LanguageModelling,
-    /// Similarity of pairs of texts: Spearman's correlation of the cosine with a score
+    /// Semantic textual similarity: Spearman correlation of the cosine similarity with a score
     Embedding,
-    /// No labels: outputs are only compared with another model's
+    /// No labels: outputs are compared only with those of another model
     Fidelity,
 }
 
@@ -45,7 +45,7 @@ impl fmt::Display for Task {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(untagged)]
 pub enum Column {
-    /// By number, the first is 0.
+    /// By number, from 0.
     Index(usize),
     /// By name.
     Name(String),
@@ -68,18 +68,29 @@ impl fmt::Display for Column {
     }
 }
 
-/// How labels tell classes.
+/// Which windows of a text are taken if `samples` limits them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum WindowSampling {
+    /// The first ones
+    First,
+    /// Windows that start at lines spread evenly over a file of plain text
+    Spread,
+}
+
+/// How labels identify classes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum LabelKind {
-    /// By number, the first class is 0
+    /// By index, from 0
     Index,
-    /// By a name of config.json's id2label or label2id
+    /// By name, from id2label or label2id of config.json
     Name,
 }
 
-/// Samples: one of `text`, `images` and `arrays`, and how they are to be read.
+/// Samples: one of `text`, `images` and `arrays`, and options for reading them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
@@ -88,11 +99,12 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<PathBuf>,
-    /// Images: a folder with one folder for each class, or an IDX file (as of MNIST; .gz too)
+    /// Images: a folder with one subfolder per class, or an IDX file (MNIST format, optionally .gz)
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATH", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub images: Option<PathBuf>,
-    /// Arrays with one row per sample: .safetensors, .npz, or a folder with one .npy for each input; or a folder with one of these for each run
+    /// Arrays with one row per sample: .safetensors, .npz, or a folder with one .npy per input; or a
+    /// folder with one such file per run
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATH", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arrays: Option<PathBuf>,
@@ -104,15 +116,16 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text_column: Option<Column>,
-    /// Column of the second text of a pair; of a model that makes texts of texts, the one that it is to say
+    /// Column of the second text of a pair; for encoder-decoder models, the target text
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pair_column: Option<Column>,
-    /// Column, or array, of the label: a class by number or by name, a score, or the tokens that a decoder is to say
+    /// Column or array of the label: a class index or name, a score, or the target tokens of a decoder
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub label_column: Option<Column>,
-    /// How labels tell classes [default: numbers by index; text by name, or by index where no class has this name]
+    /// How labels identify classes [default: numbers by index; text by name, or by index if no class has
+    /// this name]
     #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub label_kind: Option<LabelKind>,
@@ -120,7 +133,7 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub labels: Option<PathBuf>,
-    /// Whether the first line of .csv and .tsv names the columns [default: true]
+    /// Whether the first line of .csv and .tsv contains the column names [default: true]
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub header: Option<bool>,
@@ -128,54 +141,61 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "CHARACTER", value_parser = values::delimiter, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub delimiter: Option<char>,
-    /// Whether `"` surrounds columns that hold the delimiter [default: true, in .tsv false]
+    /// Whether values may be quoted with `"` [default: true, in .tsv false]
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quoting: Option<bool>,
-    /// Which array goes to which input of the model
+    /// Mapping of model inputs to arrays
     #[cfg_attr(feature = "cli", arg(long = "input", value_name = "INPUT=ARRAY", value_parser = values::pair, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Vec::is_empty", with = "pairs")]
     #[cfg_attr(feature = "cli", schemars(with = "std::collections::BTreeMap<String, String>"))]
     pub inputs: Vec<(String, String)>,
-    /// Longest sequence, in tokens; longer texts are cut [default: what the model takes; 1024 for perplexity]
+    /// Maximum sequence length in tokens; longer texts are truncated [default: the model's maximum; 1024
+    /// for perplexity]
     #[cfg_attr(feature = "cli", arg(long, value_name = "TOKENS", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_length: Option<usize>,
-    /// Tokens from the start of a window to that of the next, for perplexity [default: windows do not overlap]
+    /// Stride of the windows in tokens, for perplexity [default: windows do not overlap]
     #[cfg_attr(feature = "cli", arg(long, value_name = "TOKENS", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stride: Option<usize>,
-    /// How many samples (windows, for perplexity) to take at most [default: all]
+    /// Maximum number of samples (windows, for perplexity) [default: all]
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
-    /// Samples that run together [default: 32, or 4 windows of a text; fewer where they have more than 2048 tokens]
+    /// Which windows of a text to take, for perplexity [default: first]
+    #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sampling: Option<WindowSampling>,
+    /// Samples per batch [default: 32, or 4 windows of a text; fewer if that exceeds 2048 tokens]
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch_size: Option<usize>,
-    /// Height and width that images are resized to, or the length of their shorter side [default: as preprocessor_config.json says]
+    /// Height and width to resize images to, or the length of the shorter side [default: from
+    /// preprocessor_config.json]
     #[cfg_attr(feature = "cli", arg(long, num_args = 1..=2, value_names = ["HEIGHT", "WIDTH"], help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "sides")]
     #[cfg_attr(feature = "cli", schemars(with = "Option<Sides>"))]
     pub resize: Option<Vec<usize>>,
-    /// Height and width of the middle that is kept of images, once they are resized, or the side of a square
+    /// Height and width of a center crop after resizing, or the side of a square
     #[cfg_attr(feature = "cli", arg(long, num_args = 1..=2, value_names = ["HEIGHT", "WIDTH"], help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "sides")]
     #[cfg_attr(feature = "cli", schemars(with = "Option<Sides>"))]
     pub crop: Option<Vec<usize>>,
-    /// Order of axes in which the model takes images [default: as the sizes of its input say]
+    /// Axis order of the model's image input [default: from the shape of the input]
     #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layout: Option<ImageLayout>,
-    /// Order of channels in which the model takes images [default: rgb]
+    /// Channel order of the model's image input [default: rgb]
     #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub channels: Option<ChannelOrder>,
-    /// Factor on pixels [default: as preprocessor_config.json says, else 1 for arrays and where the model takes whole numbers, 1/255 for images]
+    /// Factor on pixels [default: from preprocessor_config.json, otherwise 1 for arrays and integer
+    /// inputs, 1/255 for images]
     #[cfg_attr(feature = "cli", arg(long, alias = "scale", value_name = "FACTOR", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none", alias = "scale")]
     pub rescale: Option<f64>,
-    /// Mean to subtract from each channel, in the model's order of channels, after the factor
+    /// Mean to subtract from each channel after applying the factor, in the model's channel order
     #[cfg_attr(feature = "cli", arg(long, value_delimiter = ',', value_name = "NUMBERS", help_heading = "Data"))]
     #[cfg_attr(feature = "cli", schemars(schema_with = "super::one_or_several::one_or_several_schema::<f64>"))]
     #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "super::one_or_several::one_or_several")]
@@ -187,29 +207,29 @@ pub struct Data {
     pub std: Vec<f64>,
 }
 
-/// Order of axes of images.
+/// Axis order of images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum ImageLayout {
-    /// Samples, channels, height, width, as of PyTorch
+    /// Batch, channels, height, width (PyTorch)
     Nchw,
-    /// Samples, height, width, channels, as of TensorFlow
+    /// Batch, height, width, channels (TensorFlow)
     Nhwc,
 }
 
-/// Order of channels of images.
+/// Channel order of images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum ChannelOrder {
     /// Red first
     Rgb,
-    /// Blue first, as of Caffe and OpenCV
+    /// Blue first (Caffe, OpenCV)
     Bgr,
 }
 
-/// Sides of an image.
+/// Height and width of an image, or one number.
 #[derive(Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(untagged, expecting = "a number, or a height and a width")]
@@ -228,7 +248,7 @@ fn sides<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Opti
     Ok(Option::<Sides>::deserialize(deserializer)?.map(sides))
 }
 
-/// Pairs as a map.
+/// Serializes pairs as a map.
 mod pairs {
     use std::collections::BTreeMap;
 
@@ -243,22 +263,22 @@ mod pairs {
     }
 }
 
-/// Samples that run together when nothing is said.
-const BATCH: usize = 32;
-/// Windows that run together when nothing is said, at most.
-const WINDOWS: usize = 4;
-/// Tokens that they have together then: more are no faster, and take more memory.
-const TOKENS: usize = 2048;
+/// Default batch size.
+const DEFAULT_BATCH: usize = 32;
+/// Default batch size of windows for perplexity.
+const DEFAULT_WINDOWS: usize = 4;
+/// Maximum number of tokens in a default batch: larger batches need more memory without being faster.
+const MAX_BATCH_TOKENS: usize = 2048;
 
-/// Values of the command line.
+/// Parsers of command-line values.
 #[cfg(feature = "cli")]
 mod values {
-    /// Reads `INPUT=ARRAY`.
+    /// Parses `INPUT=ARRAY`.
     pub fn pair(text: &str) -> Result<(String, String), String> {
         text.split_once('=').map(|(input, array)| (input.to_owned(), array.to_owned())).ok_or_else(|| format!("`{text}` is not INPUT=ARRAY"))
     }
 
-    /// One character; a tab may be written as `\\t`.
+    /// Parses one character; a tab may be written as `\\t`.
     pub fn delimiter(text: &str) -> Result<char, String> {
         match (text, text.chars().next()) {
             ("\\t", _) => Ok('\t'),
@@ -269,22 +289,27 @@ mod values {
 }
 
 impl Data {
-    /// The data behind a path, its kind told by its name.
+    /// Whether windows are spread over a text.
+    pub(super) fn is_spread(&self) -> bool {
+        self.sampling == Some(WindowSampling::Spread)
+    }
+
+    /// The data at a path; its kind follows from the file extension or the folder's contents.
     pub fn at(path: &Path) -> Data {
         let ending = path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase();
         let path = Some(path.to_owned());
         match ending.as_str() {
             "txt" | "raw" | "csv" | "tsv" | "jsonl" => Data { text: path, ..Data::default() },
             "safetensors" | "npz" | "npy" => Data { arrays: path, ..Data::default() },
-            _ if super::arrays::are_in(path.as_deref().unwrap_or(Path::new(""))) => Data { arrays: path, ..Data::default() },
+            _ if super::arrays::folder_has_arrays(path.as_deref().unwrap_or(Path::new(""))) => Data { arrays: path, ..Data::default() },
             _ => Data { images: path, ..Data::default() },
         }
     }
 
-    /// These options, with every option that is given in `others` replaced.
+    /// Returns these options, overridden by all options that are set in `others`.
     ///
     /// # Errors
-    /// The options have no JSON form.
+    /// The options cannot be represented as JSON.
     pub fn overridden_by(&self, others: &Data) -> Result<Data> {
         let merge = || {
             let mut all = serde_json::to_value(self)?;
@@ -296,22 +321,19 @@ impl Data {
         merge().map_err(|e| Error::option("data", e.to_string()))
     }
 
-    /// Makes paths relative to a folder.
+    /// Resolves relative paths against a folder.
     pub(crate) fn resolve(&mut self, folder: &Path) {
         for path in [&mut self.text, &mut self.images, &mut self.arrays, &mut self.labels].into_iter().flatten() {
             *path = crate::files::resolve(folder, path);
         }
     }
 
-    /// Files and folders that it names.
+    /// Files and folders of the data.
     pub(crate) fn paths(&self) -> impl Iterator<Item = &PathBuf> {
         [&self.text, &self.images, &self.arrays, &self.labels].into_iter().flatten()
     }
 
-    /// A hash of how the data is read, and of all bytes that are.
-    ///
-    /// # Errors
-    /// A file cannot be read, or the work is cancelled.
+    /// Hash of the options and of the contents of all files.
     pub(crate) fn content(&self, work: &Work) -> Result<String> {
         let mut key = ContentKey::new(work);
         key.line(&serde_json::to_string(self).unwrap_or_default());
@@ -319,28 +341,29 @@ impl Data {
         Ok(key.name())
     }
 
-    /// Samples that run together, of so many tokens each where that is known.
+    /// Samples per batch, for samples with the given number of tokens if it is known.
     pub(super) fn batch(&self, task: Task, tokens: Option<usize>) -> usize {
-        let most = if task == Task::LanguageModelling { WINDOWS } else { BATCH };
-        let together = tokens.and_then(|tokens| TOKENS.checked_div(tokens)).unwrap_or(most).clamp(1, most);
-        self.batch_size.unwrap_or(together)
+        let limit = if task == Task::LanguageModelling { DEFAULT_WINDOWS } else { DEFAULT_BATCH };
+        let default = tokens.and_then(|tokens| MAX_BATCH_TOKENS.checked_div(tokens)).unwrap_or(limit).clamp(1, limit);
+        self.batch_size.unwrap_or(default)
     }
 
-    /// What is asked, said or suggested.
+    /// The task: as specified, or inferred from the data and the model.
     pub(super) fn task(&self, target: &Target) -> Result<Task> {
         if let Some(task) = self.task {
             return Ok(task);
         }
         let classifies = target.outputs.iter().any(|port| port.name == "logits" && port.shape.len() == 2);
-        if target.decodes() && !classifies {
-            let asked = self.pair_column.is_some() || self.label_column.is_some() || self.arrays.as_deref().map_or(Ok(false), super::arrays::has_labels)?;
-            return Ok(if asked && gives_logits_by_token(target) { Task::LanguageModelling } else { Task::Fidelity });
+        if target.is_encoder_decoder() && !classifies {
+            let has_targets =
+                self.pair_column.is_some() || self.label_column.is_some() || self.arrays.as_deref().map_or(Ok(false), super::arrays::has_labels)?;
+            return Ok(if has_targets && has_logits_per_token(target) { Task::LanguageModelling } else { Task::Fidelity });
         }
         if let Some(arrays) = self.arrays.as_ref().filter(|_| predicts_tokens(target)) {
             return Ok(if self.label_column.is_some() || super::arrays::has_labels(arrays)? { Task::LanguageModelling } else { Task::Fidelity });
         }
         if self.label_column.is_some() {
-            return Ok(if self.pair_column.is_some() && !gives_logits(target) { Task::Embedding } else { Task::Classification });
+            return Ok(if self.pair_column.is_some() && !has_logits(target) { Task::Embedding } else { Task::Classification });
         }
         if let Some(images) = &self.images {
             let labelled = self.labels.is_some() || super::images::has_classes(images)?;
@@ -354,34 +377,34 @@ impl Data {
     }
 }
 
-fn gives_logits(target: &Target) -> bool {
+fn has_logits(target: &Target) -> bool {
     target.outputs.iter().any(|port| port.name == "logits")
 }
 
-fn gives_logits_by_token(target: &Target) -> bool {
+fn has_logits_per_token(target: &Target) -> bool {
     target.outputs.iter().any(|port| port.name == "logits" && port.shape.len() == 3)
 }
 
-/// Whether the logits of each token are those of tokens, and not of classes.
+/// Whether the logits of each token are over the vocabulary, not over classes.
 fn predicts_tokens(target: &Target) -> bool {
-    gives_logits_by_token(target) && !is_of_class(target, "ForTokenClassification")
+    has_logits_per_token(target) && !is_of_class(target, "ForTokenClassification")
 }
 
-/// Whether the model fills in masked tokens, so that there is no next one.
+/// Whether the model is a masked language model.
 pub(super) fn is_masked(target: &Target) -> bool {
     is_of_class(target, "ForMaskedLM")
 }
 
-/// Whether the name of the model's class has this ending.
+/// Whether the name of the model class in `architectures` ends with this suffix.
 fn is_of_class(target: &Target, ending: &str) -> bool {
     let class = target.config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
     class.is_some_and(|class| class.ends_with(ending))
 }
 
-/// Refuses a model that fills in masked tokens, where each token is to predict the next one.
+/// Rejects masked language models for next-token prediction.
 pub(super) fn require_next_tokens(target: &Target) -> Result<()> {
-    let hint = "compare it with another model, `task: fidelity`, or give arrays with `labels`, -100 for tokens that are not masked".into();
-    let what = "perplexity of a model that fills in masked tokens".into();
+    let hint = "compare it with another model using `task: fidelity`, or use arrays with `labels`, -100 for tokens that are not masked".into();
+    let what = "perplexity of a masked language model on text".into();
     if is_masked(target) { Err(Error::Unsupported { what, hint }) } else { Ok(()) }
 }
 
@@ -390,41 +413,41 @@ pub(super) fn require_next_tokens(target: &Target) -> Result<()> {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct DataSets {
-    /// What accuracy is measured on
+    /// Evaluation data, for accuracy and other metrics
     #[serde(skip_serializing_if = "Option::is_none")]
     pub evaluation: Option<Data>,
-    /// What passes that need to see activations run the model on; labels are not looked at
+    /// Calibration data, for passes that collect activation statistics; labels are ignored
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calibration: Option<Data>,
-    /// What passes that train learn from
+    /// Training data
     #[serde(skip_serializing_if = "Option::is_none")]
     pub train: Option<Data>,
-    /// Those that a run has opened
+    /// Data sets that this run has opened
     #[serde(skip)]
-    pub opened: OpenedSets,
+    pub opened: OpenSets,
 }
 
 impl DataSets {
-    /// Whether there is none.
+    /// Whether no data set is specified.
     pub fn is_empty(&self) -> bool {
         *self == DataSets::default()
     }
 
-    /// Makes paths relative to a folder.
+    /// Resolves relative paths against a folder.
     pub(crate) fn resolve(&mut self, folder: &Path) {
         for data in [&mut self.evaluation, &mut self.calibration, &mut self.train].into_iter().flatten() {
             data.resolve(folder);
         }
     }
 
-    /// Labels of what passes calibrate on are not looked at: folders of images may be called anything.
+    /// Ignores labels of calibration data, so that image folders may have any name.
     pub(crate) fn ignore_labels(&mut self) {
         for data in self.calibration.iter_mut().filter(|data| data.images.is_some()) {
             data.task.get_or_insert(Task::Fidelity);
         }
     }
 
-    /// The same with paths that hold wherever the recipe is.
+    /// Returns the data sets with absolute paths.
     pub(crate) fn absolute(&self) -> DataSets {
         let mut sets = self.clone();
         sets.resolve(&std::env::current_dir().unwrap_or_default());
@@ -437,7 +460,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn given_options_replace_those_of_a_mapping() {
+    fn specified_options_override_others() {
         let parse = |text: &str| serde_saphyr::from_str::<Data>(text).unwrap();
         let data = parse("{ images: a, crop: 224, samples: 3, mean: [0.5] }");
         let given = Data { samples: Some(7), std: vec![0.25], ..Data::default() };

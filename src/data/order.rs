@@ -1,24 +1,25 @@
-//! In which order samples are taken.
+//! Order and batching of samples.
 
 use crate::error::Result;
 
-/// Bytes of samples that are shuffled among each other: all of a small data set, a moving window of a large one.
-const WINDOW: usize = 64 << 20;
-/// And at most so many samples.
-const MOST: usize = 1 << 18;
+/// Size of the shuffle buffer, in bytes: large data sets are shuffled within a moving window.
+const BUFFER_BYTES: usize = 64 << 20;
+/// Maximum number of samples in the shuffle buffer.
+const BUFFER_SAMPLES: usize = 1 << 18;
 
-/// In which order samples are taken, and how many together.
+/// Order and batching of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Order {
-    /// Samples that run together, where the options of the data do not count.
+    /// Batch size, overriding that of the data options.
     pub batch: Option<usize>,
-    /// Start of the random order; without one, that of the files.
+    /// Seed of the shuffle; `None` for the order of the files.
     pub shuffle: Option<u64>,
-    /// Batches of this process at the beginning that are left out.
+    /// Number of batches of this process to skip at the beginning.
     pub skip: usize,
-    /// Of so many processes (second), the batches of this one (first): each takes one in turn, and all take equally many.
+    /// Rank and number of processes: batches are distributed round-robin, and every process gets the
+    /// same number.
     pub part: (usize, usize),
-    /// Whether a last batch of one sample is left out behind others: it has no statistics of its own.
+    /// Whether to drop a last batch of a single sample, whose batch statistics are undefined.
     pub drop_single: bool,
 }
 
@@ -29,44 +30,44 @@ impl Default for Order {
 }
 
 impl Order {
-    /// Whether so many items, behind as many whole batches of `size`, are a batch.
-    pub(super) fn takes(self, items: usize, batches: usize, size: usize) -> bool {
+    /// Whether `items` items after `batches` full batches of `size` form a batch.
+    pub(super) fn accepts(self, items: usize, batches: usize, size: usize) -> bool {
         items > 0 && !(self.drop_single && items == 1 && size > 1 && batches > 0)
     }
 
-    /// The items in this order; `bytes` is about what one takes.
+    /// The items in this order; `bytes` is the approximate memory per item.
     pub(super) fn shuffled<'s, T: Send + 's>(
         self,
         items: impl Iterator<Item = Result<T>> + Send + 's,
         bytes: usize,
     ) -> Box<dyn Iterator<Item = Result<T>> + Send + 's> {
         let Some(seed) = self.shuffle else { return Box::new(items) };
-        let size = WINDOW.checked_div(bytes).map_or(MOST, |count| count.clamp(2, MOST));
-        Box::new(Shuffled { items, window: Vec::new(), size, random: fastrand::Rng::with_seed(seed), over: false })
+        let size = BUFFER_BYTES.checked_div(bytes).map_or(BUFFER_SAMPLES, |count| count.clamp(2, BUFFER_SAMPLES));
+        Box::new(Shuffled { items, buffer: Vec::new(), size, random: fastrand::Rng::with_seed(seed), is_exhausted: false })
     }
 }
 
-/// A window of items: a random one leaves, the next one takes its place.
+/// Shuffle buffer: returns a random item of the buffer, and replaces it by the next one.
 struct Shuffled<I, T> {
     items: I,
-    window: Vec<T>,
+    buffer: Vec<T>,
     size: usize,
     random: fastrand::Rng,
-    over: bool,
+    is_exhausted: bool,
 }
 
 impl<T, I: Iterator<Item = Result<T>>> Iterator for Shuffled<I, T> {
     type Item = Result<T>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        while !self.over && self.window.len() < self.size {
+        while !self.is_exhausted && self.buffer.len() < self.size {
             match self.items.next() {
-                Some(Ok(item)) => self.window.push(item),
+                Some(Ok(item)) => self.buffer.push(item),
                 Some(Err(e)) => return Some(Err(e)),
-                None => self.over = true,
+                None => self.is_exhausted = true,
             }
         }
-        (!self.window.is_empty()).then(|| Ok(self.window.swap_remove(self.random.usize(..self.window.len()))))
+        (!self.buffer.is_empty()).then(|| Ok(self.buffer.swap_remove(self.random.usize(..self.buffer.len()))))
     }
 }
 
@@ -80,8 +81,8 @@ mod tests {
     }
 
     #[test]
-    fn every_item_comes_once_and_the_seed_says_when() {
-        for bytes in [1, WINDOW / 50, WINDOW] {
+    fn shuffling_is_a_permutation_that_depends_on_the_seed() {
+        for bytes in [1, BUFFER_BYTES / 50, BUFFER_BYTES] {
             let mut found = order(3, bytes);
             assert_eq!(found, order(3, bytes));
             assert_ne!(found, order(4, bytes));

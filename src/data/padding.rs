@@ -1,59 +1,57 @@
-//! Which tokens of a batch are padding.
+//! Padding masks of a batch.
 
 use std::borrow::Cow;
 
 use candle_core::{DType, Tensor};
 
-use super::{Batch, Side, TokenAxis};
+use super::{Batch, SequenceRole, TokenAxis};
 
-/// Tokens that are none of any sample's, by the side that they are on.
+/// Padding masks of the input sequence and of the decoder sequence.
 pub(crate) struct Padding {
-    read: Rows,
-    said: Rows,
+    input: Mask,
+    decoder: Mask,
 }
 
-/// Those of one side.
+/// Padding mask of one sequence.
 #[derive(Default)]
-struct Rows {
-    /// `[batch, sequence]`; nothing where there is no padding.
+struct Mask {
+    /// `[batch, sequence]`; empty if there is no padding.
     shape: Vec<usize>,
-    kept: Vec<bool>,
+    is_token: Vec<bool>,
 }
 
-impl Rows {
-    fn of(mask: Option<&Tensor>) -> candle_core::Result<Rows> {
-        let Some(mask) = mask else { return Ok(Rows::default()) };
+impl Mask {
+    fn from_tensor(mask: Option<&Tensor>) -> candle_core::Result<Mask> {
+        let Some(mask) = mask else { return Ok(Mask::default()) };
         let values = mask.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
-        let kept: Vec<bool> = values.into_iter().map(|value| value != 0).collect();
-        Ok(Rows { shape: if kept.contains(&false) { mask.dims().to_vec() } else { Vec::new() }, kept })
+        let is_token: Vec<bool> = values.into_iter().map(|value| value != 0).collect();
+        Ok(Mask { shape: if is_token.contains(&false) { mask.dims().to_vec() } else { Vec::new() }, is_token })
     }
 }
 
 impl Padding {
-    /// Reads the masks of a batch, where it has some.
-    ///
-    /// # Errors
-    /// They cannot be copied to main memory.
-    pub fn of(batch: &Batch) -> candle_core::Result<Padding> {
-        Ok(Padding { read: Rows::of(batch.mask(Side::Read))?, said: Rows::of(batch.mask(Side::Said))? })
+    /// Reads the attention masks of a batch.
+    pub fn from_batch(batch: &Batch) -> candle_core::Result<Padding> {
+        Ok(Padding { input: Mask::from_tensor(batch.mask(SequenceRole::Input))?, decoder: Mask::from_tensor(batch.mask(SequenceRole::Decoder))? })
     }
 
-    /// Which rows of the last axis of a value belong to tokens that are not padding; none where the batch has no padding, or the value no
-    /// row for each token.
-    pub fn kept(&self, TokenAxis { side, axis }: TokenAxis, shape: &[usize]) -> Option<Cow<'_, [bool]>> {
-        let rows = if side == Side::Read { &self.read } else { &self.said };
+    /// Returns which rows (along the last axis) of a value belong to tokens, not padding. `None` if the
+    /// batch has no padding, or the axis is not the token axis of the value.
+    pub fn token_rows(&self, TokenAxis { role, axis }: TokenAxis, shape: &[usize]) -> Option<Cow<'_, [bool]>> {
+        let mask = if role == SequenceRole::Input { &self.input } else { &self.decoder };
         let (axis, last) = (axis?, shape.len().checked_sub(1)?);
-        let [batch, length] = rows.shape[..] else { return None };
+        let [batch, length] = mask.shape[..] else { return None };
         if axis >= last || shape.first() != Some(&batch) || shape.get(axis) != Some(&length) {
             return None;
         }
-        // The mask of a sample is repeated for each head before the token axis, and each element of it for the axes after.
+        // The mask of a sample is repeated for each head before the token axis, and each element of it
+        // for the axes after.
         let (before, after) = (shape.get(1..axis)?.iter().product(), shape.get(axis.checked_add(1)?..last)?.iter().product());
         if (before, after) == (1usize, 1usize) {
-            return Some(Cow::Borrowed(&rows.kept));
+            return Some(Cow::Borrowed(&mask.is_token));
         }
-        let sample = |kept: &[bool]| kept.iter().flat_map(|kept| std::iter::repeat_n(*kept, after)).collect::<Vec<_>>().repeat(before);
-        Some(Cow::Owned(rows.kept.chunks(length.max(1)).flat_map(sample).collect()))
+        let repeat = |mask: &[bool]| mask.iter().flat_map(|is_token| std::iter::repeat_n(*is_token, after)).collect::<Vec<_>>().repeat(before);
+        Some(Cow::Owned(mask.is_token.chunks(length.max(1)).flat_map(repeat).collect()))
     }
 }
 
@@ -64,22 +62,25 @@ mod tests {
     use super::*;
     use crate::data::References;
 
-    /// The rows that are kept are those of the tokens, whatever axes lie between the batch and the tokens, or after them.
+    /// Values may have further axes between the batch axis and the token axis, and after it.
     #[test]
-    fn rows_of_padding_are_found_in_values_of_any_rank() {
+    fn token_rows_are_found_in_values_of_any_rank() {
         let mask = Tensor::new(&[[1i64, 1, 0], [1, 0, 0]], &Device::Cpu).unwrap();
         let batch = Batch { inputs: [("attention_mask".to_owned(), mask)].into(), references: References::None, samples: 2 };
-        let padding = Padding::of(&batch).unwrap();
+        let padding = Padding::from_batch(&batch).unwrap();
         for (shape, axis) in [(&[2, 3, 5][..], 1), (&[2, 4, 3, 5], 2), (&[2, 3, 4, 5], 1), (&[2, 2, 3, 2, 5], 2)] {
-            let kept = padding.kept(TokenAxis { side: Side::Read, axis: Some(axis) }, shape).unwrap();
+            let rows = padding.token_rows(TokenAxis { role: SequenceRole::Input, axis: Some(axis) }, shape).unwrap();
             let strides: Vec<usize> = (0..shape.len() - 1).map(|at| shape[at + 1..shape.len() - 1].iter().product()).collect();
-            let wanted = |row: usize| [[true, true, false], [true, false, false]][row / strides[0]][row / strides[axis] % 3];
-            assert_eq!(*kept, (0..shape[..shape.len() - 1].iter().product()).map(wanted).collect::<Vec<_>>(), "{shape:?}");
+            let expected = |row: usize| [[true, true, false], [true, false, false]][row / strides[0]][row / strides[axis] % 3];
+            assert_eq!(*rows, (0..shape[..shape.len() - 1].iter().product()).map(expected).collect::<Vec<_>>(), "{shape:?}");
         }
-        for (side, axis, shape) in
-            [(Side::Read, None, &[2, 3, 5][..]), (Side::Said, Some(1), &[2, 3, 5]), (Side::Read, Some(2), &[2, 4, 3]), (Side::Read, Some(1), &[2, 4, 5])]
-        {
-            assert_eq!(padding.kept(TokenAxis { side, axis }, shape), None, "{shape:?}");
+        for (role, axis, shape) in [
+            (SequenceRole::Input, None, &[2, 3, 5][..]),
+            (SequenceRole::Decoder, Some(1), &[2, 3, 5]),
+            (SequenceRole::Input, Some(2), &[2, 4, 3]),
+            (SequenceRole::Input, Some(1), &[2, 4, 5]),
+        ] {
+            assert_eq!(padding.token_rows(TokenAxis { role, axis }, shape), None, "{shape:?}");
         }
     }
 }

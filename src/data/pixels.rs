@@ -1,4 +1,4 @@
-//! From an image to the numbers that a model takes, as `preprocessor_config.json` and the recipe say.
+//! Image preprocessing, as configured by `preprocessor_config.json` and the recipe.
 
 use std::fmt;
 use std::path::Path;
@@ -9,22 +9,22 @@ use image::DynamicImage;
 use serde_json::{Map, Value};
 
 use super::Target;
+use super::image_input::ImageInput;
 use super::options::{ChannelOrder, Data, ImageLayout};
-use super::plane::Plane;
 use crate::arch::{Keys, ReadKeys, Settings};
 use crate::error::{Error, Result};
 use crate::ir::Element;
-use crate::model::Config;
+use crate::model::{Config, auxiliary_path};
 
 const FILE: &str = "preprocessor_config.json";
-/// What turns bytes into numbers from 0 to 1.
+/// Factor that scales bytes to 0 to 1.
 const UNIT: f64 = 1.0 / 255.0;
-/// Pixels of an image at most, once its size has changed.
-const LARGEST: usize = 1 << 26;
-/// ConvNeXt's processor resizes below this so that a part is cut away.
-const WHOLE: usize = 384;
+/// Maximum number of pixels of a resized image.
+const MAX_PIXELS: usize = 1 << 26;
+/// ConvNeXt's processor crops images after resizing if the size is below this.
+const CONVNEXT_NO_CROP: usize = 384;
 
-/// What images are not made into numbers by; a value that is switched off is not looked at.
+/// Keys that do not affect the result. Values of disabled steps are ignored.
 const KEYS: Keys = Keys {
     harmless: &[
         "_valid_processor_keys",
@@ -55,25 +55,25 @@ const KEYS: Keys = Keys {
     ],
 };
 
-/// Keys of a folder's image processor that are not known.
+/// Unrecognized keys of a folder's image processor.
 pub(super) fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
-    let path = folder.join(FILE);
+    let path = auxiliary_path(folder, FILE);
     let (_, unknown) = Pixels::parse(Config::open(&path)?.values(), &path)?;
     Ok(unknown.into_iter().map(|key| format!("{FILE}: {key}")).collect())
 }
 
-/// How the size of an image is changed.
+/// Target size of resizing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Size {
-    /// To this height and width.
+    /// Height and width.
     Exactly(usize, usize),
-    /// So that the shorter side is this long.
+    /// Length of the shorter side; the aspect ratio is kept.
     Shorter(usize),
 }
 
 impl Size {
-    /// As a recipe says it: a height and a width, or the shorter side.
-    fn of(sides: &[usize]) -> Option<Size> {
+    /// From a recipe: a height and a width, or the shorter side.
+    fn from_sides(sides: &[usize]) -> Option<Size> {
         match *sides {
             [shorter] => Some(Size::Shorter(shorter)),
             [height, width] => Some(Size::Exactly(height, width)),
@@ -81,8 +81,8 @@ impl Size {
         }
     }
 
-    /// The part that is kept of this size.
-    fn part(self) -> (usize, usize) {
+    /// The crop with this size.
+    fn crop(self) -> (usize, usize) {
         match self {
             Size::Exactly(height, width) => (height, width),
             Size::Shorter(side) => (side, side),
@@ -90,57 +90,58 @@ impl Size {
     }
 }
 
-/// What is done to pixels.
+/// Preprocessing of images: resize, crop, rescale, normalize.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Pixels {
     size: Option<(Size, ResizeAlg)>,
-    /// Height and width of the middle that is kept.
+    /// Height and width of the center crop.
     crop: Option<(usize, usize)>,
-    /// The factor on pixels.
+    /// Factor on pixels.
     pub rescale: f64,
-    /// Whether the model takes blue first.
+    /// Whether the channel order is BGR.
     reversed: bool,
     mean: Vec<f64>,
     std: Vec<f64>,
 }
 
 impl Pixels {
-    /// What the data and the model's folder say.
-    pub fn open(options: &Data, target: &Target, plane: &Plane) -> Result<Pixels> {
-        let path = target.folder.join(FILE);
+    /// Reads the preprocessing of the model's folder, and applies the data options.
+    pub fn open(options: &Data, target: &Target, input: &ImageInput) -> Result<Pixels> {
+        let path = auxiliary_path(target.folder, FILE);
         let mut pixels = if path.is_file() {
             Pixels::parse(Config::open(&path)?.values(), &path)?.0
-        } else if let Some(pixels) = Pixels::torchvision(target.config).filter(|_| plane.channels == 3 && plane.port.element == Element::Float) {
+        } else if let Some(pixels) = Pixels::torchvision(target.config).filter(|_| input.channels == 3 && input.port.element == Element::Float) {
             pixels
         } else {
-            let rescale = if plane.port.element == Element::Int { 1.0 } else { UNIT };
-            Pixels { rescale, ..Pixels::plain(&Data::default()) }
+            let rescale = if input.port.element == Element::Int { 1.0 } else { UNIT };
+            Pixels { rescale, ..Pixels::plain(&Data::default())? }
         };
-        if let Some(size) = options.resize.as_deref().and_then(Size::of) {
+        if let Some(size) = options.resize.as_deref().and_then(Size::from_sides) {
             let filter = pixels.size.map_or(ResizeAlg::Convolution(FilterType::Bilinear), |(_, filter)| filter);
             (pixels.size, pixels.crop) = (Some((size, filter)), None);
         }
         pixels.reversed = options.channels == Some(ChannelOrder::Bgr);
         if pixels.reversed {
-            // The file has them in the order of pictures.
+            // The file has them in RGB order.
             pixels.mean.reverse();
             pixels.std.reverse();
         }
-        pixels.crop = options.crop.as_deref().and_then(Size::of).map(Size::part).or(pixels.crop);
+        pixels.crop = options.crop.as_deref().and_then(Size::from_sides).map(Size::crop).or(pixels.crop);
         pixels.rescale = options.rescale.unwrap_or(pixels.rescale);
         for (values, given) in [(&mut pixels.mean, &options.mean), (&mut pixels.std, &options.std)] {
             if !given.is_empty() {
                 values.clone_from(given);
             }
         }
-        if pixels.reversed && plane.channels != 3 {
-            return Err(Error::option("data", format!("`channels: bgr` is for models of 3 channels, this one has {}", plane.channels)));
+        if pixels.reversed && input.channels != 3 {
+            return Err(Error::option("data", format!("`channels: bgr` requires a model with 3 channels, this one has {}", input.channels)));
         }
         pixels.require_plausible_mean()?;
         Ok(pixels)
     }
 
-    /// The evaluation preprocessing of torchvision's first ImageNet weights for the variant that `config.json` names.
+    /// The evaluation preprocessing of torchvision's first ImageNet weights for the variant that
+    /// `config.json` names.
     fn torchvision(config: &Map<String, Value>) -> Option<Pixels> {
         let text = |key: &str| config.get(key).and_then(Value::as_str);
         let variant = text("variant").filter(|_| text("model_type") == Some("torchvision"))?;
@@ -176,19 +177,21 @@ impl Pixels {
         }
     }
 
-    /// As [`open`](Pixels::open) for numbers that are no images: only what the data says.
-    pub fn plain(options: &Data) -> Pixels {
+    /// Preprocessing of arrays, from the data options only.
+    pub fn plain(options: &Data) -> Result<Pixels> {
         let rescale = options.rescale.unwrap_or(1.0);
-        Pixels { size: None, crop: None, rescale, mean: options.mean.clone(), std: options.std.clone(), reversed: false }
+        let pixels = Pixels { size: None, crop: None, rescale, mean: options.mean.clone(), std: options.std.clone(), reversed: false };
+        pixels.require_plausible_mean()?;
+        Ok(pixels)
     }
 
-    /// What a file says, and its keys that are not known.
+    /// Parses a preprocessor configuration. Also returns its unrecognized keys.
     fn parse(values: &Map<String, Value>, path: &Path) -> Result<(Pixels, Vec<String>)> {
         let read = ReadKeys::default();
-        let values = Settings::new(values).noting(&read);
-        let wrong = |key: &str| Error::malformed(path, format!("`{key}` is not understood: {}", values.get(key).unwrap_or(&Value::Null)));
+        let values = Settings::new(values).recording(&read);
+        let wrong = |key: &str| Error::malformed(path, format!("`{key}` is not supported: {}", values.get(key).unwrap_or(&Value::Null)));
         let on = |key: &str| values.get(key).and_then(Value::as_bool);
-        let length = |value: &Value| value.as_u64().filter(|n| (1..=LARGEST as u64).contains(n)).map(|n| n as usize);
+        let length = |value: &Value| value.as_u64().filter(|n| (1..=MAX_PIXELS as u64).contains(n)).map(|n| n as usize);
         let number = |value: &Value, key: &str| value.get(key).and_then(length);
         let numbers = |key: &str| match values.get(key) {
             None | Some(Value::Null) => Ok(Vec::new()),
@@ -219,41 +222,46 @@ impl Pixels {
         let mut crop = if on("do_center_crop") == Some(true) { square("crop_size")?.or(size) } else { None };
         let kind = ["image_processor_type", "feature_extractor_type"].iter().find_map(|key| values.get(key)).and_then(Value::as_str).unwrap_or("");
         if let (true, Some(Size::Shorter(edge))) = (kind.starts_with("ConvNext"), size) {
-            let part = values.get("crop_pct").and_then(Value::as_f64).unwrap_or(224.0 / 256.0);
-            if !part.is_normal() || part < 0.0 {
+            let fraction = values.get("crop_pct").and_then(Value::as_f64).unwrap_or(224.0 / 256.0);
+            if !fraction.is_normal() || fraction < 0.0 {
                 return Err(wrong("crop_pct"));
             }
-            (size, crop) = if edge < WHOLE {
-                (Some(Size::Shorter((edge as f64 / part) as usize)), Some(Size::Exactly(edge, edge)))
+            (size, crop) = if edge < CONVNEXT_NO_CROP {
+                (Some(Size::Shorter((edge as f64 / fraction) as usize)), Some(Size::Exactly(edge, edge)))
             } else {
                 (Some(Size::Exactly(edge, edge)), None)
             };
         }
-        let crop = crop.map(Size::part);
+        let crop = crop.map(Size::crop);
         let rescale = if on("do_rescale") == Some(false) { 1.0 } else { values.get("rescale_factor").and_then(Value::as_f64).unwrap_or(UNIT) };
         let normalize = on("do_normalize") != Some(false);
-        // EfficientNet's processor divides once more, unless it is told not to.
-        let again = kind.starts_with("EfficientNet") && on("include_top") != Some(false);
+        // EfficientNet's processor divides by the deviation again unless `include_top` is false.
+        let divides_twice = kind.starts_with("EfficientNet") && on("include_top") != Some(false);
         let mean = if normalize { numbers("image_mean")? } else { vec![] };
-        let mut std = if normalize || again { numbers("image_std")? } else { vec![] };
-        if normalize && again {
+        let mut std = if normalize || divides_twice { numbers("image_std")? } else { vec![] };
+        if normalize && divides_twice {
             std.iter_mut().for_each(|value| *value *= *value);
         }
         if std.iter().any(|value| !value.is_normal()) {
             return Err(wrong("image_std"));
         }
-        let unknown = KEYS.sort(&values, FILE)?;
+        let unknown = KEYS.check(&values, FILE)?;
         Ok((Pixels { size: size.map(|size| (size, filter)), crop, rescale, mean, std, reversed: false }, unknown))
     }
 
-    /// The image's numbers as a model takes them, with height and width.
-    pub fn numbers(&self, image: &DynamicImage, plane: &Plane, path: &Path) -> Result<(Vec<f32>, usize, usize)> {
-        let channels = plane.channels;
+    /// Preprocesses an image. Returns the values in the model's layout, the height and the width.
+    pub fn preprocess(&self, image: &DynamicImage, input: &ImageInput, path: &Path) -> Result<(Vec<f32>, usize, usize)> {
+        let channels = input.channels;
         let (mut height, mut width) = (image.height() as usize, image.width() as usize);
         let mut bytes = match channels {
             1 => image.to_luma8().into_raw(),
             3 => image.to_rgb8().into_raw(),
-            _ => return Err(Error::Unsupported { what: format!("images for a model of {channels} channels"), hint: "give the samples as arrays".into() }),
+            _ => {
+                return Err(Error::Unsupported {
+                    what: format!("images for a model with {channels} channels"),
+                    hint: "provide the samples as `arrays`".into(),
+                });
+            }
         };
         if let Some((size, filter)) = self.size {
             let longer = |edge: usize, long: usize, short: usize| edge.saturating_mul(long).checked_div(short).unwrap_or(0);
@@ -266,56 +274,56 @@ impl Pixels {
             (height, width) = (high, wide);
         }
         if let Some((high, wide)) = self.crop {
-            let (Some(above), Some(beside)) = (height.checked_sub(high), width.checked_sub(wide)) else {
+            let (Some(margin_y), Some(margin_x)) = (height.checked_sub(high), width.checked_sub(wide)) else {
                 return Err(Error::malformed(
                     path,
-                    format!("is {height} x {width}, less than the {high} x {wide} that are kept of it: choose a larger `resize`, or a smaller `crop`"),
+                    format!("is {height} x {width}, smaller than the center crop of {high} x {wide}: set a larger `resize` or a smaller `crop`"),
                 ));
             };
-            let [all, left, kept] = [width, beside / 2, wide].map(|pixels| pixels.saturating_mul(channels));
-            let rows = bytes.chunks_exact(all).skip(above / 2).take(high);
-            bytes = rows.filter_map(|row| row.get(left..)?.get(..kept)).flatten().copied().collect();
+            let [row, left, cropped] = [width, margin_x / 2, wide].map(|pixels| pixels.saturating_mul(channels));
+            let rows = bytes.chunks_exact(row).skip(margin_y / 2).take(high);
+            bytes = rows.filter_map(|row| row.get(left..)?.get(..cropped)).flatten().copied().collect();
             (height, width) = (high, wide);
         }
         let mut numbers = Vec::with_capacity(bytes.len());
         for channel in 0..channels {
             numbers.extend(bytes.iter().skip(channel).step_by(channels).map(|value| f32::from(*value)));
         }
-        Ok((self.finished(numbers, plane)?, height, width))
+        Ok((self.to_model_layout(numbers, input)?, height, width))
     }
 
-    /// Whether pictures become others in size.
+    /// Whether images are resized or cropped.
     pub fn resizes(&self) -> bool {
         self.size.is_some() || self.crop.is_some()
     }
 
-    /// Numbers that stand channel by channel, as a model takes them.
-    pub fn finished(&self, mut numbers: Vec<f32>, plane: &Plane) -> Result<Vec<f32>> {
-        let (channels, count) = (plane.channels.max(1), numbers.len());
+    /// Normalizes channel-first values, and converts them to the model's channel order and layout.
+    pub fn to_model_layout(&self, mut numbers: Vec<f32>, input: &ImageInput) -> Result<Vec<f32>> {
+        let (channels, count) = (input.channels.max(1), numbers.len());
         let pixels = count.checked_div(channels).unwrap_or(0).max(1);
         if self.reversed {
             numbers = numbers.chunks(pixels).rev().flatten().copied().collect();
         }
-        self.normalize(&mut numbers, plane.channels)?;
-        if plane.layout == ImageLayout::Nhwc && channels > 1 {
+        self.normalize(&mut numbers, input.channels)?;
+        if input.layout == ImageLayout::Nhwc && channels > 1 {
             numbers = (0..pixels).flat_map(|pixel| numbers.iter().skip(pixel).step_by(pixels)).copied().collect();
         }
         Ok(numbers)
     }
 
-    /// Applies factor, mean and deviation to numbers that stand channel by channel.
+    /// Applies factor, mean and standard deviation to channel-first values.
     pub fn normalize(&self, numbers: &mut [f32], channels: usize) -> Result<()> {
         for (name, values) in [("mean", &self.mean), ("std", &self.std)] {
             if values.len() > 1 && values.len() != channels {
-                return Err(Error::option("data", format!("`{name}` has {} numbers, the samples have {channels} channels", values.len())));
+                return Err(Error::option("data", format!("`{name}` has {} values, but the samples have {channels} channels", values.len())));
             }
         }
-        let plane = numbers.len().checked_div(channels).unwrap_or(0).max(1);
-        for (channel, plane) in numbers.chunks_mut(plane).enumerate() {
+        let pixels = numbers.len().checked_div(channels).unwrap_or(0).max(1);
+        for (channel, values) in numbers.chunks_mut(pixels).enumerate() {
             let pick = |values: &[f64], default: f64| values.get(channel).or(values.first()).copied().unwrap_or(default);
             let (mean, std) = (pick(&self.mean, 0.0), pick(&self.std, 1.0));
             if self.rescale != 1.0 || mean != 0.0 || std != 1.0 {
-                for value in plane {
+                for value in values {
                     *value = ((f64::from(*value) * self.rescale - mean) / std) as f32;
                 }
             }
@@ -324,7 +332,7 @@ impl Pixels {
     }
 }
 
-/// The preprocessing in words, for plans and reports.
+/// Describes the preprocessing, for plans and reports.
 impl fmt::Display for Pixels {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.size {
@@ -348,16 +356,17 @@ impl fmt::Display for Pixels {
     }
 }
 
-/// Resizes as Pillow does: along rows, rounded to bytes, then along columns.
+/// Resizes like Pillow: first along rows, rounded to bytes, then along columns.
 fn resize(bytes: Vec<u8>, from: (usize, usize), to: (usize, usize), channels: usize, filter: ResizeAlg) -> Result<Vec<u8>, String> {
     let pixels = from.0.max(to.0).checked_mul(to.1);
-    if to.0 == 0 || to.1 == 0 || pixels.is_none_or(|pixels| pixels > LARGEST) {
+    if to.0 == 0 || to.1 == 0 || pixels.is_none_or(|pixels| pixels > MAX_PIXELS) {
         return Err(format!("is {} x {} and cannot be resized to {} x {}", from.0, from.1, to.0, to.1));
     }
     let bytes = if from.1 == to.1 { bytes } else { stretch(&bytes, from, (from.0, to.1), channels, filter)? };
     if from.0 == to.0 { Ok(bytes) } else { stretch(&bytes, (from.0, to.1), to, channels, filter) }
 }
 
+/// Resizes along one axis.
 fn stretch(bytes: &[u8], from: (usize, usize), to: (usize, usize), channels: usize, filter: ResizeAlg) -> Result<Vec<u8>, String> {
     let kind = if channels == 1 { PixelType::F32 } else { PixelType::F32x3 };
     let side = |n: usize| u32::try_from(n).map_err(|_| format!("cannot be resized to {} x {}", to.0, to.1));
@@ -390,12 +399,12 @@ mod tests {
 
     #[test]
     fn torchvision_variants_have_their_own_preprocessing() {
-        let made = crate::model::Made::new();
+        let synthesized = crate::model::SynthesizedFiles::new();
         let open = |config: &str, channels: usize, options: &Data| {
             let config: Map<String, Value> = serde_json::from_str(config).unwrap();
             let inputs = [Port { name: "x".into(), element: Element::Float, shape: vec![None, Some(channels), None, None], number: None }];
-            let target = Target { folder: Path::new("none"), made: &made, config: &config, inputs: &inputs, outputs: &[] };
-            Pixels::open(options, &target, &Plane::of(options, &target, Path::new("p")).unwrap()).unwrap()
+            let target = Target { folder: Path::new("none"), synthesized: &synthesized, config: &config, inputs: &inputs, outputs: &[] };
+            Pixels::open(options, &target, &ImageInput::from_target(options, &target, Path::new("p")).unwrap()).unwrap()
         };
         let resnet = r#"{"model_type":"torchvision","variant":"resnet18"}"#;
         let described = |config: &str, options: &Data| open(config, 3, options).to_string();
@@ -414,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_and_factors_that_cannot_be_are_refused() {
+    fn invalid_sizes_and_factors_are_rejected() {
         for (json, key) in [
             (r#"{"size":0}"#, "size"),
             (r#"{"size":{"height":12,"width":0}}"#, "size"),
@@ -425,12 +434,12 @@ mod tests {
             (r#"{"image_std":[0.5,0,0.5]}"#, "image_std"),
         ] {
             let error = pixels(json).unwrap_err().to_string();
-            assert!(error.contains(&format!("`{key}` is not understood")), "{json}: {error}");
+            assert!(error.contains(&format!("`{key}` is not supported")), "{json}: {error}");
         }
     }
 
     #[test]
-    fn processors_are_read() {
+    fn processor_configurations_are_parsed() {
         let vit = pixels(r#"{"do_resize":true,"size":{"height":224,"width":224},"resample":2,"image_mean":[0.5,0.5,0.5],"image_std":[0.5,0.5,0.5]}"#).unwrap();
         assert_eq!(vit.size, Some((Size::Exactly(224, 224), ResizeAlg::Convolution(FilterType::Bilinear))));
         assert_eq!((vit.crop, vit.mean.len()), (None, 3));
@@ -452,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn channels_are_told_apart_and_the_middle_is_kept() {
+    fn images_are_cropped_and_normalized_per_channel() {
         let mut picture = image::RgbImage::new(4, 2);
         for (x, y, pixel) in picture.enumerate_pixels_mut() {
             *pixel = image::Rgb([x as u8, 10 + y as u8, 100]);
@@ -460,15 +469,15 @@ mod tests {
         let picture = DynamicImage::ImageRgb8(picture);
         let pixels = Pixels { size: None, crop: Some((2, 2)), rescale: 1.0, mean: vec![0.0, 10.0, 0.0], std: vec![1.0, 1.0, 50.0], reversed: false };
         let port = Port { name: "x".into(), element: Element::Float, shape: vec![None; 4], number: None };
-        let plane = |channels, layout| Plane { port: port.clone(), channels, layout };
-        let (numbers, height, width) = pixels.numbers(&picture, &plane(3, ImageLayout::Nchw), Path::new("p")).unwrap();
+        let input = |channels, layout| ImageInput { port: port.clone(), channels, layout };
+        let (numbers, height, width) = pixels.preprocess(&picture, &input(3, ImageLayout::Nchw), Path::new("p")).unwrap();
         assert_eq!((height, width), (2, 2));
         assert_eq!(numbers, [1.0, 2.0, 1.0, 2.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0]);
-        let last = pixels.numbers(&picture, &plane(3, ImageLayout::Nhwc), Path::new("p")).unwrap().0;
+        let last = pixels.preprocess(&picture, &input(3, ImageLayout::Nhwc), Path::new("p")).unwrap().0;
         assert_eq!(last, [1.0, 0.0, 2.0, 2.0, 0.0, 2.0, 1.0, 1.0, 2.0, 2.0, 1.0, 2.0]);
-        // Means are in the model's order, blue first.
+        // Means are in the model's channel order, BGR.
         let reversed = Pixels { reversed: true, mean: vec![100.0, 10.0, 1.0], std: vec![], ..pixels };
-        let first = reversed.numbers(&picture, &plane(3, ImageLayout::Nhwc), Path::new("p")).unwrap().0;
+        let first = reversed.preprocess(&picture, &input(3, ImageLayout::Nhwc), Path::new("p")).unwrap().0;
         assert_eq!(first, [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0]);
     }
 }

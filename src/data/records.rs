@@ -1,4 +1,4 @@
-//! Lines of text files: plain, with columns, or JSON objects.
+//! Records of text files: plain lines, columns, or JSON objects.
 
 use std::borrow::Cow;
 use std::io::{BufRead, BufReader, Read};
@@ -10,35 +10,35 @@ use super::Target;
 use super::chat::{Chat, ChatTemplate};
 use super::labels::Label;
 use super::options::{Column, Data};
-use crate::error::{Error, Result, tellable};
+use crate::error::{Error, Result, redact_path};
 use crate::files;
 
-/// What a model is to read.
+/// Input text of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Text {
     Plain(String),
     Chat(Chat),
 }
 
-/// A text with what goes with it.
+/// A text with its pair and label.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Record {
     pub text: Text,
     pub pair: Option<String>,
     pub label: Option<Label>,
-    /// Line in the file, from 1.
+    /// Line number, from 1.
     pub line: u64,
 }
 
 impl Record {
-    /// The text, and whether the special tokens that it needs stand in it, as templates of chats write them.
-    pub fn written(&self, template: Option<&ChatTemplate>, path: &Path) -> Result<(Cow<'_, str>, bool)> {
+    /// The text, and whether it already contains its special tokens, as rendered chats do.
+    pub fn rendered(&self, template: Option<&ChatTemplate>, path: &Path) -> Result<(Cow<'_, str>, bool)> {
         let mixed = |this: &str, first: &str| {
-            Err(Error::malformed(path, format!("line {} is {this}, and the first line is {first}: a file holds texts or chats", self.line)))
+            Err(Error::malformed(path, format!("line {} is {this}, but the first line is {first}: a file must contain either texts or chats", self.line)))
         };
         match (&self.text, template) {
             (Text::Plain(text), None) => Ok((text.into(), false)),
-            (Text::Chat(chat), Some(template)) => template.whole(chat).map(|text| (text.into(), true)).map_err(|e| {
+            (Text::Chat(chat), Some(template)) => template.render_complete(chat).map(|text| (text.into(), true)).map_err(|e| {
                 let hint = e.hint().unwrap_or_default();
                 Error::run(format!("{}: line {}", path.display(), self.line), e, hint)
             }),
@@ -48,17 +48,17 @@ impl Record {
     }
 }
 
-/// The template for the chats of a file, where it holds chats.
+/// The chat template for a file of chats; `None` for texts.
 pub(super) fn template(mut records: impl Iterator<Item = Result<Record>>, target: &Target) -> Result<Option<ChatTemplate>> {
     match records.next().transpose()? {
-        Some(Record { text: Text::Chat(_), .. }) => ChatTemplate::open(target.folder, target.made).map(Some),
+        Some(Record { text: Text::Chat(_), .. }) => ChatTemplate::open(target.folder, target.synthesized).map(Some),
         _ => Ok(None),
     }
 }
 
 pub(super) type Records = Box<dyn Iterator<Item = Result<Record>> + Send>;
 
-/// How a file of text is laid out.
+/// Format of a text file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TextFormat {
     Lines,
@@ -67,33 +67,36 @@ pub(super) enum TextFormat {
 }
 
 const TEXT: [&str; 2] = ["text", "sentence"];
-/// The messages of a chat, in JSON objects.
+/// Key of the messages of a chat, in JSON objects.
 const MESSAGES: &str = "messages";
 const LABEL: [&str; 2] = ["label", "labels"];
 
-/// The layout that a file's name tells.
+/// The format, from the options and the file extension.
 pub(super) fn layout(options: &Data, path: &Path) -> Result<TextFormat> {
     let ending = path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase();
     let tabs = ending == "tsv";
     if let Some(delimiter) = options.delimiter {
-        let delimiter = u8::try_from(delimiter).map_err(|_| Error::option("data", format!("`delimiter` must be a character of ASCII, not `{delimiter}`")))?;
+        let delimiter = u8::try_from(delimiter).map_err(|_| Error::option("data", format!("`delimiter` must be an ASCII character, not `{delimiter}`")))?;
         return Ok(TextFormat::Columns { delimiter, quoting: options.quoting.unwrap_or(delimiter != b'\t') });
     }
     match ending.as_str() {
         "csv" | "tsv" => Ok(TextFormat::Columns { delimiter: if tabs { b'\t' } else { b',' }, quoting: options.quoting.unwrap_or(!tabs) }),
         "jsonl" => Ok(TextFormat::Json),
         "txt" | "raw" => Ok(TextFormat::Lines),
-        _ => Err(Error::option("data", format!("{}: text must be .txt, .raw, .csv, .tsv or .jsonl, or `delimiter` must be given", tellable(path).display()))),
+        _ => Err(Error::option(
+            "data",
+            format!("{}: text files must be .txt, .raw, .csv, .tsv or .jsonl, or `delimiter` must be set", redact_path(path).display()),
+        )),
     }
 }
 
-/// Opens a file; `labelled` says that labels must be there.
+/// Opens a file; `labelled` requires labels.
 pub(super) fn open(options: &Data, path: &Path, labelled: bool) -> Result<Records> {
     let file = files::stream(path).map_err(Error::io("open", path))?;
     match layout(options, path)? {
         TextFormat::Lines => {
             if labelled || options.pair_column.is_some() {
-                return Err(Error::option("data", format!("{}: lines of plain text have no columns; use .csv, .tsv or .jsonl", path.display())));
+                return Err(Error::option("data", format!("{}: plain text has no columns; use .csv, .tsv or .jsonl", path.display())));
             }
             Ok(Box::new(lines(file, path).filter_map(|line| match line {
                 Ok((_, text)) if text.trim().is_empty() => None,
@@ -128,40 +131,36 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
     let find = |column: &Column| match column {
         Column::Index(index) => Ok(*index),
         Column::Name(name) if header => names.iter().position(|n| n == name).ok_or_else(|| no_column(path, name, &names)),
-        Column::Name(name) => Err(Error::option("data", format!("column `{name}`: with `header: false` columns have numbers, the first is 0"))),
+        Column::Name(name) => Err(Error::option("data", format!("column `{name}`: with `header: false`, columns are selected by number, from 0"))),
     };
-    let usual = |usual: &[&str]| usual.iter().find_map(|name| names.iter().position(|n| n == name));
+    let default = |candidates: &[&str]| candidates.iter().find_map(|name| names.iter().position(|n| n == name));
     let text = match &options.text_column {
         Some(column) => find(column)?,
         None if names.len() == 1 => 0,
-        None => usual(&TEXT).ok_or_else(|| {
+        None => default(&TEXT).ok_or_else(|| {
             Error::option(
                 "data",
-                format!(
-                    "{}: name the `text_column`; there are {}; or say `header: false` when the first line is a sample like the others",
-                    path.display(),
-                    listed(&names)
-                ),
+                format!("{}: specify `text_column`; the columns are {}; or set `header: false` if the first line is a sample", path.display(), listed(&names)),
             )
         })?,
     };
     let pair = options.pair_column.as_ref().map(find).transpose()?;
     let label = match &options.label_column {
         Some(column) => Some(find(column)?),
-        None if labelled => {
-            Some(usual(&LABEL).ok_or_else(|| Error::option("data", format!("{}: name the `label_column`; there are {}", path.display(), listed(&names))))?)
-        }
+        None if labelled => Some(
+            default(&LABEL).ok_or_else(|| Error::option("data", format!("{}: specify `label_column`; the columns are {}", path.display(), listed(&names))))?,
+        ),
         None => None,
     };
     let path = path.to_owned();
-    let windows = ends_as_in_windows(&path);
+    let has_crlf = has_crlf(&path);
     let records = reader.into_records().enumerate().map(move |(index, record)| {
         let record = record.map_err(|e| wrong(&path, e))?;
-        // The reader takes the second character of such a line's end for part of the next line.
-        let behind = u64::from(windows && (header || index > 0));
-        let line = record.position().map_or(0, csv::Position::line).saturating_add(behind);
+        // The reader counts the line feed of CRLF as part of the next line.
+        let offset = u64::from(has_crlf && (header || index > 0));
+        let line = record.position().map_or(0, csv::Position::line).saturating_add(offset);
         let get = |index: usize| {
-            let missing = || Error::malformed(&path, format!("line {line} has {} columns, column {index} is wanted", record.len()));
+            let missing = || Error::malformed(&path, format!("line {line} has {} columns, but column {index} is required", record.len()));
             record.get(index).map(str::to_owned).ok_or_else(missing)
         };
         Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, label: label.map(get).transpose()?.map(Label::Text), line })
@@ -170,13 +169,13 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
 }
 
 /// Whether the first line ends with a carriage return and a line feed.
-fn ends_as_in_windows(path: &Path) -> bool {
+fn has_crlf(path: &Path) -> bool {
     let mut first = Vec::new();
     let read = files::stream(path).and_then(|file| BufReader::new(file).read_until(b'\n', &mut first));
     read.is_ok() && first.ends_with(b"\r\n")
 }
 
-/// A message without the place, which stands before it.
+/// The message without the position, which the caller adds.
 fn plain(error: &csv::Error) -> String {
     match error.kind() {
         csv::ErrorKind::Utf8 { .. } => "is not UTF-8".into(),
@@ -186,16 +185,16 @@ fn plain(error: &csv::Error) -> String {
 }
 
 fn listed(names: &[String]) -> String {
-    if names.is_empty() { "only numbers, since `header` is false".into() } else { names.iter().map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", ") }
+    if names.is_empty() { "selected by number, since `header` is false".into() } else { names.iter().map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", ") }
 }
 
 fn no_column(path: &Path, name: &str, names: &[String]) -> Error {
-    Error::option("data", format!("{} has no column `{name}`; there are {}", path.display(), listed(names)))
+    Error::option("data", format!("{} has no column `{name}`; the columns are {}", path.display(), listed(names)))
 }
 
 fn objects(options: &Data, file: impl Read + Send + 'static, path: &Path, labelled: bool) -> Result<Records> {
     let name = |column: &Option<Column>| match column {
-        Some(Column::Index(index)) => Err(Error::option("data", format!("column {index}: values of JSON objects have names"))),
+        Some(Column::Index(index)) => Err(Error::option("data", format!("column {index}: values of JSON objects are selected by name"))),
         Some(Column::Name(name)) => Ok(Some(name.clone())),
         None => Ok(None),
     };
@@ -208,7 +207,7 @@ fn objects(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
     })))
 }
 
-/// What values of JSON objects are called.
+/// Keys of the values in JSON objects.
 struct Names {
     text: Option<String>,
     pair: Option<String>,
@@ -221,18 +220,18 @@ impl Names {
     fn record(&self, line: u64, text: &str) -> Result<Record> {
         let object: Map<String, Value> =
             serde_json::from_str(text).map_err(|e| Error::malformed(&self.path, format!("line {line} is not a JSON object: {e}")))?;
-        let find = |name: &Option<String>, usual: &[&str]| match name {
+        let find = |name: &Option<String>, defaults: &[&str]| match name {
             Some(name) => object.get(name).ok_or_else(|| name.clone()),
-            None => usual.iter().find_map(|name| object.get(*name)).ok_or_else(|| usual.first().copied().unwrap_or("").to_owned()),
+            None => defaults.iter().find_map(|name| object.get(*name)).ok_or_else(|| defaults.first().copied().unwrap_or("").to_owned()),
         };
         let value = |found: Result<&Value, String>| match found {
             Ok(Value::String(text)) => Ok(Label::Text(text.clone())),
             Ok(Value::Bool(value)) => Ok(Label::Text(value.to_string())),
             Ok(Value::Number(number)) => Ok(Label::Number(number.to_string())),
-            Ok(_) => Err(Error::malformed(&self.path, format!("line {line}: a text or label is no string and no number"))),
+            Ok(_) => Err(Error::malformed(&self.path, format!("line {line}: a text or label must be a string, a number or a boolean"))),
             Err(name) => {
                 let names: Vec<String> = object.keys().cloned().collect();
-                Err(Error::malformed(&self.path, format!("line {line} has no `{name}`; there are {}", listed(&names))))
+                Err(Error::malformed(&self.path, format!("line {line} has no `{name}`; its keys are {}", listed(&names))))
             }
         };
         let named = self.text.as_deref().or_else(|| [TEXT[0], TEXT[1], MESSAGES].into_iter().find(|name| object.contains_key(*name)));
@@ -240,7 +239,7 @@ impl Names {
             (Some(name), Some(Value::Array(messages))) if name == MESSAGES || messages.first().is_some_and(Value::is_object) => {
                 Text::Chat(self.chat(line, messages, &object)?)
             }
-            (Some(MESSAGES), Some(_)) => return Err(self.wrong(line, "`messages` is no list: store it as JSON, not as a text")),
+            (Some(MESSAGES), Some(_)) => return Err(self.wrong(line, "`messages` is not a list: store it as JSON, not as a string")),
             _ => Text::Plain(value(find(&self.text, &TEXT))?.into_text()),
         };
         Ok(Record {
@@ -253,14 +252,14 @@ impl Names {
 
     fn chat(&self, line: u64, messages: &[Value], object: &Map<String, Value>) -> Result<Chat> {
         let tools = object.get("tools").cloned().unwrap_or_default();
-        let usable = tools.is_null() || tools.as_array().is_some_and(|tools| tools.iter().all(Value::is_object));
+        let is_valid = tools.is_null() || tools.as_array().is_some_and(|tools| tools.iter().all(Value::is_object));
         match messages {
-            [] => Err(self.wrong(line, "a chat without messages")),
+            [] => Err(self.wrong(line, "the chat has no messages")),
             _ if !messages.iter().all(|message| message.get("role").is_some_and(Value::is_string)) => {
                 Err(self.wrong(line, "a message of a chat has no `role`"))
             }
-            _ if self.pair.is_some() => Err(self.wrong(line, "a chat has no pair: leave `pair_column` out")),
-            _ if !usable => Err(self.wrong(line, "`tools` is no list of objects: store it as JSON, not as a text")),
+            _ if self.pair.is_some() => Err(self.wrong(line, "chats do not support `pair_column`: remove it")),
+            _ if !is_valid => Err(self.wrong(line, "`tools` is not a list of objects: store it as JSON, not as a string")),
             _ => Ok(Chat { messages: messages.into(), tools }),
         }
     }
@@ -288,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn every_layout_is_read() {
+    fn every_format_is_read() {
         for name in ["a.txt", "a.raw"] {
             assert_eq!(read(name, "one\n\ntwo", "{}", false).unwrap(), [record("one", None, None, 1), record("two", None, None, 3)]);
         }
@@ -310,16 +309,16 @@ mod tests {
         let column = wrong("a.csv", "id,body\n1,a\n", "{ text_column: txt }");
         assert!(column.contains("no column `txt`") && column.contains("`id`, `body`"), "{column}");
         assert!(wrong("a.csv", "text,b\n1,a\n", "{}").contains("label_column"));
-        assert!(wrong("a.csv", "a,b\n1,2\n", "{ header: false, text_column: b }").contains("numbers"));
+        assert!(wrong("a.csv", "a,b\n1,2\n", "{ header: false, text_column: b }").contains("column `b`: with `header: false`, columns are selected by number"));
         assert!(wrong("a.csv", "a,b\n1\n", "{ text_column: 0, label_column: 1 }").contains("line 2 has 1 columns"));
-        assert!(wrong("a.jsonl", "{\"a\": 1}\n", "{}").contains("line 1 has no `text`; there are `a`"));
+        assert!(wrong("a.jsonl", "{\"a\": 1}\n", "{}").contains("line 1 has no `text`; its keys are `a`"));
         assert!(wrong("a.jsonl", "[1]\n", "{}").contains("line 1 is not a JSON object"));
         assert!(wrong("a.txt", "a\n", "{}").contains("no columns"));
         assert!(wrong("a.md", "a\n", "{}").contains(".jsonl"));
     }
 
     #[test]
-    fn bytes_that_are_no_text_are_refused() {
+    fn invalid_utf8_is_rejected() {
         let folder = tempfile::tempdir().unwrap();
         for (name, bytes) in [("a.txt", b"fine\n\xff\n".as_slice()), ("a.csv", b"text\n\xff\n")] {
             let path = folder.path().join(name);

@@ -1,4 +1,4 @@
-//! Files of arrays: safetensors, and NumPy's .npz and .npy.
+//! Row-by-row readers of array files: safetensors, and NumPy's .npz and .npy.
 
 use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -8,72 +8,72 @@ use npyz::{Endianness, NpyHeader, TypeChar};
 
 use super::arrays::{LABELS, names};
 use super::options::{Column, Data};
-use super::{LARGEST, Port};
+use super::{MAX_SAMPLE_BYTES, Port};
 use crate::error::{Error, Result};
 use crate::files::{self, File};
 use crate::store::header::byte_count;
 use crate::store::{Checkpoint, DType, RawTensor};
 
-/// Bytes of a header at most; NumPy takes no longer ones either.
-const HEADER: u32 = 10_000;
+/// Maximum header size in bytes, the same as NumPy's.
+const MAX_HEADER_BYTES: u32 = 10_000;
 
-/// An array that is read row by row, or whole.
+/// An open array that is read row by row, or completely.
 pub(super) struct Rows {
     pub name: String,
     path: PathBuf,
     pub dtype: DType,
     pub shape: Vec<usize>,
-    from: From,
+    source: Source,
 }
 
-enum From {
+enum Source {
     Tensor { tensor: RawTensor, at: u64 },
     Stream(Box<dyn Read + Send>),
 }
 
 impl Rows {
-    /// Sizes of a row.
+    /// Shape of a row.
     pub fn sizes(&self) -> &[usize] {
         self.shape.get(1..).unwrap_or(&[])
     }
 
-    /// Bytes of a row.
-    pub fn row(&self) -> Result<u64> {
-        let bytes = byte_count(self.dtype, self.sizes()).filter(|bytes| (1..=LARGEST).contains(bytes));
-        bytes.ok_or_else(|| self.wrong(format!("has rows of {:?}, which are empty or larger than memory", self.sizes())))
+    /// Size of a row, in bytes.
+    pub fn row_bytes(&self) -> Result<u64> {
+        let bytes = byte_count(self.dtype, self.sizes()).filter(|bytes| (1..=MAX_SAMPLE_BYTES).contains(bytes));
+        bytes.ok_or_else(|| self.wrong(format!("has rows of shape {:?}, which are empty or too large", self.sizes())))
     }
 
     fn wrong(&self, reason: impl std::fmt::Display) -> Error {
         Error::malformed(&self.path, format!("array `{}` {reason}", self.name))
     }
 
-    /// The bytes of the next row.
+    /// Reads the next row.
     pub fn next(&mut self) -> Result<Vec<u8>> {
-        let row = self.row()?;
-        self.take(row)
+        let bytes = self.row_bytes()?;
+        self.read(bytes)
     }
 
-    /// All of its bytes.
-    pub fn whole(&mut self) -> Result<Vec<u8>> {
-        let bytes = byte_count(self.dtype, &self.shape).filter(|bytes| *bytes <= LARGEST);
-        let bytes = bytes.ok_or_else(|| self.wrong(format!("has sizes {:?}, which are larger than memory", self.shape)))?;
-        self.take(bytes)
+    /// Reads all rows.
+    pub fn read_all(&mut self) -> Result<Vec<u8>> {
+        let bytes = byte_count(self.dtype, &self.shape).filter(|bytes| *bytes <= MAX_SAMPLE_BYTES);
+        let bytes = bytes.ok_or_else(|| self.wrong(format!("has the shape {:?}, which is too large", self.shape)))?;
+        self.read(bytes)
     }
 
-    fn take(&mut self, wanted: u64) -> Result<Vec<u8>> {
-        match &mut self.from {
-            From::Tensor { tensor, at } => {
-                let mut bytes = vec![0; wanted as usize];
+    fn read(&mut self, count: u64) -> Result<Vec<u8>> {
+        match &mut self.source {
+            Source::Tensor { tensor, at } => {
+                let mut bytes = vec![0; count as usize];
                 tensor.read_at(*at, &mut bytes)?;
-                *at = at.saturating_add(wanted);
+                *at = at.saturating_add(count);
                 Ok(bytes)
             }
-            From::Stream(rest) => {
-                // The header may claim more than there is.
+            Source::Stream(rest) => {
+                // Not preallocated: the header is untrusted.
                 let mut bytes = Vec::new();
-                let read = rest.take(wanted).read_to_end(&mut bytes);
+                let read = rest.take(count).read_to_end(&mut bytes);
                 read.map_err(|e| self.wrong(format!("cannot be read: {e}")))?;
-                if bytes.len() as u64 == wanted { Ok(bytes) } else { Err(self.wrong(format!("ends before its {} rows do", self.count()))) }
+                if bytes.len() as u64 == count { Ok(bytes) } else { Err(self.wrong(format!("is truncated: it should have {} rows", self.count()))) }
             }
         }
     }
@@ -83,47 +83,47 @@ impl Rows {
     }
 }
 
-/// The arrays of a file, or of a folder of `.npy` files, at their beginnings.
+/// Opens the arrays of a file, or of a folder of `.npy` files.
 pub(super) fn open(path: &Path) -> Result<Vec<Rows>> {
-    match ending(path) {
-        _ if path.is_dir() => files(path)?.iter().filter(|file| ending(file) == "npy").map(|file| array(file)).collect(),
+    match extension(path) {
+        _ if path.is_dir() => files(path)?.iter().filter(|file| extension(file) == "npy").map(|file| array(file)).collect(),
         "npz" => archive(path),
         "npy" => Ok(vec![array(path)?]),
         _ => tensors(path),
     }
 }
 
-/// Files of arrays in a folder, by name.
+/// Array files in a folder, sorted by name.
 pub(super) fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut files = files::files(folder).map_err(Error::io("open", folder))?;
-    files.retain(|file| ["npy", "npz", "safetensors"].contains(&ending(file)));
+    files.retain(|file| ["npy", "npz", "safetensors"].contains(&extension(file)));
     files.sort();
     Ok(files)
 }
 
-pub(super) fn ending(path: &Path) -> &str {
-    path.extension().and_then(|ending| ending.to_str()).unwrap_or("")
+pub(super) fn extension(path: &Path) -> &str {
+    path.extension().and_then(|extension| extension.to_str()).unwrap_or("")
 }
 
-/// A file's name without its ending.
+/// The file name without its extension.
 pub(super) fn stem(path: &Path) -> String {
     path.file_stem().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// Refuses arrays that nothing reads; `read` are the names of the others. Labels may be there where the task has no use for them.
-pub(super) fn require_all_read<'n>(path: &Path, options: &Data, ports: &[Port], read: impl Iterator<Item = &'n String>) -> Result<()> {
-    let read: Vec<&String> = read.collect();
+/// Rejects arrays that are neither in `used` nor labels.
+pub(super) fn require_all_used<'n>(path: &Path, options: &Data, ports: &[Port], used: impl Iterator<Item = &'n String>) -> Result<()> {
+    let used: Vec<&String> = used.collect();
     let unused = |rows: &Rows| {
-        let is_label = LABELS.contains(&rows.name.as_str()) && options.label_column.is_none() && !read.iter().any(|name| LABELS.contains(&name.as_str()));
+        let is_label = LABELS.contains(&rows.name.as_str()) && options.label_column.is_none() && !used.iter().any(|name| LABELS.contains(&name.as_str()));
         let is_named = matches!(&options.label_column, Some(Column::Name(name)) if *name == rows.name);
-        !read.contains(&&rows.name) && !is_label && !is_named
+        !used.contains(&&rows.name) && !is_label && !is_named
     };
     let unused: Vec<Rows> = open(path)?.into_iter().filter(unused).collect();
     if unused.is_empty() {
         return Ok(());
     }
     let ports = ports.iter().map(|port| format!("`{}`", port.name)).collect::<Vec<_>>().join(", ");
-    let reason = format!("nothing reads {}; the model takes {ports}: remove it, or map it to an input with `inputs`", names(&unused));
+    let reason = format!("{} is not used; the model's inputs are {ports}: remove it, or map it to an input with `inputs`", names(&unused));
     Err(Error::option("data", format!("{}: {reason}", path.display())))
 }
 
@@ -133,7 +133,7 @@ fn tensors(path: &Path) -> Result<Vec<Rows>> {
         path: path.to_owned(),
         dtype: tensor.dtype,
         shape: tensor.shape.clone(),
-        from: From::Tensor { tensor, at: 0 },
+        source: Source::Tensor { tensor, at: 0 },
     };
     Ok(Checkpoint::open(path)?.tensors.into_iter().map(rows).collect())
 }
@@ -146,15 +146,15 @@ fn archive(path: &Path) -> Result<Vec<Rows>> {
     for index in 0..archive.len() {
         let entry = archive.by_index_raw(index).map_err(|e| wrong(&e))?;
         let Some(name) = entry.name().map_err(|e| wrong(&e))?.strip_suffix(".npy").map(str::to_owned) else { continue };
-        let start = entry.data_start().ok_or_else(|| wrong(&"an array has no place"))?;
-        // A handle of its own, since arrays are read side by side.
+        let start = entry.data_start().ok_or_else(|| wrong(&"an array has no data offset"))?;
+        // Arrays are read concurrently, so that each needs its own file handle.
         let mut file = open()?;
         file.seek(SeekFrom::Start(start)).map_err(Error::io("read", path))?;
         let stored = BufReader::new(file).take(entry.compressed_size());
         let rest: Box<dyn Read + Send> = match entry.compression() {
             zip::CompressionMethod::Stored => Box::new(stored),
             zip::CompressionMethod::Deflated => Box::new(BufReader::new(DeflateDecoder::new(stored))),
-            other => return Err(wrong(&format!("array `{name}` is packed by {other}"))),
+            other => return Err(wrong(&format!("array `{name}` uses the unsupported compression {other}"))),
         };
         arrays.push(numpy(name, path, rest).map_err(|e| wrong(&e))?);
     }
@@ -166,16 +166,16 @@ fn array(path: &Path) -> Result<Rows> {
     numpy(stem(path), path, Box::new(BufReader::new(file.reader()))).map_err(|e| Error::malformed(path, format!("not an .npy file: {e}")))
 }
 
-/// An array of NumPy at its beginning.
+/// Opens an array in NumPy's format.
 fn numpy(name: String, path: &Path, mut rest: Box<dyn Read + Send>) -> Result<Rows, String> {
     let header = header(&mut rest).map_err(|e| format!("array `{name}`: {e}"))?;
     if header.order() != npyz::Order::C {
-        return Err(format!("array `{name}` is stored column by column; save it with numpy.ascontiguousarray"));
+        return Err(format!("array `{name}` is in Fortran order; convert it with numpy.ascontiguousarray"));
     }
-    let dtype = dtype(&header).ok_or_else(|| format!("array `{name}` has elements {}, which are not read", header.dtype().descr()))?;
+    let dtype = dtype(&header).ok_or_else(|| format!("array `{name}` has the unsupported dtype {}", header.dtype().descr()))?;
     let shape: Vec<usize> = header.shape().iter().map(|n| *n as usize).collect();
-    byte_count(dtype, &shape).ok_or_else(|| format!("array `{name}` is larger than any memory"))?;
-    Ok(Rows { name, path: path.to_owned(), dtype, shape, from: From::Stream(rest) })
+    byte_count(dtype, &shape).ok_or_else(|| format!("array `{name}` is too large"))?;
+    Ok(Rows { name, path: path.to_owned(), dtype, shape, source: Source::Stream(rest) })
 }
 
 fn header(rest: &mut dyn Read) -> std::io::Result<NpyHeader> {
@@ -183,8 +183,8 @@ fn header(rest: &mut dyn Read) -> std::io::Result<NpyHeader> {
     rest.read_exact(&mut start)?;
     let [.., version, _, a, b, c, d] = start;
     let bytes = if version == 1 { u16::from_le_bytes([a, b]).into() } else { u32::from_le_bytes([a, b, c, d]) };
-    if bytes > HEADER {
-        return Err(std::io::Error::other(format!("a header of {bytes} bytes")));
+    if bytes > MAX_HEADER_BYTES {
+        return Err(std::io::Error::other(format!("the header has {bytes} bytes, more than {MAX_HEADER_BYTES}")));
     }
     NpyHeader::from_reader(start.as_slice().chain(rest))
 }

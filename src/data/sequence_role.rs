@@ -1,4 +1,4 @@
-//! Which of a model's sequences the values of its graph belong to: with a decoder behind an encoder, there are two.
+//! Token sequences of a model: the input sequence and, in encoder-decoder models, the decoder sequence.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,33 +9,33 @@ use crate::error::{Error, Result};
 use crate::ir::{Dim, Graph, ValueId};
 
 /// The input with token ids.
-pub(super) const TOKENS: &str = "input_ids";
-/// The input of a decoder behind an encoder, which holds its tokens.
-pub(crate) const DECODED: &str = "decoder_input_ids";
-/// Which of these are no padding. Models that only look back do not take it.
-pub(super) const DECODED_MASK: &str = "decoder_attention_mask";
+pub(super) const INPUT_IDS: &str = "input_ids";
+/// The decoder's token ids of an encoder-decoder model.
+pub(crate) const DECODER_INPUT_IDS: &str = "decoder_input_ids";
+/// The attention mask of the decoder's tokens. Models with causal decoder attention do not take it.
+pub(super) const DECODER_ATTENTION_MASK: &str = "decoder_attention_mask";
 
-/// One of the two sequences.
+/// One of the two token sequences of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
-    /// What a model reads: `input_ids`, or what is no text; the only one of most models.
-    Read,
-    /// What a decoder behind an encoder says: `decoder_input_ids`.
-    Said,
+pub enum SequenceRole {
+    /// The model input: `input_ids`, or inputs that are not text. Most models have no other sequence.
+    Input,
+    /// The decoder sequence of an encoder-decoder model: `decoder_input_ids`.
+    Decoder,
 }
 
-impl Side {
-    /// Names of the inputs with tokens, and with which of them are no padding.
+impl SequenceRole {
+    /// Names of the inputs with token ids, and with their attention mask.
     fn names(self) -> [&'static str; 2] {
         match self {
-            Side::Read => [TOKENS, "attention_mask"],
-            Side::Said => [DECODED, DECODED_MASK],
+            SequenceRole::Input => [INPUT_IDS, "attention_mask"],
+            SequenceRole::Decoder => [DECODER_INPUT_IDS, DECODER_ATTENTION_MASK],
         }
     }
 
-    /// That of an input.
-    pub(crate) fn of_input(name: &str) -> Side {
-        if Side::Said.names().contains(&name) { Side::Said } else { Side::Read }
+    /// The role of an input.
+    pub(crate) fn from_input(name: &str) -> SequenceRole {
+        if SequenceRole::Decoder.names().contains(&name) { SequenceRole::Decoder } else { SequenceRole::Input }
     }
 }
 
@@ -43,112 +43,116 @@ impl Side {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TokenAxis {
     /// The sequence.
-    pub side: Side,
+    pub role: SequenceRole,
     /// The axis, if the value has one.
     pub axis: Option<usize>,
 }
 
-/// The sides of the values of a graph: whatever follows from the tokens of a decoder is its own, also where both sequences have one length.
+/// Roles of the values of a graph: values that depend on the decoder's tokens belong to the decoder
+/// sequence, even if both sequences have the same length.
 #[derive(Debug, Clone)]
-pub(crate) struct Sides<'g> {
+pub(crate) struct SequenceRoles<'g> {
     graph: &'g Graph,
-    said: BTreeSet<&'g str>,
+    /// Names of the values that depend on the decoder's tokens.
+    decoder_values: BTreeSet<&'g str>,
     shapes: BTreeMap<&'g str, &'g [Dim]>,
 }
 
-impl<'g> Sides<'g> {
-    /// Those of a graph.
-    pub fn of(graph: &'g Graph) -> Sides<'g> {
+impl<'g> SequenceRoles<'g> {
+    /// Determines the roles of the values of a graph.
+    pub fn new(graph: &'g Graph) -> SequenceRoles<'g> {
         let name = |id: ValueId| graph.value(id).name.as_str();
         let inputs = graph.inputs().map(|(_, value)| value.name.as_str());
-        let mut said: BTreeSet<&str> = inputs.filter(|name| Side::of_input(name) == Side::Said).collect();
+        let mut decoder_values: BTreeSet<&str> = inputs.filter(|name| SequenceRole::from_input(name) == SequenceRole::Decoder).collect();
         for node in graph.nodes() {
-            if node.inputs.iter().any(|id| said.contains(name(*id))) {
-                said.insert(name(node.output));
+            if node.inputs.iter().any(|id| decoder_values.contains(name(*id))) {
+                decoder_values.insert(name(node.output));
             }
         }
         let shapes = graph.values().iter().map(|value| (value.name.as_str(), value.ty.shape.as_slice())).collect();
-        Sides { graph, said, shapes }
+        SequenceRoles { graph, decoder_values, shapes }
     }
 
-    /// The side of a value, by name.
-    pub fn side(&self, name: &str) -> Side {
-        if self.said.contains(name) { Side::Said } else { Side::Read }
+    /// The role of a value, by name.
+    pub fn role(&self, name: &str) -> SequenceRole {
+        if self.decoder_values.contains(name) { SequenceRole::Decoder } else { SequenceRole::Input }
     }
 
-    /// Whose tokens the rows of a value `[batch, sequence, width]` are; nothing where rows are no tokens.
-    pub fn tokens(&self, name: &str) -> Option<Side> {
+    /// The role of the tokens along the second axis of a value `[batch, sequence, width]`; `None` if
+    /// that axis is not a token sequence.
+    pub fn tokens(&self, name: &str) -> Option<SequenceRole> {
         self.tokens_at(name, 1)
     }
 
-    /// The same, of heads `[batch, heads, sequence, width]`.
-    pub fn head_tokens(&self, name: &str) -> Option<Side> {
+    /// The same for attention heads `[batch, heads, sequence, width]`.
+    pub fn head_tokens(&self, name: &str) -> Option<SequenceRole> {
         self.tokens_at(name, 2)
     }
 
-    /// Whose tokens lie along an axis, which is the last but one.
-    fn tokens_at(&self, name: &str, axis: usize) -> Option<Side> {
-        let side = self.side(name);
+    /// The role of the tokens along an axis, which must be the second to last.
+    fn tokens_at(&self, name: &str, axis: usize) -> Option<SequenceRole> {
+        let role = self.role(name);
         let shape = self.shapes.get(name)?;
-        (shape.len().checked_sub(2) == Some(axis) && shape.get(axis) == Some(self.length(side)?)).then_some(side)
+        (shape.len().checked_sub(2) == Some(axis) && shape.get(axis) == Some(self.length(role)?)).then_some(role)
     }
 
-    /// The size of a sequence.
-    fn length(&self, side: Side) -> Option<&'g Dim> {
-        side.names().into_iter().find_map(|name| self.graph.inputs().find(|(_, value)| value.name == name)?.1.ty.shape.get(1))
+    /// The length of a sequence.
+    fn length(&self, role: SequenceRole) -> Option<&'g Dim> {
+        role.names().into_iter().find_map(|name| self.graph.inputs().find(|(_, value)| value.name == name)?.1.ty.shape.get(1))
     }
 
-    /// The sequence axis: the second of hidden states `[batch, sequence, width]`, the third of heads `[batch, heads, sequence, width]`.
+    /// The sequence axis: the second of hidden states `[batch, sequence, width]`, the third of heads
+    /// `[batch, heads, sequence, width]`.
     pub fn token_axis(&self, name: &str) -> TokenAxis {
-        let side = self.side(name);
+        let role = self.role(name);
         let shape = self.shapes.get(name).copied().unwrap_or_default();
-        let length = self.length(side);
+        let length = self.length(role);
         let found = (1..shape.len().saturating_sub(1)).rev().find(|axis| length.is_some() && shape.get(*axis) == length);
-        // Sizes of exported files may have names of their own.
-        TokenAxis { side, axis: found.or((shape.len() == 3).then_some(1)) }
+        // In exported files, the dimensions of intermediate values may have other names.
+        TokenAxis { role, axis: found.or((shape.len() == 3).then_some(1)) }
     }
 }
 
-/// The places of a sample at which a model is asked for the next token, each with that token.
-pub(crate) type Asked = Vec<(usize, i64)>;
+/// Positions of a sample whose next token is predicted, each with that token.
+pub(crate) type NextTokens = Vec<(usize, i64)>;
 
 impl Batch {
-    /// The side that a model's answers are of.
-    pub(crate) fn answered(&self) -> Side {
-        if self.inputs.contains_key(DECODED) { Side::Said } else { Side::Read }
+    /// The role of the sequence that the model's outputs belong to.
+    pub(crate) fn output_role(&self) -> SequenceRole {
+        if self.inputs.contains_key(DECODER_INPUT_IDS) { SequenceRole::Decoder } else { SequenceRole::Input }
     }
 
-    /// The tokens of a side, `[batch, sequence]`.
-    pub(crate) fn tokens(&self, side: Side) -> Option<&Tensor> {
-        self.inputs.get(side.names()[0])
+    /// The token ids of a sequence, `[batch, sequence]`.
+    pub(crate) fn tokens(&self, role: SequenceRole) -> Option<&Tensor> {
+        self.inputs.get(role.names()[0])
     }
 
-    /// Which of them are no padding, `[batch, sequence]`; nothing where nothing is said about that.
-    pub(crate) fn mask(&self, side: Side) -> Option<&Tensor> {
-        self.inputs.get(side.names()[1])
+    /// The attention mask of a sequence, `[batch, sequence]`, if the batch has one.
+    pub(crate) fn mask(&self, role: SequenceRole) -> Option<&Tensor> {
+        self.inputs.get(role.names()[1])
     }
 
-    /// What is asked of each sample; nothing where samples ask for no tokens.
+    /// The next tokens to predict for each sample; `None` if the references are not tokens.
     ///
     /// # Errors
-    /// There are no tokens, or not as many.
-    pub(crate) fn next_tokens(&self) -> Result<Option<Vec<Asked>>> {
-        let asked = |row: &Vec<Option<i64>>| row.iter().enumerate().filter_map(|(at, token)| Some((at, (*token)?))).collect();
+    /// The batch has no token ids, or too few.
+    pub(crate) fn next_tokens(&self) -> Result<Option<Vec<NextTokens>>> {
+        let targets = |row: &Vec<Option<i64>>| row.iter().enumerate().filter_map(|(at, token)| Some((at, (*token)?))).collect();
         let ranges = match &self.references {
-            References::Tokens(rows) => return Ok(Some(rows.iter().map(asked).collect())),
+            References::Tokens(rows) => return Ok(Some(rows.iter().map(targets).collect())),
             References::Next(ranges) => ranges,
             _ => return Ok(None),
         };
-        let [name, _] = self.answered().names();
+        let [name, _] = self.output_role().names();
         let wrong = |reason: String| Error::option("task", format!("`{name}`: {reason}"));
-        let tokens = self.tokens(self.answered()).ok_or_else(|| wrong("there are none, whose next ones a model could be asked for".into()))?;
+        let tokens = self.tokens(self.output_role()).ok_or_else(|| wrong("the batch has no token ids to predict".into()))?;
         let rows = tokens.to_vec2::<i64>().map_err(|e| wrong(e.to_string()))?;
-        let of_row = |(row, range): (&Vec<i64>, &std::ops::Range<usize>)| {
+        let row_targets = |(row, range): (&Vec<i64>, &std::ops::Range<usize>)| {
             let next = |at: usize| Some((at.checked_sub(1)?, *row.get(at)?));
             range.clone().map(next).collect::<Option<Vec<_>>>()
         };
-        let found = rows.iter().zip(ranges).map(of_row).collect::<Option<Vec<_>>>();
-        found.map(Some).ok_or_else(|| wrong("there are fewer tokens than are to be predicted".into()))
+        let found = rows.iter().zip(ranges).map(row_targets).collect::<Option<Vec<_>>>();
+        found.map(Some).ok_or_else(|| wrong("the batch has fewer tokens than the range to predict".into()))
     }
 }
 
@@ -156,35 +160,42 @@ impl Batch {
 mod tests {
     use super::*;
 
-    /// Both sequences have five tokens: only what values follow from tells them apart.
+    /// Both sequences have five tokens: only the dependencies of values distinguish them.
     #[test]
-    fn sides_are_told_by_what_values_follow_from() {
+    fn roles_follow_from_dependencies() {
         let graph: Graph = "input input_ids: int[1, 5]\ninput attention_mask: int[1, 5]\ninput decoder_input_ids: int[1, 5]\nparam t: float[9, 8]\nparam w: float[8, 8]\n\
             x = Embedding(input_ids, t) -> float[1, 5, 8]\nk = Linear(x, w) -> float[1, 5, 8]\ny = Embedding(decoder_input_ids, t) -> float[1, 5, 8]\n\
             z = Add(y, k) -> float[1, 5, 8]\nh = SplitHeads{\"head_dim\":4}(z) -> float[1, 2, 5, 4]\nlogits = Linear(z, w) -> float[1, 5, 8]\noutput logits = logits\n"
             .parse()
             .unwrap();
-        let sides = Sides::of(&graph);
-        for (name, side) in [("x", Side::Read), ("k", Side::Read), ("y", Side::Said), ("z", Side::Said), ("h", Side::Said), ("logits", Side::Said)] {
-            let (rows, heads) = if name == "h" { (None, Some(side)) } else { (Some(side), None) };
-            assert_eq!((sides.side(name), sides.tokens(name), sides.head_tokens(name)), (side, rows, heads), "{name}");
+        let roles = SequenceRoles::new(&graph);
+        for (name, role) in [
+            ("x", SequenceRole::Input),
+            ("k", SequenceRole::Input),
+            ("y", SequenceRole::Decoder),
+            ("z", SequenceRole::Decoder),
+            ("h", SequenceRole::Decoder),
+            ("logits", SequenceRole::Decoder),
+        ] {
+            let (rows, heads) = if name == "h" { (None, Some(role)) } else { (Some(role), None) };
+            assert_eq!((roles.role(name), roles.tokens(name), roles.head_tokens(name)), (role, rows, heads), "{name}");
         }
         for (name, axis) in [("x", Some(1)), ("h", Some(2)), ("w", None), ("input_ids", None)] {
-            assert_eq!(sides.token_axis(name).axis, axis, "{name}");
+            assert_eq!(roles.token_axis(name).axis, axis, "{name}");
         }
-        assert_eq!((sides.tokens("w"), sides.tokens("decoder_input_ids"), sides.tokens("nothing")), (None, None, None));
+        assert_eq!((roles.tokens("w"), roles.tokens("decoder_input_ids"), roles.tokens("missing")), (None, None, None));
     }
 
     #[test]
-    fn what_is_asked_is_told_by_ranges_and_by_tokens() {
+    fn next_tokens_follow_from_ranges_and_from_tokens() {
         let ids = candle_core::Tensor::new(&[[5i64, 6, 7, 0]], &candle_core::Device::Cpu).unwrap();
         let batch = |name: &str, references| Batch { inputs: [(name.to_owned(), ids.clone())].into(), references, samples: 1 };
         let next = |batch: Batch| batch.next_tokens();
         let range = |to| References::Next(std::iter::once(1..to).collect());
         assert_eq!(next(batch("input_ids", range(3))).unwrap(), Some(vec![vec![(0, 6), (1, 7)]]));
-        assert_eq!(next(batch(DECODED, range(3))).unwrap(), Some(vec![vec![(0, 6), (1, 7)]]));
-        assert_eq!(next(batch(DECODED, References::Tokens(vec![vec![Some(6), None, Some(1)]]))).unwrap(), Some(vec![vec![(0, 6), (2, 1)]]));
+        assert_eq!(next(batch(DECODER_INPUT_IDS, range(3))).unwrap(), Some(vec![vec![(0, 6), (1, 7)]]));
+        assert_eq!(next(batch(DECODER_INPUT_IDS, References::Tokens(vec![vec![Some(6), None, Some(1)]]))).unwrap(), Some(vec![vec![(0, 6), (2, 1)]]));
         assert_eq!(next(batch("input_ids", References::None)).unwrap(), None);
-        assert!(next(batch("input_ids", range(9))).unwrap_err().to_string().contains("fewer tokens"));
+        assert!(next(batch("input_ids", range(9))).unwrap_err().to_string().contains("fewer tokens than"));
     }
 }

@@ -1,6 +1,6 @@
-//! From a recording to its log-mel spectrogram, as Whisper takes it (Radford et al., 2022) and `WhisperFeatureExtractor` of transformers makes
-//! it: windows of 25 ms every 10 ms, triangular filters of equal area that are spread as Slaney's Auditory Toolbox has them, the logarithm of
-//! their sums, of which nothing is eight powers of ten below the loudest.
+//! Log-mel spectrograms of recordings for Whisper (Radford et al., 2022), like `WhisperFeatureExtractor`
+//! of transformers: windows of 25 ms with a hop of 10 ms, Slaney-normalized triangular mel filters
+//! (Slaney's Auditory Toolbox), and logarithms clamped to eight powers of ten below the maximum.
 
 use std::f64::consts::TAU;
 use std::path::Path;
@@ -12,18 +12,18 @@ use super::wav::Wav;
 use crate::arch::{Keys, ReadKeys, Settings};
 use crate::error::{Error, Result};
 use crate::kernel::fourier::Fourier;
-use crate::model::{Config, Made, config_beside};
+use crate::model::{Config, SynthesizedFiles, open_auxiliary_config};
 
-/// The file of a folder that says how recordings are read.
+/// File with the preprocessing of recordings.
 pub(super) const FILE: &str = "preprocessor_config.json";
-/// The class that reads them so.
+/// The supported feature extractor.
 const CLASS: &str = "WhisperFeatureExtractor";
-/// The highest frequency that filters let pass.
-const HIGHEST: f64 = 8000.0;
-/// What sums are at least.
+/// Upper frequency of the mel filters, in Hz.
+const MAX_FREQUENCY: f64 = 8000.0;
+/// Lower bound of filter outputs, before the logarithm.
 const FLOOR: f64 = 1e-10;
-/// Samples of a recording at most.
-const LARGEST: usize = 1 << 26;
+/// Maximum number of samples of a recording.
+const MAX_SAMPLES: usize = 1 << 26;
 
 const KEYS: Keys = Keys {
     harmless: &[
@@ -39,51 +39,52 @@ const KEYS: Keys = Keys {
     neutral: &[("dither", "0.0"), ("do_normalize", "false")],
 };
 
-/// How recordings become spectrograms.
+/// Settings of the log-mel spectrogram.
 #[derive(Debug, Clone)]
 pub struct Speech {
-    /// Filters.
+    /// Number of mel filters.
     bins: usize,
-    /// Samples of a second.
+    /// Sampling rate, in Hz.
     rate: usize,
-    /// Samples of a window, and from one window to the next.
+    /// Window length, in samples.
     window: usize,
+    /// Hop length, in samples.
     step: usize,
-    /// Samples of a recording, to which shorter ones are filled up.
+    /// Number of samples that recordings are padded to.
     samples: usize,
-    /// What they are filled up with.
+    /// Padding value.
     padding: f64,
 }
 
-/// Whether a folder's file is that of recordings.
-pub(super) fn is_described(values: &serde_json::Map<String, serde_json::Value>) -> bool {
+/// Whether a preprocessor configuration is that of the supported feature extractor.
+pub(super) fn is_speech_processor(values: &serde_json::Map<String, serde_json::Value>) -> bool {
     values.get("feature_extractor_type").and_then(serde_json::Value::as_str) == Some(CLASS)
 }
 
 impl Speech {
-    /// What `preprocessor_config.json` of a folder says.
+    /// Reads `preprocessor_config.json` of a folder.
     ///
     /// # Errors
-    /// It is missing, or asks for something that is not done.
-    pub fn open(folder: &Path, made: &Made) -> Result<Speech> {
-        let config = config_beside(folder, made, FILE)?;
+    /// The file is missing, or requests something that is not supported.
+    pub fn open(folder: &Path, synthesized: &SynthesizedFiles) -> Result<Speech> {
+        let config = open_auxiliary_config(folder, synthesized, FILE)?;
         if config.values().is_empty() {
             return Err(Error::malformed(
                 &folder.join(FILE),
-                "is missing: it says how recordings become what the model reads (transformers 5 writes it into processor_config.json, under `feature_extractor`: make a file of that part)",
+                "is missing: it defines the preprocessing of recordings (transformers 5 writes it to processor_config.json, under `feature_extractor`: save that part as this file)",
             ));
         }
         Speech::parse(&config).map(|(speech, _)| speech)
     }
 
-    /// What such a file says, and keys that are not known.
+    /// Parses a preprocessor configuration. Also returns its unrecognized keys.
     pub(super) fn parse(config: &Config) -> Result<(Speech, Vec<String>)> {
-        if !is_described(config.values()) {
-            let hint = format!("recordings are read as {CLASS} reads them, and as nothing else");
-            return Err(Error::Unsupported { what: format!("{FILE}: another `feature_extractor_type` than {CLASS}"), hint });
+        if !is_speech_processor(config.values()) {
+            let hint = format!("only {CLASS} is supported");
+            return Err(Error::Unsupported { what: format!("{FILE}: a `feature_extractor_type` other than {CLASS}"), hint });
         }
         let read = ReadKeys::default();
-        let values = Settings::new(config.values()).noting(&read);
+        let values = Settings::new(config.values()).recording(&read);
         let (rate, seconds) = (values.size_or("sampling_rate", 16000)?, values.size_or("chunk_length", 30)?);
         let found = Speech {
             bins: values.size_or("feature_size", 80)?,
@@ -93,57 +94,58 @@ impl Speech {
             samples: rate.saturating_mul(seconds),
             padding: values.number_or("padding_value", 0.0)?,
         };
-        if found.samples > LARGEST || found.window > found.samples || found.bins > found.window || found.step > found.samples {
-            return Err(Error::graph(FILE, "`chunk_length`, `sampling_rate`, `n_fft`, `hop_length` and `feature_size` do not fit each other"));
+        if found.samples > MAX_SAMPLES || found.window > found.samples || found.bins > found.window || found.step > found.samples {
+            return Err(Error::graph(FILE, "`chunk_length`, `sampling_rate`, `n_fft`, `hop_length` and `feature_size` are inconsistent"));
         }
-        let unknown = KEYS.sort(&values, FILE)?;
+        let unknown = KEYS.check(&values, FILE)?;
         Ok((found, unknown))
     }
 
-    /// The spectrogram of a recording, `[1, filters, windows]`.
+    /// Computes the spectrogram of a WAV file, `[1, filters, windows]`.
     ///
     /// # Errors
-    /// It is no WAV file of one channel with as many samples a second as the model was trained with, or is longer than the model hears.
+    /// The file is not a single-channel WAV file with the model's sampling rate, or is longer than the
+    /// model's input.
     pub fn read(&self, path: &Path) -> Result<Tensor> {
         let wav = Wav::open(path)?;
-        let convert = format!("`ffmpeg -i FILE -ac 1 -ar {} OUT.wav` writes what is read", self.rate);
+        let convert = format!("convert it with `ffmpeg -i FILE -ac 1 -ar {} OUT.wav`", self.rate);
         if wav.channels != 1 {
-            return Err(Error::malformed(path, format!("has {} channels, and one is read: {convert}", wav.channels)));
+            return Err(Error::malformed(path, format!("has {} channels, but must have one: {convert}", wav.channels)));
         }
         if wav.rate != self.rate {
-            return Err(Error::malformed(path, format!("has {} samples a second, and the model reads {}: {convert}", wav.rate, self.rate)));
+            return Err(Error::malformed(path, format!("has a sampling rate of {} Hz, but the model requires {} Hz: {convert}", wav.rate, self.rate)));
         }
         if wav.samples > self.samples as u64 {
             let seconds = |samples: u64| samples as f64 / self.rate.max(1) as f64;
-            let (long, most) = (seconds(wav.samples), seconds(self.samples as u64));
-            return Err(Error::malformed(path, format!("is {long:.1} seconds long, and the model hears {most} at once: cut it into pieces")));
+            let (length, limit) = (seconds(wav.samples), seconds(self.samples as u64));
+            return Err(Error::malformed(path, format!("is {length:.1} seconds long, but the model accepts at most {limit}: split it into shorter files")));
         }
         let spectrogram = self.spectrogram(&wav.read()?);
         let windows = spectrogram.len().checked_div(self.bins).unwrap_or(0);
         Tensor::from_vec(spectrogram, (1, self.bins, windows), &Device::Cpu).map_err(shaped)
     }
 
-    /// Filters one behind the other, each with a number for each window.
+    /// The values of each filter for all windows, filter by filter.
     fn spectrogram(&self, recorded: &[f32]) -> Vec<f32> {
         let half = self.window / 2;
         let mut samples: Vec<f64> = recorded.iter().map(|sample| f64::from(*sample)).collect();
         samples.resize(self.samples, self.padding);
-        // Windows have their middle at every step: what is missing at the ends is mirrored.
+        // Windows are centered at multiples of the hop length, with reflection padding at the ends.
         let before = samples.iter().skip(1).take(half).rev();
         let after = samples.iter().rev().skip(1).take(half);
-        let mirrored: Vec<f64> = before.chain(&samples).chain(after).copied().collect();
+        let padded: Vec<f64> = before.chain(&samples).chain(after).copied().collect();
         let hann: Vec<f64> = (0..self.window).map(|n| 0.5 - 0.5 * (TAU * n as f64 / self.window.max(1) as f64).cos()).collect();
         let (fourier, filters) = (Fourier::new(self.window), self.filters());
         let windows = self.samples.checked_div(self.step).unwrap_or(0);
         let silence = FLOOR.log10();
         let mut by_window: Vec<Vec<f64>> = Vec::with_capacity(windows);
-        for window in mirrored.windows(self.window).step_by(self.step).take(windows) {
+        for window in padded.windows(self.window).step_by(self.step).take(windows) {
             if window.iter().all(|sample| *sample == 0.0) {
                 by_window.push(vec![silence; self.bins]);
                 continue;
             }
-            let faded: Vec<f64> = window.iter().zip(&hann).map(|(sample, fade)| sample * fade).collect();
-            let power = fourier.power(&faded);
+            let weighted: Vec<f64> = window.iter().zip(&hann).map(|(sample, weight)| sample * weight).collect();
+            let power = fourier.power(&weighted);
             let sum = |filter: &Vec<f64>| filter.iter().zip(&power).map(|(factor, power)| factor * power).sum::<f64>();
             by_window.push(filters.iter().map(|filter| sum(filter).max(FLOOR).log10()).collect());
         }
@@ -152,10 +154,10 @@ impl Speech {
         (0..self.bins).flat_map(|bin| by_window.iter().map(move |window| number(window, bin))).collect()
     }
 
-    /// Factors of each filter on frequencies.
+    /// Weights of each filter, by frequency bin.
     fn filters(&self) -> Vec<Vec<f64>> {
-        let highest = mel(HIGHEST);
-        let corner = |at: usize| hertz(highest * at as f64 / (self.bins as f64 + 1.0));
+        let max_mel = mel(MAX_FREQUENCY);
+        let corner = |at: usize| hertz(max_mel * at as f64 / (self.bins as f64 + 1.0));
         let count = self.window / 2;
         let frequency = |k: usize| (self.rate / 2) as f64 * k as f64 / count.max(1) as f64;
         let filter = |bin: usize| {
@@ -170,9 +172,10 @@ impl Speech {
     }
 }
 
-/// Where Slaney's scale bends from steps to factors, in hertz and mel, and the mel of a factor of e.
+/// Transition of Slaney's mel scale from linear to logarithmic, in hertz and in mel.
 const BEND: [f64; 2] = [1000.0, 15.0];
 
+/// Mel per factor of e in the logarithmic part.
 fn steepness() -> f64 {
     27.0 / 6.4f64.ln()
 }

@@ -1,4 +1,4 @@
-//! Samples out of nothing, to see that a model runs and that two runtimes agree on it.
+//! Synthetic samples, to check that a model runs and that two runtimes agree.
 
 use std::collections::BTreeMap;
 
@@ -9,22 +9,23 @@ use crate::error::{Error, Result};
 use crate::ir::{Bindings, Element, Graph, Kind, Op, Port};
 use crate::store::header::element_count;
 
-/// Samples of a batch.
+/// Samples per batch.
 const SAMPLES: usize = 2;
-/// Tokens of the longer sample; the other one is padded.
+/// Tokens of the longer sample.
 const LONG: usize = 8;
+/// Tokens of the shorter sample, which is padded.
 const SHORT: usize = 5;
-/// Height and width of an image whose size is open.
+/// Height and width of an image with symbolic dimensions.
 const IMAGE: usize = 64;
-/// Sizes of other names.
+/// Other symbolic dimensions.
 const OTHER: usize = 16;
-/// Numbers of an input at most.
-const LARGEST: u64 = 1 << 28;
+/// Maximum number of elements of an input.
+const MAX_ELEMENTS: u64 = 1 << 28;
 
-/// A batch for any graph: tokens, masks and numbers that depend on the seed alone.
+/// Generates a batch for any graph: tokens, masks and floats, determined by the seed.
 ///
 /// # Errors
-/// A size of an input is neither known nor a name.
+/// A dimension of an input cannot be evaluated, or an input is too large.
 pub fn synthetic(graph: &Graph, seed: u64) -> Result<Batch> {
     let size = |name: &str| match name {
         "batch" => SAMPLES,
@@ -33,22 +34,22 @@ pub fn synthetic(graph: &Graph, seed: u64) -> Result<Batch> {
         "height" | "width" => IMAGE,
         _ => OTHER,
     };
-    synthetic_of(graph, seed, &graph.bind(size))
+    synthetic_with_sizes(graph, seed, &graph.bind(size))
 }
 
-/// The same with named sizes of one's own.
+/// Like [`synthetic`], with the given values of symbolic dimensions.
 ///
 /// # Errors
 /// As [`synthetic`].
-pub fn synthetic_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
+pub fn synthetic_with_sizes(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
     let mut next = random(seed);
     let mut inputs = BTreeMap::new();
     for (id, value) in graph.inputs() {
         let size = |dim: &crate::ir::Dim| {
-            dim.evaluate(sizes).ok_or_else(|| Error::graph(format!("graph input `{}`", value.name), format!("has an open size `{dim}`")))
+            dim.evaluate(sizes).ok_or_else(|| Error::graph(format!("graph input `{}`", value.name), format!("has the unresolved dimension `{dim}`")))
         };
         let shape = value.ty.shape.iter().map(size).collect::<Result<Vec<usize>>>()?;
-        let count = element_count(&shape).filter(|count| *count <= LARGEST).map(|count| count as usize);
+        let count = element_count(&shape).filter(|count| *count <= MAX_ELEMENTS).map(|count| count as usize);
         let count =
             count.ok_or_else(|| Error::graph(format!("graph input `{}`", value.name), format!("takes {shape:?}, which is too large for synthetic data")))?;
         let tensor = match value.ty.element {
@@ -68,18 +69,20 @@ pub fn synthetic_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch>
     Ok(Batch { inputs, references: References::None, samples: sizes.get("batch").copied().unwrap_or(SAMPLES) })
 }
 
-/// How many kinds of samples [`synthetic_for`] makes: whole numbers up to, sizes of images, sizes of other axes.
+/// Number of kinds of samples of [`synthetic_for_ports`].
 pub const KINDS: usize = TRIED.len();
+/// Kinds of samples: exclusive maximum of integers, image size, and size of other axes.
 const TRIED: [(u32, usize, usize); 5] = [(100, 224, 32), (2, 64, 16), (100, 32, 1), (2, 320, 512), (1, 48, 1)];
 
-/// A sample for a model of which nothing is known but what it takes: sizes that are open, and how large whole numbers may be, are guessed.
+/// Generates a sample for a model of which only the inputs are known. `kind`, below [`KINDS`], selects a
+/// guess for symbolic dimensions and for the range of integers.
 ///
 /// # Errors
 /// An input is too large.
-pub fn synthetic_for(inputs: &[Port], seed: u64, kind: usize) -> Result<Batch> {
+pub fn synthetic_for_ports(inputs: &[Port], seed: u64, kind: usize) -> Result<Batch> {
     let (largest, image, other) = TRIED.get(kind).copied().unwrap_or((1, 1, 1));
     let mut next = random(seed);
-    let mut made = BTreeMap::new();
+    let mut generated = BTreeMap::new();
     for input in inputs {
         let rank = input.shape.len();
         let open = |axis: usize| match (axis, rank) {
@@ -89,27 +92,27 @@ pub fn synthetic_for(inputs: &[Port], seed: u64, kind: usize) -> Result<Batch> {
             _ => other,
         };
         let shape: Vec<usize> = input.shape.iter().enumerate().map(|(axis, size)| size.unwrap_or_else(|| open(axis))).collect();
-        let count = element_count(&shape).filter(|count| *count <= LARGEST).map(|count| count as usize);
+        let count = element_count(&shape).filter(|count| *count <= MAX_ELEMENTS).map(|count| count as usize);
         let count =
             count.ok_or_else(|| Error::run(format!("input `{}`", input.name), format!("takes {shape:?}, which is too large for synthetic data"), ""))?;
         let tensor = if input.element == Element::Float {
             floats(count, shape, &mut next)
         } else {
             let number = |random: u32| match (input.name.as_str(), input.number) {
-                (_, Some(told)) => told,
+                (_, Some(number)) => number,
                 (name, _) if name.contains("mask") => 1,
-                // Of kinds of tokens there are few, and one is always there.
+                // There are few token types, and type 0 always exists.
                 (name, _) if name.contains("token_type") || name.contains("segment") => 0,
                 _ => i64::from(random.checked_rem(largest).unwrap_or(0)),
             };
             Tensor::from_vec((0..count).map(|_| number(next())).collect::<Vec<_>>(), shape, &Device::Cpu)
         };
-        made.insert(input.name.clone(), tensor.map_err(shaped)?);
+        generated.insert(input.name.clone(), tensor.map_err(shaped)?);
     }
-    Ok(Batch { inputs: made, references: References::None, samples: 1 })
+    Ok(Batch { inputs: generated, references: References::None, samples: 1 })
 }
 
-/// Random bits that depend on the seed alone.
+/// Pseudorandom numbers, determined by the seed.
 fn random(seed: u64) -> impl FnMut() -> u32 {
     let mut bits = blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof();
     move || {
@@ -119,16 +122,16 @@ fn random(seed: u64) -> impl FnMut() -> u32 {
     }
 }
 
-/// Floats from 0 to 1.
+/// Random floats from 0 to 1.
 fn floats(count: usize, shape: Vec<usize>, next: &mut impl FnMut() -> u32) -> candle_core::Result<Tensor> {
     Tensor::from_vec((0..count).map(|_| (f64::from(next()) / f64::from(u32::MAX)) as f32).collect::<Vec<_>>(), shape, &Device::Cpu)
 }
 
-/// Most tokens that a graph has positions for; nothing where it takes any number.
-pub fn longest(graph: &Graph) -> Option<usize> {
+/// Maximum sequence length that the position embeddings of a graph support; `None` if there is no limit.
+pub fn max_positions(graph: &Graph) -> Option<usize> {
     let positions = |id: &crate::ir::ValueId| {
-        let made = graph.nodes().iter().find(|node| node.output == *id)?;
-        if let Op::Positions(op) = &made.op { Some(op.first()) } else { None }
+        let producer = graph.nodes().iter().find(|node| node.output == *id)?;
+        if let Op::Positions(op) = &producer.op { Some(op.first()) } else { None }
     };
     let room = |node: &crate::ir::Node| {
         let first = node.inputs.first().filter(|_| matches!(node.op, Op::Embedding(_))).and_then(positions)?;
@@ -137,7 +140,7 @@ pub fn longest(graph: &Graph) -> Option<usize> {
     graph.nodes().iter().filter_map(room).min()
 }
 
-/// Rows of the smallest table that is looked up by an input.
+/// Number of rows of the smallest embedding table that an input indexes.
 fn rows(graph: &Graph, input: crate::ir::ValueId) -> usize {
     let tables = graph.nodes().iter().filter(|node| matches!(node.op, Op::Embedding(_)) && node.inputs.first() == Some(&input));
     let table = |node: &crate::ir::Node| {
@@ -156,16 +159,16 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_told_are_taken() {
+    fn specified_numbers_are_used() {
         let port = |name: &str, number| Port { name: name.into(), element: Element::Int, shape: Vec::new(), number };
-        let made = synthetic_for(&[port("sr", Some(16_000)), port("mask", Some(0)), port("other", None)], 0, 0).unwrap().inputs;
-        let number = |name: &str| made[name].to_scalar::<i64>().unwrap();
+        let inputs = synthetic_for_ports(&[port("sr", Some(16_000)), port("mask", Some(0)), port("other", None)], 0, 0).unwrap().inputs;
+        let number = |name: &str| inputs[name].to_scalar::<i64>().unwrap();
         assert_eq!((number("sr"), number("mask")), (16_000, 0));
         assert!(number("other") < 100);
     }
 
     #[test]
-    fn inputs_that_no_memory_holds_are_refused() {
+    fn oversized_inputs_are_rejected() {
         for size in [1usize << 20, 1 << 40] {
             let graph = graph(&format!("input x: float[batch, 3, {size}, {size}]\ny = GlobalAveragePool(x) -> float[batch, 3]\noutput y = y\n"));
             let error = synthetic(&graph, 0).unwrap_err().to_string();
@@ -174,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_of_any_height_have_tokens() {
+    fn tokens_are_within_embedding_tables_of_any_height() {
         for rows in [0, 1, 7, u32::MAX as usize, 1 << 32] {
             let lines = format!("input x: int[batch, sequence]\nparam t: float[{rows}, 0]\ny = Embedding(x, t) -> float[batch, sequence, 0]\noutput y = y\n");
             let batch = synthetic(&graph(&lines), 0).unwrap();
@@ -184,8 +187,8 @@ mod tests {
     }
 
     #[test]
-    fn a_mask_needs_no_length() {
+    fn masks_do_not_require_a_sequence_length() {
         let graph = graph("input mask: float[n, 4]\noutput y = mask\n".replace("float", "int").as_str());
-        assert!(synthetic_of(&graph, 0, &[("n".to_owned(), 2), ("sequence".to_owned(), 0)].into()).is_ok());
+        assert!(synthetic_with_sizes(&graph, 0, &[("n".to_owned(), 2), ("sequence".to_owned(), 0)].into()).is_ok());
     }
 }

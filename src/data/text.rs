@@ -1,4 +1,4 @@
-//! Texts, or pairs of texts, each a sample.
+//! Texts or pairs of texts, one sample each.
 
 use std::path::{Path, PathBuf};
 
@@ -10,8 +10,8 @@ use super::tokens::{Tokenizer, Tokens};
 use super::{Batch, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
 use crate::error::{Error, Result};
 
-/// About what a record takes in memory.
-const RECORD: usize = 512;
+/// Approximate memory of a record, in bytes.
+const RECORD_BYTES: usize = 512;
 
 pub(super) struct Sentences {
     options: Data,
@@ -25,21 +25,27 @@ pub(super) struct Sentences {
 impl Sentences {
     pub fn open(options: &Data, path: &Path, task: Task, target: Target) -> Result<Sentences> {
         if task == Task::Embedding && options.pair_column.is_none() {
-            return Err(Error::option("data", "`task: embedding` compares pairs with scores: name `pair_column` and `label_column`"));
+            return Err(Error::option("data", "`task: embedding` requires pairs of texts with scores: specify `pair_column` and `label_column`"));
         }
         if options.stride.is_some() {
             return Err(Error::option(
                 "data",
-                "`stride` is the distance of windows of `task: language-modelling`, and each text is a sample here: leave it out",
+                "`stride` applies only to the windows of `task: language-modelling`, but each text is one sample here: remove it",
+            ));
+        }
+        if options.is_spread() {
+            return Err(Error::option(
+                "data",
+                "`sampling: spread` selects windows of `task: language-modelling`, and each text is a sample here: leave it out",
             ));
         }
         let tokenizer = Tokenizer::open(&target, options.max_length)?;
-        let classes = Classes::of(options, &target);
+        let classes = Classes::from_target(options, &target);
         let sentences = Sentences { options: options.clone(), path: path.to_owned(), task, tokenizer, template: None, classes };
-        // What is wrong with the columns is said before a model is loaded.
+        // Reports errors in the columns before a model is loaded.
         let template = records::template(sentences.records()?, &target)?;
         if template.is_some() && task == Task::Embedding {
-            return Err(Error::option("data", format!("{}: `task: embedding` compares texts, and these are chats", path.display())));
+            return Err(Error::option("data", format!("{}: `task: embedding` requires texts, but the file contains chats", path.display())));
         }
         Ok(Sentences { template, ..sentences })
     }
@@ -51,10 +57,10 @@ impl Sentences {
 
     fn batch(&self, records: &[Record]) -> Result<Batch> {
         let references = match self.task {
-            Task::Classification => References::Classes(self.labels(records, |label, place| self.classes.find(label, &self.path, place))?),
-            Task::Embedding => References::Scores(self.labels(records, |label, place| {
+            Task::Classification => References::Classes(self.labels(records, |label, location| self.classes.find(label, &self.path, location))?),
+            Task::Embedding => References::Scores(self.labels(records, |label, location| {
                 let score = label.text().parse::<f64>().ok().filter(|score| score.is_finite());
-                score.ok_or_else(|| Error::malformed(&self.path, format!("{place}: the score `{}` is no number", label.text())))
+                score.ok_or_else(|| Error::malformed(&self.path, format!("{location}: the score `{}` is not a finite number", label.text())))
             })?),
             Task::LanguageModelling | Task::Fidelity => References::None,
         };
@@ -69,21 +75,21 @@ impl Sentences {
     }
 
     fn encode(&self, record: &Record, pair: Option<&str>) -> Result<Tokens> {
-        match record.written(self.template.as_ref(), &self.path)? {
-            (text, true) => self.tokenizer.encode_as_it_is(&text),
+        match record.rendered(self.template.as_ref(), &self.path)? {
+            (text, true) => self.tokenizer.encode_rendered(&text),
             (text, false) => self.tokenizer.encode(&text, pair),
         }
     }
 
     fn labels<T>(&self, records: &[Record], read: impl Fn(&Label, &str) -> Result<T>) -> Result<Vec<T>> {
-        // Records have labels where the task reads them.
+        // Records have labels if the task requires them.
         records.iter().filter_map(|record| Some(read(record.label.as_ref()?, &format!("line {}", record.line)))).collect()
     }
 }
 
 impl SampleSource for Sentences {
-    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
-        Ok(in_batches(self.records()?, self.options.batch(self.task, None), RECORD, order, |records| self.batch(records)))
+    fn pending_batches(&self, order: Order) -> Result<PendingBatches<'_>> {
+        Ok(in_batches(self.records()?, self.options.batch(self.task, None), RECORD_BYTES, order, |records| self.batch(records)))
     }
 
     fn count(&self) -> Result<usize> {

@@ -1,60 +1,58 @@
-//! WAV files of one channel, as they are.
+//! WAV files.
 
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 use crate::files::File;
 
-/// How samples are written.
+/// Sample format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Format {
-    /// Whole numbers of so many bytes; one byte has no sign.
+    /// Integers of this many bytes; single bytes are unsigned.
     Integer(usize),
-    /// Floats of so many bytes.
+    /// Floats of this many bytes.
     Float(usize),
 }
 
-/// A recording that is open.
+/// An open recording.
 pub(super) struct Wav {
     path: PathBuf,
     file: File,
     format: Format,
-    /// Samples of a second.
+    /// Sampling rate, in Hz.
     pub rate: usize,
-    /// Recorded side by side.
+    /// Number of channels.
     pub channels: usize,
-    /// Where the first sample lies, and how many there are of each channel.
+    /// Offset of the first sample.
     start: u64,
+    /// Number of samples per channel.
     pub samples: u64,
 }
 
-/// The size of a part that was written before its end was known.
-const OPEN: u32 = u32::MAX;
-/// The format of whole numbers.
+/// Size of a chunk that was written as a stream.
+const UNKNOWN_SIZE: u32 = u32::MAX;
+/// Format tag of integers.
 const INTEGER: u16 = 1;
-/// That of floats.
+/// Format tag of floats.
 const FLOAT: u16 = 3;
-/// One whose number stands further on.
+/// Format tag of `WAVE_FORMAT_EXTENSIBLE`, with the actual tag in the extension.
 const EXTENSIBLE: u16 = 0xfffe;
 
 impl Wav {
-    /// Reads what stands before the samples.
-    ///
-    /// # Errors
-    /// It is no WAV file, ends too early, or holds samples in a way that is not read.
+    /// Reads the header. Fails for other files, truncated files and unsupported sample formats.
     pub fn open(path: &Path) -> Result<Wav> {
         let file = File::open(path).map_err(Error::io("open", path))?;
         let wrong = |reason: String| Error::malformed(path, reason);
         let bytes = |at: u64, count: usize| {
             let mut bytes = vec![0; count];
-            let there = at.checked_add(count as u64).is_some_and(|end| end <= file.length());
-            let read = there.then(|| file.read_exact_at(&mut bytes, at).map_err(Error::io("read", path)));
-            read.unwrap_or_else(|| Err(wrong("ends before its samples do".into()))).map(|()| bytes)
+            let exists = at.checked_add(count as u64).is_some_and(|end| end <= file.length());
+            let read = exists.then(|| file.read_exact_at(&mut bytes, at).map_err(Error::io("read", path)));
+            read.unwrap_or_else(|| Err(wrong("is truncated".into()))).map(|()| bytes)
         };
-        let no_wav = || wrong("is no WAV file; others become one by `ffmpeg -i FILE -ac 1 -ar 16000 OUT.wav`".into());
-        let head = bytes(0, 12).map_err(|_| no_wav())?;
+        let not_wav = || wrong("is not a WAV file; convert it with `ffmpeg -i FILE -ac 1 -ar 16000 OUT.wav`".into());
+        let head = bytes(0, 12).map_err(|_| not_wav())?;
         if !head.starts_with(b"RIFF") || !head.ends_with(b"WAVE") {
-            return Err(no_wav());
+            return Err(not_wav());
         }
         let (mut at, mut format) = (12u64, None);
         loop {
@@ -64,14 +62,14 @@ impl Wav {
             match (head.get(..4), format) {
                 (Some(b"fmt "), _) => {
                     let text = bytes(start, size.clamp(16, 40) as usize)?;
-                    format = Some(described(&text).ok_or_else(|| wrong(unread(&text)))?);
+                    format = Some(parse_format(&text).ok_or_else(|| wrong(unsupported_format(&text)))?);
                 }
                 (Some(b"data"), Some((format, channels, rate))) => {
                     let rest = file.length().saturating_sub(start);
-                    // Who writes while recording may leave the size at nothing, too.
-                    let size = if size == u64::from(OPEN) || size == 0 { rest } else { size };
+                    // Streams may also have a size of 0.
+                    let size = if size == u64::from(UNKNOWN_SIZE) || size == 0 { rest } else { size };
                     if size > rest {
-                        return Err(wrong(format!("ends before its samples do: {size} bytes of them are announced, {rest} are there")));
+                        return Err(wrong(format!("is truncated: it should have {size} bytes of samples, but has {rest}")));
                     }
                     let (Format::Integer(width) | Format::Float(width)) = format;
                     let samples = size.checked_div(width.saturating_mul(channels) as u64).unwrap_or(0);
@@ -80,18 +78,16 @@ impl Wav {
                     }
                     return Ok(Wav { path: path.to_owned(), format, rate, channels, start, samples, file });
                 }
-                (Some(b"data"), None) => return Err(wrong("does not say what its samples are".into())),
+                (Some(b"data"), None) => return Err(wrong("has no `fmt ` chunk before its samples".into())),
                 _ => {}
             }
-            // Parts begin at even places.
+            // Chunks are aligned to even offsets.
             at = start.saturating_add(size).saturating_add(size % 2);
         }
     }
 
-    /// The samples of a file of one channel, from -1 to 1 where they are whole numbers.
-    ///
-    /// # Errors
-    /// Reading fails, or a float is no number.
+    /// Reads the samples of a single-channel file; integers are scaled to -1..1. Fails for floats that
+    /// are not finite.
     pub fn read(&self) -> Result<Vec<f32>> {
         let (Format::Integer(width) | Format::Float(width)) = self.format;
         let mut bytes = vec![0; (self.samples as usize).saturating_mul(width)];
@@ -100,7 +96,7 @@ impl Wav {
             let raw = number(bytes, 0, width).unwrap_or(0);
             match self.format {
                 Format::Integer(1) => (raw as f64 - 128.0) / 128.0,
-                // The sign is in the highest bit.
+                // Shifts the sign bit to the top.
                 Format::Integer(width) => {
                     let above = 64u32.saturating_sub((width as u32).saturating_mul(8));
                     (raw << above).cast_signed() as f64 / -(i64::MIN as f64)
@@ -111,20 +107,20 @@ impl Wav {
         };
         let samples: Vec<f32> = bytes.chunks_exact(width).map(|bytes| sample(bytes) as f32).collect();
         match samples.iter().position(|sample| !sample.is_finite()) {
-            Some(at) => Err(Error::malformed(&self.path, format!("sample {at} is no number"))),
+            Some(at) => Err(Error::malformed(&self.path, format!("sample {at} is not a finite number"))),
             None => Ok(samples),
         }
     }
 }
 
-/// A whole number of so many bytes, the lowest first.
+/// A little-endian integer of `width` bytes.
 fn number(bytes: &[u8], at: usize, width: usize) -> Option<u64> {
     let end = at.checked_add(width)?;
     Some(bytes.get(at..end)?.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte)))
 }
 
-/// Format, channels and samples of a second, as the file says them; nothing of what is not read.
-fn described(text: &[u8]) -> Option<(Format, usize, usize)> {
+/// Format, channels and sampling rate of a `fmt ` chunk; `None` if they are not supported.
+fn parse_format(text: &[u8]) -> Option<(Format, usize, usize)> {
     let field = |at: usize, width: usize| number(text, at, width);
     let (bits, channels, rate) = (field(14, 2)?, field(2, 2)?, field(4, 4)?);
     let kind = if tag(text)? == EXTENSIBLE { field(24, 2)? as u16 } else { tag(text)? };
@@ -140,10 +136,10 @@ fn tag(text: &[u8]) -> Option<u16> {
     number(text, 0, 2).map(|tag| tag as u16)
 }
 
-fn unread(text: &[u8]) -> String {
+fn unsupported_format(text: &[u8]) -> String {
     let (tag, bits) = (tag(text).unwrap_or(0), number(text, 14, 2).unwrap_or(0));
     format!(
-        "holds samples of format {tag} and {bits} bits; whole numbers of 8, 16, 24 and 32 bits and floats of 32 and 64 are read: `ffmpeg -i FILE -ac 1 -ar 16000 OUT.wav` writes such"
+        "has samples of format {tag} and {bits} bits; integers of 8, 16, 24 and 32 bits and floats of 32 and 64 bits are supported: convert it with `ffmpeg -i FILE -ac 1 -ar 16000 OUT.wav`"
     )
 }
 
@@ -151,7 +147,7 @@ fn unread(text: &[u8]) -> String {
 mod tests {
     use super::*;
 
-    /// A file of one channel.
+    /// A single-channel file.
     pub fn written(tag: u16, bits: u16, data: &[u8]) -> Vec<u8> {
         let mut text = b"RIFF\0\0\0\0WAVELIST\x03\0\0\0abc\0fmt ".to_vec();
         text.extend(16u32.to_le_bytes());
@@ -183,7 +179,7 @@ mod tests {
         assert_eq!(read(&written(3, 64, &0.125f64.to_le_bytes())).unwrap(), [0.125]);
         let mut open = written(1, 16, &[0, 0x40]);
         let at = open.len() - 6;
-        open[at..at + 4].copy_from_slice(&OPEN.to_le_bytes());
+        open[at..at + 4].copy_from_slice(&UNKNOWN_SIZE.to_le_bytes());
         assert_eq!(read(&open).unwrap(), [0.5]);
         open[at..at + 4].fill(0);
         assert_eq!(read(&open).unwrap(), [0.5]);
@@ -191,15 +187,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_such_file_is_refused() {
+    fn unsupported_files_are_rejected() {
         let refused = |bytes: &[u8]| read(bytes).unwrap_err().to_string();
-        assert!(refused(b"").contains("is no WAV file") && refused(b"fLaC0000000000000000").contains("is no WAV file"));
+        assert!(refused(b"").contains("is not a WAV file") && refused(b"fLaC0000000000000000").contains("is not a WAV file"));
         assert!(refused(&written(6, 8, &[0])).contains("format 6 and 8 bits"));
         assert!(refused(&written(1, 12, &[0])).contains("format 1 and 12 bits"));
         let whole = written(1, 16, &[0; 8]);
         for end in 12..whole.len() {
-            assert!(refused(&whole[..end]).contains("ends before its samples do"), "{end}");
+            assert!(refused(&whole[..end]).contains("is truncated"), "{end}");
         }
-        assert!(refused(&written(3, 32, &f32::NAN.to_le_bytes())).contains("sample 0 is no number"));
+        assert!(refused(&written(3, 32, &f32::NAN.to_le_bytes())).contains("sample 0 is not a finite number"));
     }
 }

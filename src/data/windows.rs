@@ -1,10 +1,11 @@
-//! Running text in windows, for perplexity.
+//! Text in windows, for perplexity.
 //!
-//! A plain file is one text; in other files every record is one. Windows have `max_length` tokens, begin with the
-//! token that the tokenizer puts first, and start `stride` tokens apart; where they overlap, a token is predicted
-//! in the first window that holds it only.
+//! A plain file is one text; in other files, every record is one. Windows have `max_length` tokens
+//! including the tokenizer's first special token, and a distance of `stride` tokens. In overlapping
+//! windows, a token is predicted only in the first window that contains it. With `sampling: spread`,
+//! windows of a plain file start at lines spread evenly over it.
 
-use std::io::{Cursor, Read};
+use std::io::{self, BufRead, BufReader, Cursor, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -15,11 +16,16 @@ use super::records::{self, Record, TextFormat};
 use super::tokens::TokenStream;
 use super::tokens::{Tokenizer, Tokens};
 use super::{Batch, Identities, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
-use crate::error::{Error, Result};
-use crate::files;
+use crate::error::{Error, Result, redact_path};
+use crate::files::{self, File, Kind};
 
-/// Window when neither the data nor the model asks for a shorter one.
-const LENGTH: usize = 1024;
+/// Default window length, in tokens.
+const DEFAULT_LENGTH: usize = 1024;
+
+/// Maximum distance of the start of a line from the position for which it is searched, in bytes.
+const LONGEST_LINE: u64 = 1 << 16;
+/// Bytes of text per token to read at a time where one window is taken.
+const BYTES_PER_TOKEN: usize = 8;
 
 /// A text, and whether it contains its special tokens.
 type Text = (Box<dyn Read + Send>, bool);
@@ -37,13 +43,13 @@ impl Windows {
     pub fn open(options: &Data, path: &Path, target: Target) -> Result<Windows> {
         options::require_next_tokens(&target)?;
         let tokenizer = Tokenizer::open(&target, options.max_length)?;
-        let unread =
+        let unsupported =
             [("pair_column", options.pair_column.is_some()), ("label_column", options.label_column.is_some()), ("label_kind", options.label_kind.is_some())];
-        if let Some((name, _)) = unread.iter().find(|(_, given)| *given) {
-            let reason = "language modelling predicts every token in one column: put both texts in it, or give arrays whose `labels` are -100 in prompts";
-            return Err(Error::option("data", format!("`{name}` is not read: {reason}")));
+        if let Some((name, _)) = unsupported.iter().find(|(_, given)| *given) {
+            let reason = "language modelling predicts every token of one column: concatenate both texts in it, or use arrays with `labels` of -100 in prompts";
+            return Err(Error::option("data", format!("`{name}` does not apply: {reason}")));
         }
-        let length = options.max_length.unwrap_or_else(|| tokenizer.longest().map_or(LENGTH, |longest| longest.min(LENGTH)));
+        let length = options.max_length.unwrap_or_else(|| tokenizer.max_length().map_or(DEFAULT_LENGTH, |limit| limit.min(DEFAULT_LENGTH)));
         let first = tokenizer.first()?;
         let room = length.saturating_sub(usize::from(first.is_some()));
         if room < 2 {
@@ -51,7 +57,10 @@ impl Windows {
         }
         let stride = options.stride.unwrap_or(room);
         if stride > room {
-            return Err(Error::option("data", format!("`stride` is {stride}, but a window has room for {room} tokens: some would be skipped")));
+            return Err(Error::option("data", format!("`stride` is {stride}, but a window has only {room} tokens: some tokens would be skipped")));
+        }
+        if options.is_spread() && matches!(files::kind(path), Ok(Kind::Special)) {
+            return Err(Error::option("data", format!("`sampling: spread` reads {} at several positions, and it is not a file", redact_path(path).display())));
         }
         let windows = Windows { options: options.clone(), path: path.to_owned(), tokenizer, template: None, cut: Cut { first, room, stride } };
         let template = if windows.is_one_text()? { None } else { records::template(windows.records()?, &target)? };
@@ -67,20 +76,37 @@ impl Windows {
     }
 
     fn texts(&self) -> Result<Texts<'_>> {
+        if let (true, Some(count)) = (self.options.is_spread(), self.options.samples) {
+            return self.spread(count).map_err(Error::io("read", &self.path));
+        }
         if self.is_one_text()? {
             let file = files::stream(&self.path).map_err(Error::io("open", &self.path))?;
             return Ok(Box::new(std::iter::once(Ok((file, false)))));
         }
         let read = |text: String| Box::new(Cursor::new(text.into_bytes())) as Box<dyn Read + Send>;
-        let written = move |record: Record| record.written(self.template.as_ref(), &self.path).map(|(text, whole)| (read(text.into_owned()), whole));
-        Ok(Box::new(self.records()?.map(move |record| record.and_then(written))))
+        let rendered = move |record: Record| {
+            record.rendered(self.template.as_ref(), &self.path).map(|(text, has_special_tokens)| (read(text.into_owned()), has_special_tokens))
+        };
+        Ok(Box::new(self.records()?.map(move |record| record.and_then(rendered))))
+    }
+
+    /// The text from each of `count` lines spread evenly over the file.
+    fn spread(&self, count: usize) -> io::Result<Texts<'_>> {
+        let file = File::open(&self.path)?;
+        let starts = spread_lines(&file, count)?;
+        Ok(Box::new(starts.into_iter().map(move |start| {
+            let mut reader = file.reader();
+            reader.seek(SeekFrom::Start(start)).map_err(Error::io("read", &self.path))?;
+            Ok((Box::new(reader) as Box<dyn Read + Send>, false))
+        })))
     }
 
     /// The windows. Text is read and tokenized lazily.
     fn windows(&self) -> Result<impl Iterator<Item = Result<Window>> + Send> {
-        let windows = |(text, whole): Text| {
-            let cut = if whole { self.cut.without_first(self.options.stride) } else { self.cut };
-            cut.windows(TokenStream::new(&self.tokenizer, text, self.path.clone()))
+        let (piece, each) = if self.options.is_spread() { (self.cut.room.saturating_mul(BYTES_PER_TOKEN), 1) } else { (usize::MAX, usize::MAX) };
+        let windows = move |(text, has_special_tokens): Text| {
+            let cut = if has_special_tokens { self.cut.without_first(self.options.stride) } else { self.cut };
+            cut.windows(TokenStream::new(&self.tokenizer, text, self.path.clone()).with_piece(piece)).take(each)
         };
         let windows = self.texts()?.flat_map(move |text| match text {
             Ok(text) => Either::Windows(windows(text)),
@@ -97,9 +123,9 @@ impl Windows {
 }
 
 impl SampleSource for Windows {
-    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
-        let (together, bytes) = (self.options.batch(Task::LanguageModelling, Some(self.cut.room)), self.cut.room.saturating_mul(size_of::<i64>()));
-        Ok(in_batches(self.windows()?, together, bytes, order, |windows| self.batch(windows)))
+    fn pending_batches(&self, order: Order) -> Result<PendingBatches<'_>> {
+        let (size, bytes) = (self.options.batch(Task::LanguageModelling, Some(self.cut.room)), self.cut.room.saturating_mul(size_of::<i64>()));
+        Ok(in_batches(self.windows()?, size, bytes, order, |windows| self.batch(windows)))
     }
 
     fn identities(&self, _: usize, everywhere: bool) -> Result<Identities<'_>> {
@@ -111,43 +137,73 @@ impl SampleSource for Windows {
         counted(self.windows()?)
     }
 
-    fn counts_by_tokens(&self) -> bool {
+    fn needs_tokens_to_count(&self) -> bool {
         true
     }
 }
 
-/// Tokens of one window, and the places that are predicted.
+/// Starts of lines at positions spread evenly over a file, in ascending order. Lines that several
+/// positions have in common are returned once.
+fn spread_lines(file: &File, count: usize) -> io::Result<Vec<u64>> {
+    let mut starts = Vec::new();
+    for index in 0..count {
+        let position = u128::from(file.length()).saturating_mul(index as u128).checked_div(count as u128).unwrap_or(0);
+        let start = line_start(file, u64::try_from(position).unwrap_or(u64::MAX))?;
+        if start < file.length() && starts.last() != Some(&start) {
+            starts.push(start);
+        }
+    }
+    Ok(starts)
+}
+
+/// The start of the first line at or after a position, or of the first character if there is no line
+/// near it.
+fn line_start(file: &File, position: u64) -> io::Result<u64> {
+    let Some(before) = position.checked_sub(1) else { return Ok(0) };
+    let mut reader = file.reader();
+    reader.seek(SeekFrom::Start(before))?;
+    let mut skipped = Vec::new();
+    BufReader::new(reader).take(LONGEST_LINE).read_until(b'\n', &mut skipped)?;
+    let count = match skipped.last() {
+        Some(b'\n') => skipped.len(),
+        // Continuation bytes of UTF-8 begin with the bits 10.
+        _ => skipped.iter().skip(1).position(|byte| byte & 0xc0 != 0x80).map_or(skipped.len(), |at| at.saturating_add(1)),
+    };
+    Ok(before.saturating_add(count as u64))
+}
+
+/// Tokens of one window, and the positions that are predicted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Window {
     ids: Vec<i64>,
     predicted: Range<usize>,
 }
 
-/// How texts are cut.
+/// Parameters of the windows.
 #[derive(Debug, Clone, Copy)]
 struct Cut {
-    /// What every window begins with.
+    /// Special token at the start of every window.
     first: Option<i64>,
-    /// Tokens of the text in a window.
+    /// Number of text tokens per window.
     room: usize,
-    /// From the start of a window to that of the next.
+    /// Distance between the starts of consecutive windows.
     stride: usize,
 }
 
 impl Cut {
-    /// For texts that begin with what they are to begin with.
+    /// The parameters for texts that already contain their special tokens.
     fn without_first(self, stride: Option<usize>) -> Cut {
         let room = self.room.saturating_add(usize::from(self.first.is_some()));
         Cut { first: None, room, stride: stride.unwrap_or(room) }
     }
 
-    /// Cuts a token sequence, given in parts, into windows.
+    /// Splits a token sequence, given in parts, into windows.
     fn windows<I: Iterator<Item = Result<Vec<i64>>>>(self, parts: I) -> Cutter<I> {
         Cutter { cut: self, parts, tokens: Vec::new(), start: 0, done: 0 }
     }
 }
 
-/// Windows of a text.
+/// Iterator over the windows of a text.
 struct Cutter<I> {
     cut: Cut,
     parts: I,
@@ -178,7 +234,7 @@ impl<I: Iterator<Item = Result<Vec<i64>>>> Iterator for Cutter<I> {
                 return None;
             }
             let ids: Vec<i64> = first.into_iter().chain(own.iter().copied()).collect();
-            // The first token of a window has nothing before it.
+            // The first token of a window has no context, and cannot be predicted.
             let predicted = self.done.saturating_sub(self.start).saturating_add(usize::from(first.is_some())).max(1)..ids.len();
             self.done = end;
             self.start = self.start.saturating_add(stride);
@@ -226,6 +282,29 @@ mod tests {
             let all: Vec<i64> = predicted(Some(1), room, stride, 40).into_iter().flat_map(|(_, p)| p).collect();
             assert_eq!(all, (100..140).collect::<Vec<_>>(), "{room} {stride}");
         }
+    }
+
+    /// Lines are found from the beginning to the end of a file, and only the text around them is read.
+    #[test]
+    fn spread_lines_cover_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let starts = |text: &str, count: usize| {
+            let path = folder.path().join("text.txt");
+            std::fs::write(&path, text).unwrap();
+            let file = File::open(&path).unwrap();
+            let starts = spread_lines(&file, count).unwrap();
+            assert_eq!(starts, spread_lines(&file, count).unwrap());
+            starts
+        };
+        let lines: String = (0..1000).map(|line| format!("line {line:04}\n")).collect();
+        assert_eq!(starts(&lines, 4), [0, 2500, 5000, 7500]);
+        assert_eq!(starts(&lines, 3), [0, 3340, 6670]);
+        assert_eq!(starts(&lines, 2000).len(), 1000);
+        assert_eq!(starts("one\ntwo\nthree", 3), [0, 4, 8]);
+        assert!(starts("", 3).is_empty());
+        // Without lines, windows start at characters.
+        assert_eq!(starts(&"ä".repeat(50_000), 4), [0, 25_000, 50_000, 75_000]);
+        assert_eq!(starts(&"ä".repeat(50_001), 4), [0, 25_000, 50_002, 75_002]);
     }
 
     #[test]

@@ -1,15 +1,15 @@
-//! One of several classes.
+//! Accuracy of classifiers.
 
 use std::collections::BTreeMap;
 
 use candle_core::D;
 
-use super::{Metric, Outputs, Score, answer, computed, statistics};
+use super::{Metric, Outputs, Score, select_output, statistics, tensor_error};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 
-/// Counts for each pair of true and predicted class.
+/// Confusion matrix: counts by true and predicted class.
 #[derive(Debug, Default)]
 pub(super) struct Classification {
     confusion: BTreeMap<(usize, usize), u64>,
@@ -18,15 +18,15 @@ pub(super) struct Classification {
 impl Metric for Classification {
     fn add(&mut self, batch: &Batch, outputs: &Outputs) -> Result<()> {
         let References::Classes(classes) = &batch.references else { return Ok(()) };
-        let (name, logits) = answer(outputs, &["logits"], 2)?;
-        let count = logits.dim(1).map_err(computed)?;
-        let predicted = logits.argmax(D::Minus1).and_then(|places| transfer::values::<u32>(&places, Cause::Answers)).map_err(computed)?;
+        let (name, logits) = select_output(outputs, &["logits"], 2)?;
+        let count = logits.dim(1).map_err(tensor_error)?;
+        let predicted = logits.argmax(D::Minus1).and_then(|classes| transfer::values::<u32>(&classes, Cause::Answers)).map_err(tensor_error)?;
         if predicted.len() != classes.len() {
             return Err(Error::option("evaluation", format!("output `{name}` has {} rows for {} samples", predicted.len(), classes.len())));
         }
         for (label, predicted) in classes.iter().zip(predicted).filter_map(|(label, predicted)| Some((label.as_ref()?, predicted))) {
             if *label >= count {
-                return Err(Error::option("data", format!("a label is {label}, the model has {count} classes, the first is 0")));
+                return Err(Error::option("data", format!("a label is {label}, but the model has {count} classes, numbered from 0")));
             }
             *self.confusion.entry((*label, predicted as usize)).or_default() += 1;
         }
@@ -36,7 +36,7 @@ impl Metric for Classification {
     fn score(&self) -> Result<Score> {
         let count: u64 = self.confusion.values().sum();
         if count == 0 {
-            return Err(Error::option("task", "accuracy needs labels, and there are none, or all of them are -100"));
+            return Err(Error::option("task", "accuracy needs labels, and the data has no labels, or only the label -100"));
         }
         let hits: u64 = self.confusion.iter().filter(|((label, predicted), _)| label == predicted).map(|(_, n)| n).sum();
         let (mut labels, mut predictions) = (BTreeMap::<usize, u64>::new(), BTreeMap::<usize, u64>::new());
@@ -44,7 +44,7 @@ impl Metric for Classification {
             *labels.entry(*label).or_default() += n;
             *predictions.entry(*predicted).or_default() += n;
         }
-        // The mean over the classes that occur, 2 TP / (2 TP + FP + FN) each.
+        // The mean of 2 TP / (2 TP + FP + FN) over the classes that occur.
         let classes: std::collections::BTreeSet<usize> = labels.keys().chain(predictions.keys()).copied().collect();
         let f1 = |class: &usize| {
             let both = labels.get(class).unwrap_or(&0) + predictions.get(class).unwrap_or(&0);
@@ -54,7 +54,7 @@ impl Metric for Classification {
         Ok(Score {
             metric: "accuracy".into(),
             value: hits as f64 / count.max(1) as f64,
-            ci95: statistics::proportion(hits, count),
+            ci95: statistics::proportion_interval(hits, count),
             more: [("f1_macro".to_owned(), macro_f1), ("correct".to_owned(), hits as f64)].into(),
         })
     }
@@ -76,7 +76,7 @@ mod tests {
         assert_eq!(score.value, 0.75);
         // sklearn: f1_score([0, 1, 2, 2], [0, 1, 1, 2], average="macro")
         assert!((score.more["f1_macro"] - 0.777_777_77).abs() < 1e-6);
-        // A sample whose label is -100 does not count.
+        // A sample with the label -100 is ignored.
         let unlabelled = Batch { references: References::Classes(vec![Some(0), Some(1), None, Some(2)]), ..batch.clone() };
         let mut metric = Classification::default();
         assert!(metric.score().unwrap_err().to_string().contains("-100"));

@@ -1,31 +1,32 @@
-//! How close a model's answers are to another's.
+//! Fidelity: differences between the outputs of two models.
 
 use std::collections::BTreeMap;
 
 use candle_core::{D, DType, Tensor};
 use rayon::prelude::*;
 
-use super::embedding::cosine_of;
-use super::{Fidelity, OutputFidelity, Outputs, by_parts, computed};
-use crate::data::{Batch, Padding, Side, TokenAxis};
+use super::embedding::cosine_from_products;
+use super::{Fidelity, OutputFidelity, Outputs, in_chunks, tensor_error};
+use crate::data::{Batch, Padding, SequenceRole, TokenAxis};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{floats_on_host, read};
-use crate::ir::ops::on_host;
+use crate::ir::ops::{ScalarOps, on_host};
 
-/// Lower bound of the signal to noise ratio, in decibels.
-const LEAST_SQNR: f64 = -300.0;
+/// Lower bound of the signal to quantization noise ratio, in decibels.
+const MIN_SQNR: f64 = -300.0;
 
-/// Differences of all float outputs of two models, summed over batches.
+/// Accumulates the differences of all float outputs of two models over batches.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Sums {
-    outputs: BTreeMap<String, OutputSums>,
+pub(crate) struct FidelityAccumulator {
+    outputs: BTreeMap<String, OutputAccumulator>,
     not_compared: BTreeMap<String, String>,
 }
 
-impl Sums {
+impl FidelityAccumulator {
+    /// Adds the outputs of both models on one batch.
     pub fn add(&mut self, batch: &Batch, before: &Outputs, after: &Outputs) -> Result<()> {
-        let padding = Padding::of(batch).map_err(computed)?;
+        let padding = Padding::from_batch(batch).map_err(tensor_error)?;
         let floats = |outputs: &'_ Outputs| outputs.iter().filter(|(_, tensor)| tensor.dtype().is_float()).map(|(name, _)| name.clone()).collect::<Vec<_>>();
         let mut names = floats(before);
         names.extend(floats(after));
@@ -39,8 +40,8 @@ impl Sums {
                     compared = true;
                     continue;
                 }
-                (Some(a), Some(b)) => format!("is {:?} of one model and {:?} of the other", a.dims(), b.dims()),
-                _ => "only one of the models has it".to_owned(),
+                (Some(a), Some(b)) => format!("has the shape {:?} in the first model and {:?} in the second", a.dims(), b.dims()),
+                _ => "exists in only one of the models".to_owned(),
             };
             reasons.push(format!("output `{name}` {reason}"));
             self.not_compared.insert(name, reason);
@@ -49,21 +50,23 @@ impl Sums {
             return Ok(());
         }
         let names = |outputs: &Outputs| outputs.keys().map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", ");
-        let outputs = format!("the first model has {}, the second {}", names(before), names(after));
-        Err(Error::option("evaluation", format!("the models share no float output that can be compared: {outputs}; {}", reasons.join(", "))))
+        let outputs = format!("the first model has {}, the second has {}", names(before), names(after));
+        Err(Error::option("evaluation", format!("the models have no comparable float output in common: {outputs}; {}", reasons.join(", "))))
     }
 
+    /// Fidelity of all outputs, of which the worst counts.
     pub fn finish(self) -> Fidelity {
-        Fidelity::worst_of(self.outputs.into_iter().map(|(name, sums)| (name, sums.finish())).collect(), self.not_compared)
+        Fidelity::worst_of(self.outputs.into_iter().map(|(name, output)| (name, output.finish())).collect(), self.not_compared)
     }
 }
 
-/// How many values of an output make a row, and what rows are.
+/// Division of an output into rows that are compared.
 struct Layout {
+    /// Elements per row.
     width: usize,
-    /// Whether each row belongs to one token.
+    /// Whether each row belongs to a token.
     tokens: bool,
-    /// Whether rows are logits of classes.
+    /// Whether each row holds the logits of a distribution.
     logits: bool,
 }
 
@@ -80,9 +83,9 @@ impl Layout {
     }
 }
 
-/// Differences of one output.
+/// Accumulated differences of one output.
 #[derive(Debug, Clone, Default)]
-struct OutputSums {
+struct OutputAccumulator {
     logits: bool,
     rows: u64,
     cosines: f64,
@@ -95,15 +98,16 @@ struct OutputSums {
     largest: f64,
 }
 
-impl OutputSums {
+impl OutputAccumulator {
     fn add(&mut self, name: &str, batch: &Batch, padding: &Padding, a: &Tensor, b: &Tensor) -> Result<()> {
         // Exported encoder-decoder models also return the encoder's hidden states.
-        let side = if name.starts_with("encoder_") { Side::Read } else { batch.answered() };
+        let role = if name.starts_with("encoder_") { SequenceRole::Input } else { batch.output_role() };
         let layout = Layout::new(name, a.dims(), batch);
         self.logits = layout.logits;
-        let kept = if layout.tokens { padding.kept(TokenAxis { side, axis: Some(1) }, a.dims()) } else { None };
-        let rows = rows(a, b, layout.width, layout.logits).map_err(computed)?;
-        // Threads compute the rows; they are summed in order.
+        let kept = if layout.tokens { padding.token_rows(TokenAxis { role, axis: Some(1) }, a.dims()) } else { None };
+        let rows = rows(a, b, layout.width, layout.logits).map_err(tensor_error)?;
+        // Rows are computed in parallel and summed in order, so that results do not depend on the number
+        // of threads.
         for (index, row) in rows.iter().enumerate() {
             if kept.as_ref().is_none_or(|kept| kept.get(index) != Some(&false)) {
                 self.add_row(row);
@@ -121,7 +125,9 @@ impl OutputSums {
         if row.error > self.error || row.error.is_nan() {
             self.error = row.error;
         }
-        self.largest = self.largest.max(row.largest);
+        if row.largest > self.largest || row.largest.is_nan() {
+            self.largest = row.largest;
+        }
         self.divergence += row.divergence;
         self.agreements += u64::from(row.agrees);
     }
@@ -131,8 +137,9 @@ impl OutputSums {
         OutputFidelity {
             cosine: self.cosines / rows,
             cosine_min: self.least.unwrap_or(1.0),
-            // Finite, also where the first model gives zeros only: a report cannot hold minus infinity.
-            sqnr_db: (self.noise > 0.0).then(|| (10.0 * (self.signal / self.noise).log10()).max(LEAST_SQNR)),
+            // Clamped, because JSON has no minus infinity, which results if all outputs of the first
+            // model are zero.
+            sqnr_db: (self.noise > 0.0).then(|| (10.0 * (self.signal / self.noise).log10()).max(MIN_SQNR)),
             kl: self.logits.then_some(self.divergence / rows),
             top1_agreement: self.logits.then_some(self.agreements as f64 / rows),
             max_abs_error: self.error,
@@ -141,7 +148,7 @@ impl OutputSums {
     }
 }
 
-/// Differences of one row: of a sample, or of a token.
+/// Differences of one row: a sample or a token.
 #[derive(Default)]
 struct Row {
     cosine: f64,
@@ -154,7 +161,7 @@ struct Row {
 }
 
 impl Row {
-    fn of(a: &[f32], b: &[f32], logits: bool) -> Row {
+    fn from_values(a: &[f32], b: &[f32], logits: bool) -> Row {
         let mut row = Row::default();
         let (mut both, mut other) = (0f64, 0f64);
         for (x, y) in a.iter().zip(b) {
@@ -169,58 +176,63 @@ impl Row {
             }
             row.largest = row.largest.max(x.abs());
         }
-        row.cosine = cosine_of(both, row.signal, other);
+        row.cosine = cosine_from_products(both, row.signal, other);
+        if !row.signal.is_finite() {
+            row.largest = f64::NAN;
+        }
         if logits {
             row.divergence = divergence(a, b);
-            row.agrees = likeliest(a) == likeliest(b);
+            row.agrees = argmax(a) == argmax(b);
         }
         row
     }
 }
 
-/// Differences row by row; rows on a device are reduced there.
+/// Differences of each row. Rows on a device are reduced there.
 fn rows(a: &Tensor, b: &Tensor, width: usize, logits: bool) -> candle_core::Result<Vec<Row>> {
     if on_host(a.device()) || !a.device().same_device(b.device()) {
         let (a, b) = (floats_on_host(a, Cause::Answers)?, floats_on_host(b, Cause::Answers)?);
-        let all = |a: &[f32], b: &[f32]| a.par_chunks_exact(width).zip(b.par_chunks_exact(width)).map(|(a, b)| Row::of(a, b, logits)).collect();
+        let all = |a: &[f32], b: &[f32]| a.par_chunks_exact(width).zip(b.par_chunks_exact(width)).map(|(a, b)| Row::from_values(a, b, logits)).collect();
         return read(&a, |a| read(&b, |b| Ok(all(a, b))));
     }
     let flat = |tensor: &Tensor| tensor.reshape((tensor.elem_count() / width, width));
     let (a, b) = (flat(a)?, flat(b)?);
-    by_parts(a.dim(0)?, width, |rows| {
-        let part = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len())?.to_dtype(DType::F64);
-        rows_there(&part(&a)?, &part(&b)?, logits)
+    in_chunks(a.dim(0)?, width, |rows| {
+        let chunk = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len())?.to_dtype(DType::F64);
+        rows_on_device(&chunk(&a)?, &chunk(&b)?, logits)
     })
 }
 
-/// [`Row::of`] for rows `[rows, width]`, computed where they are.
-fn rows_there(a: &Tensor, b: &Tensor, logits: bool) -> candle_core::Result<Vec<Row>> {
+/// [`Row::from_values`] for `[rows, width]` on a device.
+fn rows_on_device(a: &Tensor, b: &Tensor, logits: bool) -> candle_core::Result<Vec<Row>> {
     let difference = (a - b)?;
     let sum = |products: Tensor| products.sum(D::Minus1);
     let mut figures =
         vec![sum((a * b)?)?, sum(a.sqr()?)?, sum(b.sqr()?)?, sum(difference.sqr()?)?, difference.abs()?.max(D::Minus1)?, a.abs()?.max(D::Minus1)?];
     if logits {
-        let logarithms = |logits: &Tensor| logits.broadcast_sub(&logits.log_sum_exp(D::Minus1)?.unsqueeze(1)?);
-        let (p, q) = (logarithms(a)?, logarithms(b)?);
-        let (likely, terms) = (p.exp()?, (&p - q)?);
-        figures.push(sum(likely.eq(0f64)?.where_cond(&likely, &(&likely * terms)?)?)?);
+        let log_softmax = |logits: &Tensor| logits.broadcast_sub(&logits.log_sum_exp(D::Minus1)?.unsqueeze(1)?);
+        let (p, q) = (log_softmax(a)?, log_softmax(b)?);
+        let (probability, terms) = (p.exp()?, (&p - q)?);
+        figures.push(sum(probability.eq_scalar(0.0)?.where_cond(&probability, &(&probability * terms)?)?)?);
         figures.push(a.argmax(D::Minus1)?.eq(&b.argmax(D::Minus1)?)?.to_dtype(DType::F64)?);
     }
     let values: Vec<f64> = transfer::values(&Tensor::stack(&figures, 1)?, Cause::Answers)?;
     let row = |values: &[f64]| {
         let at = |index: usize| values.get(index).copied().unwrap_or(0.0);
         let error = if at(3).is_nan() { f64::NAN } else { at(4) };
-        let cosine = cosine_of(at(0), at(1), at(2));
-        Row { cosine, signal: at(1), noise: at(3), error, largest: at(5), divergence: not_below_zero(at(6)), agrees: at(7) > 0.0 }
+        let cosine = cosine_from_products(at(0), at(1), at(2));
+        let largest = if at(1).is_finite() { at(5) } else { f64::NAN };
+        Row { cosine, signal: at(1), noise: at(3), error, largest, divergence: clamp_negative(at(6)), agrees: at(7) > 0.0 }
     };
     Ok(values.chunks_exact(figures.len()).map(row).collect())
 }
 
-fn likeliest(logits: &[f32]) -> Option<usize> {
+/// Index of the largest logit; the first one of equal logits.
+fn argmax(logits: &[f32]) -> Option<usize> {
     logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0))).map(|(index, _)| index)
 }
 
-/// `sum p (ln p - ln q)` of two softmax distributions.
+/// Kullback-Leibler divergence `sum p (ln p - ln q)` of the softmax distributions of two rows of logits.
 fn divergence(a: &[f32], b: &[f32]) -> f64 {
     let total = |logits: &[f32]| {
         let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -229,15 +241,15 @@ fn divergence(a: &[f32], b: &[f32]) -> f64 {
     let (all_a, all_b) = (total(a), total(b));
     let term = |(x, y): (&f32, &f32)| {
         let (p, q) = (f64::from(*x) - all_a, f64::from(*y) - all_b);
-        let likely = p.exp();
-        // What one model rules out counts for nothing, also where the other does.
-        if likely == 0.0 { 0.0 } else { likely * (p - q) }
+        let probability = p.exp();
+        // The term is 0 for p = 0, also if q = 0, where `p - q` is NaN.
+        if probability == 0.0 { 0.0 } else { probability * (p - q) }
     };
-    not_below_zero(a.iter().zip(b).map(term).sum())
+    clamp_negative(a.iter().zip(b).map(term).sum())
 }
 
-/// A sum that rounding alone makes negative; what is no number stays so.
-fn not_below_zero(sum: f64) -> f64 {
+/// Replaces a sum that is negative due to rounding by zero. Unlike `max`, preserves NaN.
+fn clamp_negative(sum: f64) -> f64 {
     if sum < 0.0 { 0.0 } else { sum }
 }
 
@@ -260,9 +272,9 @@ mod tests {
 
     fn compared(batch: &Batch, before: &[(&str, Tensor)], after: &[(&str, Tensor)]) -> Result<Fidelity> {
         let outputs = |named: &[(&str, Tensor)]| named.iter().map(|(name, tensor)| ((*name).to_owned(), tensor.clone())).collect::<Outputs>();
-        let mut sums = Sums::default();
-        sums.add(batch, &outputs(before), &outputs(after))?;
-        Ok(sums.finish())
+        let mut fidelity = FidelityAccumulator::default();
+        fidelity.add(batch, &outputs(before), &outputs(after))?;
+        Ok(fidelity.finish())
     }
 
     fn numbers(shape: &[usize], seed: u32) -> Tensor {
@@ -271,7 +283,8 @@ mod tests {
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
     }
 
-    /// A detector's outputs: corrupting any of them lowers the fidelity, and an additional output changes no figure of the others.
+    /// Corrupting any output of a detector lowers the fidelity, and an additional output does not change
+    /// the results of the others.
     #[test]
     fn every_float_output_counts() {
         let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 2 };
@@ -303,7 +316,8 @@ mod tests {
         assert!(error.contains("`boxes`") && error.contains("[2, 4, 5]"), "{error}");
     }
 
-    /// A row of pixels that is zero in one of the models is a small part of a sample.
+    /// Outputs of images are compared by sample: a row of pixels that is zero in one model changes the
+    /// cosine only a little.
     #[test]
     fn outputs_without_tokens_are_compared_by_sample() {
         let dark = Tensor::cat(&[Tensor::zeros((2, 1, 1, 6), DType::F32, &Device::Cpu).unwrap(), numbers(&[2, 1, 5, 6], 1)], 2).unwrap();
@@ -319,13 +333,13 @@ mod tests {
     }
 
     #[test]
-    fn noise_without_signal_is_not_the_same() {
+    fn zero_signal_has_the_minimum_sqnr() {
         let fidelity = compare("x", &[[0.0; 3]; 2], &[[1.0; 3]; 2], None);
-        assert_eq!((fidelity.cosine, fidelity.sqnr_db), (0.0, Some(LEAST_SQNR)));
+        assert_eq!((fidelity.cosine, fidelity.sqnr_db), (0.0, Some(MIN_SQNR)));
     }
 
     #[test]
-    fn the_same_is_the_same() {
+    fn equal_outputs_have_no_error() {
         let rows = [[1.0, 2.0, 3.0], [0.0, -1.0, 5.0]];
         let fidelity = compare("logits", &rows, &rows, None);
         assert!((fidelity.cosine - 1.0).abs() < 1e-12 && fidelity.sqnr_db.is_none());
@@ -333,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_those_of_the_definitions() {
+    fn results_match_their_definitions() {
         let fidelity = compare("logits", &[[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]], &[[1.0, 2.0, 3.0], [0.0, 4.0, 0.0]], None);
         assert_eq!((fidelity.cosine, fidelity.cosine_min, fidelity.top1_agreement), (0.5, 0.0, Some(0.5)));
         // scipy.stats.entropy of the softmax of both second rows, over two rows.
@@ -343,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_the_same_where_they_are_computed() {
+    fn host_and_device_rows_are_equal() {
         let numbers = |seed: u32| (0..4 * 33).map(move |i: u32| ((i.wrapping_mul(2_654_435_761).wrapping_add(seed * 977) >> 16) as f32 / 8192.0) - 4.0);
         let (mut a, mut b): (Vec<f32>, Vec<f32>) = (numbers(1).collect(), numbers(2).collect());
         (a[7], b[7], b[33]) = (f32::NEG_INFINITY, f32::NEG_INFINITY, a[33]);
@@ -351,18 +365,18 @@ mod tests {
         (a[100], b[131]) = (f32::NAN, f32::INFINITY);
         let tensor = |values: &[f32]| Tensor::from_slice(values, (4, 33), &Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
         for logits in [true, false] {
-            let there = rows_there(&tensor(&a), &tensor(&b), logits).unwrap();
-            for (index, (there, (a, b))) in there.iter().zip(a.chunks(33).zip(b.chunks(33))).enumerate() {
-                let here = Row::of(a, b, logits);
+            let device = rows_on_device(&tensor(&a), &tensor(&b), logits).unwrap();
+            for (index, (device, (a, b))) in device.iter().zip(a.chunks(33).zip(b.chunks(33))).enumerate() {
+                let host = Row::from_values(a, b, logits);
                 let figures = |row: &Row| [row.cosine, row.signal, row.noise, row.error, row.divergence, f64::from(u8::from(row.agrees))];
-                for (here, there) in figures(&here).into_iter().zip(figures(there)) {
-                    assert!((here - there).abs() < 1e-9 || here == there || here.is_nan() && there.is_nan(), "{index}: {here} and {there}");
+                for (host, device) in figures(&host).into_iter().zip(figures(device)) {
+                    assert!((host - device).abs() < 1e-9 || host == device || host.is_nan() && device.is_nan(), "{index}: {host} and {device}");
                 }
             }
-            assert_eq!(there.len(), 4);
+            assert_eq!(device.len(), 4);
         }
-        // A token that both rule out is no difference.
-        assert!(Row::of(&a[..33], &b[..33], true).divergence > 0.0);
+        // A token with probability zero in both models does not make the divergence NaN.
+        assert!(Row::from_values(&a[..33], &b[..33], true).divergence > 0.0);
     }
 
     #[test]

@@ -1,21 +1,21 @@
-//! How long a model takes.
+//! Latency measurement.
 
 use super::runner::{Runner, seconds};
 use super::{Latency, Quantiles};
 use crate::error::Result;
 use crate::exec::Inputs;
 
-/// Time that runs before the clock counts: caches fill, processors speed up.
+/// Warm-up time in seconds.
 const WARM_UP: f64 = 0.3;
-/// Time that is measured, unless there are too few runs.
+/// Measurement time in seconds, unless it would result in too few runs.
 const MEASURED: f64 = 1.5;
-/// Fewest runs that are measured, and most.
+/// Minimum and maximum number of measured runs.
 const RUNS: std::ops::RangeInclusive<usize> = 10..=200;
 
-/// Times two models on one batch, in turns, so that what else the machine does meets both.
+/// Measures two models on one batch, in alternation, so that other load on the machine affects both.
 ///
 /// # Errors
-/// A run fails.
+/// If a run fails.
 pub fn latency(before: &mut dyn Runner, after: &mut dyn Runner, inputs: &Inputs, threads: usize) -> Result<Latency> {
     let mut spent = 0.0;
     while spent < WARM_UP {
@@ -51,9 +51,9 @@ fn quartiles(mut ratios: Vec<f64>) -> [f64; 2] {
     [quantile(&ratios, 0.25), quantile(&ratios, 0.75)]
 }
 
-/// The smallest of sorted values that so large a part of them does not exceed.
-fn quantile(sorted: &[f64], part: f64) -> f64 {
-    sorted.get(((sorted.len() as f64 * part).ceil() as usize).saturating_sub(1)).copied().unwrap_or(f64::NAN)
+/// The quantile of sorted values at a fraction, without interpolation.
+fn quantile(sorted: &[f64], fraction: f64) -> f64 {
+    sorted.get(((sorted.len() as f64 * fraction).ceil() as usize).saturating_sub(1)).copied().unwrap_or(f64::NAN)
 }
 
 #[cfg(test)]

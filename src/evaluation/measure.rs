@@ -1,4 +1,4 @@
-//! Going over a data set with one model or several.
+//! Evaluates one or several models on a data set.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,65 +6,91 @@ use std::time::{Duration, Instant};
 
 use candle_core::Tensor;
 
-use super::{Fidelity, Runner, Score, classification, embedding, fidelity, language_modelling};
+use super::{Fidelity, FidelityAccumulator, Runner, Score, classification, embedding, language_modelling};
 use crate::data::{Batch, DataSet, Task};
 use crate::error::{Error, Result};
+use crate::evaluation::{Accuracy, Runtime};
 use crate::exec::Inputs;
 use crate::work::Work;
 
 /// Named outputs of a model.
 pub type Outputs = BTreeMap<String, Tensor>;
 
-/// Sums up how well a model does.
+/// Accumulates a task metric over batches.
 pub(super) trait Metric {
-    /// Takes a batch and what the model says to it.
+    /// Adds a batch and the outputs of the model for it.
     fn add(&mut self, batch: &Batch, outputs: &Outputs) -> Result<()>;
     /// The score of all batches.
     fn score(&self) -> Result<Score>;
 }
 
-/// What one model did.
+/// Evaluation result of one model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
-    /// How well it does, where there are labels.
+    /// Score on labelled data; `None` for the fidelity task.
     pub score: Option<Score>,
-    /// Time that it ran.
+    /// Total run time.
     pub time: Duration,
 }
 
-/// What all models did.
+/// Evaluation results of all models.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcomes {
-    /// What was asked.
+    /// Evaluation task.
     pub task: Task,
-    /// On how many samples (windows, for perplexity).
+    /// Number of samples (windows, for perplexity).
     pub samples: usize,
-    /// Model by model.
+    /// Results in the order of the models.
     pub models: Vec<Outcome>,
-    /// Pair by pair.
+    /// Fidelity in the order of the pairs.
     pub pairs: Vec<Fidelity>,
 }
 
-/// Sums over batches, for models and for pairs of them.
-struct Sums {
+impl Outcomes {
+    /// The accuracy of the input and the output on `data`. The models are those of the input on each
+    /// runtime, if it was run, followed at `first_after` by those of the output; models after them were
+    /// only run for comparison.
+    pub(crate) fn accuracy(&self, runtimes: &[Runtime], data: &DataSet, first_after: usize) -> Accuracy {
+        let (before, after) = self.models.split_at(first_after);
+        let values = |side: &[Outcome]| runtimes.iter().zip(side).filter_map(|(runtime, outcome)| Some((*runtime, outcome.score.as_ref()?.value))).collect();
+        let [old, new] = [before, after].map(|side| side.first().and_then(|outcome| outcome.score.as_ref()));
+        let both = old.zip(new);
+        let more = |(old, new): (&Score, &Score)| old.more.iter().filter_map(|(name, value)| Some((name.clone(), [*value, *new.more.get(name)?]))).collect();
+        Accuracy {
+            task: self.task.to_string(),
+            metric: new.map(|score| score.metric.clone()),
+            data: data.description().to_owned(),
+            samples: self.samples,
+            before: values(before),
+            after: values(after),
+            ci95: both.and_then(|(old, new)| Some([old.ci95?, new.ci95?])),
+            drop: both.map(|(old, new)| old.drop_to(new)),
+            fidelity: None,
+            more: both.map(more).unwrap_or_default(),
+        }
+    }
+}
+
+/// State of an evaluation: the metrics of each model, and the fidelity of each pair.
+struct Evaluation {
     metrics: Vec<Option<Box<dyn Metric>>>,
     times: Vec<Duration>,
-    pairs: Vec<((usize, usize), fidelity::Sums)>,
+    pairs: Vec<((usize, usize), FidelityAccumulator)>,
     samples: usize,
 }
 
-impl Sums {
-    fn new(task: Task, models: usize, pairs: &[(usize, usize)]) -> Sums {
-        Sums {
+impl Evaluation {
+    fn new(task: Task, models: usize, pairs: &[(usize, usize)]) -> Evaluation {
+        Evaluation {
             metrics: (0..models).map(|_| metric(task)).collect(),
             times: vec![Duration::ZERO; models],
-            pairs: pairs.iter().map(|pair| (*pair, fidelity::Sums::default())).collect(),
+            pairs: pairs.iter().map(|pair| (*pair, FidelityAccumulator::default())).collect(),
             samples: 0,
         }
     }
 
     fn add(&mut self, batch: &Batch, models: &mut [Box<dyn Runner + '_>]) -> Result<()> {
-        let mut answers = Vec::with_capacity(models.len());
+        let mut all_outputs = Vec::with_capacity(models.len());
         for (index, model) in models.iter_mut().enumerate() {
             let start = Instant::now();
             let outputs = model.run(&batch.inputs)?;
@@ -72,16 +98,16 @@ impl Sums {
             if let Some(metric) = &mut self.metrics[index] {
                 metric.add(batch, &outputs)?;
             }
-            answers.push(outputs);
+            all_outputs.push(outputs);
         }
-        for ((before, after), sums) in &mut self.pairs {
-            sums.add(batch, &answers[*before], &answers[*after])?;
+        for ((before, after), fidelity) in &mut self.pairs {
+            fidelity.add(batch, &all_outputs[*before], &all_outputs[*after])?;
         }
         self.samples += batch.samples;
         Ok(())
     }
 
-    /// The same for several batches, which models are told of first.
+    /// Adds several batches, after passing all of them to [`Runner::prepare`].
     fn add_all(&mut self, batches: &[Batch], models: &mut [Box<dyn Runner + '_>]) -> Result<()> {
         for (model, time) in models.iter_mut().zip(&mut self.times) {
             let start = Instant::now();
@@ -97,46 +123,48 @@ impl Sums {
             task,
             samples: self.samples,
             models: self.metrics.into_iter().zip(self.times).map(outcome).collect::<Result<_>>()?,
-            pairs: self.pairs.into_iter().map(|(_, sums)| sums.finish()).collect(),
+            pairs: self.pairs.into_iter().map(|(_, fidelity)| fidelity.finish()).collect(),
         })
     }
 }
 
-/// Runs models over a data set, and compares those of each pair with each other.
+/// Runs models over a data set, computes the metric of each, and compares the outputs of each pair of
+/// models.
 ///
 /// # Errors
-/// Reading or running fails, an output that the task needs is missing, or the work is cancelled.
+/// Besides errors of the data and the models: if an output that the task needs is missing, or if the work
+/// is cancelled.
 pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], work: &Work) -> Result<Outcomes> {
-    let mut sums = Sums::new(data.task(), models.len(), pairs);
-    if models.iter().all(|model| model.together(&Inputs::new()).is_none()) {
-        data.for_each_batch("Evaluating", work, |batch| sums.add(&batch, models))?;
-        return sums.finish(data.task());
+    let mut evaluation = Evaluation::new(data.task(), models.len(), pairs);
+    if models.iter().all(|model| model.group_size(&Inputs::new()).is_none()) {
+        data.for_each_batch("Evaluating", work, |batch| evaluation.add(&batch, models))?;
+        return evaluation.finish(data.task());
     }
-    // Models tell how far they are, block by block.
-    let mut consumer = (sums, models);
-    let most = |batch: &Batch, models: &[Box<dyn Runner + '_>]| models.iter().filter_map(|model| model.together(&batch.inputs)).min().unwrap_or(1);
-    data.for_each_group(work, &mut consumer, |(_, models), batch| most(batch, models), |(sums, models), batches| sums.add_all(batches, models))?;
-    let (sums, _) = consumer;
-    sums.finish(data.task())
+    // Blockwise runners report progress themselves.
+    let mut consumer = (evaluation, models);
+    let size = |batch: &Batch, models: &[Box<dyn Runner + '_>]| models.iter().filter_map(|model| model.group_size(&batch.inputs)).min().unwrap_or(1);
+    data.for_each_group(work, &mut consumer, |(_, models), batch| size(batch, models), |(state, models), batches| state.add_all(batches, models))?;
+    let (evaluation, _) = consumer;
+    evaluation.finish(data.task())
 }
 
-/// How close two models' answers to one batch are.
+/// Runs two models on one batch and compares their outputs.
 ///
 /// # Errors
-/// Running fails.
+/// The same as [`Runner::run`] and [`output_fidelity`].
 pub fn compare(batch: &Batch, models: &mut [Box<dyn Runner + '_>; 2]) -> Result<Fidelity> {
     let [before, after] = models;
-    closeness(batch, &before.run(&batch.inputs)?, &after.run(&batch.inputs)?)
+    output_fidelity(batch, &before.run(&batch.inputs)?, &after.run(&batch.inputs)?)
 }
 
-/// How close answers to one batch are to others.
+/// Fidelity of the outputs `after` to the outputs `before` of the same batch.
 ///
 /// # Errors
-/// They share no output, or their shapes differ.
-pub fn closeness(batch: &Batch, before: &Outputs, after: &Outputs) -> Result<Fidelity> {
-    let mut sums = fidelity::Sums::default();
-    sums.add(batch, before, after)?;
-    Ok(sums.finish())
+/// If no float output of the same name has the same shape in both.
+pub fn output_fidelity(batch: &Batch, before: &Outputs, after: &Outputs) -> Result<Fidelity> {
+    let mut fidelity = FidelityAccumulator::default();
+    fidelity.add(batch, before, after)?;
+    Ok(fidelity.finish())
 }
 
 fn metric(task: Task) -> Option<Box<dyn Metric>> {
@@ -148,32 +176,34 @@ fn metric(task: Task) -> Option<Box<dyn Metric>> {
     }
 }
 
-/// The output that carries the answer: the first of the names that there is, else the only one of this rank.
-pub(super) fn answer<'o>(outputs: &'o Outputs, names: &[&str], rank: usize) -> Result<(&'o str, &'o Tensor)> {
+/// Selects the output that a metric reads: the first of the names that exists, else the only output of
+/// this rank.
+pub(super) fn select_output<'o>(outputs: &'o Outputs, names: &[&str], rank: usize) -> Result<(&'o str, &'o Tensor)> {
     let named = names.iter().find_map(|name| outputs.get_key_value(*name));
     let mut fitting = outputs.iter().filter(|(_, tensor)| tensor.rank() == rank);
     let mut only = || fitting.next().filter(|_| fitting.next().is_none());
-    let found = match named {
+    let selected = match named {
         Some(named) => Some(named).filter(|(_, tensor)| tensor.rank() == rank),
         None => only(),
     };
-    found.map(|(name, tensor)| (name.as_str(), tensor)).ok_or_else(|| {
-        let there = outputs.iter().map(|(name, tensor)| format!("`{name}` {:?}", tensor.dims())).collect::<Vec<_>>().join(", ");
-        Error::option("task", format!("needs an output `{}` of {rank} axes; the model gives {there}", names.first().unwrap_or(&"")))
+    selected.map(|(name, tensor)| (name.as_str(), tensor)).ok_or_else(|| {
+        let all = outputs.iter().map(|(name, tensor)| format!("`{name}` {:?}", tensor.dims())).collect::<Vec<_>>().join(", ");
+        Error::option("task", format!("needs an output `{}` with {rank} dimensions; the outputs of the model are {all}", names.first().unwrap_or(&"")))
     })
 }
 
-/// An error of a tensor that could not be computed.
-pub(super) fn computed(e: candle_core::Error) -> Error {
+/// Converts an error of a tensor operation.
+pub(super) fn tensor_error(e: candle_core::Error) -> Error {
     Error::option("evaluation", e)
 }
 
-/// Values that figures are made of at once on a device, as doubles.
-const AT_ONCE: usize = 1 << 24;
+/// Maximum number of `f64` elements that are reduced on a device in one operation.
+const MAX_CHUNK_ELEMENTS: usize = 1 << 24;
 
-/// Figures of rows of a width, made of as many at once as fit.
-pub(super) fn by_parts<T>(rows: usize, width: usize, figures: impl Fn(Range<usize>) -> candle_core::Result<Vec<T>>) -> candle_core::Result<Vec<T>> {
-    let step = (AT_ONCE / width.max(1)).max(1);
-    let parts = (0..rows).step_by(step).map(|first| figures(first..rows.min(first + step)));
-    Ok(parts.collect::<candle_core::Result<Vec<_>>>()?.into_iter().flatten().collect())
+/// Applies a reduction to chunks of rows that have at most [`MAX_CHUNK_ELEMENTS`] elements, and
+/// concatenates the results.
+pub(super) fn in_chunks<T>(rows: usize, width: usize, reduce: impl Fn(Range<usize>) -> candle_core::Result<Vec<T>>) -> candle_core::Result<Vec<T>> {
+    let step = (MAX_CHUNK_ELEMENTS / width.max(1)).max(1);
+    let chunks = (0..rows).step_by(step).map(|first| reduce(first..rows.min(first + step)));
+    Ok(chunks.collect::<candle_core::Result<Vec<_>>>()?.into_iter().flatten().collect())
 }

@@ -1,19 +1,20 @@
-//! How good a model's answers are: on labels, or against another model.
+//! Model evaluation: task metrics on labelled data, fidelity of the outputs to those of another model,
+//! and latency.
 //!
-//! Models see the same batches one after another; nothing of what they say is kept but sums.
+//! All models run on the same batches. Outputs are reduced to sums after each batch.
 
-mod figures;
 mod options;
+mod results;
 
-pub use figures::{
-    Accuracy, Compute, Continued, Cost, Fidelity, Latency, MeasuredFidelity, OutputFidelity, Quantiles, Runtime, SamplesFrom, Score, lower_is_better,
-};
 pub use options::{Evaluate, Precision};
+pub use results::{
+    Accuracy, Compute, Continuation, Cost, Fidelity, Latency, MeasuredFidelity, OutputFidelity, Quantiles, Runtime, SamplesFrom, Score, lower_is_better,
+};
 
 #[cfg(feature = "run")]
 #[path = "."]
 mod running {
-    //! What it takes to run models.
+    //! The part of this module that runs models.
 
     mod classification;
     mod embedding;
@@ -26,11 +27,11 @@ mod running {
     mod statistics;
     mod subject;
 
-    pub(crate) use fidelity::Sums as FidelitySums;
+    pub(crate) use fidelity::FidelityAccumulator;
     pub use latency::latency;
-    use measure::{Metric, answer, by_parts, computed};
-    pub use measure::{Outcome, Outcomes, Outputs, closeness, compare, evaluate};
-    pub use runner::{ByBlocks, Candle, OnnxRuntime, Runner};
+    use measure::{Metric, in_chunks, select_output, tensor_error};
+    pub use measure::{Outcome, Outcomes, Outputs, compare, evaluate, output_fidelity};
+    pub use runner::{BlockwiseCandle, Candle, OnnxRuntime, Runner};
     pub use subject::{Subject, load};
 
     use super::{Fidelity, Latency, OutputFidelity, Precision, Quantiles, Runtime, Score};

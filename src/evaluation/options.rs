@@ -1,10 +1,10 @@
-//! What a recipe says about evaluation.
+//! Evaluation options of a recipe.
 
 use serde::{Deserialize, Serialize};
 
 use super::Runtime;
 
-/// What a model computes with.
+/// Floating-point type in which a model is computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -18,17 +18,17 @@ pub enum Precision {
     F16,
 }
 
-/// How a model is measured before and after.
+/// Evaluation of the input model and the output model.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Evaluate {
-    /// Who runs the models [default: the built-in executor, and ONNX Runtime when ONNX is written]
+    /// Runtimes that run the models [default: the built-in executor, and ONNX Runtime when ONNX is written]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub runtime: Vec<Runtime>,
-    /// Measure how long one batch takes before and after
+    /// Measure the latency of one batch before and after
     pub latency: bool,
-    /// What the built-in executor computes with; of weights of 16 bits, 32-bit floats say what they stand for, and 16-bit ones
+    /// Floating-point type of the built-in executor: 32-bit floats are the most precise, 16-bit floats
     /// are faster on a GPU
     pub precision: Precision,
 }

@@ -1,8 +1,9 @@
 //! Node-by-node verification of a static int8 ONNX file.
 //!
-//! Rounding to eight bits amplifies differences: two correct implementations that disagree by one step in an early layer can have different
-//! outputs after fifty. Each quantized value is therefore compared on its own: the built-in executor computes it from the quantized values that
-//! ONNX Runtime computed before it, and both must agree to within one step.
+//! Rounding to eight bits amplifies differences: two correct implementations that differ by one
+//! quantization step in an early layer can have different outputs after fifty layers. Each quantized
+//! value is therefore compared in isolation: the built-in executor computes it from the quantized values
+//! that ONNX Runtime computed, and both must agree to within one step.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -12,7 +13,7 @@ use prost::Message;
 
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::evaluation::{Fidelity, FidelitySums};
+use crate::evaluation::{Fidelity, FidelityAccumulator};
 use crate::exec::{Executor, Parameters, Residence, Rounding};
 use crate::ir::Graph;
 use crate::ir::ops::{FakeQuantize, Op};
@@ -21,7 +22,7 @@ use crate::onnx::proto::{DataType, GraphProto, ModelProto, NodeProto, TensorType
 use crate::runtime::{self, Session};
 use crate::work::Work;
 
-/// Steps by which a quantized value may differ: a sum halfway between two steps may be rounded either way.
+/// Tolerance in quantization steps: a sum halfway between two steps may be rounded either way.
 const STEPS: i64 = 1;
 
 /// The result of a comparison.
@@ -31,7 +32,8 @@ pub(crate) struct Agreement {
     pub values: usize,
     /// The value with the largest difference, and that difference in steps, if it is more than one.
     pub wrong: Option<(String, i64)>,
-    /// Outputs of the file against outputs that the built-in executor computes from the file's quantized values.
+    /// Fidelity of the outputs that the built-in executor computes from the file's quantized values to
+    /// the outputs of the file.
     pub outputs: Fidelity,
 }
 
@@ -42,7 +44,7 @@ struct Quantized {
 }
 
 impl Quantized {
-    /// The codes of a tensor that has been quantized.
+    /// Quantized codes of a fake-quantized tensor.
     fn codes(&self, value: &Tensor) -> candle_core::Result<Vec<i64>> {
         let (scale, zero) = (f64::from(self.quantizer.scale), i64::from(self.quantizer.zero_point) + self.offset);
         let values = value.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
@@ -57,65 +59,64 @@ impl Quantized {
     }
 }
 
-/// Whether a graph rounds activations by scales that are part of it.
+/// Whether a graph quantizes activations statically.
 pub(crate) fn is_static(graph: &Graph) -> bool {
     graph.nodes().iter().any(|node| matches!(node.op, Op::FakeQuantize(_)))
 }
 
-/// Compares all quantized values of a file with the values that the built-in executor computes from the same inputs; `None` where a value has
-/// another shape in the file, as the rows that an expert receives have.
-///
-/// # Errors
-/// The file cannot be read, ONNX Runtime refuses it, or the model cannot be run.
+/// Compares all quantized values of a file with the values that the built-in executor computes from the
+/// same inputs. Returns `None` if the shape of a value differs in the file, as it does for the rows
+/// routed to an expert.
 pub(crate) fn compare(model: &Model, file: &Path, samples: &[Batch], work: &Work) -> Result<Option<Agreement>> {
     let graph = model.graph()?;
     let bytes = std::fs::read(file).map_err(Error::io("read", file))?;
     let mut proto = ModelProto::decode(bytes.as_slice()).map_err(|e| Error::malformed(file, e))?;
     let Some(quantized) = expose(&graph, &mut proto)? else { return Ok(None) };
-    let mut session = Session::of(&proto.encode_to_vec(), file, runtime::Options { threads: work.threads, ..runtime::Options::default() })?;
+    let mut session = Session::from_bytes(&proto.encode_to_vec(), file, runtime::Options { threads: work.threads, ..runtime::Options::default() })?;
     let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Stored, work)?;
     let executor = Executor::new(&graph, parameters, Device::Cpu).with_rounding(Rounding::Tensor);
     let mut largest: Option<(String, i64)> = None;
     let mut other_shape = false;
-    let mut fidelity = FidelitySums::default();
+    let mut fidelity = FidelityAccumulator::default();
     for sample in samples {
         work.cancel.check()?;
-        let theirs = session.run(&sample.inputs)?;
-        let mut replace = |name: &str, ours: Tensor| {
+        let onnx_outputs = session.run(&sample.inputs)?;
+        let mut replace = |name: &str, computed: Tensor| {
             let failed = |e| Error::run(format!("graph value `{name}`"), e, "");
-            let (Some(quantized), Some(theirs)) = (quantized.get(name), theirs.get(&codes_of(name))) else { return Ok(ours) };
-            if theirs.dims() != ours.dims() {
+            let (Some(quantized), Some(codes)) = (quantized.get(name), onnx_outputs.get(&codes_of(name))) else { return Ok(computed) };
+            if codes.dims() != computed.dims() {
                 other_shape = true;
-                return Ok(ours);
+                return Ok(computed);
             }
-            let codes = theirs.flatten_all().and_then(|codes| codes.to_vec1::<i64>()).map_err(failed)?;
-            let own = quantized.codes(&ours).map_err(failed)?;
-            let steps = codes.iter().zip(&own).map(|(a, b)| (a - b).abs()).max().unwrap_or(0);
+            let codes = codes.flatten_all().and_then(|codes| codes.to_vec1::<i64>()).map_err(failed)?;
+            let computed_codes = quantized.codes(&computed).map_err(failed)?;
+            let steps = codes.iter().zip(&computed_codes).map(|(a, b)| (a - b).abs()).max().unwrap_or(0);
             if largest.as_ref().is_none_or(|(_, so_far)| steps > *so_far) {
                 largest = Some((name.to_owned(), steps));
             }
-            quantized.values(&codes, &ours).map_err(failed)
+            quantized.values(&codes, &computed).map_err(failed)
         };
-        let ours = executor.run_replacing(|name| quantized.contains_key(name), &sample.inputs, &mut replace)?;
+        let outputs = executor.run_replacing(|name| quantized.contains_key(name), &sample.inputs, &mut replace)?;
         if other_shape {
             return Ok(None);
         }
-        fidelity.add(sample, &ours, &theirs)?;
+        fidelity.add(sample, &outputs, &onnx_outputs)?;
     }
     let wrong = largest.filter(|(_, steps)| *steps > STEPS);
     Ok(Some(Agreement { values: quantized.len(), wrong, outputs: fidelity.finish() }))
 }
 
-/// Follows the name of a quantized value in the name of its codes.
+/// Suffix of the names of quantized codes in a file.
 const CODES: &str = "/integers";
 
-/// The name of the codes of a quantized value in a file.
+/// Name of the codes of a quantized value in a file.
 fn codes_of(value: &str) -> String {
     format!("{value}{CODES}")
 }
 
-/// Makes the codes of all quantized values outputs of a file. Kernels stay fused: they end in these codes. `None` where the file quantizes
-/// activations that the graph does not, as the layers of sentence-transformers' modules, whose folder holds floats.
+/// Adds the codes of all quantized values to the outputs of a file. Kernels stay fused, because these
+/// codes are their outputs. Returns `None` if the file quantizes activations that the graph does not,
+/// such as those of the dense layers of sentence-transformers.
 fn expose(graph: &Graph, proto: &mut ModelProto) -> Result<Option<BTreeMap<String, Quantized>>> {
     let file = proto.graph.get_or_insert_default();
     let mut found = BTreeMap::new();
@@ -139,7 +140,7 @@ fn expose(graph: &Graph, proto: &mut ModelProto) -> Result<Option<BTreeMap<Strin
     Ok(file.node.iter().filter(is_activation).all(is_known).then_some(found))
 }
 
-/// The type of the codes that a `QuantizeLinear` gives.
+/// Type of the codes that a `QuantizeLinear` node returns.
 fn zero_point_type(file: &GraphProto, node: &NodeProto) -> Option<DataType> {
     let name = node.input.get(2)?;
     let zero_point = file.initializer.iter().find(|tensor| tensor.name.as_ref() == Some(name))?;

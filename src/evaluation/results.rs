@@ -1,71 +1,74 @@
-//! What is measured of models, as a report holds it.
+//! Evaluation results, as stored in reports.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// How well a model does on labelled samples.
+use crate::error::counted;
+
+/// Score of a model on labelled samples.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Score {
     /// `accuracy`, `perplexity`, `spearman`.
     pub metric: String,
-    /// Its value.
+    /// Value of the metric.
     pub value: f64,
-    /// Where the value would be for other samples of the same kind, in 95 of 100 cases.
+    /// 95 % confidence interval.
     pub ci95: Option<[f64; 2]>,
-    /// Other figures of the same answers.
+    /// Additional metrics of the same outputs.
     pub more: BTreeMap<String, f64>,
 }
 
 impl Score {
-    /// How much worse another score is; negative when it is better.
+    /// Difference by which another score is worse; negative if it is better.
     pub fn drop_to(&self, after: &Score) -> f64 {
         if lower_is_better(&self.metric) { after.value - self.value } else { self.value - after.value }
     }
 }
 
-/// Whether small values of a metric are good ones.
+/// Whether lower values of a metric are better.
 pub fn lower_is_better(metric: &str) -> bool {
     metric == "perplexity"
 }
 
-/// Closeness of one model's outputs to another's: every float output that both have is compared, and each figure is that of the output
-/// where it is worst.
+/// Fidelity of the outputs of a model to those of another. All float outputs that both models have are
+/// compared, and each field holds the value of the output with the worst value.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Fidelity {
     /// The output with the lowest mean cosine.
     pub output: String,
-    /// Mean cosine of the rows of an output.
+    /// Mean cosine similarity of the rows of an output.
     pub cosine: f64,
-    /// Lowest cosine of any row.
+    /// Lowest cosine similarity of any row.
     pub cosine_min: f64,
-    /// Signal to noise ratio; `None` for equal outputs.
+    /// Signal to quantization noise ratio in decibels; `None` for equal outputs.
     pub sqnr_db: Option<f64>,
     /// Mean Kullback-Leibler divergence of the predicted distributions, in nats; only for logits.
     pub kl: Option<f64>,
     /// Fraction of the predictions with the same top class; only for logits.
     pub top1_agreement: Option<f64>,
-    /// Largest absolute difference, of the output where it is largest relative to the values.
+    /// Largest absolute difference, of the output with the largest difference relative to its values.
     pub max_abs_error: f64,
-    /// Largest absolute value of the same output of the first model.
+    /// Largest absolute value of that output in the first model.
     pub largest: f64,
-    /// Figures of each output.
+    /// Fidelity of each output.
     #[serde(default)]
     pub outputs: BTreeMap<String, OutputFidelity>,
-    /// Float outputs that were not compared, each with the reason.
+    /// Float outputs that were not compared, with the reasons.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub not_compared: BTreeMap<String, String>,
 }
 
-/// Closeness of one output. A row is a token (padding excluded) of a text, a distribution of `logits`, or else a whole sample.
+/// Fidelity of one output. A row is a token (padding excluded) of a text, a distribution of `logits`, or
+/// else a sample.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OutputFidelity {
-    /// Mean cosine of the rows.
+    /// Mean cosine similarity of the rows.
     pub cosine: f64,
-    /// Lowest cosine of any row.
+    /// Lowest cosine similarity of any row.
     pub cosine_min: f64,
-    /// Signal to noise ratio over all rows; `None` for equal outputs.
+    /// Signal to quantization noise ratio over all rows in decibels; `None` for equal outputs.
     pub sqnr_db: Option<f64>,
     /// Mean Kullback-Leibler divergence, in nats; only for logits.
     pub kl: Option<f64>,
@@ -73,14 +76,20 @@ pub struct OutputFidelity {
     pub top1_agreement: Option<f64>,
     /// Largest absolute difference.
     pub max_abs_error: f64,
-    /// Largest absolute value of the first model.
+    /// Largest absolute value of the output in the first model; NaN if it has infinite or NaN values.
     pub largest: f64,
 }
 
+impl OutputFidelity {
+    fn is_unusable(&self) -> bool {
+        !(self.cosine.is_finite() && self.max_abs_error.is_finite())
+    }
+}
+
 impl Fidelity {
-    /// The worst figures of several outputs. Without any output, nothing differs.
+    /// The worst values of several outputs. Without outputs, the values are those of equal outputs.
     pub fn worst_of(outputs: BTreeMap<String, OutputFidelity>, not_compared: BTreeMap<String, String>) -> Fidelity {
-        // NaN is worse than any number.
+        // NaN ranks as the worst value.
         let bad = |value: f64| if value.is_nan() { f64::INFINITY } else { value };
         let worst = |badness: &dyn Fn(&OutputFidelity) -> Option<f64>| {
             let rated = outputs.iter().filter_map(|(name, output)| Some((name, output, bad(badness(output)?))));
@@ -102,68 +111,71 @@ impl Fidelity {
         }
     }
 
-    /// Why the figures are unusable, if a value of an output is infinite or not a number.
+    /// An error message, if an output contains infinite or NaN values.
     pub fn not_finite(&self) -> Option<String> {
-        let unusable = |output: &OutputFidelity| !(output.cosine.is_finite() && output.max_abs_error.is_finite());
-        let name = self.outputs.iter().find(|(_, output)| unusable(output)).map(|(name, _)| name)?;
-        Some(format!("output `{name}` holds values that are infinite or not a number"))
+        let name = self.outputs.iter().find(|(_, output)| output.is_unusable()).map(|(name, _)| name)?;
+        Some(format!("output `{name}` contains infinite or NaN values"))
+    }
+
+    /// Whether an output contains infinite or NaN values, but only finite ones in the first model.
+    pub fn lost_finite_values(&self) -> bool {
+        self.outputs.values().any(|output| output.is_unusable() && output.largest.is_finite())
     }
 }
 
-/// Where the samples of a [`Fidelity`] come from.
+/// Origin of the samples of a [`Fidelity`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SamplesFrom {
-    /// The evaluation data of the recipe.
+    /// Evaluation data of the recipe.
     Evaluation,
     /// Samples of the calibration or training data that no pass has used.
     HeldOut,
-    /// Random tokens or numbers: they show what is broken, not how well the model does on real data.
+    /// Random tokens or numbers: they reveal broken outputs, not the quality on real data.
     Synthetic,
 }
 
-/// A [`Fidelity`] of the output against the input, and what it was measured on.
+/// [`Fidelity`] of the output model to the input model, with the samples it was measured on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MeasuredFidelity {
-    /// Where the samples come from.
+    /// Origin of the samples.
     pub samples_from: SamplesFrom,
-    /// How many.
+    /// Number of samples.
     pub samples: usize,
-    /// Where the data is; nothing for synthetic samples.
+    /// Path of the data; `None` for synthetic samples.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<String>,
-    /// How close the answers are.
+    /// The fidelity.
     #[serde(flatten)]
     pub fidelity: Fidelity,
 }
 
 impl MeasuredFidelity {
-    /// The samples in words: how many, and of what.
+    /// Describes the samples: `32 samples of data.jsonl`.
     pub fn describe(&self) -> String {
         let (count, data) = (self.samples, self.data.as_deref().unwrap_or("the data"));
-        let samples = if count == 1 { "sample" } else { "samples" };
         match self.samples_from {
-            SamplesFrom::Evaluation => format!("{count} {samples} of {data}"),
-            SamplesFrom::HeldOut => format!("{count} {samples} of {data} that no pass has used"),
-            SamplesFrom::Synthetic => format!("{count} synthetic {samples}"),
+            SamplesFrom::Evaluation => format!("{} of {data}", counted(count, "sample")),
+            SamplesFrom::HeldOut => format!("{} of {data}", counted(count, "held-out sample")),
+            SamplesFrom::Synthetic => counted(count, "synthetic sample"),
         }
     }
 }
 
-/// A text that both models have continued, with the likeliest token each time.
+/// Continuations of a prompt by both models, with greedy decoding.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Continued {
-    /// The text that was given.
+pub struct Continuation {
+    /// The prompt.
     pub prompt: String,
-    /// What the input makes of it.
+    /// Continuation by the input model.
     pub before: String,
-    /// What the output makes of it.
+    /// Continuation by the output model.
     pub after: String,
-    /// The first token that differs, from 0 on; none where all are the same.
+    /// Index of the first generated token that differs; `None` if all are equal.
     pub first_difference: Option<usize>,
 }
 
-/// Median, and what 95 of 100 runs stay below, in milliseconds.
+/// Median and 95th percentile of the latency in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Quantiles {
     /// The median.
@@ -172,37 +184,37 @@ pub struct Quantiles {
     pub p95: f64,
 }
 
-/// Time of one batch before and after, in the same minute and in turns.
+/// Latency of one batch for the input and the output model, measured in alternation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Latency {
-    /// Who ran the models.
+    /// Runtime that ran the models.
     pub runtime: String,
-    /// Threads of an operator.
+    /// Threads per operator.
     pub threads: usize,
-    /// Sizes of the first input.
+    /// Shape of the first input.
     pub batch: Vec<usize>,
-    /// Runs that were measured of each model.
+    /// Measured runs per model.
     pub runs: usize,
-    /// Of the input model.
+    /// Latency of the input model.
     pub before_ms: Quantiles,
-    /// Of the output.
+    /// Latency of the output model.
     pub after_ms: Quantiles,
-    /// Median before for the median after.
+    /// Median before divided by the median after.
     pub speedup: f64,
-    /// First and third quartile of the ratios of runs that followed each other.
+    /// First and third quartile of the ratios of consecutive runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub speedup_quartiles: Option<[f64; 2]>,
 }
 
 impl Latency {
-    /// How many times as fast, with the quartiles if these are known: `1.52 (1.37 to 1.80)`.
+    /// The speedup, with its quartiles if they are known: `1.52 (1.37 to 1.80)`.
     pub fn describe_speedup(&self) -> String {
         let spread = self.speedup_quartiles.map_or_else(String::new, |[low, high]| format!(" ({low:.2} to {high:.2})"));
         format!("{:.2}{spread}", self.speedup)
     }
 }
 
-/// Who runs a model.
+/// Runtime that runs a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -223,48 +235,49 @@ impl fmt::Display for Runtime {
     }
 }
 
-/// Accuracy before and after, by runtime.
+/// Metric of the input and the output model, by runtime.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Accuracy {
-    /// What was asked: `classification`, `language-modelling`, `embedding`, `fidelity`.
+    /// Evaluation task: `classification`, `language-modelling`, `embedding`, `fidelity`.
     pub task: String,
-    /// What is measured; none when there are no labels.
+    /// Name of the metric; `None` without labels.
     pub metric: Option<String>,
-    /// Where the samples are.
+    /// Path of the evaluation data.
     pub data: String,
-    /// How many; windows, for perplexity.
+    /// Number of samples (windows, for perplexity).
     pub samples: usize,
-    /// Of the input model.
+    /// Value of the input model.
     pub before: BTreeMap<Runtime, f64>,
-    /// Of the output.
+    /// Value of the output model.
     pub after: BTreeMap<Runtime, f64>,
-    /// 95 % intervals of the first runtime's values, before and after.
+    /// 95 % confidence intervals for the first runtime, before and after.
     pub ci95: Option<[[f64; 2]; 2]>,
-    /// How much worse the first runtime's value became; negative when it became better.
+    /// Difference by which the value of the first runtime is worse after than before; negative if it is
+    /// better.
     pub drop: Option<f64>,
-    /// How close the output's answers are to the input's.
+    /// Fidelity of the output model to the input model.
     pub fidelity: Option<Fidelity>,
-    /// Other figures of the first runtime's answers, before and after.
+    /// Additional metrics for the first runtime, before and after.
     pub more: BTreeMap<String, [f64; 2]>,
 }
 
-/// Cost of one run before and after.
+/// Computational cost of one run of the input and the output model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Compute {
-    /// Sizes that the figures hold for.
+    /// Sizes of the dynamic dimensions.
     pub sizes: BTreeMap<String, usize>,
-    /// Of the input model.
+    /// Cost of the input model.
     pub before: Cost,
-    /// Of the output.
+    /// Cost of the output model.
     pub after: Cost,
 }
 
-/// What one run costs.
+/// Computational cost of one run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cost {
-    /// Multiply-accumulates; zeros count like any other weight.
+    /// Multiply-accumulate operations. Zero weights count like other weights.
     pub macs: u64,
-    /// Most bytes of values that are alive at once, four a number, weights not counted.
+    /// Peak memory of the activations in bytes, with four bytes per element.
     pub activation_bytes: u64,
 }
 
@@ -281,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn every_figure_is_that_of_the_worst_output() {
+    fn each_field_holds_the_value_of_the_worst_output() {
         let output = |cosine: f64, sqnr_db, kl, max_abs_error, largest| OutputFidelity {
             cosine,
             cosine_min: cosine - 0.1,

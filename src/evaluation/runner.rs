@@ -1,8 +1,8 @@
-//! Models that can be run, whoever runs them.
+//! Loaded models that run in the built-in executor or in ONNX Runtime.
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 
@@ -13,12 +13,13 @@ use crate::exec::{Blockwise, BlockwiseOptions, Executor, Inputs, Parameters, Res
 use crate::ir::decoder::{MASK, TOKENS};
 use crate::ir::{Graph, Port};
 use crate::model::Model;
-use crate::runtime::{self, KeptTokens, Limits, Session};
+use crate::onnx::ModelFile;
+use crate::runtime::{self, DecoderCache, Limits, Session};
 use crate::store::Weights;
-use crate::work::{Cancel, Work};
+use crate::work::{Cancel, MemoryLimit, Work};
 
 impl Precision {
-    /// Type of elements.
+    /// The element type.
     pub fn dtype(self) -> DType {
         match self {
             Precision::F32 => DType::F32,
@@ -28,23 +29,25 @@ impl Precision {
     }
 }
 
-/// A model that is ready.
+/// A loaded model.
 pub trait Runner {
-    /// Who runs it.
+    /// The runtime that runs the model.
     fn runtime(&self) -> Runtime;
-    /// Answers a batch. Answers are where the model ran, and are there when this returns.
+    /// Runs the model on a batch. Outputs are on the device of the model, and their computation has
+    /// finished on return.
     ///
     /// # Errors
-    /// An input is missing or does not fit; memory runs out.
+    /// If an input is missing or has a wrong shape or dtype, or if memory runs out.
     fn run(&mut self, inputs: &Inputs) -> Result<Outputs>;
-    /// How many batches like this one it is to be told of before it runs them; nothing where that makes no difference.
-    fn together(&self, _inputs: &Inputs) -> Option<usize> {
+    /// Number of batches like this one to pass to [`prepare`](Runner::prepare) at once; `None` if the
+    /// runner has no use for it.
+    fn group_size(&self, _inputs: &Inputs) -> Option<usize> {
         None
     }
-    /// Takes batches that it is asked to run next, in this order.
+    /// Announces the batches of the next calls of [`run`](Runner::run), in order.
     ///
     /// # Errors
-    /// As [`run`](Runner::run).
+    /// The same as [`run`](Runner::run).
     fn prepare(&mut self, _batches: &[Batch]) -> Result<()> {
         Ok(())
     }
@@ -57,21 +60,22 @@ pub struct Candle<'g> {
 }
 
 impl<'g> Candle<'g> {
-    /// Loads a model's parameters. 16-bit weights stay as they are and are converted where they are used.
+    /// Loads the parameters of a model. 16-bit weights stay in memory as 16-bit values and are converted
+    /// when they are used.
     ///
     /// # Errors
-    /// Reading fails, or memory runs out.
+    /// If a weight cannot be read, or if memory runs out.
     pub fn load(model: &Model, graph: &'g Graph, precision: Precision, device: &Device, work: &Work) -> Result<Candle<'g>> {
         let parameters = Parameters::load(graph, &model.weights, device, precision.dtype(), Residence::Stored, work)?;
         Ok(Candle { executor: Executor::new(graph, parameters, device.clone()) })
     }
 
-    /// An executor that is ready.
-    pub fn of(executor: Executor<'g>) -> Candle<'g> {
+    /// Wraps an executor.
+    pub fn new(executor: Executor<'g>) -> Candle<'g> {
         Candle { executor }
     }
 
-    /// The same with inputs of int8 layers rounded in another way.
+    /// Sets the granularity of the dynamic quantization of activations.
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Self {
         Candle { executor: self.executor.with_rounding(rounding) }
@@ -84,38 +88,38 @@ impl Runner for Candle<'_> {
     }
 
     fn run(&mut self, inputs: &Inputs) -> Result<Outputs> {
-        ready(self.executor.run(inputs)?)
+        synchronized(self.executor.run(inputs)?)
     }
 }
 
-/// Outputs that are computed: a device may still be at work on them.
-fn ready(outputs: Outputs) -> Result<Outputs> {
-    outputs.values().next().map_or(Ok(()), |tensor| tensor.device().synchronize()).map_err(super::computed)?;
+/// Waits until the device has computed the outputs.
+fn synchronized(outputs: Outputs) -> Result<Outputs> {
+    outputs.values().next().map_or(Ok(()), |tensor| tensor.device().synchronize()).map_err(super::tensor_error)?;
     Ok(outputs)
 }
 
-/// The built-in executor for a model that is larger than memory: batches that it is told of go through its blocks together, and the
-/// parameters are read once for all of them.
-pub struct ByBlocks<'m> {
+/// The built-in executor for a model that is larger than memory. All announced batches pass through a
+/// block before the next block is loaded, so that parameters are read once per group of batches.
+pub struct BlockwiseCandle<'m> {
     graph: &'m Graph,
     weights: &'m Weights,
     options: BlockwiseOptions,
-    /// Bytes of states that batches may hold between blocks.
-    states: u64,
+    /// Limit of the activations cached between blocks, in bytes.
+    cache_bytes: u64,
     work: Work<'m>,
-    /// Batches in the last block, and how many of them were asked for.
+    /// Announced batches after the last block, and the index of the next one to return.
     prepared: Option<(Blockwise<'m>, usize)>,
 }
 
-impl<'m> ByBlocks<'m> {
-    /// Prepares a model; `states` are the bytes that batches may hold between blocks.
-    pub fn new(model: &'m Model, graph: &'m Graph, options: BlockwiseOptions, states: u64, work: &Work<'m>) -> ByBlocks<'m> {
+impl<'m> BlockwiseCandle<'m> {
+    /// Wraps a model. `cache_bytes` limits the memory of the activations cached between blocks.
+    pub fn new(model: &'m Model, graph: &'m Graph, options: BlockwiseOptions, cache_bytes: u64, work: &Work<'m>) -> BlockwiseCandle<'m> {
         let options = BlockwiseOptions { limit: u64::MAX, ..options };
-        ByBlocks { graph, weights: &model.weights, options, states, work: *work, prepared: None }
+        BlockwiseCandle { graph, weights: &model.weights, options, cache_bytes, work: *work, prepared: None }
     }
 }
 
-impl Runner for ByBlocks<'_> {
+impl Runner for BlockwiseCandle<'_> {
     fn runtime(&self) -> Runtime {
         Runtime::Candle
     }
@@ -128,18 +132,18 @@ impl Runner for ByBlocks<'_> {
         }
         let Some((run, next)) = &mut self.prepared else { return Ok(Outputs::new()) };
         *next += 1;
-        ready(run.answer(*next - 1)?)
+        synchronized(run.outputs_of(*next - 1)?)
     }
 
-    fn together(&self, inputs: &Inputs) -> Option<usize> {
-        Some(usize::try_from(self.states / state_bytes(self.graph, inputs).max(1)).unwrap_or(usize::MAX).max(1))
+    fn group_size(&self, inputs: &Inputs) -> Option<usize> {
+        Some(usize::try_from(self.cache_bytes / state_bytes(self.graph, inputs).max(1)).unwrap_or(usize::MAX).max(1))
     }
 
     fn prepare(&mut self, batches: &[Batch]) -> Result<()> {
         self.prepared = None;
         let mut run = Blockwise::new(self.graph, self.weights, |_| false, self.options.clone(), &self.work);
         batches.iter().try_for_each(|batch| run.push(batch.clone()))?;
-        (0..run.blocks().len()).try_for_each(|block| Blockwise::together(&mut [&mut run], block, &BTreeSet::new()))?;
+        (0..run.blocks().len()).try_for_each(|block| Blockwise::run_block(&mut [&mut run], block, &BTreeSet::new()))?;
         self.prepared = Some((run, 0));
         Ok(())
     }
@@ -149,21 +153,25 @@ impl Runner for ByBlocks<'_> {
 #[derive(Debug)]
 pub struct OnnxRuntime {
     session: Session,
-    /// Tokens that a decoder with a cache is given one by one, behind all others.
+    /// Number of tokens at the end of a text that a decoder with a KV cache processes one at a time.
     steps: usize,
-    /// Limits of a run.
-    limits: Option<Limits>,
+    /// Size of the model's files; `None` if it is not known.
+    bytes: Option<u64>,
 }
 
 impl OnnxRuntime {
     /// Loads a model file.
     ///
     /// # Errors
-    /// There is no ONNX Runtime, or it refuses the file.
+    /// If ONNX Runtime is not found or cannot load the file.
     pub fn open(path: &Path, threads: usize) -> Result<OnnxRuntime> {
-        Ok(OnnxRuntime { session: Session::open(path, runtime::Options { threads, ..runtime::Options::default() })?, steps: 0, limits: None })
+        // Loading folds constants, which may grow to any size.
+        let bytes = ModelFile::open(path).ok().map(|file| file.bytes());
+        let limits = bytes.map(|bytes| Limits::for_size(Duration::MAX, bytes));
+        Ok(OnnxRuntime { session: Session::open(path, runtime::Options { threads, limits, ..runtime::Options::default() })?, steps: 0, bytes })
     }
 
+    /// The session that runs the model.
     pub(crate) fn session_mut(&mut self) -> &mut Session {
         &mut self.session
     }
@@ -171,7 +179,17 @@ impl OnnxRuntime {
     /// Terminates runs that exceed these limits.
     #[must_use]
     pub fn with_limits(self, limits: Limits) -> OnnxRuntime {
-        OnnxRuntime { limits: Some(limits), ..self }
+        OnnxRuntime { session: self.session.with_limits(limits), ..self }
+    }
+
+    /// Without other limits, limits the memory of each run on inputs of this size: it may need a few
+    /// copies of weights and inputs, or part of the memory that models may take.
+    pub(crate) fn with_default_limits(self, inputs: u64, memory: MemoryLimit) -> OnnxRuntime {
+        let Some(bytes) = self.bytes.filter(|_| self.session.limits().is_none()) else { return self };
+        // A run is only stopped between operators, each of which may double the memory.
+        let part = memory.bytes.map_or(0, |bytes| if memory.explicit { bytes } else { bytes / 3 });
+        let limits = Limits::for_size(Duration::MAX, bytes.saturating_add(inputs));
+        self.with_limits(Limits { memory: limits.memory.max(part), ..limits })
     }
 
     /// Terminates runs when this handle is cancelled.
@@ -180,38 +198,38 @@ impl OnnxRuntime {
         OnnxRuntime { session: self.session.cancelled_by(cancel), ..self }
     }
 
-    /// What the model takes and gives.
+    /// Inputs and outputs of the model, without those of its KV cache.
     pub fn ports(&self) -> (Vec<Port>, Vec<Port>) {
         self.session.public_ports()
     }
 
-    /// The same where the last tokens of each text, so many, are given one by one if the model keeps the others.
+    /// Processes the last `steps` tokens of each text one at a time, if the model has a KV cache.
     #[must_use]
     pub fn with_steps(self, steps: usize) -> OnnxRuntime {
         OnnxRuntime { steps, ..self }
     }
 
-    /// Answers for all tokens of a decoder with a cache.
-    fn run_in_steps(&mut self, inputs: &Inputs) -> Result<Outputs> {
+    /// Runs a decoder with a KV cache incrementally and concatenates the outputs of all tokens.
+    fn run_incrementally(&mut self, inputs: &Inputs) -> Result<Outputs> {
         let columns = |from: usize, to: usize| {
             let part = |(name, tensor): (&String, &Tensor)| {
                 let from = if name == MASK { 0 } else { from };
                 Ok((name.clone(), tensor.narrow(1, from, to - from)?.contiguous()?))
             };
-            inputs.iter().map(part).collect::<candle_core::Result<Inputs>>().map_err(super::computed)
+            inputs.iter().map(part).collect::<candle_core::Result<Inputs>>().map_err(super::tensor_error)
         };
         let length = inputs.get(TOKENS).and_then(|tokens| tokens.dim(1).ok()).unwrap_or(0);
         let first = length.saturating_sub(self.steps).max(1).min(length);
-        let (mut seen, mut parts) = (KeptTokens::default(), Vec::new());
+        let (mut cache, mut parts) = (DecoderCache::default(), Vec::new());
         for (from, to) in [(0, first)].into_iter().chain((first..length).map(|at| (at, at + 1))) {
-            parts.push(self.session.run_next(&columns(from, to)?, &mut seen)?);
+            parts.push(self.session.run_next(&columns(from, to)?, &mut cache)?);
         }
         let names: Vec<String> = parts.first().into_iter().flat_map(Outputs::keys).cloned().collect();
-        let whole = |name: String| {
+        let concatenated = |name: String| {
             let parts: Vec<&Tensor> = parts.iter().filter_map(|outputs| outputs.get(&name)).collect();
-            Ok((name, Tensor::cat(&parts, 1).map_err(super::computed)?))
+            Ok((name, Tensor::cat(&parts, 1).map_err(super::tensor_error)?))
         };
-        names.into_iter().map(whole).collect()
+        names.into_iter().map(concatenated).collect()
     }
 }
 
@@ -221,11 +239,11 @@ impl Runner for OnnxRuntime {
     }
 
     fn run(&mut self, inputs: &Inputs) -> Result<Outputs> {
-        if self.session.keeps() { self.run_in_steps(inputs) } else { self.session.run_within(inputs, self.limits) }
+        if self.session.has_kv_cache() { self.run_incrementally(inputs) } else { self.session.run(inputs) }
     }
 }
 
-/// How long a run takes.
+/// Run time in seconds.
 pub(super) fn seconds(runner: &mut dyn Runner, inputs: &Inputs) -> Result<f64> {
     let start = Instant::now();
     runner.run(inputs)?;

@@ -1,10 +1,10 @@
-//! Intervals and correlations.
+//! Confidence intervals and correlation coefficients.
 
 /// The 97.5th percentile of the standard normal distribution.
 const Z: f64 = 1.959_963_984_540_054;
 
-/// Wilson's interval for a proportion (Wilson, 1927).
-pub(super) fn proportion(hits: u64, count: u64) -> Option<[f64; 2]> {
+/// 95 % Wilson score interval of a proportion (Wilson, 1927).
+pub(super) fn proportion_interval(hits: u64, count: u64) -> Option<[f64; 2]> {
     if count == 0 {
         return None;
     }
@@ -14,8 +14,9 @@ pub(super) fn proportion(hits: u64, count: u64) -> Option<[f64; 2]> {
     Some([(centre - half).max(0.0), (centre + half).min(1.0)])
 }
 
-/// Fisher's interval for a rank correlation, with the variance of Bonett and Wright (2000).
-pub(super) fn correlation(rho: f64, count: usize) -> Option<[f64; 2]> {
+/// 95 % interval of a rank correlation by Fisher's transformation, with the variance of Bonett and Wright
+/// (2000).
+pub(super) fn correlation_interval(rho: f64, count: usize) -> Option<[f64; 2]> {
     if count < 4 || rho.abs() >= 1.0 {
         return None;
     }
@@ -23,8 +24,8 @@ pub(super) fn correlation(rho: f64, count: usize) -> Option<[f64; 2]> {
     Some([(rho.atanh() - half).tanh(), (rho.atanh() + half).tanh()])
 }
 
-/// The interval of a mean, from sums of values and of their squares.
-pub(super) fn mean(sum: f64, squares: f64, count: u64) -> Option<[f64; 2]> {
+/// 95 % interval of a mean, from the sum of the values and the sum of their squares.
+pub(super) fn mean_interval(sum: f64, squares: f64, count: u64) -> Option<[f64; 2]> {
     if count < 2 {
         return None;
     }
@@ -35,7 +36,7 @@ pub(super) fn mean(sum: f64, squares: f64, count: u64) -> Option<[f64; 2]> {
     Some([mean - half, mean + half])
 }
 
-/// Pearson's correlation.
+/// Pearson correlation; `None` if it is undefined.
 pub(super) fn pearson(a: &[f64], b: &[f64]) -> Option<f64> {
     let n = a.len().min(b.len()) as f64;
     let (mean_a, mean_b) = (a.iter().sum::<f64>() / n, b.iter().sum::<f64>() / n);
@@ -47,7 +48,7 @@ pub(super) fn pearson(a: &[f64], b: &[f64]) -> Option<f64> {
     Some(ab / (aa * bb).sqrt()).filter(|r| r.is_finite())
 }
 
-/// Spearman's correlation: Pearson's of the ranks, equal values sharing the mean of theirs.
+/// Spearman rank correlation. Tied values have the mean of their ranks.
 pub(super) fn spearman(a: &[f64], b: &[f64]) -> Option<f64> {
     pearson(&ranks(a), &ranks(b))
 }
@@ -75,10 +76,11 @@ mod tests {
         assert!((a - b).abs() < 1e-6, "{a} is not {b}");
     }
 
-    // Figures of scipy.stats: binomtest(80, 100).proportion_ci(method="wilson"), spearmanr, pearsonr, rankdata.
+    // Reference values of scipy.stats: binomtest(80, 100).proportion_ci(method="wilson"), spearmanr,
+    // pearsonr, rankdata.
     #[test]
-    fn figures_are_those_of_scipy() {
-        let [low, high] = proportion(80, 100).unwrap();
+    fn values_match_scipy() {
+        let [low, high] = proportion_interval(80, 100).unwrap();
         near(low, 0.711_170_8);
         near(high, 0.866_633_1);
         assert_eq!(ranks(&[10.0, 20.0, 10.0, 5.0]), [2.5, 4.0, 2.5, 1.0]);
@@ -90,18 +92,18 @@ mod tests {
 
     // scipy.stats.norm.interval(0.95, loc=np.mean(x), scale=scipy.stats.sem(x)) of x = [1, 2, 3, 4].
     #[test]
-    fn the_interval_of_a_mean_is_that_of_its_standard_error() {
-        let [low, high] = mean(10.0, 30.0, 4).unwrap();
+    fn the_interval_of_a_mean_follows_from_its_standard_error() {
+        let [low, high] = mean_interval(10.0, 30.0, 4).unwrap();
         near(low, 1.234_848_69);
         near(high, 3.765_151_31);
     }
 
     #[test]
-    fn intervals_hold_the_value() {
-        let [low, high] = correlation(0.82, 1379).unwrap();
+    fn intervals_contain_the_value() {
+        let [low, high] = correlation_interval(0.82, 1379).unwrap();
         assert!(0.79 < low && low < 0.82 && 0.82 < high && high < 0.85);
-        let [low, high] = mean(10.0, 30.0, 5).unwrap();
+        let [low, high] = mean_interval(10.0, 30.0, 5).unwrap();
         assert!(low < 2.0 && 2.0 < high);
-        assert_eq!((proportion(0, 0), correlation(1.0, 10), mean(1.0, 1.0, 1)), (None, None, None));
+        assert_eq!((proportion_interval(0, 0), correlation_interval(1.0, 10), mean_interval(1.0, 1.0, 1)), (None, None, None));
     }
 }

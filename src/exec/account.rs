@@ -1,4 +1,4 @@
-//! Values of runs in the accounts of memory.
+//! Memory accounting of the values of a run.
 
 use std::sync::Arc;
 
@@ -7,11 +7,11 @@ use candle_core::Tensor;
 use super::{MemoryCategory, MemoryTracker, bytes_of};
 use crate::ir::{Graph, Kind};
 
-/// Whose values are entered, and where.
+/// Account names of a graph's values.
 #[derive(Debug, Clone)]
 pub(super) struct Accounts {
     tracker: Arc<MemoryTracker>,
-    /// By the value's position.
+    /// Category and name of each value.
     values: Arc<[(MemoryCategory, String)]>,
 }
 
@@ -21,20 +21,20 @@ impl Accounts {
         Accounts { tracker, values: graph.values().iter().map(|value| (category(value.kind), value.name.clone())).collect() }
     }
 
-    /// Enters weights that are loaded.
+    /// Records the bytes of loaded weights.
     pub fn load(&self, bytes: u64) {
-        // There is no budget that could be exceeded.
+        // This tracker has no budget to exceed.
         let _ = self.tracker.set(MemoryCategory::Weights, bytes);
     }
 
-    /// Begins a run.
+    /// Starts a run.
     pub fn begin(&self) -> Account {
         self.tracker.begin_step(None);
         Account { accounts: self.clone(), bytes: vec![0; self.values.len()] }
     }
 }
 
-/// Values of one run.
+/// Recorded bytes of the values of one run.
 #[derive(Debug)]
 pub(super) struct Account {
     accounts: Accounts,
@@ -42,22 +42,22 @@ pub(super) struct Account {
 }
 
 impl Account {
-    pub fn take(&mut self, position: usize, tensor: &Tensor) {
+    pub fn record(&mut self, position: usize, tensor: &Tensor) {
         let (category, name) = &self.accounts.values[position];
         let bytes = bytes_of(tensor);
         self.accounts.tracker.work_on("forward", name);
-        let _ = self.accounts.tracker.take_for(*category, name, bytes);
+        let _ = self.accounts.tracker.allocate_named(*category, name, bytes);
         self.bytes[position] += bytes;
     }
 
-    pub fn give(&mut self, position: usize) {
+    pub fn release(&mut self, position: usize) {
         let (category, name) = &self.accounts.values[position];
-        self.accounts.tracker.give_for(*category, name, std::mem::take(&mut self.bytes[position]));
+        self.accounts.tracker.release_named(*category, name, std::mem::take(&mut self.bytes[position]));
     }
 }
 
 impl Drop for Account {
     fn drop(&mut self) {
-        (0..self.bytes.len()).for_each(|position| self.give(position));
+        (0..self.bytes.len()).for_each(|position| self.release(position));
     }
 }

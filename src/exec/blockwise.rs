@@ -1,5 +1,6 @@
-//! All samples through one block of a graph, then through the next: only the parameters of one block, and of the next one that is being
-//! read, are in memory, and of the samples only what crosses from block to block.
+//! Block-wise execution: all samples run through one block of a graph, then through the next. Only the
+//! parameters of the current block and those being prefetched are in memory, and of the samples only the
+//! activations cached between blocks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -7,10 +8,10 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 
-use super::ahead::Ahead;
-use super::load::Spare;
+use super::load::SpareTensors;
+use super::prefetch::Prefetch;
 use super::run::Snapshot;
-use super::spill::{SpillFile, State, run_bytes};
+use super::spill::{BlockState, SpillFile, run_bytes};
 use super::{BlockwiseOptions, Executor, MemoryCategory, Observation, Parameters, PartialRun};
 use crate::analysis::{self, Block};
 use crate::data::Batch;
@@ -20,54 +21,55 @@ use crate::ir::{Graph, Kind, ValueId};
 use crate::store::Weights;
 use crate::work::{Event, ProgressUnit, Work};
 
-/// The account of what samples hold between nodes.
+/// Name of cached activations in memory accounting.
 const STATES: &str = "states between blocks";
 
-/// A graph that is run block by block.
+/// A graph that is executed block by block.
 pub struct Blockwise<'a> {
     executor: Executor<'a>,
     observation: Observation,
-    /// By the value's name: it, and how many steps are done when it is computed.
-    places: BTreeMap<&'a str, (ValueId, Option<usize>)>,
+    /// For each value by name, its id, and the number of steps after which it is available, if it is
+    /// materialized.
+    positions: BTreeMap<&'a str, (ValueId, Option<usize>)>,
     blocks: Vec<Block>,
-    /// By block: how many steps are done at its end.
+    /// For each block, the number of steps at its end.
     ends: Vec<usize>,
     weights: Weights,
     options: BlockwiseOptions,
     work: Work<'a>,
-    samples: Vec<Held>,
+    samples: Vec<SampleState>,
     current: Option<usize>,
     /// The last block that will be entered.
     last: usize,
-    ahead: Option<Ahead>,
-    /// Where states go that are beyond the limit.
+    prefetch: Option<Prefetch>,
+    /// Spill file for states beyond the limit.
     file: Option<Arc<SpillFile>>,
-    /// Parameters that were replaced.
+    /// Names of replaced parameters.
     replaced: BTreeSet<String>,
-    /// Parameters that nothing but layers of this graph refers to, so that their memory may take others.
+    /// Parameters that only linear layers of this graph refer to, so that their memory can be reused.
     reusable: BTreeSet<String>,
-    /// Those of the block before which the block to be read next has room for.
+    /// Tensors of the previous block that can be reused when the next block is read.
     spare: Vec<Tensor>,
-    /// Bytes of states and stopped runs, and those that the tracker knows.
-    held: u64,
-    told: u64,
+    /// Bytes of states and suspended runs, and the amount reported to the tracker.
+    cached_bytes: u64,
+    reported: u64,
     peak: u64,
 }
 
-/// A sample on its way.
-struct Held {
+/// A sample between blocks.
+struct SampleState {
     batch: Batch,
-    /// At the beginning of the block.
-    start: State,
-    /// Within the block, where there is room for it.
+    /// State at the start of the block.
+    start: BlockState,
+    /// Suspended run within the block, if it fits into the limit.
     run: Option<PartialRun>,
 }
 
 impl<'a> Blockwise<'a> {
-    /// Prepares a graph. `wanted` are the values that will be looked at, by name; what lies between them stays fused. No parameter is
-    /// read yet.
+    /// Prepares a graph. `wanted` selects the values that can be observed, by name; nodes in between stay
+    /// fused. No parameter is read yet.
     pub fn new(graph: &'a Graph, weights: &Weights, wanted: impl Fn(&str) -> bool, options: BlockwiseOptions, work: &Work<'a>) -> Blockwise<'a> {
-        let executor = Executor::new(graph, Parameters::of(BTreeMap::new(), options.compute), options.device.clone())
+        let executor = Executor::new(graph, Parameters::from_tensors(BTreeMap::new(), options.compute), options.device.clone())
             .with_rounding(options.rounding)
             .tracked(options.tracker.as_ref());
         let reuses = options.device.is_cpu();
@@ -79,16 +81,16 @@ impl<'a> Blockwise<'a> {
         let ends: Vec<usize> = blocks.iter().map(|block| observation.steps.partition_point(|step| last(step) < block.nodes.end)).collect();
         let mut begin = 0;
         for (block, end) in blocks.iter_mut().zip(&ends) {
-            // What its steps read, which is what its nodes read where it is computed at all.
+            // The parameters of its steps, which are those of its nodes without unneeded ones.
             let nodes = observation.steps[begin..*end].iter().flat_map(|step| &step.nodes).map(|index| &graph.nodes()[*index]);
             let inputs = nodes.flat_map(|node| &node.inputs).map(|id| graph.value(*id));
             block.parameters = inputs.filter(|value| value.kind == Kind::Param).map(|value| value.name.clone()).collect();
             begin = *end;
         }
-        let mut places: BTreeMap<&str, (ValueId, Option<usize>)> = graph.ids().map(|id| (graph.value(id).name.as_str(), (id, None))).collect();
+        let mut positions: BTreeMap<&str, (ValueId, Option<usize>)> = graph.ids().map(|id| (graph.value(id).name.as_str(), (id, None))).collect();
         for (index, step) in observation.steps.iter().enumerate() {
             let id = graph.nodes()[last(step)].output;
-            places.insert(graph.value(id).name.as_str(), (id, Some(index + 1)));
+            positions.insert(graph.value(id).name.as_str(), (id, Some(index + 1)));
         }
         let needed: BTreeSet<&String> = blocks.iter().flat_map(|block| &block.parameters).collect();
         let by_name = weights.by_name.iter().filter(|(name, _)| needed.contains(name)).map(|(name, weight)| (name.clone(), weight.clone())).collect();
@@ -96,7 +98,7 @@ impl<'a> Blockwise<'a> {
         Blockwise {
             executor,
             observation,
-            places,
+            positions,
             blocks,
             ends,
             weights,
@@ -105,32 +107,33 @@ impl<'a> Blockwise<'a> {
             samples: Vec::new(),
             current: None,
             last: usize::MAX,
-            ahead: None,
+            prefetch: None,
             file: None,
             replaced: BTreeSet::new(),
-            reusable: if reuses { analysis::weights_of_layers(graph) } else { BTreeSet::new() },
+            reusable: if reuses { analysis::linear_weights(graph) } else { BTreeSet::new() },
             spare: Vec::new(),
-            held: 0,
-            told: 0,
+            cached_bytes: 0,
+            reported: 0,
             peak: 0,
         }
     }
 
-    /// The blocks, in order, with the parameters that each of them reads.
+    /// The blocks in order, with the parameters that each of them reads.
     pub fn blocks(&self) -> &[Block] {
         &self.blocks
     }
 
-    /// The block of a node, by its position in the graph. What the node reads is shown there, also where the block before computes it.
+    /// The block of a node, by its index in the graph. The inputs of the node can be observed there, even
+    /// if the previous block computes them.
     pub fn block_of(&self, node: usize) -> usize {
         self.blocks.partition_point(|block| block.nodes.end <= node)
     }
 
-    /// The values that a block computes and that can be looked at, in order.
+    /// The observable values that a block computes, in order.
     pub fn values_of(&self, block: usize) -> Vec<&'a str> {
         let begin = block.checked_sub(1).map_or(0, |before| self.ends[before]);
         let mut found: Vec<(usize, &'a str)> = self
-            .places
+            .positions
             .iter()
             .filter_map(|(name, (_, done))| done.filter(|done| *done > begin && *done <= self.ends[block]).map(|done| (done, *name)))
             .collect();
@@ -138,106 +141,106 @@ impl<'a> Blockwise<'a> {
         found.into_iter().map(|(_, name)| name).collect()
     }
 
-    /// Reads nothing ahead beyond this block, which is the last that will be entered.
+    /// Declares that `block` is the last one that will be entered, so that later ones are not prefetched.
     pub fn end_at(&mut self, block: usize) {
         self.last = block;
     }
 
-    /// How many batches there are.
+    /// Number of batches.
     pub fn batches(&self) -> usize {
         self.samples.len()
     }
 
-    /// Goes on with the first batches alone.
+    /// Drops all batches except the first `batches`.
     pub fn truncate(&mut self, batches: usize) {
         for sample in self.samples.drain(batches.min(self.samples.len())..) {
-            self.held = self.held.saturating_sub(sample.start.bytes() + sample.run.map_or(0, |run| run_bytes(&run, &sample.start)));
+            self.cached_bytes = self.cached_bytes.saturating_sub(sample.start.bytes() + sample.run.map_or(0, |run| run_bytes(&run, &sample.start)));
         }
         self.account();
     }
 
-    /// A batch.
+    /// The batch with this index.
     pub fn batch(&self, index: usize) -> &Batch {
         &self.samples[index].batch
     }
 
-    /// The most bytes that parameters (those that are being read included), states and stopped runs have taken together.
+    /// Peak bytes of parameters (including those being read), states and suspended runs.
     pub fn peak_bytes(&self) -> u64 {
         self.peak
     }
 
-    /// Adds samples, before the first block is entered.
+    /// Adds samples before the first block is entered.
     ///
     /// # Errors
-    /// They do not fit the graph, or a block was entered.
+    /// The samples do not match the graph, or a block was entered.
     pub fn push(&mut self, batch: Batch) -> Result<()> {
         if self.current.is_some() {
-            return Err(Error::run("block-wise execution", "takes no more samples once a block was entered", ""));
+            return Err(Error::run("block-wise execution", "cannot add samples after a block was entered", ""));
         }
         let snapshot = self.executor.start(&batch.inputs)?.snapshot();
-        let start = self.keep(snapshot)?;
-        self.samples.push(Held { batch, start, run: None });
+        let start = self.store_state(snapshot)?;
+        self.samples.push(SampleState { batch, start, run: None });
         self.account();
         Ok(())
     }
 
-    /// Loads the parameters of the next block, and begins to read those of the one after it.
+    /// Loads the parameters of the next block, and starts prefetching those of the following one.
     ///
     /// # Errors
-    /// It is not the next one, reading fails, memory runs out, or the work is cancelled.
+    /// `block` is not the next one, reading fails, memory runs out, or the work is cancelled.
     pub fn enter(&mut self, block: usize) -> Result<()> {
-        self.enter_beside(block, None, &BTreeSet::new())
+        self.enter_sharing(block, None, &BTreeSet::new())
     }
 
-    /// The same, sharing parameters with another graph that has entered its block: those of these names that are loaded there are not
-    /// loaded again.
+    /// As [`enter`](Blockwise::enter), sharing parameters with another graph that has entered the block:
+    /// those named in `same` that are loaded there are not loaded again.
     ///
     /// # Errors
     /// As [`enter`](Blockwise::enter).
-    pub fn enter_beside(&mut self, block: usize, other: Option<&Blockwise>, same: &BTreeSet<&str>) -> Result<()> {
+    pub fn enter_sharing(&mut self, block: usize, other: Option<&Blockwise>, same: &BTreeSet<&str>) -> Result<()> {
         let next = self.current.map_or(0, |current| current + 1);
         if block != next || block >= self.blocks.len() {
-            return Err(Error::run("block-wise execution", format!("enters block {block} of {}, expected {next}", self.blocks.len()), ""));
+            return Err(Error::run("block-wise execution", format!("cannot enter block {block} of {}, expected block {next}", self.blocks.len()), ""));
         }
         self.work.cancel.check()?;
         self.current = Some(block);
         let names = &self.blocks[block].parameters;
         let mut loaded = other.map_or_else(
-            || self.executor.parameters().some([]),
-            |other| other.executor.parameters().some(names.iter().filter(|name| same.contains(name.as_str()))),
+            || self.executor.parameters().subset([]),
+            |other| other.executor.parameters().subset(names.iter().filter(|name| same.contains(name.as_str()))),
         );
-        if let Some(ahead) = self.ahead.take_if(|ahead| ahead.block == block) {
-            loaded.extend(ahead.join()?);
+        if let Some(prefetch) = self.prefetch.take_if(|prefetch| prefetch.block == block) {
+            loaded.extend(prefetch.join()?);
         }
         let missing: Vec<&String> = names.iter().filter(|name| !self.executor.parameters().has(name) && !loaded.has(name)).collect();
         let (device, compute, residence) = (&self.options.device, self.options.compute, self.options.residence);
         loaded.extend(Parameters::load_named(missing, &self.weights, device, compute, residence, &self.work.quiet())?);
         self.reusable.retain(|name| !same.contains(name.as_str()));
-        // What was replaced before this block came stands.
+        // Parameters that were replaced before this block stay replaced.
         loaded.retain(|name| !self.executor.parameters().has(name));
         self.executor.change_parameters(|parameters| parameters.extend(loaded));
-        self.read_ahead(block + 1, other, same);
+        self.start_prefetch(block + 1, other, same);
         self.account();
         Ok(())
     }
 
-    /// Takes several graphs through the block of this number, where they have it, side by side: parameters of these names are loaded once
-    /// for all. Those that have fewer blocks wait in their last one.
+    /// Runs several graphs through the block with this index, if they have it. Parameters named in `same`
+    /// are loaded once for all. Graphs with fewer blocks stay in their last one.
     ///
     /// # Errors
-    /// As [`enter_beside`](Blockwise::enter_beside) and [`leave`](Blockwise::leave).
-    pub fn together(runs: &mut [&mut Blockwise], block: usize, same: &BTreeSet<&str>) -> Result<()> {
+    /// As [`enter_sharing`](Blockwise::enter_sharing) and [`leave`](Blockwise::leave).
+    pub fn run_block(runs: &mut [&mut Blockwise], block: usize, same: &BTreeSet<&str>) -> Result<()> {
         for index in 0..runs.len() {
             let (before, rest) = runs.split_at_mut(index);
             if let Some(run) = rest.first_mut().filter(|run| block < run.blocks.len()) {
-                run.enter_beside(block, before.first().map(|first| &**first), same)?;
+                run.enter_sharing(block, before.first().map(|first| &**first), same)?;
             }
         }
         runs.iter_mut().filter(|run| block < run.blocks.len()).try_for_each(|run| run.leave())
     }
 
-    /// Begins to read a block's parameters, but for those that are loaded and those that come from elsewhere.
-    fn read_ahead(&mut self, block: usize, other: Option<&Blockwise>, same: &BTreeSet<&str>) {
+    /// Starts reading a block's parameters, except loaded and shared ones.
+    fn start_prefetch(&mut self, block: usize, other: Option<&Blockwise>, same: &BTreeSet<&str>) {
         let Some(next) = self.blocks.get(block).filter(|_| block <= self.last) else { return };
         let elsewhere =
             |name: &str| same.contains(name) && other.and_then(|other| other.blocks.get(block)).is_some_and(|other| other.parameters.contains(name));
@@ -246,19 +249,20 @@ impl<'a> Blockwise<'a> {
         if names.is_empty() || by_name.len() < names.len() {
             return;
         }
-        let spare = Spare::of(std::mem::take(&mut self.spare));
-        self.ahead = Ahead::read(block, names, Weights { by_name, ..Weights::default() }, spare, &self.options, &self.work);
+        let spare = SpareTensors::new(std::mem::take(&mut self.spare));
+        self.prefetch = Prefetch::read(block, names, Weights { by_name, ..Weights::default() }, spare, &self.options, &self.work);
     }
 
-    /// Goes on to the first block that shows a wanted value.
+    /// Continues to the first block in which a value can be observed.
     ///
     /// # Errors
-    /// As [`enter`](Blockwise::enter) and [`leave`](Blockwise::leave); no block from this one on shows it.
+    /// As [`enter`](Blockwise::enter) and [`leave`](Blockwise::leave), or the value is not available from
+    /// this block on.
     pub fn reach(&mut self, value: &str) -> Result<()> {
         loop {
             if let Ok((begin, end)) = self.range() {
-                let leads_in = |id| self.samples.first().is_some_and(|sample| sample.start.holds(id));
-                if self.places.get(value).is_some_and(|(id, done)| done.is_some_and(|done| done > begin && done <= end) || leads_in(*id)) {
+                let leads_in = |id| self.samples.first().is_some_and(|sample| sample.start.contains(id));
+                if self.positions.get(value).is_some_and(|(id, done)| done.is_some_and(|done| done > begin && done <= end) || leads_in(*id)) {
                     return Ok(());
                 }
                 self.leave()?;
@@ -271,52 +275,52 @@ impl<'a> Blockwise<'a> {
         }
     }
 
-    /// Shows a wanted value of every batch, contiguous: batches go on to it from where they have stopped, or from the beginning of the
-    /// block. It is computed in this block, or leads into it.
+    /// Calls `visit` with a value of every batch, contiguous. Batches resume from their suspended runs or
+    /// from the start of the block. The value must be computed in this block or be an input of it.
     ///
     /// # Errors
-    /// It is neither, memory runs out, the consumer fails, or the work is cancelled.
-    pub fn each(&mut self, value: &str, mut see: impl FnMut(&Batch, &Tensor) -> Result<()>) -> Result<()> {
+    /// The value is neither, memory runs out, `visit` fails, or the work is cancelled.
+    pub fn each(&mut self, value: &str, mut visit: impl FnMut(&Batch, &Tensor) -> Result<()>) -> Result<()> {
         self.sweep(|run, index| {
             let tensor = run.value(index, value)?;
-            see(&run.samples[index].batch, &tensor)
+            visit(&run.samples[index].batch, &tensor)
         })
     }
 
-    /// The same for one batch.
+    /// The value of one batch.
     ///
     /// # Errors
     /// As [`each`](Blockwise::each).
     pub fn value(&mut self, index: usize, value: &str) -> Result<Tensor> {
         let (begin, end) = self.range()?;
         let unusable = |reason: &str| Error::graph(format!("graph value `{value}`"), reason);
-        let (id, done) = *self.places.get(value).ok_or_else(|| unusable("does not exist"))?;
-        let leads_in = self.samples[index].start.holds(id);
+        let (id, done) = *self.positions.get(value).ok_or_else(|| unusable("does not exist"))?;
+        let leads_in = self.samples[index].start.contains(id);
         match done {
             Some(done) if done > end => return Err(unusable("is computed in a later block")),
             Some(done) if done <= begin && !leads_in => return Err(unusable("is computed in an earlier block and not read in this one")),
-            None if !leads_in => return Err(unusable("is not wanted, or is no longer there")),
+            None if !leads_in => return Err(unusable("was not requested, or is no longer available")),
             _ => {}
         }
         if leads_in {
-            return contiguous(&self.samples[index].start.get(id, &self.options.device)?).map_err(|e| Error::computed(format!("graph node `{value}`"), e));
+            return contiguous(&self.samples[index].start.get(id, &self.options.device)?).map_err(|e| Error::candle(format!("graph node `{value}`"), e));
         }
         let mut run = self.resume(index, |run| run.done < done.unwrap_or(0) || run.values[id.index()].is_some())?;
         let tensor = self.executor.advance(&self.observation, &mut run, value)?;
         let bytes = run_bytes(&run, &self.samples[index].start);
-        if self.held.saturating_add(bytes) <= self.options.limit {
-            self.held += bytes;
+        if self.cached_bytes.saturating_add(bytes) <= self.options.limit {
+            self.cached_bytes += bytes;
             self.samples[index].run = Some(run);
         }
         self.account();
         Ok(tensor)
     }
 
-    /// The run of a batch, out of what is held: where it has stopped if a test holds for that, else at the beginning of the block.
+    /// Resumes the run of a batch: the suspended run if it is `usable`, else from the start of the block.
     fn resume(&mut self, index: usize, usable: impl Fn(&PartialRun) -> bool) -> Result<PartialRun> {
         let sample = &mut self.samples[index];
         if let Some(run) = sample.run.take() {
-            self.held = self.held.saturating_sub(run_bytes(&run, &sample.start));
+            self.cached_bytes = self.cached_bytes.saturating_sub(run_bytes(&run, &sample.start));
             if usable(&run) {
                 return Ok(run);
             }
@@ -324,16 +328,16 @@ impl<'a> Blockwise<'a> {
         Ok(self.executor.resume(&sample.start.snapshot(&self.options.device)?))
     }
 
-    /// A parameter of this block, in the precision of the computation and in memory of its own.
+    /// A parameter of this block in the precision of the computation, copied.
     ///
     /// # Errors
-    /// It is not loaded, or memory runs out.
+    /// The parameter is not loaded, or memory runs out.
     pub fn parameter(&self, name: &str) -> Result<Tensor> {
         self.executor.parameters().get(name).and_then(|tensor| tensor.copy()).map_err(|e| Error::tensor(name, e, ""))
     }
 
-    /// Puts a tensor in the place of a parameter: nodes of this block and of later ones use it, also those that have run for a value
-    /// that was looked at.
+    /// Replaces a parameter for nodes of this block and of later ones, including nodes that already ran
+    /// for an observed value.
     pub fn replace(&mut self, name: &str, tensor: Tensor) {
         let graph = self.executor.graph();
         let reads = |index: &usize| graph.nodes()[*index].inputs.iter().any(|id| graph.value(*id).name == name);
@@ -341,7 +345,7 @@ impl<'a> Blockwise<'a> {
         if let Some(first) = self.observation.steps.iter().skip(begin).position(|step| step.nodes.iter().any(reads)) {
             for sample in &mut self.samples {
                 if let Some(run) = sample.run.take_if(|run| run.done > begin + first) {
-                    self.held = self.held.saturating_sub(run_bytes(&run, &sample.start));
+                    self.cached_bytes = self.cached_bytes.saturating_sub(run_bytes(&run, &sample.start));
                 }
             }
         }
@@ -349,8 +353,8 @@ impl<'a> Blockwise<'a> {
         self.replaced.insert(name.to_owned());
     }
 
-    /// Takes all samples to the end of the block and drops its parameters; of the samples, only what later blocks read is kept. The
-    /// last block is left by [`outputs`](Blockwise::outputs).
+    /// Runs all samples to the end of the block and drops its parameters; of the samples, only values
+    /// that later blocks read are retained. The last block is left with [`outputs`](Blockwise::outputs).
     ///
     /// # Errors
     /// No block was entered, memory runs out, or the work is cancelled.
@@ -361,10 +365,10 @@ impl<'a> Blockwise<'a> {
         self.sweep(|all, index| {
             let mut run = all.resume(index, |_| true)?;
             all.executor.advance_to(&all.observation, &mut run, end)?;
-            all.held = all.held.saturating_sub(all.samples[index].start.bytes());
+            all.cached_bytes = all.cached_bytes.saturating_sub(all.samples[index].start.bytes());
             let snapshot = run.snapshot();
             drop(run);
-            all.samples[index].start = all.keep(snapshot)?;
+            all.samples[index].start = all.store_state(snapshot)?;
             all.account();
             Ok(())
         })?;
@@ -376,7 +380,7 @@ impl<'a> Blockwise<'a> {
         Ok(())
     }
 
-    /// Of the parameters that are about to be dropped, those whose memory another block can use.
+    /// The parameters about to be dropped whose memory another block can reuse.
     fn dropped(&self, keep: impl Fn(&str) -> bool) -> Vec<Tensor> {
         let Some(current) = self.current else { return Vec::new() };
         let mut wanted: Vec<(&[usize], DType)> = Vec::new();
@@ -388,41 +392,43 @@ impl<'a> Blockwise<'a> {
         tensors.filter(|tensor| wanted.iter().position(|want| *want == (tensor.dims(), tensor.dtype())).map(|at| wanted.swap_remove(at)).is_some()).collect()
     }
 
-    /// Takes every batch through the last block, and shows its outputs as [`Executor::run`] gives them.
+    /// Runs every batch through the last block, and calls `visit` with its outputs as in
+    /// [`Executor::run`].
     ///
     /// # Errors
-    /// The last block was not entered, memory runs out, the consumer fails, or the work is cancelled.
-    pub fn outputs(&mut self, mut see: impl FnMut(&Batch, BTreeMap<String, Tensor>) -> Result<()>) -> Result<()> {
+    /// The last block was not entered, memory runs out, `visit` fails, or the work is cancelled.
+    pub fn outputs(&mut self, mut visit: impl FnMut(&Batch, BTreeMap<String, Tensor>) -> Result<()>) -> Result<()> {
         self.sweep(|run, index| {
-            let outputs = run.answer(index)?;
-            see(&run.samples[index].batch, outputs)
+            let outputs = run.outputs_of(index)?;
+            visit(&run.samples[index].batch, outputs)
         })
     }
 
-    /// The same for one batch.
+    /// The outputs of one batch.
     ///
     /// # Errors
     /// As [`outputs`](Blockwise::outputs).
-    pub fn answer(&mut self, index: usize) -> Result<BTreeMap<String, Tensor>> {
+    pub fn outputs_of(&mut self, index: usize) -> Result<BTreeMap<String, Tensor>> {
         let (_, end) = self.range()?;
         if self.current.is_none_or(|current| current + 1 < self.blocks.len()) {
-            return Err(Error::run("block-wise execution", "gives outputs in the last block", ""));
+            return Err(Error::run("block-wise execution", "returns outputs only in the last block", ""));
         }
         let mut run = self.resume(index, |_| true)?;
         self.executor.advance_to(&self.observation, &mut run, end)?;
         self.executor.outputs(&run)
     }
 
-    /// Outputs of one batch for some of its tokens only: the rows computed from these rows, along axis 1, of a wanted value of the last block
-    /// on which all later values depend token by token, as [`analysis::head`] finds it.
+    /// The outputs of one batch for some of its tokens: computed from a slice along axis 1 of an observed
+    /// value of the last block, after which all values are computed token by token, as [`analysis::head`]
+    /// determines.
     ///
     /// # Errors
-    /// As [`answer`](Blockwise::answer) and [`value`](Blockwise::value).
-    pub fn answer_of_tokens(&mut self, index: usize, value: &str, tokens: Range<usize>) -> Result<BTreeMap<String, Tensor>> {
+    /// As [`outputs_of`](Blockwise::outputs_of) and [`value`](Blockwise::value).
+    pub fn outputs_of_tokens(&mut self, index: usize, value: &str, tokens: Range<usize>) -> Result<BTreeMap<String, Tensor>> {
         let rows = self.value(index, value)?.narrow(1, tokens.start, tokens.len()).and_then(|rows| contiguous(&rows));
-        let rows = rows.map_err(|e| Error::computed(format!("graph node `{value}`"), e))?;
+        let rows = rows.map_err(|e| Error::candle(format!("graph node `{value}`"), e))?;
         let (begin, end) = self.range()?;
-        let (id, done) = *self.places.get(value).ok_or_else(|| Error::graph(format!("graph value `{value}`"), "does not exist"))?;
+        let (id, done) = *self.positions.get(value).ok_or_else(|| Error::graph(format!("graph value `{value}`"), "does not exist"))?;
         let mut run = self.executor.resume(&Snapshot { values: Vec::new(), done: done.unwrap_or(0).max(begin) });
         run.values[id.index()] = Some(rows);
         self.executor.advance_to(&self.observation, &mut run, end)?;
@@ -431,11 +437,11 @@ impl<'a> Blockwise<'a> {
 
     /// The steps of this block.
     fn range(&self) -> Result<(usize, usize)> {
-        let current = self.current.ok_or_else(|| Error::run("block-wise execution", "has entered no block", ""))?;
+        let current = self.current.ok_or_else(|| Error::run("block-wise execution", "no block was entered", ""))?;
         Ok((current.checked_sub(1).map_or(0, |before| self.ends[before]), self.ends[current]))
     }
 
-    /// Goes over all batches, with progress.
+    /// Processes all batches, with progress events.
     fn sweep(&mut self, mut batch: impl FnMut(&mut Self, usize) -> Result<()>) -> Result<()> {
         let stage = format!("Block {} of {}", self.current.map_or(0, |current| current + 1), self.blocks.len());
         let total = self.samples.iter().map(|sample| sample.batch.samples as u64).sum();
@@ -450,10 +456,10 @@ impl<'a> Blockwise<'a> {
         done
     }
 
-    /// A state for the next block: in memory, or its floats in a file where they are beyond the limit.
-    fn keep(&mut self, snapshot: Snapshot) -> Result<State> {
-        let mut state = State::new(snapshot);
-        let beyond = self.held.saturating_add(state.bytes()) > self.options.limit;
+    /// Stores a state for the next block: in memory, or with its floats in a file beyond the limit.
+    fn store_state(&mut self, snapshot: Snapshot) -> Result<BlockState> {
+        let mut state = BlockState::new(snapshot);
+        let beyond = self.cached_bytes.saturating_add(state.bytes()) > self.options.limit;
         if let Some(folder) = self.options.spill.as_ref().filter(|_| beyond) {
             let file = match &self.file {
                 Some(file) => file,
@@ -461,29 +467,29 @@ impl<'a> Blockwise<'a> {
             };
             state.spill(file)?;
         }
-        self.held += state.bytes();
+        self.cached_bytes += state.bytes();
         Ok(state)
     }
 
-    /// Notes what is held.
+    /// Updates the memory accounting.
     fn account(&mut self) {
-        let parameters = self.executor.parameters().bytes() + self.ahead.as_ref().map_or(0, |ahead| ahead.bytes);
-        self.peak = self.peak.max(parameters + self.held);
+        let parameters = self.executor.parameters().bytes() + self.prefetch.as_ref().map_or(0, |prefetch| prefetch.bytes);
+        self.peak = self.peak.max(parameters + self.cached_bytes);
         if let Some(tracker) = &self.options.tracker {
-            tracker.give_for(MemoryCategory::Activations, STATES, self.told.saturating_sub(self.held));
-            // There is no budget that could be exceeded.
-            let _ = tracker.take_for(MemoryCategory::Activations, STATES, self.held.saturating_sub(self.told));
+            tracker.release_named(MemoryCategory::Activations, STATES, self.reported.saturating_sub(self.cached_bytes));
+            // This tracker has no budget to exceed.
+            let _ = tracker.allocate_named(MemoryCategory::Activations, STATES, self.cached_bytes.saturating_sub(self.reported));
         }
-        self.told = self.held;
+        self.reported = self.cached_bytes;
     }
 }
 
 impl Drop for Blockwise<'_> {
     fn drop(&mut self) {
-        if let Some(ahead) = self.ahead.take() {
-            let _ = ahead.join();
+        if let Some(prefetch) = self.prefetch.take() {
+            let _ = prefetch.join();
         }
-        self.held = 0;
+        self.cached_bytes = 0;
         self.account();
     }
 }

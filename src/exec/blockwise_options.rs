@@ -1,4 +1,4 @@
-//! How a graph is run block by block.
+//! Options of block-wise execution.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,28 +7,29 @@ use candle_core::{DType, Device};
 
 use super::{MemoryTracker, Residence, Rounding};
 
-/// How a graph is run block by block.
+/// Options of block-wise execution.
 #[derive(Debug, Clone)]
 pub struct BlockwiseOptions {
-    /// Where it runs.
+    /// Device of the computation.
     pub device: Device,
     /// Precision of the computation.
     pub compute: DType,
-    /// What is kept of parameters.
+    /// Storage precision of the parameters.
     pub residence: Residence,
-    /// How inputs of layers with int8 weights are rounded.
+    /// Rounding of the inputs of layers with int8 weights.
     pub rounding: Rounding,
-    /// Most bytes of stopped runs and of states between blocks. Runs beyond it start at the beginning of their block for each value
-    /// that is looked at.
+    /// Maximum bytes of suspended runs and of activations cached between blocks. Beyond it, a run
+    /// restarts at the start of its block for each observed value.
     pub limit: u64,
-    /// A folder for states between blocks that are beyond the limit; without one, they stay in memory.
+    /// Folder for activations beyond the limit; without one, they stay in memory.
     pub spill: Option<PathBuf>,
-    /// Who is told what is held.
+    /// Memory accounting.
     pub tracker: Option<Arc<MemoryTracker>>,
 }
 
 impl BlockwiseOptions {
-    /// 32-bit computation with 16-bit weights as they are stored, and at most 1 GiB of states, on a device.
+    /// Computes on `device` in 32 bits, with 16-bit weights in their stored precision and at most 1 GiB
+    /// of cached activations.
     pub fn on(device: &Device) -> BlockwiseOptions {
         BlockwiseOptions {
             device: device.clone(),

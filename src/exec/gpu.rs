@@ -1,4 +1,4 @@
-//! What a build for NVIDIA GPUs knows of them: the memory that a run takes, and their names.
+//! NVIDIA GPUs: peak memory and device names.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,14 +8,16 @@ use candle_core::cuda_backend::cudarc::driver::result::mem_get_info;
 
 use crate::work::HighWater;
 
-/// Between two looks. The driver gives memory back when a stream is waited for, so that peaks last longer than this.
-const PAUSE: Duration = Duration::from_millis(2);
+/// Sampling interval. The driver releases memory when a stream is synchronized, so that peaks last longer
+/// than this.
+const INTERVAL: Duration = Duration::from_millis(2);
 
-type Taken = Box<dyn Fn() -> Option<u64> + Send + Sync>;
+type MemoryProbe = Box<dyn Fn() -> Option<u64> + Send + Sync>;
 
-/// Watches how much memory of a device is taken beyond what was taken when the watch began; on the CPU it sees nothing.
+/// Measures the peak of allocated device memory, relative to the start of the measurement; `None` on the
+/// CPU.
 pub struct DeviceMemory {
-    watch: Option<HighWater<Taken>>,
+    watch: Option<HighWater<MemoryProbe>>,
 }
 
 impl fmt::Debug for DeviceMemory {
@@ -25,22 +27,22 @@ impl fmt::Debug for DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// Begins to watch.
+    /// Starts the measurement.
     pub fn watch(device: &Device) -> DeviceMemory {
-        DeviceMemory { watch: taken(device).map(|taken| HighWater::start(PAUSE, taken)) }
+        DeviceMemory { watch: used_memory(device).map(|probe| HighWater::start(INTERVAL, probe)) }
     }
 
-    /// The most bytes that were taken since this was asked last; none where no GPU is used.
+    /// The peak in bytes since the last call; `None` without a GPU.
     pub fn peak(&self) -> Option<u64> {
         self.watch.as_ref().map(HighWater::take)
     }
 }
 
-/// What is taken of a device beyond what is taken now.
-fn taken(device: &Device) -> Option<Taken> {
+/// A function that returns the device memory allocated since now.
+fn used_memory(device: &Device) -> Option<MemoryProbe> {
     let Device::Cuda(cuda) = device else { return None };
     let context = cuda.cuda_stream().context().clone();
-    // The context itself is not asked: it would hand its pending errors to this caller.
+    // Does not query the context itself, which would return its pending errors to this caller.
     let free = move || {
         context.bind_to_thread().ok()?;
         mem_get_info().ok().map(|(free, _)| free as u64)
@@ -49,7 +51,7 @@ fn taken(device: &Device) -> Option<Taken> {
     Some(Box::new(move || free().map(|now| before.saturating_sub(now))))
 }
 
-/// The number and the model of a GPU, if the device is one.
+/// Index and model of a GPU; `None` for the CPU.
 pub(super) fn name(device: &Device) -> Option<(usize, Option<String>)> {
     let Device::Cuda(cuda) = device else { return None };
     let context = cuda.cuda_stream().context().clone();

@@ -1,4 +1,4 @@
-//! Tensors in host memory as slices that are read and changed where they lie.
+//! Access to tensors in host memory as slices, also in place.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -9,54 +9,51 @@ use half::slice::HalfFloatSliceExt;
 use super::transfer::{self, Cause};
 use crate::ir::ops::contiguous;
 
-/// Calls a function with the elements of an f32 tensor in host memory that has no gaps.
+/// Calls a function with the elements of a contiguous f32 tensor in host memory.
 ///
 /// # Errors
-/// The tensor is none of that; or the function's.
+/// The tensor is not contiguous f32 in host memory, or the function fails.
 pub(crate) fn read<R>(tensor: &Tensor, function: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
     let (storage, layout) = tensor.storage_and_layout();
     let (Storage::Cpu(CpuStorage::F32(values)), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
-        bail!("not f32 in one piece of host memory")
+        bail!("the tensor is not contiguous f32 in host memory")
     };
     match values.get(start..end) {
         Some(values) => function(values),
-        None => bail!("it is longer than its memory"),
+        None => bail!("the tensor is longer than its storage"),
     }
 }
 
-/// The tensor as f32 in one piece of host memory; itself where it is that.
-///
-/// # Errors
-/// Memory runs out.
+/// The tensor as contiguous f32 in host memory; not copied if it already is.
 pub(crate) fn floats_on_host(tensor: &Tensor, cause: Cause) -> Result<Tensor> {
-    contiguous(&transfer::beside(tensor, &Device::Cpu, cause)?.to_dtype(DType::F32)?)
+    contiguous(&transfer::move_to(tensor, &Device::Cpu, cause)?.to_dtype(DType::F32)?)
 }
 
-/// Bytes that the elements of a tensor take.
+/// Size of the elements of a tensor in bytes.
 pub(crate) fn bytes_of(tensor: &Tensor) -> u64 {
     (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
 }
 
-/// A type of elements that are changed in place.
+/// An element type that can be changed in place.
 pub(crate) trait Element: Sized {
-    fn of(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+    fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
 impl Element for f32 {
-    fn of(storage: &mut CpuStorage) -> Option<&mut [f32]> {
+    fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [f32]> {
         if let CpuStorage::F32(values) = storage { Some(values) } else { None }
     }
 }
 
 impl Element for u8 {
-    fn of(storage: &mut CpuStorage) -> Option<&mut [u8]> {
+    fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [u8]> {
         if let CpuStorage::U8(values) = storage { Some(values) } else { None }
     }
 }
 
 /// The bits of 16-bit floats.
 impl Element for u16 {
-    fn of(storage: &mut CpuStorage) -> Option<&mut [u16]> {
+    fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [u16]> {
         match storage {
             CpuStorage::BF16(values) => Some(values.reinterpret_cast_mut()),
             CpuStorage::F16(values) => Some(values.reinterpret_cast_mut()),
@@ -76,18 +73,19 @@ impl<T: Element, F: FnOnce(&mut [T]) -> Result<()>> InplaceOp1 for Change<T, F> 
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        let values = layout.contiguous_offsets().and_then(|(start, end)| T::of(storage)?.get_mut(start..end));
+        let values = layout.contiguous_offsets().and_then(|(start, end)| T::slice_mut(storage)?.get_mut(start..end));
         match (values, self.function.take()) {
             (Some(values), Some(function)) => function(values),
-            _ => bail!("it does not lie in one piece, or is of another type"),
+            _ => bail!("the tensor is not contiguous, or has another type"),
         }
     }
 }
 
-/// Calls a function with the elements of a tensor in host memory. Others that share the memory see the change.
+/// Calls a function with the mutable elements of a tensor in host memory. Tensors that share the storage
+/// change, too.
 ///
 /// # Errors
-/// The tensor is on another device, has another type or gaps; or the function's.
+/// The tensor is on another device, has another type or is not contiguous, or the function fails.
 pub(crate) fn change<T: Element>(tensor: &Tensor, function: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
     tensor.inplace_op1(&Change { function: Cell::new(Some(function)), element: PhantomData })
 }

@@ -1,6 +1,6 @@
-//! Holding inputs to what a graph takes, before anything runs.
+//! Validation of inputs against the types of a graph, before anything is computed.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::BTreeMap;
@@ -10,26 +10,27 @@ use candle_core::{DType, Device, Tensor};
 use super::Inputs;
 use super::transfer::{self, Cause};
 use crate::error::{Error, Result};
-use crate::ir::{Element, Graph, Kind, Node, Op, OpSpec, Value, ValueId, given};
+use crate::ir::{Element, Graph, Kind, Node, Op, OpSpec, Value, ValueId, input_tensor};
 
-/// An input in the precision of the computation, on the host and on the device.
-pub(super) fn take(value: &Value, inputs: &Inputs, device: &Device, compute: DType) -> Result<(Tensor, Tensor)> {
+/// Converts an input to the precision of the computation. Returns it on the host and on the device.
+pub(super) fn convert(value: &Value, inputs: &Inputs, device: &Device, compute: DType) -> Result<(Tensor, Tensor)> {
     let what = || format!("input `{}`", value.name);
     let unusable = |e: candle_core::Error| Error::run(what(), e, "");
-    let missing = || Error::run(what(), "is missing", format!("the model takes {}", value.ty));
-    let given = given(inputs, &value.name).ok_or_else(missing)?.map_err(unusable)?;
-    let fits = given.rank() == value.ty.shape.len() && value.ty.shape.iter().zip(given.dims()).all(|(want, have)| want.fixed().is_none_or(|w| w == *have));
+    let missing = || Error::run(what(), "is missing", format!("the model requires {}", value.ty));
+    let provided = input_tensor(inputs, &value.name).ok_or_else(missing)?.map_err(unusable)?;
+    let fits =
+        provided.rank() == value.ty.shape.len() && value.ty.shape.iter().zip(provided.dims()).all(|(want, have)| want.fixed().is_none_or(|w| w == *have));
     if !fits {
-        return Err(Error::run(what(), format!("has shape {:?}, the model takes {}", given.dims(), value.ty), ""));
+        return Err(Error::run(what(), format!("has shape {:?}, but the model requires {}", provided.dims(), value.ty), ""));
     }
     let dtype = if value.ty.element == Element::Int { DType::I64 } else { compute };
-    let host = given.to_dtype(dtype).map_err(unusable)?;
-    let there = transfer::to_device(&host, device, Cause::Batch).map_err(unusable)?;
-    Ok((host, there))
+    let host = provided.to_dtype(dtype).map_err(unusable)?;
+    let on_device = transfer::to_device(&host, device, Cause::Batch).map_err(unusable)?;
+    Ok((host, on_device))
 }
 
-/// Holds the indices of embeddings to the rows of their tables. They come from the host, as positions do that follow from them and from
-/// how many tokens stand before.
+/// Checks that the indices of embeddings are rows of their tables. Checks inputs and positions, which
+/// follow from the inputs and the number `tokens` of preceding tokens, on the host.
 pub(super) fn require_rows(graph: &Graph, inputs: &[(ValueId, Tensor)], tokens: usize) -> Result<()> {
     let mut known: BTreeMap<ValueId, Tensor> = inputs.iter().filter(|(_, tensor)| tensor.dtype() == DType::I64).cloned().collect();
     for node in graph.nodes() {
@@ -66,7 +67,7 @@ fn require_indices(graph: &Graph, node: &Node, dims: &[usize], numbers: &[i64], 
     let what = if value(0).is_some_and(|value| value.kind == Kind::Input) { "input" } else { "graph value" };
     Err(Error::run(
         format!("{what} `{}`", name(0)),
-        format!("holds {number} at row {row}, place {column}; `{}` has {rows} rows", name(1)),
+        format!("contains {number} at row {row}, column {column}; `{}` has {rows} rows", name(1)),
         if what == "input" { "the tokenizer does not belong to this model" } else { "the sequence is longer than the model's positions" },
     ))
 }

@@ -1,4 +1,4 @@
-//! Where bytes become tensors.
+//! Loading of parameters.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -7,29 +7,30 @@ use candle_core::{DType, Device, Tensor};
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
-use super::paged::{Fetch, Paged};
+use super::parameter_paging::{Fetch, PagedParameters};
 use super::{MemoryTracker, change};
 use crate::error::{Error, Result};
 use crate::ir::Graph;
 use crate::store::{ActivationScheme, DType as Stored, Encoding, Weight, Weights};
 use crate::work::{Work, lock};
 
-/// What is kept in memory.
+/// Storage precision of parameters in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Residence {
-    /// Parameters in the precision of the computation.
+    /// The precision of the computation.
     Computed,
-    /// Parameters as 16-bit floats where the checkpoint has them so; converted whenever they are used.
+    /// 16-bit floats where the checkpoint has them, converted on each use; else the precision of the
+    /// computation.
     Stored,
 }
 
 impl Residence {
-    /// Bytes that a weight takes in memory.
+    /// Bytes of a weight in memory.
     pub fn bytes(self, weight: &Weight, compute: DType) -> u64 {
         (weight.elements() * self.dtype(weight, compute).size_in_bytes()) as u64
     }
 
-    /// What a weight's elements are in memory.
+    /// Type of a weight's elements in memory.
     pub fn dtype(self, weight: &Weight, compute: DType) -> DType {
         match (self, weight.dtype) {
             (Residence::Stored, Stored::BF16) => DType::BF16,
@@ -43,15 +44,15 @@ impl Residence {
 #[derive(Debug, Clone)]
 pub struct Parameters {
     tensors: BTreeMap<String, Tensor>,
-    /// How the inputs of layers are rounded, by weight.
+    /// Rounding scheme of the inputs of a layer, by the name of its weight.
     rounding: BTreeMap<String, ActivationScheme>,
     compute: DType,
-    /// Those that are in memory only while they are used.
-    paged: Option<Arc<Paged>>,
+    /// Parameters that are only in memory while they are used.
+    paged: Option<Arc<PagedParameters>>,
 }
 
 impl Parameters {
-    /// Loads what a graph needs.
+    /// Loads the parameters of a graph.
     ///
     /// # Errors
     /// Reading fails, or the device runs out of memory.
@@ -59,20 +60,20 @@ impl Parameters {
         Self::load_named(graph.params().map(|(_, value)| &value.name).collect(), weights, device, compute, residence, work)
     }
 
-    /// The same without parameters that a test does not hold for.
+    /// Drops all parameters that `keep` does not select.
     pub fn retain(&mut self, keep: impl Fn(&str) -> bool) {
         self.tensors.retain(|name, _| keep(name));
         self.rounding.retain(|name, _| keep(name));
     }
 
-    /// Adds others.
+    /// Adds the parameters of `others`.
     pub(super) fn extend(&mut self, others: Parameters) {
         self.tensors.extend(others.tensors);
         self.rounding.extend(others.rounding);
     }
 
-    /// Those of these names that are loaded; tensors are shared.
-    pub(super) fn some<'n>(&self, names: impl IntoIterator<Item = &'n String>) -> Parameters {
+    /// The loaded parameters with these names; tensors are shared.
+    pub(super) fn subset<'n>(&self, names: impl IntoIterator<Item = &'n String>) -> Parameters {
         let names: BTreeSet<&String> = names.into_iter().collect();
         let rounding = self.rounding.iter().filter(|(name, _)| names.contains(name)).map(|(name, scheme)| (name.clone(), *scheme)).collect();
         let tensors = self.tensors.iter().filter(|(name, _)| names.contains(name)).map(|(name, tensor)| (name.clone(), tensor.clone())).collect();
@@ -89,12 +90,13 @@ impl Parameters {
     /// # Errors
     /// As [`load`](Parameters::load).
     pub fn load_named(names: Vec<&String>, weights: &Weights, device: &Device, compute: DType, residence: Residence, work: &Work) -> Result<Parameters> {
-        Self::load_reusing(&Spare::default(), names, weights, (device, compute, residence), work)
+        Self::load_reusing(&SpareTensors::default(), names, weights, (device, compute, residence), work)
     }
 
-    /// The same into the memory of tensors that nobody else refers to, where they fit.
+    /// As [`load_named`](Parameters::load_named), reusing the memory of `spare` where the type and shape
+    /// match.
     pub(super) fn load_reusing(
-        spare: &Spare,
+        spare: &SpareTensors,
         names: Vec<&String>,
         weights: &Weights,
         (device, compute, residence): (&Device, DType, Residence),
@@ -118,10 +120,10 @@ impl Parameters {
         Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), rounding: rounding(&jobs), compute, paged: None })
     }
 
-    /// Parameters that are read from their files whenever they are used, and the bytes of the largest.
+    /// Parameters that are read from their files on each use, and the bytes of the largest.
     ///
     /// # Errors
-    /// One is not there.
+    /// A parameter does not exist.
     pub fn streamed(names: Vec<&String>, weights: &Weights, device: &Device, compute: DType, residence: Residence) -> Result<(Parameters, u64)> {
         let jobs: Vec<(&String, &Weight)> = names.into_iter().map(|name| weights.get(name).map(|w| (name, w))).collect::<Result<_>>()?;
         let rounding = rounding(&jobs);
@@ -130,17 +132,17 @@ impl Parameters {
         let device = device.clone();
         let fetch = move |name: &str| match by_name.get(name) {
             Some(weight) => tensor(name, weight, &device, residence.dtype(weight, compute)),
-            None => Err(Error::tensor(name, "was not among the parameters that are read", "")),
+            None => Err(Error::tensor(name, "is not one of the streamed parameters", "")),
         };
         Ok((Parameters { rounding, ..Self::fetched(Box::new(fetch), compute) }, largest))
     }
 
-    /// Parameters that a function makes whenever they are used.
+    /// Parameters that a function returns on each use.
     pub fn fetched(fetch: Box<Fetch>, compute: DType) -> Parameters {
-        Parameters { paged: Some(Arc::new(Paged::new(fetch))), ..Self::of(BTreeMap::new(), compute) }
+        Parameters { paged: Some(Arc::new(PagedParameters::new(fetch))), ..Self::from_tensors(BTreeMap::new(), compute) }
     }
 
-    /// Holds the parameters of these names in memory until others are entered, where parameters are not in memory anyhow.
+    /// Makes the parameters with these names resident until the next call, if parameters are paged.
     ///
     /// # Errors
     /// Reading fails, or memory runs out.
@@ -148,17 +150,17 @@ impl Parameters {
         self.paged.as_ref().map_or(Ok(()), |paged| paged.enter(names, tracker))
     }
 
-    /// Parameters that are tensors already.
-    pub fn of(tensors: BTreeMap<String, Tensor>, compute: DType) -> Parameters {
+    /// Parameters from tensors.
+    pub fn from_tensors(tensors: BTreeMap<String, Tensor>, compute: DType) -> Parameters {
         Parameters { tensors, rounding: BTreeMap::new(), compute, paged: None }
     }
 
-    /// Bytes that they take.
+    /// Size in bytes.
     pub fn bytes(&self) -> u64 {
         self.tensors.values().map(super::bytes_of).sum()
     }
 
-    /// The same with another tensor in the place of one.
+    /// Replaces one parameter.
     #[must_use]
     pub fn with(mut self, name: &str, tensor: Tensor) -> Parameters {
         self.tensors.insert(name.to_owned(), tensor);
@@ -168,12 +170,12 @@ impl Parameters {
     /// A parameter in the precision of the computation.
     ///
     /// # Errors
-    /// It was not loaded, or the device runs out of memory.
+    /// The parameter was not loaded, or the device runs out of memory.
     pub fn get(&self, name: &str) -> candle_core::Result<Tensor> {
         self.stored(name)?.to_dtype(self.compute)
     }
 
-    /// A parameter as it is kept in memory.
+    /// A parameter in its storage precision.
     pub(super) fn stored(&self, name: &str) -> candle_core::Result<Tensor> {
         match (self.tensors.get(name), &self.paged) {
             (Some(tensor), _) => Ok(tensor.clone()),
@@ -182,8 +184,8 @@ impl Parameters {
         }
     }
 
-    /// How the consumer of a weight rounds the inputs of its layer.
-    pub(super) fn rounds_inputs(&self, name: &str) -> Option<ActivationScheme> {
+    /// The rounding scheme for the inputs of a layer with this weight.
+    pub(super) fn input_scheme(&self, name: &str) -> Option<ActivationScheme> {
         self.rounding.get(name).copied()
     }
 
@@ -193,22 +195,22 @@ impl Parameters {
     }
 }
 
-/// How the inputs of layers are rounded, by weight; static integers are nodes of the graph.
+/// Rounding schemes by weight. Static integer quantization is represented by nodes of the graph instead.
 fn rounding(jobs: &[(&String, &Weight)]) -> BTreeMap<String, ActivationScheme> {
     let scheme = |weight: &Weight| match &weight.encoding {
-        Encoding::Affine(affine) if !matches!(affine.activations, ActivationScheme::None | ActivationScheme::Static(_)) => Some(affine.activations),
+        Encoding::Quantized(affine) if !matches!(affine.activations, ActivationScheme::None | ActivationScheme::Static(_)) => Some(affine.activations),
         _ => None,
     };
     jobs.iter().filter_map(|(name, weight)| Some(((*name).clone(), scheme(weight)?))).collect()
 }
 
-/// Tensors of the host whose memory takes other weights.
+/// Host tensors whose memory is reused for other weights.
 #[derive(Debug, Default)]
-pub(super) struct Spare(Mutex<Vec<Tensor>>);
+pub(super) struct SpareTensors(Mutex<Vec<Tensor>>);
 
-impl Spare {
-    pub fn of(tensors: Vec<Tensor>) -> Spare {
-        Spare(Mutex::new(tensors))
+impl SpareTensors {
+    pub fn new(tensors: Vec<Tensor>) -> SpareTensors {
+        SpareTensors(Mutex::new(tensors))
     }
 
     fn take(&self, shape: &[usize], dtype: DType) -> Option<Tensor> {
@@ -218,17 +220,17 @@ impl Spare {
     }
 }
 
-/// Whether a weight of 16-bit floats is kept as it is.
+/// Whether a weight with 16-bit floats is stored unchanged.
 fn is_stored(weight: &Weight, keep: DType) -> bool {
     matches!((keep, weight.dtype), (DType::BF16, Stored::BF16) | (DType::F16, Stored::F16))
 }
 
-/// Writes a weight into a tensor of its shape: as it is, or as floats of 32 bits.
+/// Writes a weight into a tensor of its shape: 16-bit floats unchanged, others as f32.
 fn fill(name: &str, weight: &Weight, tensor: &Tensor) -> Result<()> {
     let mut done = Ok(());
     let filled = if is_stored(weight, tensor.dtype()) {
         change(tensor, |values: &mut [u16]| {
-            done = words(name, weight, values);
+            done = read_half_bits(name, weight, values);
             Ok(())
         })
     } else {
@@ -241,7 +243,7 @@ fn fill(name: &str, weight: &Weight, tensor: &Tensor) -> Result<()> {
     done
 }
 
-/// A weight as a tensor: quantized and sparse weights as the floats they stand for.
+/// Loads a weight as a tensor; quantized and sparse weights are converted to dense floats.
 fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) -> Result<Tensor> {
     let failed = |e: candle_core::Error| Error::tensor(name, format!("cannot be loaded: {e}"), "");
     let shape = weight.shape.as_slice();
@@ -250,7 +252,7 @@ fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) -> Result<T
         return Tensor::from_vec(values, shape, device).and_then(|t| t.to_dtype(keep)).map_err(failed);
     }
     let mut values = vec![0u16; weight.elements()];
-    words(name, weight, &mut values)?;
+    read_half_bits(name, weight, &mut values)?;
     match keep {
         DType::BF16 => Tensor::from_vec(values.reinterpret_into::<bf16>(), shape, device),
         _ => Tensor::from_vec(values.reinterpret_into::<f16>(), shape, device),
@@ -258,8 +260,8 @@ fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) -> Result<T
     .map_err(failed)
 }
 
-/// Writes the elements of a weight of 16-bit floats, as bits.
-fn words(name: &str, weight: &Weight, values: &mut [u16]) -> Result<()> {
+/// Writes the elements of a weight of 16-bit floats as bits.
+fn read_half_bits(name: &str, weight: &Weight, values: &mut [u16]) -> Result<()> {
     let mut left = values.iter_mut();
     weight.dense(name).visit(1, &mut |block| {
         let words = block.now.values.as_chunks().0;

@@ -1,6 +1,6 @@
-//! What is held in memory when: every change of the accounts in a few steps, and what was there when it was most.
+//! Allocation trace: every allocation and release in a few steps, and the allocations at the peak.
 //!
-//! The form for viewers is the Trace Event Format of Chrome, which Perfetto reads too.
+//! The output format is Chrome's Trace Event Format, which Perfetto also reads.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -11,21 +11,22 @@ use super::MemoryCategory;
 use crate::analysis;
 use crate::ir::Graph;
 
-/// Steps that are kept whole, beside that of the peak; before the first lies what is loaded.
-const FIRST: usize = 3;
-/// Changes that are kept of a step; of those behind, peaks alone.
-const CHANGES: usize = 20_000;
-/// Points of the picture of a step.
+/// Number of steps that are recorded completely, in addition to that of the peak and to loading before
+/// the first step.
+const FIRST_STEPS: usize = 3;
+/// Maximum number of changes recorded per step; beyond it, only peaks are recorded.
+const MAX_CHANGES: usize = 20_000;
+/// Number of points in the timeline of a step.
 const POINTS: usize = 240;
-/// Names and kinds that a peak is explained with.
+/// Number of names and kinds listed in the explanation of a peak.
 const NAMED: usize = 3;
 
 /// Bytes by category.
 type Levels = [u64; MemoryCategory::ALL.len()];
 
-/// One tensor, or a sum where no more is known.
+/// One tensor, or a total without a name.
 #[derive(Debug, Clone)]
-struct Held {
+struct Allocation {
     id: u64,
     name: String,
     bytes: u64,
@@ -33,58 +34,58 @@ struct Held {
 
 #[derive(Debug, Clone)]
 enum Change {
-    Taken(MemoryCategory, Held),
-    Given(MemoryCategory, u64),
-    /// Work begins on a node, or on what has no node.
-    Place(&'static str, String),
-    /// Where single changes are kept no longer.
+    Allocated(MemoryCategory, Allocation),
+    Released(MemoryCategory, u64),
+    /// Work starts on a node, or on a phase without a node.
+    Phase(&'static str, String),
+    /// Levels beyond the maximum number of recorded changes.
     Levels(Levels),
 }
 
 #[derive(Debug, Clone, Default)]
 struct Step {
     number: u64,
-    /// What was held when it began.
-    before: Vec<(MemoryCategory, Held)>,
-    /// With nanoseconds since the trace began.
+    /// Allocations at the start of the step.
+    before: Vec<(MemoryCategory, Allocation)>,
+    /// Changes with nanoseconds since the start of the trace.
     changes: Vec<(u64, Change)>,
     begin: u64,
     end: u64,
 }
 
-/// What was held when it was most.
+/// The allocations at the peak of memory use.
 #[derive(Debug, Clone, Default)]
 pub struct Peak {
-    /// Counted from 1; 0 before the first.
+    /// Number of the step from 1; 0 before the first.
     pub step: u64,
-    /// What was being done: `forward`, `backward`, `recomputation`, `losses`, `gradients`, `optimizer`.
+    /// The phase: `forward`, `backward`, `recomputation`, `losses`, `gradients`, `optimizer`.
     pub phase: &'static str,
-    /// The node at work; empty where there is none.
+    /// The current node; empty if there is none.
     pub node: String,
-    /// Category, name and bytes, the largest first.
+    /// Category, name and bytes, largest first.
     pub tensors: Vec<(MemoryCategory, String, u64)>,
 }
 
 impl Peak {
-    /// Of all.
+    /// Total bytes.
     pub fn total(&self) -> u64 {
         self.tensors.iter().map(|(.., bytes)| bytes).sum()
     }
 }
 
-/// A record of the accounts over time.
+/// A recording of memory accounting over time.
 #[derive(Debug, Clone)]
 pub struct MemoryTrace {
     start: Instant,
     next: u64,
-    held: [Vec<Held>; MemoryCategory::ALL.len()],
-    place: (&'static str, String),
+    live: [Vec<Allocation>; MemoryCategory::ALL.len()],
+    phase: (&'static str, String),
     step: Step,
-    kept: Vec<Step>,
+    recorded: Vec<Step>,
     highest: Option<Step>,
     peak: Peak,
     most: u64,
-    /// Memory rises, and may rise further before it is told what it is.
+    /// Memory use is at a new maximum that is not recorded as the peak yet.
     rising: bool,
 }
 
@@ -93,10 +94,10 @@ impl Default for MemoryTrace {
         MemoryTrace {
             start: Instant::now(),
             next: 0,
-            held: Default::default(),
-            place: ("loading", String::new()),
+            live: Default::default(),
+            phase: ("loading", String::new()),
             step: Step::default(),
-            kept: Vec::new(),
+            recorded: Vec::new(),
             highest: None,
             peak: Peak::default(),
             most: 0,
@@ -111,90 +112,91 @@ impl MemoryTrace {
     }
 
     fn levels(&self) -> Levels {
-        MemoryCategory::ALL.map(|category| self.held[category as usize].iter().map(|held| held.bytes).sum())
+        MemoryCategory::ALL.map(|category| self.live[category as usize].iter().map(|allocation| allocation.bytes).sum())
     }
 
     fn push(&mut self, change: Change) {
-        if self.step.changes.len() < CHANGES {
+        if self.step.changes.len() < MAX_CHANGES {
             let now = self.now();
             self.step.changes.push((now, change));
         }
     }
 
-    pub(super) fn take(&mut self, category: MemoryCategory, name: &str, bytes: u64, all: u64) {
+    pub(super) fn allocate(&mut self, category: MemoryCategory, name: &str, bytes: u64, all: u64) {
         if bytes == 0 {
             return;
         }
-        let held = Held { id: self.next, name: name.to_owned(), bytes };
+        let allocation = Allocation { id: self.next, name: name.to_owned(), bytes };
         self.next += 1;
-        self.push(Change::Taken(category, held.clone()));
-        self.held[category as usize].push(held);
+        self.push(Change::Allocated(category, allocation.clone()));
+        self.live[category as usize].push(allocation);
         if all > self.most {
             (self.most, self.rising) = (all, true);
         }
     }
 
-    /// Bytes under a name go; where nothing has the name, so many of the category.
-    pub(super) fn give(&mut self, category: MemoryCategory, name: &str, mut bytes: u64) {
+    /// Releases bytes of allocations with this name, or of any in the category if none has it.
+    pub(super) fn release(&mut self, category: MemoryCategory, name: &str, mut bytes: u64) {
         self.settle();
         while bytes > 0 {
-            let list = &mut self.held[category as usize];
-            let Some(at) = list.iter().rposition(|held| held.name == name).or_else(|| list.len().checked_sub(1)) else { return };
-            let held = list.swap_remove(at);
-            self.push(Change::Given(category, held.id));
-            if held.bytes > bytes {
-                let rest = Held { id: self.next, bytes: held.bytes - bytes, name: held.name };
+            let list = &mut self.live[category as usize];
+            let Some(at) = list.iter().rposition(|allocation| allocation.name == name).or_else(|| list.len().checked_sub(1)) else { return };
+            let allocation = list.swap_remove(at);
+            self.push(Change::Released(category, allocation.id));
+            if allocation.bytes > bytes {
+                let rest = Allocation { id: self.next, bytes: allocation.bytes - bytes, name: allocation.name };
                 self.next += 1;
-                self.push(Change::Taken(category, rest.clone()));
-                self.held[category as usize].push(rest);
+                self.push(Change::Allocated(category, rest.clone()));
+                self.live[category as usize].push(rest);
                 return;
             }
-            bytes -= held.bytes;
+            bytes -= allocation.bytes;
         }
     }
 
-    pub(super) fn place(&mut self, phase: &'static str, node: &str) {
+    pub(super) fn enter_phase(&mut self, phase: &'static str, node: &str) {
         self.settle();
-        self.place = (phase, node.to_owned());
-        self.push(Change::Place(phase, node.to_owned()));
+        self.phase = (phase, node.to_owned());
+        self.push(Change::Phase(phase, node.to_owned()));
     }
 
     pub(super) fn begin(&mut self, number: Option<u64>) {
         self.settle();
         let now = self.now();
         self.step.end = now;
-        let before = MemoryCategory::ALL.into_iter().flat_map(|category| self.held[category as usize].iter().map(move |held| (category, held.clone())));
+        let before =
+            MemoryCategory::ALL.into_iter().flat_map(|category| self.live[category as usize].iter().map(move |allocation| (category, allocation.clone())));
         let number = number.unwrap_or(self.step.number + 1);
         let next = Step { number, before: before.collect(), changes: Vec::new(), begin: now, end: now };
         self.close(next);
     }
 
-    /// Puts a step that is over where it is kept, if anywhere.
+    /// Stores a finished step if it is to be recorded.
     fn close(&mut self, next: Step) {
         let step = std::mem::replace(&mut self.step, next);
-        if self.kept.len() <= FIRST {
-            self.kept.push(step);
+        if self.recorded.len() <= FIRST_STEPS {
+            self.recorded.push(step);
         } else if step.number == self.peak.step {
             self.highest = Some(step);
         }
     }
 
-    /// Tells what is held, where that is the most so far.
+    /// Records the current allocations as the peak if they are a new maximum.
     fn settle(&mut self) {
         if !std::mem::take(&mut self.rising) {
             return;
         }
-        let all = MemoryCategory::ALL.into_iter().flat_map(|category| self.held[category as usize].iter().map(move |held| (category, held)));
-        let mut tensors: Vec<_> = all.map(|(category, held)| (category, held.name.clone(), held.bytes)).collect();
+        let all = MemoryCategory::ALL.into_iter().flat_map(|category| self.live[category as usize].iter().map(move |allocation| (category, allocation)));
+        let mut tensors: Vec<_> = all.map(|(category, allocation)| (category, allocation.name.clone(), allocation.bytes)).collect();
         tensors.sort_by(|a, b| b.2.cmp(&a.2).then_with(|| a.1.cmp(&b.1)));
-        self.peak = Peak { step: self.step.number, phase: self.place.0, node: self.place.1.clone(), tensors };
-        if self.step.changes.len() >= CHANGES {
+        self.peak = Peak { step: self.step.number, phase: self.phase.0, node: self.phase.1.clone(), tensors };
+        if self.step.changes.len() >= MAX_CHANGES {
             let (now, levels) = (self.now(), self.levels());
             self.step.changes.push((now, Change::Levels(levels)));
         }
     }
 
-    /// The record as it is, the step that goes on being over.
+    /// A snapshot of the trace, as if the current step had ended.
     pub(super) fn finished(&self) -> MemoryTrace {
         let mut trace = self.clone();
         trace.settle();
@@ -203,17 +205,17 @@ impl MemoryTrace {
         trace
     }
 
-    /// What was held when it was most.
+    /// The allocations at the peak.
     pub fn peak(&self) -> &Peak {
         &self.peak
     }
 
-    /// Steps that are kept, in their order.
+    /// The recorded steps in order.
     fn steps(&self) -> impl Iterator<Item = &Step> {
-        self.kept.iter().chain(&self.highest)
+        self.recorded.iter().chain(&self.highest)
     }
 
-    /// Events in the Trace Event Format, each pass a process.
+    /// Events in the Trace Event Format, each pass as a process.
     pub fn events(passes: &[(String, MemoryTrace)]) -> Value {
         let mut events = Vec::new();
         for ((pass, trace), process) in passes.iter().zip(1u64..) {
@@ -225,16 +227,16 @@ impl MemoryTrace {
         json!({ "traceEvents": events, "displayTimeUnit": "ms", "otherData": { "peaks": peaks } })
     }
 
-    /// The step of the peak as points of a stacked picture: milliseconds since it began, and bytes by category. Of points that lie close
-    /// together the highest stays.
-    pub fn picture(&self) -> Vec<Value> {
+    /// Points of a stacked chart of the step with the peak: milliseconds since its start, and bytes by
+    /// category. Nearby points are reduced to the highest.
+    pub fn timeline(&self) -> Vec<Value> {
         let Some(step) = self.steps().filter(|step| step.number == self.peak.step).last() else { return Vec::new() };
         let slice = (step.end - step.begin) / POINTS as u64 + 1;
         let mut highest: BTreeMap<u64, (u64, Levels)> = BTreeMap::new();
         let mut phases: BTreeMap<u64, &'static str> = BTreeMap::new();
         step.replay(&mut |at, levels, change| {
             let slot = (at - step.begin) / slice;
-            if let Some(Change::Place(phase, _)) = change {
+            if let Some(Change::Phase(phase, _)) = change {
                 phases.insert(slot, phase);
             }
             let best = highest.entry(slot).or_insert((at, *levels));
@@ -258,24 +260,24 @@ fn by_category(levels: &Levels) -> Map<String, Value> {
 }
 
 impl Step {
-    /// Goes through the levels: at the beginning, and behind each change.
+    /// Calls `each` with the levels at the start and after each change.
     fn replay<'s>(&'s self, each: &mut dyn FnMut(u64, &Levels, Option<&'s Change>)) {
         let mut levels = Levels::default();
         let mut sizes: BTreeMap<u64, u64> = BTreeMap::new();
-        for (category, held) in &self.before {
-            levels[*category as usize] += held.bytes;
-            sizes.insert(held.id, held.bytes);
+        for (category, allocation) in &self.before {
+            levels[*category as usize] += allocation.bytes;
+            sizes.insert(allocation.id, allocation.bytes);
         }
         each(self.begin, &levels, None);
         for (at, change) in &self.changes {
             match change {
-                Change::Taken(category, held) => {
-                    levels[*category as usize] += held.bytes;
-                    sizes.insert(held.id, held.bytes);
+                Change::Allocated(category, allocation) => {
+                    levels[*category as usize] += allocation.bytes;
+                    sizes.insert(allocation.id, allocation.bytes);
                 }
-                Change::Given(category, id) => levels[*category as usize] -= sizes.remove(id).unwrap_or(0),
+                Change::Released(category, id) => levels[*category as usize] -= sizes.remove(id).unwrap_or(0),
                 Change::Levels(all) => levels = *all,
-                Change::Place(..) => {}
+                Change::Phase(..) => {}
             }
             each(*at, &levels, Some(change));
         }
@@ -286,28 +288,28 @@ impl Step {
         let slice = |thread: u64, name: &str, from: u64, to: u64| json!({ "ph": "X", "name": name, "cat": "work", "pid": process, "tid": thread, "ts": micros(from), "dur": micros(to - from), "args": { "step": self.number } });
         let name = if self.number == 0 { "loading".to_owned() } else { format!("step {}", self.number) };
         events.push(slice(1, &name, self.begin, self.end));
-        let lasting = |ph: &str, category: MemoryCategory, held: &Held, at: u64| json!({ "ph": ph, "cat": category.name(), "name": held.name, "id": format!("{:#x}", held.id), "pid": process, "tid": 0, "ts": micros(at), "args": { "bytes": held.bytes, "step": self.number } });
-        let mut open: BTreeMap<u64, (MemoryCategory, &Held)> = BTreeMap::new();
-        let mut place: Option<(u64, String)> = None;
+        let lasting = |ph: &str, category: MemoryCategory, allocation: &Allocation, at: u64| json!({ "ph": ph, "cat": category.name(), "name": allocation.name, "id": format!("{:#x}", allocation.id), "pid": process, "tid": 0, "ts": micros(at), "args": { "bytes": allocation.bytes, "step": self.number } });
+        let mut open: BTreeMap<u64, (MemoryCategory, &Allocation)> = BTreeMap::new();
+        let mut open_phase: Option<(u64, String)> = None;
         let mut last = None;
-        for (category, held) in &self.before {
-            open.insert(held.id, (*category, held));
-            events.push(lasting("b", *category, held, self.begin));
+        for (category, allocation) in &self.before {
+            open.insert(allocation.id, (*category, allocation));
+            events.push(lasting("b", *category, allocation, self.begin));
         }
         self.replay(&mut |at, levels, change| {
             match change {
-                Some(Change::Taken(category, held)) => {
-                    open.insert(held.id, (*category, held));
-                    events.push(lasting("b", *category, held, at));
+                Some(Change::Allocated(category, allocation)) => {
+                    open.insert(allocation.id, (*category, allocation));
+                    events.push(lasting("b", *category, allocation, at));
                 }
-                Some(Change::Given(_, id)) => {
-                    if let Some((category, held)) = open.remove(id) {
-                        events.push(lasting("e", category, held, at));
+                Some(Change::Released(_, id)) => {
+                    if let Some((category, allocation)) = open.remove(id) {
+                        events.push(lasting("e", category, allocation, at));
                     }
                 }
-                Some(Change::Place(phase, node)) => {
+                Some(Change::Phase(phase, node)) => {
                     let name = if node.is_empty() { (*phase).to_owned() } else { format!("{phase}: {node}") };
-                    if let Some((from, name)) = place.replace((at, name)) {
+                    if let Some((from, name)) = open_phase.replace((at, name)) {
                         events.push(slice(2, &name, from, at));
                     }
                 }
@@ -318,10 +320,10 @@ impl Step {
                 last = Some(*levels);
             }
         });
-        if let Some((from, name)) = place {
+        if let Some((from, name)) = open_phase {
             events.push(slice(2, &name, from, self.end));
         }
-        events.extend(open.into_values().map(|(category, held)| lasting("e", category, held, self.end)));
+        events.extend(open.into_values().map(|(category, allocation)| lasting("e", category, allocation, self.end)));
     }
 }
 
@@ -332,11 +334,11 @@ impl Peak {
         json!({ "pass": pass, "step": self.step, "phase": self.phase, "node": self.node, "bytes": self.total(), "tensors": tensors })
     }
 
-    /// Where memory was most and what took it, in a sentence.
+    /// One sentence about where the peak occurred and what it consisted of.
     pub fn explain(&self, graph: &Graph) -> String {
         let layers = analysis::layers(graph);
         let layer = layers.iter().flat_map(|layers| layers.layers.iter().enumerate()).find(|(_, layer)| layer.nodes.contains(&self.node));
-        let place = match (self.node.as_str(), layer) {
+        let phase = match (self.node.as_str(), layer) {
             ("", _) => self.phase.to_owned(),
             (node, Some((number, _))) => format!("{} of layer {number} (`{node}`)", self.phase),
             (node, None) => format!("{} of `{node}`", self.phase),
@@ -364,11 +366,11 @@ impl Peak {
             format!("{part} (of which {})", named.join(", "))
         });
         let step = if self.step == 0 { String::new() } else { format!(" in step {}", self.step) };
-        format!("memory was most, {}, at the {place}{step}: {}", size(self.total()), parts.collect::<Vec<_>>().join(", "))
+        format!("peak memory of {} in the {phase}{step}: {}", size(self.total()), parts.collect::<Vec<_>>().join(", "))
     }
 }
 
-/// Before the name of a value whose gradient waits.
+/// Prefix for the gradient of a value.
 pub(super) const GRADIENT: &str = "gradient of ";
 
 #[cfg(test)]
@@ -378,7 +380,7 @@ mod tests {
     use super::super::MemoryTracker;
     use super::*;
 
-    /// The highest sum of all counters, after the form of the events was checked.
+    /// Validates the events and returns the highest sum of all counters.
     fn highest(trace: &MemoryTrace) -> u64 {
         let events = MemoryTrace::events(&[("pass".to_owned(), trace.clone())]);
         let (mut open, mut highest) = (BTreeSet::new(), 0);
@@ -391,7 +393,7 @@ mod tests {
                 "C" => highest = highest.max(event["args"].as_object().unwrap().values().map(|bytes| bytes.as_u64().unwrap()).sum()),
                 "X" => assert!(event["dur"].as_f64().unwrap() >= 0.0, "{event}"),
                 "b" => assert!(open.insert(id), "{event} begins twice"),
-                "e" => assert!(open.remove(&id), "{event} ends what has not begun"),
+                "e" => assert!(open.remove(&id), "{event} ends without a start"),
                 _ => assert_eq!(phase, "M"),
             }
         }
@@ -402,21 +404,21 @@ mod tests {
     fn step(tracker: &MemoryTracker, number: u64, bytes: u64) {
         tracker.begin_step(Some(number));
         tracker.work_on("forward", "a");
-        tracker.take_for(MemoryCategory::Activations, "a", bytes).unwrap();
+        tracker.allocate_named(MemoryCategory::Activations, "a", bytes).unwrap();
         tracker.work_on("backward", "a");
-        tracker.take_for(MemoryCategory::Activations, "gradient of a", 2 * bytes).unwrap();
-        tracker.take_for(MemoryCategory::Gradients, "w", 8).unwrap();
-        tracker.give_for(MemoryCategory::Activations, "a", bytes);
-        tracker.give_for(MemoryCategory::Activations, "gradient of a", 2 * bytes);
+        tracker.allocate_named(MemoryCategory::Activations, "gradient of a", 2 * bytes).unwrap();
+        tracker.allocate_named(MemoryCategory::Gradients, "w", 8).unwrap();
+        tracker.release_named(MemoryCategory::Activations, "a", bytes);
+        tracker.release_named(MemoryCategory::Activations, "gradient of a", 2 * bytes);
         tracker.work_on("optimizer", "");
         tracker.set(MemoryCategory::Gradients, 0).unwrap();
         tracker.set(MemoryCategory::Optimizer, 16).unwrap();
     }
 
     #[test]
-    fn the_record_agrees_with_the_accounts() {
+    fn the_trace_agrees_with_the_tracker() {
         let tracker = MemoryTracker::default().recorded();
-        tracker.take_for(MemoryCategory::Weights, "w", 100).unwrap();
+        tracker.allocate_named(MemoryCategory::Weights, "w", 100).unwrap();
         for (number, bytes) in [10, 20, 10, 10, 50, 10, 30].into_iter().enumerate() {
             step(&tracker, number as u64 + 1, bytes);
             let trace = tracker.trace().unwrap();
@@ -429,31 +431,31 @@ mod tests {
         assert_eq!(peak.tensors[0], (MemoryCategory::Activations, "gradient of a".to_owned(), 100));
         assert_eq!(trace.steps().map(|step| step.number).collect::<Vec<_>>(), [0, 1, 2, 3, 5]);
         let sum = |point: &Value| MemoryCategory::ALL.iter().map(|category| point[category.name()].as_u64().unwrap()).sum::<u64>();
-        assert_eq!(trace.picture().iter().map(sum).max(), Some(274));
+        assert_eq!(trace.timeline().iter().map(sum).max(), Some(274));
     }
 
     #[test]
-    fn bytes_without_a_name_go_all_the_same() {
+    fn unnamed_bytes_are_released() {
         let tracker = MemoryTracker::default().recorded();
-        tracker.take_for(MemoryCategory::Gradients, "a", 10).unwrap();
-        tracker.take(MemoryCategory::Gradients, 5).unwrap();
-        tracker.give(MemoryCategory::Gradients, 8);
+        tracker.allocate_named(MemoryCategory::Gradients, "a", 10).unwrap();
+        tracker.allocate(MemoryCategory::Gradients, 5).unwrap();
+        tracker.release(MemoryCategory::Gradients, 8);
         assert_eq!(tracker.all(), 7);
         tracker.set(MemoryCategory::Gradients, 3).unwrap();
-        tracker.give(MemoryCategory::Gradients, u64::MAX);
+        tracker.release(MemoryCategory::Gradients, u64::MAX);
         assert_eq!((tracker.all(), highest(&tracker.trace().unwrap())), (0, 15));
     }
 
     #[test]
-    fn long_steps_are_cut_and_keep_their_peak() {
+    fn long_steps_are_truncated_with_their_peak() {
         let tracker = MemoryTracker::default().recorded();
         tracker.begin_step(Some(1));
-        for bytes in 0..CHANGES as u64 {
-            tracker.take_for(MemoryCategory::Data, "a", 10 + bytes).unwrap();
-            tracker.give_for(MemoryCategory::Data, "a", 10 + bytes);
+        for bytes in 0..MAX_CHANGES as u64 {
+            tracker.allocate_named(MemoryCategory::Data, "a", 10 + bytes).unwrap();
+            tracker.release_named(MemoryCategory::Data, "a", 10 + bytes);
         }
         let trace = tracker.trace().unwrap();
         assert_eq!(highest(&trace), tracker.peaks().1);
-        assert!(trace.picture().len() <= POINTS);
+        assert!(trace.timeline().len() <= POINTS);
     }
 }

@@ -1,4 +1,4 @@
-//! Accounts of memory: what tensors of a training step take, by category, and a budget that they may not exceed.
+//! Memory accounting of training steps by category, with an optional budget.
 
 use std::sync::Mutex;
 
@@ -6,25 +6,25 @@ use super::memory_trace::MemoryTrace;
 use crate::error::{Error, Result};
 use crate::work::lock;
 
-/// What memory is for.
+/// Purpose of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryCategory {
-    /// Parameters, in the precision in which they are kept and in that of the computation.
+    /// Parameters, in their stored precision and in that of the computation.
     Weights,
     /// Gradients of parameters.
     Gradients,
     /// State of the optimizer.
     Optimizer,
-    /// Values between nodes, and their gradients.
+    /// Activations and their gradients.
     Activations,
-    /// The teacher's parameters and values.
+    /// Parameters and activations of the teacher.
     Teacher,
     /// Samples on the device.
     Data,
 }
 
 impl MemoryCategory {
-    /// All of them.
+    /// All categories.
     pub const ALL: [MemoryCategory; 6] = [
         MemoryCategory::Weights,
         MemoryCategory::Gradients,
@@ -34,7 +34,7 @@ impl MemoryCategory {
         MemoryCategory::Data,
     ];
 
-    /// Its name in reports.
+    /// Name in reports.
     pub fn name(self) -> &'static str {
         match self {
             MemoryCategory::Weights => "weights",
@@ -48,14 +48,14 @@ impl MemoryCategory {
 }
 
 #[derive(Debug, Default)]
-struct Book {
+struct Ledger {
     now: [u64; 6],
     peak: [u64; 6],
     most: u64,
     trace: Option<Box<MemoryTrace>>,
 }
 
-impl Book {
+impl Ledger {
     fn add(&mut self, category: MemoryCategory, name: &str, bytes: u64) -> u64 {
         let at = category as usize;
         self.now[at] += bytes;
@@ -63,7 +63,7 @@ impl Book {
         let all = self.now.iter().sum();
         self.most = self.most.max(all);
         if let Some(trace) = &mut self.trace {
-            trace.take(category, name, bytes, all);
+            trace.allocate(category, name, bytes, all);
         }
         all
     }
@@ -73,121 +73,121 @@ impl Book {
         let bytes = bytes.min(*now);
         *now -= bytes;
         if let Some(trace) = &mut self.trace {
-            trace.give(category, name, bytes);
+            trace.release(category, name, bytes);
         }
     }
 }
 
-/// The accounts.
+/// Memory accounting.
 #[derive(Debug, Default)]
 pub struct MemoryTracker {
     budget: Option<u64>,
-    book: Mutex<Book>,
+    ledger: Mutex<Ledger>,
 }
 
 impl MemoryTracker {
-    /// Accounts that refuse what would go beyond a number of bytes.
+    /// A tracker that refuses allocations beyond a budget in bytes.
     pub fn with_budget(budget: Option<u64>) -> MemoryTracker {
-        MemoryTracker { budget, book: Mutex::default() }
+        MemoryTracker { budget, ledger: Mutex::default() }
     }
 
-    /// The same, keeping a record over time.
+    /// Also records a trace over time.
     #[must_use]
     pub fn recorded(self) -> MemoryTracker {
-        lock(&self.book).trace = Some(Box::default());
+        lock(&self.ledger).trace = Some(Box::default());
         self
     }
 
-    /// Enters bytes.
+    /// Records an allocation.
     ///
     /// # Errors
-    /// The budget is exceeded; the bytes are entered all the same, for `give` follows when the tensor goes.
-    pub fn take(&self, category: MemoryCategory, bytes: u64) -> Result<()> {
-        self.take_for(category, category.name(), bytes)
+    /// The budget is exceeded. The bytes are recorded nevertheless, because a release follows when the
+    /// tensor is dropped.
+    pub fn allocate(&self, category: MemoryCategory, bytes: u64) -> Result<()> {
+        self.allocate_named(category, category.name(), bytes)
     }
 
-    /// The same, under a name for the record.
+    /// Records an allocation under a name for the trace.
     ///
     /// # Errors
-    /// As [`take`](MemoryTracker::take).
-    pub fn take_for(&self, category: MemoryCategory, name: &str, bytes: u64) -> Result<()> {
-        let all = lock(&self.book).add(category, name, bytes);
+    /// As [`allocate`](MemoryTracker::allocate).
+    pub fn allocate_named(&self, category: MemoryCategory, name: &str, bytes: u64) -> Result<()> {
+        let all = lock(&self.ledger).add(category, name, bytes);
         self.require_room(all, category, bytes)
     }
 
     fn require_room(&self, all: u64, category: MemoryCategory, bytes: u64) -> Result<()> {
         match self.budget {
-            Some(budget) if all > budget => Err(Error::OutOfMemory {
-                what: format!("{} of {bytes} bytes", category.name()),
-                reason: format!("{all} bytes are more than the budget of {budget}"),
-            }),
+            Some(budget) if all > budget => {
+                Err(Error::OutOfMemory { what: format!("{} of {bytes} bytes", category.name()), reason: format!("{all} bytes exceed the budget of {budget}") })
+            }
             _ => Ok(()),
         }
     }
 
-    /// Takes bytes off.
-    pub fn give(&self, category: MemoryCategory, bytes: u64) {
-        self.give_for(category, category.name(), bytes);
+    /// Records the release of bytes.
+    pub fn release(&self, category: MemoryCategory, bytes: u64) {
+        self.release_named(category, category.name(), bytes);
     }
 
-    /// Takes bytes off that were entered under a name.
-    pub fn give_for(&self, category: MemoryCategory, name: &str, bytes: u64) {
-        lock(&self.book).remove(category, name, bytes);
+    /// Records the release of bytes that were allocated under a name.
+    pub fn release_named(&self, category: MemoryCategory, name: &str, bytes: u64) {
+        lock(&self.ledger).remove(category, name, bytes);
     }
 
-    /// Begins a step: of this number, or of the next one.
+    /// Starts a step with this number, or with the next one.
     pub fn begin_step(&self, number: Option<u64>) {
-        if let Some(trace) = &mut lock(&self.book).trace {
+        if let Some(trace) = &mut lock(&self.ledger).trace {
             trace.begin(number);
         }
     }
 
-    /// What is done from now on, and at which node.
+    /// Sets the current phase and node.
     pub fn work_on(&self, phase: &'static str, node: &str) {
-        if let Some(trace) = &mut lock(&self.book).trace {
-            trace.place(phase, node);
+        if let Some(trace) = &mut lock(&self.ledger).trace {
+            trace.enter_phase(phase, node);
         }
     }
 
-    /// The record so far, if one is kept.
+    /// The trace so far, if it is recorded.
     pub fn trace(&self) -> Option<MemoryTrace> {
-        lock(&self.book).trace.as_ref().map(|trace| trace.finished())
+        lock(&self.ledger).trace.as_ref().map(|trace| trace.finished())
     }
 
-    /// Takes over the record of other accounts, where one is kept here.
+    /// Copies the trace of another tracker, if this one records a trace.
     pub fn adopt(&self, other: &MemoryTracker) {
-        if let (Some(trace), Some(found)) = (&mut lock(&self.book).trace, other.trace()) {
+        if let (Some(trace), Some(found)) = (&mut lock(&self.ledger).trace, other.trace()) {
             **trace = found;
         }
     }
 
-    /// Makes an account say a number of bytes.
+    /// Sets the bytes of a category.
     ///
     /// # Errors
-    /// As [`take`](MemoryTracker::take).
+    /// As [`allocate`](MemoryTracker::allocate).
     pub fn set(&self, category: MemoryCategory, bytes: u64) -> Result<()> {
-        let mut book = lock(&self.book);
-        let now = book.now[category as usize];
-        book.remove(category, category.name(), now.saturating_sub(bytes));
-        let all = book.add(category, category.name(), bytes.saturating_sub(now));
-        drop(book);
+        let mut ledger = lock(&self.ledger);
+        let now = ledger.now[category as usize];
+        ledger.remove(category, category.name(), now.saturating_sub(bytes));
+        let all = ledger.add(category, category.name(), bytes.saturating_sub(now));
+        drop(ledger);
         self.require_room(all, category, bytes)
     }
 
-    /// What a category takes now.
+    /// Current bytes of a category.
     pub fn now(&self, category: MemoryCategory) -> u64 {
-        lock(&self.book).now[category as usize]
+        lock(&self.ledger).now[category as usize]
     }
 
-    /// What everything takes now.
+    /// Current bytes of all categories.
     pub fn all(&self) -> u64 {
-        lock(&self.book).now.iter().sum()
+        lock(&self.ledger).now.iter().sum()
     }
 
-    /// What each category has taken at most, and all together.
+    /// Peak bytes of each category, and of all together.
     pub fn peaks(&self) -> (Vec<(MemoryCategory, u64)>, u64) {
-        let book = lock(&self.book);
-        (MemoryCategory::ALL.into_iter().map(|category| (category, book.peak[category as usize])).collect(), book.most)
+        let ledger = lock(&self.ledger);
+        (MemoryCategory::ALL.into_iter().map(|category| (category, ledger.peak[category as usize])).collect(), ledger.most)
     }
 }
 
@@ -196,15 +196,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_budget_is_held_over_all_purposes() {
+    fn the_budget_covers_all_categories() {
         let memory_tracker = MemoryTracker::with_budget(Some(100));
-        memory_tracker.take(MemoryCategory::Weights, 60).unwrap();
-        memory_tracker.take(MemoryCategory::Activations, 40).unwrap();
-        let error = memory_tracker.take(MemoryCategory::Activations, 1).unwrap_err();
+        memory_tracker.allocate(MemoryCategory::Weights, 60).unwrap();
+        memory_tracker.allocate(MemoryCategory::Activations, 40).unwrap();
+        let error = memory_tracker.allocate(MemoryCategory::Activations, 1).unwrap_err();
         assert!(error.is_out_of_memory() && error.to_string().contains("budget"), "{error}");
-        memory_tracker.give(MemoryCategory::Activations, 41);
+        memory_tracker.release(MemoryCategory::Activations, 41);
         memory_tracker.set(MemoryCategory::Weights, 10).unwrap();
-        memory_tracker.take(MemoryCategory::Activations, 90).unwrap();
+        memory_tracker.allocate(MemoryCategory::Activations, 90).unwrap();
         assert_eq!(memory_tracker.now(MemoryCategory::Weights), 10);
         assert_eq!(memory_tracker.peaks().1, 101);
     }

@@ -1,7 +1,6 @@
-//! Answers that need tensors: candle runs the graph.
+//! Execution of graphs with candle.
 
 mod account;
-mod ahead;
 mod blockwise;
 mod blockwise_options;
 mod device;
@@ -12,17 +11,18 @@ mod gpu;
 mod gpu;
 mod host;
 mod inputs;
-mod kept;
 mod load;
+mod managed_tensor;
 mod memory_need;
 mod memory_trace;
 mod memory_tracker;
-mod paged;
+mod parameter_paging;
 mod plan;
+mod prefetch;
 mod rounding;
 mod run;
 mod sequence;
-mod shares;
+mod sharding;
 mod sizes;
 mod spill;
 mod tape;
@@ -30,17 +30,18 @@ pub mod transfer;
 
 pub use blockwise::Blockwise;
 pub use blockwise_options::BlockwiseOptions;
-pub use device::{Choice, name};
+pub(crate) use device::hardware;
+pub use device::{DeviceChoice, device_name};
 pub use gpu::DeviceMemory;
 pub(crate) use host::{bytes_of, change, floats_on_host, read};
-pub use kept::{Home, Kept};
 pub use load::{Parameters, Residence};
+pub use managed_tensor::{ManagedTensor, Placement};
 pub use memory_need::{MemoryNeed, Schedule, sizes_of, state_bytes};
 pub use memory_trace::{MemoryTrace, Peak};
 pub use memory_tracker::{MemoryCategory, MemoryTracker};
-pub use paged::Fetch;
+pub use parameter_paging::Fetch;
 pub use rounding::Rounding;
 pub use run::{Executor, Inputs, Observation, PartialRun};
-pub use sequence::{Answers, SequenceCache};
-pub use shares::{Pool, Shares};
+pub use sequence::{OutputTokens, SequenceCache};
+pub use sharding::{Collective, Sharding};
 pub use tape::{Forward, GradientSink, Pages, Tape, TapeForecast, Watch};

@@ -1,19 +1,19 @@
-//! A build without CUDA has no GPU to know anything of.
+//! Substitute for `gpu.rs` in builds without CUDA.
 #![allow(clippy::unused_self, clippy::unnecessary_wraps)]
 
 use candle_core::Device;
 
-/// Watches how much memory of a device is taken; without CUDA it sees nothing.
+/// Measures the peak of allocated device memory; without CUDA there is nothing to measure.
 #[derive(Debug)]
 pub struct DeviceMemory {}
 
 impl DeviceMemory {
-    /// Begins to watch.
+    /// Starts the measurement.
     pub fn watch(_device: &Device) -> DeviceMemory {
         DeviceMemory {}
     }
 
-    /// None: no GPU is used.
+    /// Returns `None`, because no GPU is used.
     pub fn peak(&self) -> Option<u64> {
         None
     }

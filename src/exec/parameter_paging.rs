@@ -1,4 +1,4 @@
-//! Parameters that are fetched when they are used, and dropped behind it.
+//! Parameters that are fetched for use and dropped afterwards.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -10,50 +10,50 @@ use super::{MemoryCategory, MemoryTracker, bytes_of};
 use crate::error::Result;
 use crate::work::lock;
 
-/// Makes a parameter out of its name, on the device that uses it.
+/// Returns the parameter with a name, on the device that uses it.
 pub type Fetch = dyn Fn(&str) -> Result<Tensor> + Send + Sync;
 
-/// Parameters out of memory, but for those of the block that is at work.
-pub(super) struct Paged {
+/// Parameters of which only those of the current block are in memory.
+pub(super) struct PagedParameters {
     fetch: Box<Fetch>,
-    held: Mutex<BTreeMap<String, Tensor>>,
+    resident: Mutex<BTreeMap<String, Tensor>>,
 }
 
-impl fmt::Debug for Paged {
+impl fmt::Debug for PagedParameters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Paged").field("held", &lock(&self.held).keys()).finish_non_exhaustive()
+        f.debug_struct("PagedParameters").field("resident", &lock(&self.resident).keys()).finish_non_exhaustive()
     }
 }
 
-impl Paged {
-    pub fn new(fetch: Box<Fetch>) -> Paged {
-        Paged { fetch, held: Mutex::default() }
+impl PagedParameters {
+    pub fn new(fetch: Box<Fetch>) -> PagedParameters {
+        PagedParameters { fetch, resident: Mutex::default() }
     }
 
-    /// A parameter: one that is held, or fetched for this use alone.
+    /// A resident parameter, or one that is fetched only for this use.
     pub fn get(&self, name: &str) -> Result<Tensor> {
-        let held = lock(&self.held).get(name).cloned();
-        held.map_or_else(|| (self.fetch)(name), Ok)
+        let resident = lock(&self.resident).get(name).cloned();
+        resident.map_or_else(|| (self.fetch)(name), Ok)
     }
 
-    /// Holds the parameters of these names, and no others.
+    /// Makes exactly the parameters with these names resident.
     pub fn enter(&self, names: &BTreeSet<String>, tracker: Option<&MemoryTracker>) -> Result<()> {
-        let mut held = lock(&self.held);
-        held.retain(|name, tensor| {
+        let mut resident = lock(&self.resident);
+        resident.retain(|name, tensor| {
             let stays = names.contains(name);
             if let Some(tracker) = tracker.filter(|_| !stays) {
-                tracker.give_for(MemoryCategory::Weights, name, bytes_of(tensor));
+                tracker.release_named(MemoryCategory::Weights, name, bytes_of(tensor));
             }
             stays
         });
         for name in names {
-            if held.contains_key(name) {
+            if resident.contains_key(name) {
                 continue;
             }
             let tensor = (self.fetch)(name)?;
             let bytes = bytes_of(&tensor);
-            held.insert(name.clone(), tensor);
-            tracker.map_or(Ok(()), |tracker| tracker.take_for(MemoryCategory::Weights, name, bytes))?;
+            resident.insert(name.clone(), tensor);
+            tracker.map_or(Ok(()), |tracker| tracker.allocate_named(MemoryCategory::Weights, name, bytes))?;
         }
         Ok(())
     }

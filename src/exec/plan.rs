@@ -1,4 +1,4 @@
-//! Which nodes are computed together, and which values are not needed after them.
+//! Execution plan: fusion of nodes, and lifetimes of values.
 
 use std::collections::BTreeMap;
 
@@ -6,18 +6,19 @@ use crate::analysis;
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Kind, Node, ValueId};
 
-/// Nodes that are computed in one go.
+/// Nodes that are computed as one step.
 #[derive(Debug)]
 pub(super) struct FusedNodes {
-    /// The first computes, the others are its epilogue; only the last one's value is seen.
+    /// The first node computes the value, the others are its epilogue. Only the value of the last node is
+    /// materialized.
     pub nodes: Vec<usize>,
-    /// Values that nobody reads afterwards.
+    /// Values that no later step reads.
     pub dead: Vec<ValueId>,
 }
 
-/// Linear layers and convolutions with what is done to their results alone: of the nodes that some values depend on, none of
-/// which is hidden within a step.
-pub(super) fn fused(graph: &Graph, visible: &dyn Fn(ValueId) -> bool) -> Vec<FusedNodes> {
+/// Plans the steps that compute the `visible` values, which are always materialized: linear layers and
+/// convolutions are fused with the elementwise ops that exclusively read their results.
+pub(super) fn steps(graph: &Graph, visible: &dyn Fn(ValueId) -> bool) -> Vec<FusedNodes> {
     let nodes = graph.nodes();
     let needed = graph.dependencies(graph.ids().filter(|id| visible(*id)));
     let mut readers: BTreeMap<ValueId, Vec<usize>> = BTreeMap::new();
@@ -28,33 +29,33 @@ pub(super) fn fused(graph: &Graph, visible: &dyn Fn(ValueId) -> bool) -> Vec<Fus
         Some([reader]) if !visible(id) => Some(*reader),
         _ => None,
     };
-    let mut taken = vec![false; nodes.len()];
+    let mut fused = vec![false; nodes.len()];
     let mut chains = Vec::new();
     for (index, node) in nodes.iter().enumerate() {
-        if taken[index] || !needed[node.output.index()] {
+        if fused[index] || !needed[node.output.index()] {
             continue;
         }
         let mut chain = vec![index];
         if matches!(node.op, Op::Linear(_) | Op::Conv(_)) {
             let mut value = node.output;
-            while let Some(reader) = only_reader(value).filter(|reader| !taken[*reader]) {
-                if !finishes(graph, node, &nodes[reader], value) {
+            while let Some(reader) = only_reader(value).filter(|reader| !fused[*reader]) {
+                if !can_be_epilogue(graph, node, &nodes[reader], value) {
                     break;
                 }
-                taken[reader] = true;
+                fused[reader] = true;
                 chain.push(reader);
                 value = nodes[reader].output;
             }
         }
         chains.push(chain);
     }
-    // A chain runs when everything that its last node reads is there.
+    // A chain runs as soon as all inputs of its last node are available.
     chains.sort_by_key(|chain| chain.last().copied());
     let dead = analysis::dead_after(graph, &chains);
     chains.into_iter().zip(dead).map(|(nodes, dead)| FusedNodes { nodes, dead }).collect()
 }
 
-fn finishes(graph: &Graph, first: &Node, next: &Node, value: ValueId) -> bool {
+fn can_be_epilogue(graph: &Graph, first: &Node, next: &Node, value: ValueId) -> bool {
     match &next.op {
         Op::Add(_) | Op::Mul(_) => next.inputs.iter().all(|id| graph.value(*id).kind != Kind::Param && graph.value(*id).ty == graph.value(value).ty),
         Op::BatchNorm(op) => matches!(first.op, Op::Conv(_)) && next.inputs[0] == value && !op.batch,
@@ -66,14 +67,14 @@ fn finishes(graph: &Graph, first: &Node, next: &Node, value: ValueId) -> bool {
 mod tests {
     use super::*;
 
-    /// The nodes' names, a line for a step.
+    /// The names of the nodes, one line per step.
     fn steps(graph: &Graph, visible: &dyn Fn(ValueId) -> bool) -> Vec<String> {
         let name = |index: &usize| graph.value(graph.nodes()[*index].output).name.clone();
-        fused(graph, visible).iter().map(|step| step.nodes.iter().map(name).collect::<Vec<_>>().join(" ")).collect()
+        super::steps(graph, visible).iter().map(|step| step.nodes.iter().map(name).collect::<Vec<_>>().join(" ")).collect()
     }
 
     #[test]
-    fn chains_end_where_others_read() {
+    fn chains_end_at_values_with_other_readers() {
         let mut b = crate::ir::Builder::unchecked();
         let x = b.input("x", crate::ir::TensorType::float([2, 4])).unwrap();
         let w = b.param("w", &[4, 4]).unwrap();
@@ -90,9 +91,10 @@ mod tests {
         b.output("relu", relu);
         let graph: Graph = b.finish().unwrap().to_string().parse().unwrap();
         let named = |name: &str| graph.ids().find(|id| graph.value(*id).name == name).unwrap();
-        // `act` belongs to `gate`, whose chain takes the product too, and so runs after `up`.
+        // `act` is fused into `gate`, whose chain also includes the product and therefore runs after
+        // `up`.
         assert_eq!(steps(&graph, &|id| graph.is_output(id)), ["up", "gate act gated", "down sum", "seen", "relu"]);
-        // Whoever looks at one value has nothing computed behind it, and everything else fused.
+        // For a single visible value, later nodes are not computed and everything else is fused.
         assert_eq!(steps(&graph, &|id| id == named("down")), ["up", "gate act gated", "down"]);
         assert_eq!(steps(&graph, &|id| id == named("act")), ["gate act"]);
         assert_eq!(steps(&graph, &|_| true).len(), graph.nodes().len());

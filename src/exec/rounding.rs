@@ -1,40 +1,42 @@
-//! What the consumer of quantized weights does to the inputs of their layers.
+//! Quantization of the inputs of layers with quantized weights, as the runtime of the model performs it.
 
 use candle_core::{D, DType, Tensor};
 
 use super::transfer::{self, Cause};
-use crate::ir::ops::{on_host, round_half_even};
-use crate::kernel::narrow;
+use crate::ir::ops::{ScalarOps, on_host, round_half_even};
+use crate::kernel::minifloat;
 use crate::store::ActivationScheme;
 
-/// How inputs of layers with int8 weights are rounded while the model runs.
+/// Dynamic quantization of the inputs of layers with int8 weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rounding {
-    /// Int8 with a scale for each token, as compressed-tensors computes it. The largest value of a token is 127.5 steps: a negative one
-    /// becomes -127 or -128 with the last bit of a division, so that two runs of a whole model whose sums differ by a bit can differ by
-    /// such steps. vLLM's kernels take 127 steps.
+    /// Int8 with a scale per token, as compressed-tensors computes it. The largest magnitude of a token
+    /// is 127.5 steps: a negative one rounds to -127 or -128 depending on the last bit of the division,
+    /// so that two runs with sums that differ in one bit can differ by a step. vLLM's kernels use 127
+    /// steps.
     Token,
-    /// Uint8 with a scale and a zero point for the whole tensor: ONNX's `DynamicQuantizeLinear`.
+    /// Uint8 with a scale and a zero point per tensor, as ONNX's `DynamicQuantizeLinear`.
     Tensor,
 }
 
 impl Rounding {
-    /// What a layer computes with whose weight asks for this scheme. ONNX has none of FP8 and FP4: there, activations stay floats.
-    pub(crate) fn of(self, scheme: ActivationScheme, x: &Tensor) -> candle_core::Result<Tensor> {
+    /// Quantizes and dequantizes the input of a layer whose weight specifies this scheme. ONNX does not
+    /// support the FP8 and FP4 schemes, and activations stay in floating point there.
+    pub(crate) fn round_input(self, scheme: ActivationScheme, x: &Tensor) -> candle_core::Result<Tensor> {
         match (scheme, self) {
             (ActivationScheme::DynamicToken, _) => self.apply(x),
             (ActivationScheme::None | ActivationScheme::Static(_), _) | (_, Rounding::Tensor) => Ok(x.clone()),
             (_, Rounding::Token) => {
-                // On the host, wherever the rest is computed: no device has all of these formats.
+                // On the host for every device, because no device supports all of these formats.
                 let mut values = transfer::values::<f32>(x, Cause::Answers)?;
                 floats(scheme, x.dim(D::Minus1)?.max(1), &mut values);
                 let rounded = Tensor::from_vec(values, x.dims(), &candle_core::Device::Cpu)?.to_dtype(x.dtype())?;
-                transfer::beside(&rounded, x.device(), Cause::Answers)
+                transfer::move_to(&rounded, x.device(), Cause::Answers)
             }
         }
     }
 
-    /// The numbers that the integers stand for.
+    /// Quantizes to int8 and dequantizes.
     fn apply(self, x: &Tensor) -> candle_core::Result<Tensor> {
         let wide = x.to_dtype(DType::F32)?;
         if !on_host(x.device()) {
@@ -48,22 +50,22 @@ impl Rounding {
         Tensor::from_vec(values, x.dims(), x.device())?.to_dtype(x.dtype())
     }
 
-    /// The same in tensor operations.
+    /// As [`apply`](Self::apply), in tensor operations.
     fn by_operations(self, x: &Tensor) -> candle_core::Result<Tensor> {
         match self {
             Rounding::Token => {
                 let scale = (x.abs()?.max_keepdim(D::Minus1)? / 127.5)?;
-                // Only where all values are zero.
-                let scale = (&scale + (scale.eq(0.0)?.to_dtype(DType::F32)? * f64::from(f32::EPSILON))?)?;
-                round_half_even(&x.broadcast_div(&scale)?)?.clamp(-128f32, 127f32)?.broadcast_mul(&scale)
+                // Only for tokens that are entirely zero.
+                let scale = (&scale + (scale.eq_scalar(0.0)?.to_dtype(DType::F32)? * f64::from(f32::EPSILON))?)?;
+                round_half_even(&x.broadcast_div(&scale)?)?.clamp_scalar(-128.0, 127.0)?.broadcast_mul(&scale)
             }
             Rounding::Tensor => {
-                let (low, high) = (x.min_all()?.minimum(0.0)?, x.max_all()?.maximum(0.0)?);
+                let (low, high) = (x.min_all()?.minimum_scalar(0.0)?, x.max_all()?.maximum_scalar(0.0)?);
                 let scale = ((high - &low)? / 255.0)?;
-                // A tensor of zeros has steps of one.
-                let scale = (&scale + scale.eq(0.0)?.to_dtype(DType::F32)?)?;
-                let zero = round_half_even(&(low.neg()? / &scale)?)?.clamp(0f32, 255f32)?;
-                let integers = round_half_even(&x.broadcast_div(&scale)?)?.broadcast_add(&zero)?.clamp(0f32, 255f32)?;
+                // A tensor of zeros has scale 1.
+                let scale = (&scale + scale.eq_scalar(0.0)?.to_dtype(DType::F32)?)?;
+                let zero = round_half_even(&(low.neg()? / &scale)?)?.clamp_scalar(0.0, 255.0)?;
+                let integers = round_half_even(&x.broadcast_div(&scale)?)?.broadcast_add(&zero)?.clamp_scalar(0.0, 255.0)?;
                 integers.broadcast_sub(&zero)?.broadcast_mul(&scale)
             }
         }
@@ -78,10 +80,10 @@ fn token(row: &mut [f32]) {
     }
 }
 
-/// Tokens of `width` values as the floats of eight or four bits that they are rounded to, as compressed-tensors computes them.
+/// Rounds tokens with `width` values to 8-bit or 4-bit floats and back, as compressed-tensors computes it.
 fn floats(scheme: ActivationScheme, width: usize, values: &mut [f32]) {
-    let e4m3 = |values: &mut [f32], scale: f32| values.iter_mut().for_each(|x| *x = narrow::from_e4m3(narrow::to_e4m3(*x / scale)) * scale);
-    let e2m1 = |values: &mut [f32], scale: f32| values.iter_mut().for_each(|x| *x = narrow::from_e2m1(narrow::to_e2m1(*x / scale)) * scale);
+    let e4m3 = |values: &mut [f32], scale: f32| values.iter_mut().for_each(|x| *x = minifloat::from_e4m3(minifloat::to_e4m3(*x / scale)) * scale);
+    let e2m1 = |values: &mut [f32], scale: f32| values.iter_mut().for_each(|x| *x = minifloat::from_e2m1(minifloat::to_e2m1(*x / scale)) * scale);
     let largest = |values: &[f32]| values.iter().fold(0f32, |largest, x| largest.max(x.abs()));
     let or = |scale: f32, least: f32| if scale > 0.0 { scale } else { least };
     match scheme {
@@ -89,17 +91,17 @@ fn floats(scheme: ActivationScheme, width: usize, values: &mut [f32]) {
         ActivationScheme::Float8Token | ActivationScheme::Float8Group(_) => {
             let group = if let ActivationScheme::Float8Group(size) = scheme { size.max(1) } else { width };
             for values in values.chunks_mut(width).flat_map(|token| token.chunks_mut(group)) {
-                e4m3(values, or(largest(values) / narrow::E4M3_MAX, f32::EPSILON));
+                e4m3(values, or(largest(values) / minifloat::E4M3_MAX, f32::EPSILON));
             }
         }
         ActivationScheme::Mxfp4 => {
             for values in values.chunks_mut(width).flat_map(|token| token.chunks_mut(32)) {
-                e2m1(values, narrow::from_e8m0(narrow::e8m0_scale(largest(values), 2)));
+                e2m1(values, minifloat::from_e8m0(minifloat::e8m0_scale(largest(values), 2)));
             }
         }
         ActivationScheme::Nvfp4(by) => {
             for values in values.chunks_mut(width).flat_map(|token| token.chunks_mut(16)) {
-                let scale = narrow::from_e4m3(narrow::to_e4m3(by.scale() * (largest(values) / narrow::E2M1_MAX)));
+                let scale = minifloat::from_e4m3(minifloat::to_e4m3(by.scale() * (largest(values) / minifloat::E2M1_MAX)));
                 e2m1(values, or(scale, 0.125) / by.scale());
             }
         }
@@ -115,7 +117,7 @@ fn tensor(values: &mut [f32]) {
     }
 }
 
-/// Scale and zero point of 8 bits for a range that holds zero.
+/// Scale and zero point of 8 bits for a range that contains zero.
 fn range(low: f32, high: f32) -> (f32, f32) {
     let scale = (high - low) / 255.0;
     if scale > 0.0 { (scale, (-low / scale).round_ties_even().clamp(0.0, 255.0)) } else { (1.0, 0.0) }
@@ -160,13 +162,13 @@ mod tests {
         let wanted = [0.5, -1.0, 6.0, 0.0, -6.0, 3.0, 1.5, -0.5, 2.0, 4.0, -2.0, -3.0, -4.0, 1.0, 0.0, 0.5];
         assert_eq!(rounded(ActivationScheme::Nvfp4(Static::new(448.0, None)), 16, &example), wanted);
         assert_eq!(rounded(ActivationScheme::Mxfp4, 16, &example), wanted);
-        // Left as it is by ONNX.
+        // Unchanged with the rounding of ONNX.
         let x = Tensor::new(&[[448f32, 17.0]], &Device::Cpu).unwrap();
-        let of = |rounding: Rounding| rounding.of(ActivationScheme::Float8Token, &x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let of = |rounding: Rounding| rounding.round_input(ActivationScheme::Float8Token, &x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         assert_eq!((of(Rounding::Tensor), of(Rounding::Token)), (vec![448.0, 17.0], vec![448.0, 16.0]));
     }
 
-    /// `scripts/goldens-narrow` makes the file.
+    /// Generated by `scripts/goldens-narrow`.
     #[test]
     fn floats_are_rounded_bit_for_bit_as_by_compressed_tensors() {
         use crate::store::Static;
@@ -192,14 +194,15 @@ mod tests {
     #[test]
     fn each_row_has_its_own_scale_or_all_share_one() {
         let rows = [[1.275, -0.5, 0.004], [0.0, 0.0, 0.0]];
-        // The largest value would be 127.5 steps and is cut to 127.
+        // The largest value would be 127.5 steps and is clipped to 127.
         let token = rounded(Rounding::Token, &rows);
         assert!((token[0] - 1.27).abs() < 1e-6 && (token[1] + 0.5).abs() < 1e-6 && token[2] == 0.0 && token[3..] == [0.0; 3]);
         rounded(Rounding::Tensor, &[[0.1, 2.0, -3.0], [-2.4, 1.34, 0.5]]);
-        // Halves go to even numbers.
+        // Ties round to even.
         assert_eq!(rounded(Rounding::Token, &[[127.5, 0.5, -2.5], [127.5, 1.5, 6.5]]), [127.0, 0.0, -2.0, 127.0, 2.0, 6.0]);
         assert_eq!(rounded(Rounding::Tensor, &[[0.0, 255.0, 0.5], [2.5, 1.5, 6.5]]), [0.0, 255.0, 0.0, 2.0, 2.0, 6.0]);
-        // The example of DynamicQuantizeLinear in ONNX's documentation: 153, 255, 0, 26, 221, 179 around 153.
+        // The example in ONNX's documentation of DynamicQuantizeLinear: 153, 255, 0, 26, 221, 179 with
+        // zero point 153.
         let x = Tensor::new(&[0.0f32, 2.0, -3.0, -2.5, 1.34, 0.5], &Device::Cpu).unwrap();
         let tensor = Rounding::Tensor.apply(&x).unwrap().to_vec1::<f32>().unwrap();
         let wanted = [153, 255, 0, 26, 221, 179].map(|q: i32| (q - 153) as f32 * 0.019_607_844);

@@ -1,4 +1,4 @@
-//! Walking the nodes.
+//! Execution of the nodes of a graph.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,13 +7,13 @@ use candle_core::{DType, Device, Tensor};
 
 use super::account::{Account, Accounts};
 use super::plan::{self, FusedNodes};
-use super::sizes::Sizes;
+use super::sizes::InputCheck;
 use super::{MemoryTracker, Parameters, Rounding, bytes_of};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Fused, Op, Past, PreparedOp, contiguous};
+use crate::ir::ops::{DecodingState, Fused, Op, PreparedOp, contiguous};
 use crate::ir::{Graph, Kind, Node, ValueId};
 
-/// Values for the graph's inputs, by name.
+/// Input tensors of a graph, by name.
 pub type Inputs = BTreeMap<String, Tensor>;
 
 /// A graph with its parameters, ready to run.
@@ -23,8 +23,8 @@ pub struct Executor<'g> {
     parameters: Parameters,
     device: Device,
     rounding: Rounding,
-    sizes: Sizes,
-    /// By node.
+    input_check: InputCheck,
+    /// Prepared op of each node.
     prepared: Vec<PreparedOp>,
     steps: Vec<FusedNodes>,
     accounts: Option<Accounts>,
@@ -34,17 +34,17 @@ impl<'g> Executor<'g> {
     /// Prepares a graph.
     pub fn new(graph: &'g Graph, parameters: Parameters, device: Device) -> Self {
         let prepared = graph.nodes().iter().map(|node| PreparedOp::new(&node.op, &device, parameters.compute())).collect();
-        let steps = plan::fused(graph, &|id| graph.is_output(id));
-        Self { graph, parameters, device, rounding: Rounding::Token, sizes: Sizes::default(), prepared, steps, accounts: None }
+        let steps = plan::steps(graph, &|id| graph.is_output(id));
+        Self { graph, parameters, device, rounding: Rounding::Token, input_check: InputCheck::default(), prepared, steps, accounts: None }
     }
 
-    /// Rounds inputs of layers with quantized weights in another way than for each token.
+    /// Sets the rounding of inputs of layers with quantized weights; the default is per token.
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Self {
         Self { rounding, ..self }
     }
 
-    /// Enters values into accounts of memory, where there are any.
+    /// Records values in a memory tracker, if there is one.
     #[must_use]
     pub fn tracked(self, tracker: Option<&Arc<MemoryTracker>>) -> Self {
         let accounts = tracker.map(|tracker| Accounts::new(tracker.clone(), self.graph));
@@ -57,12 +57,12 @@ impl<'g> Executor<'g> {
         self.graph
     }
 
-    /// Where it runs.
+    /// Device of the computation.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// What is computed together, in order.
+    /// The steps in order.
     pub(super) fn steps(&self) -> &[FusedNodes] {
         &self.steps
     }
@@ -72,31 +72,32 @@ impl<'g> Executor<'g> {
         &self.parameters
     }
 
-    /// Loads and drops parameters by a function.
+    /// Loads or drops parameters in place.
     pub(super) fn change_parameters(&mut self, change: impl FnOnce(&mut Parameters)) {
         change(&mut self.parameters);
         self.accounts.iter().for_each(|accounts| accounts.load(self.parameters.bytes()));
     }
 
-    /// Puts a tensor in the place of a parameter.
+    /// Replaces a parameter.
     pub fn replace(&mut self, name: &str, tensor: Tensor) {
         self.parameters = self.parameters.clone().with(name, tensor);
     }
 
-    /// Runs the graph; outputs have their public names, floats as f32.
+    /// Runs the graph. Outputs have their public names; floats are f32.
     ///
     /// # Errors
-    /// An input is missing, has a wrong shape, or names a row that an embedding does not have; memory runs out.
+    /// An input is missing, has a wrong shape, or contains an index out of range for an embedding, or
+    /// memory runs out.
     pub fn run(&self, inputs: &Inputs) -> Result<BTreeMap<String, Tensor>> {
         let mut run = self.start(inputs)?;
         for step in &self.steps {
             self.step(step, &mut run)?;
-            run.forget(step);
+            run.drop_dead(step);
         }
         self.outputs(&run)
     }
 
-    /// The outputs of a run that is over, under their public names, floats as f32.
+    /// The outputs of a finished run, under their public names; floats are f32.
     pub(super) fn outputs(&self, run: &PartialRun) -> Result<BTreeMap<String, Tensor>> {
         let output = |(name, id): &(String, ValueId)| {
             let tensor = run.get(self.graph, *id)?;
@@ -106,31 +107,32 @@ impl<'g> Executor<'g> {
         self.graph.outputs().iter().map(output).collect()
     }
 
-    /// A plan for looking at the values that are wanted, by name: what none of them depends on is not computed, and what is hidden
-    /// between them stays fused.
-    pub fn observation(&self, wanted: impl Fn(&str) -> bool) -> Observation {
-        let wanted: Vec<bool> = self.graph.values().iter().map(|value| wanted(&value.name)).collect();
-        Observation { steps: plan::fused(self.graph, &|id| wanted[id.index()]), wanted }
+    /// Plans a run for observing the values selected by name. Nodes that none of them depends on are not
+    /// computed, and nodes between them stay fused.
+    pub fn observation(&self, observed: impl Fn(&str) -> bool) -> Observation {
+        let observed: Vec<bool> = self.graph.values().iter().map(|value| observed(&value.name)).collect();
+        Observation { steps: plan::steps(self.graph, &|id| observed[id.index()]), observed }
     }
 
-    /// Shows the wanted values that nodes compute, contiguous, in the order in which they are computed.
+    /// Calls `observe` with the selected values, contiguous, in the order of computation.
     ///
     /// # Errors
-    /// As [`run`](Executor::run), and whatever the observer says.
+    /// As [`run`](Executor::run), and the errors of `observe`.
     pub fn run_observed(&self, observation: &Observation, inputs: &Inputs, observe: &mut dyn FnMut(&str, &Tensor) -> Result<()>) -> Result<()> {
         let mut run = self.start(inputs)?;
         for step in &observation.steps {
             self.step(step, &mut run)?;
             let last = self.last(step).output;
-            if observation.wanted[last.index()] {
-                observe(&self.graph.value(last).name, &self.shown(&run, last)?)?;
+            if observation.observed[last.index()] {
+                observe(&self.graph.value(last).name, &self.contiguous_value(&run, last)?)?;
             }
-            run.forget(step);
+            run.drop_dead(step);
         }
         Ok(())
     }
 
-    /// Runs the graph with the values of the named nodes replaced by the results of `replace`, and returns the outputs as [`run`](Executor::run) does.
+    /// Runs the graph with the values of the named nodes replaced by the results of `replace`, and
+    /// returns the outputs as [`run`](Executor::run) does.
     ///
     /// # Errors
     /// As [`run`](Executor::run), and the errors of `replace`.
@@ -142,46 +144,46 @@ impl<'g> Executor<'g> {
     ) -> Result<BTreeMap<String, Tensor>> {
         let is_replaced = |id: ValueId| is_replaced(&self.graph.value(id).name);
         let mut run = self.start(inputs)?;
-        for step in &plan::fused(self.graph, &|id| self.graph.is_output(id) || is_replaced(id)) {
+        for step in &plan::steps(self.graph, &|id| self.graph.is_output(id) || is_replaced(id)) {
             self.step(step, &mut run)?;
             let last = self.last(step).output;
             if is_replaced(last) {
-                let replaced = replace(&self.graph.value(last).name, self.shown(&run, last)?)?;
-                run.keep(last, replaced);
+                let replaced = replace(&self.graph.value(last).name, self.contiguous_value(&run, last)?)?;
+                run.set(last, replaced);
             }
-            run.forget(step);
+            run.drop_dead(step);
         }
         self.outputs(&run)
     }
 
-    /// Begins a run that can be stopped.
+    /// Starts a run that can be suspended.
     ///
     /// # Errors
     /// As [`run`](Executor::run), for the inputs.
     pub fn start(&self, inputs: &Inputs) -> Result<PartialRun> {
-        self.start_behind(inputs, 0, None)
+        self.start_at(inputs, 0, None)
     }
 
-    /// The same behind so many tokens of a sequence, of which ops have kept this, by node.
-    pub(super) fn start_behind(&self, inputs: &Inputs, tokens: usize, past: Option<Vec<Option<Past>>>) -> Result<PartialRun> {
-        let mut run = self.nothing();
+    /// Starts a run at position `tokens` of a sequence, with the decoding state of each node.
+    pub(super) fn start_at(&self, inputs: &Inputs, tokens: usize, past: Option<Vec<Option<DecodingState>>>) -> Result<PartialRun> {
+        let mut run = self.empty_run();
         run.past = past;
-        for (id, tensor) in self.sizes.take(self.graph, inputs, tokens, &self.device, self.parameters.compute())? {
-            run.keep(id, tensor);
+        for (id, tensor) in self.input_check.prepare(self.graph, inputs, tokens, &self.device, self.parameters.compute())? {
+            run.set(id, tensor);
         }
         Ok(run)
     }
 
-    /// A run that has computed nothing.
-    fn nothing(&self) -> PartialRun {
+    /// A run without any values.
+    fn empty_run(&self) -> PartialRun {
         PartialRun { values: vec![None; self.graph.values().len()], done: 0, past: None, account: self.accounts.as_ref().map(Accounts::begin) }
     }
 
-    /// Goes on with a run until a wanted value is computed, which is the answer, contiguous. All calls for one run take the same
-    /// observation; parameters that were not read so far may be others by then.
+    /// Continues a run until a selected value is computed, and returns it, contiguous. All calls for one
+    /// run require the same observation; parameters that were not read yet may change between calls.
     ///
     /// # Errors
-    /// As [`run`](Executor::run), or the value is not wanted.
+    /// As [`run`](Executor::run), or the value was not selected.
     pub fn advance(&self, observation: &Observation, run: &mut PartialRun, value: &str) -> Result<Tensor> {
         let missing = || Error::graph(format!("graph value `{value}`"), "is not computed");
         let id = self.graph.ids().find(|id| self.graph.value(*id).name == value).ok_or_else(missing)?;
@@ -190,48 +192,48 @@ impl<'g> Executor<'g> {
             self.step(step, run)?;
             run.done += 1;
             if self.last(step).output == id {
-                let shown = self.shown(run, id)?;
-                run.forget(step);
-                return Ok(shown);
+                let tensor = self.contiguous_value(run, id)?;
+                run.drop_dead(step);
+                return Ok(tensor);
             }
-            run.forget(step);
+            run.drop_dead(step);
         }
-        self.shown(run, id)
+        self.contiguous_value(run, id)
     }
 
-    /// Goes on with a run until so many steps of an observation are done.
+    /// Continues a run until `steps` steps of the observation are complete.
     pub(super) fn advance_to(&self, observation: &Observation, run: &mut PartialRun, steps: usize) -> Result<()> {
         while run.done < steps {
             let step = &observation.steps[run.done];
             self.step(step, run)?;
             run.done += 1;
-            run.forget(step);
+            run.drop_dead(step);
         }
         Ok(())
     }
 
-    /// A run that goes on where another one was.
+    /// A run that continues from a snapshot.
     pub(super) fn resume(&self, snapshot: &Snapshot) -> PartialRun {
-        let mut run = PartialRun { done: snapshot.done, ..self.nothing() };
+        let mut run = PartialRun { done: snapshot.done, ..self.empty_run() };
         for (id, tensor) in self.graph.ids().zip(&snapshot.values) {
-            tensor.iter().for_each(|tensor| run.keep(id, tensor.clone()));
+            tensor.iter().for_each(|tensor| run.set(id, tensor.clone()));
         }
         run
     }
 
-    fn shown(&self, run: &PartialRun, id: ValueId) -> Result<Tensor> {
+    fn contiguous_value(&self, run: &PartialRun, id: ValueId) -> Result<Tensor> {
         contiguous(&run.get(self.graph, id)?).map_err(failed(&self.graph.value(id).name))
     }
 
     /// Computes the value of a step's last node.
     pub(super) fn step(&self, step: &FusedNodes, run: &mut PartialRun) -> Result<()> {
-        if let Some(result) = self.together(step, run)? {
-            run.keep(self.last(step).output, result);
+        if let Some(result) = self.run_fused(step, run)? {
+            run.set(self.last(step).output, result);
             return Ok(());
         }
         for &index in &step.nodes {
-            let result = self.alone(index, run)?;
-            run.keep(self.graph.nodes()[index].output, result);
+            let result = self.run_node(index, run)?;
+            run.set(self.graph.nodes()[index].output, result);
         }
         Ok(())
     }
@@ -249,33 +251,33 @@ impl<'g> Executor<'g> {
         let operand = |(index, id): (usize, &ValueId)| {
             let value = self.graph.value(*id);
             match value.kind {
-                Kind::Param if spec.reads_stored(index) => self.parameters.stored(&value.name).map_err(failed(&value.name)),
+                Kind::Param if spec.accepts_half(index) => self.parameters.stored(&value.name).map_err(failed(&value.name)),
                 Kind::Param => self.parameters.get(&value.name).map_err(failed(&value.name)),
                 _ => run.get(self.graph, *id),
             }
         };
         let mut operands = ids.iter().enumerate().map(operand).collect::<Result<Vec<Tensor>>>()?;
         if let (Op::Linear(_), [_, weight, ..]) = (&node.op, node.inputs.as_slice())
-            && let Some(scheme) = self.parameters.rounds_inputs(&self.graph.value(*weight).name)
+            && let Some(scheme) = self.parameters.input_scheme(&self.graph.value(*weight).name)
         {
-            operands[0] = self.rounding.of(scheme, &operands[0]).map_err(failed(self.name(node)))?;
+            operands[0] = self.rounding.round_input(scheme, &operands[0]).map_err(failed(self.name(node)))?;
         }
         Ok(operands)
     }
 
-    fn alone(&self, index: usize, run: &mut PartialRun) -> Result<Tensor> {
+    fn run_node(&self, index: usize, run: &mut PartialRun) -> Result<Tensor> {
         let node = &self.graph.nodes()[index];
         let operands = self.operands(node, &node.inputs, run)?;
         let result = match run.past.as_mut().and_then(|past| past.get_mut(index)?.as_mut()) {
-            Some(past) => self.prepared[index].follow(&operands, past),
+            Some(past) => self.prepared[index].forward_next(&operands, past),
             None => self.prepared[index].forward(&operands),
         };
         let compute = self.parameters.compute();
         result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(failed(self.name(node)))
     }
 
-    /// The value of a step's last node, if the others can be done within the first.
-    fn together(&self, step: &FusedNodes, run: &PartialRun) -> Result<Option<Tensor>> {
+    /// The value of a step's last node, if a kernel supports the epilogue.
+    fn run_fused(&self, step: &FusedNodes, run: &PartialRun) -> Result<Option<Tensor>> {
         let [index, rest @ ..] = step.nodes.as_slice() else { return Ok(None) };
         if rest.is_empty() {
             return Ok(None);
@@ -291,7 +293,7 @@ impl<'g> Executor<'g> {
                     let name = self.name(node);
                     let vectors = self.operands(node, &node.inputs[1..], run)?;
                     let [weight, bias, mean, variance] = vectors.as_slice() else { return Ok(None) };
-                    let (scale, shift) = op.channels([weight, bias, mean, variance]).map_err(failed(name))?;
+                    let (scale, shift) = op.scale_and_shift([weight, bias, mean, variance]).map_err(failed(name))?;
                     epilogue.extend([Fused::MultiplyRows(scale), Fused::AddToRows(shift)]);
                 }
                 (Op::Add(_) | Op::Mul(_), _) => {
@@ -306,64 +308,64 @@ impl<'g> Executor<'g> {
     }
 }
 
-/// Values of a graph that are looked at, and what is computed for them.
+/// A plan for observing values of a graph.
 #[derive(Debug)]
 pub struct Observation {
     pub(super) steps: Vec<FusedNodes>,
-    /// By the value's position.
-    wanted: Vec<bool>,
+    /// Whether each value is observed.
+    observed: Vec<bool>,
 }
 
-/// What a run has computed so far and still needs.
+/// A suspended run: the values computed so far that are still needed.
 #[derive(Debug)]
 pub struct PartialRun {
-    /// By the value's position.
+    /// The values by id.
     pub(super) values: Vec<Option<Tensor>>,
-    /// Steps of an observation that are done.
+    /// Number of completed steps of the observation.
     pub(super) done: usize,
-    /// What ops have kept of tokens before, by node.
-    pub(super) past: Option<Vec<Option<Past>>>,
+    /// Decoding state of each node.
+    pub(super) past: Option<Vec<Option<DecodingState>>>,
     account: Option<Account>,
 }
 
-/// Where a run was, without accounts: what it had computed and still needed.
+/// A copy of a suspended run without memory accounting.
 #[derive(Debug, Clone)]
 pub(super) struct Snapshot {
-    /// By the value's position.
+    /// The values by id.
     pub values: Vec<Option<Tensor>>,
-    /// Steps of an observation that are done.
+    /// Number of completed steps of the observation.
     pub done: usize,
 }
 
 impl PartialRun {
-    /// Where it is; tensors are shared.
+    /// A snapshot that shares the tensors.
     pub(super) fn snapshot(&self) -> Snapshot {
         Snapshot { values: self.values.clone(), done: self.done }
     }
 
-    /// Bytes that it holds, of memory that several values share once for each.
+    /// Bytes of its values; memory that several values share counts once for each.
     pub fn bytes(&self) -> u64 {
         self.values.iter().flatten().map(bytes_of).sum()
     }
 
-    fn keep(&mut self, id: ValueId, result: Tensor) {
-        self.account.iter_mut().for_each(|account| account.take(id.index(), &result));
+    fn set(&mut self, id: ValueId, result: Tensor) {
+        self.account.iter_mut().for_each(|account| account.record(id.index(), &result));
         self.values[id.index()] = Some(result);
     }
 
-    pub(super) fn forget(&mut self, step: &FusedNodes) {
+    pub(super) fn drop_dead(&mut self, step: &FusedNodes) {
         step.dead.iter().for_each(|id| self.drop_value(*id));
     }
 
     fn drop_value(&mut self, id: ValueId) {
         self.values[id.index()] = None;
-        self.account.iter_mut().for_each(|account| account.give(id.index()));
+        self.account.iter_mut().for_each(|account| account.release(id.index()));
     }
 
-    /// Puts a value in the place of another one.
+    /// Replaces a value.
     pub(super) fn replace(&mut self, id: ValueId, value: Tensor) {
         self.drop_value(id);
-        self.keep(id, value);
+        self.set(id, value);
     }
 
     fn get(&self, graph: &Graph, id: ValueId) -> Result<Tensor> {
@@ -373,5 +375,5 @@ impl PartialRun {
 
 pub(super) fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
     let name = name.to_owned();
-    move |e| Error::computed(format!("graph node `{name}`"), e)
+    move |e| Error::candle(format!("graph node `{name}`"), e)
 }

@@ -1,4 +1,4 @@
-//! Tensors that several processes share out: each is whole in the memory of one of them, and the others get it when all of them use it.
+//! Tensors sharded across processes: each is stored by one rank and broadcast when all ranks use it.
 
 use std::fmt;
 use std::path::Path;
@@ -7,138 +7,138 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Device, Tensor};
 
 use super::bytes_of;
-use super::kept::Home;
+use super::managed_tensor::Placement;
 use super::spill::SpillFile;
 use super::transfer::{self, Cause};
 use crate::error::{Error, Result};
 use crate::work::lock;
 
-/// What processes do together, all in the same order.
-pub trait Pool: Send + Sync + fmt::Debug {
-    /// The number of this process, from 0.
+/// Collective operations of processes, which all ranks call in the same order.
+pub trait Collective: Send + Sync + fmt::Debug {
+    /// The rank of this process.
     fn rank(&self) -> usize;
 
-    /// How many processes there are.
+    /// The number of processes.
     fn size(&self) -> usize;
 
-    /// The f32 tensor of one process, in all of them; elsewhere only its shape matters.
+    /// Broadcasts the f32 tensor of rank `from`; on other ranks only the shape of `tensor` is read.
     ///
     /// # Errors
-    /// Another process is gone.
+    /// Another process has exited.
     fn broadcast(&self, tensor: &Tensor, from: usize) -> Result<Tensor>;
 
-    /// The sum of f32 tensors of all processes.
+    /// The sum of the f32 tensors of all ranks (all-reduce).
     ///
     /// # Errors
-    /// Another process is gone.
+    /// Another process has exited.
     fn sum(&self, tensor: &Tensor) -> Result<Tensor>;
 }
 
-/// Processes among which tensors are shared out.
+/// A group of processes across which tensors are sharded.
 #[derive(Debug)]
-pub struct Shares {
-    pool: Arc<dyn Pool>,
+pub struct Sharding {
+    collective: Arc<dyn Collective>,
     device: Device,
-    /// Where whole tensors go that one process needs alone.
-    aside: Home,
-    /// Bytes that each process keeps so far: the same numbers in all of them.
+    /// Placement of entire tensors that only one process uses.
+    unsharded: Placement,
+    /// Bytes stored by each rank; equal on all ranks.
     loads: Mutex<Vec<u64>>,
 }
 
-impl Shares {
-    /// Of these processes, with a file for whole tensors in a folder.
+impl Sharding {
+    /// Creates the group, with a spill file for unsharded tensors in a folder.
     ///
     /// # Errors
     /// The folder cannot be written to.
-    pub fn new(pool: Arc<dyn Pool>, device: &Device, folder: &Path) -> Result<Shares> {
+    pub fn new(collective: Arc<dyn Collective>, device: &Device, folder: &Path) -> Result<Sharding> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
-        let loads = Mutex::new(vec![0; pool.size()]);
-        Ok(Shares { pool, device: device.clone(), aside: Home::File(SpillFile::create(folder)?), loads })
+        let loads = Mutex::new(vec![0; collective.size()]);
+        Ok(Sharding { collective, device: device.clone(), unsharded: Placement::File(SpillFile::create(folder)?), loads })
     }
 
-    /// Where whole tensors go that one process needs alone.
-    pub fn aside(&self) -> &Home {
-        &self.aside
+    /// Placement of entire tensors that only one process uses.
+    pub fn unsharded(&self) -> &Placement {
+        &self.unsharded
     }
 
-    /// How many processes there are.
+    /// The number of processes.
     pub fn processes(&self) -> usize {
-        self.pool.size()
+        self.collective.size()
     }
 
-    /// Where tensors are used.
+    /// The device that uses the tensors.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Takes in a tensor that all processes have: the one that keeps least so far keeps it.
-    pub(super) fn keep(self: &Arc<Shares>, tensor: &Tensor) -> Result<Share> {
+    /// Stores a tensor that all ranks have on the rank with the fewest bytes so far.
+    pub(super) fn store(self: &Arc<Sharding>, tensor: &Tensor) -> Result<Shard> {
         let owner = {
             let mut loads = lock(&self.loads);
             let owner = (0..loads.len()).min_by_key(|rank| loads[*rank]).unwrap_or(0);
             loads[owner] += bytes_of(tensor);
             owner
         };
-        Share { shares: self.clone(), owner, own: None, shape: tensor.dims().to_vec(), dtype: tensor.dtype() }.alike(tensor)
+        Shard { sharding: self.clone(), owner, own: None, shape: tensor.dims().to_vec(), dtype: tensor.dtype() }.with_same_owner(tensor)
     }
 }
 
-/// A tensor in one of several processes.
+/// A tensor that is stored on one rank.
 #[derive(Debug, Clone)]
-pub(super) struct Share {
-    shares: Arc<Shares>,
+pub(super) struct Shard {
+    sharding: Arc<Sharding>,
     owner: usize,
-    /// The tensor, in the process that keeps it.
+    /// The tensor, on the rank that owns it.
     own: Option<Tensor>,
     pub shape: Vec<usize>,
     pub dtype: DType,
 }
 
 fn failed(e: candle_core::Error) -> Error {
-    Error::computed("a tensor that processes share", e)
+    Error::candle("a sharded tensor", e)
 }
 
-impl Share {
-    /// The tensor, in the process that keeps it.
+impl Shard {
+    /// The tensor, on the rank that owns it.
     pub fn own(&self) -> Option<&Tensor> {
         self.own.as_ref()
     }
 
-    /// Another tensor, kept in the same process.
-    pub fn alike(&self, tensor: &Tensor) -> Result<Share> {
-        let here = self.shares.pool.rank() == self.owner;
-        let own = here.then(|| transfer::beside(tensor, &self.shares.device, Cause::Offload)).transpose().map_err(failed)?;
-        Ok(Share { own, shape: tensor.dims().to_vec(), dtype: tensor.dtype(), ..self.clone() })
+    /// Stores another tensor on the same rank.
+    pub fn with_same_owner(&self, tensor: &Tensor) -> Result<Shard> {
+        let is_owner = self.sharding.collective.rank() == self.owner;
+        let own = is_owner.then(|| transfer::move_to(tensor, &self.sharding.device, Cause::Offload)).transpose().map_err(failed)?;
+        Ok(Shard { own, shape: tensor.dims().to_vec(), dtype: tensor.dtype(), ..self.clone() })
     }
 
-    /// A copy of its own in the same process.
-    pub fn copied(&self) -> Result<Share> {
-        Ok(Share { own: self.own.as_ref().map(Tensor::copy).transpose().map_err(failed)?, ..self.clone() })
+    /// Copies the tensor on the same rank.
+    pub fn copied(&self) -> Result<Shard> {
+        Ok(Shard { own: self.own.as_ref().map(Tensor::copy).transpose().map_err(failed)?, ..self.clone() })
     }
 
-    /// The tensor in all processes, which ask for it together.
+    /// Broadcasts the tensor; a collective operation.
     pub fn load(&self) -> Result<Tensor> {
-        let given = match &self.own {
+        let sent = match &self.own {
             Some(own) => own.to_dtype(DType::F32),
-            None => Tensor::zeros(self.shape.as_slice(), DType::F32, &self.shares.device),
+            None => Tensor::zeros(self.shape.as_slice(), DType::F32, &self.sharding.device),
         };
-        let all = self.shares.pool.broadcast(&given.map_err(failed)?, self.owner)?;
-        // The process that keeps it has the very tensor.
+        let all = self.sharding.collective.broadcast(&sent.map_err(failed)?, self.owner)?;
+        // The owner returns its own tensor instead of a copy.
         self.own.clone().map_or_else(|| all.to_dtype(self.dtype).map_err(failed), Ok)
     }
 
-    /// The sum of what all processes have for it.
+    /// The sum over all ranks of a tensor of this shape; a collective operation.
     pub fn sum(&self, tensor: &Tensor) -> Result<Tensor> {
-        self.shares.pool.sum(tensor)
+        self.sharding.collective.sum(tensor)
     }
 
-    /// Puts a tensor in its place, in the process that keeps it.
+    /// Replaces the tensor, on the rank that owns it.
     pub fn put(&mut self, tensor: &Tensor) -> Result<()> {
         if tensor.dims() != self.shape || tensor.dtype() != self.dtype {
-            return Err(failed(candle_core::Error::Msg(format!("{:?} cannot take the place of {:?}", tensor.dims(), self.shape))));
+            return Err(failed(candle_core::Error::Msg(format!("{:?} cannot replace {:?}", tensor.dims(), self.shape))));
         }
         if self.own.as_ref().is_some_and(|own| own.id() != tensor.id()) {
-            *self = self.alike(tensor)?;
+            *self = self.with_same_owner(tensor)?;
         }
         Ok(())
     }

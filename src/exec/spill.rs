@@ -1,4 +1,4 @@
-//! Tensors in a file without a name, and what samples hold between blocks: in memory or in such a file.
+//! Tensors spilled to an anonymous temporary file, and activations cached between blocks.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -14,7 +14,8 @@ use super::{PartialRun, bytes_of, change, floats_on_host, read};
 use crate::error::{Error, Result};
 use crate::ir::ValueId;
 
-/// A file without a name: it is gone when nobody refers to it, however the process ends.
+/// An anonymous temporary file, which is removed when its last handle is dropped, even if the process is
+/// killed.
 #[derive(Debug)]
 pub struct SpillFile {
     path: PathBuf,
@@ -22,7 +23,7 @@ pub struct SpillFile {
     length: AtomicU64,
 }
 
-/// A tensor in a file.
+/// A tensor in a spill file.
 #[derive(Debug, Clone)]
 pub(super) struct SpilledTensor {
     file: Arc<SpillFile>,
@@ -31,11 +32,11 @@ pub(super) struct SpilledTensor {
     pub shape: Vec<usize>,
 }
 
-/// Bytes of floats that are converted at a time.
-const PIECE: usize = 1 << 20;
+/// Chunk size in bytes for conversions of floats.
+const CHUNK: usize = 1 << 20;
 
 impl SpillFile {
-    /// Makes a file in a folder.
+    /// Creates a file in a folder.
     ///
     /// # Errors
     /// The folder cannot be written to.
@@ -48,15 +49,12 @@ impl SpillFile {
         Ok(Arc::new(SpillFile { path, file, length: AtomicU64::new(0) }))
     }
 
-    /// The folder that it was made in.
+    /// The folder of the file.
     pub fn folder(&self) -> &Path {
         self.path.parent().unwrap_or(Path::new("."))
     }
 
-    /// Writes a tensor.
-    ///
-    /// # Errors
-    /// The disk is full.
+    /// Appends a tensor.
     pub(super) fn write(self: &Arc<SpillFile>, tensor: &Tensor) -> Result<SpilledTensor> {
         let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
         let offset = self.length.fetch_add(bytes as u64, Ordering::Relaxed);
@@ -66,15 +64,12 @@ impl SpillFile {
     }
 
     fn unusable(&self, e: candle_core::Error) -> Error {
-        Error::computed(self.path.display(), e)
+        Error::candle(self.path.display(), e)
     }
 }
 
 impl SpilledTensor {
-    /// The tensor, on a device.
-    ///
-    /// # Errors
-    /// Reading fails, or memory runs out.
+    /// Reads the tensor onto a device.
     pub fn read(&self, device: &Device) -> Result<Tensor> {
         let failed = |e| self.file.unusable(e);
         let host = if self.dtype == DType::F32 {
@@ -95,9 +90,9 @@ impl SpilledTensor {
     }
 
     fn read_floats(&self, values: &mut [f32]) -> Result<()> {
-        let mut bytes = vec![0; PIECE.min(4 * values.len())];
+        let mut bytes = vec![0; CHUNK.min(4 * values.len())];
         let mut offset = self.offset;
-        for values in values.chunks_mut(PIECE / 4) {
+        for values in values.chunks_mut(CHUNK / 4) {
             let bytes = &mut bytes[..4 * values.len()];
             self.file.file.read_exact_at(bytes, offset).map_err(Error::io("read", &self.file.path))?;
             values.iter_mut().zip(bytes.as_chunks().0).for_each(|(value, bytes)| *value = f32::from_le_bytes(*bytes));
@@ -106,14 +101,11 @@ impl SpilledTensor {
         Ok(())
     }
 
-    /// Puts another tensor of its shape and type in its place.
-    ///
-    /// # Errors
-    /// The tensor is of another shape or type; the disk is full.
+    /// Overwrites the tensor with another one of the same shape and type.
     pub fn overwrite(&self, tensor: &Tensor) -> Result<()> {
         let failed = |e| self.file.unusable(e);
         if tensor.dims() != self.shape || tensor.dtype() != self.dtype {
-            let reason = format!("{:?} {:?} cannot take the place of {:?} {:?}", tensor.dtype(), tensor.dims(), self.dtype, self.shape);
+            let reason = format!("{:?} {:?} cannot replace {:?} {:?}", tensor.dtype(), tensor.dims(), self.dtype, self.shape);
             return Err(failed(candle_core::Error::Msg(reason)));
         }
         if self.dtype == DType::F32 {
@@ -132,9 +124,9 @@ impl SpilledTensor {
     }
 
     fn write_floats(&self, values: &[f32]) -> Result<()> {
-        let mut bytes = Vec::with_capacity(PIECE.min(4 * values.len()));
+        let mut bytes = Vec::with_capacity(CHUNK.min(4 * values.len()));
         let mut offset = self.offset;
-        for values in values.chunks(PIECE / 4) {
+        for values in values.chunks(CHUNK / 4) {
             bytes.clear();
             values.iter().for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
             self.file.file.write_all_at(&bytes, offset).map_err(Error::io("write", &self.file.path))?;
@@ -144,24 +136,21 @@ impl SpilledTensor {
     }
 }
 
-/// A run at the beginning of a block.
+/// The state of a run at the start of a block.
 #[derive(Debug, Clone)]
-pub(super) struct State {
+pub(super) struct BlockState {
     snapshot: Snapshot,
-    /// Values that are in a file, by position.
+    /// Spilled values with their indices.
     spilled: Vec<(usize, SpilledTensor)>,
 }
 
-impl State {
-    /// All of it in memory.
-    pub fn new(snapshot: Snapshot) -> State {
-        State { snapshot, spilled: Vec::new() }
+impl BlockState {
+    /// A state entirely in memory.
+    pub fn new(snapshot: Snapshot) -> BlockState {
+        BlockState { snapshot, spilled: Vec::new() }
     }
 
-    /// Moves floats to a file.
-    ///
-    /// # Errors
-    /// The disk is full.
+    /// Moves float values to a file.
     pub fn spill(&mut self, file: &Arc<SpillFile>) -> Result<()> {
         for (position, value) in self.snapshot.values.iter_mut().enumerate() {
             if let Some(tensor) = value.take_if(|tensor| tensor.dtype().is_float()) {
@@ -176,27 +165,21 @@ impl State {
         self.snapshot.values.iter().flatten().map(bytes_of).sum()
     }
 
-    /// Whether it holds a value.
-    pub fn holds(&self, id: ValueId) -> bool {
+    /// Whether the state contains a value.
+    pub fn contains(&self, id: ValueId) -> bool {
         self.snapshot.values[id.index()].is_some() || self.spilled.iter().any(|(position, _)| *position == id.index())
     }
 
-    /// A value that it holds.
-    ///
-    /// # Errors
-    /// It does not; reading fails.
+    /// A value of the state.
     pub fn get(&self, id: ValueId, device: &Device) -> Result<Tensor> {
         match (&self.snapshot.values[id.index()], self.spilled.iter().find(|(position, _)| *position == id.index())) {
             (Some(tensor), _) => Ok(tensor.clone()),
             (None, Some((_, spilled))) => spilled.read(device),
-            (None, None) => Err(Error::graph("a state between blocks", "lacks a value")),
+            (None, None) => Err(Error::graph("a state between blocks", "is missing a value")),
         }
     }
 
-    /// All of it, on a device.
-    ///
-    /// # Errors
-    /// Reading fails.
+    /// The entire state, on a device.
     pub fn snapshot(&self, device: &Device) -> Result<Snapshot> {
         let mut snapshot = self.snapshot.clone();
         for (position, spilled) in &self.spilled {
@@ -206,8 +189,8 @@ impl State {
     }
 }
 
-/// Bytes of a stopped run beside the state that it began with.
-pub(super) fn run_bytes(run: &PartialRun, start: &State) -> u64 {
+/// Bytes of a suspended run in addition to the state that it started from.
+pub(super) fn run_bytes(run: &PartialRun, start: &BlockState) -> u64 {
     let own = run.values.iter().zip(&start.snapshot.values).filter(|(_, before)| before.is_none());
     own.filter_map(|(value, _)| value.as_ref()).map(bytes_of).sum()
 }

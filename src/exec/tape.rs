@@ -1,8 +1,9 @@
-//! A graph walked forwards and backwards: reverse-mode differentiation over its nodes (Griewank and Walther, *Evaluating
-//! Derivatives*, 2008), with values kept no longer than somebody reads them.
+//! Reverse-mode differentiation over the nodes of a graph (Griewank and Walther, *Evaluating
+//! Derivatives*, 2008). Values are released after their last reader.
 //!
-//! The nodes are cut into segments. Of a segment that is computed again, only what later segments read is kept on the
-//! forward pass; in the backward pass it runs once more (Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016).
+//! Nodes are divided into segments. A recomputed segment (gradient checkpointing) only keeps the values
+//! that later segments read in the forward pass, and runs recomputed in the backward pass (Chen et al.,
+//! *Training Deep Nets with Sublinear Memory Cost*, 2016).
 
 mod forecast;
 
@@ -13,7 +14,7 @@ use std::sync::OnceLock;
 use candle_core::{DType, Device, Tensor};
 
 use super::memory_trace::GRADIENT;
-use super::sizes::Sizes;
+use super::sizes::InputCheck;
 use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, bytes_of, run};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Backward, PreparedOp, Saved, sum};
@@ -21,62 +22,62 @@ use crate::ir::{Graph, Kind, Node, ValueId};
 
 pub use forecast::{Pages, TapeForecast};
 
-/// A graph with a plan of what is kept when.
+/// A graph with a plan of when values are retained and released.
 #[derive(Debug)]
 pub struct Tape<'g> {
     graph: &'g Graph,
     device: Device,
-    sizes: Sizes,
+    input_check: InputCheck,
     segments: Vec<Segment>,
-    /// By value: whether a gradient goes through it.
+    /// For each value, whether a gradient flows through it.
     reached: Vec<bool>,
     taps: BTreeSet<ValueId>,
-    /// By node: values that nobody reads after it in the forward pass.
+    /// For each node, the values that no later node reads in the forward pass.
     dead: Vec<Vec<ValueId>>,
-    /// By node: values that no node before it reads in the backward pass.
+    /// For each node, the values that no earlier node reads in the backward pass.
     done: Vec<Vec<ValueId>>,
-    /// By node: its inputs that the backward pass reads, and whether it reads the output.
+    /// For each node, which of its inputs the backward pass reads, and whether it reads the output.
     reads: Vec<(Vec<bool>, bool)>,
-    /// By node, since the precision of the computation is known.
+    /// For each node, its kernel, prepared as soon as the precision of the computation is known.
     prepared: Vec<OnceLock<PreparedOp>>,
 }
 
 #[derive(Debug, Clone)]
 struct Segment {
     nodes: Range<usize>,
-    again: bool,
-    /// Those that its nodes read, by name.
+    recomputed: bool,
+    /// Names of the parameters that its nodes read.
     parameters: BTreeSet<String>,
 }
 
-/// What the forward pass leaves.
+/// Result of the forward pass.
 #[derive(Debug)]
 pub struct Forward {
     values: Vec<Option<Tensor>>,
-    /// Shapes, which outlive the values.
+    /// Shapes, which are retained after the values are released.
     dims: Vec<Vec<usize>>,
     taps: BTreeMap<ValueId, Tensor>,
 }
 
 impl Forward {
-    /// The values that were asked for.
+    /// The requested values.
     pub fn taps(&self) -> &BTreeMap<ValueId, Tensor> {
         &self.taps
     }
 }
 
-/// Is told gradients of parameters.
+/// Receives gradients of parameters by name.
 pub type GradientSink<'s> = &'s mut dyn FnMut(&str, Tensor) -> Result<()>;
 
-/// Is told a node, what it reads, and what it computes.
+/// Observes a node with its operands and its result.
 type NodeObserver<'s> = &'s mut dyn FnMut(&Node, &[Tensor], &Tensor) -> Result<()>;
 
-/// Is told what nodes read as they are computed for the first time.
+/// Observes nodes with their operands when they are computed for the first time.
 pub type Watch<'w> = &'w mut dyn FnMut(&Node, &[Tensor]) -> Result<()>;
 
 impl<'g> Tape<'g> {
-    /// Plans for gradients of some parameters, by name, and for values that are asked for. `cuts` are the positions of
-    /// nodes at which segments begin that are computed again; without any, everything is kept.
+    /// Plans gradients of the parameters selected by `trained`, and the requested values `taps`. `cuts`
+    /// are the indices of nodes at which recomputed segments start; without any, all values are retained.
     pub fn new(graph: &'g Graph, device: Device, taps: BTreeSet<ValueId>, trained: &dyn Fn(&str) -> bool, cuts: &[usize]) -> Tape<'g> {
         let nodes = graph.nodes();
         let mut reached: Vec<bool> = graph.values().iter().map(|value| value.kind == Kind::Param && trained(&value.name)).collect();
@@ -88,7 +89,7 @@ impl<'g> Tape<'g> {
         for to in cuts.iter().copied().filter(|cut| *cut > 0 && *cut < nodes.len()).chain([nodes.len()]) {
             let read = nodes[from..to].iter().flat_map(|node| &node.inputs).map(|id| graph.value(*id)).filter(|value| value.kind == Kind::Param);
             let parameters = read.map(|value| value.name.clone()).collect();
-            segments.push(Segment { nodes: from..to, again: to < nodes.len(), parameters });
+            segments.push(Segment { nodes: from..to, recomputed: to < nodes.len(), parameters });
             from = to;
         }
         let reads = |node: &Node| {
@@ -98,45 +99,46 @@ impl<'g> Tape<'g> {
         };
         let reads = nodes.iter().map(reads).collect();
         let prepared = nodes.iter().map(|_| OnceLock::new()).collect();
-        let mut tape = Tape { graph, device, sizes: Sizes::default(), segments, reached, taps, dead: Vec::new(), done: Vec::new(), reads, prepared };
+        let mut tape = Tape { graph, device, input_check: InputCheck::default(), segments, reached, taps, dead: Vec::new(), done: Vec::new(), reads, prepared };
         tape.plan();
         tape
     }
 
-    /// Finds when values are needed last.
+    /// Determines the last reader of each value.
     fn plan(&mut self) {
         let nodes = self.graph.nodes();
         let count = self.graph.values().len();
         let segment_of = |node: usize| self.segments.iter().position(|segment| segment.nodes.contains(&node)).unwrap_or(0);
         let segments: Vec<usize> = (0..nodes.len()).map(segment_of).collect();
-        let mut maker = vec![None; count];
-        nodes.iter().enumerate().for_each(|(index, node)| maker[node.output.index()] = Some(index));
-        // In the forward pass within a segment: the last node of it that reads the value.
+        let mut producer = vec![None; count];
+        nodes.iter().enumerate().for_each(|(index, node)| producer[node.output.index()] = Some(index));
+        // Forward pass: the last node that reads the value.
         let mut last = vec![None; count];
-        // In the backward pass: the first node that reads the value, or the start of a segment that is computed from it.
+        // Backward pass: the first node that reads the value, or the start of a segment that is
+        // recomputed from it.
         let mut first: Vec<Option<usize>> = vec![None; count];
-        let mut stays = vec![false; count];
+        let mut retained = vec![false; count];
         for (index, node) in nodes.iter().enumerate() {
             let segment = &self.segments[segments[index]];
             let (inputs, output) = &self.reads[index];
             for (id, read) in node.inputs.iter().zip(inputs) {
                 let at = id.index();
                 last[at] = Some(index);
-                let made = maker[at].map(|maker| segments[maker]);
+                let made = producer[at].map(|producer| segments[producer]);
                 let outside = made != Some(segments[index]);
-                if outside && segment.again {
+                if outside && segment.recomputed {
                     first[at].get_or_insert(segment.nodes.start);
-                    stays[at] = true;
+                    retained[at] = true;
                 } else if *read {
                     first[at].get_or_insert(index);
-                    stays[at] |= outside || !segment.again;
+                    retained[at] |= outside || !segment.recomputed;
                 }
             }
             let at = node.output.index();
             last[at].get_or_insert(index);
             if *output {
                 first[at] = Some(first[at].map_or(index, |first| first.min(index)));
-                stays[at] |= !segment.again;
+                retained[at] |= !segment.recomputed;
             }
         }
         self.dead = vec![Vec::new(); nodes.len()];
@@ -146,7 +148,7 @@ impl<'g> Tape<'g> {
             if self.graph.value(id).kind == Kind::Param {
                 continue;
             }
-            if let Some(last) = last[at].filter(|_| !stays[at]) {
+            if let Some(last) = last[at].filter(|_| !retained[at]) {
                 self.dead[last].push(id);
             }
             if let Some(first) = first[at] {
@@ -160,19 +162,19 @@ impl<'g> Tape<'g> {
         self.graph
     }
 
-    /// Computes the graph and keeps what the backward pass needs.
+    /// Runs the forward pass and retains the values that the backward pass needs.
     ///
     /// # Errors
-    /// An input is missing or does not fit, or memory runs out.
+    /// An input is missing or invalid, or memory runs out.
     pub fn forward(&self, parameters: &Parameters, inputs: &Inputs, memory_tracker: &MemoryTracker, mut watch: Option<Watch>) -> Result<Forward> {
         let count = self.graph.values().len();
         let mut forward = Forward { values: vec![None; count], dims: vec![Vec::new(); count], taps: BTreeMap::new() };
-        for (id, tensor) in self.sizes.take(self.graph, inputs, 0, &self.device, parameters.compute())? {
+        for (id, tensor) in self.input_check.prepare(self.graph, inputs, 0, &self.device, parameters.compute())? {
             if self.taps.contains(&id) {
                 forward.taps.insert(id, tensor.clone());
             }
             forward.dims[id.index()] = tensor.dims().to_vec();
-            memory_tracker.take_for(MemoryCategory::Data, &self.graph.value(id).name, bytes_of(&tensor))?;
+            memory_tracker.allocate_named(MemoryCategory::Data, &self.graph.value(id).name, bytes_of(&tensor))?;
             forward.values[id.index()] = Some(tensor);
         }
         for segment in &self.segments {
@@ -198,28 +200,28 @@ impl<'g> Tape<'g> {
         parameters: &Parameters,
         values: &mut [Option<Tensor>],
         memory_tracker: &MemoryTracker,
-        again: bool,
-        seen: NodeObserver,
+        recomputed: bool,
+        observe: NodeObserver,
     ) -> Result<()> {
-        memory_tracker.work_on(if again { "recomputation" } else { "forward" }, "");
+        memory_tracker.work_on(if recomputed { "recomputation" } else { "forward" }, "");
         parameters.enter(&segment.parameters, Some(memory_tracker))?;
         for index in segment.nodes.clone() {
             let node = &self.graph.nodes()[index];
-            if again && values[node.output.index()].is_some() {
+            if recomputed && values[node.output.index()].is_some() {
                 continue;
             }
-            memory_tracker.work_on(if again { "recomputation" } else { "forward" }, self.name(node));
+            memory_tracker.work_on(if recomputed { "recomputation" } else { "forward" }, self.name(node));
             let operands = self.operands(node, parameters, values)?;
             let compute = parameters.compute();
             let result = self.prepared(index, compute).forward(&operands);
             let result = result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(run::failed(self.name(node)))?;
-            seen(node, &operands, &result)?;
+            observe(node, &operands, &result)?;
             drop(operands);
-            memory_tracker.take_for(MemoryCategory::Activations, self.name(node), bytes_of(&result))?;
+            memory_tracker.allocate_named(MemoryCategory::Activations, self.name(node), bytes_of(&result))?;
             values[node.output.index()] = Some(result);
             for id in &self.dead[index] {
-                // Computed again, it is needed in the backward pass now.
-                let needed = again && self.read_back(*id, segment);
+                // The backward pass needs it after recomputation.
+                let needed = recomputed && self.read_back(*id, segment);
                 if !needed {
                     self.release(values, *id, memory_tracker);
                 }
@@ -228,13 +230,13 @@ impl<'g> Tape<'g> {
         Ok(())
     }
 
-    /// Whether the backward pass of a segment reads a value that was made in it.
+    /// Whether the backward pass of a segment reads a value that the segment computes.
     fn read_back(&self, id: ValueId, segment: &Segment) -> bool {
         self.done[segment.nodes.clone()].iter().flatten().any(|done| *done == id)
     }
 
-    /// Walks back from gradients of the values that were asked for; every gradient of a parameter goes to `sink`, that of
-    /// a parameter with several readers in several parts.
+    /// Runs the backward pass from gradients of the requested values. Each gradient of a parameter is
+    /// passed to `sink`; that of a parameter with several readers arrives in several summands.
     ///
     /// # Errors
     /// Memory runs out, or the sink fails.
@@ -265,17 +267,17 @@ impl<'g> Tape<'g> {
         memory_tracker: &MemoryTracker,
         sink: GradientSink,
     ) -> Result<()> {
-        let goes_back = |node: &Node| self.reached[node.output.index()];
+        let needs_backward = |node: &Node| self.reached[node.output.index()];
         for segment in self.segments.iter().rev() {
             let nodes = &self.graph.nodes()[segment.nodes.clone()];
-            match (segment.again, nodes.iter().any(goes_back)) {
+            match (segment.recomputed, nodes.iter().any(needs_backward)) {
                 (true, true) => self.compute(segment, parameters, values, memory_tracker, true, &mut |_, _, _| Ok(()))?,
                 (false, true) => parameters.enter(&segment.parameters, Some(memory_tracker))?,
                 (_, false) => {}
             }
             for (index, node) in segment.nodes.clone().zip(nodes).rev() {
                 memory_tracker.work_on("backward", self.name(node));
-                if let Some(gradient) = gradients.get(node.output).filter(|_| goes_back(node)) {
+                if let Some(gradient) = gradients.get(node.output).filter(|_| needs_backward(node)) {
                     self.back_through(index, &gradient, parameters, (values, dims), gradients, sink)?;
                 }
                 gradients.take(node.output);
@@ -304,14 +306,14 @@ impl<'g> Tape<'g> {
         for (id, read) in node.inputs.iter().zip(reads) {
             let value = self.graph.value(*id);
             inputs.push(match (value.kind == Kind::Param, read) {
-                (true, _) => Saved::whole(parameters.get(&value.name).map_err(failed)?),
-                (false, true) => Saved::whole(self.read(values, *id)?),
+                (true, _) => Saved::full(parameters.get(&value.name).map_err(failed)?),
+                (false, true) => Saved::full(self.read(values, *id)?),
                 (false, false) => Saved::shape(&dims[id.index()]),
             });
         }
-        let output = if *reads_output { Saved::whole(self.read(values, node.output)?) } else { Saved::shape(gradient.dims()) };
+        let output = if *reads_output { Saved::full(self.read(values, node.output)?) } else { Saved::shape(gradient.dims()) };
         let wanted: Vec<bool> = node.inputs.iter().map(|id| self.reached[id.index()]).collect();
-        let backward = Backward { inputs: &inputs, output: &output, gradient, wanted: &wanted };
+        let backward = Backward { inputs: &inputs, output: &output, gradient, needs_gradient: &wanted };
         let found = self.prepared(index, parameters.compute()).backward(&backward).map_err(failed)?;
         for ((id, found), wanted) in node.inputs.iter().zip(found).zip(&wanted) {
             let Some(found) = found.filter(|_| *wanted) else { continue };
@@ -338,7 +340,7 @@ impl<'g> Tape<'g> {
     }
 
     fn read(&self, values: &[Option<Tensor>], id: ValueId) -> Result<Tensor> {
-        values[id.index()].clone().ok_or_else(|| Error::graph(format!("graph value `{}`", self.graph.value(id).name), "is read when it is not there"))
+        values[id.index()].clone().ok_or_else(|| Error::graph(format!("graph value `{}`", self.graph.value(id).name), "is read after it was released"))
     }
 
     fn name(&self, node: &Node) -> &str {
@@ -348,7 +350,7 @@ impl<'g> Tape<'g> {
     fn release(&self, values: &mut [Option<Tensor>], id: ValueId, memory_tracker: &MemoryTracker) {
         if let Some(tensor) = values[id.index()].take() {
             let category = if self.graph.value(id).kind == Kind::Input { MemoryCategory::Data } else { MemoryCategory::Activations };
-            memory_tracker.give_for(category, &self.graph.value(id).name, bytes_of(&tensor));
+            memory_tracker.release_named(category, &self.graph.value(id).name, bytes_of(&tensor));
         }
     }
 
@@ -357,7 +359,7 @@ impl<'g> Tape<'g> {
     }
 }
 
-/// Gradients that wait for the nodes which made their values.
+/// Accumulated gradients of values whose nodes have not been differentiated yet.
 struct Gradients<'l> {
     graph: &'l Graph,
     by_value: Vec<Option<Tensor>>,
@@ -370,9 +372,9 @@ impl Gradients<'_> {
             Some(other) => sum(other, found)?,
             None => found,
         };
-        let kept = self.memory_tracker.take_for(MemoryCategory::Activations, &self.name(id), bytes_of(&sum));
+        let recorded = self.memory_tracker.allocate_named(MemoryCategory::Activations, &self.name(id), bytes_of(&sum));
         self.by_value[id.index()] = Some(sum);
-        Ok(kept)
+        Ok(recorded)
     }
 
     fn get(&self, id: ValueId) -> Option<Tensor> {
@@ -381,7 +383,7 @@ impl Gradients<'_> {
 
     fn take(&mut self, id: ValueId) -> Option<Tensor> {
         let gradient = self.by_value[id.index()].take();
-        gradient.inspect(|gradient| self.memory_tracker.give_for(MemoryCategory::Activations, &self.name(id), bytes_of(gradient)))
+        gradient.inspect(|gradient| self.memory_tracker.release_named(MemoryCategory::Activations, &self.name(id), bytes_of(gradient)))
     }
 
     fn name(&self, id: ValueId) -> String {

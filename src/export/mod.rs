@@ -1,4 +1,4 @@
-//! Formats that a model is written in, one a file. Nothing counts as written before it was read back.
+//! Output formats, one per file. Every format verifies its files by reading them back.
 
 mod gguf;
 #[cfg(feature = "run")]
@@ -19,17 +19,17 @@ pub use crate::store::ByteSize;
 use crate::error::Result;
 use crate::files::Destination;
 use crate::model::{Config, Model};
-use crate::run_state::{Dealt, RunState, Samples};
+use crate::run_state::{Assignment, RunState, Samples};
 use crate::store::Weights;
-use crate::store::writer::{Made, WeightMeasurement, Written};
+use crate::store::writer::{Prebuilt, WeightMeasurement, Written};
 use crate::work::Work;
 
-/// What a format would write, known before any byte is read.
+/// Files and size of an output, predicted without reading a tensor.
 #[derive(Debug, Clone)]
 pub struct SizeForecast {
     /// Names of the files.
     pub files: Vec<String>,
-    /// Their size, or the most that it can be.
+    /// Their total size, or an upper bound of it.
     pub bytes: u64,
     /// Whether the size is known exactly.
     pub exact: bool,
@@ -37,88 +37,91 @@ pub struct SizeForecast {
     pub tensors: usize,
 }
 
-/// What a format has written.
+/// Result of writing a format.
 #[derive(Debug)]
 pub struct Exported {
     /// The files, in order.
     pub files: Vec<Written>,
-    /// How they were verified, in plain words.
+    /// Description of how they were verified.
     pub how: String,
-    /// Largest difference to what was meant, of the files or of what a runtime makes of them.
+    /// Largest absolute difference to the expected values, of the files or of the outputs of a runtime.
     pub max_abs_error: f64,
-    /// What was seen of each weight.
+    /// Measurements of each weight.
     pub weights: Vec<(String, WeightMeasurement)>,
     /// Number of tensors in the files.
     pub tensors: usize,
     /// How each weight is stored, in the order of `weights`.
     pub encodings: Vec<String>,
-    /// The weights as the files hold them, where the format rounds what passes have made: what is measured are these.
-    pub held: Option<Weights>,
-    /// The configuration that goes with the files; without one, the model's own is carried over.
+    /// The weights as stored in the files, if the format rounds them. Fidelity is measured with these.
+    pub stored_weights: Option<Weights>,
+    /// The configuration to write; `None` to write the model's own.
     pub config: Option<Config>,
-    /// Plain words for the report.
+    /// Notes for the report.
     pub notes: Vec<String>,
 }
 
-/// A way to write a model.
+/// An output format.
 pub trait Format: fmt::Debug + Send + Sync {
     /// Name in recipes and on the command line.
     fn name(&self) -> &'static str;
 
-    /// The options as they stand in a recipe, defaults written out.
+    /// The options as in a recipe, including defaults.
     fn options(&self) -> Value;
 
-    /// Decides what the options leave open by the data sets there are, so that recipes and reports say what was done.
-    fn settle(&mut self, _sets: &[Samples]) {}
+    /// Resolves defaults that depend on which data sets are configured, so that recipes and reports
+    /// contain the effective options.
+    fn resolve_defaults(&mut self, _sets: &[Samples]) {}
 
-    /// The samples that the model is run on before it is written, so that [`RunState::importance`] is told.
+    /// The data set on which the model is run before writing to compute [`RunState::importance`]; `None`
+    /// if the format does not need it.
     fn runs_on(&self) -> Option<Samples> {
         None
     }
 
-    /// What would be written of a model that `run` has made.
+    /// Predicts the files for a model after the passes of `run`.
     ///
     /// # Errors
-    /// The format cannot express the model, by name.
+    /// The format cannot represent the model. The error names the unsupported tensor or property.
     fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast>;
 
-    /// Writes into a folder, and reads back. Of a run of several parts, only what is this part's is written. A format that can takes what
-    /// parts have `made` instead of making it again.
+    /// Writes the model to a folder and verifies the files. In a run in parts, only the weights of this
+    /// part are written. Formats that support parts take `prebuilt` weights instead of computing them
+    /// again.
     ///
     /// # Errors
-    /// Reading, making or writing tensors fails, or the files do not read back as meant.
-    fn write(&self, model: &Model, run: &RunState, folder: &Destination, made: Option<&Made>, work: &Work) -> Result<Exported>;
+    /// Reading, computing or writing tensors fails, or the verification fails.
+    fn write(&self, model: &Model, run: &RunState, folder: &Destination, prebuilt: Option<&Prebuilt>, work: &Work) -> Result<Exported>;
 
-    /// Whether files go to another machine as they are made, and need no room on this one.
+    /// Whether files are uploaded to remote destinations while they are written, without a local copy.
     fn streams(&self) -> bool {
         false
     }
 
-    /// The weights of each file, in the order of their names, where processes can write parts of a model that are joined, each with the rows
-    /// that stay together; nothing where they cannot.
-    ///
-    /// # Errors
-    /// The format cannot express the model, by name.
-    fn weights_by_file(&self, _model: &Model, _run: &RunState) -> Result<Option<Vec<Vec<Dealt>>>> {
-        Ok(None)
-    }
-
-    /// Bytes of the files that other processes have made whole, which are linked and not copied.
+    /// The weights of each file in the order of their names, for assigning them to parts; `None` if the
+    /// format cannot be written in parts.
     ///
     /// # Errors
     /// As [`forecast`](Format::forecast).
-    fn linked_bytes(&self, _model: &Model, _run: &RunState, _made: &Made) -> Result<u64> {
+    fn weights_by_file(&self, _model: &Model, _run: &RunState) -> Result<Option<Vec<Vec<Assignment>>>> {
+        Ok(None)
+    }
+
+    /// Bytes of complete prebuilt files, which are linked instead of copied.
+    ///
+    /// # Errors
+    /// As [`forecast`](Format::forecast).
+    fn linked_bytes(&self, _model: &Model, _run: &RunState, _prebuilt: &Prebuilt) -> Result<u64> {
         Ok(0)
     }
 }
 
-/// Writes the table of formats.
+/// Defines [`Export`] from the table of formats.
 macro_rules! formats {
     ($($name:literal => $format:ident,)+) => {
         /// One entry of a recipe's `export` list: a name, or a name with options.
         #[derive(Debug, Clone, PartialEq)]
         #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-        #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::name_alone(schema, FORMATS)))]
+        #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::allow_bare_name(schema, FORMATS)))]
         pub enum Export {
             $(#[doc = concat!("The `", $name, "` format.")] #[cfg_attr(feature = "cli", schemars(rename = $name))] $format($format),)+
         }
@@ -127,7 +130,7 @@ macro_rules! formats {
         pub const FORMATS: &[&str] = &[$($name),+];
 
         impl Export {
-            /// The format behind the entry.
+            /// The format of the entry.
             pub fn format(&self) -> &dyn Format {
                 match self {
                     $(Export::$format(format) => format,)+
@@ -136,7 +139,7 @@ macro_rules! formats {
         }
 
         impl Export {
-            /// The same, to be changed.
+            /// The format of the entry, mutable.
             pub(crate) fn format_mut(&mut self) -> &mut dyn Format {
                 match self {
                     $(Export::$format(format) => format,)+
@@ -167,8 +170,8 @@ impl Default for Export {
 }
 
 impl Export {
-    /// A format by its name, with all options at their defaults; nothing where this build has none of that name.
-    pub fn of_name(name: &str) -> Option<Export> {
+    /// The format with this name and default options; `None` if this build has no such format.
+    pub fn from_name(name: &str) -> Option<Export> {
         serde_json::from_value(Value::String(name.to_owned())).ok()
     }
 }

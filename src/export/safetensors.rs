@@ -1,12 +1,13 @@
 //! Safetensors folders, in three layouts.
 //!
-//! - `dense`: every weight as floats, for any reader; quantized weights as the floats they stand for.
-//! - `compressed-tensors`: integer weights as `int-quantized` or, weight-only, `pack-quantized`; transformers with
-//!   compressed-tensors and vLLM load the folder as it is.
-//! - `sparse`: a bitmask and the values that are not zero, where that is smaller; only `compress` reads it
+//! - `dense`: every weight as floats, for any reader; quantized weights are dequantized.
+//! - `compressed-tensors`: integer weights as `int-quantized` or, weight-only, `pack-quantized`;
+//!   transformers with compressed-tensors and vLLM load the folder directly.
+//! - `sparse`: a bitmask and the non-zero values, if that is smaller; only `compress` reads it
 //!   (see [`store::sparse`](crate::store::sparse)).
 //!
-//! Weights that are places in palettes stay so in all but `dense`; only `compress` reads them.
+//! Weights encoded as indices into codebooks (palettes) keep that encoding in all layouts except
+//! `dense`; only `compress` reads them.
 
 mod quantization;
 
@@ -16,30 +17,31 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::{ByteSize, Exported, Format, SizeForecast};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::files::Destination;
 use crate::kernel::{bitmask, convert};
 use crate::model::{Config, Model, class, is_embedding};
-use crate::run_state::{Dealt, RunState};
-use crate::store::writer::{self, Item, Made};
+use crate::run_state::{Assignment, RunState};
+use crate::store::writer::{self, Item, Prebuilt};
 use crate::store::{
-    ActivationScheme, Affine, Block, BlockSink, Bytes, Codes, DType, Encoding, Granularity, StorageFormat, View, Weight, WeightSource, Weights, sparse,
+    ActivationScheme, Block, BlockSink, Bytes, Codes, DType, Encoding, Granularity, QuantizationSpec, StorageFormat, View, Weight, WeightSource, Weights,
+    sparse,
 };
 use crate::work::Work;
 
-/// How weights are laid out.
+/// Layout of the weights.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Layout {
-    /// compressed-tensors when something is quantized, else dense
+    /// compressed-tensors if a weight is quantized, otherwise dense
     #[default]
     Auto,
     /// Plain floats, for any reader
     Dense,
-    /// Quantized weights as transformers and vLLM read them
+    /// Quantized weights in the format of transformers and vLLM
     CompressedTensors,
-    /// Bitmask and values where smaller; only compress reads it
+    /// Bitmask and non-zero values if smaller; only compress reads it
     Sparse,
 }
 
@@ -48,9 +50,9 @@ pub enum Layout {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Safetensors {
-    /// How weights are laid out
+    /// Layout of the weights
     pub layout: Layout,
-    /// Largest size of a file; larger checkpoints are split, a larger tensor gets a file of its own
+    /// Maximum size of a file: larger checkpoints are split; a larger tensor gets a separate file
     pub shard_size: ByteSize,
 }
 
@@ -61,26 +63,27 @@ impl Default for Safetensors {
 }
 
 impl Safetensors {
-    /// This layout, everything else by default.
-    pub fn layout(layout: Layout) -> Self {
+    /// The format with this layout and default options.
+    pub fn with_layout(layout: Layout) -> Self {
         Self { layout, ..Self::default() }
     }
 
-    fn items(&self, model: &Model, run: &RunState, mut kept: impl FnMut(&str, &Weight) -> Result<u64>) -> Result<Vec<Item>> {
+    /// The tensors to write. `nonzeros` returns the number of non-zero values of a weight.
+    fn items(&self, model: &Model, run: &RunState, mut nonzeros: impl FnMut(&str, &Weight) -> Result<u64>) -> Result<Vec<Item>> {
         let item = |(name, weight): (&String, &Weight)| {
             let (weight, storage_format) = match self.layout {
                 _ if !keeps_encoding(model, self.layout, name) => (weight.dense(name), StorageFormat::Plain),
                 Layout::Sparse => {
-                    let kept = kept(name, weight)?;
+                    let nonzeros = nonzeros(name, weight)?;
                     let size = value_size(weight);
-                    let bytes = sparse::stored_bytes(weight.elements() as u64, kept, size, weight.shape.len() as u64);
-                    let smaller = eligible_for_sparse(weight) && bytes < weight.value_bytes();
+                    let bytes = sparse::stored_bytes(weight.elements() as u64, nonzeros, size, weight.shape.len() as u64);
+                    let is_smaller = eligible_for_sparse(weight) && bytes < weight.value_bytes();
                     let otherwise = if is_palette(weight) || (weight.value_bytes() < weight.elements() as u64 && is_packed(name, weight)) {
                         StorageFormat::Packed
                     } else {
                         StorageFormat::Plain
                     };
-                    (weight.clone(), if smaller { StorageFormat::Sparse { kept } } else { otherwise })
+                    (weight.clone(), if is_smaller { StorageFormat::Sparse { nonzeros } } else { otherwise })
                 }
                 _ => {
                     self.require_matrix_layout(model, name, weight)?;
@@ -94,37 +97,39 @@ impl Safetensors {
             items.extend(shared_scales(model));
         }
         items.extend(input_scales(model, self.layout));
-        let own = |item: Item| Ok(run.own(&item.name, &item.weight)?.map(|weight| Item { weight, ..item }));
+        let own = |item: Item| Ok(run.own_rows(&item.name, &item.weight)?.map(|weight| Item { weight, ..item }));
         let mut items: Vec<Item> = items.into_iter().map(own).filter_map(Result::transpose).collect::<Result<_>>()?;
         items.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(items)
     }
 
+    /// Checks that compressed-tensors can represent a weight.
     fn require_matrix_layout(&self, model: &Model, name: &str, weight: &Weight) -> Result<()> {
         let (what, hint) = match (&weight.encoding, is_palette(weight)) {
-            (_, true) if self.layout == Layout::CompressedTensors => {
-                ("is stored as places in palettes, which compressed-tensors has none of".to_owned(), "export with layout: auto or layout: dense")
-            }
-            (Encoding::Affine(_), false) if model.config.has_conv1d() => (
+            (_, true) if self.layout == Layout::CompressedTensors => (
+                "is encoded as indices into codebooks (palettes), which compressed-tensors does not support".to_owned(),
+                "export with layout: auto or layout: dense",
+            ),
+            (Encoding::Quantized(_), false) if model.config.has_conv1d() => (
                 format!(
-                    "is a quantized weight of a {} model, whose layers are stored as [in, out]: compressed-tensors cannot express them",
+                    "is a quantized weight of a {} model, which stores layers as [in, out]: compressed-tensors does not support this",
                     model.config.model_type()
                 ),
-                "export with layout: sparse or layout: dense, or leave these layers alone",
+                "export with layout: sparse or layout: dense, or do not quantize these layers",
             ),
             _ => return Ok(()),
         };
         Err(Error::tensor(name, what, hint))
     }
 
-    fn layout_of(&self, items: &[Item], model: &Model) -> Result<writer::FileLayout> {
+    fn file_layout(&self, items: &[Item], model: &Model) -> Result<writer::FileLayout> {
         let mut metadata = model.weights.metadata.clone();
-        // Readers refuse metadata that does not name a framework.
+        // Some readers require metadata that names a framework.
         metadata.entry("format".into()).or_insert_with(|| "pt".into());
         if items.iter().any(|item| matches!(item.storage_format, StorageFormat::Sparse { .. })) {
             metadata.insert(sparse::MARK.into(), sparse::VERSION.into());
             if let Some(item) = items.iter().find(|item| item.storage_format == StorageFormat::Plain && item.name.ends_with(".bitmask")) {
-                return Err(Error::tensor(&item.name, "is named like the mask of a sparse tensor", "rename it, or choose another layout"));
+                return Err(Error::tensor(&item.name, "has the name of the mask of a sparse tensor", "rename it, or choose another layout"));
             }
         }
         let mut names = std::collections::BTreeSet::new();
@@ -132,7 +137,7 @@ impl Safetensors {
             if !names.insert(part.name.clone()) {
                 return Err(Error::tensor(
                     &part.name,
-                    "would be written twice: another tensor's scales or mask have this name",
+                    "would be written twice: the scales or the mask of another tensor have this name",
                     "rename it, or add the other tensor to `ignore`",
                 ));
             }
@@ -146,8 +151,8 @@ impl Safetensors {
         let palettes = quantization::palettes(items);
         let sparse = items.iter().any(|item| matches!(item.storage_format, StorageFormat::Sparse { .. }));
         let described = quantization::is_needed(items, model, run).then(|| quantization::describe(items, model, run));
-        // Others know int8 in linear layers and embeddings only, and nothing of a graph.json: they would silently
-        // compute something else.
+        // Other libraries support int8 only in linear layers and embeddings, and ignore graph.json: they
+        // would silently compute something else.
         let convolutions = items.iter().any(|item| item.weight.encoding != Encoding::Dense && class(&item.name, &item.weight) == "Conv2d");
         let own = sparse || palettes.is_some() || model.needs_graph_file() || (integers && convolutions);
         if own {
@@ -173,8 +178,8 @@ impl Safetensors {
         config
     }
 
-    /// The weights as the files hold them, where floats take the place of quantized weights of modules.
-    fn held(&self, model: &Model) -> Option<Weights> {
+    /// The weights as stored in the files, if quantized weights of modules are stored as floats.
+    fn stored_weights(&self, model: &Model) -> Option<Weights> {
         let dense = |(name, weight): &(&String, &Weight)| weight.encoding != Encoding::Dense && !keeps_encoding(model, self.layout, name);
         let floats: Vec<_> = model.weights.by_name.iter().filter(dense).map(|(name, weight)| (name.clone(), weight.dense(name))).collect();
         if self.layout == Layout::Dense || floats.is_empty() {
@@ -185,47 +190,54 @@ impl Safetensors {
         Some(weights)
     }
 
-    fn notes(&self, model: &Model, run: &RunState, items: &[Item], seen: &[writer::WeightMeasurement]) -> Vec<String> {
+    fn notes(&self, model: &Model, run: &RunState, items: &[Item], measured: &[writer::WeightMeasurement]) -> Vec<String> {
         let mut notes = Vec::new();
-        let left_out = quantization::left_out(items, model, run);
-        if !left_out.is_empty() {
-            notes.push(format!("`{}` of the input's quantization_config is left out: it describes the weights as they were", left_out.join("`, `")));
+        let dropped = quantization::dropped_keys(items, model, run);
+        if !dropped.is_empty() {
+            notes.push(format!("`{}` of the input's quantization_config is not written: it describes the original weights", dropped.join("`, `")));
         }
         let sparse = items.iter().filter(|item| matches!(item.storage_format, StorageFormat::Sparse { .. })).count();
         if sparse > 0 {
-            notes.push(format!("{sparse} tensors are stored sparse: only compress reads this folder, `compress densify` brings it back bit for bit"));
+            notes.push(format!(
+                "{} stored sparse: only compress reads this folder; `compress densify` converts it back without loss",
+                counted(sparse, "tensor")
+            ));
         }
-        // Rounding alone makes a few zeros; pruning makes many.
-        let pruned =
-            |elements: u64, seen: &writer::WeightMeasurement| seen.changed && seen.difference.zeros_after > seen.difference.zeros_before + elements / 10;
+        // Rounding produces few zeros, pruning many.
+        let is_pruned = |elements: u64, measured: &writer::WeightMeasurement| {
+            measured.changed && measured.difference.zeros_after > measured.difference.zeros_before + elements / 10
+        };
         let (mut zeros, mut elements) = (0, 0);
-        for (item, seen) in items.iter().zip(seen) {
+        for (item, measured) in items.iter().zip(measured) {
             let count = item.weight.elements() as u64;
-            if pruned(count, seen) && !matches!(item.storage_format, StorageFormat::Sparse { .. }) {
-                zeros += seen.difference.zeros_after;
+            if is_pruned(count, measured) && !matches!(item.storage_format, StorageFormat::Sparse { .. }) {
+                zeros += measured.difference.zeros_after;
                 elements += count;
             }
         }
         let pruning = run.history.iter().any(|applied| applied.zeroes);
         if pruning && elements > 0 && self.layout != Layout::Sparse {
             notes.push(format!(
-                "{:.0} % zeros in the pruned tensors, stored dense: no size gain and no speed-up by themselves; add `layout: sparse` to store fewer bytes",
+                "{:.0} % zeros in the pruned tensors, which are stored dense: this reduces neither size nor latency; add `layout: sparse` to store fewer bytes",
                 100.0 * zeros as f64 / elements as f64
             ));
         }
         let quantized = |name: &String| model.weights.by_name.get(name).is_some_and(|weight| weight.encoding != Encoding::Dense);
         if let Some(item) = items.iter().find(|item| quantized(&item.name) && self.layout != Layout::Dense && !keeps_encoding(model, self.layout, &item.name)) {
             notes.push(format!(
-                "`{}` and other quantized weights of modules with files of their own are stored as the floats that they stand for, and inputs of these layers are not quantized: sentence-transformers reads nothing else",
+                "`{}` and other quantized weights of modules with separate files are stored dequantized, and the inputs of these layers are not quantized: sentence-transformers supports only floats",
                 item.name
             ));
         }
         let palettes = items.iter().filter(|item| is_palette(&item.weight)).count();
         if palettes > 0 {
-            notes.push(format!("{palettes} tensors are stored as places in palettes: only compress and its ONNX export read this folder, `compress densify` makes floats of them; `model_type` is marked so that other libraries refuse it"));
+            notes.push(format!(
+                "{} stored as indices into codebooks (palettes): only compress and its ONNX export read this folder; `compress densify` converts it to floats; `model_type` is marked so that other libraries reject the folder",
+                counted(palettes, "tensor")
+            ));
         }
         if sparse == 0 && model.needs_graph_file() {
-            notes.push("config.json cannot say what this model computes: graph.json does, which only compress and its ONNX export read; `model_type` is marked so that other libraries refuse the folder".to_owned());
+            notes.push("config.json cannot describe this model, so graph.json describes it, which only compress and its ONNX export read; `model_type` is marked so that other libraries reject the folder".to_owned());
         } else if sparse == 0 && palettes == 0 {
             notes.extend(quantization::notes(items, model));
         }
@@ -233,40 +245,41 @@ impl Safetensors {
     }
 }
 
-/// A head that is tied to a quantized embedding is loaded with the embedding's integers, and needs scales of its own.
+/// Scales of heads that are tied to a quantized embedding: loaders share the integers with the head, but
+/// not the scales.
 fn shared_scales(model: &Model) -> impl Iterator<Item = Item> {
     model.tied_names().into_iter().filter_map(|(alias, original)| {
         let weight = model.weights.by_name.get(original)?;
-        let Encoding::Affine(affine) = &weight.encoding else { return None };
-        if affine.codes.is_palette() {
+        let Encoding::Quantized(spec) = &weight.encoding else { return None };
+        if spec.codes.is_palette() {
             return None;
         }
-        let source = Scales { of: weight.clone(), dtype: affine.scale_dtype };
-        let scales = Weight::new(affine.scale_dtype, affine.scale_shape(&weight.shape), Encoding::Dense, std::sync::Arc::new(source));
+        let source = Scales { weight: weight.clone(), dtype: spec.scale_dtype };
+        let scales = Weight::new(spec.scale_dtype, spec.scale_shape(&weight.shape), Encoding::Dense, std::sync::Arc::new(source));
         (!model.weights.by_name.contains_key(alias)).then(|| Item { name: format!("{alias}_scale"), weight: scales, storage_format: StorageFormat::Plain })
     })
 }
 
-/// What static activations are quantized by, one scale and zero point for each layer.
+/// Scales and zero points of statically quantized activations, one of each per layer.
 fn input_scales(model: &Model, layout: Layout) -> Vec<Item> {
     let mut items = Vec::new();
     for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| keeps_encoding(model, layout, name)) {
-        let Encoding::Affine(Affine { activations, scale_dtype, .. }) = &weight.encoding else { continue };
-        let (by, what, scale_dtype) = match activations {
-            ActivationScheme::Static(by) | ActivationScheme::Float8Static(by) => (by, "input_scale", scale_dtype),
-            ActivationScheme::Nvfp4(by) => (by, "input_global_scale", &DType::F32),
+        let Encoding::Quantized(QuantizationSpec { activations, scale_dtype, .. }) = &weight.encoding else { continue };
+        let (params, suffix, scale_dtype) = match activations {
+            ActivationScheme::Static(params) | ActivationScheme::Float8Static(params) => (params, "input_scale", scale_dtype),
+            ActivationScheme::Nvfp4(params) => (params, "input_global_scale", &DType::F32),
             _ => continue,
         };
         let module = name.strip_suffix("weight").unwrap_or(name);
         let mut scale = vec![0; scale_dtype.bitsize() / 8];
-        let written = convert::from_f32(*scale_dtype, &[by.scale()], &mut scale);
+        let written = convert::from_f32(*scale_dtype, &[params.scale()], &mut scale);
         debug_assert!(written, "scales are floats");
-        let mut item = |what: &str, dtype, bytes| {
+        let mut item = |suffix: &str, dtype, bytes| {
             let weight = Weight::new(dtype, vec![1], Encoding::Dense, std::sync::Arc::new(Bytes { dtype, bytes }));
-            items.push(Item { name: format!("{module}{what}"), weight, storage_format: StorageFormat::Plain });
+            items.push(Item { name: format!("{module}{suffix}"), weight, storage_format: StorageFormat::Plain });
         };
-        item(what, *scale_dtype, scale);
-        if let Some(zero_point) = by.zero_point {
+        item(suffix, *scale_dtype, scale);
+        if let Some(zero_point) = params.zero_point {
             item("input_zero_point", DType::I8, vec![zero_point as u8]);
         }
     }
@@ -275,53 +288,59 @@ fn input_scales(model: &Model, layout: Layout) -> Vec<Item> {
 
 /// The scales of a quantized weight, as a weight.
 struct Scales {
-    of: Weight,
+    weight: Weight,
     dtype: DType,
 }
 
 impl WeightSource for Scales {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let mut first = true;
-        self.of.visit(unit, &mut |block| {
-            let one = block.now.affine.is_some_and(|(affine, _)| affine.granularity == Granularity::Tensor);
-            let seen = !std::mem::replace(&mut first, false);
-            if one && seen { Ok(()) } else { sink(Block::untouched(View::dense(self.dtype, block.now.scales))) }
+        self.weight.visit(unit, &mut |block| {
+            let is_single = block.now.affine.is_some_and(|(affine, _)| affine.granularity == Granularity::Tensor);
+            let is_repeated = !std::mem::replace(&mut first, false);
+            if is_single && is_repeated { Ok(()) } else { sink(Block::untouched(View::dense(self.dtype, block.now.scales))) }
         })
     }
 }
 
-/// Whether a weight is stored as it is encoded: of modules, sentence-transformers reads floats alone.
+/// Whether a weight is stored with its encoding. Weights of modules are stored as floats, which is all
+/// that sentence-transformers supports.
 fn keeps_encoding(model: &Model, layout: Layout, name: &str) -> bool {
     layout == Layout::Sparse || (layout != Layout::Dense && model.weights.folder(name).is_none())
 }
 
+/// Size of a stored value in bytes.
 fn value_size(weight: &Weight) -> u64 {
     if weight.encoding == Encoding::Dense { weight.dtype.bitsize() as u64 / 8 } else { 1 }
 }
 
+/// Whether a weight can be stored sparse: its values must be at least one byte wide.
 fn eligible_for_sparse(weight: &Weight) -> bool {
-    let halves = matches!(&weight.encoding, Encoding::Affine(affine) if affine.codes == Codes::E2m1);
-    (weight.is_float() || weight.encoding != Encoding::Dense) && !halves && !is_palette(weight) && weight.elements() > 0
+    let is_half_byte = matches!(&weight.encoding, Encoding::Quantized(spec) if spec.codes == Codes::E2m1);
+    (weight.is_float() || weight.encoding != Encoding::Dense) && !is_half_byte && !is_palette(weight) && weight.elements() > 0
 }
 
-/// Weight-only integers have kernels in vLLM only when they are packed; a single scale or zero points of int8 are read by
-/// transformers only when they are not, and so are embeddings. Zero points of fewer bits have no consumer that takes a byte for each.
+/// Whether the values of a quantized weight are bit-packed. vLLM has kernels for weight-only integers
+/// only if they are packed. transformers reads int8 with a single scale or with zero points, and
+/// embeddings, only if they are not packed. No consumer reads unpacked zero points of fewer than 8 bits.
 fn is_packed(name: &str, weight: &Weight) -> bool {
     match &weight.encoding {
         Encoding::Dense => false,
-        Encoding::Affine(affine) if !affine.codes.is_integer() => affine.codes == Codes::E2m1 || affine.codes.is_palette(),
-        Encoding::Affine(_) if is_embedding(name, weight) => false,
-        Encoding::Affine(affine) => {
-            let (one, wide) = (affine.granularity == Granularity::Tensor, affine.codes.bits() == 8);
-            weight.shape.len() == 2 && affine.activations == ActivationScheme::None && if wide { affine.symmetric && !one } else { affine.symmetric || !one }
+        Encoding::Quantized(spec) if !spec.codes.is_integer() => spec.codes == Codes::E2m1 || spec.codes.is_palette(),
+        Encoding::Quantized(_) if is_embedding(name, weight) => false,
+        Encoding::Quantized(spec) => {
+            let (is_single, is_int8) = (spec.granularity == Granularity::Tensor, spec.codes.bits() == 8);
+            let is_packable = if is_int8 { spec.symmetric && !is_single } else { spec.symmetric || !is_single };
+            weight.shape.len() == 2 && spec.activations == ActivationScheme::None && is_packable
         }
     }
 }
 
 fn is_palette(weight: &Weight) -> bool {
-    matches!(&weight.encoding, Encoding::Affine(affine) if affine.codes.is_palette())
+    matches!(&weight.encoding, Encoding::Quantized(spec) if spec.codes.is_palette())
 }
 
+/// Description of how a tensor is stored.
 fn encoding(item: &Item) -> String {
     match item.storage_format {
         StorageFormat::Sparse { .. } => format!("{} sparse", item.weight.describe()),
@@ -346,67 +365,71 @@ impl Format for Safetensors {
     fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {
         if model.onnx.is_some() {
             return Err(Error::Unsupported {
-                what: format!("{}: writing an .onnx model as safetensors, which hold no operators,", model.path.display()),
-                hint: "leave `export` out, or write `onnx`; the pass `dequantize` makes floats of quantized weights".into(),
+                what: format!("{}: writing an .onnx model as safetensors, which cannot represent a graph,", model.path.display()),
+                hint: "omit `export`, or export `onnx`; the pass `dequantize` converts quantized weights to floats".into(),
             });
         }
         let items = self.items(model, run, |_, weight| Ok(weight.elements() as u64))?;
-        let layout = self.layout_of(&items, model)?;
+        let layout = self.file_layout(&items, model)?;
         Ok(SizeForecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse && !run.estimated, tensors: layout.tensors() })
     }
 
-    fn weights_by_file(&self, model: &Model, run: &RunState) -> Result<Option<Vec<Vec<Dealt>>>> {
+    fn weights_by_file(&self, model: &Model, run: &RunState) -> Result<Option<Vec<Vec<Assignment>>>> {
         let items = self.items(model, run, |_, weight| Ok(weight.elements() as u64))?;
-        let dealt = |item: &Item| Dealt {
+        let assignment = |item: &Item| Assignment {
             name: item.name.clone(),
             bytes: item.weight.stored_bytes.max(1),
             rows: item.weight.all_rows().end,
-            // How many values stay decides how all of a weight is stored.
-            together: if self.layout == Layout::Sparse && eligible_for_sparse(&item.weight) { None } else { item.storage_format.rows_together(&item.weight) },
+            // Whether a weight is stored sparse depends on the zeros in all of its rows.
+            row_multiple: if self.layout == Layout::Sparse && eligible_for_sparse(&item.weight) {
+                None
+            } else {
+                item.storage_format.row_alignment(&item.weight)
+            },
         };
-        let by_file = self.layout_of(&items, model)?.items_by_file();
-        Ok(Some(by_file.into_iter().map(|file| file.into_iter().filter_map(|index| items.get(index)).map(dealt).collect()).collect()))
+        let by_file = self.file_layout(&items, model)?.items_by_file();
+        Ok(Some(by_file.into_iter().map(|file| file.into_iter().filter_map(|index| items.get(index)).map(assignment).collect()).collect()))
     }
 
-    fn linked_bytes(&self, model: &Model, run: &RunState, made: &Made) -> Result<u64> {
+    fn linked_bytes(&self, model: &Model, run: &RunState, prebuilt: &Prebuilt) -> Result<u64> {
         let items = self.items(model, run, |_, weight| Ok(weight.elements() as u64))?;
-        Ok(self.layout_of(&items, model)?.linked_bytes(made))
+        Ok(self.file_layout(&items, model)?.linked_bytes(prebuilt))
     }
 
-    fn write(&self, model: &Model, run: &RunState, folder: &Destination, made: Option<&Made>, work: &Work) -> Result<Exported> {
-        let mut kept: BTreeMap<&str, u64> = BTreeMap::new();
-        if let Some(made) = made {
-            kept = made.items.iter().filter_map(|(name, seen)| Some((name.as_str(), seen.first()?.kept?))).collect();
+    fn write(&self, model: &Model, run: &RunState, folder: &Destination, prebuilt: Option<&Prebuilt>, work: &Work) -> Result<Exported> {
+        let mut nonzeros: BTreeMap<&str, u64> = BTreeMap::new();
+        if let Some(prebuilt) = prebuilt {
+            nonzeros = prebuilt.items.iter().filter_map(|(name, measured)| Some((name.as_str(), measured.first()?.nonzeros?))).collect();
         } else if self.layout == Layout::Sparse {
-            let jobs: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(name, w)| run.makes(name) && eligible_for_sparse(w)).collect();
+            let jobs: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(name, w)| run.writes(name) && eligible_for_sparse(w)).collect();
             let counts = work.run(
                 "Counting zeros",
                 &jobs,
                 |(_, w)| w.stored_bytes,
                 |(_, weight)| {
-                    let mut kept = 0;
+                    let mut count = 0;
                     weight.visit(1, &mut |block| {
-                        kept += bitmask::count(block.now.values, value_size(weight) as usize);
+                        count += bitmask::count(block.now.values, value_size(weight) as usize);
                         work.advance(block.before.values.len() as u64)
                     })?;
-                    Ok(kept)
+                    Ok(count)
                 },
             )?;
-            kept = jobs.into_iter().map(|(name, _)| name.as_str()).zip(counts).collect();
+            nonzeros = jobs.into_iter().map(|(name, _)| name.as_str()).zip(counts).collect();
         }
-        let items = self.items(model, run, |name, weight| Ok(kept.get(name).copied().unwrap_or(weight.elements() as u64)))?;
-        let layout = self.layout_of(&items, model)?;
-        let (files, seen) = writer::write(folder, &items, &layout, made, work)?;
+        let items = self.items(model, run, |name, weight| Ok(nonzeros.get(name).copied().unwrap_or(weight.elements() as u64)))?;
+        let layout = self.file_layout(&items, model)?;
+        let (files, measured) = writer::write(folder, &items, &layout, prebuilt, work)?;
         Ok(Exported {
             files,
-            how: "read back: the header is parsed strictly and equal, the bytes of every tensor are equal to what was computed".into(),
+            how: "read back: the header is equal to the written one, and the bytes of every tensor are equal to the computed ones".into(),
             max_abs_error: 0.0,
             tensors: layout.tensors(),
             encodings: items.iter().map(encoding).collect(),
-            held: self.held(model),
+            stored_weights: self.stored_weights(model),
             config: Some(self.config(model, run, &items)),
-            notes: self.notes(model, run, &items, &seen),
-            weights: items.into_iter().map(|item| item.name).zip(seen).collect(),
+            notes: self.notes(model, run, &items, &measured),
+            weights: items.into_iter().map(|item| item.name).zip(measured).collect(),
         })
     }
 }

@@ -1,4 +1,5 @@
-//! Where files are written: into a folder of this machine, or, what is large, to another machine as it is made.
+//! Destinations of output files: a local folder, or a remote folder to which large files are uploaded
+//! while they are written.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,146 +11,150 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::{remote, remote_name};
 
-/// A folder that files are written into. One for another machine is a folder of this one for what is small, and files that are made
-/// with [`create`](Destination::create) go where they belong as they are written. Dropped before it is published, nothing of them is left.
+/// A folder for output files. For a remote folder, small files are staged in a local folder, and files
+/// created with [`create`](Destination::create) are uploaded while they are written. If it is dropped
+/// before it is published, everything uploaded is removed.
 #[derive(Debug)]
 pub struct Destination {
     folder: PathBuf,
-    away: Option<Away>,
+    remote: Option<RemoteTarget>,
 }
 
 #[derive(Debug)]
-struct Away {
+struct RemoteTarget {
     target: PathBuf,
     upload: remote::Upload,
-    /// Names of files that are made there.
-    made: Mutex<BTreeSet<String>>,
+    /// Names of the files created with [`create`](Destination::create).
+    created: Mutex<BTreeSet<String>>,
 }
 
 impl Destination {
-    /// A folder of this machine.
-    pub fn here(folder: impl Into<PathBuf>) -> Destination {
-        Destination { folder: folder.into(), away: None }
+    /// A local folder.
+    pub fn local(folder: impl Into<PathBuf>) -> Destination {
+        Destination { folder: folder.into(), remote: None }
     }
 
-    /// A folder of another machine, where there is none of its name yet. What is small is made in a `folder` of this one first.
+    /// A remote folder, which must not exist yet. Small files are staged in the local `folder`.
     ///
     /// # Errors
-    /// It is there, another run writes it, or it cannot be written to.
-    pub fn away(target: &Path, folder: impl Into<PathBuf>) -> io::Result<Destination> {
+    /// The remote folder exists, another run is writing it, or it is not writable.
+    pub fn remote(target: &Path, folder: impl Into<PathBuf>) -> io::Result<Destination> {
         let name = remote_name(target).ok_or(io::ErrorKind::InvalidInput)?;
-        let away = Away { target: target.to_owned(), upload: remote::Upload::begin(name)?, made: Mutex::default() };
-        Ok(Destination { folder: folder.into(), away: Some(away) })
+        let remote = RemoteTarget { target: target.to_owned(), upload: remote::Upload::begin(name)?, created: Mutex::default() };
+        Ok(Destination { folder: folder.into(), remote: Some(remote) })
     }
 
-    /// The folder of this machine.
+    /// The local folder.
     pub fn path(&self) -> &Path {
         &self.folder
     }
 
-    /// Whether files that are made with [`create`](Destination::create) go to another machine.
-    pub fn is_away(&self) -> bool {
-        self.away.is_some()
+    /// Whether files created with [`create`](Destination::create) are uploaded to another machine.
+    pub fn is_remote(&self) -> bool {
+        self.remote.is_some()
     }
 
-    /// Whether two runs that write the same name at once may both go on, since where they write nothing can refuse the second.
-    pub fn is_shared(&self) -> bool {
-        self.away.as_ref().is_some_and(|away| away.upload.is_shared())
+    /// Whether two concurrent runs could both write the same folder, because the backend has no
+    /// conditional writes.
+    pub fn can_race(&self) -> bool {
+        self.remote.as_ref().is_some_and(|remote| remote.upload.can_race())
     }
 
-    /// Makes a file of so many bytes, and says where it will be.
+    /// Creates a file of `length` bytes. Returns its final location too.
     ///
     /// # Errors
-    /// It is there already, or cannot be made.
+    /// The file exists or cannot be created.
     pub fn create(&self, name: &str, length: u64) -> io::Result<(PathBuf, NewFile)> {
-        match &self.away {
-            Some(away) => {
-                made(away).insert(name.to_owned());
-                Ok((away.target.join(name), NewFile(Bytes::Away(away.upload.create(name, length)))))
+        match &self.remote {
+            Some(remote) => {
+                created(remote).insert(name.to_owned());
+                Ok((remote.target.join(name), NewFile(Bytes::Remote(remote.upload.create(name, length)))))
             }
             None => {
                 let path = self.folder.join(name);
                 let file = fs::File::options().read(true).write(true).create_new(true).open(&path)?;
-                Ok((path, NewFile(Bytes::Here { file, length })))
+                Ok((path, NewFile(Bytes::Local { file, length })))
             }
         }
     }
 
-    /// Where a file of this name is.
-    pub fn place(&self, name: &str) -> PathBuf {
-        let folder = self.away.as_ref().filter(|away| made(away).contains(name)).map_or(&self.folder, |away| &away.target);
+    /// Location of a file of this destination.
+    pub fn location(&self, name: &str) -> PathBuf {
+        let folder = self.remote.as_ref().filter(|remote| created(remote).contains(name)).map_or(&self.folder, |remote| &remote.target);
         folder.join(name)
     }
 
-    /// Puts the files of the folder of this machine beside those that are on the other one, those last that make a model of the others; each is
-    /// read back. `told` is given the bytes that are done, twice those of the files in all, and says whether to go on. Nothing to do where all
-    /// stays here.
+    /// Uploads the files of the local folder, with files that complete the model last, and verifies each by
+    /// reading it back. `progress` receives the number of additional bytes processed, in total twice the
+    /// size of the files, and returns whether to continue. Does nothing for local destinations.
     ///
     /// # Errors
-    /// A file cannot be written or does not read back as it is, or `told` says no. Then nothing is left there.
-    pub fn publish(&self, told: &(dyn Fn(u64) -> bool + Sync)) -> io::Result<()> {
-        let Some(away) = &self.away else { return Ok(()) };
-        away.upload.publish(&self.folder, &|bytes| if told(bytes) { Ok(()) } else { Err(io::ErrorKind::Interrupted.into()) })
+    /// A file cannot be written or reads back differently, or `progress` returned `false`. Then
+    /// everything uploaded is removed.
+    pub fn publish(&self, progress: &(dyn Fn(u64) -> bool + Sync)) -> io::Result<()> {
+        let Some(remote) = &self.remote else { return Ok(()) };
+        remote.upload.publish(&self.folder, &|bytes| if progress(bytes) { Ok(()) } else { Err(io::ErrorKind::Interrupted.into()) })
     }
 }
 
-fn made(away: &Away) -> MutexGuard<'_, BTreeSet<String>> {
-    away.made.lock().unwrap_or_else(PoisonError::into_inner)
+fn created(remote: &RemoteTarget) -> MutexGuard<'_, BTreeSet<String>> {
+    remote.created.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A file that is written at any place by any thread.
+/// An output file, which any thread can write at any offset.
 #[derive(Debug)]
 pub struct NewFile(Bytes);
 
 #[derive(Debug)]
 enum Bytes {
-    Here { file: fs::File, length: u64 },
-    Away(remote::Outgoing),
+    Local { file: fs::File, length: u64 },
+    Remote(remote::Outgoing),
 }
 
 impl NewFile {
-    /// Writes bytes from a place on.
+    /// Writes bytes at an offset.
     ///
     /// # Errors
-    /// They cannot be written, or an earlier part of them could not be sent.
+    /// Writing fails, or an earlier part of the file could not be uploaded.
     pub fn write_all_at(&self, bytes: &[u8], at: u64) -> io::Result<()> {
         match &self.0 {
-            Bytes::Here { file, .. } => file.write_all_at(bytes, at),
-            Bytes::Away(file) => file.write_all_at(bytes, at),
+            Bytes::Local { file, .. } => file.write_all_at(bytes, at),
+            Bytes::Remote(file) => file.write_all_at(bytes, at),
         }
     }
 
-    /// Reads what was written and is not [`settled`](NewFile::settled).
+    /// Reads bytes that were written and are not yet marked with [`mark_final`](NewFile::mark_final).
     ///
     /// # Errors
-    /// It cannot be read, or is gone from here.
+    /// Reading fails, or the bytes were already uploaded.
     pub fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
         match &self.0 {
-            Bytes::Here { file, .. } => file.read_exact_at(bytes, at),
-            Bytes::Away(file) => file.read_exact_at(bytes, at),
+            Bytes::Local { file, .. } => file.read_exact_at(bytes, at),
+            Bytes::Remote(file) => file.read_exact_at(bytes, at),
         }
     }
 
-    /// Says, once for each byte, that these are as they are meant, and may go where they belong.
+    /// Marks bytes as final, so that they can be uploaded. Must be called once for each byte.
     ///
     /// # Errors
-    /// They cannot be sent.
-    pub fn settled(&self, range: Range<u64>) -> io::Result<()> {
+    /// The upload fails.
+    pub fn mark_final(&self, range: Range<u64>) -> io::Result<()> {
         match &self.0 {
-            Bytes::Here { .. } => Ok(()),
-            Bytes::Away(file) => file.settled(range),
+            Bytes::Local { .. } => Ok(()),
+            Bytes::Remote(file) => file.mark_final(range),
         }
     }
 
-    /// Ends it, when all of it is settled; whether its bytes have left this machine, so that only reading them tells what they have become.
+    /// Completes the file, once all bytes are final. Returns whether it was uploaded, so that it can
+    /// only be verified by downloading it.
     ///
     /// # Errors
-    /// It has not the length that was said, or cannot be ended.
+    /// The file has a different length than specified, or cannot be completed.
     pub fn finish(&self) -> io::Result<bool> {
         match &self.0 {
-            Bytes::Away(file) => file.finish().map(|()| true),
-            Bytes::Here { file, length } if file.metadata()?.len() == *length => Ok(false),
-            Bytes::Here { .. } => Err(io::Error::other("has not the length that it was to have")),
+            Bytes::Remote(file) => file.finish().map(|()| true),
+            Bytes::Local { file, length } if file.metadata()?.len() == *length => Ok(false),
+            Bytes::Local { .. } => Err(io::Error::other("does not have the specified length")),
         }
     }
 }

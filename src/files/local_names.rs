@@ -1,4 +1,5 @@
-//! Names of local files in recipes, reports and metadata, which are published: relative names instead of absolute paths.
+//! Names of local files in recipes, reports and metadata, which may be published: absolute paths are
+//! replaced by relative ones.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -6,18 +7,19 @@ use serde_json::Value;
 
 use super::is_remote;
 
-/// Folders whose subfolders are named after users.
+/// Parents of the users' home folders.
 const HOMES: [&str; 2] = ["/home", "/Users"];
 
-/// Replaces absolute paths by relative ones.
+/// Replaces absolute paths by relative paths.
 #[derive(Debug)]
 pub struct LocalNames {
-    /// Absolute paths and what replaces them, the longest first.
+    /// Absolute paths with their replacements, the longest first.
     pairs: Vec<(String, String)>,
 }
 
 impl LocalNames {
-    /// Finds the absolute paths of existing files in options. Their names are relative to `folder`, or their last parts without one.
+    /// Collects the absolute paths of existing files from options. Replacements are relative to
+    /// `folder`, or the last path component without one.
     pub fn new(options: &Value, folder: Option<&Path>) -> LocalNames {
         let mut found = Vec::new();
         collect(options, &mut found);
@@ -27,12 +29,12 @@ impl LocalNames {
         LocalNames { pairs }
     }
 
-    /// A text with every such path replaced.
+    /// Replaces all such paths in a text.
     pub fn text(&self, text: &str) -> String {
         self.pairs.iter().fold(text.to_owned(), |text, (path, name)| replace_path(&text, path, name))
     }
 
-    /// A value with every such path replaced in its texts.
+    /// Replaces all such paths in the strings of a JSON value.
     pub fn value(&self, value: &Value) -> Value {
         match value {
             Value::String(text) => self.text(text).into(),
@@ -45,7 +47,7 @@ impl LocalNames {
 
 fn collect<'v>(value: &'v Value, found: &mut Vec<&'v str>) {
     match value {
-        // Prompts may begin with a slash, and the root is not a name.
+        // Prompts may begin with a slash, and `/` is not replaced.
         Value::String(text) if text.len() > 1 && Path::new(text).is_absolute() && Path::new(text).exists() => found.push(text),
         Value::Array(values) => values.iter().for_each(|value| collect(value, found)),
         Value::Object(values) => values.values().for_each(|value| collect(value, found)),
@@ -57,7 +59,8 @@ fn last_part(path: &Path) -> PathBuf {
     path.file_name().map_or_else(|| path.to_owned(), PathBuf::from)
 }
 
-/// A path relative to a folder, or its last part if the path between them would name a user or all of the file system.
+/// A path relative to a folder, or its last component if the relative path would contain a user name or
+/// start from the root.
 fn relative(path: &Path, folder: &Path) -> PathBuf {
     let clean = |path: &Path| {
         path.components().fold(PathBuf::new(), |mut clean, part| {
@@ -84,19 +87,19 @@ fn relative(path: &Path, folder: &Path) -> PathBuf {
     }
 }
 
-/// Replaces a path where it is not the beginning of another name.
+/// Replaces a path, except where it is part of a longer path.
 fn replace_path(text: &str, path: &str, name: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some((before, after)) = rest.split_once(path) {
         let mut next = after.chars();
-        let goes_on = |c: char| c.is_alphanumeric() || "-_~+".contains(c);
+        let continues = |c: char| c.is_alphanumeric() || "-_~+".contains(c);
         let longer = match next.next() {
-            Some('.') => next.next().is_some_and(goes_on),
-            first => first.is_some_and(goes_on),
+            Some('.') => next.next().is_some_and(continues),
+            first => first.is_some_and(continues),
         };
         out.push_str(before);
-        out.push_str(if longer || before.ends_with(|c: char| goes_on(c) || c == '/' || c == '.') { path } else { name });
+        out.push_str(if longer || before.ends_with(|c: char| continues(c) || c == '/' || c == '.') { path } else { name });
         rest = after;
     }
     out + rest

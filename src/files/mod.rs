@@ -1,9 +1,9 @@
-//! Files by their names: those of this machine, and those behind a scheme such as `hf:` or `s3://`.
+//! Access to local files, and to remote files with names like `hf:…` or `s3://…`.
 //!
-//! Whoever reads what a model may be made of reads it from here. Functions are those of `std::fs`, with the same errors, so that messages
-//! name a file as its user did.
+//! All input files are read through this module. The functions mirror those of `std::fs` and return the
+//! same errors, so that messages name a file as the user did.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod destination;
@@ -22,65 +22,66 @@ use std::sync::Arc;
 
 pub use destination::{Destination, NewFile};
 pub use local_names::LocalNames;
-pub use remote::{SCHEMES, describe, prepare, writes};
+pub use remote::{SCHEMES, describe, is_writable, prefetch};
 
-/// What a name stands for.
+/// Type of a file system entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// A file, or a link to one.
     File,
-    /// A folder that is no link.
+    /// A folder that is not a symbolic link.
     Folder,
-    /// A link to a folder, or to nothing.
+    /// A symbolic link to a folder, or a dangling one.
     Link,
     /// A device, a socket, a pipe.
     Special,
 }
 
-/// Something in a folder.
+/// An entry of a folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Where it is.
+    /// Path of the entry.
     pub path: PathBuf,
-    /// What it is.
+    /// Type of the entry.
     pub kind: Kind,
 }
 
-/// The name of something that is not of this machine: one with a scheme.
+/// The name of a remote file or folder, which starts with a scheme. `None` for local paths.
 pub fn remote_name(path: &Path) -> Option<&str> {
     path.to_str().filter(|name| SCHEMES.iter().any(|scheme| name.starts_with(scheme)))
 }
 
-/// Refuses credentials in the name of a remote file: names are written into recipes, reports and logs.
+/// Rejects credentials in the name of a remote file, because names are written into recipes, reports and
+/// logs.
 ///
 /// # Errors
-/// It has a user name, a query or a fragment.
+/// The name contains a user name, a query or a fragment.
 pub fn require_no_secret(name: &str) -> io::Result<()> {
     let wrong = |reason: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
     let authority = name.split_once("://").map_or("", |(_, rest)| rest.split(['/', '?', '#']).next().unwrap_or_default());
     if authority.contains('@') {
-        return wrong("names a user: names are written into recipes and reports, so they must not hold credentials (docs/remote.md)");
+        return wrong("contains a user name: names are written into recipes and reports, so they must not hold credentials (docs/remote.md)");
     }
     if name.contains(['?', '#']) {
         return wrong(
-            "has a `?` or `#`: names are written into recipes and reports, so they must not hold a token or a signature; \
+            "contains a `?` or `#`: names are written into recipes and reports, so they must not hold a token or a signature; \
              set the credentials in the environment (docs/remote.md), or download the file",
         );
     }
     Ok(())
 }
 
-/// Whether something is not of this machine.
+/// Whether a path is a remote name.
 pub fn is_remote(path: &Path) -> bool {
     remote_name(path).is_some()
 }
 
-/// A path as it is meant in a folder; a name with a scheme means the same everywhere.
+/// Resolves a path relative to a folder. Remote names are absolute.
 pub fn resolve(folder: &Path, path: &Path) -> PathBuf {
     if is_remote(path) { path.to_owned() } else { folder.join(path) }
 }
 
-/// An open file, of which any part can be read at any time by any thread.
+/// An open file with thread-safe positional reads.
 #[derive(Debug, Clone)]
 pub struct File {
     length: u64,
@@ -89,20 +90,20 @@ pub struct File {
 
 #[derive(Debug, Clone)]
 enum Bytes {
-    Here(Arc<fs::File>),
-    Away(remote::Open),
+    Local(Arc<fs::File>),
+    Remote(remote::Open),
 }
 
 impl File {
     /// Opens a regular file.
     ///
     /// # Errors
-    /// It is not there, is no regular file, or cannot be reached.
+    /// The file does not exist, is not a regular file, or cannot be reached.
     pub fn open(path: &Path) -> io::Result<File> {
         if let Some(name) = remote_name(path) {
             return remote::open(name);
         }
-        // Asked before opening: a pipe without a writer would wait forever.
+        // Checked before opening, because opening a pipe without a writer blocks.
         let about = fs::metadata(path)?;
         if about.is_dir() {
             return Err(io::ErrorKind::IsADirectory.into());
@@ -110,30 +111,30 @@ impl File {
         if !about.is_file() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
         }
-        File::here(fs::File::open(path)?)
+        File::from_std(fs::File::open(path)?)
     }
 
-    /// A file that is open already.
+    /// Wraps an open file.
     ///
     /// # Errors
-    /// Its length cannot be found.
-    pub fn here(file: fs::File) -> io::Result<File> {
-        Ok(File { length: file.metadata()?.len(), bytes: Bytes::Here(Arc::new(file)) })
+    /// Its length cannot be determined.
+    pub fn from_std(file: fs::File) -> io::Result<File> {
+        Ok(File { length: file.metadata()?.len(), bytes: Bytes::Local(Arc::new(file)) })
     }
 
-    /// Bytes in it.
+    /// Length in bytes.
     pub fn length(&self) -> u64 {
         self.length
     }
 
-    /// Fills a buffer with the bytes from a place on.
+    /// Fills a buffer with the bytes at an offset.
     ///
     /// # Errors
-    /// They are not there, or cannot be read.
+    /// The range exceeds the file, or reading fails.
     pub fn read_exact_at(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
         match &self.bytes {
-            Bytes::Here(file) => file.read_exact_at(buffer, at),
-            Bytes::Away(file) => {
+            Bytes::Local(file) => file.read_exact_at(buffer, at),
+            Bytes::Remote(file) => {
                 if at.checked_add(buffer.len() as u64).is_none_or(|end| end > self.length) {
                     return Err(io::ErrorKind::UnexpectedEof.into());
                 }
@@ -142,24 +143,24 @@ impl File {
         }
     }
 
-    /// The same, of bytes whose neighbours nobody asks for.
+    /// As [`read_exact_at`](File::read_exact_at), without prefetching the bytes that follow.
     ///
     /// # Errors
     /// As [`read_exact_at`](File::read_exact_at).
     pub fn sample_exact_at(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
         match &self.bytes {
-            Bytes::Away(file) if at.checked_add(buffer.len() as u64).is_some_and(|end| end <= self.length) => file.sample_exact_at(buffer, at),
+            Bytes::Remote(file) if at.checked_add(buffer.len() as u64).is_some_and(|end| end <= self.length) => file.sample_exact_at(buffer, at),
             _ => self.read_exact_at(buffer, at),
         }
     }
 
-    /// Reads it from front to back.
+    /// A sequential reader, starting at the beginning.
     pub fn reader(&self) -> Reader {
         Reader { file: self.clone(), at: 0 }
     }
 }
 
-/// A place in a file.
+/// Sequential reader of a file.
 #[derive(Debug)]
 pub struct Reader {
     file: File,
@@ -169,8 +170,8 @@ pub struct Reader {
 impl Read for Reader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let count = match &self.file.bytes {
-            Bytes::Here(file) => file.read_at(buffer, self.at)?,
-            Bytes::Away(_) => {
+            Bytes::Local(file) => file.read_at(buffer, self.at)?,
+            Bytes::Remote(_) => {
                 let left = self.file.length.saturating_sub(self.at);
                 let count = buffer.len().min(usize::try_from(left).unwrap_or(usize::MAX));
                 self.file.read_exact_at(buffer.get_mut(..count).unwrap_or_default(), self.at)?;
@@ -194,15 +195,15 @@ impl Seek for Reader {
     }
 }
 
-/// A path that holds wherever the process goes.
+/// A path that does not depend on the working directory.
 pub fn absolute(path: &Path) -> PathBuf {
     if is_remote(path) { path.to_owned() } else { std::path::absolute(path).unwrap_or_else(|_| path.to_owned()) }
 }
 
-/// What a name stands for.
+/// Type of a file system entry. Symbolic links are followed.
 ///
 /// # Errors
-/// There is nothing of this name, or it cannot be reached.
+/// The entry does not exist or cannot be reached.
 pub fn kind(path: &Path) -> io::Result<Kind> {
     if let Some(name) = remote_name(path) {
         return remote::kind(name);
@@ -215,26 +216,27 @@ pub fn kind(path: &Path) -> io::Result<Kind> {
     })
 }
 
-/// Whether there is a file of this name.
+/// Whether a path is an existing file.
 pub fn is_file(path: &Path) -> bool {
     if is_remote(path) { matches!(kind(path), Ok(Kind::File)) } else { path.is_file() }
 }
 
-/// Whether there is a folder of this name.
+/// Whether a path is an existing folder.
 pub fn is_dir(path: &Path) -> bool {
     if is_remote(path) { matches!(kind(path), Ok(Kind::Folder)) } else { path.is_dir() }
 }
 
-/// Bytes of a file.
+/// Length of a file in bytes.
 ///
 /// # Errors
-/// It is not there, or cannot be reached.
+/// The file does not exist or cannot be reached.
 pub fn length(path: &Path) -> io::Result<u64> {
     if is_remote(path) { File::open(path).map(|file| file.length) } else { fs::metadata(path).map(|about| about.len()) }
 }
 
-/// The SHA-256 of a file's contents in hexadecimal digits, as stated by the server that stores it (the Git LFS object id on the Hub).
-/// `None` for local files and where the server states no such hash: an ETag, a modification time or a size do not identify contents.
+/// The SHA-256 of a file's contents in hexadecimal digits, as reported by the server that stores it (the
+/// Git LFS object id on the Hub). `None` for local files and if the server reports no such hash: an
+/// ETag, a modification time or a size does not identify the contents.
 ///
 /// # Errors
 /// The file does not exist or cannot be reached.
@@ -242,8 +244,9 @@ pub fn content_hash(path: &Path) -> io::Result<Option<String>> {
     remote_name(path).map_or(Ok(None), remote::content_hash)
 }
 
-/// Compares the contents of a file with its [`content_hash`], where there is one. Ranges that were read in the order of the file are
-/// hashed as they arrive; the others are read again. `step` receives the number of bytes of each range and returns whether to continue.
+/// Compares the contents of a file with its [`content_hash`], if there is one. Ranges that were read in
+/// file order are hashed as they arrive; the others are read again. `step` receives the number of bytes
+/// of each range and returns whether to continue.
 ///
 /// # Errors
 /// `InvalidData` if the hash differs, `Interrupted` if `step` returns `false`, or reading fails.
@@ -251,10 +254,10 @@ pub fn check_content(path: &Path, step: &dyn Fn(u64) -> bool) -> io::Result<()> 
     remote_name(path).map_or(Ok(()), |name| remote::check_content(name, step))
 }
 
-/// What is in a folder, in the order of names.
+/// Lists a folder, sorted by name.
 ///
 /// # Errors
-/// There is no such folder, or it cannot be read.
+/// The folder does not exist or cannot be read.
 pub fn list(folder: &Path) -> io::Result<Vec<Entry>> {
     if let Some(name) = remote_name(folder) {
         return remote::list(name);
@@ -274,7 +277,7 @@ pub fn list(folder: &Path) -> io::Result<Vec<Entry>> {
     Ok(entries)
 }
 
-/// The files of a folder, in the order of names.
+/// The files of a folder, sorted by name.
 ///
 /// # Errors
 /// As [`list`].
@@ -282,10 +285,10 @@ pub fn files(folder: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(list(folder)?.into_iter().filter(|entry| entry.kind == Kind::File).map(|entry| entry.path).collect())
 }
 
-/// Reads a file whole.
+/// Reads a complete file.
 ///
 /// # Errors
-/// It cannot be read.
+/// The file cannot be read.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     match remote_name(path) {
         Some(name) => remote::read(name),
@@ -293,10 +296,10 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Reads a text whole.
+/// Reads a complete text file.
 ///
 /// # Errors
-/// It cannot be read, or is not UTF-8.
+/// The file cannot be read, or is not UTF-8.
 pub fn read_to_string(path: &Path) -> io::Result<String> {
     match remote_name(path) {
         Some(name) => String::from_utf8(remote::read(name)?).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "stream did not contain valid UTF-8")),
@@ -304,25 +307,25 @@ pub fn read_to_string(path: &Path) -> io::Result<String> {
     }
 }
 
-/// Reads a file from front to back.
+/// Opens a file for sequential reading.
 ///
 /// # Errors
-/// It is not there, or cannot be reached.
+/// The file does not exist or cannot be reached.
 pub fn stream(path: &Path) -> io::Result<Box<dyn Read + Send>> {
     if is_remote(path) { Ok(Box::new(File::open(path)?.reader())) } else { Ok(Box::new(fs::File::open(path)?)) }
 }
 
-/// Copies a file to one of this machine.
+/// Copies a file to a local path.
 ///
 /// # Errors
-/// It cannot be read, or the other not written.
+/// The source cannot be read, or the target cannot be written.
 pub fn copy(from: &Path, to: &Path) -> io::Result<()> {
     if !is_remote(from) {
         return fs::copy(from, to).map(drop);
     }
     let file = File::open(from)?;
-    // What is small was read whole, and held to its hash where that is known.
-    if file.length <= WHOLE {
+    // Small files are read completely, which verifies their hash if it is known.
+    if file.length <= SMALL_FILE {
         return fs::write(to, read(from)?);
     }
     let mut out = fs::File::create(to)?;
@@ -330,18 +333,18 @@ pub fn copy(from: &Path, to: &Path) -> io::Result<()> {
     out.flush()
 }
 
-/// What lies in a folder of another machine while it is written.
+/// Name of the lock file in a remote folder during an upload.
 pub const UNFINISHED: &str = "compress.unfinished";
 
-/// Files of at most so many bytes are read at once where they are.
-pub const WHOLE: u64 = 32 << 20;
+/// Remote files of at most this size are read with a single request, in bytes.
+pub const SMALL_FILE: u64 = 32 << 20;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_name_with_a_scheme_means_the_same_in_every_folder() {
+    fn remote_names_do_not_depend_on_the_folder() {
         for name in SCHEMES.iter().map(|scheme| format!("{scheme}a/b")) {
             assert_eq!(resolve(Path::new("/folder"), Path::new(&name)), Path::new(&name));
             assert!(is_remote(&Path::new(&name).join("config.json")));
@@ -365,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_read_from_a_place_is_what_is_read_in_order() {
+    fn positional_and_sequential_reads_agree() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         fs::write(&path, b"0123456789").unwrap();

@@ -1,13 +1,13 @@
-//! In a build that reaches no other machines, names with a scheme are refused.
+//! Replacement of `remote` in builds without that feature: all remote names are rejected.
 
 use std::io;
 
 use super::{Entry, File, Kind};
 
-/// How names begin that other builds understand.
+/// Prefixes of remote names.
 pub const SCHEMES: [&str; 6] = ["hf:", "https://", "http://", "s3://", "gs://", "az://"];
 
-/// A file of another machine, of which there is none here.
+/// An open remote file. Uninhabited in this build.
 #[derive(Debug, Clone)]
 pub(super) enum Open {}
 
@@ -22,12 +22,12 @@ impl Open {
 }
 
 fn refused() -> io::Error {
-    io::Error::new(io::ErrorKind::Unsupported, "this build reaches no other machines: build compress with the feature `remote`, or download it")
+    io::Error::new(io::ErrorKind::Unsupported, "this build does not support remote files; build compress with the feature `remote`, or download the file")
 }
 
 pub(super) fn open(_name: &str) -> io::Result<File> {
     let open: io::Result<Open> = Err(refused());
-    open.map(|open| File { length: 0, bytes: super::Bytes::Away(open) })
+    open.map(|open| File { length: 0, bytes: super::Bytes::Remote(open) })
 }
 
 pub(super) fn kind(_name: &str) -> io::Result<Kind> {
@@ -50,7 +50,7 @@ pub(super) fn check_content(_name: &str, _step: &dyn Fn(u64) -> bool) -> io::Res
     Err(refused())
 }
 
-/// A folder of another machine that is written to, of which there is none here.
+/// An upload to a remote folder. Uninhabited in this build.
 #[derive(Debug)]
 pub(super) enum Upload {}
 
@@ -63,21 +63,21 @@ impl Upload {
         match *self {}
     }
 
-    pub fn is_shared(&self) -> bool {
+    pub fn can_race(&self) -> bool {
         match *self {}
     }
 
-    pub fn publish(&self, _folder: &std::path::Path, _told: &(dyn Fn(u64) -> io::Result<()> + Sync)) -> io::Result<()> {
+    pub fn publish(&self, _folder: &std::path::Path, _progress: &(dyn Fn(u64) -> io::Result<()> + Sync)) -> io::Result<()> {
         match *self {}
     }
 }
 
-/// A file on its way there.
+/// A file that is being uploaded. Uninhabited in this build.
 #[derive(Debug)]
-pub(super) struct Outgoing(Nothing);
+pub(super) struct Outgoing(Never);
 
 #[derive(Debug)]
-enum Nothing {}
+enum Never {}
 
 impl Outgoing {
     pub fn write_all_at(&self, _bytes: &[u8], _at: u64) -> io::Result<()> {
@@ -88,7 +88,7 @@ impl Outgoing {
         match self.0 {}
     }
 
-    pub fn settled(&self, _range: std::ops::Range<u64>) -> io::Result<()> {
+    pub fn mark_final(&self, _range: std::ops::Range<u64>) -> io::Result<()> {
         match self.0 {}
     }
 
@@ -97,15 +97,15 @@ impl Outgoing {
     }
 }
 
-/// Whether files can be put where a name says: what opens it answers.
-pub fn writes(_name: &str) -> bool {
+/// Returns `true`, so that the error of opening the file is reported instead.
+pub fn is_writable(_name: &str) -> bool {
     true
 }
 
-/// What of other machines can be reached, in a few words.
+/// Short description of the supported remote locations.
 pub fn describe() -> String {
     "none: built without the feature `remote`".into()
 }
 
-/// Nothing.
-pub fn prepare(_path: &std::path::Path) {}
+/// Does nothing.
+pub fn prefetch(_path: &std::path::Path) {}

@@ -1,9 +1,9 @@
-//! Continuing texts, token by token: a sanity check of language models, before and after they are made smaller.
+//! Text generation, token by token: a sanity check of language models before and after compression.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-mod opening;
+mod decoder_prompt;
 mod options;
 mod run;
 mod sampling;
@@ -21,7 +21,7 @@ pub use vocabulary::Vocabulary;
 use crate::analysis::usual_sizes;
 use crate::arch::{self, ModelKind};
 pub use crate::data::{ChatTemplate, Message};
-use crate::data::{DECODED, Speech, longest};
+use crate::data::{DECODER_INPUT_IDS, Speech, max_positions};
 use crate::error::{Error, Result};
 use crate::exec::{Executor, Inputs, MemoryNeed, Parameters, Residence, Schedule, SequenceCache};
 use crate::ir::decoder::LOGITS;
@@ -29,59 +29,59 @@ use crate::ir::ops::{Rotary, RotaryScaling};
 use crate::ir::{Dim, Graph, Node, Op};
 use crate::model::Model;
 use crate::work::{Event, MemoryLimit, ProgressUnit, Work};
-use opening::Opening;
-use run::{Beginning, FEATURES, PIECE, Run, texts};
+use decoder_prompt::DecoderPrompt;
+use run::{CHUNK_TOKENS, FEATURES, Prompt, Run, token_inputs};
 use sampling::Sampler;
 use settings::Settings;
 
-/// What a model makes texts of.
+/// Input that a model generates text from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reads {
-    /// Their beginnings.
-    Beginnings,
-    /// Other texts.
-    Texts,
-    /// Recordings of speech.
-    Recordings,
+pub enum InputKind {
+    /// A prompt that is continued (decoder-only models).
+    Prompt,
+    /// A source text (encoder-decoder models).
+    SourceText,
+    /// A recording of speech.
+    Recording,
 }
 
-/// What made a continuation end.
+/// Reason for the end of a continuation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum End {
-    /// A token that ends texts; it is the last one.
+pub enum StopReason {
+    /// An end-of-sequence token, which is the last token.
     Eos,
-    /// As many tokens as were asked for.
+    /// The requested number of tokens.
     Tokens,
-    /// As many positions as the model has.
+    /// The model's maximum number of positions.
     Positions,
 }
 
-/// What a model has made of a prompt.
+/// Text generated from a prompt.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Continuation {
-    /// Its tokens, behind those of the prompt.
+    /// Generated tokens, without the prompt.
     pub tokens: Vec<i64>,
-    /// What made it end.
-    pub end: End,
-    /// Seconds until the first token was known, weights not counted.
+    /// Reason for the end.
+    pub end: StopReason,
+    /// Seconds until the first token, without loading of weights.
     pub prefill_seconds: f64,
-    /// Seconds for all other tokens.
+    /// Seconds for all further tokens.
     pub decode_seconds: f64,
 }
 
-/// Tokens per second, of several prompts together; none where nothing was computed.
+/// Tokens per second over several prompts; `None` if nothing was computed.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Speed {
-    /// Of prompts, until the first token that comes behind each.
+    /// Prompt tokens per second, until the first generated token.
     pub prefill: Option<f64>,
-    /// Of those that come behind the first.
+    /// Generated tokens per second, after the first.
     pub decode: Option<f64>,
 }
 
 impl Speed {
-    /// Of prompts and what has come behind them.
-    pub fn of(prompts: &[Vec<i64>], continuations: &[Continuation]) -> Speed {
+    /// Computes the speed of continuations of prompts.
+    pub fn new(prompts: &[Vec<i64>], continuations: &[Continuation]) -> Speed {
         let rate = |tokens: usize, seconds: f64| (tokens > 0 && seconds > 0.0).then(|| tokens as f64 / seconds);
         let later = continuations.iter().map(|found| found.tokens.len().saturating_sub(1));
         Speed {
@@ -91,175 +91,177 @@ impl Speed {
     }
 }
 
-/// The first place at which two continuations are not the same; none where they are.
+/// The first position at which two continuations differ; `None` if they are equal.
 pub fn first_difference(one: &[i64], other: &[i64]) -> Option<usize> {
     let same = one.iter().zip(other).take_while(|(a, b)| a == b).count();
     (same < one.len() || same < other.len()).then_some(same)
 }
 
-/// A model that continues texts, or makes them of other texts or of recordings.
+/// A model that generates text from prompts, source texts or recordings.
 pub struct LanguageModel {
     model: Model,
     graph: Graph,
-    reads: Reads,
-    /// What texts begin with that are not continued.
-    opening: Option<Opening>,
-    /// Tokens that never come, and those that do not come first.
+    input_kind: InputKind,
+    /// First decoder tokens of encoder-decoder models.
+    decoder_prompt: Option<DecoderPrompt>,
+    /// Tokens that are never generated, and tokens that are not generated first.
     suppressed: [BTreeSet<i64>; 2],
-    /// Tokens that end a text.
+    /// End-of-sequence tokens.
     ends: BTreeSet<i64>,
-    /// How many tokens a text has at most.
+    /// Maximum number of tokens of a text.
     positions: Option<usize>,
     notes: Vec<String>,
 }
 
 impl LanguageModel {
-    /// Looks at a model that is open.
+    /// Prepares a model for generation.
     ///
     /// # Errors
-    /// It does not continue texts, or asks for something that is not supported; the message names the family, the input or the node.
-    pub fn of(model: Model) -> Result<LanguageModel> {
+    /// The model cannot generate text, or requires something that is not supported.
+    pub fn new(model: Model) -> Result<LanguageModel> {
         if model.onnx.is_some() {
             return Err(Error::Unsupported {
                 what: format!("{}: generation with an .onnx file", model.path.display()),
-                hint: "generate with the folder that it was made from".into(),
+                hint: "use the model folder that it was exported from".into(),
             });
         }
         let graph = model.graph()?;
-        let takes = |name: &str| graph.inputs().any(|(_, value)| value.name == name);
-        let reads = match (takes(DECODED), takes(FEATURES)) {
-            (true, true) => Reads::Recordings,
-            (true, false) => Reads::Texts,
-            (false, _) => Reads::Beginnings,
+        let has_input = |name: &str| graph.inputs().any(|(_, value)| value.name == name);
+        let input_kind = match (has_input(DECODER_INPUT_IDS), has_input(FEATURES)) {
+            (true, true) => InputKind::Recording,
+            (true, false) => InputKind::SourceText,
+            (false, _) => InputKind::Prompt,
         };
-        let decodes = |kind: ModelKind| kind == ModelKind::Decoder || kind == ModelKind::EncoderDecoder && reads != Reads::Beginnings;
-        if let Some(family) = arch::family(model.config.model_type()).filter(|family| !decodes(family.kind) && model.changed_graph.is_none()) {
-            return Err(Error::graph("config.json", format!("`{}` is no decoder: it does not continue texts", family.model_type)));
+        let is_generative = |kind: ModelKind| kind == ModelKind::Decoder || kind == ModelKind::EncoderDecoder && input_kind != InputKind::Prompt;
+        if let Some(family) = arch::family(model.config.model_type()).filter(|family| !is_generative(family.kind) && model.changed_graph.is_none()) {
+            return Err(Error::graph("config.json", format!("models of type `{}` are not decoders and cannot generate text", family.model_type)));
         }
         SequenceCache::new(&graph)?;
-        let known: &[&str] = match reads {
-            Reads::Beginnings => &["input_ids", "attention_mask"],
-            Reads::Texts => &["input_ids", "attention_mask", DECODED],
-            Reads::Recordings => &[FEATURES, DECODED],
+        let supported: &[&str] = match input_kind {
+            InputKind::Prompt => &["input_ids", "attention_mask"],
+            InputKind::SourceText => &["input_ids", "attention_mask", DECODER_INPUT_IDS],
+            InputKind::Recording => &[FEATURES, DECODER_INPUT_IDS],
         };
-        if let Some((_, value)) = graph.inputs().find(|(_, value)| !known.contains(&value.name.as_str())) {
-            return Err(Error::graph(format!("input `{}`", value.name), "is not known of texts that are continued"));
+        if let Some((_, value)) = graph.inputs().find(|(_, value)| !supported.contains(&value.name.as_str())) {
+            return Err(Error::graph(format!("input `{}`", value.name), "is not supported in text generation"));
         }
         match graph.outputs().iter().find(|(name, _)| name == LOGITS) {
             Some((_, id)) if graph.value(*id).ty.shape.len() == 3 => {}
-            _ => return Err(Error::graph("this model", "has no `logits` for each token: without a language head it does not continue texts")),
+            _ => return Err(Error::graph("this model", "has no output `logits` per token: without a language-model head it cannot generate text")),
         }
-        let settings = Settings::of(&model)?;
+        let settings = Settings::open(&model)?;
         let ends = settings.ends()?;
-        let opening = match reads {
-            Reads::Beginnings => None,
-            Reads::Texts => Some(Opening::of_texts(&settings)?),
-            Reads::Recordings => Some(Opening::of_speech(&settings)?),
+        let decoder_prompt = match input_kind {
+            InputKind::Prompt => None,
+            InputKind::SourceText => Some(DecoderPrompt::for_text(&settings)?),
+            InputKind::Recording => Some(DecoderPrompt::for_speech(&settings)?),
         };
-        let positions = if reads == Reads::Beginnings { stated_positions(&model) } else { longest(&graph) };
-        // Angles that grow with the length are there to go beyond.
-        let grows = |node: &Node| matches!(&node.op, Op::Rotary(Rotary { scaling: RotaryScaling::Dynamic { .. } | RotaryScaling::Yarn { .. }, .. }));
-        let positions = positions.filter(|_| !graph.nodes().iter().any(grows));
+        let positions = if input_kind == InputKind::Prompt { stated_positions(&model) } else { max_positions(&graph) };
+        // Dynamic and YaRN scaling of rotary embeddings exist to exceed the stated length.
+        let is_extensible = |node: &Node| matches!(&node.op, Op::Rotary(Rotary { scaling: RotaryScaling::Dynamic { .. } | RotaryScaling::Yarn { .. }, .. }));
+        let positions = positions.filter(|_| !graph.nodes().iter().any(is_extensible));
         let suppressed = [settings.tokens("suppress_tokens")?, settings.tokens("begin_suppress_tokens")?];
-        let mut notes = settings.changing();
+        let mut notes = settings.unsupported_notes();
         if ends.is_empty() {
-            notes.push("neither generation_config.json nor config.json names an `eos_token_id`: texts end with the number of tokens alone".into());
+            notes.push("neither generation_config.json nor config.json has an `eos_token_id`: generation ends only at the number of tokens".into());
         }
-        Ok(LanguageModel { model, graph, reads, opening, suppressed, ends, positions, notes })
+        Ok(LanguageModel { model, graph, input_kind, decoder_prompt, suppressed, ends, positions, notes })
     }
 
-    /// What it makes texts of.
-    pub fn reads(&self) -> Reads {
-        self.reads
+    /// Input that the model generates text from.
+    pub fn input_kind(&self) -> InputKind {
+        self.input_kind
     }
 
-    /// What is to be said of the model's own settings.
+    /// Notes on unsupported or missing settings of the model.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// Tokens that end a text.
+    /// End-of-sequence tokens.
     pub fn ends(&self) -> impl Iterator<Item = i64> {
         self.ends.iter().copied()
     }
 
-    /// How many tokens a text has at most; nothing where there is no end, or none is named.
+    /// Maximum number of tokens of a text; `None` if it is unlimited or unknown.
     pub fn positions(&self) -> Option<usize> {
         self.positions
     }
 
-    /// Its tokenizer.
+    /// Opens the model's tokenizer.
     ///
     /// # Errors
-    /// There is none, or it cannot be read.
+    /// The tokenizer is missing or cannot be read.
     pub fn vocabulary(&self) -> Result<Vocabulary> {
         Vocabulary::open(&self.model, &self.graph)
     }
 
-    /// Its template of chats.
+    /// Opens the model's chat template.
     ///
     /// # Errors
-    /// There is none, or it cannot be read.
+    /// The template is missing or cannot be read.
     pub fn chat_template(&self) -> Result<ChatTemplate> {
-        ChatTemplate::open(&self.model.path, &self.model.beside.made)
+        ChatTemplate::open(&self.model.path, &self.model.auxiliary.synthesized)
     }
 
-    /// How recordings become what it reads.
+    /// Opens the model's preprocessing of recordings.
     ///
     /// # Errors
-    /// It reads none, or `preprocessor_config.json` is missing or asks for something that is not done.
+    /// The model does not take recordings, or `preprocessor_config.json` is missing or requests
+    /// something that is not supported.
     pub fn speech(&self) -> Result<Speech> {
         self.require_recordings()?;
-        Speech::open(&self.model.path, &self.model.beside.made)
+        Speech::open(&self.model.path, &self.model.auxiliary.synthesized)
     }
 
-    /// Continues prompts, one after the other, or makes texts of them where the model has an encoder.
+    /// Continues prompts one by one; encoder-decoder models generate a text from each.
     ///
     /// # Errors
-    /// A prompt has no token, or more than the model has positions; the model reads recordings; options are impossible; reading fails; the
-    /// model does not fit into memory; its answers are not numbers; the work is cancelled.
+    /// A prompt is empty or longer than the model's positions, the model takes recordings, an option is
+    /// out of range, reading fails, the model does not fit into memory, logits are not finite, or the
+    /// work is cancelled.
     pub fn generate(&self, prompts: &[Vec<i64>], options: &Generate, device: &Device, memory: MemoryLimit, work: &Work) -> Result<Vec<Continuation>> {
         prompts.iter().enumerate().try_for_each(|(index, prompt)| self.check(index, prompt))?;
-        let begin = |prompt: &Vec<i64>| match self.reads {
-            Reads::Beginnings => Ok(Beginning { tokens: prompt.clone(), inputs: Inputs::new() }),
-            _ => Ok(Beginning { tokens: Vec::new(), inputs: texts("input_ids", prompt.clone())? }),
+        let to_prompt = |prompt: &Vec<i64>| match self.input_kind {
+            InputKind::Prompt => Ok(Prompt { tokens: prompt.clone(), inputs: Inputs::new() }),
+            _ => Ok(Prompt { tokens: Vec::new(), inputs: token_inputs("input_ids", prompt.clone())? }),
         };
-        self.all(prompts.iter().map(begin).collect::<Result<_>>()?, options, device, memory, work)
+        self.generate_all(prompts.iter().map(to_prompt).collect::<Result<_>>()?, options, device, memory, work)
     }
 
-    /// Makes texts of recordings, one after the other, as [`speech`](LanguageModel::speech) reads them.
+    /// Transcribes recordings one by one, given as spectrograms of [`speech`](LanguageModel::speech).
     ///
     /// # Errors
-    /// As [`generate`](LanguageModel::generate), or the model reads no recordings.
+    /// As [`generate`](LanguageModel::generate), or the model does not take recordings.
     pub fn transcribe(&self, recordings: &[Tensor], options: &Generate, device: &Device, memory: MemoryLimit, work: &Work) -> Result<Vec<Continuation>> {
         self.require_recordings()?;
-        let begin = |features: &Tensor| Beginning { tokens: Vec::new(), inputs: [(FEATURES.to_owned(), features.clone())].into() };
-        self.all(recordings.iter().map(begin).collect(), options, device, memory, work)
+        let to_prompt = |features: &Tensor| Prompt { tokens: Vec::new(), inputs: [(FEATURES.to_owned(), features.clone())].into() };
+        self.generate_all(recordings.iter().map(to_prompt).collect(), options, device, memory, work)
     }
 
     fn require_recordings(&self) -> Result<()> {
-        match self.reads {
-            Reads::Recordings => Ok(()),
-            _ => Err(Error::option("recordings", format!("`{}` reads texts, not recordings", self.model.config.model_type()))),
+        match self.input_kind {
+            InputKind::Recording => Ok(()),
+            _ => Err(Error::option("recordings", format!("models of type `{}` take texts, not recordings", self.model.config.model_type()))),
         }
     }
 
-    fn all(&self, beginnings: Vec<Beginning>, options: &Generate, device: &Device, memory: MemoryLimit, work: &Work) -> Result<Vec<Continuation>> {
+    fn generate_all(&self, prompts: Vec<Prompt>, options: &Generate, device: &Device, memory: MemoryLimit, work: &Work) -> Result<Vec<Continuation>> {
         options.check()?;
-        self.require_memory(&beginnings, options, memory)?;
+        self.require_memory(&prompts, options, memory)?;
         let parameters = Parameters::load(&self.graph, &self.model.weights, device, DType::F32, Residence::Stored, work)?;
         let executor = Executor::new(&self.graph, parameters, device.clone());
-        let total = (beginnings.len() as u64).saturating_mul(options.tokens as u64);
+        let total = (prompts.len() as u64).saturating_mul(options.tokens as u64);
         work.progress.on(Event::Begin { stage: "Generating", total, unit: ProgressUnit::Steps });
-        // Threads of the pool begin work at once that one of them gives to the others.
+        // Inside the pool, parallel work starts without waking a thread from outside.
         let found: Result<Vec<Continuation>> = rayon::scope(|_| {
             let mut cache = SequenceCache::new(&self.graph)?;
-            let each = |(index, beginning): (usize, Beginning)| {
+            let generate = |(index, prompt): (usize, Prompt)| {
                 cache.clear();
-                let run = Run { model: self, executor: &executor, cache: &mut cache, inputs: beginning.inputs, work };
-                run.continuation(beginning.tokens, options, Sampler::new(options.sampling, index))
+                let run = Run { model: self, executor: &executor, cache: &mut cache, inputs: prompt.inputs, work };
+                run.continuation(prompt.tokens, options, Sampler::new(options.sampling, index))
             };
-            beginnings.into_iter().enumerate().map(each).collect()
+            prompts.into_iter().enumerate().map(generate).collect()
         });
         work.progress.on(Event::End);
         found
@@ -267,53 +269,53 @@ impl LanguageModel {
 
     fn check(&self, index: usize, prompt: &[i64]) -> Result<()> {
         let number = index.saturating_add(1);
-        if self.reads == Reads::Recordings {
-            return Err(Error::option(format!("prompt {number}"), "is a text, and the model reads recordings: give it one with --audio"));
+        if self.input_kind == InputKind::Recording {
+            return Err(Error::option(format!("prompt {number}"), "is a text, but the model takes recordings: specify one with --audio"));
         }
         if prompt.is_empty() {
-            return Err(Error::option(format!("prompt {number}"), "has no token: there is nothing to continue"));
+            return Err(Error::option(format!("prompt {number}"), "has no tokens"));
         }
         match self.positions {
-            Some(positions) if self.reads == Reads::Beginnings && prompt.len() > positions => Err(Error::option(
+            Some(positions) if self.input_kind == InputKind::Prompt && prompt.len() > positions => Err(Error::option(
                 format!("prompt {number}"),
-                format!("has {} tokens, and the model's texts end at {positions} (`max_position_embeddings`)", prompt.len()),
+                format!("has {} tokens, but the model supports at most {positions} (`max_position_embeddings`)", prompt.len()),
             )),
             _ => Ok(()),
         }
     }
 
-    /// Refuses what does not fit: parameters are all read for each token.
-    fn require_memory(&self, beginnings: &[Beginning], options: &Generate, memory: MemoryLimit) -> Result<()> {
-        let size = |name: &str, of: &dyn Fn(&Beginning) -> usize| {
+    /// Checks the memory: every token reads all parameters, so that they must be resident.
+    fn require_memory(&self, prompts: &[Prompt], options: &Generate, memory: MemoryLimit) -> Result<()> {
+        let size = |name: &str, length: &dyn Fn(&Prompt) -> usize| {
             let input = self.graph.inputs().find(|(_, value)| value.name == name).and_then(|(_, value)| value.ty.shape.get(1));
-            let longest = beginnings.iter().map(of).max().unwrap_or(1).max(1);
+            let longest = prompts.iter().map(length).max().unwrap_or(1).max(1);
             (longest, if let Some(Dim::Named(size)) = input { Some(size.clone()) } else { None })
         };
-        let opening = self.opening.as_ref().map_or(0, |opening| opening.tokens(Some(0)).len());
-        let (decoded, read) = if self.reads == Reads::Beginnings { ("input_ids", None) } else { (DECODED, Some("input_ids")) };
-        let (first, name) = size(decoded, &|beginning| beginning.tokens.len().saturating_add(opening));
+        let added = self.decoder_prompt.as_ref().map_or(0, |prompt| prompt.tokens(Some(0)).len());
+        let (decoder_input, encoder_input) = if self.input_kind == InputKind::Prompt { ("input_ids", None) } else { (DECODER_INPUT_IDS, Some("input_ids")) };
+        let (first, name) = size(decoder_input, &|prompt| prompt.tokens.len().saturating_add(added));
         let total = first.saturating_add(options.tokens).min(self.positions.unwrap_or(usize::MAX).max(first));
-        let piece = if SequenceCache::is_stable(&self.graph, 1, total) { first.min(PIECE) } else { total };
+        let chunk = if SequenceCache::is_stable(&self.graph, 1, total) { first.min(CHUNK_TOKENS) } else { total };
         let mut sizes = usual_sizes(&self.graph);
-        sizes.extend(name.map(|name| (name, piece)));
-        if let Some(read) = read {
-            let (longest, name) = size(read, &|beginning| beginning.inputs.get(read).and_then(|tokens| tokens.dims().get(1).copied()).unwrap_or(1));
+        sizes.extend(name.map(|name| (name, chunk)));
+        if let Some(input) = encoder_input {
+            let (longest, name) = size(input, &|prompt| prompt.inputs.get(input).and_then(|tokens| tokens.dims().get(1).copied()).unwrap_or(1));
             sizes.extend(name.map(|name| (name, longest)));
         }
-        let mut need = MemoryNeed::of(&self.graph, &self.model.weights, DType::F32, Residence::Stored, &sizes);
+        let mut need = MemoryNeed::estimate(&self.graph, &self.model.weights, DType::F32, Residence::Stored, &sizes);
         need.activations = need.activations.saturating_add(SequenceCache::new(&self.graph)?.bytes_of(&self.graph, total, &sizes));
         match memory.schedule(&[(self.model.config.model_type(), need.clone())])? {
-            Schedule::Whole => Ok(()),
+            Schedule::Resident => Ok(()),
             Schedule::Blockwise { .. } => Err(Error::run(
                 "generation",
-                format!("takes {} bytes of memory, and {} may be taken", need.whole(), memory.bytes.unwrap_or(0)),
-                "every token reads all parameters, which must be in memory at once: take a computer with more, or a smaller model",
+                format!("requires {} bytes of memory, but the limit is {}", need.total(), memory.bytes.unwrap_or(0)),
+                "every token reads all parameters, which must fit into memory: use a machine with more memory, or a smaller model",
             )),
         }
     }
 }
 
-/// How many positions `config.json` says that the model has.
+/// Number of positions that `config.json` specifies.
 pub(crate) fn stated_positions(model: &Model) -> Option<usize> {
     let stated = ["max_position_embeddings", "n_positions"].into_iter().find_map(|key| model.config.get(key)?.as_u64());
     stated.map(|count| usize::try_from(count).unwrap_or(usize::MAX))
@@ -324,7 +326,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn continuations_differ_where_one_ends() {
+    fn the_first_difference_may_be_the_end_of_one() {
         assert_eq!(first_difference(&[1, 2, 3], &[1, 2, 3]), None);
         assert_eq!(first_difference(&[1, 2, 3], &[1, 5, 3]), Some(1));
         assert_eq!(first_difference(&[1, 2], &[1, 2, 3]), Some(2));

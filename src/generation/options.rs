@@ -1,16 +1,16 @@
-//! How texts are continued.
+//! Options of text generation.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// How texts are continued.
+/// Options of text generation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Generate {
-    /// Tokens of a continuation at most.
+    /// Maximum number of generated tokens.
     pub tokens: usize,
-    /// How the next token is drawn; without it, the likeliest one comes.
+    /// Sampling of the next token; `None` for greedy decoding.
     pub sampling: Option<Sampling>,
 }
 
@@ -20,18 +20,19 @@ impl Default for Generate {
     }
 }
 
-/// How the next token is drawn: logits are divided by the temperature, then the likeliest are kept, then one of those is drawn.
+/// Sampling of the next token: logits are divided by the temperature and filtered by top-k and top-p
+/// before a token is drawn.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Sampling {
-    /// What logits are divided by: below one, likely tokens become likelier.
+    /// Temperature that the logits are divided by.
     pub temperature: f64,
-    /// How many of the likeliest tokens are kept at most.
+    /// Number of most likely tokens to sample from.
     pub top_k: Option<usize>,
-    /// As few of the likeliest tokens are kept as have this probability together (Holtzman et al., *The Curious Case of Neural Text
-    /// Degeneration*, 2020).
+    /// Cumulative probability of the most likely tokens to sample from (nucleus sampling; Holtzman et
+    /// al., *The Curious Case of Neural Text Degeneration*, 2020).
     pub top_p: Option<f64>,
-    /// What draws begin with.
+    /// Random seed.
     pub seed: u64,
 }
 
@@ -42,19 +43,19 @@ impl Default for Sampling {
 }
 
 impl Generate {
-    /// Holds options to what is possible.
+    /// Validates the options.
     ///
     /// # Errors
-    /// One is impossible.
+    /// A value is out of range.
     pub fn check(&self) -> Result<()> {
         let refuse = |what: &str, reason: String| Err(Error::option(what, reason));
         match self.sampling {
-            _ if self.tokens == 0 => refuse("tokens", "is 0, expected one at least".into()),
+            _ if self.tokens == 0 => refuse("tokens", "is 0, but must be at least 1".into()),
             Some(Sampling { temperature, .. }) if !(temperature > 0.0 && temperature.is_finite()) => {
-                refuse("temperature", format!("is {temperature}, expected a number above 0; without one, the likeliest token comes"))
+                refuse("temperature", format!("is {temperature}, but must be greater than 0; omit it for greedy decoding"))
             }
-            Some(Sampling { top_k: Some(0), .. }) => refuse("top-k", "is 0, expected one token at least".into()),
-            Some(Sampling { top_p: Some(p), .. }) if !(p > 0.0 && p <= 1.0) => refuse("top-p", format!("is {p}, expected a part of 1 above 0")),
+            Some(Sampling { top_k: Some(0), .. }) => refuse("top-k", "is 0, but must be at least 1".into()),
+            Some(Sampling { top_p: Some(p), .. }) if !(p > 0.0 && p <= 1.0) => refuse("top-p", format!("is {p}, but must be greater than 0 and at most 1")),
             _ => Ok(()),
         }
     }

@@ -1,16 +1,16 @@
-//! What a model's own files say of how its texts are made.
+//! Generation settings of a model.
 
 use std::collections::BTreeSet;
 
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
-use crate::model::{Model, config_beside};
+use crate::model::{Model, open_auxiliary_config};
 
-/// The file beside `config.json`.
+/// File with the generation settings.
 const FILE: &str = "generation_config.json";
-/// Keys that change which token is the likeliest one and are not used, and what they do at rest.
-const CHANGING: [(&str, f64); 14] = [
+/// Unsupported keys that change the selected tokens, with their neutral values.
+const UNSUPPORTED: [(&str, f64); 14] = [
     ("repetition_penalty", 1.0),
     ("encoder_repetition_penalty", 1.0),
     ("no_repeat_ngram_size", 0.0),
@@ -27,66 +27,54 @@ const CHANGING: [(&str, f64); 14] = [
     ("stop_strings", f64::NAN),
 ];
 
-/// What `generation_config.json` says, or `config.json` where there is none, as in transformers.
+/// Values of `generation_config.json`, or of `config.json` without such a file, as in transformers.
 pub(super) struct Settings {
     file: &'static str,
-    said: Map<String, Value>,
-    /// `config.json`, which counts where the other says nothing of some keys.
+    values: Map<String, Value>,
+    /// `config.json`, the fallback for some keys.
     config: Map<String, Value>,
 }
 
 impl Settings {
-    /// Reads them.
-    ///
-    /// # Errors
-    /// The file cannot be read.
-    pub fn of(model: &Model) -> Result<Settings> {
-        let settings = config_beside(&model.path, &model.beside.made, FILE)?;
+    /// Reads the settings of a model.
+    pub fn open(model: &Model) -> Result<Settings> {
+        let settings = open_auxiliary_config(&model.path, &model.auxiliary.synthesized, FILE)?;
         let config = model.config.values().clone();
         Ok(Settings::new(settings.values().clone(), config))
     }
 
-    /// What the settings say, and the configuration, which counts where there are none.
-    pub fn new(said: Map<String, Value>, config: Map<String, Value>) -> Settings {
-        if said.is_empty() { Settings { file: "config.json", said: config.clone(), config } } else { Settings { file: FILE, said, config } }
+    /// Settings from the values of both files; `config.json` is used if the first are empty.
+    pub fn new(values: Map<String, Value>, config: Map<String, Value>) -> Settings {
+        if values.is_empty() { Settings { file: "config.json", values: config.clone(), config } } else { Settings { file: FILE, values, config } }
     }
 
-    /// A value that is there and not null.
+    /// A value, unless it is null.
     pub fn get(&self, key: &str) -> Option<&Value> {
-        self.said.get(key).filter(|value| !value.is_null())
+        self.values.get(key).filter(|value| !value.is_null())
     }
 
-    /// The same, of `config.json` where there is none.
+    /// A value, with `config.json` as the fallback.
     pub fn get_anywhere(&self, key: &str) -> Option<&Value> {
         self.get(key).or_else(|| self.config.get(key).filter(|value| !value.is_null()))
     }
 
-    /// A value that is not what it should be.
-    pub fn wrong(&self, key: &str, wanted: &str) -> Error {
+    /// An error for an invalid value.
+    pub fn wrong(&self, key: &str, expected: &str) -> Error {
         let value = self.get_anywhere(key).cloned().unwrap_or_default();
-        Error::graph(self.file, format!("`{key}` is {value}, expected {wanted}"))
+        Error::graph(self.file, format!("`{key}` is {value}, expected {expected}"))
     }
 
-    /// A token.
-    ///
-    /// # Errors
-    /// It is none.
+    /// A token id.
     pub fn token(&self, key: &str) -> Result<Option<i64>> {
-        self.get_anywhere(key).map(|value| value.as_i64().ok_or_else(|| self.wrong(key, "a token"))).transpose()
+        self.get_anywhere(key).map(|value| value.as_i64().ok_or_else(|| self.wrong(key, "a token id"))).transpose()
     }
 
-    /// Tokens, of one or of a list of them.
-    ///
-    /// # Errors
-    /// They are none.
+    /// A token id or a list of them.
     pub fn tokens(&self, key: &str) -> Result<BTreeSet<i64>> {
         self.numbers(key, self.get(key))
     }
 
-    /// Tokens that end a text.
-    ///
-    /// # Errors
-    /// They are no tokens.
+    /// End-of-sequence tokens.
     pub fn ends(&self) -> Result<BTreeSet<i64>> {
         self.numbers("eos_token_id", self.get_anywhere("eos_token_id"))
     }
@@ -97,17 +85,17 @@ impl Settings {
             Some(Value::Array(list)) => list.iter().map(Value::as_i64).collect(),
             Some(value) => value.as_i64().map(|number| [number].into()),
         };
-        found.ok_or_else(|| self.wrong(key, "a token or a list of them"))
+        found.ok_or_else(|| self.wrong(key, "a token id or a list of them"))
     }
 
-    /// Settings that would change what is the likeliest token and are not used, each with a word.
-    pub fn changing(&self) -> Vec<String> {
-        let changes = |(key, rest): &(&str, f64)| {
+    /// Notes on unsupported settings that would change the selected tokens.
+    pub fn unsupported_notes(&self) -> Vec<String> {
+        let note = |(key, neutral): &(&str, f64)| {
             let value = self.get(key)?;
-            let changes = value.as_f64() != Some(*rest) && value.as_array().is_none_or(|list| !list.is_empty());
-            changes.then(|| format!("{}: `{key}` of {value} is not used", self.file))
+            let has_effect = value.as_f64() != Some(*neutral) && value.as_array().is_none_or(|list| !list.is_empty());
+            has_effect.then(|| format!("{}: `{key}` of {value} is unsupported and ignored", self.file))
         };
-        CHANGING.iter().filter_map(changes).collect()
+        UNSUPPORTED.iter().filter_map(note).collect()
     }
 }
 
@@ -117,16 +105,16 @@ mod tests {
 
     use super::*;
 
-    fn settings_of(said: Value) -> Settings {
-        Settings::new(said.as_object().cloned().unwrap_or_default(), Map::new())
+    fn settings_of(values: Value) -> Settings {
+        Settings::new(values.as_object().cloned().unwrap_or_default(), Map::new())
     }
 
     #[test]
-    fn settings_that_are_not_used_are_told() {
-        let settings = |value: Value| settings_of(value).changing();
+    fn unsupported_settings_are_reported() {
+        let settings = |value: Value| settings_of(value).unsupported_notes();
         assert!(settings(json!({ "repetition_penalty": 1.0, "temperature": 0.6, "do_sample": true, "num_beams": 1, "bad_words_ids": [] })).is_empty());
-        let told = settings(json!({ "repetition_penalty": 1.1, "bad_words_ids": [[3]] }));
-        assert!(told.len() == 2 && told[0].contains("`repetition_penalty` of 1.1"), "{told:?}");
+        let notes = settings(json!({ "repetition_penalty": 1.1, "bad_words_ids": [[3]] }));
+        assert!(notes.len() == 2 && notes[0].contains("`repetition_penalty` of 1.1"), "{notes:?}");
         let tokens = |value: Value| settings_of(json!({ "suppress_tokens": value })).tokens("suppress_tokens");
         assert_eq!(tokens(json!([2, 7])).unwrap(), [2, 7].into());
         assert_eq!(tokens(json!(2)).unwrap(), [2].into());

@@ -1,4 +1,4 @@
-//! Texts as tokens, and tokens as texts.
+//! Conversion between texts and tokens.
 
 use crate::data::{Target, Tokenizer};
 use crate::error::{Error, Result};
@@ -13,57 +13,59 @@ pub struct Vocabulary {
 
 impl Vocabulary {
     pub(super) fn open(model: &Model, graph: &Graph) -> Result<Vocabulary> {
-        let (inputs, outputs) = Port::of(graph);
-        let target = Target { folder: &model.path, made: &model.beside.made, config: model.config.values(), inputs: &inputs, outputs: &outputs };
+        let (inputs, outputs) = Port::from_graph(graph);
+        let target =
+            Target { folder: &model.path, synthesized: &model.auxiliary.synthesized, config: model.config.values(), inputs: &inputs, outputs: &outputs };
         Ok(Vocabulary { tokenizer: Tokenizer::open(&target, None)?, folder: model.path.display().to_string() })
     }
 
-    /// The tokens of a text, with those around it that the tokenizer puts there.
+    /// Tokenizes a text, with special tokens.
     ///
     /// # Errors
-    /// The tokenizer does not take it.
+    /// The tokenizer fails.
     pub fn encode(&self, text: &str) -> Result<Vec<i64>> {
-        self.tokenizer.uncut(text, true)
+        self.tokenizer.untruncated(text, true)
     }
 
-    /// The tokens of a text that a chat template has made, which holds the special ones.
+    /// Tokenizes a rendered chat, which already contains its special tokens.
     ///
     /// # Errors
-    /// The tokenizer does not take it.
+    /// The tokenizer fails.
     pub fn encode_chat(&self, text: &str) -> Result<Vec<i64>> {
-        self.tokenizer.uncut(text, false)
+        self.tokenizer.untruncated(text, false)
     }
 
-    /// The text of a continuation, which depends on what stands before: a blank may belong to its first token. Special tokens are left out.
+    /// Decodes a continuation in the context of its prompt, since its first token may include a space.
+    /// Special tokens are omitted.
     ///
     /// # Errors
-    /// The tokenizer does not take the tokens.
+    /// The tokenizer fails.
     pub fn continuation(&self, prompt: &[i64], tokens: &[i64]) -> Result<String> {
         let (before, whole) = (self.tokenizer.decode(prompt)?, self.tokenizer.decode(&[prompt, tokens].concat())?);
         match whole.strip_prefix(&before) {
             Some(text) => Ok(text.to_owned()),
-            // The last character of the prompt is made of tokens of both.
+            // A character consists of tokens from both prompt and continuation.
             None => self.tokenizer.decode(tokens),
         }
     }
 
-    /// The text of tokens, without special ones.
+    /// Decodes tokens, without special tokens.
     ///
     /// # Errors
-    /// The tokenizer does not take them.
+    /// The tokenizer fails.
     pub fn decode(&self, tokens: &[i64]) -> Result<String> {
         self.tokenizer.decode(tokens)
     }
 
-    /// A token by name.
+    /// The vocabulary entry of a token, or its id in angle brackets.
     pub fn token(&self, token: i64) -> String {
         self.tokenizer.token(token).unwrap_or_else(|| format!("<{token}>"))
     }
 
-    /// Holds another model's tokenizer to have the same tokens.
+    /// Checks that another model's tokenizer has the same vocabulary.
     ///
     /// # Errors
-    /// It has others.
+    /// The vocabularies differ.
     pub fn require_same(&self, other: &Vocabulary) -> Result<()> {
         let (own, others) = (self.tokenizer.vocabulary(), other.tokenizer.vocabulary());
         if own == others {
@@ -71,10 +73,16 @@ impl Vocabulary {
         }
         let differs =
             own.iter().find(|(token, number)| others.get(*token) != Some(number)).or_else(|| others.iter().find(|(token, _)| !own.contains_key(*token)));
-        let example = differs.map_or(String::new(), |(token, _)| format!("; they differ in `{token}`"));
+        let example = differs.map_or(String::new(), |(token, _)| format!("; they differ, for example, in `{token}`"));
         Err(Error::option(
             "--against",
-            format!("{} has {} tokens and {} has {}{example}: continuations cannot be compared", self.folder, own.len(), other.folder, others.len()),
+            format!(
+                "the vocabulary of {} has {} tokens, that of {} has {}{example}: continuations cannot be compared",
+                self.folder,
+                own.len(),
+                other.folder,
+                others.len()
+            ),
         ))
     }
 }
@@ -85,14 +93,14 @@ mod tests {
 
     use super::*;
 
-    fn opened(tokenizer: &serde_json::Value) -> Vocabulary {
+    fn vocabulary(tokenizer: &serde_json::Value) -> Vocabulary {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
-        let target = Target { folder: folder.path(), made: &crate::model::Made::new(), config: &Map::new(), inputs: &[], outputs: &[] };
+        let target = Target { folder: folder.path(), synthesized: &crate::model::SynthesizedFiles::new(), config: &Map::new(), inputs: &[], outputs: &[] };
         Vocabulary { tokenizer: Tokenizer::open(&target, None).unwrap(), folder: "here".into() }
     }
 
-    fn of_bytes() -> serde_json::Value {
+    fn byte_tokenizer() -> serde_json::Value {
         let bytes = json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true });
         json!({
             "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null, "pre_tokenizer": bytes, "post_processor": null, "decoder": bytes,
@@ -101,8 +109,8 @@ mod tests {
     }
 
     #[test]
-    fn characters_of_several_tokens_are_whole() {
-        let vocabulary = opened(&of_bytes());
+    fn characters_of_several_tokens_are_decoded() {
+        let vocabulary = vocabulary(&byte_tokenizer());
         assert_eq!(vocabulary.encode("a ä").unwrap(), [2, 3, 0, 1]);
         assert_eq!(vocabulary.continuation(&[2], &[3, 0, 1, 2]).unwrap(), " äa");
         // The prompt ends within a character, or the continuation does.
@@ -112,15 +120,15 @@ mod tests {
     }
 
     #[test]
-    fn blanks_between_prompt_and_continuation_stay() {
+    fn spaces_between_prompt_and_continuation_are_kept() {
         let blanks = json!({ "type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": false });
-        let vocabulary = opened(&json!({
+        let metaspace = vocabulary(&json!({
             "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null, "pre_tokenizer": blanks, "post_processor": null, "decoder": blanks,
             "model": { "type": "BPE", "vocab": { "▁": 0, "a": 1, "b": 2 }, "merges": [] },
         }));
-        assert_eq!(vocabulary.encode("a").unwrap(), [0, 1]);
-        assert_eq!(vocabulary.continuation(&[0, 1], &[0, 2, 1]).unwrap(), " ba");
-        let refused = vocabulary.require_same(&opened(&of_bytes())).unwrap_err().to_string();
-        assert!(refused.contains("has 3 tokens and here has 4"), "{refused}");
+        assert_eq!(metaspace.encode("a").unwrap(), [0, 1]);
+        assert_eq!(metaspace.continuation(&[0, 1], &[0, 2, 1]).unwrap(), " ba");
+        let refused = metaspace.require_same(&vocabulary(&byte_tokenizer())).unwrap_err().to_string();
+        assert!(refused.contains("has 3 tokens, that of here has 4"), "{refused}");
     }
 }

@@ -1,22 +1,22 @@
-//! How the axes of an op correspond, in letters.
+//! Correspondence of the axes of an op, in a notation like that of einops (Rogozhnikov, ICLR 2022).
 //!
-//! `* k, o k, o -> * o` reads: the last axis of the first input and the last of the second are the same axis `k`;
-//! the output's last is the first of the second input. `*` stands for all leading axes. Of `_` and letters that end
-//! in `!` nothing can be taken out (window positions, softmax); of letters that end in `~` something can, but the
-//! rest then has another mean or norm. `(h d)` is one axis made of two, outer first; `(a+c)` is one behind the other.
-//! A size that only an attribute knows is written behind the letter: `(a=4+c)`. The notation is that of einops
-//! (Rogozhnikov, ICLR 2022), and more.
+//! In `* k, o k, o -> * o`, the last axis of the first input and the last of the second are the same axis
+//! `k`, and the last axis of the output is the first of the second input. `*` represents all leading
+//! axes. Axes named `_` and letters with the suffix `!` cannot be sliced (window positions, softmax).
+//! Letters with the suffix `~` can be sliced, but this changes the mean or norm that the op computes over
+//! the axis. `(h d)` is the product of two axes, outer first; `(a+c)` is a concatenation. A size that
+//! only an attribute determines follows its letter: `(a=4+c)`.
 
 use crate::error::{Error, Result};
 
-/// Whether something may be taken out of an axis.
+/// Whether an axis can be sliced, as structured pruning does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Hold {
-    /// Yes: slicing commutes with the op.
+pub enum Slicing {
+    /// Slicing commutes with the op.
     Free,
-    /// Yes, but the op divides by a statistic over the axis, which changes.
+    /// Can be sliced, but the op divides by a statistic over the axis, which changes.
     Normalised,
-    /// No.
+    /// Cannot be sliced.
     Frozen,
 }
 
@@ -25,41 +25,41 @@ pub enum Hold {
 pub enum Axis {
     /// All leading axes.
     Leading,
-    /// An axis that nothing may be taken out of.
+    /// An unnamed axis that cannot be sliced.
     Frozen,
     /// A named axis.
     Letter {
-        /// The letter, or word.
+        /// The letter or word.
         name: String,
-        /// Whether something may be taken out of it.
-        hold: Hold,
-        /// The size, where an attribute says it.
+        /// Whether the axis can be sliced.
+        slicing: Slicing,
+        /// The size, where an attribute determines it.
         size: Option<usize>,
     },
-    /// Several axes in one, outer first.
+    /// Product of several axes, outer first.
     Product(Vec<Axis>),
-    /// Several axes one behind the other.
+    /// Concatenation of several axes.
     Concatenation(Vec<Axis>),
 }
 
 /// The axes of every input and of the output.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Axes {
-    /// Of each input.
+    /// Axes of each input.
     pub inputs: Vec<Vec<Axis>>,
-    /// Of the output.
+    /// Axes of the output.
     pub output: Vec<Axis>,
 }
 
 impl Axes {
-    /// Reads the notation.
+    /// Parses the notation.
     ///
     /// # Errors
-    /// It is not well formed.
+    /// The text is not well formed.
     pub fn parse(text: &str) -> Result<Axes> {
-        let wrong = || Error::graph("axes", format!("`{text}` is not of the form `a b, b c -> a c`"));
-        let (inputs, output) = text.split_once("->").ok_or_else(wrong)?;
-        let tensor = |part: &str| tensor(part).ok_or_else(wrong);
+        let invalid = || Error::graph("axes", format!("`{text}` is not of the form `a b, b c -> a c`"));
+        let (inputs, output) = text.split_once("->").ok_or_else(invalid)?;
+        let tensor = |part: &str| tensor(part).ok_or_else(invalid);
         Ok(Axes { inputs: inputs.split(',').map(tensor).collect::<Result<_>>()?, output: tensor(output)? })
     }
 }
@@ -83,7 +83,7 @@ fn tensor(text: &str) -> Option<Vec<Axis>> {
     inner.is_none().then_some(axes)
 }
 
-/// What stands between parentheses.
+/// Parses the contents of a pair of parentheses.
 fn compound(words: &[&str]) -> Option<Axis> {
     if words.contains(&"+") {
         let parts: Option<Vec<Axis>> = words.split(|word| *word == "+").map(|part| if let [word] = part { single(word) } else { None }).collect();
@@ -101,13 +101,13 @@ fn single(word: &str) -> Option<Axis> {
         Some((word, size)) => (word, Some(size.parse().ok()?)),
         None => (word, None),
     };
-    let (name, hold) = match (word.strip_suffix('!'), word.strip_suffix('~')) {
-        (Some(name), _) => (name, Hold::Frozen),
-        (_, Some(name)) => (name, Hold::Normalised),
-        _ => (word, Hold::Free),
+    let (name, slicing) = match (word.strip_suffix('!'), word.strip_suffix('~')) {
+        (Some(name), _) => (name, Slicing::Frozen),
+        (_, Some(name)) => (name, Slicing::Normalised),
+        _ => (word, Slicing::Free),
     };
     let valid = !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric());
-    valid.then(|| Axis::Letter { name: name.to_owned(), hold, size })
+    valid.then(|| Axis::Letter { name: name.to_owned(), slicing, size })
 }
 
 #[cfg(test)]
@@ -116,16 +116,16 @@ mod tests {
 
     #[test]
     fn notation() {
-        let letter = |name: &str, hold| Axis::Letter { name: name.into(), hold, size: None };
+        let letter = |name: &str, slicing| Axis::Letter { name: name.into(), slicing, size: None };
         let axes = Axes::parse("* k, o k, o -> * o").unwrap();
         assert_eq!(axes.inputs.len(), 3);
-        assert_eq!(axes.output, [Axis::Leading, letter("o", Hold::Free)]);
+        assert_eq!(axes.output, [Axis::Leading, letter("o", Slicing::Free)]);
         let heads = Axes::parse("b s (h d!) -> b h s d!").unwrap();
-        assert_eq!(heads.inputs[0][2], Axis::Product(vec![letter("h", Hold::Free), letter("d", Hold::Frozen)]));
+        assert_eq!(heads.inputs[0][2], Axis::Product(vec![letter("h", Slicing::Free), letter("d", Slicing::Frozen)]));
         let slice = Axes::parse("* (a=4+k+b) -> * k").unwrap();
-        let four = Axis::Letter { name: "a".into(), hold: Hold::Free, size: Some(4) };
-        assert_eq!(slice.inputs[0][1], Axis::Concatenation(vec![four, letter("k", Hold::Free), letter("b", Hold::Free)]));
-        assert_eq!(Axes::parse("* c~ -> * c~").unwrap().output[1], letter("c", Hold::Normalised));
+        let four = Axis::Letter { name: "a".into(), slicing: Slicing::Free, size: Some(4) };
+        assert_eq!(slice.inputs[0][1], Axis::Concatenation(vec![four, letter("k", Slicing::Free), letter("b", Slicing::Free)]));
+        assert_eq!(Axes::parse("* c~ -> * c~").unwrap().output[1], letter("c", Slicing::Normalised));
         for text in ["a b", "a (b -> a", "a b) -> a", "() -> a", "a-b -> c", "(a b + c) -> a", "(a +) -> a", "a=x -> a"] {
             assert!(Axes::parse(text).is_err(), "{text}");
         }

@@ -1,4 +1,4 @@
-//! Building a graph: every node is typed when it is wired, so a graph that does not fit cannot be built.
+//! Builds a graph. Every node is type-checked when it is added, so that an invalid graph cannot be built.
 
 use std::collections::BTreeMap;
 
@@ -6,11 +6,11 @@ use super::graph::{Graph, Kind, Node, TensorType, Value, ValueId};
 use super::{Dim, Op};
 use crate::error::{Error, Result};
 
-/// Where parameters are looked up: names and shapes of a checkpoint.
+/// Names and shapes of a checkpoint's tensors.
 pub trait Catalog {
-    /// The shape of a tensor, if there is one of this name.
+    /// The shape of the tensor with this name.
     fn shape(&self, name: &str) -> Option<Vec<usize>>;
-    /// The most similar name, for errors.
+    /// The most similar tensor name, for error messages.
     fn nearest(&self, name: &str) -> Option<String>;
 }
 
@@ -24,30 +24,43 @@ impl Catalog for BTreeMap<String, Vec<usize>> {
     }
 }
 
-/// Values of a graph at most: without a checkpoint, a configuration could ask for any number of layers.
-const MOST: usize = 1 << 18;
+/// Maximum number of values in a graph. Without a checkpoint, a configuration could request any number of
+/// layers.
+const MAX_VALUES: usize = 1 << 18;
 
-/// Wires nodes.
+/// Whether a tensor of this name belongs to one of these modules.
+pub fn is_in_modules(name: &str, modules: &[&str]) -> bool {
+    modules.iter().any(|module| name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.')))
+}
+
+/// Builder of a graph.
 pub struct Builder<'c> {
     graph: Graph,
     names: BTreeMap<String, ValueId>,
     catalog: Option<&'c dyn Catalog>,
+    /// Modules whose parameters the checkpoint may lack, because they are created.
+    new_modules: &'c [&'c str],
 }
 
 impl<'c> Builder<'c> {
-    /// A builder that holds every parameter to a checkpoint.
+    /// A builder that checks every parameter against a checkpoint.
     pub fn new(catalog: &'c dyn Catalog) -> Self {
-        Self { graph: Graph::default(), names: BTreeMap::new(), catalog: Some(catalog) }
+        Self { graph: Graph::default(), names: BTreeMap::new(), catalog: Some(catalog), new_modules: &[] }
     }
 
-    /// A builder that takes parameters as they are asked for.
+    /// A builder that also accepts parameters of `modules` that the checkpoint lacks.
+    pub fn with_new_modules(catalog: &'c dyn Catalog, modules: &'c [&'c str]) -> Self {
+        Self { new_modules: modules, ..Self::new(catalog) }
+    }
+
+    /// A builder that accepts any parameter.
     pub fn unchecked() -> Self {
-        Self { graph: Graph::default(), names: BTreeMap::new(), catalog: None }
+        Self { graph: Graph::default(), names: BTreeMap::new(), catalog: None, new_modules: &[] }
     }
 
     fn add(&mut self, name: &str, ty: TensorType, kind: Kind) -> Result<ValueId> {
-        if self.graph.values.len() >= MOST {
-            return Err(Error::graph("graph", format!("has more than {MOST} values")));
+        if self.graph.values.len() >= MAX_VALUES {
+            return Err(Error::graph("graph", format!("has more than {MAX_VALUES} values")));
         }
         if name.is_empty() {
             return Err(Error::graph("graph", "a value has no name"));
@@ -60,15 +73,15 @@ impl<'c> Builder<'c> {
         Ok(id)
     }
 
-    /// A value given for each run.
+    /// Adds an input of the graph.
     ///
     /// # Errors
-    /// The name is taken.
+    /// The name is already used.
     pub fn input(&mut self, name: &str, ty: TensorType) -> Result<ValueId> {
         self.add(name, ty, Kind::Input)
     }
 
-    /// A tensor of the checkpoint; asked for again, it is the same value.
+    /// Adds a tensor of the checkpoint, or returns it if it was added before.
     ///
     /// # Errors
     /// The checkpoint has no such tensor, or it has another shape.
@@ -78,14 +91,15 @@ impl<'c> Builder<'c> {
         }
         if let Some(catalog) = self.catalog {
             match catalog.shape(name) {
+                None if self.is_new(name) => {}
                 None => {
-                    let hint = catalog.nearest(name).map_or(String::new(), |n| format!("the nearest there is: `{n}`"));
-                    return Err(Error::tensor(name, format!("is missing; the configuration asks for shape {shape:?}"), hint));
+                    let hint = catalog.nearest(name).map_or(String::new(), |n| format!("the nearest name in the checkpoint is `{n}`"));
+                    return Err(Error::tensor(name, format!("is missing; the configuration requires shape {shape:?}"), hint));
                 }
                 Some(stored) if stored != shape => {
                     return Err(Error::tensor(
                         name,
-                        format!("has shape {stored:?}, the configuration asks for {shape:?}"),
+                        format!("has shape {stored:?}, but the configuration requires {shape:?}"),
                         "config.json does not belong to these weights",
                     ));
                 }
@@ -95,25 +109,29 @@ impl<'c> Builder<'c> {
         self.add(name, TensorType::float(shape.iter().copied()), Kind::Param)
     }
 
-    /// Whether the checkpoint has a tensor of this name; without a checkpoint, yes.
+    /// Whether the checkpoint has a tensor of this name, or may lack it; true without a checkpoint.
     pub fn has(&self, name: &str) -> bool {
-        self.catalog.is_none_or(|c| c.shape(name).is_some())
+        self.catalog.is_none_or(|c| c.shape(name).is_some()) || self.is_new(name)
     }
 
-    /// Whether the checkpoint has a tensor of this name; without a checkpoint, no.
+    fn is_new(&self, name: &str) -> bool {
+        is_in_modules(name, self.new_modules)
+    }
+
+    /// Whether the checkpoint has a tensor of this name; false without a checkpoint.
     pub(crate) fn stores(&self, name: &str) -> bool {
         self.stored_shape(name).is_some()
     }
 
-    /// The shape of a tensor of the checkpoint.
+    /// The shape of a tensor in the checkpoint.
     pub fn stored_shape(&self, name: &str) -> Option<Vec<usize>> {
         self.catalog.and_then(|c| c.shape(name))
     }
 
-    /// An op at work.
+    /// Adds a node.
     ///
     /// # Errors
-    /// The inputs do not fit the op, or the name is taken.
+    /// The op does not accept the inputs, or the name is already used.
     pub fn node(&mut self, name: &str, op: impl Into<Op>, inputs: &[ValueId]) -> Result<ValueId> {
         let op = op.into();
         let types: Vec<&TensorType> = inputs.iter().map(|id| &self.graph.value(*id).ty).collect();
@@ -126,17 +144,17 @@ impl<'c> Builder<'c> {
         Ok(output)
     }
 
-    /// Declares a result.
+    /// Declares an output of the graph.
     pub fn output(&mut self, name: &str, value: ValueId) {
         self.graph.outputs.push((name.to_owned(), value));
     }
 
-    /// The value behind a result.
+    /// The value of an output that was declared before.
     pub fn found_output(&self, name: &str) -> Option<ValueId> {
         self.graph.outputs.iter().find(|(public, _)| public == name).map(|(_, id)| *id)
     }
 
-    /// A value by name.
+    /// The value with this name.
     pub fn find(&self, name: &str) -> Option<ValueId> {
         self.names.get(name).copied()
     }
@@ -146,10 +164,10 @@ impl<'c> Builder<'c> {
         &self.graph.value(id).ty
     }
 
-    /// The last size of a value.
+    /// The size of the last axis of a value.
     ///
     /// # Errors
-    /// It is not known.
+    /// The size is dynamic.
     pub fn width(&self, id: ValueId) -> Result<usize> {
         let value = self.graph.value(id);
         value
@@ -157,13 +175,13 @@ impl<'c> Builder<'c> {
             .shape
             .last()
             .and_then(Dim::fixed)
-            .ok_or_else(|| Error::graph(format!("graph value `{}`", value.name), format!("the width of {} is not known", value.ty)))
+            .ok_or_else(|| Error::graph(format!("graph value `{}`", value.name), format!("the size of the last axis of {} is dynamic", value.ty)))
     }
 
-    /// The graph.
+    /// Returns the graph.
     ///
     /// # Errors
-    /// It has no outputs.
+    /// The graph has no outputs.
     pub fn finish(self) -> Result<Graph> {
         if self.graph.outputs.is_empty() {
             return Err(Error::graph("graph", "has no outputs"));

@@ -1,41 +1,42 @@
-//! The executable specification of a graph.
+//! Consistency check of a graph.
 
 use std::collections::BTreeSet;
 
 use super::graph::{Graph, Kind};
 use crate::error::{Error, Result};
 
-/// Infers every type again and holds the wiring to its rules. Meant to be run after anything that edits a graph.
+/// Infers every type again and checks names, order and wiring. Meant to be called after every edit of a
+/// graph.
 ///
 /// # Errors
-/// The first node that is not as it should be.
+/// The first inconsistent node.
 pub fn check(graph: &Graph) -> Result<()> {
-    let wrong = |name: &str, reason: String| Err(Error::graph(format!("graph value `{name}`"), reason));
+    let invalid = |name: &str, reason: String| Err(Error::graph(format!("graph value `{name}`"), reason));
     let mut names = BTreeSet::new();
     for value in graph.values() {
         if !names.insert(&value.name) {
-            return wrong(&value.name, "its name is not unique".into());
+            return invalid(&value.name, "its name is not unique".into());
         }
     }
     for (index, node) in graph.nodes().iter().enumerate() {
         let output = graph.value(node.output);
         if output.kind != Kind::Node(index) {
-            return wrong(&output.name, format!("belongs to {:?}, not to node {index}", output.kind));
+            return invalid(&output.name, format!("belongs to {:?}, not to node {index}", output.kind));
         }
         for input in &node.inputs {
             let value = graph.value(*input);
             if matches!(value.kind, Kind::Node(at) if at >= index) {
-                return wrong(&output.name, format!("reads `{}`, which is computed later", value.name));
+                return invalid(&output.name, format!("reads `{}`, which is computed later", value.name));
             }
         }
         match node.op.spec().output(&graph.input_types(node)) {
             Ok(ty) if ty == output.ty => {}
-            Ok(ty) => return wrong(&output.name, format!("is {} where {ty} follows from its inputs", output.ty)),
-            Err(reason) => return wrong(&output.name, reason),
+            Ok(ty) => return invalid(&output.name, format!("has type {}, but {ty} follows from its inputs", output.ty)),
+            Err(reason) => return invalid(&output.name, reason),
         }
     }
     if graph.outputs().is_empty() {
-        return wrong("", "there are no outputs".into());
+        return invalid("", "the graph has no outputs".into());
     }
     Ok(())
 }

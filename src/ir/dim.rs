@@ -1,38 +1,39 @@
-//! Sizes that may not be known before a model runs.
+//! Sizes of axes, fixed or symbolic.
 
 use std::collections::BTreeMap;
 
-/// Atoms that a size is made of at most: a graph cannot make sizes that are larger than itself.
-const MOST_ATOMS: usize = 64;
+/// Maximum number of atoms in a symbolic size, so that sizes do not grow exponentially with the number of
+/// nodes.
+const MAX_ATOMS: usize = 64;
 
-/// A size: a number, a name, or what follows from other sizes.
+/// A size: a number, a name, or an expression over other sizes.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Dim {
-    /// Known.
+    /// A fixed number.
     Fixed(usize),
-    /// Known when the model runs: `batch`, `sequence`, `height`.
+    /// A name that is bound when the model runs: `batch`, `sequence`, `height`.
     Named(String),
-    /// `floor((of + offset) / stride) + 1`: positions of a sliding window.
+    /// Number of positions of a sliding window: `floor((of + offset) / stride) + 1`.
     Window {
-        /// The size that is slid over.
+        /// The size that the window moves over.
         of: Box<Dim>,
-        /// Padding on both sides less the extent of the window.
+        /// Padding on both sides minus the extent of the window.
         offset: i64,
-        /// Step.
+        /// Stride of the window.
         stride: usize,
     },
-    /// A sum of products, `2*batch*height+1`: a factor other than zero and the sizes that it is multiplied with, in order.
+    /// A sum of products, such as `2*batch*height+1`: nonzero coefficients, each with its sorted factors.
     Sum(Vec<(i64, Vec<Dim>)>),
-    /// One size divided by another, which divides it.
+    /// Exact quotient of two sizes.
     Quotient(Box<Dim>, Box<Dim>),
-    /// The larger one of two sizes that are the same, or of which one is 1.
+    /// Broadcast size of two sizes that are equal or of which one is 1: the larger one.
     Broadcast(Box<Dim>, Box<Dim>),
 }
 
-/// Products of sizes, and how often each is there.
+/// Coefficients of a sum, by product of sizes.
 pub(super) type Terms = BTreeMap<Vec<Dim>, i64>;
 
-/// `floor((size + offset) / stride) + 1`, where that is a size.
+/// `floor((size + offset) / stride) + 1`, or `None` if the window does not fit.
 fn positions(size: usize, offset: i64, stride: usize) -> Option<usize> {
     let room = usize::try_from(i64::try_from(size).ok()?.checked_add(offset)?).ok()?;
     (room / stride.max(1)).checked_add(1)
@@ -42,36 +43,36 @@ fn positions(size: usize, offset: i64, stride: usize) -> Option<usize> {
 pub type Bindings = BTreeMap<String, usize>;
 
 impl Dim {
-    /// A name.
+    /// A symbolic size with this name.
     pub fn named(name: &str) -> Dim {
         Dim::Named(name.to_owned())
     }
 
-    /// The number, when it is known.
+    /// The number, if the size is fixed.
     pub fn fixed(&self) -> Option<usize> {
         if let Dim::Fixed(size) = self { Some(*size) } else { None }
     }
 
-    /// Two axes in one.
+    /// Size of the product of two axes.
     ///
     /// # Errors
-    /// No memory holds as much.
+    /// The product overflows.
     pub fn product(outer: usize, inner: usize) -> Result<Dim, String> {
-        outer.checked_mul(inner).map(Dim::Fixed).ok_or_else(|| format!("{outer} times {inner} is more than any memory holds"))
+        outer.checked_mul(inner).map(Dim::Fixed).ok_or_else(|| format!("{outer} times {inner} overflows the range of sizes"))
     }
 
-    /// Positions of a window of `extent` that moves by `stride` over this size with `padding` places more, on both sides together;
-    /// `None` when the window does not fit.
+    /// Number of positions of a window of `extent` that moves by `stride` over this size with `padding`
+    /// in total on both sides; `None` if the window does not fit.
     pub fn window(&self, extent: usize, padding: usize, stride: usize) -> Option<Dim> {
         let offset = i64::try_from(padding).ok()?.checked_sub(i64::try_from(extent).ok()?)?;
         match self {
             Dim::Fixed(size) => positions(*size, offset, stride).map(Dim::Fixed),
             other if offset == -1 && stride == 1 => Some(other.clone()),
-            other => Dim::Window { of: Box::new(other.clone()), offset, stride }.held(),
+            other => Dim::Window { of: Box::new(other.clone()), offset, stride }.limited(),
         }
     }
 
-    /// This size and another; `None` where that is no size, or more than can be written.
+    /// The sum of two sizes; `None` if it is not a valid size or too complex.
     pub fn plus(&self, other: &Dim) -> Option<Dim> {
         let mut sum = self.terms()?;
         for (product, count) in other.terms()? {
@@ -81,7 +82,7 @@ impl Dim {
         Dim::of_terms(sum)
     }
 
-    /// So many more, or less; `None` where that is no size.
+    /// This size plus `by`; `None` if that is not a valid size.
     pub fn moved(&self, by: i64) -> Option<Dim> {
         let mut sum = self.terms()?;
         let entry = sum.entry(Vec::new()).or_default();
@@ -89,23 +90,23 @@ impl Dim {
         Dim::of_terms(sum)
     }
 
-    /// This size times another; `None` where no memory holds as much.
+    /// The product of two sizes; `None` on overflow.
     pub fn times(&self, other: &Dim) -> Option<Dim> {
         Dim::of_terms(product(&self.terms()?, &other.terms()?)?)
     }
 
-    /// The product of sizes; `None` where no memory holds as much.
+    /// The product of all sizes; `None` on overflow.
     pub fn all<'d>(sizes: impl IntoIterator<Item = &'d Dim>) -> Option<Dim> {
         sizes.into_iter().try_fold(Dim::Fixed(1), |all, size| all.times(size))
     }
 
-    /// This size divided by another that divides it; `None` where it does not.
+    /// The exact quotient of two sizes; `None` if the division leaves a remainder.
     pub fn divided(&self, by: &Dim) -> Option<Dim> {
         if self == by && *by != Dim::Fixed(0) {
             return Some(Dim::Fixed(1));
         }
         let (mut of, mut divisor) = (self.terms()?, by.terms()?);
-        // What both have as a factor goes.
+        // Cancel common factors.
         let of_all = |of: &Terms, divisor: &Terms, factor: &Dim| of.keys().chain(divisor.keys()).all(|product| product.contains(factor));
         let mut factors = divisor.keys().next()?.clone();
         while let Some(factor) = factors.pop() {
@@ -127,23 +128,23 @@ impl Dim {
         match (&of, &divisor) {
             (_, Dim::Fixed(1)) => Some(of),
             (Dim::Fixed(_), Dim::Fixed(_)) => None,
-            _ => Dim::Quotient(Box::new(of), Box::new(divisor)).held(),
+            _ => Dim::Quotient(Box::new(of), Box::new(divisor)).limited(),
         }
     }
 
-    /// The size of two axes that are worked on element by element; `None` where they cannot be the same.
+    /// The broadcast size of two axes; `None` if they are incompatible.
     pub fn broadcast(&self, other: &Dim) -> Option<Dim> {
         match (self, other) {
             (a, b) if a == b => Some(a.clone()),
             (Dim::Fixed(1), size) | (size, Dim::Fixed(1)) => Some(size.clone()),
             (Dim::Fixed(_), Dim::Fixed(_)) => None,
-            // An open size is that number then, or 1.
+            // At run time, the dynamic size is either this number or 1.
             (Dim::Fixed(size), _) | (_, Dim::Fixed(size)) => Some(Dim::Fixed(*size)),
-            (a, b) => Dim::Broadcast(Box::new(a.min(b).clone()), Box::new(a.max(b).clone())).held(),
+            (a, b) => Dim::Broadcast(Box::new(a.min(b).clone()), Box::new(a.max(b).clone())).limited(),
         }
     }
 
-    /// The size of two axes that must have the same; `None` where they cannot.
+    /// The common size of two axes that must be equal; `None` if they differ.
     pub fn same(&self, other: &Dim) -> Option<Dim> {
         match (self, other) {
             (Dim::Fixed(a), Dim::Fixed(b)) if a != b => None,
@@ -152,7 +153,7 @@ impl Dim {
         }
     }
 
-    /// The sum that it is.
+    /// The size as a sum of products.
     fn terms(&self) -> Option<Terms> {
         Some(match self {
             Dim::Fixed(0) => Terms::new(),
@@ -163,7 +164,7 @@ impl Dim {
         })
     }
 
-    /// As [`terms`](Self::terms), of what is no window.
+    /// As [`terms`](Self::terms), but windows are atoms.
     pub(super) fn terms_or_atom(&self) -> Option<Terms> {
         if let Dim::Window { .. } = self { Some(Terms::from([(vec![self.clone()], 1)])) } else { self.terms() }
     }
@@ -178,14 +179,14 @@ impl Dim {
             Some(_) => {
                 let mut terms: Vec<_> = terms.into_iter().map(|(product, count)| (count, product)).collect();
                 terms.sort_by(|(_, a), (_, b)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
-                Dim::Sum(terms).held()
+                Dim::Sum(terms).limited()
             }
         }
     }
 
-    /// Itself, if it is made of few others.
-    fn held(self) -> Option<Dim> {
-        (self.atoms() <= MOST_ATOMS || matches!(self, Dim::Window { .. })).then_some(self)
+    /// The size, unless it exceeds [`MAX_ATOMS`].
+    fn limited(self) -> Option<Dim> {
+        (self.atoms() <= MAX_ATOMS || matches!(self, Dim::Window { .. })).then_some(self)
     }
 
     fn atoms(&self) -> usize {
@@ -197,7 +198,7 @@ impl Dim {
         }
     }
 
-    /// Appends the names that it is made of, those that are not there yet.
+    /// Appends the names that the size depends on, without duplicates.
     pub fn names<'d>(&'d self, names: &mut Vec<&'d str>) {
         match self {
             Dim::Fixed(_) => {}
@@ -212,7 +213,7 @@ impl Dim {
         }
     }
 
-    /// The number, given the named sizes.
+    /// The value of the size for these bindings of names.
     pub fn evaluate(&self, bindings: &Bindings) -> Option<usize> {
         match self {
             Dim::Fixed(size) => Some(*size),
@@ -302,7 +303,7 @@ mod tests {
         for text in ["", "2*", "a+", "-", "a b", "quotient(a)", "other(a;b)", "a**b", "2(a)", "window(a;0;0)"] {
             assert!(text.parse::<Dim>().is_err(), "{text}");
         }
-        // A graph cannot make sizes that double with each node.
+        // Sizes that double with each node are refused.
         let doubled = (0..100).try_fold(height, |size, at| size.broadcast(&size.plus(&Dim::named(&format!("n{at}")))?));
         assert_eq!(doubled, None);
     }

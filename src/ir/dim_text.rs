@@ -1,4 +1,4 @@
-//! Sizes as text that parses back: `batch`, `2*batch*height+1`, `window(height;-3;2)`.
+//! Text form of sizes, which parses back: `batch`, `2*batch*height+1`, `window(height;-3;2)`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,8 +8,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::Dim;
 use super::dim::{Terms, product};
 
-/// Parentheses in the text of a size, at most.
-const DEEPEST: usize = 256;
+/// Maximum number of parentheses in the text of a size.
+const MAX_PARENTHESES: usize = 256;
 
 impl fmt::Display for Dim {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -34,12 +34,12 @@ impl FromStr for Dim {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("`{text}` is no size");
+        let invalid = || format!("`{text}` is not a size");
         if let Ok(size) = text.parse() {
             return Ok(Dim::Fixed(size));
         }
-        if text.matches('(').count() > DEEPEST {
-            return Err(format!("a size of more than {DEEPEST} others is none"));
+        if text.matches('(').count() > MAX_PARENTHESES {
+            return Err(format!("a size has more than {MAX_PARENTHESES} parentheses"));
         }
         let mut terms = split(text, &['+', '-']);
         if terms.first().is_some_and(|(_, first)| first.is_empty()) && terms.len() > 1 {
@@ -50,18 +50,18 @@ impl FromStr for Dim {
             let mut all = Terms::from([(Vec::new(), if *sign == '-' { -1 } else { 1 })]);
             for (_, factor) in split(term, &['*']) {
                 let factor = if terms.len() == 1 && factor.len() == text.len() { atom(factor)? } else { factor.parse()? };
-                all = product(&all, &factor.terms_or_atom().ok_or_else(wrong)?).ok_or_else(wrong)?;
+                all = product(&all, &factor.terms_or_atom().ok_or_else(invalid)?).ok_or_else(invalid)?;
             }
             for (product, count) in all {
                 let entry = sum.entry(product).or_default();
-                *entry = entry.checked_add(count).ok_or_else(wrong)?;
+                *entry = entry.checked_add(count).ok_or_else(invalid)?;
             }
         }
-        Dim::of_terms(sum).ok_or_else(wrong)
+        Dim::of_terms(sum).ok_or_else(invalid)
     }
 }
 
-/// The parts between signs that stand outside of parentheses, each with the sign before it.
+/// Splits at signs outside of parentheses; each part has the sign that precedes it.
 fn split<'t>(text: &'t str, signs: &[char]) -> Vec<(char, &'t str)> {
     let (mut parts, mut depth, mut sign, mut start) = (Vec::new(), 0usize, '+', 0);
     for (at, c) in text.char_indices() {
@@ -79,22 +79,22 @@ fn split<'t>(text: &'t str, signs: &[char]) -> Vec<(char, &'t str)> {
     parts
 }
 
-/// A name, or a size in parentheses.
+/// Parses a name or a function call.
 fn atom(text: &str) -> Result<Dim, String> {
-    let wrong = || format!("`{text}` is no size");
+    let invalid = || format!("`{text}` is not a size");
     let Some((name, inner)) = text.strip_suffix(')').and_then(|text| text.split_once('(')) else {
         let name = !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') && !text.starts_with(|c: char| c.is_ascii_digit());
-        return if name { Ok(Dim::named(text)) } else { Err(wrong()) };
+        return if name { Ok(Dim::named(text)) } else { Err(invalid()) };
     };
     let parts: Vec<&str> = split(inner, &[';']).into_iter().map(|(_, part)| part).collect();
     match (name, parts.as_slice()) {
         ("window", [of, offset, stride]) => {
-            let stride = stride.parse().ok().filter(|s| *s > 0).ok_or_else(wrong)?;
-            Ok(Dim::Window { of: Box::new(of.parse()?), offset: offset.parse().map_err(|_| wrong())?, stride })
+            let stride = stride.parse().ok().filter(|s| *s > 0).ok_or_else(invalid)?;
+            Ok(Dim::Window { of: Box::new(of.parse()?), offset: offset.parse().map_err(|_| invalid())?, stride })
         }
         ("quotient", [of, by]) => Ok(Dim::Quotient(Box::new(of.parse()?), Box::new(by.parse()?))),
         ("broadcast", [a, b]) => Ok(Dim::Broadcast(Box::new(a.parse()?), Box::new(b.parse()?))),
-        _ => Err(wrong()),
+        _ => Err(invalid()),
     }
 }
 
@@ -110,9 +110,9 @@ impl Serialize for Dim {
 impl<'de> Deserialize<'de> for Dim {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         match serde_json::Value::deserialize(deserializer)? {
-            serde_json::Value::Number(n) => n.as_u64().map(|n| Dim::Fixed(n as usize)).ok_or_else(|| serde::de::Error::custom(format!("{n} is no size"))),
+            serde_json::Value::Number(n) => n.as_u64().map(|n| Dim::Fixed(n as usize)).ok_or_else(|| serde::de::Error::custom(format!("{n} is not a size"))),
             serde_json::Value::String(text) => text.parse().map_err(serde::de::Error::custom),
-            other => Err(serde::de::Error::custom(format!("{other} is no size"))),
+            other => Err(serde::de::Error::custom(format!("{other} is not a size"))),
         }
     }
 }

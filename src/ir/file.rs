@@ -1,4 +1,5 @@
-//! `graph.json`: a graph that `config.json` cannot describe, short enough to write by hand.
+//! `graph.json`: a graph of a model that `config.json` cannot describe, short enough to be written by
+//! hand.
 //!
 //! ```json
 //! {
@@ -11,10 +12,11 @@
 //! }
 //! ```
 //!
-//! An input of a node that is neither an input of the graph nor an earlier node is a tensor of the checkpoint.
-//! Sizes are numbers or names; ops without attributes, or with all of them at their defaults, are plain names.
+//! A node input that names neither a graph input nor an earlier node is a tensor of the checkpoint. Sizes
+//! are numbers or names. Ops without attributes, or with all attributes at their defaults, are plain
+//! names.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::path::Path;
@@ -27,7 +29,7 @@ use super::{Builder, Catalog, Op};
 use crate::error::{Error, Result};
 use crate::files;
 
-/// The file.
+/// Contents of `graph.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GraphFile {
@@ -48,19 +50,19 @@ impl GraphFile {
     /// Name of the file in a model folder.
     pub const NAME: &'static str = "graph.json";
 
-    /// Reads the file.
+    /// Reads `graph.json`.
     ///
     /// # Errors
-    /// It cannot be read, or is not of this form.
+    /// The file cannot be read or is not of this form.
     pub fn open(path: &Path) -> Result<GraphFile> {
         let text = files::read_to_string(path).map_err(Error::io("read", path))?;
         serde_json::from_str(&text).map_err(|e| Error::malformed(path, e))
     }
 
-    /// Takes the functions of opaque nodes, which text does not contain, from the graph that this one was made from.
+    /// Copies the functions of opaque nodes, which JSON does not contain, from the original graph.
     ///
     /// # Errors
-    /// The original graph cannot be built, or has no such node or several.
+    /// The original graph cannot be built, or does not identify each opaque node uniquely.
     pub(crate) fn with_functions(mut self, original: &dyn Fn() -> Result<Graph>) -> Result<GraphFile> {
         if !self.nodes.iter().any(|node| matches!(node.op, Op::Opaque(_))) {
             return Ok(self);
@@ -73,14 +75,14 @@ impl GraphFile {
             let named = candidates.iter().find(|found| found.name == node.name).copied();
             let only = if let [only] = candidates.as_slice() { Some(*only) } else { None };
             let Some(NodeFile { op: Op::Opaque(found), .. }) = named.or(only) else {
-                return Err(Error::graph(format!("{}, node `{}`", Self::NAME, node.name), "the original graph has no such node, or several"));
+                return Err(Error::graph(format!("{}, node `{}`", Self::NAME, node.name), "the original graph does not contain exactly one such node"));
             };
             op.function.clone_from(&found.function);
         }
         Ok(self)
     }
 
-    /// The graph without some nodes, and with other names: `refer` says which value stands for one that is named.
+    /// Removes the nodes selected by `drops` and maps all remaining names with `refer`.
     #[must_use]
     pub fn edited(self, drops: &dyn Fn(&str) -> bool, refer: &dyn Fn(&str) -> String) -> GraphFile {
         let node = |node: NodeFile| NodeFile { name: refer(&node.name), op: node.op, inputs: node.inputs.iter().map(|name| refer(name)).collect() };
@@ -112,7 +114,7 @@ impl GraphFile {
                         let near = catalog.nearest(name).map_or(String::new(), |n| format!("; the nearest tensor is `{n}`"));
                         return Err(Error::graph(
                             format!("{}, node `{}`", Self::NAME, node.name),
-                            format!("`{name}` is no input, no earlier node and no tensor of the checkpoint{near}"),
+                            format!("`{name}` is neither a graph input, an earlier node nor a tensor of the checkpoint{near}"),
                         ));
                     }
                 });
@@ -126,7 +128,7 @@ impl GraphFile {
             let id = value
                 .as_str()
                 .and_then(|value| builder.find(value))
-                .ok_or_else(|| Error::graph(format!("{}, output `{name}`", Self::NAME), format!("{value} is no value of the graph")))?;
+                .ok_or_else(|| Error::graph(format!("{}, output `{name}`", Self::NAME), format!("{value} is not a value of the graph")))?;
             builder.output(name, id);
         }
         builder.finish()

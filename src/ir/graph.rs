@@ -1,4 +1,4 @@
-//! Values, nodes, and the graph that they make.
+//! Values, nodes and the graph that contains them.
 
 use std::fmt;
 
@@ -17,32 +17,32 @@ impl ValueId {
     }
 }
 
-/// What elements are. The width of floats is chosen when a graph runs.
+/// Element type. The width of floats is chosen when a graph runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Element {
-    /// Real numbers.
+    /// Floating point.
     Float,
-    /// Whole numbers: token ids, masks.
+    /// Integers: token ids, masks.
     Int,
 }
 
-/// Element and sizes.
+/// Element type and shape of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorType {
-    /// What elements are.
+    /// Element type.
     pub element: Element,
-    /// Sizes, outermost first.
+    /// Shape, outermost axis first.
     pub shape: Vec<Dim>,
 }
 
 impl TensorType {
-    /// Floats of this shape.
+    /// A float tensor of this shape.
     pub fn float(shape: impl IntoIterator<Item = impl Into<Dim>>) -> Self {
         Self { element: Element::Float, shape: shape.into_iter().map(Into::into).collect() }
     }
 
-    /// Whole numbers of this shape.
+    /// An integer tensor of this shape.
     pub fn int(shape: impl IntoIterator<Item = impl Into<Dim>>) -> Self {
         Self { element: Element::Int, shape: shape.into_iter().map(Into::into).collect() }
     }
@@ -55,10 +55,10 @@ impl fmt::Display for TensorType {
     }
 }
 
-/// Where a value comes from.
+/// How a value is produced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Given for each run.
+    /// Input of the graph, provided for each run.
     Input,
     /// A tensor of the checkpoint, by the value's name.
     Param,
@@ -66,29 +66,29 @@ pub enum Kind {
     Node(usize),
 }
 
-/// Anything that flows along an edge.
+/// Input, parameter or result of a node.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Value {
     /// Unique in the graph; for parameters, the name in the checkpoint.
     pub name: String,
-    /// What is known about it.
+    /// Element type and shape.
     pub ty: TensorType,
-    /// Where it comes from.
+    /// How it is produced.
     pub kind: Kind,
 }
 
-/// One op at work.
+/// One application of an op.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Node {
-    /// What it does.
+    /// The op.
     pub op: Op,
-    /// What it reads.
+    /// Its operands.
     pub inputs: Vec<ValueId>,
-    /// What it computes; its name is the node's name.
+    /// Its result; the name of this value is also the name of the node.
     pub output: ValueId,
 }
 
-/// A graph. Nodes stand in an order in which they can run.
+/// A graph. Nodes are in topological order.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Graph {
     pub(super) values: Vec<Value>,
@@ -97,37 +97,37 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// All values, by position.
+    /// Ids of all values, in order.
     pub fn ids(&self) -> impl Iterator<Item = ValueId> + use<> {
         (0..self.values.len() as u32).map(ValueId)
     }
 
-    /// All values, by position.
+    /// All values, indexed by id.
     pub fn values(&self) -> &[Value] {
         &self.values
     }
 
-    /// A value.
+    /// The value with this id.
     pub fn value(&self, id: ValueId) -> &Value {
         &self.values[id.index()]
     }
 
-    /// All nodes, in an order in which they can run.
+    /// All nodes, in topological order.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// Results: their public names, and the values.
+    /// Outputs: public names and values.
     pub fn outputs(&self) -> &[(String, ValueId)] {
         &self.outputs
     }
 
-    /// Whether a value is a result.
+    /// Whether a value is an output of the graph.
     pub fn is_output(&self, id: ValueId) -> bool {
         self.outputs.iter().any(|(_, output)| *output == id)
     }
 
-    /// For each value, by position, whether one of these is computed from it or is it.
+    /// For each value, indexed by id, whether one of the values in `of` depends on it or is it.
     pub fn dependencies(&self, of: impl IntoIterator<Item = ValueId>) -> Vec<bool> {
         let mut needed = vec![false; self.values.len()];
         of.into_iter().for_each(|id| needed[id.index()] = true);
@@ -139,18 +139,18 @@ impl Graph {
         needed
     }
 
-    /// Values given for each run.
+    /// Inputs of the graph.
     pub fn inputs(&self) -> impl Iterator<Item = (ValueId, &Value)> {
         self.of_kind(Kind::Input)
     }
 
-    /// Sizes for the open axes of the inputs, by name.
+    /// Binds each named size of the inputs to `size(name)`.
     pub fn bind(&self, size: impl Fn(&str) -> usize) -> Bindings {
         let dims = self.inputs().flat_map(|(_, value)| &value.ty.shape);
         dims.filter_map(|dim| if let Dim::Named(name) = dim { Some((name.clone(), size(name))) } else { None }).collect()
     }
 
-    /// Tensors of the checkpoint.
+    /// Parameters: tensors of the checkpoint.
     pub fn params(&self) -> impl Iterator<Item = (ValueId, &Value)> {
         self.of_kind(Kind::Param)
     }

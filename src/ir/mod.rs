@@ -1,29 +1,30 @@
-//! What a model computes: one small typed graph.
+//! The intermediate representation: a small typed graph of a model's computation.
 //!
-//! Ops are layers, one file each in [`ops`]; they say how types, axes and values follow from their inputs. The
-//! graph knows no file, no architecture and no pass. Where ONNX has an op of the same name, its semantics hold.
+//! Ops are at the granularity of layers, one file each in [`ops`]. Each defines how output type, axes and
+//! value follow from its inputs. The graph knows nothing about files, architectures or passes. Ops that
+//! share a name with an ONNX operator have its semantics.
 
 pub mod axes;
 mod build;
-pub mod cache;
 mod check;
 pub mod decoder;
 mod dim;
 mod dim_text;
 mod file;
 mod graph;
+pub mod kv_cache;
 pub mod ops;
 mod port;
 pub mod quantizers;
 mod rebuild;
 mod text;
 
-pub use axes::{Axes, Axis, Hold};
-pub use build::{Builder, Catalog};
+pub use axes::{Axes, Axis, Slicing};
+pub use build::{Builder, Catalog, is_in_modules};
 pub use check::check;
 pub use dim::{Bindings, Dim};
 pub use file::GraphFile;
 pub use graph::{Element, Graph, Kind, Node, TensorType, Value, ValueId};
 pub use ops::{Op, OpSpec};
-pub use port::{Port, given};
-pub use rebuild::{Rewrite, difference, part, rebuild, same};
+pub use port::{Port, input_tensor};
+pub use rebuild::{Rewrite, difference, is_equivalent, rebuild, subgraph};

@@ -1,4 +1,4 @@
-//! Quantizers of activations as nodes of a graph.
+//! Insertion of activation quantizers into a graph.
 
 use std::collections::BTreeMap;
 
@@ -8,32 +8,33 @@ use super::rebuild::{Rewrite, rebuild};
 use super::{Builder, Catalog};
 use crate::error::Result;
 
-/// What a graph has to round, and how.
+/// The activation quantizers of a graph.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Quantizers {
-    /// Values that all their readers see rounded, by name: inputs, and results of nodes.
+    /// Quantized values by name, inputs or node results; all their consumers read the quantized value.
     pub values: BTreeMap<String, FakeQuantize>,
-    /// Layers that see their input rounded, by the name of their weight.
+    /// Layers whose input is quantized, by the name of their weight.
     pub layers: BTreeMap<String, FakeQuantize>,
 }
 
-/// Puts quantizers into a graph. Layers that read the same value by the same parameters share one.
+/// Inserts quantizers into a graph. Layers that read the same value with the same parameters share one
+/// quantizer.
 ///
 /// # Errors
-/// The graph does not fit the checkpoint.
+/// The graph does not match the checkpoint.
 pub fn insert(graph: &Graph, catalog: &dyn Catalog, quantizers: &Quantizers) -> Result<Graph> {
-    let mut made: BTreeMap<(ValueId, u32, i32), ValueId> = BTreeMap::new();
+    let mut inserted: BTreeMap<(ValueId, u32, i32), ValueId> = BTreeMap::new();
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
     let mut quantized = |builder: &mut Builder, value: ValueId, name: &str, by: &FakeQuantize| -> Result<ValueId> {
         let key = (value, by.scale.to_bits(), by.zero_point);
-        if let Some(id) = made.get(&key) {
+        if let Some(id) = inserted.get(&key) {
             return Ok(*id);
         }
         let count = counts.entry(name.to_owned()).or_default();
         *count += 1;
         let name = if *count == 1 { format!("{name}/quantized") } else { format!("{name}/quantized_{count}") };
         let id = builder.node(&name, *by, &[value])?;
-        made.insert(key, id);
+        inserted.insert(key, id);
         Ok(id)
     };
     rebuild(graph, catalog, &mut |mut step: Rewrite| {
@@ -46,11 +47,11 @@ pub fn insert(graph: &Graph, catalog: &dyn Catalog, quantizers: &Quantizers) -> 
                 step.inputs[at] = quantized(step.builder, step.inputs[at], name, by)?;
             }
         }
-        step.keep()
+        step.copy()
     })
 }
 
-/// The weight of a linear layer or a convolution, by name.
+/// The name of the weight of a linear layer or a convolution.
 pub fn layer_weight<'g>(graph: &'g Graph, node: &super::Node) -> Option<&'g str> {
     match (&node.op, node.inputs.get(1)) {
         (Op::Linear(_) | Op::Conv(_), Some(weight)) => Some(graph.value(*weight).name.as_str()),

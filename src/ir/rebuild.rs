@@ -1,70 +1,72 @@
-//! Editing a graph by building it again, node by node, so that every edit is typed as it is made.
+//! Edits a graph by rebuilding it node by node, so that every edit is type-checked immediately.
 
 use super::graph::{Graph, Kind, Node, ValueId};
 use super::{Builder, Catalog};
 use crate::error::{Error, Result};
 
-/// One node on its way from the old graph to the new one.
+/// One node of the old graph while it is rebuilt.
 pub struct Rewrite<'s, 'c> {
-    /// The graph that is made.
+    /// The builder of the new graph.
     pub builder: &'s mut Builder<'c>,
     /// The node of the old graph.
     pub node: &'s Node,
     /// Its name.
     pub name: &'s str,
-    /// What it reads, in the new graph.
+    /// The node's inputs, in the new graph.
     pub inputs: Vec<ValueId>,
 }
 
 impl Rewrite<'_, '_> {
-    /// The node as it is, over its inputs.
+    /// Copies the node without changes.
     ///
     /// # Errors
-    /// It does not fit them.
-    pub fn keep(self) -> Result<ValueId> {
+    /// The op does not accept its new inputs.
+    pub fn copy(self) -> Result<ValueId> {
         self.builder.node(self.name, self.node.op.clone(), &self.inputs)
     }
 }
 
-/// Builds a graph again over the tensors of a checkpoint. `edit` wires what stands for a node and answers its value; values
-/// that nobody reads and that are no result are left out, parameters too.
+/// Rebuilds a graph over the tensors of a checkpoint. `edit` wires the replacement of each node and
+/// returns its value. Nodes and parameters that no output depends on are removed.
 ///
 /// # Errors
-/// Those of `edit`; a tensor is missing or has lost its shape.
+/// `edit` fails, or a tensor is missing or has another shape.
 pub fn rebuild(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Rewrite) -> Result<ValueId>) -> Result<Graph> {
-    let made = once(graph, catalog, edit)?;
-    // What the edit has stopped reading was made before it could say so.
-    if unread(&made) { once(&made, catalog, &mut |step| step.keep()) } else { Ok(made) }
+    let built = once(graph, catalog, edit)?;
+    // Parts that became unused through later edits are already in the new graph: a second pass removes
+    // them.
+    if unread(&built) { once(&built, catalog, &mut |step| step.copy()) } else { Ok(built) }
 }
 
-/// Whether no result depends on some node or parameter.
+/// Whether the graph has nodes or parameters that no output depends on.
 fn unread(graph: &Graph) -> bool {
     let needed = graph.dependencies(graph.outputs().iter().map(|(_, id)| *id));
     graph.ids().any(|id| !needed[id.index()] && graph.value(id).kind != Kind::Input)
 }
 
+/// Rebuilds a graph in one pass, without removing what `edit` stops using.
 fn once(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Rewrite) -> Result<ValueId>) -> Result<Graph> {
     let needed = graph.dependencies(graph.outputs().iter().map(|(_, id)| *id));
     let mut builder = Builder::new(catalog);
-    let mut made: Vec<Option<ValueId>> = vec![None; graph.values().len()];
+    let mut built: Vec<Option<ValueId>> = vec![None; graph.values().len()];
     for (id, value) in graph.inputs() {
-        made[id.index()] = Some(builder.input(&value.name, value.ty.clone())?);
+        built[id.index()] = Some(builder.input(&value.name, value.ty.clone())?);
     }
     for node in graph.nodes().iter().filter(|node| needed[node.output.index()]) {
         let mut inputs = Vec::with_capacity(node.inputs.len());
         for id in &node.inputs {
             let value = graph.value(*id);
-            inputs.push(match made[id.index()] {
+            inputs.push(match built[id.index()] {
                 Some(new) => new,
                 None if value.kind == Kind::Param => parameter(&mut builder, catalog, &value.name)?,
                 None => return Err(Error::graph(format!("graph value `{}`", value.name), "is read before it is computed")),
             });
         }
         let name = graph.value(node.output).name.as_str();
-        made[node.output.index()] = Some(edit(Rewrite { builder: &mut builder, node, name, inputs })?);
+        built[node.output.index()] = Some(edit(Rewrite { builder: &mut builder, node, name, inputs })?);
     }
     for (name, id) in graph.outputs() {
-        let value = match made[id.index()] {
+        let value = match built[id.index()] {
             Some(new) => new,
             None => parameter(&mut builder, catalog, &graph.value(*id).name)?,
         };
@@ -73,7 +75,7 @@ fn once(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Rewrite) -> R
     builder.finish()
 }
 
-/// A graph's own parameters, in the shapes that it has for them.
+/// The parameters of a graph as a catalog, with the shapes that the graph states.
 struct Own<'g>(&'g Graph);
 
 impl Catalog for Own<'_> {
@@ -87,12 +89,12 @@ impl Catalog for Own<'_> {
     }
 }
 
-/// The part of a graph that some of its values depend on, which become its outputs under their own names; `op` says what
-/// each node's op becomes.
+/// Extracts the subgraph that computes `values`, which become its outputs under their own names. `op`
+/// maps the op of each node to its replacement.
 ///
 /// # Errors
-/// A value does not exist, or another op does not fit.
-pub fn part(graph: &Graph, values: &[String], op: &dyn Fn(&super::Op) -> super::Op) -> Result<Graph> {
+/// A value does not exist, or a replaced op does not accept its inputs.
+pub fn subgraph(graph: &Graph, values: &[String], op: &dyn Fn(&super::Op) -> super::Op) -> Result<Graph> {
     let mut smaller = graph.clone();
     smaller.outputs = values
         .iter()
@@ -104,31 +106,33 @@ pub fn part(graph: &Graph, values: &[String], op: &dyn Fn(&super::Op) -> super::
     rebuild(&smaller, &Own(graph), &mut |step| step.builder.node(step.name, op(&step.node.op), &step.inputs))
 }
 
-/// A tensor of the checkpoint in the shape that it has there.
+/// Adds a parameter with the shape that the checkpoint has.
 fn parameter(builder: &mut Builder, catalog: &dyn Catalog, name: &str) -> Result<ValueId> {
     match catalog.shape(name) {
         Some(shape) => builder.param(name, &shape),
-        None => Err(Error::tensor(name, "is part of the graph, but not of the checkpoint", "")),
+        None => Err(Error::tensor(name, "is used by the graph, but missing in the checkpoint", "")),
     }
 }
 
-/// The text of a graph over a checkpoint, independent of the order in which its nodes were declared.
+/// The text form of a graph over a checkpoint, independent of the order in which its nodes were declared.
 fn normalized(graph: &Graph, catalog: &dyn Catalog) -> Result<String> {
-    rebuild(graph, catalog, &mut |step: Rewrite| step.keep()).map(|graph| graph.to_string())
+    rebuild(graph, catalog, &mut |step: Rewrite| step.copy()).map(|graph| graph.to_string())
 }
 
-/// Whether two graphs over the same checkpoint compute the same in the same nodes, in whatever order they were declared.
-pub fn same(a: &Graph, b: &Graph, catalog: &dyn Catalog) -> bool {
+/// Whether two graphs over the same checkpoint have the same nodes, regardless of the order of
+/// declaration.
+pub fn is_equivalent(a: &Graph, b: &Graph, catalog: &dyn Catalog) -> bool {
     match (normalized(a, catalog), normalized(b, catalog)) {
         (Ok(a), Ok(b)) => a == b,
         _ => false,
     }
 }
 
-/// The first line in which two graphs over the same checkpoint differ. Attributes are compared in the precision of 32-bit floats.
+/// Returns the first line in which the text forms of two graphs over the same checkpoint differ.
+/// Attributes are compared in 32-bit precision.
 ///
 /// # Errors
-/// A graph does not fit the checkpoint.
+/// A graph does not match the checkpoint.
 pub fn difference(a: &Graph, b: &Graph, catalog: &dyn Catalog) -> Result<Option<[String; 2]>> {
     let (a, b) = (normalized(a, catalog)?, normalized(b, catalog)?);
     let (mut a, mut b) = (a.lines(), b.lines());
@@ -141,7 +145,7 @@ pub fn difference(a: &Graph, b: &Graph, catalog: &dyn Catalog) -> Result<Option<
     }
 }
 
-/// Whether two texts differ at most in floats, by no more than rounding to 32 bits and computing with the result makes of them.
+/// Whether two lines are equal except for floats that differ by rounding to 32 bits.
 fn equal_in_f32(a: &str, b: &str) -> bool {
     let tokens = |text| str::split_inclusive(text, [',', ':', '[', ']', '{', '}', '(', ')', ' ']);
     let float = |token: &str| token.contains(['.', 'e']).then(|| token.trim_end_matches([',', ']', '}', ')', ' ']).parse::<f64>().ok()).flatten();
@@ -202,20 +206,20 @@ mod tests {
     fn what_nobody_reads_is_left_out_and_edits_are_typed() {
         let graph: Graph = TEXT.parse().unwrap();
         let shapes = Shapes([("w", vec![2, 4])].into());
-        let plain = rebuild(&graph, &shapes, &mut |step: Rewrite| step.keep()).unwrap();
+        let plain = rebuild(&graph, &shapes, &mut |step: Rewrite| step.copy()).unwrap();
         assert!(!plain.to_string().contains("dead") && !plain.to_string().contains("unread"));
-        assert!(same(&graph, &plain, &shapes));
+        assert!(is_equivalent(&graph, &plain, &shapes));
         let clipped = |step: Rewrite| match step.node.op {
             Op::Relu(_) => step.builder.node(step.name, Clip { min: 0.0, max: 1.0 }, &step.inputs),
-            _ => step.keep(),
+            _ => step.copy(),
         };
-        let skipped = |step: Rewrite| if step.name == "fc" { Ok(step.inputs[0]) } else { step.keep() };
+        let skipped = |step: Rewrite| if step.name == "fc" { Ok(step.inputs[0]) } else { step.copy() };
         assert!(!rebuild(&graph, &shapes, &mut { skipped }).unwrap().to_string().contains("param w"));
         let edited = rebuild(&graph, &shapes, &mut { clipped }).unwrap();
-        assert!(edited.to_string().contains("act = Clip") && !same(&graph, &edited, &shapes));
+        assert!(edited.to_string().contains("act = Clip") && !is_equivalent(&graph, &edited, &shapes));
         let wider = Shapes([("w", vec![3, 4])].into());
-        assert!(rebuild(&graph, &wider, &mut |step: Rewrite| step.keep()).unwrap().to_string().contains("act = Relu(fc) -> float[batch, 3]"));
+        assert!(rebuild(&graph, &wider, &mut |step: Rewrite| step.copy()).unwrap().to_string().contains("act = Relu(fc) -> float[batch, 3]"));
         let wrong = Shapes([("w", vec![2, 5])].into());
-        assert!(rebuild(&graph, &wrong, &mut |step: Rewrite| step.keep()).is_err());
+        assert!(rebuild(&graph, &wrong, &mut |step: Rewrite| step.copy()).is_err());
     }
 }

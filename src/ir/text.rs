@@ -1,4 +1,4 @@
-//! The graph as text that a person can read, and that parses back.
+//! Text form of a graph, for people to read; it parses back to the same graph.
 //!
 //! ```text
 //! input x: float[batch, 4]
@@ -72,9 +72,9 @@ fn read(line: &str, builder: &mut Builder) -> Result<(), String> {
         let find = |name: &str| builder.find(name.trim()).ok_or_else(|| format!("no value `{}`", name.trim()));
         let inputs = inputs.split(',').filter(|n| !n.trim().is_empty()).map(find).collect::<Result<Vec<_>, String>>()?;
         let id = builder.node(name, op, &inputs).map_err(text)?;
-        let wanted = parse_type(ty)?;
-        if *builder.ty(id) != wanted {
-            return Err(format!("`{name}` is {}, not {wanted}", builder.ty(id)));
+        let stated = parse_type(ty)?;
+        if *builder.ty(id) != stated {
+            return Err(format!("`{name}` is {}, not {stated}", builder.ty(id)));
         }
     }
     Ok(())
@@ -86,13 +86,13 @@ fn typed(text: &str) -> Result<(&str, TensorType), String> {
 }
 
 fn parse_type(text: &str) -> Result<TensorType, String> {
-    let (element, shape) = text.trim().split_once('[').ok_or_else(|| format!("`{text}` is no type"))?;
+    let (element, shape) = text.trim().split_once('[').ok_or_else(|| format!("`{text}` is not a type"))?;
     let element = match element {
         "float" => Element::Float,
         "int" => Element::Int,
         other => return Err(format!("`{other}` is neither float nor int")),
     };
-    let shape = shape.strip_suffix(']').ok_or_else(|| format!("`{text}` is no type"))?;
+    let shape = shape.strip_suffix(']').ok_or_else(|| format!("`{text}` is not a type"))?;
     let shape = shape.split(',').map(str::trim).filter(|d| !d.is_empty()).map(str::parse).collect::<Result<_, _>>()?;
     Ok(TensorType { element, shape })
 }

@@ -1,15 +1,15 @@
-//! Functions of single numbers, as loops that the compiler can vectorize.
+//! Activation functions as loops that the compiler can vectorize.
 //!
-//! Absolute errors stay below 3e-7 of the true value, or below two units of the last place where that is more.
+//! Absolute errors are below the maximum of 3e-7 and two units in the last place.
 
-/// A function of single numbers.
+/// An elementwise function.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum ActivationFunction {
     /// `max(x, 0)`
     Relu,
     /// `x Φ(x)`
     Gelu,
-    /// `x Φ(x)` with the hyperbolic tangent's approximation of Φ.
+    /// `x Φ(x)` with the tanh approximation of Φ.
     GeluTanh,
     /// `x · sigmoid(x)`
     Silu,
@@ -17,7 +17,7 @@ pub enum ActivationFunction {
     Sigmoid,
     /// Hyperbolic tangent.
     Tanh,
-    /// Values held between two bounds.
+    /// Values clamped to a range.
     Clip {
         /// Lower bound.
         min: f32,
@@ -33,28 +33,28 @@ pub enum ActivationFunction {
     },
     /// `x · max(0, min(1, x / 6 + 1 / 2))`
     HardSwish,
-    /// `x` where it is positive, else `alpha · x`.
+    /// `x` if it is positive, otherwise `alpha · x`.
     LeakyRelu {
-        /// Slope below zero.
+        /// Slope for negative inputs.
         alpha: f32,
     },
-    /// The nearest of 256 multiples of a step, halves to even, as ONNX's `QuantizeLinear` and `DequantizeLinear` make it.
+    /// Fake quantization to 8 bits, ties to even, as `QuantizeLinear` and `DequantizeLinear` of ONNX.
     Round {
-        /// The step.
+        /// The scale.
         scale: f32,
-        /// The integer that stands for zero, -128 to 127.
+        /// The zero point, -128 to 127.
         zero_point: f32,
     },
 }
 
 simd! {
-    /// Puts a function's results in the place of its arguments.
+    /// Applies a function in place.
     pub fn activate(function: ActivationFunction, values: &mut [f32]) {
         apply(function, values);
     }
 }
 
-/// [`activate`] as a part of a larger loop.
+/// As [`activate`], for inlining into a larger loop.
 #[inline(always)]
 pub(super) fn apply(function: ActivationFunction, values: &mut [f32]) {
     match function {
@@ -72,11 +72,11 @@ pub(super) fn apply(function: ActivationFunction, values: &mut [f32]) {
         ActivationFunction::HardSwish => each(values, |x| x * between_zero_and_one(x * (1.0 / 6.0) + 0.5)),
         ActivationFunction::LeakyRelu { alpha } => each(values, |x| if x < 0.0 { alpha * x } else { x }),
         ActivationFunction::Round { scale, zero_point } => {
-            let (least, most) = (-128.0 - zero_point, 127.0 - zero_point);
+            let (lowest, highest) = (-128.0 - zero_point, 127.0 - zero_point);
             each(values, |x| {
                 let steps = x / scale;
-                let steps = if steps < least { least } else { steps };
-                let steps = if steps > most { most } else { steps };
+                let steps = if steps < lowest { lowest } else { steps };
+                let steps = if steps > highest { highest } else { steps };
                 ((steps + ROUND) - ROUND) * scale
             });
         }
@@ -99,15 +99,15 @@ fn each(values: &mut [f32], function: impl Fn(f32) -> f32) {
     }
 }
 
-/// 1.5 · 2²³: adding it rounds a small float to an integer, and leaves that integer in the low bits.
+/// 1.5 · 2²³: adding it rounds a small float to an integer, which is stored in the low bits.
 pub(super) const ROUND: f32 = 12_582_912.0;
 
 /// `2ⁿ · polynomial`, with `x = n ln 2 + r` and `|r| ≤ ln 2 / 2`.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
-    let held = if x > 88.0 { 88.0 } else { x };
-    let held = if held < -87.0 { -87.0 } else { held };
-    let value = power(held, held * std::f32::consts::LOG2_E + ROUND);
+    let clamped = if x > 88.0 { 88.0 } else { x };
+    let clamped = if clamped < -87.0 { -87.0 } else { clamped };
+    let value = power(clamped, clamped * std::f32::consts::LOG2_E + ROUND);
     let value = if x > 88.0 { value * (1.0 + (x - 88.0)) } else { value };
     if x < -87.0 { 0.0 } else { value }
 }
@@ -115,17 +115,17 @@ pub(super) fn exp(x: f32) -> f32 {
 #[inline(always)]
 fn power(x: f32, shifted: f32) -> f32 {
     let n = shifted - ROUND;
-    // ln 2 in two parts, so that n · ln 2 loses nothing.
+    // ln 2 in two parts, so that n · ln 2 is exact.
     let r = x - n * 0.693_359_4 + n * 2.121_944_4e-4;
     let polynomial = 1.0 + r * (1.0 + r * (0.5 + r * (0.166_666_66 + r * (0.041_666_53 + r * (0.008_333_45 + r * 0.001_388_9)))));
     polynomial * f32::from_bits(shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127) << 23)
 }
 
-/// [`exp`] of a number that is not above zero.
+/// [`exp`] for arguments that are not positive.
 #[inline(always)]
 pub(super) fn exp_below(x: f32) -> f32 {
-    let held = if x < -87.0 { -87.0 } else { x };
-    let value = power(held, held * std::f32::consts::LOG2_E + ROUND);
+    let clamped = if x < -87.0 { -87.0 } else { x };
+    let value = power(clamped, clamped * std::f32::consts::LOG2_E + ROUND);
     if x < -87.0 { 0.0 } else { value }
 }
 
@@ -139,7 +139,7 @@ pub(super) fn tanh(x: f32) -> f32 {
     let size = x.abs();
     let decay = exp(-2.0 * size);
     let large = ((1.0 - decay) / (1.0 + decay)).copysign(x);
-    // Near zero the difference above would lose its leading digits.
+    // Near zero, the difference above would lose its leading digits.
     let square = x * x;
     let small = x * (1.0 - square * (0.333_333_34 - square * (0.133_333_33 - square * (0.053_968_254 - square * 0.021_869_488))));
     if size < 0.25 { small } else { large }
@@ -150,7 +150,7 @@ fn erf(x: f32) -> f32 {
     erf_and_decay(x).0
 }
 
-/// The error function (Abramowitz and Stegun, 7.1.26), and `exp(-x²)` that it is made with.
+/// The error function (Abramowitz and Stegun, 7.1.26), and the `exp(-x²)` used in its computation.
 #[inline(always)]
 pub(super) fn erf_and_decay(x: f32) -> (f32, f32) {
     let size = x.abs();
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_are_close_to_the_true_ones() {
+    fn functions_are_accurate() {
         assert!(worst(exp, f64::exp) < 3e-7);
         assert!(worst(tanh, f64::tanh) < 3e-7);
         assert!(worst(sigmoid, |x| 1.0 / (1.0 + (-x).exp())) < 3e-7);
@@ -187,8 +187,8 @@ mod tests {
     }
 
     #[test]
-    fn rounding_is_that_of_onnx() {
-        // 0.5, 1.5, 2.5 go to the even neighbour; with a zero point of -128 nothing below zero is left.
+    fn rounding_matches_onnx() {
+        // 0.5, 1.5, 2.5 are rounded to even; with a zero point of -128, negative values become 0.
         let mut values = [0.5, 1.5, 2.5, -0.5, -1.5, 300.0, -300.0];
         activate(ActivationFunction::Round { scale: 1.0, zero_point: 0.0 }, &mut values);
         assert_eq!(values, [0.0, 2.0, 2.0, 0.0, -2.0, 127.0, -128.0]);

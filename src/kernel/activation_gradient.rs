@@ -1,16 +1,17 @@
-//! Slopes of the functions of [`activation`](super::activation), times a gradient.
+//! Derivatives of the functions in [`activation`](super::activation), multiplied by a gradient.
 
 use super::activation::{ActivationFunction, GELU_INNER, ROUND, erf_and_decay, sigmoid, tanh};
 
 impl ActivationFunction {
-    /// Whether the derivative is read off the function's result; else it is read off the argument.
+    /// Whether the derivative is computed from the function's result instead of its argument.
     pub fn derivative_reads_result(self) -> bool {
         matches!(self, ActivationFunction::Relu | ActivationFunction::Sigmoid | ActivationFunction::Tanh | ActivationFunction::Clip { .. })
     }
 }
 
 simd! {
-    /// The gradient times the derivative; `values` are results or arguments, see [`ActivationFunction::derivative_reads_result`].
+    /// The gradient times the derivative. `values` are results or arguments, see
+    /// [`ActivationFunction::derivative_reads_result`].
     pub fn derivative(function: ActivationFunction, values: &[f32], gradient: &[f32], out: &mut [f32]) {
         match function {
             ActivationFunction::Relu => each(values, gradient, out, |y, g| if y > 0.0 { g } else { 0.0 }),
@@ -40,8 +41,8 @@ simd! {
             ActivationFunction::LeakyRelu { alpha } => each(values, gradient, out, |x, g| if x < 0.0 { g * alpha } else { g }),
             ActivationFunction::Round { scale, zero_point } => {
                 each(values, gradient, out, |x, g| {
-                    let (steps, held) = rounded(x / scale, zero_point);
-                    if steps == held { g } else { 0.0 }
+                    let (steps, clamped) = rounded(x / scale, zero_point);
+                    if steps == clamped { g } else { 0.0 }
                 });
             }
         }
@@ -49,26 +50,27 @@ simd! {
 }
 
 simd! {
-    /// The gradient times what rounding to eight bits moves when its scale grows, as a part of the scale: the distance to the
-    /// nearest step, and the whole value where it was held.
+    /// Gradient with respect to the logarithm of the scale of 8-bit fake quantization: the rounding error, or the
+    /// clipped value if it was clipped.
     pub fn scale_derivative(scale: f32, zero_point: f32, values: &[f32], gradient: &[f32], out: &mut [f32]) {
         each(values, gradient, out, |x, g| {
-            let (steps, held) = rounded(x / scale, zero_point);
-            let moved = if steps == held { held - x / scale } else { held };
-            g * moved * scale
+            let (steps, clamped) = rounded(x / scale, zero_point);
+            let change = if steps == clamped { clamped - x / scale } else { clamped };
+            g * change * scale
         });
     }
 }
 
-/// Steps as a whole number, and the nearest that there is; of steps far out, the first is one beyond.
+/// The rounded number of steps, before and after clamping. Far beyond the range, the former is one step
+/// beyond.
 #[inline(always)]
 fn rounded(steps: f32, zero_point: f32) -> (f32, f32) {
-    let (least, most) = (-128.0 - zero_point, 127.0 - zero_point);
-    let near = if steps < least - 1.0 { least - 1.0 } else { steps };
-    let near = if near > most + 1.0 { most + 1.0 } else { near };
-    let whole = (near + ROUND) - ROUND;
-    let held = if whole < least { least } else { whole };
-    (whole, if held > most { most } else { held })
+    let (lowest, highest) = (-128.0 - zero_point, 127.0 - zero_point);
+    let near = if steps < lowest - 1.0 { lowest - 1.0 } else { steps };
+    let near = if near > highest + 1.0 { highest + 1.0 } else { near };
+    let rounded = (near + ROUND) - ROUND;
+    let clamped = if rounded < lowest { lowest } else { rounded };
+    (rounded, if clamped > highest { highest } else { clamped })
 }
 
 /// `1 / sqrt(2 π)`
@@ -87,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn derivatives_are_differences() {
+    fn derivatives_equal_finite_differences() {
         for function in [
             ActivationFunction::Relu,
             ActivationFunction::Gelu,

@@ -1,4 +1,4 @@
-//! Backward pass of attention: the probabilities of a few panels of queries at a time, computed once more.
+//! Backward pass of attention. The probabilities of a few panels of queries are recomputed at a time.
 
 use std::ops::Range;
 
@@ -9,14 +9,14 @@ use super::matmul::{Left, Right, Rows};
 use super::scratch::Scratch;
 use super::tile::{self, BLOCK, PANEL, Panel};
 
-/// Panels of queries whose gradients of keys and values are added up together.
+/// Number of query panels whose contributions to the gradients of keys and values are summed together.
 const GROUP: usize = 3;
-/// Blocks of keys whose products are worked on while they are at hand.
-const AT_HAND: usize = 16 * BLOCK;
+/// Number of keys processed at a time, so that their products stay in cache.
+const KEY_CHUNK: usize = 16 * BLOCK;
 
-/// What attention was computed from, and the gradient of its output.
+/// Inputs of the forward pass, and the gradient of the output.
 #[derive(Clone, Copy)]
-pub struct Given<'a> {
+pub struct BackwardInputs<'a> {
     /// Queries.
     pub queries: Heads<'a>,
     /// Keys.
@@ -27,7 +27,7 @@ pub struct Given<'a> {
     pub gradient: Heads<'a>,
 }
 
-/// Rows of the three gradients that one job writes; of those that are not wanted there are none.
+/// Rows of the three gradients that one job writes. Empty for gradients that are not requested.
 #[derive(Default)]
 struct Job<'o> {
     queries: Vec<&'o mut [f32]>,
@@ -36,32 +36,33 @@ struct Job<'o> {
 }
 
 impl Attention<'_> {
-    /// Writes the gradients of queries, keys and values as `[batch, rows, heads, width]`; those of length zero are left out.
-    pub fn gradients(&self, given: Given, [queries, keys, values]: [&mut [f32]; 3], batch: usize) {
+    /// Writes the gradients of queries, keys and values as `[batch, rows, heads, width]`. Empty slices
+    /// are skipped.
+    pub fn gradients(&self, inputs: BackwardInputs, [queries, keys, values]: [&mut [f32]; 3], batch: usize) {
         let mut jobs: Vec<Job> = (0..batch * self.groups).map(|_| Job::default()).collect();
         let shared = self.heads / self.groups;
-        // Rows of one batch element lie head by head.
-        let place = |index: usize, heads: usize, rows: usize| (index / (heads * rows), index % heads);
+        // Within a batch element, the rows of all heads alternate.
+        let position = |index: usize, heads: usize, rows: usize| (index / (heads * rows), index % heads);
         for (index, row) in queries.chunks_mut(self.width.max(1)).enumerate() {
-            let (batch, head) = place(index, self.heads, self.sequence);
+            let (batch, head) = position(index, self.heads, self.sequence);
             jobs[batch * self.groups + head / shared].queries.push(row);
         }
         for (index, row) in keys.chunks_mut(self.width.max(1)).enumerate() {
-            let (batch, group) = place(index, self.groups, self.keys);
+            let (batch, group) = position(index, self.groups, self.keys);
             jobs[batch * self.groups + group].keys.push(row);
         }
         for (index, row) in values.chunks_mut(self.out.max(1)).enumerate() {
-            let (batch, group) = place(index, self.groups, self.keys);
+            let (batch, group) = position(index, self.groups, self.keys);
             jobs[batch * self.groups + group].values.push(row);
         }
-        jobs.into_par_iter().enumerate().for_each(|(index, job)| self.group(given, index / self.groups, index % self.groups, job));
+        jobs.into_par_iter().enumerate().for_each(|(index, job)| self.group(inputs, index / self.groups, index % self.groups, job));
     }
 
-    /// One key head with all queries that look at it.
-    fn group(&self, given: Given, batch: usize, group: usize, mut job: Job) {
+    /// Processes one key head with all query heads that share it.
+    fn group(&self, inputs: BackwardInputs, batch: usize, group: usize, mut job: Job) {
         let shared = self.heads / self.groups;
-        let (keys, values) = (given.keys.head(batch, group), given.values.head(batch, group));
-        let (key_step, value_step) = (given.keys.strides[2], given.values.strides[2]);
+        let (keys, values) = (inputs.keys.head(batch, group), inputs.values.head(batch, group));
+        let (key_step, value_step) = (inputs.keys.strides[2], inputs.values.strides[2]);
         let packed = Packed {
             shape: self,
             padding: self.padding.map(|p| &p[batch * self.keys..][..self.keys]),
@@ -74,34 +75,34 @@ impl Attention<'_> {
         for head in 0..shared {
             for first in (0..self.sequence).step_by(GROUP * PANEL) {
                 let count = (GROUP * PANEL).min(self.sequence - first);
-                let seen = self.seen(first, count, packed.padding);
-                let place = (batch, group * shared + head, first);
-                let (queries, gradient) = (rows_from(given.queries, place), rows_from(given.gradient, place));
-                let (query_step, gradient_step) = (given.queries.strides[2], given.gradient.strides[2]);
+                let range = self.key_range(first, count, packed.padding);
+                let position = (batch, group * shared + head, first);
+                let (queries, gradient) = (rows_from(inputs.queries, position), rows_from(inputs.gradient, position));
+                let (query_step, gradient_step) = (inputs.queries.strides[2], inputs.gradient.strides[2]);
                 let panels: Vec<Recomputed> = (0..count)
                     .step_by(PANEL)
                     .map(|at| {
                         let rows = [&queries[at * query_step..], &gradient[at * gradient_step..]];
-                        packed.recompute(rows, [PANEL.min(count - at), query_step, gradient_step], first + at, seen.clone())
+                        packed.recompute(rows, [PANEL.min(count - at), query_step, gradient_step], first + at, range.clone())
                     })
                     .collect();
                 if !job.queries.is_empty() {
                     for (at, panel) in (first..).step_by(PANEL).zip(&panels) {
-                        // Of a group's heads, rows of the same query are neighbours.
-                        let places = job.queries.iter_mut().skip(at * shared + head).step_by(shared).take(PANEL);
-                        packed.of_queries(panel, &seen, places);
+                        // Rows of the same query in different heads of the group are adjacent.
+                        let rows = job.queries.iter_mut().skip(at * shared + head).step_by(shared).take(PANEL);
+                        packed.write_query_gradients(panel, &range, rows);
                     }
                 }
                 if !job.values.is_empty() {
                     let factors: Vec<f32> = panels.iter().flat_map(|panel| panel.factors).collect();
                     let rows = row_panels(gradient, [count, self.out, gradient_step], Some(&factors));
                     let weights: Vec<&[Lanes]> = panels.iter().map(|panel| panel.weights.as_chunks().0).collect();
-                    add(&weights, &rows, [seen.len(), count, self.out], &mut value_sums[seen.start * self.out..]);
+                    add(&weights, &rows, [range.len(), count, self.out], &mut value_sums[range.start * self.out..]);
                 }
                 if !job.keys.is_empty() {
                     let rows = row_panels(queries, [count, self.width, query_step], None);
                     let derivatives: Vec<&[Lanes]> = panels.iter().map(|panel| panel.derivatives.as_chunks().0).collect();
-                    add(&derivatives, &rows, [seen.len(), count, self.width], &mut key_sums[seen.start * self.width..]);
+                    add(&derivatives, &rows, [range.len(), count, self.width], &mut key_sums[range.start * self.width..]);
                 }
             }
         }
@@ -111,7 +112,7 @@ impl Attention<'_> {
     }
 }
 
-/// A key head, packed.
+/// A packed key head.
 struct Packed<'a> {
     shape: &'a Attention<'a>,
     padding: Option<&'a [bool]>,
@@ -120,36 +121,36 @@ struct Packed<'a> {
     key_columns: Left,
 }
 
-/// What a panel of queries makes of keys.
+/// Recomputed attention of a panel of queries.
 struct Recomputed {
-    /// Probabilities but for a factor of each query, `[keys][queries]`.
+    /// Unnormalized probabilities, `[keys][queries]`.
     weights: Scratch,
-    /// That factor.
+    /// Normalization factor of each query.
     factors: Lanes,
-    /// Gradients of the products, scaled, `[keys][queries]`.
+    /// Scaled gradients of the products, `[keys][queries]`.
     derivatives: Scratch,
 }
 
 impl Packed<'_> {
-    fn recompute(&self, [queries, gradient]: [&[f32]; 2], [count, query_step, gradient_step]: [usize; 3], first: usize, seen: Range<usize>) -> Recomputed {
+    fn recompute(&self, [queries, gradient]: [&[f32]; 2], [count, query_step, gradient_step]: [usize; 3], first: usize, range: Range<usize>) -> Recomputed {
         let shape = self.shape;
         let panel = shape.panel(queries, [count, shape.width, query_step], shape.scale);
         let gradient = shape.panel(gradient, [count, shape.out, gradient_step], 1.0);
-        // Whole blocks of rows are read.
-        let room = seen.len().next_multiple_of(BLOCK) * PANEL;
-        let (mut weights, mut derivatives) = (Scratch::new(room), Scratch::new(room));
-        let rows = &mut weights.as_chunks_mut().0[..seen.len()];
-        let slopes = &mut derivatives.as_chunks_mut().0[..seen.len()];
-        let mut most = [f32::MIN; PANEL];
-        for (index, rows) in rows.chunks_mut(AT_HAND).enumerate() {
-            let start = seen.start + index * AT_HAND;
+        // The matrix product reads complete blocks of rows.
+        let padded = range.len().next_multiple_of(BLOCK) * PANEL;
+        let (mut weights, mut derivatives) = (Scratch::new(padded), Scratch::new(padded));
+        let rows = &mut weights.as_chunks_mut().0[..range.len()];
+        let slopes = &mut derivatives.as_chunks_mut().0[..range.len()];
+        let mut maxima = [f32::MIN; PANEL];
+        for (index, rows) in rows.chunks_mut(KEY_CHUNK).enumerate() {
+            let start = range.start + index * KEY_CHUNK;
             shape.products(&self.keys, start..start + rows.len(), (&panel, first), self.padding, rows);
-            largest(rows, &mut most);
+            largest(rows, &mut maxima);
         }
         let (mut total, mut along) = ([0f32; PANEL], [0f32; PANEL]);
-        for (index, (rows, slopes)) in rows.chunks_mut(AT_HAND).zip(slopes.chunks_mut(AT_HAND)).enumerate() {
-            let sums = exponents_of(rows, &most);
-            multiply(&self.values, seen.start / BLOCK + index * AT_HAND / BLOCK, &gradient, slopes);
+        for (index, (rows, slopes)) in rows.chunks_mut(KEY_CHUNK).zip(slopes.chunks_mut(KEY_CHUNK)).enumerate() {
+            let sums = exponents_of(rows, &maxima);
+            multiply(&self.values, range.start / BLOCK + index * KEY_CHUNK / BLOCK, &gradient, slopes);
             add_products(rows, slopes, &mut along);
             total.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
         }
@@ -158,26 +159,26 @@ impl Packed<'_> {
         Recomputed { weights, factors, derivatives }
     }
 
-    /// Writes the gradients of a panel's queries.
-    fn of_queries<'o, 'r: 'o>(&self, panel: &Recomputed, seen: &Range<usize>, places: impl Iterator<Item = &'o mut &'r mut [f32]>) {
+    /// Writes the gradients of the queries of a panel.
+    fn write_query_gradients<'o, 'r: 'o>(&self, panel: &Recomputed, range: &Range<usize>, outputs: impl Iterator<Item = &'o mut &'r mut [f32]>) {
         let mut columns = vec![[0f32; PANEL]; self.shape.width.next_multiple_of(BLOCK)];
         for (index, tile) in columns.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
             let rows = BLOCK.min(self.shape.width - index * BLOCK);
-            let keys = &self.key_columns.block(index)[seen.start * BLOCK..seen.end * BLOCK];
+            let keys = &self.key_columns.block(index)[range.start * BLOCK..range.end * BLOCK];
             tile::multiply(keys, Panel::Packed(&panel.derivatives), [rows, PANEL], tile);
         }
-        for (lane, place) in places.enumerate() {
-            place.iter_mut().zip(&columns).for_each(|(out, column)| *out = column[lane]);
+        for (lane, output) in outputs.enumerate() {
+            output.iter_mut().zip(&columns).for_each(|(out, column)| *out = column[lane]);
         }
     }
 }
 
-/// Rows of a head from one on.
+/// The rows of a head, starting at `first`.
 fn rows_from<'a>(heads: Heads<'a>, (batch, head, first): (usize, usize, usize)) -> &'a [f32] {
     heads.head(batch, head).get(first * heads.strides[2]..).unwrap_or_default()
 }
 
-/// All panels of columns of some rows, each multiplied by its factor.
+/// Packs rows into panels of columns, each row multiplied by its factor.
 fn row_panels(values: &[f32], [count, width, stride]: [usize; 3], factors: Option<&[f32]>) -> Scratch {
     let mut panels = Scratch::new(width.next_multiple_of(PANEL) * count);
     for (index, panel) in panels.chunks_exact_mut((PANEL * count).max(1)).enumerate() {
@@ -189,7 +190,7 @@ fn row_panels(values: &[f32], [count, width, stride]: [usize; 3], factors: Optio
     panels
 }
 
-/// Adds products of keys `[keys][queries]`, panel by panel, with rows of the queries to the sums of keys.
+/// Adds `weights · rows`, with weights `[keys][queries]` in panels, to the sums of the keys.
 fn add(weights: &[&[Lanes]], rows: &[f32], [keys, count, width]: [usize; 3], sums: &mut [f32]) {
     let mut block = [[0f32; BLOCK]; GROUP * PANEL];
     let mut tile = [[0f32; PANEL]; BLOCK];
@@ -197,7 +198,7 @@ fn add(weights: &[&[Lanes]], rows: &[f32], [keys, count, width]: [usize; 3], sum
         let lanes = BLOCK.min(keys - first);
         for (weights, block) in weights.iter().zip(block.as_chunks_mut().0) {
             if let Some(rows) = weights[first..].first_chunk() {
-                turn(rows, block);
+                transpose(rows, block);
             }
         }
         for (index, panel) in rows.chunks_exact((PANEL * count).max(1)).enumerate() {
@@ -208,8 +209,8 @@ fn add(weights: &[&[Lanes]], rows: &[f32], [keys, count, width]: [usize; 3], sum
 }
 
 simd! {
-    /// `[keys][queries]` to `[queries][keys]`.
-    fn turn(rows: &[Lanes; BLOCK], block: &mut [[f32; BLOCK]; PANEL]) {
+    /// Transposes `[keys][queries]` to `[queries][keys]`.
+    fn transpose(rows: &[Lanes; BLOCK], block: &mut [[f32; BLOCK]; PANEL]) {
         for (query, keys) in block.iter_mut().enumerate() {
             for key in 0..BLOCK {
                 keys[key] = rows[key][query];
@@ -219,7 +220,7 @@ simd! {
 }
 
 simd! {
-    /// Adds rows to the first `columns` of rows that are `width` long.
+    /// Adds rows to the first `columns` elements of rows with `width` elements.
     fn add_rows(rows: &[Lanes], sums: &mut [f32], width: usize, columns: usize) {
         for (row, sums) in rows.iter().zip(sums.chunks_mut(width)) {
             match sums.first_chunk_mut::<PANEL>() {
@@ -247,7 +248,8 @@ simd! {
 }
 
 simd! {
-    /// `p (g - Σ p g) · scale` in the place of `g`, where `p` is a weight times its query's factor, and `along` the sum of `weight · g`.
+    /// Replaces `g` by `p (g - Σ p g) · scale`, where `p` is a weight times its query's factor, and
+    /// `along` is the sum of `weight · g`.
     fn softmax_gradient(weights: &[Lanes], gradient: &mut [Lanes], factors: &Lanes, along: &Lanes, scale: f32) {
         let (mut means, mut factors) = (*along, *factors);
         for lane in 0..PANEL {
@@ -275,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_are_the_same_with_any_number_of_threads_and_those_that_are_differences() {
+    fn gradients_equal_finite_differences_and_are_independent_of_threads() {
         let (batch, heads, groups, sequence, width, out) = (2, 4, 2, 130, 5, 6);
         let padding: Vec<bool> = (0..batch * sequence).map(|i| i % 7 == 3).collect();
         for (causal, window, padding) in [(false, None, None), (true, None, None), (true, Some(40), None), (true, Some(9), Some(&padding[..]))] {
@@ -307,7 +309,7 @@ mod tests {
                 );
                 y.iter().zip(&gradient).map(|(y, g)| f64::from(*y) * f64::from(*g)).sum::<f64>()
             };
-            let given = Given {
+            let given = BackwardInputs {
                 queries: place(&inputs[0], heads, [sequence, width]),
                 keys: place(&inputs[1], groups, [sequence, width]),
                 values: place(&inputs[2], groups, [sequence, out]),

@@ -1,5 +1,6 @@
-//! Attention of one query, as of a text that is continued token by token: keys and values are read once, where they lie. Sums run in a
-//! fixed number of lanes and are not fused, so that they are the same on every processor.
+//! Attention of a single query, as in incremental decoding. Keys and values are read once, without
+//! packing. Sums have a fixed number of lanes without fused multiply-add, so results are equal on every
+//! processor.
 
 use rayon::prelude::*;
 
@@ -9,32 +10,32 @@ use super::rows;
 use super::scratch::Scratch;
 
 const LANES: usize = 16;
-/// Multiplications below which threads are not worth their start.
+/// Number of multiplications below which multithreading is not worthwhile.
 const SMALL: usize = 1 << 15;
 
-/// What one head of keys and values holds: elements, the step from row to row, and the width of a row.
+/// The keys or values of one head: elements, row stride and row width.
 type HeadRows<'a> = (&'a [f32], usize, usize);
 
 impl Attention<'_> {
-    /// Whether there is one query, and no key is padding.
+    /// Whether there is a single query, without padding and bias.
     pub(super) fn is_single(&self) -> bool {
         self.sequence == 1 && self.padding.is_none() && self.bias.is_none()
     }
 
-    /// What [`run`](Attention::run) does, for one query.
+    /// [`run`](Attention::run) for a single query.
     pub(super) fn run_single(&self, queries: Heads, keys: Heads, values: Heads, output: &mut [f32]) {
         let job = |(job, output): (usize, &mut [f32])| {
             let (batch, head) = (job / self.heads, job % self.heads);
             let group = head / (self.heads / self.groups);
-            let seen = self.visible(0);
-            let mut products = Scratch::new(seen.len());
+            let range = self.visible(0);
+            let mut products = Scratch::new(range.len());
             let query = &queries.head(batch, head)[..self.width];
-            let from = |rows: Heads<'_>| seen.start * rows.strides[2];
+            let from = |rows: Heads<'_>| range.start * rows.strides[2];
             multiply(query, (&keys.head(batch, group)[from(keys)..], keys.strides[2], self.width), self.scale, &mut products);
             if let Some(cap) = self.soft_cap {
-                soft_capped(&mut products, cap);
+                soft_cap(&mut products, cap);
             }
-            rows::softmax(&mut products, seen.len());
+            rows::softmax(&mut products, range.len());
             output.fill(0.0);
             add_rows(&products, (&values.head(batch, group)[from(values)..], values.strides[2], self.out), output);
         };
@@ -48,7 +49,7 @@ impl Attention<'_> {
 }
 
 simd! {
-    /// Products of a query with rows, one after the other.
+    /// Products of a query with rows.
     fn multiply(query: &[f32], keys: HeadRows, scale: f32, products: &mut [f32]) {
         let (values, stride, width) = keys;
         for (row, product) in products.iter_mut().enumerate() {
@@ -73,7 +74,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 }
 
 simd! {
-    fn soft_capped(products: &mut [f32], cap: f32) {
+    fn soft_cap(products: &mut [f32], cap: f32) {
         for product in products {
             *product = cap * tanh(*product / cap);
         }
@@ -81,7 +82,7 @@ simd! {
 }
 
 simd! {
-    /// Adds rows, each times its weight.
+    /// Adds the weighted rows.
     fn add_rows(weights: &[f32], rows: HeadRows, output: &mut [f32]) {
         let (values, stride, width) = rows;
         for (row, weight) in weights.iter().enumerate() {
@@ -100,7 +101,7 @@ mod tests {
         Heads { values, strides: [heads * rows * width, rows * width, width] }
     }
 
-    /// One query that sees many keys is the last of many queries.
+    /// A single query equals the last one of many queries.
     #[test]
     fn one_query_is_the_last_of_many() {
         let numbers = |count: usize, seed: usize| (0..count).map(|i| (((i + seed) * 7919 % 4093) as f32 - 2046.0) / 1021.0).collect::<Vec<f32>>();
@@ -124,7 +125,7 @@ mod tests {
             };
             let mut all = vec![0.0; batch * heads * keys * out];
             shape(keys).run(of(&q, heads, keys, width), of(&k, groups, keys, width), of(&v, groups, keys, out), &mut all);
-            // Several last queries go the way of many.
+            // Several last queries use the general code path.
             for count in [1, 3] {
                 let last: Vec<f32> = q.chunks(keys * width).flat_map(|head| &head[(keys - count) * width..]).copied().collect();
                 let mut some = vec![0.0; batch * heads * count * out];

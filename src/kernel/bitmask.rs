@@ -1,8 +1,10 @@
-//! Sparse runs: one bit for each element, and the elements that are not zero.
+//! Sparse runs: a bitmask and the nonzero elements.
 //!
-//! Bit `i` of the mask is bit `i % 8` of byte `i / 8`. "Zero" means all bits zero, so that -0.0 survives.
+//! Bit `i` of the mask is bit `i % 8` of byte `i / 8`. "Zero" means that all bits are zero, so that -0.0
+//! is preserved.
 
-/// Appends the mask and the kept elements of a run; the run's length is a multiple of eight, or it is the last.
+/// Appends the mask and the nonzero elements of a run. The length of every run except the last must be a
+/// multiple of eight.
 pub fn pack(elements: &[u8], size: usize, mask: &mut Vec<u8>, values: &mut Vec<u8>) {
     match size {
         1 => pack_sized::<1>(elements, mask, values),
@@ -17,22 +19,22 @@ fn pack_sized<const N: usize>(elements: &[u8], mask: &mut Vec<u8>, values: &mut 
     let start = values.len();
     values.resize(start + elements.len() * N, 0);
     let out = values[start..].as_chunks_mut::<N>().0;
-    let mut kept = 0;
+    let mut nonzeros = 0;
     for eight in elements.chunks(8) {
         let mut byte = 0u8;
         for (bit, element) in eight.iter().enumerate() {
-            let keep = *element != [0; N];
-            // Every element is stored; one that is not kept is overwritten by the next.
-            out[kept] = *element;
-            kept += usize::from(keep);
-            byte |= u8::from(keep) << bit;
+            let nonzero = *element != [0; N];
+            // Every element is stored; a zero is overwritten by the next element.
+            out[nonzeros] = *element;
+            nonzeros += usize::from(nonzero);
+            byte |= u8::from(nonzero) << bit;
         }
         mask.push(byte);
     }
-    values.truncate(start + kept * N);
+    values.truncate(start + nonzeros * N);
 }
 
-/// How many elements have a bit that is set.
+/// Number of elements with at least one set bit.
 pub fn count(elements: &[u8], size: usize) -> u64 {
     let zeros = match size {
         1 => super::scan::count_bytes(elements, 0),
@@ -43,17 +45,18 @@ pub fn count(elements: &[u8], size: usize) -> u64 {
     (elements.len() / size.max(1)) as u64 - zeros
 }
 
-/// How many of the first `elements` bits are set.
+/// Number of set bits among the first `elements` bits.
 pub fn ones(mask: &[u8], elements: usize) -> usize {
-    let whole = elements / 8;
-    let mut sum: usize = mask[..whole].iter().map(|b| b.count_ones() as usize).sum();
+    let full_bytes = elements / 8;
+    let mut sum: usize = mask[..full_bytes].iter().map(|b| b.count_ones() as usize).sum();
     if !elements.is_multiple_of(8) {
-        sum += (mask[whole] & ((1 << (elements % 8)) - 1)).count_ones() as usize;
+        sum += (mask[full_bytes] & ((1 << (elements % 8)) - 1)).count_ones() as usize;
     }
     sum
 }
 
-/// Spreads the kept values over `output`, which was filled with zeros; `values` holds exactly [`ones`] elements.
+/// Scatters the nonzero values into `output`, which must be filled with zeros. `values` must contain
+/// exactly [`ones`] elements.
 pub fn unpack(mask: &[u8], values: &[u8], size: usize, output: &mut [u8]) {
     let mut values = values.chunks_exact(size);
     for (i, out) in output.chunks_exact_mut(size).enumerate() {
@@ -70,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unpack_undoes_pack() {
+    fn unpack_inverts_pack() {
         for size in [1usize, 2, 4, 8] {
             let elements: Vec<u8> = (0..13 * size).map(|i| if (i / size) % 3 == 0 { 0 } else { i as u8 }).collect();
             let (mut mask, mut values) = (Vec::new(), Vec::new());

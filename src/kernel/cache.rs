@@ -1,18 +1,18 @@
-//! Keys and values of attention in eight bits, with one scale for a layer, as caches of decoders keep them.
+//! 8-bit KV cache formats with one scale per layer.
 
 use serde::{Deserialize, Serialize};
 
-use super::narrow::E4M3_MAX;
+use super::minifloat::E4M3_MAX;
 
-/// What keys and values are rounded to.
+/// Quantization format of cached keys and values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum CacheFormat {
-    /// FP8 (E4M3), which vLLM takes
+    /// FP8 (E4M3), supported by vLLM
     #[default]
     Fp8,
-    /// Int8, symmetric: transformers takes it, vLLM does not
+    /// Int8, symmetric; supported by transformers, but not by vLLM
     Int8,
 }
 
@@ -25,7 +25,7 @@ impl CacheFormat {
         }
     }
 
-    /// Steps from zero to the largest magnitude, as compressed-tensors counts them.
+    /// Number of steps from zero to the largest magnitude, as defined by compressed-tensors.
     pub fn steps(self) -> f32 {
         match self {
             CacheFormat::Fp8 => E4M3_MAX,

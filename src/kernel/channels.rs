@@ -1,6 +1,7 @@
-//! Loops over channels, each a run of memory with the pixels of all images: statistics of batches, and what is made of them.
+//! Channel-wise statistics and transforms of image batches. A channel is contiguous in memory, with the
+//! pixels of all images.
 //!
-//! A channel is summed piece by piece in lanes, and the pieces in f64.
+//! A channel is summed piece by piece in f32 lanes, and the pieces in f64.
 
 use rayon::prelude::*;
 
@@ -52,7 +53,7 @@ simd! {
     }
 }
 
-/// Elements of a piece.
+/// Number of elements per piece.
 const PIECE: usize = 1 << 12;
 
 fn total(channel: &[f32], sum: impl Fn(&[f32]) -> f32) -> f64 {
@@ -61,12 +62,12 @@ fn total(channel: &[f32], sum: impl Fn(&[f32]) -> f32) -> f64 {
 
 /// Mean and (biased) variance of each channel.
 pub fn moments(channels: &[&[f32]]) -> (Vec<f32>, Vec<f32>) {
-    let of = |channel: &&[f32]| {
+    let moments = |channel: &&[f32]| {
         let count = channel.len() as f64;
         let mean = (total(channel, piece_sum) / count) as f32;
         (mean, (total(channel, |piece| piece_deviation(piece, mean)) / count) as f32)
     };
-    channels.par_iter().map(of).unzip()
+    channels.par_iter().map(moments).unzip()
 }
 
 /// The sum of each channel.
@@ -74,18 +75,18 @@ pub fn sums(channels: &[&[f32]]) -> Vec<f32> {
     channels.par_iter().map(|channel| total(channel, piece_sum) as f32).collect()
 }
 
-/// For each channel the sum of its values' distances from a centre, times their gradients.
+/// For each channel, the sum of `(x - center) · gradient`.
 pub fn products(channels: &[&[f32]], gradients: &[&[f32]], centres: &[f32]) -> Vec<f32> {
     let pairs = |x: &[f32], g: &[f32], centre: f32| x.chunks(PIECE).zip(g.chunks(PIECE)).map(|(x, g)| f64::from(piece_product(x, g, centre))).sum::<f64>();
     channels.par_iter().zip(gradients).zip(centres).map(|((x, g), centre)| pairs(x, g, *centre) as f32).collect()
 }
 
-/// `x * scale + shift`, with a factor and a summand for each channel.
+/// `x * scale + shift`, with separate factors for each channel.
 pub fn scaled(channels: &[&[f32]], scale: &[f32], shift: &[f32], output: &mut [f32]) {
     by_piece(channels, output, |channel, piece, _, out| piece_scaled(piece, scale[channel], shift[channel], out));
 }
 
-/// `g * a + x * b + c`, with three numbers for each channel.
+/// `g * a + x * b + c`, with separate factors for each channel.
 pub fn combined(channels: &[&[f32]], gradients: &[&[f32]], factors: &[[f32; 3]], output: &mut [f32]) {
     by_piece(channels, output, |channel, piece, at, out| piece_combined(piece, &gradients[channel][at..], factors[channel], out));
 }
@@ -98,7 +99,7 @@ fn by_piece(channels: &[&[f32]], output: &mut [f32], function: impl Fn(usize, &[
     });
 }
 
-/// Every plane filled with one number.
+/// Fills every plane with one value.
 pub fn filled(values: &[f32], output: &mut [f32]) {
     let size = output.len() / values.len().max(1);
     output.par_chunks_mut(size.max(1)).with_min_len(16).zip(values).for_each(|(out, value)| out.fill(*value));

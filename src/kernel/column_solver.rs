@@ -1,62 +1,64 @@
-//! What columns become while others make up for it: zeros, values of a grid, or both.
+//! Column-wise pruning and rounding with error compensation (GPTQ, SparseGPT).
 
 use rayon::prelude::*;
 
-use super::compensation::Choice;
-use super::grid::{self, Integers, Step};
+use super::compensation::ColumnRule;
+use super::grid::{self, IntegerGrid, QuantizationParams};
 
-/// Which weights become zero.
+/// Which weights are pruned.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Zeros {
     /// None.
     None,
-    /// Of every block of columns, this part of all rows' weights together; of the whole weight, the exact count.
+    /// This fraction of each block of columns, ranked over all rows. Over the complete weight, the count
+    /// is exact.
     Part(f64),
-    /// Of every `m` consecutive columns of a row, all but `n`.
+    /// N:M sparsity: all but `n` of every `m` consecutive columns of a row.
     AllBut {
-        /// Weights that stay.
+        /// Weights that are not pruned.
         n: usize,
-        /// Columns, at most 64, that divide a block.
+        /// Columns per group, at most 64 and a divisor of the block width.
         m: usize,
     },
 }
 
-/// How the steps of grids are found.
+/// How scales and zero points are determined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Range {
-    /// From the smallest to the largest value.
+    /// From the smallest and largest value.
     MinMax,
-    /// The range of the least error, down to this many hundredths of minmax.
-    LeastError(u32),
+    /// Minimizes the error over shrunken ranges, down to this percentage of the full range.
+    MinError(u32),
 }
 
-/// Chooses zeros by what they cost, and rounds everything else to a grid where there is one.
-pub struct Choices<'a, S> {
-    /// Which weights become zero.
+/// Prunes the weights with the lowest cost, and rounds the others to a grid if there is one.
+pub struct ColumnSolver<'a, S> {
+    /// Which weights are pruned.
     pub zeros: Zeros,
-    /// The grid; without one, values stay as they are.
+    /// The quantization grid. Without one, values are not rounded.
     pub grid: Option<Grid<'a, S>>,
-    /// Weights `[rows, size]`, in the order of the work, that become zero in any case; or nothing.
+    /// Pruning mask `[rows, size]` of weights that must be zero, in processing order. Empty if there is
+    /// none.
     pub zeroed: Vec<bool>,
-    /// Of the present block: the rows' weights that become zero.
+    /// Pruning mask of the current block.
     removed: Vec<bool>,
     width: usize,
     first: usize,
-    /// Weights that were looked at, and those of them that were removed.
+    /// Number of weights processed, and how many of them were pruned.
     counts: (usize, usize),
 }
 
-/// The grids of a weight.
+/// Quantization grid of a weight.
 pub struct Grid<'a, S> {
-    /// Their integers.
-    pub integers: Integers,
-    /// Columns that share a step, in the order of the weight and not of the work.
+    /// Range of the integers.
+    pub integers: IntegerGrid,
+    /// Group size in columns, in the order of the weight and not of processing.
     pub group: usize,
-    /// Step of every group, row by row.
-    pub steps: Vec<Step>,
-    /// Column of the weight for every column of the work.
+    /// Quantization parameters of every group, row by row.
+    pub steps: Vec<QuantizationParams>,
+    /// Column of the weight for each processed column.
     pub order: &'a [usize],
-    /// Rounds a scale to the format that it is kept in.
+    /// Rounds a scale to its storage dtype.
     pub store: S,
 }
 
@@ -65,25 +67,26 @@ impl<S: Fn(f64) -> f32 + Sync> Grid<'_, S> {
         self.order.len().div_ceil(self.group.max(1))
     }
 
-    fn step(&self, row: usize, column: usize) -> Step {
+    fn step(&self, row: usize, column: usize) -> QuantizationParams {
         self.steps[row * self.groups() + self.order[column] / self.group]
     }
 
-    fn find(&self, values: &[f32], costs: &[f32], range: Range) -> Step {
+    fn find(&self, values: &[f32], costs: &[f32], range: Range) -> QuantizationParams {
         match range {
-            Range::MinMax => self.integers.step(grid::range(values), &self.store),
-            Range::LeastError(least) => grid::best(self.integers, values, costs, least, &self.store),
+            Range::MinMax => self.integers.params(grid::range(values), &self.store),
+            Range::MinError(least) => grid::search(self.integers, values, costs, least, &self.store),
         }
     }
 
-    /// Finds the steps of all groups from the weight `[rows, size]` as it is; `costs` are those of its columns.
-    pub fn fix(&mut self, weights: &[f32], costs: &[f32], range: Range) {
+    /// Determines the parameters of all groups from the weight `[rows, size]`. `costs` are the costs of
+    /// its columns.
+    pub fn fit(&mut self, weights: &[f32], costs: &[f32], range: Range) {
         let (size, group) = (self.order.len(), self.group);
         let of_row = |row: &[f32]| row.chunks(group).zip(costs.chunks(group)).map(|(values, costs)| self.find(values, costs, range)).collect::<Vec<_>>();
         self.steps = weights.par_chunks(size.max(1)).flat_map_iter(of_row).collect();
     }
 
-    /// Rounds every weight of `[rows, size]`, in the order of the weight, to the nearest value of its grid.
+    /// Rounds every weight of `[rows, size]`, in the order of the weight, to the nearest grid value.
     pub fn round(&self, weights: &mut [f32]) {
         let (size, groups) = (self.order.len().max(1), self.groups());
         weights.par_chunks_mut(size).zip(self.steps.par_chunks(groups)).for_each(|(row, steps)| {
@@ -93,10 +96,10 @@ impl<S: Fn(f64) -> f32 + Sync> Grid<'_, S> {
         });
     }
 
-    /// The integers of weights `[rows, size]`, in the order of the weight, that are values of the grid.
+    /// The integers of weights `[rows, size]`, in the order of the weight, which must be grid values.
     pub fn integers_of(&self, weights: &[f32]) -> Vec<i8> {
         let (size, groups) = (self.order.len().max(1), self.groups());
-        let of_row = |(row, steps): (&[f32], &[Step])| {
+        let of_row = |(row, steps): (&[f32], &[QuantizationParams])| {
             row.chunks(self.group)
                 .zip(steps)
                 .flat_map(|(values, step)| values.iter().map(|value| self.integers.integer(*value, *step) as i8))
@@ -106,23 +109,23 @@ impl<S: Fn(f64) -> f32 + Sync> Grid<'_, S> {
     }
 }
 
-impl<'a, S> Choices<'a, S> {
-    /// Zeros and a grid, or one of both.
+impl<'a, S> ColumnSolver<'a, S> {
+    /// Pruning, rounding, or both.
     pub fn new(zeros: Zeros, grid: Option<Grid<'a, S>>) -> Self {
-        Choices { zeros, grid, zeroed: Vec::new(), removed: Vec::new(), width: 0, first: 0, counts: (0, 0) }
+        ColumnSolver { zeros, grid, zeroed: Vec::new(), removed: Vec::new(), width: 0, first: 0, counts: (0, 0) }
     }
 }
 
-impl<S: Fn(f64) -> f32 + Sync> Choice for Choices<'_, S> {
+impl<S: Fn(f64) -> f32 + Sync> ColumnRule for ColumnSolver<'_, S> {
     fn ranks_blocks(&self) -> bool {
         matches!(self.zeros, Zeros::Part(_))
     }
 
-    fn looks_ahead(&self) -> usize {
+    fn lookahead(&self) -> usize {
         if let Zeros::AllBut { m, .. } = self.zeros { m } else { 1 }
     }
 
-    fn begin(&mut self, first: usize, width: usize, values: &[f32], costs: &[f32]) {
+    fn begin_block(&mut self, first: usize, width: usize, values: &[f32], costs: &[f32]) {
         (self.first, self.width) = (first, width);
         if let Zeros::Part(part) = self.zeros {
             let cost = |at: usize| values[at] * values[at] * costs[at % width];
@@ -159,11 +162,11 @@ impl<S: Fn(f64) -> f32 + Sync> Choice for Choices<'_, S> {
     }
 }
 
-/// A bit for each of the first `m` weights that are not among the `n` whose removal would cost most.
+/// Bit mask of the first `m` weights, with bits set for all but the `n` most costly ones.
 fn cheapest(values: &[f32], costs: &[f32], n: usize, m: usize) -> u64 {
     let mut ranked = [0u8; 64];
     let ranked = &mut ranked[..m];
-    ranked.iter_mut().enumerate().for_each(|(at, place)| *place = at as u8);
+    ranked.iter_mut().enumerate().for_each(|(at, index)| *index = at as u8);
     let cost = |at: u8| values[at as usize] * values[at as usize] * costs[at as usize];
     ranked.sort_by(|a, b| cost(*a).total_cmp(&cost(*b)).then(a.cmp(b)));
     ranked[..m.saturating_sub(n)].iter().fold(0, |marks, at| marks | 1 << at)
@@ -181,18 +184,18 @@ mod tests {
     fn solved(zeros: Zeros, step: Option<f32>) -> Vec<f32> {
         let mut sums = vec![0.0; 16];
         gram::add(&X, 4, &mut sums);
-        // What the papers' reference implementations call a damping of one percent, for sums that they double.
+        // The reference implementations use a damping of 1 % of doubled sums.
         let order = [0, 1, 2, 3];
         let compensation = Compensation::new(sums, 4, &order, 0.01).ok().unwrap();
         let grid = step.map(|scale| Grid {
-            integers: Integers { bits: 4, symmetric: true },
+            integers: IntegerGrid { bits: 4, symmetric: true },
             group: 4,
-            steps: vec![Step { scale, zero: 0.0 }; 2],
+            steps: vec![QuantizationParams { scale, zero: 0.0 }; 2],
             order: &order,
             store: |scale| scale as f32,
         });
         let mut weights = W.to_vec();
-        compensation.apply(&mut weights, 4, &mut Choices::new(zeros, grid));
+        compensation.apply(&mut weights, 4, &mut ColumnSolver::new(zeros, grid));
         weights
     }
 
@@ -201,9 +204,9 @@ mod tests {
         X.chunks(4).flat_map(|x| [0, 1].map(|row| (output(weights, row, x) - output(&W, row, x)).powi(2))).sum()
     }
 
-    /// Found by the reference implementations (IST-DASLab).
+    /// Results of the reference implementations (IST-DASLab).
     #[test]
-    fn small_weights_become_what_the_papers_make_of_them() {
+    fn small_weights_match_the_papers_implementations() {
         let rounded = solved(Zeros::None, Some(0.35));
         let integers: Vec<f32> = rounded.iter().map(|w| (w / 0.35).round()).collect();
         assert_eq!(integers, [3., -1., 2., -1., 1., 2., -2., 1.]);
@@ -214,9 +217,9 @@ mod tests {
         assert!((error(&sparse) - 2.5844).abs() < 1e-4);
     }
 
-    /// What the functions of llm-compressor make of a layer (`scripts/goldens-layers`).
+    /// Results of llm-compressor for a layer (`scripts/goldens-layers`).
     #[test]
-    fn a_layer_becomes_what_the_reference_makes_of_it() {
+    fn a_layer_matches_the_reference() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/layers.safetensors");
         let bytes = std::fs::read(path).unwrap();
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
@@ -226,15 +229,15 @@ mod tests {
         let plain: Vec<usize> = (0..size).collect();
         let mut ordered = plain.clone();
         ordered.sort_by(|a, b| products[b * size + b].total_cmp(&products[a * size + a]));
-        let solve = |order: &[usize], zeros: Zeros, integers: Option<Integers>| {
+        let solve = |order: &[usize], zeros: Zeros, integers: Option<IntegerGrid>| {
             let compensation = Compensation::new(products.clone(), size, order, 0.01).ok().unwrap();
             let grid = integers.map(|integers| {
                 let mut grid = Grid { integers, group: 48, steps: Vec::new(), order, store: |scale| scale as f32 };
-                grid.fix(&weight, &[1.0; 144], Range::MinMax);
+                grid.fit(&weight, &[1.0; 144], Range::MinMax);
                 grid
             });
             let mut work: Vec<f32> = weight.chunks(size).flat_map(|row| order.iter().map(|column| row[*column])).collect();
-            compensation.apply(&mut work, 128, &mut Choices::new(zeros, grid));
+            compensation.apply(&mut work, 128, &mut ColumnSolver::new(zeros, grid));
             let mut back = vec![0.0; work.len()];
             (0..work.len()).for_each(|at| back[at / size * size + order[at % size]] = work[at]);
             back
@@ -242,11 +245,12 @@ mod tests {
         let same = |ours: &[f32], name: &str, tolerance: f32| {
             let theirs = tensor(name);
             let differing = ours.iter().zip(&theirs).filter(|(a, b)| (*a - *b).abs() > tolerance * (1.0 + b.abs())).count();
-            // A value halfway between two of the grid goes either way by the last bit of a sum, and others behind it.
+            // Values halfway between two grid values may be rounded either way, which affects later
+            // columns.
             assert!(differing * 50 <= theirs.len(), "{name}: {differing} of {}", theirs.len());
         };
         for symmetric in [true, false] {
-            let integers = Some(Integers { bits: 4, symmetric });
+            let integers = Some(IntegerGrid { bits: 4, symmetric });
             let name = if symmetric { "symmetric" } else { "asymmetric" };
             same(&solve(&plain, Zeros::None, integers), &format!("{name}.plain"), 1e-4);
             same(&solve(&ordered, Zeros::None, integers), &format!("{name}.ordered"), 1e-4);

@@ -1,10 +1,11 @@
-//! Sums over the rows of a matrix, column by column, in f64.
+//! Column sums of matrices in f64.
 //!
-//! A column is summed from its first row to its last by one thread, so results depend on neither threads nor instruction set.
+//! Each column is summed from its first to its last row by one thread, so results depend on neither
+//! threads nor instruction set.
 
 use rayon::prelude::*;
 
-/// Columns that are summed by one job.
+/// Number of columns per job.
 pub const STRIPE: usize = 64;
 
 simd! {
@@ -19,7 +20,7 @@ simd! {
     }
 }
 
-/// For each column, the sum of its elements and that of their squares.
+/// For each column, the sum of its elements and the sum of their squares.
 pub fn moments(values: &[f32], width: usize) -> [Vec<f64>; 2] {
     let (mut sums, mut squares) = (vec![0.0; width], vec![0.0; width]);
     if width > 0 {
@@ -43,7 +44,8 @@ simd! {
     }
 }
 
-/// For each column, adds the magnitudes of its elements and their squares to sums, and keeps the largest magnitude.
+/// For each column, adds the magnitudes and squares of its elements to sums, and updates the largest
+/// magnitude.
 pub fn magnitudes(values: &[f32], width: usize, magnitudes: &mut [f64], squares: &mut [f64], largest: &mut [f32]) {
     if width > 0 {
         let sums = magnitudes.par_chunks_mut(STRIPE).zip(squares.par_chunks_mut(STRIPE));

@@ -1,4 +1,4 @@
-//! How far one set of values is from another.
+//! Error measures between two sets of values.
 
 use super::{Float, quantize};
 
@@ -24,30 +24,30 @@ pub struct Difference {
 const LANES: usize = 32;
 
 impl Difference {
-    /// Adds what was found of another run; runs are a few thousand values, which are summed in f32.
+    /// Adds the sums of another run. Runs have a few thousand values, which are summed in f32.
     pub fn add(&mut self, part: &Difference) {
         self.signal += part.signal;
         self.other += part.other;
         self.noise += part.noise;
         self.dot += part.dot;
         self.max = self.max.max(part.max);
-        // Of parts of a run, others tell them.
+        // Other parts of the same run may count zeros separately.
         self.zeros_before = self.zeros_before.saturating_add(part.zeros_before);
         self.zeros_after = self.zeros_after.saturating_add(part.zeros_after);
     }
 
-    /// Signal to noise in decibels; `None` when there is no noise or no signal, or more than can be summed.
+    /// Signal-to-noise ratio in decibels. `None` if the noise or the signal is zero, or a sum overflows.
     pub fn sqnr_db(&self) -> Option<f64> {
         (self.noise > 0.0 && self.signal > 0.0).then(|| 10.0 * (self.signal / self.noise).log10()).filter(|db| db.is_finite())
     }
 
-    /// Cosine of the angle between both; `None` when either is all zero, or more than can be summed.
+    /// Cosine similarity. `None` if one side is all zero, or a sum overflows.
     pub fn cosine(&self) -> Option<f64> {
         (self.signal > 0.0 && self.other > 0.0).then(|| self.dot / (self.signal.sqrt() * self.other.sqrt())).filter(|cosine| cosine.is_finite())
     }
 }
 
-/// The sums over one run of elements that stand for floats.
+/// Sums over one run of elements that are converted to floats.
 #[inline(always)]
 fn sums<A: Copy, B: Copy>(before: &[A], after: &[B], value_before: impl Fn(A) -> f32, value_after: impl Fn(B) -> f32) -> Difference {
     let mut signal = [0f32; LANES];
@@ -97,7 +97,7 @@ simd! {
 }
 
 simd! {
-    /// Compares elements of one format.
+    /// Compares elements of the same format.
     pub fn elements[F: Float](before: &[u8], after: &[u8]) -> Difference {
         sums(F::split(before), F::split(after), F::to_f32, F::to_f32)
     }
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_are_those_of_the_definition() {
+    fn sums_match_the_definition() {
         let a: Vec<f32> = (0..77).map(|i| i as f32 - 30.0).collect();
         let b: Vec<f32> = a.iter().map(|v| if *v < -10.0 { 0.0 } else { *v }).collect();
         let d = floats(&a, &b);
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_and_integers_are_compared_as_the_floats_that_they_stand_for() {
+    fn elements_and_integers_are_compared_by_value() {
         let (before, after): (Vec<u8>, Vec<u8>) =
             (0..200u16).map(|i| ((0x3F00 + i * 7).to_le_bytes(), (0xBE00 + i * 3).to_le_bytes())).fold(Default::default(), |(mut a, mut b), (x, y)| {
                 a.extend(x);

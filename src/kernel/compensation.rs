@@ -1,10 +1,12 @@
-//! Rounding or removing weights one column after another, while the columns that come later make up for the error: the solver of
-//! GPTQ (Frantar et al. 2022, <https://arxiv.org/abs/2210.17323>) and SparseGPT (Frantar and Alistarh 2023,
-//! <https://arxiv.org/abs/2301.00774>).
+//! Column-wise rounding or pruning of weights with error compensation by the later columns: the solver
+//! of GPTQ (Frantar et al. 2022, <https://arxiv.org/abs/2210.17323>) and SparseGPT (Frantar and Alistarh
+//! 2023, <https://arxiv.org/abs/2301.00774>).
 //!
-//! With `E = W - Q` and `H = XᵀX = R Rᵀ`, `R` an upper triangle, the error of a layer's output is `tr(E H Eᵀ) = Σⱼ (Σ_{k≤j} Eₖ Rₖⱼ)²`.
-//! Column `j` is therefore best rounded from `Wⱼ + Σ_{k<j} Eₖ Rₖⱼ / Rⱼⱼ`. That is the update of the papers, whose `U` of `H⁻¹ = UᵀU` is
-//! `R⁻¹` (Chen et al. 2025, <https://arxiv.org/abs/2507.18553>), but needs no inverse, and is a product of matrices from block to block.
+//! With `E = W - Q` and `H = XᵀX = R Rᵀ`, `R` upper triangular, the error of a layer's output is `tr(E H
+//! Eᵀ) = Σⱼ (Σ_{k≤j} Eₖ Rₖⱼ)²`. Column `j` is therefore best rounded from `Wⱼ + Σ_{k<j} Eₖ Rₖⱼ / Rⱼⱼ`.
+//! This equals the update of the papers, whose `U` of `H⁻¹ = UᵀU` is `R⁻¹` (Chen et al. 2025,
+//! <https://arxiv.org/abs/2507.18553>), but requires no inverse, and is a matrix product from block to
+//! block.
 
 use std::ops::Range;
 
@@ -14,50 +16,53 @@ use super::epilogue::Epilogue;
 use super::matmul::{Columns, Left, Rows, product};
 use super::solve;
 
-/// Columns that [`Compensation::divide`] eliminates at once.
+/// Number of columns that [`Compensation::divide`] eliminates at once.
 const SOLVED: usize = 64;
 
-/// How columns of a layer's weight make up for each other.
+/// Error compensation between the columns of a layer's weight.
 pub struct Compensation {
     size: usize,
-    /// `R[k][j] / R[j][j]`; the diagonal and what is below mean nothing.
+    /// `R[k][j] / R[j][j]`; elements on and below the diagonal are undefined.
     ratios: Vec<f32>,
-    /// `R[j][j]²`: what the squared error of a column costs after all later ones have made up for it.
+    /// `R[j][j]²`: the cost of a column's squared error after compensation by all later columns.
     costs: Vec<f32>,
 }
 
-/// Chooses the values of a weight.
-pub trait Choice: Sync {
-    /// Whether [`begin`](Choice::begin) looks at blocks.
+/// Chooses the values of the columns of a weight.
+pub trait ColumnRule: Sync {
+    /// Whether [`begin_block`](ColumnRule::begin_block) needs the values of the block.
     fn ranks_blocks(&self) -> bool {
         false
     }
 
-    /// Columns, from multiples of which on values are looked at together; a divisor of the block.
-    fn looks_ahead(&self) -> usize {
+    /// Size of the column groups whose values are chosen together; must divide the block width.
+    fn lookahead(&self) -> usize {
         1
     }
 
-    /// Sees what a block of columns of all rows, `[rows, width]`, would best be, after all columns before it were chosen; nothing where
-    /// it does not look at blocks.
-    fn begin(&mut self, first: usize, width: usize, values: &[f32], costs: &[f32]);
+    /// Starts a block of columns. `values` `[rows, width]` are the optimal values of the block after all
+    /// previous columns were chosen. They are empty if [`ranks_blocks`](ColumnRule::ranks_blocks) is
+    /// false.
+    fn begin_block(&mut self, first: usize, width: usize, values: &[f32], costs: &[f32]);
 
-    /// The value of a column of a row, given what it would best be; at a column from which on values are looked at
-    /// together, also what those would best be. `marks` belongs to the row and block, and begins as zero.
+    /// Chooses the value of a column of a row. `ahead` starts with its optimal value; at the first
+    /// column of a group, it contains the optimal values of the complete group. `marks` is specific to
+    /// the row and block, and is initially zero.
     fn choose(&self, row: usize, column: usize, ahead: &[f32], costs: &[f32], marks: &mut u64) -> f32;
 }
 
 impl Compensation {
-    /// From the upper triangle of sums of products `[size, size]`, after `damping` times the mean of the diagonal is added to it;
-    /// `order` is the column that comes first, second and so on. Their memory is used again.
+    /// From the upper triangle of `H` `[size, size]`, with `damping` times the mean of the diagonal
+    /// added to the diagonal. `order` contains the columns in processing order. The memory of `products`
+    /// is reused.
     ///
     /// # Errors
-    /// The sums, where the matrix is not positive even so.
+    /// Returns `products` if the damped matrix is not positive definite.
     pub fn new(mut products: Vec<f32>, size: usize, order: &[usize], damping: f64) -> Result<Compensation, Vec<f32>> {
         let mean = (0..size).map(|at| f64::from(products[at * size + at])).sum::<f64>() / size.max(1) as f64;
-        // Features that are zero in all samples alone leave nothing to divide by.
+        // If all features are zero in all samples, any positive value works.
         let added = if mean > 0.0 { damping * mean } else { 1.0 };
-        // The last column first, so that the lower triangle of Cholesky's is an upper one.
+        // Columns in reverse order, so that the lower Cholesky triangle corresponds to an upper one.
         let mut matrix = vec![0f64; size * size];
         matrix.par_chunks_mut(size.max(1)).enumerate().for_each(|(i, row)| {
             let a = order[size - 1 - i];
@@ -74,13 +79,13 @@ impl Compensation {
         Ok(Compensation { size, ratios: products, costs })
     }
 
-    /// What the squared error of each column costs, in order.
+    /// Cost of the squared error of each column, in processing order.
     pub fn costs(&self) -> &[f32] {
         &self.costs
     }
 
-    /// What columns of a row from `first` on would best be if all of them could be anything, from what each would best be if those between
-    /// stayed as they were.
+    /// Converts the optimal values of columns from `first` on, each under the assumption that the
+    /// columns in between are unchanged, into the optimal values when all of them can be changed.
     fn free(&self, values: &mut [f32], weights: &[f32], first: usize) {
         for at in 0..values.len() {
             let (done, rest) = values.split_at_mut(at + 1);
@@ -88,10 +93,10 @@ impl Compensation {
         }
     }
 
-    /// `B H⁻¹` in the place of rows `B` `[n, size]`; columns of both are in order.
+    /// Replaces the rows `B` `[n, size]` by `B H⁻¹`, with columns in processing order.
     ///
-    /// `H = P D Pᵀ` with the ratios as `P` and the costs as `D`: columns are eliminated from the last to the first, divided, and eliminated
-    /// from the first to the last, a block at a time.
+    /// `H = P D Pᵀ` with the ratios as `P` and the costs as `D`: columns are eliminated from last to
+    /// first, divided, and eliminated from first to last, block by block.
     pub fn divide(&self, values: &mut [f32]) {
         let size = self.size;
         let rows = values.len() / size.max(1);
@@ -131,8 +136,9 @@ impl Compensation {
         }
     }
 
-    /// Replaces the columns of a weight `[rows, size]`, in order, by what `choice` makes of them, a block at a time.
-    pub fn apply(&self, weights: &mut [f32], block: usize, choice: &mut impl Choice) {
+    /// Replaces the columns of a weight `[rows, size]`, in processing order, by the values that `rule`
+    /// chooses, block by block.
+    pub fn apply(&self, weights: &mut [f32], block: usize, rule: &mut impl ColumnRule) {
         let size = self.size;
         let rows = weights.len() / size.max(1);
         let mut errors = vec![0f32; weights.len()];
@@ -147,25 +153,25 @@ impl Compensation {
             targets.par_chunks_mut(width).zip(weights.par_chunks(size)).for_each(|(targets, weights)| {
                 targets.iter_mut().zip(&weights[first..]).for_each(|(target, weight)| *target += weight);
             });
-            if choice.ranks_blocks() {
+            if rule.ranks_blocks() {
                 let mut free = targets.to_vec();
                 let lines = free.par_chunks_mut(width).zip(weights.par_chunks(size));
                 lines.for_each(|(values, weights)| self.free(values, &weights[first..], first));
-                choice.begin(first, width, &free, &self.costs[first..first + width]);
+                rule.begin_block(first, width, &free, &self.costs[first..first + width]);
             } else {
-                choice.begin(first, width, &[], &[]);
+                rule.begin_block(first, width, &[], &[]);
             }
-            let (choice, looks) = (&*choice, choice.looks_ahead().max(1));
+            let (rule, group) = (&*rule, rule.lookahead().max(1));
             let lines = weights.par_chunks_mut(size).zip(errors.par_chunks_mut(size)).zip(targets.par_chunks_mut(width));
             lines.enumerate().for_each(|(row, ((weights, errors), targets))| {
-                let (mut marks, mut free) = (0, Vec::with_capacity(looks));
+                let (mut marks, mut free) = (0, Vec::with_capacity(group));
                 for at in 0..width {
                     let column = first + at;
-                    let together = if at.is_multiple_of(looks) { looks.min(width - at) } else { 1 };
+                    let count = if at.is_multiple_of(group) { group.min(width - at) } else { 1 };
                     free.clear();
-                    free.extend_from_slice(&targets[at..at + together]);
+                    free.extend_from_slice(&targets[at..at + count]);
                     self.free(&mut free, &weights[column..], column);
-                    let value = choice.choose(row, column, &free, &self.costs[column..first + width], &mut marks);
+                    let value = rule.choose(row, column, &free, &self.costs[column..first + width], &mut marks);
                     let error = weights[column] - value;
                     add_scaled(&mut targets[at + 1..], &self.ratios[column * size + column + 1..], error);
                     (weights[column], errors[column]) = (value, error);

@@ -1,12 +1,12 @@
-//! From one float format to another, rounding half to even.
+//! Conversion between float formats, with rounding to nearest, ties to even.
 
 use half::slice::HalfFloatSliceExt;
 use safetensors::Dtype;
 
-use super::{Float, float::with_float, narrow};
+use super::{Float, float::with_float, minifloat};
 
 simd! {
-    /// Values as f32 (f64 is rounded).
+    /// Converts to f32. f64 is rounded.
     pub fn to_f32[F: Float](input: &[u8], output: &mut [f32]) {
         for (&e, out) in F::split(input).iter().zip(output) {
             *out = F::to_f32(e);
@@ -15,7 +15,7 @@ simd! {
 }
 
 simd! {
-    /// f32 values as bytes.
+    /// Writes f32 values as bytes.
     pub fn f32_bytes(input: &[f32], output: &mut [u8]) {
         for (value, out) in input.iter().zip(output.as_chunks_mut::<4>().0) {
             *out = value.to_le_bytes();
@@ -24,7 +24,7 @@ simd! {
 }
 
 simd! {
-    /// f32 values rounded to bfloat16 bytes; NaN stays NaN.
+    /// Rounds f32 values to bfloat16 bytes. NaN is preserved.
     pub fn bf16_bytes(input: &[f32], output: &mut [u8]) {
         for (value, out) in input.iter().zip(output.as_chunks_mut::<2>().0) {
             let bits = value.to_bits();
@@ -35,7 +35,7 @@ simd! {
     }
 }
 
-/// f32 values rounded to binary16 bytes.
+/// Rounds f32 values to binary16 bytes.
 pub fn f16_bytes(input: &[f32], output: &mut [u8]) {
     let mut run = [half::f16::ZERO; 1024];
     for (values, out) in input.chunks(run.len()).zip(output.chunks_mut(2 * run.len())) {
@@ -47,7 +47,8 @@ pub fn f16_bytes(input: &[f32], output: &mut [u8]) {
     }
 }
 
-/// f32 values as bytes of a float format; `false` when the format is none of f16, bf16, f32.
+/// Converts f32 values to the bytes of a float format. Returns `false` unless the format is f16, bf16 or
+/// f32.
 #[must_use]
 pub fn from_f32(dtype: Dtype, input: &[f32], output: &mut [u8]) -> bool {
     match dtype {
@@ -59,29 +60,30 @@ pub fn from_f32(dtype: Dtype, input: &[f32], output: &mut [u8]) -> bool {
     true
 }
 
-/// Bytes of a float format as f32 values; `false` when the format is not a float of 16 bits or more.
+/// Converts the bytes of a float format to f32 values. Returns `false` unless the format is a float of
+/// at least 16 bits.
 #[must_use]
 pub fn decode(dtype: Dtype, input: &[u8], output: &mut [f32]) -> bool {
     with_float!(dtype, F => { to_f32::<F>(input, output); true }, else false)
 }
 
-/// As [`decode`], of scales: also of E4M3 and E8M0.
+/// As [`decode`], for scales, which may also be E4M3 or E8M0.
 #[must_use]
 pub fn decode_scales(dtype: Dtype, input: &[u8], output: &mut [f32]) -> bool {
     let from = match dtype {
-        Dtype::F8_E4M3 => narrow::from_e4m3,
-        Dtype::F8_E8M0 => narrow::from_e8m0,
+        Dtype::F8_E4M3 => minifloat::from_e4m3,
+        Dtype::F8_E8M0 => minifloat::from_e8m0,
         _ => return decode(dtype, input, output),
     };
     input.iter().zip(output).for_each(|(byte, out)| *out = from(*byte));
     true
 }
 
-/// As [`from_f32`], of scales: also of E4M3 and E8M0, whose values they must be.
+/// As [`from_f32`], for scales, which may also be exact values of E4M3 or E8M0.
 #[must_use]
 pub fn encode_scales(dtype: Dtype, input: &[f32], output: &mut [u8]) -> bool {
     let to: fn(f32) -> u8 = match dtype {
-        Dtype::F8_E4M3 => narrow::to_e4m3,
+        Dtype::F8_E4M3 => minifloat::to_e4m3,
         Dtype::F8_E8M0 => |scale| (scale.to_bits() >> 23) as u8,
         _ => return from_f32(dtype, input, output),
     };
@@ -98,7 +100,7 @@ pub fn largest(dtype: Dtype) -> f32 {
     }
 }
 
-/// A value rounded to a float format and back, as it will be read.
+/// A value rounded to a float format, converted back to f32.
 pub fn rounded(dtype: Dtype, value: f32) -> f32 {
     match dtype {
         Dtype::F16 => half::f16::from_f32(value).to_f32(),
@@ -107,8 +109,9 @@ pub fn rounded(dtype: Dtype, value: f32) -> f32 {
     }
 }
 
-/// A scale rounded to a float format: to the nearest value, and up where the format is subnormal. There neighbours are so far apart
-/// that a scale rounded down would cut the ends of its range off, or be zero.
+/// A scale rounded to a float format: to the nearest value, but upwards in the subnormal range. There,
+/// the distance of adjacent values is so large that a scale rounded down would clip the ends of its
+/// range, or be zero.
 pub fn scale(dtype: Dtype, exact: f64) -> f32 {
     let nearest = rounded(dtype, exact as f32);
     let (least_normal, next) = match dtype {
@@ -124,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn subnormal_scales_reach_the_ends_of_their_range() {
+    fn subnormal_scales_cover_their_range() {
         for (dtype, least) in
             [(Dtype::F16, half::f16::from_bits(1).to_f64()), (Dtype::BF16, half::bf16::from_bits(1).to_f64()), (Dtype::F32, f64::from(f32::from_bits(1)))]
         {

@@ -1,42 +1,43 @@
-//! Windows over images: convolutions of each channel by itself, and pooling.
+//! Depthwise convolutions and pooling.
 //!
-//! Planes come channel by channel: all images of the first channel, then all of the second.
+//! Planes are ordered by channel: all images of the first channel, then all images of the second one.
 
 use rayon::prelude::*;
 
 use super::scratch::Scratch;
 
-/// Planes `[height, width]` of an image, and how a window moves over them; of two numbers, the first is that of the height.
+/// Size of the planes `[height, width]` and geometry of a sliding window. In pairs, the first number is
+/// the vertical one.
 #[derive(Debug, Clone, Copy)]
 pub struct Window {
     /// Height of the image.
     pub height: usize,
     /// Width of the image.
     pub width: usize,
-    /// Height and width of the window.
+    /// Height and width of the kernel.
     pub kernel: [usize; 2],
-    /// Steps.
+    /// Vertical and horizontal stride.
     pub stride: [usize; 2],
-    /// Places above the image, left of it, below it and right of it.
+    /// Padding at the top, left, bottom and right.
     pub padding: [usize; 4],
-    /// Distances of the window's taps.
+    /// Vertical and horizontal dilation.
     pub dilation: [usize; 2],
 }
 
 impl Window {
-    /// Height and width of the result; the window fits the image.
+    /// Height and width of the output. The window must fit into the padded image.
     pub fn positions(&self) -> [usize; 2] {
         let padded = self.padded();
         [0, 1].map(|axis| (padded[axis] - self.dilation[axis] * (self.kernel[axis] - 1) - 1) / self.stride[axis] + 1)
     }
 
-    /// Height and width with the places around the image.
+    /// Height and width of the padded image.
     pub fn padded(&self) -> [usize; 2] {
         let [above, left, below, right] = self.padding;
         [above + self.height + below, left + self.width + right]
     }
 
-    /// The planes with `value` around them.
+    /// The planes, padded with `value`.
     fn pad(&self, planes: &[&[f32]], value: f32) -> Scratch {
         let [height, width] = self.padded();
         let [above, left, ..] = self.padding;
@@ -53,7 +54,7 @@ impl Window {
 }
 
 simd! {
-    /// The windows' sums over one padded plane with one weight for each tap.
+    /// Adds the weighted sums over the windows of a padded plane.
     fn slide(padded: &[f32], weight: &[f32], window: Window, out: &mut [f32]) {
         let ([_, width], [down, along]) = (window.padded(), window.stride);
         let [_, columns] = window.positions();
@@ -73,7 +74,7 @@ simd! {
     }
 }
 
-/// A convolution of each channel with a window of its own, added to `output`.
+/// Adds a depthwise convolution to `output`.
 pub fn depthwise(planes: &[&[f32]], images: usize, weight: &[f32], window: Window, output: &mut [f32]) {
     let taps = window.kernel[0] * window.kernel[1];
     let size: usize = window.positions().iter().product();
@@ -87,7 +88,7 @@ simd! {
         let ([_, width], [down, along]) = (window.padded(), window.stride);
         let [_, columns] = window.positions();
         let larger = |best: f32, x: f32| if x > best || x.is_nan() { x } else { best };
-        // Down the window first, for whole rows at once; then along it.
+        // Vertically first, for complete rows at once, then horizontally.
         let mut tall = vec![0f32; width];
         for (y, out) in out.chunks_exact_mut(columns).enumerate() {
             let rows = &padded[y * down * width..];
@@ -103,7 +104,7 @@ simd! {
     }
 }
 
-/// The largest value of each window of each plane.
+/// Max pooling of each plane.
 pub fn max_pool(planes: &[&[f32]], window: Window, output: &mut [f32]) {
     let size: usize = window.positions().iter().product();
     output.par_chunks_mut(size.max(1)).zip(planes).for_each(|(out, plane)| largest(&window.pad(&[plane], f32::NEG_INFINITY), window, out));

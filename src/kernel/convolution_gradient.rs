@@ -1,4 +1,5 @@
-//! Backward pass of convolutions and pooling; planes lie as in [`convolution`](super::convolution).
+//! Backward pass of convolutions and pooling. Planes have the layout of
+//! [`convolution`](super::convolution).
 
 use std::ops::Range;
 
@@ -6,24 +7,24 @@ use rayon::prelude::*;
 
 use super::convolution::{Window, depthwise};
 use super::epilogue::Epilogue;
-use super::matmul::{Left, Rows, product_here};
-use super::matmul_gradient::{add_up, in_parts, is_large, stretches};
+use super::matmul::{Left, Rows, product_serial};
+use super::matmul_gradient::{in_parts, is_large, split_inner, sum_parts};
 use super::scratch::Scratch;
 use super::shifted::convolve;
 use super::tile::{self, BLOCK, PANEL, Panel};
 
-/// A convolution's sizes.
+/// Sizes of a convolution.
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
-    /// Images of the batch.
+    /// Batch size.
     pub images: usize,
-    /// Channels of the input.
+    /// Input channels.
     pub inputs: usize,
-    /// Channels of the output.
+    /// Output channels.
     pub outputs: usize,
     /// Groups of channels.
     pub groups: usize,
-    /// Planes of the input, and how the window moves over them.
+    /// Input size, kernel, stride, dilation and padding.
     pub window: Window,
 }
 
@@ -32,7 +33,7 @@ impl Sizes {
         self.inputs == self.groups && self.outputs == self.groups
     }
 
-    /// Inputs and outputs of a group, and taps of a channel.
+    /// Input channels and output channels per group, and kernel elements per channel.
     fn group(&self) -> [usize; 3] {
         [self.inputs / self.groups, self.outputs / self.groups, self.window.kernel[0] * self.window.kernel[1]]
     }
@@ -41,27 +42,28 @@ impl Sizes {
         self.window.positions().iter().product()
     }
 
-    /// The convolution that takes gradients back, if it is one: of the gradient with the weight turned around.
-    fn back(&self) -> Option<Window> {
+    /// The convolution that computes the input gradient from the output gradient and the flipped weight.
+    /// `None` unless the stride is 1 and the padding is smaller than the dilated kernel.
+    fn transposed(&self) -> Option<Window> {
         let [height, width] = self.window.positions();
         let Window { kernel, stride, dilation, padding, .. } = self.window;
-        let turned = |side: usize| (dilation[side % 2] * (kernel[side % 2] - 1)).checked_sub(padding[side]);
-        let padding = [turned(0)?, turned(1)?, turned(2)?, turned(3)?];
+        let remaining = |side: usize| (dilation[side % 2] * (kernel[side % 2] - 1)).checked_sub(padding[side]);
+        let padding = [remaining(0)?, remaining(1)?, remaining(2)?, remaining(3)?];
         (stride == [1, 1]).then_some(Window { height, width, padding, ..self.window })
     }
 }
 
-/// The gradient of the input, channel by channel, out of the gradient of the output; `gradient` has no gaps.
+/// Computes the gradient of the input, channel by channel, from the contiguous gradient of the output.
 pub fn input_gradient(sizes: Sizes, weight: &[f32], gradient: &[f32], output: &mut [f32]) {
     let [inner, group, taps] = sizes.group();
     let (positions, plane) = (sizes.positions(), sizes.window.height * sizes.window.width);
     let planes: Vec<&[f32]> = gradient.chunks_exact(positions.max(1)).collect();
     if sizes.is_depthwise() {
-        match sizes.back() {
-            Some(back) => {
-                let turned: Vec<f32> = weight.chunks_exact(taps).flat_map(|w| w.iter().rev().copied()).collect();
+        match sizes.transposed() {
+            Some(transposed) => {
+                let flipped: Vec<f32> = weight.chunks_exact(taps).flat_map(|w| w.iter().rev().copied()).collect();
                 output.fill(0.0);
-                depthwise(&planes, sizes.images, &turned, back, output);
+                depthwise(&planes, sizes.images, &flipped, transposed, output);
             }
             None => output.par_chunks_mut(plane.max(1)).zip(&planes).enumerate().for_each(|(index, (out, gradient))| {
                 out.fill(0.0);
@@ -77,14 +79,14 @@ pub fn input_gradient(sizes: Sizes, weight: &[f32], gradient: &[f32], output: &m
     for (index, output) in outputs.enumerate() {
         let weight = &weight[index * group * inner * taps..][..group * inner * taps];
         let planes = &planes[index * group * images..][..group * images];
-        if let Some(back) = sizes.back() {
-            let mut turned = Scratch::new(inner * group * taps);
-            for (at, turned) in turned.iter_mut().enumerate() {
+        if let Some(transposed) = sizes.transposed() {
+            let mut flipped = Scratch::new(inner * group * taps);
+            for (at, flipped) in flipped.iter_mut().enumerate() {
                 let (channel, out, tap) = (at / (group * taps), at / taps % group, at % taps);
-                *turned = weight[(out * inner + channel) * taps + taps - 1 - tap];
+                *flipped = weight[(out * inner + channel) * taps + taps - 1 - tap];
             }
-            let left = Left::pack(&turned, inner, group * taps, group * taps);
-            convolve(planes, images, &left, back, Epilogue::NONE, output);
+            let left = Left::pack(&flipped, inner, group * taps, group * taps);
+            convolve(planes, images, &left, transposed, Epilogue::NONE, output);
             continue;
         }
         let left = Left::pack_transposed(weight, inner * taps, group, inner * taps);
@@ -96,7 +98,7 @@ pub fn input_gradient(sizes: Sizes, weight: &[f32], gradient: &[f32], output: &m
         by_image.into_par_iter().enumerate().for_each(|(image, planes)| {
             let mut columns = Scratch::new(inner * taps * positions);
             let right = Rows { values: &gradient[image * positions..], count: positions, stride: images * positions };
-            product_here(&left, &right, positions, Epilogue::NONE, &mut columns, positions);
+            product_serial(&left, &right, positions, Epilogue::NONE, &mut columns, positions);
             for (out, columns) in planes.into_iter().zip(columns.chunks_exact((taps * positions).max(1))) {
                 out.fill(0.0);
                 columns.chunks_exact(positions.max(1)).enumerate().for_each(|(tap, values)| spread(values, 1.0, tap, sizes.window, out));
@@ -105,24 +107,26 @@ pub fn input_gradient(sizes: Sizes, weight: &[f32], gradient: &[f32], output: &m
     }
 }
 
-/// Positions from which a tap lies inside the image, for its rows and its columns.
+/// Output positions at which a kernel element lies inside the image, as ranges of rows and columns.
 fn inside([down, along]: [usize; 2], window: Window) -> [Range<usize>; 2] {
-    let of = |axis: usize, size: usize, offset: usize| {
+    let range = |axis: usize, size: usize, offset: usize| {
         let (before, stride) = (window.padding[axis], window.stride[axis]);
         let end = (size + before).saturating_sub(offset).div_ceil(stride).min(window.positions()[axis]);
         before.saturating_sub(offset).div_ceil(stride).min(end)..end
     };
-    [of(0, window.height, down), of(1, window.width, along)]
+    [range(0, window.height, down), range(1, window.width, along)]
 }
 
-/// Where a tap lies at a position, as an element of the plane; inside it.
+/// Index of the input pixel under a kernel element at an output position, which must be inside the
+/// image.
 fn pixel([row, column]: [usize; 2], [down, along]: [usize; 2], window: Window) -> usize {
     let (stride, padding) = (window.stride, window.padding);
     (row * stride[0] + down - padding[0]) * window.width + column * stride[1] + along - padding[1]
 }
 
 simd! {
-    /// Adds the values of one tap's positions to the pixels that it lay on.
+    /// Adds the values at all output positions, multiplied by `factor`, to the input pixels under one
+    /// kernel element.
     fn spread(values: &[f32], factor: f32, tap: usize, window: Window, out: &mut [f32]) {
         let [_, columns] = window.positions();
         let offset = [tap / window.kernel[1] * window.dilation[0], tap % window.kernel[1] * window.dilation[1]];
@@ -143,23 +147,24 @@ simd! {
     }
 }
 
-/// The gradient of the weight, `[out, in / groups, height, width]`; `gradient` has no gaps.
+/// Computes the gradient of the weight, `[out, in / groups, height, width]`, from the contiguous
+/// gradient of the output.
 pub fn weight_gradient(sizes: Sizes, planes: &[&[f32]], gradient: &[f32], output: &mut [f32]) {
     let [inner, group, taps] = sizes.group();
     let (images, positions) = (sizes.images, sizes.positions());
     if sizes.is_depthwise() {
         let mut parts = vec![0f32; planes.len() * taps];
         parts.par_chunks_mut(taps.max(1)).zip(planes).zip(gradient.par_chunks(positions.max(1))).for_each(|((sums, plane), gradient)| {
-            (0..taps).for_each(|tap| sums[tap] = meeting(plane, gradient, tap, sizes.window));
+            (0..taps).for_each(|tap| sums[tap] = correlate(plane, gradient, tap, sizes.window));
         });
         for (out, parts) in output.chunks_exact_mut(taps.max(1)).zip(parts.chunks_exact((images * taps).max(1))) {
-            add_up(&parts.chunks_exact(taps.max(1)).collect::<Vec<_>>(), out);
+            sum_parts(&parts.chunks_exact(taps.max(1)).collect::<Vec<_>>(), out);
         }
         return;
     }
     let mut sums = Scratch::new(group * inner * taps);
     for (index, output) in output.chunks_exact_mut((group * inner * taps).max(1)).enumerate() {
-        let windows = Across::new(&planes[index * inner * images..][..inner * images], images, sizes.window);
+        let windows = WindowRows::new(&planes[index * inner * images..][..inner * images], images, sizes.window);
         let (inner_size, width) = (images * positions, inner * taps);
         let gradient = &gradient[index * group * inner_size..][..group * inner_size];
         let add = |first: usize, range: Range<usize>, sums: &mut [f32]| {
@@ -170,12 +175,12 @@ pub fn weight_gradient(sizes: Sizes, planes: &[&[f32]], gradient: &[f32], output
         if is_large(group * width) {
             sums.fill(0.0);
             sums.par_chunks_mut((4 * BLOCK * width).max(1)).enumerate().for_each(|(job, sums)| {
-                stretches(0..inner_size).for_each(|range| add(4 * BLOCK * job, range, sums));
+                split_inner(0..inner_size).for_each(|range| add(4 * BLOCK * job, range, sums));
             });
         } else {
             in_parts(inner_size, |range, sums| add(0, range, sums), &mut sums);
         }
-        // The windows have their channels last.
+        // In the rows of windows, channels vary fastest.
         for (at, out) in output.iter_mut().enumerate() {
             let (row, channel, tap) = (at / (inner * taps), at / taps % inner, at % taps);
             *out = sums[(row * taps + tap) * inner + channel];
@@ -184,8 +189,8 @@ pub fn weight_gradient(sizes: Sizes, planes: &[&[f32]], gradient: &[f32], output
 }
 
 simd! {
-    /// The sum of one tap's pixels times the gradients of the positions where it lay on them.
-    fn meeting(plane: &[f32], gradient: &[f32], tap: usize, window: Window) -> f32 {
+    /// The sum over output positions of the gradient times the input pixel under one kernel element.
+    fn correlate(plane: &[f32], gradient: &[f32], tap: usize, window: Window) -> f32 {
         const LANES: usize = 16;
         let [_, columns] = window.positions();
         let offset = [tap / window.kernel[1] * window.dilation[0], tap % window.kernel[1] * window.dilation[1]];
@@ -218,19 +223,19 @@ simd! {
     }
 }
 
-/// The windows of a batch with a row for each image and position, a column for each tap and channel: channels vary
-/// fastest, so that a row of a window is one run in memory.
-struct Across {
+/// The windows of a batch as a matrix with one row per image and output position, and one column per
+/// kernel element and channel. Channels vary fastest, so that each kernel row is contiguous in memory.
+struct WindowRows {
     padded: Scratch,
     channels: usize,
     window: Window,
 }
 
-impl Across {
-    fn new(planes: &[&[f32]], images: usize, window: Window) -> Across {
+impl WindowRows {
+    fn new(planes: &[&[f32]], images: usize, window: Window) -> WindowRows {
         let channels = planes.len() / images.max(1);
         let ([height, width], [above, left, ..]) = (window.padded(), window.padding);
-        // A panel more, so that runs can be read whole.
+        // An extra panel of zeros, so that complete panels can be read at the end.
         let mut padded = Scratch::new(images * height * width * channels + PANEL);
         let end = padded.len() - PANEL;
         padded[end..].fill(0.0);
@@ -246,10 +251,10 @@ impl Across {
                 }
             }
         });
-        Across { padded, channels, window }
+        WindowRows { padded, channels, window }
     }
 
-    /// Where the windows of some positions begin.
+    /// Offsets of the windows at these positions.
     fn starts(&self, positions: Range<usize>) -> Vec<usize> {
         let [height, width] = self.window.positions();
         let ([padded_height, padded_width], [down, along]) = (self.window.padded(), self.window.stride);
@@ -260,30 +265,30 @@ impl Across {
         positions.map(start).collect()
     }
 
-    /// Stretches of columns that lie side by side: the first column, where it begins in a window, and how many there are.
-    fn pieces(&self) -> Vec<(usize, usize, usize)> {
+    /// Contiguous runs of columns: first column, offset within a window, and length.
+    fn runs(&self) -> Vec<(usize, usize, usize)> {
         let ([_, padded_width], [height, width], [down, along]) = (self.window.padded(), self.window.kernel, self.window.dilation);
-        let (runs, taps) = if along == 1 { (1, width) } else { (width, 1) };
-        let mut pieces = Vec::new();
+        let (count, taps) = if along == 1 { (1, width) } else { (width, 1) };
+        let mut runs = Vec::new();
         for row in 0..height {
-            for run in 0..runs {
+            for run in 0..count {
                 let (column, length) = ((row * width + run) * self.channels, taps * self.channels);
                 let offset = (down * row * padded_width + along * run) * self.channels;
-                pieces.extend((0..length).step_by(PANEL).map(|at| (column + at, offset + at, PANEL.min(length - at))));
+                runs.extend((0..length).step_by(PANEL).map(|at| (column + at, offset + at, PANEL.min(length - at))));
             }
         }
-        pieces
+        runs
     }
 
-    /// Adds the products of some rows over some positions with their windows to `sums`.
+    /// Adds the product of rows of the left matrix and the windows at these positions to `sums`.
     fn add_products(&self, left: &Left, positions: Range<usize>, sums: &mut [f32], width: usize) {
         let starts = self.starts(positions);
-        let pieces = self.pieces();
+        let runs = self.runs();
         let mut products = [[0f32; PANEL]; BLOCK];
         for index in 0..left.rows().div_ceil(BLOCK) {
             let first = index * BLOCK;
             let count = BLOCK.min(left.rows() - first);
-            for (column, offset, length) in &pieces {
+            for (column, offset, length) in &runs {
                 tile::multiply(left.block(index), Panel::Shifted { values: &self.padded[*offset..], offsets: &starts }, [count, *length], &mut products);
                 for (lane, products) in products[..count].iter().enumerate() {
                     let sums = &mut sums[(first + lane) * width + column..][..*length];
@@ -294,7 +299,7 @@ impl Across {
     }
 }
 
-/// Gives the gradient of each window's largest value to the first pixel that has it.
+/// Adds the gradient of each window to the first pixel with the largest value.
 pub fn max_pool_gradient(planes: &[&[f32]], gradient: &[f32], window: Window, output: &mut [f32]) {
     let size: usize = window.positions().iter().product();
     let plane = window.height * window.width;
@@ -331,7 +336,7 @@ mod tests {
         (0..count as u32).map(|i| ((i.wrapping_mul(2_654_435_761).wrapping_add(seed * 97) >> 20) as f32 - 2048.0) / 2048.0).collect()
     }
 
-    /// Both gradients as they are defined.
+    /// Reference implementation of both gradients.
     fn plain(sizes: Sizes, x: &[f32], weight: &[f32], gradient: &[f32]) -> [Vec<f64>; 2] {
         let ([inner, group, taps], window) = (sizes.group(), sizes.window);
         let [rows, columns] = window.positions();
@@ -353,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_are_as_defined_and_the_same_with_any_number_of_threads() {
+    fn gradients_are_correct_and_independent_of_threads() {
         let square = |size| Window { height: size, width: size, kernel: [3, 3], stride: [1; 2], padding: [1; 4], dilation: [1; 2] };
         let shapes = [
             (3, 5, 7, 1, square(6)),
@@ -403,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_of_the_largest_gets_the_gradient() {
+    fn the_first_maximum_receives_the_gradient() {
         let mut output = [0.0; 9];
         let window = Window { height: 3, width: 3, kernel: [2, 2], stride: [1; 2], padding: [0; 4], dilation: [1; 2] };
         max_pool_gradient(&[&[1.0, 5.0, 2.0, 0.0, 5.0, 2.0, 7.0, 0.0, 0.0]], &[1.0, 2.0, 3.0, 4.0], window, &mut output);

@@ -1,4 +1,4 @@
-//! Losses over a row of logits, and their gradients.
+//! Losses over rows of logits, and their gradients.
 
 use super::activation::exp;
 use super::rows::{largest, sum};
@@ -11,8 +11,8 @@ fn total(row: &[f32], factor: f32) -> f32 {
 }
 
 simd! {
-    /// Adds `(softmax(x / temperature) - softmax(y / temperature)) * factor` to `out`; how far the first is from the second,
-    /// `Σ q (ln q - ln p)`.
+    /// Soft cross-entropy: adds `(softmax(x / temperature) - softmax(y / temperature)) * factor` to
+    /// `out`. Returns the KL divergence `Σ q (ln q - ln p)`.
     pub fn soft(x: &[f32], y: &[f32], temperature: f32, factor: f32, out: &mut [f32]) -> f32 {
         const LANES: usize = 32;
         let part = 1.0 / temperature;
@@ -21,9 +21,9 @@ simd! {
         for ((out, x), y) in out.chunks_mut(LANES).zip(x.chunks(LANES)).zip(y.chunks(LANES)) {
             for (((out, x), y), lane) in out.iter_mut().zip(x).zip(y).zip(&mut lanes) {
                 let (p, q) = (x * part - of_x, y * part - of_y);
-                let wanted = exp(q);
-                *out += (exp(p) - wanted) * factor;
-                *lane += wanted * (q - p);
+                let target = exp(q);
+                *out += (exp(p) - target) * factor;
+                *lane += target * (q - p);
             }
         }
         lanes.iter().sum()
@@ -31,8 +31,8 @@ simd! {
 }
 
 simd! {
-    /// Adds `(softmax(x) - wanted) * factor` to `out`, where what is wanted is `even` for all classes and `rest` more for one of them;
-    /// `-Σ wanted ln softmax(x)`.
+    /// Cross-entropy with label smoothing: adds `(softmax(x) - target) * factor` to `out`, with a target
+    /// of `even` for all classes plus `rest` for one of them. Returns `-Σ target ln softmax(x)`.
     pub fn hard(x: &[f32], class: usize, even: f32, rest: f32, factor: f32, out: &mut [f32]) -> f32 {
         let all = total(x, 1.0);
         for (out, x) in out.iter_mut().zip(x) {
@@ -42,7 +42,7 @@ simd! {
             *out -= rest * factor;
         }
         let of_class = x.get(class).map_or(f32::NAN, |x| (all - x) * rest);
-        // Where nothing is wanted of a class, a logit of minus infinity is no loss.
+        // Without label smoothing, logits of minus infinity must not contribute.
         if even == 0.0 { of_class } else { of_class + even * sum(x, |x| all - x) }
     }
 }
@@ -51,14 +51,14 @@ simd! {
 mod tests {
     use super::*;
 
-    /// In doubles, as they are defined.
+    /// Reference implementation in f64.
     fn logarithms(row: &[f32], temperature: f64) -> Vec<f64> {
         let total = row.iter().map(|x| (f64::from(*x) / temperature).exp()).sum::<f64>().ln();
         row.iter().map(|x| f64::from(*x) / temperature - total).collect()
     }
 
     #[test]
-    fn losses_and_gradients_are_as_defined() {
+    fn losses_and_gradients_match_the_definition() {
         let row = |seed: u32| -> Vec<f32> { (0..77u32).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 20) as f32 / 512.0 - 4.0).collect() };
         let (x, y) = (row(1), row(977_123_456));
         let close = |a: f32, b: f64| assert!((f64::from(a) - b).abs() < 1e-5 * (1.0 + b.abs()), "{a} for {b}");

@@ -1,30 +1,30 @@
-//! Products of matrices in f64 whose sums have a fixed order: the columns of one after another, block by block, without fused
-//! multiply-add, so that results depend on neither threads nor instruction set.
+//! Matrix products in f64 with a fixed order of summation: block by block along the inner dimension,
+//! without fused multiply-add, so results depend on neither threads nor instruction set.
 
 use rayon::prelude::*;
 
-/// Inner elements that are summed at once.
+/// Number of inner elements summed at once.
 const BLOCK: usize = 64;
-/// Rows that are made at once.
+/// Number of rows computed at once.
 const HEIGHT: usize = 6;
-/// Columns that are made at once.
+/// Number of columns computed at once.
 const WIDTH: usize = 8;
-/// Rows of one job.
+/// Number of rows per job.
 const ROWS: usize = 10 * HEIGHT;
 
 simd! {
-    // Stands alone, so that the sums stay in registers.
+    // Not inlined, so that the sums stay in registers.
     #[inline(never)]
     fn tile(factors: &[[f64; HEIGHT]], panel: &[[f64; WIDTH]], sums: &mut [[f64; WIDTH]; HEIGHT]) {
-        let mut own = [[0f64; WIDTH]; HEIGHT];
+        let mut acc = [[0f64; WIDTH]; HEIGHT];
         for (factors, values) in factors.iter().zip(panel) {
             for lane in 0..HEIGHT {
                 for column in 0..WIDTH {
-                    own[lane][column] += factors[lane] * values[column];
+                    acc[lane][column] += factors[lane] * values[column];
                 }
             }
         }
-        *sums = own;
+        *sums = acc;
     }
 }
 
@@ -56,8 +56,8 @@ pub fn gram(a: &[f64], inner: usize) -> Vec<f64> {
     product
 }
 
-/// The first `made` columns of some rows of a product.
-fn band(product: &mut [f64], a: &[f64], b: &[f64], [inner, columns, made]: [usize; 3]) {
+/// Computes the first `limit` columns of some rows of a product.
+fn band(product: &mut [f64], a: &[f64], b: &[f64], [inner, columns, limit]: [usize; 3]) {
     let (mut panel, mut sums) = ([[0f64; WIDTH]; BLOCK], [[0f64; WIDTH]; HEIGHT]);
     for from in (0..inner).step_by(BLOCK) {
         let count = BLOCK.min(inner - from);
@@ -65,8 +65,8 @@ fn band(product: &mut [f64], a: &[f64], b: &[f64], [inner, columns, made]: [usiz
         for (row, values) in a.chunks_exact(inner).enumerate() {
             values[from..from + count].iter().zip(&mut factors[row / HEIGHT]).for_each(|(value, factors)| factors[row % HEIGHT] = *value);
         }
-        for left in (0..made).step_by(WIDTH) {
-            let width = WIDTH.min(made - left);
+        for left in (0..limit).step_by(WIDTH) {
+            let width = WIDTH.min(limit - left);
             for (panel, row) in panel[..count].iter_mut().zip(b[from * columns..].chunks(columns)) {
                 panel[..width].copy_from_slice(&row[left..left + width]);
             }
@@ -80,7 +80,7 @@ fn band(product: &mut [f64], a: &[f64], b: &[f64], [inner, columns, made]: [usiz
     }
 }
 
-/// A matrix with so many columns, its axes exchanged.
+/// The transpose of a matrix with `columns` columns.
 pub fn transposed<T: Copy + Default + Send + Sync>(matrix: &[T], columns: usize) -> Vec<T> {
     const SIDE: usize = 32;
     let rows = matrix.len() / columns.max(1);
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn products_are_sums_and_no_thread_changes_them() {
+    fn products_are_correct_and_independent_of_threads() {
         for (rows, inner, columns) in [(1, 1, 1), (7, 65, 9), (130, 200, 61), (3, 0, 4)] {
             let (a, b) = (matrix(rows * inner, 1), matrix(inner * columns, 2));
             let made =

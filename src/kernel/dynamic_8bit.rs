@@ -1,19 +1,21 @@
-//! Numbers from -1 to 1 as bytes with a dynamic exponent (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization").
+//! Dynamic 8-bit quantization of numbers from -1 to 1 (Dettmers et al. 2022, "8-bit Optimizers via
+//! Block-wise Quantization").
 //!
-//! Band `i` of 7 reaches from a tenth of 10^(i-6) to all of it. Without a sign it holds 2^(i+1) evenly spaced values, with a sign 2^i
-//! for each; zero and one have codes of their own. Codes are numbered so that zero is code 0: magnitude below the sign bit, and
-//! the sign bit alone stands for one.
+//! Band `i` of 7 covers the range from 0.1 · 10^(i-6) to 10^(i-6). The unsigned format has 2^(i+1)
+//! evenly spaced values in it, the signed format 2^i for each sign. Zero and one have separate codes.
+//! Code 0 is zero. In signed codes, the magnitude is below the sign bit, and the sign bit alone
+//! represents one.
 
-/// Elements that share a scale.
+/// Number of elements per scale.
 pub const BLOCK: usize = 256;
 
 const BANDS: usize = 7;
 const LANES: usize = 16;
 
-/// Which numbers the codes stand for.
+/// Range of the codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Range {
-    /// From -1 to 1; the most negative is -0.993.
+    /// From -1 to 1. The most negative value is -0.993.
     Signed,
     /// From 0 to 1.
     Unsigned,
@@ -44,7 +46,8 @@ const fn values(first: usize) -> [f32; 256] {
 static SIGNED: [f32; 256] = values(1);
 static UNSIGNED: [f32; 256] = values(2);
 
-/// Magnitudes are looked up by exponent and seven bits: in no cell of this table does the nearest code change twice.
+/// Lookup by exponent and seven mantissa bits: within a cell of this table, the nearest code changes at
+/// most once.
 const SHIFT: u32 = 16;
 const LOWEST: u32 = (127 - 24) << 7;
 const CELLS: usize = (127 << 7) - LOWEST as usize + 1;
@@ -52,11 +55,12 @@ const CELLS: usize = (127 << 7) - LOWEST as usize + 1;
 struct Nearest {
     /// The code nearest to the smallest number of a cell.
     first: [u8; CELLS],
-    /// From where on the next code is nearer.
+    /// Magnitude from which the next code is nearer.
     border: [f32; 256],
 }
 
-/// What is above zero stays above zero without a sign: the root of a second moment is divided by.
+/// In the unsigned format, positive numbers never become zero, because optimizers divide by the root of
+/// the second moment.
 const fn nearest(values: &[f32; 256], signed: bool) -> Nearest {
     let mut nearest = Nearest { first: [0; CELLS], border: [f32::INFINITY; 256] };
     let codes = if signed { 129 } else { 256 };
@@ -82,7 +86,7 @@ static NEAREST_SIGNED: Nearest = nearest(&SIGNED, true);
 static NEAREST_UNSIGNED: Nearest = nearest(&UNSIGNED, false);
 
 impl Range {
-    /// The number behind each code.
+    /// The value of each code.
     pub fn values(self) -> &'static [f32; 256] {
         match self {
             Range::Signed => &SIGNED,
@@ -90,7 +94,7 @@ impl Range {
         }
     }
 
-    /// From which magnitude on the next code is taken, for the code of each magnitude.
+    /// For the code of each magnitude, the magnitude from which the next code is nearer.
     pub fn borders(self) -> &'static [f32; 256] {
         match self {
             Range::Signed => &NEAREST_SIGNED.border,
@@ -98,7 +102,7 @@ impl Range {
         }
     }
 
-    /// For each band, its upper end and how many values it holds, and the code of the first of them.
+    /// Upper end, number of values, and first code of each band.
     pub fn bands(self) -> [(f64, usize, usize); BANDS] {
         let first: usize = if self == Range::Signed { 1 } else { 2 };
         std::array::from_fn(|i| (10f64.powi(i as i32 - 6), first << i, 1 + first * ((1 << i) - 1)))
@@ -106,7 +110,7 @@ impl Range {
 }
 
 simd! {
-    /// Numbers from the codes of a block and its scale.
+    /// Dequantizes the codes of a block with its scale.
     pub fn decode(range: Range, codes: &[u8], scale: f32, out: &mut [f32]) {
         let values = range.values();
         for (out, code) in out.iter_mut().zip(codes) {
@@ -144,8 +148,8 @@ fn nearest_codes(nearest: &Nearest, numbers: &[f32], scale: f32, codes: &mut [u8
 }
 
 simd! {
-    /// The codes nearest to the numbers of a block, no more than [`BLOCK`]; gives back their scale, the largest magnitude. Without a
-    /// sign, only zero becomes zero.
+    /// Quantizes a block of at most [`BLOCK`] numbers to the nearest codes. Returns the scale, which is
+    /// the largest magnitude. In the unsigned format, only zero becomes zero.
     pub fn encode(range: Range, numbers: &[f32], codes: &mut [u8]) -> f32 {
         let scale = largest(numbers);
         match range {
@@ -191,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nearest_code_is_taken() {
+    fn the_nearest_code_is_chosen() {
         for range in [Range::Signed, Range::Unsigned] {
             let low = if range == Range::Signed { -1.0 } else { 0.0 };
             let even = (0..200_000).map(|i| low + (1.0 - low) * i as f32 / 200_000.0);
@@ -208,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_without_numbers_and_with_tiny_ones() {
+    fn zero_blocks_and_tiny_numbers() {
         assert_eq!(round(Range::Signed, &[0.0, -0.0]), [0.0, 0.0]);
         assert_eq!(round(Range::Signed, &[1e-40, 0.0]), [1e-40, 0.0]);
         assert_eq!(round(Range::Signed, &[0.0, 3.0]), [0.0, 3.0]);

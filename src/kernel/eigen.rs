@@ -1,24 +1,26 @@
-//! Eigenvectors of a symmetric matrix in f64: Householder's reduction to a tridiagonal matrix and the implicit QL method (Bowdler, Martin,
-//! Reinsch and Wilkinson, *The QR and QL Algorithms for Symmetric Matrices*, 1968), whose rotations are applied to many vectors at once.
+//! Eigenvectors of a symmetric matrix in f64: Householder tridiagonalization and the implicit QL method
+//! (Bowdler, Martin, Reinsch and Wilkinson, *The QR and QL Algorithms for Symmetric Matrices*, 1968),
+//! with rotations applied to many vectors at once.
 //!
-//! Sums have fixed lanes, without fused multiply-add, so results depend on neither threads nor instruction set.
+//! Sums have a fixed number of lanes and no fused multiply-add, so results depend on neither threads nor
+//! instruction set.
 
 use rayon::prelude::*;
 
-/// Lanes of a sum, and vectors that rotations and reflections are applied to at once.
+/// Number of lanes of a sum, and of vectors to which rotations and reflections are applied at once.
 const LANES: usize = 16;
-/// Rotations that wait for being applied.
+/// Number of rotations that are buffered before they are applied.
 const PENDING: usize = 1 << 16;
-/// Steps for one eigenvalue at most; about two are usual.
+/// Maximum number of steps per eigenvalue; usually two suffice.
 const STEPS: usize = 64;
-/// Matrices up to this size are reduced by one thread.
+/// Matrices up to this size are reduced by a single thread.
 const SMALL: usize = 768;
 
-/// The largest eigenvalues of a symmetric matrix, and their vectors.
+/// The largest eigenvalues of a symmetric matrix and their eigenvectors.
 pub struct Eigen {
-    /// All eigenvalues, the largest first.
+    /// All eigenvalues in descending order.
     pub values: Vec<f64>,
-    /// Vectors of length one of the first of them, `[count, size]`.
+    /// Normalized eigenvectors of the largest eigenvalues, `[count, size]`.
     pub vectors: Vec<f64>,
 }
 
@@ -46,7 +48,7 @@ simd! {
 }
 
 simd! {
-    /// Rotations of pairs of neighbouring rows.
+    /// Applies rotations to pairs of adjacent rows.
     fn rotate(rows: &mut [[f64; LANES]], rotations: &[(u32, f64, f64)]) {
         for (at, c, s) in rotations {
             if let Some([low, high]) = rows.get_mut(*at as usize..*at as usize + 2) {
@@ -61,7 +63,7 @@ simd! {
 }
 
 simd! {
-    /// `x -= factor · v (vᵀ x)` for the columns `x` of some rows.
+    /// `x -= factor · v (vᵀ x)` for the columns `x` of the rows.
     fn reflect(rows: &mut [[f64; LANES]], v: &[f64], factor: f64) {
         let mut sums = [0f64; LANES];
         for (row, v) in rows.iter().zip(v) {
@@ -80,22 +82,23 @@ simd! {
 /// A tridiagonal matrix `Qᵀ A Q`.
 struct Tridiagonal {
     diagonal: Vec<f64>,
-    /// Beside the diagonal; one less, and a zero.
-    beside: Vec<f64>,
-    /// `Q` as a product of `1 - f v vᵀ`: of each, `f`, and `v` from behind its own place on.
+    /// Off-diagonal elements, followed by a zero.
+    off_diagonal: Vec<f64>,
+    /// `Q` as a product of reflections `1 - f v vᵀ`: `f`, and the elements of `v` after the index of the
+    /// step.
     reflections: Vec<(f64, Vec<f64>)>,
 }
 
 fn reduce(mut matrix: Vec<f64>, size: usize) -> Tridiagonal {
-    let mut found = Tridiagonal { diagonal: vec![0.0; size], beside: vec![0.0; size], reflections: Vec::new() };
+    let mut found = Tridiagonal { diagonal: vec![0.0; size], off_diagonal: vec![0.0; size], reflections: Vec::new() };
     for step in 0..size {
         found.diagonal[step] = matrix[step * size + step];
         let mut v = matrix[step * size + step + 1..(step + 1) * size].to_vec();
         let Some(first) = v.first().copied() else { break };
         let norm = dot(&v, &v).sqrt();
-        // The sign that adds up, so that nothing cancels.
+        // The sign that avoids cancellation.
         let to = if first > 0.0 { -norm } else { norm };
-        found.beside[step] = to;
+        found.off_diagonal[step] = to;
         let factor = if norm > 0.0 { 1.0 / (norm * (norm + first.abs())) } else { 0.0 };
         v[0] -= to;
         if factor > 0.0 {
@@ -118,7 +121,7 @@ fn reduce(mut matrix: Vec<f64>, size: usize) -> Tridiagonal {
     found
 }
 
-/// Vectors in lanes: `[groups][size][LANES]`.
+/// Vectors in lanes, `[groups][size][LANES]`.
 struct Lanes {
     size: usize,
     values: Vec<[f64; LANES]>,
@@ -138,9 +141,9 @@ impl Lanes {
     }
 }
 
-/// Eigenvalues of a tridiagonal matrix in the place of its diagonal; `vectors` become the matrix's, one a row. Nothing where the steps
-/// come to no end, as with numbers that are not finite.
-fn solve(Tridiagonal { diagonal: d, beside: e, .. }: &mut Tridiagonal, vectors: &mut Lanes) -> Option<()> {
+/// Replaces the diagonal of a tridiagonal matrix by its eigenvalues, and applies the rotations to
+/// `vectors`. `None` if the iteration does not converge, for example because of NaN or infinite values.
+fn solve(Tridiagonal { diagonal: d, off_diagonal: e, .. }: &mut Tridiagonal, vectors: &mut Lanes) -> Option<()> {
     let size = d.len();
     let largest = d.iter().zip(e.iter()).map(|(d, e)| d.abs() + e.abs()).fold(0.0, f64::max);
     let least = f64::EPSILON * largest;
@@ -192,24 +195,25 @@ fn solve(Tridiagonal { diagonal: d, beside: e, .. }: &mut Tridiagonal, vectors: 
 }
 
 impl Eigen {
-    /// Of a symmetric matrix `[size, size]`: the vectors of its `count` largest eigenvalues. Nothing where a number is not finite.
+    /// The eigenvectors of the `count` largest eigenvalues of a symmetric matrix `[size, size]`. `None`
+    /// if a number is not finite.
     pub fn new(matrix: Vec<f64>, size: usize, count: usize) -> Option<Eigen> {
         let largest = matrix.iter().fold(0f64, |most, x| most.max(x.abs()));
         if !matrix.iter().all(|x| x.is_finite()) {
             return None;
         }
-        // A power of two, so that nothing is rounded, and squares stay far from the ends of the range.
+        // Scaling by a power of two is exact, and keeps squares away from the limits of the range.
         let scale = if largest > 0.0 { 2f64.powi(largest.log2().floor() as i32) } else { 1.0 };
         let mut reduced = reduce(matrix.into_iter().map(|x| x / scale).collect(), size);
-        let mut own = Lanes::zeros(size, size);
-        (0..size).for_each(|at| *own.at(at, at) = 1.0);
-        solve(&mut reduced, &mut own)?;
+        let mut all = Lanes::zeros(size, size);
+        (0..size).for_each(|at| *all.at(at, at) = 1.0);
+        solve(&mut reduced, &mut all)?;
         let mut order: Vec<usize> = (0..size).collect();
         order.sort_by(|a, b| reduced.diagonal[*b].total_cmp(&reduced.diagonal[*a]).then(a.cmp(b)));
         let count = count.min(size);
         let mut chosen = Lanes::zeros(size, count);
         for (vector, from) in order[..count].iter().enumerate() {
-            (0..size).for_each(|at| *chosen.at(at, vector) = *own.at(*from, at));
+            (0..size).for_each(|at| *chosen.at(at, vector) = *all.at(*from, at));
         }
         chosen.each(|rows| {
             for (step, (factor, v)) in reduced.reflections.iter().enumerate().rev() {
@@ -226,7 +230,7 @@ mod tests {
     use super::*;
     use crate::kernel::dense::{gram, product};
 
-    fn hold(matrix: &[f64], size: usize, count: usize) {
+    fn check(matrix: &[f64], size: usize, count: usize) {
         let found = Eigen::new(matrix.to_vec(), size, count).unwrap();
         let largest = found.values.iter().fold(1e-300f64, |most, x| most.max(x.abs()));
         assert!(found.values.windows(2).all(|pair| pair[0] >= pair[1]));
@@ -241,20 +245,20 @@ mod tests {
     }
 
     #[test]
-    fn vectors_are_those_of_the_matrix() {
+    fn vectors_are_eigenvectors() {
         for (size, rank, count) in [(1, 1, 1), (2, 2, 2), (3, 1, 3), (40, 40, 7), (70, 11, 70), (210, 210, 33)] {
             let root: Vec<f64> = (0..size * rank).map(|i| ((i * 7919 % 1013) as f64 / 500.0 - 1.0) * 10f64.powi((i % 5) as i32 - 3)).collect();
-            hold(&gram(&root, rank), size, count);
+            check(&gram(&root, rank), size, count);
         }
-        // Equal eigenvalues, and none but zero.
+        // Equal eigenvalues, and only zeros.
         let mut identity = vec![0.0; 900];
         (0..30).for_each(|at| identity[at * 31] = if at < 20 { 3e200 } else { -1e-200 });
-        hold(&identity, 30, 30);
-        hold(&vec![0.0; 100], 10, 4);
+        check(&identity, 30, 30);
+        check(&vec![0.0; 100], 10, 4);
     }
 
     #[test]
-    fn no_thread_changes_a_bit() {
+    fn results_are_independent_of_threads() {
         let root: Vec<f64> = (0..300 * 300).map(|i| (i * 7919 % 1013) as f64 / 500.0 - 1.0).collect();
         let matrix = gram(&root, 300);
         let found = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| Eigen::new(matrix.clone(), 300, 20).unwrap());

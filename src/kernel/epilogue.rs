@@ -1,42 +1,43 @@
-//! What is done to a tile of a result before it is stored: bias, normalisation, activation, sums with other matrices.
+//! Operations fused into the computation of a result tile: bias, normalization, activation, sums with
+//! other matrices.
 
 use rayon::prelude::*;
 
 use super::activation::{self, ActivationFunction};
 
-/// One thing that is done to the result; what it reads is a `T`, for kernels a slice.
+/// A fused operation with operands of type `T`; for kernels, a slice.
 #[derive(Debug, Clone, Copy)]
 pub enum Fused<T> {
-    /// Adds a number to each column.
+    /// Adds a value to each column.
     AddToColumns(T),
-    /// Adds a number to each row.
+    /// Adds a value to each row.
     AddToRows(T),
-    /// Multiplies each row by a number.
+    /// Multiplies each row by a value.
     MultiplyRows(T),
-    /// Adds a matrix like the result.
+    /// Adds a matrix with the shape of the result.
     Add(T),
-    /// Multiplies with a matrix like the result.
+    /// Multiplies by a matrix with the shape of the result.
     Multiply(T),
-    /// Applies a function.
+    /// Applies an activation function.
     Activate(ActivationFunction),
 }
 
 impl<T> Fused<T> {
-    /// The same with something else in the place of what it reads, if that can be had.
-    pub fn map<'t, U>(&'t self, of: impl FnOnce(&'t T) -> Option<U>) -> Option<Fused<U>> {
+    /// Maps the operand, if the mapping succeeds.
+    pub fn map<'t, U>(&'t self, operand: impl FnOnce(&'t T) -> Option<U>) -> Option<Fused<U>> {
         Some(match self {
-            Fused::AddToColumns(values) => Fused::AddToColumns(of(values)?),
-            Fused::AddToRows(values) => Fused::AddToRows(of(values)?),
-            Fused::MultiplyRows(values) => Fused::MultiplyRows(of(values)?),
-            Fused::Add(values) => Fused::Add(of(values)?),
-            Fused::Multiply(values) => Fused::Multiply(of(values)?),
+            Fused::AddToColumns(values) => Fused::AddToColumns(operand(values)?),
+            Fused::AddToRows(values) => Fused::AddToRows(operand(values)?),
+            Fused::MultiplyRows(values) => Fused::MultiplyRows(operand(values)?),
+            Fused::Add(values) => Fused::Add(operand(values)?),
+            Fused::Multiply(values) => Fused::Multiply(operand(values)?),
             Fused::Activate(function) => Fused::Activate(*function),
         })
     }
 }
 
 impl Fused<&[f32]> {
-    /// The same for a result that begins at a row of this one.
+    /// The operation for a result that consists of the rows from `row` on.
     pub fn from_row(self, row: usize, width: usize) -> Self {
         match self {
             Fused::AddToRows(values) => Fused::AddToRows(&values[row..]),
@@ -48,12 +49,12 @@ impl Fused<&[f32]> {
     }
 }
 
-/// What becomes of a product: some things are done to it, one after the other, and then it is stored.
+/// Operations applied to a product before it is stored.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Epilogue<'a> {
-    /// What is done.
+    /// The operations in order.
     pub steps: &'a [Fused<&'a [f32]>],
-    /// Whether it is added to what the result holds, instead of replacing it.
+    /// Whether the product is added to the previous contents instead of replacing them.
     pub accumulate: bool,
 }
 
@@ -65,24 +66,25 @@ fn combine(out: &mut [f32], other: &[f32], function: impl Fn(f32, f32) -> f32) {
 }
 
 impl<'a> Epilogue<'a> {
-    /// The product as it is.
+    /// Stores the product unchanged.
     pub const NONE: Epilogue<'static> = Epilogue { steps: &[], accumulate: false };
-    /// The product added to what is there.
+    /// Adds the product to the previous contents.
     pub const ACCUMULATE: Epilogue<'static> = Epilogue { steps: &[], accumulate: true };
 
-    /// These things, and the result replaces what is there.
-    pub fn of(steps: &'a [Fused<&'a [f32]>]) -> Epilogue<'a> {
+    /// Applies these operations and replaces the previous contents.
+    pub fn new(steps: &'a [Fused<&'a [f32]>]) -> Epilogue<'a> {
         Epilogue { steps, accumulate: false }
     }
 
-    /// Finishes a stretch of a row of a product and stores it; the stretch begins at `column` of a result `width` wide.
+    /// Applies the operations to part of a row, and stores it. The part starts at `column` of a result
+    /// with `width` columns.
     #[inline(always)]
     pub(super) fn store(&self, values: &mut [f32], [row, column, width]: [usize; 3], out: &mut [f32]) {
         self.apply(values, [row, column, width]);
         self.put(values, out);
     }
 
-    /// Stores what is finished.
+    /// Stores final values.
     #[inline(always)]
     pub(super) fn put(&self, values: &[f32], out: &mut [f32]) {
         if self.accumulate {
@@ -92,7 +94,7 @@ impl<'a> Epilogue<'a> {
         }
     }
 
-    /// Finishes a stretch of a row.
+    /// Applies the operations to part of a row.
     #[inline(always)]
     pub(super) fn apply(&self, out: &mut [f32], [row, column, width]: [usize; 3]) {
         for step in self.steps {
@@ -110,11 +112,11 @@ impl<'a> Epilogue<'a> {
 
 simd! {
     fn apply(steps: &[Fused<&[f32]>], out: &mut [f32], row: usize, width: usize) {
-        Epilogue::of(steps).apply(out, [row, 0, width]);
+        Epilogue::new(steps).apply(out, [row, 0, width]);
     }
 }
 
-/// The same for a matrix that was not made by a product.
+/// Applies the operations to a complete matrix.
 pub fn apply_to(steps: &[Fused<&[f32]>], out: &mut [f32], width: usize) {
     out.par_chunks_mut(width.max(1)).enumerate().for_each(|(row, out)| apply(steps, out, row, width));
 }

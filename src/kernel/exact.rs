@@ -1,22 +1,25 @@
-//! Sums that do not depend on the order in which they are added up.
+//! Sums that do not depend on the order of summation.
 
-/// What the lowest bit counts: 2^-149, the least f32, of which products of f32 in f32 are multiples.
+/// Exponent of the lowest bit: 2^-149 is the smallest f32, of which all products of f32 in f32 are
+/// multiples.
 const LOWEST: i32 = -149;
-/// Numbers of this size and more are not told apart: no sum of squares of f32 in a few thousand lanes comes near.
-const BEYOND: f64 = f64::from_bits((1023 + 190) << 52);
+/// Magnitudes from this value on are treated as infinite. Sums of squares of f32 in a few thousand lanes
+/// do not reach it.
+const LIMIT: f64 = f64::from_bits((1023 + 190) << 52);
 
-/// A sum of floats of which no bit is lost, in two's complement; what is no number of this range makes it infinite, or no number.
+/// An exact sum of floats in two's complement. Numbers beyond its range make it infinite; NaN makes it
+/// NaN.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct ExactSum {
     limbs: [u64; 6],
-    beyond: f64,
+    nonfinite: f64,
 }
 
 impl ExactSum {
-    /// Adds a number, but for what it has below 2^-149.
+    /// Adds a number, ignoring its bits below 2^-149.
     pub fn add(&mut self, value: f64) {
-        if !value.is_finite() || value.abs() >= BEYOND {
-            self.beyond += if value.is_nan() { value } else { f64::INFINITY.copysign(value) };
+        if !value.is_finite() || value.abs() >= LIMIT {
+            self.nonfinite += if value.is_nan() { value } else { f64::INFINITY.copysign(value) };
             return;
         }
         let (bits, hidden) = (value.to_bits(), 1u64 << 52);
@@ -33,8 +36,8 @@ impl ExactSum {
     }
 
     /// Adds another sum.
-    pub fn join(&mut self, other: &ExactSum) {
-        self.beyond += other.beyond;
+    pub fn merge(&mut self, other: &ExactSum) {
+        self.nonfinite += other.nonfinite;
         self.put(&other.limbs);
     }
 
@@ -47,15 +50,16 @@ impl ExactSum {
         }
     }
 
-    /// The sum, rounded.
+    /// The sum, rounded to f64.
     pub fn value(&self) -> f64 {
-        if self.beyond != 0.0 {
-            return self.beyond;
+        if self.nonfinite != 0.0 {
+            return self.nonfinite;
         }
         let below = self.limbs.last().is_some_and(|limb| limb >> 63 == 1);
         let limbs = if below { negative(self.limbs) } else { self.limbs };
         let Some(top) = limbs.iter().rposition(|limb| *limb > 0) else { return 0.0 };
-        // 64 leading bits, the last of which stands for all behind them too: so they are rounded once.
+        // The 64 leading bits, with the last one as a sticky bit for all lower bits, so that the
+        // conversion rounds only once.
         let free = limbs[top].leading_zeros();
         let next = if top > 0 { limbs[top - 1] } else { 0 };
         let lost = u128::from(next) << free & u128::from(u64::MAX) > 0 || limbs[..top.saturating_sub(1)].iter().any(|limb| *limb > 0);
@@ -65,15 +69,15 @@ impl ExactSum {
         if below { -size } else { size }
     }
 
-    /// As whole numbers, for texts.
+    /// The bits as integers, for text formats.
     pub fn to_bits(&self) -> [u64; 7] {
         let [a, b, c, d, e, f] = self.limbs;
-        [a, b, c, d, e, f, self.beyond.to_bits()]
+        [a, b, c, d, e, f, self.nonfinite.to_bits()]
     }
 
-    /// From [`to_bits`](ExactSum::to_bits).
-    pub fn from_bits([a, b, c, d, e, f, beyond]: [u64; 7]) -> ExactSum {
-        ExactSum { limbs: [a, b, c, d, e, f], beyond: f64::from_bits(beyond) }
+    /// The inverse of [`to_bits`](ExactSum::to_bits).
+    pub fn from_bits([a, b, c, d, e, f, nonfinite]: [u64; 7]) -> ExactSum {
+        ExactSum { limbs: [a, b, c, d, e, f], nonfinite: f64::from_bits(nonfinite) }
     }
 }
 
@@ -97,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_lost_in_any_order() {
+    fn sums_are_exact_in_any_order() {
         let least = f64::from(f32::from_bits(1));
         let values = [1e30, -3.5, 0.1f32.into(), least, -1e30, 7.25e-20f32.into(), 2f64.powi(132), -(2f64.powi(132)), 3.5, -0.0, 0.0];
         let forth = sum(values);
@@ -119,17 +123,17 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_joined() {
+    fn partial_sums_are_merged() {
         let values: Vec<f64> = (0..1000).map(|i| f64::from((f64::from(i) * 0.37).sin() as f32) * 10f64.powi(i % 40 - 20)).collect();
         let mut joined = sum(values[..321].iter().copied());
-        joined.join(&ExactSum::from_bits(sum(values[321..].iter().copied()).to_bits()));
+        joined.merge(&ExactSum::from_bits(sum(values[321..].iter().copied()).to_bits()));
         assert_eq!(joined, sum(values.iter().copied()));
         let plain: f64 = values.iter().sum();
         assert!((joined.value() - plain).abs() <= 1e-9 * plain.abs(), "{} {plain}", joined.value());
     }
 
     #[test]
-    fn what_is_no_number_stays() {
+    fn nonfinite_values_propagate() {
         assert_eq!(sum([1.0, f64::INFINITY, 2.0]).value(), f64::INFINITY);
         assert_eq!(sum([2f64.powi(200)]).value(), f64::INFINITY);
         assert!(sum([f64::INFINITY, f64::NEG_INFINITY]).value().is_nan());

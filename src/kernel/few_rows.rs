@@ -1,27 +1,28 @@
-//! Products of a few rows with the weight of a linear layer, which is read once, in its own order, and never packed: with so few rows,
-//! packing would take longer than the product. Results are those of `kernel/matmul.rs` to the last bit.
+//! Products of a few rows with the weight of a linear layer. The weight is read once in its original
+//! order and not packed, because packing would take longer than the product. Results are bitwise equal
+//! to those of `kernel/matmul.rs`.
 
 use super::epilogue::Epilogue;
 use super::matmul::{Columns, StoredFloat, by_panels};
 use super::scratch::Scratch;
 use crate::kernel::simd::{self, Level};
 
-/// Rows that a weight's element is multiplied with at once.
+/// Number of rows that are multiplied by a weight element at once.
 const LANES: usize = 16;
-/// Columns of a result that are summed side by side.
+/// Number of result columns computed in parallel.
 const COLUMNS: usize = 4;
-/// Elements of a column between two looks at where it ends.
+/// Number of column elements per bounds check.
 const RUN: usize = 8;
-/// Most rows.
-pub const MOST: usize = 2 * LANES;
+/// Maximum number of rows.
+pub const MAX_ROWS: usize = 2 * LANES;
 
 type Sums = [[f32; LANES]; COLUMNS];
 
-/// Stretches of columns, and what is left of them.
-type Stretches<'w, T> = [(&'w [[T; RUN]], &'w [T]); COLUMNS];
+/// Runs of columns with their remainders.
+type ColumnRuns<'w, T> = [(&'w [[T; RUN]], &'w [T]); COLUMNS];
 
 #[inline(always)]
-fn sums<const FUSED: bool, T: StoredFloat>(columns: &Stretches<T>, x: &[[f32; LANES]]) -> Sums {
+fn sums<const FUSED: bool, T: StoredFloat>(columns: &ColumnRuns<T>, x: &[[f32; LANES]]) -> Sums {
     let mut sums = [[0f32; LANES]; COLUMNS];
     let (runs, rest) = x.as_chunks::<RUN>();
     for (at, x) in runs.iter().enumerate() {
@@ -36,12 +37,12 @@ fn sums<const FUSED: bool, T: StoredFloat>(columns: &Stretches<T>, x: &[[f32; LA
     sums
 }
 
-/// Plain loops over arrays: only these stay in registers.
+/// A plain loop over arrays, which the compiler keeps in registers.
 #[inline(always)]
 fn add<const FUSED: bool>(sums: &mut Sums, weights: [f32; COLUMNS], x: &[f32; LANES]) {
     for i in 0..COLUMNS {
         for j in 0..LANES {
-            // Without the instruction, `mul_add` would be a call.
+            // Without hardware support, `mul_add` would be a function call.
             sums[i][j] = if FUSED { weights[i].mul_add(x[j], sums[i][j]) } else { sums[i][j] + weights[i] * x[j] };
         }
     }
@@ -50,12 +51,12 @@ fn add<const FUSED: bool>(sums: &mut Sums, weights: [f32; COLUMNS], x: &[f32; LA
 macro_rules! fused {
     ($($name:ident: $fused:expr;)+) => {
         $(mod $name {
-            use super::{LANES, StoredFloat, Stretches, Sums};
+            use super::{ColumnRuns, LANES, StoredFloat, Sums};
 
             simd! {
-                // Stands alone, so that the sums stay in registers.
+                // Not inlined, so that the sums stay in registers.
                 #[inline(never)]
-                pub fn sums[T: StoredFloat](columns: &Stretches<T>, x: &[[f32; LANES]], out: &mut Sums) {
+                pub fn sums[T: StoredFloat](columns: &ColumnRuns<T>, x: &[[f32; LANES]], out: &mut Sums) {
                     *out = super::sums::<{ $fused }, T>(columns, x);
                 }
             }
@@ -68,7 +69,8 @@ fused! {
     without: cfg!(target_arch = "aarch64");
 }
 
-/// `x Wᵀ` of rows `x` `[rows, inner]`, at most [`MOST`], with a weight whose rows are the columns of the result, by all threads.
+/// `x Wᵀ` for at most [`MAX_ROWS`] rows `x` `[rows, inner]`, with a weight whose rows are the columns of
+/// the result, with all threads.
 pub fn product<T: StoredFloat>(x: &[f32], rows: usize, weight: &Columns<T>, inner: usize, epilogue: Epilogue, out: &mut [f32]) {
     let mut lanes = Scratch::new(rows.div_ceil(LANES) * inner * LANES);
     lanes.fill(0.0);
@@ -80,7 +82,7 @@ pub fn product<T: StoredFloat>(x: &[f32], rows: usize, weight: &Columns<T>, inne
     by_panels(rows, weight.count, epilogue, out, |first, width, tile| {
         let mut found = [[0f32; LANES]; COLUMNS];
         for at in (0..width).step_by(COLUMNS) {
-            // Columns beyond the last are never looked at.
+            // Lanes beyond the last column are ignored.
             let columns = std::array::from_fn(|lane| weight.values[(first + at + lane).min(first + width - 1) * weight.stride..][..inner].as_chunks());
             for (group, x) in lanes.chunks((inner * LANES).max(1)).enumerate() {
                 let x = x.as_chunks::<LANES>().0;
@@ -107,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_rows_give_the_bits_that_many_give() {
+    fn few_rows_are_bitwise_equal_to_the_general_product() {
         let numbers = |count: usize, seed: usize| (0..count).map(|i| (((i + seed) * 7919 % 4093) as f32 - 2046.0) / 1021.0).collect::<Vec<f32>>();
         for (rows, inner, width) in [(1, 1, 1), (1, 576, 70), (3, 7, 33), (16, 64, 100), (17, 131, 5), (5, 0, 3), (32, 576, 200)] {
             let (x, w, c) = (numbers(rows * inner, 1), numbers(width * inner, 2), numbers(rows * width, 3));

@@ -1,39 +1,39 @@
-//! The four float formats that weights come in, seen as little-endian bytes.
+//! The four float formats of weights, as little-endian bytes.
 
 use safetensors::Dtype;
 
-/// A float format whose magnitudes order as unsigned integers (IEEE 754 with the sign bit removed).
+/// A float format whose magnitudes have the order of unsigned integers (IEEE 754 without the sign bit).
 pub trait Float: 'static {
     /// One element, `[u8; N]`.
     type Bytes: Copy + Send + Sync;
     /// An unsigned integer of the element's width.
     type Magnitude: Copy + Ord + Into<u64> + Send + Sync;
-    /// Bytes of one element.
+    /// Size of an element in bytes.
     const SIZE: usize;
-    /// Bits of a magnitude: all but the sign.
+    /// Number of bits of a magnitude, without the sign.
     const BITS: u32;
     /// Positive zero.
     const ZERO: Self::Bytes;
-    /// The magnitude of infinity; anything above is NaN.
+    /// The magnitude of infinity. Larger magnitudes are NaN.
     const INFINITY: Self::Magnitude;
-    /// The smallest magnitude that is no finite f32: infinity, but for the doubles that are wider.
+    /// The smallest magnitude beyond the finite range of f32: infinity, except for f64.
     const BEYOND_F32: Self::Magnitude;
-    /// The name in safetensors.
+    /// The corresponding dtype of safetensors.
     const DTYPE: Dtype;
 
-    /// Bytes as elements; a trailing part of an element is left out.
+    /// Bytes as elements. A trailing incomplete element is ignored.
     fn split(bytes: &[u8]) -> &[Self::Bytes];
     /// Mutable bytes as elements.
     fn split_mut(bytes: &mut [u8]) -> &mut [Self::Bytes];
     /// The bits without the sign.
     fn magnitude(element: Self::Bytes) -> Self::Magnitude;
-    /// A magnitude from its value in 64 bits; higher bits are dropped.
+    /// A magnitude from its 64-bit representation; higher bits are dropped.
     fn from_key(key: u64) -> Self::Magnitude;
-    /// Whether the sign is set.
+    /// Whether the sign bit is set.
     fn is_negative(element: Self::Bytes) -> bool;
-    /// The element of a magnitude, without a sign.
+    /// The positive element with a magnitude.
     fn element(magnitude: Self::Magnitude) -> Self::Bytes;
-    /// The value, rounded to f32 when the format is wider.
+    /// The value, rounded to f32 if the format is wider.
     fn to_f32(element: Self::Bytes) -> f32;
 }
 
@@ -89,8 +89,9 @@ macro_rules! float {
 float!(
     /// IEEE 754 binary16.
     F16, u16, 2, 0x7C00, 0x7C00, F16, |bits| {
-        // Shifting the fields in place leaves the exponent 112 too small, which a product repairs exactly,
-        // subnormal numbers included; infinities and NaN need their exponent filled by hand.
+        // Shifting the fields yields an exponent that is 112 too small, which the multiplication
+        // corrects exactly, including subnormal numbers. The exponent of infinities and NaN is set
+        // separately.
         let magnitude = u32::from(bits & 0x7FFF);
         let scaled = (f32::from_bits(magnitude << 13) * f32::from_bits((112 + 127) << 23)).to_bits();
         let special = if magnitude >= 0x7C00 { 0x7F80_0000 } else { 0 };
@@ -150,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn magnitudes_order_as_the_values_do() {
+    fn magnitudes_have_the_order_of_the_values() {
         let values = [0.0f32, 1e-40, 1e-30, 0.5, 1.0, 3.5, 1e30, f32::INFINITY];
         for pair in values.windows(2) {
             assert!(F32::magnitude((-pair[0]).to_le_bytes()) < F32::magnitude(pair[1].to_le_bytes()));

@@ -1,5 +1,6 @@
-//! Discrete Fourier transforms of a few hundred real numbers, in two steps by the factors of their count (Cooley and Tukey, *An Algorithm
-//! for the Machine Calculation of Complex Fourier Series*, 1965).
+//! Discrete Fourier transform of a few hundred real numbers, in two steps by a factorization of the
+//! length (Cooley and Tukey, *An Algorithm for the Machine Calculation of Complex Fourier Series*,
+//! 1965).
 
 use std::f64::consts::TAU;
 
@@ -10,10 +11,10 @@ fn times([a, b]: Complex, [c, d]: Complex) -> Complex {
     [a * c - b * d, a * d + b * c]
 }
 
-/// A transform of rows of one length.
+/// A transform for one length.
 #[derive(Debug)]
 pub struct Fourier {
-    /// The largest factor of the length up to its root.
+    /// The largest divisor of the length up to its square root.
     inner: usize,
     outer: usize,
     /// `exp(-2πi k / length)`.
@@ -21,7 +22,7 @@ pub struct Fourier {
 }
 
 impl Fourier {
-    /// For rows of this length, at least one.
+    /// A transform of `length` numbers; 0 counts as 1.
     pub fn new(length: usize) -> Fourier {
         let length = length.max(1);
         let inner = (1..=length.isqrt()).rev().find(|factor| length.is_multiple_of(*factor)).unwrap_or(1);
@@ -32,7 +33,8 @@ impl Fourier {
         Fourier { inner, outer: length / inner, roots: (0..length).map(root).collect() }
     }
 
-    /// Squared magnitudes of the frequencies from none to half of the length; `x` has the length.
+    /// Power spectrum: squared magnitudes of the frequencies from zero to half of the length. `x` must
+    /// have the length of the transform.
     pub fn power(&self, x: &[f64]) -> Vec<f64> {
         let (inner, outer, length) = (self.inner, self.outer, self.roots.len());
         let mut parts = vec![[0.0; 2]; length];
@@ -64,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frequencies_are_those_of_the_definition() {
+    fn frequencies_match_the_definition() {
         for length in [1, 2, 7, 12, 25, 60, 400] {
             let x: Vec<f64> = (0..length).map(|i| ((i * i + 3 * i) as f64 * 0.37).sin()).collect();
             let expected = |k: usize| {

@@ -1,12 +1,13 @@
-//! Sums of products of features over rows: the second moments of what a layer reads.
+//! Gram matrices of features over rows: the second moments of a layer's inputs.
 
 use super::matmul::{Left, Rows};
 use super::matmul_gradient::long_product;
 
-/// Features whose products with all later ones are made at once.
+/// Number of features whose products with all later ones are computed at once.
 const STRIP: usize = 384;
 
-/// Adds `Xᵀ X` of rows `X` `[n, size]` to the upper triangle of `sums` `[size, size]`; what is below means nothing.
+/// Adds `Xᵀ X` of rows `X` `[n, size]` to the upper triangle of `sums` `[size, size]`. Elements below
+/// the diagonal are undefined.
 pub fn add(rows: &[f32], size: usize, sums: &mut [f32]) {
     strips([rows, rows], size, |first| first, sums);
 }
@@ -16,7 +17,7 @@ pub fn add_cross(left: &[f32], right: &[f32], size: usize, sums: &mut [f32]) {
     strips([left, right], size, |_| 0, sums);
 }
 
-/// Products of some features of the left rows with those of the right rows from `begin` of the first of them on.
+/// Products of strips of left features with right features, starting at the feature `begin(first)`.
 fn strips([left, right]: [&[f32]; 2], size: usize, begin: impl Fn(usize) -> usize, sums: &mut [f32]) {
     let count = left.len() / size.max(1);
     for first in (0..size).step_by(STRIP) {
@@ -38,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_are_products_of_features() {
+    fn sums_match_the_definition() {
         for (count, size) in [(0, 3), (5, 1), (37, 70), (600, 400)] {
             let rows: Vec<f32> = (0..count * size).map(|i| ((i * 7919 % 1013) as f32 - 506.0) / 300.0).collect();
             let others: Vec<f32> = rows.iter().map(|x| 1.0 - x).collect();
@@ -48,7 +49,7 @@ mod tests {
             for at in (0..size * size).step_by(7) {
                 let want =
                     |other: &[f32]| 1.0 + (0..count).map(|row| f64::from(rows[row * size + at / size]) * f64::from(other[row * size + at % size])).sum::<f64>();
-                // Below the diagonal, the other half of the same sums.
+                // Below the diagonal, the transposed sums.
                 let upper = if at / size <= at % size { sums[at] } else { sums[at % size * size + at / size] };
                 for (have, want) in [(upper, want(&rows)), (cross[at], want(&others))] {
                     assert!(

@@ -1,69 +1,70 @@
-//! Values with equal distances: the grid of integers of a few bits that weights are rounded to.
+//! Integer quantization grids for rounding of weights.
 
 use super::activation::ROUND;
 use crate::kernel::quantize;
 
-/// Independent running sums of one loop; fixed, so that results do not depend on the instruction set.
+/// Number of independent sums per loop. Fixed, so that results do not depend on the instruction set.
 const LANES: usize = 16;
 
-/// The integers of a number of bits.
+/// An integer grid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Integers {
-    /// From 2 to 8.
+pub struct IntegerGrid {
+    /// Bit width, 2 to 8.
     pub bits: u32,
-    /// Whether zero points are zero.
+    /// Whether the zero point is always zero.
     pub symmetric: bool,
 }
 
-/// Distance of neighbouring values, and the integer that stands for zero.
+/// Scale and zero point.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Step {
-    /// The distance; positive.
+pub struct QuantizationParams {
+    /// The scale, positive.
     pub scale: f32,
-    /// An integer within the bounds.
+    /// The zero point, an integer within the bounds.
     pub zero: f32,
 }
 
-impl Integers {
-    /// The smallest and the largest integer.
+impl IntegerGrid {
+    /// The smallest and largest integer.
     #[inline(always)]
     pub fn bounds(self) -> (f32, f32) {
         let half = (1u32 << (self.bits - 1)) as f32;
         (-half, half - 1.0)
     }
 
-    /// The nearest value of the grid; ties go to even integers. A value that is no number becomes zero.
+    /// The nearest grid value, ties to even. NaN becomes zero.
     #[inline(always)]
-    pub fn nearest(self, value: f32, step: Step) -> f32 {
-        (self.integer(value, step) - step.zero) * step.scale
+    pub fn nearest(self, value: f32, params: QuantizationParams) -> f32 {
+        (self.integer(value, params) - params.zero) * params.scale
     }
 
-    /// The integer of the nearest value.
+    /// The integer of the nearest grid value.
     #[inline(always)]
-    pub fn integer(self, value: f32, step: Step) -> f32 {
-        let (least, most) = self.bounds();
-        let q = value / step.scale + step.zero;
-        let q = if q >= least { q } else { least };
-        let q = if q <= most { q } else { most };
-        if value.is_nan() { step.zero } else { (q + ROUND) - ROUND }
+    pub fn integer(self, value: f32, params: QuantizationParams) -> f32 {
+        let (lowest, highest) = self.bounds();
+        let q = value / params.scale + params.zero;
+        let q = if q >= lowest { q } else { lowest };
+        let q = if q <= highest { q } else { highest };
+        if value.is_nan() { params.zero } else { (q + ROUND) - ROUND }
     }
 
-    /// The step of a range, as compressed-tensors has it: symmetric `absmax / ((2ᵇ − 1) / 2)`, else `(high − low) / (2ᵇ − 1)`, the range
-    /// widened to include zero. `store` rounds a scale to the format that it is kept in.
-    pub fn step(self, (low, high): (f32, f32), store: impl Fn(f64) -> f32) -> Step {
-        let (least, most) = self.bounds();
-        let steps = f64::from(most - least);
+    /// The parameters for a range as in compressed-tensors: the scale is `absmax / ((2ᵇ − 1) / 2)` if
+    /// symmetric, otherwise `(high − low) / (2ᵇ − 1)` with the range extended to include zero. `store`
+    /// rounds a scale to its storage dtype.
+    pub fn params(self, (low, high): (f32, f32), store: impl Fn(f64) -> f32) -> QuantizationParams {
+        let (lowest, highest) = self.bounds();
+        let steps = f64::from(highest - lowest);
         let (low, high) = (f64::from(low.min(0.0)), f64::from(high.max(0.0)));
         let exact = if self.symmetric { high.max(-low) / (steps / 2.0) } else { (high - low) / steps };
         let zero =
-            if self.symmetric || exact == 0.0 { 0.0 } else { (f64::from(least) - low / exact).round_ties_even().clamp(least.into(), most.into()) as f32 };
+            if self.symmetric || exact == 0.0 { 0.0 } else { (f64::from(lowest) - low / exact).round_ties_even().clamp(lowest.into(), highest.into()) as f32 };
         let scale = store(exact);
-        Step { scale: if scale > 0.0 { scale } else { f32::EPSILON }, zero }
+        QuantizationParams { scale: if scale > 0.0 { scale } else { f32::EPSILON }, zero }
     }
 }
 
 simd! {
-    /// Smallest and largest value of some.
+    /// The smallest and largest value.
     pub fn range(values: &[f32]) -> (f32, f32) {
         let (mut low, mut high) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
         let (blocks, tail) = values.as_chunks::<LANES>();
@@ -79,11 +80,11 @@ simd! {
 }
 
 simd! {
-    /// Sum of `cost · error²` that rounding makes.
-    pub fn error(integers: Integers, values: &[f32], costs: &[f32], step: Step) -> f32 {
+    /// Sum of `cost · error²` of the rounding errors.
+    pub fn error(integers: IntegerGrid, values: &[f32], costs: &[f32], params: QuantizationParams) -> f32 {
         let mut sums = [0f32; LANES];
         let term = |value: f32, cost: f32| {
-            let error = integers.nearest(value, step) - value;
+            let error = integers.nearest(value, params) - value;
             cost * error * error
         };
         let (values, rest) = values.as_chunks::<LANES>();
@@ -97,16 +98,16 @@ simd! {
     }
 }
 
-/// The step of the least error among [the parts of minmax that are tried](quantize::parts).
-pub fn best(integers: Integers, values: &[f32], costs: &[f32], least: u32, store: impl Fn(f64) -> f32) -> Step {
+/// The parameters with the least error among [shrunken ranges](quantize::parts).
+pub fn search(integers: IntegerGrid, values: &[f32], costs: &[f32], least: u32, store: impl Fn(f64) -> f32) -> QuantizationParams {
     let (low, high) = range(values);
     let bounds = integers.bounds().into();
-    let mut best = (f32::INFINITY, integers.step((low, high), &store));
+    let mut best = (f32::INFINITY, integers.params((low, high), &store));
     for part in quantize::parts(bounds, integers.symmetric, (low, high), least) {
-        let step = integers.step((low * part, high * part), &store);
-        let error = error(integers, values, costs, step);
+        let params = integers.params((low * part, high * part), &store);
+        let error = error(integers, values, costs, params);
         if error < best.0 {
-            best = (error, step);
+            best = (error, params);
         }
     }
     best.1
@@ -118,25 +119,25 @@ mod tests {
 
     use super::*;
 
-    const INT4: Integers = Integers { bits: 4, symmetric: true };
+    const INT4: IntegerGrid = IntegerGrid { bits: 4, symmetric: true };
 
     #[test]
-    fn steps_are_those_of_compressed_tensors() {
+    fn params_match_compressed_tensors() {
         let exact = |scale| scale as f32;
-        assert_eq!(INT4.step((-4.0, 3.0), exact), Step { scale: 4.0 / 7.5, zero: 0.0 });
-        // The example of its documentation: groups of [-4, -3.5, -.5, 0] and [.5, 1, 3, 3.5].
-        let asymmetric = Integers { symmetric: false, ..INT4 };
-        assert_eq!(asymmetric.step((-4.0, 0.0), exact), Step { scale: 4.0 / 15.0, zero: 7.0 });
-        assert_eq!(asymmetric.step((0.5, 3.5), exact), Step { scale: 3.5 / 15.0, zero: -8.0 });
-        assert_eq!(INT4.step((0.0, 0.0), exact), Step { scale: f32::EPSILON, zero: 0.0 });
-        let rounded: Vec<f32> = [0.5, 1.5, 2.5, -9.0, 9.0, f32::NAN].map(|value| INT4.integer(value, Step { scale: 1.0, zero: 0.0 })).to_vec();
+        assert_eq!(INT4.params((-4.0, 3.0), exact), QuantizationParams { scale: 4.0 / 7.5, zero: 0.0 });
+        // The example in its documentation: groups of [-4, -3.5, -.5, 0] and [.5, 1, 3, 3.5].
+        let asymmetric = IntegerGrid { symmetric: false, ..INT4 };
+        assert_eq!(asymmetric.params((-4.0, 0.0), exact), QuantizationParams { scale: 4.0 / 15.0, zero: 7.0 });
+        assert_eq!(asymmetric.params((0.5, 3.5), exact), QuantizationParams { scale: 3.5 / 15.0, zero: -8.0 });
+        assert_eq!(INT4.params((0.0, 0.0), exact), QuantizationParams { scale: f32::EPSILON, zero: 0.0 });
+        let rounded: Vec<f32> = [0.5, 1.5, 2.5, -9.0, 9.0, f32::NAN].map(|value| INT4.integer(value, QuantizationParams { scale: 1.0, zero: 0.0 })).to_vec();
         assert_eq!(rounded, [0.0, 2.0, 2.0, -8.0, 7.0, 0.0]);
     }
 
     #[test]
-    fn the_largest_value_can_be_a_whole_number_of_steps() {
+    fn the_largest_value_can_be_an_integer_number_of_steps() {
         for (value, steps) in [(1.0, 127.0), (-1.0, 128.0)] {
-            let found = best(Integers { bits: 8, symmetric: true }, &[value], &[1.0], 80, |scale| scale as f32);
+            let found = search(IntegerGrid { bits: 8, symmetric: true }, &[value], &[1.0], 80, |scale| scale as f32);
             assert!((found.scale * steps - 1.0).abs() < 1e-6, "{value}: {found:?}");
         }
     }
@@ -146,14 +147,14 @@ mod tests {
         fn a_searched_range_is_never_worse(
             values in prop::collection::vec(-3f32..3.0, 1..70), bits in 2u32..9, symmetric: bool, seed in 1u32..100
         ) {
-            let integers = Integers { bits, symmetric };
+            let integers = IntegerGrid { bits, symmetric };
             let costs: Vec<f32> = (0..values.len() as u32).map(|at| (at * seed % 7) as f32 + 0.1).collect();
             let exact = |scale| scale as f32;
-            let found = best(integers, &values, &costs, 40, exact);
-            let usual = integers.step(range(&values), exact);
+            let found = search(integers, &values, &costs, 40, exact);
+            let usual = integers.params(range(&values), exact);
             prop_assert!(error(integers, &values, &costs, found) <= error(integers, &values, &costs, usual));
             let at = |value: f32| integers.integer(value, found);
-            prop_assert!(values.iter().all(|value| at(integers.nearest(*value, found)) == at(*value)), "values of the grid are their own nearest");
+            prop_assert!(values.iter().all(|value| at(integers.nearest(*value, found)) == at(*value)), "grid values are not changed by rounding");
         }
     }
 }

@@ -1,19 +1,21 @@
-//! Exact counts of magnitudes, 15 or 16 bits at a time: the k-th smallest weight of a model without sorting it.
+//! Exact histograms of magnitudes, 15 or 16 bits at a time, to find the k-th smallest weight of a model
+//! without sorting.
 //!
-//! Magnitudes of IEEE floats order as unsigned integers, so the k-th smallest falls into the bin of the
-//! leading bits where the running count passes k; a further reading counts the next bits inside that bin.
-//! 16-bit floats are done after one reading, f32 after two, f64 after four.
+//! Magnitudes of IEEE floats have the order of unsigned integers, so the k-th smallest is in the bin of
+//! leading bits where the cumulative count exceeds k. Another pass counts the next bits within that bin.
+//! 16-bit floats need one pass, f32 two, f64 four.
 
 use super::Float;
 
-/// Which bits of a magnitude are counted: those `shift` places up, of elements whose higher bits equal `prefix`.
+/// The bits of a magnitude that are counted: `width` bits at position `shift`, of elements whose higher
+/// bits equal `prefix`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
-    /// Places below the counted bits.
+    /// Position of the lowest counted bit.
     pub shift: u32,
-    /// Bits counted: 15 at first (the sign is gone), then 16.
+    /// Number of counted bits: 15 in the first pass (without the sign bit), then 16.
     pub width: u32,
-    /// The bits above the counted ones that an element must have.
+    /// Required value of the higher bits.
     pub prefix: u64,
 }
 
@@ -23,7 +25,7 @@ impl Window {
         Window { shift: bits - 15, width: 15, prefix: 0 }
     }
 
-    /// The next 16 bits inside `bin`, or `None` when no bits are left.
+    /// The next 16 bits within `bin`. `None` if no bits remain.
     pub fn inside(self, bin: u64) -> Option<Window> {
         (self.shift > 0).then(|| Window { shift: self.shift - 16, width: 16, prefix: self.key(bin) })
     }
@@ -36,10 +38,11 @@ impl Window {
 
 const TABLES: usize = 4;
 
-/// Bins of a leading window.
+/// Number of bins of a leading window.
 const LEADING: usize = 1 << 15;
 
-/// Counts of one window. Four tables take turns, so that equal neighbours do not wait for each other's store.
+/// Histogram of one window. Four tables are used in rotation, so that the increments of equal adjacent
+/// values do not depend on each other.
 #[derive(Debug)]
 pub struct MagnitudeHistogram {
     window: Window,
@@ -49,7 +52,7 @@ pub struct MagnitudeHistogram {
 }
 
 impl MagnitudeHistogram {
-    /// Empty counts.
+    /// An empty histogram.
     pub fn new(window: Window) -> Self {
         let bins = 1usize << window.width;
         Self { window, tables: vec![0; bins * TABLES], totals: vec![0; bins], pending: 0 }
@@ -77,7 +80,7 @@ impl MagnitudeHistogram {
         }
     }
 
-    /// With sizes that the compiler knows: no check of a bound, no shift by a variable.
+    /// Specialized for the leading window: without bounds checks, and with constant shifts.
     fn add_leading<F: Float>(&mut self, elements: &[F::Bytes]) {
         let bin = |e: F::Bytes| (F::magnitude(e).into() >> (F::BITS - 15)) as usize & (LEADING - 1);
         let [t0, t1, t2, t3] = self.tables.as_chunks_mut::<LEADING>().0 else { return };
@@ -103,7 +106,7 @@ impl MagnitudeHistogram {
         self.pending = 0;
     }
 
-    /// The bins that are not empty, in order, with their counts; the histogram is empty afterwards.
+    /// Returns the nonempty bins in order with their counts, and clears the histogram.
     pub fn take(&mut self) -> Vec<(u16, u64)> {
         self.flush();
         let filled = self.totals.iter().enumerate().filter(|(_, n)| **n > 0).map(|(bin, n)| (bin as u16, *n)).collect();

@@ -1,9 +1,9 @@
-//! Counting the values of a running model.
+//! Histograms with bins of equal width, and statistics of activations.
 
 use super::activation::ROUND;
 
 simd! {
-    /// The smallest and the largest value, and whether all are finite.
+    /// The smallest and largest value, and whether all values are finite.
     pub fn extremes(values: &[f32]) -> (f32, f32, bool) {
         const LANES: usize = 32;
         let (mut low, mut high, mut odd) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES], [0u32; LANES]);
@@ -24,24 +24,26 @@ simd! {
     }
 }
 
-/// The bin of a value in units of bins; what is no number is in the lowest. `as i32` saturates, which would keep loops from being vectorized.
+/// The bin of a value given in units of bins. NaN is counted in the lowest bin. `as i32` saturates,
+/// which would prevent vectorization.
 #[inline(always)]
 fn bin(at: f32, half: i32) -> i32 {
-    let (least, most) = (-(half as f32), half as f32 - 1.0);
+    let (lowest, highest) = (-(half as f32), half as f32 - 1.0);
     let at = at.floor();
-    let at = if at > least { at } else { least };
-    let at = if at < most { at } else { most };
+    let at = if at > lowest { at } else { lowest };
+    let at = if at < highest { at } else { highest };
     ((at + ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32).wrapping_add(half)
 }
 
 simd! {
-    /// The sum of values and that of their squares.
+    /// The sum of the values and the sum of their squares.
     pub fn sums(values: &[f32]) -> (f64, f64) {
         // Fixed, so that results do not depend on the instruction set.
         const LANES: usize = 16;
         let (mut sums, mut squares) = ([0f64; LANES], [0f64; LANES]);
         let (blocks, tail) = values.as_chunks::<LANES>();
-        // Loops of their own: in one, compilers pair a sum with its square instead of its neighbour.
+        // Separate loops: in a single loop, compilers would pair a sum with its square instead of with
+        // the adjacent sum.
         for blocks in blocks.chunks(64) {
             for block in blocks {
                 for lane in 0..LANES {
@@ -54,13 +56,13 @@ simd! {
                 }
             }
         }
-        let rest = |sum: f64, of: fn(f64) -> f64| tail.iter().fold(sum, |sum, x| sum + of(f64::from(*x)));
+        let rest = |sum: f64, term: fn(f64) -> f64| tail.iter().fold(sum, |sum, x| sum + term(f64::from(*x)));
         (rest(sums.iter().sum(), |x| x), rest(squares.iter().sum(), |x| x * x))
     }
 }
 
 simd! {
-    /// Numbers of the bins of values, for `2 · half` bins of width `1 / inverse` around zero.
+    /// Computes bin numbers for `2 · half` bins of width `1 / inverse` around zero.
     fn number(values: &[f32], inverse: f32, half: i32, out: &mut [i32]) {
         for (value, number) in values.iter().zip(out) {
             *number = bin(value * inverse, half);
@@ -68,15 +70,16 @@ simd! {
     }
 }
 
-/// Tables that take turns: neighbours are often in one bin, and a count waits for the one before it in the same place.
+/// Number of tables used in rotation: consecutive values often have the same bin, and an increment must
+/// wait for the previous one of the same counter.
 const TABLES: usize = 4;
 
-/// Values of a turn: no table counts as many as 16 bits hold.
+/// Number of values per turn, so that 16-bit counters cannot overflow.
 const TURN: usize = 1 << 17;
 
-/// The count of a bin; one of 32 bits saturates.
+/// A bin counter. 32-bit counters saturate.
 pub trait Counter: Copy + Into<u64> {
-    /// Adds to the count.
+    /// Increases the counter.
     fn increase(&mut self, by: u64);
 }
 
@@ -94,11 +97,11 @@ impl Counter for u32 {
 
 /// Counts values in bins of width `1 / inverse` around zero.
 pub fn count<C: Counter, const BINS: usize>(values: &[f32], inverse: f32, counts: &mut [C; BINS]) {
-    let numbered = |values: &[f32], see: &mut dyn FnMut(&[i32])| {
+    let numbered = |values: &[f32], sink: &mut dyn FnMut(&[i32])| {
         let mut numbers = [0; 256];
         for run in values.chunks(256) {
             number(run, inverse, BINS as i32 / 2, &mut numbers);
-            see(&numbers[..run.len()]);
+            sink(&numbers[..run.len()]);
         }
     };
     if values.len() < TABLES * BINS {
@@ -107,8 +110,8 @@ pub fn count<C: Counter, const BINS: usize>(values: &[f32], inverse: f32, counts
     for turn in values.chunks(TURN) {
         let mut tables = [[0u16; BINS]; TABLES];
         numbered(turn, &mut |numbers| {
-            let (together, rest) = numbers.as_chunks::<TABLES>();
-            for bins in together {
+            let (groups, rest) = numbers.as_chunks::<TABLES>();
+            for bins in groups {
                 for lane in 0..TABLES {
                     tables[lane][bins[lane] as usize % BINS] += 1;
                 }
@@ -120,7 +123,7 @@ pub fn count<C: Counter, const BINS: usize>(values: &[f32], inverse: f32, counts
 }
 
 simd! {
-    /// Adds a row, one value for each channel, to what is known of the channels.
+    /// Adds a row, with one value per channel, to the statistics of the channels.
     pub fn add_row(row: &[f32], low: &mut [f32], high: &mut [f32], sums: &mut [f64], squares: &mut [f64]) {
         for ((((x, low), high), sum), square) in row.iter().zip(low).zip(high).zip(sums).zip(squares) {
             *low = if *x < *low { *x } else { *low };
@@ -133,7 +136,7 @@ simd! {
 }
 
 simd! {
-    /// Numbers of the bins of a row's values, for bins of a width of its own for each channel.
+    /// Computes the bin numbers of a row's values, with a different bin width for each channel.
     pub fn number_row(row: &[f32], inverses: &[f32], half: i32, out: &mut [i32]) {
         for ((x, inverse), number) in row.iter().zip(inverses).zip(out) {
             *number = bin(x * inverse, half);
@@ -154,7 +157,7 @@ mod tests {
         assert_eq!(have, want);
     }
 
-    /// More than a turn, a rest, and all in one place, where a table is fullest.
+    /// More than a turn with a remainder, and all values in one bin, the extreme case for a table.
     #[test]
     fn many_values_are_counted() {
         let count = 3 * TURN + 5;

@@ -1,32 +1,35 @@
-//! The product of two thin matrices that is nearest to a matrix: by squared error (Eckart and Young), or by the error of what a layer
-//! computes from its inputs (Wang et al., *SVD-LLM*, 2024, <https://arxiv.org/abs/2403.07378>).
+//! Best low-rank approximation of a matrix: by squared error (Eckart and Young), or by the error of a
+//! layer's outputs for given inputs (Wang et al., *SVD-LLM*, 2024, <https://arxiv.org/abs/2403.07378>).
 //!
-//! With `H = XᵀX` of the inputs, `‖(W - W') Xᵀ‖²` is least where `W'` is `W` projected onto the first left singular vectors of `W S`, for
-//! any `S` with `S Sᵀ = H`. These are eigenvectors of `W H Wᵀ`, so where outputs are no more than inputs, neither `S` nor its inverse is needed,
-//! and `H` may be singular. Otherwise they follow from those of `Sᵀ Wᵀ W S`.
+//! With `H = XᵀX` of the inputs, `‖(W - W') Xᵀ‖²` is minimal if `W'` is `W` projected onto the leading
+//! left singular vectors of `W S`, for any `S` with `S Sᵀ = H`. These are eigenvectors of `W H Wᵀ`, so
+//! if there are at most as many outputs as inputs, neither `S` nor its inverse is needed, and `H` may be
+//! singular. Otherwise they are computed from the eigenvectors of `Sᵀ Wᵀ W S`.
 
 use super::dense::{gram, product, transposed};
 use super::eigen::Eigen;
 use super::solve::{Factor, triangle};
 
-/// What is added to the diagonal of sums of products, in parts of its mean, so that directions that no sample has keep an order.
+/// Damping of the diagonal of `H`, relative to its mean, so that directions without any sample have a
+/// defined order.
 const DAMPING: f64 = 1e-6;
 
-/// Two matrices in the place of one.
+/// A low-rank factorization `outer · inner`.
 pub struct LowRank {
-    /// The one that is applied last, `[rows, rank]`.
+    /// The factor that is applied last, `[rows, rank]`.
     pub outer: Vec<f64>,
-    /// The one that is applied first, `[rank, size]`.
+    /// The factor that is applied first, `[rank, size]`.
     pub inner: Vec<f64>,
-    /// Squared error by squared length, of the outputs where inputs are known, else of the matrix.
+    /// Relative squared error: of the outputs if inputs are known, otherwise of the matrix.
     pub lost: f64,
-    /// What more was added to the diagonal of sums of products, in parts of its mean, to make them positive; usually 0.
+    /// Additional damping of the diagonal, relative to its mean, that was needed to make `H` positive
+    /// definite. Usually 0.
     pub damping: f64,
 }
 
 impl LowRank {
-    /// Of a matrix `[rows, size]`, and where inputs are known, the upper triangle of their sums of products `[size, size]`. Nothing where a
-    /// number is not finite.
+    /// Approximates a matrix `[rows, size]`. `products` is the upper triangle of `H` `[size, size]`, if
+    /// inputs are known. `None` if a number is not finite.
     pub fn new(matrix: &[f32], size: usize, rank: usize, products: Option<&[f32]>) -> Option<LowRank> {
         let rows = matrix.len() / size.max(1);
         let matrix: Vec<f64> = matrix.iter().map(|x| f64::from(*x)).collect();
@@ -39,7 +42,8 @@ impl LowRank {
         Some(found)
     }
 
-    /// Gives both matrices the same length in each direction, so that both use the range of their format alike.
+    /// Scales both factors to the same norm in each direction, so that both use the range of their dtype
+    /// equally.
     fn balance(&mut self, size: usize, rank: usize) {
         let length = |sum: f64| sum.sqrt();
         for direction in 0..rank {
@@ -55,19 +59,20 @@ impl LowRank {
     }
 }
 
-/// A whole matrix of its upper triangle.
+/// Expands an upper triangle to a symmetric matrix.
 fn symmetric(upper: &[f32], size: usize) -> Vec<f64> {
     (0..size * size).map(|at| upper[(at / size).min(at % size) * size + (at / size).max(at % size)].into()).collect()
 }
 
-/// With something on the diagonal, in parts of its mean.
+/// Adds the damping to the diagonal.
 fn damped(mut moments: Vec<f64>, size: usize) -> Vec<f64> {
     let mean = (0..size).map(|at| moments[at * size + at]).sum::<f64>() / size.max(1) as f64;
     (0..size).for_each(|at| moments[at * size + at] += if mean > 0.0 { DAMPING * mean } else { 1.0 });
     moments
 }
 
-/// The part of the sum of eigenvalues that is not among the first, as it is summed: differences of large sums would be noise.
+/// Relative sum of the eigenvalues beyond the rank. It is summed directly, because a difference of large
+/// sums would be dominated by rounding errors.
 fn lost(values: &[f64], rank: usize) -> f64 {
     let sum = |values: &[f64]| values.iter().map(|value| value.max(0.0)).sum::<f64>();
     let all = sum(values);
@@ -85,7 +90,7 @@ fn nearest(matrix: &[f64], [rows, size, rank]: [usize; 3]) -> Option<LowRank> {
     Some(LowRank { outer, inner, lost, damping: 0.0 })
 }
 
-/// By eigenvectors of `W H Wᵀ`.
+/// Uses eigenvectors of `W H Wᵀ`.
 fn by_outputs(matrix: &[f64], [rows, size, rank]: [usize; 3], moments: &[f64]) -> Option<LowRank> {
     let outputs = product(&product(matrix, moments, size, size), &transposed(matrix, size), size, rows);
     let even: Vec<f64> = (0..rows * rows).map(|at| f64::midpoint(outputs[at], outputs[at % rows * rows + at / rows])).collect();
@@ -93,7 +98,7 @@ fn by_outputs(matrix: &[f64], [rows, size, rank]: [usize; 3], moments: &[f64]) -
     Some(LowRank { outer: transposed(&found.vectors, rows), inner: product(&found.vectors, matrix, rows, size), lost: lost(&found.values, rank), damping: 0.0 })
 }
 
-/// By eigenvectors of `Sᵀ Wᵀ W S`: `W S` times them are the directions that are projected onto.
+/// Uses eigenvectors of `Sᵀ Wᵀ W S`. `W S` times these vectors yields the directions of the projection.
 fn by_inputs(matrix: &[f64], [rows, size, rank]: [usize; 3], moments: Vec<f64>) -> Option<LowRank> {
     let mean = (0..size).map(|at| moments[at * size + at]).sum::<f64>() / size.max(1) as f64;
     if !mean.is_finite() {
@@ -113,7 +118,7 @@ fn by_inputs(matrix: &[f64], [rows, size, rank]: [usize; 3], moments: Vec<f64>) 
     let scaled = product(matrix, &root, size, size);
     drop(root);
     let found = Eigen::new(gram(&transposed(&scaled, size), rows), size, rank)?;
-    // Directions of length one, a row each; those of no length stay empty.
+    // Normalized directions, one per row. Directions of zero length are zero.
     let mut directions = product(&found.vectors, &transposed(&scaled, size), size, rows);
     drop(scaled);
     let longest = directions.chunks_exact(rows).map(|row| row.iter().map(|x| x * x).sum::<f64>()).fold(0.0, f64::max);
@@ -122,7 +127,7 @@ fn by_inputs(matrix: &[f64], [rows, size, rank]: [usize; 3], moments: Vec<f64>) 
         let factor = if square > longest * 1e-20 { 1.0 / square.sqrt() } else { 0.0 };
         row.iter_mut().for_each(|x| *x *= factor);
     }
-    // They stand at right angles but for rounding, which the solution makes up for.
+    // They are orthogonal except for rounding errors, which solving the linear system compensates.
     let mut angles = gram(&directions, rows);
     (0..rank).for_each(|at| angles[at * rank + at] = if angles[at * rank + at] > 0.0 { angles[at * rank + at] } else { 1.0 });
     let mut inner = transposed(&product(&directions, matrix, rows, size), size);
@@ -142,7 +147,7 @@ mod tests {
         values.iter().map(|x| f64::from(*x)).collect()
     }
 
-    /// `‖(W - W') Xᵀ‖²`, by definition.
+    /// Reference implementation of `‖(W - W') Xᵀ‖²`.
     fn error(matrix: &[f32], found: &LowRank, rank: usize, inputs: &[f64], size: usize) -> f64 {
         let near = product(&found.outer, &found.inner, rank, size);
         let gone: Vec<f64> = wide(matrix).iter().zip(&near).map(|(a, b)| a - b).collect();
@@ -154,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_matrix_of_low_rank_is_found_again() {
+    fn a_low_rank_matrix_is_recovered() {
         for (rows, size, rank) in [(30, 50, 7), (50, 30, 7), (24, 24, 1)] {
             let exact = product(&wide(&matrix(rows * rank, 1)), &wide(&matrix(rank * size, 2)), rank, size);
             let exact: Vec<f32> = exact.iter().map(|x| *x as f32).collect();
@@ -164,7 +169,7 @@ mod tests {
                 assert!(found.lost < 1e-9);
                 let near = product(&found.outer, &found.inner, rank, size);
                 assert!(near.iter().zip(&exact).all(|(a, b)| (a - f64::from(*b)).abs() < 1e-4), "{rows} {size}");
-                // Both have the same length in each direction.
+                // Both factors have the same norm in each direction.
                 let outer: f64 = found.outer.iter().step_by(rank).map(|x| x * x).sum();
                 let inner: f64 = found.inner[..size].iter().map(|x| x * x).sum();
                 assert!((outer - inner).abs() < 1e-9 * outer);
@@ -173,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_make_the_error_on_samples_less_and_what_is_lost_is_told() {
+    fn inputs_reduce_the_output_error_and_the_loss_is_reported() {
         for (rows, size, rank) in [(30, 50, 8), (50, 30, 8)] {
             let matrix = matrix(rows * size, 5);
             let inputs: Vec<f64> = wide(&self::matrix(300 * size, 6)).iter().enumerate().map(|(i, x)| x * if i % size % 7 == 3 { 20.0 } else { 1.0 }).collect();
@@ -182,7 +187,7 @@ mod tests {
             assert!(aware_error < 0.7 * plain_error, "{aware_error} for {plain_error}");
             let all: f64 = product(&wide(&matrix), &transposed(&inputs, size), size, 300).iter().map(|x| x * x).sum();
             assert!((aware.lost - aware_error / all).abs() < 1e-3 * aware.lost, "{} {}", aware.lost, aware_error / all);
-            // No projection onto other directions is better: neither one that is turned a little.
+            // Projections onto slightly different directions are worse.
             let mut turned = LowRank { outer: aware.outer.clone(), inner: aware.inner.clone(), lost: 0.0, damping: 0.0 };
             turned.inner.iter_mut().enumerate().for_each(|(i, x)| *x *= 1.0 + 0.01 * ((i % 3) as f64 - 1.0));
             assert!(error(&matrix, &turned, rank, &inputs, size) > aware_error);
@@ -190,10 +195,10 @@ mod tests {
     }
 
     #[test]
-    fn singular_moments_zeros_and_numbers_that_are_not_finite() {
+    fn singular_moments_zeros_and_nonfinite_values() {
         for (rows, size) in [(20, 40), (40, 20)] {
             let matrix = matrix(rows * size, 7);
-            // Fewer samples than inputs: they are computed exactly where the rank is theirs.
+            // With fewer samples than inputs, outputs are exact if the rank is the number of samples.
             let inputs = wide(&self::matrix(5 * size, 8));
             let found = LowRank::new(&matrix, size, 5, Some(&moments(&inputs, size))).unwrap();
             let all: f64 = product(&wide(&matrix), &transposed(&inputs, size), size, 5).iter().map(|x| x * x).sum();

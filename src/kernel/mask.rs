@@ -1,9 +1,9 @@
-//! Zeroing small elements.
+//! Pruning of small elements.
 
 use super::Float;
 
 simd! {
-    /// Copies the elements whose magnitude is above `threshold`; the others become positive zero.
+    /// Copies elements whose magnitude exceeds `threshold`. The others become positive zero.
     pub fn keep_above[F: Float](input: &[u8], output: &mut [u8], threshold: F::Magnitude) {
         for (&e, out) in F::split(input).iter().zip(F::split_mut(output)) {
             *out = if F::magnitude(e) > threshold { e } else { F::ZERO };
@@ -12,7 +12,7 @@ simd! {
 }
 
 simd! {
-    /// Copies the elements whose magnitude is `threshold` or above; the others become positive zero.
+    /// Copies elements whose magnitude is at least `threshold`. The others become positive zero.
     pub fn keep_from[F: Float](input: &[u8], output: &mut [u8], threshold: F::Magnitude) {
         for (&e, out) in F::split(input).iter().zip(F::split_mut(output)) {
             *out = if F::magnitude(e) >= threshold { e } else { F::ZERO };
@@ -20,7 +20,7 @@ simd! {
     }
 }
 
-/// Like [`keep_from`], but the first `ties` elements of exactly that magnitude go too.
+/// As [`keep_from`], but also removes the first `ties` elements of exactly that magnitude.
 pub fn keep_from_but_first<F: Float>(input: &[u8], output: &mut [u8], threshold: F::Magnitude, mut ties: u64) {
     for (&e, out) in F::split(input).iter().zip(F::split_mut(output)) {
         let magnitude = F::magnitude(e);
@@ -30,8 +30,9 @@ pub fn keep_from_but_first<F: Float>(input: &[u8], output: &mut [u8], threshold:
     }
 }
 
-/// Keeps the `n` largest of every `m` elements that lie `stride` apart; of equals the later ones stay,
-/// as with a threshold. `input` holds whole runs of `m * stride` elements.
+/// Retains the `n` largest of every `m` elements at a distance of `stride`. Of equal elements, the later
+/// ones are retained, as with a threshold. The length of `input` must be a multiple of `m * stride`
+/// elements.
 pub fn keep_n_of_m<F: Float>(input: &[u8], output: &mut [u8], n: usize, m: usize, stride: usize) {
     output.copy_from_slice(input);
     let input = F::split(input);
@@ -57,7 +58,8 @@ fn keep_2_of_4<F: Float>(input: &[F::Bytes], output: &mut [F::Bytes]) {
     for (quad, out) in input.as_chunks::<4>().0.iter().zip(output.as_chunks_mut::<4>().0) {
         let m = quad.map(F::magnitude);
         let beats = |a: usize, b: usize| u8::from(m[a] > m[b]);
-        // Rank of an element: how many of the others are smaller, where of equals the earlier is smaller.
+        // Rank of an element: the number of smaller elements, where the earlier one of equals counts as
+        // smaller.
         let rank = [
             beats(0, 1) + beats(0, 2) + beats(0, 3),
             1 - beats(0, 1) + beats(1, 2) + beats(1, 3),
@@ -82,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn ties_go_by_position() {
+    fn ties_are_broken_by_position() {
         let input = bytes(&[1.0, -2.0, 2.0, 3.0, 2.0]);
         let mut output = vec![0; input.len()];
         let two = F32::magnitude(2f32.to_le_bytes());
@@ -95,14 +97,14 @@ mod tests {
     }
 
     #[test]
-    fn two_of_four_is_the_general_rule_on_every_order() {
+    fn two_of_four_equals_the_general_case_for_every_order() {
         let levels = [0.0f32, 1.0, 2.0, 3.0];
         for code in 0..256usize {
             let quad: Vec<f32> = (0..4).map(|i| levels[(code >> (2 * i)) & 3]).collect();
             let input = bytes(&quad);
             let mut fast = vec![0; 16];
             keep_n_of_m::<F32>(&input, &mut fast, 2, 4, 1);
-            // The same four numbers twice, interleaved, take the general path.
+            // The same four numbers twice, interleaved, use the general code path.
             let doubled = bytes(&quad.iter().flat_map(|v| [*v, *v]).collect::<Vec<_>>());
             let mut general = vec![0; 32];
             keep_n_of_m::<F32>(&doubled, &mut general, 2, 4, 2);

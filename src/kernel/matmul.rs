@@ -1,8 +1,9 @@
-//! Matrix products in f32, a tile of registers at a time.
+//! Matrix products in f32 with register tiling.
 //!
-//! The left matrix is packed in blocks of rows, the right one in panels of columns; a tile (`kernel/tile.rs`) of the result is a
-//! block times a panel, summed over the whole inner axis. The right matrix is asked for panel by panel: it may be 16-bit
-//! weights or the windows of an image that are never stored as a matrix (Goto and van de Geijn, 2008).
+//! The left matrix is packed into blocks of rows, the right matrix into panels of columns. A tile of the
+//! result (`kernel/tile.rs`) is the product of a block and a panel over the complete inner dimension.
+//! The right matrix is provided panel by panel, so that it may consist of 16-bit weights or of image
+//! windows that are never stored as a matrix (Goto and van de Geijn, 2008).
 
 use std::ops::Range;
 
@@ -12,12 +13,12 @@ use super::epilogue::Epilogue;
 use super::scratch::Scratch;
 use super::tile::{self, BLOCK, PANEL, Panel};
 
-/// Floats of packed panels that are held at a time.
-const HELD: usize = 1 << 20;
+/// Maximum number of floats in packed panels at a time.
+const PACKED: usize = 1 << 20;
 
-/// A float as it is kept.
+/// A stored float type.
 pub trait StoredFloat: Copy + Sync {
-    /// Its value.
+    /// Converts the value to f32.
     fn value(self) -> f32;
 }
 
@@ -42,7 +43,7 @@ impl StoredFloat for half::f16 {
     }
 }
 
-/// The left matrix, packed.
+/// A packed left matrix.
 pub struct Left {
     rows: usize,
     inner: usize,
@@ -50,24 +51,25 @@ pub struct Left {
 }
 
 impl Left {
-    /// Packs rows of `inner` elements that begin `stride` apart.
+    /// Packs rows of `inner` elements with the given stride.
     pub fn pack<T: StoredFloat>(values: &[T], rows: usize, inner: usize, stride: usize) -> Left {
         Left::packed(rows, inner, |first, block| {
             let last = rows - 1;
-            // Rows beyond the last are never looked at.
+            // Lanes beyond the last row are ignored.
             let lanes = std::array::from_fn(|lane| values[(first + lane).min(last) * stride..][..inner].as_chunks());
-            turn(lanes, block.as_chunks_mut().0);
+            transpose(lanes, block.as_chunks_mut().0);
         })
     }
 
-    /// Packs rows that lie in memory as columns: the elements of one inner index begin `stride` after those of the one before.
+    /// Packs a transposed matrix: the elements of consecutive inner indices have a distance of `stride`.
     pub fn pack_transposed(values: &[f32], rows: usize, inner: usize, stride: usize) -> Left {
         Left::packed(rows, inner, |first, block| {
             let count = BLOCK.min(rows - first);
             for (step, group) in block.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
                 let values = &values[step * stride + first..];
                 match values.first_chunk::<BLOCK>() {
-                    // A copy of known length, also where what follows belongs to no row.
+                    // A copy of fixed length is faster, even if the elements beyond the last row are
+                    // meaningless.
                     Some(values) => *group = *values,
                     None => group[..count].copy_from_slice(&values[..count]),
                 }
@@ -75,7 +77,7 @@ impl Left {
         })
     }
 
-    /// Blocks that `fill` packs, each given its first row.
+    /// Packs blocks in parallel. `fill` receives the first row of each block.
     fn packed(rows: usize, inner: usize, fill: impl Fn(usize, &mut [f32]) + Sync) -> Left {
         let mut packed = Scratch::new(rows.div_ceil(BLOCK) * BLOCK * inner);
         let size = (BLOCK * inner).max(1);
@@ -97,12 +99,12 @@ impl Left {
     }
 }
 
-/// Elements of a row that are turned at once.
+/// Number of elements of a row that are transposed at once.
 const RUN: usize = 16;
 
-/// Writes the elements of all rows with one inner index side by side.
+/// Interleaves the elements of all rows with the same inner index.
 #[inline(always)]
-fn turn<T: StoredFloat>(rows: [(&[[T; RUN]], &[T]); BLOCK], groups: &mut [[f32; BLOCK]]) {
+fn transpose<T: StoredFloat>(rows: [(&[[T; RUN]], &[T]); BLOCK], groups: &mut [[f32; BLOCK]]) {
     let full = rows[0].0.len();
     let (runs, rest) = groups.split_at_mut(full * RUN);
     for (at, groups) in runs.as_chunks_mut::<RUN>().0.iter_mut().enumerate() {
@@ -119,26 +121,28 @@ fn turn<T: StoredFloat>(rows: [(&[[T; RUN]], &[T]); BLOCK], groups: &mut [[f32; 
     }
 }
 
-/// The right matrix, given panel by panel.
+/// A right matrix, provided panel by panel.
 pub trait Right: Sync {
-    /// Writes a panel of columns from `first` on as `[inner][columns]`; what is beyond the last column does not matter.
+    /// Writes the panel of columns starting at `first` as `[inner][columns]`. Elements beyond the last
+    /// column may have any value.
     fn pack(&self, first: usize, panel: &mut [f32]);
 }
 
-/// A matrix whose columns lie in memory as rows that begin `stride` apart: the weight `[out, in]` of a linear layer.
+/// A right matrix with contiguous columns at a distance of `stride`: the weight `[out, in]` of a linear
+/// layer.
 pub struct Columns<'a, T> {
     /// The elements.
     pub values: &'a [T],
     /// Number of columns.
     pub count: usize,
-    /// From one column to the next.
+    /// Distance between columns.
     pub stride: usize,
 }
 
 impl<T: StoredFloat> Right for Columns<'_, T> {
     fn pack(&self, first: usize, panel: &mut [f32]) {
         let groups = panel.as_chunks_mut::<PANEL>().0;
-        // A stretch of the panel stays in the first-level cache while all columns are written into it.
+        // Part of the panel stays in the L1 cache while all columns are written to it.
         for (step, groups) in groups.chunks_mut(64).enumerate() {
             for lane in 0..PANEL.min(self.count - first) {
                 let column = &self.values[(first + lane) * self.stride + step * 64..][..groups.len()];
@@ -150,13 +154,13 @@ impl<T: StoredFloat> Right for Columns<'_, T> {
     }
 }
 
-/// A matrix whose rows begin `stride` apart.
+/// A right matrix with contiguous rows at a distance of `stride`.
 pub struct Rows<'a, T> {
     /// The elements.
     pub values: &'a [T],
     /// Number of columns.
     pub count: usize,
-    /// From one row to the next.
+    /// Distance between rows.
     pub stride: usize,
 }
 
@@ -172,21 +176,22 @@ impl<T: StoredFloat> Right for Rows<'_, T> {
 }
 
 simd! {
-    /// Some blocks times consecutive panels, the first of which begins at `column` of a result `width` wide; `out`
-    /// holds the rows of the blocks from its column `place` on, `stride` apart.
+    /// Multiplies blocks by consecutive panels. The first panel starts at `column` of a result with
+    /// `width` columns. `out` contains the rows of the blocks at a distance of `stride`, and the results are
+    /// written from its column `at` on.
     #[allow(clippy::too_many_arguments)]
-    fn multiply_into(left: &Left, blocks: Range<usize>, panels: &[f32], column: usize, epilogue: Epilogue, out: &mut [f32], width: usize, place: usize, stride: usize) {
+    fn multiply_into(left: &Left, blocks: Range<usize>, panels: &[f32], column: usize, epilogue: Epilogue, out: &mut [f32], width: usize, at: usize, stride: usize) {
         let size = PANEL * left.inner;
         let mut tile = [[0f32; PANEL]; BLOCK];
         for (number, panel) in panels.chunks_exact(size.max(1)).enumerate() {
-            let (column, place) = (column + number * PANEL, place + number * PANEL);
+            let (column, at) = (column + number * PANEL, at + number * PANEL);
             let columns = PANEL.min(width - column);
             for index in blocks.clone() {
                 let first = index * BLOCK;
                 let rows = BLOCK.min(left.rows - first);
                 tile::multiply(left.block(index), Panel::Packed(panel), [rows, PANEL], &mut tile);
                 for (lane, values) in tile[..rows].iter_mut().enumerate() {
-                    let out = &mut out[(first - blocks.start * BLOCK + lane) * stride + place..][..columns];
+                    let out = &mut out[(first - blocks.start * BLOCK + lane) * stride + at..][..columns];
                     epilogue.store(&mut values[..columns], [first + lane, column, width], out);
                 }
             }
@@ -194,14 +199,15 @@ simd! {
     }
 }
 
-/// Some blocks times consecutive panels, the first of which begins at `column` of a result `width` wide; `out` holds the rows of
-/// the blocks, `stride` apart.
+/// Multiplies blocks by consecutive panels. The first panel starts at `column` of a result with `width`
+/// columns. `out` contains the rows of the blocks at a distance of `stride`.
 #[allow(clippy::too_many_arguments)]
 pub fn multiply(left: &Left, blocks: Range<usize>, panels: &[f32], column: usize, epilogue: Epilogue, out: &mut [f32], width: usize, stride: usize) {
     multiply_into(left, blocks, panels, column, epilogue, out, width, column, stride);
 }
 
-/// The product of a left matrix with a right one of `width` columns, by all threads; rows of `out` are contiguous.
+/// Computes the product of a left matrix and a right matrix of `width` columns with all threads. Rows of
+/// `out` are contiguous.
 pub fn product(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
     let (blocks, panels) = (left.rows.div_ceil(BLOCK), width.div_ceil(PANEL));
     if blocks == 0 || panels == 0 {
@@ -211,18 +217,18 @@ pub fn product(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue
         return by_panels(left.rows, width, epilogue, out, |_, _, _| {});
     }
     if left.rows * width * left.inner < 1 << 17 {
-        return product_here(left, right, width, epilogue, out, width);
+        return product_serial(left, right, width, epilogue, out, width);
     }
     let size = (PANEL * left.inner).max(1);
     if blocks < 2 * rayon::current_num_threads() {
         return by_columns(left, right, width, epilogue, out);
     }
-    let together = (HELD / size).clamp(1, panels);
-    let mut packed = Scratch::new(together * size);
-    // Blocks of one job: few enough to stay in the second-level cache while panel after panel passes by.
-    let group = (HELD / 8 / (BLOCK * left.inner).max(1)).clamp(2, blocks.div_ceil(2 * rayon::current_num_threads()).max(2));
-    for first in (0..panels).step_by(together) {
-        let count = together.min(panels - first);
+    let chunk = (PACKED / size).clamp(1, panels);
+    let mut packed = Scratch::new(chunk * size);
+    // Blocks per job, few enough that they stay in the L2 cache while panels are streamed.
+    let group = (PACKED / 8 / (BLOCK * left.inner).max(1)).clamp(2, blocks.div_ceil(2 * rayon::current_num_threads()).max(2));
+    for first in (0..panels).step_by(chunk) {
+        let count = chunk.min(panels - first);
         let packed = &mut packed[..count * size];
         packed.par_chunks_mut(size).enumerate().for_each(|(i, panel)| right.pack((first + i) * PANEL, panel));
         out.par_chunks_mut(group * BLOCK * width).enumerate().for_each(|(i, out)| {
@@ -232,7 +238,7 @@ pub fn product(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue
     }
 }
 
-/// [`product`] with few rows: jobs are panels.
+/// [`product`] for few rows: parallel over panels.
 fn by_columns(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
     by_panels(left.rows, width, epilogue, out, |column, columns, tile| {
         let mut panel = Scratch::new(PANEL * left.inner);
@@ -242,7 +248,7 @@ fn by_columns(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue,
 }
 
 simd! {
-    /// Finishes some columns of all rows.
+    /// Applies the epilogue to some columns of all rows.
     fn finish(tile: &mut [f32], column: usize, columns: usize, width: usize, epilogue: Epilogue) {
         for (row, values) in tile.chunks_exact_mut(columns).enumerate() {
             epilogue.apply(values, [row, column, width]);
@@ -250,8 +256,9 @@ simd! {
     }
 }
 
-/// A product of few rows by all threads: `multiply` is given the first of some columns, how many they are, and zeros `[rows, columns]` that it
-/// replaces; results are finished and put in place.
+/// Product with few rows, parallel over panels. `multiply` receives the first column, the number of
+/// columns, and zeros `[rows, columns]` to overwrite. The epilogue is applied to the results, which are
+/// written to `out`.
 pub(super) fn by_panels(rows: usize, width: usize, epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(usize, usize, &mut [f32]) + Sync) {
     let tile = |index: usize| {
         let column = index * PANEL;
@@ -269,8 +276,8 @@ pub(super) fn by_panels(rows: usize, width: usize, epilogue: Epilogue, out: &mut
     }
 }
 
-/// The product by the calling thread alone; rows of `out` begin `stride` apart.
-pub fn product_here(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32], stride: usize) {
+/// Computes the product on the calling thread. Rows of `out` have a distance of `stride`.
+pub fn product_serial(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32], stride: usize) {
     let mut panel = Scratch::new(PANEL * left.inner);
     for column in (0..width).step_by(PANEL) {
         right.pack(column, &mut panel);
@@ -289,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn products_are_sums_of_products() {
+    fn products_are_correct() {
         for (rows, inner, width) in [(1, 1, 1), (3, 5, 33), (12, 7, 32), (13, 64, 100), (100, 130, 65), (300, 20, 40), (5, 0, 3), (29, 3000, 70)] {
             let (a, b, c) = (numbers(rows * inner, 1), numbers(width * inner, 2), numbers(rows * width, 3));
             let left = Left::pack(&a, rows, inner, inner);
@@ -298,9 +305,9 @@ mod tests {
             let mut other = one.clone();
             let steps =
                 [Fused::AddToColumns(&c[..width]), Fused::Activate(ActivationFunction::Relu), Fused::Add(&c), Fused::MultiplyRows(&a[..rows.min(a.len())])];
-            let epilogue = Epilogue::of(if inner == 0 { &[] } else { &steps });
+            let epilogue = Epilogue::new(if inner == 0 { &[] } else { &steps });
             product(&left, &Columns { values: &b, count: width, stride: inner }, width, epilogue, &mut one);
-            product_here(&left, &Rows { values: &transposed, count: width, stride: width }, width, epilogue, &mut other, width);
+            product_serial(&left, &Rows { values: &transposed, count: width, stride: width }, width, epilogue, &mut other, width);
             assert_eq!(one, other, "{rows} {inner} {width}");
             for row in 0..rows {
                 for column in 0..width {
@@ -314,15 +321,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_added_to_is_not_finished_again() {
-        // Few rows go another way on many threads than on one, and many rows a third.
+    fn the_epilogue_is_applied_once_when_accumulating() {
+        // Three code paths: few rows with many threads, few rows with one thread, and many rows.
         for (rows, inner, width) in [(2, 3, 5), (30, 200, 70), (600, 64, 40)] {
             let (a, b, old) = (numbers(rows * inner, 1), numbers(width * inner, 2), numbers(rows * width, 3));
             let left = Left::pack(&a, rows, inner, inner);
             let right = Columns { values: &b, count: width, stride: inner };
             let steps = [Fused::AddToColumns(&b[..width]), Fused::Activate(ActivationFunction::Relu)];
             let mut finished = vec![0.0; rows * width];
-            product_here(&left, &right, width, Epilogue::of(&steps), &mut finished, width);
+            product_serial(&left, &right, width, Epilogue::new(&steps), &mut finished, width);
             let wanted: Vec<f32> = old.iter().zip(&finished).map(|(old, new)| old + new).collect();
             for threads in [1, 2, 16] {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -334,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_packed_side_by_side() {
+    fn rows_are_packed_interleaved() {
         for (rows, inner, stride) in [(1, 1, 1), (5, 16, 20), (12, 33, 33), (25, 40, 41)] {
             let values = numbers(rows * stride, 4);
             let transposed: Vec<f32> = (0..inner * rows).map(|i| values[i % rows * stride + i / rows]).collect();

@@ -1,25 +1,27 @@
-//! Products with a long inner axis, as gradients of weights are: sums over all rows of a batch.
+//! Products with a long inner dimension, such as weight gradients, which are sums over all rows of a
+//! batch.
 //!
-//! The inner axis is cut into stretches of fixed length, so that what is packed stays in the second-level cache. Where
-//! the result is large, threads share it; where it is small, they share the stretches, and their sums are added in
-//! order. Which of both, and how stretches are grouped, depends on sizes alone.
+//! The inner dimension is split into chunks of fixed length, so that packed chunks stay in the L2 cache.
+//! If the result is large, it is distributed over the threads; if it is small, the chunks are, and their
+//! sums are added in order. Both the choice and the grouping of chunks depend only on the sizes.
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
-use super::matmul::{Left, Right, product, product_here};
+use super::matmul::{Left, Right, product, product_serial};
 use super::scratch::Scratch;
 
-/// Inner indices of a stretch.
-const STRETCH: usize = 512;
-/// Most sums that are made side by side.
+/// Number of inner indices per chunk.
+const CHUNK: usize = 512;
+/// Maximum number of partial sums computed in parallel.
 const PARTS: usize = 16;
-/// Elements from which a result is shared by threads.
+/// Minimum number of elements of a result that is distributed over the threads.
 const LARGE: usize = 1 << 16;
 
-/// The product of two matrices that are given stretch by stretch of their inner axis; rows of `out` are contiguous.
+/// The product of two matrices that are provided in chunks along their inner dimension. Rows of `out`
+/// are contiguous.
 pub fn long_product<R: Right>(
     [rows, inner, width]: [usize; 3],
     left: impl Fn(Range<usize>) -> Left + Sync,
@@ -30,45 +32,45 @@ pub fn long_product<R: Right>(
     if inner == 0 {
         return out.fill(0.0);
     }
-    if is_large(rows * width) || inner <= STRETCH {
-        for range in stretches(0..inner) {
+    if is_large(rows * width) || inner <= CHUNK {
+        for range in split_inner(0..inner) {
             product(&left(range.clone()), &right(range.clone()), width, epilogue(&range), out);
         }
         return;
     }
-    in_parts(inner, |range, sum| product_here(&left(range.clone()), &right(range), width, Epilogue::ACCUMULATE, sum, width), out);
+    in_parts(inner, |range, sum| product_serial(&left(range.clone()), &right(range), width, Epilogue::ACCUMULATE, sum, width), out);
 }
 
-/// Inner indices, stretch by stretch.
-pub(super) fn stretches(inner: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+/// Splits a range of inner indices into chunks.
+pub(super) fn split_inner(inner: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = inner.end;
-    inner.step_by(STRETCH).map(move |start| start..(start + STRETCH).min(end))
+    inner.step_by(CHUNK).map(move |start| start..(start + CHUNK).min(end))
 }
 
-/// Whether threads share a result of this size, not the stretches.
+/// Whether a result of this size is distributed over the threads instead of the chunks.
 pub(super) fn is_large(size: usize) -> bool {
     size >= LARGE
 }
 
-/// A sum over stretches, each of which is added to what it is given; some are summed side by side.
+/// Sums over chunks, with several partial sums in parallel. `add` adds a chunk to a partial sum.
 pub(super) fn in_parts(inner: usize, add: impl Fn(Range<usize>, &mut [f32]) + Sync, out: &mut [f32]) {
     let length = out.len();
-    let each = inner.div_ceil(STRETCH).div_ceil(PARTS).max(1) * STRETCH;
+    let each = inner.div_ceil(CHUNK).div_ceil(PARTS).max(1) * CHUNK;
     let sums: Vec<Scratch> = (0..inner.div_ceil(each))
         .into_par_iter()
         .map(|part| {
             let mut sum = Scratch::new(length);
             sum.fill(0.0);
-            stretches(part * each..((part + 1) * each).min(inner)).for_each(|range| add(range, &mut sum));
+            split_inner(part * each..((part + 1) * each).min(inner)).for_each(|range| add(range, &mut sum));
             sum
         })
         .collect();
-    add_up(&sums.iter().map(|sum| &**sum).collect::<Vec<_>>(), out);
+    sum_parts(&sums.iter().map(|sum| &**sum).collect::<Vec<_>>(), out);
 }
 
 simd! {
-    /// Sums of vectors of one length, in their order.
-    pub fn add_up(vectors: &[&[f32]], out: &mut [f32]) {
+    /// Sums vectors of equal length in order.
+    pub fn sum_parts(vectors: &[&[f32]], out: &mut [f32]) {
         out.fill(0.0);
         for vector in vectors {
             for (out, x) in out.iter_mut().zip(*vector) {
@@ -88,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn long_sums_are_the_same_with_any_number_of_threads() {
+    fn long_sums_are_independent_of_threads() {
         for (rows, inner, width) in [(3, 5, 7), (20, 1500, 33), (16, 20_000, 40), (300, 1100, 260)] {
             let (a, b) = (numbers(rows * inner, 1), numbers(inner * width, 2));
             let compute = |threads| {

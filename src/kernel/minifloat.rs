@@ -1,30 +1,33 @@
-//! Floats of eight and four bits (E4M3, E2M1) and powers of two (E8M0), as the OCP formats define them (*Microscaling Formats*, 2023;
-//! *8-bit Floating Point Specification*, 2023). E4M3 is the variant without infinities: 448 is the largest value, `7F` and `FF` are NaN.
+//! 8-bit and 4-bit floats (E4M3, E2M1) and powers of two (E8M0) as defined in the OCP specifications
+//! (*Microscaling Formats*, 2023; *8-bit Floating Point Specification*, 2023). E4M3 is the variant
+//! without infinities: 448 is the largest value, `7F` and `FF` are NaN.
 //!
-//! Rounding is to the nearest value, half to even; values past the ends become the ends, as in compressed-tensors.
+//! Values are rounded to nearest, ties to even, and clipped to the range, as in compressed-tensors.
 
 use super::Float;
 
-/// The largest E4M3.
+/// The largest E4M3 value.
 pub const E4M3_MAX: f32 = 448.0;
-/// The largest E2M1.
+/// The largest E2M1 value.
 pub const E2M1_MAX: f32 = 6.0;
 
-/// What an E4M3 byte stands for.
+/// The value of an E4M3 byte.
 #[inline(always)]
 pub fn from_e4m3(code: u8) -> f32 {
-    // In place, the exponent is 120 too small, which a product repairs exactly, subnormal numbers included.
+    // Without correction, the exponent is 120 too small, which the multiplication fixes exactly,
+    // including subnormal numbers.
     let magnitude = f32::from_bits(u32::from(code & 0x7F) << 20) * f32::from_bits((120 + 127) << 23);
     let magnitude = if code & 0x7F == 0x7F { f32::NAN } else { magnitude };
     f32::from_bits(magnitude.to_bits() | u32::from(code & 0x80) << 24)
 }
 
-/// The nearest E4M3 of a value.
+/// The nearest E4M3 byte.
 #[inline(always)]
 pub fn to_e4m3(value: f32) -> u8 {
     let magnitude = value.abs();
     let magnitude = if magnitude < E4M3_MAX { magnitude } else { E4M3_MAX };
-    // Steps of 2⁻⁹ below the least normal value: adding 2¹⁴ rounds to one and leaves its number in the low bits.
+    // In steps of 2⁻⁹ below the smallest normal value: adding 2¹⁴ rounds to a step and leaves its index
+    // in the low bits.
     let subnormal = (magnitude + 16384.0).to_bits() & 0xF;
     let bits = magnitude.to_bits();
     let normal = ((bits + 0x7_FFFF + (bits >> 20 & 1)) >> 20).wrapping_sub(120 << 3);
@@ -33,14 +36,14 @@ pub fn to_e4m3(value: f32) -> u8 {
     code as u8 | (value.to_bits() >> 24) as u8 & 0x80
 }
 
-/// What a E2M1 code stands for.
+/// The value of an E2M1 code.
 #[inline(always)]
 pub fn from_e2m1(code: u8) -> f32 {
     let magnitude = f32::from_bits(u32::from(code & 7) << 22) * f32::from_bits((126 + 127) << 23);
     f32::from_bits(magnitude.to_bits() | u32::from(code & 8) << 28)
 }
 
-/// The nearest E2M1 code of a value; of NaN, that of zero.
+/// The nearest E2M1 code. NaN becomes zero.
 #[inline(always)]
 pub fn to_e2m1(value: f32) -> u8 {
     let m = value.abs();
@@ -48,7 +51,7 @@ pub fn to_e2m1(value: f32) -> u8 {
     above.into_iter().fold(u8::from(value < 0.0) << 3, |code, above| code + u8::from(above))
 }
 
-/// What an E8M0 byte stands for: 2^(byte − 127).
+/// The value of an E8M0 byte: 2^(byte − 127).
 pub fn from_e8m0(code: u8) -> f32 {
     match code {
         0 => f32::from_bits(1 << 22),
@@ -57,15 +60,15 @@ pub fn from_e8m0(code: u8) -> f32 {
     }
 }
 
-/// The E8M0 scale of a group of E2M1 (`offset` 2) or E4M3 (`offset` 8) with this largest magnitude: its power of two, the next one from
-/// a mantissa of 1.75 on.
+/// The E8M0 scale of a group of E2M1 (`offset` 2) or E4M3 (`offset` 8) values with this largest
+/// magnitude: its power of two, or the next one if the mantissa is at least 1.75.
 pub fn e8m0_scale(largest: f32, offset: u8) -> u8 {
     let exponent = (largest.to_bits() + (1 << 21)) >> 23;
     exponent.saturating_sub(offset.into()).min(254) as u8
 }
 
 simd! {
-    /// Values in steps of `scale` as E4M3.
+    /// Quantizes values to E4M3 with a scale.
     pub fn quantize_e4m3[F: Float](input: &[u8], output: &mut [u8], scale: f32) {
         for (&e, out) in F::split(input).iter().zip(output) {
             *out = to_e4m3(F::to_f32(e) / scale);
@@ -74,7 +77,7 @@ simd! {
 }
 
 simd! {
-    /// Values in steps of `scale` as E2M1, a byte each.
+    /// Quantizes values to E2M1 with a scale, one byte per code.
     pub fn quantize_e2m1[F: Float](input: &[u8], output: &mut [u8], scale: f32) {
         for (&e, out) in F::split(input).iter().zip(output) {
             *out = to_e2m1(F::to_f32(e) / scale);
@@ -83,7 +86,7 @@ simd! {
 }
 
 simd! {
-    /// The values that E4M3 bytes stand for.
+    /// Dequantizes E4M3 bytes.
     pub fn dequantize_e4m3(input: &[u8], output: &mut [f32], scale: f32) {
         for (&code, out) in input.iter().zip(output) {
             *out = from_e4m3(code) * scale;
@@ -92,7 +95,7 @@ simd! {
 }
 
 simd! {
-    /// The values that E2M1 codes stand for.
+    /// Dequantizes E2M1 codes.
     pub fn dequantize_e2m1(input: &[u8], output: &mut [f32], scale: f32) {
         for (&code, out) in input.iter().zip(output) {
             *out = from_e2m1(code) * scale;
@@ -106,7 +109,8 @@ mod tests {
 
     use super::*;
 
-    /// Which bf16 values round to which code, by PyTorch and compressed-tensors (`scripts/goldens-narrow`).
+    /// Which bf16 values round to which code, according to PyTorch and compressed-tensors
+    /// (`scripts/goldens-narrow`).
     fn check(name: &str, to: fn(f32) -> u8, from: fn(u8) -> f32, sign: u8) {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/narrow.json");
         let golden: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
@@ -128,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn all_bf16_values_round_as_in_the_reference() {
+    fn all_bf16_values_are_rounded_like_the_reference() {
         check("e4m3", to_e4m3, from_e4m3, 0x80);
         check("e2m1", to_e2m1, from_e2m1, 8);
         assert_eq!((to_e4m3(f32::NAN), from_e4m3(0x7F).is_nan(), from_e4m3(0xFF).is_nan()), (0x7F, true, true));
@@ -136,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn scales_of_microscaling_are_powers_of_two() {
+    fn microscaling_scales_are_powers_of_two() {
         for (largest, scale) in [(6.99, 1.0), (7.0, 2.0), (0.87, 0.125), (0.875, 0.25), (4.0, 1.0)] {
             assert_eq!(from_e8m0(e8m0_scale(largest, 2)), scale, "{largest}");
         }

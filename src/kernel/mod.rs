@@ -1,9 +1,11 @@
-//! Host loops: one small job each, vectorized by the compiler, free of any file or model.
+//! Compute kernels: small loops over slices, vectorized by the compiler, independent of files and
+//! models.
 //!
-//! Loops over weights at rest read little-endian bytes, so no buffer needs to be aligned; loops of a running model
-//! read f32. Floats are summed in a fixed number of lanes, or one by one, so results are the same with any number of
-//! threads; weights at rest come out the same on every instruction set too. Products of a running model (`tile`) use fused
-//! multiply-add where there is one.
+//! Kernels for stored weights process little-endian bytes, so that buffers need no alignment. Kernels
+//! for model execution process f32. Floats are summed in a fixed number of lanes, or sequentially, so
+//! results do not depend on the number of threads. For stored weights, they do not depend on the
+//! instruction set either. Matrix products of model execution (`tile`) use fused multiply-add if it is
+//! available.
 
 #[macro_use]
 pub(crate) mod simd;
@@ -16,7 +18,7 @@ mod float;
 pub mod ggml;
 pub mod histogram;
 pub mod mask;
-pub mod narrow;
+pub mod minifloat;
 pub mod packing;
 pub mod palette;
 pub mod quantize;
@@ -25,29 +27,29 @@ pub mod scan;
 #[cfg(feature = "run")]
 #[path = "."]
 mod running {
-    //! Loops of a running model.
+    //! Kernels for model execution.
 
     pub mod activation;
     pub mod activation_gradient;
     pub mod attention;
     pub mod attention_gradient;
     mod attention_single;
-    pub mod bins;
     pub mod channels;
-    pub mod choices;
-    pub mod codes;
+    pub mod column_solver;
     pub mod columns;
     pub mod compensation;
     pub mod convolution;
     pub mod convolution_gradient;
     pub mod cross_entropy;
     pub mod dense;
+    pub mod dynamic_8bit;
     pub mod eigen;
     pub mod epilogue;
     pub mod few_rows;
     pub mod fourier;
     pub mod gram;
     pub mod grid;
+    pub mod linear_histogram;
     pub mod low_rank;
     pub mod matmul;
     pub mod matmul_gradient;

@@ -1,22 +1,24 @@
-//! Products of one row with the weight of a linear layer, as of a text that is continued token by token: what they take is reading the
-//! weight, so nothing is packed, and several rows or columns are read side by side. Sums run in a fixed number of lanes and are not fused,
-//! so that they are the same on every processor.
+//! Products of a single row with the weight of a linear layer, as in incremental decoding. They are
+//! bound by reading the weight, so nothing is packed, and several rows or columns are read in parallel.
+//! Sums have a fixed number of lanes without fused multiply-add, so results are equal on every
+//! processor.
 
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
 use super::matmul::{Columns, Rows, StoredFloat};
 
-/// Elements along the inner axis that are summed apart from each other.
+/// Number of independent sums along the inner dimension.
 const LANES: usize = 16;
-/// Columns of a result that are summed side by side.
+/// Number of result columns computed in parallel.
 const COLUMNS: usize = 4;
-/// Columns of a result that are summed together where the weight lies row by row.
+/// Number of result columns computed in parallel if the weight is stored row by row.
 const STRIPE: usize = 64;
-/// Elements of a weight that a job reads, about.
+/// Approximate number of weight elements read by one job.
 const JOB: usize = 1 << 16;
 
-/// Finishes what `multiply` writes of columns from a first one on, by all threads where that is worth it.
+/// Applies the epilogue to the columns that `multiply` computes, with several threads if it is
+/// worthwhile.
 fn by_columns(inner: usize, unit: usize, epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(usize, &mut [f32]) + Sync) {
     let width = out.len();
     let columns = (JOB / inner.max(1)).max(1).next_multiple_of(unit);
@@ -34,12 +36,12 @@ simd! {
     }
 }
 
-/// `x Wᵀ` of one row, with a weight whose rows are the columns of the result.
+/// `x Wᵀ` for one row, with a weight whose rows are the columns of the result.
 pub fn product<T: StoredFloat>(x: &[f32], weight: &Columns<T>, epilogue: Epilogue, out: &mut [f32]) {
     by_columns(x.len(), COLUMNS, epilogue, out, |first, sums| {
         let last = first + sums.len() - 1;
         for (index, sums) in sums.chunks_mut(COLUMNS).enumerate() {
-            // Columns beyond the last are never looked at.
+            // Lanes beyond the last column are ignored.
             let columns = std::array::from_fn(|column| &weight.values[(first + index * COLUMNS + column).min(last) * weight.stride..][..x.len()]);
             let mut found = [0f32; COLUMNS];
             dots(&columns, x, &mut found);
@@ -48,7 +50,7 @@ pub fn product<T: StoredFloat>(x: &[f32], weight: &Columns<T>, epilogue: Epilogu
     });
 }
 
-/// `x W` of one row.
+/// `x W` for one row.
 pub fn product_by_rows<T: StoredFloat>(x: &[f32], weight: &Rows<T>, epilogue: Epilogue, out: &mut [f32]) {
     by_columns(x.len(), STRIPE, epilogue, out, |first, sums| {
         for (index, sums) in sums.chunks_mut(STRIPE).enumerate() {
@@ -57,7 +59,7 @@ pub fn product_by_rows<T: StoredFloat>(x: &[f32], weight: &Rows<T>, epilogue: Ep
     });
 }
 
-/// Plain loops over arrays of known length: only these become one instruction for all lanes.
+/// A plain loop over arrays of fixed length, which the compiler vectorizes.
 #[inline(always)]
 fn add<T: StoredFloat>(sums: &mut [f32; LANES], weights: &[T; LANES], x: &[f32; LANES]) {
     for lane in 0..LANES {
@@ -76,13 +78,13 @@ fn total(mut lanes: [f32; LANES]) -> f32 {
 }
 
 simd! {
-    // Stands alone, so that the sums stay in registers.
+    // Not inlined, so that the sums stay in registers.
     #[inline(never)]
     fn dots[T: StoredFloat](columns: &[&[T]; COLUMNS], x: &[f32], out: &mut [f32; COLUMNS]) {
         let [mut a, mut b, mut c, mut d] = [[0f32; LANES]; COLUMNS];
         let (runs, rest) = x.as_chunks::<LANES>();
-        let of = |column: usize| columns[column].as_chunks::<LANES>().0;
-        for ((((x, first), second), third), fourth) in runs.iter().zip(of(0)).zip(of(1)).zip(of(2)).zip(of(3)) {
+        let runs_of = |column: usize| columns[column].as_chunks::<LANES>().0;
+        for ((((x, first), second), third), fourth) in runs.iter().zip(runs_of(0)).zip(runs_of(1)).zip(runs_of(2)).zip(runs_of(3)) {
             add(&mut a, first, x);
             add(&mut b, second, x);
             add(&mut c, third, x);
@@ -98,10 +100,10 @@ simd! {
 }
 
 simd! {
-    /// Sums of a few columns that lie beside each other.
+    /// Computes a few adjacent columns.
     #[inline(never)]
-    fn stripe[T: StoredFloat](x: &[f32], values: &[T], place: [usize; 2], out: &mut [f32]) {
-        let [first, stride] = place;
+    fn stripe[T: StoredFloat](x: &[f32], values: &[T], position: [usize; 2], out: &mut [f32]) {
+        let [first, stride] = position;
         if let Some(out) = out.first_chunk_mut::<STRIPE>() {
             let mut sums = [0f32; STRIPE];
             for (row, x) in x.iter().enumerate() {
@@ -131,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_row_is_multiplied_as_many_are() {
+    fn one_row_equals_the_general_product() {
         let numbers = |count: usize, seed: usize| (0..count).map(|i| (((i + seed) * 7919 % 4093) as f32 - 2046.0) / 1021.0).collect::<Vec<f32>>();
         for (inner, width) in [(1, 1), (576, 70), (7, 33), (64, 100), (131, 5), (0, 3), (1536, 300), (20, 128), (70_000, 5)] {
             let (x, w, c) = (numbers(inner, 1), numbers(width * inner, 2), numbers(width, 3));

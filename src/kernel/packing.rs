@@ -1,38 +1,39 @@
-//! Integers of a few bits in 32-bit words, as compressed-tensors packs them: each plus 2^(bits − 1), element `i` at bit `i · bits`, lowest
-//! bits first. Unpacked, an element is an int8 (two's complement byte).
+//! Packing of integers of a few bits into 32-bit words, in the format of compressed-tensors: codes with
+//! the offset 2^(bits − 1), element `i` at bit `i · bits`, lowest bits first. Unpacked elements are int8
+//! (two's complement bytes).
 
-/// Words that `count` elements take.
+/// Number of words for `count` elements.
 pub fn words(count: usize, bits: u8) -> usize {
     let bits = usize::from(bits);
     (count / 32 * bits).saturating_add((count % 32 * bits).div_ceil(32))
 }
 
-/// The smallest and the largest integer of this width.
+/// The smallest and largest integer of a bit width.
 pub fn range(bits: u8) -> [i8; 2] {
     let half = 1i16 << (bits.clamp(1, 8) - 1);
     [(-half) as i8, (half - 1) as i8]
 }
 
-/// Whether every int8 is an integer of this width.
+/// Whether every int8 fits the bit width.
 pub fn fits(values: &[u8], bits: u8) -> bool {
     let [least, most] = range(bits);
     bits >= 8 || values.iter().all(|&v| (least..=most).contains(&(v as i8)))
 }
 
-/// Codes of four bits, two a byte, the first in the low half.
+/// Packs four-bit codes two per byte, the first in the low half.
 pub fn to_halves(codes: &[u8], output: &mut Vec<u8>) {
     let (pairs, last) = codes.as_chunks::<2>();
     output.extend(pairs.iter().map(|[low, high]| low & 15 | high << 4));
     output.extend(last.iter().map(|code| code & 15));
 }
 
-/// Codes of four bits out of their bytes, as many as `output` takes.
+/// Unpacks as many four-bit codes as fit into `output`.
 pub fn from_halves(input: &[u8], output: &mut [u8]) {
     output.chunks_mut(2).zip(input).for_each(|(out, byte)| out.iter_mut().zip([byte & 15, byte >> 4]).for_each(|(out, code)| *out = code));
 }
 
 simd! {
-    /// Two elements a byte; an odd last one leaves the high half of its byte empty.
+    /// Two elements per byte. With an odd number of elements, the high half of the last byte is zero.
     fn nibbles(values: &[u8], output: &mut [u8]) {
         let (pairs, last) = values.as_chunks::<2>();
         for (&[low, high], out) in pairs.iter().zip(&mut *output) {
@@ -57,7 +58,7 @@ simd! {
     }
 }
 
-/// Appends the words of `values`, the last one filled up with zero bits. Elements must [fit](fits).
+/// Appends the packed words of `values`, the last one padded with zero bits. Elements must [fit](fits).
 pub fn pack(values: &[u8], bits: u8, output: &mut Vec<u8>) {
     let start = output.len();
     output.resize(start + 4 * words(values.len(), bits), 0);
@@ -82,7 +83,7 @@ pub fn pack(values: &[u8], bits: u8, output: &mut Vec<u8>) {
     }
 }
 
-/// The elements that words hold, as many as `output` takes.
+/// Unpacks as many elements as fit into `output`.
 pub fn unpack(input: &[u8], bits: u8, output: &mut [u8]) {
     match bits {
         8 => output.iter_mut().zip(input).for_each(|(out, byte)| *out = byte ^ 0x80),
@@ -102,21 +103,22 @@ pub fn unpack(input: &[u8], bits: u8, output: &mut [u8]) {
     }
 }
 
-/// Appends the words of places in a palette: whole numbers from 0, as they are.
-pub fn pack_places(places: &[u8], bits: u8, output: &mut Vec<u8>) {
+/// Appends the packed words of palette indices, without an offset.
+pub fn pack_indices(indices: &[u8], bits: u8, output: &mut Vec<u8>) {
     let half = 1u8 << (bits - 1);
-    let integers: Vec<u8> = places.iter().map(|place| place.wrapping_sub(half)).collect();
+    let integers: Vec<u8> = indices.iter().map(|index| index.wrapping_sub(half)).collect();
     pack(&integers, bits, output);
 }
 
-/// The places in a palette that words hold, as many as `output` takes.
-pub fn unpack_places(input: &[u8], bits: u8, output: &mut [u8]) {
+/// Unpacks as many palette indices as fit into `output`.
+pub fn unpack_indices(input: &[u8], bits: u8, output: &mut [u8]) {
     let half = 1u8 << (bits - 1);
     unpack(input, bits, output);
-    output.iter_mut().for_each(|place| *place = place.wrapping_add(half));
+    output.iter_mut().for_each(|index| *index = index.wrapping_add(half));
 }
 
-/// Appends the words of a matrix `[rows, columns]` that is packed down its columns: `[words(rows), columns]`.
+/// Appends the words of a matrix `[rows, columns]` that is packed along its columns: `[words(rows),
+/// columns]`.
 pub fn pack_columns(values: &[u8], columns: usize, bits: u8, output: &mut Vec<u8>) {
     let columns = columns.max(1);
     let (start, rows) = (output.len(), values.len() / columns);
@@ -135,7 +137,8 @@ pub fn pack_columns(values: &[u8], columns: usize, bits: u8, output: &mut Vec<u8
     }
 }
 
-/// Rows of a matrix that is packed down its columns, as many as `output` takes; `input` starts at the word of row `first`'s lowest bit.
+/// Unpacks rows of a matrix that is packed along its columns, as many as fit into `output`. `input`
+/// starts at the word that contains the lowest bit of row `first`.
 pub fn unpack_columns(input: &[u8], columns: usize, bits: u8, first: usize, output: &mut [u8]) {
     let (columns, bits_wide) = (columns.max(1), usize::from(bits));
     let (half, mask) = (1u8 << (bits - 1), (1u64 << bits) - 1);
@@ -165,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn halves_come_back() {
+    fn halves_round_trip() {
         let codes: Vec<u8> = (0..31).map(|i| i * 7 % 16).collect();
         let (mut bytes, mut back) = (Vec::new(), vec![0; 31]);
         to_halves(&codes, &mut bytes);
@@ -175,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_those_of_compressed_tensors() {
+    fn words_match_compressed_tensors() {
         assert_eq!(packed(&[-8, -7, -1, 0, 1, 2, 6, 7], 4), [0xFEA9_8710]);
         assert_eq!(packed(&[7, 6, 5, 4, 3, 2, 1, 0], 4), [0x89AB_CDEF]);
         assert_eq!(packed(&[1, 2, 3, 4, 5, 6, 7, -8, -1, -2], 4), [0x0FED_CBA9, 0x67]);
@@ -205,7 +208,7 @@ mod tests {
             prop_assert_eq!(&back, &values);
             pack_columns(&values, columns, bits, &mut down);
             prop_assert_eq!(down.len(), 4 * words(rows, bits) * columns);
-            // A column is packed as a row of its own would be.
+            // A column is packed like a separate row.
             for column in 0..columns {
                 let (mut alone, own) = (Vec::new(), values.iter().skip(column).step_by(columns).copied().collect::<Vec<_>>());
                 pack(&own, bits, &mut alone);

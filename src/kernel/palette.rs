@@ -1,41 +1,43 @@
-//! Palettes: the few values that stand for many with the least squared error, k-means in one dimension.
+//! Palettes (codebooks): the few values that represent many with the least squared error, by
+//! one-dimensional k-means.
 //!
-//! In one dimension the best clusters are intervals, so that the best ones can be found (Wang and Song, *Ckmeans.1d.dp*, 2011, with the
-//! division of Grønlund et al., *Fast Exact k-Means, k-Medians and Bregman Divergence Clustering in 1D*, 2017,
-//! <https://arxiv.org/abs/1701.07204>). Where there are more distinct values than [`MOST_POINTS`], neighbours are taken together for that
-//! search, and Lloyd's steps over the values themselves follow.
+//! In one dimension, optimal clusters are intervals and can be found exactly (Wang and Song,
+//! *Ckmeans.1d.dp*, 2011, with the divide and conquer of Grønlund et al., *Fast Exact k-Means, k-Medians
+//! and Bregman Divergence Clustering in 1D*, 2017, <https://arxiv.org/abs/1701.07204>). If there are
+//! more distinct values than [`MAX_POINTS`], adjacent values are merged for the exact search, followed
+//! by Lloyd iterations over the original values.
 
-/// Distinct values that the exact search takes.
-pub const MOST_POINTS: usize = 1 << 12;
+/// Maximum number of distinct values for the exact search.
+pub const MAX_POINTS: usize = 1 << 12;
 
-/// Steps of Lloyd at most; they end by themselves where nothing moves.
+/// Maximum number of Lloyd iterations. They end earlier when nothing changes.
 const STEPS: usize = 100;
 
-/// Distinct values with their weights, in rising order.
+/// Distinct values with their weights, in ascending order.
 pub struct Points {
     values: Vec<f64>,
     weights: Vec<f64>,
-    /// Sums over all points before: of weights, of values and of squares, by weight.
+    /// Prefix sums of weights, weighted values and weighted squares.
     sums: Vec<[f64; 3]>,
 }
 
 impl Points {
-    /// Of finite values, each with a weight that is positive.
+    /// From finite values with positive weights.
     pub fn new(mut values: Vec<(f32, f32)>) -> Points {
         values.sort_by(|a, b| a.0.total_cmp(&b.0));
         let mut distinct: Vec<(f64, f64)> = Vec::new();
         for (value, weight) in values {
-            // Zeros of both signs are one value.
+            // Positive and negative zero are one value.
             let (value, weight) = (f64::from(value) + 0.0, f64::from(weight));
             match distinct.last_mut() {
                 Some(last) if last.0 == value => last.1 += weight,
                 _ => distinct.push((value, weight)),
             }
         }
-        Points::of(&distinct)
+        Points::from_distinct(&distinct)
     }
 
-    fn of(distinct: &[(f64, f64)]) -> Points {
+    fn from_distinct(distinct: &[(f64, f64)]) -> Points {
         let mut sums = vec![[0f64; 3]; distinct.len() + 1];
         for (at, (value, weight)) in distinct.iter().enumerate() {
             let [count, sum, squares] = sums[at];
@@ -44,12 +46,12 @@ impl Points {
         Points { values: distinct.iter().map(|point| point.0).collect(), weights: distinct.iter().map(|point| point.1).collect(), sums }
     }
 
-    /// How many there are.
+    /// Number of distinct values.
     pub fn len(&self) -> usize {
         self.values.len()
     }
 
-    /// Whether there are none.
+    /// Whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.values.is_empty()
     }
@@ -59,13 +61,14 @@ impl Points {
         [after[0] - before[0], after[1] - before[1], after[2] - before[2]]
     }
 
-    /// Squared error of points `from..to` to their mean.
+    /// Squared error of the points `from..to` relative to their mean.
     fn cost(&self, from: usize, to: usize) -> f64 {
         let [count, sum, squares] = self.between(from, to);
         if to <= from + 1 { 0.0 } else { (squares - sum * sum / count).max(0.0) }
     }
 
-    /// Not by differences of sums, in which a huge value would drown the others.
+    /// Mean of the points `from..to`. Not computed from prefix sums, in which a huge value would cancel
+    /// the others.
     fn mean(&self, from: usize, to: usize) -> f64 {
         let (mut count, mut sum) = (0.0, 0.0);
         for (value, weight) in self.values[from..to].iter().zip(&self.weights[from..to]) {
@@ -75,11 +78,12 @@ impl Points {
         (sum / count).clamp(self.values[from], self.values[to - 1])
     }
 
-    /// Neighbours taken together into at most about `most` runs, each with the mean of its values; and where runs begin.
-    fn gathered(&self, most: usize) -> (Points, Vec<usize>) {
+    /// Merges adjacent points into at most about `limit` runs with their means. Also returns the start
+    /// of each run.
+    fn merged(&self, limit: usize) -> (Points, Vec<usize>) {
         let (low, high) = (self.values[0], self.values[self.len() - 1]);
-        let width = (high - low) / (most / 2) as f64;
-        let every = self.len().div_ceil(most / 2);
+        let width = (high - low) / (limit / 2) as f64;
+        let every = self.len().div_ceil(limit / 2);
         let (mut starts, mut runs) = (Vec::new(), Vec::new());
         let mut from = 0;
         while from < self.len() {
@@ -90,17 +94,18 @@ impl Points {
             from = to;
         }
         starts.push(self.len());
-        (Points::of(&runs), starts)
+        (Points::from_distinct(&runs), starts)
     }
 
-    /// The borders of so many intervals with the least squared error: where each begins, and the end of the last.
+    /// The boundaries of `count` intervals with the least squared error: the start of each, and the end
+    /// of the last one.
     pub fn clusters(&self, count: usize) -> Vec<usize> {
         let count = count.min(self.len());
-        if self.len() <= MOST_POINTS {
+        if self.len() <= MAX_POINTS {
             return self.exact(count);
         }
-        let (gathered, starts) = self.gathered(MOST_POINTS);
-        let mut borders: Vec<usize> = gathered.exact(count).into_iter().map(|at| starts[at]).collect();
+        let (merged, starts) = self.merged(MAX_POINTS);
+        let mut borders: Vec<usize> = merged.exact(count).into_iter().map(|at| starts[at]).collect();
         for _ in 0..STEPS {
             let means: Vec<f64> = borders.windows(2).map(|pair| self.mean(pair[0], pair[1])).collect();
             let mut moved = borders.clone();
@@ -115,15 +120,16 @@ impl Points {
         borders
     }
 
-    /// By dynamic programming: the best clusters of all points up to one are the best of fewer points, and one more. The place where the
-    /// last begins rises with the point, which halves what is left to look at on both sides of a point in the middle.
+    /// Dynamic programming over the number of clusters. The optimal start of the last cluster increases
+    /// monotonically with the end point, so each midpoint halves the candidate ranges on both of its
+    /// sides.
     fn exact(&self, count: usize) -> Vec<usize> {
         let points = self.len();
         let mut costs: Vec<f64> = (0..=points).map(|to| self.cost(0, to)).collect();
         let mut begins: Vec<Vec<u32>> = Vec::with_capacity(count);
         for clusters in 1..count {
             let (mut next, mut begin) = (vec![0f64; points + 1], vec![0u32; points + 1]);
-            // Point, points that are left on both sides, and places where the last cluster may begin.
+            // Ranges of end points, each with the range of candidate starts of the last cluster.
             let first = if clusters + 1 == count { points } else { clusters + 1 };
             let mut pending = vec![(first, points, clusters, points - 1)];
             while let Some((from, to, least, most)) = pending.pop() {
@@ -157,19 +163,20 @@ impl Points {
         borders
     }
 
-    /// The means of the best clusters, at most `count` of them, in rising order.
+    /// The means of the optimal clusters, at most `count`, in ascending order.
     pub fn palette(&self, count: usize) -> Vec<f64> {
         if self.is_empty() { Vec::new() } else { self.clusters(count).windows(2).map(|pair| self.mean(pair[0], pair[1])).collect() }
     }
 }
 
-/// Of each value the place of the nearest in a palette in rising order, the first of two that are as near.
-pub fn nearest(values: &[f32], palette: &[f32], places: &mut [u8]) {
-    // The middle of two floats of 32 bits is exact in 64.
+/// The index of the nearest palette value for each value. The palette must be in ascending order; ties
+/// select the lower index.
+pub fn nearest(values: &[f32], palette: &[f32], indices: &mut [u8]) {
+    // The midpoint of two f32 values is exact in f64.
     let middles: Vec<f64> = palette.windows(2).map(|pair| f64::midpoint(pair[0].into(), pair[1].into())).collect();
-    for (value, place) in values.iter().zip(places) {
+    for (value, index) in values.iter().zip(indices) {
         let value = f64::from(*value);
-        *place = middles.partition_point(|middle| *middle < value) as u8;
+        *index = middles.partition_point(|middle| *middle < value) as u8;
     }
 }
 
@@ -191,7 +198,7 @@ mod tests {
         values.iter().map(|(value, weight)| f64::from(*weight) * least(*value)).sum()
     }
 
-    /// The least error of all ways to cut sorted values into so many runs.
+    /// The least error of all partitions of sorted values into `count` runs.
     fn brute(sorted: &[(f32, f32)], count: usize) -> f64 {
         let cost = |run: &[(f32, f32)]| {
             let total: f64 = run.iter().map(|(_, w)| f64::from(*w)).sum();
@@ -205,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn no_other_clusters_are_better() {
+    fn clusters_are_optimal() {
         for (size, count, seed) in [(5, 4, 1), (12, 3, 2), (14, 4, 3), (14, 4, 4), (11, 6, 5)] {
             let mut values = values(size, seed);
             let found = error(&values, &Points::new(values.clone()).palette(count));
@@ -215,11 +222,11 @@ mod tests {
     }
 
     #[test]
-    fn taking_neighbours_together_costs_next_to_nothing() {
+    fn merging_adjacent_values_is_nearly_optimal() {
         for count in [4, 32] {
             let values = values(9000, 9);
             let points = Points::new(values.clone());
-            assert!(points.len() > MOST_POINTS);
+            assert!(points.len() > MAX_POINTS);
             let best: Vec<f64> = points.exact(count).windows(2).map(|pair| points.mean(pair[0], pair[1])).collect();
             let (best, found) = (error(&values, &best), error(&values, &points.palette(count)));
             assert!(found >= best * (1.0 - 1e-9) && found < best * 1.001, "{count}: {found} for {best}");
@@ -227,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn few_values_stay_what_they_are() {
+    fn few_values_are_reproduced_exactly() {
         let some = |values: &[f32]| Points::new(values.iter().map(|value| (*value, 1.0)).collect());
         assert_eq!(some(&[2.0, -1.0, 2.0, 0.0, -0.0]).palette(4), [-1.0, 0.0, 2.0]);
         assert_eq!(some(&[3.5; 9]).palette(16), [3.5]);

@@ -1,17 +1,18 @@
-//! Affine integers of up to eight bits: range, scale, round, clip.
+//! Affine quantization to integers of up to eight bits: range, scale, rounding, clipping.
 //!
-//! `q = round_half_even(clamp(w / scale + zero_point, least, most))` and `w' = (q - zero_point) * scale`, in f32:
-//! the arithmetic of compressed-tensors, so that its readers and ours agree to the bit.
+//! `q = round_half_even(clamp(w / scale + zero_point, min, max))` and `w' = (q - zero_point) * scale`,
+//! in f32: the arithmetic of compressed-tensors, so that results are bitwise equal.
 
 use super::Float;
 
-/// Independent running sums or extremes of one loop; fixed, so that results do not depend on the instruction set.
+/// Number of independent sums or extremes per loop. Fixed, so that results do not depend on the
+/// instruction set.
 const LANES: usize = 32;
 
 simd! {
-    /// Smallest and largest finite value, the range widened to include zero.
+    /// The smallest and largest finite value, extended to include zero.
     pub fn range[F: Float](bytes: &[u8]) -> (f32, f32) {
-        // Magnitudes order as the values do, and narrow ones are compared many at once.
+        // Magnitudes have the order of the values, and narrow types are compared in wider vectors.
         let (mut negative, mut positive) = ([F::from_key(0); LANES], [F::from_key(0); LANES]);
         let step = |e: F::Bytes, negative: &mut F::Magnitude, positive: &mut F::Magnitude| {
             let magnitude = F::magnitude(e);
@@ -34,34 +35,37 @@ simd! {
     }
 }
 
-/// 1.5 · 2²³: adding it rounds a small float to an integer, half to even, and leaves that integer in the low bits.
+/// 1.5 · 2²³: adding it rounds a small float to an integer, ties to even, which is stored in the low
+/// bits.
 const ROUND: f32 = 12_582_912.0;
 
-/// The smallest and the largest integer that may be used.
+/// The smallest and largest permitted integer.
 pub type Bounds = [f32; 2];
 
-/// All of int8.
+/// The range of int8.
 pub const FULL: Bounds = [-128.0, 127.0];
 
-/// All integers of so many bits.
+/// The range of a bit width.
 pub fn bounds(bits: u8) -> Bounds {
     super::packing::range(bits).map(f32::from)
 }
 
-/// The parts of a range that a search tries: all of it down to `least` hundredths, and the one whose largest value is a whole number of
-/// symmetric steps. Without that one the largest value is half a step away from the outermost integer, and always nearer to zero where it is
-/// positive: of the few weights of a depthwise kernel that is most of the error, and of one sign in all layers.
+/// Fractions of a range that a scale search tries: from 100 % down to `least` percent, and the one for
+/// which the largest value is an integer multiple of the symmetric step. Without it, the largest value
+/// would be half a step away from the outermost integer, and always clipped toward zero if it is
+/// positive. For the few weights of a depthwise kernel, this is most of the error, with the same sign in
+/// all layers.
 pub fn parts([lowest, highest]: Bounds, symmetric: bool, (low, high): (f32, f32), least: u32) -> impl Iterator<Item = f32> {
     let outermost = if high >= -low { highest } else { -lowest };
-    let whole = symmetric.then_some((highest - lowest) / 2.0 / outermost);
-    (least..=100).rev().map(|hundredths| hundredths as f32 / 100.0).chain(whole)
+    let aligned = symmetric.then_some((highest - lowest) / 2.0 / outermost);
+    (least..=100).rev().map(|percent| percent as f32 / 100.0).chain(aligned)
 }
 
 #[inline(always)]
-fn level(value: f32, scale: f32, zero_point: f32, [least, most]: Bounds) -> f32 {
+fn level(value: f32, scale: f32, zero_point: f32, [lowest, highest]: Bounds) -> f32 {
     let q = value / scale + zero_point;
-    let q = if q >= least { q } else { least };
-    let q = if q <= most { q } else { most };
+    let q = if q >= lowest { q } else { lowest };
+    let q = if q <= highest { q } else { highest };
     if value.is_nan() { zero_point } else { q }
 }
 
@@ -74,26 +78,26 @@ simd! {
     }
 }
 
-/// What errors count as.
+/// Exponent of an error measure.
 pub trait Power {
     /// The exponent.
     const EXPONENT: i32;
 
     /// The power of an error's magnitude.
-    fn of(error: f32) -> f32;
+    fn power(error: f32) -> f32;
 }
 
-/// Squares of errors.
+/// Squared errors.
 pub struct Squares;
 
-/// Fourth powers of errors: what is cut off counts more.
+/// Fourth powers of errors, which give clipping errors more weight.
 pub struct FourthPowers;
 
 impl Power for Squares {
     const EXPONENT: i32 = 2;
 
     #[inline(always)]
-    fn of(error: f32) -> f32 {
+    fn power(error: f32) -> f32 {
         error * error
     }
 }
@@ -102,13 +106,13 @@ impl Power for FourthPowers {
     const EXPONENT: i32 = 4;
 
     #[inline(always)]
-    fn of(error: f32) -> f32 {
+    fn power(error: f32) -> f32 {
         (error * error) * (error * error)
     }
 }
 
 simd! {
-    /// Sum of powers of the errors that quantizing with this scale makes on finite values.
+    /// Sum of powers of the quantization errors of finite values for a scale.
     pub fn error[F: Float, P: Power](bytes: &[u8], scale: f32, zero_point: f32, bounds: Bounds) -> f64 {
         let mut total = 0f64;
         for run in F::split(bytes).chunks(4096) {
@@ -117,9 +121,10 @@ simd! {
             let step = |e: F::Bytes| {
                 let value = F::to_f32(e);
                 let q = (level(value, scale, zero_point, bounds) + ROUND) - ROUND;
-                // Counted in steps: the square of a tiny or a huge weight is no f32.
+                // In units of the scale, because the square of a tiny or huge weight may not be
+                // representable in f32.
                 let error = (q - zero_point) - value / scale;
-                if value.abs() <= f32::MAX { P::of(error) } else { 0.0 }
+                if value.abs() <= f32::MAX { P::power(error) } else { 0.0 }
             };
             for block in blocks {
                 for lane in 0..LANES {
@@ -135,14 +140,14 @@ simd! {
     }
 }
 
-/// The value that an int8 byte stands for.
+/// Dequantizes an int8 byte.
 #[inline(always)]
 pub(super) fn value(q: u8, scale: f32, zero_point: f32) -> f32 {
     (f32::from(q as i8) - zero_point) * scale
 }
 
 simd! {
-    /// The values that int8 bytes stand for.
+    /// Dequantizes int8 bytes.
     pub fn dequantize(input: &[u8], output: &mut [f32], scale: f32, zero_point: f32) {
         for (&q, out) in input.iter().zip(output) {
             *out = value(q, scale, zero_point);
@@ -169,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn the_range_is_that_of_what_f32_holds() {
+    fn the_range_is_limited_to_f32() {
         let limit = 2f64.powi(128) - 2f64.powi(103);
         for values in [
             vec![limit, -3.0, 2.0],
@@ -186,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn range_includes_zero_and_leaves_out_what_is_not_finite() {
+    fn range_includes_zero_and_ignores_nonfinite_values() {
         let bytes: Vec<u8> = [2.0f32, 5.0, f32::NAN, f32::INFINITY].iter().flat_map(|v| v.to_le_bytes()).collect();
         assert_eq!(range::<F32>(&bytes), (0.0, 5.0));
         assert_eq!(range::<F32>(&[]), (0.0, 0.0));

@@ -1,6 +1,6 @@
-//! Loops over the rows of matrices: normalisation, softmax, sums.
+//! Row-wise operations of matrices: normalization, softmax, sums.
 //!
-//! Sums run in a fixed number of lanes, so that results do not depend on the instruction set.
+//! Sums have a fixed number of lanes, so that results do not depend on the instruction set.
 
 use super::activation::exp;
 
@@ -38,7 +38,8 @@ pub(super) fn largest(row: &[f32]) -> f32 {
 }
 
 simd! {
-    /// `(x - mean) / sqrt(variance + epsilon) * weight + bias` over rows as long as the weight.
+    /// `(x - mean) / sqrt(variance + epsilon) * weight + bias` for each row. The width is the length of
+    /// the weight.
     pub fn layer_norm(input: &[f32], output: &mut [f32], weight: &[f32], bias: &[f32], epsilon: f32) {
         let width = weight.len().max(1);
         for (row, out) in input.chunks_exact(width).zip(output.chunks_exact_mut(width)) {
@@ -53,7 +54,7 @@ simd! {
 }
 
 simd! {
-    /// `x / sqrt(mean(x²) + epsilon) * weight` over rows as long as the weight.
+    /// `x / sqrt(mean(x²) + epsilon) * weight` for each row. The width is the length of the weight.
     pub fn rms_norm(input: &[f32], output: &mut [f32], weight: &[f32], epsilon: f32) {
         let width = weight.len().max(1);
         for (row, out) in input.chunks_exact(width).zip(output.chunks_exact_mut(width)) {
@@ -78,7 +79,7 @@ fn normalized_exponents(row: &mut [f32]) {
 }
 
 simd! {
-    /// `exp(x) / Σ exp(x)` over rows, in place.
+    /// `exp(x) / Σ exp(x)` for each row, in place.
     pub fn softmax(values: &mut [f32], width: usize) {
         values.chunks_exact_mut(width.max(1)).for_each(normalized_exponents);
     }
@@ -100,7 +101,7 @@ simd! {
 }
 
 simd! {
-    /// Sums, element by element.
+    /// Elementwise sum.
     pub fn add(a: &[f32], b: &[f32], out: &mut [f32]) {
         for ((out, a), b) in out.iter_mut().zip(a).zip(b) {
             *out = a + b;
@@ -109,7 +110,7 @@ simd! {
 }
 
 simd! {
-    /// Products, element by element.
+    /// Elementwise product.
     pub fn multiply(a: &[f32], b: &[f32], out: &mut [f32]) {
         for ((out, a), b) in out.iter_mut().zip(a).zip(b) {
             *out = a * b;
@@ -118,7 +119,8 @@ simd! {
 }
 
 simd! {
-    /// Turns the pairs `(i, i + width / 2)` of a row by the angles of its cosines and sines.
+    /// Applies rotary position embedding to a row: rotates the pairs `(i, i + width / 2)` by angles
+    /// given as cosines and sines.
     pub fn rotate(input: &[f32], output: &mut [f32], cosines: &[f32], sines: &[f32]) {
         let half = cosines.len();
         let (first, second) = input.split_at(half);
@@ -149,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_is_none_spreads_over_its_row() {
+    fn nan_propagates_within_its_row() {
         let mut values = [f32::NAN, 1.0, 2.0, 2.0];
         softmax(&mut values, 2);
         assert!(values[0].is_nan() && values[1].is_nan());

@@ -1,16 +1,16 @@
-//! Backward passes of normalisation and softmax, row by row, and sums of columns.
+//! Backward passes of normalization and softmax, row by row, and column sums.
 
 use rayon::prelude::*;
 
-use super::matmul_gradient::add_up;
+use super::matmul_gradient::sum_parts;
 use super::rows::sum;
 
-/// Elements of the rows that are summed by one job.
+/// Number of elements summed by one job.
 const CHUNK: usize = 1 << 15;
-/// Jobs that share a table.
+/// Number of jobs that share an embedding table.
 const JOBS: usize = 16;
 
-/// Sum of the products of three terms, in as many lanes as other sums of rows.
+/// Sum of a term over two rows, with the same number of lanes as other sums of rows.
 #[inline(always)]
 fn sum_of_products(a: &[f32], b: &[f32], term: impl Fn(f32, f32) -> f32) -> f32 {
     let mut lanes = [0f32; 32];
@@ -27,8 +27,8 @@ fn sum_of_products(a: &[f32], b: &[f32], term: impl Fn(f32, f32) -> f32) -> f32 
 }
 
 simd! {
-    /// Rows of [`layer_norm`](super::rows::layer_norm): writes the gradient of the input, and adds those of the weight and the
-    /// bias, one behind the other, to `sums`; either may be empty.
+    /// Rows of [`layer_norm`](super::rows::layer_norm): writes the gradient of the input, and adds the
+    /// gradients of weight and bias, concatenated, to `sums`. Either may be empty.
     pub fn layer_norm(input: &[f32], gradient: &[f32], weight: &[f32], epsilon: f32, output: &mut [f32], sums: &mut [f32]) {
         let width = weight.len().max(1);
         let mut weighted = vec![0f32; width];
@@ -58,7 +58,7 @@ simd! {
 }
 
 simd! {
-    /// The same for [`rms_norm`](super::rows::rms_norm), which has no bias.
+    /// As [`layer_norm`], for [`rms_norm`](super::rows::rms_norm), which has no bias.
     pub fn rms_norm(input: &[f32], gradient: &[f32], weight: &[f32], epsilon: f32, output: &mut [f32], sums: &mut [f32]) {
         let width = weight.len().max(1);
         let mut weighted = vec![0f32; width];
@@ -81,7 +81,7 @@ simd! {
 }
 
 simd! {
-    /// `y (g - Σ y g) · scale` for each row of a softmax's result `y`, in the place of the gradient `g`.
+    /// Replaces the gradient `g` of a softmax's result `y` by `y (g - Σ y g) · scale`, row by row.
     pub fn softmax(result: &[f32], gradient: &mut [f32], width: usize, scale: f32) {
         let width = width.max(1);
         for (y, g) in result.chunks_exact(width).zip(gradient.chunks_exact_mut(width)) {
@@ -103,12 +103,12 @@ simd! {
     }
 }
 
-/// Rows of one job.
+/// Number of rows per job.
 pub fn rows_of_job(width: usize) -> usize {
     (CHUNK / width.max(1)).max(1)
 }
 
-/// The sum of each column of rows as long as `sums`, which are added to jobs of [`rows_of_job`] rows.
+/// Sums the columns of rows, whose width is the length of `sums`, in jobs of [`rows_of_job`] rows.
 pub fn column_sums(rows: &[f32], sums: &mut [f32]) {
     let width = sums.len().max(1);
     let parts: Vec<Vec<f32>> = rows
@@ -119,17 +119,18 @@ pub fn column_sums(rows: &[f32], sums: &mut [f32]) {
             sums
         })
         .collect();
-    add_up(&parts.iter().map(Vec::as_slice).collect::<Vec<_>>(), sums);
+    sum_parts(&parts.iter().map(Vec::as_slice).collect::<Vec<_>>(), sums);
 }
 
-/// Adds rows to those of a table that whole numbers name, in their order.
+/// Adds rows to the rows of a table with the given indices, in order.
 pub fn scatter_rows(indices: &[i64], rows: &[f32], width: usize, table: &mut [f32]) {
-    // Every job looks for its own rows: rows of one index meet in order whatever the number of threads.
+    // Every job handles a range of indices, so that rows of one index are added in order for any number
+    // of threads.
     let count = (table.len() / width.max(1)).div_ceil(JOBS).max(1);
     table.par_chunks_mut((count * width).max(1)).enumerate().for_each(|(job, table)| {
         for (index, row) in indices.iter().zip(rows.chunks_exact(width.max(1))) {
-            let place = usize::try_from(*index).ok().and_then(|index| index.checked_sub(job * count));
-            if let Some(sums) = place.and_then(|place| table.get_mut(place * width..(place + 1) * width)) {
+            let position = usize::try_from(*index).ok().and_then(|index| index.checked_sub(job * count));
+            if let Some(sums) = position.and_then(|position| table.get_mut(position * width..(position + 1) * width)) {
                 add_rows(row, sums);
             }
         }
@@ -143,7 +144,8 @@ mod tests {
     #[test]
     fn rows_by_hand() {
         let mut output = [0.0; 2];
-        // (x - mean) / deviation is (-1, 1) whatever the input, so nothing comes back but to the weight and the bias.
+        // (x - mean) / deviation is (-1, 1) for any input, so only the gradients of weight and bias are
+        // nonzero.
         let mut sums = [0.0; 4];
         layer_norm(&[1.0, 3.0], &[2.0, 5.0], &[1.0, 1.0], 0.0, &mut output, &mut sums);
         assert_eq!((output, sums), ([0.0, 0.0], [-2.0, 5.0, 2.0, 5.0]));
@@ -157,14 +159,14 @@ mod tests {
     }
 
     #[test]
-    fn rows_go_where_indices_say() {
+    fn rows_are_scattered_by_index() {
         let mut table = [0.0; 40];
         scatter_rows(&[3, 19, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 2, &mut table);
         assert_eq!((&table[6..8], &table[38..], table.iter().sum::<f32>()), (&[6.0, 8.0][..], &[3.0, 4.0][..], 21.0));
     }
 
     #[test]
-    fn columns_are_summed_the_same_with_any_number_of_threads() {
+    fn column_sums_are_independent_of_threads() {
         let values: Vec<f32> = (0..3000u32 * 70).map(|i| (i.wrapping_mul(2_654_435_761) >> 20) as f32 / 4096.0).collect();
         let compute = |threads| {
             let mut sums = vec![f32::NAN; 70];

@@ -1,29 +1,29 @@
-//! Zeros, and values that are not finite.
+//! Counting of zeros and nonfinite values.
 
 use super::Float;
 
-/// How many elements are zero (of either sign).
+/// Number of elements that are zero of either sign.
 pub fn zeros<F: Float>(bytes: &[u8]) -> u64 {
     count_equal::<F>(bytes, F::from_key(0))
 }
 
 simd! {
-    /// How many elements have exactly this magnitude.
+    /// Number of elements of exactly this magnitude.
     pub fn count_equal[F: Float](bytes: &[u8], magnitude: F::Magnitude) -> u64 {
-        // Short runs let the compiler count in narrow lanes before it widens.
+        // Short runs let the compiler count in narrow lanes before widening.
         F::split(bytes).chunks(4096).map(|run| u64::from(run.iter().map(|&e| u16::from(F::magnitude(e) == magnitude)).sum::<u16>())).sum()
     }
 }
 
 simd! {
-    /// How many elements are NaN or infinite.
+    /// Number of elements that are NaN or infinite.
     pub fn nonfinite[F: Float](bytes: &[u8]) -> u64 {
         F::split(bytes).chunks(4096).map(|run| u64::from(run.iter().map(|&e| u16::from(F::magnitude(e) >= F::INFINITY)).sum::<u16>())).sum()
     }
 }
 
 simd! {
-    /// How many bytes equal this one.
+    /// Number of bytes that equal `byte`.
     pub fn count_bytes(bytes: &[u8], byte: u8) -> u64 {
         bytes.chunks(4096).map(|run| u64::from(run.iter().map(|&b| u16::from(b == byte)).sum::<u16>())).sum()
     }

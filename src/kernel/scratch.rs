@@ -1,25 +1,25 @@
-//! Buffers that are used again: fresh memory costs a page fault for every 4 KiB, which is as much as multiplying it.
+//! Reusable buffers. New memory costs a page fault per 4 KiB, which is as expensive as multiplying it.
 
 use std::cell::RefCell;
 use std::ops::{Deref, DerefMut, Range};
 
 use rayon::prelude::*;
 
-/// Floats that a thread keeps for the next time.
-const KEPT: usize = 1 << 24;
+/// Maximum number of floats that a thread retains for reuse.
+const RETAINED: usize = 1 << 24;
 
 thread_local! {
     static POOL: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A buffer of floats of any value, returned to its thread's pool in the end.
+/// A buffer of floats with undefined contents, returned to its thread's pool on drop.
 pub struct Scratch(Vec<f32>);
 
 impl Scratch {
-    /// A buffer of this length.
+    /// A buffer with this length.
     pub fn new(length: usize) -> Scratch {
         let mut buffer = POOL.with_borrow_mut(|pool| {
-            // The smallest that is large enough, else the largest.
+            // The smallest buffer that is large enough, otherwise the largest one.
             let fit = (0..pool.len()).min_by_key(|i| if pool[*i].capacity() >= length { pool[*i].capacity() } else { usize::MAX - pool[*i].capacity() });
             fit.map(|i| pool.swap_remove(i)).unwrap_or_default()
         });
@@ -31,10 +31,10 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         let buffer = std::mem::take(&mut self.0);
-        // A thread that ends has no pool any more.
+        // The pool is not available while the thread ends.
         let _ = POOL.try_with(|pool| {
             let mut pool = pool.borrow_mut();
-            if pool.iter().map(Vec::capacity).sum::<usize>() + buffer.capacity() <= KEPT {
+            if pool.iter().map(Vec::capacity).sum::<usize>() + buffer.capacity() <= RETAINED {
                 pool.push(buffer);
             }
         });
@@ -55,14 +55,15 @@ impl DerefMut for Scratch {
     }
 }
 
-/// Floats that are cleared together.
+/// Number of floats that are cleared at once.
 const PIECE: usize = 1 << 10;
-/// Of how many floats the allocator has memory at hand that was used before. What is larger comes from the system, which clears it.
-const USED: Range<usize> = 1 << 17..1 << 23;
+/// Range of sizes for which the allocator reuses memory. Larger allocations come from the system, which
+/// clears them.
+const REUSED: Range<usize> = 1 << 17..1 << 23;
 
-/// Zeros. Clearing memory that was used before takes long enough that all threads do it, and none waits for one.
+/// A vector of zeros. Clearing reused memory takes long enough that it is parallelized.
 pub fn cleared(count: usize) -> Vec<f32> {
-    if !USED.contains(&count) {
+    if !REUSED.contains(&count) {
         return vec![0.0; count];
     }
     let pieces: Vec<[f32; PIECE]> = rayon::iter::repeat_n([0.0; PIECE], count.div_ceil(PIECE)).with_min_len(16).collect();
@@ -76,14 +77,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn zeros_are_as_many_as_are_asked_for() {
-        for count in [0, 7, USED.start, USED.start + 1, USED.start + PIECE + 3] {
+    fn zeros_have_the_requested_length() {
+        for count in [0, 7, REUSED.start, REUSED.start + 1, REUSED.start + PIECE + 3] {
             assert_eq!(cleared(count), vec![0.0; count]);
         }
     }
 
     #[test]
-    fn buffers_come_back() {
+    fn buffers_are_reused() {
         let mut first = Scratch::new(100);
         first[7] = 1.0;
         drop(first);

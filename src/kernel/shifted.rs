@@ -1,7 +1,9 @@
-//! Convolutions without a matrix of windows: what a tap sees at neighbouring positions lies side by side in the padded
-//! image, so a tile of the result is summed straight from there, shifted tap by tap.
+//! Direct convolution without an im2col matrix: the pixels under a kernel element at adjacent output
+//! positions are adjacent in the padded image, so a tile of the result is accumulated from shifted runs
+//! of the image.
 //!
-//! An image with a stride is split into as many planes as the stride has phases, within which neighbours are adjacent.
+//! For a strided convolution, the image is split into one plane per phase of the stride, within which
+//! these pixels are adjacent.
 
 use rayon::prelude::*;
 
@@ -11,18 +13,18 @@ use super::matmul::Left;
 use super::scratch::Scratch;
 use super::tile::{self, BLOCK, PANEL, Panel};
 
-/// Values that stay in the first cache while blocks are multiplied with them.
+/// Number of values that fit into the L1 cache while blocks are multiplied by them.
 const NEAR: usize = 8 << 10;
 
-/// How a padded image lies while it is convolved.
+/// Layout of a padded image during the convolution.
 struct PaddedImage {
     window: Window,
     channels: usize,
-    /// Width of a row of a phase.
+    /// Row width of a phase.
     step: usize,
-    /// Elements of a phase.
+    /// Number of elements per phase.
     phase: usize,
-    /// Elements of a channel.
+    /// Number of elements per channel.
     channel: usize,
 }
 
@@ -34,7 +36,7 @@ impl PaddedImage {
         PaddedImage { window, channels, step, phase, channel: phase * down * along }
     }
 
-    /// Where the taps of all channels begin.
+    /// Offsets of the kernel elements of all channels.
     fn offsets(&self) -> Vec<usize> {
         let Window { kernel: [height, width], stride: [down, along], dilation, .. } = self.window;
         let tap = |channel: usize, row: usize, column: usize| {
@@ -44,7 +46,7 @@ impl PaddedImage {
         (0..self.channels).flat_map(|channel| (0..height * width).map(move |at| tap(channel, at / width, at % width))).collect()
     }
 
-    /// Lays a plane out.
+    /// Copies a plane into the padded layout.
     fn fill(&self, plane: &[f32], out: &mut [f32]) {
         let Window { padding, stride: [down, along], width, .. } = self.window;
         if padding != [0; 4] || [down, along] != [1, 1] {
@@ -53,7 +55,7 @@ impl PaddedImage {
         for (row, values) in plane.chunks_exact(width.max(1)).enumerate() {
             let row = row + padding[0];
             for column in 0..along.min(width) {
-                // The first pixel of this phase, and where it goes.
+                // The first pixel of this phase and its target.
                 let at = column + padding[1];
                 let out = &mut out[(row % down * along + at % along) * self.phase + row / down * self.step + at / along..];
                 if along == 1 {
@@ -66,8 +68,9 @@ impl PaddedImage {
     }
 }
 
-/// A convolution: `left` is the weight, a row for each channel of the result with a column for each channel and tap; `planes`
-/// lie as in [`convolution`](super::convolution), and `output` gets such planes too.
+/// Computes a convolution. `left` is the weight, with a row per output channel and a column per input
+/// channel and kernel element. `planes` and `output` have the layout of
+/// [`convolution`](super::convolution).
 pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, epilogue: Epilogue, output: &mut [f32]) {
     let layout = PaddedImage::new(window, planes.len() / images.max(1));
     let offsets = layout.offsets();
@@ -77,7 +80,7 @@ pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, e
     for (index, plane) in output.chunks_exact_mut(size.max(1)).enumerate() {
         by_image[index % images].push(plane);
     }
-    // Threads that have no image of their own share one, by bands of its rows.
+    // If there are more threads than images, several threads share an image by bands of rows.
     let band = rows.div_ceil(rayon::current_num_threads().div_ceil(images.max(1))).max(1);
     by_image.into_par_iter().enumerate().for_each(|(image, out)| {
         let mut padded = Scratch::new(layout.channels * layout.channel + PANEL);
@@ -85,7 +88,7 @@ pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, e
         if band < rows {
             padded.par_chunks_mut(layout.channel.max(1)).take(layout.channels).enumerate().for_each(fill);
         } else {
-            // A thread that waits may take another image, and would hold both.
+            // With parallelism here, a waiting thread could start another image and hold both in memory.
             padded.chunks_mut(layout.channel.max(1)).take(layout.channels).enumerate().for_each(fill);
         }
         let mut bands: Vec<Vec<&mut [f32]>> = (0..rows.div_ceil(band)).map(|_| Vec::with_capacity(out.len())).collect();
@@ -100,19 +103,21 @@ pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, e
 }
 
 simd! {
-    /// All tiles of some rows of one image; its results begin at column `place[0]` of rows `place[1]` wide.
-    fn one_band(left: &Left, padded: &[f32], offsets: &[usize], layout: &PaddedImage, epilogue: Epilogue, place: [usize; 2], out: &mut [&mut [f32]]) {
+    /// Computes all tiles of a band of rows of one image. Its results start at column `position[0]` of
+    /// rows with `position[1]` columns.
+    fn one_band(left: &Left, padded: &[f32], offsets: &[usize], layout: &PaddedImage, epilogue: Epilogue, position: [usize; 2], out: &mut [&mut [f32]]) {
         let [_, columns] = layout.window.positions();
         let all = out.first().map_or(0, |plane| plane.len());
-        // One row where nothing lies between rows.
+        // Treats the band as a single row if rows have no gaps.
         let [rows, columns] = if layout.step == columns { [1, all] } else { [all / columns.max(1), columns] };
         let span = (rows * layout.step).saturating_sub(layout.step - columns.min(layout.step)).max(if rows == 1 { columns } else { 0 });
         let mut sums = [[0f32; PANEL]; BLOCK];
         let (blocks, panels) = (left.rows().div_ceil(BLOCK), span.div_ceil(PANEL));
-        // What is larger, the weight or the image, is read once; of an image, as many panels at a time as stay near.
+        // The larger one of weight and image is read once. For the image, in groups of panels that fit
+        // into the cache.
         let near = NEAR / (layout.channels * layout.window.kernel[0] * PANEL).max(1);
-        let together = if span * layout.channels > left.rows() * offsets.len() { near } else { panels }.max(1);
-        let groups = (0..panels).step_by(together).map(|first| first..panels.min(first + together));
+        let chunk = if span * layout.channels > left.rows() * offsets.len() { near } else { panels }.max(1);
+        let groups = (0..panels).step_by(chunk).map(|first| first..panels.min(first + chunk));
         for (index, panel) in groups.flat_map(|group| (0..blocks).flat_map(move |index| group.clone().map(move |panel| (index, panel)))) {
             let (first, start) = (index * BLOCK, panel * PANEL);
             let (count, width) = (BLOCK.min(left.rows() - first), PANEL.min(span - start));
@@ -125,10 +130,10 @@ simd! {
                     continue;
                 }
                 let run = (columns - column).min(start + width - at);
-                let position = row * columns + column;
+                let index = row * columns + column;
                 for (lane, sums) in sums[..count].iter_mut().enumerate() {
                     let values = &mut sums[at - start..][..run];
-                    epilogue.store(values, [first + lane, place[0] + position, place[1]], &mut out[first + lane][position..][..run]);
+                    epilogue.store(values, [first + lane, position[0] + index, position[1]], &mut out[first + lane][index..][..run]);
                 }
                 at += run;
             }
@@ -145,7 +150,7 @@ mod tests {
         (0..count as u32).map(|i| ((i.wrapping_mul(2_654_435_761).wrapping_add(seed * 97) >> 20) as f32 - 2048.0) / 2048.0).collect()
     }
 
-    /// As it is defined.
+    /// Reference implementation.
     fn plain(x: &[f32], images: usize, weight: &[f32], outputs: usize, window: Window) -> Vec<f64> {
         let [rows, columns] = window.positions();
         let taps = window.kernel[0] * window.kernel[1];
@@ -166,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn convolutions_are_as_defined_and_the_same_with_any_number_of_threads() {
+    fn convolutions_are_correct_and_independent_of_threads() {
         let square = |size| Window { height: size, width: size, kernel: [3, 3], stride: [1; 2], padding: [1; 4], dilation: [1; 2] };
         for (images, inputs, outputs, window) in [
             (3, 5, 7, square(6)),
@@ -192,7 +197,7 @@ mod tests {
             let compute = |threads| {
                 let mut ours = vec![f32::NAN; outputs * size];
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-                pool.install(|| convolve(&planes, images, &left, window, Epilogue::of(&steps), &mut ours));
+                pool.install(|| convolve(&planes, images, &left, window, Epilogue::new(&steps), &mut ours));
                 ours
             };
             let ours = compute(1);

@@ -1,9 +1,9 @@
-//! The same loop compiled for several instruction sets, chosen when it runs.
+//! Multiversioning of loops: compiled for several instruction sets and dispatched at run time.
 
 use std::sync::LazyLock;
 
-/// Declares a function whose body is compiled once for AVX-512, once for AVX2 and once for the
-/// baseline, and dispatched on what the processor has. Type parameters go in square brackets.
+/// Declares a function whose body is compiled for AVX-512, AVX2 and the baseline, and dispatched by the
+/// features of the processor. Type parameters are written in square brackets.
 macro_rules! simd {
     ($(#[$meta:meta])* $visible:vis fn $name:ident $([$($generic:ident : $bound:path),+])? ($($arg:ident : $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
@@ -19,7 +19,7 @@ macro_rules! simd {
                 #[target_feature(enable = "avx2,fma,bmi2,popcnt")]
                 fn avx2 $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? { body $(::<$($generic),+>)? ($($arg),*) }
                 match $crate::kernel::simd::level() {
-                    // SAFETY: `offered` has seen every feature that the callee enables, and `level` is no higher.
+                    // SAFETY: `supported` checked all features of the callee, and `level` is not higher.
                     $crate::kernel::simd::Level::Avx512 => return unsafe { avx512 $(::<$($generic),+>)? ($($arg),*) },
                     // SAFETY: as above.
                     $crate::kernel::simd::Level::Avx2 => return unsafe { avx2 $(::<$($generic),+>)? ($($arg),*) },
@@ -31,7 +31,7 @@ macro_rules! simd {
     };
 }
 
-/// What the processor offers, in the steps that are compiled for.
+/// Instruction set level of the processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(crate) enum Level {
@@ -40,31 +40,29 @@ pub(crate) enum Level {
     Avx512,
 }
 
-/// Names a lower level than the processor's: to get the results of another machine, or to test its loops.
+/// Selects a lower level than the processor supports, to reproduce results of another machine or to test
+/// its loops.
 pub(crate) const VARIABLE: &str = "COMPRESS_SIMD";
 
-/// The level that loops run on: the processor's, or a lower one that is asked for.
+/// The level used by all loops: the processor's, or a lower one selected with [`VARIABLE`].
 pub(crate) fn level() -> Level {
-    static LEVEL: LazyLock<Level> = LazyLock::new(|| asked().ok().flatten().map_or_else(offered, |level| level.min(offered())));
+    static LEVEL: LazyLock<Level> = LazyLock::new(|| requested().ok().flatten().map_or_else(supported, |level| level.min(supported())));
     *LEVEL
 }
 
-/// The level that the environment asks for.
-///
-/// # Errors
-/// It is none that there is.
-pub(crate) fn asked() -> std::result::Result<Option<Level>, String> {
+/// The level requested in the environment. Unknown names are errors.
+pub(crate) fn requested() -> std::result::Result<Option<Level>, String> {
     match std::env::var(VARIABLE).as_deref() {
         Err(_) => Ok(None),
         Ok("avx512") => Ok(Some(Level::Avx512)),
         Ok("avx2") => Ok(Some(Level::Avx2)),
         Ok("baseline") => Ok(Some(Level::Baseline)),
-        Ok(other) => Err(format!("`{other}` is none of avx512, avx2 and baseline")),
+        Ok(other) => Err(format!("`{other}` is not one of avx512, avx2 and baseline")),
     }
 }
 
 #[cfg(target_arch = "x86_64")]
-fn offered() -> Level {
+fn supported() -> Level {
     use std::arch::is_x86_feature_detected as has;
     if has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") && has!("bmi2") && has!("popcnt") {
         Level::Avx512
@@ -76,11 +74,11 @@ fn offered() -> Level {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn offered() -> Level {
+fn supported() -> Level {
     Level::Baseline
 }
 
-/// Name of the instruction set that the loops run on, for reports.
+/// Name of the instruction set used by the loops, for reports.
 pub fn instruction_set() -> &'static str {
     match level() {
         Level::Avx512 => "avx512",

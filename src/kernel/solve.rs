@@ -1,28 +1,28 @@
-//! Linear equations with a symmetric positive matrix, in f64: Cholesky's factor, block by block (Golub and van Loan, *Matrix
-//! Computations*, 4.2).
+//! Linear systems with a symmetric positive definite matrix in f64: blocked Cholesky factorization
+//! (Golub and van Loan, *Matrix Computations*, 4.2).
 //!
-//! Products are summed in the order of the columns, block by block, without fused multiply-add, so results depend on neither
-//! threads nor instruction set.
+//! Products are summed in column order, block by block, without fused multiply-add, so results depend on
+//! neither threads nor instruction set.
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-/// Columns that are eliminated at once.
+/// Number of columns eliminated at once.
 const BLOCK: usize = 64;
-/// Rows that are changed at once.
+/// Number of rows updated at once.
 const HEIGHT: usize = 6;
-/// Columns that are changed at once.
+/// Number of columns updated at once.
 const WIDTH: usize = 8;
-/// Rows of one job.
+/// Number of rows per job.
 const ROWS: usize = 10 * HEIGHT;
 
-/// A symmetric positive matrix, as the product of a triangle and its transpose.
+/// Cholesky factor of a symmetric positive definite matrix.
 pub struct Factor {
     size: usize,
-    /// The lower triangle; what is above means nothing.
+    /// The lower triangle; elements above the diagonal are undefined.
     lower: Vec<f64>,
-    /// Its transpose; what is below means nothing.
+    /// Its transpose; elements below the diagonal are undefined.
     upper: Vec<f64>,
 }
 
@@ -40,14 +40,14 @@ fn part(factors: &[[f64; HEIGHT]], panel: &[[f64; WIDTH]]) -> [[f64; WIDTH]; HEI
 }
 
 simd! {
-    // Stands alone, so that the sums stay in registers.
+    // Not inlined, so that the sums stay in registers.
     #[inline(never)]
     fn products(factors: &[[f64; HEIGHT]], panel: &[[f64; WIDTH]], tile: &mut [[f64; WIDTH]; HEIGHT]) {
         *tile = part(factors, panel);
     }
 }
 
-/// `row[to] -= Σ row[from + i] · strip[i][to]` for some rows `size` long, over the columns of a block.
+/// `row[to] -= Σ row[from + i] · strip[i][to]` for rows of `size` elements, over the columns of a block.
 fn eliminate(rows: &mut [f64], size: usize, from: usize, count: usize, to: Range<usize>, strip: &[f64]) {
     let mut factors = vec![[[0f64; HEIGHT]; BLOCK]; (rows.len() / size).div_ceil(HEIGHT)];
     for (index, row) in rows.chunks_exact(size).enumerate() {
@@ -68,8 +68,9 @@ fn eliminate(rows: &mut [f64], size: usize, from: usize, count: usize, to: Range
     }
 }
 
-/// The lower triangle `L` of `L Lᵀ`, in the place of a matrix `[size, size]` of which the lower triangle is read; what is above means
-/// nothing. Nothing when the matrix is not positive.
+/// Replaces a matrix `[size, size]`, of which only the lower triangle is read, by its lower Cholesky
+/// triangle `L`. Elements above the diagonal are undefined. `None` if the matrix is not positive
+/// definite.
 pub fn triangle(mut matrix: Vec<f64>, size: usize) -> Option<Vec<f64>> {
     let mut strip = vec![0.0; BLOCK.min(size) * size];
     for from in (0..size).step_by(BLOCK) {
@@ -91,14 +92,14 @@ pub fn triangle(mut matrix: Vec<f64>, size: usize) -> Option<Vec<f64>> {
             row[column] = pivot.sqrt();
         }
         let next = from + count;
-        let turn = |strip: &mut [f64], rows: &[f64], first: usize| {
+        let transpose = |strip: &mut [f64], rows: &[f64], first: usize| {
             for (step, out) in strip.chunks_exact_mut(size).take(count).enumerate() {
                 rows.chunks_exact(size).zip(&mut out[first..]).for_each(|(row, out)| *out = row[from + step]);
             }
         };
-        turn(&mut strip, &above[from * size..], from);
+        transpose(&mut strip, &above[from * size..], from);
         below.par_chunks_mut(ROWS * size).for_each(|rows| rows.chunks_exact_mut(size).for_each(|row| forward(row, &strip, size, from, count)));
-        turn(&mut strip, below, next);
+        transpose(&mut strip, below, next);
         below.par_chunks_mut(ROWS * size).enumerate().for_each(|(job, rows)| {
             let end = (next + (job + 1) * ROWS).min(size);
             eliminate(rows, size, from, count, next..end, &strip);
@@ -108,7 +109,7 @@ pub fn triangle(mut matrix: Vec<f64>, size: usize) -> Option<Vec<f64>> {
 }
 
 impl Factor {
-    /// Of a matrix `[size, size]`; nothing when it is not positive.
+    /// Factorizes a matrix `[size, size]`. `None` if it is not positive definite.
     pub fn new(matrix: Vec<f64>, size: usize) -> Option<Factor> {
         let lower = triangle(matrix, size)?;
         let mut upper = vec![0.0; size * size];
@@ -116,7 +117,7 @@ impl Factor {
         Some(Factor { size, lower, upper })
     }
 
-    /// Solves `A x = b` in place, for every row `b` of a matrix.
+    /// Solves `A x = b` in place for every row `b` of a matrix.
     pub fn solve(&self, rows: &mut [f64]) {
         let size = self.size;
         rows.par_chunks_mut((ROWS * size).max(1)).for_each(|rows| {
@@ -134,7 +135,7 @@ impl Factor {
     }
 }
 
-/// Eliminates within a block, given its rows of the transposed triangle.
+/// Forward substitution within a block, given its rows of the transposed triangle.
 fn forward(row: &mut [f64], upper: &[f64], size: usize, from: usize, count: usize) {
     for step in 0..count {
         let line = &upper[step * size + from..][step..count];
@@ -144,7 +145,7 @@ fn forward(row: &mut [f64], upper: &[f64], size: usize, from: usize, count: usiz
     }
 }
 
-/// The same with the triangle, from its last row on.
+/// Backward substitution within a block, given its rows of the triangle.
 fn backward(row: &mut [f64], lower: &[f64], size: usize, from: usize, count: usize) {
     for step in (0..count).rev() {
         let line = &lower[step * size + from..][..=step];
@@ -165,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_solved_satisfies_the_equations() {
+    fn solutions_satisfy_the_equations() {
         for (size, rows) in [(1, 1), (20, 3), (64, 5), (65, 40), (200, 70)] {
             let matrix = positive(size);
             let x: Vec<f64> = (0..rows * size).map(|i| (i % 13) as f64 - 7.0).collect();
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_matrix_that_is_not_positive_has_no_factor() {
+    fn a_matrix_that_is_not_positive_definite_has_no_factor() {
         assert!(Factor::new(vec![1.0, 2.0, 2.0, 1.0], 2).is_none());
         assert!(Factor::new(vec![f64::NAN], 1).is_none());
         let mut matrix = positive(100);

@@ -1,28 +1,28 @@
-//! Steps of optimizers over the floats of one parameter, element by element, and the sums they need.
+//! Elementwise optimizer updates of one parameter, and the sums that they need.
 
 const LANES: usize = 16;
 
-/// The coefficients of one step of AdamW.
+/// Coefficients of an AdamW step.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamW {
-    /// What is left of the parameter after weight decay.
+    /// Factor of the parameter due to weight decay.
     pub shrink: f32,
-    /// Share of the gradient in the first moment, `1 - β₁`.
+    /// Weight of the gradient in the first moment, `1 - β₁`.
     pub mean_share: f32,
-    /// What is left of the second moment, `β₂`.
+    /// Decay of the second moment, `β₂`.
     pub square_left: f32,
-    /// Share of the squared gradient in the second moment, `1 - β₂`.
+    /// Weight of the squared gradient in the second moment, `1 - β₂`.
     pub square_share: f32,
     /// `√(1 - β₂ᵗ)`
     pub root: f32,
     /// Added to the root of the second moment.
     pub epsilon: f32,
-    /// Learning rate over `1 - β₁ᵗ`.
+    /// Learning rate divided by `1 - β₁ᵗ`.
     pub size: f32,
 }
 
 simd! {
-    /// One step of AdamW: the moments take the gradient in, the parameter goes along their quotient.
+    /// One step of AdamW: updates the moments and the parameter.
     pub fn adamw(step: &AdamW, parameter: &mut [f32], gradient: &[f32], mean: &mut [f32], square: &mut [f32]) {
         for (((x, g), m), v) in parameter.iter_mut().zip(gradient).zip(mean).zip(square) {
             *m += step.mean_share * (g - *m);
@@ -32,14 +32,14 @@ simd! {
     }
 }
 
-/// The coefficients of one step of SGD.
+/// Coefficients of an SGD step.
 #[derive(Debug, Clone, Copy)]
 pub struct Sgd {
-    /// Share of the parameter that is added to the gradient.
+    /// Weight decay, added to the gradient.
     pub decay: f32,
-    /// What is left of the velocity.
+    /// Momentum, the decay of the velocity.
     pub momentum: f32,
-    /// Look ahead along the velocity.
+    /// Whether to use Nesterov momentum.
     pub nesterov: bool,
     /// Learning rate.
     pub rate: f32,
@@ -93,7 +93,7 @@ simd! {
 }
 
 simd! {
-    /// Adds the squares of some floats to as many sums.
+    /// Adds the squares of floats to the corresponding sums.
     pub fn add_squares(sums: &mut [f64], x: &[f32]) {
         for (sum, x) in sums.iter_mut().zip(x) {
             *sum += f64::from(*x) * f64::from(*x);
@@ -102,7 +102,7 @@ simd! {
 }
 
 simd! {
-    /// Sum of squares; not finite exactly if one of the numbers is not.
+    /// Sum of squares. It is not finite if and only if one of the numbers is not finite.
     pub fn squares(x: &[f32]) -> f64 {
         let mut lanes = [0f64; LANES];
         let (blocks, tail) = x.as_chunks::<LANES>();
@@ -119,7 +119,7 @@ simd! {
 }
 
 simd! {
-    /// Sum of the squares of products.
+    /// Sum of squared products.
     pub fn squared_products(x: &[f32], factors: &[f32]) -> f64 {
         let square = |x: f32, factor: f32| f64::from(x * factor) * f64::from(x * factor);
         let mut lanes = [0f64; LANES];
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_is_not_finite_shows() {
+    fn nonfinite_values_propagate() {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut x = [1.0; 20];
             x[17] = bad;

@@ -1,4 +1,4 @@
-//! `config.json`, kept as it was written but for what must change.
+//! `config.json`. Its text is preserved unless a value changes.
 
 use std::io;
 use std::path::Path;
@@ -10,13 +10,13 @@ use super::quantization;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::kernel::cache::CacheFormat;
-use crate::store::{ActivationScheme, Affine, Codes, Granularity, Pattern, StatedEncoding, WordsLabel};
+use crate::store::{ActivationScheme, Codes, GptqConfig, Granularity, Pattern, QuantizationSpec, StatedEncoding};
 
-/// Quantization method that marks folders only this tool reads.
+/// Quantization method of folders that only this tool can read.
 pub const OWN_METHOD: &str = "compress";
 
-/// In front of the `model_type` of such folders, so that libraries which choose a class by it find none: transformers ignores a
-/// method of quantization that it does not know, and would silently compute something else.
+/// Prefix of the `model_type` of such folders, so that other libraries find no class for it:
+/// transformers ignores unknown quantization methods, and would silently compute something else.
 const OWN_TYPE: &str = "compress-";
 
 /// The configuration of a model; empty for a bare file.
@@ -24,7 +24,7 @@ const OWN_TYPE: &str = "compress-";
 pub struct Config {
     text: Option<String>,
     values: Map<String, Value>,
-    /// What the description of quantized weights says that stays true of any weights.
+    /// Keys of the quantization description that do not depend on the weights, and are carried over.
     carried: Map<String, Value>,
 }
 
@@ -43,14 +43,14 @@ const TIED: [(&str, &str); 12] = [
     ("decoder.weight", "model.embeddings.tok_embeddings.weight"),
 ];
 
-/// Tables of T5 that are the shared one, whatever the configuration says.
-const SHARED: [(&str, &str); 2] = [("encoder.embed_tokens.weight", "shared.weight"), ("decoder.embed_tokens.weight", "shared.weight")];
+/// Tables of T5 that are always the shared one, regardless of the configuration.
+const SHARED_TABLES: [(&str, &str); 2] = [("encoder.embed_tokens.weight", "shared.weight"), ("decoder.embed_tokens.weight", "shared.weight")];
 
 impl Config {
-    /// Reads the file; a missing one is an empty configuration.
+    /// Reads a file; returns an empty configuration if it does not exist.
     ///
     /// # Errors
-    /// It is there but cannot be read, or is not a JSON object.
+    /// The file cannot be read, or is not a JSON object.
     pub fn open(path: &Path) -> Result<Config> {
         let text = match files::read_to_string(path) {
             Ok(text) => text,
@@ -60,10 +60,10 @@ impl Config {
         Config::parse(path, text)
     }
 
-    /// Reads the text of such a file.
+    /// Parses the text of a file; `path` names it in error messages.
     ///
     /// # Errors
-    /// It is not a JSON object.
+    /// The text is not a JSON object.
     pub fn parse(path: &Path, text: String) -> Result<Config> {
         let values = serde_json::from_str(&text).map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))?;
         let mut config = Config { text: Some(text), values, carried: Map::new() };
@@ -73,12 +73,12 @@ impl Config {
         Ok(config)
     }
 
-    /// A configuration of these values.
-    pub fn of(values: Map<String, Value>) -> Config {
+    /// Creates a configuration from values.
+    pub fn from_values(values: Map<String, Value>) -> Config {
         Config { text: None, values, carried: Map::new() }
     }
 
-    /// Marks a folder that other libraries must not open.
+    /// Marks the configuration of a folder that other libraries must not open.
     pub fn mark_own(&mut self) {
         if !self.model_type().is_empty() {
             self.set("model_type", json!(format!("{OWN_TYPE}{}", self.model_type())));
@@ -90,7 +90,7 @@ impl Config {
         self.values.get(key)
     }
 
-    /// The numbers that both configurations have and that differ in the precision of 32-bit floats, as `key` of one value and another.
+    /// Descriptions of numbers that both configurations have and that differ as 32-bit floats.
     pub fn differing_numbers(&self, other: &Config) -> Vec<String> {
         let single = |value: &Value| value.as_f64().map(|number| number as f32);
         let pairs = self.values.iter().filter_map(|(key, value)| Some((key, value, other.get(key)?)));
@@ -108,7 +108,7 @@ impl Config {
         self.get("model_type").and_then(Value::as_str).unwrap_or("")
     }
 
-    /// Whether linear layers keep their weights as `[in, out]` (transformers' `Conv1D`).
+    /// Whether linear weights are stored as `[in, out]` (transformers' `Conv1D`).
     pub fn has_conv1d(&self) -> bool {
         matches!(self.model_type(), "gpt2" | "openai-gpt" | "imagegpt" | "decision_transformer")
     }
@@ -119,7 +119,7 @@ impl Config {
         self.text = None;
     }
 
-    /// States the format of the weights, under the key that the file already uses.
+    /// Sets the dtype of the weights, under the key that the file already uses.
     pub fn set_dtype(&mut self, name: &str) {
         if self.values.is_empty() {
             return;
@@ -130,57 +130,60 @@ impl Config {
         }
     }
 
-    /// Pairs (alias, original) of names that this configuration ties, `stored` saying which tensors there are.
+    /// Pairs (alias, original) of weights that this configuration ties; `stored` returns whether a
+    /// tensor is stored.
     ///
-    /// Where the file does not say, a language model whose head is not stored is tied.
+    /// If `tie_word_embeddings` is missing, a language model is tied if its head is not stored.
     pub fn tied_names(&self, stored: impl Fn(&str) -> bool) -> Vec<(&'static str, &'static str)> {
         let architecture = self.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str).unwrap_or("");
         let has_head =
             ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| architecture.ends_with(end));
-        let said = self.get("tie_word_embeddings").and_then(Value::as_bool);
-        // A head of T5 that is stored is its own, whatever is said: transformers writes that it is tied into every configuration.
-        let said = said.filter(|_| !self.shares_table());
-        let tied = TIED.into_iter().filter(|(alias, original)| stored(original) && said.unwrap_or(has_head && !stored(alias)));
-        // An encoder alone has no table of the decoder.
-        let there = |alias: &str| alias.starts_with("encoder.") || stored(alias) || stored("decoder.final_layer_norm.weight");
-        let shared = SHARED.into_iter().filter(|(alias, original)| self.shares_table() && stored(original) && there(alias));
+        let specified = self.get("tie_word_embeddings").and_then(Value::as_bool);
+        // A stored head of T5 is never tied: transformers writes `tie_word_embeddings` into every
+        // configuration.
+        let specified = specified.filter(|_| !self.shares_table());
+        let tied = TIED.into_iter().filter(|(alias, original)| stored(original) && specified.unwrap_or(has_head && !stored(alias)));
+        // Encoder-only models have no decoder table.
+        let exists = |alias: &str| alias.starts_with("encoder.") || stored(alias) || stored("decoder.final_layer_norm.weight");
+        let shared = SHARED_TABLES.into_iter().filter(|(alias, original)| self.shares_table() && stored(original) && exists(alias));
         tied.chain(shared).collect()
     }
 
-    /// Whether the family has one table of words under several names, and no key that says otherwise.
+    /// Whether the family always shares one embedding table under several names.
     pub(super) fn shares_table(&self) -> bool {
         matches!(self.model_type(), "t5" | "mt5")
     }
 
-    /// What is told of quantization again beside whatever weights are written: how keys and values are cached, and keys that nobody knows.
+    /// Quantization keys that are written again regardless of the weights: the KV-cache scheme, and
+    /// unrecognized keys.
     pub fn carried_quantization(&self) -> &Map<String, Value> {
         &self.carried
     }
 
-    /// What keys and values are rounded to when they are cached, if they are.
+    /// The format of a quantized KV cache, if there is one.
     ///
     /// # Errors
-    /// They are rounded in a way that is not done here.
+    /// The KV-cache scheme is not supported.
     pub fn cache(&self) -> Result<Option<CacheFormat>> {
         let refused = |(what, hint): quantization::Refused| Error::Unsupported { what: format!("config.json: {what}"), hint: hint.into() };
         self.carried.get(quantization::CACHE).map(|scheme| quantization::cache(scheme).map_err(refused)).transpose()
     }
 
-    /// Says what keys and values are rounded to when they are cached.
+    /// Sets the format of a quantized KV cache.
     pub fn set_cache(&mut self, format: CacheFormat) {
         self.carried.insert(quantization::CACHE.to_owned(), quantization::cache_scheme(format));
     }
 
-    /// Removes the description of quantized weights, and says what happens to activations.
+    /// Removes and parses the description of quantized weights and activations.
     pub(super) fn take_quantization(&mut self, path: &Path) -> Result<Schemes> {
         if self.get("compression_config").is_some_and(|old| !old.is_null()) {
             return Err(Error::Unsupported {
                 what: format!("{}: `compression_config`", path.join("config.json").display()),
-                hint: "rename it to `quantization_config`, as newer versions of compressed-tensors write it".into(),
+                hint: "rename it to `quantization_config`, the key of newer versions of compressed-tensors".into(),
             });
         }
         if self.get("quantization_config").is_none_or(Value::is_null) {
-            return Ok(Schemes { words: beside(path)?, ..Schemes::default() });
+            return Ok(Schemes { gptq: separate_description(path)?, ..Schemes::default() });
         }
         let quantization = self.values.shift_remove("quantization_config").unwrap_or_default();
         self.text = None;
@@ -188,12 +191,12 @@ impl Config {
         let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
         let unsupported = |what: String| Error::Unsupported {
             what: format!("{}: {what}", path.join("config.json").display()),
-            hint: "compress reads dense weights, and the integers of 2 to 8 bits, FP8 and FP4 of compressed-tensors; start from the original checkpoint".into(),
+            hint: "compress supports dense weights, and integers of 2 to 8 bits, FP8 and FP4 of compressed-tensors; start from the original checkpoint".into(),
         };
-        if let Some(words) = quantization::words(&quantization)
+        if let Some(gptq) = quantization::gptq_config(&quantization)
             .map_err(|(what, hint)| Error::Unsupported { what: format!("{}: {what}", path.join("config.json").display()), hint: hint.into() })?
         {
-            return Ok(Schemes { words, ..Schemes::default() });
+            return Ok(Schemes { gptq, ..Schemes::default() });
         }
         if method != "compressed-tensors" && method != OWN_METHOD {
             return Err(unsupported(format!("quantization method `{method}`")));
@@ -205,14 +208,14 @@ impl Config {
         for group in described.get("config_groups").and_then(Value::as_object).into_iter().flat_map(|groups| groups.values()) {
             let weights = group.get("weights").unwrap_or(&Value::Null);
             let integer = quantization::is_integer(weights);
-            let said = weights.get("num_bits").and_then(Value::as_u64).unwrap_or(8);
-            let bits = u8::try_from(said).ok().filter(|bits| if integer { (2..=8).contains(bits) } else { [4, 8].contains(bits) });
+            let num_bits = weights.get("num_bits").and_then(Value::as_u64).unwrap_or(8);
+            let bits = u8::try_from(num_bits).ok().filter(|bits| if integer { (2..=8).contains(bits) } else { [4, 8].contains(bits) });
             let Some(bits) = bits.or(weights.is_null().then_some(8)) else {
-                return Err(unsupported(format!("weights of {said} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
+                return Err(unsupported(format!("weights of {num_bits} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
             };
-            quantization::require_known(group).map_err(refused)?;
+            quantization::require_supported(group).map_err(refused)?;
             let activations = match group.get("input_activations") {
-                None | Some(Value::Null) => Said::Is(ActivationScheme::None),
+                None | Some(Value::Null) => ActivationArgs::Scheme(ActivationScheme::None),
                 Some(args) => quantization::activations(args).map_err(refused)?,
             };
             let codes = match (integer, bits) {
@@ -233,7 +236,7 @@ impl Config {
         Ok(schemes)
     }
 
-    /// The file's text: unchanged when nothing was set, `None` when there is nothing to write.
+    /// The text of the file: unchanged if no value was set, `None` if the configuration is empty.
     pub fn render(&self) -> Option<String> {
         match &self.text {
             Some(text) => Some(text.clone()),
@@ -243,8 +246,8 @@ impl Config {
     }
 }
 
-/// What files beside `config.json` say of words, as the tools before transformers wrote it.
-fn beside(folder: &Path) -> Result<WordsLabel> {
+/// GPTQ or AWQ settings from the separate files that older tools wrote.
+fn separate_description(folder: &Path) -> Result<GptqConfig> {
     for (name, method) in DESCRIPTIONS.into_iter().zip(["gptq", "awq"]) {
         let path = folder.join(name);
         if !files::is_file(&path) {
@@ -256,85 +259,95 @@ fn beside(folder: &Path) -> Result<WordsLabel> {
             object.insert("quant_method".into(), method.into());
         }
         let refused = |(what, hint): quantization::Refused| Error::Unsupported { what: format!("{}: {what}", path.display()), hint: hint.into() };
-        return Ok(quantization::words(&values).map_err(refused)?.unwrap_or_default());
+        return Ok(quantization::gptq_config(&values).map_err(refused)?.unwrap_or_default());
     }
-    Ok(WordsLabel::default())
+    Ok(GptqConfig::default())
 }
 
-/// What happens to activations.
+/// Activation arguments of a config group.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Said {
-    /// This.
-    Is(ActivationScheme),
-    /// They are quantized by what is stored beside the weight, to eight-bit integers or to codes like the weight's.
+pub(super) enum ActivationArgs {
+    /// A scheme without stored parameters.
+    Scheme(ActivationScheme),
+    /// Static quantization with the parameters stored with the weight, to 8-bit integers or to codes
+    /// like the weight's.
     Static,
 }
 
-/// What is said of the modules that a target matches.
+/// Quantization scheme of the modules that a target matches.
 #[derive(Debug)]
 struct Scheme {
     target: String,
     /// The target as a regular expression, if it is one.
     expression: Option<Pattern>,
     codes: Option<Codes>,
-    activations: Said,
+    activations: ActivationArgs,
     granularity: Option<Granularity>,
 }
 
-/// Which modules are quantized how: targets as compressed-tensors writes them.
+/// Quantization schemes of modules, selected by the targets of compressed-tensors.
 #[derive(Debug, Default)]
 pub(super) struct Schemes {
     list: Vec<Scheme>,
-    /// What is said of words of GPTQ and AWQ.
-    pub(super) words: WordsLabel,
+    /// Settings of GPTQ and AWQ.
+    pub(super) gptq: GptqConfig,
 }
 
 impl Schemes {
-    /// What is said of a module. An exact name counts before an expression, and that before a class.
-    fn of(&self, module: &str, class: &str) -> Option<&Scheme> {
-        let ranks: [&dyn Fn(&Scheme) -> bool; 3] =
-            [&|scheme| scheme.target == module, &|scheme| scheme.expression.as_ref().is_some_and(|expression| expression.matches(module)), &|scheme| {
-                scheme.target == class
-            }];
-        ranks.iter().find_map(|matches| self.list.iter().find(|scheme| matches(scheme)))
+    /// The scheme of a module. An exact name takes precedence over a regular expression, and that over a
+    /// class. Fails if an expression is too slow to match.
+    fn find(&self, module: &str, class: &str) -> Result<Option<&Scheme>, String> {
+        let named = |name: &str| self.list.iter().find(|scheme| scheme.target == name);
+        if let Some(scheme) = named(module) {
+            return Ok(Some(scheme));
+        }
+        for scheme in &self.list {
+            if scheme.expression.as_ref().map_or(Ok(false), |expression| expression.try_matches(module))? {
+                return Ok(Some(scheme));
+            }
+        }
+        Ok(named(class))
     }
 
-    /// The stated encoding of a module's weight.
+    /// The stated encoding of a module's weight. Modules for which matching fails are rejected by
+    /// [`describe`](Schemes::describe).
     pub(super) fn encoding(&self, module: &str, class: &str) -> StatedEncoding {
-        let Some(scheme) = self.of(module, class) else { return StatedEncoding::default() };
+        let Ok(Some(scheme)) = self.find(module, class) else { return StatedEncoding::default() };
         StatedEncoding { bits: scheme.codes.filter(|codes| codes.is_integer()).map(Codes::bits), granularity: scheme.granularity }
     }
 
-    /// Adds the activation scheme, which the tensors of a weight do not determine.
-    ///
-    /// # Errors
-    /// No target matches the module, its codes are of another kind, or its input scale is missing.
-    pub(super) fn describe(&self, module: &str, class: &str, affine: &mut Affine) -> Result<()> {
+    /// Sets the activation scheme, which the tensors of a weight do not determine. Fails if no target
+    /// matches the module, its codes have a different format, or its input scale is missing.
+    pub(super) fn describe(&self, module: &str, class: &str, affine: &mut QuantizationSpec) -> Result<()> {
         if self.list.is_empty() {
             return Ok(());
         }
-        let Some(scheme) = self.of(module, class) else {
+        let found = self.find(module, class).map_err(|reason| {
+            let reason = format!("is quantized, but a target of `config_groups` in config.json is too slow to match: {reason}");
+            Error::tensor(&format!("{module}.weight"), reason, "rewrite the target without nested repetitions")
+        })?;
+        let Some(scheme) = found else {
             return Err(Error::tensor(
                 &format!("{module}.weight"),
-                format!("is quantized, and no target of `config_groups` in config.json matches `{module}` or its class {class}"),
-                "add the module to the `targets` of its group: without one, it is unknown how its input is quantized",
+                format!("is quantized, but no target of `config_groups` in config.json matches `{module}` or its class {class}"),
+                "add the module to the `targets` of its group, which specifies the quantization of its input",
             ));
         };
         if let Some(codes) = scheme.codes.filter(|codes| *codes != affine.codes) {
             return Err(Error::tensor(
                 &format!("{module}.weight"),
-                format!("is stored as {}, and config.json says that it is {codes}", affine.codes),
+                format!("is stored as {}, but config.json specifies {codes}", affine.codes),
                 "correct `config_groups` in config.json, or start from the original checkpoint",
             ));
         }
         affine.activations = match (scheme.activations, affine.activations) {
-            (Said::Is(activations), _) => activations,
-            (Said::Static, stored @ (ActivationScheme::Static(_) | ActivationScheme::Float8Static(_) | ActivationScheme::Nvfp4(_))) => stored,
-            (Said::Static, _) => {
+            (ActivationArgs::Scheme(activations), _) => activations,
+            (ActivationArgs::Static, stored @ (ActivationScheme::Static(_) | ActivationScheme::Float8Static(_) | ActivationScheme::Nvfp4(_))) => stored,
+            (ActivationArgs::Static, _) => {
                 return Err(Error::tensor(
                     &format!("{module}.input_scale"),
-                    "is missing, and config.json says that this layer's input is quantized by it",
-                    "the checkpoint is not complete; write it again",
+                    "is missing, but config.json specifies static quantization of this layer's input",
+                    "the checkpoint is incomplete; save it again",
                 ));
             }
         };
@@ -347,7 +360,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unchanged_text_stays_and_order_is_kept() {
+    fn unchanged_text_and_key_order_are_preserved() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("config.json");
         let text = "{\"z\":1e-12,   \"a\": [1]}";
@@ -374,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_null_description_is_none() {
+    fn a_null_description_is_ignored() {
         let values = Map::from_iter([("quantization_config".to_owned(), Value::Null)]);
         let mut config = Config { text: Some("kept".into()), values, carried: Map::new() };
         assert!(config.take_quantization(Path::new("m")).unwrap().list.is_empty());
@@ -382,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn other_quantization_is_refused_by_name() {
+    fn unsupported_quantization_is_rejected() {
         let refused = |quantization: Value| {
             let mut config = Config { values: Map::from_iter([("quantization_config".to_owned(), quantization)]), ..Config::default() };
             config.take_quantization(Path::new("m")).unwrap_err().to_string()
@@ -399,14 +412,14 @@ mod tests {
     }
 
     #[test]
-    fn targets_may_look_around_and_cover_every_quantized_module() {
+    fn targets_may_use_lookaround_and_must_cover_quantized_modules() {
         let weights = json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel"});
         let input = json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": "token", "dynamic": true});
         let group = json!({"targets": ["re:^(?!.*down_proj).*mlp.*"], "weights": weights, "input_activations": input});
         let values = json!({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"g": group}}});
         let mut config = Config { values: values.as_object().unwrap().clone(), ..Config::default() };
         let schemes = config.take_quantization(Path::new("m")).unwrap();
-        let affine = || Affine {
+        let affine = || QuantizationSpec {
             codes: Codes::INT8,
             granularity: Granularity::Channel,
             symmetric: true,
@@ -418,5 +431,30 @@ mod tests {
         assert_eq!(described.activations, ActivationScheme::DynamicToken);
         let error = schemes.describe("model.layers.0.mlp.down_proj", "Linear", &mut affine()).unwrap_err().to_string();
         assert!(error.contains("model.layers.0.mlp.down_proj.weight") && error.contains("config_groups"), "{error}");
+    }
+
+    /// A target that cannot be matched is rejected: the module would be taken for one of the class in
+    /// another group.
+    #[test]
+    fn targets_that_exceed_the_limit_of_backtracking_are_refused() {
+        let weights = json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel"});
+        let groups = json!({
+            "a": {"targets": ["re:(a|b|ab)*(?>c)"], "weights": weights},
+            "b": {"targets": ["Linear"], "weights": weights},
+        });
+        let values = json!({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}});
+        let mut config = Config { values: values.as_object().unwrap().clone(), ..Config::default() };
+        let schemes = config.take_quantization(Path::new("m")).unwrap();
+        let mut affine = QuantizationSpec {
+            codes: Codes::INT8,
+            granularity: Granularity::Channel,
+            symmetric: true,
+            scale_dtype: crate::store::DType::F32,
+            activations: ActivationScheme::None,
+        };
+        schemes.describe("model.up_proj", "Linear", &mut affine).unwrap();
+        let module = "ab".repeat(28);
+        let error = schemes.describe(&module, "Linear", &mut affine).unwrap_err().to_string();
+        assert!(error.contains(&module) && error.contains("re:(a|b|ab)*(?>c)"), "{error}");
     }
 }

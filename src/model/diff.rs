@@ -1,4 +1,4 @@
-//! Two models, weight by weight.
+//! Comparison of two models, weight by weight.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -12,45 +12,46 @@ use crate::kernel::compare::{self, Difference};
 use crate::store::{Block, Weight};
 use crate::work::Work;
 
-/// How one weight differs.
+/// Differences of one weight.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct WeightDiff {
     /// Name in the checkpoints.
     pub name: String,
-    /// How it is stored in the first.
+    /// Storage format in the first model.
     pub before: Option<String>,
-    /// How it is stored in the second.
+    /// Storage format in the second model.
     pub after: Option<String>,
-    /// Whether all values are the same.
+    /// Whether all values are equal.
     pub equal: bool,
-    /// Signal to noise, the first being the signal; none when equal.
+    /// Signal-to-quantization-noise ratio in dB, with the first model as the signal; `None` if the
+    /// values are equal.
     pub sqnr_db: Option<f64>,
-    /// Cosine of the angle between both.
+    /// Cosine similarity.
     pub cosine: Option<f64>,
     /// Largest absolute difference.
     pub max_abs_error: Option<f64>,
-    /// Zeros in the first.
+    /// Number of zeros in the first model.
     pub zeros_before: u64,
-    /// Zeros in the second.
+    /// Number of zeros in the second model.
     pub zeros_after: u64,
     /// Number of elements.
     pub elements: u64,
-    /// Why values could not be compared.
+    /// Reason why values could not be compared.
     pub note: Option<String>,
 }
 
-/// How two models differ.
+/// Differences of two models.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Diff {
-    /// Bytes of the tensors of the first.
+    /// Bytes of the tensors of the first model.
     pub bytes_before: u64,
-    /// Bytes of the tensors of the second.
+    /// Bytes of the tensors of the second model.
     pub bytes_after: u64,
     /// Weights, by name.
     pub weights: Vec<WeightDiff>,
 }
 
-/// Compares the values of two models; quantized and sparse weights count as what they stand for.
+/// Compares the values of two models; quantized and sparse weights are decoded.
 ///
 /// # Errors
 /// Reading fails, or the work is cancelled.
@@ -101,7 +102,7 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
         diff.note = Some(format!("types differ: {} and {}", a.dtype, b.dtype));
         return Ok(diff);
     }
-    let (mut x, mut y) = (vec![0f32; RUN], vec![0f32; RUN]);
+    let (mut x, mut y) = (vec![0f32; CHUNK], vec![0f32; CHUNK]);
     zip(name, a, b, &mut |one, two| {
         if !floats {
             same &= one.now.values == two;
@@ -109,8 +110,8 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
         }
         let two = crate::store::View::dense(b.dtype, two);
         let elements = one.now.elements();
-        for start in (0..elements).step_by(RUN) {
-            let count = RUN.min(elements.saturating_sub(start));
+        for start in (0..elements).step_by(CHUNK) {
+            let count = CHUNK.min(elements.saturating_sub(start));
             let ((x, _), (y, _)) = (x.split_at_mut(count), y.split_at_mut(count));
             if one.now.decode(start, x) && two.decode(start, y) {
                 sums.add(&compare::floats(x, y));
@@ -128,18 +129,19 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
 }
 
 /// Elements compared at a time.
-const RUN: usize = 4096;
-/// Blocks that the second reader may be ahead.
+const CHUNK: usize = 4096;
+/// Number of blocks that the second reader may be ahead.
 const AHEAD: usize = 2;
 
-/// Visits two weights of one shape side by side, the second as plain bytes; its reader runs on a thread of its own.
+/// Visits two weights of one shape in lockstep, the second as plain bytes; its reader runs on a separate
+/// thread.
 fn zip(name: &str, a: &Weight, b: &Weight, sink: &mut dyn FnMut(&Block, &[u8]) -> Result<()>) -> Result<()> {
     let unit = a.row().max(1);
     let (send, receive) = sync_channel::<Vec<u8>>(AHEAD);
     std::thread::scope(|scope| {
         let read = move || {
             b.dense("").visit(unit, &mut |block| {
-                // The receiver is gone when the first side has failed; its error is the one that counts.
+                // The receiver is closed if reading the first weight has failed; that error is returned.
                 send.send(block.now.values.to_vec()).map_err(|_| Error::Cancelled)
             })
         };

@@ -1,19 +1,19 @@
-//! What a model computes.
+//! The graph of a model.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{Beside, Config, Model};
+use super::{AuxiliaryFiles, Config, Model};
 use crate::arch::{self, SentenceModule, Settings};
 use crate::error::{Error, Result};
 use crate::files;
 pub use crate::ir::Graph;
 use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
-use crate::ir::{Builder, Catalog, GraphFile, Node, Op, cache, difference, rebuild, same};
+use crate::ir::{Builder, Catalog, GraphFile, Node, Op, difference, is_equivalent, kv_cache, rebuild};
 pub use crate::onnx::ModelFile;
-use crate::store::{ActivationScheme, Affine, Encoding, Module, OpenSizes, Weight, Weights, select};
+use crate::store::{ActivationScheme, Encoding, Module, OpenSizes, QuantizationSpec, Weight, Weights, select};
 
 impl Catalog for Weights {
     fn shape(&self, name: &str) -> Option<Vec<usize>> {
@@ -31,13 +31,13 @@ impl Model {
         let onnx = ModelFile::open(file)?;
         let weight_files: Vec<_> = std::iter::once(file.to_owned()).chain(onnx.data_files.iter().cloned()).collect();
         let folder = files::is_dir(path);
-        let mut beside = if folder { Beside::of(path, &weight_files)? } else { Beside::default() };
-        beside.in_weight_files.extend(onnx.quantized_already());
+        let mut auxiliary = if folder { AuxiliaryFiles::scan(path, &weight_files)? } else { AuxiliaryFiles::default() };
+        auxiliary.in_weight_files.extend(onnx.quantization_notes());
         Ok(Model {
             path: path.to_owned(),
             config: if folder { Config::open(&path.join("config.json"))? } else { Config::default() },
             weights: onnx.all_weights(),
-            beside,
+            auxiliary,
             weight_files,
             changed_graph: None,
             onnx: Some(Arc::new(onnx)),
@@ -45,33 +45,33 @@ impl Model {
         })
     }
 
-    /// Fixes sizes that an ONNX file leaves open.
+    /// Fixes symbolic dimensions of an ONNX file.
     ///
     /// # Errors
-    /// The model is no ONNX file, or has no such sizes open.
-    pub fn tell_sizes(&self, sizes: &OpenSizes) -> Result<()> {
+    /// The model is not an ONNX file, or has no such symbolic dimensions.
+    pub fn fix_sizes(&self, sizes: &OpenSizes) -> Result<()> {
         match &self.onnx {
-            Some(file) => file.tell_sizes(sizes),
+            Some(file) => file.fix_sizes(sizes),
             None if sizes.is_empty() => Ok(()),
-            None => Err(Error::option("sizes", format!("{} is no .onnx file: other models take any size", self.path.display()))),
+            None => Err(Error::option("sizes", format!("{} is not an .onnx file: other models accept any size", self.path.display()))),
         }
     }
 
-    /// Whether a weight of an ONNX file is another one by now.
+    /// Whether a weight of an ONNX file has been replaced.
     pub(crate) fn changes(&self, name: &str, now: &Weight) -> bool {
         self.onnx.as_ref().is_some_and(|file| file.weights.get(name).is_none_or(|before| !Arc::ptr_eq(&before.source(), &now.source())))
     }
 
-    /// The graph: as passes have left it, else from the ONNX file or `graph.json` where there is one, else from
-    /// `config.json`.
+    /// The graph: as changed by passes, otherwise from the ONNX file, `graph.json` or `config.json`.
     ///
     /// # Errors
-    /// The family is not known, the configuration lacks something, or the weights do not fit it.
+    /// The family is not supported, the configuration is incomplete, or the weights do not match it.
     pub fn graph(&self) -> Result<Graph> {
         self.graph_and_unknown_keys().map(|(graph, _)| graph)
     }
 
-    /// The graph, and keys of the folder's files about the model that are not known and change nothing here, each behind its file's name.
+    /// The graph, and unrecognized keys of the folder's configuration files, each prefixed with its file
+    /// name.
     ///
     /// # Errors
     /// As [`graph`](Model::graph).
@@ -85,49 +85,51 @@ impl Model {
         }
     }
 
-    /// What has to be written as `graph.json`: a graph that passes have changed and that `config.json` does not describe.
+    /// The content of `graph.json`, if passes have changed the graph so that `config.json` does not
+    /// describe it.
     ///
     /// # Errors
     /// As [`graph`](Model::graph).
     pub fn graph_file(&self) -> Result<Option<GraphFile>> {
         let Some(graph) = &self.changed_graph else { return Ok(None) };
-        let described = self.described().is_ok_and(|(described, _)| same(&described, graph, &self.weights));
+        let described = self.described().is_ok_and(|(described, _)| is_equivalent(&described, graph, &self.weights));
         Ok((!described).then(|| GraphFile::from(&**graph)))
     }
 
-    /// The model with these weights. Inputs of layers that were quantized, and are no longer, are not rounded.
+    /// The model with other weights. Removes the input quantizers of layers that are no longer quantized.
     ///
     /// # Errors
-    /// The graph does not fit the weights.
-    pub(crate) fn holding(&self, weights: Weights) -> Result<Model> {
+    /// The graph does not match the weights.
+    pub(crate) fn with_weights(&self, weights: Weights) -> Result<Model> {
         if self.changed_graph.is_some() && self.graph_file()?.is_none() {
-            // What `config.json` describes, it describes over weights of other names too, like those of experts that lay in one tensor.
-            let held = Model { weights, ..self.clone() };
-            let (graph, _) = held.described()?;
-            return Ok(Model { changed_graph: Some(Arc::new(graph)), ..held });
+            // `config.json` also describes the graph for other weight names, such as those of experts
+            // fused in one tensor.
+            let model = Model { weights, ..self.clone() };
+            let (graph, _) = model.described()?;
+            return Ok(Model { changed_graph: Some(Arc::new(graph)), ..model });
         }
         let quantized = |weights: &Weights, name: &str| weights.by_name.get(name).is_some_and(|weight| weight.encoding != Encoding::Dense);
         let mut changed_graph = self.changed_graph.clone();
         if let Some(graph) = &self.changed_graph {
-            let mut plain = BTreeMap::new();
+            let mut unquantized = BTreeMap::new();
             let floats = rebuild(graph, &weights, &mut |mut step| {
                 if quantizers::layer_weight(graph, step.node).is_some_and(|name| quantized(&self.weights, name) && !quantized(&weights, name))
                     && let Some(input) = step.inputs.first_mut()
                 {
-                    *input = plain.get(&*input).copied().unwrap_or(*input);
+                    *input = unquantized.get(&*input).copied().unwrap_or(*input);
                 }
                 let from = step.inputs.first().copied().filter(|_| matches!(step.node.op, Op::FakeQuantize(_)));
-                let made = step.keep()?;
-                plain.extend(from.map(|from| (made, from)));
-                Ok(made)
+                let copy = step.copy()?;
+                unquantized.extend(from.map(|from| (copy, from)));
+                Ok(copy)
             })?;
             changed_graph = Some(Arc::new(floats));
         }
         Ok(Model { weights, changed_graph, ..self.clone() })
     }
 
-    /// How another model with weights of these names differs in what it computes, in the precision of 32-bit floats; `None` if one of them
-    /// has no graph.
+    /// Compares the graph with that of another model with the same weight names, with constants as
+    /// 32-bit floats. `None` if one of them has no graph.
     pub(crate) fn difference_from(&self, other: &Model) -> Option<std::result::Result<(), String>> {
         let (Ok(one), Ok(two)) = (self.graph(), other.graph()) else { return None };
         Some(match difference(&one, &two, &self.weights) {
@@ -140,12 +142,12 @@ impl Model {
         })
     }
 
-    /// Whether `graph.json` has to be written.
+    /// Whether `graph.json` must be written.
     pub(crate) fn needs_graph_file(&self) -> bool {
         self.graph_file().is_ok_and(|file| file.is_some())
     }
 
-    /// Whether `config.json` describes what the model computes.
+    /// Whether `config.json` describes the graph.
     pub fn is_described(&self) -> bool {
         match &self.changed_graph {
             Some(_) => self.graph_file().is_ok_and(|file| file.is_none()),
@@ -153,12 +155,12 @@ impl Model {
         }
     }
 
-    /// The graph that `config.json` describes, with the keys of the folder's files that are not known.
+    /// The graph that `config.json` describes, and unrecognized keys.
     fn described(&self) -> Result<(Graph, Vec<String>)> {
         if self.config.model_type().is_empty() {
             return Err(Error::Unsupported {
                 what: format!("{}: running a model without graph.json and without a model_type in config.json", self.path.display()),
-                hint: "add a config.json, or describe the model in a graph.json; passes over weights need neither".into(),
+                hint: "add a config.json, or describe the model in a graph.json; weight passes require neither".into(),
             });
         }
         let (modules, unknown) = SentenceModule::described(&self.path)?;
@@ -167,41 +169,38 @@ impl Model {
         let graph = if quantizers.layers.is_empty() { graph } else { quantizers::insert(&graph, &self.weights, &quantizers)? };
         let graph = match self.config.cache()? {
             None => graph,
-            Some(format) => cache::insert(&graph, &self.weights, format)?,
+            Some(format) => kv_cache::insert(&graph, &self.weights, format)?,
         };
         Ok((graph, keys.into_iter().map(|key| format!("config.json: {key}")).chain(unknown).collect()))
     }
 
-    /// Folders of poolings, with the widths of what they read, where a pass has changed what the model computes.
-    ///
-    /// # Errors
-    /// The modules of the folder cannot be read.
+    /// Folders of pooling modules with their input widths, if a pass has changed the graph.
     pub(super) fn pooled_widths(&self, folder: &Path) -> Result<Vec<(String, usize)>> {
         let Some(graph) = &self.changed_graph else { return Ok(Vec::new()) };
         let width = |index: usize| {
             let node = graph.nodes().iter().find(|node| arch::is_of_module(index, &graph.value(node.output).name))?;
             graph.value(*node.inputs.first()?).ty.shape.last()?.fixed()
         };
-        // Those that stand behind the transformer and change what comes out of it are numbered.
+        // Modules after the transformer that compute something are numbered.
         let computes = |module: &Module| !["Transformer", "Dropout"].contains(&module.kind.as_str());
-        let modules = Module::listed(folder)?.unwrap_or_default().into_iter().filter(computes).enumerate();
+        let modules = Module::try_list(folder)?.unwrap_or_default().into_iter().filter(computes).enumerate();
         let poolings = modules.filter(|(_, module)| module.kind == "Pooling" && !module.folder.is_empty());
         let known = poolings.filter_map(|(index, module)| Some((module.folder, width(index)?)));
         known.map(|(inside, width)| Module::require_inside(folder, &inside).map(|()| (inside, width))).collect()
     }
 
-    /// Layers whose inputs are quantized by parameters that are stored with their weights.
+    /// Layers with statically quantized inputs, whose parameters are stored with their weights.
     fn quantizers(&self) -> Quantizers {
-        let of = |(name, weight): (&String, &Weight)| match &weight.encoding {
-            Encoding::Affine(Affine { activations: ActivationScheme::Static(by), .. }) => {
+        let quantizer = |(name, weight): (&String, &Weight)| match &weight.encoding {
+            Encoding::Quantized(QuantizationSpec { activations: ActivationScheme::Static(by), .. }) => {
                 Some((name.clone(), FakeQuantize { scale: by.scale(), zero_point: by.zero_point.unwrap_or(0).into() }))
             }
             _ => None,
         };
-        Quantizers { layers: self.weights.by_name.iter().filter_map(of).collect(), ..Quantizers::default() }
+        Quantizers { layers: self.weights.by_name.iter().filter_map(quantizer).collect(), ..Quantizers::default() }
     }
 
-    /// The value that each linear layer reads, by the name of its weight; nothing where it is not known what the model computes.
+    /// The input value of each linear layer, by the name of its weight; empty for models without a graph.
     pub(crate) fn inputs_of_layers(&self) -> BTreeMap<String, String> {
         let Ok(graph) = self.graph() else { return BTreeMap::new() };
         let input = |node: &Node| match (&node.op, node.inputs.as_slice()) {
@@ -223,9 +222,9 @@ mod tests {
     use super::*;
     use crate::store::{Codes, DType, Granularity};
 
-    /// Queries, keys and values read one rounded value; the layer that holds floats again reads the value as it was.
+    /// Queries, keys and values share one quantizer; a layer with float weights reads its input unquantized.
     #[test]
-    fn inputs_are_rounded_for_layers_that_are_quantized_alone() {
+    fn only_inputs_of_quantized_layers_are_quantized() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert");
         let model = Model::open(folder).unwrap();
         let graph = model.graph().unwrap();
@@ -236,21 +235,21 @@ mod tests {
             let quantizers = Quantizers { layers: layers.iter().map(|name| (name.clone(), by)).collect(), ..Quantizers::default() };
             quantizers::insert(&graph, &model.weights, &quantizers).unwrap()
         };
-        let holding = |layers: &[String]| {
+        let quantized_weights = |layers: &[String]| {
             let mut weights = model.weights.clone();
             for name in layers {
                 let codes = (Codes::INT8, Granularity::Tensor, ActivationScheme::None);
-                let affine = Affine { codes: codes.0, granularity: codes.1, symmetric: true, scale_dtype: DType::F32, activations: codes.2 };
-                weights.by_name.get_mut(name).unwrap().encoding = Encoding::Affine(affine);
+                let affine = QuantizationSpec { codes: codes.0, granularity: codes.1, symmetric: true, scale_dtype: DType::F32, activations: codes.2 };
+                weights.by_name.get_mut(name).unwrap().encoding = Encoding::Quantized(affine);
             }
             weights
         };
-        let quantized = Model { weights: holding(&all), changed_graph: Some(Arc::new(rounding(&all))), ..model.clone() };
+        let quantized = Model { weights: quantized_weights(&all), changed_graph: Some(Arc::new(rounding(&all))), ..model.clone() };
         for left in [&all[..], &all[1..], &all[..3], &all[3..], &[]] {
-            let held = quantized.holding(holding(left)).unwrap();
-            // A quantizer stands before its first reader.
+            let model = quantized.with_weights(quantized_weights(left)).unwrap();
+            // The order of nodes may differ, since quantizers precede their first consumer.
             let lines = |graph: &Graph| graph.to_string().lines().map(str::to_owned).collect::<BTreeSet<_>>();
-            assert_eq!(lines(&held.changed_graph.unwrap()), lines(&rounding(left)), "{left:?}");
+            assert_eq!(lines(&model.changed_graph.unwrap()), lines(&rounding(left)), "{left:?}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! In a build that runs no models, nobody changes what they compute.
+//! Replacements for `graph.rs` in builds without the feature `run`, in which models have no graphs.
 #![allow(clippy::unused_self)]
 
 use std::collections::BTreeMap;
@@ -7,41 +7,45 @@ use std::path::Path;
 use super::Model;
 use crate::error::{Error, Result};
 
-/// What a model computes, of which there is none here.
+/// Placeholder for graphs; has no values.
 pub enum Graph {}
 
-/// An ONNX file, of which there is none here.
+/// Placeholder for ONNX files; has no values.
 pub enum ModelFile {}
 
 impl Model {
     pub(super) fn open_onnx(_path: &Path, file: &Path) -> Result<Model> {
         Err(Error::Unsupported {
             what: format!("{}: an .onnx file in a build without the feature `run`", file.display()),
-            hint: "build compress with it".into(),
+            hint: "build compress with this feature".into(),
         })
     }
 
-    /// Refuses sizes: what models compute is not known here.
+    /// Rejects sizes, which apply only to ONNX files.
     ///
     /// # Errors
-    /// There are some.
-    pub fn tell_sizes(&self, sizes: &crate::store::OpenSizes) -> Result<()> {
-        if sizes.is_empty() { Ok(()) } else { Err(Error::option("sizes", "a build without the feature `run` opens no .onnx file")) }
+    /// `sizes` is not empty.
+    pub fn fix_sizes(&self, sizes: &crate::store::OpenSizes) -> Result<()> {
+        if sizes.is_empty() { Ok(()) } else { Err(Error::option("sizes", "a build without the feature `run` cannot open .onnx files")) }
     }
 
+    /// Returns false: only ONNX files record changes.
     pub(crate) fn changes(&self, _name: &str, _now: &crate::store::Weight) -> bool {
         false
     }
 
+    /// The same model with these weights.
     #[allow(clippy::unnecessary_wraps)]
-    pub(crate) fn holding(&self, weights: crate::store::Weights) -> Result<Model> {
+    pub(crate) fn with_weights(&self, weights: crate::store::Weights) -> Result<Model> {
         Ok(Model { weights, ..self.clone() })
     }
 
+    /// Returns `None`: without graphs, there is nothing to compare.
     pub(crate) fn difference_from(&self, _other: &Model) -> Option<std::result::Result<(), String>> {
         None
     }
 
+    /// Returns false: passes of this build do not change graphs.
     pub(crate) fn needs_graph_file(&self) -> bool {
         false
     }
@@ -51,6 +55,7 @@ impl Model {
         Ok(Vec::new())
     }
 
+    /// Returns an empty map: the inputs of layers are known from graphs only.
     pub(crate) fn inputs_of_layers(&self) -> BTreeMap<String, String> {
         BTreeMap::new()
     }

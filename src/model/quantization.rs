@@ -1,12 +1,12 @@
-//! What a `quantization_config` says beside how weights are encoded: carried along, or refused by name.
+//! Parsing of `quantization_config`: unsupported settings are rejected, unrelated keys are carried over.
 
 use serde_json::{Map, Value, json};
 
-use super::config::{OWN_METHOD, Said};
+use super::config::{ActivationArgs, OWN_METHOD};
 use crate::kernel::cache::CacheFormat;
-use crate::store::{ActivationScheme, Granularity, WordsLabel};
+use crate::store::{ActivationScheme, GptqConfig, Granularity};
 
-/// Keys that are made anew for the weights that are written.
+/// Keys that are regenerated for the written weights.
 const WRITTEN: [&str; 11] = [
     "quant_method",
     "format",
@@ -20,9 +20,9 @@ const WRITTEN: [&str; 11] = [
     "palettes",
     OWN_METHOD,
 ];
-/// What a group of modules says.
+/// Supported keys of a config group.
 const GROUP: [&str; 5] = ["targets", "weights", "input_activations", "output_activations", "format"];
-/// What is said of weights and of activations.
+/// Supported keys of weight and activation arguments.
 const ARGUMENTS: [&str; 12] = [
     "num_bits",
     "type",
@@ -38,15 +38,12 @@ const ARGUMENTS: [&str; 12] = [
     "observer_kwargs",
 ];
 
-/// The key that says how keys and values are cached.
+/// Key of the KV-cache scheme.
 pub(super) const CACHE: &str = "kv_cache_scheme";
 
-/// What keys and values are rounded to when they are cached.
-///
-/// # Errors
-/// Something that is not done here.
+/// Parses a KV-cache scheme.
 pub(super) fn cache(scheme: &Value) -> Result<CacheFormat, Refused> {
-    const HINT: &str = "keys and values are rounded to FP8 or symmetric int8 by one stored scale; passes over weights carry it along; take it out of config.json to run the model without";
+    const HINT: &str = "KV caches in FP8 or symmetric int8 with one stored scale are supported; weight passes carry other schemes over; remove the key from config.json to run the model without it";
     let of = |key: &str| scheme.get(key).unwrap_or(&Value::Null);
     let wrong = |key: &str| refused(format!("`{CACHE}` with `{key}` of {}", of(key)), HINT);
     if of("num_bits").as_u64().unwrap_or(8) != 8 {
@@ -61,27 +58,27 @@ pub(super) fn cache(scheme: &Value) -> Result<CacheFormat, Refused> {
     Ok(if is_integer(scheme) { CacheFormat::Int8 } else { CacheFormat::Fp8 })
 }
 
-/// The same, to be written.
+/// The KV-cache scheme of a format, as JSON.
 pub(super) fn cache_scheme(format: CacheFormat) -> Value {
     let kind = if format == CacheFormat::Int8 { "int" } else { "float" };
     json!({ "num_bits": 8, "type": kind, "symmetric": true, "strategy": "tensor", "dynamic": false })
 }
 
-/// What is not supported, and what to do about it.
+/// An unsupported setting, and a hint.
 pub(super) type Refused = (String, &'static str);
 
 fn refused<T>(what: String, hint: &'static str) -> Result<T, Refused> {
     Err((what, hint))
 }
 
-fn says_something(value: &Value) -> bool {
+fn is_set(value: &Value) -> bool {
     !value.is_null() && value.as_object().is_none_or(|object| !object.is_empty())
 }
 
-/// What has to be told again beside the weights that are written: how keys and values are cached, and keys that nobody knows.
+/// Keys that are written again regardless of the weights: the KV-cache scheme, and unrecognized keys.
 pub(super) fn carried(described: &Value) -> Result<Map<String, Value>, Refused> {
     let mut carried = Map::new();
-    for (key, value) in described.as_object().into_iter().flatten().filter(|(_, value)| says_something(value)) {
+    for (key, value) in described.as_object().into_iter().flatten().filter(|(_, value)| is_set(value)) {
         let format = |value: &Value| value.as_str().is_some_and(|name| name.starts_with("sparse-") || name.starts_with("marlin-"));
         match key.as_str() {
             "format" if format(value) => return sparse(value),
@@ -92,13 +89,13 @@ pub(super) fn carried(described: &Value) -> Result<Map<String, Value>, Refused> 
             "transform_config" | "moe_sparsity_config" => {
                 return refused(
                     format!("`{key}`"),
-                    "what it says is done while the model runs, which no output of compress could tell; start from the original checkpoint",
+                    "it describes operations at run time that the outputs of compress cannot represent; start from the original checkpoint",
                 );
             }
             CACHE if value.get("strategy").is_some_and(|strategy| strategy.as_str() != Some("tensor")) => {
                 return refused(
                     format!("`kv_cache_scheme` by {}", value["strategy"]),
-                    "one scale for a layer is carried along; start from the original checkpoint",
+                    "only one scale per layer is supported; start from the original checkpoint",
                 );
             }
             key if WRITTEN.contains(&key) => {}
@@ -113,25 +110,22 @@ pub(super) fn carried(described: &Value) -> Result<Map<String, Value>, Refused> 
 fn sparse<T>(format: &Value) -> Result<T, Refused> {
     refused(
         format!("sparse weights in the format {format}"),
-        "start from the original checkpoint, or have a compressed-tensors before 0.15 decompress it (ModelCompressor.decompress_model) and save that",
+        "start from the original checkpoint, or decompress it with a version of compressed-tensors before 0.15 (ModelCompressor.decompress_model)",
     )
 }
 
-const HINT: &str = "compress reads integers of 2 to 8 bits, FP8 and FP4, with activations as they are, as int8 or FP8 for each token or by one stored scale, or in the groups of FP8, NVFP4 and MXFP4; start from the original checkpoint";
+const HINT: &str = "compress supports integers of 2 to 8 bits, FP8 and FP4, with float activations, per-token or static int8 or FP8 activations, and grouped FP8, NVFP4 and MXFP4 activations; start from the original checkpoint";
 
-/// Whether codes are integers, and not floats.
+/// Whether codes are integers, not floats.
 pub(super) fn is_integer(arguments: &Value) -> bool {
     arguments.get("type").and_then(Value::as_str).is_none_or(|name| name.eq_ignore_ascii_case("int"))
 }
 
-/// The granularity of a weight's scales, if it is stated.
-///
-/// # Errors
-/// Something that is not done here, or contradicts itself.
+/// The granularity of a weight's scales, if it is specified.
 pub(super) fn granularity(arguments: &Value) -> Result<Option<Granularity>, Refused> {
     let of = |key: &str| arguments.get(key).unwrap_or(&Value::Null);
     let unsupported = |key: &str| refused(format!("`{key}` of {} for weights", of(key)), HINT);
-    // As a list, or as text: `128x128`.
+    // A list, or a text such as `128x128`.
     let sides = match of("block_structure") {
         Value::Array(sides) => sides.iter().map(Value::as_u64).collect::<Option<Vec<u64>>>(),
         Value::String(sides) => sides.split('x').map(|side| side.trim().parse().ok()).collect(),
@@ -142,7 +136,7 @@ pub(super) fn granularity(arguments: &Value) -> Result<Option<Granularity>, Refu
         Some(size) => Ok(Some(Granularity::Group(size))),
         None => unsupported("group_size"),
     };
-    // Without a strategy, compressed-tensors takes that of the size.
+    // Without a strategy, compressed-tensors infers it from the group size.
     match of("strategy").as_str() {
         Some("group" | "tensor_group") => group(),
         None if size.is_some() => group(),
@@ -158,11 +152,8 @@ pub(super) fn granularity(arguments: &Value) -> Result<Option<Granularity>, Refu
     }
 }
 
-/// What is said of activations.
-///
-/// # Errors
-/// Something that is not done here.
-pub(super) fn activations(arguments: &Value) -> Result<Said, Refused> {
+/// Parses activation arguments.
+pub(super) fn activations(arguments: &Value) -> Result<ActivationArgs, Refused> {
     let of = |key: &str| arguments.get(key).unwrap_or(&Value::Null);
     let (bits, integer) = (of("num_bits").as_u64().unwrap_or(8), is_integer(arguments));
     let (strategy, size) = (of("strategy").as_str(), of("group_size").as_u64().unwrap_or(0) as usize);
@@ -172,7 +163,7 @@ pub(super) fn activations(arguments: &Value) -> Result<Said, Refused> {
     if dynamic && !symmetric {
         return unsupported("symmetric");
     }
-    // Scales of MX formats are powers of two, those of NVFP4 FP8 numbers, and others floats.
+    // Scales are powers of two in MX formats, FP8 in NVFP4, and floats in other formats.
     let scales = match (integer, bits, of("dynamic") == "local") {
         (false, 4, false) => &["uint8"][..],
         (false, 4, true) => &["float8_e4m3fn"],
@@ -181,65 +172,62 @@ pub(super) fn activations(arguments: &Value) -> Result<Said, Refused> {
     if of("scale_dtype").as_str().is_some_and(|dtype| !scales.contains(&dtype.trim_start_matches("torch."))) {
         return unsupported("scale_dtype");
     }
-    Ok(Said::Is(match (integer, bits, dynamic) {
+    Ok(ActivationArgs::Scheme(match (integer, bits, dynamic) {
         (true, 8, true) if strategy == Some("token") => ActivationScheme::DynamicToken,
         (false, 8, true) if strategy == Some("token") => ActivationScheme::Float8Token,
         (false, 8, true) if strategy == Some("group") && size > 0 => ActivationScheme::Float8Group(size),
         (false, 4, true) if strategy == Some("group") && size == 32 => ActivationScheme::Mxfp4,
-        (false, 4, false) if of("dynamic") == "local" && size == 16 => return Ok(Said::Static),
-        (_, 8, false) if strategy.is_none_or(|by| by == "tensor") => return Ok(Said::Static),
+        (false, 4, false) if of("dynamic") == "local" && size == 16 => return Ok(ActivationArgs::Static),
+        (_, 8, false) if strategy.is_none_or(|by| by == "tensor") => return Ok(ActivationArgs::Static),
         (_, 8, false) => return refused(format!("static scales for activations by {}", of("strategy")), HINT),
         (_, 8, true) | (false, 4, _) => return unsupported("strategy"),
         _ => return unsupported("num_bits"),
     }))
 }
 
-/// What is said of the words of GPTQ and AWQ; nothing where it is another method's description.
-///
-/// # Errors
-/// Another form of words than the ones that are read.
-pub(super) fn words(described: &Value) -> Result<Option<WordsLabel>, Refused> {
-    const HINT: &str = "compress reads GPTQ in the formats gptq and gptq_v2, and AWQ in the version gemm; start from the original checkpoint, or save it again in one of these";
+/// Parses the settings of GPTQ and AWQ; `None` for other methods.
+pub(super) fn gptq_config(described: &Value) -> Result<Option<GptqConfig>, Refused> {
+    const HINT: &str = "compress supports GPTQ in the formats gptq and gptq_v2, and AWQ in the version gemm; start from the original checkpoint, or save it again in one of these";
     let of = |keys: &[&str]| keys.iter().find_map(|key| described.get(key).filter(|value| !value.is_null()).map(|value| ((*key).to_owned(), value)));
     let text = |keys: &[&str]| of(keys).and_then(|(key, value)| Some((key, value.as_str()?.to_lowercase())));
-    let one_of = |keys: &[&str], known: &[&str]| match text(keys) {
-        Some((key, name)) if !known.contains(&name.as_str()) => refused(format!("`{key}` of {:?}", name), HINT),
+    let one_of = |keys: &[&str], supported: &[&str]| match text(keys) {
+        Some((key, name)) if !supported.contains(&name.as_str()) => refused(format!("`{key}` of {:?}", name), HINT),
         found => Ok(found.map(|(_, name)| name)),
     };
     match text(&["quant_method", "method"]).map(|(_, name)| name).as_deref() {
         Some("gptq") => {
             let format = one_of(&["checkpoint_format", "format"], &["gptq", "gptq_v2"])?;
             let symmetric = of(&["sym"]).and_then(|(_, value)| value.as_bool());
-            Ok(Some(WordsLabel { second_version: format.as_deref() == Some("gptq_v2"), symmetric }))
+            Ok(Some(GptqConfig { second_version: format.as_deref() == Some("gptq_v2"), symmetric }))
         }
         Some("awq") => {
             one_of(&["version"], &["gemm"])?;
-            Ok(Some(WordsLabel::default()))
+            Ok(Some(GptqConfig::default()))
         }
         _ => Ok(None),
     }
 }
 
-/// Refuses what is said of a group of modules and not done here.
-pub(super) fn require_known(group: &Value) -> Result<(), Refused> {
+/// Rejects unsupported settings of a config group.
+pub(super) fn require_supported(group: &Value) -> Result<(), Refused> {
     let Some(keys) = group.as_object() else {
-        return refused(format!("the preset of a config group for {group}"), "write out what it stands for, or start from the original checkpoint");
+        return refused(format!("the preset of a config group for {group}"), "replace the preset by its settings, or start from the original checkpoint");
     };
     if let Some(key) = keys.keys().find(|key| !GROUP.contains(&key.as_str())) {
         return refused(format!("`{key}` of a config group"), HINT);
     }
-    if keys.get("output_activations").is_some_and(says_something) {
+    if keys.get("output_activations").is_some_and(is_set) {
         return refused("quantized `output_activations`".into(), HINT);
     }
     for what in ["weights", "input_activations"] {
         let Some(arguments) = keys.get(what).and_then(Value::as_object) else { continue };
-        let says = |key: &str, usual: &Value| arguments.get(key).is_some_and(|value| !value.is_null() && value != usual);
+        let differs = |key: &str, default: &Value| arguments.get(key).is_some_and(|value| !value.is_null() && value != default);
         if let Some(key) = arguments.keys().find(|key| !ARGUMENTS.contains(&key.as_str())) {
             return refused(format!("`{key}` of {what}"), HINT);
         }
         let wrong = [("dynamic", Value::from(false)), ("actorder", "weight".into())]
             .into_iter()
-            .find(|(key, usual)| what == "weights" && says(key, usual) && arguments[*key] != "static");
+            .find(|(key, default)| what == "weights" && differs(key, default) && arguments[*key] != "static");
         if let Some((key, _)) = wrong {
             return refused(format!("`{key}` of {} for {what}", arguments.get(key).unwrap_or(&Value::Null)), HINT);
         }

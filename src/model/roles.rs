@@ -1,17 +1,19 @@
-//! What a weight is for, judged by its name and shape, for any checkpoint.
+//! Roles of weights, inferred from names and shapes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::Config;
 use crate::store::{Encoding, Role, Weight};
 
-/// Why a matrix is not treated as the weight of a linear layer: it is none, or is known to need full precision.
+/// Reason why a matrix is not treated as the weight of a linear layer: it is something else, or requires
+/// full precision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Exemption {
-    /// A table whose rows are looked up.
+    /// Embedding table.
     Embedding,
-    /// Computes logits or scores from hidden states.
+    /// Output head: computes logits or scores from hidden states.
     Head,
-    /// Scores the experts of a mixture.
+    /// Router of a mixture of experts.
     Router,
     /// Scale of a normalization.
     Norm,
@@ -39,7 +41,7 @@ impl Exemption {
     }
 }
 
-/// Parts of names by which weights are exempt.
+/// Substrings of the names of exempt weights.
 const EXEMPT: [(&str, Exemption); 22] = [
     ("embed", Exemption::Embedding),
     ("wte.", Exemption::Embedding),
@@ -66,26 +68,33 @@ const EXEMPT: [(&str, Exemption); 22] = [
 ];
 /// Modules that are output heads, wherever they are in the model.
 const HEADS: [&str; 3] = ["output_layer", "shared_head.head", "score"];
-/// Modules that are output heads at the top of the model; elsewhere the name is that of an attention output projection.
-const TOP_HEADS: [&str; 3] = ["output", "model.output", "transformer.output"];
+/// Module that is the output head if only [`WRAPPERS`] contain it; elsewhere the name is that of an
+/// attention output projection.
+const TOP_HEAD: &str = "output";
+/// Modules that contain a whole language model.
+const WRAPPERS: [&str; 6] = ["model", "transformer", "language_model", "text_model", "llm", "module"];
 
 /// Why a matrix is not treated as the weight of a linear layer, judged by its name and its role.
 fn exemption(name: &str, weight: &Weight) -> Option<Exemption> {
-    if weight.role == Some(Role::Router) {
-        return Some(Exemption::Router);
+    match weight.role {
+        Some(Role::Router) => return Some(Exemption::Router),
+        Some(Role::Vision) => return Some(Exemption::Vision),
+        _ => {}
     }
     let module = name.strip_suffix(".weight")?;
     let is_head = |head: &&str| module.strip_suffix(*head).is_some_and(|parent| parent.is_empty() || parent.ends_with('.'));
-    if HEADS.iter().any(is_head) || TOP_HEADS.contains(&module) {
+    let is_at_the_top = |parent: &str| parent.split_terminator('.').all(|part| WRAPPERS.contains(&part));
+    if HEADS.iter().any(is_head) || is_head(&TOP_HEAD) && module.strip_suffix(TOP_HEAD).is_some_and(is_at_the_top) {
         return Some(Exemption::Head);
     }
     EXEMPT.iter().find(|(part, _)| name.contains(part)).map(|(_, exemption)| *exemption)
 }
 
-/// Modules of Granite's mixtures whose tensors hold all experts.
+/// Modules of Granite's mixtures of experts whose tensors contain all experts.
 const STACKED: [&str; 2] = ["input_linear", "output_linear"];
 
-/// The module of the experts that a dense tensor of rank 3 holds, under the name by which vLLM looks it up: `mlp.experts`.
+/// The module name of experts that are stacked in a dense tensor of rank 3, as vLLM looks it up, such as
+/// `mlp.experts`.
 pub fn stacked_experts(name: &str, weight: &Weight) -> Option<String> {
     if weight.shape.len() != 3 || !weight.is_float() || weight.encoding != Encoding::Dense {
         return None;
@@ -95,27 +104,69 @@ pub fn stacked_experts(name: &str, weight: &Weight) -> Option<String> {
         return parts.get(..=before).map(|parts| parts.join("."));
     }
     let (block, last) = name.strip_suffix(".weight").unwrap_or(name).rsplit_once('.')?;
-    STACKED.contains(&last).then(|| format!("{block}.experts"))
+    (weight.role == Some(Role::Experts) || STACKED.contains(&last)).then(|| format!("{block}.experts"))
 }
 
-/// Gives routers of families that are not known their role: gates that have experts as siblings, as in `mixer.gate.weight` next to
-/// `mixer.experts.0.up.weight`.
+/// Whether a weight is the kernel of a convolution. Without a recorded role, tensors of rank 3 to 5 are, except for stacked experts.
+pub fn is_convolution(name: &str, weight: &Weight) -> bool {
+    let named = || (3..=5).contains(&weight.shape.len()) && name.ends_with(".weight") && stacked_experts(name, weight).is_none();
+    weight.is_float() && weight.role.map_or_else(named, |role| role == Role::Kernel)
+}
+
+/// Sets the role of routers of unknown families: gates that have experts as siblings, as in
+/// `mixer.gate.weight` next to `mixer.experts.0.up.weight`, or next to `moe.up_proj.weight` of rank 3,
+/// which gets a role as well.
 pub(super) fn mark_routers(weights: &mut BTreeMap<String, Weight>) {
-    let parent =
-        |name: &str| name.find("experts.").map(|at| name.get(..at).unwrap_or("").to_owned()).filter(|parent| parent.is_empty() || parent.ends_with('.'));
-    let mixtures: BTreeSet<String> = weights.keys().filter_map(|name| parent(name)).collect();
-    let is_router = |name: &str| {
-        mixtures.iter().filter_map(|mixture| name.strip_prefix(mixture.as_str())).any(|rest| {
-            let module = rest.split('.').next().unwrap_or("");
-            module == "gate" || module.ends_with("_gate") || module.contains("router")
-        })
-    };
-    for (name, weight) in weights.iter_mut().filter(|(name, weight)| weight.role.is_none() && name.ends_with(".weight") && is_router(name)) {
-        weight.role = (weight.shape.len() == 2 && !name.contains("norm")).then_some(Role::Router);
+    let mut mixtures: BTreeSet<String> = weights.keys().filter_map(|name| mixture(name)).map(str::to_owned).collect();
+    let shapes: Vec<(&str, &[usize])> = weights.iter().map(|(name, weight)| (name.as_str(), weight.shape.as_slice())).collect();
+    let mut experts = BTreeSet::new();
+    for (name, shape) in shapes.iter().filter(|(name, shape)| shape.len() == 3 && name.ends_with(".weight")) {
+        let parent = name.strip_suffix(".weight").and_then(|module| module.rsplit_once('.')).map(|(block, _)| format!("{block}."));
+        let Some(parent) = parent.filter(|parent| !mixtures.contains(parent)) else { continue };
+        // A router has one row per expert, and one column per input or output of an expert.
+        let [count, sides @ ..] = shape else { continue };
+        let scores =
+            |(other, shape): &(&str, &[usize])| matches!(shape, [rows, columns] if rows == count && sides.contains(columns)) && is_gate(other, &parent);
+        if shapes.iter().any(scores) {
+            experts.insert((*name).to_owned());
+        }
+    }
+    mixtures.extend(experts.iter().filter_map(|name| Some(format!("{}.", name.strip_suffix(".weight")?.rsplit_once('.')?.0))));
+    for (name, weight) in weights.iter_mut().filter(|(name, weight)| weight.role.is_none() && name.ends_with(".weight")) {
+        let is_router = weight.shape.len() == 2 && !name.contains("norm") && mixtures.iter().any(|mixture| is_gate(name, mixture));
+        weight.role = if experts.contains(name) { Some(Role::Experts) } else { is_router.then_some(Role::Router) };
     }
 }
 
-/// Routers and output heads among weights, as text: they are left in full precision where no `targets` select them.
+/// The prefix of the mixture that an expert weight belongs to: `mixer.` of `mixer.experts.0.up.weight`
+/// and `mixer.local_experts.0.up.weight`.
+fn mixture(name: &str) -> Option<&str> {
+    let end = name.find("experts.")?;
+    let start = name.get(..end)?.rfind('.').map_or(0, |dot| dot.saturating_add(1));
+    name.get(..start)
+}
+
+/// Whether a weight belongs to a gate of the mixture with this prefix.
+fn is_gate(name: &str, mixture: &str) -> bool {
+    let module = name.strip_prefix(mixture).and_then(|rest| rest.split('.').next());
+    module.is_some_and(|module| module == "gate" || module.ends_with("_gate") || module.contains("router"))
+}
+
+/// Sets the role of layers in `vision_model` of multimodal models (Llama 4, Mllama). CLIP-like models
+/// are excluded: their image encoder is half of the model.
+pub(super) fn mark_vision(weights: &mut BTreeMap<String, Weight>, config: &Config) {
+    let is_multimodal = config.get("vision_config").is_some() && config.get("text_config").is_some();
+    if !is_multimodal || ["clip", "siglip"].iter().any(|family| config.model_type().contains(family)) {
+        return;
+    }
+    let is_vision = |name: &str, weight: &Weight| name.split('.').any(|part| part == "vision_model") && is_prunable(name, weight);
+    for (_, weight) in weights.iter_mut().filter(|(name, weight)| weight.role.is_none() && is_vision(name, weight)) {
+        weight.role = Some(Role::Vision);
+    }
+}
+
+/// Description of routers, output heads and similar layers among weights, which stay in full precision
+/// unless `targets` select them.
 pub fn exempt_layers<'w>(weights: impl Iterator<Item = (&'w str, &'w Weight)>) -> Option<String> {
     let mut found: BTreeMap<Exemption, Vec<&str>> = BTreeMap::new();
     for (name, weight) in weights.filter(|(_, weight)| weight.shape.len() == 2 && weight.is_float()) {
@@ -133,38 +184,39 @@ pub fn exempt_layers<'w>(weights: impl Iterator<Item = (&'w str, &'w Weight)>) -
     (!found.is_empty()).then(|| found.iter().map(describe).collect::<Vec<_>>().join(", "))
 }
 
-/// The rule that [`is_linear`] follows, for plans and reports.
+/// Description of the rule of [`is_linear`], for plans and reports.
 pub const LINEAR_RULE: &str = "matrices named *.weight, but no embedding, output head, router, norm, position bias, gate of linear attention, vision tower or multi-token prediction module; of an .onnx model, matrices of MatMul and Gemm";
-/// The rule for pruning: linear weights and convolutions.
+/// Description of the rule of [`is_prunable`]: linear weights and convolutions.
 pub const PRUNABLE_RULE: &str = "tensors of two or more dimensions named *.weight, but no embedding, output head, router, norm, position bias, gate of linear attention, vision tower or multi-token prediction module; of an .onnx model, weights of MatMul, Gemm and Conv";
 
-/// Whether a name and a weight look like a linear layer's.
+/// Whether a weight belongs to a linear layer, by its name and shape.
 pub fn is_linear(name: &str, weight: &Weight) -> bool {
     weight.shape.len() == 2 && weight.role.is_none_or(|role| role == Role::Matrix) && is_prunable(name, weight)
 }
 
-/// Whether a name and a weight look like those of a linear layer or a convolution.
+/// Whether a weight belongs to a linear layer or a convolution, by its name and shape.
 pub fn is_prunable(name: &str, weight: &Weight) -> bool {
     let named = match weight.role {
+        Some(Role::Experts) => name.ends_with(".weight"),
         Some(role) => matches!(role, Role::Matrix | Role::Kernel),
         None => name.ends_with(".weight") && exemption(name, weight).is_none(),
     };
     named && weight.shape.len() >= 2 && weight.is_float() && weight.elements() > 0
 }
 
-/// Whether a name and a weight look like an embedding table's.
+/// Whether a weight is an embedding table, by its name and shape.
 pub fn is_embedding(name: &str, weight: &Weight) -> bool {
     let named = weight.role.map_or_else(|| class_of(name) == "Embedding", |role| role == Role::Table);
     named && weight.shape.len() == 2 && weight.is_float() && weight.elements() > 0
 }
 
-/// The class of the module that holds a matrix of this name, as [`class`] of a weight.
+/// The module class of a matrix with this name; see [`class`].
 pub(super) fn class_of(name: &str) -> &'static str {
     let named = !name.contains("embed_out") && ["embed", "wte.", "wpe.", "shared.weight"].iter().any(|part| name.contains(part));
     if named && name.ends_with(".weight") { "Embedding" } else { "Linear" }
 }
 
-/// The class of PyTorch's module that holds the weight, as compressed-tensors names its targets.
+/// The PyTorch module class of a weight, as in the targets of compressed-tensors.
 pub fn class(name: &str, weight: &Weight) -> &'static str {
     match weight.shape.len() {
         _ if is_embedding(name, weight) => "Embedding",
@@ -173,18 +225,18 @@ pub fn class(name: &str, weight: &Weight) -> &'static str {
     }
 }
 
-/// A part of a model, for sums that people read.
+/// Part of a model, for summaries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ModelPart {
-    /// Tables of tokens and positions, the first layer of a vision transformer.
+    /// Token and position embeddings, and the patch embedding of vision transformers.
     Embeddings,
-    /// Queries, keys, values and what follows them.
+    /// Attention projections.
     Attention,
-    /// The feed-forward layers of transformers.
+    /// Feed-forward layers of transformers.
     Mlp,
     /// Convolutions.
     Convolutions,
-    /// Scales, shifts and statistics of normalisations.
+    /// Scales, shifts and statistics of normalization layers.
     Norms,
     /// Output heads and poolers.
     Heads,
@@ -193,11 +245,11 @@ pub enum ModelPart {
 }
 
 impl ModelPart {
-    /// All parts, in the order in which they are shown.
+    /// All parts, in display order.
     pub const ALL: [ModelPart; 7] =
         [ModelPart::Embeddings, ModelPart::Attention, ModelPart::Mlp, ModelPart::Convolutions, ModelPart::Norms, ModelPart::Heads, ModelPart::Other];
 
-    /// Its name.
+    /// Name for summaries.
     pub fn name(self) -> &'static str {
         match self {
             ModelPart::Embeddings => "embeddings",
@@ -211,7 +263,7 @@ impl ModelPart {
     }
 }
 
-/// The first of these that a name holds says what part it is of.
+/// Substrings of names by part; the first match determines the part.
 const PARTS: [(ModelPart, &[&str]); 6] = [
     (ModelPart::Norms, &["norm", ".ln_", ".bn", "running_mean", "running_var"]),
     (ModelPart::Heads, &["lm_head", "embed_out", "cls.", "classifier", "pooler", "vocab_", "predictions", "score.", "qa_outputs", "sentence_head"]),
@@ -224,7 +276,7 @@ const PARTS: [(ModelPart, &[&str]); 6] = [
     (ModelPart::Convolutions, &["conv"]),
 ];
 
-/// What part of a model a weight belongs to, judged by its name and shape, for any checkpoint.
+/// The part of a model that a weight belongs to, by its name and shape.
 pub fn part(name: &str, shape: &[usize]) -> ModelPart {
     let name = name.to_ascii_lowercase();
     let named = PARTS.iter().find(|(_, parts)| parts.iter().any(|part| name.contains(part))).map(|(part, _)| *part);
@@ -253,6 +305,41 @@ mod tests {
         assert_eq!(granite.as_deref(), Some("model.layers.0.block_sparse_moe.experts"));
         assert_eq!(module("model.layers.0.mlp.experts.0.up_proj.weight", &[3, 4]), None);
         assert_eq!(module("encoder.conv1.weight", &[2, 3, 4]), None);
+        // Step-3 uses the names of a single feed-forward network; only the adjacent router identifies
+        // the experts.
+        let zeros = |shape: &[usize]| Computed { values: || Ok(Vec::new()) }.weight(shape.to_vec());
+        let named = |name: &str, shape: &[usize]| (format!("model.layers.4.{name}.weight"), zeros(shape));
+        let mut weights = BTreeMap::from([
+            named("moe.gate", &[5, 4]),
+            named("moe.up_proj", &[5, 3, 4]),
+            named("moe.down_proj", &[5, 4, 3]),
+            named("share_expert.up_proj", &[3, 4]),
+            named("mixer.gate", &[6, 6]),
+            named("mixer.conv1d", &[6, 1, 4]),
+        ]);
+        mark_routers(&mut weights);
+        let found = |name: &str| stacked_experts(name, &weights[name]);
+        for name in ["model.layers.4.moe.up_proj.weight", "model.layers.4.moe.down_proj.weight"] {
+            assert_eq!(found(name).as_deref(), Some("model.layers.4.moe.experts"));
+            assert!(is_prunable(name, &weights[name]) && !is_linear(name, &weights[name]), "{name}");
+        }
+        assert_eq!(found("model.layers.4.mixer.conv1d.weight"), None);
+        let linear: Vec<&String> = weights.iter().filter(|(name, weight)| is_linear(name, weight)).map(|(name, _)| name).collect();
+        assert_eq!(linear, ["model.layers.4.mixer.gate.weight", "model.layers.4.share_expert.up_proj.weight"]);
+    }
+
+    /// CLIP-like models are not exempt, since their image encoder is half of the model.
+    #[test]
+    fn vision_models_are_exempt_in_multimodal_models() {
+        let name = "vision_model.model.layers.0.self_attn.q_proj.weight";
+        let is_quantized = |values: serde_json::Value| {
+            let mut weights = BTreeMap::from([(name.to_owned(), Computed { values: || Ok(vec![0.0; 4]) }.weight(vec![2, 2]))]);
+            mark_vision(&mut weights, &Config::from_values(values.as_object().unwrap().clone()));
+            is_linear(name, &weights[name])
+        };
+        let both = |family: &str| serde_json::json!({ "model_type": family, "vision_config": {}, "text_config": {} });
+        assert_eq!(["llama4", "mllama", "clip", "siglip2", "chinese_clip"].map(|family| is_quantized(both(family))), [false, false, true, true, true]);
+        assert!(is_quantized(serde_json::json!({ "model_type": "clip_vision_model" })));
     }
 
     #[test]
@@ -269,12 +356,18 @@ mod tests {
             "model.layers.1.shared_head.head.weight",
             "score.weight",
             "lm_head.weight",
+            "language_model.output.weight",
+            "language_model.model.output.weight",
+            "model.layers.2.block.gate.weight",
             "model.visual.blocks.0.attn.qkv.weight",
             "mtp.fc.weight",
             "model.layers.0.linear_attn.in_proj_a.weight",
         ];
         let linear = [
             "model.layers.0.mixer.experts.0.up.weight",
+            "model.layers.2.block.local_experts.0.up.weight",
+            "language_model.model.layers.0.attention.output.weight",
+            "vision.layers.0.output.weight",
             "model.layers.0.feed_forward.experts.w1.weight",
             "layers.0.moe.experts.3.w1.weight",
             "model.layers.0.mlp.experts.0.gate_proj.weight",
@@ -296,12 +389,12 @@ mod tests {
         let described = exempt_layers(weights.iter().map(|(name, weight)| (name.as_str(), weight))).unwrap();
         assert_eq!(
             described,
-            "5 output heads (the first: `lm_head.weight`), 5 routers (the first: `layers.0.moe.gate.weight`), the linear attention gate `model.layers.0.linear_attn.in_proj_a.weight`, the vision layer `model.visual.blocks.0.attn.qkv.weight`, the multi-token prediction layer `mtp.fc.weight`"
+            "7 output heads (the first: `language_model.model.output.weight`), 6 routers (the first: `layers.0.moe.gate.weight`), the linear attention gate `model.layers.0.linear_attn.in_proj_a.weight`, the vision layer `model.visual.blocks.0.attn.qkv.weight`, the multi-token prediction layer `mtp.fc.weight`"
         );
     }
 
     #[test]
-    fn names_of_all_families_say_the_part() {
+    fn parts_are_inferred_from_names_of_all_families() {
         for (name, dimensions, expected) in [
             ("bert.embeddings.word_embeddings.weight", 2, ModelPart::Embeddings),
             ("embeddings.LayerNorm.weight", 1, ModelPart::Norms),

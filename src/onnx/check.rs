@@ -1,92 +1,91 @@
-//! What a model file must keep for anything else to be said about it.
+//! Validation of an opened model: versions, names and topological order.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::proto::{FunctionProto, GraphProto, ModelProto, NodeProto};
 
-/// The newest set of ONNX's own operators that is known here.
-pub const NEWEST: i64 = 28;
+/// The newest supported version of the standard operator set.
+pub const NEWEST_OPSET: i64 = 28;
 
-/// Holds a model to what runtimes need: versions, a graph, names that are given once and before they are read, and no cycle.
-///
-/// # Errors
-/// What is not so, by the name of the node or value.
+/// Validates a model: versions and a graph are present, names are unique and defined, and the graph is
+/// acyclic. The error names the node or value.
 pub(super) fn check(model: &ModelProto) -> Result<(), String> {
     if model.ir_version.is_none() {
-        return Err("it does not say the version of its format (`ir_version`): not an ONNX model, or truncated".into());
+        return Err("the format version (`ir_version`) is missing: not an ONNX model, or truncated".into());
     }
-    let top = model.graph.as_ref().ok_or("it has no graph: not an ONNX model, or truncated")?;
-    let opset = opset(model).ok_or("it does not say which set of operators it uses (`opset_import`)")?;
-    if !(1..=NEWEST).contains(&opset) {
-        return Err(format!("it uses opset {opset}, and 1 to {NEWEST} are known: write it with an older opset, or use a newer compress"));
+    let top = model.graph.as_ref().ok_or("the graph is missing: not an ONNX model, or truncated")?;
+    let opset = opset(model).ok_or("the operator set (`opset_import`) is missing")?;
+    if !(1..=NEWEST_OPSET).contains(&opset) {
+        return Err(format!("it uses opset {opset}, but 1 to {NEWEST_OPSET} are supported: convert it to an older opset, or use a newer compress"));
     }
     graph(top, &BTreeSet::new()).map_err(|reason| format!("graph `{}`: {reason}", top.name()))?;
     model.functions.iter().try_for_each(|of| function(of).map_err(|reason| format!("function `{}`: {reason}", of.name())))
 }
 
-/// Whether a domain is that of ONNX's own operators, which has two names.
+/// Whether a domain is that of the standard operators, which has two names.
 pub(super) fn is_own(domain: &str) -> bool {
     domain.is_empty() || domain == "ai.onnx"
 }
 
-/// The version of ONNX's own operators.
+/// Version of the standard operator set.
 pub(super) fn opset(model: &ModelProto) -> Option<i64> {
     let mut imports = model.opset_import.iter();
     match imports.clone().find(|import| is_own(import.domain())) {
         Some(import) => Some(import.version()),
-        // A model of operators of other domains alone uses none of ONNX's.
+        // A model that imports only other domains uses no standard operators.
         None => imports.next().map(|_| 1),
     }
 }
 
-/// A node as a person finds it: by its name, else by what it computes.
+/// Describes a node by its name, or by its first output if it has none.
 pub(super) fn label(node: &NodeProto) -> String {
     let name = node.name.as_deref().filter(|name| !name.is_empty()).or_else(|| node.output.first().map(String::as_str)).unwrap_or("");
     format!("node `{name}` ({})", node.op_type())
 }
 
-/// The bodies of a node.
+/// The subgraphs in the attributes of a node.
 pub(super) fn bodies(node: &NodeProto) -> impl Iterator<Item = &GraphProto> {
     node.attribute.iter().flat_map(|attribute| attribute.g.iter().chain(&attribute.graphs))
 }
 
-/// Names that a graph gives to values by itself.
-fn given(graph: &GraphProto) -> impl Iterator<Item = &str> {
+/// Names of the initializers of a graph.
+fn initializer_names(graph: &GraphProto) -> impl Iterator<Item = &str> {
     let sparse = graph.sparse_initializer.iter().filter_map(|tensor| tensor.values.as_ref());
     graph.initializer.iter().chain(sparse).map(|tensor| tensor.name())
 }
 
-/// Names that a graph gives to its values, those of its bodies left out.
-pub(super) fn own_names(graph: &GraphProto) -> impl Iterator<Item = &str> {
+/// Names that a graph defines, without those in the bodies of its nodes.
+pub(super) fn defined_names(graph: &GraphProto) -> impl Iterator<Item = &str> {
     let computed = graph.node.iter().flat_map(|node| node.output.iter().map(String::as_str));
-    graph.input.iter().map(|input| input.name()).chain(given(graph)).chain(computed)
+    graph.input.iter().map(|input| input.name()).chain(initializer_names(graph)).chain(computed)
 }
 
-/// How often each name is given, in a graph and its bodies. A body may give a name that stands for something else around it.
-pub(super) fn given_times<'g>(graph: &'g GraphProto, times: &mut BTreeMap<&'g str, usize>) {
-    for name in own_names(graph) {
+/// Counts the definitions of each name in a graph and its bodies. A body may shadow names of the
+/// enclosing graph.
+pub(super) fn definition_counts<'g>(graph: &'g GraphProto, times: &mut BTreeMap<&'g str, usize>) {
+    for name in defined_names(graph) {
         let times = times.entry(name).or_default();
         *times = times.saturating_add(1);
     }
-    graph.node.iter().flat_map(bodies).for_each(|body| given_times(body, times));
+    graph.node.iter().flat_map(bodies).for_each(|body| definition_counts(body, times));
 }
 
-/// Every name in a graph and its bodies.
+/// All names in a graph and its bodies.
 pub(super) fn names(graph: &GraphProto, found: &mut BTreeSet<String>) {
     let ports = graph.input.iter().chain(&graph.output).map(|port| port.name());
     let values = graph.node.iter().flat_map(|node| node.input.iter().chain(&node.output).chain(&node.name)).map(String::as_str);
-    found.extend(ports.chain(given(graph)).chain(values).map(str::to_owned));
+    found.extend(ports.chain(initializer_names(graph)).chain(values).map(str::to_owned));
     graph.node.iter().flat_map(bodies).for_each(|body| names(body, found));
 }
 
-/// Names that a node reads, those that its bodies take from around it among them.
+/// Names that a node reads, including names of the enclosing graph that its bodies read.
 pub(super) fn reads(node: &NodeProto) -> BTreeSet<&str> {
     let mut names: BTreeSet<&str> = node.input.iter().map(String::as_str).filter(|name| !name.is_empty()).collect();
     for body in bodies(node) {
-        let own: BTreeSet<&str> = own_names(body).collect();
+        let own: BTreeSet<&str> = defined_names(body).collect();
         let taken = body.node.iter().flat_map(reads).chain(body.output.iter().map(|output| output.name()));
         names.extend(taken.filter(|name| !own.contains(name)));
     }
@@ -95,7 +94,7 @@ pub(super) fn reads(node: &NodeProto) -> BTreeSet<&str> {
 
 fn graph(graph: &GraphProto, around: &BTreeSet<&str>) -> Result<(), String> {
     let mut initializers = BTreeSet::new();
-    for name in given(graph) {
+    for name in initializer_names(graph) {
         if name.is_empty() {
             return Err("an initializer has no name".into());
         }
@@ -118,17 +117,17 @@ fn function(function: &FunctionProto) -> Result<(), String> {
     nodes(&function.node, &inputs, &BTreeSet::new(), function.output.iter().map(String::as_str))
 }
 
-/// Positions of nodes in an order in which they can run: that of the file, but that a node stands behind those whose values it reads. Nodes
-/// that wait for themselves are left out.
+/// A topological order of the nodes, as close as possible to the order of the file. Nodes on a cycle are
+/// omitted.
 pub(super) fn order(nodes: &[NodeProto]) -> Vec<usize> {
     let outputs = nodes.iter().enumerate().flat_map(|(number, node)| node.output.iter().map(move |output| (output.as_str(), number)));
-    let makers: BTreeMap<&str, usize> = outputs.collect();
-    // How many nodes each still waits for, and who waits for it.
+    let producers: BTreeMap<&str, usize> = outputs.collect();
+    // The number of unprocessed producers of each node, and its consumers.
     let (mut waits, mut readers) = (vec![0usize; nodes.len()], vec![Vec::new(); nodes.len()]);
     for ((number, node), waits) in nodes.iter().enumerate().zip(&mut waits) {
-        for maker in reads(node).into_iter().filter_map(|name| makers.get(name)) {
+        for producer in reads(node).into_iter().filter_map(|name| producers.get(name)) {
             *waits = waits.saturating_add(1);
-            readers.get_mut(*maker).into_iter().for_each(|readers| readers.push(number));
+            readers.get_mut(*producer).into_iter().for_each(|readers| readers.push(number));
         }
     }
     let mut ready: BTreeSet<usize> = waits.iter().enumerate().filter(|(_, waits)| **waits == 0).map(|(number, _)| number).collect();
@@ -147,33 +146,34 @@ pub(super) fn order(nodes: &[NodeProto]) -> Vec<usize> {
     order
 }
 
-/// Holds nodes to names: `first` are there from the beginning, `around` outside.
+/// Validates the names that nodes read and define. `first` are the inputs and initializers of the graph,
+/// `around` the names of enclosing graphs.
 fn nodes<'g>(nodes: &'g [NodeProto], first: &BTreeSet<&'g str>, around: &BTreeSet<&'g str>, outputs: impl Iterator<Item = &'g str>) -> Result<(), String> {
-    let mut makers: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut producers: BTreeMap<&str, usize> = BTreeMap::new();
     for (number, node) in nodes.iter().enumerate() {
         if node.op_type().is_empty() {
-            return Err(format!("node `{}` does not say what it computes", node.name()));
+            return Err(format!("node `{}` has no operator (`op_type`)", node.name()));
         }
         for output in node.output.iter().map(String::as_str).filter(|output| !output.is_empty()) {
-            if first.contains(output) || makers.insert(output, number).is_some() {
-                return Err(format!("{} computes `{output}`, which is there already", label(node)));
+            if first.contains(output) || producers.insert(output, number).is_some() {
+                return Err(format!("{} computes `{output}`, which is already defined", label(node)));
             }
         }
     }
-    let is_there = |name: &str| makers.contains_key(name) || first.contains(name) || around.contains(name);
+    let is_defined = |name: &str| producers.contains_key(name) || first.contains(name) || around.contains(name);
     for node in nodes {
-        if let Some(name) = reads(node).into_iter().find(|name| !is_there(name)) {
-            return Err(format!("{} reads `{name}`, which is no input, no initializer and computed by no node", label(node)));
+        if let Some(name) = reads(node).into_iter().find(|name| !is_defined(name)) {
+            return Err(format!("{} reads `{name}`, which is not an input, an initializer or the output of a node", label(node)));
         }
     }
-    if let Some(name) = outputs.into_iter().find(|name| !is_there(name)) {
-        return Err(format!("output `{name}` is computed by no node"));
+    if let Some(name) = outputs.into_iter().find(|name| !is_defined(name)) {
+        return Err(format!("output `{name}` is not computed by any node"));
     }
     let done: BTreeSet<usize> = order(nodes).into_iter().collect();
     if let Some((_, stuck)) = nodes.iter().enumerate().find(|(number, _)| !done.contains(number)) {
-        return Err(format!("{} waits for what it computes itself: the graph is a circle", label(stuck)));
+        return Err(format!("{} depends on its own output: the graph has a cycle", label(stuck)));
     }
-    let visible: BTreeSet<&str> = around.iter().chain(first).copied().chain(makers.keys().copied()).collect();
+    let visible: BTreeSet<&str> = around.iter().chain(first).copied().chain(producers.keys().copied()).collect();
     let inner = |node: &'g NodeProto| bodies(node).try_for_each(|body| graph(body, &visible).map_err(|reason| format!("body of {}: {reason}", label(node))));
     nodes.iter().try_for_each(inner)
 }
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn order_does_not_matter_and_bodies_see_what_is_around_them() {
+    fn node_order_is_free_and_bodies_read_names_of_enclosing_graphs() {
         let any = model(vec![node("Relu", &["a"], &["y"]), node("MatMul", &["x", "w"], &["a"])]);
         assert_eq!(check(&any), Ok(()));
         let inner = branch(node("Mul", &["a", "w"], &["b"]));
@@ -215,27 +215,27 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_hold_together_is_named() {
-        let said = |nodes: Vec<NodeProto>| check(&model(nodes)).unwrap_err();
+    fn invalid_models_are_refused_by_name() {
+        let error_of = |nodes: Vec<NodeProto>| check(&model(nodes)).unwrap_err();
         let relu = || node("Relu", &["x"], &["y"]);
-        assert!(said(vec![node("Relu", &["z"], &["y"])]).contains("node `y` (Relu) reads `z`"));
-        assert!(said(vec![relu(), relu()]).contains("computes `y`, which is there already"));
-        assert!(said(vec![node("Relu", &["x"], &["w"]), relu()]).contains("`w`"));
-        assert!(said(vec![node("Relu", &["b"], &["a"]), node("Relu", &["a"], &["b"]), relu()]).contains("circle"));
-        assert!(said(vec![]).contains("output `y`"));
-        assert!(said(vec![branch(node("Relu", &["z"], &["b"]))]).contains("node `y` (If) reads `z`"));
-        assert!(said(vec![branch(node("", &["x"], &["b"]))]).contains("body of node `y` (If): node `` does not say"));
-        assert!(said(vec![branch(node("Relu", &["y"], &["b"]))]).contains("circle"));
-        assert!(said(vec![node("", &["x"], &["y"])]).contains("does not say"));
+        assert!(error_of(vec![node("Relu", &["z"], &["y"])]).contains("node `y` (Relu) reads `z`"));
+        assert!(error_of(vec![relu(), relu()]).contains("computes `y`, which is already defined"));
+        assert!(error_of(vec![node("Relu", &["x"], &["w"]), relu()]).contains("`w`"));
+        assert!(error_of(vec![node("Relu", &["b"], &["a"]), node("Relu", &["a"], &["b"]), relu()]).contains("cycle"));
+        assert!(error_of(vec![]).contains("output `y`"));
+        assert!(error_of(vec![branch(node("Relu", &["z"], &["b"]))]).contains("node `y` (If) reads `z`"));
+        assert!(error_of(vec![branch(node("", &["x"], &["b"]))]).contains("body of node `y` (If): node `` has no operator"));
+        assert!(error_of(vec![branch(node("Relu", &["y"], &["b"]))]).contains("cycle"));
+        assert!(error_of(vec![node("", &["x"], &["y"])]).contains("has no operator"));
         let change = |change: &dyn Fn(&mut ModelProto)| {
             let mut model = model(vec![relu()]);
             change(&mut model);
             check(&model).unwrap_err()
         };
-        assert!(change(&|model| model.opset_import[0].version = Some(NEWEST + 1)).contains("opset 29"));
+        assert!(change(&|model| model.opset_import[0].version = Some(NEWEST_OPSET + 1)).contains("opset 29"));
         assert!(change(&|model| model.opset_import.clear()).contains("opset_import"));
         assert!(change(&|model| model.ir_version = None).contains("ir_version"));
-        assert!(change(&|model| model.graph = None).contains("no graph"));
+        assert!(change(&|model| model.graph = None).contains("the graph is missing"));
         assert!(change(&|model| model.graph.as_mut().unwrap().input.push(value("x"))).contains("two inputs"));
         assert!(
             change(&|model| model.graph.as_mut().unwrap().initializer.push(TensorProto { name: Some("w".into()), ..TensorProto::default() }))

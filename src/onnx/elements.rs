@@ -1,6 +1,6 @@
-//! The elements of a tensor as a weight of the model: where its bytes are, and how numbers of any width become them.
+//! Elements of tensors: element types, and conversion of all storage variants to plain bytes.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::store::header::element_count;
 use crate::store::{Block, BlockSink, Bytes, DType, RawTensor, View, WeightSource, block_elements};
 
-/// How elements are called in weights; nothing for those that are only carried along.
+/// The dtype of a weight with these elements; `None` for types that are only copied.
 pub(super) fn dtype(of: DataType) -> Option<DType> {
     Some(match of {
         DataType::Float => DType::F32,
@@ -31,7 +31,7 @@ pub(super) fn dtype(of: DataType) -> Option<DType> {
     })
 }
 
-/// How elements of weights are called here; nothing for those that ONNX does not have.
+/// The ONNX type for a dtype; `None` if ONNX has none.
 pub(super) fn data_type(of: DType) -> Option<DataType> {
     let all = [
         DataType::Float,
@@ -51,10 +51,7 @@ pub(super) fn data_type(of: DType) -> Option<DataType> {
     all.into_iter().find(|ty| dtype(*ty) == Some(of))
 }
 
-/// Sizes of a tensor and the number of its elements.
-///
-/// # Errors
-/// A size is negative, or there are more elements than can be counted.
+/// Shape of a tensor and its number of elements. Fails for negative sizes and overflow.
 pub(super) fn shape(tensor: &TensorProto) -> Result<(Vec<usize>, u64), String> {
     let sizes: Option<Vec<usize>> = tensor.dims.iter().map(|size| usize::try_from(*size).ok()).collect();
     let sizes = sizes.ok_or_else(|| format!("its shape {:?} has a negative size", tensor.dims))?;
@@ -63,15 +60,13 @@ pub(super) fn shape(tensor: &TensorProto) -> Result<(Vec<usize>, u64), String> {
     Ok((sizes, count))
 }
 
-/// Bytes of so many elements in `raw_data`, where their type says.
+/// Size in bytes of `count` elements in `raw_data`; `None` for types without a fixed size.
 pub(super) fn raw_bytes(of: DataType, count: u64) -> Option<u64> {
     (of.bits() > 0).then(|| count.saturating_mul(of.bits()).div_ceil(8))
 }
 
-/// Elements that stand in the message, as bytes; nothing where none do.
-///
-/// # Errors
-/// They stand in a field that is not theirs, in several, or are too few or too many.
+/// Elements that are stored in the message, as bytes; `None` if it has no elements. Fails if they are in
+/// the wrong field, in several fields, or do not match the shape.
 pub(super) fn inline(tensor: &TensorProto, ty: DataType, count: u64) -> Result<Option<Vec<u8>>, String> {
     let raw = tensor.raw_data.as_ref();
     let filled = [
@@ -83,30 +78,30 @@ pub(super) fn inline(tensor: &TensorProto, ty: DataType, count: u64) -> Result<O
         !tensor.uint64_data.is_empty(),
     ];
     if filled.iter().filter(|filled| **filled).count() > 1 {
-        return Err("it has elements in several fields".into());
+        return Err("it stores elements in several fields".into());
     }
     let width = ty.bits().div_ceil(8) as usize;
     let low = |values: &[i32]| values.iter().flat_map(|v| v.to_le_bytes().into_iter().take(width)).collect::<Vec<u8>>();
     let bytes = match filled {
         [true, ..] => raw.cloned().unwrap_or_default(),
         [_, true, ..] if ty == DataType::Float => tensor.float_data.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        [_, _, true, ..] if belongs(data::INT32, ty) => low(&tensor.int32_data),
-        [_, _, _, true, ..] if belongs(data::INT64, ty) => tensor.int64_data.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        [_, _, true, ..] if is_valid_field(data::INT32, ty) => low(&tensor.int32_data),
+        [_, _, _, true, ..] if is_valid_field(data::INT64, ty) => tensor.int64_data.iter().flat_map(|v| v.to_le_bytes()).collect(),
         [_, _, _, _, true, _] if ty == DataType::Double => tensor.double_data.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        [_, _, _, _, _, true] if belongs(data::UINT64, ty) => tensor.uint64_data.iter().flat_map(|v| v.to_le_bytes().into_iter().take(width)).collect(),
-        _ if filled.contains(&true) => return Err(format!("its elements are {ty:?}, and stand in a field of others")),
+        [_, _, _, _, _, true] if is_valid_field(data::UINT64, ty) => tensor.uint64_data.iter().flat_map(|v| v.to_le_bytes().into_iter().take(width)).collect(),
+        _ if filled.contains(&true) => return Err(format!("its elements are {ty:?}, but are stored in the field of another type")),
         _ => return Ok((count == 0).then(Vec::new)),
     };
     let wanted = raw_bytes(ty, count).unwrap_or(0);
     if bytes.len() as u64 == wanted {
         Ok(Some(bytes))
     } else {
-        Err(format!("has {} bytes of elements, its shape {:?} takes {wanted}", bytes.len(), tensor.dims))
+        Err(format!("has {} bytes of elements, but its shape {:?} requires {wanted}", bytes.len(), tensor.dims))
     }
 }
 
-/// Whether elements of this type stand in this field.
-pub(super) fn belongs(field: u64, ty: DataType) -> bool {
+/// Whether elements of this type can be stored in this field.
+pub(super) fn is_valid_field(field: u64, ty: DataType) -> bool {
     match field {
         data::RAW => true,
         data::FLOATS => matches!(ty, DataType::Float | DataType::Complex64),
@@ -123,20 +118,20 @@ pub(super) fn in_memory(dtype: DType, bytes: Vec<u8>) -> Arc<dyn WeightSource> {
     Arc::new(Bytes { dtype, bytes })
 }
 
-/// Elements that are stored in as many bytes as each needs.
+/// Elements that are stored as varints.
 pub(super) struct Varints {
     /// The bytes.
     pub stored: RawTensor,
-    /// What elements are, and how many.
+    /// Type and number of the elements.
     pub dtype: DType,
     pub count: usize,
-    /// Name, for errors.
+    /// Name of the weight, for errors.
     pub name: String,
 }
 
-/// Elements of numbers that are stored in as many bytes as each needs.
-pub(super) fn numbers(stored: &RawTensor, ty: DataType, count: u64) -> Result<Vec<u8>, String> {
-    let dtype = dtype(ty).ok_or_else(|| format!("has no elements of type {ty:?}"))?;
+/// Decodes elements that are stored as varints.
+pub(super) fn decode_varints(stored: &RawTensor, ty: DataType, count: u64) -> Result<Vec<u8>, String> {
+    let dtype = dtype(ty).ok_or_else(|| format!("has elements of the unsupported type {ty:?}"))?;
     let count = usize::try_from(count).map_err(|e| e.to_string())?;
     let mut bytes = Vec::new();
     let source = Varints { stored: stored.clone(), dtype, count, name: String::new() };
@@ -148,12 +143,12 @@ pub(super) fn numbers(stored: &RawTensor, ty: DataType, count: u64) -> Result<Ve
     Ok(bytes)
 }
 
-/// Bytes that are read at a time.
+/// Size of a read.
 const READ: usize = 64 << 10;
 
 impl WeightSource for Varints {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        let wrong = |reason: &str| Error::tensor(&self.name, reason, "the file is damaged: write it again");
+        let wrong = |reason: &str| Error::tensor(&self.name, reason, "the file is damaged: export it again");
         let width = self.dtype.bitsize() / 8;
         let step = block_elements(unit).min(self.count.max(1));
         let (mut waiting, mut read, mut left) = (Vec::new(), 0u64, self.count);
@@ -167,9 +162,9 @@ impl WeightSource for Varints {
             }
             read = read.saturating_add(some);
             let mut rest = waiting.as_slice();
-            // A number may go on in what is read next.
+            // A varint may continue in the next read.
             while !rest.is_empty() && (rest.len() >= 10 || read == self.stored.bytes()) {
-                let value = take_varint(&mut rest).ok_or_else(|| wrong("has a number that does not end"))?;
+                let value = take_varint(&mut rest).ok_or_else(|| wrong("has an unterminated varint"))?;
                 left = left.checked_sub(1).ok_or_else(|| wrong("has more elements than its shape"))?;
                 block.extend(value.to_le_bytes().into_iter().take(width));
                 if block.len() >= step.saturating_mul(width) {
@@ -196,14 +191,14 @@ mod tests {
     use crate::store::checkpoint::DataFile;
 
     #[test]
-    fn numbers_of_any_length_become_elements() {
+    fn varints_are_decoded_block_by_block() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("numbers");
-        let numbers: Vec<i64> = (0..200_000i64).map(|i| (i - 1000) * i * 7919).collect();
+        let values: Vec<i64> = (0..200_000i64).map(|i| (i - 1000) * i * 7919).collect();
         let mut stored = Vec::new();
-        numbers.iter().for_each(|number| varint(*number as u64, &mut stored));
+        values.iter().for_each(|number| varint(*number as u64, &mut stored));
         std::fs::write(&path, &stored).unwrap();
-        let file = DataFile::of(&path, crate::files::File::open(&path).unwrap());
+        let file = DataFile::from_file(&path, crate::files::File::open(&path).unwrap());
         let source = |count| Varints {
             stored: RawTensor::within(&file, DType::U8, vec![stored.len()], 0, stored.len() as u64),
             dtype: DType::I64,
@@ -211,30 +206,30 @@ mod tests {
             name: "numbers".into(),
         };
         let mut read = Vec::new();
-        source(numbers.len())
+        source(values.len())
             .visit(7, &mut |block| {
-                assert!(block.now.elements() % 7 == 0 || read.len() + block.now.elements() == numbers.len());
+                assert!(block.now.elements() % 7 == 0 || read.len() + block.now.elements() == values.len());
                 read.extend(block.now.values.as_chunks::<8>().0.iter().map(|bytes| i64::from_le_bytes(*bytes)));
                 Ok(())
             })
             .unwrap();
-        assert!(read == numbers);
-        for (count, reason) in [(numbers.len() - 1, "more"), (numbers.len() + 1, "fewer")] {
+        assert!(read == values);
+        for (count, reason) in [(values.len() - 1, "more"), (values.len() + 1, "fewer")] {
             let error = source(count).visit(1, &mut |_| Ok(())).unwrap_err().to_string();
             assert!(error.contains(reason), "{error}");
         }
     }
 
     #[test]
-    fn elements_are_those_of_their_field_and_shape() {
+    fn inline_elements_match_field_and_shape() {
         let of = |ty: DataType, tensor: TensorProto| {
             let (_, count) = shape(&tensor)?;
             inline(&tensor, ty, count)
         };
         let half = TensorProto { dims: vec![2], int32_data: vec![0x3c00, 0xc000], ..TensorProto::default() };
         assert_eq!(of(DataType::Float16, half.clone()), Ok(Some(vec![0, 0x3c, 0, 0xc0])));
-        assert!(of(DataType::Float, half.clone()).is_err_and(|e| e.contains("field of others")));
-        assert!(of(DataType::Float16, TensorProto { dims: vec![3], ..half.clone() }).is_err_and(|e| e.contains("takes 6")));
+        assert!(of(DataType::Float, half.clone()).is_err_and(|e| e.contains("field of another type")));
+        assert!(of(DataType::Float16, TensorProto { dims: vec![3], ..half.clone() }).is_err_and(|e| e.contains("requires 6")));
         assert!(of(DataType::Float16, TensorProto { raw_data: Some(vec![0; 4]), ..half.clone() }).is_err_and(|e| e.contains("several fields")));
         assert!(of(DataType::Float16, TensorProto { dims: vec![-2], ..half.clone() }).is_err_and(|e| e.contains("negative")));
         assert!(of(DataType::Float16, TensorProto { dims: vec![1 << 40, 1 << 40], ..half }).is_err_and(|e| e.contains("counted")));

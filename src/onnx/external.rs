@@ -1,9 +1,9 @@
-//! Tensors whose bytes lie in files beside the model.
+//! External data: tensors whose bytes are in separate files.
 //!
-//! What a model says of their place is a stranger's text: paths lead into the model's own folder and through no links, and no byte is read
-//! that the file does not have.
+//! The locations in a model are untrusted: paths must stay inside of the model's folder and contain no
+//! links, and ranges must lie within the files.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::BTreeMap;
@@ -18,51 +18,47 @@ use super::proto::{DataLocation, TensorProto};
 use crate::files;
 use crate::store::checkpoint::DataFile;
 
-/// Where in which file a tensor's bytes are.
+/// The external data of a tensor: file, offset and length.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Place<'t> {
+pub(super) struct ExternalData<'t> {
     pub location: &'t str,
     pub offset: u64,
-    /// All the rest of the file, where it is not said.
+    /// If missing, the rest of the file.
     pub length: Option<u64>,
 }
 
-impl<'t> Place<'t> {
-    /// The place of a tensor that is in another file.
-    ///
-    /// # Errors
-    /// No file is named, or a number is none.
-    pub fn of(tensor: &'t TensorProto) -> Result<Option<Place<'t>>, String> {
+impl<'t> ExternalData<'t> {
+    /// The external data of a tensor; `None` if it has none. Fails if the file name is missing or a
+    /// number is invalid.
+    pub fn parse(tensor: &'t TensorProto) -> Result<Option<ExternalData<'t>>, String> {
         if tensor.data_location != Some(DataLocation::External as i32) {
             return Ok(None);
         }
         let value = |wanted: &str| tensor.external_data.iter().find(|entry| entry.key() == wanted).map(|entry| entry.value());
         let number = |wanted: &str| {
-            let parse = |text: &str| text.parse::<u64>().map_err(|_| format!("its external `{wanted}` is `{text}`, which is no number of bytes"));
+            let parse = |text: &str| text.parse::<u64>().map_err(|_| format!("its external `{wanted}` is `{text}`, which is not a number of bytes"));
             value(wanted).map(parse).transpose()
         };
-        let location = value("location").ok_or("it is in another file, which is not named")?;
-        Ok(Some(Place { location, offset: number("offset")?.unwrap_or(0), length: number("length")? }))
+        let location = value("location").ok_or("its external data has no `location`")?;
+        Ok(Some(ExternalData { location, offset: number("offset")?.unwrap_or(0), length: number("length")? }))
     }
 }
 
-/// The files beside a model that hold tensors of it, each opened once.
-pub(super) struct Beside {
+/// The external data files of a model. Each is opened once.
+pub(super) struct DataFiles {
     folder: PathBuf,
     files: BTreeMap<PathBuf, (Arc<DataFile>, u64)>,
 }
 
-impl Beside {
-    /// Those in the folder of a model.
-    pub fn of(model: &Path) -> Beside {
+impl DataFiles {
+    /// For a model at this path.
+    pub fn new(model: &Path) -> DataFiles {
         let folder = model.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        Beside { folder: folder.to_owned(), files: BTreeMap::new() }
+        DataFiles { folder: folder.to_owned(), files: BTreeMap::new() }
     }
 
-    /// A file by what the model says of its place, and its length.
-    ///
-    /// # Errors
-    /// It would be outside the folder or behind a link, is no file, or cannot be opened.
+    /// Opens a file at a location inside of the model's folder, and returns it with its length. Fails
+    /// for links and for anything but a regular file.
     pub fn open(&mut self, location: &str) -> Result<(Arc<DataFile>, u64), String> {
         let parts = parts(location)?;
         let relative = parts.iter().collect::<PathBuf>();
@@ -76,29 +72,29 @@ impl Beside {
         } else {
             let file = self.descend(location, &parts)?;
             if !file.metadata().map_err(cannot)?.is_file() {
-                return Err(format!("`{location}` is no regular file"));
+                return Err(format!("`{location}` is not a regular file"));
             }
-            files::File::here(file).map_err(cannot)?
+            files::File::from_std(file).map_err(cannot)?
         };
         let length = file.length();
-        let opened = (DataFile::of(&path, file), length);
+        let opened = (DataFile::from_file(&path, file), length);
         self.files.insert(relative, opened.clone());
         Ok(opened)
     }
 
-    /// Opens a file folder by folder, none of them a link.
+    /// Opens a file one path component at a time, without following links.
     fn descend(&self, location: &str, parts: &[&OsStr]) -> Result<File, String> {
         let refused = |e: rustix::io::Errno| match e {
             rustix::io::Errno::LOOP | rustix::io::Errno::NOTDIR | rustix::io::Errno::MLINK => {
-                format!("`{location}` is a link or leads through one: put a copy in its place")
+                format!("`{location}` is a link or leads through one: replace the link by a copy")
             }
-            e => format!("`{location}` beside the model cannot be opened: {}", std::io::Error::from(e)),
+            e => format!("external data `{location}` cannot be opened: {}", std::io::Error::from(e)),
         };
         let base = OFlags::RDONLY | OFlags::CLOEXEC;
         let mut at = openat(CWD, &self.folder, base | OFlags::DIRECTORY, Mode::empty()).map_err(refused)?;
         for (number, part) in parts.iter().enumerate() {
             let last = number.saturating_add(1) == parts.len();
-            // A pipe that nobody writes to would wait forever.
+            // Opening a pipe without a writer would block.
             let how = if last { OFlags::NONBLOCK } else { OFlags::DIRECTORY };
             at = openat(&at, *part, base | OFlags::NOFOLLOW | how, Mode::empty()).map_err(refused)?;
         }
@@ -128,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_files_of_the_folder_itself_are_opened() {
+    fn only_files_in_the_folder_are_opened() {
         let folder = tempfile::tempdir().unwrap();
         let (inside, outside) = (folder.path().join("model"), folder.path().join("secret"));
         std::fs::create_dir_all(inside.join("data")).unwrap();
@@ -137,13 +133,13 @@ mod tests {
         }
         std::os::unix::fs::symlink(&outside, inside.join("link")).unwrap();
         std::os::unix::fs::symlink(inside.join("data"), inside.join("folder")).unwrap();
-        let mut beside = Beside::of(&inside.join("model.onnx"));
-        let (file, length) = beside.open("data/weights").unwrap();
+        let mut data_files = DataFiles::new(&inside.join("model.onnx"));
+        let (file, length) = data_files.open("data/weights").unwrap();
         let mut read = [0; 4];
         file.read(12, &mut read).unwrap();
         assert_eq!((read, length), ([1; 4], 16));
         for same in ["./data/weights", "data/./weights", "./data//weights"] {
-            assert!(Arc::ptr_eq(&file, &beside.open(same).unwrap().0), "{same}");
+            assert!(Arc::ptr_eq(&file, &data_files.open(same).unwrap().0), "{same}");
         }
         let absolute = outside.to_str().unwrap();
         for (location, reason) in [
@@ -155,26 +151,26 @@ mod tests {
             ("./../secret", "inside the model's folder"),
             ("link", "link"),
             ("folder/weights", "link"),
-            ("data", "no regular file"),
+            ("data", "not a regular file"),
             ("missing", "cannot be opened"),
         ] {
-            let error = beside.open(location).err().unwrap();
+            let error = data_files.open(location).err().unwrap();
             assert!(error.contains(reason), "{location}: {error}");
         }
-        assert_eq!(beside.paths(), [inside.join("data/weights")]);
+        assert_eq!(data_files.paths(), [inside.join("data/weights")]);
     }
 
     #[test]
-    fn places_are_read() {
+    fn external_data_is_parsed() {
         let tensor = |entries: &[(&str, &str)]| TensorProto {
             data_location: Some(DataLocation::External as i32),
             external_data: entries.iter().map(|(key, value)| StringStringEntryProto::new(key, *value)).collect(),
             ..TensorProto::default()
         };
-        let said = tensor(&[("location", "a"), ("offset", "4096"), ("length", "8"), ("checksum", "x")]);
-        assert_eq!(Place::of(&said), Ok(Some(Place { location: "a", offset: 4096, length: Some(8) })));
-        assert_eq!(Place::of(&TensorProto::default()), Ok(None));
-        assert!(Place::of(&tensor(&[("offset", "0")])).is_err_and(|e| e.contains("not named")));
-        assert!(Place::of(&tensor(&[("location", "a"), ("offset", "-1")])).is_err_and(|e| e.contains("`-1`")));
+        let external = tensor(&[("location", "a"), ("offset", "4096"), ("length", "8"), ("checksum", "x")]);
+        assert_eq!(ExternalData::parse(&external), Ok(Some(ExternalData { location: "a", offset: 4096, length: Some(8) })));
+        assert_eq!(ExternalData::parse(&TensorProto::default()), Ok(None));
+        assert!(ExternalData::parse(&tensor(&[("offset", "0")])).is_err_and(|e| e.contains("`location`")));
+        assert!(ExternalData::parse(&tensor(&[("location", "a"), ("offset", "-1")])).is_err_and(|e| e.contains("`-1`")));
     }
 }

@@ -1,28 +1,28 @@
-//! Where the bytes of a model file go, known before any weight is read.
+//! Layout of the bytes of a model file, before any weight is read.
 //!
-//! Parts of a message may stand one after another in protobuf: the graph without its weights, then each weight as
-//! a tensor whose elements come last, so that they can be written block by block.
+//! The parts of a protobuf message can be concatenated: first the graph without weights, then each
+//! weight as a tensor whose elements come last, so that they can be written block by block.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use prost::Message;
 
 use super::proto::{DataLocation, ModelProto, StringStringEntryProto, TensorProto};
-use super::{Draft, Tensor};
+use super::{Draft, TensorSpec};
 use crate::error::{Error, Result};
 use crate::store::writer::Piece;
 
 /// Name of the model file.
 pub const MODEL: &str = "model.onnx";
-/// Name of the file beside it that holds the weights of a large model.
+/// Name of the external data file of a large model.
 pub const DATA: &str = "model.onnx.data";
-/// Most bytes that parsers of protobuf take.
+/// Maximum size of a protobuf message in bytes.
 pub const LARGEST: u64 = (1 << 31) - 1;
 
-/// Tensors in the second file begin at multiples of this, so that they can be mapped into memory.
+/// Alignment of tensors in the data file, for memory mapping.
 pub(super) const ALIGNMENT: u64 = 4096;
-/// Smaller tensors stay in the model file, where shape inference finds them.
+/// Smaller tensors remain in the model file, in which shape inference can read them.
 pub(super) const SMALL: u64 = 1024;
 
 /// The tags of `ModelProto.graph`, `GraphProto.initializer` and `TensorProto.raw_data`.
@@ -30,18 +30,18 @@ const GRAPH: u8 = 7 << 3 | 2;
 const INITIALIZER: u8 = 5 << 3 | 2;
 const RAW_DATA: u8 = 9 << 3 | 2;
 
-/// A file, piece by piece; items have the numbers of the draft's weights.
+/// Names and pieces of the files. Items have the indices of the draft's weights.
 pub type Pieces = Vec<(String, Vec<Piece>)>;
 
-/// Lays out the files: one, or two when one would be larger than `largest`.
+/// Lays out one file, or two if it would exceed `largest` bytes.
 ///
 /// # Errors
-/// A weight is too large to be counted.
+/// The size of a weight overflows.
 pub fn layout(draft: &Draft, largest: u64) -> Result<Pieces> {
     layout_as([MODEL, DATA], draft, largest)
 }
 
-/// The same under other names than [`MODEL`] and [`DATA`].
+/// [`layout`] with other file names than [`MODEL`] and [`DATA`].
 ///
 /// # Errors
 /// As [`layout`].
@@ -50,75 +50,75 @@ pub fn layout_as([name, data_name]: [&str; 2], draft: &Draft, largest: u64) -> R
     if bytes(&one) <= largest {
         return Ok(vec![(name.into(), one)]);
     }
-    let outside = |size: u64| size >= SMALL;
+    let is_external = |size: u64| size >= SMALL;
     let mut data = Vec::new();
     let mut at = 0u64;
     for (index, part, tensor) in tensors(draft) {
         let size = byte_count(tensor)?;
-        if outside(size) {
-            let (start, end) = place(at, size, tensor)?;
+        if is_external(size) {
+            let (start, end) = allocate(at, size, tensor)?;
             data.push(Piece::Bytes(vec![0; start.saturating_sub(at) as usize]));
             data.push(Piece::Item { index, part, bytes: size });
             at = end;
         }
     }
-    let model = single(draft, data_name, outside)?;
+    let model = single(draft, data_name, is_external)?;
     Ok(vec![(name.into(), model), (data_name.into(), data)])
 }
 
-/// Bytes of a file.
+/// Size of a file in bytes.
 pub fn bytes(pieces: &[Piece]) -> u64 {
     pieces.iter().map(Piece::len).fold(0, u64::saturating_add)
 }
 
-/// The tensors of all weights: number of the weight, number of its part, the tensor.
-fn tensors(draft: &Draft) -> impl Iterator<Item = (usize, usize, &Tensor)> {
-    draft.weights.iter().enumerate().flat_map(|(index, slot)| slot.tensors.iter().enumerate().map(move |(part, tensor)| (index, part, tensor)))
+/// The tensors of all weights: index of the weight, index of the part, tensor.
+fn tensors(draft: &Draft) -> impl Iterator<Item = (usize, usize, &TensorSpec)> {
+    draft.weights.iter().enumerate().flat_map(|(index, weight)| weight.tensors.iter().enumerate().map(move |(part, tensor)| (index, part, tensor)))
 }
 
-fn byte_count(tensor: &Tensor) -> Result<u64> {
+fn byte_count(tensor: &TensorSpec) -> Result<u64> {
     let bits = tensor.dims.iter().try_fold(tensor.data_type.bits(), |bits: u64, d| bits.checked_mul(*d as u64));
     bits.map(|bits| bits.div_ceil(8)).ok_or_else(|| overflows(tensor))
 }
 
-fn overflows(tensor: &Tensor) -> Error {
+fn overflows(tensor: &TensorSpec) -> Error {
     Error::tensor(&tensor.name, "its size overflows", "")
 }
 
-/// Where a tensor begins and ends in the second file, behind `at` bytes.
-fn place(at: u64, size: u64, tensor: &Tensor) -> Result<(u64, u64)> {
+/// Start and end of a tensor in the data file, after `at` bytes.
+fn allocate(at: u64, size: u64, tensor: &TensorSpec) -> Result<(u64, u64)> {
     let start = at.checked_next_multiple_of(ALIGNMENT);
     start.and_then(|start| Some((start, start.checked_add(size)?))).ok_or_else(|| overflows(tensor))
 }
 
-fn single(draft: &Draft, data_name: &str, outside: impl Fn(u64) -> bool) -> Result<Vec<Piece>> {
+fn single(draft: &Draft, data_name: &str, is_external: impl Fn(u64) -> bool) -> Result<Vec<Piece>> {
     let mut head = draft.model.clone();
     let body = head.graph.take().unwrap_or_default().encode_to_vec();
     let mut at = 0u64;
     let mut written = Vec::new();
-    for (index, part, slot) in tensors(draft) {
-        let size = byte_count(slot)?;
-        let mut tensor = TensorProto { data_type: Some(slot.data_type as i32), name: Some(slot.name.clone()), ..TensorProto::default() };
-        tensor.dims = slot.dims.iter().map(|d| *d as i64).collect();
-        let away = outside(size);
-        if away {
+    for (index, part, spec) in tensors(draft) {
+        let size = byte_count(spec)?;
+        let mut tensor = TensorProto { data_type: Some(spec.data_type as i32), name: Some(spec.name.clone()), ..TensorProto::default() };
+        tensor.dims = spec.dims.iter().map(|d| *d as i64).collect();
+        let external = is_external(size);
+        if external {
             tensor.data_location = Some(DataLocation::External as i32);
-            let (start, end) = place(at, size, slot)?;
+            let (start, end) = allocate(at, size, spec)?;
             tensor.external_data = [("location", data_name.to_owned()), ("offset", start.to_string()), ("length", size.to_string())]
                 .map(|(k, v)| StringStringEntryProto::new(k, v))
                 .to_vec();
             at = end;
         }
         let mut content = tensor.encode_to_vec();
-        if !away {
+        if !external {
             content.push(RAW_DATA);
             varint(size, &mut content);
         }
-        let length = (content.len() as u64).checked_add(if away { 0 } else { size }).ok_or_else(|| overflows(slot))?;
+        let length = (content.len() as u64).checked_add(if external { 0 } else { size }).ok_or_else(|| overflows(spec))?;
         let mut prefix = vec![INITIALIZER];
         varint(length, &mut prefix);
         prefix.append(&mut content);
-        written.push((prefix, (!away).then_some(Piece::Item { index, part, bytes: size })));
+        written.push((prefix, (!external).then_some(Piece::Item { index, part, bytes: size })));
     }
     let lengths = written.iter().flat_map(|(prefix, item)| [prefix.len() as u64, item.as_ref().map_or(0, Piece::len)]);
     let length = lengths.fold(body.len() as u64, u64::saturating_add);
@@ -146,10 +146,10 @@ fn varint(mut value: u64, out: &mut Vec<u8>) {
     out.push(value as u8);
 }
 
-/// The model that the pieces of a file make up, elements of weights left empty.
+/// Decodes the model in the pieces of a file. The elements of weights are zero.
 ///
 /// # Errors
-/// They do not parse.
+/// The pieces are not a valid message.
 pub fn decode(pieces: &[Piece]) -> Result<ModelProto, prost::DecodeError> {
     let mut bytes = Vec::new();
     for piece in pieces {
@@ -167,12 +167,12 @@ mod tests {
     use crate::ir::Graph;
     use crate::onnx::proto::DataType;
     use crate::onnx::{Style, draft};
-    use crate::store::{ActivationScheme, Affine, Codes, DType, Granularity};
+    use crate::store::{ActivationScheme, Codes, DType, Granularity, QuantizationSpec};
 
     fn example() -> Draft {
         let text = "input x: float[batch, 4]\nparam w: float[300, 4]\nparam b: float[300]\nparam q: float[300, 300]\nfc = Linear(x, w, b) -> float[batch, 300]\nlong = Linear(fc, q) -> float[batch, 300]\noutput y = long\n";
         let graph: Graph = text.parse().unwrap();
-        let affine = Affine {
+        let affine = QuantizationSpec {
             codes: Codes::INT8,
             granularity: Granularity::Channel,
             symmetric: false,
@@ -190,7 +190,7 @@ mod tests {
         assert_eq!(files.len(), 1);
         let model = decode(&files[0].1).unwrap();
         let mut plain = draft.model.clone();
-        for (tensor, width) in draft.weights.iter().flat_map(|slot| &slot.tensors).zip([4, 4, 1, 4, 1]) {
+        for (tensor, width) in draft.weights.iter().flat_map(|weight| &weight.tensors).zip([4, 4, 1, 4, 1]) {
             let tensor = TensorProto {
                 dims: tensor.dims.iter().map(|d| *d as i64).collect(),
                 data_type: Some(tensor.data_type as i32),
@@ -205,25 +205,25 @@ mod tests {
     }
 
     #[test]
-    fn elements_have_their_own_width() {
-        let size = |data_type| byte_count(&Tensor { name: "a".into(), data_type, dims: vec![3, 5] }).unwrap();
+    fn element_sizes_follow_the_data_type() {
+        let size = |data_type| byte_count(&TensorSpec { name: "a".into(), data_type, dims: vec![3, 5] }).unwrap();
         use DataType::{Bool, Double, Float, Float16, Int4, Int32, Int64, Uint4, Uint8};
         let sizes = [Uint4, Int4, Bool, Uint8, Float16, Float, Int32, Double, Int64].map(size);
         assert_eq!(sizes, [8, 8, 15, 15, 30, 60, 60, 120, 120]);
     }
 
     #[test]
-    fn large_weights_go_beside() {
+    fn large_weights_are_external_data() {
         let draft = example();
         let files = layout(&draft, 1000).unwrap();
         assert_eq!(files.len(), 2);
         let graph = decode(&files[0].1).unwrap().graph.unwrap();
         let entries: Vec<_> = graph.initializer.iter().map(|t| t.external_data.iter().map(|e| e.value.clone().unwrap()).collect::<Vec<_>>()).collect();
-        let away = |offset: &str, length: &str| vec![DATA.to_owned(), offset.to_owned(), length.to_owned()];
-        // Zero points of a byte each are small enough to stay.
+        let external = |offset: &str, length: &str| vec![DATA.to_owned(), offset.to_owned(), length.to_owned()];
+        // The zero points, one byte each, are below the limit.
         assert_eq!(
             entries.into_iter().filter(|e| !e.is_empty()).collect::<Vec<_>>(),
-            [away("0", "4800"), away("8192", "1200"), away("12288", "90000"), away("102400", "1200")]
+            [external("0", "4800"), external("8192", "1200"), external("12288", "90000"), external("102400", "1200")]
         );
         assert_eq!(bytes(&files[1].1), 102_400 + 1200);
     }
@@ -240,7 +240,13 @@ mod tests {
         let convolutions = format!(
             "input x: {image}\nparam w: float[4, 4, 3, 3]\nr = {round}(x) -> {image}\na = {conv}(r, w) -> {image}\ns = {round}(a) -> {image}\nb = {conv}(s, w) -> {image}\nc = {round}(b) -> {image}\noutput y = c\n"
         );
-        let affine = |activations, symmetric| Affine { codes: Codes::INT8, granularity: Granularity::Channel, symmetric, scale_dtype: DType::F32, activations };
+        let affine = |activations, symmetric| QuantizationSpec {
+            codes: Codes::INT8,
+            granularity: Granularity::Channel,
+            symmetric,
+            scale_dtype: DType::F32,
+            activations,
+        };
         for (text, affine) in [
             (products, affine(ActivationScheme::DynamicToken, true)),
             (products, affine(ActivationScheme::DynamicToken, false)),
@@ -250,7 +256,7 @@ mod tests {
             let graph: Graph = text.parse().unwrap();
             let style = Style { integers: [("w".to_owned(), affine)].into(), ..Style::default() };
             let model = decode(&layout(&draft(&graph, &style, &std::collections::BTreeMap::new()).unwrap(), LARGEST).unwrap()[0].1).unwrap();
-            let loaded = crate::runtime::Session::of(&model.encode_to_vec(), std::path::Path::new(MODEL), crate::runtime::Options::default());
+            let loaded = crate::runtime::Session::from_bytes(&model.encode_to_vec(), std::path::Path::new(MODEL), crate::runtime::Options::default());
             loaded.unwrap_or_else(|e| panic!("{text}: {e}"));
         }
     }

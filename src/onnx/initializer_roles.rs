@@ -1,6 +1,6 @@
-//! What the nodes of a file make of its weights.
+//! How the nodes of a file use its initializers.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::BTreeMap;
@@ -9,84 +9,84 @@ use super::check::{bodies, is_own};
 use super::proto::{GraphProto, ModelProto, NodeProto};
 use crate::store::Role;
 
-/// A node that reads a weight.
+/// A use of a weight by a node or as a graph output.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Use {
-    /// Its position in the graph; nothing in a body.
+pub(super) struct Usage {
+    /// Position of the node in the graph; `None` inside of bodies.
     pub node: Option<usize>,
-    /// Its name, if it has one.
+    /// Name of the node, if it has one.
     pub name: Option<String>,
-    /// How it reads the weight.
-    pub how: How,
+    /// How the node uses the weight.
+    pub kind: UsageKind,
 }
 
-/// How a weight is read.
+/// How a node uses a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum How {
-    /// As the right side of a product, `[in, out]`.
+pub(super) enum UsageKind {
+    /// As the right operand of a matrix product, `[in, out]`.
     Columns,
-    /// The same, `[out, in]`.
+    /// As the right operand of a matrix product, transposed: `[out, in]`.
     Rows,
-    /// As the kernel of a convolution, outputs first.
+    /// As the kernel of a convolution, `[out, in, …]`.
     Kernel,
-    /// As a table whose rows are looked up.
+    /// As an embedding table.
     Table,
-    /// In another way.
+    /// In any other way.
     Other,
 }
 
-/// The nodes that read each value, those of bodies among them.
-pub(super) fn uses(model: &ModelProto) -> BTreeMap<&str, Vec<Use>> {
+/// The uses of each value, including those inside of bodies.
+pub(super) fn usages(model: &ModelProto) -> BTreeMap<&str, Vec<Usage>> {
     let mut found = BTreeMap::new();
     if let Some(graph) = &model.graph {
-        of_graph(graph, true, &mut found);
+        collect_usages(graph, true, &mut found);
     }
     found
 }
 
-fn of_graph<'m>(graph: &'m GraphProto, top: bool, found: &mut BTreeMap<&'m str, Vec<Use>>) {
+fn collect_usages<'m>(graph: &'m GraphProto, top: bool, found: &mut BTreeMap<&'m str, Vec<Usage>>) {
     for (position, node) in graph.node.iter().enumerate() {
         for (input, name) in node.input.iter().enumerate() {
             let own = node.name.clone().filter(|name| !name.is_empty());
-            found.entry(name.as_str()).or_default().push(Use { node: top.then_some(position), name: own, how: how(node, input) });
+            found.entry(name.as_str()).or_default().push(Usage { node: top.then_some(position), name: own, kind: usage_kind(node, input) });
         }
-        bodies(node).for_each(|body| of_graph(body, false, found));
+        bodies(node).for_each(|body| collect_usages(body, false, found));
     }
     for output in &graph.output {
-        found.entry(output.name()).or_default().push(Use { node: None, name: None, how: How::Other });
+        found.entry(output.name()).or_default().push(Usage { node: None, name: None, kind: UsageKind::Other });
     }
 }
 
-/// The whole number of an attribute.
+/// An integer attribute, or `missing`.
 pub(super) fn int(node: &NodeProto, name: &str, missing: i64) -> i64 {
     node.attribute.iter().find(|attribute| attribute.name() == name).map_or(missing, |attribute| attribute.i.unwrap_or(0))
 }
 
-/// The number of an attribute.
+/// A float attribute, or `missing`.
 pub(super) fn float(node: &NodeProto, name: &str, missing: f32) -> f32 {
     node.attribute.iter().find(|attribute| attribute.name() == name).map_or(missing, |attribute| attribute.f.unwrap_or(0.0))
 }
 
-fn how(node: &NodeProto, input: usize) -> How {
+fn usage_kind(node: &NodeProto, input: usize) -> UsageKind {
     match (node.op_type(), input) {
-        _ if !is_own(node.domain()) => How::Other,
-        ("MatMul", 1) => How::Columns,
-        ("Gemm", 1) if int(node, "transB", 0) == 0 => How::Columns,
-        ("Gemm", 1) => How::Rows,
-        ("Conv", 1) => How::Kernel,
-        ("Gather", 0) if int(node, "axis", 0) == 0 => How::Table,
-        _ => How::Other,
+        _ if !is_own(node.domain()) => UsageKind::Other,
+        ("MatMul", 1) => UsageKind::Columns,
+        ("Gemm", 1) if int(node, "transB", 0) == 0 => UsageKind::Columns,
+        ("Gemm", 1) => UsageKind::Rows,
+        ("Conv", 1) => UsageKind::Kernel,
+        ("Gather", 0) if int(node, "axis", 0) == 0 => UsageKind::Table,
+        _ => UsageKind::Other,
     }
 }
 
-/// What a weight of this rank is for, and whether it lies `[in, out]`.
-pub(super) fn role(uses: &[Use], rank: usize) -> (Role, bool) {
-    let all = |how: How| !uses.is_empty() && uses.iter().all(|u| u.how == how);
+/// The role of a weight of this rank, and whether it is stored as `[in, out]`.
+pub(super) fn role(usages: &[Usage], rank: usize) -> (Role, bool) {
+    let all = |kind: UsageKind| !usages.is_empty() && usages.iter().all(|usage| usage.kind == kind);
     match rank {
-        2 if all(How::Columns) => (Role::Matrix, true),
-        2 if all(How::Rows) => (Role::Matrix, false),
-        2 if all(How::Table) => (Role::Table, false),
-        3.. if all(How::Kernel) => (Role::Kernel, false),
+        2 if all(UsageKind::Columns) => (Role::Matrix, true),
+        2 if all(UsageKind::Rows) => (Role::Matrix, false),
+        2 if all(UsageKind::Table) => (Role::Table, false),
+        3.. if all(UsageKind::Kernel) => (Role::Kernel, false),
         _ => (Role::Other, false),
     }
 }

@@ -1,25 +1,27 @@
-//! Decoders that go on with a text: what they take and give beside tokens, under the names that optimum and onnxruntime-genai use.
+//! Decoders with a KV cache: inputs and outputs in addition to tokens, under the names that optimum and
+//! onnxruntime-genai use.
 //!
-//! Keys and values of earlier tokens are inputs, and those of all tokens outputs: `past_key_values.N.key` `[batch, groups, past_sequence, d]`
-//! and `present.N.key`, for the attention of number `N` in the order of the graph; keys as rotary embeddings have turned them. The mask is that
-//! of all tokens, positions are those of the new ones, so that padding may stand anywhere.
+//! Keys and values of cached tokens are inputs, those of all tokens are outputs: `past_key_values.N.key`
+//! `[batch, groups, past_sequence, d]` and `present.N.key`, where `N` numbers the attentions in graph
+//! order. Rotary embeddings are applied before keys are cached. The mask covers all tokens,
+//! `position_ids` only the new ones, so that padding can be at any position.
 
 use std::collections::BTreeSet;
 
 use super::lowering::Lowering;
 use super::proto::{AttributeProto, DataType, ValueInfoProto};
-use super::write::info;
+use super::write::value_info_proto;
 use crate::error::{Error, Result};
 use crate::ir::decoder::{LOGITS, MASK, POSITIONS, TOKENS, past, present};
 use crate::ir::ops::RotaryScaling;
 use crate::ir::{Dim, Graph, Kind, Op, TensorType, ValueId};
 
-/// The number of earlier tokens.
+/// Name of the dimension for the number of cached tokens.
 const PAST: &str = "past_sequence";
 
-/// What is kept of each token for one attention.
+/// Shape of the cache of one attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Kept {
+pub struct CachedAttention {
     /// Query heads.
     pub heads: usize,
     /// Key heads.
@@ -28,46 +30,53 @@ pub struct Kept {
     pub widths: [usize; 2],
 }
 
-/// The cache of a graph that is being written.
+/// The KV cache of a graph, collected while it is lowered.
 #[derive(Debug, Default)]
-pub(super) struct Cache {
-    /// By attention.
-    pub kept: Vec<Kept>,
-    /// Whether positions are read.
+pub(super) struct KvCache {
+    /// Cache shapes, in graph order.
+    pub attentions: Vec<CachedAttention>,
+    /// Whether `position_ids` is used.
     pub positions: bool,
 }
 
-/// Refuses graphs whose inputs, outputs and readers of the mask are not those of a decoder.
+/// Rejects graphs that cannot have a KV cache: unknown inputs, other uses of the mask, or positions that
+/// depend on padding tokens.
 pub(super) fn check(graph: &Graph) -> Result<()> {
-    let refuse = |what: String, reason: &str| Err(Error::graph(what, format!("{reason}: leave `cache` of `onnx` out")));
+    let refuse = |what: String, reason: &str| Err(Error::graph(what, format!("{reason}: remove the option `cache` of `onnx`")));
     for (id, value) in graph.inputs() {
         if ![TOKENS, MASK].contains(&value.name.as_str()) {
-            return refuse(format!("input `{}`", value.name), "is not known of decoders with a cache");
+            return refuse(format!("input `{}`", value.name), "is not supported for decoders with a KV cache");
         }
         if value.name == MASK
             && let Some(node) = graph.nodes().iter().find(|node| node.inputs.contains(&id) && !reads_mask(&node.op))
         {
-            return refuse(format!("graph node `{}`", graph.value(node.output).name), "reads the mask, which with a cache is that of all tokens");
+            return refuse(
+                format!("graph node `{}`", graph.value(node.output).name),
+                "uses the mask, which covers cached and new tokens in a file with a KV cache",
+            );
         }
     }
     if let Some(name) = [TOKENS, MASK].into_iter().find(|name| !graph.inputs().any(|(_, value)| value.name == *name)) {
-        return refuse("this model".into(), &format!("has no input `{name}`, which says how many tokens there are"));
+        return refuse("this model".into(), &format!("has no input `{name}`, which determines the number of tokens"));
     }
     let mask = |id: ValueId| graph.value(id).kind == Kind::Input && graph.value(id).name == MASK;
     for node in graph.nodes() {
         let name = || format!("graph node `{}`", graph.value(node.output).name);
         match &node.op {
             Op::Positions(op) if op.padding.is_some_and(|padding| padding != 0 || !node.inputs.iter().all(|id| mask(*id))) => {
-                return refuse(name(), "counts positions by a padding token, and those of a cache come from `position_ids`");
+                return refuse(name(), "derives positions from a padding token, but a file with a KV cache has the input `position_ids`");
             }
             Op::Attention(_) if node.inputs.len() > 4 || node.inputs.get(3).is_some_and(|id| graph.value(*id).ty.shape.len() != 2) => {
-                return refuse(name(), "adds a bias to its scores, which has no rows for earlier tokens");
+                return refuse(name(), "adds a bias to the attention scores, which has no columns for cached tokens");
             }
             Op::Attention(_) if node.inputs.get(3).is_some_and(|id| !mask(*id)) => {
-                return refuse(name(), "hides keys by another mask than `attention_mask`, which has no columns for earlier tokens");
+                return refuse(name(), "uses a mask other than `attention_mask`, which has no columns for cached tokens");
             }
             Op::Rotary(op) if matches!(op.scaling, RotaryScaling::Dynamic { .. }) => {
-                return refuse(name(), "turns keys by angles that follow the length of the text (`dynamic`), and kept keys would have those of a shorter one");
+                return refuse(
+                    name(),
+                    "scales rotary embeddings by the sequence length (`dynamic`), so cached keys would have the angles of a shorter sequence",
+                );
             }
             _ => {}
         }
@@ -75,77 +84,78 @@ pub(super) fn check(graph: &Graph) -> Result<()> {
     let public: BTreeSet<String> =
         (0..graph.nodes().len()).flat_map(|number| [past(number), present(number)]).flatten().chain([POSITIONS.to_owned()]).collect();
     if let Some(id) = graph.ids().find(|id| public.contains(&graph.value(*id).name)) {
-        return refuse(format!("graph value `{}`", graph.value(id).name), "has a name that an input or output of the cache has");
+        return refuse(format!("graph value `{}`", graph.value(id).name), "has the name of an input or output of the KV cache");
     }
     if graph.outputs().iter().any(|(name, id)| name == LOGITS && graph.value(*id).ty.shape.len() == 3) {
         return Ok(());
     }
-    refuse("this model".into(), "has no `logits` for each token")
+    refuse("this model".into(), "has no output `logits` of shape `[batch, sequence, vocabulary]`")
 }
 
 fn reads_mask(op: &Op) -> bool {
     matches!(op, Op::Attention(_) | Op::Positions(_))
 }
 
-/// The inputs of a file with a cache.
-pub(super) fn inputs(graph: &Graph, cache: &Cache, half: bool) -> Vec<ValueInfoProto> {
+/// Inputs of a decoder with a KV cache.
+pub(super) fn inputs(graph: &Graph, cache: &KvCache, half: bool) -> Vec<ValueInfoProto> {
     let tokens = tokens(graph);
     let mut ports: Vec<ValueInfoProto> = Vec::new();
     for (_, value) in graph.inputs() {
-        let shape = if value.name == MASK { of_all(&tokens) } else { tokens.clone() };
-        ports.push(info(&value.name, &TensorType::int(shape)));
+        let shape = if value.name == MASK { total_shape(&tokens) } else { tokens.clone() };
+        ports.push(value_info_proto(&value.name, &TensorType::int(shape)));
     }
-    ports.extend(cache.positions.then(|| info(POSITIONS, &TensorType::int(tokens.clone()))));
+    ports.extend(cache.positions.then(|| value_info_proto(POSITIONS, &TensorType::int(tokens.clone()))));
     let earlier: Vec<Dim> = tokens.first().cloned().into_iter().chain([Dim::named(PAST)]).collect();
-    ports.extend(kept(cache, &earlier, half, past));
+    ports.extend(cache_ports(cache, &earlier, half, past));
     ports
 }
 
-/// The outputs of a file with a cache, behind the logits.
-pub(super) fn outputs(graph: &Graph, cache: &Cache, half: bool) -> Vec<ValueInfoProto> {
+/// Cache outputs of a decoder, which follow the logits.
+pub(super) fn outputs(graph: &Graph, cache: &KvCache, half: bool) -> Vec<ValueInfoProto> {
     let tokens = tokens(graph);
-    kept(cache, &of_all(&tokens), half, present)
+    cache_ports(cache, &total_shape(&tokens), half, present)
 }
 
-/// The sizes of new tokens, `[batch, sequence]`.
+/// Shape of the new tokens, `[batch, sequence]`.
 fn tokens(graph: &Graph) -> Vec<Dim> {
     graph.inputs().find(|(_, value)| value.name == TOKENS).map(|(_, value)| value.ty.shape.clone()).unwrap_or_default()
 }
 
-/// Of new tokens `[batch, sequence]`, the sizes of all.
-fn of_all(tokens: &[Dim]) -> Vec<Dim> {
+/// Shape of cached and new tokens, from that of the new tokens `[batch, sequence]`.
+fn total_shape(tokens: &[Dim]) -> Vec<Dim> {
     let all = |(axis, dim): (usize, &Dim)| if axis == 1 { Dim::named(&format!("{PAST} + {dim}")) } else { dim.clone() };
     tokens.iter().enumerate().map(all).collect()
 }
 
-fn kept(cache: &Cache, tokens: &[Dim], half: bool, names: fn(usize) -> [String; 2]) -> Vec<ValueInfoProto> {
+fn cache_ports(cache: &KvCache, tokens: &[Dim], half: bool, names: fn(usize) -> [String; 2]) -> Vec<ValueInfoProto> {
     let [batch, sequence] = tokens else { return Vec::new() };
-    let port = |(number, kept): (usize, &Kept)| {
+    let port = |(number, attention): (usize, &CachedAttention)| {
         let of = |(name, width): (String, usize)| {
-            let mut port = info(&name, &TensorType::float([batch.clone(), Dim::Fixed(kept.groups), sequence.clone(), Dim::Fixed(width)]));
+            let mut port = value_info_proto(&name, &TensorType::float([batch.clone(), Dim::Fixed(attention.groups), sequence.clone(), Dim::Fixed(width)]));
             if let Some(tensor) = port.r#type.as_mut().and_then(|ty| ty.tensor_type.as_mut()).filter(|_| half) {
                 tensor.elem_type = Some(DataType::Float16 as i32);
             }
             port
         };
-        names(number).into_iter().zip(kept.widths).map(of).collect::<Vec<_>>()
+        names(number).into_iter().zip(attention.widths).map(of).collect::<Vec<_>>()
     };
-    cache.kept.iter().enumerate().flat_map(port).collect()
+    cache.attentions.iter().enumerate().flat_map(port).collect()
 }
 
-/// The keys and values of all tokens, for an attention that is given those of the new ones.
-pub(super) fn keep(n: &mut Lowering, new: [String; 2]) -> Result<[String; 2]> {
+/// Concatenates the cached keys and values of the current attention and the `new` ones, and declares the
+/// results as outputs.
+pub(super) fn append(n: &mut Lowering, new: [String; 2]) -> Result<[String; 2]> {
     let size = |n: &Lowering, input, axis| Ok::<_, Error>(usize::try_from(n.fixed(input, axis)?).unwrap_or(0));
-    let kept = Kept { heads: size(n, 0, 1)?, groups: size(n, 1, 1)?, widths: [size(n, 1, 3)?, size(n, 2, 3)?] };
+    let attention = CachedAttention { heads: size(n, 0, 1)?, groups: size(n, 1, 1)?, widths: [size(n, 1, 3)?, size(n, 2, 3)?] };
     let Some(cache) = &mut n.cache else { return Ok(new) };
-    let number = cache.kept.len();
-    cache.kept.push(kept);
+    let number = cache.attentions.len();
+    cache.attentions.push(attention);
     let ([keys, values], [earlier_keys, earlier_values], [all_keys, all_values]) = (new, past(number), present(number));
     let axis = || vec![AttributeProto::int("axis", 2)];
     Ok([n.publish(&all_keys, "Concat", &[&earlier_keys, &keys], axis()), n.publish(&all_values, "Concat", &[&earlier_values, &values], axis())])
 }
 
-/// The input that says where tokens stand.
+/// Name of the input with token positions.
 pub(super) fn positions(n: &mut Lowering) -> String {
     if let Some(cache) = &mut n.cache {
         cache.positions = true;
@@ -153,7 +163,7 @@ pub(super) fn positions(n: &mut Lowering) -> String {
     POSITIONS.to_owned()
 }
 
-/// How many tokens the longest text has, by its positions.
+/// Length of the longest sequence, from the positions.
 pub(super) fn length(n: &mut Lowering) -> Result<String> {
     let positions = positions(n);
     n.share("length", |n| {
@@ -163,8 +173,8 @@ pub(super) fn length(n: &mut Lowering) -> Result<String> {
     })
 }
 
-/// Places of the new tokens among all, and places of all.
-pub(super) fn places(n: &mut Lowering) -> Result<[String; 2]> {
+/// Column numbers of the new tokens in the mask, and of all tokens.
+pub(super) fn position_ranges(n: &mut Lowering) -> Result<[String; 2]> {
     let new = n.size(0, 2)?;
     n.share_many("places", |n| {
         let [first, _] = past(0);
@@ -176,8 +186,9 @@ pub(super) fn places(n: &mut Lowering) -> Result<[String; 2]> {
     })
 }
 
-/// How many positions keys stand before queries, `[batch, 1, sequence, past_sequence + sequence]`: padding between them has none.
-pub(super) fn distances(n: &mut Lowering, mask: &str) -> Result<String> {
+/// Position of each query minus that of each key, `[batch, 1, sequence, past_sequence + sequence]`.
+/// Padding has no positions of its own.
+pub(super) fn key_distances(n: &mut Lowering, mask: &str) -> Result<String> {
     let queries = positions(n);
     n.share("distances", |n| {
         let (one, of_queries, of_keys) = (n.int(1), n.ints(&[1, 3]), n.ints(&[1, 2]));

@@ -1,9 +1,11 @@
-//! A file's operators as typed ops.
+//! Conversion of an ONNX file to a graph of typed ops.
 //!
-//! Each operator is a row of the table in `rules.rs`. Whole numbers that shapes are computed with are followed as numbers (`numbers.rs`). Slices of constant position ids are recognized (`positions.rs`). Nodes
-//! without a typed form become pieces that ONNX Runtime runs (`opaque.rs`). What several nodes are together is put together (`patterns.rs`).
+//! The table in `rules.rs` converts single operators. Integers from which shapes are computed are
+//! tracked symbolically (`numbers.rs`). Slices of constant position ids are recognized (`positions.rs`).
+//! Nodes without a typed form become opaque subgraphs that ONNX Runtime runs (`opaque.rs`). Patterns of
+//! several ops are fused (`patterns.rs`).
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod folding;
@@ -17,84 +19,87 @@ mod rules;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::check::{self, label};
+use super::input_sizes;
 use super::model_file::ModelFile;
-use super::piece;
+use super::opaque_subgraph;
 use super::proto::{DataType, NodeProto, TensorProto, ValueInfoProto};
-use super::sizes;
 use crate::error::{Error, Result};
 use crate::ir::{Builder, Dim, Element, Graph, Op, TensorType, ValueId};
 use crate::store::{DType, Role, Weights};
 use numbers::{Number, Numbers};
-pub(super) use opaque::Pieces;
+pub(super) use opaque::SubgraphCache;
 
-/// Operators that make whole numbers, which are computed again where they are needed; of quantizers that is seldom.
+/// Operators with integer results, which are recomputed where they are needed instead of being shared.
 const SHAPES: [&str; 10] = ["Shape", "Size", "Equal", "Greater", "Less", "Not", "And", "Or", "Range", "QuantizeLinear"];
 
-/// Reasons that are told of nodes without a typed form.
-const TOLD: usize = 3;
+/// Maximum number of reasons in an error message.
+const MAX_REASONS: usize = 3;
 
-/// What is known of a value.
+/// The state of a value of the file.
 #[derive(Clone)]
-enum Known {
+enum LiftedValue {
     /// A value of the graph.
     Value(ValueId),
-    /// Whole numbers, as far as they are known beforehand.
+    /// Integers, some of which may be unknown.
     Numbers(Numbers),
-    /// A constant: a weight, or something that only an attribute can be.
+    /// A constant: a weight, or a value that can only be an attribute.
     Constant,
-    /// It comes from a node that has no typed form.
+    /// The output of a node without a typed form.
     Untyped,
-    /// The same, of constants alone.
+    /// The same for a node that depends only on constants.
     Folded,
-    /// It comes from an input that cannot be given.
-    Nothing,
+    /// It depends on an input of an unsupported type.
+    Unavailable,
 }
 
-/// An op in the place of a node.
-struct Made {
+/// The typed op for a node.
+struct TypedNode {
     op: Op,
-    /// The node's inputs that it reads, by position.
+    /// Positions of the node inputs that it reads.
     inputs: Vec<usize>,
 }
 
-/// Lifts a file over its weights as they are by now.
+/// Lifts a file with the current weights.
 pub(super) struct Lift<'f> {
     file: &'f ModelFile,
     weights: &'f Weights,
     builder: Builder<'f>,
-    known: BTreeMap<&'f str, Known>,
+    lifted: BTreeMap<&'f str, LiftedValue>,
     opset: i64,
-    /// Nodes by what they compute, with their places in the order in which they run.
-    makers: BTreeMap<&'f str, (usize, &'f NodeProto)>,
+    /// Producers of values, with their topological positions.
+    producers: BTreeMap<&'f str, (usize, &'f NodeProto)>,
     initializers: BTreeMap<&'f str, &'f TensorProto>,
-    /// How many nodes read a value.
+    /// Number of consumers of each value.
     readers: BTreeMap<&'f str, usize>,
-    /// Element types as ONNX numbers them, of values that are neither floats nor integers of 64 bits.
+    /// ONNX element type numbers of values that are neither 32-bit floats nor 64-bit integers.
     numbers: BTreeMap<ValueId, i32>,
-    /// Open sizes that are numbers of samples.
+    /// Names of batch dimensions.
     batches: BTreeSet<String>,
-    /// Values that are none of the graph, and why.
+    /// Values that cannot be represented in the graph, with reasons.
     refused: BTreeMap<&'f str, String>,
-    /// Values that ONNX Runtime does not compute by themselves either, and why.
+    /// Values that ONNX Runtime cannot compute as a subgraph either, with reasons.
     broken: BTreeMap<&'f str, String>,
-    /// Values that are made of constants and weights alone.
-    of_constants: BTreeSet<&'f str>,
-    /// Their sizes, and how many elements those are that are computed once.
+    /// Values that depend only on constants and weights.
+    from_constants: BTreeSet<&'f str>,
+    /// Shapes of these values.
     folded_sizes: BTreeMap<&'f str, Vec<u64>>,
+    /// Total number of elements of the values that are folded.
     folded_elements: u64,
-    /// How many elements values have at least, whatever the open sizes are.
-    least: BTreeMap<&'f str, u64>,
-    /// Nodes without a typed form, and why.
-    left: Vec<String>,
-    /// What cannot be run either.
+    /// Lower bounds for the number of elements of values, for all sizes of open dimensions.
+    min_elements: BTreeMap<&'f str, u64>,
+    /// Reasons for nodes without a typed form.
+    unsupported: Vec<String>,
+    /// Reasons for inputs and outputs that cannot be run at all.
     failed: Vec<String>,
 }
 
 impl ModelFile {
-    /// The graph of typed ops that the file is, over its weights as they are by now. What has no typed form is run by ONNX Runtime.
+    /// Converts the file to a graph of typed ops with the current weights. ONNX Runtime runs everything
+    /// that has no typed form.
     ///
     /// # Errors
-    /// An input has no typed form, or nodes have none, and there is no ONNX Runtime or it cannot run them by themselves; the first ones by name.
+    /// An input has an unsupported type, or nodes have no typed form and ONNX Runtime is missing or
+    /// cannot run them. The error lists the first nodes.
     pub fn lift(&self, weights: &Weights) -> Result<Graph> {
         let nodes = self.model.graph.as_ref().map_or(&[][..], |graph| &graph.node);
         let order = check::order(nodes);
@@ -109,28 +114,28 @@ impl ModelFile {
             file: self,
             weights,
             builder: Builder::new(weights),
-            known: BTreeMap::new(),
+            lifted: BTreeMap::new(),
             opset: self.opset(),
-            makers: outputs.filter(|(name, _)| !name.is_empty()).collect(),
+            producers: outputs.filter(|(name, _)| !name.is_empty()).collect(),
             initializers: self.model.graph.iter().flat_map(|graph| &graph.initializer).map(|tensor| (tensor.name(), tensor)).collect(),
             readers,
             numbers: BTreeMap::new(),
             batches: BTreeSet::new(),
             refused: BTreeMap::new(),
             broken: BTreeMap::new(),
-            of_constants: BTreeSet::new(),
+            from_constants: BTreeSet::new(),
             folded_sizes: BTreeMap::new(),
             folded_elements: 0,
-            least: BTreeMap::new(),
-            left: Vec::new(),
+            min_elements: BTreeMap::new(),
+            unsupported: Vec::new(),
             failed: Vec::new(),
         };
-        lift.whole(&ordered)
+        lift.lift_graph(&ordered)
     }
 }
 
 impl<'f> Lift<'f> {
-    fn whole(mut self, ordered: &[&'f NodeProto]) -> Result<Graph> {
+    fn lift_graph(mut self, ordered: &[&'f NodeProto]) -> Result<Graph> {
         let file = self.file;
         let Some(graph) = &file.model.graph else { return Err(self.refused(&["it has no graph".to_owned()])) };
         for input in graph.input.iter().filter(|input| !file.weights_as_inputs.contains(input.name())) {
@@ -141,18 +146,18 @@ impl<'f> Lift<'f> {
                     }
                     let id = self.builder.input(input.name(), ty)?;
                     self.numbers.insert(id, number);
-                    self.known.insert(input.name(), Known::Value(id));
+                    self.lifted.insert(input.name(), LiftedValue::Value(id));
                 }
                 Err(reason) => {
-                    self.known.insert(input.name(), Known::Nothing);
+                    self.lifted.insert(input.name(), LiftedValue::Unavailable);
                     self.failed.push(format!("input `{}` {reason}", input.name()));
                 }
             }
         }
-        ordered.iter().for_each(|node| self.take(node));
+        ordered.iter().for_each(|node| self.lift_node(node));
         for output in &graph.output {
-            match self.known.get(output.name()) {
-                Some(Known::Nothing) => {}
+            match self.lifted.get(output.name()) {
+                Some(LiftedValue::Unavailable) => {}
                 _ => match self.opaque(output.name()) {
                     Ok(id) => self.builder.output(output.name(), id),
                     Err(reason) => self.failed.push(format!("output `{}`: {reason}", output.name())),
@@ -160,20 +165,20 @@ impl<'f> Lift<'f> {
             }
         }
         if !self.failed.is_empty() {
-            // What stands in the way comes first.
-            self.failed.append(&mut self.left);
+            // The reasons that prevent running come first.
+            self.failed.append(&mut self.unsupported);
             return Err(self.refused(&self.failed));
         }
-        patterns::together(&self.builder.finish()?, self.weights)
+        patterns::fuse(&self.builder.finish()?, self.weights)
     }
 
     fn refused(&self, reasons: &[String]) -> Error {
-        let more = reasons.len().saturating_sub(TOLD);
-        let shown = reasons.iter().take(TOLD).map(String::as_str).collect::<Vec<_>>().join("; ");
+        let more = reasons.len().saturating_sub(MAX_REASONS);
+        let shown = reasons.iter().take(MAX_REASONS).map(String::as_str).collect::<Vec<_>>().join("; ");
         let more = if more > 0 { format!("; and {more} more") } else { String::new() };
         Error::Unsupported {
             what: format!(
-                "{}: running it in the built-in executor, which knows no form of {} of its nodes ({shown}{more}),",
+                "{}: running it in the built-in executor, which does not support {} of its nodes ({shown}{more}),",
                 self.file.path.display(),
                 reasons.len()
             ),
@@ -182,32 +187,32 @@ impl<'f> Lift<'f> {
     }
 
     fn hint(&self) -> String {
-        let hint = "ONNX Runtime runs it, and what has no form needs it (`compress doctor --fetch`); passes over weights take it";
+        let hint = "ONNX Runtime can run it, and is required for unsupported nodes (`compress doctor --fetch`); passes that only change weights can process it";
         match self.file.open_sizes().as_slice() {
             [] => hint.into(),
-            open => format!("{hint}; what takes some sizes alone must be told them, as `--size NAME=1x512` for an input: open are {}", open.join(", ")),
+            open => format!("{hint}; if nodes support only some sizes, specify them with `--size NAME=1x512`: open dimensions are in {}", open.join(", ")),
         }
     }
 
-    /// Takes a node, or notes why it has no typed form.
-    fn take(&mut self, node: &'f NodeProto) {
-        let nothing = check::reads(node).into_iter().any(|name| matches!(self.known.get(name), Some(Known::Nothing)));
-        if !nothing && rules::SEVERAL.contains(&node.op_type()) && self.each(node) {
+    /// Lifts a node, or records why it has no typed form.
+    fn lift_node(&mut self, node: &'f NodeProto) {
+        let unavailable = check::reads(node).into_iter().any(|name| matches!(self.lifted.get(name), Some(LiftedValue::Unavailable)));
+        if !unavailable && rules::MULTI_OUTPUT.contains(&node.op_type()) && self.lift_outputs(node) {
             return;
         }
-        let found = if nothing { Ok(Known::Nothing) } else { self.one(node, 0) };
-        let others = if nothing { Known::Nothing } else { Known::Untyped };
+        let found = if unavailable { Ok(LiftedValue::Unavailable) } else { self.lift_output(node, 0) };
+        let others = if unavailable { LiftedValue::Unavailable } else { LiftedValue::Untyped };
         let found = found.unwrap_or_else(|reason| {
-            self.left.push(format!("{}: {reason}", label(node)));
-            Known::Untyped
+            self.unsupported.push(format!("{}: {reason}", label(node)));
+            LiftedValue::Untyped
         });
-        let untyped = matches!(found, Known::Untyped);
+        let untyped = matches!(found, LiftedValue::Untyped);
         let outputs: Vec<&'f str> = node.output.iter().map(String::as_str).collect();
-        outputs.iter().skip(1).filter(|name| !name.is_empty()).for_each(|other| drop(self.known.insert(other, others.clone())));
+        outputs.iter().skip(1).filter(|name| !name.is_empty()).for_each(|other| drop(self.lifted.insert(other, others.clone())));
         if let Some(first) = outputs.first().filter(|name| !name.is_empty()) {
-            self.known.insert(first, found);
+            self.lifted.insert(first, found);
         }
-        // What several nodes read is computed once.
+        // Values with several consumers are computed once.
         for name in outputs.into_iter().filter(|_| untyped) {
             if !SHAPES.contains(&node.op_type()) && self.readers.get(name).is_some_and(|count| *count > 1) {
                 drop(self.opaque(name));
@@ -215,132 +220,134 @@ impl<'f> Lift<'f> {
         }
     }
 
-    /// Takes everything that a node computes, if all of it has a typed form.
-    fn each(&mut self, node: &'f NodeProto) -> bool {
-        let found: Result<Vec<(&'f str, Known)>, String> =
-            node.output.iter().enumerate().filter(|(_, name)| !name.is_empty()).map(|(at, name)| Ok((name.as_str(), self.one(node, at)?))).collect();
-        found.map(|all| self.known.extend(all)).is_ok()
+    /// Lifts all outputs of a node. Returns false unless each one has a typed form.
+    fn lift_outputs(&mut self, node: &'f NodeProto) -> bool {
+        let found: Result<Vec<(&'f str, LiftedValue)>, String> =
+            node.output.iter().enumerate().filter(|(_, name)| !name.is_empty()).map(|(at, name)| Ok((name.as_str(), self.lift_output(node, at)?))).collect();
+        found.map(|all| self.lifted.extend(all)).is_ok()
     }
 
-    /// What stands for one of the values that a node computes.
-    fn one(&mut self, node: &'f NodeProto, at: usize) -> Result<Known, String> {
+    /// Lifts one output of a node.
+    fn lift_output(&mut self, node: &'f NodeProto, at: usize) -> Result<LiftedValue, String> {
         if !check::is_own(node.domain()) {
-            return Err(format!("it is of the domain {}", node.domain()));
+            return Err(format!("it belongs to the domain {}", node.domain()));
         }
-        if let Some(numbers) = numbers::of(self, node) {
-            return Ok(Known::Numbers(numbers));
+        if let Some(numbers) = numbers::evaluate(self, node) {
+            return Ok(LiftedValue::Numbers(numbers));
         }
-        let output = node.output.get(at).ok_or("it computes nothing")?;
-        self.bounded(node, output)?;
-        if node.op_type() == "Constant" || self.file.made_floats.contains(output) {
-            return Ok(Known::Constant);
+        let output = node.output.get(at).ok_or("it has no output")?;
+        self.check_min_elements(node, output)?;
+        if node.op_type() == "Constant" || self.file.dequantized_values.contains(output) {
+            return Ok(LiftedValue::Constant);
         }
         if let Some(id) = self.positions(node, output) {
-            return Ok(Known::Value(id));
+            return Ok(LiftedValue::Value(id));
         }
-        if let Some(found) = self.folded(node)? {
+        if let Some(found) = self.fold(node)? {
             return Ok(found);
         }
         if let Some((op, quantizer)) = self.quantizer(node) {
-            if let Some(name) = quantizer.input.first().filter(|name| matches!(self.known.get(name.as_str()), Some(Known::Untyped | Known::Folded))) {
+            if let Some(name) =
+                quantizer.input.first().filter(|name| matches!(self.lifted.get(name.as_str()), Some(LiftedValue::Untyped | LiftedValue::Folded)))
+            {
                 self.opaque(name)?;
             }
             let value = self.value(quantizer, 0)?;
-            return self.builder.node(output, op, &[value]).map(Known::Value).map_err(|e| e.to_string());
+            return self.builder.node(output, op, &[value]).map(LiftedValue::Value).map_err(|e| e.to_string());
         }
-        let (_, rule) = rules::RULES.iter().find(|(op, _)| *op == node.op_type()).ok_or("the operator is not known")?;
+        let (_, rule) = rules::RULES.iter().find(|(op, _)| *op == node.op_type()).ok_or("the operator is not supported")?;
         for name in &node.input {
-            if matches!(self.known.get(name.as_str()), Some(Known::Untyped | Known::Folded)) {
+            if matches!(self.lifted.get(name.as_str()), Some(LiftedValue::Untyped | LiftedValue::Folded)) {
                 self.opaque(name)?;
             }
         }
-        let made = rule(&At { lift: self, node, output: at })?;
-        let Some(Made { op, inputs }) = made else { return self.same(node) };
+        let typed = rule(&NodeContext { lift: self, node, output: at })?;
+        let Some(TypedNode { op, inputs }) = typed else { return self.forward_first_input(node) };
         let inputs = inputs.into_iter().map(|position| self.value(node, position)).collect::<Result<Vec<_>, _>>()?;
         let id = self.builder.node(output, op, &inputs).map_err(|e| e.to_string())?;
-        // Integers keep the type that they have in the file.
+        // Integers keep their element type of the file.
         let number = inputs.first().and_then(|input| self.numbers.get(input)).copied();
         if let Some(number) = number.filter(|_| self.builder.ty(id).element == Element::Int) {
             self.numbers.insert(id, number);
         }
-        Ok(Known::Value(id))
+        Ok(LiftedValue::Value(id))
     }
 
-    /// The first input, which the node passes on.
-    fn same(&mut self, node: &NodeProto) -> Result<Known, String> {
-        self.value(node, 0).map(Known::Value)
+    /// The first input, for nodes that return it unchanged.
+    fn forward_first_input(&mut self, node: &NodeProto) -> Result<LiftedValue, String> {
+        self.value(node, 0).map(LiftedValue::Value)
     }
 
-    /// The value behind an input.
+    /// The graph value of an input.
     fn value(&mut self, node: &NodeProto, position: usize) -> Result<ValueId, String> {
         let name = node.input.get(position).map_or("", String::as_str);
-        match (self.known.get(name), self.weights.by_name.get(name)) {
-            (Some(Known::Value(id)), _) => Ok(*id),
+        match (self.lifted.get(name), self.weights.by_name.get(name)) {
+            (Some(LiftedValue::Value(id)), _) => Ok(*id),
             (_, Some(weight)) if weight.is_float() => {
                 if weight.dtype != DType::F32 {
-                    return Err(format!("`{name}` is {}, the executor's graphs are of f32", weight.dtype));
+                    return Err(format!("`{name}` is {}, but the built-in executor supports only f32", weight.dtype));
                 }
                 self.builder.param(name, &weight.shape).map_err(|e| e.to_string())
             }
-            _ => Err(format!("`{name}` is no value of floats or of samples")),
+            _ => Err(format!("`{name}` is neither a float weight nor a value of the graph")),
         }
     }
 }
 
-/// The type of an input, and what its elements are as ONNX numbers them.
+/// The type of an input, and its ONNX element type number.
 fn ty(file: &ModelFile, input: &ValueInfoProto) -> Result<(TensorType, i32), String> {
-    let tensor = input.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref()).ok_or("is no tensor")?;
+    let tensor = input.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref()).ok_or("is not a tensor")?;
     let number = tensor.elem_type.unwrap_or(0);
-    let wrong = || format!("is {:?}, the executor takes 32-bit floats, integers of up to 64 bits, and truth values", tensor.elem_type());
-    let element = piece::element(number).ok_or_else(wrong)?;
-    let shape = sizes::sizes(input).ok_or("has no number of axes")?;
-    let told = |size: Dim| file.told(&size).map_or(size, Dim::Fixed);
-    Ok((TensorType { element, shape: shape.into_iter().map(told).collect() }, number))
+    let wrong = || format!("is {:?}, but the built-in executor supports 32-bit floats, integers of up to 64 bits, and booleans", tensor.elem_type());
+    let element = opaque_subgraph::element(number).ok_or_else(wrong)?;
+    let shape = input_sizes::input_shape(input).ok_or("has an unknown rank")?;
+    let fixed = |size: Dim| file.fixed_size(&size).map_or(size, Dim::Fixed);
+    Ok((TensorType { element, shape: shape.into_iter().map(fixed).collect() }, number))
 }
 
-/// A name of a size without what means something in formulas of sizes.
-pub(super) fn plain(name: &str) -> String {
+/// A dimension name without characters that have a meaning in size formulas.
+pub(super) fn dim_name(name: &str) -> String {
     let letters: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
     if letters.starts_with(|c: char| c.is_ascii_digit()) { format!("size_{letters}") } else { letters }
 }
 
-/// A node where it stands.
-struct At<'l, 'f> {
+/// A node with its context, for the rules.
+struct NodeContext<'l, 'f> {
     lift: &'l Lift<'f>,
     node: &'f NodeProto,
-    /// Which of the values that it computes is meant.
+    /// Position of the output to lift.
     output: usize,
 }
 
-impl<'f> At<'_, 'f> {
+impl<'f> NodeContext<'_, 'f> {
     fn opset(&self) -> i64 {
         self.lift.opset
     }
 
-    /// Whether an input is given.
+    /// Whether an optional input is present.
     fn has(&self, position: usize) -> bool {
         self.node.input.get(position).is_some_and(|name| !name.is_empty())
     }
 
-    /// Positions of all inputs that are given.
-    fn all(&self) -> Vec<usize> {
+    /// Positions of all inputs that are present.
+    fn present_inputs(&self) -> Vec<usize> {
         (0..self.node.input.len()).filter(|position| self.has(*position)).collect()
     }
 
-    /// The type of an input: sizes of weights are known.
+    /// The type of an input, which can be a weight.
     fn ty(&self, position: usize) -> Result<TensorType, String> {
         let name = self.node.input.get(position).map_or("", String::as_str);
-        match (self.lift.known.get(name), self.lift.weights.by_name.get(name)) {
-            (Some(Known::Value(id)), _) => Ok(self.lift.builder.ty(*id).clone()),
+        match (self.lift.lifted.get(name), self.lift.weights.by_name.get(name)) {
+            (Some(LiftedValue::Value(id)), _) => Ok(self.lift.builder.ty(*id).clone()),
             (_, Some(weight)) => Ok(TensorType::float(weight.shape.iter().copied())),
-            _ => Err(format!("the shape of `{name}` is not known")),
+            _ => Err(format!("the shape of `{name}` is unknown")),
         }
     }
 
     /// Whether an input holds 64-bit integers in the file.
     fn is_int64(&self, position: usize) -> bool {
         let name = self.node.input.get(position).map_or("", String::as_str);
-        let Some(Known::Value(id)) = self.lift.known.get(name) else { return false };
+        let Some(LiftedValue::Value(id)) = self.lift.lifted.get(name) else { return false };
         self.lift.numbers.get(id).is_none_or(|number| *number == DataType::Int64 as i32)
     }
 
@@ -348,44 +355,44 @@ impl<'f> At<'_, 'f> {
         Ok(self.ty(0)?.shape.len())
     }
 
-    /// What an input is for, if it is a weight.
+    /// The role of an input, if it is a weight.
     fn role(&self, position: usize) -> Option<Role> {
         self.lift.weights.by_name.get(self.node.input.get(position)?)?.role
     }
 
-    /// Whole numbers of an input, all of which must be known.
+    /// Integers of an input, all of which must be known statically.
     fn numbers(&self, position: usize) -> Result<Vec<i64>, String> {
         let name = self.node.input.get(position).map_or("", String::as_str);
-        numbers::known(self.lift, name).and_then(|numbers| numbers.all()).ok_or_else(|| format!("the numbers of `{name}` are not known beforehand"))
+        numbers::lookup(self.lift, name).and_then(|numbers| numbers.all()).ok_or_else(|| format!("the values of `{name}` are not known statically"))
     }
 
-    /// Whole numbers of an input as far as they are known beforehand.
+    /// Integers of an input, some of which may be unknown.
     fn some_numbers(&self, position: usize) -> Result<Vec<Number>, String> {
         let name = self.node.input.get(position).map_or("", String::as_str);
-        numbers::known(self.lift, name).map(|numbers| numbers.each()).ok_or_else(|| format!("the numbers of `{name}` are not known beforehand"))
+        numbers::lookup(self.lift, name).map(|numbers| numbers.each()).ok_or_else(|| format!("the values of `{name}` are not known statically"))
     }
 
-    /// The one number of an input that is a constant.
-    fn number(&self, position: usize) -> Result<f64, String> {
+    /// The value of a constant input with one element.
+    fn scalar(&self, position: usize) -> Result<f64, String> {
         let name = self.node.input.get(position).map_or("", String::as_str);
         let weight = self.lift.weights.by_name.get(name).filter(|weight| weight.elements() == 1);
         let values = weight.and_then(|weight| weight.floats(name).ok());
-        values.and_then(|values| values.first().copied()).map(f64::from).ok_or_else(|| format!("`{name}` is not one number that is known beforehand"))
+        values.and_then(|values| values.first().copied()).map(f64::from).ok_or_else(|| format!("`{name}` is not a constant scalar"))
     }
 
-    /// Scales of a resize, which are a constant.
+    /// The scales of a resize, which must be constant.
     fn scales(&self) -> Result<Vec<f32>, String> {
         let name = self.node.input.get(2).map_or("", String::as_str);
         let weight = self.lift.weights.by_name.get(name).filter(|weight| weight.shape.len() == 1);
-        weight.and_then(|weight| weight.floats(name).ok()).ok_or_else(|| format!("the scales `{name}` are not known beforehand"))
+        weight.and_then(|weight| weight.floats(name).ok()).ok_or_else(|| format!("the scales `{name}` are not constant"))
     }
 
     fn int(&self, name: &str, missing: i64) -> i64 {
-        super::uses::int(self.node, name, missing)
+        super::initializer_roles::int(self.node, name, missing)
     }
 
     fn float(&self, name: &str, missing: f32) -> f64 {
-        super::uses::float(self.node, name, missing).into()
+        super::initializer_roles::float(self.node, name, missing).into()
     }
 
     fn text(&self, name: &str) -> Option<String> {
@@ -397,8 +404,9 @@ impl<'f> At<'_, 'f> {
         self.node.attribute.iter().find(|attribute| attribute.name() == name).map(|attribute| attribute.ints.clone())
     }
 
-    /// Numbers that are an attribute before an opset, and an input from there on; nothing where they are left out.
-    fn given(&self, name: &str, position: usize) -> Result<Option<Vec<i64>>, String> {
+    /// Integers that are an attribute in older opsets and an input in newer ones; `None` if they are
+    /// omitted.
+    fn attribute_or_input(&self, name: &str, position: usize) -> Result<Option<Vec<i64>>, String> {
         match self.ints(name) {
             Some(ints) => Ok(Some(ints)),
             None if self.has(position) => self.numbers(position).map(Some),

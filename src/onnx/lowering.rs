@@ -1,38 +1,38 @@
-//! What the functions of [`lower`](super::lower) write with: names, constants, and values that nodes share.
+//! The state of lowering: names, constants, and values that nodes share.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::cached::Cache;
-use super::place::Slot;
+use super::initializer_layout::InitializerLayout;
+use super::kv_cache::KvCache;
 use super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
 use super::style::{Precision, Style, TiedHead};
 use crate::error::{Error, Result};
 use crate::ir::{Element, Graph, Kind, Node, Op, TensorType, ValueId};
 
-/// The ONNX graph as far as it is written.
+/// An ONNX graph under construction, and the node that is being lowered.
 pub(super) struct Lowering<'g> {
     pub graph: &'g Graph,
     pub opset: u32,
-    /// Whether floats are 16 bits wide.
+    /// Whether floats have 16 bits.
     pub half: bool,
-    /// Whether activations become int8, and not uint8.
+    /// Whether activations are quantized to int8 instead of uint8.
     pub signed: bool,
-    /// How many heads that share their weight with an int8 table are products of integers, where they may be.
+    /// The number of output heads that share an int8 table and multiply integers, if this is enabled.
     pub integer_heads: Option<usize>,
-    /// What is kept of earlier tokens, where that is an input.
-    pub cache: Option<Cache>,
+    /// The KV cache, if the file has one.
+    pub cache: Option<KvCache>,
     /// Names of the graph's values, by position.
     pub names: Vec<String>,
-    taken: BTreeSet<String>,
-    /// How parameters are stored, by position.
-    pub places: BTreeMap<usize, Vec<Slot>>,
+    used_names: BTreeSet<String>,
+    /// Storage of the parameters, by position.
+    pub layouts: BTreeMap<usize, Vec<InitializerLayout>>,
     pub nodes: Vec<NodeProto>,
     pub constants: Vec<TensorProto>,
-    /// Versions of operators of other domains, where one was asked for.
+    /// Requested operator set versions of other domains.
     pub imports: BTreeMap<String, i64>,
-    /// The nodes that read each value, by position.
+    /// The consumers of each value, by position.
     readers: Vec<Vec<&'g Node>>,
-    /// Which values depend on what the model is given, by position.
+    /// Whether each value depends on a model input, by position.
     varies: Vec<bool>,
     shared: BTreeMap<String, Vec<String>>,
     scope: String,
@@ -40,7 +40,7 @@ pub(super) struct Lowering<'g> {
 }
 
 impl<'g> Lowering<'g> {
-    pub fn new(graph: &'g Graph, style: &Style, names: Vec<String>, taken: BTreeSet<String>, places: BTreeMap<usize, Vec<Slot>>) -> Self {
+    pub fn new(graph: &'g Graph, style: &Style, names: Vec<String>, used_names: BTreeSet<String>, layouts: BTreeMap<usize, Vec<InitializerLayout>>) -> Self {
         let mut readers = vec![Vec::new(); graph.values().len()];
         let mut varies: Vec<bool> = graph.values().iter().map(|value| value.kind == Kind::Input).collect();
         for node in graph.nodes() {
@@ -53,10 +53,10 @@ impl<'g> Lowering<'g> {
             half: style.precision == Precision::Float16,
             signed: style.signed,
             integer_heads: (style.tied_head == TiedHead::Int8).then_some(0),
-            cache: style.cache.then(Cache::default),
+            cache: style.cache.then(KvCache::default),
             names,
-            taken,
-            places,
+            used_names,
+            layouts,
             nodes: Vec::new(),
             constants: Vec::new(),
             imports: BTreeMap::new(),
@@ -68,7 +68,7 @@ impl<'g> Lowering<'g> {
         }
     }
 
-    /// Turns to a node.
+    /// Starts lowering a node.
     pub fn enter(&mut self, node: &'g Node) {
         self.scope.clone_from(&self.graph.value(node.output).name);
         self.node = Some(node);
@@ -79,19 +79,19 @@ impl<'g> Lowering<'g> {
         self.operand(index).map_or(String::new(), |id| self.names[id].clone())
     }
 
-    /// How many inputs the current node has.
+    /// Number of inputs of the current node.
     pub fn inputs(&self) -> usize {
         self.node.map_or(0, |node| node.inputs.len())
     }
 
-    /// How the parameter behind an input is stored, if it is one.
-    pub fn place(&self, index: usize) -> Option<&Slot> {
-        self.slots(index).first()
+    /// Storage of the parameter that an input refers to; `None` if it is not a parameter.
+    pub fn layout(&self, index: usize) -> Option<&InitializerLayout> {
+        self.layouts_of(index).first()
     }
 
-    /// All that is stored for the parameter behind an input.
-    pub fn slots(&self, index: usize) -> &[Slot] {
-        self.operand(index).and_then(|id| self.places.get(&id)).map_or(&[], Vec::as_slice)
+    /// All layouts of the parameter that an input refers to.
+    pub fn layouts_of(&self, index: usize) -> &[InitializerLayout] {
+        self.operand(index).and_then(|id| self.layouts.get(&id)).map_or(&[], Vec::as_slice)
     }
 
     /// The current node.
@@ -99,23 +99,23 @@ impl<'g> Lowering<'g> {
         self.node
     }
 
-    /// How many inputs of nodes a value is.
+    /// Number of node inputs that refer to a value.
     pub fn reads(&self, value: ValueId) -> usize {
         self.readers[value.index()].len()
     }
 
-    /// Whether an input of the current node depends on what the model is given.
+    /// Whether an input of the current node depends on a model input.
     pub fn varies(&self, index: usize) -> bool {
         self.operand(index).is_none_or(|id| self.varies[id])
     }
 
-    /// How many nodes that depend on what the model is given read an input of the current node.
+    /// Number of consumers of an input of the current node that depend on a model input.
     pub fn varying_readers(&self, index: usize) -> usize {
         self.operand(index).map_or(0, |id| self.readers[id].iter().filter(|node| self.varies[node.output.index()]).count())
     }
 
-    /// Whether no earlier product or convolution reads the weight of the current one. ONNX Runtime makes integer kernels under the name of
-    /// the weight, and refuses a second one: later layers have to read floats.
+    /// Whether the current node is the first linear layer or convolution with its weight. ONNX Runtime
+    /// names integer kernels after the weight and refuses duplicates, so later layers must read floats.
     pub fn is_first_layer_of_weight(&self) -> bool {
         let is_layer = |node: &&Node| matches!(node.op, Op::Linear(_) | Op::Conv(_)) && self.varies[node.output.index()];
         let readers = self.operand(1).map_or(&[][..], |id| self.readers[id].as_slice());
@@ -123,14 +123,14 @@ impl<'g> Lowering<'g> {
         first.map(|node| node.output) == self.node.map(|node| node.output)
     }
 
-    /// Whether the current node's value is read by one layer normalisation and nobody else.
+    /// Whether the only consumer of the current node's value is a layer normalization.
     pub fn feeds_layer_norm(&self) -> bool {
         let Some(output) = self.node.map(|node| node.output) else { return false };
         let public = self.graph.outputs().iter().any(|(_, id)| *id == output);
         !public && matches!(self.readers[output.index()][..], [Node { op: Op::LayerNorm(_), .. }])
     }
 
-    /// Position of the value behind an input.
+    /// Position of the value that an input refers to.
     fn operand(&self, index: usize) -> Option<usize> {
         self.node.and_then(|node| node.inputs.get(index)).map(|id| id.index())
     }
@@ -138,31 +138,31 @@ impl<'g> Lowering<'g> {
     /// Type of an input.
     pub fn ty(&self, index: usize) -> Result<&'g TensorType> {
         let graph = self.graph;
-        self.operand(index).map(|id| &graph.values()[id].ty).ok_or_else(|| self.wrong(format!("has no input {index}")))
+        self.operand(index).map(|id| &graph.values()[id].ty).ok_or_else(|| self.node_error(format!("has no input {index}")))
     }
 
-    /// A size that must be known.
+    /// A size of an input, which must be fixed.
     pub fn fixed(&self, index: usize, axis: usize) -> Result<i64> {
         let ty = self.ty(index)?;
         ty.shape
             .get(axis)
             .and_then(|d| d.fixed())
             .map(|d| d as i64)
-            .ok_or_else(|| self.wrong(format!("axis {axis} of its input {ty} must be known to be written as ONNX; fix it in the inputs of the graph")))
+            .ok_or_else(|| self.node_error(format!("axis {axis} of its input {ty} must have a fixed size in ONNX: fix it in the inputs of the graph")))
     }
 
-    /// The last size, which must be known.
+    /// The last size of an input, which must be fixed.
     pub fn width(&self, index: usize) -> Result<i64> {
         self.fixed(index, self.ty(index)?.shape.len().saturating_sub(1))
     }
 
-    pub fn wrong(&self, reason: String) -> Error {
+    pub fn node_error(&self, reason: String) -> Error {
         Error::option(format!("graph node `{}`", self.scope), reason)
     }
 
-    /// A name that nobody has taken.
+    /// Returns a unique name.
     pub fn fresh(&mut self, wanted: String) -> String {
-        super::fresh(&mut self.taken, wanted)
+        super::fresh(&mut self.used_names, wanted)
     }
 
     fn push(&mut self, op: &str, name: String, inputs: &[&str], outputs: Vec<String>, attributes: Vec<AttributeProto>) {
@@ -179,26 +179,26 @@ impl<'g> Lowering<'g> {
         });
     }
 
-    /// An operator whose result only this node needs.
+    /// Adds an operator for an intermediate value of the current node, and returns its name.
     pub fn emit(&mut self, op: &str, part: &str, inputs: &[&str], attributes: Vec<AttributeProto>) -> String {
         let name = self.fresh(format!("{}/{part}", self.scope));
         self.push(op, name.clone(), inputs, vec![name.clone()], attributes);
         name
     }
 
-    /// An operator with several results.
+    /// Adds an operator with several outputs.
     pub fn emit_many<const N: usize>(&mut self, op: &str, parts: [&str; N], inputs: &[&str], attributes: Vec<AttributeProto>) -> [String; N] {
         let names = parts.map(|part| self.fresh(format!("{}/{part}", self.scope)));
         self.push(op, names[0].clone(), inputs, names.to_vec(), attributes);
         names
     }
 
-    /// Elements in another format.
+    /// Adds a cast.
     pub fn cast(&mut self, part: &str, x: &str, to: DataType) -> String {
         self.emit("Cast", part, &[x], vec![AttributeProto::int("to", to as i64)])
     }
 
-    /// A value in 32 bits, where arithmetic needs their range.
+    /// Casts a value to 32 bits if the model has 16-bit floats.
     pub fn wide(&mut self, x: &str) -> Result<String> {
         if !self.half {
             return Ok(x.to_owned());
@@ -206,12 +206,12 @@ impl<'g> Lowering<'g> {
         self.share(&format!("{x}/wide|"), |n| Ok(n.cast("value", x, DataType::Float)))
     }
 
-    /// A value of 32 bits in the width of the model's floats.
+    /// Casts a 32-bit value to the precision of the model.
     pub fn narrow(&mut self, part: &str, x: String) -> String {
         if self.half { self.cast(part, &x, DataType::Float16) } else { x }
     }
 
-    /// As [`finish`](Self::finish), for an operator that works on 32 bits.
+    /// [`finish`](Self::finish) for an operator with 32-bit inputs.
     pub fn finish_wide(&mut self, op: &str, inputs: &[&str], attributes: Vec<AttributeProto>) {
         if !self.half {
             return self.finish(op, inputs, attributes);
@@ -220,10 +220,10 @@ impl<'g> Lowering<'g> {
         self.finish("Cast", &[&wide], vec![AttributeProto::int("to", DataType::Float16 as i64)]);
     }
 
-    /// As [`finish_wide`](Self::finish_wide), where the node's value is a later one of an operator's results.
-    pub fn finish_wide_at(&mut self, op: &str, place: usize, inputs: &[&str], attributes: Vec<AttributeProto>) {
+    /// [`finish_wide`](Self::finish_wide) for the output with this index.
+    pub fn finish_wide_at(&mut self, op: &str, index: usize, inputs: &[&str], attributes: Vec<AttributeProto>) {
         let name = if self.half { self.fresh(format!("{}/wide", self.scope)) } else { self.output() };
-        let mut outputs = vec![String::new(); place];
+        let mut outputs = vec![String::new(); index];
         outputs.push(name.clone());
         self.push(op, self.scope.clone(), inputs, outputs, attributes);
         if self.half {
@@ -231,9 +231,9 @@ impl<'g> Lowering<'g> {
         }
     }
 
-    /// Keeps the names of a body for it.
+    /// Marks the names in a body as taken.
     pub fn reserve(&mut self, body: &GraphProto) {
-        super::check::names(body, &mut self.taken);
+        super::check::names(body, &mut self.used_names);
     }
 
     /// Name of the current node's value.
@@ -241,37 +241,38 @@ impl<'g> Lowering<'g> {
         self.node.map_or(String::new(), |node| self.names[node.output.index()].clone())
     }
 
-    /// People give 32 bits; what follows works on 16.
+    /// Casts a model input of 32 bits to 16 bits.
     pub fn narrow_input(&mut self, value: usize, public: &str) {
         public.clone_into(&mut self.scope);
         self.names[value] = self.cast("half", public, DataType::Float16);
     }
 
-    /// The operator that computes a parameter's value, under the parameter's name.
+    /// Adds the operator that computes a parameter, under its name.
     pub fn compute(&mut self, value: usize, op: &str, inputs: &[&str], attributes: Vec<AttributeProto>) {
         let name = self.names[value].clone();
         self.push(op, name.clone(), inputs, vec![name], attributes);
     }
 
-    /// What is stored for a parameter that is places in palettes; what is written next belongs to it.
-    pub fn turn_to_palette(&mut self, value: usize) -> Option<Slot> {
-        let slot = self.places.get(&value)?.iter().find(|slot| slot.palette.is_some())?.clone();
+    /// The layout of a palettized parameter, whose expansion is written next; `None` for other
+    /// parameters.
+    pub fn enter_palette(&mut self, value: usize) -> Option<InitializerLayout> {
+        let slot = self.layouts.get(&value)?.iter().find(|slot| slot.palette.is_some())?.clone();
         self.scope.clone_from(&self.names[value]);
         Some(slot)
     }
 
-    /// The operator that computes the current node's value.
+    /// Adds the operator that computes the current node's value.
     pub fn finish(&mut self, op: &str, inputs: &[&str], attributes: Vec<AttributeProto>) {
         self.push(op, self.scope.clone(), inputs, vec![self.output()], attributes);
     }
 
-    /// The operator that computes an output of the model.
+    /// Adds the operator that computes a model output.
     pub fn publish(&mut self, public: &str, op: &str, inputs: &[&str], attributes: Vec<AttributeProto>) -> String {
         self.push(op, public.to_owned(), inputs, vec![public.to_owned()], attributes);
         public.to_owned()
     }
 
-    /// A copy of a value under a public name; floats in the 32 bits that people expect.
+    /// Adds a model output that copies a value. Floats are cast to 32 bits.
     pub fn alias(&mut self, value: usize, public: &str) {
         let name = self.names[value].clone();
         let narrow = self.half && self.graph.values()[value].ty.element == Element::Float;
@@ -279,12 +280,12 @@ impl<'g> Lowering<'g> {
         self.publish(public, op, &[&name], attributes);
     }
 
-    /// A value that several nodes need: written when it is first asked for, under the name of the key.
+    /// Returns a value that several nodes share. It is written on first use, under the name of the key.
     pub fn share(&mut self, key: &str, write: impl FnOnce(&mut Self) -> Result<String>) -> Result<String> {
         self.share_many(key, |n| Ok([write(n)?])).map(|[name]| name)
     }
 
-    /// Several values that nodes need together.
+    /// [`share`](Self::share) for several values.
     pub fn share_many<const N: usize>(&mut self, key: &str, write: impl FnOnce(&mut Self) -> Result<[String; N]>) -> Result<[String; N]> {
         if let Some(names) = self.shared.get(key).and_then(|names| names.clone().try_into().ok()) {
             return Ok(names);
@@ -297,8 +298,8 @@ impl<'g> Lowering<'g> {
         Ok(names)
     }
 
-    /// Numbers that only one node needs, even if others need the same.
-    fn own(&mut self, wanted: String, kind: DataType, dims: Vec<i64>, bytes: Vec<u8>) -> String {
+    /// Adds a constant that is never shared.
+    fn unique_constant(&mut self, wanted: String, kind: DataType, dims: Vec<i64>, bytes: Vec<u8>) -> String {
         let name = self.fresh(wanted);
         let tensor = TensorProto { dims, data_type: Some(kind as i32), name: Some(name.clone()), raw_data: Some(bytes), ..TensorProto::default() };
         self.constants.push(tensor);
@@ -310,46 +311,46 @@ impl<'g> Lowering<'g> {
         if let Some([name]) = self.shared.get(&key).map(Vec::as_slice) {
             return name.clone();
         }
-        let name = self.own(wanted.to_owned(), kind, dims.to_vec(), bytes);
+        let name = self.unique_constant(wanted.to_owned(), kind, dims.to_vec(), bytes);
         self.shared.insert(key, vec![name.clone()]);
         name
     }
 
-    /// A vector of whole numbers: a shape, axes.
+    /// An integer vector: a shape or axes.
     pub fn ints(&mut self, values: &[i64]) -> String {
         let text = values.iter().map(i64::to_string).collect::<Vec<_>>().join(",");
         self.constant(&format!("ints/{text}"), DataType::Int64, &[values.len() as i64], values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
-    /// A whole number.
+    /// A scalar integer.
     pub fn int(&mut self, value: i64) -> String {
         self.constant(&format!("int/{value}"), DataType::Int64, &[], value.to_le_bytes().to_vec())
     }
 
-    /// The integer that stands for zero in the quantized first input, given as int8.
+    /// A zero point of activations, from its int8 value.
     pub fn zero_point(&mut self, value: i32) -> String {
         let (kind, value) = if self.signed { (DataType::Int8, value) } else { (DataType::Uint8, value + 128) };
         self.constant(&format!("zero_point/{value}"), kind, &[], vec![value.to_le_bytes()[0]])
     }
 
-    /// Whole numbers of 32 bits that only this node needs.
+    /// 32-bit integers that are never shared.
     pub fn own_ints(&mut self, part: &str, dims: Vec<i64>, values: &[i32]) -> String {
-        self.own(format!("{}/{part}", self.scope), DataType::Int32, dims, values.iter().flat_map(|v| v.to_le_bytes()).collect())
+        self.unique_constant(format!("{}/{part}", self.scope), DataType::Int32, dims, values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
-    /// A zero of eight bits in a vector of one.
-    pub fn zero_of(&mut self, kind: DataType) -> String {
+    /// A vector of one 8-bit zero.
+    pub fn zero_vector(&mut self, kind: DataType) -> String {
         self.constant(&format!("zero/{kind:?}"), kind, &[1], vec![0])
     }
 
-    /// One zero of int8, or a vector of them, that only this node needs: runtimes that change zero points do so once for each that
-    /// reads them.
+    /// One int8 zero, or a vector of `count`, which is never shared: runtimes that rewrite zero points
+    /// do so per consumer.
     pub fn own_int8_zeros(&mut self, count: Option<usize>) -> String {
         let dims = count.into_iter().map(|count| count as i64).collect();
-        self.own(format!("{}/zero_points", self.scope), DataType::Int8, dims, vec![0; count.unwrap_or(1)])
+        self.unique_constant(format!("{}/zero_points", self.scope), DataType::Int8, dims, vec![0; count.unwrap_or(1)])
     }
 
-    /// A number as wide as the model's floats.
+    /// A scalar in the precision of the model.
     pub fn float(&mut self, value: f64) -> String {
         if !self.half {
             return self.float_wide(value);
@@ -358,29 +359,29 @@ impl<'g> Lowering<'g> {
         self.constant(&format!("half/{value:?}"), DataType::Float16, &[], value.to_le_bytes().to_vec())
     }
 
-    /// A number of 32 bits.
+    /// A 32-bit float scalar.
     pub fn float_wide(&mut self, value: f64) -> String {
         let value = value as f32;
         self.constant(&format!("float/{value:?}"), DataType::Float, &[], value.to_le_bytes().to_vec())
     }
 
-    /// Numbers of 32 bits.
+    /// A 32-bit float vector.
     pub fn floats(&mut self, name: &str, values: &[f64]) -> String {
         self.constant(name, DataType::Float, &[values.len() as i64], values.iter().flat_map(|v| (*v as f32).to_le_bytes()).collect())
     }
 
-    /// Numbers of 32 bits that only this node needs, even if others need the same.
+    /// 32-bit floats that are never shared.
     pub fn own_floats(&mut self, part: &str, values: &[f32]) -> String {
         let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        self.own(format!("{}/{part}", self.scope), DataType::Float, vec![values.len() as i64], bytes)
+        self.unique_constant(format!("{}/{part}", self.scope), DataType::Float, vec![values.len() as i64], bytes)
     }
 
-    /// Numbers of double precision; none of `dims` is one number.
+    /// 64-bit floats; empty `dims` mean a scalar.
     pub fn doubles(&mut self, name: &str, dims: &[i64], values: &[f64]) -> String {
         self.constant(name, DataType::Double, dims, values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
-    /// The size of an axis of an input, as one whole number.
+    /// The size of an axis of an input, as a scalar.
     pub fn size(&mut self, input: usize, axis: usize) -> Result<String> {
         let (dim, value) = (self.ty(input)?.shape.get(axis).map(ToString::to_string).unwrap_or_default(), self.input(input));
         let axis = axis as i64;
@@ -391,7 +392,7 @@ impl<'g> Lowering<'g> {
         })
     }
 
-    /// 0, 1, 2, … along an axis of an input.
+    /// `0, 1, 2, …` up to the size of an axis of an input.
     pub fn range(&mut self, input: usize, axis: usize) -> Result<String> {
         let size = self.size(input, axis)?;
         let dim = self.ty(input)?.shape.get(axis).map(ToString::to_string).unwrap_or_default();
@@ -401,13 +402,13 @@ impl<'g> Lowering<'g> {
         })
     }
 
-    /// A reduction over axes, as the opset spells it.
+    /// Adds a reduction in the form that the opset requires.
     pub fn reduce(&mut self, op: &str, part: &str, x: &str, axis: i64, keep: bool) -> String {
         let (axes, attributes) = self.reduction(op, &[axis], keep);
         self.emit(op, part, &[x].into_iter().chain(axes.as_deref()).collect::<Vec<_>>(), attributes)
     }
 
-    /// The axes of a reduction as an input where the opset has it so, and the attributes; no axes are all of them.
+    /// Axes input and attributes of a reduction, depending on the opset. Empty axes mean all.
     pub fn reduction(&mut self, op: &str, axes: &[i64], keep: bool) -> (Option<String>, Vec<AttributeProto>) {
         let keep = AttributeProto::int("keepdims", i64::from(keep));
         match axes {

@@ -1,38 +1,39 @@
-//! ONNX: the messages of the format, how a graph is spelled in its operators, and where the bytes go.
+//! Reading and writing of ONNX files: protobuf messages, conversion between graphs and ONNX operators,
+//! and the layout of weights.
 
-mod cached;
 mod check;
 mod dequantized;
 mod elements;
 mod external;
 pub mod file;
+mod initializer_layout;
+mod initializer_roles;
+mod input_sizes;
+mod kv_cache;
 mod lift;
 mod lower;
 mod lowering;
 mod model_file;
-mod piece;
-mod place;
+mod opaque_subgraph;
 pub mod proto;
-mod quantized;
+mod replacement;
 mod rewrite;
-mod sizes;
 mod skeleton;
 mod splice;
 mod style;
 mod upgrade;
-mod uses;
 mod wire;
 mod write;
 
-pub use cached::Kept;
-pub use check::NEWEST;
+pub use check::NEWEST_OPSET;
+pub use initializer_layout::{InitializerLayout, TensorSpec};
+pub use kv_cache::CachedAttention;
 pub use model_file::ModelFile;
-pub use place::{Slot, Tensor};
 pub use rewrite::Rewritten;
 pub use style::{OPSETS, Precision, Style, TiedHead, WeightOnly};
 pub use write::{Draft, draft};
 
-/// A name that nobody has taken: the wanted one, or that with a number.
+/// Returns `wanted`, or `wanted` with a number if that name is taken, and marks the result as taken.
 fn fresh(taken: &mut std::collections::BTreeSet<String>, wanted: String) -> String {
     let mut name = wanted.clone();
     let mut count = 1;

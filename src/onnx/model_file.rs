@@ -1,6 +1,6 @@
-//! A model file, opened: its messages in memory, its weights where they lie.
+//! An opened model file: messages in memory, weights on disk.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,67 +10,67 @@ use std::sync::{Arc, Mutex, OnceLock};
 use prost::Message;
 
 use super::check::{self, bodies};
-use super::dequantized::Dequantized;
-use super::elements::{self, Varints, belongs, dtype, in_memory, raw_bytes};
-use super::external::{Beside, Place};
-use super::lift::Pieces;
+use super::dequantized::DequantizationParts;
+use super::elements::{self, Varints, dtype, in_memory, is_valid_field, raw_bytes};
+use super::external::{DataFiles, ExternalData};
+use super::initializer_roles::{self, Usage};
+use super::lift::SubgraphCache;
 use super::proto::{DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto};
 use super::skeleton::{Run, Skeleton};
-use super::uses::{self, Use};
 use super::wire::data;
 use crate::error::{Error, Result};
 use crate::files::File;
 use crate::store::checkpoint::DataFile;
 use crate::store::{DType, Encoding, RawTensor, Transposed, Weight, Weights};
 
-/// From this many elements on, a `Constant` of whole numbers is a weight; those of floats always are.
+/// Minimum number of elements for an integer `Constant` to be a weight. Float constants always are.
 const LARGE_CONSTANT: u64 = 8;
 
 /// A model file.
 pub struct ModelFile {
-    /// Where it was opened.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Files beside it that hold tensors.
+    /// External data files.
     pub data_files: Vec<PathBuf>,
-    /// What it says, without the elements of large tensors.
+    /// The decoded model, without the elements of large tensors.
     pub model: ModelProto,
-    /// Its weights, as they were opened.
+    /// The weights of the file, before any pass.
     pub weights: BTreeMap<String, Weight>,
-    /// Inputs of the graph that are initializers too: they are weights.
+    /// Graph inputs that are also initializers. They are treated as weights.
     pub weights_as_inputs: BTreeSet<String>,
-    /// What reads each weight.
-    pub(super) uses: BTreeMap<String, Vec<Use>>,
-    /// The bytes of `model`.
+    /// The uses of each weight.
+    pub(super) usages: BTreeMap<String, Vec<Usage>>,
+    /// The encoded messages without elements, see [`Skeleton`].
     pub(super) skeleton: Vec<u8>,
-    /// Tensors by their number.
-    pub(super) tensors: Vec<Held>,
-    /// Values that nodes make of integers, and that are weights or lead to one.
-    pub(super) made_floats: BTreeSet<String>,
-    /// Open sizes that were told, by name.
-    pub(super) told: OnceLock<BTreeMap<String, usize>>,
-    /// Pieces without typed form, as far as they were asked for.
-    pub(super) pieces: Mutex<Pieces>,
+    /// All tensors, by number.
+    pub(super) tensors: Vec<TensorEntry>,
+    /// Values that nodes compute to dequantize a weight.
+    pub(super) dequantized_values: BTreeSet<String>,
+    /// User-specified values of open dimensions, by name.
+    pub(super) fixed_sizes: OnceLock<BTreeMap<String, usize>>,
+    /// Loaded subgraphs without a typed form.
+    pub(super) subgraphs: Mutex<SubgraphCache>,
 }
 
 /// A tensor of the file.
 #[derive(Debug, Default)]
-pub(super) struct Held {
-    /// Where its bytes are, if they are not in the message.
-    pub away: Option<Away>,
-    /// The weight that it is, if it is one.
+pub(super) struct TensorEntry {
+    /// The bytes of its elements, if they are not in the message.
+    pub out_of_line: Option<OutOfLineData>,
+    /// Name of the weight, if it is one.
     pub weight: Option<String>,
-    /// Whether the weight has its axes the other way round: products of ONNX take matrices `[in, out]`.
+    /// Whether the axes of the weight are swapped: ONNX stores matrices as `[in, out]`.
     pub flipped: bool,
-    /// What makes the weight of the tensor, where that holds integers.
-    pub dequantized: Option<Dequantized>,
+    /// Nodes and tensors that dequantize it, if it is a quantized weight.
+    pub dequantized: Option<DequantizationParts>,
 }
 
-/// Bytes that are not in the message.
+/// Elements that are not in the message.
 #[derive(Debug)]
-pub(super) struct Away {
+pub(super) struct OutOfLineData {
     /// The bytes.
     pub bytes: RawTensor,
-    /// The field that they stand in, if they are in the same file.
+    /// The field of the tensor message, if they are in the model file.
     pub field: Option<u64>,
 }
 
@@ -80,12 +80,12 @@ impl std::fmt::Debug for ModelFile {
     }
 }
 
-/// A tensor that may be a weight, and its name.
+/// A tensor that may be a weight.
 struct Candidate<'m> {
     tensor: &'m TensorProto,
     name: Option<&'m str>,
-    /// Whether it is an initializer of the graph itself: its name stands, whatever bodies call theirs. Those of bodies have a name where no other
-    /// value has the same.
+    /// Whether it is an initializer of the main graph, whose name is always used. Tensors of bodies have
+    /// a name only if it is unique in the file.
     top: bool,
 }
 
@@ -93,25 +93,26 @@ impl ModelFile {
     /// Opens a file without reading its weights.
     ///
     /// # Errors
-    /// It is no model, does not hold together, or a tensor's bytes are not where they should be.
+    /// The file is not a valid model, or the bytes of a tensor are missing.
     pub fn open(path: &Path) -> Result<ModelFile> {
         let file = File::open(path).map_err(Error::io("open", path))?;
         let skeleton = Skeleton::read(path, &file)?;
         let model = ModelProto::decode(skeleton.bytes.as_slice()).map_err(|e| Error::malformed(path, format!("not an ONNX model: {e}")))?;
         check::check(&model).map_err(|reason| Error::malformed(path, reason))?;
-        let file = DataFile::of(path, file);
-        let away = |run: Run| Away { bytes: RawTensor::within(&file, DType::U8, vec![run.bytes as usize], run.begin, run.bytes), field: Some(run.field) };
+        let file = DataFile::from_file(path, file);
+        let out_of_line =
+            |run: Run| OutOfLineData { bytes: RawTensor::within(&file, DType::U8, vec![run.bytes as usize], run.begin, run.bytes), field: Some(run.field) };
         let mut opened = ModelFile {
             path: path.to_owned(),
             data_files: Vec::new(),
             weights: BTreeMap::new(),
-            uses: BTreeMap::new(),
+            usages: BTreeMap::new(),
             weights_as_inputs: weights_as_inputs(&model),
-            tensors: skeleton.runs.into_iter().map(|run| Held { away: run.map(away), ..Held::default() }).collect(),
+            tensors: skeleton.runs.into_iter().map(|run| TensorEntry { out_of_line: run.map(out_of_line), ..TensorEntry::default() }).collect(),
             skeleton: skeleton.bytes,
-            made_floats: BTreeSet::new(),
-            told: OnceLock::new(),
-            pieces: Mutex::default(),
+            dequantized_values: BTreeSet::new(),
+            fixed_sizes: OnceLock::new(),
+            subgraphs: Mutex::default(),
             model: ModelProto::default(),
         };
         opened.find_weights(&model)?;
@@ -119,65 +120,70 @@ impl ModelFile {
         Ok(opened)
     }
 
-    /// The version of ONNX's own operators.
+    /// Size of the file and of its external data.
+    pub fn bytes(&self) -> u64 {
+        std::iter::once(&self.path).chain(&self.data_files).filter_map(|path| crate::files::length(path).ok()).fold(0, u64::saturating_add)
+    }
+
+    /// Version of the standard operator set.
     pub fn opset(&self) -> i64 {
         check::opset(&self.model).unwrap_or(1)
     }
 
-    /// The weights, with what the file says about itself.
+    /// The weights, with the metadata of the file.
     pub fn all_weights(&self) -> Weights {
         let metadata = self.model.metadata_props.iter().map(|entry| (entry.key().to_owned(), entry.value().to_owned())).collect();
         Weights { by_name: self.weights.clone(), metadata, ..Weights::default() }
     }
 
-    /// What it takes and gives, each as a person would write it: `ids: int64[batch, 128]`.
+    /// Inputs and outputs as text: `ids: int64[batch, 128]`.
     pub fn ports(&self) -> [Vec<String>; 2] {
         let graph = self.model.graph.clone().unwrap_or_default();
         let inputs = graph.input.iter().filter(|input| !self.weights_as_inputs.contains(input.name()));
-        [inputs.map(port).collect(), graph.output.iter().map(port).collect()]
+        [inputs.map(describe_value).collect(), graph.output.iter().map(describe_value).collect()]
     }
 
-    /// Whether weights are those of the file, every one of them.
-    pub fn holds(&self, weights: &Weights) -> bool {
+    /// Whether these are exactly the weights of the file.
+    pub fn has_unchanged_weights(&self, weights: &Weights) -> bool {
         let same = |(name, now): (&String, &Weight)| self.weights.get(name).is_some_and(|before| Arc::ptr_eq(&before.source(), &now.source()));
         weights.by_name.len() == self.weights.len() && weights.by_name.iter().all(same)
     }
 
     fn find_weights(&mut self, model: &ModelProto) -> Result<()> {
         let candidates = candidates(model);
-        let mut times = BTreeMap::new();
-        model.graph.iter().for_each(|graph| check::given_times(graph, &mut times));
-        let (mut beside, uses) = (Beside::of(&self.path), uses::uses(model));
+        let mut counts = BTreeMap::new();
+        model.graph.iter().for_each(|graph| check::definition_counts(graph, &mut counts));
+        let (mut files, usages) = (DataFiles::new(&self.path), initializer_roles::usages(model));
         for candidate in &candidates {
             let tensor = candidate.tensor;
-            let named = candidate.name.filter(|name| !name.is_empty() && (candidate.top || times.get(name) == Some(&1)));
-            let said = candidate.name.or(tensor.name.as_deref()).unwrap_or("");
-            let wrong = |reason: String| Error::malformed(&self.path, format!("tensor `{said}`: {reason}"));
+            let named = candidate.name.filter(|name| !name.is_empty() && (candidate.top || counts.get(name) == Some(&1)));
+            let label = candidate.name.or(tensor.name.as_deref()).unwrap_or("");
+            let wrong = |reason: String| Error::malformed(&self.path, format!("tensor `{label}`: {reason}"));
             let number = tensor.mark.and_then(|mark| usize::try_from(mark).ok());
-            let Some(held) = number.and_then(|number| self.tensors.get_mut(number)) else { return Err(wrong("it has no number".into())) };
-            let found = place(tensor, held, &mut beside).and_then(|()| weight(tensor, held, said)).map_err(wrong)?;
+            let Some(entry) = number.and_then(|number| self.tensors.get_mut(number)) else { return Err(wrong("its mark is missing".into())) };
+            let found = resolve_external_data(tensor, entry, &mut files).and_then(|()| weight(tensor, entry, label)).map_err(wrong)?;
             if let (Some(name), Some(weight)) = (named, found) {
-                held.weight = Some(name.to_owned());
-                let uses = uses.get(name).map_or(&[][..], Vec::as_slice);
-                let (role, flipped) = uses::role(uses, weight.shape.len());
-                held.flipped = flipped && weight.is_float();
-                let mut weight = if held.flipped { Transposed { upstream: weight }.weight() } else { weight };
+                entry.weight = Some(name.to_owned());
+                let usages = usages.get(name).map_or(&[][..], Vec::as_slice);
+                let (role, flipped) = initializer_roles::role(usages, weight.shape.len());
+                entry.flipped = flipped && weight.is_float();
+                let mut weight = if entry.flipped { Transposed { upstream: weight }.weight() } else { weight };
                 weight.stored_as = vec![name.to_owned()];
                 weight.role = Some(role);
-                weight.readers = uses.iter().filter_map(|reader| reader.name.clone()).collect();
-                self.uses.insert(name.to_owned(), uses.to_vec());
+                weight.readers = usages.iter().filter_map(|reader| reader.name.clone()).collect();
+                self.usages.insert(name.to_owned(), usages.to_vec());
                 self.weights.insert(name.to_owned(), weight);
             }
         }
-        self.data_files = beside.paths();
-        model.graph.iter().for_each(|graph| self.find_dequantized(graph, &uses));
+        self.data_files = files.paths();
+        model.graph.iter().for_each(|graph| self.find_dequantized(graph, &usages));
         Ok(())
     }
 }
 
-/// A value and its type as text.
-pub(super) fn port(value: &ValueInfoProto) -> String {
-    let Some(tensor) = value.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref()) else { return format!("{}: no tensor", value.name()) };
+/// Name and type of a value as text.
+pub(super) fn describe_value(value: &ValueInfoProto) -> String {
+    let Some(tensor) = value.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref()) else { return format!("{}: not a tensor", value.name()) };
     let size = |dim: &DimensionProto| match &dim.value {
         Some(Dimension::DimValue(size)) if *size >= 0 => size.to_string(),
         Some(Dimension::DimParam(name)) if !name.is_empty() => name.clone(),
@@ -190,33 +196,33 @@ pub(super) fn port(value: &ValueInfoProto) -> String {
     }
 }
 
-/// Inputs of the graph that are initializers too.
+/// Graph inputs that are also initializers.
 fn weights_as_inputs(model: &ModelProto) -> BTreeSet<String> {
     let Some(graph) = &model.graph else { return BTreeSet::new() };
     let initializers: BTreeSet<&str> = graph.initializer.iter().map(|tensor| tensor.name()).collect();
     graph.input.iter().map(|input| input.name()).filter(|name| initializers.contains(name)).map(str::to_owned).collect()
 }
 
-/// Finds bytes that are in another file.
-fn place(tensor: &TensorProto, held: &mut Held, beside: &mut Beside) -> Result<(), String> {
-    let Some(Place { location, offset, length }) = Place::of(tensor)? else { return Ok(()) };
-    if held.away.is_some() || tensor.raw_data.is_some() {
-        return Err("its elements are in the model and in another file".into());
+/// Locates the bytes of a tensor with external data.
+fn resolve_external_data(tensor: &TensorProto, entry: &mut TensorEntry, files: &mut DataFiles) -> Result<(), String> {
+    let Some(ExternalData { location, offset, length }) = ExternalData::parse(tensor)? else { return Ok(()) };
+    if entry.out_of_line.is_some() || tensor.raw_data.is_some() {
+        return Err("its elements are both in the model and in an external file".into());
     }
     let (ty, (_, count)) = (tensor.data_type(), elements::shape(tensor)?);
-    let wanted = raw_bytes(ty, count).ok_or_else(|| format!("its elements are {ty:?}, which cannot be in another file"))?;
-    let (file, size) = beside.open(location)?;
-    let room = size.checked_sub(offset).ok_or_else(|| format!("it begins at byte {offset} of `{location}`, which has {size}"))?;
+    let wanted = raw_bytes(ty, count).ok_or_else(|| format!("its elements are {ty:?}, which cannot be external data"))?;
+    let (file, size) = files.open(location)?;
+    let room = size.checked_sub(offset).ok_or_else(|| format!("it begins at byte {offset} of `{location}`, which has {size} bytes"))?;
     if length.unwrap_or(room) != wanted || wanted > room {
-        let length = length.map_or(String::new(), |length| format!("says {length} bytes, "));
-        return Err(format!("{length}takes {wanted} by its shape {:?}, and `{location}` has {room} from byte {offset} on", tensor.dims));
+        let length = length.map_or(String::new(), |length| format!("specifies {length} bytes, but "));
+        return Err(format!("{length}requires {wanted} bytes for its shape {:?}, and `{location}` has {room} from byte {offset} on", tensor.dims));
     }
-    held.away = Some(Away { bytes: RawTensor::within(&file, DType::U8, vec![wanted as usize], offset, wanted), field: None });
+    entry.out_of_line = Some(OutOfLineData { bytes: RawTensor::within(&file, DType::U8, vec![wanted as usize], offset, wanted), field: None });
     Ok(())
 }
 
-/// A tensor as a weight; nothing where weights have no such elements.
-fn weight(tensor: &TensorProto, held: &Held, name: &str) -> Result<Option<Weight>, String> {
+/// A tensor as a weight; `None` for element types that weights do not support.
+fn weight(tensor: &TensorProto, entry: &TensorEntry, name: &str) -> Result<Option<Weight>, String> {
     let number = tensor.data_type.unwrap_or(0);
     let ty = DataType::try_from(number).unwrap_or(DataType::Undefined);
     let (shape, count) = elements::shape(tensor)?;
@@ -225,46 +231,46 @@ fn weight(tensor: &TensorProto, held: &Held, name: &str) -> Result<Option<Weight
         Some(weight)
     };
     let dtype = dtype(ty);
-    let Some(away) = &held.away else {
+    let Some(stored) = &entry.out_of_line else {
         let Some(dtype) = dtype else { return Ok(None) };
-        let Some(inline) = elements::inline(tensor, ty, count)? else { return Err(format!("has no elements, its shape {shape:?} takes {count}")) };
+        let Some(inline) = elements::inline(tensor, ty, count)? else { return Err(format!("has no elements, but its shape {shape:?} requires {count}")) };
         let size = inline.len() as u64;
         return Ok(bytes(Weight::new(dtype, shape, Encoding::Dense, in_memory(dtype, inline)), size));
     };
-    let field = away.field.unwrap_or(data::RAW);
-    if ty != DataType::Undefined && !belongs(field, ty) {
-        return Err(format!("its elements are {ty:?}, and stand in a field of others"));
+    let field = stored.field.unwrap_or(data::RAW);
+    if ty != DataType::Undefined && !is_valid_field(field, ty) {
+        return Err(format!("its elements are {ty:?}, but are stored in the field of another type"));
     }
-    let size = away.bytes.bytes();
+    let size = stored.bytes.bytes();
     if let Some(wanted) = raw_bytes(ty, count).filter(|wanted| !data::is_varints(field) && *wanted != size) {
-        return Err(format!("has {size} bytes of elements, its shape {shape:?} takes {wanted}"));
+        return Err(format!("has {size} bytes of elements, but its shape {shape:?} requires {wanted}"));
     }
     let Some(dtype) = dtype else { return Ok(None) };
     let weight = if data::is_varints(field) {
-        // Each number takes a byte at least.
+        // A varint has at least one byte.
         let count = usize::try_from(count).ok().filter(|count| *count as u64 <= size).ok_or_else(|| format!("has fewer elements than its shape {shape:?}"))?;
-        let source = Varints { stored: away.bytes.clone(), dtype, count, name: name.to_owned() };
+        let source = Varints { stored: stored.bytes.clone(), dtype, count, name: name.to_owned() };
         Weight::new(dtype, shape, Encoding::Dense, Arc::new(source))
     } else {
-        Weight::new(dtype, shape.clone(), Encoding::Dense, Arc::new(away.bytes.as_elements(dtype, shape)))
+        Weight::new(dtype, shape.clone(), Encoding::Dense, Arc::new(stored.bytes.as_elements(dtype, shape)))
     };
     Ok(bytes(weight, size))
 }
 
-/// Every tensor of a model, in no order that means anything.
+/// All tensors of a model, in no particular order.
 fn candidates(model: &ModelProto) -> Vec<Candidate<'_>> {
     let mut found = Vec::new();
     if let Some(graph) = &model.graph {
-        of_graph(graph, true, &mut found);
+        collect_graph(graph, true, &mut found);
     }
-    let trained = model.training_info.iter().flat_map(|info| info.initialization.iter().chain(&info.algorithm));
+    let training = model.training_info.iter().flat_map(|info| info.initialization.iter().chain(&info.algorithm));
     let first = found.len();
-    trained.for_each(|graph| of_graph(graph, false, &mut found));
+    training.for_each(|graph| collect_graph(graph, false, &mut found));
     model.functions.iter().for_each(|function| {
-        function.node.iter().for_each(|node| of_node(node, &mut found));
+        function.node.iter().for_each(|node| collect_node(node, &mut found));
         function.attribute_proto.iter().flat_map(|attribute| attribute.t.iter().chain(&attribute.tensors)).for_each(|tensor| found.push(unnamed(tensor)));
     });
-    // What is trained, or made anew wherever it is called, is no weight of the model.
+    // Tensors of training graphs and of functions are not weights of the model.
     found.iter_mut().skip(first).for_each(|candidate| candidate.name = None);
     found
 }
@@ -273,13 +279,13 @@ fn unnamed(tensor: &TensorProto) -> Candidate<'_> {
     Candidate { tensor, name: None, top: false }
 }
 
-fn of_graph<'m>(graph: &'m GraphProto, top: bool, found: &mut Vec<Candidate<'m>>) {
+fn collect_graph<'m>(graph: &'m GraphProto, top: bool, found: &mut Vec<Candidate<'m>>) {
     found.extend(graph.initializer.iter().map(|tensor| Candidate { tensor, name: tensor.name.as_deref(), top }));
     found.extend(graph.sparse_initializer.iter().flat_map(|sparse| sparse.values.iter().chain(&sparse.indices)).map(unnamed));
-    graph.node.iter().for_each(|node| of_node(node, found));
+    graph.node.iter().for_each(|node| collect_node(node, found));
 }
 
-fn of_node<'m>(node: &'m NodeProto, found: &mut Vec<Candidate<'m>>) {
+fn collect_node<'m>(node: &'m NodeProto, found: &mut Vec<Candidate<'m>>) {
     let constant = node.op_type() == "Constant" && check::is_own(node.domain());
     for attribute in &node.attribute {
         if let Some(tensor) = &attribute.t {
@@ -289,10 +295,10 @@ fn of_node<'m>(node: &'m NodeProto, found: &mut Vec<Candidate<'m>>) {
         let sparse = attribute.sparse_tensor.iter().chain(&attribute.sparse_tensors).flat_map(|sparse| sparse.values.iter().chain(&sparse.indices));
         found.extend(attribute.tensors.iter().chain(sparse).map(unnamed));
     }
-    bodies(node).for_each(|body| of_graph(body, false, found));
+    bodies(node).for_each(|body| collect_graph(body, false, found));
 }
 
-/// Whether a constant is what a model has learned, as far as its type and size tell.
+/// Whether a constant is a trained weight, judged by type and size.
 fn is_weight(tensor: &TensorProto) -> bool {
     let count = tensor.dims.iter().try_fold(1u64, |count, size| count.checked_mul(u64::try_from(*size).ok()?)).unwrap_or(u64::MAX);
     let float = matches!(tensor.data_type(), DataType::Float | DataType::Float16 | DataType::Bfloat16 | DataType::Double);

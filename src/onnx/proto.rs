@@ -1,6 +1,6 @@
-//! The messages of ONNX that a model file consists of, as far as this crate writes and reads them.
+//! Protobuf messages of ONNX model files, as far as this crate reads and writes them.
 //!
-//! Field numbers are those of `onnx.proto`, which is proto2: what is absent and what is zero differ.
+//! Field numbers are those of `onnx.proto`. It is proto2, which distinguishes absent fields from zero.
 
 mod tensor;
 mod types;
@@ -16,45 +16,45 @@ pub struct ModelProto {
     /// Version of the file format.
     #[prost(int64, optional, tag = "1")]
     pub ir_version: Option<i64>,
-    /// The program that wrote it.
+    /// Name of the program that wrote it.
     #[prost(string, optional, tag = "2")]
     pub producer_name: Option<String>,
     /// Its version.
     #[prost(string, optional, tag = "3")]
     pub producer_version: Option<String>,
-    /// Whose model it is.
+    /// Namespace of the model.
     #[prost(string, optional, tag = "4")]
     pub domain: Option<String>,
-    /// Which of several.
+    /// Version of the model.
     #[prost(int64, optional, tag = "5")]
     pub model_version: Option<i64>,
-    /// What it is, for people.
+    /// Documentation.
     #[prost(string, optional, tag = "6")]
     pub doc_string: Option<String>,
     /// The graph.
     #[prost(message, optional, tag = "7")]
     pub graph: Option<GraphProto>,
-    /// The sets of operators that it uses.
+    /// Imported operator sets.
     #[prost(message, repeated, tag = "8")]
     pub opset_import: Vec<OperatorSetIdProto>,
-    /// Where it comes from.
+    /// Metadata.
     #[prost(message, repeated, tag = "14")]
     pub metadata_props: Vec<StringStringEntryProto>,
-    /// How it is trained.
+    /// Training graphs.
     #[prost(message, repeated, tag = "20")]
     pub training_info: Vec<TrainingInfoProto>,
-    /// Operators that are made of others.
+    /// Functions: operators that are defined by nodes.
     #[prost(message, repeated, tag = "25")]
     pub functions: Vec<FunctionProto>,
-    /// How it is spread over devices, as it stands in the file.
+    /// Multi-device configuration, not decoded.
     #[prost(bytes = "vec", repeated, tag = "26")]
     pub configuration: Vec<Vec<u8>>,
 }
 
-/// A set of operators.
+/// An operator set.
 #[derive(Clone, PartialEq, Eq, Hash, Message)]
 pub struct OperatorSetIdProto {
-    /// Empty for ONNX's own.
+    /// Empty for standard operators.
     #[prost(string, optional, tag = "1")]
     pub domain: Option<String>,
     /// Its version.
@@ -62,7 +62,7 @@ pub struct OperatorSetIdProto {
     pub version: Option<i64>,
 }
 
-/// A pair of texts.
+/// A key-value pair.
 #[derive(Clone, PartialEq, Eq, Hash, Message)]
 pub struct StringStringEntryProto {
     /// Name.
@@ -73,10 +73,10 @@ pub struct StringStringEntryProto {
     pub value: Option<String>,
 }
 
-/// Nodes and the tensors between them.
+/// A graph of nodes.
 #[derive(Clone, PartialEq, Message)]
 pub struct GraphProto {
-    /// In an order in which they can run.
+    /// Nodes in topological order.
     #[prost(message, repeated, tag = "1")]
     pub node: Vec<NodeProto>,
     /// Name.
@@ -85,105 +85,105 @@ pub struct GraphProto {
     /// Weights and constants.
     #[prost(message, repeated, tag = "5")]
     pub initializer: Vec<TensorProto>,
-    /// What it is, for people.
+    /// Documentation.
     #[prost(string, optional, tag = "10")]
     pub doc_string: Option<String>,
-    /// Given for each run.
+    /// Inputs.
     #[prost(message, repeated, tag = "11")]
     pub input: Vec<ValueInfoProto>,
-    /// Results.
+    /// Outputs.
     #[prost(message, repeated, tag = "12")]
     pub output: Vec<ValueInfoProto>,
-    /// Types of values in between.
+    /// Types of intermediate values.
     #[prost(message, repeated, tag = "13")]
     pub value_info: Vec<ValueInfoProto>,
-    /// Which tensors quantize which values.
+    /// Quantization parameters of values.
     #[prost(message, repeated, tag = "14")]
     pub quantization_annotation: Vec<TensorAnnotation>,
-    /// Weights and constants that are mostly zero.
+    /// Sparse weights and constants.
     #[prost(message, repeated, tag = "15")]
     pub sparse_initializer: Vec<SparseTensorProto>,
-    /// Anything.
+    /// Metadata.
     #[prost(message, repeated, tag = "16")]
     pub metadata_props: Vec<StringStringEntryProto>,
 }
 
-/// How a model is trained.
+/// Training graphs of a model.
 #[derive(Clone, PartialEq, Message)]
 pub struct TrainingInfoProto {
-    /// What is computed first.
+    /// Initialization of the parameters.
     #[prost(message, optional, tag = "1")]
     pub initialization: Option<GraphProto>,
-    /// A step.
+    /// A training step.
     #[prost(message, optional, tag = "2")]
     pub algorithm: Option<GraphProto>,
-    /// Initializers by the value of the first graph that they become.
+    /// Initializers to update, by output of `initialization`.
     #[prost(message, repeated, tag = "3")]
     pub initialization_binding: Vec<StringStringEntryProto>,
-    /// Initializers by the value of a step that they become.
+    /// Initializers to update, by output of `algorithm`.
     #[prost(message, repeated, tag = "4")]
     pub update_binding: Vec<StringStringEntryProto>,
 }
 
-/// Which tensors quantize a value.
+/// Quantization parameters of a value.
 #[derive(Clone, PartialEq, Eq, Hash, Message)]
 pub struct TensorAnnotation {
     /// Name of the value.
     #[prost(string, optional, tag = "1")]
     pub tensor_name: Option<String>,
-    /// Names of tensors by what they are.
+    /// Tensor names by role, for example `SCALE_TENSOR`.
     #[prost(message, repeated, tag = "2")]
     pub quant_parameter_tensor_names: Vec<StringStringEntryProto>,
 }
 
-/// An operator that is made of others.
+/// A function: an operator that is defined by nodes.
 #[derive(Clone, PartialEq, Message)]
 pub struct FunctionProto {
     /// Name.
     #[prost(string, optional, tag = "1")]
     pub name: Option<String>,
-    /// Names of what it reads.
+    /// Input names.
     #[prost(string, repeated, tag = "4")]
     pub input: Vec<String>,
-    /// Names of what it computes.
+    /// Output names.
     #[prost(string, repeated, tag = "5")]
     pub output: Vec<String>,
-    /// Names of its attributes.
+    /// Attribute names.
     #[prost(string, repeated, tag = "6")]
     pub attribute: Vec<String>,
-    /// In an order in which they can run.
+    /// Nodes in topological order.
     #[prost(message, repeated, tag = "7")]
     pub node: Vec<NodeProto>,
-    /// What it is, for people.
+    /// Documentation.
     #[prost(string, optional, tag = "8")]
     pub doc_string: Option<String>,
-    /// The sets of operators that it uses.
+    /// Imported operator sets.
     #[prost(message, repeated, tag = "9")]
     pub opset_import: Vec<OperatorSetIdProto>,
-    /// The set that it belongs to.
+    /// Domain.
     #[prost(string, optional, tag = "10")]
     pub domain: Option<String>,
-    /// Attributes that have a value where none is given.
+    /// Attributes with default values.
     #[prost(message, repeated, tag = "11")]
     pub attribute_proto: Vec<AttributeProto>,
     /// Types of values.
     #[prost(message, repeated, tag = "12")]
     pub value_info: Vec<ValueInfoProto>,
-    /// Which of several of one name.
+    /// Overload id for functions with the same name.
     #[prost(string, optional, tag = "13")]
     pub overload: Option<String>,
-    /// Anything.
+    /// Metadata.
     #[prost(message, repeated, tag = "14")]
     pub metadata_props: Vec<StringStringEntryProto>,
 }
 
-/// One operator at work.
+/// A node: the application of an operator.
 #[derive(Clone, PartialEq, Message)]
 pub struct NodeProto {
-    /// Names of what it reads; empty for what is left out.
+    /// Input names; empty for omitted inputs.
     #[prost(string, repeated, tag = "1")]
     pub input: Vec<String>,
-    /// Names of what it computes.
+    /// Output names.
     #[prost(string, repeated, tag = "2")]
     pub output: Vec<String>,
     /// Name.
@@ -192,55 +192,55 @@ pub struct NodeProto {
     /// The operator.
     #[prost(string, optional, tag = "4")]
     pub op_type: Option<String>,
-    /// How it works.
+    /// Attributes.
     #[prost(message, repeated, tag = "5")]
     pub attribute: Vec<AttributeProto>,
-    /// What it is, for people.
+    /// Documentation.
     #[prost(string, optional, tag = "6")]
     pub doc_string: Option<String>,
-    /// The set that the operator is from; empty for ONNX's own.
+    /// Domain of the operator; empty for standard operators.
     #[prost(string, optional, tag = "7")]
     pub domain: Option<String>,
-    /// Which function of several of one name.
+    /// Overload id of the function.
     #[prost(string, optional, tag = "8")]
     pub overload: Option<String>,
-    /// Anything.
+    /// Metadata.
     #[prost(message, repeated, tag = "9")]
     pub metadata_props: Vec<StringStringEntryProto>,
-    /// How it is spread over devices, as it stands in the file.
+    /// Multi-device configuration, not decoded.
     #[prost(bytes = "vec", repeated, tag = "10")]
     pub device_configurations: Vec<Vec<u8>>,
 }
 
-/// What an attribute is.
+/// Type of an attribute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, prost::Enumeration)]
 #[repr(i32)]
 pub enum AttributeType {
-    /// Not said.
+    /// Unknown.
     Undefined = 0,
-    /// A number.
+    /// A float.
     Float = 1,
-    /// A whole number.
+    /// An integer.
     Int = 2,
-    /// Bytes.
+    /// A byte string.
     String = 3,
     /// A tensor.
     Tensor = 4,
-    /// A body.
+    /// A subgraph.
     Graph = 5,
-    /// Numbers.
+    /// Floats.
     Floats = 6,
-    /// Whole numbers.
+    /// Integers.
     Ints = 7,
-    /// Several times bytes.
+    /// Byte strings.
     Strings = 8,
     /// Tensors.
     Tensors = 9,
-    /// Bodies.
+    /// Subgraphs.
     Graphs = 10,
-    /// A tensor that is mostly zero.
+    /// A sparse tensor.
     SparseTensor = 11,
-    /// Such tensors.
+    /// Sparse tensors.
     SparseTensors = 12,
     /// A type.
     TypeProto = 13,
@@ -254,37 +254,37 @@ pub struct AttributeProto {
     /// Name.
     #[prost(string, optional, tag = "1")]
     pub name: Option<String>,
-    /// A number.
+    /// A float.
     #[prost(float, optional, tag = "2")]
     pub f: Option<f32>,
-    /// A whole number.
+    /// An integer.
     #[prost(int64, optional, tag = "3")]
     pub i: Option<i64>,
-    /// Bytes.
+    /// A byte string.
     #[prost(bytes = "vec", optional, tag = "4")]
     pub s: Option<Vec<u8>>,
     /// A tensor.
     #[prost(message, optional, tag = "5")]
     pub t: Option<TensorProto>,
-    /// A body, which reads values of the graphs around it by name.
+    /// A subgraph, which can read values of the enclosing graphs.
     #[prost(message, optional, tag = "6")]
     pub g: Option<GraphProto>,
-    /// Numbers.
+    /// Floats.
     #[prost(float, repeated, packed = "false", tag = "7")]
     pub floats: Vec<f32>,
-    /// Whole numbers.
+    /// Integers.
     #[prost(int64, repeated, packed = "false", tag = "8")]
     pub ints: Vec<i64>,
-    /// Several times bytes.
+    /// Byte strings.
     #[prost(bytes = "vec", repeated, tag = "9")]
     pub strings: Vec<Vec<u8>>,
     /// Tensors.
     #[prost(message, repeated, tag = "10")]
     pub tensors: Vec<TensorProto>,
-    /// Bodies.
+    /// Subgraphs.
     #[prost(message, repeated, tag = "11")]
     pub graphs: Vec<GraphProto>,
-    /// What it is, for people.
+    /// Documentation.
     #[prost(string, optional, tag = "13")]
     pub doc_string: Option<String>,
     /// A type.
@@ -293,55 +293,55 @@ pub struct AttributeProto {
     /// Types.
     #[prost(message, repeated, tag = "15")]
     pub type_protos: Vec<TypeProto>,
-    /// Which of the others it is; runtimes refuse attributes that do not say.
+    /// Its type; runtimes reject attributes without one.
     #[prost(enumeration = "AttributeType", optional, tag = "20")]
     pub r#type: Option<i32>,
-    /// The attribute of the function around it that it stands for.
+    /// Name of the attribute of the enclosing function to which it refers.
     #[prost(string, optional, tag = "21")]
     pub ref_attr_name: Option<String>,
-    /// A tensor that is mostly zero.
+    /// A sparse tensor.
     #[prost(message, optional, tag = "22")]
     pub sparse_tensor: Option<SparseTensorProto>,
-    /// Such tensors.
+    /// Sparse tensors.
     #[prost(message, repeated, tag = "23")]
     pub sparse_tensors: Vec<SparseTensorProto>,
 }
 
 impl StringStringEntryProto {
-    /// A pair.
+    /// Creates a pair.
     pub fn new(key: &str, value: impl Into<String>) -> Self {
         Self { key: Some(key.to_owned()), value: Some(value.into()) }
     }
 }
 
 impl AttributeProto {
-    fn of(name: &str, kind: AttributeType) -> Self {
+    fn with_type(name: &str, kind: AttributeType) -> Self {
         Self { name: Some(name.to_owned()), r#type: Some(kind as i32), ..Self::default() }
     }
 
-    /// A number.
+    /// A float.
     pub fn float(name: &str, value: f64) -> Self {
-        Self { f: Some(value as f32), ..Self::of(name, AttributeType::Float) }
+        Self { f: Some(value as f32), ..Self::with_type(name, AttributeType::Float) }
     }
 
-    /// A whole number.
+    /// An integer.
     pub fn int(name: &str, value: i64) -> Self {
-        Self { i: Some(value), ..Self::of(name, AttributeType::Int) }
+        Self { i: Some(value), ..Self::with_type(name, AttributeType::Int) }
     }
 
     /// A tensor.
     pub fn tensor(name: &str, value: TensorProto) -> Self {
-        Self { t: Some(value), ..Self::of(name, AttributeType::Tensor) }
+        Self { t: Some(value), ..Self::with_type(name, AttributeType::Tensor) }
     }
 
     /// Text.
     pub fn text(name: &str, value: &str) -> Self {
-        Self { s: Some(value.as_bytes().to_vec()), ..Self::of(name, AttributeType::String) }
+        Self { s: Some(value.as_bytes().to_vec()), ..Self::with_type(name, AttributeType::String) }
     }
 
-    /// Whole numbers.
+    /// Integers.
     pub fn ints(name: &str, values: impl IntoIterator<Item = i64>) -> Self {
-        Self { ints: values.into_iter().collect(), ..Self::of(name, AttributeType::Ints) }
+        Self { ints: values.into_iter().collect(), ..Self::with_type(name, AttributeType::Ints) }
     }
 }
 
@@ -350,7 +350,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_are_those_of_the_format() {
+    fn encoding_matches_the_specification() {
         let attribute = AttributeProto::ints("ab", [1, 300]);
         assert_eq!(attribute.encode_to_vec(), [0x0A, 2, b'a', b'b', 0x40, 1, 0x40, 0xAC, 2, 0xA0, 1, 7]);
         let tensor =
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_is_not_absent() {
+    fn zero_differs_from_absent() {
         let zero = AttributeProto::int("axis", 0).encode_to_vec();
         assert_eq!(AttributeProto::decode(zero.as_slice()).unwrap().i, Some(0));
         let dim = DimensionProto { value: Some(Dimension::DimParam("batch".into())), denotation: None };

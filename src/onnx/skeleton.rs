@@ -1,9 +1,10 @@
-//! The messages of a file without the bytes of its tensors, which are left where they are.
+//! The skeleton of a model file: its messages without the elements of large tensors.
 //!
-//! A file is read once, from front to back, past the elements of every tensor that is not small. What remains is a message again, in which
-//! each tensor has a number in the place of its elements. All fields are in it, known or not, in the order of the file.
+//! The file is read once, sequentially, skipping the elements of large tensors. The skeleton is again a
+//! valid message, in which every tensor has a mark with its number instead of elements. It contains all
+//! fields, known and unknown, in file order.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::path::{Path, PathBuf};
@@ -12,41 +13,42 @@ use super::wire::{self, BYTES, FIXED32, FIXED64, Kind, VARINT, data};
 use crate::error::{Error, Result};
 use crate::files::File;
 
-/// Runs of fewer bytes stay in the message.
-pub(super) const KEPT: u64 = 1024;
-/// Messages in messages at most; the parser behind takes a hundred.
-const DEEPEST: usize = 96;
-/// Bytes at most of everything that is no tensor.
-const MOST: usize = 1 << 30;
-/// Bytes that are read at a time.
+/// Smaller runs of elements remain in the skeleton.
+pub(super) const MIN_RUN: u64 = 1024;
+/// Maximum nesting depth of messages. The protobuf decoder permits 100.
+const MAX_DEPTH: usize = 96;
+/// Minimum average size of a message in bytes, with an allowance for small files: a decoded message takes a few hundred bytes of memory,
+/// even if it is empty in the file.
+const MIN_MESSAGE: u64 = 16;
+const FEW_MESSAGES: u64 = 1024;
+/// Maximum size of a skeleton in bytes.
+const MAX_BYTES: usize = 1 << 30;
+/// Size of a read.
 const BUFFER: usize = 64 << 10;
 
-/// A run of elements in the file.
+/// The elements of a tensor, as a contiguous range of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Run {
-    /// The field of the tensor.
+    /// The tensor field that contains them.
     pub field: u64,
     pub begin: u64,
     pub bytes: u64,
 }
 
-/// What a file says beside the elements of its tensors.
+/// The skeleton of a model file.
 #[derive(Debug, Default)]
 pub(super) struct Skeleton {
-    /// A model, whose tensors have marks.
+    /// An encoded model whose tensors have marks.
     pub bytes: Vec<u8>,
-    /// Runs of elements that were passed over, by the number of their tensor.
+    /// Skipped elements, by tensor number.
     pub runs: Vec<Option<Run>>,
 }
 
 impl Skeleton {
-    /// Reads a file.
-    ///
-    /// # Errors
-    /// It cannot be read, is no message, or is too deep or too large.
+    /// Reads a file. Fails if it is not a well-formed message, or is nested too deeply or too large.
     pub fn read(path: &Path, file: &File) -> Result<Skeleton> {
         let length = file.length();
-        let mut reader = Reader { path: path.to_owned(), file, length, buffer: Vec::new(), begin: 0, at: 0, kept: 0, runs: Vec::new() };
+        let mut reader = Reader { path: path.to_owned(), file, length, buffer: Vec::new(), begin: 0, at: 0, copied: 0, messages: 0, runs: Vec::new() };
         let mut bytes = Vec::new();
         reader.message(Kind::Model, length, 0, &mut bytes)?;
         Ok(Skeleton { bytes, runs: reader.runs })
@@ -58,17 +60,19 @@ struct Reader<'f> {
     file: &'f File,
     length: u64,
     buffer: Vec<u8>,
-    /// Where the buffer begins in the file.
+    /// File offset of the buffer.
     begin: u64,
-    /// The next byte.
+    /// File offset of the next byte.
     at: u64,
-    /// Bytes that were taken so far.
-    kept: usize,
+    /// Number of copied bytes.
+    copied: usize,
+    /// Number of messages so far.
+    messages: u64,
     runs: Vec<Option<Run>>,
 }
 
 impl Reader<'_> {
-    fn broken(&self, reason: &str) -> Error {
+    fn malformed(&self, reason: &str) -> Error {
         Error::malformed(&self.path, format!("{reason} at byte {}: not an ONNX model, or truncated", self.at))
     }
 
@@ -77,7 +81,7 @@ impl Reader<'_> {
         Error::malformed(&self.path, reason)
     }
 
-    /// What is buffered from the next byte on; at the end of the file, nothing.
+    /// The buffered bytes from the next one on; empty at the end of the file.
     fn buffered(&mut self) -> Result<&[u8]> {
         let place = |begin: u64, at: u64| usize::try_from(at.checked_sub(begin)?).ok();
         if place(self.begin, self.at).is_none_or(|place| place >= self.buffer.len()) {
@@ -92,27 +96,27 @@ impl Reader<'_> {
     fn varint(&mut self) -> Result<u64> {
         let mut value = 0u64;
         for shift in (0..70).step_by(7) {
-            let Some(byte) = self.buffered()?.first().copied() else { return Err(self.broken("a number ends")) };
+            let Some(byte) = self.buffered()?.first().copied() else { return Err(self.malformed("unexpected end of a varint")) };
             self.at = self.at.saturating_add(1);
             value |= u64::from(byte & 0x7f).checked_shl(shift).unwrap_or(0);
             if byte & 0x80 == 0 {
                 return Ok(value);
             }
         }
-        Err(self.broken("a number is too long"))
+        Err(self.malformed("invalid varint"))
     }
 
     fn copy(&mut self, count: u64, out: &mut Vec<u8>) -> Result<()> {
         let mut left = usize::try_from(count).unwrap_or(usize::MAX);
-        self.kept = self.kept.saturating_add(left);
-        if self.kept > MOST {
-            return Err(Error::malformed(&self.path, format!("holds more than {} MB beside the elements of its tensors", MOST >> 20)));
+        self.copied = self.copied.saturating_add(left);
+        if self.copied > MAX_BYTES {
+            return Err(Error::malformed(&self.path, format!("contains more than {} MB in addition to the elements of its tensors", MAX_BYTES >> 20)));
         }
         while left > 0 {
             let some = self.buffered()?;
             let some = some.get(..left.min(some.len())).unwrap_or_default();
             if some.is_empty() {
-                return Err(self.broken("a field ends"));
+                return Err(self.malformed("unexpected end of a field"));
             }
             out.extend_from_slice(some);
             let count = some.len();
@@ -122,10 +126,20 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Reads a message up to its end, and appends what is kept of it.
+    /// Counts a message. Fails if there are too many for the size of the file.
+    fn count_message(&mut self) -> Result<()> {
+        self.messages = self.messages.saturating_add(1);
+        let limit = self.length.checked_div(MIN_MESSAGE).unwrap_or(0).saturating_add(FEW_MESSAGES);
+        if self.messages > limit {
+            return Err(Error::malformed(&self.path, format!("contains more than {limit} messages in {} bytes: most of them are empty", self.length)));
+        }
+        Ok(())
+    }
+
+    /// Reads a message up to its end, and appends its skeleton.
     fn message(&mut self, kind: Kind, end: u64, depth: usize, out: &mut Vec<u8>) -> Result<()> {
-        if depth > DEEPEST {
-            return Err(self.broken(&format!("messages are nested more than {DEEPEST} deep")));
+        if depth > MAX_DEPTH {
+            return Err(self.malformed(&format!("messages are nested more than {MAX_DEPTH} deep")));
         }
         let number = self.runs.len();
         let mut marked = kind != Kind::Tensor;
@@ -135,29 +149,36 @@ impl Reader<'_> {
         let mut seen = Vec::new();
         while self.at < end {
             let key = self.varint()?;
-            let (field, stored) = (key >> 3, key & 7);
+            let (field, wire_type) = (key >> 3, key & 7);
             if field == 0 || (kind == Kind::Tensor && field == data::MARK) {
-                return Err(self.broken(&format!("a field has the number {field}")));
+                return Err(self.malformed(&format!("invalid field number {field}")));
             }
             if !marked && data::is_run(field) {
                 mark(number, out);
                 marked = true;
             }
-            match stored {
+            match wire_type {
                 VARINT => {
                     let value = self.varint()?;
-                    wire::tag(field, stored, out);
+                    wire::tag(field, wire_type, out);
                     wire::varint(value, out);
                 }
                 FIXED64 | FIXED32 => {
-                    wire::tag(field, stored, out);
-                    self.copy(if stored == FIXED64 { 8 } else { 4 }, out)?;
+                    wire::tag(field, wire_type, out);
+                    self.copy(if wire_type == FIXED64 { 8 } else { 4 }, out)?;
                 }
                 BYTES => {
                     let length = self.varint()?;
-                    let Some(inner) = self.at.checked_add(length).filter(|inner| *inner <= end) else { return Err(self.broken("a field ends")) };
+                    let Some(inner) = self.at.checked_add(length).filter(|inner| *inner <= end) else {
+                        return Err(self.malformed("unexpected end of a field"));
+                    };
+                    // All other fields of models and graphs with a length are messages too, except for a few texts.
+                    if kind.child(field).is_some() || matches!(kind, Kind::Model | Kind::Graph) {
+                        self.count_message()?;
+                    }
                     if let Some(child) = kind.child(field) {
-                        // Protobuf parsers merge repeated occurrences, which would leave two marks in one tensor.
+                        // Protobuf parsers merge repeated occurrences, which would leave two marks in
+                        // one tensor.
                         if let Some(name) = kind.single(field) {
                             if seen.contains(&field) {
                                 return Err(self.repeated(name));
@@ -168,19 +189,19 @@ impl Reader<'_> {
                         self.message(child, inner, depth.saturating_add(1), &mut content)?;
                         wire::bytes(field, content.len() as u64, out);
                         out.append(&mut content);
-                    } else if kind == Kind::Tensor && data::is_run(field) && length >= KEPT {
-                        self.pass_over(number, Run { field, begin: self.at, bytes: length })?;
+                    } else if kind == Kind::Tensor && data::is_run(field) && length >= MIN_RUN {
+                        self.record_run(number, Run { field, begin: self.at, bytes: length })?;
                         self.at = inner;
                     } else {
                         wire::bytes(field, length, out);
                         self.copy(length, out)?;
                     }
                 }
-                _ => return Err(self.broken(&format!("a field is stored in the unknown way {stored}"))),
+                _ => return Err(self.malformed(&format!("unknown wire type {wire_type}"))),
             }
         }
         if self.at != end {
-            return Err(self.broken("a message ends"));
+            return Err(self.malformed("inconsistent message length"));
         }
         if !marked {
             mark(number, out);
@@ -188,10 +209,10 @@ impl Reader<'_> {
         Ok(())
     }
 
-    fn pass_over(&mut self, number: usize, run: Run) -> Result<()> {
+    fn record_run(&mut self, number: usize, run: Run) -> Result<()> {
         match self.runs.get_mut(number) {
             Some(place @ None) => *place = Some(run),
-            _ => return Err(self.broken("a tensor has its elements in several pieces")),
+            _ => return Err(self.malformed("elements of one tensor in several fields")),
         }
         Ok(())
     }
@@ -230,9 +251,9 @@ mod tests {
     }
 
     #[test]
-    fn elements_stay_in_the_file_and_everything_else_is_kept() {
+    fn skeletons_have_everything_but_large_tensors() {
         let mut file = model().encode_to_vec();
-        // A field that nobody knows.
+        // An unknown field.
         wire::bytes(99, 3, &mut file);
         file.extend(*b"abc");
         let skeleton = read(&file).unwrap();
@@ -252,19 +273,19 @@ mod tests {
     }
 
     #[test]
-    fn broken_messages_are_refused_where_they_break() {
+    fn malformed_messages_are_refused_at_their_position() {
         let file = model().encode_to_vec();
         for end in 1..file.len() {
-            // What ends between two fields of the model is a smaller model.
+            // A file that ends between two fields is a smaller valid model.
             if let Ok(skeleton) = read(&file[..end]) {
                 assert!(ModelProto::decode(&file[..end]).is_ok(), "{end}");
                 assert!(skeleton.bytes.len() <= end + 6);
             }
         }
-        let said = |bytes: &[u8]| read(bytes).unwrap_err().to_string();
-        assert!(said(&[0x3a, 5, 0]).contains("a field ends at byte 2"));
-        assert!(said(&[0x08]).contains("a number ends"));
-        assert!(said(&[0x0b]).contains("unknown way 3"));
+        let error_of = |bytes: &[u8]| read(bytes).unwrap_err().to_string();
+        assert!(error_of(&[0x3a, 5, 0]).contains("unexpected end of a field at byte 2"));
+        assert!(error_of(&[0x08]).contains("end of a varint"));
+        assert!(error_of(&[0x0b]).contains("unknown wire type 3"));
         let mut deep = Vec::new();
         for _ in 0..40 {
             for field in [6, 5, 1] {
@@ -277,9 +298,9 @@ mod tests {
         let mut model = Vec::new();
         wire::bytes(7, deep.len() as u64, &mut model);
         model.append(&mut deep);
-        assert!(said(&model).contains("nested"), "{}", said(&model));
+        assert!(error_of(&model).contains("nested"), "{}", error_of(&model));
         // A node whose attribute has two tensors.
-        assert!(said(&[0x3a, 8, 0x0a, 6, 0x2a, 4, 0x2a, 0, 0x2a, 0]).contains("`t` twice"));
+        assert!(error_of(&[0x3a, 8, 0x0a, 6, 0x2a, 4, 0x2a, 0, 0x2a, 0]).contains("`t` twice"));
         let tensor = [[vec![0x4a, 0x80, 8], vec![0; 1024]].concat(), [vec![0x4a, 0x80, 8], vec![0; 1024]].concat()].concat();
         let mut graph = Vec::new();
         wire::bytes(5, tensor.len() as u64, &mut graph);
@@ -287,6 +308,6 @@ mod tests {
         let mut twice = Vec::new();
         wire::bytes(7, graph.len() as u64, &mut twice);
         twice.extend(graph);
-        assert!(said(&twice).contains("several pieces"));
+        assert!(error_of(&twice).contains("several fields"));
     }
 }

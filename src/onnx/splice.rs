@@ -1,6 +1,6 @@
-//! A model's messages written again with other tensors: every field that nobody changes is the bytes that were read.
+//! Copies the messages of a model with edits. Unedited fields are copied byte for byte.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,46 +11,46 @@ use super::proto::{NodeProto, ValueInfoProto};
 use super::wire::{self, Field, Kind, data, fields};
 use crate::store::writer::Piece;
 
-/// What is written in the place of what was read.
+/// Edits of a model.
 #[derive(Default)]
 pub(super) struct Edits {
-    /// Fields of the model, as they are written, by their number: once, in the place of the first that there was.
+    /// Encoded fields of the model, by number. Each replaces the first occurrence of the field.
     pub model: BTreeMap<u64, Vec<u8>>,
-    /// Inputs of the graph that are left out.
+    /// Graph inputs to remove.
     pub inputs: BTreeSet<String>,
-    /// Tensors by their number.
+    /// Tensors with new elements, by number.
     pub tensors: BTreeMap<u64, NewTensor>,
-    /// Initializers and constants, by the number of their tensor, that become something else.
-    pub made: BTreeMap<u64, Made>,
-    /// Nodes of the graph, by position, that become others.
+    /// Initializers and constants to replace, by tensor number.
+    pub expansions: BTreeMap<u64, Expansion>,
+    /// Nodes of the graph to replace, by position.
     pub nodes: BTreeMap<usize, Vec<NodeProto>>,
 }
 
-/// A tensor whose elements come from elsewhere.
+/// A tensor with new elements.
 pub(super) struct NewTensor {
-    /// Fields, as they are written, by their number.
+    /// Encoded fields to replace, by number.
     pub fields: BTreeMap<u64, Vec<u8>>,
     pub data: Data,
 }
 
-/// Where elements come from.
+/// Source of the elements of a tensor.
 #[derive(Clone)]
 pub(super) enum Data {
-    /// A part of an item, in this field.
+    /// A part of an item, which is stored in this field.
     Item { field: u64, piece: Piece },
-    /// Another file.
-    Outside,
+    /// An external data file.
+    External,
 }
 
-/// Tensors and nodes that stand for a tensor.
-pub(super) struct Made {
-    /// Initializers, as they are written but for their elements.
+/// Initializers and nodes that replace a tensor.
+pub(super) struct Expansion {
+    /// Encoded initializers without elements, and the source of the elements.
     pub tensors: Vec<(Vec<u8>, Data)>,
-    /// What makes the tensor of them.
+    /// Nodes that compute the replaced tensor.
     pub nodes: Vec<NodeProto>,
 }
 
-/// A message on its way out.
+/// An encoded message under construction.
 #[derive(Default)]
 struct Out {
     pieces: Vec<Piece>,
@@ -107,7 +107,7 @@ impl Out {
     }
 }
 
-/// The pieces of a file.
+/// The pieces of the edited file.
 pub(super) fn splice(skeleton: &[u8], edits: &Edits) -> Vec<Piece> {
     let mut out = Out::default();
     message(Kind::Model, skeleton, false, edits, &mut out);
@@ -126,7 +126,7 @@ fn constant(node: &[u8]) -> Option<u64> {
     attributes.flat_map(|attribute| fields(attribute.content)).find(|field| field.number == 5).and_then(|tensor| mark(tensor.content))
 }
 
-/// Appends a message; `top` says that it is the graph of the model.
+/// Appends a message. `top`: it is the main graph.
 fn message(kind: Kind, bytes: &[u8], top: bool, edits: &Edits, out: &mut Out) {
     match kind {
         Kind::Tensor => tensor(bytes, edits, out),
@@ -136,11 +136,12 @@ fn message(kind: Kind, bytes: &[u8], top: bool, edits: &Edits, out: &mut Out) {
     }
 }
 
-/// Appends the model. Several occurrences of the graph are merged where nodes change, because nodes are counted over all of them.
+/// Appends the model. Repeated occurrences of the graph are merged if nodes are edited, because node
+/// positions refer to the merged graph.
 fn model(bytes: &[u8], edits: &Edits, out: &mut Out) {
-    let is_graph = |field: &Field| field.number == 7 && field.stored == wire::BYTES;
+    let is_graph = |field: &Field| field.number == 7 && field.wire_type == wire::BYTES;
     let graphs: Vec<&[u8]> = fields(bytes).filter(is_graph).map(|field| field.content).collect();
-    let mut merged = (graphs.len() > 1 && !(edits.made.is_empty() && edits.nodes.is_empty())).then(|| graphs.concat());
+    let mut merged = (graphs.len() > 1 && !(edits.expansions.is_empty() && edits.nodes.is_empty())).then(|| graphs.concat());
     let merges = merged.is_some();
     with_fields(&edits.model, bytes, out, |field, out| {
         if !(merges && is_graph(field)) {
@@ -153,62 +154,62 @@ fn model(bytes: &[u8], edits: &Edits, out: &mut Out) {
 
 fn nested(kind: Kind, field: &Field, top: bool, edits: &Edits, out: &mut Out) {
     match kind.child(field.number) {
-        Some(child) if field.stored == wire::BYTES => {
+        Some(child) if field.wire_type == wire::BYTES => {
             let mut inner = Out::default();
             message(child, field.content, top, edits, &mut inner);
             out.message(field.number, inner);
         }
-        _ => out.bytes(field.whole),
+        _ => out.bytes(field.raw),
     }
 }
 
-/// Appends fields, those that are given in the place of those that there are.
-fn with_fields(given: &BTreeMap<u64, Vec<u8>>, bytes: &[u8], out: &mut Out, mut other: impl FnMut(&Field, &mut Out)) {
+/// Appends fields. `replacements` have precedence.
+fn with_fields(replacements: &BTreeMap<u64, Vec<u8>>, bytes: &[u8], out: &mut Out, mut other: impl FnMut(&Field, &mut Out)) {
     let mut written = BTreeSet::new();
     for field in fields(bytes) {
-        match given.get(&field.number) {
+        match replacements.get(&field.number) {
             Some(new) if written.insert(field.number) => out.bytes(new),
             Some(_) => {}
             None => other(&field, out),
         }
     }
-    given.iter().filter(|(number, _)| !written.contains(*number)).for_each(|(_, new)| out.bytes(new));
+    replacements.iter().filter(|(number, _)| !written.contains(*number)).for_each(|(_, new)| out.bytes(new));
 }
 
 fn tensor(bytes: &[u8], edits: &Edits, out: &mut Out) {
     let Some(new) = mark(bytes).and_then(|mark| edits.tensors.get(&mark)) else {
-        return fields(bytes).filter(|field| field.number != data::MARK).for_each(|field| out.bytes(field.whole));
+        return fields(bytes).filter(|field| field.number != data::MARK).for_each(|field| out.bytes(field.raw));
     };
     let moved = |number: u64| data::is_run(number) || [data::EXTERNAL, data::LOCATION].contains(&number);
     with_fields(&new.fields, bytes, out, |field, out| match field.number {
         data::MARK => out.data(&new.data),
         number if moved(number) => {}
-        _ => out.bytes(field.whole),
+        _ => out.bytes(field.raw),
     });
 }
 
 fn graph(bytes: &[u8], top: bool, edits: &Edits, out: &mut Out) {
-    let made = |field: &Field| match field.number {
+    let tensor_mark = |field: &Field| match field.number {
         5 => mark(field.content),
         1 => constant(field.content),
         _ => None,
     };
-    let made = |field: &Field| made(field).and_then(|mark| edits.made.get(&mark));
-    if !edits.made.is_empty() {
-        // What initializers become is computed before anything else.
-        let before = fields(bytes).filter(|field| field.number == 5).filter_map(|field| made(&field));
-        before.flat_map(|made| &made.nodes).for_each(|node| out.node(node));
+    let expansion = |field: &Field| tensor_mark(field).and_then(|mark| edits.expansions.get(&mark));
+    if !edits.expansions.is_empty() {
+        // Replaced initializers are computed before all other nodes.
+        let before = fields(bytes).filter(|field| field.number == 5).filter_map(|field| expansion(&field));
+        before.flat_map(|expansion| &expansion.nodes).for_each(|node| out.node(node));
     }
     let mut number = 0usize;
     for field in fields(bytes) {
         let position = number;
         number = number.saturating_add(usize::from(field.number == 1));
         let dropped = || ValueInfoProto::decode(field.content).is_ok_and(|input| edits.inputs.contains(input.name()));
-        match (field.number, made(&field), edits.nodes.get(&position)) {
-            (5, Some(made), _) => made.tensors.iter().for_each(|tensor| out.initializer(tensor)),
-            (1, Some(made), _) => {
-                made.tensors.iter().for_each(|tensor| out.initializer(tensor));
-                made.nodes.iter().for_each(|node| out.node(node));
+        match (field.number, expansion(&field), edits.nodes.get(&position)) {
+            (5, Some(expansion), _) => expansion.tensors.iter().for_each(|tensor| out.initializer(tensor)),
+            (1, Some(expansion), _) => {
+                expansion.tensors.iter().for_each(|tensor| out.initializer(tensor));
+                expansion.nodes.iter().for_each(|node| out.node(node));
             }
             (1, None, Some(nodes)) if top => nodes.iter().for_each(|node| out.node(node)),
             (11, ..) if top && dropped() => {}

@@ -1,15 +1,15 @@
-//! What a model file should be like: operators, width of floats, which weights are integers.
+//! Options for lowering a graph: operator set, float precision, quantized weights.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::store::Affine;
+use crate::store::QuantizationSpec;
 
-/// The sets of operators that can be written.
+/// The supported operator sets for writing.
 pub const OPSETS: std::ops::RangeInclusive<u32> = 17..=21;
 
-/// Width of weights and arithmetic.
+/// Precision of weights and arithmetic.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -17,52 +17,53 @@ pub enum Precision {
     /// 32 bits
     #[default]
     Float32,
-    /// 16 bits; inputs and outputs, int8 layers, and what needs more range stay 32 bits wide
+    /// 16 bits; inputs, outputs, int8 layers, and operations that need more range stay at 32 bits
     Float16,
 }
 
-/// How layers are written whose weights are integers and whose activations are floats.
+/// Representation of layers with integer weights and float activations.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum WeightOnly {
-    /// `DequantizeLinear` and a product, operators of ONNX; groups of inputs, and four bits in half a byte, from opset 21 on
+    /// `DequantizeLinear` and a matrix product; group scales and packed 4-bit weights require opset 21
     #[default]
     Dequantize,
-    /// `MatMulNBits`, an operator of ONNX Runtime, for groups of any multiple of 16 inputs and for whole rows
+    /// `MatMulNBits` of ONNX Runtime, for per-row scales and group sizes that are multiples of 16
     MatmulNbits,
 }
 
-/// How an output head is written that shares its weight with an int8 embedding table.
+/// Representation of an output head that shares its weight with an int8 embedding table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum TiedHead {
-    /// A product of floats, which are made of the integers when the file is loaded
+    /// A float matrix product; the weights are dequantized when the file is loaded
     #[default]
     Float32,
-    /// A product of integers, like that of layers with dynamic activations: four times less is read for each token
+    /// An integer matrix product, as in layers with dynamic activations; reads a quarter of the bytes
     Int8,
 }
 
-/// How a graph is to be written.
+/// Options for lowering a graph.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Style {
-    /// Set of operators, one of [`OPSETS`].
+    /// Operator set, one of [`OPSETS`].
     pub opset: u32,
-    /// Width of floats.
+    /// Precision of floats.
     pub precision: Precision,
-    /// Weights that are integers, by their names in the checkpoint.
-    pub integers: BTreeMap<String, Affine>,
-    /// Weights that are places in palettes, by their names in the checkpoint.
-    pub palettes: BTreeMap<String, Affine>,
-    /// Whether activations become int8, as integer units of ARM and GPUs want them, and not uint8.
+    /// Integer weights, by name in the checkpoint.
+    pub integers: BTreeMap<String, QuantizationSpec>,
+    /// Palettized weights, by name in the checkpoint.
+    pub palettes: BTreeMap<String, QuantizationSpec>,
+    /// Whether activations are quantized to int8, which integer units of ARM and GPUs require, instead
+    /// of uint8.
     pub signed: bool,
-    /// How layers are written that have integers as weights and floats as activations.
+    /// Representation of layers with integer weights and float activations.
     pub weight_only: WeightOnly,
-    /// How an output head is written that shares its weight with an int8 table.
+    /// Representation of an output head that shares its weight with an int8 embedding table.
     pub tied_head: TiedHead,
-    /// Whether keys and values of earlier tokens are inputs, and those of all tokens outputs.
+    /// Whether to add a KV cache as inputs and outputs.
     pub cache: bool,
 }
 

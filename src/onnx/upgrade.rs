@@ -1,17 +1,19 @@
-//! Operators of older sets, spelled as newer ones have them.
+//! Conversion of nodes to a newer opset.
 //!
-//! From opset 7 to 21, few operators mean something else under the same name, and most of those have an attribute that became an input.
+//! Between opsets 7 and 21, few operators change their meaning. Most of the others have attributes that
+//! became inputs.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use super::check::is_own;
 use super::proto::{AttributeProto, DataType, NodeProto, TensorProto};
 
-/// The oldest opset whose operators are known.
+/// The oldest supported opset.
 const OLDEST: i64 = 7;
 
-/// Attributes that became inputs: operator, attribute, the opset from which on it is an input, which one.
+/// Attributes that became inputs: operator, attribute, first opset with the input, position of the
+/// input.
 const INPUTS: [(&str, &str, i64, usize); 20] = [
     ("Squeeze", "axes", 13, 1),
     ("Unsqueeze", "axes", 13, 1),
@@ -35,8 +37,8 @@ const INPUTS: [(&str, &str, i64, usize); 20] = [
     ("Clip", "max", 11, 2),
 ];
 
-/// Operators that mean something else before an opset, in ways that are not translated.
-const OTHERS: [(&str, i64); 9] = [
+/// Operators that have another meaning before an opset and cannot be converted.
+const INCOMPATIBLE: [(&str, i64); 9] = [
     ("Upsample", i64::MAX),
     ("Scan", 9),
     ("BatchNormalization", 9),
@@ -48,29 +50,27 @@ const OTHERS: [(&str, i64); 9] = [
     ("GroupNormalization", 21),
 ];
 
-/// A node of one opset as nodes of another, the last of which it is; `fresh` makes names for constants.
-///
-/// # Errors
-/// It would mean something else there.
+/// Converts a node from one opset to another. The last node of the result replaces it. `fresh` returns
+/// unique names for constants. Fails for operators that have another meaning there.
 pub(super) fn upgrade(node: NodeProto, from: i64, to: i64, fresh: &mut dyn FnMut(&str) -> String) -> Result<Vec<NodeProto>, String> {
     let between = |since: i64| from < since && to >= since;
     if !is_own(node.domain()) || from == to {
-        return bodies(node, from, to, fresh).map(|node| vec![node]);
+        return upgrade_bodies(node, from, to, fresh).map(|node| vec![node]);
     }
     if from < OLDEST || from > to {
-        return Err(format!("it is of opset {from}, and is to be written in opset {to}"));
+        return Err(format!("it has opset {from}, which cannot be converted to opset {to}"));
     }
-    if OTHERS.iter().any(|(op, since)| *op == node.op_type() && between((*since).min(to))) {
-        return Err(format!("`{}` of opset {from} is another operator in opset {to}", node.op_type()));
+    if INCOMPATIBLE.iter().any(|(op, since)| *op == node.op_type() && between((*since).min(to))) {
+        return Err(format!("`{}` of opset {from} has another meaning in opset {to}", node.op_type()));
     }
-    let mut node = bodies(node, from, to, fresh)?;
-    let mut made = Vec::new();
+    let mut node = upgrade_bodies(node, from, to, fresh)?;
+    let mut nodes = Vec::new();
     let op = node.op_type().to_owned();
     for (_, attribute, _, input) in INPUTS.iter().filter(|(name, _, since, _)| *name == op && between(*since)) {
-        let Some(place) = node.attribute.iter().position(|given| given.name() == *attribute) else { continue };
-        let given = node.attribute.remove(place);
+        let Some(position) = node.attribute.iter().position(|given| given.name() == *attribute) else { continue };
+        let given = node.attribute.remove(position);
         let name = fresh(&format!("{}/{attribute}", node.output.first().map_or("", String::as_str)));
-        made.push(constant(&given, name.clone()));
+        nodes.push(constant(&given, name.clone()));
         let wanted = input.saturating_add(1).max(node.input.len());
         node.input.resize(wanted, String::new());
         if let Some(slot) = node.input.get_mut(*input) {
@@ -79,10 +79,11 @@ pub(super) fn upgrade(node: NodeProto, from: i64, to: i64, fresh: &mut dyn FnMut
     }
     let int = |node: &NodeProto, name: &str| node.attribute.iter().find(|attribute| attribute.name() == name).and_then(|attribute| attribute.i);
     match node.op_type() {
-        // Before, all axes from one on were one; of the last axis that is the same.
+        // Before opset 13, softmax normalized over all axes from `axis` on. For the last axis, this is
+        // the same.
         "Softmax" | "LogSoftmax" | "Hardmax" if between(13) && int(&node, "axis") != Some(-1) => {
             let axis = int(&node, "axis").unwrap_or(1);
-            return Ok(over_several_axes(node, axis, fresh));
+            return Ok(softmax_over_flattened_axes(node, axis, fresh));
         }
         "Dropout" if between(12) => node.attribute.retain(|attribute| attribute.name() != "ratio"),
         "Scatter" => node.op_type = Some("ScatterElements".into()),
@@ -91,28 +92,28 @@ pub(super) fn upgrade(node: NodeProto, from: i64, to: i64, fresh: &mut dyn FnMut
         }
         _ => {}
     }
-    made.push(node);
-    Ok(made)
+    nodes.push(node);
+    Ok(nodes)
 }
 
-/// A softmax over all axes from one on, as of a matrix whose rows hold these axes.
-fn over_several_axes(node: NodeProto, axis: i64, fresh: &mut dyn FnMut(&str) -> String) -> Vec<NodeProto> {
+/// A softmax over all axes from `axis` on, as a softmax over the rows of a matrix.
+fn softmax_over_flattened_axes(node: NodeProto, axis: i64, fresh: &mut dyn FnMut(&str) -> String) -> Vec<NodeProto> {
     let (input, output) = (node.input.first().cloned().unwrap_or_default(), node.output.first().cloned().unwrap_or_default());
     let [sizes, rows, result] = ["sizes", "rows", "result"].map(|part| fresh(&format!("{output}/{part}")));
-    let made = |op: &str, input: &[&String], output: &String, attribute: Vec<AttributeProto>| {
+    let node_of = |op: &str, input: &[&String], output: &String, attribute: Vec<AttributeProto>| {
         let input = input.iter().map(|name| (*name).clone()).collect();
         NodeProto { op_type: Some(op.into()), input, output: vec![output.clone()], attribute, ..NodeProto::default() }
     };
     vec![
-        made("Shape", &[&input], &sizes, Vec::new()),
-        made("Flatten", &[&input], &rows, vec![AttributeProto::int("axis", axis)]),
-        made(node.op_type(), &[&rows], &result, vec![AttributeProto::int("axis", -1)]),
-        NodeProto { name: node.name.clone(), ..made("Reshape", &[&result, &sizes], &output, Vec::new()) },
+        node_of("Shape", &[&input], &sizes, Vec::new()),
+        node_of("Flatten", &[&input], &rows, vec![AttributeProto::int("axis", axis)]),
+        node_of(node.op_type(), &[&rows], &result, vec![AttributeProto::int("axis", -1)]),
+        NodeProto { name: node.name.clone(), ..node_of("Reshape", &[&result, &sizes], &output, Vec::new()) },
     ]
 }
 
-/// The same for the nodes of its bodies.
-fn bodies(mut node: NodeProto, from: i64, to: i64, fresh: &mut dyn FnMut(&str) -> String) -> Result<NodeProto, String> {
+/// Upgrades the nodes in the bodies of a node.
+fn upgrade_bodies(mut node: NodeProto, from: i64, to: i64, fresh: &mut dyn FnMut(&str) -> String) -> Result<NodeProto, String> {
     for body in node.attribute.iter_mut().flat_map(|attribute| attribute.g.iter_mut().chain(&mut attribute.graphs)) {
         let mut nodes = Vec::with_capacity(body.node.len());
         for inner in std::mem::take(&mut body.node) {
@@ -123,7 +124,7 @@ fn bodies(mut node: NodeProto, from: i64, to: i64, fresh: &mut dyn FnMut(&str) -
     Ok(node)
 }
 
-/// What an attribute holds, as a constant.
+/// The value of an attribute as a `Constant` node.
 fn constant(attribute: &AttributeProto, name: String) -> NodeProto {
     let (data_type, dims, bytes) = match attribute.f {
         Some(value) => (DataType::Float, Vec::new(), value.to_le_bytes().to_vec()),
@@ -144,40 +145,44 @@ mod tests {
         NodeProto { op_type: Some(op.into()), input: vec!["x".into()], output: vec!["y".into()], attribute: attributes, ..NodeProto::default() }
     }
 
-    fn said(node: NodeProto, from: i64, to: i64) -> Result<Vec<NodeProto>, String> {
+    fn upgraded(node: NodeProto, from: i64, to: i64) -> Result<Vec<NodeProto>, String> {
         upgrade(node, from, to, &mut str::to_owned)
     }
 
     #[test]
-    fn attributes_become_inputs_from_their_opset_on() {
+    fn attributes_become_inputs() {
         let squeeze = || node("Unsqueeze", vec![AttributeProto::ints("axes", [1, 2])]);
-        let nodes = said(squeeze(), 11, 17).unwrap();
+        let nodes = upgraded(squeeze(), 11, 17).unwrap();
         assert_eq!(nodes.iter().map(|node| node.op_type()).collect::<Vec<_>>(), ["Constant", "Unsqueeze"]);
         assert_eq!((nodes[1].input.as_slice(), nodes[1].attribute.len()), (&["x".to_owned(), "y/axes".to_owned()][..], 0));
-        assert_eq!(said(squeeze(), 11, 12).unwrap(), [squeeze()]);
-        let clip = said(node("Clip", vec![AttributeProto::float("max", 6.0)]), 9, 17).unwrap();
+        assert_eq!(upgraded(squeeze(), 11, 12).unwrap(), [squeeze()]);
+        let clip = upgraded(node("Clip", vec![AttributeProto::float("max", 6.0)]), 9, 17).unwrap();
         assert_eq!(clip[1].input, ["x", "", "y/max"]);
-        let split = said(node("Split", vec![AttributeProto::int("axis", 1)]), 13, 18).unwrap();
+        let split = upgraded(node("Split", vec![AttributeProto::int("axis", 1)]), 13, 18).unwrap();
         assert_eq!(split[0].attribute.last().unwrap(), &AttributeProto::int("num_outputs", 1));
     }
 
     #[test]
-    fn a_softmax_over_several_axes_is_one_over_rows() {
-        let nodes = said(node("LogSoftmax", vec![AttributeProto::int("axis", 2)]), 11, 17).unwrap();
+    fn a_softmax_over_several_axes_is_flattened() {
+        let nodes = upgraded(node("LogSoftmax", vec![AttributeProto::int("axis", 2)]), 11, 17).unwrap();
         assert_eq!(nodes.iter().map(|node| node.op_type()).collect::<Vec<_>>(), ["Shape", "Flatten", "LogSoftmax", "Reshape"]);
         assert_eq!((&nodes[1].attribute[0], &nodes[2].attribute[0]), (&AttributeProto::int("axis", 2), &AttributeProto::int("axis", -1)));
         assert_eq!((nodes[3].input.as_slice(), nodes[3].output.as_slice()), (&["y/result".to_owned(), "y/sizes".to_owned()][..], &["y".to_owned()][..]));
-        assert_eq!(said(node("Softmax", vec![]), 11, 17).unwrap()[1].attribute, [AttributeProto::int("axis", 1)]);
-        assert_eq!(said(node("Softmax", vec![]), 11, 12).unwrap(), [node("Softmax", vec![])]);
+        assert_eq!(upgraded(node("Softmax", vec![]), 11, 17).unwrap()[1].attribute, [AttributeProto::int("axis", 1)]);
+        assert_eq!(upgraded(node("Softmax", vec![]), 11, 12).unwrap(), [node("Softmax", vec![])]);
     }
 
     #[test]
-    fn what_would_mean_something_else_is_refused() {
-        assert!(said(node("Softmax", vec![AttributeProto::int("axis", -1)]), 11, 17).is_ok());
-        assert!(said(node("Resize", vec![]), 10, 17).unwrap_err().contains("another operator"));
-        assert!(said(node("Resize", vec![]), 11, 17).is_ok());
-        assert!(said(node("Upsample", vec![]), 9, 17).is_err() && said(node("Relu", vec![]), 6, 17).is_err() && said(node("Relu", vec![]), 18, 17).is_err());
+    fn operators_that_changed_their_meaning_are_refused() {
+        assert!(upgraded(node("Softmax", vec![AttributeProto::int("axis", -1)]), 11, 17).is_ok());
+        assert!(upgraded(node("Resize", vec![]), 10, 17).unwrap_err().contains("another meaning"));
+        assert!(upgraded(node("Resize", vec![]), 11, 17).is_ok());
+        assert!(
+            upgraded(node("Upsample", vec![]), 9, 17).is_err()
+                && upgraded(node("Relu", vec![]), 6, 17).is_err()
+                && upgraded(node("Relu", vec![]), 18, 17).is_err()
+        );
         let other = NodeProto { domain: Some("com.microsoft".into()), ..node("Softmax", vec![]) };
-        assert_eq!(said(other.clone(), 6, 17).unwrap(), [other]);
+        assert_eq!(upgraded(other.clone(), 6, 17).unwrap(), [other]);
     }
 }

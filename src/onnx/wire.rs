@@ -1,9 +1,9 @@
-//! Messages as bytes: which fields hold which messages, and how numbers and lengths are written.
+//! Protobuf wire format: encoding of fields, and which fields of ONNX messages are messages.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-/// What a message is, as far as tensors can be in it.
+/// Kinds of messages that can contain tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
     Model,
@@ -17,7 +17,8 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// Name of a field whose repeated occurrences are refused. Those of a model's graph are merged (`splice`).
+    /// Name of a field for which repeated occurrences are rejected. Those of the main graph are merged
+    /// by `splice`.
     pub fn single(self, field: u64) -> Option<&'static str> {
         Some(match (self, field) {
             (Kind::Training, 1) => "initialization",
@@ -31,7 +32,7 @@ impl Kind {
         })
     }
 
-    /// What the messages in a field are, where tensors can be in them.
+    /// The kind of the messages in a field; `None` if they cannot contain tensors.
     pub fn child(self, field: u64) -> Option<Kind> {
         Some(match (self, field) {
             (Kind::Model, 7) | (Kind::Training, 1 | 2) | (Kind::Attribute, 6 | 11) => Kind::Graph,
@@ -46,7 +47,7 @@ impl Kind {
     }
 }
 
-/// Fields of a tensor that hold its elements, and those that say where else they are.
+/// Fields of a tensor with its elements or their location.
 pub(super) mod data {
     pub const FLOATS: u64 = 4;
     pub const INT32: u64 = 5;
@@ -56,27 +57,27 @@ pub(super) mod data {
     pub const UINT64: u64 = 11;
     pub const EXTERNAL: u64 = 13;
     pub const LOCATION: u64 = 14;
-    /// The number of a tensor, in the place of its elements.
+    /// The number of a tensor, which replaces its elements in a skeleton.
     pub const MARK: u64 = 50_000;
 
-    /// Whether a field holds numbers one after another, in as many bytes as its length says.
+    /// Whether a field contains packed elements.
     pub fn is_run(field: u64) -> bool {
         matches!(field, FLOATS | INT32 | INT64 | RAW | DOUBLES | UINT64)
     }
 
-    /// Whether the numbers of a field are stored in as many bytes as they need, and not in a fixed width.
+    /// Whether a field stores its elements as varints.
     pub fn is_varints(field: u64) -> bool {
         matches!(field, INT32 | INT64 | UINT64)
     }
 }
 
-/// How a field is stored.
+/// Protobuf wire types.
 pub(super) const VARINT: u64 = 0;
 pub(super) const FIXED64: u64 = 1;
 pub(super) const BYTES: u64 = 2;
 pub(super) const FIXED32: u64 = 5;
 
-/// Appends a number.
+/// Appends a varint.
 pub(super) fn varint(mut value: u64, out: &mut Vec<u8>) {
     while value >= 0x80 {
         out.push(value as u8 | 0x80);
@@ -85,12 +86,12 @@ pub(super) fn varint(mut value: u64, out: &mut Vec<u8>) {
     out.push(value as u8);
 }
 
-/// Appends the beginning of a field.
-pub(super) fn tag(field: u64, stored: u64, out: &mut Vec<u8>) {
-    varint(field << 3 | stored, out);
+/// Appends the tag of a field.
+pub(super) fn tag(field: u64, wire_type: u64, out: &mut Vec<u8>) {
+    varint(field << 3 | wire_type, out);
 }
 
-/// Appends a field of so many bytes, which follow.
+/// Appends tag and length of a field. Its bytes must follow.
 pub(super) fn bytes(field: u64, length: u64, out: &mut Vec<u8>) {
     tag(field, BYTES, out);
     varint(length, out);
@@ -99,22 +100,22 @@ pub(super) fn bytes(field: u64, length: u64, out: &mut Vec<u8>) {
 /// A field of a message in memory.
 pub(super) struct Field<'b> {
     pub number: u64,
-    pub stored: u64,
-    /// Of numbers.
+    pub wire_type: u64,
+    /// Value of a varint field.
     pub value: u64,
-    /// Of everything else.
+    /// Content of any other field.
     pub content: &'b [u8],
-    /// The field as it stands.
-    pub whole: &'b [u8],
+    /// The encoded field, including its tag.
+    pub raw: &'b [u8],
 }
 
-/// The fields of a message in memory that was read before; nothing behind one that is broken.
+/// The fields of a message; iteration stops at the first malformed one.
 pub(super) fn fields(mut message: &[u8]) -> impl Iterator<Item = Field<'_>> {
     std::iter::from_fn(move || {
         let begin = message;
         let key = take_varint(&mut message)?;
-        let (number, stored) = (key >> 3, key & 7);
-        let (value, content) = match stored {
+        let (number, wire_type) = (key >> 3, key & 7);
+        let (value, content) = match wire_type {
             VARINT => (take_varint(&mut message)?, &[][..]),
             FIXED64 => (0, take(&mut message, 8)?),
             FIXED32 => (0, take(&mut message, 4)?),
@@ -123,8 +124,8 @@ pub(super) fn fields(mut message: &[u8]) -> impl Iterator<Item = Field<'_>> {
                 (0, take(&mut message, usize::try_from(length).ok()?)?)
             }
         };
-        let whole = begin.get(..begin.len().checked_sub(message.len())?)?;
-        Some(Field { number, stored, value, content, whole })
+        let raw = begin.get(..begin.len().checked_sub(message.len())?)?;
+        Some(Field { number, wire_type, value, content, raw })
     })
 }
 
@@ -134,7 +135,7 @@ fn take<'b>(message: &mut &'b [u8], count: usize) -> Option<&'b [u8]> {
     Some(taken)
 }
 
-/// Takes a number off the front.
+/// Removes a varint from the front.
 pub(super) fn take_varint(message: &mut &[u8]) -> Option<u64> {
     let mut value = 0u64;
     for shift in (0..70).step_by(7) {
@@ -153,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_and_fields_are_read_as_they_are_written() {
+    fn encoded_fields_decode_to_the_same() {
         for value in [0, 1, 127, 128, 300, u64::from(u32::MAX), u64::MAX] {
             let mut written = Vec::new();
             varint(value, &mut written);
@@ -168,7 +169,7 @@ mod tests {
         message.extend([1, 2, 3, 4]);
         let read: Vec<_> = fields(&message).map(|field| (field.number, field.value, field.content.to_vec())).collect();
         assert_eq!(read, [(3, 300, vec![]), (9, 0, vec![7, 8]), (4, 0, vec![1, 2, 3, 4])]);
-        assert_eq!(fields(&message).flat_map(|field| field.whole.to_vec()).collect::<Vec<_>>(), message);
+        assert_eq!(fields(&message).flat_map(|field| field.raw.to_vec()).collect::<Vec<_>>(), message);
         assert!(take_varint(&mut [0xff; 11].as_slice()).is_none());
     }
 }

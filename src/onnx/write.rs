@@ -1,12 +1,12 @@
-//! A graph as ONNX, without the bytes of its weights.
+//! Lowering of a graph to an ONNX model without weight data.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::cached::{self, Kept};
 use super::check::is_own;
+use super::initializer_layout::{InitializerLayout, layouts};
+use super::kv_cache::{self, CachedAttention};
 use super::lower::{lower, palette};
 use super::lowering::Lowering;
-use super::place::{Slot, places};
 use super::proto::{
     DataType, Dimension, DimensionProto, GraphProto, ModelProto, OperatorSetIdProto, StringStringEntryProto, TensorShapeProto, TensorTypeProto, TypeProto,
     ValueInfoProto,
@@ -16,31 +16,32 @@ use crate::error::{Error, Result};
 use crate::ir::decoder::LOGITS;
 use crate::ir::{Dim, Element, Graph, Kind, TensorType, ValueId};
 
-/// A model file without the weights, which are written at its end.
+/// A model file without its weights, which follow the messages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Draft {
-    /// Everything else; its initializers are constants.
+    /// The model. Its initializers are constants.
     pub model: ModelProto,
     /// The weights, in the order of the graph's parameters.
-    pub weights: Vec<Slot>,
-    /// What is kept of earlier tokens, by attention; nothing in a file without a cache.
-    pub kept: Vec<Kept>,
-    /// Output heads that share an int8 table and multiply integers, where that was asked for.
+    pub weights: Vec<InitializerLayout>,
+    /// Shapes of the KV cache, by attention; empty in a file without a cache.
+    pub cached_attentions: Vec<CachedAttention>,
+    /// The number of output heads that share an int8 embedding table and multiply integers, if this is
+    /// requested.
     pub(crate) integer_heads: Option<usize>,
 }
 
 impl Draft {
-    /// Number of tensors that the weights become.
+    /// Number of tensors that represent the weights.
     pub fn tensors(&self) -> usize {
-        self.weights.iter().map(|slot| slot.tensors.len()).sum()
+        self.weights.iter().map(|weight| weight.tensors.len()).sum()
     }
 
-    /// Says of itself, its inputs and its outputs what another model does that takes and gives the same.
-    pub fn described_as(&mut self, other: &ModelProto) {
+    /// Copies the descriptions of the model and of equal inputs and outputs from another model.
+    pub fn copy_descriptions(&mut self, other: &ModelProto) {
         let (Some(graph), Some(theirs)) = (&mut self.model.graph, &other.graph) else { return };
         for (ports, known) in [(&mut graph.input, &theirs.input), (&mut graph.output, &theirs.output)] {
             for port in ports {
-                if let Some(known) = known.iter().find(|known| known.name == port.name && is_like(known, port)) {
+                if let Some(known) = known.iter().find(|known| known.name == port.name && has_compatible_shape(known, port)) {
                     port.clone_from(known);
                 }
             }
@@ -53,8 +54,8 @@ impl Draft {
     }
 }
 
-/// Whether sizes that both know are the same; what one leaves open, it may.
-fn is_like(one: &ValueInfoProto, other: &ValueInfoProto) -> bool {
+/// Whether the shapes agree where both are known.
+fn has_compatible_shape(one: &ValueInfoProto, other: &ValueInfoProto) -> bool {
     let shape = |value: &ValueInfoProto| Some(value.r#type.as_ref()?.tensor_type.as_ref()?.shape.as_ref()?.dim.clone());
     let (Some(one), Some(other)) = (shape(one), shape(other)) else { return true };
     let differ = |(one, other): (&DimensionProto, &DimensionProto)| match (&one.value, &other.value) {
@@ -64,10 +65,10 @@ fn is_like(one: &ValueInfoProto, other: &ValueInfoProto) -> bool {
     one.len() == other.len() && !one.iter().zip(&other).any(differ)
 }
 
-/// Spells a graph in the operators of an opset.
+/// Lowers a graph to the operators of an opset.
 ///
 /// # Errors
-/// The opset is not one of [`OPSETS`] or cannot express a weight, or a size that must be known is not.
+/// The opset is not one of [`OPSETS`] or cannot express a weight, or a required size is unknown.
 pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) -> Result<Draft> {
     let opset = style.opset;
     if !OPSETS.contains(&opset) {
@@ -75,14 +76,14 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
     }
     let half = style.precision == Precision::Float16;
     if style.cache {
-        cached::check(graph)?;
+        kv_cache::check(graph)?;
     }
-    // Decoders with a cache give scores of next tokens, as other exporters write them.
+    // Decoders with a KV cache output only logits and the cache, as in other exporters.
     let results: Vec<(String, ValueId)> = graph.outputs().iter().filter(|(name, _)| !style.cache || name == LOGITS).cloned().collect();
     let (names, aliases) = names(graph, &results, half)?;
     let mut taken = names.iter().cloned().chain(results.iter().map(|(name, _)| name.clone())).collect();
-    let places = places(graph, style, &names, &mut taken)?;
-    let mut lowering = Lowering::new(graph, style, names, taken, places);
+    let layouts = layouts(graph, style, &names, &mut taken)?;
+    let mut lowering = Lowering::new(graph, style, names, taken, layouts);
     for (id, value) in graph.inputs().filter(|(_, value)| half && value.ty.element == Element::Float) {
         lowering.narrow_input(id.index(), &value.name);
     }
@@ -96,7 +97,7 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
     for (public, value) in aliases {
         lowering.alias(value, &public);
     }
-    let Lowering { places, nodes, constants, imports, cache, integer_heads, .. } = lowering;
+    let Lowering { layouts, nodes, constants, imports, cache, integer_heads, .. } = lowering;
     let all = nodes.iter().filter_map(|node| node.domain.clone()).chain(imports.keys().cloned());
     let domains: BTreeSet<String> = all.filter(|domain| !is_own(domain)).collect();
     let own = OperatorSetIdProto { domain: Some(String::new()), version: Some(i64::from(opset)) };
@@ -104,20 +105,21 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         let version = Some(imports.get(&domain).copied().unwrap_or(1));
         OperatorSetIdProto { domain: Some(domain), version }
     });
-    let weights = places.into_values().flatten().collect();
+    let weights = layouts.into_values().flatten().collect();
     let body = GraphProto {
         node: nodes,
         name: Some("model".into()),
         initializer: constants,
         input: cache
             .as_ref()
-            .map_or_else(|| graph.inputs().map(|(_, value)| info(&value.name, &value.ty)).collect(), |cache| cached::inputs(graph, cache, half)),
+            .map_or_else(|| graph.inputs().map(|(_, value)| value_info_proto(&value.name, &value.ty)).collect(), |cache| kv_cache::inputs(graph, cache, half)),
         output: results
             .iter()
-            .map(|(name, id)| info(name, &graph.value(*id).ty))
-            .chain(cache.iter().flat_map(|cache| cached::outputs(graph, cache, half)))
+            .map(|(name, id)| value_info_proto(name, &graph.value(*id).ty))
+            .chain(cache.iter().flat_map(|cache| kv_cache::outputs(graph, cache, half)))
             .collect(),
-        // Types in between can be inferred. With them, ONNX Runtime fuses residual sums into a slower kernel, and transposes slower.
+        // The types of intermediate values can be inferred. With them, ONNX Runtime fuses residual
+        // additions into a slower kernel, and transposes more slowly.
         value_info: Vec::new(),
         ..GraphProto::default()
     };
@@ -134,13 +136,13 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         metadata_props: metadata.iter().map(|(key, value)| StringStringEntryProto::new(key, value)).collect(),
         ..ModelProto::default()
     };
-    Ok(Draft { model, weights, kept: cache.map(|cache| cache.kept).unwrap_or_default(), integer_heads })
+    Ok(Draft { model, weights, cached_attentions: cache.map(|cache| cache.attentions).unwrap_or_default(), integer_heads })
 }
 
-/// Outputs that need a copy of a value, by the value's position.
+/// Outputs that copy a value, with the position of the value.
 type Aliases = Vec<(String, usize)>;
 
-/// Names of values: each is called as the first output that it is.
+/// Names of the values. The first output of a value determines its name.
 fn names(graph: &Graph, results: &[(String, ValueId)], half: bool) -> Result<(Vec<String>, Aliases)> {
     let public: BTreeSet<&str> = results.iter().map(|(name, _)| name.as_str()).collect();
     let mut names = Vec::with_capacity(graph.values().len());
@@ -149,7 +151,7 @@ fn names(graph: &Graph, results: &[(String, ValueId)], half: bool) -> Result<(Ve
         if claimed && value.kind == Kind::Input {
             return Err(Error::option(
                 format!("graph output `{}`", value.name),
-                "has the name of an input; ONNX needs names of their own, so rename the output",
+                "has the name of an input, but names must be unique in ONNX: rename the output",
             ));
         }
         names.push(if claimed { format!("{}.value", value.name) } else { value.name.clone() });
@@ -168,7 +170,7 @@ fn names(graph: &Graph, results: &[(String, ValueId)], half: bool) -> Result<(Ve
     Ok((names, aliases))
 }
 
-pub(super) fn info(name: &str, ty: &TensorType) -> ValueInfoProto {
+pub(super) fn value_info_proto(name: &str, ty: &TensorType) -> ValueInfoProto {
     let element = if ty.element == Element::Float { DataType::Float } else { DataType::Int64 };
     let size = |dim: &Dim| match dim {
         Dim::Fixed(size) => Dimension::DimValue(*size as i64),
@@ -180,7 +182,7 @@ pub(super) fn info(name: &str, ty: &TensorType) -> ValueInfoProto {
     ValueInfoProto { name: Some(name.to_owned()), r#type: Some(ty), ..ValueInfoProto::default() }
 }
 
-/// A size that is known when the model runs, as a person would write it.
+/// Formula of a dynamic dimension.
 fn formula(dim: &Dim) -> String {
     match dim {
         Dim::Window { of, offset, stride } => {

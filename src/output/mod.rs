@@ -1,13 +1,14 @@
-//! Folders that appear whole or not at all, and folders for what is not finished: who owns them, and what is left of those whose
-//! process was killed.
+//! Atomic output: folders that appear complete or not at all, and folders for unfinished work, with
+//! their ownership and the cleanup after killed processes.
 //!
-//! Owners are told by locks, never by process ids, which say nothing about other containers and other machines.
+//! Ownership is determined by file locks, not by process ids, which have no meaning in other containers
+//! or on other machines.
 
 mod lock;
-mod place;
+mod resume_folder;
 mod staging;
-mod workplace;
+mod target;
 
-pub use place::{Inputs, REPORT_FILES, Replace, check_place, file_format, file_name, report_folder, require_here};
+pub use resume_folder::ResumeFolder;
 pub use staging::Staging;
-pub use workplace::Workplace;
+pub use target::{Inputs, REPORT_FILES, Replace, check_output, file_format, file_name, report_folder, require_local};

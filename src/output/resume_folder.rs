@@ -1,84 +1,87 @@
-//! Checkpoints that an interrupted run can be resumed from: a folder `OUT.unfinished` beside the output, used by one run at a time.
+//! Resume folder `OUT.unfinished` next to the output: checkpoints of an interrupted run, used by one run
+//! at a time.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::lock::{Attempt, Lock};
-use super::place::{refuse, require_here};
+use super::target::{refuse, require_local};
 use crate::error::{Error, Result};
 
-/// The folder, owned until this is dropped. Its files stay for `--resume`; an empty folder is removed.
+/// An owned resume folder. On drop, its files stay for `--resume`; an empty folder is removed.
 #[derive(Debug)]
-pub struct Workplace {
+pub struct ResumeFolder {
     path: PathBuf,
     _lock: Lock,
 }
 
-/// Marks a folder as made by this tool, and is locked by its owner.
+/// Marks a folder as created by this tool, and is locked by its owner.
 const MARKER: &str = "compress.lock";
 
-impl Workplace {
-    /// The folder of an output.
-    pub fn beside(output: &Path) -> PathBuf {
+impl ResumeFolder {
+    /// The path of an output's resume folder.
+    pub fn path_for(output: &Path) -> PathBuf {
         let mut name = output.file_name().unwrap_or_default().to_owned();
         name.push(".unfinished");
         output.with_file_name(name)
     }
 
-    /// Opens the folder of an output: with the files of an interrupted run if `resume`, else empty. `force` removes such files.
+    /// Opens the resume folder of an output: with the files of an interrupted run if `resume`, otherwise
+    /// empty. `force` permits removing such files.
     ///
     /// # Errors
-    /// Another run has it, it holds files and neither is asked for, or nothing in it says that compress made it.
-    pub fn open(output: &Path, resume: bool, force: bool) -> Result<Workplace> {
-        require_here(output, "unfinished work is kept beside the output")?;
-        let path = Workplace::beside(output);
+    /// Another run uses the folder, it contains files and neither `resume` nor `force` is set, or it was
+    /// not created by this tool.
+    pub fn open(output: &Path, resume: bool, force: bool) -> Result<ResumeFolder> {
+        require_local(output, "unfinished work is stored next to the output")?;
+        let path = ResumeFolder::path_for(output);
         let marker = path.join(MARKER);
         if !marker.exists() && fs::read_dir(&path).is_ok_and(|mut entries| entries.next().is_some()) {
             return Err(refuse(
                 &path,
-                "is where a training keeps its checkpoints, and holds other files",
-                "move it away, or choose another output folder with -o",
+                "is the checkpoint folder of a training run, and contains other files",
+                "move it, or choose another output folder with -o",
             ));
         }
         fs::create_dir_all(&path).map_err(Error::io("create", &path))?;
         let Attempt::Taken(lock) = Lock::take(&marker)? else {
-            return Err(refuse(&path, "is used by another run", "wait until that has ended, or choose another output folder with -o"));
+            return Err(refuse(&path, "is used by another run", "wait until that run has ended, or choose another output folder with -o"));
         };
         lock.sign(&marker);
-        let workplace = Workplace { path, _lock: lock };
-        let left = workplace.left()?;
+        let resume_folder = ResumeFolder { path, _lock: lock };
+        let left = resume_folder.leftovers()?;
         if !left.is_empty() && !resume && !force {
-            return Err(refuse(&workplace.path, "was left by an interrupted run", "continue it with --resume, or start again with --force"));
+            return Err(refuse(&resume_folder.path, "was left by an interrupted run", "add --resume to continue it, or --force to start again"));
         }
         if !resume {
             left.iter().try_for_each(|path| remove(path))?;
         }
-        Ok(workplace)
+        Ok(resume_folder)
     }
 
-    /// Where it is.
+    /// Path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Removes it with all that is in it.
+    /// Removes the folder with its contents.
     ///
     /// # Errors
-    /// Something cannot be removed.
+    /// A file cannot be removed.
     pub fn remove(self) -> Result<()> {
-        self.left()?.iter().try_for_each(|path| remove(path))
+        self.leftovers()?.iter().try_for_each(|path| remove(path))
     }
 
-    fn left(&self) -> Result<Vec<PathBuf>> {
+    fn leftovers(&self) -> Result<Vec<PathBuf>> {
         let entries = fs::read_dir(&self.path).map_err(Error::io("list", &self.path))?;
         let paths: std::io::Result<Vec<PathBuf>> = entries.map(|entry| Ok(entry?.path())).collect();
         Ok(paths.map_err(Error::io("list", &self.path))?.into_iter().filter(|path| !path.ends_with(MARKER)).collect())
     }
 }
 
-impl Drop for Workplace {
+impl Drop for ResumeFolder {
     fn drop(&mut self) {
-        if self.left().is_ok_and(|left| left.is_empty()) {
+        if self.leftovers().is_ok_and(|left| left.is_empty()) {
             let _ = fs::remove_file(self.path.join(MARKER));
             let _ = fs::remove_dir(&self.path);
         }
@@ -95,40 +98,40 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_run_has_it_and_what_it_leaves_is_asked_for() {
+    fn one_run_owns_it_and_leftovers_require_resume_or_force() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("a/out");
-        let path = Workplace::beside(&out);
-        let workplace = Workplace::open(&out, false, false).unwrap();
+        let path = ResumeFolder::path_for(&out);
+        let resume_folder = ResumeFolder::open(&out, false, false).unwrap();
         for (resume, force) in [(false, false), (true, false), (false, true)] {
-            let error = Workplace::open(&out, resume, force).unwrap_err().to_string();
+            let error = ResumeFolder::open(&out, resume, force).unwrap_err().to_string();
             assert!(error.contains("out.unfinished") && error.contains("another run"), "{error}");
         }
-        drop(workplace);
-        assert!(!path.exists(), "nothing is left of nothing");
-        let workplace = Workplace::open(&out, false, false).unwrap();
+        drop(resume_folder);
+        assert!(!path.exists(), "an empty folder is removed");
+        let resume_folder = ResumeFolder::open(&out, false, false).unwrap();
         fs::create_dir(path.join("1-distill")).unwrap();
         fs::write(path.join("1-distill/checkpoint"), "").unwrap();
-        drop(workplace);
-        assert!(Workplace::open(&out, false, false).unwrap_err().hint().unwrap().contains("--resume"));
-        drop(Workplace::open(&out, true, false).unwrap());
+        drop(resume_folder);
+        assert!(ResumeFolder::open(&out, false, false).unwrap_err().hint().unwrap().contains("--resume"));
+        drop(ResumeFolder::open(&out, true, false).unwrap());
         assert!(path.join("1-distill/checkpoint").exists());
-        let workplace = Workplace::open(&out, false, true).unwrap();
+        let resume_folder = ResumeFolder::open(&out, false, true).unwrap();
         assert!(!path.join("1-distill").exists());
         fs::write(path.join("file"), "").unwrap();
-        workplace.remove().unwrap();
+        resume_folder.remove().unwrap();
         assert!(!path.exists());
     }
 
     #[test]
-    fn a_folder_of_somebody_else_is_left_alone() {
+    fn a_foreign_folder_is_not_touched() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("out");
-        let path = Workplace::beside(&out);
+        let path = ResumeFolder::path_for(&out);
         fs::create_dir(&path).unwrap();
         fs::write(path.join("thesis.tex"), "years").unwrap();
         for (resume, force) in [(false, false), (true, false), (false, true)] {
-            let error = Workplace::open(&out, resume, force).unwrap_err().to_string();
+            let error = ResumeFolder::open(&out, resume, force).unwrap_err().to_string();
             assert!(error.contains("out.unfinished") && error.contains("other files"), "{error}");
         }
         assert_eq!(fs::read_to_string(path.join("thesis.tex")).unwrap(), "years");

@@ -1,34 +1,37 @@
-//! An output folder that appears whole or not at all.
+//! Output folders that appear complete or not at all.
 //!
-//! Work happens in a hidden folder beside the final place, under a name that nobody else has:
+//! Files are written to a hidden staging folder next to the final location, under a unique name:
 //!
 //! ```text
 //! .OUT.compress-0123456789abcdef/
-//!     lock    held from before there is anything else until everything else is gone
+//!     lock    created first, removed last, and locked in between
 //!     new     renamed to OUT in one step
-//!     old     what OUT was, where the file system cannot exchange two folders in one step
+//!     old     the previous OUT, if the file system cannot exchange two folders atomically
 //! ```
 //!
-//! An output that is a file is made in a folder too, and three things are put in place: a file with the weights, if the format has one, under
-//! a name that did not exist; the folder of the report; and last, in one step, the file itself. That step decides: the file names its file of
-//! weights, so that before it the old file is paired with the old weights, and after it the new one with the new. Old weights are removed
-//! after it. `placing.json`, written before the first step, records what is put where by inode numbers. If a step fails, those before it are
-//! taken back; if the process is killed, the next run for this output takes them back, or removes the old weights if the file is the new one.
+//! A single-file output is staged in a folder too. It is published in up to three steps: the external
+//! data file, if the format has one, under an unused name; the report folder; and finally, atomically,
+//! the file itself. The last step commits: the file references its data file by name, so before this
+//! step the old file is paired with the old data, and afterwards the new file with the new data. The old
+//! data file is removed after the commit. The journal `placing.json`, written before the first step,
+//! records the inode number of each part. If a step fails, the previous steps are reverted. If the
+//! process is killed, the next run for this output reverts them, or removes the old data file if the new
+//! file was committed.
 
-mod placing;
+mod publish;
 mod work_folder;
 
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use self::work_folder::{begin, bytes, remove, remove_left, remove_made, sync, sync_folder};
+use self::work_folder::{begin, bytes, remove, remove_created, remove_stale, sync, sync_folder};
 use super::lock::Lock;
-use super::place::{Inputs, Replace, absolute, check_place, file_name, free_data_name, refuse};
-use crate::error::{Error, Result, tellable};
+use super::target::{Inputs, Replace, absolute, check_output, file_name, free_data_name, refuse};
+use crate::error::{Error, Result, redact_path};
 use crate::files::{self, Destination};
 
-/// An unfinished output folder; dropped without [`commit`](Staging::commit), it is removed.
+/// An unfinished output folder, removed on drop unless [`commit`](Staging::commit) was called.
 #[derive(Debug)]
 pub struct Staging {
     work: PathBuf,
@@ -37,8 +40,8 @@ pub struct Staging {
     replace: Replace,
     inputs: Inputs,
     data_name: Option<String>,
-    /// The outermost folder that was made to hold the output.
-    made: Option<PathBuf>,
+    /// The outermost folder that was created for the output.
+    created: Option<PathBuf>,
     _lock: Lock,
     notes: Vec<String>,
 }
@@ -47,122 +50,125 @@ const LOCK: &str = "lock";
 const NEW: &str = "new";
 const OLD: &str = "old";
 const OLD_REPORT: &str = "old report";
-/// The new model file, and what it replaced afterwards.
+/// The new model file. After the commit, the file that it replaced.
 const MODEL: &str = "model";
-const PLACING: &str = "placing.json";
+const JOURNAL: &str = "placing.json";
 
-/// Others can take a folder away between two steps of this process, but not often in a row.
+/// Retries when another process removes a folder between two steps of this process.
 const ATTEMPTS: usize = 100;
 
 impl Staging {
-    /// Starts an output folder beside its final place.
+    /// Creates a staging folder next to the final location.
     ///
     /// # Errors
-    /// As [`check_place`], or nothing can be written next to the final place.
+    /// As [`check_output`], or the folder next to the final location is not writable.
     pub fn new(target: &Path, replace: Replace, inputs: impl Into<Inputs>) -> Result<Staging> {
         let (target, inputs) = (absolute(target)?, inputs.into());
-        check_place(&target, replace, &inputs)?;
+        check_output(&target, replace, &inputs)?;
         let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else {
             return Err(refuse(&target, "has no parent folder", "choose a folder inside another one"));
         };
-        // What is small, or opened while it is made, is made on this machine first.
+        // For remote outputs, small files and files that are reopened while they are written are staged
+        // locally.
         let remote = files::is_remote(&target).then(std::env::temp_dir);
         let parent = remote.as_deref().unwrap_or(parent);
-        let made = parent.ancestors().take_while(|p| !p.exists()).last().map(Path::to_owned);
+        let created = parent.ancestors().take_while(|p| !p.exists()).last().map(Path::to_owned);
         let prefix = format!(".{}.{}-", name.to_string_lossy(), if remote.is_some() { "upload" } else { "compress" });
-        let mut notes = remove_left(parent, &prefix, &target);
+        let mut notes = remove_stale(parent, &prefix, &target);
         match begin(parent, &prefix) {
             Ok((work, lock)) => {
-                if !lock.held {
-                    notes.push(format!("{} is on a file system without locks: what a killed run leaves there has to be removed by hand", parent.display()));
+                if !lock.supported {
+                    notes.push(format!("{} is on a file system without locks: leftovers of killed runs must be removed manually", parent.display()));
                 }
-                let made = made.filter(|_| remote.is_none());
-                let destination = Destination::here(work.join(NEW));
+                let created = created.filter(|_| remote.is_none());
+                let destination = Destination::local(work.join(NEW));
                 let data_name = free_data_name(&target);
-                let mut staging = Staging { work, destination, target, replace, inputs, data_name, made, _lock: lock, notes };
+                let mut staging = Staging { work, destination, target, replace, inputs, data_name, created, _lock: lock, notes };
                 fs::create_dir(staging.path()).map_err(Error::io("create", staging.path()))?;
                 if remote.is_some() {
-                    staging.begin_away()?;
+                    staging.open_remote()?;
                 }
                 Ok(staging)
             }
             Err(error) => {
-                remove_made(parent, made.as_deref());
+                remove_created(parent, created.as_deref());
                 Err(error)
             }
         }
     }
 
-    /// Begins a folder of another machine, which weights go to as they are made.
-    fn begin_away(&mut self) -> Result<()> {
-        self.destination = Destination::away(&self.target, self.path()).map_err(Error::io("create", &self.target))?;
-        if self.destination.is_shared() {
-            let target = tellable(&self.target);
-            let told = target.display();
-            self.notes.push(format!("where {told} is, a file cannot be refused that is there already: of two runs that write it at once, both go on"));
+    /// Creates the remote folder, to which weights are uploaded while they are computed.
+    fn open_remote(&mut self) -> Result<()> {
+        self.destination = Destination::remote(&self.target, self.path()).map_err(Error::io("create", &self.target))?;
+        if self.destination.can_race() {
+            let target = redact_path(&self.target);
+            self.notes.push(format!(
+                "{} does not support creating a file only if it is missing: two concurrent runs that write it would both continue",
+                target.display()
+            ));
         }
         Ok(())
     }
 
-    /// The folder of this machine to write into.
+    /// The local folder to write into.
     pub fn path(&self) -> &Path {
         self.destination.path()
     }
 
-    /// Where weights are written.
+    /// The destination of the weight files.
     pub fn destination(&self) -> &Destination {
         &self.destination
     }
 
-    /// Where the folder will be.
+    /// The final location of the folder.
     pub fn target(&self) -> &Path {
         &self.target
     }
 
-    /// The name for a second file, with the weights of a large one, where the output is a file of a format that has such files.
+    /// The name for the external data file, if the output is a single file of a format that has one.
     pub fn data_name(&self) -> Option<&str> {
         self.data_name.as_deref()
     }
 
-    /// Bytes that go to another machine and come back to be compared; none where the folder stays here.
+    /// Bytes to upload and to read back for verification; 0 for local outputs.
     ///
     /// # Errors
     /// The folder cannot be listed.
     pub fn uploads(&self) -> Result<u64> {
-        if self.destination.is_away() { bytes(self.path()).map(|bytes| bytes.saturating_mul(2)) } else { Ok(0) }
+        if self.destination.is_remote() { bytes(self.path()).map(|bytes| bytes.saturating_mul(2)) } else { Ok(0) }
     }
 
-    /// Notes on what the file system cannot do.
+    /// Notes on missing capabilities of the file system.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// Moves the folder to its final place, in one step.
+    /// Moves the folder to its final location, atomically.
     ///
     /// # Errors
-    /// The place was taken meanwhile, or the move fails; then nothing has changed.
+    /// The location was taken in the meantime, or the move fails. In both cases nothing has changed.
     pub fn commit(self) -> Result<()> {
-        self.commit_telling(&|_| true)
+        self.commit_with_progress(&|_| true)
     }
 
-    /// The same, telling of every run of bytes that is done on the way to another machine, [`uploads`](Staging::uploads) in all; the answer is
-    /// whether to go on.
+    /// As [`commit`](Staging::commit), with progress. During an upload, `progress` is called with byte
+    /// counts that add up to [`uploads`](Staging::uploads), and returns whether to continue.
     ///
     /// # Errors
-    /// As [`commit`](Staging::commit), or the answer is no.
-    pub fn commit_telling(mut self, told: &(dyn Fn(u64) -> bool + Sync)) -> Result<()> {
-        if self.destination.is_away() {
-            return self.destination.publish(told).map_err(|e| match e.kind() {
+    /// As [`commit`](Staging::commit), or `progress` returned `false`.
+    pub fn commit_with_progress(mut self, progress: &(dyn Fn(u64) -> bool + Sync)) -> Result<()> {
+        if self.destination.is_remote() {
+            return self.destination.publish(progress).map_err(|e| match e.kind() {
                 ErrorKind::Interrupted => Error::Cancelled,
                 _ => Error::io("write", &self.target)(e),
             });
         }
         sync(self.path())?;
         match file_name(&self.target) {
-            Some(name) => self.put_file(&name, &|_| {})?,
+            Some(name) => self.publish_file(&name, &|_| {})?,
             None => self.put(self.path(), &self.target)?,
         }
-        self.made = None;
+        self.created = None;
         if let Some(parent) = self.target.parent() {
             sync_folder(parent);
         }
@@ -174,7 +180,7 @@ impl Drop for Staging {
     fn drop(&mut self) {
         remove(&self.work);
         if let Some(parent) = self.work.parent() {
-            remove_made(parent, self.made.as_deref());
+            remove_created(parent, self.created.as_deref());
         }
     }
 }
@@ -184,7 +190,7 @@ mod tests {
     use std::fs::File;
 
     use super::super::lock::Attempt;
-    use super::super::place::{Listing, report_folder};
+    use super::super::target::{Listing, report_folder};
     use super::*;
 
     fn input(folder: &Path) -> PathBuf {
@@ -204,27 +210,27 @@ mod tests {
     }
 
     #[test]
-    fn appears_whole_or_not_at_all() {
+    fn appears_complete_or_not_at_all() {
         let folder = tempfile::tempdir().unwrap();
         let (input, out) = (input(folder.path()), folder.path().join("a/out"));
-        let staging = Staging::new(&out, Replace::Nothing, &input).unwrap();
+        let staging = Staging::new(&out, Replace::Never, &input).unwrap();
         fs::write(staging.path().join("file"), "new").unwrap();
         assert!(!out.exists());
         staging.commit().unwrap();
         assert_eq!(fs::read_to_string(out.join("file")).unwrap(), "new");
-        drop(Staging::new(&out.with_file_name("other"), Replace::Nothing, &input).unwrap());
+        drop(Staging::new(&out.with_file_name("other"), Replace::Never, &input).unwrap());
         assert_eq!(hidden(&folder.path().join("a")), 0);
-        drop(Staging::new(&folder.path().join("b/c/out"), Replace::Nothing, &input).unwrap());
+        drop(Staging::new(&folder.path().join("b/c/out"), Replace::Never, &input).unwrap());
         assert!(!folder.path().join("b").exists());
     }
 
     #[test]
-    fn replaces_only_when_told_to() {
+    fn replaces_only_if_allowed() {
         let folder = tempfile::tempdir().unwrap();
         let (input, out) = (input(folder.path()), folder.path().join("out"));
         fs::create_dir(&out).unwrap();
         fs::write(out.join("file"), "old").unwrap();
-        assert!(Staging::new(&out, Replace::Nothing, &input).unwrap_err().to_string().contains("exists"));
+        assert!(Staging::new(&out, Replace::Never, &input).unwrap_err().to_string().contains("exists"));
         fs::write(out.join("report.json"), listing(&["file"])).unwrap();
         let staging = Staging::new(&out, Replace::Output, &input).unwrap();
         fs::write(staging.path().join("file"), "new").unwrap();
@@ -243,7 +249,7 @@ mod tests {
         let model = Inputs::from(&input);
         let error = refused(Replace::Output, &model);
         assert!(error.contains("inner/thesis.tex would be lost") && error.contains("no report of compress"), "{error}");
-        // A report does not cover what it does not list, nor does the report of another program.
+        // A report covers neither unlisted files nor the outputs of other programs.
         fs::write(out.join("weights"), "").unwrap();
         fs::write(out.join("report.json"), listing(&["weights"])).unwrap();
         let error = refused(Replace::Output, &model);
@@ -273,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_appears_with_what_belongs_to_it_or_not_at_all() {
+    fn a_file_appears_with_its_auxiliary_files_or_not_at_all() {
         let folder = tempfile::tempdir().unwrap();
         let (input, out) = (input(folder.path()), folder.path().join("a/small.onnx"));
         let [data, report] = ["small.onnx.data", "small.onnx.report"].map(|name| out.with_file_name(name));
@@ -284,52 +290,54 @@ mod tests {
             listed.into_iter().for_each(|name| fs::write(staging.path().join(name), text).unwrap());
         };
         let read = |path: &Path| fs::read_to_string(path).unwrap();
-        let staging = Staging::new(&out, Replace::Nothing, &input).unwrap();
+        let staging = Staging::new(&out, Replace::Never, &input).unwrap();
         write(&staging, "first", true);
         assert!(!out.exists() && !report.exists());
         staging.commit().unwrap();
         assert_eq!([read(&out), read(&data)], ["first"; 2]);
-        assert!(!report.join("small.onnx").exists() && Staging::new(&out, Replace::Nothing, &input).is_err());
+        assert!(!report.join("small.onnx").exists() && Staging::new(&out, Replace::Never, &input).is_err());
         let staging = Staging::new(&out, Replace::Output, &input).unwrap();
         write(&staging, "second", false);
         staging.commit().unwrap();
         assert!(read(&out) == "second" && report.join("report.json").exists());
-        assert!(!data.exists(), "weights of the file that was replaced");
+        assert!(!data.exists(), "data file of the replaced model file");
         fs::remove_file(&out).unwrap();
         fs::remove_dir_all(&report).unwrap();
-        let staging = Staging::new(&out, Replace::Nothing, &input).unwrap();
+        let staging = Staging::new(&out, Replace::Never, &input).unwrap();
         write(&staging, "third", true);
         fs::write(&out, "theirs").unwrap();
         assert!(staging.commit().is_err());
         assert_eq!((read(&out), data.exists(), report.exists()), ("theirs".into(), false, false));
         assert_eq!(hidden(&folder.path().join("a")), 0);
-        // Only ONNX keeps weights beside itself.
+        // Only ONNX has external data files.
         let [gguf, unrelated] = ["small.gguf", "small.gguf.data"].map(|name| out.with_file_name(name));
         fs::write(&unrelated, "theirs").unwrap();
-        for replace in [Replace::Nothing, Replace::Output] {
+        for replace in [Replace::Never, Replace::Output] {
             let staging = Staging::new(&gguf, replace, &input).unwrap();
             fs::write(staging.path().join("small.gguf"), "mine").unwrap();
             fs::write(staging.path().join("report.json"), listing(&["small.gguf"])).unwrap();
             staging.commit().unwrap();
             assert_eq!([read(&gguf), read(&unrelated)], ["mine", "theirs"]);
         }
-        // Files that no report lists are not replaced: a model file, and weights that may belong to the input.
+        // Files that no report lists are not replaced: a model file, and a data file that may belong to
+        // the input.
         let [other, clash] = ["other.onnx", "other.onnx.data"].map(|name| out.with_file_name(name));
         fs::write(&clash, "theirs").unwrap();
-        assert!(Staging::new(&other, Replace::Nothing, &clash).unwrap_err().to_string().contains("other.onnx.data: exists"));
+        assert!(Staging::new(&other, Replace::Never, &clash).unwrap_err().to_string().contains("other.onnx.data: exists"));
         assert_eq!(Staging::new(&other, Replace::Output, &clash).unwrap().data_name(), Some("other.onnx.2.data"));
         fs::write(&other, "theirs").unwrap();
         assert!(Staging::new(&other, Replace::Output, &clash).unwrap_err().to_string().contains("other.onnx would be lost"));
         assert_eq!([read(&other), read(&clash)], ["theirs"; 2]);
     }
 
-    /// Whenever the process is killed, the model file is paired with the weights that it names, and the next run cleans up.
+    /// Whenever the process is killed, the model file is paired with the data file that it references,
+    /// and the next run cleans up.
     #[test]
-    fn a_kill_between_two_steps_leaves_one_whole_pair() {
+    fn a_kill_between_two_steps_leaves_one_intact_pair() {
         for (replaces, stop) in [(true, "nothing"), (true, "data"), (true, "report"), (true, "model"), (false, "data"), (false, "report"), (false, "model")] {
             let folder = tempfile::tempdir().unwrap();
             let (input, out) = (input(folder.path()), folder.path().join("small.onnx"));
-            // A model file is its text and the name of its weights.
+            // The content of a model file is a text and the name of its data file.
             let write = |staging: &Staging, text: &str| {
                 let data = staging.data_name().unwrap();
                 fs::write(staging.path().join(data), text).unwrap();
@@ -345,11 +353,11 @@ mod tests {
                 begin("old").commit().unwrap();
             }
             let mut killed = std::mem::ManuallyDrop::new(begin("new"));
-            // The system frees the lock of a process that is killed.
+            // The operating system releases the lock of a killed process.
             let Attempt::Taken(other) = Lock::take(&folder.path().join("other lock")).unwrap() else { panic!("a new file is free") };
             killed._lock = other;
             let put = || {
-                killed.put_file("small.onnx", &|step| {
+                killed.publish_file("small.onnx", &|step| {
                     if step == stop {
                         std::panic::resume_unwind(Box::new("killed"))
                     }
@@ -379,7 +387,7 @@ mod tests {
     fn a_folder_that_appears_meanwhile_is_not_touched() {
         let folder = tempfile::tempdir().unwrap();
         let (input, out) = (input(folder.path()), folder.path().join("out"));
-        let staging = Staging::new(&out, Replace::Nothing, &input).unwrap();
+        let staging = Staging::new(&out, Replace::Never, &input).unwrap();
         fs::create_dir(&out).unwrap();
         fs::write(out.join("file"), "theirs").unwrap();
         assert!(staging.commit().is_err());
@@ -387,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_process_left_is_removed() {
+    fn leftovers_of_a_killed_process_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         let input = input(folder.path());
         let work = |name: &str| folder.path().join(format!(".out.compress-{name}"));
@@ -399,12 +407,12 @@ mod tests {
         }
         let held = File::open(alive.join(LOCK)).unwrap();
         held.lock().unwrap();
-        let _staging = Staging::new(&folder.path().join("out"), Replace::Nothing, &input).unwrap();
+        let _staging = Staging::new(&folder.path().join("out"), Replace::Never, &input).unwrap();
         assert!(!dead.exists() && !beginning.exists() && alive.join(NEW).exists() && other.exists());
     }
 
     #[test]
-    fn what_was_to_be_replaced_comes_back() {
+    fn the_replaced_folder_is_restored() {
         let folder = tempfile::tempdir().unwrap();
         let input = input(folder.path());
         let (work, out) = (folder.path().join(".out.compress-0123456789abcdef"), folder.path().join("out"));
@@ -420,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn without_exchange_in_one_step_it_is_replaced_in_two() {
+    fn without_atomic_exchange_it_is_replaced_in_two_steps() {
         let folder = tempfile::tempdir().unwrap();
         let (input, out) = (input(folder.path()), folder.path().join("out"));
         for text in ["first", "second"] {
@@ -432,7 +440,7 @@ mod tests {
             assert_eq!(fs::read_to_string(out.join("file")).unwrap(), text);
         }
         let mut staging = Staging::new(&out, Replace::Output, &input).unwrap();
-        staging.replace = Replace::Nothing;
+        staging.replace = Replace::Never;
         assert!(staging.put_plainly(staging.path(), &staging.target).unwrap_err().to_string().contains("exists"));
         drop(staging);
         assert_eq!(hidden(folder.path()), 0);

@@ -1,4 +1,4 @@
-//! How much to remove.
+//! Amounts to remove: fractions, counts and N:M patterns.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -12,7 +12,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub struct Fraction(f64);
 
 impl Fraction {
-    /// `None` when the number is outside 0 to 1.
+    /// Returns `None` if the number is outside of 0 to 1.
     pub fn new(value: f64) -> Option<Fraction> {
         (0.0..=1.0).contains(&value).then_some(Fraction(value))
     }
@@ -26,7 +26,8 @@ pub(crate) fn parse_fraction(text: &str) -> Option<f64> {
     }
 }
 
-/// How a number from 1 to 100 is written as a fraction, if it was meant as a percentage: "`0.5` or `50%`".
+/// For a number above 1 and up to 100, which may be meant as a percentage, returns how to write it as a
+/// fraction: "`0.5` or `50%`".
 pub(crate) fn suggest_percentage(number: f64) -> Option<String> {
     (number > 1.0 && number <= 100.0).then(|| format!("`{:?}` or `{number}%`", number / 100.0))
 }
@@ -36,7 +37,7 @@ pub(crate) fn suggest_percentage(number: f64) -> Option<String> {
 /// As in PyTorch, a whole number is a count and a number with a point is a fraction.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Amount {
-    /// A fraction of all, rounded to the nearest count, half to even.
+    /// A fraction of the total, rounded to the nearest count, half to even.
     Fraction(Fraction),
     /// A count with its unit, written `50 units`.
     Count(u64),
@@ -45,15 +46,12 @@ pub enum Amount {
 }
 
 impl Amount {
-    /// A fraction of all.
-    ///
-    /// # Panics
-    /// Never; a value outside 0 to 1 is clamped, NaN becomes 0.
+    /// Creates a fraction of the total. Values outside of 0 to 1 are clamped, and NaN becomes 0.
     pub fn fraction(value: f64) -> Amount {
         Amount::Fraction(Fraction(if value.is_nan() { 0.0 } else { value.clamp(0.0, 1.0) }))
     }
 
-    /// The fraction, or 0 for a count.
+    /// Returns the fraction, or 0 for a count.
     pub fn share(self) -> f64 {
         match self {
             Amount::Fraction(Fraction(f)) => f,
@@ -61,7 +59,7 @@ impl Amount {
         }
     }
 
-    /// The count for this many weights, or `None` when there are fewer than the count.
+    /// Returns the count for this many weights, or `None` if there are fewer weights than the count.
     pub fn of(self, weights: u64) -> Option<u64> {
         match self {
             Amount::Fraction(Fraction(f)) => Some((f * weights as f64).round_ties_even() as u64),
@@ -69,10 +67,8 @@ impl Amount {
         }
     }
 
-    /// Refuses a number from 2 to 100 without a unit, which may be meant as a percentage.
-    ///
-    /// # Errors
-    /// The reason, with the ways to write what is meant; `counted` is how to write the count.
+    /// Rejects a number from 2 to 100 without a unit, which may be meant as a percentage. The error
+    /// suggests unambiguous notations; `counted` formats that of the count.
     pub(crate) fn require_unit(self, counted: impl FnOnce(u64) -> String) -> Result<(), String> {
         match self {
             Amount::Number(number @ 2..=100) => {
@@ -153,9 +149,9 @@ impl<'de> Deserialize<'de> for Amount {
 /// Keep `n` of every `m` consecutive inputs, written `n:m`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NOfM {
-    /// How many stay.
+    /// Number of inputs to keep.
     pub n: usize,
-    /// Of how many.
+    /// Size of a group of inputs.
     pub m: usize,
 }
 
@@ -166,7 +162,7 @@ impl FromStr for NOfM {
         let parsed = text.split_once(':').and_then(|(n, m)| Some(NOfM { n: n.trim().parse().ok()?, m: m.trim().parse().ok()? }));
         match parsed {
             Some(pattern) if pattern.n <= pattern.m && (1..=1024).contains(&pattern.m) => Ok(pattern),
-            _ => Err(format!("pattern `{text}` is not N:M with N no larger than M and M from 1 to 1024, like 2:4 (two of every four stay)")),
+            _ => Err(format!("pattern `{text}` is not N:M with N no larger than M and M from 1 to 1024, like 2:4 (keep two of every four)")),
         }
     }
 }
@@ -212,7 +208,7 @@ mod schema {
             "NOfM".into()
         }
         fn json_schema(_: &mut SchemaGenerator) -> Schema {
-            json_schema!({ "type": "string", "pattern": "^[0-9]+:[0-9]+$", "description": "N of every M consecutive inputs stay" })
+            json_schema!({ "type": "string", "pattern": "^[0-9]+:[0-9]+$", "description": "keep N of every M consecutive inputs" })
         }
     }
 }

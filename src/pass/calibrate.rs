@@ -1,4 +1,4 @@
-//! Running the model on calibration data.
+//! Runs the model on calibration data.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{D, DType, Device, Tensor};
 
 use crate::analysis;
-use crate::calibration::{Request, ValueStatistics, calibrate, calibrate_blockwise, observe_blockwise};
+use crate::calibration::{Request, ValueStatistics, calibrate, calibrate_blockwise, observe_blockwise, sample_sizes, select_rows};
 use crate::data::{Batch, DataSet, Padding, Target, TokenAxis};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
@@ -17,55 +17,46 @@ use crate::kernel::columns;
 use crate::model::Model;
 use crate::pass::Context;
 
-/// Goes through the calibration data.
-///
-/// # Errors
-/// There is none, it does not fit the model, or the consumer fails.
+/// Calls `consume` for each batch of the calibration data.
 pub(in crate::pass) fn for_each(stage: &str, model: &Model, context: &Context, consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
     open(model, context)?.for_each_batch(stage, &context.work, consume)
 }
 
 fn open(model: &Model, context: &Context) -> Result<Arc<DataSet>> {
-    let options = context.data.calibration.as_ref().ok_or_else(|| Error::option("data: calibration", "is missing: the pass runs the model on samples"))?;
-    context.data.open(options, Subject::of(model.clone())?.target())
+    let options = context.data.calibration.as_ref().ok_or_else(|| Error::option("data: calibration", "is missing: the pass needs calibration samples"))?;
+    context.data.open(options, Subject::from_model(model.clone())?.target())
 }
 
-/// Shows values that nodes of the running model compute, by name, for every batch: with all parameters in memory, or block by block where they do not fit.
-///
-/// # Errors
-/// As [`for_each`], or memory that was asked for is too small.
+/// Runs the model on the calibration data and calls `observe` with the selected graph values of each
+/// batch. The model runs block by block if its parameters do not fit into memory.
 pub(in crate::pass) fn observe(
     graph: &Graph,
     model: &Model,
-    wanted: impl Fn(&str) -> bool,
+    selected: impl Fn(&str) -> bool,
     context: &Context,
-    mut see: impl FnMut(&Batch, &str, &Tensor) -> Result<()>,
+    mut observe: impl FnMut(&Batch, &str, &Tensor) -> Result<()>,
 ) -> Result<()> {
     let data = open(model, context)?;
-    let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Computed, &sizes_of(graph, &data.first()?.inputs));
+    let need = MemoryNeed::estimate(graph, &model.weights, DType::F32, Residence::Computed, &sizes_of(graph, &data.first()?.inputs));
     if let Schedule::Blockwise { states } = context.memory.schedule(&[(model.config.model_type(), need)])? {
         let tracker = context.memory_tracker.clone();
         let options = BlockwiseOptions { residence: Residence::Computed, limit: states / 2, tracker, ..BlockwiseOptions::on(&context.device) };
-        let computed = |name: &str| wanted(name) && graph.inputs().all(|(_, value)| value.name != name);
-        return observe_blockwise((graph, &model.weights), &options, states / 2, &data, computed, &context.work, see);
+        let computed = |name: &str| selected(name) && graph.inputs().all(|(_, value)| value.name != name);
+        return observe_blockwise((graph, &model.weights), &options, states / 2, &data, computed, &context.work, observe);
     }
     let executor = Executor::new(graph, parameters(graph, model, context)?, context.device.clone()).tracked(context.memory_tracker.as_ref());
-    let observation = executor.observation(wanted);
-    data.for_each_batch("Observing", &context.work, |batch| executor.run_observed(&observation, &batch.inputs, &mut |name, value| see(&batch, name, value)))
+    let observation = executor.observation(selected);
+    data.for_each_batch("Observing", &context.work, |batch| executor.run_observed(&observation, &batch.inputs, &mut |name, value| observe(&batch, name, value)))
 }
 
-/// One for each of rows `[n, size]` that is not all zeros, which are tokens that an expert does not see; `[n, 1]`.
-///
-/// # Errors
-/// The device runs out of memory.
-pub(super) fn seen(rows: &Tensor) -> candle_core::Result<Tensor> {
+/// A mask `[n, 1]` of the rows `[n, size]` that are not all zeros. Tokens that are not routed to an
+/// expert have zero rows.
+pub(super) fn nonzero_rows(rows: &Tensor) -> candle_core::Result<Tensor> {
     rows.abs()?.max_keepdim(D::Minus1)?.gt(0.0)?.to_dtype(rows.dtype())
 }
 
-/// What is seen of the values that are asked for, with all parameters in memory, or block by block where they do not fit.
-///
-/// # Errors
-/// As [`for_each`], or memory that was asked for is too small.
+/// Collects statistics of the requested values on the calibration data. The model runs block by block if
+/// its parameters do not fit into memory.
 pub(in crate::pass) fn statistics(
     pass: &str,
     graph: &Graph,
@@ -74,71 +65,65 @@ pub(in crate::pass) fn statistics(
     context: &Context,
 ) -> Result<BTreeMap<String, ValueStatistics>> {
     let Some(options) = &context.data.calibration else {
-        return Err(Error::option(pass, "needs samples to run the model on: add `data: { calibration: ... }`"));
+        return Err(Error::option(pass, "needs calibration samples: add `data: { calibration: ... }`"));
     };
-    let (inputs, outputs) = Port::of(graph);
+    let (inputs, outputs) = Port::from_graph(graph);
     let (folder, config) = model.preprocessing()?;
-    let target = Target { folder: &folder, made: &model.beside.made, config: config.values(), inputs: &inputs, outputs: &outputs };
+    let target = Target { folder: &folder, synthesized: &model.auxiliary.synthesized, config: config.values(), inputs: &inputs, outputs: &outputs };
     let data = context.data.open(options, target)?;
-    let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &sizes_of(graph, &data.first()?.inputs));
+    let need = MemoryNeed::estimate(graph, &model.weights, DType::F32, Residence::Stored, &sizes_of(graph, &data.first()?.inputs));
     if let Schedule::Blockwise { states } = context.memory.schedule(&[(model.config.model_type(), need)])? {
-        // Half of them while samples wait at a value within a block.
+        // The other half is for activations cached within a block.
         let options = BlockwiseOptions { limit: states / 2, tracker: context.memory_tracker.clone(), ..BlockwiseOptions::on(&context.device) };
-        let mut seen = calibrate_blockwise((graph, &model.weights), &options, states / 2, &data, requests, &context.work)?;
-        see_parameters(graph, model, requests, &mut seen)?;
-        return Ok(seen);
+        let mut statistics = calibrate_blockwise((graph, &model.weights), &options, states / 2, &data, requests, &context.work)?;
+        add_parameters(graph, model, requests, &mut statistics)?;
+        return Ok(statistics);
     }
     let parameters = Parameters::load(graph, &model.weights, &context.device, DType::F32, Residence::Stored, &context.work)?;
     let executor = Executor::new(graph, parameters, context.device.clone()).tracked(context.memory_tracker.as_ref());
-    let mut seen = calibrate(&executor, &data, requests, &context.work)?;
-    see_parameters(graph, model, requests, &mut seen)?;
-    Ok(seen)
+    let mut statistics = calibrate(&executor, &data, requests, &context.work)?;
+    add_parameters(graph, model, requests, &mut statistics)?;
+    Ok(statistics)
 }
 
-/// Adds the parameters that are asked for, like a table that a layer reads: no sample shows them.
-fn see_parameters(graph: &Graph, model: &Model, requests: &BTreeMap<String, Request>, seen: &mut BTreeMap<String, ValueStatistics>) -> Result<()> {
+/// Adds statistics of requested parameters, such as a table that a layer reads. They are not observed
+/// while running the model.
+fn add_parameters(graph: &Graph, model: &Model, requests: &BTreeMap<String, Request>, statistics: &mut BTreeMap<String, ValueStatistics>) -> Result<()> {
     for (_, value) in graph.params() {
         if let Some(request) = requests.get(&value.name) {
             let weight = model.weights.get(&value.name)?;
-            seen.insert(value.name.clone(), ValueStatistics::of_parameter(&value.name, &weight.floats(&value.name)?, &weight.shape, *request)?);
+            let parameter = ValueStatistics::from_parameter(&value.name, &weight.floats(&value.name)?, &weight.shape, *request)?;
+            statistics.insert(value.name.clone(), parameter);
         }
     }
     Ok(())
 }
 
-/// Parameters of a graph by name, as floats in 32 bits.
-///
-/// # Errors
-/// As [`parameters`].
+/// Loads the named parameters of a graph as f32.
 pub(in crate::pass) fn some_parameters(names: Vec<&String>, model: &Model, context: &Context) -> Result<Parameters> {
     Parameters::load_named(names, &model.weights, &context.device, DType::F32, Residence::Computed, &context.work.quiet())
 }
 
-/// The parameters of a graph, as floats in 32 bits.
-///
-/// # Errors
-/// Reading fails, or memory runs out.
+/// Loads all parameters of a graph as f32.
 pub(in crate::pass) fn parameters(graph: &Graph, model: &Model, context: &Context) -> Result<Parameters> {
     Parameters::load(graph, &model.weights, &context.device, DType::F32, Residence::Computed, &context.work)
 }
 
-/// The parameters of a graph for differentiation, and the positions of nodes at which blocks begin that are computed again: none where all
-/// parameters are in memory, else those of all blocks, whose parameters come from their files when they are used.
-///
-/// # Errors
-/// As [`parameters`], or memory that was asked for is too small for what blocks hand on.
+/// Loads the parameters of a graph for backpropagation. Also returns the node indices at which blocks
+/// with activation checkpointing end: none if all parameters fit into memory, else those of all blocks,
+/// whose parameters are streamed from their files.
 pub(in crate::pass) fn parameters_to_differentiate(graph: &Graph, model: &Model, context: &Context) -> Result<(Parameters, Vec<usize>)> {
     let sizes = sizes_of(graph, &open(model, context)?.first()?.inputs);
-    let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Computed, &sizes);
-    let (kept, count) = (need.state.saturating_mul(need.count.saturating_sub(1) as u64), need.count);
+    let need = MemoryNeed::estimate(graph, &model.weights, DType::F32, Residence::Computed, &sizes);
+    let (checkpoints, count) = (need.state.saturating_mul(need.count.saturating_sub(1) as u64), need.count);
     let Schedule::Blockwise { states } = context.memory.schedule(&[(model.config.model_type(), need)])? else {
         return Ok((parameters(graph, model, context)?, Vec::new()));
     };
-    if kept > states && context.memory.asked {
+    if checkpoints > states && context.memory.explicit {
         return Err(Error::run(
-            "differentiating the model",
-            format!("{count} blocks hand on {kept} bytes, and {states} of the memory given are left for that"),
-            "a smaller `batch_size` or `max_length` of the calibration data needs less, and importance activation no such memory",
+            "computing gradients of the model",
+            format!("the activations between {count} blocks take {checkpoints} bytes, but the memory limit leaves {states}"),
+            "use a smaller `batch_size` or `max_length` of the calibration data, or `importance: activation`, which needs no gradients",
         ));
     }
     let names = graph.params().map(|(_, value)| &value.name).collect();
@@ -146,64 +131,61 @@ pub(in crate::pass) fn parameters_to_differentiate(graph: &Graph, model: &Model,
     Ok((parameters, analysis::block_ends(graph)))
 }
 
-/// The rows `[n, features]` of a value that a layer reads, without those of padding.
-///
-/// # Errors
-/// Memory runs out.
+/// Reshapes the input of a layer to `[n, features]` and removes padding tokens.
 pub(in crate::pass) fn rows(value: &Tensor, op: &Op, batch: &Batch, tokens: TokenAxis) -> Result<Tensor> {
-    let flat = || {
-        if matches!(op, Op::Conv(_) | Op::BatchNorm(_)) && value.rank() > 2 {
-            return value.flatten_from(2)?.transpose(1, 2)?.contiguous()?.flatten_to(1);
-        }
-        let rows = value.flatten_to(value.rank().saturating_sub(2))?;
-        match Padding::of(batch)?.kept(tokens, value.dims()) {
-            None => Ok(rows),
-            Some(kept) => {
-                let kept: Vec<u32> = (0..).zip(&*kept).filter(|(_, kept)| **kept).map(|(at, _)| at).collect();
-                rows.index_select(&Tensor::from_vec(kept.clone(), kept.len(), rows.device())?, 0)
-            }
-        }
-    };
-    flat().map_err(computed)
+    Ok(rows_by_sample(value, op, batch, tokens)?.0)
 }
 
-/// An error of a tensor that could not be computed.
-pub(in crate::pass) fn computed(e: candle_core::Error) -> Error {
+/// Like [`rows`]. Also returns the number of rows of each sample.
+pub(in crate::pass) fn rows_by_sample(value: &Tensor, op: &Op, batch: &Batch, tokens: TokenAxis) -> Result<(Tensor, Vec<usize>)> {
+    let flat = || {
+        if matches!(op, Op::Conv(_) | Op::BatchNorm(_)) && value.rank() > 2 {
+            let rows = value.flatten_from(2)?.transpose(1, 2)?.contiguous()?.flatten_to(1)?;
+            let sizes = sample_sizes(rows.dim(0)?, batch.samples, None);
+            return Ok((rows, sizes));
+        }
+        let rows = value.flatten_to(value.rank().saturating_sub(2))?;
+        let padding = Padding::from_batch(batch)?;
+        let kept = padding.token_rows(tokens, value.dims());
+        let sizes = sample_sizes(rows.dim(0)?, batch.samples, kept.as_deref());
+        let Some(kept) = kept else { return Ok((rows, sizes)) };
+        let indices = (0..).zip(&*kept).filter(|(_, kept)| **kept).map(|(at, _)| at).collect();
+        Ok((select_rows(&rows, indices)?, sizes))
+    };
+    flat().map_err(tensor_error)
+}
+
+/// Converts an error of a tensor operation.
+pub(in crate::pass) fn tensor_error(e: candle_core::Error) -> Error {
     Error::run("calibration", e, "")
 }
 
-/// A value of the graph that a sample has made infinite, or no number.
+/// The error for a graph value that is infinite or NaN.
 pub(in crate::pass) fn not_finite(name: &str) -> Error {
     Error::run(
         format!("graph value `{name}`"),
         "is not finite for a calibration sample",
-        "the model cannot compute this sample, or a weight is not finite: `compress eval` on the same data shows more",
+        "the model overflows on this sample, or a weight is not finite: run `compress eval` on the same data for details",
     )
 }
 
-/// A tensor's numbers.
-///
-/// # Errors
-/// It cannot be copied to main memory.
+/// Copies the elements of a tensor to the host.
 pub(in crate::pass) fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
     let read = || transfer::values::<f64>(tensor, Cause::Statistics);
-    read().map_err(computed)
+    read().map_err(tensor_error)
 }
 
-/// For each column of a matrix, the sum of its elements and that of their squares.
-///
-/// # Errors
-/// It cannot be copied to main memory.
+/// Computes the sum and the sum of squares of each column of a matrix.
 pub(in crate::pass) fn column_moments(rows: &Tensor) -> Result<[Vec<f64>; 2]> {
     if matches!(rows.device(), Device::Cpu) {
         let width = rows.dims().last().copied().unwrap_or(0);
-        return floats_on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(columns::moments(values, width)))).map_err(computed);
+        return floats_on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(columns::moments(values, width)))).map_err(tensor_error);
     }
-    let sums = |rows: candle_core::Result<Tensor>| rows.and_then(|rows| rows.sum(0)).map_err(computed).and_then(|sums| numbers(&sums));
+    let sums = |rows: candle_core::Result<Tensor>| rows.and_then(|rows| rows.sum(0)).map_err(tensor_error).and_then(|sums| numbers(&sums));
     Ok([sums(Ok(rows.clone()))?, sums(rows.sqr())?])
 }
 
-/// Sums and sums of squares of features.
+/// Accumulates the mean and variance of features.
 #[derive(Default)]
 pub(in crate::pass) struct Moments {
     count: f64,
@@ -212,10 +194,7 @@ pub(in crate::pass) struct Moments {
 }
 
 impl Moments {
-    /// Takes rows, one number for each feature in each.
-    ///
-    /// # Errors
-    /// As [`column_moments`].
+    /// Adds rows of shape `[n, features]`.
     pub fn add(&mut self, rows: &Tensor) -> Result<()> {
         self.count += rows.dims()[0] as f64;
         for (total, found) in [&mut self.sums, &mut self.squares].into_iter().zip(column_moments(rows)?) {
@@ -225,13 +204,13 @@ impl Moments {
         Ok(())
     }
 
-    /// How many features there are.
+    /// Number of features.
     pub fn features(&self) -> usize {
         self.sums.len()
     }
 
     /// Mean and variance of a feature.
-    pub fn of(&self, at: usize) -> (f64, f64) {
+    pub fn mean_variance(&self, at: usize) -> (f64, f64) {
         let mean = self.sums[at] / self.count;
         (mean, (self.squares[at] / self.count - mean * mean).max(0.0))
     }

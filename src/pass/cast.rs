@@ -1,4 +1,4 @@
-//! From one float format to another.
+//! Conversion to another floating-point format.
 //!
 //! ```yaml
 //! passes:
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::targets::{self, Chosen};
+use super::targets::{self, SelectedWeights};
 use super::{Context, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{F64, Float, convert, with_float};
@@ -20,7 +20,7 @@ use crate::run_state::{Applied, RunState};
 use crate::store::{Block, BlockSink, DType, Encoding, Pattern, Rows, View, Weight, WeightSource};
 use crate::work::Meter;
 
-/// A format to convert to.
+/// Target format.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -52,7 +52,7 @@ impl FloatFormat {
     }
 }
 
-/// What to do with values that the format cannot hold.
+/// Handling of values outside of the range of the format.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -99,7 +99,8 @@ impl Pass for Cast {
     fn apply(&self, mut model: Model, run: &mut RunState, _context: Option<&Context>) -> Result<Model> {
         let weights = model.weights.clone();
         let eligible = |_: &str, w: &Weight| w.is_float() && w.encoding == Encoding::Dense && w.elements() > 0;
-        let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, "all float tensors that are not quantized", eligible)?;
+        let SelectedWeights { names, rule } =
+            targets::select_weights(NAME, &weights, &self.targets, &self.ignore, "all float tensors that are not quantized", eligible)?;
         let meter = Arc::new(Meter::default());
         let mut changed = std::collections::BTreeSet::new();
         for name in names {
@@ -127,11 +128,11 @@ impl Pass for Cast {
     }
 
     fn remedy(&self) -> &'static str {
-        "`to: bf16`, which has the range of f32, or `targets` that leave the largest weights as they are"
+        "`to: bf16`, which has the range of f32, or `ignore` for the weights with the largest values"
     }
 }
 
-/// A weight in another format.
+/// Weight converted to another format.
 #[derive(Clone)]
 struct Converted {
     name: String,
@@ -141,7 +142,7 @@ struct Converted {
     meter: Arc<Meter>,
 }
 
-/// Elements converted at a time, small enough for the first-level cache.
+/// Elements converted at a time. The buffers fit into the L1 cache.
 const RUN: usize = 4096;
 
 impl Converted {
@@ -155,13 +156,13 @@ impl Converted {
             }
             self.limit(F::split(input).iter().map(|e| F::magnitude(*e) < F::INFINITY), floats)?;
             if !convert::from_f32(self.to.dtype(), floats, output) {
-                return Err(Error::tensor(&self.name, format!("cannot become {}", self.to.config_name()), ""));
+                return Err(Error::tensor(&self.name, format!("cannot be converted to {}", self.to.config_name()), ""));
             }
         }
         Ok(())
     }
 
-    /// Finds values that were finite and would not be.
+    /// Saturates finite values that overflow in the target format, or returns an error.
     fn limit(&self, finite: impl Iterator<Item = bool>, floats: &mut [f32]) -> Result<()> {
         let largest = convert::largest(self.to.dtype());
         if floats.iter().all(|v| v.abs() <= largest) {
@@ -170,11 +171,11 @@ impl Converted {
         for (value, finite) in floats.iter_mut().zip(finite) {
             if finite && !convert::rounded(self.to.dtype(), *value).is_finite() {
                 if self.overflow == Overflow::Error {
-                    let held = if value.is_finite() { format!("{value:e}") } else { format!("a value beyond {:e}", f32::MAX) };
+                    let value = if value.is_finite() { format!("{value:e}") } else { format!("a value above {:e}", f32::MAX) };
                     let wider = if self.to == FloatFormat::F16 { "cast to bf16 (--to bf16), " } else { "" };
                     return Err(Error::tensor(
                         &self.name,
-                        format!("holds {held}, and {} ends at {largest:e}", self.to.config_name()),
+                        format!("contains {value}, but the largest value of {} is {largest:e}", self.to.config_name()),
                         format!("{wider}set overflow: saturate, or add the tensor to `ignore`"),
                     ));
                 }
@@ -185,9 +186,9 @@ impl Converted {
     }
 }
 
-/// Makes the f32 between an f64 and a 16-bit float safe: when the first rounding was not exact, the result is
-/// moved to the neighbour with an odd last bit, so that the second rounding sees which side it came from
-/// (Boldo and Melquiond, *Emulation of a FMA and correctly rounded sums*, 2008).
+/// Rounds f64 values to odd in f32, so that rounding the result to a 16-bit float equals rounding
+/// directly (Boldo and Melquiond, *Emulation of a FMA and correctly rounded sums*, 2008). `floats` holds
+/// the values rounded to nearest.
 fn round_to_odd(input: &[u8], floats: &mut [f32]) {
     for (element, float) in F64::split(input).iter().zip(floats) {
         let exact = f64::from_le_bytes(*element);

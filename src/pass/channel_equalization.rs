@@ -1,76 +1,92 @@
-//! Channels that can be rescaled at no cost when the model runs (Xiao et al., SmoothQuant, 2023; Nagel et al., cross-layer equalization,
-//! 2019): the layer or normalisation that makes a value divides each channel by a number, the layers that read it multiply by the same.
+//! Channels that can be rescaled without cost at run time (Xiao et al., SmoothQuant, 2023; Nagel et al.,
+//! cross-layer equalization, 2019): the layer or normalization that computes a value divides each channel
+//! by a factor, and the layers that read the value multiply by it.
 
 use std::collections::BTreeSet;
+use std::iter::repeat_n;
+use std::ops::Range;
 use std::sync::Arc;
 
-use super::walk::{only_reader, readers, weight_input};
+use super::consumers::{only_reader, readers, weight_input};
 use crate::error::Result;
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Kind, Node, ValueId};
 use crate::store::{Scaled, Weight};
 
-/// Channels that can be rescaled.
+/// Channels that can be rescaled, from the node that computes them to the layers that read them.
 #[derive(Debug)]
 pub(super) struct Chain {
-    /// Name of the node that makes them.
+    /// Name of the node that computes the channels.
     pub name: String,
-    /// Whether that node is there for the factors alone.
+    /// Whether that node exists only for rescaling, so that the chain has a cost unless all factors are 1.
     pub costly: bool,
-    /// Whether values are mixed by attention on the way. What tokens add to each other differs so much from sample to sample that
-    /// channels made alike on some leave the range on others: on MiniLM the worst cosine fell from 0.989 to 0.94.
+    /// Whether attention mixes tokens within the chain. The mixture varies between samples so much that
+    /// channels equalized on some samples exceed their range on others: on MiniLM the worst cosine
+    /// similarity decreased from 0.989 to 0.94.
     pub mixed: bool,
-    /// How many.
+    /// Number of channels.
     pub width: usize,
-    /// Added to the stored factors of a normalization when it computes.
+    /// Offset that a normalization adds to its stored weights.
     pub offset: f32,
-    /// Parameters that take the division over, along their first axis (or their second, when said so).
-    pub makers: Vec<(String, bool)>,
-    /// Values on the way, with the channel that each of their channels is.
+    /// Parameters that absorb the division, and whether the channel axis is the second one instead of the
+    /// first.
+    pub producers: Vec<(String, bool)>,
+    /// Index of the first channel on that axis: not 0 for a slice of the outputs of a fused layer.
+    pub first_channel: usize,
+    /// Values in the chain, with the channel of the chain for each of their channels.
     pub values: Vec<(ValueId, Vec<usize>)>,
-    /// Layers that take the multiplication over: the value they read, their weight, and whether it is `[in, out]` or depthwise.
-    pub sinks: Vec<ScaledLayer>,
-    /// Values that are cut off above, with the channel that each of their channels is, and where.
-    pub ceilings: Vec<(ValueId, Vec<usize>, f64)>,
+    /// Layers that absorb the multiplication.
+    pub consumers: Vec<ScaledLayer>,
+    /// Values with an upper clamp, with the channel of the chain for each of their channels, and the limit.
+    pub clamps: Vec<(ValueId, Vec<usize>, f64)>,
 }
 
+/// Layer that reads rescaled channels.
 #[derive(Debug, Clone)]
 pub(super) struct ScaledLayer {
     pub value: ValueId,
     pub weight: String,
-    /// The channel of each index of the weight's axis of inputs.
+    /// The channel of the chain for each index of the weight's input axis.
     pub index: Vec<usize>,
-    /// Whether that axis is the first one.
+    /// Whether the input axis is the first one.
     pub first: bool,
-    /// Whether each output has one input: rounded with a scale of its own, it loses nothing by a factor.
+    /// Whether each output has one input. With a scale per channel, a factor does not change the
+    /// quantization error of such a layer.
     pub depthwise: bool,
 }
 
-/// All chains of a graph that quantized layers are part of: of the sinks at least one, or a convolution that makes the values and whose
-/// output is quantized.
-pub(super) fn chains(graph: &Graph, layers: &BTreeSet<String>) -> Vec<Chain> {
-    let made = |chain: &Chain| chain.sinks.iter().all(|sink| sink.depthwise) && chain.makers.iter().any(|(name, _)| layers.contains(name));
-    let read = |chain: &Chain| chain.sinks.iter().any(|sink| layers.contains(&sink.weight));
-    graph.nodes().iter().filter_map(|node| chain(graph, node)).filter(|chain| read(chain) || made(chain)).collect()
+/// All chains of a graph with a quantized consumer, or with only depthwise consumers and a quantized
+/// producer.
+pub(super) fn find_chains(graph: &Graph, layers: &BTreeSet<String>) -> Vec<Chain> {
+    let is_produced = |chain: &Chain| chain.consumers.iter().all(|layer| layer.depthwise) && chain.producers.iter().any(|(name, _)| layers.contains(name));
+    let is_read = |chain: &Chain| chain.consumers.iter().any(|layer| layers.contains(&layer.weight));
+    graph.nodes().iter().filter_map(|node| chain(graph, node)).filter(|chain| is_read(chain) || is_produced(chain)).collect()
 }
 
-/// The value whose rows determine the cost of rescaling: the one that all layers of the chain read, or the output of its normalization, which
-/// experts read in parts.
+/// Chains that begin at a slice of the outputs of a fused linear layer, such as `qkv_proj` and
+/// `gate_up_proj` of Phi-3, and that quantized layers read. Only the rows of the slice change.
+pub(super) fn slice_chains(graph: &Graph, layers: &BTreeSet<String>) -> Vec<Chain> {
+    let chains = graph.nodes().iter().filter_map(|node| slice_chain(graph, node));
+    chains.filter(|chain| chain.consumers.iter().any(|layer| layers.contains(&layer.weight))).collect()
+}
+
+/// The value whose rows determine the cost of rescaling: the common input of all layers of the chain, or
+/// the output of its normalization, whose tokens are dispatched to experts.
 pub(super) fn source(graph: &Graph, chain: &Chain) -> Option<ValueId> {
-    let first = chain.sinks.first()?.value;
-    if chain.sinks.iter().all(|sink| sink.value == first) {
+    let first = chain.consumers.first()?.value;
+    if chain.consumers.iter().all(|layer| layer.value == first) {
         return Some(first);
     }
-    let (made, _) = chain.values.first()?;
+    let (output, _) = chain.values.first()?;
     let is_dispatched = |value: ValueId| match graph.value(value).kind {
-        Kind::Node(at) => matches!(graph.nodes()[at].op, Op::Dispatch(_)) && graph.nodes()[at].inputs.first() == Some(made),
+        Kind::Node(at) => matches!(graph.nodes()[at].op, Op::Dispatch(_)) && graph.nodes()[at].inputs.first() == Some(output),
         _ => false,
     };
-    chain.sinks.iter().all(|sink| sink.value == *made || is_dispatched(sink.value)).then_some(*made)
+    chain.consumers.iter().all(|layer| layer.value == *output || is_dispatched(layer.value)).then_some(*output)
 }
 
-/// Normalizations whose channels quantized layers read, directly or after operators that move, mask or select them, by the name of their first
-/// parameter.
+/// Normalizations whose channels quantized layers read, directly or after operators that move, mask or
+/// select them. They are identified by the name of their weight.
 pub(super) fn norms(graph: &Graph, layers: &BTreeSet<String>) -> BTreeSet<String> {
     let reaches = |value: ValueId| {
         let (mut next, mut visited) = (vec![value], BTreeSet::new());
@@ -90,13 +106,13 @@ pub(super) fn norms(graph: &Graph, layers: &BTreeSet<String>) -> BTreeSet<String
     graph.nodes().iter().filter(is_norm).filter_map(|node| Some(graph.value(*node.inputs.get(1)?).name.clone())).collect()
 }
 
-/// Whether a product is one with a number for each channel.
+/// Whether a node multiplies each channel by a parameter.
 pub(super) fn is_factor(graph: &Graph, node: &Node) -> bool {
     let factor = node.inputs.get(1).map(|id| graph.value(*id));
     matches!(node.op, Op::Mul(_)) && factor.is_some_and(|value| value.kind == Kind::Param && value.ty.shape.len() == 1)
 }
 
-/// Whether a node has, as its second input, a number for each channel of a picture.
+/// Whether the second input of a node is a parameter with one element for each channel of an image.
 fn is_by_channel(graph: &Graph, node: &Node) -> bool {
     let [value, numbers] = node.inputs.as_slice() else { return false };
     let (of, numbers) = (&graph.value(*value).ty.shape, graph.value(*numbers));
@@ -105,7 +121,6 @@ fn is_by_channel(graph: &Graph, node: &Node) -> bool {
 }
 
 fn chain(graph: &Graph, node: &Node) -> Option<Chain> {
-    let name = |at: usize| graph.value(node.inputs[at]).name.clone();
     let width = match &node.op {
         Op::Linear(_) | Op::LayerNorm(_) | Op::RmsNorm(_) => graph.value(node.output).ty.shape.last()?.fixed()?,
         Op::Mul(_) if is_factor(graph, node) => graph.value(node.output).ty.shape.last()?.fixed()?,
@@ -113,40 +128,75 @@ fn chain(graph: &Graph, node: &Node) -> Option<Chain> {
         Op::Conv(_) | Op::BatchNorm(_) => graph.value(node.output).ty.shape.get(1)?.fixed()?,
         _ => return None,
     };
-    let makers: Vec<(String, bool)> = match &node.op {
+    chain_from(graph, node, node.output, 0..width)
+}
+
+/// The range of the last axis that a node selects, if it is a contiguous slice.
+fn sliced_channels(graph: &Graph, node: &Node) -> Option<Range<usize>> {
+    let (Op::Slice(op), [input]) = (&node.op, &node.inputs[..]) else { return None };
+    let shape = &graph.value(*input).ty.shape;
+    let is_last = op.axis == -1 || usize::try_from(op.axis).is_ok_and(|axis| axis + 1 == shape.len());
+    let (first, length) = op.bounds(shape.last()?.fixed()?).filter(|_| is_last && op.step == 1)?;
+    Some(first..first + length)
+}
+
+/// The chain that begins at a slice of the outputs of a linear layer whose other readers are slices that
+/// do not overlap with it.
+fn slice_chain(graph: &Graph, node: &Node) -> Option<Chain> {
+    let channels = sliced_channels(graph, node)?;
+    let input = graph.value(node.inputs[0]);
+    let Kind::Node(producer) = input.kind else { return None };
+    let producer = &graph.nodes()[producer];
+    let (nodes, result) = readers(graph, producer.output);
+    let is_disjoint = |other: usize| {
+        let other = &graph.nodes()[other];
+        let disjoint = |range: Range<usize>| range.end <= channels.start || channels.end <= range.start;
+        other.output == node.output || sliced_channels(graph, other).is_some_and(disjoint)
+    };
+    let is_own = matches!(producer.op, Op::Linear(_)) && !result && nodes.into_iter().all(is_disjoint);
+    if is_own { chain_from(graph, producer, node.output, channels) } else { None }
+}
+
+/// The chain of these channels of a node, which `value` holds.
+fn chain_from(graph: &Graph, node: &Node, value: ValueId, channels: Range<usize>) -> Option<Chain> {
+    let name = |at: usize| graph.value(node.inputs[at]).name.clone();
+    let producers: Vec<(String, bool)> = match &node.op {
         Op::Linear(op) => (1..node.inputs.len()).map(|at| (name(at), at == 1 && op.input_major)).collect(),
         Op::Conv(_) => (1..node.inputs.len()).map(|at| (name(at), false)).collect(),
         _ => (1..node.inputs.len().min(3)).map(|at| (name(at), false)).collect(),
     };
-    // A parameter that others read too cannot change.
+    // A parameter with other readers cannot be changed.
     if node.inputs[1..].iter().any(|id| only_reader(graph, *id).is_none()) {
         return None;
     }
     let costly = is_factor(graph, node);
-    let name = graph.value(node.output).name.clone();
+    let name = graph.value(value).name.clone();
     let offset = if let Op::RmsNorm(op) = &node.op { op.offset as f32 } else { 0.0 };
-    let mut chain = Chain { name, costly, mixed: false, width, offset, makers, values: Vec::new(), sinks: Vec::new(), ceilings: Vec::new() };
+    let (first_channel, width) = (channels.start, channels.len());
+    let mut chain =
+        Chain { name, costly, mixed: false, width, offset, producers, first_channel, values: Vec::new(), consumers: Vec::new(), clamps: Vec::new() };
     let index: Vec<usize> = (0..width).collect();
-    follow(graph, node.output, &index, &mut chain).then_some(chain).filter(|chain| !chain.sinks.is_empty())
+    follow(graph, value, &index, &mut chain).then_some(chain).filter(|chain| !chain.consumers.is_empty())
 }
 
-/// Follows a value to the layers that read it; `false` where something on the way does not pass factors on.
+/// Follows a value to the layers that read it. Returns `false` if an operator on the way does not commute
+/// with the factors.
 fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> bool {
-    let (nodes, result) = readers(graph, value);
-    if result || nodes.is_empty() || chain.values.iter().any(|(seen, _)| *seen == value) {
+    let (nodes, is_output) = readers(graph, value);
+    if is_output || nodes.is_empty() || chain.values.iter().any(|(visited, _)| *visited == value) {
         return false;
     }
     chain.values.push((value, index.to_vec()));
     nodes.into_iter().all(|reader| {
         let node = &graph.nodes()[reader];
         let at = node.inputs.iter().position(|id| *id == value);
-        let sole = node.inputs.iter().filter(|id| **id == value).count() == 1;
+        let once = node.inputs.iter().filter(|id| **id == value).count() == 1;
         let shape = |id: ValueId| &graph.value(id).ty.shape;
         match (&node.op, at) {
-            (Op::Linear(_) | Op::Conv(_), Some(0)) if sole => sink(graph, node, index, chain),
-            (Op::Mul(_), Some(0)) if is_by_channel(graph, node) => sink(graph, node, index, chain),
+            (Op::Linear(_) | Op::Conv(_), Some(0)) if once => add_consumer(graph, node, index, chain),
+            (Op::Mul(_), Some(0)) if is_by_channel(graph, node) => add_consumer(graph, node, index, chain),
             (Op::Add(_), Some(0)) if is_by_channel(graph, node) && only_reader(graph, node.inputs[1]).is_some() => {
-                chain.makers.push((graph.value(node.inputs[1]).name.clone(), false));
+                chain.producers.push((graph.value(node.inputs[1]).name.clone(), false));
                 follow(graph, node.output, index, chain)
             }
             (Op::Relu(_) | Op::MaxPool(_) | Op::GlobalAveragePool(_) | Op::SplitHeads(_) | Op::MergeHeads(_) | Op::Select(_), Some(0)) => {
@@ -154,12 +204,12 @@ fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> 
             }
             (Op::Clip(clip), Some(0)) if clip.min == 0.0 => {
                 if clip.max.is_finite() {
-                    chain.ceilings.push((node.output, index.to_vec(), clip.max));
+                    chain.clamps.push((node.output, index.to_vec(), clip.max));
                 }
                 follow(graph, node.output, index, chain)
             }
             (Op::MaskedMean(_) | Op::Dispatch(_), Some(0)) => follow(graph, node.output, index, chain),
-            (Op::Mul(_), Some(_)) if sole && node.inputs.iter().all(|id| shape(*id) == shape(value) && graph.value(*id).kind != Kind::Param) => {
+            (Op::Mul(_), Some(_)) if once && node.inputs.iter().all(|id| shape(*id) == shape(value) && graph.value(*id).kind != Kind::Param) => {
                 follow(graph, node.output, index, chain)
             }
             (Op::Flatten(op), Some(0)) => {
@@ -180,18 +230,20 @@ fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> 
     })
 }
 
-fn sink(graph: &Graph, node: &Node, index: &[usize], chain: &mut Chain) -> bool {
+/// Adds a layer that reads the channels. Returns `false` if its weight has other readers or if the layer
+/// is not supported.
+fn add_consumer(graph: &Graph, node: &Node, index: &[usize], chain: &mut Chain) -> bool {
     let weight = weight_input(graph, node).to_owned();
-    let own = node.inputs.get(1).is_some_and(|id| readers(graph, *id).0.len() == 1);
+    let is_only_reader = node.inputs.get(1).is_some_and(|id| readers(graph, *id).0.len() == 1);
     let depthwise = is_depthwise(graph, node) || matches!(node.op, Op::Mul(_));
     let first = match &node.op {
         Op::Linear(op) => op.input_major,
         Op::Conv(op) if op.groups > 1 && !depthwise => return false,
-        // Of a depthwise convolution each output has one input, whose factor it takes over by its row.
+        // Each output of a depthwise convolution has one input, so that its factor applies to a row.
         _ => depthwise,
     };
-    chain.sinks.push(ScaledLayer { value: node.inputs[0], weight, index: index.to_vec(), first, depthwise });
-    own
+    chain.consumers.push(ScaledLayer { value: node.inputs[0], weight, index: index.to_vec(), first, depthwise });
+    is_only_reader
 }
 
 /// Whether each output of a convolution has one input.
@@ -201,19 +253,16 @@ pub(super) fn is_depthwise(graph: &Graph, node: &Node) -> bool {
 }
 
 impl Chain {
-    /// Divides channels by these numbers where they are made and multiplies where they are read; `change` puts another weight in the
-    /// place of one.
-    ///
-    /// # Errors
-    /// Those of `change`.
+    /// Divides the channels by these factors in the producers and multiplies by them in the consumers.
+    /// `change` replaces the named weight by the result of a function.
     pub fn rescale(&self, factors: &[f32], mut change: impl FnMut(&str, &dyn Fn(Weight) -> Weight) -> Result<()>) -> Result<()> {
-        let divisors: Arc<Vec<f32>> = Arc::new(factors.iter().map(|factor| 1.0 / factor).collect());
-        for (name, second) in &self.makers {
+        let divisors: Arc<Vec<f32>> = Arc::new(repeat_n(1.0, self.first_channel).chain(factors.iter().map(|factor| 1.0 / factor)).collect());
+        for (name, second) in &self.producers {
             change(name, &|weight| scaled(name, weight, divisors.clone(), !*second, self.offset))?;
         }
-        for sink in &self.sinks {
-            let factors: Arc<Vec<f32>> = Arc::new(sink.index.iter().map(|channel| factors[*channel]).collect());
-            change(&sink.weight, &|weight| scaled(&sink.weight, weight, factors.clone(), sink.first, 0.0))?;
+        for layer in &self.consumers {
+            let factors: Arc<Vec<f32>> = Arc::new(layer.index.iter().map(|channel| factors[*channel]).collect());
+            change(&layer.weight, &|weight| scaled(&layer.weight, weight, factors.clone(), layer.first, 0.0))?;
         }
         Ok(())
     }

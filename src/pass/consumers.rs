@@ -1,14 +1,14 @@
-//! Who reads what in a graph.
+//! Queries for the consumers of graph values.
 
 use crate::ir::{Graph, Kind, Node, Op, ValueId};
 
-/// The nodes that read a value, and whether it is a result of the graph.
+/// Indices of the nodes that read a value, and whether the value is an output of the graph.
 pub(super) fn readers(graph: &Graph, value: ValueId) -> (Vec<usize>, bool) {
     let nodes = graph.nodes().iter().enumerate().filter(|(_, node)| node.inputs.contains(&value)).map(|(index, _)| index).collect();
     (nodes, graph.outputs().iter().any(|(_, id)| *id == value))
 }
 
-/// The only reader of a value that is no result.
+/// The only reader of a value; `None` if there are several, or if the value is an output of the graph.
 pub(super) fn only_reader(graph: &Graph, value: ValueId) -> Option<usize> {
     match readers(graph, value) {
         (nodes, false) if nodes.len() == 1 => nodes.first().copied(),
@@ -16,20 +16,20 @@ pub(super) fn only_reader(graph: &Graph, value: ValueId) -> Option<usize> {
     }
 }
 
-/// The name of what stands in the place of a weight.
+/// Name of the second input of a node, which is the weight of linear layers and convolutions.
 pub(super) fn weight_input<'g>(graph: &'g Graph, node: &Node) -> &'g str {
     node.inputs.get(1).map_or("", |id| graph.value(*id).name.as_str())
 }
 
-/// Whether the second axis of a value holds its channels: of images, and of sequences that convolutions and what goes with them read or
-/// make, maybe by functions of single elements.
+/// Whether the second axis of a value is its channel axis. This applies to images, and to 3-D values that
+/// a convolution, batch norm or pooling reads or computes, possibly through activation functions.
 pub(super) fn channels_second(graph: &Graph, value: ValueId) -> bool {
-    let of_images = |node: &Node| matches!(node.op, Op::Conv(_) | Op::ConvTranspose(_) | Op::BatchNorm(_) | Op::MaxPool(_) | Op::AveragePool(_));
+    let is_spatial = |node: &Node| matches!(node.op, Op::Conv(_) | Op::ConvTranspose(_) | Op::BatchNorm(_) | Op::MaxPool(_) | Op::AveragePool(_));
     let rank = graph.value(value).ty.shape.len();
     if rank != 3 {
         return rank == 4;
     }
-    let reads = |reader: &usize| graph.nodes().get(*reader).is_some_and(|node| of_images(node) && node.inputs.first() == Some(&value));
+    let reads = |reader: &usize| graph.nodes().get(*reader).is_some_and(|node| is_spatial(node) && node.inputs.first() == Some(&value));
     if readers(graph, value).0.iter().any(reads) {
         return true;
     }
@@ -37,7 +37,7 @@ pub(super) fn channels_second(graph: &Graph, value: ValueId) -> bool {
     while let Kind::Node(index) = graph.value(value).kind {
         let Some(node) = graph.nodes().get(index) else { return false };
         match (node.op.activation(), node.inputs.first()) {
-            _ if of_images(node) => return true,
+            _ if is_spatial(node) => return true,
             (Some(_), Some(input)) => value = *input,
             _ => return false,
         }

@@ -1,4 +1,4 @@
-//! Two thin layers in the place of one: `W ≈ B A` with `A` `[rank, in]` and `B` `[out, rank]`.
+//! Low-rank decomposition of layers: `W ≈ B A` with `A` `[rank, in]` and `B` `[out, rank]`.
 //!
 //! ```yaml
 //! passes:
@@ -17,22 +17,22 @@ use serde_json::{Map, Value, json};
 
 use super::layerwise;
 use super::{Amount, Context, InputImportance, Pass, Samples, options_of};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::ir::ops::Conv;
 use crate::ir::{Graph, GraphFile, Op, Rewrite, rebuild};
 use crate::model::{self, Model};
-use crate::pass::targets::{self, Chosen};
+use crate::pass::targets::{self, SelectedWeights};
 use crate::run_state::{Applied, RunState};
 use crate::store::{BlockSink, DType, Encoding, Origin, Pattern, Weight, WeightSource, Weights, select};
 
-/// A rank of its own for some layers.
+/// Different rank for some layers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RankRule {
-    /// Weights that the rule is for
+    /// Weights that the rule applies to
     pub targets: Vec<Pattern>,
-    /// Their rank, as for all layers
+    /// Rank of these layers, written like `rank` of the pass
     pub rank: Amount,
 }
 
@@ -44,18 +44,20 @@ impl FromStr for RankRule {
     }
 }
 
-/// Put two thin layers in the place of one.
+/// Replace layers by two low-rank layers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Decompose {
-    /// Width between the two layers: a fraction, like 0.5 or 50%, of the parameters of a layer that both together keep, or a number, like 64
+    /// Rank of the two layers: a number, like 64, or the fraction of the parameters of the original layer
+    /// that they have in total, like 0.5 or 50%
     #[cfg_attr(feature = "cli", arg(long, allow_negative_numbers = true, default_value_t = Self::default().rank))]
     pub rank: Amount,
-    /// What errors count for when the layers are chosen
+    /// Weighting of approximation errors
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().importance))]
     pub importance: InputImportance,
-    /// Weights to decompose: names with `*`, or `re:` and a regular expression [default: linear weights]; convolutions have to be named
+    /// Weights to decompose: names with `*`, or `re:` and a regular expression [default: linear weights];
+    /// convolutions must be listed explicitly
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<Pattern>,
@@ -78,55 +80,56 @@ impl Default for Decompose {
 
 const NAME: &str = "decompose";
 
-/// A layer that becomes two.
+/// Low-rank factorization of a layer.
 #[derive(Debug, Clone)]
-pub(in crate::pass) struct Split {
-    /// Name of its weight.
+pub(in crate::pass) struct Factorization {
+    /// Name of the original weight.
     pub weight: String,
-    /// Names of the weights of the two, the one that is applied first at first.
+    /// Names of the weights of the two layers, in the order in which they are applied.
     pub parts: [String; 2],
-    /// Their shapes, as they are stored.
+    /// Stored shapes of the two weights.
     pub shapes: [Vec<usize>; 2],
-    /// Of the matrix: outputs, inputs, width between the two.
+    /// Number of outputs and inputs of the original matrix, and the rank.
     pub sizes: [usize; 3],
     /// Whether weights are stored as `[in, out]`.
     pub input_major: bool,
-    /// Whether it is a convolution.
+    /// Whether the layer is a convolution.
     pub convolution: bool,
-    /// Format of the parts.
+    /// Dtype of the two weights.
     pub dtype: DType,
 }
 
-impl Split {
-    /// Bytes that finding the two takes, about: some copies of the matrix and of products of its inputs and outputs, in 64 bits.
+impl Factorization {
+    /// Approximate memory of computing the factorization in bytes: copies of the matrix and of covariance
+    /// matrices as f64.
     pub fn bytes(&self) -> usize {
         let [rows, size, _] = self.sizes;
         8 * (5 * rows * size + 4 * rows.max(size) * rows.max(size))
     }
 
-    /// Parameters before and after, biases left out.
+    /// Number of parameters before and after, without biases.
     fn parameters(&self) -> [u64; 2] {
         let [rows, size, rank] = self.sizes;
         [(rows * size) as u64, (rank * (rows + size)) as u64]
     }
 }
 
-/// A part of a layer that is not computed yet.
-struct Planned(String);
+/// Placeholder of a weight that is not computed yet.
+struct Placeholder(String);
 
-impl WeightSource for Planned {
+impl WeightSource for Placeholder {
     fn visit(&self, _unit: usize, _sink: BlockSink) -> Result<()> {
-        Err(Error::tensor(&self.0, "is computed when the passes run, and not before", ""))
+        Err(Error::tensor(&self.0, "is not available before the passes run", ""))
     }
 }
 
-/// What a pass makes of a model.
+/// Factorizations of all selected layers, and the record of the pass.
 struct Plan {
-    splits: Vec<Split>,
+    factorizations: Vec<Factorization>,
     applied: Applied,
 }
 
-/// Name of a layer's tensor in one of the two that take its place.
+/// Name of a tensor of a layer in part 0 or 1 of its factorization.
 fn part_name(name: &str, part: usize) -> String {
     let (module, tensor) = name.rsplit_once('.').unwrap_or(("", name));
     if module.is_empty() { format!("{part}.{tensor}") } else { format!("{module}.{part}.{tensor}") }
@@ -138,28 +141,28 @@ impl Decompose {
         rule.map_or(self.rank, |rule| rule.rank)
     }
 
-    /// The width between the two layers of one `[rows, size]`, or why there are none.
-    fn width(&self, name: &str, rows: usize, size: usize) -> Result<usize, &'static str> {
+    /// Rank of the factorization of a `[rows, size]` matrix, or the reason why it is not factorized.
+    fn resolve_rank(&self, name: &str, rows: usize, size: usize) -> Result<usize, &'static str> {
         let (all, each) = ((rows * size) as u64, (rows + size) as u64);
         let rank = match self.rank(name) {
             fraction @ Amount::Fraction(_) => (fraction.share() * all as f64 / each.max(1) as f64) as u64,
             Amount::Count(count) | Amount::Number(count) => count,
         };
         match rank {
-            0 => Err("too small for layers of any width between them"),
-            rank if rank.saturating_mul(each) >= all => Err("no larger than the two layers that would take their place"),
+            0 => Err("too small for a rank of at least 1"),
+            rank if rank.saturating_mul(each) >= all => Err("not larger than the two layers of the factorization"),
             rank => Ok(rank as usize),
         }
     }
 
-    /// How the layer of a weight is split, or why it is not.
-    fn split(&self, graph: &Graph, name: &str, weight: &Weight) -> Result<Split, &'static str> {
-        let Some((id, _)) = graph.params().find(|(_, value)| value.name == name) else { return Err("not read by the model") };
+    /// Factorization of the layer of a weight, or the reason why it is not factorized.
+    fn factorization(&self, graph: &Graph, name: &str, weight: &Weight) -> Result<Factorization, &'static str> {
+        let Some((id, _)) = graph.params().find(|(_, value)| value.name == name) else { return Err("not used by the model") };
         let readers: Vec<_> = graph.nodes().iter().filter(|node| node.inputs.contains(&id)).collect();
-        let places = readers
+        let is_second_input = readers
             .iter()
             .all(|node| node.inputs.iter().position(|input| *input == id) == Some(1) && node.inputs.iter().filter(|input| **input == id).count() == 1);
-        if graph.is_output(id) || !places || readers.is_empty() {
+        if graph.is_output(id) || !is_second_input || readers.is_empty() {
             return Err("read by other operators than linear layers and convolutions");
         }
         let (mut input_major, mut convolution) = (false, false);
@@ -167,7 +170,7 @@ impl Decompose {
             let found = match &node.op {
                 Op::Linear(op) => (op.input_major, false),
                 Op::Conv(op) if op.groups == 1 => (false, true),
-                Op::Conv(_) => return Err("of convolutions whose channels are in groups"),
+                Op::Conv(_) => return Err("used by grouped convolutions"),
                 _ => return Err("read by other operators than linear layers and convolutions"),
             };
             if at > 0 && found != (input_major, convolution) {
@@ -178,16 +181,16 @@ impl Decompose {
         let (rows, size) = match weight.shape[..] {
             [a, b] if input_major => (b, a),
             [a, ..] => (a, weight.row()),
-            [] => return Err("single numbers"),
+            [] => return Err("without dimensions"),
         };
-        let rank = self.width(name, rows, size)?;
+        let rank = self.resolve_rank(name, rows, size)?;
         let shapes = match (weight.shape.get(2..), input_major) {
             (Some(window), _) if convolution => [[&[rank, weight.shape[1]], window].concat(), vec![rows, rank, 1, 1]],
             (_, true) => [vec![size, rank], vec![rank, rows]],
             _ => [vec![rank, size], vec![rows, rank]],
         };
         let dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
-        Ok(Split {
+        Ok(Factorization {
             weight: name.to_owned(),
             parts: [0, 1].map(|part| part_name(name, part)),
             shapes,
@@ -203,57 +206,63 @@ impl Decompose {
         for rule in &self.rules {
             select::check("rules", &rule.targets, weights.by_name.keys())?;
         }
-        let Chosen { names, rule } = targets::choose(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
-        let (mut splits, mut left) = (Vec::new(), BTreeMap::<&str, Vec<&str>>::new());
+        let SelectedWeights { names, rule } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
+        let (mut factorizations, mut skipped) = (Vec::new(), BTreeMap::<&str, Vec<&str>>::new());
         for name in names {
             let weight = weights.get(name)?;
             targets::require_float(NAME, name, weight)?;
-            match self.split(graph, name, weight) {
-                Ok(split) => splits.push(split),
-                Err(reason) => left.entry(reason).or_default().push(name),
+            match self.factorization(graph, name, weight) {
+                Ok(factorization) => factorizations.push(factorization),
+                Err(reason) => skipped.entry(reason).or_default().push(name),
             }
         }
-        let taken = splits.iter().flat_map(|split| &split.parts).find(|name| weights.by_name.contains_key(*name));
-        if let Some(name) = taken {
-            return Err(Error::tensor(name, "is there already, where decompose would put a part of a layer", "add the layer to `ignore`"));
+        let conflict = factorizations.iter().flat_map(|f| &f.parts).find(|name| weights.by_name.contains_key(*name));
+        if let Some(name) = conflict {
+            return Err(Error::tensor(name, "exists already, but decompose needs its name for a part of a layer", "add the layer to `ignore`"));
         }
-        let mut applied = Applied { rule, tensors: splits.iter().map(|split| split.weight.clone()).collect(), ..Applied::new(NAME, self.options()) };
-        for (reason, names) in left {
-            if splits.is_empty() {
-                return Err(Error::option(NAME, format!("nothing can be decomposed: {} weights are {reason} (the first: `{}`)", names.len(), names[0])));
+        let mut applied = Applied { rule, tensors: factorizations.iter().map(|f| f.weight.clone()).collect(), ..Applied::new(NAME, self.options()) };
+        for (reason, names) in skipped {
+            if factorizations.is_empty() {
+                return Err(Error::option(
+                    NAME,
+                    format!("no layer can be decomposed: {} {reason} (the first: `{}`)", counted(names.len(), "weight"), names[0]),
+                ));
             }
-            applied.notes.push(format!("decompose: {} weights stay as they are: they are {reason} (the first: `{}`)", names.len(), names[0]));
+            applied.notes.push(format!("decompose: left unchanged, {reason}: {} (the first: `{}`)", counted(names.len(), "weight"), names[0]));
         }
-        let [before, after] = sums(&splits);
+        let [before, after] = parameters(&factorizations);
         applied.notes.push(format!(
-            "decompose: {} layers of {:.2} million parameters become {} of {:.2} million, and compute {:.0} % of the products",
-            splits.len(),
+            "decompose: replaces {} with {:.2} million parameters by {} with {:.2} million, which compute {:.0} % of the products",
+            counted(factorizations.len(), "layer"),
             before as f64 / 1e6,
-            2 * splits.len(),
+            counted(2 * factorizations.len(), "layer"),
             after as f64 / 1e6,
             100.0 * after as f64 / before.max(1) as f64
         ));
-        Ok(Plan { splits, applied })
+        Ok(Plan { factorizations, applied })
     }
 }
 
-fn sums(splits: &[Split]) -> [u64; 2] {
-    splits.iter().map(Split::parameters).fold([0, 0], |[a, b], [c, d]| [a + c, b + d])
+/// Total number of parameters before and after.
+fn parameters(factorizations: &[Factorization]) -> [u64; 2] {
+    factorizations.iter().map(Factorization::parameters).fold([0, 0], |[a, b], [c, d]| [a + c, b + d])
 }
 
-/// The weights without those that were split, biases under the name of the second layer's, and the graph over them.
-fn rewire(model: &mut Model, graph: &Graph, splits: &[Split]) -> Result<BTreeSet<String>> {
-    let by_weight: BTreeMap<&str, &Split> = splits.iter().map(|split| (split.weight.as_str(), split)).collect();
+/// Removes the factorized weights, renames their biases to those of the second layer, and rewrites the
+/// graph. Returns the names of the removed weights.
+fn rewire(model: &mut Model, graph: &Graph, factorizations: &[Factorization]) -> Result<BTreeSet<String>> {
+    let by_weight: BTreeMap<&str, &Factorization> = factorizations.iter().map(|f| (f.weight.as_str(), f)).collect();
     let name_of = |id: &crate::ir::ValueId| graph.value(*id).name.as_str();
-    let split_of = |node: &crate::ir::Node| node.inputs.get(1).and_then(|id| by_weight.get(name_of(id)).copied());
-    // A bias that others read too keeps its name.
+    let factorization_of = |node: &crate::ir::Node| node.inputs.get(1).and_then(|id| by_weight.get(name_of(id)).copied());
+    // A bias with other readers keeps its name.
     let mut biases: BTreeMap<String, String> = BTreeMap::new();
     for node in graph.nodes().iter() {
-        let (Some(split), Some(bias)) = (split_of(node), node.inputs.get(2)) else { continue };
+        let (Some(factorization), Some(bias)) = (factorization_of(node), node.inputs.get(2)) else { continue };
         let module = |name: &str| name.rsplit_once('.').map_or(String::new(), |(module, _)| module.to_owned());
         let readers = graph.nodes().iter().filter(|node| node.inputs.contains(bias)).count();
         let name = name_of(bias);
-        if readers == 1 && module(name) == module(&split.weight) && !graph.is_output(*bias) && !model.weights.by_name.contains_key(&part_name(name, 1)) {
+        if readers == 1 && module(name) == module(&factorization.weight) && !graph.is_output(*bias) && !model.weights.by_name.contains_key(&part_name(name, 1))
+        {
             biases.insert(name.to_owned(), part_name(name, 1));
         }
     }
@@ -262,9 +271,9 @@ fn rewire(model: &mut Model, graph: &Graph, splits: &[Split]) -> Result<BTreeSet
         model.weights.by_name.insert(new.clone(), weight);
     }
     let rebuilt = rebuild(graph, &model.weights, &mut |mut step: Rewrite| {
-        let Some(split) = split_of(step.node) else { return step.keep() };
-        let [inner, outer] = [0, 1].map(|part| step.builder.param(&split.parts[part], &split.shapes[part]));
-        // The second layer of two that is split again is `NAME.1`.
+        let Some(factorization) = factorization_of(step.node) else { return step.copy() };
+        let [inner, outer] = [0, 1].map(|part| step.builder.param(&factorization.parts[part], &factorization.shapes[part]));
+        // If the second layer of a factorization is factorized again, its module is `NAME.1`.
         let mut module = step.name.to_owned();
         while graph.values().iter().any(|value| value.name == format!("{module}.0")) {
             module.push_str(".1");
@@ -275,13 +284,13 @@ fn rewire(model: &mut Model, graph: &Graph, splits: &[Split]) -> Result<BTreeSet
             let shape = model.weights.get(new)?.shape.clone();
             step.inputs[2] = step.builder.param(new, &shape)?;
         }
-        let op: Op = if split.convolution { Conv::default().into() } else { step.node.op.clone() };
+        let op: Op = if factorization.convolution { Conv::default().into() } else { step.node.op.clone() };
         step.builder.node(step.name, op, &step.inputs)
     })?;
-    let gone: BTreeSet<String> = splits.iter().map(|split| split.weight.clone()).chain(biases.into_keys()).collect();
-    model.weights.by_name.retain(|name, _| !gone.contains(name));
+    let removed: BTreeSet<String> = factorizations.iter().map(|f| f.weight.clone()).chain(biases.into_keys()).collect();
+    model.weights.by_name.retain(|name, _| !removed.contains(name));
     model.changed_graph = Some(Arc::new(rebuilt));
-    Ok(gone)
+    Ok(removed)
 }
 
 impl Pass for Decompose {
@@ -295,67 +304,67 @@ impl Pass for Decompose {
 
     fn check(&self) -> Result<()> {
         for (what, rank) in std::iter::once(("rank", self.rank)).chain(self.rules.iter().map(|rule| ("rules", rule.rank))) {
-            let between = match rank {
+            let is_valid = match rank {
                 Amount::Fraction(_) => rank.share() > 0.0 && rank.share() < 1.0,
                 Amount::Count(count) | Amount::Number(count) => count > 0,
             };
-            if !between {
-                let reason = format!("{rank} is neither a fraction between 0 and 1, of the parameters that are kept, nor a number of at least 1");
+            if !is_valid {
+                let reason = format!("{rank} is neither a fraction between 0 and 1 of the parameters nor a number of at least 1");
                 return Err(Error::option(format!("{NAME}: {what}"), reason));
             }
         }
         match self.rules.iter().any(|rule| rule.targets.is_empty()) {
-            true => Err(Error::option(format!("{NAME}: rules"), "a rule without `targets` is for nothing")),
+            true => Err(Error::option(format!("{NAME}: rules"), "a rule has no `targets`")),
             false => Ok(()),
         }
     }
 
-    fn settle(&mut self, _model: &Model, sets: &[Samples]) {
-        self.importance = self.importance.settled(sets);
+    fn resolve_defaults(&mut self, _model: &Model, sets: &[Samples]) {
+        self.importance = self.importance.resolved(sets);
     }
 
     fn runs_on(&self) -> Option<Samples> {
         Some(if self.importance == InputImportance::Activation { Samples::Calibration } else { Samples::None })
     }
 
-    fn keeps_work(&self) -> bool {
+    fn has_checkpoints(&self) -> bool {
         true
     }
 
-    fn kept_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
+    fn checkpoint_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
         let parts = |name: &String| [0, 1].map(|part| after.by_name.get(&part_name(name, part)));
-        // The bias of a layer is no part of it.
+        // Biases are not part of the checkpoint.
         let bytes = |weight: &Weight| (weight.elements() as u64).saturating_mul(weight.dtype.bitsize() as u64 / 8);
         changed.iter().map(|name| if let [Some(first), Some(second)] = parts(name) { bytes(first) + bytes(second) } else { 0 }).sum()
     }
 
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let graph = model.graph()?;
-        let Plan { splits, mut applied } = self.plan(&model, &graph)?;
-        run.memory = run.memory.max(splits.iter().map(Split::bytes).max().unwrap_or(0) as u64);
-        let [before, after] = sums(&splits);
+        let Plan { factorizations, mut applied } = self.plan(&model, &graph)?;
+        run.memory = run.memory.max(factorizations.iter().map(Factorization::bytes).max().unwrap_or(0) as u64);
+        let [before, after] = parameters(&factorizations);
         let mut details = Map::new();
-        for (key, value) in [("decomposed", json!(splits.len())), ("parameters_before", json!(before)), ("parameters_after", json!(after))] {
+        for (key, value) in [("decomposed", json!(factorizations.len())), ("parameters_before", json!(before)), ("parameters_after", json!(after))] {
             details.insert(key.to_owned(), value);
         }
         match context {
             Some(context) => {
                 let meter = applied.meter.clone();
-                details.extend(meter.time(|| layerwise::decompose(self, &splits, &mut model, run, context, &mut applied))?);
+                details.extend(meter.time(|| layerwise::decompose(self, &factorizations, &mut model, run, context, &mut applied))?);
             }
             None => {
-                for split in &splits {
-                    for (name, shape) in split.parts.iter().zip(&split.shapes) {
-                        let weight = Weight::new(split.dtype, shape.clone(), Encoding::Dense, Arc::new(Planned(name.clone())));
-                        model.weights.by_name.insert(name.clone(), weight.of_origin(Origin::Rescaled));
+                for factorization in &factorizations {
+                    for (name, shape) in factorization.parts.iter().zip(&factorization.shapes) {
+                        let weight = Weight::new(factorization.dtype, shape.clone(), Encoding::Dense, Arc::new(Placeholder(name.clone())));
+                        model.weights.by_name.insert(name.clone(), weight.with_origin(Origin::Rescaled));
                     }
                 }
             }
         }
-        applied.tensors.extend(rewire(&mut model, &graph, &splits)?);
+        applied.tensors.extend(rewire(&mut model, &graph, &factorizations)?);
         if model.needs_graph_file() {
             applied.notes.push(format!(
-                "config.json cannot describe layers that are two, {} does: `compress` and its ONNX export read it, transformers does not",
+                "config.json cannot describe factorized layers, but {} does: `compress` and its ONNX export read it, transformers does not",
                 GraphFile::NAME
             ));
         }
@@ -365,6 +374,6 @@ impl Pass for Decompose {
     }
 
     fn remedy(&self) -> &'static str {
-        "`importance: activation` with calibration data, a larger `rank`, `rules` for the layers that `compress analyze` names, or a `distill` or `finetune` pass behind it"
+        "`importance: activation` with calibration data, a larger `rank`, `rules` for the layers that `compress analyze` names, or a subsequent `distill` or `finetune` pass"
     }
 }

@@ -1,4 +1,4 @@
-//! Identity of unfinished work: checkpoints are resumed only by a run that would have written the same ones.
+//! Identity of checkpoints: they are resumed only by a run that would have written the same ones.
 
 use serde_json::Value;
 
@@ -10,11 +10,9 @@ use crate::run_state::RunState;
 use crate::store::ContentKey;
 use crate::work::Work;
 
-/// A hash of everything that determines the work: all files of the model and of its teacher (among them the tokenizer, its settings and the
-/// chat template, which determine the tokens), the samples, the passes so far and the files that they read, the options and the seed. Files count by their contents.
-///
-/// # Errors
-/// A file cannot be read, or the work is cancelled.
+/// Returns a hash of everything that determines the result of a pass: the contents of all files of the
+/// model and its teacher (including the tokenizer, its settings and the chat template), of the samples,
+/// and of the files that earlier passes read, the previous passes, the options and the seed.
 pub(super) fn identity(
     (model, teacher): (&Model, Option<&Model>),
     run: &RunState,
@@ -29,7 +27,7 @@ pub(super) fn identity(
     for model in [Some(model), teacher].into_iter().flatten() {
         key.files(model.inputs(), &model.path)?;
     }
-    for (reader, paths) in &run.read {
+    for (reader, paths) in &run.files_read {
         key.line(reader);
         paths.iter().try_for_each(|path| key.files([path], path.parent().unwrap_or(path)))?;
     }
@@ -45,7 +43,8 @@ mod tests {
     use super::*;
     use crate::work::{Cancel, Silent};
 
-    /// A run that continues after one of these files has changed would combine blocks that were calibrated on different tokens.
+    /// Resuming after one of these files has changed would combine blocks that were calibrated on
+    /// different tokens.
     #[test]
     fn every_file_that_determines_the_tokens_is_part_of_the_identity() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,22 +1,20 @@
-//! Scales of activations that are found beforehand, on calibration samples: those of FP8 and the global ones of NVFP4.
+//! Static activation scales found on calibration samples: those of FP8, and the global scales of NVFP4.
 
 use std::collections::BTreeMap;
 
 use super::{Context, calibrate};
 use crate::calibration::{Axis, Request};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::ir::quantizers::layer_weight;
-use crate::kernel::{convert, narrow};
+use crate::kernel::{convert, minifloat};
 use crate::model::Model;
-use crate::store::{ActivationScheme, Affine, Static};
+use crate::store::{ActivationScheme, QuantizationSpec, Static};
 
-/// Gives each weight whose scheme stores one the scale of its layer's input: from the largest magnitude of any sample, so that layers
-/// that read the same value have the same scale. An expert that no sample reached gets the largest magnitude of the other experts of its
-/// layer. Returns a note for each kind of layer without samples of its own.
-///
-/// # Errors
-/// There are no samples, a weight is not that of a layer, or the model cannot be run.
-pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Affine>, model: &Model, context: &Context) -> Result<Vec<String>> {
+/// Sets the input scale of each weight whose scheme has static activation scales. The scale is computed
+/// from the largest magnitude over all samples, so that layers that read the same value have the same
+/// scale. An expert without samples uses the largest magnitude of the other experts of its layer. Returns
+/// notes on layers without samples.
+pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, QuantizationSpec>, model: &Model, context: &Context) -> Result<Vec<String>> {
     let graph = model.graph()?;
     let mut inputs: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for node in graph.nodes() {
@@ -25,18 +23,18 @@ pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Affine>
         }
     }
     let read = |name: &str| {
-        let unread = || Error::tensor(name, "is not the weight of a layer, so that no samples come to it", "add it to `ignore`");
+        let unread = || Error::tensor(name, "is not the weight of a layer, so that its input scale cannot be calibrated", "add it to `ignore`");
         inputs.get(name).ok_or_else(unread)
     };
     let mut requests = BTreeMap::new();
     for name in encodings.keys() {
         requests.extend(read(name)?.iter().map(|value| ((*value).to_owned(), Request { axis: Axis::Last, histograms: false })));
     }
-    let seen = calibrate::statistics(pass, &graph, model, &requests, context)?;
+    let statistics = calibrate::statistics(pass, &graph, model, &requests, context)?;
     let mut largest: BTreeMap<String, f32> = BTreeMap::new();
     for name in encodings.keys() {
-        let values = read(name)?.iter().filter_map(|value| seen.get(*value));
-        largest.insert(name.clone(), values.flat_map(|seen| seen.channels().largest()).fold(0f32, f32::max));
+        let values = read(name)?.iter().filter_map(|value| statistics.get(*value));
+        largest.insert(name.clone(), values.flat_map(|value| value.channels().largest()).fold(0f32, f32::max));
     }
     let notes = fill_unreached(&mut largest);
     for (name, affine) in encodings {
@@ -44,17 +42,18 @@ pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Affine>
         let or_one = |scale: f32| if scale.is_normal() && scale > 0.0 { scale } else { 1.0 };
         affine.activations = match affine.activations {
             ActivationScheme::Float8Static(_) => {
-                let scale = convert::scale(affine.scale_dtype, f64::from(largest) / f64::from(narrow::E4M3_MAX));
+                let scale = convert::scale(affine.scale_dtype, f64::from(largest) / f64::from(minifloat::E4M3_MAX));
                 ActivationScheme::Float8Static(Static::new(or_one(scale), None))
             }
-            ActivationScheme::Nvfp4(_) => ActivationScheme::Nvfp4(Static::new(or_one(narrow::E4M3_MAX * narrow::E2M1_MAX / largest), None)),
+            ActivationScheme::Nvfp4(_) => ActivationScheme::Nvfp4(Static::new(or_one(minifloat::E4M3_MAX * minifloat::E2M1_MAX / largest), None)),
             other => other,
         };
     }
     Ok(notes)
 }
 
-/// Gives layers whose inputs were never seen, or were only zeros, the largest magnitude among the same layers of other experts.
+/// Replaces the magnitude 0 of layers without samples by the largest magnitude of the same layer in other
+/// experts.
 fn fill_unreached(largest: &mut BTreeMap<String, f32>) -> Vec<String> {
     let unreached: Vec<String> = largest.iter().filter(|(_, largest)| **largest == 0.0).map(|(name, _)| name.clone()).collect();
     let mut of_experts: BTreeMap<String, f32> = BTreeMap::new();
@@ -71,13 +70,15 @@ fn fill_unreached(largest: &mut BTreeMap<String, f32>) -> Vec<String> {
         if found > 0.0 { filled.push(name) } else { empty.push(name) }
     }
     let note = |names: Vec<&String>, what: &str| {
-        names.first().map(|first| format!("warning: no calibration sample reached {} layers (the first: `{first}`): {what}; use more samples", names.len()))
+        names
+            .first()
+            .map(|first| format!("warning: no calibration samples for {} (the first: `{first}`): {what}; use more samples", counted(names.len(), "layer")))
     };
-    let filled = note(filled, "their input scales are those of the other experts of the layer");
+    let filled = note(filled, "their input scales are copied from the other experts of the layer");
     filled.into_iter().chain(note(empty, "their input scales are 1")).collect()
 }
 
-/// The name of an expert's layer with `*` in place of the number of the expert.
+/// Replaces the index of the expert in the name of a layer by `*`.
 fn without_expert(name: &str) -> Option<String> {
     let (before, rest) = name.split_once("experts.")?;
     let (number, after) = rest.split_once('.')?;
@@ -99,7 +100,7 @@ mod tests {
     use crate::work::{Cancel, Silent, Work};
 
     #[test]
-    fn experts_without_samples_take_the_scale_of_their_siblings() {
+    fn experts_without_samples_use_the_scale_of_other_experts() {
         let values = [
             ("l.experts.0.up.weight", 3.0),
             ("l.experts.1.up.weight", 0.0),
@@ -110,13 +111,13 @@ mod tests {
         let mut largest: BTreeMap<String, f32> = values.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect();
         let notes = fill_unreached(&mut largest);
         assert_eq!((largest["l.experts.1.up.weight"], largest["l.experts.0.up.weight"], largest["q.weight"]), (5.0, 3.0, 0.0));
-        assert!(notes.len() == 2 && notes[0].contains("1 layers (the first: `l.experts.1.up.weight`)") && notes[1].contains("2 layers"), "{notes:?}");
+        assert!(notes.len() == 2 && notes[0].contains("1 layer (the first: `l.experts.1.up.weight`)") && notes[1].contains("2 layers"), "{notes:?}");
     }
 
     #[test]
-    fn scales_are_those_of_the_values_that_layers_read() {
-        let place = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama");
-        let golden = candle_core::safetensors::load(place.join("golden.safetensors"), &Device::Cpu).unwrap();
+    fn scales_follow_from_the_inputs_of_layers() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama");
+        let golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
         let inputs: Inputs = golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect();
         let scratch = tempfile::tempdir().unwrap();
         let path = scratch.path().join("samples.safetensors");
@@ -130,17 +131,17 @@ mod tests {
             device: Device::Cpu,
             memory: crate::work::MemoryLimit::default(),
             memory_tracker: None,
-            workplace: None,
+            work_dir: None,
             resume: false,
         };
-        let model = Model::open(&place).unwrap();
+        let model = Model::open(&folder).unwrap();
         for (scheme, name) in [("FP8", "Float8Static"), ("NVFP4", "Nvfp4")] {
             let pass: Quantize = serde_json::from_value(serde_json::json!({ "scheme": scheme })).unwrap();
             let planned = pass.apply(model.clone(), &mut RunState::default(), None).unwrap();
             let done = pass.apply(model.clone(), &mut RunState::default(), Some(&context)).unwrap();
             let mut scales = BTreeMap::new();
             for (weight, now) in &done.weights.by_name {
-                let (Encoding::Affine(planned), Encoding::Affine(now)) = (&planned.weights.by_name[weight].encoding, &now.encoding) else { continue };
+                let (Encoding::Quantized(planned), Encoding::Quantized(now)) = (&planned.weights.by_name[weight].encoding, &now.encoding) else { continue };
                 assert_eq!(planned.scheme(), now.scheme());
                 let (ActivationScheme::Float8Static(by) | ActivationScheme::Nvfp4(by)) = now.activations else { panic!("{weight}: {now:?}") };
                 assert!(format!("{:?}", now.activations).starts_with(name) && by.scale() != 1.0, "{weight}: {now:?}");

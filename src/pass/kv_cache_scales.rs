@@ -1,4 +1,4 @@
-//! Scales of keys and values that a decoder's cache keeps in eight bits, found on calibration samples.
+//! Scales of an 8-bit KV cache, found on calibration samples.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,44 +6,51 @@ use std::sync::Arc;
 use super::{Context, calibrate};
 use crate::calibration::{Axis, Request};
 use crate::error::Result;
-use crate::ir::cache;
+use crate::ir::kv_cache;
 use crate::kernel::cache::CacheFormat;
 use crate::kernel::convert;
 use crate::model::Model;
 use crate::store::{DType, Weight};
 
-/// Gives each attention the scales of its keys, behind the rotary embedding, and of its values: the largest magnitude of any sample is
-/// the largest number of steps. Without a context, scales of one. They have the format of the weights of attention, as those that
-/// llm-compressor writes.
-///
-/// # Errors
-/// The model has no attention or no cache, there are no samples, or the model cannot be run.
-pub(in crate::pass) fn find(pass: &str, format: CacheFormat, model: &mut Model, context: Option<&Context>) -> Result<usize> {
+/// Adds key and value scales to each attention layer. They map the largest magnitude over all samples (of
+/// keys, after the rotary embedding) to the largest code. Without a context, all scales are one. Scales
+/// have the dtype of the attention weights, like those of llm-compressor. The scale of a cache in which
+/// the samples have only zeros is one, and a note names it. Returns the number of attention layers.
+pub(in crate::pass) fn find(pass: &str, format: CacheFormat, model: &mut Model, context: Option<&Context>, notes: &mut Vec<String>) -> Result<usize> {
     let graph = model.graph()?;
     let described = model.is_described() && model.changed_graph.is_none();
-    let cached = cache::cached(&graph)?;
+    let cached = kv_cache::cached_attentions(&graph)?;
     let request = Request { axis: Axis::Last, histograms: false };
     let requests: BTreeMap<String, Request> = cached.iter().flat_map(|found| found.reads.clone()).map(|value| (value, request)).collect();
-    let seen = context.map(|context| calibrate::statistics(pass, &graph, model, &requests, context)).transpose()?;
+    let statistics = context.map(|context| calibrate::statistics(pass, &graph, model, &requests, context)).transpose()?;
+    let mut zeros = Vec::new();
     for found in &cached {
         for (value, name) in found.reads.iter().zip(found.scales()) {
-            let seen = seen.as_ref().and_then(|seen| seen.get(value));
-            let largest = seen.map_or(format.steps(), |seen| seen.channels().largest().into_iter().fold(0f32, f32::max));
+            let observed = statistics.as_ref().and_then(|statistics| statistics.get(value));
+            let largest = observed.map_or(format.steps(), |observed| observed.channels().largest().into_iter().fold(0f32, f32::max));
             let dtype = dtype_of(model, &found.module);
             let scale = convert::scale(dtype, f64::from(largest) / f64::from(format.steps()));
-            let scale = if scale.is_normal() { scale } else { f32::EPSILON };
+            let scale = if scale.is_normal() {
+                scale
+            } else {
+                zeros.push(format!("`{name}`"));
+                1.0
+            };
             let weight = Weight::computed(&name, dtype, vec![1], &[scale])?;
             model.weights.by_name.insert(name, weight);
         }
     }
+    if !zeros.is_empty() {
+        notes.push(format!("warning: the calibration samples have only zeros in {} of the caches, whose scales are 1: {}", zeros.len(), zeros.join(", ")));
+    }
     model.config.set_cache(format);
     if !described {
-        model.changed_graph = Some(Arc::new(cache::insert(&graph, &model.weights, format)?));
+        model.changed_graph = Some(Arc::new(kv_cache::insert(&graph, &model.weights, format)?));
     }
     Ok(cached.len())
 }
 
-/// The format of a module's weights: what their values are, that of scales where they are quantized.
+/// The dtype of the weights of a module; of quantized weights, that of their scales.
 fn dtype_of(model: &Model, module: &str) -> DType {
     let inside = |name: &str| name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'));
     let weight = model.weights.by_name.iter().find(|(name, weight)| inside(name) && weight.is_float());
@@ -60,11 +67,11 @@ mod tests {
     use crate::data::{Data, DataSets};
     use crate::work::{Cancel, MemoryLimit, Silent, Work};
 
-    /// `scripts/goldens-cache` makes the file.
+    /// The golden file is written by `scripts/goldens-cache`.
     #[test]
-    fn scales_are_those_of_llm_compressor() {
-        let place = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-        let golden = candle_core::safetensors::load(place.join("cache.safetensors"), &Device::Cpu).unwrap();
+    fn scales_match_llm_compressor() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        let golden = candle_core::safetensors::load(folder.join("cache.safetensors"), &Device::Cpu).unwrap();
         let scratch = tempfile::tempdir().unwrap();
         let path = scratch.path().join("samples.safetensors");
         let inputs = ["input_ids", "attention_mask"].map(|name| (name.to_owned(), golden[name].clone()));
@@ -72,16 +79,16 @@ mod tests {
         let data = DataSets { calibration: Some(Data { arrays: Some(path), ..Data::default() }), ..DataSets::default() };
         let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
         let (device, memory) = (Device::Cpu, MemoryLimit::default());
-        let context = Context { work, seed: 0, data: &data, device, memory, memory_tracker: None, workplace: None, resume: false };
+        let context = Context { work, seed: 0, data: &data, device, memory, memory_tracker: None, work_dir: None, resume: false };
         let mut compared = 0;
         for name in ["llama-grouped-tied", "qwen3"] {
             for (text, format) in [("fp8", CacheFormat::Fp8), ("int8", CacheFormat::Int8)] {
-                let mut model = Model::open(place.join("models").join(name)).unwrap();
-                assert_eq!(find("quantize", format, &mut model, Some(&context)).unwrap(), 2);
-                for (key, wanted) in golden.iter().filter(|(key, _)| key.ends_with("_scale")) {
+                let mut model = Model::open(folder.join("models").join(name)).unwrap();
+                assert_eq!(find("quantize", format, &mut model, Some(&context), &mut Vec::new()).unwrap(), 2);
+                for (key, expected) in golden.iter().filter(|(key, _)| key.ends_with("_scale")) {
                     let Some(tensor) = key.strip_prefix(&format!("{name}/{text}/")) else { continue };
-                    let (found, wanted) = (model.weights.get(tensor).unwrap().floats(tensor).unwrap()[0], wanted.to_vec1::<f32>().unwrap()[0]);
-                    assert!((found / wanted - 1.0).abs() < 1e-6, "{key}: {found}, not {wanted}");
+                    let (found, expected) = (model.weights.get(tensor).unwrap().floats(tensor).unwrap()[0], expected.to_vec1::<f32>().unwrap()[0]);
+                    assert!((found / expected - 1.0).abs() < 1e-6, "{key}: {found}, not {expected}");
                     compared += 1;
                 }
             }

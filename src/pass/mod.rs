@@ -1,19 +1,21 @@
-//! Passes: one algorithm a file. A pass is its own configuration: the same struct is the YAML step, the
-//! command's flags and the value that a program makes.
+//! Compression passes, one algorithm per file. The struct of a pass is its configuration: the same type
+//! is the step of a recipe, the arguments of a command, and the value that callers of the library
+//! construct.
 //!
-//! A pass takes a model and gives back another one; it prints nothing and writes no output. Passes over weights read nothing either: the
-//! new weights are made when the model is written. Passes that [run the model](Pass::runs_on) read the data sets of the recipe, and some
-//! of them other models, like a teacher ([`Pass::reads`]); they keep unfinished work in [`Context::workplace`].
+//! A pass converts a model to another one; it does not print or write output. Weight passes do not read
+//! tensors either: the new weights are computed when the model is written. Passes that [run the
+//! model](Pass::runs_on) read the data sets of the recipe, and some of them read other models, such as a
+//! teacher ([`Pass::reads`]). They store checkpoints in [`Context::work_dir`].
 
 pub(crate) mod amount;
 mod cast;
-mod integers;
 mod palettize;
 pub mod prune_unstructured;
 mod quantize;
 mod quantize_dynamic;
 mod targets;
 mod threshold;
+mod weight_quantizer;
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -24,31 +26,33 @@ use serde_json::Value;
 
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
-pub use integers::WeightObserver;
 pub use palettize::Palettize;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
 pub use quantize::{Method, Quantize, Scheme};
 pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic};
+pub use weight_quantizer::WeightObserver;
 
 #[cfg(feature = "run")]
 #[path = "."]
 mod running {
     //! Passes that run the model.
 
-    mod cached_scales;
     pub(in crate::pass) mod calibrate;
-    pub(in crate::pass) mod chains;
+    pub(in crate::pass) mod channel_equalization;
+    pub(in crate::pass) mod consumers;
     pub(in crate::pass) mod decompose;
     mod dequantize;
     mod distill;
     mod finetune;
+    pub(in crate::pass) mod fresh_weights;
     pub(in crate::pass) mod identity;
     mod input_importance;
+    mod input_scales;
+    mod kv_cache_scales;
     pub(in crate::pass) mod layerwise;
+    mod new_head;
     pub mod prune_structured;
     mod quantize_static;
-    mod stored_scales;
-    pub(in crate::pass) mod walk;
 
     pub use decompose::Decompose;
     pub use dequantize::Dequantize;
@@ -56,7 +60,7 @@ mod running {
     pub use finetune::Finetune;
     pub(crate) use input_importance::input_importance;
     pub use prune_structured::PruneStructured;
-    pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, worth_keeping};
+    pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, recommend_floats};
 
     use crate::pass::{Amount, Context, GranularityKind, InputImportance, Pass, Samples, Scope, WeightObserver, options_of};
 }
@@ -80,95 +84,97 @@ pub trait Pass: fmt::Debug + Send + Sync {
     /// Name in recipes and on the command line.
     fn name(&self) -> &'static str;
 
-    /// The options as they stand in a recipe, defaults written out.
+    /// The options as in a recipe, including defaults.
     fn options(&self) -> Value;
 
-    /// Options that contradict each other; called before anything is opened.
+    /// Validates the options. Called before the model is opened.
     ///
     /// # Errors
-    /// What is wrong, by name.
+    /// If options are invalid or contradict each other; the error names them.
     fn check(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Makes paths among the options relative to a folder.
+    /// Resolves relative paths in the options against a folder.
     fn resolve(&mut self, _folder: &Path) {}
 
-    /// Decides what the options leave open, by the model that the pass will meet and by the data sets there are, so that recipes and
-    /// reports say what was done.
-    fn settle(&mut self, _model: &Model, _sets: &[Samples]) {}
+    /// Replaces automatic options by concrete values, which depend on the input model of the pass and the
+    /// available data sets, so that recipes and reports state what was done.
+    fn resolve_defaults(&mut self, _model: &Model, _sets: &[Samples]) {}
 
-    /// Files and folders that the pass reads beside the model and the data sets.
+    /// Files and folders that the pass reads in addition to the model and the data sets.
     fn reads(&self) -> Vec<PathBuf> {
         Vec::new()
     }
 
-    /// The samples that the pass runs the model on, or [`Samples::None`] where it computes on weights before they are written; nothing
-    /// where all of its work is done while they are written.
+    /// The samples that the pass runs the model on, or [`Samples::None`] if it computes on weights before
+    /// they are written. `None` if all of its work is done while the model is written.
     fn runs_on(&self) -> Option<Samples> {
         None
     }
 
     /// Number of samples below which the result is likely to overfit them.
-    fn least_samples(&self) -> usize {
+    fn min_samples(&self) -> usize {
         1
     }
 
-    /// Whether the pass keeps unfinished work in [`Context::workplace`], so that an interrupted run can go on with it.
-    fn keeps_work(&self) -> bool {
+    /// Whether the pass stores checkpoints in [`Context::work_dir`], from which an interrupted run can be
+    /// resumed.
+    fn has_checkpoints(&self) -> bool {
         false
     }
 
-    /// Bytes on disk that such work takes for the weights that the pass changes; `after` are those behind the pass.
-    fn kept_bytes(&self, _changed: &BTreeSet<String>, _after: &Weights) -> u64 {
+    /// Size in bytes of the checkpoints of the weights that the pass changes. `after` are the weights
+    /// after the pass.
+    fn checkpoint_bytes(&self, _changed: &BTreeSet<String>, _after: &Weights) -> u64 {
         0
     }
 
-    /// The model after the pass. Without a context that is quick, and no tensor is read: what a pass does that runs the model is told as
-    /// far as it can be told beforehand, names, shapes and encodings. With one, all of its work is done but for what is left to writing. What was done is told to
-    /// `run`.
+    /// Applies the pass and adds a record of it to `run`. Without a context, it is fast and reads no
+    /// tensor: passes that run the model only predict names, shapes and encodings. With a context, it
+    /// does all work except for what is done while the model is written.
     ///
     /// # Errors
-    /// A pattern without a match, or a weight that the pass cannot take; with a context also: samples do not fit the model, memory runs
-    /// out, or the work is cancelled.
+    /// If a pattern does not match, or if the pass does not support a weight. With a context also if the
+    /// samples do not fit the model, if memory runs out, or if the work is cancelled.
     fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model>;
 
-    /// What helps where the model's answers are ruined by the pass.
+    /// Advice to the user if the outputs of the model are severely degraded by the pass.
     fn remedy(&self) -> &'static str {
         "a smaller change"
     }
 }
 
-/// What a pass works with.
+/// Environment of a pass.
 pub struct Context<'a> {
-    /// Threads, progress, and the wish to stop.
+    /// Threads, progress and cancellation.
     pub work: Work<'a>,
-    /// Start of every random choice.
+    /// Seed of all random number generators.
     pub seed: u64,
     /// The data sets of the recipe.
     #[cfg(feature = "run")]
     pub data: &'a crate::data::DataSets,
-    /// Where models run.
+    /// Device on which models run.
     #[cfg(feature = "run")]
     pub device: candle_core::Device,
-    /// The memory that models may take.
+    /// Memory limit of running models.
     pub memory: crate::work::MemoryLimit,
-    /// Accounts of memory, where a record of them is wanted.
+    /// Tracker of memory usage, if it is recorded.
     #[cfg(feature = "run")]
     pub memory_tracker: Option<std::sync::Arc<crate::exec::MemoryTracker>>,
-    /// Where unfinished work is kept, so that it can go on.
-    pub workplace: Option<PathBuf>,
-    /// Whether to go on with unfinished work.
+    /// Folder for checkpoints.
+    pub work_dir: Option<PathBuf>,
+    /// Whether to resume from a checkpoint.
     pub resume: bool,
 }
 
-/// Writes the table of passes: one enum that is the step of a recipe and the command of the binary.
+/// Generates the enum of passes, which is both the step of a recipe and the subcommand of the binary.
 macro_rules! passes {
     ($($(#[$doc:meta])* $name:literal => $pass:ident,)+) => {
-        /// One step of a recipe: a pass with its options, or its name alone.
+        /// One step of a recipe: a pass with its options, or only its name.
         #[derive(Debug, Clone, PartialEq, Serialize)]
         #[cfg_attr(feature = "cli", derive(clap::Subcommand, schemars::JsonSchema))]
-        #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::name_alone(schema, PASSES)))]
+        #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::allow_bare_name(schema, PASSES)))]
         pub enum Step {
             $($(#[$doc])* #[serde(rename = $name)] $pass($pass),)+
         }
@@ -177,14 +183,14 @@ macro_rules! passes {
         pub const PASSES: &[&str] = &[$($name),+];
 
         impl Step {
-            /// The pass behind the step.
+            /// The pass of the step.
             pub fn pass(&self) -> &dyn Pass {
                 match self {
                     $(Step::$pass(pass) => pass,)+
                 }
             }
 
-            /// The same, to be changed.
+            /// The pass of the step, mutable.
             pub(crate) fn pass_mut(&mut self) -> &mut dyn Pass {
                 match self {
                     $(Step::$pass(pass) => pass,)+
@@ -205,25 +211,27 @@ macro_rules! passes {
 crate::entry::gather! { passes []
     /// Zero the weights that are smallest in absolute value
     "prune-unstructured" => PruneUnstructured,
-    /// Remove heads, neurons, channels, width, layers or experts from a model: smaller tensors, less to compute
+    /// Remove heads, neurons, channels, width, layers or experts from a model: smaller tensors, less to
+    /// compute
     "prune-structured" => PruneStructured if runs,
-    /// Put two thin layers in the place of one: fewer parameters, less to compute
+    /// Replace layers by two low-rank layers: fewer parameters, less to compute
     "decompose" => Decompose if runs,
-    /// Store linear weights in a scheme that consumers know by name: W4A16, W8A8 …
+    /// Quantize linear weights in a named scheme of compressed-tensors: W4A16, W8A8 …
     "quantize" => Quantize,
-    /// Store linear weights as int8; activations are quantized while the model runs, or not at all
+    /// Quantize linear weights to int8; activations are quantized dynamically at run time, or not at all
     "quantize-dynamic" => QuantizeDynamic,
-    /// Store weights as int8 and quantize activations by scales found on calibration samples
+    /// Quantize weights to int8, and activations with scales found on calibration samples
     "quantize-static" => QuantizeStatic if runs,
-    /// Store weights as places in small palettes of values, found by k-means
+    /// Store weights as indices into small codebooks (palettes), found by k-means
     "palettize" => Palettize,
     /// Train a student on a teacher's outputs
     "distill" => Distill if runs,
-    /// Train the model on labels or the next token: recovers accuracy after pruning, trains through quantizers
+    /// Train the model on labels or the next token: recovers accuracy after pruning, trains through
+    /// quantizers
     "finetune" => Finetune if runs,
     /// Convert floats to another float format
     "cast" => Cast,
-    /// Make floats of quantized weights, so that other passes take them
+    /// Dequantize weights, so that later passes can process them
     "dequantize" => Dequantize if runs,
 }
 

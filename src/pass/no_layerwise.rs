@@ -1,4 +1,4 @@
-//! In the place of what runs models layer by layer, in a build that cannot.
+//! Replaces `layerwise` in builds without the feature `run`: all functions return an error.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,17 +9,14 @@ use crate::error::{Error, Result};
 use crate::kernel::cache::CacheFormat;
 use crate::model::Model;
 use crate::run_state::{Applied, RunState};
-use crate::store::{Affine, Weights};
+use crate::store::{QuantizationSpec, Weights};
 
-/// Whether models can be run.
-///
-/// # Errors
-/// They cannot.
+/// Checks whether the build can run models. Always returns an error.
 pub(super) fn require(option: &str) -> Result<()> {
     Err(unable(option))
 }
 
-/// Nothing: [`require`] was asked before.
+/// Unreachable, because [`require`] has returned an error before.
 pub(super) fn prune(
     _pass: &PruneUnstructured,
     _model: Model,
@@ -31,10 +28,10 @@ pub(super) fn prune(
     Err(unable("importance"))
 }
 
-/// Nothing: [`require`] was asked before.
+/// Unreachable, because [`require`] has returned an error before.
 pub(super) fn quantize(
     _pass: &Quantize,
-    _encodings: &BTreeMap<String, Affine>,
+    _encodings: &BTreeMap<String, QuantizationSpec>,
     _model: &mut Model,
     _run: &RunState,
     _context: &Context,
@@ -43,10 +40,10 @@ pub(super) fn quantize(
     Err(unable("method"))
 }
 
-/// Nothing: [`require`] was asked before.
+/// Unreachable, because [`require`] has returned an error before.
 pub(super) fn palettize(
     _pass: &Palettize,
-    _encodings: &BTreeMap<String, Affine>,
+    _encodings: &BTreeMap<String, QuantizationSpec>,
     _model: &mut Model,
     _run: &RunState,
     _context: &Context,
@@ -55,18 +52,18 @@ pub(super) fn palettize(
     Err(unable("importance"))
 }
 
-/// Nothing: [`require`] was asked before.
-pub(super) fn find_input_scales(_pass: &str, _encodings: &mut BTreeMap<String, Affine>, _model: &Model, _context: &Context) -> Result<Vec<String>> {
+/// Unreachable, because [`require`] has returned an error before.
+pub(super) fn find_input_scales(_pass: &str, _encodings: &mut BTreeMap<String, QuantizationSpec>, _model: &Model, _context: &Context) -> Result<Vec<String>> {
     Err(unable("scheme"))
 }
 
-/// Nothing: [`require`] was asked before.
-pub(super) fn find_cache_scales(_pass: &str, _format: CacheFormat, _model: &mut Model, _context: Option<&Context>) -> Result<usize> {
+/// Unreachable, because [`require`] has returned an error before.
+pub(super) fn find_cache_scales(_pass: &str, _format: CacheFormat, _model: &mut Model, _context: Option<&Context>, _notes: &mut Vec<String>) -> Result<usize> {
     Err(unable("kv_cache"))
 }
 
-/// Nothing is kept.
-pub(super) fn kept_bytes(_names: &BTreeSet<String>, _weights: &Weights) -> u64 {
+/// Returns 0: there are no checkpoints.
+pub(super) fn checkpoint_bytes(_names: &BTreeSet<String>, _weights: &Weights) -> u64 {
     0
 }
 

@@ -1,4 +1,5 @@
-//! Weights as places in palettes: a few values for some rows of a weight, found by k-means, and for each element the place of its value.
+//! Palettization: each group of rows of a weight has a small codebook (palette) found by k-means, and
+//! elements are stored as indices into it.
 //!
 //! ```yaml
 //! passes:
@@ -12,38 +13,39 @@ use std::sync::{Arc, Mutex};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::targets::{self, Chosen};
+use super::targets::{self, SelectedWeights};
 use super::{Context, InputImportance, Pass, Samples, layerwise, options_of};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::kernel::convert;
 use crate::kernel::palette::{Points, nearest};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
 use crate::store::header::byte_count;
 use crate::store::{
-    Affine, Block, BlockSink, DType, Encoding, Granularity, Pattern, Rows, StorageFormat, View, Weight, WeightSource, Weights, least_common_multiple,
+    Block, BlockSink, DType, Encoding, Granularity, Pattern, QuantizationSpec, Rows, StorageFormat, View, Weight, WeightSource, Weights, least_common_multiple,
 };
 use crate::work::{Meter, lock};
 
-/// Store weights as places in small palettes of values.
+/// Store weights as indices into small codebooks (palettes).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Palettize {
-    /// Bits of a place, 2 to 8: a palette has 2^bits values
+    /// Bits per index, 2 to 8: a palette has 2^bits values
     #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().bits))]
     #[cfg_attr(feature = "cli", schemars(range(min = 2, max = 8)))]
     pub bits: u8,
-    /// Rows of a weight that share a palette, at most, or -1 for all of them; a row is what belongs to one output
+    /// Maximum number of rows (output channels) of a weight that share a palette, or -1 for all rows
     #[cfg_attr(feature = "cli", arg(long, value_name = "ROWS", allow_negative_numbers = true, default_value_t = Self::default().group_size))]
     pub group_size: i64,
-    /// What errors count for when values are chosen
+    /// Weighting of quantization errors when palettes are computed
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().importance))]
     pub importance: InputImportance,
     /// Palettize embedding tables too
     #[cfg_attr(feature = "cli", arg(long))]
     pub embeddings: bool,
-    /// Tensors to palettize: names with `*`, or `re:` and a regular expression [default: linear weights and convolutions]
+    /// Tensors to palettize: names with `*`, or `re:` and a regular expression [default: linear weights
+    /// and convolutions]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<Pattern>,
@@ -61,73 +63,73 @@ impl Default for Palettize {
 
 const NAME: &str = "palettize";
 
-/// Values under one palette at most: those of a group are in memory together.
-const MOST: usize = 1 << 24;
+/// Maximum number of values that share a palette. The values of a group are in memory at the same time.
+const MAX_GROUP_VALUES: usize = 1 << 24;
 
-/// Bytes that a value of a group takes while its palette is found: its sorted copies, with their sums.
+/// Bytes per value while a palette is computed: sorted copies and prefix sums.
 const VALUE_BYTES: u64 = 64;
 
-/// Bytes of a weight, before and after.
+/// Total size of the palettized weights before and after, in bytes.
 #[derive(Default)]
-struct Saved {
+struct Sizes {
     before: u64,
     after: u64,
 }
 
 impl Palettize {
-    /// The encoding of each weight, and what the report says.
-    fn encodings(&self, weights: &Weights) -> Result<(BTreeMap<String, Affine>, Saved, Applied)> {
+    /// Selects weights. Returns their encodings, their total sizes, and the record of the pass.
+    fn encodings(&self, weights: &Weights) -> Result<(BTreeMap<String, QuantizationSpec>, Sizes, Applied)> {
         let rule = if self.embeddings { format!("{}; and embeddings", model::PRUNABLE_RULE) } else { model::PRUNABLE_RULE.to_owned() };
         let eligible = |name: &str, weight: &Weight| model::is_prunable(name, weight) || (self.embeddings && model::is_embedding(name, weight));
-        let Chosen { names, rule } = targets::choose(NAME, weights, &self.targets, &self.ignore, &rule, eligible)?;
-        let (mut encodings, mut saved, mut grown) = (BTreeMap::new(), Saved::default(), Vec::new());
+        let SelectedWeights { names, rule } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, &rule, eligible)?;
+        let (mut encodings, mut sizes, mut grown) = (BTreeMap::new(), Sizes::default(), Vec::new());
         for name in names {
             let weight = weights.get(name)?;
             targets::require_float(NAME, name, weight)?;
             let group = usize::try_from(self.group_size).unwrap_or(usize::MAX);
             let dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
-            let affine = Affine::palettes(self.bits, group, &weight.shape, dtype);
+            let affine = QuantizationSpec::palettes(self.bits, group, &weight.shape, dtype);
             if let Granularity::Block([rows, row]) = affine.granularity
-                && rows.saturating_mul(row) > MOST
+                && rows.saturating_mul(row) > MAX_GROUP_VALUES
             {
                 return Err(Error::tensor(
                     name,
-                    format!("has {rows} rows of {row} values under one palette, which are in memory together"),
-                    format!("set `group_size` to at most {}, or add it to `ignore`", (MOST / row).max(1)),
+                    format!("has {rows} rows of {row} values per palette, which exceeds the limit of {MAX_GROUP_VALUES} values"),
+                    format!("set `group_size` to at most {}, or add it to `ignore`", (MAX_GROUP_VALUES / row).max(1)),
                 ));
             }
-            let palettized = weight.then(dtype, Encoding::Affine(affine.clone()), weight.source());
+            let palettized = weight.then(dtype, Encoding::Quantized(affine.clone()), weight.source());
             let parts = StorageFormat::Packed.parts(name, &palettized);
             let after = parts.iter().try_fold(0u64, |sum, part| sum.checked_add(byte_count(part.dtype, &part.shape)?)).unwrap_or(u64::MAX);
             if after >= weight.value_bytes() {
                 grown.push(name);
                 continue;
             }
-            saved.before += weight.value_bytes();
-            saved.after += after;
+            sizes.before += weight.value_bytes();
+            sizes.after += after;
             encodings.insert(name.to_owned(), affine);
         }
         let mut applied = Applied { rule, tensors: encodings.keys().cloned().collect(), ..Applied::new(NAME, self.options()) };
         if let Some(first) = grown.first() {
             let rows = if self.group_size > 0 { format!("{} rows", self.group_size) } else { "all rows".to_owned() };
-            let what = format!("places of {} bits and palettes for {rows} are no smaller than {} weights", self.bits, grown.len());
+            let what = format!("{}-bit indices and palettes for {rows} would not be smaller than the values of {}", self.bits, counted(grown.len(), "weight"));
             if encodings.is_empty() {
                 return Err(Error::option(
                     NAME,
-                    format!("{what}, which is all that is selected (the first: `{first}`); use fewer bits or a larger group_size"),
+                    format!("{what}, which are all selected weights (the first: `{first}`); use fewer bits or a larger group_size"),
                 ));
             }
-            applied.notes.push(format!("palettize: {what}, which stay as they are (the first: `{first}`)"));
+            applied.notes.push(format!("palettize: {what}, which are left unchanged (the first: `{first}`)"));
         }
         let values: u64 = encodings.keys().map(|name| Ok(weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
         applied.notes.push(format!(
-            "palettize: {} weights of {:.1} MB become {:.1} MB, {:.2} bits a value",
-            encodings.len(),
-            saved.before as f64 / 1e6,
-            saved.after as f64 / 1e6,
-            8.0 * saved.after as f64 / values.max(1) as f64
+            "palettize: the size of {} falls from {:.1} MB to {:.1} MB, {:.2} bits per value",
+            counted(encodings.len(), "weight"),
+            sizes.before as f64 / 1e6,
+            sizes.after as f64 / 1e6,
+            8.0 * sizes.after as f64 / values.max(1) as f64
         ));
-        Ok((encodings, saved, applied))
+        Ok((encodings, sizes, applied))
     }
 }
 
@@ -150,32 +152,32 @@ impl Pass for Palettize {
         if self.importance == InputImportance::Activation { layerwise::require(&format!("{NAME}: importance")) } else { Ok(()) }
     }
 
-    fn settle(&mut self, _model: &Model, sets: &[Samples]) {
-        self.importance = self.importance.settled(sets);
+    fn resolve_defaults(&mut self, _model: &Model, sets: &[Samples]) {
+        self.importance = self.importance.resolved(sets);
     }
 
     fn runs_on(&self) -> Option<Samples> {
         (self.importance == InputImportance::Activation).then_some(Samples::Calibration)
     }
 
-    fn keeps_work(&self) -> bool {
+    fn has_checkpoints(&self) -> bool {
         self.importance == InputImportance::Activation
     }
 
-    fn kept_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
-        if self.keeps_work() { layerwise::kept_bytes(changed, after) } else { 0 }
+    fn checkpoint_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
+        if self.has_checkpoints() { layerwise::checkpoint_bytes(changed, after) } else { 0 }
     }
 
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
-        let (encodings, saved, mut applied) = self.encodings(&model.weights)?;
-        let group = |affine: &Affine| if let Granularity::Block([rows, row]) = affine.granularity { (rows * row) as u64 } else { 0 };
+        let (encodings, sizes, mut applied) = self.encodings(&model.weights)?;
+        let group = |affine: &QuantizationSpec| if let Granularity::Block([rows, row]) = affine.granularity { (rows * row) as u64 } else { 0 };
         run.memory_by_thread = run.memory_by_thread.max(VALUE_BYTES * encodings.values().map(group).max().unwrap_or(0));
         let before = model.weights.clone();
         for (name, affine) in &encodings {
             let palettized = Palettized::new(name, before.get(name)?, affine.clone(), &applied.meter);
             model.weights.by_name.insert(name.clone(), palettized.weight());
         }
-        let mut details = json!({ "palettized": encodings.len(), "bytes_before": saved.before, "bytes_after": saved.after });
+        let mut details = json!({ "palettized": encodings.len(), "bytes_before": sizes.before, "bytes_after": sizes.after });
         if let Some(context) = context.filter(|_| self.importance == InputImportance::Activation) {
             let palettized = std::mem::replace(&mut model.weights, before);
             let meter = applied.meter.clone();
@@ -194,32 +196,31 @@ impl Pass for Palettize {
     }
 }
 
-/// Of a group with so many zeros in a hundred, zeros stay: they were meant.
-const MEANT: usize = 5;
+/// Percentage of zeros from which a group is considered sparse. The palette of a sparse group contains
+/// zero exactly.
+const SPARSE_PERCENT: usize = 5;
 
-/// Values under one palette of a weight with rows of this length.
-pub(super) fn group_of(affine: &Affine, row: usize) -> usize {
+/// Number of values that share a palette, for rows of this length.
+pub(super) fn group_of(affine: &QuantizationSpec, row: usize) -> usize {
     row * if let Granularity::Block([rows, _]) = affine.granularity { rows.max(1) } else { 1 }
 }
 
-/// The palette of some values, as it is stored but for what fills it up, without equal values; `cost` says what the error of an element counts
-/// for.
-///
-/// # Errors
-/// A value is not finite.
-pub(super) fn fit(name: &str, affine: &Affine, values: &[f32], cost: impl Fn(usize) -> f32) -> Result<Vec<f32>> {
+/// Computes the palette of a group of values, rounded to the stored dtype and without duplicates or
+/// padding. `cost` returns the weight of the squared error of an element. Returns an error if a value is
+/// not finite.
+pub(super) fn fit(name: &str, affine: &QuantizationSpec, values: &[f32], cost: impl Fn(usize) -> f32) -> Result<Vec<f32>> {
     if values.iter().any(|value| !value.is_finite()) {
         return Err(Error::tensor(
             name,
-            "holds numbers that are not finite, which no palette can stand for",
-            "start from a checkpoint without them, or add it to `ignore`",
+            "contains infinite or NaN values, which a palette cannot represent",
+            "use a checkpoint without such values, or add it to `ignore`",
         ));
     }
     let entries = affine.codes.entries();
     let points = Points::new(values.iter().enumerate().map(|(at, value)| (*value, cost(at))).collect());
     let mut palette = points.palette(entries);
     let zeros = values.iter().filter(|value| **value == 0.0).count();
-    if zeros * 100 >= MEANT * values.len()
+    if zeros * 100 >= SPARSE_PERCENT * values.len()
         && let Some(least) = palette.iter_mut().min_by(|a, b| a.abs().total_cmp(&b.abs()))
     {
         *least = 0.0;
@@ -229,44 +230,44 @@ pub(super) fn fit(name: &str, affine: &Affine, values: &[f32], cost: impl Fn(usi
     Ok(palette)
 }
 
-/// Palettes have one length: the last value fills up what is left.
-pub(super) fn filled(mut palette: Vec<f32>, affine: &Affine) -> Vec<f32> {
+/// Pads a palette to its stored length by repeating the last value.
+pub(super) fn padded(mut palette: Vec<f32>, affine: &QuantizationSpec) -> Vec<f32> {
     palette.resize(affine.codes.entries(), palette.last().copied().unwrap_or(0.0));
     palette
 }
 
-/// A weight as places in palettes.
+/// Palettized weight.
 struct Palettized {
     name: String,
     upstream: Weight,
-    affine: Affine,
-    /// What was found when the weight was gone over before: weights are asked for more than once, and palettes are small.
-    found: Mutex<BTreeMap<usize, Arc<Vec<f32>>>>,
+    affine: QuantizationSpec,
+    /// Palettes by group index, cached because weights are read more than once.
+    cache: Mutex<BTreeMap<usize, Arc<Vec<f32>>>>,
     meter: Arc<Meter>,
 }
 
 impl Palettized {
-    fn new(name: &str, upstream: &Weight, affine: Affine, meter: &Arc<Meter>) -> Self {
-        Self { name: name.to_owned(), upstream: upstream.clone(), affine, found: Mutex::default(), meter: meter.clone() }
+    fn new(name: &str, upstream: &Weight, affine: QuantizationSpec, meter: &Arc<Meter>) -> Self {
+        Self { name: name.to_owned(), upstream: upstream.clone(), affine, cache: Mutex::default(), meter: meter.clone() }
     }
 
     fn palette(&self, group: usize, values: &[f32]) -> Result<Arc<Vec<f32>>> {
-        if let Some(found) = lock(&self.found).get(&group) {
-            return Ok(found.clone());
+        if let Some(palette) = lock(&self.cache).get(&group) {
+            return Ok(palette.clone());
         }
-        let made = Arc::new(fit(&self.name, &self.affine, values, |_| 1.0)?);
-        lock(&self.found).insert(group, made.clone());
-        Ok(made)
+        let palette = Arc::new(fit(&self.name, &self.affine, values, |_| 1.0)?);
+        lock(&self.cache).insert(group, palette.clone());
+        Ok(palette)
     }
 
-    /// Elements that share a palette.
+    /// Number of elements that share a palette.
     fn group(&self) -> usize {
         group_of(&self.affine, self.upstream.row().max(1))
     }
 
     fn weight(self) -> Weight {
         let (upstream, affine) = (self.upstream.clone(), self.affine.clone());
-        upstream.then(affine.scale_dtype, Encoding::Affine(affine), Arc::new(self))
+        upstream.then(affine.scale_dtype, Encoding::Quantized(affine), Arc::new(self))
     }
 }
 
@@ -274,30 +275,30 @@ impl WeightSource for Palettized {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let (row, group) = (self.upstream.row().max(1), self.group());
         let (dtype, size) = (self.affine.scale_dtype, self.affine.codes.entries() * self.affine.scale_dtype.bitsize() / 8);
-        let (mut values, mut places, mut palettes) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut values, mut indices, mut palettes) = (Vec::new(), Vec::new(), Vec::new());
         let mut index = 0;
         self.upstream.visit(least_common_multiple(unit, group), &mut |block: Block| {
             let count = block.now.elements();
             values.resize(count, 0f32);
-            places.resize(count, 0u8);
+            indices.resize(count, 0u8);
             palettes.clear();
             let decoded = block.now.decode(0, &mut values);
-            debug_assert!(decoded, "floats alone are palettized");
+            debug_assert!(decoded, "only floats are palettized");
             self.meter.time(|| {
                 let mut bytes = vec![0; size];
-                for (values, places) in values.chunks(group).zip(places.chunks_mut(group)) {
+                for (values, indices) in values.chunks(group).zip(indices.chunks_mut(group)) {
                     let palette = self.palette(index, values)?;
                     index += 1;
-                    nearest(values, &palette, places);
-                    let encoded = convert::from_f32(dtype, &filled(palette.to_vec(), &self.affine), &mut bytes);
-                    debug_assert!(encoded, "palettes are floats of 32 bits or fewer");
+                    nearest(values, &palette, indices);
+                    let encoded = convert::from_f32(dtype, &padded(palette.to_vec(), &self.affine), &mut bytes);
+                    debug_assert!(encoded, "palettes have at most 32 bits per value");
                     (0..values.len() / row).for_each(|_| palettes.extend_from_slice(&bytes));
                 }
                 Ok(())
             })?;
             sink(block.becomes(View {
                 dtype,
-                values: &places,
+                values: &indices,
                 affine: Some((&self.affine, row)),
                 scales: &palettes,
                 zero_points: &[],

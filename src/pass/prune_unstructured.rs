@@ -1,12 +1,13 @@
-//! Unstructured pruning: the weights that matter least become zero.
+//! Unstructured pruning: zeros the least important weights.
 //!
-//! By magnitude (`importance: l1`), the pass works on weights alone. By what the layers read on calibration samples (`wanda`,
-//! `sparsegpt`), it runs the model block by block (`pass/layerwise`).
+//! With `importance: l1` (magnitude), the pass needs only the weights. With `wanda` and `sparsegpt`,
+//! which use the inputs of the layers on calibration samples, it runs the model block by block
+//! (`pass/layerwise`).
 //!
 //! Han et al., *Learning both Weights and Connections for Efficient Neural Networks*, 2015
-//! (<https://arxiv.org/abs/1506.02626>). The counts are those of `torch.nn.utils.prune`: `l1_unstructured` for
-//! `scope: tensor`, `global_unstructured` for `scope: global`. Of equal magnitudes the first go, so that the
-//! count is exact and the result the same everywhere.
+//! (<https://arxiv.org/abs/1506.02626>). The counts match `torch.nn.utils.prune`: `l1_unstructured` for
+//! `scope: tensor`, `global_unstructured` for `scope: global`. Among equal magnitudes the first ones are
+//! zeroed, so that the count is exact and the result is reproducible.
 //!
 //! ```yaml
 //! passes:
@@ -25,8 +26,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::targets::{self, Chosen};
-use super::threshold::Pool;
+use super::targets::{self, SelectedWeights};
+use super::threshold::RankingGroup;
 use super::{Amount, Context, NOfM, Pass, Samples, layerwise, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Float, mask, scan, with_float};
@@ -35,38 +36,40 @@ use crate::run_state::{Applied, Prepare, RunState};
 use crate::store::{Block, BlockSink, Encoding, Pattern, Rows, View, Weight, WeightSource, Weights, ZeroOrigin, least_common_multiple};
 use crate::work::Meter;
 
-/// How much a weight matters.
+/// Importance criterion of weights.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Importance {
-    /// Its magnitude; needs no data
+    /// Magnitude; needs no data
     #[default]
     L1,
-    /// Its magnitude times the norm of its input over calibration samples, within each row of a linear layer
+    /// Magnitude times the norm of the input over calibration samples, ranked within each row of a linear
+    /// layer
     Wanda,
-    /// What removing it costs on calibration samples when the other weights of its row are adjusted, which they are
+    /// Increase of the output error on calibration samples; the remaining weights of the row are updated
+    /// to compensate
     Sparsegpt,
 }
 
-/// What weights are ranked against.
+/// Set of weights that are ranked jointly.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Scope {
-    /// Each tensor loses the same amount
+    /// Each tensor separately: all tensors have the same sparsity
     #[default]
     Tensor,
-    /// The smallest weights of all selected tensors together are zeroed
+    /// All selected tensors jointly
     Global,
 }
 
-/// An amount of its own for some tensors.
+/// Different amount for some tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Rule {
-    /// Tensors that the rule is for
+    /// Tensors that the rule applies to
     pub targets: Vec<Pattern>,
     /// Amount to zero in them
     pub amount: Amount,
@@ -89,7 +92,7 @@ pub struct PruneUnstructured {
     #[cfg_attr(feature = "cli", arg(long, allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub amount: Option<Amount>,
-    /// How much a weight matters: by itself, or by calibration samples
+    /// Importance criterion: magnitude, or a criterion that uses calibration samples
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().importance))]
     pub importance: Importance,
     /// Rank weights inside each tensor, or across all of them
@@ -99,7 +102,8 @@ pub struct PruneUnstructured {
     #[cfg_attr(feature = "cli", arg(long, value_name = "N:M"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pattern: Option<NOfM>,
-    /// Tensors to prune: names with `*`, or `re:` and a regular expression [default: linear and convolution weights, by samples linear ones]
+    /// Tensors to prune: names with `*`, or `re:` and a regular expression [default: linear and
+    /// convolution weights; with calibration samples, linear weights]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<Pattern>,
@@ -107,7 +111,8 @@ pub struct PruneUnstructured {
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ignore: Vec<Pattern>,
-    /// Another amount for some tensors, which are then ranked separately; the first rule that matches applies
+    /// Another amount for some tensors, which are then ranked separately; the first rule that matches
+    /// applies
     #[cfg_attr(feature = "cli", arg(long = "rule", value_name = "PATTERN=AMOUNT"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<Rule>,
@@ -124,7 +129,7 @@ impl PruneUnstructured {
         self.rules.iter().position(|rule| rule.targets.iter().any(|p| p.matches(name)))
     }
 
-    /// The selected names by amount: one group for each rule, and one for the rest.
+    /// Groups the selected names by amount: one group for each rule, and one for the remaining names.
     fn groups<'a>(&self, names: &BTreeSet<&'a str>, model: &Model) -> Result<Vec<(Amount, Vec<&'a str>)>> {
         for rule in &self.rules {
             crate::store::select::check("rules", &rule.targets, model.weights.by_name.keys())?;
@@ -137,19 +142,19 @@ impl PruneUnstructured {
         Ok(groups)
     }
 
-    fn pools(&self, amount: Amount, names: &[&str], model: &Model) -> Result<Vec<Arc<Pool>>> {
+    fn ranking_groups(&self, amount: Amount, names: &[&str], model: &Model) -> Result<Vec<Arc<RankingGroup>>> {
         let member = |name: &&str| Ok(((*name).to_owned(), model.weights.get(name)?.clone()));
         let count = |what: &str, weights: u64| amount.of(weights).ok_or_else(|| too_many(amount, what, weights));
         let members: Vec<(String, Weight)> = names.iter().map(member).collect::<Result<_>>()?;
         if self.scope == Scope::Global {
             let weights = members.iter().map(|(_, w)| w.elements() as u64).sum();
-            return Ok(vec![Arc::new(Pool::new(members, count("the selected tensors", weights)?, true)?)]);
+            return Ok(vec![Arc::new(RankingGroup::new(members, count("the selected tensors", weights)?, true)?)]);
         }
         members
             .into_iter()
             .map(|(name, weight)| {
                 let count = count(&format!("tensor `{name}`"), weight.elements() as u64)?;
-                Ok(Arc::new(Pool::new(vec![(name, weight)], count, false)?))
+                Ok(Arc::new(RankingGroup::new(vec![(name, weight)], count, false)?))
             })
             .collect()
     }
@@ -160,16 +165,16 @@ impl PruneUnstructured {
             if names.is_empty() {
                 continue;
             }
-            for pool in self.pools(amount, &names, model)? {
-                removed += pool.count();
-                if pool.count() == 0 {
+            for group in self.ranking_groups(amount, &names, model)? {
+                removed += group.count();
+                if group.count() == 0 {
                     continue;
                 }
-                if pool.is_counted_before() {
-                    run.preparations.push(pool.clone() as Arc<dyn Prepare>);
+                if group.is_counted_before() {
+                    run.preparations.push(group.clone() as Arc<dyn Prepare>);
                 }
-                for (index, (name, weight)) in pool.members().iter().enumerate() {
-                    let source = Masked { upstream: weight.clone(), pool: pool.clone(), index, rows: weight.all_rows(), meter: meter.clone() };
+                for (index, (name, weight)) in group.members().iter().enumerate() {
+                    let source = Masked { upstream: weight.clone(), group: group.clone(), index, rows: weight.all_rows(), meter: meter.clone() };
                     model.weights.by_name.insert(name.clone(), weight.then(weight.dtype, Encoding::Dense, Arc::new(source)));
                 }
             }
@@ -184,21 +189,24 @@ impl PruneUnstructured {
             if model.config.has_conv1d() && weight.shape.len() == 2 {
                 return Err(Error::tensor(
                     name,
-                    format!("belongs to a {} model, whose layers are stored as [in, out]: N:M patterns run along the inputs", model.config.model_type()),
+                    format!(
+                        "belongs to a {} model, whose layers are stored as [in, out], but N:M patterns apply to consecutive inputs",
+                        model.config.model_type()
+                    ),
                     "use an amount instead of a pattern",
                 ));
             }
             let &[_, inputs, ..] = weight.shape.as_slice() else {
                 return Err(Error::tensor(
                     name,
-                    format!("has shape {:?}; {pattern} needs tensors of two or more dimensions", weight.shape),
+                    format!("has the shape {:?}, but {pattern} needs at least two dimensions", weight.shape),
                     "add it to `ignore`",
                 ));
             };
             if !inputs.is_multiple_of(pattern.m) {
                 return Err(Error::tensor(
                     name,
-                    format!("has {inputs} inputs (shape {:?}), which {pattern} does not divide", weight.shape),
+                    format!("has {inputs} inputs (shape {:?}), which is not a multiple of the group size of {pattern}", weight.shape),
                     "add it to `ignore`, or choose another pattern",
                 ));
             }
@@ -235,11 +243,13 @@ impl Pass for PruneUnstructured {
         if self.importance != Importance::L1 {
             layerwise::require(&format!("{NAME}: importance"))?;
             if self.scope == Scope::Global {
-                return Err(Error::option(NAME, "`scope: global` needs `importance: l1`: what weights cost on samples is known layer by layer"));
+                return Err(Error::option(NAME, "`scope: global` needs `importance: l1`: the other criteria are not comparable between layers"));
             }
         }
         if self.pattern.is_some() {
-            let both = |what: &str| Err(Error::option(NAME, format!("`pattern` and `{what}` exclude each other: a pattern fixes how many weights stay")));
+            let both = |what: &str| {
+                Err(Error::option(NAME, format!("`pattern` and `{what}` exclude each other: a pattern determines the number of remaining weights")))
+            };
             if self.amount.is_some() {
                 return both("amount");
             }
@@ -251,7 +261,7 @@ impl Pass for PruneUnstructured {
             }
         }
         match self.rules.iter().any(|rule| rule.targets.is_empty()) {
-            true => Err(Error::option(NAME, "a rule without `targets`")),
+            true => Err(Error::option(NAME, "a rule has no `targets`")),
             false => Ok(()),
         }
     }
@@ -260,12 +270,12 @@ impl Pass for PruneUnstructured {
         (self.importance != Importance::L1).then_some(Samples::Calibration)
     }
 
-    fn keeps_work(&self) -> bool {
+    fn has_checkpoints(&self) -> bool {
         self.importance != Importance::L1
     }
 
-    fn kept_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
-        if self.keeps_work() { layerwise::kept_bytes(changed, after) } else { 0 }
+    fn checkpoint_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
+        if self.has_checkpoints() { layerwise::checkpoint_bytes(changed, after) } else { 0 }
     }
 
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
@@ -273,7 +283,7 @@ impl Pass for PruneUnstructured {
         let by_samples = self.importance != Importance::L1;
         let (rule, eligible): (_, fn(&str, &Weight) -> bool) =
             if by_samples { (model::LINEAR_RULE, model::is_linear) } else { (model::PRUNABLE_RULE, model::is_prunable) };
-        let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, rule, eligible)?;
+        let SelectedWeights { names, rule } = targets::select_weights(NAME, &weights, &self.targets, &self.ignore, rule, eligible)?;
         for name in &names {
             targets::require_float(NAME, name, weights.get(name)?)?;
         }
@@ -300,9 +310,9 @@ impl Pass for PruneUnstructured {
 
     fn remedy(&self) -> &'static str {
         if self.importance == Importance::L1 {
-            return "`importance: sparsegpt` or `wanda` with calibration data, a smaller `amount` (2:4 is half), `ignore` for sensitive layers, or a `distill` or `finetune` pass behind it, which keep the zeros";
+            return "`importance: sparsegpt` or `wanda` with calibration data, a smaller `amount` (2:4 is half), `ignore` for sensitive layers, or a subsequent `distill` or `finetune` pass, which preserves zeros";
         }
-        "a smaller `amount` (2:4 is half), `ignore` for sensitive layers, or a `distill` or `finetune` pass behind it, which keep the zeros"
+        "a smaller `amount` (2:4 is half), `ignore` for sensitive layers, or a subsequent `distill` or `finetune` pass, which preserves zeros"
     }
 }
 
@@ -310,19 +320,19 @@ pub(super) fn too_many(amount: Amount, what: &str, weights: u64) -> Error {
     Error::option(format!("{NAME}: amount"), format!("{amount} weights cannot be pruned from {what}, which has {weights}"))
 }
 
-/// A weight without its smallest elements.
+/// Weight whose smallest elements are zeroed.
 struct Masked {
     upstream: Weight,
-    pool: Arc<Pool>,
+    group: Arc<RankingGroup>,
     index: usize,
-    /// The rows of the member that the weight is.
+    /// Rows of the group member that `upstream` holds.
     rows: Range<usize>,
     meter: Arc<Meter>,
 }
 
 impl Masked {
     fn visit_as<F: Float>(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        let cut = self.meter.time(|| self.pool.cut(self.index, &self.rows))?;
+        let cut = self.meter.time(|| self.group.cut(self.index, &self.rows))?;
         let threshold = F::from_key(cut.threshold);
         let mut ties = cut.ties;
         let mut output = Vec::new();
@@ -330,7 +340,8 @@ impl Masked {
             let input = block.now.values;
             output.resize(input.len(), 0);
             self.meter.time(|| {
-                // Most of a block is settled by counting: only the run in which the ties end is looked at one by one.
+                // While ties remain, runs are counted before masking; only in the run with the last tie
+                // are elements compared one by one.
                 let step = if ties == 0 || ties == u64::MAX { input.len().max(1) } else { RUN * F::SIZE };
                 for (input, output) in input.chunks(step).zip(output.chunks_mut(step)) {
                     mask_run::<F>(input, output, threshold, &mut ties);
@@ -341,10 +352,10 @@ impl Masked {
     }
 }
 
-/// Elements that are settled together while there are ties to break.
+/// Elements per run while ties remain.
 const RUN: usize = 4096;
 
-/// Zeroes what lies below the threshold, and of what equals it as many as are still to go.
+/// Zeros elements below the threshold, and the first `ties` elements equal to it. Decrements `ties`.
 fn mask_run<F: Float>(input: &[u8], output: &mut [u8], threshold: F::Magnitude, ties: &mut u64) {
     if *ties == 0 {
         return mask::keep_from::<F>(input, output, threshold);
@@ -366,16 +377,17 @@ impl WeightSource for Masked {
         with_float!(self.upstream.dtype, F => self.visit_as::<F>(unit, sink), else self.upstream.visit(unit, sink))
     }
 
-    /// With a threshold that parts of a run have counted together: one of the weight's own takes all of the weight.
+    /// Supported if the threshold is computed before writing. A threshold computed on demand needs the
+    /// entire weight.
     fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<Rows> {
-        let (upstream, block) = self.upstream.rows(rows, unit).filter(|_| self.pool.is_counted_before())?;
+        let (upstream, block) = self.upstream.rows(rows, unit).filter(|_| self.group.is_counted_before())?;
         let rows = self.rows.start + rows.start..self.rows.start + rows.end;
-        let masked = Masked { upstream, pool: self.pool.clone(), index: self.index, rows, meter: self.meter.clone() };
+        let masked = Masked { upstream, group: self.group.clone(), index: self.index, rows, meter: self.meter.clone() };
         Some(Rows { source: Arc::new(masked), block })
     }
 }
 
-/// A weight of which N of every M inputs stay.
+/// Weight with an N:M sparsity pattern.
 struct Patterned {
     upstream: Weight,
     pattern: NOfM,

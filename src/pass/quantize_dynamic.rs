@@ -1,7 +1,7 @@
-//! Int8 weights by rounding to nearest; activations are quantized for each token while the model runs.
+//! Int8 weights by rounding to nearest; activations are quantized per token at run time.
 //!
 //! The arithmetic is that of compressed-tensors: symmetric `scale = absmax / 127.5`, asymmetric
-//! `scale = (max - min) / 255`, the scale rounded to the model's own format before it is used.
+//! `scale = (max - min) / 255`. The scale is rounded to the dtype of the model before it is used.
 //!
 //! ```yaml
 //! passes:
@@ -13,16 +13,16 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::integers::{Integers, WeightObserver};
-use super::targets::{self, Chosen};
+use super::targets::{self, SelectedWeights};
+use super::weight_quantizer::{WeightObserver, WeightQuantizer};
 use super::{Context, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
-use crate::store::{ActivationScheme, Affine, Codes, DType, Granularity, Pattern, Weight};
+use crate::store::{ActivationScheme, Codes, DType, Granularity, Pattern, QuantizationSpec, Weight};
 use crate::work::Meter;
 
-/// How many weights share a scale.
+/// Granularity of scales.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -36,7 +36,7 @@ pub enum GranularityKind {
     Group,
 }
 
-/// How the runtime quantizes the inputs of a quantized layer.
+/// Quantization of the inputs of quantized layers at run time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -44,29 +44,29 @@ pub enum ActivationRounding {
     /// Int8, with one scale per token computed at run time (W8A8)
     #[default]
     Token,
-    /// Not at all: only weights are int8 (W8A16)
+    /// Floats: only weights are int8 (W8A16)
     None,
 }
 
-/// Store linear weights as int8.
+/// Quantize linear weights to int8.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct QuantizeDynamic {
-    /// How many weights share a scale
+    /// Granularity of scales
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().granularity))]
     pub granularity: GranularityKind,
-    /// Inputs of a row that share a scale, with `granularity: group` [default: 128]
+    /// Consecutive inputs of a row that share a scale, with `granularity: group` [default: 128]
     #[cfg_attr(feature = "cli", arg(long, value_name = "INPUTS", allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub group_size: Option<usize>,
-    /// Whether zero points are fixed at zero
+    /// Symmetric quantization: zero points are fixed at zero
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().symmetric))]
     pub symmetric: bool,
-    /// How the runtime quantizes the inputs of a quantized layer
+    /// Quantization of the inputs of quantized layers at run time
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().activations))]
     pub activations: ActivationRounding,
-    /// How the range of a scale is chosen
+    /// Method that chooses the range of a scale
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().observer))]
     pub observer: WeightObserver,
     /// Quantize embedding tables too (weights only)
@@ -101,9 +101,9 @@ const NAME: &str = "quantize-dynamic";
 const DEFAULT_GROUP: usize = 128;
 
 impl QuantizeDynamic {
-    fn affine(&self, weight: &Weight, embedding: bool) -> Affine {
+    fn affine(&self, weight: &Weight, embedding: bool) -> QuantizationSpec {
         let granularity = match self.granularity {
-            // A table's rows are looked up one by one; a scale for all of them would be the worst of all.
+            // Rows of an embedding table are looked up separately, so that a scale per row costs nothing.
             GranularityKind::Tensor if embedding => Granularity::Channel,
             GranularityKind::Tensor => Granularity::Tensor,
             GranularityKind::Channel => Granularity::Channel,
@@ -114,7 +114,7 @@ impl QuantizeDynamic {
             _ => ActivationScheme::None,
         };
         let scale_dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
-        Affine { codes: Codes::INT8, granularity, symmetric: self.symmetric, scale_dtype, activations }
+        QuantizationSpec { codes: Codes::INT8, granularity, symmetric: self.symmetric, scale_dtype, activations }
     }
 
     fn check_weight(&self, name: &str, weight: &Weight) -> Result<()> {
@@ -122,7 +122,7 @@ impl QuantizeDynamic {
         if weight.shape.len() != 2 {
             return Err(Error::tensor(
                 name,
-                format!("has shape {:?}; quantize-dynamic quantizes only matrices", weight.shape),
+                format!("has the shape {:?}, but quantize-dynamic supports only matrices", weight.shape),
                 "add it to `ignore`, or use `quantize-static` with calibration data, which quantizes convolutions too",
             ));
         }
@@ -130,7 +130,7 @@ impl QuantizeDynamic {
         if self.granularity == GranularityKind::Group && !weight.row().is_multiple_of(size) {
             return Err(Error::tensor(
                 name,
-                format!("has rows of {} inputs, which groups of {size} do not divide", weight.row()),
+                format!("has {} inputs per row, which is not a multiple of the group size {size}", weight.row()),
                 "choose another group_size, or add it to `ignore`",
             ));
         }
@@ -163,21 +163,23 @@ impl Pass for QuantizeDynamic {
         let weights = model.weights.clone();
         let rule = if self.embeddings { format!("{}; and embeddings", model::LINEAR_RULE) } else { model::LINEAR_RULE.to_owned() };
         let eligible = |name: &str, w: &Weight| model::is_linear(name, w) || (self.embeddings && model::is_embedding(name, w));
-        let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, &rule, eligible)?;
+        let SelectedWeights { names, rule } = targets::select_weights(NAME, &weights, &self.targets, &self.ignore, &rule, eligible)?;
         let meter = Arc::new(Meter::default());
         for name in &names {
             let weight = weights.get(name)?;
             self.check_weight(name, weight)?;
             let affine = self.affine(weight, model::is_embedding(name, weight));
-            let integers = Integers::new(name, weight, affine, self.observer, &meter);
-            model.weights.by_name.insert((*name).to_owned(), integers.weight());
+            let quantizer = WeightQuantizer::new(name, weight, affine, self.observer, &meter);
+            model.weights.by_name.insert((*name).to_owned(), quantizer.weight());
         }
         let count = names.len();
+        let notes = targets::unquantized_convolutions(NAME, &weights, &self.targets).into_iter().collect();
         run.history.push(Applied {
             tensors: names.into_iter().map(str::to_owned).collect(),
             rule,
             meter,
             details: Arc::new(move || json!({ "quantized": count })),
+            notes,
             ..Applied::new(NAME, self.options())
         });
         Ok(model)

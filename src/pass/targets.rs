@@ -1,52 +1,52 @@
-//! Which weights a pass takes.
+//! Selection of the weights that a pass processes.
 
 use std::collections::BTreeSet;
 use std::str::FromStr;
 
-use crate::error::{Error, Result};
-use crate::model::exempt_layers;
+use crate::error::{Error, Result, counted};
+use crate::model::{exempt_layers, is_convolution};
+use crate::run_state::WARNING;
 use crate::store::{Encoding, Pattern, Selection, Weight, Weights};
 
-/// The weights that a pass takes, and how they were chosen.
-pub struct Chosen<'a> {
-    /// Names.
+/// Selected weights of a pass.
+pub struct SelectedWeights<'a> {
+    /// Names of the weights.
     pub names: BTreeSet<&'a str>,
-    /// In plain words.
+    /// Description of the selection for reports.
     pub rule: String,
 }
 
-/// A rule of the command line, `PATTERN=VALUE`, where `value` names what stands behind the sign.
-///
-/// # Errors
-/// It has no sign, or one of its sides cannot be read.
+/// Parses a rule `PATTERN=VALUE` of the command line. `value` is the placeholder of the value in error
+/// messages.
 pub(super) fn parse_rule<T: FromStr<Err = String>>(text: &str, value: &str) -> Result<(Pattern, T), String> {
     let (pattern, found) = text.rsplit_once('=').ok_or_else(|| format!("rule `{text}` is not PATTERN={value}"))?;
     Ok((pattern.parse()?, found.parse()?))
 }
 
-/// Resolves a selection.
+/// Selects the weights that match `targets`, or all `eligible` weights without `targets`, except for
+/// those that match `ignore`. `rule` describes the eligible weights.
 ///
 /// # Errors
-/// A pattern matches nothing, or nothing at all is selected.
-pub fn choose<'a>(
+/// If a pattern does not match any weight, or if no weight is selected.
+pub fn select_weights<'a>(
     pass: &str,
     weights: &'a Weights,
     targets: &[Pattern],
     ignore: &[Pattern],
     rule: &str,
     eligible: impl Fn(&str, &Weight) -> bool,
-) -> Result<Chosen<'a>> {
+) -> Result<SelectedWeights<'a>> {
     let selection = Selection { targets, ignore };
     let names = selection.resolve(weights.by_name.iter().map(|(name, weight)| (name, weight.readers.as_slice())), |name| {
         weights.by_name.get(name).is_some_and(|w| eligible(name, w))
     })?;
     if names.is_empty() {
-        let convolutions = weights.by_name.values().filter(|weight| weight.shape.len() > 2 && weight.is_float()).count();
+        let convolutions = weights.by_name.iter().filter(|(name, weight)| is_convolution(name, weight)).count();
         let advice = match (pass, convolutions) {
             ("quantize-dynamic" | "quantize", 1..) if targets.is_empty() => {
-                format!("this model has {convolutions} convolutions, which need `quantize-static` and calibration data")
+                format!("this model has {}, which need `quantize-static` and calibration data", counted(convolutions, "convolution"))
             }
-            _ => "name some in `targets`, `compress inspect` lists them".to_owned(),
+            _ => "list weights in `targets`; `compress inspect` prints their names".to_owned(),
         };
         return Err(Error::option(pass, format!("no weight is selected ({rule}); {advice}")));
     }
@@ -59,26 +59,66 @@ pub fn choose<'a>(
     if !ignore.is_empty() {
         rule = format!("{rule}; without {}", list(ignore));
     }
-    Ok(Chosen { names, rule })
+    Ok(SelectedWeights { names, rule })
 }
 
-/// Holds a selected weight to what a pass of floats can take.
+/// A warning if a pass that quantizes only matrices leaves most of the parameters in convolutions.
+pub fn unquantized_convolutions(pass: &str, weights: &Weights, targets: &[Pattern]) -> Option<String> {
+    let elements = |weights: &mut dyn Iterator<Item = (&String, &Weight)>| weights.map(|(_, weight)| weight.elements()).sum::<usize>();
+    let all = elements(&mut weights.by_name.iter().filter(|(_, weight)| weight.is_float()));
+    let of_convolutions = elements(&mut weights.by_name.iter().filter(|(name, weight)| is_convolution(name, weight)));
+    (targets.is_empty() && of_convolutions > all / 2).then(|| {
+        let part = 100.0 * of_convolutions as f64 / all as f64;
+        format!("{WARNING}{pass} quantizes only linear layers: {part:.0} % of the parameters are in convolutions, which stay floats; `quantize-static` with calibration data quantizes them")
+    })
+}
+
+/// Checks that a weight can be processed as floats.
 ///
 /// # Errors
-/// It is quantized already, empty, or not of a float type.
+/// If the weight is already quantized, is empty, or does not have a float dtype.
 pub fn require_float(pass: &str, name: &str, weight: &Weight) -> Result<()> {
     if weight.encoding != Encoding::Dense {
         return Err(Error::tensor(
             name,
-            format!("is {} already, {pass} works on floats", weight.describe()),
-            "quantize last, put `dequantize` before it, or add the tensor to `ignore`",
+            format!("is already {}, but {pass} needs floats", weight.describe()),
+            "quantize last, run `dequantize` before this pass, or add the tensor to `ignore`",
         ));
     }
     if !weight.is_float() {
-        return Err(Error::tensor(name, format!("is {}, {pass} works on F16, BF16, F32 and F64", weight.dtype), "add it to `ignore`"));
+        return Err(Error::tensor(name, format!("has the dtype {}, but {pass} needs F16, BF16, F32 or F64", weight.dtype), "add it to `ignore`"));
     }
     if weight.elements() == 0 {
-        return Err(Error::tensor(name, format!("is empty, shape {:?}", weight.shape), "add it to `ignore`"));
+        return Err(Error::tensor(name, format!("is empty (shape {:?})", weight.shape), "add it to `ignore`"));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::model::Model;
+
+    fn golden(name: &str) -> Weights {
+        Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)).unwrap().weights
+    }
+
+    #[test]
+    fn unquantized_convolutions_are_a_warning() {
+        for (name, warns) in [("resnet-basic", true), ("torchvision-mobilenet-v2", true), ("vit", false), ("bert", false), ("mixtral-fused", false)] {
+            let note = unquantized_convolutions("quantize-dynamic", &golden(name), &[]);
+            assert_eq!(note.as_ref().is_some_and(|note| note.starts_with(WARNING)), warns, "{name}: {note:?}");
+        }
+        assert_eq!(unquantized_convolutions("quantize-dynamic", &golden("resnet-basic"), &["classifier.*".parse().unwrap()]), None);
+    }
+
+    /// Stacked experts have as many axes as one-dimensional convolutions.
+    #[test]
+    fn experts_are_not_convolutions() {
+        let error = |name: &str| select_weights("quantize", &golden(name), &[], &["*".parse().unwrap()], "", |_, _| true).map(drop).unwrap_err().to_string();
+        assert!(error("resnet-basic").contains("convolutions, which need `quantize-static`"), "{}", error("resnet-basic"));
+        assert!(!error("mixtral-fused").contains("convolution"), "{}", error("mixtral-fused"));
+    }
 }

@@ -1,4 +1,5 @@
-//! The exact magnitude below which a number of weights lie, over one tensor or a whole model, by counting.
+//! Exact magnitude thresholds for pruning a number of weights in one tensor or in several, by multi-round
+//! histogram selection.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,79 +12,73 @@ use crate::run_state::{Part, Prepare};
 use crate::store::{DType, Weight};
 use crate::work::{Work, lock};
 
-/// Where a tensor is cut: elements of smaller magnitude go, of equal magnitude the first `ties`.
+/// Pruning threshold of a tensor. Elements of smaller magnitude are zeroed, and so are the first `ties`
+/// of equal magnitude.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cut {
-    /// A magnitude of the tensor's own format.
+    /// Magnitude as an integer key in the format of the tensor.
     pub threshold: u64,
-    /// How many elements of exactly that magnitude go.
+    /// Number of elements of exactly that magnitude to zero.
     pub ties: u64,
 }
 
-/// Weights that are ranked together.
-pub struct Pool {
+/// Weights whose elements are ranked jointly.
+pub struct RankingGroup {
     members: Vec<(String, Weight)>,
     count: u64,
     key: DType,
-    /// Whether it is counted before anything is written.
+    /// Whether thresholds are computed before writing, jointly by all parts of a distributed run.
     before: bool,
     cuts: Mutex<Cuts>,
 }
 
-/// By the number of the member and its rows: all, or those of a part of a run.
+/// Thresholds by member index, first row and end row. In a distributed run, each part has a range of rows.
 type Cuts = BTreeMap<(usize, usize, usize), Cut>;
 
-impl Pool {
-    /// Ranks these weights together, to find the `count` smallest, `before` anything is written or when a cut is asked for.
-    ///
-    /// # Errors
-    /// F64 weights are mixed with others.
-    pub fn new(members: Vec<(String, Weight)>, count: u64, before: bool) -> Result<Pool> {
+impl RankingGroup {
+    /// Ranks these weights jointly to find the `count` smallest elements, either `before` writing or on
+    /// demand. Returns an error if F64 weights are mixed with others.
+    pub fn new(members: Vec<(String, Weight)>, count: u64, before: bool) -> Result<RankingGroup> {
         let first = members.first().map_or(DType::F32, |(_, w)| w.dtype);
         let key = if members.iter().all(|(_, w)| w.dtype == first) { first } else { DType::F32 };
         if key != DType::F64
             && let Some((name, _)) = members.iter().find(|(_, w)| w.dtype == DType::F64)
         {
-            return Err(Error::tensor(
-                name,
-                "is F64 and cannot be ranked together with narrower floats",
-                "prune it in a pass of its own, or use scope: tensor",
-            ));
+            return Err(Error::tensor(name, "is F64 and cannot be ranked jointly with narrower floats", "prune it in a separate pass, or use `scope: tensor`"));
         }
-        Ok(Pool { members, count, key, before, cuts: Mutex::default() })
+        Ok(RankingGroup { members, count, key, before, cuts: Mutex::default() })
     }
 
-    /// How many of the smallest elements go.
+    /// Number of elements to zero.
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// The weights by name, in order.
+    /// Names and weights, in order.
     pub fn members(&self) -> &[(String, Weight)] {
         &self.members
     }
 
-    /// Whether parts of a run count together before they write.
+    /// Whether thresholds are computed before writing, jointly by all parts of a distributed run.
     pub fn is_counted_before(&self) -> bool {
         self.before
     }
 
-    /// Where these rows of member number `index` are cut; found now if it has not been, from all weights: of another part of a run, too, where a weight of
-    /// this part reads it.
-    ///
-    /// # Errors
-    /// Reading fails.
+    /// The threshold for these rows of member `index`. If it is not cached, it is computed from all
+    /// weights, which happens also if a weight of this part of a distributed run reads rows of another
+    /// part.
     pub fn cut(&self, index: usize, rows: &Range<usize>) -> Result<Cut> {
         let mut cuts = lock(&self.cuts);
-        let place = (index, rows.start, rows.end);
-        if !cuts.contains_key(&place) {
+        let key = (index, rows.start, rows.end);
+        if !cuts.contains_key(&key) {
             cuts.extend(self.solve(None, None)?.into_iter().flatten());
         }
         let name = self.members.get(index).map_or("", |(name, _)| name);
-        cuts.get(&place).copied().ok_or_else(|| Error::tensor(name, "is not among the weights that are ranked together", ""))
+        cuts.get(&key).copied().ok_or_else(|| Error::tensor(name, "is not among the jointly ranked weights", ""))
     }
 
-    fn readings(&self) -> u64 {
+    /// Number of times that all weights are read.
+    fn rounds(&self) -> u64 {
         match self.key {
             DType::F16 | DType::BF16 => 1,
             DType::F32 => 2,
@@ -91,17 +86,17 @@ impl Pool {
         }
     }
 
-    /// Where each is cut, as far as it is this part's; nothing while other parts have not counted.
+    /// Computes the thresholds of this part's rows. Returns `None` while counts of other parts are missing.
     fn solve(&self, work: Option<&Work>, part: Option<(&Part, &str)>) -> Result<Option<Cuts>> {
-        let wrong = || Error::option("prune-unstructured", "weights that are not floats");
+        let wrong = || Error::option("prune-unstructured", "the selected weights are not floats");
         with_float!(self.key, F => self.solve_as::<F>(work, part), else Err(wrong()))
     }
 
     fn solve_as<F: Float>(&self, work: Option<&Work>, part: Option<(&Part, &str)>) -> Result<Option<Cuts>> {
-        let own = |(name, weight): &(String, Weight)| part.map_or_else(|| Ok(Some(weight.clone())), |(part, _)| part.own(name, weight));
+        let own = |(name, weight): &(String, Weight)| part.map_or_else(|| Ok(Some(weight.clone())), |(part, _)| part.own_rows(name, weight));
         let own = self.members.iter().enumerate().map(|(index, member)| Ok(own(member)?.map(|weight| (index, weight)))).collect::<Result<Vec<_>>>()?;
         let own: Vec<(usize, Weight)> = own.into_iter().flatten().collect();
-        let mut wanted = self.count;
+        let mut remaining = self.count;
         let mut window = Window::leading(F::BITS);
         let mut round = 0;
         loop {
@@ -110,18 +105,18 @@ impl Pool {
                 Some(work) => work.run("Ranking", &own, |(_, w)| w.stored_bytes, |(_, w)| count::<F>(w, window, &|bytes| work.advance(bytes))),
             };
             let mut counts = None;
-            let mut count_here = || Ok(totals(counts.insert(count_own()?), window));
+            let mut own_totals = || Ok(totals(counts.insert(count_own()?), window));
             let [all, before] = match part {
-                None => [count_here()?, Vec::new()],
-                Some((part, name)) => match part.counts(&format!("{name}-{round}"), 1 << window.width, &mut count_here)? {
+                None => [own_totals()?, Vec::new()],
+                Some((part, name)) => match part.counts(&format!("{name}-{round}"), 1 << window.width, &mut own_totals)? {
                     None => return Ok(None),
                     Some(counts) => counts,
                 },
             };
-            // The last bin that starts before the wanted count is passed; 0 wanted cuts below everything.
+            // Find the bin that contains the threshold. A count of 0 selects the first bin, with no ties.
             let mut bin = 0;
-            while bin + 1 < all.len() && all[bin] < wanted {
-                wanted -= all[bin];
+            while bin + 1 < all.len() && all[bin] < remaining {
+                remaining -= all[bin];
                 bin += 1;
             }
             if let Some(inside) = window.inside(bin as u64) {
@@ -130,12 +125,12 @@ impl Pool {
             }
             let threshold = window.key(bin as u64);
             let counts = counts.map_or_else(count_own, Ok)?;
-            // Ties go in the order of names, which is that of parts.
-            let mut wanted = wanted.saturating_sub(before.get(bin).copied().unwrap_or(0));
+            // Ties are zeroed in the order of names, which is the order of parts.
+            let mut remaining = remaining.saturating_sub(before.get(bin).copied().unwrap_or(0));
             let cuts = own.iter().zip(&counts).map(|((index, weight), counts)| {
                 let equal = counts.iter().find(|(b, _)| usize::from(*b) == bin).map_or(0, |(_, n)| *n);
-                let ties = equal.min(wanted);
-                wanted -= ties;
+                let ties = equal.min(remaining);
+                remaining -= ties;
                 let first = weight.rows_of.map_or(0, |of| of.first);
                 let rows = weight.all_rows();
                 ((*index, first + rows.start, first + rows.end), own_cut(self.key, weight.dtype, threshold, ties))
@@ -145,7 +140,7 @@ impl Pool {
     }
 }
 
-/// How many magnitudes of all weights lie in each bin.
+/// Sums the counts of all weights.
 fn totals(counts: &[Vec<(u16, u64)>], window: Window) -> Vec<u64> {
     let mut totals = vec![0u64; 1 << window.width];
     for (bin, n) in counts.iter().flatten() {
@@ -154,7 +149,7 @@ fn totals(counts: &[Vec<(u16, u64)>], window: Window) -> Vec<u64> {
     totals
 }
 
-/// Counts one weight's magnitudes in the format of the pool.
+/// Histogram of the magnitudes of one weight, converted to the format `F`.
 fn count<F: Float>(weight: &Weight, window: Window, advance: &dyn Fn(u64) -> Result<()>) -> Result<Vec<(u16, u64)>> {
     let mut histogram = MagnitudeHistogram::new(window);
     let (mut floats, mut bytes) = (Vec::new(), Vec::new());
@@ -173,8 +168,8 @@ fn count<F: Float>(weight: &Weight, window: Window, advance: &dyn Fn(u64) -> Res
     Ok(histogram.take())
 }
 
-/// The cut of the pool in the format of one of its members: when no magnitude of the member equals the
-/// threshold, the next smaller one takes its place, and all its ties go.
+/// Converts a threshold from the format `key` to the format `own` of a member. If the threshold is not
+/// representable there, the result is the next smaller magnitude with all of its ties.
 fn own_cut(key: DType, own: DType, threshold: u64, ties: u64) -> Cut {
     if key == own {
         return Cut { threshold, ties };
@@ -193,16 +188,16 @@ fn own_cut(key: DType, own: DType, threshold: u64, ties: u64) -> Cut {
     Cut { threshold: low, ties: if to_key(low) == threshold { ties } else { u64::MAX } }
 }
 
-impl Prepare for Pool {
+impl Prepare for RankingGroup {
     fn bytes(&self) -> u64 {
-        self.readings() * self.members.iter().map(|(_, w)| w.stored_bytes).sum::<u64>()
+        self.rounds() * self.members.iter().map(|(_, w)| w.stored_bytes).sum::<u64>()
     }
 
     fn prepare(&self, work: &Work, part: Option<(&Part, &str)>) -> Result<bool> {
         let cuts = self.solve(Some(work), part)?;
-        let found = cuts.is_some();
+        let complete = cuts.is_some();
         lock(&self.cuts).extend(cuts.into_iter().flatten());
-        Ok(found)
+        Ok(complete)
     }
 }
 

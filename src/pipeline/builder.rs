@@ -1,14 +1,14 @@
-//! What a pipeline consists of.
+//! The pipeline: its configuration, its builder, and the resolution of defaults.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use super::running::Running;
 use super::{plan, run};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::export::Export;
 use crate::model::{Model, stacked_experts};
-use crate::output::{Inputs, Replace, check_place};
+use crate::output::{Inputs, Replace, check_output};
 use crate::pass::{Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::Report;
@@ -16,7 +16,7 @@ use crate::run_state::RunState;
 use crate::store::{OpenSizes, Weight};
 use crate::work::{Cancel, Progress, Silent, Work};
 
-/// Passes and formats, ready to be run on models.
+/// A compression pipeline: passes, output formats and settings, ready to be run on models.
 #[derive(Clone)]
 pub struct Pipeline {
     pub(super) steps: Vec<Step>,
@@ -24,47 +24,48 @@ pub struct Pipeline {
     pub(super) running: Running,
     pub(super) seed: u64,
     pub(super) allow_nonfinite: bool,
-    /// Sizes that models leave open.
+    /// Fixed sizes for the dynamic axes of ONNX models.
     sizes: OpenSizes,
     pub(super) force: bool,
     pub(super) resume: bool,
-    /// Bytes of a weight below which parts of a run do not cut it.
-    pub(super) least_cut: u64,
-    /// Whether fidelity is measured where no evaluation data is named.
+    /// Minimum size of a weight in bytes for it to be split across parts of a run.
+    pub(super) min_split_bytes: u64,
+    /// Whether fidelity is measured if no evaluation data is configured.
     pub(super) measures: bool,
-    /// What a run begins with, before its first pass.
+    /// Initial state of a run, before its first pass.
     pub(super) start: RunState,
     threads: usize,
     progress: Arc<dyn Progress>,
     cancel: Cancel,
 }
 
-/// What follows all passes: tied weights are brought together, and what no pass took is said.
-pub(super) fn close(after: &mut Model, before: &Model, run: &mut RunState) -> Result<()> {
+/// Finishes the passes: reconciles tied weights and adds notes about weights that no pass changed.
+pub(super) fn finish_passes(after: &mut Model, before: &Model, run: &mut RunState) -> Result<()> {
     run.notes.extend(after.settle_ties(before)?);
-    run.notes.extend(left_experts(after, run));
+    run.notes.extend(unchanged_experts(after, run));
     Ok(())
 }
 
-/// Tensors that hold all experts of a layer, where passes changed others and none of these.
-fn left_experts(model: &Model, run: &RunState) -> Option<String> {
-    let taken = |name: &str| run.history.iter().any(|applied| applied.tensors.contains(name));
-    let holds = |name: &str, weight: &Weight| stacked_experts(name, weight).is_some() && !taken(name);
-    let sizes: Vec<f64> = model.weights.by_name.iter().filter(|(name, weight)| holds(name, weight)).map(|(_, weight)| weight.elements() as f64).collect();
+/// A note if passes changed weights, but none of the tensors that stack all experts of a layer.
+fn unchanged_experts(model: &Model, run: &RunState) -> Option<String> {
+    let is_changed = |name: &str| run.history.iter().any(|applied| applied.tensors.contains(name));
+    let is_unchanged = |name: &str, weight: &Weight| stacked_experts(name, weight).is_some() && !is_changed(name);
+    let sizes: Vec<f64> =
+        model.weights.by_name.iter().filter(|(name, weight)| is_unchanged(name, weight)).map(|(_, weight)| weight.elements() as f64).collect();
     if sizes.is_empty() || run.history.iter().all(|applied| applied.tensors.is_empty()) {
         return None;
     }
-    let part = 100.0 * sizes.iter().sum::<f64>() / model.weights.parameters().max(1) as f64;
+    let percent = 100.0 * sizes.iter().sum::<f64>() / model.weights.parameters().max(1) as f64;
     Some(format!(
-        "{} tensors that hold all experts of a layer stay as they are, {part:.0} % of the parameters: passes take experts that are tensors of their own",
-        sizes.len()
+        "left unchanged: {}, each of which stacks all experts of a layer, {percent:.0} % of the parameters; passes process only experts stored as separate tensors",
+        counted(sizes.len(), "tensor")
     ))
 }
 
-/// Bytes of a weight below which parts of a run do not cut it, unless the pipeline says otherwise: a moment's work.
-const LEAST_CUT: u64 = 4 << 20;
+/// Default of [`Builder::min_split_bytes`]: smaller weights take too little time to be worth splitting.
+const MIN_SPLIT_BYTES: u64 = 4 << 20;
 
-/// Puts a [`Pipeline`] together.
+/// Builds a [`Pipeline`].
 #[must_use]
 pub struct Builder(pub(super) Pipeline);
 
@@ -80,7 +81,7 @@ impl Pipeline {
             sizes: OpenSizes::new(),
             force: false,
             resume: false,
-            least_cut: LEAST_CUT,
+            min_split_bytes: MIN_SPLIT_BYTES,
             measures: true,
             start: RunState::default(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
@@ -89,109 +90,113 @@ impl Pipeline {
         })
     }
 
-    /// What a run would do, from headers alone.
+    /// Plans a run from the headers of the model, without reading a tensor.
     ///
     /// # Errors
-    /// Whatever can be known to fail before the first tensor is read.
+    /// Every error of a run that can be detected before the first tensor is read.
     pub fn plan(&self, model: &Model) -> Result<plan::Plan> {
         plan::plan(self, model)
     }
 
-    /// What is to be known beforehand of writing a model to an output: formats that are made on this machine before they go to another.
-    pub fn made_here_first(&self, model: &Model, output: &Path) -> Option<String> {
+    /// A note if the output is remote and some of its formats cannot be streamed: they are written to a
+    /// local folder first, then uploaded.
+    pub fn local_staging_note(&self, model: &Model, output: &Path) -> Option<String> {
         let exports = self.exports(model);
         let formats: Vec<&str> = exports.iter().map(Export::format).filter(|format| !format.streams()).map(crate::export::Format::name).collect();
         (crate::files::is_remote(output) && !formats.is_empty()).then(|| {
             let (formats, folder) = (formats.join(", "), std::env::temp_dir());
             format!(
-                "{formats}: made in {} first, which needs room for it (TMPDIR names another folder), and put to {} from there",
+                "{formats}: written to {} first, which needs enough free space (set TMPDIR to use another folder), then uploaded to {}",
                 folder.display(),
-                crate::error::tellable(output).display()
+                crate::error::redact_path(output).display()
             )
         })
     }
 
-    /// What runs the model, by name, and the samples that it runs on: passes, then formats.
-    pub(super) fn runs(&self) -> impl Iterator<Item = (&'static str, Samples)> {
+    /// Names of the passes and formats that run the model, and the samples that each runs it on.
+    pub(super) fn model_runs(&self) -> impl Iterator<Item = (&'static str, Samples)> {
         let passes = self.steps.iter().map(Step::pass).filter_map(|pass| Some((pass.name(), pass.runs_on()?)));
         passes.chain(self.export.iter().map(Export::format).filter_map(|format| Some((format.name(), format.runs_on()?))))
     }
 
-    /// Whether a pass keeps unfinished work that an interrupted run can go on with.
-    pub(super) fn keeps_work(&self) -> bool {
-        self.steps.iter().any(|step| step.pass().keeps_work())
+    /// Whether a pass writes checkpoints from which an interrupted run can resume.
+    pub(super) fn has_checkpoints(&self) -> bool {
+        self.steps.iter().any(|step| step.pass().has_checkpoints())
     }
 
-    /// The files that a run of a model reads.
+    /// The files that a run reads.
     pub(super) fn inputs(&self, model: &Model) -> Inputs {
         let read = self.steps.iter().flat_map(|step| step.pass().reads());
         Inputs { model: model.path.clone(), files: model.inputs().into_iter().chain(read).chain(self.running.data_paths()).collect() }
     }
 
-    /// Checks that an output of a model can be written, or replaced where [`force`](Builder::force) is set, without touching it.
+    /// Checks, without modifying anything, that the output can be written, or replaced if
+    /// [`force`](Builder::force) is set.
     ///
     /// # Errors
-    /// It exists and is not an output that may be replaced, or overlaps with an input of the run.
+    /// The output exists and may not be replaced, or it overlaps with an input of the run.
     pub fn check_output(&self, model: &Model, output: &Path) -> Result<()> {
-        check_place(output, Replace::with_force(self.force), &self.inputs(model))
+        check_output(output, Replace::with_force(self.force), &self.inputs(model))
     }
 
-    /// Runs everything and writes the output folder, which appears whole or not at all.
+    /// Runs the pipeline and writes the output folder atomically.
     ///
     /// # Errors
-    /// Anything that goes wrong; then nothing is left behind.
+    /// Any failure of a pass, a format, the verification or the file system. No partial output remains.
     pub fn run(&self, model: Model, output: impl AsRef<Path>) -> Result<Report> {
         run::run(self, model, output.as_ref(), None)
     }
 
-    /// The pipeline with what its options leave to the model and to the data written out, and the model after its passes as far as can be
-    /// told without reading a tensor.
-    pub(super) fn settled(&self, model: &Model) -> Result<(Pipeline, Model, RunState)> {
-        model.tell_sizes(&self.sizes)?;
-        let mut settled = self.clone();
-        settled.export = self.exports(model);
-        settled.running.begin();
-        let sets = settled.running.sets();
+    /// Resolves defaults that depend on the model and the data. Returns the pipeline with explicit
+    /// options, the model after its passes, and the state of the run, as far as these can be determined
+    /// without reading a tensor.
+    pub(super) fn resolved(&self, model: &Model) -> Result<(Pipeline, Model, RunState)> {
+        model.fix_sizes(&self.sizes)?;
+        let mut resolved = self.clone();
+        resolved.export = self.exports(model);
+        resolved.running.reset_data();
+        let sets = resolved.running.configured_sets();
         let (mut after, mut run) = (model.clone(), RunState { input: Some(model.path.clone()), ..self.start.clone() });
-        for step in &mut settled.steps {
-            step.pass_mut().settle(&after, &sets);
+        for step in &mut resolved.steps {
+            step.pass_mut().resolve_defaults(&after, &sets);
             let before = run.history.len();
             after = step.pass().apply(after, &mut run, None)?;
-            let kept: u64 = run.history.iter().skip(before).map(|applied| step.pass().kept_bytes(&applied.tensors, &after.weights)).sum();
-            run.kept_bytes = run.kept_bytes.saturating_add(kept);
+            let bytes: u64 = run.history.iter().skip(before).map(|applied| step.pass().checkpoint_bytes(&applied.tensors, &after.weights)).sum();
+            run.checkpoint_bytes = run.checkpoint_bytes.saturating_add(bytes);
         }
-        close(&mut after, model, &mut run)?;
-        settled.export.iter_mut().for_each(|export| export.format_mut().settle(&sets));
-        let calibrates = settled.runs().any(|(_, samples)| samples == Samples::Calibration);
-        settled.running.lend(calibrates);
-        Ok((settled, after, run))
+        finish_passes(&mut after, model, &mut run)?;
+        resolved.export.iter_mut().for_each(|export| export.format_mut().resolve_defaults(&sets));
+        let calibrates = resolved.model_runs().any(|(_, samples)| samples == Samples::Calibration);
+        resolved.running.default_data(calibrates);
+        Ok((resolved, after, run))
     }
 
-    /// The formats that are written: where none is named, the one that the model is of.
+    /// The output formats: if none is configured, ONNX for an ONNX model and safetensors for others.
     fn exports(&self, model: &Model) -> Vec<Export> {
         match (self.export.as_slice(), &model.onnx) {
-            ([], Some(_)) => Export::of_name("onnx").into_iter().collect(),
+            ([], Some(_)) => Export::from_name("onnx").into_iter().collect(),
             ([], None) => vec![Export::default()],
             (named, _) => named.to_vec(),
         }
     }
 
-    /// The pipeline for an output: a file is of one format.
+    /// The pipeline for an output, and the file name if the output is a single file, whose extension
+    /// selects the format.
     ///
     /// # Errors
-    /// Other formats are named.
-    pub(super) fn writing(&self, output: &Path) -> Result<(Pipeline, Option<String>)> {
+    /// The output is a file, and another format is configured.
+    pub(super) fn for_output(&self, output: &Path) -> Result<(Pipeline, Option<String>)> {
         let (Some(name), Some(format)) = (crate::output::file_name(output), crate::output::file_format(output)) else { return Ok((self.clone(), None)) };
         let mut pipeline = self.clone();
         if pipeline.export.is_empty() {
-            pipeline.export.extend(Export::of_name(format));
+            pipeline.export.extend(Export::from_name(format));
         }
         match pipeline.export.as_slice() {
             [only] if only.format().name() == format => Ok((pipeline, Some(name))),
             _ => Err(Error::Output {
                 path: output.to_owned(),
-                reason: format!("is a file of the format {format}, and other formats are to be written"),
-                hint: format!("name a folder, or write `{format}` alone"),
+                reason: format!("is of the format {format}, but other formats are configured"),
+                hint: format!("choose a folder as the output, or export only `{format}`"),
             }),
         }
     }
@@ -204,18 +209,18 @@ impl Pipeline {
             allow_nonfinite: self.allow_nonfinite,
             sizes: self.sizes.clone(),
             measure: self.measures,
-            passes: self.steps_at(&std::env::current_dir().unwrap_or_default()),
+            passes: self.steps_resolved_in(&std::env::current_dir().unwrap_or_default()),
             export: self.exports(model),
             output: Some(".".into()),
-            // YAML and JSON are text: what a path holds beyond UTF-8 cannot be kept.
+            // YAML and JSON cannot represent paths that are not UTF-8.
             ..Recipe::new(path.to_string_lossy().as_ref())
         };
-        self.running.tell(&mut recipe);
+        self.running.fill_recipe(&mut recipe);
         recipe
     }
 
-    /// The steps, with paths that hold wherever the recipe is.
-    fn steps_at(&self, folder: &Path) -> Vec<Step> {
+    /// The steps, with relative paths resolved against a folder.
+    fn steps_resolved_in(&self, folder: &Path) -> Vec<Step> {
         let mut steps = self.steps.clone();
         steps.iter_mut().for_each(|step| step.pass_mut().resolve(folder));
         steps
@@ -239,56 +244,56 @@ impl Builder {
         self
     }
 
-    /// Adds a format; without any, safetensors are written, and ONNX of an ONNX file.
+    /// Adds an output format. Without any, the output is safetensors, or ONNX if the model is an ONNX file.
     pub fn export(mut self, export: impl Into<Export>) -> Self {
         self.0.export.push(export.into());
         self
     }
 
-    /// Takes passes, formats, seed and switches from a recipe.
+    /// Adds the passes, formats and settings of a recipe.
     pub fn recipe(mut self, recipe: &Recipe) -> Self {
         self.0.steps.extend(recipe.passes.iter().cloned());
         self.0.export.extend(recipe.export.iter().cloned());
-        self.0.running.take(recipe);
-        // What the command line says stands.
-        let told = std::mem::take(&mut self.0.sizes);
-        self.0.sizes = recipe.sizes.clone().into_iter().chain(told).collect();
+        self.0.running.apply_recipe(recipe);
+        // Sizes from the command line take precedence.
+        let overrides = std::mem::take(&mut self.0.sizes);
+        self.0.sizes = recipe.sizes.clone().into_iter().chain(overrides).collect();
         self.seed(recipe.seed).allow_nonfinite(recipe.allow_nonfinite).measure(recipe.measure)
     }
 
-    /// Start of every random choice.
+    /// Seed of all random number generators.
     pub fn seed(mut self, seed: u64) -> Self {
         self.0.seed = seed;
         self
     }
 
-    /// Carries NaN and infinite weights along instead of stopping at them.
+    /// Allows NaN and infinite weights instead of returning an error.
     pub fn allow_nonfinite(mut self, allow: bool) -> Self {
         self.0.allow_nonfinite = allow;
         self
     }
 
-    /// Fixes sizes that ONNX files leave open.
+    /// Fixes the sizes of dynamic axes of ONNX files.
     pub fn sizes(mut self, sizes: OpenSizes) -> Self {
         self.0.sizes.extend(sizes);
         self
     }
 
-    /// Replaces an output that exists. Only what an earlier run has written is replaced: whatever its report does not list, and whatever the
-    /// run reads, is refused by name.
+    /// Replaces an existing output. Only files that an earlier run has written are replaced: the run
+    /// fails if the output contains files that its report does not list, or files that the run reads.
     pub fn force(mut self, force: bool) -> Self {
         self.0.force = force;
         self
     }
 
-    /// Goes on with what an interrupted run has left beside the output folder.
+    /// Resumes from the checkpoints that an interrupted run has left next to the output folder.
     pub fn resume(mut self, resume: bool) -> Self {
         self.0.resume = resume;
         self
     }
 
-    /// Whether to measure how close the answers are to the input's where no evaluation data is named and the model can be run; on by
-    /// default.
+    /// Whether to measure the fidelity of the outputs to the input model's if no evaluation data is
+    /// configured and the model can be run; on by default.
     pub fn measure(mut self, measure: bool) -> Self {
         self.0.measures = measure;
         self
@@ -300,26 +305,27 @@ impl Builder {
         self
     }
 
-    /// Bytes of a weight from which on [`run_part`](Pipeline::run_part) cuts it, where it is large beside a share; the same for all parts
-    /// and for [`merge`](Pipeline::merge).
-    pub fn least_cut(mut self, bytes: u64) -> Self {
-        self.0.least_cut = bytes;
+    /// Minimum size in bytes of weights that [`run_part`](Pipeline::run_part) splits across parts. It
+    /// must be the same for all parts and for [`merge`](Pipeline::merge).
+    pub fn min_split_bytes(mut self, bytes: u64) -> Self {
+        self.0.min_split_bytes = bytes;
         self
     }
 
-    /// Threads that work at once; the output does not depend on it.
+    /// Number of threads; the output does not depend on it.
     pub fn threads(mut self, threads: usize) -> Self {
         self.0.threads = threads.max(1);
         self
     }
 
-    /// Tells somebody what happens: a closure over [`Event`](crate::work::Event), or a [`Progress`].
+    /// Sets the receiver of progress events: a closure over [`Event`](crate::work::Event), or a
+    /// [`Progress`].
     pub fn progress(mut self, progress: impl Progress + 'static) -> Self {
         self.0.progress = Arc::new(progress);
         self
     }
 
-    /// Lets somebody stop the run.
+    /// Sets the token by which the run can be cancelled.
     pub fn cancel(mut self, cancel: Cancel) -> Self {
         self.0.cancel = cancel;
         self
@@ -328,12 +334,12 @@ impl Builder {
     /// Checks the options of every pass.
     ///
     /// # Errors
-    /// The first option that cannot be, with the number of its pass.
+    /// The first invalid option, with the number of its pass.
     pub fn build(self) -> Result<Pipeline> {
-        self.0.running.check(self.0.runs())?;
+        self.0.running.check(self.0.model_runs())?;
         for (index, export) in self.0.export.iter().enumerate() {
             if self.0.export[..index].iter().any(|other| other.format().name() == export.format().name()) {
-                return Err(Error::option("export", format!("`{}` is named twice, and both would write the same files", export.format().name())));
+                return Err(Error::option("export", format!("`{}` is listed twice, and both would write the same files", export.format().name())));
             }
         }
         for (index, step) in self.0.steps.iter().enumerate() {

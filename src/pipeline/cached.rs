@@ -1,4 +1,4 @@
-//! Runs that are not repeated as long as nothing has changed.
+//! Runs that are skipped if the output is up to date.
 
 use std::fs;
 use std::path::Path;
@@ -10,29 +10,29 @@ use crate::report::{Report, Tool};
 use crate::store::ContentKey;
 use crate::work::Work;
 
-/// What [`Pipeline::run_cached`] found or made.
+/// Result of [`Pipeline::run_cached`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Cached {
     /// The report of the run that wrote the folder.
     pub report: Report,
-    /// Whether the folder was there already.
+    /// Whether the folder existed and was up to date.
     pub reused: bool,
 }
 
 impl Pipeline {
-    /// Runs everything unless `output` holds the result of the same run: the same passes, formats and seed of the same
-    /// version of this crate, over the same contents of the [inputs](Model::inputs), and files that are as they were written.
-    /// What `output` holds otherwise is replaced.
+    /// Runs the pipeline unless `output` contains an undamaged result of the same run: the same passes,
+    /// formats and seed, the same version of this crate, and the same contents of the
+    /// [inputs](Model::inputs). Another result in `output` is replaced.
     ///
     /// # Errors
-    /// Anything that goes wrong, or a pass or a measurement that looks at other files than the model's.
+    /// As [`run`](Pipeline::run), or if a pass or a measurement reads files other than the model's.
     pub fn run_cached(&self, model: Model, output: impl AsRef<Path>) -> Result<Cached> {
         let output = output.as_ref();
-        let (pipeline, _) = self.writing(output)?;
-        // What options leave to the data decides what is read.
-        pipeline.settled(&model)?.0.require_model_alone()?;
+        let (pipeline, _) = self.for_output(output)?;
+        // Whether data is read may depend on defaults, which are resolved from the data.
+        pipeline.resolved(&model)?.0.require_model_only()?;
         let key = self.key(&model)?;
-        if let Some(report) = self.found(output, &key)? {
+        if let Some(report) = self.find_report(output, &key)? {
             return Ok(Cached { report, reused: true });
         }
         let mut pipeline = self.clone();
@@ -42,8 +42,8 @@ impl Pipeline {
         Ok(Cached { report, reused: false })
     }
 
-    /// The report of a whole folder that was made under this key.
-    fn found(&self, output: &Path, key: &str) -> Result<Option<Report>> {
+    /// The report of an undamaged output folder that was written under this key.
+    fn find_report(&self, output: &Path, key: &str) -> Result<Option<Report>> {
         if !fs::read(output.join(Model::KEY)).is_ok_and(|found| found == key.as_bytes()) {
             return Ok(None);
         }
@@ -54,17 +54,18 @@ impl Pipeline {
         }
     }
 
-    /// Names everything that decides what a run writes.
+    /// Hash of everything that determines the output of a run.
     fn key(&self, model: &Model) -> Result<String> {
         let mut recipe = self.recipe(model);
-        // Where the model lies changes nothing.
+        // The location of the model does not affect the output.
         recipe.model.clear();
         let mut key = self.input_key(model, &self.work())?;
         key.line(&serde_json::to_string(&recipe).unwrap_or_default());
         Ok(format!("{}\n", key.name()))
     }
 
-    /// The common part of all keys: this version of the tool, and the contents of the model's files, wherever they are.
+    /// The common prefix of all keys: the version of the tool and the contents of the model's files,
+    /// independent of their location.
     pub(super) fn input_key<'w>(&self, model: &Model, work: &Work<'w>) -> Result<ContentKey<'w>> {
         let mut key = ContentKey::new(work);
         let tool = Tool::default();
@@ -73,12 +74,12 @@ impl Pipeline {
         Ok(key)
     }
 
-    fn require_model_alone(&self) -> Result<()> {
-        let running = self.runs().next().map(|(name, _)| name);
+    fn require_model_only(&self) -> Result<()> {
+        let running = self.model_runs().next().map(|(name, _)| name);
         let running = running.or(self.running.evaluates().then_some("evaluation"));
         match running {
             None => Ok(()),
-            Some(name) => Err(Error::option(name, "reads data besides the model, and a cached run would not notice when that changes")),
+            Some(name) => Err(Error::option(name, "reads data in addition to the model, and a cached run would not detect changes of that data")),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What goes over to the output beside the weights, and the list of it in the report.
+//! Copies the files next to the weights to the output, and lists them in the report.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,17 +8,17 @@ use crate::error::{Error, Result};
 use crate::files;
 use crate::model::{Config, Model};
 use crate::report::{self, CarriedFile, OutputFile};
-use crate::store::hash::hash_of;
+use crate::store::hash::hash_file;
 use crate::work::Work;
 
-/// Copies everything that lies around the weights, and writes the configuration, and what is another text than before. What the file of
-/// weights holds is written beside no file that is `alone`.
-pub(super) fn carry_over(model: &Model, config: &Config, other: &BTreeMap<PathBuf, String>, folder: &Path, alone: bool, work: &Work) -> Result<()> {
-    for empty in &model.beside.empty {
+/// Copies the auxiliary files of a model, and writes the configuration and the texts of `changed` files.
+/// If the output is a single file, no synthesized or changed files are written.
+pub(super) fn carry_over(model: &Model, config: &Config, changed: &BTreeMap<PathBuf, String>, folder: &Path, single_file: bool, work: &Work) -> Result<()> {
+    for empty in &model.auxiliary.empty {
         let to = folder.join(empty);
         fs::create_dir_all(&to).map_err(Error::io("create", &to))?;
     }
-    for file in &model.beside.files {
+    for file in &model.auxiliary.files {
         let (from, to) = (model.path.join(file), folder.join(file));
         if let Some(parent) = to.parent() {
             fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
@@ -26,10 +26,10 @@ pub(super) fn carry_over(model: &Model, config: &Config, other: &BTreeMap<PathBu
         files::copy(&from, &to).map_err(Error::io("copy", &from))?;
         work.cancel.check()?;
     }
-    for (name, text) in model.beside.made.iter().filter(|_| !alone) {
+    for (name, text) in model.auxiliary.synthesized.iter().filter(|_| !single_file) {
         write_text(&folder.join(name), text)?;
     }
-    for (name, text) in other.iter().filter(|_| !alone) {
+    for (name, text) in changed.iter().filter(|_| !single_file) {
         write_text(&folder.join(name), text)?;
     }
     match config.render() {
@@ -38,33 +38,37 @@ pub(super) fn carry_over(model: &Model, config: &Config, other: &BTreeMap<PathBu
     }
 }
 
-/// Bytes that [`carry_over`] copies.
-pub(super) fn size(model: &Model, alone: bool) -> Result<u64> {
+/// Bytes that [`carry_over`] writes.
+pub(super) fn size(model: &Model, single_file: bool) -> Result<u64> {
     let size = |file: &PathBuf| {
         let path = model.path.join(file);
         files::length(&path).map_err(Error::io("open", &path))
     };
-    let made: u64 = model.beside.made.values().filter(|_| !alone).map(|text| text.len() as u64).sum();
-    model.beside.files.iter().map(size).sum::<Result<u64>>().map(|copied| copied.saturating_add(made))
+    let synthesized: u64 = model.auxiliary.synthesized.values().filter(|_| !single_file).map(|text| text.len() as u64).sum();
+    model.auxiliary.files.iter().map(size).sum::<Result<u64>>().map(|copied| copied.saturating_add(synthesized))
 }
 
-/// All files of an unfinished folder that are neither outputs of a format nor the report, read back: those that were copied are what
-/// the input holds, but for those that were `written` in the place of the input's.
-pub(super) fn list(folder: &Path, model: &Model, outputs: &[OutputFile], written: impl Fn(&str) -> bool, work: &Work) -> Result<Vec<CarriedFile>> {
+/// Lists all files of a staging directory that are neither outputs of a format nor the report, with
+/// hashes of their contents. Copied and synthesized files are compared with their source, unless
+/// `is_replaced` names them.
+///
+/// # Errors
+/// A file differs from its source.
+pub(super) fn list(folder: &Path, model: &Model, outputs: &[OutputFile], is_replaced: impl Fn(&str) -> bool, work: &Work) -> Result<Vec<CarriedFile>> {
     let mut names = Vec::new();
     collect(folder, Path::new(""), &mut names)?;
     names.sort();
-    // What a name holds beyond UTF-8 cannot stand in JSON.
+    // JSON cannot represent names that are not UTF-8.
     let names = names.iter().filter_map(|name| name.to_str());
     let others = names.filter(|name| !report::FILES.contains(name) && !outputs.iter().any(|output| output.path == *name));
     let listed = |name: &str| {
         let (path, from) = (folder.join(name), model.path.join(name));
         let bytes = fs::metadata(&path).map_err(Error::io("open", &path))?.len();
-        let hash = hash_of(&path, &work.quiet())?;
-        let copied = !written(name) && model.beside.files.iter().any(|file| file == Path::new(name));
-        let other_than_made = || model.beside.made.get(Path::new(name)).is_some_and(|text| !written(name) && blake3::hash(text.as_bytes()) != hash);
-        if (copied && hash_of(&from, &work.quiet())? != hash) || other_than_made() {
-            let reason = format!("does not hold what {} holds: that was changed meanwhile, or a disk is faulty", from.display());
+        let hash = hash_file(&path, &work.quiet())?;
+        let is_copied = !is_replaced(name) && model.auxiliary.files.iter().any(|file| file == Path::new(name));
+        let differs = || model.auxiliary.synthesized.get(Path::new(name)).is_some_and(|text| !is_replaced(name) && blake3::hash(text.as_bytes()) != hash);
+        if (is_copied && hash_file(&from, &work.quiet())? != hash) || differs() {
+            let reason = format!("differs from {}: that file was changed during the run, or a disk is faulty", from.display());
             return Err(Error::Verification { path, reason });
         }
         Ok(CarriedFile { path: name.to_owned(), bytes, blake3: hash.to_string() })

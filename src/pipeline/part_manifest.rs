@@ -1,6 +1,6 @@
-//! What a part of a run tells about itself, in a file beside its weights.
+//! The manifest of a part: a JSON file next to its weights, from which the parts are merged.
 
-// What is read here, other processes have written.
+// Parses files written by other processes.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::path::Path;
@@ -12,13 +12,13 @@ use crate::kernel::compare::Difference;
 use crate::kernel::exact::ExactSum;
 use crate::store::ValueHistogram;
 use crate::store::hash::Subtree;
-use crate::store::writer::{SeenRows, WeightMeasurement};
+use crate::store::writer::{RowRange, WeightMeasurement};
 
-/// What a part tells about itself.
+/// Description of a finished part.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Told {
-    /// Of everything that must be the same for all parts.
+pub(super) struct PartManifest {
+    /// Hash of everything that must be the same for all parts.
     pub key: String,
     pub version: String,
     pub part: usize,
@@ -27,29 +27,29 @@ pub(super) struct Told {
     pub recipe: String,
     /// Seconds of each pass.
     pub seconds: Vec<f64>,
-    /// The most memory that was resident.
+    /// Peak resident memory.
     pub peak_rss_bytes: Option<u64>,
-    /// Names, sizes and BLAKE3 of the files.
+    /// Names, sizes in bytes, and BLAKE3 hashes of the files.
     pub files: Vec<(String, u64, String)>,
-    pub weights: Vec<Seen>,
+    pub weights: Vec<WeightRecord>,
 }
 
-/// The file in which a part tells about itself.
-pub(super) const TOLD: &str = "part.json";
+/// Name of the manifest file.
+pub(super) const MANIFEST: &str = "part.json";
 
-impl Told {
-    /// What the part in a folder tells.
-    pub fn open(folder: &Path) -> Result<Told> {
-        let path = folder.join(TOLD);
+impl PartManifest {
+    /// Reads the manifest of the part in a folder.
+    pub fn open(folder: &Path) -> Result<PartManifest> {
+        let path = folder.join(MANIFEST);
         let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
         serde_json::from_str(&text).map_err(|e| Error::malformed(&path, format!("not written by this version of compress: {e}")))
     }
 }
 
-/// What was seen of a weight. Numbers are kept as their bits: text has no infinities.
+/// Measurements of a weight. Floats are stored as their bits, because JSON has no infinities.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Seen {
+pub(super) struct WeightRecord {
     pub name: String,
     /// Signal, other, noise and product.
     sums: [u64; 4],
@@ -59,31 +59,32 @@ pub(super) struct Seen {
     nonfinite: u64,
     input_hash: Option<String>,
     bytes: u64,
-    kept: Option<u64>,
+    #[serde(rename = "kept")]
+    nonzeros: Option<u64>,
     histogram: Option<([u32; 2], [Vec<u32>; 2])>,
-    /// Where the part has some rows of the weight alone.
+    /// Present if the part has only some rows of the weight.
     #[serde(skip_serializing_if = "Option::is_none")]
-    rows: Option<Cut>,
+    rows: Option<RowRecord>,
 }
 
-/// What was seen of some rows, as far as it takes to tell what is to be seen of all.
+/// Measurements of a range of rows, from which those of the whole weight are computed.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Cut {
-    /// The first row, the one behind the last, and all.
+struct RowRecord {
+    /// The first row, the end of the range, and the number of all rows.
     rows: [usize; 3],
-    /// Signal, other, noise and product, exactly.
+    /// Signal, other, noise and product as exact sums.
     sums: [[u64; 7]; 4],
-    /// Bytes and value of each subtree of the hash.
+    /// Length in bytes and hash of each subtree.
     hash: Vec<(u64, String)>,
-    /// Values before and after.
+    /// Sampled values before and after.
     sample: [Vec<u32>; 2],
 }
 
-impl Cut {
-    fn of(seen: &SeenRows) -> Cut {
-        let SeenRows { rows, of, sums, hash, sample } = seen;
-        Cut {
+impl RowRecord {
+    fn new(range: &RowRange) -> RowRecord {
+        let RowRange { rows, of, sums, hash, sample } = range;
+        RowRecord {
             rows: [rows.start, rows.end, *of],
             sums: sums.map(|sum| sum.to_bits()),
             hash: hash.iter().map(|subtree| (subtree.bytes, blake3::Hash::from_bytes(subtree.value).to_string())).collect(),
@@ -91,10 +92,10 @@ impl Cut {
         }
     }
 
-    fn seen(self) -> Option<SeenRows> {
+    fn row_range(self) -> Option<RowRange> {
         let [start, end, of] = self.rows;
         let subtree = |(bytes, value): (u64, String)| Some(Subtree { bytes, value: *blake3::Hash::from_hex(value).ok()?.as_bytes() });
-        Some(SeenRows {
+        Some(RowRange {
             rows: start..end,
             of,
             sums: self.sums.map(ExactSum::from_bits),
@@ -104,30 +105,31 @@ impl Cut {
     }
 }
 
-impl Seen {
-    pub fn of(name: &str, seen: &WeightMeasurement) -> Seen {
-        let Difference { signal, other, noise, dot, max, zeros_before, zeros_after } = seen.difference;
-        let histogram = seen.histogram.as_ref().map(|h| ([h.low, h.high].map(f32::to_bits), [h.before.clone(), h.after.clone()]));
-        Seen {
+impl WeightRecord {
+    pub fn new(name: &str, measured: &WeightMeasurement) -> WeightRecord {
+        let Difference { signal, other, noise, dot, max, zeros_before, zeros_after } = measured.difference;
+        let histogram = measured.histogram.as_ref().map(|h| ([h.low, h.high].map(f32::to_bits), [h.before.clone(), h.after.clone()]));
+        WeightRecord {
             name: name.to_owned(),
             sums: [signal, other, noise, dot].map(f64::to_bits),
             max: max.to_bits(),
             zeros: [zeros_before, zeros_after],
-            changed: seen.changed,
-            nonfinite: seen.nonfinite,
-            input_hash: seen.input_hash.map(|hash| hash.to_string()),
-            bytes: seen.bytes,
-            kept: seen.kept,
+            changed: measured.changed,
+            nonfinite: measured.nonfinite,
+            input_hash: measured.input_hash.map(|hash| hash.to_string()),
+            bytes: measured.bytes,
+            nonzeros: measured.nonzeros,
             histogram,
-            rows: seen.rows.as_deref().map(Cut::of),
+            rows: measured.rows.as_deref().map(RowRecord::new),
         }
     }
 
-    /// Whether the part has some rows of the weight alone.
-    pub fn is_cut(&self) -> bool {
+    /// Whether the part has only some rows of the weight.
+    pub fn is_split(&self) -> bool {
         self.rows.is_some()
     }
 
+    /// The measurements; `None` if a hash cannot be parsed.
     pub fn measurement(self) -> Option<WeightMeasurement> {
         let ([signal, other, noise, dot], [zeros_before, zeros_after]) = (self.sums.map(f64::from_bits), self.zeros);
         let histogram = self.histogram.map(|(ends, [before, after])| {
@@ -140,10 +142,10 @@ impl Seen {
             nonfinite: self.nonfinite,
             input_hash: self.input_hash.map(blake3::Hash::from_hex).transpose().ok()?,
             bytes: self.bytes,
-            kept: self.kept,
+            nonzeros: self.nonzeros,
             histogram,
             rows: match self.rows {
-                Some(cut) => Some(Box::new(cut.seen()?)),
+                Some(rows) => Some(Box::new(rows.row_range()?)),
                 None => None,
             },
         })

@@ -1,4 +1,4 @@
-//! What a run would do and need, before any tensor is read.
+//! Predicts the work, the output and the memory of a run without reading a tensor.
 
 use std::collections::BTreeMap;
 
@@ -11,37 +11,38 @@ use crate::model::Model;
 use crate::report::WARNING;
 use crate::store::{Weight, block_elements};
 
-/// What one pass would do.
+/// Plan of one pass.
 #[derive(Debug, Clone, Serialize)]
 pub struct PassPlan {
     /// Name of the pass.
     pub name: &'static str,
-    /// Its options, defaults written out.
+    /// Its options, including defaults.
     pub options: serde_json::Value,
     /// How weights are chosen.
     pub rule: String,
-    /// Names of the weights that it takes.
+    /// Names of the weights that it changes.
     pub selected: Vec<String>,
     /// Elements of these weights.
     pub parameters: u64,
-    /// Floats of two or more dimensions that it leaves alone.
+    /// Float weights of two or more dimensions that it leaves unchanged.
     pub unselected: Vec<String>,
 }
 
-/// Memory that it takes to run the model, estimated for one sample of usual size.
+/// Memory needed to run the model, estimated for one sample of typical size.
 #[derive(Debug, Clone, Serialize)]
 pub struct ModelMemory {
-    /// Bytes, with all parameters in memory.
+    /// Bytes with all parameters in memory.
     pub whole_bytes: u64,
-    /// Bytes, block by block; nothing where the model cannot be cut into blocks.
+    /// Bytes if run block by block; `None` if the model cannot be split into blocks.
     pub blockwise_bytes: Option<u64>,
-    /// Bytes that models may take: those that were asked for, else what is free; nothing where that is not known.
+    /// Memory limit of running models in bytes: the requested limit, otherwise most of the free memory;
+    /// `None` if that is unknown.
     pub limit_bytes: Option<u64>,
     /// Whether evaluation and calibration run it block by block.
     pub blockwise: bool,
 }
 
-/// What a run would do and need.
+/// Predicted work, output and memory of a run.
 #[derive(Debug, Clone, Serialize)]
 pub struct Plan {
     /// The input, folder or file.
@@ -50,39 +51,39 @@ pub struct Plan {
     pub input_bytes: u64,
     /// Elements of all weights.
     pub parameters: u64,
-    /// Pass by pass.
+    /// Plans of the passes, in order.
     pub passes: Vec<PassPlan>,
-    /// How many samples there are of each data set that is used.
+    /// Number of samples of each data set that is used.
     pub samples: BTreeMap<&'static str, usize>,
-    /// Times that input is gone over before writing, in bytes.
+    /// Bytes read before writing, for statistics that several weights share.
     pub prepare_bytes: u64,
     /// Files that would be written.
     pub files: Vec<String>,
-    /// Their size. If it is neither exact nor an estimate, it is the most that the size can be.
+    /// Their size. It is an upper bound if it is neither exact nor an estimate.
     pub output_bytes: u64,
     /// Whether the size is exact.
     pub output_exact: bool,
-    /// Whether the size is an estimate, because it depends on what passes find in the weights or on samples.
+    /// Whether the size is an estimate, because it depends on the values of the weights or on samples.
     pub output_estimated: bool,
-    /// Most memory that the run needs, estimated: blocks in flight and the program itself.
+    /// Estimated peak resident memory: blocks being processed and the program itself.
     pub peak_rss_bytes: u64,
-    /// Most memory of a GPU: 0 where none is used, nothing where it is not known beforehand.
+    /// Peak GPU memory: 0 if no GPU is used, `None` if it is not known in advance.
     pub peak_vram_bytes: Option<u64>,
-    /// What running the model takes; nothing where no pass and no evaluation does.
+    /// Memory needed to run the model; `None` if neither a pass nor the evaluation runs it.
     pub model_memory: Option<ModelMemory>,
-    /// Plain words.
+    /// Notes and warnings.
     pub notes: Vec<String>,
 }
 
-/// Resident size of the program and its tables.
+/// Resident size of the program and its tables, in bytes.
 const PROGRAM: u64 = 16 << 20;
-/// Counters of one thread that ranks weights.
+/// Bytes of the counters of one thread that ranks weights.
 const RANKING: u64 = 3 << 20;
 
 pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     model.require_own_files()?;
-    let (pipeline, after, run) = &pipeline.settled(model)?;
-    let (samples, of_samples) = pipeline.count_samples(model)?;
+    let (pipeline, after, run) = &pipeline.resolved(model)?;
+    let (samples, sample_notes) = pipeline.count_samples(after.for_samples(model))?;
     let peak_vram_bytes = pipeline.planned_vram()?;
     let model_memory = pipeline.planned_model_memory(model)?;
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(after, run)).collect::<Result<_>>()?;
@@ -102,7 +103,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
         })
         .collect();
     let from_passes = run.history.iter().flat_map(|applied| &applied.notes);
-    let mut notes: Vec<String> = of_samples.iter().chain(&model.beside.in_weight_files).chain(&run.notes).chain(from_passes).cloned().collect();
+    let mut notes: Vec<String> = sample_notes.iter().chain(&model.auxiliary.in_weight_files).chain(&run.notes).chain(from_passes).cloned().collect();
     notes.sort_by_key(|note| !note.starts_with(WARNING));
     Ok(Plan {
         model: model.path.to_string_lossy().into_owned(),
@@ -122,7 +123,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     })
 }
 
-/// Bytes of the largest block that is held of a weight.
+/// Bytes of the largest block of a weight that is in memory at once.
 fn block_bytes(weight: &Weight) -> u64 {
     (block_elements(weight.row()).min(weight.elements()) * (weight.dtype.bitsize() / 8).max(1)) as u64
 }

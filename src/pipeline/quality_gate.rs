@@ -1,48 +1,78 @@
-//! Whether a result is ruined, and by what.
+//! Warns if compression has ruined the model: limits of scores and of output fidelity.
 
 use std::collections::BTreeMap;
 
+use serde_json::Value;
+
 use super::Pipeline;
+use super::run::Measured;
 use crate::evaluation::{Accuracy, Fidelity, MeasuredFidelity, Runtime, SamplesFrom, lower_is_better};
+use crate::report::WARNING;
 use crate::run_state::RunState;
 
-/// Mean cosine below which answers point elsewhere.
+/// Mean cosine similarity below which outputs count as unrelated.
 const COSINE: f64 = 0.5;
-/// Divergence, in nats, that multiplies the perplexity by more than seven.
-const DIVERGENCE: f64 = 2.0;
-/// Part of the answers of which fewer have the same likeliest class.
+/// Top-1 agreement below which a result is ruined.
 const AGREEMENT: f64 = 0.2;
 
-/// Fraction of a score (accuracy, correlation) below which a result is ruined.
+/// Fraction of the original score (accuracy, correlation) below which a result is ruined.
 const SCORE: f64 = 0.5;
-/// Factor of the perplexity above which a result is ruined.
+/// Factor of the original perplexity above which a result is ruined. Its logarithm is the limit of the
+/// KL divergence in nats.
 const PERPLEXITY: f64 = 3.0;
 
-/// The figures that show a result to be ruined: scores for data with labels, otherwise the fidelity of the outputs.
-fn reason(fidelity: &Fidelity, accuracy: Option<&Accuracy>) -> Option<String> {
+/// The metrics that exceed their limits: scores for data with labels, otherwise the fidelity of the
+/// outputs. `None` if all are within limits.
+fn violations(fidelity: &Fidelity, accuracy: Option<&Accuracy>) -> Option<String> {
     let first = |values: &BTreeMap<Runtime, f64>| values.values().next().copied();
     if let Some(accuracy) = accuracy
         && let (Some(metric), Some(before), Some(after)) = (&accuracy.metric, first(&accuracy.before), first(&accuracy.after))
     {
-        let kept = if lower_is_better(metric) { after <= PERPLEXITY * before } else { after >= SCORE * before };
-        return (!kept).then(|| format!("the {metric} went from {before:.4} to {after:.4}"));
+        let is_within = if lower_is_better(metric) { after <= PERPLEXITY * before } else { after >= before.min(SCORE * before) };
+        return (!is_within).then(|| format!("the {metric} went from {before:.4} to {after:.4}"));
     }
     let found = [
         (fidelity.cosine < COSINE).then(|| format!("the mean cosine of `{}` is {:.2}, below {COSINE}", fidelity.output, fidelity.cosine)),
-        fidelity.kl.filter(|kl| *kl > DIVERGENCE).map(|kl| format!("the predictions diverge by {kl:.1} nats, more than {DIVERGENCE}")),
+        fidelity.kl.filter(|kl| *kl > PERPLEXITY.ln()).map(|kl| format!("the predictions diverge by {kl:.1} nats, more than {:.1}", PERPLEXITY.ln())),
         fidelity
             .top1_agreement
             .filter(|part| *part < AGREEMENT)
-            .map(|part| format!("{:.0} % of the likeliest classes are the same, fewer than {:.0} %", 100.0 * part, 100.0 * AGREEMENT)),
+            .map(|part| format!("the top-1 agreement is {:.0} %, below {:.0} %", 100.0 * part, 100.0 * AGREEMENT)),
     ];
     let found: Vec<String> = found.into_iter().flatten().collect();
     (!found.is_empty()).then(|| found.join(", "))
 }
 
-/// A note where the outputs differ strongly from the input model's: by which figures, which passes may be the cause, and what helps.
-pub(super) fn ruined(measured: &MeasuredFidelity, accuracy: Option<&Accuracy>, pipeline: &Pipeline, run: &RunState) -> Option<String> {
-    let reason = reason(&measured.fidelity, accuracy)?;
-    let synthetic = if measured.samples_from == SamplesFrom::Synthetic { "; evaluation data of your own would say more than synthetic samples" } else { "" };
+/// The loss on labels at the first and the last step of the last pass that trained on them.
+fn label_loss(run: &RunState) -> Option<[f64; 2]> {
+    run.history.iter().rev().find_map(|applied| {
+        let details = (applied.details)();
+        let curve = details["training"]["curve"].as_array()?;
+        let loss = |record: Option<&Value>| record?["losses"]["hard"].as_f64();
+        Some([loss(curve.first())?, loss(curve.last())?])
+    })
+}
+
+/// A note about the quality of the result: its loss if a pass has trained on labels and there is no
+/// score, otherwise a warning if the model is ruined.
+pub(super) fn quality_note(measured: &Measured, pipeline: &Pipeline, run: &RunState) -> Option<String> {
+    let accuracy = measured.accuracy.as_ref();
+    let warning = measured.fidelity.as_ref().and_then(|fidelity| quality_warning(fidelity, accuracy, pipeline, run));
+    let loss = label_loss(run).filter(|_| accuracy.is_none_or(|accuracy| accuracy.metric.is_none()));
+    let Some([first, last]) = loss else { return warning.map(|reason| format!("{WARNING}{reason}")) };
+    // Training on labels changes the outputs on purpose.
+    let prefix = if warning.is_some() && (last >= first || last.is_nan()) { WARNING } else { "" };
+    Some(format!(
+        "{prefix}the loss on the labels of the training data was {first:.4} at the first step and {last:.4} at the last; name evaluation data to measure the result"
+    ))
+}
+
+/// A warning if the outputs differ strongly from the original model's. It names the metrics, the passes
+/// that may be the cause, and their remedies.
+fn quality_warning(measured: &MeasuredFidelity, accuracy: Option<&Accuracy>, pipeline: &Pipeline, run: &RunState) -> Option<String> {
+    let reason = violations(&measured.fidelity, accuracy)?;
+    let synthetic =
+        if measured.samples_from == SamplesFrom::Synthetic { "; your own evaluation data would be more conclusive than synthetic samples" } else { "" };
     let changed = |name: &str| run.history.iter().any(|applied| applied.name == name && !applied.tensors.is_empty());
     let mut causes: Vec<String> = Vec::new();
     for pass in pipeline.steps.iter().map(|step| step.pass()).filter(|pass| changed(pass.name())) {
@@ -51,8 +81,8 @@ pub(super) fn ruined(measured: &MeasuredFidelity, accuracy: Option<&Accuracy>, p
             causes.push(cause);
         }
     }
-    let helps = if causes.is_empty() { String::new() } else { format!(". What helps after {}", causes.join("; after ")) };
-    Some(format!("the outputs differ strongly from the original model's: on {}, {reason}{synthetic}{helps}", measured.describe()))
+    let remedies = if causes.is_empty() { String::new() } else { format!(". Remedies: after {}", causes.join("; after ")) };
+    Some(format!("the outputs differ strongly from the original model's: on {}, {reason}{synthetic}{remedies}", measured.describe()))
 }
 
 #[cfg(test)]
@@ -66,17 +96,19 @@ mod tests {
     }
 
     #[test]
-    fn what_is_ruined_is_told_by_each_figure() {
-        assert_eq!(reason(&fidelity(0.9, Some(0.3), Some(0.8)), None), None);
-        assert_eq!(reason(&fidelity(0.9, None, None), None), None);
-        assert!(reason(&fidelity(0.4, None, None), None).unwrap().contains("cosine"));
-        assert!(reason(&fidelity(0.99, Some(4.0), Some(0.5)), None).unwrap().contains("4.0 nats"));
-        assert!(reason(&fidelity(0.99, Some(1.0), Some(0.1)), None).unwrap().contains("10 %"));
+    fn each_metric_can_trigger_the_warning() {
+        assert_eq!(violations(&fidelity(0.9, Some(0.3), Some(0.8)), None), None);
+        assert_eq!(violations(&fidelity(0.9, None, None), None), None);
+        assert!(violations(&fidelity(0.4, None, None), None).unwrap().contains("cosine"));
+        assert_eq!(violations(&fidelity(0.99, Some(1.0), Some(0.5)), None), None);
+        // The divergence of a model whose perplexity rose from 20.3 to 142.
+        assert!(violations(&fidelity(0.99, Some(1.9), Some(0.5)), None).unwrap().contains("1.9 nats, more than 1.1"));
+        assert!(violations(&fidelity(0.99, Some(1.0), Some(0.1)), None).unwrap().contains("10 %"));
     }
 
-    /// A new head differs from the old one on purpose: the labels decide.
+    /// A new head differs from the original one on purpose, so scores take precedence over fidelity.
     #[test]
-    fn labels_decide_where_there_are_some() {
+    fn scores_take_precedence_over_fidelity() {
         let found = |metric: Option<&str>, before: f64, after: f64| {
             let score = |value| metric.map(|_| (Runtime::Candle, value)).into_iter().collect();
             let accuracy = Accuracy {
@@ -91,11 +123,33 @@ mod tests {
                 fidelity: None,
                 more: BTreeMap::new(),
             };
-            reason(&fidelity(0.1, Some(4.0), Some(0.1)), Some(&accuracy))
+            violations(&fidelity(0.1, Some(4.0), Some(0.1)), Some(&accuracy))
         };
         assert_eq!((found(Some("accuracy"), 0.52, 0.81), found(Some("perplexity"), 20.0, 25.0)), (None, None));
         assert_eq!(found(Some("accuracy"), 0.9, 0.3).unwrap(), "the accuracy went from 0.9000 to 0.3000");
         assert!(found(Some("perplexity"), 20.0, 142.0).is_some());
+        // Half of a negative score is better than the score.
+        assert_eq!((found(Some("spearman"), -0.4, -0.3), found(Some("spearman"), -0.4, -0.4), found(Some("spearman"), 0.0, 0.0)), (None, None, None));
+        assert_eq!(found(Some("spearman"), -0.4, -0.5).unwrap(), "the spearman went from -0.4000 to -0.5000");
         assert!(found(None, 0.0, 0.0).unwrap().contains("cosine"), "evaluation data without labels");
+    }
+
+    /// A training on labels is judged by its loss, unless there is a score.
+    #[test]
+    fn training_on_labels_is_judged_by_its_loss() {
+        let note = |[first, last]: [f64; 2], loss: &str, cosine: f64| {
+            let curve = serde_json::json!({ "training": { "curve": [{ "losses": { loss: first } }, { "losses": { loss: last } }] } });
+            let mut applied = crate::run_state::Applied::new("finetune", Value::Null);
+            applied.details = std::sync::Arc::new(move || curve.clone());
+            let run = RunState { history: vec![applied], ..RunState::default() };
+            let found = MeasuredFidelity { samples_from: SamplesFrom::Synthetic, samples: 4, data: None, fidelity: fidelity(cosine, None, None) };
+            quality_note(&Measured { fidelity: Some(found), ..Measured::default() }, &Pipeline::builder().build().unwrap(), &run)
+        };
+        let learned = note([0.7, 0.01], "hard", 0.1).unwrap();
+        assert!(learned.starts_with("the loss on the labels of the training data was 0.7000 at the first step and 0.0100 at the last"), "{learned}");
+        assert!(note([0.7, 3.0], "hard", 0.1).unwrap().starts_with(WARNING));
+        assert!(!note([0.7, 0.8], "hard", 0.99).unwrap().starts_with(WARNING));
+        assert!(note([0.7, 0.01], "soft", 0.1).unwrap().contains("differ strongly"));
+        assert_eq!(note([0.7, 0.01], "soft", 0.99), None);
     }
 }

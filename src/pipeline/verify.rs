@@ -1,35 +1,37 @@
-//! Holding an output folder to its report.
+//! Verifies an output folder against its report.
 
 use std::path::Path;
 
 use serde::Serialize;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::files;
 use crate::model::Model;
 use crate::report::Report;
-use crate::store::hash::hash_of;
+use crate::store::hash::hash_file;
 use crate::work::Work;
 
-/// What became of one file.
+/// Result of verifying one file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Check {
     /// Name in the folder.
     pub path: String,
-    /// Whether it is as it was written.
+    /// Whether the check passed.
     pub ok: bool,
-    /// In plain words.
+    /// Description of the result.
     pub finding: String,
 }
 
-/// Hashes every output again, compares with `report.json`, opens the folder or file strictly, and runs its ONNX file, if there is one.
+/// Compares the hash of every output file with `report.json`, opens the folder or file strictly, and
+/// runs its ONNX file, if it has one.
 ///
 /// # Errors
-/// There is no report, or the work is cancelled; a damaged file is a finding, not an error.
+/// The report is missing, or the work is cancelled. A damaged file is a failed [`Check`], not an error.
 pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
     let report = Report::open(output)?;
     let mut checks = Vec::new();
-    // What belongs to a file lies beside it; what the report tells of lies with the report.
+    // If the output is a file, its data files are next to it, and carried files are in the folder of the
+    // report.
     let file = crate::output::file_name(output);
     let report_folder = if file.is_some() { crate::output::report_folder(output) } else { output.to_owned() };
     let folder = if file.is_some() { output.parent().unwrap_or(Path::new("")) } else { output };
@@ -47,7 +49,7 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
     }
     for file in report.outputs.iter().filter(|output| output.path.ends_with(".gguf")) {
         let (ok, finding) = match Model::open(folder.join(&file.path)) {
-            Ok(model) => (true, format!("opens with {} weights", model.weights.by_name.len())),
+            Ok(model) => (true, format!("opens with {}", counted(model.weights.by_name.len(), "weight"))),
             Err(error) => (false, error.to_string()),
         };
         checks.push(Check { path: file.path.clone(), ok, finding });
@@ -56,9 +58,9 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
     let safetensors = is(".safetensors");
     if safetensors || (is(".onnx") && super::running::OPENS_ONNX) {
         let (ok, finding) = match Model::open(output) {
-            // Scales of integers are tensors of their own in ONNX.
+            // ONNX stores quantization scales as separate tensors.
             Ok(model) if !safetensors || model.weights.parameters() == report.size.after.parameters => {
-                (true, format!("opens with {} weights", model.weights.by_name.len()))
+                (true, format!("opens with {}", counted(model.weights.by_name.len(), "weight")))
             }
             Ok(model) => (false, format!("opens with {} parameters, the report states {}", model.weights.parameters(), report.size.after.parameters)),
             Err(error) => (false, error.to_string()),
@@ -72,9 +74,9 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
 fn check(path: &Path, bytes: u64, blake3: &str, work: &Work) -> Result<(bool, String)> {
     let length = files::length(path).map_err(Error::io("open", path))?;
     if length != bytes {
-        return Ok((false, format!("has {length} bytes, the report says {bytes}")));
+        return Ok((false, format!("has {length} bytes, the report states {bytes}")));
     }
-    let hash = hash_of(path, work)?;
+    let hash = hash_file(path, work)?;
     Ok(if hash.to_string() == blake3 {
         (true, "as written".into())
     } else {

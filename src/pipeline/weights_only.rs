@@ -1,4 +1,4 @@
-//! The half of a pipeline that runs models, in a build that runs none.
+//! Stand-in for `running` in builds without the feature `run`: models cannot be executed.
 #![allow(clippy::unnecessary_wraps, clippy::unused_self)]
 
 use std::collections::BTreeMap;
@@ -21,41 +21,42 @@ use crate::work::Work;
 /// Whether this build opens ONNX files.
 pub(super) const OPENS_ONNX: bool = false;
 
-/// Nothing: passes over weights need no data and no device.
+/// Settings that a build without model execution accepts: passes over weights need neither data nor a
+/// device.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Running {
-    /// Whether somebody asks for what this build cannot do.
+    /// Whether a recipe requests an evaluation, which this build does not support.
     evaluates: bool,
-    /// Carried along.
+    /// Unused; written back to recipes.
     memory: Option<ByteSize>,
 }
 
 impl Running {
-    pub fn take(&mut self, recipe: &Recipe) {
+    pub fn apply_recipe(&mut self, recipe: &Recipe) {
         (self.evaluates, self.memory) = (recipe.evaluate.is_some(), recipe.memory);
     }
 
-    pub fn tell(&self, recipe: &mut Recipe) {
+    pub fn fill_recipe(&self, recipe: &mut Recipe) {
         recipe.memory = self.memory;
     }
 
     pub fn check(&self, mut runs: impl Iterator<Item = (&'static str, Samples)>) -> Result<()> {
         if let Some((name, _)) = runs.find(|(_, samples)| *samples != Samples::None) {
-            return Err(Error::option(name, "this build runs no models: build it with the feature `run`"));
+            return Err(Error::option(name, "this build cannot run models: build it with the feature `run`"));
         }
         if self.evaluates {
-            return Err(Error::option("evaluate", "this build runs no models: build it with the feature `run`"));
+            return Err(Error::option("evaluate", "this build cannot run models: build it with the feature `run`"));
         }
         Ok(())
     }
 
-    pub fn sets(&self) -> Vec<Samples> {
+    pub fn configured_sets(&self) -> Vec<Samples> {
         Vec::new()
     }
 
-    pub fn lend(&mut self, _calibrates: bool) {}
+    pub fn default_data(&mut self, _calibrates: bool) {}
 
-    pub fn begin(&mut self) {}
+    pub fn reset_data(&mut self) {}
 
     pub fn data_paths(&self) -> Vec<PathBuf> {
         Vec::new()
@@ -67,11 +68,11 @@ impl Running {
 }
 
 impl Pipeline {
-    /// Whether this process is the one that writes: it is, since no pass of this build trains.
+    /// Whether this process writes the output: always, since no pass of this build trains.
     ///
     /// # Errors
-    /// None.
-    pub fn leads(&self) -> Result<bool> {
+    /// Never fails.
+    pub fn is_leader(&self) -> Result<bool> {
         Ok(true)
     }
 
@@ -87,7 +88,7 @@ impl Pipeline {
         Ok(None)
     }
 
-    pub(super) fn watch(&self) -> Result<Peak> {
+    pub(super) fn watch_memory(&self) -> Result<Peak> {
         Ok(Peak::start())
     }
 
@@ -99,7 +100,7 @@ impl Pipeline {
         Ok(Vec::new())
     }
 
-    pub(super) fn perform(&self, _model: &Model, _workplace: Option<&Path>, _peak: &mut Peak) -> Result<Option<(Model, RunState)>> {
+    pub(super) fn apply_passes(&self, _model: &Model, _work_dir: Option<&Path>, _peak: &mut Peak) -> Result<Option<(Model, RunState)>> {
         Ok(None)
     }
 
@@ -118,10 +119,10 @@ impl Pipeline {
 /// Reports that the ONNX file of an output was not run.
 pub(super) fn check_onnx(_output: &Path, _folder: &Path, report: &Report, _work: &Work) -> Result<Option<Check>> {
     let file = report.outputs.iter().find(|file| file.path.ends_with(".onnx"));
-    Ok(file.map(|file| Check { path: format!("{}, run", file.path), ok: true, finding: "not run: this build runs no models".into() }))
+    Ok(file.map(|file| Check { path: format!("{}, run", file.path), ok: true, finding: "not run: this build cannot run models".into() }))
 }
 
-/// Passes over weights leave what the model computes as it is.
+/// Does nothing: passes over weights do not change the graph.
 pub(super) fn write_graph(_after: &Model, _folder: &Path) -> Result<Option<String>> {
     Ok(None)
 }

@@ -1,4 +1,4 @@
-//! What a general compressor would make of the files.
+//! Sizes of the files after zstd compression.
 
 use std::path::PathBuf;
 
@@ -7,8 +7,8 @@ use crate::report::Sizes;
 use crate::store::compressed::compressed_size;
 use crate::work::Work;
 
-/// Measures the files before and after.
-pub(super) fn compress_further(sizes: &mut Sizes, before: &[PathBuf], after: &[PathBuf], work: &Work) -> Result<()> {
+/// Measures how large the input and output files would be after zstd compression, and adds both sizes.
+pub(super) fn measure_zstd_sizes(sizes: &mut Sizes, before: &[PathBuf], after: &[PathBuf], work: &Work) -> Result<()> {
     for (size, files) in [(&mut sizes.before, before), (&mut sizes.after, after)] {
         let found = compressed_size(files, work)?;
         (size.bytes_zstd, size.bytes_zstd_sampled) = (Some(found.bytes), found.sampled);

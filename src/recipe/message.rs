@@ -1,6 +1,6 @@
-//! What is wrong with YAML, in words for the person who wrote it.
+//! Error messages for invalid YAML.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::borrow::Cow;
@@ -37,11 +37,11 @@ impl MessageFormatter for Plain {
             Error::SerdeUnknownField { field, expected, .. } => unknown("key", field, expected).into(),
             Error::SerdeUnknownVariant { variant, expected, .. } => unknown("name", variant, expected).into(),
             Error::SerdeMissingField { field, .. } => format!("the key `{field}` is missing").into(),
-            Error::DuplicateMappingKey { key: Some(key), .. } => format!("the key `{key}` is given twice").into(),
-            Error::Eof { .. } => "a value is needed where the text ends".into(),
-            Error::MultipleDocuments { .. } => "a second document begins here; a recipe is one".into(),
+            Error::DuplicateMappingKey { key: Some(key), .. } => format!("the key `{key}` occurs twice").into(),
+            Error::Eof { .. } => "expected a value, but the text ends".into(),
+            Error::MultipleDocuments { .. } => "a second YAML document begins here; a recipe has only one".into(),
             Error::AliasReplayLimitExceeded { .. } | Error::AliasExpansionLimitExceeded { .. } | Error::AliasReplayStackDepthExceeded { .. } => {
-                "the aliases of this text stand for more values than a recipe has".into()
+                "the aliases in this text expand to too many values".into()
             }
             _ => UserMessageFormatter.format_message(error),
         }
@@ -50,7 +50,7 @@ impl MessageFormatter for Plain {
 
 fn unknown(what: &str, name: &str, expected: &[&str]) -> String {
     match nearest(name, expected.iter().copied()) {
-        Some(near) => format!("unknown {what} `{name}`, did you mean `{near}`? There are {}", quoted(expected)),
+        Some(near) => format!("unknown {what} `{name}`, did you mean `{near}`? Expected one of {}", quoted(expected)),
         None => format!("unknown {what} `{name}`, expected one of {}", quoted(expected)),
     }
 }

@@ -1,4 +1,4 @@
-//! Several runs side by side.
+//! Comparison of several runs.
 
 use std::collections::BTreeMap;
 
@@ -9,82 +9,84 @@ use super::Report;
 use super::format::{bytes, milliseconds, runtime_name, seconds};
 use crate::evaluation::lower_is_better;
 
-/// Runs, what tells their recipes apart, and which of them no other one beats.
+/// Summaries of runs, the differences of their recipes, and the Pareto front.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
     /// The runs, in the order given.
     pub runs: Vec<Summary>,
-    /// Options that are not the same in all recipes.
-    pub differing: Vec<Differing>,
-    /// What `value` of the runs is, where it is the same for all: a metric, or the cosine to the original's answers.
+    /// Options that differ between the recipes.
+    pub differing: Vec<OptionDifference>,
+    /// Meaning of `value`, if it is the same for all runs: a metric, or the cosine similarity to the
+    /// original outputs.
     pub metric: Option<String>,
 }
 
-/// The figures of one run.
+/// Summary of one run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Summary {
-    /// What it is called here.
+    /// Name of the run.
     pub name: String,
     /// Bytes of the output.
     pub bytes: u64,
     /// Bytes of the input.
     pub bytes_before: u64,
-    /// Bytes before for each byte after.
+    /// Size of the input divided by the size of the output.
     pub ratio: f64,
-    /// How good the answers are, by the comparison's metric.
+    /// Quality by the metric of the comparison.
     pub value: Option<f64>,
-    /// The same of the input.
+    /// Quality of the input by the same metric.
     pub value_before: Option<f64>,
-    /// How much worse than the input's.
+    /// Drop of the score.
     pub drop: Option<f64>,
-    /// Mean cosine to the input's answers.
+    /// Mean cosine similarity of the outputs to the input model's.
     pub cosine: Option<f64>,
-    /// Median time of a batch.
+    /// Median latency of a batch in milliseconds.
     pub latency_ms: Option<f64>,
-    /// Who ran the batches.
+    /// Runtime in which the latency was measured.
     pub runtime: Option<String>,
-    /// Median before for the median after.
+    /// Median latency of the input divided by that of the output.
     pub speedup: Option<f64>,
-    /// Time of the run.
+    /// Duration of the run in seconds.
     pub seconds: f64,
     /// Peak memory of the run.
     pub peak_rss_bytes: Option<u64>,
-    /// Whether no other run is as small and better, or as good and smaller; sizes within a thousandth of each other are equal.
+    /// Whether the run is on the Pareto front: no other run is as small and better, or as good and
+    /// smaller. Sizes within 0.1 % count as equal.
     pub front: bool,
 }
 
-/// An option with its value in each run; none where the recipe does not have it.
+/// An option that differs between recipes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Differing {
-    /// Its name, as `--set` takes it.
+pub struct OptionDifference {
+    /// Its name, as for `--set`.
     pub option: String,
-    /// Its values, in the order of the runs.
+    /// Its value in each run; `None` if the recipe does not have the option.
     pub values: Vec<Option<Value>>,
 }
 
 impl Comparison {
     /// Compares named reports.
-    pub fn of(reports: &[(String, Report)]) -> Comparison {
+    pub fn new(reports: &[(String, Report)]) -> Comparison {
         let metric = common_metric(reports);
         let mut runs: Vec<Summary> = reports.iter().map(|(name, report)| summary(name, report, metric.as_deref())).collect();
         let lower = metric.as_deref().is_some_and(lower_is_better);
-        let places: Vec<(u64, f64)> = runs.iter().filter_map(|run| Some((run.bytes, run.value?))).map(|(b, v)| (b, if lower { -v } else { v })).collect();
+        let points: Vec<(u64, f64)> = runs.iter().filter_map(|run| Some((run.bytes, run.value?))).map(|(b, v)| (b, if lower { -v } else { v })).collect();
         for run in &mut runs {
             let Some(value) = run.value.map(|v| if lower { -v } else { v }) else { continue };
-            run.front = !places.iter().any(|(b, v)| !smaller(run.bytes, *b) && *v >= value && (smaller(*b, run.bytes) || *v > value));
+            run.front = !points.iter().any(|(b, v)| !is_smaller(run.bytes, *b) && *v >= value && (is_smaller(*b, run.bytes) || *v > value));
         }
         Comparison { runs, differing: differing(reports), metric }
     }
 
-    /// Names of the columns.
+    /// Headings of the columns.
     fn head(&self) -> Vec<String> {
         let mut head = vec!["run".to_owned(), "size".into(), "smaller".into()];
         head.extend(self.metric.clone());
-        head.extend(["drop", "cosine", "median time", "as fast", "run time", "peak memory"].map(str::to_owned));
+        head.extend(["drop", "cosine", "median latency", "speed-up", "run time", "peak memory"].map(str::to_owned));
         head
     }
 
-    /// The runs as words; what nobody measured is a dash.
+    /// One row per run; missing values are dashes.
     fn rows(&self) -> Vec<Vec<String>> {
         let dash = || "-".to_owned();
         let number = |value: Option<f64>| value.map_or_else(dash, |v| format!("{v:.4}"));
@@ -106,27 +108,28 @@ impl Comparison {
         self.runs.iter().map(row).collect()
     }
 
-    /// Names of columns, and the runs; columns in which nobody measured anything are left out.
+    /// Headings and rows, without columns that have no values.
     pub(super) fn cells(&self) -> (Vec<String>, Vec<Vec<String>>) {
         let (head, rows) = (self.head(), self.rows());
-        let told: Vec<bool> = (0..head.len()).map(|column| rows.iter().any(|row| row[column] != "-")).collect();
-        let keep = |cells: Vec<String>| cells.into_iter().zip(&told).filter(|(_, told)| **told).map(|(cell, _)| cell).collect();
+        let has_values: Vec<bool> = (0..head.len()).map(|column| rows.iter().any(|row| row[column] != "-")).collect();
+        let keep = |cells: Vec<String>| cells.into_iter().zip(&has_values).filter(|(_, has_values)| **has_values).map(|(cell, _)| cell).collect();
         (keep(head), rows.into_iter().map(keep).collect())
     }
 
-    /// The page that shows the comparison.
+    /// The comparison as an HTML page.
     pub fn to_html(&self) -> String {
         super::html::render_comparison(self)
     }
 }
 
-/// Whether a size is smaller by more than a thousandth: a file with a longer recipe in its metadata is as large as another one.
-fn smaller(a: u64, b: u64) -> bool {
+/// Whether a size is smaller by more than 0.1 %. Smaller differences can result from recipes in the
+/// metadata of files.
+fn is_smaller(a: u64, b: u64) -> bool {
     a.saturating_add(b / 1000) < b
 }
 
-/// A value in a cell.
-pub(super) fn words(value: Option<&Value>) -> String {
+/// Text of a value in a table cell.
+pub(super) fn cell_text(value: Option<&Value>) -> String {
     match value {
         None => "-".into(),
         Some(Value::String(text)) => text.clone(),
@@ -134,7 +137,7 @@ pub(super) fn words(value: Option<&Value>) -> String {
     }
 }
 
-/// The metric that all runs were measured by, or else the cosine where all have one.
+/// The metric of all runs if they have the same one, otherwise `cosine` if all runs have a fidelity.
 fn common_metric(reports: &[(String, Report)]) -> Option<String> {
     let metric = |report: &Report| report.accuracy.as_ref().and_then(|accuracy| accuracy.metric.clone().filter(|_| !accuracy.after.is_empty()));
     let (_, first) = reports.first()?;
@@ -175,23 +178,26 @@ fn summary(name: &str, report: &Report, metric: Option<&str>) -> Summary {
     }
 }
 
-fn differing(reports: &[(String, Report)]) -> Vec<Differing> {
+/// The options that differ between recipes.
+fn differing(reports: &[(String, Report)]) -> Vec<OptionDifference> {
     let flat: Vec<BTreeMap<String, Value>> = reports.iter().map(|(_, report)| options(&report.recipe)).collect();
     let mut names: Vec<&String> = flat.iter().flat_map(BTreeMap::keys).collect();
     names.sort();
     names.dedup();
     let values = |name: &String| flat.iter().map(|options| options.get(name).cloned()).collect::<Vec<_>>();
     let differ = |values: &[Option<Value>]| values.iter().any(|value| Some(value) != values.first());
-    // Of a pass that some recipes lack, only options that differ among the others tell more than that it is there.
+    // Options of a pass that some recipes lack are listed only if they differ between the recipes that
+    // have it.
     let entry = |name: &str| name.rsplit_once('.').and_then(|(parent, _)| flat.iter().position(|options| options.get(parent) == Some(&Value::Bool(true))));
-    let told = |(name, values): &(&String, Vec<Option<Value>>)| {
-        let held: Vec<Option<Value>> = values.iter().filter(|value| value.is_some()).cloned().collect();
-        differ(values) && (entry(name).is_none() || differ(&held))
+    let is_listed = |(name, values): &(&String, Vec<Option<Value>>)| {
+        let present: Vec<Option<Value>> = values.iter().filter(|value| value.is_some()).cloned().collect();
+        differ(values) && (entry(name).is_none() || differ(&present))
     };
-    names.into_iter().map(|name| (name, values(name))).filter(told).map(|(name, values)| Differing { option: name.clone(), values }).collect()
+    names.into_iter().map(|name| (name, values(name))).filter(is_listed).map(|(name, values)| OptionDifference { option: name.clone(), values }).collect()
 }
 
-/// The options of a recipe by the names that `--set` takes: a pass stands for its entry, unless it comes twice.
+/// The options of a recipe by their names for `--set`. A pass or format that occurs once is named
+/// without its index.
 fn options(recipe: &Value) -> BTreeMap<String, Value> {
     let mut flat = BTreeMap::new();
     for (key, value) in recipe.as_object().into_iter().flatten().filter(|(key, _)| *key != "output") {
@@ -199,9 +205,9 @@ fn options(recipe: &Value) -> BTreeMap<String, Value> {
             ("passes" | "export", Value::Array(entries)) => {
                 for (index, entry) in entries.iter().enumerate() {
                     for (name, options) in entry.as_object().into_iter().flatten() {
-                        let twice = entries.iter().filter(|other| other.get(name).is_some()).count() > 1;
-                        let name = if twice { format!("{key}.{index}.{name}") } else { name.clone() };
-                        // That it is there at all is an option, too.
+                        let is_repeated = entries.iter().filter(|other| other.get(name).is_some()).count() > 1;
+                        let name = if is_repeated { format!("{key}.{index}.{name}") } else { name.clone() };
+                        // The presence of the entry counts as an option.
                         flat.insert(name.clone(), Value::Bool(true));
                         flatten(&name, options, &mut flat);
                     }
@@ -228,8 +234,8 @@ mod tests {
 
     #[test]
     fn sizes_that_differ_by_metadata_are_equal() {
-        assert!(!smaller(1_000_000, 1_000_003) && !smaller(1_000_003, 1_000_000) && !smaller(5, 5));
-        assert!(smaller(900_000, 1_000_000) && !smaller(1_000_000, 900_000) && smaller(0, 1));
+        assert!(!is_smaller(1_000_000, 1_000_003) && !is_smaller(1_000_003, 1_000_000) && !is_smaller(5, 5));
+        assert!(is_smaller(900_000, 1_000_000) && !is_smaller(1_000_000, 900_000) && is_smaller(0, 1));
     }
 
     #[test]

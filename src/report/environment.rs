@@ -1,4 +1,4 @@
-//! The machine that a report was made on.
+//! Hardware and runtimes of the machine, and peak memory of the process.
 
 use std::fs;
 use std::path::Path;
@@ -9,42 +9,44 @@ use serde::{Deserialize, Serialize};
 use crate::work::{HighWater, resident};
 use crate::{kernel, program};
 
-/// What the machine offers.
+/// Hardware and runtimes of a machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Environment {
-    /// Name of the processor.
+    /// Name of the CPU.
     pub cpu: Option<String>,
-    /// Cores that this process may use.
+    /// Number of cores that this process may use.
     pub cores: usize,
-    /// Main memory.
+    /// Size of the main memory in bytes.
     pub memory_bytes: Option<u64>,
-    /// Name of the GPU that was used, or else of the first one that there is.
+    /// Name of the GPU that was used, otherwise of the first GPU, if there is one.
     pub gpu: Option<String>,
-    /// Where models ran: `cpu` or `cuda:N`. Passes over weights run on the CPU.
+    /// Device on which models ran: `cpu` or `cuda:N`. Passes over weights run on the CPU.
     #[serde(default)]
     pub device: Option<String>,
-    /// Version of ONNX Runtime that was used.
+    /// Version of ONNX Runtime, if it was used.
     pub onnxruntime: Option<String>,
-    /// Its library.
+    /// File name of its library. The full path could contain private information.
     #[serde(default)]
     pub onnxruntime_path: Option<String>,
     /// Instruction set of the kernels.
     pub simd: String,
-    /// What multiplies int8 on this processor: `avx512-vnni`, `avx-vnni`, `dotprod`, or `none` where products of two bytes are
-    /// added in 16 bits and saturate.
+    /// Instructions for int8 products: `avx512-vnni`, `avx-vnni`, `dotprod`, or `none` if products are
+    /// accumulated in 16 bits and can saturate.
     #[serde(default)]
     pub int8: String,
 }
 
 impl Environment {
-    /// The same with models run on a device, by its name and the GPU's where it is one, and by ONNX Runtime, by its version and file.
+    /// The environment with the device that models ran on (its name, and that of the GPU) and ONNX
+    /// Runtime (its version and path).
     #[must_use]
     pub fn on(self, (device, gpu): (String, Option<String>), onnxruntime: Option<(String, String)>) -> Environment {
-        let (onnxruntime, onnxruntime_path) = onnxruntime.unzip();
+        let (onnxruntime, path) = onnxruntime.unzip();
+        let onnxruntime_path = path.and_then(|path: String| Some(Path::new(&path).file_name()?.to_string_lossy().into_owned()));
         Environment { device: Some(device), gpu: gpu.or(self.gpu), onnxruntime, onnxruntime_path, ..self }
     }
 
-    /// Looks around; models have not run.
+    /// Detects the hardware. The device is the CPU, and ONNX Runtime is not included.
     pub fn detect() -> Environment {
         Environment {
             cpu: field("/proc/cpuinfo", "model name"),
@@ -60,18 +62,19 @@ impl Environment {
     }
 }
 
-/// The name of the first GPU, as its driver tells it in a folder for each; or as a program tells it, where only that can see them.
+/// Name of the first GPU, from the folders of its driver; otherwise from `nvidia-smi`, for systems that
+/// hide these folders.
 fn gpu(folder: &Path, smi: &str) -> Option<String> {
     let mut folders: Vec<_> = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     folders.sort();
-    let told = || {
-        let text = program::ask(smi, ["--query-gpu=name", "--format=csv,noheader"]).ok()?;
+    let from_smi = || {
+        let text = program::run(smi, ["--query-gpu=name", "--format=csv,noheader"]).ok()?;
         text.lines().next().map(|name| name.trim().to_owned())
     };
-    folders.iter().find_map(|folder| field(folder.join("information"), "Model")).or_else(told).filter(|name| !name.is_empty())
+    folders.iter().find_map(|folder| field(folder.join("information"), "Model")).or_else(from_smi).filter(|name| !name.is_empty())
 }
 
-/// The instructions that runtimes multiply bytes with, as the system names them.
+/// The instructions for int8 products, from the flags of the CPU.
 fn int8() -> &'static str {
     let flags = field("/proc/cpuinfo", "flags").or_else(|| field("/proc/cpuinfo", "Features")).unwrap_or_default();
     let has = |name: &str| flags.split_whitespace().any(|flag| flag == name);
@@ -83,20 +86,21 @@ fn int8() -> &'static str {
     }
 }
 
-/// The most memory of a lap.
+/// Peak memory of a lap.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Lap {
-    /// Resident in main memory, where the system tells.
+    /// Peak resident memory, if the system reports it.
     pub rss_bytes: Option<u64>,
-    /// Taken of a GPU, where one is used.
+    /// Peak GPU memory, if a GPU is used.
     pub vram_bytes: Option<u64>,
 }
 
-/// Between two looks at what is resident.
-const PAUSE: Duration = Duration::from_millis(5);
+/// Interval at which the resident memory is sampled.
+const SAMPLING_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The most memory that this process takes, lap by lap. The system's own count of the most is left alone, since others read it too: it
-/// holds for a lap that has raised it, and other laps have what was seen again and again.
+/// Tracks the peak memory of this process in laps. The peak counter of the system is not reset, since
+/// other tools read it too. It is used for laps that have raised it; for other laps, the maximum of
+/// periodic samples is used.
 pub(crate) struct Peak {
     highest: Lap,
     system: Option<u64>,
@@ -105,44 +109,45 @@ pub(crate) struct Peak {
 }
 
 impl Peak {
-    /// Begins the first lap of a run without a GPU.
+    /// Starts the first lap of a run without a GPU.
     pub fn start() -> Peak {
-        Peak::of(|| None)
+        Peak::with_vram(|| None)
     }
 
-    /// Begins the first lap; `vram` tells the most memory of a GPU since it was asked last.
-    pub fn of(vram: impl Fn() -> Option<u64> + 'static) -> Peak {
-        Peak { highest: Lap::default(), system: system_peak(), resident: HighWater::start(PAUSE, resident), vram: Box::new(vram) }
+    /// Starts the first lap. `vram` returns the peak GPU memory since its last call.
+    pub fn with_vram(vram: impl Fn() -> Option<u64> + 'static) -> Peak {
+        Peak { highest: Lap::default(), system: system_peak(), resident: HighWater::start(SAMPLING_INTERVAL, resident), vram: Box::new(vram) }
     }
 
-    /// The most of the lap that ends here; the next one begins.
+    /// Ends the lap and returns its peak; the next lap starts.
     pub fn lap(&mut self) -> Lap {
-        let (before, seen) = (self.system, Some(self.resident.take()).filter(|seen| *seen > 0));
+        let (before, sampled) = (self.system, Some(self.resident.take()).filter(|bytes| *bytes > 0));
         self.system = system_peak();
-        let lap = Lap { rss_bytes: if self.system > before { self.system } else { seen }, vram_bytes: (self.vram)() };
+        let lap = Lap { rss_bytes: if self.system > before { self.system } else { sampled }, vram_bytes: (self.vram)() };
         self.highest = Lap { rss_bytes: self.highest.rss_bytes.max(lap.rss_bytes), vram_bytes: self.highest.vram_bytes.max(lap.vram_bytes) };
         lap
     }
 
-    /// The most of all laps, with the one that ends here.
+    /// Ends the lap and returns the peak over all laps.
     pub fn highest(&mut self) -> Lap {
         self.lap();
         self.highest
     }
 }
 
-/// The most that this process has had in memory since it began, where the system says it.
+/// Peak resident memory of this process since its start, if the system reports it.
 fn system_peak() -> Option<u64> {
     kilobytes("/proc/self/status", "VmHWM")
 }
 
+/// The value of a field in a text file of the system.
 fn field(path: impl AsRef<Path>, key: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let line = text.lines().find(|line| line.starts_with(key))?;
     Some(line.split_once(':')?.1.trim().to_owned())
 }
 
-/// A figure of a file of the system, in bytes.
+/// The value of a field in kilobytes, converted to bytes.
 pub(crate) fn kilobytes(path: &str, key: &str) -> Option<u64> {
     field(path, key)?.split_whitespace().next()?.parse::<u64>().ok().map(|kb| kb * 1024)
 }
@@ -154,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gpu_is_named_by_what_there_is() {
+    fn the_gpu_name_is_read_from_the_driver_or_nvidia_smi() {
         let folder = tempfile::tempdir().unwrap();
         let (gpus, program) = (folder.path().join("gpus"), folder.path().join("smi"));
         let found = || gpu(&gpus, program.to_str().unwrap());
@@ -174,12 +179,20 @@ mod tests {
         assert_eq!(found().as_deref(), Some("NVIDIA H200"));
     }
 
+    /// Reports are published.
     #[test]
-    fn laps_know_their_own_memory() {
-        let taken = std::cell::Cell::new(0);
-        let mut peak = Peak::of(move || {
-            taken.set(taken.get() + 1);
-            Some([5, 9, 2, 0][taken.get() - 1])
+    fn the_path_of_a_library_is_not_part_of_the_environment() {
+        let found = Environment::detect().on(("cpu".into(), None), Some(("1.23".into(), "/home/me/venv/libonnxruntime.so.1.23".into())));
+        assert_eq!((found.onnxruntime.as_deref(), found.onnxruntime_path.as_deref()), (Some("1.23"), Some("libonnxruntime.so.1.23")));
+        assert_eq!(Environment::detect().on(("cpu".into(), None), None).onnxruntime_path, None);
+    }
+
+    #[test]
+    fn each_lap_has_its_own_peak() {
+        let calls = std::cell::Cell::new(0);
+        let mut peak = Peak::with_vram(move || {
+            calls.set(calls.get() + 1);
+            Some([5, 9, 2, 0][calls.get() - 1])
         });
         assert_eq!((0..3).map(|_| peak.lap().vram_bytes.unwrap()).collect::<Vec<_>>(), [5, 9, 2]);
         assert_eq!(peak.highest().vram_bytes, Some(9));
@@ -187,13 +200,13 @@ mod tests {
     }
 
     #[test]
-    fn a_lap_is_measured_and_the_count_of_the_system_stays() {
+    fn laps_do_not_reset_the_counter_of_the_system() {
         let mut peak = Peak::start();
-        let taken = std::hint::black_box(vec![1u8; 96 << 20]);
-        let seen = peak.resident.take();
-        drop(taken);
+        let allocated = std::hint::black_box(vec![1u8; 96 << 20]);
+        let sampled = peak.resident.take();
+        drop(allocated);
         let lap = peak.lap().rss_bytes.unwrap();
-        assert!(seen >= 96 << 20 && lap >= 96 << 20, "{seen} and {lap}");
+        assert!(sampled >= 96 << 20 && lap >= 96 << 20, "{sampled} and {lap}");
         assert!(peak.lap().rss_bytes.is_some() && system_peak().unwrap() >= lap);
         assert_eq!(peak.highest().rss_bytes.max(Some(lap)), peak.highest().rss_bytes);
     }

@@ -1,13 +1,13 @@
-//! Numbers for people.
+//! Human-readable numbers.
 
 use std::cmp::Ordering;
 
-/// Bytes in decimal units, three digits: `91.0 MB`.
+/// Bytes in decimal units with three digits: `91.0 MB`.
 pub fn bytes(bytes: u64) -> String {
     scaled(bytes as f64, &["B", "kB", "MB", "GB", "TB"])
 }
 
-/// A count in short scale: `22.7 M`.
+/// A count with three digits: `22.7 M`.
 pub fn count(count: u64) -> String {
     scaled(count as f64, &["", "k", "M", "B"]).trim_end().to_owned()
 }
@@ -28,12 +28,12 @@ fn scaled(mut value: f64, units: &[&str]) -> String {
     format!("{value:.digits$} {}", units[unit])
 }
 
-/// Part of a whole in percent, one digit.
+/// A ratio in percent with one digit; a dash if `whole` is 0.
 pub fn percent(part: u64, whole: u64) -> String {
     if whole == 0 { "-".into() } else { format!("{:.1} %", 100.0 * part as f64 / whole as f64) }
 }
 
-/// Seconds, three digits: `0.24 s`, `3 min 10 s`.
+/// Seconds with three digits: `0.24 s`, `3 min 10 s`.
 pub fn seconds(seconds: f64) -> String {
     match seconds {
         s if s < 0.0995 => format!("{:.0} ms", s * 1e3),
@@ -48,12 +48,12 @@ pub fn shape(shape: &[usize]) -> String {
     if shape.is_empty() { "scalar".into() } else { shape.iter().map(usize::to_string).collect::<Vec<_>>().join(" x ") }
 }
 
-/// Milliseconds, three digits and more: `0.91 ms`, `35.2 ms`.
+/// Milliseconds with at least three digits: `0.91 ms`, `35.2 ms`.
 pub fn milliseconds(value: f64) -> String {
     if value < 10.0 { format!("{value:.2} ms") } else { format!("{value:.1} ms") }
 }
 
-/// The name of a runtime for readers; reports and options have short ones.
+/// Display name of a runtime, from the short name in reports and options.
 pub fn runtime_name(name: &str) -> &str {
     match name {
         "candle" => "built-in executor",
@@ -62,7 +62,7 @@ pub fn runtime_name(name: &str) -> &str {
     }
 }
 
-/// A figure: without decimals if it is a whole number.
+/// A number with four decimals, or without decimals if it is integral.
 pub fn figure(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.4}") }
 }
@@ -72,7 +72,7 @@ pub fn decibels(value: Option<f64>) -> String {
     value.map_or("-".into(), |db| format!("{db:.1} dB"))
 }
 
-/// The order in which people number things: `layer.2` before `layer.10`.
+/// Natural order of names: `layer.2` before `layer.10`.
 pub fn natural(a: &str, b: &str) -> Ordering {
     let key = |text: &str| text.split('.').map(|part| (part.parse::<u64>().ok(), part.to_owned())).collect::<Vec<_>>();
     key(a).cmp(&key(b))

@@ -5,6 +5,7 @@ use std::fmt::Write;
 use super::Report;
 use super::escape::{markdown, markdown_code};
 use super::format::{bytes, count, decibels, percent, seconds, shape};
+use crate::error::counted;
 
 /// Renders `report.md`.
 pub(super) fn render(report: &Report) -> String {
@@ -43,7 +44,13 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
     if !measured.is_empty() {
         writeln!(out, "## Measured\n")?;
         if let Some(accuracy) = &report.accuracy {
-            writeln!(out, "{} on {} samples of {}.\n", markdown(&accuracy.task.to_string()), accuracy.samples, markdown_code(&accuracy.data.to_string()))?;
+            writeln!(
+                out,
+                "{} on {} of {}.\n",
+                markdown(&accuracy.task.to_string()),
+                counted(accuracy.samples, "sample"),
+                markdown_code(&accuracy.data.to_string())
+            )?;
         } else if let Some(measured) = &report.fidelity {
             writeln!(out, "Fidelity on {}.\n", markdown(&measured.describe()))?;
         }
@@ -99,7 +106,7 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
     let env = &report.environment;
     writeln!(
         out,
-        "{} {} on {}, {} cores, {}: {} in all{}.",
+        "{} {} on {}, {} cores, {}: {} in total{}.",
         report.tool.name,
         report.tool.version,
         markdown(env.cpu.as_deref().unwrap_or("an unknown processor")),

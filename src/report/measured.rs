@@ -1,10 +1,12 @@
-//! Figures that were measured by running the models, as rows: what, before, after.
+//! Table rows of the measurements from running the models: label, value before, value after.
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::Report;
 use super::format::{bytes, count, decibels, figure, milliseconds, runtime_name};
-use crate::evaluation::{Accuracy, Fidelity, OutputFidelity};
+use crate::evaluation::{Accuracy, Compute, Fidelity, OutputFidelity, Runtime};
 
-/// The rows, none when nothing was run.
+/// All rows; empty if the models were not run.
 pub(super) fn rows(report: &Report) -> Vec<[String; 3]> {
     let mut rows = Vec::new();
     if let Some(accuracy) = &report.accuracy {
@@ -18,24 +20,30 @@ pub(super) fn rows(report: &Report) -> Vec<[String; 3]> {
         let what = format!("{}, batch {sizes}, {} threads", runtime_name(&latency.runtime), latency.threads);
         rows.push([format!("median time, {what}"), milliseconds(latency.before_ms.p50), milliseconds(latency.after_ms.p50)]);
         rows.push(["95th percentile".into(), milliseconds(latency.before_ms.p95), milliseconds(latency.after_ms.p95)]);
-        rows.push(["times as fast".into(), "1.00".into(), latency.describe_speedup()]);
+        rows.push(["speed-up".into(), "1.00".into(), latency.describe_speedup()]);
     }
     if let Some(compute) = &report.compute {
-        let sizes: Vec<String> = compute.sizes.iter().map(|(name, size)| format!("{name} {size}")).collect();
-        let sizes = if sizes.is_empty() { "the sizes of the inputs".to_owned() } else { sizes.join(", ") };
-        rows.push([format!("multiply-accumulates at {sizes}"), count(compute.before.macs), count(compute.after.macs)]);
-        rows.push(["memory of activations".into(), bytes(compute.before.activation_bytes), bytes(compute.after.activation_bytes)]);
+        rows.push([macs_label(compute), count(compute.before.macs), count(compute.after.macs)]);
+        rows.push(["activation memory".into(), bytes(compute.before.activation_bytes), bytes(compute.after.activation_bytes)]);
     }
     rows
 }
 
-/// Those of accuracy.
+/// Label of the multiply-accumulates, with the input sizes at which they were counted.
+pub(super) fn macs_label(compute: &Compute) -> String {
+    let sizes: Vec<String> = compute.sizes.iter().map(|(name, size)| format!("{name} {size}")).collect();
+    format!("multiply-accumulates at {}", if sizes.is_empty() { "the sizes of the inputs".to_owned() } else { sizes.join(", ") })
+}
+
+/// Rows of the scores.
 pub(super) fn accuracy_rows(accuracy: &Accuracy) -> Vec<[String; 3]> {
     let mut rows = Vec::new();
     let metric = accuracy.metric.as_deref().unwrap_or("");
-    for (runtime, before) in &accuracy.before {
-        let after = accuracy.after.get(runtime).map_or("-".into(), |v| format!("{v:.4}"));
-        rows.push([format!("{metric}, {}", runtime_name(&runtime.to_string())), format!("{before:.4}"), after]);
+    // The input has no score if the labels belong to a new head.
+    let runtimes: BTreeSet<_> = accuracy.before.keys().chain(accuracy.after.keys()).collect();
+    for runtime in runtimes {
+        let value = |side: &BTreeMap<Runtime, f64>| side.get(runtime).map_or("-".to_owned(), |value| format!("{value:.4}"));
+        rows.push([format!("{metric}, {}", runtime_name(&runtime.to_string())), value(&accuracy.before), value(&accuracy.after)]);
     }
     if let Some([before, after]) = accuracy.ci95 {
         let interval = |[low, high]: [f64; 2]| format!("{low:.4} .. {high:.4}");
@@ -48,19 +56,19 @@ pub(super) fn accuracy_rows(accuracy: &Accuracy) -> Vec<[String; 3]> {
     rows
 }
 
-/// Outputs that are listed one by one.
-const OUTPUTS: usize = 8;
+/// Maximum number of outputs that are listed separately.
+const MAX_OUTPUTS: usize = 8;
 
-/// Those of closeness: the worst of all outputs, and each output where there are several.
+/// Rows of the fidelity: of the worst output, and of each output if there are several.
 pub(super) fn fidelity_rows(fidelity: &Fidelity) -> Vec<[String; 3]> {
-    let of = if fidelity.outputs.len() > 1 { format!("the worst of {} outputs", fidelity.outputs.len()) } else { format!("`{}`", fidelity.output) };
+    let output = if fidelity.outputs.len() > 1 { format!("the worst of {} outputs", fidelity.outputs.len()) } else { format!("`{}`", fidelity.output) };
     let mut rows = Vec::new();
-    let mut add = |name: &str, value: String| rows.push([format!("{name} of {of}"), "-".into(), value]);
+    let mut add = |name: &str, value: String| rows.push([format!("{name} of {output}"), "-".into(), value]);
     add("cosine, mean", format!("{:.4}", fidelity.cosine));
-    add("cosine, least", format!("{:.4}", fidelity.cosine_min));
+    add("cosine, minimum", format!("{:.4}", fidelity.cosine_min));
     add("SQNR", decibels(fidelity.sqnr_db));
     if let Some(kl) = fidelity.kl {
-        add("divergence", format!("{kl:.4}"));
+        add("KL divergence", format!("{kl:.4}"));
     }
     if let Some(top1) = fidelity.top1_agreement {
         add("same top class", format!("{:.1} %", 100.0 * top1));
@@ -73,13 +81,13 @@ pub(super) fn fidelity_rows(fidelity: &Fidelity) -> Vec<[String; 3]> {
 pub(crate) fn output_rows(fidelity: &Fidelity) -> Vec<[String; 2]> {
     let mut outputs: Vec<_> = fidelity.outputs.iter().filter(|_| fidelity.outputs.len() > 1).collect();
     outputs.sort_by(|a, b| a.1.cosine.total_cmp(&b.1.cosine));
-    let more = outputs.len().saturating_sub(OUTPUTS);
+    let more = outputs.len().saturating_sub(MAX_OUTPUTS);
     let row = |(name, output): (&String, &OutputFidelity)| {
-        [format!("`{name}`: cosine, mean and least; SQNR"), format!("{:.4}, {:.4}; {}", output.cosine, output.cosine_min, decibels(output.sqnr_db))]
+        [format!("`{name}`: cosine, mean and minimum; SQNR"), format!("{:.4}, {:.4}; {}", output.cosine, output.cosine_min, decibels(output.sqnr_db))]
     };
-    let mut rows: Vec<[String; 2]> = outputs.into_iter().take(OUTPUTS).map(row).collect();
+    let mut rows: Vec<[String; 2]> = outputs.into_iter().take(MAX_OUTPUTS).map(row).collect();
     if more > 0 {
-        rows.push([format!("{more} more outputs"), "closer".into()]);
+        rows.push([format!("{more} more outputs"), "more similar".into()]);
     }
     rows.extend(fidelity.not_compared.iter().map(|(name, reason)| [format!("`{name}`: not compared"), reason.clone()]));
     rows

@@ -1,6 +1,6 @@
-//! What was done to a model and what came of it, measured on the written files.
+//! Reports of runs: the passes, sizes, quality and files of the output.
 //!
-//! The keys of [`Report`] are those of `report.json`; they are added to, never renamed.
+//! The fields of [`Report`] are the keys of `report.json`. Keys may be added, but are never renamed.
 
 mod budget;
 mod compare;
@@ -20,71 +20,70 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 pub use budget::{Budgets, Finding};
-pub use compare::{Comparison, Differing, Summary};
+pub use compare::{Comparison, OptionDifference, Summary};
 pub use environment::Environment;
 pub(crate) use environment::Peak;
 pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};
-use crate::evaluation::{Accuracy, Compute, Continued, Latency, MeasuredFidelity};
+use crate::evaluation::{Accuracy, Compute, Continuation, Latency, MeasuredFidelity};
 use crate::files;
+pub use crate::run_state::WARNING;
 
-/// How notes begin that a reader must not miss; they come first.
-pub const WARNING: &str = "warning: ";
-/// Version of the keys.
+/// Version of the schema of `report.json`.
 pub const SCHEMA: u32 = 1;
-/// Name of the file in an output folder.
+/// File name of the JSON report.
 pub const FILE: &str = FILES[0];
-/// Names of the report in all its forms.
+/// File names of the report in all formats.
 pub const FILES: [&str; 3] = crate::output::REPORT_FILES;
 
-/// A report; `report.json` holds it as it stands here.
+/// A report, as serialized to `report.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// Version of the keys.
+    /// Version of the schema.
     pub schema: u32,
-    /// Who wrote it.
+    /// Program that wrote the report.
     pub tool: Tool,
-    /// On what machine.
+    /// Machine on which the run was executed.
     pub environment: Environment,
-    /// From what.
+    /// Input model.
     pub model: ModelId,
-    /// Start of every random choice.
+    /// Seed of all random number generators.
     pub seed: u64,
-    /// What was asked for, defaults written out.
+    /// The recipe, including defaults.
     pub recipe: Value,
-    /// What was done, in order.
+    /// The passes, in order.
     pub passes: Vec<PassReport>,
-    /// Before and after, as stored.
+    /// Stored sizes before and after.
     pub size: Sizes,
-    /// Cost of one run, when it is known what the model computes.
+    /// Cost of one forward pass, if the model has a graph.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute: Option<Compute>,
-    /// How good the answers are, when there is evaluation data.
+    /// Scores before and after, if evaluation data was configured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<Accuracy>,
-    /// How close the output's answers are to the input's, where the model could be run.
+    /// Fidelity of the outputs to the input model's, if the model could be run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fidelity: Option<MeasuredFidelity>,
-    /// Texts as they go on before and after, of language models that were measured on texts.
+    /// Continuations of prompts before and after, for language models that were measured on texts.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub continuations: Vec<Continued>,
-    /// How long one batch takes, when it was measured.
+    pub continuations: Vec<Continuation>,
+    /// Latency of one batch, if it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub latency: Option<Latency>,
-    /// Weight by weight.
+    /// The weights.
     pub layers: Vec<Layer>,
-    /// How values lie, of the weights that changed most.
+    /// Histograms of the values of the weights that changed most.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub histograms: Vec<WeightHistogram>,
-    /// Files that were written and read back.
+    /// Files that were written and verified.
     pub outputs: Vec<OutputFile>,
-    /// All other files of the folder, but for the report: carried over from the input, or written for this model.
+    /// All other files of the folder, except the report: copied from the input, or written for this model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub carried: Vec<CarriedFile>,
-    /// Plain words: what gave no size or no speed, what was skipped and why.
+    /// Notes and warnings: ineffective settings, and skipped steps with the reason.
     pub notes: Vec<String>,
-    /// The whole run.
+    /// Totals of the run.
     pub totals: Totals,
 }
 
@@ -95,44 +94,44 @@ impl Report {
         (warnings.into_iter().filter_map(|note| note.strip_prefix(WARNING)).collect(), notes)
     }
 
-    /// Reads a report, or that of an output folder or file.
+    /// Reads a report from its file, or from an output folder or file.
     ///
     /// # Errors
-    /// It is missing or not a report of this schema.
+    /// The report is missing, or it does not match this schema.
     pub fn open(path: &Path) -> Result<Report> {
-        let of_file = crate::output::file_name(path).map(|_| crate::output::report_folder(path));
-        let path = match of_file {
+        let report_folder = crate::output::file_name(path).map(|_| crate::output::report_folder(path));
+        let path = match report_folder {
             Some(folder) => folder.join(FILE),
             None if files::is_dir(path) => path.join(FILE),
             None => path.to_owned(),
         };
-        let none = |reason: &str| Error::run(path.display(), reason, "name the output folder of a run, or its report.json");
+        let invalid = |reason: &str| Error::run(path.display(), reason, "specify the output folder of a run, or its report.json");
         let missing = |e: std::io::Error| match e.kind() {
-            std::io::ErrorKind::NotFound => none("there is no report here"),
+            std::io::ErrorKind::NotFound => invalid("the report does not exist"),
             _ => Error::io("read", &path)(e),
         };
         let text = files::read_to_string(&path).map_err(missing)?;
-        serde_json::from_str(&text).map_err(|e| none(&format!("not a report of schema {SCHEMA}: {e}")))
+        serde_json::from_str(&text).map_err(|e| invalid(&format!("not a report of schema {SCHEMA}: {e}")))
     }
 
-    /// The text of `report.json`.
+    /// The contents of `report.json`.
     pub fn to_json(&self) -> String {
         serde_json::to_string_pretty(self).map(|text| text + "\n").unwrap_or_default()
     }
 
-    /// The weights that changed, those that lost most first.
+    /// The changed weights, sorted by ascending signal-to-noise ratio.
     pub fn most_changed(&self) -> Vec<&Layer> {
         let mut changed: Vec<_> = self.layers.iter().filter_map(|layer| Some((layer.sqnr_db?, layer))).collect();
         changed.sort_by(|a, b| a.0.total_cmp(&b.0));
         changed.into_iter().map(|(_, layer)| layer).collect()
     }
 
-    /// The text of `report.html`.
+    /// The contents of `report.html`.
     pub fn to_html(&self) -> String {
         html::render(self)
     }
 
-    /// The text of `report.md`.
+    /// The contents of `report.md`.
     pub fn to_markdown(&self) -> String {
         markdown::render(self)
     }

@@ -1,18 +1,18 @@
-//! The parts of a report.
+//! The sections of a report.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// Who wrote the report.
+/// Program that wrote the report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tool {
     /// `compress`.
     pub name: String,
     /// Version of the crate.
     pub version: String,
-    /// Commit that it was built from, when known.
+    /// Commit from which it was built, if known.
     pub commit: Option<String>,
 }
 
@@ -23,50 +23,52 @@ impl Default for Tool {
     }
 }
 
-/// The input.
+/// Input model.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelId {
     /// Folder or file.
     pub source: PathBuf,
     /// `model_type` of `config.json`.
     pub architecture: Option<String>,
-    /// BLAKE3 over the lines `name dtype shape blake3(values)`, by name: the same for any sharding.
+    /// BLAKE3 over the lines `name dtype shape blake3(values)`, sorted by name. It does not depend on
+    /// the sharding.
     pub blake3: String,
 }
 
-/// A pass that was applied.
+/// An applied pass.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PassReport {
     /// Name of the pass.
     pub name: String,
-    /// Its options, defaults written out.
+    /// Its options, including defaults.
     pub options: Value,
-    /// Time in the pass's own work, summed over threads; reading and writing are in the totals.
+    /// Time spent in the pass in seconds, summed over threads; reading and writing are included only in
+    /// the totals.
     pub seconds: f64,
     /// Peak resident memory of the process up to the end of the pass.
     pub peak_rss_bytes: Option<u64>,
-    /// Peak memory of the GPU that the pass ran on; none where it used none.
+    /// Peak GPU memory of the pass; `None` if it did not use a GPU.
     pub peak_vram_bytes: Option<u64>,
-    /// Weights that it changed.
+    /// Number of weights that it changed.
     pub tensors_changed: usize,
-    /// How its weights were chosen; empty for passes that do not choose weights.
+    /// How the weights were selected; empty for passes that do not select weights.
     #[serde(default)]
     pub rule: String,
-    /// Float weights of two or more dimensions that it left as they were, if it chooses weights.
+    /// Float weights of two or more dimensions that it did not change, if it selects weights.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unselected: Vec<String>,
-    /// What the pass has to say about itself.
+    /// Details that are specific to the pass.
     pub details: Value,
 }
 
 /// Size before and after.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Sizes {
-    /// Of the input.
+    /// Size of the input.
     pub before: Size,
-    /// Of the output.
+    /// Size of the output.
     pub after: Size,
-    /// Bytes before for each byte after.
+    /// Bytes of the input divided by bytes of the output.
     pub ratio: f64,
 }
 
@@ -75,13 +77,13 @@ pub struct Sizes {
 pub struct Size {
     /// Elements of all weights.
     pub parameters: u64,
-    /// Of these, not zero.
+    /// Number of elements that are not zero.
     pub nonzero: u64,
-    /// Tensors in the files.
+    /// Number of tensors in the files.
     pub tensors: usize,
     /// Bytes of the files.
     pub bytes: u64,
-    /// Bytes of the files after zstd, level 3, when it is built in.
+    /// Bytes of the files after compression with zstd, level 3; `None` in builds without zstd.
     pub bytes_zstd: Option<u64>,
     /// Whether `bytes_zstd` was extrapolated from evenly spaced blocks.
     #[serde(default)]
@@ -95,26 +97,26 @@ pub struct Layer {
     pub name: String,
     /// Sizes, outermost first.
     pub shape: Vec<usize>,
-    /// How it is stored.
+    /// Description of how it is stored.
     pub encoding: String,
-    /// Stored bytes before, scales included.
+    /// Stored bytes before, including scales.
     pub bytes_before: u64,
-    /// Stored bytes after, scales and masks included.
+    /// Stored bytes after, including scales and masks.
     pub bytes_after: u64,
-    /// Elements that are zero after.
+    /// Number of zeros after.
     pub zeros: u64,
-    /// Signal to noise against the input; none when nothing changed.
+    /// Signal-to-noise ratio relative to the input in dB; `None` if the values did not change.
     pub sqnr_db: Option<f64>,
 }
 
-/// How the values of a weight lie before and after: counts of a sample, in bins of equal width.
+/// Histograms of a sample of the values of a weight before and after, with bins of equal width.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct WeightHistogram {
     /// Name in the checkpoint.
     pub name: String,
-    /// Where the first bin begins; values below count in it.
+    /// Lower end of the first bin, which also counts smaller values.
     pub low: f32,
-    /// Where the last bin ends; values above count in it.
+    /// Upper end of the last bin, which also counts larger values.
     pub high: f32,
     /// Counts of the input's values.
     pub before: Vec<u32>,
@@ -125,48 +127,48 @@ pub struct WeightHistogram {
 /// A file of the output.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OutputFile {
-    /// Which format it belongs to.
+    /// Format that it belongs to.
     pub format: String,
     /// Name in the folder.
     pub path: String,
-    /// Size.
+    /// Size in bytes.
     pub bytes: u64,
     /// BLAKE3 of the file, as `b3sum` prints it.
     pub blake3: String,
-    /// How it was checked.
+    /// Result of the verification.
     pub verified: Verified,
 }
 
-/// A file beside the outputs.
+/// A file in addition to the outputs of formats.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CarriedFile {
     /// Name in the folder.
     pub path: String,
-    /// Size.
+    /// Size in bytes.
     pub bytes: u64,
     /// BLAKE3 of the file, as `b3sum` prints it.
     pub blake3: String,
 }
 
-/// How a file was checked after it was written.
+/// Verification of a written file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Verified {
-    /// In plain words.
+    /// Description of the verification.
     pub how: String,
-    /// Largest difference to what was meant; 0 when compared bit for bit.
+    /// Largest absolute difference to the expected values; 0 if compared bit for bit.
     pub max_abs_error: f64,
     /// Whether it passed.
     pub ok: bool,
 }
 
-/// The whole run.
+/// Totals of a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Totals {
-    /// Wall time.
+    /// Wall time in seconds.
     pub seconds: f64,
     /// Peak resident memory of the process.
     pub peak_rss_bytes: Option<u64>,
-    /// Peak memory of the GPU; none where none was used.
+    /// Peak GPU memory; `None` if no GPU was used.
     #[serde(default)]
     pub peak_vram_bytes: Option<u64>,
 }

@@ -2,12 +2,13 @@
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
-use super::compare::words;
+use super::compare::cell_text;
 use super::escape::display_line;
 use super::format::{bytes, count, decibels, percent, seconds, shape};
 use super::{Comparison, Report, Size, WARNING};
+use crate::error::counted;
 
-/// A table without lines between rows: the first column to the left, the others to the right.
+/// A table without rules. The first column is left-aligned, the others are right-aligned.
 pub fn table(head: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(head);
@@ -20,31 +21,31 @@ pub fn table(head: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> Tabl
     table
 }
 
-/// Names and what there is to say of each, both to the left.
+/// A table of names and values, both left-aligned.
 pub fn facts(rows: impl IntoIterator<Item = (&'static str, String)>) -> Table {
     let mut facts = Table::new();
     facts.load_style(presets::NOTHING).add_rows(rows.into_iter().map(|(name, value)| [name.to_owned(), value]));
     facts
 }
 
-/// A table as wide as a terminal, whose cells go on below where they do not fit.
+/// A table with the width of a terminal and wrapped cells.
 pub fn wrapped<const N: usize>(head: &[&str; N], rows: impl IntoIterator<Item = [String; N]>, columns: u16) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic).set_width(columns).set_header(head).add_rows(rows);
     table
 }
 
-/// The line of a note or a warning.
+/// Formats a note or a warning as a line.
 pub fn note_line(note: &str) -> String {
     let label = if note.starts_with(WARNING) { "" } else { "note: " };
     format!(" {label}{}\n", display_line(note))
 }
 
-/// Weights that are listed: those that lost most.
+/// Number of listed weights with the lowest signal-to-noise ratio.
 const WORST: usize = 5;
 
 impl Report {
-    /// The headline, sizes, passes, the weights that lost most, and the notes.
+    /// Summary for a terminal: sizes, measurements, passes, the most changed weights, and notes.
     pub fn to_terminal(&self) -> String {
         let (before, after) = (&self.size.before, &self.size.after);
         let mut out = format!("{} -> {}: {:.2} x smaller, in {}\n\n", bytes(before.bytes), bytes(after.bytes), self.size.ratio, seconds(self.totals.seconds));
@@ -67,9 +68,9 @@ impl Report {
             out += &format!("\n{}\n", table(&["measured", "before", "after"], measured.into_iter().map(Vec::from)));
         }
         if let Some(accuracy) = &self.accuracy {
-            out += &format!(" {} samples of {}\n", accuracy.samples, accuracy.data);
+            out += &format!(" {} of {}\n", counted(accuracy.samples, "sample"), accuracy.data);
         } else if let Some(measured) = &self.fidelity {
-            out += &format!(" answers to {}\n", measured.describe());
+            out += &format!(" fidelity on {}\n", measured.describe());
         }
         if !self.passes.is_empty() {
             let rows =
@@ -85,7 +86,7 @@ impl Report {
             let changed = worst.len();
             out += &format!("\n{}\n", table(&["weights that changed most", "shape", "encoding", "zeros", "SQNR"], rows));
             if changed > WORST {
-                out += &format!(" {changed} weights changed; all are in report.html\n");
+                out += &format!(" {} changed; all are in report.html\n", counted(changed, "weight"));
             }
         }
         if !self.notes.is_empty() {
@@ -99,7 +100,7 @@ impl Report {
 }
 
 impl Comparison {
-    /// Tables for a terminal; runs that no other one beats in size and answers have a star.
+    /// Tables for a terminal. Runs on the Pareto front of size and quality are marked by a star.
     pub fn to_terminal(&self) -> String {
         let (head, mut rows) = self.cells();
         for (row, run) in rows.iter_mut().zip(&self.runs) {
@@ -111,7 +112,7 @@ impl Comparison {
         }
         if !self.differing.is_empty() {
             let head: Vec<&str> = std::iter::once("option").chain(self.runs.iter().map(|run| run.name.as_str())).collect();
-            let rows = self.differing.iter().map(|d| std::iter::once(d.option.clone()).chain(d.values.iter().map(|v| words(v.as_ref()))).collect());
+            let rows = self.differing.iter().map(|d| std::iter::once(d.option.clone()).chain(d.values.iter().map(|v| cell_text(v.as_ref()))).collect());
             out += &format!("\n{}\n", table(&head, rows));
         }
         out

@@ -1,54 +1,55 @@
-//! What errors in weights count for, and the samples that tell it.
+//! Importance of weight columns, estimated from the activations of calibration samples.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-/// A data set of a recipe, by what it is for.
+/// Purpose of a data set of a recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Samples {
-    /// `calibration`.
+    /// Calibration data (`calibration`).
     Calibration,
-    /// `train`.
+    /// Training data (`train`).
     Train,
-    /// None: the pass computes on weights alone.
+    /// No data: the pass uses only the weights.
     None,
 }
 
-/// What an error in a weight counts for.
+/// How errors in weights are weighted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum InputImportance {
-    /// `activation` where there are samples, else `none`
+    /// `activation` if there is calibration data, otherwise `none`
     #[default]
     Auto,
-    /// All weights count the same; needs no data
+    /// All weights have the same importance; needs no data
     None,
-    /// Weights of inputs that are large on calibration samples count for more
+    /// Weights are more important the larger their inputs are on calibration samples
     Activation,
 }
 
 impl InputImportance {
-    /// Decided by the data sets there are.
+    /// Resolves `Auto` by whether data sets are available.
     #[must_use]
-    pub(crate) fn settled(self, sets: &[Samples]) -> InputImportance {
+    pub(crate) fn resolved(self, sets: &[Samples]) -> InputImportance {
         match self {
             InputImportance::Auto if !sets.is_empty() => InputImportance::Activation,
             InputImportance::Auto => InputImportance::None,
-            said => said,
+            explicit => explicit,
         }
     }
 }
 
-/// What errors in the columns of matrices count for, as far as calibration samples told it.
+/// Importance of the columns of weight matrices, estimated from calibration samples.
 #[derive(Debug, Clone, Default)]
 pub struct ColumnImportance {
-    /// By weight, the mean square of what each column is multiplied with; of a tensor that holds several matrices, matrix after matrix.
+    /// Mean square of the input of each column, by weight. For tensors that stack several matrices, the
+    /// values of the matrices are concatenated.
     pub columns: BTreeMap<String, Arc<Vec<f32>>>,
-    /// How many samples there were.
+    /// Number of samples.
     pub samples: usize,
-    /// Matrices of experts that no sample came to: their columns count the same.
+    /// Matrices of experts to which no sample was routed; their columns have equal importance.
     pub unseen: Vec<String>,
 }

@@ -1,4 +1,5 @@
-//! Element types where samples meet a model file: samples are 64-bit integers and 32-bit floats, a file may take and give others.
+//! Conversion of tensors to and from the element types of a model file. Samples are 64-bit integers or
+//! 32-bit floats; model inputs and outputs can have other numeric types.
 
 use candle_core::{DType, Device, Tensor, WithDType};
 use half::{bf16, f16};
@@ -8,20 +9,20 @@ use crate::ir::{Element, Port};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// An integer, or a truth value as 0 or 1.
+/// An integer type, or `bool` as 0 or 1.
 trait Integer: PrimitiveTensorElementType + Copy + std::fmt::Debug + 'static {
-    fn of(number: i64) -> Option<Self>;
-    fn number(self) -> Option<i64>;
+    fn from_i64(value: i64) -> Option<Self>;
+    fn to_i64(self) -> Option<i64>;
 }
 
 macro_rules! integers {
     ($($ty:ty),+) => {
         $(impl Integer for $ty {
-            fn of(number: i64) -> Option<Self> {
-                number.try_into().ok()
+            fn from_i64(value: i64) -> Option<Self> {
+                value.try_into().ok()
             }
 
-            fn number(self) -> Option<i64> {
+            fn to_i64(self) -> Option<i64> {
                 self.try_into().ok()
             }
         })+
@@ -31,16 +32,17 @@ macro_rules! integers {
 integers!(i8, u8, i16, u16, i32, u32, i64, u64);
 
 impl Integer for bool {
-    fn of(number: i64) -> Option<Self> {
-        matches!(number, 0 | 1).then_some(number == 1)
+    fn from_i64(value: i64) -> Option<Self> {
+        matches!(value, 0 | 1).then_some(value == 1)
     }
 
-    fn number(self) -> Option<i64> {
+    fn to_i64(self) -> Option<i64> {
         Some(self.into())
     }
 }
 
-/// Evaluates an expression for the type of an element; the third where it is neither a float nor an integer.
+/// Evaluates the first expression for float element types, the second one for integer types, and the
+/// third one for all others.
 macro_rules! with_element {
     ($element:expr, $float:ident => $floats:expr, $integer:ident => $integers:expr, else $other:expr) => {{
         macro_rules! float {
@@ -74,15 +76,15 @@ macro_rules! with_element {
     }};
 }
 
-/// An input or output as the rest of the program sees it; nothing for what is no tensor of numbers.
+/// The port of an input or output; `None` unless it is a numeric tensor.
 pub(super) fn port(outlet: &Outlet) -> Option<Port> {
     let ValueType::Tensor { ty, shape, .. } = outlet.dtype() else { return None };
     let element = with_element!(ty, F => { let _: F; Element::Float }, I => { let _: I; Element::Int }, else return None);
     Some(Port { name: outlet.name().to_owned(), element, shape: shape.iter().map(|size| usize::try_from(*size).ok()).collect(), number: None })
 }
 
-/// The element type of an input or output, as ONNX numbers them; nothing for what is no tensor of numbers.
-pub(super) fn number(outlet: &Outlet) -> Option<i32> {
+/// The ONNX element type number of an input or output; `None` unless it is a numeric tensor.
+pub(super) fn element_type(outlet: &Outlet) -> Option<i32> {
     let ValueType::Tensor { ty, .. } = outlet.dtype() else { return None };
     Some(match ty {
         TensorElementType::Float32 => 1,
@@ -102,21 +104,21 @@ pub(super) fn number(outlet: &Outlet) -> Option<i32> {
     })
 }
 
-/// A tensor as the input that it is given to.
-pub(super) fn given(tensor: &Tensor, outlet: &Outlet) -> Result<DynValue> {
-    let ValueType::Tensor { ty, .. } = outlet.dtype() else { return Err("is no tensor".into()) };
-    with_element!(ty, F => floats::<F>(tensor), I => integers::<I>(tensor, *ty), else Err(format!("takes {ty}").into()))
+/// Converts a tensor to the element type of an input.
+pub(super) fn to_ort_value(tensor: &Tensor, outlet: &Outlet) -> Result<DynValue> {
+    let ValueType::Tensor { ty, .. } = outlet.dtype() else { return Err("is not a tensor".into()) };
+    with_element!(ty, F => floats::<F>(tensor), I => integers::<I>(tensor, *ty), else Err(format!("has the unsupported element type {ty}").into()))
 }
 
-/// An output as 64-bit integers or 32-bit floats; nothing for what is no tensor of numbers.
-pub(super) fn taken(value: &ValueRef) -> Result<Option<Tensor>> {
+/// Converts an output to 64-bit integers or 32-bit floats; `None` unless it is a numeric tensor.
+pub(super) fn from_ort_value(value: &ValueRef) -> Result<Option<Tensor>> {
     let ValueType::Tensor { ty, .. } = value.dtype() else { return Ok(None) };
     with_element!(ty, F => {
         let (shape, values) = value.try_extract_tensor::<F>()?;
         Ok(Some(Tensor::from_slice(values, sizes(shape), &Device::Cpu)?.to_dtype(DType::F32)?))
     }, I => {
         let (shape, values) = value.try_extract_tensor::<I>()?;
-        let numbers = values.iter().map(|value| value.number().ok_or_else(|| format!("{value:?} is past the end of 64-bit integers").into()));
+        let numbers = values.iter().map(|value| value.to_i64().ok_or_else(|| format!("{value:?} exceeds the range of 64-bit integers").into()));
         Ok(Some(Tensor::from_vec(numbers.collect::<Result<Vec<i64>>>()?, sizes(shape), &Device::Cpu)?))
     }, else Ok(None))
 }
@@ -124,20 +126,20 @@ pub(super) fn taken(value: &ValueRef) -> Result<Option<Tensor>> {
 fn floats<F: WithDType + PrimitiveTensorElementType + std::fmt::Debug + 'static>(tensor: &Tensor) -> Result<DynValue> {
     let values = tensor.flatten_all()?.to_dtype(F::DTYPE)?.to_vec1::<F>()?;
     let narrower = matches!(F::DTYPE, DType::F16 | DType::BF16);
-    let given = if narrower { tensor.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()? } else { Vec::new() };
-    if let Some((given, _)) = given.iter().zip(&values).find(|(given, value)| given.is_finite() && !value.to_f64().is_finite()) {
-        return Err(format!("holds {given}, past the end of {}", F::DTYPE.as_str()).into());
+    let originals = if narrower { tensor.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()? } else { Vec::new() };
+    if let Some((original, _)) = originals.iter().zip(&values).find(|(original, value)| original.is_finite() && !value.to_f64().is_finite()) {
+        return Err(format!("holds {original}, which exceeds the range of {}", F::DTYPE.as_str()).into());
     }
     Ok(OrtTensor::from_array((shape(tensor), values))?.into_dyn())
 }
 
 fn integers<I: Integer>(tensor: &Tensor, ty: TensorElementType) -> Result<DynValue> {
     if tensor.dtype().is_float() {
-        return Err(format!("holds floats, the model takes {ty}").into());
+        return Err(format!("holds floats, but the model requires {ty}").into());
     }
     let numbers = tensor.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-    let fitting = |number: i64| I::of(number).ok_or_else(|| format!("holds {number}, the model takes {ty}").into());
-    let values = numbers.into_iter().map(fitting).collect::<Result<Vec<I>>>()?;
+    let convert = |value: i64| I::from_i64(value).ok_or_else(|| format!("holds {value}, but the model requires {ty}").into());
+    let values = numbers.into_iter().map(convert).collect::<Result<Vec<I>>>()?;
     Ok(OrtTensor::from_array((shape(tensor), values))?.into_dyn())
 }
 

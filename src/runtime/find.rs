@@ -1,5 +1,5 @@
-//! Where the library is: in `ORT_DYLIB_PATH`, in this project's cache, in the Python environment that is active, beside this program,
-//! in the Python that a shell would start, in the system.
+//! Search for the ONNX Runtime library: in `ORT_DYLIB_PATH`, in the cache, in the active Python
+//! environment, next to this program, in the default Python of the shell, in the system.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -10,34 +10,35 @@ use ort::environment::Environment;
 use crate::error::{Error, Result};
 use crate::program;
 
-/// Names the library; nothing else is tried then.
+/// Path of the library, or its folder. If set, no other location is searched.
 pub const LIBRARY_VARIABLE: &str = "ORT_DYLIB_PATH";
 
-/// What brings the library where there is none.
-pub(super) const HINT: &str = "`compress doctor --fetch` brings it; ORT_DYLIB_PATH names one that is elsewhere";
+/// Hint for a missing library.
+pub(super) const HINT: &str = "run `compress doctor --fetch` to download it, or set ORT_DYLIB_PATH to the path of an installed one";
 const SYSTEM: [&str; 6] = ["/usr/local/lib", "/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/opt/onnxruntime/lib"];
 
-/// Asks a Python where its package is, without importing it, and without looking into the folder that this program was started in.
-const ASK: &str = "import sys; sys.path[:] = [p for p in sys.path if p]; import importlib.util as u; s = u.find_spec('onnxruntime'); \
+/// Prints the folder of the `onnxruntime` package without importing it. The current working directory is
+/// not searched.
+const PACKAGE_QUERY: &str = "import sys; sys.path[:] = [p for p in sys.path if p]; import importlib.util as u; s = u.find_spec('onnxruntime'); \
                    print(s.submodule_search_locations[0] if s and s.submodule_search_locations else '')";
 
-/// The library that is in use.
+/// The loaded library.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Library {
     /// Its file.
     pub path: PathBuf,
-    /// Its version, where the file's name or the library itself tells.
+    /// Version, from the file name or from the library itself.
     pub version: Option<String>,
 }
 
-/// Libraries that could be loaded, best first: those that are found without starting another program.
+/// Candidate libraries, best first. Does not start a Python on the path to locate more.
 pub fn candidates(variable: impl Fn(&str) -> Option<PathBuf>) -> Vec<PathBuf> {
-    let [first, last] = places(&variable);
+    let [first, last] = search_path(&variable);
     first.into_iter().chain(last).collect()
 }
 
-/// The candidates before a Python on the path is asked, and those behind it.
-fn places(variable: &impl Fn(&str) -> Option<PathBuf>) -> [Vec<PathBuf>; 2] {
+/// Candidates to try before the libraries of the default Python, and after them.
+fn search_path(variable: &impl Fn(&str) -> Option<PathBuf>) -> [Vec<PathBuf>; 2] {
     if let Some(path) = variable(LIBRARY_VARIABLE) {
         return [if path.is_dir() { libraries(&path) } else { vec![path] }, Vec::new()];
     }
@@ -45,34 +46,34 @@ fn places(variable: &impl Fn(&str) -> Option<PathBuf>) -> [Vec<PathBuf>; 2] {
     let mut first: Vec<PathBuf> = cache.iter().flat_map(|cache| below(cache, "onnxruntime-")).flat_map(|folder| libraries(&folder)).collect();
     let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable);
     for folder in environments.chain(cache.iter().map(|cache| cache.join("venv-reference"))) {
-        first.extend(below(&folder.join("lib"), "python3").iter().flat_map(|python| packaged(&python.join("site-packages/onnxruntime"))));
+        first.extend(below(&folder.join("lib"), "python3").iter().flat_map(|python| package_libraries(&python.join("site-packages/onnxruntime"))));
         first.extend(libraries(&folder.join("lib")));
     }
     let program = std::env::current_exe().ok().and_then(|program| Some(program.parent()?.to_owned()));
     first.extend(program.iter().flat_map(|folder| [folder.clone(), folder.join("../lib")]).flat_map(|folder| libraries(&folder)));
     let user = variable("HOME").map(|home| home.join(".local/lib"));
     let mut last: Vec<PathBuf> =
-        user.iter().flat_map(|user| below(user, "python3")).flat_map(|python| packaged(&python.join("site-packages/onnxruntime"))).collect();
+        user.iter().flat_map(|user| below(user, "python3")).flat_map(|python| package_libraries(&python.join("site-packages/onnxruntime"))).collect();
     let linked = variable("LD_LIBRARY_PATH").map(|path| std::env::split_paths(&path).collect::<Vec<_>>()).unwrap_or_default();
     last.extend(linked.into_iter().chain(SYSTEM.map(PathBuf::from)).filter(|folder| folder.is_absolute()).flat_map(|folder| libraries(&folder)));
     [first, last]
 }
 
-/// Libraries of a Python package.
-fn packaged(package: &Path) -> Vec<PathBuf> {
+/// Libraries in a Python package.
+fn package_libraries(package: &Path) -> Vec<PathBuf> {
     libraries(&package.join("capi"))
 }
 
-/// Libraries of the package that `python3`, or `python`, would import.
-fn asked() -> Vec<PathBuf> {
-    let ask = |python: &str| {
-        let package = PathBuf::from(program::ask(python, ["-c", ASK]).ok()?.trim());
-        package.is_absolute().then(|| packaged(&package))
+/// Libraries of the package that `python3` or `python` imports.
+fn python_libraries() -> Vec<PathBuf> {
+    let query = |python: &str| {
+        let package = PathBuf::from(program::run(python, ["-c", PACKAGE_QUERY]).ok()?.trim());
+        package.is_absolute().then(|| package_libraries(&package))
     };
-    ["python3", "python"].into_iter().filter_map(ask).flatten().collect()
+    ["python3", "python"].into_iter().filter_map(query).flatten().collect()
 }
 
-/// Entries of a folder whose names begin so, the last in the order of names first.
+/// Entries of a folder with a name prefix, in descending order of names.
 fn below(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     let name = |path: &PathBuf| path.file_name().and_then(OsStr::to_str).is_some_and(|name| name.starts_with(prefix));
     let mut found: Vec<PathBuf> = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).filter(name).collect();
@@ -88,7 +89,8 @@ pub(super) fn libraries(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The version in the name of a library, or of what the name links to: `libonnxruntime.so.1.31.1`, `libonnxruntime.1.31.1.dylib`.
+/// The version in the name of a library or of its link target: `libonnxruntime.so.1.31.1`,
+/// `libonnxruntime.1.31.1.dylib`.
 fn named_version(path: &Path) -> Option<String> {
     let in_name = |path: &Path| {
         let name = path.file_name()?.to_str()?.strip_prefix("libonnxruntime.")?;
@@ -98,16 +100,17 @@ fn named_version(path: &Path) -> Option<String> {
     in_name(path).or_else(|| in_name(&path.canonicalize().ok()?))
 }
 
-/// Whether a version is too old for this program, as far as it can be read.
+/// Whether a version is too old for this program. Versions that cannot be parsed are not.
 fn is_old(version: &str) -> bool {
     let mut parts = version.split('.').map(|part| part.parse::<u32>().ok());
     matches!((parts.next().flatten(), parts.next().flatten()), (Some(major), Some(minor)) if (major, minor) < (1, ort::MINOR_VERSION))
 }
 
-/// Loads the library, once a process, and says which it was.
+/// Loads the library, once per process, and returns its path.
 ///
 /// # Errors
-/// None is found, or none can be loaded or is new enough; the error names each that was tried.
+/// No library is found, or none can be loaded or is recent enough; the error lists the reason for each
+/// candidate.
 pub fn library() -> Result<&'static Path> {
     Ok(&loaded()?.0.path)
 }
@@ -117,7 +120,7 @@ pub fn in_use() -> Option<&'static Library> {
     LOADED.get()?.as_ref().ok().map(|(library, _)| library)
 }
 
-/// Version and file of the library that this process has loaded.
+/// Version and path of the library, if this process has loaded it.
 pub fn description() -> Option<(String, String)> {
     let library = in_use()?;
     Some((library.version.clone().unwrap_or_else(|| "of unknown version".into()), library.path.display().to_string()))
@@ -133,9 +136,9 @@ static LOADED: OnceLock<Result<(Library, Environment), String>> = OnceLock::new(
 fn loaded() -> Result<&'static (Library, Environment)> {
     let found = LOADED.get_or_init(|| {
         let variable = crate::cache::variable;
-        let [first, last] = places(&variable);
+        let [first, last] = search_path(&variable);
         let named = variable(LIBRARY_VARIABLE).is_some();
-        load(first.into_iter().chain(std::iter::once_with(|| if named { Vec::new() } else { asked() }).flatten()).chain(last))
+        load(first.into_iter().chain(std::iter::once_with(|| if named { Vec::new() } else { python_libraries() }).flatten()).chain(last))
     });
     found.as_ref().map_err(|tried| Error::run("ONNX Runtime", format!("cannot be loaded: {tried}"), HINT))
 }
@@ -155,16 +158,16 @@ fn load(candidates: impl IntoIterator<Item = PathBuf>) -> Result<(Library, Envir
 
 fn open(path: &Path) -> Result<(Library, Environment), String> {
     if !path.is_file() {
-        return Err(format!("{}: there is no such file", path.display()));
+        return Err(format!("{}: no such file", path.display()));
     }
     let version = named_version(path);
     if let Some(old) = version.as_ref().filter(|version| is_old(version)) {
-        return Err(format!("{} is version {old}, 1.{} or newer is needed", path.display(), ort::MINOR_VERSION));
+        return Err(format!("{} is version {old}, but 1.{} or newer is required", path.display(), ort::MINOR_VERSION));
     }
     let builder = ort::init_from(path).map_err(|e| e.to_string())?;
     let environment = builder.with_name("compress").with_telemetry(false).build().map_err(|e| e.to_string())?;
-    let told = || ort::info().split_once("git-branch=rel-")?.1.split([',', ' ']).next().map(str::to_owned);
-    Ok((Library { path: path.to_owned(), version: version.or_else(told) }, environment))
+    let build_info = || ort::info().split_once("git-branch=rel-")?.1.split([',', ' ']).next().map(str::to_owned);
+    Ok((Library { path: path.to_owned(), version: version.or_else(build_info) }, environment))
 }
 
 #[cfg(test)]
@@ -172,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_tried_in_order() {
+    fn locations_are_searched_in_order() {
         let folder = tempfile::tempdir().unwrap();
         let make = |path: &str| {
             let path = folder.path().join(path);

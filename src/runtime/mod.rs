@@ -1,4 +1,4 @@
-//! ONNX Runtime, loaded when it is first needed.
+//! ONNX Runtime, loaded on first use.
 
 mod decoder;
 mod element;
@@ -7,8 +7,8 @@ mod find;
 mod session;
 mod watch;
 
-pub use decoder::KeptTokens;
+pub use decoder::DecoderCache;
 pub use fetch::fetch;
 pub use find::{LIBRARY_VARIABLE, Library, candidates, description, in_use, library};
-pub use session::{Options, Session, beside, floats, integers};
+pub use session::{Options, Session, floats, integers, to_device_of};
 pub use watch::Limits;

@@ -1,4 +1,4 @@
-//! A model in ONNX Runtime.
+//! A model loaded in ONNX Runtime.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,23 +17,24 @@ use crate::files;
 use crate::ir::{self, Port};
 use crate::work::Cancel;
 
-/// Sums of products of bytes are exact on x86 without VNNI too. Without this option, products of uint8 and int8 are added there in
-/// 16 bits, and what is larger is cut off.
-const EXACT_SUMS: &str = "session.x64quantprecision";
+/// Session option for exact 32-bit accumulation of int8 products on x86 without VNNI. By default, ONNX
+/// Runtime adds pairs of uint8 × int8 products there with 16-bit saturation.
+const EXACT_ACCUMULATION: &str = "session.x64quantprecision";
 
-/// Products of weights of a few bits with activations as the file defines them, 32-bit floats. Without this option, activations of
-/// `DequantizeLinear` and `MatMul` are rounded to int8 on the way.
+/// Session option to multiply `MatMulNBits` weights with 32-bit float activations, as the file defines
+/// them. By default, ONNX Runtime fuses `DequantizeLinear` and `MatMul` into a kernel that rounds
+/// activations to int8.
 const EXACT_PRODUCTS: &str = "session.qdq_matmulnbits_accuracy_level";
 
-/// The folder of a model's external data, for a model that is loaded from memory.
+/// Session option for the folder of external data, for a model that is loaded from memory.
 const DATA_FOLDER: &str = "session.model_external_initializers_file_folder_path";
 
-/// How a model is run.
+/// Options of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Threads of one operator.
+    /// Threads per operator.
     pub threads: usize,
-    /// Whether the graph is optimized, which computes its constants, when it is loaded.
+    /// Whether the graph is optimized at load time, which includes constant folding.
     pub optimize: bool,
     /// Limits of loading.
     pub limits: Option<Limits>,
@@ -45,13 +46,13 @@ impl Default for Options {
     }
 }
 
-/// How products of bytes are added on x86 without VNNI.
+/// Accumulation of int8 products on x86 without VNNI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Sums {
-    /// In 32 bits.
+enum AccumulationMode {
+    /// In 32-bit integers.
     Exact,
     /// In pairs with 16-bit saturation.
-    Usual,
+    Saturating,
 }
 
 /// A loaded model.
@@ -60,34 +61,38 @@ pub struct Session {
     path: PathBuf,
     inner: ort::session::Session,
     cancel: Cancel,
-    /// How to load it again with sums of 16 bits, where it is a file that was loaded with exact ones.
-    inexact: Option<Options>,
-    /// Why it was loaded with sums of 16 bits.
+    /// Options to reload the model with saturating accumulation, for files that were loaded with exact
+    /// accumulation.
+    fallback: Option<Options>,
+    /// Why ONNX Runtime refused to load the model with exact accumulation, if it did.
     refusal: Option<String>,
+    /// Limits of each run.
+    limits: Option<Limits>,
 }
 
 impl Session {
     /// Loads a model file.
     ///
     /// # Errors
-    /// There is no ONNX Runtime, it refuses the model, or an input or all outputs are no tensors of numbers.
+    /// ONNX Runtime is missing or refuses the model, an input is not a numeric tensor, or no output is
+    /// one.
     pub fn open(path: &Path, options: Options) -> Result<Session> {
         if files::is_remote(path) {
-            return Err(Error::run(path.display(), "is on another machine", "ONNX Runtime opens files of this one: download it"));
+            return Err(Error::run(path.display(), "is a remote file", "ONNX Runtime opens only local files: download it first"));
         }
         if !path.is_file() {
-            let hint = "ONNX Runtime runs exported models: write one with `--export onnx`, or leave out `--runtime onnxruntime`";
+            let hint = "ONNX Runtime runs exported models: write one with `--export onnx`, or omit `--runtime onnxruntime`";
             return Err(Error::run(path.display(), "no such file", hint));
         }
-        let session = Session::load_either(path, None, options)?;
-        Ok(Session { inexact: session.refusal.is_none().then_some(options), ..session })
+        let session = Session::load_with_fallback(path, None, options)?;
+        Ok(Session { fallback: session.refusal.is_none().then_some(options), ..session })
     }
 
-    /// Loads a model with exact sums, else with usual ones: ONNX Runtime 1.31 converts int8 weights for exact sums, and fails where nodes
-    /// share one or where zero points are left out.
-    fn load_either(path: &Path, bytes: Option<&[u8]>, options: Options) -> Result<Session> {
-        match Session::load(path, bytes, options, Sums::Exact) {
-            Err(Error::Malformed { path: named, reason }) => match Session::load(path, bytes, options, Sums::Usual) {
+    /// Loads a model with exact accumulation, or with the default if that fails: for exact accumulation,
+    /// ONNX Runtime 1.31 converts int8 weights, and fails if nodes share one or omit zero points.
+    fn load_with_fallback(path: &Path, bytes: Option<&[u8]>, options: Options) -> Result<Session> {
+        match Session::load(path, bytes, options, AccumulationMode::Exact) {
+            Err(Error::Malformed { path: named, reason }) => match Session::load(path, bytes, options, AccumulationMode::Saturating) {
                 Ok(session) => Ok(Session { refusal: Some(reason), ..session }),
                 Err(_) => Err(Error::Malformed { path: named, reason }),
             },
@@ -95,46 +100,46 @@ impl Session {
         }
     }
 
-    /// Loads a model from its bytes; errors call it by a path.
+    /// Loads a model from memory. `path` names it in errors, and its folder contains external data.
     ///
     /// # Errors
     /// As [`open`](Session::open).
-    pub fn of(bytes: &[u8], path: &Path, options: Options) -> Result<Session> {
-        Session::load_either(path, Some(bytes), options)
+    pub fn from_bytes(bytes: &[u8], path: &Path, options: Options) -> Result<Session> {
+        Session::load_with_fallback(path, Some(bytes), options)
     }
 
-    /// Holds a file to exact sums, with which everything is run that compress writes.
+    /// Requires exact accumulation. Every file that compress writes supports it.
     ///
     /// # Errors
-    /// ONNX Runtime refuses it with the session option for them.
+    /// ONNX Runtime refuses the model with the session option for exact accumulation.
     pub fn require_exact_sums(&mut self) -> Result<()> {
-        self.inexact = None;
-        let refused = |reason: &String| Error::malformed(&self.path, format!("with {EXACT_SUMS}=1: {reason}"));
+        self.fallback = None;
+        let refused = |reason: &String| Error::malformed(&self.path, format!("with {EXACT_ACCUMULATION}=1: {reason}"));
         self.refusal.as_ref().map_or(Ok(()), |reason| Err(refused(reason)))
     }
 
-    /// Whether it was loaded with exact sums.
+    /// Whether the model was loaded with exact accumulation.
     pub fn has_exact_sums(&self) -> bool {
         self.refusal.is_none()
     }
 
-    fn load(path: &Path, bytes: Option<&[u8]>, options: Options, sums: Sums) -> Result<Session> {
+    fn load(path: &Path, bytes: Option<&[u8]>, options: Options, accumulation: AccumulationMode) -> Result<Session> {
         let refused = |e: ort::Error| Error::malformed(path, format!("ONNX Runtime refuses the model: {e}"));
         let builder = ort::session::Session::builder(environment()?).map_err(refused)?;
         let builder = builder.with_intra_threads(options.threads).map_err(|e| refused(e.into()))?;
-        // What goes wrong is in the error that comes back.
+        // Failures are returned as errors, so nothing is logged.
         let builder = builder.with_log_level(ort::logging::LogLevel::Fatal).map_err(|e| refused(e.into()))?;
-        let exact = if sums == Sums::Exact { "1" } else { "0" };
-        let builder = builder.with_config_entry(EXACT_SUMS, exact).map_err(|e| refused(e.into()))?;
+        let exact = if accumulation == AccumulationMode::Exact { "1" } else { "0" };
+        let builder = builder.with_config_entry(EXACT_ACCUMULATION, exact).map_err(|e| refused(e.into()))?;
         let mut builder = builder.with_config_entry(EXACT_PRODUCTS, "1").map_err(|e| refused(e.into()))?;
-        // Data files of a model that is given as bytes are next to the file that it is from.
+        // External data of a model in memory is next to its original file.
         if let (Some(_), Some(folder)) = (bytes, path.parent().and_then(Path::to_str).filter(|folder| !folder.is_empty())) {
             builder = builder.with_config_entry(DATA_FOLDER, folder).map_err(|e| refused(e.into()))?;
         }
         if !options.optimize {
             builder = builder.with_optimization_level(GraphOptimizationLevel::Disable).map_err(|e| refused(e.into()))?;
         }
-        let cancel = Cancel::of_process();
+        let cancel = Cancel::process();
         let canceler = builder.canceler();
         let load = || match bytes {
             None => builder.commit_from_file(path),
@@ -144,33 +149,44 @@ impl Session {
         stopped.map_or(Ok(()), |stopped| Err(stop_error(path, stopped)))?;
         let inner = loaded.map_err(refused)?;
         let other = |outlet: &&Outlet| element::port(outlet).is_none();
-        let strange = inner.inputs().iter().find(other).map(|input| ("input", input));
-        let strange =
-            strange.or_else(|| inner.outputs().first().filter(|_| inner.outputs().iter().all(|output| other(&output))).map(|output| ("output", output)));
-        match strange {
-            None => Ok(Session { path: path.to_owned(), inner, cancel, inexact: None, refusal: None }),
+        let unsupported = inner.inputs().iter().find(other).map(|input| ("input", input));
+        let unsupported =
+            unsupported.or_else(|| inner.outputs().first().filter(|_| inner.outputs().iter().all(|output| other(&output))).map(|output| ("output", output)));
+        match unsupported {
+            None => Ok(Session { path: path.to_owned(), inner, cancel, fallback: None, refusal: None, limits: None }),
             Some((what, outlet)) => Err(Error::Unsupported {
                 what: format!("{}: {what} `{}`, which is {},", path.display(), outlet.name(), outlet.dtype()),
-                hint: "models are run that take and give tensors of numbers: cut off what stands before or behind them".into(),
+                hint: "only models with numeric tensors as inputs and outputs can be run: remove the nodes that process other types".into(),
             }),
         }
     }
 
-    /// Terminates runs when this handle is cancelled, and not that of the process.
+    /// Terminates runs when this handle is cancelled, instead of that of the process.
     #[must_use]
     pub fn cancelled_by(self, cancel: &Cancel) -> Session {
         Session { cancel: cancel.clone(), ..self }
     }
 
-    /// What the model takes, and what it gives; ports that are no tensors of numbers are left out.
+    /// Terminates runs that exceed these limits.
+    #[must_use]
+    pub fn with_limits(self, limits: Limits) -> Session {
+        Session { limits: Some(limits), ..self }
+    }
+
+    /// The limits of each run.
+    pub fn limits(&self) -> Option<Limits> {
+        self.limits
+    }
+
+    /// The inputs and outputs that are numeric tensors.
     pub fn ports(&self) -> (Vec<Port>, Vec<Port>) {
         let ports = |outlets: &[Outlet]| outlets.iter().filter_map(element::port).collect();
         (ports(self.inner.inputs()), ports(self.inner.outputs()))
     }
 
-    /// The element type of each output, by ONNX's number; nothing for those that are no tensors of numbers.
+    /// The ONNX element type number of each output; `None` for outputs that are not numeric tensors.
     pub fn output_types(&self) -> Vec<Option<i32>> {
-        self.inner.outputs().iter().map(element::number).collect()
+        self.inner.outputs().iter().map(element::element_type).collect()
     }
 
     /// Names of the inputs.
@@ -178,53 +194,56 @@ impl Session {
         self.inner.inputs().iter().map(|input| input.name().to_owned()).collect()
     }
 
-    /// Runs the model. Inputs are converted to the element types that it takes, outputs to 64-bit integers and 32-bit floats.
+    /// Runs the model. Inputs are converted to the element types of the model, outputs to 64-bit
+    /// integers and 32-bit floats.
     ///
     /// # Errors
-    /// An input is missing, does not fit, or holds a number that its element type does not reach; the runtime fails.
+    /// An input is missing, has the wrong shape, or holds a value outside of the range of its element
+    /// type, or the runtime fails.
     pub fn run(&mut self, inputs: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
-        self.run_within(inputs, None)
+        self.run_within(inputs, self.limits)
     }
 
-    /// [`run`](Session::run) that is terminated where it exceeds limits.
+    /// [`run`](Session::run) with other limits, after which the run is terminated.
     ///
     /// # Errors
-    /// As there, and the run exceeds a limit.
+    /// As [`run`](Session::run), or the run exceeds a limit.
     pub fn run_within(&mut self, inputs: &BTreeMap<String, Tensor>, limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>> {
         let results = self.run_once(inputs, limits);
-        let (Err(Error::Malformed { .. }), Some(options)) = (&results, self.inexact.take()) else { return results };
-        // As in `open`: some files load with exact sums, and do not run.
-        let Ok(mut usual) = Session::load(&self.path, None, options, Sums::Usual) else { return results };
-        usual.cancel = self.cancel.clone();
-        usual.run_once(inputs, limits).map_or(results, |usual_results| {
-            *self = usual;
-            Ok(usual_results)
+        let (Err(Error::Malformed { .. }), Some(options)) = (&results, self.fallback.take()) else { return results };
+        // Some files load with exact accumulation and fail only when they run.
+        let Ok(mut fallback_session) = Session::load(&self.path, None, options, AccumulationMode::Saturating) else { return results };
+        (fallback_session.cancel, fallback_session.limits) = (self.cancel.clone(), self.limits);
+        fallback_session.run_once(inputs, limits).map_or(results, |fallback_results| {
+            *self = fallback_session;
+            Ok(fallback_results)
         })
     }
 
     fn run_once(&mut self, inputs: &BTreeMap<String, Tensor>, limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>> {
         let path = self.path.clone();
         let failed = |e: &dyn std::fmt::Display| Error::malformed(&path, format!("ONNX Runtime: {e}"));
-        // An output that is an input refers to the input's memory, which must live until the outputs are read.
+        // An output that is an input refers to the input's memory, which must live until the outputs are
+        // read.
         let mut values = Vec::new();
         for input in self.inner.inputs() {
             let name = input.name();
-            let missing = || Error::option("input", format!("`{name}` is missing, {} takes it", path.display()));
-            let tensor = ir::given(inputs, name).ok_or_else(missing)?.map_err(|e| failed(&e))?;
-            let value = element::given(&tensor, input).map_err(|e| Error::option("input", format!("`{name}` of {}: {e}", path.display())))?;
+            let missing = || Error::option("input", format!("`{name}` is missing; {} requires it", path.display()));
+            let tensor = ir::input_tensor(inputs, name).ok_or_else(missing)?.map_err(|e| failed(&e))?;
+            let value = element::to_ort_value(&tensor, input).map_err(|e| Error::option("input", format!("`{name}` of {}: {e}", path.display())))?;
             values.push((name.to_owned(), value));
         }
-        let given: Vec<(String, SessionInputValue)> = values.iter().map(|(name, value)| (name.clone(), value.into())).collect();
+        let named: Vec<(String, SessionInputValue)> = values.iter().map(|(name, value)| (name.clone(), value.into())).collect();
         let options = Arc::new(RunOptions::new().map_err(|e| failed(&e))?);
         let terminated = options.clone();
         let inner = &mut self.inner;
-        let (outputs, stopped) = watched(move || drop(terminated.terminate()), &self.cancel, limits, || inner.run_with_options(given, &options));
+        let (outputs, stopped) = watched(move || drop(terminated.terminate()), &self.cancel, limits, || inner.run_with_options(named, &options));
         stopped.map_or(Ok(()), |stopped| Err(stop_error(&path, stopped)))?;
         let outputs = outputs.map_err(|e| failed(&e))?;
         let mut results = BTreeMap::new();
         for (name, value) in outputs.iter() {
-            // Answers are numbers; what else a model of other origin tells is passed over.
-            if let Some(tensor) = element::taken(&value).map_err(|e| failed(&format!("output `{name}`: {e}")))? {
+            // Outputs that are not numeric tensors are skipped.
+            if let Some(tensor) = element::from_ort_value(&value).map_err(|e| failed(&format!("output `{name}`: {e}")))? {
                 results.insert(name.to_owned(), tensor);
             }
         }
@@ -232,7 +251,7 @@ impl Session {
     }
 }
 
-/// The error of a call that was stopped.
+/// The error for a call that was stopped.
 fn stop_error(path: &Path, stopped: Stopped) -> Error {
     match stopped {
         Stopped::Cancelled => Error::Cancelled,
@@ -240,28 +259,25 @@ fn stop_error(path: &Path, stopped: Stopped) -> Error {
     }
 }
 
-/// Whole numbers of an answer.
+/// Elements of an integer output.
 ///
 /// # Errors
-/// They are floats.
-pub fn integers(answer: &Tensor) -> candle_core::Result<Vec<i64>> {
-    answer.flatten_all()?.to_vec1()
+/// The output has floats.
+pub fn integers(output: &Tensor) -> candle_core::Result<Vec<i64>> {
+    output.flatten_all()?.to_vec1()
 }
 
-/// Floats of an answer, one after the other.
+/// Elements of an output, as 32-bit floats.
 ///
 /// # Errors
-/// They cannot be made floats of 32 bits.
-pub fn floats(answer: &Tensor) -> candle_core::Result<Vec<f32>> {
-    answer.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1()
+/// The conversion fails.
+pub fn floats(output: &Tensor) -> candle_core::Result<Vec<f32>> {
+    output.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1()
 }
 
-/// An answer where another tensor is.
-///
-/// # Errors
-/// The device runs out of memory.
-pub fn beside(answer: &Tensor, like: &Tensor) -> candle_core::Result<Tensor> {
-    answer.to_device(like.device())
+/// Copies an output to the device of another tensor.
+pub fn to_device_of(output: &Tensor, like: &Tensor) -> candle_core::Result<Tensor> {
+    output.to_device(like.device())
 }
 
 #[cfg(test)]
@@ -275,13 +291,13 @@ mod tests {
         DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto,
     };
 
-    /// Element types by the numbers that ONNX gives them; floats first.
+    /// ONNX element type numbers; floats first.
     const TYPES: [i32; 13] = [1, 10, 11, 16, 2, 3, 4, 5, 6, 7, 12, 13, 9];
     const STRING: i32 = 8;
 
     /// The memory of inputs must not be freed before outputs that refer to it are read.
     #[test]
-    fn an_output_that_is_an_input_has_its_values() {
+    fn outputs_that_alias_inputs_have_their_values() {
         if super::super::library().is_err() {
             return;
         }
@@ -294,12 +310,12 @@ mod tests {
         }
     }
 
-    /// A model that gives its inputs back, two elements of each type.
+    /// A model that returns its inputs, two elements of each type.
     fn identities(types: &[i32]) -> Result<Session> {
         model(types, "y", 2)
     }
 
-    /// The same for another number of elements; outputs have this prefix, inputs `x`.
+    /// The same with `elements` elements. Outputs have the prefix `outputs`, inputs `x`.
     fn model(types: &[i32], outputs: &str, elements: i64) -> Result<Session> {
         let port = |prefix: &str, ty: i32| {
             let shape =
@@ -325,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn every_type_of_numbers_is_given_and_taken() {
+    fn every_numeric_type_is_converted() {
         if super::super::library().is_err() {
             return;
         }
@@ -355,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_is_refused_by_name_when_it_is_opened() {
+    fn non_numeric_inputs_are_refused_by_name() {
         if super::super::library().is_err() {
             return;
         }

@@ -1,7 +1,8 @@
 //! Stops calls into ONNX Runtime that are cancelled or exceed their limits.
 //!
-//! A file may contain loops of any length and values of any size, and a call blocks the thread that makes it. One thread looks at all
-//! running calls a few times per second, and terminates them through the handles that ONNX Runtime provides.
+//! A file may contain loops of any length and values of any size, and a call blocks the thread that
+//! makes it. One thread looks at all running calls a few times per second, and terminates them through
+//! the handles that ONNX Runtime provides.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,6 +21,14 @@ pub struct Limits {
     pub time: Duration,
     /// Bytes by which the memory of the process may grow.
     pub memory: u64,
+}
+
+impl Limits {
+    /// Limits for a file, which may contain loops of any length and values of any size: this time, and memory for activations and a few
+    /// copies of `bytes` of weights and inputs.
+    pub fn for_size(time: Duration, bytes: u64) -> Limits {
+        Limits { time, memory: (1u64 << 30).saturating_add(bytes.saturating_mul(4)) }
+    }
 }
 
 /// Why a call was stopped.
@@ -77,7 +86,8 @@ struct Calls {
 static CALLS: Mutex<Calls> = Mutex::new(Calls { next: 0, running: BTreeMap::new(), watched: false });
 static ADDED: Condvar = Condvar::new();
 
-/// Makes a call that `stop` terminates from another thread. The second result is the reason, if the call was stopped.
+/// Makes a call that `stop` terminates from another thread. The second result is the reason, if the call
+/// was stopped.
 pub(super) fn watched<T>(stop: impl Fn() + Send + 'static, cancel: &Cancel, limits: Option<Limits>, call: impl FnOnce() -> T) -> (T, Option<Stopped>) {
     let stopped = Arc::new(OnceLock::new());
     let entry = Call {
@@ -142,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_end_when_they_are_cancelled_or_take_too_much() {
+    fn calls_stop_on_cancellation_and_limits() {
         let cancel = Cancel::default();
         let (time, long) = (Duration::from_millis(1), Duration::from_secs(600));
         assert_eq!(endless(&cancel, Some(Limits { time, memory: u64::MAX })), Some(Stopped::Time(time)));

@@ -1,4 +1,4 @@
-//! Codes with scales or palettes: how a quantized weight is described, and read from a file.
+//! Quantization specification of weights, and reading of quantized weights.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,17 +6,17 @@ use super::{Block, BlockSink, DType, RawTensor, View, WeightSource, block_elemen
 use crate::error::Result;
 use crate::kernel::packing;
 
-/// What the codes of a quantized weight are, one byte each while they are worked on.
+/// Type of the codes of a quantized weight, which occupy one byte each in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Codes {
-    /// Signed integers of so many bits, 2 to 8, each an int8.
+    /// Signed integers of 2 to 8 bits, each stored as an int8.
     Integer(u8),
-    /// Floats of eight bits, see [`narrow`](crate::kernel::narrow).
+    /// 8-bit floats (E4M3), see [`minifloat`](crate::kernel::minifloat).
     E4m3,
-    /// Floats of four bits in the low half of a byte.
+    /// 4-bit floats (E2M1) in the low half of a byte.
     E2m1,
-    /// Places in a palette of 2^bits values, 2 to 8 bits, counted from 0.
+    /// Indices into a palette of 2^bits values, 2 to 8 bits, starting at 0.
     Palette(u8),
 }
 
@@ -24,7 +24,7 @@ impl Codes {
     /// Integers of eight bits.
     pub const INT8: Codes = Codes::Integer(8);
 
-    /// Bits of a code where codes are packed.
+    /// Bit width of a packed code.
     pub fn bits(self) -> u8 {
         match self {
             Codes::Integer(bits) | Codes::Palette(bits) => bits,
@@ -33,17 +33,17 @@ impl Codes {
         }
     }
 
-    /// Whether they are integers, which may have zero points.
+    /// Whether the codes are integers, which may have zero points.
     pub fn is_integer(self) -> bool {
         matches!(self, Codes::Integer(_))
     }
 
-    /// Whether they are places in palettes, which stand where other codes have scales.
+    /// Whether the codes are indices into palettes, which take the place of scales.
     pub fn is_palette(self) -> bool {
         matches!(self, Codes::Palette(_))
     }
 
-    /// Numbers that codes share: the values of a palette, else one scale.
+    /// Numbers per scale group: the values of a palette, otherwise one scale.
     pub fn entries(self) -> usize {
         if let Codes::Palette(bits) = self { 1 << bits.min(8) } else { 1 }
     }
@@ -60,22 +60,23 @@ impl std::fmt::Display for Codes {
     }
 }
 
-/// How many elements share a scale.
+/// Which elements share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Granularity {
-    /// One scale for the whole tensor.
+    /// One scale for the tensor.
     Tensor,
     /// One scale for each output row.
     Channel,
     /// One scale for this many consecutive inputs of a row.
     Group(usize),
-    /// One scale for so many rows and consecutive inputs; the last rows may be fewer. In a [`View`], each row has scales of its own.
+    /// One scale for a block of rows and consecutive inputs; the last block may have fewer rows. In a
+    /// [`View`], each row has separate scales.
     Block([usize; 2]),
 }
 
 impl Granularity {
-    /// Elements under one scale, for rows of `row` elements.
+    /// Number of elements per scale, for rows of `row` elements.
     pub fn run(self, row: usize, elements: usize) -> usize {
         match self {
             Granularity::Tensor => elements,
@@ -85,92 +86,95 @@ impl Granularity {
         .max(1)
     }
 
-    /// Scales of a row, one where rows share them all.
+    /// Number of scales per row; 1 if all elements of a row share a scale.
     pub fn groups(self, row: usize) -> usize {
         if matches!(self, Granularity::Group(_) | Granularity::Block(_)) { row / self.run(row, row) } else { 1 }
     }
 }
 
-/// What the consumer does to activations that meet the weight.
+/// Quantization of the activations that are multiplied with the weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ActivationScheme {
-    /// Int8 with a scale for each token, found while running.
+    /// Int8 with a dynamic scale per token.
     DynamicToken,
-    /// Eight-bit integers with a scale and a zero point that are known beforehand.
+    /// 8-bit integers with a static scale and zero point.
     Static(Static),
-    /// E4M3 with a scale for each token, found while running.
+    /// E4M3 with a dynamic scale per token.
     Float8Token,
-    /// E4M3 with a scale for each group of so many values of a token, found while running.
+    /// E4M3 with a dynamic scale per group of this many values of a token.
     Float8Group(usize),
-    /// E4M3 with a scale that is known beforehand.
+    /// E4M3 with a static scale.
     Float8Static(Static),
-    /// E2M1 in groups of 32 with powers of two as scales, found while running (MXFP4).
+    /// E2M1 in groups of 32 with dynamic power-of-two scales (MXFP4).
     Mxfp4,
-    /// E2M1 in groups of 16 with E4M3 scales, found while running, over a global scale that is known beforehand (NVFP4).
+    /// E2M1 in groups of 16 with dynamic E4M3 scales and a static global scale (NVFP4).
     Nvfp4(Static),
-    /// Left as floats.
+    /// Not quantized.
     None,
 }
 
-/// How activations are quantized by parameters that do not depend on them.
+/// Static quantization parameters of activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Static {
-    /// The bits of the scale, so that equality is that of bytes.
+    /// Bits of the scale, so that equality is bitwise.
     scale: u32,
-    /// The int8 that stands for zero; none where it is 0 by agreement and not stored.
+    /// Int8 zero point. `None` if it is implicitly 0 and not stored.
     pub zero_point: Option<i8>,
 }
 
 impl Static {
-    /// Of a scale and a zero point.
+    /// A scale with a zero point.
     pub fn new(scale: f32, zero_point: Option<i8>) -> Static {
         Static { scale: scale.to_bits(), zero_point }
     }
 
-    /// Distance of neighbouring values.
+    /// The scale.
     pub fn scale(&self) -> f32 {
         f32::from_bits(self.scale)
     }
 }
 
-/// `value = (code - zero_point) * scale`, rows of a matrix `[out, in]`; with palettes `value = palette[code]`, rows of a tensor of any rank.
+/// Quantization of a weight: `value = (code - zero_point) * scale` for a matrix `[out, in]`, or `value =
+/// palette[code]` for a tensor of any rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Affine {
-    /// What the codes are.
+pub struct QuantizationSpec {
+    /// Type of the codes.
     pub codes: Codes,
-    /// How many elements share a scale or a palette.
+    /// Which elements share a scale or a palette.
     pub granularity: Granularity,
-    /// Whether all zero points are zero (and not stored).
+    /// Whether all zero points are zero and not stored.
     pub symmetric: bool,
-    /// Format of the scales, or of the values of palettes.
+    /// Dtype of the scales or palette values.
     pub scale_dtype: DType,
-    /// What happens to activations.
+    /// Quantization of the activations.
     pub activations: ActivationScheme,
 }
 
-impl Affine {
-    /// The same without what differs from layer to layer: the parameters of static activations.
+impl QuantizationSpec {
+    /// The specification without layer-specific values: parameters of static activation quantization are
+    /// reset.
     #[must_use]
-    pub fn scheme(&self) -> Affine {
+    pub fn scheme(&self) -> QuantizationSpec {
         let activations = match self.activations {
             ActivationScheme::Static(by) => ActivationScheme::Static(Static::new(1.0, by.zero_point.map(|_| 0))),
             ActivationScheme::Float8Static(_) => ActivationScheme::Float8Static(Static::new(1.0, None)),
             ActivationScheme::Nvfp4(_) => ActivationScheme::Nvfp4(Static::new(1.0, None)),
             other => other,
         };
-        Affine { activations, ..self.clone() }
+        QuantizationSpec { activations, ..self.clone() }
     }
 
-    /// Of palettes of `bits` for at most so many rows each, in a format: groups are of one size, but for the last.
-    pub fn palettes(bits: u8, group: usize, shape: &[usize], dtype: DType) -> Affine {
+    /// Palettes of `bits` for at most `group` rows each. All groups have the same size, except for the
+    /// last.
+    pub fn palettes(bits: u8, group: usize, shape: &[usize], dtype: DType) -> QuantizationSpec {
         let rows = shape.first().copied().unwrap_or(1).max(1);
         let groups = rows.div_ceil(group.max(1));
         let granularity = Granularity::Block([rows.div_ceil(groups), row(shape)]);
-        Affine { codes: Codes::Palette(bits), granularity, symmetric: true, scale_dtype: dtype, activations: ActivationScheme::None }
+        QuantizationSpec { codes: Codes::Palette(bits), granularity, symmetric: true, scale_dtype: dtype, activations: ActivationScheme::None }
     }
 
-    /// How many scales a weight of this shape has, as the shape that they are stored in; of palettes, `[palettes, values]`.
+    /// Shape of the scales of a weight; for palettes `[palettes, values]`.
     pub fn scale_shape(&self, shape: &[usize]) -> Vec<usize> {
         let (rows, row) = (shape.first().copied().unwrap_or(1), row(shape));
         if let (true, Granularity::Block([high, _])) = (self.codes.is_palette(), self.granularity) {
@@ -184,12 +188,13 @@ impl Affine {
         }
     }
 
-    /// Whether scales are themselves in steps of one over a global scale (NVFP4).
+    /// Whether the scales are relative to a global scale (NVFP4).
     pub fn has_global_scale(&self) -> bool {
         self.codes == Codes::E2m1 && self.scale_dtype == DType::F8_E4M3
     }
 
-    /// Format of the values, those before having been `dtype`: that of the scales where they are floats of 16 bits or more.
+    /// Dtype of the dequantized values: that of the scales if they are at least 16 bits wide, otherwise
+    /// based on `dtype`.
     pub fn value_dtype(&self, dtype: DType) -> DType {
         match self.scale_dtype {
             DType::F8_E4M3 | DType::F8_E8M0 if dtype == DType::F64 => DType::F32,
@@ -199,33 +204,36 @@ impl Affine {
     }
 }
 
-/// Elements of one output row. Of a tensor without elements, the other sizes may be anything.
+/// Number of elements of an output row. Saturates if the tensor is empty and the other dimensions
+/// overflow.
 pub fn row(shape: &[usize]) -> usize {
     shape.get(1..).unwrap_or(&[]).iter().fold(1, |n, &size| n.saturating_mul(size))
 }
 
-/// A quantized weight as compressed-tensors stores it, a byte for each code or several in a word.
+/// A quantized weight in the format of compressed-tensors, with one byte per code or packed codes.
 #[derive(Debug, Clone)]
-pub struct IntegerFile {
-    /// The codes: I8 or F8_E4M3 `[out, in]`; when packed, integers and places in palettes I32 `[out, ceil(in · bits / 32)]`, E2M1 U8 `[out, in / 2]`.
+pub struct QuantizedReader {
+    /// The codes: I8 or F8_E4M3 `[out, in]`. If packed, integers and palette indices are I32 `[out,
+    /// ceil(in · bits / 32)]`, and E2M1 is U8 `[out, in / 2]`.
     pub values: RawTensor,
     /// The scales.
     pub scales: RawTensor,
-    /// The zero points: I8 in the shape of the scales, or I32 `[ceil(out · bits / 32), groups]`, packed down the outputs.
+    /// The zero points: I8 in the shape of the scales, or I32 `[ceil(out · bits / 32), groups]`, packed
+    /// along the outputs.
     pub zero_points: Option<RawTensor>,
-    /// The number that scales are in steps of one over; 1 where there is none.
+    /// Divisor of the scales; otherwise 1.
     pub global_scale: f32,
-    /// Whether codes share words, see [`packing`].
+    /// Whether codes are packed, see [`packing`].
     pub packed: bool,
     /// Shape `[out, in]`.
     pub shape: Vec<usize>,
-    /// How scales are shared.
-    pub affine: Affine,
-    /// Format of the values that the integers stand for.
+    /// The quantization.
+    pub affine: QuantizationSpec,
+    /// Dtype of the dequantized values.
     pub dtype: DType,
 }
 
-impl WeightSource for IntegerFile {
+impl WeightSource for QuantizedReader {
     fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         let row = row(&self.shape);
         let rows = if row == 0 { 0 } else { self.shape.first().copied().unwrap_or(1) };
@@ -247,7 +255,7 @@ impl WeightSource for IntegerFile {
                 for (words, values) in words.chunks_exact(stored).zip(unpacked.chunks_exact_mut(row)) {
                     match self.affine.codes {
                         Codes::E2m1 => packing::from_halves(words, values),
-                        Codes::Palette(_) => packing::unpack_places(words, bits, values),
+                        Codes::Palette(_) => packing::unpack_indices(words, bits, values),
                         _ => packing::unpack(words, bits, values),
                     }
                 }
@@ -263,9 +271,9 @@ impl WeightSource for IntegerFile {
     }
 }
 
-/// Reads the scales and zero points that go with consecutive runs of whole rows.
+/// Reads the scales and zero points of consecutive ranges of complete rows.
 pub(super) struct Parameters<'a> {
-    affine: &'a Affine,
+    affine: &'a QuantizationSpec,
     row: usize,
     files: (&'a RawTensor, Option<&'a RawTensor>),
     position: usize,
@@ -275,7 +283,7 @@ pub(super) struct Parameters<'a> {
 }
 
 impl<'a> Parameters<'a> {
-    pub(super) fn new(affine: &'a Affine, row: usize, scales: &'a RawTensor, zero_points: Option<&'a RawTensor>) -> Self {
+    pub(super) fn new(affine: &'a QuantizationSpec, row: usize, scales: &'a RawTensor, zero_points: Option<&'a RawTensor>) -> Self {
         Self { affine, row, files: (scales, zero_points), position: 0, scales: Vec::new(), zero_points: Vec::new(), words: Vec::new() }
     }
 
@@ -284,7 +292,7 @@ impl<'a> Parameters<'a> {
         let size = self.affine.codes.entries() * self.affine.scale_dtype.bitsize() / 8;
         self.scales.resize(count * size, 0);
         if let Granularity::Block([high, _]) = self.affine.granularity {
-            // Rows of a block share the scales of one row of the file.
+            // The rows of a block share one row of scales in the file.
             let line = self.affine.granularity.groups(self.row) * size;
             let (first, rows) = (self.position * size / line.max(1), (count * size).checked_div(line).unwrap_or(0));
             for (row, scales) in (first..first + rows).zip(self.scales.chunks_exact_mut(line.max(1))) {
@@ -319,7 +327,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_of_nothing_do_not_overflow() {
+    fn empty_rows_do_not_overflow() {
         assert_eq!(row(&[0, 1 << 40, 1 << 40]), usize::MAX);
         assert_eq!(row(&[2, 3, 5]), 15);
         assert_eq!(row(&[7]), 1);

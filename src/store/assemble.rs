@@ -1,6 +1,7 @@
-//! Tensors of files become logical weights: the way back from [`StorageFormat`](super::StorageFormat).
+//! Assembles the tensors of files into logical weights. The inverse of
+//! [`StorageFormat`](super::StorageFormat).
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::sync::Arc;
@@ -8,31 +9,35 @@ use std::sync::Arc;
 use super::affine::row;
 use super::gptq;
 use super::sparse::{self, IntegerValues, SparseFile};
-use super::{ActivationScheme, Affine, Checkpoint, Codes, DType, Encoding, Granularity, RawTensor, Static, Weight, WeightSource, Weights};
+use super::{ActivationScheme, Checkpoint, Codes, DType, Encoding, Granularity, QuantizationSpec, RawTensor, Static, Weight, WeightSource, Weights};
 use crate::error::{Error, Result};
 use crate::kernel::{convert, packing};
 
-/// The encoding of a quantized weight as a configuration states it; its tensors alone leave it ambiguous.
+/// The encoding of a quantized weight as specified in a configuration. The stored tensors alone can be
+/// ambiguous.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct StatedEncoding {
-    /// Width of its integers: eight-bit tensors hold narrower ones too, and words of short rows could be of several widths.
+    /// Width of the integers: an int8 tensor can contain narrower integers, and packed words of short
+    /// rows fit several widths.
     pub bits: Option<u8>,
-    /// Which elements share a scale: blocks and groups that do not divide a matrix cannot be derived from the number of scales.
+    /// Granularity of the scales: block and group sizes that do not divide the matrix cannot be derived
+    /// from the number of scales.
     pub granularity: Option<Granularity>,
 }
 
-/// Assembles the tensors of a checkpoint into logical weights; `stated` returns the stated encoding of a weight by name.
+/// Assembles the tensors of a checkpoint into logical weights. `stated` returns the configured encoding
+/// of a weight.
 pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> StatedEncoding) -> Result<Weights> {
     let mut weights = Weights::default();
     let masked = |name: &str| !checkpoint.metadata.contains_key(sparse::MARK) && checkpoint.tensors.contains_key(&format!("{name}.bitmask"));
     if let Some(name) = checkpoint.tensors.keys().find_map(|name| name.strip_suffix(".compressed").filter(|name| masked(name))) {
         return Err(Error::tensor(
             name,
-            "is stored as a bitmask and values of compressed-tensors, which is not read",
-            "start from the original checkpoint, or have a compressed-tensors before 0.15 decompress it (ModelCompressor.decompress_model) and save that",
+            "uses the sparse bitmask format of compressed-tensors, which is not supported",
+            "start from the original checkpoint, or decompress this one with compressed-tensors 0.14 or older (ModelCompressor.decompress_model)",
         ));
     }
-    let floats = usual_floats(&checkpoint);
+    let floats = most_common_float(&checkpoint);
     let mut sparse_values = Vec::new();
     if let Some(version) = checkpoint.metadata.remove(sparse::MARK) {
         if version != sparse::VERSION {
@@ -72,7 +77,7 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> Stat
     let quantized: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix("_scale")).map(str::to_owned).collect();
     for name in quantized {
         let (packed, plain) = (format!("{name}_packed"), name.clone());
-        // Empty integers stand for nothing: they and their scales stay the tensors that they are.
+        // Quantized weights without elements, and their scales, are read as plain tensors.
         let full = |dtype| move |t: &&RawTensor| t.dtype == dtype && t.elements() > 0;
         if let Some(words) = checkpoint.tensors.get(&packed).filter(full(DType::I32)).cloned() {
             let shape_name = format!("{name}_shape");
@@ -125,51 +130,55 @@ fn insert(weights: &mut Weights, name: String, mut weight: Weight, bytes: u64, m
     weight.stored_bytes = weight.stored_bytes.saturating_add(bytes);
     weight.stored_as.append(&mut stored_as);
     if let Some(other) = weights.by_name.get(&name) {
-        let spelled = |w: &Weight| w.stored_as.join("`, `");
+        let parts = |w: &Weight| w.stored_as.join("`, `");
         return Err(Error::tensor(
             &name,
-            format!("is stored twice, as `{}` and as `{}`", spelled(other), spelled(&weight)),
-            "write the file again with one of both",
+            format!("is stored twice, as `{}` and as `{}`", parts(other), parts(&weight)),
+            "write the file again with only one of the two",
         ));
     }
     weights.by_name.insert(name, weight);
     Ok(())
 }
 
-/// What the name of palettes ends with.
+/// Suffix of palette (codebook) tensors.
 const PALETTE: &str = "_palette";
 
-/// A weight of places in palettes, with the names of its tensors and their bytes.
+/// A palettized weight, with the names and the total size of its tensors.
 fn palettized_weight(checkpoint: &mut Checkpoint, name: &str) -> Result<(Weight, Vec<String>, u64)> {
     let broken = |reason: String| Error::tensor(name, reason, "write the file again; `compress verify` shows whether it was damaged");
     let names = ["_packed", "_shape", PALETTE].map(|suffix| format!("{name}{suffix}"));
     let [words, shape, palettes] = names.clone().map(|name| checkpoint.tensors.get(&name).cloned());
-    let (Some(words), Some(sizes), Some(palettes)) = (words, shape, palettes) else { return Err(broken("places in palettes without `weight_shape`".into())) };
+    let (Some(words), Some(sizes), Some(palettes)) = (words, shape, palettes) else { return Err(broken("palette indices without `weight_shape`".into())) };
     let stored = if sizes.dtype == DType::I64 && sizes.bytes() <= 64 { sizes.read_all()? } else { Vec::new() };
     let shape: Option<Vec<usize>> = stored.as_chunks::<8>().0.iter().map(|d| usize::try_from(i64::from_le_bytes(*d)).ok()).collect();
     let shape = shape.filter(|shape| shape.iter().try_fold(1usize, |count, size| count.checked_mul(*size)).is_some_and(|count| count > 0));
     let (Some(shape), [groups, values]) = (shape, &palettes.shape[..]) else {
-        return Err(broken(format!("palettes of shape {:?} without the shape of the weight", palettes.shape)));
+        return Err(broken(format!("palettes of shape {:?}, expected two dimensions and a valid `weight_shape`", palettes.shape)));
     };
     let (rows, width) = (shape.first().copied().unwrap_or(1), row(&shape));
     let Some(bits) = (2..=8u8).find(|bits| Codes::Palette(*bits).entries() == *values) else {
-        return Err(broken(format!("palettes of {values} values, which are not 2 to 8 bits")));
+        return Err(broken(format!("palettes of {values} values, expected 4 to 256 (2 to 8 bits)")));
     };
-    let affine = Affine::palettes(bits, rows.div_ceil((*groups).max(1)), &shape, palettes.dtype);
+    let affine = QuantizationSpec::palettes(bits, rows.div_ceil((*groups).max(1)), &shape, palettes.dtype);
     let floats = matches!(palettes.dtype, DType::F16 | DType::BF16 | DType::F32);
     if !floats || affine.scale_shape(&shape) != palettes.shape || words.dtype != DType::I32 || words.shape != [rows, packing::words(width, bits)] {
-        return Err(broken(format!("places {} {:?} and palettes {} {:?} of a weight {shape:?}", words.dtype, words.shape, palettes.dtype, palettes.shape)));
+        return Err(broken(format!(
+            "indices {} {:?} and palettes {} {:?} do not fit a weight of shape {shape:?}",
+            words.dtype, words.shape, palettes.dtype, palettes.shape
+        )));
     }
     let bytes = [&words, &sizes, &palettes].iter().fold(0u64, |sum, tensor| sum.saturating_add(tensor.bytes()));
     names.iter().for_each(|name| drop(checkpoint.tensors.remove(name)));
     let dtype = palettes.dtype;
     let values = IntegerValues::Plain { values: words, packed: true, shape: shape.clone() };
     let source = sparse::integer_source(values, palettes, None, 1.0, affine.clone(), dtype);
-    Ok((Weight::new(dtype, shape, Encoding::Affine(affine), source), names.to_vec(), bytes))
+    Ok((Weight::new(dtype, shape, Encoding::Quantized(affine), source), names.to_vec(), bytes))
 }
 
-/// Shape and bits of packed integers. Words of short rows can be of several widths: then of the one that is said, else the usual one.
-fn packed_shape(checkpoint: &Checkpoint, name: &str, words: &RawTensor, said: Option<u8>) -> Result<(Vec<usize>, u8)> {
+/// Shape and bit width of packed integers. If several widths fit, the configured one is used, otherwise
+/// the most common one.
+fn packed_shape(checkpoint: &Checkpoint, name: &str, words: &RawTensor, stated: Option<u8>) -> Result<(Vec<usize>, u8)> {
     let broken = |reason: String| Error::tensor(name, reason, "write the file again with compressed-tensors 0.18 or newer");
     let shape = checkpoint.tensors.get(&format!("{name}_shape")).ok_or_else(|| broken("packed weight without `weight_shape`".into()))?;
     let bytes = if shape.bytes() <= 64 { shape.read_all()? } else { Vec::new() };
@@ -181,24 +190,25 @@ fn packed_shape(checkpoint: &Checkpoint, name: &str, words: &RawTensor, said: Op
     let fits = |row: usize, bits: u8| words.shape.get(1) == Some(&packing::words(row, bits));
     match sizes.as_deref() {
         Some([rows, row]) if words.shape.len() == 2 && words.shape.first() == Some(rows) => {
-            let width = said.into_iter().chain([8, 4, 2, 3, 5, 6, 7]).find(|bits| fits(*row, *bits));
-            if let (Some(bits), true) = (width, said.is_none_or(|bits| fits(*row, bits))) {
+            let width = stated.into_iter().chain([8, 4, 2, 3, 5, 6, 7]).find(|bits| fits(*row, *bits));
+            if let (Some(bits), true) = (width, stated.is_none_or(|bits| fits(*row, bits))) {
                 return Ok((vec![*rows, *row], bits));
             }
         }
         _ => {}
     }
-    let of = said.map_or("integers of 2 to 8 bits".into(), |bits| format!("{bits}-bit integers"));
+    let of = stated.map_or("integers of 2 to 8 bits".into(), |bits| format!("{bits}-bit integers"));
     Err(broken(format!("packed words of shape {:?} do not hold {of} of the stated shape {:?}", words.shape, sizes.unwrap_or_default())))
 }
 
-/// The floats that most tensors of a checkpoint are of, scales left out; BF16 where there are none.
-fn usual_floats(checkpoint: &Checkpoint) -> DType {
+/// The most common float type of a checkpoint, except for scales. BF16 without any float.
+fn most_common_float(checkpoint: &Checkpoint) -> DType {
     let floats = || checkpoint.tensors.iter().filter(|(name, _)| !name.ends_with("scale")).map(|(_, tensor)| tensor.dtype);
     [DType::BF16, DType::F16, DType::F32].into_iter().rev().max_by_key(|of| floats().filter(|dtype| dtype == of).count()).unwrap_or(DType::BF16)
 }
 
-/// A quantized weight from its codes and the scales that lie beside them; `floats` are what codes stand for whose scales do not say.
+/// A quantized weight from its codes, and its scales in the checkpoint. `floats` is the dequantized type
+/// if the type of the scales does not determine it.
 fn integer(
     checkpoint: &mut Checkpoint,
     name: &str,
@@ -219,10 +229,10 @@ fn integer(
         (Codes::Integer(_) | Codes::E4m3, DType::F16 | DType::BF16 | DType::F32) => scales.dtype,
         (Codes::E4m3 | Codes::E2m1, DType::U8 | DType::F8_E8M0) => DType::F8_E8M0,
         (Codes::E2m1, DType::F8_E4M3) => DType::F8_E4M3,
-        _ => return Err(broken(format!("scales of type {} beside {codes}", scales.dtype))),
+        _ => return Err(broken(format!("scales of type {} for {codes}", scales.dtype))),
     };
     if !codes.is_integer() && zero_points.is_some() {
-        return Err(broken(format!("zero points beside {codes}")));
+        return Err(broken(format!("zero points for {codes}")));
     }
     if let Some(zero) = &zero_points {
         let groups = scales.elements().checked_div(rows).unwrap_or(0);
@@ -232,11 +242,11 @@ fn integer(
             _ => false,
         };
         if !fits {
-            return Err(broken(format!("zero points {} {:?} beside scales {:?}", zero.dtype, zero.shape, scales.shape)));
+            return Err(broken(format!("zero points {} {:?} do not fit scales {:?}", zero.dtype, zero.shape, scales.shape)));
         }
     }
-    require_own_order(checkpoint, name, row, granularity)?;
-    let affine = Affine { codes, granularity, symmetric: zero_points.is_none(), scale_dtype, activations: ActivationScheme::None };
+    require_contiguous_groups(checkpoint, name, row, granularity)?;
+    let affine = QuantizationSpec { codes, granularity, symmetric: zero_points.is_none(), scale_dtype, activations: ActivationScheme::None };
     let mut stored_as = vec![scale_name];
     stored_as.extend(zero_points.is_some().then_some(zero_name));
     let mut bytes = scales.bytes().saturating_add(zero_points.as_ref().map_or(0, RawTensor::bytes));
@@ -244,7 +254,7 @@ fn integer(
     let mut global_scale = 1.0;
     if affine.has_global_scale() {
         let global_name = format!("{name}_global_scale");
-        let Some(global) = checkpoint.tensors.remove(&global_name) else { return Err(broken("no global scale beside FP4".into())) };
+        let Some(global) = checkpoint.tensors.remove(&global_name) else { return Err(broken("the global scale of FP4 is missing".into())) };
         bytes = bytes.saturating_add(global.bytes());
         global_scale = positive(&global_name, &global)?;
         stored_as.push(global_name);
@@ -260,33 +270,34 @@ fn integer(
     }
     let dtype = affine.value_dtype(floats);
     let source: Arc<dyn WeightSource> = sparse::integer_source(values, scales, zero_points, global_scale, affine.clone(), dtype);
-    let mut weight = Weight::new(dtype, shape, Encoding::Affine(affine), source);
+    let mut weight = Weight::new(dtype, shape, Encoding::Quantized(affine), source);
     weight.stored_bytes = bytes;
     weight.stored_as = stored_as;
     Ok(weight)
 }
 
-/// Refuses groups of scattered inputs, as files of compressed-tensors before 0.19 may have them; an order that says nothing is dropped.
-fn require_own_order(checkpoint: &mut Checkpoint, name: &str, row: usize, granularity: Granularity) -> Result<()> {
+/// Rejects groups of non-consecutive inputs (activation ordering), which compressed-tensors before 0.19
+/// may write. An order equal to the natural one is dropped.
+fn require_contiguous_groups(checkpoint: &mut Checkpoint, name: &str, row: usize, granularity: Granularity) -> Result<()> {
     let order_name = format!("{name}_g_idx");
     let Some(order) = checkpoint.tensors.remove(&order_name) else { return Ok(()) };
     let run = granularity.run(row, row);
     let unset = |group: i32| group == -1;
-    let own = |(at, group): (usize, &[u8; 4])| {
+    let in_order = |(at, group): (usize, &[u8; 4])| {
         let group = i32::from_le_bytes(*group);
         unset(group) || usize::try_from(group).ok() == at.checked_div(run)
     };
-    if order.dtype == DType::I32 && order.elements() == row && order.read_all()?.as_chunks::<4>().0.iter().enumerate().all(own) {
+    if order.dtype == DType::I32 && order.elements() == row && order.read_all()?.as_chunks::<4>().0.iter().enumerate().all(in_order) {
         return Ok(());
     }
     Err(Error::tensor(
         &order_name,
-        "puts inputs into groups in another order than their own (`actorder: group`)",
-        "have a compressed-tensors before 0.19 decompress the model, or quantize the original checkpoint again",
+        "assigns inputs to groups out of order (`actorder: group`), which is not supported",
+        "decompress the model with compressed-tensors 0.18 or older, or quantize the original checkpoint again",
     ))
 }
 
-/// How the input of a layer is quantized, with the names of the tensors that say so and their bytes.
+/// Quantization of a layer's input, with the names and the total size of its tensors.
 fn input(checkpoint: &mut Checkpoint, name: &str, what: &str) -> Result<Option<(Static, Vec<String>, u64)>> {
     let module = name.strip_suffix("weight").unwrap_or(name);
     let [scale_name, zero_name] = [what, "input_zero_point"].map(|part| format!("{module}{part}"));
@@ -300,7 +311,7 @@ fn input(checkpoint: &mut Checkpoint, name: &str, what: &str) -> Result<Option<(
             bytes = bytes.saturating_add(zero.bytes());
             zero.read_all()?.first().map(|byte| *byte as i8)
         }
-        Some(_) => return broken(&zero_name, "is not one int8"),
+        Some(_) => return broken(&zero_name, "is not a single int8"),
     };
     checkpoint.tensors.remove(&scale_name);
     let mut names = vec![scale_name];
@@ -308,7 +319,7 @@ fn input(checkpoint: &mut Checkpoint, name: &str, what: &str) -> Result<Option<(
     Ok(Some((Static::new(value, zero_point), names, bytes)))
 }
 
-/// The one number of a tensor.
+/// The value of a tensor with one positive element.
 fn positive(name: &str, tensor: &RawTensor) -> Result<f32> {
     let mut value = [0f32];
     let read = tensor.elements() == 1 && convert::decode(tensor.dtype, &tensor.read_all()?, &mut value);
@@ -316,17 +327,18 @@ fn positive(name: &str, tensor: &RawTensor) -> Result<f32> {
     if read && value.is_normal() && value > 0.0 {
         return Ok(value);
     }
-    Err(Error::tensor(name, "is no positive number", "write the file again with a tool that follows compressed-tensors"))
+    Err(Error::tensor(name, "is not a positive number", "write the file again with a tool that follows compressed-tensors"))
 }
 
-/// Rows and inputs of a block as consumers usually take them.
+/// Rows and columns of a block, as most consumers expect them.
 const USUAL_BLOCK: [usize; 2] = [128, 128];
 
-/// The granularity of a matrix's scales: the stated one, otherwise derived from the shape of the scales.
+/// The granularity of a matrix's scales: the configured one, otherwise derived from the shape of the
+/// scales.
 fn granularity(name: &str, codes: Codes, [rows, row]: [usize; 2], scales: &[usize], stated: Option<Granularity>) -> Result<Granularity> {
     let found = match scales {
         [] | [1] => Some(Granularity::Tensor),
-        // A single scale of two dimensions is that of a single block.
+        // A single scale with two dimensions belongs to a single block.
         [1, 1] if codes == Codes::E4m3 && rows != 1 && are_usual_blocks(rows, row, [1, 1]) => Some(Granularity::Block(USUAL_BLOCK)),
         [1, 1] if rows != 1 => Some(Granularity::Tensor),
         [n] | [n, 1] if *n == rows => Some(Granularity::Channel),
@@ -337,7 +349,7 @@ fn granularity(name: &str, codes: Codes, [rows, row]: [usize; 2], scales: &[usiz
     let shares = |granularity: Granularity| matches!(granularity, Granularity::Group(_) | Granularity::Block(_));
     let fits = match stated {
         None => found,
-        // Groups and blocks longer than a row end with it.
+        // Groups and blocks longer than a row are cut at its end.
         Some(Granularity::Group(size)) if size > row => found.filter(|found| *found == Granularity::Channel),
         Some(Granularity::Group(size)) => stated.filter(|_| row.checked_rem(size) == Some(0) && scales == [rows, row.checked_div(size).unwrap_or(0)]),
         Some(Granularity::Block([high, wide])) => {
@@ -351,7 +363,9 @@ fn granularity(name: &str, codes: Codes, [rows, row]: [usize; 2], scales: &[usiz
     fits.ok_or_else(|| {
         let by = match stated {
             Some(Granularity::Group(size)) => format!(", and config.json states groups of {size} inputs"),
-            Some(Granularity::Block([high, wide])) => format!(", and config.json states blocks of {high} x {wide} (a last block of fewer columns is not read)"),
+            Some(Granularity::Block([high, wide])) => {
+                format!(", and config.json states blocks of {high} x {wide} (a last block with fewer columns is not supported)")
+            }
             Some(Granularity::Tensor | Granularity::Channel) => ", and config.json states a scale for each row or tensor".to_owned(),
             None if codes == Codes::E4m3 && scales.len() == 2 => ", and no block sizes are stated in config.json".to_owned(),
             None => String::new(),
@@ -361,7 +375,8 @@ fn granularity(name: &str, codes: Codes, [rows, row]: [usize; 2], scales: &[usiz
     })
 }
 
-/// Whether blocks of the usual sizes, of which the last may have fewer rows, are as many as the scales of a matrix.
+/// Whether blocks of the usual size match the number of scales of a matrix. The last block may have
+/// fewer rows.
 fn are_usual_blocks(rows: usize, row: usize, [high, wide]: [usize; 2]) -> bool {
     let [usual_rows, usual_inputs] = USUAL_BLOCK;
     rows.div_ceil(usual_rows) == high && usual_inputs.checked_mul(wide) == Some(row)
@@ -372,17 +387,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stated_blocks_and_groups_are_held_to_the_scales() {
+    fn stated_blocks_and_groups_are_checked_against_the_scales() {
         let found = |codes, sizes, scales: &[usize], stated| granularity("w", codes, sizes, scales, stated).map_err(|e| e.to_string());
         let fp8 = |sizes, scales: &[usize], stated| found(Codes::E4m3, sizes, scales, stated);
         let block = |high, wide| Granularity::Block([high, wide]);
-        // A last block of fewer rows; blocks wider than a row.
+        // A last block with fewer rows; blocks wider than a row.
         assert_eq!(fp8([192, 192], &[2, 3], Some(block(128, 64))), Ok(block(128, 64)));
         assert_eq!(fp8([192, 64], &[2, 1], Some(block(128, 128))), Ok(block(128, 64)));
         assert_eq!(fp8([192, 256], &[2, 2], None), Ok(block(128, 128)));
         assert_eq!(fp8([128, 128], &[1, 1], None), Ok(block(128, 128)));
         assert_eq!(fp8([128, 128], &[1, 1], Some(Granularity::Tensor)), Ok(Granularity::Tensor));
-        // As many blocks can be of several sizes.
+        // Several block sizes yield this number of blocks.
         assert!(fp8([192, 192], &[2, 3], None).unwrap_err().contains("no block sizes are stated"));
         assert!(fp8([192, 192], &[2, 2], Some(block(128, 128))).unwrap_err().contains("blocks of 128 x 128"));
         assert!(fp8([192, 192], &[2, 3], Some(block(96, 48))).unwrap_err().contains("blocks of 96 x 48"));

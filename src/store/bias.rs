@@ -1,52 +1,54 @@
-//! A bias as it is added to sums of integers: in units of the products.
+//! Biases of layers with integer products, in units of the accumulator.
 
 use std::sync::{Arc, OnceLock};
 
 use super::{Block, BlockSink, DType, Encoding, Granularity, View, Weight, WeightSource};
 use crate::error::{Error, Result};
 
-/// The forms of a bias.
+/// Representation of a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BiasForm {
     /// `round(bias / (input scale · weight scale))`, as I32.
     Integers,
-    /// Those products of scales, one for each output, as F32.
+    /// The products `input scale · weight scale`, one per output, as F32.
     Scales,
-    /// What the integers stand for, as F32: a network of floats then computes what one of integers does.
+    /// The dequantized integers as F32, so that a float network computes the same result as an integer
+    /// one.
     Floats,
 }
 
-/// A bias, and the layer whose products it is added to.
+/// A bias with its layer.
 pub struct Bias {
-    /// Name, for errors.
+    /// Name for errors.
     pub name: String,
     /// The bias as floats, `[out]`.
     pub values: Weight,
-    /// The quantized weight of its layer.
+    /// The quantized weight of the layer.
     pub weight: Weight,
     /// Scale of the layer's input.
     pub input_scale: f32,
-    /// What is wanted of it.
+    /// The requested representation.
     pub form: BiasForm,
 }
 
-/// A form is asked for again and again, by the executor and by every format, and making it rounds the whole weight.
-struct Remembered {
+/// Caches the representation, because the executor and the formats read it repeatedly and its
+/// computation visits the complete weight.
+struct CachedBias {
     bias: Bias,
     bytes: OnceLock<Vec<u8>>,
 }
 
 impl Bias {
-    /// That form as a weight of its own.
+    /// The representation as a weight.
     pub fn weight(self) -> Weight {
-        Weight::new(self.dtype(), self.values.shape.clone(), Encoding::Dense, Arc::new(Remembered { bias: self, bytes: OnceLock::new() }))
+        Weight::new(self.dtype(), self.values.shape.clone(), Encoding::Dense, Arc::new(CachedBias { bias: self, bytes: OnceLock::new() }))
     }
 
     fn dtype(&self) -> DType {
         if self.form == BiasForm::Integers { DType::I32 } else { DType::F32 }
     }
 
-    /// Scales of the sums, one for each output.
+    /// Scale of the accumulator for each output.
     fn products(&self) -> Result<Vec<f32>> {
         let mut scales = Vec::new();
         self.weight.visit(1, &mut |block| {
@@ -56,12 +58,12 @@ impl Bias {
             }
             Ok(())
         })?;
-        let tensor = matches!(&self.weight.encoding, Encoding::Affine(affine) if affine.granularity == Granularity::Tensor);
+        let tensor = matches!(&self.weight.encoding, Encoding::Quantized(affine) if affine.granularity == Granularity::Tensor);
         if tensor && let Some(one) = scales.first().copied() {
             scales = vec![one; self.values.elements()];
         }
         if scales.len() != self.values.elements() {
-            return Err(Error::tensor(&self.name, format!("has {} elements, its layer {} scales", self.values.elements(), scales.len()), ""));
+            return Err(Error::tensor(&self.name, format!("has {} elements, but its layer has {} scales", self.values.elements(), scales.len()), ""));
         }
         Ok(scales)
     }
@@ -76,14 +78,14 @@ impl Bias {
         for (value, scale) in values.iter().zip(&scales) {
             let units = (f64::from(*value) / f64::from(*scale)).round_ties_even();
             if self.form == BiasForm::Floats {
-                let whole = units as f32 * scale;
-                bytes.extend(if whole.is_finite() { whole } else { *value }.to_le_bytes());
+                let rounded = units as f32 * scale;
+                bytes.extend(if rounded.is_finite() { rounded } else { *value }.to_le_bytes());
                 continue;
             }
             if units.is_nan() || units.abs() > f64::from(i32::MAX) {
                 return Err(Error::tensor(
                     &self.name,
-                    format!("holds {value:e}, too large beside sums in steps of {scale:e}"),
+                    format!("contains {value:e}, which is too large for an int32 accumulator with scale {scale:e}"),
                     "add the layer's weight to `ignore`: its outputs are nearly constant",
                 ));
             }
@@ -93,7 +95,7 @@ impl Bias {
     }
 }
 
-impl WeightSource for Remembered {
+impl WeightSource for CachedBias {
     fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         if self.bytes.get().is_none() {
             let _ = self.bytes.set(self.bias.bytes()?);

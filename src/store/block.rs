@@ -1,35 +1,35 @@
-//! A weight on its way from disk to disk: a run of elements at a time.
+//! Blocks of weights in the streaming pipeline from input to output.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::Codes;
-use super::{Affine, DType};
+use super::{DType, QuantizationSpec};
 use crate::error::Result;
-use crate::kernel::{bitmask, convert, narrow, quantize, scan, with_float};
+use crate::kernel::{bitmask, convert, minifloat, quantize, scan, with_float};
 
-/// Elements of a block, unless a larger unit is asked for. Small enough that a block stays in the
-/// second-level cache while every stage of a chain works on it.
+/// Default number of elements per block. Small enough that a block stays in the L2 cache while all
+/// stages process it.
 pub const BLOCK: usize = 128 * 1024;
 
-/// The largest multiple of `unit` that fits a block; `unit` itself when it is larger.
+/// The largest multiple of `unit` that fits into a block, or `unit` if it is larger.
 pub fn block_elements(unit: usize) -> usize {
     let unit = unit.max(1);
     (BLOCK / unit * unit).max(unit)
 }
 
-/// The smallest number that both divide; zero counts as one.
+/// The least common multiple, where 0 counts as 1. Saturates on overflow.
 pub fn least_common_multiple(a: usize, b: usize) -> usize {
     common_multiple(a, b).unwrap_or(usize::MAX)
 }
 
-/// The same, where there is one.
+/// As [`least_common_multiple`], or `None` on overflow.
 pub(super) fn common_multiple(a: usize, b: usize) -> Option<usize> {
     let (a, b) = (a.max(1), b.max(1));
     (a / greatest_common_divisor(a, b)).checked_mul(b)
 }
 
-/// The largest number that divides both.
+/// The greatest common divisor.
 fn greatest_common_divisor(mut a: usize, mut b: usize) -> usize {
     while b > 0 {
         (a, b) = (b, a % b);
@@ -37,40 +37,43 @@ fn greatest_common_divisor(mut a: usize, mut b: usize) -> usize {
     a
 }
 
-/// What a visitor is called with.
+/// Callback that receives blocks.
 pub type BlockSink<'a> = &'a mut dyn FnMut(Block<'_>) -> Result<()>;
 
-/// Something that can produce a tensor, in order, any number of times, always the same.
+/// A source of a tensor's elements. It can be visited repeatedly and always yields the same elements in
+/// order.
 pub trait WeightSource: Send + Sync {
-    /// Calls `sink` with consecutive blocks, each (but the last) a multiple of `unit` elements.
+    /// Calls `sink` with consecutive blocks. Each block except the last is a multiple of `unit`
+    /// elements.
     ///
     /// # Errors
-    /// Reading fails, a value cannot be represented, or the sink says so.
+    /// Reading fails, a value cannot be represented, or the sink fails.
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()>;
 
-    /// Of a stage that rounds: the weight before.
+    /// For rounding stages: the weight before rounding.
     fn unrounded(&self) -> Option<&super::Weight> {
         None
     }
 
-    /// Some rows alone, where nothing else tells what they become: visited by `unit`, they come as they do in a visit of the whole, if what
-    /// lies before them is whole blocks. Nothing where a row needs others, or a source does not say.
+    /// A source for a range of rows, if they do not depend on other rows. Visited by `unit`, it yields
+    /// the same blocks as a visit of the complete weight, provided that the preceding rows consist of
+    /// complete blocks. `None` if rows are not independent, or the source does not support it.
     fn rows(&self, _rows: &Range<usize>, _unit: usize) -> Option<Rows> {
         None
     }
 }
 
-/// Some rows of a source.
+/// A range of rows of a source.
 pub struct Rows {
-    /// They alone.
+    /// Source of these rows.
     pub source: Arc<dyn WeightSource>,
-    /// Elements of a block of the whole.
+    /// Number of elements per block of the complete weight.
     pub block: usize,
 }
 
-/// A small tensor that is in memory.
+/// A small tensor in memory.
 pub struct Bytes {
-    /// Format of the elements.
+    /// Element type.
     pub dtype: DType,
     /// The elements.
     pub bytes: Vec<u8>,
@@ -82,32 +85,33 @@ impl WeightSource for Bytes {
     }
 }
 
-/// Elements in some encoding.
+/// Encoded elements.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
-    /// Of the elements when dense, of the values that they stand for when quantized.
+    /// Dtype of the elements; for quantized elements, of the dequantized values.
     pub dtype: DType,
-    /// The elements: floats, or codes of a byte each when quantized.
+    /// The elements: dense values, or codes of one byte each.
     pub values: &'a [u8],
-    /// How they are quantized, with the length of a row.
-    pub affine: Option<(&'a Affine, usize)>,
-    /// Scales of these elements, in `affine.scale_dtype`: one for a tensor, else one a row or group; of palettes, one palette a row.
+    /// The quantization, with the number of elements per row.
+    pub affine: Option<(&'a QuantizationSpec, usize)>,
+    /// Scales of these elements in `affine.scale_dtype`: one per tensor, otherwise one per row or group.
+    /// For palettes, one palette per row.
     pub scales: &'a [u8],
-    /// Zero points (int8), as many as scales; empty when symmetric.
+    /// Zero points (int8), as many as scales. Empty if symmetric.
     pub zero_points: &'a [u8],
-    /// What scales are in steps of one over (NVFP4); else 1.
+    /// Divisor of the scales (NVFP4); otherwise 1.
     pub global_scale: f32,
-    /// The same elements as blocks of a GGUF file, where they are to be written; else nothing.
+    /// The same elements as blocks of a GGUF file, if they are written to one. Otherwise empty.
     pub blocks: &'a [u8],
 }
 
 impl<'a> View<'a> {
-    /// Plain elements.
+    /// Dense elements.
     pub fn dense(dtype: DType, values: &'a [u8]) -> Self {
         Self { dtype, values, affine: None, scales: &[], zero_points: &[], global_scale: 1.0, blocks: &[] }
     }
 
-    /// Number of elements (of bytes, for types narrower than a byte).
+    /// Number of elements; for types narrower than a byte, number of bytes.
     pub fn elements(&self) -> usize {
         match self.affine {
             Some(_) => self.values.len(),
@@ -115,7 +119,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The values of a range of elements; `false` when they are not floats.
+    /// Dequantizes a range of elements. Returns `false` if they are not floats.
     #[must_use]
     pub fn decode(&self, start: usize, output: &mut [f32]) -> bool {
         let Some((affine, row)) = self.affine else {
@@ -136,15 +140,15 @@ impl<'a> View<'a> {
                 if !convert::decode(affine.scale_dtype, &self.scales[index * size..(index + 1) * size], &mut palette) {
                     return false;
                 }
-                output.iter_mut().zip(codes).for_each(|(out, place)| *out = palette.get(usize::from(*place)).copied().unwrap_or(f32::NAN));
+                output.iter_mut().zip(codes).for_each(|(out, index)| *out = palette.get(usize::from(*index)).copied().unwrap_or(f32::NAN));
                 at = stop;
                 continue;
             }
             let (scale, zero) = self.parameters(affine, index);
             match affine.codes {
                 Codes::Integer(_) => quantize::dequantize(codes, output, scale, zero),
-                Codes::E4m3 => narrow::dequantize_e4m3(codes, output, scale),
-                Codes::E2m1 => narrow::dequantize_e2m1(codes, output, scale),
+                Codes::E4m3 => minifloat::dequantize_e4m3(codes, output, scale),
+                Codes::E2m1 => minifloat::dequantize_e2m1(codes, output, scale),
                 Codes::Palette(_) => {}
             }
             at = stop;
@@ -152,7 +156,8 @@ impl<'a> View<'a> {
         true
     }
 
-    /// How many elements are zero, of either sign; types narrower than a byte and pairs of floats are not looked into.
+    /// Number of zero elements of either sign. Always 0 for types narrower than a byte and complex
+    /// types.
     pub fn zeros(&self) -> u64 {
         if let Some((affine, row)) = self.affine {
             match affine.codes {
@@ -175,7 +180,7 @@ impl<'a> View<'a> {
         })
     }
 
-    /// Of elements whose codes do not say by themselves which values are zero.
+    /// Counts zeros after dequantization, if they cannot be recognized from the codes.
     fn zeros_of_values(&self) -> u64 {
         let mut values = [1f32; 1024];
         let count = |start: usize| {
@@ -186,8 +191,8 @@ impl<'a> View<'a> {
         (0..self.values.len()).step_by(1024).map(count).sum()
     }
 
-    /// Scale and zero point number `index`, the scale as codes are multiplied with it.
-    pub fn parameters(&self, affine: &Affine, index: usize) -> (f32, f32) {
+    /// Scale and zero point at an index. The scale includes the global scale.
+    pub fn parameters(&self, affine: &QuantizationSpec, index: usize) -> (f32, f32) {
         let size = affine.scale_dtype.bitsize() / 8;
         let mut scale = [0.0];
         let decoded = convert::decode_scales(affine.scale_dtype, &self.scales[index * size..(index + 1) * size], &mut scale);
@@ -195,28 +200,28 @@ impl<'a> View<'a> {
         (scale[0] / self.global_scale, self.zero_points.get(index).map_or(0.0, |&z| f32::from(z as i8)))
     }
 
-    /// Whether both are the same memory, so that nothing has changed.
+    /// Whether both views share the same memory, which means that nothing has changed.
     pub fn is(&self, other: &View) -> bool {
         std::ptr::eq(self.values, other.values)
     }
 }
 
-/// A run of elements as it is now and as it was in the input.
+/// A run of elements before and after processing.
 #[derive(Debug, Clone, Copy)]
 pub struct Block<'a> {
-    /// As the stages so far have made it.
+    /// Current elements, after all stages so far.
     pub now: View<'a>,
-    /// As it was read.
+    /// Elements of the input.
     pub before: View<'a>,
 }
 
 impl<'a> Block<'a> {
-    /// Straight from the file.
+    /// A block read from the input.
     pub fn untouched(view: View<'a>) -> Self {
         Self { now: view, before: view }
     }
 
-    /// The same run after one more stage.
+    /// The block after another stage.
     pub fn becomes<'b>(&self, now: View<'b>) -> Block<'b>
     where
         'a: 'b,

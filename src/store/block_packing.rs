@@ -1,11 +1,11 @@
-//! Integers of four and eight bits as ONNX stores them.
+//! Packing of four- and eight-bit integers in the formats of ONNX.
 //!
-//! | form | tensors of `x.weight` `[out, in]`, with `blocks = ceil(in / size)` |
+//! | format | tensors of `x.weight` `[out, in]`, with `blocks = ceil(in / size)` |
 //! | --- | --- |
-//! | halves, ONNX's INT4 | `x.weight` two codes in a byte, in two's complement, the first in the low half; `x.weight_zero_point` likewise |
-//! | blocks, `MatMulNBits` of ONNX Runtime | `x.weight` U8 `[out, blocks, size · bits / 8]`, each code plus 2^(bits − 1), lowest bits first, rows filled up with zeros; `x.weight_scale` `[out, blocks]`; `x.weight_zero_point` U8 `[out, ceil(blocks · bits / 8)]`, each plus 2^(bits − 1) |
+//! | halves (ONNX INT4) | `x.weight` two codes per byte in two's complement, the first in the low half; `x.weight_zero_point` likewise |
+//! | blocks (`MatMulNBits` of ONNX Runtime) | `x.weight` U8 `[out, blocks, size · bits / 8]`, codes with the offset 2^(bits − 1), lowest bits first, rows padded with zeros; `x.weight_scale` `[out, blocks]`; `x.weight_zero_point` U8 `[out, ceil(blocks · bits / 8)]`, with the offset 2^(bits − 1) |
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use super::storage_format::{PartSink, StoredTensor};
@@ -13,22 +13,22 @@ use super::{DType, Encoding, Granularity, View, Weight};
 use crate::error::Result;
 use crate::kernel::packing;
 
-/// Rows in blocks with a scale each.
+/// Rows in blocks with one scale each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Blocks {
-    /// Bits of a code: 4, or 8.
+    /// Bit width of a code: 4 or 8.
     pub bits: u8,
-    /// Inputs of a block.
+    /// Number of inputs per block.
     pub size: usize,
 }
 
 impl Blocks {
-    /// Sizes that ONNX Runtime loads, the largest first.
+    /// Block sizes that ONNX Runtime supports, in descending order.
     const SIZES: [usize; 5] = [256, 128, 64, 32, 16];
 
-    /// The largest blocks in which codes of so many bits can be stored: those that divide what shares a scale. The end of a row that
-    /// has one scale may be filled up.
-    pub fn of(bits: u8, granularity: Granularity, row: usize) -> Option<Blocks> {
+    /// The largest blocks for codes of this bit width: their size must divide the group size. A row with
+    /// a single scale may be padded.
+    pub fn new(bits: u8, granularity: Granularity, row: usize) -> Option<Blocks> {
         let dividing = |count: usize| Self::SIZES.into_iter().find(|size| count.is_multiple_of(*size));
         let size = match granularity {
             Granularity::Group(size) => dividing(size)?,
@@ -38,17 +38,17 @@ impl Blocks {
         Some(Blocks { bits: if bits <= 4 { 4 } else { 8 }, size })
     }
 
-    /// Blocks of a row.
+    /// Number of blocks per row.
     pub fn count(self, row: usize) -> usize {
         row.div_ceil(self.size.max(1))
     }
 
-    /// Bytes of the codes of a block.
+    /// Size of the codes of a block in bytes.
     pub fn bytes(self) -> usize {
         if self.bits == 4 { self.size / 2 } else { self.size }
     }
 
-    /// Bytes of the zero points of a row.
+    /// Size of the zero points of a row in bytes.
     pub fn zero_point_bytes(self, row: usize) -> usize {
         if self.bits == 4 { self.count(row).div_ceil(2) } else { self.count(row) }
     }
@@ -57,7 +57,7 @@ impl Blocks {
         let (rows, row) = (weight.shape.first().copied().unwrap_or(1), weight.row());
         let part = |suffix: &str, dtype, shape| StoredTensor { name: format!("{name}{suffix}"), dtype, shape };
         let mut parts = vec![part("", DType::U8, vec![rows, self.count(row), self.bytes()])];
-        if let Encoding::Affine(affine) = &weight.encoding {
+        if let Encoding::Quantized(affine) = &weight.encoding {
             parts.push(part("_scale", affine.scale_dtype, vec![rows, self.count(row)]));
             if !affine.symmetric {
                 parts.push(part("_zero_point", DType::U8, vec![rows, self.zero_point_bytes(row)]));
@@ -83,8 +83,8 @@ impl Blocks {
         }
         let unsigned = 1u8 << self.bits.saturating_sub(1);
         for row in view.zero_points.chunks_exact(groups) {
-            let of = |block| row.get(group(block, blocks, groups)).map(|zero| zero ^ unsigned);
-            let points: Vec<u8> = (0..blocks).filter_map(of).collect();
+            let unsigned_zero = |block| row.get(group(block, blocks, groups)).map(|zero| zero ^ unsigned);
+            let points: Vec<u8> = (0..blocks).filter_map(unsigned_zero).collect();
             if self.bits == 4 { packing::to_halves(&points, &mut zero_points) } else { zero_points.extend(points) }
         }
         sink(0, &codes)?;
@@ -93,12 +93,12 @@ impl Blocks {
     }
 }
 
-/// The group that a block lies in.
+/// The group of a block.
 fn group(block: usize, blocks: usize, groups: usize) -> usize {
     block.saturating_mul(groups).checked_div(blocks).unwrap_or(0)
 }
 
-/// Codes of four bits, two in a byte, of any number at a time.
+/// Packs four-bit codes two per byte, in chunks of any length.
 #[derive(Debug, Default)]
 pub(super) struct Halves {
     pending: Option<u8>,
@@ -107,7 +107,7 @@ pub(super) struct Halves {
 }
 
 impl Halves {
-    /// The bytes that are complete with these codes.
+    /// The bytes completed by these codes.
     pub fn put(&mut self, codes: &[u8]) -> &[u8] {
         self.codes.clear();
         self.codes.extend(self.pending.take());
@@ -120,7 +120,7 @@ impl Halves {
         &self.bytes
     }
 
-    /// The last byte, if a code is left for it.
+    /// The last byte, if a code is pending.
     pub fn rest(&mut self) -> Option<u8> {
         self.pending.take().map(|code| code & 15)
     }
@@ -129,31 +129,32 @@ impl Halves {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::{ActivationScheme, Affine, Codes};
+    use crate::store::{ActivationScheme, Codes, QuantizationSpec};
 
     #[test]
-    fn blocks_are_those_that_onnx_runtime_loads() {
-        let size = |granularity, row| Blocks::of(3, granularity, row).map(|blocks| blocks.size);
+    fn blocks_have_sizes_that_onnx_runtime_supports() {
+        let size = |granularity, row| Blocks::new(3, granularity, row).map(|blocks| blocks.size);
         assert_eq!([128, 96, 512, 24].map(|group| size(Granularity::Group(group), 1536)), [Some(128), Some(32), Some(256), None]);
         assert_eq!([288, 100].map(|row| size(Granularity::Channel, row)), [Some(32), Some(16)]);
         assert_eq!(size(Granularity::Tensor, 64), None);
     }
 
-    /// The example of `MatMulNBits` in ONNX Runtime's documentation: 0 to 15 around 8; and a row whose end is filled up.
+    /// The example in the documentation of `MatMulNBits` in ONNX Runtime: 0 to 15 with zero point 8.
+    /// Also a padded row.
     #[test]
-    fn codes_scales_and_zero_points_lie_in_blocks() {
-        let mut affine = Affine {
+    fn codes_scales_and_zero_points_are_packed_in_blocks() {
+        let mut affine = QuantizationSpec {
             codes: Codes::Integer(4),
             granularity: Granularity::Channel,
             symmetric: false,
             scale_dtype: DType::F32,
             activations: ActivationScheme::None,
         };
-        let emit = |affine: &Affine, row: usize, values: &[u8], scales: &[f32], zero_points: &[u8]| {
+        let emit = |affine: &QuantizationSpec, row: usize, values: &[u8], scales: &[f32], zero_points: &[u8]| {
             let scales: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
             let mut parts = vec![Vec::new(); 3];
             let view = View { dtype: DType::F32, values, affine: Some((affine, row)), scales: &scales, zero_points, global_scale: 1.0, blocks: &[] };
-            let blocks = Blocks::of(affine.codes.bits(), affine.granularity, row).unwrap();
+            let blocks = Blocks::new(affine.codes.bits(), affine.granularity, row).unwrap();
             let mut put = |part: usize, bytes: &[u8]| {
                 parts[part].extend_from_slice(bytes);
                 Ok(())
@@ -167,7 +168,7 @@ mod tests {
         let filled = [&values[..], &[7]].concat();
         let parts = emit(&affine, 17, &filled, &[0.5], &[0xFD]);
         assert_eq!((parts[0][8..].to_vec(), parts[1].len(), parts[2].clone()), ([&[0x8F][..], &[0x88; 7]].concat(), 8, vec![0x55]));
-        affine = Affine { codes: Codes::INT8, granularity: Granularity::Group(32), ..affine };
+        affine = QuantizationSpec { codes: Codes::INT8, granularity: Granularity::Group(32), ..affine };
         let values: Vec<u8> = (0..96).collect();
         let parts = emit(&affine, 96, &values, &[1.0, 2.0, 3.0], &[0, 1, 0xFF]);
         assert_eq!(

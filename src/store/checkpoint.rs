@@ -1,6 +1,7 @@
-//! Opening a checkpoint: one file, a folder with one file, or shards with an index, of safetensors or of PyTorch. Only headers are read.
+//! Opens checkpoints of safetensors or PyTorch: one file, a folder with one file, or shards with an
+//! index. Only headers are read.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,16 +12,16 @@ use std::sync::Arc;
 use serde::Deserialize;
 
 use super::header::{Entry, Header, MAX_HEADER};
-use super::{Block, BlockSink, DType, Rows, View, Weight, WeightSource, WordsLabel, block_elements, pytorch};
+use super::{Block, BlockSink, DType, GptqConfig, Rows, View, Weight, WeightSource, block_elements, pytorch};
 use crate::error::{Error, Result};
 use crate::files::{self, File, Kind};
 
-/// The only file of an unsharded checkpoint.
+/// File name of an unsharded checkpoint.
 pub const SINGLE: &str = "model.safetensors";
-/// The index of a sharded checkpoint.
+/// File name of the index of a sharded checkpoint.
 pub const INDEX: &str = "model.safetensors.index.json";
 
-/// An open file and where its data starts.
+/// An open file and the offset of its data.
 #[derive(Debug)]
 pub struct DataFile {
     path: PathBuf,
@@ -41,17 +42,18 @@ impl DataFile {
         file.read_exact_at(&mut length, 0).map_err(Error::io("read", path))?;
         let length = u64::from_le_bytes(length);
         let mut next = [0];
-        // Headers begin with a brace; the length of other files is a few of their characters.
+        // Headers start with `{`. For other file types, the length field consists of arbitrary
+        // characters.
         let is_header = rest > 0 && file.read_exact_at(&mut next, 8).is_ok() && next == *b"{";
         let after = rest.checked_sub(length).filter(|_| (1..=MAX_HEADER).contains(&length)).ok_or_else(|| {
             Error::malformed(
                 path,
                 if length.to_le_bytes() == *b"version " {
-                    "is a pointer of Git LFS, not the file itself: run `git lfs pull`, or download the file".to_owned()
+                    "is a Git LFS pointer, not the file itself; run `git lfs pull`, or download the file".to_owned()
                 } else if is_header || path.extension().is_some_and(|extension| extension == "safetensors") {
                     format!("the header claims {length} bytes in a file of {bytes} (at most {MAX_HEADER} are allowed): not a safetensors file, or truncated")
                 } else {
-                    "is not a model: name a folder that holds one, or a file of weights such as model.safetensors".to_owned()
+                    return Error::run(path.display(), "is not a model", "specify the folder of a model, or a weight file such as model.safetensors");
                 },
             )
         })?;
@@ -61,26 +63,26 @@ impl DataFile {
         Ok((Arc::new(DataFile { path: path.to_owned(), file, data: length.saturating_add(8) }), header))
     }
 
-    /// A file of another format, of which any part may be a tensor.
-    pub fn of(path: &Path, file: File) -> Arc<DataFile> {
+    /// A file of another format, whose data section is the complete file.
+    pub fn from_file(path: &Path, file: File) -> Arc<DataFile> {
         Arc::new(DataFile { path: path.to_owned(), file, data: 0 })
     }
 
     /// Reads bytes of the data section.
     ///
     /// # Errors
-    /// The file cannot be read, or has become shorter.
+    /// The file cannot be read, or was truncated.
     pub fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         self.file.read_exact_at(buffer, self.data.saturating_add(offset)).map_err(Error::io("read", &self.path))
     }
 }
 
-/// A stored tensor: what the header says, and where the bytes are.
+/// A tensor in a file: type, shape and location.
 #[derive(Debug, Clone)]
 pub struct RawTensor {
-    /// Format of an element.
+    /// Element type.
     pub dtype: DType,
-    /// Sizes, outermost first.
+    /// Shape, outermost dimension first.
     pub shape: Vec<usize>,
     file: Arc<DataFile>,
     begin: u64,
@@ -88,18 +90,18 @@ pub struct RawTensor {
 }
 
 impl RawTensor {
-    /// A tensor that begins at this byte of a file's data and takes so many bytes, which its shape must need.
+    /// A tensor at the offset `begin` of the file's data section. `bytes` must match dtype and shape.
     pub fn within(file: &Arc<DataFile>, dtype: DType, shape: Vec<usize>, begin: u64, bytes: u64) -> RawTensor {
         RawTensor { dtype, shape, file: file.clone(), begin, bytes }
     }
 
-    /// The same bytes as other elements.
+    /// Reinterprets the bytes as another type and shape.
     #[must_use]
     pub fn as_elements(&self, dtype: DType, shape: Vec<usize>) -> RawTensor {
         RawTensor { dtype, shape, ..self.clone() }
     }
 
-    /// Size in the file.
+    /// Size in the file in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -109,7 +111,7 @@ impl RawTensor {
         self.shape.iter().product()
     }
 
-    /// Reads part of the tensor, from a byte offset of its own.
+    /// Reads part of the tensor, starting at a byte offset within it.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -117,7 +119,7 @@ impl RawTensor {
         self.file.read(self.begin.saturating_add(offset), buffer)
     }
 
-    /// Reads a small tensor whole.
+    /// Reads a small tensor completely.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -127,12 +129,12 @@ impl RawTensor {
         Ok(bytes)
     }
 
-    /// The file, and the first byte and the number of bytes within its data.
-    pub fn place(&self) -> (&Path, u64, u64) {
+    /// The path of the file, the offset within its data section, and the size in bytes.
+    pub fn location(&self) -> (&Path, u64, u64) {
         (self.path(), self.begin, self.bytes)
     }
 
-    /// File that holds it.
+    /// The file that contains the tensor.
     pub fn path(&self) -> &Path {
         &self.file.path
     }
@@ -141,7 +143,7 @@ impl RawTensor {
 impl WeightSource for RawTensor {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let bits = self.dtype.bitsize();
-        // Elements of less than a byte go by whole bytes.
+        // Elements narrower than a byte are visited as bytes.
         let (elements, size, unit) = if bits < 8 { (self.bytes as usize, 1, 1) } else { (self.elements(), bits / 8, unit) };
         let step = block_elements(unit);
         let (step, bytes) = (step.min(elements).saturating_mul(size), elements.saturating_mul(size));
@@ -165,22 +167,23 @@ impl WeightSource for RawTensor {
     }
 }
 
-/// All tensors of a checkpoint, by the names in its files.
+/// All tensors of a checkpoint, by name.
 #[derive(Default)]
 pub struct Checkpoint {
     /// By name.
     pub tensors: BTreeMap<String, RawTensor>,
-    /// Tensors whose elements lie in another order than that of their axes.
+    /// Tensors that are not contiguous in row-major order.
     pub strided: BTreeMap<String, Weight>,
-    /// Metadata of all files; where shards disagree, the first says it.
+    /// Metadata of all files. If shards disagree, the first value is used.
     pub metadata: BTreeMap<String, String>,
     /// The files, in order.
     pub files: Vec<PathBuf>,
-    /// What the files hold beside tensors, in plain words.
+    /// Notes on contents other than tensors.
     pub notes: Vec<String>,
-    /// What the configuration beside them says of words of GPTQ and AWQ.
-    pub words: WordsLabel,
-    /// Folders inside that of the checkpoint which have files of their own: names of what is in them begin with one of these and a slash.
+    /// GPTQ and AWQ settings of the configuration.
+    pub gptq: GptqConfig,
+    /// Subfolders with separate weight files. The names of their tensors start with the folder and a
+    /// slash.
     pub folders: Vec<String>,
 }
 
@@ -190,11 +193,12 @@ struct Index {
 }
 
 impl Checkpoint {
-    /// Opens a `.safetensors` file or one of PyTorch, or a folder with `model.safetensors`, with an index and shards, with
-    /// `pytorch_model.bin` or its index and shards, or with exactly one file of another name.
+    /// Opens a `.safetensors` or PyTorch file, or a folder with `model.safetensors`, with an index and
+    /// shards, with `pytorch_model.bin` or its index and shards, or with exactly one file of another
+    /// name.
     ///
     /// # Errors
-    /// Nothing to open, a malformed file, or an index that does not agree with its shards.
+    /// No weights were found, a file is malformed, or the index does not match its shards.
     pub fn open(path: &Path) -> Result<Checkpoint> {
         let mut checkpoint = Checkpoint::default();
         if files::kind(path).map_err(Error::io("open", path))? != Kind::Folder {
@@ -215,13 +219,13 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Adds what the only file of a folder inside that of the checkpoint holds, if there is one.
+    /// Adds the tensors of a subfolder's weight file, if there is one.
     ///
     /// # Errors
-    /// The file is malformed, or the checkpoint has a tensor of such a name.
+    /// The file is malformed, or a tensor name is not unique.
     pub fn add_folder(&mut self, path: &Path, folder: &str) -> Result<()> {
-        let mut there = [SINGLE, pytorch::SINGLE].map(|name| path.join(folder).join(name)).into_iter().filter(|file| files::is_file(file));
-        let Some(file) = there.next() else { return Ok(()) };
+        let mut candidates = [SINGLE, pytorch::SINGLE].map(|name| path.join(folder).join(name)).into_iter().filter(|file| files::is_file(file));
+        let Some(file) = candidates.next() else { return Ok(()) };
         let mut inside = Checkpoint::default();
         inside.add(&file, None)?;
         let name = |name: String| format!("{folder}/{name}");
@@ -242,11 +246,7 @@ impl Checkpoint {
 
     fn unused(&self, name: String, file: &Path) -> Result<String> {
         if self.tensors.contains_key(&name) || self.strided.contains_key(&name) {
-            return Err(Error::tensor(
-                &name,
-                format!("is what a tensor of {} is called here, and another file has one of this name", file.display()),
-                "rename it",
-            ));
+            return Err(Error::tensor(&name, format!("is also the name of a tensor in {}", file.display()), "rename one of the two"));
         }
         Ok(name)
     }
@@ -262,11 +262,11 @@ impl Checkpoint {
             }
             shards.entry(shard).or_default().insert(tensor);
         }
-        shards.keys().for_each(|shard| files::prepare(&folder.join(shard)));
+        shards.keys().for_each(|shard| files::prefetch(&folder.join(shard)));
         for (shard, tensors) in &shards {
             let path = folder.join(shard);
             if !files::is_file(&path) {
-                return Err(Error::malformed(index, format!("names the shard `{shard}`, which is not there (download it again?)")));
+                return Err(Error::malformed(index, format!("lists the shard `{shard}`, which does not exist; download the model again")));
             }
             self.add(&path, Some((index, tensors)))?;
         }
@@ -274,12 +274,12 @@ impl Checkpoint {
     }
 
     fn add(&mut self, path: &Path, expected: Option<(&Path, &BTreeSet<&str>)>) -> Result<()> {
-        let (tensors, strided) = if pytorch::begins(path) {
+        let (tensors, strided) = if pytorch::is_pytorch(path) {
             let found = pytorch::open(path)?;
             self.notes.extend(found.notes);
             (found.plain, found.strided)
-        } else if ends(path, &pytorch::EXTENSIONS) {
-            let what = "not a file of PyTorch: it begins neither as an archive nor as a pickle (if it is a pointer of Git LFS, download the file)";
+        } else if has_extension(path, &pytorch::EXTENSIONS) {
+            let what = "not a PyTorch file: it is neither a zip archive nor a pickle (if it is a Git LFS pointer, download the file)";
             return Err(Error::malformed(path, what));
         } else {
             let (file, header) = DataFile::open(path)?;
@@ -291,11 +291,11 @@ impl Checkpoint {
             (header.tensors.into_iter().map(tensor).collect(), BTreeMap::new())
         };
         if let Some((index, names)) = expected {
-            let held: BTreeSet<&str> = tensors.keys().chain(strided.keys()).map(String::as_str).collect();
-            if let Some(name) = names.difference(&held).next() {
+            let found: BTreeSet<&str> = tensors.keys().chain(strided.keys()).map(String::as_str).collect();
+            if let Some(name) = names.difference(&found).next() {
                 return Err(Error::malformed(index, format!("tensor `{name}` is not in its shard {}", path.display())));
             }
-            if let Some(name) = held.difference(names).next() {
+            if let Some(name) = found.difference(names).next() {
                 return Err(Error::malformed(path, format!("tensor `{name}` is not listed for this shard in {}", index.display())));
             }
         }
@@ -306,25 +306,25 @@ impl Checkpoint {
     }
 }
 
-fn ends(path: &Path, extensions: &[&str]) -> bool {
+fn has_extension(path: &Path, extensions: &[&str]) -> bool {
     path.extension().is_some_and(|e| extensions.iter().any(|extension| e == *extension))
 }
 
-/// What training programs write beside weights, in PyTorch's format.
+/// Prefixes of PyTorch files that training programs write in addition to weights.
 const NO_WEIGHTS: [&str; 4] = ["optimizer", "rng_state", "scheduler", "training_args"];
 
 fn only_file(folder: &Path) -> Result<PathBuf> {
     let all = files::files(folder).map_err(Error::io("list", folder))?;
     let state = |path: &Path| path.file_name().is_some_and(|name| NO_WEIGHTS.iter().any(|start| name.to_string_lossy().starts_with(start)));
-    let of_pytorch = |path: &&PathBuf| ends(path, &pytorch::EXTENSIONS) && !state(path) && pytorch::begins(path);
-    let safetensors: Vec<&PathBuf> = all.iter().filter(|path| ends(path, &["safetensors"])).collect();
+    let of_pytorch = |path: &&PathBuf| has_extension(path, &pytorch::EXTENSIONS) && !state(path) && pytorch::is_pytorch(path);
+    let safetensors: Vec<&PathBuf> = all.iter().filter(|path| has_extension(path, &["safetensors"])).collect();
     let (found, kind) = if safetensors.is_empty() { (all.iter().filter(of_pytorch).collect(), "PyTorch") } else { (safetensors, ".safetensors") };
     match found.as_slice() {
         [path] => Ok((*path).clone()),
         [] => Err(Error::malformed(
             folder,
-            format!("no {SINGLE}, no {INDEX} and no other .safetensors file or weights of PyTorch in this folder: name the one that holds the weights"),
+            format!("no {SINGLE}, no {INDEX} and no other .safetensors or PyTorch weight file in this folder; specify the folder with the weights"),
         )),
-        _ => Err(Error::malformed(folder, format!("several {kind} files and no {INDEX}; name the file to open"))),
+        _ => Err(Error::malformed(folder, format!("several {kind} files and no {INDEX}; specify the file to open"))),
     }
 }

@@ -1,4 +1,4 @@
-//! What a general compressor would make of files: how much redundancy is left in them.
+//! Size of files after general-purpose compression, a measure of their remaining redundancy.
 
 use std::path::PathBuf;
 
@@ -6,21 +6,21 @@ use crate::error::{Error, Result};
 use crate::files::File;
 use crate::work::Work;
 
-/// Size after zstd, level 3.
+/// Size after compression with zstd, level 3.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Compressed {
-    /// Bytes, extrapolated when sampled.
+    /// Bytes; extrapolated if only a sample was compressed.
     pub bytes: u64,
-    /// Whether only evenly spaced blocks were compressed.
+    /// Whether only a sample of evenly spaced blocks was compressed.
     pub sampled: bool,
 }
 
 const LEVEL: i32 = 3;
 const SAMPLE: u64 = 256 << 10;
-/// Files up to this size together are compressed whole.
+/// Files with at most this total size are compressed completely.
 pub const EXACT: u64 = 8 << 20;
 
-/// Compresses files, or 32 evenly spaced blocks of them when they are large.
+/// Compresses files, or 32 evenly spaced blocks if they are large.
 ///
 /// # Errors
 /// A file cannot be read.
@@ -66,8 +66,8 @@ pub fn compressed_size(paths: &[PathBuf], work: &Work) -> Result<Compressed> {
             })
         },
     )?;
-    let (compressed, seen) = (sizes.iter().sum::<u64>(), blocks.iter().map(|(_, length)| length).sum::<u64>());
-    let bytes = if seen == 0 { 0 } else { (u128::from(compressed) * u128::from(total) / u128::from(seen)) as u64 };
+    let (compressed, sampled_bytes) = (sizes.iter().sum::<u64>(), blocks.iter().map(|(_, length)| length).sum::<u64>());
+    let bytes = if sampled_bytes == 0 { 0 } else { (u128::from(compressed) * u128::from(total) / u128::from(sampled_bytes)) as u64 };
     Ok(Compressed { bytes, sampled })
 }
 

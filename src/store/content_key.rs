@@ -1,4 +1,4 @@
-//! Names for cached results, by everything that decides what they hold: two results under one name are the same.
+//! Keys of cached results: a hash of all inputs that determine the result.
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
@@ -6,22 +6,23 @@ use std::path::{Path, PathBuf};
 use std::sync::{LazyLock, Mutex};
 use std::time::{Duration, SystemTime};
 
-use super::hash::hash_of;
+use super::hash::hash_file;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::work::{Work, lock};
 
-/// Folders in folders; links may lead in circles.
+/// Maximum depth of nested folders. Symbolic links may form cycles.
 const DEEPEST: usize = 32;
 
-/// A hash that grows with lines of text and with the contents of files, never with where they lie or when they were written.
+/// A hash over lines of text and the contents of files. It does not depend on the location or
+/// modification time of files.
 pub struct ContentKey<'w> {
     hasher: blake3::Hasher,
     work: Work<'w>,
 }
 
 impl<'w> ContentKey<'w> {
-    /// The key of nothing yet.
+    /// An empty key.
     pub fn new(work: &Work<'w>) -> ContentKey<'w> {
         ContentKey { hasher: blake3::Hasher::new(), work: work.quiet() }
     }
@@ -32,42 +33,46 @@ impl<'w> ContentKey<'w> {
         self.hasher.update(b"\n");
     }
 
-    /// Adds files, and all files of folders and of those in them, by their contents and their names below `root`.
+    /// Adds the contents of files, and of all files in folders, recursively, with their names relative
+    /// to `root`.
     ///
     /// # Errors
-    /// A file cannot be read, folders lie too deep in one another, or the work is cancelled.
+    /// A file cannot be read, folders are nested too deeply, or the work is cancelled.
     pub fn files(&mut self, paths: impl IntoIterator<Item = impl AsRef<Path>>, root: &Path) -> Result<()> {
         paths.into_iter().try_for_each(|path| self.add(path.as_ref(), root, DEEPEST))
     }
 
-    /// The key so far, as hexadecimal digits.
+    /// The key as hexadecimal digits.
     pub fn name(&self) -> String {
         self.hasher.finalize().to_string()
     }
 
     fn add(&mut self, path: &Path, root: &Path, depth: usize) -> Result<()> {
         if !files::is_dir(path) {
-            // A SHA-256 that a server states saves the download. Nothing else identifies contents without reading them.
+            // A SHA-256 reported by the server saves the download. Nothing else identifies the contents
+            // without reading them.
             let stated = files::content_hash(path).map_err(Error::io("open", path))?.map(|digits| format!("sha256:{digits}"));
             let hash = stated.map_or_else(|| hash_once(path, &self.work).map(|hash| hash.to_string()), Ok)?;
             self.line(&format!("{} {hash}", path.strip_prefix(root).unwrap_or(path).display()));
             return Ok(());
         }
         if depth == 0 {
-            return Err(Error::malformed(path, "folders lie too deep in one another"));
+            return Err(Error::malformed(path, "folders are nested too deeply"));
         }
         let entries = files::list(path).map_err(Error::io("read", path))?;
         entries.iter().try_for_each(|entry| self.add(&entry.path, root, depth - 1))
     }
 }
 
-/// Identity of a local file at one time: device, inode, length, modification time and change time. Only the kernel sets the change time, so that copying a modification time (`cp -p`, `touch -d`) does not hide other contents.
+/// Identity of a local file at one time: device, inode, length, modification time and change time. Only
+/// the kernel sets the change time, so preserving a modification time (`cp -p`, `touch -d`) cannot hide
+/// changed contents.
 type FileState = (u64, u64, u64, (i64, i64), (i64, i64));
 
-/// Hashes of local files that this process has read. Several keys of a run cover the same files.
+/// Hashes of local files read by this process. Several keys of a run cover the same files.
 static HASHES: LazyLock<Mutex<HashMap<FileState, blake3::Hash>>> = LazyLock::new(Mutex::default);
 
-/// A file that has changed more recently may change again within the resolution of its times.
+/// A file changed more recently than this may change again within the resolution of its timestamps.
 const SETTLED: Duration = Duration::from_secs(2);
 
 fn file_state(path: &Path) -> Option<FileState> {
@@ -77,20 +82,20 @@ fn file_state(path: &Path) -> Option<FileState> {
     settled.then(|| (about.dev(), about.ino(), about.len(), (about.mtime(), about.mtime_nsec()), (about.ctime(), about.ctime_nsec())))
 }
 
-/// The hash of a file, read once per process as long as it does not change.
+/// The hash of a file, computed once per process while the file does not change.
 fn hash_once(path: &Path, work: &Work) -> Result<blake3::Hash> {
     let state = file_state(path);
     if let Some(hash) = state.and_then(|state| lock(&HASHES).get(&state).copied()) {
         return Ok(hash);
     }
-    let hash = hash_of(path, work)?;
+    let hash = hash_file(path, work)?;
     if let Some(state) = state.filter(|state| file_state(path) == Some(*state)) {
         lock(&HASHES).insert(state, hash);
     }
     Ok(hash)
 }
 
-/// What lies in a folder, in the order of names; nothing where there is no folder.
+/// The entries of a folder, sorted by name. Empty if the folder does not exist.
 pub(crate) fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Ok(Vec::new()) };
     let mut paths = entries.map(|entry| entry.map(|e| e.path())).collect::<std::io::Result<Vec<_>>>().map_err(Error::io("read", folder))?;
@@ -104,7 +109,7 @@ mod tests {
     use crate::work::{Cancel, Silent};
 
     #[test]
-    fn contents_count_and_nothing_else() {
+    fn keys_depend_only_on_contents() {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| {
             let path = folder.path().join(name);

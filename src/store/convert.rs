@@ -1,23 +1,23 @@
-//! A weight decoded to floats, or with its scales in another format.
+//! Dequantized weights, and weights with scales of another dtype.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Affine, BlockSink, DType, Rows, View, WeightSource};
+use super::{BlockSink, DType, QuantizationSpec, Rows, View, WeightSource};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 
-/// Another source's values as plain floats of a given format.
+/// Dequantizes a source to a given float dtype.
 pub struct Decoded {
-    /// Where the values come from.
+    /// The input.
     pub upstream: Arc<dyn WeightSource>,
-    /// Format to decode to: f16, bf16 or f32.
+    /// Dtype of the output: f16, bf16 or f32.
     pub dtype: DType,
-    /// Name, for errors.
+    /// Name for errors.
     pub name: String,
 }
 
-/// Elements that are decoded at a time, small enough for the first-level cache.
+/// Number of elements decoded at a time, so that they fit into the L1 cache.
 pub(crate) const RUN: usize = 4096;
 
 impl WeightSource for Decoded {
@@ -37,14 +37,15 @@ impl WeightSource for Decoded {
                 let out = &mut bytes[start * size..(start + run.len()) * size];
                 let decoded = block.now.decode(start, run);
                 if block.now.affine.is_some() {
-                    // The lowest integer can stand for half a step more than the format holds.
+                    // Dequantization of the lowest integer can exceed the range of the dtype by half a
+                    // step.
                     run.iter_mut().for_each(|v| *v = v.clamp(-largest, largest));
                 }
                 if let Some(value) = run.iter().find(|v| v.is_finite() && v.abs() > largest && convert::rounded(self.dtype, **v).is_infinite()) {
-                    return Err(beyond(&self.name, *value, self.dtype));
+                    return Err(out_of_range(&self.name, *value, self.dtype));
                 }
                 if !(decoded && convert::from_f32(self.dtype, run, out)) {
-                    return Err(Error::tensor(&self.name, format!("{} cannot be decoded to {}", block.now.dtype, self.dtype), ""));
+                    return Err(Error::tensor(&self.name, format!("{} cannot be converted to {}", block.now.dtype, self.dtype), ""));
                 }
             }
             sink(block.becomes(View::dense(self.dtype, &bytes)))
@@ -57,18 +58,18 @@ impl WeightSource for Decoded {
     }
 }
 
-fn beyond(name: &str, value: f32, dtype: DType) -> Error {
-    let what = format!("holds {value:e}, and {dtype} ends at {:e}", convert::largest(dtype));
-    Error::tensor(name, what, "write it in a wider format, or bring its values into range first")
+fn out_of_range(name: &str, value: f32, dtype: DType) -> Error {
+    let what = format!("contains {value:e}, but the largest value of {dtype} is {:e}", convert::largest(dtype));
+    Error::tensor(name, what, "use a wider dtype, or clip its values first")
 }
 
-/// Another source's integers, with the scales or palettes in another format, which reaches as far as they do.
+/// The codes of a source with scales or palettes converted to another dtype of sufficient range.
 pub struct Rescaled {
-    /// Where the integers come from.
+    /// The input.
     pub upstream: Arc<dyn WeightSource>,
-    /// The encoding as it will be: upstream's, but for `scale_dtype`.
-    pub affine: Affine,
-    /// Name, for errors.
+    /// The encoding of the output: that of the input, except for `scale_dtype`.
+    pub affine: QuantizationSpec,
+    /// Name for errors.
     pub name: String,
 }
 
@@ -85,10 +86,10 @@ impl WeightSource for Rescaled {
             bytes.resize(count * dtype.bitsize() / 8, 0);
             let decoded = block.now.global_scale == 1.0 && convert::decode(from.scale_dtype, block.now.scales, &mut scales);
             if let Some(value) = scales.iter().find(|v| v.is_finite() && convert::rounded(dtype, **v).is_infinite()) {
-                return Err(beyond(&self.name, *value, dtype));
+                return Err(out_of_range(&self.name, *value, dtype));
             }
             if !(decoded && convert::from_f32(dtype, &scales, &mut bytes)) {
-                return Err(Error::tensor(&self.name, format!("has scales that cannot become {dtype}"), ""));
+                return Err(Error::tensor(&self.name, format!("has scales that cannot be converted to {dtype}"), ""));
             }
             sink(block.becomes(View { dtype, affine: Some((&self.affine, row)), scales: &bytes, ..block.now }))
         })

@@ -1,41 +1,43 @@
-//! Weights of GPTQ and AWQ checkpoints, as their tools write them (AutoGPTQ and GPTQModel: `qlinear`; AutoAWQ: `modules/linear/gemm.py`).
+//! Weights of GPTQ and AWQ checkpoints, as written by AutoGPTQ and GPTQModel (`qlinear`) and AutoAWQ
+//! (`modules/linear/gemm.py`).
 //!
-//! Matrices are stored `[in, out]`, in words of several codes `q`; a value is `(q - z) · s`:
+//! Matrices are stored as `[in, out]`, with several codes `q` per word. The value is `(q - z) · s`:
 //!
 //! | | `x.qweight` I32 | `x.qzeros` I32 | `x.scales` | `x.g_idx` I32 |
 //! | --- | --- | --- | --- | --- |
-//! | GPTQ | `[in · bits / 32, out]`, consecutive inputs in a word, low first | `[groups, out · bits / 32]`, outputs, low first; version 1 stores z - 1 | `[groups, out]` | group of each input |
-//! | AWQ (GEMM) | `[in, out / 8]`, outputs in a word in the order 0 2 4 6 1 3 5 7 | `[groups, out / 8]` in the same order | `[groups, out]` | |
+//! | GPTQ | `[in · bits / 32, out]`, consecutive inputs per word, low bits first | `[groups, out · bits / 32]`, consecutive outputs, low bits first; version 1 stores z - 1 | `[groups, out]` | group of each input |
+//! | AWQ (GEMM) | `[in, out / 8]`, outputs per word in the order 0 2 4 6 1 3 5 7 | `[groups, out / 8]` in the same order | `[groups, out]` | |
 //!
-//! They become weights `x.weight`, `[out, in]`. Where `g_idx` puts inputs into groups in any other order than their own, the values
-//! are floats: scales for groups of scattered inputs have no other form.
+//! They become weights `x.weight`, `[out, in]`. If `g_idx` assigns inputs to groups out of order, the
+//! weight is dequantized to floats, because [`Granularity`] cannot represent scattered groups.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::sync::Arc;
 
 use super::{
-    ActivationScheme, Affine, Block, BlockSink, Checkpoint, Codes, DType, Decoded, Encoding, Granularity, RawTensor, View, Weight, WeightSource, block_elements,
+    ActivationScheme, Block, BlockSink, Checkpoint, Codes, DType, Decoded, Encoding, Granularity, QuantizationSpec, RawTensor, View, Weight, WeightSource,
+    block_elements,
 };
 use crate::error::{Error, Result};
 
-/// What the configuration says of words, where it says something.
+/// Settings of GPTQ and AWQ checkpoints in a configuration.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct WordsLabel {
-    /// Whether zero points are stored as they are (GPTQ version 2), and not less one.
+pub struct GptqConfig {
+    /// Whether zero points are stored unchanged (GPTQ version 2) instead of minus one.
     pub second_version: bool,
-    /// Whether all zero points are the middle of the range.
+    /// Whether all zero points are the middle of the range, if specified.
     pub symmetric: Option<bool>,
 }
 
-/// Places of the outputs in a word of AWQ: nibble i holds output `ORDER[i]`.
+/// Order of the outputs in a word of AWQ: nibble i contains output `ORDER[i]`.
 const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
-/// Outputs that are brought into rows at a time, so that each reading of a line is long.
+/// Number of outputs that are transposed at a time, so that reads are long.
 const BAND: usize = 1024;
 
-/// How words hold codes.
+/// Packing format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Words {
     Gptq,
@@ -43,13 +45,13 @@ enum Words {
 }
 
 impl Words {
-    /// Which of the outputs of a word has this place in it.
-    fn output(self, place: usize) -> usize {
-        if self == Words::Awq { ORDER.get(place).copied().unwrap_or(place) } else { place }
+    /// The output, relative to the word, at an index within a word.
+    fn output(self, index: usize) -> usize {
+        if self == Words::Awq { ORDER.get(index).copied().unwrap_or(index) } else { index }
     }
 }
 
-/// A matrix in words, seen as one `[out, in]`.
+/// A packed matrix in a file, exposed as `[out, in]`.
 #[derive(Debug, Clone)]
 struct WordsFile {
     name: String,
@@ -57,26 +59,24 @@ struct WordsFile {
     values: RawTensor,
     zeros: RawTensor,
     scales: RawTensor,
-    /// Group of each input, where groups are not of consecutive ones.
+    /// Group of each input, if groups are not consecutive.
     order: Option<Vec<usize>>,
-    /// What is added to stored zero points.
+    /// Offset added to stored zero points.
     offset: u8,
     rows: usize,
     row: usize,
     groups: usize,
-    affine: Affine,
+    affine: QuantizationSpec,
 }
 
-/// Takes all GPTQ and AWQ weights out of a checkpoint.
-///
-/// # Errors
-/// Tensors that belong together do not fit each other.
+/// Removes all GPTQ and AWQ weights from a checkpoint. Fails if the parts of a weight do not match.
 pub(super) fn take(checkpoint: &mut Checkpoint) -> Result<Vec<(String, Weight)>> {
     let modules: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(".qweight")).map(str::to_owned).collect();
-    let whole = |checkpoint: &Checkpoint, module: &str| ["scales", "qzeros"].iter().all(|part| checkpoint.tensors.contains_key(&format!("{module}.{part}")));
+    let is_complete =
+        |checkpoint: &Checkpoint, module: &str| ["scales", "qzeros"].iter().all(|part| checkpoint.tensors.contains_key(&format!("{module}.{part}")));
     let mut weights = Vec::new();
     for module in modules {
-        if whole(checkpoint, &module) {
+        if is_complete(checkpoint, &module) {
             weights.push(weight(checkpoint, &module)?);
         }
     }
@@ -88,66 +88,66 @@ fn weight(checkpoint: &mut Checkpoint, module: &str) -> Result<(String, Weight)>
     let broken = |reason: String| Error::tensor(&name, reason, "start from the original checkpoint, or save it again with GPTQModel or AutoAWQ");
     let part = |what: &str| format!("{module}.{what}");
     let mut stored_as = Vec::new();
-    let mut taken = |what: &str| {
+    let mut take = |what: &str| {
         let tensor = checkpoint.tensors.remove(&part(what));
         stored_as.extend(tensor.is_some().then(|| part(what)));
         tensor
     };
-    let (Some(values), Some(zeros), Some(scales), order) = (taken("qweight"), taken("qzeros"), taken("scales"), taken("g_idx")) else {
-        return Err(broken("lacks a part".into()));
+    let (Some(values), Some(zeros), Some(scales), order) = (take("qweight"), take("qzeros"), take("scales"), take("g_idx")) else {
+        return Err(broken("a part is missing".into()));
     };
     let bytes = [Some(&values), Some(&zeros), Some(&scales), order.as_ref()].into_iter().flatten().fold(0u64, |sum, t| sum.saturating_add(t.bytes()));
     let shapes =
         || format!("qweight {} {:?}, qzeros {} {:?}, scales {} {:?}", values.dtype, values.shape, zeros.dtype, zeros.shape, scales.dtype, scales.shape);
     let ([high, wide], [zero_rows, zero_wide], [groups, rows]) = (&values.shape[..], &zeros.shape[..], &scales.shape[..]) else {
-        return Err(broken(format!("its parts are no matrices: {}", shapes())));
+        return Err(broken(format!("its parts are not matrices: {}", shapes())));
     };
     let (high, wide, groups, rows) = (*high, *wide, *groups, *rows);
     let bits = |words: usize| words.checked_mul(32).filter(|bits| rows > 0 && bits.is_multiple_of(rows)).and_then(|bits| bits.checked_div(rows));
     let (words, bits, row) = match bits(*zero_wide) {
         Some(bits @ (2 | 4 | 8)) if wide == rows => (Words::Gptq, bits, high.saturating_mul(32).checked_div(bits).unwrap_or(0)),
         Some(4) if wide == *zero_wide => (Words::Awq, 4, high),
-        _ => return Err(broken(format!("is in words that are neither GPTQ of 2, 4 or 8 bits nor AWQ (GEMM): {}", shapes()))),
+        _ => return Err(broken(format!("is packed neither as GPTQ of 2, 4 or 8 bits nor as AWQ (GEMM): {}", shapes()))),
     };
     let fits = values.dtype == DType::I32 && zeros.dtype == DType::I32 && matches!(scales.dtype, DType::F16 | DType::BF16 | DType::F32);
     if !fits || *zero_rows != groups || groups == 0 || row == 0 || !row.is_multiple_of(groups) {
-        return Err(broken(format!("its parts do not fit each other: {}", shapes())));
+        return Err(broken(format!("its parts do not match: {}", shapes())));
     }
     let size = row.checked_div(groups).unwrap_or(row);
     let order = match &order {
         Some(order) => {
-            scattered(order, row, groups).ok_or_else(|| broken(format!("its g_idx {} {:?} is no group for each input", order.dtype, order.shape)))?
+            scattered(order, row, groups).ok_or_else(|| broken(format!("its g_idx {} {:?} does not assign a group to each input", order.dtype, order.shape)))?
         }
         None => None,
     };
     let middle = 1u8.wrapping_shl(bits.saturating_sub(1) as u32);
     let sampled = sample(&zeros)?;
     let all = |zero: u8| (0..8usize).step_by(bits.max(1)).fold(0u8, |byte, at| byte | zero.wrapping_shl(at as u32));
-    // Of a symmetric file, the words say which version they are, whatever its label says.
-    let label = checkpoint.words;
+    // For a symmetric file, the zero points reveal the version, whatever the configuration specifies.
+    let config = checkpoint.gptq;
     let is = |zero: u8| sampled.iter().all(|byte| *byte == all(zero));
     let (symmetric, offset) = match words {
-        Words::Awq => (label.symmetric != Some(false) && is(middle), 0),
-        Words::Gptq if label.symmetric != Some(false) && is(middle) => (true, 0),
-        Words::Gptq if label.symmetric != Some(false) && is(middle.wrapping_sub(1)) => (true, 1),
-        Words::Gptq => (false, u8::from(!label.second_version)),
+        Words::Awq => (config.symmetric != Some(false) && is(middle), 0),
+        Words::Gptq if config.symmetric != Some(false) && is(middle) => (true, 0),
+        Words::Gptq if config.symmetric != Some(false) && is(middle.wrapping_sub(1)) => (true, 1),
+        Words::Gptq => (false, u8::from(!config.second_version)),
     };
     let granularity = if groups == 1 { Granularity::Channel } else { Granularity::Group(size) };
-    let affine = Affine { codes: Codes::Integer(bits as u8), granularity, symmetric, scale_dtype: scales.dtype, activations: ActivationScheme::None };
+    let affine = QuantizationSpec { codes: Codes::Integer(bits as u8), granularity, symmetric, scale_dtype: scales.dtype, activations: ActivationScheme::None };
     let (dtype, floats) = (scales.dtype, order.is_some());
     let file = WordsFile { name: name.clone(), words, values, zeros, scales, order, offset, rows, row, groups, affine: affine.clone() };
     let (encoding, source): (Encoding, Arc<dyn WeightSource>) = if floats {
-        let affine = Affine { granularity: Granularity::Group(1), symmetric: false, ..affine };
+        let affine = QuantizationSpec { granularity: Granularity::Group(1), symmetric: false, ..affine };
         (Encoding::Dense, Arc::new(Decoded { upstream: Arc::new(WordsFile { affine, ..file }), dtype, name: name.clone() }))
     } else {
-        (Encoding::Affine(affine), Arc::new(file))
+        (Encoding::Quantized(affine), Arc::new(file))
     };
     let mut weight = Weight::new(dtype, vec![rows, row], encoding, source);
     (weight.stored_bytes, weight.stored_as) = (bytes, stored_as);
     Ok((name, weight))
 }
 
-/// Bytes from both ends of a tensor: symmetric files repeat one.
+/// Bytes from both ends of a tensor. In symmetric files, all bytes are equal.
 fn sample(zeros: &RawTensor) -> Result<Vec<u8>> {
     let length = zeros.bytes().min(256);
     let mut bytes = vec![0; length as usize];
@@ -158,7 +158,7 @@ fn sample(zeros: &RawTensor) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The groups of the inputs: `Some(None)` where they are of consecutive inputs, nothing where they are no groups.
+/// The group of each input. `Some(None)` if groups are consecutive, `None` if `order` is invalid.
 fn scattered(order: &RawTensor, row: usize, groups: usize) -> Option<Option<Vec<usize>>> {
     if order.dtype != DType::I32 || order.elements() != row {
         return None;
@@ -172,8 +172,8 @@ fn scattered(order: &RawTensor, row: usize, groups: usize) -> Option<Option<Vec<
 }
 
 impl WordsFile {
-    /// Zero points as they are taken from q - 2^(bits - 1), `[out, groups]`.
-    #[allow(clippy::indexing_slicing, clippy::arithmetic_side_effects, reason = "hot; the sizes of all parts were held to each other")]
+    /// Zero points relative to 2^(bits - 1), `[out, groups]`.
+    #[allow(clippy::indexing_slicing, clippy::arithmetic_side_effects, reason = "hot; the sizes of all parts were validated")]
     fn zero_points(&self) -> Result<Vec<u8>> {
         let bits = usize::from(self.affine.codes.bits());
         let (each, mask, middle) = (32 / bits, (1u32 << bits) - 1, 1u32 << (bits - 1));
@@ -182,28 +182,28 @@ impl WordsFile {
         for (at, word) in bytes.as_chunks::<4>().0.iter().enumerate() {
             let (group, first) = (at / (self.rows / each), at % (self.rows / each) * each);
             let word = u32::from_le_bytes(*word);
-            for place in 0..each {
-                let output = first + self.words.output(place);
-                let zero = (((word >> (place * bits)) & mask) + u32::from(self.offset)) & mask;
+            for index in 0..each {
+                let output = first + self.words.output(index);
+                let zero = (((word >> (index * bits)) & mask) + u32::from(self.offset)) & mask;
                 zero_points[output * self.groups + group] = zero.wrapping_sub(middle) as u8;
             }
         }
         if self.affine.symmetric && zero_points.iter().any(|zero| *zero != 0) {
             return Err(Error::tensor(
                 &self.name,
-                "has zero points, and what is said of it or its first ones say that it is symmetric",
+                "has nonzero zero points, but its configuration or its first zero points indicate a symmetric weight",
                 "set `sym` to false in its quantization_config",
             ));
         }
         Ok(zero_points)
     }
 
-    /// The codes of so many outputs from `first` on, less 2^(bits - 1), row by row.
-    #[allow(clippy::indexing_slicing, clippy::arithmetic_side_effects, reason = "hot; the sizes of all parts were held to each other")]
+    /// The codes of `rows` outputs starting at `first`, relative to 2^(bits - 1), row by row.
+    #[allow(clippy::indexing_slicing, clippy::arithmetic_side_effects, reason = "hot; the sizes of all parts were validated")]
     fn band(&self, first: usize, rows: usize, line: &mut Vec<u8>, codes: &mut Vec<u8>) -> Result<()> {
         let bits = usize::from(self.affine.codes.bits());
         let (each, mask, middle) = (32 / bits, (1u32 << bits) - 1, 1u32 << (bits - 1));
-        let code = |word: u32, place: usize| (word >> (place * bits) & mask).wrapping_sub(middle) as u8;
+        let code = |word: u32, index: usize| (word >> (index * bits) & mask).wrapping_sub(middle) as u8;
         codes.clear();
         codes.resize(rows * self.row, 0);
         let (start, width, stride) = if self.words == Words::Awq { (first / each, rows / each, self.rows / each) } else { (first, rows, self.rows) };
@@ -212,12 +212,12 @@ impl WordsFile {
             self.values.read_at((4 * (at * stride + start)) as u64, line)?;
             for (column, word) in line.as_chunks::<4>().0.iter().enumerate() {
                 let word = u32::from_le_bytes(*word);
-                for place in 0..each {
+                for index in 0..each {
                     let (output, input) = match self.words {
-                        Words::Gptq => (column, at * each + place),
-                        Words::Awq => (column * each + self.words.output(place), at),
+                        Words::Gptq => (column, at * each + index),
+                        Words::Awq => (column * each + self.words.output(index), at),
                     };
-                    codes[output * self.row + input] = code(word, place);
+                    codes[output * self.row + input] = code(word, index);
                 }
             }
         }
@@ -226,7 +226,7 @@ impl WordsFile {
 }
 
 impl WeightSource for WordsFile {
-    #[allow(clippy::indexing_slicing, clippy::arithmetic_side_effects, reason = "hot; the sizes of all parts were held to each other")]
+    #[allow(clippy::indexing_slicing, clippy::arithmetic_side_effects, reason = "hot; the sizes of all parts were validated")]
     fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         let (size, zeros, by_group) = (self.affine.scale_dtype.bitsize() / 8, self.zero_points()?, self.scales.read_all()?);
         let step = block_elements(self.row) / self.row;

@@ -1,4 +1,4 @@
-//! BLAKE3 of a file, read in parallel; the same value that `b3sum` prints.
+//! BLAKE3 hash of a file, computed in parallel. Equals the output of `b3sum`.
 
 use std::path::Path;
 
@@ -8,35 +8,35 @@ use crate::error::{Error, Result};
 use crate::files::File;
 use crate::work::Work;
 
-/// Bytes that one job hashes: a whole subtree of BLAKE3, so a power of two.
+/// Bytes hashed by one job: a power of two, so that they form a subtree of BLAKE3.
 const SEGMENT: u64 = 16 << 20;
 const BUFFER: usize = 256 << 10;
 
-/// The hash of a file, which is read by several threads.
+/// The hash of a file, computed by several threads.
 ///
 /// # Errors
 /// The file cannot be read.
-pub fn hash_of(path: &Path, work: &Work) -> Result<blake3::Hash> {
+pub fn hash_file(path: &Path, work: &Work) -> Result<blake3::Hash> {
     segments(path, SEGMENT, work).map(|values| root(&values))
 }
 
-/// Bytes of a leaf of BLAKE3's tree.
+/// Size of a leaf of BLAKE3's tree in bytes.
 pub(super) const CHUNK: usize = blake3::CHUNK_LEN;
 
-/// A whole subtree of the tree of a hash.
+/// A complete subtree of BLAKE3's tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Subtree {
-    /// How many bytes it is of.
+    /// Number of bytes it covers.
     pub bytes: u64,
-    /// What they give to the hash.
+    /// Its chaining value.
     pub value: ChainingValue,
 }
 
-/// Hashes a run of bytes that lies somewhere in others.
+/// Hashes a range of bytes of a longer input.
 pub(super) struct RunHasher {
-    found: Vec<Subtree>,
+    subtrees: Vec<Subtree>,
     hasher: blake3::Hasher,
-    /// Where the subtree that is begun starts, and bytes of it.
+    /// Start of the current subtree, and number of its bytes hashed so far.
     start: u64,
     filled: u64,
     size: u64,
@@ -44,19 +44,19 @@ pub(super) struct RunHasher {
 }
 
 impl RunHasher {
-    /// Of bytes `start..end`, where `start` is a multiple of [`CHUNK`], and of the whole there is more.
+    /// A hasher for the bytes `start..end` of a longer input. `start` must be a multiple of [`CHUNK`].
     pub fn new(start: u64, end: u64) -> RunHasher {
-        let mut run = RunHasher { found: Vec::new(), hasher: blake3::Hasher::new(), start, filled: 0, size: 0, end };
+        let mut run = RunHasher { subtrees: Vec::new(), hasher: blake3::Hasher::new(), start, filled: 0, size: 0, end };
         run.begin();
         run
     }
 
-    /// The largest subtree that starts here.
+    /// Starts the largest possible subtree at the current position.
     fn begin(&mut self) {
         let left = self.end.saturating_sub(self.start);
-        let whole = 1u64.checked_shl(left.checked_ilog2().unwrap_or(0)).unwrap_or(left);
+        let power = 1u64.checked_shl(left.checked_ilog2().unwrap_or(0)).unwrap_or(left);
         let aligned = 1u64.checked_shl(self.start.trailing_zeros()).unwrap_or(u64::MAX);
-        self.size = if left <= CHUNK as u64 { left } else { whole.min(aligned) };
+        self.size = if left <= CHUNK as u64 { left } else { power.min(aligned) };
         self.filled = 0;
         if left > 0 {
             self.hasher = blake3::Hasher::new();
@@ -70,26 +70,26 @@ impl RunHasher {
             self.hasher.update(now);
             self.filled += now.len() as u64;
             if self.filled == self.size {
-                self.found.push(Subtree { bytes: self.size, value: self.hasher.finalize_non_root() });
+                self.subtrees.push(Subtree { bytes: self.size, value: self.hasher.finalize_non_root() });
                 self.start += self.size;
                 self.begin();
             }
             bytes = rest;
         }
         if !bytes.is_empty() {
-            // More than was announced is no run of these bytes.
+            // More bytes than specified: makes `finish` fail.
             self.end = u64::MAX;
         }
     }
 
-    /// The subtrees, in order; nothing where fewer bytes came than were announced.
+    /// The subtrees in order. `None` if the number of bytes differs from the specified one.
     pub fn finish(self) -> Option<Vec<Subtree>> {
-        (self.start == self.end).then_some(self.found)
+        (self.start == self.end).then_some(self.subtrees)
     }
 }
 
-/// The hash of a whole, from all its subtrees in order, of which there are several; nothing where they are not those of one tree.
-pub(super) fn joined(subtrees: &[Subtree]) -> Option<blake3::Hash> {
+/// Merges all subtrees of an input, at least two, into its hash. `None` if they do not form one tree.
+pub(super) fn merge(subtrees: &[Subtree]) -> Option<blake3::Hash> {
     let bytes = subtrees.iter().try_fold(0u64, |sum, subtree| sum.checked_add(subtree.bytes))?;
     let mut rest = subtrees;
     if subtrees.len() < 2 || bytes <= CHUNK as u64 {
@@ -100,7 +100,7 @@ pub(super) fn joined(subtrees: &[Subtree]) -> Option<blake3::Hash> {
     rest.is_empty().then(|| merge_subtrees_root(&left, &right, Mode::Hash))
 }
 
-/// The value of so many bytes, of which subtrees are next.
+/// The chaining value of the next `bytes` bytes, merged from the next subtrees.
 fn node(rest: &mut &[Subtree], bytes: u64) -> Option<ChainingValue> {
     let (first, others) = rest.split_first()?;
     if first.bytes == bytes {
@@ -115,10 +115,8 @@ fn node(rest: &mut &[Subtree], bytes: u64) -> Option<ChainingValue> {
     Some(merge_subtrees_non_root(&left, &right, Mode::Hash))
 }
 
-/// What segments of so many bytes, a power of two, of a file give to [`root`].
-///
-/// # Errors
-/// The file cannot be read.
+/// The chaining values of a file's segments, from which [`root`] computes the hash. `segment` must be a
+/// power of two.
 pub(super) fn segments(path: &Path, segment: u64, work: &Work) -> Result<Vec<ChainingValue>> {
     let file = File::open(path).map_err(Error::io("open", path))?;
     let length = file.length();
@@ -141,16 +139,17 @@ pub(super) fn segments(path: &Path, segment: u64, work: &Work) -> Result<Vec<Cha
     })
 }
 
-/// What a segment gives to [`root`]: the hash itself when there is only one segment.
+/// The chaining value of a segment, or the hash if it is the only segment.
 pub(super) fn chaining_value(hasher: &blake3::Hasher, only: bool) -> ChainingValue {
     if only { *hasher.finalize().as_bytes() } else { hasher.finalize_non_root() }
 }
 
-/// The hash of a whole from those of its segments, all but the last of one power of two of bytes.
+/// The hash of an input from the chaining values of its segments, all of which except the last cover the
+/// same power of two of bytes.
 pub(super) fn root(values: &[ChainingValue]) -> blake3::Hash {
     match values {
         [] => blake3::hash(&[]),
-        [whole] => (*whole).into(),
+        [only] => (*only).into(),
         _ => {
             let (left, right) = halves(values);
             merge_subtrees_root(&subtree(left), &subtree(right), Mode::Hash)
@@ -158,7 +157,8 @@ pub(super) fn root(values: &[ChainingValue]) -> blake3::Hash {
     }
 }
 
-/// The left half of a BLAKE3 tree is the largest power of two that leaves something for the right.
+/// The left half of a BLAKE3 tree covers the largest power of two that leaves at least one element for
+/// the right half.
 fn halves(values: &[ChainingValue]) -> (&[ChainingValue], &[ChainingValue]) {
     values.split_at(values.len().next_power_of_two() / 2)
 }
@@ -179,7 +179,7 @@ mod tests {
     use crate::work::{Cancel, Silent};
 
     #[test]
-    fn runs_of_bytes_are_joined_to_the_hash_of_the_whole() {
+    fn subtrees_of_ranges_merge_to_the_hash() {
         let bytes: Vec<u8> = (0..300 * CHUNK).map(|i| (i * 31 % 251) as u8).collect();
         for length in [CHUNK + 1, 2 * CHUNK, 3 * CHUNK, 4 * CHUNK, 7 * CHUNK + 5, 256 * CHUNK, 300 * CHUNK] {
             for cuts in [vec![1], vec![1, 2], vec![2, 3, 5], vec![64, 128], vec![7, 131, 132, 255]] {
@@ -194,9 +194,9 @@ mod tests {
                 if found.is_empty() {
                     continue;
                 }
-                assert_eq!(joined(&found), Some(blake3::hash(&bytes[..length])), "{length} bytes, cut at {cuts:?}");
+                assert_eq!(merge(&found), Some(blake3::hash(&bytes[..length])), "{length} bytes, cut at {cuts:?}");
                 found.pop();
-                assert_ne!(joined(&found), Some(blake3::hash(&bytes[..length])));
+                assert_ne!(merge(&found), Some(blake3::hash(&bytes[..length])));
             }
         }
         assert!(RunHasher::new(CHUNK as u64, 3 * CHUNK as u64).finish().is_none());
@@ -210,7 +210,7 @@ mod tests {
             let bytes: Vec<u8> = (0..length).map(|i| (i * 31 % 251) as u8).collect();
             std::fs::write(&path, &bytes).unwrap();
             let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-            let hash = hash_of(&path, &work).unwrap();
+            let hash = hash_file(&path, &work).unwrap();
             assert_eq!(hash, blake3::hash(&bytes), "{length} bytes");
         }
     }

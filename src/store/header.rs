@@ -1,6 +1,7 @@
-//! The header of a safetensors file: parsed without trust, written in the reference order.
+//! Header of a safetensors file: validated parsing, and writing in the order of the reference
+//! implementation.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,10 +13,10 @@ use serde::{Serialize, Serializer};
 
 use super::DType;
 
-/// The format's limit on the header's length.
+/// Maximum header length of the format.
 pub const MAX_HEADER: u64 = 100_000_000;
 
-/// Most axes of a tensor, as PyTorch and NumPy have them.
+/// Maximum number of dimensions of a tensor, as in PyTorch and NumPy.
 pub const MOST_AXES: usize = 64;
 
 /// One tensor of a file.
@@ -23,41 +24,41 @@ pub const MOST_AXES: usize = 64;
 pub struct Entry {
     /// Name in the checkpoint.
     pub name: String,
-    /// Format of an element.
+    /// Element type.
     pub dtype: DType,
-    /// Sizes, outermost first; empty for a scalar.
+    /// Shape, outermost dimension first; empty for a scalar.
     pub shape: Vec<usize>,
-    /// First byte, counted from the end of the header.
+    /// Offset of the first byte from the end of the header.
     pub begin: u64,
     /// One past the last byte.
     pub end: u64,
 }
 
-/// What a file says about itself.
+/// Contents of a header.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Header {
-    /// In the order of their bytes.
+    /// In the order of their offsets.
     pub tensors: Vec<Entry>,
-    /// Free text by key.
+    /// Metadata: free-form strings by key.
     pub metadata: BTreeMap<String, String>,
 }
 
-/// Elements of a tensor, or `None` when they overflow.
+/// Number of elements of a tensor. `None` if it overflows.
 pub fn element_count(shape: &[usize]) -> Option<u64> {
     shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64))
 }
 
-/// Bytes of a tensor, or `None` when they overflow or do not fill whole bytes.
+/// Size of a tensor in bytes. `None` if it overflows or is not a whole number of bytes.
 pub fn byte_count(dtype: DType, shape: &[usize]) -> Option<u64> {
     let bits = element_count(shape)?.checked_mul(dtype.bitsize() as u64)?;
     bits.is_multiple_of(8).then_some(bits / 8)
 }
 
 impl Header {
-    /// Reads a header that is followed by `data_bytes` bytes.
+    /// Parses a header that is followed by `data_bytes` bytes.
     ///
     /// # Errors
-    /// A sentence that says what is wrong, without the name of the file.
+    /// A description of the problem, without the name of the file.
     pub fn parse(json: &[u8], data_bytes: u64) -> Result<Header, String> {
         let text = std::str::from_utf8(json).map_err(|e| format!("the header is not UTF-8: {e}"))?;
         let raw: Raw = serde_json::from_str(text).map_err(|e| format!("the header is not valid: {e}"))?;
@@ -65,28 +66,28 @@ impl Header {
         for t in &tensors {
             let (begin, end) = (t.begin, t.end);
             let Some(bytes) = end.checked_sub(begin) else {
-                return Err(format!("tensor `{}`: data_offsets [{begin}, {end}] run backwards", t.name));
+                return Err(format!("tensor `{}`: data_offsets [{begin}, {end}] are reversed", t.name));
             };
             if end > data_bytes {
-                return Err(format!(
-                    "tensor `{}`: data_offsets [{begin}, {end}] reach past the end of the data, {data_bytes} bytes (is the file truncated?)",
-                    t.name
-                ));
+                return Err(format!("tensor `{}`: data_offsets [{begin}, {end}] exceed the {data_bytes} bytes of data (is the file truncated?)", t.name));
             }
             match byte_count(t.dtype, &t.shape) {
                 None => return Err(format!("tensor `{}`: shape {:?} of {} overflows or does not fill whole bytes", t.name, t.shape, t.dtype)),
                 Some(n) if n != bytes => {
-                    return Err(format!("tensor `{}`: shape {:?} of {} takes {n} bytes, data_offsets [{begin}, {end}] give {bytes}", t.name, t.shape, t.dtype));
+                    return Err(format!(
+                        "tensor `{}`: shape {:?} of {} takes {n} bytes, but data_offsets [{begin}, {end}] span {bytes}",
+                        t.name, t.shape, t.dtype
+                    ));
                 }
                 Some(_) => {}
             }
         }
-        // Empty tensors may share a place: they keep the reference order.
+        // Empty tensors may have equal offsets; they are sorted in the reference order.
         tensors.sort_by(|a, b| (a.begin, a.end, b.dtype, &a.name).cmp(&(b.begin, b.end, a.dtype, &b.name)));
         let mut position = 0;
         for t in &tensors {
             if t.begin != position {
-                let what = if t.begin < position { "overlaps the tensor before it" } else { "leaves a hole before it" };
+                let what = if t.begin < position { "overlap the previous tensor" } else { "leave a gap before it" };
                 return Err(format!("tensor `{}`: data_offsets [{}, {}] {what}", t.name, t.begin, t.end));
             }
             position = t.end;
@@ -97,7 +98,8 @@ impl Header {
         Ok(Header { tensors, metadata: raw.metadata })
     }
 
-    /// Lays tensors out in the reference order (widest element first, then by name).
+    /// Computes the offsets of tensors in the order of the reference implementation: widest element type
+    /// first, then by name.
     ///
     /// # Errors
     /// The name of a tensor whose size overflows.
@@ -114,12 +116,13 @@ impl Header {
         Ok(Header { tensors, metadata })
     }
 
-    /// Bytes after the header.
+    /// Total size of the tensors in bytes.
     pub fn data_bytes(&self) -> u64 {
         self.tensors.last().map_or(0, |t| t.end)
     }
 
-    /// The length field and the header, padded with spaces so that the data starts at a multiple of eight.
+    /// The length field and the header, padded with spaces so that the data starts at a multiple of
+    /// eight bytes.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut json = serde_json::to_vec(self).unwrap_or_default();
         json.resize(json.len().next_multiple_of(8), b' ');
@@ -146,7 +149,7 @@ impl Serialize for Header {
     }
 }
 
-/// The JSON object as it stands; a plain map would swallow names that are given twice.
+/// The raw JSON object. Unlike a map type, it rejects duplicate names.
 struct Raw {
     tensors: Vec<Entry>,
     metadata: BTreeMap<String, String>,
@@ -158,7 +161,7 @@ struct RawEntry {
     data_offsets: [u64; 2],
 }
 
-/// Nothing of an entry is buffered: its memory follows from the file's bytes.
+/// Parses an entry without buffering, so that memory is bounded by the file's size.
 impl<'de> Deserialize<'de> for RawEntry {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Fields;
@@ -172,7 +175,7 @@ impl<'de> Deserialize<'de> for RawEntry {
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawEntry, A::Error> {
                 let (mut dtype, mut shape, mut data_offsets) = (None, None, None);
                 while let Some(key) = map.next_key::<String>()? {
-                    let twice = match key.as_str() {
+                    let duplicate = match key.as_str() {
                         "dtype" => dtype.replace(map.next_value()?).is_some(),
                         "shape" => shape.replace(map.next_value()?).is_some(),
                         "data_offsets" => data_offsets.replace(map.next_value()?).is_some(),
@@ -181,7 +184,7 @@ impl<'de> Deserialize<'de> for RawEntry {
                             false
                         }
                     };
-                    if twice {
+                    if duplicate {
                         return Err(A::Error::custom(format!("duplicate field `{key}`")));
                     }
                 }
@@ -224,7 +227,7 @@ impl<'de> Deserialize<'de> for Shape {
     }
 }
 
-/// The value of an unknown key: parsed, so that invalid JSON is refused, and dropped.
+/// An ignored value of an unknown key. It is parsed, so that invalid JSON is rejected.
 struct Checked;
 
 impl<'de> Deserialize<'de> for Checked {
@@ -317,14 +320,14 @@ mod tests {
     }
 
     #[test]
-    fn what_a_strict_reader_refuses() {
+    fn invalid_headers_are_rejected() {
         let one = |fields: &str| format!(r#"{{"a":{{{fields}}}}}"#);
         refused("[]", 0, "an object of tensors");
         refused("{} x", 0, "trailing characters");
         refused(&one(r#""dtype":"F32","shape":[1],"data_offsets":[0,4]"#), 8, "4 bytes follow the last tensor");
-        refused(&one(r#""dtype":"F32","shape":[1],"data_offsets":[0,4]"#), 2, "reach past the end");
-        refused(&one(r#""dtype":"F32","shape":[1],"data_offsets":[4,8]"#), 8, "leaves a hole");
-        refused(&one(r#""dtype":"F32","shape":[1],"data_offsets":[4,0]"#), 8, "run backwards");
+        refused(&one(r#""dtype":"F32","shape":[1],"data_offsets":[0,4]"#), 2, "exceed the 2 bytes");
+        refused(&one(r#""dtype":"F32","shape":[1],"data_offsets":[4,8]"#), 8, "leave a gap");
+        refused(&one(r#""dtype":"F32","shape":[1],"data_offsets":[4,0]"#), 8, "are reversed");
         refused(&one(r#""dtype":"F32","shape":[2],"data_offsets":[0,4]"#), 4, "takes 8 bytes");
         refused(&one(r#""dtype":"f32","shape":[1],"data_offsets":[0,4]"#), 4, "unknown variant `f32`");
         refused(&one(r#""dtype":"F32","shape":[-1],"data_offsets":[0,4]"#), 4, "invalid value");
@@ -345,7 +348,7 @@ mod tests {
         let twice = r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
         refused(twice, 1, "duplicate name `a`");
         let overlap = r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}"#;
-        refused(overlap, 3, "overlaps");
+        refused(overlap, 3, "tensor `b`: data_offsets [1, 3] overlap the previous tensor");
         assert!(Header::parse(b"\xff", 0).unwrap_err().contains("not UTF-8"));
     }
 
@@ -372,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_tensors_of_several_types_parse_in_the_order_that_they_are_laid_out() {
+    fn empty_tensors_of_several_types_preserve_their_order() {
         let header = Header::layout([("a".into(), DType::U8, vec![0]), ("b".into(), DType::F32, vec![0])], BTreeMap::new()).unwrap();
         assert_eq!(Header::parse(&header.to_bytes()[8..], 0).unwrap(), header);
     }

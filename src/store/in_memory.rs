@@ -1,12 +1,12 @@
-//! Weights that are in memory: what a pass has computed and no file holds.
+//! Weights whose values are in memory: computed by a pass and not stored in a file.
 
 use std::sync::Arc;
 
-use super::{Affine, BlockSink, Bytes, DType, Encoding, Granularity, Origin, View, Weight, WeightSource, least_common_multiple};
+use super::{BlockSink, Bytes, DType, Encoding, Granularity, Origin, QuantizationSpec, View, Weight, WeightSource, least_common_multiple};
 use crate::error::{Error, Result};
 use crate::kernel::{convert, packing};
 
-/// Bytes of floats, in the place of a weight that is gone over beside them: what was read is told with what it became.
+/// Float values that replace those of `before`, which is visited too, for comparison.
 struct InMemory {
     before: Weight,
     dtype: DType,
@@ -24,34 +24,34 @@ impl WeightSource for InMemory {
     }
 }
 
-/// The same, made anew each time that the weight is read.
-struct MadeWhenRead<F> {
+/// As [`InMemory`], with values that are computed each time the weight is visited.
+struct LazyValues<F> {
     before: Weight,
     name: String,
     values: F,
 }
 
-impl<F: Fn() -> Result<Vec<f32>> + Send + Sync> WeightSource for MadeWhenRead<F> {
+impl<F: Fn() -> Result<Vec<f32>> + Send + Sync> WeightSource for LazyValues<F> {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         self.before.with_values(&self.name, &(self.values)()?)?.visit(unit, sink)
     }
 }
 
-/// Integers with their scales.
-struct InMemoryIntegers {
+/// Codes with their scales in memory.
+struct InMemoryCodes {
     before: Weight,
     dtype: DType,
-    affine: Affine,
+    affine: QuantizationSpec,
     row: usize,
-    integers: Vec<u8>,
+    codes: Vec<u8>,
     scales: Vec<u8>,
     zero_points: Vec<u8>,
     global_scale: f32,
 }
 
-impl WeightSource for InMemoryIntegers {
+impl WeightSource for InMemoryCodes {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        let run = self.affine.granularity.run(self.row, self.integers.len());
+        let run = self.affine.granularity.run(self.row, self.codes.len());
         let size = self.affine.codes.entries() * self.affine.scale_dtype.bitsize() / 8;
         let mut at = 0;
         self.before.visit(least_common_multiple(unit, self.row), &mut |block| {
@@ -64,7 +64,7 @@ impl WeightSource for InMemoryIntegers {
             let zero_points = if self.affine.symmetric { &[][..] } else { &self.zero_points[from..to] };
             sink(block.becomes(View {
                 dtype: self.dtype,
-                values: &self.integers[first..at],
+                values: &self.codes[first..at],
                 affine: Some((&self.affine, self.row)),
                 scales: &self.scales[from * size..to * size],
                 zero_points,
@@ -75,21 +75,22 @@ impl WeightSource for InMemoryIntegers {
     }
 }
 
-/// Scales and zero points of a quantized weight, one for each run of elements under one scale; of palettes, the values of one for each run.
+/// Scales and zero points of a quantized weight, one per group of elements that share a scale. For
+/// palettes, the values of one palette per group.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Scales {
-    /// Elements under one scale.
+    /// Number of elements per scale.
     pub run: usize,
     /// The scales.
     pub scales: Vec<f32>,
-    /// The integers that stand for zero.
+    /// Zero points.
     pub zero_points: Vec<f32>,
-    /// What the scales are in steps of one over (NVFP4); 1 elsewhere.
+    /// Divisor of the scales (NVFP4); otherwise 1.
     pub global_scale: f32,
 }
 
 fn not_computed(name: &str, dtype: DType) -> Error {
-    Error::tensor(name, format!("is {dtype}, computed weights are F32, F16 or BF16"), "convert it to one of them first")
+    Error::tensor(name, format!("is {dtype}, but computed weights must be F32, F16 or BF16"), "convert it to one of them first")
 }
 
 fn encoded(name: &str, dtype: DType, values: &[f32]) -> Result<Vec<u8>> {
@@ -98,44 +99,45 @@ fn encoded(name: &str, dtype: DType, values: &[f32]) -> Result<Vec<u8>> {
 }
 
 impl Weight {
-    /// A new weight with these values; `name` is for errors.
+    /// A new weight with these values. `name` is used in errors.
     ///
     /// # Errors
-    /// The format is no float that is narrower than 64 bits.
+    /// The dtype is not F32, F16 or BF16.
     pub fn computed(name: &str, dtype: DType, shape: Vec<usize>, values: &[f32]) -> Result<Weight> {
         Ok(Weight::new(dtype, shape, Encoding::Dense, Arc::new(Bytes { dtype, bytes: encoded(name, dtype, values)? })))
     }
 
-    /// The same weight with these values, in its own format.
+    /// The same weight with other values, in its own dtype.
     ///
     /// # Errors
-    /// There are not as many, or the format is no float that is narrower than 64 bits.
+    /// The number of values is wrong, or the dtype is not F32, F16 or BF16.
     pub fn with_values(&self, name: &str, values: &[f32]) -> Result<Weight> {
         if self.elements() != values.len() {
             return Err(not_computed(name, self.dtype));
         }
         let bytes = encoded(name, self.dtype, values)?;
-        Ok(self.then(self.dtype, Encoding::Dense, Arc::new(InMemory { before: self.clone(), dtype: self.dtype, bytes })).of_origin(Origin::Learned))
+        Ok(self.then(self.dtype, Encoding::Dense, Arc::new(InMemory { before: self.clone(), dtype: self.dtype, bytes })).with_origin(Origin::Learned))
     }
 
-    /// The same weight with so many values, too many to stay in memory, that are made each time that it is read.
+    /// The same weight with `count` values that are recomputed for each visit, because they are too
+    /// large to stay in memory.
     ///
     /// # Errors
     /// As [`with_values`](Weight::with_values).
-    pub fn with_values_of(&self, name: &str, count: usize, values: impl Fn() -> Result<Vec<f32>> + Send + Sync + 'static) -> Result<Weight> {
+    pub fn with_lazy_values(&self, name: &str, count: usize, values: impl Fn() -> Result<Vec<f32>> + Send + Sync + 'static) -> Result<Weight> {
         if self.elements() != count || !convert::from_f32(self.dtype, &[], &mut []) {
             return Err(not_computed(name, self.dtype));
         }
-        let source = MadeWhenRead { before: self.clone(), name: name.to_owned(), values };
-        Ok(self.then(self.dtype, Encoding::Dense, Arc::new(source)).of_origin(Origin::Learned))
+        let source = LazyValues { before: self.clone(), name: name.to_owned(), values };
+        Ok(self.then(self.dtype, Encoding::Dense, Arc::new(source)).with_origin(Origin::Learned))
     }
 
-    /// The scales of a quantized weight; nothing when it is dense.
+    /// The scales of a quantized weight. `None` if it is dense.
     ///
     /// # Errors
     /// Reading fails.
     pub fn scales(&self) -> Result<Option<Scales>> {
-        let Encoding::Affine(affine) = &self.encoding else { return Ok(None) };
+        let Encoding::Quantized(affine) = &self.encoding else { return Ok(None) };
         let mut found = Scales { run: affine.granularity.run(self.row(), self.elements()), scales: Vec::new(), zero_points: Vec::new(), global_scale: 1.0 };
         self.visit(self.row(), &mut |block| {
             let count = if affine.granularity == Granularity::Tensor { usize::from(found.scales.is_empty()) } else { block.now.elements() / found.run };
@@ -157,46 +159,48 @@ impl Weight {
         Ok(Some(found))
     }
 
-    /// The same quantized weight with other integers and scales, which were learned.
+    /// The same quantized weight with other, learned codes and scales.
     ///
     /// # Errors
-    /// The weight is not quantized, or there are not as many.
+    /// The weight is not quantized, or the number of codes or scales is wrong.
     pub fn with_integers(&self, name: &str, integers: Vec<i8>, scales: &Scales) -> Result<Weight> {
-        let Encoding::Affine(affine) = &self.encoding else { return Err(Error::tensor(name, "is not quantized", "")) };
-        Ok(self.quantized(name, affine.clone(), integers, scales)?.of_origin(Origin::Learned))
+        let Encoding::Quantized(affine) = &self.encoding else { return Err(Error::tensor(name, "is not quantized", "")) };
+        Ok(self.quantized(name, affine.clone(), integers, scales)?.with_origin(Origin::Learned))
     }
 
-    /// This weight, of whatever encoding, as integers `[out, in]` and scales that were computed for it. It is measured against what it was.
+    /// Replaces this weight by codes `[out, in]` and their scales. Differences are measured relative to
+    /// this weight.
     ///
     /// # Errors
-    /// There are not as many as the shape and `affine` ask for, or they are no integers of its width.
-    pub fn quantized(&self, name: &str, affine: Affine, integers: Vec<i8>, scales: &Scales) -> Result<Weight> {
+    /// The number of codes or scales does not match the shape and `affine`, or the codes exceed their
+    /// bit width.
+    pub fn quantized(&self, name: &str, affine: QuantizationSpec, integers: Vec<i8>, scales: &Scales) -> Result<Weight> {
         let mut bytes = vec![0; scales.scales.len() * affine.scale_dtype.bitsize() / 8];
         let row = self.row();
         let count = if affine.granularity == Granularity::Tensor { 1 } else { affine.granularity.groups(row) * self.elements().checked_div(row).unwrap_or(0) };
-        let whole = affine.granularity.run(self.row(), self.elements()) * count == self.elements();
+        let divides = affine.granularity.run(self.row(), self.elements()) * count == self.elements();
         let zero_points: Vec<u8> = scales.zero_points.iter().map(|zero| *zero as i8 as u8).collect();
         let zeros = if affine.symmetric { zero_points.iter().all(|zero| *zero == 0) } else { zero_points.len() == count };
-        let fits = whole && integers.len() == self.elements() && scales.scales.len() == count * affine.codes.entries() && zeros;
+        let fits = divides && integers.len() == self.elements() && scales.scales.len() == count * affine.codes.entries() && zeros;
         if !fits || !convert::encode_scales(affine.scale_dtype, &scales.scales, &mut bytes) {
-            return Err(Error::tensor(name, "has another number of elements, or scales in another number or format", ""));
+            return Err(Error::tensor(name, "has a wrong number of elements, or scales of a wrong number or dtype", ""));
         }
         let dtype = affine.value_dtype(self.dtype);
         let integers: Vec<u8> = integers.into_iter().map(|integer| integer as u8).collect();
         if affine.codes.is_integer() && !packing::fits(&integers, affine.codes.bits()) {
-            return Err(Error::tensor(name, format!("holds integers that are no {}", affine.codes), ""));
+            return Err(Error::tensor(name, format!("contains integers that do not fit {}", affine.codes), ""));
         }
-        let source = InMemoryIntegers {
+        let source = InMemoryCodes {
             before: self.clone(),
             dtype,
             affine: affine.clone(),
             row,
-            integers,
+            codes: integers,
             scales: bytes,
             zero_points,
             global_scale: scales.global_scale,
         };
-        Ok(self.then(dtype, Encoding::Affine(affine), Arc::new(source)))
+        Ok(self.then(dtype, Encoding::Quantized(affine), Arc::new(source)))
     }
 }
 
@@ -205,7 +209,7 @@ mod tests {
     use super::*;
     use crate::store::{ActivationScheme, Block, Codes, StatedEncoding, block_elements};
 
-    /// Zeros, in blocks as a file gives them.
+    /// Zeros, in blocks like those of a file.
     struct Zeros(DType, usize);
 
     impl WeightSource for Zeros {
@@ -217,12 +221,12 @@ mod tests {
     }
 
     #[test]
-    fn integers_come_back_with_their_scales() {
+    fn integers_are_returned_with_their_scales() {
         for granularity in [Granularity::Tensor, Granularity::Channel, Granularity::Group(50)] {
             for symmetric in [true, false] {
-                let affine = Affine { codes: Codes::INT8, granularity, symmetric, scale_dtype: DType::F32, activations: ActivationScheme::None };
+                let affine = QuantizationSpec { codes: Codes::INT8, granularity, symmetric, scale_dtype: DType::F32, activations: ActivationScheme::None };
                 let (rows, row) = (3000, 100);
-                let weight = Weight::new(DType::F32, vec![rows, row], Encoding::Affine(affine), Arc::new(Zeros(DType::F32, rows * row)));
+                let weight = Weight::new(DType::F32, vec![rows, row], Encoding::Quantized(affine), Arc::new(Zeros(DType::F32, rows * row)));
                 let run = granularity.run(row, rows * row);
                 let count = rows * row / run;
                 let zero = |i: usize| if symmetric { 0.0 } else { (i % 11) as f32 - 5.0 };
@@ -240,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn computed_integers_come_back_from_a_file_in_every_width() {
+    fn computed_integers_survive_a_file_for_every_bit_width() {
         use crate::store::writer::{FileLayout, Item, write};
         use crate::store::{Checkpoint, StorageFormat, Weights};
         use crate::work::{Cancel, Silent, Work};
@@ -252,7 +256,8 @@ mod tests {
         {
             let folder = tempfile::tempdir().unwrap();
             let [least, most] = packing::range(bits).map(i64::from);
-            let affine = Affine { codes: Codes::Integer(bits), granularity, symmetric, scale_dtype: DType::BF16, activations: ActivationScheme::None };
+            let affine =
+                QuantizationSpec { codes: Codes::Integer(bits), granularity, symmetric, scale_dtype: DType::BF16, activations: ActivationScheme::None };
             let integers: Vec<i8> = (0..rows * row).map(|i| (least + i as i64 * 31 % (most - least + 1)) as i8).collect();
             let run = granularity.run(row, rows * row);
             let zero = |i: usize| if symmetric { 0.0 } else { (least + i as i64 % (most - least + 1)) as f32 };
@@ -263,12 +268,12 @@ mod tests {
             assert_eq!((held.describe().contains(&format!("int{bits} ")), held.origin), (true, Origin::File));
             let items = [Item { name: "w".into(), weight: held.clone(), storage_format: StorageFormat::Packed }];
             let layout = FileLayout::new(&items, &Default::default(), &[], u64::MAX).unwrap();
-            write(&crate::files::Destination::here(folder.path()), &items, &layout, None, &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() })
+            write(&crate::files::Destination::local(folder.path()), &items, &layout, None, &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() })
                 .unwrap();
             let read =
                 Weights::from_checkpoint_with(Checkpoint::open(folder.path()).unwrap(), &|_| StatedEncoding { bits: Some(bits), granularity: None }).unwrap();
-            let again = before.reread("w", read.get("w").unwrap().clone());
-            assert_eq!(again.encoding, Encoding::Affine(affine.clone()));
+            let again = before.restored("w", read.get("w").unwrap().clone());
+            assert_eq!(again.encoding, Encoding::Quantized(affine.clone()));
             assert_eq!((again.scales().unwrap().unwrap(), again.floats("w").unwrap()), (scales.clone(), held.floats("w").unwrap()));
             if bits < 8 {
                 let wide = integers.iter().map(|q| q.saturating_mul(2)).collect();
@@ -279,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn values_come_back_rounded_to_the_format() {
+    fn values_are_rounded_to_the_dtype() {
         let weight = Weight::new(DType::BF16, vec![2], Encoding::Dense, Arc::new(Zeros(DType::BF16, 2)));
         assert_eq!(weight.with_values("w", &[1.0, 1.0 + 1.0 / 512.0]).unwrap().floats("w").unwrap(), [1.0, 1.0]);
         assert!(weight.with_values("w", &[1.0]).is_err());

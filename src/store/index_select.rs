@@ -1,4 +1,4 @@
-//! Part of a weight: some elements of one axis.
+//! Selection of indices along one dimension of a weight.
 
 use std::sync::Arc;
 
@@ -6,40 +6,41 @@ use super::{Block, BlockSink, Encoding, View, Weight, WeightSource, block_elemen
 use crate::error::{Error, Result};
 use crate::work::Meter;
 
-/// A weight of which only some elements of an axis are left.
+/// A weight reduced to some indices of one dimension.
 struct IndexSelect {
     upstream: Weight,
-    /// Elements of the axis.
+    /// Original size of the dimension.
     size: usize,
-    /// Elements behind one element of the axis.
+    /// Number of elements per index of the dimension.
     inner: usize,
-    /// Runs of the axis that stay: first element and number.
+    /// Selected ranges of the dimension: first index and length.
     runs: Vec<(usize, usize)>,
     meter: Arc<Meter>,
 }
 
-/// Below this many elements in a row, runs are gathered from whole lines of the axis.
+/// Below this many elements per index, complete lines of the dimension are read.
 const SHORT: usize = 64;
 
 impl Weight {
-    /// The weight with these elements of an axis alone, in rising order.
+    /// The weight with only these indices of a dimension, in ascending order.
     ///
     /// # Errors
-    /// It is quantized, has no such axis or not so many elements, or elements are not a byte or more wide.
-    pub fn pick(&self, name: &str, axis: usize, kept: &[usize], meter: Arc<Meter>) -> Result<Weight> {
+    /// The weight is quantized, the dimension or an index is out of range, or elements are narrower than
+    /// a byte.
+    pub fn index_select(&self, name: &str, axis: usize, indices: &[usize], meter: Arc<Meter>) -> Result<Weight> {
         if self.encoding != Encoding::Dense || self.dtype.bitsize() < 8 {
             return Err(Error::tensor(
                 name,
-                format!("is {} already, and parts of it cannot be removed", self.describe()),
+                format!("is already {}, so that parts of it cannot be removed", self.describe()),
                 "quantize last, or run `compress densify` first",
             ));
         }
         let size = *self.shape.get(axis).ok_or_else(|| Error::tensor(name, format!("has no axis {axis}, shape {:?}", self.shape), ""))?;
-        if kept.iter().any(|index| *index >= size) || kept.windows(2).any(|pair| pair[0] >= pair[1]) {
-            return Err(Error::tensor(name, format!("has {size} elements on axis {axis}, and others are asked for"), ""));
+        if indices.iter().any(|index| *index >= size) || indices.windows(2).any(|pair| pair[0] >= pair[1]) {
+            return Err(Error::tensor(name, format!("has {size} elements on axis {axis}, and the requested indices are out of range or not ascending"), ""));
         }
         let mut runs: Vec<(usize, usize)> = Vec::new();
-        for &index in kept {
+        for &index in indices {
             match runs.last_mut() {
                 Some((first, count)) if *first + *count == index => *count += 1,
                 _ => runs.push((index, 1)),
@@ -48,22 +49,22 @@ impl Weight {
         let inner = self.shape[axis + 1..].iter().product();
         let source = IndexSelect { upstream: self.clone(), size, inner, runs, meter };
         let mut weight = self.then(self.dtype, Encoding::Dense, Arc::new(source));
-        weight.shape[axis] = kept.len();
+        weight.shape[axis] = indices.len();
         Ok(weight)
     }
 }
 
-/// What was gathered and not handed on yet.
+/// Selected elements that were not passed to the sink yet.
 #[derive(Default)]
 struct Gathered {
     now: Vec<u8>,
     before: Vec<u8>,
-    /// Whether the stages before have changed anything.
+    /// Whether a previous stage has changed any value.
     changed: bool,
 }
 
 impl IndexSelect {
-    /// Copies what stays of elements `from..` of the weight.
+    /// Appends the selected ones of the elements starting at `from` to `output`.
     fn gather(&self, from: usize, values: &[u8], width: usize, output: &mut Vec<u8>) {
         let (line, count) = (self.size * self.inner, values.len() / width);
         let mut at = from;
@@ -82,8 +83,8 @@ impl IndexSelect {
         }
     }
 
-    /// Hands on whole units; everything, when it is the end.
-    fn hand_on(&self, gathered: &mut Gathered, unit: usize, end: bool, sink: BlockSink) -> Result<()> {
+    /// Passes complete blocks to the sink; at the end, everything.
+    fn flush(&self, gathered: &mut Gathered, unit: usize, end: bool, sink: BlockSink) -> Result<()> {
         let width = self.upstream.dtype.bitsize() / 8;
         let block = block_elements(unit) * width;
         while gathered.now.len() >= block || (end && !gathered.now.is_empty()) {
@@ -105,7 +106,7 @@ impl WeightSource for IndexSelect {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let width = self.upstream.dtype.bitsize() / 8;
         let line = self.size * self.inner;
-        // Short runs are many: whole lines keep the search for the first one rare.
+        // With many short runs, complete lines reduce the number of searches for the first run.
         let upstream_unit = if self.inner < SHORT { line } else { 1 };
         let mut gathered = Gathered::default();
         let mut at = 0;
@@ -124,9 +125,9 @@ impl WeightSource for IndexSelect {
                 }
             });
             at += elements;
-            self.hand_on(&mut gathered, unit, false, sink)
+            self.flush(&mut gathered, unit, false, sink)
         })?;
-        self.hand_on(&mut gathered, unit, true, sink)
+        self.flush(&mut gathered, unit, true, sink)
     }
 }
 
@@ -155,15 +156,15 @@ mod tests {
     }
 
     #[test]
-    fn elements_of_any_axis_are_picked_whatever_the_blocks() {
+    fn elements_of_any_axis_are_selected_for_any_block_size() {
         let numbers: Vec<u8> = (0..24u8).flat_map(|n| [n, 0]).collect();
         for chunk in [1, 5, 24] {
             let weight = Weight::new(DType::U16, vec![2, 3, 4], Encoding::Dense, Arc::new(Numbers(numbers.clone(), chunk)));
-            let pick = |axis, kept: &[usize]| values(&weight.pick("w", axis, kept, Arc::default()).unwrap());
+            let pick = |axis, kept: &[usize]| values(&weight.index_select("w", axis, kept, Arc::default()).unwrap());
             assert_eq!(pick(0, &[1]), (12..24).collect::<Vec<u8>>());
             assert_eq!(pick(1, &[0, 2]), [0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15, 20, 21, 22, 23]);
             assert_eq!(pick(2, &[1, 3]), [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23]);
-            assert!(weight.pick("w", 3, &[0], Arc::default()).is_err() && weight.pick("w", 0, &[2], Arc::default()).is_err());
+            assert!(weight.index_select("w", 3, &[0], Arc::default()).is_err() && weight.index_select("w", 0, &[2], Arc::default()).is_err());
         }
     }
 }

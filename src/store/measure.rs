@@ -1,33 +1,36 @@
-//! Comparing a weight with its input while it is written, and a coarse picture of how its values lie.
+//! Compares a weight with its input while it is written, and collects a coarse histogram of its values.
 
 use std::ops::Range;
 
 use super::convert::RUN;
-use super::hash::{RunHasher, Subtree, joined};
+use super::hash::{RunHasher, Subtree, merge};
 use super::writer::WeightMeasurement;
 use super::{Block, Codes, DType, RowsOf, View, Weight};
 use crate::kernel::compare::{self, Difference};
 use crate::kernel::exact::ExactSum;
 use crate::kernel::{Float, scan, with_float};
 
-/// Values that the picture of a weight is made of: a fixed number, so that it costs the same for any weight.
+/// Number of sampled values per histogram. Fixed, so that the cost does not depend on the size of the
+/// weight.
 const SAMPLE: usize = 16 * 1024;
-/// Places in a weight that they come from.
-const PLACES: usize = 64;
-/// Bins of the picture.
+/// Number of positions in a weight that are sampled.
+const POSITIONS: usize = 64;
+/// Number of histogram bins.
 const BINS: usize = 64;
-/// Standard deviations to either side that it shows; what lies beyond counts in the outermost bins.
+/// Range of the histogram in standard deviations to either side of the mean. Values beyond it are
+/// counted in the outermost bins.
 const SPREAD: f64 = 4.0;
 
-/// Elements under one scale from which on they are compared without being decoded first: below, adding up would take longer.
+/// Minimum number of elements per scale for comparing codes without decoding them first. Below, the
+/// summation takes longer.
 const LONG: usize = 512;
 
-/// Counts of a sample of a weight's values in bins of equal width, before and after.
+/// Histograms of a sample of a weight's values, before and after.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ValueHistogram {
-    /// Where the first bin begins.
+    /// Lower edge of the first bin.
     pub low: f32,
-    /// Where the last bin ends.
+    /// Upper edge of the last bin.
     pub high: f32,
     /// Counts of the input's values.
     pub before: Vec<u32>,
@@ -36,8 +39,8 @@ pub struct ValueHistogram {
 }
 
 impl ValueHistogram {
-    /// Bins around the mean of what was; nothing where all values are the same.
-    fn of(before: &[f32], after: &[f32]) -> Option<ValueHistogram> {
+    /// Bins are centered on the mean of the values before. `None` if all values are equal.
+    fn new(before: &[f32], after: &[f32]) -> Option<ValueHistogram> {
         let finite = || before.iter().filter(|v| v.is_finite()).map(|v| f64::from(*v));
         let (mut count, mut sum, mut squares, mut least, mut most) = (0.0, 0.0, 0.0, f64::INFINITY, f64::NEG_INFINITY);
         for value in finite() {
@@ -62,39 +65,40 @@ impl ValueHistogram {
     }
 }
 
-/// Goes over the blocks of a weight, in runs that fit the first-level cache.
+/// Measures the blocks of a weight, in runs that fit into the L1 cache.
 pub(super) struct Measure {
     before: Vec<f32>,
     after: Vec<f32>,
-    /// Every so many runs, so many values are kept.
+    /// Sampling interval in runs, and number of sampled values per run.
     every: usize,
     take: usize,
     runs: usize,
-    /// Values that were kept, those of rows before these counted.
-    taken: usize,
+    /// Number of sampled values, including those of the rows before the measured ones.
+    sampled: usize,
     sample: [Vec<f32>; 2],
-    /// Signal, other, noise and product: sums that rows of a weight give to those of the whole.
+    /// Signal, other, noise and product, as sums that can be merged across row ranges.
     sums: [ExactSum; 4],
     hasher: Hasher,
 }
 
 enum Hasher {
-    Whole(Box<blake3::Hasher>),
+    Full(Box<blake3::Hasher>),
     Rows { row: usize, of: usize, rows: Range<usize>, run: Option<Box<RunHasher>> },
 }
 
-/// What is seen of some rows of a weight, as far as it takes to tell what is seen of all.
+/// State of measuring a range of rows, from which the measurement of the complete weight is merged.
 #[derive(Debug, Clone)]
-pub struct SeenRows {
-    /// Where they lie.
+pub struct RowRange {
+    /// The measured rows.
     pub rows: Range<usize>,
-    /// Rows of the whole weight.
+    /// Total number of rows of the weight.
     pub of: usize,
     /// Signal, other, noise and product.
     pub sums: [ExactSum; 4],
-    /// Their part of the tree of the hash; nothing where the hash of the whole is not that of runs of bytes.
+    /// Their subtrees of the hash tree. Empty if the hash of the weight cannot be merged from row
+    /// ranges.
     pub hash: Vec<Subtree>,
-    /// Values of the picture, before and after.
+    /// Sampled values, before and after.
     pub sample: [Vec<f32>; 2],
 }
 
@@ -103,13 +107,14 @@ fn difference(sums: &[ExactSum; 4], known: Difference) -> Difference {
     Difference { signal, other, noise, dot, ..known }
 }
 
-/// What is seen of a whole weight, from what is seen of all its rows, in order; `None` where their hashes are not of one tree.
-pub(super) fn of_rows(pieces: &[WeightMeasurement]) -> Option<WeightMeasurement> {
+/// Merges the measurements of consecutive row ranges into that of the weight. `None` if their hashes do
+/// not form one tree.
+pub(super) fn merge_rows(pieces: &[WeightMeasurement]) -> Option<WeightMeasurement> {
     let mut whole = WeightMeasurement::default();
     let (mut sums, mut hash, mut sample, mut hashed) = ([ExactSum::default(); 4], Vec::new(), [Vec::new(), Vec::new()], true);
     for (seen, rows) in pieces.iter().filter_map(|seen| Some((seen, seen.rows.as_ref()?))) {
         whole.difference.add(&seen.difference);
-        sums.iter_mut().zip(&rows.sums).for_each(|(sum, part)| sum.join(part));
+        sums.iter_mut().zip(&rows.sums).for_each(|(sum, part)| sum.merge(part));
         whole.changed |= seen.changed;
         whole.nonfinite = whole.nonfinite.saturating_add(seen.nonfinite);
         hashed &= !rows.hash.is_empty();
@@ -117,63 +122,64 @@ pub(super) fn of_rows(pieces: &[WeightMeasurement]) -> Option<WeightMeasurement>
         sample.iter_mut().zip(&rows.sample).for_each(|(all, part)| all.extend(part));
     }
     whole.difference = difference(&sums, whole.difference);
-    // The input of a weight that has no hash is read again.
-    whole.input_hash = if hashed { Some(joined(&hash)?) } else { None };
+    // Without subtrees, the input is hashed again.
+    whole.input_hash = if hashed { Some(merge(&hash)?) } else { None };
     let [before, after] = &sample;
-    whole.histogram = ValueHistogram::of(before, after);
+    whole.histogram = ValueHistogram::new(before, after);
     Some(whole)
 }
 
 impl Measure {
-    /// For a weight, or some rows of one: then as if those before had been added.
+    /// Starts measuring a weight or a range of its rows. For a range, sampling continues as if the
+    /// previous rows had been measured.
     pub(super) fn new(weight: &Weight) -> Measure {
         let (row, of) = (weight.row(), weight.rows_of);
         let elements = of.map_or(weight.elements(), |of| of.of * row);
         let runs = elements.div_ceil(RUN).max(1);
-        let every = runs.div_ceil(PLACES);
+        let every = runs.div_ceil(POSITIONS);
         let take = (SAMPLE / runs.div_ceil(every)).min(RUN);
         let hasher = match of {
-            None => Hasher::Whole(Box::default()),
+            None => Hasher::Full(Box::default()),
             Some(RowsOf { first, of, .. }) => Hasher::Rows { row, of, rows: first..first + weight.all_rows().end, run: None },
         };
         let (before, after, sample, sums) = Default::default();
-        let mut measure = Measure { before, after, every, take, runs: 0, taken: 0, sample, sums, hasher };
+        let mut measure = Measure { before, after, every, take, runs: 0, sampled: 0, sample, sums, hasher };
         if let Some(of) = of {
             let each = of.block.div_ceil(RUN).max(1);
             measure.runs = of.first * row / of.block.max(1) * each;
             for run in (0..measure.runs).step_by(every) {
                 let count = if run % each + 1 < each { RUN } else { of.block - (each - 1) * RUN };
-                measure.taken += measure.next_taken(run, count);
+                measure.sampled += measure.sample_size(run, count);
             }
         }
         measure
     }
 
-    /// How many values of a run are kept.
-    fn next_taken(&self, run: usize, count: usize) -> usize {
-        if run.is_multiple_of(self.every) && self.taken < SAMPLE { self.take.min(count) } else { 0 }
+    /// Number of values to sample from a run.
+    fn sample_size(&self, run: usize, count: usize) -> usize {
+        if run.is_multiple_of(self.every) && self.sampled < SAMPLE { self.take.min(count) } else { 0 }
     }
 
-    /// Tells the sums, the hash and the picture of what was added.
+    /// Stores sums, hash and histogram into the measurement.
     pub(super) fn finish(self, seen: &mut WeightMeasurement) {
         seen.difference = difference(&self.sums, seen.difference);
         match self.hasher {
-            Hasher::Whole(hasher) => {
+            Hasher::Full(hasher) => {
                 let [before, after] = &self.sample;
-                seen.histogram = ValueHistogram::of(before, after);
+                seen.histogram = ValueHistogram::new(before, after);
                 seen.input_hash = Some(hasher.finalize());
             }
             Hasher::Rows { of, rows, run, .. } => {
                 let hash = run.and_then(|run| run.finish()).unwrap_or_default();
-                seen.rows = Some(Box::new(SeenRows { rows, of, sums: self.sums, hash, sample: self.sample }));
+                seen.rows = Some(Box::new(RowRange { rows, of, sums: self.sums, hash, sample: self.sample }));
             }
         }
     }
 
     fn hash(&mut self, before: &View) {
         match &mut self.hasher {
-            Hasher::Whole(hasher) => super::writer::hash_values(hasher, before),
-            // Scales lie between codes, block by block.
+            Hasher::Full(hasher) => super::writer::hash_values(hasher, before),
+            // Codes and scales alternate block by block, so row ranges cannot be hashed separately.
             Hasher::Rows { .. } if before.affine.is_some() => {}
             Hasher::Rows { row, rows, run, .. } => {
                 let line = (*row * before.dtype.bitsize() / 8) as u64;
@@ -186,7 +192,7 @@ impl Measure {
     pub(super) fn add(&mut self, block: &Block, seen: &mut WeightMeasurement) {
         self.hash(&block.before);
         let (now, before) = (&block.now, &block.before);
-        // Integers are finite, their scales need not be.
+        // Integers are finite, but their scales may not be.
         let (dtype, floats) = before.affine.map_or((before.dtype, before.values), |(affine, _)| (affine.scale_dtype, before.scales));
         seen.nonfinite += with_float!(dtype, F => scan::nonfinite::<F>(floats), else 0);
         if let Some((affine, _)) = before.affine {
@@ -210,21 +216,21 @@ impl Measure {
         let elements = now.elements();
         for start in (0..elements).step_by(RUN) {
             let count = RUN.min(elements - start);
-            let taken = if changed { self.next_taken(self.runs, count) } else { 0 };
+            let sampled = if changed { self.sample_size(self.runs, count) } else { 0 };
             let Some(found) = self.compare(before, now, start, count) else { continue };
             seen.difference.add(&found);
             let sums = [found.signal, found.other, found.noise, found.dot];
             self.sums.iter_mut().zip(sums).for_each(|(sum, value)| sum.add(value));
-            self.taken += taken;
+            self.sampled += sampled;
             for (sample, view) in self.sample.iter_mut().zip([before, now]) {
                 let length = sample.len();
-                sample.resize(length + taken, 0.0);
+                sample.resize(length + sampled, 0.0);
                 let decoded = view.decode(start, &mut sample[length..]);
                 debug_assert!(decoded, "they were compared");
             }
             self.runs += 1;
         }
-        // Small doubles are zero as the f32 that they are compared in.
+        // Small f64 values become zero when they are converted to f32 for the comparison.
         if before.affine.is_none() && before.dtype == DType::F64 {
             seen.difference.zeros_before = counted.0 + before.zeros();
             if now.dtype == DType::F64 {
@@ -233,7 +239,8 @@ impl Measure {
         }
     }
 
-    /// Compares a run of elements, in one loop where their formats allow it; nothing where they are no floats.
+    /// Compares a run of elements, in a single loop if the formats allow it. `None` if the formats are
+    /// not floats.
     fn compare(&mut self, before: &View, now: &View, start: usize, count: usize) -> Option<Difference> {
         let range = |size: usize| start * size..(start + count) * size;
         match (before.affine, now.affine) {
@@ -268,7 +275,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_picture_is_of_a_bounded_sample_from_everywhere() {
+    fn the_histogram_uses_a_bounded_sample_of_all_positions() {
         for elements in [1000, 20_000, 5_000_000] {
             let before: Vec<f32> = (0..elements).map(|i| i as f32 / elements as f32).collect();
             let after: Vec<f32> = before.iter().map(|v| if *v < 0.5 { 0.0 } else { *v }).collect();
@@ -296,11 +303,11 @@ mod tests {
     }
 
     #[test]
-    fn odd_values_give_a_picture_or_none() {
-        assert_eq!(ValueHistogram::of(&[], &[]), None);
-        assert_eq!(ValueHistogram::of(&[2.0; 9], &[2.0; 9]), None);
-        assert_eq!(ValueHistogram::of(&[f32::NAN; 3], &[0.0; 3]), None);
-        let picture = ValueHistogram::of(&[-1.0, 1.0, f32::INFINITY, f32::NAN], &[-9.0, 9.0, f32::NEG_INFINITY, 0.0]).unwrap();
+    fn unusual_values_yield_a_histogram_or_none() {
+        assert_eq!(ValueHistogram::new(&[], &[]), None);
+        assert_eq!(ValueHistogram::new(&[2.0; 9], &[2.0; 9]), None);
+        assert_eq!(ValueHistogram::new(&[f32::NAN; 3], &[0.0; 3]), None);
+        let picture = ValueHistogram::new(&[-1.0, 1.0, f32::INFINITY, f32::NAN], &[-9.0, 9.0, f32::NEG_INFINITY, 0.0]).unwrap();
         assert_eq!((picture.before.iter().sum::<u32>(), picture.after[0], picture.after[BINS - 1]), (3, 2, 1));
     }
 }

@@ -1,12 +1,13 @@
-//! Bytes on disk and on their way: checkpoints are opened without being read, weights are recipes for bytes,
-//! and bytes are made block by block when a writer asks for them.
+//! Checkpoints and weights. Opening a checkpoint does not read its weights: a weight describes how its
+//! bytes are computed, and a writer requests them block by block.
 //!
-//! Knows no op, no architecture and no pass.
+//! Does not depend on ops, architectures or passes.
 
 mod affine;
 mod assemble;
 mod bias;
 mod block;
+mod block_packing;
 pub mod checkpoint;
 #[cfg(feature = "zstd")]
 pub mod compressed;
@@ -16,15 +17,14 @@ pub mod gguf;
 mod gptq;
 pub mod hash;
 pub mod header;
-mod in_blocks;
 mod in_memory;
 mod index_select;
-mod made;
 mod measure;
 mod modules;
 mod part_writer;
+mod prebuilt;
 pub mod pytorch;
-mod reread;
+mod restored;
 mod rows;
 pub(crate) mod scaled;
 pub mod select;
@@ -35,15 +35,15 @@ mod verified_file;
 mod weight;
 pub mod writer;
 
-pub use affine::{ActivationScheme, Affine, Codes, Granularity, IntegerFile, Static};
+pub use affine::{ActivationScheme, Codes, Granularity, QuantizationSpec, QuantizedReader, Static};
 pub use assemble::StatedEncoding;
 pub use bias::{Bias, BiasForm};
 pub use block::{BLOCK, Block, BlockSink, Bytes, Rows, View, WeightSource, block_elements, least_common_multiple};
+pub use block_packing::Blocks;
 pub use checkpoint::{Checkpoint, RawTensor};
 pub use content_key::ContentKey;
 pub use convert::{Decoded, Rescaled};
-pub use gptq::WordsLabel;
-pub use in_blocks::Blocks;
+pub use gptq::GptqConfig;
 pub use in_memory::Scales;
 pub use measure::ValueHistogram;
 pub use modules::Module;

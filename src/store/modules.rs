@@ -1,6 +1,7 @@
-//! Modules of a folder of sentence-transformers: `modules.json` names them, and those that have weights keep them in folders of their own.
+//! Modules of a sentence-transformers folder, as listed in `modules.json`. Modules with weights store
+//! them in subfolders.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::path::{Component, Path};
@@ -10,12 +11,12 @@ use serde::Deserialize;
 use crate::error::{Error, Result};
 use crate::files;
 
-/// A module.
+/// A module of a sentence-transformers model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Module {
-    /// Its class in sentence-transformers, or the whole name of another library's class.
+    /// Class name in sentence-transformers, or the qualified name of a class of another library.
     pub kind: String,
-    /// Its folder inside the model's; an empty text for the model's own.
+    /// Subfolder of the module; empty for the model's folder.
     pub folder: String,
 }
 
@@ -27,45 +28,45 @@ struct Entry {
     path: String,
 }
 
-/// Classes whose weights are read.
+/// Classes whose weights are supported.
 const WITH_WEIGHTS: [&str; 2] = ["Dense", "LayerNorm"];
 
 impl Module {
-    /// Name of the file that lists modules.
+    /// Name of the file that lists the modules.
     pub const LIST: &str = "modules.json";
 
-    /// The modules of a folder in their order; none where it has no list of them.
+    /// The modules of a folder in order. Empty without `modules.json`.
     ///
     /// # Errors
-    /// The list cannot be read, is none, or says that weights are in a folder outside the model's.
+    /// The list cannot be read, is malformed, or refers to weights outside the model's folder.
     pub fn list(folder: &Path) -> Result<Vec<Module>> {
-        Self::listed(folder)?
+        Self::try_list(folder)?
     }
 
-    /// The same, where a file that is no list of modules need not end the work: what it is instead stands inside.
+    /// As [`list`](Module::list), with a malformed list as the inner error, so that callers can ignore it.
     ///
     /// # Errors
     /// The list cannot be read.
-    pub(crate) fn listed(folder: &Path) -> Result<Result<Vec<Module>>> {
+    pub(crate) fn try_list(folder: &Path) -> Result<Result<Vec<Module>>> {
         let path = folder.join(Self::LIST);
         if !files::is_file(&path) {
             return Ok(Ok(Vec::new()));
         }
         let text = files::read_to_string(&path).map_err(Error::io("read", &path))?;
         match serde_json::from_str(&text) {
-            Ok(entries) => Self::of(folder, entries).map(Ok),
+            Ok(entries) => Self::from_entries(folder, entries).map(Ok),
             Err(e) => Ok(Err(Error::malformed(&path, e))),
         }
     }
 
-    fn of(folder: &Path, entries: Vec<Entry>) -> Result<Vec<Module>> {
+    fn from_entries(folder: &Path, entries: Vec<Entry>) -> Result<Vec<Module>> {
         let module = |Entry { kind, path: inside }: Entry| {
             let own = kind.starts_with("sentence_transformers.");
             let class = kind.rsplit('.').next().filter(|_| own).unwrap_or(&kind).to_owned();
             let parts: Vec<&str> = inside.split('/').filter(|part| !part.is_empty() && *part != ".").collect();
             let absolute = if inside.starts_with('/') { "/" } else { "" };
             let module = Module { kind: class, folder: format!("{absolute}{}", parts.join("/")) };
-            // What is read of others is asked for where it is.
+            // For modules without weights, the folder is checked when it is used.
             if module.has_weights() {
                 Module::require_inside(folder, &module.folder)?;
             }
@@ -74,18 +75,18 @@ impl Module {
         entries.into_iter().map(module).collect()
     }
 
-    /// Refuses a module's folder that is not inside the model's.
+    /// Rejects a module's folder outside the model's folder.
     ///
     /// # Errors
-    /// It is outside.
+    /// The folder is outside.
     pub(crate) fn require_inside(folder: &Path, inside: &str) -> Result<()> {
         if inside.contains('\\') || !Path::new(inside).components().all(|part| matches!(part, Component::Normal(_))) {
-            return Err(Error::malformed(&folder.join(Self::LIST), format!("names a folder outside the model: `{inside}`")));
+            return Err(Error::malformed(&folder.join(Self::LIST), format!("refers to a folder outside the model: `{inside}`")));
         }
         Ok(())
     }
 
-    /// Whether its weights are among those of the model, under the folder's name and a slash.
+    /// Whether the module's weights are part of the model's weights, with its folder and a slash as prefix.
     pub fn has_weights(&self) -> bool {
         !self.folder.is_empty() && WITH_WEIGHTS.contains(&self.kind.as_str())
     }

@@ -1,15 +1,15 @@
-//! The bytes of one tensor on their way into a file, hashed as they go.
+//! Writes the bytes of one tensor into a file, and hashes them.
 
 use std::hash::Hasher;
 
 use twox_hash::XxHash3_64;
 
-use super::verified_file::{SEGMENT, Stretch, VerifiedFile};
+use super::verified_file::{Extent, SEGMENT, VerifiedFile};
 use crate::error::{Error, Result};
 
 const PENDING: usize = 64 << 10;
 
-/// Writes the bytes of one tensor, in order.
+/// Sequential writer for the bytes of one tensor.
 pub(super) struct PartWriter<'a> {
     file: &'a VerifiedFile,
     offset: u64,
@@ -48,7 +48,7 @@ impl<'a> PartWriter<'a> {
         if self.position > self.length {
             return Err(Error::Verification {
                 path: self.file.path().to_owned(),
-                reason: "a tensor is longer than its header says; did the input change?".into(),
+                reason: "a tensor is longer than specified in the header; did the input change?".into(),
             });
         }
         while !bytes.is_empty() {
@@ -64,11 +64,11 @@ impl<'a> PartWriter<'a> {
         Ok(())
     }
 
-    /// Ends a stretch: at the end of a segment or of the tensor.
+    /// Ends an extent, at the end of a segment or of the tensor.
     fn close(&mut self, end: u64) -> Result<()> {
         let offset = std::mem::replace(&mut self.hashed_from, end);
         let hash = std::mem::replace(&mut self.hasher, XxHash3_64::new()).finish();
-        if end > offset { self.file.written(Stretch { offset, length: end - offset, hash }, &mut self.buffer) } else { Ok(()) }
+        if end > offset { self.file.written(Extent { offset, length: end - offset, hash }, &mut self.buffer) } else { Ok(()) }
     }
 
     pub(super) fn finish(mut self, name: &str) -> Result<()> {
@@ -76,7 +76,7 @@ impl<'a> PartWriter<'a> {
         if self.position != self.length {
             return Err(Error::tensor(
                 name,
-                format!("{} bytes were made where {} were announced", self.position, self.length),
+                format!("{} bytes were written instead of {}", self.position, self.length),
                 "did the input change while it was read?",
             ));
         }

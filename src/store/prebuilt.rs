@@ -1,6 +1,7 @@
-//! What other processes have made of items, whole or some rows of each: taken over instead of being made again.
+//! Items that other processes have already computed, completely or as ranges of rows. They are copied
+//! instead of being computed again.
 
-// What is read here, other processes have written.
+// Parses files of other processes.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::BTreeMap;
@@ -8,62 +9,64 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::header::Header;
-use super::measure::of_rows;
+use super::measure::merge_rows;
 use super::part_writer::PartWriter;
-use super::writer::{Item, LaidOut, WeightMeasurement};
+use super::writer::{Item, PlannedFile, WeightMeasurement};
 use super::{RawTensor, Weight};
 use crate::error::{Error, Result};
 use crate::work::Work;
 
-/// Items that other processes have made: the tensors that they are stored as, and what was seen of each.
+/// Items computed by other processes: their stored tensors and measurements.
 #[derive(Debug, Default)]
-pub struct Made {
-    /// By the names in the files; of an item that was cut, one for each run of its rows, in order.
+pub struct Prebuilt {
+    /// Stored tensors by name. For an item split into ranges of rows, one tensor per range, in order.
     pub tensors: BTreeMap<String, Vec<RawTensor>>,
-    /// By the name of the item, likewise.
+    /// Measurements by item name, likewise.
     pub items: BTreeMap<String, Vec<WeightMeasurement>>,
-    /// Files that can become files of the whole where these have the same header: linked, and not copied.
-    pub files: Vec<MadeFile>,
+    /// Files that can be hard-linked instead of copied if an output file has the same header.
+    pub files: Vec<PrebuiltFile>,
 }
 
-/// A file of items that other processes have made.
+/// A file with items computed by another process.
 #[derive(Debug)]
-pub struct MadeFile {
-    /// Where it is.
+pub struct PrebuiltFile {
+    /// Path of the file.
     pub path: PathBuf,
-    /// Its name inside the folder that it was made in.
+    /// Name inside its output folder.
     pub name: String,
-    /// What is in it.
+    /// Header of the file.
     pub header: Header,
-    /// Hash of the file, as it was read just now.
+    /// Hash of the file, computed by this process.
     pub blake3: blake3::Hash,
 }
 
-/// Bytes that are copied at once.
-const COPIED: u64 = 256 << 10;
+/// Bytes copied at once.
+const COPY_BYTES: u64 = 256 << 10;
 
-impl Made {
-    /// The file that was made with this header, for the same folder.
-    pub(super) fn file(&self, file: &LaidOut) -> Option<&MadeFile> {
+impl Prebuilt {
+    /// The prebuilt file with the header and folder of `file`.
+    pub(super) fn file(&self, file: &PlannedFile) -> Option<&PrebuiltFile> {
         let inside = |name: &str| Path::new(name).parent().map(Path::to_owned);
-        self.files.iter().find(|made| made.header == file.header && inside(&made.name) == inside(&file.name))
+        self.files.iter().find(|prebuilt| prebuilt.header == file.header && inside(&prebuilt.name) == inside(&file.name))
     }
 
-    /// The hash of a file that was made with this header, which has this name now; nothing where there is none, or the file system has no links.
-    pub(super) fn link(&self, file: &LaidOut, path: &Path) -> Option<blake3::Hash> {
-        let made = self.file(file)?;
-        std::fs::hard_link(&made.path, path).ok().map(|()| made.blake3)
+    /// Hard-links the matching prebuilt file to `path` and returns its hash. `None` without a matching file,
+    /// or if the file system does not support links.
+    pub(super) fn link(&self, file: &PlannedFile, path: &Path) -> Option<blake3::Hash> {
+        let prebuilt = self.file(file)?;
+        std::fs::hard_link(&prebuilt.path, path).ok().map(|()| prebuilt.blake3)
     }
 
-    /// Copies what was made of an item, and tells what was seen of it. There are no writers where a whole file is linked.
+    /// Copies the prebuilt tensors of an item and returns its measurement. `writers` is empty if the
+    /// file was linked.
     pub(super) fn copy(&self, item: &Item, names: &[&str], writers: &mut [PartWriter], work: &Work) -> Result<WeightMeasurement> {
-        let (cuts, mut seen) = self.seen(item)?;
+        let (ranges, mut measurement) = self.measurement(item)?;
         for (part, (name, writer)) in names.iter().zip(writers.iter_mut()).enumerate() {
             let tensors = self.tensors.get(*name).map_or(&[][..], Vec::as_slice);
-            if tensors.len() != cuts.len() {
-                return Err(unfit(name, format!("is in {} parts, and its rows are in {}", tensors.len(), cuts.len())));
+            if tensors.len() != ranges.len() {
+                return Err(unfit(name, format!("is stored in {} parts, but its rows were measured in {}", tensors.len(), ranges.len())));
             }
-            for (tensor, rows) in tensors.iter().zip(&cuts) {
+            for (tensor, rows) in tensors.iter().zip(&ranges) {
                 require(item, part, tensor, rows)?;
             }
             match item.storage_format.shape_part(part, &item.weight) {
@@ -71,72 +74,75 @@ impl Made {
                 None => tensors.iter().try_for_each(|tensor| copy(tensor, writer, work))?,
             }
         }
-        if cuts.len() > 1 {
-            seen.bytes = writers.iter().fold(0, |sum, writer| sum.saturating_add(writer.length));
+        if ranges.len() > 1 {
+            measurement.bytes = writers.iter().fold(0, |sum, writer| sum.saturating_add(writer.length));
         }
         work.advance(item.weight.stored_bytes.max(1))?;
-        Ok(seen)
+        Ok(measurement)
     }
 
-    /// The rows that parts have made of an item, in order, and what is to be seen of all of them.
-    fn seen(&self, item: &Item) -> Result<(Vec<Range<usize>>, WeightMeasurement)> {
+    /// The ranges of rows computed by the parts, in order, and the merged measurement.
+    fn measurement(&self, item: &Item) -> Result<(Vec<Range<usize>>, WeightMeasurement)> {
         let (name, all) = (item.name.as_str(), item.weight.all_rows());
         let pieces = match self.items.get(name).map_or(&[][..], Vec::as_slice) {
-            [] => return Err(unfit(name, "was seen by no part".into())),
+            [] => return Err(unfit(name, "was computed by no part".into())),
             [whole] if whole.rows.is_none() => return Ok((vec![all], whole.clone())),
-            [_] => return Err(unfit(name, "has some of its rows in one part, and the others in none".into())),
+            [_] => return Err(unfit(name, "has only some of its rows in one part, and the others in no part".into())),
             pieces => pieces,
         };
-        let mut cuts: Vec<Range<usize>> = Vec::new();
+        let mut ranges: Vec<Range<usize>> = Vec::new();
         for piece in pieces {
-            let Some(seen) = &piece.rows else { return Err(unfit(name, "is in several parts, and whole in one of them".into())) };
-            let from = cuts.last().map_or(0, |before| before.end);
-            if seen.of != all.end {
-                return Err(unfit(name, format!("was cut as a tensor of {} rows, and has {}", seen.of, all.end)));
+            let Some(found) = &piece.rows else { return Err(unfit(name, "is in several parts, and completely in one of them".into())) };
+            let from = ranges.last().map_or(0, |before| before.end);
+            if found.of != all.end {
+                return Err(unfit(name, format!("was split as a tensor of {} rows, but has {}", found.of, all.end)));
             }
-            if seen.rows.start != from || seen.rows.is_empty() {
-                return Err(unfit(name, format!("is cut into pieces that do not meet: rows {} to {} lie behind row {from}", seen.rows.start, seen.rows.end)));
+            if found.rows.start != from || found.rows.is_empty() {
+                return Err(unfit(
+                    name,
+                    format!("is split into pieces that are not adjacent: rows {} to {} follow row {from}", found.rows.start, found.rows.end),
+                ));
             }
-            cuts.push(seen.rows.clone());
+            ranges.push(found.rows.clone());
         }
-        let made = cuts.last().map_or(0, |before| before.end);
-        if made != all.end {
-            return Err(unfit(name, format!("has {} rows, and those from {made} on are in no part", all.end)));
+        let end = ranges.last().map_or(0, |before| before.end);
+        if end != all.end {
+            return Err(unfit(name, format!("has {} rows, but rows from {end} onwards are in no part", all.end)));
         }
-        match of_rows(pieces) {
-            Some(whole) => Ok((cuts, whole)),
-            None => Err(unfit(name, "was not seen whole by its parts".into())),
+        match merge_rows(pieces) {
+            Some(merged) => Ok((ranges, merged)),
+            None => Err(unfit(name, "was not measured completely by its parts".into())),
         }
     }
 }
 
 fn unfit(name: &str, reason: String) -> Error {
-    Error::tensor(name, reason, "remove the folders of the parts that have it, and run these parts again")
+    Error::tensor(name, reason, "remove the folders of the parts that contain it, and run these parts again")
 }
 
-/// Holds a tensor of some rows of an item to what these rows are stored as.
+/// Checks that a prebuilt tensor of a range of rows has the expected dtype and shape.
 fn require(item: &Item, part: usize, tensor: &RawTensor, rows: &Range<usize>) -> Result<()> {
     let mut piece: Weight = item.weight.clone();
     if let Some(size) = piece.shape.first_mut() {
         *size = rows.len();
     }
     match item.storage_format.parts(&item.name, &piece).get(part) {
-        Some(meant) if meant.shape == tensor.shape && meant.dtype == tensor.dtype => Ok(()),
-        Some(meant) => {
+        Some(expected) if expected.shape == tensor.shape && expected.dtype == tensor.dtype => Ok(()),
+        Some(expected) => {
             let what = format!(
-                "is {} {:?} in a part, and {} {:?} is meant for rows {} to {}",
-                tensor.dtype, tensor.shape, meant.dtype, meant.shape, rows.start, rows.end
+                "is {} {:?} in a part, but {} {:?} is expected for rows {} to {}",
+                tensor.dtype, tensor.shape, expected.dtype, expected.shape, rows.start, rows.end
             );
-            Err(unfit(&meant.name, what))
+            Err(unfit(&expected.name, what))
         }
-        None => Err(unfit(&item.name, "has more tensors in a part than are meant".into())),
+        None => Err(unfit(&item.name, "has more tensors in a part than expected".into())),
     }
 }
 
 fn copy(tensor: &RawTensor, writer: &mut PartWriter, work: &Work) -> Result<()> {
     let mut buffer = Vec::new();
-    for start in (0..tensor.bytes()).step_by(COPIED as usize) {
-        buffer.resize(COPIED.min(tensor.bytes().saturating_sub(start)) as usize, 0);
+    for start in (0..tensor.bytes()).step_by(COPY_BYTES as usize) {
+        buffer.resize(COPY_BYTES.min(tensor.bytes().saturating_sub(start)) as usize, 0);
         tensor.read_at(start, &mut buffer)?;
         writer.write(&buffer)?;
         work.cancel.check()?;

@@ -1,40 +1,41 @@
-//! Weights that an earlier run has computed and a file holds, told beside what they were computed from.
+//! Weights restored from files of an earlier run, measured relative to the original weights.
 
 use std::sync::Arc;
 
 use super::{BlockSink, DType, Encoding, Weight, WeightSource};
 use crate::error::Result;
 
-/// Read whole when it is gone over: no more than one of them is in memory at a time for each thread.
-struct Reread {
+/// Replaces the values of `before` by those of `now`. The values are read completely when visited, so
+/// that each thread has at most one such weight in memory.
+struct Restored {
     name: String,
     before: Weight,
     now: Weight,
 }
 
-impl Reread {
-    /// The values of the one in the form of the other.
+impl Restored {
+    /// The values of `now` as a weight derived from `before`.
     fn values(&self) -> Result<Weight> {
-        let like = self.before.then(self.now.dtype, self.now.encoding.clone(), self.before.source());
+        let base = self.before.then(self.now.dtype, self.now.encoding.clone(), self.before.source());
         let Some(scales) = self.now.scales()? else {
-            return like.with_values(&self.name, &self.now.floats(&self.name)?);
+            return base.with_values(&self.name, &self.now.floats(&self.name)?);
         };
         let mut integers = Vec::with_capacity(self.now.elements());
         self.now.visit(self.now.row(), &mut |block| {
             integers.extend(block.now.values.iter().map(|byte| *byte as i8));
             Ok(())
         })?;
-        like.with_integers(&self.name, integers, &scales)
+        base.with_integers(&self.name, integers, &scales)
     }
 }
 
-impl WeightSource for Reread {
+impl WeightSource for Restored {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         self.values()?.visit(unit, sink)
     }
 }
 
-/// A rounded weight together with the values that it was rounded from.
+/// A rounded weight with its master weight, the values before rounding.
 struct WithMaster {
     source: Arc<dyn WeightSource>,
     master: Weight,
@@ -51,7 +52,7 @@ impl WeightSource for WithMaster {
 }
 
 impl Weight {
-    /// This weight with the values that it was rounded from, which training starts at.
+    /// Attaches the master weight, from which training starts.
     #[must_use]
     pub fn with_master(self, master: Weight) -> Weight {
         let source = Arc::new(WithMaster { source: self.source(), master });
@@ -60,14 +61,15 @@ impl Weight {
         weight
     }
 
-    /// This weight with the values that `now` holds of it; of another shape, or of a format that passes do not compute, `now` itself.
+    /// The weight with the values of `now`. If `now` has another shape, or a dtype that passes do not
+    /// compute, `now` is returned.
     #[must_use]
-    pub fn reread(&self, name: &str, now: Weight) -> Weight {
+    pub fn restored(&self, name: &str, now: Weight) -> Weight {
         let computed = now.encoding != Encoding::Dense || matches!(now.dtype, DType::F32 | DType::F16 | DType::BF16);
         if self.shape != now.shape || !computed {
             return now;
         }
-        let source = Reread { name: name.to_owned(), before: self.clone(), now: now.clone() };
+        let source = Restored { name: name.to_owned(), before: self.clone(), now: now.clone() };
         self.then(now.dtype, now.encoding, Arc::new(source))
     }
 }

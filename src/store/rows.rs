@@ -1,6 +1,7 @@
-//! Weights that are cut along their first axis: rows of a weight as a weight of their own, and where cuts lose nothing.
+//! Ranges of rows of weights as separate weights, and the alignment at which weights can be split
+//! without loss.
 
-// What is read here, other processes may have written.
+// Parses files of other processes.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::ops::Range;
@@ -10,25 +11,25 @@ use super::hash::CHUNK;
 use super::storage_format::WORD_ROWS;
 use super::{Encoding, Granularity, Rows, StorageFormat, Weight};
 
-/// Where rows lie in the weight that they are of.
+/// Position of a range of rows in its weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowsOf {
-    /// The first of them.
+    /// The first row.
     pub first: usize,
-    /// Rows of the whole weight.
+    /// Total number of rows of the weight.
     pub of: usize,
-    /// Elements of a block of the whole weight.
+    /// Number of elements per block of the complete weight.
     pub(super) block: usize,
 }
 
 impl Weight {
-    /// All rows.
+    /// The range of all rows.
     pub fn all_rows(&self) -> Range<usize> {
         0..self.shape.first().copied().unwrap_or(1)
     }
 
-    /// Some rows alone, and how many elements a block of the whole has when it is visited by `unit`; nothing where what rows become depends
-    /// on others.
+    /// A range of rows as a weight, with the number of elements per block when the complete weight is
+    /// visited by `unit`. `None` if the rows depend on each other.
     pub fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<(Weight, usize)> {
         let Rows { source, block } = self.source().rows(rows, unit)?;
         let mut weight = self.then(self.dtype, self.encoding.clone(), source);
@@ -39,9 +40,9 @@ impl Weight {
         Some((weight, block))
     }
 
-    /// How many rows stay together where the weight is cut: whole blocks, and whole pieces of the tree that hashes it. Nothing where it is
-    /// not cut.
-    fn rows_together(&self) -> Option<usize> {
+    /// Number of rows to which splits must be aligned, so that blocks and subtrees of the hash are
+    /// complete. `None` if the weight cannot be split.
+    fn row_alignment(&self) -> Option<usize> {
         let (_, block) = self.rows(&self.all_rows(), 1)?;
         let row = Some(self.row()).filter(|row| *row > 0)?;
         common_multiple(common_multiple(block, row)?, CHUNK)?.checked_div(row)
@@ -49,12 +50,12 @@ impl Weight {
 }
 
 impl StorageFormat {
-    /// How many rows of a weight stay together where it is cut: a multiple of these can be made and written apart from all others, and be
-    /// put together again. Nothing where that cannot be.
-    pub fn rows_together(self, weight: &Weight) -> Option<usize> {
+    /// Number of rows to which splits of a weight must be aligned, so that its parts can be computed and
+    /// written separately and merged afterwards. `None` if the weight cannot be split.
+    pub fn row_alignment(self, weight: &Weight) -> Option<usize> {
         let stored = match (self, &weight.encoding) {
             (StorageFormat::Plain | StorageFormat::Packed, Encoding::Dense) => 1,
-            (StorageFormat::Plain | StorageFormat::Packed, Encoding::Affine(affine)) => {
+            (StorageFormat::Plain | StorageFormat::Packed, Encoding::Quantized(affine)) => {
                 let words = if self == StorageFormat::Packed && !affine.symmetric { WORD_ROWS } else { 1 };
                 match affine.granularity {
                     Granularity::Tensor => return None,
@@ -64,6 +65,6 @@ impl StorageFormat {
             }
             _ => return None,
         };
-        common_multiple(weight.rows_together()?, stored)
+        common_multiple(weight.row_alignment()?, stored)
     }
 }

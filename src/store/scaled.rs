@@ -1,4 +1,4 @@
-//! Weights whose rows and columns are multiplied, and weights that are computed when they are asked for.
+//! Weights with scaled rows and columns, computed weights and transposed weights.
 
 use std::sync::Arc;
 
@@ -6,25 +6,26 @@ use super::{Block, BlockSink, DType, Encoding, Origin, View, Weight, WeightSourc
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 
-/// Another weight with factors on its axes.
+/// A weight multiplied by factors along its first two dimensions.
 pub struct Scaled {
-    /// Name, for errors.
+    /// Name for errors.
     pub name: String,
-    /// Where the values come from; floats.
+    /// The input, which must be floats.
     pub upstream: Weight,
     /// One factor for each index of the first axis.
     pub rows: Option<Arc<Vec<f32>>>,
     /// One factor for each index of the second axis.
     pub columns: Option<Arc<Vec<f32>>>,
-    /// Added to the values before the factors and subtracted after them: norms of some families store their scale less one.
+    /// Added before the multiplication and subtracted afterwards. Needed because the norms of some
+    /// families store their scale minus one.
     pub offset: f32,
 }
 
 impl Scaled {
-    /// The product as a weight of this format.
+    /// The product as a weight of dtype `dtype`.
     pub fn weight(self, dtype: DType) -> Weight {
         let upstream = self.upstream.clone();
-        upstream.then(dtype, Encoding::Dense, Arc::new(Typed { scaled: self, dtype })).of_origin(Origin::Rescaled)
+        upstream.then(dtype, Encoding::Dense, Arc::new(Typed { scaled: self, dtype })).with_origin(Origin::Rescaled)
     }
 }
 
@@ -37,7 +38,7 @@ impl WeightSource for Typed {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let Scaled { name, upstream, rows, columns, offset } = &self.scaled;
         let row = upstream.row().max(1);
-        // Elements under one index of the second axis.
+        // Elements per index of the second dimension.
         let inner = upstream.shape.get(2..).unwrap_or(&[]).iter().product::<usize>().max(1);
         let size = self.dtype.bitsize() / 8;
         let (mut values, mut bytes) = (Vec::new(), Vec::new());
@@ -55,23 +56,23 @@ impl WeightSource for Typed {
             }
             at += count;
             if !floats || !convert::from_f32(self.dtype, &values, &mut bytes) {
-                return Err(Error::tensor(name, format!("is {}, where floats are needed", upstream.dtype), ""));
+                return Err(Error::tensor(name, format!("is {}, expected floats", upstream.dtype), ""));
             }
             sink(block.becomes(View::dense(self.dtype, &bytes)))
         })
     }
 }
 
-/// A small weight that is made when it is asked for.
+/// A small weight that is computed on demand.
 pub struct Computed<F> {
-    /// Makes the elements.
+    /// Computes the elements.
     pub values: F,
 }
 
 impl<F: Fn() -> Result<Vec<f32>> + Send + Sync + 'static> Computed<F> {
-    /// The weight, of this shape and of 32-bit floats.
+    /// The F32 weight with this shape.
     pub fn weight(self, shape: Vec<usize>) -> Weight {
-        Weight::new(DType::F32, shape, Encoding::Dense, Arc::new(self)).of_origin(Origin::Rescaled)
+        Weight::new(DType::F32, shape, Encoding::Dense, Arc::new(self)).with_origin(Origin::Rescaled)
     }
 }
 
@@ -82,14 +83,14 @@ impl<F: Fn() -> Result<Vec<f32>> + Send + Sync> WeightSource for Computed<F> {
     }
 }
 
-/// A matrix with its axes exchanged; the other one is read whole.
+/// A transposed matrix. The input is read completely into memory.
 pub struct Transposed {
-    /// Where the elements come from, of any type that takes whole bytes.
+    /// The input, of any dtype of whole bytes.
     pub upstream: Weight,
 }
 
 impl Transposed {
-    /// The matrix `[b, a]` for one of `[a, b]`.
+    /// The matrix `[b, a]` for an input `[a, b]`.
     pub fn weight(self) -> Weight {
         let mut weight = self.upstream.clone();
         weight.shape.reverse();
@@ -102,9 +103,9 @@ impl WeightSource for Transposed {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let ([high, wide], dtype) = (<[usize; 2]>::try_from(self.upstream.shape.as_slice()).unwrap_or_default(), self.upstream.dtype);
         let width = (dtype.bitsize() / 8).max(1);
-        let mut whole = Vec::with_capacity(self.upstream.elements() * width);
+        let mut matrix = Vec::with_capacity(self.upstream.elements() * width);
         self.upstream.visit(1, &mut |block| {
-            whole.extend_from_slice(block.now.values);
+            matrix.extend_from_slice(block.now.values);
             Ok(())
         })?;
         let columns = (block_elements(unit.max(1).saturating_mul(high.max(1))) / high.max(1)).max(1);
@@ -113,7 +114,7 @@ impl WeightSource for Transposed {
             let count = columns.min(wide - first);
             block.clear();
             block.resize(count * high * width, 0);
-            for (row, elements) in whole.chunks_exact(wide * width).enumerate() {
+            for (row, elements) in matrix.chunks_exact(wide * width).enumerate() {
                 for column in 0..count {
                     let (from, to) = ((first + column) * width, (column * high + row) * width);
                     block[to..to + width].copy_from_slice(&elements[from..from + width]);

@@ -1,4 +1,4 @@
-//! Naming tensors: `*` stands for anything, `re:` starts a regular expression.
+//! Patterns that select tensors by name: `*` matches any text, `re:` starts a regular expression.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -10,8 +10,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::{Error, Result};
 
-/// A pattern over tensor names. It matches the whole name of a tensor, or of its module
-/// (the name without `.weight`); a regular expression is anchored at the start only, and may look around, as those of compressed-tensors.
+/// A pattern for tensor names. It matches the full name of a tensor or of its module (the name without
+/// `.weight`). A regular expression is anchored only at the start and may use look-around, as in
+/// compressed-tensors.
 #[derive(Clone)]
 pub struct Pattern {
     text: String,
@@ -20,9 +21,9 @@ pub struct Pattern {
 
 #[derive(Clone)]
 enum Matcher {
-    /// In linear time.
+    /// Linear-time matching.
     Plain(Regex),
-    /// With look-around, by backtracking up to a limit.
+    /// Look-around, matched by backtracking with a limit.
     LookAround(fancy_regex::Regex),
 }
 
@@ -31,24 +32,34 @@ impl Matcher {
         Regex::new(source).map(Matcher::Plain).or_else(|plain| fancy_regex::Regex::new(source).map(Matcher::LookAround).map_err(|_| reason(&plain)))
     }
 
-    /// Whether the text matches. A text that exceeds the limit of backtracking does not match, and callers reject patterns without one.
-    fn is_match(&self, text: &str) -> bool {
+    /// Whether the text matches, unless that takes more backtracking than allowed.
+    fn is_match(&self, text: &str) -> Result<bool, fancy_regex::Error> {
         match self {
-            Matcher::Plain(regex) => regex.is_match(text),
-            Matcher::LookAround(regex) => regex.is_match(text).unwrap_or(false),
+            Matcher::Plain(regex) => Ok(regex.is_match(text)),
+            Matcher::LookAround(regex) => regex.is_match(text),
         }
     }
 }
 
 impl Pattern {
-    /// The pattern as it was written.
+    /// The original text of the pattern.
     pub fn as_str(&self) -> &str {
         &self.text
     }
 
-    /// Whether it matches a tensor.
+    /// Whether the pattern matches a tensor name. `false` if [`try_matches`](Pattern::try_matches) fails;
+    /// [`check`] rejects such patterns.
     pub fn matches(&self, name: &str) -> bool {
-        self.matcher.is_match(name) || name.strip_suffix(".weight").is_some_and(|module| self.matcher.is_match(module))
+        self.try_matches(name).unwrap_or(false)
+    }
+
+    /// Whether the pattern matches a tensor name.
+    ///
+    /// # Errors
+    /// Backtracking exceeds its limit, as it does for nested repetitions in front of a look-around.
+    pub fn try_matches(&self, name: &str) -> Result<bool, String> {
+        let is_match = |text: &str| self.matcher.is_match(text).map_err(|e| format!("pattern `{}` cannot be matched with `{name}`: {e}", self.text));
+        Ok(is_match(name)? || name.strip_suffix(".weight").map_or(Ok(false), is_match)?)
     }
 }
 
@@ -68,7 +79,7 @@ impl FromStr for Pattern {
     }
 }
 
-/// The last line of a message that draws the pattern above it.
+/// The last line of a multi-line error message, without the drawing of the pattern.
 fn reason(error: &regex::Error) -> String {
     let text = error.to_string();
     let last = text.lines().last().unwrap_or_default();
@@ -112,31 +123,31 @@ impl schemars::JsonSchema for Pattern {
     }
 
     fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-        schemars::json_schema!({ "type": "string", "minLength": 1, "description": "A tensor or module name, where * stands for anything, or re: and a regular expression" })
+        schemars::json_schema!({ "type": "string", "minLength": 1, "description": "A tensor or module name, in which * matches any text, or re: followed by a regular expression" })
     }
 }
 
-/// Which tensors a pass works on.
+/// Selection of the tensors that a pass processes.
 #[derive(Debug, Clone, Copy)]
 pub struct Selection<'a> {
-    /// Tensors to take; none means the pass's own choice.
+    /// Tensors to include. If empty, the pass's default selection.
     pub targets: &'a [Pattern],
-    /// Tensors to leave out.
+    /// Tensors to exclude.
     pub ignore: &'a [Pattern],
 }
 
 impl Selection<'_> {
-    /// The selected ones of tensors by their names, each with other names that patterns match too. `eligible` says what the pass takes on
-    /// its own.
+    /// The selected tensors, given their names and alternative names that patterns match too. `eligible`
+    /// is the default selection of the pass.
     ///
     /// # Errors
     /// A pattern matches no tensor at all.
     pub fn resolve<'n>(&self, names: impl Iterator<Item = (&'n String, &'n [String])> + Clone, eligible: impl Fn(&str) -> bool) -> Result<BTreeSet<&'n str>> {
-        let all = || names.clone().flat_map(|(name, others)| std::iter::once(name).chain(others));
+        let all = || names.clone().flat_map(|(name, aliases)| std::iter::once(name).chain(aliases));
         check("targets", self.targets, all())?;
         check("ignore", self.ignore, all())?;
-        let any = |patterns: &[Pattern], (name, others): &(&String, &[String])| {
-            patterns.iter().any(|p| p.matches(name) || others.iter().any(|other| p.matches(other)))
+        let any = |patterns: &[Pattern], (name, aliases): &(&String, &[String])| {
+            patterns.iter().any(|p| p.matches(name) || aliases.iter().any(|alias| p.matches(alias)))
         };
         Ok(names
             .clone()
@@ -147,18 +158,24 @@ impl Selection<'_> {
     }
 }
 
-/// Holds every pattern to at least one match.
+/// Checks that every pattern has at least one match.
 ///
 /// # Errors
-/// The first pattern without one.
+/// The first pattern without a match, or one that cannot be matched with a name.
 pub fn check<'n>(field: &'static str, patterns: &[Pattern], names: impl Iterator<Item = &'n String> + Clone) -> Result<()> {
-    match patterns.iter().find(|p| !names.clone().any(|name| p.matches(name))) {
-        None => Ok(()),
-        Some(pattern) => Err(Error::NoMatch { field, pattern: pattern.text.clone(), nearest: nearest(&pattern.text, names.map(String::as_str)) }),
+    for pattern in patterns {
+        let mut has_match = false;
+        for name in names.clone() {
+            has_match |= pattern.try_matches(name).map_err(|reason| Error::option(field, reason))?;
+        }
+        if !has_match {
+            return Err(Error::NoMatch { field, pattern: pattern.text.clone(), nearest: nearest(&pattern.text, names.map(String::as_str)) });
+        }
     }
+    Ok(())
 }
 
-/// The most similar name, if any is similar.
+/// The most similar name, if the similarity is sufficient.
 pub fn nearest<'n>(wanted: &str, names: impl IntoIterator<Item = &'n str>) -> Option<String> {
     let plain: String = wanted.trim_start_matches("re:").chars().filter(|c| !"*^$\\".contains(*c)).collect();
     names
@@ -188,8 +205,18 @@ mod tests {
         assert!("".parse::<Pattern>().is_err());
     }
 
+    /// A pattern that exceeds the limit of backtracking is rejected, not taken for one that matches nothing.
     #[test]
-    fn a_pattern_without_a_match_names_the_nearest() {
+    fn excessive_backtracking_is_an_error() {
+        let names = ["lm_head.weight".to_owned(), "ab".repeat(28)];
+        let pattern: Pattern = "re:(a|b|ab)*(?>c)|lm_head".parse().unwrap();
+        assert_eq!(pattern.try_matches(&names[0]), Ok(true));
+        let error = check("ignore", &[pattern], names.iter()).unwrap_err().to_string();
+        assert!(error.contains("ignore") && error.contains("re:(a|b|ab)*(?>c)|lm_head") && error.contains(&names[1]), "{error}");
+    }
+
+    #[test]
+    fn a_pattern_without_a_match_suggests_the_nearest_name() {
         let names = ["model.embed_tokens.weight".to_owned(), "lm_head.weight".to_owned()];
         let patterns = ["lm_haed.weight".parse().unwrap()];
         let error = Selection { targets: &patterns, ignore: &[] }.resolve(names.iter().map(|name| (name, &[][..])), |_| true).unwrap_err();

@@ -1,4 +1,4 @@
-//! Sizes with units.
+//! Byte sizes with units, and values of dynamic dimensions.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -35,7 +35,7 @@ impl FromStr for ByteSize {
             "" => 1,
             unit => UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit)).ok_or_else(wrong)?.1,
         };
-        // Whole numbers are exact: what `Display` writes is read back as the same size.
+        // Integers are parsed exactly, so that the output of `Display` is parsed to the same size.
         if let Ok(number) = number.parse::<u64>() {
             return number.checked_mul(factor).filter(|bytes| *bytes > 0).map(ByteSize).ok_or_else(wrong);
         }
@@ -92,18 +92,19 @@ impl schemars::JsonSchema for ByteSize {
     }
 }
 
-/// What is told of sizes that a model leaves open, by name: one size, those of all axes of an input, or the number that an input without axes is
-/// tried with.
+/// Values of dynamic dimensions by name: one size, the shape of an input, or the value with which a
+/// scalar input is run.
 pub type OpenSizes = BTreeMap<String, OpenSize>;
 
-/// A size that a model leaves open, written `128`, or those of all axes of an input, written `1x512`, in a recipe `[1, 512]`.
+/// Value of a dynamic dimension, written `128`, or the shape of an input, written `1x512`, or `[1, 512]`
+/// in a recipe.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(untagged, expecting = "a size like 128, or sizes of all axes like [1, 512]")]
+#[serde(untagged, expecting = "a size like 128, or a shape like [1, 512]")]
 pub enum OpenSize {
-    /// One size.
+    /// A single size.
     One(usize),
-    /// Sizes of all axes.
+    /// A complete shape.
     All(Vec<usize>),
 }
 
@@ -111,7 +112,7 @@ impl FromStr for OpenSize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let size = |part: &str| part.trim().parse::<usize>().map_err(|_| format!("`{text}` is neither a size like 128 nor sizes like 1x512"));
+        let size = |part: &str| part.trim().parse::<usize>().map_err(|_| format!("`{text}` is neither a size like 128 nor a shape like 1x512"));
         let sizes = text.split('x').map(size).collect::<Result<Vec<_>, _>>()?;
         Ok(match sizes.as_slice() {
             [one] => OpenSize::One(*one),
@@ -125,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_and_back() {
+    fn text_round_trips() {
         for (text, bytes) in [("5GB", 5_000_000_000), ("500 mb", 500_000_000), ("2GiB", 2 << 30), ("1.5KiB", 1536), ("77", 77)] {
             assert_eq!(text.parse::<ByteSize>().unwrap().0, bytes);
         }

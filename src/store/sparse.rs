@@ -1,30 +1,30 @@
-//! The sparse layout: a bitmask and the elements that are not zero.
+//! The sparse layout: a bitmask and the nonzero elements.
 //!
-//! A tensor `NAME` of any shape becomes three: `NAME.bitmask`, U8 `[ceil(n / 8)]`, bit `i % 8` of byte `i / 8`
-//! set when element `i` (row-major) is kept; `NAME.values`, the kept elements in order, in the tensor's own
-//! dtype; `NAME.shape`, I64 `[rank]`. Only elements whose bits are all zero are dropped, so decoding is
-//! exact. Files that hold such tensors say `"compress.sparse": "1"` in their metadata.
+//! A tensor `NAME` is stored as three: `NAME.bitmask`, U8 `[ceil(n / 8)]`, with bit `i % 8` of byte `i /
+//! 8` set if element `i` (row-major) is stored; `NAME.values`, the stored elements in order, in the
+//! tensor's dtype; `NAME.shape`, I64 `[rank]`. Only elements whose bits are all zero are omitted, so
+//! decoding is exact. Files with such tensors have the metadata entry `"compress.sparse": "1"`.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::sync::Arc;
 
-use super::{Affine, Block, BlockSink, Checkpoint, DType, IntegerFile, RawTensor, View, WeightSource, block_elements};
+use super::{Block, BlockSink, Checkpoint, DType, QuantizationSpec, QuantizedReader, RawTensor, View, WeightSource, block_elements};
 use crate::error::{Error, Result};
 use crate::kernel::bitmask;
 
-/// Key of the metadata entry that marks a file with sparse tensors.
+/// Metadata key that marks files with sparse tensors.
 pub const MARK: &str = "compress.sparse";
 /// Value of the entry: the version of the layout.
 pub const VERSION: &str = "1";
 
-/// Bytes of a tensor in this layout.
-pub fn stored_bytes(elements: u64, kept: u64, size: u64, rank: u64) -> u64 {
-    [kept.saturating_mul(size), rank.saturating_mul(8)].into_iter().fold(elements.div_ceil(8), u64::saturating_add)
+/// Size of a tensor in this layout in bytes.
+pub fn stored_bytes(elements: u64, nonzeros: u64, size: u64, rank: u64) -> u64 {
+    [nonzeros.saturating_mul(size), rank.saturating_mul(8)].into_iter().fold(elements.div_ceil(8), u64::saturating_add)
 }
 
-/// A sparse tensor in a file, seen as the dense one.
+/// A sparse tensor in a file, exposed as a dense one.
 #[derive(Debug, Clone)]
 pub struct SparseFile {
     mask: RawTensor,
@@ -34,14 +34,14 @@ pub struct SparseFile {
 }
 
 impl SparseFile {
-    /// Takes the three tensors of `name` out of a checkpoint.
+    /// Removes the three tensors of `name` from a checkpoint.
     ///
     /// # Errors
-    /// One is missing, or they do not fit each other.
+    /// A tensor is missing, or they do not match.
     pub fn take(checkpoint: &mut Checkpoint, name: &str) -> Result<SparseFile> {
         let part = |suffix| format!("{name}.{suffix}");
         let broken = |reason: String| {
-            Error::tensor(name, format!("sparse parts do not fit: {reason}"), "write the file again; `compress verify` shows whether it was damaged")
+            Error::tensor(name, format!("sparse parts do not match: {reason}"), "write the file again; `compress verify` shows whether it was damaged")
         };
         let find = |suffix| checkpoint.tensors.get(&part(suffix)).ok_or_else(|| broken(format!("`{}` is missing", part(suffix))));
         let (mask, values, shape) = (find("bitmask")?, find("values")?, find("shape")?);
@@ -61,12 +61,12 @@ impl SparseFile {
         Ok(sparse)
     }
 
-    /// Format of the elements.
+    /// Element type.
     pub fn dtype(&self) -> DType {
         self.values.dtype
     }
 
-    /// Bytes that the parts take.
+    /// Total size of the parts in bytes.
     pub fn bytes(&self) -> u64 {
         [self.mask.bytes(), self.values.bytes()].into_iter().fold((self.shape.len() as u64).saturating_mul(8), u64::saturating_add)
     }
@@ -79,16 +79,16 @@ impl SparseFile {
         let mut position = 0usize;
         for start in (0..elements).step_by(step) {
             let count = step.min(elements.saturating_sub(start));
-            // A block need not start at a whole byte of the mask.
+            // A block may start within a byte of the mask.
             let shift = start % 8;
             mask.resize(count.saturating_add(shift).div_ceil(8), 0);
             self.mask.read_at((start / 8) as u64, &mut mask)?;
             if shift > 0 {
                 realign(&mut mask, shift as u32);
             }
-            let kept = bitmask::ones(&mask, count);
-            values.resize(kept.saturating_mul(size), 0);
-            let next = position.saturating_add(kept);
+            let nonzeros = bitmask::ones(&mask, count);
+            values.resize(nonzeros.saturating_mul(size), 0);
+            let next = position.saturating_add(nonzeros);
             if next > self.values.elements() {
                 return Err(Error::malformed(self.values.path(), "a sparse mask has more bits set than there are values"));
             }
@@ -120,19 +120,19 @@ impl WeightSource for SparseFile {
     }
 }
 
-/// Sparse integers with their scales.
+/// Sparse codes with their scales.
 pub struct SparseInteger {
-    /// The integers.
+    /// The codes.
     pub values: SparseFile,
-    /// The scales, wrapped as an integer file whose own values are never read.
+    /// The scales.
     pub scales: RawTensor,
     /// Zero points.
     pub zero_points: Option<RawTensor>,
-    /// How scales are shared.
-    pub affine: Affine,
-    /// The number that scales are in steps of one over; 1 where there is none.
+    /// The quantization.
+    pub affine: QuantizationSpec,
+    /// Divisor of the scales; otherwise 1.
     pub global_scale: f32,
-    /// Format of the values that the integers stand for.
+    /// Dtype of the dequantized values.
     pub dtype: DType,
 }
 
@@ -148,30 +148,30 @@ impl WeightSource for SparseInteger {
     }
 }
 
-/// Any of the forms that a quantized weight is read from.
+/// The source of a quantized weight with sparse, plain or packed codes.
 pub fn integer_source(
     values: IntegerValues,
     scales: RawTensor,
     zero_points: Option<RawTensor>,
     global_scale: f32,
-    affine: Affine,
+    affine: QuantizationSpec,
     dtype: DType,
 ) -> Arc<dyn WeightSource> {
     match values {
         IntegerValues::Sparse(values) => Arc::new(SparseInteger { values, scales, zero_points, global_scale, affine, dtype }),
-        IntegerValues::Plain { values, packed, shape } => Arc::new(IntegerFile { values, scales, zero_points, global_scale, packed, shape, affine, dtype }),
+        IntegerValues::Plain { values, packed, shape } => Arc::new(QuantizedReader { values, scales, zero_points, global_scale, packed, shape, affine, dtype }),
     }
 }
 
-/// Where the integers of a quantized weight are.
+/// Location of the codes of a quantized weight.
 pub enum IntegerValues {
-    /// In a mask and values.
+    /// A bitmask with the nonzero codes.
     Sparse(SparseFile),
-    /// In a tensor, plain or packed.
+    /// A plain or packed tensor.
     Plain {
         /// The tensor.
         values: RawTensor,
-        /// Four to a word.
+        /// Whether the codes are packed into words or bytes.
         packed: bool,
         /// Shape `[out, in]`.
         shape: Vec<usize>,
@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn masks_move_to_whole_bytes() {
+    fn masks_are_realigned_to_bytes() {
         let bits = |mask: &[u8]| mask.iter().flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1)).collect::<Vec<_>>();
         let mask = [0b1010_0110, 0b0111_1001, 0b1100_0101];
         for shift in 1..8 {

@@ -1,23 +1,24 @@
-//! How a logical weight is spelled as tensors of a file; `assemble` is the way back.
+//! Representation of a logical weight as tensors of a file. The module `assemble` contains the inverse.
 //!
 //! | format | tensors of `x.weight` |
 //! | --- | --- |
 //! | plain | `x.weight` |
-//! | integer | `x.weight` I8, `x.weight_scale`, asymmetric also `x.weight_zero_point` I8; of static activations `x.input_scale`, `x.input_zero_point` I8 |
-//! | FP8 | `x.weight` F8_E4M3, `x.weight_scale` `[1]`, `[out, 1]` or one for each block; of static activations `x.input_scale` |
-//! | FP4 | `x.weight_packed` U8 `[out, in / 2]`, `x.weight_scale` F8_E4M3 beside `x.weight_global_scale` F32 (NVFP4; of static activations `x.input_global_scale`), or U8 (E8M0, MXFP4) |
-//! | packed | `x.weight_packed` I32 `[out, ceil(in · bits / 32)]`, `x.weight_shape` I64, `x.weight_scale`, asymmetric also `x.weight_zero_point` I32 `[ceil(out · bits / 32), groups]` |
-//! | palettes | `x.weight_packed` I32 `[rows, ceil(row · bits / 32)]`, `x.weight_shape` I64, `x.weight_palette` `[palettes, 2^bits]` in the format of the values |
-//! | sparse | `x.weight.bitmask`, `x.weight.values`, `x.weight.shape`, and scales as in integer |
+//! | integer | `x.weight` I8, `x.weight_scale`, for asymmetric schemes `x.weight_zero_point` I8; for static activations `x.input_scale`, `x.input_zero_point` I8 |
+//! | FP8 | `x.weight` F8_E4M3, `x.weight_scale` `[1]`, `[out, 1]` or one per block; for static activations `x.input_scale` |
+//! | FP4 | `x.weight_packed` U8 `[out, in / 2]`, `x.weight_scale` F8_E4M3 with `x.weight_global_scale` F32 (NVFP4; for static activations `x.input_global_scale`), or U8 (E8M0, MXFP4) |
+//! | packed | `x.weight_packed` I32 `[out, ceil(in · bits / 32)]`, `x.weight_shape` I64, `x.weight_scale`, for asymmetric schemes `x.weight_zero_point` I32 `[ceil(out · bits / 32), groups]` |
+//! | palettes | `x.weight_packed` I32 `[rows, ceil(row · bits / 32)]`, `x.weight_shape` I64, `x.weight_palette` `[palettes, 2^bits]` in the dtype of the values |
+//! | sparse | `x.weight.bitmask`, `x.weight.values`, `x.weight.shape`, and scales as for integer |
 //!
-//! Integer and packed are the forms `int-quantized` and `pack-quantized` of compressed-tensors, FP8 `float-quantized`, FP4
-//! `nvfp4-pack-quantized` and `mxfp4-pack-quantized`. Of palettes, words hold places from 0, element `i` of a row at bit `i · bits`; with `p`
-//! palettes for `n` rows, each is for `ceil(n / p)` rows, one after another.
+//! Integer and packed are the formats `int-quantized` and `pack-quantized` of compressed-tensors, FP8 is
+//! `float-quantized`, FP4 is `nvfp4-pack-quantized` and `mxfp4-pack-quantized`. The words of palettized
+//! weights contain indices, element `i` of a row at bit `i · bits`. With `p` palettes for `n` rows, each
+//! applies to `ceil(n / p)` consecutive rows.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-use super::in_blocks::{Blocks, Halves};
+use super::block_packing::{Blocks, Halves};
 use super::{Codes, DType, Encoding, Granularity, View, Weight};
 use crate::error::{Error, Result};
 use crate::kernel::ggml::BlockType;
@@ -28,44 +29,45 @@ use crate::kernel::{bitmask, packing};
 pub struct StoredTensor {
     /// Name in the file.
     pub name: String,
-    /// Format of an element.
+    /// Element type.
     pub dtype: DType,
-    /// Sizes, outermost first.
+    /// Shape, outermost dimension first.
     pub shape: Vec<usize>,
 }
 
-/// How a weight is stored.
+/// Storage format of a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StorageFormat {
-    /// As it is: dense elements, or integers with their scales beside them.
+    /// Unchanged: dense elements, or codes with their scales.
     Plain,
-    /// Integers in 32-bit words, see [`packing`]; zero points likewise, down the outputs. Codes of four bits two in a byte.
+    /// Codes packed into 32-bit words, see [`packing`]; zero points are packed along the outputs. Codes
+    /// of four bits are packed two per byte.
     Packed,
-    /// A mask, and this many elements that are not zero.
+    /// A bitmask and the nonzero elements.
     Sparse {
-        /// Elements with a bit set.
-        kept: u64,
+        /// Number of set bits.
+        nonzeros: u64,
     },
-    /// A matrix `[in, out]` where the weight is `[out, in]`, scales likewise.
+    /// The transposed matrix, `[in, out]` instead of `[out, in]`, with transposed scales.
     Transposed,
-    /// Integers of four bits, or places in palettes, two in a byte, zero points likewise.
+    /// Four-bit integers or palette indices, two per byte; zero points likewise.
     Halves {
         /// Whether the matrix and its scales are [transposed](StorageFormat::Transposed).
         transposed: bool,
     },
-    /// Rows in blocks with a scale each: `store/in_blocks.rs`.
+    /// Rows in blocks with one scale each, see `store/block_packing.rs`.
     Blocks(Blocks),
-    /// Blocks of a GGUF file, which a weight of [`InBlocks`](super::gguf::InBlocks) has.
+    /// Blocks of a GGUF file, for weights of [`BlockQuantized`](super::gguf::BlockQuantized).
     Gguf(BlockType),
 }
 
 impl StorageFormat {
-    /// The tensors that the weight `name` becomes: the elements first, then everything else.
+    /// The tensors that represent the weight `name`, starting with the elements.
     pub fn parts(self, name: &str, weight: &Weight) -> Vec<StoredTensor> {
         let part = |suffix: &str, dtype, shape| StoredTensor { name: format!("{name}{suffix}"), dtype, shape };
         let integers = match &weight.encoding {
             Encoding::Dense => None,
-            Encoding::Affine(affine) => Some(affine),
+            Encoding::Quantized(affine) => Some(affine),
         };
         let codes = integers.map(|affine| affine.codes);
         let dtype = match codes {
@@ -88,8 +90,8 @@ impl StorageFormat {
                 part("_packed", DType::I32, vec![shape.first().copied().unwrap_or(1), packing::words(weight.row(), weight.code_bits())]),
                 part("_shape", DType::I64, vec![shape.len()]),
             ],
-            StorageFormat::Sparse { kept } => vec![
-                part(".values", dtype, vec![kept as usize]),
+            StorageFormat::Sparse { nonzeros } => vec![
+                part(".values", dtype, vec![nonzeros as usize]),
                 part(".shape", DType::I64, vec![shape.len()]),
                 part(".bitmask", DType::U8, vec![weight.elements().div_ceil(8)]),
             ],
@@ -99,7 +101,7 @@ impl StorageFormat {
             if matches!(self, StorageFormat::Transposed | StorageFormat::Halves { transposed: true }) {
                 shape.reverse();
             }
-            // Powers of two are bytes to those who read them.
+            // Consumers expect power-of-two scales (E8M0) as U8.
             let scale_dtype = if affine.scale_dtype == DType::F8_E8M0 { DType::U8 } else { affine.scale_dtype };
             parts.push(part(if affine.codes.is_palette() { "_palette" } else { "_scale" }, scale_dtype, shape.clone()));
             if affine.has_global_scale() {
@@ -121,9 +123,9 @@ impl StorageFormat {
         parts
     }
 
-    /// The bytes of a part that tells nothing but the shape of the weight; nothing for other parts.
+    /// The contents of a part that only contains the shape of the weight. `None` for other parts.
     pub(super) fn shape_part(self, part: usize, weight: &Weight) -> Option<Vec<u8>> {
-        let codes = if let Encoding::Affine(affine) = &weight.encoding { Some(affine.codes) } else { None };
+        let codes = if let Encoding::Quantized(affine) = &weight.encoding { Some(affine.codes) } else { None };
         (part == 1 && self.value_parts(codes) > 1).then(|| shape_bytes(&weight.shape))
     }
 
@@ -141,45 +143,46 @@ fn shape_bytes(shape: &[usize]) -> Vec<u8> {
     shape.iter().flat_map(|&size| (size as i64).to_le_bytes()).collect()
 }
 
-/// Turns the blocks of one weight into the bytes of its parts.
+/// Converts the blocks of a weight to the bytes of its parts.
 pub(super) struct Emitter {
     name: String,
     storage_format: StorageFormat,
     shape: Vec<usize>,
     bits: u8,
     codes: Option<Codes>,
-    /// Rows that share their scales.
+    /// Number of rows that share their scales.
     high: usize,
-    /// Rows that have come.
+    /// Number of rows received.
     rows: usize,
     row: usize,
-    /// Scales of a row.
+    /// Scales per row.
     groups: usize,
     size: usize,
     scale_size: usize,
     started: bool,
     pending: Vec<u8>,
-    /// Scales and zero points that wait for the end, to be transposed; zero points that wait for whole words.
+    /// Scales and zero points buffered until they can be transposed, and zero points buffered for
+    /// complete words.
     parameters: [Vec<u8>; 2],
-    /// Codes and zero points of four bits.
+    /// State of packing codes and zero points of four bits.
     halves: [Halves; 2],
     mask: Vec<u8>,
     values: Vec<u8>,
 }
 
-/// Rows whose packed zero points are whole words, whatever the number of bits.
+/// Number of rows whose packed zero points fill complete words for any bit width.
 pub(super) const WORD_ROWS: usize = 32;
 
-/// Receives bytes of the part with this number.
+/// Receives bytes of the part with an index.
 pub(super) type PartSink<'a> = &'a mut dyn FnMut(usize, &[u8]) -> Result<()>;
 
 impl Emitter {
     pub(super) fn new(name: &str, storage_format: StorageFormat, weight: &Weight) -> Self {
         let (size, scale_size, groups) = match &weight.encoding {
             Encoding::Dense => ((weight.dtype.bitsize() / 8).max(1), 0, 0),
-            Encoding::Affine(affine) => (1, affine.scale_dtype.bitsize() / 8, affine.scale_shape(&weight.shape).get(1).copied().unwrap_or(1)),
+            Encoding::Quantized(affine) => (1, affine.scale_dtype.bitsize() / 8, affine.scale_shape(&weight.shape).get(1).copied().unwrap_or(1)),
         };
-        let affine = if let Encoding::Affine(affine) = &weight.encoding { Some(affine) } else { None };
+        let affine = if let Encoding::Quantized(affine) = &weight.encoding { Some(affine) } else { None };
         Self {
             codes: affine.map(|affine| affine.codes),
             high: affine.map_or(1, |affine| if let Granularity::Block([high, _]) = affine.granularity { high.max(1) } else { 1 }),
@@ -219,14 +222,14 @@ impl Emitter {
             }
             StorageFormat::Packed if self.codes.is_some_and(Codes::is_palette) => {
                 self.values.clear();
-                view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::pack_places(row, self.bits, &mut self.values));
+                view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::pack_indices(row, self.bits, &mut self.values));
                 sink(0, &self.values)?;
             }
             StorageFormat::Packed => {
                 if !packing::fits(view.values, self.bits) || !packing::fits(view.zero_points, self.bits) {
                     return Err(Error::tensor(
                         &self.name,
-                        format!("holds integers of more than {} bits, which its encoding says it has", self.bits),
+                        format!("contains integers that do not fit the {} bits of its encoding", self.bits),
                         "set `num_bits: 8` in the quantization_config of the input, or start from the original checkpoint",
                     ));
                 }
@@ -274,19 +277,20 @@ impl Emitter {
         Ok(())
     }
 
-    /// Zero points of as many times `rows` rows as there are, in words down the outputs.
+    /// Packs the zero points of complete multiples of `rows` rows into words along the outputs.
     fn pack_zero_points(&mut self, rows: usize, sink: PartSink) -> Result<()> {
         let groups = self.groups.max(1);
         let [_, zero_points] = &mut self.parameters;
-        let whole = zero_points.len().checked_div(groups.saturating_mul(rows)).unwrap_or(0).saturating_mul(groups).saturating_mul(rows);
-        let rest = zero_points.split_off(whole);
+        let complete = zero_points.len().checked_div(groups.saturating_mul(rows)).unwrap_or(0).saturating_mul(groups).saturating_mul(rows);
+        let rest = zero_points.split_off(complete);
         self.values.clear();
         packing::pack_columns(zero_points, groups, self.bits, &mut self.values);
         *zero_points = rest;
         sink(self.storage_format.value_parts(self.codes).saturating_add(1), &self.values)
     }
 
-    /// Mask bytes hold eight elements, blocks any number: what is left over waits for the next block.
+    /// Packs complete groups of eight elements, as each mask byte requires. The remainder is buffered
+    /// for the next block.
     fn sparse(&mut self, mut elements: &[u8], sink: PartSink) -> Result<()> {
         let eight = self.size.saturating_mul(8);
         if !self.pending.is_empty() {
@@ -301,8 +305,8 @@ impl Emitter {
             self.pack(&pending, sink)?;
         }
         let rest = elements.chunks_exact(eight).remainder();
-        let (whole, _) = elements.split_at(elements.len().saturating_sub(rest.len()));
-        self.pack(whole, sink)?;
+        let (complete, _) = elements.split_at(elements.len().saturating_sub(rest.len()));
+        self.pack(complete, sink)?;
         self.pending.extend(rest);
         Ok(())
     }
@@ -343,7 +347,7 @@ impl Emitter {
         }
     }
 
-    /// Columns of a whole matrix, a band of them at a time.
+    /// Transposes a matrix in bands of columns.
     fn transpose(&mut self, matrix: &[u8], size: usize, width: usize, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         const BAND: usize = 16;
         let line = width.saturating_mul(size);

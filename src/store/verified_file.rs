@@ -1,7 +1,7 @@
-//! A file that several threads write in any order, and that is read again piece by piece while it fills.
+//! A file that several threads write in any order, with verification by reading back.
 //!
-//! Whoever writes the last bytes of a segment reads the segment back at once, while caches still hold it. What goes to another machine is read
-//! again at the end too.
+//! The thread that completes a segment reads it back immediately, while it is still cached. Uploaded
+//! files are read again at the end.
 
 use std::collections::BTreeMap;
 use std::hash::Hasher;
@@ -16,19 +16,20 @@ use crate::error::{Error, Result};
 use crate::files::{Destination, NewFile};
 use crate::work::{Work, lock};
 
-/// Bytes that are read back together: a whole subtree of BLAKE3, so a power of two. Small enough for a second-level cache.
+/// Size of a segment in bytes: a power of two, so that each segment is a subtree of BLAKE3. Fits into
+/// the L2 cache.
 pub(super) const SEGMENT: u64 = 512 << 10;
 const BUFFER: usize = 128 << 10;
 
-/// Consecutive bytes inside one segment and the hash that they must have.
+/// Consecutive bytes within a segment, with their expected hash.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Stretch {
+pub(super) struct Extent {
     pub(super) offset: u64,
     pub(super) length: u64,
     pub(super) hash: u64,
 }
 
-/// A file of known length on its way to where it is written.
+/// A file of known length that is being written.
 pub(super) struct VerifiedFile {
     path: PathBuf,
     file: NewFile,
@@ -36,11 +37,11 @@ pub(super) struct VerifiedFile {
     state: Mutex<State>,
 }
 
-/// Segments by number.
+/// State of the segments, by number.
 struct State {
-    /// What is written of those that are not complete.
-    open: BTreeMap<usize, Vec<Stretch>>,
-    /// Hashes of those that were read back.
+    /// Written extents of incomplete segments.
+    open: BTreeMap<usize, Vec<Extent>>,
+    /// Hashes of the segments that were read back.
     hashes: Vec<Option<ChainingValue>>,
 }
 
@@ -63,37 +64,37 @@ impl VerifiedFile {
         self.file.write_all_at(bytes, offset).map_err(Error::io("write", &self.path))
     }
 
-    /// Takes note of what was written. A segment that is complete is read back, through a buffer that the caller keeps.
-    pub(super) fn written(&self, stretch: Stretch, buffer: &mut Vec<u8>) -> Result<()> {
-        let index = stretch.offset / SEGMENT;
+    /// Records written bytes. If they complete a segment, it is read back through `buffer`.
+    pub(super) fn written(&self, extent: Extent, buffer: &mut Vec<u8>) -> Result<()> {
+        let index = extent.offset / SEGMENT;
         let start = index * SEGMENT;
         let length = SEGMENT.min(self.length.saturating_sub(start));
         let index = index as usize;
         let complete = {
             let state = &mut *lock(&self.state);
-            let stretches = state.open.entry(index).or_default();
-            stretches.push(stretch);
-            if stretches.iter().map(|s| s.length).sum::<u64>() < length {
+            let extents = state.open.entry(index).or_default();
+            extents.push(extent);
+            if extents.iter().map(|s| s.length).sum::<u64>() < length {
                 return Ok(());
             }
             state.open.remove(&index).unwrap_or_default()
         };
         let hash = self.read_back(start, length, complete, buffer)?;
         match lock(&self.state).hashes.get_mut(index) {
-            Some(place @ None) => *place = Some(hash),
+            Some(slot @ None) => *slot = Some(hash),
             _ => return Err(self.failed(&format!("bytes {start} to {} were written twice", start + length))),
         }
-        self.file.settled(start..start + length).map_err(Error::io("write", &self.path))
+        self.file.mark_final(start..start + length).map_err(Error::io("write", &self.path))
     }
 
-    /// Reads a segment, holds it to its stretches, and hashes it.
-    fn read_back(&self, start: u64, length: u64, mut stretches: Vec<Stretch>, buffer: &mut Vec<u8>) -> Result<ChainingValue> {
-        stretches.sort_by_key(|s| s.offset);
+    /// Reads a segment back, verifies its extents, and hashes it.
+    fn read_back(&self, start: u64, length: u64, mut extents: Vec<Extent>, buffer: &mut Vec<u8>) -> Result<ChainingValue> {
+        extents.sort_by_key(|s| s.offset);
         let mut hasher = blake3::Hasher::new();
         hasher.set_input_offset(start);
         buffer.resize(BUFFER, 0);
-        let mut expected = stretches.iter();
-        let (mut stretch, mut left, mut sum) = (None::<&Stretch>, 0, XxHash3_64::new());
+        let mut expected = extents.iter();
+        let (mut extent, mut left, mut sum) = (None::<&Extent>, 0, XxHash3_64::new());
         let mut at = start;
         while at < start + length {
             let run = &mut buffer[..BUFFER.min((start + length - at) as usize)];
@@ -102,9 +103,9 @@ impl VerifiedFile {
             let mut rest: &[u8] = run;
             while !rest.is_empty() {
                 if left == 0 {
-                    stretch = expected.next();
+                    extent = expected.next();
                     let here = at + (run.len() - rest.len()) as u64;
-                    left = stretch.filter(|s| s.offset == here).map_or(0, |s| s.length as usize);
+                    left = extent.filter(|s| s.offset == here).map_or(0, |s| s.length as usize);
                     if left == 0 {
                         return Err(self.failed(&format!("byte {here} was written twice or not at all")));
                     }
@@ -114,10 +115,10 @@ impl VerifiedFile {
                 sum.write(head);
                 left -= head.len();
                 if left == 0
-                    && let Some(Stretch { offset, length, hash }) = stretch
+                    && let Some(Extent { offset, length, hash }) = extent
                     && sum.finish() != *hash
                 {
-                    return Err(self.failed(&format!("bytes {offset} to {} read back differently: the disk or the memory is faulty", offset + length)));
+                    return Err(self.failed(&format!("bytes {offset} to {} read back differently; the disk or the memory is faulty", offset + length)));
                 }
                 rest = tail;
             }
@@ -126,12 +127,12 @@ impl VerifiedFile {
         Ok(chaining_value(&hasher, self.length <= SEGMENT))
     }
 
-    /// The hash of the whole file, as it was read back.
+    /// The hash of the file, computed while it was read back.
     pub(super) fn finish(self, work: &Work) -> Result<blake3::Hash> {
         let state = self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let hashes = state.hashes.iter().copied().collect::<Option<Vec<ChainingValue>>>().filter(|_| state.open.is_empty());
         let Some(hashes) = hashes else {
-            return Err(Error::Verification { path: self.path.clone(), reason: format!("not all of the {} bytes are as they were meant", self.length) });
+            return Err(Error::Verification { path: self.path.clone(), reason: format!("not all of the {} bytes were written and verified", self.length) });
         };
         if self.file.finish().map_err(Error::io("write", &self.path))? {
             let back = segments(&self.path, SEGMENT, work)?;
@@ -159,14 +160,14 @@ mod tests {
         (0..LENGTH).map(|i| (i * 31 % 251) as u8).collect()
     }
 
-    /// The stretches between these places.
-    fn stretches(bytes: &[u8], cuts: &[u64]) -> Vec<Stretch> {
+    /// The extents between these offsets.
+    fn extents(bytes: &[u8], cuts: &[u64]) -> Vec<Extent> {
         let hash = |begin: u64, end: u64| XxHash3_64::oneshot(&bytes[begin as usize..end as usize]);
-        cuts.windows(2).map(|cut| Stretch { offset: cut[0], length: cut[1] - cut[0], hash: hash(cut[0], cut[1]) }).collect()
+        cuts.windows(2).map(|cut| Extent { offset: cut[0], length: cut[1] - cut[0], hash: hash(cut[0], cut[1]) }).collect()
     }
 
     fn file(folder: &Path, bytes: &[u8]) -> VerifiedFile {
-        let file = VerifiedFile::create(&Destination::here(folder), "file", bytes.len() as u64).unwrap();
+        let file = VerifiedFile::create(&Destination::local(folder), "file", bytes.len() as u64).unwrap();
         file.write(bytes, 0).unwrap();
         file
     }
@@ -176,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hash_is_that_of_the_file_in_whatever_order_it_is_written() {
+    fn the_hash_does_not_depend_on_the_write_order() {
         for length in [0, 1, SEGMENT, SEGMENT + 1, LENGTH] {
             let folder = tempfile::tempdir().unwrap();
             let bytes = &bytes()[..length as usize];
@@ -184,18 +185,18 @@ mod tests {
             let mut cuts: Vec<u64> = (0..length).step_by(200_001).chain((0..length).step_by(SEGMENT as usize)).chain([length]).collect();
             cuts.sort_unstable();
             cuts.dedup();
-            for stretch in stretches(bytes, &cuts).into_iter().rev() {
-                file.written(stretch, &mut Vec::new()).unwrap();
+            for extent in extents(bytes, &cuts).into_iter().rev() {
+                file.written(extent, &mut Vec::new()).unwrap();
             }
             assert_eq!(finished(file).unwrap(), blake3::hash(bytes), "{length} bytes");
         }
     }
 
     #[test]
-    fn a_flipped_bit_is_found_when_it_is_read_back() {
+    fn a_flipped_bit_is_detected() {
         let folder = tempfile::tempdir().unwrap();
         let mut bytes = bytes();
-        let meant = stretches(&bytes, &[0, 1000, SEGMENT, 2 * SEGMENT]);
+        let meant = extents(&bytes, &[0, 1000, SEGMENT, 2 * SEGMENT]);
         bytes[SEGMENT as usize - 1] ^= 1;
         let file = file(folder.path(), &bytes);
         file.written(meant[0], &mut Vec::new()).unwrap();
@@ -205,21 +206,21 @@ mod tests {
     }
 
     #[test]
-    fn gaps_and_places_that_are_written_twice_are_found() {
+    fn gaps_and_overlaps_are_detected() {
         let folder = tempfile::tempdir().unwrap();
         let bytes = bytes();
         let file = file(folder.path(), &bytes);
-        let parts = stretches(&bytes, &[0, 1000, SEGMENT - 1000, SEGMENT, SEGMENT + 1000]);
-        for stretch in [parts[1], parts[2]] {
-            file.written(stretch, &mut Vec::new()).unwrap();
+        let parts = extents(&bytes, &[0, 1000, SEGMENT - 1000, SEGMENT, SEGMENT + 1000]);
+        for extent in [parts[1], parts[2]] {
+            file.written(extent, &mut Vec::new()).unwrap();
         }
         assert!(file.written(parts[2], &mut Vec::new()).unwrap_err().to_string().contains("byte 0 was written twice or not at all"));
-        for stretch in &parts[..2] {
-            file.written(*stretch, &mut Vec::new()).unwrap();
+        for extent in &parts[..2] {
+            file.written(*extent, &mut Vec::new()).unwrap();
         }
         file.written(parts[2], &mut Vec::new()).unwrap();
         assert!(
-            file.written(Stretch { offset: 0, length: SEGMENT, hash: XxHash3_64::oneshot(&bytes[..SEGMENT as usize]) }, &mut Vec::new())
+            file.written(Extent { offset: 0, length: SEGMENT, hash: XxHash3_64::oneshot(&bytes[..SEGMENT as usize]) }, &mut Vec::new())
                 .unwrap_err()
                 .to_string()
                 .contains("written twice")

@@ -1,4 +1,4 @@
-//! Logical tensors: a dtype, a shape and an encoding now, bytes when they are asked for.
+//! Logical tensors: dtype, shape and encoding, with bytes produced on demand.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,84 +7,89 @@ use serde::{Deserialize, Serialize};
 
 use super::affine::row;
 use super::convert::Decoded;
-use super::{Affine, BlockSink, Checkpoint, DType, RowsOf, StatedEncoding, WeightSource, assemble};
+use super::{BlockSink, Checkpoint, DType, QuantizationSpec, RowsOf, StatedEncoding, WeightSource, assemble};
 use crate::error::{Error, Result};
 use crate::files;
 
-/// How elements are represented.
+/// Representation of the elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Encoding {
-    /// As they are.
+    /// Plain elements.
     Dense,
-    /// As codes with scales or palettes.
-    Affine(Affine),
+    /// Codes with scales or palettes.
+    Quantized(QuantizationSpec),
 }
 
-/// What values of a weight are to those of the file that it was opened from.
+/// Relation of a weight's values to those of the file from which it was opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Origin {
-    /// They stand for the same, as closely as they are stored.
+    /// The same values, up to the precision of the storage format.
     #[default]
     File,
-    /// They were learned from them: how far they are tells how much was learned.
+    /// Learned from the file's values: the difference shows how much was learned.
     Learned,
-    /// They stand for something else: scaled, folded, transposed. How far they are tells nothing.
+    /// Transformed (scaled, folded, transposed): the difference has no meaning.
     Rescaled,
 }
 
-/// Why elements of a weight are zero, if a pass has recorded it.
+/// Why elements of a weight are zero, if recorded by a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ZeroOrigin {
-    /// A pass has pruned them.
+    /// Pruned by a pass.
     Pruning,
-    /// They are small, and were rounded to integers.
+    /// Rounded to zero by quantization.
     Rounding,
 }
 
-/// What a weight is for, where the file that it was opened from tells.
+/// Role of a weight, if it is known from the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
-    /// The matrix of a product, outputs first.
+    /// Matrix of a matrix product, outputs first.
     Matrix,
-    /// The kernel of a convolution, outputs first.
+    /// Kernel of a convolution, outputs first.
     Kernel,
-    /// A table whose rows are looked up.
+    /// Embedding table.
     Table,
-    /// The matrix that scores the experts of a mixture.
+    /// Router matrix of a mixture of experts.
     Router,
-    /// Something else.
+    /// A projection of all experts of a mixture.
+    Experts,
+    /// A layer of the image encoder of a multimodal model.
+    Vision,
+    /// Any other role.
     Other,
 }
 
-/// A logical tensor. Cloning copies no data.
+/// A logical tensor. Clones share the data.
 #[derive(Clone)]
 pub struct Weight {
-    /// Format of the values; for quantized weights, of the values that the integers stand for.
+    /// Dtype of the values; for quantized weights, of the dequantized values.
     pub dtype: DType,
-    /// Sizes, outermost first.
+    /// Shape, outermost dimension first.
     pub shape: Vec<usize>,
-    /// How elements are represented.
+    /// Representation of the elements.
     pub encoding: Encoding,
-    /// Bytes that the weight takes in the files it was opened from.
+    /// Size in the original files in bytes.
     pub stored_bytes: u64,
-    /// The tensors of the file that it was opened from.
+    /// Names of the tensors in the original files.
     pub stored_as: Vec<String>,
-    /// The type of the blocks that the file holds it in, where values are dense and the file is smaller than they are.
+    /// Block type in the original file, if the weight is dense but stored as quantized blocks.
     pub stored_type: Option<&'static str>,
-    /// What its values are to those of the file.
+    /// Relation of the values to those of the original file.
     pub origin: Origin,
-    /// Why elements are zero, if a pass of this run has recorded it.
+    /// Why elements are zero, if recorded by a pass of this run.
     pub zero_origin: Option<ZeroOrigin>,
-    /// What it is for; names say where this does not.
+    /// Role of the weight. If `None`, it is derived from the name.
     pub role: Option<Role>,
-    /// Names of what reads it, where the file tells: patterns match them too.
+    /// Names of the nodes that use the weight, if known from the file. Patterns match them too.
     pub readers: Vec<String>,
-    /// Of some rows of a weight, where they lie in it.
+    /// For a range of rows, its position in the complete weight.
     pub rows_of: Option<RowsOf>,
-    /// Number of the file and first byte in a checkpoint on another machine, which is downloaded once if weights are read in this order.
+    /// File number and offset in a remote checkpoint. Reading weights in this order downloads each file
+    /// once.
     pub remote_position: Option<(usize, u64)>,
     source: Arc<dyn WeightSource>,
 }
@@ -96,7 +101,7 @@ impl std::fmt::Debug for Weight {
 }
 
 impl Weight {
-    /// A weight with a source; meant for readers of formats and for tests.
+    /// A weight with a source. Used by readers of file formats and in tests.
     pub fn new(dtype: DType, shape: Vec<usize>, encoding: Encoding, source: Arc<dyn WeightSource>) -> Weight {
         Weight {
             dtype,
@@ -115,18 +120,18 @@ impl Weight {
         }
     }
 
-    /// The same weight after a stage that changes what its bytes are; where it came from is kept.
+    /// Returns the weight after another processing stage. Other attributes are preserved.
     pub fn then(&self, dtype: DType, encoding: Encoding, source: Arc<dyn WeightSource>) -> Weight {
         Weight { dtype, encoding, source, stored_type: None, ..self.clone() }
     }
 
-    /// The same weight, of another origin.
+    /// Sets the origin.
     #[must_use]
-    pub fn of_origin(self, origin: Origin) -> Weight {
+    pub fn with_origin(self, origin: Origin) -> Weight {
         Weight { origin, ..self }
     }
 
-    /// The values as floats: the weight itself when it is dense already.
+    /// The dequantized weight, or the weight itself if it is dense.
     pub fn dense(&self, name: &str) -> Weight {
         if self.encoding == Encoding::Dense {
             return self.clone();
@@ -135,7 +140,7 @@ impl Weight {
         self.then(self.dtype, Encoding::Dense, Arc::new(source))
     }
 
-    /// Where the bytes come from.
+    /// Source of the bytes.
     pub fn source(&self) -> Arc<dyn WeightSource> {
         self.source.clone()
     }
@@ -148,16 +153,16 @@ impl Weight {
         self.source.visit(unit, sink)
     }
 
-    /// All values, quantized ones as those that they stand for.
+    /// All values, dequantized.
     ///
     /// # Errors
-    /// Reading fails, or they are no floats.
+    /// Reading fails, or the values are not floats.
     pub fn floats(&self, name: &str) -> Result<Vec<f32>> {
         let mut values = vec![0f32; self.elements()];
         self.floats_into(name, &mut values).map(|()| values)
     }
 
-    /// The same, written into memory for as many as there are.
+    /// As [`floats`](Weight::floats), into a slice of `elements()` values.
     ///
     /// # Errors
     /// As [`floats`](Weight::floats).
@@ -169,10 +174,10 @@ impl Weight {
             at += count;
             Ok(())
         })?;
-        if floats { Ok(()) } else { Err(Error::tensor(name, format!("is {}, where floats are needed", self.dtype), "")) }
+        if floats { Ok(()) } else { Err(Error::tensor(name, format!("is {}, expected floats", self.dtype), "")) }
     }
 
-    /// How many elements are zero.
+    /// Number of zero elements.
     ///
     /// # Errors
     /// Reading fails.
@@ -190,43 +195,44 @@ impl Weight {
         self.shape.iter().product()
     }
 
-    /// Rows, or none where they hold nothing: rows without columns take no bytes, so that a small file can say as many as it likes.
+    /// Number of rows, or 0 if the weight has no elements. Rows without columns take no bytes, so their
+    /// number must not be trusted.
     pub fn filled_rows(&self) -> usize {
         self.shape.first().copied().filter(|_| self.elements() > 0).unwrap_or(0)
     }
 
-    /// Elements of one output row.
+    /// Number of elements per output row.
     pub fn row(&self) -> usize {
         row(&self.shape)
     }
 
-    /// Whether the values are floats of 16 bits or more.
+    /// Whether the dtype is a float type of at least 16 bits.
     pub fn is_float(&self) -> bool {
         matches!(self.dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
     }
 
-    /// Bytes of the elements alone, scales left out.
+    /// Size of the elements in bytes, without scales.
     pub fn value_bytes(&self) -> u64 {
         let bits = if self.encoding == Encoding::Dense { self.dtype.bitsize() as u64 } else { self.code_bits().into() };
         (self.elements() as u64 * bits).div_ceil(8)
     }
 
-    /// Bits of a code of a quantized weight; 8 for others.
+    /// Bit width of the codes of a quantized weight; 8 for dense weights.
     pub(super) fn code_bits(&self) -> u8 {
         match &self.encoding {
             Encoding::Dense => 8,
-            Encoding::Affine(affine) => affine.codes.bits(),
+            Encoding::Quantized(affine) => affine.codes.bits(),
         }
     }
 
-    /// The encoding in the file in a few words, where it has not changed since.
+    /// Short description of the encoding in the original file, if it is unchanged.
     pub fn describe_stored(&self) -> String {
         self.stored_type.map_or_else(|| self.describe(), str::to_owned)
     }
 
-    /// The encoding in a few words: `bf16`, `int8 channel`, `int4 group 128 asymmetric`.
+    /// Short description of the encoding: `bf16`, `int8 channel`, `int4 group 128 asymmetric`.
     pub fn describe(&self) -> String {
-        let Encoding::Affine(affine) = &self.encoding else { return self.dtype.to_string().to_lowercase() };
+        let Encoding::Quantized(affine) = &self.encoding else { return self.dtype.to_string().to_lowercase() };
         let by = match affine.granularity {
             super::Granularity::Block([rows, _]) if affine.codes.is_palette() => format!("of {rows} rows"),
             super::Granularity::Tensor => "tensor".to_owned(),
@@ -243,30 +249,31 @@ impl Weight {
 pub struct Weights {
     /// By name, in alphabetical order.
     pub by_name: BTreeMap<String, Weight>,
-    /// Metadata of the files that they came from.
+    /// Metadata of the original files.
     pub metadata: BTreeMap<String, String>,
-    /// Folders whose weights are in files of their own: names begin with one of these and a slash.
+    /// Folders with separate weight files. The names of their weights start with the folder and a slash.
     pub folders: Vec<String>,
 }
 
 impl Weights {
-    /// Understands the tensors of a checkpoint as logical weights: integers together with their scales,
-    /// sparse weights together with their masks, everything else as it is.
+    /// Assembles the tensors of a checkpoint into logical weights: codes with their scales, sparse
+    /// values with their masks, and all others unchanged.
     ///
     /// # Errors
-    /// Tensors that belong together do not fit each other.
+    /// The tensors of a weight do not match.
     pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Weights> {
         Self::from_checkpoint_with(checkpoint, &|_| StatedEncoding::default())
     }
 
-    /// The same, where `stated` returns the encoding that a configuration states for a weight.
+    /// As [`from_checkpoint`](Weights::from_checkpoint), with the encodings that a configuration
+    /// specifies.
     ///
     /// # Errors
     /// As [`from_checkpoint`](Weights::from_checkpoint).
     pub fn from_checkpoint_with(checkpoint: Checkpoint, stated: &dyn Fn(&str) -> StatedEncoding) -> Result<Weights> {
         let mut positions = BTreeMap::new();
         for (name, tensor) in &checkpoint.tensors {
-            let (path, begin, _) = tensor.place();
+            let (path, begin, _) = tensor.location();
             let file = checkpoint.files.iter().position(|file| file == path).filter(|_| files::is_remote(path));
             positions.extend(file.map(|file| (name.clone(), (file, begin))));
         }
@@ -277,10 +284,10 @@ impl Weights {
         Ok(weights)
     }
 
-    /// The weight of this name.
+    /// Looks up a weight by name.
     ///
     /// # Errors
-    /// There is none; the error names the closest one.
+    /// The weight does not exist. The error contains the most similar name.
     pub fn get(&self, name: &str) -> Result<&Weight> {
         self.by_name.get(name).ok_or_else(|| Error::NoMatch {
             field: "name",
@@ -289,7 +296,7 @@ impl Weights {
         })
     }
 
-    /// States why elements of weights are zero. Zeros of pruned weights stay what they are.
+    /// Records why elements of weights are zero. `Pruning` is not overwritten.
     pub fn set_zero_origin<'n>(&mut self, names: impl IntoIterator<Item = &'n str>, origin: ZeroOrigin) {
         for name in names {
             if let Some(weight) = self.by_name.get_mut(name).filter(|weight| weight.zero_origin != Some(ZeroOrigin::Pruning)) {
@@ -298,19 +305,19 @@ impl Weights {
         }
     }
 
-    /// The folder of a weight that is in a file of its own, if it is.
+    /// The folder of a weight, if it is stored in a separate file.
     pub fn folder(&self, name: &str) -> Option<&str> {
         in_folder(&self.folders, name).map(|(folder, _)| folder)
     }
 
-    /// Number of elements of all weights.
+    /// Total number of elements.
     pub fn parameters(&self) -> u64 {
         self.by_name.values().map(|w| w.elements() as u64).sum()
     }
 }
 
-/// The folder that a name begins with, and what follows it.
+/// Splits a name into its folder, if it is one of `folders`, and the rest.
 pub(super) fn in_folder<'f, 'n>(folders: &'f [String], name: &'n str) -> Option<(&'f str, &'n str)> {
-    let held = folders.iter().filter_map(|folder| Some((folder.as_str(), name.strip_prefix(folder.as_str())?.strip_prefix('/')?)));
-    held.max_by_key(|(folder, _)| folder.len())
+    let matching = folders.iter().filter_map(|folder| Some((folder.as_str(), name.strip_prefix(folder.as_str())?.strip_prefix('/')?)));
+    matching.max_by_key(|(folder, _)| folder.len())
 }

@@ -1,15 +1,17 @@
-//! Writing safetensors: header first, then tensors in parallel, each at its own place, block by block.
+//! Writes safetensors files: the header, then the tensors in parallel, each block by block at its own
+//! offset.
 //!
-//! What is meant to be in the file is hashed as it is made; every segment of the file is read again once it is written, and held to it.
+//! The intended contents are hashed while they are computed. Every segment of a file is read back after
+//! it was written and compared.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::header::Header;
-pub use super::made::{Made, MadeFile};
-pub use super::measure::SeenRows;
+pub use super::measure::RowRange;
 use super::measure::{Measure, ValueHistogram};
 use super::part_writer::PartWriter;
+pub use super::prebuilt::{Prebuilt, PrebuiltFile};
 use super::storage_format::Emitter;
 use super::verified_file::VerifiedFile;
 use super::weight::in_folder;
@@ -19,7 +21,7 @@ use crate::files::Destination;
 use crate::kernel::compare::Difference;
 use crate::work::Work;
 
-/// A weight to be written.
+/// A weight to write.
 #[derive(Debug, Clone)]
 pub struct Item {
     /// Name of the logical tensor.
@@ -30,25 +32,26 @@ pub struct Item {
     pub storage_format: StorageFormat,
 }
 
-/// What was seen of a weight while it was written.
+/// Measurements of a weight, taken while it was written.
 #[derive(Debug, Clone, Default)]
 pub struct WeightMeasurement {
-    /// Against the input.
+    /// Difference to the input.
     pub difference: Difference,
     /// Whether any element changed.
     pub changed: bool,
     /// NaN and infinite values of the input.
     pub nonfinite: u64,
-    /// Hash of the values as they were read.
+    /// Hash of the input values.
     pub input_hash: Option<blake3::Hash>,
-    /// Bytes that the weight takes in the output.
+    /// Size in the output in bytes.
     pub bytes: u64,
-    /// How many elements are stored, where it is stored sparse.
-    pub kept: Option<u64>,
-    /// How its values lie, when they changed.
+    /// Number of stored elements, if the weight is stored sparse.
+    pub nonzeros: Option<u64>,
+    /// Distribution of the values, if they changed.
     pub histogram: Option<ValueHistogram>,
-    /// Of some rows of a weight, what all of it takes; hash and histogram are told by this alone.
-    pub rows: Option<Box<SeenRows>>,
+    /// If only some rows were written: the state from which the measurements of all rows are combined.
+    /// In this case, hash and histogram are not set.
+    pub rows: Option<Box<RowRange>>,
 }
 
 /// A written file.
@@ -58,35 +61,36 @@ pub struct Written {
     pub name: String,
     /// Size.
     pub bytes: u64,
-    /// Hash of the file as it was read back.
+    /// Hash of the file, computed while it was read back.
     pub blake3: blake3::Hash,
 }
 
-/// A file, whose tensors have names without the folder that it is in.
+/// A planned file. Its tensor names do not include the file's folder.
 #[derive(Debug)]
-pub(super) struct LaidOut {
+pub(super) struct PlannedFile {
     pub name: String,
     pub header: Header,
 }
 
-impl LaidOut {
-    /// The whole name of a tensor, by that in the file.
-    fn whole(&self, tensor: &str) -> String {
+impl PlannedFile {
+    /// The full name of a tensor of this file.
+    fn full_name(&self, tensor: &str) -> String {
         self.name.rsplit_once('/').map_or_else(|| tensor.to_owned(), |(folder, _)| format!("{folder}/{tensor}"))
     }
 }
 
-/// Which file each tensor goes to, and where in it.
+/// Assignment of tensors to files and offsets.
 #[derive(Debug)]
 pub struct FileLayout {
-    files: Vec<LaidOut>,
+    files: Vec<PlannedFile>,
     index: Option<String>,
     parts: Vec<Vec<StoredTensor>>,
 }
 
 impl FileLayout {
-    /// Distributes items over files of at most `shard_bytes` (a larger tensor gets a file of its own),
-    /// in the order given, and names them as the Hub does. Parts of a weight stay together. Weights of `folders` go to a file in each.
+    /// Distributes the items over files of at most `shard_bytes` in the given order, and names them as
+    /// the Hub does. A larger tensor gets a separate file. Parts of a weight are not split. Weights of
+    /// `folders` are written to one file in each folder.
     ///
     /// # Errors
     /// A tensor's size overflows.
@@ -104,63 +108,63 @@ impl FileLayout {
                 continue;
             }
             let bytes = sum_bytes(parts).ok_or_else(|| Error::tensor(&item.name, "its size overflows", ""))?;
-            if let Some((filled, held)) = shards.last()
-                && !held.is_empty()
+            if let Some((filled, parts)) = shards.last()
+                && !parts.is_empty()
                 && filled + bytes > shard_bytes
             {
                 shards.push((0, Vec::new()));
             }
-            if let Some((filled, held)) = shards.last_mut() {
+            if let Some((filled, shard)) = shards.last_mut() {
                 *filled += bytes;
-                held.extend(parts);
+                shard.extend(parts);
             }
             total += bytes;
         }
-        shards.retain(|(_, held)| !held.is_empty() || inside.is_empty());
+        shards.retain(|(_, parts)| !parts.is_empty() || inside.is_empty());
         let count = shards.len();
         let mut files = Vec::with_capacity(count);
         let mut weight_map = BTreeMap::new();
-        let mut lay = |name: String, held: Vec<(&str, &StoredTensor)>| -> Result<()> {
-            let header = Header::layout(held.into_iter().map(|(name, part)| (name.to_owned(), part.dtype, part.shape.clone())), metadata.clone())
+        let mut lay = |name: String, parts: Vec<(&str, &StoredTensor)>| -> Result<()> {
+            let header = Header::layout(parts.into_iter().map(|(name, part)| (name.to_owned(), part.dtype, part.shape.clone())), metadata.clone())
                 .map_err(|name| Error::tensor(&name, "its size overflows", ""))?;
-            files.push(LaidOut { name, header });
+            files.push(PlannedFile { name, header });
             Ok(())
         };
-        for (i, (_, held)) in shards.into_iter().enumerate() {
+        for (i, (_, parts)) in shards.into_iter().enumerate() {
             let name = if count == 1 { checkpoint::SINGLE.to_owned() } else { format!("model-{:05}-of-{count:05}.safetensors", i + 1) };
-            weight_map.extend(held.iter().map(|part| (part.name.clone(), name.clone())));
-            lay(name, held.into_iter().map(|part| (part.name.as_str(), part)).collect())?;
+            weight_map.extend(parts.iter().map(|part| (part.name.clone(), name.clone())));
+            lay(name, parts.into_iter().map(|part| (part.name.as_str(), part)).collect())?;
         }
-        for (folder, held) in inside {
-            lay(format!("{folder}/{}", checkpoint::SINGLE), held)?;
+        for (folder, parts) in inside {
+            lay(format!("{folder}/{}", checkpoint::SINGLE), parts)?;
         }
         let index = (count > 1).then(|| format!("{:#}\n", serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map })));
         Ok(FileLayout { files, index, parts })
     }
 
-    /// The items in each file, by their places in the list.
+    /// Indices of the items in each file.
     pub fn items_by_file(&self) -> Vec<Vec<usize>> {
-        let places = self.files.iter().zip(0..).flat_map(|(file, at)| file.header.tensors.iter().map(move |tensor| (file.whole(&tensor.name), at)));
-        let places: BTreeMap<String, usize> = places.collect();
+        let file_of = self.files.iter().zip(0..).flat_map(|(file, at)| file.header.tensors.iter().map(move |tensor| (file.full_name(&tensor.name), at)));
+        let file_of: BTreeMap<String, usize> = file_of.collect();
         let mut found = vec![Vec::new(); self.files.len()];
         for (item, parts) in self.parts.iter().enumerate() {
-            let file = parts.first().and_then(|part| found.get_mut(*places.get(&part.name)?));
+            let file = parts.first().and_then(|part| found.get_mut(*file_of.get(&part.name)?));
             file.into_iter().for_each(|items| items.push(item));
         }
         found
     }
 
-    /// Bytes of the files that were made whole, and need no room of their own.
-    pub fn linked_bytes(&self, made: &Made) -> u64 {
-        self.files.iter().filter(|file| made.file(file).is_some()).map(|file| file.header.data_bytes()).sum()
+    /// Total size of prebuilt files that are linked and need no additional space, in bytes.
+    pub fn linked_bytes(&self, prebuilt: &Prebuilt) -> u64 {
+        self.files.iter().filter(|file| prebuilt.file(file).is_some()).map(|file| file.header.data_bytes()).sum()
     }
 
-    /// Bytes of all files, headers included.
+    /// Total size of all files in bytes, including headers.
     pub fn bytes(&self) -> u64 {
         self.files.iter().map(|file| file.header.data_bytes() + file.header.to_bytes().len() as u64).sum()
     }
 
-    /// Names of the files, the index first if there is one.
+    /// Names of the files, starting with the index if there is one.
     pub fn names(&self) -> Vec<String> {
         self.index.iter().map(|_| checkpoint::INDEX.to_owned()).chain(self.files.iter().map(|file| file.name.clone())).collect()
     }
@@ -175,24 +179,24 @@ fn sum_bytes(parts: &[StoredTensor]) -> Option<u64> {
     parts.iter().try_fold(0u64, |sum, p| sum.checked_add(super::header::byte_count(p.dtype, &p.shape)?))
 }
 
-/// A run of a file that is laid out already.
+/// A contiguous section of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Piece {
-    /// Known bytes.
+    /// Literal bytes.
     Bytes(Vec<u8>),
     /// A part of an item.
     Item {
         /// Number of the item.
         index: usize,
-        /// Number of the part, as its storage format counts them.
+        /// Index of the part in the item's storage format.
         part: usize,
-        /// How many bytes it is.
+        /// Length in bytes.
         bytes: u64,
     },
 }
 
 impl Piece {
-    /// Number of bytes.
+    /// Length in bytes.
     pub fn len(&self) -> u64 {
         match self {
             Piece::Bytes(bytes) => bytes.len() as u64,
@@ -200,14 +204,14 @@ impl Piece {
         }
     }
 
-    /// Whether there are none.
+    /// Whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// Where one part of an item goes.
-struct Place<'a> {
+/// Target location of one part of an item.
+struct PartTarget<'a> {
     name: &'a str,
     part: usize,
     file: usize,
@@ -215,122 +219,128 @@ struct Place<'a> {
     length: u64,
 }
 
-/// Writes bytes that are known already.
-fn write_known(file: &VerifiedFile, name: &str, offset: u64, bytes: &[u8]) -> Result<()> {
+/// Writes literal bytes.
+fn write_bytes(file: &VerifiedFile, name: &str, offset: u64, bytes: &[u8]) -> Result<()> {
     let mut writer = PartWriter::new(file, offset, bytes.len() as u64);
     writer.write(bytes)?;
     writer.finish(name)
 }
 
-/// Makes every item, or takes what was made of it, and writes its parts to their places.
+/// Computes every item, or copies prebuilt data, and writes its parts to their targets.
 fn write_items(
     folder: &Destination,
     files: &[VerifiedFile],
     items: &[Item],
-    places: &[Vec<Place>],
-    made: Option<&Made>,
+    targets: &[Vec<PartTarget>],
+    prebuilt: Option<&Prebuilt>,
     work: &Work,
 ) -> Result<Vec<WeightMeasurement>> {
-    let jobs: Vec<(&Item, &[Place])> = items.iter().zip(places).map(|(item, places)| (item, places.as_slice())).collect();
-    let size = |(item, _): &(&Item, &[Place])| item.weight.stored_bytes.max(1);
-    let write = |(item, places): &(&Item, &[Place])| {
-        let mut writers: Vec<PartWriter> = places.iter().map(|place| PartWriter::new(&files[place.file], place.offset, place.length)).collect();
-        let seen = match made {
+    let jobs: Vec<(&Item, &[PartTarget])> = items.iter().zip(targets).map(|(item, targets)| (item, targets.as_slice())).collect();
+    let size = |(item, _): &(&Item, &[PartTarget])| item.weight.stored_bytes.max(1);
+    let write = |(item, targets): &(&Item, &[PartTarget])| {
+        let mut writers: Vec<PartWriter> = targets.iter().map(|target| PartWriter::new(&files[target.file], target.offset, target.length)).collect();
+        let measurement = match prebuilt {
             None => write_item(item, &mut writers, work)?,
-            Some(made) => {
-                let names: Vec<&str> = places.iter().map(|place| place.name).collect();
-                made.copy(item, &names, &mut writers, work)?
+            Some(prebuilt) => {
+                let names: Vec<&str> = targets.iter().map(|target| target.name).collect();
+                prebuilt.copy(item, &names, &mut writers, work)?
             }
         };
-        for (writer, place) in writers.into_iter().zip(*places) {
-            writer.finish(place.name)?;
+        for (writer, target) in writers.into_iter().zip(*targets) {
+            writer.finish(target.name)?;
         }
-        Ok(seen)
+        Ok(measurement)
     };
-    // What goes to another machine is in memory until its neighbours are there.
-    if folder.is_away() {
+    // Uploads buffer incomplete parts in memory, so adjacent items are written at about the same time.
+    if folder.is_remote() {
         return work.run_in_order("Writing", &jobs, size, write);
     }
-    // SHA-256 needs the bytes in the order of the file: ranges that come in another order are downloaded twice.
+    // SHA-256 verification needs the input in file order. Ranges read in another order are downloaded
+    // twice.
     if items.iter().any(|item| item.weight.remote_position.is_some()) {
         return work.run_by("Writing", &jobs, |(item, _)| item.weight.remote_position, size, write);
     }
     work.run("Writing", &jobs, size, write)
 }
 
-/// Writes files of any format that are laid out piece by piece, each part of an item once, and reads everything back.
-///
-/// # Errors
-/// As [`write()`].
+/// Writes files of any format from sections that cover them completely, with each part of an item once,
+/// and reads everything back. Errors as [`write()`].
 pub fn write_pieces(folder: &Destination, files: &[(String, Vec<Piece>)], items: &[Item], work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
     let mut targets = Vec::with_capacity(files.len());
-    let mut places: Vec<Vec<Place>> = items.iter().map(|_| Vec::new()).collect();
+    let mut part_targets: Vec<Vec<PartTarget>> = items.iter().map(|_| Vec::new()).collect();
     for (file, (name, pieces)) in files.iter().enumerate() {
         let target = VerifiedFile::create(folder, name, pieces.iter().map(Piece::len).sum())?;
         let mut offset = 0;
         for piece in pieces {
             match piece {
-                Piece::Bytes(bytes) => write_known(&target, name, offset, bytes)?,
+                Piece::Bytes(bytes) => write_bytes(&target, name, offset, bytes)?,
                 Piece::Item { index, part, bytes } => {
-                    places[*index].push(Place { name: &items[*index].name, part: *part, file, offset, length: *bytes });
+                    part_targets[*index].push(PartTarget { name: &items[*index].name, part: *part, file, offset, length: *bytes });
                 }
             }
             offset += piece.len();
         }
         targets.push(target);
     }
-    for (item, places) in items.iter().zip(&mut places) {
-        places.sort_by_key(|place| place.part);
+    for (item, parts_of_item) in items.iter().zip(&mut part_targets) {
+        parts_of_item.sort_by_key(|target| target.part);
         let parts = item.storage_format.parts(&item.name, &item.weight);
-        let fits = |(place, part): (&Place, &StoredTensor)| super::header::byte_count(part.dtype, &part.shape) == Some(place.length);
-        if parts.len() != places.len() || !places.iter().zip(&parts).all(fits) {
-            return Err(Error::tensor(&item.name, "has not the places in the file that its parts need", "this is a bug in compress, please report it"));
+        let fits = |(target, part): (&PartTarget, &StoredTensor)| super::header::byte_count(part.dtype, &part.shape) == Some(target.length);
+        if parts.len() != parts_of_item.len() || !parts_of_item.iter().zip(&parts).all(fits) {
+            return Err(Error::tensor(&item.name, "does not fit the planned file layout", "this is a bug in compress, please report it"));
         }
     }
-    let seen = write_items(folder, &targets, items, &places, None, work)?;
+    let measurements = write_items(folder, &targets, items, &part_targets, None, work)?;
     let mut written = Vec::with_capacity(files.len());
     for (target, (name, _)) in targets.into_iter().zip(files) {
         written.push(Written { name: name.clone(), bytes: target.length(), blake3: target.finish(work)? });
     }
-    Ok((written, seen))
+    Ok((written, measurements))
 }
 
-/// Writes the items into a folder and reads everything back. What was made of them before is copied.
+/// Writes the items into a folder and reads everything back. Prebuilt parts are copied or linked.
 ///
 /// # Errors
-/// Reading the input, making a tensor, or writing fails; the disk is full; a file does not read back as written.
-pub fn write(folder: &Destination, items: &[Item], layout: &FileLayout, made: Option<&Made>, work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
+/// Reading the input, computing a tensor, or writing fails; the disk is full; or a file reads back
+/// differently.
+pub fn write(
+    folder: &Destination,
+    items: &[Item],
+    layout: &FileLayout,
+    prebuilt: Option<&Prebuilt>,
+    work: &Work,
+) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
     let mut targets: Vec<VerifiedFile> = Vec::with_capacity(layout.files.len());
     let (mut by_name, mut linked) = (BTreeMap::new(), BTreeMap::new());
     for file in &layout.files {
-        let LaidOut { name, header } = file;
+        let PlannedFile { name, header } = file;
         let bytes = header.to_bytes();
         if let Some(parent) = Path::new(name).parent().filter(|parent| !parent.as_os_str().is_empty()) {
             let parent = folder.path().join(parent);
             std::fs::create_dir_all(&parent).map_err(Error::io("create", &parent))?;
         }
-        if let Some(hash) = made.and_then(|made| made.link(file, &folder.path().join(name))) {
+        if let Some(hash) = prebuilt.and_then(|prebuilt| prebuilt.link(file, &folder.path().join(name))) {
             linked.insert(name, hash);
-            by_name.extend(header.tensors.iter().map(|t| (file.whole(&t.name), None)));
+            by_name.extend(header.tensors.iter().map(|t| (file.full_name(&t.name), None)));
             continue;
         }
         let target = VerifiedFile::create(folder, name, bytes.len() as u64 + header.data_bytes())?;
-        write_known(&target, name, 0, &bytes)?;
-        by_name.extend(header.tensors.iter().map(|t| (file.whole(&t.name), Some((targets.len(), bytes.len() as u64 + t.begin, t.end - t.begin)))));
+        write_bytes(&target, name, 0, &bytes)?;
+        by_name.extend(header.tensors.iter().map(|t| (file.full_name(&t.name), Some((targets.len(), bytes.len() as u64 + t.begin, t.end - t.begin)))));
         targets.push(target);
     }
-    let mut places = Vec::with_capacity(items.len());
+    let mut part_targets = Vec::with_capacity(items.len());
     for parts in &layout.parts {
-        let mut placed = Vec::with_capacity(parts.len());
+        let mut item_targets = Vec::with_capacity(parts.len());
         for part in parts {
-            let place = by_name.get(&part.name).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
-            if let Some((file, offset, length)) = *place {
-                placed.push(Place { name: &part.name, part: placed.len(), file, offset, length });
+            let location = by_name.get(&part.name).ok_or_else(|| Error::tensor(&part.name, "is missing from the planned file layout", ""))?;
+            if let Some((file, offset, length)) = *location {
+                item_targets.push(PartTarget { name: &part.name, part: item_targets.len(), file, offset, length });
             }
         }
-        places.push(placed);
+        part_targets.push(item_targets);
     }
-    let seen = write_items(folder, &targets, items, &places, made, work)?;
+    let measurements = write_items(folder, &targets, items, &part_targets, prebuilt, work)?;
     let mut files = Vec::new();
     if let Some(index) = &layout.index {
         let path = folder.path().join(checkpoint::INDEX);
@@ -342,7 +352,7 @@ pub fn write(folder: &Destination, items: &[Item], layout: &FileLayout, made: Op
         files.push(Written { name: checkpoint::INDEX.into(), bytes: back.len() as u64, blake3: blake3::hash(&back) });
     }
     let mut targets = targets.into_iter().peekable();
-    for LaidOut { name, header } in &layout.files {
+    for PlannedFile { name, header } in &layout.files {
         let bytes = header.to_bytes().len() as u64 + header.data_bytes();
         let (path, blake3) = match (linked.get(name), targets.next_if(|_| !linked.contains_key(name))) {
             (Some(blake3), _) => (folder.path().join(name), *blake3),
@@ -355,10 +365,10 @@ pub fn write(folder: &Destination, items: &[Item], layout: &FileLayout, made: Op
             return Err(Error::Verification { path, reason: "the header reads back differently".into() });
         }
     }
-    Ok((files, seen))
+    Ok((files, measurements))
 }
 
-/// The hash of a weight as it was read.
+/// Hash of the input values of a weight.
 ///
 /// # Errors
 /// Reading fails.
@@ -382,21 +392,21 @@ pub(super) fn hash_values(hasher: &mut blake3::Hasher, before: &View) {
 fn write_item(item: &Item, writers: &mut [PartWriter], work: &Work) -> Result<WeightMeasurement> {
     let mut emitter = Emitter::new(&item.name, item.storage_format, &item.weight);
     let total = item.weight.stored_bytes;
-    let mut told = 0;
-    let mut seen = measured(&item.weight, &mut |block| {
+    let mut reported = 0;
+    let mut measurement = measured(&item.weight, &mut |block| {
         emitter.emit(&block.now, &mut |part, bytes| writers[part].write(bytes))?;
-        let bytes = (block.before.values.len() as u64).min(total - told);
-        told += bytes;
+        let bytes = (block.before.values.len() as u64).min(total - reported);
+        reported += bytes;
         work.advance(bytes)
     })?;
     emitter.finish(&mut |part, bytes| writers[part].write(bytes))?;
-    work.advance(total - told)?;
-    seen.bytes = writers.iter().map(|w| w.length).sum();
-    seen.kept = if let StorageFormat::Sparse { kept } = item.storage_format { Some(kept) } else { None };
-    Ok(seen)
+    work.advance(total - reported)?;
+    measurement.bytes = writers.iter().map(|w| w.length).sum();
+    measurement.nonzeros = if let StorageFormat::Sparse { nonzeros } = item.storage_format { Some(nonzeros) } else { None };
+    Ok(measurement)
 }
 
-/// What there is to see of a weight whose bytes are written without going through it.
+/// Measurements of a weight that is copied without being processed.
 ///
 /// # Errors
 /// Reading fails.
@@ -404,16 +414,16 @@ pub fn measure(weight: &Weight) -> Result<WeightMeasurement> {
     Ok(WeightMeasurement { bytes: weight.stored_bytes, ..measured(weight, &mut |_| Ok(()))? })
 }
 
-/// What there is to see of a weight, block by block; `each` does more with them.
+/// Measures a weight block by block, and calls `each` for each block.
 fn measured(weight: &Weight, each: &mut dyn FnMut(&Block) -> Result<()>) -> Result<WeightMeasurement> {
-    let mut seen = WeightMeasurement::default();
+    let mut measurement = WeightMeasurement::default();
     let mut measure = Measure::new(weight);
     weight.visit(1, &mut |block: Block| {
-        measure.add(&block, &mut seen);
+        measure.add(&block, &mut measurement);
         each(&block)
     })?;
-    measure.finish(&mut seen);
-    Ok(seen)
+    measure.finish(&mut measurement);
+    Ok(measurement)
 }
 
 #[cfg(test)]
@@ -432,10 +442,10 @@ mod tests {
         let items: Vec<Item> = weights.by_name.iter().map(|(n, w)| Item { name: n.clone(), weight: w.clone(), storage_format: StorageFormat::Plain }).collect();
         let layout = FileLayout::new(&items, &BTreeMap::new(), &[], u64::MAX).unwrap();
         let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        write(&Destination::here(folder), &items, &layout, None, &work).unwrap().0
+        write(&Destination::local(folder), &items, &layout, None, &work).unwrap().0
     }
 
-    /// Notes that it is read.
+    /// Records that it is read.
     struct Noted(usize, Arc<Mutex<Vec<usize>>>);
 
     impl WeightSource for Noted {
@@ -446,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_of_another_machine_are_read_in_the_order_of_their_files() {
+    fn remote_weights_are_read_in_file_order() {
         for (is_remote, wanted) in [(true, [2, 5, 3, 4]), (false, [5, 4, 3, 2])] {
             let (folder, read) = (tempfile::tempdir().unwrap(), Arc::<Mutex<Vec<usize>>>::default());
             let item = |(count, position): (usize, (usize, u64))| {
@@ -458,13 +468,13 @@ mod tests {
             let items: Vec<Item> = [(3, (1, 8)), (2, (0, 0)), (4, (1, 20)), (5, (0, 8))].into_iter().map(item).collect();
             let layout = FileLayout::new(&items, &BTreeMap::new(), &[], u64::MAX).unwrap();
             let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-            write(&Destination::here(folder.path()), &items, &layout, None, &work).unwrap();
+            write(&Destination::local(folder.path()), &items, &layout, None, &work).unwrap();
             assert_eq!(*read.lock().unwrap(), wanted);
         }
     }
 
     #[test]
-    fn a_copy_is_the_same_file() {
+    fn copies_are_reproducible() {
         let folder = tempfile::tempdir().unwrap();
         let files = written(folder.path());
         let bytes = std::fs::read(folder.path().join("model.safetensors")).unwrap();

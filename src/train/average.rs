@@ -1,4 +1,4 @@
-//! Averages of parameters over the steps of a run (Polyak & Juditsky 1992), with weights that fall exponentially.
+//! Exponential moving average of the parameters (Polyak & Juditsky 1992).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,32 +9,33 @@ use super::checkpoint::Stream;
 use super::floats::{self, CHUNK};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{Home, Kept};
+use crate::exec::{ManagedTensor, Placement};
 use crate::ir::ops::on_host;
 use crate::kernel::update;
 
-/// Where the state holds the number of steps; no parameter has this name, because those come behind a slash.
+/// Name of the step count in the saved state. It cannot collide with a parameter, because those have the
+/// prefix `average/`.
 const STEPS: &str = "averaged";
 const PART: &str = "average/";
 
-/// `average = d · average + (1 - d) · parameter`, where `d` is the smaller of the decay and `(1 + t) / (10 + t)` in step `t`, counted
-/// from 1: at first it follows quickly.
+/// `average = d · average + (1 - d) · parameter`, with `d = min(decay, (1 + t) / (10 + t))` in step `t`,
+/// counted from 1: the smaller decay of the first steps lets the average follow the parameters quickly.
 pub struct Average {
     decay: f64,
     steps: u64,
-    averages: BTreeMap<String, Kept>,
+    averages: BTreeMap<String, ManagedTensor>,
 }
 
 fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
-    move |e| Error::computed(format!("the average of `{name}`"), e)
+    move |e| Error::candle(format!("the average of `{name}`"), e)
 }
 
 impl Average {
-    /// Starts with a copy of the parameters, which are f32, in a home.
+    /// Starts with a copy of the parameters, which are f32.
     ///
     /// # Errors
-    /// A decay that is not at least 0 and less than 1; memory runs out.
-    pub fn new(parameters: &BTreeMap<String, Kept>, decay: f64, home: &Home) -> Result<Average> {
+    /// The decay is not in `0.0..1.0`, or memory runs out.
+    pub fn new(parameters: &BTreeMap<String, ManagedTensor>, decay: f64, home: &Placement) -> Result<Average> {
         if !(0.0..1.0).contains(&decay) {
             return Err(Error::option("decay of averages", format!("{decay} is not at least 0 and less than 1")));
         }
@@ -42,53 +43,53 @@ impl Average {
         Ok(Average { decay, steps: 0, averages: copies.collect::<Result<_>>()? })
     }
 
-    /// Counts a step, whose parameters are taken in from now on.
+    /// Advances the step count; call it once per step, before [`update`](Average::update).
     pub fn begin_step(&mut self) {
         self.steps += 1;
     }
 
-    /// Takes some of the parameters in as they are after the step.
+    /// Updates the averages of the given parameters with their values after the step.
     ///
     /// # Errors
-    /// A parameter that was not there at the start, or has another shape; memory runs out.
+    /// A parameter was not passed to [`new`](Average::new) or has a different shape, or memory runs out.
     pub fn update(&mut self, parameters: &BTreeMap<String, Tensor>) -> Result<()> {
         let steps = self.steps as f64;
-        let share = 1.0 - self.decay.min((1.0 + steps) / (10.0 + steps));
+        let rate = 1.0 - self.decay.min((1.0 + steps) / (10.0 + steps));
         for (name, parameter) in parameters {
-            let Some(kept) = self.averages.get_mut(name) else {
-                return Err(Error::tensor(name, "was not among the parameters whose average was begun", ""));
+            let Some(managed) = self.averages.get_mut(name) else {
+                return Err(Error::tensor(name, "is not one of the averaged parameters", ""));
             };
-            if kept.dims() != parameter.dims() {
-                return Err(Error::tensor(name, format!("its shape is {:?}, that of its average {:?}", parameter.dims(), kept.dims()), ""));
+            if managed.dims() != parameter.dims() {
+                return Err(Error::tensor(name, format!("its shape is {:?}, that of its average {:?}", parameter.dims(), managed.dims()), ""));
             }
-            let average = kept.open()?;
-            approach(&average, parameter, share).map_err(failed(name))?;
-            kept.put(average)?;
+            let average = managed.open()?;
+            approach(&average, parameter, rate).map_err(failed(name))?;
+            managed.put(average)?;
         }
         Ok(())
     }
 
-    /// The averages. The next update changes them in place.
-    pub fn parameters(&self) -> &BTreeMap<String, Kept> {
+    /// The averaged parameters. The next update modifies them in place.
+    pub fn parameters(&self) -> &BTreeMap<String, ManagedTensor> {
         &self.averages
     }
 
-    /// What [`restore`](Average::restore) takes. The next update changes the averages in place.
+    /// The tensors that [`restore`](Average::restore) reads. The next update modifies the averages in place.
     ///
     /// # Errors
     /// Memory runs out.
-    pub fn state(&self) -> Result<BTreeMap<String, Kept>> {
-        let mut state: BTreeMap<String, Kept> = self.averages.iter().map(|(name, average)| (format!("{PART}{name}"), average.clone())).collect();
+    pub fn state(&self) -> Result<BTreeMap<String, ManagedTensor>> {
+        let mut state: BTreeMap<String, ManagedTensor> = self.averages.iter().map(|(name, average)| (format!("{PART}{name}"), average.clone())).collect();
         state.insert(STEPS.to_owned(), Tensor::new(&[self.steps as i64], &Device::Cpu).map_err(failed(STEPS))?.into());
         Ok(state)
     }
 
-    /// Goes on where another average of the same parameters has stopped.
+    /// Replaces the averages and the step count with a saved state.
     ///
     /// # Errors
-    /// A tensor that is missing, belongs to none of the parameters or has another shape, by name.
+    /// A tensor is missing, belongs to no parameter, or has a different shape.
     pub fn restore(&mut self, state: &mut Stream) -> Result<()> {
-        let missing = |name: &str| Error::tensor(name, "is missing in the state", "");
+        let missing = |name: &str| Error::tensor(name, "is missing in the saved state", "");
         let (mut steps, mut found) = (None, BTreeSet::new());
         for tensor in state {
             let (part, restored) = tensor?;
@@ -97,14 +98,15 @@ impl Average {
                 continue;
             }
             let average = part.strip_prefix(PART).and_then(|name| self.averages.get_mut(name));
-            let average = average.ok_or_else(|| Error::tensor(&part, "is the average of no parameter", ""))?;
+            let average = average.ok_or_else(|| Error::tensor(&part, "does not belong to a parameter of this training", ""))?;
             if restored.dims() != average.dims() {
                 return Err(Error::tensor(&part, format!("its shape is {:?}, that of the parameter {:?}", restored.dims(), average.dims()), ""));
             }
             average.put(restored.to_dtype(DType::F32).map_err(failed(&part))?)?;
             found.insert(part);
         }
-        if let Some(part) = self.averages.iter().filter(|(_, kept)| kept.is_here()).map(|(name, _)| format!("{PART}{name}")).find(|part| !found.contains(part))
+        if let Some(part) =
+            self.averages.iter().filter(|(_, managed)| managed.is_local()).map(|(name, _)| format!("{PART}{name}")).find(|part| !found.contains(part))
         {
             return Err(missing(&part));
         }
@@ -112,20 +114,21 @@ impl Average {
         Ok(())
     }
 
-    /// Bytes of the averages that are in memory.
+    /// Memory size of the averages, in bytes, without offloaded ones.
     pub fn bytes(&self) -> u64 {
-        self.averages.values().map(Kept::bytes).sum()
+        self.averages.values().map(ManagedTensor::bytes).sum()
     }
 }
 
-fn approach(average: &Tensor, parameter: &Tensor, share: f64) -> candle_core::Result<()> {
+/// `average += rate * (parameter - average)`, in place.
+fn approach(average: &Tensor, parameter: &Tensor, rate: f64) -> candle_core::Result<()> {
     if !on_host(average.device()) {
-        let parameter = transfer::beside(parameter, average.device(), Cause::Offload)?.to_dtype(DType::F32)?;
-        return floats::assign(average, &(average + (parameter - average)?.affine(share, 0.0)?)?);
+        let parameter = transfer::move_to(parameter, average.device(), Cause::Offload)?.to_dtype(DType::F32)?;
+        return floats::assign(average, &(average + (parameter - average)?.affine(rate, 0.0)?)?);
     }
     floats::read(&floats::on_host(parameter)?, |parameter| {
         floats::change(average, |average: &mut [f32]| {
-            average.par_chunks_mut(CHUNK).zip(parameter.par_chunks(CHUNK)).for_each(|(a, x)| update::approach(a, share as f32, x));
+            average.par_chunks_mut(CHUNK).zip(parameter.par_chunks(CHUNK)).for_each(|(a, x)| update::approach(a, rate as f32, x));
             Ok(())
         })
     })
@@ -139,52 +142,52 @@ mod tests {
         BTreeMap::from([("w".into(), Tensor::new(&[value, -value], &Device::Cpu).unwrap())])
     }
 
-    fn opened((name, kept): (String, Kept)) -> Result<(String, Tensor)> {
-        Ok((name, kept.open()?))
+    fn open_named((name, managed): (String, ManagedTensor)) -> Result<(String, Tensor)> {
+        Ok((name, managed.open()?))
     }
 
-    fn kept(tensors: &BTreeMap<String, Tensor>) -> BTreeMap<String, Kept> {
+    fn managed(tensors: &BTreeMap<String, Tensor>) -> BTreeMap<String, ManagedTensor> {
         tensors.iter().map(|(name, tensor)| (name.clone(), tensor.clone().into())).collect()
     }
 
-    fn begun(start: &BTreeMap<String, Tensor>, decay: f64) -> Result<Average> {
-        Average::new(&kept(start), decay, &Home::Memory(Device::Cpu))
+    fn new_average(start: &BTreeMap<String, Tensor>, decay: f64) -> Result<Average> {
+        Average::new(&managed(start), decay, &Placement::Memory(Device::Cpu))
     }
 
-    fn held(average: &Average) -> f32 {
+    fn first_value(average: &Average) -> f32 {
         average.parameters()["w"].open().unwrap().to_vec1::<f32>().unwrap()[0]
     }
 
     #[test]
-    fn averages_follow() {
+    fn averages_follow_the_parameters_and_resume() {
         let start = one(0.0);
-        let mut average = begun(&start, 0.25).unwrap();
+        let mut average = new_average(&start, 0.25).unwrap();
         average.begin_step();
         average.update(&one(11.0)).unwrap();
-        // 2 / 11 is less than 0.25, 3 / 12 is as much.
-        assert!((held(&average) - 9.0).abs() < 1e-5);
+        // d is 2 / 11 in the first step, 3 / 12 in the second.
+        assert!((first_value(&average) - 9.0).abs() < 1e-5);
         average.begin_step();
         average.update(&one(1.0)).unwrap();
-        assert!((held(&average) - 3.0).abs() < 1e-5);
+        assert!((first_value(&average) - 3.0).abs() < 1e-5);
         assert_eq!(start["w"].to_vec1::<f32>().unwrap()[0], 0.0);
-        let mut again = begun(&start, 0.25).unwrap();
-        again.restore(&mut average.state().unwrap().into_iter().map(opened)).unwrap();
+        let mut again = new_average(&start, 0.25).unwrap();
+        again.restore(&mut average.state().unwrap().into_iter().map(open_named)).unwrap();
         average.begin_step();
         again.begin_step();
         average.update(&one(5.0)).unwrap();
         again.update(&one(5.0)).unwrap();
-        assert_eq!((held(&average), again.bytes()), (held(&again), 8));
+        assert_eq!((first_value(&average), again.bytes()), (first_value(&again), 8));
     }
 
     #[test]
-    fn what_does_not_belong_is_named() {
-        assert!(begun(&one(0.0), 1.0).is_err());
-        let mut average = begun(&one(0.0), 0.5).unwrap();
+    fn errors_name_the_tensor() {
+        assert!(new_average(&one(0.0), 1.0).is_err());
+        let mut average = new_average(&one(0.0), 0.5).unwrap();
         let other = BTreeMap::from([("v".into(), one(0.0).remove("w").unwrap())]);
         assert!(average.update(&other).unwrap_err().to_string().contains("`v`"));
         assert!(average.restore(&mut std::iter::empty()).is_err());
-        let mut state = begun(&one(0.0), 0.5).unwrap().state().unwrap();
+        let mut state = new_average(&one(0.0), 0.5).unwrap().state().unwrap();
         state.insert("average/x".into(), one(0.0).remove("w").unwrap().into());
-        assert!(average.restore(&mut state.into_iter().map(opened)).unwrap_err().to_string().contains("`average/x`"));
+        assert!(average.restore(&mut state.into_iter().map(open_named)).unwrap_err().to_string().contains("`average/x`"));
     }
 }

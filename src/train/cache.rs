@@ -1,9 +1,11 @@
-//! The teacher's largest logits on disk, so that it answers every sample once: over epochs, and over runs.
+//! On-disk cache of the teacher's top-k logits, so that the teacher runs once per sample, across epochs
+//! and runs.
 //!
-//! Every process that asks for something new writes a file of its own, and reads those of all others. A file holds a line that says
-//! whose answers these are, then records: a hash of the sample and of what is asked of it, the number of its rows, a hash of what
-//! follows, and for each row the columns and values of its largest logits, as 16-bit floats. A record is never changed, and one that
-//! was not finished is left out.
+//! Every process writes new records to its own file and reads the files of all processes. A file starts
+//! with a line that identifies the teacher, followed by records: a 128-bit key (hash of the sample and
+//! of the requested rows), the number of rows, a checksum of the entries, and for each row the column
+//! indices (u32) and values (f16) of its `top` largest logits. Records are never modified; an incomplete
+//! record at the end of a file is ignored.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -15,18 +17,18 @@ use candle_core::{Device, Tensor};
 use half::f16;
 use twox_hash::{XxHash3_64, XxHash3_128};
 
-use crate::data::{Batch, Side};
+use crate::data::{Batch, SequenceRole};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 
-/// What stands for logits that were not kept: no probability.
-const GONE: f32 = -1e4;
-/// Bytes of a column and its value.
-const ENTRY: usize = 6;
+/// Value of logits that are not cached; its probability is 0.
+const MISSING_LOGIT: f32 = -1e4;
+/// Bytes of a column index and its value.
+const ENTRY_BYTES: usize = 6;
 /// Bytes of a record before its entries.
-const HEAD: usize = 28;
+const HEADER_BYTES: usize = 28;
 
-/// The entries of a record: in which file, from which byte on, and of how many rows.
+/// Location of a record's entries: file index, byte offset, number of rows, and checksum.
 #[derive(Clone, Copy)]
 struct Record {
     file: usize,
@@ -35,38 +37,39 @@ struct Record {
     hash: u64,
 }
 
-/// Answers by sample.
+/// Cached logits by sample.
 pub struct Cache {
     folder: PathBuf,
-    /// What names of files begin with, and the line that files begin with.
+    /// Prefix of the file names.
     stem: String,
+    /// First line of every file.
     title: String,
     files: Vec<(PathBuf, File)>,
-    /// The file that this process writes, and its end.
+    /// Index of the file that this process writes, and its length in bytes.
     own: Option<(usize, u64)>,
-    /// Logits that are kept of a row.
+    /// Cached logits per row.
     top: usize,
-    known: HashMap<u128, Record>,
+    records: HashMap<u128, Record>,
 }
 
-/// The largest logits of the rows of a sample, row by row.
+/// Column index and value of the largest logits, row by row.
 pub type Entries = Vec<(u32, f16)>;
 
 impl Cache {
-    /// Opens the answers of a teacher, named by a hash, in a folder.
+    /// Opens the cache of the teacher with this hash in a folder, which is created if necessary.
     ///
     /// # Errors
-    /// The folder cannot be made or read.
+    /// The folder cannot be created or read.
     pub fn open(folder: &Path, teacher: &str, top: usize) -> Result<Cache> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
         let stem = format!("{}-{top}-", &teacher[..teacher.len().min(16)]);
         let title = format!("compress teacher {teacher} top {top}\n");
-        let mut cache = Cache { folder: folder.to_owned(), stem, title, files: Vec::new(), own: None, top, known: HashMap::new() };
+        let mut cache = Cache { folder: folder.to_owned(), stem, title, files: Vec::new(), own: None, top, records: HashMap::new() };
         let mut paths = Vec::new();
         for entry in std::fs::read_dir(folder).map_err(Error::io("read", folder))? {
             paths.push(entry.map_err(Error::io("read", folder))?.path());
         }
-        // Of two answers to one sample, all runs take the same.
+        // If two files hold the same sample, every run uses the same one.
         paths.sort();
         for path in paths {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or("");
@@ -77,102 +80,103 @@ impl Cache {
         Ok(cache)
     }
 
-    /// Notes where the records of a file are.
+    /// Indexes the records of a file.
     fn index(&mut self, path: PathBuf) -> Result<()> {
         let file = File::open(&path).map_err(Error::io("open", &path))?;
         let failed = || Error::io("read", &path);
-        let held = file.metadata().map_err(failed())?.len();
+        let length = file.metadata().map_err(failed())?.len();
         let mut reader = BufReader::new(file.try_clone().map_err(failed())?);
         let mut title = vec![0; self.title.len()];
         if reader.read_exact(&mut title).is_err() || title != self.title.as_bytes() {
             return Ok(());
         }
         let mut offset = title.len() as u64;
-        let mut head = [0; HEAD];
-        while reader.read_exact(&mut head).is_ok() {
-            let (key, rows, hash) = unpacked(&head);
-            offset += HEAD as u64;
+        let mut header = [0; HEADER_BYTES];
+        while reader.read_exact(&mut header).is_ok() {
+            let (key, rows, hash) = parse_header(&header);
+            offset += HEADER_BYTES as u64;
             let size = self.size(rows) as u64;
-            if offset.saturating_add(size) > held || reader.seek_relative(size as i64).is_err() {
+            if offset.saturating_add(size) > length || reader.seek_relative(size as i64).is_err() {
                 break;
             }
-            self.known.entry(key).or_insert(Record { file: self.files.len(), offset, rows, hash });
+            self.records.entry(key).or_insert(Record { file: self.files.len(), offset, rows, hash });
             offset += size;
         }
         self.files.push((path, file));
         Ok(())
     }
 
-    /// Bytes of the entries of so many rows.
+    /// Size of the entries of `rows` rows, in bytes.
     fn size(&self, rows: usize) -> usize {
-        rows.saturating_mul(self.top).saturating_mul(ENTRY)
+        rows.saturating_mul(self.top).saturating_mul(ENTRY_BYTES)
     }
 
-    /// How many samples are known.
+    /// Number of cached samples.
     pub fn len(&self) -> usize {
-        self.known.len()
+        self.records.len()
     }
 
-    /// Whether none is.
+    /// Whether no sample is cached.
     pub fn is_empty(&self) -> bool {
-        self.known.is_empty()
+        self.records.is_empty()
     }
 
-    /// Whether the answer to a sample is known.
-    pub fn knows(&self, key: u128) -> bool {
-        self.known.contains_key(&key)
+    /// Whether the sample with this key is cached.
+    pub fn contains(&self, key: u128) -> bool {
+        self.records.contains_key(&key)
     }
 
-    /// The answers to samples, one after the other.
+    /// Returns the entries of the given samples, concatenated.
     ///
     /// # Errors
-    /// Reading fails, a file is damaged, or an answer is not known.
+    /// Reading fails, a checksum does not match, or a sample is not cached.
     pub fn get(&self, keys: &[u128]) -> Result<Entries> {
         let mut entries = Vec::new();
         for key in keys {
-            let record = self.known.get(key).ok_or_else(|| Error::run("teacher_cache", "an answer of the teacher is not known", ""))?;
+            let record = self.records.get(key).ok_or_else(|| Error::run("teacher_cache", "the teacher's logits of a sample are not cached", ""))?;
             let (path, file) = &self.files[record.file];
             let mut bytes = vec![0; self.size(record.rows)];
             file.read_exact_at(&mut bytes, record.offset).map_err(Error::io("read", path))?;
             if XxHash3_64::oneshot(&bytes) != record.hash {
-                return Err(Error::malformed(path, format!("the answers from byte {} on are damaged: remove the file", record.offset)));
+                return Err(Error::malformed(path, format!("the cached logits at byte {} are damaged: remove the file", record.offset)));
             }
-            let entry = |b: &[u8; ENTRY]| (u32::from_le_bytes([b[0], b[1], b[2], b[3]]), f16::from_le_bytes([b[4], b[5]]));
-            entries.extend(bytes.as_chunks::<ENTRY>().0.iter().map(entry));
+            let entry = |b: &[u8; ENTRY_BYTES]| (u32::from_le_bytes([b[0], b[1], b[2], b[3]]), f16::from_le_bytes([b[4], b[5]]));
+            entries.extend(bytes.as_chunks::<ENTRY_BYTES>().0.iter().map(entry));
         }
         Ok(entries)
     }
 
-    /// Keeps the answers to samples: `rows` of each, and the largest logits of all rows. What is known already stays as it is.
+    /// Adds samples to the cache: `rows` is the number of rows of each, `entries` the top logits of all
+    /// rows. Samples that are already cached are skipped.
     ///
     /// # Errors
-    /// The disk is full.
+    /// Writing fails.
     pub fn put(&mut self, keys: &[u128], rows: &[usize], entries: &[(u32, f16)]) -> Result<()> {
         let mut entries = entries.chunks(self.top.max(1));
         for (key, rows) in keys.iter().zip(rows.iter().copied()) {
-            let mut bytes = vec![0; HEAD];
+            let mut bytes = vec![0; HEADER_BYTES];
             for (column, value) in entries.by_ref().take(rows).flatten() {
                 bytes.extend(column.to_le_bytes());
                 bytes.extend(value.to_le_bytes());
             }
-            if self.known.contains_key(key) {
+            if self.records.contains_key(key) {
                 continue;
             }
-            let hash = XxHash3_64::oneshot(&bytes[HEAD..]);
+            let hash = XxHash3_64::oneshot(&bytes[HEADER_BYTES..]);
             bytes[..16].copy_from_slice(&key.to_le_bytes());
             bytes[16..20].copy_from_slice(&(rows as u32).to_le_bytes());
-            bytes[20..HEAD].copy_from_slice(&hash.to_le_bytes());
-            let (number, end) = self.own.map_or_else(|| self.begin(), Ok)?;
+            bytes[20..HEADER_BYTES].copy_from_slice(&hash.to_le_bytes());
+            let (number, end) = self.own.map_or_else(|| self.create_own_file(), Ok)?;
             let (path, file) = &self.files[number];
             file.write_all_at(&bytes, end).map_err(Error::io("write", path))?;
             self.own = Some((number, end + bytes.len() as u64));
-            self.known.insert(*key, Record { file: number, offset: end + HEAD as u64, rows, hash });
+            self.records.insert(*key, Record { file: number, offset: end + HEADER_BYTES as u64, rows, hash });
         }
         Ok(())
     }
 
-    /// Begins the file of this process: the first of its numbers that nobody else has.
-    fn begin(&mut self) -> Result<(usize, u64)> {
+    /// Creates the file of this process, with the lowest number that is not in use.
+    fn create_own_file(&mut self) -> Result<(usize, u64)> {
         let mut number = 0;
         loop {
             let path = self.folder.join(format!("{}{number}.logits", self.stem));
@@ -188,51 +192,53 @@ impl Cache {
         }
     }
 
-    /// The largest of logits `[rows, columns]`, row by row.
+    /// Selects the `top` largest of the logits `[rows, columns]`, row by row.
     ///
     /// # Errors
     /// Memory runs out.
-    pub fn largest(&self, logits: &Tensor) -> Result<Entries> {
-        let values = transfer::values::<f32>(logits, Cause::Answers).map_err(|e| Error::computed("the teacher's logits", e))?;
-        Ok(values.chunks(logits.dims().last().copied().unwrap_or(0).max(1)).flat_map(|row| largest(row, self.top)).collect())
+    pub fn top_logits(&self, logits: &Tensor) -> Result<Entries> {
+        let values = transfer::values::<f32>(logits, Cause::Answers).map_err(|e| Error::candle("the teacher's logits", e))?;
+        Ok(values.chunks(logits.dims().last().copied().unwrap_or(0).max(1)).flat_map(|row| top_of_row(row, self.top)).collect())
     }
 
-    /// Logits `[rows, columns]` out of entries of some rows.
+    /// Expands entries to logits `[rows, columns]` on a device; logits that are not cached have
+    /// probability 0.
     ///
     /// # Errors
-    /// A column is out of range, or memory runs out.
+    /// A column index is out of range, or memory runs out.
     pub fn logits(&self, entries: &[(u32, f16)], columns: usize, device: &Device) -> candle_core::Result<Tensor> {
         let rows = entries.len() / self.top.max(1);
-        let mut values = vec![GONE; rows * columns];
+        let mut values = vec![MISSING_LOGIT; rows * columns];
         for (row, entries) in values.chunks_mut(columns.max(1)).zip(entries.chunks(self.top.max(1))) {
             for (column, value) in entries {
                 match row.get_mut(*column as usize) {
-                    Some(place) => *place = value.to_f32(),
-                    None => candle_core::bail!("the cached answers are of a teacher with more than {columns} columns"),
+                    Some(logit) => *logit = value.to_f32(),
+                    None => candle_core::bail!("the cached logits are from a teacher with more than {columns} columns"),
                 }
             }
         }
         transfer::to_device(&Tensor::from_vec(values, (rows, columns), &Device::Cpu)?, device, Cause::Answers)
     }
 
-    /// Logits that are kept of a row.
+    /// Number of cached logits per row.
     pub fn top(&self) -> usize {
         self.top
     }
 }
 
-/// Key, rows and hash of a record.
-fn unpacked(head: &[u8; HEAD]) -> (u128, usize, u64) {
-    let part = |from: usize| std::array::from_fn(|at| head[from + at]);
+/// Key, number of rows and checksum of a record.
+fn parse_header(header: &[u8; HEADER_BYTES]) -> (u128, usize, u64) {
+    let part = |from: usize| std::array::from_fn(|at| header[from + at]);
     (
-        u128::from_le_bytes(std::array::from_fn(|at| head[at])),
-        u32::from_le_bytes(std::array::from_fn(|at| head[16 + at])) as usize,
+        u128::from_le_bytes(std::array::from_fn(|at| header[at])),
+        u32::from_le_bytes(std::array::from_fn(|at| header[16 + at])) as usize,
         u64::from_le_bytes(part(20)),
     )
 }
 
-/// The largest of a row, by column; shorter rows are filled up with their first column.
-fn largest(row: &[f32], top: usize) -> Entries {
+/// The `top` largest values of a row, ordered by column; shorter rows are padded by repeating their
+/// first column.
+fn top_of_row(row: &[f32], top: usize) -> Entries {
     let mut order: Vec<u32> = (0..row.len() as u32).collect();
     let by_value = |a: &u32, b: &u32| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b));
     if top < order.len() {
@@ -244,12 +250,12 @@ fn largest(row: &[f32], top: usize) -> Entries {
     order.into_iter().map(|column| (column, f16::from_f32(row[column as usize].clamp(-65504.0, 65504.0)))).collect()
 }
 
-/// A hash of each sample of a batch and of what is asked of it: of what the model reads, padding left out, of the places whose logits
-/// are wanted, and of the number of columns.
+/// Cache key of each sample of a batch: a hash of the model inputs without padding, of the positions
+/// whose logits are requested, and of the number of columns.
 ///
 /// # Errors
 /// Memory runs out.
-pub fn keys(batch: &Batch, asked: &[Vec<u32>], columns: usize) -> Result<Vec<u128>> {
+pub fn keys(batch: &Batch, positions: &[Vec<u32>], columns: usize) -> Result<Vec<u128>> {
     let mut hashers = vec![XxHash3_128::new(); batch.samples];
     let read = |tensor: &Tensor| {
         let bits: Vec<u64> = match tensor.dtype().is_float() {
@@ -259,9 +265,9 @@ pub fn keys(batch: &Batch, asked: &[Vec<u32>], columns: usize) -> Result<Vec<u12
         let width = (tensor.elem_count() / batch.samples.max(1)).max(1);
         Ok::<_, candle_core::Error>(bits.chunks(width).map(<[u64]>::to_vec).collect::<Vec<_>>())
     };
-    let failed = |e| Error::computed("samples", e);
+    let failed = |e| Error::candle("samples", e);
     for (name, tensor) in &batch.inputs {
-        let mask = batch.mask(Side::of_input(name)).filter(|mask| mask.dims() == tensor.dims()).map(&read).transpose().map_err(failed)?;
+        let mask = batch.mask(SequenceRole::from_input(name)).filter(|mask| mask.dims() == tensor.dims()).map(&read).transpose().map_err(failed)?;
         for (number, (row, hasher)) in read(tensor).map_err(failed)?.iter().zip(&mut hashers).enumerate() {
             hasher.write(name.as_bytes());
             for (at, value) in row.iter().enumerate() {
@@ -271,8 +277,8 @@ pub fn keys(batch: &Batch, asked: &[Vec<u32>], columns: usize) -> Result<Vec<u12
             }
         }
     }
-    for (hasher, places) in hashers.iter_mut().zip(asked) {
-        hasher.write(format!("{columns} {places:?}").as_bytes());
+    for (hasher, positions) in hashers.iter_mut().zip(positions) {
+        hasher.write(format!("{columns} {positions:?}").as_bytes());
     }
     Ok(hashers.iter().map(XxHash3_128::finish_128).collect())
 }
@@ -287,18 +293,18 @@ mod tests {
     }
 
     #[test]
-    fn answers_come_back_after_a_kill() {
+    fn records_survive_truncation_and_damage_is_detected() {
         let folder = tempfile::tempdir().unwrap();
         let open = |teacher: &str| Cache::open(folder.path(), teacher, 5).unwrap();
         let mut cache = open("abc");
         cache.put(&[1, 2], &[2, 3], &entries(25, 0)).unwrap();
-        let known = cache.get(&[2, 1]).unwrap();
-        assert_eq!(known, [entries(15, 10), entries(10, 0)].concat());
+        let stored = cache.get(&[2, 1]).unwrap();
+        assert_eq!(stored, [entries(15, 10), entries(10, 0)].concat());
         let again = open("abc");
-        assert_eq!((again.len(), again.get(&[2, 1]).unwrap()), (2, known));
-        assert!(again.knows(1) && !again.knows(3) && again.get(&[1, 3]).is_err());
+        assert_eq!((again.len(), again.get(&[2, 1]).unwrap()), (2, stored));
+        assert!(again.contains(1) && !again.contains(3) && again.get(&[1, 3]).is_err());
         assert!(open("abd").is_empty());
-        // The last record loses its end, then the first a bit.
+        // The last record is truncated, then a bit of the first is flipped.
         let path = folder.path().join("abc-5-0.logits");
         let bytes = std::fs::read(&path).unwrap();
         std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
@@ -311,11 +317,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_known_stays_and_every_process_writes_its_own() {
+    fn cached_samples_are_kept_and_every_process_writes_its_own_file() {
         let folder = tempfile::tempdir().unwrap();
         let (mut first, mut second) = (Cache::open(folder.path(), "abc", 2).unwrap(), Cache::open(folder.path(), "abc", 2).unwrap());
         first.put(&[1, 2], &[1, 1], &entries(4, 0)).unwrap();
-        // One that is known beside one that is not, and one that comes twice.
+        // A cached sample, a new one, and the same one again.
         first.put(&[2, 3, 3], &[1, 1, 1], &entries(6, 50)).unwrap();
         assert_eq!(first.get(&[1, 2, 3]).unwrap(), [entries(4, 0), entries(2, 52)].concat());
         second.put(&[4, 1], &[1, 1], &entries(4, 90)).unwrap();
@@ -326,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_is_part_of_the_key() {
+    fn positions_and_columns_are_part_of_the_key() {
         let ids = Tensor::new(&[[5i64, 6, 7], [5, 6, 0]], &Device::Cpu).unwrap();
         let mask = Tensor::new(&[[1i64, 1, 1], [1, 1, 0]], &Device::Cpu).unwrap();
         let batch = |width| Batch {
@@ -334,36 +340,36 @@ mod tests {
             references: References::None,
             samples: 2,
         };
-        let of = |width, places: &[u32], columns| keys(&batch(width), &[places.to_vec(), places.to_vec()], columns).unwrap();
-        let whole = of(3, &[0, 1], 9);
+        let hash = |width, positions: &[u32], columns| keys(&batch(width), &[positions.to_vec(), positions.to_vec()], columns).unwrap();
+        let whole = hash(3, &[0, 1], 9);
         assert_ne!(whole[0], whole[1]);
-        // A decoder's tokens have padding of their own.
-        let both = |said: &[i64], kept: &[i64]| {
+        // Decoder tokens of an encoder-decoder model have their own padding mask.
+        let both = |tokens: &[i64], mask: &[i64]| {
             let mut batch = batch(3);
-            for (name, row) in [("decoder_input_ids", said), ("decoder_attention_mask", kept)] {
+            for (name, row) in [("decoder_input_ids", tokens), ("decoder_attention_mask", mask)] {
                 batch.inputs.insert(name.to_owned(), Tensor::from_vec(row.repeat(2), (2, row.len()), &Device::Cpu).unwrap());
             }
             keys(&batch, &[vec![0], vec![0]], 9).unwrap()
         };
-        let said = both(&[8, 9, 1], &[1, 1, 1]);
-        assert!(said[0] != said[1] && said[1] != both(&[8, 9, 2], &[1, 1, 1])[1]);
+        let unmasked = both(&[8, 9, 1], &[1, 1, 1]);
+        assert!(unmasked[0] != unmasked[1] && unmasked[1] != both(&[8, 9, 2], &[1, 1, 1])[1]);
         assert_eq!(both(&[8, 9, 1], &[1, 1, 0]), both(&[8, 9, 3], &[1, 1, 0]));
         assert_eq!(both(&[8, 9, 1], &[1, 1, 0]), both(&[8, 9], &[1, 1]));
-        // Padding does not count; rows and columns do.
-        assert_eq!(whole[1], of(2, &[0, 1], 9)[0]);
-        assert!(whole[0] != of(3, &[0], 9)[0] && whole[0] != of(3, &[1, 2], 9)[0] && whole[0] != of(3, &[0, 1], 8)[0]);
+        // Padding does not change the key; rows and columns do.
+        assert_eq!(whole[1], hash(2, &[0, 1], 9)[0]);
+        assert!(whole[0] != hash(3, &[0], 9)[0] && whole[0] != hash(3, &[1, 2], 9)[0] && whole[0] != hash(3, &[0, 1], 8)[0]);
     }
 
     #[test]
-    fn the_largest_are_kept() {
+    fn the_largest_logits_are_cached() {
         let folder = tempfile::tempdir().unwrap();
         let mut cache = Cache::open(folder.path(), "abc", 4).unwrap();
         let row = Tensor::new(&[[1f32, 5.0, -2.0, 7.5, 0.25, 3.0]], &Device::Cpu).unwrap();
-        let kept = cache.largest(&row).unwrap();
+        let kept = cache.top_logits(&row).unwrap();
         cache.put(&[9], &[1], &kept).unwrap();
         let logits = cache.logits(&cache.get(&[9]).unwrap(), 6, &Device::Cpu).unwrap().to_vec2::<f32>().unwrap();
-        assert_eq!(logits, [[1.0, 5.0, GONE, 7.5, GONE, 3.0]]);
+        assert_eq!(logits, [[1.0, 5.0, MISSING_LOGIT, 7.5, MISSING_LOGIT, 3.0]]);
         assert!(cache.logits(&kept, 3, &Device::Cpu).is_err());
-        assert_eq!(largest(&[2.0, 1.0], 4).len(), 4);
+        assert_eq!(top_of_row(&[2.0, 1.0], 4).len(), 4);
     }
 }

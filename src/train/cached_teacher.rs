@@ -1,4 +1,4 @@
-//! A teacher's answers out of its cache, and into it.
+//! Teacher logits, read from the cache on disk or computed and added to it.
 
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
@@ -14,91 +14,92 @@ use crate::error::Result;
 use crate::exec::BlockwiseOptions;
 use crate::work::Work;
 
-/// Bytes of samples that a teacher takes through its blocks together.
-const TOGETHER: usize = 256 << 20;
+/// Input bytes after which the queued samples run through a streamed teacher.
+const MAX_QUEUED_BYTES: usize = 256 << 20;
 
-/// Which answers of a teacher are wanted, and where they are kept.
-pub(super) struct Answers<'a> {
+/// A teacher whose top logits are cached on disk, and the loss that reads them.
+pub(super) struct CachedTeacher<'a> {
     pub teacher: &'a Teacher,
     pub losses: &'a Logits,
 }
 
 impl Trainer<'_> {
-    /// What is asked of the teacher, where its answers are kept.
-    pub(super) fn answers(&self) -> Option<Answers<'_>> {
-        Some(Answers { teacher: self.teacher?, losses: self.objective.over_logits()? })
+    /// The teacher and the loss over its logits; `None` without a teacher or without such a loss.
+    pub(super) fn cached_teacher(&self) -> Option<CachedTeacher<'_>> {
+        Some(CachedTeacher { teacher: self.teacher?, losses: self.objective.over_logits()? })
     }
 
-    /// Answers of a teacher that is read whenever it is used: for all samples of an epoch at once.
-    pub(super) fn answer_ahead(&self, batches: &Batches, position: &Position) -> Result<usize> {
-        let (Some(answers), Some(cache)) = (self.answers().filter(|answers| answers.teacher.is_streamed()), self.cache) else { return Ok(0) };
-        let options = BlockwiseOptions { spill: self.around.folder.clone(), ..BlockwiseOptions::on(self.device) };
-        answers.ahead(&mut cache.borrow_mut(), batches, (position.data, position.step), &options, &self.around.work)
+    /// Fills the cache for a whole epoch if the teacher is streamed from disk, so that its weights are
+    /// read once per epoch. Returns the number of samples added.
+    pub(super) fn fill_teacher_cache(&self, batches: &Batches, position: &Position) -> Result<usize> {
+        let (Some(cached), Some(cache)) = (self.cached_teacher().filter(|cached| cached.teacher.is_streamed()), self.cache) else { return Ok(0) };
+        let options = BlockwiseOptions { spill: self.context.folder.clone(), ..BlockwiseOptions::on(self.device) };
+        cached.fill(&mut cache.borrow_mut(), batches, (position.data, position.step), &options, &self.context.work)
     }
 }
 
-impl Answers<'_> {
+impl CachedTeacher<'_> {
+    /// Cache keys of the samples, and their numbers of logit rows.
     fn keys(&self, batch: &Batch) -> Result<(Vec<u128>, Vec<usize>)> {
-        let places = self.losses.places(batch)?;
-        let keys = cache::keys(batch, &places, self.losses.classes)?;
-        Ok((keys, places.iter().map(Vec::len).collect()))
+        let positions = self.losses.positions(batch)?;
+        let keys = cache::keys(batch, &positions, self.losses.classes)?;
+        Ok((keys, positions.iter().map(Vec::len).collect()))
     }
 
-    /// The answers to some samples, as they were given the first time: of those that are not known, the teacher is asked now.
-    pub fn of(&self, cache: &mut Cache, batch: &Batch) -> Result<Entries> {
+    /// Returns the cached logits of the samples. Runs the teacher for samples that are not cached yet.
+    pub fn entries(&self, cache: &mut Cache, batch: &Batch) -> Result<Entries> {
         let (keys, rows) = self.keys(batch)?;
         let mut from = 0;
-        while let Some(begin) = (from..keys.len()).find(|at| !cache.knows(keys[*at])) {
-            let end = (begin..keys.len()).find(|at| cache.knows(keys[*at])).unwrap_or(keys.len());
+        while let Some(begin) = (from..keys.len()).find(|at| !cache.contains(keys[*at])) {
+            let end = (begin..keys.len()).find(|at| cache.contains(keys[*at])).unwrap_or(keys.len());
             let part = batch.narrow(begin, end - begin)?;
             let values = self.teacher.values(&part.inputs)?;
-            self.keep(cache, (&keys[begin..end], &rows[begin..end]), &values, &part)?;
+            self.insert(cache, (&keys[begin..end], &rows[begin..end]), &values, &part)?;
             from = end;
         }
         cache.get(&keys)
     }
 
-    fn keep(&self, cache: &mut Cache, (keys, rows): (&[u128], &[usize]), values: &super::teacher::Values, batch: &Batch) -> Result<()> {
+    /// Adds the teacher's logits for a batch to the cache.
+    fn insert(&self, cache: &mut Cache, (keys, rows): (&[u128], &[usize]), values: &super::teacher::Values, batch: &Batch) -> Result<()> {
         let mut entries = Entries::new();
-        self.losses.for_each_of_teacher((values, self.teacher.parameters()), batch, &mut |logits| {
-            entries.extend(cache.largest(logits)?);
+        self.losses.for_each_teacher_chunk((values, self.teacher.parameters()), batch, &mut |logits| {
+            entries.extend(cache.top_logits(logits)?);
             Ok(())
         })?;
         cache.put(keys, rows, &entries)
     }
 
-    /// Asks a teacher that is not in memory for all that an epoch from a place on does not know, block by block; gives the number of samples.
-    ///
-    /// # Errors
-    /// Those of reading samples and of the teacher.
-    pub fn ahead(&self, cache: &mut Cache, batches: &Batches, (at, step): (Cursor, u64), options: &BlockwiseOptions, work: &Work) -> Result<usize> {
-        let (mut waiting, mut bytes, mut asked, mut count) = (Vec::new(), 0, BTreeSet::new(), 0);
+    /// Runs a streamed teacher block by block over all samples from a cursor to the end of its epoch
+    /// that are not cached. Returns the number of samples added.
+    pub fn fill(&self, cache: &mut Cache, batches: &Batches, (at, step): (Cursor, u64), options: &BlockwiseOptions, work: &Work) -> Result<usize> {
+        let (mut queue, mut bytes, mut queued, mut count) = (Vec::new(), 0, BTreeSet::new(), 0);
         batches.for_each_step(at, step, |samples| {
             for batch in samples.batches {
                 let (keys, rows) = self.keys(&batch)?;
-                if keys.iter().all(|key| cache.knows(*key) || asked.contains(key)) {
+                if keys.iter().all(|key| cache.contains(*key) || queued.contains(key)) {
                     continue;
                 }
-                count += keys.iter().filter(|key| !cache.knows(**key) && asked.insert(**key)).count();
+                count += keys.iter().filter(|key| !cache.contains(**key) && queued.insert(**key)).count();
                 bytes += batch.inputs.values().map(|input| input.elem_count() * input.dtype().size_in_bytes()).sum::<usize>();
-                waiting.push((batch, keys, rows));
-                if bytes > TOGETHER {
-                    self.ask(cache, std::mem::take(&mut waiting), options, work)?;
+                queue.push((batch, keys, rows));
+                if bytes > MAX_QUEUED_BYTES {
+                    self.run_teacher(cache, std::mem::take(&mut queue), options, work)?;
                     bytes = 0;
                 }
             }
             Ok(if samples.next.epoch == at.epoch { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
         })?;
-        self.ask(cache, waiting, options, work).map(|()| count)
+        self.run_teacher(cache, queue, options, work).map(|()| count)
     }
 
-    /// Asks for batches with their keys and rows.
-    fn ask(&self, cache: &mut Cache, waiting: Vec<(Batch, Vec<u128>, Vec<usize>)>, options: &BlockwiseOptions, work: &Work) -> Result<()> {
-        let (batches, places): (Vec<Batch>, Vec<_>) = waiting.into_iter().map(|(batch, keys, rows)| (batch, (keys, rows))).unzip();
-        let mut places = places.into_iter();
+    /// Runs a streamed teacher over batches, each with its keys and row counts, and caches the logits.
+    fn run_teacher(&self, cache: &mut Cache, queue: Vec<(Batch, Vec<u128>, Vec<usize>)>, options: &BlockwiseOptions, work: &Work) -> Result<()> {
+        let (batches, targets): (Vec<Batch>, Vec<_>) = queue.into_iter().map(|(batch, keys, rows)| (batch, (keys, rows))).unzip();
+        let mut targets = targets.into_iter();
         self.teacher.block_by_block(batches, options, work, |batch, values| {
-            let (keys, rows) = places.next().unwrap_or_default();
-            self.keep(cache, (&keys, &rows), values, batch)
+            let (keys, rows) = targets.next().unwrap_or_default();
+            self.insert(cache, (&keys, &rows), values, batch)
         })
     }
 }

@@ -1,4 +1,4 @@
-//! Files of tensors that training goes on from: each written whole or not at all, and read tensor by tensor.
+//! Checkpoint files of a training: written atomically, read tensor by tensor.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::error::{Error, Result};
-use crate::exec::Kept;
+use crate::exec::ManagedTensor;
 use crate::exec::transfer::{self, Cause};
 use crate::store::header::Header;
 use crate::store::{self, RawTensor};
@@ -19,20 +19,17 @@ use crate::store::{self, RawTensor};
 const KEY: &str = "training";
 
 /// Tensors by name.
-pub type Tensors = BTreeMap<String, Kept>;
+pub type Tensors = BTreeMap<String, ManagedTensor>;
 
-/// Tensors one after the other, so that a whole state is in memory once: where it goes to.
+/// A state as a stream of tensors, so that only its destination holds all of it in memory.
 pub type Stream<'a> = dyn Iterator<Item = Result<(String, Tensor)>> + 'a;
 
-/// Tensors with a prefix to their names.
-pub fn prefixed(tensors: Tensors, prefix: &str) -> impl Iterator<Item = (String, Kept)> {
+/// Adds a prefix to the names of tensors.
+pub fn prefixed(tensors: Tensors, prefix: &str) -> impl Iterator<Item = (String, ManagedTensor)> {
     tensors.into_iter().map(move |(name, tensor)| (format!("{prefix}{name}"), tensor))
 }
 
-/// Writes tensors, and what is to be known of them.
-///
-/// # Errors
-/// The disk is full, or memory runs out.
+/// Writes a checkpoint: tensors, and `about` as JSON in its metadata.
 pub fn save(path: &Path, about: &impl Serialize, tensors: &Tensors) -> Result<()> {
     let text = serde_json::to_string(about).map_err(|e| Error::malformed(path, e))?;
     let entries = tensors.iter().map(|(name, tensor)| (name.clone(), store::DType::from(tensor.dtype()), tensor.dims().to_vec()));
@@ -44,44 +41,41 @@ pub fn save(path: &Path, about: &impl Serialize, tensors: &Tensors) -> Result<()
     let failed = || Error::io("write", &unfinished);
     let mut file = BufWriter::new(File::create(&unfinished).map_err(failed())?);
     file.write_all(&header.to_bytes()).map_err(failed())?;
-    // One tensor at a time is on the host.
+    // Copies one tensor at a time to the host.
     for name in header.tensors.iter().map(|entry| &entry.name) {
         let tensor = tensors[name].open()?;
-        let home = || transfer::to_host(&tensor, Cause::State)?.contiguous();
-        let home = home().map_err(|e| Error::computed(format!("tensor `{name}`"), e))?;
-        file.write_all(&home.data()).map_err(failed())?;
+        let copy = || transfer::to_host(&tensor, Cause::State)?.contiguous();
+        let copy = copy().map_err(|e| Error::candle(format!("tensor `{name}`"), e))?;
+        file.write_all(&copy.data()).map_err(failed())?;
     }
     file.into_inner().map_err(std::io::IntoInnerError::into_error).and_then(|file| file.sync_all()).map_err(failed())?;
     std::fs::rename(&unfinished, path).map_err(Error::io("write", path))
 }
 
-/// A file whose header is read.
+/// An open checkpoint file.
 pub struct Saved {
     tensors: BTreeMap<String, RawTensor>,
 }
 
-/// Opens a file, if there is one, and says what is to be known of its tensors.
-///
-/// # Errors
-/// The file is damaged.
+/// Opens a checkpoint and parses its metadata; `None` if the file does not exist.
 pub fn open<T: DeserializeOwned>(path: &Path) -> Result<Option<(T, Saved)>> {
     if !path.exists() {
         return Ok(None);
     }
-    let wrong = |e: &dyn std::fmt::Display| Error::malformed(path, format!("is no checkpoint of a training: {e}"));
+    let wrong = |e: &dyn std::fmt::Display| Error::malformed(path, format!("is not a valid training checkpoint: {e}"));
     let file = store::Checkpoint::open(path).map_err(|e| wrong(&e))?;
-    let text = file.metadata.get(KEY).ok_or_else(|| wrong(&"it does not say how far it is"))?;
+    let text = file.metadata.get(KEY).ok_or_else(|| wrong(&"its metadata has no key `training`"))?;
     let about = serde_json::from_str(text).map_err(|e| wrong(&e))?;
     Ok(Some((about, Saved { tensors: file.tensors })))
 }
 
 impl Saved {
-    /// Names behind a prefix.
+    /// Names of the tensors with a prefix, without that prefix.
     pub fn names<'s>(&'s self, prefix: &'s str) -> BTreeSet<&'s str> {
         self.tensors.keys().filter_map(|name| name.strip_prefix(prefix)).collect()
     }
 
-    /// Reads the tensors whose names begin with a prefix, without it, one after the other.
+    /// Reads the tensors with a prefix one by one; their names are returned without it.
     pub fn under<'s>(&'s self, prefix: &'s str) -> impl Iterator<Item = Result<(String, Tensor)>> + 's {
         let read = |tensor: &RawTensor| {
             let wrong = |e| Error::malformed(tensor.path(), e);
@@ -98,15 +92,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_saved_is_read() {
+    fn a_saved_checkpoint_is_read_back() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/checkpoint.safetensors");
         assert!(open::<u64>(&path).unwrap().is_none());
         let small = Tensor::new(&[1f32, f32::MIN_POSITIVE / 2.0], &Device::Cpu).unwrap();
-        let turned = Tensor::new(&[[1i64, 2], [3, 4]], &Device::Cpu).unwrap().t().unwrap();
+        let transposed = Tensor::new(&[[1i64, 2], [3, 4]], &Device::Cpu).unwrap().t().unwrap();
         let tensors = Tensors::from([
             ("weight/a".to_owned(), small.into()),
-            ("weight/b".to_owned(), turned.into()),
+            ("weight/b".to_owned(), transposed.into()),
             ("best/a".to_owned(), Tensor::new(&[7u8], &Device::Cpu).unwrap().into()),
         ]);
         save(&path, &41u64, &tensors).unwrap();

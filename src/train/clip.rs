@@ -1,4 +1,4 @@
-//! The length of all gradients together, and a bound to it (Pascanu et al. 2013).
+//! Global gradient norm and gradient clipping (Pascanu et al. 2013).
 
 use std::collections::BTreeMap;
 
@@ -12,24 +12,21 @@ use crate::ir::ops::on_host;
 use crate::kernel::update;
 
 fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
-    move |e| Error::computed(format!("the gradient of `{name}`"), e)
+    move |e| Error::candle(format!("the gradient of `{name}`"), e)
 }
 
 /// Elements of a gradient that are converted to f64 at a time on a device.
-const PIECE: usize = if cfg!(test) { 3 } else { 1 << 22 };
+const CHUNK_ON_DEVICE: usize = if cfg!(test) { 3 } else { 1 << 22 };
 
-/// The sum of squares of a tensor as a number in f64, without a copy of the whole tensor in f64.
+/// The sum of squares of a tensor as an f64 scalar, without an f64 copy of the whole tensor.
 fn squares_by_operations(gradient: &Tensor) -> candle_core::Result<Tensor> {
     let (values, count) = (gradient.flatten_all()?, gradient.elem_count());
-    let pieces = (0..count).step_by(PIECE).map(|at| values.narrow(0, at, PIECE.min(count - at))?.to_dtype(DType::F64)?.sqr()?.sum_all());
-    let sums = pieces.collect::<candle_core::Result<Vec<_>>>()?;
+    let chunks = (0..count).step_by(CHUNK_ON_DEVICE).map(|at| values.narrow(0, at, CHUNK_ON_DEVICE.min(count - at))?.to_dtype(DType::F64)?.sqr()?.sum_all());
+    let sums = chunks.collect::<candle_core::Result<Vec<_>>>()?;
     if sums.is_empty() { Tensor::zeros((), DType::F64, gradient.device()) } else { Tensor::stack(&sums, 0)?.sum_all() }
 }
 
-/// The sum of squares of each gradient, a number in f64 where the gradient is, in the order of names.
-///
-/// # Errors
-/// Memory runs out.
+/// The sum of squares of each gradient, an f64 scalar on the gradient's device, in the order of names.
 pub(super) fn squares(gradients: &BTreeMap<String, Tensor>) -> Result<Vec<Tensor>> {
     let sum = |gradient: &Tensor| match on_host(gradient.device()) {
         true => Tensor::new(floats::read(&floats::on_host(gradient)?, |values| Ok(floats::squares(values)))?, gradient.device()),
@@ -38,24 +35,18 @@ pub(super) fn squares(gradients: &BTreeMap<String, Tensor>) -> Result<Vec<Tensor
     gradients.iter().map(|(name, gradient)| sum(gradient).map_err(failed(name))).collect()
 }
 
-/// The Euclidean norm of all gradients as one vector, given the sums of squares of each.
-///
-/// # Errors
-/// A gradient that holds NaN or infinite values, by name.
+/// The global Euclidean norm, from the sum of squares of each gradient. Fails if one is not finite.
 pub(super) fn norm_of<'n>(names: impl Iterator<Item = &'n String>, squares: &[f64]) -> Result<f64> {
     if let Some((name, _)) = names.zip(squares).find(|(_, sum)| !sum.is_finite()) {
-        return Err(Error::Diverged { step: 0, reason: format!("the gradient of `{name}` holds values that are NaN or infinite") });
+        return Err(Error::Diverged { step: 0, reason: format!("the gradient of `{name}` contains NaN or infinite values") });
     }
     Ok(squares.iter().sum::<f64>().sqrt())
 }
 
-/// Shortens all gradients by one factor, so that their norm is no more than `most`. As PyTorch's `clip_grad_norm_`, down to the 1e-6 that
-/// it adds to the norm.
-///
-/// # Errors
-/// Memory runs out.
-pub(super) fn shorten(gradients: &mut BTreeMap<String, Tensor>, norm: f64, most: f64) -> Result<()> {
-    let factor = most / (norm + 1e-6);
+/// Scales all gradients by one factor so that their global norm is at most `max_norm`, like PyTorch's
+/// `clip_grad_norm_`, including the 1e-6 that it adds to the norm.
+pub(super) fn scale_to_norm(gradients: &mut BTreeMap<String, Tensor>, norm: f64, max_norm: f64) -> Result<()> {
+    let factor = max_norm / (norm + 1e-6);
     if factor < 1.0 {
         for (name, gradient) in gradients.iter_mut() {
             *gradient = scaled(gradient, factor).map_err(failed(name))?;
@@ -64,26 +55,27 @@ pub(super) fn shorten(gradients: &mut BTreeMap<String, Tensor>, norm: f64, most:
     Ok(())
 }
 
-/// The Euclidean norm of all gradients as one vector. Squares are summed as f64 in the order of names.
+/// The global Euclidean norm of all gradients. Squares are summed in f64 in the order of names.
 ///
 /// # Errors
-/// A gradient that holds NaN or infinite values, by name; memory runs out.
+/// A gradient contains NaN or infinite values, or memory runs out.
 pub fn norm(gradients: &BTreeMap<String, Tensor>) -> Result<f64> {
     let sums = squares(gradients)?.iter().map(|sum| transfer::number(sum, Cause::Step)).collect::<candle_core::Result<Vec<_>>>();
-    norm_of(gradients.keys(), &sums.map_err(|e| Error::computed("the length of gradients", e))?)
+    norm_of(gradients.keys(), &sums.map_err(|e| Error::candle("the gradient norm", e))?)
 }
 
-/// Shortens all gradients by one factor, so that their [`norm`] is no more than `most`; gives back what the norm was.
+/// Scales all gradients by one factor so that their [`norm`] is at most `max_norm`. Returns the norm
+/// before clipping.
 ///
 /// # Errors
 /// As [`norm`].
-pub fn clip(gradients: &mut BTreeMap<String, Tensor>, most: f64) -> Result<f64> {
+pub fn clip(gradients: &mut BTreeMap<String, Tensor>, max_norm: f64) -> Result<f64> {
     let norm = norm(gradients)?;
-    shorten(gradients, norm, most)?;
+    scale_to_norm(gradients, norm, max_norm)?;
     Ok(norm)
 }
 
-/// A new tensor: several gradients may share their memory.
+/// Returns a scaled copy: gradients may share memory.
 fn scaled(gradient: &Tensor, factor: f64) -> candle_core::Result<Tensor> {
     if !on_host(gradient.device()) || gradient.dtype() != DType::F32 {
         return gradient.affine(factor, 0.0);
@@ -108,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn long_gradients_are_shortened() {
+    fn gradients_above_the_limit_are_clipped() {
         let mut long = gradients();
         assert_eq!(clip(&mut long, 1.0).unwrap(), 5.0);
         assert!((norm(&long).unwrap() - 1.0).abs() < 1e-6);
@@ -120,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn squares_are_summed_in_pieces_of_any_length() {
+    fn squares_are_summed_in_chunks_of_any_length() {
         for count in [0, 1, 2, 3, 4, 7, 9] {
             let values: Vec<f32> = (0..count).map(|i| i as f32 - 2.5).collect();
             let sum: f64 = values.iter().map(|x| f64::from(x * x)).sum();
@@ -141,13 +133,13 @@ mod tests {
     }
 
     #[test]
-    fn too_little_memory_is_no_divergence() {
+    fn out_of_memory_is_not_divergence() {
         let error = failed("layer.weight")(candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")".into()));
         assert!(error.is_out_of_memory() && error.to_string().contains("`layer.weight`"), "{error}");
     }
 
     #[test]
-    fn a_gradient_that_is_not_finite_is_named() {
+    fn a_non_finite_gradient_is_named() {
         let mut wrong = gradients();
         wrong.insert("layer.weight".into(), Tensor::new(&[1f32, f32::NAN], &Device::Cpu).unwrap());
         let error = clip(&mut wrong, 1.0).unwrap_err();

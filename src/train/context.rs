@@ -1,4 +1,4 @@
-//! The environment that a run provides to a training.
+//! The context that a run provides to a training.
 
 use std::path::PathBuf;
 
@@ -8,25 +8,25 @@ use crate::error::Result;
 use crate::evaluation::Score;
 use crate::work::Work;
 
-/// Scores weights.
+/// Evaluates weights; `None` without evaluation data.
 pub type Evaluate<'a> = &'a dyn Fn(&Weights, &Tensors) -> Result<Option<Score>>;
 
-/// The environment of a training.
-pub struct Surroundings<'a> {
-    /// The name of the pass, for the files that log its steps.
+/// Run-wide settings of a training, and its access to evaluation.
+pub struct TrainingContext<'a> {
+    /// Name of the pass, for log files.
     pub name: &'a str,
-    /// Progress and the wish to stop.
+    /// Progress and cancellation.
     pub work: Work<'a>,
-    /// Start of every random choice.
+    /// Random seed.
     pub seed: u64,
-    /// The folder of checkpoints, if there is one.
+    /// Folder for checkpoints, if there is one.
     pub folder: Option<PathBuf>,
     /// Whether to resume from a checkpoint.
     pub resume: bool,
-    /// A hash of the model, the data and the options.
+    /// Hash of the model, the data and the options.
     pub identity: String,
-    /// A hash of the evaluation data. Of several processes, only the first one has such data.
+    /// Hash of the evaluation data, which only rank 0 has.
     pub evaluation: Option<String>,
-    /// Scores weights on the evaluation data, if there is any.
+    /// Evaluates weights on the evaluation data, if there is any.
     pub evaluate: Option<Evaluate<'a>>,
 }

@@ -1,15 +1,15 @@
-//! Where segments begin that are computed again in the backward pass, and whose parameters are in memory by themselves where they are
-//! elsewhere between uses.
+//! Segment boundaries of a graph, for activation recomputation and for paged parameters.
 
 use std::collections::BTreeMap;
 
-use super::layers::Counted;
+use super::layer_pairs::LayerIndex;
 use super::{Checkpointing, Training};
 use crate::analysis;
 use crate::ir::{Graph, Op};
 
-/// Positions of nodes: the beginnings of layers that repeat, or of residual blocks where there is no attention; where parameters come and
-/// go, of all blocks that are cut apart by one value.
+/// Indices of the nodes at which segments begin: the repeated layers, or the residual blocks of a model
+/// without attention. With paged parameters, the latter are all blocks that are connected by a single
+/// value.
 pub(super) fn cuts(graph: &Graph, options: &Training) -> Vec<usize> {
     let every = match options.gradient_checkpointing {
         Checkpointing::None if !options.pages_parameters() => return Vec::new(),
@@ -19,17 +19,17 @@ pub(super) fn cuts(graph: &Graph, options: &Training) -> Vec<usize> {
     blocks(graph, options.pages_parameters()).into_iter().step_by(every).collect()
 }
 
-fn blocks(graph: &Graph, by_parameters: bool) -> Vec<usize> {
+fn blocks(graph: &Graph, pages_parameters: bool) -> Vec<usize> {
     let nodes = graph.nodes();
-    let found = Counted::of(graph);
-    if found.lacking().is_none() {
-        let place: BTreeMap<&str, usize> = nodes.iter().enumerate().map(|(index, node)| (graph.value(node.output).name.as_str(), index)).collect();
-        let first = |layer: &analysis::Layer| layer.nodes.iter().filter_map(|name| place.get(name.as_str()).copied()).min();
+    let found = LayerIndex::new(graph);
+    if found.missing_stack().is_none() {
+        let index_of: BTreeMap<&str, usize> = nodes.iter().enumerate().map(|(index, node)| (graph.value(node.output).name.as_str(), index)).collect();
+        let first = |layer: &analysis::Layer| layer.nodes.iter().filter_map(|name| index_of.get(name.as_str()).copied()).min();
         return found.layers.iter().filter_map(first).collect();
     }
-    if by_parameters {
+    if pages_parameters {
         return analysis::block_ends(graph);
     }
-    // Behind each sum of two branches only the sum is read.
+    // After an addition of two branches, later nodes read only the sum.
     nodes.iter().enumerate().filter(|(_, node)| matches!(node.op, Op::Add(_))).map(|(index, _)| index + 1).filter(|index| *index < nodes.len()).collect()
 }

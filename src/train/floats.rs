@@ -1,4 +1,4 @@
-//! Tensors in host memory as slices that are read and changed where they lie.
+//! In-place access to the elements of tensors in host memory.
 
 use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
@@ -6,27 +6,25 @@ use rayon::prelude::*;
 use crate::exec::transfer::{self, Cause};
 pub(super) use crate::exec::{change, read};
 
-/// Elements of one job of a loop over single elements, a multiple of [`codes::BLOCK`](crate::kernel::codes::BLOCK).
+/// Elements of one job of an elementwise loop, a multiple of
+/// [`dynamic_8bit::BLOCK`](crate::kernel::dynamic_8bit::BLOCK).
 pub(super) const CHUNK: usize = 1 << 14;
 
-/// The tensor as f32 in one piece of host memory; itself where it is that.
-///
-/// # Errors
-/// Memory runs out.
+/// Returns the tensor as contiguous f32 on the host, without a copy if it already is.
 pub(super) fn on_host(tensor: &Tensor) -> Result<Tensor> {
     crate::exec::floats_on_host(tensor, Cause::Offload)
 }
 
-/// Puts other elements into a tensor, on whichever device.
+/// Overwrites the elements of a tensor in place, with a value on any device.
 pub(super) fn assign(tensor: &Tensor, value: &Tensor) -> Result<()> {
     if tensor.dims() != value.dims() || !tensor.is_contiguous() {
-        bail!("{:?} cannot take the place of {:?}", value.dims(), tensor.dims());
+        bail!("a value of shape {:?} cannot replace a tensor of shape {:?}", value.dims(), tensor.dims());
     }
-    let value = transfer::beside(value, tensor.device(), Cause::Offload)?.to_dtype(tensor.dtype())?;
+    let value = transfer::move_to(value, tensor.device(), Cause::Offload)?.to_dtype(tensor.dtype())?;
     tensor.flatten_all()?.slice_set(&value.flatten_all()?.contiguous()?, 0, 0)
 }
 
-/// Sum of squares; the same with any number of threads.
+/// Sum of squares, independent of the number of threads.
 pub(super) fn squares(values: &[f32]) -> f64 {
     values.par_chunks(CHUNK).map(crate::kernel::update::squares).collect::<Vec<_>>().iter().sum()
 }
@@ -38,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn changes_stay() {
+    fn changes_are_in_place() {
         let tensor = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
         let rows = tensor.narrow(0, 1, 1).unwrap();
         let fill = |values: &mut [f32]| {

@@ -1,4 +1,4 @@
-//! What training will take of memory, told from the graph.
+//! Memory forecast of a training, computed from the graph.
 
 use std::collections::BTreeSet;
 
@@ -7,11 +7,11 @@ use candle_core::{DType, Device};
 use super::{Objective, Training, cuts, optimizer, weights};
 use crate::analysis;
 use crate::error::{Error, Result};
-use crate::exec::{Home, MemoryCategory, Pages, Residence, Tape};
+use crate::exec::{MemoryCategory, Pages, Placement, Residence, Tape};
 use crate::ir::{Bindings, Element, Graph, TensorType, Value, ValueId};
 use crate::model::Model;
 
-/// Bytes by category.
+/// Predicted peak memory of a training step, in bytes by category.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MemoryForecast {
     bytes: [u64; 6],
@@ -19,17 +19,18 @@ pub struct MemoryForecast {
 }
 
 impl MemoryForecast {
-    /// Of one category.
+    /// Predicted peak bytes of one category.
     pub fn of(&self, category: MemoryCategory) -> u64 {
         self.bytes[category as usize]
     }
 
-    /// The most of all at one time: of gradients the last come when most activations have gone.
+    /// Predicted peak of the total. It is less than the sum of the categories, because most activations
+    /// are freed before the last gradients are allocated.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// In plain words.
+    /// The forecast by category in megabytes, as text.
     pub fn describe(&self) -> String {
         MemoryCategory::ALL
             .iter()
@@ -44,10 +45,11 @@ fn elements(ty: &TensorType, sizes: &Bindings) -> u64 {
     ty.shape.iter().map(|dim| dim.evaluate(sizes).unwrap_or(0) as u64).product()
 }
 
-/// What a step over samples of these sizes takes in each of so many processes, of the part of a model's graph that losses depend on.
+/// Predicts the memory of a training step in each of `processes` processes, for inputs of these sizes.
+/// `graph` is the part of the `whole` graph that the losses depend on.
 ///
 /// # Errors
-/// Parameters are to come and go, and the graph has no place to cut it at.
+/// Parameters are offloaded or sharded, but the graph cannot be cut into blocks.
 pub fn forecast(
     (graph, whole): (&Graph, &Graph),
     options: &Training,
@@ -59,16 +61,16 @@ pub fn forecast(
     let selected = weights::selected(whole, &options.targets, &options.ignore);
     let elements = |ty: &TensorType| elements(ty, sizes);
     let sum = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).sum::<u64>();
-    let most = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).max().unwrap_or(0);
+    let max = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).max().unwrap_or(0);
     let trained = |value: &Value| if selected(&value.name) { elements(&value.ty) } else { 0 };
-    let optimizer = optimizer::build(options.optimizer, &optimizer::Settings::default(), &Home::Memory(Device::Cpu))?;
+    let optimizer = optimizer::build(options.optimizer, &optimizer::Settings::default(), &Placement::Memory(Device::Cpu))?;
     let state = |value: &Value| {
         let dims: Vec<usize> = value.ty.shape.iter().map(|dim| dim.evaluate(sizes).unwrap_or(0)).collect();
         let average = if options.average.is_some() { 4 * elements(&value.ty) } else { 0 };
-        if selected(&value.name) { optimizer.needs(&dims) + average } else { 0 }
+        if selected(&value.name) { optimizer.state_bytes(&dims) + average } else { 0 }
     };
-    // Weights that train are kept in f32, and in the precision of the computation where that is another one.
-    let kept = |value: &Value| match (trained(value), width) {
+    // Trained weights need f32 master weights, and a copy in the compute precision if that differs.
+    let weight_bytes = |value: &Value| match (trained(value), width) {
         (0, _) => width * elements(&value.ty),
         (_, 4) => 4 * elements(&value.ty),
         (count, _) => (4 + width) * count,
@@ -78,47 +80,47 @@ pub fn forecast(
     let tape = Tape::new(graph, Device::Cpu, taps, &selected, &cuts);
     let (value, gradient, page) = (|ty: &TensorType| width * elements(ty), |ty: &TensorType| 4 * elements(ty), |ty: &TensorType| width * elements(ty));
     let heads = objective.heads().0;
-    let of_heads = |bytes: &dyn Fn(&Value) -> u64| whole.params().filter(|(_, value)| heads.contains(&value.name)).map(|(_, value)| bytes(value)).sum::<u64>();
-    let shared = options.shards_parameters() && processes > 1;
-    let paged = options.offloads_parameters() || shared;
+    let head_bytes = |bytes: &dyn Fn(&Value) -> u64| whole.params().filter(|(_, v)| heads.contains(&v.name)).map(|(_, v)| bytes(v)).sum::<u64>();
+    let sharded = options.shards_parameters() && processes > 1;
+    let paged = options.offloads_parameters() || sharded;
     let pages: Option<Pages> =
-        paged.then(|| (&page as &dyn Fn(&TensorType) -> u64, (of_heads(&|value| page(&value.ty)), of_heads(&|value| 4 * trained(value)))));
+        paged.then(|| (&page as &dyn Fn(&TensorType) -> u64, (head_bytes(&|value| page(&value.ty)), head_bytes(&|value| 4 * trained(value)))));
     let walk = tape.forecast(&value, &gradient, pages);
     let mut found = MemoryForecast::default();
     let mut set = |category: MemoryCategory, bytes: u64| found.bytes[category as usize] = bytes;
     set(MemoryCategory::Activations, walk.activations);
     let element = |ty: &TensorType| if ty.element == Element::Int { 8 } else { width };
     set(MemoryCategory::Data, graph.inputs().map(|(_, value)| element(&value.ty) * elements(&value.ty)).sum());
-    let of_teacher = teacher.filter(|_| !objective.teacher_values().is_empty()).map_or(0, |(graph, model)| {
+    let teacher_bytes = teacher.filter(|_| !objective.teacher_values().is_empty()).map_or(0, |(graph, model)| {
         let bytes = |(_, value): (ValueId, &Value)| model.weights.by_name.get(&value.name).map(|weight| Residence::Stored.bytes(weight, DType::F32));
         let all = graph.params().filter_map(bytes);
         if options.offloads_parameters() { all.max().unwrap_or(0) } else { all.sum() }
     });
-    set(MemoryCategory::Teacher, of_teacher);
-    let together = if paged {
+    set(MemoryCategory::Teacher, teacher_bytes);
+    let student_bytes = if paged {
         if cuts.is_empty() {
-            let option = if shared { "shard: parameters" } else { "offload: parameters" };
-            return Err(Error::option(option, format!("the model cannot be cut into blocks: {}", analysis::uncut(graph).unwrap_or_default())));
+            let option = if sharded { "shard: parameters" } else { "offload: parameters" };
+            return Err(Error::option(option, format!("the model cannot be cut into blocks: {}", analysis::single_block_reason(graph).unwrap_or_default())));
         }
-        // While one parameter is changed, its gradient and state are there.
-        let change = |value: &Value| if selected(&value.name) { 8 * elements(&value.ty) + state(value) } else { 0 };
-        // A process keeps its share of all beside that, or the largest tensor alone.
-        let share = |bytes: &dyn Fn(&Value) -> u64| if shared { (sum(bytes) / processes as u64).max(most(bytes)) } else { 0 };
+        // During the update of a parameter, its gradient and optimizer state are in memory.
+        let update = |value: &Value| if selected(&value.name) { 8 * elements(&value.ty) + state(value) } else { 0 };
+        // With sharding, each process also holds its shard, which is at least the largest tensor.
+        let shard = |bytes: &dyn Fn(&Value) -> u64| if sharded { (sum(bytes) / processes as u64).max(max(bytes)) } else { 0 };
         let masters = |value: &Value| if selected(&value.name) { 4 * elements(&value.ty) } else { width * elements(&value.ty) };
-        let (weights, gradients, states) = (share(&masters), share(&|value| 4 * trained(value)), share(&state));
-        set(MemoryCategory::Weights, weights + walk.parameters.max(most(&|value| 4 * trained(value))));
-        set(MemoryCategory::Gradients, gradients + most(&|value| 4 * trained(value)));
-        set(MemoryCategory::Optimizer, states + if shared { 0 } else { most(&state) });
-        weights + gradients + states + walk.together.max(most(&change))
+        let (weights, gradients, states) = (shard(&masters), shard(&|value| 4 * trained(value)), shard(&state));
+        set(MemoryCategory::Weights, weights + walk.parameters.max(max(&|value| 4 * trained(value))));
+        set(MemoryCategory::Gradients, gradients + max(&|value| 4 * trained(value)));
+        set(MemoryCategory::Optimizer, states + if sharded { 0 } else { max(&state) });
+        weights + gradients + states + walk.total.max(max(&update))
     } else {
         let gradients = sum(&|value| 4 * trained(value));
-        set(MemoryCategory::Weights, sum(&kept));
+        set(MemoryCategory::Weights, sum(&weight_bytes));
         set(MemoryCategory::Gradients, gradients);
         set(MemoryCategory::Optimizer, sum(&state));
-        // Gradients of a batch before lie beside the activations of the next.
-        let together = if options.gradient_accumulation > 1 { walk.activations + gradients } else { walk.together };
-        together + found.of(MemoryCategory::Weights) + found.of(MemoryCategory::Optimizer)
+        // Accumulated gradients are in memory together with the activations of the next micro-batch.
+        let peak = if options.gradient_accumulation > 1 { walk.activations + gradients } else { walk.total };
+        peak + found.of(MemoryCategory::Weights) + found.of(MemoryCategory::Optimizer)
     };
-    found.total = together + of_teacher + found.of(MemoryCategory::Data);
+    found.total = student_bytes + teacher_bytes + found.of(MemoryCategory::Data);
     Ok(found)
 }

@@ -1,4 +1,4 @@
-//! What the process takes of the machine's memory, over time.
+//! Timeline of the process's memory during training.
 
 use std::time::{Duration, Instant};
 
@@ -6,23 +6,23 @@ use serde::Serialize;
 
 use crate::work::resident;
 
-/// Time between two points at least.
-const EVERY: Duration = Duration::from_millis(200);
-/// Points that are kept; then every second one goes.
-const POINTS: usize = 512;
+/// Minimum time between two points.
+const MIN_INTERVAL: Duration = Duration::from_millis(200);
+/// Number of points at which every second one is dropped.
+const MAX_POINTS: usize = 512;
 
-/// Memory at one time.
+/// Memory at one point in time.
 #[derive(Debug, Clone, Serialize)]
 pub struct Point {
-    /// Since training began.
+    /// Seconds since the start of the training.
     pub seconds: f64,
-    /// Steps that were done.
+    /// Completed steps.
     pub step: u64,
-    /// Resident memory of the process.
+    /// Resident set size of the process.
     pub rss_bytes: Option<u64>,
-    /// What tensors of training take by the memory tracker.
+    /// Bytes of the tensors of the training, from the memory tracker.
     pub device_bytes: u64,
-    /// What was being done.
+    /// Current phase.
     pub phase: &'static str,
 }
 
@@ -31,37 +31,39 @@ pub struct Point {
 pub struct Timeline {
     start: Instant,
     last: Option<Instant>,
-    pause: Duration,
-    /// The points.
+    interval: Duration,
+    /// Points in order of time.
     pub points: Vec<Point>,
 }
 
 impl Timeline {
-    /// Begins now.
+    /// An empty timeline that starts now.
     pub fn new() -> Timeline {
-        Timeline { start: Instant::now(), last: None, pause: EVERY, points: Vec::new() }
+        Timeline { start: Instant::now(), last: None, interval: MIN_INTERVAL, points: Vec::new() }
     }
 
-    /// Adds a point, unless the last one is too near.
+    /// Adds a point, unless the last one is too recent.
     pub fn add(&mut self, phase: &'static str, step: u64, device_bytes: u64) {
-        if self.last.is_some_and(|last| last.elapsed() < self.pause) {
+        if self.last.is_some_and(|last| last.elapsed() < self.interval) {
             return;
         }
         self.last = Some(Instant::now());
         self.points.push(Point { seconds: self.start.elapsed().as_secs_f64(), step, rss_bytes: resident(), device_bytes, phase });
-        if self.points.len() >= POINTS {
+        if self.points.len() >= MAX_POINTS {
             let mut number = 0;
             self.points.retain(|_| {
                 number += 1;
                 number % 2 == 1
             });
-            self.pause *= 2;
+            self.interval *= 2;
         }
     }
 
-    /// Growth of resident memory from the second quarter of the steps to the last: bytes, and over how many steps.
+    /// Growth of resident memory from the second to the last quarter of the steps: bytes, and number of
+    /// steps.
     ///
-    /// Memory that rises to a level and stays there is no leak, so growth must go on: the third quarter lies between.
+    /// Returns `None` unless memory also grew from the second to the third quarter and from the third to
+    /// the last: memory that rises to a plateau is not a leak.
     pub fn growth(&self) -> Option<(u64, u64)> {
         let quarter = self.points.len() / 4;
         if quarter < 4 {
@@ -71,13 +73,13 @@ impl Timeline {
         let [second, third, last] = [1, 2, 3].map(|number| least(&self.points[number * quarter..(number + 1) * quarter]));
         let (second, third, last) = (second?, third?, last?);
         let steps = self.points[4 * quarter - 1].step - self.points[quarter].step;
-        let grown = last.checked_sub(second).filter(|grown| third > second && last > third && *grown > GROWTH)?;
+        let grown = last.checked_sub(second).filter(|grown| third > second && last > third && *grown > MIN_GROWTH)?;
         Some((grown, steps))
     }
 }
 
-/// Growth below this is no leak but how allocators work.
-const GROWTH: u64 = 64 << 20;
+/// Smaller growth is attributed to the allocator.
+const MIN_GROWTH: u64 = 64 << 20;
 
 #[cfg(test)]
 mod tests {
@@ -89,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_on_growing_is_a_leak() {
+    fn only_continued_growth_is_a_leak() {
         assert!(timeline(|step| 100 + 5 * step).growth().is_some());
         assert!(timeline(|step| 100 + (5 * step).min(150)).growth().is_none());
         assert!(timeline(|step| 1000 + 40 * (step % 2)).growth().is_none());
@@ -98,9 +100,9 @@ mod tests {
 
     #[test]
     fn points_are_thinned_out() {
-        let mut timeline = Timeline { pause: Duration::ZERO, ..Timeline::new() };
+        let mut timeline = Timeline { interval: Duration::ZERO, ..Timeline::new() };
         (0..2000).for_each(|step| timeline.add("training", step, 0));
-        assert!(timeline.points.len() <= POINTS && timeline.points[0].step == 0);
+        assert!(timeline.points.len() <= MAX_POINTS && timeline.points[0].step == 0);
         assert!(resident().is_some_and(|bytes| bytes > 1 << 20));
     }
 }

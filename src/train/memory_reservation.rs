@@ -1,52 +1,44 @@
-//! Accounts of tensors that are in memory for a while, and live elsewhere between uses.
+//! Temporary entries in the memory tracker, for offloaded tensors while they are loaded.
 
 use std::collections::BTreeMap;
 
 use crate::error::Result;
-use crate::exec::{Kept, MemoryCategory, MemoryTracker};
+use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker};
 
-/// Gradients that are in memory for a while, in the accounts.
-pub(super) struct Loaded<'t> {
+/// Bytes taken from the memory tracker, and returned on drop.
+pub(super) struct MemoryReservation<'t> {
     tracker: &'t MemoryTracker,
     bytes: Vec<(MemoryCategory, String, u64)>,
 }
 
-impl<'t> Loaded<'t> {
-    /// Of these names.
-    ///
-    /// # Errors
-    /// They are too large.
-    pub fn gradients(tracker: &'t MemoryTracker, gradients: &BTreeMap<String, Kept>, names: &[String]) -> Result<Loaded<'t>> {
-        let mut loaded = Loaded { tracker, bytes: Vec::new() };
+impl<'t> MemoryReservation<'t> {
+    /// Reserves memory for the gradients with these names. Fails if the memory limit is exceeded.
+    pub fn for_gradients(tracker: &'t MemoryTracker, gradients: &BTreeMap<String, ManagedTensor>, names: &[String]) -> Result<MemoryReservation<'t>> {
+        let mut reservation = MemoryReservation { tracker, bytes: Vec::new() };
         for (name, kept) in names.iter().filter_map(|name| gradients.get_key_value(name)) {
-            loaded.add(MemoryCategory::Gradients, name, kept)?;
+            reservation.add(MemoryCategory::Gradients, name, kept)?;
         }
-        Ok(loaded)
+        Ok(reservation)
     }
 
-    /// Something that is loaded beside them, unless it is in memory anyhow.
-    ///
-    /// # Errors
-    /// It is too large.
-    pub fn add(&mut self, category: MemoryCategory, name: &str, kept: &Kept) -> Result<()> {
-        self.take(category, name, kept.size() - kept.bytes())
+    /// Adds a tensor, without the bytes of it that are in memory permanently. Fails if the memory limit
+    /// is exceeded.
+    pub fn add(&mut self, category: MemoryCategory, name: &str, kept: &ManagedTensor) -> Result<()> {
+        self.add_bytes(category, name, kept.size() - kept.bytes())
     }
 
-    /// So many bytes of something beside them.
-    ///
-    /// # Errors
-    /// They are too many.
-    pub fn take(&mut self, category: MemoryCategory, name: &str, bytes: u64) -> Result<()> {
+    /// Adds bytes. Fails if the memory limit is exceeded.
+    pub fn add_bytes(&mut self, category: MemoryCategory, name: &str, bytes: u64) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
         self.bytes.push((category, name.to_owned(), bytes));
-        self.tracker.take_for(category, name, bytes)
+        self.tracker.allocate_named(category, name, bytes)
     }
 }
 
-impl Drop for Loaded<'_> {
+impl Drop for MemoryReservation<'_> {
     fn drop(&mut self) {
-        self.bytes.drain(..).for_each(|(category, name, bytes)| self.tracker.give_for(category, &name, bytes));
+        self.bytes.drain(..).for_each(|(category, name, bytes)| self.tracker.release_named(category, &name, bytes));
     }
 }

@@ -1,20 +1,22 @@
-//! Training: a student learns from a teacher, from labels, or from both, in one process or several.
+//! Distillation and fine-tuning: a student trains on a teacher's outputs, on labels, or on both, in one
+//! or several processes.
 
-mod answers;
 pub mod average;
 mod batches;
 pub mod cache;
+mod cached_teacher;
 mod checkpoint;
 pub mod clip;
 pub mod communicator;
+mod context;
 mod cuts;
 mod floats;
 mod forecast;
-mod layers;
-mod loaded;
+mod layer_pairs;
 pub mod log;
 pub mod losses;
 mod memory;
+mod memory_reservation;
 mod objective;
 pub mod optimizer;
 mod options;
@@ -24,13 +26,14 @@ mod scales;
 pub mod schedule;
 mod state;
 mod step;
-mod surroundings;
 mod teacher;
 mod team;
+mod weight_rounding;
 mod weights;
 
 pub(crate) use crate::data::one_or_several::one_or_several;
 pub use crate::evaluation::Precision;
+pub use context::TrainingContext;
 pub use forecast::{MemoryForecast, forecast};
 pub use log::LogFormat;
 pub use objective::Objective;
@@ -38,9 +41,8 @@ pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Quantizer
 #[cfg(feature = "cli")]
 pub(crate) use options::{batch_size_schema, losses_or_none};
 pub(crate) use pass_options::{training_fields, training_pass};
-pub use run::{Evaluation, Row, Trained, Trainer};
+pub use run::{Evaluation, StepRecord, Trained, Trainer};
 pub use scales::Quantizers;
-pub use surroundings::Surroundings;
 pub use teacher::Teacher;
 pub use team::Team;
-pub use weights::{MeaningOfZeros, Weights, Zeros};
+pub use weights::{ClassifyZeros, Weights, ZeroKind};

@@ -1,57 +1,57 @@
-//! Losses of a recipe, wired to the values of two graphs.
+//! The training objective: the losses of a recipe, bound to values of the student's and the teacher's graph.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{Device, Tensor};
 
-use super::layers::{both_layers, chosen, heads, last};
-use super::losses::{self, AttentionTarget, Head, Logits, Losses, Said, Term};
+use super::layer_pairs::{attention_heads, last_layers, layer_indices, layer_pairs};
+use super::losses::{self, AttentionTarget, Head, Logits, LossOutput, Losses, Term};
 use crate::analysis;
-use crate::data::{Batch, Side, Sides, Task};
+use crate::data::{Batch, SequenceRole, SequenceRoles, Task};
 use crate::error::{Error, Result};
 use crate::ir::{Dim, Element, Graph, Op, ValueId};
 
-/// What training makes small.
+/// The weighted sum of losses that training minimizes.
 pub struct Objective {
     terms: Vec<Term>,
     logits: Option<Logits>,
-    /// Plain words for the report.
+    /// Notes for the report.
     pub notes: Vec<String>,
-    /// The losses with their defaults filled in.
+    /// The losses, with defaults filled in.
     pub losses: Losses,
 }
 
-/// Items that each loss counts in some samples.
+/// Number of items of each loss in a batch.
 pub type Items = BTreeMap<&'static str, f64>;
 
-pub use super::losses::{Answers as Theirs, ModelValues};
+pub use super::losses::{ModelValues, TeacherOutputs};
 
-/// A value of a graph with its width.
+/// The width of a graph value.
 fn width(graph: &Graph, name: &str) -> Result<usize> {
     let value = graph.values().iter().find(|value| value.name == name);
-    let value = value.ok_or_else(|| Error::option("losses", format!("there is no value `{name}`; `compress inspect --graph` lists all")))?;
+    let value = value.ok_or_else(|| Error::option("losses", format!("the graph has no value `{name}`; `compress inspect --graph` lists all")))?;
     let axis = if value.ty.shape.len() == 4 { 1 } else { value.ty.shape.len().saturating_sub(1) };
-    value.ty.shape.get(axis).and_then(Dim::fixed).ok_or_else(|| Error::option("losses", format!("the width of `{name}` is not known")))
+    value.ty.shape.get(axis).and_then(Dim::fixed).ok_or_else(|| Error::option("losses", format!("the width of `{name}` is not a constant")))
 }
 
-/// Whose tokens a value has, for messages.
-fn told(tokens: Option<Side>) -> &'static str {
+/// Describes the token role of a value, for messages.
+fn describe_tokens(tokens: Option<SequenceRole>) -> &'static str {
     match tokens {
-        Some(Side::Read) => "tokens of the encoder (`input_ids`)",
-        Some(Side::Said) => "tokens of the decoder (`decoder_input_ids`)",
+        Some(SequenceRole::Input) => "encoder tokens (`input_ids`)",
+        Some(SequenceRole::Decoder) => "decoder tokens (`decoder_input_ids`)",
         None => "no tokens",
     }
 }
 
 impl Objective {
-    /// Wires losses.
+    /// Binds losses to the graphs. If `losses` is empty, chooses defaults from the models and the task.
     ///
     /// # Errors
-    /// A loss that the graphs or the data do not allow, by name.
+    /// A loss is not compatible with the graphs or the data.
     pub fn new(losses: &Losses, student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<Objective> {
-        let losses = if losses.is_empty() { usual(student, teacher, task)? } else { losses.clone() };
+        let losses = if losses.is_empty() { default_losses(student, teacher, task)? } else { losses.clone() };
         let mut objective = Objective { terms: Vec::new(), logits: None, notes: Vec::new(), losses: losses.clone() };
-        let needs = |name: &str| teacher.ok_or_else(|| Error::option(format!("losses: {name}"), "needs a teacher: use `distill`, with `teacher`"));
+        let needs = |name: &str| teacher.ok_or_else(|| Error::option(format!("losses: {name}"), "requires a teacher: use `distill` with `teacher`"));
         if losses.soft.is_some() || losses.hard.is_some() {
             let teacher = if losses.soft.is_some() { Some(needs("soft")?) } else { None };
             objective.add_logits(&losses, student, teacher, task)?;
@@ -60,18 +60,22 @@ impl Objective {
             let teacher = needs("hidden")?;
             let mut values = options.values.clone();
             if values.is_empty() {
-                let (ours, theirs) = both_layers("hidden", student, teacher)?;
-                for (a, b) in chosen("hidden", &options.layers, &ours, &theirs)? {
+                let (ours, theirs) = layer_indices("hidden", student, teacher)?;
+                for (a, b) in layer_pairs("hidden", &options.layers, &ours, &theirs)? {
                     values.push((ours.layers[a].output.clone(), theirs.layers[b].output.clone()));
                 }
             }
-            let sides = [Sides::of(student), Sides::of(teacher)];
+            let sides = [SequenceRoles::new(student), SequenceRoles::new(teacher)];
             let mut pairs = Vec::new();
             for (a, b) in values {
                 let widths = (width(student, &a)?, width(teacher, &b)?);
                 let (tokens, theirs) = (sides[0].tokens(&a), sides[1].tokens(&b));
                 if tokens != theirs {
-                    let reason = format!("`{a}` of the student has {}, `{b}` of the teacher {}: name values of the same", told(tokens), told(theirs));
+                    let reason = format!(
+                        "`{a}` of the student has {}, `{b}` of the teacher {}: specify values with the same tokens",
+                        describe_tokens(tokens),
+                        describe_tokens(theirs)
+                    );
                     return Err(Error::option("losses: hidden", reason));
                 }
                 pairs.push(losses::Pair { student: a, teacher: b, widths, tokens });
@@ -80,19 +84,23 @@ impl Objective {
         }
         if let Some(options) = &losses.attention {
             let teacher = needs("attention")?;
-            let (ours, theirs) = both_layers("attention", student, teacher)?;
-            let last = last(&ours, &theirs);
+            let (ours, theirs) = layer_indices("attention", student, teacher)?;
+            let last = last_layers(&ours, &theirs);
             let named = if options.target == AttentionTarget::Relations && options.layers.is_empty() { &last } else { &options.layers };
             let mut pairs = Vec::new();
-            for (a, b) in chosen("attention", named, &ours, &theirs)? {
-                let pair = (heads(student, &ours.layers[a], a)?, heads(teacher, &theirs.layers[b], b)?);
+            for (a, b) in layer_pairs("attention", named, &ours, &theirs)? {
+                let pair = (attention_heads(student, &ours.layers[a], a)?, attention_heads(teacher, &theirs.layers[b], b)?);
                 if options.target == AttentionTarget::Maps && pair.0.1 != pair.1.1 {
                     let reason = format!("the student's layer {a} has {} heads, the teacher's {b} has {}: use `target: relations`", pair.0.1, pair.1.1);
                     return Err(Error::option("losses: attention", reason));
                 }
                 let (tokens, theirs) = (pair.0.0.tokens, pair.1.0.tokens);
                 if tokens != theirs {
-                    let reason = format!("layers [{a}, {b}]: the student's has {}, the teacher's {}: name layers of the same", told(tokens), told(theirs));
+                    let reason = format!(
+                        "layers [{a}, {b}]: the student's has {}, the teacher's {}: specify layers with the same tokens",
+                        describe_tokens(tokens),
+                        describe_tokens(theirs)
+                    );
                     return Err(Error::option("losses: attention", reason));
                 }
                 pairs.push((pair.0, pair.1));
@@ -103,15 +111,18 @@ impl Objective {
         }
         if let Some(options) = &losses.embedding {
             let teacher = needs("embedding")?;
-            let of = |graph: &Graph| {
+            let output = |graph: &Graph| {
                 let name = embedding(graph, options.output.as_deref())?;
                 let width = width(graph, &name)?;
                 Ok::<_, Error>((name, width))
             };
-            objective.push(options.weight, losses::Embedding { distance: options.distance, student: of(student)?, teacher: of(teacher)? });
+            objective.push(options.weight, losses::Embedding { distance: options.distance, student: output(student)?, teacher: output(teacher)? });
         }
         if objective.terms.is_empty() && objective.logits.is_none() {
-            return Err(Error::option("losses", "there is none: name at least one of soft, hard, hidden, attention, embedding"));
+            return Err(Error::option(
+                "losses",
+                "no loss applies to these models and this data: specify at least one of soft, hard, hidden, attention, embedding",
+            ));
         }
         Ok(objective)
     }
@@ -123,20 +134,23 @@ impl Objective {
     fn add_logits(&mut self, losses: &Losses, student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<()> {
         let (source, classes, tokens) = logits(student)?;
         let by_token = tokens.is_some();
-        let mut known = classes;
+        let mut common = classes;
         let teacher = match teacher {
             Some(teacher) => {
                 let (source, theirs, other) = logits(teacher)?;
                 if other != tokens {
-                    return Err(Error::option("losses: soft", "student and teacher answer to something else: to other tokens, or one of them to samples"));
+                    return Err(Error::option(
+                        "losses: soft",
+                        "the logits of student and teacher belong to different tokens, or only one of them has logits per token",
+                    ));
                 }
-                known = classes.min(theirs);
+                common = classes.min(theirs);
                 if classes != theirs {
                     if !by_token {
                         return Err(Error::option("losses: soft", format!("the student has {classes} classes, the teacher {theirs}")));
                     }
                     self.notes.push(format!(
-                        "the student's vocabulary has {classes} rows, the teacher's {theirs}: losses look at the first {known}, the rest is padding"
+                        "the student's vocabulary has {classes} rows, the teacher's {theirs}: losses use the first {common}, the rest is treated as padding"
                     ));
                 }
                 Some(source)
@@ -144,59 +158,60 @@ impl Objective {
             None => None,
         };
         if losses.hard.is_some() && !by_token && task != Task::Classification {
-            return Err(Error::option("losses: hard", format!("needs classes, the data is of the task {task}: name `label_column` or `labels`")));
+            return Err(Error::option("losses: hard", format!("requires classes, but the task of the data is {task}: specify `label_column` or `labels`")));
         }
         if losses.hard.is_some() && by_token && task != Task::LanguageModelling {
-            return Err(Error::option("losses: hard", format!("needs `task: language-modelling`, the data is of the task {task}")));
+            return Err(Error::option("losses: hard", format!("requires `task: language-modelling`, but the task of the data is {task}")));
         }
         self.logits = Some(Logits {
             soft: losses.soft.as_ref().map(|soft| (soft.weight, soft.temperature)),
             hard: losses.hard.as_ref().map(|hard| (hard.weight, hard.label_smoothing)),
             student: source,
             teacher,
-            classes: known,
+            classes: common,
             tokens,
         });
         Ok(())
     }
 
-    /// Values of the student's graph that are read.
+    /// Names of the student's values that the losses read.
     pub fn student_values(&self) -> Vec<String> {
         let logits = self.logits.iter().map(|logits| logits.student.value().clone());
         unique(logits.chain(self.terms.iter().flat_map(|term| term.loss.student())))
     }
 
-    /// Values of the teacher's graph that are read.
+    /// Names of the teacher's values that the losses read.
     pub fn teacher_values(&self) -> Vec<String> {
         let logits = self.logits.iter().filter_map(|logits| logits.teacher.as_ref()).map(|source| source.value().clone());
         unique(logits.chain(self.terms.iter().flat_map(|term| term.loss.teacher())))
     }
 
-    /// Whether nothing of the teacher is read but its logits.
-    pub fn reads_logits_alone(&self) -> bool {
+    /// Whether the losses read only the teacher's logits.
+    pub fn reads_only_logits(&self) -> bool {
         self.terms.iter().all(|term| term.loss.teacher().is_empty()) && self.logits.as_ref().is_some_and(|logits| logits.teacher.is_some())
     }
 
-    /// The losses over logits, where there are any.
+    /// The losses over logits, if there are any.
     pub fn over_logits(&self) -> Option<&Logits> {
         self.logits.as_ref()
     }
 
-    /// Parameters that are read beside the graph's: those of heads, of the student and of the teacher.
+    /// Names of the head parameters that the losses read, in addition to the graph: those of the
+    /// student, and of the teacher.
     pub fn heads(&self) -> (Vec<String>, Vec<String>) {
-        let of = |source: Option<&losses::LogitsSource>| match source {
+        let parameters = |source: Option<&losses::LogitsSource>| match source {
             Some(losses::LogitsSource::Head(head)) => head.parameters.clone(),
             _ => Vec::new(),
         };
-        self.logits.as_ref().map(|logits| (of(Some(&logits.student)), of(logits.teacher.as_ref()))).unwrap_or_default()
+        self.logits.as_ref().map(|logits| (parameters(Some(&logits.student)), parameters(logits.teacher.as_ref()))).unwrap_or_default()
     }
 
-    /// Names of the matrices that are learned beside the student.
+    /// Names of the learned projections.
     pub fn projection_names(&self) -> Vec<String> {
         self.terms.iter().flat_map(|term| term.loss.projections()).map(|(name, ..)| name).collect()
     }
 
-    /// Matrices that are learned beside the student, and left out when it is written.
+    /// Initial values of the learned projections, which are not part of the written model.
     ///
     /// # Errors
     /// Memory runs out.
@@ -206,16 +221,16 @@ impl Objective {
             let mut random = fastrand::Rng::with_seed(seed ^ found.len() as u64);
             let bound = (6.0 / (rows + columns) as f64).sqrt();
             let values: Vec<f32> = (0..rows * columns).map(|_| (bound * (2.0 * random.f64() - 1.0)) as f32).collect();
-            let tensor = Tensor::from_vec(values, (rows, columns), &Device::Cpu).map_err(|e| Error::computed(&name, e))?;
+            let tensor = Tensor::from_vec(values, (rows, columns), &Device::Cpu).map_err(|e| Error::candle(&name, e))?;
             found.insert(name, tensor);
         }
         Ok(found)
     }
 
-    /// How many items each loss counts in some samples.
+    /// Number of items of each loss in a batch.
     ///
     /// # Errors
-    /// The samples lack what a loss needs.
+    /// The batch lacks an input or label of a loss.
     pub fn items(&self, batch: &Batch) -> Result<Items> {
         let mut items = Items::new();
         if let Some(logits) = &self.logits {
@@ -227,32 +242,33 @@ impl Objective {
         Ok(items)
     }
 
-    /// What the losses say to some samples of a step that holds `items`; gradients are multiplied by `scale`.
+    /// Computes losses and gradients of a micro-batch of a step with `items` items. Gradients are
+    /// multiplied by `scale`.
     ///
     /// # Errors
-    /// Memory runs out, or labels do not fit.
-    pub fn say(
+    /// Memory runs out, or labels are missing or out of range.
+    pub fn evaluate(
         &self,
         student: ModelValues,
-        teacher: Theirs,
+        teacher: TeacherOutputs,
         projections: &BTreeMap<String, Tensor>,
         batch: &Batch,
         trained: &dyn Fn(&str) -> bool,
         (items, scale): (&Items, f64),
-    ) -> Result<Said> {
-        let (mut said, nothing) = (Said::default(), BTreeMap::new());
+    ) -> Result<LossOutput> {
+        let (mut output, empty) = (LossOutput::default(), BTreeMap::new());
         let theirs = match &teacher {
-            Theirs::Values(values, ..) => values,
-            _ => &nothing,
+            TeacherOutputs::Values(values, ..) => values,
+            _ => &empty,
         };
-        let of = |name: &str| items.get(name).copied().unwrap_or(0.0);
+        let count = |name: &str| items.get(name).copied().unwrap_or(0.0);
         if let Some(logits) = &self.logits {
-            logits.add(&mut said, student, teacher, batch, trained, (of("logits"), scale))?;
+            logits.add(&mut output, student, teacher, batch, trained, (count("logits"), scale))?;
         }
         for term in &self.terms {
-            term.add(&mut said, student.0, theirs, projections, batch, (of(term.loss.name()), scale))?;
+            term.add(&mut output, student.0, theirs, projections, batch, (count(term.loss.name()), scale))?;
         }
-        Ok(said)
+        Ok(output)
     }
 
     /// The weighted sum of losses.
@@ -270,8 +286,8 @@ fn unique(names: impl Iterator<Item = String>) -> Vec<String> {
     names.collect::<BTreeSet<_>>().into_iter().collect()
 }
 
-/// Losses when none is named.
-fn usual(student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<Losses> {
+/// Losses that are used if the recipe specifies none.
+fn default_losses(student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<Losses> {
     let mut losses = Losses::default();
     let labelled = matches!(task, Task::Classification | Task::LanguageModelling);
     let Some(teacher) = teacher else {
@@ -284,21 +300,24 @@ fn usual(student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<Losses>
         return Ok(losses);
     }
     losses.embedding = embedding(student, None).and(embedding(teacher, None)).ok().map(|_| 1.0.into());
-    losses.hidden = both_layers("hidden", student, teacher).ok().map(|_| 1.0.into());
+    losses.hidden = layer_indices("hidden", student, teacher).ok().map(|_| 1.0.into());
     Ok(losses)
 }
 
-/// The logits of a graph, how many columns they have, and whose tokens have some each.
-fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, Option<Side>)> {
+/// The source of a graph's logits, their number of columns, and the role of their tokens if there are
+/// logits per token.
+fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, Option<SequenceRole>)> {
     let Some((_, id)) = graph.outputs().iter().find(|(name, _)| name == "logits") else {
         let names = graph.outputs().iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
-        return Err(Error::option("losses", format!("soft and hard need an output `logits`; the model gives {names}")));
+        let reason = format!("soft and hard require an output `logits`; the outputs of the model are {names}");
+        let how = "`finetune` adds a classification head to an encoder or a CNN with `--classes ham,spam` (in recipes `classes: [ham, spam]`)";
+        return Err(Error::option("losses", format!("{reason}; {how}")));
     };
     let value = graph.value(*id);
-    let columns = value.ty.shape.last().and_then(Dim::fixed).ok_or_else(|| Error::option("losses", "the number of classes is not known"))?;
+    let columns = value.ty.shape.last().and_then(Dim::fixed).ok_or_else(|| Error::option("losses", "the number of classes is not a constant"))?;
     let by_token = value.ty.shape.len() == 3;
-    let read = graph.nodes().iter().any(|node| node.inputs.contains(id));
-    let head = analysis::head(graph, *id).filter(|node| node.output == *id && !read);
+    let has_consumers = graph.nodes().iter().any(|node| node.inputs.contains(id));
+    let head = analysis::head(graph, *id).filter(|node| node.output == *id && !has_consumers);
     let source = match head.map(|node| (&node.op, node.inputs.as_slice())) {
         Some((Op::Linear(op), [input, parameters @ ..])) => losses::LogitsSource::Head(Head {
             input: graph.value(*input).name.clone(),
@@ -307,24 +326,24 @@ fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, Option<Side>)> 
         }),
         _ => losses::LogitsSource::Value(value.name.clone()),
     };
-    Ok((source, columns, by_token.then(|| Sides::of(graph).side(&value.name))))
+    Ok((source, columns, by_token.then(|| SequenceRoles::new(graph).role(&value.name))))
 }
 
-/// The value behind an output that is a vector for each sample.
-fn embedding(graph: &Graph, wanted: Option<&str>) -> Result<String> {
+/// The value of an output with one vector per sample.
+fn embedding(graph: &Graph, requested: Option<&str>) -> Result<String> {
     let vector = |id: &ValueId| graph.value(*id).ty.shape.len() == 2 && graph.value(*id).ty.element == Element::Float;
     let vectors: Vec<&(String, ValueId)> = graph.outputs().iter().filter(|(name, id)| vector(id) && name != "logits").collect();
     let names = || vectors.iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
-    let usual = ["sentence_embedding", "pooler_output"];
-    let found = match wanted {
-        Some(wanted) => vectors.iter().find(|(name, _)| name == wanted),
+    let preferred = ["sentence_embedding", "pooler_output"];
+    let found = match requested {
+        Some(requested) => vectors.iter().find(|(name, _)| name == requested),
         None if vectors.len() == 1 => vectors.first(),
-        None => usual.iter().find_map(|usual| vectors.iter().find(|(name, _)| name == usual)),
+        None => preferred.iter().find_map(|preferred| vectors.iter().find(|(name, _)| name == preferred)),
     };
-    let reason = || match (wanted, vectors.is_empty()) {
-        (_, true) => "no output of the model is a vector for each sample".to_owned(),
-        (Some(wanted), _) => format!("there is no output `{wanted}`, the vectors are {}", names()),
-        (None, _) => format!("name one of {} as `output`", names()),
+    let reason = || match (requested, vectors.is_empty()) {
+        (_, true) => "the model has no output with one vector per sample".to_owned(),
+        (Some(requested), _) => format!("`{requested}` is not an output with one vector per sample; these are {}", names()),
+        (None, _) => format!("specify one of {} as `output`", names()),
     };
     found.map(|(_, id)| graph.value(*id).name.clone()).ok_or_else(|| Error::option("losses: embedding", reason()))
 }

@@ -1,4 +1,4 @@
-//! How training goes, as it stands in a recipe.
+//! Training options of a recipe.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,45 +14,46 @@ use crate::error::{Error, Result};
 use crate::evaluation::Precision;
 use crate::store::{ByteSize, Pattern};
 
-/// What to keep out of the memory of the device while the model trains.
+/// Tensors that are kept out of device memory during training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Offload {
-    /// The optimizer's state
+    /// The optimizer state
     Optimizer,
     /// The teacher, which then runs on the CPU
     Teacher,
-    /// Weights, gradients and the optimizer's state, but for the block at work: on the host beside a GPU, on disk beside the CPU. The
-    /// teacher's weights are read from its files, and activations recomputed
+    /// Weights, gradients and optimizer state, except those of the current block: to host memory from a
+    /// GPU, to disk from the CPU. The teacher's weights are streamed from its files, and activations are
+    /// recomputed
     Parameters,
 }
 
-/// What several processes share out.
+/// Tensors that are sharded across processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Shard {
-    /// The optimizer's state
+    /// The optimizer state
     Optimizer,
-    /// Weights, gradients and the optimizer's state: each tensor is in one process, and all get it for the block at work. Activations
-    /// are recomputed
+    /// Weights, gradients and optimizer state: each tensor is owned by one process, and is broadcast
+    /// when its block is computed. Activations are recomputed
     Parameters,
 }
 
-/// Statistics that batch normalisation uses while it trains.
+/// Statistics that batch normalization uses during training.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum BatchNorm {
-    /// Use those of the batch, and update the stored ones
+    /// Those of the batch; the running statistics are updated
     #[default]
     Batch,
-    /// The stored ones
+    /// The running statistics, which do not change
     Fixed,
 }
 
-/// What training does to the scales of quantized weights and values.
+/// Whether the scales of quantized weights and activations are trained.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -64,38 +65,38 @@ pub enum QuantizerScales {
     Learnable,
 }
 
-/// Which values are computed twice instead of kept.
+/// Activations that are recomputed in the backward pass instead of stored.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Checkpointing {
-    /// None: all are kept
+    /// None: all are stored
     #[default]
     None,
-    /// Those within the layers that repeat
+    /// Those inside each repeated layer
     Blocks,
-    /// Those within stretches of so many layers
+    /// Those inside segments of this many layers
     Every(usize),
 }
 
-/// How often training is saved.
+/// Interval between checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Every {
-    /// After so many steps
+    /// Number of steps
     Steps(u64),
-    /// After so many minutes
+    /// Number of minutes
     Minutes(f64),
 }
 
-/// Losses as an option of the command line: nothing stands for the usual ones.
+/// Parses losses on the command line; an empty text selects the default losses.
 #[cfg(feature = "cli")]
 pub(crate) fn losses_or_none(text: &str) -> std::result::Result<Losses, String> {
     if text.is_empty() { Ok(Losses::default()) } else { text.parse() }
 }
 
-/// A number of samples, or `auto`.
+/// JSON schema of a batch size: a number of samples, or `auto`.
 #[cfg(feature = "cli")]
 pub(crate) fn batch_size_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
     schemars::json_schema!({ "anyOf": [{ "type": "integer", "minimum": 1 }, { "const": "auto" }] })
@@ -106,7 +107,7 @@ macro_rules! from_yaml {
         $(impl FromStr for $type {
             type Err = String;
 
-            /// As in a recipe, or `name=value`.
+            /// Parses the recipe syntax, or `name=value`.
             fn from_str(text: &str) -> std::result::Result<Self, String> {
                 let yaml = match text.split_once('=') {
                     Some((name, value)) if !text.contains('{') => format!("{{ {name}: {value} }}"),
@@ -123,20 +124,20 @@ from_yaml!(Checkpointing, Every);
 impl FromStr for Schedule {
     type Err = String;
 
-    /// As in a recipe, or `linear,warmup_steps=100`.
+    /// Parses the recipe syntax, or `linear,warmup_steps=100`.
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let yaml = if text.contains('{') { text.to_owned() } else { format!("{{ kind: {} }}", text.replace('=', ": ")) };
         serde_saphyr::from_str(&yaml).map_err(|e| e.to_string())
     }
 }
 
-/// Samples of one step.
+/// Number of samples per batch.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum BatchSize {
-    /// What the kind of model suggests, in parts that fit into memory.
+    /// A default for the kind of model, split into micro-batches that fit into memory.
     #[default]
     Auto,
-    /// So many.
+    /// This number of samples.
     Samples(usize),
 }
 
@@ -156,7 +157,7 @@ impl FromStr for BatchSize {
         match (text, text.parse()) {
             ("auto", _) => Ok(BatchSize::Auto),
             (_, Ok(count)) if count > 0 => Ok(BatchSize::Samples(count)),
-            _ => Err(format!("`{text}` is neither `auto` nor a number of samples from 1 on")),
+            _ => Err(format!("`{text}` is neither `auto` nor a number of samples of at least 1")),
         }
     }
 }
@@ -196,7 +197,7 @@ impl<'de> Deserialize<'de> for BatchSize {
     }
 }
 
-/// How training goes: the keys that `distill` and `finetune` share.
+/// Training options: the keys that `distill` and `finetune` share.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub struct Training {
@@ -264,53 +265,53 @@ impl Default for Training {
 }
 
 impl Training {
-    /// Whether parameters are in memory only while they are used.
+    /// Whether parameters are offloaded, and in memory only while they are used.
     pub fn offloads_parameters(&self) -> bool {
         self.offload.contains(&Offload::Parameters)
     }
 
-    /// Whether several processes share the parameters out.
+    /// Whether parameters are sharded across processes.
     pub fn shards_parameters(&self) -> bool {
         self.shard == Some(Shard::Parameters)
     }
 
-    /// Whether several processes share the optimizer's state out.
+    /// Whether the optimizer state is sharded across processes.
     pub fn shards_optimizer(&self) -> bool {
         self.shard.is_some() || self.shard_optimizer
     }
 
-    /// Whether parameters come and go with the block at work.
+    /// Whether parameters are loaded block by block.
     pub fn pages_parameters(&self) -> bool {
         self.offloads_parameters() || self.shards_parameters()
     }
 
-    /// Holds the values to what they may be.
+    /// Validates the options; `pass` is the prefix of error messages.
     ///
     /// # Errors
-    /// The first that cannot be, by name.
+    /// A value is out of range, or two options exclude each other.
     pub fn check(&self, pass: &str) -> Result<()> {
         let wrong = |what: &str, reason: String| Err(Error::option(format!("{pass}: {what}"), reason));
         self.losses.check()?;
         if !(self.learning_rate.is_finite() && self.learning_rate > 0.0) {
-            return wrong("learning_rate", format!("{} is not a number above 0", self.learning_rate));
+            return wrong("learning_rate", format!("{} is not a finite number greater than 0", self.learning_rate));
         }
         if !(self.weight_decay.is_finite() && self.weight_decay >= 0.0) {
-            return wrong("weight_decay", format!("{} is not a number from 0 on", self.weight_decay));
+            return wrong("weight_decay", format!("{} is not a finite number of at least 0", self.weight_decay));
         }
         if !(0.0..1.0).contains(&self.momentum) {
-            return wrong("momentum", format!("{} is not from 0 to 1, 1 left out", self.momentum));
+            return wrong("momentum", format!("{} is not at least 0 and less than 1", self.momentum));
         }
         if !(self.clip_norm.is_finite() && self.clip_norm >= 0.0) {
-            return wrong("clip_norm", format!("{} is not a number from 0 on; 0 clips nothing", self.clip_norm));
+            return wrong("clip_norm", format!("{} is not a finite number of at least 0; 0 disables clipping", self.clip_norm));
         }
         if self.average.is_some_and(|decay| !(decay > 0.0 && decay < 1.0)) {
-            return wrong("average", "must be between 0 and 1".into());
+            return wrong("average", "must be greater than 0 and less than 1".into());
         }
         if self.gradient_accumulation == 0 {
             return wrong("gradient_accumulation", "must be at least 1".into());
         }
         if self.max_steps.is_some() && self.epochs.is_some() {
-            return wrong("max_steps", "excludes `epochs`".into());
+            return wrong("max_steps", "cannot be combined with `epochs`".into());
         }
         for (what, value) in [("max_steps", self.max_steps), ("epochs", self.epochs), ("evaluate_every", self.evaluate_every), ("patience", self.patience)] {
             if value == Some(0) {
@@ -318,21 +319,26 @@ impl Training {
             }
         }
         if self.patience.is_some() && self.evaluate_every.is_none() {
-            return wrong("patience", "needs `evaluate_every`: it counts evaluations without a better score".into());
+            return wrong("patience", "requires `evaluate_every`: it counts evaluations without improvement".into());
         }
         if self.offloads_parameters() && self.shards_optimizer() {
             let what = if self.shard.is_some() { "shard" } else { "shard_optimizer" };
-            return wrong(what, "excludes `offload: parameters`, which puts the optimizer's state on the host or on disk".into());
+            return wrong(what, "cannot be combined with `offload: parameters`, which already moves the optimizer state to the host or to disk".into());
         }
         if self.shards_parameters() && self.memory_limit.is_some() {
-            return wrong("memory_limit", "excludes `shard: parameters`: all processes must do the same parts of a batch; lower `batch_size`".into());
+            return wrong(
+                "memory_limit",
+                "cannot be combined with `shard: parameters`: all processes must split a batch in the same way; lower `batch_size` instead".into(),
+            );
         }
         if self.shards_parameters() && self.scales == QuantizerScales::Learnable {
-            return wrong("scales", "`learnable` excludes `shard: parameters`".into());
+            return wrong("scales", "`learnable` cannot be combined with `shard: parameters`".into());
         }
         match self.checkpoint_every {
             Some(Every::Steps(0)) => return wrong("checkpoint_every", "must be at least 1 step".into()),
-            Some(Every::Minutes(minutes)) if !(minutes.is_finite() && minutes > 0.0) => return wrong("checkpoint_every", "must be more than 0 minutes".into()),
+            Some(Every::Minutes(minutes)) if !(minutes.is_finite() && minutes > 0.0) => {
+                return wrong("checkpoint_every", "must be greater than 0 minutes".into());
+            }
             _ => {}
         }
         if self.gradient_checkpointing == Checkpointing::Every(0) {

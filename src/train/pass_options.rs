@@ -1,6 +1,6 @@
-//! The options of the passes that train: keys of their own, and those that all of them share.
+//! Option structs of the training passes: their own keys, followed by the shared ones.
 
-/// Writes a pass that trains: its own keys, then those of [`Training`].
+/// Defines the option struct of a training pass: its own keys, then those of [`Training`].
 macro_rules! training_pass {
     ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* }) => {
         $(#[$doc])*
@@ -9,23 +9,24 @@ macro_rules! training_pass {
         #[serde(deny_unknown_fields, default)]
         pub struct $name {
             $($(#[$field_doc])* pub $field: $type,)*
-            /// Losses and their weights: soft, hard, hidden, attention, embedding [default: those that model and data allow]
+            /// Losses and their weights: soft, hard, hidden, attention, embedding [default: depends on
+            /// model and data]
             #[cfg_attr(feature = "cli", arg(long, value_name = "LOSS=WEIGHT,...", default_value = "", hide_default_value = true, value_parser = $crate::train::losses_or_none))]
             #[serde(skip_serializing_if = "Losses::is_empty")]
             pub losses: Losses,
             /// Optimizer
             #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().optimizer))]
             pub optimizer: Kind,
-            /// Largest learning rate of the schedule
+            /// Peak learning rate of the schedule
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().learning_rate))]
             pub learning_rate: f64,
-            /// Weight decay, on matrices
+            /// Weight decay; biases and norm weights are exempt
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().weight_decay))]
             pub weight_decay: f64,
             /// Momentum of sgd
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().momentum))]
             pub momentum: f64,
-            /// How the learning rate changes: { kind: cosine | linear | constant, warmup_steps: N }
+            /// Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N }
             #[cfg_attr(feature = "cli", arg(long, value_name = "SCHEDULE", default_value = "cosine"))]
             pub schedule: Schedule,
             /// Number of steps
@@ -40,41 +41,43 @@ macro_rules! training_pass {
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().batch_size))]
             #[cfg_attr(feature = "cli", schemars(schema_with = "crate::train::batch_size_schema"))]
             pub batch_size: BatchSize,
-            /// Batches per step
+            /// Batches per step (gradient accumulation)
             #[cfg_attr(feature = "cli", arg(long, value_name = "N", default_value_t = Self::default().gradient_accumulation))]
             pub gradient_accumulation: usize,
-            /// Largest norm of all gradients together; 0 disables clipping
+            /// Maximum global gradient norm; 0 disables clipping
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().clip_norm))]
             pub clip_norm: f64,
-            /// Precision of values and gradients; of `f16` the loss is scaled as far as gradients allow
+            /// Precision of activations and gradients; `f16` uses dynamic loss scaling
             #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().precision))]
             pub precision: Precision,
-            /// Recompute activations in the backward pass instead of storing them: none, blocks, or every=K layers
+            /// Recompute activations in the backward pass instead of storing them: none, blocks, or
+            /// every=K layers
             #[cfg_attr(feature = "cli", arg(long, value_name = "WHICH", default_value = "none"))]
             pub gradient_checkpointing: Checkpointing,
-            /// Statistics of batch normalisation
+            /// Statistics of batch normalization
             #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().batch_norm))]
             pub batch_norm: BatchNorm,
-            /// Scales of quantized weights and values
+            /// Scales of quantized weights and activations
             #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().scales))]
             pub scales: QuantizerScales,
             /// Write an exponential moving average of the weights with this decay, such as 0.999
             #[cfg_attr(feature = "cli", arg(long, value_name = "DECAY"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub average: Option<f64>,
-            /// What to keep in host memory while the model trains on a GPU; parameters, on the CPU too, where they go to disk
+            /// Tensors to keep in host memory while training on a GPU; `parameters` also works on the
+            /// CPU and offloads to disk
             #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
             #[cfg_attr(feature = "cli", schemars(schema_with = "crate::data::one_or_several::one_or_several_schema::<Offload>"))]
             #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::train::one_or_several")]
             pub offload: Vec<Offload>,
-            /// What several processes share out
+            /// Tensors to shard across processes
             #[cfg_attr(feature = "cli", arg(long, value_enum))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub shard: Option<$crate::train::Shard>,
-            /// With several processes, distribute the optimizer's state over them, as with shard: optimizer
+            /// Shard the optimizer state across processes, same as shard: optimizer
             #[cfg_attr(feature = "cli", arg(long))]
             pub shard_optimizer: bool,
-            /// Memory limit of training on the device, like 8GB; a batch that needs more is computed in parts
+            /// Device memory limit, such as 8GB; batches that need more are split into micro-batches
             #[cfg_attr(feature = "cli", arg(long, value_name = "SIZE"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub memory_limit: Option<ByteSize>,
@@ -86,11 +89,11 @@ macro_rules! training_pass {
             #[cfg_attr(feature = "cli", arg(long, value_name = "STEPS"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub evaluate_every: Option<u64>,
-            /// Stop after so many evaluations without a better score
+            /// Stop after this many evaluations without improvement
             #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub patience: Option<u64>,
-            /// Logs of every step beside the CSV table
+            /// Logs of every step, in addition to the CSV table
             #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
             #[cfg_attr(feature = "cli", schemars(schema_with = "crate::data::one_or_several::one_or_several_schema::<crate::train::LogFormat>"))]
             #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::train::one_or_several")]
@@ -99,11 +102,12 @@ macro_rules! training_pass {
             #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
             #[serde(skip_serializing_if = "Vec::is_empty")]
             pub targets: Vec<Pattern>,
-            /// Tensors to leave as they are
+            /// Tensors to leave unchanged
             #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
             #[serde(skip_serializing_if = "Vec::is_empty")]
             pub ignore: Vec<Pattern>,
-            /// Keep the zeros of float weights that another tool has pruned; those of prune-unstructured stay in any case
+            /// Keep zeros in float weights that were pruned by another tool; zeros of prune-unstructured
+            /// are always kept
             #[cfg_attr(feature = "cli", arg(long))]
             #[serde(skip_serializing_if = "std::ops::Not::not")]
             pub keep_zeros: bool,
@@ -117,7 +121,7 @@ macro_rules! training_pass {
         }
 
         impl $name {
-            /// The keys that all training shares.
+            /// The shared training options.
             pub fn training(&self) -> $crate::train::Training {
                 $crate::train::training_fields!(Training, self;)
             }
@@ -125,7 +129,7 @@ macro_rules! training_pass {
     };
 }
 
-/// The shared keys out of a pass, or defaults into it beside keys of its own.
+/// Copies the shared keys between a pass and [`Training`], in addition to the pass's own keys.
 macro_rules! training_fields {
     ($to:ident, $from:expr; $($own:tt)*) => {
         $to {

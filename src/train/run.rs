@@ -1,4 +1,4 @@
-//! The loop: batches in, steps of the optimizer, checkpoints and evaluations in between.
+//! The training loop: steps, evaluations and checkpoints.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -12,48 +12,49 @@ use super::average::Average;
 use super::batches::{Batches, Samples};
 use super::cache::Cache;
 use super::checkpoint::Tensors;
-use super::loaded::Loaded;
+use super::context::TrainingContext;
 use super::memory::Timeline;
+use super::memory_reservation::MemoryReservation;
 use super::optimizer;
 use super::state::{self, Position, TrainState};
 use super::step::{StepResult, Stepper};
-use super::surroundings::Surroundings;
 use super::{Every, Objective, Offload, Teacher, Team, Training, Weights, clip};
 use crate::data::DataSet;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::evaluation::lower_is_better;
 use crate::exec::transfer::{self, Cause, Copies, Direction};
-use crate::exec::{Home, Kept, MemoryCategory, MemoryTracker};
+use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Placement};
 use crate::ir::Graph;
 use crate::work::{Event, ProgressUnit};
 
-/// Figures of one step.
+/// Metrics of one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Row {
-    /// Counted from 1.
+pub struct StepRecord {
+    /// Step number, from 1.
     pub step: u64,
-    /// Times that the data had been gone through.
+    /// Completed passes over the data.
     pub epoch: u64,
     /// The weighted sum of losses.
     pub loss: f64,
-    /// Each loss alone.
+    /// Each loss, unweighted.
     pub losses: BTreeMap<String, f64>,
-    /// Of this step.
+    /// Learning rate of this step.
     pub learning_rate: f64,
-    /// Of all gradients, before they were clipped; none where they were too large for 16-bit floats and the step was left out.
+    /// Global gradient norm before clipping; `None` if the gradients overflowed 16-bit floats and the
+    /// step was skipped.
     pub gradient_norm: Option<f64>,
-    /// Including all waiting.
+    /// Throughput, including the time spent waiting for samples.
     pub samples_per_second: f64,
-    /// Part of the time that the step waited for its samples.
+    /// Fraction of the training time spent waiting for samples.
     pub waited: f64,
 }
 
-/// A score on the way.
+/// Score of an evaluation during training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
-    /// Steps that were done.
+    /// Completed steps.
     pub step: u64,
-    /// What was measured.
+    /// Name of the metric.
     pub metric: String,
     /// Its value.
     #[serde(deserialize_with = "score")]
@@ -62,60 +63,60 @@ pub struct Evaluation {
 
 /// A training, ready to run.
 pub struct Trainer<'a> {
-    /// How it goes.
+    /// Training options.
     pub options: &'a Training,
-    /// The part of the student's graph that losses depend on.
+    /// The part of the student's graph that the losses depend on.
     pub graph: &'a Graph,
-    /// What it learns from.
+    /// The teacher, if a loss needs one.
     pub teacher: Option<&'a Teacher>,
-    /// Answers that the teacher has given before.
+    /// Cached logits of the teacher.
     pub cache: Option<&'a RefCell<Cache>>,
-    /// What it makes small.
+    /// The losses to minimize.
     pub objective: &'a Objective,
-    /// Its samples.
+    /// The training data.
     pub data: &'a DataSet,
-    /// Samples that are read together.
+    /// Samples per batch.
     pub batch: usize,
-    /// Where it runs.
+    /// Device of the student.
     pub device: &'a Device,
-    /// Accounts of memory.
+    /// Tracks device memory, and enforces the limit.
     pub memory_tracker: &'a MemoryTracker,
-    /// Other processes that train with this one.
+    /// The processes of this training.
     pub team: &'a Team,
-    /// Everything else.
-    pub around: Surroundings<'a>,
+    /// Seed, checkpoint folder, evaluation, and progress.
+    pub context: TrainingContext<'a>,
 }
 
-/// What came of it.
+/// Result of a training.
 pub struct Trained {
-    /// Weights to write.
+    /// Weights to write into the model.
     pub state: Tensors,
-    /// Figures of all steps, thinned out.
-    pub curve: Vec<Row>,
-    /// Scores on the way.
+    /// Metrics of the steps, thinned out.
+    pub curve: Vec<StepRecord>,
+    /// Scores during training.
     pub evaluations: Vec<Evaluation>,
-    /// Memory over time.
+    /// Memory usage over time.
     pub timeline: Timeline,
-    /// Steps taken.
+    /// Total number of steps.
     pub steps: u64,
-    /// Steps among them that were skipped, since gradients overflowed 16-bit floats.
+    /// Steps that were skipped because gradients overflowed 16-bit floats.
     pub skipped_steps: u64,
-    /// Steps among them that an earlier run has not taken.
+    /// Steps of this run, without those before a resume.
     pub steps_of_this_run: u64,
-    /// Plain words for the report.
+    /// Notes for the report.
     pub notes: Vec<String>,
 }
 
-/// Rows of the curve that the report keeps.
-const ROWS: usize = 400;
-/// Checkpoints when nothing is said.
-const USUAL: Every = Every::Minutes(10.0);
+/// Number of steps in the curve of the report: thinned out at twice as many.
+const CURVE_STEPS: usize = 400;
+/// Default checkpoint interval.
+const DEFAULT_INTERVAL: Every = Every::Minutes(10.0);
 
-/// A training that runs.
+/// State of a running training.
 struct State<'a> {
     train: TrainState<'a>,
     total: u64,
-    /// Steps that an earlier run has taken.
+    /// Steps of earlier runs, before a resume.
     earlier: u64,
     saved: Instant,
     waited: Duration,
@@ -124,11 +125,11 @@ struct State<'a> {
 }
 
 impl Trainer<'_> {
-    /// Trains.
+    /// Runs the training.
     ///
     /// # Errors
-    /// Samples do not fit, the loss is not finite, memory is too small for a single sample, or the work is interrupted; then
-    /// it can go on from the last checkpoint.
+    /// Samples do not fit the model, a loss is not finite, memory is too small for a single sample, or
+    /// the run is interrupted, in which case it can be resumed from the last checkpoint.
     pub fn run(&self, weights: &mut Weights) -> Result<Trained> {
         self.train(weights).inspect_err(|error| self.team.stop(error))
     }
@@ -136,22 +137,22 @@ impl Trainer<'_> {
     fn train(&self, weights: &mut Weights) -> Result<Trained> {
         let settings = optimizer::Settings { weight_decay: self.options.weight_decay, momentum: self.options.momentum, ..optimizer::Settings::default() };
         let home = match weights.home() {
-            Home::Memory(_) | Home::Shared(_) if self.options.offload.contains(&Offload::Optimizer) => Home::Memory(Device::Cpu),
-            // Each process changes what it keeps.
-            Home::Shared(shares) => Home::Memory(shares.device().clone()),
+            Placement::Memory(_) | Placement::Sharded(_) if self.options.offload.contains(&Offload::Optimizer) => Placement::Memory(Device::Cpu),
+            // Each process updates the parameters that it owns.
+            Placement::Sharded(shares) => Placement::Memory(shares.device().clone()),
             home => home.clone(),
         };
-        let of_average = if weights.home().is_shared() { weights.home().clone() } else { home.clone() };
-        self.team.agree("model, data or options", &self.around.identity)?;
-        let batches = Batches::new(self.data, self.batch, self.options, self.around.seed, (self.team.rank(), self.team.size()))?;
-        if self.options.shards_optimizer() && self.team.size() > 1 && !weights.home().is_shared() {
-            self.team.share_out(&weights.trained);
+        let average_home = if weights.home().is_sharded() { weights.home().clone() } else { home.clone() };
+        self.team.agree("model, data or options", &self.context.identity)?;
+        let batches = Batches::new(self.data, self.batch, self.options, self.context.seed, (self.team.rank(), self.team.size()))?;
+        if self.options.shards_optimizer() && self.team.size() > 1 && !weights.home().is_sharded() {
+            self.team.shard_optimizer(&weights.trained);
         }
         let position = Position {
-            identity: self.around.identity.clone(),
-            evaluation: self.around.evaluation.clone(),
+            identity: self.context.identity.clone(),
+            evaluation: self.context.evaluation.clone(),
             processes: self.team.size(),
-            seed: self.around.seed,
+            seed: self.context.seed,
             scale: (super::step::FIRST_SCALE, 0),
             ..Position::default()
         };
@@ -159,7 +160,7 @@ impl Trainer<'_> {
             train: TrainState {
                 position,
                 optimizer: optimizer::build(self.options.optimizer, &settings, &home)?,
-                average: self.options.average.map(|decay| Average::new(&weights.trained, decay, &of_average)).transpose()?,
+                average: self.options.average.map(|decay| Average::new(&weights.trained, decay, &average_home)).transpose()?,
                 weights,
                 best: None,
             },
@@ -170,27 +171,27 @@ impl Trainer<'_> {
             busy: Duration::ZERO,
             log: None,
         };
-        if let Some(folder) = self.around.folder.as_deref().filter(|_| self.around.resume) {
+        if let Some(folder) = self.context.folder.as_deref().filter(|_| self.context.resume) {
             state.train.restore(folder, self.graph, self.team)?;
             state.earlier = state.train.position.step;
         }
         if self.team.size() > 1 {
             self.team.agree("step and weights", &state.train.hash(self.graph)?)?;
         }
-        if let Some(folder) = self.around.folder.as_ref().filter(|_| self.team.rank() == 0) {
-            state.log = Some(super::log::Logs::open(folder, &self.options.logs, self.around.name, &self.objective.losses, state.train.position.step)?);
+        if let Some(folder) = self.context.folder.as_ref().filter(|_| self.team.rank() == 0) {
+            state.log = Some(super::log::Logs::open(folder, &self.options.logs, self.context.name, &self.objective.losses, state.train.position.step)?);
         }
         let mut timeline = Timeline::new();
         let mut stepper = Stepper::new(self, state.train.weights, state.train.position.part);
-        let answered = self.answer_ahead(&batches, &state.train.position)?;
-        self.around.work.progress.on(Event::Begin { stage: "Training", total: state.total, unit: ProgressUnit::Steps });
-        self.around.work.advance(state.train.position.step)?;
+        let precomputed = self.fill_teacher_cache(&batches, &state.train.position)?;
+        self.context.work.progress.on(Event::Begin { stage: "Training", total: state.total, unit: ProgressUnit::Steps });
+        self.context.work.advance(state.train.position.step)?;
         let done = self.steps(&batches, &mut state, &mut stepper, &mut timeline);
-        self.around.work.progress.on(Event::End);
+        self.context.work.progress.on(Event::End);
         done?;
         let mut trained = self.finish(state, stepper, timeline)?;
-        if answered > 0 {
-            trained.notes.push(format!("the teacher answered {answered} samples block by block, before the first step"));
+        if precomputed > 0 {
+            trained.notes.push(format!("the teacher's logits of {} were computed block by block before the first step", counted(precomputed, "sample")));
         }
         Ok(trained)
     }
@@ -215,18 +216,18 @@ impl Trainer<'_> {
     fn step(&self, state: &mut State, stepper: &mut Stepper, samples: &Samples) -> Result<()> {
         let (start, before) = (Instant::now(), transfer::copies());
         let number = state.train.position.step + 1;
-        let update = number - state.train.position.skipped;
+        let update = number - state.train.position.idle();
         let rate = self.options.schedule.rate(update - 1, state.total, self.options.learning_rate);
         self.memory_tracker.begin_step(Some(number));
         let StepResult { losses, gradients, statistics, norm, is_empty } =
             stepper.step(state.train.weights, &samples.batches, &mut state.train.position.scale).map_err(|e| self.explain(e, state))?;
-        if let Some(norm) = norm {
+        if let Some(norm) = norm.filter(|_| !is_empty) {
             self.update(state, gradients, norm, (rate, update))?;
             for (name, statistic) in &statistics {
-                state.train.weights.follow(name, statistic)?;
+                state.train.weights.update_statistics(name, statistic)?;
             }
             if !statistics.is_empty() && self.team.size() > 1 {
-                state.train.weights.share_statistics(self.graph, self.team)?;
+                state.train.weights.average_statistics(self.graph, self.team)?;
             }
         }
         state.train.position.count_idle(norm.is_none(), is_empty);
@@ -240,7 +241,7 @@ impl Trainer<'_> {
         let loss = self.objective.total(&losses);
         state.waited += samples.waited;
         let (took, waited) = (start.elapsed(), state.waited.as_secs_f64());
-        let row = Row {
+        let row = StepRecord {
             step: number,
             epoch: samples.next.epoch,
             loss,
@@ -253,61 +254,61 @@ impl Trainer<'_> {
         if let Some(log) = &mut state.log {
             log.add(&row)?;
         }
-        self.around.work.progress.on(Event::Message(&format!("loss {loss:.4}  rate {rate:.1e}")));
+        self.context.work.progress.on(Event::Message(&format!("loss {loss:.4}  rate {rate:.1e}")));
         state.train.position.curve.push(row);
-        if state.train.position.curve.len() >= 2 * ROWS {
+        if state.train.position.curve.len() >= 2 * CURVE_STEPS {
             let last = state.train.position.curve.pop();
             state.train.position.curve = state.train.position.curve.iter().step_by(2).cloned().chain(last).collect();
         }
-        self.around.work.progress.on(Event::Advance(1));
+        self.context.work.progress.on(Event::Advance(1));
         if self.options.evaluate_every.is_some_and(|every| number.is_multiple_of(every)) || number == state.total && self.options.evaluate_every.is_some() {
             self.evaluate(state)?;
         }
-        let due = match self.options.checkpoint_every.unwrap_or(USUAL) {
+        let due = match self.options.checkpoint_every.unwrap_or(DEFAULT_INTERVAL) {
             Every::Steps(steps) => number.is_multiple_of(steps),
             Every::Minutes(minutes) => state.saved.elapsed().as_secs_f64() >= 60.0 * minutes,
         };
-        // Clocks differ: that of the first process counts.
-        let (interrupted, due) = self.team.stopped(self.around.work.cancel, due)?;
+        // Clocks differ between processes: that of rank 0 decides.
+        let (interrupted, due) = self.team.poll_interruption(self.context.work.cancel, due)?;
         if (due && number < state.total) || interrupted {
             self.save(state)?;
         }
-        match (interrupted, &self.around.folder) {
+        match (interrupted, &self.context.folder) {
             (false, _) => Ok(()),
             (true, Some(folder)) => Err(Error::Paused { step: number, path: state::path(folder) }),
             (true, None) => Err(Error::Cancelled),
         }
     }
 
-    /// Moves all that trains along gradients of this length.
-    fn update(&self, state: &mut State, mut gradients: BTreeMap<String, Kept>, norm: f64, (rate, number): (f64, u64)) -> Result<()> {
+    /// Updates all trained parameters, with gradients of the given global norm.
+    fn update(&self, state: &mut State, mut gradients: BTreeMap<String, ManagedTensor>, norm: f64, (rate, number): (f64, u64)) -> Result<()> {
         let TrainState { weights, optimizer, average, .. } = &mut state.train;
-        let most = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
+        let max_norm = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
         average.iter_mut().for_each(Average::begin_step);
-        for names in weights.home().together(weights.trained.keys()) {
+        for names in weights.home().name_groups(weights.trained.keys()) {
             self.memory_tracker.work_on("optimizer", "");
-            let mut at_work = Loaded::gradients(self.memory_tracker, &gradients, &names)?;
-            let mut along = BTreeMap::new();
+            let mut reservation = MemoryReservation::for_gradients(self.memory_tracker, &gradients, &names)?;
+            let mut own = BTreeMap::new();
             for name in &names {
-                let here = gradients.remove(name).filter(Kept::is_here);
-                along.extend(here.map(|kept| Ok((name.clone(), kept.open()?))).transpose()?);
+                let local = gradients.remove(name).filter(ManagedTensor::is_local);
+                own.extend(local.map(|kept| Ok((name.clone(), kept.open()?))).transpose()?);
             }
-            clip::shorten(&mut along, norm, most)?;
+            clip::scale_to_norm(&mut own, norm, max_norm)?;
             let mut changed = BTreeMap::new();
             for name in names {
-                let Some(kept) = weights.trained.get(&name).filter(|kept| kept.is_here()) else { continue };
-                at_work.add(MemoryCategory::Weights, &name, kept)?;
+                let Some(kept) = weights.trained.get(&name).filter(|kept| kept.is_local()) else { continue };
+                reservation.add(MemoryCategory::Weights, &name, kept)?;
                 let parameter = kept.open()?;
-                if let Some(gradient) = along.remove(&name).filter(|_| self.team.owns(&name)) {
-                    if weights.home().is_away() {
-                        let of_average = average.as_ref().map_or(0, |_| kept.size());
-                        at_work.take(MemoryCategory::Optimizer, &name, optimizer.needs(parameter.dims()) + of_average)?;
+                if let Some(gradient) = own.remove(&name).filter(|_| self.team.owns(&name)) {
+                    if weights.home().is_offloaded() {
+                        let average_bytes = average.as_ref().map_or(0, |_| kept.size());
+                        reservation.add_bytes(MemoryCategory::Optimizer, &name, optimizer.state_bytes(parameter.dims()) + average_bytes)?;
                     }
                     optimizer.update(&name, &parameter, &gradient, rate, number)?;
                 }
                 changed.insert(name, parameter);
             }
-            self.team.share(&changed)?;
+            self.team.broadcast_parameters(&changed)?;
             average.as_mut().map_or(Ok(()), |average| average.update(&changed))?;
             for (name, parameter) in changed {
                 weights.trained.get_mut(&name).map_or(Ok(()), |kept| kept.put(parameter))?;
@@ -316,19 +317,20 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Where copies count, holds those of a step to its samples on the way in and its figures on the way out.
+    /// In strict mode, checks that a step copies only its samples to the device and one tensor of
+    /// metrics back.
     fn require_few_copies(&self, before: &Copies) -> Result<()> {
         let since = |((direction, cause), count): (&(Direction, Cause), &u64)| {
-            let made = count - before.get(&(*direction, *cause)).unwrap_or(&0);
+            let copies = count - before.get(&(*direction, *cause)).unwrap_or(&0);
             let allowed = match (direction, cause) {
                 (Direction::In, Cause::Batch) => u64::MAX,
                 (Direction::Out, Cause::Step) => 1,
-                // What lies elsewhere is fetched and brought back.
+                // Offloaded and sharded tensors are copied in both directions.
                 (_, Cause::Offload) if !self.options.offload.is_empty() || self.options.shards_parameters() => u64::MAX,
                 (_, Cause::Answers) if self.cache.is_some() => u64::MAX,
                 _ => 0,
             };
-            (made > allowed).then(|| format!("{made} copies ({direction:?}) for {cause:?}, {allowed} are allowed"))
+            (copies > allowed).then(|| format!("{copies} copies ({direction:?}) for {cause:?}, but only {allowed} are allowed"))
         };
         match transfer::copies().iter().find_map(since).filter(|_| transfer::is_strict()) {
             Some(reason) => Err(Error::run("a training step", reason, "")),
@@ -336,23 +338,23 @@ impl Trainer<'_> {
         }
     }
 
-    /// Says what can still be gone on from.
+    /// Adds the step, and the checkpoint that training can be resumed from, to an error.
     fn explain(&self, error: Error, state: &State) -> Error {
         let Error::Diverged { reason, .. } = error else { return error };
-        let kept = match (&self.around.folder, state.train.position.step) {
-            (Some(folder), 1..) if state::path(folder).exists() => format!("; the last good state is in {}", state::path(folder).display()),
+        let checkpoint = match (&self.context.folder, state.train.position.step) {
+            (Some(folder), 1..) if state::path(folder).exists() => format!("; the last checkpoint is {}", state::path(folder).display()),
             _ => String::new(),
         };
-        Error::Diverged { step: state.train.position.step + 1, reason: format!("{reason}{kept}") }
+        Error::Diverged { step: state.train.position.step + 1, reason: format!("{reason}{checkpoint}") }
     }
 
     fn evaluate(&self, state: &mut State) -> Result<()> {
-        let Some(evaluate) = self.around.evaluate else { return Ok(()) };
+        let Some(evaluate) = self.context.evaluate else { return Ok(()) };
         let current = state.train.current(self.graph);
-        let whole = state.train.weights.whole_model(&current, self.team.rank() == 0)?;
-        // Bits of numbers that may be none.
-        let score = self.team.told(|| Ok(evaluate(state.train.weights, &whole)?.map(|score| (score.metric, score.value.to_bits()))))?;
-        drop(whole);
+        let gathered = state.train.weights.gather_model(&current, self.team.rank() == 0)?;
+        // Passed as bits, since JSON has no NaN.
+        let score = self.team.broadcast(|| Ok(evaluate(state.train.weights, &gathered)?.map(|score| (score.metric, score.value.to_bits()))))?;
+        drop(gathered);
         let Some((metric, value)) = score.map(|(metric, bits)| (metric, f64::from_bits(bits))) else { return Ok(()) };
         let best = value.is_finite() && state.train.position.evaluations.iter().all(|other| better(&metric, value, other.value));
         let evaluation = Evaluation { step: state.train.position.step, metric: metric.clone(), value };
@@ -362,12 +364,12 @@ impl Trainer<'_> {
         if best {
             state.train.keep_best(current)?;
         }
-        self.around.work.progress.on(Event::Message(&format!("{metric} {value:.4}")));
+        self.context.work.progress.on(Event::Message(&format!("{metric} {value:.4}")));
         Ok(())
     }
 
     fn save(&self, state: &mut State) -> Result<()> {
-        let Some(folder) = &self.around.folder else { return Ok(()) };
+        let Some(folder) = &self.context.folder else { return Ok(()) };
         state.saved = Instant::now();
         state.train.save(folder, self.graph, self.team)
     }
@@ -377,28 +379,28 @@ impl Trainer<'_> {
         notes.extend(stepper.notes(self.batch).into_iter().chain(state.train.position.idle_steps()?));
         let (busy, waited) = (state.busy.as_secs_f64(), state.waited.as_secs_f64());
         notes.push(format!(
-            "{} steps in {:.0} s; waited for samples {:.1} % of the time",
-            state.train.position.step - state.earlier,
+            "{} in {:.0} s, of which {:.1} % was spent waiting for samples",
+            counted((state.train.position.step - state.earlier) as usize, "step"),
             busy + waited,
             100.0 * waited / (busy + waited + 1e-9)
         ));
         if let Some((bytes, steps)) = timeline.growth() {
-            notes.push(format!("memory of the process grew by {} MB over {steps} steps while the tensors of training did not: a leak", bytes >> 20));
+            notes.push(format!("the resident memory of the process grew by {} MB over {steps} steps: a possible memory leak", bytes >> 20));
         }
         let current = state.train.current(self.graph);
         if self.out_of_patience(&state) {
-            notes.push(format!("stopped early after step {}: {} evaluations without a better score", state.train.position.step, state.train.position.waited));
+            notes.push(format!("stopped early after step {}: {} evaluations without improvement", state.train.position.step, state.train.position.waited));
         }
         if let (Some(best), Some(score)) = (&state.train.best, best(&state.train.position.evaluations)) {
-            notes.push(format!("the weights of step {} are kept, {} {:.4}", score.step, score.metric, score.value));
+            notes.push(format!("the weights of step {} were selected, {} {:.4}", score.step, score.metric, score.value));
             return self.trained(best.clone(), &mut state, timeline, notes);
         }
         self.trained(current, &mut state, timeline, notes)
     }
 
     fn trained(&self, tensors: Tensors, state: &mut State, timeline: Timeline, notes: Vec<String>) -> Result<Trained> {
-        // Passes behind this one go on in every process.
-        let tensors = state.train.weights.whole(tensors, true)?;
+        // Later passes run in every process.
+        let tensors = state.train.weights.gather(tensors, true)?;
         let position = std::mem::take(&mut state.train.position);
         let steps_of_this_run = position.step - state.earlier;
         Ok(Trained {
@@ -418,33 +420,39 @@ fn best(evaluations: &[Evaluation]) -> Option<&Evaluation> {
     evaluations.iter().reduce(|best, other| if better(&best.metric, other.value, best.value) { other } else { best })
 }
 
-/// Whether a score is better than another; any number is better than none.
+/// Whether a score is better than another; a finite score is better than any other.
 fn better(metric: &str, value: f64, other: f64) -> bool {
     value.is_finite() && (!other.is_finite() || if lower_is_better(metric) { value < other } else { value > other })
 }
 
-/// A score; what JSON has no number for is none.
+/// Deserializes a score; `null` is NaN.
 fn score<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
-/// A type that masters have.
+/// Dtype of the master weights.
 pub(super) const MASTER: DType = DType::F32;
 
-/// Adds a gradient to the sum of those of its name, in f32; gives the bytes that the addition takes, and those among them that stay.
-/// Of a parameter that processes share out, gradients of all are added, in the process that keeps it.
-pub(super) fn add_up(sums: &mut BTreeMap<String, Kept>, home: &Home, parameter: Option<&Kept>, name: &str, gradient: Tensor) -> Result<(u64, u64)> {
+/// Accumulates a gradient in f32. Returns the bytes that the addition allocates, and how many of them
+/// stay allocated. Gradients of a sharded parameter are reduced over all processes, on the owner.
+pub(super) fn accumulate(
+    sums: &mut BTreeMap<String, ManagedTensor>,
+    home: &Placement,
+    parameter: Option<&ManagedTensor>,
+    name: &str,
+    gradient: Tensor,
+) -> Result<(u64, u64)> {
     use crate::ir::ops::sum;
-    let failed = |e: candle_core::Error| Error::computed(format!("gradient of `{name}`"), e);
+    let failed = |e: candle_core::Error| Error::candle(format!("gradient of `{name}`"), e);
     let gradient = gradient.to_dtype(MASTER).map_err(failed)?;
-    let gradient = parameter.map_or(Ok(gradient.clone()), |parameter| parameter.sum_of_all(gradient))?;
+    let gradient = parameter.map_or(Ok(gradient.clone()), |parameter| parameter.all_reduce(gradient))?;
     let (kept, bytes) = match sums.remove(name) {
         None => {
-            let kept = parameter.map_or_else(|| home.keep(&gradient), |parameter| home.keep_with(&gradient, parameter))?;
+            let kept = parameter.map_or_else(|| home.store(&gradient), |parameter| home.store_with(&gradient, parameter))?;
             let stays = kept.bytes();
             (kept, (4 * gradient.elem_count() as u64, stays))
         }
-        // Nobody else refers to the tensor, so that the sum takes its place.
+        // There is no other reference to the tensor, so that the sum is computed in place.
         Some(kept) if home.is_memory() => {
             let other = kept.open()?;
             drop(kept);
@@ -467,7 +475,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_score_that_is_no_number_is_worse_than_any_and_is_read_back() {
+    fn nan_scores_are_worse_than_others_and_survive_serialization() {
         let scored = |value| Evaluation { step: 3, metric: "perplexity".into(), value };
         assert!(better("perplexity", 9.0, f64::NAN) && better("accuracy", 0.1, f64::NAN));
         assert!(!better("perplexity", f64::NAN, 9.0) && !better("accuracy", f64::INFINITY, 0.9));

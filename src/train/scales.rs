@@ -1,4 +1,4 @@
-//! Scales of quantizers that train: as logarithms beside the model, which become scales again in the end.
+//! Learned quantizer scales, trained as logarithms next to the model's parameters.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -14,38 +14,40 @@ use crate::ir::{Dim, Graph, Op, Rewrite, rebuild};
 use crate::model::Model;
 use crate::store::{ActivationScheme, Encoding, Static};
 
-/// The largest integer: gradients of a scale are divided by the square root of it and of how many values the scale moves, so
-/// that they are no larger than those of weights (Esser et al., *Learned Step Size Quantization*, 2020, section 2.2).
-const LARGEST: f64 = 127.0;
+/// Largest 8-bit integer. The gradient of a scale is divided by the square root of this times the number
+/// of values it scales, so that its magnitude is similar to that of weight gradients (Esser et al.,
+/// *Learned Step Size Quantization*, 2020, section 2.2).
+const MAX_INTEGER: f64 = 127.0;
 
-/// Name of the logarithm that stands for a scale, by the name of what it scales.
-pub(super) fn logarithm(name: &str) -> String {
+/// Name of the parameter that holds the logarithm of the scale of a tensor.
+pub(super) fn logarithm_name(name: &str) -> String {
     format!("{name}/logarithm")
 }
 
-/// What a gradient of a scale is multiplied with that moves this many values.
-pub(super) fn damping(values: usize) -> f64 {
-    1.0 / (values.max(1) as f64 * LARGEST).sqrt()
+/// Factor on the gradient of a scale that is shared by this many values.
+pub(super) fn gradient_factor(values: usize) -> f64 {
+    1.0 / (values.max(1) as f64 * MAX_INTEGER).sqrt()
 }
 
-/// Quantizers of values whose scales train.
+/// Activation quantizers with trained scales.
 pub struct Quantizers {
-    /// The graph that trains: quantizers read a logarithm.
+    /// The training graph, in which the quantizers read the logarithm of their scale as a parameter.
     pub graph: Graph,
-    /// By the name of the quantizer's value, with the number of values of a sample.
+    /// Quantizers by the name of their output, with the number of values per sample.
     by_name: BTreeMap<String, (LearnedFakeQuantize, usize)>,
 }
 
 impl Quantizers {
-    /// Of all quantizers of a graph but those that a layer reads whose weight does not train: its file holds its scale.
+    /// Collects the quantizers of a graph, except those whose consumer has a weight that is not trained:
+    /// the scale is stored with that weight.
     ///
     /// # Errors
-    /// The graph does not fit itself.
+    /// The graph cannot be rebuilt.
     pub fn new(graph: &Graph, trains: &dyn Fn(&str) -> bool) -> Result<Quantizers> {
         let fixed = |node: &&crate::ir::Node| layer_weight(graph, node).is_some_and(|weight| !trains(weight));
-        let held: BTreeSet<_> = graph.nodes().iter().filter(fixed).filter_map(|node| node.inputs.first()).collect();
+        let excluded: BTreeSet<_> = graph.nodes().iter().filter(fixed).filter_map(|node| node.inputs.first()).collect();
         let mut by_name = BTreeMap::new();
-        for node in graph.nodes().iter().filter(|node| !held.contains(&node.output)) {
+        for node in graph.nodes().iter().filter(|node| !excluded.contains(&node.output)) {
             if let Op::FakeQuantize(op) = node.op {
                 let value = graph.value(node.output);
                 let count = value.ty.shape.iter().filter_map(Dim::fixed).product();
@@ -54,66 +56,67 @@ impl Quantizers {
         }
         let shape = |(_, value): (_, &crate::ir::Value)| Some((value.name.clone(), value.ty.shape.iter().map(Dim::fixed).collect::<Option<_>>()?));
         let mut shapes: BTreeMap<String, Vec<usize>> = graph.params().filter_map(shape).collect();
-        shapes.extend(by_name.keys().map(|name| (logarithm(name), vec![1])));
+        shapes.extend(by_name.keys().map(|name| (logarithm_name(name), vec![1])));
         let graph = rebuild(graph, &shapes, &mut |mut step: Rewrite| match by_name.get(step.name) {
             Some((op, _)) => {
-                step.inputs.push(step.builder.param(&logarithm(step.name), &[1])?);
+                step.inputs.push(step.builder.param(&logarithm_name(step.name), &[1])?);
                 step.builder.node(step.name, *op, &step.inputs)
             }
-            None => step.keep(),
+            None => step.copy(),
         })?;
         Ok(Quantizers { graph, by_name })
     }
 
-    /// Names of the logarithms, and what their gradients are multiplied with.
+    /// Names of the logarithms, and the factors on their gradients.
     pub fn logarithms(&self) -> impl Iterator<Item = (String, f64)> {
-        self.by_name.iter().map(|(name, (_, count))| (logarithm(name), damping(*count)))
+        self.by_name.iter().map(|(name, (_, count))| (logarithm_name(name), gradient_factor(*count)))
     }
 
-    /// Puts learned scales into a model: into its graph, and to the weights that name those of their inputs.
+    /// Writes the learned scales into the graph of a model, and into the weights that store the scale of
+    /// their input.
     ///
     /// # Errors
-    /// A scale is no number, or the graph does not fit the model.
-    pub fn put(&self, state: &Tensors, model: &mut Model) -> Result<()> {
+    /// A learned scale is not a positive normal number, or the graph cannot be rebuilt.
+    pub fn write_to(&self, state: &Tensors, model: &mut Model) -> Result<()> {
         let mut learned = BTreeMap::new();
         for (name, (op, _)) in &self.by_name {
-            let Some(kept) = state.get(&logarithm(name)) else { continue };
-            let by = settled(*op, &kept.open()?).map_err(|e| Error::computed(format!("the scale of `{name}`"), e))?;
-            require_scale(name, by.scale)?;
-            learned.insert(name.as_str(), by);
+            let Some(kept) = state.get(&logarithm_name(name)) else { continue };
+            let quantizer = with_learned_scale(*op, &kept.open()?).map_err(|e| Error::candle(format!("the scale of `{name}`"), e))?;
+            require_scale(name, quantizer.scale)?;
+            learned.insert(name.as_str(), quantizer);
         }
         let graph = model.graph()?;
         for node in graph.nodes() {
-            let read = node.inputs.first().and_then(|id| learned.get(graph.value(*id).name.as_str()));
+            let input = node.inputs.first().and_then(|id| learned.get(graph.value(*id).name.as_str()));
             let weight = layer_weight(&graph, node).and_then(|name| model.weights.by_name.get_mut(name));
-            if let (Some(by), Some(Encoding::Affine(affine))) = (read, weight.map(|weight| &mut weight.encoding))
+            if let (Some(quantizer), Some(Encoding::Quantized(affine))) = (input, weight.map(|weight| &mut weight.encoding))
                 && let ActivationScheme::Static(old) = &mut affine.activations
             {
-                *old = Static::new(by.scale, old.zero_point);
+                *old = Static::new(quantizer.scale, old.zero_point);
             }
         }
         let graph = rebuild(&graph, &model.weights, &mut |step: Rewrite| match learned.get(step.name) {
-            Some(by) => step.builder.node(step.name, *by, &step.inputs),
-            None => step.keep(),
+            Some(quantizer) => step.builder.node(step.name, *quantizer, &step.inputs),
+            None => step.copy(),
         })?;
         model.changed_graph = Some(Arc::new(graph));
         Ok(())
     }
 
-    /// How many there are.
+    /// Number of quantizers.
     pub fn count(&self) -> usize {
         self.by_name.len()
     }
 }
 
-/// Holds a learned scale to what can divide.
+/// Rejects learned scales that are not positive normal numbers.
 pub(super) fn require_scale(name: &str, scale: f32) -> Result<()> {
     if scale.is_normal() && scale > 0.0 {
         return Ok(());
     }
-    Err(Error::tensor(name, format!("its learned scale {scale} is of no use"), "lower `learning_rate`, or train with `scales: fixed`"))
+    Err(Error::tensor(name, format!("its learned scale {scale} is not a positive normal number"), "lower `learning_rate`, or train with `scales: fixed`"))
 }
 
-fn settled(op: LearnedFakeQuantize, logarithm: &Tensor) -> candle_core::Result<FakeQuantize> {
+fn with_learned_scale(op: LearnedFakeQuantize, logarithm: &Tensor) -> candle_core::Result<FakeQuantize> {
     Ok(op.at(transfer::number(logarithm, Cause::State)? as f32))
 }

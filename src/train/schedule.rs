@@ -1,38 +1,38 @@
-//! Learning rates over the steps of a run.
+//! Learning rate schedules.
 
 use serde::{Deserialize, Serialize};
 
-/// How the rate falls after the warm-up.
+/// Decay of the learning rate after the warm-up.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Curve {
-    /// Half a wave of a cosine
+    /// Half a cosine period
     #[default]
     Cosine,
-    /// A straight line
+    /// Linear
     Linear,
-    /// Not at all
+    /// No decay
     Constant,
 }
 
-/// Rates that rise from zero and fall again, as transformers' `get_cosine_schedule_with_warmup`,
-/// `get_linear_schedule_with_warmup` and `get_constant_schedule_with_warmup` compute them.
+/// Linear warm-up followed by a decay, as in transformers' `get_cosine_schedule_with_warmup`,
+/// `get_linear_schedule_with_warmup` and `get_constant_schedule_with_warmup`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Schedule {
-    /// How the rate falls
+    /// Decay of the rate after the warm-up
     pub kind: Curve,
-    /// Steps until the full rate is reached
+    /// Number of warm-up steps
     pub warmup_steps: u64,
-    /// Where the rate ends, as a fraction of the full one
+    /// Final rate, as a fraction of the peak rate
     pub min_rate: f64,
 }
 
 impl Schedule {
-    /// The rate of a step, of which there are `total` in a run, counted from 0: how many are already done. With a warm-up, that of
-    /// the first is 0.
+    /// The learning rate of step `step`, counted from 0, of `total` steps. With a warm-up, the rate of
+    /// the first step is 0.
     pub fn rate(&self, step: u64, total: u64, base: f64) -> f64 {
         if step < self.warmup_steps {
             return base * step as f64 / self.warmup_steps as f64;
@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rates_rise_and_fall() {
+    fn rates_follow_the_schedule() {
         let rates = |kind, min_rate| -> Vec<f64> {
             let schedule = Schedule { kind, warmup_steps: 2, min_rate };
             [0, 1, 2, 4, 6, 9].into_iter().map(|step| schedule.rate(step, 6, 2.0)).collect()
@@ -66,14 +66,14 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_is_all_warm_up() {
+    fn a_run_shorter_than_the_warm_up() {
         let schedule = Schedule { warmup_steps: 10, ..Schedule::default() };
         assert_eq!((schedule.rate(5, 5, 1.0), schedule.rate(10, 5, 1.0), schedule.rate(11, 5, 1.0)), (0.5, 1.0, 0.0));
         assert_eq!(Schedule::default().rate(0, 0, 1.0), 1.0);
     }
 
     #[test]
-    fn schedules_are_read() {
+    fn schedules_are_parsed() {
         let schedule: Schedule = serde_json::from_str(r#"{"kind": "linear", "warmup_steps": 3}"#).unwrap();
         assert_eq!(schedule, Schedule { kind: Curve::Linear, warmup_steps: 3, min_rate: 0.0 });
         assert!(serde_json::from_str::<Schedule>(r#"{"warmup": 3}"#).is_err());

@@ -1,7 +1,8 @@
-//! Everything that a training goes on from, in memory and on disk.
+//! State of a training, in memory and as a checkpoint.
 //!
-//! One file holds it. Where the optimizer's state is shared out, or all weights are, every other process has a file for its share, whose
-//! name says of which step it is; the one file, which is replaced last, makes them count.
+//! A checkpoint is one file. If the optimizer state or the weights are sharded, every rank other than 0
+//! writes its shard to a separate file with the step in its name. The main file is replaced last, which
+//! makes the new shards valid.
 
 use std::path::{Path, PathBuf};
 
@@ -12,112 +13,120 @@ use super::average::Average;
 use super::batches::Cursor;
 use super::checkpoint::{self, Saved, Tensors, prefixed};
 use super::optimizer::Optimizer;
-use super::run::{Evaluation, Row};
+use super::run::{Evaluation, StepRecord};
 use super::{Team, Weights};
 use crate::error::{Error, Result};
-use crate::exec::Home;
+use crate::exec::Placement;
 use crate::exec::transfer::{self, Cause};
 use crate::ir::Graph;
 
 const FILE: &str = "checkpoint.safetensors";
 
-/// How far a training is.
+/// Progress of a training, as stored in a checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Position {
-    /// What is trained, on what, and how: a hash.
+    /// Hash of the model, the data and the options.
     pub identity: String,
-    /// A hash of the evaluation data of the first process.
+    /// Hash of the evaluation data of rank 0.
     pub evaluation: Option<String>,
-    /// Processes that train together.
+    /// Number of processes.
     pub processes: usize,
-    /// Start of every random choice; with the place in the data it is all that chance depends on.
+    /// Seed. All randomness depends only on it and on the position in the data.
     pub seed: u64,
-    /// Steps that are done.
+    /// Completed steps.
     pub step: u64,
-    /// Where the next step begins.
+    /// Position in the data at which the next step begins.
     pub data: Cursor,
-    /// Samples that fit into memory at a time, where that has been found out.
+    /// Micro-batch size that fits into memory, if a whole batch does not.
     pub part: Option<usize>,
-    /// The factor on the loss, for 16-bit floats, and steps since it changed.
+    /// Loss scale for `f16`, and steps since it changed.
     pub scale: (f64, u64),
-    /// Steps among them that changed nothing, since gradients overflowed 16-bit floats: neither the schedule nor the optimizer counts them.
+    /// Steps whose gradients overflowed 16-bit floats. They change nothing, and neither the schedule nor
+    /// the optimizer counts them.
     #[serde(default)]
     pub skipped: u64,
-    /// Steps among them in whose samples nothing counted: all labels were -100.
+    /// Steps without a label that counts. They are left out in the same way.
     #[serde(default)]
     pub empty: u64,
-    /// Evaluations since the best one.
+    /// Evaluations without improvement.
     pub waited: u64,
-    /// Loss and figures of some steps.
-    pub curve: Vec<Row>,
-    /// Scores on the way.
+    /// Metrics of some steps.
+    pub curve: Vec<StepRecord>,
+    /// Scores so far.
     pub evaluations: Vec<Evaluation>,
 }
 
 impl Position {
-    /// Counts a step that was skipped, or in which nothing counted.
+    /// Counts a step that was skipped, or that had no item of a loss.
     pub fn count_idle(&mut self, skipped: bool, empty: bool) {
-        self.skipped += u64::from(skipped);
+        self.skipped += u64::from(skipped && !empty);
         self.empty += u64::from(empty);
     }
 
-    /// Notes on steps that changed nothing.
+    /// Number of steps that changed no weight.
+    pub fn idle(&self) -> u64 {
+        self.skipped + self.empty
+    }
+
+    /// Notes on steps that changed no weight.
     ///
     /// # Errors
-    /// None changed anything.
+    /// No step changed a weight.
     pub fn idle_steps(&self) -> Result<Vec<String>> {
         let (steps, skipped, empty) = (self.step, self.skipped, self.empty);
-        if steps > 0 && skipped == steps {
-            let reason = format!("gradients overflowed 16-bit floats in all {steps} steps, so that no weight changed: use `precision: bf16` or `f32`");
+        if steps > 0 && empty == steps {
+            return Err(Error::option("data: train", "no sample has a usable label: all labels are -100 or padding"));
+        }
+        if steps > 0 && self.idle() == steps {
+            let counts = if empty == 0 { "in".to_owned() } else { format!("in {skipped} and there was no usable label in {empty} of") };
+            let reason = format!("gradients overflowed 16-bit floats {counts} all {steps} steps, so that no weight changed: use `precision: bf16` or `f32`");
             return Err(Error::Diverged { step: steps, reason });
         }
-        if steps > 0 && empty == steps {
-            return Err(Error::option("data: train", "no sample has a label that counts: all of them are -100 or padding"));
-        }
-        let skipped = (skipped > 0).then(|| format!("{skipped} of {steps} steps were skipped, since gradients overflowed 16-bit floats"));
-        let empty = (empty > 0).then(|| format!("{empty} of {steps} steps had no label that counts: all were -100 or padding"));
+        let skipped = (skipped > 0).then(|| format!("{skipped} of {steps} steps were skipped because gradients overflowed 16-bit floats"));
+        let empty = (empty > 0).then(|| format!("{empty} of {steps} steps were skipped because they had no usable labels: all were -100 or padding"));
         Ok(skipped.into_iter().chain(empty).collect())
     }
 }
 
-/// Whose share of the optimizer's state a file holds, and of when.
+/// Metadata of a shard file.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-struct Share {
+struct ShardInfo {
     identity: String,
     processes: usize,
     step: u64,
     rank: usize,
 }
 
-/// A training between two steps.
+/// State of a training between two steps.
 pub struct TrainState<'w> {
-    /// How far it is.
+    /// Progress.
     pub position: Position,
-    /// What it has made of the weights.
+    /// The trained weights.
     pub weights: &'w mut Weights,
-    /// What the optimizer remembers; of its own parameters, where that is shared out.
+    /// The optimizer; if its state is sharded, that of the parameters of this rank.
     pub optimizer: Box<dyn Optimizer>,
-    /// The average of the weights, where one is wanted.
+    /// Moving average of the weights, if requested.
     pub average: Option<Average>,
-    /// The best weights so far, on the host or in a file, once some were evaluated.
+    /// The best weights so far, after the first evaluation; on the host or in a file.
     pub best: Option<Tensors>,
 }
 
-/// The file of a training in its folder.
+/// Path of the main checkpoint file in a folder.
 pub fn path(folder: &Path) -> PathBuf {
     folder.join(FILE)
 }
 
-fn share_path(folder: &Path, step: u64, rank: usize) -> PathBuf {
+fn shard_path(folder: &Path, step: u64, rank: usize) -> PathBuf {
     folder.join(format!("checkpoint-{step}-{rank}.safetensors"))
 }
 
-fn foreign(path: PathBuf, reason: String) -> Error {
-    Error::Output { path, reason, hint: "restore what began it, or start over without --resume (add --force)".into() }
+fn mismatch(path: PathBuf, reason: String) -> Error {
+    let hint = "resume with the model, data, options and processes that it was started with, or start over without --resume (add --force)";
+    Error::Output { path, reason, hint: hint.into() }
 }
 
 impl TrainState<'_> {
-    /// Weights that count: the average where there is one.
+    /// The weights to evaluate and to write: the moving average if there is one.
     pub fn current(&self, graph: &Graph) -> Tensors {
         let mut current = self.weights.state(graph);
         if let Some(average) = &self.average {
@@ -126,19 +135,19 @@ impl TrainState<'_> {
         current
     }
 
-    fn share(&self, rank: usize) -> Share {
+    fn shard_info(&self, rank: usize) -> ShardInfo {
         let Position { identity, processes, step, .. } = &self.position;
-        Share { identity: identity.clone(), processes: *processes, step: *step, rank }
+        ShardInfo { identity: identity.clone(), processes: *processes, step: *step, rank }
     }
 
-    /// Writes all of it, with the other processes.
+    /// Writes a checkpoint; all processes call it.
     ///
     /// # Errors
-    /// The disk is full, memory runs out, or another process is gone.
+    /// Writing fails, memory runs out, or another process disconnected.
     pub fn save(&self, folder: &Path, graph: &Graph, team: &Team) -> Result<()> {
-        let (rank, step, shares) = (team.rank(), self.position.step, self.shares(team));
+        let (rank, step, is_sharded) = (team.rank(), self.position.step, self.is_sharded(team));
         let mut tensors: Tensors = prefixed(self.optimizer.state(), "optimizer/").collect();
-        if rank == 0 || self.weights.home().is_shared() {
+        if rank == 0 || self.weights.home().is_sharded() {
             tensors.extend(prefixed(self.weights.state(graph), "weight/"));
             if let Some(average) = &self.average {
                 tensors.extend(prefixed(average.state()?, "average/"));
@@ -147,69 +156,72 @@ impl TrainState<'_> {
                 tensors.extend(prefixed(best.clone(), "best/"));
             }
         }
-        tensors.retain(|_, kept| kept.is_here());
-        if rank > 0 && shares {
-            checkpoint::save(&share_path(folder, step, rank), &self.share(rank), &tensors)?;
+        tensors.retain(|_, kept| kept.is_local());
+        if rank > 0 && is_sharded {
+            checkpoint::save(&shard_path(folder, step, rank), &self.shard_info(rank), &tensors)?;
             team.wait()?;
         } else if rank == 0 {
-            if shares {
+            if is_sharded {
                 team.wait()?;
             }
             checkpoint::save(&path(folder), &self.position, &tensors)?;
         }
         team.wait()?;
-        if rank > 0 && shares {
-            remove_older(folder, step, rank);
+        if rank > 0 && is_sharded {
+            remove_other_steps(folder, step, rank);
         }
         Ok(())
     }
 
-    /// Whether other processes have files of their own.
-    fn shares(&self, team: &Team) -> bool {
-        team.shares_out() || self.weights.home().is_shared()
+    /// Whether every rank has its own checkpoint file.
+    fn is_sharded(&self, team: &Team) -> bool {
+        team.is_optimizer_sharded() || self.weights.home().is_sharded()
     }
 
-    /// Goes on from what lies in a folder; from nothing, where nothing does.
+    /// Restores the checkpoint of a folder, if there is one.
     ///
     /// # Errors
-    /// The training is another one, or of another number of processes; a file is damaged, missing, or not of this training and step.
+    /// The checkpoint belongs to another training or number of processes, or a file is damaged or missing.
     pub fn restore(&mut self, folder: &Path, graph: &Graph, team: &Team) -> Result<()> {
         let path = path(folder);
         let Some((position, saved)) = checkpoint::open::<Position>(&path)? else { return Ok(()) };
         if position.identity != self.position.identity {
-            return Err(foreign(path, "is of a training with other options, data or weights".into()));
+            return Err(mismatch(path, "belongs to a training with different options, data or weights".into()));
         }
         if position.processes != self.position.processes {
             let (then, now) = (position.processes, self.position.processes);
-            return Err(foreign(path, format!("is of a training in {then} processes, this one has {now}: its data and optimizer are shared out otherwise")));
+            return Err(mismatch(
+                path,
+                format!("belongs to a training with {then} processes, but this one has {now}: data and optimizer state are sharded differently"),
+            ));
         }
         if team.rank() == 0 && position.evaluation != self.position.evaluation {
-            return Err(foreign(path, "is of a training with other evaluation data".into()));
+            return Err(mismatch(path, "belongs to a training with different evaluation data".into()));
         }
         self.position = position;
         let has_best = !saved.names("best/").is_empty();
-        let share = if team.rank() > 0 && self.shares(team) { Some(self.share_of(folder, team.rank())?) } else { None };
-        let share = share.as_ref().unwrap_or(&saved);
-        let of_weights = if self.weights.home().is_shared() { share } else { &saved };
+        let shard = if team.rank() > 0 && self.is_sharded(team) { Some(self.open_shard(folder, team.rank())?) } else { None };
+        let shard = shard.as_ref().unwrap_or(&saved);
+        let weight_file = if self.weights.home().is_sharded() { shard } else { &saved };
         let kept = self.weights.state(graph);
         for prefix in ["weight/", "best/"] {
-            let held = of_weights.names(prefix);
-            let mut here = kept.iter().filter(|(_, kept)| kept.is_here());
-            if let Some((name, _)) = here.find(|(name, _)| !held.contains(name.as_str())).filter(|_| prefix == "weight/" || has_best) {
+            let saved_names = weight_file.names(prefix);
+            let mut local = kept.iter().filter(|(_, kept)| kept.is_local());
+            if let Some((name, _)) = local.find(|(name, _)| !saved_names.contains(name.as_str())).filter(|_| prefix == "weight/" || has_best) {
                 return Err(Error::malformed(&path, format!("lacks the tensor `{prefix}{name}`")));
             }
         }
-        self.weights.restore(&mut of_weights.under("weight/"))?;
-        self.optimizer.restore(&mut share.under("optimizer/"))?;
+        self.weights.restore(&mut weight_file.under("weight/"))?;
+        self.optimizer.restore(&mut shard.under("optimizer/"))?;
         if let Some(average) = &mut self.average {
-            average.restore(&mut of_weights.under("average/"))?;
+            average.restore(&mut weight_file.under("average/"))?;
         }
         if has_best {
             let home = self.home_of_best()?;
-            let mut best: Tensors = kept.iter().filter(|(_, kept)| !kept.is_here()).map(|(name, kept)| (name.clone(), kept.clone())).collect();
-            for tensor in of_weights.under("best/") {
+            let mut best: Tensors = kept.iter().filter(|(_, kept)| !kept.is_local()).map(|(name, kept)| (name.clone(), kept.clone())).collect();
+            for tensor in weight_file.under("best/") {
                 let (name, tensor) = tensor?;
-                let kept = kept.get(&name).map_or_else(|| home.keep(&tensor), |kept| home.keep_with(&tensor, kept))?;
+                let kept = kept.get(&name).map_or_else(|| home.store(&tensor), |kept| home.store_with(&tensor, kept))?;
                 best.insert(name, kept);
             }
             self.best = Some(best);
@@ -217,28 +229,28 @@ impl TrainState<'_> {
         Ok(())
     }
 
-    /// Best weights wait on the host, in a file of their own, or where weights are shared out, beside them.
-    fn home_of_best(&self) -> Result<Home> {
+    /// Placement of the best weights: on the host, in a separate file, or sharded like the weights.
+    fn home_of_best(&self) -> Result<Placement> {
         match self.weights.home() {
-            Home::Memory(_) => Ok(Home::Memory(Device::Cpu)),
-            Home::Shared(shares) => Ok(Home::Shared(shares.clone())),
-            home => home.another(),
+            Placement::Memory(_) => Ok(Placement::Memory(Device::Cpu)),
+            Placement::Sharded(shares) => Ok(Placement::Sharded(shares.clone())),
+            home => home.sibling(),
         }
     }
 
-    /// The file of another process's share.
-    fn share_of(&self, folder: &Path, rank: usize) -> Result<Saved> {
-        let (path, expected) = (share_path(folder, self.position.step, rank), self.share(rank));
-        match checkpoint::open::<Share>(&path)? {
-            Some((share, saved)) if share == expected => Ok(saved),
-            Some((share, _)) => {
-                Err(foreign(path, format!("is of process {} of {} at step {} of some training, not of this one", share.rank, share.processes, share.step)))
+    /// Opens the shard of a rank, and checks that it belongs to this step.
+    fn open_shard(&self, folder: &Path, rank: usize) -> Result<Saved> {
+        let (path, expected) = (shard_path(folder, self.position.step, rank), self.shard_info(rank));
+        match checkpoint::open::<ShardInfo>(&path)? {
+            Some((shard, saved)) if shard == expected => Ok(saved),
+            Some((shard, _)) => {
+                Err(mismatch(path, format!("belongs to rank {} of {} at step {} of another training", shard.rank, shard.processes, shard.step)))
             }
-            None => Err(foreign(path, format!("is missing, and holds what the optimizer of process {rank} remembers"))),
+            None => Err(mismatch(path, format!("is missing; it contains the shard of rank {rank}"))),
         }
     }
 
-    /// A hash of the step and of all weights that every process has, the same in all processes that are in step.
+    /// Hash of the step and of all replicated weights, which must be equal on all ranks.
     ///
     /// # Errors
     /// Memory runs out.
@@ -247,10 +259,10 @@ impl TrainState<'_> {
         hasher.update(&self.position.step.to_le_bytes());
         for (name, kept) in self.weights.state(graph) {
             hasher.update(name.as_bytes());
-            if self.weights.home().is_shared() {
+            if self.weights.home().is_sharded() {
                 continue;
             }
-            let values = transfer::values::<f32>(&kept.open()?, Cause::State).map_err(|e| Error::computed(format!("tensor `{name}`"), e))?;
+            let values = transfer::values::<f32>(&kept.open()?, Cause::State).map_err(|e| Error::candle(format!("tensor `{name}`"), e))?;
             for value in values {
                 hasher.update(&value.to_le_bytes());
             }
@@ -258,7 +270,7 @@ impl TrainState<'_> {
         Ok(hasher.finalize().to_string())
     }
 
-    /// Keeps weights as the best ones.
+    /// Stores a copy of the weights as the best ones.
     ///
     /// # Errors
     /// Memory runs out.
@@ -271,12 +283,12 @@ impl TrainState<'_> {
     }
 }
 
-/// Removes the shares of a process that are of other steps; what is left of them does no harm.
-fn remove_older(folder: &Path, step: u64, rank: usize) {
-    let (own, end) = (share_path(folder, step, rank), format!("-{rank}.safetensors"));
+/// Removes the shard files of a rank from other steps. Errors are ignored: leftover files are not read.
+fn remove_other_steps(folder: &Path, step: u64, rank: usize) {
+    let (own, end) = (shard_path(folder, step, rank), format!("-{rank}.safetensors"));
     for path in std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()) {
-        let is_share = path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("checkpoint-") && name.ends_with(&end));
-        if is_share && path != own {
+        let is_shard = path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("checkpoint-") && name.ends_with(&end));
+        if is_shard && path != own {
             let _ = std::fs::remove_file(path);
         }
     }

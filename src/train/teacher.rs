@@ -1,4 +1,4 @@
-//! The model that is learned from: run without gradients, asked for values inside it.
+//! The teacher: a model that runs without gradients and returns intermediate values.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::data::Batch;
 use crate::error::Result;
 use crate::exec::{Blockwise, BlockwiseOptions, Executor, Inputs, MemoryCategory, MemoryTracker, Parameters, Residence};
-use crate::ir::{Graph, Op, part};
+use crate::ir::{Graph, Op, subgraph};
 use crate::model::Model;
 use crate::store::Weights;
 use crate::work::Work;
@@ -15,18 +15,18 @@ use crate::work::Work;
 /// Values by name.
 pub(super) type Values = BTreeMap<String, Tensor>;
 
-/// A teacher that answers with some of its values.
+/// A teacher, reduced to the part of its graph that the losses read.
 pub struct Teacher {
     graph: Graph,
     parameters: Parameters,
     device: Device,
-    /// Where its weights are read from whenever they are used, unless they are in memory.
+    /// The weights on disk, if they are read whenever they are used instead of kept in memory.
     streamed: Option<Weights>,
 }
 
 impl Teacher {
-    /// Loads the part of a teacher that its `values` depend on, and `more` parameters that losses read; streamed, each parameter is read
-    /// from its file when it is used.
+    /// Loads the part of a teacher that `values` depend on, and the parameters `more` that losses read.
+    /// If `streamed`, each parameter is read from its file when it is used.
     ///
     /// # Errors
     /// Reading fails, or memory runs out.
@@ -38,7 +38,7 @@ impl Teacher {
         memory_tracker: &MemoryTracker,
         work: &Work,
     ) -> Result<Teacher> {
-        let graph = part(graph, values, &Op::clone)?;
+        let graph = subgraph(graph, values, &Op::clone)?;
         let names = graph.params().map(|(_, value)| &value.name).chain(more).collect();
         let (parameters, bytes) = if streamed {
             Parameters::streamed(names, &model.weights, device, compute, Residence::Stored)?
@@ -51,29 +51,30 @@ impl Teacher {
         Ok(Teacher { graph, parameters, device: device.clone(), streamed: streamed.then(|| model.weights.clone()) })
     }
 
-    /// The values for some samples, by name, where the teacher is.
+    /// Computes the values for a batch, by name, on the teacher's device.
     ///
     /// # Errors
-    /// Inputs do not fit, or memory runs out.
+    /// Inputs do not fit the graph, or memory runs out.
     pub fn values(&self, inputs: &Inputs) -> Result<Values> {
         Executor::new(&self.graph, self.parameters.clone(), self.device.clone()).run(inputs)
     }
 
-    /// Whether its weights are read whenever they are used.
+    /// Whether the weights are read from disk whenever they are used.
     pub fn is_streamed(&self) -> bool {
         self.streamed.is_some()
     }
 
-    /// Shows the values for many batches, which go through one block of a streamed teacher after the other, so that its weights are read once.
+    /// Runs many batches through a streamed teacher, block by block, so that its weights are read once.
+    /// Calls `consume` with the values of each batch.
     ///
     /// # Errors
-    /// Inputs do not fit, reading fails, memory runs out, or the consumer fails.
+    /// Inputs do not fit the graph, reading or `consume` fails, or memory runs out.
     pub fn block_by_block(
         &self,
         batches: Vec<Batch>,
         options: &BlockwiseOptions,
         work: &Work,
-        mut see: impl FnMut(&Batch, &Values) -> Result<()>,
+        mut consume: impl FnMut(&Batch, &Values) -> Result<()>,
     ) -> Result<()> {
         let Some(weights) = self.streamed.as_ref().filter(|_| !batches.is_empty()) else { return Ok(()) };
         let options = BlockwiseOptions { device: self.device.clone(), compute: self.parameters.compute(), ..options.clone() };
@@ -83,10 +84,10 @@ impl Teacher {
             blocks.enter(block)?;
             blocks.leave()?;
         }
-        blocks.outputs(|batch, values| see(batch, &values))
+        blocks.outputs(|batch, values| consume(batch, &values))
     }
 
-    /// Its parameters.
+    /// The teacher's parameters.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
     }

@@ -1,4 +1,4 @@
-//! Several processes that make one step together.
+//! The processes of a data-parallel training.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -10,16 +10,16 @@ use candle_core::{Device, Tensor};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::communicator::{self, Alone, Communicator, PATIENCE, Place};
+use super::communicator::{self, Communicator, RankConfig, SingleProcess, TIMEOUT};
 use super::objective::Items;
 use crate::error::{Error, Result};
-use crate::exec::{Kept, Pool};
+use crate::exec::{Collective, ManagedTensor};
 use crate::work::{Cancel, lock};
 
-/// How long others may write a checkpoint or evaluate.
-const ENDLESS: Duration = Duration::from_secs(86_400);
+/// Timeout while other ranks evaluate or write a checkpoint.
+const LONG_TIMEOUT: Duration = Duration::from_secs(86_400);
 
-/// What a team's processes talk over.
+/// The communicator of a team.
 struct Connection(Mutex<Box<dyn Communicator>>);
 
 impl fmt::Debug for Connection {
@@ -28,7 +28,7 @@ impl fmt::Debug for Connection {
     }
 }
 
-impl Pool for Connection {
+impl Collective for Connection {
     fn rank(&self) -> usize {
         lock(&self.0).rank()
     }
@@ -46,28 +46,29 @@ impl Pool for Connection {
     }
 }
 
-/// This process among others; most often there are none.
+/// The processes of a training, as seen by this one; usually there is only one.
 pub struct Team {
     communicator: Arc<Connection>,
-    /// Who keeps the optimizer's state of which parameter, where it is shared out.
+    /// Rank that holds the optimizer state of each parameter; empty unless the state is sharded.
     owners: RefCell<BTreeMap<String, usize>>,
 }
 
 impl Team {
-    /// The processes that the environment names, or this one alone.
+    /// Connects to the processes of the launcher's environment variables; without them, there is only
+    /// this process.
     ///
     /// # Errors
-    /// Variables contradict each other, or processes do not come.
+    /// Variables contradict each other, or processes do not connect.
     pub fn from_environment(device: &Device) -> Result<Team> {
-        let place = Place::from_environment()?;
-        Ok(Team::of(match place {
-            Some(place) => communicator::open(&place, device, PATIENCE)?,
-            None => Box::new(Alone),
+        let config = RankConfig::from_environment()?;
+        Ok(Team::new(match config {
+            Some(config) => communicator::open(&config, device, TIMEOUT)?,
+            None => Box::new(SingleProcess),
         }))
     }
 
-    /// Over a connection that is there.
-    pub fn of(communicator: Box<dyn Communicator>) -> Team {
+    /// A team that uses an open communicator.
+    pub fn new(communicator: Box<dyn Communicator>) -> Team {
         Team { communicator: Arc::new(Connection(Mutex::new(communicator))), owners: RefCell::default() }
     }
 
@@ -75,54 +76,54 @@ impl Team {
         lock(&self.communicator.0)
     }
 
-    /// Its processes, for tensors that they share out.
-    pub fn pool(&self) -> Arc<dyn Pool> {
+    /// The collectives for sharded tensors.
+    pub fn pool(&self) -> Arc<dyn Collective> {
         self.communicator.clone()
     }
 
-    /// Number of this process, from 0.
+    /// Rank of this process, from 0.
     pub fn rank(&self) -> usize {
         self.connection().rank()
     }
 
-    /// How many there are.
+    /// Number of processes.
     pub fn size(&self) -> usize {
         self.connection().size()
     }
 
-    /// Holds all processes to the same: what it is, and a text that stands for it.
+    /// Checks that `text` is equal on all processes; `what` names it in the error message.
     ///
     /// # Errors
-    /// Another process has something else, or is gone.
+    /// The texts differ, or another process disconnected.
     pub fn agree(&self, what: &str, text: &str) -> Result<()> {
         communicator::agree(&mut **self.connection(), what, text.as_bytes())
     }
 
-    /// Returns when all processes have come here, however long each has had to work before.
+    /// Barrier with a long timeout.
     ///
     /// # Errors
-    /// Another process is gone.
+    /// Another process disconnected.
     pub fn wait(&self) -> Result<()> {
-        self.gather_patiently(&[]).map(drop)
+        self.gather_with_long_timeout(&[]).map(drop)
     }
 
-    /// Tells the others why this process stops.
+    /// Reports to the other processes why this one stops.
     pub fn stop(&self, error: &Error) {
         self.connection().stop(&error.to_string());
     }
 
-    fn gather_patiently(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+    fn gather_with_long_timeout(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let mut communicator = self.connection();
-        communicator.set_patience(ENDLESS)?;
+        communicator.set_timeout(LONG_TIMEOUT)?;
         let all = communicator.gather_bytes(bytes)?;
-        communicator.set_patience(PATIENCE)?;
+        communicator.set_timeout(TIMEOUT)?;
         Ok(all)
     }
 
-    /// Means of figures over all processes: of losses, and of items, by which the mean of gradients is divided.
+    /// Averages scalars, such as losses and item counts, over all processes.
     ///
     /// # Errors
-    /// Another process is gone.
+    /// Another process disconnected.
     pub fn means(&self, items: Items) -> Result<Items> {
         let mut communicator = self.connection();
         if communicator.size() == 1 {
@@ -139,60 +140,60 @@ impl Team {
         Ok(items.into_keys().zip(sums).map(|(name, sum)| (name, sum / all.len() as f64)).collect())
     }
 
-    /// Means of gradients over all processes.
+    /// Averages gradients over all processes.
     ///
     /// # Errors
-    /// Another process is gone.
+    /// Another process disconnected.
     pub fn average(&self, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
         communicator::average_gradients(&mut **self.connection(), gradients)
     }
 
-    /// Whether any process has been told to stop, and what the first one says of something that is `due`.
+    /// Returns whether any process was interrupted, and the value of `due` on rank 0.
     ///
     /// # Errors
-    /// Another process is gone.
-    pub fn stopped(&self, cancel: &Cancel, due: bool) -> Result<(bool, bool)> {
-        let here = cancel.check().is_err();
-        let all = self.connection().gather_bytes(&[u8::from(here), u8::from(due)])?;
+    /// Another process disconnected.
+    pub fn poll_interruption(&self, cancel: &Cancel, due: bool) -> Result<(bool, bool)> {
+        let is_interrupted = cancel.check().is_err();
+        let all = self.connection().gather_bytes(&[u8::from(is_interrupted), u8::from(due)])?;
         Ok((all.iter().any(|bytes| bytes.first() == Some(&1)), all.first().is_some_and(|bytes| bytes.get(1) == Some(&1))))
     }
 
-    /// What the first process finds, on all of them; the others do not look for it, and wait however long it takes.
+    /// Calls `compute` on rank 0 and broadcasts its result. The other processes wait with a long timeout.
     ///
     /// # Errors
-    /// Those of `find`; another process is gone.
-    pub fn told<T: Serialize + DeserializeOwned>(&self, find: impl FnOnce() -> Result<T>) -> Result<T> {
-        let failed = |e| Error::run("what the first process has found", e, "");
-        let own = if self.rank() == 0 { serde_json::to_vec(&find()?).map_err(failed)? } else { Vec::new() };
-        let all = self.gather_patiently(&own)?;
+    /// `compute` fails, or another process disconnected.
+    pub fn broadcast<T: Serialize + DeserializeOwned>(&self, compute: impl FnOnce() -> Result<T>) -> Result<T> {
+        let failed = |e| Error::run("the result of rank 0", e, "");
+        let own = if self.rank() == 0 { serde_json::to_vec(&compute()?).map_err(failed)? } else { Vec::new() };
+        let all = self.gather_with_long_timeout(&own)?;
         serde_json::from_slice(all.first().map_or(&[], Vec::as_slice)).map_err(failed)
     }
 
-    /// Shares the optimizer's state out.
-    pub fn share_out(&self, parameters: &BTreeMap<String, Kept>) {
+    /// Shards the optimizer's state across ranks.
+    pub fn shard_optimizer(&self, parameters: &BTreeMap<String, ManagedTensor>) {
         let bytes = parameters.iter().map(|(name, kept)| (name.clone(), kept.size())).collect();
-        *self.owners.borrow_mut() = communicator::owners(&bytes, self.size());
+        *self.owners.borrow_mut() = communicator::assign_owners(&bytes, self.size());
     }
 
-    /// Whether the optimizer's state is shared out.
-    pub fn shares_out(&self) -> bool {
+    /// Whether the optimizer state is sharded.
+    pub fn is_optimizer_sharded(&self) -> bool {
         !self.owners.borrow().is_empty()
     }
 
-    /// Whether this process changes a parameter.
+    /// Whether this process updates a parameter.
     pub fn owns(&self, name: &str) -> bool {
         self.owners.borrow().get(name).is_none_or(|owner| *owner == self.rank())
     }
 
-    /// Gives every process what the owners of parameters have made of them.
+    /// Broadcasts updated parameters from their owners, in place.
     ///
     /// # Errors
-    /// Another process is gone.
-    pub fn share(&self, parameters: &BTreeMap<String, Tensor>) -> Result<()> {
+    /// Another process disconnected.
+    pub fn broadcast_parameters(&self, parameters: &BTreeMap<String, Tensor>) -> Result<()> {
         let owners = self.owners.borrow();
         if owners.is_empty() {
             return Ok(());
         }
-        communicator::share_parameters(&mut **self.connection(), parameters, &owners)
+        communicator::broadcast_parameters(&mut **self.connection(), parameters, &owners)
     }
 }

@@ -1,4 +1,5 @@
-//! The student's weights while it trains: f32 masters, what the graph sees of them, and what is written in the end.
+//! The student's weights during training: f32 master weights, the parameters of the forward pass, and
+//! conversion back to the weights of a model.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -8,143 +9,71 @@ use candle_core::{D, DType, Device, Tensor};
 use super::Team;
 use super::checkpoint::Stream;
 use super::scales::{self, Quantizers};
+use super::weight_rounding::Rounding;
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{Home, Kept, MemoryCategory, MemoryTracker, Parameters, Residence};
-use crate::ir::ops::round_half_even;
+use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Placement, Residence};
+use crate::ir::ops::ScalarOps;
 use crate::ir::{Graph, Node, Op};
-use crate::kernel::quantize;
 use crate::model::Model;
-use crate::store::{DType as Stored, Encoding, Pattern, Scales, Weight, select};
+use crate::store::{Pattern, Scales, Weight, select};
 use crate::work::Work;
 
-/// Meaning of the zeros of a weight.
+/// Origin of the zeros of a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Zeros {
+pub enum ZeroKind {
     /// Pruned weights, which stay zero.
     Pruned,
-    /// Weights of a model that is known to be pruned. They stay zero, unless the whole matrix is zero: such a matrix was initialized so.
+    /// Zeros in a model that is known to be pruned. They stay zero, unless the whole matrix is zero,
+    /// which is an initialization.
     OfPrunedModel,
-    /// Floats that nothing states to be pruned.
+    /// Zeros in floats, without a record of pruning.
     Unexplained,
-    /// Integers that are zero by rounding.
+    /// Integers that were rounded to zero.
     Codes,
 }
 
-/// Tells the meaning of the zeros of a weight.
-pub type MeaningOfZeros<'a> = &'a dyn Fn(&Weight) -> Zeros;
+/// Determines the origin of the zeros of a weight.
+pub type ClassifyZeros<'a> = &'a dyn Fn(&Weight) -> ZeroKind;
 
-/// Weights that train and weights that do not.
+/// Trained and frozen weights.
 pub struct Weights {
-    /// In f32; changed in place.
-    pub trained: BTreeMap<String, Kept>,
-    /// In the precision of the computation.
-    fixed: BTreeMap<String, Kept>,
-    /// 0 where a pruned weight stays zero.
-    masks: BTreeMap<String, Kept>,
-    /// How many weights that are.
+    /// Master weights in f32, updated in place.
+    pub trained: BTreeMap<String, ManagedTensor>,
+    /// Frozen weights in the compute precision, and running statistics.
+    fixed: BTreeMap<String, ManagedTensor>,
+    /// Pruning masks: 0 for weights that stay zero.
+    masks: BTreeMap<String, ManagedTensor>,
+    /// Number of weights that stay zero.
     zeros: u64,
-    /// Tensors that hold zeros which nothing states to be pruned weights.
+    /// Number of tensors with zeros of unknown origin.
     unexplained: usize,
-    /// Weights whose layers see them rounded to integers.
+    /// Fake quantization of weights that are written as integers.
     rounded: Arc<BTreeMap<String, Rounding>>,
-    /// Logarithms of learned scales of values, and what their gradients are multiplied with.
-    values: BTreeMap<String, f64>,
-    home: Home,
+    /// Names of the logarithms of learned activation scales, and the factors on their gradients.
+    activation_scales: BTreeMap<String, f64>,
+    home: Placement,
     device: Device,
     compute: DType,
 }
 
-/// Rounding to integers that gradients do not see (Bengio et al., *Estimating or Propagating Gradients Through Stochastic
-/// Neurons*, 2013; Jacob et al., *Quantization and Training of Neural Networks*, 2018).
-struct Rounding {
-    scales: Scales,
-    /// One row for each run of elements under one scale.
-    scale: Tensor,
-    /// The format that scales are written in.
-    stored: DType,
-    zero: Tensor,
-    /// The least and the largest integer.
-    bounds: [f32; 2],
-}
-
-impl Rounding {
-    /// Of a weight that is written as integers.
-    fn of(name: &str, weight: &Weight, device: &Device) -> Result<Option<Rounding>> {
-        let (Some(scales), Encoding::Affine(affine)) = (weight.scales()?, &weight.encoding) else { return Ok(None) };
-        if !affine.codes.is_integer() {
-            return Err(Error::tensor(
-                name,
-                format!("is {}, and training goes through the rounding of integers only", weight.describe()),
-                "train before quantizing, or add it to `ignore`",
-            ));
-        }
-        let stored = match affine.scale_dtype {
-            Stored::BF16 => DType::BF16,
-            Stored::F16 => DType::F16,
-            _ => DType::F32,
-        };
-        Rounding::new(scales, stored, quantize::bounds(affine.codes.bits()), device).map(Some).map_err(failed(name))
-    }
-
-    fn new(scales: Scales, stored: DType, bounds: [f32; 2], device: &Device) -> candle_core::Result<Rounding> {
-        let column = |values: &[f32]| Tensor::from_slice(values, (values.len(), 1), device);
-        Ok(Rounding { scale: column(&scales.scales)?, stored, zero: column(&scales.zero_points)?, bounds, scales })
-    }
-
-    /// The scales with these logarithms on them, as they will be written.
-    fn scale(&self, learned: Option<&Tensor>) -> candle_core::Result<Tensor> {
-        match learned {
-            Some(logarithms) => (&self.scale * logarithms.exp()?.reshape(self.scale.dims())?)?.to_dtype(self.stored)?.to_dtype(DType::F32),
-            None => Ok(self.scale.clone()),
-        }
-    }
-
-    /// A weight in steps, `[runs, elements of a run]`.
-    fn steps(&self, weight: &Tensor, scale: &Tensor) -> candle_core::Result<Tensor> {
-        weight.reshape((self.scales.scales.len(), self.scales.run))?.broadcast_div(scale)
-    }
-
-    /// Integers, as floats, `[runs, elements of a run]`.
-    fn integers(&self, weight: &Tensor, scale: &Tensor) -> candle_core::Result<Tensor> {
-        let [least, most] = self.bounds;
-        round_half_even(&self.steps(weight, scale)?)?.broadcast_add(&self.zero)?.clamp(least, most)
-    }
-
-    fn apply(&self, weight: &Tensor, learned: Option<&Tensor>) -> candle_core::Result<Tensor> {
-        let scale = self.scale(learned)?;
-        self.integers(weight, &scale)?.broadcast_sub(&self.zero)?.broadcast_mul(&scale)?.reshape(weight.dims())
-    }
-
-    /// Gradients of the logarithms of scales, given that of the rounded weight: as for
-    /// [`LearnedFakeQuantize`](crate::ir::ops::LearnedFakeQuantize).
-    fn of_logarithms(&self, weight: &Tensor, learned: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
-        let scale = self.scale(Some(learned))?;
-        let steps = self.steps(weight, &scale)?;
-        let rounded = self.integers(weight, &scale)?.broadcast_sub(&self.zero)?;
-        let passes = round_half_even(&steps)?.eq(&rounded)?.to_dtype(steps.dtype())?;
-        let moved = (rounded - (steps * passes)?)?.broadcast_mul(&scale)?;
-        (gradient.reshape(moved.dims())? * moved)?.sum(1)?.affine(scales::damping(self.scales.run), 0.0)
-    }
-}
-
 fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
     let what = format!("tensor `{name}`");
-    move |e| Error::computed(what, e)
+    move |e| Error::candle(what, e)
 }
 
-/// Parameters that are statistics and not weights.
+/// Names of the parameters that are running statistics, not weights.
 fn statistics(graph: &Graph) -> BTreeSet<&str> {
-    let of = |node: &'_ Node| match node.op {
+    let first = |node: &'_ Node| match node.op {
         Op::BatchNorm(_) => 3,
         Op::CacheQuantize(_) => 1,
         _ => usize::MAX,
     };
-    let inputs = graph.nodes().iter().flat_map(|node| node.inputs.get(of(node)..).unwrap_or(&[]));
+    let inputs = graph.nodes().iter().flat_map(|node| node.inputs.get(first(node)..).unwrap_or(&[]));
     inputs.map(|id| graph.value(*id).name.as_str()).collect()
 }
 
-/// Which parameters train.
+/// Returns a predicate for the parameters that are trained.
 pub(super) fn selected<'a>(graph: &'a Graph, targets: &'a [Pattern], ignore: &'a [Pattern]) -> impl Fn(&str) -> bool + 'a {
     let statistics = statistics(graph);
     let any = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
@@ -152,15 +81,15 @@ pub(super) fn selected<'a>(graph: &'a Graph, targets: &'a [Pattern], ignore: &'a
 }
 
 impl Weights {
-    /// Loads the weights of a graph, which live in a home and compute on a device.
+    /// Loads the weights of a graph, stored at `home` and used on `device` in the dtype `compute`.
     ///
     /// # Errors
     /// A pattern matches nothing, nothing is left to train, reading fails, or memory runs out.
     pub fn load(
         graph: &Graph,
         model: &Model,
-        (targets, ignore, zeros): (&[Pattern], &[Pattern], MeaningOfZeros),
-        (home, device, compute): (Home, &Device, DType),
+        (targets, ignore, zeros): (&[Pattern], &[Pattern], ClassifyZeros),
+        (home, device, compute): (Placement, &Device, DType),
         memory_tracker: &MemoryTracker,
         work: &Work,
     ) -> Result<Weights> {
@@ -169,7 +98,7 @@ impl Weights {
         select::check("targets", targets, names.iter().copied())?;
         select::check("ignore", ignore, names.iter().copied())?;
         let selected = selected(graph, targets, ignore);
-        // Masters are what was there before rounding, where that is known.
+        // Master weights start from the values before quantization, if these are available.
         let mut unrounded = model.weights.clone();
         for (name, weight) in &mut unrounded.by_name {
             if let Some(before) = weight.source().unrounded().filter(|_| selected(name)) {
@@ -184,35 +113,35 @@ impl Weights {
             zeros: 0,
             unexplained: 0,
             rounded: Arc::default(),
-            values: BTreeMap::new(),
+            activation_scales: BTreeMap::new(),
             home,
             device: device.clone(),
             compute,
         };
-        let together = weights.home.together(names.into_iter());
-        for names in &together {
-            let work = if together.len() > 1 { work.quiet() } else { *work };
+        let groups = weights.home.name_groups(names.into_iter());
+        for names in &groups {
+            let work = if groups.len() > 1 { work.quiet() } else { *work };
             work.cancel.check()?;
             let loaded = Parameters::load_named(names.iter().collect(), &unrounded, device, DType::F32, Residence::Computed, &work)?;
             for name in names {
                 let tensor = loaded.get(name).map_err(failed(name))?;
                 if !selected(name) {
                     let tensor = if statistics.contains(name.as_str()) { Ok(tensor) } else { tensor.to_dtype(compute) };
-                    weights.fixed.insert(name.clone(), weights.home.keep(&tensor.map_err(failed(name))?)?);
+                    weights.fixed.insert(name.clone(), weights.home.store(&tensor.map_err(failed(name))?)?);
                     continue;
                 }
-                if let Some(rounding) = Rounding::of(name, model.weights.get(name)?, device)? {
+                if let Some(rounding) = Rounding::from_weight(name, model.weights.get(name)?, device)? {
                     rounded.insert(name.clone(), rounding);
                 }
-                let kept = weights.home.keep(&tensor)?;
-                let meaning = zeros(model.weights.get(name)?);
-                if let Some((mask, zeros)) = mask(&tensor).map_err(failed(name))?.filter(|_| meaning != Zeros::Codes) {
-                    let some = zeros < tensor.elem_count() as u64;
-                    if meaning == Zeros::Pruned || meaning == Zeros::OfPrunedModel && some {
-                        weights.masks.insert(name.clone(), weights.home.keep_with(&mask, &kept)?);
+                let kept = weights.home.store(&tensor)?;
+                let kind = zeros(model.weights.get(name)?);
+                if let Some((mask, zeros)) = mask(&tensor).map_err(failed(name))?.filter(|_| kind != ZeroKind::Codes) {
+                    let has_nonzeros = zeros < tensor.elem_count() as u64;
+                    if kind == ZeroKind::Pruned || kind == ZeroKind::OfPrunedModel && has_nonzeros {
+                        weights.masks.insert(name.clone(), weights.home.store_with(&mask, &kept)?);
                         weights.zeros += zeros;
                     } else {
-                        weights.unexplained += usize::from(some && zeros as f64 > LEAST * tensor.elem_count() as f64);
+                        weights.unexplained += usize::from(has_nonzeros && zeros as f64 > NOTED_FRACTION * tensor.elem_count() as f64);
                     }
                 }
                 weights.trained.insert(name.clone(), kept);
@@ -220,89 +149,91 @@ impl Weights {
         }
         weights.rounded = Arc::new(rounded);
         if weights.trained.is_empty() {
-            return Err(Error::option("targets", "leaves nothing to train"));
+            return Err(Error::option("targets", "matches no parameter that can be trained"));
         }
         for (name, kept) in weights.trained.iter().chain(&weights.fixed).chain(&weights.masks) {
-            memory_tracker.take_for(MemoryCategory::Weights, name, kept.bytes())?;
+            memory_tracker.allocate_named(MemoryCategory::Weights, name, kept.bytes())?;
         }
         for (name, kept) in weights.trained.iter().filter(|_| compute != DType::F32 && weights.home.is_memory()) {
-            memory_tracker.take_for(MemoryCategory::Weights, name, kept.bytes() / 4 * compute.size_in_bytes() as u64)?;
+            memory_tracker.allocate_named(MemoryCategory::Weights, name, kept.bytes() / 4 * compute.size_in_bytes() as u64)?;
         }
         Ok(weights)
     }
 
-    /// Adds a matrix that trains beside the model.
+    /// Adds a trained matrix that is not part of the model.
     ///
     /// # Errors
     /// Memory runs out.
     pub fn add(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
         let tensor = transfer::to_device(tensor, &self.device, Cause::Weights).map_err(failed(name))?;
-        self.trained.insert(name.to_owned(), self.home.keep(&tensor)?);
+        self.trained.insert(name.to_owned(), self.home.store(&tensor)?);
         Ok(())
     }
 
-    /// Where they live between uses.
-    pub fn home(&self) -> &Home {
+    /// Placement of the weights between uses.
+    pub fn home(&self) -> &Placement {
         &self.home
     }
 
-    /// Some that train, on the device.
+    /// Loads the named trained parameters to the device; other names are ignored.
     ///
     /// # Errors
     /// Memory runs out.
-    pub fn some<'n>(&self, names: impl IntoIterator<Item = &'n String>) -> Result<BTreeMap<String, Tensor>> {
-        let known = names.into_iter().filter_map(|name| Some((name, self.trained.get(name)?)));
-        known.map(|(name, kept)| Ok((name.clone(), kept.load(&self.device)?))).collect()
+    pub fn load_trained<'n>(&self, names: impl IntoIterator<Item = &'n String>) -> Result<BTreeMap<String, Tensor>> {
+        let trained = names.into_iter().filter_map(|name| Some((name, self.trained.get(name)?)));
+        trained.map(|(name, kept)| Ok((name.clone(), kept.load(&self.device)?))).collect()
     }
 
-    /// Lets scales train: those of rounded weights, and those of quantizers.
+    /// Adds the scales of quantized weights and activations to the trained parameters.
     ///
     /// # Errors
     /// Memory runs out.
     pub fn learn_scales(&mut self, quantizers: &Quantizers) -> Result<()> {
-        let zeros = |name: &str, count: usize| self.home.keep(&Tensor::zeros(count, DType::F32, &self.device).map_err(failed(name))?);
+        let zeros = |name: &str, count: usize| self.home.store(&Tensor::zeros(count, DType::F32, &self.device).map_err(failed(name))?);
         for (name, rounding) in &*self.rounded {
-            self.trained.insert(scales::logarithm(name), zeros(name, rounding.scales.scales.len())?);
+            self.trained.insert(scales::logarithm_name(name), zeros(name, rounding.scales.scales.len())?);
         }
-        for (name, damping) in quantizers.logarithms() {
+        for (name, factor) in quantizers.logarithms() {
             self.trained.insert(name.clone(), zeros(&name, 1)?);
-            self.values.insert(name, damping);
+            self.activation_scales.insert(name, factor);
         }
         Ok(())
     }
 
-    /// Whether a parameter trains.
+    /// Whether a parameter is trained.
     pub fn trains(&self, name: &str) -> bool {
         self.trained.contains_key(name)
     }
 
-    /// Numbers of weights that stay zero, of tensors with such weights, of tensors with fake quantization, and of tensors with zeros that no
-    /// pruning explains.
+    /// Number of weights that stay zero, of tensors with such weights, of tensors with fake
+    /// quantization, and of tensors with zeros of unknown origin.
     pub fn constraint_counts(&self) -> (u64, usize, usize, usize) {
         (self.zeros, self.masks.len(), self.rounded.len(), self.unexplained)
     }
 
-    /// Whole tensors where processes share them out: in a file, or nothing where they are not wanted. All processes ask together.
+    /// Gathers sharded tensors into a temporary file if `required` on this rank; the result is empty
+    /// otherwise. Tensors that are not sharded are returned unchanged. A collective: all processes call
+    /// it.
     ///
     /// # Errors
-    /// The disk is full, or another process is gone.
-    pub fn whole(&self, tensors: BTreeMap<String, Kept>, wanted: bool) -> Result<BTreeMap<String, Kept>> {
-        let Home::Shared(shares) = &self.home else { return Ok(tensors) };
-        let home = shares.aside().another()?;
-        let whole = tensors.into_iter().map(|(name, kept)| kept.load(&self.device).map(|tensor| (name, tensor)));
-        whole.filter(|tensor| wanted || tensor.is_err()).map(|tensor| tensor.and_then(|(name, tensor)| Ok((name, home.keep(&tensor)?)))).collect()
+    /// Writing fails, or another process disconnected.
+    pub fn gather(&self, tensors: BTreeMap<String, ManagedTensor>, required: bool) -> Result<BTreeMap<String, ManagedTensor>> {
+        let Placement::Sharded(shares) = &self.home else { return Ok(tensors) };
+        let home = shares.unsharded().sibling()?;
+        let gathered = tensors.into_iter().map(|(name, kept)| kept.load(&self.device).map(|tensor| (name, tensor)));
+        gathered.filter(|tensor| required || tensor.is_err()).map(|tensor| tensor.and_then(|(name, tensor)| Ok((name, home.store(&tensor)?)))).collect()
     }
 
-    /// The same with all that does not train, for an evaluation in one process.
+    /// Gathers master weights together with the frozen weights, for an evaluation in one process.
     ///
     /// # Errors
-    /// As [`whole`](Weights::whole).
-    pub fn whole_model(&self, masters: &BTreeMap<String, Kept>, wanted: bool) -> Result<BTreeMap<String, Kept>> {
-        let fixed = if self.home.is_shared() { self.fixed.clone() } else { BTreeMap::new() };
-        self.whole(fixed.into_iter().chain(masters.clone()).collect(), wanted)
+    /// As [`gather`](Weights::gather).
+    pub fn gather_model(&self, masters: &BTreeMap<String, ManagedTensor>, required: bool) -> Result<BTreeMap<String, ManagedTensor>> {
+        let fixed = if self.home.is_sharded() { self.fixed.clone() } else { BTreeMap::new() };
+        self.gather(fixed.into_iter().chain(masters.clone()).collect(), required)
     }
 
-    /// What the graph computes with in this step.
+    /// The parameters of the forward pass in this step.
     ///
     /// # Errors
     /// Memory runs out.
@@ -310,42 +241,47 @@ impl Weights {
         self.parameters_of(&self.trained)
     }
 
-    /// The same with other masters: their average, or the best so far.
+    /// The parameters of the forward pass with other master weights, such as the moving average.
     ///
     /// # Errors
     /// Memory runs out.
-    pub fn parameters_of(&self, masters: &BTreeMap<String, Kept>) -> Result<Parameters> {
-        let seen =
-            Seen { masters: masters.clone(), fixed: self.fixed.clone(), rounded: self.rounded.clone(), device: self.device.clone(), compute: self.compute };
+    pub fn parameters_of(&self, masters: &BTreeMap<String, ManagedTensor>) -> Result<Parameters> {
+        let forward = ForwardWeights {
+            masters: masters.clone(),
+            fixed: self.fixed.clone(),
+            rounded: self.rounded.clone(),
+            device: self.device.clone(),
+            compute: self.compute,
+        };
         if !self.home.is_memory() {
-            return Ok(Parameters::fetched(Box::new(move |name| seen.get(name)), self.compute));
+            return Ok(Parameters::fetched(Box::new(move |name| forward.get(name)), self.compute));
         }
         let names = self.fixed.keys().chain(masters.keys());
-        let tensors = names.map(|name| Ok((name.clone(), seen.get(name)?))).collect::<Result<_>>()?;
-        Ok(Parameters::of(tensors, self.compute))
+        let tensors = names.map(|name| Ok((name.clone(), forward.get(name)?))).collect::<Result<_>>()?;
+        Ok(Parameters::from_tensors(tensors, self.compute))
     }
 
-    /// Adds gradients of scales that train.
+    /// Adds the gradients of learned weight scales, and scales those of activation scales.
     ///
     /// # Errors
     /// Memory runs out.
-    pub fn add_scales(&self, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
+    pub fn add_scale_gradients(&self, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
         for (name, rounding) in &*self.rounded {
-            let of = scales::logarithm(name);
-            let (Some(weight), Some(learned), Some(gradient)) = (self.trained.get(name), self.trained.get(&of), gradients.get(name)) else { continue };
+            let logarithm = scales::logarithm_name(name);
+            let (Some(weight), Some(learned), Some(gradient)) = (self.trained.get(name), self.trained.get(&logarithm), gradients.get(name)) else { continue };
             let (weight, learned) = (weight.load(&self.device)?, learned.load(&self.device)?);
-            let found = rounding.of_logarithms(&weight, &learned, gradient).map_err(failed(name))?;
-            gradients.insert(of, found);
+            let scale_gradient = rounding.scale_gradient(&weight, &learned, gradient).map_err(failed(name))?;
+            gradients.insert(logarithm, scale_gradient);
         }
-        for (name, damping) in &self.values {
+        for (name, factor) in &self.activation_scales {
             if let Some(gradient) = gradients.get_mut(name) {
-                *gradient = gradient.affine(*damping, 0.0).map_err(failed(name))?;
+                *gradient = gradient.affine(*factor, 0.0).map_err(failed(name))?;
             }
         }
         Ok(())
     }
 
-    /// Takes out of gradients what would move weights that stay zero.
+    /// Applies the pruning masks to gradients.
     ///
     /// # Errors
     /// Memory runs out.
@@ -359,28 +295,28 @@ impl Weights {
         Ok(())
     }
 
-    /// Moves stored statistics of a normalisation towards those of a batch.
+    /// Updates a running statistic of a batch normalization with that of a batch.
     ///
     /// # Errors
     /// Memory runs out.
-    pub fn follow(&mut self, name: &str, batch: &Tensor) -> Result<()> {
+    pub fn update_statistics(&mut self, name: &str, batch: &Tensor) -> Result<()> {
         if let Some(stored) = self.fixed.get_mut(name) {
-            // Where processes share statistics out, the mean of all batches moves them.
-            let part = if let Home::Shared(shares) = &self.home { MOMENTUM / shares.processes() as f64 } else { MOMENTUM };
-            let batch = stored.sum_of_all(batch.to_dtype(stored.dtype()).map_err(failed(name))?)?;
+            // With sharded weights, the batch statistics are summed over the processes: use their mean.
+            let factor = if let Placement::Sharded(shares) = &self.home { MOMENTUM / shares.processes() as f64 } else { MOMENTUM };
+            let batch = stored.all_reduce(batch.to_dtype(stored.dtype()).map_err(failed(name))?)?;
             let Some(before) = stored.load_own(&self.device)? else { return Ok(()) };
-            let moved = || (before.affine(1.0 - MOMENTUM, 0.0)? + batch.affine(part, 0.0)?)?.contiguous();
+            let moved = || (before.affine(1.0 - MOMENTUM, 0.0)? + batch.affine(factor, 0.0)?)?.contiguous();
             stored.put(moved().map_err(failed(name))?)?;
         }
         Ok(())
     }
 
-    /// Gives all processes the same statistics: the means of what each has.
+    /// Averages the running statistics over all processes.
     ///
     /// # Errors
-    /// Memory runs out, or another process is gone.
-    pub fn share_statistics(&mut self, graph: &Graph, team: &Team) -> Result<()> {
-        if self.home.is_shared() {
+    /// Memory runs out, or another process disconnected.
+    pub fn average_statistics(&mut self, graph: &Graph, team: &Team) -> Result<()> {
+        if self.home.is_sharded() {
             return Ok(());
         }
         let statistics = statistics(graph);
@@ -390,33 +326,34 @@ impl Weights {
         means.into_iter().try_for_each(|(name, mean)| self.fixed.get_mut(&name).map_or(Ok(()), |kept| kept.put(mean)))
     }
 
-    /// Statistics and masters, for a file that training goes on from.
-    pub fn state(&self, graph: &Graph) -> BTreeMap<String, Kept> {
+    /// Master weights and running statistics, for a checkpoint.
+    pub fn state(&self, graph: &Graph) -> BTreeMap<String, ManagedTensor> {
         let statistics = statistics(graph);
         let kept = self.fixed.iter().filter(|(name, _)| statistics.contains(name.as_str()));
         self.trained.iter().chain(kept).map(|(name, tensor)| (name.clone(), tensor.clone())).collect()
     }
 
-    /// Takes masters and statistics from such a file.
+    /// Restores master weights and running statistics from a checkpoint.
     ///
     /// # Errors
-    /// One is not of this training, or has another shape.
+    /// A tensor is not part of this training, or has a different shape.
     pub fn restore(&mut self, state: &mut Stream) -> Result<()> {
         for tensor in state {
             let (name, tensor) = tensor?;
-            let place = self.trained.get_mut(&name).or_else(|| self.fixed.get_mut(&name));
-            let place = place.filter(|place| place.dims() == tensor.dims()).ok_or_else(|| Error::tensor(&name, "is not part of this training", ""))?;
-            let restore = || transfer::to_device(&tensor, &self.device, Cause::State)?.to_dtype(place.dtype())?.force_contiguous();
-            place.put(restore().map_err(failed(&name))?)?;
+            let target = self.trained.get_mut(&name).or_else(|| self.fixed.get_mut(&name));
+            let target = target.filter(|target| target.dims() == tensor.dims()).ok_or_else(|| Error::tensor(&name, "is not part of this training", ""))?;
+            let restore = || transfer::to_device(&tensor, &self.device, Cause::State)?.to_dtype(target.dtype())?.force_contiguous();
+            target.put(restore().map_err(failed(&name))?)?;
         }
         Ok(())
     }
 
-    /// Puts weights into a model: in their own formats, rounded ones as integers with their scales.
+    /// Writes trained weights into a model in their storage formats; quantized weights as integers with
+    /// their scales. Returns the names of the changed weights.
     ///
     /// # Errors
-    /// A weight cannot be held in its format.
-    pub fn put(&self, state: &BTreeMap<String, Kept>, model: &mut Model) -> Result<BTreeSet<String>> {
+    /// A weight cannot be represented in its format.
+    pub fn write_to(&self, state: &BTreeMap<String, ManagedTensor>, model: &mut Model) -> Result<BTreeSet<String>> {
         let mut changed = BTreeSet::new();
         for (name, kept) in state {
             let Some(weight) = model.weights.by_name.get(name) else { continue };
@@ -427,7 +364,7 @@ impl Weights {
         Ok(changed)
     }
 
-    fn weight(&self, name: &str, kept: &Kept, state: &BTreeMap<String, Kept>, weight: &Weight) -> Result<Weight> {
+    fn weight(&self, name: &str, kept: &ManagedTensor, state: &BTreeMap<String, ManagedTensor>, weight: &Weight) -> Result<Weight> {
         let floats = |tensor: &Tensor| transfer::values::<f32>(tensor, Cause::State);
         match self.rounded.get(name) {
             Some(rounding) => {
@@ -443,51 +380,52 @@ impl Weights {
             }
             None if kept.is_in_file() => {
                 let (count, kept, named) = (kept.dims().iter().product(), kept.clone(), name.to_owned());
-                weight.with_values_of(name, count, move || floats(&kept.open()?).map_err(failed(&named)))
+                weight.with_lazy_values(name, count, move || floats(&kept.open()?).map_err(failed(&named)))
             }
             None => weight.with_values(name, &floats(&kept.open()?).map_err(failed(name))?),
         }
     }
 }
 
-/// What the graph sees of masters.
-struct Seen {
-    masters: BTreeMap<String, Kept>,
-    fixed: BTreeMap<String, Kept>,
+/// Computes the parameters of the forward pass from master weights.
+struct ForwardWeights {
+    masters: BTreeMap<String, ManagedTensor>,
+    fixed: BTreeMap<String, ManagedTensor>,
     rounded: Arc<BTreeMap<String, Rounding>>,
     device: Device,
     compute: DType,
 }
 
-impl Seen {
+impl ForwardWeights {
     fn get(&self, name: &str) -> Result<Tensor> {
         let Some(master) = self.masters.get(name) else {
-            return self.fixed.get(name).ok_or_else(|| Error::tensor(name, "is no parameter of this training", ""))?.load(&self.device);
+            return self.fixed.get(name).ok_or_else(|| Error::tensor(name, "is not a parameter of this training", ""))?.load(&self.device);
         };
         let (master, rounding) = (master.load(&self.device)?, self.rounded.get(name));
         let learned = if rounding.is_some() { learned(&self.masters, name, &self.device)? } else { None };
-        let seen = rounding.map_or_else(|| Ok(master.clone()), |rounding| rounding.apply(&master, learned.as_ref()));
-        seen.and_then(|seen| seen.to_dtype(self.compute)).map_err(failed(name))
+        let weight = rounding.map_or_else(|| Ok(master.clone()), |rounding| rounding.apply(&master, learned.as_ref()));
+        weight.and_then(|weight| weight.to_dtype(self.compute)).map_err(failed(name))
     }
 }
 
-/// The logarithms on a weight's scales, where they train.
-fn learned(state: &BTreeMap<String, Kept>, name: &str, device: &Device) -> Result<Option<Tensor>> {
-    state.get(&scales::logarithm(name)).map(|logarithms| logarithms.load(device)).transpose()
+/// The logarithms on a weight's scales, if they are trained.
+fn learned(state: &BTreeMap<String, ManagedTensor>, name: &str, device: &Device) -> Result<Option<Tensor>> {
+    state.get(&scales::logarithm_name(name)).map(|logarithms| logarithms.load(device)).transpose()
 }
 
-/// Part of a batch's statistics that goes into the stored ones, as in PyTorch.
+/// Momentum of the running statistics, as in PyTorch.
 const MOMENTUM: f64 = 0.1;
 
-/// Up to this fraction, zeros of a model that is not known to be pruned need no note: the row of a padding token, or chance.
-const LEAST: f64 = 0.005;
+/// Fraction of zeros of unknown origin above which a note is written; fewer can be the row of a padding
+/// token, or chance.
+const NOTED_FRACTION: f64 = 0.005;
 
-/// The mask of a matrix that holds zeros, and their number.
+/// The pruning mask of a matrix with zeros, and their number.
 fn mask(tensor: &Tensor) -> candle_core::Result<Option<(Tensor, u64)>> {
     if tensor.rank() < 2 {
         return Ok(None);
     }
-    let mask = tensor.ne(0f32)?.to_dtype(DType::F32)?;
+    let mask = tensor.ne_scalar(0.0)?.to_dtype(DType::F32)?;
     // Sums of more than 2^24 ones are not exact in f32.
     let kept = transfer::number(&mask.sum(D::Minus1)?.to_dtype(DType::F64)?.sum_all()?, Cause::Weights)?;
     let zeros = tensor.elem_count() as u64 - kept as u64;

@@ -1,29 +1,30 @@
-//! Inputs that are meant to do harm, and what stops each of them.
+//! Malicious inputs, and the checks that stop each of them.
 //!
 //! | attempt | stopped by |
 //! | --- | --- |
-//! | an IDX file that gunzips to gigabytes | samples are read one at a time: what the header says is held to what is there |
-//! | an image of 60,000 by 60,000 pixels in a few kilobytes | a limit on what a decoder may take |
-//! | a small image that would be resized to gigabytes, a processor that asks for it | a limit on pixels; sizes are held to ranges |
-//! | an array in an .npz that inflates to gigabytes | its shape is held to the model's before elements are read |
-//! | an array whose header claims rows or a header of gigabytes | a row is at most 2 GiB and grows as it is read; a header is short |
-//! | arrays without rows, images without pixels, whose other sizes overflow | samples that are nothing are refused |
-//! | an .onnx file of constants that swell to terabytes when they are computed | sizes follow from sizes and whole numbers before anything is computed (`onnx/lift/folding.rs`) |
-//! | a pickle of PyTorch that calls a program, is packed to swell, or nests without end | calls are written down and not made; it is bounded, and values lie in a list (`store/pytorch`) |
-//! | a GGUF file that claims texts, lists, keys or tensors of 2^63, tensors that overlap or lie behind the file | every number is held to what is left of the file (`store/gguf`) |
-//! | a GGUF model of a billion layers, of heads that rows do not have, of tokens that there are not | layers are counted in tensors; numbers of tokens are held to the vocabulary |
-//! | a GGUF tensor of millions of experts of one value | its shape is held to the number of experts before they are taken apart |
-//! | texts cut at fewer tokens than the special ones, windows of 2^62 tokens | limits are held to the special tokens; sums saturate |
-//! | a YAML file whose aliases stand for millions of values | a limit on replayed aliases (`bad_input/recipes.rs`) |
-//! | a shard or a data file named outside the folder | paths in an index are names (`bad_input/folders.rs`) |
-//! | a tokenizer that is a link to a secret, to be copied into the output | links out of the folder are refused, but for those of caches by hash |
-//! | a billion layers, sizes of 2^63, a width of 0 in config.json | layers are built as their tensors are found; sizes are held to ranges |
-//! | the same for a student of fresh weights, where nothing is stored | limits on values of a graph and elements of a weight |
-//! | a graph.json with sizes whose product overflows | sizes are multiplied with a check |
-//! | a tokenizer whose expression backtracks without end | a limit on backtracking |
-//! | headers that claim more than the file, offsets that overlap | `bad_input/files.rs`, `bad_input/spellings.rs` |
-//! | two runs into one folder at once | the folder appears by one rename; the second finds it taken |
-//! | the input is deleted, cut off or changed while it is read | reads fail by name; what is written is thrown away |
+//! | an IDX file that decompresses to gigabytes | samples are read one at a time, and the header is compared with the data |
+//! | an image of 60,000 by 60,000 pixels in a few kilobytes | a memory limit of the decoder |
+//! | a small image that would be resized to gigabytes, a processor configuration that requests it | a limit on pixels; ranges of sizes are checked |
+//! | an array in an .npz that decompresses to gigabytes | its shape is compared with the model's before elements are read |
+//! | an array whose header declares rows or a header of gigabytes | rows are limited to 2 GiB and buffers grow while reading; headers are limited |
+//! | arrays without rows, images without pixels, with other sizes that overflow | empty samples are rejected |
+//! | an .onnx file with constants that expand to terabytes when folded | sizes are inferred before anything is computed (`onnx/lift/folding.rs`) |
+//! | an .onnx file of millions of empty messages, which need hundreds of bytes each when decoded | messages are counted before they are decoded (`onnx/skeleton.rs`) |
+//! | a PyTorch pickle that calls a program, decompresses to gigabytes, or nests without limit | calls are recorded but not executed; sizes are limited, and values are stored in a list (`store/pytorch`) |
+//! | a GGUF file that declares 2^63 strings, array elements, keys or tensors, or tensors that overlap or exceed the file | every number is compared with the rest of the file (`store/gguf`) |
+//! | a GGUF model with a billion layers, too many heads, or invalid token ids | layers are counted by their tensors; token ids are compared with the vocabulary |
+//! | a GGUF tensor of millions of experts of one value | its shape is compared with the number of experts before it is split |
+//! | texts truncated to fewer tokens than the special ones, windows of 2^62 tokens | limits are compared with the special tokens; sums saturate |
+//! | a YAML file whose aliases expand to millions of values | a limit on expanded aliases (`bad_input/recipes.rs`) |
+//! | a shard or a data file outside of the folder | paths in an index must be file names (`bad_input/folders.rs`) |
+//! | a tokenizer that is a link to a secret, which would be copied to the output | links that leave the folder are rejected, except those of content-addressed caches |
+//! | a billion layers, sizes of 2^63, a width of 0 in config.json | layers are built only if their tensors exist; ranges of sizes are checked |
+//! | the same for a student with new weights, for which no tensors exist | limits on the values of a graph and the elements of a weight |
+//! | a graph.json with sizes whose product overflows | checked multiplication |
+//! | a tokenizer whose regular expression backtracks exponentially | a limit on backtracking |
+//! | headers that exceed the file, offsets that overlap | `bad_input/files.rs`, `bad_input/spellings.rs` |
+//! | two concurrent runs with the same output folder | the folder is renamed atomically; the second rename fails |
+//! | the input is deleted, truncated or changed while it is read | reads fail with the name of the file; the output is discarded |
 //! | a full disk, a kill, Ctrl-C | `crash.rs` |
 
 use std::fs::{self, File};
@@ -57,7 +58,7 @@ fn with_model(name: &str) -> tempfile::TempDir {
     folder
 }
 
-/// Runs in memory that no bomb fits into; the message must hold these words, and nothing may have changed.
+/// Runs with a memory limit. The error message must contain `words`, and no file may have changed.
 fn refused(folder: &Path, args: &str, words: &str) {
     let before = snapshot(folder);
     let script = "ulimit -v 3000000 && exec \"$0\" \"$@\"";
@@ -84,7 +85,7 @@ fn idx(kind: u32, sizes: &[u32]) -> Vec<u8> {
 }
 
 #[test]
-fn data_that_swells() {
+fn data_that_expands() {
     let folder = with_model("vit-image-classification");
     let path = folder.path();
     gzip(&path.join("many.gz"), &idx(0x803, &[4_000_000_000, 3000, 3000]), 64 << 20);
@@ -99,10 +100,10 @@ fn data_that_swells() {
 }
 
 #[test]
-fn images_that_swell() {
+fn images_that_expand() {
     let folder = with_model("vit-image-classification");
     pictures(folder.path(), (60_000, 60_000), 8 << 20);
-    refused(folder.path(), "eval in --data images", "a.png: is too large a picture");
+    refused(folder.path(), "eval in --data images", "a.png: is too large to decode");
 }
 
 /// The same small image for each of five classes.
@@ -124,7 +125,7 @@ fn pictures(folder: &Path, (width, height): (u32, u32), zeros: usize) {
 }
 
 #[test]
-fn images_that_swell_when_they_are_resized() {
+fn images_that_expand_when_resized() {
     let folder = with_model("vit-image-classification");
     pictures(folder.path(), (12, 12), 12 * 37);
     refused(folder.path(), "eval in --data images --resize 4000000000 4000000000", "4000000000 x 4000000000");
@@ -149,7 +150,7 @@ fn images_that_swell_when_they_are_resized() {
 }
 
 #[test]
-fn constants_that_swell() {
+fn constants_that_expand() {
     let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
     let node = |op: &str, inputs: &[&str], output: &str| NodeProto {
         op_type: Some(op.into()),
@@ -186,11 +187,25 @@ fn constants_that_swell() {
     let model = ModelProto { ir_version: Some(8), graph: Some(graph), opset_import, ..ModelProto::default() };
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("in.onnx"), model.encode_to_vec()).unwrap();
-    refused(folder.path(), "inspect in.onnx --graph", "(ConstantOfShape) makes at least 4398046511104 elements");
+    refused(folder.path(), "inspect in.onnx --graph", "(ConstantOfShape) creates at least 4398046511104 elements");
+}
+
+/// Nodes and value descriptions that are empty in the file.
+#[test]
+fn messages_that_expand() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    for (field, name) in [(0x0a, "nodes.onnx"), (0x6a, "values.onnx")] {
+        let graph: Vec<u8> = [field, 0].repeat(4_000_000);
+        let mut length = Vec::new();
+        prost::encode_length_delimiter(graph.len(), &mut length).unwrap();
+        fs::write(path.join(name), [vec![0x08, 8, 0x3a], length, graph].concat()).unwrap();
+        refused(path, &format!("inspect {name}"), "most of them are empty");
+    }
 }
 
 #[test]
-fn arrays_that_swell() {
+fn arrays_that_expand() {
     let folder = with_model("vit-image-classification");
     zipped(&folder.path().join("bomb.npz"), "pixel_values.npy", &npy("100000000, 3, 12, 12"), 128 << 20);
     refused(folder.path(), "eval in --data bomb.npz --task fidelity --against in", "bomb.npz");
@@ -206,7 +221,7 @@ fn zipped(path: &Path, name: &str, start: &[u8], zeros: usize) {
     archived(path, name, start, zeros, zip::write::SimpleFileOptions::default().large_file(true));
 }
 
-/// As torch.save writes archives.
+/// An archive in the format of torch.save.
 fn stored(path: &Path, name: &str, start: &[u8], zeros: usize) {
     archived(path, name, start, zeros, zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored));
 }
@@ -221,22 +236,26 @@ fn archived(path: &Path, name: &str, start: &[u8], zeros: usize, options: zip::w
 }
 
 #[test]
-fn pickles_that_do_harm() {
+fn malicious_pickles() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("evil.pt");
     let call = b"cposix\nsystem\n(X\x0c\x00\x00\x00touch calledtR";
     let pickle = |before: &[u8], behind: &[u8]| [b"\x80\x02", before, call, behind].concat();
     stored(&path, "evil/data.pkl", &pickle(b"", b"."), 0);
-    refused(folder.path(), "inspect evil.pt", "a whole object of `posix.system`");
+    refused(folder.path(), "inspect evil.pt", "an object of class `posix.system`");
     stored(&path, "evil/data.pkl", &pickle(b"}X\x01\x00\x00\x00w", b"s."), 0);
-    refused(folder.path(), "quantize-dynamic evil.pt -o out", "no tensor by name");
+    refused(folder.path(), "quantize-dynamic evil.pt -o out", "no named tensors");
     fs::write(&path, pickle(b"", b".")).unwrap();
     refused(folder.path(), "inspect evil.pt", "evil.pt");
     stored(&path, "evil/data.pkl", b"\x80\x02", 24 << 20);
     refused(folder.path(), "inspect evil.pt", "`data.pkl` of the archive has more than");
     let nested = |depth| [vec![b']'; depth], vec![b'a'; depth - 1], vec![b'.']].concat();
     stored(&path, "evil/data.pkl", &nested(2 << 20), 0);
-    refused(folder.path(), "inspect evil.pt", "it holds something else, not tensors by name");
+    refused(
+        folder.path(),
+        "inspect evil.pt",
+        "it contains another value, not a dictionary of tensors, and reading it would execute code; save the weights by name: torch.save(model.state_dict()",
+    );
     stored(&path, "evil/data.pkl", &nested(6 << 20), 0);
     refused(folder.path(), "inspect evil.pt", "more than 4194304 values");
     // 16 MB of values in 16 kB.
@@ -245,13 +264,13 @@ fn pickles_that_do_harm() {
     refused(folder.path(), "inspect evil.pt", "`evil/data.pkl` of the archive is compressed");
 }
 
-/// A key of a GGUF file, as it is stored: the key, the type and the value.
+/// An encoded metadata entry of a GGUF file: key, type and value.
 fn key(name: &str, kind: u32, value: &[u8]) -> Vec<u8> {
     [&(name.len() as u64).to_le_bytes(), name.as_bytes(), &kind.to_le_bytes(), value].concat()
 }
 
 #[test]
-fn gguf_experts_without_number() {
+fn gguf_with_too_many_experts() {
     let folder = tempfile::tempdir().unwrap();
     let file = GgufFile::open(&golden("gguf/mixtral.gguf")).unwrap();
     let mut tensors: Vec<_> = file.tensors.iter().map(|(name, weight)| (name.clone(), Kind::Plain(DType::F16), weight.shape.clone())).collect();
@@ -260,11 +279,11 @@ fn gguf_experts_without_number() {
     let evil = File::create(folder.path().join("evil.gguf")).unwrap();
     (&evil).write_all(&header).unwrap();
     evil.set_len(header.len() as u64 + (32 << 20)).unwrap();
-    refused(folder.path(), "inspect evil.gguf", "has the shape [12000000, 1, 1], where there are 4 experts");
+    refused(folder.path(), "inspect evil.gguf", "tensor `blk.0.ffn_up_exps.weight`: has the shape [12000000, 1, 1], but there are 4 experts");
 }
 
 #[test]
-fn gguf_files_that_do_harm() {
+fn malicious_gguf_files() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("evil.gguf");
     let whole = fs::read(golden("gguf/llama.gguf")).unwrap();
@@ -272,32 +291,32 @@ fn gguf_files_that_do_harm() {
     let huge = (1u64 << 63).to_le_bytes();
     let behind = |at: usize, bytes: &[u8]| [&whole[..at], bytes, &whole[at + bytes.len()..]].concat();
     let find = |whole: &[u8], name: &str| whole.windows(name.len()).position(|window| window == name.as_bytes()).unwrap() + name.len();
-    // The value of a key, behind its type.
+    // The value of a key, after its type.
     let with = |whole: &[u8], name: &str, bytes: &[u8]| {
         let at = find(whole, name) + 4;
         [&whole[..at], bytes, &whole[at + bytes.len()..]].concat()
     };
     for (bytes, words) in [
-        (whole[..whole.len() - 1].to_vec(), "ends behind the file"),
+        (whole[..whole.len() - 1].to_vec(), "exceeds the file"),
         (whole[..200].to_vec(), "is it truncated?"),
-        (behind(8, &huge), "tensors: it claims 9223372036854775808"),
-        (behind(16, &huge), "keys: it claims 9223372036854775808"),
-        (behind(24, &huge), "key 0: it claims a text of 9223372036854775808 bytes"),
-        (with(&whole, "llama.block_count", &u32::MAX.to_le_bytes()), "says that it has 4294967295 layers"),
+        (behind(8, &huge), "tensors: 9223372036854775808 elements"),
+        (behind(16, &huge), "keys: 9223372036854775808 elements"),
+        (behind(24, &huge), "key 0: a string of 9223372036854775808 bytes"),
+        (with(&whole, "llama.block_count", &u32::MAX.to_le_bytes()), "specifies 4294967295 layers"),
         (with(&whole, "llama.attention.head_count", &7u32.to_le_bytes()), "`llama.rope.dimension_count` of 8 with heads of 2"),
-        (with(&whole, "llama.attention.head_count_kv", &3u32.to_le_bytes()), "whole heads"),
-        (with(&whole, "llama.embedding_length", &0u32.to_le_bytes()), "`llama.embedding_length` is missing, or zero"),
+        (with(&whole, "llama.attention.head_count_kv", &3u32.to_le_bytes()), "not divisible into heads"),
+        (with(&whole, "llama.embedding_length", &0u32.to_le_bytes()), "`llama.embedding_length` is missing or zero"),
         (with(&whole, "general.architecture", &[5, 0, 0, 0, 0, 0, 0, 0, b'h', b'a', b'r', b'm', b'!']), "the architecture `harm!`"),
         (with(&vocabulary, "bos_token_id", &u32::MAX.to_le_bytes()), "`tokenizer.ggml.bos_token_id`"),
-        (with(&vocabulary, "tokenizer.ggml.tokens", &[8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 64]), "key `tokenizer.ggml.tokens`: it claims"),
+        (with(&vocabulary, "tokenizer.ggml.tokens", &[8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 64]), "key `tokenizer.ggml.tokens`: 4611686018427387904 elements"),
     ] {
         fs::write(&path, bytes).unwrap();
         refused(folder.path(), "inspect evil.gguf", words);
     }
-    // Keys that change what is computed, and one of another type.
+    // Keys that change the graph, and one with another type.
     let start = 24;
     for (extra, words) in [
-        (key("llama.expert_count", 4, &8u32.to_le_bytes()), "`llama.expert_used_count` is missing, or zero"),
+        (key("llama.expert_count", 4, &8u32.to_le_bytes()), "`llama.expert_used_count` is missing or zero"),
         (key("llama.surprise", 7, &[1]), "`llama.surprise`, which is true"),
         (key("llama.rope.scaling.type", 8, &[&3u64.to_le_bytes()[..], b"odd"].concat()), "rope scaling `odd`"),
         (key("split.count", 2, &3u16.to_le_bytes()), "is one of 3 files of a model"),
@@ -305,7 +324,7 @@ fn gguf_files_that_do_harm() {
         (key("a", 9, &[&9u32.to_le_bytes()[..], &1u64.to_le_bytes()].concat()), "is a list of lists"),
     ] {
         let keys = u64::from_le_bytes(whole[16..24].try_into().unwrap()) + 1;
-        // The data must begin where it did, up to a multiple of 32.
+        // The data must keep its offset modulo 32.
         let filler = (32 - (extra.len() + 21) % 32) % 32;
         let text = key("b", 8, &[&(filler as u64).to_le_bytes()[..], &vec![b' '; filler]].concat());
         let bytes = [&whole[..16], &(keys + 1).to_le_bytes(), &extra, &text, &whole[start..]].concat();
@@ -314,7 +333,7 @@ fn gguf_files_that_do_harm() {
     }
 }
 
-/// Sizes that the model leaves open, and sizes beside a 0, are held to nothing but memory.
+/// Dynamic sizes, and sizes next to a 0, are limited only by memory.
 #[test]
 fn arrays_that_claim_to_be_large() {
     let args = |file: &str| format!("eval in --data {file} --task fidelity --against in");
@@ -322,33 +341,33 @@ fn arrays_that_claim_to_be_large() {
     let path = folder.path();
     let large = 1usize << 40;
     zipped(&path.join("row.npz"), "pixel_values.npy", &npy("1, 3, 60000, 60000"), 1000);
-    refused(path, &args("row.npz"), "array `pixel_values` has rows of [3, 60000, 60000]");
+    refused(path, &args("row.npz"), "array `pixel_values` has rows of shape [3, 60000, 60000]");
     zipped(&path.join("short.npz"), "pixel_values.npy", &npy("4, 3, 10000, 10000"), 1000);
-    refused(path, &args("short.npz"), "array `pixel_values` ends before its 4 rows do");
+    refused(path, &args("short.npz"), "array `pixel_values` is truncated: it should have 4 rows");
     zipped(&path.join("header.npz"), "pixel_values.npy", b"\x93NUMPY\x02\x00\xff\xff\xff\xff", 1000);
-    refused(path, &args("header.npz"), "array `pixel_values`: a header of 4294967295 bytes");
+    refused(path, &args("header.npz"), "array `pixel_values`: the header has 4294967295 bytes");
     zipped(&path.join("nothing.npz"), "pixel_values.npy", &npy("2, 3, 0, 0"), 0);
-    refused(path, &args("nothing.npz"), "array `pixel_values` has rows of [3, 0, 0]");
+    refused(path, &args("nothing.npz"), "array `pixel_values` has rows of shape [3, 0, 0]");
     file(&path.join("open.safetensors"), METADATA, &[tensor("pixel_values", "F32", &[0, 3, large, large], &[])]);
-    refused(path, &args("open.safetensors"), "array `pixel_values` has rows of [3, 1099511627776, 1099511627776]");
+    refused(path, &args("open.safetensors"), "array `pixel_values` has rows of shape [3, 1099511627776, 1099511627776]");
     let folder = with_model("vit");
     file(&folder.path().join("fixed.safetensors"), METADATA, &[tensor("pixel_values", "F32", &[0, large, large, 3], &[])]);
-    refused(folder.path(), &args("fixed.safetensors"), "array `pixel_values` has rows of [1099511627776, 1099511627776, 3]");
+    refused(folder.path(), &args("fixed.safetensors"), "array `pixel_values` has rows of shape [1099511627776, 1099511627776, 3]");
 }
 
 #[test]
-fn idx_files_of_nothing() {
+fn empty_idx_files() {
     let folder = with_model("resnet-basic");
     let path = folder.path();
     fs::write(path.join("labels"), idx(0x801, &[2]).into_iter().chain([0, 1]).collect::<Vec<u8>>()).unwrap();
     for sizes in [&[2, 4_000_000_000, 4_000_000_000, 0][..], &[2, 0, 12, 12]] {
         fs::write(path.join("images"), idx(0x804, sizes)).unwrap();
-        refused(path, "eval in --data images --labels labels", &format!("has samples of {:?}", &sizes[1..]));
+        refused(path, "eval in --data images --labels labels", &format!("has samples of shape {:?}", &sizes[1..]));
     }
 }
 
 #[test]
-fn limits_on_tokens_that_leave_nothing() {
+fn token_limits_below_the_special_tokens() {
     let tokenizer = golden("evaluation/word-pieces.json");
     let folder = with_model("bert-sequence-classification");
     let path = folder.path();
@@ -356,14 +375,14 @@ fn limits_on_tokens_that_leave_nothing() {
     fs::write(path.join("a.txt"), "a b c a b\n").unwrap();
     fs::write(path.join("a.csv"), "text,pair\na b c a b,c a b\n").unwrap();
     let fidelity = "--task fidelity --against in";
-    refused(path, &format!("eval in --data a.txt --max-length 1 {fidelity}"), "texts are cut at 1 tokens, the special ones alone are 2");
+    refused(path, &format!("eval in --data a.txt --max-length 1 {fidelity}"), "texts are truncated to 1 tokens, fewer than the 2 special tokens");
     let pairs = format!("eval in --data a.csv --text-column text --pair-column pair --max-length 2 {fidelity}");
-    refused(path, &pairs, "texts are cut at 2 tokens, the special ones alone are 3");
+    refused(path, &pairs, "texts are truncated to 2 tokens, fewer than the 3 special tokens");
     fs::write(path.join("in/tokenizer_config.json"), json!({ "model_max_length": 1 }).to_string()).unwrap();
-    refused(path, &format!("eval in --data a.txt {fidelity}"), "texts are cut at 1 tokens, the special ones alone are 2");
+    refused(path, &format!("eval in --data a.txt {fidelity}"), "texts are truncated to 1 tokens, fewer than the 2 special tokens");
 }
 
-/// A limit that is none: the whole text is one window.
+/// A limit so large that the whole text is one window.
 #[test]
 fn windows_of_any_length() {
     let folder = with_model("llama");
@@ -377,7 +396,7 @@ fn windows_of_any_length() {
 }
 
 #[test]
-fn configurations_that_swell() {
+fn configurations_that_expand() {
     let cases: [(&str, &str, Value, &str); 11] = [
         ("bert", "num_hidden_layers", json!(1_000_000_000), "encoder.layer.2"),
         ("bert", "hidden_size", json!(1u64 << 63), "hidden_size"),
@@ -399,7 +418,7 @@ fn configurations_that_swell() {
     }
 }
 
-/// A configuration with another value.
+/// A configuration with one value replaced.
 fn set(from: &Path, to: &Path, key: &str, value: Value) {
     let mut config: Value = serde_json::from_slice(&fs::read(from).unwrap()).unwrap();
     config[key] = value;
@@ -407,7 +426,7 @@ fn set(from: &Path, to: &Path, key: &str, value: Value) {
 }
 
 #[test]
-fn students_that_swell() {
+fn students_that_expand() {
     let cases: [(&str, &str, &str, Value, &str); 4] = [
         ("torchvision-resnet18", "2, 3, 16, 16", "layers", json!(vec![1; 70]), "elements"),
         ("torchvision-resnet18", "2, 3, 16, 16", "layers", json!([4_000_000_000u64]), "values"),
@@ -424,7 +443,7 @@ fn students_that_swell() {
 }
 
 #[test]
-fn graphs_that_swell() {
+fn graphs_that_expand() {
     let size = 1u64 << 62;
     let shape = json!({ "element": "float", "shape": [size, size, size, size] });
     let nodes = json!([{ "name": "f", "op": "Flatten", "inputs": ["x"] }, { "name": "y", "op": "Linear", "inputs": ["f", "w"] }]);
@@ -438,7 +457,7 @@ fn graphs_that_swell() {
     refused(folder.path(), "inspect in --graph", "graph.json");
 }
 
-/// Without a limit, this expression takes longer than anybody waits for a line of forty letters.
+/// Without a limit, this expression would take practically forever on a line of forty letters.
 #[test]
 fn expressions_that_never_end() {
     let folder = with_model("bert-sequence-classification");
@@ -468,9 +487,10 @@ fn two_runs_into_one_folder() {
     assert_eq!(left, ["in", "out"]);
 }
 
-/// What disappears or is cut off while it is read is missed by name, or was read before; nothing half-written stays.
+/// A file that disappears or is truncated while it is read is reported by name, unless it was already
+/// read. No partial output remains.
 #[test]
-fn the_input_goes_while_it_is_read() {
+fn the_input_disappears_while_it_is_read() {
     for (attempt, harm) in [("removed", 0), ("cut off", 1), ("overwritten", 2)] {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("in")).unwrap();
@@ -510,7 +530,7 @@ fn links_out_of_the_folder() {
         refused(path, "plan recipe.yaml", name);
         fs::remove_file(path.join(name)).unwrap();
     }
-    // Within the folder, and as caches keep files.
+    // Links within the folder, and links as in caches.
     fs::create_dir_all(path.join("blobs")).unwrap();
     fs::write(path.join("blobs/1f"), "{}").unwrap();
     std::os::unix::fs::symlink("../blobs/1f", path.join("in/vocab.json")).unwrap();

@@ -1,4 +1,4 @@
-//! What is refused, and how: exit code, message and hint; nothing is written and nothing is changed.
+//! Invalid input: checks exit code, message and hint, and that no file is written or changed.
 
 #[cfg(feature = "run")]
 mod evaluation;
@@ -16,7 +16,7 @@ use std::path::Path;
 
 use crate::support::{compress, snapshot};
 
-/// A run that must be refused.
+/// A run that must fail.
 struct Case {
     name: &'static str,
     make: Box<dyn Fn(&Path)>,
@@ -26,20 +26,20 @@ struct Case {
     hint: &'static str,
 }
 
-/// What is hinted at whenever a message holds these words, where a case names nothing better.
+/// Expected hints for messages that contain these words, if a case specifies no other hint.
 const GENERAL: [(&str, &str); 8] = [
     ("No such file or directory", "check the name"),
-    ("is a folder, and a recipe is a YAML file", "`compress init MODEL` writes a recipe"),
+    ("is a folder; a recipe is a YAML file", "`compress init MODEL` writes a commented recipe; `compress schema` prints all keys"),
     ("File name too long", "choose a shorter name"),
-    ("did not contain valid UTF-8", "is it the right file?"),
-    ("error: recipe.yaml: line", "`compress init MODEL` writes a recipe"),
-    ("a value is needed", "`compress init MODEL` writes a recipe"),
+    ("did not contain valid UTF-8", "check that it is the right file"),
+    ("error: recipe.yaml: line", "`compress init MODEL` writes a commented recipe; `compress schema` prints all keys"),
+    ("expected a value, but the text ends", "`compress init MODEL` writes a commented recipe; `compress schema` prints all keys"),
     (".safetensors: ", "download or write it again"),
-    (".json: ", "take the file that these weights were saved with"),
+    (".json: ", "use the file that was saved together with these weights"),
 ];
 
-/// `make` prepares a folder in which `args` are run. The message must hold the parts of `message` between
-/// ellipses, in order. Without a `hint`, none but the general one may be given.
+/// `make` prepares a folder in which `args` are run. The message must contain the parts of `message` between
+/// ellipses, in order. Without a `hint`, only a hint of the table above is allowed.
 fn case(name: &'static str, make: impl Fn(&Path) + 'static, args: &'static str, code: i32, message: &'static str, hint: &'static str) -> Case {
     Case { name, make: Box::new(make), args, code, message, hint }
 }

@@ -12,7 +12,7 @@ fn config(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/cluster").join(name)
 }
 
-/// A folder with a model, a recipe, and `compress` on a path of its own.
+/// A folder with a model, a recipe, and `compress` in `PATH`.
 fn place() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama");
@@ -40,7 +40,7 @@ fn same(folder: &Path, output: &str) {
 }
 
 #[test]
-fn tasks_of_slurm_make_all_parts() {
+fn slurm_tasks_write_all_parts() {
     let folder = place();
     for task in 1..=3 {
         let set = [("SLURM_ARRAY_TASK_ID", task.to_string()), ("SLURM_ARRAY_TASK_COUNT", "3".into()), ("SLURM_CPUS_PER_TASK", "1".into())];
@@ -51,7 +51,7 @@ fn tasks_of_slurm_make_all_parts() {
 }
 
 #[test]
-fn pods_of_kubernetes_make_all_parts_and_join_them() {
+fn kubernetes_pods_write_and_merge_all_parts() {
     let folder = place();
     let command = |name: &str| {
         let job: Value = serde_saphyr::from_str(&fs::read_to_string(config(name)).unwrap()).unwrap();
@@ -69,7 +69,7 @@ fn pods_of_kubernetes_make_all_parts_and_join_them() {
 }
 
 #[test]
-fn what_became_of_a_part_is_told() {
+fn the_outcome_of_a_part_is_reported() {
     let folder = place();
     let part = |number: usize| data(folder.path(), &format!("run recipe.yaml -o out --part {number}/2 --json --quiet"));
     assert_eq!(part(1)["outcome"], "written");
@@ -77,10 +77,10 @@ fn what_became_of_a_part_is_told() {
     let run = compress(folder.path(), "merge out");
     assert!(run.code == 1 && run.stderr.contains("1 of 2 parts are missing: 2"), "{}", run.stderr);
     for (args, said) in [
-        ("run recipe.yaml -o out --part 3/2", "there is no part 3 of 2"),
-        ("run recipe.yaml -o out --part auto", "this is no job of an array"),
+        ("run recipe.yaml -o out --part 3/2", "part 3 of 2 does not exist"),
+        ("run recipe.yaml -o out --part auto", "this is not a job of an array"),
         ("run recipe.yaml -o out --part 1/2 --sweep seed=1,2", "cannot be used with"),
-        ("prune-structured model -o out --amount 0.5 --part 1/2", "works on the whole model"),
+        ("prune-structured model -o out --amount 0.5 --part 1/2", "runs the model and cannot be run in parts"),
         ("merge nothing", "has no finished part"),
     ] {
         let run = compress(folder.path(), args);

@@ -11,7 +11,7 @@ mod recipes;
 mod reports;
 mod streams;
 
-/// Everything that can stand after `compress`.
+/// All subcommands of `compress`.
 const COMMANDS: [&str; 20] = [
     "init",
     "run",

@@ -1,4 +1,4 @@
-//! Kills, interrupts and full disks: the output is whole or not there, and nothing is left lying about.
+//! Kills, signals and full disks: the output is complete or missing, and no temporary files remain.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use crate::support::{METADATA, Run, command, f32s, file, floats, model, names, o
 /// Bytes of each of the four tensors of [`large`].
 const EACH: u64 = 1 << 28;
 
-/// A checkpoint of 1 GiB of zeros that takes no room: long enough to be interrupted.
+/// A sparse checkpoint of 1 GiB of zeros, large enough for a run to be interrupted.
 fn large(path: &Path) {
     let entry = |i: u64| format!("\"layers.{i}.weight\":{{\"dtype\":\"F32\",\"shape\":[8192,8192],\"data_offsets\":[{},{}]}}", i * EACH, (i + 1) * EACH);
     raw_file(path, format!("{{{}}}", (0..4).map(entry).collect::<Vec<_>>().join(",")).as_bytes(), &[]);
@@ -40,7 +40,7 @@ fn stop(child: Child, signal: Signal) -> Run {
     child.wait_with_output().unwrap().into()
 }
 
-/// A folder, on a disk with room, with a small model `in`.
+/// A folder, on a disk with enough space, with a small model `in`.
 fn prepared() -> tempfile::TempDir {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     model(&folder.path().join("in"));
@@ -59,7 +59,7 @@ fn a_kill_leaves_no_output_and_the_next_run_cleans_up() {
 }
 
 #[test]
-fn a_kill_leaves_what_was_to_be_replaced() {
+fn a_kill_preserves_the_existing_output() {
     let folder = prepared();
     ok(folder.path(), "cast in -o out");
     let before = snapshot(&folder.path().join("out"));
@@ -73,7 +73,7 @@ fn a_kill_leaves_what_was_to_be_replaced() {
 }
 
 #[test]
-fn a_signal_ends_a_run_with_a_word_and_without_a_trace() {
+fn a_signal_ends_a_run_with_a_message_and_without_leftovers() {
     for (signal, args) in
         [(Signal::INT, "cast large -o out"), (Signal::TERM, "chain large -o out -- cast --to f16 -- quantize-dynamic"), (Signal::HUP, "densify large -o out")]
     {
@@ -86,9 +86,9 @@ fn a_signal_ends_a_run_with_a_word_and_without_a_trace() {
     }
 }
 
-/// Writes a model with a loop that never ends.
+/// Writes a model with an infinite loop. With `doubling`, its value doubles in each iteration.
 #[cfg(feature = "run")]
-fn endless(path: &Path) {
+fn endless(path: &Path, doubling: bool) {
     use compress::onnx::proto::{
         AttributeProto, DataType, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorTypeProto, TypeProto, ValueInfoProto,
     };
@@ -104,9 +104,11 @@ fn endless(path: &Path) {
         output: vec![output.to_owned()],
         ..NodeProto::default()
     };
+    let step =
+        if doubling { NodeProto { attribute: vec![AttributeProto::int("axis", 0)], ..node("Concat", &["a", "a"], "b") } } else { node("Neg", &["a"], "b") };
     let body = GraphProto {
         name: Some("body".into()),
-        node: vec![node("Identity", &["go"], "goes"), node("Neg", &["a"], "b")],
+        node: vec![node("Identity", &["go"], "goes"), step],
         input: vec![port("i", DataType::Int64), port("go", DataType::Bool), port("a", DataType::Float)],
         output: vec![port("goes", DataType::Bool), port("b", DataType::Float)],
         ..GraphProto::default()
@@ -138,11 +140,11 @@ fn endless(path: &Path) {
 #[test]
 #[cfg(feature = "run")]
 fn signals_end_a_run_of_onnx_runtime() {
-    if compress::runtime::library().is_err() {
+    if !crate::onnxruntime::has_onnx_runtime() {
         return;
     }
     let folder = prepared();
-    endless(&folder.path().join("loop.onnx"));
+    endless(&folder.path().join("loop.onnx"), false);
     let run = || {
         let mut command = command(folder.path());
         let child = command.args(["quantize-dynamic", "loop.onnx", "-o", "out.onnx"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -154,14 +156,45 @@ fn signals_end_a_run_of_onnx_runtime() {
     assert!(stopped.code == 1 && stopped.stderr.ends_with("error: interrupted; nothing was written\n"), "{}", stopped.stderr);
     assert!(begun.elapsed() < Duration::from_secs(20));
     assert_eq!(names(folder.path()), ["in", "loop.onnx"]);
-    // The second signal does not wait for anything.
+    // The second signal terminates the process immediately.
     let child = run();
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     assert_eq!(stop(child, Signal::TERM).code, -1);
 }
 
+/// A value that doubles indefinitely is stopped at the memory limit for a file of this size, before
+/// memory is exhausted.
 #[test]
-fn a_signal_leaves_what_was_to_be_replaced() {
+#[cfg(feature = "run")]
+fn values_that_double_are_stopped_at_a_memory_limit() {
+    if !crate::onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = prepared();
+    let path = folder.path();
+    endless(&path.join("loop.onnx"), true);
+    let row: Vec<f32> = vec![0.5; 8];
+    file(&path.join("rows.safetensors"), METADATA, &[f32s("x", &[2, 4], &row)]);
+    // Address space for three times the limit, which the last operator before the stop may use, and for
+    // the threads.
+    let limited = |args: &str| -> Run {
+        let script = "ulimit -v 12000000 && exec \"$0\" \"$@\"";
+        let mut limited = Command::new("sh");
+        limited.args(["-c", script, env!("CARGO_BIN_EXE_compress")]).args(args.split(' ')).current_dir(path);
+        limited.output().unwrap().into()
+    };
+    let stopped = "takes more than 1024 MB of memory";
+    let run = limited("quantize-dynamic loop.onnx -o out");
+    let report = fs::read_to_string(path.join("out/report.json")).unwrap_or_default();
+    assert!(run.code == 0 && report.contains(stopped), "{}\n{report}", run.stderr);
+    let run = limited("verify out");
+    assert!(run.code == 0 && run.stdout.contains(stopped), "{}{}", run.stdout, run.stderr);
+    let run = limited("eval loop.onnx --against loop.onnx --arrays rows.safetensors --task fidelity --memory 1MB");
+    assert!(run.code != 0 && run.stderr.contains(stopped), "{}{}", run.stdout, run.stderr);
+}
+
+#[test]
+fn a_signal_preserves_the_existing_output() {
     let folder = prepared();
     ok(folder.path(), "cast in -o out");
     let before = snapshot(&folder.path().join("out"));
@@ -173,7 +206,7 @@ fn a_signal_leaves_what_was_to_be_replaced() {
 }
 
 #[test]
-fn a_run_leaves_the_work_of_another_alone() {
+fn a_run_does_not_touch_the_files_of_another() {
     let folder = prepared();
     let (child, work) = started(folder.path(), "cast large -o out");
     ok(folder.path(), "cast in -o out");
@@ -183,22 +216,22 @@ fn a_run_leaves_the_work_of_another_alone() {
     ok(folder.path(), "verify out");
 }
 
-/// Runs the binary with an output on a disk of one megabyte, which lasts as long as the run. stdout is what
-/// lies on the disk afterwards.
+/// Runs the binary with an output on a temporary disk of one megabyte. stdout lists
+/// the files on the disk afterwards.
 fn on_a_small_disk(folder: &Path, args: &str) -> Run {
     const SCRIPT: &str = r#"mount -t tmpfs -o size=1m none disk && if [ -d old ]; then cp -r old disk/out; fi && "$0" "$@" > /dev/null; code=$?; find disk -mindepth 1 | sort; exit $code"#;
     let namespace = ["-m", "-rm"]
         .into_iter()
         .find(|flags| Command::new("unshare").args([flags, "sh", "-c", "mount -t tmpfs none /mnt"]).status().is_ok_and(|s| s.success()));
     let namespace =
-        namespace.expect("this test mounts a small disk in a namespace of its own: run it as root, or where unprivileged user namespaces are allowed");
+        namespace.expect("this test mounts a small disk in a new namespace: run it as root, or on a system that allows unprivileged user namespaces");
     fs::create_dir(folder.join("disk")).unwrap();
     let mut run = Command::new("unshare");
     run.args([namespace, "sh", "-c", SCRIPT, env!("CARGO_BIN_EXE_compress")]).args(args.split(' ')).current_dir(folder);
     run.output().unwrap().into()
 }
 
-/// Runs what must fail for want of room, and leave the disk as it was.
+/// Runs a command that must fail because the disk is full, and must not change the disk.
 fn check(prepare: impl Fn(&Path), args: &str, message: &str, hint: &str) -> Run {
     let folder = tempfile::tempdir().unwrap();
     prepare(folder.path());
@@ -214,27 +247,31 @@ fn wide(folder: &Path) {
 }
 
 #[test]
-fn what_cannot_fit_is_refused_before_anything_is_written() {
-    let run = check(wide, "cast in -o disk/out --log-format json", "needs 2.10 MB, and 1.04 MB are free on this disk", "choose a folder on another disk");
+fn outputs_that_do_not_fit_are_rejected_before_writing() {
+    let run = check(wide, "cast in -o disk/out --log-format json", "needs 2.10 MB, but only 1.04 MB are free on this disk", "choose a folder on another disk");
     assert!(!run.stderr.contains("Writing"), "{}", run.stderr);
     let large_tokenizer = |folder: &Path| {
         model(&folder.join("in"));
         fs::write(folder.join("in/tokenizer.json"), vec![b' '; 2 << 20]).unwrap();
     };
-    let run =
-        check(large_tokenizer, "cast in -o disk/out --log-format json", "needs 2.10 MB, and 1.04 MB are free on this disk", "choose a folder on another disk");
+    let run = check(
+        large_tokenizer,
+        "cast in -o disk/out --log-format json",
+        "needs 2.10 MB, but only 1.04 MB are free on this disk",
+        "choose a folder on another disk",
+    );
     assert!(!run.stderr.contains("Writing"), "{}", run.stderr);
 }
 
 #[test]
-fn a_disk_that_fills_up_is_left_as_it_was() {
-    let full = "the disk is full; the unfinished output was removed";
+fn a_full_disk_is_cleaned_up() {
+    let full = "the disk is full; the incomplete output was removed";
     check(wide, "cast in -o disk/out --layout sparse", "No space left on device", full);
     check(wide, "cast in -o disk/new/deep/out --layout sparse", "No space left on device", full);
 }
 
 #[test]
-fn a_disk_that_fills_up_keeps_what_was_to_be_replaced() {
+fn a_full_disk_preserves_the_existing_output() {
     let folder = tempfile::tempdir().unwrap();
     wide(folder.path());
     file(&folder.path().join("small"), METADATA, &[f32s("x", &[1], &[1.0])]);

@@ -1,4 +1,4 @@
-//! Runs the binary as its users do, well and badly.
+//! Tests of the binary with valid and invalid arguments.
 #![cfg(feature = "cli")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -12,6 +12,9 @@ mod commands;
 mod crash;
 #[cfg(target_os = "linux")]
 mod memory;
+#[cfg(all(feature = "run", target_os = "linux"))]
+#[path = "../common/onnxruntime.rs"]
+mod onnxruntime;
 #[cfg(target_os = "linux")]
 mod races;
 #[cfg(feature = "remote")]

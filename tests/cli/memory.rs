@@ -27,11 +27,11 @@ fn large(path: &Path) {
     file.flush().unwrap();
 }
 
-/// Runs under the limit what must succeed.
+/// Runs a command that must succeed under the limit.
 fn check(folder: &Path, args: &str) -> Run {
     let script = format!("ulimit -v {LIMIT_KILOBYTES} && exec \"$0\" \"$@\"");
     let mut limited = Command::new("sh");
-    // The allocator reserves 64 MB of addresses for each thread, whether the thread needs memory or not.
+    // The allocator reserves 64 MB of address space per thread, even for threads that need no memory.
     limited.env("MALLOC_ARENA_MAX", "1");
     limited.args(["-c", &script, env!("CARGO_BIN_EXE_compress"), "--threads", "2"]).args(args.split(' ')).current_dir(folder);
     let run = Run::from(limited.output().unwrap());

@@ -1,4 +1,5 @@
-//! Runs that want one output at the same time: one of them has it, the others say so, and nothing is lost.
+//! Concurrent runs with the same output: one of them writes it, the others report an error, and no data
+//! is lost.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +9,7 @@ use crate::support::{METADATA, Run, file, floats, names};
 
 const ROUNDS: usize = 50;
 
-/// What one round starts: so many processes, the first of which gets `--force` if any does.
+/// Arguments of one round: the number of processes, and whether the first one uses `--force`.
 fn round(folder: &Path, launcher: &[&str], count: usize, force: bool) -> Vec<Run> {
     let start = |number: usize| -> Child {
         let program = [launcher, &[env!("CARGO_BIN_EXE_compress")]].concat();
@@ -20,9 +21,9 @@ fn round(folder: &Path, launcher: &[&str], count: usize, force: bool) -> Vec<Run
     children.into_iter().map(|child| child.wait_with_output().unwrap().into()).collect()
 }
 
-/// Races for one output, `ROUNDS` times.
+/// Runs `ROUNDS` races for one output.
 fn race(launcher: &[&str], count: usize) {
-    // Outputs are synced, which a disk in memory does for nothing.
+    // Outputs are synced, which is fast on a memory-backed disk.
     let memory = Path::new("/dev/shm");
     let folder = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap();
     let path = folder.path();
@@ -43,20 +44,20 @@ fn race(launcher: &[&str], count: usize) {
             ["model.safetensors", "recipe.yaml", "report.html", "report.json", "report.md", "tokenizer.json"],
             "round {number}"
         );
-        assert!(!weights.is_empty() && *first.get_or_insert_with(|| weights.clone()) == weights, "round {number}: the weights are not whole");
-        assert_eq!(names(&path.join("deep")), ["out"], "round {number}: something is left");
+        assert!(!weights.is_empty() && *first.get_or_insert_with(|| weights.clone()) == weights, "round {number}: the weights are incomplete");
+        assert_eq!(names(&path.join("deep")), ["out"], "round {number}: temporary files remain");
         fs::remove_dir_all(path.join("deep")).unwrap();
     }
 }
 
 #[test]
-fn twelve_processes_want_one_output() {
+fn twelve_processes_race_for_one_output() {
     race(&[], 12);
 }
 
-/// As containers on one volume: both processes are number 1.
+/// As in containers with a shared volume: both processes have id 1.
 #[test]
-fn two_namespaces_of_processes_want_one_output() {
+fn two_pid_namespaces_race_for_one_output() {
     let launcher = ["unshare", "--pid", "--fork"];
     match Command::new(launcher[0]).args(&launcher[1..]).arg("true").output() {
         Ok(output) if output.status.success() => race(&launcher, 2),

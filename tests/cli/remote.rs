@@ -1,4 +1,4 @@
-//! Models of other machines, and what goes wrong on the way.
+//! Remote models and outputs, and network failures.
 
 use std::fs;
 use std::path::Path;
@@ -14,30 +14,30 @@ use crate::servers::{Answer, COMMIT, Files, Request, Server, files, hub, s3};
 use crate::support::{Run, command, floats, model_of, names, ok, read_json, snapshot};
 
 const TOKEN: &str = "hf_averysecrettoken";
-/// Nothing of these is ever told.
+/// Secrets that must never be printed.
 const SECRETS: [&str; 4] = [TOKEN, "verysecretsignature", "verysecretkey", "secretkeyid"];
 
-/// A model of more than one range, and what one run makes of it where it lies.
-struct Place {
+/// A model larger than one range, and the output of a local run.
+struct Workspace {
     folder: tempfile::TempDir,
     files: Files,
 }
 
-impl Place {
-    fn new() -> Place {
+impl Workspace {
+    fn new() -> Workspace {
         let folder = tempfile::tempdir().unwrap();
         let tensors = [floats("a.weight", &[400, 400]), floats("b.bias", &[64]), floats("c.weight", &[64, 64])];
         model_of(&folder.path().join("in"), &json!({ "model_type": "bert" }), &tensors);
         ok(folder.path(), "quantize-dynamic in -o here");
         let files = files(&folder.path().join("in"));
-        Place { folder, files }
+        Workspace { folder, files }
     }
 
     fn path(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Runs the binary with an endpoint and a token; nothing of what it says is secret.
+    /// Runs the binary with an endpoint and a token. Its output must not contain secrets.
     fn run(&self, args: &str, variables: &[(&str, &str)]) -> Run {
         let (mut command, temporary) = (command(self.path()), tempfile::tempdir().unwrap());
         command.args(args.split_whitespace()).env("HF_HOME", self.path().join("home")).env("TMPDIR", temporary.path());
@@ -46,13 +46,13 @@ impl Place {
         }
         let run: Run = command.envs(variables.iter().copied()).output().unwrap().into();
         for secret in SECRETS {
-            assert!(!run.stdout.contains(secret) && !run.stderr.contains(secret), "{secret} is told:\n{}{}", run.stdout, run.stderr);
+            assert!(!run.stdout.contains(secret) && !run.stderr.contains(secret), "{secret} is printed:\n{}{}", run.stdout, run.stderr);
         }
-        assert_eq!(names(temporary.path()), Vec::<String>::new(), "something is left on the disk");
+        assert_eq!(names(temporary.path()), Vec::<String>::new(), "files remain on the disk");
         run
     }
 
-    /// Holds an output to that of the run over the folder.
+    /// Compares an output with that of the local run.
     fn same(&self, output: &str) {
         for name in ["model.safetensors", "config.json", "tokenizer.json", "1_Pooling/config.json"] {
             let read = |folder: &str| fs::read(self.path().join(folder).join(name)).unwrap();
@@ -64,8 +64,8 @@ impl Place {
 }
 
 #[test]
-fn a_model_of_the_hub_is_read_where_it_lies() {
-    let place = Place::new();
+fn a_model_of_the_hub_is_read_remotely() {
+    let place = Workspace::new();
     let (hub, elsewhere) = hub(place.files.clone(), TOKEN, Answer::file);
     let variables = [("HF_ENDPOINT", hub.address.as_str()), ("HF_TOKEN", TOKEN)];
     let run = place.run("quantize-dynamic hf:org/name -o out", &variables);
@@ -73,7 +73,8 @@ fn a_model_of_the_hub_is_read_where_it_lies() {
     place.same("out");
     let report = read_json(&place.path().join("out/report.json"));
     assert_eq!(report["model"]["source"], "hf:org/name");
-    // Weights come in ranges, from a server that is never told the token, and of what is not carried along nothing is asked for.
+    // Weights are read in ranges from a server that never receives the token, and files that are not
+    // copied are not requested.
     let (asked, weights) = (hub.requests(), elsewhere.requests());
     assert!(weights.len() >= 2 && weights.iter().all(|request| request.headers.contains_key("range") && !request.headers.contains_key("authorization")));
     assert!(!asked.iter().any(|request| request.path().ends_with("pytorch_model.bin")));
@@ -81,7 +82,7 @@ fn a_model_of_the_hub_is_read_where_it_lies() {
     let read: usize = weights.iter().filter_map(|request| request.range(bytes)).map(|(first, end)| end - first).sum();
     assert!(read < 2 * bytes, "{read} bytes of {bytes} were read");
     assert!(!place.path().join("home").exists(), "the cache of others is not written to");
-    // A revision, one file, and what does not exist.
+    // A revision, a single file, and missing repositories.
     let one = place.run("inspect hf:org/name@main/model.safetensors --json", &variables);
     assert!(one.code == 0 && one.stdout.contains("a.weight"), "{}", one.stderr);
     let verified = place.run("verify out", &variables);
@@ -93,8 +94,8 @@ fn a_model_of_the_hub_is_read_where_it_lies() {
 }
 
 #[test]
-fn parts_are_made_of_a_model_elsewhere() {
-    let place = Place::new();
+fn remote_models_can_be_processed_in_parts() {
+    let place = Workspace::new();
     let (hub, _) = hub(place.files.clone(), TOKEN, Answer::file);
     let variables = [("HF_ENDPOINT", hub.address.as_str()), ("HF_TOKEN", TOKEN)];
     let shards = "--shard-size 100KB --no-measure";
@@ -113,7 +114,8 @@ fn parts_are_made_of_a_model_elsewhere() {
     assert!(weights(&one).len() == 2 && weights(&one) == weights(&two));
 }
 
-/// What a server does wrong once it has been asked `after` times, `times` times; every range of weights passes here.
+/// A fault of the server after `after` requests, for `times` requests. Applied to every range of
+/// weights.
 fn faulty(times: usize, fault: impl Fn(&Request, &[u8]) -> Answer + Send + Sync + 'static) -> impl Fn(&Request, &[u8]) -> Answer + Send + Sync + 'static {
     let count = Arc::new(AtomicUsize::new(0));
     move |request, bytes| {
@@ -127,8 +129,8 @@ fn wrong_range(request: &Request, bytes: &[u8]) -> Answer {
 }
 
 #[test]
-fn what_goes_wrong_once_is_tried_again() {
-    let place = Place::new();
+fn temporary_failures_are_retried() {
+    let place = Workspace::new();
     let cut = |after: usize| move |request: &Request, bytes: &[u8]| Answer { cut: Some(after), ..Answer::file(request, bytes) };
     type Fault = Box<dyn Fn(&Request, &[u8]) -> Answer + Send + Sync>;
     let faults: Vec<(&str, usize, Fault)> = vec![
@@ -150,18 +152,18 @@ fn what_goes_wrong_once_is_tried_again() {
 }
 
 #[test]
-fn what_goes_wrong_for_good_is_named_and_leaves_nothing() {
-    let place = Place::new();
+fn permanent_failures_are_named_and_leave_no_files() {
+    let place = Workspace::new();
     type Fault = fn(&Request, &[u8]) -> Answer;
     let faults: [(&str, Fault); 5] = [
         ("the connection was cut after 0", |request, bytes| Answer { cut: Some(0), ..Answer::file(request, bytes) }),
         ("503", |_, _| Answer::new(503, "")),
         ("sends bytes 1 to", wrong_range),
-        ("was changed", |request, bytes| Answer::file(request, &[bytes, b"more"].concat())),
+        ("was modified while it was read: it has ", |request, bytes| Answer::file(request, &[bytes, b"more"].concat())),
         ("leads over an unencrypted connection", |_, _| Answer::new(302, "").with("Location", "http://192.0.2.1/x?sig=verysecretsignature")),
     ];
     let before = snapshot(place.path());
-    // They wait between attempts.
+    // Clients wait between attempts.
     std::thread::scope(|scope| {
         for (index, (message, fault)) in faults.into_iter().enumerate() {
             let place = &place;
@@ -173,7 +175,7 @@ fn what_goes_wrong_for_good_is_named_and_leaves_nothing() {
         }
     });
     assert_eq!(snapshot(place.path()), before);
-    // Of the repository itself.
+    // Faults of the repository itself.
     let (hub, _) = hub(place.files.clone(), "another token", Answer::file);
     let refused = place.run("quantize-dynamic hf:org/name -o out", &[("HF_ENDPOINT", &hub.address), ("HF_TOKEN", TOKEN)]);
     assert!(refused.code == 1 && refused.stderr.contains("401") && refused.stderr.contains("HF_TOKEN"), "{}", refused.stderr);
@@ -183,9 +185,9 @@ fn what_goes_wrong_for_good_is_named_and_leaves_nothing() {
 }
 
 #[test]
-fn a_file_that_was_damaged_on_the_way_is_refused() {
-    let place = Place::new();
-    // Hashes of `{}`: SHA-256 of large files, and those of git.
+fn a_file_damaged_in_transit_is_rejected() {
+    let place = Workspace::new();
+    // Hashes of `{}`: SHA-256 of large files, and git hashes.
     let large =
         json!({ "type": "file", "path": "config.json", "size": 2, "lfs": { "oid": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a" } });
     let small = json!({ "type": "file", "path": "config.json", "size": 2, "oid": "9e26dfeeb6e641a33dae4961196235bdb965b21b" });
@@ -199,15 +201,16 @@ fn a_file_that_was_damaged_on_the_way_is_refused() {
             _ => Answer::file(request, &weights),
         });
         let run = place.run("inspect hf:org/name", &[("HF_ENDPOINT", &server.address)]);
-        let told = run.stderr.contains("config.json") && run.stderr.contains("damaged on the way");
+        let told = run.stderr.contains("config.json") && run.stderr.contains("corrupted in transit");
         assert_eq!((run.code, told), (i32::from(damaged), damaged), "{entry}: {}", run.stderr);
     }
 }
 
-/// A byte of the last tensor is another one, on the way or on the server: nothing is written, printed or cached.
+/// A byte of the last tensor is changed in transit or on the server: nothing is written, printed or
+/// cached.
 #[test]
 fn weights_that_differ_from_the_stated_hash_are_refused() {
-    let place = Place::new();
+    let place = Workspace::new();
     let (hub, _) = hub(place.files.clone(), TOKEN, |request, bytes| {
         let mut bytes = bytes.to_vec();
         *bytes.last_mut().unwrap() ^= 1;
@@ -217,16 +220,17 @@ fn weights_that_differ_from_the_stated_hash_are_refused() {
     let before = snapshot(place.path());
     for args in ["quantize-dynamic hf:org/name -o out", "densify hf:org/name -o out", "diff in hf:org/name"] {
         let run = place.run(args, &variables);
-        let told = run.stderr.contains("hf:org/name/model.safetensors") && run.stderr.contains("the server states");
+        let told = run.stderr.contains("hf:org/name/model.safetensors") && run.stderr.contains("the server reports");
         assert!(run.code == 1 && told && run.stdout.is_empty(), "{args}: {}{}", run.stdout, run.stderr);
     }
     assert_eq!(snapshot(place.path()), before);
 }
 
-/// Neither a mark of a server, nor a time, nor a size identifies contents: two files that agree in all of them are two files.
+/// ETag, modification time and size do not identify contents: files that agree in all of them are
+/// distinguished.
 #[test]
-fn files_with_equal_marks_are_told_apart() {
-    let place = Place::new();
+fn files_with_equal_metadata_are_distinguished() {
+    let place = Workspace::new();
     let first = place.files["model.safetensors"].clone();
     let mut second = first.clone();
     let last = second.len() - 2;
@@ -248,8 +252,8 @@ fn files_with_equal_marks_are_told_apart() {
 }
 
 #[test]
-fn without_a_network_the_cache_is_read() {
-    let place = Place::new();
+fn the_cache_is_used_offline() {
+    let place = Workspace::new();
     let cache = place.path().join("home/hub/models--org--name");
     fs::create_dir_all(cache.join("refs")).unwrap();
     fs::write(cache.join("refs/main"), COMMIT).unwrap();
@@ -264,7 +268,7 @@ fn without_a_network_the_cache_is_read() {
     place.same("out");
     let missing = place.run("inspect hf:org/other", &offline);
     assert!(missing.code == 1 && missing.stderr.contains("HF_HUB_OFFLINE is set") && missing.stderr.contains("hf download org/other"), "{}", missing.stderr);
-    // What the cache has of the same commit is not fetched again.
+    // Cached files of the same commit are not fetched again.
     let (hub, elsewhere) = hub(place.files.clone(), "", Answer::file);
     let run = place.run("quantize-dynamic hf:org/name -o again", &[("HF_ENDPOINT", &hub.address)]);
     assert!(run.code == 0 && elsewhere.requests().is_empty(), "{}", run.stderr);
@@ -273,7 +277,7 @@ fn without_a_network_the_cache_is_read() {
 
 #[test]
 fn files_of_web_servers_are_read_one_at_a_time() {
-    let place = Place::new();
+    let place = Workspace::new();
     let bytes = place.files["model.safetensors"].clone();
     let server = Server::start(move |request| match request.path() {
         "/models/a.safetensors" => Answer::file(request, &bytes).with("ETag", "\"one\""),
@@ -287,18 +291,18 @@ fn files_of_web_servers_are_read_one_at_a_time() {
         assert!(run.code == 0 && run.stdout.contains("a.weight"), "{}", run.stderr);
     }
     let run = place.run(&format!("quantize-dynamic {}/plain/a.safetensors -o out", server.address), &[]);
-    assert!(run.code == 1 && run.stderr.contains("sends no ranges"), "{}", run.stderr);
-    for (path, message) in [("none.safetensors", "no such file"), ("models/a.safetensors?sig=verysecretsignature", "a.safetensors: has a `?`")] {
+    assert!(run.code == 1 && run.stderr.contains("does not support range requests"), "{}", run.stderr);
+    for (path, message) in [("none.safetensors", "no such file"), ("models/a.safetensors?sig=verysecretsignature", "a.safetensors: contains a `?`")] {
         let run = place.run(&format!("inspect {}/{path}", server.address), &[]);
         assert!(run.code == 1 && run.stderr.contains(message), "{path}: {}", run.stderr);
     }
     let user = place.run("inspect https://user:verysecretkey@127.0.0.1/a.safetensors", &[]);
-    assert!(user.code == 1 && user.stderr.contains("names a user"), "{}", user.stderr);
+    assert!(user.code == 1 && user.stderr.contains("contains a user name"), "{}", user.stderr);
 }
 
 #[test]
 fn names_with_credentials_are_refused_and_not_echoed() {
-    let place = Place::new();
+    let place = Workspace::new();
     for args in [
         "quantize-dynamic in -o s3://bucket/out?sig=verysecretsignature",
         "quantize-dynamic in -o s3://key:verysecretkey@bucket/out",
@@ -313,19 +317,19 @@ fn names_with_credentials_are_refused_and_not_echoed() {
         assert!(run.code > 0 && !run.stderr.contains("verysecret") && !run.stdout.contains("verysecret"), "{args}: {}", run.stderr);
     }
     let run = place.run("quantize-dynamic in -o s3://bucket/out?sig=verysecretsignature", &[]);
-    assert!(run.stderr.contains("s3://bucket/out: has a `?`"), "{}", run.stderr);
+    assert!(run.stderr.contains("s3://bucket/out: contains a `?`"), "{}", run.stderr);
     assert!(!place.path().join("out").exists());
 }
 
-/// What a run needs to reach a bucket of this machine.
+/// Environment variables for a local bucket.
 fn bucket(server: &Server) -> [(&str, &str); 5] {
     let keys = [("AWS_ACCESS_KEY_ID", "secretkeyid"), ("AWS_SECRET_ACCESS_KEY", "verysecretkey"), ("AWS_REGION", "us-east-1")];
     [("AWS_ENDPOINT_URL", server.address.as_str()), ("AWS_ALLOW_HTTP", "true"), keys[0], keys[1], keys[2]]
 }
 
 #[test]
-fn a_bucket_holds_what_a_folder_would() {
-    let place = Place::new();
+fn a_bucket_contains_the_same_as_a_folder() {
+    let place = Workspace::new();
     let (server, held) = s3(|_| None);
     let variables = bucket(&server);
     let run = place.run("quantize-dynamic in -o s3://bucket/models/out", &variables);
@@ -338,14 +342,14 @@ fn a_bucket_holds_what_a_folder_would() {
     let written: Vec<_> = server.requests().iter().filter(|request| request.method == "PUT").map(|request| request.path().to_owned()).collect();
     assert!(written[0].ends_with("/compress.unfinished") && written[1].ends_with("/model.safetensors"), "{written:?}");
     assert!(written[written.len() - 1].ends_with("/report.json"), "{written:?}");
-    // It is a model, its report holds, and nothing takes its place.
+    // It opens as a model, it can be verified, and it is not replaced.
     let verified = place.run("verify s3://bucket/models/out", &variables);
     assert!(verified.code == 0 && verified.stdout.contains("opens with 3 weights"), "{}{}", verified.stdout, verified.stderr);
     let run = place.run("densify s3://bucket/models/out -o dense", &variables);
     assert_eq!(run.code, 0, "{}", run.stderr);
     ok(place.path(), "densify here -o expected");
     assert_eq!(files(&place.path().join("dense"))["model.safetensors"], files(&place.path().join("expected"))["model.safetensors"]);
-    for (args, message) in [("", "exists"), (" --force", "in one step")] {
+    for (args, message) in [("", "exists"), (" --force", "atomically")] {
         let run = place.run(&format!("quantize-dynamic in -o s3://bucket/models/out{args}"), &variables);
         assert!(run.code == 1 && run.stderr.contains(message), "{}", run.stderr);
     }
@@ -357,8 +361,8 @@ fn a_bucket_holds_what_a_folder_would() {
     }
 }
 
-/// A model of several parts of an upload, in two shards.
-fn large(place: &Place) {
+/// A model in two shards that are uploaded in several parts.
+fn large(place: &Workspace) {
     let tensors = [floats("a.weight", &[1300, 1100]), floats("b.weight", &[1300, 1100]), floats("c.bias", &[64])];
     model_of(&place.path().join("large"), &json!({ "model_type": "bert" }), &tensors);
 }
@@ -367,11 +371,11 @@ const PRUNE: &str = "prune-unstructured large --amount 0.5 --shard-size 10MB --t
 const DENIED: &str = "<Error><Code>AccessDenied</Code><Message>no</Message><AWSAccessKeyId>secretkeyid</AWSAccessKeyId></Error>";
 
 #[test]
-fn weights_go_to_a_bucket_as_they_are_made() {
-    let place = Place::new();
+fn weights_are_streamed_to_a_bucket() {
+    let place = Workspace::new();
     large(&place);
     ok(place.path(), &format!("{PRUNE} -o whole"));
-    // Whether weights are ever on the disk is looked at by the server, while it is asked.
+    // The server checks during requests that no weights are on the local disk.
     let temporary = tempfile::tempdir().unwrap();
     let (folder, most) = (temporary.path().to_owned(), Arc::new(AtomicUsize::new(0)));
     let seen = most.clone();
@@ -395,8 +399,8 @@ fn weights_go_to_a_bucket_as_they_are_made() {
 }
 
 #[test]
-fn a_bucket_of_google_holds_it_too() {
-    let place = Place::new();
+fn google_buckets_are_supported() {
+    let place = Workspace::new();
     large(&place);
     let (server, held) = s3(|_| None);
     let account = json!({ "private_key": "", "private_key_id": "", "client_email": "", "disable_oauth": true, "gcs_base_url": server.address });
@@ -415,12 +419,12 @@ fn a_bucket_of_google_holds_it_too() {
         assert!(held.objects.get(&format!("out/{name}")) == Some(bytes), "{name}");
     }
     let conditions = server.requests().iter().filter(|request| request.headers.get("x-goog-if-generation-match").is_some_and(|value| value == "0")).count();
-    assert!(conditions > 4, "{conditions} files are written where there is none");
+    assert!(conditions > 4, "{conditions} files are written to a store without conditions");
 }
 
 #[test]
-fn an_upload_that_fails_leaves_nothing_behind() {
-    let place = Place::new();
+fn a_failed_upload_leaves_no_files() {
+    let place = Workspace::new();
     large(&place);
     type Fault = fn(&Request) -> bool;
     let faults: [(&str, Fault); 4] = [
@@ -440,7 +444,7 @@ fn an_upload_that_fails_leaves_nothing_behind() {
             assert!(run.code == 1 && run.stderr.contains(message) && held.objects.is_empty(), "{message}: {}", run.stderr);
         }
     }
-    // What the store gives back is not what was written, of a small file and of one in parts.
+    // The store returns other bytes than were written, for a small file and for a multipart upload.
     let other = |end: &'static str, bytes: &'static [u8]| {
         s3(move |request| {
             let part = request.headers.contains_key("range").then(|| Answer::file(request, bytes));
@@ -459,20 +463,20 @@ fn an_upload_that_fails_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_name_that_is_taken_is_left_alone() {
-    let place = Place::new();
+fn existing_files_are_not_replaced() {
+    let place = Workspace::new();
     let there = |held: &Arc<std::sync::Mutex<crate::servers::Bucket>>| held.lock().unwrap().objects.clone();
     let run = |server: &Server, message: &str| {
         let run = place.run("quantize-dynamic in -o s3://bucket/out --no-measure", &bucket(server));
         assert!(run.code == 1 && run.stderr.contains(message), "{message}: {}", run.stderr);
     };
-    // Another run writes there, or was killed.
+    // Another run is writing there, or was killed.
     let (server, held) = s3(|_| None);
     held.lock().unwrap().objects.insert("out/compress.unfinished".into(), b"theirs".to_vec());
     run(&server, "is being written by another run");
     assert_eq!(there(&held).len(), 1);
-    // A file that appears after it was looked for, and before it is written.
-    for (name, message) in [("compress.unfinished", "another run writes there"), ("config.json", "config.json appeared there meanwhile")] {
+    // A file that appears after the check and before it is written.
+    for (name, message) in [("compress.unfinished", "another run writes to it"), ("config.json", "config.json was created by another process")] {
         let bucket: Arc<std::sync::OnceLock<Arc<std::sync::Mutex<crate::servers::Bucket>>>> = Arc::default();
         let seen = bucket.clone();
         let (server, held) = s3(move |request| {
@@ -486,7 +490,8 @@ fn a_name_that_is_taken_is_left_alone() {
         run(&server, message);
         assert_eq!(there(&held).into_iter().collect::<Vec<_>>(), [(format!("out/{name}"), b"theirs".to_vec())]);
     }
-    // A store that knows no conditions is told of, and written to; so is one whose user says that it knows none.
+    // A store without conditional writes is reported and written to, and so is one for which the user
+    // disables them.
     for variable in [None, Some(("AWS_CONDITIONAL_PUT", "disabled"))] {
         let (server, held) = s3(|request| {
             let unknown = "<Error><Code>NotImplemented</Code><Message>A header is not implemented</Message></Error>";
@@ -494,7 +499,7 @@ fn a_name_that_is_taken_is_left_alone() {
         });
         let variables: Vec<_> = bucket(&server).into_iter().chain(variable).collect();
         let done = place.run("quantize-dynamic in -o s3://bucket/out --no-measure", &variables);
-        assert!(done.code == 0 && done.stdout.contains("of two runs that write it at once, both go on"), "{}{}", done.stdout, done.stderr);
+        assert!(done.code == 0 && done.stdout.contains("two concurrent runs that write it would both continue"), "{}{}", done.stdout, done.stderr);
         assert!(there(&held).contains_key("out/report.json") && !there(&held).contains_key("out/compress.unfinished"));
         let asked = server.requests().iter().any(|request| request.headers.contains_key("if-none-match"));
         assert_eq!(asked, variable.is_none());
@@ -502,8 +507,8 @@ fn a_name_that_is_taken_is_left_alone() {
 }
 
 #[test]
-fn small_files_whose_connection_is_cut_are_written_again() {
-    let place = Place::new();
+fn small_files_are_written_again_after_a_lost_connection() {
+    let place = Workspace::new();
     let cut: Arc<std::sync::Mutex<std::collections::BTreeSet<String>>> = Arc::default();
     let seen = cut.clone();
     let (server, held) = s3(move |request| {
@@ -518,8 +523,8 @@ fn small_files_whose_connection_is_cut_are_written_again() {
 }
 
 #[test]
-fn a_bucket_that_is_not_there_is_named() {
-    let place = Place::new();
+fn a_missing_bucket_is_named() {
+    let place = Workspace::new();
     let none = "<Error><Code>NoSuchBucket</Code><Message>The specified bucket does not exist</Message></Error>";
     let (server, _) = s3(move |_| Some(Answer::new(404, none)));
     for args in ["quantize-dynamic in -o s3://none/out", "inspect s3://none/out"] {

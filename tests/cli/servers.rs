@@ -1,4 +1,4 @@
-//! Servers of this machine that answer as the Hub and S3 do, and go wrong as they are told.
+//! Local servers that emulate the Hub and S3, with configurable faults.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -6,7 +6,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// What was asked.
+/// A request.
 #[derive(Debug, Clone)]
 pub struct Request {
     pub method: String,
@@ -36,12 +36,12 @@ impl Request {
         Some(Request { method, target, headers, body })
     }
 
-    /// The path, without what is behind `?`.
+    /// The path without the query.
     pub fn path(&self) -> &str {
         self.target.split('?').next().unwrap()
     }
 
-    /// A value of what is behind `?`.
+    /// A value of the query.
     pub fn query(&self, name: &str) -> Option<String> {
         let query = self.target.split_once('?')?.1;
         let value =
@@ -49,14 +49,14 @@ impl Request {
         Some(unescaped(value))
     }
 
-    /// First byte and one past the last of the range that is asked for.
+    /// Start and end of the requested range.
     pub fn range(&self, length: usize) -> Option<(usize, usize)> {
         let (first, last) = self.headers.get("range")?.strip_prefix("bytes=")?.split_once('-')?;
         Some((first.parse().ok()?, length.min(last.parse::<usize>().ok()? + 1)))
     }
 }
 
-/// What is written as `%2F` in an address.
+/// Decodes `%2F` and similar escapes.
 fn unescaped(text: &str) -> String {
     let mut parts = text.split('%');
     let mut bytes = parts.next().unwrap_or_default().as_bytes().to_vec();
@@ -67,15 +67,15 @@ fn unescaped(text: &str) -> String {
     String::from_utf8(bytes).unwrap()
 }
 
-/// What is answered.
+/// A response.
 #[derive(Debug, Clone)]
 pub struct Answer {
     pub status: u16,
     pub headers: Vec<(String, String)>,
     pub body: Vec<u8>,
-    /// The connection ends after so many bytes of the body.
+    /// Number of bytes of the body after which the connection is closed.
     pub cut: Option<usize>,
-    /// Nothing comes for so long after those, or from the beginning.
+    /// Delay after these bytes, or at the beginning.
     pub silence: Duration,
 }
 
@@ -89,7 +89,7 @@ impl Answer {
         self
     }
 
-    /// A file, or the range of it that is asked for.
+    /// A file, or its requested range.
     pub fn file(request: &Request, bytes: &[u8]) -> Answer {
         match request.range(bytes.len()) {
             Some((first, end)) if first < end => {
@@ -175,7 +175,7 @@ pub fn sha256(bytes: &[u8]) -> String {
     ring::digest::digest(&ring::digest::SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A repository `org/name` of the Hub; large files are elsewhere, behind an address that is signed.
+/// A repository `org/name` of the Hub; large files are at another host, with a signed URL.
 pub fn hub(files: Files, token: &'static str, large: impl Fn(&Request, &[u8]) -> Answer + Send + Sync + 'static) -> (Server, Server) {
     let contents = Arc::new(files);
     let own = contents.clone();
@@ -228,13 +228,13 @@ pub struct Bucket {
     pub objects: Files,
     /// Parts by upload.
     pub uploads: BTreeMap<String, BTreeMap<usize, Vec<u8>>>,
-    /// Parts that came in all.
+    /// Total number of received parts.
     pub parts: usize,
-    /// Uploads that were begun in all.
+    /// Total number of started uploads.
     pub begun: usize,
 }
 
-/// S3 as far as it is needed, with one bucket named `bucket`; `first` may answer in its place.
+/// A minimal S3 server with one bucket named `bucket`. `first` can answer requests instead.
 pub fn s3(first: impl Fn(&Request) -> Option<Answer> + Send + Sync + 'static) -> (Server, Arc<Mutex<Bucket>>) {
     let bucket: Arc<Mutex<Bucket>> = Arc::default();
     let held = bucket.clone();
@@ -274,7 +274,7 @@ pub fn s3(first: impl Fn(&Request) -> Option<Answer> + Send + Sync + 'static) ->
                 held.uploads.remove(&upload);
                 Answer::new(204, "")
             }
-            // The condition of S3, and that of Google, which has the same interface otherwise.
+            // The condition of S3, and that of Google, whose interface is otherwise the same.
             ("PUT", None)
                 if ["if-none-match", "x-goog-if-generation-match"].iter().any(|name| request.headers.contains_key(*name))
                     && held.objects.contains_key(&key) =>
@@ -306,7 +306,7 @@ fn stamped(answer: Answer) -> Answer {
     answer.with("ETag", "\"one\"").with("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT")
 }
 
-/// What lies directly below a prefix.
+/// Names directly below a prefix.
 fn listed(objects: &Files, prefix: &str) -> String {
     let mut folders = std::collections::BTreeSet::new();
     let mut text = String::new();

@@ -1,4 +1,4 @@
-//! What the tests of the binary share: running it, making checkpoints, looking at folders.
+//! Helpers for the tests of the binary: running it, writing checkpoints, comparing folders.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,7 +7,7 @@ use std::process::{Command, Output};
 
 use serde_json::{Map, Value, json};
 
-/// How a run ended.
+/// Result of a run.
 pub struct Run {
     /// Exit code; -1 after a signal.
     pub code: i32,
@@ -22,7 +22,7 @@ impl From<Output> for Run {
     }
 }
 
-/// The binary, to be run in a folder.
+/// A command for the binary in a folder.
 pub fn command(folder: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_compress"));
     command.current_dir(folder).env_remove("NO_COLOR").env("RUST_BACKTRACE", "0");
@@ -34,25 +34,25 @@ pub fn compress(folder: &Path, args: &str) -> Run {
     command(folder).args(args.split_whitespace()).output().unwrap().into()
 }
 
-/// Runs what must succeed.
+/// Runs a command that must succeed.
 pub fn ok(folder: &Path, args: &str) -> Run {
     let run = compress(folder, args);
     assert_eq!(run.code, 0, "compress {args}\n{}{}", run.stdout, run.stderr);
     run
 }
 
-/// Runs what must succeed and print one JSON value.
+/// Runs a command that must succeed and print one JSON value.
 pub fn data(folder: &Path, args: &str) -> Value {
     let run = ok(folder, args);
     serde_json::from_str(&run.stdout).unwrap_or_else(|e| panic!("compress {args}: {e}\n{}", run.stdout))
 }
 
-/// A file that must hold JSON.
+/// Reads a JSON file.
 pub fn read_json(path: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// A tensor of a file to be made.
+/// A tensor to write to a file.
 #[derive(Clone)]
 pub struct Tensor {
     pub name: String,
@@ -70,7 +70,7 @@ pub fn f32s(name: &str, shape: &[usize], values: &[f32]) -> Tensor {
     tensor(name, "F32", shape, &values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())
 }
 
-/// An F32 tensor with values between -0.05 and 0.05, none of them zero, that depend on its name only.
+/// An F32 tensor with non-zero values between -0.05 and 0.05 that depend only on its name.
 pub fn floats(name: &str, shape: &[usize]) -> Tensor {
     let mut state = u64::from_le_bytes(blake3::hash(name.as_bytes()).as_bytes()[..8].try_into().unwrap());
     let value = |_| {
@@ -81,7 +81,7 @@ pub fn floats(name: &str, shape: &[usize]) -> Tensor {
     f32s(name, shape, &values)
 }
 
-/// A safetensors file, with any text for a header.
+/// A safetensors file with any text as header.
 pub fn raw_file(path: &Path, header: &[u8], data: &[u8]) {
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     fs::write(path, [&(header.len() as u64).to_le_bytes()[..], header, data].concat()).unwrap();
@@ -102,7 +102,7 @@ pub fn file(path: &Path, metadata: &[(&str, &str)], tensors: &[Tensor]) {
 
 pub const METADATA: &[(&str, &str)] = &[("format", "pt")];
 
-/// Tensors of a small model in the manner of BERT: seven weights, four of them linear.
+/// Tensors of a small BERT-like model: seven weights, four of them linear.
 pub fn small_tensors() -> Vec<Tensor> {
     let mut tensors = vec![floats("embeddings.word_embeddings.weight", &[32, 16])];
     for layer in 0..2 {
@@ -113,7 +113,7 @@ pub fn small_tensors() -> Vec<Tensor> {
     tensors
 }
 
-/// A model folder with these tensors and files that go along.
+/// A model folder with these tensors and auxiliary files.
 pub fn model_of(folder: &Path, config: &Value, tensors: &[Tensor]) {
     file(&folder.join("model.safetensors"), METADATA, tensors);
     fs::write(folder.join("config.json"), config.to_string()).unwrap();
@@ -128,7 +128,7 @@ pub fn model(folder: &Path) {
     model_of(folder, &json!({ "model_type": "bert", "hidden_size": 16 }), &small_tensors());
 }
 
-/// Everything in a folder: the hash of each file, and each folder by name.
+/// Contents of a folder: the hash of each file, and the names of subfolders.
 pub fn snapshot(folder: &Path) -> BTreeMap<PathBuf, String> {
     let mut seen = BTreeMap::new();
     let mut folders = vec![folder.to_owned()];
@@ -157,12 +157,13 @@ pub fn names(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Work folders that runs have left, or are working in.
+/// Staging and resume folders of runs.
 pub fn work_folders(folder: &Path) -> Vec<PathBuf> {
     names(folder).iter().filter(|name| name.starts_with('.') && name.contains(".compress-")).map(|name| folder.join(name)).collect()
 }
 
-/// A model of `tests/golden/models` as the folder `in`, with files of `tests/golden/evaluation` under other names.
+/// A model of `tests/golden/models` as the folder `in`, with files of `tests/golden/evaluation` under
+/// other names.
 pub fn golden_model(folder: &Path, name: &str, extra: &[(&str, &str)]) {
     let (golden, to) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"), folder.join("in"));
     fs::create_dir_all(&to).unwrap();

@@ -1,6 +1,6 @@
-//! What the integration tests share: tensors, small models, the reference reader, and runs.
+//! Helpers for the integration tests: tensors, small models, the reference reader, and runs.
 
-// Every test binary uses a part of this.
+// Every test binary uses a part of this module.
 #![allow(dead_code, clippy::unwrap_used, clippy::panic)]
 
 use std::cell::Cell;
@@ -29,7 +29,7 @@ pub use compress::store::DType;
 /// The tensors of a checkpoint, by name.
 pub type Tensors = BTreeMap<String, Tensor>;
 
-/// A tensor as it lies in a file.
+/// A tensor as stored in a file.
 #[derive(Clone, PartialEq)]
 pub struct Tensor {
     pub dtype: DType,
@@ -42,25 +42,25 @@ impl Tensor {
         Tensor { dtype, shape: shape.to_vec(), bytes }
     }
 
-    /// Floats, each rounded to the type.
+    /// A tensor of floats rounded to a dtype.
     pub fn floats(dtype: DType, shape: &[usize], values: &[f64]) -> Tensor {
         Tensor::from_bits(dtype, shape, &values.iter().map(|v| float_bits(dtype, *v)).collect::<Vec<_>>())
     }
 
-    /// Floats between -1 and 1, always the same for one seed.
+    /// Deterministic floats between -1 and 1.
     pub fn random(dtype: DType, shape: &[usize], seed: u64) -> Tensor {
         let mut rng = StdRng::seed_from_u64(seed);
         let values: Vec<f64> = (0..shape.iter().product()).map(|_| rng.random_range(-1.0..1.0)).collect();
         Tensor::floats(dtype, shape, &values)
     }
 
-    /// Elements of whole bytes from their bits.
+    /// Elements from their bits, for dtypes of whole bytes.
     pub fn from_bits(dtype: DType, shape: &[usize], bits: &[u64]) -> Tensor {
         let size = dtype.bitsize() / 8;
         Tensor::new(dtype, shape, bits.iter().flat_map(|b| b.to_le_bytes()[..size].to_vec()).collect())
     }
 
-    /// Elements of whole bytes as their bits.
+    /// Bits of the elements, for dtypes of whole bytes.
     pub fn bits(&self) -> Vec<u64> {
         let widen = |element: &[u8]| element.iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte));
         self.bytes.chunks(self.dtype.bitsize() / 8).map(widen).collect()
@@ -83,18 +83,18 @@ impl fmt::Debug for Tensor {
     }
 }
 
-/// The bits of a number rounded to a float type.
+/// The bits of a number rounded to a float dtype.
 pub fn float_bits(dtype: DType, value: f64) -> u64 {
     match dtype {
         DType::F16 => f16::from_f64(value).to_bits().into(),
         DType::BF16 => bf16::from_f64(value).to_bits().into(),
         DType::F32 => (value as f32).to_bits().into(),
         DType::F64 => value.to_bits(),
-        _ => panic!("{dtype} is no float"),
+        _ => panic!("{dtype} is not a float dtype"),
     }
 }
 
-/// The number that bits stand for.
+/// The number with these bits.
 pub fn float_value(dtype: DType, bits: u64) -> f64 {
     match dtype {
         DType::F16 => f16::from_bits(bits as u16).to_f64(),
@@ -102,7 +102,7 @@ pub fn float_value(dtype: DType, bits: u64) -> f64 {
         DType::F32 => f32::from_bits(bits as u32).into(),
         DType::F64 => f64::from_bits(bits),
         DType::I8 => (bits as i8).into(),
-        _ => panic!("{dtype} is no float"),
+        _ => panic!("{dtype} is not a float dtype"),
     }
 }
 
@@ -132,7 +132,7 @@ pub fn read(path: &Path) -> Tensors {
     tensors
 }
 
-/// The files of a folder and the folders in it, without those that name times and places.
+/// The files of a folder and its subfolders, without those that contain times and paths.
 pub fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let mut files = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -147,13 +147,13 @@ pub fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     files
 }
 
-/// A folder that goes when the test is over, with inputs and outputs in it.
+/// A temporary folder for inputs and outputs.
 pub struct Desk {
     folder: TempDir,
     made: Cell<usize>,
 }
 
-/// What a run has left.
+/// The output of a run.
 pub struct Output {
     pub path: PathBuf,
     pub report: Report,
@@ -161,7 +161,7 @@ pub struct Output {
 
 impl Desk {
     pub fn new() -> Desk {
-        // Output folders are synced, which a disk in memory does for nothing.
+        // Output folders are synced, which is fast on a memory-backed disk.
         let memory = Path::new("/dev/shm");
         let folder = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
         Desk { folder: folder.unwrap(), made: Cell::new(0) }
@@ -171,13 +171,13 @@ impl Desk {
         self.folder.path()
     }
 
-    /// A place where nothing is yet.
+    /// A path that does not exist yet.
     pub fn place(&self) -> PathBuf {
         self.made.set(self.made.get() + 1);
         self.folder.path().join(self.made.get().to_string())
     }
 
-    /// A folder with one file of weights and nothing else.
+    /// A folder with a single weight file.
     pub fn weights(&self, tensors: &Tensors) -> PathBuf {
         let path = self.place();
         fs::create_dir(&path).unwrap();
@@ -185,7 +185,7 @@ impl Desk {
         path
     }
 
-    /// A folder with weights in several files and an index; tensors are dealt out like cards.
+    /// A folder with sharded weights and an index; tensors are assigned round-robin.
     pub fn shards(&self, tensors: &Tensors, count: usize) -> PathBuf {
         let path = self.place();
         fs::create_dir(&path).unwrap();
@@ -201,7 +201,7 @@ impl Desk {
         path
     }
 
-    /// A folder shaped like a small Llama; more than one shard makes an index.
+    /// A folder of a small Llama; with an index if there is more than one shard.
     pub fn pico(&self, dtype: DType, shards: usize) -> PathBuf {
         let tensors = pico(dtype);
         let path = if shards == 1 { self.weights(&tensors) } else { self.shards(&tensors, shards) };
@@ -218,23 +218,23 @@ impl Desk {
         Ok(Output { path, report })
     }
 
-    /// Runs one pass over some tensors and gives back the tensors that were written.
+    /// Runs one pass over tensors and returns the written tensors.
     pub fn apply(&self, tensors: &Tensors, pass: impl Into<Step>) -> Result<Tensors> {
         Ok(read(&self.run(&self.weights(tensors), pipeline().pass(pass))?.path))
     }
 }
 
-/// A pipeline that takes any value.
+/// A pipeline that allows non-finite values.
 pub fn pipeline() -> Builder {
     Pipeline::builder().threads(2).allow_nonfinite(true)
 }
 
-/// Work outside a pipeline.
+/// A `Work` outside of a pipeline.
 pub fn work<T>(job: impl FnOnce(&Work) -> T) -> T {
     job(&Work { threads: 2, progress: &Silent, cancel: &Cancel::default() })
 }
 
-/// The pattern that takes everything.
+/// The pattern that matches everything.
 pub fn all() -> Vec<Pattern> {
     vec!["*".parse().unwrap()]
 }

@@ -1,6 +1,6 @@
-//! Small ONNX models out of nodes, run by the built-in executor and by ONNX Runtime.
+//! Small ONNX models, run in the built-in executor and in ONNX Runtime.
 
-// Every test binary uses a part of this.
+// Every test binary uses a part of this module.
 #![allow(dead_code, clippy::unwrap_used, clippy::panic)]
 
 use std::collections::BTreeMap;
@@ -42,7 +42,7 @@ pub fn ints(name: &str, values: &[i64]) -> TensorProto {
 }
 
 pub fn value(name: &str, ty: DataType, dims: Option<&[i64]>) -> ValueInfoProto {
-    // Zero stands for a size that is open.
+    // Zero represents a dynamic size.
     let size = |size: &i64| if *size == 0 { Dimension::DimParam("n".into()) } else { Dimension::DimValue(*size) };
     let dim = |dims: &[i64]| dims.iter().map(|value| DimensionProto { value: Some(size(value)), denotation: None }).collect();
     let tensor = TensorTypeProto { elem_type: Some(ty as i32), shape: dims.map(|dims| TensorShapeProto { dim: dim(dims) }) };
@@ -71,7 +71,7 @@ pub fn sample(shape: &[i64]) -> BTreeMap<String, Tensor> {
 pub fn executed(model: Model, inputs: &BTreeMap<String, Tensor>) -> compress::Result<(Vec<usize>, Vec<f32>)> {
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
     model.graph()?;
-    let mut subject = Subject::of(model)?;
+    let mut subject = Subject::from_model(model)?;
     let y = subject.load(&Device::Cpu, &work)?.run(inputs)?.remove("y").unwrap();
     Ok((y.dims().to_vec(), y.flatten_all().unwrap().to_vec1().unwrap()))
 }
@@ -87,5 +87,5 @@ pub fn close(what: &str, (dims, ours): &(Vec<usize>, Vec<f32>), (their_dims, the
     assert_eq!(dims, their_dims, "{what}");
     let largest = theirs.iter().fold(1f32, |largest, v| largest.max(v.abs()));
     let error = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
-    assert!(error <= 2e-5 * largest, "{what}: {error} at numbers up to {largest}");
+    assert!(error <= 2e-5 * largest, "{what}: {error} for values up to {largest}");
 }

@@ -1,4 +1,4 @@
-//! Experts, in a tensor each and all in one.
+//! Experts in separate tensors and stacked in one tensor.
 
 use std::fs;
 
@@ -13,9 +13,9 @@ use serde_json::Value;
 use super::importance::{Networks, tiny};
 use super::{export, golden, rewritten, same_weights, source, written};
 
-/// Of Qwen 3, whose experts are in all layers there.
+/// Qwen 3, which has experts in all layers in GGUF.
 #[test]
-fn experts_come_and_go() {
+fn experts_are_written_and_read() {
     let experts = |json: &mut Value| {
         json["mlp_only_layers"] = serde_json::json!([]);
         json["num_hidden_layers"] = 1.into();
@@ -41,7 +41,7 @@ fn experts_come_and_go() {
     assert_eq!(file.values["qwen3moe.expert_feed_forward_length"], gguf::Value::Unsigned(12));
     let refused = |(folder, model): (tempfile::TempDir, Model), words: &str| {
         let error = export(model, folder.path(), FileType::F16).map(|_| ()).unwrap_err().to_string();
-        assert!(error.contains(words), "`{error}` does not say `{words}`");
+        assert!(error.contains(words), "`{error}` does not contain `{words}`");
     };
     refused(opened(&|json| json["norm_topk_prob"] = false.into()), "`norm_topk_prob` of false");
     refused(opened(&|json| json["mlp_only_layers"] = serde_json::json!([1])), "`mlp_only_layers` of [1]");
@@ -50,14 +50,14 @@ fn experts_come_and_go() {
         model.weights.by_name.remove(&format!("model.layers.0.mlp.experts.{missing}.up_proj.weight"));
         refused((source, model), "4 experts");
     }
-    // As many as are said.
+    // The specified number of experts.
     let (_folder, model) = rewritten("mixtral", |values, _| drop(values.insert("llama.expert_count".into(), gguf::Value::Unsigned(3))));
-    assert!(model.err().unwrap().to_string().contains("has the shape [4, 16, 12], where there are 3 experts"));
+    assert!(model.err().unwrap().to_string().contains("has the shape [4, 16, 12], but there are 3 experts"));
 }
 
-/// The layout of transformers 5: against the tensors that were taken apart here.
+/// The stacked layout of transformers 5, compared with separate tensors.
 #[test]
-fn experts_of_one_tensor_become_those_of_a_file() {
+fn stacked_experts_are_written() {
     for (name, architecture) in [("mixtral-fused", "llama"), ("qwen2-moe-fused", "qwen2moe")] {
         let source = tempfile::tempdir().unwrap();
         let mut json: Value = serde_json::from_str(&fs::read_to_string(golden(&format!("models/{name}/config.json"))).unwrap()).unwrap();
@@ -78,9 +78,9 @@ fn experts_of_one_tensor_become_those_of_a_file() {
             let halves = |half: usize| both.chunks(24 * 16).flat_map(|expert| expert[half * 12 * 16..(half + 1) * 12 * 16].to_vec()).collect::<Vec<f32>>();
             assert!(there("gate") == halves(0) && there("up") == halves(1) && there("down") == down, "{name} {layer}");
         }
-        // What is read back has a tensor for each expert, and computes the same.
+        // The file reads back with separate tensors and the same outputs.
         assert!(found.weights.by_name.keys().any(|name| name.contains("experts.3.")));
-        assert!(report.outputs[0].verified.how.contains("computes what the one computes"), "{}", report.outputs[0].verified.how);
+        assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{}", report.outputs[0].verified.how);
         let out = folder.path().join("measured");
         let report = Pipeline::builder().export(Gguf { file_type: FileType::F32, ..Gguf::default() }).build().unwrap().run(expected.clone(), &out).unwrap();
         assert!(report.fidelity.is_some_and(|fidelity| fidelity.fidelity.cosine > 0.999_999));
@@ -92,38 +92,39 @@ fn experts_of_one_tensor_become_those_of_a_file() {
     model.weights.by_name.insert(name.into(), Weight::new(DType::F32, vec![3, weight.shape[1], weight.shape[2]], Encoding::Dense, bytes));
     let folder = tempfile::tempdir().unwrap();
     let error = export(model, folder.path(), FileType::F16).map(|_| ()).unwrap_err().to_string();
-    assert!(error.contains("where there are 4 experts"), "{error}");
+    assert!(error.contains("but the model has 4 experts"), "{error}");
 }
 
-/// A pass that changes the graph before, and config.json with it.
+/// After a pass that changes the graph and config.json.
 #[test]
-fn experts_of_one_tensor_are_written_behind_passes_that_change_the_graph() {
+fn stacked_experts_are_written_after_passes_that_change_the_graph() {
     for (dims, amount, layers) in [(PrunedPart::Layers, Amount::Count(1), 1), (PrunedPart::Heads, Amount::fraction(0.5), 2)] {
         let folder = tempfile::tempdir().unwrap();
         let prune = PruneStructured { dims: vec![dims], amount: Some(Amounts::All(amount)), ..Default::default() };
         let builder = Pipeline::builder().pass(prune).export(Gguf { file_type: FileType::F32, ..Gguf::default() });
         let report = builder.build().unwrap().run(Model::open(golden("models/mixtral-fused")).unwrap(), folder.path().join("out")).unwrap();
-        assert!(report.outputs[0].verified.how.contains("computes what the one computes"), "{}", report.outputs[0].verified.how);
+        assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{}", report.outputs[0].verified.how);
         assert!(report.fidelity.is_some(), "{:?}", report.notes);
         let found = Model::open(folder.path().join("out/model.gguf")).unwrap();
         assert_eq!(found.config.get("num_hidden_layers"), Some(&Value::from(layers)));
     }
 }
 
-/// llama.cpp has no windows for these families, and none within `sliding_window` tokens are needed.
+/// llama.cpp has no sliding windows for these families. They are not needed for texts of up to
+/// `sliding_window` tokens.
 #[test]
-fn a_window_that_files_cannot_hold_is_a_note() {
+fn unsupported_windows_are_a_note() {
     let (folder, _) = source("mixtral");
     let path = folder.path().join("config.json");
     let mut json: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
     json["sliding_window"] = 24.into();
     fs::write(path, json.to_string()).unwrap();
     let (_out, found, report) = written(Model::open(folder.path()).unwrap(), FileType::F32);
-    assert!(report.notes.iter().any(|note| note.contains("attention sees 24 tokens")), "{:?}", report.notes);
+    assert!(report.notes.iter().any(|note| note.contains("a sliding window of 24 tokens")), "{:?}", report.notes);
     assert_eq!(found.config.get("sliding_window").and_then(Value::as_u64), None);
 }
 
-/// Modules have one name in files, whatever the checkpoint calls them.
+/// Modules have the same name in files, independent of the names in the checkpoint.
 #[test]
 fn experts_under_either_name_are_written() {
     let (_source, mut model) = source("mixtral");
@@ -133,7 +134,7 @@ fn experts_under_either_name_are_written() {
     both.weights.by_name.clone_from(&weights);
     model.weights.by_name = weights.into_iter().map(|(name, weight)| (name.replace("block_sparse_moe", "mlp"), weight)).collect();
     let (_folder, found, report) = written(model, FileType::F32);
-    assert!(report.outputs[0].verified.how.contains("computes what the one computes"), "{}", report.outputs[0].verified.how);
+    assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{}", report.outputs[0].verified.how);
     same_weights(&found, &both, "mixtral");
     let twice = both.weights.by_name[router].clone();
     both.weights.by_name.insert(router.replace("block_sparse_moe", "mlp"), twice);
@@ -143,7 +144,7 @@ fn experts_under_either_name_are_written() {
     assert!(!folder.path().join("out").exists());
 }
 
-/// What nobody may read.
+/// A weight source that must not be read.
 struct Unread;
 
 impl WeightSource for Unread {
@@ -152,9 +153,10 @@ impl WeightSource for Unread {
     }
 }
 
-/// What a plan says of a head that is tied is the most that it can be, and answers are measured with the head that the file has.
+/// For a tied head, a plan states an upper bound of the size, and fidelity is measured with the head of
+/// the file.
 #[test]
-fn a_tied_head_is_planned_unread_and_measured_as_it_is_written() {
+fn a_tied_head_is_planned_without_reading_and_measured_as_written() {
     let folder = tempfile::tempdir().unwrap();
     let alone = tiny(folder.path(), Networks::Plain, 64);
     let embedding = alone.weights.by_name["model.embed_tokens.weight"].clone();
@@ -172,7 +174,7 @@ fn a_tied_head_is_planned_unread_and_measured_as_it_is_written() {
     assert_eq!(measured(&with(embedding.clone())), measured(&alone));
 }
 
-/// A head that is stored and tied is left out: llama.cpp takes the embedding.
+/// A stored head that is tied is not written: llama.cpp uses the embedding.
 #[test]
 fn a_tied_head_is_not_written() {
     let (_source, mut model) = source("llama-grouped-tied");
@@ -182,7 +184,7 @@ fn a_tied_head_is_not_written() {
     let tensors = |folder: &tempfile::TempDir| gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap().tensors;
     assert!(!tensors(&folder).contains_key("output.weight"));
     assert!(report.notes.iter().all(|note| !note.contains("lm_head")), "{:?}", report.notes);
-    // One that differs is what the model computes with.
+    // A head that differs from the embedding is used by the model.
     let zeros = std::sync::Arc::new(Bytes { dtype: DType::F32, bytes: vec![0; embedding.elements() * 4] });
     model.weights.by_name.insert("lm_head.weight".into(), Weight::new(DType::F32, embedding.shape.clone(), Encoding::Dense, zeros));
     let (folder, _, _) = written(model, FileType::F32);

@@ -1,4 +1,5 @@
-//! Errors that count as much as calibration samples say: blocks against those that the importance of columns makes, counted here anew.
+//! Importance from calibration samples: written blocks are compared with blocks quantized by an
+//! importance computed here.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -16,21 +17,22 @@ use compress::{Model, Pipeline, Report};
 use serde_json::json;
 
 const HIDDEN: usize = 64;
-/// Rows of whole blocks of 256.
+/// A row length of complete blocks of 256.
 const LARGE: usize = 256;
 const EXPERTS: usize = 4;
 
-/// How networks are stored.
+/// Layout of the MLPs.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Networks {
     Plain,
-    /// Of experts, in a tensor each.
+    /// Experts in separate tensors.
     Apart,
-    /// Of experts, all in one tensor.
+    /// Experts stacked in one tensor.
     Together,
 }
 
-/// Writes a tiny decoder of random weights whose layers read some channels that are larger than others; the same experts in both forms.
+/// Writes a tiny decoder of random weights with outlier channels in the inputs of layers, with the same
+/// experts in both layouts.
 pub fn tiny(folder: &Path, networks: Networks, hidden: usize) -> Model {
     let mut state = 7u64;
     let mut random = |shape: &[usize], scale: f32| {
@@ -46,7 +48,7 @@ pub fn tiny(folder: &Path, networks: Networks, hidden: usize) -> Model {
     let norm = || Tensor::from_vec((0..hidden).map(|at| if at % 9 == 4 { 6.0f32 } else { 0.5 }).collect::<Vec<_>>(), hidden, &Device::Cpu).unwrap();
     tensors.insert("model.embed_tokens.weight".into(), random(&[48, hidden], 1.0));
     tensors.insert("model.norm.weight".into(), norm());
-    // Large blocks are slow to search.
+    // The search for scales of large blocks is slow.
     let layers = if hidden == LARGE { 1 } else { 2 };
     for layer in 0..layers {
         let mut put = |name: &str, tensor: Tensor| drop(tensors.insert(format!("model.layers.{layer}.{name}"), tensor));
@@ -91,23 +93,23 @@ pub fn tiny(folder: &Path, networks: Networks, hidden: usize) -> Model {
     Model::open(folder).unwrap()
 }
 
-/// Tokens of so many samples.
+/// Tokens of this number of samples.
 fn samples(count: usize) -> (Tensor, Tensor) {
     let ids = Tensor::from_vec((0..8 * count as i64).map(|i| i * i * 7 % 41).collect::<Vec<_>>(), (count, 8), &Device::Cpu).unwrap();
     (ids.clone(), ids.ones_like().unwrap())
 }
 
-/// Samples that are looked at; some more are left to measure on.
-const SEEN: usize = 48;
+/// Number of calibration samples; further samples are held out.
+const CALIBRATION_SAMPLES: usize = 48;
 
-/// Writes with and without importance.
+/// Writes a model with and without importance.
 pub fn run(model: &Model, folder: &Path, file_type: FileType, importance: InputImportance) -> compress::Result<Report> {
     let path = folder.join("ids.safetensors");
-    let (ids, mask) = samples(2 * SEEN);
+    let (ids, mask) = samples(2 * CALIBRATION_SAMPLES);
     candle_core::safetensors::save(&[("input_ids".to_owned(), ids), ("attention_mask".to_owned(), mask)].into(), &path).unwrap();
     let export = Gguf { file_type, importance };
     Pipeline::builder()
-        .calibration(Data { samples: Some(SEEN), ..Data::at(&path) })
+        .calibration(Data { samples: Some(CALIBRATION_SAMPLES), ..Data::at(&path) })
         .export(export)
         .measure(false)
         .force(true)
@@ -115,7 +117,7 @@ pub fn run(model: &Model, folder: &Path, file_type: FileType, importance: InputI
         .run(model.clone(), folder.join("out"))
 }
 
-/// The mean square of each column of each layer's input, by weight.
+/// Mean square of each input column of each layer, by weight.
 fn counted(model: &Model) -> BTreeMap<String, Vec<f32>> {
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
     let graph = model.graph().unwrap();
@@ -125,7 +127,7 @@ fn counted(model: &Model) -> BTreeMap<String, Vec<f32>> {
     let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, candle_core::DType::F32, Residence::Computed, &work).unwrap();
     let executor = Executor::new(&graph, parameters, Device::Cpu);
     let observation = executor.observation(|name| read.contains(name));
-    let (ids, mask) = samples(SEEN);
+    let (ids, mask) = samples(CALIBRATION_SAMPLES);
     let mut sums: BTreeMap<String, (Vec<f64>, f64)> = BTreeMap::new();
     let inputs = [("input_ids".to_owned(), ids), ("attention_mask".to_owned(), mask)].into();
     let mut look = |name: &str, value: &Tensor| {
@@ -144,18 +146,19 @@ fn counted(model: &Model) -> BTreeMap<String, Vec<f32>> {
 }
 
 #[test]
-fn blocks_are_those_that_the_inputs_of_layers_ask_for() {
+fn blocks_are_quantized_by_the_importance_of_inputs() {
     use BlockType::{Q4_0, Q4K, Q5_0, Q6K};
-    let hold = hold_to_counted_importance;
+    let hold = check_importance;
     hold(Networks::Plain, HIDDEN, FileType::Q4_0, &[(Q4_0, 14)]);
-    // Two matrices that keep more bits are Q8_0, which nothing is searched for in.
+    // Two matrices with more bits are Q8_0, which has no search for scales.
     hold(Networks::Plain, HIDDEN, FileType::Q4_K_M, &[(Q5_0, 12)]);
     hold(Networks::Plain, LARGE, FileType::Q4_K_M, &[(Q4K, 5), (Q6K, 2)]);
     hold(Networks::Apart, HIDDEN, FileType::Q4_0, &[(Q4_0, 32)]);
 }
 
-/// Writes a model of this width by importance, and holds blocks of each kind, so many matrices of it, to those that are made of what is counted here.
-fn hold_to_counted_importance(networks: Networks, width: usize, file_type: FileType, kinds: &[(BlockType, usize)]) {
+/// Writes a model of this width with importance, and compares the given number of matrices of each block
+/// type with blocks quantized by the importance computed here.
+fn check_importance(networks: Networks, width: usize, file_type: FileType, kinds: &[(BlockType, usize)]) {
     let folder = tempfile::tempdir().unwrap();
     let model = tiny(folder.path(), networks, width);
     let importance = counted(&model);
@@ -173,7 +176,7 @@ fn hold_to_counted_importance(networks: Networks, width: usize, file_type: FileT
                 kind.encode_row(row, columns, &mut blocks);
                 kind.decode(&blocks, expected);
             }
-            // Sums of another order differ in their last bits, which seldom decides between two scales.
+            // Sums in another order differ in the last bits, which rarely affects the choice of a scale.
             let values = found.weights.by_name[&layer.name].floats("").unwrap();
             let other = values.chunks(width).zip(expected.chunks(width)).filter(|(a, b)| a != b).count();
             assert!(50 * other <= values.len() / width, "{}: {other} rows", layer.name);
@@ -186,7 +189,7 @@ fn hold_to_counted_importance(networks: Networks, width: usize, file_type: FileT
     assert!(note.contains(&format!("in {weighted} matrices")), "{note}");
     let plain = run(&model, folder.path(), file_type, InputImportance::None).unwrap();
     assert!(plain.layers.iter().all(|layer| !layer.encoding.contains("importance")));
-    // Errors that count are fewer, of all layers together.
+    // The total weighted error of all layers decreases.
     let without = Model::open(folder.path().join("out/model.gguf")).unwrap();
     let cost = |held: &Model| {
         let of = |(name, columns): (&String, &Vec<f32>)| {
@@ -200,14 +203,14 @@ fn hold_to_counted_importance(networks: Networks, width: usize, file_type: FileT
 }
 
 #[test]
-fn importance_needs_samples_and_a_type_that_is_searched_for() {
+fn importance_needs_samples_and_a_type_with_a_search_for_scales() {
     let folder = tempfile::tempdir().unwrap();
     let model = tiny(folder.path(), Networks::Plain, HIDDEN);
     let error = run(&model, folder.path(), FileType::Q8_0, InputImportance::Activation).unwrap_err().to_string();
-    assert!(error.contains("gguf: importance") && error.contains("has no meaning for this type"), "{error}");
+    assert!(error.contains("gguf: importance") && error.contains("has no effect for this type"), "{error}");
     let report = run(&model, folder.path(), FileType::Q8_0, InputImportance::Auto).unwrap();
     assert_eq!(report.recipe["export"][0]["gguf"]["importance"], "none");
-    // Training data alone decide nothing.
+    // Training data is not used for importance.
     let builder = Pipeline::builder().train(Data::at(&folder.path().join("ids.safetensors")));
     let builder = builder.export(Gguf { file_type: FileType::Q4_0, importance: InputImportance::Auto });
     let report = builder.measure(false).force(true).build().unwrap().run(model.clone(), folder.path().join("out")).unwrap();
@@ -217,15 +220,15 @@ fn importance_needs_samples_and_a_type_that_is_searched_for() {
     assert!(error.contains("gguf") && error.contains("data: { calibration: ... }"), "{error}");
 }
 
-/// Tensors of a file, as floats.
+/// Tensors of a file as floats.
 fn tensors(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     let file = GgufFile::open(&folder.join("out/model.gguf")).unwrap();
     file.tensors.iter().map(|(name, weight)| (name.clone(), (weight.shape.clone(), weight.floats(name).unwrap()))).collect()
 }
 
-/// Both layouts of Hugging Face give one file, byte for byte, with the importance of each expert for itself.
+/// Both layouts of experts result in identical files, with a separate importance for each expert.
 #[test]
-fn experts_together_are_written_as_experts_apart() {
+fn stacked_experts_are_written_like_separate_ones() {
     let [apart, together] = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let models = [(&apart, Networks::Apart), (&together, Networks::Together)].map(|(folder, networks)| (folder, tiny(folder.path(), networks, HIDDEN)));
     for (file_type, importance) in
@@ -239,12 +242,12 @@ fn experts_together_are_written_as_experts_apart() {
         assert_eq!(all.shape, [EXPERTS, 2 * HIDDEN, HIDDEN]);
         let one = |report: &Report| report.layers.iter().filter(|layer| layer.name.contains("experts")).map(|layer| layer.bytes_after).sum::<u64>();
         assert_eq!(one(&reports[0]), one(&reports[1]));
-        // The bins of gates are not those of what they gate.
+        // Gate and up projections have different histogram bins.
         assert!(reports[1].histograms.iter().all(|histogram| !histogram.name.contains("gate_up")));
         let weighted = importance == InputImportance::Activation;
         assert_eq!(all.encoding.contains("by importance"), weighted, "{}", all.encoding);
         for report in &reports {
-            assert!(report.outputs[0].verified.how.contains("computes what the one computes"), "{}", report.outputs[0].verified.how);
+            assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{}", report.outputs[0].verified.how);
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Models in GGUF files against those that they were made from, on files that `scripts/goldens-gguf` made with llama.cpp's own package.
+//! GGUF models compared with their originals, on files that `scripts/goldens-gguf` wrote with
+//! llama.cpp's package.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -13,7 +14,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use compress::export::{FileType, Gguf};
-use compress::model::text_beside;
+use compress::model::read_auxiliary_text;
 use compress::store::gguf::{self, Kind};
 use compress::store::{DType, Weight};
 use compress::{Model, Pipeline};
@@ -39,7 +40,7 @@ const FAMILIES: [&str; 13] = [
     "qwen3",
 ];
 
-/// The model that a golden was made from, with the configuration that it says.
+/// The original model of a golden file, with the configuration stored in it.
 fn source(name: &str) -> (tempfile::TempDir, Model) {
     let folder = tempfile::tempdir().unwrap();
     fs::copy(golden(&format!("gguf/{name}.json")), folder.path().join("config.json")).unwrap();
@@ -48,7 +49,8 @@ fn source(name: &str) -> (tempfile::TempDir, Model) {
     (folder, model)
 }
 
-/// Every weight of one model in the other, as far apart as adding and taking one away leaves the weights of norms.
+/// Checks that two models have the same weights, up to the rounding of adding and subtracting one for
+/// norms.
 fn same_weights(found: &Model, expected: &Model, what: &str) {
     assert!(found.weights.by_name.keys().eq(expected.weights.by_name.keys()), "{what}: {:?}", found.weights.by_name.keys());
     for (name, weight) in &expected.weights.by_name {
@@ -61,16 +63,16 @@ fn same_weights(found: &Model, expected: &Model, what: &str) {
 }
 
 fn tokenizer(model: &Model) -> tokenizers::Tokenizer {
-    text_beside(&model.path, &model.beside.made, "tokenizer.json").unwrap().unwrap().parse().unwrap()
+    read_auxiliary_text(&model.path, &model.auxiliary.synthesized, "tokenizer.json").unwrap().unwrap().parse().unwrap()
 }
 
-/// The tokens of the golden's texts.
+/// Tokens of the golden texts.
 fn tokens(model: &Model, texts: &Value) -> Value {
     let tokenizer = tokenizer(model);
     texts.as_array().unwrap().iter().map(|text| Value::from(tokenizer.encode_fast(text.as_str().unwrap(), true).unwrap().get_ids())).collect()
 }
 
-/// Writes a model as GGUF, and opens what was written.
+/// Writes a model as GGUF and opens the file.
 fn written(model: Model, file_type: FileType) -> (tempfile::TempDir, Model, compress::Report) {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");
@@ -79,7 +81,7 @@ fn written(model: Model, file_type: FileType) -> (tempfile::TempDir, Model, comp
     (folder, back, report)
 }
 
-/// A model with its configuration changed, or that of a vocabulary with the files that it brings.
+/// A model with a changed configuration, or with the files of a vocabulary.
 fn changed(name: &str, file: &str, change: impl Fn(&mut Value)) -> (tempfile::TempDir, Model) {
     let folder = tempfile::tempdir().unwrap();
     if name.starts_with("tokenizer-") {
@@ -102,7 +104,7 @@ fn export(model: Model, folder: &Path, file_type: FileType) -> Result<compress::
     Pipeline::builder().export(Gguf { file_type, ..Gguf::default() }).measure(false).build().unwrap().run(model, folder.join("out"))
 }
 
-/// A golden with other keys and tensors, opened.
+/// Opens a golden file with changed keys and tensors.
 fn rewritten(
     name: &str,
     change: impl Fn(&mut BTreeMap<String, gguf::Value>, &mut BTreeMap<String, Weight>),
@@ -117,7 +119,7 @@ fn rewritten(
     (folder, model)
 }
 
-/// Writes a file of these keys and tensors.
+/// Writes a file with these keys and tensors.
 fn put(path: &Path, values: BTreeMap<String, gguf::Value>, tensors: &BTreeMap<String, Weight>) {
     let planned: Vec<_> = tensors.iter().map(|(name, weight)| (name.clone(), Kind::Plain(DType::F32), weight.shape.clone())).collect();
     let (mut bytes, padding) = gguf::header(&values.into_iter().collect::<Vec<_>>(), &planned).unwrap();

@@ -1,4 +1,4 @@
-//! Files that are read: weights, configuration, several files that are one model.
+//! Reading GGUF files: weights, configuration, and sharded models.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::{FAMILIES, golden, put, rewritten, same_weights, source, tokens};
 
 #[test]
-fn families_are_those_that_they_were_made_from() {
+fn families_match_their_originals() {
     for name in FAMILIES {
         let (_folder, expected) = source(name);
         let found = Model::open(golden(&format!("gguf/{name}.gguf"))).unwrap();
@@ -43,23 +43,23 @@ fn a_pass_writes_a_folder() {
     for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
         assert!(carried.contains(&name), "{name}: {carried:?}");
     }
-    // The file alone in a folder, beside a tokenizer of its own.
+    // The file in a folder with only a tokenizer.
     let alone = folder.path().join("in");
     fs::create_dir(&alone).unwrap();
     fs::copy(&input, alone.join("any.gguf")).unwrap();
     fs::write(alone.join("tokenizer.json"), "{}").unwrap();
     fs::write(alone.join("config.json"), "{}").unwrap();
     let model = Model::open(&alone).unwrap();
-    assert_eq!(model.beside.files, [Path::new("tokenizer.json")]);
-    assert!(!model.beside.made.contains_key(Path::new("tokenizer.json")));
-    assert!(model.beside.notes(&alone).iter().any(|note| note.contains("config.json (they describe the weights as they were)")));
+    assert_eq!(model.auxiliary.files, [Path::new("tokenizer.json")]);
+    assert!(!model.auxiliary.synthesized.contains_key(Path::new("tokenizer.json")));
+    assert!(model.auxiliary.notes(&alone).iter().any(|note| note.contains("config.json (they describe the original weights)")));
     Pipeline::builder().build().unwrap().run(model, folder.path().join("copy")).unwrap();
     same_weights(&Model::open(folder.path().join("copy")).unwrap(), &Model::open(&input).unwrap(), "copy");
     fs::copy(&input, alone.join("other.gguf")).unwrap();
     assert!(Model::open(&alone).err().unwrap().to_string().contains("2 .gguf files and no safetensors"));
 }
 
-/// The command line, which reads the same from the file and from the folder that was made of it.
+/// The command line reads the same from a file and from the folder converted from it.
 #[cfg(feature = "cli")]
 #[test]
 fn files_are_evaluated_and_inspected() {
@@ -83,7 +83,7 @@ fn files_are_evaluated_and_inspected() {
     assert!(run(&["verify", "again"]).to_string().contains("opens with 11 weights"));
 }
 
-/// Beside a file that is written nothing is put, and texts are still read by the tokenizer that the input brings.
+/// A single output file has no auxiliary files, but texts are still tokenized by the input's tokenizer.
 #[test]
 fn texts_are_read_where_a_file_is_written() {
     let folder = tempfile::tempdir().unwrap();
@@ -105,11 +105,11 @@ fn a_model_in_several_files_is_one() {
     let whole = gguf::GgufFile::open(&golden("gguf/llama.gguf")).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let name = |number: usize| folder.path().join(format!("tiny-{number:05}-of-00003.gguf"));
-    type Said = BTreeMap<String, gguf::Value>;
-    // The second file with another key, or another tensor.
-    let write = |second: &dyn Fn(&mut Said, &mut BTreeMap<String, Weight>)| {
+    type Metadata = BTreeMap<String, gguf::Value>;
+    // The second file has another key, or another tensor.
+    let write = |second: &dyn Fn(&mut Metadata, &mut BTreeMap<String, Weight>)| {
         for part in 0..3usize {
-            let mut values = if part == 0 { whole.values.clone() } else { Said::new() };
+            let mut values = if part == 0 { whole.values.clone() } else { Metadata::new() };
             values.extend(
                 [("no", part as u64), ("count", 3), ("tensors.count", whole.tensors.len() as u64)]
                     .map(|(key, number)| (format!("split.{key}"), gguf::Value::Unsigned(number))),
@@ -132,21 +132,21 @@ fn a_model_in_several_files_is_one() {
         let found = Model::open(&path).unwrap();
         same_weights(&found, &expected, "llama");
         assert_eq!(found.weight_files, [1, 2, 3].map(name));
-        assert!(!found.beside.notes(&path).iter().any(|note| note.contains("split")), "{:?}", found.beside.notes(&path));
+        assert!(!found.auxiliary.notes(&path).iter().any(|note| note.contains("split")), "{:?}", found.auxiliary.notes(&path));
     }
     fs::copy(name(1), folder.path().join("other.bin.gguf")).unwrap();
     let refused = |path: &Path, words: &str| {
         let error = Model::open(path).err().unwrap().to_string();
-        assert!(error.contains(words), "`{error}` does not say `{words}`");
+        assert!(error.contains(words), "`{error}` does not contain `{words}`");
     };
     refused(&folder.path().join("other.bin.gguf"), "its name does not end like -00001-of-00003.gguf");
     fs::remove_file(folder.path().join("other.bin.gguf")).unwrap();
     write(&|values, _| drop(values.insert("split.no".into(), gguf::Value::Unsigned(2))));
-    refused(&name(1), "does not say that it is");
+    refused(&name(1), "but not according to its metadata");
     write(&|values, _| drop(values.insert("llama.block_count".into(), gguf::Value::Unsigned(7))));
-    refused(folder.path(), "says `llama.block_count`, which the first file of the model does not");
+    refused(folder.path(), "contains the key `llama.block_count`, which is missing or different in the first file of the model");
     write(&|_, tensors| tensors.extend(whole.tensors.iter().next().map(|(name, weight)| (name.clone(), weight.clone()))));
-    refused(&name(1), "is in another file of the model too");
+    refused(&name(1), "is also in another file of the model");
     write(&|_, tensors| drop(tensors.pop_last()));
     refused(&name(1), "`split.tensors.count` is");
     fs::remove_file(name(2)).unwrap();
@@ -154,13 +154,13 @@ fn a_model_in_several_files_is_one() {
 }
 
 #[test]
-fn factors_on_frequencies_are_as_many_as_there_are() {
+fn frequency_factors_match_the_head_size() {
     let cut = |_: &mut BTreeMap<String, gguf::Value>, tensors: &mut BTreeMap<String, Weight>| {
         let bytes = std::sync::Arc::new(Bytes { dtype: DType::F32, bytes: vec![0; 4] });
         tensors.insert("rope_freqs.weight".into(), Weight::new(DType::F32, vec![1], Encoding::Dense, bytes));
     };
     let (_folder, model) = rewritten("llama-rope-llama3", cut);
-    assert!(model.err().unwrap().to_string().contains("has the shape [1], where heads of"));
+    assert!(model.err().unwrap().to_string().contains("has the shape [1], but heads of"));
     let (_folder, model) = rewritten("qwen2", cut);
-    assert!(model.err().unwrap().to_string().contains("which only models of the architecture `llama` have"));
+    assert!(model.err().unwrap().to_string().contains("which is supported only for the architecture `llama`"));
 }

@@ -1,4 +1,4 @@
-//! Vocabularies, read and written.
+//! Reading and writing of vocabularies.
 
 use std::fs;
 use std::path::Path;
@@ -11,12 +11,12 @@ use serde_json::Value;
 use super::{export, golden, rewritten, tokens, written};
 
 #[test]
-fn tokenizers_give_the_tokens_that_they_gave() {
+fn tokenizers_yield_the_golden_tokens() {
     let expected: Value = serde_json::from_str(&fs::read_to_string(golden("gguf/tokens.json")).unwrap()).unwrap();
     for (name, ids) in expected["tokens"].as_object().unwrap() {
         let model = Model::open(golden(&format!("gguf/tokenizer-{name}.gguf"))).unwrap();
         assert_eq!(tokens(&model, &expected["texts"]), *ids, "{name}");
-        let made = |file: &str| serde_json::from_str::<Value>(&model.beside.made[Path::new(file)]).unwrap();
+        let made = |file: &str| serde_json::from_str::<Value>(&model.auxiliary.synthesized[Path::new(file)]).unwrap();
         assert_eq!(made("tokenizer_config.json")["chat_template"], "{{ messages }}");
         assert_eq!(made("generation_config.json")["eos_token_id"], *model.config.get("eos_token_id").unwrap(), "{name}");
     }
@@ -51,23 +51,23 @@ fn vocabularies_of_pieces_have_defaults_and_need_scores() {
         _ => panic!("no scores"),
     });
     let model = model.unwrap();
-    assert!(!model.beside.made.contains_key(Path::new("tokenizer.json")));
-    assert!(model.beside.in_weight_files.iter().any(|note| note.contains("its scores are all equal (-1000)")), "{:?}", model.beside.in_weight_files);
+    assert!(!model.auxiliary.synthesized.contains_key(Path::new("tokenizer.json")));
+    assert!(model.auxiliary.in_weight_files.iter().any(|note| note.contains("its scores are all equal (-1000)")), "{:?}", model.auxiliary.in_weight_files);
     let long = "x".repeat(600);
     let (_folder, model) = rewritten("tokenizer-pieces", |values, _| match values.get_mut("tokenizer.ggml.tokens") {
         Some(gguf::Value::Texts(tokens)) => tokens[300].clone_from(&long),
         _ => panic!("no tokens"),
     });
-    assert!(model.unwrap().beside.in_weight_files.iter().any(|note| note.contains("a token of 600 bytes")));
+    assert!(model.unwrap().auxiliary.in_weight_files.iter().any(|note| note.contains("a token of 600 bytes")));
 }
 
-/// Rows without columns take no bytes, so that a small file can say as many as it likes.
+/// Rows without columns need no bytes, so a small file can declare any number of them.
 #[test]
-fn a_table_of_nothing_has_no_words() {
+fn an_embedding_without_columns_is_rejected() {
     let (folder, model) = rewritten("llama", |values, tensors| {
         values.retain(|key, _| !key.starts_with("tokenizer."));
         tensors.insert("token_embd.weight".into(), Computed { values: || Ok(Vec::new()) }.weight(vec![1 << 45, 0]));
     });
     let error = export(model.unwrap(), folder.path(), FileType::F32).unwrap_err();
-    assert!(error.to_string().contains("no embedding of tokens"), "{error}");
+    assert!(error.to_string().contains("the token embedding is missing"), "{error}");
 }

@@ -1,4 +1,4 @@
-//! Files that are written: against those of the reference, and what they cannot say.
+//! Writing GGUF files: comparison with the reference, and unsupported models.
 
 use std::fs;
 use std::path::Path;
@@ -13,14 +13,14 @@ use serde_json::Value;
 use super::{FAMILIES, changed, export, golden, same_weights, source, tokens, written};
 
 #[test]
-fn what_is_written_is_what_was_read() {
+fn written_files_equal_the_reference() {
     for name in FAMILIES {
         let (_source, expected) = source(name);
         let (folder, found, report) = written(expected.clone(), FileType::F32);
         same_weights(&found, &expected, name);
         assert!(found.graph().unwrap().to_string() == expected.graph().unwrap().to_string(), "{name}: {}", found.graph().unwrap());
         assert!(report.notes.iter().any(|note| note.contains("no tokenizer.json")), "{:?}", report.notes);
-        // What the file of the reference says, and where.
+        // Keys and tensors of the reference file.
         let theirs = gguf::GgufFile::open(&golden(&format!("gguf/{name}.gguf"))).unwrap();
         let ours = gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap();
         assert!(ours.tensors.keys().eq(theirs.tensors.keys()), "{name}: {:?}", ours.tensors.keys());
@@ -33,11 +33,11 @@ fn what_is_written_is_what_was_read() {
 }
 
 #[test]
-fn types_are_those_that_were_asked_for() {
+fn matrices_have_the_requested_types() {
     let model = || Model::open(golden("gguf/tokenizer-smollm.gguf")).unwrap();
-    // Rows of 8 are no whole blocks.
+    // Rows of 8 are not complete blocks.
     let (_folder, _, report) = written(model(), FileType::Q4_K_M);
-    let note = report.notes.iter().find(|note| note.contains("no whole blocks")).expect("a note");
+    let note = report.notes.iter().find(|note| note.contains("not a multiple of the block size")).expect("a note");
     assert!(note.contains("Q4_K with rows of 8 are F16") && note.contains("bits per weight"), "{note}");
     assert!(report.layers.iter().all(|layer| layer.encoding == if layer.shape.len() == 1 { "f32" } else { "f16" }));
     let folder = tempfile::tempdir().unwrap();
@@ -53,8 +53,8 @@ fn types_are_those_that_were_asked_for() {
             .run(model(), folder.path().join("out"))
             .unwrap()
     };
-    assert!(run(FileType::F16).notes.iter().any(|note| note.contains("8 matrices of BF16 become F16")));
-    assert!(!run(FileType::BF16).notes.iter().any(|note| note.contains("become F16")));
+    assert!(run(FileType::F16).notes.iter().any(|note| note.contains("8 BF16 matrices are converted to F16")));
+    assert!(!run(FileType::BF16).notes.iter().any(|note| note.contains("converted to F16")));
     let wrong = golden("models/gpt2");
     let refused =
         Pipeline::builder().export(Gguf::default()).build().unwrap().run(Model::open(wrong).unwrap(), std::env::temp_dir().join("never")).err().unwrap();
@@ -69,7 +69,7 @@ fn gemma(json: &mut Value, activation: &str) {
 }
 
 #[test]
-fn what_a_file_cannot_say_is_refused_by_name() {
+fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
     let cases: [(&str, &str, Change, &str); 14] = [
         ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
@@ -82,8 +82,8 @@ fn what_a_file_cannot_say_is_refused_by_name() {
         ("qwen3", "config.json", |json| json["head_dim"] = (1u64 << 40).into(), "heads of 1099511627776"),
         ("tokenizer-pieces", "tokenizer.json", |json| json["normalizer"] = serde_json::json!({ "type": "NFKC" }), "NFKC"),
         ("tokenizer-pieces", "tokenizer.json", |json| json["pre_tokenizer"] = serde_json::json!({ "type": "Whitespace" }), "Whitespace"),
-        ("tokenizer-llama-bpe", "tokenizer.json", |json| json["model"]["ignore_merges"] = false.into(), "`model.ignore_merges` is false"),
-        ("tokenizer-qwen2", "tokenizer.json", |json| json["model"]["ignore_merges"] = true.into(), "`model.ignore_merges` is true"),
+        ("tokenizer-llama-bpe", "tokenizer.json", |json| json["model"]["ignore_merges"] = false.into(), "`model.ignore_merges` of false"),
+        ("tokenizer-qwen2", "tokenizer.json", |json| json["model"]["ignore_merges"] = true.into(), "`model.ignore_merges` of true"),
         ("tokenizer-qwen2", "tokenizer.json", |json| json["post_processor"] = serde_json::json!({ "type": "BertProcessing" }), "BertProcessing"),
         (
             "tokenizer-pieces",
@@ -93,20 +93,20 @@ fn what_a_file_cannot_say_is_refused_by_name() {
         ),
         ("tokenizer-qwen2", "tokenizer.json", |json| json["added_tokens"][0]["content"] = "Ġ".into(), "`Ġ`"),
         ("tokenizer-qwen2", "tokenizer.json", |json| json["model"]["end_of_word_suffix"] = "</w>".into(), "`</w>`"),
-        ("tokenizer-qwen2", "tokenizer_config.json", |json| json["chat_template"] = serde_json::json!([1]), "a list of something else"),
+        ("tokenizer-qwen2", "tokenizer_config.json", |json| json["chat_template"] = serde_json::json!([1]), "a list with entries other than"),
         ("llama", "config.json", |json| gemma(json, "relu"), "`hidden_act` of \"relu\""),
         ("llama", "config.json", |json| gemma(json, "gelu"), "`lm_head.weight`: differs from the embedding"),
     ];
     for (name, file, change, words) in cases {
         let (folder, model) = changed(name, file, change);
         let error = export(model, folder.path(), FileType::F16).map(|_| ()).unwrap_err().to_string();
-        assert!(error.contains(words), "{name}: `{error}` does not say `{words}`");
+        assert!(error.contains(words), "{name}: `{error}` does not contain `{words}`");
     }
 }
 
-/// Weights of sentence-transformers' modules have no place in the file.
+/// GGUF files cannot contain the weights of sentence-transformers' modules.
 #[test]
-fn weights_of_modules_are_written_beside_the_file() {
+fn weights_of_modules_are_written_to_separate_files() {
     let (folder, _) = changed("llama", "config.json", |_| {});
     let (input, out) = (folder.path().join("in"), folder.path().join("out"));
     let kinds = ["models.Transformer", "models.Pooling", "models.Dense"].into_iter().zip(["", "1_Pooling", "./2_Dense"]);
@@ -126,7 +126,7 @@ fn weights_of_modules_are_written_beside_the_file() {
 
     let expected = Model::open(&input).unwrap();
     let report = Pipeline::builder().export(Gguf { file_type: FileType::F32, ..Gguf::default() }).build().unwrap().run(expected.clone(), &out).unwrap();
-    assert!(report.notes.iter().any(|note| note.contains("no place for the weights of the modules `2_Dense`")), "{:?}", report.notes);
+    assert!(report.notes.iter().any(|note| note.contains("cannot contain the weights of the modules `2_Dense`")), "{:?}", report.notes);
     assert!(report.fidelity.is_some_and(|fidelity| fidelity.fidelity.cosine > 0.9999));
     let found = Model::open(&out).unwrap();
     same_weights(&found, &expected, "modules");
@@ -136,7 +136,7 @@ fn weights_of_modules_are_written_beside_the_file() {
 }
 
 #[test]
-fn what_changes_nothing_is_accepted() {
+fn settings_without_effect_are_accepted() {
     let values = |folder: &Path| gguf::GgufFile::open(&folder.join("out/model.gguf")).unwrap().values;
     let (folder, model) = changed("llama-rope-yarn", "config.json", |json| {
         json["rope_scaling"]["beta_fast"] = 32.into();
@@ -144,12 +144,13 @@ fn what_changes_nothing_is_accepted() {
     });
     let report = export(model, folder.path(), FileType::F32).unwrap();
     assert!(values(folder.path()).keys().all(|key| !key.contains("beta")));
-    assert!(report.outputs[0].verified.how.contains("computes what the one computes"), "{}", report.outputs[0].verified.how);
-    // As many tokens as there are rows.
+    assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{}", report.outputs[0].verified.how);
+    // As many tokens as the embedding has rows.
     let (folder, model) = changed("llama", "config.json", |json| json["vocab_size"] = 40.into());
     export(model, folder.path(), FileType::F32).unwrap();
     assert_eq!(values(folder.path())["llama.vocab_size"], gguf::Value::Unsigned(48));
-    // Tokens that texts name as they are have spaces, and what stands around texts without a processor is said elsewhere.
+    // Added tokens can contain spaces, and special tokens of tokenizers without a post-processor are
+    // configured elsewhere.
     let (folder, _) = changed("tokenizer-pieces", "tokenizer.json", |json| {
         json["post_processor"] = Value::Null;
         let id = json["model"]["vocab"].as_object().unwrap().len() - 1;
@@ -169,11 +170,11 @@ fn what_changes_nothing_is_accepted() {
     assert_eq!(said["tokenizer.ggml.add_bos_token"], gguf::Value::Bool(true));
     assert_eq!(said["tokenizer.ggml.add_eos_token"], gguf::Value::Bool(false));
     let back = Model::open(folder.path().join("out/model.gguf")).unwrap();
-    let settings: Value = serde_json::from_str(&back.beside.made[Path::new("tokenizer_config.json")]).unwrap();
+    let settings: Value = serde_json::from_str(&back.auxiliary.synthesized[Path::new("tokenizer_config.json")]).unwrap();
     assert_eq!(settings["chat_template"], json["chat_template"]);
 }
 
-/// Converters write the 64-bit value of a 32-bit float; files hold 32 bits.
+/// Converters write the 64-bit value of a 32-bit float; GGUF files contain 32 bits.
 #[test]
 fn numbers_are_compared_in_the_precision_that_the_file_stores() {
     for (name, key, value) in [
@@ -186,12 +187,12 @@ fn numbers_are_compared_in_the_precision_that_the_file_stores() {
     ] {
         let (folder, model) = changed(name, "config.json", |json| json[key] = value.into());
         let report = export(model, folder.path(), FileType::F32).unwrap_or_else(|e| panic!("{name}: {key}: {e}"));
-        assert!(report.outputs[0].verified.how.contains("computes what the one computes"), "{name}: {key}: {}", report.outputs[0].verified.how);
+        assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{name}: {key}: {}", report.outputs[0].verified.how);
     }
 }
 
 #[test]
-fn a_head_that_is_the_embedding_is_stored_once() {
+fn a_head_equal_to_the_embedding_is_stored_once() {
     let (_source, mut model) = source("gemma2");
     let embedding = model.weights.by_name["model.embed_tokens.weight"].clone();
     model.weights.by_name.insert("lm_head.weight".into(), embedding);
@@ -202,7 +203,7 @@ fn a_head_that_is_the_embedding_is_stored_once() {
     model.weights.by_name.insert("model.norm.weight".into(), Weight::new(DType::I32, vec![16], Encoding::Dense, bytes));
     let folder = tempfile::tempdir().unwrap();
     let error = export(model, folder.path(), FileType::F32).map(|_| ()).unwrap_err().to_string();
-    assert!(error.contains("where `output_norm.weight` holds floats"), "{error}");
+    assert!(error.contains("`output_norm.weight` must be a float tensor"), "{error}");
 }
 
 #[test]
@@ -211,11 +212,11 @@ fn blocks_hold_finite_values() {
     let weight = Weight::new(DType::F32, vec![2, 32], Encoding::Dense, bytes);
     let (blocks, _) = weight.in_gguf(Kind::Blocks(compress::kernel::ggml::BlockType::Q8_0), "embedding", None);
     let error = blocks.visit(1, &mut |_| Ok(())).unwrap_err().to_string();
-    assert!(error.contains("`embedding`: holds values that are not finite"), "{error}");
+    assert!(error.contains("`embedding`: contains NaN or infinite values"), "{error}");
 }
 
 #[test]
-fn a_file_is_written_where_one_is_named() {
+fn a_single_output_file_is_supported() {
     let folder = tempfile::tempdir().unwrap();
     let (input, out) = (golden("gguf/tokenizer-llama-bpe.gguf"), folder.path().join("small.gguf"));
     let report = Pipeline::builder().build().unwrap().run(Model::open(&input).unwrap(), &out).unwrap();
@@ -229,5 +230,5 @@ fn a_file_is_written_where_one_is_named() {
     assert!(checks.len() > 1 && checks.iter().all(|check| check.ok), "{checks:?}");
     let other = Pipeline::builder().export(compress::export::Safetensors::default()).build().unwrap();
     let error = other.run(Model::open(&input).unwrap(), folder.path().join("other.gguf")).err().unwrap().to_string();
-    assert!(error.contains("is a file of the format gguf"), "{error}");
+    assert!(error.contains("is of the format gguf, but other formats are configured"), "{error}");
 }

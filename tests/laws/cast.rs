@@ -1,4 +1,4 @@
-//! Casting is rounding to nearest, half to even.
+//! Property: casting rounds to nearest, half to even.
 
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -13,7 +13,8 @@ fn cast(to: FloatFormat, overflow: Overflow) -> Cast {
     Cast { to, overflow, targets: all(), ignore: Vec::new() }
 }
 
-/// The magnitude of `to` that is nearest to a finite one, found between its neighbours; infinity when it is past the end.
+/// The magnitude in `to` nearest to a finite magnitude, determined from its two neighbors; infinity on
+/// overflow.
 fn nearest(to: DType, value: f64) -> u64 {
     let (mut low, mut high) = (0, infinity(to));
     while high - low > 1 {
@@ -21,7 +22,7 @@ fn nearest(to: DType, value: f64) -> u64 {
         if float_value(to, middle) <= value { low = middle } else { high = middle }
     }
     let below = float_value(to, low);
-    // Past the largest value the steps go on as if the format did.
+    // Beyond the largest value, the step size continues as if the format had more exponents.
     let above = if high == infinity(to) { 2.0 * below - float_value(to, low - 1) } else { float_value(to, high) };
     match value.total_cmp(&(below + (above - below) / 2.0)) {
         std::cmp::Ordering::Less => low,
@@ -30,7 +31,7 @@ fn nearest(to: DType, value: f64) -> u64 {
     }
 }
 
-/// What a value becomes, and whether it was finite and is not.
+/// The cast value, and whether a finite value overflowed.
 fn rounded(from: DType, to: DType, bits: u64) -> (u64, bool) {
     let value = float_value(from, bits);
     let minus = if value.is_sign_negative() { sign(to) } else { 0 };
@@ -38,7 +39,7 @@ fn rounded(from: DType, to: DType, bits: u64) -> (u64, bool) {
     (magnitude | minus, value.is_finite() && magnitude == infinity(to))
 }
 
-/// Holds one tensor's cast to the definition, overflowing values included.
+/// Compares the cast of a tensor with the definition, including overflowing values.
 fn check(before: &Tensor, after: Result<&Tensor, String>, to: DType, overflow: Overflow) {
     let expected: Vec<(u64, bool)> = before.bits().into_iter().map(|bits| rounded(before.dtype, to, bits)).collect();
     let after = match after {
@@ -50,7 +51,7 @@ fn check(before: &Tensor, after: Result<&Tensor, String>, to: DType, overflow: O
     };
     assert_eq!((after.dtype, &after.shape), (to, &before.shape));
     for ((before, after), (expected, past)) in before.values().into_iter().zip(after.bits()).zip(expected) {
-        assert!(!past || overflow == Overflow::Saturate, "{before} went past the end of {to} in silence");
+        assert!(!past || overflow == Overflow::Saturate, "{before} overflowed {to} silently");
         let expected = if past { expected - 1 } else { expected };
         let both_nan = before.is_nan() && float_value(to, after).is_nan();
         assert!(after == expected || both_nan, "{before:e} became {after:#x} in {to}, not {expected:#x}");
@@ -68,7 +69,7 @@ proptest! {
     }
 
     #[test]
-    fn to_the_same_format_is_the_identity_and_wider_ones_lose_nothing(before in model(&[DType::F16, DType::BF16, DType::F32], shape(1..=4, 5), Values::Finite, 1..=3)) {
+    fn casts_to_the_same_or_a_wider_format_are_exact(before in model(&[DType::F16, DType::BF16, DType::F32], shape(1..=4, 5), Values::Finite, 1..=3)) {
         let desk = Desk::new();
         let wide = desk.apply(&before, cast(FloatFormat::F32, Overflow::Error)).unwrap();
         for (format, dtype) in FORMATS {
@@ -84,7 +85,7 @@ proptest! {
 }
 
 #[test]
-fn long_tensors_are_cast_as_short_ones() {
+fn long_tensors_are_cast_like_short_ones() {
     let before = long(DType::F64, &[3, 70_007], 7);
     for (format, dtype) in FORMATS {
         let desk = Desk::new();
@@ -94,7 +95,7 @@ fn long_tensors_are_cast_as_short_ones() {
 }
 
 #[test]
-fn every_sixteen_bit_pattern_survives_a_way_through_f32() {
+fn every_16_bit_pattern_survives_a_round_trip_through_f32() {
     for dtype in [DType::F16, DType::BF16] {
         let bits: Vec<u64> = (0..1 << 16).filter(|bits| bits & (sign(dtype) - 1) <= infinity(dtype)).collect();
         let before = Tensors::from([("t.weight".to_owned(), Tensor::from_bits(dtype, &[bits.len()], &bits))]);

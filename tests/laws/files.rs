@@ -1,4 +1,4 @@
-//! Nothing of an input folder vanishes: each file is in the output, or a note names it.
+//! Property: every file of an input folder is in the output, or a note names it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,7 +12,7 @@ use crate::common::{Desk, Output, contents, pipeline, work};
 use compress::pass::Cast;
 use compress::pipeline::verify;
 
-/// Files by their names, none of which the run reads itself.
+/// Names of files that the run does not read.
 fn files() -> impl Strategy<Value = BTreeMap<String, Vec<u8>>> {
     let folders = ["", "", "", "2_Dense/", "2_Dense/onnx/", "onnx/", "original/", "checkpoint-7/", "checkpoint-last/", ".git/", "a/.cache/", "runs/b.c/"];
     let known = [
@@ -45,7 +45,7 @@ fn files() -> impl Strategy<Value = BTreeMap<String, Vec<u8>>> {
     prop::collection::btree_map(path, prop::collection::vec(any::<u8>(), 0..9), 0..12)
 }
 
-/// What the notes say was not carried over.
+/// The files that notes report as not copied.
 fn named(output: &Output) -> Vec<String> {
     let lists = output.report.notes.iter().filter_map(|note| note.strip_prefix("not carried over from the input: ")?.split(" (").next());
     lists.flat_map(|list| list.split(", ").map(str::to_owned).collect::<Vec<_>>()).collect()

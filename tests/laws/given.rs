@@ -1,4 +1,4 @@
-//! What the laws are tried on: tensors of every float type and shape, with the values that make trouble.
+//! Random inputs for properties: tensors of every float dtype and shape, including edge-case values.
 
 use std::ops::RangeInclusive;
 
@@ -12,7 +12,7 @@ use crate::common::{DType, Tensor, Tensors, float_bits, float_value};
 
 pub const FLOATS: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
 
-/// So many cases, the same ones every time, unless the environment says otherwise.
+/// Configuration with this number of cases and a fixed seed, unless the environment overrides them.
 pub fn config(cases: u32) -> Config {
     let told = |name| std::env::var_os(name).is_some();
     let mut config = Config { failure_persistence: None, max_shrink_iters: 4096, ..Config::default() };
@@ -25,7 +25,7 @@ pub fn config(cases: u32) -> Config {
     config
 }
 
-/// Bits of the exponent and of the fraction.
+/// Number of bits of the exponent and of the fraction.
 fn fields(dtype: DType) -> (u32, u32) {
     match dtype {
         DType::F16 => (5, 10),
@@ -35,19 +35,19 @@ fn fields(dtype: DType) -> (u32, u32) {
     }
 }
 
-/// The bits of infinity; more are NaN.
+/// The bits of infinity; larger values are NaN.
 pub fn infinity(dtype: DType) -> u64 {
     let (exponent, fraction) = fields(dtype);
     ((1 << exponent) - 1) << fraction
 }
 
-/// The bit of the sign.
+/// The sign bit.
 pub fn sign(dtype: DType) -> u64 {
     let (exponent, fraction) = fields(dtype);
     1 << (exponent + fraction)
 }
 
-/// A key that orders magnitudes of any two float types by value, NaN last.
+/// A key that orders magnitudes of different float dtypes by value, with NaN last.
 pub fn rank(dtype: DType, bits: u64) -> u64 {
     let magnitude = bits & (sign(dtype) - 1);
     match magnitude.checked_sub(infinity(dtype)) {
@@ -56,12 +56,12 @@ pub fn rank(dtype: DType, bits: u64) -> u64 {
     }
 }
 
-/// Which values there may be.
+/// Kind of values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Values {
-    /// Every finite one, up to the ends of the format; doubles up to those of f32.
+    /// All finite values of the format; doubles only in the range of f32.
     Finite,
-    /// NaN and infinities too.
+    /// Including NaN and infinities.
     Any,
 }
 
@@ -83,7 +83,7 @@ fn elements(dtype: DType, count: usize, values: Values) -> BoxedStrategy<Vec<u64
     prop_oneof![3 => vec(mixed, count), 2 => vec(ordinary, count), 1 => vec(tied, count), 1 => vec(subnormal, count)].boxed()
 }
 
-/// A tensor of this shape, now and then with a row of zeros or nothing else.
+/// A tensor of this shape, sometimes with a row of zeros or with only zeros.
 pub fn tensor(dtype: DType, shape: Vec<usize>, values: Values) -> BoxedStrategy<Tensor> {
     let count: usize = shape.iter().product();
     let rows = shape.first().copied().unwrap_or(1).max(1);
@@ -98,12 +98,12 @@ pub fn tensor(dtype: DType, shape: Vec<usize>, values: Values) -> BoxedStrategy<
         .boxed()
 }
 
-/// Shapes of so many dimensions, up to `largest` long.
+/// Shapes with this number of dimensions of sizes up to `largest`.
 pub fn shape(rank: RangeInclusive<usize>, largest: usize) -> BoxedStrategy<Vec<usize>> {
     vec(1..=largest, rank).boxed()
 }
 
-/// Tensors `t0.weight`, `t1.weight`, … of one of these types each.
+/// Tensors `t0.weight`, `t1.weight`, …, each of one of these dtypes.
 pub fn model(dtypes: &'static [DType], shapes: BoxedStrategy<Vec<usize>>, values: Values, count: RangeInclusive<usize>) -> BoxedStrategy<Tensors> {
     let one = (select(dtypes), shapes).prop_flat_map(move |(dtype, shape)| tensor(dtype, shape, values));
     vec(one, count).prop_map(named).boxed()
@@ -113,7 +113,7 @@ fn named(tensors: Vec<Tensor>) -> Tensors {
     tensors.into_iter().enumerate().map(|(i, t)| (format!("t{i}.weight"), t)).collect()
 }
 
-/// A model of one tensor, longer than what is held of a tensor at a time: rows of odd length, many equal values.
+/// A model of one tensor that is larger than a block, with rows of odd length and many equal values.
 pub fn long(dtype: DType, shape: &[usize], seed: u64) -> Tensors {
     let mut tensor = Tensor::random(dtype, shape, seed);
     let steps: Vec<f64> = tensor.values().iter().enumerate().map(|(i, v)| if i % 3 == 0 { (v * 8.0).round() / 8.0 } else { *v }).collect();

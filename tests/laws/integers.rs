@@ -1,4 +1,4 @@
-//! Int8 weights in every form that they are stored in stand for the same values.
+//! Property: integer weights have the same values in every storage format.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use compress::pass::{ActivationRounding, Cast, GranularityKind, PruneUnstructure
 use compress::pipeline::Builder;
 use serde_json::{Value, json};
 
-/// The integers of a weight, taken out of their words when they are packed.
+/// The integers of a weight, unpacked if necessary.
 fn integers(tensors: &Tensors, name: &str) -> Option<Tensor> {
     let Some(words) = tensors.get(&format!("{name}_packed")) else {
         return tensors.get(name).filter(|tensor| tensor.dtype == DType::I8).cloned();
@@ -24,7 +24,7 @@ fn integers(tensors: &Tensors, name: &str) -> Option<Tensor> {
     Some(Tensor::new(DType::I8, &shape, rows.collect()))
 }
 
-/// The floats that integers stand for, by the definition, in the type of their scales.
+/// The dequantized values by definition, in the dtype of the scales.
 fn dequantized(tensors: &Tensors, name: &str, q: &Tensor) -> Tensor {
     let scale = &tensors[&format!("{name}_scale")];
     let scales = scale.values();
@@ -35,7 +35,7 @@ fn dequantized(tensors: &Tensors, name: &str, q: &Tensor) -> Tensor {
         .find(|(dtype, _)| *dtype == scale.dtype)
         .unwrap()
         .1;
-    // The lowest integer can stand for half a step more than the type holds.
+    // The lowest integer can exceed the range of the dtype by half a step.
     let value = |(i, q): (usize, f64)| ((q - zeros[i / run]) as f32 * scales[i / run] as f32).clamp(-largest, largest);
     let round = |v: f32| match scale.dtype {
         DType::F16 => f16::from_f32(v).to_bits().into(),
@@ -46,7 +46,7 @@ fn dequantized(tensors: &Tensors, name: &str, q: &Tensor) -> Tensor {
     Tensor::from_bits(scale.dtype, &q.shape, &bits)
 }
 
-/// Runs the same passes into every layout and goes back and forth between them.
+/// Runs the same passes with every layout, and converts between the layouts.
 fn check(before: &Tensors, passes: Passes) {
     let desk = Desk::new();
     let input = desk.weights(before);
@@ -123,12 +123,12 @@ proptest! {
     #![proptest_config(config(96))]
 
     #[test]
-    fn every_form_holds_the_same((before, passes) in layers().prop_flat_map(|(size, before)| (Just(before), passes(size)))) {
+    fn every_format_has_the_same_values((before, passes) in layers().prop_flat_map(|(size, before)| (Just(before), passes(size)))) {
         check(&before, passes);
     }
 }
 
-/// A matrix of integers with what belongs to it, and the folder that another tool would write.
+/// A quantized matrix with its scales, and the folder that another tool would write.
 #[derive(Debug, Clone)]
 struct Words {
     bits: u8,
@@ -140,7 +140,7 @@ struct Words {
 }
 
 impl Words {
-    /// Integers as bits that follow one another, lowest first, in whole words: by the definition.
+    /// Integers as consecutive bits, lowest first, in whole words, by definition.
     fn words(&self, integers: impl Iterator<Item = i64>) -> Vec<u8> {
         let half = 1i64 << (self.bits - 1);
         let mut bits: Vec<bool> = integers.flat_map(|q| (0..self.bits).map(move |bit| (q + half) >> bit & 1 == 1)).collect();
@@ -200,12 +200,12 @@ proptest! {
     #![proptest_config(config(64))]
 
     #[test]
-    fn words_of_every_width_go_through_every_form(words in any_words()) {
+    fn packed_words_of_every_width_are_converted(words in any_words()) {
         let desk = Desk::new();
         let input = words.folder(&desk);
-        let into = |from: &std::path::Path, layout| read(&desk.run(from, pipeline().export(Safetensors::layout(layout))).unwrap().path);
+        let into = |from: &std::path::Path, layout| read(&desk.run(from, pipeline().export(Safetensors::with_layout(layout))).unwrap().path);
         prop_assert_eq!(into(&input, Layout::Auto), words.tensors());
-        let sparse = desk.run(&input, pipeline().export(Safetensors::layout(Layout::Sparse))).unwrap();
+        let sparse = desk.run(&input, pipeline().export(Safetensors::with_layout(Layout::Sparse))).unwrap();
         prop_assert_eq!(into(&sparse.path, Layout::Auto), words.tensors());
         let (scales, run) = (words.scales().values(), words.shape[1] / words.groups);
         let value = |(i, q): (usize, &i64)| (q - words.zeros[i / run]) as f64 * scales[i / run];
@@ -213,7 +213,7 @@ proptest! {
     }
 }
 
-/// What E4M3 and E2M1 stand for, by the definition: a sign, `exponent` bits and `fraction` bits.
+/// Values of E4M3 and E2M1 by definition: a sign bit, `exponent` bits and `fraction` bits.
 fn narrow_value(code: u8, exponent: u32, fraction: u32) -> f64 {
     let bias = (1 << (exponent - 1)) - 1;
     let (part, power) = (f64::from(code & ((1 << fraction) - 1)) / f64::from(1 << fraction), i32::from(code >> fraction & ((1 << exponent) - 1)));
@@ -221,7 +221,7 @@ fn narrow_value(code: u8, exponent: u32, fraction: u32) -> f64 {
     if code >> (exponent + fraction) & 1 == 1 { -magnitude } else { magnitude }
 }
 
-/// The values of a weight of FP8 or FP4, out of the tensors of its file.
+/// The values of an FP8 or FP4 weight, from the tensors of its file.
 fn narrow_values(tensors: &Tensors) -> Vec<f64> {
     let bytes = |name: &str| tensors[name].bytes.clone();
     let e4m3 = |tensor: &Tensor| tensor.bytes.iter().map(|code| narrow_value(*code, 4, 3)).collect::<Vec<_>>();
@@ -246,19 +246,19 @@ proptest! {
     #![proptest_config(proptest::test_runner::Config { max_shrink_iters: 64, ..config(24) })]
 
     #[test]
-    fn narrow_floats_go_through_every_form(
+    fn minifloats_are_converted(
         (before, scheme) in (1..=3usize, 2..=140usize, select(vec![DType::F16, DType::BF16, DType::F32])).prop_flat_map(|(groups, rows, dtype)| {
             let schemes = select(vec!["FP8-DYNAMIC", "FP8-BLOCK", "NVFP4A16", "MXFP4A16", "MXFP4"]);
             (tensor(dtype, vec![rows, 32 * groups * groups], Values::Finite), schemes)
         })
     ) {
         let desk = Desk::new();
-        // A norm beside it, which says what floats are usual.
+        // A norm, which determines the default float dtype.
         let norm = Tensor::floats(before.dtype, &[1], &[1.0]);
         let input = desk.weights(&Tensors::from([("a.weight".into(), before.clone()), ("norm.weight".into(), norm)]));
         let quantize: Quantize = serde_json::from_value(json!({ "scheme": scheme })).unwrap();
-        let into = |layout| desk.run(&input, pipeline().pass(quantize.clone()).export(Safetensors::layout(layout))).unwrap();
-        let again = |from: &Output, layout| contents(&desk.run(&from.path, pipeline().export(Safetensors::layout(layout))).unwrap().path);
+        let into = |layout| desk.run(&input, pipeline().pass(quantize.clone()).export(Safetensors::with_layout(layout))).unwrap();
+        let again = |from: &Output, layout| contents(&desk.run(&from.path, pipeline().export(Safetensors::with_layout(layout))).unwrap().path);
         let [auto, sparse, dense] = [Layout::Auto, Layout::Sparse, Layout::Dense].map(into);
         prop_assert!(again(&auto, Layout::Auto) == contents(&auto.path), "{scheme}");
         prop_assert!(again(&auto, Layout::Sparse) == contents(&sparse.path), "{scheme}");
@@ -282,20 +282,20 @@ proptest! {
 }
 
 #[test]
-fn blocks_whose_last_rows_are_fewer_keep_their_scales() {
+fn incomplete_last_blocks_keep_their_scales() {
     let desk = Desk::new();
     let codes = (0..300 * 256).map(|i| (i * 37 % 127) as u8).collect();
     let tensors = Tensors::from([
         ("a.weight".into(), Tensor::new(DType::F8_E4M3, &[300, 256], codes)),
         ("a.weight_scale".into(), Tensor::floats(DType::BF16, &[3, 2], &[1.0, 2.0, 4.0, 8.0, 16.0, 0.5])),
     ]);
-    let read_again = |layout| read(&desk.run(&desk.weights(&tensors), pipeline().export(Safetensors::layout(layout))).unwrap().path);
+    let read_again = |layout| read(&desk.run(&desk.weights(&tensors), pipeline().export(Safetensors::with_layout(layout))).unwrap().path);
     assert_eq!(read_again(Layout::Auto), tensors);
     assert_eq!(read_again(Layout::Dense)["a.weight"].values(), narrow_values(&tensors));
 }
 
 #[test]
-fn words_and_what_is_said_of_them_must_agree() {
+fn words_must_match_their_description() {
     let words = Words { bits: 4, shape: [3, 64], groups: 2, symmetric: true, integers: vec![5; 192], zeros: vec![0; 6] };
     let refused = |change: &dyn Fn(&mut Value), part: &str| {
         let desk = Desk::new();
@@ -309,7 +309,7 @@ fn words_and_what_is_said_of_them_must_agree() {
     };
     refused(&|group| group["weights"]["num_bits"] = 3.into(), "packed words of shape [3, 8] do not hold 3-bit integers of the stated shape [3, 64]");
     refused(&|group| group["weights"]["num_bits"] = 16.into(), "weights of 16 bits");
-    // A byte each, and more than the four bits that are said.
+    // One byte each, with values that exceed the declared four bits.
     let desk = Desk::new();
     let input = words.folder(&desk);
     let plain = Tensors::from([
@@ -319,12 +319,12 @@ fn words_and_what_is_said_of_them_must_agree() {
     let other = desk.weights(&plain);
     std::fs::copy(input.join("config.json"), other.join("config.json")).unwrap();
     let error = desk.run(&other, pipeline()).err().unwrap().to_string();
-    assert!(error.contains("`a.weight`") && error.contains("more than 4 bits"), "{error}");
+    assert!(error.contains("`a.weight`") && error.contains("integers that do not fit the 4 bits of its encoding"), "{error}");
 }
 
 #[test]
-fn long_integers_hold_the_same_in_every_form() {
-    // Rows of odd length, so that a block ends inside a byte of the mask.
+fn long_integer_tensors_have_the_same_values_in_every_format() {
+    // Rows of odd length, so that blocks end within a byte of the mask.
     let before = long(DType::BF16, &[1301, 211], 3);
     for granularity in [GranularityKind::Tensor, GranularityKind::Channel] {
         for symmetric in [true, false] {
@@ -335,9 +335,9 @@ fn long_integers_hold_the_same_in_every_form() {
 }
 
 #[test]
-fn a_tied_head_has_a_copy_of_its_embeddings_scales() {
+fn a_tied_head_has_a_copy_of_the_scales_of_its_embedding() {
     let desk = Desk::new();
-    // More than is held of a tensor at a time.
+    // Larger than a block.
     let integers = Tensor::new(DType::I8, &[5000, 40], vec![3; 200_000]);
     for shape in [vec![1], vec![5000, 1]] {
         let scales = Tensor::random(DType::F32, &shape, 1);
@@ -353,7 +353,7 @@ fn a_tied_head_has_a_copy_of_its_embeddings_scales() {
 }
 
 #[test]
-fn empty_integers_go_through_as_they_are() {
+fn empty_integer_tensors_are_preserved() {
     let desk = Desk::new();
     let integers = |name: &str, dtype, shape: [usize; 2]| (name.to_owned(), Tensor::new(dtype, &shape, Vec::new()));
     for (shape, scales) in [([0, 4], vec![0, 1]), ([0, 4], vec![1]), ([2, 0], vec![2, 1])] {
@@ -362,7 +362,7 @@ fn empty_integers_go_through_as_they_are() {
         let mut tensors = Tensors::from([integers("a.weight", DType::I8, shape), integers("b.weight_packed", DType::I32, shape.map(|size| size / 4))]);
         tensors.extend([("a.weight_scale".into(), ones.clone()), ("b.weight_scale".into(), ones), ("b.weight_shape".into(), words)]);
         for layout in [Layout::Auto, Layout::Sparse, Layout::Dense] {
-            let output = desk.run(&desk.weights(&tensors), pipeline().export(Safetensors::layout(layout))).unwrap();
+            let output = desk.run(&desk.weights(&tensors), pipeline().export(Safetensors::with_layout(layout))).unwrap();
             assert_eq!(read(&output.path), tensors, "{layout:?}");
         }
     }
@@ -380,7 +380,7 @@ fn scales_that_are_not_finite_are_refused_by_name() {
 }
 
 #[test]
-fn integers_are_not_quantized_pruned_or_cast_again() {
+fn quantized_weights_are_not_quantized_pruned_or_cast() {
     let desk = Desk::new();
     let int8 = desk.run(&desk.pico(DType::BF16, 1), pipeline().pass(QuantizeDynamic::default())).unwrap();
     let name = "model.layers.0.mlp.up_proj.weight";
@@ -396,9 +396,10 @@ fn integers_are_not_quantized_pruned_or_cast_again() {
     }
 }
 
-/// Rows whose scales are subnormal in f16: their largest values keep their size, and small ones do not become zeros.
+/// Rows with scales that are subnormal in f16: large values are preserved, and small ones do not become
+/// zero.
 #[test]
-fn small_rows_of_16_bits_are_not_cut_off() {
+fn small_rows_of_16_bits_are_preserved() {
     for symmetric in [true, false] {
         for largest in [2e-7, 1e-6, 7e-6, 3e-5, 1e-4, 9e-4, 5e-3] {
             let values: Vec<f64> = (0..64).map(|i| largest * f64::from(i - 32) / 32.0).collect();
@@ -408,7 +409,7 @@ fn small_rows_of_16_bits_are_not_cut_off() {
             let output =
                 desk.run(&desk.weights(&[("a.weight".to_owned(), before.clone())].into()), passes.pipeline().export(passes.format(Layout::Dense))).unwrap();
             let after = read(&output.path)["a.weight"].values();
-            // Half of a step, which is no less than the distance of neighbours in f16, and the rounding of the result.
+            // Half of a step, which is at least the spacing of f16, and the rounding of the result.
             let step = f64::max((largest / 127.5) * 1.08, 2f64.powi(-24));
             for (before, after) in before.values().iter().zip(after) {
                 assert!((before - after).abs() <= 0.51 * step + before.abs() * 1e-3, "{largest}: {before} became {after}");

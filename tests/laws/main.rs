@@ -1,6 +1,7 @@
-//! Laws: what holds for every checkpoint, whatever is in it.
+//! Properties that hold for every checkpoint.
 //!
-//! Tried on values that a fixed seed draws; `PROPTEST_RNG_SEED` and `PROPTEST_CASES` try others and more.
+//! Checked on random values with a fixed seed; `PROPTEST_RNG_SEED` and `PROPTEST_CASES` select other and
+//! more cases.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 

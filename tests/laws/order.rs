@@ -1,4 +1,5 @@
-//! Threads, shards and the order of runs make no difference; a run that is stopped leaves nothing.
+//! Properties: threads, shards and the order of runs do not affect the output; a cancelled run leaves no
+//! files.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,7 +13,7 @@ use compress::pass::{Amount, Cast, FloatFormat, GranularityKind, NOfM, PruneUnst
 use compress::pipeline::Builder;
 use compress::work::{Cancel, Event};
 
-/// Steps that touch each other's weights in every way.
+/// Combinations of passes that change the same weights.
 fn chains() -> Vec<Vec<Step>> {
     let global = PruneUnstructured { amount: Some(Amount::fraction(0.4)), scope: Scope::Global, ..Default::default() };
     let pattern = PruneUnstructured { pattern: Some(NOfM { n: 2, m: 4 }), ..Default::default() };
@@ -25,7 +26,7 @@ fn chains() -> Vec<Vec<Step>> {
     ]
 }
 
-/// A small Llama with one tensor that is longer than what is held of a tensor at a time.
+/// A small Llama with one tensor that is larger than a block.
 fn weights() -> Tensors {
     let mut tensors = pico(DType::F32);
     tensors.insert("model.layers.2.mlp.down_proj.weight".into(), crate::common::Tensor::random(DType::F32, &[700, 212], 99));
@@ -67,11 +68,11 @@ fn any_sharding_of_the_input_gives_the_same_output() {
 }
 
 #[test]
-fn a_chain_is_its_passes_one_run_after_another() {
+fn a_chain_equals_separate_runs_of_its_passes() {
     let desk = Desk::new();
     let input = desk.weights(&weights());
     for steps in chains() {
-        for format in [Layout::Auto, Layout::Sparse].map(Safetensors::layout) {
+        for format in [Layout::Auto, Layout::Sparse].map(Safetensors::with_layout) {
             let mut at = input.clone();
             for step in &steps {
                 at = desk.run(&at, pipeline().passes([step.clone()]).export(format)).unwrap().path;
@@ -82,7 +83,7 @@ fn a_chain_is_its_passes_one_run_after_another() {
 }
 
 #[test]
-fn a_stopped_run_leaves_the_place_as_it_was() {
+fn a_cancelled_run_leaves_no_files() {
     let desk = Desk::new();
     let input = desk.weights(&weights());
     let old = desk.run(&input, pipeline()).unwrap();

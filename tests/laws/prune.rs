@@ -1,4 +1,4 @@
-//! Pruning is a sort.
+//! Property: pruning removes the smallest values in sorted order.
 
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
@@ -13,7 +13,8 @@ fn prune(amount: Amount, scope: Scope) -> PruneUnstructured {
     PruneUnstructured { amount: Some(amount), scope, targets: all(), ..Default::default() }
 }
 
-/// The model without its `count` smallest elements: by magnitude, then by name, then by position.
+/// The model with its `count` smallest elements zeroed: ordered by magnitude, then by name, then by
+/// position.
 fn sorted(model: &Tensors, count: usize) -> Tensors {
     let mut order = Vec::new();
     for (name, tensor) in model {
@@ -37,7 +38,7 @@ fn one_by_one(model: &Tensors, after: impl Fn(&Tensors) -> Tensors) -> Tensors {
     model.iter().flat_map(|(name, tensor)| after(&Tensors::from([(name.clone(), tensor.clone())]))).collect()
 }
 
-/// Prunes, holds the result to what it must be, and prunes again.
+/// Prunes, compares the result with the definition, and prunes again.
 fn check(before: &Tensors, pass: PruneUnstructured, expected: &Tensors) {
     let desk = Desk::new();
     let after = desk.apply(before, pass.clone()).unwrap();
@@ -69,7 +70,7 @@ proptest! {
     }
 
     #[test]
-    fn a_count_is_exact_and_global_is_tensor_when_there_is_one(before in model(&FLOATS, shape(1..=4, 5), Values::Any, 1..=1), index in any::<Index>()) {
+    fn counts_are_exact_and_global_equals_tensor_for_one_tensor(before in model(&FLOATS, shape(1..=4, 5), Values::Any, 1..=1), index in any::<Index>()) {
         let elements = before["t0.weight"].bits().len();
         let amount = Amount::Count(index.index(elements + 1) as u64);
         let expected = sorted(&before, count(amount, &before));
@@ -81,7 +82,7 @@ proptest! {
     }
 
     #[test]
-    fn neutral_options_change_no_byte(
+    fn options_without_effect_change_no_byte(
         before in prop_oneof![model(NARROW, shape(2..=4, 4), Values::Any, 1..=3), model(&[DType::F64], shape(2..=4, 4), Values::Any, 1..=3)]
     ) {
         let ones = NOfM { n: 1, m: 1 };
@@ -115,7 +116,7 @@ proptest! {
     }
 
     #[test]
-    fn a_rule_is_a_pass_of_its_own(before in model(NARROW, shape(1..=2, 8), Values::Any, 3..=4), amounts in (fraction(), fraction()), global in any::<bool>()) {
+    fn a_rule_equals_a_separate_pass(before in model(NARROW, shape(1..=2, 8), Values::Any, 3..=4), amounts in (fraction(), fraction()), global in any::<bool>()) {
         let scope = if global { Scope::Global } else { Scope::Tensor };
         let special = vec!["t1".parse().unwrap(), "t2.weight".parse().unwrap()];
         let rule = Rule { targets: special.clone(), amount: amounts.1 };
@@ -129,7 +130,7 @@ proptest! {
 }
 
 #[test]
-fn long_tensors_are_pruned_as_short_ones() {
+fn long_tensors_are_pruned_like_short_ones() {
     for (seed, dtype) in FLOATS.into_iter().enumerate() {
         let before = long(dtype, &[1301, 211], seed as u64);
         for amount in [Amount::fraction(0.3), Amount::Count(200_001)] {

@@ -1,4 +1,4 @@
-//! Quantizing is rounding to the nearest of 256 levels.
+//! Property: quantization rounds to the nearest of 256 levels.
 
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -7,7 +7,7 @@ use super::given::{FLOATS, Values, config, long, model};
 use crate::common::{DType, Desk, Tensor, Tensors, all};
 use compress::pass::{GranularityKind, QuantizeDynamic, WeightObserver};
 
-/// A quantized weight as it was written, with the values that it was made from.
+/// A written quantized weight with its original values.
 struct Quantized {
     before: Vec<f64>,
     levels: Vec<f64>,
@@ -17,12 +17,12 @@ struct Quantized {
 }
 
 impl Quantized {
-    /// Values that share a scale.
+    /// Values with a common scale.
     fn run(&self) -> usize {
         self.levels.len() / self.scales.len()
     }
 
-    /// What the integers stand for.
+    /// The dequantized values.
     fn after(&self) -> Vec<f64> {
         let run = self.run();
         self.levels.iter().enumerate().map(|(i, q)| (q - self.zeros[i / run]) * self.scales[i / run]).collect()
@@ -49,7 +49,7 @@ fn quantized(before: &Tensors, pass: &QuantizeDynamic) -> Vec<Quantized> {
     before.iter().map(one).collect()
 }
 
-/// Holds every weight to its scales.
+/// Checks every weight against its scales.
 fn check(before: &Tensors, pass: &QuantizeDynamic) {
     for weight in quantized(before, pass) {
         let run = weight.run();
@@ -57,7 +57,7 @@ fn check(before: &Tensors, pass: &QuantizeDynamic) {
             let (scale, zero) = (weight.scales[i / run], weight.zeros[i / run]);
             assert!(scale.is_finite() && scale > 0.0, "scale {scale}: {pass:?}");
             let exact = x / scale + zero;
-            // Divisions and sums are made in f32.
+            // Divisions and sums are computed in f32.
             let slack = 0.5 + 1e-4;
             if exact < -128.0 {
                 assert_eq!(*q, -128.0, "{x} with scale {scale} and zero point {zero}");
@@ -95,7 +95,7 @@ proptest! {
     }
 
     #[test]
-    fn scales_span_the_range_and_finer_ones_are_no_larger((size, before) in matrices(Values::Finite), symmetric in any::<bool>()) {
+    fn scales_cover_the_range_and_finer_ones_are_not_larger((size, before) in matrices(Values::Finite), symmetric in any::<bool>()) {
         let [tensor, channel, group] = KINDS.map(|kind| quantized(&before, &pass(kind, size, symmetric, WeightObserver::Minmax)));
         for ((tensor, channel), group) in tensor.iter().zip(&channel).zip(&group) {
             for weight in [tensor, channel, group] {
@@ -103,13 +103,13 @@ proptest! {
                     let (low, high) = values.iter().map(|v| f64::from(*v as f32)).fold((0f64, 0f64), |(low, high), v| (low.min(v), high.max(v)));
                     let exact = if symmetric { high.max(-low) / 127.5 } else { (high - low) / 255.0 };
                     let expected = Tensor::floats(weight.scale_type, &[1], &[exact]).values()[0];
-                    // Zeros alone have a scale of no meaning.
+                    // The scale of only zeros is arbitrary.
                     let expected = if exact > 0.0 { expected } else { f64::from(f32::EPSILON) };
                     prop_assert!(scale * 1.01 >= exact, "{} cuts off what {} would reach", scale, exact);
                     prop_assert!((scale / expected - 1.0).abs() <= 1.0 / 128.0 || (scale - expected).abs() <= 6e-8, "{} is not {}", scale, expected);
                 }
             }
-            // A row of zeros has a scale of no meaning.
+            // The scale of a row of zeros is arbitrary.
             let real = |weight: &Quantized, i: usize| weight.before[i * weight.run()..(i + 1) * weight.run()].iter().any(|v| v.abs() > 1e-4);
             let groups = group.scales.len() / channel.scales.len();
             for (i, scale) in group.scales.iter().enumerate().filter(|(i, _)| real(group, *i)) {
@@ -120,7 +120,7 @@ proptest! {
     }
 
     #[test]
-    fn values_that_are_not_finite_leave_the_others_alone((size, before) in matrices(Values::Any), kind in select(&KINDS[..]), symmetric in any::<bool>(), mse in any::<bool>()) {
+    fn non_finite_values_do_not_affect_others((size, before) in matrices(Values::Any), kind in select(&KINDS[..]), symmetric in any::<bool>(), mse in any::<bool>()) {
         let pass = pass(kind, size, symmetric, if mse { WeightObserver::Mse } else { WeightObserver::Minmax });
         let narrow: Tensors = before.into_iter().filter(|(_, tensor)| tensor.dtype != DType::F64).collect();
         prop_assume!(!narrow.is_empty());
@@ -135,7 +135,7 @@ proptest! {
     }
 
     #[test]
-    fn searching_by_error_never_makes_more_of_it((size, before) in matrices(Values::Finite), kind in select(&KINDS[..]), symmetric in any::<bool>()) {
+    fn the_search_by_error_never_increases_it((size, before) in matrices(Values::Finite), kind in select(&KINDS[..]), symmetric in any::<bool>()) {
         let all = [WeightObserver::Minmax, WeightObserver::Mse, WeightObserver::L4].map(|observer| quantized(&before, &pass(kind, size, symmetric, observer)));
         let [plain, squares, fourth] = &all;
         for (searched, power) in [(squares, 2), (fourth, 4)] {
@@ -149,7 +149,7 @@ proptest! {
 }
 
 #[test]
-fn doubles_that_no_scale_reaches_are_refused() {
+fn doubles_outside_the_range_of_scales_are_rejected() {
     let before = Tensors::from([("t.weight".to_owned(), Tensor::floats(DType::F64, &[1, 2], &[1.0, -1e300]))]);
     for kind in KINDS {
         let error = Desk::new().apply(&before, pass(kind, 1, true, WeightObserver::Minmax)).unwrap_err().to_string();
@@ -158,7 +158,7 @@ fn doubles_that_no_scale_reaches_are_refused() {
 }
 
 #[test]
-fn long_tensors_are_quantized_as_short_ones() {
+fn long_tensors_are_quantized_like_short_ones() {
     for (seed, dtype) in FLOATS.into_iter().enumerate() {
         for shape in [[1301, 211], [3, 70_007]] {
             let before = long(dtype, &shape, seed as u64);

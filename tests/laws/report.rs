@@ -1,4 +1,4 @@
-//! A report says what is in the files, and `verify` holds the files to it.
+//! Properties: reports match the files, and `verify` detects changed files.
 
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
@@ -11,7 +11,7 @@ use compress::pipeline::verify;
 
 const LAYOUTS: [Layout; 3] = [Layout::Auto, Layout::Dense, Layout::Sparse];
 
-/// The numbers that a weight stands for, integers multiplied out.
+/// The values of a weight, dequantized if necessary.
 fn values(tensors: &Tensors, name: &str) -> Vec<f64> {
     let plain = tensors[name].values();
     let Some(scale) = tensors.get(&format!("{name}_scale")) else { return plain };
@@ -25,7 +25,7 @@ fn zeros(tensors: &Tensors, name: &str) -> u64 {
     values(tensors, name).iter().filter(|v| **v == 0.0).count() as u64
 }
 
-/// Signal to noise, unless squares leave what f32 can sum.
+/// Signal-to-noise ratio; `None` if squares exceed the range of f32.
 fn decibels(before: &[f64], after: &[f64]) -> Option<Option<f64>> {
     let errors = || before.iter().zip(after).map(|(x, y)| x - y);
     let usual = before.iter().copied().chain(errors()).all(|v| v == 0.0 || (1e-15..1e15).contains(&v.abs()));
@@ -33,7 +33,7 @@ fn decibels(before: &[f64], after: &[f64]) -> Option<Option<f64>> {
     usual.then(|| (signal > 0.0 && noise > 0.0).then(|| 10.0 * (signal / noise).log10()))
 }
 
-/// Holds a report to the files of the folder; `plain` is the same output without sparse tensors.
+/// Compares a report with the files of the folder. `plain` is the same output without sparse tensors.
 fn check(before: &Tensors, output: &Output, plain: &Tensors) {
     let (written, report) = (read(&output.path), &output.report);
     let parameters = |tensors: &Tensors| before.keys().map(|name| tensors[name].shape.iter().product::<usize>() as u64).sum::<u64>();
@@ -55,7 +55,7 @@ fn check(before: &Tensors, output: &Output, plain: &Tensors) {
         assert_eq!(layer.bytes_before, before[name].bytes.len() as u64, "{name}: bytes before");
         assert_eq!(layer.bytes_after, written.keys().filter(own).map(|part| written[part].bytes.len() as u64).sum::<u64>(), "{name}: bytes after");
         match decibels(&values(before, name), &values(plain, name)) {
-            // Less noise than that is lost where f32 ends.
+            // Less noise is below the precision of f32.
             Some(Some(expected)) if expected > 100.0 => assert!(layer.sqnr_db.is_none_or(|db| db > 99.0)),
             Some(Some(expected)) => assert!(layer.sqnr_db.is_some_and(|db| (db - expected).abs() < 1e-2), "{name}: {:?} is not {expected} dB", layer.sqnr_db),
             Some(None) => assert_eq!(layer.sqnr_db, None, "{name}"),
@@ -117,7 +117,7 @@ proptest! {
 #[test]
 fn zeros_of_every_type_are_counted() {
     let desk = Desk::new();
-    // No one asks for zeros among parts of a byte, pairs, and bare exponents, which have none.
+    // Zeros are not counted for sub-byte, complex and exponent-only dtypes.
     let left_out = [DType::F4, DType::F6_E2M3, DType::F6_E3M2, DType::C64, DType::F8_E8M0];
     for dtype in super::store::TYPES.into_iter().filter(|dtype| !left_out.contains(dtype)) {
         let bytes = vec![0; dtype.bitsize()];
@@ -145,9 +145,9 @@ fn a_tied_weight_that_is_stored_once_counts_once() {
     assert_eq!(before.nonzero, elements(&tensors) - 2 * 64 * 32);
 }
 
-/// transformers 4 would tie it. Of the two names of its bias, 5 reads one, and 4 the other.
+/// transformers 4 would tie it. Its bias has two names, one for each version of transformers.
 #[test]
-fn a_head_that_differs_from_the_table_is_a_weight_of_its_own() {
+fn a_head_that_differs_from_the_embedding_is_a_separate_weight() {
     let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert-masked-lm-untied");
     let [table, head, own, shared] =
         ["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias", "cls.predictions.bias"];
@@ -166,7 +166,7 @@ fn a_head_that_differs_from_the_table_is_a_weight_of_its_own() {
             let output = desk.run(&input, pipeline().pass(pass)).unwrap();
             let after = read(&output.path);
             assert!(std::fs::read_to_string(output.path.join("config.json")).unwrap().contains("\"tie_word_embeddings\": false"));
-            assert!(output.report.notes.iter().any(|note| note.contains("a weight of its own")), "{:?}", output.report.notes);
+            assert!(output.report.notes.iter().any(|note| note.contains("it is stored separately")), "{:?}", output.report.notes);
             for name in [table, head] {
                 assert_eq!(after[name] != before[name], targets.contains(&name), "{name} for {targets:?}");
             }
@@ -174,7 +174,7 @@ fn a_head_that_differs_from_the_table_is_a_weight_of_its_own() {
             assert_eq!(after[shared], after[own]);
         }
     }
-    // Whatever no pass changes is written as it is.
+    // Weights that no pass changes are written unchanged.
     let desk = Desk::new();
     let input = desk.weights(&read(&golden));
     std::fs::write(input.join("config.json"), &config).unwrap();

@@ -1,4 +1,4 @@
-//! What is written is what was read, in every type, layout and number of files.
+//! Property: tensors are written as they were read, in every dtype, layout and number of files.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ use compress::export::{ByteSize, Layout, Safetensors};
 use compress::model::Model;
 use compress::pass::{NOfM, PruneUnstructured};
 
-/// Every type of the format.
+/// All dtypes of the format.
 pub const TYPES: [DType; 22] = [
     DType::BOOL,
     DType::F4,
@@ -39,7 +39,7 @@ pub const TYPES: [DType; 22] = [
     DType::U64,
 ];
 
-/// Any bytes of any type; types narrower than a byte fill whole ones.
+/// Random bytes of any dtype; sub-byte dtypes fill whole bytes.
 fn raw() -> impl Strategy<Value = Tensor> {
     (select(&TYPES[..]), vec(0..=5usize, 0..=4)).prop_flat_map(|(dtype, mut shape)| {
         if dtype.bitsize() < 8 {
@@ -57,12 +57,12 @@ fn names() -> impl Strategy<Value = String> {
     prop_oneof!["[a-z]{0,3}(\\.[a-z0-9]{1,3}){0,2}", "[ -~]{0,8}", "\\PC{0,4}"]
 }
 
-/// A checkpoint of anything.
+/// A random checkpoint.
 fn anything() -> impl Strategy<Value = Tensors> {
     btree_map(names(), raw(), 0..6).prop_filter("a name of the format itself", |tensors| !tensors.contains_key("__metadata__"))
 }
 
-/// Floats with many zeros, and what is left of a checkpoint.
+/// Floats with many zeros, and random other tensors.
 fn sparse() -> impl Strategy<Value = Tensors> {
     let shapes = vec(1..=6usize, 0..=4).boxed();
     (model(&FLOATS, shapes, Values::Any, 1..=4), anything(), any::<u64>()).prop_map(|(mut floats, rest, keep)| {
@@ -78,7 +78,7 @@ fn shards(layout: Layout, bytes: u64) -> Safetensors {
     Safetensors { layout, shard_size: ByteSize(bytes) }
 }
 
-/// Holds the files of a folder to a limit and to their index, and gives back what is in them.
+/// Checks the files of a folder against a size limit and their index, and returns their contents.
 fn check(folder: &std::path::Path, limit: u64) -> Tensors {
     let tensors = read(folder);
     let files: Vec<String> = contents(folder).into_keys().filter(|name| name.ends_with(".safetensors")).collect();
@@ -109,7 +109,7 @@ proptest! {
     #![proptest_config(config(192))]
 
     #[test]
-    fn a_copy_is_the_file_that_the_reference_writes(before in anything()) {
+    fn a_copy_equals_the_file_of_the_reference(before in anything()) {
         let desk = Desk::new();
         let input = desk.weights(&before);
         let output = desk.run(&input, pipeline()).unwrap();
@@ -119,7 +119,7 @@ proptest! {
     }
 
     #[test]
-    fn shards_keep_to_their_limit(before in anything(), limit in 1..200u64, parts in 1..4usize) {
+    fn shards_do_not_exceed_their_limit(before in anything(), limit in 1..200u64, parts in 1..4usize) {
         let desk = Desk::new();
         prop_assume!(!before.is_empty());
         let output = desk.run(&desk.shards(&before, parts.min(before.len())), pipeline().export(shards(Layout::Auto, limit))).unwrap();
@@ -129,7 +129,7 @@ proptest! {
     }
 
     #[test]
-    fn sparse_comes_back_bit_for_bit(before in sparse(), limit in prop_oneof![Just(u64::MAX), 1..400u64]) {
+    fn sparse_tensors_are_restored_bit_for_bit(before in sparse(), limit in prop_oneof![Just(u64::MAX), 1..400u64]) {
         let desk = Desk::new();
         let input = desk.weights(&before);
         let packed = desk.run(&input, pipeline().export(shards(Layout::Sparse, limit))).unwrap();
@@ -141,7 +141,7 @@ proptest! {
             }
         }
         for layout in [Layout::Auto, Layout::Dense] {
-            let back = desk.run(&packed.path, pipeline().export(Safetensors::layout(layout))).unwrap();
+            let back = desk.run(&packed.path, pipeline().export(Safetensors::with_layout(layout))).unwrap();
             prop_assert!(contents(&back.path) == contents(&input));
         }
     }
@@ -171,34 +171,34 @@ proptest! {
 }
 
 #[test]
-fn long_sparse_tensors_come_back() {
+fn long_sparse_tensors_are_restored() {
     for (dtype, shape) in [(DType::F16, vec![1301, 211]), (DType::F32, vec![290_001]), (DType::F64, vec![3, 9, 70_007 / 9])] {
         let desk = Desk::new();
         let before = desk.weights(&long(dtype, &shape, 5));
         let pruned = || pipeline().pass(PruneUnstructured { targets: crate::common::all(), ..Default::default() });
         let plain = desk.run(&before, pruned()).unwrap();
-        let packed = desk.run(&before, pruned().export(Safetensors::layout(Layout::Sparse))).unwrap();
+        let packed = desk.run(&before, pruned().export(Safetensors::with_layout(Layout::Sparse))).unwrap();
         assert!(packed.report.size.after.bytes < plain.report.size.after.bytes * 6 / 10);
         let back = desk.run(&packed.path, pipeline()).unwrap();
         assert!(contents(&back.path) == contents(&plain.path));
     }
 }
 
-/// Blocks that a pass asks for need not begin at a whole byte of a sparse tensor's mask.
+/// Blocks requested by a pass can start within a byte of the mask of a sparse tensor.
 #[test]
-fn a_pass_over_sparse_tensors_is_the_pass_over_dense_ones() {
+fn passes_treat_sparse_and_dense_tensors_alike() {
     let desk = Desk::new();
     let before = desk.weights(&long(DType::F32, &[500, 6, 11, 7], 6));
     let amount = || PruneUnstructured { targets: crate::common::all(), ..Default::default() };
     let pattern = || PruneUnstructured { pattern: Some(NOfM { n: 1, m: 3 }), ..amount() };
     let plain = desk.run(&before, pipeline().pass(amount()).pass(pattern())).unwrap();
-    let packed = desk.run(&before, pipeline().pass(amount()).export(Safetensors::layout(Layout::Sparse))).unwrap();
+    let packed = desk.run(&before, pipeline().pass(amount()).export(Safetensors::with_layout(Layout::Sparse))).unwrap();
     let after = desk.run(&packed.path, pipeline().pass(pattern())).unwrap();
     assert!(contents(&after.path) == contents(&plain.path));
 }
 
 #[test]
-fn the_files_around_the_weights_go_over_unchanged() {
+fn auxiliary_files_are_copied_unchanged() {
     let desk = Desk::new();
     for shards in [1, 3] {
         let input = desk.pico(DType::F16, shards);
@@ -210,7 +210,7 @@ fn the_files_around_the_weights_go_over_unchanged() {
 }
 
 #[test]
-fn a_scale_that_is_there_already_is_not_written_over() {
+fn existing_scales_are_not_overwritten() {
     let desk = Desk::new();
     let mut before = long(DType::F32, &[2, 2], 0);
     before.insert("t0.weight_scale".into(), before["t0.weight"].clone());

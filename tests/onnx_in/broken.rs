@@ -1,4 +1,4 @@
-//! Bytes that are no model, or none that holds together.
+//! Invalid and inconsistent files.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,12 +14,12 @@ use crate::layers::layers;
 use crate::quantized::{rounded, weights_alone};
 use crate::{Place, model, raw};
 
-/// What a file becomes that is opened and written with nothing changed, if it opens.
+/// The bytes of a file after opening and writing it without changes, if it opens.
 fn again(bytes: &[u8]) -> Option<Vec<u8>> {
     again_in(bytes, tempfile::tempdir().unwrap().path())
 }
 
-/// The same in a folder, in which nothing else is.
+/// The same in an otherwise empty folder.
 pub fn again_in(bytes: &[u8], folder: &Path) -> Option<Vec<u8>> {
     let path = folder.join("in.onnx");
     std::fs::write(&path, bytes).unwrap();
@@ -30,14 +30,14 @@ pub fn again_in(bytes: &[u8], folder: &Path) -> Option<Vec<u8>> {
     let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir(&folder).unwrap();
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-    compress::store::writer::write_pieces(&compress::files::Destination::here(&folder), &rewritten.layout, &rewritten.items, &work).ok()?;
-    // What floats integers stand for can be read, or not.
+    compress::store::writer::write_pieces(&compress::files::Destination::local(&folder), &rewritten.layout, &rewritten.items, &work).ok()?;
+    // Dequantized values are read, or an error is returned.
     let dequantized = Step::from(Dequantize::default()).pass().apply(opened.clone(), &mut RunState::default(), None);
     dequantized.into_iter().flat_map(|model| model.weights.by_name).for_each(|(name, weight)| drop(weight.floats(&name)));
     Some(std::fs::read(folder.join("out.onnx")).unwrap())
 }
 
-/// Changes files at random places, and answers how many of so many still open.
+/// Mutates files at random offsets. Returns the number of files that still open.
 fn changed(whole: &[ModelProto], rounds: usize, seed: u64) -> usize {
     let whole: Vec<Vec<u8>> = whole.iter().map(ModelProto::encode_to_vec).collect();
     let mut state = seed;
@@ -49,7 +49,8 @@ fn changed(whole: &[ModelProto], rounds: usize, seed: u64) -> usize {
     for round in 0..rounds {
         let mut bytes = whole[round % whole.len()].clone();
         for _ in 0..1 + random(3) {
-            // Most bytes are elements: the messages are at the beginning of the one, and everywhere in the other.
+            // Most bytes are elements: the messages are at the beginning of one file, and scattered in
+            // the other.
             let within = if random(2) == 0 { 700.min(bytes.len()) } else { bytes.len() };
             let at = random(within);
             match random(4) {
@@ -68,7 +69,7 @@ fn changed(whole: &[ModelProto], rounds: usize, seed: u64) -> usize {
 }
 
 #[test]
-fn whatever_bytes_there_are_they_are_refused_or_written_so_that_they_open_again() {
+fn mutated_files_are_rejected_or_written_so_that_they_open_again() {
     let opened = changed(&[model(), layers(13), rounded()], 1200, 7);
     assert!(opened > 100 && opened < 1100, "{opened} of 1200 open");
 }
@@ -81,7 +82,7 @@ fn whatever_bytes_there_are_many_times() {
 }
 
 #[test]
-fn files_that_do_not_hold_together_are_refused_by_name() {
+fn inconsistent_files_are_rejected_by_name() {
     let whole = model().encode_to_vec();
     let said = |bytes: &[u8]| match Model::open(Place::of(bytes).input()) {
         Err(Error::Malformed { path, reason }) if path.ends_with("in.onnx") => reason,
@@ -99,11 +100,11 @@ fn files_that_do_not_hold_together_are_refused_by_name() {
     assert!(change(&|graph| graph.initializer[0].dims = vec![-20, -40]).contains("negative"));
     assert!(change(&|graph| graph.initializer[0].dims = vec![1 << 40, 1 << 40]).contains("counted"));
     assert!(change(&|graph| graph.initializer[0].raw_data = None).contains("no elements"));
-    assert!(change(&|graph| graph.initializer[2].data_type = Some(DataType::Float as i32)).contains("field of others"));
+    assert!(change(&|graph| graph.initializer[2].data_type = Some(DataType::Float as i32)).contains("field of another type"));
     assert!(change(&|graph| graph.initializer[2].dims = vec![60_000]).contains("fewer elements"));
     assert!(change(&|graph| drop(graph.initializer.remove(0))).contains("reads `onnx::MatMul_7`"));
     assert!(change(&|graph| graph.initializer.push(raw("bias", &[40]))).contains("two initializers are named `bias`"));
-    assert!(change(&|graph| graph.node[0].input[0] = "y".into()).contains("circle"));
+    assert!(change(&|graph| graph.node[0].input[0] = "y".into()).contains("cycle"));
     assert!(said(b"").contains("ir_version"));
     assert!(said(&[0xff; 40]).contains("not an ONNX model"));
     let folder = tempfile::tempdir().unwrap();

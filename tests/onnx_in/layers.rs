@@ -1,4 +1,4 @@
-//! Weights of other types, as what the graph takes.
+//! Weights with changed dtypes, and the form in which they are written to the graph.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use prost::Message;
 
 use crate::{Place, builder, constant, model, node, numbers, raw, tensor, turned, value};
 
-/// Products of all forms, a convolution and a lookup, in the operators of an opset.
+/// All forms of products, a convolution and an embedding lookup, in the operators of an opset.
 pub fn layers(opset: i64) -> ModelProto {
     let product = NodeProto { name: Some("/first/MatMul".into()), ..node("MatMul", &["x", "first"], &["a"], vec![]) };
     let gemm = |rows: bool| vec![AttributeProto::int("transB", i64::from(rows))];
@@ -55,7 +55,7 @@ pub fn layers(opset: i64) -> ModelProto {
     ModelProto { ir_version: Some(if opset > 20 { 10 } else { 8 }), graph: Some(graph), opset_import: vec![import], ..ModelProto::default() }
 }
 
-/// The same file with the numbers that stand for its weights after a pass, as the graph takes them.
+/// The same file with the values of its weights after a pass, in the dtypes of the graph.
 fn with_weights(mut model: ModelProto, after: &Model) -> ModelProto {
     for tensor in &mut model.graph.as_mut().unwrap().initializer {
         let weight = &after.weights.by_name[tensor.name()];
@@ -70,7 +70,7 @@ fn with_weights(mut model: ModelProto, after: &Model) -> ModelProto {
     model
 }
 
-/// Largest difference of the answers of two files, over the largest answer.
+/// Largest difference of the outputs of two files, relative to the largest output.
 pub fn distance(a: &Path, b: &Path) -> f32 {
     let (a, b) = (answers_of(a).unwrap(), answers_of(b).unwrap());
     let largest = a.iter().fold(0f32, |largest, v| largest.max(v.abs()));
@@ -78,7 +78,7 @@ pub fn distance(a: &Path, b: &Path) -> f32 {
 }
 
 pub fn answers_of(path: &Path) -> Option<Vec<f32>> {
-    runtime::library().ok()?;
+    crate::onnxruntime::has_onnx_runtime().then_some(())?;
     let x = Tensor::from_vec(numbers(60), (3, 20), &Device::Cpu).unwrap();
     let mut session = Session::open(path, runtime::Options::default()).unwrap_or_else(|e| panic!("{e}"));
     session.require_exact_sums().unwrap();
@@ -91,7 +91,7 @@ fn applied(step: &Step, model: Model) -> Model {
 }
 
 #[test]
-fn weights_of_other_types_become_what_the_graph_takes() {
+fn weights_are_converted_to_the_dtypes_of_the_graph() {
     let group = |symmetric| QuantizeDynamic {
         granularity: GranularityKind::Group,
         group_size: Some(4),
@@ -124,7 +124,7 @@ fn weights_of_other_types_become_what_the_graph_takes() {
             let out = place.path(&format!("{number}.onnx"));
             if number == 1 && opset < 13 {
                 let error = builder().pass(step.clone()).build().unwrap().run(place.open(), &out).unwrap_err();
-                assert!(error.to_string().contains("is bf16 now, which ONNX has from opset 13 on"), "{error}");
+                assert!(error.to_string().contains("has been changed to bf16, which requires opset 13"), "{error}");
                 continue;
             }
             let report =
@@ -134,9 +134,9 @@ fn weights_of_other_types_become_what_the_graph_takes() {
             std::fs::write(&reference, with_weights(layers(opset), &after).encode_to_vec()).unwrap();
             let written = ModelFile::open(&out).unwrap();
             assert_eq!(written.opset(), opset);
-            let palettes = report.notes.iter().any(|note| note.contains("as the floats that they stand for"));
+            let palettes = report.notes.iter().any(|note| note.contains("as dequantized floats"));
             assert_eq!(palettes, number == 8, "{:?}", report.notes);
-            if runtime::library().is_ok() {
+            if crate::onnxruntime::has_onnx_runtime() {
                 let distance = distance(&reference, &out);
                 assert!(distance < 1e-5, "opset {opset}, step {number}: {distance}");
             }
@@ -148,7 +148,7 @@ fn weights_of_other_types_become_what_the_graph_takes() {
 }
 
 #[test]
-fn products_quantize_what_they_read_as_it_comes() {
+fn products_quantize_their_inputs_dynamically() {
     for (opset, granularity, symmetric) in
         [(11, GranularityKind::Channel, true), (13, GranularityKind::Channel, false), (17, GranularityKind::Tensor, true), (21, GranularityKind::Channel, true)]
     {
@@ -156,12 +156,12 @@ fn products_quantize_what_they_read_as_it_comes() {
         let step: Step = QuantizeDynamic { granularity, symmetric, embeddings: true, ..QuantizeDynamic::default() }.into();
         let report = builder().pass(step.clone()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
         assert_eq!(report.passes[0].tensors_changed, 5, "four matrices and a table");
-        // Each with scales, and with zero points where these are not zero.
+        // Each with scales, and with zero points if these are not zero.
         assert_eq!(report.size.after.tensors, report.size.before.tensors + if symmetric { 5 } else { 10 });
         let written = ModelProto::decode(std::fs::read(place.path("out.onnx")).unwrap().as_slice()).unwrap();
         let graph = written.graph.unwrap();
         let count = |op: &str| graph.node.iter().filter(|node| node.op_type() == op).count();
-        // The last two products read one value.
+        // The last two products share an input.
         assert_eq!([count("MatMulInteger"), count("DynamicQuantizeLinear"), count("MatMul"), count("Gemm"), count("Conv")], [4, 3, 0, 0, 1]);
         let names: Vec<&str> = graph.initializer.iter().map(|tensor| tensor.name()).collect();
         assert!(names.contains(&"first/quantized") && !names.contains(&"first") && names.contains(&"kernel"), "{names:?}");
@@ -171,21 +171,29 @@ fn products_quantize_what_they_read_as_it_comes() {
         assert_eq!(finished.name(), "/first/MatMul");
         let reference = place.path("reference.onnx");
         std::fs::write(&reference, with_weights(layers(opset), &applied(&step, place.open())).encode_to_vec()).unwrap();
-        if runtime::library().is_ok() {
+        if crate::onnxruntime::has_onnx_runtime() {
             let distance = distance(&reference, &place.path("out.onnx"));
             assert!(distance < 0.03 && distance > 0.0, "opset {opset}: {distance}");
             let fidelity = &report.fidelity.as_ref().unwrap().fidelity;
             assert!(fidelity.cosine > 0.999, "{fidelity:?}");
         }
     }
-    // Before opset 11, nothing quantizes as it comes: weights are stored as integers all the same.
+    // Before opset 11, there is no dynamic quantization, but weights are still stored as integers.
     let place = Place::new(&layers(9));
     let report = builder().pass(QuantizeDynamic::default()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
-    assert!(report.notes.iter().any(|note| note.contains("4 quantized weights are integers with activations left as floats")), "{:?}", report.notes);
+    assert!(
+        report
+            .notes
+            .iter()
+            .any(|note| note
+                .contains("4 quantized weights, stored as integers but applied to float activations, because the consumers have no integer equivalent")),
+        "{:?}",
+        report.notes
+    );
 }
 
 #[test]
-fn new_nodes_have_names_of_their_own() {
+fn new_nodes_have_unique_names() {
     for name in ["x/quantized", "x", "w"] {
         let mut model = layers(13);
         let graph = model.graph.as_mut().unwrap();
@@ -235,7 +243,7 @@ fn shared_weights(opset: i64) -> Vec<(&'static str, ModelProto)> {
     ]
 }
 
-/// Fails where a node reads the output of a later one, which `onnx.checker` refuses.
+/// Checks the topological order of nodes, as `onnx.checker` does.
 fn require_sorted(what: &str, graph: &GraphProto) {
     let initializers = graph.initializer.iter().map(|tensor| tensor.name());
     let mut known: Vec<&str> = initializers.chain(graph.input.iter().map(|input| input.name())).collect();
@@ -274,7 +282,7 @@ fn a_weight_of_several_readers_is_quantized_once_and_read_in_each_orientation() 
                 let products = read.len();
                 read.dedup();
                 assert_eq!(read.len(), products, "{what}");
-                if runtime::library().is_ok() {
+                if crate::onnxruntime::has_onnx_runtime() {
                     let reference = place.path("reference.onnx");
                     std::fs::write(&reference, with_weights(model.clone(), &applied(&step, place.open())).encode_to_vec()).unwrap();
                     let distance = distance(&reference, &out);
@@ -302,7 +310,7 @@ fn layers_are_named_by_their_weights_and_by_their_nodes() {
 }
 
 #[test]
-fn infinities_that_a_graph_computes_with_are_kept() {
+fn infinities_of_a_graph_are_preserved() {
     let mut masked = model();
     let mask: Vec<u8> = [f32::NEG_INFINITY; 40].iter().flat_map(|v| v.to_le_bytes()).collect();
     masked.graph.as_mut().unwrap().initializer[1] = TensorProto { raw_data: Some(mask), ..tensor("bias", DataType::Float, &[40]) };

@@ -1,7 +1,10 @@
-//! ONNX files as models: opened, written again with nothing or with weights alone changed, quantized on samples of any kind, and refused where they
-//! do not hold together.
+//! ONNX files as models: opened, written with no changes or changed weights, quantized on all kinds of
+//! samples, and rejected if inconsistent.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[path = "../common/onnxruntime.rs"]
+mod onnxruntime;
 
 mod broken;
 mod layers;
@@ -33,12 +36,12 @@ fn tensor(name: &str, ty: DataType, dims: &[i64]) -> TensorProto {
     TensorProto { name: Some(name.into()), data_type: Some(ty as i32), dims: dims.to_vec(), ..TensorProto::default() }
 }
 
-/// Numbers between -1 and 1 that are never zero.
+/// Non-zero numbers between -1 and 1.
 fn numbers(count: usize) -> Vec<f32> {
     (0..count).map(|i| (i as f32 * 0.37 + 0.1).sin()).collect()
 }
 
-/// A matrix with its axes exchanged.
+/// A transposed matrix.
 fn turned(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
     (0..columns).flat_map(|column| (0..rows).map(move |row| values[row * columns + column])).collect()
 }
@@ -65,7 +68,8 @@ fn body(name: &str, attribute: &str, nodes: Vec<NodeProto>, output: &str) -> Att
     AttributeProto { g: Some(graph), i: None, r#type: Some(5), ..AttributeProto::int(attribute, 0) }
 }
 
-/// A product, a sum, a lookup of axes, and a choice between two bodies with weights of their own; weights in every kind of place.
+/// A product, a sum, a lookup of axes, and an `If` with two graph attributes that have weights; with
+/// weights in every kind of location.
 fn model() -> ModelProto {
     let fill = TensorProto { float_data: numbers(40), ..tensor("bias", DataType::Float, &[40]) };
     let branches = vec![
@@ -134,7 +138,7 @@ impl Place {
         Model::open(self.input()).unwrap()
     }
 
-    /// What was written.
+    /// The written file.
     fn written(&self, name: &str) -> ModelProto {
         ModelProto::decode(std::fs::read(self.path(name)).unwrap().as_slice()).unwrap()
     }
@@ -144,9 +148,9 @@ fn builder() -> compress::pipeline::Builder {
     Pipeline::builder().threads(2)
 }
 
-/// What ONNX Runtime answers, where there is one.
+/// Outputs of ONNX Runtime, if it is available.
 fn answers(path: &Path) -> Option<BTreeMap<String, Vec<f32>>> {
-    runtime::library().ok()?;
+    onnxruntime::has_onnx_runtime().then_some(())?;
     let mut session = Session::open(path, runtime::Options::default()).unwrap();
     let x = Tensor::from_vec(numbers(60), (3, 20), &Device::Cpu).unwrap();
     let inputs = [("x".to_owned(), x), ("positive".to_owned(), Tensor::new(1i64, &Device::Cpu).unwrap())].into();

@@ -1,6 +1,6 @@
-//! Files that nobody wrote: changed parts of a corpus, as many as there is time for, on all threads.
+//! Mutated ONNX files: mutations of a corpus, for a limited time, on all threads.
 //!
-//! Of each kind of answer the first file is kept, and changed further: so what lies behind the first checks is reached.
+//! The first file of each kind of result is added to the corpus, so that later checks are reached.
 
 use std::collections::BTreeSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -18,9 +18,9 @@ use crate::layers::layers;
 use crate::model;
 use crate::quantized::{rounded, weights_alone};
 
-/// Bytes of a file at most.
+/// Maximum size of a file in bytes.
 const LONGEST: usize = 8192;
-/// Numbers that lengths and sizes are like.
+/// Boundary values of lengths and sizes.
 const NUMBERS: [&[u8]; 8] =
     [&[0], &[1], &[0x7f], &[0x80, 1], &[0xff, 0xff, 3], &[0xff, 0xff, 0xff, 0xff, 0xf], &[0xff; 9], b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"];
 
@@ -38,7 +38,7 @@ impl Random {
     }
 }
 
-/// What is begun with: seeds of the fuzzer, what earlier runs have kept, and the files of the tests here.
+/// The initial corpus: seeds of the fuzzer, its stored corpus, and the files of these tests.
 fn corpus() -> Vec<Vec<u8>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus");
     let mut seeds: Vec<PathBuf> = std::fs::read_dir(folder.join("opening")).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -90,12 +90,12 @@ fn mutated(files: &[Vec<u8>], random: &mut Random) -> Vec<u8> {
     bytes
 }
 
-/// What is said, without names and numbers.
+/// An error message without names and numbers.
 fn kind(said: &str) -> String {
     said.split('`').step_by(2).flat_map(str::chars).filter(|c| c.is_ascii_alphabetic()).collect()
 }
 
-/// Goes through a file; the kind of answer that it gets, and whether it opens.
+/// Checks a file. Returns the kind of result, and whether it opens.
 fn answer(bytes: &[u8], folder: &Path) -> (String, bool) {
     let path = folder.join("in.onnx");
     std::fs::write(&path, bytes).unwrap();
@@ -107,7 +107,7 @@ fn answer(bytes: &[u8], folder: &Path) -> (String, bool) {
             if let Some(first) = &first {
                 assert_eq!(again_in(first, folder).as_ref(), Some(first), "what was written is written otherwise the second time");
             }
-            (format!("{said}{}", opened.beside.in_weight_files.iter().map(|note| kind(note)).collect::<String>()), true)
+            (format!("{said}{}", opened.auxiliary.in_weight_files.iter().map(|note| kind(note)).collect::<String>()), true)
         }
     }
 }
@@ -117,7 +117,7 @@ fn number(name: &str, usual: u64) -> u64 {
 }
 
 #[test]
-#[ignore = "an hour, or as long as it is told: `scripts/fuzz --plain opening`"]
+#[ignore = "an hour, or the configured time: `scripts/fuzz --plain opening`"]
 fn files_that_nobody_wrote_are_refused_or_come_out_as_they_went_in() {
     let (wanted, seconds) = (number("COMPRESS_FUZZ_INPUTS", 10_000_000), number("COMPRESS_FUZZ_SECONDS", 3600));
     let (begun, until) = (Instant::now(), Duration::from_secs(seconds));

@@ -1,4 +1,4 @@
-//! Files that somebody has quantized: their integers are the weights that they stand for, and nothing quantizes them again.
+//! Quantized ONNX files: their integers are read as dequantized weights, and are not quantized again.
 
 use compress::ir::Op;
 use compress::onnx::proto::{AttributeProto, DataType, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto};
@@ -26,7 +26,7 @@ fn one(name: &str, ty: DataType, byte: u8) -> TensorProto {
     TensorProto { raw_data: Some(vec![byte]), ..tensor(name, ty, &[]) }
 }
 
-/// Distance of neighbouring activations.
+/// Quantization step of the activations.
 const STEP: f32 = 0.008;
 
 fn axis(axis: i64) -> Vec<AttributeProto> {
@@ -46,10 +46,10 @@ fn file(opset: i64, nodes: Vec<NodeProto>, initializer: Vec<TensorProto>) -> Mod
     ModelProto { ir_version: Some(8), graph: Some(graph), opset_import, ..ModelProto::default() }
 }
 
-/// Activations, weights and biases as ONNX Runtime's tool writes them.
+/// Activations, weights and biases as written by ONNX Runtime's quantization tool.
 pub fn rounded() -> ModelProto {
     let sums: Vec<u8> = (0..6i32).flat_map(|at| (at * 20_000 - 50_000).to_le_bytes()).collect();
-    // Kernels of integers take a bias to be in steps of its product.
+    // Integer kernels require biases with the scale of the product.
     let steps: Vec<u8> = (0..6).flat_map(|at| (STEP * (0.004 + at as f32 * 1e-4)).to_le_bytes()).collect();
     file(
         13,
@@ -73,7 +73,8 @@ pub fn rounded() -> ModelProto {
     )
 }
 
-/// Weights alone, in the forms of several opsets: bytes with a zero point, a table, and products with scales.
+/// Weight-only quantization in the forms of several opsets: bytes with a zero point, an embedding, and
+/// products with scales.
 pub fn weights_alone() -> ModelProto {
     let to = || vec![AttributeProto::int("to", DataType::Float as i64)];
     file(
@@ -102,7 +103,7 @@ pub fn weights_alone() -> ModelProto {
 }
 
 #[test]
-fn integers_are_the_weights_that_they_stand_for() {
+fn integers_are_read_as_dequantized_weights() {
     let place = Place::new(&rounded());
     let opened = place.open();
     let described: Vec<(&str, String)> = opened.weights.by_name.iter().map(|(name, weight)| (name.as_str(), weight.describe())).collect();
@@ -116,7 +117,7 @@ fn integers_are_the_weights_that_they_stand_for() {
         assert_eq!(values[output * 20 + input], f32::from(stored[input * 6 + output] as i8) * scale);
     }
     assert_eq!(opened.weights.by_name["b_floats"].floats("").unwrap()[1], -30_000.0 * (STEP * (0.004 + 1e-4)));
-    // Nothing of it is a piece: activations are rounded by an op.
+    // Nothing is opaque: activations are quantized by an op.
     let graph = opened.graph().unwrap();
     assert!(graph.nodes().iter().any(|node| matches!(&node.op, Op::FakeQuantize(by) if by.zero_point == -8 && by.scale == STEP)));
     assert!(!graph.nodes().iter().any(|node| matches!(node.op, Op::Opaque(_))));
@@ -124,12 +125,12 @@ fn integers_are_the_weights_that_they_stand_for() {
         let place = Place::new(&model);
         let report = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
         assert_eq!(place.written("out.onnx"), model);
-        assert!(report.notes.iter().any(|note| note.contains("weights are integers with scales already")), "{:?}", report.notes);
+        assert!(report.notes.iter().any(|note| note.contains("weights already quantized (the first: `")), "{:?}", report.notes);
     }
 }
 
 #[test]
-fn the_integers_of_a_quantizer_are_those_that_it_says() {
+fn integer_types_of_quantizers_are_respected() {
     let rounding = |ty: i64, of_floats: i64| {
         let mut model = rounded();
         model.opset_import[0].version = Some(21);
@@ -141,7 +142,7 @@ fn the_integers_of_a_quantizer_are_those_that_it_says() {
         graph.node[1].attribute.push(AttributeProto::int("output_dtype", of_floats));
         let name = graph.initializer.pop().unwrap().name;
         assert_eq!(name.as_deref(), Some("x_zero"));
-        // What is no rounding to one of 256 values is a piece, for which ONNX Runtime is needed.
+        // Quantization to more than 256 levels is opaque, which needs ONNX Runtime.
         let graph = Place::new(&model).open().graph().ok()?;
         graph.nodes().iter().find_map(|node| if let Op::FakeQuantize(by) = &node.op { Some(by.zero_point) } else { None })
     };
@@ -151,17 +152,17 @@ fn the_integers_of_a_quantizer_are_those_that_it_says() {
 }
 
 #[test]
-fn what_is_quantized_is_not_quantized_again_or_pruned() {
+fn quantized_weights_are_not_quantized_or_pruned() {
     for model in [rounded(), weights_alone()] {
         let place = Place::new(&model);
         let prune = PruneUnstructured { targets: vec!["re:(w|first)_floats".parse().unwrap()], ..PruneUnstructured::default() };
         for step in [Step::from(QuantizeDynamic::default()), prune.into()] {
             let error = builder().pass(step).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap_err();
-            assert!(error.to_string().contains("_floats`: is int8") && error.to_string().contains("already"), "{error}");
-            assert!(error.hint().unwrap().contains("put `dequantize` before it"), "{error}");
+            assert!(error.to_string().contains("_floats`: is already int8"), "{error}");
+            assert!(error.hint().unwrap().contains("run `dequantize` before this pass"), "{error}");
         }
     }
-    // Pruning weights that a quantizer reads as floats is left to who asks for it by name.
+    // Weights that a quantizer reads as floats are pruned only if they are selected by name.
     let mut model = rounded();
     let graph = model.graph.as_mut().unwrap();
     graph.node[2].input[0] = "w_integers".into();
@@ -174,7 +175,7 @@ fn what_is_quantized_is_not_quantized_again_or_pruned() {
 }
 
 #[test]
-fn asked_for_they_become_floats() {
+fn quantized_weights_are_dequantized_on_request() {
     let (rounded, alone) = (Place::new(&rounded()), Place::new(&weights_alone()));
     for place in [&rounded, &alone] {
         builder().pass(Dequantize::default()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
@@ -186,14 +187,14 @@ fn asked_for_they_become_floats() {
             assert_eq!(after.weights.by_name[name].floats(name).unwrap(), weight.floats(name).unwrap(), "{name}");
         }
     }
-    // What follows in a recipe takes them; what stays of the file is untouched.
+    // Later passes process them; the rest of the file is unchanged.
     let both = builder().pass(Dequantize::default()).pass(QuantizeDynamic::default()).build().unwrap();
     both.run(alone.open(), alone.path("again.onnx")).unwrap();
     let narrow = builder().pass(Dequantize::default()).pass(Cast { to: FloatFormat::F16, ..Cast::default() }).build().unwrap();
     narrow.run(alone.open(), alone.path("narrow.onnx")).unwrap();
-    if runtime::library().is_ok() {
+    if crate::onnxruntime::has_onnx_runtime() {
         assert_eq!(answers_of(&alone.input()), answers_of(&alone.path("out.onnx")));
-        // Activations are no longer rounded.
+        // Activations are no longer quantized.
         assert!(distance(&rounded.input(), &rounded.path("out.onnx")) < 0.02);
         assert!(distance(&alone.input(), &alone.path("again.onnx")) < 0.05);
         assert!(distance(&alone.input(), &alone.path("narrow.onnx")) < 2e-3);
@@ -201,8 +202,8 @@ fn asked_for_they_become_floats() {
 }
 
 #[test]
-fn a_lifted_file_computes_what_it_did() {
-    if runtime::library().is_err() {
+fn a_lifted_file_computes_the_same() {
+    if !crate::onnxruntime::has_onnx_runtime() {
         return;
     }
     for model in [rounded(), weights_alone()] {
@@ -223,7 +224,7 @@ fn a_lifted_file_computes_what_it_did() {
     }
 }
 
-/// Images of four channels, a convolution between them as `nodes`, and an output.
+/// A network over images with four channels, with `nodes` as its convolution, and an output.
 fn image_file(opset: i64, nodes: Vec<NodeProto>, initializer: Vec<TensorProto>) -> ModelProto {
     let mut model = file(opset, nodes, initializer);
     let graph = model.graph.as_mut().unwrap();
@@ -236,7 +237,7 @@ fn float(name: &str, number: f32) -> TensorProto {
     TensorProto { raw_data: Some(number.to_le_bytes().to_vec()), ..tensor(name, DataType::Float, &[]) }
 }
 
-/// Convolutions of integers: between quantizers in the spellings of several opsets, and as operators of their own.
+/// Integer convolutions: between quantizers in the forms of several opsets, and as integer operators.
 fn convolutions() -> Vec<(&'static str, ModelProto)> {
     let pads = || vec![AttributeProto::ints("pads", [1; 4])];
     let rounding = |inputs: &[&str]| {
@@ -246,7 +247,7 @@ fn convolutions() -> Vec<(&'static str, ModelProto)> {
     let (x_scale, x_zero, kernel) = (|| float("x_scale", STEP), || one("x_zero", DataType::Uint8, 120), |ty| bytes("w", ty, &[3, 4, 3, 3], 3));
     let zeros = || TensorProto { raw_data: Some(vec![0; 3]), ..tensor("w_zero", DataType::Int8, &[3]) };
     let conv = || node("Conv", &["xr", "wf"], &["y"], pads());
-    // Without an axis, before opset 13.
+    // Without an axis, as before opset 13.
     let old = [rounding(&["x_scale", "x_zero"]), vec![node("DequantizeLinear", &["w", "w_scale", "w_zero"], &["wf"], vec![]), conv()]].concat();
     let by_channel = [rounding(&["x_scale", "x_zero"]), vec![node("DequantizeLinear", &["w", "w_scale", "w_zero"], &["wf"], axis(0)), conv()]].concat();
     let mut typed = [rounding(&["x_scale"]), vec![node("DequantizeLinear", &["w", "w_scale", "w_zero"], &["wf"], axis(0)), conv()]].concat();
@@ -274,12 +275,16 @@ fn convolutions() -> Vec<(&'static str, ModelProto)> {
 }
 
 #[test]
-fn convolutions_of_integers_are_known_or_left_alone_and_said() {
+fn integer_convolutions_are_supported_or_reported() {
     for (what, model) in convolutions() {
         let (place, between_quantizers) = (Place::new(&model), what.starts_with("QDQ"));
         let report = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
         assert_eq!(place.written("out.onnx"), model, "{what}");
-        let said = if between_quantizers { "1 weights are integers with scales already".to_owned() } else { format!("already stay as they are: 1 {what}") };
+        let said = if between_quantizers {
+            "1 weight already quantized (the first: `wf`)".to_owned()
+        } else {
+            format!("integer arithmetic are left unchanged: 1 {what}")
+        };
         assert!(report.notes.iter().any(|note| note.contains(&said)), "{what}: {:?}", report.notes);
         let error = builder().pass(QuantizeDynamic::default()).build().unwrap().run(place.open(), place.path("again.onnx")).unwrap_err().to_string();
         assert!(error.contains("already") || error.contains("no weight is selected"), "{what}: {error}");
@@ -294,7 +299,7 @@ fn convolutions_of_integers_are_known_or_left_alone_and_said() {
             let graph = place.written("floats.onnx").graph.unwrap();
             assert!(graph.node.iter().all(|node| !node.op_type().contains("antizeLinear")), "{what}: {:?}", graph.node);
         }
-        if runtime::library().is_ok() {
+        if crate::onnxruntime::has_onnx_runtime() {
             let x = candle_core::Tensor::from_vec(crate::numbers(2 * 144), (2, 4, 6, 6), &candle_core::Device::Cpu).unwrap();
             let inputs: compress::exec::Inputs = [("x".to_owned(), x)].into();
             let graph = place.open().graph().unwrap();
@@ -316,22 +321,27 @@ fn convolutions_of_integers_are_known_or_left_alone_and_said() {
     }
 }
 
-/// Bytes that are cast and multiplied in a form that no weight has are said, not passed over.
+/// Bytes that are cast and multiplied in an unsupported form are reported.
 #[test]
-fn bytes_that_are_made_floats_in_an_unknown_form_are_said() {
+fn unsupported_forms_of_dequantization_are_reported() {
     let mut model = weights_alone();
     let graph = model.graph.as_mut().unwrap();
-    // By a scale for each number, or moved before they are scaled.
+    // With a scale for each element, or transposed before scaling.
     let at = graph.initializer.iter().position(|tensor| tensor.name() == "second_scale").unwrap();
     graph.initializer[at] = scales("second_scale", &[6, 8]);
     let place = Place::new(&model);
     let report = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
-    assert!(report.notes.iter().any(|note| note.contains("1 tensors of integers are made floats of") && note.contains("`second`")), "{:?}", report.notes);
+    assert!(
+        report.notes.iter().any(|note| note.contains("1 integer tensor left unchanged: dequantized (by DequantizeLinear or Cast) in an unsupported pattern")
+            && note.contains("`second`")),
+        "{:?}",
+        report.notes
+    );
     assert_eq!(place.written("out.onnx"), model);
-    assert!(!Place::new(&weights_alone()).open().beside.in_weight_files.iter().any(|note| note.contains("not known")));
+    assert!(!Place::new(&weights_alone()).open().auxiliary.in_weight_files.iter().any(|note| note.contains("unsupported pattern")));
 }
 
-/// ONNX Runtime fails to load or run these with the session option for exact sums.
+/// ONNX Runtime fails to load or run these files with the session option for exact sums.
 #[test]
 fn files_without_zero_points_and_with_shared_integers_are_run() {
     let weight = |name: &str| node("DequantizeLinear", &["w", "w_scale"], &[name], axis(1));
@@ -344,7 +354,7 @@ fn files_without_zero_points_and_with_shared_integers_are_run() {
     ];
     for (times, model) in cases {
         let place = Place::new(&model);
-        if runtime::library().is_err() {
+        if !crate::onnxruntime::has_onnx_runtime() {
             return;
         }
         let integers = stored()[0].raw_data.clone().unwrap();

@@ -1,19 +1,23 @@
-//! Static int8 on samples as people have them: pictures in a folder, arrays by input, whole runs.
+//! Static int8 with typical sample formats: images in a folder, arrays by input, recorded runs.
 
 use std::path::Path;
+use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use compress::data::{ChannelOrder, Data, ImageLayout};
 use compress::evaluation::SamplesFrom;
 use compress::onnx::proto::{AttributeProto, DataType, GraphProto, ModelProto, OperatorSetIdProto, TensorProto};
 use compress::pass::QuantizeStatic;
-use compress::{Report, Result, runtime};
+use compress::pipeline::ResultCache;
+use compress::store::OpenSizes;
+use compress::{Model, Pipeline, Report, Result};
+use prost::Message;
 
 use crate::{Place, builder, model, node, numbers, raw, tensor, value};
 
 const PICTURES: usize = 12;
 
-/// A small network over pictures whose channels come last, as TensorFlow's files have them.
+/// A small network over images in channels-last layout, as in TensorFlow's files.
 fn network() -> ModelProto {
     let list = |name: &str, values: &[i64]| AttributeProto::ints(name, values.iter().copied());
     let graph = GraphProto {
@@ -43,7 +47,7 @@ fn byte(picture: usize, y: usize, x: usize, channel: usize) -> u8 {
     (picture * 53 + y * 31 + x * 17 + channel * 71) as u8
 }
 
-/// Pictures of 10 x 10 without classes.
+/// Images of 10 x 10 without classes.
 fn pictures(folder: &Path) {
     std::fs::create_dir(folder).unwrap();
     for picture in 0..PICTURES {
@@ -52,7 +56,7 @@ fn pictures(folder: &Path) {
     }
 }
 
-/// What a network takes of them: 8 x 6 of the middle, blue first, without a mean.
+/// The preprocessed images: center crop of 8 x 6, BGR, no mean.
 fn prepared() -> Tensor {
     let mut values = Vec::new();
     for (picture, y) in (0..PICTURES).flat_map(|picture| (1..9).map(move |y| (picture, y))) {
@@ -63,7 +67,7 @@ fn prepared() -> Tensor {
     Tensor::from_vec(values, (PICTURES, 8, 6, 3), &Device::Cpu).unwrap()
 }
 
-fn as_the_network_takes_them(folder: &Path) -> Data {
+fn preprocessed(folder: &Path) -> Data {
     Data {
         images: Some(folder.to_owned()),
         crop: Some(vec![8, 6]),
@@ -78,7 +82,7 @@ fn quantized(place: &Place, data: Data, output: &str) -> Result<Report> {
     builder().pass(QuantizeStatic::default()).calibration(data).build()?.run(place.open(), place.path(output))
 }
 
-/// An array as NumPy writes it.
+/// An array in NumPy's format.
 fn npy(path: &Path, kind: &str, shape: &str, elements: &[u8]) {
     let header = format!("{{'descr': '{kind}', 'fortran_order': False, 'shape': ({shape}), }}");
     let length = (header.len() as u16).to_le_bytes();
@@ -111,12 +115,12 @@ fn of_tokens() -> ModelProto {
 }
 
 #[test]
-fn texts_take_the_tokenizer_of_the_file_or_that_of_its_repository() {
-    if runtime::library().is_err() {
+fn texts_use_the_tokenizer_of_the_file_or_of_its_repository() {
+    if !crate::onnxruntime::has_onnx_runtime() {
         return;
     }
     let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/word-pieces.json");
-    // The folder of the file, that of the tokenizer, and whether the one belongs to the other.
+    // The folder of the file, that of the tokenizer, and whether they belong together.
     for (file, tokens, found) in [("", "", true), ("onnx", "", true), ("onnx", "onnx", true), ("other", "", false)] {
         let place = Place::new(&of_tokens());
         let folder = place.path(file);
@@ -137,10 +141,10 @@ fn texts_take_the_tokenizer_of_the_file_or_that_of_its_repository() {
             }
             match run {
                 Ok(report) => assert!(found && report.fidelity.is_some(), "{:?}", report.notes),
-                Err(e) => assert!(!found && e.to_string().contains("text without tokenizer.json"), "{}: {e}", opened.display()),
+                Err(e) => assert!(!found && e.to_string().contains("without tokenizer.json"), "{}: {e}", opened.display()),
             }
             if found {
-                let subject = compress::evaluation::Subject::of(model).unwrap();
+                let subject = compress::evaluation::Subject::from_model(model).unwrap();
                 let set = compress::data::DataSets::default().open(&data, subject.target()).unwrap();
                 // The configuration limits the length.
                 assert_eq!(set.first().unwrap().inputs["input_ids"].dims()[1], 6, "{}", opened.display());
@@ -150,14 +154,14 @@ fn texts_take_the_tokenizer_of_the_file_or_that_of_its_repository() {
 }
 
 #[test]
-fn pictures_calibrate_as_the_arrays_that_they_are() {
+fn images_calibrate_like_the_preprocessed_arrays() {
     let place = Place::new(&network());
     pictures(&place.path("pictures"));
-    let report = quantized(&place, as_the_network_takes_them(&place.path("pictures")), "from-pictures.onnx").unwrap();
+    let report = quantized(&place, preprocessed(&place.path("pictures")), "from-pictures.onnx").unwrap();
     let fidelity = report.fidelity.unwrap_or_else(|| panic!("{:?}", report.notes));
     assert_eq!(fidelity.samples_from, SamplesFrom::HeldOut);
     assert!(fidelity.fidelity.cosine > 0.999, "{}", fidelity.fidelity.cosine);
-    // Of a folder the samples that are used are spread over it, of arrays they are the first: both use all.
+    // Samples of folders are spread and those of arrays are the first ones, so both use all samples.
     let all = |data: Data| Data { samples: Some(PICTURES), ..data };
     let arrays = place.path("arrays.safetensors");
     candle_core::safetensors::save(&[("x".to_owned(), prepared())].into(), &arrays).unwrap();
@@ -166,11 +170,11 @@ fn pictures_calibrate_as_the_arrays_that_they_are() {
     std::fs::create_dir(&folder).unwrap();
     npy(&folder.join("x.npy"), "<f4", "12, 8, 6, 3", &floats(&prepared().flatten_all().unwrap().to_vec1().unwrap()));
     quantized(&place, all(Data { arrays: Some(folder), ..Data::default() }), "from-folder.onnx").unwrap();
-    quantized(&place, all(as_the_network_takes_them(&place.path("pictures"))), "from-all-pictures.onnx").unwrap();
+    quantized(&place, all(preprocessed(&place.path("pictures"))), "from-all-pictures.onnx").unwrap();
     let graph = |name: &str| place.written(name).graph.unwrap();
     assert_eq!(graph("from-all-pictures.onnx"), graph("from-arrays.onnx"));
     assert_eq!(graph("from-folder.onnx"), graph("from-arrays.onnx"));
-    let rescaled = |rescale| Data { rescale, ..as_the_network_takes_them(&place.path("pictures")) };
+    let rescaled = |rescale| Data { rescale, ..preprocessed(&place.path("pictures")) };
     let refused = quantized(&place, all(rescaled(None)), "no.onnx").unwrap_err().to_string();
     assert!(refused.contains("scales pixels to 0 to 1"), "{refused}");
     quantized(&place, all(rescaled(Some(0.5))), "from-others.onnx").unwrap();
@@ -178,24 +182,24 @@ fn pictures_calibrate_as_the_arrays_that_they_are() {
 }
 
 #[test]
-fn what_pictures_are_not_made_into_is_said() {
+fn unsupported_image_inputs_are_reported() {
     let place = Place::new(&network());
     pictures(&place.path("pictures"));
     let refused = |change: &dyn Fn(&mut Data)| {
-        let mut data = as_the_network_takes_them(&place.path("pictures"));
+        let mut data = preprocessed(&place.path("pictures"));
         change(&mut data);
         let error = quantized(&place, data, "out.onnx").unwrap_err().to_string();
         assert!(!place.path("out.onnx").exists(), "{error}");
         error
     };
-    assert!(refused(&|data| data.crop = None).contains("is 10 x 10, the model's input `x` is any x 8 x 6 x 3"));
-    assert!(refused(&|data| data.crop = Some(vec![20])).contains("less than the 20 x 20 that are kept of it"));
+    assert!(refused(&|data| data.crop = None).contains("is 10 x 10, but the model's input `x` is any x 8 x 6 x 3"));
+    assert!(refused(&|data| data.crop = Some(vec![20])).contains("smaller than the center crop of 20 x 20"));
     assert!(refused(&|data| data.layout = Some(ImageLayout::Nchw)).contains("3 channels, this one has 8"));
-    assert!(refused(&|data| data.mean = vec![1.0, 2.0]).contains("`mean` has 2 numbers"));
+    assert!(refused(&|data| data.mean = vec![1.0, 2.0]).contains("`mean` has 2 values"));
     assert!(refused(&|data| data.images = Some(place.path("none"))).contains("none"));
 }
 
-/// Runs of a model that takes a truth value beside its rows: a file for each, with everything that it takes.
+/// Recorded runs of a model with a boolean scalar and rows as inputs: one file per run, with all inputs.
 fn runs(folder: &Path) {
     std::fs::create_dir(folder).unwrap();
     for run in 0..PICTURES {
@@ -208,8 +212,8 @@ fn runs(folder: &Path) {
 }
 
 #[test]
-fn runs_hold_inputs_of_any_rank_and_type() {
-    if runtime::library().is_err() {
+fn recorded_runs_have_inputs_of_any_rank_and_type() {
+    if !crate::onnxruntime::has_onnx_runtime() {
         return;
     }
     let place = Place::new(&model());
@@ -221,27 +225,55 @@ fn runs_hold_inputs_of_any_rank_and_type() {
     assert_eq!((fidelity.samples_from, fidelity.samples), (SamplesFrom::HeldOut, 1));
     assert!(fidelity.fidelity.cosine > 0.999, "{}", fidelity.fidelity.cosine);
     let refused = |data: Data| quantized(&place, data, "no.onnx").unwrap_err().to_string();
-    assert!(refused(Data { batch_size: Some(4), ..data() }).contains("leave `batch_size` out"));
-    assert!(refused(Data { mean: vec![0.5], ..data() }).contains("leave `mean` out"));
+    assert!(refused(Data { batch_size: Some(4), ..data() }).contains("remove `batch_size`"));
+    assert!(refused(Data { mean: vec![0.5], ..data() }).contains("remove `mean`"));
     assert!(refused(Data { inputs: vec![("z".into(), "x".into())], ..data() }).contains("no input `z`"));
     std::fs::remove_file(place.path("runs/10.safetensors")).unwrap();
     let wide = Tensor::zeros((2, 21), DType::F32, &Device::Cpu).unwrap();
     candle_core::safetensors::save(&[("x".to_owned(), wide)].into(), place.path("runs/10.safetensors")).unwrap();
-    assert!(refused(data()).contains("array `x` is [2, 21], the model's input `x` is any x 20"));
+    assert!(refused(data()).contains("array `x` has the shape [2, 21], but the model's input `x` is any x 20"));
     let positive = Tensor::new(1u8, &Device::Cpu);
     let unread = [("x", Tensor::zeros((2, 20), DType::F32, &Device::Cpu)), ("positive", positive), ("more", Tensor::zeros(3, DType::F32, &Device::Cpu))];
     let unread = unread.into_iter().map(|(name, tensor)| (name.to_owned(), tensor.unwrap())).collect();
     candle_core::safetensors::save(&unread, place.path("runs/0.safetensors")).unwrap();
-    assert!(refused(data()).contains("nothing reads `more`"), "{}", refused(data()));
-    // A truth value has no rows.
+    assert!(refused(data()).contains("`more` is not used"), "{}", refused(data()));
+    // A boolean scalar has no rows.
     let rows = place.path("rows.safetensors");
     let all = [
         ("x".to_owned(), Tensor::zeros((2, 20), DType::F32, &Device::Cpu).unwrap()),
         ("positive".to_owned(), Tensor::zeros(2, DType::U8, &Device::Cpu).unwrap()),
     ];
     candle_core::safetensors::save(&all.into(), &rows).unwrap();
-    assert!(refused(Data { arrays: Some(rows), ..Data::default() }).contains("`positive` is one number and has no rows"));
+    assert!(refused(Data { arrays: Some(rows), ..Data::default() }).contains("`positive` is a scalar without a batch axis"));
     let empty = place.path("empty");
     std::fs::create_dir(&empty).unwrap();
-    assert!(refused(Data { arrays: Some(empty), ..Data::default() }).contains("holds no arrays"));
+    assert!(refused(Data { arrays: Some(empty), ..Data::default() }).contains("contains no arrays"));
+}
+
+/// Sizes affect the written graph, so results for other sizes are not reused.
+#[test]
+fn sizes_are_part_of_the_key_of_cached_results() {
+    let graph = GraphProto {
+        name: Some("rows".into()),
+        node: vec![node("MatMul", &["x", "w"], &["m"], vec![]), node("Relu", &["m"], &["y"], vec![])],
+        initializer: vec![raw("w", &[8, 8])],
+        input: vec![value("x", DataType::Float, &["n", "8"])],
+        output: vec![value("y", DataType::Float, &["n", "8"])],
+        ..GraphProto::default()
+    };
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(13) }];
+    let folder = tempfile::tempdir().unwrap();
+    let (path, samples) = (folder.path().join("in.onnx"), folder.path().join("samples.safetensors"));
+    std::fs::write(&path, ModelProto { ir_version: Some(8), graph: Some(graph), opset_import, ..ModelProto::default() }.encode_to_vec()).unwrap();
+    let rows = Tensor::from_vec(numbers(64 * 8), (64, 8), &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("x".to_owned(), rows)].into(), &samples).unwrap();
+    let cache = ResultCache::new(folder.path().join("cache"), Duration::ZERO);
+    let run = |n: &str, out: &str| {
+        let data = Data { arrays: Some(samples.clone()), ..Data::default() };
+        let sizes: OpenSizes = [("n".to_owned(), n.parse().unwrap())].into();
+        let builder = Pipeline::builder().pass(QuantizeStatic::default()).calibration(data).sizes(sizes).cache(cache.clone(), true);
+        let report = builder.build().unwrap().run(Model::open(&path).unwrap(), folder.path().join(out)).unwrap();
+        report.notes.iter().any(|note| note.contains("was reused"))
+    };
+    assert_eq!([run("4", "four"), run("8", "eight"), run("4", "again")], [false, false, true]);
 }

@@ -1,4 +1,4 @@
-//! Files that nothing, or weights alone, changed; weights in every kind of place.
+//! Files with no changes or only changed weights, with weights in every kind of location.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,6 @@ use compress::onnx::ModelFile;
 use compress::onnx::proto::{DataLocation, DataType, GraphProto, ModelProto, StringStringEntryProto, TensorProto};
 use compress::pass::{PruneUnstructured, QuantizeDynamic};
 use compress::pipeline::verify;
-use compress::runtime;
 use compress::work::{Cancel, Silent, Work};
 use compress::{Model, Report};
 use prost::Message;
@@ -17,10 +16,10 @@ use crate::layers::layers;
 use crate::{Place, answers, builder, constant, model, numbers, raw, turned, value};
 
 #[test]
-fn weights_are_found_wherever_they_are() {
+fn weights_are_found_in_all_locations() {
     let place = Place::new(&model());
     let opened = place.open();
-    // A matrix of a product has its outputs first, whatever the file's order.
+    // The matrix of a product has its output axis first, independent of the order in the file.
     let shapes: Vec<(&str, &[usize])> = opened.weights.by_name.iter().map(|(name, w)| (name.as_str(), w.shape.as_slice())).collect();
     assert_eq!(
         shapes,
@@ -37,7 +36,8 @@ fn weights_are_found_wherever_they_are() {
         .unwrap();
     assert_eq!(long, (0..600).map(|i| i * i - 5).collect::<Vec<i64>>());
     assert_eq!(opened.weights.metadata["character"], "abc");
-    // Two bodies may call different tensors the same: neither is a weight of that name.
+    // Graph attributes can use the same name for different tensors, which are then not weights of that
+    // name.
     let mut twins = model();
     let bodies = &mut twins.graph.as_mut().unwrap().node[2].attribute;
     let other = bodies[1].g.as_mut().unwrap();
@@ -50,9 +50,9 @@ fn weights_are_found_wherever_they_are() {
 }
 
 #[test]
-fn a_file_that_nothing_touched_is_written_byte_for_byte() {
+fn an_unchanged_file_is_written_byte_for_byte() {
     let mut bytes = model().encode_to_vec();
-    // A field of the model that nobody knows, and one of its graph: field 7, opened again.
+    // An unknown field of the model, and one of its graph: field 7, repeated.
     bytes.extend([0x9a, 0x06, 3, b'a', b'b', b'c']);
     bytes.extend([0x3a, 5, 0x9a, 0x06, 2, b'd', b'e']);
     let place = Place::of(&bytes);
@@ -63,26 +63,26 @@ fn a_file_that_nothing_touched_is_written_byte_for_byte() {
     assert_eq!(report.size.after.parameters, 40 + 600 + 800 + 1 + 40 + 40 + 1200);
     assert!(report.layers.iter().all(|layer| layer.sqnr_db.is_none()) && report.layers.len() == 7);
     assert_eq!(report.recipe["export"][0]["onnx"]["opset"], 17);
-    if runtime::library().is_ok() {
+    if crate::onnxruntime::has_onnx_runtime() {
         let fidelity = report.fidelity.as_ref().unwrap_or_else(|| panic!("{:?}", report.notes));
         assert_eq!((fidelity.fidelity.max_abs_error, fidelity.fidelity.cosine), (0.0, 1.0));
     }
-    // Beside the file lies what a folder would hold.
+    // Files next to the model file are those of a model folder.
     assert_eq!(Report::open(&place.path("out.onnx")).unwrap(), report);
     let checks = verify(&place.path("out.onnx"), &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() }).unwrap();
     assert!(checks.len() > 2 && checks.iter().all(|check| check.ok), "{checks:?}");
     let run = checks.iter().find(|check| check.path == "out.onnx, run").unwrap();
-    let expected = if runtime::library().is_ok() { "ONNX Runtime against the built-in executor on 1 synthetic samples" } else { "not run" };
+    let expected = if crate::onnxruntime::has_onnx_runtime() { "ONNX Runtime against the built-in executor on 1 synthetic sample:" } else { "not run" };
     assert!(run.finding.contains(expected), "{run:?}");
     let again = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap_err();
     assert!(again.to_string().contains("exists") && again.hint().unwrap().contains("--force"), "{again}");
-    // A folder holds the same under the usual name, and opens.
+    // A folder contains the same under the default name, and opens.
     builder().build().unwrap().run(place.open(), place.path("out")).unwrap();
     assert_eq!(std::fs::read(place.path("out/model.onnx")).unwrap(), bytes);
     assert_eq!(Model::open(place.path("out")).unwrap().weights.parameters(), report.size.after.parameters);
 }
 
-/// Parsers of protobuf merge a graph that is given in two parts.
+/// Protobuf parsers merge a graph that is stored in two parts.
 #[test]
 fn a_graph_in_two_parts_is_edited_as_one() {
     let whole = layers(13);
@@ -109,7 +109,7 @@ fn a_graph_in_two_parts_is_edited_as_one() {
 }
 
 #[test]
-fn passes_over_weights_change_these_and_nothing_else() {
+fn passes_over_weights_change_only_weights() {
     let place = Place::new(&model());
     let prune = PruneUnstructured { targets: ["onnx::MatMul_7", "table", "scale"].map(|name| name.parse().unwrap()).to_vec(), ..PruneUnstructured::default() };
     let pipeline = builder().pass(prune).build().unwrap();
@@ -137,14 +137,14 @@ fn passes_over_weights_change_these_and_nothing_else() {
     let (before, after) = (place.open(), Model::open(place.path("out.onnx")).unwrap());
     let found = diff(&before, &after, &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() }).unwrap();
     assert_eq!(found.weights.iter().filter(|weight| !weight.equal).count(), 3);
-    if runtime::library().is_ok() {
+    if crate::onnxruntime::has_onnx_runtime() {
         let fidelity = &report.fidelity.as_ref().unwrap_or_else(|| panic!("{:?}", report.notes)).fidelity;
         assert!(fidelity.cosine < 1.0 && fidelity.cosine > 0.5, "{fidelity:?}");
     }
 }
 
 #[test]
-fn what_a_graph_does_not_take_is_refused_before_anything_is_written() {
+fn unsupported_changes_are_rejected_before_writing() {
     let place = Place::new(&model());
     let refused = |builder: compress::pipeline::Builder, output: &str| {
         let error = builder.build().and_then(|pipeline| pipeline.run(place.open(), place.path(output))).unwrap_err();
@@ -152,7 +152,7 @@ fn what_a_graph_does_not_take_is_refused_before_anything_is_written() {
         error.to_string()
     };
     assert!(refused(builder().export(Safetensors::default()), "out").contains("in.onnx: writing an .onnx model as safetensors"));
-    assert!(refused(builder().export(Safetensors::default()), "out.onnx").contains("is a file of the format onnx"));
+    assert!(refused(builder().export(Safetensors::default()), "out.onnx").contains("is of the format onnx, but other formats are configured"));
     assert!(refused(builder().export(Onnx { opset: 18, ..Onnx::default() }), "out.onnx").contains("opset"));
 }
 
@@ -170,11 +170,11 @@ fn initializers_that_are_inputs_are_weights() {
     let mut wanted = model();
     wanted.ir_version = Some(4);
     assert_eq!(ModelProto::decode(std::fs::read(place.path("out.onnx")).unwrap().as_slice()).unwrap(), wanted);
-    assert!(report.notes.iter().any(|note| note.contains("4 initializers were inputs too")), "{:?}", report.notes);
+    assert!(report.notes.iter().any(|note| note.contains("4 initializers removed from the inputs")), "{:?}", report.notes);
     assert_eq!(answers(&place.input()), answers(&place.path("out.onnx")));
 }
 
-/// The model with its largest weight in a file beside it, behind 16 bytes of something else.
+/// The model with its largest weight in an external file, after 16 unrelated bytes.
 fn external(entries: &[(&str, &str)], data: &[u8]) -> Place {
     let mut outside = model();
     let weight = &mut outside.graph.as_mut().unwrap().initializer[0];
@@ -187,7 +187,7 @@ fn external(entries: &[(&str, &str)], data: &[u8]) -> Place {
 }
 
 #[test]
-fn weights_beside_the_file_are_read_and_held_to_it() {
+fn external_weights_are_read_and_checked() {
     let bytes: Vec<u8> = [vec![9; 16], numbers(800).iter().flat_map(|v| v.to_le_bytes()).collect()].concat();
     let place = external(&[("location", "weights.bin"), ("offset", "16"), ("length", "3200")], &bytes);
     assert_eq!(place.open().weights.by_name["onnx::MatMul_7"].floats("").unwrap(), turned(&numbers(800), 20, 40));
@@ -198,14 +198,18 @@ fn weights_beside_the_file_are_read_and_held_to_it() {
     assert_eq!(graph.initializer[0].raw_data.as_deref(), Some(&bytes[16..]));
     assert_eq!(written, model());
     for (entries, data, reason) in [
-        (&[("location", "weights.bin"), ("offset", "17")][..], &bytes[..], "takes 3200"),
-        (&[("location", "weights.bin"), ("offset", "16"), ("length", "3204")], &bytes, "says 3204 bytes"),
+        (
+            &[("location", "weights.bin"), ("offset", "17")][..],
+            &bytes[..],
+            "requires 3200 bytes for its shape [20, 40], and `weights.bin` has 3199 from byte 17 on",
+        ),
+        (&[("location", "weights.bin"), ("offset", "16"), ("length", "3204")], &bytes, "specifies 3204 bytes, but requires 3200 bytes for its shape [20, 40]"),
         (&[("location", "weights.bin"), ("offset", "99999")], &bytes, "begins at byte 99999"),
         (&[("location", "weights.bin"), ("offset", "18446744073709551615"), ("length", "3200")], &bytes, "begins at byte"),
         (&[("location", "weights.bin"), ("offset", "16"), ("length", "-1")], &bytes, "`-1`"),
         (&[("location", "../weights.bin")], &bytes, "inside the model's folder"),
         (&[("location", "other.bin")], &bytes, "cannot be opened"),
-        (&[], &bytes, "not named"),
+        (&[], &bytes, "has no `location`"),
     ] {
         let place = external(entries, data);
         let error = Model::open(place.input()).err().unwrap().to_string();
@@ -214,14 +218,14 @@ fn weights_beside_the_file_are_read_and_held_to_it() {
 }
 
 #[test]
-fn a_file_too_large_for_one_message_has_its_weights_beside_it() {
+fn a_file_too_large_for_one_message_has_external_weights() {
     let place = Place::new(&model());
     let opened = ModelFile::open(&place.input()).unwrap();
     let rewritten = opened.rewrite(&place.open().weights, ["large.onnx", "large.onnx.data"], &BTreeMap::new(), 4000).unwrap();
     let folder = place.path("large");
     std::fs::create_dir(&folder).unwrap();
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-    compress::store::writer::write_pieces(&compress::files::Destination::here(&folder), &rewritten.layout, &rewritten.items, &work).unwrap();
+    compress::store::writer::write_pieces(&compress::files::Destination::local(&folder), &rewritten.layout, &rewritten.items, &work).unwrap();
     let (before, after) = (place.open(), Model::open(folder.join("large.onnx")).unwrap());
     assert_eq!(after.weight_files, [folder.join("large.onnx"), folder.join("large.onnx.data")]);
     let found = diff(&before, &after, &work).unwrap();

@@ -1,16 +1,16 @@
-//! Attention and rotary embeddings as exporters spell them, and what is almost one of them.
+//! Attention and rotary embeddings as written by exporters, and near misses of these patterns.
 
 use compress::data::Data;
 use compress::ir::Op;
 use compress::onnx::proto::{AttributeProto, DataType, ModelProto, NodeProto, TensorProto};
 use compress::pass::{PruneStructured, QuantizeStatic, Step};
-use compress::runtime;
 use compress::{Model, Pipeline};
 use prost::Message;
 
 use crate::nodes::{close, executed, floats, given, in_runtime, ints, model, node, sample, value};
 
-/// Tokens, heads and their width: the last two are equal, so that products in the wrong order have sizes that fit.
+/// Tokens, heads and head size. The last two are equal, so that products in the wrong order have valid
+/// sizes.
 const TOKENS: i64 = 4;
 const HEADS: i64 = 2;
 const WIDTH: i64 = 4;
@@ -29,7 +29,7 @@ fn layer(weight: &str, y: &str) -> Vec<NodeProto> {
     vec![one("MatMul", &["x", weight], &rows), one("Reshape", &[&rows, "by_head"], y)]
 }
 
-/// Between queries, keys and values: nodes from `q`, `k` and `v`, in rows, to `c`, in heads.
+/// Attention nodes from `q`, `k` and `v`, in rows, to `c`, in heads.
 fn forms() -> Vec<(&'static str, Vec<NodeProto>)> {
     let softmax = || node("Softmax", &["s"], "p", vec![AttributeProto::int("axis", -1)]);
     let context = || one("MatMul", &["p", "vh"], "c");
@@ -88,19 +88,19 @@ fn forms() -> Vec<(&'static str, Vec<NodeProto>)> {
     ]
 }
 
-/// What keeps a row without any key from being no number.
+/// Nodes that prevent NaN for rows without any key.
 fn guard() -> Vec<NodeProto> {
     vec![one("IsNaN", &["p"], "nothing"), one("Where", &["nothing", "zero", "p"], "g")]
 }
 
-/// The form behind its layers and before another one, with what it reads.
+/// The pattern between linear layers, with its inputs.
 fn whole(form: Vec<NodeProto>) -> ModelProto {
     let mut nodes = [layer("wq", "q"), layer("wk", "k"), layer("wv", "v"), form].concat();
     nodes.extend([turned("c", "cr", &[0, 2, 1, 3]), one("Reshape", &["cr", "merged"], "o"), one("MatMul", &["o", "wo"], "y")]);
     let all = HEADS * WIDTH;
     let scalar = |name: &str, number: f32| TensorProto { dims: vec![], ..given(name, &[], &[number]) };
     let later = |hidden: f32| -> Vec<f32> { (0..TOKENS * TOKENS).map(|at| if at % TOKENS > at / TOKENS { hidden } else { 0.0 }).collect() };
-    // The last query sees nothing.
+    // All keys are masked for the last query.
     let nowhere: Vec<f32> = (0..TOKENS * TOKENS).map(|at| if at / TOKENS == TOKENS - 1 { f32::NEG_INFINITY } else { 0.0 }).collect();
     let mut weights: Vec<TensorProto> = ["wq", "wk", "wv", "wo"]
         .iter()
@@ -144,7 +144,7 @@ fn ops(model: &Model) -> Vec<String> {
 const WHOLE: [&str; 9] = ["Linear", "SplitHeads", "Linear", "SplitHeads", "Linear", "SplitHeads", "Attention", "MergeHeads", "Linear"];
 
 #[test]
-fn attention_as_exporters_spell_it_is_one_op_and_is_written_as_such() {
+fn attention_of_exporters_is_one_op_and_is_written_as_such() {
     let inputs = sample(&[0, TOKENS, HEADS * WIDTH]);
     for (what, form) in forms() {
         let file = whole(form);
@@ -157,7 +157,7 @@ fn attention_as_exporters_spell_it_is_one_op_and_is_written_as_such() {
         let graph = model.graph().unwrap();
         let scale = graph.nodes().iter().find_map(|node| if let Op::Attention(op) = &node.op { Some(op.scale) } else { None }).unwrap();
         assert!((scale - 0.5).abs() < 1e-6, "{what}: {scale}");
-        // What nothing touched stays as it was.
+        // Unchanged parts are preserved.
         Pipeline::builder().measure(false).build().unwrap().run(model.clone(), &again).unwrap();
         assert!(std::fs::read(&again).unwrap() == file.encode_to_vec(), "{what}");
         let samples = folder.path().join("samples.safetensors");
@@ -165,7 +165,7 @@ fn attention_as_exporters_spell_it_is_one_op_and_is_written_as_such() {
         let calibration = Data { arrays: Some(samples), ..Data::default() };
         let pass = QuantizeStatic::default();
         Pipeline::builder().pass(pass).calibration(calibration).measure(false).build().unwrap().run(model.clone(), &out).unwrap();
-        if runtime::library().is_ok() {
+        if crate::onnxruntime::has_onnx_runtime() {
             let theirs = in_runtime(&path, &inputs);
             close(what, &executed(model, &inputs).unwrap(), &theirs);
             let quantized = in_runtime(&out, &inputs);
@@ -189,13 +189,13 @@ fn heads_of_a_file_are_pruned() {
     let graph = again.graph().unwrap();
     let attention = graph.nodes().iter().find(|node| matches!(node.op, Op::Attention(_))).unwrap_or_else(|| panic!("{graph}"));
     assert_eq!(graph.value(attention.inputs[0]).ty.shape[1].fixed(), Some(1));
-    if runtime::library().is_ok() {
+    if crate::onnxruntime::has_onnx_runtime() {
         let inputs = sample(&[0, TOKENS, HEADS * WIDTH]);
         close("pruned", &executed(again, &inputs).unwrap(), &in_runtime(&out, &inputs));
     }
 }
 
-/// Nodes with one of them changed.
+/// The nodes with one of them changed.
 fn changed(nodes: &[NodeProto], output: &str, change: impl Fn(&mut NodeProto)) -> Vec<NodeProto> {
     let mut nodes = nodes.to_vec();
     change(nodes.iter_mut().find(|node| node.output[0] == output).unwrap());
@@ -203,7 +203,7 @@ fn changed(nodes: &[NodeProto], output: &str, change: impl Fn(&mut NodeProto)) -
 }
 
 #[test]
-fn what_is_almost_attention_stays_what_it_is() {
+fn near_misses_of_attention_are_not_changed() {
     let inputs = sample(&[0, TOKENS, HEADS * WIDTH]);
     let forms: Vec<Vec<NodeProto>> = forms().into_iter().map(|(_, form)| form).collect();
     let perm = |perm: [i64; 4]| move |node: &mut NodeProto| node.attribute = vec![AttributeProto::ints("perm", perm)];
@@ -236,11 +236,11 @@ fn what_is_almost_attention_stays_what_it_is() {
         let file = whole(nodes);
         let (folder, model) = opened(&file);
         assert!(ops(&model).iter().all(|op| op != "Attention"), "{what}: {}", model.graph().unwrap());
-        if runtime::library().is_ok() {
+        if crate::onnxruntime::has_onnx_runtime() {
             close(what, &executed(model, &inputs).unwrap(), &in_runtime(&folder.path().join("model.onnx"), &inputs));
         }
     }
-    // Inner values that are results are computed, and so are those before them.
+    // Inner values that are outputs are computed, and so are their predecessors.
     for inner in ["s", "p", "m"] {
         let mut file = whole(forms[0].clone());
         file.graph.as_mut().unwrap().output.push(value(inner, DataType::Float, None));
@@ -251,10 +251,10 @@ fn what_is_almost_attention_stays_what_it_is() {
     }
 }
 
-/// A query from which every key is hidden gives zeros where the file says so, and no number where it does not.
+/// If all keys of a query are masked, the output is zero if the file specifies that, otherwise NaN.
 #[test]
-fn what_keeps_rows_without_keys_from_being_no_number_is_part_of_attention() {
-    if runtime::library().is_err() {
+fn nan_protection_of_rows_without_keys_is_part_of_attention() {
+    if !crate::onnxruntime::has_onnx_runtime() {
         return;
     }
     let inputs = sample(&[0, TOKENS, HEADS * WIDTH]);
@@ -270,7 +270,7 @@ fn what_keeps_rows_without_keys_from_being_no_number_is_part_of_attention() {
         assert_eq!(theirs.iter().any(|value| value.is_nan()), !zeros);
         assert!(ours.iter().zip(&theirs).all(|(a, b)| (a.is_nan() && b.is_nan()) || (a - b).abs() < 1e-5), "{ours:?} for {theirs:?}");
     }
-    // Another number in their place, or the other way round.
+    // Another number instead, or the reversed order.
     for (what, nodes) in [
         ("another number", changed(&guarded, "g", |node| node.input[1] = "half".into())),
         ("another test", changed(&guarded, "nothing", |node| node.op_type = Some("IsInf".into()))),
@@ -284,13 +284,13 @@ fn what_keeps_rows_without_keys_from_being_no_number_is_part_of_attention() {
     }
 }
 
-/// Cosines or sines of a base, from a position on, for each of a pair.
+/// Cosines or sines of a base, from a position on, repeated for both elements of a pair.
 fn table(name: &str, base: f64, first: i64, function: fn(f64) -> f64) -> TensorProto {
     let angle = |at: i64| (at / WIDTH + first) as f64 * base.powf(-2.0 * (at % WIDTH % (WIDTH / 2)) as f64 / WIDTH as f64);
     given(name, &[1, 1, TOKENS, WIDTH], &(0..TOKENS * WIDTH).map(|at| function(angle(at)) as f32).collect::<Vec<f32>>())
 }
 
-/// Attention of queries that are turned.
+/// Attention with rotary embeddings.
 fn rotated(tables: [TensorProto; 2], change: impl Fn(&mut Vec<NodeProto>)) -> ModelProto {
     let (_, mut form) = forms().swap_remove(0);
     form[0].output[0] = "qp".into();
@@ -314,7 +314,7 @@ fn rotated(tables: [TensorProto; 2], change: impl Fn(&mut Vec<NodeProto>)) -> Mo
 }
 
 #[test]
-fn rotary_embeddings_are_known_by_what_their_tables_hold() {
+fn rotary_embeddings_are_recognized_by_their_tables() {
     let inputs = sample(&[0, TOKENS, HEADS * WIDTH]);
     let tables = |base: f64, first: i64| [table("cos", base, first, f64::cos), table("sin", base, first, f64::sin)];
     let same = |_: &mut Vec<NodeProto>| {};
@@ -322,14 +322,14 @@ fn rotary_embeddings_are_known_by_what_their_tables_hold() {
     let check = |what: &str, file: ModelProto, wanted: Option<f64>| {
         let (folder, model) = opened(&file);
         assert_eq!(number(&model), wanted, "{what}: {}", model.graph().unwrap());
-        if runtime::library().is_ok() {
+        if crate::onnxruntime::has_onnx_runtime() {
             close(what, &executed(model, &inputs).unwrap(), &in_runtime(&folder.path().join("model.onnx"), &inputs));
         }
     };
     check("the usual base", rotated(tables(10_000.0, 0), same), Some(10_000.0));
     check("another base", rotated(tables(500_000.0, 0), same), Some(500_000.0));
     check("positions from one on", rotated(tables(10_000.0, 1), same), None);
-    check("a base that is no whole number", rotated(tables(10_000.5, 0), same), None);
+    check("a base that is not a whole number", rotated(tables(10_000.5, 0), same), None);
     let [cos, _] = tables(10_000.0, 0);
     check("sines of another base", rotated([cos, table("sin", 500.0, 0, f64::sin)], same), None);
     let half = [table("cos", 10_000.0, 0, |angle| angle.cos() * 0.5), table("sin", 10_000.0, 0, |angle| angle.sin() * 0.5)];

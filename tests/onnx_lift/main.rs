@@ -1,11 +1,14 @@
-//! Operators of ONNX files as typed ops: each row of the table, run in the built-in executor and in ONNX Runtime.
+//! Operators of ONNX files as typed ops: each row of the table, run in the built-in executor and in ONNX
+//! Runtime.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[path = "../common/onnxruntime.rs"]
+mod onnxruntime;
 
 use compress::ir::Op;
 use compress::onnx::proto::{AttributeProto, DataType, ModelProto, NodeProto, TensorProto};
 use compress::pass::{PruneStructured, Step};
-use compress::runtime;
 use compress::{Model, Pipeline};
 use prost::Message;
 
@@ -19,7 +22,7 @@ mod rotary;
 
 use nodes::{close, executed, floats, given, in_runtime, ints, model, node, sample, value};
 
-/// Name, opset, sizes of the input, nodes, initializers.
+/// Name, opset, shape of the input, nodes, initializers.
 type Case = (&'static str, i64, Vec<i64>, Vec<NodeProto>, Vec<TensorProto>);
 
 /// As many integers as an input specifies, all of one value.
@@ -233,7 +236,7 @@ fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn constants_that_swell_are_refused_by_name() {
+fn expanding_constants_are_rejected_by_name() {
     let shape = |values: &[i64]| ints("shape", values);
     let zeros = || node("ConstantOfShape", &["shape"], "c", vec![]);
     let add = |with: &str| node("Add", &["x", with], "y", vec![]);
@@ -259,19 +262,19 @@ fn constants_that_swell_are_refused_by_name() {
         let sum = [node("ReduceSum", &[&name(times)], "sum", vec![]), add("sum")];
         (0..times).map(twice).chain(sum).collect::<Vec<_>>()
     };
-    // The least possible size of a value limits trials with samples.
+    // The minimum possible size of a value limits trials with samples.
     let from_input = [vec![node("Cos", &["x"], "c0", vec![])], doubled(30)].concat();
     let cases = cases.into_iter().chain([("Concat", doubled(20), vec![floats("c0", &[1024])]), ("Concat", from_input, vec![])]);
     for (op, nodes, initializers) in cases {
         std::fs::write(&path, model(13, &[0, 4], nodes, initializers).encode_to_vec()).unwrap();
         let opened = Model::open(&path).unwrap();
         let error = opened.graph().unwrap_err().to_string();
-        assert!(error.contains(&format!("({op}) makes")) && error.contains("elements, more than 268435456"), "{op}: {error}");
+        assert!(error.contains(&format!("({op}) creates")) && error.contains("elements, which exceeds the limit of 268435456"), "{op}: {error}");
     }
 }
 
 #[test]
-fn values_of_samples_may_be_as_large_as_they_are() {
+fn values_of_samples_are_not_limited() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     for (input, op) in [([64, 64, 32, 32], "MatMul"), ([1 << 10, 1 << 10, 16, 32], "Add")] {
@@ -282,7 +285,7 @@ fn values_of_samples_may_be_as_large_as_they_are() {
 }
 
 #[test]
-fn every_operator_of_the_table_computes_what_onnx_runtime_computes() {
+fn every_operator_of_the_table_matches_onnx_runtime() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     for (what, opset, input, nodes, initializers) in cases() {
@@ -293,14 +296,14 @@ fn every_operator_of_the_table_computes_what_onnx_runtime_computes() {
         assert!(graph.nodes().iter().all(|node| !matches!(node.op, Op::Opaque(_))), "{what}: {graph}");
         let ours = executed(opened, &inputs).unwrap_or_else(|e| panic!("{what}: {e}"));
         assert!(ours.1.iter().any(|value| *value != 0.0), "{what}");
-        if runtime::library().is_ok() {
+        if onnxruntime::has_onnx_runtime() {
             close(what, &ours, &in_runtime(&path, &inputs));
         }
     }
 }
 
 #[test]
-fn products_take_the_vectors_that_are_added_to_them() {
+fn added_vectors_are_fused_as_biases() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     let (_, opset, input, nodes, initializers) = cases().swap_remove(3);
@@ -312,7 +315,7 @@ fn products_take_the_vectors_that_are_added_to_them() {
 }
 
 #[test]
-fn what_cannot_be_run_is_named_and_the_model_still_opens() {
+fn unsupported_operators_are_named_and_the_model_still_opens() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     let refused = |nodes: Vec<NodeProto>| {
@@ -320,8 +323,8 @@ fn what_cannot_be_run_is_named_and_the_model_still_opens() {
         Model::open(&path).unwrap().graph().unwrap_err().to_string()
     };
     let error = refused(vec![node("Cos", &["x"], "a", vec![]), node("Relu", &["a"], "b", vec![]), node("NonZero", &["b"], "y", vec![])]);
-    assert!(error.contains("no form of") && error.contains("node `y` (NonZero): the operator is not known"), "{error}");
-    assert!(error.contains("(output `y`: ") && error.contains("; node `a` (Cos): the operator is not known"), "{error}");
+    assert!(error.contains("does not support") && error.contains("node `y` (NonZero): the operator is not supported"), "{error}");
+    assert!(error.contains("(output `y`: ") && error.contains("; node `a` (Cos): the operator is not supported"), "{error}");
     let mut half = model(13, &[0, 4], vec![node("Relu", &["x"], "y", vec![])], vec![]);
     half.graph.as_mut().unwrap().input[0] = value("x", DataType::Float16, Some(&[1, 4]));
     std::fs::write(&path, half.encode_to_vec()).unwrap();
@@ -348,7 +351,7 @@ fn a_lifted_model_loses_channels_and_is_written_under_its_names() {
     let nodes = vec![
         node("Conv", &["x", "w", "b"], "a", vec![AttributeProto::ints("pads", [1; 4])]),
         node("Relu", &["a"], "r", vec![]),
-        // A number has no axes.
+        // A scalar has no axes.
         node("Mul", &["half", "r"], "h", vec![]),
         node("Conv", &["h", "v"], "c", vec![]),
         node("GlobalAveragePool", &["c"], "g", vec![]),
@@ -375,9 +378,9 @@ fn a_lifted_model_loses_channels_and_is_written_under_its_names() {
     let graph = written.graph.unwrap();
     assert_eq!((graph.input[0].name(), graph.output[0].name()), ("x", "y"));
     assert!(graph.node.iter().any(|node| node.output == ["r"]));
-    if runtime::library().is_ok() {
+    if onnxruntime::has_onnx_runtime() {
         let inputs = sample(&[0, 3, 9, 8]);
-        // What was written is lifted again.
+        // The written file is lifted again.
         close("pruned", &executed(Model::open(&out).unwrap(), &inputs).unwrap(), &in_runtime(&out, &inputs));
         assert!(report.fidelity.is_some(), "{:?}", report.notes);
     }

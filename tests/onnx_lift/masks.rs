@@ -1,4 +1,4 @@
-//! Arithmetic of exporters on masks, shapes and position ids.
+//! Mask, shape and position id arithmetic of exporters.
 
 use std::collections::BTreeMap;
 
@@ -6,16 +6,16 @@ use candle_core::{Device, Tensor};
 use compress::Model;
 use compress::ir::Op;
 use compress::onnx::proto::{AttributeProto, DataType, ModelProto, TensorProto};
-use compress::runtime;
 use compress::store::{OpenSize, OpenSizes};
 use prost::Message;
 
 use crate::nodes::{close, executed, floats, given, in_runtime, ints, model, node, value};
 
-/// Position ids at most.
+/// Maximum number of position ids.
 const LONGEST: i64 = 80;
 
-/// An encoder as PyTorch 1 and 2.0 export it: embeddings of tokens and positions, and a score with a mask that is added.
+/// An encoder as exported by PyTorch 1 and 2.0: token and position embeddings, and scores with an
+/// additive mask.
 fn encoder(mask: DataType, positions: Vec<i64>, is_row: bool, step: i64) -> ModelProto {
     let list = |name: &str, values: &[i64]| AttributeProto::ints(name, values.iter().copied());
     let rows = if is_row { TensorProto { dims: vec![1, positions.len() as i64], ..ints("ids", &positions) } } else { ints("ids", &positions) };
@@ -86,7 +86,7 @@ fn masks_and_positions_of_exporters_are_typed() {
         ("another order", encoder(DataType::Int64, swapped, true, 1), false),
     ] {
         std::fs::write(&path, model.encode_to_vec()).unwrap();
-        if !is_typed && runtime::library().is_err() {
+        if !is_typed && !crate::onnxruntime::has_onnx_runtime() {
             continue;
         }
         let graph = Model::open(&path).unwrap().graph().unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -94,19 +94,19 @@ fn masks_and_positions_of_exporters_are_typed() {
         assert_eq!(opaque == 0, is_typed, "{what}: {graph}");
         for length in [1, 11, LONGEST as usize] {
             let ours = executed(Model::open(&path).unwrap(), &inputs(length)).unwrap_or_else(|e| panic!("{what}: {e}"));
-            if runtime::library().is_ok() {
+            if crate::onnxruntime::has_onnx_runtime() {
                 close(what, &ours, &in_runtime(&path, &inputs(length)));
             }
         }
-        // A fixed length needs no slice of another kind.
+        // A fixed length needs no dynamic slice.
         let sizes: OpenSizes = [("batch", 2), ("sequence", 11)].into_iter().map(|(name, size)| (name.to_owned(), OpenSize::One(size))).collect();
         let fixed = Model::open(&path).unwrap();
-        fixed.tell_sizes(&sizes).unwrap();
+        fixed.fix_sizes(&sizes).unwrap();
         if is_typed {
             let graph = fixed.graph().unwrap_or_else(|e| panic!("{what}: {e}"));
             assert!(graph.nodes().iter().all(|node| !matches!(node.op, Op::Opaque(_))), "{what}: {graph}");
         }
-        // The table has two rows more than the constant.
+        // The embedding has two rows more than the constant.
         let long = executed(Model::open(&path).unwrap(), &inputs(LONGEST as usize + 3)).map(|(dims, _)| dims);
         assert!(long.is_err(), "{what}: {long:?}");
     }

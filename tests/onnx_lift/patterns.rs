@@ -1,4 +1,4 @@
-//! What exporters take apart, put together again: each pattern, and what is almost one.
+//! Fusion of ops that exporters decompose: each pattern, and near misses.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use prost::Message;
 
 use crate::nodes::{close, executed, floats, given, in_runtime, model, node, sample, value};
 
-/// Name of the op, and the nodes that exporters make of it between `a` and `p`, of 8 numbers each.
+/// Name of the op, and its decomposition by exporters between `a` and `p`, of 8 elements each.
 fn patterns() -> Vec<(&'static str, Vec<NodeProto>)> {
     let one = |op: &str, inputs: &[&str], output: &str| node(op, inputs, output, vec![]);
     let mean = |x: &str, y: &str, axis: i64| node("ReduceMean", &[x], y, vec![AttributeProto::ints("axes", [axis])]);
@@ -87,7 +87,7 @@ fn with_layers(nodes: Vec<NodeProto>) -> ModelProto {
 }
 
 #[test]
-fn what_exporters_take_apart_is_put_together() {
+fn decomposed_ops_are_fused() {
     let folder = tempfile::tempdir().unwrap();
     let [path, same, out] = ["model.onnx", "same.onnx", "out.onnx"].map(|name| folder.path().join(name));
     let samples = folder.path().join("samples.safetensors");
@@ -100,13 +100,13 @@ fn what_exporters_take_apart_is_put_together() {
         assert_eq!(graph.nodes().iter().map(|node| node.op.name()).collect::<Vec<_>>(), ["Linear", op, "Linear"], "{what}\n{graph}");
         let inputs = sample(&[0, 8]);
         let ours = executed(Model::open(&path).unwrap(), &inputs).unwrap_or_else(|e| panic!("{what}: {e}"));
-        // What nothing touched stays as it was.
+        // Unchanged parts are preserved.
         Pipeline::builder().measure(false).build().unwrap().run(Model::open(&path).unwrap(), &same).unwrap();
         assert!(std::fs::read(&same).unwrap() == file.encode_to_vec(), "{what}");
         let calibration = Data { arrays: Some(samples.clone()), ..Data::default() };
         let pass = QuantizeStatic::default();
         Pipeline::builder().pass(pass).calibration(calibration).measure(false).build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap();
-        if runtime::library().is_ok() {
+        if crate::onnxruntime::has_onnx_runtime() {
             let theirs = in_runtime(&path, &inputs);
             close(&what, &ours, &theirs);
             let all = sample(&[64, 8]);
@@ -123,18 +123,18 @@ fn what_exporters_take_apart_is_put_together() {
     }
 }
 
-/// Names of the ops that a file is.
+/// Names of the ops of a file.
 fn ops(path: &std::path::Path) -> Vec<&'static str> {
     let graph = Model::open(path).unwrap().graph().unwrap_or_else(|e| panic!("{e}"));
     graph.nodes().iter().map(|node| node.op.name()).collect()
 }
 
-/// Numbers that a pattern is made of; any is as good as another where it is what the op takes.
+/// Constants of a pattern; constants that are parameters of the op may have any value.
 const NUMBERS: [&str; 10] = ["one", "two", "three", "zero", "six", "half", "minus_half", "root", "small", "slope"];
 
-/// A pattern in which one number, one value or one axis is another is none, and computes what it says.
+/// With one constant, value or axis changed, the nodes are not fused, and compute the changed function.
 #[test]
-fn what_is_almost_a_pattern_stays_what_it_is() {
+fn near_misses_are_not_fused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     let mut tried = BTreeMap::new();
@@ -143,7 +143,7 @@ fn what_is_almost_a_pattern_stays_what_it_is() {
         for (at, node) in nodes.iter().enumerate() {
             for (place, input) in node.input.iter().enumerate() {
                 let other = match input.as_str() {
-                    // The same number everywhere changes what it means.
+                    // Replacing the number everywhere changes the function.
                     input if NUMBERS.contains(&input) => "other",
                     "a" => "x",
                     _ => continue,
@@ -168,8 +168,8 @@ fn what_is_almost_a_pattern_stays_what_it_is() {
             std::fs::write(&path, with_layers(nodes).encode_to_vec()).unwrap();
             let found = ops(&path);
             assert!(!found.contains(&op), "{op}, pattern {number}: {what}\n{found:?}");
-            // ONNX Runtime takes any power for a square here (LayerNormFusion).
-            if runtime::library().is_ok() && !what.contains("`two`") {
+            // ONNX Runtime treats any power as a square here (LayerNormFusion).
+            if crate::onnxruntime::has_onnx_runtime() && !what.contains("`two`") {
                 let (_, theirs) = in_runtime(&path, &sample(&[0, 8]));
                 let (_, ours) = executed(Model::open(&path).unwrap(), &sample(&[0, 8])).unwrap();
                 let same = |(a, b): (&f32, &f32)| (a.is_nan() && b.is_nan()) || (a - b).abs() <= 2e-5 * b.abs().max(1.0);
@@ -181,9 +181,10 @@ fn what_is_almost_a_pattern_stays_what_it_is() {
     assert!(least.iter().all(|(op, least)| tried.get(op) >= Some(least)), "{tried:?}");
 }
 
-/// An inner value that is a result too, or that another node reads, is still computed, beside the op.
+/// An inner value that is an output, or that another node reads, is still computed, in addition to the
+/// op.
 #[test]
-fn inner_values_that_something_else_reads_stay() {
+fn inner_values_with_other_readers_are_computed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     for (number, (op, nodes)) in patterns().into_iter().enumerate() {
@@ -203,10 +204,10 @@ fn inner_values_that_something_else_reads_stay() {
                 let lifted = opened.graph().unwrap_or_else(|e| panic!("{op}, pattern {number}: {e}"));
                 assert!(lifted.values().iter().any(|value| value.name == name), "{op}, pattern {number}: `{name}` is gone\n{lifted}");
                 assert!(lifted.nodes().iter().any(|node| node.op.name() == op), "{op}, pattern {number}: `{name}`\n{lifted}");
-                if runtime::library().is_ok() {
+                if crate::onnxruntime::has_onnx_runtime() {
                     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
                     let inputs: BTreeMap<String, Tensor> = sample(&[0, 8]);
-                    let ours = Subject::of(opened).unwrap().load(&Device::Cpu, &work).unwrap().run(&inputs).unwrap();
+                    let ours = Subject::from_model(opened).unwrap().load(&Device::Cpu, &work).unwrap().run(&inputs).unwrap();
                     let theirs = Session::open(&path, runtime::Options::default()).unwrap().run(&inputs).unwrap();
                     assert_eq!(theirs.len(), 2);
                     let flat = |tensor: &Tensor| (tensor.dims().to_vec(), tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap());
@@ -218,18 +219,18 @@ fn inner_values_that_something_else_reads_stay() {
 }
 
 #[test]
-fn patterns_that_repeat_what_they_read_stay_apart() {
+fn patterns_that_broadcast_their_input_are_not_fused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     let one = |op: &str, inputs: &[&str], output: &str| node(op, inputs, output, vec![]);
     let mean = |x: &str, y: &str| node("ReduceMean", &[x], y, vec![AttributeProto::ints("axes", [-1])]);
-    // One number for each sample, which the weights make eight of.
+    // One number per sample, which the weights expand to eight.
     let mut nodes = vec![mean("a", "t"), one("Mul", &["t", "t"], "q"), mean("q", "v"), one("Add", &["v", "epsilon"], "e"), one("Sqrt", &["e"], "s")];
     nodes.extend([one("Div", &["t", "s"], "n"), one("Mul", &["n", "gamma"], "p")]);
     std::fs::write(&path, with_layers(nodes).encode_to_vec()).unwrap();
     let graph = Model::open(&path).unwrap().graph().unwrap();
     assert!(graph.nodes().iter().all(|node| !matches!(node.op, Op::RmsNorm(_))), "{graph}");
-    if runtime::library().is_ok() {
+    if crate::onnxruntime::has_onnx_runtime() {
         let inputs = sample(&[0, 8]);
         close("apart", &executed(Model::open(&path).unwrap(), &inputs).unwrap(), &in_runtime(&path, &inputs));
     }

@@ -1,9 +1,8 @@
-//! Rotary embeddings whose tables are computed for whatever length there is.
+//! Rotary embeddings with tables computed for the current length.
 
 use compress::Model;
 use compress::ir::Op;
 use compress::onnx::proto::{AttributeProto, DataType, Dimension, ModelProto, NodeProto, TensorProto};
-use compress::runtime;
 use prost::Message;
 
 use crate::nodes::{given, ints, model, node, value};
@@ -14,7 +13,8 @@ fn one(op: &str, inputs: &[&str], output: &str) -> NodeProto {
     node(op, inputs, output, vec![])
 }
 
-/// Of `x` in heads, with an open number of samples and an open length: the positions by some nodes from `first`, `length` and `rows`, those numbers.
+/// Rotary embeddings of `x` in heads with a dynamic batch size and length. The positions are computed
+/// from the numbers `first`, `length` and `rows`.
 fn rotated(positions: &[NodeProto]) -> ModelProto {
     let axis = |axis: i64| vec![AttributeProto::int("axis", axis)];
     let size = |at: &str, y: &str| node("Gather", &["sizes", at], y, axis(0));
@@ -51,8 +51,8 @@ fn rotated(positions: &[NodeProto]) -> ModelProto {
 }
 
 #[test]
-fn tables_that_depend_on_more_than_the_position_are_none() {
-    if runtime::library().is_err() {
+fn tables_that_depend_on_more_than_the_position_are_rejected() {
+    if !crate::onnxruntime::has_onnx_runtime() {
         return;
     }
     let range = |first: &str, last: &str| vec![one("Range", &[first, last, "1"], "whole_positions")];
@@ -79,9 +79,9 @@ fn tables_that_depend_on_more_than_the_position_are_none() {
     }
 }
 
-/// However many nodes a table is behind, looking for it ends.
+/// The search for tables is bounded for any number of nodes.
 #[test]
-fn tables_behind_many_nodes_are_none() {
+fn tables_after_many_nodes_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     let mut file = rotated(&[one("Abs", &["stored"], "positions")]);

@@ -1,27 +1,27 @@
-//! The law of axes: a letter that is free commutes with slicing; of a letter that is summed over, taking out equals
-//! making zero. Letters inside products and concatenations too.
+//! Property of axis rules: free axes commute with slicing, and for reduced axes, removing a unit equals
+//! zeroing it. This includes axes within products and concatenations.
 
 use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
 use compress::ir::ops::TargetSize::Number;
 use compress::ir::ops::*;
-use compress::ir::{Axes, Axis, Hold, Op};
+use compress::ir::{Axes, Axis, Op, Slicing};
 
 use crate::cases::{Case, cases, tensors};
 use crate::{distance, infer, types};
 
-/// The parts of an axis: letters with sizes, outer first or one behind the other.
-enum Place {
+/// The components of an axis with their sizes: factors, outermost first, or concatenated parts.
+enum AxisParts {
     Product(Vec<(String, usize)>),
     Concatenation(Vec<(String, usize)>),
 }
 
-impl Place {
-    /// The elements of unit `u` of a letter.
+impl AxisParts {
+    /// The elements of unit `u` of a component.
     fn elements(&self, letter: &str, unit: usize) -> Vec<usize> {
         match self {
-            Place::Product(parts) => {
+            AxisParts::Product(parts) => {
                 let total: usize = parts.iter().map(|p| p.1).product();
                 (0..total)
                     .filter(|index| {
@@ -34,7 +34,7 @@ impl Place {
                     })
                     .collect()
             }
-            Place::Concatenation(parts) => {
+            AxisParts::Concatenation(parts) => {
                 let mut at = 0;
                 let mut found = Vec::new();
                 for (name, size) in parts {
@@ -47,7 +47,7 @@ impl Place {
     }
 
     fn mentions(&self, letter: &str) -> bool {
-        let (Place::Product(parts) | Place::Concatenation(parts)) = self;
+        let (AxisParts::Product(parts) | AxisParts::Concatenation(parts)) = self;
         parts.iter().any(|(name, _)| name == letter)
     }
 }
@@ -56,7 +56,7 @@ fn name(axis: &Axis) -> &str {
     if let Axis::Letter { name, .. } = axis { name } else { "_" }
 }
 
-/// The axes of a tensor without the leading ones, with their positions.
+/// The axes of a tensor without leading ones, with their positions.
 fn positions<'a>(axes: &'a [Axis], shape: &[usize]) -> Vec<(usize, &'a Axis)> {
     let lead = shape.len() + usize::from(axes.contains(&Axis::Leading)) - axes.len();
     let mut at = 0;
@@ -72,15 +72,15 @@ fn positions<'a>(axes: &'a [Axis], shape: &[usize]) -> Vec<(usize, &'a Axis)> {
     found
 }
 
-/// Sizes of all letters, and those that are free.
+/// Sizes of all axes, and the free axes.
 fn letters(axes: &Axes, shapes: &[Vec<usize>]) -> (BTreeMap<String, usize>, Vec<String>) {
     let all: Vec<(&Axis, usize)> =
         axes.inputs.iter().chain([&axes.output]).zip(shapes).flat_map(|(a, s)| positions(a, s).into_iter().map(|(at, axis)| (axis, s[at]))).collect();
     let mut sizes = BTreeMap::new();
     let mut holds: BTreeMap<String, bool> = BTreeMap::new();
     let mut note = |axis: &Axis, own: Option<usize>, sizes: &mut BTreeMap<String, usize>| {
-        if let Axis::Letter { name, hold, size } = axis {
-            *holds.entry(name.clone()).or_insert(true) &= *hold == Hold::Free;
+        if let Axis::Letter { name, slicing, size } = axis {
+            *holds.entry(name.clone()).or_insert(true) &= *slicing == Slicing::Free;
             if let Some(size) = size.or(own) {
                 sizes.insert(name.clone(), size);
             }
@@ -105,16 +105,16 @@ fn letters(axes: &Axes, shapes: &[Vec<usize>]) -> (BTreeMap<String, usize>, Vec<
     (sizes, holds.into_iter().filter(|(_, free)| *free).map(|(letter, _)| letter).collect())
 }
 
-fn place(axis: &Axis, sizes: &BTreeMap<String, usize>) -> Place {
+fn place(axis: &Axis, sizes: &BTreeMap<String, usize>) -> AxisParts {
     let part = |part: &Axis| (name(part).to_owned(), sizes.get(name(part)).copied().unwrap_or(1));
     match axis {
-        Axis::Product(parts) => Place::Product(parts.iter().map(part).collect()),
-        Axis::Concatenation(parts) => Place::Concatenation(parts.iter().map(part).collect()),
-        single => Place::Product(vec![part(single)]),
+        Axis::Product(parts) => AxisParts::Product(parts.iter().map(part).collect()),
+        Axis::Concatenation(parts) => AxisParts::Concatenation(parts.iter().map(part).collect()),
+        single => AxisParts::Product(vec![part(single)]),
     }
 }
 
-/// A tensor without one unit of a letter, or with zeros there.
+/// A tensor with one unit of an axis removed or zeroed.
 fn without(tensor: &Tensor, axes: &[Axis], sizes: &BTreeMap<String, usize>, letter: &str, unit: usize, zero: bool) -> Tensor {
     let mut tensor = tensor.contiguous().unwrap();
     for (at, axis) in positions(axes, tensor.dims()) {
@@ -137,7 +137,8 @@ fn without(tensor: &Tensor, axes: &[Axis], sizes: &BTreeMap<String, usize>, lett
     tensor
 }
 
-/// Holds one op to what is said of its axes: how many letters were held, or which one does not keep the law.
+/// Checks the axis rule of an op. Returns the number of checked axes, or the axis that violates the
+/// property.
 fn law(case: &Case, text: &str) -> Result<usize, String> {
     let inputs = tensors(case);
     let axes = Axes::parse(text).unwrap();
@@ -163,14 +164,14 @@ fn law(case: &Case, text: &str) -> Result<usize, String> {
     Ok(held)
 }
 
-/// What an op says of its axes over the inputs of a case.
+/// The axis rule of an op for the inputs of a case.
 fn axes(case: &Case) -> String {
     let types = types(&tensors(case));
     case.op.spec().axes(&types.iter().collect::<Vec<_>>())
 }
 
 #[test]
-fn free_letters_commute_with_slicing() {
+fn free_axes_commute_with_slicing() {
     let held: usize = cases().iter().map(|case| law(case, &axes(case)).unwrap_or_else(|e| panic!("{e}"))).sum();
     assert!(held > 300, "only {held} units were held");
 }
@@ -189,7 +190,7 @@ fn a_wrong_rule_is_found() {
         (SplitHeads { head_dim: 3 }.into(), "b s (d! h) -> b h s d!"),
         (Flatten { channels_last: true }.into(), "b c h! w! -> b (c h! w!)"),
         (Rotary::default().into(), "b h s! d -> b h s! d"),
-        (Slice::of_last(2, 3).into(), "* (a=1+k=3+b) -> * k"),
+        (Slice::last_axis(2, 3).into(), "* (a=1+k=3+b) -> * k"),
         (Conv { groups: 2, stride: 2.into(), ..Conv::default() }.into(), "b (c g=2) _ _, (g=2 o) c _ _, (g=2 o) -> b (g=2 o) _ _"),
         (Attention { scale: 0.5, ..Attention::default() }.into(), "b (r g) s! d, b g t! d, b g t! e -> b (r g) s! e"),
     ];

@@ -1,4 +1,4 @@
-//! Ops with inputs, for all laws.
+//! Ops with inputs, for all properties.
 
 use candle_core::{DType, Device, Tensor};
 use compress::ir::Op;
@@ -6,7 +6,7 @@ use compress::ir::ops::TargetSize::Number;
 use compress::ir::ops::*;
 use compress::kernel::cache::CacheFormat;
 
-/// An op and the sizes of its inputs; inputs of whole numbers are marked.
+/// An op and the shapes of its inputs; integer inputs are marked.
 pub struct Case {
     pub op: Op,
     pub inputs: Vec<(Vec<usize>, bool)>,
@@ -27,12 +27,12 @@ fn recurrent(kind: RecurrentKind, direction: Direction) -> Recurrent {
     Recurrent { kind, direction, ..Recurrent::default() }
 }
 
-/// Images that become larger or smaller.
+/// Image resizing in both directions.
 fn scales(places: &[f64]) -> Vec<Extent> {
     [1.0, 1.0].iter().chain(places).map(|scale| Extent::Scale(*scale)).collect()
 }
 
-/// Every op, in the forms it has.
+/// All ops in all variants.
 pub fn cases() -> Vec<Case> {
     let conv = |groups, stride: usize, padding: usize| Conv { groups, stride: stride.into(), padding: padding.into(), dilation: 1.into() };
     vec![
@@ -42,7 +42,7 @@ pub fn cases() -> Vec<Case> {
         case(conv(2, 2, 0), &[&[2, 4, 7, 6], &[6, 2, 3, 3], &[6]]),
         case(conv(4, 1, 1), &[&[2, 4, 5, 5], &[4, 1, 3, 3]]),
         case(conv(4, 2, 1), &[&[2, 4, 5, 5], &[8, 1, 3, 3], &[8]]),
-        // One position on the axis of the larger step.
+        // Size one on the axis with the larger stride.
         case(Conv { stride: PerAxis([2, 5]), ..Conv::default() }, &[&[2, 3, 9, 7], &[4, 3, 3, 3], &[4]]),
         case(Conv { stride: PerAxis([1, 30]), dilation: PerAxis([2, 1]), ..Conv::default() }, &[&[2, 3, 9, 7], &[4, 3, 3, 3]]),
         case(Conv { stride: PerAxis([2, 1]), padding: Padding([1, 0, 0, 2]), ..Conv::default() }, &[&[2, 4, 5, 6], &[6, 4, 3, 2], &[6]]),
@@ -104,14 +104,14 @@ pub fn cases() -> Vec<Case> {
         case(AveragePool { kernel: 3.into(), padding: 1.into(), count_padding: true, ..AveragePool::default() }, &[&[2, 3, 7]]),
         case(MaxPool::default(), &[&[2, 4, 6, 6]]),
         case(GlobalAveragePool::default(), &[&[2, 4, 5, 3]]),
-        case(GlobalAveragePool { keep: true }, &[&[2, 4, 5, 3]]),
+        case(GlobalAveragePool { keep_dims: true }, &[&[2, 4, 5, 3]]),
         case(GlobalAveragePool::default(), &[&[2, 4, 5]]),
         case(Flatten { channels_last: false }, &[&[2, 4, 3, 2]]),
         case(Flatten { channels_last: true }, &[&[2, 4, 3, 2]]),
         case(Patchify {}, &[&[2, 4, 3, 2]]),
         case(Prepend {}, &[&[1, 1, 4], &[2, 3, 4]]),
         case(Select { index: 1 }, &[&[2, 3, 4]]),
-        case(Slice::of_last(2, 3), &[&[2, 3, 6]]),
+        case(Slice::last_axis(2, 3), &[&[2, 3, 6]]),
         case(Slice { start: 1, axis: 1, length: Some(2), ..Slice::default() }, &[&[2, 4, 3]]),
         case(Slice { start: -4, length: None, rest: 1, ..Slice::default() }, &[&[2, 3, 6]]),
         case(Slice { start: 1, step: 2, length: Some(2), axis: 0, ..Slice::default() }, &[&[5, 3]]),
@@ -159,14 +159,14 @@ pub fn cases() -> Vec<Case> {
         case(Binary { kind: BinaryKind::Max }, &[&[2, 3, 5], &[2, 1, 5]]),
         case(Binary { kind: BinaryKind::Min }, &[&[3, 5], &[2, 3, 5]]),
         case(Reduce::default(), &[&[2, 3, 5]]),
-        case(Reduce { kind: ReduceKind::Mean, axes: vec![2, 3], keep: true }, &[&[2, 3, 4, 5]]),
-        case(Reduce { kind: ReduceKind::Sum, axes: vec![1], keep: false }, &[&[2, 3, 5]]),
-        case(Reduce { kind: ReduceKind::Sum, axes: vec![], keep: false }, &[&[2, 3, 5]]),
-        case(Reduce { kind: ReduceKind::Max, axes: vec![0, -1], keep: false }, &[&[2, 3, 5]]),
-        case(Reduce { kind: ReduceKind::Min, axes: vec![1], keep: true }, &[&[2, 3, 5]]),
-        case(Reduce { kind: ReduceKind::L1, axes: vec![-2], keep: true }, &[&[2, 3, 5]]),
-        case(Reduce { kind: ReduceKind::L2, axes: vec![1], keep: false }, &[&[2, 3, 5]]),
-        case(Reduce { kind: ReduceKind::SumOfSquares, axes: vec![0], keep: true }, &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::Mean, axes: vec![2, 3], keep_dims: true }, &[&[2, 3, 4, 5]]),
+        case(Reduce { kind: ReduceKind::Sum, axes: vec![1], keep_dims: false }, &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::Sum, axes: vec![], keep_dims: false }, &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::Max, axes: vec![0, -1], keep_dims: false }, &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::Min, axes: vec![1], keep_dims: true }, &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::L1, axes: vec![-2], keep_dims: true }, &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::L2, axes: vec![1], keep_dims: false }, &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::SumOfSquares, axes: vec![0], keep_dims: true }, &[&[2, 3, 5]]),
         case(ConvTranspose::default(), &[&[2, 3, 4, 5], &[3, 2, 3, 3], &[2]]),
         case(ConvTranspose { stride: PerAxis([2, 5]), output_padding: PerAxis([0, 4]), ..ConvTranspose::default() }, &[&[2, 3, 4, 1], &[3, 2, 3, 3]]),
         case(ConvTranspose { stride: PerAxis([3, 2]), output_padding: 1.into(), ..ConvTranspose::default() }, &[&[2, 3, 3, 4], &[3, 2, 3, 3]]),
@@ -232,7 +232,8 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-/// Sizes at which kernels take other ways: many threads, several blocks, spread axes, steps that leave pixels over.
+/// Sizes for which kernels use other code paths: many threads, several blocks, broadcast axes, strides
+/// that leave a remainder.
 pub fn larger_cases() -> Vec<Case> {
     let conv = |groups, stride: usize, padding: usize| Conv { groups, stride: stride.into(), padding: padding.into(), dilation: 1.into() };
     let attention = |causal, window| Attention { scale: 0.3, causal, window, ..Attention::default() };
@@ -280,12 +281,12 @@ pub fn larger_cases() -> Vec<Case> {
         case(HardSwish {}, &[&[3, 200, 190]]),
         case(Dispatch { expert: 0 }, &[&[3, 50, 40], &[3, 50, 2]]),
         case(Combine {}, &[&[3, 50, 2], &[3, 50, 40], &[3, 50, 40]]),
-        case(GlobalAveragePool { keep: true }, &[&[16, 20, 7, 7]]),
+        case(GlobalAveragePool { keep_dims: true }, &[&[16, 20, 7, 7]]),
         case(GlobalAveragePool::default(), &[&[16, 20, 7, 7]]),
     ]
 }
 
-/// Numbers between 0.1 and 1.1, and for whole numbers zeros and ones; always the same.
+/// Deterministic values: between 0.1 and 1.1 for floats, zeros and ones for integers.
 pub fn tensors(case: &Case) -> Vec<Tensor> {
     let mut state = 1u64;
     let mut next = move || {

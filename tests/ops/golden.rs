@@ -1,4 +1,4 @@
-//! Gradients of single ops against PyTorch's, which `scripts/goldens-gradients` wrote.
+//! Gradients of single ops compared with PyTorch (`scripts/goldens-gradients`).
 
 use std::path::Path;
 
@@ -22,7 +22,7 @@ struct Golden {
     gradients: Vec<usize>,
 }
 
-/// The weights of the loss, by the script's formula.
+/// The weights of the loss, by the formula of the script.
 fn weights(output: &Tensor) -> Tensor {
     let weight = |i: u64| ((7919 * i % 2003) as f64 / 2003.0 - 0.5) as f32;
     Tensor::from_vec((0..output.elem_count() as u64).map(weight).collect::<Vec<_>>(), output.dims(), &Device::Cpu).unwrap()
@@ -40,11 +40,11 @@ fn gradients_are_those_of_pytorch() {
         let output = op.spec().eval(&inputs).unwrap();
         let gradient = weights(&output);
         let wanted: Vec<bool> = (0..golden.inputs).map(|index| golden.gradients.contains(&index)).collect();
-        // By the kernels, and by what other devices and types take.
+        // With kernels, and with the implementation for other devices and dtypes.
         for dtype in [DType::F32, DType::F64] {
             let convert = |t: &Tensor| if t.dtype().is_float() { t.to_dtype(dtype).unwrap() } else { t.clone() };
-            let saved: Vec<Saved> = inputs.iter().map(|t| Saved::whole(convert(t))).collect();
-            let backward = Backward { inputs: &saved, output: &Saved::whole(convert(&output)), gradient: &convert(&gradient), wanted: &wanted };
+            let saved: Vec<Saved> = inputs.iter().map(|t| Saved::full(convert(t))).collect();
+            let backward = Backward { inputs: &saved, output: &Saved::full(convert(&output)), gradient: &convert(&gradient), needs_gradient: &wanted };
             let found = PreparedOp::new(&op, &Device::Cpu, dtype).backward(&backward).unwrap_or_else(|e| panic!("{op}: {e}"));
             for &index in &golden.gradients {
                 let expected = &tensors[&format!("{}/gradient/{index}", golden.name)];

@@ -1,4 +1,4 @@
-//! Gradients against finite differences, in f64.
+//! Gradients compared with finite differences in f64.
 
 use candle_core::{DType, Device, Tensor};
 use compress::ir::Op;
@@ -8,13 +8,13 @@ use super::cases::{Case, cases, larger_cases, tensors};
 
 const STEP: f64 = 1e-5;
 
-/// Inputs on both sides of zero where that is allowed: numbers between -1 and 1, none of them near a kink.
+/// Inputs of both signs if the op allows them: numbers between -1 and 1, none of them near a kink.
 pub fn spread(op: &Op, inputs: Vec<Tensor>) -> Vec<Tensor> {
     inputs
         .into_iter()
         .enumerate()
         .map(|(index, tensor)| match tensor.dtype() {
-            // A query that sees nothing but padding has a gradient that means nothing.
+            // The gradient of a query with only masked keys is undefined.
             DType::I64 if matches!(op, Op::Attention(_)) => {
                 let values: Vec<i64> = (0..tensor.elem_count()).map(|i| i64::from(i % 3 != 1)).collect();
                 Tensor::from_vec(values, tensor.dims(), &Device::Cpu).unwrap()
@@ -27,7 +27,7 @@ pub fn spread(op: &Op, inputs: Vec<Tensor>) -> Vec<Tensor> {
         .collect()
 }
 
-/// Whether an input must be greater than zero for the op to have a value there, and a slope.
+/// Whether an input must be positive for the op to be differentiable.
 fn positive(op: &Op, input: usize) -> bool {
     match op {
         Op::Sqrt(_) | Op::Log(_) | Op::Reciprocal(_) => true,
@@ -37,7 +37,7 @@ fn positive(op: &Op, input: usize) -> bool {
     }
 }
 
-/// What the gradients are those of: rounding counts as not done.
+/// The differentiated function: rounding is treated as the identity (straight-through estimator).
 fn smooth(op: &Op) -> Op {
     match op {
         Op::FakeQuantize(op) => Clip { min: op.range().0.into(), max: op.range().1.into() }.into(),
@@ -58,12 +58,12 @@ fn loss(op: &Op, inputs: &[Tensor]) -> f64 {
 }
 
 #[test]
-fn gradients_are_those_of_finite_differences() {
+fn gradients_match_finite_differences() {
     let mut checked = 0;
     for (case, inputs) in all_cases() {
         let inputs = converted(&inputs, DType::F64);
-        // Counts rounding as done for the scale; PyTorch's goldens hold it.
-        let Some((gradient, wanted)) = given(&case, &inputs).filter(|_| !matches!(case.op, Op::LearnedFakeQuantize(_) | Op::CacheQuantize(_))) else {
+        // The gradient of the scale includes rounding; it is checked against PyTorch's goldens.
+        let Some((gradient, wanted)) = output_gradient(&case, &inputs).filter(|_| !matches!(case.op, Op::LearnedFakeQuantize(_) | Op::CacheQuantize(_))) else {
             continue;
         };
         let gradients = backward(&case.op, &inputs, &gradient, &wanted);
@@ -98,26 +98,26 @@ fn gradients_are_those_of_finite_differences() {
     assert!(checked > 1000, "only {checked} elements were checked");
 }
 
-/// What gradients of an op are made from: only what it says that it reads.
+/// The inputs of the backward pass of an op: only the values that it declares to read.
 pub fn saved(op: &Op, inputs: &[Tensor], output: &Tensor) -> (Vec<Saved>, Saved) {
-    let keep = |keep: bool, tensor: &Tensor| if keep { Saved::whole(tensor.clone()) } else { Saved::shape(tensor.dims()) };
+    let keep = |keep: bool, tensor: &Tensor| if keep { Saved::full(tensor.clone()) } else { Saved::shape(tensor.dims()) };
     let inputs = inputs.iter().enumerate().map(|(index, input)| keep(op.spec().reads_input(index), input)).collect();
     (inputs, keep(op.spec().reads_output(), output))
 }
 
-/// Gradients as they are meant.
+/// Gradients by the definition.
 pub fn backward(op: &Op, inputs: &[Tensor], gradient: &Tensor, wanted: &[bool]) -> Vec<Option<Tensor>> {
     let output = op.spec().eval(inputs).unwrap_or_else(|e| panic!("{op}: {e}"));
     let (kept, kept_output) = saved(op, inputs, &output);
-    let backward = Backward { inputs: &kept, output: &kept_output, gradient, wanted };
+    let backward = Backward { inputs: &kept, output: &kept_output, gradient, needs_gradient: wanted };
     op.spec().backward(&backward).unwrap_or_else(|e| panic!("{op}: {e}"))
 }
 
-/// The same by the kernel of the host, where there is one.
-fn ours(case: &Case, inputs: &[Tensor], gradient: &Tensor, wanted: &[bool]) -> Vec<Option<Tensor>> {
+/// Gradients by the host kernel, if there is one.
+fn computed_gradients(case: &Case, inputs: &[Tensor], gradient: &Tensor, wanted: &[bool]) -> Vec<Option<Tensor>> {
     let prepared = PreparedOp::new(&case.op, &Device::Cpu, gradient.dtype());
     let (kept, kept_output) = saved(&case.op, inputs, &prepared.forward(inputs).unwrap());
-    let backward = Backward { inputs: &kept, output: &kept_output, gradient, wanted };
+    let backward = Backward { inputs: &kept, output: &kept_output, gradient, needs_gradient: wanted };
     prepared.backward(&backward).unwrap_or_else(|e| panic!("{}: {e}", case.op))
 }
 
@@ -125,8 +125,8 @@ pub fn converted(tensors: &[Tensor], dtype: DType) -> Vec<Tensor> {
     tensors.iter().map(|t| if t.dtype().is_float() { t.to_dtype(dtype).unwrap() } else { t.clone() }).collect()
 }
 
-/// A gradient of the output, and for which inputs there is one.
-pub fn given(case: &Case, inputs: &[Tensor]) -> Option<(Tensor, Vec<bool>)> {
+/// A gradient of the output, and which inputs are differentiable.
+pub fn output_gradient(case: &Case, inputs: &[Tensor]) -> Option<(Tensor, Vec<bool>)> {
     let output = case.op.spec().eval(inputs).unwrap_or_else(|e| panic!("{}: {e}", case.op));
     output.dtype().is_float().then(|| (weights(&output), inputs.iter().map(|input| input.dtype().is_float()).collect()))
 }
@@ -143,15 +143,15 @@ pub fn wide(tensor: &Tensor) -> Vec<f64> {
 }
 
 #[test]
-fn only_what_is_wanted_comes_back() {
+fn only_requested_gradients_are_returned() {
     for (case, inputs) in all_cases() {
-        let Some((gradient, wanted)) = given(&case, &inputs) else { continue };
+        let Some((gradient, wanted)) = output_gradient(&case, &inputs) else { continue };
         for dtype in [DType::F64, DType::F32] {
             let (inputs, gradient) = (converted(&inputs, dtype), gradient.to_dtype(dtype).unwrap());
-            let all = ours(&case, &inputs, &gradient, &wanted);
+            let all = computed_gradients(&case, &inputs, &gradient, &wanted);
             for index in (0..inputs.len()).filter(|index| wanted[*index]) {
                 let only: Vec<bool> = (0..inputs.len()).map(|other| other == index).collect();
-                let one = ours(&case, &inputs, &gradient, &only);
+                let one = computed_gradients(&case, &inputs, &gradient, &only);
                 for (at, one) in one.iter().enumerate() {
                     assert_eq!(one.is_some(), at == index && all[index].is_some(), "{}, input {at} where {index} is wanted", case.op);
                 }
@@ -164,14 +164,14 @@ fn only_what_is_wanted_comes_back() {
 }
 
 #[test]
-fn threads_change_nothing() {
+fn threads_do_not_change_gradients() {
     let with = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| {
             let of = |(case, inputs): (Case, Vec<Tensor>)| {
                 let inputs = converted(&inputs, DType::F32);
-                let (gradient, wanted) = given(&case, &inputs)?;
-                let gradients = ours(&case, &inputs, &gradient.to_dtype(DType::F32).unwrap(), &wanted);
+                let (gradient, wanted) = output_gradient(&case, &inputs)?;
+                let gradients = computed_gradients(&case, &inputs, &gradient.to_dtype(DType::F32).unwrap(), &wanted);
                 Some((case.op.to_string(), gradients.iter().map(|g| g.as_ref().map(wide)).collect::<Vec<_>>()))
             };
             all_cases().filter_map(of).collect::<Vec<_>>()

@@ -1,20 +1,20 @@
-//! The law of kernels: on every device and in every type of floats, what ops mean and what their kernels compute is, but for rounding,
-//! what ops mean in f64 on the host.
+//! Property of kernels: on every device and in every float dtype, the definition of an op and its
+//! kernels compute the same, up to rounding, as the definition in f64 on the host.
 
 use candle_core::{DType, Device, Tensor};
 use compress::ir::Op;
 use compress::ir::ops::*;
 
 use super::cases::Case;
-use super::gradients::{all_cases, backward, converted, given, saved, wide};
+use super::gradients::{all_cases, backward, converted, output_gradient, saved, wide};
 
-/// Types of floats, and how far rounding may take values and gradients, in parts of the largest.
+/// Float dtypes and tolerances of values and gradients, relative to the largest element.
 const TYPES: [(DType, f64); 3] = [(DType::F32, 5e-5), (DType::F16, 0.01), (DType::BF16, 0.05)];
 
-/// The devices of this machine; with `COMPRESS_TEST_DEVICE` the CPU and the one that it names, which must be there.
+/// The devices of this machine; with `COMPRESS_TEST_DEVICE`, the CPU and that device, which must exist.
 fn devices() -> Vec<Device> {
     let other = match std::env::var("COMPRESS_TEST_DEVICE") {
-        Ok(name) => Some(name.parse::<compress::exec::Choice>().unwrap().open().unwrap()).filter(|device| !device.is_cpu()),
+        Ok(name) => Some(name.parse::<compress::exec::DeviceChoice>().unwrap().open().unwrap()).filter(|device| !device.is_cpu()),
         Err(_) => Device::new_cuda(0).ok(),
     };
     [Some(Device::Cpu), other].into_iter().flatten().collect()
@@ -24,7 +24,7 @@ fn on(tensors: &[Tensor], device: &Device) -> Vec<Tensor> {
     tensors.iter().map(|tensor| tensor.to_device(device).unwrap()).collect()
 }
 
-/// Complains where two tensors differ by more than a part of the largest element.
+/// Reports if two tensors differ by more than a tolerance relative to the largest element.
 fn compare(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64, failures: &mut Vec<String>) {
     if found.dims() != expected.dims() {
         return failures.push(format!("{what}: {:?} for {:?}", found.dims(), expected.dims()));
@@ -49,7 +49,7 @@ fn compare_all(what: &str, found: &[Option<Tensor>], expected: &[Option<Tensor>]
     }
 }
 
-/// An op, its inputs in a type of floats on a device, and what it means for those.
+/// An op, its inputs in a float dtype on a device, and the expected outputs.
 struct Law<'c> {
     case: &'c Case,
     name: String,
@@ -65,7 +65,7 @@ impl Law<'_> {
         let has_floats = self.inputs.iter().any(|input| input.dtype().is_float());
         assert!(!output.dtype().is_float() || output.dtype() == dtype || !has_floats, "{}", self.name);
         compare(&self.name, &output, &self.output, self.tolerance, failures);
-        let Some((gradient, wanted)) = given(self.case, &self.exact) else { return };
+        let Some((gradient, wanted)) = output_gradient(self.case, &self.exact) else { return };
         let gradient = gradient.to_dtype(dtype).unwrap();
         let expected = backward(&self.case.op, &self.exact, &gradient.to_dtype(DType::F64).unwrap(), &wanted);
         let found = backward(&self.case.op, &self.inputs, &gradient.to_device(device).unwrap(), &wanted);
@@ -80,19 +80,19 @@ impl Law<'_> {
             compare(&name, output, &self.output, self.tolerance, failures);
         }
         self.fused(kernel, device, dtype, failures);
-        let Some((gradient, wanted)) = given(self.case, &self.exact) else { return };
+        let Some((gradient, wanted)) = output_gradient(self.case, &self.exact) else { return };
         let gradient = gradient.to_dtype(dtype).unwrap();
         let expected = backward(&self.case.op, &self.exact, &gradient.to_dtype(DType::F64).unwrap(), &wanted);
         let output = output.unwrap_or_else(|| self.case.op.spec().eval(&self.inputs).unwrap());
         let (kept, kept_output) = saved(&self.case.op, &self.inputs, &output);
         let gradient = gradient.to_device(device).unwrap();
-        let backward = Backward { inputs: &kept, output: &kept_output, gradient: &gradient, wanted: &wanted };
+        let backward = Backward { inputs: &kept, output: &kept_output, gradient: &gradient, needs_gradient: &wanted };
         if let Some(found) = kernel.backward(&backward).unwrap() {
             compare_all(&name, &found, &expected, self.tolerance, failures);
         }
     }
 
-    /// Each step alone and all of them together, against the ops that they stand for.
+    /// Each epilogue step separately and all of them combined, compared with the fused ops.
     fn fused(&self, kernel: &dyn Kernel, device: &Device, dtype: DType, failures: &mut Vec<String>) {
         let like = |seed: f64| ((super::gradients::weights(&self.output) * seed).unwrap() + 0.2).unwrap();
         let channel = |seed: f64| {
@@ -100,7 +100,7 @@ impl Law<'_> {
             let values: Vec<f64> = (0..count).map(|i| (seed * i as f64).cos()).collect();
             Tensor::from_vec(values, count, &Device::Cpu).unwrap()
         };
-        // Images lie channel by channel, as kernels leave them.
+        // Images are in channels-first layout.
         let as_kernel = |tensor: &Tensor| {
             let tensor = tensor.to_dtype(dtype).unwrap().to_device(device).unwrap();
             if tensor.rank() == 4 { tensor.transpose(0, 1).unwrap().contiguous().unwrap().transpose(0, 1).unwrap() } else { tensor }
@@ -145,12 +145,12 @@ impl Law<'_> {
 }
 
 #[test]
-fn kernels_compute_what_ops_mean() {
+fn kernels_match_the_definition_of_ops() {
     let (mut failures, mut kernels) = (Vec::new(), std::collections::BTreeSet::new());
     for device in devices() {
         for (dtype, tolerance) in TYPES {
             for (case, inputs) in all_cases() {
-                // What rounding makes of the inputs is no difference.
+                // The inputs are rounded before the comparison.
                 let inputs = converted(&inputs, dtype);
                 let exact = converted(&inputs, DType::F64);
                 let output = case.op.spec().eval(&exact).unwrap_or_else(|e| panic!("{}: {e}", case.op));
@@ -186,12 +186,12 @@ fn halves_are_rounded_to_even_numbers_everywhere() {
 }
 
 #[test]
-fn rows_of_padding_alone_are_no_nan() {
+fn rows_of_only_padding_are_not_nan() {
     let op = Op::from(Attention { scale: 0.5, causal: true, ..Attention::default() });
     for device in devices() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             let heads = |scale: f64| (Tensor::ones((1, 2, 3, 4), DType::F32, &device).unwrap() * scale).unwrap().to_dtype(dtype).unwrap();
-            // Products so large that they would overflow beside the smallest number of 16 bits.
+            // Products that would overflow when the mask is the most negative 16-bit number.
             let inputs = [heads(-30.0), heads(30.0), heads(1.0), Tensor::zeros((1, 3), DType::I64, &device).unwrap()];
             for output in [op.spec().eval(&inputs).unwrap(), PreparedOp::new(&op, &device, dtype).forward(&inputs).unwrap()] {
                 assert!(wide(&output.to_device(&Device::Cpu).unwrap()).iter().all(|x| (x - 1.0).abs() < 0.01), "{dtype:?} on {device:?}");
@@ -200,9 +200,9 @@ fn rows_of_padding_alone_are_no_nan() {
     }
 }
 
-/// An expert sees few tokens: what its kernels leave out is zero, and what they compute is what is meant.
+/// Experts process few tokens: rows that kernels skip are zero, and the others match the definition.
 #[test]
-fn rows_that_no_expert_sees_are_zeros() {
+fn rows_without_an_expert_are_zero() {
     let random = |shape: &[usize]| Tensor::randn(0f32, 1f32, shape, &Device::Cpu).unwrap();
     let exact = |tensors: &[&Tensor]| tensors.iter().map(|tensor| tensor.to_dtype(DType::F64).unwrap()).collect::<Vec<_>>();
     let prepared = |op: &Op| kernel(op, &Device::Cpu, DType::F32);

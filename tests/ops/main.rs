@@ -1,4 +1,4 @@
-//! Laws of ops: what is inferred is what is computed.
+//! Properties of ops: inferred types match computed tensors.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -13,6 +13,8 @@ mod gradients;
 mod kernels;
 mod nodes;
 mod onnx;
+#[path = "../common/onnxruntime.rs"]
+mod onnxruntime;
 
 use cases::{cases, tensors};
 
@@ -38,14 +40,14 @@ fn largest(tensor: &Tensor) -> f32 {
 #[test]
 fn every_op_has_a_case() {
     let held: Vec<&str> = cases().iter().map(|c| c.op.name()).collect();
-    // What an opaque op computes is said elsewhere: `tests/onnx_opaque.rs`.
+    // Opaque ops are tested in `tests/onnx_opaque.rs`.
     for name in OPS.iter().filter(|name| **name != "Opaque") {
         assert!(held.contains(name), "{name} has no case");
     }
 }
 
 #[test]
-fn what_is_inferred_is_what_is_computed() {
+fn inferred_types_match_computed_tensors() {
     for case in cases() {
         let inputs = tensors(&case);
         let ty = infer(&case.op, &inputs).unwrap_or_else(|e| panic!("{}: {e}", case.op));
@@ -57,14 +59,14 @@ fn what_is_inferred_is_what_is_computed() {
 }
 
 #[test]
-fn ops_come_back_from_their_text() {
+fn ops_are_restored_from_their_text() {
     for case in cases() {
         assert_eq!(case.op.to_string().parse::<Op>().unwrap(), case.op);
         assert_eq!(serde_json::from_str::<Op>(&serde_json::to_string(&case.op).unwrap()).unwrap(), case.op);
     }
 }
 
-/// The same attributes with each number, one after the other, replaced.
+/// The attributes with each number replaced in turn.
 fn changed(json: &serde_json::Value, number: &serde_json::Value) -> Vec<serde_json::Value> {
     use serde_json::Value;
     match json {
@@ -87,7 +89,7 @@ fn changed(json: &serde_json::Value, number: &serde_json::Value) -> Vec<serde_js
 }
 
 #[test]
-fn extreme_attributes_are_typed_or_refused() {
+fn extreme_attributes_are_typed_or_rejected() {
     let numbers = [0, 1, -1, 7, i64::from(u32::MAX), i64::MAX, i64::MIN, i64::MIN + 1];
     let mut typed = 0;
     for case in cases() {
@@ -111,12 +113,12 @@ fn extreme_attributes_are_typed_or_refused() {
 }
 
 #[test]
-fn open_sizes_come_out_as_computed() {
+fn dynamic_sizes_match_computed_ones() {
     let mut held = 0;
     for case in cases() {
         let inputs = tensors(&case);
         let output = case.op.spec().eval(&inputs).unwrap_or_else(|e| panic!("{}: {e}", case.op));
-        // One axis after the other is open; an op may refuse that.
+        // Each axis in turn is dynamic, which an op may reject.
         for (input, tensor) in inputs.iter().enumerate() {
             for (axis, size) in tensor.dims().iter().enumerate() {
                 let mut types = types(&inputs);
@@ -134,7 +136,7 @@ fn open_sizes_come_out_as_computed() {
 }
 
 #[test]
-fn products_cost_something() {
+fn products_have_a_cost() {
     for case in cases() {
         let inputs = tensors(&case);
         let types = types(&inputs);
@@ -160,7 +162,7 @@ fn wrong_inputs_are_refused() {
         assert!(case.op.spec().output(&[]).is_err(), "{} without inputs", case.op);
         let many: Vec<&TensorType> = refs.iter().copied().cycle().take(7).collect();
         assert!(case.op.spec().output(&many).is_err() || matches!(case.op, Op::Concat(_)), "{} with seven inputs", case.op);
-        // Data movement takes integers too.
+        // Data movement also supports integers.
         if matches!(case.op, Op::Reshape(_) | Op::Slice(_) | Op::Transpose(_)) {
             continue;
         }

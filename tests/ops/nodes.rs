@@ -1,4 +1,5 @@
-//! Our ops against ONNX's own backend tests of single operators, which `scripts/goldens-nodes` has put into our ops.
+//! Ops compared with ONNX's backend tests of single operators, which `scripts/goldens-nodes` converted
+//! to typed ops.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -23,7 +24,7 @@ struct Golden {
     inputs: usize,
 }
 
-/// A case as it is run: ops one after the other, the inputs of the first, and what ONNX expects.
+/// A test case: a sequence of ops, the inputs of the first one, and the expected outputs.
 struct Case {
     name: String,
     operator: String,
@@ -46,7 +47,8 @@ fn cases() -> Vec<Case> {
     goldens.cases.into_iter().map(case).collect()
 }
 
-/// Where a result differs from what is expected by more than 1e-4 of it and 1e-5.
+/// The first element that differs from the expected value by more than a relative error of 1e-4 and an
+/// absolute error of 1e-5.
 fn differs(found: &Tensor, expected: &Tensor) -> Option<String> {
     if found.dims() != expected.dims() {
         return Some(format!("{:?} for {:?}", found.dims(), expected.dims()));
@@ -57,10 +59,10 @@ fn differs(found: &Tensor, expected: &Tensor) -> Option<String> {
 }
 
 #[test]
-fn operators_compute_what_onnx_says() {
+fn operators_match_the_tests_of_onnx() {
     let (mut failures, mut counts) = (Vec::new(), BTreeMap::<String, usize>::new());
     for case in cases() {
-        // As ops are meant, and by kernels.
+        // With the definitions of ops, and with kernels.
         for prepared in [false, true] {
             let mut values = case.inputs.clone();
             for op in &case.ops {
@@ -80,7 +82,7 @@ fn operators_compute_what_onnx_says() {
 }
 
 #[test]
-fn operators_are_written_as_onnx_has_them() {
+fn operators_are_written_in_the_form_of_onnx() {
     let mut runs = onnx::Runs::new();
     for case in cases() {
         runs.check(&case.name, &case.ops, &case.inputs, &|found| differs(found, &case.expected));

@@ -1,4 +1,4 @@
-//! Every op, written as ONNX and run in ONNX Runtime, computes what its evaluation does.
+//! Every op, exported to ONNX and run in ONNX Runtime, computes the same as its evaluation.
 
 use std::collections::BTreeMap;
 
@@ -6,13 +6,13 @@ use candle_core::Tensor;
 use compress::ir::ops::{AveragePool, BatchNorm, Pad, PadMode};
 use compress::ir::{Builder, Op};
 use compress::onnx::{Style, draft, file};
-use compress::runtime::{Options, Session, library};
+use compress::runtime::{Options, Session};
 use compress::store::writer::Piece;
 
 use super::cases::Case;
 use super::{cases, distance, tensors, types};
 
-/// Runs of written ops in ONNX Runtime, where that is at hand.
+/// Runs of exported ops in ONNX Runtime, if it is available.
 pub struct Runs {
     folder: Option<tempfile::TempDir>,
     count: usize,
@@ -21,11 +21,12 @@ pub struct Runs {
 
 impl Runs {
     pub fn new() -> Runs {
-        let found = library().map_err(|error| eprintln!("skipped: {error}")).is_ok();
+        let found = crate::onnxruntime::has_onnx_runtime();
         Runs { folder: found.then(|| tempfile::tempdir().unwrap()), count: 0, failures: Vec::new() }
     }
 
-    /// Runs ops one after the other at the first opset that has them and at the last; `differs` says what is wrong with the result.
+    /// Runs a sequence of ops at the first opset that supports them and at the last one. `differs`
+    /// returns the error of a result.
     pub fn check(&mut self, name: &str, ops: &[Op], given: &[Tensor], differs: &dyn Fn(&Tensor) -> Option<String>) {
         let Some(folder) = &self.folder else { return };
         let mut builder = Builder::unchecked();
@@ -58,7 +59,7 @@ impl Runs {
     }
 }
 
-/// The first opset that has what an op says.
+/// The first opset that supports an op.
 fn first_opset(op: &Op) -> u32 {
     match op {
         Op::Pad(Pad { mode: PadMode::Wrap, .. }) => 19,
@@ -68,7 +69,7 @@ fn first_opset(op: &Op) -> u32 {
 }
 
 #[test]
-fn every_op_is_written_as_what_it_computes() {
+fn every_op_is_exported_correctly() {
     let mut runs = Runs::new();
     let of_inference = |case: &&Case| !matches!(case.op, Op::BatchNorm(BatchNorm { batch: true, .. }));
     for case in cases().iter().filter(of_inference) {

@@ -5,8 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType as Candle, Device, Tensor as Array};
-use compress::data::{Data, synthetic_of};
-use compress::evaluation::{Fidelity, Outputs, closeness};
+use compress::data::{Data, synthetic_with_sizes};
+use compress::evaluation::{Fidelity, Outputs, output_fidelity};
 use compress::exec::{Executor, Inputs, Parameters, Residence};
 use compress::pipeline::{Builder, verify};
 use compress::recipe::Recipe;
@@ -18,7 +18,8 @@ use serde_json::{Value, json};
 
 use crate::common::{DType, Desk, Tensor, Tensors, contents, read, work};
 
-/// Seeds of the draws of a law: as many as `COMPRESS_LAW_DRAWS` names, or else those of the gate.
+/// Seeds of the draws of a property: as many as `COMPRESS_LAW_DRAWS` specifies, otherwise the default
+/// number.
 pub fn seeds(gate: u64) -> std::ops::Range<u64> {
     let draws = std::env::var("COMPRESS_LAW_DRAWS").ok().map(|count| count.parse().expect("COMPRESS_LAW_DRAWS is a number"));
     0..draws.unwrap_or(gate)
@@ -44,7 +45,7 @@ pub enum Network {
     Convolutional,
 }
 
-/// A drawn model in a folder of its own.
+/// A drawn model in a temporary folder.
 pub struct Draw {
     pub desk: Desk,
     /// The model folder.
@@ -78,7 +79,7 @@ impl Draw {
         let (desk, mut rng) = (Desk::new(), StdRng::seed_from_u64(seed));
         let source = golden(name);
         let mut weights = Tensors::new();
-        // Folders inside have weights of their own, whose names may be the same.
+        // Subfolders have separate weights, possibly with the same names.
         let is_own = |file: &str| file.contains(".safetensors") && !file.contains('/');
         for (file, _) in contents(&source).into_iter().filter(|(file, _)| is_own(file) && file.ends_with(".safetensors") && !file.starts_with("golden")) {
             weights.extend(read(&source.join(&file)));
@@ -122,7 +123,7 @@ impl Draw {
             "height" | "width" => 32,
             _ => 6,
         });
-        synthetic_of(&graph, seed, &sizes).unwrap().inputs
+        synthetic_with_sizes(&graph, seed, &sizes).unwrap().inputs
     }
 
     /// Writes samples as a data set with an odd batch size.
@@ -181,7 +182,7 @@ pub fn fidelity(draw: &Draw, folder: &Path, inputs: &Inputs) -> Fidelity {
     let mut batch = compress::data::synthetic(&graph, 0).unwrap();
     batch.inputs = inputs.clone();
     batch.samples = inputs.values().next().unwrap().dims()[0];
-    closeness(&batch, &draw.outputs(inputs), &outputs(folder, inputs)).unwrap()
+    output_fidelity(&batch, &draw.outputs(inputs), &outputs(folder, inputs)).unwrap()
 }
 
 /// Rows of all samples in another order.

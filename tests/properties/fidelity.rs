@@ -1,8 +1,8 @@
-//! Laws of the comparison of two models' outputs.
+//! Properties of the fidelity of two models' outputs.
 
 use candle_core::{Device, Tensor};
 use compress::data::{Batch, References};
-use compress::evaluation::{Outputs, closeness};
+use compress::evaluation::{Outputs, output_fidelity};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -31,14 +31,14 @@ fn outputs(seed: u64) -> (Batch, Outputs, Outputs, StdRng) {
 }
 
 #[test]
-fn a_corrupted_output_lowers_every_figure() {
+fn a_corrupted_output_lowers_every_metric() {
     for seed in seeds(40) {
         let (batch, before, after, mut rng) = outputs(seed);
-        let good = closeness(&batch, &before, &after).unwrap();
+        let good = output_fidelity(&batch, &before, &after).unwrap();
         for name in before.keys() {
             let mut corrupted = after.clone();
             corrupted.insert(name.clone(), array(before[name].dims(), &mut rng));
-            let bad = closeness(&batch, &before, &corrupted).unwrap();
+            let bad = output_fidelity(&batch, &before, &corrupted).unwrap();
             let what = format!("seed {seed}, `{name}`");
             assert!(bad.cosine < good.cosine && bad.cosine_min < good.cosine_min, "{what}: {bad:?}");
             assert!(bad.sqnr_db < good.sqnr_db && bad.max_abs_error > good.max_abs_error, "{what}: {bad:?}");
@@ -48,14 +48,14 @@ fn a_corrupted_output_lowers_every_figure() {
 }
 
 #[test]
-fn another_output_changes_no_other_figure() {
+fn another_output_changes_no_other_metric() {
     for seed in seeds(40) {
         let (batch, mut before, mut after, mut rng) = outputs(seed);
-        let alone = closeness(&batch, &before, &after).unwrap();
+        let alone = output_fidelity(&batch, &before, &after).unwrap();
         let shape = [batch.samples, 5];
         before.insert("another".to_owned(), array(&shape, &mut rng));
         after.insert("another".to_owned(), array(&shape, &mut rng));
-        let together = closeness(&batch, &before, &after).unwrap();
+        let together = output_fidelity(&batch, &before, &after).unwrap();
         for (name, figures) in &alone.outputs {
             assert_eq!(&together.outputs[name], figures, "seed {seed}, `{name}`");
         }

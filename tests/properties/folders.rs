@@ -1,6 +1,8 @@
-//! Laws of files: what a folder holds is in the output or named, and names of folders do not matter.
+//! Properties of files: every file of a folder is in the output or named, and names of folders do not
+//! affect the output.
 
 use std::fs;
+use std::io::Write;
 use std::process::Command;
 
 use rand::RngExt;
@@ -28,7 +30,7 @@ fn every_file_of_a_folder_is_in_the_output_or_named() {
 }
 
 #[test]
-fn a_renamed_folder_gives_the_same_bytes() {
+fn a_renamed_folder_yields_the_same_bytes() {
     for seed in seeds(6) {
         let draw = Draw::any(seed);
         let data = draw.data(&draw.samples(7, seed));
@@ -46,7 +48,7 @@ fn a_renamed_folder_gives_the_same_bytes() {
     }
 }
 
-/// Bytes that a program and its threads read, of which the shell that waited for it keeps account.
+/// Bytes read by a program and its threads, as counted for the shell that waits for it.
 fn bytes_read(arguments: &[&str]) -> u64 {
     let script = "\"$@\" >/dev/null || exit 1; cat /proc/$$/io";
     let output = Command::new("sh").args(["-c", script, "sh", env!("CARGO_BIN_EXE_compress")]).args(arguments).output().unwrap();
@@ -55,18 +57,74 @@ fn bytes_read(arguments: &[&str]) -> u64 {
     text.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse().unwrap()
 }
 
+/// The first window of a text, and windows spread over it, are found without reading the rest.
 #[test]
-fn few_samples_of_a_large_file_are_few_bytes() {
-    assert!(families().contains(&"torchvision-resnet18".to_owned()));
-    let draw = Draw::family(0, "torchvision-resnet18");
+fn few_windows_of_a_large_text_are_few_bytes() {
+    let draw = Draw::family(0, "llama");
+    let tokenizer = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/evaluation/characters.json");
+    fs::copy(tokenizer, draw.path.join("tokenizer.json")).unwrap();
     let desk = Desk::new();
-    let sample = 3 * 32 * 32;
-    let [small, large] = [8, 1600].map(|count| {
-        let path = desk.place().with_extension("safetensors");
-        write(&path, &Tensors::from([("pixel_values".to_owned(), Tensor::new(DType::F32, &[count, 3, 32, 32], vec![0; count * sample * 4]))]));
-        let arguments = ["eval", draw.path.to_str().unwrap(), "--against", draw.path.to_str().unwrap(), "--arrays", path.to_str().unwrap(), "--samples", "4"];
-        bytes_read(&arguments)
+    for (samples, sampling) in [("1", "first"), ("4", "spread")] {
+        let [small, large] = [300_000, 20_000_000].map(|bytes| {
+            let path = desk.place().with_extension("txt");
+            fs::write(&path, "the quick brown fox jumps over the dog.\n".repeat(bytes / 40)).unwrap();
+            bytes_read(&["eval", draw.path.to_str().unwrap(), "--text", path.to_str().unwrap(), "--samples", samples, "--sampling", sampling])
+        });
+        assert!(large < small + (1 << 20), "{sampling}: {samples} windows of 0.3 MB read {small} bytes, of 20 MB {large}");
+    }
+}
+
+/// An uncompressed NumPy archive with one array of zeros.
+fn archive(name: &str, shape: &[usize]) -> Vec<u8> {
+    let sizes = shape.iter().map(|size| format!("{size},")).collect::<String>();
+    let description = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({sizes}), }}\n");
+    let start = [b"\x93NUMPY\x01\x00", &(description.len() as u16).to_le_bytes()[..], description.as_bytes()].concat();
+    let mut archive = zip::ZipWriter::new(std::io::Cursor::new(Vec::new()));
+    archive.start_file(format!("{name}.npy"), zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored)).unwrap();
+    archive.write_all(&start).unwrap();
+    archive.write_all(&vec![0; 4 * shape.iter().product::<usize>()]).unwrap();
+    archive.finish().unwrap().into_inner()
+}
+
+/// Writes a data set with a number of samples.
+type Make<'m> = &'m dyn Fn(&std::path::Path, usize);
+
+#[test]
+fn few_samples_of_a_large_data_set_are_few_bytes() {
+    let evaluation = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation");
+    let [images, texts, pixels] = ["torchvision-resnet18", "bert-sequence-classification", "vit-image-classification"].map(|name| {
+        assert!(families().contains(&name.to_owned()));
+        Draw::family(0, name)
     });
-    // The large file has 19 MB more.
-    assert!(large < small + (1 << 20), "4 samples of 8 read {small} bytes, 4 of 1600 read {large}");
+    fs::copy(evaluation.join("word-pieces.json"), texts.path.join("tokenizer.json")).unwrap();
+    fs::copy(evaluation.join("vit-image-classification.json"), pixels.path.join("preprocessor_config.json")).unwrap();
+    let shape = |count: usize| [count, 3, 32, 32];
+    let arrays = |path: &std::path::Path, count: usize| {
+        let zeros = vec![0; 4 * shape(count).iter().product::<usize>()];
+        write(path, &Tensors::from([("pixel_values".to_owned(), Tensor::new(DType::F32, &shape(count), zeros))]));
+    };
+    let archives = |path: &std::path::Path, count: usize| fs::write(path, archive("pixel_values", &shape(count))).unwrap();
+    // Lines with as many bytes as the arrays.
+    let lines = |first: &str, line: &dyn Fn(&str) -> String, count: usize| format!("{first}{}", line(&"a bad cab had ".repeat(60)).repeat(count * 15));
+    let csv = |path: &std::path::Path, count: usize| fs::write(path, lines("text\n", &|text| format!("{text}\n"), count)).unwrap();
+    let jsonl = |path: &std::path::Path, count: usize| fs::write(path, lines("", &|text| format!("{{\"text\": \"{text}\"}}\n"), count)).unwrap();
+    // Bytes after the end of an image are not decoded.
+    let picture = [fs::read(evaluation.join("images/LABEL_0/0.png")).unwrap(), vec![0; 12 << 10]].concat();
+    let pictures = |path: &std::path::Path, count: usize| {
+        fs::create_dir(path).unwrap();
+        (0..count).for_each(|number| fs::write(path.join(format!("{number}.png")), &picture).unwrap());
+    };
+    let cases: [(&str, &Draw, Make); 5] =
+        [("safetensors", &images, &arrays), ("npz", &images, &archives), ("csv", &texts, &csv), ("jsonl", &texts, &jsonl), ("", &pixels, &pictures)];
+    for (ending, draw, make) in cases {
+        let desk = Desk::new();
+        let [small, large] = [8, 1600].map(|count| {
+            let path = desk.place().with_extension(ending);
+            make(&path, count);
+            let model = draw.path.to_str().unwrap();
+            bytes_read(&["eval", model, "--against", model, "--data", path.to_str().unwrap(), "--task", "fidelity", "--samples", "4"])
+        });
+        // The large data set has about 19 MB more.
+        assert!(large < small + (1 << 20), "`{ending}`: 4 samples of 8 read {small} bytes, 4 of 1600 read {large}");
+    }
 }

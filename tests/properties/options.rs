@@ -1,12 +1,16 @@
-//! The law of options: every option of a pass or format changes the output, or is refused. Options and their values are read from the JSON
-//! schema of recipes, so that a new option is checked without a change here.
+//! Property of options: every option of a pass or format changes the output, or is rejected. Options and
+//! their values are read from the JSON schema of recipes, so that a new option is checked without a
+//! change here.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use compress::data::Data;
+use compress::recipe::Recipe;
+use compress::{Model, Pipeline};
 use serde_json::{Map, Value, json};
 
-use crate::common::{DType, Tensor, contents, read, write};
+use crate::common::{DType, Desk, Tensor, contents, read, write};
 use crate::draws::{Draw, golden};
 
 /// The JSON schema of recipes.
@@ -58,8 +62,8 @@ fn candidates(schema: &Value, option: &Value) -> Vec<Value> {
     values
 }
 
-/// Options that act together with others, or on results of other passes: what has to be set, and the passes that run first. Options that
-/// are not listed must act without a context.
+/// Options that have an effect only with other options or after other passes, with these options and
+/// passes. All other options must have an effect on their own.
 fn context(name: &str, option: &str) -> (Value, Value) {
     let set = |options: Value| (options, json!([]));
     let after = |passes: Value| (json!({}), passes);
@@ -82,21 +86,55 @@ fn context(name: &str, option: &str) -> (Value, Value) {
     }
 }
 
-/// Values that a schema describes too loosely to be drawn.
-fn special(name: &str, option: &str) -> Option<Value> {
+/// Values that cannot be generated from the schema.
+fn special(name: &str, option: &str) -> Option<Vec<Value>> {
     Some(match (name, option) {
-        ("quantize-static", "accuracy_goal") => json!({ "min_cosine": 0.9999 }),
-        ("prune-unstructured", "rules") => json!([{ "targets": ["*mlp*"], "amount": 0.25 }]),
-        ("decompose", "rules") => json!([{ "targets": ["*mlp*"], "rank": 0.25 }]),
-        ("prune-structured", "target") => json!({ "params": 0.7 }),
-        ("finetune" | "distill", "schedule") => json!({ "kind": "constant" }),
-        (_, "targets" | "ignore") => json!(["*mlp*", "layer1*"]),
+        ("quantize-static", "accuracy_goal") => vec![json!({ "min_cosine": 0.9999 })],
+        ("prune-unstructured", "rules") => vec![json!([{ "targets": ["*mlp*"], "amount": 0.25 }])],
+        ("decompose", "rules") => vec![json!([{ "targets": ["*mlp*"], "rank": 0.25 }])],
+        ("prune-structured", "target") => vec![json!({ "params": 0.7 })],
+        ("finetune" | "distill", "schedule") => vec![json!({ "kind": "constant" })],
+        ("finetune", "losses") => vec![json!({ "hard": { "label_smoothing": 0.1 } })],
+        ("distill", "losses") => vec![json!({ "hidden": 1.0 })],
+        ("distill", "student") => vec![json!({ "layers": [0] }), json!({ "every": 2 })],
+        ("distill", "teacher") => vec![json!(golden("llama-grouped-tied"))],
+        // Patterns that match nothing are rejected, so there is one for each model.
+        (_, "targets" | "ignore") => vec![json!(["*mlp*"]), json!(["layer1*"])],
+        ("data", "text_column") => vec![json!("other"), json!(0)],
+        ("data", "pair_column") => vec![json!(0)],
+        ("data", "label_column") => vec![json!("other")],
+        ("data", "delimiter") => vec![json!(";")],
+        ("data", "inputs") => vec![json!({ "input_ids": "ids", "attention_mask": "mask", "token_type_ids": "kinds" })],
+        ("data", "resize") => vec![json!([20, 16])],
+        ("data", "crop") => vec![json!([8, 8])],
+        ("data", "rescale" | "std") => vec![json!(0.5)],
+        ("data", "mean") => vec![json!(0.25)],
         _ => return None,
     })
 }
 
-/// Options that every run of a pass on the small models needs.
-fn base(name: &str) -> Value {
+/// Options for which these models and data accept no value, and the reason.
+const REFUSED: [(&str, &str, &str); 5] = [
+    ("finetune", "classes", "needs a model without a head, which tests/train.rs trains"),
+    ("finetune", "labels", "needs a model without a head, which tests/train.rs trains"),
+    ("distill", "teacher_top", "needs a folder of cached outputs, whose contents tests/train.rs compares"),
+    ("data", "labels", "is for IDX files, which unit tests of src/data/idx.rs read"),
+    ("evaluate", "runtime", "needs ONNX Runtime for another value than the default: tests/cli/commands/evaluation.rs"),
+];
+
+/// Options of data that do not affect scores, and the reason.
+const WITHOUT_EFFECT: [(&str, &str); 2] =
+    [("batch_size", "samples are independent of each other"), ("layout", "a model supports images in one layout, and the other layout is rejected")];
+
+/// Options that every run of a pass on the small models needs, except those that exclude an option.
+fn base(name: &str, option: &str) -> Value {
+    let mut base = required(name);
+    let excluded = [("target", "amount"), ("epochs", "max_steps")].into_iter().filter(|(given, _)| *given == option);
+    excluded.for_each(|(_, excluded)| drop(base.as_object_mut().unwrap().remove(excluded)));
+    base
+}
+
+fn required(name: &str) -> Value {
     match name {
         "prune-structured" => json!({ "amount": 0.5, "round_to": 2 }),
         "quantize" => json!({ "scheme": "W8A16" }),
@@ -106,7 +144,7 @@ fn base(name: &str) -> Value {
     }
 }
 
-/// Options that choose how training is run and what it logs, and must not change the weights.
+/// Options of the execution and logging of training, which must not change the weights.
 const HOW: [&str; 10] = [
     "checkpoint_every",
     "evaluate_every",
@@ -120,9 +158,10 @@ const HOW: [&str; 10] = [
     "teacher_cache",
 ];
 
-/// Models that options act on: a decoder with a tied head, a network of convolutions with a value that float16 cannot hold, and a decoder
-/// whose rows are whole blocks of GGUF.
-fn models() -> Vec<(Draw, Data)> {
+/// Models for the options: a decoder with a tied head, a convolutional network with a value outside the
+/// range of float16, and a decoder with rows of complete GGUF blocks; with calibration and training
+/// data.
+fn models() -> Vec<(Draw, [Data; 2])> {
     let [decoder, images] = ["llama-grouped-tied", "torchvision-resnet18"].map(|name| Draw::family(1, name));
     for file in contents(&images.path).keys().filter(|file| file.ends_with(".safetensors")) {
         let path = images.path.join(file);
@@ -137,23 +176,33 @@ fn models() -> Vec<(Draw, Data)> {
     let path = blocks.desk.pico(DType::F32, 1);
     std::fs::remove_file(path.join("tokenizer.json")).unwrap();
     std::fs::remove_dir_all(path.join("1_Pooling")).unwrap();
+    let config = path.join("config.json");
+    let text = std::fs::read_to_string(&config).unwrap().replacen('{', "{ \"max_position_embeddings\": 64, ", 1);
+    std::fs::write(config, text).unwrap();
     let models = [decoder, images, Draw { path, ..blocks }].into_iter().map(|draw| {
-        let data = draw.data(&draw.samples(6, 3));
-        (draw, data)
+        let mut samples = draw.samples(6, 3);
+        let calibration = draw.data(&samples);
+        let train = if samples.contains_key("pixel_values") {
+            samples.insert("labels".into(), candle_core::Tensor::new(&[0i64, 1, 2, 3, 4, 0], &candle_core::Device::Cpu).unwrap());
+            draw.data(&samples)
+        } else {
+            Data { task: Some(compress::data::Task::LanguageModelling), ..calibration.clone() }
+        };
+        (draw, [calibration, train])
     });
     models.collect()
 }
 
 type Files = BTreeMap<String, Vec<u8>>;
 
-/// The output of a pass or a format, or the message that refuses it.
-fn run((draw, data): &(Draw, Data), kind: &str, first: &Value, entry: Value) -> Result<Files, String> {
+/// The output of a pass or a format, or its error message.
+fn run((draw, [calibration, train]): &(Draw, [Data; 2]), kind: &str, first: &Value, entry: Value) -> Result<Files, String> {
     let mut passes = first.as_array().unwrap().clone();
     let exports = if kind == "Export" { json!([entry]) } else { json!([]) };
     if kind == "Step" {
         passes.push(entry);
     }
-    let with = |builder: compress::pipeline::Builder| builder.calibration(data.clone()).train(data.clone());
+    let with = |builder: compress::pipeline::Builder| builder.calibration(calibration.clone()).train(train.clone());
     draw.run(passes.into(), exports, with).map(|written| written.files()).map_err(|error| error.to_string())
 }
 
@@ -164,22 +213,22 @@ fn merged(values: &[&Value]) -> Value {
 }
 
 #[test]
-fn every_option_changes_the_output_or_is_refused() {
+fn every_option_changes_the_output_or_is_rejected() {
     let (schema, every) = (schema(), models());
     let mut without_effect = Vec::new();
     for kind in ["Step", "Export"] {
         for name in names(&schema, kind) {
-            // Only GGUF needs rows of whole blocks.
+            // Only GGUF needs rows of complete blocks.
             let models = if name == "gguf" { &every[2..] } else { &every[..2] };
             for (option, described) in options(&schema, kind, &name).iter().filter(|(option, _)| !HOW.contains(&option.as_str())) {
                 let (context, first) = context(&name, option);
-                let reference = merged(&[&base(&name), &context]);
+                let reference = merged(&[&base(&name, option), &context]);
                 let before: Vec<_> = models.iter().map(|model| run(model, kind, &first, json!({ &name: reference }))).collect();
-                let values = special(&name, option).map_or_else(|| candidates(&schema, described), |value| vec![value]);
+                let values = special(&name, option).unwrap_or_else(|| candidates(&schema, described));
                 let (mut accepted, mut acts) = (0, false);
                 for (value, (model, before)) in values.iter().flat_map(|value| models.iter().zip(&before).map(move |pair| (value, pair))) {
                     let given = merged(&[&reference, &json!({ option: value })]);
-                    // A value that is refused shows only that it is parsed.
+                    // A rejected value only shows that the option is parsed.
                     if let Ok(files) = run(model, kind, &first, json!({ &name: given })) {
                         accepted += 1;
                         acts |= before.as_ref() != Ok(&files);
@@ -188,11 +237,103 @@ fn every_option_changes_the_output_or_is_refused() {
                         break;
                     }
                 }
-                if accepted > 0 && !acts {
-                    without_effect.push(format!("{name}.{option} with {values:?}"));
-                }
+                without_effect.extend(complaint(&name, option, &values, accepted, acts));
             }
         }
     }
-    assert!(without_effect.is_empty(), "options that change nothing: {without_effect:#?}");
+    assert!(without_effect.is_empty(), "{without_effect:#?}");
+}
+
+/// The violation of an option, given the number of accepted values and whether any had an effect.
+fn complaint(name: &str, option: &str, values: &[Value], accepted: usize, acts: bool) -> Option<String> {
+    let is_listed = REFUSED.iter().any(|(pass, refused, _)| (*pass, *refused) == (name, option));
+    match (accepted, acts) {
+        (0, _) if is_listed => None,
+        (0, _) => Some(format!("{name}.{option}: every value was refused: {values:?}")),
+        (_, true) if is_listed => Some(format!("{name}.{option} is listed as refused and acts")),
+        (_, true) => None,
+        (_, false) => Some(format!("{name}.{option} changes nothing with {values:?}")),
+    }
+}
+
+/// Models with evaluation data: labelled texts, pairs with scores, a text, images, and arrays under
+/// other names.
+fn scored(desk: &Desk) -> Vec<(PathBuf, Value)> {
+    let evaluation = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation");
+    let model = |name: &str, extra: &str, called: &str| {
+        let path = desk.place();
+        for (file, bytes) in contents(&golden(name)).into_iter().filter(|(file, _)| !file.starts_with("golden")) {
+            std::fs::create_dir_all(path.join(&file).parent().unwrap()).unwrap();
+            std::fs::write(path.join(file), bytes).unwrap();
+        }
+        std::fs::copy(evaluation.join(extra), path.join(called)).unwrap();
+        path
+    };
+    let classifier = model("bert-sequence-classification", "word-pieces.json", "tokenizer.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(classifier.join("config.json")).unwrap()).unwrap();
+    // Class names that are indices of other classes, so that the kind of labels has an effect.
+    config["id2label"] = json!({ "0": "1", "1": "2", "2": "0" });
+    config["label2id"] = json!({ "1": 0, "2": 1, "0": 2 });
+    std::fs::write(classifier.join("config.json"), config.to_string()).unwrap();
+    let texts = desk.place().with_extension("csv");
+    let line = |row: u8| format!("\"bad cab {}\",{},{}\n", char::from(b'a' + row), u8::from(row >= 6), 1 + u8::from(row >= 6));
+    std::fs::write(&texts, format!("text,label,other\n{}", (0..9).map(line).collect::<String>())).unwrap();
+    let arrays = desk.place().with_extension("safetensors");
+    let whole = |shape: &[usize], value: &dyn Fn(usize) -> i64| {
+        let values = (0..shape.iter().product()).flat_map(|at| value(at).to_le_bytes());
+        Tensor::new(DType::I64, shape, values.collect())
+    };
+    let rows = [("ids", whole(&[6, 7], &|at| 3 + (at * 5 % 30) as i64)), ("mask", whole(&[6, 7], &|_| 1)), ("kinds", whole(&[6, 7], &|_| 0))];
+    let labels = ("labels", whole(&[6], &|at| (at % 3) as i64));
+    write(&arrays, &rows.into_iter().chain([labels]).map(|(name, tensor)| (name.to_owned(), tensor)).collect());
+    vec![
+        (classifier.clone(), json!({ "text": texts, "label_column": "label", "label_kind": "index" })),
+        (
+            model("sentence-mean", "word-pieces.json", "tokenizer.json"),
+            json!({ "text": evaluation.join("pairs.tsv"), "header": false, "text_column": 1, "pair_column": 2, "label_column": 0 }),
+        ),
+        (model("llama", "characters.json", "tokenizer.json"), json!({ "text": evaluation.join("book.txt"), "max_length": 16, "samples": 4 })),
+        (model("resnet-basic", "resnet-basic.json", "preprocessor_config.json"), json!({ "images": evaluation.join("images") })),
+        (classifier, json!({ "arrays": arrays })),
+    ]
+}
+
+/// The scores of a run with evaluation data, and whether latency was measured.
+fn scores(desk: &Desk, model: &Path, data: &Value, evaluate: &Value) -> Result<(Value, bool), String> {
+    let recipe = json!({ "model": model, "passes": [{ "cast": { "to": "bf16" } }], "data": { "evaluation": data }, "evaluate": evaluate }).to_string();
+    let recipe = Recipe::parse(&recipe, Path::new("recipe.yaml")).map_err(|error| error.to_string())?;
+    let pipeline = Pipeline::builder().recipe(&recipe).threads(2).measure(false).build().map_err(|error| error.to_string())?;
+    let report = pipeline.run(Model::open(model).unwrap(), desk.place()).map_err(|error| error.to_string())?;
+    Ok((serde_json::to_value(&report.accuracy).unwrap(), report.latency.is_some()))
+}
+
+#[test]
+fn every_option_of_data_and_evaluation_changes_the_scores_or_is_rejected() {
+    let (schema, desk) = (schema(), Desk::new());
+    let (sets, plain) = (scored(&desk), json!({ "runtime": ["candle"], "latency": false }));
+    let before: Vec<_> = sets.iter().map(|(model, data)| scores(&desk, model, data, &plain)).collect();
+    assert_eq!(before.iter().filter(|before| before.is_ok()).count(), 4, "{before:?}");
+    let mut wrong = Vec::new();
+    for (name, kind) in [("data", "Data"), ("evaluate", "Evaluate")] {
+        for (option, described) in schema["$defs"][kind]["properties"].as_object().unwrap() {
+            if name == "data" && (["text", "images", "arrays"].contains(&option.as_str()) || WITHOUT_EFFECT.iter().any(|(listed, _)| listed == option)) {
+                continue;
+            }
+            let values = special(name, option).unwrap_or_else(|| candidates(&schema, described));
+            let (mut accepted, mut acts) = (0, false);
+            for (value, ((model, data), before)) in values.iter().flat_map(|value| sets.iter().zip(&before).map(move |set| (value, set))) {
+                let given = json!({ option: value });
+                let (data, evaluate) = if name == "data" { (merged(&[data, &given]), plain.clone()) } else { (data.clone(), merged(&[&plain, &given])) };
+                let found = scores(&desk, model, &data, &evaluate);
+                let is_default = name == "evaluate" && plain.get(option) == Some(value);
+                accepted += usize::from(found.is_ok() && !is_default);
+                acts |= found.is_ok() && found != *before;
+                if acts {
+                    break;
+                }
+            }
+            wrong.extend(complaint(name, option, &values, accepted, acts));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }

@@ -1,4 +1,4 @@
-//! Laws of structured pruning: which units are removed.
+//! Properties of structured pruning: which units are removed.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use crate::options::schema;
 const FIRST: &str = "bert.encoder.layer.0.intermediate.dense";
 const SECOND: &str = "bert.encoder.layer.0.output.dense.weight";
 
-/// The ways to rank units: every constant of the option in the schema of recipes.
+/// The importance criteria: every constant of the option in the schema of recipes.
 fn importances() -> Vec<String> {
     let schema = schema();
     let option = &schema["$defs"]["PruneStructured"]["properties"]["importance"]["$ref"];
@@ -107,7 +107,7 @@ fn removing_the_lowest_ranked_units_changes_less_than_removing_the_highest() {
     for seed in seeds(3) {
         let mut draw = Draw::family(seed, "bert-sequence-classification");
         let width = 28;
-        // Units that matter differently: each by a random factor.
+        // Units of different importance, each scaled by a random factor.
         let mut weights = read(&draw.path);
         let mut rng = StdRng::seed_from_u64(seed);
         for unit in 0..width {

@@ -1,4 +1,4 @@
-//! Whole layers and whole experts.
+//! Removal of whole layers and whole experts.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,7 +13,7 @@ use serde_json::json;
 use super::{common, golden, half, outputs, run, tokens};
 
 #[test]
-fn layers_go_by_their_influence() {
+fn layers_are_removed_by_influence() {
     let folder = tempfile::tempdir().unwrap();
     let pass = PruneStructured { amount: Some(Amounts::All(Amount::Count(1))), ..half(&[PrunedPart::Layers]) };
     let done = run("llama", Pipeline::builder().calibration(tokens(folder.path())).pass(pass));
@@ -24,11 +24,11 @@ fn layers_go_by_their_influence() {
     assert!(done.described());
 }
 
-/// What `config.json` of DINOv2 says of each layer.
+/// Per-layer entries of `config.json` of DINOv2.
 #[test]
 fn stages_of_a_backbone_follow_its_layers() {
     let pass = || PruneStructured { amount: Some(Amounts::All(Amount::Count(1))), ..half(&[PrunedPart::Layers]) };
-    // Without data, the first of two layers goes.
+    // Without data, the first of two layers is removed.
     let done = run("dinov2", Pipeline::builder().pass(pass()));
     let config = done.model().config;
     let of = |key: &str| config.get(key).cloned().unwrap();
@@ -42,18 +42,18 @@ fn stages_of_a_backbone_follow_its_layers() {
     Pipeline::builder().pass(pass()).build().unwrap().run(model, &out).unwrap();
     let config = Model::open(&out).unwrap().config;
     let of = |key: &str| config.get(key).cloned().unwrap();
-    // What comes out of a layer that is gone is what goes into it.
+    // The output of a removed layer equals its input.
     assert_eq!([of("out_features"), of("out_indices")], [json!(["stem", "stage1"]), json!([0, 1])]);
 }
 
-/// The numbers of a tensor that stand in these places of its first axis.
+/// The values of a tensor at these indices of its first axis.
 fn rows(weights: &BTreeMap<String, Tensor>, name: &str, numbers: &[u32]) -> Vec<f32> {
     let numbers = Tensor::new(numbers, &Device::Cpu).unwrap();
     weights[name].index_select(&numbers, 0).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 #[test]
-fn whole_experts_go_by_how_much_they_are_used() {
+fn experts_are_removed_by_usage() {
     let folder = tempfile::tempdir().unwrap();
     let weights = |folder: &Path| -> BTreeMap<String, Tensor> {
         candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap().into_iter().collect()
@@ -80,14 +80,14 @@ fn whole_experts_go_by_how_much_they_are_used() {
         let stay: Vec<u32> = (0..count).filter(|number| !gone.contains(number)).collect();
         assert_eq!((done.config(key), stay.len()), (stay.len() as u64, count as usize - amount.of(u64::from(count)).unwrap() as usize), "{name}");
 
-        // How often and how much, counted by hand.
+        // Manually computed frequencies and weights of the router.
         let original = Model::open(golden(name)).unwrap();
         let graph = original.graph().unwrap();
         let last = |expert: u32| if name == "mixtral" { format!("{layer}.experts.{expert}.w2") } else { format!("{layer}.experts.{expert}.down_proj") };
         let wanted: Vec<String> = (0..count).map(last).chain([format!("{layer}.routing")]).collect();
-        let part = compress::ir::part(&graph, &wanted, &|op| op.clone()).unwrap();
+        let part = compress::ir::subgraph(&graph, &wanted, &|op| op.clone()).unwrap();
         let parameters = common::work(|work| Parameters::load(&part, &original.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
-        // The last sample is kept to compare the result with the original.
+        // The last sample is held out for the fidelity.
         let samples = candle_core::safetensors::load(folder.path().join("ids.safetensors"), &Device::Cpu).unwrap();
         let seen = samples.into_iter().map(|(name, values)| (name, values.narrow(0, 0, 11).unwrap())).collect();
         let found = Executor::new(&part, parameters, Device::Cpu).run(&seen).unwrap();
@@ -97,7 +97,7 @@ fn whole_experts_go_by_how_much_they_are_used() {
             let sum = f64::from((length * weight).unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap());
             assert!((sum - importance).abs() <= 1e-4 * sum.max(1.0), "{name}, expert {expert}: {sum} {importance}");
         }
-        // Experts in groups go from each of them.
+        // Experts are removed from each group.
         let groups = if name == "deepseek-v2" { 2 } else { 1 };
         for group in 0..groups {
             let of_group = |numbers: &[u32]| -> Vec<f64> {
@@ -129,7 +129,17 @@ fn whole_experts_go_by_how_much_they_are_used() {
 }
 
 #[test]
-fn experts_that_tokens_need_stay() {
+fn experts_and_heads_are_removed_in_one_pass() {
+    let folder = tempfile::tempdir().unwrap();
+    let amounts = Amounts::Each(BTreeMap::from([(PrunedPart::Experts, Amount::Count(1)), (PrunedPart::Heads, Amount::fraction(0.5))]));
+    let pass = PruneStructured { amount: Some(amounts), ..half(&[PrunedPart::Experts, PrunedPart::Heads]) };
+    let heads = Model::open(golden("mixtral")).unwrap().config.get("num_attention_heads").unwrap().as_u64().unwrap();
+    let done = run("mixtral", Pipeline::builder().calibration(tokens(folder.path())).pass(pass));
+    assert_eq!((done.config("num_local_experts"), done.config("num_attention_heads")), (3, heads / 2));
+}
+
+#[test]
+fn experts_needed_by_the_router_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let failure = |name: &str, amount: Amount, data: bool| {
         let pass = PruneStructured { amount: Some(Amounts::All(amount)), ..half(&[PrunedPart::Experts]) };
@@ -137,20 +147,20 @@ fn experts_that_tokens_need_stay() {
         let built = builder.pass(pass).build();
         built.and_then(|pipeline| pipeline.run(Model::open(golden(name)).unwrap(), folder.path().join("out"))).unwrap_err().to_string()
     };
-    assert!(failure("mixtral", Amount::Count(3), true).contains("leaves 1 to choose from, and 2 see each token"));
-    assert!(failure("deepseek-v2", Amount::Count(3), true).contains("is 3, which 2 groups do not share"));
-    // Two experts see a token, of one of two groups.
-    assert!(failure("deepseek-v2", Amount::Count(6), true).contains("leaves 1 to choose from, and 2 see each token"));
+    assert!(failure("mixtral", Amount::Count(3), true).contains("leaves 1 experts to select from, but the router selects 2 per token"));
+    assert!(failure("deepseek-v2", Amount::Count(3), true).contains("is 3, which is not a multiple of the 2 expert groups"));
+    // Each token is routed to two experts of one of two groups.
+    assert!(failure("deepseek-v2", Amount::Count(6), true).contains("leaves 1 experts to select from, but the router selects 2 per token"));
     assert!(failure("llama", Amount::Count(1), true).contains("the model has no experts"));
     assert!(failure("mixtral", Amount::Count(1), false).contains("calibration"));
     assert!(!folder.path().join("out").exists());
-    // What is about units of tensors says nothing about whole parts.
+    // Options for units do not apply to whole layers and experts.
     for pass in [
         PruneStructured { ignore: vec!["*".parse().unwrap()], ..half(&[PrunedPart::Experts]) },
         PruneStructured { repair: Repair::Bias, ..half(&[PrunedPart::Layers]) },
         PruneStructured { importance: Importance::Taylor, ..half(&[PrunedPart::Layers, PrunedPart::Experts]) },
     ] {
         let message = Pipeline::builder().calibration(tokens(folder.path())).pass(pass).build().map(|_| ()).unwrap_err().to_string();
-        assert!(message.contains("`dims` names none of them"), "{message}");
+        assert!(message.contains("`dims` lists none of them"), "{message}");
     }
 }

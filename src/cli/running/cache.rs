@@ -15,21 +15,21 @@ use crate::report::terminal::table;
   compress cache --clear 3f0c
   compress cache --clear
 
-`compress run` caches the result of every pass that ran the model for ten seconds or more. Its key is what it was made from: the
-bytes of model and data, the passes so far, the recipe's settings, the device, the processor and the version. `--resume`, and the runs of a sweep, begin behind
-the last pass whose result is cached. All results together stay below 20 GiB: the one that was not used for the longest time is
+`compress run` caches the result of every pass that runs the model and takes ten seconds or more. The key is a hash of the bytes
+of model and data, the passes so far, the recipe's settings, the device, the CPU and the version. `--resume` and the runs of a
+sweep continue after the last pass with a cached result. The cache is limited to 20 GiB; the least recently used results are
 removed first.")]
 pub(in crate::cli) struct Args {
-    /// Remove results: those whose keys begin so, or all
+    /// Remove the results whose keys start with KEY, or all
     #[arg(long, value_name = "KEY", num_args = 0..=1, default_missing_value = "")]
     clear: Option<String>,
 }
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
-        let cache = ResultCache::usual().ok_or_else(|| Error::option("cache", "there is no place for one: set COMPRESS_CACHE or HOME"))?;
-        if let Some(beginning) = &self.clear {
-            let freed = cache.clear(beginning)?;
+        let cache = ResultCache::in_user_cache().ok_or_else(|| Error::option("cache", "no folder is available: set COMPRESS_CACHE or HOME"))?;
+        if let Some(prefix) = &self.clear {
+            let freed = cache.clear(prefix)?;
             return if global.json { output::json(&json!({ "freed": freed })) } else { output::print(&format!("{} freed\n", bytes(freed))) };
         }
         let entries = cache.entries()?;

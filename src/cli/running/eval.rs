@@ -8,7 +8,7 @@ use super::args::Global;
 use super::output;
 use super::samples::parse_data;
 use crate::data::{Data, DataSet, Task};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::evaluation::{self, Fidelity, Outcomes, Precision, Runtime, Score, Subject};
 use crate::model::Model;
 use crate::pipeline::memory_limit;
@@ -33,10 +33,10 @@ pub(in crate::cli) struct Args {
     /// Compare outputs with those of another model, usually the original
     #[arg(long, value_name = "MODEL")]
     against: Option<PathBuf>,
-    /// What runs the model [default: the built-in executor for folders, ONNX Runtime for .onnx files]
+    /// Runtime of the model [default: the built-in executor for folders, ONNX Runtime for .onnx files]
     #[arg(long, value_enum)]
     runtime: Option<Runtime>,
-    /// What the built-in executor computes with
+    /// Floating-point precision of the built-in executor
     #[arg(long, value_enum, default_value_t)]
     precision: Precision,
 }
@@ -48,23 +48,23 @@ impl Args {
             None => self.options.clone(),
         };
         if options.text.is_none() && options.images.is_none() && options.arrays.is_none() {
-            return Err(Error::option("eval", "name the samples with --data"));
+            return Err(Error::option("eval", "no data: specify samples with --data"));
         }
         let path = self.subject()?;
-        let others = self.against.iter().any(|other| is_file(other)) || is_file(&path) && self.runtime != Some(Runtime::Candle);
-        if others && self.precision != Precision::F32 {
-            return Err(Error::option("eval", "`--precision` is the number format of the built-in executor, and ONNX Runtime runs one of these models"));
+        let uses_onnx_runtime = self.against.iter().any(|other| is_file(other)) || is_file(&path) && self.runtime != Some(Runtime::Candle);
+        if uses_onnx_runtime && self.precision != Precision::F32 {
+            return Err(Error::option("eval", "`--precision` applies only to the built-in executor, but ONNX Runtime runs one of these models"));
         }
-        let mut subjects = vec![self.opened(&path, global)?];
+        let mut subjects = vec![self.open_subject(&path, global)?];
         if let Some(other) = &self.against {
-            subjects.insert(0, Args::as_file(other, global)?);
+            subjects.insert(0, Args::open_with_sizes(other, global)?);
         }
         let mut subjects: Vec<Subject> = subjects.into_iter().map(|subject| subject.with_precision(self.precision)).collect();
         let last = &subjects[subjects.len() - 1];
         let runtime = last.runtime();
         let data = DataSet::open(&options, last.target())?;
         if data.task() == Task::Fidelity && self.against.is_none() {
-            return Err(Error::option("eval", "these samples have no labels: name the model to compare with as `--against`, or `--task` and its columns"));
+            return Err(Error::option("eval", "these samples have no labels: specify a model to compare with by `--against`, or `--task` and its columns"));
         }
         let pairs: &[(usize, usize)] = if subjects.len() > 1 { &[(0, 1)] } else { &[] };
         let device = global.models.device.open()?;
@@ -80,25 +80,25 @@ impl Args {
         self.show(&path, runtime, &data, &outcomes, global)
     }
 
-    /// Opens it; an ONNX file in the built-in executor where that is asked for.
-    fn opened(&self, path: &Path, global: &Global) -> Result<Subject> {
+    /// Opens the model to evaluate; an ONNX file in the built-in executor if requested.
+    fn open_subject(&self, path: &Path, global: &Global) -> Result<Subject> {
         if self.runtime != Some(Runtime::Candle) {
-            return Args::as_file(path, global);
+            return Args::open_with_sizes(path, global);
         }
         let model = Model::open(path)?;
-        global.models.tell_model(&model)?;
+        global.models.configure_model(&model)?;
         model.graph()?;
-        Subject::of(model)
+        Subject::from_model(model)
     }
 
-    /// Opens it; an ONNX file in ONNX Runtime, with the sizes that were told.
-    fn as_file(path: &Path, global: &Global) -> Result<Subject> {
+    /// Opens a model with the requested sizes of dynamic axes; an ONNX file in ONNX Runtime.
+    fn open_with_sizes(path: &Path, global: &Global) -> Result<Subject> {
         if global.models.sizes()?.is_empty() {
             return Subject::open(path, global.threads());
         }
         let model = Model::open(path)?;
-        global.models.tell_model(&model)?;
-        if is_file(path) { Subject::file_of(&model, global.threads()) } else { Subject::of(model) }
+        global.models.configure_model(&model)?;
+        if is_file(path) { Subject::open_original_file(&model, global.threads()) } else { Subject::from_model(model) }
     }
 
     /// The file or folder to run.
@@ -121,11 +121,11 @@ impl Args {
             }));
         }
         let mut out = format!(
-            "{} on {}: {}, {} samples, {}, {}\n",
+            "{} on {}: {}, {}, {}, {}\n",
             path.display(),
             data.description(),
             outcomes.task,
-            outcomes.samples,
+            counted(outcomes.samples, "sample"),
             runtime_name(&runtime.to_string()),
             seconds(time)
         );
@@ -143,7 +143,7 @@ impl Args {
     }
 }
 
-/// Whether a path is that of an ONNX file.
+/// Whether a path has the extension of an ONNX file.
 fn is_file(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == "onnx")
 }
@@ -172,14 +172,14 @@ fn fidelity_table(fidelity: &Fidelity, against: &Path) -> comfy_table::Table {
     let optional = |value: Option<f64>, digits: usize| value.map_or("-".to_owned(), |v| format!("{v:.digits$}"));
     let rows = [
         ("cosine, mean", format!("{:.6}", fidelity.cosine)),
-        ("cosine, least", format!("{:.6}", fidelity.cosine_min)),
+        ("cosine, minimum", format!("{:.6}", fidelity.cosine_min)),
         ("SQNR", decibels(fidelity.sqnr_db)),
         ("Kullback-Leibler divergence", optional(fidelity.kl, 6)),
         ("same top class", optional(fidelity.top1_agreement, 4)),
         ("largest difference", format!("{:.3e}", fidelity.max_abs_error)),
     ];
-    let of = if fidelity.outputs.len() > 1 { format!("worst of {} outputs", fidelity.outputs.len()) } else { format!("`{}`", fidelity.output) };
+    let output = if fidelity.outputs.len() > 1 { format!("worst of {} outputs", fidelity.outputs.len()) } else { format!("`{}`", fidelity.output) };
     let rows = rows.into_iter().map(|(name, value)| vec![name.to_owned(), value]);
     let outputs = crate::report::measured::output_rows(fidelity).into_iter().map(Vec::from);
-    table(&[&format!("{of}, against {}", against.display()), ""], rows.chain(outputs))
+    table(&[&format!("{output}, against {}", against.display()), ""], rows.chain(outputs))
 }

@@ -1,4 +1,4 @@
-//! What a model computes, for `compress inspect`.
+//! The graph and the pruning groups of a model, for `compress inspect`.
 
 use serde_json::json;
 
@@ -15,15 +15,15 @@ pub(in crate::cli) struct Graph {
     /// Show the graph: one line for each input, tensor, node and output
     #[arg(long)]
     graph: bool,
-    /// Show groups for structured pruning: heads, neurons, channels, the width of a residual stream; and what cannot be removed
+    /// Show the groups for structured pruning: heads, neurons, channels, the width of a residual stream; and axes that cannot be pruned
     #[arg(long, conflicts_with = "graph")]
     groups: bool,
 }
 
 impl Graph {
-    /// Shows what was asked for; whether anything was.
+    /// Shows the graph or the groups, if requested. Returns whether it printed something.
     pub fn show(&self, model: &Model, global: &Global) -> Result<bool> {
-        global.models.tell_model(model)?;
+        global.models.configure_model(model)?;
         match (self.graph, self.groups) {
             (true, _) => show_graph(model, global)?,
             (_, true) => show_groups(model, global)?,
@@ -41,7 +41,7 @@ fn show_graph(model: &Model, global: &Global) -> Result<()> {
     output::print(&graph.to_string())?;
     let unused = model.unused(&graph);
     if !unused.is_empty() {
-        output::print(&format!("# not used: {}\n", unused.join(", ")))?;
+        output::print(&format!("# unused: {}\n", unused.join(", ")))?;
     }
     Ok(())
 }
@@ -49,10 +49,10 @@ fn show_graph(model: &Model, global: &Global) -> Result<()> {
 fn show_groups(model: &Model, global: &Global) -> Result<()> {
     let found = crate::analysis::groups(&model.graph()?)?;
     if global.json {
-        return output::json(&json!({ "groups": found.groups, "held": found.held }));
+        return output::json(&json!({ "groups": found.groups, "held": found.frozen }));
     }
     let Some(columns) = super::columns() else { return output::print(&found.to_string()) };
     let groups = found.groups.iter().map(|group| [group.unit.to_string(), group.size.to_string(), group.name.clone(), group.carriers()]);
-    let held = found.held.iter().map(|held| ["held".to_owned(), held.size.to_string(), format!("{}[{}]", held.param, held.axis), held.reason.to_string()]);
-    output::print(&format!("{}\n", wrapped(&["unit", "size", "first", "carried by, or held by"], groups.chain(held), columns)))
+    let frozen = found.frozen.iter().map(|axis| ["held".to_owned(), axis.size.to_string(), format!("{}[{}]", axis.param, axis.axis), axis.reason.to_string()]);
+    output::print(&format!("{}\n", wrapped(&["unit", "size", "first", "carried by, or held by"], groups.chain(frozen), columns)))
 }

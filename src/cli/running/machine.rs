@@ -1,9 +1,9 @@
-//! What runs models on this machine: for every command, and for `compress doctor`.
+//! Command-line arguments for the device and the memory of running models, and the runtimes for `compress doctor`.
 
 use std::path::PathBuf;
 
 use crate::error::{Error, Result};
-use crate::exec::{self, Choice};
+use crate::exec::{self, DeviceChoice};
 use crate::model::Model;
 use crate::pipeline::Builder;
 use crate::report::Environment;
@@ -14,56 +14,53 @@ use crate::{cache, runtime};
 #[derive(Debug, Default, clap::Args)]
 #[group(skip)]
 pub(in crate::cli) struct Models {
-    /// Device to run models on: auto, cpu, cuda or cuda:N; weight passes need none
+    /// Device to run models on: auto, cpu, cuda or cuda:N; not used by passes over weights
     #[arg(long, global = true, default_value_t, value_name = "DEVICE")]
-    pub device: Choice,
-    /// Most memory that models may take when they run, like 8GB: those that do not fit run block by block [default: what is free]
+    pub device: DeviceChoice,
+    /// Memory limit of running models, like 8GB; models that exceed it run block by block [default: three quarters of the free memory]
     #[arg(long, global = true, value_name = "SIZE")]
     pub memory: Option<ByteSize>,
-    /// Sizes that an .onnx file leaves open: NAME=128, or INPUT=1x512
+    /// Size of a dynamic axis of an .onnx file: NAME=128, or INPUT=1x512
     #[arg(long = "size", global = true, value_name = "NAME=SIZE", value_parser = open_size)]
     sizes: Vec<(String, OpenSize)>,
-    /// Write memory-trace.json: what passes that run the model hold in memory when, for ui.perfetto.dev and chrome://tracing
+    /// Write memory-trace.json: the allocations over time of passes that run the model, for ui.perfetto.dev and chrome://tracing
     #[arg(long, global = true)]
     pub memory_trace: bool,
 }
 
 impl Models {
-    /// Tells a pipeline.
-    ///
-    /// # Errors
-    /// As [`sizes`](Models::sizes).
-    pub fn tell(&self, builder: Builder) -> Result<Builder> {
+    /// Applies the arguments to a pipeline.
+    pub fn configure(&self, builder: Builder) -> Result<Builder> {
         let builder = builder.device(self.device).memory(self.memory.map(|size| size.0)).memory_trace(self.memory_trace);
         Ok(builder.sizes(self.sizes()?))
     }
 
-    /// Tells a model that is run outside a pipeline.
-    pub fn tell_model(&self, model: &Model) -> Result<()> {
-        model.tell_sizes(&self.sizes()?)
+    /// Applies the sizes to a model that is run outside of a pipeline.
+    pub fn configure_model(&self, model: &Model) -> Result<()> {
+        model.fix_sizes(&self.sizes()?)
     }
 
-    /// Sizes that are told.
+    /// The sizes by name.
     ///
     /// # Errors
-    /// A name stands twice.
+    /// A name is specified twice.
     pub fn sizes(&self) -> Result<OpenSizes> {
-        let mut told = OpenSizes::new();
+        let mut sizes = OpenSizes::new();
         for (name, size) in &self.sizes {
-            if told.insert(name.clone(), size.clone()).is_some() {
-                return Err(Error::option("sizes", format!("`{name}` is told twice: leave one `--size {name}=` out")));
+            if sizes.insert(name.clone(), size.clone()).is_some() {
+                return Err(Error::option("sizes", format!("`{name}` is specified twice: remove one `--size {name}=`")));
             }
         }
-        Ok(told)
+        Ok(sizes)
     }
 
     /// The machine, with the device that models run on.
     pub fn environment(&self) -> Result<Environment> {
-        Ok(Environment::detect().on(exec::name(&self.device.open()?), runtime::description()))
+        Ok(Environment::detect().on(exec::device_name(&self.device.open()?), runtime::description()))
     }
 }
 
-/// A name and its size; names of sizes may be formulas.
+/// Parses a name and its size. Names of axes may be formulas.
 fn open_size(text: &str) -> std::result::Result<(String, OpenSize), String> {
     let (name, size) = text.rsplit_once('=').ok_or_else(|| format!("`{text}` is not of the form NAME=SIZE"))?;
     Ok((name.trim().to_owned(), size.parse()?))
@@ -73,23 +70,23 @@ fn open_size(text: &str) -> std::result::Result<(String, OpenSize), String> {
 #[derive(Debug, clap::Args)]
 #[group(skip)]
 pub(in crate::cli) struct Fetch {
-    /// Bring ONNX Runtime, which runs .onnx files: pip downloads its wheel, the library in it goes to the cache
+    /// Install ONNX Runtime, which runs .onnx files: pip downloads its wheel, and the library is copied to the cache
     #[arg(long)]
     fetch: bool,
 }
 
 impl Fetch {
-    /// Brings what was asked for.
+    /// Installs ONNX Runtime, if requested.
     pub fn fetch(&self) -> Result<Option<PathBuf>> {
         self.fetch.then(runtime::fetch).transpose()
     }
 }
 
-/// What runs models on this machine.
+/// Runtimes of this machine.
 pub(in crate::cli) struct Runtimes {
-    /// What is to be said of the device.
+    /// Remark about the device.
     pub remark: &'static str,
-    /// Version and place of ONNX Runtime, or why it cannot be used.
+    /// Version and path of ONNX Runtime, or the reason why it cannot be used.
     pub onnxruntime: Result<(String, String)>,
     pub cache: Option<String>,
 }

@@ -1,19 +1,19 @@
-//! Data sets for a pass on the command line.
+//! Command-line arguments for data sets.
 
 use crate::data::Data;
 use crate::pipeline::Builder;
 
-// No doc comment: clap would take it for the description of the command that flattens it.
+// No doc comment: clap would use it as the description of the command that flattens this group.
 #[derive(Debug, clap::Args)]
 #[group(skip)]
 pub(in crate::cli) struct Samples {
-    /// Measure before and after on this data, a file or `{text: pairs.tsv, pair_column: b, ...}` as in a recipe
+    /// Evaluation data on which the model is measured before and after: a file, or `{text: pairs.tsv, pair_column: b, ...}` as in a recipe
     #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Output")]
     eval: Option<Data>,
-    /// Samples for passes that observe activations, as for `--eval`; labels are ignored
+    /// Calibration data, in the format of `--eval`; labels are ignored
     #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Output")]
     calibration: Option<Data>,
-    /// Samples for passes that train, as for `--eval`
+    /// Training data, in the format of `--eval`
     #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Output")]
     train: Option<Data>,
     /// Continue an interrupted training
@@ -21,7 +21,7 @@ pub(in crate::cli) struct Samples {
     resume: bool,
 }
 
-/// The value of any data option: a path, or a mapping as in a recipe.
+/// Parses the value of a data option: a path, or a mapping as in a recipe.
 pub(super) fn parse_data(text: &str) -> Result<Data, String> {
     if !text.trim_start().starts_with('{') {
         return Ok(Data::at(std::path::Path::new(text)));
@@ -30,13 +30,13 @@ pub(super) fn parse_data(text: &str) -> Result<Data, String> {
 }
 
 impl Samples {
-    /// Tells a pipeline.
-    pub fn tell(self, mut builder: Builder) -> Builder {
-        for (data, tell) in
+    /// Applies the arguments to a pipeline.
+    pub fn configure(self, mut builder: Builder) -> Builder {
+        for (data, set) in
             [(self.eval, Builder::evaluation as fn(Builder, Data) -> Builder), (self.calibration, Builder::calibration), (self.train, Builder::train)]
         {
             if let Some(data) = data {
-                builder = tell(builder, data);
+                builder = set(builder, data);
             }
         }
         builder.resume(self.resume)

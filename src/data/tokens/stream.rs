@@ -1,8 +1,9 @@
 //! Incremental tokenization of a text of any length.
 //!
-//! The text is read and tokenized in overlapping chunks. Two chunks are joined at a run of tokens on which they agree. The result equals the
-//! tokenization of the whole text if a token does not depend on text that is farther away than such a run. Without agreement, chunks grow
-//! up to a limit and are then split.
+//! The text is read and tokenized in overlapping chunks. Two chunks are joined at a run of tokens on
+//! which they agree. The result equals the tokenization of the whole text if a token does not depend on
+//! text that is farther away than such a run. Without agreement, chunks grow up to a limit and are then
+//! split.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -11,13 +12,13 @@ use super::Tokenizer;
 use crate::error::{Error, Result};
 
 /// Bytes that are read at a time.
-const PIECE: usize = 1 << 16;
+const READ_BYTES: usize = 1 << 16;
 /// Bytes by which consecutive chunks overlap.
 const OVERLAP: usize = 1 << 11;
 /// Length of the run of tokens on which two chunks must agree.
 const RUN: usize = 8;
 /// Maximum size of a chunk, in bytes; a longer chunk is split without agreement.
-const LONGEST: usize = 1 << 22;
+const MAX_CHUNK: usize = 1 << 22;
 
 /// Iterator over consecutive parts of the token sequence.
 pub(crate) struct TokenStream<'t> {
@@ -26,22 +27,34 @@ pub(crate) struct TokenStream<'t> {
     chunk: String,
     /// Pending tokens of the chunk, each with its start in bytes.
     tokens: Vec<(i64, usize)>,
-    over: bool,
+    is_finished: bool,
 }
 
 impl<'t> TokenStream<'t> {
     pub fn new(tokenizer: &'t Tokenizer, text: Box<dyn Read + Send + 't>, path: PathBuf) -> TokenStream<'t> {
-        TokenStream { tokenizer, pieces: Pieces { file: text, path, rest: Vec::new(), size: PIECE }, chunk: String::new(), tokens: Vec::new(), over: false }
+        TokenStream {
+            tokenizer,
+            pieces: Pieces { file: text, path, rest: Vec::new(), size: READ_BYTES },
+            chunk: String::new(),
+            tokens: Vec::new(),
+            is_finished: false,
+        }
     }
 
-    /// The next tokens, as far as they do not depend on text that is not read yet.
+    /// The same, reading at least `bytes` at a time, which suffices where few tokens are taken.
+    pub fn with_piece(mut self, bytes: usize) -> TokenStream<'t> {
+        self.pieces.size = bytes.clamp(OVERLAP.saturating_mul(4), READ_BYTES);
+        self
+    }
+
+    /// The next tokens that do not depend on text that has not been read yet.
     fn part(&mut self) -> Result<Option<Vec<i64>>> {
-        while !self.over {
+        while !self.is_finished {
             let Some(piece) = self.pieces.next().transpose()? else {
-                self.over = true;
+                self.is_finished = true;
                 break;
             };
-            let piece = self.tokenizer.cased(&piece);
+            let piece = self.tokenizer.apply_case(&piece);
             if self.chunk.is_empty() {
                 self.start(piece.into_owned())?;
                 continue;
@@ -59,7 +72,7 @@ impl<'t> TokenStream<'t> {
                 if !part.is_empty() {
                     return Ok(Some(part));
                 }
-            } else if self.chunk.len() < LONGEST {
+            } else if self.chunk.len() < MAX_CHUNK {
                 // Retry with a longer chunk; tokens that were returned before are final.
                 let at = self.tokens.first().map_or(self.chunk.len(), |(_, at)| *at);
                 self.chunk.push_str(&piece);
@@ -96,7 +109,7 @@ impl Iterator for TokenStream<'_> {
 /// Positions in both lists of a common run of tokens; the second list starts `from` bytes after the first.
 fn agreement(ours: &[(i64, usize)], from: usize, theirs: &[(i64, usize)]) -> Option<(usize, usize)> {
     let first = ours.partition_point(|(_, start)| *start < from);
-    let same = |a: &[(i64, usize)], b: &[(i64, usize)]| a.iter().zip(b).all(|((a, at), (b, there))| a == b && *at == there.saturating_add(from));
+    let same = |a: &[(i64, usize)], b: &[(i64, usize)]| a.iter().zip(b).all(|((a, a_start), (b, b_start))| a == b && *a_start == b_start.saturating_add(from));
     ours.windows(RUN).enumerate().skip(first).find_map(|(position, run)| {
         let start = run.first()?.1;
         // Byte-level tokens of one character have the same start and must not be separated.
@@ -110,7 +123,7 @@ fn agreement(ours: &[(i64, usize)], from: usize, theirs: &[(i64, usize)]) -> Opt
     })
 }
 
-/// Splits a file before a newline, or at least between words.
+/// Iterator over pieces of a file, split before a newline, or else between words.
 struct Pieces<'t> {
     file: Box<dyn Read + Send + 't>,
     path: PathBuf,
@@ -123,18 +136,19 @@ impl Iterator for Pieces<'_> {
 
     fn next(&mut self) -> Option<Self::Item> {
         let mut bytes = std::mem::take(&mut self.rest);
-        let wanted = (self.size as u64).saturating_sub(bytes.len() as u64);
-        if let Err(e) = self.file.by_ref().take(wanted).read_to_end(&mut bytes) {
+        let missing = (self.size as u64).saturating_sub(bytes.len() as u64);
+        if let Err(e) = self.file.by_ref().take(missing).read_to_end(&mut bytes) {
             return Some(Err(Error::io("read", &self.path)(e)));
         }
         if bytes.is_empty() {
             return None;
         }
         if bytes.len() >= self.size {
-            let last = |wanted: fn(&u8) -> bool| bytes.iter().rposition(wanted).filter(|at| *at > 0);
-            // Without whitespace, after a character: continuation bytes of UTF-8 begin with the bits 10.
-            let whole = || last(|b| *b & 0xc0 != 0x80);
-            let at = last(|b| *b == b'\n').or_else(|| last(u8::is_ascii_whitespace)).or_else(whole).unwrap_or(bytes.len());
+            let last = |predicate: fn(&u8) -> bool| bytes.iter().rposition(predicate).filter(|at| *at > 0);
+            // Without whitespace, at a character boundary: continuation bytes of UTF-8 begin with the
+            // bits 10.
+            let boundary = || last(|b| *b & 0xc0 != 0x80);
+            let at = last(|b| *b == b'\n').or_else(|| last(u8::is_ascii_whitespace)).or_else(boundary).unwrap_or(bytes.len());
             self.rest = bytes.split_off(at);
         }
         Some(String::from_utf8(bytes).map_err(|_| Error::malformed(&self.path, "is not UTF-8")))
@@ -149,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_are_the_file() {
+    fn pieces_concatenate_to_the_file() {
         for text in
             ["one two\nthree\nfour five six seven eight\nnine", "\nä b\n\näöüß漢字かな交じり文漢字かな交じり文", "漢字かな交じり文漢字かな交じり文🙂🙂", "\n"]
         {
@@ -187,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_those_of_the_whole_text_and_reading_stops_early() {
+    fn tokens_equal_those_of_the_whole_text_and_reading_is_lazy() {
         let folder = tempfile::tempdir().unwrap();
         for (seed, prefix) in [(1, false), (2, true)] {
             let tokenizer = byte_level(folder.path(), "<s> A", prefix);
@@ -195,7 +209,7 @@ mod tests {
                 let text = text(seed, 5_000, separators);
                 let read = AtomicUsize::new(0);
                 let pieces = || Pieces { file: Box::new(Counted(text.as_bytes(), &read)), path: PathBuf::new(), rest: Vec::new(), size: SMALL };
-                let stream = || TokenStream { tokenizer: &tokenizer, pieces: pieces(), chunk: String::new(), tokens: Vec::new(), over: false };
+                let stream = || TokenStream { tokenizer: &tokenizer, pieces: pieces(), chunk: String::new(), tokens: Vec::new(), is_finished: false };
                 let tokens: Vec<i64> = stream().map(Result::unwrap).collect::<Vec<_>>().concat();
                 assert!(tokens == tokenizer.plain(&text).unwrap(), "{separators:?}");
                 assert!(text.len() > 3 * SMALL && read.swap(0, Ordering::Relaxed) == text.len());

@@ -1,107 +1,107 @@
-//! What the walks over a tape will take of memory, without the work.
+//! Prediction of the memory that the passes over a tape need.
 
 use std::collections::BTreeMap;
 
 use super::{Segment, Tape};
 use crate::ir::{Kind, TensorType, ValueId};
 
-/// Parameters that are in memory while a segment uses them: what one of a type takes then, and bytes of those that losses read and of
-/// their gradients.
+/// Costs of paged parameters: bytes of a resident parameter by type, and bytes of the parameters that
+/// losses read and of their gradients.
 pub type Pages<'s> = (&'s dyn Fn(&TensorType) -> u64, (u64, u64));
 
-/// The most that the walks over a tape take.
+/// Peak memory of the passes over a tape.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct TapeForecast {
-    /// Values and their gradients.
+    /// Activations and their gradients.
     pub activations: u64,
-    /// Parameters of a segment, where they come and go.
+    /// Parameters of a segment, if parameters are paged.
     pub parameters: u64,
-    /// All at one time, with gradients of parameters.
-    pub together: u64,
+    /// All at the same time, including gradients of parameters.
+    pub total: u64,
 }
 
-/// What is held at a place of the walks.
+/// Memory state while the passes are simulated.
 #[derive(Default)]
 struct Walk {
     now: u64,
     entered: u64,
     gradients: u64,
-    /// Whether parameters come and go, and their gradients with them.
+    /// Whether parameters are paged, so that their gradients are consumed immediately.
     paged: bool,
     most: TapeForecast,
 }
 
 impl Walk {
-    fn look(&mut self) {
+    fn update_peak(&mut self) {
         self.most.activations = self.most.activations.max(self.now);
         self.most.parameters = self.most.parameters.max(self.entered);
-        self.most.together = self.most.together.max(self.now + self.entered + self.gradients);
+        self.most.total = self.most.total.max(self.now + self.entered + self.gradients);
     }
 
     fn enter(&mut self, bytes: u64) {
         self.entered = bytes;
-        self.look();
+        self.update_peak();
     }
 
     fn gradient(&mut self, bytes: u64) {
         self.gradients += bytes;
-        self.look();
+        self.update_peak();
         if self.paged {
             self.gradients = 0;
         }
     }
 
-    fn add(&mut self, there: &mut [bool], id: ValueId, of: impl Fn(ValueId) -> u64) {
-        if !std::mem::replace(&mut there[id.index()], true) {
+    fn add(&mut self, live: &mut [bool], id: ValueId, of: impl Fn(ValueId) -> u64) {
+        if !std::mem::replace(&mut live[id.index()], true) {
             self.now += of(id);
-            self.look();
+            self.update_peak();
         }
     }
 
-    fn drop(&mut self, there: &mut [bool], id: ValueId, of: impl Fn(ValueId) -> u64) {
-        if std::mem::replace(&mut there[id.index()], false) {
+    fn drop(&mut self, live: &mut [bool], id: ValueId, of: impl Fn(ValueId) -> u64) {
+        if std::mem::replace(&mut live[id.index()], false) {
             self.now -= of(id);
         }
     }
 }
 
 impl Tape<'_> {
-    /// What the walks will take at most, without the work, given what values and parameters of types take. `paged` is for parameters that
-    /// are in memory while a segment uses them: what one takes then, and bytes of those that losses read.
+    /// Predicts peak memory without computing, from the bytes of values and gradients by type. `paged`
+    /// describes paged parameters, if live are any.
     pub fn forecast(&self, size: &dyn Fn(&TensorType) -> u64, of_gradient: &dyn Fn(&TensorType) -> u64, paged: Option<Pages>) -> TapeForecast {
         let of = |id: ValueId| size(&self.graph.value(id).ty);
-        let kept = |id: &ValueId| self.graph.value(*id).kind != Kind::Input;
+        let tracked = |id: &ValueId| self.graph.value(*id).kind != Kind::Input;
         let types: BTreeMap<&str, &TensorType> = self.graph.params().map(|(_, value)| (value.name.as_str(), &value.ty)).collect();
         let pages = |segment: &Segment| {
             let read = || segment.parameters.iter().filter_map(|name| types.get(name.as_str()));
             paged.as_ref().map_or(0, |(of_parameter, _)| read().map(|ty| of_parameter(ty)).sum())
         };
         let mut walk = Walk { paged: paged.is_some(), ..Walk::default() };
-        let mut there = vec![false; self.graph.values().len()];
+        let mut live = vec![false; self.graph.values().len()];
         let nodes = self.graph.nodes();
         for segment in &self.segments {
             walk.enter(pages(segment));
             for index in segment.nodes.clone() {
-                walk.add(&mut there, nodes[index].output, of);
-                self.dead[index].iter().filter(|id| kept(id)).for_each(|id| walk.drop(&mut there, *id, of));
+                walk.add(&mut live, nodes[index].output, of);
+                self.dead[index].iter().filter(|id| tracked(id)).for_each(|id| walk.drop(&mut live, *id, of));
             }
         }
-        // What losses read, and its gradient.
+        // Parameters that losses read, and their gradients.
         if let Some((_, (parameters, gradient))) = &paged {
             walk.enter(*parameters);
             walk.gradient(*gradient);
         }
-        // Gradients have places behind those of the values.
-        let mut gradients = vec![false; there.len()];
+        // Gradients by value, in addition to the values in `live`.
+        let mut gradients = vec![false; live.len()];
         for id in &self.taps {
             walk.add(&mut gradients, *id, of);
         }
         for segment in self.segments.iter().rev() {
             walk.enter(pages(segment));
-            if segment.again {
+            if segment.recomputed {
                 for index in segment.nodes.clone() {
-                    walk.add(&mut there, nodes[index].output, of);
-                    self.dead[index].iter().filter(|id| kept(id) && !self.read_back(**id, segment)).for_each(|id| walk.drop(&mut there, *id, of));
+                    walk.add(&mut live, nodes[index].output, of);
+                    self.dead[index].iter().filter(|id| tracked(id) && !self.read_back(**id, segment)).for_each(|id| walk.drop(&mut live, *id, of));
                 }
             }
             for index in segment.nodes.clone().rev() {
@@ -117,9 +117,9 @@ impl Tape<'_> {
                     }
                     walk.drop(&mut gradients, node.output, of);
                 }
-                self.done[index].iter().filter(|id| kept(id)).for_each(|id| walk.drop(&mut there, *id, of));
+                self.done[index].iter().filter(|id| tracked(id)).for_each(|id| walk.drop(&mut live, *id, of));
             }
-            segment.nodes.clone().for_each(|index| walk.drop(&mut there, nodes[index].output, of));
+            segment.nodes.clone().for_each(|index| walk.drop(&mut live, nodes[index].output, of));
         }
         walk.most
     }

@@ -1,4 +1,4 @@
-//! Weights of a model as tensors of a file.
+//! Maps the weights of a model to the tensors of a GGUF file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -7,88 +7,93 @@ use crate::error::{Error, Result};
 use crate::model::gguf::Family;
 use crate::run_state::ColumnImportance;
 use crate::store::Weight;
-use crate::store::gguf::{Kind, rows_of_each};
+use crate::store::gguf::{Kind, expert_rows};
 
-/// A tensor of a file, or one of those that lie behind each other in one.
+/// A tensor of a file, or one expert of a tensor that stacks all experts.
 pub(super) struct Planned {
     /// Name in the model.
     pub name: String,
-    /// Name in the file; of an expert, with its number.
-    pub there: String,
+    /// Name in the file; for an expert, with its number.
+    pub gguf_name: String,
     pub weight: Weight,
-    /// The type that it should have, and the one that it has.
-    pub wanted: Kind,
+    /// The type for matrices of this kind.
+    pub target: Kind,
+    /// The type that is written, which differs from the target if rows are not a multiple of its block size.
     pub kind: Kind,
-    /// Whether its values lie elsewhere than in the model, or are not all of them.
-    pub moved: bool,
-    /// Which expert it is of.
+    /// Whether the rows are permuted, split or changed, so that the hash of the bytes read is not that
+    /// of the weight.
+    pub rearranged: bool,
+    /// Number of the expert, if it belongs to one.
     pub expert: Option<usize>,
-    /// What errors in its columns count for.
+    /// Importance of its columns.
     pub importance: Option<Arc<Vec<f32>>>,
 }
 
-/// The tensors that a weight becomes, by their names in the file: two where all experts' gates and what they gate lie in one.
+/// The tensors of a weight, by their names in the file. A weight that fuses the gate and up projections
+/// of all experts becomes two tensors.
 ///
 /// # Errors
-/// The family has no name for it, or it does not hold as many experts as there are.
-pub(super) fn parts(family: &Family, name: &str, weight: Weight, experts: usize) -> Result<Vec<(String, Weight)>> {
-    let Some(places) = family.fused(name) else {
+/// The family has no name for the weight, or it contains a wrong number of experts.
+pub(super) fn split_fused(family: &Family, name: &str, weight: Weight, experts: usize) -> Result<Vec<(String, Weight)>> {
+    let Some(gguf_names) = family.fused_tensors(name) else {
         let nameless = || Error::tensor(name, format!("has no name in GGUF files of `{}`", family.architecture), "");
-        return Ok(vec![(family.to_file(name).ok_or_else(nameless)?, weight)]);
+        return Ok(vec![(family.to_gguf(name).ok_or_else(nameless)?, weight)]);
     };
     let rows = match weight.shape[..] {
-        [count, rows, _] if count == experts && rows.is_multiple_of(places.len()) => rows / places.len(),
+        [count, rows, _] if count == experts && rows.is_multiple_of(gguf_names.len()) => rows / gguf_names.len(),
         _ => {
-            let reason = format!("has the shape {:?}, where there are {experts} experts", weight.shape);
-            return Err(Error::tensor(name, reason, "the checkpoint is not what config.json says"));
+            let reason = format!("has the shape {:?}, but the model has {experts} experts", weight.shape);
+            return Err(Error::tensor(name, reason, "the checkpoint does not match config.json"));
         }
     };
-    if places.len() == 1 {
-        return Ok(places.into_iter().map(|there| (there, weight.clone())).collect());
+    if gguf_names.len() == 1 {
+        return Ok(gguf_names.into_iter().map(|gguf_name| (gguf_name, weight.clone())).collect());
     }
-    Ok(places.into_iter().enumerate().map(|(part, there)| (there, rows_of_each(&weight, part * rows, rows, name))).collect())
+    Ok(gguf_names.into_iter().enumerate().map(|(part, gguf_name)| (gguf_name, expert_rows(&weight, part * rows, rows, name))).collect())
 }
 
-/// The tensors of a file, in the order that `all` is brought into: experts lie behind each other in those that hold all of them.
+/// Sorts `all` and returns the tensors of the file in this order. The experts of a layer are stacked in
+/// one tensor.
 pub(super) fn tensors(all: &mut [Planned], experts: usize) -> Result<Vec<(String, Kind, Vec<usize>)>> {
-    let of_all = |there: &str| Family::of_all(there).map_or_else(|| there.to_owned(), |(of_all, _)| of_all);
+    let stacked_name = |gguf_name: &str| Family::split_expert(gguf_name).map_or_else(|| gguf_name.to_owned(), |(stacked, _)| stacked);
     if experts > 0 {
-        all.sort_by_cached_key(|planned| (of_all(&planned.there), planned.expert));
+        all.sort_by_cached_key(|planned| (stacked_name(&planned.gguf_name), planned.expert));
     }
     let mut tensors: Vec<(String, Kind, Vec<usize>)> = Vec::new();
     let mut last: Option<&Planned> = None;
     for planned in &*all {
-        let Planned { name, there, weight, kind, .. } = planned;
+        let Planned { name, gguf_name, weight, kind, .. } = planned;
         let Some(expert) = planned.expert else {
-            tensors.push((there.clone(), *kind, weight.shape.clone()));
+            tensors.push((gguf_name.clone(), *kind, weight.shape.clone()));
             last = None;
             continue;
         };
-        let before = last.filter(|other| of_all(&other.there) == of_all(there));
+        let before = last.filter(|other| stacked_name(&other.gguf_name) == stacked_name(gguf_name));
         let next = before.and_then(|other| other.expert).map_or(0, |expert| expert.saturating_add(1));
-        let alike = before.is_none_or(|other| other.weight.shape == weight.shape && other.kind == *kind);
-        if expert != next || expert >= experts || !alike || weight.shape.len() != 2 {
-            return Err(Error::tensor(name, format!("is not one of {experts} experts of one shape"), "the checkpoint is not what config.json says"));
+        let is_uniform = before.is_none_or(|other| other.weight.shape == weight.shape && other.kind == *kind);
+        if expert != next || expert >= experts || !is_uniform || weight.shape.len() != 2 {
+            return Err(Error::tensor(name, format!("is not one of {experts} experts of the same shape"), "the checkpoint does not match config.json"));
         }
         if expert.saturating_add(1) == experts {
-            tensors.push((of_all(there), *kind, [&[experts], weight.shape.as_slice()].concat()));
+            tensors.push((stacked_name(gguf_name), *kind, [&[experts], weight.shape.as_slice()].concat()));
         }
         last = Some(planned);
     }
     let mut names = BTreeSet::new();
     if let Some((name, ..)) = tensors.iter().find(|(name, ..)| !names.insert(name)) {
-        let two: Vec<&str> = all.iter().filter(|planned| of_all(&planned.there) == *name).map(|planned| planned.name.as_str()).collect();
-        let reason = format!("and `{}` are both `{name}` in GGUF files", two.last().copied().unwrap_or_default());
-        return Err(Error::tensor(two.first().copied().unwrap_or_default(), reason, "leave one of them out of the checkpoint"));
+        let two: Vec<&str> = all.iter().filter(|planned| stacked_name(&planned.gguf_name) == *name).map(|planned| planned.name.as_str()).collect();
+        let reason = format!("has the same name in GGUF files as `{}`: `{name}`", two.last().copied().unwrap_or_default());
+        return Err(Error::tensor(two.first().copied().unwrap_or_default(), reason, "remove one of them from the checkpoint"));
     }
-    // A last one that is missing leaves a tensor open.
-    let open = all.iter().filter(|planned| planned.expert.is_some()).map(|planned| of_all(&planned.there));
-    match open.into_iter().find(|name| !tensors.iter().any(|(held, ..)| held == name)) {
+    // If the last expert is missing, the stacked tensor was not added above.
+    let stacked = all.iter().filter(|planned| planned.expert.is_some()).map(|planned| stacked_name(&planned.gguf_name));
+    match stacked.into_iter().find(|name| !tensors.iter().any(|(tensor, ..)| tensor == name)) {
         None => Ok(tensors),
-        Some(name) => Err(Error::tensor(&name, format!("has fewer than {experts} experts"), "the checkpoint is not what config.json says")),
+        Some(name) => Err(Error::tensor(&name, format!("has fewer than {experts} experts"), "the checkpoint does not match config.json")),
     }
 }
 
+/// Name of a type.
 pub(super) fn kind_name(kind: Kind) -> String {
     match kind {
         Kind::Plain(dtype) => dtype.to_string(),
@@ -96,46 +101,53 @@ pub(super) fn kind_name(kind: Kind) -> String {
     }
 }
 
-/// Matrices whose rows are no whole blocks of the type that they should have.
-pub(super) fn fallbacks(all: &[Planned], file: &str) -> Option<String> {
+/// A note about matrices whose rows are not a multiple of the block size of their target type.
+pub(super) fn fallback_note(all: &[Planned], file: &str) -> Option<String> {
     let mut found: BTreeMap<(String, String, usize), usize> = BTreeMap::new();
-    for Planned { weight, wanted, kind, .. } in all.iter().filter(|planned| planned.wanted != planned.kind) {
-        *found.entry((kind_name(*wanted), kind_name(*kind), width(weight))).or_default() += 1;
+    for Planned { weight, target, kind, .. } in all.iter().filter(|planned| planned.target != planned.kind) {
+        *found.entry((kind_name(*target), kind_name(*kind), width(weight))).or_default() += 1;
     }
     let (mut bits, mut elements) = (0u64, 0u64);
     for Planned { weight, kind, .. } in all {
         bits += kind.byte_count(&weight.shape).unwrap_or(0) * 8;
         elements += weight.elements() as u64;
     }
-    let told = |((wanted, kind, row), count): (&(String, String, usize), &usize)| format!("{count} of {wanted} with rows of {row} are {kind}");
-    let all = found.iter().map(told).collect::<Vec<_>>().join(", ");
-    (!found.is_empty())
-        .then(|| format!("{file}: rows that are no whole blocks take larger types: {all}; {:.2} bits per weight in all", bits as f64 / elements.max(1) as f64))
+    let describe = |((target, kind, row), count): (&(String, String, usize), &usize)| format!("{count} of {target} with rows of {row} are {kind}");
+    let all = found.iter().map(describe).collect::<Vec<_>>().join(", ");
+    (!found.is_empty()).then(|| {
+        format!(
+            "{file}: matrices whose rows are not a multiple of the block size use larger types: {all}; {:.2} bits per weight overall",
+            bits as f64 / elements.max(1) as f64
+        )
+    })
 }
 
-/// What the report says of matrices with and without importance.
-pub(super) fn weighed(all: &[Planned], importance: &ColumnImportance, file: &str) -> Vec<String> {
+/// Notes about matrices that are quantized with and without importance.
+pub(super) fn importance_notes(all: &[Planned], importance: &ColumnImportance, file: &str) -> Vec<String> {
     let (with, without): (Vec<&Planned>, Vec<&Planned>) =
         all.iter().filter(|planned| matches!(planned.kind, Kind::Blocks(_))).partition(|planned| planned.importance.is_some());
     let mut notes = vec![format!(
-        "{file}: in {} matrices, errors count by the mean square of what columns were multiplied with on {} calibration samples",
+        "{file}: in {} matrices, errors are weighted by the mean square of the input of each column on {} calibration samples",
         with.len(),
         importance.samples
     )];
     if let Some(first) = without.first() {
         notes.push(format!(
-            "{file}: {} matrices are written as without samples: the head, what no layer alone reads, and types that are not searched for (the first: `{}`)",
+            "{file}: {} matrices are quantized without importance: the head, weights used by several layers, and types without a search for scales (the first: `{}`)",
             without.len(),
             first.name
         ));
     }
     if let Some(first) = importance.unseen.first() {
-        notes.push(format!("{file}: no sample came to {} matrices of experts, whose columns count the same (the first: `{first}`)", importance.unseen.len()));
+        notes.push(format!(
+            "{file}: no sample was routed to {} matrices of experts, whose columns have equal importance (the first: `{first}`)",
+            importance.unseen.len()
+        ));
     }
     notes
 }
 
-/// Elements of a row of a file's tensor.
+/// Number of elements of a row.
 pub(super) fn width(weight: &Weight) -> usize {
     weight.shape.last().copied().unwrap_or(1)
 }

@@ -1,4 +1,4 @@
-//! `quantization_config`: telling transformers and vLLM what is quantized.
+//! The `quantization_config` in `config.json`, by which transformers and vLLM load quantized weights.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -8,25 +8,26 @@ use super::is_packed;
 use crate::model::{Model, class, is_embedding, is_linear, module_name, stacked_experts};
 use crate::run_state::RunState;
 use crate::store::writer::Item;
-use crate::store::{ActivationScheme, Affine, Codes, DType, Encoding, Granularity};
+use crate::store::{ActivationScheme, Codes, DType, Encoding, Granularity, QuantizationSpec};
 
 /// Version of compressed-tensors whose fields are written.
 const VERSION: &str = "0.13.0";
 
-/// Heads that a loader may create even when the checkpoint holds no tensor for them.
+/// Heads that a loader may create even if the checkpoint contains no tensor for them.
 const HEADS: [&str; 6] = ["lm_head", "cls.predictions.decoder", "predictions.decoder", "classifier", "score", "qa_outputs"];
 
+/// Modules of one class with the same quantization.
 #[derive(Debug, PartialEq)]
 struct Group<'a> {
     class: &'static str,
-    affine: Affine,
+    spec: QuantizationSpec,
     packed: bool,
     modules: Vec<&'a str>,
 }
 
 impl Group<'_> {
     fn format(&self) -> &'static str {
-        match (self.affine.codes, self.affine.scale_dtype) {
+        match (self.spec.codes, self.spec.scale_dtype) {
             (Codes::Integer(_), _) if self.packed => "pack-quantized",
             (Codes::Integer(_), _) => "int-quantized",
             (Codes::E4m3, DType::F8_E8M0) => "mxfp8-quantized",
@@ -38,23 +39,23 @@ impl Group<'_> {
     }
 
     fn describe(&self, targets: Vec<String>) -> Value {
-        let affine = &self.affine;
-        let (strategy, size) = match affine.granularity {
+        let spec = &self.spec;
+        let (strategy, size) = match spec.granularity {
             Granularity::Tensor => ("tensor", None),
             Granularity::Channel => ("channel", None),
-            Granularity::Group(size) if affine.has_global_scale() => ("tensor_group", Some(size)),
+            Granularity::Group(size) if spec.has_global_scale() => ("tensor_group", Some(size)),
             Granularity::Group(size) => ("group", Some(size)),
             Granularity::Block(_) => ("block", None),
         };
-        let kind = if affine.codes.is_integer() { "int" } else { "float" };
-        let mut weights = json!({ "num_bits": affine.codes.bits(), "type": kind, "symmetric": affine.symmetric, "strategy": strategy, "dynamic": false });
+        let kind = if spec.codes.is_integer() { "int" } else { "float" };
+        let mut weights = json!({ "num_bits": spec.codes.bits(), "type": kind, "symmetric": spec.symmetric, "strategy": strategy, "dynamic": false });
         if let Some(size) = size {
             weights["group_size"] = json!(size);
         }
-        if let Granularity::Block(size) = affine.granularity {
+        if let Granularity::Block(size) = spec.granularity {
             weights["block_structure"] = json!(size);
         }
-        let torch = match affine.scale_dtype {
+        let torch = match spec.scale_dtype {
             DType::F8_E8M0 => "torch.uint8",
             DType::F8_E4M3 => "torch.float8_e4m3fn",
             _ => "",
@@ -71,7 +72,7 @@ impl Group<'_> {
             arguments["group_size"] = json!(size);
             arguments
         };
-        let activations = match affine.activations {
+        let activations = match spec.activations {
             ActivationScheme::Float8Token => float(8, "token", true.into()),
             ActivationScheme::Float8Group(size) => grouped(size, float(8, "group", true.into())),
             ActivationScheme::Float8Static(_) => float(8, "tensor", false.into()),
@@ -94,26 +95,27 @@ fn module(name: &str) -> &str {
 fn groups(items: &[Item]) -> Vec<Group<'_>> {
     let mut groups: Vec<Group> = Vec::new();
     for item in items {
-        let Encoding::Affine(affine) = &item.weight.encoding else { continue };
-        if affine.codes.is_palette() {
+        let Encoding::Quantized(spec) = &item.weight.encoding else { continue };
+        if spec.codes.is_palette() {
             continue;
         }
-        let (class, affine) = (class(&item.name, &item.weight), affine.scheme());
+        let (class, spec) = (class(&item.name, &item.weight), spec.scheme());
         let packed = is_packed(&item.name, &item.weight);
-        match groups.iter_mut().find(|g| (g.class, &g.affine, g.packed) == (class, &affine, packed)) {
+        match groups.iter_mut().find(|g| (g.class, &g.spec, g.packed) == (class, &spec, packed)) {
             Some(group) => group.modules.push(module(&item.name)),
-            None => groups.push(Group { class, affine, packed, modules: vec![module(&item.name)] }),
+            None => groups.push(Group { class, spec, packed, modules: vec![module(&item.name)] }),
         }
     }
-    // A tied head is both a Linear and named beside the embeddings: the first match wins.
+    // A tied head matches both as a Linear and by its name in the group of embeddings. The first match wins.
     groups.sort_by_key(|g| g.class);
     groups
 }
 
 /// The object for `config.json`.
 ///
-/// Whole classes are targets, and every module that was left out is ignored by name: a module that is matched
-/// but not quantized would be loaded with an uninitialised scale. Two schemes for one class take turns by name.
+/// The targets are classes of modules, and modules that are not quantized are ignored by name: a module
+/// that is matched but not quantized would be loaded with an uninitialized scale. If a class has two
+/// schemes, the targets are module names.
 pub(super) fn describe(items: &[Item], model: &Model, run: &RunState) -> Value {
     let groups = groups(items);
     let tied: Vec<&str> = model
@@ -122,11 +124,11 @@ pub(super) fn describe(items: &[Item], model: &Model, run: &RunState) -> Value {
         .filter(|(_, original)| groups.iter().any(|g| g.modules.contains(&module(original))))
         .map(|(alias, _)| module(alias))
         .collect();
-    let names = ModuleNames::of(items, model, &groups);
+    let names = ModuleNames::new(items, model, &groups);
     let mut described = Map::new();
     for (index, group) in groups.iter().enumerate() {
-        let alone = groups.iter().filter(|g| g.class == group.class).count() == 1;
-        let mut targets = if alone { vec![group.class.to_owned()] } else { names.targets(group) };
+        let is_only_group = groups.iter().filter(|g| g.class == group.class).count() == 1;
+        let mut targets = if is_only_group { vec![group.class.to_owned()] } else { names.targets(group) };
         if group.class == "Embedding" {
             targets.extend(tied.iter().map(|head| format!("re:.*{}$", regex::escape(head))));
         }
@@ -148,17 +150,17 @@ pub(super) fn describe(items: &[Item], model: &Model, run: &RunState) -> Value {
         "version": VERSION,
         "producer": concat!("compress ", env!("CARGO_PKG_VERSION")),
     });
-    for (key, value) in model.config.carried_quantization().iter().filter(|(key, _)| is_true(key, run)) {
+    for (key, value) in model.config.carried_quantization().iter().filter(|(key, _)| is_valid(key, run)) {
         description[key] = value.clone();
     }
     description
 }
 
-/// What `config.json` says of weights that are places in palettes; nothing where there are none.
+/// Description of the weights that are encoded as indices into codebooks; `None` if there are none.
 pub(super) fn palettes(items: &[Item]) -> Option<Value> {
     let mut found: BTreeMap<(u8, usize), usize> = BTreeMap::new();
     for item in items {
-        if let Encoding::Affine(Affine { codes: Codes::Palette(bits), granularity: Granularity::Block([rows, _]), .. }) = item.weight.encoding {
+        if let Encoding::Quantized(QuantizationSpec { codes: Codes::Palette(bits), granularity: Granularity::Block([rows, _]), .. }) = item.weight.encoding {
             *found.entry((bits, rows)).or_default() += 1;
         }
     }
@@ -166,53 +168,54 @@ pub(super) fn palettes(items: &[Item]) -> Option<Value> {
     (!list.is_empty()).then_some(Value::Array(list))
 }
 
-/// What an input's description says beside its weights and the output's does not, by key.
-pub(super) fn left_out<'m>(items: &[Item], model: &'m Model, run: &RunState) -> Vec<&'m str> {
+/// Keys of the input's `quantization_config` that are not written to the output's.
+pub(super) fn dropped_keys<'m>(items: &[Item], model: &'m Model, run: &RunState) -> Vec<&'m str> {
     let described = is_needed(items, model, run);
-    model.config.carried_quantization().keys().map(String::as_str).filter(|key| !described || !is_true(key, run)).collect()
+    model.config.carried_quantization().keys().map(String::as_str).filter(|key| !described || !is_valid(key, run)).collect()
 }
 
-/// Whether what an input's description says of its weights holds for the weights that are written.
-fn is_true(key: &str, run: &RunState) -> bool {
+/// Whether a key of the input's description is still valid for the written weights.
+fn is_valid(key: &str, run: &RunState) -> bool {
     key != "sparsity_config" || run.history.is_empty()
 }
 
-/// Whether something has to be described: quantized weights, the cache of keys and values, or zeros.
+/// Whether a `quantization_config` is needed: for quantized weights, a quantized KV cache, or sparsity.
 pub(super) fn is_needed(items: &[Item], model: &Model, run: &RunState) -> bool {
-    let told = |key: &str| model.config.carried_quantization().contains_key(key) && is_true(key, run);
-    !groups(items).is_empty() || told("kv_cache_scheme") || told("sparsity_config")
+    let is_carried = |key: &str| model.config.carried_quantization().contains_key(key) && is_valid(key, run);
+    !groups(items).is_empty() || is_carried("kv_cache_scheme") || is_carried("sparsity_config")
 }
 
-/// Whose module a name is.
+/// The group that a module belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Owner {
-    /// One of the group with this number.
+    /// The group with this index.
     Group(usize),
     /// A module that is not quantized.
     Other,
 }
 
-/// The names by which readers know modules. Loaders drop or change the first part of those of the checkpoint, and rename some of them.
+/// The names of modules in loaders, which drop or change the first component of checkpoint names and
+/// rename some modules.
 struct ModuleNames {
     model_type: String,
-    /// Whose modules have names that end like this; nothing where several owners have some.
-    by_end: HashMap<String, Option<Owner>>,
-    /// The same for ends whose numbers are left open.
-    by_open_end: HashMap<String, Option<Owner>>,
+    /// The owner of the modules whose names have this suffix; `None` if several owners have such modules.
+    by_suffix: HashMap<String, Option<Owner>>,
+    /// Likewise for suffixes in which numbers are replaced by a pattern.
+    by_pattern: HashMap<String, Option<Owner>>,
 }
 
 impl ModuleNames {
-    fn of(items: &[Item], model: &Model, groups: &[Group]) -> ModuleNames {
+    fn new(items: &[Item], model: &Model, groups: &[Group]) -> ModuleNames {
         let owners: HashMap<&str, Owner> =
             groups.iter().enumerate().flat_map(|(index, group)| group.modules.iter().map(move |name| (*name, Owner::Group(index)))).collect();
-        let mut names = ModuleNames { model_type: model.config.model_type().to_owned(), by_end: HashMap::new(), by_open_end: HashMap::new() };
+        let mut names = ModuleNames { model_type: model.config.model_type().to_owned(), by_suffix: HashMap::new(), by_pattern: HashMap::new() };
         for name in items.iter().map(|item| module(&item.name)) {
             let owner = owners.get(name).copied().unwrap_or(Owner::Other);
             for spelling in names.spellings(name) {
-                let ends = std::iter::once(0).chain(spelling.match_indices('.').map(|(at, _)| at + 1));
-                for end in ends.filter_map(|at| spelling.get(at..)) {
-                    for (known, key) in [(&mut names.by_end, end.to_owned()), (&mut names.by_open_end, open(end))] {
-                        known.entry(key).and_modify(|known| *known = known.filter(|known| *known == owner)).or_insert(Some(owner));
+                let starts = std::iter::once(0).chain(spelling.match_indices('.').map(|(at, _)| at + 1));
+                for suffix in starts.filter_map(|start| spelling.get(start..)) {
+                    for (owners, key) in [(&mut names.by_suffix, suffix.to_owned()), (&mut names.by_pattern, number_pattern(suffix))] {
+                        owners.entry(key).and_modify(|other| *other = other.filter(|other| *other == owner)).or_insert(Some(owner));
                     }
                 }
             }
@@ -220,150 +223,151 @@ impl ModuleNames {
         names
     }
 
-    /// The name of a module in the checkpoint and, where it is another one, in transformers.
+    /// The name of a module in the checkpoint and, if it differs, in transformers.
     fn spellings(&self, name: &str) -> Vec<String> {
         let renamed = module_name(&self.model_type, name);
         if renamed == name { vec![renamed] } else { vec![name.to_owned(), renamed] }
     }
 
-    /// The modules of a group among others: patterns of their ends, with numbers left open where all such modules are of the group.
+    /// Targets that match only the modules of a group: patterns of their suffixes, in which numbers are
+    /// replaced by `\d+` if all modules that match belong to the group.
     fn targets(&self, group: &Group) -> Vec<String> {
         let mut targets = Vec::new();
-        let mut seen = HashSet::new();
-        let pattern = |end: &str| format!("re:(.*\\.)?{end}$");
+        let mut unique = HashSet::new();
+        let pattern = |suffix: &str| format!("re:(.*\\.)?{suffix}$");
         for name in group.modules.iter().flat_map(|name| self.spellings(name)) {
-            let is_own = |known: &HashMap<String, Option<Owner>>, end: &str| matches!(known.get(end), Some(Some(Owner::Group(_))));
-            let entries = match end(&name) {
-                Some(end) if is_own(&self.by_open_end, &open(end)) => vec![pattern(&open(end))],
-                Some(end) if is_own(&self.by_end, end) => vec![name.clone(), pattern(&regex::escape(end))],
+            let is_own = |owners: &HashMap<String, Option<Owner>>, suffix: &str| matches!(owners.get(suffix), Some(Some(Owner::Group(_))));
+            let entries = match strip_first(&name) {
+                Some(suffix) if is_own(&self.by_pattern, &number_pattern(suffix)) => vec![pattern(&number_pattern(suffix))],
+                Some(suffix) if is_own(&self.by_suffix, suffix) => vec![name.clone(), pattern(&regex::escape(suffix))],
                 _ => vec![name.clone()],
             };
-            targets.extend(entries.into_iter().filter(|entry| seen.insert(entry.clone())));
+            targets.extend(entries.into_iter().filter(|entry| unique.insert(entry.clone())));
         }
         targets
     }
 }
 
-/// The end of a name behind its first part.
-fn end(name: &str) -> Option<&str> {
-    name.split_once('.').map(|(_, end)| end)
+/// A name without its first component.
+fn strip_first(name: &str) -> Option<&str> {
+    name.split_once('.').map(|(_, suffix)| suffix)
 }
 
-/// A regular expression for names that are like this one up to numbers between their dots.
-fn open(name: &str) -> String {
+/// A regular expression that matches a name with any numbers in place of its numeric components.
+fn number_pattern(name: &str) -> String {
     let part = |part: &str| if part.bytes().all(|byte| byte.is_ascii_digit()) { "\\d+".to_owned() } else { regex::escape(part) };
     name.split('.').map(part).collect::<Vec<_>>().join("\\.")
 }
 
-/// Modules left out, by their name in the checkpoint and by its end: loaders drop or change the first part
-/// (`bert.pooler.dense` becomes `pooler.dense` when the base model is loaded alone).
+/// Modules that are not quantized, by their checkpoint name and by its suffix: loaders drop or change
+/// the first component (`bert.pooler.dense` becomes `pooler.dense` if only the base model is loaded).
 fn ignored(items: &[Item], model: &Model, (groups, names): (&[Group], &ModuleNames), tied: &[&str]) -> Vec<String> {
     let quantized: BTreeSet<&str> = groups.iter().flat_map(|g| g.modules.iter().copied()).chain(tied.iter().copied()).collect();
     let embeddings = groups.iter().any(|g| g.class == "Embedding");
-    let left_out = items
+    let unquantized = items
         .iter()
         .filter(|item| item.weight.encoding == Encoding::Dense && item.weight.shape.len() == 2 && item.name.ends_with(".weight"))
         .filter(|item| model.weights.folder(&item.name).is_none())
         .filter(|item| embeddings || !is_embedding(&item.name, &item.weight) || is_linear(&item.name, &item.weight))
         .map(|item| module(&item.name));
-    // A head that is tied to a table of floats is stored nowhere, and is a linear layer all the same.
+    // A head that is tied to a float embedding has no tensor, but is a linear layer.
     let heads = HEADS
         .into_iter()
         .chain(model.tied_names().into_iter().map(|(alias, _)| module(alias)))
         .filter(|head| !quantized.iter().any(|name| name == head || name.ends_with(&format!(".{head}"))));
     let mut ignore = Vec::new();
-    for name in left_out.flat_map(|name| names.spellings(name)) {
-        let end = end(&name).filter(|end| names.by_end.get(*end) == Some(&Some(Owner::Other)));
-        let pattern = end.map(|end| format!("re:(.*\\.)?{}$", regex::escape(end)));
+    for name in unquantized.flat_map(|name| names.spellings(name)) {
+        let suffix = strip_first(&name).filter(|suffix| names.by_suffix.get(*suffix) == Some(&Some(Owner::Other)));
+        let pattern = suffix.map(|suffix| format!("re:(.*\\.)?{}$", regex::escape(suffix)));
         ignore.push(name);
         ignore.extend(pattern);
     }
-    // vLLM looks up how experts are quantized by the names of linear layers within their module, like `experts.0.gate_proj`.
+    // vLLM looks up how experts are quantized by the names of linear layers within their module, like
+    // `experts.0.gate_proj`.
     for experts in items.iter().filter_map(|item| stacked_experts(&item.name, &item.weight)).collect::<BTreeSet<String>>() {
-        let end = experts.split_once('.').map_or(experts.as_str(), |(_, end)| end);
-        if !quantized.iter().any(|q| q.contains(&format!("{end}."))) {
-            ignore.push(format!("re:(.*\\.)?{}(\\..*)?$", regex::escape(end)));
+        let suffix = strip_first(&experts).unwrap_or(&experts);
+        if !quantized.iter().any(|q| q.contains(&format!("{suffix}."))) {
+            ignore.push(format!("re:(.*\\.)?{}(\\..*)?$", regex::escape(suffix)));
         }
     }
     ignore.extend(heads.map(str::to_owned));
-    let mut seen = BTreeSet::new();
-    ignore.retain(|entry| seen.insert(entry.clone()));
+    let mut unique = BTreeSet::new();
+    ignore.retain(|entry| unique.insert(entry.clone()));
     ignore
 }
 
-/// Whether a weight is that of one expert, as in `mlp.experts.3.up_proj.weight`.
+/// Whether a weight belongs to a single expert, as in `mlp.experts.3.up_proj.weight`.
 fn is_of_expert(name: &str) -> bool {
     name.split('.').zip(name.split('.').skip(1)).any(|(part, number)| part == "experts" && number.parse::<usize>().is_ok())
 }
 
-/// Layers by which compressed-tensors knows attention whose keys and values it caches.
+/// Layers by which compressed-tensors recognizes attention modules with a KV cache.
 const KEY_LAYERS: [&str; 4] = ["k_proj", "v_proj", "qkv_proj", "kv_b_proj"];
 
-/// Whether compressed-tensors knows a module as attention.
-fn is_known_attention(items: &[Item], module: &str) -> bool {
+/// Whether compressed-tensors recognizes a module as attention.
+fn is_attention_module(items: &[Item], module: &str) -> bool {
     let layer = |item: &Item| item.name.strip_prefix(module).and_then(|rest| rest.strip_prefix('.')).and_then(|rest| rest.split('.').next()).map(str::to_owned);
     items.iter().filter_map(layer).any(|layer| KEY_LAYERS.contains(&layer.as_str()))
 }
 
-/// What readers make of the schemes, where they differ.
+/// Notes about which consumers support the quantization schemes.
 pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     let mut notes = Vec::new();
     let groups = groups(items);
-    let dynamic = |g: &&Group| g.affine.activations == ActivationScheme::DynamicToken;
-    if groups.iter().filter(dynamic).any(|g| !g.affine.symmetric) {
-        notes.push("asymmetric weights with int8 activations: transformers loads them, vLLM takes symmetric weights only".to_owned());
+    let dynamic = |g: &&Group| g.spec.activations == ActivationScheme::DynamicToken;
+    if groups.iter().filter(dynamic).any(|g| !g.spec.symmetric) {
+        notes.push("asymmetric weights with int8 activations: transformers loads them; vLLM supports only symmetric weights".to_owned());
     }
-    if groups.iter().filter(dynamic).any(|g| matches!(g.affine.granularity, Granularity::Group(_))) {
-        notes.push("groups of weights with int8 activations: transformers loads them, vLLM takes one scale for a tensor or a channel only".to_owned());
+    if groups.iter().filter(dynamic).any(|g| matches!(g.spec.granularity, Granularity::Group(_))) {
+        notes.push("group-wise weights with int8 activations: transformers loads them; vLLM supports only one scale per tensor or channel".to_owned());
     }
     if groups.iter().any(|g| g.class == "Embedding") {
-        notes.push("quantized embeddings: transformers 5 loads them, transformers 4 and vLLM do not in this form".to_owned());
+        notes.push("quantized embeddings: transformers 5 loads them; transformers 4 and vLLM do not support this format".to_owned());
     }
-    let quantized = |item: &&Item| matches!(item.weight.encoding, Encoding::Affine(_));
+    let quantized = |item: &&Item| matches!(item.weight.encoding, Encoding::Quantized(_));
     if items.iter().filter(quantized).any(|item| is_of_expert(&item.name)) {
         notes.push(
-            "quantized experts: transformers 4 and vLLM load them; transformers 5 makes one tensor of all experts of a layer, and cannot of quantized ones"
+            "quantized experts: transformers 4 and vLLM load them; transformers 5 fuses all experts of a layer into one tensor, which fails for quantized ones"
                 .to_owned(),
         );
     }
-    if let Some(module) = items.iter().filter_map(|item| item.name.strip_suffix(".k_scale")).find(|module| !is_known_attention(items, module)) {
+    if let Some(module) = items.iter().filter_map(|item| item.name.strip_suffix(".k_scale")).find(|module| !is_attention_module(items, module)) {
         notes.push(format!(
-            "scales of cached keys and values: transformers leaves those of `{module}` aside and caches floats, because compressed-tensors knows attention by layers named {}; compress and its ONNX export use them",
+            "scales of the KV cache: transformers ignores those of `{module}` and caches floats, because compressed-tensors recognizes attention by layers named {}; compress and its ONNX export use them",
             KEY_LAYERS.join(", ")
         ));
     }
-    let integers = |g: &&Group| g.affine.codes.is_integer();
-    if groups.iter().filter(integers).any(|g| g.class == "Linear" && g.affine.activations == ActivationScheme::None && !g.packed) {
-        notes.push("weight-only int8 with zero points or a single scale: transformers loads it, vLLM has no kernel for it".to_owned());
+    let integers = |g: &&Group| g.spec.codes.is_integer();
+    if groups.iter().filter(integers).any(|g| g.class == "Linear" && g.spec.activations == ActivationScheme::None && !g.packed) {
+        notes.push("weight-only int8 with zero points or a single scale: transformers loads it; vLLM has no kernel for it".to_owned());
     }
-    if groups.iter().any(|g| g.packed && !g.affine.symmetric) {
-        notes.push("packed zero points: vLLM loads them, transformers only with `CompressedTensorsConfig(dequantize=True)`".to_owned());
+    if groups.iter().any(|g| g.packed && !g.spec.symmetric) {
+        notes.push("packed zero points: vLLM loads them; transformers only with `CompressedTensorsConfig(dequantize=True)`".to_owned());
     }
-    if groups.iter().any(|g| g.affine.codes == Codes::E4m3) {
+    if groups.iter().any(|g| g.spec.codes == Codes::E4m3) {
         notes.push(
-            "FP8: transformers computes in floats; vLLM multiplies FP8 on GPUs of compute capability 8.9 and up, and uses FP8 for weights alone below"
+            "FP8: transformers dequantizes it; vLLM multiplies in FP8 on GPUs of compute capability 8.9 and up, and uses it only for weights on older GPUs"
                 .to_owned(),
         );
     }
-    if groups.iter().any(|g| g.affine.codes == Codes::E2m1) {
+    if groups.iter().any(|g| g.spec.codes == Codes::E2m1) {
         notes.push(
-            "FP4: vLLM loads it from compressed-tensors 0.13 on, transformers from version 5 on; products of FP4 need a GPU of the Blackwell generation"
-                .to_owned(),
+            "FP4: vLLM loads it with compressed-tensors 0.13 or later, transformers from version 5; FP4 matrix multiplication needs a Blackwell GPU".to_owned(),
         );
     }
-    let narrow = |item: &&Item| matches!(&item.weight.encoding, Encoding::Affine(affine) if affine.codes == Codes::E2m1);
+    let narrow = |item: &&Item| matches!(&item.weight.encoding, Encoding::Quantized(spec) if spec.codes == Codes::E2m1);
     if items.iter().filter(narrow).any(|item| item.weight.dtype != DType::BF16) {
-        notes.push("FP4 of a model that is not bfloat16: transformers makes bfloat16 of the weights and then fails to multiply; `cast --to bf16` first, or load it with that dtype".to_owned());
+        notes.push("FP4 in a model that is not bfloat16: transformers dequantizes the weights to bfloat16 and then fails on the dtype mismatch; `cast --to bf16` first, or load the model with that dtype".to_owned());
     }
-    let odd: BTreeSet<u8> = groups.iter().filter(|g| g.packed).map(|g| g.affine.codes.bits()).filter(|bits| 32 % bits != 0).collect();
+    let odd: BTreeSet<u8> = groups.iter().filter(|g| g.packed).map(|g| g.spec.codes.bits()).filter(|bits| 32 % bits != 0).collect();
     if !odd.is_empty() {
-        notes.push(format!("words that hold {odd:?} bits densely: compressed-tensors reads them from 0.18 on"));
+        notes.push(format!("weights of {odd:?} bits, packed across word boundaries: compressed-tensors reads them from version 0.18"));
     }
-    if groups.iter().any(|g| g.affine.activations == ActivationScheme::DynamicToken) {
-        notes.push("int8 activations are quantized by the consumer while the model runs; the speed-up needs integer kernels (vLLM has them, transformers computes in floats)".to_owned());
+    if groups.iter().any(|g| g.spec.activations == ActivationScheme::DynamicToken) {
+        notes.push("int8 activations are quantized by the consumer while the model runs; the speed-up needs integer kernels (vLLM has them; transformers computes in floating point)".to_owned());
     }
     if !groups.is_empty() && model.config.model_type().is_empty() {
-        notes.push("there is no config.json with a model_type beside the weights: its quantization_config says how to read them, but no library can choose a model class from it".to_owned());
+        notes.push("the folder has no config.json with a model_type: the written config.json describes the quantization, but libraries cannot select a model class from it".to_owned());
     }
     notes
 }

@@ -1,8 +1,9 @@
-//! Buckets: `s3://bucket/key`, `gs://bucket/key`, `az://container/key`, by the crate `object_store`. Credentials are those of its environment
-//! variables (`AWS_*`, `GOOGLE_*`, `AZURE_*`) and of the machine's role.
+//! Object stores: `s3://bucket/key`, `gs://bucket/key`, `az://container/key`, through the crate
+//! `object_store`. Credentials come from its environment variables (`AWS_*`, `GOOGLE_*`, `AZURE_*`) or
+//! the machine's role.
 //!
-//! The crate is asynchronous. What it sends goes through the connections of `http.rs`, which block; each thread drives its own requests, and no
-//! other thread runs.
+//! The crate is asynchronous. Its requests use the blocking connections of `http.rs`, and each thread
+//! drives its own requests, without background threads.
 
 use std::fmt;
 use std::future::Future;
@@ -24,32 +25,32 @@ use object_store::{
 };
 use ureq::http::{Method, Response, StatusCode};
 
-use super::{Found, MOST, Place, Writable, http, secrets};
+use super::{Backend, Found, MAX_FILES, Writable, http, secrets};
 
-/// Memory that is set aside for an answer before it comes.
-const LARGEST_AHEAD: usize = 16 << 20;
-/// Most bytes of a refusal where a range was asked for.
-const LARGEST_REFUSAL: u64 = 64 << 10;
-/// Most bytes of an answer that is no file: a list, or what went wrong.
-const LARGEST: u64 = 64 << 20;
+/// Maximum number of bytes preallocated for a response.
+const MAX_PREALLOCATION: usize = 16 << 20;
+/// Maximum size of an error response to a range request, in bytes.
+const MAX_ERROR_RESPONSE: u64 = 64 << 10;
+/// Maximum size of a response that is not a file, such as a listing or an error, in bytes.
+const MAX_RESPONSE: u64 = 64 << 20;
 
-/// What all of these stores are.
+/// An object store with multipart uploads.
 pub(super) trait Store: ObjectStore + MultipartStore {}
 impl<T: ObjectStore + MultipartStore> Store for T {}
 
 pub(super) fn s3(name: &str) -> io::Result<super::Address> {
     address(name, "s3://", |bucket| {
         let mut builder = AmazonS3Builder::from_env();
-        // The store holds every part to it.
+        // Stores verify the checksum of every part.
         if builder.get_config_value(&AmazonS3ConfigKey::Checksum).is_none() {
             builder = builder.with_checksum_algorithm(Checksum::SHA256);
         }
-        of_s3(builder.with_bucket_name(bucket), retries())
+        build_s3(builder.with_bucket_name(bucket), retries())
     })
 }
 
-/// A store like S3, with as many attempts.
-pub(super) fn of_s3(builder: AmazonS3Builder, retries: RetryConfig) -> object_store::Result<Arc<dyn Store>> {
+/// Builds an S3-compatible store.
+pub(super) fn build_s3(builder: AmazonS3Builder, retries: RetryConfig) -> object_store::Result<Arc<dyn Store>> {
     let built = builder.with_http_connector(Connector).with_retry(retries).build();
     built.map(|store| Arc::new(store) as Arc<dyn Store>)
 }
@@ -74,12 +75,12 @@ fn address(name: &str, scheme: &str, build: fn(&str) -> object_store::Result<Arc
     if bucket.is_empty() || bucket.contains(['@', '?', '#']) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("is not of the form {scheme}bucket/key")));
     }
-    let (place, bucket) = (format!("{scheme}{bucket}"), bucket.to_owned());
+    let (root, bucket) = (format!("{scheme}{bucket}"), bucket.to_owned());
     let open = move || {
-        let store = build(&bucket).map_err(refused)?;
-        Ok(Box::new(Bucket { store }) as Box<dyn Place>)
+        let store = build(&bucket).map_err(store_error)?;
+        Ok(Box::new(Bucket { store }) as Box<dyn Backend>)
     };
-    Ok(super::Address { place, inside: inside.trim_matches('/').to_owned(), open: Box::new(open) })
+    Ok(super::Address { root, inside: inside.trim_matches('/').to_owned(), open: Box::new(open) })
 }
 
 fn retries() -> RetryConfig {
@@ -87,26 +88,26 @@ fn retries() -> RetryConfig {
     RetryConfig { backoff, max_retries: 6, retry_timeout: Duration::from_secs(90) }
 }
 
-/// A place that a store keeps.
+/// A bucket of an object store.
 pub(super) struct Bucket {
     pub store: Arc<dyn Store>,
 }
 
-impl Place for Bucket {
+impl Backend for Bucket {
     fn list(&self, folder: &str) -> io::Result<Vec<Found>> {
         let (mut folders, mut files) = (vec![path(folder)?], Vec::new());
         while let Some(folder) = folders.pop() {
             let prefix = (!folder.as_ref().is_empty()).then_some(&folder);
-            // A folder without files is an empty list.
-            let came = wait(self.store.list_with_delimiter(prefix))?.map_err(refused).map_err(|e| match e.kind() {
-                io::ErrorKind::NotFound => io::Error::other(format!("there is no such bucket ({e})")),
+            // A missing folder is listed as an empty folder.
+            let listing = wait(self.store.list_with_delimiter(prefix))?.map_err(store_error).map_err(|e| match e.kind() {
+                io::ErrorKind::NotFound => io::Error::other(format!("the bucket does not exist ({e})")),
                 _ => e,
             })?;
-            // A key that begins with `/` leads to where it was found.
-            folders.extend(came.common_prefixes.into_iter().filter(|inner| inner.as_ref().len() > folder.as_ref().len()));
-            // Consoles mark folders by files without bytes and without a name.
-            files.extend(came.objects.into_iter().filter(|object| object.location != folder && !object.location.as_ref().is_empty()).map(found));
-            if files.len() > MOST {
+            // A key that starts with `/` yields its own prefix again.
+            folders.extend(listing.common_prefixes.into_iter().filter(|inner| inner.as_ref().len() > folder.as_ref().len()));
+            // Web consoles mark folders with empty objects without a name.
+            files.extend(listing.objects.into_iter().filter(|object| object.location != folder && !object.location.as_ref().is_empty()).map(found));
+            if files.len() > MAX_FILES {
                 break;
             }
         }
@@ -116,17 +117,17 @@ impl Place for Bucket {
     fn find(&self, name: &str) -> io::Result<Option<Found>> {
         let options = GetOptions { head: true, ..GetOptions::default() };
         match wait(self.store.get_opts(&path(name)?, options))? {
-            Ok(came) => Ok(Some(found(came.meta))),
+            Ok(response) => Ok(Some(found(response.meta))),
             Err(Error::NotFound { .. }) => Ok(None),
-            Err(e) => Err(refused(e)),
+            Err(e) => Err(store_error(e)),
         }
     }
 
     fn read(&self, file: &Found, range: Range<u64>) -> io::Result<Vec<u8>> {
         let options = GetOptions { range: Some(range.into()), if_match: file.version.clone(), ..GetOptions::default() };
         let location = path(&file.name)?;
-        let came = wait(async { self.store.get_opts(&location, options).await?.bytes().await })?;
-        came.map(Vec::from).map_err(refused)
+        let response = wait(async { self.store.get_opts(&location, options).await?.bytes().await })?;
+        response.map(Vec::from).map_err(store_error)
     }
 
     fn writable(&self) -> io::Result<&dyn Writable> {
@@ -137,34 +138,34 @@ impl Place for Bucket {
 impl Writable for Bucket {
     fn put(&self, name: &str, bytes: Vec<u8>, new: bool) -> io::Result<()> {
         let options = PutOptions::from(if new { PutMode::Create } else { PutMode::Overwrite });
-        wait(self.store.put_opts(&path(name)?, bytes.into(), options))?.map(drop).map_err(refused)
+        wait(self.store.put_opts(&path(name)?, bytes.into(), options))?.map(drop).map_err(store_error)
     }
 
     fn begin(&self, name: &str) -> io::Result<String> {
-        wait(self.store.create_multipart(&path(name)?))?.map_err(refused)
+        wait(self.store.create_multipart(&path(name)?))?.map_err(store_error)
     }
 
     fn put_part(&self, name: &str, upload: &str, number: usize, bytes: Vec<u8>) -> io::Result<String> {
         let sent = wait(self.store.put_part(&path(name)?, &upload.to_owned(), number, bytes.into()))?;
-        sent.map(|part| part.content_id).map_err(refused)
+        sent.map(|part| part.content_id).map_err(store_error)
     }
 
     fn complete(&self, name: &str, upload: &str, parts: Vec<String>) -> io::Result<()> {
         let parts = parts.into_iter().map(|content_id| PartId { content_id }).collect();
-        wait(self.store.complete_multipart(&path(name)?, &upload.to_owned(), parts))?.map(drop).map_err(refused)
+        wait(self.store.complete_multipart(&path(name)?, &upload.to_owned(), parts))?.map(drop).map_err(store_error)
     }
 
     fn abort(&self, name: &str, upload: &str) -> io::Result<()> {
         match wait(self.store.abort_multipart(&path(name)?, &upload.to_owned()))? {
             Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
-            Err(e) => Err(refused(e)),
+            Err(e) => Err(store_error(e)),
         }
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
         match wait(self.store.delete(&path(name)?))? {
             Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
-            Err(e) => Err(refused(e)),
+            Err(e) => Err(store_error(e)),
         }
     }
 }
@@ -174,70 +175,70 @@ fn path(name: &str) -> io::Result<Path> {
 }
 
 fn found(object: ObjectMeta) -> Found {
-    Found { name: object.location.to_string(), bytes: object.size, version: object.e_tag, sha256: None, here: None }
+    Found { name: object.location.to_string(), bytes: object.size, version: object.e_tag, sha256: None, local: None }
 }
 
-/// What a store refuses, in a few words: answers of servers name keys and signatures.
-fn refused(error: Error) -> io::Error {
+/// A short error without the keys and signatures that responses of servers contain.
+fn store_error(error: Error) -> io::Error {
     let kind = match &error {
         Error::NotFound { .. } => io::ErrorKind::NotFound,
         Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => io::ErrorKind::PermissionDenied,
-        Error::Precondition { .. } => return io::Error::other("was changed while it was read: start again"),
+        Error::Precondition { .. } => return io::Error::other("was modified while it was read; start again"),
         Error::AlreadyExists { .. } => io::ErrorKind::AlreadyExists,
-        // Such as conditions that the user has turned off.
+        // Includes conditional writes that the user has disabled.
         Error::NotImplemented { .. } | Error::NotSupported { .. } => io::ErrorKind::Unsupported,
         _ => io::ErrorKind::Other,
     };
     let text = error.to_string();
     let tag = |name: &str| text.split_once(&format!("<{name}>"))?.1.split_once(&format!("</{name}>")).map(|(inner, _)| inner.to_owned());
-    // What many stores of this kind do not know: to write a file only where there is none.
+    // Many S3-compatible stores do not support conditional writes.
     let kind = if tag("Code").as_deref() == Some("NotImplemented") || text.contains("405 Method Not Allowed") { io::ErrorKind::Unsupported } else { kind };
-    let said = match (tag("Code"), tag("Message")) {
+    let message = match (tag("Code"), tag("Message")) {
         (Some(code), Some(message)) => format!("the store answers {code}: {message}"),
         (Some(code), None) => format!("the store answers {code}"),
         _ => text,
     };
-    let said = secrets::without(io::Error::new(kind, said)).to_string();
-    io::Error::new(kind, said.chars().take(400).collect::<String>())
+    let message = secrets::redact_error(io::Error::new(kind, message)).to_string();
+    io::Error::new(kind, message.chars().take(400).collect::<String>())
 }
 
-/// Runs a request to its end.
+/// Runs a request to completion.
 fn wait<T: Send>(request: impl Future<Output = T> + Send) -> io::Result<T> {
-    // Its clock is what makes it wait between attempts.
+    // The runtime's timer is needed for delays between retries.
     let run = move || -> io::Result<T> { Ok(tokio::runtime::Builder::new_current_thread().enable_time().build()?.block_on(request)) };
-    // A thread that drives the caller's own requests cannot wait for these.
+    // A thread that already drives a runtime cannot block on another one.
     if tokio::runtime::Handle::try_current().is_err() {
         return run();
     }
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().spawn_scoped(scope, run)?;
-        thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread of a request ended without an answer")))
+        thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread of a request panicked")))
     })
 }
 
-/// Gives the stores connections.
+/// Provides the stores with HTTP connections.
 #[derive(Debug)]
 struct Connector;
 
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
-        let open = options.get_config_value(&ClientConfigKey::AllowHttp).is_some_and(|value| value == "true");
-        Ok(HttpClient::new(Service { open }))
+        let allow_http = options.get_config_value(&ClientConfigKey::AllowHttp).is_some_and(|value| value == "true");
+        Ok(HttpClient::new(Service { allow_http }))
     }
 }
 
-/// One request at a time of each thread.
+/// Sends requests through a blocking agent, one at a time per thread.
 #[derive(Debug)]
 struct Service {
-    /// Whether connections may be unencrypted: the user, or the machine's own service, wants it so.
-    open: bool,
+    /// Whether the user, or the metadata service of the machine, permits unencrypted connections.
+    allow_http: bool,
 }
 
-/// What a call gives, as `object_store` wants it.
-type Calling<'c> = Pin<Box<dyn Future<Output = Result<HttpResponse, HttpError>> + Send + 'c>>;
+/// Return type of [`HttpService::call`].
+type ResponseFuture<'c> = Pin<Box<dyn Future<Output = Result<HttpResponse, HttpError>> + Send + 'c>>;
 
 impl HttpService for Service {
-    fn call<'life0, 'async_trait>(&'life0 self, request: HttpRequest) -> Calling<'async_trait>
+    fn call<'life0, 'async_trait>(&'life0 self, request: HttpRequest) -> ResponseFuture<'async_trait>
     where
         'life0: 'async_trait,
         Self: 'async_trait,
@@ -245,41 +246,42 @@ impl HttpService for Service {
         Box::pin(async move {
             let (parts, body) = request.into_parts();
             let body = body.collect().await?.to_bytes();
-            if !self.open {
+            if !self.allow_http {
                 http::require_private(&parts.uri.to_string()).map_err(|e| HttpError::new(HttpErrorKind::Unknown, e))?;
             }
             let head = parts.method == Method::HEAD;
             let range = http::header(&parts.headers, "range").and_then(|text| text.strip_prefix("bytes=")?.split_once('-'));
             let length = range.and_then(|(first, end)| end.parse::<u64>().ok()?.checked_sub(first.parse().ok()?)?.checked_add(1));
-            // What went wrong needs some bytes too.
-            let most = length.map_or(LARGEST, |length| length.max(LARGEST_REFUSAL));
+            // Error responses may be longer than the requested range.
+            let limit = length.map_or(MAX_RESPONSE, |length| length.max(MAX_ERROR_RESPONSE));
             let bare = body.is_empty() && [Method::GET, Method::HEAD, Method::DELETE].contains(&parts.method);
             let request = ureq::http::Request::from_parts(parts, ());
             let agent = http::agent();
             let answer = if bare { agent.run(request) } else { agent.run(request.map(|()| body.as_ref())) };
-            let (mut parts, body) = answer.map_err(told)?.into_parts();
-            // It is not implemented at the next attempt either, of which there would be some.
+            let (mut parts, body) = answer.map_err(http_error)?.into_parts();
+            // Retries of "not implemented" are pointless, so the status is replaced by one that is not
+            // retried.
             if parts.status == StatusCode::NOT_IMPLEMENTED {
                 parts.status = StatusCode::METHOD_NOT_ALLOWED;
             }
             let part = http::header(&parts.headers, "content-range").filter(|_| parts.status == StatusCode::PARTIAL_CONTENT);
-            if let Some(said) = part.filter(|said| http::content_range(said).is_none()) {
-                return Err(HttpError::new(HttpErrorKind::Interrupted, Plain(format!("the store sends `{said}` where a range was asked for"))));
+            if let Some(text) = part.filter(|text| http::content_range(text).is_none()) {
+                return Err(HttpError::new(HttpErrorKind::Interrupted, TextError(format!("the store sends the invalid range `{text}`"))));
             }
-            // As much as is said to come, within reason: what comes beyond grows it.
+            // Preallocates the announced length up to a limit.
             let announced = http::header(&parts.headers, "content-length").and_then(|text| text.parse().ok()).unwrap_or(0);
-            let mut bytes = Vec::with_capacity(if head { 0 } else { announced.min(LARGEST_AHEAD) });
-            let read = body.into_with_config().limit(u64::MAX).reader().take(most.saturating_add(1)).read_to_end(&mut bytes);
+            let mut bytes = Vec::with_capacity(if head { 0 } else { announced.min(MAX_PREALLOCATION) });
+            let read = body.into_with_config().limit(u64::MAX).reader().take(limit.saturating_add(1)).read_to_end(&mut bytes);
             read.map_err(|e| HttpError::new(HttpErrorKind::Interrupted, e))?;
-            if bytes.len() as u64 > most {
-                return Err(HttpError::new(HttpErrorKind::Unknown, Plain(format!("the store sends more than the {most} bytes that there can be"))));
+            if bytes.len() as u64 > limit {
+                return Err(HttpError::new(HttpErrorKind::Unknown, TextError(format!("the store sends more than the expected {limit} bytes"))));
             }
             Ok(Response::from_parts(parts, bytes.into()))
         })
     }
 }
 
-fn told(error: ureq::Error) -> HttpError {
+fn http_error(error: ureq::Error) -> HttpError {
     let kind = match &error {
         ureq::Error::Timeout(_) => HttpErrorKind::Timeout,
         ureq::Error::ConnectionFailed | ureq::Error::HostNotFound => HttpErrorKind::Connect,
@@ -287,17 +289,17 @@ fn told(error: ureq::Error) -> HttpError {
         ureq::Error::Io(_) | ureq::Error::Protocol(_) => HttpErrorKind::Interrupted,
         _ => HttpErrorKind::Unknown,
     };
-    HttpError::new(kind, Plain(error.to_string()))
+    HttpError::new(kind, TextError(error.to_string()))
 }
 
-/// An error that is only a text.
+/// An error that consists of a message.
 #[derive(Debug)]
-struct Plain(String);
+struct TextError(String);
 
-impl fmt::Display for Plain {
+impl fmt::Display for TextError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for Plain {}
+impl std::error::Error for TextError {}

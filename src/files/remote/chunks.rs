@@ -1,4 +1,5 @@
-//! Ranges of files in memory: fetched by several threads, ahead of who reads in order, and forgotten when they were read.
+//! Cache of remote file ranges in memory: fetched by several threads, prefetched for sequential readers,
+//! and evicted after use.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -7,26 +8,26 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
 
 use super::content_hash::RunningHash;
-use super::{Found, Known, invalid, lock};
+use super::{CachedBackend, Found, invalid, lock};
 
-/// The first chunk of a file: most headers fit.
+/// Size of a file's first chunk in bytes. Most headers fit into it.
 const FIRST: u64 = 256 << 10;
-/// Every other chunk.
+/// Size of the other chunks.
 const CHUNK: u64 = 4 << 20;
-/// Ranges that are fetched at once.
+/// Maximum number of concurrent requests.
 const FETCHERS: usize = 16;
-/// Chunks ahead of a reader.
-const AHEAD: u64 = 4;
-/// Memory for all chunks, those on their way among them.
-const ROOM: u64 = 72 << 20;
+/// Chunks prefetched for a reader.
+const READ_AHEAD: u64 = 4;
+/// Memory budget of all chunks, including those being fetched, in bytes.
+const MEMORY_BUDGET: u64 = 72 << 20;
 
-/// A file of another machine, read in ranges.
+/// A remote file that is read in ranges.
 #[derive(Clone)]
 pub(in crate::files) struct Ranges {
     id: u64,
-    known: Arc<Known>,
+    backend: Arc<CachedBackend>,
     file: Arc<Found>,
-    /// Set if the server states a hash of the contents.
+    /// Set if the server reports a hash of the contents.
     hash: Option<Arc<RunningHash>>,
 }
 
@@ -36,17 +37,17 @@ impl std::fmt::Debug for Ranges {
     }
 }
 
-/// A chunk, by the file and its number.
+/// File id and chunk number.
 type Key = (u64, u64);
 
 enum Slot {
-    /// Asked for, and not there yet.
-    Coming,
-    Here {
+    /// Requested, but not received yet.
+    Pending,
+    Ready {
         bytes: Arc<Vec<u8>>,
-        /// When it was last of use.
+        /// Time of the last use.
         used: u64,
-        /// Whether somebody has read to its end.
+        /// Whether a reader has reached its end.
         done: bool,
         hash: Option<Arc<RunningHash>>,
     },
@@ -56,34 +57,34 @@ enum Slot {
 #[derive(Default)]
 struct State {
     slots: BTreeMap<Key, Slot>,
-    /// Those that no thread fetches yet.
+    /// Chunks that no thread fetches yet.
     queue: VecDeque<(Key, Ranges)>,
-    /// Those that somebody waits for, and how many do.
-    waited: BTreeMap<Key, usize>,
-    /// Bytes of all chunks that are here or coming.
+    /// Number of waiting readers per chunk.
+    waiters: BTreeMap<Key, usize>,
+    /// Total size of the chunks that are ready or pending.
     bytes: u64,
     clock: u64,
     threads: usize,
     idle: usize,
-    /// How often all chunks were given up.
-    forgotten: u64,
+    /// Number of times that all chunks were evicted.
+    evictions: u64,
 }
 
 struct Pool {
     state: Mutex<State>,
-    /// Something came, or was asked for.
+    /// Signals that a chunk was received or requested.
     changed: Condvar,
 }
 
 static POOL: LazyLock<Pool> = LazyLock::new(|| Pool { state: Mutex::default(), changed: Condvar::new() });
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
-/// The chunk that holds a byte.
+/// The number of the chunk that contains a byte.
 fn number(at: u64) -> u64 {
     at.checked_sub(FIRST).map_or(0, |at| (at / CHUNK).saturating_add(1))
 }
 
-/// The bytes of a chunk.
+/// The byte range of a chunk.
 fn range(number: u64, length: u64) -> Range<u64> {
     let begin = |number: u64| number.checked_sub(1).map_or(0, |before| before.saturating_mul(CHUNK).saturating_add(FIRST));
     begin(number).min(length)..begin(number.saturating_add(1)).min(length)
@@ -94,23 +95,23 @@ fn size(range: &Range<u64>) -> u64 {
 }
 
 impl Ranges {
-    /// A file that is not open yet: those that are have the same chunks.
-    pub(super) fn new(known: Arc<Known>, file: Found) -> Ranges {
+    /// A file that is not open yet. Clones share its chunks.
+    pub(super) fn new(backend: Arc<CachedBackend>, file: Found) -> Ranges {
         let chunks = file.bytes.checked_sub(1).map_or(0, |last| number(last).saturating_add(1));
         let hash = file.sha256.clone().map(|stated| Arc::new(RunningHash::new(stated, chunks)));
-        Ranges { id: NEXT.fetch_add(1, Ordering::Relaxed), known, file: Arc::new(file), hash }
+        Ranges { id: NEXT.fetch_add(1, Ordering::Relaxed), backend, file: Arc::new(file), hash }
     }
 
     fn length(&self) -> u64 {
         self.file.bytes
     }
 
-    /// Asks for the first chunk, without waiting.
-    pub(super) fn begin(&self) {
-        lock(&POOL.state).ahead(0, self);
+    /// Requests the first chunk, without waiting.
+    pub(super) fn prefetch(&self) {
+        lock(&POOL.state).prefetch(0, self);
     }
 
-    /// Fills a buffer from a place on.
+    /// Fills a buffer with the bytes at an offset.
     pub fn read_exact_at(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
         let (mut at, mut rest) = (at, buffer);
         while !rest.is_empty() {
@@ -128,9 +129,9 @@ impl Ranges {
         Ok(())
     }
 
-    /// Fills a buffer by a request of its own: nothing is read ahead, and nothing kept.
+    /// Fills a buffer with a separate request, without prefetching or caching.
     pub fn sample_exact_at(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
-        let bytes = self.known.read(&self.file, at..at.saturating_add(buffer.len() as u64))?;
+        let bytes = self.backend.read(&self.file, at..at.saturating_add(buffer.len() as u64))?;
         buffer.copy_from_slice(&bytes);
         Ok(())
     }
@@ -141,14 +142,15 @@ impl Ranges {
         loop {
             let next = hash.next();
             let bytes = match lock(&POOL.state).slots.get(&(self.id, next)) {
-                Some(Slot::Here { bytes, .. }) => bytes.clone(),
+                Some(Slot::Ready { bytes, .. }) => bytes.clone(),
                 _ => return,
             };
             hash.update(next, &bytes);
         }
     }
 
-    /// Compares the contents with the hash that the server states, reading the ranges that were not hashed as they arrived.
+    /// Compares the contents with the hash that the server reports. Ranges that were not hashed when they
+    /// arrived are read again.
     pub(super) fn check_content(&self, step: &dyn Fn(u64) -> bool) -> io::Result<()> {
         let Some(hash) = &self.hash else { return Ok(()) };
         loop {
@@ -164,50 +166,51 @@ impl Ranges {
         }
     }
 
-    /// A chunk, waited for; `done` says that it is read to its end.
+    /// Waits for a chunk. `done` marks it as read to its end.
     fn chunk(&self, number: u64, done: bool) -> io::Result<Arc<Vec<u8>>> {
         let key = (self.id, number);
         let mut state = lock(&POOL.state);
-        let mut waited = false;
+        let mut has_waited = false;
         loop {
             state.clock = state.clock.saturating_add(1);
             let clock = state.clock;
             let found = match state.slots.get_mut(&key) {
-                Some(Slot::Here { bytes, used, done: end, .. }) => {
+                Some(Slot::Ready { bytes, used, done: end, .. }) => {
                     (*used, *end) = (clock, *end || done);
                     Some(Ok(bytes.clone()))
                 }
                 Some(Slot::Failed(kind, reason)) => Some(Err(io::Error::new(*kind, std::mem::take(reason)))),
-                Some(Slot::Coming) => None,
+                Some(Slot::Pending) => None,
                 None => {
-                    // Where all memory is for chunks that others wait for, it is asked for again when one came.
-                    state.ask(number, self, true);
+                    // If the memory is taken by chunks that other readers wait for, the request is
+                    // repeated when one of them arrives.
+                    state.request(number, self, true);
                     None
                 }
             };
             if number > 0 {
-                // Who has come this far in order goes on.
-                (1..=AHEAD).for_each(|step| state.ahead(number.saturating_add(step), self));
+                // Prefetches for sequential readers.
+                (1..=READ_AHEAD).for_each(|step| state.prefetch(number.saturating_add(step), self));
             }
             match found {
                 Some(found) => {
                     if found.is_err() {
                         state.slots.remove(&key);
                     }
-                    if waited {
-                        // Its memory may be what others wait for.
+                    if has_waited {
+                        // Other readers may wait for its memory.
                         POOL.changed.notify_all();
                     }
                     return found;
                 }
                 None => {
-                    waited = true;
-                    let count = state.waited.entry(key).or_default();
+                    has_waited = true;
+                    let count = state.waiters.entry(key).or_default();
                     *count = count.saturating_add(1);
                     state = POOL.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-                    let left = state.waited.remove(&key).unwrap_or(0).saturating_sub(1);
+                    let left = state.waiters.remove(&key).unwrap_or(0).saturating_sub(1);
                     if left > 0 {
-                        state.waited.insert(key, left);
+                        state.waiters.insert(key, left);
                     }
                 }
             }
@@ -216,30 +219,31 @@ impl Ranges {
 }
 
 impl State {
-    /// Asks for a chunk that nobody waits for yet, if there is room without those that are still to be read.
-    fn ahead(&mut self, number: u64, open: &Ranges) {
+    /// Requests a chunk that no reader waits for yet, if only chunks that were already read have to be
+    /// evicted.
+    fn prefetch(&mut self, number: u64, open: &Ranges) {
         if !self.slots.contains_key(&(open.id, number)) && size(&range(number, open.length())) > 0 {
-            self.ask(number, open, false);
+            self.request(number, open, false);
         }
     }
 
-    fn ask(&mut self, number: u64, open: &Ranges, urgent: bool) {
-        let wanted = size(&range(number, open.length()));
-        while self.bytes.saturating_add(wanted) > ROOM {
-            let old = |(key, slot): (&Key, &Slot)| match slot {
-                Slot::Here { used, done, bytes, hash } if !self.waited.contains_key(key) => {
+    fn request(&mut self, number: u64, open: &Ranges, urgent: bool) {
+        let needed = size(&range(number, open.length()));
+        while self.bytes.saturating_add(needed) > MEMORY_BUDGET {
+            let evictable = |(key, slot): (&Key, &Slot)| match slot {
+                Slot::Ready { used, done, bytes, hash } if !self.waiters.contains_key(key) => {
                     let unhashed = hash.as_ref().is_some_and(|hash| hash.awaits(key.1));
                     (urgent || (*done && !unhashed)).then(|| (unhashed, !*done, *used, *key, bytes.len() as u64))
                 }
                 _ => None,
             };
-            let Some((_, _, _, key, bytes)) = self.slots.iter().filter_map(old).min() else { return };
+            let Some((_, _, _, key, bytes)) = self.slots.iter().filter_map(evictable).min() else { return };
             self.slots.remove(&key);
             self.bytes = self.bytes.saturating_sub(bytes);
         }
         let key = (open.id, number);
-        self.bytes = self.bytes.saturating_add(wanted);
-        self.slots.insert(key, Slot::Coming);
+        self.bytes = self.bytes.saturating_add(needed);
+        self.slots.insert(key, Slot::Pending);
         if urgent {
             self.queue.push_front((key, open.clone()))
         } else {
@@ -254,7 +258,7 @@ impl State {
     fn start(&mut self) {
         match std::thread::Builder::new().name("fetch".into()).spawn(fetch) {
             Ok(_) => self.threads = self.threads.saturating_add(1),
-            // Without any thread nobody would come.
+            // Without any thread, the requests would never be answered.
             Err(e) if self.threads == 0 => {
                 for (key, open) in std::mem::take(&mut self.queue) {
                     self.put(key, &open, Err(io::Error::new(e.kind(), e.to_string())));
@@ -264,10 +268,10 @@ impl State {
         }
     }
 
-    fn put(&mut self, key: Key, open: &Ranges, came: io::Result<Vec<u8>>) {
+    fn put(&mut self, key: Key, open: &Ranges, result: io::Result<Vec<u8>>) {
         self.clock = self.clock.saturating_add(1);
-        let slot = match came {
-            Ok(bytes) => Slot::Here { bytes: Arc::new(bytes), used: self.clock, done: false, hash: open.hash.clone() },
+        let slot = match result {
+            Ok(bytes) => Slot::Ready { bytes: Arc::new(bytes), used: self.clock, done: false, hash: open.hash.clone() },
             Err(e) => {
                 self.bytes = self.bytes.saturating_sub(size(&range(key.1, open.length())));
                 Slot::Failed(e.kind(), e.to_string())
@@ -277,17 +281,17 @@ impl State {
     }
 }
 
-/// Gives back the memory of what was fetched.
-pub(super) fn forget() {
+/// Evicts all received chunks.
+pub(super) fn evict_all() {
     let mut state = lock(&POOL.state);
-    let here = |slot: &Slot| if let Slot::Here { bytes, .. } = slot { bytes.len() as u64 } else { 0 };
-    let freed = state.slots.values().map(here).sum();
-    state.slots.retain(|_, slot| !matches!(slot, Slot::Here { .. }));
+    let size = |slot: &Slot| if let Slot::Ready { bytes, .. } = slot { bytes.len() as u64 } else { 0 };
+    let freed = state.slots.values().map(size).sum();
+    state.slots.retain(|_, slot| !matches!(slot, Slot::Ready { .. }));
     state.bytes = state.bytes.saturating_sub(freed);
-    state.forgotten = state.forgotten.saturating_add(1);
+    state.evictions = state.evictions.saturating_add(1);
 }
 
-/// Fetches what is asked for, as long as the process runs.
+/// Worker thread: fetches requested chunks until the process ends.
 fn fetch() {
     let mut state = lock(&POOL.state);
     loop {
@@ -298,8 +302,8 @@ fn fetch() {
             continue;
         };
         drop(state);
-        let came = open.known.read(&open.file, range(key.1, open.length()));
-        lock(&POOL.state).put(key, &open, came);
+        let result = open.backend.read(&open.file, range(key.1, open.length()));
+        lock(&POOL.state).put(key, &open, result);
         POOL.changed.notify_all();
         open.update_hash();
         state = lock(&POOL.state);
@@ -308,7 +312,7 @@ fn fetch() {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Place;
+    use super::super::Backend;
     use super::*;
 
     #[test]
@@ -322,16 +326,16 @@ mod tests {
         }
     }
 
-    /// Bytes that tell where they lie, and how many were asked for at once.
+    /// Bytes that depend on their offset, with a record of the concurrent requests.
     struct Pattern {
-        asked: Mutex<(u64, u64)>,
+        requested: Mutex<(u64, u64)>,
     }
 
     fn byte(at: u64) -> u8 {
         (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
     }
 
-    impl Place for Arc<Pattern> {
+    impl Backend for Arc<Pattern> {
         fn list(&self, _folder: &str) -> io::Result<Vec<Found>> {
             Ok(Vec::new())
         }
@@ -341,19 +345,19 @@ mod tests {
         }
 
         fn read(&self, _file: &Found, range: Range<u64>) -> io::Result<Vec<u8>> {
-            let mut asked = self.asked.lock().unwrap();
-            asked.0 += 1;
-            asked.1 += range.end - range.start;
-            drop(asked);
+            let mut requested = self.requested.lock().unwrap();
+            requested.0 += 1;
+            requested.1 += range.end - range.start;
+            drop(requested);
             Ok(range.map(byte).collect())
         }
     }
 
-    /// How many ranges of a file four readers ask for, and their bytes.
+    /// Reads a file with four readers. Returns the number of requested ranges and their total size.
     fn read_by_four(length: u64) -> (u64, u64) {
-        let pattern = Arc::new(Pattern { asked: Mutex::default() });
-        let known = Arc::new(Known::new(Box::new(pattern.clone())));
-        let open = Ranges::new(known, Found { name: "file".into(), bytes: length, version: None, sha256: None, here: None });
+        let pattern = Arc::new(Pattern { requested: Mutex::default() });
+        let backend = Arc::new(CachedBackend::new(Box::new(pattern.clone())));
+        let open = Ranges::new(backend, Found { name: "file".into(), bytes: length, version: None, sha256: None, local: None });
         std::thread::scope(|scope| {
             for reader in 0..4 {
                 let open = &open;
@@ -369,21 +373,21 @@ mod tests {
                 });
             }
         });
-        *pattern.asked.lock().unwrap()
+        *pattern.requested.lock().unwrap()
     }
 
     #[test]
-    fn several_readers_see_the_file_and_read_it_about_once() {
+    fn several_readers_fetch_a_file_about_once() {
         const LENGTH: u64 = 40 << 20;
-        let forgotten = || lock(&POOL.state).forgotten;
-        // Uploads of other tests have what is here forgotten: one reading without that tells.
+        let evictions = || lock(&POOL.state).evictions;
+        // Uploads of other tests evict all chunks. One run without evictions is sufficient.
         let undisturbed = (0..100).find_map(|_| {
-            let before = forgotten();
-            let asked = read_by_four(LENGTH);
-            (forgotten() == before).then_some(asked)
+            let before = evictions();
+            let requested = read_by_four(LENGTH);
+            (evictions() == before).then_some(requested)
         });
-        let (ranges, bytes) = undisturbed.expect("other tests go on and on");
+        let (ranges, bytes) = undisturbed.expect("every run was disturbed by other tests");
         assert!((LENGTH..2 * LENGTH).contains(&bytes), "{bytes} bytes in {ranges} ranges");
-        assert!(lock(&POOL.state).bytes <= ROOM);
+        assert!(lock(&POOL.state).bytes <= MEMORY_BUDGET);
     }
 }

@@ -7,36 +7,38 @@ use ring::digest::{Context, SHA256};
 
 use super::lock;
 
-/// Chunks after the next one to hash that are worth keeping in memory until it arrives.
+/// Number of chunks after the next one to hash that are worth retaining in memory.
 const WINDOW: u64 = 8;
 
 pub(super) fn sha256() -> Context {
     Context::new(&SHA256)
 }
 
-/// Compares a finished hash with the stated one, in lower-case hexadecimal digits.
-pub(super) fn compare(hasher: Context, stated: &str) -> Result<(), String> {
+/// Compares a finished hash with the expected one, in lower-case hexadecimal digits.
+pub(super) fn compare(hasher: Context, expected: &str) -> Result<(), String> {
     let found: String = hasher.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
-    if found == stated {
+    if found == expected {
         return Ok(());
     }
-    Err(format!("its hash is {found}, and the server states {stated}: it was damaged on the way or on the server, read it again or download another copy"))
+    Err(format!(
+        "its SHA-256 is {found}, but the server reports {expected}: the file was corrupted in transit or on the server; try again, or download another copy"
+    ))
 }
 
-/// The hash of the chunks so far: SHA-256 takes them in the order of the file only.
+/// Hash of the chunks received so far. SHA-256 must process them in file order.
 pub(super) struct RunningHash {
-    stated: String,
+    expected: String,
     chunks: u64,
-    /// Chunks that are hashed, readable without the lock.
+    /// Number of hashed chunks, readable without the lock.
     hashed: AtomicU64,
     state: Mutex<(Context, Option<Result<(), String>>)>,
 }
 
 impl RunningHash {
-    /// Of a file of so many chunks.
-    pub fn new(stated: String, chunks: u64) -> RunningHash {
-        let outcome = (chunks == 0).then(|| compare(sha256(), &stated));
-        RunningHash { stated, chunks, hashed: AtomicU64::new(0), state: Mutex::new((sha256(), outcome)) }
+    /// A hash of a file of `chunks` chunks.
+    pub fn new(expected: String, chunks: u64) -> RunningHash {
+        let outcome = (chunks == 0).then(|| compare(sha256(), &expected));
+        RunningHash { expected, chunks, hashed: AtomicU64::new(0), state: Mutex::new((sha256(), outcome)) }
     }
 
     /// The next chunk to hash.
@@ -44,7 +46,7 @@ impl RunningHash {
         self.hashed.load(Ordering::Acquire)
     }
 
-    /// Whether a chunk will be hashed soon, so that it should stay in memory.
+    /// Whether a chunk will be hashed soon, so that it should be retained in memory.
     pub fn awaits(&self, chunk: u64) -> bool {
         chunk.checked_sub(self.next()).is_some_and(|ahead| ahead < WINDOW)
     }
@@ -58,7 +60,7 @@ impl RunningHash {
         state.0.update(bytes);
         let hashed = chunk.saturating_add(1);
         if hashed == self.chunks {
-            state.1 = Some(compare(state.0.clone(), &self.stated));
+            state.1 = Some(compare(state.0.clone(), &self.expected));
         }
         self.hashed.store(hashed, Ordering::Release);
     }

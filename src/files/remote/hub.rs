@@ -1,7 +1,9 @@
-//! Repositories of models on the Hugging Face Hub, `hf:org/name[@revision][/file]`, by its HTTP interface.
+//! Model repositories on the Hugging Face Hub, `hf:org/name[@revision][/file]`, through its HTTP API.
 //!
-//! Settings are those of the package huggingface_hub (its page "Environment variables"): `HF_ENDPOINT`, `HF_TOKEN`, `HF_TOKEN_PATH`, `HF_HOME`,
-//! `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, `HF_HUB_DISABLE_IMPLICIT_TOKEN`. What its cache has of the same commit is read from there; nothing is written to it.
+//! The environment variables are those of the package `huggingface_hub` (see its page "Environment
+//! variables"): `HF_ENDPOINT`, `HF_TOKEN`, `HF_TOKEN_PATH`, `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`,
+//! `HF_HUB_DISABLE_IMPLICIT_TOKEN`. Files of the same commit in its cache are read from there. The cache
+//! is never written.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,16 +14,16 @@ use std::sync::{Arc, Mutex};
 use serde_json::Value;
 
 use super::http::{self, Address};
-use super::{Found, Place, content_hash, lock, secrets};
+use super::{Backend, Found, content_hash, lock, secrets};
 
-/// Most bytes of one answer about a repository.
-const LARGEST: u64 = 64 << 20;
-/// Files that are listed at once.
+/// Maximum size of an API response in bytes.
+const MAX_RESPONSE: u64 = 64 << 20;
+/// Files per page of a listing.
 const PAGE: usize = 1000;
-/// Pages of a list.
-const MOST_PAGES: usize = 100;
+/// Maximum number of pages of a listing.
+const MAX_PAGES: usize = 100;
 
-/// A model's repository.
+/// A model repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Repository {
     /// `org/name`.
@@ -29,8 +31,8 @@ struct Repository {
     revision: String,
 }
 
-/// A variable that says yes.
-fn says_yes(name: &str) -> bool {
+/// Whether an environment variable is set to a true value.
+fn is_enabled(name: &str) -> bool {
     std::env::var(name).is_ok_and(|value| ["1", "ON", "YES", "TRUE"].contains(&value.to_ascii_uppercase().as_str()))
 }
 
@@ -38,36 +40,36 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// The folder of the package's settings.
+/// The configuration folder of `huggingface_hub`.
 fn home() -> Option<PathBuf> {
     let cache = || variable("XDG_CACHE_HOME").map(PathBuf::from).or_else(|| Some(PathBuf::from(variable("HOME")?).join(".cache")));
     variable("HF_HOME").map(PathBuf::from).or_else(|| Some(cache()?.join("huggingface")))
 }
 
-/// The folder that the cache keeps a repository in.
+/// The cache folder of a repository.
 fn cached(id: &str) -> Option<PathBuf> {
     let hub = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")).map(PathBuf::from).or_else(|| Some(home()?.join("hub")))?;
     Some(hub.join(format!("models--{}", id.replace('/', "--"))))
 }
 
 pub(super) fn token() -> Option<String> {
-    if says_yes("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
+    if is_enabled("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
         return None;
     }
     let file = || std::fs::read_to_string(variable("HF_TOKEN_PATH").map_or_else(|| home().map(|home| home.join("token")), |path| Some(path.into()))?).ok();
     let token = variable("HF_TOKEN").or_else(|| variable("HUGGING_FACE_HUB_TOKEN")).or_else(file)?.trim().to_owned();
-    secrets::keep(&token);
+    secrets::register(&token);
     (!token.is_empty()).then_some(token)
 }
 
-/// Takes such a name apart.
+/// Parses a name into repository and path.
 pub(super) fn address(name: &str) -> io::Result<super::Address> {
     let (repository, inside) = parse(name).map_err(|reason| io::Error::new(io::ErrorKind::InvalidInput, reason))?;
-    let place = format!("hf:{}@{}", repository.id, repository.revision);
-    Ok(super::Address { place, inside, open: Box::new(move || open(repository)) })
+    let root = format!("hf:{}@{}", repository.id, repository.revision);
+    Ok(super::Address { root, inside, open: Box::new(move || open(repository)) })
 }
 
-/// Revisions with a `/` in their names.
+/// Prefixes of revisions whose names contain a `/`.
 const NESTED: [&str; 2] = ["refs/pr/", "refs/convert/"];
 
 fn parse(name: &str) -> Result<(Repository, String), String> {
@@ -78,25 +80,25 @@ fn parse(name: &str) -> Result<(Repository, String), String> {
     let (name, revision, inside) = match rest.find('@').filter(|at| *at < slash) {
         None => (rest.get(..slash), "main", rest.get(slash..)),
         Some(at) => {
-            let behind = rest.get(at.saturating_add(1)..).unwrap_or_default();
-            let nested = NESTED.iter().find(|prefix| behind.starts_with(**prefix)).map_or(0, |prefix| prefix.len());
-            let end = behind.get(nested..).and_then(|rest| rest.find('/')).map_or(behind.len(), |end| end.saturating_add(nested));
-            (rest.get(..at), behind.get(..end).unwrap_or_default(), behind.get(end..))
+            let after = rest.get(at.saturating_add(1)..).unwrap_or_default();
+            let nested = NESTED.iter().find(|prefix| after.starts_with(**prefix)).map_or(0, |prefix| prefix.len());
+            let end = after.get(nested..).and_then(|rest| rest.find('/')).map_or(after.len(), |end| end.saturating_add(nested));
+            (rest.get(..at), after.get(..end).unwrap_or_default(), after.get(end..))
         }
     };
     let plain = |part: &str| !part.is_empty() && !part.starts_with('.') && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
     let name = name.unwrap_or_default();
-    let sound =
+    let valid =
         revision.split('/').all(|part| !part.is_empty() && part != ".." && !part.contains(['?', '#', '%', '\\']) && !part.contains(char::is_whitespace));
-    if !plain(org) || !plain(name) || !sound {
+    if !plain(org) || !plain(name) || !valid {
         return Err(form());
     }
     let inside = inside.unwrap_or_default().trim_matches('/').to_owned();
     Ok((Repository { id: format!("{org}/{name}"), revision: revision.to_owned() }, inside))
 }
 
-/// A text as part of an address.
-fn escaped(text: &str, keep: &str) -> String {
+/// Percent-encodes a text for a URL, except the characters of `keep`.
+fn percent_encode(text: &str, keep: &str) -> String {
     let one = |byte: u8| {
         let c = char::from(byte);
         if c.is_ascii_alphanumeric() || "-_.~".contains(c) || keep.contains(c) { c.to_string() } else { format!("%{byte:02X}") }
@@ -104,38 +106,36 @@ fn escaped(text: &str, keep: &str) -> String {
     text.bytes().map(one).collect()
 }
 
-fn open(repository: Repository) -> io::Result<Box<dyn Place>> {
+fn open(repository: Repository) -> io::Result<Box<dyn Backend>> {
     let cache = cached(&repository.id);
-    if says_yes("HF_HUB_OFFLINE") {
+    if is_enabled("HF_HUB_OFFLINE") {
         return Ok(Box::new(Snapshot::open(&repository, cache)?));
     }
     let endpoint = variable("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into()).trim_end_matches('/').to_owned();
     http::require_private(&endpoint)?;
     let token = token();
-    let url = format!("{endpoint}/api/models/{}/revision/{}", repository.id, escaped(&repository.revision, ""));
-    let about = json(&Address::new(url, token.clone()).whole(LARGEST).map_err(|e| advised(e, token.is_some()))?.bytes)?;
+    let url = format!("{endpoint}/api/models/{}/revision/{}", repository.id, percent_encode(&repository.revision, ""));
+    let about = json(&Address::new(url, token.clone()).read_all(MAX_RESPONSE).map_err(|e| with_advice(e, token.is_some()))?.bytes)?;
     let commit = about.get("sha").and_then(Value::as_str).filter(|sha| sha.len() == 40 && sha.bytes().all(|b| b.is_ascii_hexdigit()));
-    let commit = commit.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the Hub does not say which commit that is"))?.to_owned();
+    let commit = commit.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the Hub does not report the commit of the revision"))?.to_owned();
     let snapshot = cache.map(|cache| cache.join("snapshots").join(&commit));
     Ok(Box::new(Hub { endpoint, id: repository.id, commit, token, snapshot, files: Mutex::default() }))
 }
 
-/// What to do about a refusal.
-fn advised(error: io::Error, token: bool) -> io::Error {
+/// Adds advice to an error of the Hub.
+fn with_advice(error: io::Error, token: bool) -> io::Error {
     let advice = match (error.kind(), token) {
-        (io::ErrorKind::PermissionDenied, true) => {
-            "the token of HF_TOKEN, or of the file that `hf auth login` wrote, does not open it: ask for access on its page"
-        }
-        (io::ErrorKind::PermissionDenied, false) => "set HF_TOKEN, or run `hf auth login`; a repository that does not exist is refused in the same way",
+        (io::ErrorKind::PermissionDenied, true) => "the token in HF_TOKEN or from `hf auth login` has no access to the repository; request access on its page",
+        (io::ErrorKind::PermissionDenied, false) => "set HF_TOKEN, or run `hf auth login`; the Hub reports the same error for repositories that do not exist",
         (io::ErrorKind::NotFound, _) => "check organization, name and revision",
-        (io::ErrorKind::Other, _) => "without a network, HF_HUB_OFFLINE=1 reads what the cache of huggingface_hub has",
+        (io::ErrorKind::Other, _) => "without a network connection, set HF_HUB_OFFLINE=1 to read the cache of huggingface_hub",
         _ => return error,
     };
     io::Error::new(error.kind(), format!("{error}; {advice}"))
 }
 
 fn json(bytes: &[u8]) -> io::Result<Value> {
-    serde_json::from_slice(bytes).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "the Hub's answer is no JSON"))
+    serde_json::from_slice(bytes).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "the Hub's response is not valid JSON"))
 }
 
 /// A repository at a commit.
@@ -144,7 +144,7 @@ struct Hub {
     id: String,
     commit: String,
     token: Option<String>,
-    /// Where the cache keeps files of this commit.
+    /// Cache folder of this commit.
     snapshot: Option<PathBuf>,
     files: Mutex<BTreeMap<String, Arc<Address>>>,
 }
@@ -152,21 +152,21 @@ struct Hub {
 impl Hub {
     fn address(&self, name: &str) -> Arc<Address> {
         let new = || {
-            let url = format!("{}/{}/resolve/{}/{}", self.endpoint, self.id, self.commit, escaped(name, "/"));
+            let url = format!("{}/{}/resolve/{}/{}", self.endpoint, self.id, self.commit, percent_encode(name, "/"));
             Arc::new(Address::new(url, self.token.clone()))
         };
         lock(&self.files).entry(name.to_owned()).or_insert_with(new).clone()
     }
 }
 
-/// The files of a page of a list; `snapshot` is where the cache keeps files of this commit.
+/// Parses one page of a file listing. `snapshot` is the cache folder of the commit.
 pub(super) fn page(page: &[u8], snapshot: Option<&Path>) -> io::Result<Vec<Found>> {
     let entries = json(page)?;
-    let entries = entries.as_array().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the Hub's list of files is none"))?;
+    let entries = entries.as_array().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the Hub's file listing is not a list"))?;
     let safe = |name: &str| Path::new(name).components().all(|part| matches!(part, std::path::Component::Normal(_)));
     let files = entries.iter().filter(|entry| entry.get("type").and_then(Value::as_str) == Some("file")).map(|entry| {
         let found = found(entry, snapshot).filter(|found| safe(&found.name));
-        found.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the Hub's list of files names none"))
+        found.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the Hub's file listing contains an invalid entry"))
     });
     files.collect()
 }
@@ -185,26 +185,26 @@ fn found(entry: &Value, snapshot: Option<&Path>) -> Option<Found> {
     // An LFS object without a valid identifier makes the entry malformed: its contents could not be checked.
     let sha256 = if let Some(stated) = sha256 { Some(stated?) } else { None };
     let version = text(entry, "oid");
-    let here = snapshot.map(|folder| folder.join(&name)).filter(|path| std::fs::metadata(path).is_ok_and(|about| about.len() == bytes));
-    Some(Found { name, bytes, version, sha256, here })
+    let local = snapshot.map(|folder| folder.join(&name)).filter(|path| std::fs::metadata(path).is_ok_and(|about| about.len() == bytes));
+    Some(Found { name, bytes, version, sha256, local })
 }
 
-impl Place for Hub {
-    /// The whole repository, whatever the folder: that is one question.
+impl Backend for Hub {
+    /// Lists the complete repository, whatever the folder, with a single listing.
     fn list(&self, _folder: &str) -> io::Result<Vec<Found>> {
         let mut url = Some(format!("{}/api/models/{}/tree/{}?recursive=true&limit={PAGE}", self.endpoint, self.id, self.commit));
         let mut files = Vec::new();
-        for _ in 0..MOST_PAGES {
-            let Some(here) = url.take() else { return Ok(files) };
-            let came = Address::new(here, self.token.clone()).whole(LARGEST).map_err(|e| advised(e, self.token.is_some()))?;
-            files.extend(page(&came.bytes, self.snapshot.as_deref())?);
-            url = http::header(&came.headers, "link").and_then(next).map(str::to_owned);
-            // The token goes nowhere else.
+        for _ in 0..MAX_PAGES {
+            let Some(page_url) = url.take() else { return Ok(files) };
+            let response = Address::new(page_url, self.token.clone()).read_all(MAX_RESPONSE).map_err(|e| with_advice(e, self.token.is_some()))?;
+            files.extend(page(&response.bytes, self.snapshot.as_deref())?);
+            url = http::header(&response.headers, "link").and_then(next).map(str::to_owned);
+            // The token must not be sent to another server.
             if url.as_ref().is_some_and(|url| !url.starts_with(&format!("{}/", self.endpoint))) {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "the Hub's list of files goes on elsewhere"));
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "the Hub's file listing continues on another server"));
             }
         }
-        Err(io::Error::new(io::ErrorKind::InvalidData, "the Hub's list of files has no end"))
+        Err(io::Error::new(io::ErrorKind::InvalidData, "the Hub's file listing has too many pages"))
     }
 
     fn find(&self, name: &str) -> io::Result<Option<Found>> {
@@ -212,8 +212,8 @@ impl Place for Hub {
     }
 
     fn read(&self, file: &Found, range: Range<u64>) -> io::Result<Vec<u8>> {
-        let came = self.address(&file.name).range(range, Some(file.bytes), None);
-        came.map(|came| came.bytes).map_err(|e| if e.kind() == io::ErrorKind::PermissionDenied { advised(e, self.token.is_some()) } else { e })
+        let response = self.address(&file.name).range(range, Some(file.bytes), None);
+        response.map(|response| response.bytes).map_err(|e| if e.kind() == io::ErrorKind::PermissionDenied { with_advice(e, self.token.is_some()) } else { e })
     }
 
     /// Files that are not LFS objects are identified by the SHA-1 of their git blob.
@@ -226,13 +226,13 @@ impl Place for Hub {
     }
 }
 
-/// The address of the next page.
+/// The URL of the next page in a `Link` header.
 pub(super) fn next(link: &str) -> Option<&str> {
     let part = link.split(',').find(|part| part.contains("rel=\"next\""))?;
     part.split_once('<')?.1.split_once('>').map(|(url, _)| url)
 }
 
-/// A repository of which only the cache is asked.
+/// A repository that is read from the local cache only.
 struct Snapshot {
     files: Vec<Found>,
 }
@@ -241,11 +241,15 @@ impl Snapshot {
     fn open(repository: &Repository, cache: Option<PathBuf>) -> io::Result<Snapshot> {
         let cache = cache.unwrap_or_default();
         let missing = || {
-            let what = format!("HF_HUB_OFFLINE is set, and the cache in {} does not have it: `hf download {}` fetches it", cache.display(), repository.id);
+            let what = format!(
+                "HF_HUB_OFFLINE is set, and the cache in {} does not contain the repository; run `hf download {}` first",
+                cache.display(),
+                repository.id
+            );
             io::Error::new(io::ErrorKind::NotFound, what)
         };
-        let named = std::fs::read_to_string(cache.join("refs").join(&repository.revision)).map(|commit| commit.trim().to_owned());
-        let commit = named.unwrap_or_else(|_| repository.revision.clone());
+        let commit = std::fs::read_to_string(cache.join("refs").join(&repository.revision)).map(|commit| commit.trim().to_owned());
+        let commit = commit.unwrap_or_else(|_| repository.revision.clone());
         let folder = cache.join("snapshots").join(&commit);
         let mut files = Vec::new();
         collect(&folder, "", &mut files, 0).map_err(|_| missing())?;
@@ -253,7 +257,7 @@ impl Snapshot {
     }
 }
 
-/// Folders in folders of a snapshot.
+/// Maximum depth of nested folders in a snapshot.
 const DEEPEST: usize = 16;
 
 fn collect(folder: &Path, inside: &str, files: &mut Vec<Found>, depth: usize) -> io::Result<()> {
@@ -264,13 +268,13 @@ fn collect(folder: &Path, inside: &str, files: &mut Vec<Found>, depth: usize) ->
         if about.is_dir() && depth < DEEPEST {
             collect(&path, &format!("{name}/"), files, depth.saturating_add(1))?;
         } else if about.is_file() {
-            files.push(Found { name, bytes: about.len(), version: None, sha256: None, here: Some(path) });
+            files.push(Found { name, bytes: about.len(), version: None, sha256: None, local: Some(path) });
         }
     }
     Ok(())
 }
 
-impl Place for Snapshot {
+impl Backend for Snapshot {
     fn list(&self, _folder: &str) -> io::Result<Vec<Found>> {
         Ok(self.files.clone())
     }
@@ -280,7 +284,7 @@ impl Place for Snapshot {
     }
 
     fn read(&self, _file: &Found, _range: Range<u64>) -> io::Result<Vec<u8>> {
-        Err(io::Error::other("is read from the cache alone"))
+        Err(io::Error::other("is only read from the cache"))
     }
 }
 
@@ -289,7 +293,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_taken_apart() {
+    fn names_are_parsed() {
         let check = |name: &str, id: &str, revision: &str, inside: &str| {
             let expected = (Repository { id: id.into(), revision: revision.into() }, inside.to_owned());
             assert_eq!(parse(name), Ok(expected), "{name}");
@@ -305,10 +309,10 @@ mod tests {
     }
 
     #[test]
-    fn pages_lead_to_each_other() {
+    fn next_pages_are_found() {
         assert_eq!(next("<https://a/x?cursor=1>; rel=\"next\""), Some("https://a/x?cursor=1"));
         assert_eq!(next("<https://a/x>; rel=\"last\", <https://a/y>; rel=\"next\""), Some("https://a/y"));
         assert_eq!(next("<https://a/x>; rel=\"last\""), None);
-        assert_eq!(escaped("a b/c#d", "/"), "a%20b/c%23d");
+        assert_eq!(percent_encode("a b/c#d", "/"), "a%20b/c%23d");
     }
 }

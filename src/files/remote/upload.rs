@@ -1,7 +1,9 @@
-//! Folders that appear in a bucket file by file, those last that make a model of the others, or not at all.
+//! Uploads of folders to a bucket. Files that complete the model are published last; on failure,
+//! everything is removed.
 //!
-//! Files are written at any place by any thread. A part of a file is in memory until it is full, and goes from there. While a folder is written,
-//! a small file in it says so: of two runs that write the same folder, one is refused.
+//! Threads write files at any offset. Each part is buffered in memory until it is complete, and then
+//! uploaded. During the upload, the folder contains a small lock file, so that of two runs that write
+//! the same folder, one is rejected.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -12,19 +14,20 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::outgoing::Outgoing;
-use super::session::{Session, ranges, taken};
-use super::{chunks, kind, reach, secrets};
+use super::session::{Session, already_exists, ranges};
+use super::{chunks, kind, locate, secrets};
 use crate::files::UNFINISHED;
 
-/// Is told how many more bytes are done; its error ends the work.
-pub(super) type Told<'t> = &'t (dyn Fn(u64) -> io::Result<()> + Sync);
+/// Progress callback: receives the number of additional bytes processed. An error cancels the upload.
+pub(super) type ProgressFn<'t> = &'t (dyn Fn(u64) -> io::Result<()> + Sync);
 
-/// Bytes of a part: the least that every store takes. Parts of very large files are larger.
+/// Minimum part size that all stores support, in bytes. Very large files use larger parts.
 const PART: u64 = 5 << 20;
-/// Most parts of a file that every store takes.
-const MOST_PARTS: u64 = 9000;
+/// Maximum number of parts that all stores support.
+const MAX_PARTS: u64 = 9000;
 
-/// When a file goes: weights, what lies around them, what names them, and last what says that all is there.
+/// Upload order: weights, then other files, then the files that reference them, and finally the report,
+/// which marks a complete folder.
 fn rank(name: &str) -> u8 {
     match name {
         "report.json" => 3,
@@ -35,90 +38,92 @@ fn rank(name: &str) -> u8 {
     }
 }
 
-/// A folder that is being written. Dropped before it is published, nothing of it is left.
+/// A folder that is being uploaded. If it is dropped before `publish`, everything uploaded is removed.
 #[derive(Debug)]
 pub(in crate::files) struct Upload(Arc<Session>);
 
 impl Upload {
-    /// Begins a folder where there is none.
+    /// Creates a folder that does not exist yet.
     pub fn begin(name: &str) -> io::Result<Upload> {
-        let (known, inside) = reach(name)?;
-        known.place.writable()?;
-        known.forget(&inside);
+        let (cached, inside) = locate(name)?;
+        cached.backend.writable()?;
+        cached.forget(&inside);
         match kind(name) {
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Err(e) => return Err(e),
-            Ok(_) => return Err(taken("something")),
+            Ok(_) => return Err(already_exists("something")),
         }
         let prefix = if inside.is_empty() { String::new() } else { format!("{inside}/") };
-        let upload = Upload(Arc::new(Session::new(known.clone(), prefix)));
-        // No other run writes the same.
+        let upload = Upload(Arc::new(Session::new(cached.clone(), prefix)));
+        // The lock file excludes other runs.
         let [a, b] = [(); 2].map(|()| RandomState::new().build_hasher().finish());
-        let text = format!("compress writes here, run {a:016x}{b:016x}. If that has ended, remove this file, and what lies beside it.\n");
-        let begun =
+        let text = format!("Locked by a run of compress ({a:016x}{b:016x}). If that run has ended, remove this file and the other files in this folder.\n");
+        let created =
             upload.0.put_new(UNFINISHED, text.clone().into()).and_then(|()| upload.0.compare(UNFINISHED, text.len() as u64, &|_| Ok(text.clone().into())));
-        begun.map_err(|e| match e.kind() {
+        created.map_err(|e| match e.kind() {
             ErrorKind::AlreadyExists => {
-                io::Error::new(e.kind(), format!("another run writes there, or one that was killed has left {UNFINISHED}: choose another name"))
+                io::Error::new(e.kind(), format!("another run writes to it, or a killed run left {UNFINISHED} behind: choose another name"))
             }
             _ => e,
         })?;
-        // Another run may have written all of it since it was looked at.
-        let others = known.place.list(&inside).map_err(secrets::without).and_then(|found| {
+        // Another run may have completed the folder since it was checked.
+        let others = cached.backend.list(&inside).map_err(secrets::redact_error).and_then(|found| {
             let other = found.into_iter().find(|file| file.name != upload.0.name(UNFINISHED));
-            other.map_or(Ok(()), |file| Err(taken(&file.name)))
+            other.map_or(Ok(()), |file| Err(already_exists(&file.name)))
         });
         match others {
             Ok(()) => Ok(upload),
-            Err(error) => Err(upload.0.given_up(error)),
+            Err(error) => Err(upload.0.roll_back_after(error)),
         }
     }
 
-    /// A file of so many bytes.
+    /// Creates a file of `length` bytes.
     pub fn create(&self, file: &str, length: u64) -> Outgoing {
-        // Whole megabytes, of which a part is five at least.
-        let part = PART.max(length.div_ceil(MOST_PARTS).next_multiple_of(1 << 20));
+        // The part size is a multiple of 1 MiB, and at least 5 MiB.
+        let part = PART.max(length.div_ceil(MAX_PARTS).next_multiple_of(1 << 20));
         Outgoing::new(self.0.clone(), file, length, part)
     }
 
-    /// Whether two runs that write the same folder could both go on: the place cannot refuse to write over a file.
-    pub fn is_shared(&self) -> bool {
+    /// Whether two concurrent runs could both write the same folder, because the store does not support
+    /// conditional writes.
+    pub fn can_race(&self) -> bool {
         !self.0.is_conditional()
     }
 
-    /// Puts the files of a folder of this machine beside those that were made here, and reads them back; of what goes wrong, nothing is left.
-    pub fn publish(&self, folder: &Path, told: Told) -> io::Result<()> {
-        chunks::forget();
+    /// Uploads the files of a local folder in addition to those created with [`create`](Upload::create),
+    /// and verifies them by reading them back. On failure, everything uploaded is removed.
+    pub fn publish(&self, folder: &Path, progress: ProgressFn) -> io::Result<()> {
+        chunks::evict_all();
         let mut files = Vec::new();
         collect(folder, "", &mut files)?;
         files.sort_by(|(a, _), (b, _)| (rank(a), a).cmp(&(rank(b), b)));
         let put = || {
             for (file, path) in &files {
-                let named = |e: io::Error| io::Error::new(e.kind(), format!("{file}: {e}"));
-                self.put(file, &std::fs::File::open(path)?, told).map_err(named)?;
+                let with_name = |e: io::Error| io::Error::new(e.kind(), format!("{file}: {e}"));
+                self.put(file, &std::fs::File::open(path)?, progress).map_err(with_name)?;
             }
             self.0.writable()?.remove(&self.0.name(UNFINISHED))
         };
-        let done = put().map_err(secrets::without);
+        let done = put().map_err(secrets::redact_error);
         self.0.forget();
         match done {
             Ok(()) => self.0.end(),
-            Err(error) => return Err(self.0.given_up(error)),
+            Err(error) => return Err(self.0.roll_back_after(error)),
         }
         Ok(())
     }
 
-    fn put(&self, file: &str, source: &std::fs::File, told: Told) -> io::Result<()> {
+    fn put(&self, file: &str, source: &std::fs::File, progress: ProgressFn) -> io::Result<()> {
         let bytes = source.metadata()?.len();
         let target = self.create(file, bytes);
         for range in ranges(bytes, PART) {
             target.write_all_at(&read_part(source, range.clone())?, range.start)?;
-            target.settled(range.clone())?;
-            told(range.end.saturating_sub(range.start))?;
+            target.mark_final(range.clone())?;
+            progress(range.end.saturating_sub(range.start))?;
         }
         target.finish()?;
         self.0.compare(file, bytes, &|range| {
-            told(range.end.saturating_sub(range.start))?;
+            progress(range.end.saturating_sub(range.start))?;
             read_part(source, range)
         })
     }
@@ -126,7 +131,7 @@ impl Upload {
 
 impl Drop for Upload {
     fn drop(&mut self) {
-        self.0.give_up();
+        self.0.roll_back();
     }
 }
 
@@ -140,7 +145,7 @@ fn collect(folder: &Path, inside: &str, files: &mut Vec<(String, PathBuf)>) -> i
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();
         let name = path.file_name().and_then(|name| name.to_str()).map(|name| format!("{inside}{name}"));
-        let name = name.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, format!("{}: a name beyond UTF-8", path.display())))?;
+        let name = name.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, format!("{}: the file name is not valid UTF-8", path.display())))?;
         if path.is_dir() { collect(&path, &format!("{name}/"), files)? } else { files.push((name, path)) }
     }
     Ok(())
@@ -152,39 +157,39 @@ mod tests {
     use std::sync::Mutex;
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-    use super::super::{Found, Known, PLACES, Place, Writable, lock};
+    use super::super::{BACKENDS, Backend, CachedBackend, Found, Writable, lock};
     use super::*;
 
-    /// A place in memory, which damages one file and refuses another.
+    /// An in-memory store that corrupts one file and rejects another.
     #[derive(Default)]
-    struct Shelf {
+    struct MemoryStore {
         files: Mutex<BTreeMap<String, Vec<u8>>>,
         parts: Mutex<BTreeMap<usize, Vec<u8>>>,
         order: Mutex<Vec<String>>,
         damages: &'static str,
         refuses: &'static str,
-        /// A file that others write as soon as one is written whose name ends so.
-        others: (&'static str, &'static str),
-        /// How many answers are lost of what is written under a condition, and whether reading fails after that.
+        /// A file that another run writes after this run wrote a file with the given suffix.
+        intruder: (&'static str, &'static str),
+        /// Number of conditional writes whose response is lost, and whether reads fail afterwards.
         lost: AtomicUsize,
-        deaf: AtomicBool,
-        /// Panics when this is written.
+        unreadable: AtomicBool,
+        /// Writing this file panics.
         panics: &'static str,
-        /// What new files are refused with.
+        /// Error for conditional writes.
         new: Option<ErrorKind>,
     }
 
-    impl Place for Arc<Shelf> {
+    impl Backend for Arc<MemoryStore> {
         fn list(&self, folder: &str) -> io::Result<Vec<Found>> {
             let found = lock(&self.files).keys().filter(|name| name.starts_with(folder)).cloned().collect::<Vec<_>>();
             Ok(found.iter().filter_map(|name| self.find(name).ok()?).collect())
         }
 
         fn find(&self, name: &str) -> io::Result<Option<Found>> {
-            if self.deaf.load(Ordering::Relaxed) {
+            if self.unreadable.load(Ordering::Relaxed) {
                 return Err(io::Error::other("no answer"));
             }
-            let found = |bytes: &Vec<u8>| Found { name: name.into(), bytes: bytes.len() as u64, version: None, sha256: None, here: None };
+            let found = |bytes: &Vec<u8>| Found { name: name.into(), bytes: bytes.len() as u64, version: None, sha256: None, local: None };
             Ok(lock(&self.files).get(name).map(found))
         }
 
@@ -197,7 +202,7 @@ mod tests {
         }
     }
 
-    impl Writable for Arc<Shelf> {
+    impl Writable for Arc<MemoryStore> {
         fn put(&self, name: &str, mut bytes: Vec<u8>, new: bool) -> io::Result<()> {
             if !self.refuses.is_empty() && name.ends_with(self.refuses) {
                 return Err(io::Error::other("no"));
@@ -215,8 +220,8 @@ mod tests {
             assert!(self.panics.is_empty() || !name.ends_with(self.panics), "a bug");
             lock(&self.order).push(name.to_owned());
             files.insert(name.to_owned(), bytes);
-            if !self.others.1.is_empty() && name.ends_with(self.others.0) {
-                files.entry(self.others.1.into()).or_insert_with(|| b"theirs".to_vec());
+            if !self.intruder.1.is_empty() && name.ends_with(self.intruder.0) {
+                files.entry(self.intruder.1.into()).or_insert_with(|| b"foreign".to_vec());
             }
             let lost = new && self.lost.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
             if lost { Err(io::Error::other("no answer")) } else { Ok(()) }
@@ -233,10 +238,10 @@ mod tests {
         }
 
         fn complete(&self, name: &str, _upload: &str, parts: Vec<String>) -> io::Result<()> {
-            let held = std::mem::take(&mut *lock(&self.parts));
-            assert!(held.keys().map(usize::to_string).eq(parts));
+            let stored = std::mem::take(&mut *lock(&self.parts));
+            assert!(stored.keys().map(usize::to_string).eq(parts));
             lock(&self.order).push(name.to_owned());
-            lock(&self.files).insert(name.to_owned(), held.into_values().flatten().collect());
+            lock(&self.files).insert(name.to_owned(), stored.into_values().flatten().collect());
             Ok(())
         }
 
@@ -251,123 +256,123 @@ mod tests {
         }
     }
 
-    fn shelf(bucket: &str, shelf: Shelf) -> (String, Arc<Shelf>) {
-        let (name, shelf) = (format!("s3://{bucket}"), Arc::new(shelf));
-        lock(&PLACES).insert(name.clone(), Arc::new(Known::new(Box::new(shelf.clone()))));
-        (format!("{name}/a/b"), shelf)
+    fn store(bucket: &str, store: MemoryStore) -> (String, Arc<MemoryStore>) {
+        let (name, store) = (format!("s3://{bucket}"), Arc::new(store));
+        lock(&BACKENDS).insert(name.clone(), Arc::new(CachedBackend::new(Box::new(store.clone()))));
+        (format!("{name}/a/b"), store)
     }
 
-    fn published(bucket: &str, shelf_of: Shelf, told: Told) -> (io::Result<()>, Arc<Shelf>) {
+    fn published(bucket: &str, contents: MemoryStore, progress: ProgressFn) -> (io::Result<()>, Arc<MemoryStore>) {
         let folder = tempfile::tempdir().unwrap();
         for name in ["config.json", "report.json", "model.safetensors.index.json", "a.safetensors", "tokenizer.json", "1_Pooling/config.json"] {
             let path = folder.path().join(name);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, name.repeat(3)).unwrap();
         }
-        let (name, shelf) = shelf(bucket, shelf_of);
-        (Upload::begin(&name).and_then(|upload| upload.publish(folder.path(), told)), shelf)
+        let (name, store) = store(bucket, contents);
+        (Upload::begin(&name).and_then(|upload| upload.publish(folder.path(), progress)), store)
     }
 
     #[test]
-    fn what_makes_a_model_of_files_comes_last() {
-        let (done, shelf) = published("whole", Shelf::default(), &|_| Ok(()));
+    fn files_that_complete_the_model_are_uploaded_last() {
+        let (done, store) = published("whole", MemoryStore::default(), &|_| Ok(()));
         done.unwrap();
         let order = [UNFINISHED, "a.safetensors", "1_Pooling/config.json", "tokenizer.json", "config.json", "model.safetensors.index.json", "report.json"];
-        assert_eq!(*lock(&shelf.order), order.map(|name| format!("a/b/{name}")));
-        assert_eq!(lock(&shelf.files)["a/b/1_Pooling/config.json"], b"1_Pooling/config.json".repeat(3));
+        assert_eq!(*lock(&store.order), order.map(|name| format!("a/b/{name}")));
+        assert_eq!(lock(&store.files)["a/b/1_Pooling/config.json"], b"1_Pooling/config.json".repeat(3));
     }
 
     #[test]
-    fn of_what_goes_wrong_nothing_is_left() {
-        let (done, shelf) = published("damaged", Shelf { damages: "tokenizer.json", ..Shelf::default() }, &|_| Ok(()));
+    fn failed_uploads_are_removed() {
+        let (done, store) = published("damaged", MemoryStore { damages: "tokenizer.json", ..MemoryStore::default() }, &|_| Ok(()));
         assert!(done.unwrap_err().to_string().contains("tokenizer.json: bytes 0 to 42 read back differently"));
-        assert!(lock(&shelf.files).is_empty() && !lock(&shelf.order).is_empty());
-        let (done, shelf) = published("refused", Shelf { refuses: "report.json", ..Shelf::default() }, &|_| Ok(()));
-        assert!(done.unwrap_err().to_string().contains("report.json: no") && lock(&shelf.files).is_empty());
-        let (done, shelf) = published("stopped", Shelf::default(), &|_| Err(io::ErrorKind::Interrupted.into()));
-        assert!(done.unwrap_err().kind() == io::ErrorKind::Interrupted && lock(&shelf.files).is_empty());
+        assert!(lock(&store.files).is_empty() && !lock(&store.order).is_empty());
+        let (done, store) = published("refused", MemoryStore { refuses: "report.json", ..MemoryStore::default() }, &|_| Ok(()));
+        assert!(done.unwrap_err().to_string().contains("report.json: no") && lock(&store.files).is_empty());
+        let (done, store) = published("stopped", MemoryStore::default(), &|_| Err(io::ErrorKind::Interrupted.into()));
+        assert!(done.unwrap_err().kind() == io::ErrorKind::Interrupted && lock(&store.files).is_empty());
     }
 
     #[test]
-    fn a_name_that_others_take_is_left_to_them() {
-        let theirs = |files: &BTreeMap<String, Vec<u8>>| files.len() == 1 && files.values().all(|bytes| bytes == b"theirs");
+    fn files_of_other_runs_are_not_touched() {
+        let foreign = |files: &BTreeMap<String, Vec<u8>>| files.len() == 1 && files.values().all(|bytes| bytes == b"foreign");
         for new in [None, Some(ErrorKind::Unsupported)] {
-            // A file that appears meanwhile.
-            let (done, shelf) = published("raced", Shelf { others: ("a.safetensors", "a/b/config.json"), new, ..Shelf::default() }, &|_| Ok(()));
+            // A file that appears during the upload.
+            let (done, store) = published("raced", MemoryStore { intruder: ("a.safetensors", "a/b/config.json"), new, ..MemoryStore::default() }, &|_| Ok(()));
             let error = done.unwrap_err();
-            assert!(error.kind() == ErrorKind::AlreadyExists && error.to_string().contains("config.json appeared there meanwhile"), "{error}");
-            assert!(theirs(&lock(&shelf.files)), "{:?}", lock(&shelf.files));
-            // Another run that has ended since the place was looked at.
-            let (done, shelf) = published("ended", Shelf { others: (UNFINISHED, "a/b/config.json"), new, ..Shelf::default() }, &|_| Ok(()));
+            assert!(error.kind() == ErrorKind::AlreadyExists && error.to_string().contains("config.json was created by another process"), "{error}");
+            assert!(foreign(&lock(&store.files)), "{:?}", lock(&store.files));
+            // Another run that completed after the existence check.
+            let (done, store) = published("ended", MemoryStore { intruder: (UNFINISHED, "a/b/config.json"), new, ..MemoryStore::default() }, &|_| Ok(()));
             let error = done.unwrap_err();
-            assert!(error.kind() == ErrorKind::AlreadyExists && error.to_string().contains("a/b/config.json appeared there meanwhile"), "{error}");
-            assert!(theirs(&lock(&shelf.files)), "{:?}", lock(&shelf.files));
-            // Another run that has just begun.
-            let (name, shelf) = self::shelf("begun", Shelf { new, ..Shelf::default() });
+            assert!(error.kind() == ErrorKind::AlreadyExists && error.to_string().contains("a/b/config.json was created by another process"), "{error}");
+            assert!(foreign(&lock(&store.files)), "{:?}", lock(&store.files));
+            // Another run that has just started.
+            let (name, store) = self::store("begun", MemoryStore { new, ..MemoryStore::default() });
             let first = Upload::begin(&name).unwrap();
-            assert_eq!(first.is_shared(), new.is_some());
-            assert!(Upload::begin(&name).unwrap_err().to_string().contains("appeared there"));
-            lock(&PLACES)["s3://begun"].forget("");
-            assert!(first.0.put_new(UNFINISHED, b"other".to_vec()).unwrap_err().to_string().contains("meanwhile"));
+            assert_eq!(first.can_race(), new.is_some());
+            assert!(Upload::begin(&name).unwrap_err().to_string().contains("created by another process"));
+            lock(&BACKENDS)["s3://begun"].forget("");
+            assert!(first.0.put_new(UNFINISHED, b"other".to_vec()).unwrap_err().to_string().contains("created by another process"));
             drop(first);
-            assert!(lock(&shelf.files).is_empty());
+            assert!(lock(&store.files).is_empty());
         }
     }
 
     #[test]
-    fn an_attempt_whose_answer_was_lost_counts() {
-        let (name, shelf) = shelf("lost", Shelf::default());
+    fn a_write_with_a_lost_response_counts() {
+        let (name, store) = store("lost", MemoryStore::default());
         let upload = Upload::begin(&name).unwrap();
-        lock(&shelf.files).insert("a/b/x".into(), b"same".to_vec());
+        lock(&store.files).insert("a/b/x".into(), b"same".to_vec());
         upload.0.put_new("x", b"same".to_vec()).unwrap();
         assert!(upload.0.put_new("x", b"else".to_vec()).is_err());
-        shelf.lost.store(2, Ordering::Relaxed);
+        store.lost.store(2, Ordering::Relaxed);
         upload.0.put_new("y", b"mine".to_vec()).unwrap();
-        assert_eq!((shelf.lost.load(Ordering::Relaxed), lock(&shelf.order).len()), (1, 2));
+        assert_eq!((store.lost.load(Ordering::Relaxed), lock(&store.order).len()), (1, 2));
         drop(upload);
-        assert!(lock(&shelf.files).is_empty());
+        assert!(lock(&store.files).is_empty());
     }
 
     #[test]
-    fn what_others_may_have_written_is_not_removed() {
-        // The lock of another run, which cannot be looked at; and what is refused before anything is put.
+    fn files_of_unknown_origin_are_not_removed() {
+        // The lock file of another run that cannot be read, and a failure before anything was written.
         for new in [None, Some(ErrorKind::Unsupported)] {
-            let (name, shelf) = shelf("deaf", Shelf { new, ..Shelf::default() });
+            let (name, store) = store("unreadable", MemoryStore { new, ..MemoryStore::default() });
             let upload = Upload::begin(&name).unwrap();
-            lock(&shelf.files).insert("a/b/x".into(), b"theirs".to_vec());
-            shelf.deaf.store(true, Ordering::Relaxed);
+            lock(&store.files).insert("a/b/x".into(), b"foreign".to_vec());
+            store.unreadable.store(true, Ordering::Relaxed);
             let kind = upload.0.put_new("x", b"mine".to_vec()).unwrap_err().kind();
             assert_eq!(kind, if new.is_none() { ErrorKind::AlreadyExists } else { ErrorKind::Other });
             drop(upload);
-            assert!(lock(&shelf.files).keys().eq(["a/b/x"]));
+            assert!(lock(&store.files).keys().eq(["a/b/x"]));
         }
     }
 
     #[test]
-    fn a_panic_ends_the_run_and_leaves_nothing() {
-        let (name, shelf) = shelf("panics", Shelf { panics: "x", ..Shelf::default() });
+    fn a_panic_fails_the_upload_and_everything_is_removed() {
+        let (name, store) = store("panics", MemoryStore { panics: "x", ..MemoryStore::default() });
         let upload = Upload::begin(&name).unwrap();
         let put = std::panic::AssertUnwindSafe(|| upload.0.put_new("x", b"mine".to_vec()));
         assert!(std::panic::catch_unwind(put).is_err());
         let error = upload.0.put_new("y", b"mine".to_vec()).unwrap_err().to_string();
-        assert!(error.contains("x: the thread of a request ended without an answer"), "{error}");
-        assert!(lock(&shelf.files).is_empty());
+        assert!(error.contains("x: the thread of a request panicked"), "{error}");
+        assert!(lock(&store.files).is_empty());
     }
 
     #[test]
-    fn only_what_is_written_is_asked_for_anew() {
-        let (name, shelf) = shelf("kept", Shelf::default());
-        lock(&shelf.files).insert("a/in/config.json".into(), b"{}".to_vec());
-        let known = reach(&name).unwrap().0;
-        assert_eq!(known.list("a/in").unwrap().len(), 1);
-        assert!(known.list("a/b").unwrap().is_empty() && known.list("a").unwrap().len() == 1);
+    fn only_written_folders_are_listed_again() {
+        let (name, store) = store("kept", MemoryStore::default());
+        lock(&store.files).insert("a/in/config.json".into(), b"{}".to_vec());
+        let cached = locate(&name).unwrap().0;
+        assert_eq!(cached.list("a/in").unwrap().len(), 1);
+        assert!(cached.list("a/b").unwrap().is_empty() && cached.list("a").unwrap().len() == 1);
         drop(Upload::begin(&name).unwrap());
-        assert!(lock(&known.folders).keys().eq(["a/in"]));
+        assert!(lock(&cached.folders).keys().eq(["a/in"]));
     }
 
     #[test]
-    fn bytes_go_in_whatever_order_they_are_written() {
-        let (name, shelf) = shelf("streamed", Shelf::default());
+    fn bytes_are_uploaded_in_any_write_order() {
+        let (name, store) = store("streamed", MemoryStore::default());
         let upload = Upload::begin(&name).unwrap();
         let bytes: Vec<u8> = (0..2 * PART + 77).map(|i| (i * 31 % 251) as u8).collect();
         let cuts: Vec<usize> = (0..bytes.len()).step_by(300_001).chain([bytes.len()]).collect();
@@ -379,15 +384,15 @@ mod tests {
                 let mut back = vec![0; to - from];
                 file.read_exact_at(&mut back, from as u64).unwrap();
                 assert!(back == bytes[from..to]);
-                file.settled(from as u64..to as u64).unwrap();
+                file.mark_final(from as u64..to as u64).unwrap();
             }
             file.finish().unwrap();
-            assert!(lock(&shelf.files)[&format!("a/b/{length}.safetensors")] == bytes[..length]);
+            assert!(lock(&store.files)[&format!("a/b/{length}.safetensors")] == bytes[..length]);
         }
         let file = upload.create("gap", 8);
         file.write_all_at(b"1234", 0).unwrap();
-        file.settled(0..4).unwrap();
-        assert!(file.write_all_at(b"12345", 4).is_err() && file.finish().unwrap_err().to_string().contains("not written whole"));
-        assert!(lock(&shelf.files).is_empty(), "what fails leaves nothing");
+        file.mark_final(0..4).unwrap();
+        assert!(file.write_all_at(b"12345", 4).is_err() && file.finish().unwrap_err().to_string().contains("not written completely"));
+        assert!(lock(&store.files).is_empty(), "failed files are removed");
     }
 }

@@ -1,4 +1,5 @@
-//! Files of web servers, `https://host/path/model.safetensors`: one at a time, since servers do not say what else they have.
+//! Files on web servers, `https://host/path/model.safetensors`: single files only, because servers
+//! provide no listings.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -6,7 +7,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use super::http::{self, Address};
-use super::{Found, Place, lock};
+use super::{Backend, Found, lock};
 
 struct Web {
     /// `https://host`.
@@ -14,7 +15,7 @@ struct Web {
     files: Mutex<BTreeMap<String, Arc<Address>>>,
 }
 
-/// Takes such a name apart.
+/// Parses a name into origin and path.
 pub(super) fn address(name: &str) -> io::Result<super::Address> {
     http::require_private(name)?;
     let host = name.find("://").map_or(0, |at| at.saturating_add(3));
@@ -22,9 +23,9 @@ pub(super) fn address(name: &str) -> io::Result<super::Address> {
         Some(at) => (name.get(..at).unwrap_or(name), name.get(at.saturating_add(1)..).unwrap_or_default()),
         None => (name, ""),
     };
-    let place = origin.to_owned();
-    let opened = Web { origin: place.clone(), files: Mutex::default() };
-    Ok(super::Address { place, inside: inside.to_owned(), open: Box::new(move || Ok(Box::new(opened) as Box<dyn Place>)) })
+    let root = origin.to_owned();
+    let opened = Web { origin: root.clone(), files: Mutex::default() };
+    Ok(super::Address { root, inside: inside.to_owned(), open: Box::new(move || Ok(Box::new(opened) as Box<dyn Backend>)) })
 }
 
 impl Web {
@@ -34,20 +35,22 @@ impl Web {
     }
 }
 
-impl Place for Web {
+impl Backend for Web {
     fn list(&self, _folder: &str) -> io::Result<Vec<Found>> {
         Ok(Vec::new())
     }
 
     fn find(&self, name: &str) -> io::Result<Option<Found>> {
         match self.address(name).range(0..1, None, None) {
-            Ok(came) => Ok(Some(Found { name: name.to_owned(), bytes: came.total, version: http::version(&came.headers), sha256: None, here: None })),
+            Ok(received) => {
+                Ok(Some(Found { name: name.to_owned(), bytes: received.total, version: http::version(&received.headers), sha256: None, local: None }))
+            }
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
         }
     }
 
     fn read(&self, file: &Found, range: Range<u64>) -> io::Result<Vec<u8>> {
-        self.address(&file.name).range(range, Some(file.bytes), file.version.as_deref()).map(|came| came.bytes)
+        self.address(&file.name).range(range, Some(file.bytes), file.version.as_deref()).map(|received| received.bytes)
     }
 }

@@ -1,10 +1,11 @@
-//! Functions of single elements.
+//! Elementwise functions of one tensor.
 
 use std::ops::Range;
 
 use candle_core::Tensor;
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::constants::ScalarOps;
 use super::gradient::wide;
 use super::rounding::round_half_even;
 use super::{Backward, OpSpec, require};
@@ -47,8 +48,8 @@ macro_rules! activation {
             }
 
             fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-                let of_input = backward.of(0, || {
-                    let ($op, $x) = (self, &wide(kept(self.function(), backward)?)?);
+                let of_input = backward.gradient_of(0, || {
+                    let ($op, $x) = (self, &wide(derivative_operand(self.function(), backward)?)?);
                     let _ = $op;
                     let derivative: candle_core::Result<Tensor> = $derivative;
                     (derivative? * wide(backward.gradient)?)?.to_dtype(backward.gradient.dtype())
@@ -66,7 +67,7 @@ macro_rules! activation {
         }
 
         impl $name {
-            /// The function as the kernels know it, if there is a kernel.
+            /// The function for kernels, if it has a kernel.
             pub fn function(&self) -> Option<ActivationFunction> {
                 let $op = self;
                 let _ = $op;
@@ -76,29 +77,29 @@ macro_rules! activation {
     };
 }
 
-/// What the derivative is made of: the argument, or the result.
-pub(super) fn kept<'b>(function: Option<ActivationFunction>, backward: &'b Backward) -> candle_core::Result<&'b Tensor> {
+/// The tensor from which the derivative is computed: the argument or the result.
+pub(super) fn derivative_operand<'b>(function: Option<ActivationFunction>, backward: &'b Backward) -> candle_core::Result<&'b Tensor> {
     if function.is_some_and(ActivationFunction::derivative_reads_result) { backward.output } else { &backward.inputs[0] }.tensor()
 }
 
-/// A bound from below, or none.
+/// Deserializes a lower bound; `null` means no bound.
 fn lower<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NEG_INFINITY))
 }
 
-/// A bound from above, or none.
+/// Deserializes an upper bound; `null` means no bound.
 fn upper<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::INFINITY))
 }
 
-/// One where both bounds are kept, else zero.
+/// 1 where both comparisons hold, else 0.
 fn between(low: Tensor, high: Tensor, like: &Tensor) -> candle_core::Result<Tensor> {
     (low * high)?.to_dtype(like.dtype())
 }
 
 activation!(
     /// `max(x, 0)`
-    Relu {}, |op, x| Some(ActivationFunction::Relu), x.relu(), x.gt(0.0)?.to_dtype(x.dtype())
+    Relu {}, |op, x| Some(ActivationFunction::Relu), x.relu(), x.gt_scalar(0.0)?.to_dtype(x.dtype())
 );
 activation!(
     /// `x Φ(x)` with the normal distribution's Φ (Hendrycks and Gimpel, 2016).
@@ -131,29 +132,30 @@ activation!(
     Tanh {}, |op, x| Some(ActivationFunction::Tanh), x.tanh(), 1.0 - x.sqr()?
 );
 activation!(
-    /// Values held between two bounds; 0 and 6 make a ReLU6.
+    /// Clamps values between two bounds; 0 and 6 give ReLU6.
     Clip {
-        /// Lower bound; minus infinity, in files `null`, for none.
+        /// Lower bound; minus infinity for none, which is `null` in files.
         #[serde(deserialize_with = "lower")]
         min: f64 = 0.0,
-        /// Upper bound; infinity, in files `null`, for none.
+        /// Upper bound; infinity for none, which is `null` in files.
         #[serde(deserialize_with = "upper")]
         max: f64 = 6.0,
-    }, |op, x| Some(ActivationFunction::Clip { min: op.min as f32, max: op.max as f32 }), x.clamp(op.min, op.max), between(x.gt(op.min)?, x.lt(op.max)?, x)
+    }, |op, x| Some(ActivationFunction::Clip { min: op.min as f32, max: op.max as f32 }), x.clamp_scalar(op.min, op.max),
+    between(x.gt_scalar(op.min)?, x.lt_scalar(op.max)?, x)
 );
 activation!(
-    /// Values rounded to what eight bits can say, `QuantizeLinear` and `DequantizeLinear` in one; the gradient of values that
-    /// round to one of the 256 goes straight through.
+    /// Fake quantization to 8 bits: `QuantizeLinear` followed by `DequantizeLinear`. The straight-through
+    /// estimator passes gradients of values that are not clipped.
     FakeQuantize {
-        /// Distance of neighbouring values.
+        /// Quantization step.
         scale: f32 = 1.0,
-        /// The integer that stands for zero, of -128 to 127.
+        /// The integer that represents zero, in -128..=127.
         zero_point: i32 = 0,
     }, |op, x| Some(ActivationFunction::Round { scale: op.scale, zero_point: op.zero_point as f32 }), {
-        let (low, high) = op.steps();
-        let rounded = round_half_even(&op.in_steps(x)?.clamp(low, high)?)? * f64::from(op.scale);
+        let (low, high) = op.integer_range();
+        let rounded = round_half_even(&op.in_units_of_scale(x)?.clamp_scalar(low, high)?)? * f64::from(op.scale);
         rounded?.to_dtype(x.dtype())
-    }, op.passes(&op.in_steps(x)?)
+    }, op.gradient_mask(&op.in_units_of_scale(x)?)
 );
 activation!(
     /// `max(0, min(1, alpha · x + beta))`
@@ -162,14 +164,14 @@ activation!(
         alpha: f64 = 0.2,
         /// Value at zero.
         beta: f64 = 0.5,
-    }, |op, x| Some(ActivationFunction::HardSigmoid { alpha: op.alpha as f32, beta: op.beta as f32 }), x.affine(op.alpha, op.beta)?.clamp(0.0, 1.0),
-    between(x.affine(op.alpha, op.beta)?.gt(0.0)?, x.affine(op.alpha, op.beta)?.lt(1.0)?, x)? * op.alpha
+    }, |op, x| Some(ActivationFunction::HardSigmoid { alpha: op.alpha as f32, beta: op.beta as f32 }), x.affine(op.alpha, op.beta)?.clamp_scalar(0.0, 1.0),
+    between(x.affine(op.alpha, op.beta)?.gt_scalar(0.0)?, x.affine(op.alpha, op.beta)?.lt_scalar(1.0)?, x)? * op.alpha
 );
 activation!(
     /// `x · max(0, min(1, x / 6 + 1 / 2))` (Howard et al., 2019).
-    HardSwish {}, |op, x| Some(ActivationFunction::HardSwish), x * x.affine(1.0 / 6.0, 0.5)?.clamp(0.0, 1.0)?, {
-        let inside = between(x.gt(-3.0)?, x.lt(3.0)?, x)?;
-        (inside * x.affine(1.0 / 3.0, 0.5)?)? + x.ge(3.0)?.to_dtype(x.dtype())?
+    HardSwish {}, |op, x| Some(ActivationFunction::HardSwish), x * x.affine(1.0 / 6.0, 0.5)?.clamp_scalar(0.0, 1.0)?, {
+        let inside = between(x.gt_scalar(-3.0)?, x.lt_scalar(3.0)?, x)?;
+        (inside * x.affine(1.0 / 3.0, 0.5)?)? + x.ge_scalar(3.0)?.to_dtype(x.dtype())?
     }
 );
 activation!(
@@ -178,16 +180,16 @@ activation!(
         /// Slope below zero.
         alpha: f64 = 0.01,
     }, |op, x| Some(ActivationFunction::LeakyRelu { alpha: op.alpha as f32 }), x.relu()? - (x.neg()?.relu()? * op.alpha)?,
-    x.ge(0.0)?.to_dtype(x.dtype())?.affine(1.0 - op.alpha, op.alpha)
+    x.ge_scalar(0.0)?.to_dtype(x.dtype())?.affine(1.0 - op.alpha, op.alpha)
 );
 activation!(
     /// `x` where it is positive, else `alpha · (exp(x) - 1)` (Clevert et al., 2016).
     Elu {
         /// Minus the limit below zero.
         alpha: f64 = 1.0,
-    }, |op, x| None, x.relu()? + x.minimum(0.0)?.exp()?.affine(op.alpha, -op.alpha)?, {
-        let positive = x.ge(0.0)?.to_dtype(x.dtype())?;
-        &positive + (x.minimum(0.0)?.exp()? * positive.affine(-op.alpha, op.alpha)?)?
+    }, |op, x| None, x.relu()? + x.minimum_scalar(0.0)?.exp()?.affine(op.alpha, -op.alpha)?, {
+        let positive = x.ge_scalar(0.0)?.to_dtype(x.dtype())?;
+        &positive + (x.minimum_scalar(0.0)?.exp()? * positive.affine(-op.alpha, op.alpha)?)?
     }
 );
 activation!(
@@ -202,7 +204,7 @@ activation!(
     }
 );
 activation!(
-    /// A power with a fixed exponent; of negative numbers it has whole exponents only.
+    /// A power with a fixed exponent; powers of negative numbers require an integer exponent.
     Power {
         /// The exponent.
         exponent: f64 = 2.0,
@@ -237,54 +239,56 @@ activation!(
     Neg {}, |op, x| None, x.neg(), x.ones_like()?.neg()
 );
 activation!(
-    /// The value times a number.
+    /// The value times a constant.
     Scale {
-        /// The number.
+        /// The constant.
         factor: f64 = 1.0,
     }, |op, x| None, x * op.factor, x.ones_like()? * op.factor
 );
 activation!(
-    /// The value without its sign; at zero, the gradient is zero.
-    Abs {}, |op, x| None, x.abs(), x.gt(0.0)?.to_dtype(x.dtype())? - x.lt(0.0)?.to_dtype(x.dtype())?
+    /// Absolute value; the gradient at zero is zero.
+    Abs {}, |op, x| None, x.abs(), x.gt_scalar(0.0)?.to_dtype(x.dtype())? - x.lt_scalar(0.0)?.to_dtype(x.dtype())?
 );
 activation!(
     /// `1 / x`
     Reciprocal {}, |op, x| None, x.recip(), x.recip()?.sqr()?.neg()
 );
 
-/// `ln(1 + exp(x))` without powers that overflow.
+/// `ln(1 + exp(x))` without overflow.
 fn softplus(x: &Tensor) -> candle_core::Result<Tensor> {
     let rest = (x.abs()?.neg()?.exp()? + 1.0)?.log()?;
     x.relu()? + rest
 }
 
 impl FakeQuantize {
-    /// The smallest and the largest number of steps.
-    pub(super) fn steps(&self) -> (f64, f64) {
+    /// The smallest and the largest integer, relative to the zero point.
+    pub(super) fn integer_range(&self) -> (f64, f64) {
         (f64::from(-128 - self.zero_point), f64::from(127 - self.zero_point))
     }
 
-    /// Values in steps, in 32 bits at least. A division: the product with a reciprocal rounds elsewhere.
-    fn in_steps(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+    /// Values in units of the scale, in at least 32 bits. Divides, because a product with the reciprocal
+    /// rounds differently.
+    fn in_units_of_scale(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let x = wide(x)?;
         x.broadcast_div(&Tensor::full(self.scale, 1, x.device())?.to_dtype(x.dtype())?)
     }
 
-    /// One where a number of steps rounds to one that there is.
-    pub(super) fn passes(&self, steps: &Tensor) -> candle_core::Result<Tensor> {
-        let (low, high) = self.steps();
-        let rounded = round_half_even(&steps.clamp(low - 1.0, high + 1.0)?)?;
-        between(rounded.ge(low)?, rounded.le(high)?, steps)
+    /// 1 where a value rounds to an integer in range, so that the gradient passes; else 0.
+    pub(super) fn gradient_mask(&self, steps: &Tensor) -> candle_core::Result<Tensor> {
+        let (low, high) = self.integer_range();
+        let rounded = round_half_even(&steps.clamp_scalar(low - 1.0, high + 1.0)?)?;
+        between(rounded.ge_scalar(low)?, rounded.le_scalar(high)?, steps)
     }
 
-    /// The smallest and the largest value that there is an integer for.
+    /// The smallest and the largest value that can be represented.
     pub fn range(&self) -> (f32, f32) {
         let zero = self.zero_point as f32;
         ((-128.0 - zero) * self.scale, (127.0 - zero) * self.scale)
     }
 
-    /// The quantizer whose 256 values reach from `low` to `high`, zero being one of them; of a range of nothing, steps of one.
-    pub fn of_range(low: f32, high: f32) -> FakeQuantize {
+    /// The quantizer with the smallest scale that covers `low..=high` and represents zero exactly; scale
+    /// 1 for an empty range.
+    pub fn from_range(low: f32, high: f32) -> FakeQuantize {
         let (low, high) = (low.min(0.0), high.max(0.0));
         let scale = high / 255.0 - low / 255.0;
         if scale.is_nan() || scale < f32::MIN_POSITIVE {
@@ -294,16 +298,16 @@ impl FakeQuantize {
         FakeQuantize { scale, zero_point: zero_point as i32 }
     }
 
-    /// The quantizer that reaches as far as both; zero stays in the middle where both have it there.
-    pub(crate) fn united(self, other: FakeQuantize) -> FakeQuantize {
+    /// The smallest quantizer that covers the ranges of both; stays symmetric if both are.
+    pub(crate) fn union(self, other: FakeQuantize) -> FakeQuantize {
         let [(low, high), (other_low, other_high)] = [self.range(), other.range()];
         match (self.zero_point, other.zero_point) {
             (a, b) if a == b => FakeQuantize { scale: self.scale.max(other.scale), zero_point: a },
-            _ => FakeQuantize::of_range(low.min(other_low), high.max(other_high)),
+            _ => FakeQuantize::from_range(low.min(other_low), high.max(other_high)),
         }
     }
 
-    /// The same with zero in the middle: zero point 0.
+    /// The symmetric quantizer (zero point 0) that covers `low..=high`.
     pub fn symmetric(low: f32, high: f32) -> FakeQuantize {
         let scale = low.abs().max(high.abs()) / 127.5;
         if scale >= f32::MIN_POSITIVE { FakeQuantize { scale, zero_point: 0 } } else { FakeQuantize::default() }

@@ -1,4 +1,4 @@
-//! Batch normalisation, with fixed statistics or those of the batch.
+//! Batch normalization, with running statistics or those of the batch.
 
 use std::ops::Range;
 
@@ -9,14 +9,15 @@ use super::gradient::wide;
 use super::{Backward, OpSpec, require, require_vector};
 use crate::ir::{Element, TensorType};
 
-/// `(x - mean) / sqrt(variance + epsilon) * weight + bias` over axis 1; inputs x, weight, bias, mean, variance
-/// (Ioffe and Szegedy, 2015).
+/// `(x - mean) / sqrt(variance + epsilon) * weight + bias` over axis 1 (Ioffe and Szegedy, 2015). Inputs:
+/// x, weight, bias, mean, variance.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct BatchNorm {
     /// Added to the variance.
     pub epsilon: f64,
-    /// Whether mean and variance are those of the batch, as in training, and the inputs of that name are not read.
+    /// Whether mean and variance are those of the batch, as in training; the inputs with the running
+    /// statistics are not read then.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub batch: bool,
 }
@@ -28,11 +29,11 @@ impl Default for BatchNorm {
 }
 
 impl BatchNorm {
-    /// What each channel is multiplied with, and what is added then; from weight, bias, mean and variance.
+    /// Scale and shift of each channel, from weight, bias, mean and variance.
     ///
     /// # Errors
     /// The device runs out of memory.
-    pub fn channels(&self, [weight, bias, mean, variance]: [&Tensor; 4]) -> candle_core::Result<(Tensor, Tensor)> {
+    pub fn scale_and_shift(&self, [weight, bias, mean, variance]: [&Tensor; 4]) -> candle_core::Result<(Tensor, Tensor)> {
         let scale = (weight / (variance + self.epsilon)?.sqrt()?)?;
         let shift = (bias - (mean * &scale)?)?;
         Ok((scale, shift))
@@ -49,60 +50,60 @@ impl BatchNorm {
         Ok((mean.squeeze(1)?, variance))
     }
 
-    /// [`backward`](OpSpec::backward) with these ways to do what is costly.
-    pub(super) fn backward_with(&self, backward: &Backward, ways: &dyn Channels) -> candle_core::Result<Vec<Option<Tensor>>> {
+    /// [`backward`](OpSpec::backward) with the given implementation of channel operations.
+    pub(super) fn backward_with(&self, backward: &Backward, ops: &dyn ChannelOps) -> candle_core::Result<Vec<Option<Tensor>>> {
         let (x, gradient) = (backward.inputs[0].tensor()?, backward.gradient);
         let weight = wide(backward.inputs[1].tensor()?)?;
-        let (mean, variance) = if self.batch { ways.moments(x)? } else { (wide(backward.inputs[3].tensor()?)?, wide(backward.inputs[4].tensor()?)?) };
+        let (mean, variance) = if self.batch { ops.moments(x)? } else { (wide(backward.inputs[3].tensor()?)?, wide(backward.inputs[4].tensor()?)?) };
         let inverse = (variance + self.epsilon)?.sqrt()?.recip()?;
         let scale = (&weight * &inverse)?;
         let none = scale.zeros_like()?;
         let summed = if self.batch { 0..3 } else { 1..5 };
         let [plain, products] =
-            if summed.into_iter().any(|input| backward.wants(input)) { ways.sums(x, gradient, &mean)? } else { [none.clone(), none.clone()] };
-        let of_input = backward.of(0, || {
+            if summed.into_iter().any(|input| backward.needs_gradient(input)) { ops.sums(x, gradient, &mean)? } else { [none.clone(), none.clone()] };
+        let of_input = backward.gradient_of(0, || {
             if !self.batch {
-                return ways.scaled(gradient, &scale, &none);
+                return ops.scaled(gradient, &scale, &none);
             }
-            // What changes the mean and the variance of the batch changes nothing.
+            // The gradient through the mean and the variance of the batch.
             let count = (x.elem_count() / mean.elem_count().max(1)) as f64;
             let along = (((&products * &inverse)? * (&inverse * &scale)?)? / -count)?;
             let constant = (((&plain * &scale)? / -count)? - (&along * &mean)?)?;
-            ways.mixed(x, gradient, [&scale, &along, &constant])
+            ops.mixed(x, gradient, [&scale, &along, &constant])
         })?;
         let like = |t: Tensor| t.to_dtype(x.dtype());
-        let of_weight = backward.of(1, || like((&products * &inverse)?))?;
-        let of_bias = backward.of(2, || like(plain.clone()))?;
+        let of_weight = backward.gradient_of(1, || like((&products * &inverse)?))?;
+        let of_bias = backward.gradient_of(2, || like(plain.clone()))?;
         if self.batch {
             return Ok(vec![of_input, of_weight, of_bias, None, None]);
         }
-        let of_mean = backward.of(3, || like((&plain * &scale)?.neg()?))?;
-        let of_variance = backward.of(4, || like(((&products * &scale)? * (inverse.sqr()? * -0.5)?)?))?;
+        let of_mean = backward.gradient_of(3, || like((&plain * &scale)?.neg()?))?;
+        let of_variance = backward.gradient_of(4, || like(((&products * &scale)? * (inverse.sqr()? * -0.5)?)?))?;
         Ok(vec![of_input, of_weight, of_bias, of_mean, of_variance])
     }
 
-    /// The output, with these ways to do what is costly.
-    pub(super) fn eval_with(&self, inputs: &[Tensor], ways: &dyn Channels) -> candle_core::Result<Tensor> {
+    /// [`eval`](OpSpec::eval) with the given implementation of channel operations.
+    pub(super) fn eval_with(&self, inputs: &[Tensor], ops: &dyn ChannelOps) -> candle_core::Result<Tensor> {
         let [x, weight, bias, mean, variance] = inputs else { candle_core::bail!("BatchNorm takes five inputs") };
-        let (mean, variance) = if self.batch { ways.moments(x)? } else { (wide(mean)?, wide(variance)?) };
-        let (scale, shift) = self.channels([&wide(weight)?, &wide(bias)?, &mean, &variance])?;
-        ways.scaled(x, &scale, &shift)
+        let (mean, variance) = if self.batch { ops.moments(x)? } else { (wide(mean)?, wide(variance)?) };
+        let (scale, shift) = self.scale_and_shift([&wide(weight)?, &wide(bias)?, &mean, &variance])?;
+        ops.scaled(x, &scale, &shift)
     }
 }
 
-/// Loops over the channels of images: in tensor operations here, and by kernels.
-pub(super) trait Channels {
+/// Channel operations of images, by default in tensor operations; kernels override them.
+pub(super) trait ChannelOps {
     /// As [`BatchNorm::moments`].
     fn moments(&self, x: &Tensor) -> candle_core::Result<(Tensor, Tensor)> {
         BatchNorm::moments(x)
     }
 
-    /// Each channel times a factor, plus a summand.
+    /// Multiplies each channel by a factor and adds a shift.
     fn scaled(&self, x: &Tensor, scale: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
         wide(x)?.broadcast_mul(&spread(x, scale)?)?.broadcast_add(&spread(x, shift)?)?.to_dtype(x.dtype())
     }
 
-    /// Sums of gradients, and of gradients times distances from the mean, by channel.
+    /// Sums over each channel of the gradient, and of the gradient times the distance from the mean.
     fn sums(&self, x: &Tensor, gradient: &Tensor, mean: &Tensor) -> candle_core::Result<[Tensor; 2]> {
         let summed = |t: Tensor| t.transpose(0, 1)?.flatten_from(1)?.sum(1);
         let (x, gradient) = (wide(x)?, wide(gradient)?);
@@ -116,12 +117,12 @@ pub(super) trait Channels {
     }
 }
 
-/// In tensor operations.
-struct ByOperations;
+/// The default implementation.
+struct TensorOps;
 
-impl Channels for ByOperations {}
+impl ChannelOps for TensorOps {}
 
-/// A number for each channel, to be spread over the other axes of `x`.
+/// Reshapes a vector of channels for broadcasting over `x`.
 fn spread(x: &Tensor, numbers: &Tensor) -> candle_core::Result<Tensor> {
     let mut shape = vec![1; x.rank()];
     shape[1] = numbers.elem_count();
@@ -135,7 +136,7 @@ impl OpSpec for BatchNorm {
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require(inputs[0], Element::Float, "the input")?;
-        let channels = inputs[0].shape.get(1).ok_or("needs an axis of channels")?;
+        let channels = inputs[0].shape.get(1).ok_or("the input needs a channel axis")?;
         for (ty, what) in inputs[1..].iter().zip(["the weight", "the bias", "the mean", "the variance"]) {
             require_vector(ty, channels, what)?;
         }
@@ -147,11 +148,11 @@ impl OpSpec for BatchNorm {
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        self.eval_with(inputs, &ByOperations)
+        self.eval_with(inputs, &TensorOps)
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        self.backward_with(backward, &ByOperations)
+        self.backward_with(backward, &TensorOps)
     }
 
     fn reads_input(&self, input: usize) -> bool {

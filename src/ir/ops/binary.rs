@@ -1,35 +1,36 @@
-//! Two tensors, element by element: what is neither a sum nor a product.
+//! Elementwise functions of two tensors other than sum and product.
 
 use std::ops::Range;
 
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
+use super::constants::ScalarOps;
 use super::elementwise::broadcast;
 use super::gradient::{summed_to, wide};
 use super::{Backward, OpSpec};
 use crate::ir::TensorType;
 
-/// What is made of two numbers.
+/// An elementwise function of two operands.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BinaryKind {
-    /// The first less the second.
+    /// The first operand minus the second.
     #[default]
     Sub,
-    /// The first divided by the second.
+    /// The first operand divided by the second.
     Div,
-    /// The first to the power of the second. Negative numbers have powers with whole exponents only; numbers that are not positive
-    /// give exponents no gradient.
+    /// The first operand to the power of the second. Negative bases have powers with integer exponents
+    /// only. Exponents of bases that are not positive have no gradient.
     Pow,
-    /// The larger one; of equal numbers the first has the gradient.
+    /// The larger operand; among equal operands the first receives the gradient.
     Max,
-    /// The smaller one; of equal numbers the first has the gradient.
+    /// The smaller operand; among equal operands the first receives the gradient.
     Min,
 }
 
-/// A function of two numbers; an axis of one element stands for as many as the other has. [`Add`](super::Add) and
-/// [`Mul`](super::Mul) are ops of their own.
+/// An elementwise function of two operands, with broadcasting. [`Add`](super::Add) and
+/// [`Mul`](super::Mul) are separate ops.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Binary {
@@ -37,17 +38,17 @@ pub struct Binary {
     pub kind: BinaryKind,
 }
 
-/// `a` to the power of `b`, in tensors of the same shape.
+/// `a` to the power of `b`, for tensors of the same shape.
 fn power(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
     let one = a.ones_like()?;
     let half = (b * 0.5)?;
     let whole = b.floor()?.eq(b)?.to_dtype(b.dtype())?;
     let even = half.floor()?.eq(&half)?.to_dtype(b.dtype())?;
-    // One or minus one, and no number where the exponent is not whole.
+    // 1 or -1; NaN for exponents that are not integers.
     let sign = (even.affine(2.0, -1.0)? + (whole - 1.0)?.sqrt()?)?;
     let magnitude = (a.abs()?.log()? * b)?.exp()?;
-    let signed = (a.lt(0.0)?.where_cond(&sign, &one)? * magnitude)?;
-    b.eq(0.0)?.where_cond(&one, &signed)
+    let signed = (a.lt_scalar(0.0)?.where_cond(&sign, &one)? * magnitude)?;
+    b.eq_scalar(0.0)?.where_cond(&one, &signed)
 }
 
 impl OpSpec for Binary {
@@ -81,9 +82,9 @@ impl OpSpec for Binary {
         let gradient = backward.gradient;
         let spread = |input: usize| wide(&backward.inputs[input].tensor()?.broadcast_as(gradient.shape())?);
         let of = |input: usize, part: &dyn Fn(&Tensor) -> candle_core::Result<Tensor>| {
-            backward.of(input, || summed_to(&part(&wide(gradient)?)?.to_dtype(gradient.dtype())?, backward.inputs[input].dims()))
+            backward.gradient_of(input, || summed_to(&part(&wide(gradient)?)?.to_dtype(gradient.dtype())?, backward.inputs[input].dims()))
         };
-        // One where the first is taken, else zero.
+        // 1 where the first operand is selected, else 0.
         let first = |g: &Tensor| {
             let (a, b) = (spread(0)?, spread(1)?);
             if self.kind == BinaryKind::Max { a.ge(&b) } else { a.le(&b) }?.to_dtype(g.dtype())
@@ -99,7 +100,7 @@ impl OpSpec for Binary {
                 })?;
                 let of_exponent = of(1, &|g| {
                     let (a, b) = (spread(0)?, spread(1)?);
-                    let positive = a.gt(0.0)?;
+                    let positive = a.gt_scalar(0.0)?;
                     let logarithm = positive.where_cond(&a, &a.ones_like()?)?.log()?;
                     let powers = positive.where_cond(&power(&a, &b)?, &a.zeros_like()?)?;
                     (g * powers)? * logarithm

@@ -1,18 +1,18 @@
-//! Tensors one behind the other.
+//! Concatenation of tensors.
 
 use std::ops::Range;
 
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Backward, OpSpec, axis_of, letters, unfit};
+use super::{Backward, OpSpec, axis_of, letters, shape_error};
 use crate::ir::{Dim, TensorType};
 
-/// Tensors that have the same sizes but for one axis, one behind the other on that axis; of floats or of whole numbers.
+/// Concatenates float or integer tensors that have the same sizes except on one axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Concat {
-    /// The axis; negative numbers count from behind.
+    /// The axis; negative numbers count from the last axis.
     pub axis: i64,
 }
 
@@ -33,11 +33,11 @@ impl OpSpec for Concat {
         let mut shape = inputs[0].shape.clone();
         for (index, ty) in inputs.iter().enumerate().skip(1) {
             if ty.element != inputs[0].element || ty.shape.len() != rank {
-                return Err(format!("input {index} is {ty}, the first is {}", inputs[0]));
+                return Err(format!("input {index} is {ty}, but the first input is {}", inputs[0]));
             }
             for (at, (size, other)) in shape.iter_mut().zip(&ty.shape).enumerate() {
                 let both = if at == axis { size.plus(other) } else { size.same(other) };
-                *size = both.ok_or_else(|| format!("axis {at} of input {index} has size {other}, that of the others is {size}"))?;
+                *size = both.ok_or_else(|| format!("axis {at} of input {index} has size {other}, but the other inputs have {size}"))?;
             }
         }
         Ok(TensorType { element: inputs[0].element, shape })
@@ -55,16 +55,16 @@ impl OpSpec for Concat {
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        Tensor::cat(inputs, axis_of(self.axis, inputs[0].rank()).map_err(unfit)?)
+        Tensor::cat(inputs, axis_of(self.axis, inputs[0].rank()).map_err(shape_error)?)
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let axis = axis_of(self.axis, backward.gradient.rank()).map_err(unfit)?;
+        let axis = axis_of(self.axis, backward.gradient.rank()).map_err(shape_error)?;
         let mut start = 0;
         let mut found = Vec::with_capacity(backward.inputs.len());
         for (index, input) in backward.inputs.iter().enumerate() {
             let length = input.dims()[axis];
-            found.push(backward.of(index, || backward.gradient.narrow(axis, start, length)?.contiguous())?);
+            found.push(backward.gradient_of(index, || backward.gradient.narrow(axis, start, length)?.contiguous())?);
             start += length;
         }
         Ok(found)

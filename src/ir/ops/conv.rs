@@ -1,4 +1,4 @@
-//! Convolution of images, and of sequences.
+//! Convolution of images and sequences.
 
 use std::ops::Range;
 
@@ -6,23 +6,24 @@ use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::gradient::wide;
-use super::sides::{Padding, PerAxis};
-use super::windows::{Slide, convolved, from_taps, images, input_gradient, like, over, sides, slid, taps, weight_gradient};
+use super::spatial::{Padding, PerAxis};
+use super::windows::{Slide, convolved, from_taps, images, input_gradient, output_sizes, per_axis, spatial_sizes, taps, weight_gradient, with_rank};
 use super::{Backward, OpSpec, elements, require, require_rank, require_vector};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
-/// Convolution of `[batch, in, height, width]` with `[out, in / groups, kh, kw]`, or of `[batch, in, length]` with
-/// `[out, in / groups, k]`; the bias may be left out. Of numbers for two axes, a sequence takes those for the width.
+/// Convolution of `[batch, in, height, width]` with `[out, in / groups, kh, kw]`, or of `[batch, in,
+/// length]` with `[out, in / groups, k]`; the bias is optional. For sequences, the values for the width
+/// apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Conv {
-    /// Step of the window.
+    /// Stride of the window.
     pub stride: PerAxis,
-    /// Zeros around the image.
+    /// Zero padding.
     pub padding: Padding,
-    /// Distance of the window's taps.
+    /// Dilation of the window.
     pub dilation: PerAxis,
-    /// Channels are split into this many groups; as many as channels is a depthwise convolution.
+    /// Number of groups of channels; a depthwise convolution has as many as channels.
     pub groups: usize,
 }
 
@@ -41,13 +42,13 @@ impl OpSpec for Conv {
         let [x, weight] = [inputs[0], inputs[1]];
         let (channels, out, inner) = channels(x, weight, self.groups)?;
         if inner.checked_mul(self.groups) != Some(channels) || !out.is_multiple_of(self.groups) {
-            return Err(format!("the input has {channels} channels, the weight takes {inner} in {} groups and makes {out}", self.groups));
+            return Err(format!("the input has {channels} channels, but the weight requires {inner} in {} groups and has {out} outputs", self.groups));
         }
         if let Some(bias) = inputs.get(2) {
             require_vector(bias, &weight.shape[0], "the bias")?;
         }
         let mut shape = vec![x.shape[0].clone(), weight.shape[0].clone()];
-        shape.extend(slid(&x.shape[2..], &window(weight)?, [self.stride, self.dilation], self.padding, false)?);
+        shape.extend(output_sizes(&x.shape[2..], &window(weight)?, [self.stride, self.dilation], self.padding, false)?);
         Ok(TensorType { element: Element::Float, shape })
     }
 
@@ -71,7 +72,7 @@ impl OpSpec for Conv {
         } else {
             convolved(&x, &weight, &slide, self.groups)?
         };
-        like(with_bias(y, inputs.get(2))?, inputs[0].rank())
+        with_rank(with_bias(y, inputs.get(2))?, inputs[0].rank())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
@@ -79,23 +80,23 @@ impl OpSpec for Conv {
         let (x, weight) = (&images(backward.inputs[0].tensor()?)?, &images(backward.inputs[1].tensor()?)?);
         let slide = &self.slide(backward.inputs[0].dims(), backward.inputs[1].dims())?;
         let by_channel = self.is_by_channel(weight);
-        let of_input = backward.of(0, || {
+        let of_input = backward.gradient_of(0, || {
             if by_channel {
                 let of_outputs = from_taps(slide, |tap| gradient.broadcast_mul(&self.tap(weight, tap)?))?;
                 let (images, outputs, height, width) = of_outputs.dims4()?;
-                return like(of_outputs.reshape((images, self.groups, outputs / self.groups, height, width))?.sum(2)?, rank);
+                return with_rank(of_outputs.reshape((images, self.groups, outputs / self.groups, height, width))?.sum(2)?, rank);
             }
-            like(input_gradient(gradient, weight, slide, self.groups)?, rank)
+            with_rank(input_gradient(gradient, weight, slide, self.groups)?, rank)
         })?;
-        let of_weight = backward.of(1, || {
+        let of_weight = backward.gradient_of(1, || {
             if by_channel {
                 let met = taps(&self.for_each_output(x, weight)?, slide, 0.0)?;
                 let parts = met.iter().map(|met| wide(&(met * gradient)?)?.sum((0, 2, 3))).collect::<candle_core::Result<Vec<_>>>()?;
                 return Tensor::stack(&parts, D::Minus1)?.reshape(backward.inputs[1].dims())?.to_dtype(weight.dtype());
             }
-            like(weight_gradient(x, gradient, slide, self.groups)?, rank)
+            with_rank(weight_gradient(x, gradient, slide, self.groups)?, rank)
         })?;
-        let of_bias = backward.of(2, || wide(gradient)?.sum((0, 2, 3))?.to_dtype(gradient.dtype()))?;
+        let of_bias = backward.gradient_of(2, || wide(gradient)?.sum((0, 2, 3))?.to_dtype(gradient.dtype()))?;
         Ok([of_input, of_weight, of_bias].into_iter().take(backward.inputs.len()).collect())
     }
 
@@ -110,24 +111,24 @@ impl OpSpec for Conv {
 }
 
 impl Conv {
-    /// How the weight's windows move over images of these sizes.
+    /// The window geometry for images and weights of these shapes.
     pub(super) fn slide(&self, x: &[usize], weight: &[usize]) -> candle_core::Result<Slide> {
-        let (steps, padding) = over(x.len(), [self.stride, self.dilation], self.padding);
-        Slide::new(sides(x), sides(weight), steps, padding, false)
+        let (steps, padding) = per_axis(x.len(), [self.stride, self.dilation], self.padding);
+        Slide::new(spatial_sizes(x), spatial_sizes(weight), steps, padding, false)
     }
 
-    /// Whether each channel has a window of its own.
+    /// Whether each channel has its own filter (depthwise convolution).
     pub(super) fn is_depthwise(&self, weight: &Tensor) -> bool {
         matches!(weight.dims(), [out, 1, ..] if *out == self.groups)
     }
 
-    /// Whether each output sees one channel: then a product for each tap does all channels at once, where groups would be as many
-    /// convolutions.
+    /// Whether each output reads one channel. Such convolutions multiply all channels tap by tap, instead
+    /// of running one convolution per group.
     fn is_by_channel(&self, weight: &Tensor) -> bool {
         self.groups > 1 && matches!(weight.dims(), [_, 1, ..])
     }
 
-    /// Images with the channel that each output sees.
+    /// The input channel of each output channel.
     fn for_each_output(&self, x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
         let (images, channels, height, width) = x.dims4()?;
         let each = weight.dim(0)? / channels.max(1);
@@ -137,13 +138,14 @@ impl Conv {
         x.unsqueeze(2)?.broadcast_as((images, channels, each, height, width))?.reshape((images, channels * each, height, width))
     }
 
-    /// One tap of each output's window, beside images.
+    /// One tap of each output's filter, for broadcasting over images.
     fn tap(&self, weight: &Tensor, tap: usize) -> candle_core::Result<Tensor> {
         weight.flatten_from(2)?.narrow(2, tap, 1)?.reshape((1, weight.dim(0)?, 1, 1))
     }
 }
 
-/// Axes of the inputs and the output; a transposed convolution has its weight's first two the other way round.
+/// Axes of the inputs and the output; a transposed convolution has the first two axes of the weight
+/// swapped.
 pub(super) fn axes(inputs: &[&TensorType], groups: usize, transposed: bool) -> String {
     let places = " _".repeat(inputs[0].shape.len().saturating_sub(2));
     let (read, made, inner) = match groups {
@@ -155,7 +157,7 @@ pub(super) fn axes(inputs: &[&TensorType], groups: usize, transposed: bool) -> S
     format!("b {read}{places}, {outer} {inner}{places}{bias} -> b {made}{places}")
 }
 
-/// Channels of the input, and the first two sizes of the weight.
+/// The number of input channels, and the first two sizes of the weight.
 pub(super) fn channels(x: &TensorType, weight: &TensorType, groups: usize) -> Result<(usize, usize, usize), String> {
     require(x, Element::Float, "the input")?;
     if !matches!(x.shape.len(), 3 | 4) {
@@ -165,16 +167,16 @@ pub(super) fn channels(x: &TensorType, weight: &TensorType, groups: usize) -> Re
     if groups == 0 {
         return Err("groups must be at least 1".into());
     }
-    let fixed = |dim: &Dim, what: &str| dim.fixed().ok_or_else(|| format!("{what} must be known"));
-    Ok((fixed(&x.shape[1], "the number of channels")?, fixed(&weight.shape[0], "the weight")?, fixed(&weight.shape[1], "the weight")?))
+    let fixed = |dim: &Dim, what: &str| dim.fixed().ok_or_else(|| format!("{what} must be fixed"));
+    Ok((fixed(&x.shape[1], "the number of channels")?, fixed(&weight.shape[0], "the size of the weight")?, fixed(&weight.shape[1], "the size of the weight")?))
 }
 
-/// Taps of a weight's window on each axis.
+/// Size of the window on each axis.
 pub(super) fn window(weight: &TensorType) -> Result<Vec<usize>, String> {
-    weight.shape[2..].iter().map(|size| size.fixed().ok_or_else(|| "the weight must be known".to_owned())).collect()
+    weight.shape[2..].iter().map(|size| size.fixed().ok_or_else(|| "the size of the weight must be fixed".to_owned())).collect()
 }
 
-/// Images with a number more in each channel.
+/// Adds a bias to each channel.
 pub(super) fn with_bias(y: Tensor, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
     match bias {
         Some(bias) => y.broadcast_add(&bias.reshape((1, bias.elem_count(), 1, 1))?),
@@ -184,7 +186,7 @@ pub(super) fn with_bias(y: Tensor, bias: Option<&Tensor>) -> candle_core::Result
 
 /// The sum of at least one tensor.
 pub(super) fn sum(parts: impl Iterator<Item = candle_core::Result<Tensor>>) -> candle_core::Result<Tensor> {
-    parts.reduce(|a, b| a? + b?).ok_or_else(|| candle_core::Error::Msg("a window without taps".into()))?
+    parts.reduce(|a, b| a? + b?).ok_or_else(|| candle_core::Error::Msg("the window has no taps".into()))?
 }
 
 #[cfg(test)]

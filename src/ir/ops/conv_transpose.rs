@@ -1,4 +1,4 @@
-//! Transposed convolution of images, and of sequences.
+//! Transposed convolution of images and sequences.
 
 use std::ops::Range;
 
@@ -7,26 +7,26 @@ use serde::{Deserialize, Serialize};
 
 use super::conv::{axes, channels, window, with_bias};
 use super::gradient::wide;
-use super::sides::{Padding, PerAxis};
-use super::windows::{Slide, convolved, images, input_gradient, like, over, sides, weight_gradient};
-use super::{Backward, OpSpec, elements, require_vector, unfit};
+use super::spatial::{Padding, PerAxis};
+use super::windows::{Slide, convolved, images, input_gradient, per_axis, spatial_sizes, weight_gradient, with_rank};
+use super::{Backward, OpSpec, elements, require_vector, shape_error};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
-/// What the gradient of a convolution does with images: `[batch, in, height, width]` and `[in, out / groups, kh, kw]`, or
-/// `[batch, in, length]` and `[in, out / groups, k]`; the bias may be left out. Of numbers for two axes, a sequence takes those for the
-/// width.
+/// Transposed convolution of `[batch, in, height, width]` with `[in, out / groups, kh, kw]`, or of
+/// `[batch, in, length]` with `[in, out / groups, k]`; the bias is optional. For sequences, the values
+/// for the width apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ConvTranspose {
-    /// Distance of neighbouring windows in the output.
+    /// Distance of neighboring windows in the output.
     pub stride: PerAxis,
-    /// Places of the output that are cut off.
+    /// Padding that is cropped from the output.
     pub padding: Padding,
-    /// Distance of the window's taps.
+    /// Dilation of the window.
     pub dilation: PerAxis,
-    /// Channels are split into this many groups.
+    /// Number of groups of channels.
     pub groups: usize,
-    /// Rows below and columns right of what windows reach.
+    /// Additional rows at the bottom and columns at the right of the output.
     #[serde(skip_serializing_if = "none")]
     pub output_padding: PerAxis,
 }
@@ -42,7 +42,7 @@ impl Default for ConvTranspose {
 }
 
 impl ConvTranspose {
-    /// What windows of so many taps make of axes of these sizes.
+    /// Output sizes for axes of these sizes and a window with this many taps.
     fn sizes(&self, from: &[Dim], taps: &[usize]) -> Result<Vec<Dim>, String> {
         if self.stride.0.contains(&0) || self.dilation.0.contains(&0) || taps.contains(&0) {
             return Err("stride, dilation and sides of the window must be at least 1".into());
@@ -55,16 +55,16 @@ impl ConvTranspose {
             size.times(&Dim::Fixed(self.stride.0[axis]))?.moved(more).filter(|size| *size != Dim::Fixed(0))
         };
         let made: Option<Vec<Dim>> = from.iter().zip(taps).enumerate().map(made).collect();
-        made.ok_or_else(|| "the padding cuts off all that there is, or what is left is larger than any memory".into())
+        made.ok_or_else(|| "the output is empty after removing the padding, or its size overflows".into())
     }
 
-    /// The convolution whose gradient it is: how its windows move over the output.
+    /// The convolution whose input gradient this op computes: its window moves over the output.
     fn slide(&self, x: &[usize], weight: &[usize]) -> candle_core::Result<Slide> {
         let (places, taps) = (x.iter().skip(2).map(|size| Dim::Fixed(*size)).collect::<Vec<_>>(), weight.iter().skip(2).copied().collect::<Vec<_>>());
-        let made: Vec<usize> = self.sizes(&places, &taps).map_err(unfit)?.iter().filter_map(Dim::fixed).collect();
-        let ([stride, dilation], padding) = over(x.len(), [self.stride, self.dilation], self.padding);
-        let size = sides(&[&x[..2], &made].concat());
-        Ok(Slide { size, kernel: sides(weight), stride: stride.0, dilation: dilation.0, before: padding.before(), positions: sides(x) })
+        let made: Vec<usize> = self.sizes(&places, &taps).map_err(shape_error)?.iter().filter_map(Dim::fixed).collect();
+        let ([stride, dilation], padding) = per_axis(x.len(), [self.stride, self.dilation], self.padding);
+        let size = spatial_sizes(&[&x[..2], &made].concat());
+        Ok(Slide { size, kernel: spatial_sizes(weight), stride: stride.0, dilation: dilation.0, before: padding.before(), positions: spatial_sizes(x) })
     }
 }
 
@@ -77,7 +77,7 @@ impl OpSpec for ConvTranspose {
         let [x, weight] = [inputs[0], inputs[1]];
         let (channels, inner, out) = channels(x, weight, self.groups)?;
         if inner != channels || !inner.is_multiple_of(self.groups) {
-            return Err(format!("the input has {channels} channels, the weight takes {inner} in {} groups", self.groups));
+            return Err(format!("the input has {channels} channels, but the weight requires {inner} in {} groups", self.groups));
         }
         let out = Dim::product(out, self.groups)?;
         if let Some(bias) = inputs.get(2) {
@@ -101,16 +101,16 @@ impl OpSpec for ConvTranspose {
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let slide = self.slide(inputs[0].dims(), inputs[1].dims())?;
         let y = input_gradient(&images(&inputs[0])?, &images(&inputs[1])?, &slide, self.groups)?;
-        like(with_bias(y, inputs.get(2))?, inputs[0].rank())
+        with_rank(with_bias(y, inputs.get(2))?, inputs[0].rank())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let (rank, gradient) = (backward.gradient.rank(), &images(backward.gradient)?);
         let (x, weight) = (&images(backward.inputs[0].tensor()?)?, &images(backward.inputs[1].tensor()?)?);
         let slide = &self.slide(backward.inputs[0].dims(), backward.inputs[1].dims())?;
-        let of_input = backward.of(0, || like(convolved(gradient, weight, slide, self.groups)?, rank))?;
-        let of_weight = backward.of(1, || like(weight_gradient(gradient, x, slide, self.groups)?, rank))?;
-        let of_bias = backward.of(2, || wide(gradient)?.sum((0, 2, 3))?.to_dtype(gradient.dtype()))?;
+        let of_input = backward.gradient_of(0, || with_rank(convolved(gradient, weight, slide, self.groups)?, rank))?;
+        let of_weight = backward.gradient_of(1, || with_rank(weight_gradient(gradient, x, slide, self.groups)?, rank))?;
+        let of_bias = backward.gradient_of(2, || wide(gradient)?.sum((0, 2, 3))?.to_dtype(gradient.dtype()))?;
         Ok([of_input, of_weight, of_bias].into_iter().take(backward.inputs.len()).collect())
     }
 

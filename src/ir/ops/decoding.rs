@@ -1,25 +1,26 @@
-//! What ops keep of tokens where a sequence goes on, so that earlier tokens are not computed again.
+//! State of ops in incremental decoding, so that earlier tokens are not computed again.
 
 use std::fmt;
 
 use candle_core::{Result, Tensor};
 
-/// How an op is computed from its inputs.
+/// A function that computes an op from its inputs.
 pub type Forward<'f> = dyn Fn(&[Tensor]) -> Result<Tensor> + 'f;
 
-/// An op whose result for a token depends on where the token stands, or on tokens before it.
-pub trait Sequential: fmt::Debug {
-    /// The axis of an input that tokens lie along; none of an input that has no row for each token.
-    fn axis(&self, input: usize) -> Option<usize>;
+/// An op whose result for a token depends on its position or on other tokens.
+pub trait Incremental: fmt::Debug {
+    /// The axis of an input along which tokens are arranged; `None` if the input has no row for each
+    /// token.
+    fn token_axis(&self, input: usize) -> Option<usize>;
 
-    /// Whether it computes each token by itself where tokens lie along these inputs alone, as attention does to what does not grow: then it
-    /// needs to keep nothing.
-    fn is_by_token(&self, _along: &dyn Fn(usize) -> bool) -> bool {
+    /// Whether it computes each token independently if only the inputs selected by `along` have a token
+    /// axis, as cross-attention does over a fixed encoder output. Such an op needs no state.
+    fn is_tokenwise(&self, _along: &dyn Fn(usize) -> bool) -> bool {
         false
     }
 
-    /// Whether its result has a row for each new token, and a column for each of all tokens.
-    fn makes_pairs(&self) -> bool {
+    /// Whether its result has a row for each new token and a column for each token so far.
+    fn returns_pairs(&self) -> bool {
         false
     }
 
@@ -28,49 +29,51 @@ pub trait Sequential: fmt::Debug {
         false
     }
 
-    /// Why its result for a token depends on later ones, if it does.
+    /// The reason why its result for a token depends on later tokens, if it does.
     fn looks_ahead(&self) -> Option<&'static str> {
         None
     }
 
-    /// Whether results for the first `before` tokens are the same in a sequence of `after` tokens; of inputs whose last axis is so wide.
+    /// Whether the results for the first `before` tokens are the same in a sequence of `after` tokens,
+    /// for inputs whose last axis has size `width`.
     fn is_stable(&self, _width: usize, _before: usize, _after: usize) -> bool {
         true
     }
 
-    /// The output for tokens behind those that `past` knows, which it then knows too; `forward` computes the op as it is prepared.
+    /// Computes the output for new tokens, and adds them to `past`. `forward` computes the op with its
+    /// kernel.
     ///
     /// # Errors
     /// The device runs out of memory.
-    fn follow(&self, inputs: &[Tensor], past: &mut Past, forward: &Forward) -> Result<Tensor>;
+    fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState, forward: &Forward) -> Result<Tensor>;
 }
 
-/// What one op keeps of the tokens that it has seen.
+/// State of one op in incremental decoding.
 #[derive(Debug, Default)]
-pub struct Past {
+pub struct DecodingState {
     tokens: usize,
     rows: Vec<Rows>,
-    /// How many tokens of each row of a batch are no padding, `[batch, 1]`.
+    /// The number of tokens in each row of a batch that are not padding, `[batch, 1]`.
     pub(super) counts: Option<Tensor>,
 }
 
-impl Past {
-    /// How many tokens it has seen.
+impl DecodingState {
+    /// Number of tokens processed so far.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 
-    /// Counts tokens that the op has followed with.
+    /// Adds to the number of processed tokens.
     pub fn add(&mut self, tokens: usize) {
         self.tokens += tokens;
     }
 
-    /// Bytes that it takes.
+    /// Memory in bytes.
     pub fn bytes(&self) -> usize {
         self.rows.iter().filter_map(|rows| rows.buffer.as_ref()).map(|buffer| buffer.elem_count() * buffer.dtype().size_in_bytes()).sum()
     }
 
-    /// The rows of this number.
+    /// The cached rows with this index.
     pub(super) fn rows(&mut self, number: usize) -> &mut Rows {
         if self.rows.len() <= number {
             self.rows.resize_with(number + 1, Rows::default);
@@ -79,20 +82,20 @@ impl Past {
     }
 }
 
-/// Rows along an axis that come at its end and are forgotten at its beginning.
+/// Rows that are appended at the end of an axis and evicted at its start.
 #[derive(Debug, Default)]
 pub(super) struct Rows {
-    /// Longer than what is kept, so that most rows are put behind the others where they are.
+    /// Longer than the number of cached rows, so that most rows are appended in place.
     buffer: Option<Tensor>,
     start: usize,
     end: usize,
 }
 
-/// Rows that there is room for at least.
-const LEAST: usize = 64;
+/// Minimum capacity in rows.
+const MIN_CAPACITY: usize = 64;
 
 impl Rows {
-    /// Puts rows at the end, behind at most so many of those before, and gives them all.
+    /// Appends rows after at most `before` earlier ones, evicts the others, and returns all that remain.
     pub fn push(&mut self, new: &Tensor, axis: usize, before: usize) -> Result<Tensor> {
         let count = new.dim(axis)?;
         self.start = self.start.max(self.end.saturating_sub(before));
@@ -101,7 +104,7 @@ impl Rows {
             Some(buffer) if self.end + count <= buffer.dim(axis)? => buffer.clone(),
             old => {
                 let mut dims = new.dims().to_vec();
-                dims[axis] = (2 * (kept + count)).max(LEAST);
+                dims[axis] = (2 * (kept + count)).max(MIN_CAPACITY);
                 let longer = Tensor::zeros(dims, new.dtype(), new.device())?;
                 if let Some(old) = old.as_ref().filter(|_| kept > 0) {
                     longer.slice_set(&old.narrow(axis, self.start, kept)?.contiguous()?, axis, 0)?;
@@ -124,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_come_and_go() {
+    fn rows_are_appended_and_evicted() {
         let rows = |numbers: std::ops::Range<i64>| {
             let count = numbers.clone().count();
             Tensor::from_vec(numbers.clone().chain(numbers.map(|n| -n)).collect(), (2, count), &Device::Cpu).unwrap()
@@ -138,7 +141,7 @@ mod tests {
                 assert_eq!(all.to_vec2::<i64>().unwrap(), rows(first..seen).to_vec2::<i64>().unwrap());
             }
             let room = kept.buffer.unwrap().dim(1).unwrap();
-            assert!(before > 100 || room <= 2 * (before + 9).max(LEAST), "{room} rows of {before}");
+            assert!(before > 100 || room <= 2 * (before + 9).max(MIN_CAPACITY), "{room} rows of {before}");
         }
     }
 }

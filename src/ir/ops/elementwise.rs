@@ -1,4 +1,4 @@
-//! Two tensors, element by element.
+//! Elementwise sum and product of two tensors.
 
 use std::ops::Range;
 
@@ -34,7 +34,7 @@ macro_rules! elementwise {
             }
 
             fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-                let of = |input: usize| backward.of(input, || summed_to(&$back(backward, 1 - input)?, backward.inputs[input].dims()));
+                let of = |input: usize| backward.gradient_of(input, || summed_to(&$back(backward, 1 - input)?, backward.inputs[input].dims()));
                 Ok(vec![of(0)?, of(1)?])
             }
 
@@ -46,11 +46,11 @@ macro_rules! elementwise {
 }
 
 elementwise!(
-    /// Sum; an axis of one element stands for as many as the other has.
+    /// Elementwise sum with broadcasting.
     Add, broadcast_add, false, through_sum
 );
 elementwise!(
-    /// Product, like [`Add`].
+    /// Elementwise product with broadcasting.
     Mul, broadcast_mul, true, through_product
 );
 
@@ -68,13 +68,13 @@ pub(super) fn broadcast(a: &TensorType, b: &TensorType) -> Result<TensorType, St
     Ok(TensorType { element: Element::Float, shape: broadcast_sizes(&a.shape, &b.shape)? })
 }
 
-/// The sizes of two tensors that are worked on element by element, the last axes beside each other.
+/// The broadcast shape of two shapes, aligned at their last axes.
 pub(super) fn broadcast_sizes(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, String> {
     let rank = a.len().max(b.len());
     let axis = |sizes: &[Dim], i: usize| (i + sizes.len()).checked_sub(rank).map_or(Dim::Fixed(1), |at| sizes[at].clone());
     let both = |i: usize| {
         let (x, y) = (axis(a, i), axis(b, i));
-        x.broadcast(&y).ok_or_else(|| format!("sizes {x} and {y} do not fit"))
+        x.broadcast(&y).ok_or_else(|| format!("sizes {x} and {y} cannot be broadcast"))
     };
     (0..rank).map(both).collect()
 }

@@ -1,4 +1,4 @@
-//! Rows of a table.
+//! Embedding lookup.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use super::kernels::sum_rows_by_index;
 use super::{Backward, OpSpec, require, require_floats};
 use crate::ir::{Element, TensorType};
 
-/// The rows of `table: [rows, width]` that whole numbers name.
+/// Rows of `table: [rows, width]` selected by integer indices.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Embedding {}
@@ -41,7 +41,7 @@ impl OpSpec for Embedding {
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let table = backward.inputs[1].dims();
-        let of_table = backward.of(1, || {
+        let of_table = backward.gradient_of(1, || {
             let indices = backward.inputs[0].tensor()?.flatten_all()?;
             let rows = wide(&backward.gradient.reshape((indices.elem_count(), table[1]))?)?;
             sum_rows_by_index(&rows, &indices, table[0])?.to_dtype(backward.gradient.dtype())
@@ -53,7 +53,7 @@ impl OpSpec for Embedding {
         input == 0
     }
 
-    fn reads_stored(&self, input: usize) -> bool {
+    fn accepts_half(&self, input: usize) -> bool {
         input == 1
     }
 }

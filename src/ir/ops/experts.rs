@@ -1,45 +1,45 @@
-//! Mixtures of experts: which experts see a token, what they read, and the sum of what they say (Shazeer et al., *Outrageously Large
-//! Neural Networks*, 2017).
+//! Mixture of experts: routing of tokens, dispatch to experts, and the weighted sum of expert outputs
+//! (Shazeer et al., *Outrageously Large Neural Networks*, 2017).
 //!
-//! What an expert reads is as long as the sequence: the rows of tokens that it does not see are zeros. Linear layers without a bias make
-//! zeros of them, and kernels leave them out.
+//! The input of an expert is as long as the sequence, with zero rows for tokens that are not routed to
+//! it. Linear layers without a bias map them to zeros, and kernels skip them.
 
 use std::ops::Range;
 
 use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::constants::constant;
+use super::constants::{ScalarOps, constant};
 use super::gradient::wide;
 use super::softmax::{back, softmax};
 use super::{Backward, OpSpec, last, require};
 use crate::ir::{Element, TensorType};
 
-/// Weights of experts for each token, of scores `[…, experts]`: their softmax, and zero for all but the largest. Of equal ones, the first
-/// are taken.
+/// Routing weights `[…, experts]` from router logits of the same shape: their softmax with all but the
+/// top experts set to zero. Ties are resolved in favor of the first expert.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Route {
-    /// How many experts see a token.
+    /// Number of experts per token.
     pub top: usize,
-    /// Whether their weights are divided by their sum.
+    /// Whether the routing weights are normalized to a sum of 1.
     pub normalised: bool,
-    /// What weights are multiplied by in the end.
+    /// Factor on the routing weights.
     #[serde(skip_serializing_if = "is_one")]
     pub scale: f64,
-    /// Groups of experts, of which a token sees few.
+    /// Group-limited routing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub groups: Option<ExpertGroups>,
 }
 
-/// Experts stand in groups of neighbours, all of one size. A token sees experts of those groups alone whose best ones have the largest scores
-/// (DeepSeek-AI, *DeepSeek-V2*, 2024).
+/// Group-limited routing: consecutive experts form groups of equal size, and tokens are routed only to
+/// experts of the groups with the highest maximum score (DeepSeek-AI, *DeepSeek-V2*, 2024).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ExpertGroups {
-    /// How many groups there are.
+    /// Number of groups.
     pub count: usize,
-    /// How many of them a token sees.
+    /// Number of groups that a token can be routed to.
     pub top: usize,
 }
 
@@ -47,18 +47,18 @@ fn is_one(scale: &f64) -> bool {
     *scale == 1.0
 }
 
-/// One for the `top` largest of the last axis, else zero.
+/// 1 for the `top` largest elements of the last axis, else 0.
 fn largest(values: &Tensor, top: usize) -> candle_core::Result<Tensor> {
     let count = values.dim(D::Minus1)?;
     let numbers = constant(format!("numbers of {count}"), values.device(), |device| Tensor::arange(0u32, u32::try_from(count).unwrap_or(0), device))?;
-    let (mut left, mut taken) = (values.clone(), values.zeros_like()?);
+    let (mut left, mut selected) = (values.clone(), values.zeros_like()?);
     for _ in 0..top.min(count) {
         let best = left.argmax_keepdim(D::Minus1)?.broadcast_eq(&numbers)?.to_dtype(left.dtype())?;
-        taken = (taken + &best)?;
-        // Below all probabilities.
+        selected = (selected + &best)?;
+        // Moves it below all probabilities.
         left = (left - (best * 2.0)?)?;
     }
-    Ok(taken)
+    Ok(selected)
 }
 
 impl Default for Route {
@@ -68,15 +68,15 @@ impl Default for Route {
 }
 
 impl Route {
-    /// One for experts that are taken, else zero; of probabilities.
-    fn taken(&self, probabilities: &Tensor) -> candle_core::Result<Tensor> {
+    /// 1 for selected experts, else 0, from router probabilities.
+    fn selected(&self, probabilities: &Tensor) -> candle_core::Result<Tensor> {
         let Some(groups) = self.groups else { return largest(probabilities, self.top) };
         let (all, mut dims) = (probabilities.dims(), probabilities.dims().to_vec());
         let experts = dims.pop().unwrap_or(0);
         dims.extend([groups.count, experts / groups.count]);
         let seen = largest(&probabilities.reshape(&dims[..])?.max(D::Minus1)?, groups.top)?;
         let seen = seen.unsqueeze(D::Minus1)?.broadcast_as(&dims[..])?.reshape(all)?;
-        // Experts of other groups have a weight of zero, even where one of them fills a place.
+        // Experts of other groups keep a weight of zero, even if one of them is among the top.
         largest(&(probabilities * &seen)?, self.top)? * seen
     }
 }
@@ -91,12 +91,12 @@ impl OpSpec for Route {
         match last(inputs[0])?.fixed() {
             Some(experts) if (1..=experts).contains(&self.top) => match self.groups {
                 Some(ExpertGroups { count, top }) if count == 0 || !experts.is_multiple_of(count) || !(1..=count).contains(&top) => {
-                    Err(format!("{experts} experts cannot stand in {count} groups, of which a token sees {top}"))
+                    Err(format!("{experts} experts cannot be divided into {count} groups with {top} groups per token"))
                 }
                 _ => Ok(inputs[0].clone()),
             },
-            Some(experts) => Err(format!("{} experts of {experts} cannot see a token", self.top)),
-            None => Err("the number of experts must be known".into()),
+            Some(experts) => Err(format!("{} of {experts} experts cannot be selected per token", self.top)),
+            None => Err("the number of experts must be fixed".into()),
         }
     }
 
@@ -106,22 +106,22 @@ impl OpSpec for Route {
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let probabilities = softmax(&wide(&inputs[0])?)?;
-        let kept = (&probabilities * self.taken(&probabilities)?)?;
-        let kept = if self.normalised { kept.broadcast_div(&kept.sum_keepdim(D::Minus1)?)? } else { kept };
-        let kept = if self.scale == 1.0 { kept } else { (kept * self.scale)? };
-        kept.to_dtype(inputs[0].dtype())
+        let weights = (&probabilities * self.selected(&probabilities)?)?;
+        let weights = if self.normalised { weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)? } else { weights };
+        let weights = if self.scale == 1.0 { weights } else { (weights * self.scale)? };
+        weights.to_dtype(inputs[0].dtype())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let of_scores = backward.of(0, || {
+        let of_scores = backward.gradient_of(0, || {
             let probabilities = softmax(&wide(backward.inputs[0].tensor()?)?)?;
-            let (taken, gradient) = (self.taken(&probabilities)?, (wide(backward.gradient)? * self.scale)?);
+            let (selected, gradient) = (self.selected(&probabilities)?, (wide(backward.gradient)? * self.scale)?);
             let of_scores = if self.normalised {
-                // A softmax of those that are taken.
-                let kept = (probabilities * taken)?;
-                back(&kept.broadcast_div(&kept.sum_keepdim(D::Minus1)?)?, &gradient)?
+                // The normalized weights are a softmax over the selected experts.
+                let weights = (probabilities * selected)?;
+                back(&weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?, &gradient)?
             } else {
-                back(&probabilities, &(gradient * taken)?)?
+                back(&probabilities, &(gradient * selected)?)?
             };
             of_scores.to_dtype(backward.gradient.dtype())
         })?;
@@ -129,17 +129,18 @@ impl OpSpec for Route {
     }
 }
 
-/// What an expert reads of values `[…, width]`, by the weights `[…, experts]` of all: zeros for tokens that it does not see.
+/// The input of one expert: values `[…, width]`, with zero rows for tokens with a routing weight of zero
+/// in `[…, experts]`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Dispatch {
-    /// The number of the expert.
+    /// Index of the expert.
     pub expert: usize,
 }
 
 impl Dispatch {
     fn masked(&self, x: &Tensor, weights: &Tensor) -> candle_core::Result<Tensor> {
-        let sees = weights.narrow(D::Minus1, self.expert, 1)?.ne(0.0)?;
+        let sees = weights.narrow(D::Minus1, self.expert, 1)?.ne_scalar(0.0)?;
         sees.broadcast_as(x.shape())?.contiguous()?.where_cond(&x.contiguous()?, &x.zeros_like()?)
     }
 }
@@ -148,11 +149,11 @@ fn require_weights(values: &TensorType, weights: &TensorType) -> Result<usize, S
     require(values, Element::Float, "the values")?;
     require(weights, Element::Float, "the weights")?;
     let (Some((_, tokens)), Some((experts, leading))) = (values.shape.split_last(), weights.shape.split_last()) else {
-        return Err("values and weights need axes".into());
+        return Err("values and routing weights need at least one axis".into());
     };
     match experts.fixed() {
         Some(experts) if tokens == leading => Ok(experts),
-        _ => Err(format!("the weights {weights} are not those of experts for each of {values}")),
+        _ => Err(format!("routing weights {weights} do not match values {values}")),
     }
 }
 
@@ -164,7 +165,7 @@ impl OpSpec for Dispatch {
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         let experts = require_weights(inputs[0], inputs[1])?;
         if self.expert >= experts {
-            return Err(format!("there is no expert {} among {experts}", self.expert));
+            return Err(format!("expert {} is out of range for {experts} experts", self.expert));
         }
         Ok(inputs[0].clone())
     }
@@ -179,8 +180,8 @@ impl OpSpec for Dispatch {
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let weights = backward.inputs[1].tensor()?;
-        let of_values = backward.of(0, || self.masked(backward.gradient, weights))?;
-        Ok(vec![of_values, backward.of(1, || weights.zeros_like())?])
+        let of_values = backward.gradient_of(0, || self.masked(backward.gradient, weights))?;
+        Ok(vec![of_values, backward.gradient_of(1, || weights.zeros_like())?])
     }
 
     fn reads_input(&self, input: usize) -> bool {
@@ -188,7 +189,8 @@ impl OpSpec for Dispatch {
     }
 }
 
-/// The sum of what experts say, `[…, width]` each, by their weights `[…, experts]`, which come first.
+/// The sum of expert outputs `[…, width]`, weighted by the routing weights `[…, experts]`, which are the
+/// first input.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Combine {}
@@ -201,10 +203,10 @@ impl OpSpec for Combine {
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         let experts = require_weights(inputs[1], inputs[0])?;
         if experts + 1 != inputs.len() {
-            return Err(format!("there are weights of {experts} experts, and values of {}", inputs.len() - 1));
+            return Err(format!("got routing weights of {experts} experts, but outputs of {}", inputs.len() - 1));
         }
         match inputs[1..].iter().position(|ty| *ty != inputs[1]) {
-            Some(other) => Err(format!("expert {other} gives {}, the first {}", inputs[other + 1], inputs[1])),
+            Some(other) => Err(format!("the output of expert {other} is {}, but that of the first expert is {}", inputs[other + 1], inputs[1])),
             None => Ok(inputs[1].clone()),
         }
     }
@@ -227,12 +229,12 @@ impl OpSpec for Combine {
         let mut parts = Vec::with_capacity(backward.inputs.len());
         let mut found = vec![None; backward.inputs.len()];
         for (expert, values) in backward.inputs[1..].iter().enumerate() {
-            if backward.wants(0) {
+            if backward.needs_gradient(0) {
                 parts.push((wide(values.tensor()?)? * wide(gradient)?)?.sum_keepdim(D::Minus1)?);
             }
-            found[expert + 1] = backward.of(expert + 1, || gradient.broadcast_mul(&weights.narrow(D::Minus1, expert, 1)?))?;
+            found[expert + 1] = backward.gradient_of(expert + 1, || gradient.broadcast_mul(&weights.narrow(D::Minus1, expert, 1)?))?;
         }
-        found[0] = backward.of(0, || Tensor::cat(&parts, D::Minus1)?.to_dtype(weights.dtype()))?;
+        found[0] = backward.gradient_of(0, || Tensor::cat(&parts, D::Minus1)?.to_dtype(weights.dtype()))?;
         Ok(found)
     }
 }

@@ -1,4 +1,4 @@
-//! Images to vectors.
+//! Flattening of images to vectors.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use super::{Backward, OpSpec, require_floats};
 use crate::ir::{Dim, Element, TensorType};
 
 /// `[batch, channels, height, width]` to `[batch, channels · height · width]`; with `channels_last`, to
-/// `[batch, height · width · channels]`, the order of frameworks that keep channels last.
+/// `[batch, height · width · channels]`, the order of channels-last frameworks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Flatten {
@@ -25,8 +25,8 @@ impl OpSpec for Flatten {
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require_floats(inputs[0], 4, "the input")?;
         let sizes: Option<Vec<usize>> = inputs[0].shape[1..].iter().map(Dim::fixed).collect();
-        let sizes = sizes.ok_or("the size of the image must be known")?;
-        let width = sizes.iter().try_fold(1usize, |width, size| width.checked_mul(*size)).ok_or("the image is larger than any memory")?;
+        let sizes = sizes.ok_or("the size of the image must be fixed")?;
+        let width = sizes.iter().try_fold(1usize, |width, size| width.checked_mul(*size)).ok_or("the size of the image overflows")?;
         Ok(TensorType { element: Element::Float, shape: vec![inputs[0].shape[0].clone(), Dim::Fixed(width)] })
     }
 
@@ -40,7 +40,7 @@ impl OpSpec for Flatten {
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let dims = backward.inputs[0].dims();
-        let of_input = backward.of(0, || {
+        let of_input = backward.gradient_of(0, || {
             if self.channels_last {
                 backward.gradient.reshape((dims[0], dims[2], dims[3], dims[1]))?.permute((0, 3, 1, 2))
             } else {

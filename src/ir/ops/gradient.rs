@@ -1,8 +1,8 @@
-//! Gradients, op by op: what the walk backwards over a graph asks of each node.
+//! Inputs of the backward pass of one node.
 
 use candle_core::{DType, Result, Tensor};
 
-/// An input, or the output, of a node as it is remembered for its gradient.
+/// An input or the output of a node, saved in the forward pass for its gradient.
 #[derive(Debug, Clone)]
 pub struct Saved {
     dims: Vec<usize>,
@@ -10,12 +10,12 @@ pub struct Saved {
 }
 
 impl Saved {
-    /// A value with its elements.
-    pub fn whole(tensor: Tensor) -> Saved {
+    /// Saves the value with its elements.
+    pub fn full(tensor: Tensor) -> Saved {
         Saved { dims: tensor.dims().to_vec(), tensor: Some(tensor) }
     }
 
-    /// A value of which only the shape is remembered.
+    /// Saves only the shape.
     pub fn shape(dims: &[usize]) -> Saved {
         Saved { dims: dims.to_vec(), tensor: None }
     }
@@ -28,41 +28,41 @@ impl Saved {
     /// The elements.
     ///
     /// # Errors
-    /// They were not kept: the op did not say that it reads them.
+    /// The elements were not saved, because the op did not declare that it reads them.
     pub fn tensor(&self) -> Result<&Tensor> {
         match &self.tensor {
             Some(tensor) => Ok(tensor),
-            None => candle_core::bail!("a value that the gradient needs was not kept"),
+            None => candle_core::bail!("a value that the gradient needs was not saved"),
         }
     }
 }
 
-/// What is known when gradients go back through a node.
+/// Saved values and output gradient of one node.
 #[derive(Debug)]
 pub struct Backward<'a> {
-    /// The inputs.
+    /// The saved inputs.
     pub inputs: &'a [Saved],
-    /// The output.
+    /// The saved output.
     pub output: &'a Saved,
-    /// Gradient with respect to the output, of its shape.
+    /// Gradient with respect to the output, of the same shape.
     pub gradient: &'a Tensor,
-    /// For which inputs a gradient is wanted.
-    pub wanted: &'a [bool],
+    /// Whether each input needs a gradient.
+    pub needs_gradient: &'a [bool],
 }
 
 impl Backward<'_> {
-    /// The gradient of one input, if it is wanted.
-    pub(super) fn of(&self, input: usize, gradient: impl FnOnce() -> Result<Tensor>) -> Result<Option<Tensor>> {
-        if self.wants(input) { gradient().map(Some) } else { Ok(None) }
+    /// The gradient of one input, if it is needed.
+    pub(super) fn gradient_of(&self, input: usize, gradient: impl FnOnce() -> Result<Tensor>) -> Result<Option<Tensor>> {
+        if self.needs_gradient(input) { gradient().map(Some) } else { Ok(None) }
     }
 
-    /// Whether the gradient of this input is wanted.
-    pub(super) fn wants(&self, input: usize) -> bool {
-        self.wanted.get(input).is_some_and(|wanted| *wanted)
+    /// Whether the gradient of this input is needed.
+    pub(super) fn needs_gradient(&self, input: usize) -> bool {
+        self.needs_gradient.get(input).is_some_and(|needed| *needed)
     }
 }
 
-/// The tensor in 32 bits if it has 16: sums, exponents and roots need them.
+/// The tensor in 32 bits if it has 16, for accumulation, exponentials and roots.
 pub(super) fn wide(tensor: &Tensor) -> Result<Tensor> {
     if is_half(tensor) { tensor.to_dtype(DType::F32) } else { Ok(tensor.clone()) }
 }
@@ -72,7 +72,7 @@ pub(super) fn is_half(tensor: &Tensor) -> bool {
     matches!(tensor.dtype(), DType::BF16 | DType::F16)
 }
 
-/// The gradient of a tensor of these sizes that was spread over the gradient's axes.
+/// Reduces the gradient of a broadcast result to the shape of the operand.
 pub(super) fn summed_to(gradient: &Tensor, dims: &[usize]) -> Result<Tensor> {
     if gradient.dims() == dims {
         return Ok(gradient.clone());

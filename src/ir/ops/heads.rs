@@ -1,4 +1,4 @@
-//! Heads out of a width, and back.
+//! Splitting a hidden state into attention heads, and merging them.
 
 use std::ops::Range;
 
@@ -34,7 +34,7 @@ impl OpSpec for SplitHeads {
             Some(width) if self.head_dim > 0 && width.is_multiple_of(self.head_dim) => {
                 Ok(TensorType { element: Element::Float, shape: vec![batch, Dim::Fixed(width / self.head_dim), sequence, Dim::Fixed(self.head_dim)] })
             }
-            _ => Err(format!("width {width} is no multiple of head_dim {}", self.head_dim)),
+            _ => Err(format!("width {width} is not a multiple of head_dim {}", self.head_dim)),
         }
     }
 
@@ -48,7 +48,7 @@ impl OpSpec for SplitHeads {
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        Ok(vec![backward.of(0, || MergeHeads {}.eval(std::slice::from_ref(backward.gradient)))?])
+        Ok(vec![backward.gradient_of(0, || MergeHeads {}.eval(std::slice::from_ref(backward.gradient)))?])
     }
 
     fn reads_input(&self, _input: usize) -> bool {
@@ -69,7 +69,7 @@ impl OpSpec for MergeHeads {
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require_floats(inputs[0], 4, "the input")?;
         let shape = &inputs[0].shape;
-        let (Some(heads), Some(width)) = (shape[1].fixed(), shape[3].fixed()) else { return Err("heads and their width must be known".into()) };
+        let (Some(heads), Some(width)) = (shape[1].fixed(), shape[3].fixed()) else { return Err("the number of heads and their width must be fixed".into()) };
         Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), shape[2].clone(), Dim::product(heads, width)?] })
     }
 
@@ -84,7 +84,7 @@ impl OpSpec for MergeHeads {
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let head_dim = backward.inputs[0].dims()[3];
-        Ok(vec![backward.of(0, || SplitHeads { head_dim }.eval(std::slice::from_ref(backward.gradient)))?])
+        Ok(vec![backward.gradient_of(0, || SplitHeads { head_dim }.eval(std::slice::from_ref(backward.gradient)))?])
     }
 
     fn reads_input(&self, _input: usize) -> bool {

@@ -1,4 +1,4 @@
-//! Layer normalisation.
+//! Layer normalization.
 
 use std::ops::Range;
 
@@ -9,7 +9,8 @@ use super::gradient::{summed_to, wide};
 use super::{Backward, OpSpec, last, require, require_vector};
 use crate::ir::{Element, TensorType};
 
-/// `(x - mean) / sqrt(variance + epsilon) * weight + bias` over the last axis (Ba et al., 2016); the bias may be left out.
+/// `(x - mean) / sqrt(variance + epsilon) * weight + bias` over the last axis (Ba et al., 2016); the bias
+/// is optional.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LayerNorm {
@@ -61,14 +62,14 @@ impl OpSpec for LayerNorm {
         let centred = wide_x.broadcast_sub(&wide_x.mean_keepdim(D::Minus1)?)?;
         let scale = (centred.sqr()?.mean_keepdim(D::Minus1)? + self.epsilon)?.sqrt()?.recip()?;
         let normal = centred.broadcast_mul(&scale)?;
-        let of_input = backward.of(0, || {
+        let of_input = backward.gradient_of(0, || {
             let weighted = gradient.broadcast_mul(&wide(weight)?)?;
             let along = (&weighted * &normal)?.mean_keepdim(D::Minus1)?;
             let rest = weighted.broadcast_sub(&weighted.mean_keepdim(D::Minus1)?)? - normal.broadcast_mul(&along)?;
             rest?.broadcast_mul(&scale)?.to_dtype(x.dtype())
         })?;
         let summed = |rows: &Tensor| summed_to(rows, weight.dims())?.to_dtype(weight.dtype());
-        let (of_weight, of_bias) = (backward.of(1, || summed(&(&gradient * &normal)?))?, backward.of(2, || summed(&gradient))?);
+        let (of_weight, of_bias) = (backward.gradient_of(1, || summed(&(&gradient * &normal)?))?, backward.gradient_of(2, || summed(&gradient))?);
         Ok([of_input, of_weight, of_bias].into_iter().take(backward.inputs.len()).collect())
     }
 

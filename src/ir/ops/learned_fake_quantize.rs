@@ -1,4 +1,4 @@
-//! Rounding to eight bits with a scale that trains.
+//! Fake quantization with a learned scale.
 
 use std::ops::Range;
 
@@ -6,20 +6,22 @@ use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::activation::FakeQuantize;
+use super::constants::ScalarOps;
 use super::gradient::wide;
 use super::rounding::round_half_even;
 use super::{Backward, OpSpec, require, require_vector};
 use crate::ir::{Dim, Element, TensorType};
 
-/// [`FakeQuantize`] in steps of `scale · exp(logarithm)`, the logarithm being an input `[1]`. Its gradient is that of Esser et
-/// al., *Learned Step Size Quantization*, 2020; the logarithm keeps scales positive and steps as large as they are themselves
-/// (Jain et al., *Trained Quantization Thresholds*, 2020).
+/// [`FakeQuantize`] with the scale `scale · exp(logarithm)`; the logarithm is an input `[1]`. The
+/// gradient is that of Esser et al., *Learned Step Size Quantization*, 2020. The logarithm keeps the
+/// scale positive and makes updates relative to its size (Jain et al., *Trained Quantization Thresholds*,
+/// 2020).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LearnedFakeQuantize {
-    /// Distance of neighbouring values where the logarithm is zero.
+    /// Quantization step where the logarithm is zero.
     pub scale: f32,
-    /// The integer that stands for zero, of -128 to 127.
+    /// The integer that represents zero, in -128..=127.
     pub zero_point: i32,
 }
 
@@ -36,21 +38,21 @@ impl From<FakeQuantize> for LearnedFakeQuantize {
 }
 
 impl LearnedFakeQuantize {
-    /// The quantizer that it is with this logarithm.
+    /// The fixed quantizer for this logarithm.
     pub fn at(&self, logarithm: f32) -> FakeQuantize {
         FakeQuantize { scale: self.scale * logarithm.exp(), zero_point: self.zero_point }
     }
 
-    /// The value in steps, in 32 bits at least.
+    /// The value in units of the scale, in at least 32 bits.
     fn steps(&self, x: &Tensor, logarithm: &Tensor) -> candle_core::Result<Tensor> {
         wide(x)?.broadcast_div(&self.scale(logarithm)?)
     }
 
-    /// The gradient times what each value moves when the logarithm grows.
+    /// The gradient times the derivative of each output with respect to the logarithm.
     fn derivative_of_logarithm(&self, x: &Tensor, logarithm: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
-        let (low, high) = self.at(0.0).steps();
+        let (low, high) = self.at(0.0).integer_range();
         let steps = self.steps(x, logarithm)?;
-        let moved = (round_half_even(&steps.clamp(low, high)?)? - (&steps * self.at(0.0).passes(&steps)?)?)?;
+        let moved = (round_half_even(&steps.clamp_scalar(low, high)?)? - (&steps * self.at(0.0).gradient_mask(&steps)?)?)?;
         wide(gradient)? * moved.broadcast_mul(&self.scale(logarithm)?)?
     }
 
@@ -76,17 +78,18 @@ impl OpSpec for LearnedFakeQuantize {
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        let [x, logarithm] = inputs else { candle_core::bail!("takes a value and a logarithm") };
-        let (low, high) = self.at(0.0).steps();
-        let integers = round_half_even(&self.steps(x, logarithm)?.clamp(low, high)?)?;
+        let [x, logarithm] = inputs else { candle_core::bail!("LearnedFakeQuantize takes a value and a logarithm") };
+        let (low, high) = self.at(0.0).integer_range();
+        let integers = round_half_even(&self.steps(x, logarithm)?.clamp_scalar(low, high)?)?;
         integers.broadcast_mul(&self.scale(logarithm)?)?.to_dtype(x.dtype())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let (x, logarithm) = (backward.inputs[0].tensor()?, backward.inputs[1].tensor()?);
         let summed = |part: Tensor| part.sum_all()?.reshape(1)?.to_dtype(backward.gradient.dtype());
-        let of_value = backward.of(0, || backward.gradient * self.at(0.0).passes(&self.steps(x, logarithm)?)?.to_dtype(backward.gradient.dtype())?)?;
-        let of_logarithm = backward.of(1, || summed(self.derivative_of_logarithm(x, logarithm, backward.gradient)?))?;
+        let of_value =
+            backward.gradient_of(0, || backward.gradient * self.at(0.0).gradient_mask(&self.steps(x, logarithm)?)?.to_dtype(backward.gradient.dtype())?)?;
+        let of_logarithm = backward.gradient_of(1, || summed(self.derivative_of_logarithm(x, logarithm, backward.gradient)?))?;
         Ok(vec![of_value, of_logarithm])
     }
 }

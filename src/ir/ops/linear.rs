@@ -1,4 +1,4 @@
-//! A matrix applied to the last axis.
+//! Linear layer: a matrix product over the last axis.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use super::gradient::summed_to;
 use super::{Backward, OpSpec, elements, last, require, require_rank, require_vector};
 use crate::ir::{Bindings, Element, TensorType};
 
-/// `y = x Wᵀ + b` with `W: [out, in]`, or `y = x W + b` with `W: [in, out]`; the bias may be left out.
+/// `y = x Wᵀ + b` with `W: [out, in]`, or `y = x W + b` with `W: [in, out]`; the bias is optional.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Linear {
@@ -28,7 +28,7 @@ impl OpSpec for Linear {
         require_rank(weight, 2, "the weight")?;
         let (out, inner) = if self.input_major { (&weight.shape[1], &weight.shape[0]) } else { (&weight.shape[0], &weight.shape[1]) };
         if last(x)? != inner {
-            return Err(format!("the input has width {}, the weight takes {inner}", last(x)?));
+            return Err(format!("the last axis of the input has size {}, but the weight requires {inner}", last(x)?));
         }
         if let Some(bias) = inputs.get(2) {
             require_vector(bias, out, "the bias")?;
@@ -63,16 +63,16 @@ impl OpSpec for Linear {
         let weight = backward.inputs[1].dims();
         let (out, inner) = if self.input_major { (weight[1], weight[0]) } else { (weight[0], weight[1]) };
         let gradient = by_row(backward.gradient, out)?;
-        let of_input = backward.of(0, || {
-            // The layer with its weight transposed.
+        let of_input = backward.gradient_of(0, || {
+            // A linear layer with the transposed weight.
             Linear { input_major: !self.input_major }.eval(&[backward.gradient.clone(), backward.inputs[1].tensor()?.clone()])
         })?;
-        let of_weight = backward.of(1, || {
+        let of_weight = backward.gradient_of(1, || {
             let x = by_row(backward.inputs[0].tensor()?, inner)?;
             let product = if self.input_major { x.t()?.matmul(&gradient) } else { gradient.t()?.matmul(&x) };
             product?.to_dtype(backward.inputs[1].tensor()?.dtype())
         })?;
-        let of_bias = backward.of(2, || summed_to(&gradient, &[out]))?;
+        let of_bias = backward.gradient_of(2, || summed_to(&gradient, &[out]))?;
         Ok([of_input, of_weight, of_bias].into_iter().take(backward.inputs.len()).collect())
     }
 
@@ -80,7 +80,7 @@ impl OpSpec for Linear {
         input < 2
     }
 
-    fn reads_stored(&self, input: usize) -> bool {
+    fn accepts_half(&self, input: usize) -> bool {
         input == 1
     }
 
@@ -90,7 +90,7 @@ impl OpSpec for Linear {
     }
 }
 
-/// All axes before the last as one.
+/// Flattens all axes except the last one.
 pub(super) fn by_row(x: &Tensor, width: usize) -> candle_core::Result<Tensor> {
     x.reshape((x.elem_count() / width.max(1), width))
 }

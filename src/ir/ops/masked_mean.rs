@@ -1,15 +1,17 @@
-//! The mean of the tokens that are no padding.
+//! Mean over the tokens that are not padding.
 
 use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::constants::ScalarOps;
 use super::gradient::wide;
 use super::{Backward, OpSpec, require, require_floats};
 use crate::ir::{Element, TensorType};
 
-/// `[batch, sequence, width]` and a mask `[batch, sequence]` to `[batch, width]`.
+/// Masked mean over the sequence: `[batch, sequence, width]` and a mask `[batch, sequence]` to `[batch,
+/// width]`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MaskedMean {}
@@ -39,7 +41,7 @@ impl OpSpec for MaskedMean {
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let of_input = backward.of(0, || {
+        let of_input = backward.gradient_of(0, || {
             let gradient = wide(backward.gradient)?;
             let (mask, count) = counted(backward.inputs[1].tensor()?, gradient.dtype())?;
             gradient.broadcast_div(&count)?.unsqueeze(1)?.broadcast_mul(&mask)?.to_dtype(backward.gradient.dtype())
@@ -52,9 +54,9 @@ impl OpSpec for MaskedMean {
     }
 }
 
-/// The mask beside a width, and how many tokens of each row are none of padding.
+/// The mask with a width axis, and the number of unmasked tokens in each row.
 fn counted(mask: &Tensor, dtype: DType) -> candle_core::Result<(Tensor, Tensor)> {
     let mask = mask.to_dtype(dtype)?.unsqueeze(2)?;
-    let count = mask.sum(1)?.clamp(1e-9, f64::MAX)?;
+    let count = mask.sum(1)?.clamp_scalar(1e-9, f64::MAX)?;
     Ok((mask, count))
 }

@@ -1,4 +1,4 @@
-//! The product of two values.
+//! Matrix product of two activations.
 
 use std::ops::Range;
 
@@ -10,14 +10,14 @@ use super::gradient::summed_to;
 use super::{Backward, OpSpec, elements, require};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
-/// The products of the matrices that are the last two axes, `[…, m, k]` and `[…, k, n]` to `[…, m, n]`; of the axes before them, one
-/// of one element stands for as many as the other has. A vector is a row on the left and a column on the right. A product with a weight
-/// is [`Linear`](super::Linear).
+/// Batched product of the matrices in the last two axes, `[…, m, k]` and `[…, k, n]` to `[…, m, n]`;
+/// leading axes are broadcast. A vector is a row on the left and a column on the right. Products with a
+/// weight are [`Linear`](super::Linear).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MatMul {}
 
-/// The axes as a matrix has them: a vector is a row or a column.
+/// The shape as a matrix: a vector becomes a row or a column.
 fn matrix(shape: &[Dim], left: bool) -> Vec<Dim> {
     match shape {
         [size] if left => vec![1.into(), size.clone()],
@@ -26,7 +26,7 @@ fn matrix(shape: &[Dim], left: bool) -> Vec<Dim> {
     }
 }
 
-/// As [`matrix`], of a tensor.
+/// As [`matrix`], for a tensor.
 fn as_matrix(x: &Tensor, left: bool) -> candle_core::Result<Tensor> {
     match x.rank() {
         1 => x.unsqueeze(if left { 0 } else { 1 }),
@@ -48,9 +48,9 @@ impl OpSpec for MatMul {
         require(inputs[1], Element::Float, "the second input")?;
         let (a, b) = (matrix(&inputs[0].shape, true), matrix(&inputs[1].shape, false));
         let ([outer_a @ .., rows, inner], [outer_b @ .., other, columns]) = (a.as_slice(), b.as_slice()) else {
-            return Err("both inputs must have an axis at least".into());
+            return Err("both inputs need at least one axis".into());
         };
-        inner.same(other).ok_or_else(|| format!("{inner} columns do not fit {other} rows"))?;
+        inner.same(other).ok_or_else(|| format!("{inner} columns do not match {other} rows"))?;
         let mut shape = broadcast_sizes(outer_a, outer_b)?;
         shape.extend((inputs[0].shape.len() > 1).then(|| rows.clone()));
         shape.extend((inputs[1].shape.len() > 1).then(|| columns.clone()));
@@ -86,8 +86,8 @@ impl OpSpec for MatMul {
         if y.rank() == 1 {
             gradient = gradient.unsqueeze(gradient.rank())?;
         }
-        let of_first = backward.of(0, || summed_to(&product(&gradient, &b.transpose(b.rank() - 2, b.rank() - 1)?)?, a.dims())?.reshape(x.dims()))?;
-        let of_second = backward.of(1, || summed_to(&product(&a.transpose(a.rank() - 2, a.rank() - 1)?, &gradient)?, b.dims())?.reshape(y.dims()))?;
+        let of_first = backward.gradient_of(0, || summed_to(&product(&gradient, &b.transpose(b.rank() - 2, b.rank() - 1)?)?, a.dims())?.reshape(x.dims()))?;
+        let of_second = backward.gradient_of(1, || summed_to(&product(&a.transpose(a.rank() - 2, a.rank() - 1)?, &gradient)?, b.dims())?.reshape(y.dims()))?;
         Ok(vec![of_first, of_second])
     }
 

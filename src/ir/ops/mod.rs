@@ -1,4 +1,5 @@
-//! The ops, one file each: type rule, axes, evaluation, gradients, cost. `kernels` holds faster ways for single devices.
+//! The ops, one file each: type inference, axes, evaluation, gradients, cost. `kernels` holds faster
+//! implementations for particular devices.
 
 mod activation;
 mod attention;
@@ -9,10 +10,12 @@ mod concat;
 mod constants;
 mod conv;
 mod conv_transpose;
+mod decoding;
 mod elementwise;
 mod embedding;
 mod experts;
 mod flatten;
+mod gather;
 mod gradient;
 mod heads;
 mod kernels;
@@ -24,9 +27,7 @@ mod matmul;
 mod normalize;
 mod opaque;
 mod pad;
-mod past;
 mod patchify;
-mod places;
 mod pool;
 mod positions;
 mod prepend;
@@ -41,9 +42,9 @@ mod rms_norm;
 mod rotary;
 mod rounding;
 mod select;
-mod sides;
 mod slice;
 mod softmax;
+mod spatial;
 mod to_float;
 mod token_pool;
 mod transpose;
@@ -67,9 +68,10 @@ pub use batch_norm::BatchNorm;
 pub use binary::{Binary, BinaryKind};
 pub use cache_quantize::CacheQuantize;
 pub use concat::Concat;
-pub(crate) use constants::constant;
+pub(crate) use constants::{ScalarOps, constant};
 pub use conv::Conv;
 pub use conv_transpose::ConvTranspose;
+pub use decoding::{DecodingState, Forward, Incremental};
 pub use elementwise::{Add, Mul};
 pub use embedding::Embedding;
 pub use experts::{Combine, Dispatch, ExpertGroups, Route};
@@ -86,7 +88,6 @@ pub use matmul::MatMul;
 pub use normalize::Normalize;
 pub use opaque::{Function, Opaque};
 pub use pad::{Pad, PadMode};
-pub use past::{Forward, Past, Sequential};
 pub use patchify::Patchify;
 pub use pool::{AveragePool, GlobalAveragePool, MaxPool};
 pub use positions::Positions;
@@ -101,9 +102,9 @@ pub use rms_norm::RmsNorm;
 pub use rotary::{Rotary, RotaryScaling};
 pub use rounding::round_half_even;
 pub use select::Select;
-pub use sides::{Padding, PerAxis};
 pub use slice::Slice;
 pub use softmax::Softmax;
+pub use spatial::{Padding, PerAxis};
 pub use to_float::ToFloat;
 pub use token_pool::{TokenChoice, TokenPool};
 pub use transpose::Transpose;
@@ -111,41 +112,43 @@ pub use window_bias::WindowBias;
 
 use super::{Bindings, Dim, Element, TensorType};
 
-/// What every op answers.
+/// The interface of every op.
 pub trait OpSpec: fmt::Debug {
-    /// How many inputs it takes.
+    /// Number of inputs that the op accepts.
     fn arity(&self) -> Range<usize>;
-    /// The type of the output, of as many inputs as it takes.
+    /// Infers the type of the output from the types of as many inputs as [`arity`](OpSpec::arity) allows.
     ///
     /// # Errors
-    /// Why the inputs do not fit.
+    /// The reason why the op does not accept these inputs.
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String>;
-    /// [`infer`](OpSpec::infer), of any number of inputs.
+    /// [`infer`](OpSpec::infer) after a check of the number of inputs.
     ///
     /// # Errors
-    /// There are too few or too many, or they do not fit.
+    /// There are too few or too many inputs, or the op does not accept them.
     fn output(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         let arity = self.arity();
         if !arity.contains(&inputs.len()) {
-            return Err(format!("takes {} to {} inputs, {} are given", arity.start, arity.end.saturating_sub(1), inputs.len()));
+            return Err(format!("takes {} to {} inputs, got {}", arity.start, arity.end.saturating_sub(1), inputs.len()));
         }
         self.infer(inputs)
     }
-    /// How the axes of inputs of these types correspond; see [`axes`](super::axes).
+    /// Correspondence of the axes of inputs of these types; see [`axes`](super::axes) for the notation.
     fn axes(&self, inputs: &[&TensorType]) -> String;
-    /// Follows letters to new sizes where an attribute repeats one.
+    /// Updates attributes that repeat the size of an axis; `size` returns the new size of a letter.
     fn resize(&mut self, _size: &dyn Fn(&str) -> usize) {}
-    /// What the op means: the values of the output, in tensor operations that every device and type of floats has.
+    /// The reference implementation of the op, in tensor operations that every device and float dtype
+    /// supports.
     ///
     /// # Errors
     /// The device runs out of memory.
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor>;
-    /// Gradients with respect to the inputs, `None` where none is wanted or there is none; in such operations too.
+    /// Gradients with respect to the inputs, in such operations too. `None` for inputs that need no
+    /// gradient or have none.
     ///
     /// # Errors
     /// The device runs out of memory.
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>>;
-    /// Whether [`backward`](OpSpec::backward) reads the elements of this input, not its shape alone.
+    /// Whether [`backward`](OpSpec::backward) reads the elements of this input and not only its shape.
     fn reads_input(&self, _input: usize) -> bool {
         true
     }
@@ -153,24 +156,26 @@ pub trait OpSpec: fmt::Debug {
     fn reads_output(&self) -> bool {
         false
     }
-    /// How the op goes on where a sequence goes on, if tokens are not all alike to it.
-    fn sequential(&self) -> Option<&dyn Sequential> {
+    /// Incremental decoding of this op, if its result for a token depends on the position or on other
+    /// tokens.
+    fn incremental(&self) -> Option<&dyn Incremental> {
         None
     }
-    /// Whether `eval` takes this input in 16 bits beside others in 32, and converts no more of it than it needs.
-    fn reads_stored(&self, _input: usize) -> bool {
+    /// Whether `eval` accepts this input in 16 bits next to other inputs in 32 bits, and converts no more
+    /// of it than needed.
+    fn accepts_half(&self, _input: usize) -> bool {
         false
     }
-    /// Multiply-accumulates, given the named sizes.
+    /// Number of multiply-accumulate operations, for these values of the named sizes.
     fn macs(&self, _inputs: &[&TensorType], _output: &TensorType, _bindings: &Bindings) -> u64 {
         0
     }
 }
 
-/// Names that ops have had in files of earlier versions, and those of today.
+/// Names of ops in files written by earlier versions, and their current names.
 const RENAMED: [(&str, &str); 2] = [("LearnedQuantize", "LearnedFakeQuantize"), ("Tokens", "Patchify")];
 
-/// Writes the table of ops.
+/// Generates the enum of ops and its dispatch.
 macro_rules! ops {
     ($($name:ident),+ $(,)?) => {
         /// An op with its attributes.
@@ -184,14 +189,14 @@ macro_rules! ops {
         pub const OPS: &[&str] = &[$(stringify!($name)),+];
 
         impl Op {
-            /// What the op answers.
+            /// The interface of the op.
             pub fn spec(&self) -> &dyn OpSpec {
                 match self {
                     $(Op::$name(op) => op,)+
                 }
             }
 
-            /// The op for axes of other sizes, by letter.
+            /// The op with axes of other sizes, by letter.
             #[must_use]
             pub fn resized(&self, size: &dyn Fn(&str) -> usize) -> Op {
                 let mut op = self.clone();
@@ -219,7 +224,7 @@ macro_rules! ops {
                 let name = RENAMED.iter().find(|(before, _)| *before == name).map_or(name, |(_, now)| now);
                 match name {
                     $(stringify!($name) => serde_json::from_value(attributes).map(Op::$name).map_err(|e| format!("{name}: {e}")),)+
-                    _ => Err(format!("unknown op `{name}`, there are {}", OPS.join(", "))),
+                    _ => Err(format!("unknown op `{name}`, expected one of {}", OPS.join(", "))),
                 }
             }
         }
@@ -250,7 +255,7 @@ ops! {
 }
 
 impl Op {
-    /// How many inputs it takes.
+    /// Number of inputs that the op accepts.
     pub fn arity(&self) -> Range<usize> {
         self.spec().arity()
     }
@@ -290,7 +295,7 @@ impl Serialize for Op {
 
 impl<'de> Deserialize<'de> for Op {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let wrong = || serde::de::Error::custom("expected the name of an op, or one name with its attributes");
+        let wrong = || serde::de::Error::custom("expected the name of an op, or an object with one op name and its attributes");
         let (name, attributes) = match Json::deserialize(deserializer)? {
             Json::String(name) => (name, Json::Object(Map::new())),
             Json::Object(map) if map.len() == 1 => map.into_iter().next().ok_or_else(wrong)?,
@@ -300,60 +305,60 @@ impl<'de> Deserialize<'de> for Op {
     }
 }
 
-/// Holds an input to a number of axes.
+/// Requires an input to have this many axes.
 fn require_rank(ty: &TensorType, rank: usize, what: &str) -> Result<(), String> {
     if ty.shape.len() == rank { Ok(()) } else { Err(format!("{what} must have {rank} axes")) }
 }
 
-/// Holds an input to floats with a number of axes.
+/// Requires an input to be a float tensor with this many axes.
 fn require_floats(ty: &TensorType, rank: usize, what: &str) -> Result<(), String> {
     require(ty, Element::Float, what)?;
     require_rank(ty, rank, what)
 }
 
-/// Holds an input to an element.
+/// Requires an input to have this element type.
 fn require(ty: &TensorType, element: Element, what: &str) -> Result<(), String> {
-    if ty.element == element { Ok(()) } else { Err(format!("{what} must be {}", if element == Element::Float { "floats" } else { "whole numbers" })) }
+    if ty.element == element { Ok(()) } else { Err(format!("{what} must be {}", if element == Element::Float { "floats" } else { "integers" })) }
 }
 
-/// Holds a vector to a width.
+/// Requires an input to be a vector of this size.
 fn require_vector(ty: &TensorType, width: &Dim, what: &str) -> Result<(), String> {
     if ty.shape.len() == 1 && ty.shape[0] == *width { Ok(()) } else { Err(format!("{what} must be a vector of {width}")) }
 }
 
-/// The last size.
+/// The size of the last axis.
 fn last(ty: &TensorType) -> Result<&Dim, String> {
     ty.shape.last().ok_or_else(|| "needs at least one axis".to_owned())
 }
 
-/// The axis of a number that counts from behind where it is negative.
+/// Resolves an axis number; negative numbers count from the last axis.
 fn axis_of(axis: i64, rank: usize) -> Result<usize, String> {
     let found = if axis < 0 { i64::try_from(rank).ok().and_then(|rank| rank.checked_add(axis)) } else { Some(axis) };
     let found = found.and_then(|axis| usize::try_from(axis).ok()).filter(|axis| *axis < rank);
-    found.ok_or_else(|| format!("there is no axis {axis} among {rank}"))
+    found.ok_or_else(|| format!("axis {axis} is out of range for {rank} axes"))
 }
 
-/// Whether an attribute need not be written.
+/// Whether an attribute has its default value and is omitted in files.
 fn is_zero<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
 
-/// Whether an axis is the last one, as attributes write it that are left out.
+/// Whether an axis is the last one, which is the default that files omit.
 fn is_last(axis: &i64) -> bool {
     *axis == -1
 }
 
-/// A letter for each axis of a tensor, or what is said of it.
-fn letters(rank: usize, said: impl Fn(usize) -> Option<String>) -> String {
-    (0..rank).map(|axis| said(axis).unwrap_or_else(|| format!("x{axis}"))).collect::<Vec<_>>().join(" ")
+/// A letter for each axis of a tensor, or the text that `special` returns for it.
+fn letters(rank: usize, special: impl Fn(usize) -> Option<String>) -> String {
+    (0..rank).map(|axis| special(axis).unwrap_or_else(|| format!("x{axis}"))).collect::<Vec<_>>().join(" ")
 }
 
-/// An error of attributes that do not fit the tensors that are there when a model runs.
-fn unfit(reason: impl Into<String>) -> candle_core::Error {
+/// An error for attributes that do not match the shapes of the tensors at run time.
+fn shape_error(reason: impl Into<String>) -> candle_core::Error {
     candle_core::Error::Msg(reason.into())
 }
 
-/// Number of elements, given the named sizes; as large as a number can be where it is larger.
+/// Number of elements, for these values of the named sizes; saturates at the largest number.
 pub(crate) fn elements(ty: &TensorType, bindings: &Bindings) -> u64 {
     ty.shape.iter().map(|d| d.evaluate(bindings).unwrap_or(0) as u64).fold(1, u64::saturating_mul)
 }
@@ -363,7 +368,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ops_are_written_and_read() {
+    fn ops_round_trip_through_text_and_json() {
         for op in examples() {
             assert_eq!(op.to_string().parse::<Op>().unwrap(), op);
             assert_eq!(serde_json::from_value::<Op>(serde_json::to_value(&op).unwrap()).unwrap(), op);

@@ -1,10 +1,11 @@
-//! Vectors of length one.
+//! L2 normalization.
 
 use std::ops::Range;
 
 use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::constants::ScalarOps;
 use super::gradient::wide;
 use super::{Backward, OpSpec, last, require};
 use crate::ir::{Element, TensorType};
@@ -35,7 +36,7 @@ impl OpSpec for Normalize {
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let of_input = backward.of(0, || {
+        let of_input = backward.gradient_of(0, || {
             let x = backward.inputs[0].tensor()?;
             let (x, gradient, dtype) = (wide(x)?, wide(backward.gradient)?, x.dtype());
             let norm = norm(&x)?;
@@ -48,5 +49,5 @@ impl OpSpec for Normalize {
 }
 
 fn norm(x: &Tensor) -> candle_core::Result<Tensor> {
-    x.sqr()?.sum_keepdim(D::Minus1)?.sqrt()?.clamp(1e-12, f64::MAX)
+    x.sqr()?.sum_keepdim(D::Minus1)?.sqrt()?.clamp_scalar(1e-12, f64::MAX)
 }

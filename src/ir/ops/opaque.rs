@@ -1,4 +1,4 @@
-//! What no op describes: a function that somebody else knows.
+//! Subgraphs that no op represents, executed by an external function.
 
 use std::any::Any;
 use std::fmt;
@@ -11,31 +11,32 @@ use serde::{Deserialize, Serialize};
 use super::{Backward, OpSpec};
 use crate::ir::{Dim, TensorType};
 
-/// A function of tensors.
+/// An external function of tensors.
 pub trait Function: fmt::Debug + Send + Sync {
-    /// Sizes of the output, of inputs of these sizes.
+    /// The shape of the output for inputs of these shapes.
     ///
     /// # Errors
-    /// It cannot be said, or the inputs do not fit.
+    /// The shape cannot be determined, or the function does not accept the inputs.
     fn shape(&self, inputs: &[Vec<usize>]) -> Result<Vec<usize>, String>;
-    /// The output.
+    /// Computes the output.
     ///
     /// # Errors
-    /// The inputs do not fit, or it cannot be computed.
+    /// The function does not accept the inputs, or it fails.
     fn run(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor>;
-    /// What it is, for whoever made it.
+    /// For downcasts by the code that created the function.
     fn as_any(&self) -> &dyn Any;
 }
 
-/// A function that is known by running it alone. A graph that was written as text has lost it: its types are still known.
+/// An external function without a description of its computation. The text form of a graph omits the
+/// function and keeps the types.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Opaque {
-    /// What it is, for people.
+    /// Description for messages.
     pub label: String,
     /// Types of the inputs.
     pub inputs: Vec<TensorType>,
-    /// The type of the output of such inputs.
+    /// Type of the output for inputs of these types.
     pub output: Option<TensorType>,
     /// The function.
     #[serde(skip)]
@@ -50,7 +51,7 @@ impl PartialEq for Opaque {
 
 impl Opaque {
     fn lost<T>(&self) -> Result<T, String> {
-        Err(format!("what {} computes is known in the .onnx file alone", self.label))
+        Err(format!("{} can only be computed from the .onnx file that contains it", self.label))
     }
 }
 
@@ -63,7 +64,7 @@ impl OpSpec for Opaque {
         let Some(output) = &self.output else { return self.lost() };
         let alike = |(given, known): (&&TensorType, &TensorType)| given.element == known.element && given.shape.len() == known.shape.len();
         if let Some((given, known)) = inputs.iter().zip(&self.inputs).find(|(given, known)| !alike((given, known))) {
-            return Err(format!("it takes {known}, and is given {given}"));
+            return Err(format!("it requires {known}, got {given}"));
         }
         let sizes: Option<Vec<Vec<usize>>> = inputs.iter().map(|ty| ty.shape.iter().map(Dim::fixed).collect()).collect();
         match (sizes, &self.function) {
@@ -83,11 +84,11 @@ impl OpSpec for Opaque {
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         match &self.function {
             Some(function) => function.run(inputs),
-            None => self.lost().map_err(super::unfit),
+            None => self.lost().map_err(super::shape_error),
         }
     }
 
     fn backward(&self, _backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        candle_core::bail!("{} has no gradient: nothing before it can be trained", self.label)
+        candle_core::bail!("{} has no gradient: layers before it cannot be trained", self.label)
     }
 }

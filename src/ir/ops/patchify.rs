@@ -1,4 +1,4 @@
-//! Images to sequences.
+//! Images as token sequences.
 
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ impl OpSpec for Patchify {
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require_floats(inputs[0], 4, "the input")?;
         let shape = &inputs[0].shape;
-        let (Some(height), Some(width)) = (shape[2].fixed(), shape[3].fixed()) else { return Err("the size of the image must be known".into()) };
+        let (Some(height), Some(width)) = (shape[2].fixed(), shape[3].fixed()) else { return Err("the size of the image must be fixed".into()) };
         Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), Dim::product(height, width)?, shape[1].clone()] })
     }
 
@@ -34,7 +34,7 @@ impl OpSpec for Patchify {
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        Ok(vec![backward.of(0, || backward.gradient.transpose(1, 2)?.reshape(backward.inputs[0].dims()))?])
+        Ok(vec![backward.gradient_of(0, || backward.gradient.transpose(1, 2)?.reshape(backward.inputs[0].dims()))?])
     }
 
     fn reads_input(&self, _input: usize) -> bool {

@@ -1,4 +1,4 @@
-//! Pooling over images, and over sequences.
+//! Pooling over images and sequences.
 
 use std::ops::Range;
 
@@ -8,12 +8,12 @@ use serde::{Deserialize, Serialize};
 use super::constants::constant;
 use super::conv::sum;
 use super::gradient::wide;
-use super::sides::{Padding, PerAxis};
-use super::windows::{Slide, from_taps, images, like, over, sides, slid, taps};
+use super::spatial::{Padding, PerAxis};
+use super::windows::{Slide, from_taps, images, output_sizes, per_axis, spatial_sizes, taps, with_rank};
 use super::{Backward, OpSpec, require};
 use crate::ir::{Element, TensorType};
 
-/// How the window of a pool moves.
+/// Window geometry of a pooling op.
 #[derive(Debug, Clone, Copy)]
 struct Pool {
     kernel: PerAxis,
@@ -23,7 +23,8 @@ struct Pool {
 }
 
 impl Pool {
-    /// Images `[batch, channels, height, width]` or sequences `[batch, channels, length]` to what is left of them.
+    /// Infers the type of pooled images `[batch, channels, height, width]` or sequences `[batch,
+    /// channels, length]`.
     fn infer(&self, x: &TensorType) -> Result<TensorType, String> {
         require(x, Element::Float, "the input")?;
         let rank = x.shape.len();
@@ -33,42 +34,42 @@ impl Pool {
         let kernel = &self.kernel.0[4 - rank..];
         let extent = |axis: usize| self.steps[1].0[axis].saturating_mul(self.kernel.0[axis].saturating_sub(1)).saturating_add(1);
         if (4 - rank..2).any(|axis| self.padding.0[axis] >= extent(axis) || self.padding.0[axis + 2] >= extent(axis)) {
-            return Err("padding must be less than the window is wide".into());
+            return Err("padding must be smaller than the window".into());
         }
         let mut shape = x.shape[..2].to_vec();
-        shape.extend(slid(&x.shape[2..], kernel, self.steps, self.padding, self.ceil)?);
+        shape.extend(output_sizes(&x.shape[2..], kernel, self.steps, self.padding, self.ceil)?);
         Ok(TensorType { element: Element::Float, shape })
     }
 
-    /// Over images of these sizes.
+    /// The window geometry for images of these sizes.
     fn slide(&self, dims: &[usize]) -> candle_core::Result<Slide> {
-        let (steps, padding) = over(dims.len(), self.steps, self.padding);
+        let (steps, padding) = per_axis(dims.len(), self.steps, self.padding);
         let kernel = if dims.len() == 3 { [1, self.kernel.0[1]] } else { self.kernel.0 };
-        Slide::new(sides(dims), kernel, steps, padding, self.ceil)
+        Slide::new(spatial_sizes(dims), kernel, steps, padding, self.ceil)
     }
 }
 
-/// As axes, of this type: channels go through.
+/// Axes of a pooling op: channels are preserved.
 fn by_channel(inputs: &[&TensorType]) -> String {
     let places = " _".repeat(inputs[0].shape.len().saturating_sub(2));
     format!("b c{places} -> b c{places}")
 }
 
-/// The largest value of each window of `[batch, channels, height, width]`, or of `[batch, channels, length]`. Of numbers for two axes,
-/// a sequence takes those for the width.
+/// Max pooling of `[batch, channels, height, width]` or `[batch, channels, length]`. For sequences, the
+/// values for the width apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MaxPool {
-    /// Sides of the window.
+    /// Size of the window.
     pub kernel: PerAxis,
-    /// Step of the window.
+    /// Stride of the window.
     pub stride: PerAxis,
-    /// Places around the image, which never win.
+    /// Padding, which is never the maximum.
     pub padding: Padding,
-    /// Distance of the window's taps.
+    /// Dilation of the window.
     #[serde(skip_serializing_if = "PerAxis::is_one")]
     pub dilation: PerAxis,
-    /// Whether a window counts that begins inside and ends beyond the image and its padding.
+    /// Whether to include windows that start inside and end outside the padded image.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub ceil: bool,
 }
@@ -84,7 +85,7 @@ impl MaxPool {
         Pool { kernel: self.kernel, steps: [self.stride, self.dilation], padding: self.padding, ceil: self.ceil }
     }
 
-    /// How the window moves over images of these sizes.
+    /// The window geometry for images of these sizes.
     pub(super) fn slide(&self, dims: &[usize]) -> candle_core::Result<Slide> {
         self.pool().slide(dims)
     }
@@ -114,12 +115,12 @@ impl OpSpec for MaxPool {
         } else {
             largest(&taps(&x, &slide, f64::NEG_INFINITY)?)?
         };
-        like(y, inputs[0].rank())
+        with_rank(y, inputs[0].rank())
     }
 
-    /// Of equal values in a window, the first has the gradient.
+    /// Of equal values in a window, the first receives the gradient.
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let of_input = backward.of(0, || {
+        let of_input = backward.gradient_of(0, || {
             let (x, gradient) = (images(backward.inputs[0].tensor()?)?, images(backward.gradient)?);
             let slide = self.slide(backward.inputs[0].dims())?;
             let met = taps(&x, &slide, f64::NEG_INFINITY)?;
@@ -130,35 +131,35 @@ impl OpSpec for MaxPool {
                 left = (&left - &part)?;
                 Ok(part)
             })?;
-            like(found, backward.gradient.rank())
+            with_rank(found, backward.gradient.rank())
         })?;
         Ok(vec![of_input])
     }
 }
 
-/// The largest of tensors, element by element.
+/// Elementwise maximum.
 fn largest(tensors: &[Tensor]) -> candle_core::Result<Tensor> {
     tensors.iter().skip(1).try_fold(tensors[0].clone(), |largest, tensor| largest.maximum(tensor))
 }
 
-/// The mean of each window of `[batch, channels, height, width]`, or of `[batch, channels, length]`. Of numbers for two axes, a
-/// sequence takes those for the width.
+/// Average pooling of `[batch, channels, height, width]` or `[batch, channels, length]`. For sequences,
+/// the values for the width apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AveragePool {
-    /// Sides of the window.
+    /// Size of the window.
     pub kernel: PerAxis,
-    /// Step of the window.
+    /// Stride of the window.
     pub stride: PerAxis,
-    /// Places around the image.
+    /// Padding.
     pub padding: Padding,
-    /// Distance of the window's taps.
+    /// Dilation of the window.
     #[serde(skip_serializing_if = "PerAxis::is_one")]
     pub dilation: PerAxis,
-    /// Whether a window counts that begins inside and ends beyond the image and its padding.
+    /// Whether to include windows that start inside and end outside the padded image.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub ceil: bool,
-    /// Whether places around the image count as zeros; else the mean is that of what is inside.
+    /// Whether the mean includes the padding as zeros; otherwise it is over the elements inside.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub count_padding: bool,
 }
@@ -174,13 +175,13 @@ impl AveragePool {
         Pool { kernel: self.kernel, steps: [self.stride, self.dilation], padding: self.padding, ceil: self.ceil }
     }
 
-    /// One divided by how many elements each window has, `[1, 1, rows, columns]`.
+    /// The reciprocal of the number of elements in each window, `[1, 1, rows, columns]`.
     fn shares(&self, slide: &Slide, rank: usize, like: &Tensor) -> candle_core::Result<Tensor> {
-        let (_, padding) = over(rank, [self.stride, self.dilation], self.padding);
+        let (_, padding) = per_axis(rank, [self.stride, self.dilation], self.padding);
         let shares = constant(format!("{self:?} {slide:?}"), like.device(), |device| {
             let counted = |axis: usize| {
                 let (before, behind) = if self.count_padding { (padding.0[axis], padding.0[axis + 2]) } else { (0, 0) };
-                // Places are counted from the first one of the padding.
+                // Positions count from the start of the padding.
                 let inside = slide.before[axis] - before..slide.before[axis] + slide.size[axis] + behind;
                 let tap = move |position: usize, tap: usize| position * slide.stride[axis] + tap * slide.dilation[axis];
                 (0..slide.positions[axis]).map(move |at| (0..slide.kernel[axis]).filter(|of| inside.contains(&tap(at, *of))).count()).collect::<Vec<_>>()
@@ -210,15 +211,15 @@ impl OpSpec for AveragePool {
         let (x, slide) = (wide(&images(&inputs[0])?)?, self.pool().slide(inputs[0].dims())?);
         let met = taps(&x, &slide, 0.0)?;
         let mean = sum(met.into_iter().map(Ok))?.broadcast_mul(&self.shares(&slide, inputs[0].rank(), &x)?)?;
-        like(mean.to_dtype(inputs[0].dtype())?, inputs[0].rank())
+        with_rank(mean.to_dtype(inputs[0].dtype())?, inputs[0].rank())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let of_input = backward.of(0, || {
+        let of_input = backward.gradient_of(0, || {
             let (dims, gradient) = (backward.inputs[0].dims(), wide(&images(backward.gradient)?)?);
             let slide = self.pool().slide(dims)?;
             let share = gradient.broadcast_mul(&self.shares(&slide, dims.len(), &gradient)?)?;
-            like(from_taps(&slide, |_| Ok(share.clone()))?.to_dtype(backward.gradient.dtype())?, dims.len())
+            with_rank(from_taps(&slide, |_| Ok(share.clone()))?.to_dtype(backward.gradient.dtype())?, dims.len())
         })?;
         Ok(vec![of_input])
     }
@@ -228,13 +229,15 @@ impl OpSpec for AveragePool {
     }
 }
 
-/// The mean of each channel: `[batch, channels, height, width]`, or fewer or more axes of places, to `[batch, channels]`.
+/// Global average pooling of `[batch, channels, …]` with any number of spatial axes to `[batch,
+/// channels]`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GlobalAveragePool {
-    /// Whether the axes of places stay, with one element each, as ONNX has it.
+    /// Whether the spatial axes remain with size 1, as in ONNX.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
-    pub keep: bool,
+    #[serde(rename = "keep")]
+    pub keep_dims: bool,
 }
 
 impl OpSpec for GlobalAveragePool {
@@ -246,28 +249,28 @@ impl OpSpec for GlobalAveragePool {
         require(inputs[0], Element::Float, "the input")?;
         let rank = inputs[0].shape.len();
         if rank < 3 {
-            return Err("the input must have 3 axes at least".into());
+            return Err("the input must have at least 3 axes".into());
         }
         let mut shape = inputs[0].shape[..2].to_vec();
-        shape.resize(if self.keep { rank } else { 2 }, 1.into());
+        shape.resize(if self.keep_dims { rank } else { 2 }, 1.into());
         Ok(TensorType { element: Element::Float, shape })
     }
 
     fn axes(&self, inputs: &[&TensorType]) -> String {
         let places = " _".repeat(inputs[0].shape.len().saturating_sub(2));
-        format!("b c{places} -> b c{}", if self.keep { &places } else { "" })
+        format!("b c{places} -> b c{}", if self.keep_dims { &places } else { "" })
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let places: Vec<usize> = (2..inputs[0].rank()).collect();
         let x = wide(&inputs[0])?;
-        let mean = if self.keep { x.mean_keepdim(places) } else { x.mean(places) };
+        let mean = if self.keep_dims { x.mean_keepdim(places) } else { x.mean(places) };
         mean?.to_dtype(inputs[0].dtype())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let dims = backward.inputs[0].dims();
-        let of_input = backward.of(0, || {
+        let of_input = backward.gradient_of(0, || {
             let share = (backward.gradient / dims[2..].iter().product::<usize>() as f64)?;
             let mut shape = dims[..2].to_vec();
             shape.resize(dims.len(), 1);

@@ -1,16 +1,17 @@
-//! Numbers of positions.
+//! Position ids.
 
 use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::past::{Forward, Past, Sequential};
+use super::constants::ScalarOps;
+use super::decoding::{DecodingState, Forward, Incremental};
 use super::{Backward, OpSpec, require, require_rank};
 use crate::ir::{Element, TensorType};
 
-/// Positions of tokens `[batch, sequence]`: 0, 1, 2, … in every row; or, with a padding token, counted from
-/// `padding + 1` over the tokens that are no padding, which have position `padding` (RoBERTa).
+/// Position ids for tokens `[batch, sequence]`: 0, 1, 2, … in every row. With a padding token, padding
+/// has position `padding` and other tokens count from `padding + 1` (RoBERTa).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Positions {
@@ -22,13 +23,14 @@ pub struct Positions {
 }
 
 impl Positions {
-    /// The position of the first token that is no padding.
+    /// The position of the first token that is not padding.
     pub fn first(&self) -> usize {
         let first = self.padding.map_or(0, |padding| padding.saturating_add(1)).saturating_add(self.offset);
         usize::try_from(first).unwrap_or(0)
     }
 
-    /// Positions of tokens behind others, of which so many are no padding (`[batch, 1]`, where that counts); and how many are none now.
+    /// Positions of new tokens after `past` cached ones, of which `before` (`[batch, 1]`) are not
+    /// padding, and the updated count.
     fn following(&self, tokens: &Tensor, past: usize, before: Option<&Tensor>) -> candle_core::Result<(Tensor, Option<Tensor>)> {
         let (batch, sequence) = tokens.dims2()?;
         let Some(padding) = self.padding else {
@@ -36,7 +38,7 @@ impl Positions {
             let row = Tensor::arange(first, first + sequence as i64, tokens.device())?.unsqueeze(0)?;
             return Ok((row.broadcast_as((batch, sequence))?.contiguous()?, None));
         };
-        let real = tokens.ne(padding)?.to_dtype(DType::F32)?;
+        let real = tokens.ne_scalar(padding as f64)?.to_dtype(DType::F32)?;
         let mut counts = real.cumsum(1)?;
         if let Some(before) = before {
             counts = counts.broadcast_add(before)?;
@@ -46,7 +48,8 @@ impl Positions {
         Ok((positions, Some(last)))
     }
 
-    /// Positions of tokens behind others, none of which is padding: the largest that there can be.
+    /// Positions of new tokens after `past` cached ones that are not padding: the largest possible
+    /// positions.
     pub(crate) fn at_most(&self, tokens: &Tensor, past: usize) -> candle_core::Result<Tensor> {
         match past {
             0 => self.eval(std::slice::from_ref(tokens)),
@@ -55,12 +58,12 @@ impl Positions {
     }
 }
 
-impl Sequential for Positions {
-    fn axis(&self, _input: usize) -> Option<usize> {
+impl Incremental for Positions {
+    fn token_axis(&self, _input: usize) -> Option<usize> {
         Some(1)
     }
 
-    fn follow(&self, inputs: &[Tensor], past: &mut Past, _forward: &Forward) -> candle_core::Result<Tensor> {
+    fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState, _forward: &Forward) -> candle_core::Result<Tensor> {
         let (positions, counts) = self.following(&inputs[0], past.tokens(), past.counts.as_ref())?;
         past.counts = counts;
         Ok(positions)
@@ -86,7 +89,7 @@ impl OpSpec for Positions {
         self.following(&inputs[0], 0, None).map(|(positions, _)| positions)
     }
 
-    fn sequential(&self) -> Option<&dyn Sequential> {
+    fn incremental(&self) -> Option<&dyn Incremental> {
         Some(self)
     }
 

@@ -1,4 +1,4 @@
-//! A token before a sequence.
+//! Prepending of tokens to a sequence, such as a class token.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use super::gradient::summed_to;
 use super::{Backward, OpSpec, require_floats};
 use crate::ir::{Dim, Element, TensorType};
 
-/// `token: [1, n, width]` put before every row of `[batch, sequence, width]`; inputs token, sequence.
+/// Prepends `token: [1, n, width]` to every row of `[batch, sequence, width]`. Inputs: token, sequence.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Prepend {}
@@ -24,13 +24,13 @@ impl OpSpec for Prepend {
             require_floats(ty, 3, what)?;
         }
         let (token, x) = (&inputs[0].shape, &inputs[1].shape);
-        let (Some(count), Some(sequence)) = (token[1].fixed(), x[1].fixed()) else { return Err("the length of the sequence must be known".into()) };
+        let (Some(count), Some(sequence)) = (token[1].fixed(), x[1].fixed()) else { return Err("the length of the sequence must be fixed".into()) };
         if token[0] != Dim::Fixed(1) || token[2] != x[2] {
             return Err(format!("the token must be [1, n, {}]", x[2]));
         }
         Ok(TensorType {
             element: Element::Float,
-            shape: vec![x[0].clone(), Dim::Fixed(count.checked_add(sequence).ok_or("the sequence is longer than any memory")?), x[2].clone()],
+            shape: vec![x[0].clone(), Dim::Fixed(count.checked_add(sequence).ok_or("the length of the sequence overflows")?), x[2].clone()],
         })
     }
 
@@ -46,8 +46,8 @@ impl OpSpec for Prepend {
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let (token, sequence) = (backward.inputs[0].dims(), backward.inputs[1].dims());
-        let of_token = backward.of(0, || summed_to(&backward.gradient.narrow(1, 0, token[1])?.contiguous()?, token))?;
-        Ok(vec![of_token, backward.of(1, || backward.gradient.narrow(1, token[1], sequence[1])?.contiguous())?])
+        let of_token = backward.gradient_of(0, || summed_to(&backward.gradient.narrow(1, 0, token[1])?.contiguous()?, token))?;
+        Ok(vec![of_token, backward.gradient_of(1, || backward.gradient.narrow(1, token[1], sequence[1])?.contiguous())?])
     }
 
     fn reads_input(&self, _input: usize) -> bool {

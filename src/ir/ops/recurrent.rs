@@ -1,4 +1,4 @@
-//! Layers that read a sequence step by step.
+//! Recurrent layers.
 
 use std::ops::Range;
 
@@ -10,57 +10,60 @@ use super::recurrent_steps::{Cell, Pass, Weights};
 use super::{Backward, OpSpec, elements, require_floats};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
-/// What a layer does in a step.
+/// The recurrent cell.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RecurrentKind {
-    /// Input, output and forget gates around a cell (Hochreiter and Schmidhuber, 1997; Gers et al., 2000); rows of the weights stand
-    /// in the order input, output, forget, cell.
+    /// Input, output and forget gates around a cell (Hochreiter and Schmidhuber, 1997; Gers et al.,
+    /// 2000); rows of the weights are in the order input, output, forget, cell.
     #[default]
     Lstm,
-    /// Update and reset gates (Cho et al., 2014); rows of the weights stand in the order update, reset, hidden.
+    /// Update and reset gates (Cho et al., 2014); rows of the weights are in the order update, reset,
+    /// hidden.
     Gru,
 }
 
-/// In which order steps are read.
+/// The order in which steps are read.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Direction {
-    /// From the first to the last.
+    /// From first to last.
     #[default]
     Forward,
-    /// From the last to the first.
+    /// From last to first.
     Reverse,
-    /// Both, each with weights of its own.
+    /// Both, with separate weights.
     Both,
 }
 
-/// What of a layer is read.
+/// The result of a recurrent layer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RecurrentResult {
-    /// The states after all steps, `[steps, directions, batch, hidden]`.
+    /// The hidden states of all steps, `[steps, directions, batch, hidden]`.
     #[default]
     Steps,
-    /// The state after the last step read, `[directions, batch, hidden]`.
+    /// The hidden state after the last step read, `[directions, batch, hidden]`.
     Last,
-    /// The cell after the last step read, `[directions, batch, hidden]`, which an LSTM has.
+    /// The cell state after the last step read, `[directions, batch, hidden]`; LSTM only.
     Cell,
 }
 
-/// ONNX's `LSTM` and `GRU` with their usual functions: inputs `[steps, batch, width]`, weights `[directions, gates · hidden, width]`,
-/// recurrent weights `[directions, gates · hidden, hidden]`, and, as far as there are, biases `[directions, 2 · gates · hidden]` (of
-/// inputs, then of states), first states and, of an LSTM, first cells `[directions, batch, hidden]`; without them, zeros.
+/// ONNX's `LSTM` and `GRU` with their default activations. Inputs: `[steps, batch, width]`, weights
+/// `[directions, gates · hidden, width]`, recurrent weights `[directions, gates · hidden, hidden]`, and
+/// optionally biases `[directions, 2 · gates · hidden]` (of inputs, then of states), initial states
+/// `[directions, batch, hidden]` and, for an LSTM, initial cells of the same shape. The defaults are
+/// zeros.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Recurrent {
-    /// What is done in a step.
+    /// The recurrent cell.
     pub kind: RecurrentKind,
-    /// In which order steps are read.
+    /// The order in which steps are read.
     pub direction: Direction,
-    /// What is read of it.
+    /// The result.
     pub result: RecurrentResult,
-    /// Whether a GRU resets what the recurrent weights make of the state, and not the state.
+    /// Whether a GRU applies the reset gate after the recurrent product instead of before it.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub reset_after: bool,
 }
@@ -74,7 +77,7 @@ impl Recurrent {
         if self.direction == Direction::Both { 2 } else { 1 }
     }
 
-    /// Whether a direction reads from the last step to the first.
+    /// Whether a direction reads from last to first.
     fn reversed(&self, direction: usize) -> bool {
         self.direction == Direction::Reverse || direction == 1
     }
@@ -86,11 +89,11 @@ impl Recurrent {
         }
     }
 
-    /// One direction's part of the inputs, in 32 bits at least.
+    /// The weights and initial states of one direction, in at least 32 bits.
     fn weights(&self, inputs: &[&Tensor], direction: usize) -> candle_core::Result<Weights> {
         let part = |index: usize| inputs.get(index).map(|tensor| wide(&tensor.get(direction)?)).transpose();
         let (_, batch, _) = inputs[0].dims3()?;
-        let (Some(input), Some(recurrent)) = (part(1)?, part(2)?) else { candle_core::bail!("a recurrent layer takes three inputs at least") };
+        let (Some(input), Some(recurrent)) = (part(1)?, part(2)?) else { candle_core::bail!("a recurrent layer takes at least three inputs") };
         let (rows, hidden) = recurrent.dims2()?;
         let none = |shape: &[usize]| Tensor::zeros(shape, recurrent.dtype(), recurrent.device());
         let biases = part(3)?.map_or_else(|| none(&[2 * rows]), Ok)?;
@@ -105,7 +108,7 @@ impl Recurrent {
         })
     }
 
-    /// What each direction does, step by step as it reads them.
+    /// The forward pass of each direction.
     fn passes(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Pass>> {
         let x = wide(inputs[0])?;
         let pass = |direction: usize| Pass::run(self.cell(), &x, self.weights(inputs, direction)?, self.reversed(direction));
@@ -133,9 +136,9 @@ impl OpSpec for Recurrent {
             return Err("a GRU has no cell".into());
         }
         if inputs[0].shape[0] == Dim::Fixed(0) {
-            return Err("there are no steps".into());
+            return Err("the sequence is empty".into());
         }
-        let hidden = inputs[2].shape[2].fixed().ok_or("the recurrent weight must be known")?;
+        let hidden = inputs[2].shape[2].fixed().ok_or("the size of the recurrent weight must be fixed")?;
         let (directions, rows) = (Dim::Fixed(self.directions()), Dim::product(hidden, self.gates())?);
         let both = Dim::product(hidden, 2 * self.gates())?;
         let state = vec![directions.clone(), inputs[0].shape[1].clone(), Dim::Fixed(hidden)];
@@ -149,14 +152,14 @@ impl OpSpec for Recurrent {
         for (index, (ty, wanted)) in inputs[1..].iter().zip(wanted).enumerate() {
             let fits = ty.shape.iter().zip(&wanted).all(|(size, wanted)| size.same(wanted).is_some());
             if !fits {
-                return Err(format!("input {} is {ty}, {} is needed", index + 1, TensorType { element: Element::Float, shape: wanted }));
+                return Err(format!("input {} is {ty}, expected {}", index + 1, TensorType { element: Element::Float, shape: wanted }));
             }
         }
         let steps = (self.result == RecurrentResult::Steps).then(|| inputs[0].shape[0].clone());
         Ok(TensorType { element: Element::Float, shape: steps.into_iter().chain(state).collect() })
     }
 
-    /// Units of a state are read by every gate at every step: nothing is taken out of them.
+    /// Every gate reads all units of the state at every step, so that units cannot be pruned.
     fn axes(&self, inputs: &[&TensorType]) -> String {
         let rest = ["", ", _ _", ", _ b _", ", _ b _"][..inputs.len() - 2].concat();
         format!("_ b k, _ _ k, _ _ _{rest} -> {}_ b _", if self.result == RecurrentResult::Steps { "_ " } else { "" })
@@ -185,9 +188,9 @@ impl OpSpec for Recurrent {
         }
         let of = |index: usize, part: &dyn Fn(&Weights) -> candle_core::Result<Tensor>| {
             let all = || Tensor::stack(&found.iter().map(|(_, weights)| part(weights)).collect::<candle_core::Result<Vec<_>>>()?, 0);
-            backward.of(index, || all()?.to_dtype(backward.gradient.dtype()))
+            backward.gradient_of(index, || all()?.to_dtype(backward.gradient.dtype()))
         };
-        let of_input = backward.of(0, || {
+        let of_input = backward.gradient_of(0, || {
             let mut parts = found.iter().map(|(x, _)| x);
             let first = parts.next().cloned().map_or_else(|| gradient.zeros_like(), Ok)?;
             parts.try_fold(first, |sum, part| sum + part)?.to_dtype(backward.gradient.dtype())

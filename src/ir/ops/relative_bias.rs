@@ -1,4 +1,4 @@
-//! What attention adds for the distance of two tokens.
+//! Relative position bias of attention.
 
 use std::ops::Range;
 
@@ -6,25 +6,26 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
+use super::decoding::{DecodingState, Forward, Incremental};
 use super::gradient::wide;
 use super::kernels::sum_rows_by_index;
-use super::past::{Forward, Past, Sequential};
 use super::{Backward, OpSpec, require, require_floats, require_rank};
 use crate::ir::{Element, TensorType};
 
-/// A number for each head and each pair of places, found by how far the key is from the query (Raffel et al., 2020; MPNet): tokens
-/// `[batch, sequence]`, of which only the sizes count, and a table `[rows, heads]` to `[heads, sequence, sequence]`.
+/// Relative position bias (Raffel et al., 2020; MPNet): tokens `[batch, sequence]`, of which only the
+/// shape is read, and a table `[rows, heads]` to `[heads, sequence, sequence]`.
 ///
-/// Small distances have a row each; larger ones share rows, the more of them the larger they are, up to `max_distance`, from which on
-/// all have the last one.
+/// Small distances have a row each. Larger distances share rows on a logarithmic scale up to
+/// `max_distance`, from which on all have the last row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RelativeBias {
-    /// Rows of the table that distances are sorted into.
+    /// Number of rows of the table.
     pub buckets: usize,
-    /// The distance from which on all have one row.
+    /// The distance from which on all distances share one row.
     pub max_distance: usize,
-    /// Whether keys behind the query have the second half of the rows; otherwise all of them have the first row.
+    /// Whether keys after the query use the second half of the rows; otherwise they all use the first
+    /// row.
     pub both_ways: bool,
 }
 
@@ -35,12 +36,12 @@ impl Default for RelativeBias {
 }
 
 impl RelativeBias {
-    /// Rows for one direction.
+    /// Number of rows for one direction.
     fn rows(&self) -> usize {
         if self.both_ways { self.buckets / 2 } else { self.buckets }
     }
 
-    /// The row of a key that stands so many places behind the query.
+    /// The row for a key `behind` positions after the query.
     fn bucket(&self, behind: i64) -> usize {
         let (rows, distance) = (self.rows(), if self.both_ways { behind.unsigned_abs() } else { (-behind).max(0).unsigned_abs() } as usize);
         let first = if self.both_ways && behind > 0 { rows } else { 0 };
@@ -48,26 +49,26 @@ impl RelativeBias {
         if distance < exact {
             return first + distance;
         }
-        // In 32 bits and in this order, as the checkpoints were trained.
+        // In 32 bits and in this order, as in the training code of the checkpoints.
         let part = (distance as f32 / exact as f32).ln() / (self.max_distance as f64 / exact as f64).ln() as f32;
         first + (exact + (part * (rows - exact) as f32) as usize).min(rows - 1)
     }
 
-    /// The rows of keys from `max_distance` before the query to as many behind it.
+    /// The rows for keys from `max_distance` positions before the query to `max_distance` after it.
     pub fn by_distance(&self) -> Vec<i64> {
         let far = self.max_distance as i64;
         (-far..=far).map(|behind| self.bucket(behind) as i64).collect()
     }
 
-    fn held(&self) -> Result<(), String> {
+    fn validate(&self) -> Result<(), String> {
         let exact = self.rows() / 2;
         if exact == 0 || self.max_distance <= exact || self.max_distance > 1 << 20 {
-            return Err(format!("{} rows and a distance of {} leave no rows for distances that share one", self.buckets, self.max_distance));
+            return Err(format!("{} buckets with a maximum distance of {} leave no rows for shared distances", self.buckets, self.max_distance));
         }
         Ok(())
     }
 
-    /// The row of each pair of places, one after the other, of the queries behind so many tokens.
+    /// The row of each pair of positions, query by query, for `sequence` queries after `past` tokens.
     fn pairs(&self, past: usize, sequence: usize, device: &Device) -> candle_core::Result<Tensor> {
         let (far, rows) = (self.max_distance as i64, self.by_distance());
         let (first, end) = (past as i64, (past + sequence) as i64);
@@ -76,21 +77,21 @@ impl RelativeBias {
         Tensor::from_vec(pairs, sequence * (past + sequence), device)
     }
 
-    fn whole(&self, sequence: usize, device: &Device) -> candle_core::Result<Tensor> {
+    fn all_pairs(&self, sequence: usize, device: &Device) -> candle_core::Result<Tensor> {
         constant(format!("rows by distance {self:?} {sequence}"), device, |device| self.pairs(0, sequence, device))
     }
 }
 
-impl Sequential for RelativeBias {
-    fn axis(&self, input: usize) -> Option<usize> {
+impl Incremental for RelativeBias {
+    fn token_axis(&self, input: usize) -> Option<usize> {
         (input == 0).then_some(1)
     }
 
-    fn makes_pairs(&self) -> bool {
+    fn returns_pairs(&self) -> bool {
         true
     }
 
-    fn follow(&self, inputs: &[Tensor], past: &mut Past, _forward: &Forward) -> candle_core::Result<Tensor> {
+    fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState, _forward: &Forward) -> candle_core::Result<Tensor> {
         let (past, sequence, heads) = (past.tokens(), inputs[0].dim(1)?, inputs[1].dim(1)?);
         let rows = inputs[1].index_select(&self.pairs(past, sequence, inputs[1].device())?, 0)?;
         rows.t()?.contiguous()?.reshape((heads, sequence, past + sequence))
@@ -107,10 +108,10 @@ impl OpSpec for RelativeBias {
         require(tokens, Element::Int, "the tokens")?;
         require_rank(tokens, 2, "the tokens")?;
         require_floats(table, 2, "the table")?;
-        self.held()?;
+        self.validate()?;
         match table.shape[0].fixed() {
             Some(rows) if rows >= self.buckets => {}
-            _ => return Err(format!("the table must have {} rows at least", self.buckets)),
+            _ => return Err(format!("the table must have at least {} rows", self.buckets)),
         }
         let sequence = tokens.shape[1].clone();
         Ok(TensorType { element: Element::Float, shape: vec![table.shape[1].clone(), sequence.clone(), sequence] })
@@ -122,20 +123,20 @@ impl OpSpec for RelativeBias {
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let (sequence, heads) = (inputs[0].dim(1)?, inputs[1].dim(1)?);
-        let rows = inputs[1].index_select(&self.whole(sequence, inputs[1].device())?, 0)?;
+        let rows = inputs[1].index_select(&self.all_pairs(sequence, inputs[1].device())?, 0)?;
         rows.t()?.contiguous()?.reshape((heads, sequence, sequence))
     }
 
-    fn sequential(&self) -> Option<&dyn Sequential> {
+    fn incremental(&self) -> Option<&dyn Incremental> {
         Some(self)
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let table = backward.inputs[1].dims();
-        let of_table = backward.of(1, || {
+        let of_table = backward.gradient_of(1, || {
             let (heads, sequence, _) = backward.gradient.dims3()?;
             let rows = wide(&backward.gradient.reshape((heads, sequence * sequence))?)?.t()?.contiguous()?;
-            let pairs = self.whole(sequence, rows.device())?;
+            let pairs = self.all_pairs(sequence, rows.device())?;
             sum_rows_by_index(&rows, &pairs, table[0])?.to_dtype(backward.gradient.dtype())
         })?;
         Ok(vec![None, of_table])
@@ -150,9 +151,10 @@ impl OpSpec for RelativeBias {
 mod tests {
     use super::*;
 
-    /// As `MPNetEncoder.relative_position_bucket` and `T5Attention._relative_position_bucket` of transformers give them.
+    /// Reference values: `MPNetEncoder.relative_position_bucket` and
+    /// `T5Attention._relative_position_bucket` of transformers.
     #[test]
-    fn rows_are_those_of_the_reference() {
+    fn rows_match_the_reference() {
         let both = RelativeBias::default();
         let at = |op: &RelativeBias, places: &[i64]| places.iter().map(|behind| op.bucket(*behind)).collect::<Vec<_>>();
         assert_eq!(at(&both, &[0, -1, -7, -8, -12, -16, -23, -32, -64, -91, -127, -128, -500]), [0, 1, 7, 8, 9, 10, 11, 12, 14, 15, 15, 15, 15]);

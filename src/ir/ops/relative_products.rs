@@ -1,4 +1,4 @@
-//! What attention adds for content and distance together.
+//! Attention scores between content and relative positions.
 
 use std::ops::Range;
 
@@ -11,21 +11,22 @@ use super::kernels::sum_rows_by_index;
 use super::{Backward, OpSpec, elements, require_floats};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
-/// Products of each query, or of each key, with a vector for how far the two stand from each other (Shaw et al., 2018; DeBERTa's content to
-/// position and position to content: He et al., 2021): heads `[batch, heads, sequence, width]` and a table `[rows, heads · width]` to
-/// `[batch, heads, sequence, sequence]`, queries before keys.
+/// Products of each query, or of each key, with an embedding of the relative position (Shaw et al., 2018;
+/// DeBERTa's content-to-position and position-to-content scores: He et al., 2021): heads `[batch, heads,
+/// sequence, width]` and a table `[rows, heads · width]` to `[batch, heads, sequence, sequence]`, queries
+/// before keys.
 ///
-/// The row of a key at the same place is the one in the middle, keys before the query have later rows, and what is further away than there
-/// are rows has the first or the last one.
+/// The middle row of the table is for a key at the position of the query. Keys before the query have
+/// later rows. Distances beyond the table use the first or the last row.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RelativeProducts {
     /// Factor on the products.
     pub scale: f64,
-    /// Rows of the table on either side of the middle.
+    /// Number of rows of the table on either side of the middle.
     pub span: usize,
-    /// From half the rows of a side on, distances share rows, the more of them the larger they are: this one has the last row. Without it,
-    /// each distance has a row.
+    /// From half of `span` on, distances share rows on a logarithmic scale, and this distance has the
+    /// last row. Without it, each distance has its own row.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_distance: Option<usize>,
     /// Whether the heads are those of keys.
@@ -39,42 +40,42 @@ impl Default for RelativeProducts {
     }
 }
 
-/// Products that are held at a time beside the result, unless one sample makes more.
+/// Maximum number of products in temporary memory, unless one sample needs more.
 const PRODUCTS: usize = if cfg!(test) { 1 << 9 } else { 1 << 24 };
-/// Larger distances and tables are mistakes.
-const MOST: usize = 1 << 20;
+/// Maximum span and distance that are accepted as plausible.
+const MAX_SPAN: usize = 1 << 20;
 
 impl RelativeProducts {
-    fn held(&self) -> Result<(), String> {
+    fn validate(&self) -> Result<(), String> {
         let exact = self.span / 2;
         match self.max_distance {
-            _ if self.span == 0 || self.span > MOST => Err(format!("a table cannot have {} rows on a side", self.span)),
-            Some(far) if exact < 2 || far <= exact || far > MOST => {
-                Err(format!("{} rows on a side and a distance of {far} leave no rows for distances that share one", self.span))
+            _ if self.span == 0 || self.span > MAX_SPAN => Err(format!("a table cannot have {} rows on either side", self.span)),
+            Some(far) if exact < 2 || far <= exact || far > MAX_SPAN => {
+                Err(format!("{} rows on either side and a maximum distance of {far} leave no rows for shared distances", self.span))
             }
-            _ if self.reach() > MOST => Err(format!("{} rows on a side are never all needed: they share distances too evenly", self.span)),
+            _ if self.reach() > MAX_SPAN => Err(format!("{} rows on either side are never all used with this maximum distance", self.span)),
             _ => Ok(()),
         }
     }
 
-    /// How many rows from the middle a distance has its row.
+    /// Offset of the row for a distance from the middle row.
     fn steps(&self, distance: usize) -> usize {
         let exact = self.span / 2;
         let Some(far) = self.max_distance.filter(|_| distance > exact) else { return distance };
-        // In 32 bits and in this order, as the checkpoints were trained.
+        // In 32 bits and in this order, as in the training code of the checkpoints.
         let part = (distance as f32 / exact as f32).ln() / ((far as f64 / exact as f64) as f32).ln();
         (part * (exact - 1) as f32).ceil() as usize + exact
     }
 
-    /// The row of a key that stands so many places before the query.
+    /// The row for a key `before` positions before the query.
     fn row(&self, before: i64) -> usize {
         let steps = self.steps(before.unsigned_abs() as usize);
         if before < 0 { self.span.saturating_sub(steps) } else { (self.span + steps).min(2 * self.span - 1) }
     }
 
-    /// The least distance from which on all have one row on either side.
+    /// The smallest distance from which on all use the outermost rows.
     fn reach(&self) -> usize {
-        let (mut near, mut far) = (0, 2 * MOST * MOST);
+        let (mut near, mut far) = (0, 2 * MAX_SPAN * MAX_SPAN);
         while near < far {
             let middle = near + (far - near) / 2;
             if self.steps(middle) < self.span { near = middle + 1 } else { far = middle }
@@ -82,14 +83,15 @@ impl RelativeProducts {
         near
     }
 
-    /// The rows of places from so many before a query, or a key where the heads are those of keys, to as many behind it.
+    /// The rows for relative positions from `-reach` to `reach`, and `reach`; relative to the query, or
+    /// to the key if the heads are those of keys.
     pub(crate) fn by_distance(&self) -> (Vec<i64>, i64) {
         let reach = self.reach() as i64;
         ((-reach..=reach).map(|places| self.row(if self.of_keys { places } else { -places }) as i64).collect(), reach)
     }
 
-    /// Rows in the order in which the columns of products need them: column `c` of row `r` is the place `c + r + 1 - sequence`, of twice as
-    /// many columns as places.
+    /// Rows in the order of the columns of products, twice as many as positions: column `c` of row `r`
+    /// has the relative position `c + r + 1 - sequence`.
     fn columns(&self, sequence: usize, device: &Device) -> Computed<Tensor> {
         constant(format!("rows of places {self:?} {sequence}"), device, |device| {
             let places = (0..2 * sequence as i64).map(|column| column + 1 - sequence as i64);
@@ -98,13 +100,13 @@ impl RelativeProducts {
         })
     }
 
-    /// The table's vectors in that order, `[heads, columns, width]`.
+    /// The embeddings in that order, `[heads, columns, width]`.
     fn vectors(&self, table: &Tensor, heads: usize, sequence: usize) -> Computed<Tensor> {
         let rows = table.index_select(&self.columns(sequence, table.device())?, 0)?;
         rows.reshape((2 * sequence, heads, ()))?.transpose(0, 1)?.contiguous()
     }
 
-    /// Runs of samples that are worked on together.
+    /// Ranges of samples that are processed together: first sample and count.
     fn parts(x: &Tensor) -> Computed<impl Iterator<Item = (usize, usize)>> {
         let (batch, heads, sequence, _) = x.dims4()?;
         let samples = (PRODUCTS / (2 * heads * sequence * sequence).max(1)).max(1);
@@ -112,7 +114,8 @@ impl RelativeProducts {
     }
 }
 
-/// Of `[batch, heads, rows, 2 · rows]`, each row moved so that its own place is the first column: `[batch, heads, rows, rows]`.
+/// Shifts each row of `[batch, heads, rows, 2 · rows]` so that its own relative positions start at the
+/// first column: `[batch, heads, rows, rows]`.
 fn moved(products: &Tensor) -> Computed<Tensor> {
     let (batch, heads, rows, columns) = products.dims4()?;
     let flat = products.reshape((batch, heads, rows * columns))?;
@@ -120,7 +123,7 @@ fn moved(products: &Tensor) -> Computed<Tensor> {
     from_first.reshape((batch, heads, rows, columns.saturating_sub(1)))?.narrow(3, 0, rows)?.contiguous()
 }
 
-/// The other way round, with zeros where nothing came from.
+/// The inverse of [`moved`], with zeros for dropped elements.
 fn moved_back(gradient: &Tensor) -> Computed<Tensor> {
     let (batch, heads, rows, _) = gradient.dims4()?;
     let wide = gradient.pad_with_zeros(3, 0, rows.saturating_sub(1))?.reshape((batch, heads, ()))?;
@@ -136,13 +139,13 @@ impl OpSpec for RelativeProducts {
         let [heads, table] = [inputs[0], inputs[1]];
         require_floats(heads, 4, "the heads")?;
         require_floats(table, 2, "the table")?;
-        self.held()?;
+        self.validate()?;
         if Dim::all([&heads.shape[1], &heads.shape[3]]).as_ref() != Some(&table.shape[1]) {
-            return Err(format!("the table's rows must be as wide as {} heads of {}", heads.shape[1], heads.shape[3]));
+            return Err(format!("the rows of the table must have the size of {} heads of width {}", heads.shape[1], heads.shape[3]));
         }
         match table.shape[0].fixed() {
             Some(rows) if rows >= 2 * self.span => {}
-            _ => return Err(format!("the table must have {} rows at least", 2 * self.span)),
+            _ => return Err(format!("the table must have at least {} rows", 2 * self.span)),
         }
         let [batch, count, sequence] = [0, 1, 2].map(|axis| heads.shape[axis].clone());
         Ok(TensorType { element: Element::Float, shape: vec![batch, count, sequence.clone(), sequence] })
@@ -170,10 +173,10 @@ impl OpSpec for RelativeProducts {
             let gradient = backward.gradient.narrow(0, first, count)?;
             let gradient = if self.of_keys { gradient.transpose(2, 3)? } else { gradient }.contiguous()?;
             let of_products = (moved_back(&gradient)? * self.scale)?;
-            if backward.wants(0) {
+            if backward.needs_gradient(0) {
                 of_heads.push(of_products.broadcast_matmul(&vectors)?);
             }
-            if backward.wants(1) {
+            if backward.needs_gradient(1) {
                 let x = x.narrow(0, first, count)?.contiguous()?;
                 let sum = wide(&of_products.transpose(2, 3)?.contiguous()?.matmul(&x)?)?.sum(0)?;
                 of_vectors = Some(of_vectors.map_or(Ok(sum.clone()), |other: Tensor| other + sum)?);
@@ -184,7 +187,7 @@ impl OpSpec for RelativeProducts {
             let columns = self.columns(sequence, rows.device())?;
             sum_rows_by_index(&rows, &columns, table.dim(0)?)?.to_dtype(table.dtype())
         };
-        Ok(vec![backward.of(0, || Tensor::cat(&of_heads, 0))?, of_vectors.map(of_table).transpose()?])
+        Ok(vec![backward.gradient_of(0, || Tensor::cat(&of_heads, 0))?, of_vectors.map(of_table).transpose()?])
     }
 
     fn macs(&self, inputs: &[&TensorType], _output: &TensorType, bindings: &Bindings) -> u64 {
@@ -197,9 +200,10 @@ impl OpSpec for RelativeProducts {
 mod tests {
     use super::*;
 
-    /// As `make_log_bucket_position` of transformers gives them, moved to the middle of the table and held to its rows.
+    /// Reference values: `make_log_bucket_position` of transformers, offset to the middle of the table
+    /// and clamped to its rows.
     #[test]
-    fn rows_are_those_of_the_reference() {
+    fn rows_match_the_reference() {
         let at = |op: &RelativeProducts, places: &[i64]| places.iter().map(|before| op.row(*before)).collect::<Vec<_>>();
         let base = RelativeProducts { max_distance: Some(511), ..RelativeProducts::default() };
         assert_eq!(at(&base, &[0, 1, 127, 128, 129, 130, 200, 300, 510, 511, 512, 900]), [256, 257, 383, 384, 385, 386, 425, 463, 511, 511, 511, 511]);
@@ -207,7 +211,7 @@ mod tests {
         let plain = RelativeProducts { span: 4, ..RelativeProducts::default() };
         assert_eq!(at(&plain, &[-9, -4, -3, 0, 3, 4, 9]), [0, 0, 1, 4, 7, 7, 7]);
         assert_eq!((plain.reach(), base.reach()), (4, 512));
-        // Of all distances to 2000 on either side.
+        // Checksums over all distances up to 2000 on either side.
         for (span, far, sum) in
             [(256, 511, 611_418_067), (8, 19, 670_980_956), (4, 8, 536_175_710), (32, 511, 982_463_230), (64, 99, 7_542_076), (5, 11, 542_895_369)]
         {
@@ -217,9 +221,9 @@ mod tests {
             let (rows, reach) = op.by_distance();
             let last = 2 * reach as usize;
             assert_eq!((rows[0], rows[last], rows[last - 1] > 0), (2 * span as i64 - 1, 0, true));
-            assert!(op.held().is_ok());
+            assert!(op.validate().is_ok());
         }
-        let refused = |span, far| RelativeProducts { span, max_distance: Some(far), ..base }.held().unwrap_err();
-        assert!(refused(3, 9).contains("share one") && refused(8, 4).contains("share one") && refused(5, 1 << 19).contains("never all needed"));
+        let refused = |span, far| RelativeProducts { span, max_distance: Some(far), ..base }.validate().unwrap_err();
+        assert!(refused(3, 9).contains("shared distances") && refused(8, 4).contains("shared distances") && refused(5, 1 << 19).contains("never all used"));
     }
 }

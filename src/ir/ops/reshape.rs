@@ -1,34 +1,34 @@
-//! The same elements in other axes.
+//! Reshaping of tensors.
 
 use std::ops::Range;
 
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Backward, OpSpec, unfit};
+use super::{Backward, OpSpec, shape_error};
 use crate::ir::{Dim, TensorType};
 
-/// Axes of a tensor, at most.
-const MOST: usize = 32;
+/// Maximum number of axes of a tensor.
+const MAX_RANK: usize = 32;
 
-/// A size that a tensor is to have.
+/// A size in the target shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TargetSize {
-    /// That of an axis of the input.
+    /// The size of this input axis.
     Copy(usize),
-    /// What is left of the elements; one axis may have it.
+    /// Inferred from the number of elements; at most one axis.
     Rest,
-    /// This one.
+    /// A fixed size.
     #[serde(untagged)]
     Number(usize),
 }
 
-/// The same elements, in the same order, in axes of other sizes; of floats or of whole numbers.
+/// Reshapes a float or integer tensor; the order of elements is unchanged.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Reshape {
-    /// Sizes, outermost first.
+    /// Target shape, outermost axis first.
     pub shape: Vec<TargetSize>,
 }
 
@@ -38,18 +38,18 @@ impl Default for Reshape {
     }
 }
 
-/// Axes of the input and axes of the output that hold the same elements.
-type Same = (Range<usize>, Range<usize>);
+/// Input axes and output axes that cover the same elements.
+type AxisRun = (Range<usize>, Range<usize>);
 
 impl Reshape {
-    /// The output's sizes.
+    /// The shape of the output.
     fn sizes(&self, from: &[Dim]) -> Result<Vec<Dim>, String> {
-        if self.shape.len() > MOST {
-            return Err(format!("{} axes are more than the {MOST} there may be", self.shape.len()));
+        if self.shape.len() > MAX_RANK {
+            return Err(format!("{} axes exceed the maximum of {MAX_RANK}", self.shape.len()));
         }
-        let large = || "is larger than any memory".to_owned();
+        let large = || "the number of elements overflows".to_owned();
         let all = Dim::all(from).ok_or_else(large)?;
-        let copied = |axis: usize| from.get(axis).cloned().ok_or_else(|| format!("there is no axis {axis} to copy among {}", from.len()));
+        let copied = |axis: usize| from.get(axis).cloned().ok_or_else(|| format!("axis {axis} to copy is out of range for {} axes", from.len()));
         let mut sizes = Vec::with_capacity(self.shape.len());
         for size in &self.shape {
             sizes.push(match size {
@@ -59,18 +59,19 @@ impl Reshape {
             });
         }
         let known = Dim::all(sizes.iter().flatten()).ok_or_else(large)?;
-        let unfit = || format!("{all} elements do not make {}", self.shape.iter().map(|size| format!("{size:?}")).collect::<Vec<_>>().join(" x "));
+        let shape_error =
+            || format!("{all} elements cannot be reshaped to {}", self.shape.iter().map(|size| format!("{size:?}")).collect::<Vec<_>>().join(" x "));
         let rest = match sizes.iter().filter(|size| size.is_none()).count() {
             0 if known == all => Dim::Fixed(1),
-            1 => all.divided(&known).ok_or_else(unfit)?,
-            0 => return Err(unfit()),
-            _ => return Err("more than one size is left open".into()),
+            1 => all.divided(&known).ok_or_else(shape_error)?,
+            0 => return Err(shape_error()),
+            _ => return Err("more than one size is to be inferred".into()),
         };
         Ok(sizes.into_iter().map(|size| size.unwrap_or_else(|| rest.clone())).collect())
     }
 
-    /// Runs of axes that hold the same elements, as short as they can be.
-    fn runs(from: &[Dim], to: &[Dim]) -> Option<Vec<Same>> {
+    /// The shortest runs of axes that cover the same elements.
+    fn runs(from: &[Dim], to: &[Dim]) -> Option<Vec<AxisRun>> {
         let (mut runs, mut at, mut out) = (Vec::new(), 0, 0);
         while at < from.len() || out < to.len() {
             let (left, right) = (from.len() - at, to.len() - out);
@@ -78,7 +79,7 @@ impl Reshape {
             let fits = |(few, other): &(usize, usize)| {
                 *few <= left && *other <= right && Dim::all(&from[at..at + few]).is_some_and(|size| Dim::all(&to[out..out + other]) == Some(size))
             };
-            // One axis for one is what is meant where it fits, also of size one.
+            // Prefers matching axes one to one, also for axes of size 1.
             let (few, other) = [(1, 1)].into_iter().chain(counts).find(fits)?;
             runs.push((at..at + few, out..out + other));
             (at, out) = (at + few, out + other);
@@ -96,7 +97,8 @@ impl OpSpec for Reshape {
         Ok(TensorType { element: inputs[0].element, shape: self.sizes(&inputs[0].shape)? })
     }
 
-    /// A letter has the number of the output's axis that it belongs to, so that [`resize`](OpSpec::resize) finds it there.
+    /// A letter contains the number of the output axis that it belongs to, for
+    /// [`resize`](OpSpec::resize).
     fn axes(&self, inputs: &[&TensorType]) -> String {
         let from = &inputs[0].shape;
         let Ok(to) = self.sizes(from) else { return String::new() };
@@ -135,12 +137,12 @@ impl OpSpec for Reshape {
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        let sizes = self.sizes(&inputs[0].dims().iter().map(|size| Dim::Fixed(*size)).collect::<Vec<_>>()).map_err(unfit)?;
+        let sizes = self.sizes(&inputs[0].dims().iter().map(|size| Dim::Fixed(*size)).collect::<Vec<_>>()).map_err(shape_error)?;
         inputs[0].reshape(sizes.iter().filter_map(Dim::fixed).collect::<Vec<_>>())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        Ok(vec![backward.of(0, || backward.gradient.reshape(backward.inputs[0].dims()))?])
+        Ok(vec![backward.gradient_of(0, || backward.gradient.reshape(backward.inputs[0].dims()))?])
     }
 
     fn reads_input(&self, _input: usize) -> bool {

@@ -1,4 +1,4 @@
-//! Axes made longer or shorter by interpolation.
+//! Resizing of axes by interpolation.
 
 use std::ops::Range;
 
@@ -6,79 +6,79 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
+use super::gather::{cached_indices, gather, gather_gradient};
 use super::gradient::wide;
-use super::places::{given_back, places, taken};
-use super::{Backward, OpSpec, require, unfit};
+use super::{Backward, OpSpec, require, shape_error};
 use crate::ir::{Dim, Element, TensorType};
-use crate::kernel::resize::{ImagePlaces, Places};
+use crate::kernel::resize::{AxisSources, ImageSources};
 
-/// What becomes of an axis.
+/// The target size of an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Extent {
-    /// Its size times this, rounded down.
+    /// The input size times this factor, rounded down.
     Scale(f64),
-    /// This size.
+    /// A fixed size.
     #[serde(untagged)]
     Size(usize),
 }
 
-/// How an element is made of those beside its place.
+/// Interpolation method.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Interpolation {
-    /// It is the nearest one.
+    /// The nearest element.
     #[default]
     Nearest,
-    /// It lies between the two beside its place.
+    /// Linear interpolation between the two neighbors.
     Linear,
 }
 
-/// Where an element of the output lies in the input, as ONNX names it.
+/// Mapping of output positions to input positions, with ONNX's names.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Coordinates {
-    /// Middles of elements are half a step from their edges.
+    /// Aligns the corners of the images; elements are centered at half positions.
     #[default]
     HalfPixel,
-    /// The same; the only element of an axis lies at the first one.
+    /// As `HalfPixel`, but an axis with one output element reads the first input element.
     PytorchHalfPixel,
-    /// First and last elements lie at first and last ones.
+    /// Aligns the centers of the first and last elements.
     AlignCorners,
-    /// Places are divided by the scale.
+    /// Divides positions by the scale.
     Asymmetric,
 }
 
-/// Which of two elements is the nearest.
+/// Rounding of positions for nearest-neighbor interpolation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NearestMode {
-    /// The nearer one, of two as near the first.
+    /// To the nearest element; ties to the first.
     #[default]
     RoundPreferFloor,
-    /// The nearer one, of two as near the second.
+    /// To the nearest element; ties to the second.
     RoundPreferCeil,
-    /// The first.
+    /// Down.
     Floor,
-    /// The second.
+    /// Up.
     Ceil,
 }
 
-/// Axes made longer or shorter, one after the other.
+/// Resizes axes by separable interpolation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Resize {
-    /// What becomes of each axis; none for no change.
+    /// Target size of each axis; empty for no change.
     pub sizes: Vec<Extent>,
-    /// How elements are made.
+    /// Interpolation method.
     pub mode: Interpolation,
-    /// Where they lie.
+    /// Mapping of output positions to input positions.
     pub coordinates: Coordinates,
-    /// Which is the nearest, where one is taken.
+    /// Rounding for nearest-neighbor interpolation.
     pub nearest: NearestMode,
 }
 
-/// An axis that changes: its number, its size before and after.
+/// An axis that changes, with its size before and after.
 #[derive(Debug, Clone, Copy)]
 struct Changed {
     axis: usize,
@@ -88,16 +88,16 @@ struct Changed {
 }
 
 impl Extent {
-    /// Whether it leaves an axis of this size as it is.
-    pub(crate) fn keeps(self, size: &Dim) -> bool {
+    /// Whether an axis of this size does not change.
+    pub(crate) fn is_identity(self, size: &Dim) -> bool {
         match self {
             Extent::Scale(scale) => scale == 1.0,
             Extent::Size(after) => *size == Dim::Fixed(after),
         }
     }
 
-    /// The size that it makes of another.
-    fn of(self, size: &Dim) -> Option<Dim> {
+    /// The size after resizing an axis of this size.
+    fn apply(self, size: &Dim) -> Option<Dim> {
         let scale = match self {
             Extent::Size(after) => return Some(Dim::Fixed(after)).filter(|_| after > 0),
             Extent::Scale(scale) if scale > 0.0 && scale.is_finite() => scale,
@@ -109,7 +109,7 @@ impl Extent {
                 (after >= 1.0 && after < u32::MAX.into()).then_some(Dim::Fixed(after as usize))
             }
             open if scale.fract() == 0.0 && scale < u32::MAX.into() => open.times(&Dim::Fixed(scale as usize)),
-            // A part of an open size: as often as a window of so many elements fits.
+            // A dynamic size divided by an integer: the number of windows of that extent.
             open => {
                 let step = (1.0 / scale).round();
                 let exact = step >= 1.0 && step < u32::MAX.into() && step * scale == 1.0;
@@ -124,10 +124,11 @@ impl Resize {
     fn changed(&self, dims: &[usize]) -> candle_core::Result<Vec<Changed>> {
         let of = |(axis, (extent, size)): (usize, (&Extent, &usize))| {
             let before = Dim::Fixed(*size);
-            if extent.keeps(&before) {
+            if extent.is_identity(&before) {
                 return None;
             }
-            let after = extent.of(&before).and_then(|after| after.fixed()).ok_or_else(|| unfit(format!("nothing is left of {size} elements")));
+            let after =
+                extent.apply(&before).and_then(|after| after.fixed()).ok_or_else(|| shape_error(format!("resizing {size} elements leaves an empty axis")));
             Some(after.map(|after| {
                 let scale = if let Extent::Scale(scale) = extent { *scale as f32 } else { after as f32 / *size as f32 };
                 Changed { axis, before: *size, after, scale }
@@ -136,8 +137,8 @@ impl Resize {
         self.sizes.iter().zip(dims).enumerate().filter_map(of).collect()
     }
 
-    /// The places of the output's elements among those of the input.
-    fn lies(&self, changed: Changed) -> impl Iterator<Item = f32> {
+    /// Input positions of the output elements, as fractions.
+    fn source_positions(&self, changed: Changed) -> impl Iterator<Item = f32> {
         let (coordinates, last) = (self.coordinates, changed.before.saturating_sub(1) as f32);
         (0..changed.after).map(move |at| {
             let middle = (at as f32 + 0.5) / changed.scale - 0.5;
@@ -166,8 +167,9 @@ impl Resize {
         format!("{:?} {:?} {:?} {changed:?} {what}", self.mode, self.coordinates, self.nearest)
     }
 
-    /// Of each element the one that it is, or those that it lies between; and how near it is to the second of them.
-    fn places(&self, changed: Changed) -> Places {
+    /// The input index of each output element, or the two indices to interpolate between and the weight
+    /// of the second.
+    fn indices(&self, changed: Changed) -> AxisSources {
         let last = changed.before.saturating_sub(1) as f32;
         if self.mode == Interpolation::Nearest {
             let nearest = match self.nearest {
@@ -176,31 +178,31 @@ impl Resize {
                 NearestMode::Floor => f32::floor,
                 NearestMode::Ceil => f32::ceil,
             };
-            return Places { first: self.lies(changed).map(|at| nearest(at).clamp(0.0, last) as u32).collect(), second: None };
+            return AxisSources { first: self.source_positions(changed).map(|at| nearest(at).clamp(0.0, last) as u32).collect(), second: None };
         }
-        let held: Vec<f32> = self.lies(changed).map(|at| at.clamp(0.0, last)).collect();
+        let held: Vec<f32> = self.source_positions(changed).map(|at| at.clamp(0.0, last)).collect();
         let second = held.iter().map(|at| (at.floor() + 1.0).min(last) as u32).collect();
-        Places { first: held.iter().map(|at| at.floor() as u32).collect(), second: Some((second, held.iter().map(|at| at.fract()).collect())) }
+        AxisSources { first: held.iter().map(|at| at.floor() as u32).collect(), second: Some((second, held.iter().map(|at| at.fract()).collect())) }
     }
 
-    /// The same on a device.
+    /// The same as tensors on a device.
     fn parts(&self, changed: Changed, device: &Device) -> candle_core::Result<(Vec<Tensor>, Option<Tensor>)> {
-        let mut parts = vec![places(self.key(changed, "first"), device, || self.places(changed).first)?];
+        let mut parts = vec![cached_indices(self.key(changed, "first"), device, || self.indices(changed).first)?];
         let mut share = None;
         if self.mode == Interpolation::Linear {
-            let second = || self.places(changed).second.unwrap_or_default();
-            parts.push(places(self.key(changed, "second"), device, || second().0)?);
+            let second = || self.indices(changed).second.unwrap_or_default();
+            parts.push(cached_indices(self.key(changed, "second"), device, || second().0)?);
             share = Some(constant(self.key(changed, "share"), device, |device| Tensor::from_vec(second().1, changed.after, device))?);
         }
         Ok((parts, share))
     }
 
-    /// Places in images `[images, channels, rows, columns]`; `None` where other axes change.
-    pub(super) fn of_images(&self, dims: &[usize]) -> candle_core::Result<Option<ImagePlaces>> {
+    /// The indices for images `[images, channels, rows, columns]`; `None` if other axes change.
+    pub(super) fn image_indices(&self, dims: &[usize]) -> candle_core::Result<Option<ImageSources>> {
         let &[_, _, rows, columns] = dims else { return Ok(None) };
-        let mut found = ImagePlaces { rows: None, columns: None, size: [rows, columns] };
+        let mut found = ImageSources { rows: None, columns: None, size: [rows, columns] };
         for changed in self.changed(dims)? {
-            let (places, size) = (Some(self.places(changed)), changed.after);
+            let (places, size) = (Some(self.indices(changed)), changed.after);
             match changed.axis {
                 2 => (found.rows, found.size[0]) = (places, size),
                 3 => (found.columns, found.size[1]) = (places, size),
@@ -211,8 +213,8 @@ impl Resize {
     }
 }
 
-/// A number for each element of an axis, beside a tensor.
-fn beside(numbers: &Tensor, axis: usize, like: &Tensor) -> candle_core::Result<Tensor> {
+/// Reshapes a vector with an element for each index of `axis` for broadcasting with `like`.
+fn along_axis(numbers: &Tensor, axis: usize, like: &Tensor) -> candle_core::Result<Tensor> {
     let mut shape = vec![1; like.rank()];
     shape[axis] = numbers.elem_count();
     numbers.reshape(shape)?.to_dtype(like.dtype())
@@ -227,19 +229,19 @@ impl OpSpec for Resize {
         require(inputs[0], Element::Float, "the input")?;
         let mut shape = inputs[0].shape.clone();
         if !self.sizes.is_empty() && self.sizes.len() != shape.len() {
-            return Err(format!("there are {} sizes for {} axes", self.sizes.len(), shape.len()));
+            return Err(format!("got {} sizes for {} axes", self.sizes.len(), shape.len()));
         }
-        for (size, extent) in shape.iter_mut().zip(&self.sizes).filter(|(size, extent)| !extent.keeps(size)) {
+        for (size, extent) in shape.iter_mut().zip(&self.sizes).filter(|(size, extent)| !extent.is_identity(size)) {
             let known = size.fixed().is_some() || matches!(extent, Extent::Size(_));
-            let hint = if known { "" } else { "; of a size that is open, whole multiples and whole parts are known" };
-            *size = extent.of(size).ok_or_else(|| format!("{extent:?} makes no size of {size}{hint}"))?;
+            let hint = if known { "" } else { "; dynamic sizes can only be multiplied or divided by integers" };
+            *size = extent.apply(size).ok_or_else(|| format!("{extent:?} cannot be applied to size {size}{hint}"))?;
         }
         Ok(TensorType { element: Element::Float, shape })
     }
 
     fn axes(&self, inputs: &[&TensorType]) -> String {
         let shape = &inputs[0].shape;
-        let held = |axis: usize| self.sizes.get(axis).is_some_and(|extent| !extent.keeps(&shape[axis]) || matches!(extent, Extent::Size(_)));
+        let held = |axis: usize| self.sizes.get(axis).is_some_and(|extent| !extent.is_identity(&shape[axis]) || matches!(extent, Extent::Size(_)));
         let axes = super::letters(shape.len(), |axis| held(axis).then(|| "_".to_owned()));
         format!("{axes} -> {axes}")
     }
@@ -248,10 +250,10 @@ impl OpSpec for Resize {
         let mut x = wide(&inputs[0])?;
         for changed in self.changed(inputs[0].dims())? {
             let (parts, share) = self.parts(changed, x.device())?;
-            let mut elements = parts.iter().map(|places| taken(&x, places, changed.axis));
+            let mut elements = parts.iter().map(|places| gather(&x, places, changed.axis));
             let (first, second) = (elements.next().unwrap_or_else(|| Ok(x.clone()))?, elements.next().transpose()?);
             x = match (second, share) {
-                (Some(second), Some(share)) => (&first + (second - &first)?.broadcast_mul(&beside(&share, changed.axis, &first)?)?)?,
+                (Some(second), Some(share)) => (&first + (second - &first)?.broadcast_mul(&along_axis(&share, changed.axis, &first)?)?)?,
                 _ => first,
             };
         }
@@ -259,12 +261,12 @@ impl OpSpec for Resize {
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let of_input = backward.of(0, || {
+        let of_input = backward.gradient_of(0, || {
             let mut gradient = wide(backward.gradient)?;
             for changed in self.changed(backward.inputs[0].dims())?.into_iter().rev() {
                 let (parts, share) = self.parts(changed, gradient.device())?;
-                let of_second = share.map(|share| gradient.broadcast_mul(&beside(&share, changed.axis, &gradient)?)).transpose()?;
-                let back = |gradient: &Tensor, places: &Tensor| given_back(gradient, places, changed.axis, changed.before);
+                let of_second = share.map(|share| gradient.broadcast_mul(&along_axis(&share, changed.axis, &gradient)?)).transpose()?;
+                let back = |gradient: &Tensor, places: &Tensor| gather_gradient(gradient, places, changed.axis, changed.before);
                 gradient = match (parts.as_slice(), of_second) {
                     ([first, second], Some(of_second)) => (back(&(&gradient - &of_second)?, first)? + back(&of_second, second)?)?,
                     ([only, ..], _) => back(&gradient, only)?,

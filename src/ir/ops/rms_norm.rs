@@ -1,4 +1,4 @@
-//! Root mean square normalisation.
+//! Root mean square normalization.
 
 use std::ops::Range;
 
@@ -15,13 +15,13 @@ use crate::ir::{Element, TensorType};
 pub struct RmsNorm {
     /// Added to the mean square.
     pub epsilon: f64,
-    /// Added to the weight: Gemma stores how far it is from one.
+    /// Added to the weight: Gemma stores the weight minus one.
     #[serde(skip_serializing_if = "super::is_zero")]
     pub offset: f64,
 }
 
 impl RmsNorm {
-    /// What the normalised values are multiplied with, in 32 bits at least.
+    /// The effective weight, `weight + offset`, in at least 32 bits.
     pub(super) fn factors(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
         let weight = wide(weight)?;
         if self.offset == 0.0 { Ok(weight) } else { weight + self.offset }
@@ -61,12 +61,12 @@ impl OpSpec for RmsNorm {
         let (wide_x, gradient) = (wide(x)?, wide(backward.gradient)?);
         let scale = (wide_x.sqr()?.mean_keepdim(D::Minus1)? + self.epsilon)?.sqrt()?.recip()?;
         let normal = wide_x.broadcast_mul(&scale)?;
-        let of_input = backward.of(0, || {
+        let of_input = backward.gradient_of(0, || {
             let weighted = gradient.broadcast_mul(&self.factors(weight)?)?;
             let along = (&weighted * &normal)?.mean_keepdim(D::Minus1)?;
             (weighted - normal.broadcast_mul(&along)?)?.broadcast_mul(&scale)?.to_dtype(x.dtype())
         })?;
-        let of_weight = backward.of(1, || summed_to(&(&gradient * &normal)?, weight.dims())?.to_dtype(weight.dtype()))?;
+        let of_weight = backward.gradient_of(1, || summed_to(&(&gradient * &normal)?, weight.dims())?.to_dtype(weight.dtype()))?;
         Ok(vec![of_input, of_weight])
     }
 }

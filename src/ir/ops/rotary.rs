@@ -6,19 +6,20 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
-use super::past::{Forward, Past, Sequential};
+use super::decoding::{DecodingState, Forward, Incremental};
 use super::{Backward, OpSpec, require_floats};
 use crate::ir::TensorType;
 
-/// Turns pairs of elements `(i, i + d/2)` of each head by an angle that grows with the position (Su et al., 2021).
+/// Rotates pairs of elements `(i, i + d/2)` of each head by an angle proportional to the position (RoPE:
+/// Su et al., 2021).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Rotary {
     /// Base of the frequencies.
     pub theta: f64,
-    /// How frequencies are changed for longer sequences.
+    /// Scaling of the frequencies for longer sequences.
     pub scaling: RotaryScaling,
-    /// How many elements of a head are turned, from the first on; the rest stays as it is. All of them by default.
+    /// Number of leading elements of a head that are rotated; the others are unchanged. Defaults to all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub width: Option<usize>,
 }
@@ -29,58 +30,60 @@ impl Default for Rotary {
     }
 }
 
-/// How frequencies are changed for longer sequences.
+/// Scaling of the frequencies for longer sequences.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum RotaryScaling {
-    /// Not at all.
+    /// No scaling.
     #[default]
     None,
-    /// Positions are divided.
+    /// Positions are divided by a factor.
     Linear {
-        /// By this.
+        /// The divisor.
         factor: f64,
     },
-    /// The base grows with sequences longer than the trained ones.
+    /// The base grows for sequences longer than those of the training (dynamic NTK).
     Dynamic {
-        /// How strongly.
+        /// Scaling factor.
         factor: f64,
-        /// Longest trained sequence.
+        /// Longest sequence of the training.
         max_position: usize,
     },
-    /// Low frequencies are divided, high ones stay, with a smooth passage (Llama 3.1).
+    /// Low frequencies are divided and high ones unchanged, with linear interpolation in between (Llama
+    /// 3.1).
     Llama3 {
         /// Divisor.
         factor: f64,
         /// Wavelengths above `original / low` are divided.
         low: f64,
-        /// Wavelengths below `original / high` stay.
+        /// Wavelengths below `original / high` are unchanged.
         high: f64,
-        /// Longest sequence of the first training.
+        /// Longest sequence of the original training.
         original: usize,
     },
-    /// As above by the number of turns, and attention is sharpened (Peng et al., 2023).
+    /// Interpolation by the number of rotations, with scaled attention (YaRN: Peng et al., 2023).
     Yarn {
         /// Divisor.
         factor: f64,
-        /// Turns above which a frequency stays.
+        /// Number of rotations above which a frequency is unchanged.
         beta_fast: f64,
-        /// Turns below which it is divided.
+        /// Number of rotations below which a frequency is divided.
         beta_slow: f64,
-        /// Longest sequence of the first training.
+        /// Longest sequence of the original training.
         original: usize,
         /// Factor on sines and cosines.
         attention: f64,
-        /// Whether the borders of the passage are whole numbers.
+        /// Whether the bounds of the interpolation are rounded to integers.
         truncate: bool,
     },
-    /// Each frequency has divisors of its own, for short and for long sequences (Ding et al., 2024).
+    /// Separate divisors for each frequency, for short and for long sequences (LongRoPE: Ding et al.,
+    /// 2024).
     LongRope {
-        /// Divisors up to `original` positions.
+        /// Divisors for sequences up to `original`.
         short: Vec<f64>,
-        /// Divisors beyond.
+        /// Divisors for longer sequences.
         long: Vec<f64>,
-        /// Longest sequence of the first training.
+        /// Longest sequence of the original training.
         original: usize,
         /// Factor on sines and cosines.
         attention: f64,
@@ -88,7 +91,7 @@ pub enum RotaryScaling {
 }
 
 impl Rotary {
-    /// Angles by one position, and the factor on sines and cosines.
+    /// Frequencies in radians per position, and the factor on sines and cosines.
     pub(crate) fn frequencies(&self, width: usize, sequence: usize) -> (Vec<f64>, f64) {
         let base = |theta: f64| (0..width / 2).map(|i| theta.powf(-2.0 * i as f64 / width as f64)).collect::<Vec<_>>();
         let plain = base(self.theta);
@@ -137,25 +140,27 @@ impl Rotary {
         }
     }
 
-    /// How many elements of heads of this width are turned.
+    /// Number of elements of a head of this width that are rotated.
     pub fn turned(&self, width: usize) -> usize {
         self.width.unwrap_or(width)
     }
 
-    /// Turned elements, and behind them those that are not.
+    /// Concatenates rotated elements and the elements of `x` that are not rotated.
     pub(super) fn with_rest(&self, turned: Tensor, x: &Tensor) -> candle_core::Result<Tensor> {
         let (from, width) = (turned.dim(3)?, x.dim(3)?);
         if from == width { Ok(turned) } else { Tensor::cat(&[turned, x.narrow(3, from, width - from)?], 3) }
     }
 
-    /// Cosines and sines `[positions, width / 2]` of this many turned elements; the last position is that of the last token.
+    /// Cosines and sines, `[positions, width / 2]` each, for `width` rotated elements. The end of
+    /// `positions` is the length of the sequence.
     ///
     /// # Errors
     /// The device runs out of memory.
     pub fn tables(&self, width: usize, positions: Range<usize>, device: &Device) -> candle_core::Result<(Tensor, Tensor)> {
         let tables = constant(format!("{self:?} {width} {positions:?}"), device, |device| {
             let (frequencies, factor) = self.frequencies(width, positions.end);
-            // Angles are products of f32 numbers in the models' own code; in f64 they would differ at long positions.
+            // The reference implementations compute angles as products of f32 numbers; f64 would differ
+            // at large positions.
             let angles = || positions.clone().flat_map(|p| frequencies.iter().map(move |f| p as f32 * *f as f32));
             let values: Vec<f32> = angles().map(f32::cos).chain(angles().map(f32::sin)).map(|x| x * factor as f32).collect();
             Tensor::from_vec(values, (2, positions.len(), width / 2), device)
@@ -165,7 +170,7 @@ impl Rotary {
 }
 
 impl Rotary {
-    /// Turned forwards, or backwards where the sign is negative; so many tokens stand before the first row.
+    /// Rotates forwards, or backwards for a negative sign; the first row has position `past`.
     fn rotated(&self, x: &Tensor, sign: f64, past: usize) -> candle_core::Result<Tensor> {
         let (_, _, sequence, width) = x.dims4()?;
         let turned = self.turned(width);
@@ -182,14 +187,14 @@ impl OpSpec for Rotary {
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require_floats(inputs[0], 4, "the input")?;
         match inputs[0].shape[3].fixed().map(|width| (self.turned(width), width)) {
-            Some((turned, width)) if turned > width || turned == 0 => Err(format!("{turned} elements of {width} cannot be turned")),
+            Some((turned, width)) if turned > width || turned == 0 => Err(format!("{turned} elements of heads of width {width} cannot be rotated")),
             Some((width, _)) if width.is_multiple_of(2) => match &self.scaling {
                 RotaryScaling::LongRope { short, long, .. } if short.len() != width / 2 || long.len() != width / 2 => {
-                    Err(format!("there must be {} divisors", width / 2))
+                    Err(format!("expected {} divisors", width / 2))
                 }
                 _ => Ok(inputs[0].clone()),
             },
-            _ => Err("the width of what is turned must be known and even".into()),
+            _ => Err("the number of rotated elements must be fixed and even".into()),
         }
     }
 
@@ -202,20 +207,20 @@ impl OpSpec for Rotary {
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        Ok(vec![backward.of(0, || self.rotated(backward.gradient, -1.0, 0))?])
+        Ok(vec![backward.gradient_of(0, || self.rotated(backward.gradient, -1.0, 0))?])
     }
 
     fn reads_input(&self, _input: usize) -> bool {
         false
     }
 
-    fn sequential(&self) -> Option<&dyn Sequential> {
+    fn incremental(&self) -> Option<&dyn Incremental> {
         Some(self)
     }
 }
 
-impl Sequential for Rotary {
-    fn axis(&self, _input: usize) -> Option<usize> {
+impl Incremental for Rotary {
+    fn token_axis(&self, _input: usize) -> Option<usize> {
         Some(2)
     }
 
@@ -224,7 +229,7 @@ impl Sequential for Rotary {
         !follows_length || self.frequencies(self.turned(width), before) == self.frequencies(self.turned(width), after)
     }
 
-    fn follow(&self, inputs: &[Tensor], past: &mut Past, _forward: &Forward) -> candle_core::Result<Tensor> {
+    fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState, _forward: &Forward) -> candle_core::Result<Tensor> {
         self.rotated(&inputs[0], 1.0, past.tokens())
     }
 }

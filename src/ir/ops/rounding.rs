@@ -1,15 +1,15 @@
-//! The one rule for rounding: to the nearest whole number, halves to the even one, as ONNX and IEEE 754 have it.
+//! Rounding to the nearest integer, ties to even, as ONNX and IEEE 754 define it.
 
 use candle_core::{Result, Tensor};
 
-/// The nearest whole numbers, halves to even; exact up to 2²² in 32 bits. Devices have operations of their own for this, which do
-/// different things with halves.
+/// Rounds to the nearest integers, ties to even; exact up to 2²² in 32 bits. The native rounding
+/// operations of devices treat ties differently.
 ///
 /// # Errors
 /// The device runs out of memory.
 pub fn round_half_even(x: &Tensor) -> Result<Tensor> {
     let above = (x + 0.5)?.floor()?;
-    // One where a number lies between two, else zero.
+    // 1 for a number halfway between two integers, else 0.
     let tie = ((&above - x)? + 0.5)?.floor()?;
     let odd = (&above - ((&above * 0.5)?.floor()? * 2.0)?)?;
     above - (tie * odd)?
@@ -22,7 +22,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn halves_go_to_even_numbers() {
+    fn ties_round_to_even() {
         let mut values: Vec<f32> = (-600..=600).map(|i| i as f32 / 4.0).collect();
         for x in values.clone() {
             values.extend([x.next_up(), x.next_down()]);

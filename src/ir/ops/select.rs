@@ -1,4 +1,4 @@
-//! One token of a sequence.
+//! Selection of one token of a sequence.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::{Backward, OpSpec, require_floats};
 use crate::ir::{Element, TensorType};
 
-/// `[batch, sequence, width]` to `[batch, width]`: the token at `index`.
+/// Selects the token at `index`: `[batch, sequence, width]` to `[batch, width]`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Select {
@@ -25,7 +25,7 @@ impl OpSpec for Select {
         require_floats(inputs[0], 3, "the input")?;
         let shape = &inputs[0].shape;
         if shape[1].fixed().is_some_and(|length| length <= self.index) {
-            return Err(format!("there is no token {} among {}", self.index, shape[1]));
+            return Err(format!("token {} is out of range for a sequence of {}", self.index, shape[1]));
         }
         Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), shape[2].clone()] })
     }
@@ -40,7 +40,7 @@ impl OpSpec for Select {
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let length = backward.inputs[0].dims()[1];
-        Ok(vec![backward.of(0, || backward.gradient.unsqueeze(1)?.pad_with_zeros(1, self.index, length - self.index - 1))?])
+        Ok(vec![backward.gradient_of(0, || backward.gradient.unsqueeze(1)?.pad_with_zeros(1, self.index, length - self.index - 1))?])
     }
 
     fn reads_input(&self, _input: usize) -> bool {

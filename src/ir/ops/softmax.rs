@@ -13,7 +13,7 @@ use crate::ir::{Element, TensorType};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Softmax {
-    /// The axis; negative numbers count from behind.
+    /// The axis; negative numbers count from the last axis.
     #[serde(skip_serializing_if = "super::is_last")]
     pub axis: i64,
 }
@@ -25,7 +25,7 @@ impl Default for Softmax {
 }
 
 impl Softmax {
-    /// Whether it is over the last of so many axes.
+    /// Whether it is over the last of `rank` axes.
     pub(super) fn over_last(&self, rank: usize) -> bool {
         axis_of(self.axis, rank).is_ok_and(|axis| axis + 1 == rank)
     }
@@ -54,12 +54,12 @@ impl OpSpec for Softmax {
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        softmax_over(&inputs[0], axis_of(self.axis, inputs[0].rank()).map_err(super::unfit)?)
+        softmax_over(&inputs[0], axis_of(self.axis, inputs[0].rank()).map_err(super::shape_error)?)
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let of_input = backward.of(0, || {
-            let axis = axis_of(self.axis, backward.gradient.rank()).map_err(super::unfit)?;
+        let of_input = backward.gradient_of(0, || {
+            let axis = axis_of(self.axis, backward.gradient.rank()).map_err(super::shape_error)?;
             back_over(backward.output.tensor()?, backward.gradient, axis)
         })?;
         Ok(vec![of_input])
@@ -74,7 +74,7 @@ impl OpSpec for Softmax {
     }
 }
 
-/// The gradient of a softmax's argument, out of its result; over the last axis.
+/// The gradient of the argument of a softmax over the last axis, computed from its result.
 pub(super) fn back(y: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
     back_over(y, gradient, y.rank().saturating_sub(1))
 }
@@ -85,7 +85,7 @@ fn back_over(y: &Tensor, gradient: &Tensor, axis: usize) -> candle_core::Result<
     (wide_gradient.broadcast_sub(&along)? * wide_y)?.to_dtype(gradient.dtype())
 }
 
-/// Over the last axis, in 32 bits at least.
+/// Softmax over the last axis, computed in at least 32 bits.
 pub(super) fn softmax(x: &Tensor) -> candle_core::Result<Tensor> {
     softmax_over(x, x.rank().saturating_sub(1))
 }

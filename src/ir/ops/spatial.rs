@@ -1,31 +1,31 @@
-//! Numbers that a window over images has for each axis, or for each side of an image.
+//! Attributes with a value for each spatial axis or for each side of an image.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value as Json;
 
-/// A number for each axis of an image, height and width; written as one number where both are the same.
+/// A number for height and width; serialized as one number if both are equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PerAxis(pub [usize; 2]);
 
-/// Places around an image: above, left, below, right. Written as one number where all are the same, as two, before and behind,
-/// where both axes have the same, else as four.
+/// Padding around an image: top, left, bottom, right. Serialized as one number if all are equal, as two
+/// (start, end) if both axes are equal, else as four.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Padding(pub [usize; 4]);
 
 impl PerAxis {
-    /// Whether it is one for both axes.
+    /// Whether both numbers are 1.
     pub(super) fn is_one(&self) -> bool {
         *self == 1
     }
 }
 
 impl Padding {
-    /// Above and left.
+    /// Top and left.
     pub(super) fn before(&self) -> [usize; 2] {
         [self.0[0], self.0[1]]
     }
 
-    /// Before and behind the image on an axis, together.
+    /// Start and end padding of an axis in total.
     pub(super) fn around(&self, axis: usize) -> Option<usize> {
         self.0[axis].checked_add(self.0[axis + 2])
     }
@@ -71,7 +71,7 @@ impl Serialize for Padding {
     }
 }
 
-/// A number or a list of numbers.
+/// Deserializes a number or a list of numbers.
 fn numbers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<usize>, D::Error> {
     let json = Json::deserialize(deserializer)?;
     let number = |json: &Json| json.as_u64().and_then(|n| usize::try_from(n).ok());
@@ -79,7 +79,7 @@ fn numbers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<usize>, D::
         Json::Array(values) => values.iter().map(number).collect(),
         one => number(one).map(|n| vec![n]),
     };
-    found.ok_or_else(|| serde::de::Error::custom(format!("{json} is no number of places, and no list of them")))
+    found.ok_or_else(|| serde::de::Error::custom(format!("{json} is neither a non-negative integer nor a list of them")))
 }
 
 impl<'de> Deserialize<'de> for PerAxis {
@@ -87,7 +87,7 @@ impl<'de> Deserialize<'de> for PerAxis {
         match numbers(deserializer)?.as_slice() {
             [both] => Ok(PerAxis([*both; 2])),
             [height, width] => Ok(PerAxis([*height, *width])),
-            other => Err(serde::de::Error::custom(format!("expected one number, or those for height and width, not {other:?}"))),
+            other => Err(serde::de::Error::custom(format!("expected one number, or one for height and one for width, got {other:?}"))),
         }
     }
 }
@@ -98,7 +98,7 @@ impl<'de> Deserialize<'de> for Padding {
             [all] => Ok(Padding([*all; 4])),
             [before, behind] => Ok(Padding([*before, *before, *behind, *behind])),
             [above, left, below, right] => Ok(Padding([*above, *left, *below, *right])),
-            other => Err(serde::de::Error::custom(format!("expected one, two or four numbers of places around an image, not {other:?}"))),
+            other => Err(serde::de::Error::custom(format!("expected one, two or four numbers of padding, got {other:?}"))),
         }
     }
 }
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_written_as_shortly_as_they_can_be() {
+    fn numbers_are_serialized_in_their_shortest_form() {
         for (text, sides) in [("1", [1; 4]), ("[0,2]", [0, 0, 2, 2]), ("[1,0,1,0]", [1, 0, 1, 0])] {
             assert_eq!(serde_json::from_str::<Padding>(text).unwrap(), Padding(sides));
             assert_eq!(serde_json::to_string(&Padding(sides)).unwrap(), text);

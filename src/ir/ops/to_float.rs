@@ -1,4 +1,4 @@
-//! Integers as floats.
+//! Conversion of integers to floats.
 
 use std::ops::Range;
 

@@ -1,56 +1,58 @@
-//! One vector of a sequence of tokens.
+//! Pooling of a sequence of tokens to one vector.
 
 use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::constants::ScalarOps;
 use super::gradient::wide;
 use super::{Backward, OpSpec, require, require_floats};
 use crate::ir::{Element, TensorType};
 
-/// How tokens become one.
+/// The pooling method. Its second input holds an integer for each token: the mask or the token id.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TokenChoice {
-    /// The largest number of each column, of tokens whose number is not zero.
+    /// The maximum of each column over unmasked tokens.
     #[default]
     Max,
-    /// The sum of tokens whose number is not zero, divided by the root of how many there are.
+    /// The sum over unmasked tokens, divided by the square root of their number.
     RootMean,
-    /// The mean of tokens whose number is not zero, the first one counting once, the second one twice, and so on.
+    /// The mean over unmasked tokens, weighted by position: 1 for the first, 2 for the second, and so on.
     WeightedMean,
-    /// The last token whose number is not zero; without one, the last.
+    /// The last unmasked token; the last token if all are masked.
     Last,
-    /// The first of the tokens with the largest number.
+    /// The first token with the largest integer.
     Largest,
-    /// The first token with this number; without one, the first.
+    /// The first token with this integer; the first token if there is none.
     Named(i64),
 }
 
-/// `[batch, sequence, width]` and a whole number for each token, a mask or its name, to `[batch, width]`. Means over a mask are those of
-/// [`MaskedMean`](super::MaskedMean).
+/// Pools `[batch, sequence, width]`, with an integer `[batch, sequence]` for each token, its mask or its
+/// id, to `[batch, width]`. Masked means are [`MaskedMean`](super::MaskedMean).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TokenPool {
-    /// Which tokens count, and how.
+    /// The pooling method.
     pub choice: TokenChoice,
 }
 
 impl TokenPool {
-    /// Stands for what may not be the largest.
-    pub(crate) const LOW: f64 = -1e9;
+    /// Added to masked tokens, so that they are not the maximum.
+    pub(crate) const MASKED: f64 = -1e9;
 
-    /// What each token counts, `[batch, sequence, 1]`; nothing for the largest numbers of columns.
+    /// Weights of the tokens, `[batch, sequence, 1]`; `None` for maximum pooling.
     fn weights(&self, numbers: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let (batch, sequence) = numbers.dims2()?;
         let device = numbers.device();
-        let real = || numbers.ne(0i64)?.to_dtype(DType::F32);
+        let real = || numbers.ne_scalar(0.0)?.to_dtype(DType::F32);
         let places = |from: f64, step: f64| {
             let row = Tensor::arange(0f32, sequence as f32, device)?.affine(step, from)?;
             row.unsqueeze(0)?.broadcast_as((batch, sequence))?.contiguous()
         };
-        // The chosen are before all others, and ordered by place: of distinct numbers one is the largest.
+        // Selected tokens precede all others, and ties are broken by position: of distinct ranks, exactly
+        // one is the largest.
         let one = |chosen: Tensor, order: Tensor| {
             let rank = ((chosen * (2 * sequence) as f64)? + order)?;
             rank.broadcast_eq(&rank.max_keepdim(1)?)?.to_dtype(DType::F32)
@@ -60,22 +62,22 @@ impl TokenPool {
             TokenChoice::Max => return Ok(None),
             TokenChoice::RootMean => {
                 let real = real()?;
-                real.broadcast_div(&real.sum_keepdim(1)?.clamp(1e-9, f64::MAX)?.sqrt()?)?
+                real.broadcast_div(&real.sum_keepdim(1)?.clamp_scalar(1e-9, f64::MAX)?.sqrt()?)?
             }
             TokenChoice::WeightedMean => {
                 let counted = (real()? * places(1.0, 1.0)?)?;
-                counted.broadcast_div(&counted.sum_keepdim(1)?.clamp(1e-9, f64::MAX)?)?
+                counted.broadcast_div(&counted.sum_keepdim(1)?.clamp_scalar(1e-9, f64::MAX)?)?
             }
             TokenChoice::Last => one(real()?, places(0.0, 1.0)?)?,
             TokenChoice::Largest => one(numbers.broadcast_eq(&numbers.max_keepdim(1)?)?.to_dtype(DType::F32)?, early()?)?,
-            TokenChoice::Named(name) => one(numbers.eq(name)?.to_dtype(DType::F32)?, early()?)?,
+            TokenChoice::Named(name) => one(numbers.eq_scalar(name as f64)?.to_dtype(DType::F32)?, early()?)?,
         };
         weights.unsqueeze(2).map(Some)
     }
 
-    /// Tokens, in 32 bits at least, with a low number in the place of those that may not be the largest.
+    /// Tokens in at least 32 bits, with [`MASKED`](Self::MASKED) added to masked ones.
     fn lowered(x: &Tensor, numbers: &Tensor) -> candle_core::Result<Tensor> {
-        let (x, hidden) = (wide(x)?, (numbers.eq(0i64)?.to_dtype(DType::F32)? * Self::LOW)?.unsqueeze(2)?);
+        let (x, hidden) = (wide(x)?, (numbers.eq_scalar(0.0)?.to_dtype(DType::F32)? * Self::MASKED)?.unsqueeze(2)?);
         x.broadcast_add(&hidden.to_dtype(x.dtype())?)
     }
 }
@@ -87,9 +89,9 @@ impl OpSpec for TokenPool {
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require_floats(inputs[0], 3, "the input")?;
-        require(inputs[1], Element::Int, "the numbers of tokens")?;
+        require(inputs[1], Element::Int, "the integers of the tokens")?;
         if inputs[1].shape != inputs[0].shape[..2] {
-            return Err("the numbers of tokens must be [batch, sequence]".into());
+            return Err("the integers of the tokens must be [batch, sequence]".into());
         }
         Ok(TensorType { element: Element::Float, shape: vec![inputs[0].shape[0].clone(), inputs[0].shape[2].clone()] })
     }
@@ -110,15 +112,15 @@ impl OpSpec for TokenPool {
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let of_input = backward.of(0, || {
+        let of_input = backward.gradient_of(0, || {
             let numbers = backward.inputs[1].tensor()?;
             let gradient = wide(backward.gradient)?.unsqueeze(1)?;
             let weights = match self.weights(numbers)? {
                 Some(weights) => weights.to_dtype(gradient.dtype())?,
                 None => {
                     let x = Self::lowered(backward.inputs[0].tensor()?, numbers)?;
-                    let taken = x.broadcast_eq(&x.max_keepdim(1)?)?.to_dtype(gradient.dtype())?;
-                    taken.broadcast_div(&taken.sum_keepdim(1)?)?
+                    let selected = x.broadcast_eq(&x.max_keepdim(1)?)?.to_dtype(gradient.dtype())?;
+                    selected.broadcast_div(&selected.sum_keepdim(1)?)?
                 }
             };
             gradient.broadcast_mul(&weights)?.to_dtype(backward.gradient.dtype())

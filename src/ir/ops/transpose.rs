@@ -1,18 +1,18 @@
-//! Axes in another order.
+//! Permutation of axes.
 
 use std::ops::Range;
 
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Backward, OpSpec, unfit};
+use super::{Backward, OpSpec, shape_error};
 use crate::ir::TensorType;
 
-/// Axes in another order; of floats or of whole numbers.
+/// Permutes the axes of a float or integer tensor.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Transpose {
-    /// Which axis of the input each axis of the output is; none for the opposite order.
+    /// The input axis of each output axis; empty for the reversed order.
     pub perm: Vec<usize>,
 }
 
@@ -23,7 +23,7 @@ impl Transpose {
         }
         let mut sorted = self.perm.clone();
         sorted.sort_unstable();
-        if sorted.into_iter().eq(0..rank) { Ok(self.perm.clone()) } else { Err(format!("{:?} is no order of {rank} axes", self.perm)) }
+        if sorted.into_iter().eq(0..rank) { Ok(self.perm.clone()) } else { Err(format!("{:?} is not a permutation of {rank} axes", self.perm)) }
     }
 }
 
@@ -45,14 +45,14 @@ impl OpSpec for Transpose {
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        inputs[0].permute(self.order(inputs[0].rank()).map_err(unfit)?)
+        inputs[0].permute(self.order(inputs[0].rank()).map_err(shape_error)?)
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let order = self.order(backward.gradient.rank()).map_err(unfit)?;
+        let order = self.order(backward.gradient.rank()).map_err(shape_error)?;
         let mut back = vec![0; order.len()];
         order.into_iter().enumerate().for_each(|(place, axis)| back[axis] = place);
-        Ok(vec![backward.of(0, || backward.gradient.permute(back))?])
+        Ok(vec![backward.gradient_of(0, || backward.gradient.permute(back))?])
     }
 
     fn reads_input(&self, _input: usize) -> bool {

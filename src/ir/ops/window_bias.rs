@@ -1,4 +1,4 @@
-//! What attention adds for the distance of two places of a picture.
+//! Relative position bias of windowed attention over images (Swin).
 
 use std::ops::Range;
 
@@ -11,17 +11,18 @@ use super::kernels::sum_rows_by_index;
 use super::{Backward, OpSpec, require_floats};
 use crate::ir::{Dim, Element, TensorType};
 
-/// A number for each head, window and pair of its places, found by how far one is below and beside the other (Swin: Liu et al., 2021): a table
-/// `[(2 · window - 1)², heads]` to `[heads · windows, places, places]`. Where windows were moved over the edge of the picture, pairs of
-/// places that do not belong together get a hundred less.
+/// Relative position bias and mask of shifted-window attention (Swin: Liu et al., 2021): a table `[(2 ·
+/// window - 1)², heads]`, indexed by the vertical and horizontal distance of two patches, to `[heads ·
+/// windows, patches, patches]`. In shifted windows, pairs of patches from different regions of the image
+/// get `MASK_PENALTY` subtracted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct WindowBias {
-    /// Places on a side of a window.
+    /// Side length of a window in patches.
     pub window: usize,
     /// Rows and columns of windows.
     pub windows: [usize; 2],
-    /// Places by which windows were moved down and to the right.
+    /// Cyclic shift of the windows to the bottom right, in patches.
     #[serde(skip_serializing_if = "super::is_zero")]
     pub shift: usize,
 }
@@ -32,23 +33,23 @@ impl Default for WindowBias {
     }
 }
 
-/// Pairs of places of all windows, at most.
-const MOST: usize = 1 << 26;
+/// Maximum number of patch pairs of all windows.
+const MAX_PAIRS: usize = 1 << 26;
 
 impl WindowBias {
-    /// What is taken from products of places that do not belong together.
-    pub(crate) const APART: f64 = 100.0;
+    /// Subtracted from products of patches from different regions of the image.
+    pub(crate) const MASK_PENALTY: f64 = 100.0;
 
     fn sizes(&self) -> Option<[usize; 3]> {
         let [rows, columns] = self.windows;
         let places = self.window.checked_mul(self.window)?;
         let windows = rows.checked_mul(columns).filter(|windows| *windows > 0)?;
         let side = self.window.checked_mul(2)?.checked_sub(1)?;
-        windows.checked_mul(places)?.checked_mul(places).filter(|pairs| *pairs <= MOST)?;
+        windows.checked_mul(places)?.checked_mul(places).filter(|pairs| *pairs <= MAX_PAIRS)?;
         Some([windows, places, side * side])
     }
 
-    /// The row of each pair of places, query by query.
+    /// The table row of each pair of patches, query by query.
     pub(crate) fn pairs(&self) -> Vec<i64> {
         let side = self.window as i64;
         let places = || (0..side * side).map(move |place| (place / side, place % side));
@@ -56,10 +57,10 @@ impl WindowBias {
         places().flat_map(|query| places().map(move |key| row((query.0 - key.0, query.1 - key.1)))).collect()
     }
 
-    /// Which part of the picture each place of each window is from.
-    pub(crate) fn parts(&self) -> Vec<i64> {
+    /// The region of the image that each patch of each window belongs to.
+    pub(crate) fn regions(&self) -> Vec<i64> {
         let [rows, columns] = self.windows;
-        // The last places of a side are those that came over the edge.
+        // The last patches of a side wrapped around the edge.
         let part = |window: usize, of: usize, place: usize| if window + 1 < of { 0 } else { 1 + i64::from(place + self.shift >= self.window) };
         let places = |window: usize| (0..self.window * self.window).map(move |place| (window, place));
         let of = |(window, place): (usize, usize)| part(window / columns, rows, place / self.window) * 3 + part(window % columns, columns, place % self.window);
@@ -74,12 +75,12 @@ impl WindowBias {
         })
     }
 
-    /// What is added to pairs, `[1, windows, pairs]`.
-    fn apart(&self, device: &Device) -> Computed<Tensor> {
+    /// The mask that is added to pairs, `[1, windows, pairs]`.
+    fn mask(&self, device: &Device) -> Computed<Tensor> {
         constant(format!("parts of pictures {self:?}"), device, |device| {
-            let (places, parts) = (self.window * self.window, self.parts());
+            let (places, parts) = (self.window * self.window, self.regions());
             let windows = parts.chunks(places.max(1));
-            let number = |same: bool| if same { 0.0 } else { -Self::APART as f32 };
+            let number = |same: bool| if same { 0.0 } else { -Self::MASK_PENALTY as f32 };
             let all: Vec<f32> = windows.flat_map(|parts| parts.iter().flat_map(|query| parts.iter().map(move |key| number(query == key)))).collect();
             Tensor::from_vec(all, (1, parts.len() / places.max(1), places * places), device)
         })
@@ -94,14 +95,16 @@ impl OpSpec for WindowBias {
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         let table = inputs[0];
         require_floats(table, 2, "the table")?;
-        let [windows, places, rows] = self.sizes().ok_or_else(|| format!("there are no {:?} windows of {} places on a side", self.windows, self.window))?;
+        let sizes = self.sizes();
+        let [windows, places, rows] =
+            sizes.ok_or_else(|| format!("{:?} windows with a side of {} patches are empty or too large", self.windows, self.window))?;
         if self.shift >= self.window {
-            return Err(format!("windows of {} places on a side cannot be moved by {}", self.window, self.shift));
+            return Err(format!("windows with a side of {} patches cannot be shifted by {}", self.window, self.shift));
         }
         if table.shape[0] != Dim::Fixed(rows) {
             return Err(format!("the table must have {rows} rows"));
         }
-        let heads = table.shape[1].fixed().ok_or("the number of heads must be known")?;
+        let heads = table.shape[1].fixed().ok_or("the number of heads must be fixed")?;
         Ok(TensorType { element: Element::Float, shape: vec![Dim::product(heads, windows)?, places.into(), places.into()] })
     }
 
@@ -116,14 +119,14 @@ impl OpSpec for WindowBias {
         let all = if self.shift == 0 {
             by_head.broadcast_as((heads, windows, places * places))?.contiguous()?
         } else {
-            by_head.broadcast_add(&self.apart(table.device())?.to_dtype(table.dtype())?)?
+            by_head.broadcast_add(&self.mask(table.device())?.to_dtype(table.dtype())?)?
         };
         all.reshape((heads * windows, places, places))
     }
 
     fn backward(&self, backward: &Backward) -> Computed<Vec<Option<Tensor>>> {
         let table = backward.inputs[0].dims();
-        let of_table = backward.of(0, || {
+        let of_table = backward.gradient_of(0, || {
             let (heads, places) = (table.get(1).copied().unwrap_or(0), self.window * self.window);
             let by_window = wide(backward.gradient)?.reshape((heads, (), places * places))?;
             let pairs = by_window.sum(1)?.t()?.contiguous()?;
@@ -142,11 +145,12 @@ impl OpSpec for WindowBias {
 mod tests {
     use super::*;
 
-    /// As `SwinLayer.get_attn_mask` of transformers counts them, for two by three windows of four places on a side, moved by one.
+    /// Reference values: `SwinLayer.get_attn_mask` of transformers, for 2 x 3 windows with a side of 4
+    /// patches, shifted by 1.
     #[test]
-    fn places_belong_to_the_parts_that_they_came_from() {
+    fn regions_match_the_reference() {
         let op = WindowBias { window: 4, windows: [2, 3], shift: 1 };
-        let parts = op.parts();
+        let parts = op.regions();
         let window = |at: usize| parts[at * 16..(at + 1) * 16].to_vec();
         assert_eq!(window(0), [0; 16]);
         assert_eq!(window(2), [1, 1, 1, 2].repeat(4));
@@ -156,13 +160,13 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn invalid_windows_are_refused() {
         let infer = |op: WindowBias, rows: usize| op.infer(&[&TensorType::float([rows, 2])]).map(|ty| ty.to_string());
         let op = WindowBias { window: 2, windows: [2, 3], shift: 1 };
         assert_eq!(infer(op, 9).unwrap(), "float[12, 4, 4]");
         assert!(infer(op, 8).unwrap_err().contains("9 rows"));
-        assert!(infer(WindowBias { shift: 2, ..op }, 9).unwrap_err().contains("cannot be moved by 2"));
-        assert!(infer(WindowBias { window: 0, ..op }, 9).unwrap_err().contains("no [2, 3] windows"));
+        assert!(infer(WindowBias { shift: 2, ..op }, 9).unwrap_err().contains("cannot be shifted by 2"));
+        assert!(infer(WindowBias { window: 0, ..op }, 9).unwrap_err().contains("[2, 3] windows with a side of 0"));
         assert!(infer(WindowBias { window: usize::MAX / 2, ..op }, 9).is_err() && infer(WindowBias { windows: [1 << 40, 1 << 40], ..op }, 9).is_err());
     }
 }

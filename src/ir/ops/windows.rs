@@ -1,43 +1,44 @@
-//! Windows that slide over images, tap by tap, and the convolutions that are made of them.
+//! Sliding windows over images, and convolutions built from them.
 
 use candle_core::{DType, Result, Tensor};
 
 use super::gradient::wide;
-use super::sides::{Padding, PerAxis};
+use super::spatial::{Padding, PerAxis};
 use crate::ir::Dim;
 use crate::kernel::convolution::Window;
 
-/// How a window moves over images: numbers for height and width.
+/// Geometry of a sliding window over images; each array is height, width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Slide {
-    /// Of the image.
+    /// Size of the image.
     pub size: [usize; 2],
-    /// Taps of the window.
+    /// Size of the window.
     pub kernel: [usize; 2],
-    /// Step from position to position.
+    /// Stride.
     pub stride: [usize; 2],
-    /// Distance of the taps.
+    /// Dilation.
     pub dilation: [usize; 2],
-    /// Places before the image.
+    /// Padding at the top and left.
     pub before: [usize; 2],
-    /// Positions of the window. The last ones may reach beyond the image.
+    /// Number of positions of the window. The last ones may end outside of the image.
     pub positions: [usize; 2],
 }
 
 impl Slide {
-    /// Of a window over an image with places around it; `ceil` as in [`slid`].
+    /// Geometry for a padded image; `ceil` as in [`output_sizes`].
     pub fn new(size: [usize; 2], kernel: [usize; 2], [stride, dilation]: [PerAxis; 2], padding: Padding, ceil: bool) -> Result<Slide> {
-        let positions = slid(&size.map(Dim::Fixed), &kernel, [stride, dilation], padding, ceil).map_err(super::unfit)?;
+        let positions = output_sizes(&size.map(Dim::Fixed), &kernel, [stride, dilation], padding, ceil).map_err(super::shape_error)?;
         let positions = [0, 1].map(|axis| positions[axis].fixed().unwrap_or(0));
         Ok(Slide { size, kernel, stride: stride.0, dilation: dilation.0, before: padding.before(), positions })
     }
 
-    /// Places that the window covers, from the first on.
+    /// Number of elements that the window covers in total, including padding.
     pub fn covered(&self, axis: usize) -> usize {
         (self.positions[axis].saturating_sub(1)) * self.stride[axis] + self.dilation[axis] * (self.kernel[axis] - 1) + 1
     }
 
-    /// The step of both axes, where one does for both; an axis with one position has any.
+    /// The common stride of both axes, if there is one; the stride of an axis with one position is
+    /// irrelevant.
     fn step(&self) -> Option<usize> {
         match (self.stride, self.positions) {
             ([height, width], _) if height == width => Some(width),
@@ -47,7 +48,8 @@ impl Slide {
         }
     }
 
-    /// The distance of taps on both axes, where one does for both; an axis with one tap has any.
+    /// The common dilation of both axes, if there is one; the dilation of an axis with one tap is
+    /// irrelevant.
     fn distance(&self) -> Option<usize> {
         match (self.dilation, self.kernel) {
             ([height, width], _) if height == width => Some(width),
@@ -57,7 +59,8 @@ impl Slide {
         }
     }
 
-    /// The same as kernels know it: with as many places behind the image as the window reaches, and no step beyond them.
+    /// The geometry for kernels: padded at the end as far as the window reaches, with the stride limited
+    /// to the padded size.
     pub fn window(&self) -> Window {
         let ([height, width], [above, left]) = (self.size, self.before);
         let behind = |axis: usize| self.covered(axis).saturating_sub(self.size[axis] + self.before[axis]);
@@ -67,37 +70,37 @@ impl Slide {
         Window { stride: [0, 1].map(|axis| self.stride[axis].min(padded[axis].max(1))), ..window }
     }
 
-    /// Padding, stride and dilation, where one number does for both axes and all sides.
-    fn even(&self) -> Option<[usize; 3]> {
+    /// Padding, stride and dilation, if each is the same for both axes and all sides.
+    fn symmetric(&self) -> Option<[usize; 3]> {
         let (padding, stride, dilation) = (self.before[0], self.step()?, self.distance()?);
         let window = Window { padding: [padding; 4], stride: [stride; 2], dilation: [dilation; 2], ..self.window() };
         let fits = |axis: usize| window.padded()[axis] > dilation * (self.kernel[axis] - 1);
         (self.before == [padding; 2] && fits(0) && fits(1) && window.positions() == self.positions).then_some([padding, stride, dilation])
     }
 
-    /// Images as far as the window covers them, and how it moves over those.
+    /// Pads and crops images to the elements that the window covers, and returns the geometry for them.
     pub fn cut(&self, x: &Tensor, fill: f64) -> Result<(Tensor, Slide)> {
         let size = [self.covered(0), self.covered(1)];
         let mut x = x.clone();
         for axis in [0, 1] {
-            x = fit(&x, axis + 2, self.before[axis] as isize, size[axis], fill)?;
+            x = pad_or_crop(&x, axis + 2, self.before[axis] as isize, size[axis], fill)?;
         }
         Ok((x, Slide { size, before: [0; 2], ..*self }))
     }
 }
 
-/// Images with an axis of height, which those of one dimension lack.
+/// Adds a height axis to sequences; images are unchanged.
 pub(super) fn images(x: &Tensor) -> Result<Tensor> {
     if x.rank() == 3 { x.unsqueeze(2) } else { Ok(x.clone()) }
 }
 
-/// As [`images`], the other way round: as many axes as `like` has.
-pub(super) fn like(y: Tensor, rank: usize) -> Result<Tensor> {
+/// The inverse of [`images`] for a tensor that had this rank.
+pub(super) fn with_rank(y: Tensor, rank: usize) -> Result<Tensor> {
     if rank == 3 { y.squeeze(2) } else { Ok(y) }
 }
 
-/// Sizes of the axes that windows move over; one stands for height and width with height one.
-pub(super) fn sides(dims: &[usize]) -> [usize; 2] {
+/// Sizes of the spatial axes; a sequence has height 1.
+pub(super) fn spatial_sizes(dims: &[usize]) -> [usize; 2] {
     match *dims {
         [_, _, width] => [1, width],
         [_, _, height, width] => [height, width],
@@ -105,23 +108,30 @@ pub(super) fn sides(dims: &[usize]) -> [usize; 2] {
     }
 }
 
-/// Numbers for each axis, of an image of this rank: one of one dimension is as if it had height one.
-pub(super) fn over(rank: usize, [stride, dilation]: [PerAxis; 2], padding: Padding) -> ([PerAxis; 2], Padding) {
+/// Parameters for each axis; a sequence has height 1 without padding.
+pub(super) fn per_axis(rank: usize, [stride, dilation]: [PerAxis; 2], padding: Padding) -> ([PerAxis; 2], Padding) {
     let [_, left, _, right] = padding.0;
     if rank == 3 { ([PerAxis([1, stride.0[1]]), PerAxis([1, dilation.0[1]])], Padding([0, left, 0, right])) } else { ([stride, dilation], padding) }
 }
 
-/// The sizes behind a window of so many taps for each axis; `ceil` counts positions that begin inside, though they end beyond.
-pub(super) fn slid(sizes: &[Dim], taps: &[usize], [stride, dilation]: [PerAxis; 2], padding: Padding, ceil: bool) -> std::result::Result<Vec<Dim>, String> {
+/// Output sizes of a window with this many taps on each axis; `ceil` includes positions that start inside
+/// and end outside.
+pub(super) fn output_sizes(
+    sizes: &[Dim],
+    taps: &[usize],
+    [stride, dilation]: [PerAxis; 2],
+    padding: Padding,
+    ceil: bool,
+) -> std::result::Result<Vec<Dim>, String> {
     if stride.0.contains(&0) || dilation.0.contains(&0) || taps.contains(&0) {
         return Err("stride, dilation and sides of the window must be at least 1".into());
     }
     let mut found = Vec::with_capacity(sizes.len());
     for (at, (size, taps)) in sizes.iter().zip(taps).enumerate() {
         let axis = at + 2 - sizes.len();
-        let (stride, around) = (stride.0[axis], padding.around(axis).ok_or("the padding is larger than any image")?);
+        let (stride, around) = (stride.0[axis], padding.around(axis).ok_or("the padding overflows")?);
         let extent = dilation.0[axis].checked_mul(taps - 1).and_then(|steps| steps.checked_add(1));
-        let extent = extent.ok_or_else(|| format!("dilation {} is larger than any image", dilation.0[axis]))?;
+        let extent = extent.ok_or_else(|| format!("dilation {} overflows", dilation.0[axis]))?;
         let too_large = || format!("the window is larger than the image, {size}");
         let inside = size.window(extent, around, stride).ok_or_else(too_large)?;
         if !ceil || stride == 1 {
@@ -131,23 +141,24 @@ pub(super) fn slid(sizes: &[Dim], taps: &[usize], [stride, dilation]: [PerAxis; 
         let further = around.checked_add(stride - 1).and_then(|around| size.window(extent, around, stride)).ok_or_else(too_large)?;
         let (before, behind) = (padding.0[axis], padding.0[axis + 2]);
         found.push(match (size.fixed(), further.fixed()) {
-            // The last position must begin inside the image or before it.
+            // The last position must start inside the image or its padding at the start.
             (Some(size), Some(count)) if (count - 1).saturating_mul(stride) >= size.saturating_add(before) => Dim::Fixed(count - 1),
             (Some(_), Some(_)) => further,
             _ if behind.saturating_add(stride) <= extent => further,
-            _ => return Err(format!("how often a window that ends beyond the image fits {size} is known for known sizes only; fix it in the inputs")),
+            _ => return Err(format!("the output size of a ceil-mode window cannot be determined for the dynamic size {size}; fix it in the inputs")),
         });
     }
     Ok(found)
 }
 
-/// What each tap of a window meets, `[batch, channels, rows, columns]`, row by row of the window. Places around the image hold `fill`.
+/// The elements that each tap of a window reads, `[batch, channels, rows, columns]`, in row-major order
+/// of the taps. The padding has the value `fill`.
 pub(super) fn taps(x: &Tensor, slide: &Slide, fill: f64) -> Result<Vec<Tensor>> {
     let Slide { positions, stride, dilation, .. } = *slide;
     let mut x = x.clone();
     for axis in [0, 1] {
         let length = positions[axis] * stride[axis] + dilation[axis] * (slide.kernel[axis] - 1);
-        x = fit(&x, axis + 2, slide.before[axis] as isize, length, fill)?;
+        x = pad_or_crop(&x, axis + 2, slide.before[axis] as isize, length, fill)?;
     }
     each_tap(slide, |taps| {
         let mut met = x.clone();
@@ -165,39 +176,39 @@ pub(super) fn taps(x: &Tensor, slide: &Slide, fill: f64) -> Result<Vec<Tensor>> 
     })
 }
 
-/// The sum of images whose parts lie where taps have met them: what [`taps`] does, the other way round.
+/// The adjoint of [`taps`]: adds the part of each tap to the elements that it reads.
 pub(super) fn from_taps(slide: &Slide, mut part: impl FnMut(usize) -> Result<Tensor>) -> Result<Tensor> {
     let mut sum: Option<Tensor> = None;
     for (index, taps) in each_tap(slide, Ok)?.into_iter().enumerate() {
-        let mut image = apart(&part(index)?, slide.stride)?;
+        let mut image = interleave_zeros(&part(index)?, slide.stride)?;
         for axis in [0, 1] {
             let before = (taps[axis] * slide.dilation[axis]) as isize - slide.before[axis] as isize;
-            image = fit(&image, axis + 2, before, slide.size[axis], 0.0)?;
+            image = pad_or_crop(&image, axis + 2, before, slide.size[axis], 0.0)?;
         }
         sum = Some(match sum {
             Some(sum) => (sum + image)?,
             None => image,
         });
     }
-    sum.ok_or_else(|| candle_core::Error::Msg("a window without taps".into()))
+    sum.ok_or_else(|| candle_core::Error::Msg("the window has no taps".into()))
 }
 
-/// A convolution of images, its channels in groups.
+/// Grouped convolution of images.
 pub(super) fn convolved(x: &Tensor, weight: &Tensor, slide: &Slide, groups: usize) -> Result<Tensor> {
-    let (x, slide) = if slide.even().is_some() { (x.clone(), *slide) } else { slide.cut(x, 0.0)? };
-    let Some([padding, stride, dilation]) = slide.even() else {
+    let (x, slide) = if slide.symmetric().is_some() { (x.clone(), *slide) } else { slide.cut(x, 0.0)? };
+    let Some([padding, stride, dilation]) = slide.symmetric() else {
         let product = matrices(weight, groups)?.broadcast_matmul(&columns(&x, &slide, groups)?)?;
         return product.reshape((x.dim(0)?, weight.dim(0)?, slide.positions[0], slide.positions[1]));
     };
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
-    // In bf16 not every device has one; the same product in 32 bits is rounded then.
+    // Not every device supports convolution in bf16; computes it in 32 bits and rounds the result there.
     match x.conv2d(&weight, padding, stride, dilation, groups) {
         Err(_) if x.dtype() == DType::BF16 => wide(&x)?.conv2d(&wide(&weight)?, padding, stride, dilation, groups)?.to_dtype(DType::BF16),
         result => result,
     }
 }
 
-/// The gradient of a convolution's images; also what a transposed convolution is.
+/// The gradient of the input of a convolution, which is also a transposed convolution.
 pub(super) fn input_gradient(gradient: &Tensor, weight: &Tensor, slide: &Slide, groups: usize) -> Result<Tensor> {
     let Some(dilation) = slide.distance() else {
         let (images, outputs, rows, columns) = gradient.dims4()?;
@@ -207,20 +218,20 @@ pub(super) fn input_gradient(gradient: &Tensor, weight: &Tensor, slide: &Slide, 
         let met = met.reshape((images, groups * weight.dim(1)?, count, rows, columns))?;
         return from_taps(slide, |tap| met.narrow(2, tap, 1)?.squeeze(2));
     };
-    // With zeros between its elements, the gradient meets the taps one by one, in the opposite order.
-    let mut wide = apart(gradient, slide.stride)?;
+    // A convolution of the gradient, with zeros between its elements, by the flipped weight.
+    let mut wide = interleave_zeros(gradient, slide.stride)?;
     for axis in [0, 1] {
         let reach = dilation * (slide.kernel[axis] - 1);
-        wide = fit(&wide, axis + 2, reach as isize - slide.before[axis] as isize, slide.size[axis] + reach, 0.0)?;
+        wide = pad_or_crop(&wide, axis + 2, reach as isize - slide.before[axis] as isize, slide.size[axis] + reach, 0.0)?;
     }
-    let around = Slide::new(sides(wide.dims()), slide.kernel, [1.into(), dilation.into()], 0.into(), false)?;
+    let around = Slide::new(spatial_sizes(wide.dims()), slide.kernel, [1.into(), dilation.into()], 0.into(), false)?;
     in_groups(groups, 1, |group| {
         let flipped = part(weight, groups, 0, group)?.transpose(0, 1)?.contiguous()?.flip(&[2, 3])?;
         convolved(&part(&wide, groups, 1, group)?, &flipped, &around, 1)
     })
 }
 
-/// The gradient of a convolution's weight.
+/// The gradient of the weight of a convolution.
 pub(super) fn weight_gradient(x: &Tensor, gradient: &Tensor, slide: &Slide, groups: usize) -> Result<Tensor> {
     let (_, outputs, rows, width) = gradient.dims4()?;
     let (Some(stride), Some(dilation)) = (slide.step(), slide.distance()) else {
@@ -231,30 +242,31 @@ pub(super) fn weight_gradient(x: &Tensor, gradient: &Tensor, slide: &Slide, grou
         return wide(&product)?.sum(0)?.reshape(shape)?.to_dtype(x.dtype());
     };
     let (x, _) = slide.cut(x, 0.0)?;
-    // The gradient is the window, and its step the distance of the taps.
-    let around = Slide::new(sides(x.dims()), [rows, width], [dilation.into(), stride.into()], 0.into(), false)?;
+    // A convolution of the input by the gradient, with stride and dilation swapped.
+    let around = Slide::new(spatial_sizes(x.dims()), [rows, width], [dilation.into(), stride.into()], 0.into(), false)?;
     let around = Slide { positions: slide.kernel, ..around };
     in_groups(groups, 0, |group| {
-        // Images and channels change places.
+        // Swaps the image and channel axes.
         let window = part(gradient, groups, 1, group)?.transpose(0, 1)?;
         convolved(&part(&x, groups, 1, group)?.transpose(0, 1)?, &window, &around, 1)?.transpose(0, 1)
     })
 }
 
-/// What the window meets at each position, `[batch, groups, channels of a group times taps, positions]`.
+/// The elements that the window reads at each position (im2col), `[batch, groups, channels of a group ·
+/// taps, positions]`.
 fn columns(x: &Tensor, slide: &Slide, groups: usize) -> Result<Tensor> {
     let (images, channels) = (x.dim(0)?, x.dim(1)?);
     let met = Tensor::stack(&taps(x, slide, 0.0)?, 2)?;
     met.reshape((images, groups, channels / groups.max(1) * slide.kernel[0] * slide.kernel[1], slide.positions[0] * slide.positions[1]))
 }
 
-/// A convolution's weight, `[1, groups, outputs of a group, inputs of a group times taps]`.
+/// The weight of a convolution as matrices, `[1, groups, outputs of a group, inputs of a group · taps]`.
 fn matrices(weight: &Tensor, groups: usize) -> Result<Tensor> {
     let (outputs, inputs, rows, columns) = weight.dims4()?;
     weight.reshape((1, groups, outputs / groups.max(1), inputs * rows * columns))
 }
 
-/// One group's part of an axis.
+/// The part of an axis that belongs to one group.
 fn part(tensor: &Tensor, groups: usize, axis: usize, group: usize) -> Result<Tensor> {
     let size = tensor.dim(axis)? / groups.max(1);
     tensor.narrow(axis, group * size, size)
@@ -265,18 +277,19 @@ fn in_groups(groups: usize, axis: usize, of: impl Fn(usize) -> Result<Tensor>) -
     Tensor::cat(&parts, axis)?.contiguous()
 }
 
-/// Images with `stride - 1` zeros behind each row and column.
-fn apart(images: &Tensor, [down, along]: [usize; 2]) -> Result<Tensor> {
+/// Inserts `stride - 1` zeros after each row and column.
+fn interleave_zeros(images: &Tensor, [down, along]: [usize; 2]) -> Result<Tensor> {
     if [down, along] == [1, 1] {
         return Ok(images.clone());
     }
     let (count, channels, height, width) = images.dims4()?;
-    let apart = images.reshape((count * channels, height, 1, width, 1))?.pad_with_zeros(2, 0, down - 1)?.pad_with_zeros(4, 0, along - 1)?;
-    apart.reshape((count, channels, height * down, width * along))
+    let spaced = images.reshape((count * channels, height, 1, width, 1))?.pad_with_zeros(2, 0, down - 1)?.pad_with_zeros(4, 0, along - 1)?;
+    spaced.reshape((count, channels, height * down, width * along))
 }
 
-/// An axis with so many elements more before it, or less; cut or filled to a length.
-pub(super) fn fit(tensor: &Tensor, axis: usize, before: isize, length: usize, fill: f64) -> Result<Tensor> {
+/// Pads the start of an axis by `before` elements, or crops it for negative numbers, then crops or pads
+/// the end to `length`.
+pub(super) fn pad_or_crop(tensor: &Tensor, axis: usize, before: isize, length: usize, fill: f64) -> Result<Tensor> {
     let padding = |count: usize| {
         let mut shape = tensor.dims().to_vec();
         shape[axis] = count;
@@ -298,7 +311,7 @@ pub(super) fn fit(tensor: &Tensor, axis: usize, before: isize, length: usize, fi
     }
 }
 
-/// Something for the row and the column of each tap.
+/// Calls a function with the row and the column of each tap.
 fn each_tap<R>(slide: &Slide, of: impl Fn([usize; 2]) -> Result<R>) -> Result<Vec<R>> {
     let [height, width] = slide.kernel;
     (0..height * width).map(|tap| of([tap / width, tap % width])).collect()

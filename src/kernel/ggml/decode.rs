@@ -1,4 +1,4 @@
-//! From blocks to values.
+//! Dequantization of blocks.
 
 use half::f16;
 
@@ -7,7 +7,8 @@ fn half(bytes: &[u8], at: usize) -> f32 {
 }
 
 simd! {
-    /// `d`, 16 bytes: the element `j` in the low half of byte `j`, `j + 16` in the high one; `d · (code − 8)`.
+    /// `d`, 16 bytes with element `j` in the low half of byte `j` and element `j + 16` in the high half;
+    /// `d · (code − 8)`.
     pub(super) fn q4_0(blocks: &[u8], values: &mut [f32]) {
         for (block, values) in blocks.as_chunks::<18>().0.iter().zip(values.as_chunks_mut::<32>().0) {
             let d = half(block, 0);
@@ -32,13 +33,13 @@ simd! {
     }
 }
 
-/// The fifth bit of an element, in its place.
+/// The fifth bit of an element, shifted to bit 4.
 fn fifth(bits: u32, element: usize) -> u8 {
     ((bits >> element & 1) << 4) as u8
 }
 
 simd! {
-    /// `d`, 32 bits, the fifth of each code, 16 bytes as in Q4_0; `d · (code − 16)`.
+    /// `d`, 32 bits with the fifth bit of each code, 16 bytes as in Q4_0; `d · (code − 16)`.
     pub(super) fn q5_0(blocks: &[u8], values: &mut [f32]) {
         for (block, values) in blocks.as_chunks::<22>().0.iter().zip(values.as_chunks_mut::<32>().0) {
             let (d, bits) = (half(block, 0), u32::from_le_bytes([block[2], block[3], block[4], block[5]]));
@@ -75,14 +76,15 @@ simd! {
     }
 }
 
-/// Scale and minimum of sub-block `j`, six bits each, of the twelve bytes that hold those of eight.
+/// The 6-bit scale and minimum of sub-block `j`, from the twelve bytes with those of eight sub-blocks.
 pub(super) fn scale_and_minimum(bytes: &[u8], j: usize) -> (u8, u8) {
     if j < 4 { (bytes[j] & 63, bytes[j + 4] & 63) } else { (bytes[j + 4] & 15 | bytes[j - 4] >> 6 << 4, bytes[j + 4] >> 4 | bytes[j] >> 6 << 4) }
 }
 
 simd! {
-    /// `d`, `dmin`, scales and minima of eight sub-blocks of 32, 128 bytes: of each 32 bytes, low halves are one sub-block and high ones the
-    /// next; `d · scale · code − dmin · minimum`.
+    /// `d`, `dmin`, scales and minima of eight sub-blocks of 32 elements, 128 bytes. In each 32 bytes,
+    /// the low halves are one sub-block and the high halves the next one; `d · scale · code − dmin ·
+    /// minimum`.
     pub(super) fn q4_k(blocks: &[u8], values: &mut [f32]) {
         for (block, values) in blocks.as_chunks::<144>().0.iter().zip(values.as_chunks_mut::<256>().0) {
             let (d, dmin) = (half(block, 0), half(block, 2));
@@ -98,7 +100,8 @@ simd! {
 }
 
 simd! {
-    /// As Q4_K, and before the 128 bytes 32 more: bit `j` of byte `l` is the fifth of element `l` of sub-block `j`.
+    /// As Q4_K, with another 32 bytes before the 128 bytes: bit `j` of byte `l` is the fifth bit of
+    /// element `l` of sub-block `j`.
     pub(super) fn q5_k(blocks: &[u8], values: &mut [f32]) {
         for (block, values) in blocks.as_chunks::<176>().0.iter().zip(values.as_chunks_mut::<256>().0) {
             let (d, dmin) = (half(block, 0), half(block, 2));
@@ -114,8 +117,9 @@ simd! {
 }
 
 simd! {
-    /// 128 bytes, the low four bits of codes; 64 bytes, the two above; 16 scales of eight bits; `d`; `d · scale · (code − 32)`. Of each 128
-    /// elements, the first 64 are in the low halves of 64 bytes and the others in the high ones, and four share a byte of higher bits.
+    /// 128 bytes with the low four bits of the codes, 64 bytes with the upper two bits, 16 8-bit scales,
+    /// and `d`; `d · scale · (code − 32)`. Of each 128 elements, the first 64 are in the low halves of
+    /// 64 bytes and the others in the high halves; the upper bits of four elements share a byte.
     pub(super) fn q6_k(blocks: &[u8], values: &mut [f32]) {
         for (block, values) in blocks.as_chunks::<210>().0.iter().zip(values.as_chunks_mut::<256>().0) {
             let d = half(block, 208);

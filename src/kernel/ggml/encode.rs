@@ -1,18 +1,18 @@
-//! From values to blocks, as `quantize_row_*_ref` of `ggml-quants.c` does it, and `quantize_row_*_impl` where columns have an importance:
-//! then the values are one row.
+//! Quantization to blocks, following `quantize_row_*_ref` of `ggml-quants.c`, or `quantize_row_*_impl`
+//! if columns have an importance. In the latter case, the values must be one row.
 
 use half::f16;
 
-use super::search::{Fits, LANES, NOTHING, Trials, around, beside, costs, lanes, with_minimum};
+use super::search::{EPSILON, Fits, LANES, Trials, around, costs, interleaved, lanes, with_minimum};
 
-/// One over a step, and nothing for a step that is nothing: codes mean nothing then.
+/// Reciprocal of a step; 0 for a step of 0, for which the codes do not matter.
 #[inline(always)]
 fn inverse(step: f32) -> f32 {
     let inverse = 1.0 / step;
     if inverse.is_finite() { inverse } else { 0.0 }
 }
 
-/// The value that is farthest from zero, the first of equals.
+/// The value with the largest magnitude, the first one if several are equal.
 #[inline(always)]
 pub(super) fn farthest(values: &[f32]) -> f32 {
     values.iter().fold(0f32, |most, value| if value.abs() > most.abs() { *value } else { most })
@@ -23,7 +23,7 @@ fn put(scale: f32, bytes: &mut [u8], at: usize) {
 }
 
 simd! {
-    /// The largest magnitude is 127 steps.
+    /// Scales the largest magnitude to 127.
     pub(super) fn q8_0(values: &[f32], blocks: &mut [u8]) {
         for (values, block) in values.as_chunks::<32>().0.iter().zip(blocks.as_chunks_mut::<34>().0) {
             let step = farthest(values).abs() / 127.0;
@@ -36,10 +36,11 @@ simd! {
     }
 }
 
-/// Codes of blocks as [`q4_0`](super::decode::q4_0) finds them, the lowest code for the value that is farthest from zero.
+/// Codes for the symmetric formats such as [`q4_0`](super::decode::q4_0): the value with the largest
+/// magnitude has the lowest code.
 #[inline(always)]
 fn around_zero(values: &[f32], middle: f32) -> Fits<32> {
-    let mut fits = Fits::NOTHING;
+    let mut fits = Fits::ZERO;
     for (lane, values) in values.as_chunks::<32>().0.iter().enumerate().take(LANES) {
         let step = farthest(values) / -middle;
         let inverse = inverse(step);
@@ -51,17 +52,17 @@ fn around_zero(values: &[f32], middle: f32) -> Fits<32> {
     fits
 }
 
-/// Codes from the lowest value of each block on.
+/// Codes for the asymmetric formats: the lowest value of each block has code 0.
 #[inline(always)]
-fn from_lowest(values: &[f32], most: f32) -> Fits<32> {
-    let mut fits = Fits::NOTHING;
+fn from_lowest(values: &[f32], highest: f32) -> Fits<32> {
+    let mut fits = Fits::ZERO;
     for (lane, values) in values.as_chunks::<32>().0.iter().enumerate().take(LANES) {
         let (low, high) = values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(low, high), value| (low.min(*value), high.max(*value)));
-        let step = (high - low) / most;
+        let step = (high - low) / highest;
         let inverse = inverse(step);
         (fits.scale[lane], fits.minimum[lane]) = (step, -low);
         for (value, code) in values.iter().zip(&mut fits.codes[lane]) {
-            *code = ((value - low) * inverse + 0.5).min(most) as u8;
+            *code = ((value - low) * inverse + 0.5).min(highest) as u8;
         }
     }
     fits
@@ -82,37 +83,38 @@ fn power(values: &[f32]) -> f32 {
     values.iter().fold(0.0, |sum, value| sum + value * value) / values.len().max(1) as f32
 }
 
-/// That of a row, where anything is weighted by it.
+/// Mean square of a row. 0 without importance, because it is not needed.
 fn power_of_row(values: &[f32], importance: &[f32]) -> f32 {
     if importance.is_empty() { 0.0 } else { power(values) }
 }
 
-/// Blocks around zero; `importance` is that of their columns, or nothing.
+/// Quantizes symmetrically, optionally weighted by the importance of the columns.
 #[inline(always)]
 fn centred(values: &[f32], importance: Option<&[f32]>, power: f32, middle: f32) -> Fits<32> {
     let Some(importance) = importance else { return around_zero(values, middle) };
-    let values = beside(values);
+    let values = interleaved(values);
     around(&values, &costs(&values, importance, &[power; LANES]), middle)
 }
 
-/// Blocks from their lowest value to the highest.
+/// Quantizes from the lowest to the highest value, optionally weighted by the importance of the columns.
 #[inline(always)]
-fn ranged(values: &[f32], importance: Option<&[f32]>, power: f32, most: f32) -> Fits<32> {
-    let Some(importance) = importance else { return from_lowest(values, most) };
-    let values = beside(values);
-    with_minimum(&values, &costs(&values, importance, &[power; LANES]), most, &Trials::WEIGHTED)
+fn ranged(values: &[f32], importance: Option<&[f32]>, power: f32, highest: f32) -> Fits<32> {
+    let Some(importance) = importance else { return from_lowest(values, highest) };
+    let values = interleaved(values);
+    with_minimum(&values, &costs(&values, importance, &[power; LANES]), highest, &Trials::WEIGHTED)
 }
 
-/// Runs of a row that go together, with the importance of their columns where there is any, and their blocks of `bytes` for `N` values.
+/// Splits a row into runs of `count` blocks that are processed together. Yields the values, the
+/// importance of their columns if there is any, and the output blocks of `BYTES` bytes per `N` values.
 fn runs<'a, const N: usize, const BYTES: usize>(
     values: &'a [f32],
     importance: &'a [f32],
     blocks: &'a mut [u8],
-    together: usize,
+    count: usize,
 ) -> impl Iterator<Item = (&'a [f32], Option<&'a [f32]>, &'a mut [[u8; BYTES]])> {
-    let runs = values.chunks(N * together).zip(blocks.as_chunks_mut::<BYTES>().0.chunks_mut(together)).enumerate();
+    let runs = values.chunks(N * count).zip(blocks.as_chunks_mut::<BYTES>().0.chunks_mut(count)).enumerate();
     runs.map(move |(index, (values, blocks))| {
-        let first = index * N * together;
+        let first = index * N * count;
         (values, importance.get(first..first + values.len()).filter(|some| !some.is_empty()), blocks)
     })
 }
@@ -159,7 +161,7 @@ simd! {
 }
 
 simd! {
-    /// From the lowest value to the highest.
+    /// Scale from the lowest to the highest value.
     pub(super) fn q5_1(values: &[f32], importance: &[f32], blocks: &mut [u8]) {
         let power = power_of_row(values, importance);
         for (values, importance, blocks) in runs::<32, 24>(values, importance, blocks, LANES) {
@@ -174,29 +176,28 @@ simd! {
     }
 }
 
-/// A sum over `N` values, one after another.
+/// Sequential sum over `N` values.
 #[inline(always)]
-fn sum<const N: usize>(of: impl Fn(usize) -> f32) -> f32 {
-    (0..N).fold(0.0, |sum, i| sum + of(i))
+fn sum<const N: usize>(term: impl Fn(usize) -> f32) -> f32 {
+    (0..N).fold(0.0, |sum, i| sum + term(i))
 }
 
-/// Most that six bits hold.
+/// Largest 6-bit code.
 const SIX_BITS: f32 = 63.0;
 
-/// Codes of scales that are not below zero, and the step between them, which makes the largest one the highest code.
+/// Quantizes nonnegative scales to 6 bits, with a step that maps the largest one to the highest code.
 #[inline(always)]
-fn evenly(scales: &[f32; 8]) -> (f32, [u8; 8]) {
+fn quantize_scales(scales: &[f32; 8]) -> (f32, [u8; 8]) {
     let largest = scales.iter().fold(0f32, |most, value| most.max(*value));
     let inverse = if largest > 0.0 { SIX_BITS / largest } else { 0.0 };
     (largest / SIX_BITS, scales.map(|scale| (inverse * scale).round_ties_even().min(SIX_BITS) as u8))
 }
 
-/// Codes of scales that are not below zero, and the step between them, by least squares that count as the weights say
-/// (`make_qp_quants`).
+/// Quantizes nonnegative scales to 6 bits by weighted least squares (`make_qp_quants`).
 #[inline(always)]
-fn by_weight(scales: &[f32; 8], weights: &[f32; 8]) -> (f32, [u8; 8]) {
+fn quantize_scales_weighted(scales: &[f32; 8], weights: &[f32; 8]) -> (f32, [u8; 8]) {
     let largest = scales.iter().fold(0f32, |most, value| most.max(*value));
-    if largest < NOTHING {
+    if largest < EPSILON {
         return (0.0, [0; 8]);
     }
     let codes_by = |inverse: f32| scales.map(|scale| (inverse * scale).round_ties_even().min(SIX_BITS));
@@ -211,14 +212,14 @@ fn by_weight(scales: &[f32; 8], weights: &[f32; 8]) -> (f32, [u8; 8]) {
     let mut least = error(inverse);
     for step in (-4i8..=4).filter(|step| *step != 0) {
         let other = (0.1 * f32::from(step) + SIX_BITS) / largest;
-        let this = error(other);
-        if this < least {
-            (inverse, least) = (other, this);
+        let trial = error(other);
+        if trial < least {
+            (inverse, least) = (other, trial);
         }
     }
     let mut codes = codes_by(inverse);
     let (mut products, mut squares) = (sum::<8>(|i| weights[i] * scales[i] * codes[i]), sum::<8>(|i| weights[i] * codes[i] * codes[i]));
-    // One code after another, while that makes the error less.
+    // Coordinate descent: changes one code at a time while the error decreases.
     for _ in 0..5 {
         let mut changed = false;
         for i in 0..8 {
@@ -240,10 +241,10 @@ fn by_weight(scales: &[f32; 8], weights: &[f32; 8]) -> (f32, [u8; 8]) {
     (if squares > 0.0 { products / squares } else { 0.0 }, codes.map(|code| code as u8))
 }
 
-/// Searches for scales and minima of two blocks of 256.
+/// Searches scales and minima of the 16 parts of two blocks of 256 values.
 #[inline(always)]
-fn in_parts(values: &[f32], importance: Option<&[f32]>, most: f32, trials: &Trials) -> (Fits<32>, [f32; LANES]) {
-    let parts = beside::<32>(values);
+fn fit_parts(values: &[f32], importance: Option<&[f32]>, highest: f32, trials: &Trials) -> (Fits<32>, [f32; LANES]) {
+    let parts = interleaved::<32>(values);
     let weights = match importance {
         Some(importance) => {
             let mut powers = [0f32; LANES];
@@ -269,20 +270,20 @@ fn in_parts(values: &[f32], importance: Option<&[f32]>, most: f32, trials: &Tria
     for row in &weights {
         sums = lanes!(l => sums[l] + row[l]);
     }
-    (with_minimum(&parts, &weights, most, if importance.is_some() { &Trials::WEIGHTED } else { trials }), sums)
+    (with_minimum(&parts, &weights, highest, if importance.is_some() { &Trials::WEIGHTED } else { trials }), sums)
 }
 
-/// Scales and minima of a block of 256 in six bits each, and its codes: what Q4_K and Q5_K have in common. `half` says which of the two
-/// that were searched together.
+/// Writes the 6-bit scales and minima of a block of 256 values and returns its codes. Shared by Q4_K and
+/// Q5_K. `half` selects one of the two blocks that were searched together.
 #[inline(always)]
-fn finished(values: &[f32; 256], (fits, sums): &(Fits<32>, [f32; LANES]), half: usize, weighted: bool, most: f32, start: &mut [u8]) -> [u8; 256] {
+fn write_scales(values: &[f32; 256], (fits, sums): &(Fits<32>, [f32; LANES]), half: usize, weighted: bool, highest: f32, start: &mut [u8]) -> [u8; 256] {
     let mut codes = [0; 256];
     let eight = |numbers: &[f32; LANES]| numbers.as_chunks::<8>().0[half];
     let (scales, minima, sums) = (eight(&fits.scale), eight(&fits.minimum), eight(sums));
     for (codes, found) in codes.as_chunks_mut::<32>().0.iter_mut().zip(&fits.codes[8 * half..]) {
         *codes = *found;
     }
-    let stored = |values: &[f32; 8]| if weighted { by_weight(values, &sums) } else { evenly(values) };
+    let stored = |values: &[f32; 8]| if weighted { quantize_scales_weighted(values, &sums) } else { quantize_scales(values) };
     let ((scale, scales), (minimum, minima)) = (stored(&scales), stored(&minima));
     let bytes = &mut start[4..16];
     for (j, (s, m)) in scales.into_iter().zip(minima).enumerate() {
@@ -302,14 +303,15 @@ fn finished(values: &[f32; 256], (fits, sums): &(Fits<32>, [f32; LANES]), half: 
         let (scale, minimum) = (stored(0) * f32::from(s), stored(2) * f32::from(m));
         if scale != 0.0 {
             for (value, code) in values.iter().zip(&mut codes[32 * j..]) {
-                *code = ((value + minimum) / scale).round_ties_even().clamp(0.0, most) as u8;
+                *code = ((value + minimum) / scale).round_ties_even().clamp(0.0, highest) as u8;
             }
         }
     }
     codes
 }
 
-/// Low halves of 64 codes in 32 bytes, the second 32 above the first.
+/// Packs the low nibbles of each 64 codes into 32 bytes: the first 32 in the low half, the second 32 in
+/// the high half.
 fn nibbles(codes: &[u8; 256], bytes: &mut [u8]) {
     for (codes, bytes) in codes.as_chunks::<64>().0.iter().zip(bytes.as_chunks_mut::<32>().0) {
         for (l, byte) in bytes.iter_mut().enumerate() {
@@ -321,10 +323,10 @@ fn nibbles(codes: &[u8; 256], bytes: &mut [u8]) {
 simd! {
     pub(super) fn q4_k(values: &[f32], importance: &[f32], blocks: &mut [u8]) {
         for (values, importance, blocks) in runs::<256, 144>(values, importance, blocks, 2) {
-            let found = in_parts(values, importance, 15.0, &Trials::OF_FOUR_BITS);
+            let found = fit_parts(values, importance, 15.0, &Trials::FOUR_BITS);
             for (half, (values, block)) in values.as_chunks::<256>().0.iter().zip(blocks).enumerate() {
                 block.fill(0);
-                let codes = finished(values, &found, half, importance.is_some(), 15.0, block);
+                let codes = write_scales(values, &found, half, importance.is_some(), 15.0, block);
                 nibbles(&codes, &mut block[16..]);
             }
         }
@@ -334,10 +336,10 @@ simd! {
 simd! {
     pub(super) fn q5_k(values: &[f32], importance: &[f32], blocks: &mut [u8]) {
         for (values, importance, blocks) in runs::<256, 176>(values, importance, blocks, 2) {
-            let found = in_parts(values, importance, 31.0, &Trials::OF_FIVE_BITS);
+            let found = fit_parts(values, importance, 31.0, &Trials::FIVE_BITS);
             for (half, (values, block)) in values.as_chunks::<256>().0.iter().zip(blocks).enumerate() {
                 block.fill(0);
-                let codes = finished(values, &found, half, importance.is_some(), 31.0, block);
+                let codes = write_scales(values, &found, half, importance.is_some(), 31.0, block);
                 for (element, code) in codes.iter().enumerate() {
                     block[16 + element % 32] |= (code >> 4) << (element / 32);
                 }
@@ -351,16 +353,16 @@ simd! {
     pub(super) fn q6_k(values: &[f32], importance: &[f32], blocks: &mut [u8]) {
         for (index, (values, block)) in values.as_chunks::<256>().0.iter().zip(blocks.as_chunks_mut::<210>().0).enumerate() {
             block.fill(0);
-            let parts = beside::<16>(values);
+            let parts = interleaved::<16>(values);
             let weights = match importance.as_chunks::<256>().0.get(index) {
-                Some(importance) => beside(importance),
+                Some(importance) => interleaved(importance),
                 None => parts.map(|row| row.map(|value| value * value)),
             };
             let Fits { codes: found, scale: scales, .. } = around(&parts, &weights, 32.0);
             let mut codes = [0u8; 256];
             codes.copy_from_slice(found.as_flattened());
             let largest = farthest(&scales);
-            if largest.abs() < NOTHING {
+            if largest.abs() < EPSILON {
                 continue;
             }
             let inverse = -128.0 / largest;

@@ -1,13 +1,14 @@
-//! Blocks of numbers as GGUF files hold them: codes of a few bits, and scales for 32 or 256 of them.
+//! Quantized blocks of GGUF files: codes of a few bits, with scales for 32 or 256 elements.
 //!
-//! Layouts and arithmetic are those of `ggml-common.h` and `ggml-quants.c` of llama.cpp, in the order of operations that gives the same
-//! bits as its source does with one rounding for each operation. What is told as `d`, `m` and so on there are scales of binary16.
+//! Layouts and arithmetic follow `ggml-common.h` and `ggml-quants.c` of llama.cpp. The order of
+//! operations yields the same bits as its source code when every operation is rounded once. The fields
+//! called `d`, `m` etc. there are binary16 scales.
 
 mod decode;
 mod encode;
 mod search;
 
-/// Types of blocks.
+/// Block types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
 pub enum BlockType {
@@ -21,19 +22,19 @@ pub enum BlockType {
     Q6K,
 }
 
-/// Elements of the larger blocks.
+/// Number of elements in blocks of the K types.
 pub const LARGE: usize = 256;
-/// Elements of the smaller ones.
+/// Number of elements in blocks of the other types.
 pub const SMALL: usize = 32;
 
 impl BlockType {
-    /// All of them.
+    /// All block types.
     pub const ALL: [BlockType; 8] = {
         use BlockType::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
         [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K]
     };
 
-    /// The number of the type in files, its name, the elements of a block and its bytes.
+    /// Id in files, name, elements per block and bytes per block.
     const fn facts(self) -> (u32, &'static str, usize, usize) {
         match self {
             BlockType::Q4_0 => (2, "Q4_0", SMALL, 18),
@@ -47,32 +48,32 @@ impl BlockType {
         }
     }
 
-    /// The type of a number in files.
-    pub fn of_id(id: u32) -> Option<BlockType> {
+    /// The type with an id.
+    pub fn from_id(id: u32) -> Option<BlockType> {
         Self::ALL.into_iter().find(|kind| kind.id() == id)
     }
 
-    /// Its number in files.
+    /// Id of the type in files.
     pub fn id(self) -> u32 {
         self.facts().0
     }
 
-    /// Its name.
+    /// Name of the type.
     pub fn name(self) -> &'static str {
         self.facts().1
     }
 
-    /// Elements of a block.
+    /// Elements per block.
     pub fn elements(self) -> usize {
         self.facts().2
     }
 
-    /// Bytes of a block.
+    /// Bytes per block.
     pub fn bytes(self) -> usize {
         self.facts().3
     }
 
-    /// The values of whole blocks.
+    /// Dequantizes complete blocks.
     pub fn decode(self, blocks: &[u8], values: &mut [f32]) {
         match self {
             BlockType::Q4_0 => decode::q4_0(blocks, values),
@@ -86,13 +87,13 @@ impl BlockType {
         }
     }
 
-    /// Blocks of values, as close to them as the reference finds them.
+    /// Quantizes values to blocks like the reference implementation.
     pub fn encode(self, values: &[f32], blocks: &mut [u8]) {
         self.encode_row(values, &[], blocks);
     }
 
-    /// Blocks of a row, whose errors count as much as the `importance` of their columns says, one number for each; with none, all count
-    /// the same, and Q8_0 is always written so.
+    /// Quantizes a row to blocks, with errors weighted by the `importance` of the columns. If it is
+    /// empty, all columns have the same weight. Q8_0 ignores the importance.
     pub fn encode_row(self, values: &[f32], importance: &[f32], blocks: &mut [u8]) {
         match self {
             BlockType::Q4_0 => encode::q4_0(values, importance, blocks),
@@ -106,8 +107,8 @@ impl BlockType {
         }
     }
 
-    /// Whether blocks are others where columns have an importance.
-    pub fn weighs(self) -> bool {
+    /// Whether the importance of columns affects the blocks.
+    pub fn uses_importance(self) -> bool {
         self != BlockType::Q8_0
     }
 }
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_those_that_the_reference_makes() {
+    fn blocks_match_the_reference() {
         let file = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/gguf/quantized.safetensors")).unwrap();
         let golden = SafeTensors::deserialize(&file).unwrap();
         let values = floats(golden.tensor("values").unwrap().data());
@@ -148,7 +149,7 @@ mod tests {
         }
     }
 
-    /// Rows as they are long in the golden file, with importance for each of their columns.
+    /// Rows of the length in the golden file, with an importance for each column.
     fn encoded_by(kind: BlockType, values: &[f32], importance: &[f32]) -> (Vec<u8>, Vec<f32>) {
         let mut blocks = vec![0; values.len() / kind.elements() * kind.bytes()];
         let rows = values.chunks(importance.len()).zip(blocks.chunks_mut(importance.len() / kind.elements() * kind.bytes()));
@@ -158,16 +159,16 @@ mod tests {
         (blocks, back)
     }
 
-    /// What is weighted is less, over many blocks, and what is not weighted is found as before.
+    /// Importance reduces the weighted error over many blocks; without importance, blocks are unchanged.
     #[test]
-    fn errors_that_count_are_less_where_importance_says_so() {
+    fn importance_reduces_the_weighted_error() {
         let mut state = 3u64;
         let mut random = || {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
         };
         let values: Vec<f32> = (0..16 * 512).map(|_| (0..6).map(|_| random()).sum::<f32>() * 0.02).collect();
-        // A few columns of a hundred times the power of others, as activations have them.
+        // A few columns with a hundred times the power of the others, as in activations.
         let importance: Vec<f32> = (0..512).map(|_| (1.5 + random()) * if random() > 0.45 { 100.0 } else { 1.0 }).collect();
         let cost = |back: &[f32]| {
             let error = |(at, (a, b)): (usize, (&f32, &f32))| f64::from(importance[at % 512]) * f64::from(a - b).powi(2);
@@ -175,7 +176,7 @@ mod tests {
         };
         for kind in BlockType::ALL {
             let (plain, weighted) = (encoded(kind, &values), encoded_by(kind, &values, &importance));
-            if kind.weighs() {
+            if kind.uses_importance() {
                 assert!(cost(&weighted.1) < 0.97 * cost(&plain.1), "{}: {} and {}", kind.name(), cost(&weighted.1), cost(&plain.1));
             } else {
                 assert_eq!(weighted.0, plain.0, "{}", kind.name());
@@ -184,15 +185,15 @@ mod tests {
     }
 
     #[test]
-    fn scales_of_six_bits_lie_as_they_do() {
+    fn six_bit_scales_are_unpacked() {
         let bytes = [0x81, 0x82, 0x83, 0xC4, 0x80, 0x81, 0xC2, 0xC3, 0x01, 0x12, 0xE3, 0xFF];
         let found: Vec<_> = (0..8).map(|j| decode::scale_and_minimum(&bytes, j)).collect();
         assert_eq!(found, [(1, 0), (2, 1), (3, 2), (4, 3), (33, 32), (34, 33), (35, 62), (63, 63)]);
     }
 
-    /// Values that blocks can hold come back, and others come closer with more bits.
+    /// Representable values are exact, and the error of others decreases with more bits.
     #[test]
-    fn large_blocks_hold_what_they_can() {
+    fn large_blocks_represent_values_as_expected() {
         let mut state = 1u64;
         let mut random = || {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -206,7 +207,7 @@ mod tests {
         for kind in [BlockType::Q4K, BlockType::Q5K, BlockType::Q6K] {
             assert!(encoded(kind, &[0.0; 512]).1.iter().all(|value| *value == 0.0), "{}", kind.name());
         }
-        // Steps of one scale from the lowest code to the highest, in every part of sixteen.
+        // Steps of one scale from the lowest to the highest code, in every part of sixteen elements.
         let steps: Vec<f32> = (0..256).map(|element| ((element % 16) as f32 * 63.0 / 15.0).floor() / 64.0 - 0.5).collect();
         assert_eq!(encoded(BlockType::Q6K, &steps).1, steps);
         let nibbles: Vec<f32> = (0..256).map(|element| (element % 16) as f32 * 0.25).collect();

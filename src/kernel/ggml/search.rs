@@ -1,9 +1,10 @@
-//! Searching for the scales of blocks, many side by side.
+//! Search for the scales of blocks, for many blocks in parallel.
 
-/// Blocks that are looked at side by side, a lane for each: sums over a block are in the order of the reference, and still in vectors.
+/// Number of blocks processed in parallel, one per lane. Sums over a block keep the order of the
+/// reference implementation and are still vectorized.
 pub(super) const LANES: usize = 16;
 
-/// A number for each lane.
+/// One value per lane.
 macro_rules! lanes {
     ($lane:ident => $value:expr) => {{
         let mut all = [0f32; LANES];
@@ -16,11 +17,11 @@ macro_rules! lanes {
 
 pub(super) use lanes;
 
-/// Blocks of `N` values side by side; those that are missing are zeros.
-pub(super) type Beside<const N: usize> = [[f32; LANES]; N];
+/// Interleaved blocks of `N` values; missing blocks are zero.
+pub(super) type Interleaved<const N: usize> = [[f32; LANES]; N];
 
 #[inline(always)]
-pub(super) fn beside<const N: usize>(values: &[f32]) -> Beside<N> {
+pub(super) fn interleaved<const N: usize>(values: &[f32]) -> Interleaved<N> {
     let mut all = [[0.0; LANES]; N];
     for (lane, block) in values.as_chunks::<N>().0.iter().enumerate().take(LANES) {
         for (row, value) in all.iter_mut().zip(block) {
@@ -30,7 +31,7 @@ pub(super) fn beside<const N: usize>(values: &[f32]) -> Beside<N> {
     all
 }
 
-/// Codes, scale and what is taken away of blocks.
+/// Codes, scales and minima of blocks.
 pub(super) struct Fits<const N: usize> {
     pub codes: [[u8; N]; LANES],
     pub scale: [f32; LANES],
@@ -38,41 +39,44 @@ pub(super) struct Fits<const N: usize> {
 }
 
 impl<const N: usize> Fits<N> {
-    pub const NOTHING: Fits<N> = Fits { codes: [[0; N]; LANES], scale: [0.0; LANES], minimum: [0.0; LANES] };
+    pub const ZERO: Fits<N> = Fits { codes: [[0; N]; LANES], scale: [0.0; LANES], minimum: [0.0; LANES] };
 }
 
-/// What errors count for: the importance of a column, and more where the value is large beside a power.
+/// Weights of the errors: the importance of a column, increased for values that are large relative to
+/// `power`.
 #[inline(always)]
-pub(super) fn costs<const N: usize>(values: &Beside<N>, importance: &[f32], power: &[f32; LANES]) -> Beside<N> {
-    let mut costs = beside::<N>(importance);
+pub(super) fn costs<const N: usize>(values: &Interleaved<N>, importance: &[f32], power: &[f32; LANES]) -> Interleaved<N> {
+    let mut costs = interleaved::<N>(importance);
     for (costs, values) in costs.iter_mut().zip(values) {
         *costs = lanes!(l => costs[l] * (power[l] + values[l] * values[l]).sqrt());
     }
     costs
 }
 
-/// Scales that are tried beside that of the whole range: `steps` more than one, `apart` codes between them.
+/// Scales that are tried in addition to that of the full range: `steps + 1` scales, `spacing` codes
+/// apart from each other.
 pub(super) struct Trials {
     first: f32,
-    apart: f32,
+    spacing: f32,
     steps: usize,
 }
 
 impl Trials {
-    /// Of Q4_K and Q5_K without importance.
-    pub const OF_FOUR_BITS: Trials = Trials { first: -1.0, apart: 0.1, steps: 20 };
-    pub const OF_FIVE_BITS: Trials = Trials { first: -0.5, apart: 0.1, steps: 15 };
-    /// Of all types with it.
-    pub const WEIGHTED: Trials = Trials { first: -0.9, apart: 0.05, steps: 36 };
+    /// For Q4_K and Q5_K without importance.
+    pub const FOUR_BITS: Trials = Trials { first: -1.0, spacing: 0.1, steps: 20 };
+    pub const FIVE_BITS: Trials = Trials { first: -0.5, spacing: 0.1, steps: 15 };
+    /// For all types with importance.
+    pub const WEIGHTED: Trials = Trials { first: -0.9, spacing: 0.05, steps: 36 };
 }
 
-/// What is nothing among scales.
-pub(super) const NOTHING: f32 = 1e-15;
+/// Scales below this are treated as zero.
+pub(super) const EPSILON: f32 = 1e-15;
 
-/// Scales of codes from −`middle` to `middle` − 1 by weighted least squares: of the lowest code for the value that is farthest from zero,
-/// and of those for up to nine tenths of a code more or less (`make_qx_quants`).
+/// Scales of codes from −`middle` to `middle` − 1 by weighted least squares. Tries the scale that
+/// assigns the lowest code to the value with the largest magnitude, and scales that differ by up to 0.9
+/// codes (`make_qx_quants`).
 #[inline(always)]
-pub(super) fn around<const N: usize>(values: &Beside<N>, weights: &Beside<N>, middle: f32) -> Fits<N> {
+pub(super) fn around<const N: usize>(values: &Interleaved<N>, weights: &Interleaved<N>, middle: f32) -> Fits<N> {
     let code = |value: f32, inverse: f32| (inverse * value).round_ties_even().clamp(-middle, middle - 1.0);
     let mut farthest = [0f32; LANES];
     for row in values {
@@ -80,24 +84,24 @@ pub(super) fn around<const N: usize>(values: &Beside<N>, weights: &Beside<N>, mi
     }
     let (mut inverse, mut scale, mut most) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
     for (first, step) in [(true, 0i8)].into_iter().chain((-9..=9).filter(|step| *step != 0).map(|step| (false, step))) {
-        let this = lanes!(l => -(middle + 0.1 * f32::from(step)) / farthest[l]);
+        let trial = lanes!(l => -(middle + 0.1 * f32::from(step)) / farthest[l]);
         let (mut products, mut squares) = ([0f32; LANES], [0f32; LANES]);
         for (x, w) in values.iter().zip(weights) {
             for l in 0..LANES {
-                let code = code(x[l], this[l]);
+                let code = code(x[l], trial[l]);
                 products[l] += w[l] * x[l] * code;
                 squares[l] += w[l] * code * code;
             }
         }
         for l in 0..LANES {
             let better = first | ((squares[l] > 0.0) & (products[l] * products[l] > most[l] * squares[l]));
-            let this_scale = if squares[l] != 0.0 { products[l] / squares[l] } else { 0.0 };
-            let either = |this: f32, so_far: f32| if better { this } else { so_far };
-            (inverse[l], scale[l], most[l]) = (either(this[l], inverse[l]), either(this_scale, scale[l]), either(this_scale * products[l], most[l]));
+            let trial_scale = if squares[l] != 0.0 { products[l] / squares[l] } else { 0.0 };
+            let either = |trial: f32, best: f32| if better { trial } else { best };
+            (inverse[l], scale[l], most[l]) = (either(trial[l], inverse[l]), either(trial_scale, scale[l]), either(trial_scale * products[l], most[l]));
         }
     }
-    let mut fits = Fits::NOTHING;
-    for l in (0..LANES).filter(|l| farthest[*l].abs() >= NOTHING) {
+    let mut fits = Fits::ZERO;
+    for l in (0..LANES).filter(|l| farthest[*l].abs() >= EPSILON) {
         fits.scale[l] = scale[l];
         for (x, found) in values.iter().zip(&mut fits.codes[l]) {
             *found = (code(x[l], inverse[l]) + middle) as u8;
@@ -106,15 +110,16 @@ pub(super) fn around<const N: usize>(values: &Beside<N>, weights: &Beside<N>, mi
     fits
 }
 
-/// The code of a value behind `low`.
+/// The code of a value relative to `low`.
 #[inline(always)]
-fn code_behind(value: f32, inverse: f32, low: f32, most: f32) -> f32 {
-    (inverse * (value - low)).round_ties_even().clamp(0.0, most)
+fn code_above(value: f32, inverse: f32, low: f32, highest: f32) -> f32 {
+    (inverse * (value - low)).round_ties_even().clamp(0.0, highest)
 }
 
-/// Scales and minima by weighted least squares, for codes that several scales give (`make_qkx2_quants`, `make_qkx3_quants`).
+/// Scales and minima by weighted least squares, trying the codes of several scales (`make_qkx2_quants`,
+/// `make_qkx3_quants`).
 #[inline(always)]
-pub(super) fn with_minimum<const N: usize>(values: &Beside<N>, weights: &Beside<N>, most: f32, trials: &Trials) -> Fits<N> {
+pub(super) fn with_minimum<const N: usize>(values: &Interleaved<N>, weights: &Interleaved<N>, highest: f32, trials: &Trials) -> Fits<N> {
     let (mut low, mut high) = (values[0], values[0]);
     let (mut sum_w, mut sum_x) = ([0f32; LANES], [0f32; LANES]);
     for (x, w) in values.iter().zip(weights) {
@@ -125,18 +130,18 @@ pub(super) fn with_minimum<const N: usize>(values: &Beside<N>, weights: &Beside<
         }
     }
     let low = lanes!(l => low[l].min(0.0));
-    // Codes of the best scale so far: what they begin with, and codes for one.
-    let (mut from, mut inverse) = (low, lanes!(l => most / (high[l] - low[l])));
+    // Codes of the best scale so far: the value of code 0, and the reciprocal of the step.
+    let (mut from, mut inverse) = (low, lanes!(l => highest / (high[l] - low[l])));
     let (mut scale, mut minimum) = (lanes!(l => 1.0 / inverse[l]), low);
-    let mut least = errors(values, weights, (&inverse, &from), (&scale, &minimum), most);
+    let mut least = errors(values, weights, (&inverse, &from), (&scale, &minimum), highest);
     for step in 0..=trials.steps {
-        // From the best minimum so far, as the reference has it.
-        let this_from = minimum;
-        let this_inverse = lanes!(l => (trials.first + trials.apart * step as f32 + most) / (high[l] - minimum[l]));
+        // Relative to the best minimum so far, as in the reference implementation.
+        let trial_from = minimum;
+        let trial_inverse = lanes!(l => (trials.first + trials.spacing * step as f32 + highest) / (high[l] - minimum[l]));
         let (mut sum_l, mut sum_l2, mut sum_xl) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
         for (x, w) in values.iter().zip(weights) {
             for l in 0..LANES {
-                let code = code_behind(x[l], this_inverse[l], this_from[l], most);
+                let code = code_above(x[l], trial_inverse[l], trial_from[l], highest);
                 sum_l[l] += w[l] * code;
                 sum_l2[l] += w[l] * code * code;
                 sum_xl[l] += w[l] * code * x[l];
@@ -144,42 +149,43 @@ pub(super) fn with_minimum<const N: usize>(values: &Beside<N>, weights: &Beside<
         }
         let determinant = lanes!(l => sum_w[l] * sum_l2[l] - sum_l[l] * sum_l[l]);
         let free = lanes!(l => (sum_l2[l] * sum_x[l] - sum_l[l] * sum_xl[l]) / determinant[l]);
-        let this_scale = lanes!(l => if free[l] > 0.0 { sum_xl[l] / sum_l2[l] } else { (sum_w[l] * sum_xl[l] - sum_x[l] * sum_l[l]) / determinant[l] });
-        let this_minimum = lanes!(l => if free[l] > 0.0 { 0.0 } else { free[l] });
-        let this = errors(values, weights, (&this_inverse, &this_from), (&this_scale, &this_minimum), most);
+        let trial_scale = lanes!(l => if free[l] > 0.0 { sum_xl[l] / sum_l2[l] } else { (sum_w[l] * sum_xl[l] - sum_x[l] * sum_l[l]) / determinant[l] });
+        let trial_minimum = lanes!(l => if free[l] > 0.0 { 0.0 } else { free[l] });
+        let trial = errors(values, weights, (&trial_inverse, &trial_from), (&trial_scale, &trial_minimum), highest);
         for l in 0..LANES {
-            let better = (determinant[l] > 0.0) & (this[l] < least[l]);
-            let either = |this: f32, so_far: f32| if better { this } else { so_far };
-            (inverse[l], from[l], least[l]) = (either(this_inverse[l], inverse[l]), either(this_from[l], from[l]), either(this[l], least[l]));
-            (scale[l], minimum[l]) = (either(this_scale[l], scale[l]), either(this_minimum[l], minimum[l]));
+            let better = (determinant[l] > 0.0) & (trial[l] < least[l]);
+            let either = |trial: f32, best: f32| if better { trial } else { best };
+            (inverse[l], from[l], least[l]) = (either(trial_inverse[l], inverse[l]), either(trial_from[l], from[l]), either(trial[l], least[l]));
+            (scale[l], minimum[l]) = (either(trial_scale[l], scale[l]), either(trial_minimum[l], minimum[l]));
         }
     }
-    let mut fits = Fits::NOTHING;
+    let mut fits = Fits::ZERO;
     fits.minimum = lanes!(l => if high[l] > low[l] { -minimum[l] } else { -low[l] });
     for l in 0..LANES {
         if high[l] > low[l] {
             fits.scale[l] = scale[l];
             for (x, code) in values.iter().zip(&mut fits.codes[l]) {
-                *code = code_behind(x[l], inverse[l], from[l], most) as u8;
+                *code = code_above(x[l], inverse[l], from[l], highest) as u8;
             }
         }
     }
     fits
 }
 
-/// Weighted squared errors of blocks whose codes come by these numbers, with a scale and a minimum.
+/// Weighted squared errors of blocks: codes are computed from `inverse` and `from`, and dequantized with
+/// `scale` and `minimum`.
 #[inline(always)]
 fn errors<const N: usize>(
-    values: &Beside<N>,
-    weights: &Beside<N>,
+    values: &Interleaved<N>,
+    weights: &Interleaved<N>,
     (inverse, from): (&[f32; LANES], &[f32; LANES]),
     (scale, minimum): (&[f32; LANES], &[f32; LANES]),
-    most: f32,
+    highest: f32,
 ) -> [f32; LANES] {
     let mut errors = [0f32; LANES];
     for (x, w) in values.iter().zip(weights) {
         for l in 0..LANES {
-            let difference = scale[l] * code_behind(x[l], inverse[l], from[l], most) + minimum[l] - x[l];
+            let difference = scale[l] * code_above(x[l], inverse[l], from[l], highest) + minimum[l] - x[l];
             errors[l] += w[l] * (difference * difference);
         }
     }

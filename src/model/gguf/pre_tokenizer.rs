@@ -1,89 +1,91 @@
-//! How texts are cut into words before byte-level BPE: by the names that GGUF files have for it, and as `tokenizer.json` says it.
+//! Pre-tokenizers of byte-level BPE: names in GGUF files, and their form in `tokenizer.json`.
 //!
-//! Names and patterns are those of `llama-vocab.cpp` in llama.cpp; names that cut in the same way share a row.
+//! Names and patterns are those of `llama-vocab.cpp` in llama.cpp; equivalent names share an entry.
 
 use serde_json::{Value, json};
 
 use super::vocabulary::at;
 
-/// A way to cut.
-pub(super) struct Words {
-    /// The names; the first is written.
+/// A pre-tokenizer of llama.cpp.
+pub(super) struct PreTokenizer {
+    /// Equivalent names in GGUF files; the first is written.
     pub names: &'static [&'static str],
-    /// Whether each digit is a word, before GPT-2's pattern.
+    /// Whether digits are split individually, before GPT-2's pattern.
     digits: bool,
-    /// The pattern; without one, that of GPT-2.
+    /// The pattern; `None` for that of GPT-2.
     pattern: Option<&'static str>,
     /// Whether texts are normalized to NFC first.
-    pub composed: bool,
-    /// Whether words that are tokens are not cut further.
+    pub is_nfc: bool,
+    /// Whether words in the vocabulary become one token regardless of merges.
     pub ignore_merges: bool,
-    /// Whether the first token is put before every text where a file does not say so.
-    pub first: bool,
+    /// Whether the BOS token is added by default.
+    pub adds_first: bool,
 }
 
-const WORDS: [Words; 5] = [
-    Words { names: &["gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4", "gigachat", "mellum"], ..GPT2 },
-    Words { names: &["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"], digits: true, ..GPT2 },
-    Words {
+const PRE_TOKENIZERS: [PreTokenizer; 5] = [
+    PreTokenizer { names: &["gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4", "gigachat", "mellum"], ..GPT2 },
+    PreTokenizer { names: &["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"], digits: true, ..GPT2 },
+    PreTokenizer {
         names: &["llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"],
         pattern: Some(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
         ignore_merges: true,
-        first: true,
+        adds_first: true,
         ..GPT2
     },
-    Words {
+    PreTokenizer {
         names: &["qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "kormo"],
         pattern: Some(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
-        composed: true,
+        is_nfc: true,
         ..GPT2
     },
-    Words {
+    PreTokenizer {
         names: &["tekken"],
         pattern: Some(
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ),
         ignore_merges: true,
-        first: true,
+        adds_first: true,
         ..GPT2
     },
 ];
 
-const GPT2: Words = Words { names: &[], digits: false, pattern: None, composed: false, ignore_merges: false, first: false };
+const GPT2: PreTokenizer = PreTokenizer { names: &[], digits: false, pattern: None, is_nfc: false, ignore_merges: false, adds_first: false };
 
-impl Words {
-    /// The way of a name.
-    pub fn named(name: &str) -> Option<&'static Words> {
-        WORDS.iter().find(|words| words.names.contains(&name))
+impl PreTokenizer {
+    /// The pre-tokenizer with this name.
+    pub fn from_name(name: &str) -> Option<&'static PreTokenizer> {
+        PRE_TOKENIZERS.iter().find(|entry| entry.names.contains(&name))
     }
 
-    /// All names.
+    /// All supported names, for messages.
     pub fn names() -> String {
-        WORDS.iter().flat_map(|words| words.names).copied().collect::<Vec<_>>().join(", ")
+        PRE_TOKENIZERS.iter().flat_map(|entry| entry.names).copied().collect::<Vec<_>>().join(", ")
     }
 
-    /// The way that a `tokenizer.json` says, if it is known.
-    pub fn cutting(said: &Value) -> Option<&'static Words> {
-        let steps: Vec<&Value> = match at(said, "/pretokenizers").as_array() {
+    /// The pre-tokenizer of a `tokenizer.json`, if it is supported.
+    pub fn from_json(value: &Value) -> Option<&'static PreTokenizer> {
+        let steps: Vec<&Value> = match at(value, "/pretokenizers").as_array() {
             Some(steps) => steps.iter().collect(),
-            None => vec![said],
+            None => vec![value],
         };
-        let plain = |step: &Value, pattern: bool| {
+        let is_byte_level = |step: &Value, pattern: bool| {
             at(step, "/type") == "ByteLevel" && at(step, "/add_prefix_space") != true && at(step, "/use_regex").as_bool().unwrap_or(true) == pattern
         };
-        WORDS.iter().find(|words| match (steps.as_slice(), words.pattern) {
-            ([bytes], None) => !words.digits && plain(bytes, true),
-            ([digits, bytes], None) => words.digits && at(digits, "/type") == "Digits" && at(digits, "/individual_digits") == true && plain(bytes, true),
+        PRE_TOKENIZERS.iter().find(|entry| match (steps.as_slice(), entry.pattern) {
+            ([bytes], None) => !entry.digits && is_byte_level(bytes, true),
+            ([digits, bytes], None) => {
+                entry.digits && at(digits, "/type") == "Digits" && at(digits, "/individual_digits") == true && is_byte_level(bytes, true)
+            }
             ([split, bytes], Some(pattern)) => {
                 let isolated = at(split, "/type") == "Split" && at(split, "/behavior") == "Isolated" && at(split, "/invert") != true;
-                isolated && at(split, "/pattern/Regex") == pattern && plain(bytes, false)
+                isolated && at(split, "/pattern/Regex") == pattern && is_byte_level(bytes, false)
             }
             _ => false,
         })
     }
 
-    /// As `tokenizer.json` says it.
-    pub fn pre_tokenizer(&self) -> Value {
+    /// The pre-tokenizer as in `tokenizer.json`.
+    pub fn to_json(&self) -> Value {
         let bytes = |pattern: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": pattern });
         let first = match self.pattern {
             Some(pattern) => json!({ "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated", "invert": false }),

@@ -1,6 +1,7 @@
-//! What a GGUF file says, taken key by key: what nobody has taken at the end is refused, or known to mean nothing.
+//! Metadata of a GGUF file. Keys are removed as they are read; remaining keys are rejected unless they
+//! have no effect.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::BTreeMap;
@@ -9,20 +10,20 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, Result};
 use crate::store::gguf::Value;
 
-/// Sizes above this are mistakes.
+/// Sizes above this are invalid.
 const LIMIT: u64 = 1 << 32;
 
-/// Keys of an architecture that change nothing, whatever their values.
+/// Keys of an architecture that have no effect, for any value.
 const HARMLESS: [&str; 6] = ["attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "rope.dimension_count", "vocab_size", "context_length"];
 
-/// Keys that change what is computed, with the value that does not.
+/// Keys that change the computation, with their neutral values.
 const NEUTRAL: [(&str, Value); 13] = [
     ("attention.causal", Value::Bool(true)),
     ("attention.clamp_kqv", Value::Float(0.0)),
     ("attention.max_alibi_bias", Value::Float(0.0)),
     ("expert_count", Value::Unsigned(0)),
     ("expert_used_count", Value::Unsigned(0)),
-    // Weights of experts are a softmax.
+    // Softmax.
     ("expert_gating_func", Value::Unsigned(1)),
     ("expert_weights_scale", Value::Float(1.0)),
     ("leading_dense_block_count", Value::Unsigned(0)),
@@ -33,7 +34,7 @@ const NEUTRAL: [(&str, Value); 13] = [
     ("use_parallel_residual", Value::Bool(false)),
 ];
 
-/// What a file says.
+/// Unread metadata of a file.
 pub(super) struct Values {
     pub path: PathBuf,
     pub architecture: String,
@@ -44,10 +45,10 @@ impl Values {
     pub fn new(path: &Path, values: BTreeMap<String, Value>) -> Result<Values> {
         let mut values = Values { path: path.to_owned(), architecture: String::new(), values };
         if let Some(kind) = values.text("general.type")?.filter(|kind| kind != "model") {
-            return Err(values.wrong(format!("is no model but of the type `{kind}`")));
+            return Err(values.wrong(format!("contains a `{kind}`, not a model")));
         }
-        let said = values.text("general.architecture")?;
-        values.architecture = said.ok_or_else(|| values.wrong("does not say which architecture it is (`general.architecture`)".into()))?;
+        let architecture = values.text("general.architecture")?;
+        values.architecture = architecture.ok_or_else(|| values.wrong("does not specify its architecture (`general.architecture`)".into()))?;
         Ok(values)
     }
 
@@ -59,7 +60,7 @@ impl Values {
         Err(self.wrong(format!("`{key}` is {value}, expected {what}")))
     }
 
-    /// Whether networks are experts.
+    /// Whether the model is a mixture of experts.
     pub fn has_experts(&self) -> bool {
         !matches!(self.values.get(&self.own("expert_count")), None | Some(Value::Unsigned(0) | Value::Signed(0)))
     }
@@ -68,8 +69,8 @@ impl Values {
         self.values.remove(key)
     }
 
-    /// Whether a key has this text; it stays.
-    pub fn says(&self, key: &str, text: &str) -> bool {
+    /// Whether a key has this text; does not remove the key.
+    pub fn has_text(&self, key: &str, text: &str) -> bool {
         self.values.get(key) == Some(&Value::Text(text.to_owned()))
     }
 
@@ -93,11 +94,11 @@ impl Values {
         match self.take(key) {
             None => Ok(None),
             Some(Value::Bool(answer)) => Ok(Some(answer)),
-            Some(other) => self.expected(key, &other, "yes or no"),
+            Some(other) => self.expected(key, &other, "a boolean"),
         }
     }
 
-    /// A whole number; a list of equal ones, which stands for all layers, is one of them.
+    /// A non-negative integer; a list of equal numbers (one per layer) counts as one.
     pub fn size(&mut self, key: &str) -> Result<Option<u64>> {
         let Some(value) = self.take(key) else { return Ok(None) };
         let number = match &value {
@@ -125,7 +126,7 @@ impl Values {
         match self.take(key) {
             None => Ok(None),
             Some(Value::Integers(list)) => Ok(Some(list)),
-            Some(other) => self.expected(key, &other, "a list of whole numbers"),
+            Some(other) => self.expected(key, &other, "a list of integers"),
         }
     }
 
@@ -137,36 +138,33 @@ impl Values {
         }
     }
 
-    /// The key of the architecture with this end.
+    /// The key with the prefix of the architecture.
     pub fn own(&self, key: &str) -> String {
         format!("{}.{key}", self.architecture)
     }
 
-    /// A size that must be there.
+    /// A required positive size.
     pub fn required(&mut self, key: &str) -> Result<u64> {
         let key = self.own(key);
         let size = self.size(&key)?.filter(|size| *size > 0);
-        size.ok_or_else(|| self.wrong(format!("`{key}` is missing, or zero")))
+        size.ok_or_else(|| self.wrong(format!("`{key}` is missing or zero")))
     }
 
-    /// What nothing has taken: what describes the model goes over, by key; other keys are named. Those that change what is computed are
-    /// refused.
-    ///
-    /// # Errors
-    /// There is such a key.
-    pub fn rest(mut self) -> Result<(BTreeMap<String, String>, Vec<String>)> {
+    /// Returns the unread metadata that describes the model, and the names of other unread keys. Fails
+    /// for unread keys that change the computation.
+    pub fn into_metadata(mut self) -> Result<(BTreeMap<String, String>, Vec<String>)> {
         let own = self.own("");
         for key in ["general.quantization_version", "general.file_type", "general.alignment", "split.no", "split.count", "split.tensors.count"] {
             self.take(key);
         }
-        let (mut described, mut named) = (BTreeMap::new(), Vec::new());
+        let (mut metadata, mut unused) = (BTreeMap::new(), Vec::new());
         for (key, value) in &self.values {
             if let Some(key) = key.strip_prefix(&own) {
                 let neutral = NEUTRAL.iter().find(|(name, _)| *name == key);
                 if neutral.is_some_and(|(_, neutral)| neutral != value) || (neutral.is_none() && !HARMLESS.contains(&key)) {
                     return Err(Error::Unsupported {
                         what: format!("{}: `{own}{key}`, which is {value}", self.path.display()),
-                        hint: "it changes what the model computes, and is not known for this architecture".into(),
+                        hint: "it changes the computation, but is not supported for this architecture".into(),
                     });
                 }
             } else if key.starts_with("general.") {
@@ -175,11 +173,11 @@ impl Values {
                     Value::Texts(texts) => texts.join(", "),
                     other => other.to_string(),
                 };
-                described.insert(key.clone(), text);
+                metadata.insert(key.clone(), text);
             } else {
-                named.push(key.clone());
+                unused.push(key.clone());
             }
         }
-        Ok((described, named))
+        Ok((metadata, unused))
     }
 }

@@ -1,48 +1,49 @@
-//! The vocabulary of a GGUF file, from `tokenizer.json` and what belongs to it.
+//! Conversion of `tokenizer.json` and related files to a GGUF vocabulary.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use serde_json::Value as Json;
 
 use super::describe::Keys;
+use super::pre_tokenizer::PreTokenizer;
 use super::tokenizer::{BYTE, CONTROL, NORMAL, SPACE, TEMPLATE, TEMPLATES, UNKNOWN, UNUSED, USER_DEFINED};
-use super::words::Words;
-use crate::error::{Error, Result};
-use crate::model::{Model, text_beside};
+use crate::error::{Error, Result, counted};
+use crate::model::{Model, read_auxiliary_text};
 use crate::store::gguf::Value;
 
 const FILE: &str = "tokenizer.json";
 
-/// What a file says of tokens, and notes; `rows` is how many the model has. Without a `tokenizer.json`, that there are none.
+/// Builds the vocabulary metadata for an embedding with `rows` rows, and notes. Without a
+/// `tokenizer.json`, the vocabulary is empty.
 ///
 /// # Errors
-/// The tokenizer is of a kind that llama.cpp does not have, or that is not known here.
+/// The tokenizer is not supported, or cannot be represented in GGUF.
 pub(crate) fn vocabulary(model: &Model, rows: usize) -> Result<(Keys, Vec<String>)> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let read = |name: &str| -> Result<Json> {
-        let text = text_beside(&model.path, &model.beside.made, name)?;
+        let text = read_auxiliary_text(&model.path, &model.auxiliary.synthesized, name)?;
         text.map_or(Ok(Json::Null), |text| serde_json::from_str(&text).map_err(|e| Error::malformed(&model.path.join(name), e)))
     };
     let (file, settings, generation) = (read(FILE)?, read("tokenizer_config.json")?, read("generation_config.json")?);
     if file.is_null() {
-        let note = "there is no tokenizer.json: the file holds no vocabulary, and runtimes take numbers of tokens alone".to_owned();
+        let note = "there is no tokenizer.json: the file contains no vocabulary, and runtimes accept only token ids".to_owned();
         return Ok((vec![(key("model"), Value::Text("no_vocab".into()))], vec![note]));
     }
     let refused = |what: String| Error::Unsupported {
         what: format!("gguf: {}: {what}", model.path.join(FILE).display()),
         hint: "without a tokenizer.json in the folder, the file is written without a vocabulary".into(),
     };
-    let of_model = at(&file, "/model");
-    if at(of_model, "/type") != "BPE" {
-        return Err(refused(format!("a tokenizer of the kind {}", at(of_model, "/type"))));
+    let bpe = at(&file, "/model");
+    if at(bpe, "/type") != "BPE" {
+        return Err(refused(format!("a tokenizer of the type {}", at(bpe, "/type"))));
     }
-    for place in ["/continuing_subword_prefix", "/end_of_word_suffix"] {
-        if let Some(said) = at(of_model, place).as_str().filter(|said| !said.is_empty()) {
-            return Err(refused(format!("`model{}` of `{said}`, which vocabularies of llama.cpp have none of", place.replace('/', "."))));
+    for pointer in ["/continuing_subword_prefix", "/end_of_word_suffix"] {
+        if let Some(value) = at(bpe, pointer).as_str().filter(|value| !value.is_empty()) {
+            return Err(refused(format!("`model{}` of `{value}`, which llama.cpp does not support", pointer.replace('/', "."))));
         }
     }
     let mut by_id: BTreeMap<usize, &str> = BTreeMap::new();
-    let entries = at(of_model, "/vocab").as_object().into_iter().flatten().filter_map(|(token, id)| Some((token.as_str(), id.as_u64()?)));
+    let entries = at(bpe, "/vocab").as_object().into_iter().flatten().filter_map(|(token, id)| Some((token.as_str(), id.as_u64()?)));
     let added: Vec<(&str, u64, bool)> = at(&file, "/added_tokens")
         .as_array()
         .into_iter()
@@ -53,110 +54,111 @@ pub(crate) fn vocabulary(model: &Model, rows: usize) -> Result<(Keys, Vec<String
     for (token, id) in entries.chain(added.iter().map(|(token, id, _)| (*token, *id))) {
         match usize::try_from(id).ok().filter(|id| *id < rows) {
             Some(id) => match by_id.insert(id, token) {
-                Some(other) if other != token => return Err(refused(format!("number {id} is of the tokens `{other}` and `{token}`"))),
+                Some(other) if other != token => return Err(refused(format!("the tokens `{other}` and `{token}` with the same id {id}"))),
                 _ => {}
             },
             None => beyond = beyond.saturating_add(1),
         }
     }
     if beyond > 0 {
-        notes.push(format!("{beyond} tokens of tokenizer.json are left out: their numbers are beyond the {rows} rows of the embedding"));
+        notes.push(format!("{} of tokenizer.json omitted: ids beyond the {rows} rows of the embedding", counted(beyond, "token")));
     }
-    let words = Words::cutting(at(&file, "/pre_tokenizer"));
-    let pieces = words.is_none() && at(of_model, "/byte_fallback") == true;
-    let unknown = at(of_model, "/unk_token").as_str();
+    let pre_tokenizer = PreTokenizer::from_json(at(&file, "/pre_tokenizer"));
+    let is_sentencepiece = pre_tokenizer.is_none() && at(bpe, "/byte_fallback") == true;
+    let unknown = at(bpe, "/unk_token").as_str();
     let special: HashMap<&str, bool> = added.iter().map(|(token, _, special)| (*token, *special)).collect();
     let kind_of = |token: &str| match special.get(token) {
-        _ if pieces && unknown == Some(token) => UNKNOWN,
+        _ if is_sentencepiece && unknown == Some(token) => UNKNOWN,
         Some(true) => CONTROL,
         Some(false) => USER_DEFINED,
-        None if pieces && is_byte(token) => BYTE,
+        None if is_sentencepiece && is_byte(token) => BYTE,
         None => NORMAL,
     };
-    // llama.cpp looks for these in texts as they are.
-    let text_of = |token: &str| if pieces && kind_of(token) == USER_DEFINED { token.replace(SPACE, " ") } else { token.to_owned() };
+    // llama.cpp searches for user-defined tokens in the original text.
+    let text_of = |token: &str| if is_sentencepiece && kind_of(token) == USER_DEFINED { token.replace(SPACE, " ") } else { token.to_owned() };
     let tokens: Vec<String> = (0..rows).map(|id| by_id.get(&id).map_or_else(|| format!("[PAD{id}]"), |token| text_of(token))).collect();
-    let mut once = HashSet::new();
-    if let Some(twice) = tokens.iter().find(|token| !once.insert(token.as_str())) {
-        return Err(refused(format!("two tokens are `{twice}` in a file of GGUF")));
+    let mut unique = HashSet::new();
+    if let Some(duplicate) = tokens.iter().find(|token| !unique.insert(token.as_str())) {
+        return Err(refused(format!("two tokens that become `{duplicate}` in a GGUF file")));
     }
     let kinds: Vec<i64> = (0..rows).map(|id| by_id.get(&id).map_or(UNUSED, |token| kind_of(token))).collect();
-    let merges = merges(at(of_model, "/merges")).ok_or_else(|| refused("merges that are no pairs".into()))?;
+    let merges = merges(at(bpe, "/merges")).ok_or_else(|| refused("merges that are not pairs".into()))?;
     let mut values = Vec::new();
-    if pieces {
-        let prefix = before_pieces(at(&file, "/normalizer"), at(&file, "/pre_tokenizer")).map_err(refused)?;
+    if is_sentencepiece {
+        let prefix = adds_space_prefix(at(&file, "/normalizer"), at(&file, "/pre_tokenizer")).map_err(refused)?;
         values.extend([(key("model"), Value::Text("llama".into())), (key("scores"), Value::Floats(scores(&tokens, &merges)))]);
         values.push((key("add_space_prefix"), Value::Bool(prefix)));
     } else {
-        let words = words.ok_or_else(|| refused(format!("a way to cut texts into words that is not known here ({})", short(at(&file, "/pre_tokenizer")))))?;
-        let names = words.names.first().copied().unwrap_or_default();
+        let pre_tokenizer = pre_tokenizer.ok_or_else(|| refused(format!("an unsupported pre-tokenizer ({})", short(at(&file, "/pre_tokenizer")))))?;
+        let name = pre_tokenizer.names.first().copied().unwrap_or_default();
         if !at(&file, "/normalizer").is_null() && at(&file, "/normalizer/type") != "NFC" {
-            return Err(refused(format!("a normalizer ({}), which a byte-level vocabulary of llama.cpp has none of", at(&file, "/normalizer/type"))));
+            return Err(refused(format!("a normalizer ({}), which llama.cpp does not support for byte-level vocabularies", at(&file, "/normalizer/type"))));
         }
-        if (at(of_model, "/ignore_merges") == true) != words.ignore_merges {
-            return Err(refused(format!("`model.ignore_merges` is {}, and llama.cpp does otherwise for `{names}`", !words.ignore_merges)));
+        if (at(bpe, "/ignore_merges") == true) != pre_tokenizer.ignore_merges {
+            return Err(refused(format!("`model.ignore_merges` of {}, which llama.cpp does not support for `{name}`", !pre_tokenizer.ignore_merges)));
         }
-        values.extend([(key("model"), Value::Text("gpt2".into())), (key("pre"), Value::Text(names.into()))]);
+        values.extend([(key("model"), Value::Text("gpt2".into())), (key("pre"), Value::Text(name.into()))]);
         values.push((key("merges"), Value::Texts(merges.iter().map(|[left, right]| format!("{left} {right}")).collect())));
     }
     values.extend([(key("tokens"), Value::Texts(tokens)), (key("token_type"), Value::Integers(kinds))]);
     let id_of = |token: &str| by_id.iter().find(|(_, other)| **other == token).map(|(id, _)| *id as u64);
     let mut named: BTreeMap<&str, u64> = BTreeMap::new();
-    for (here, there) in [("bos", "bos"), ("eos", "eos"), ("padding", "pad"), ("unknown", "unk")] {
-        let said = |values: Option<&Json>| values.and_then(|id| id.as_u64().or_else(|| id.get(0)?.as_u64()));
-        let token = at(&settings, &format!("/{there}_token"));
-        let token = token.as_str().or_else(|| at(token, "/content").as_str()).or(unknown.filter(|_| here == "unknown"));
-        let id = said(model.config.get(&format!("{there}_token_id"))).or_else(|| said(generation.get(format!("{there}_token_id"))));
-        named.extend(token.and_then(id_of).or(id).map(|id| (here, id)));
+    for (name, key_name) in [("bos", "bos"), ("eos", "eos"), ("padding", "pad"), ("unknown", "unk")] {
+        let first_id = |values: Option<&Json>| values.and_then(|id| id.as_u64().or_else(|| id.get(0)?.as_u64()));
+        let token = at(&settings, &format!("/{key_name}_token"));
+        let token = token.as_str().or_else(|| at(token, "/content").as_str()).or(unknown.filter(|_| name == "unknown"));
+        let id = first_id(model.config.get(&format!("{key_name}_token_id"))).or_else(|| first_id(generation.get(format!("{key_name}_token_id"))));
+        named.extend(token.and_then(id_of).or(id).map(|id| (name, id)));
     }
     if let Some(turn) = at(&generation, "/eos_token_id").as_array().and_then(|ids| ids.iter().filter_map(Json::as_u64).find(|id| named.get("eos") != Some(id)))
     {
         named.insert("eot", turn);
     }
     named.retain(|name, id| {
-        let there = usize::try_from(*id).is_ok_and(|id| id < rows);
-        if !there {
-            notes.push(format!("`{name}_token_id` of {id} is left out: it is beyond the {rows} rows of the embedding"));
+        let is_valid = usize::try_from(*id).is_ok_and(|id| id < rows);
+        if !is_valid {
+            notes.push(format!("`{name}_token_id` of {id} is omitted: it exceeds the {rows} rows of the embedding"));
         }
-        there
+        is_valid
     });
     values.extend(named.iter().map(|(name, id)| (key(&format!("{name}_token_id")), Value::Unsigned(*id))));
-    let sides = around(at(&file, "/post_processor")).map_err(refused)?;
+    let sides = added_tokens(at(&file, "/post_processor")).map_err(refused)?;
     for (side, name) in ["bos", "eos"].into_iter().enumerate() {
-        let known = named.get(name).and_then(|id| by_id.get(&usize::try_from(*id).ok()?)).copied();
-        let puts = match sides.as_ref().and_then(|sides| sides.get(side)).map(Vec::as_slice) {
-            None => known.is_some() && at(&settings, &format!("/add_{name}_token")) == true,
+        let token = named.get(name).and_then(|id| by_id.get(&usize::try_from(*id).ok()?)).copied();
+        let is_added = match sides.as_ref().and_then(|sides| sides.get(side)).map(Vec::as_slice) {
+            None => token.is_some() && at(&settings, &format!("/add_{name}_token")) == true,
             Some([]) => false,
-            Some([token]) if Some(*token) == known => true,
+            Some([added]) if Some(*added) == token => true,
             Some(others) => {
-                let place = if side == 0 { "before" } else { "behind" };
-                return Err(refused(format!("`{}` {place} every text, where a file of GGUF can only put the `{name}_token`", others.join("`, `"))));
+                let position = if side == 0 { "before" } else { "after" };
+                return Err(refused(format!("`{}` {position} every text, but GGUF files can add only the `{name}_token` there", others.join("`, `"))));
             }
         };
-        values.push((key(&format!("add_{name}_token")), Value::Bool(puts)));
+        values.push((key(&format!("add_{name}_token")), Value::Bool(is_added)));
     }
     let template = at(&settings, "/chat_template");
-    if let Some(several) = template.as_array() {
-        values.extend(templates(several).map_err(refused)?);
-    } else if let Some(template) =
-        template.as_str().map_or_else(|| text_beside(&model.path, &model.beside.made, "chat_template.jinja"), |text| Ok(Some(text.to_owned())))?
+    if let Some(list) = template.as_array() {
+        values.extend(templates(list).map_err(refused)?);
+    } else if let Some(template) = template
+        .as_str()
+        .map_or_else(|| read_auxiliary_text(&model.path, &model.auxiliary.synthesized, "chat_template.jinja"), |text| Ok(Some(text.to_owned())))?
     {
         values.push((TEMPLATE.into(), Value::Text(template)));
     }
     Ok((values, notes))
 }
 
-/// Chat templates by name: the default one, and others with a list of their names.
+/// Metadata of named chat templates: the default one, a list of the other names, and the other templates.
 fn templates(list: &[Json]) -> Result<Keys, String> {
     let mut found = BTreeMap::new();
     for entry in list {
         let (Some(name), Some(text)) = (at(entry, "/name").as_str(), at(entry, "/template").as_str()) else {
-            return Err("`chat_template` of tokenizer_config.json is a list of something else than names and templates".into());
+            return Err("`chat_template` of tokenizer_config.json is a list with entries other than names and templates".into());
         };
-        // As the converter writes them.
+        // As in llama.cpp's converter.
         let name: String = name.chars().map(|letter| if letter.is_ascii_alphanumeric() { letter } else { '_' }).collect();
         if found.insert(name.clone(), text.to_owned()).is_some() {
-            return Err(format!("two chat templates are called `{name}`"));
+            return Err(format!("two chat templates have the name `{name}`"));
         }
     }
     let mut values: Keys = found.remove("default").map(|text| (TEMPLATE.to_owned(), Value::Text(text))).into_iter().collect();
@@ -167,14 +169,15 @@ fn templates(list: &[Json]) -> Result<Keys, String> {
     Ok(values)
 }
 
-/// The beginning of a value.
+/// A shortened value, for messages.
 fn short(value: &Json) -> String {
     value.to_string().chars().take(120).collect()
 }
 
-/// Whether a space is put before texts that are cut into pieces, of what a `tokenizer.json` does to them first.
-fn before_pieces(normalizer: &Json, cut: &Json) -> Result<bool, String> {
-    let unknown = |what: &str, value: &Json| format!("a {what} that vocabularies of pieces have none of in llama.cpp ({})", short(value));
+/// Whether a SentencePiece-like tokenizer adds a space before a text. Fails for other normalizers and
+/// pre-tokenizers.
+fn adds_space_prefix(normalizer: &Json, pre_tokenizer: &Json) -> Result<bool, String> {
+    let unsupported = |what: &str, value: &Json| format!("a {what} that llama.cpp does not support for SentencePiece vocabularies ({})", short(value));
     let steps: Vec<&Json> = match at(normalizer, "/normalizers").as_array() {
         Some(steps) => steps.iter().collect(),
         None if normalizer.is_null() => Vec::new(),
@@ -186,31 +189,31 @@ fn before_pieces(normalizer: &Json, cut: &Json) -> Result<bool, String> {
         [] => (false, false),
         [replace] if replaces(replace) => (false, true),
         [prepend, replace] if prepends(prepend) && replaces(replace) => (true, true),
-        _ => return Err(unknown("normalizer", normalizer)),
+        _ => return Err(unsupported("normalizer", normalizer)),
     };
-    match at(cut, "/type").as_str() {
-        None if cut.is_null() && replaced => Ok(prefix),
-        Some("Split") if replaced && at(cut, "/pattern/String") == " " => Ok(prefix),
-        Some("Metaspace") if at(cut, "/replacement") == SPACE => {
-            let scheme = at(cut, "/prepend_scheme").as_str();
-            Ok(prefix || scheme.map_or(at(cut, "/add_prefix_space") != false, |scheme| scheme != "never"))
+    match at(pre_tokenizer, "/type").as_str() {
+        None if pre_tokenizer.is_null() && replaced => Ok(prefix),
+        Some("Split") if replaced && at(pre_tokenizer, "/pattern/String") == " " => Ok(prefix),
+        Some("Metaspace") if at(pre_tokenizer, "/replacement") == SPACE => {
+            let scheme = at(pre_tokenizer, "/prepend_scheme").as_str();
+            Ok(prefix || scheme.map_or(at(pre_tokenizer, "/add_prefix_space") != false, |scheme| scheme != "never"))
         }
-        _ if cut.is_null() => Err(unknown("normalizer", normalizer)),
-        _ => Err(unknown("pre_tokenizer", cut)),
+        _ if pre_tokenizer.is_null() => Err(unsupported("normalizer", normalizer)),
+        _ => Err(unsupported("pre_tokenizer", pre_tokenizer)),
     }
 }
 
-/// What stands at a place of a file; null where there is nothing.
-pub(super) fn at<'j>(value: &'j Json, place: &str) -> &'j Json {
-    value.pointer(place).unwrap_or(&Json::Null)
+/// The value at a JSON pointer; null if it does not exist.
+pub(super) fn at<'j>(value: &'j Json, pointer: &str) -> &'j Json {
+    value.pointer(pointer).unwrap_or(&Json::Null)
 }
 
-/// Whether a token stands for a byte: `<0x0A>`.
+/// Whether a token represents a byte, such as `<0x0A>`.
 fn is_byte(token: &str) -> bool {
     token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>')).is_some_and(|digits| digits.len() == 2 && u8::from_str_radix(digits, 16).is_ok())
 }
 
-/// Pairs, each a text with a space or a list of two.
+/// Merges, each stored as a text with a space or as a list of two.
 fn merges(list: &Json) -> Option<Vec<[&str; 2]>> {
     list.as_array()?
         .iter()
@@ -221,8 +224,8 @@ fn merges(list: &Json) -> Option<Vec<[&str; 2]>> {
         .collect()
 }
 
-/// Scores that join neighbours in the order of merges: that of a token falls with the first merge that gives it, and those that none gives
-/// come last.
+/// SentencePiece scores that reproduce the order of merges: the negative rank of the first merge that
+/// produces a token. Tokens without a merge have the lowest scores.
 fn scores(tokens: &[String], merges: &[[&str; 2]]) -> Vec<f64> {
     let mut first: HashMap<String, usize> = HashMap::new();
     for (rank, [left, right]) in merges.iter().enumerate() {
@@ -232,34 +235,34 @@ fn scores(tokens: &[String], merges: &[[&str; 2]]) -> Vec<f64> {
     tokens.iter().enumerate().map(|(id, token)| -(first.get(token).copied().unwrap_or(last.saturating_add(id)) as f64)).collect()
 }
 
-/// Tokens that are put before and behind every text; nothing where a `tokenizer.json` does not say.
-fn around(processor: &Json) -> Result<Option<[Vec<&str>; 2]>, String> {
+/// Tokens that a post-processor adds before and after every text; `None` without a post-processor.
+fn added_tokens(processor: &Json) -> Result<Option<[Vec<&str>; 2]>, String> {
     if processor.is_null() {
         return Ok(None);
     }
-    let [mut before, mut behind] = [Vec::new(), Vec::new()];
+    let [mut before, mut after] = [Vec::new(), Vec::new()];
     match at(processor, "/type").as_str() {
         Some("ByteLevel") => {}
         Some("Sequence") => {
             for part in at(processor, "/processors").as_array().into_iter().flatten() {
-                let [first, last] = around(part)?.unwrap_or_default();
+                let [first, last] = added_tokens(part)?.unwrap_or_default();
                 before.splice(0..0, first);
-                behind.extend(last);
+                after.extend(last);
             }
         }
         Some("TemplateProcessing") => {
             let mut text = false;
             for piece in at(processor, "/single").as_array().into_iter().flatten() {
                 match at(piece, "/SpecialToken/id").as_str() {
-                    Some(token) if text => behind.push(token),
+                    Some(token) if text => after.push(token),
                     Some(token) => before.push(token),
                     None => text = true,
                 }
             }
         }
-        _ => return Err(format!("a post-processor that a file of GGUF cannot say ({})", short(processor))),
+        _ => return Err(format!("a post-processor that GGUF files cannot represent ({})", short(processor))),
     }
-    Ok(Some([before, behind]))
+    Ok(Some([before, after]))
 }
 
 #[cfg(test)]
@@ -269,7 +272,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_comes_before_pieces_is_known_or_refused() {
+    fn space_prefixes_follow_normalizer_and_pre_tokenizer() {
         let prepend = json!({ "type": "Prepend", "prepend": SPACE });
         let replace = json!({ "type": "Replace", "pattern": { "String": " " }, "content": SPACE });
         let both = json!({ "type": "Sequence", "normalizers": [prepend, replace] });
@@ -280,28 +283,28 @@ mod tests {
             space
         };
         let null = Json::Null;
-        assert_eq!(before_pieces(&both, &null), Ok(true));
-        assert_eq!(before_pieces(&replace, &null), Ok(false));
-        assert_eq!(before_pieces(&replace, &split), Ok(false));
-        assert_eq!(before_pieces(&null, &space(json!({ "add_prefix_space": true }))), Ok(true));
-        assert_eq!(before_pieces(&null, &space(json!({ "add_prefix_space": false }))), Ok(false));
-        assert_eq!(before_pieces(&null, &space(json!({ "add_prefix_space": true, "prepend_scheme": "never" }))), Ok(false));
-        assert_eq!(before_pieces(&null, &space(json!({ "prepend_scheme": "first" }))), Ok(true));
-        assert!(before_pieces(&null, &null).unwrap_err().contains("a normalizer"));
-        assert!(before_pieces(&json!({ "type": "NFKC" }), &null).unwrap_err().contains("NFKC"));
-        assert!(before_pieces(&replace, &json!({ "type": "Whitespace" })).unwrap_err().contains("a pre_tokenizer"));
+        assert_eq!(adds_space_prefix(&both, &null), Ok(true));
+        assert_eq!(adds_space_prefix(&replace, &null), Ok(false));
+        assert_eq!(adds_space_prefix(&replace, &split), Ok(false));
+        assert_eq!(adds_space_prefix(&null, &space(json!({ "add_prefix_space": true }))), Ok(true));
+        assert_eq!(adds_space_prefix(&null, &space(json!({ "add_prefix_space": false }))), Ok(false));
+        assert_eq!(adds_space_prefix(&null, &space(json!({ "add_prefix_space": true, "prepend_scheme": "never" }))), Ok(false));
+        assert_eq!(adds_space_prefix(&null, &space(json!({ "prepend_scheme": "first" }))), Ok(true));
+        assert!(adds_space_prefix(&null, &null).unwrap_err().contains("a normalizer"));
+        assert!(adds_space_prefix(&json!({ "type": "NFKC" }), &null).unwrap_err().contains("NFKC"));
+        assert!(adds_space_prefix(&replace, &json!({ "type": "Whitespace" })).unwrap_err().contains("a pre_tokenizer"));
     }
 
     #[test]
-    fn tokens_around_texts_are_told_by_their_side() {
+    fn added_tokens_are_found_on_both_sides() {
         let special = |id: &str| json!({ "SpecialToken": { "id": id, "type_id": 0 } });
         let text = json!({ "Sequence": { "id": "A", "type_id": 0 } });
         let template = json!({ "type": "TemplateProcessing", "single": [special("<s>"), text, special("</s>"), special("<e>")] });
-        let several = json!({ "type": "Sequence", "processors": [{ "type": "ByteLevel" }, template] });
-        assert_eq!(around(&several), Ok(Some([vec!["<s>"], vec!["</s>", "<e>"]])));
-        assert_eq!(around(&Json::Null), Ok(None));
-        assert_eq!(around(&json!({ "type": "ByteLevel" })), Ok(Some([vec![], vec![]])));
-        assert!(around(&json!({ "type": "RobertaProcessing" })).unwrap_err().contains("RobertaProcessing"));
+        let sequence = json!({ "type": "Sequence", "processors": [{ "type": "ByteLevel" }, template] });
+        assert_eq!(added_tokens(&sequence), Ok(Some([vec!["<s>"], vec!["</s>", "<e>"]])));
+        assert_eq!(added_tokens(&Json::Null), Ok(None));
+        assert_eq!(added_tokens(&json!({ "type": "ByteLevel" })), Ok(Some([vec![], vec![]])));
+        assert!(added_tokens(&json!({ "type": "RobertaProcessing" })).unwrap_err().contains("RobertaProcessing"));
     }
 
     #[test]

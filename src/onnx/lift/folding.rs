@@ -1,104 +1,101 @@
-//! What nodes make of constants alone, as far as that is small.
+//! Folding of nodes that depend only on constants, with limits on their size.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use super::super::check::{self, label};
 use super::super::elements;
-use super::super::piece::RANDOM;
+use super::super::initializer_roles::int;
+use super::super::opaque_subgraph::RANDOM;
 use super::super::proto::NodeProto;
-use super::super::uses::int;
 use super::numbers::{self, Number, Numbers};
 use super::opaque::constant;
-use super::{Known, Lift};
+use super::{Lift, LiftedValue};
 use crate::ir::{Dim, ValueId};
 
-/// Elements at most that nodes of a file make of constants: a gigabyte of floats.
-const MOST: u64 = 1 << 28;
+/// Maximum number of elements that the nodes of a file may compute from constants: 1 GiB of floats.
+const MAX_ELEMENTS: u64 = 1 << 28;
 
 impl<'f> Lift<'f> {
-    /// What a node makes of constants alone: ONNX Runtime computes it where it is a few whole numbers.
-    ///
-    /// # Errors
-    /// It would be too large.
-    pub(super) fn folded(&mut self, node: &'f NodeProto) -> Result<Option<Known>, String> {
+    /// Folds a node that depends only on constants. ONNX Runtime computes the value if it is a few
+    /// integers. Fails if the result is too large.
+    pub(super) fn fold(&mut self, node: &'f NodeProto) -> Result<Option<LiftedValue>, String> {
         let [name] = node.output.as_slice() else { return Ok(None) };
-        let constant = |name: &&str| match self.known.get(name) {
-            Some(Known::Numbers(numbers)) => numbers.all().is_some(),
-            Some(Known::Constant | Known::Folded) => true,
+        let constant = |name: &&str| match self.lifted.get(name) {
+            Some(LiftedValue::Numbers(numbers)) => numbers.all().is_some(),
+            Some(LiftedValue::Constant | LiftedValue::Folded) => true,
             Some(_) => false,
             None => self.initializers.contains_key(name),
         };
         let reads = check::reads(node);
-        // Ordinary values may be as large as they are: only what the file makes of itself is held to a size.
-        if reads.is_empty() || !reads.iter().all(|name| self.of_constants.contains(name) || constant(name)) {
+        // The limit applies only to values that depend on nothing but constants.
+        if reads.is_empty() || !reads.iter().all(|name| self.from_constants.contains(name) || constant(name)) {
             return Ok(None);
         }
         let folds = reads.iter().all(|name| constant(name) && !self.is_parameter(name)) && !RANDOM.contains(&node.op_type());
-        self.of_constants.insert(name);
-        self.swell(node, name, folds)?;
+        self.from_constants.insert(name);
+        self.check_growth(node, name, folds)?;
         if !folds {
             return Ok(None);
         }
         let Some(cone) = self.cone(name, true).ok().filter(|cone| cone.values.is_empty() && cone.weights.is_empty()) else { return Ok(None) };
-        let Ok(piece) = self.loaded(&cone, Vec::new(), Vec::new(), &[], name, false) else { return Ok(None) };
-        // Larger constants are computed where they are read.
-        if self.folded_sizes.get(name.as_str()).is_some_and(|sizes| product(sizes) > numbers::MOST as u64) {
-            return Ok(Some(Known::Folded));
+        let Ok(subgraph) = self.load_subgraph(&cone, Vec::new(), Vec::new(), &[], name, false) else { return Ok(None) };
+        // Larger constants are computed by their consumers.
+        if self.folded_sizes.get(name.as_str()).is_some_and(|sizes| product(sizes) > numbers::MAX_TRACKED as u64) {
+            return Ok(Some(LiftedValue::Folded));
         }
-        Ok(Some(piece.numbers().and_then(|(values, vector)| Numbers::new(&values, vector)).map_or(Known::Folded, Known::Numbers)))
+        Ok(Some(subgraph.numbers().and_then(|(values, vector)| Numbers::new(&values, vector)).map_or(LiftedValue::Folded, LiftedValue::Numbers)))
     }
 
-    /// Refuses what makes more elements of what a model is given than a run could hold, whatever the open sizes are.
-    ///
-    /// # Errors
-    /// It does.
-    pub(super) fn bounded(&mut self, node: &'f NodeProto, name: &'f str) -> Result<(), String> {
+    /// Rejects a node whose output exceeds the limit for all sizes of open dimensions, even if it
+    /// depends on inputs.
+    pub(super) fn check_min_elements(&mut self, node: &'f NodeProto, name: &'f str) -> Result<(), String> {
         let input = |at: usize| node.input.get(at).map_or("", String::as_str);
         let numbers = |at: usize| {
-            let each = numbers::known(self, input(at)).map(|numbers| numbers.each()).unwrap_or_default();
-            each.iter().filter_map(Number::known).fold(1u64, |all, number| all.saturating_mul(u64::try_from(number).unwrap_or(1)))
+            let each = numbers::lookup(self, input(at)).map(|numbers| numbers.each()).unwrap_or_default();
+            each.iter().filter_map(Number::constant).fold(1u64, |all, number| all.saturating_mul(u64::try_from(number).unwrap_or(1)))
         };
-        let before = self.least_of(input(0));
-        let least = match node.op_type() {
+        let before = self.min_elements_of(input(0));
+        let min_elements = match node.op_type() {
             "ConstantOfShape" => numbers(0),
             "Expand" => numbers(1).max(if numbers(1) == 0 { 0 } else { before }),
             "Tile" => before.saturating_mul(numbers(1)),
-            "Concat" => node.input.iter().fold(0u64, |all, name| all.saturating_add(self.least_of(name))),
-            op if SAME.contains(&op) => before,
-            op if BROADCAST.contains(&op) => node.input.iter().map(|name| self.least_of(name)).max().unwrap_or(1),
+            "Concat" => node.input.iter().fold(0u64, |all, name| all.saturating_add(self.min_elements_of(name))),
+            op if SAME_SHAPE.contains(&op) => before,
+            op if BROADCAST.contains(&op) => node.input.iter().map(|name| self.min_elements_of(name)).max().unwrap_or(1),
             _ => return Ok(()),
         };
-        if least > MOST && GROWING.contains(&node.op_type()) && least > before {
-            let reason = format!("{} makes at least {least} elements, more than {MOST}", label(node));
+        if min_elements > MAX_ELEMENTS && GROWING.contains(&node.op_type()) && min_elements > before {
+            let reason = format!("{} creates at least {min_elements} elements, which exceeds the limit of {MAX_ELEMENTS}", label(node));
             self.broken.insert(name, reason.clone());
             self.refused.insert(name, reason.clone());
             return Err(reason);
         }
-        self.least.insert(name, least);
+        self.min_elements.insert(name, min_elements);
         Ok(())
     }
 
-    pub(super) fn least_of(&self, name: &str) -> u64 {
+    pub(super) fn min_elements_of(&self, name: &str) -> u64 {
         let open = |id: ValueId| self.builder.ty(id).shape.iter().filter_map(Dim::fixed).fold(1u64, |all, size| all.saturating_mul(size as u64));
-        match (self.least.get(name), self.known.get(name)) {
-            (Some(least), _) => *least,
-            (None, Some(Known::Value(id))) => open(*id),
+        match (self.min_elements.get(name), self.lifted.get(name)) {
+            (Some(min_elements), _) => *min_elements,
+            (None, Some(LiftedValue::Value(id))) => open(*id),
             _ => 1,
         }
     }
 
-    /// Refuses what swells, and notes how large what is made of constants and weights alone is; what `folds` is counted.
-    fn swell(&mut self, node: &'f NodeProto, name: &'f str, folds: bool) -> Result<(), String> {
-        let Some(sizes) = self.result(node) else { return Ok(()) };
+    /// Rejects a node that expands constants beyond the limit, and records its output shape. `folds`:
+    /// the output counts towards the limit of the file.
+    fn check_growth(&mut self, node: &'f NodeProto, name: &'f str, folds: bool) -> Result<(), String> {
+        let Some(sizes) = self.output_sizes(node) else { return Ok(()) };
         let count = product(&sizes);
         let larger = |name: &&str| self.sizes(name).is_none_or(|sizes| product(&sizes) < count);
         let grows = (GROWING.contains(&node.op_type()) || BROADCAST.contains(&node.op_type())) && check::reads(node).iter().all(larger);
         let all = self.folded_elements.saturating_add(if folds && grows { count } else { 0 });
-        if grows && (count > MOST || all > MOST) {
-            let what = if count > MOST { format!("{count} elements") } else { format!("{all} elements with what is made of other constants") };
-            let reason = format!("{} makes {what}, more than {MOST}", label(node));
-            // Nor is it a part of anything else.
+        if grows && (count > MAX_ELEMENTS || all > MAX_ELEMENTS) {
+            let what = if count > MAX_ELEMENTS { format!("{count} elements") } else { format!("{all} elements in total with other folded constants") };
+            let reason = format!("{} creates {what}, which exceeds the limit of {MAX_ELEMENTS}", label(node));
+            // It cannot be a part of an opaque subgraph either.
             self.broken.insert(name, reason.clone());
             self.refused.insert(name, reason.clone());
             return Err(reason);
@@ -108,28 +105,28 @@ impl<'f> Lift<'f> {
         Ok(())
     }
 
-    /// Sizes of a value, where all are known.
+    /// Shape of a value, if it is known.
     fn sizes(&self, name: &str) -> Option<Vec<u64>> {
         if let Some(sizes) = self.folded_sizes.get(name) {
             return Some(sizes.clone());
         }
-        if let Some(numbers) = numbers::known(self, name) {
-            let (count, vector) = (numbers.each().len() as u64, numbers.known().is_none_or(|(_, vector)| vector));
+        if let Some(numbers) = numbers::lookup(self, name) {
+            let (count, vector) = (numbers.each().len() as u64, numbers.constants().is_none_or(|(_, vector)| vector));
             return Some(if vector { vec![count] } else { Vec::new() });
         }
-        if let Some(Known::Value(id)) = self.known.get(name) {
+        if let Some(LiftedValue::Value(id)) = self.lifted.get(name) {
             return self.builder.ty(*id).shape.iter().map(|size| size.fixed().map(|size| size as u64)).collect();
         }
-        let made = || self.makers.get(name).and_then(|(_, node)| constant(node));
-        let (sizes, _) = elements::shape(self.initializers.get(name).copied().or_else(made)?).ok()?;
+        let node_constant = || self.producers.get(name).and_then(|(_, node)| constant(node));
+        let (sizes, _) = elements::shape(self.initializers.get(name).copied().or_else(node_constant)?).ok()?;
         Some(sizes.into_iter().map(|size| size as u64).collect())
     }
 
-    /// Sizes of what a node makes of constants, where they follow from sizes and whole numbers.
-    fn result(&self, node: &NodeProto) -> Option<Vec<u64>> {
+    /// Output shape of a node, if it follows from input shapes and known integers.
+    fn output_sizes(&self, node: &NodeProto) -> Option<Vec<u64>> {
         let input = |at: usize| node.input.get(at).map_or("", String::as_str);
         let sizes = |at: usize| self.sizes(input(at));
-        let numbers = |at: usize| numbers::known(self, input(at)).and_then(|numbers| numbers.all());
+        let numbers = |at: usize| numbers::lookup(self, input(at)).and_then(|numbers| numbers.all());
         let unsigned = |values: Vec<i64>| values.into_iter().map(|value| u64::try_from(value).unwrap_or(0)).collect::<Vec<u64>>();
         match node.op_type() {
             "ConstantOfShape" => numbers(0).map(unsigned),
@@ -143,7 +140,7 @@ impl<'f> Lift<'f> {
                 let (start, end, step) = (one(0)?, one(1)?, one(2)?);
                 Some(vec![end.abs_diff(start).checked_div(step.unsigned_abs()).unwrap_or(0).saturating_add(1)])
             }
-            // Axes of its own.
+            // Padding of selected axes is not supported.
             "Pad" if !input(3).is_empty() => None,
             "Pad" => {
                 let (sizes, pads) =
@@ -184,19 +181,19 @@ impl<'f> Lift<'f> {
                 let all: Option<Vec<Vec<u64>>> = (0..node.input.len()).map(sizes).collect();
                 all?.into_iter().reduce(|a, b| broadcast(&a, &b))
             }
-            op if SAME.contains(&op) => sizes(0),
+            op if SAME_SHAPE.contains(&op) => sizes(0),
             "Flatten" => Some(vec![product(&sizes(0)?)]),
-            _ => self.moved(node),
+            _ => self.rearranged_sizes(node),
         }
     }
 
-    /// Sizes of what only lies in another way.
-    fn moved(&self, node: &NodeProto) -> Option<Vec<u64>> {
+    /// Output shape of a node that only rearranges elements.
+    fn rearranged_sizes(&self, node: &NodeProto) -> Option<Vec<u64>> {
         let first = self.sizes(node.input.first()?)?;
         let count = product(&first);
         let given = |name: &str, at: usize| {
             let attribute = node.attribute.iter().find(|attribute| attribute.name() == name).map(|attribute| attribute.ints.clone());
-            attribute.or_else(|| numbers::known(self, node.input.get(at)?).and_then(|numbers| numbers.all()))
+            attribute.or_else(|| numbers::lookup(self, node.input.get(at)?).and_then(|numbers| numbers.all()))
         };
         let place = |at: i64, rank: usize| usize::try_from(if at < 0 { at.saturating_add(i64::try_from(rank).ok()?) } else { at }).ok();
         match node.op_type() {
@@ -229,20 +226,20 @@ impl<'f> Lift<'f> {
     }
 }
 
-/// Operators whose results may be larger than what they read.
+/// Operators whose outputs can be larger than their inputs.
 const GROWING: [&str; 11] = ["ConstantOfShape", "Concat", "Expand", "Tile", "Range", "Pad", "OneHot", "Resize", "Upsample", "Gather", "MatMul"];
-/// Operators of several inputs, of which smaller ones are repeated.
+/// Operators that broadcast their inputs.
 const BROADCAST: [&str; 15] = ["Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Sum", "Mean", "Where", "Equal", "Greater", "Less", "And", "Or"];
-/// Operators whose results have the sizes of the first input.
-const SAME: [&str; 17] =
+/// Operators whose outputs have the shape of the first input.
+const SAME_SHAPE: [&str; 17] =
     ["Identity", "Cast", "Neg", "Abs", "Sqrt", "Exp", "Log", "Reciprocal", "Floor", "Ceil", "Round", "Not", "Sin", "Cos", "Clip", "Softmax", "CumSum"];
 
-/// Elements of a value of such sizes.
+/// Number of elements of a shape.
 fn product(sizes: &[u64]) -> u64 {
     sizes.iter().fold(1, |count, size| count.saturating_mul(*size))
 }
 
-/// Sizes of two values that are repeated along axes of one.
+/// Broadcasts two shapes.
 fn broadcast(a: &[u64], b: &[u64]) -> Vec<u64> {
     let rank = a.len().max(b.len());
     let size = |sizes: &[u64], axis: usize| axis.checked_sub(rank.saturating_sub(sizes.len())).and_then(|axis| sizes.get(axis)).copied().unwrap_or(1);

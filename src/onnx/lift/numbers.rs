@@ -1,60 +1,60 @@
-//! Whole numbers that a file computes shapes with, followed as numbers.
+//! Symbolic evaluation of integers from which a file computes shapes.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use super::super::elements;
+use super::super::initializer_roles::int;
 use super::super::proto::{DataType, NodeProto, TensorProto};
-use super::super::uses::int;
-use super::{Known, Lift};
+use super::{Lift, LiftedValue};
 use crate::ir::Dim;
 
-/// Numbers at most that are followed.
-pub(super) const MOST: usize = 64;
+/// Maximum number of tracked integers per value.
+pub(super) const MAX_TRACKED: usize = 64;
 
-/// A whole number.
+/// An integer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Number {
-    /// Known beforehand.
-    Known(i64),
-    /// That of a size that is open.
+    /// LiftedValue statically.
+    Constant(i64),
+    /// The size of an open dimension.
     Size(Dim),
-    /// Anything.
-    Open,
+    /// Unknown.
+    Unknown,
 }
 
 impl Number {
-    pub fn known(&self) -> Option<i64> {
-        if let Number::Known(value) = self { Some(*value) } else { None }
+    pub fn constant(&self) -> Option<i64> {
+        if let Number::Constant(value) = self { Some(*value) } else { None }
     }
 }
 
 impl From<i64> for Number {
     fn from(value: i64) -> Self {
-        Number::Known(value)
+        Number::Constant(value)
     }
 }
 
-/// A vector of whole numbers, or one, of which some are not known.
+/// An integer scalar or vector whose elements may be unknown.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Numbers {
     values: Vec<Number>,
-    /// Whether it is a vector, and not one number.
+    /// Whether it is a vector instead of a scalar.
     vector: bool,
 }
 
 impl Numbers {
-    /// Numbers that are known; nothing for more than are followed.
+    /// LiftedValue integers; `None` for more than [`MAX_TRACKED`].
     pub fn new(values: &[i64], vector: bool) -> Option<Self> {
-        (values.len() <= MOST).then(|| Numbers { values: values.iter().copied().map(Number::Known).collect(), vector })
+        (values.len() <= MAX_TRACKED).then(|| Numbers { values: values.iter().copied().map(Number::Constant).collect(), vector })
     }
 
-    /// All of them, where all are known, and whether they are a vector.
-    pub fn known(&self) -> Option<(Vec<i64>, bool)> {
+    /// The integers, if all are known, and whether they are a vector.
+    pub fn constants(&self) -> Option<(Vec<i64>, bool)> {
         Some((self.all()?, self.vector))
     }
 
-    /// Each of them.
+    /// All elements.
     pub fn each(&self) -> Vec<Number> {
         self.values.clone()
     }
@@ -62,30 +62,30 @@ impl Numbers {
     /// The element at an index; a single number is broadcast.
     fn element(&self, at: usize) -> Number {
         let values = &self.values;
-        values.get(if values.len() == 1 { 0 } else { at }).cloned().unwrap_or(Number::Open)
+        values.get(if values.len() == 1 { 0 } else { at }).cloned().unwrap_or(Number::Unknown)
     }
 
-    /// All of them, where all are known.
+    /// The integers, if all are known.
     pub fn all(&self) -> Option<Vec<i64>> {
-        self.values.iter().map(Number::known).collect()
+        self.values.iter().map(Number::constant).collect()
     }
 }
 
-/// Numbers behind a name: computed before, or a constant.
-pub(super) fn known(lift: &Lift, name: &str) -> Option<Numbers> {
-    match lift.known.get(name) {
-        Some(Known::Numbers(numbers)) => return Some(numbers.clone()),
+/// The integers of a value: tracked, or a constant.
+pub(super) fn lookup(lift: &Lift, name: &str) -> Option<Numbers> {
+    match lift.lifted.get(name) {
+        Some(LiftedValue::Numbers(numbers)) => return Some(numbers.clone()),
         Some(_) => return None,
         None => {}
     }
     constant(lift.initializers.get(name)?)
 }
 
-/// What a tensor in the messages holds, if these are a few whole numbers.
+/// The integers of a small constant.
 fn constant(tensor: &TensorProto) -> Option<Numbers> {
     let ty = tensor.data_type();
     let (shape, count) = elements::shape(tensor).ok()?;
-    if count > MOST as u64 || shape.len() > 1 || !matches!(ty, DataType::Int64 | DataType::Int32) {
+    if count > MAX_TRACKED as u64 || shape.len() > 1 || !matches!(ty, DataType::Int64 | DataType::Int32) {
         return None;
     }
     let bytes = elements::inline(tensor, ty, count).ok()??;
@@ -97,25 +97,25 @@ fn constant(tensor: &TensorProto) -> Option<Numbers> {
     Some(Numbers { values, vector: !shape.is_empty() })
 }
 
-/// What a node makes of numbers, if it makes numbers.
-pub(super) fn of(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
-    let input = |position: usize| node.input.get(position).and_then(|name| known(lift, name));
-    let vector = |values: Vec<Number>| (values.len() <= MOST).then_some(Numbers { values, vector: true });
+/// Evaluates a node; `None` if its output is not tracked.
+pub(super) fn evaluate(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
+    let input = |position: usize| node.input.get(position).and_then(|name| lookup(lift, name));
+    let vector = |values: Vec<Number>| (values.len() <= MAX_TRACKED).then_some(Numbers { values, vector: true });
     match node.op_type() {
         "Constant" => {
             let attribute = node.attribute.first()?;
             match attribute.name() {
                 "value" => constant(attribute.t.as_ref()?),
                 "value_int" => Some(Numbers { values: vec![attribute.i?.into()], vector: false }),
-                "value_ints" => vector(attribute.ints.iter().copied().map(Number::Known).collect()),
+                "value_ints" => vector(attribute.ints.iter().copied().map(Number::Constant).collect()),
                 _ => None,
             }
         }
         "Shape" => {
-            let size = |dim: &Dim| dim.fixed().and_then(|size| i64::try_from(size).ok()).map_or_else(|| Number::Size(dim.clone()), Number::Known);
-            let shape = match lift.known.get(node.input.first()?.as_str())? {
-                Known::Value(id) => lift.builder.ty(*id).shape.clone(),
-                Known::Numbers(numbers) => numbers.vector.then_some(Dim::Fixed(numbers.values.len())).into_iter().collect(),
+            let size = |dim: &Dim| dim.fixed().and_then(|size| i64::try_from(size).ok()).map_or_else(|| Number::Size(dim.clone()), Number::Constant);
+            let shape = match lift.lifted.get(node.input.first()?.as_str())? {
+                LiftedValue::Value(id) => lift.builder.ty(*id).shape.clone(),
+                LiftedValue::Numbers(numbers) => numbers.vector.then_some(Dim::Fixed(numbers.values.len())).into_iter().collect(),
                 _ => return None,
             };
             let rank = i64::try_from(shape.len()).ok()?;
@@ -152,30 +152,30 @@ pub(super) fn of(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
         "ConstantOfShape" => {
             let [count] = <[i64; 1]>::try_from(input(0)?.all()?).ok()?;
             let [value] = <[Number; 1]>::try_from(constant(node.attribute.first()?.t.as_ref()?)?.values).ok()?;
-            let count = usize::try_from(count).ok().filter(|count| *count <= MOST)?;
+            let count = usize::try_from(count).ok().filter(|count| *count <= MAX_TRACKED)?;
             vector(vec![value; count])
         }
-        // Truth values are 0 and 1 here.
+        // Booleans are 0 and 1.
         "Equal" => {
             let (a, b) = (input(0)?, input(1)?);
             let equal = |at: usize| match (a.element(at), b.element(at)) {
-                (Number::Known(a), Number::Known(b)) => Number::Known(i64::from(a == b)),
-                (Number::Size(_), Number::Known(..0)) | (Number::Known(..0), Number::Size(_)) => Number::Known(0),
-                (Number::Size(a), Number::Size(b)) if a == b => Number::Known(1),
-                _ => Number::Open,
+                (Number::Constant(a), Number::Constant(b)) => Number::Constant(i64::from(a == b)),
+                (Number::Size(_), Number::Constant(..0)) | (Number::Constant(..0), Number::Size(_)) => Number::Constant(0),
+                (Number::Size(a), Number::Size(b)) if a == b => Number::Constant(1),
+                _ => Number::Unknown,
             };
             Some(Numbers { values: (0..a.values.len().max(b.values.len())).map(equal).collect(), vector: a.vector || b.vector })
         }
         "Where" => {
             let (condition, a, b) = (input(0)?, input(1)?, input(2)?);
             let chosen = |at: usize| match (condition.element(at), a.element(at), b.element(at)) {
-                (Number::Known(0), _, b) => b,
-                (Number::Known(_), a, _) => a,
+                (Number::Constant(0), _, b) => b,
+                (Number::Constant(_), a, _) => a,
                 (_, a, b) => {
                     if a == b {
                         a
                     } else {
-                        Number::Open
+                        Number::Unknown
                     }
                 }
             };
@@ -186,7 +186,7 @@ pub(super) fn of(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
             let (a, b) = (input(0)?, input(1)?);
             let count = a.values.len().max(b.values.len());
             let compute = |at: usize| {
-                let (a, b) = (a.element(at).known()?, b.element(at).known()?);
+                let (a, b) = (a.element(at).constant()?, b.element(at).constant()?);
                 match node.op_type() {
                     "Add" => a.checked_add(b),
                     "Sub" => a.checked_sub(b),
@@ -194,7 +194,7 @@ pub(super) fn of(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
                     _ => a.checked_div(b),
                 }
             };
-            Some(Numbers { values: (0..count).map(|at| compute(at).map_or(Number::Open, Number::Known)).collect(), vector: a.vector || b.vector })
+            Some(Numbers { values: (0..count).map(|at| compute(at).map_or(Number::Unknown, Number::Constant)).collect(), vector: a.vector || b.vector })
         }
         _ => None,
     }

@@ -1,68 +1,69 @@
-//! Nodes without a typed form, as pieces that ONNX Runtime runs.
+//! Nodes without a typed form, as opaque subgraphs that ONNX Runtime runs.
 //!
-//! A piece is what a value is computed with, back to values of the graph, to its inputs, and to weights: a function of one result. So nodes that
-//! belong together stay together, and what several nodes read is computed once.
+//! An opaque subgraph computes one value from typed values, inputs and weights. Related nodes stay in
+//! one subgraph, and values with several consumers are computed once.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 
 use super::super::check::{self, bodies, label};
-use super::super::piece::{self, Loaded, Parts, Piece};
+use super::super::opaque_subgraph::{self, LoadedSubgraph, OpaqueSubgraph, SubgraphParts};
 use super::super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
-use super::{Known, Lift};
+use super::{Lift, LiftedValue};
 use crate::ir::ops::Opaque;
 use crate::ir::{Element, TensorType, ValueId};
 use crate::store::{DType, Weight};
 
-/// Loaded pieces of a file, by outputs, inputs, and whether they were optimized.
-pub(in super::super) type Pieces = BTreeMap<(Vec<String>, Vec<String>, bool), Result<Arc<Loaded>, String>>;
+/// Loaded subgraphs of a file, by outputs, inputs, and whether they were optimized.
+pub(in super::super) type SubgraphCache = BTreeMap<(Vec<String>, Vec<String>, bool), Result<Arc<LoadedSubgraph>, String>>;
 
-/// Elements at most of a value within a piece that is tried with several sizes, where every open size is one.
-const LARGEST: u64 = 1 << 25;
+/// Maximum number of elements of a value within a subgraph that runs trials, if all open dimensions were
+/// one.
+const MAX_TRIAL_ELEMENTS: u64 = 1 << 25;
 
-/// The tensor that a node gives as it stands.
+/// The tensor of a `Constant` node.
 pub(super) fn constant(node: &NodeProto) -> Option<&TensorProto> {
     let attribute = node.attribute.iter().find(|attribute| node.op_type() == "Constant" && attribute.name() == "value")?;
     attribute.t.as_ref()
 }
 
-/// What a piece is made of, while it is gathered.
+/// The contents of a subgraph under construction.
 #[derive(Default)]
 pub(super) struct Cone<'f> {
-    /// Nodes by their place in the order in which they run.
+    /// Nodes, by topological position.
     nodes: BTreeMap<usize, &'f NodeProto>,
-    /// Values of the graph that it reads, by the file's name.
+    /// Values of the graph that it reads, by name in the file.
     pub values: BTreeMap<&'f str, ValueId>,
     /// Weights that it reads.
     pub weights: BTreeSet<&'f str>,
     constants: BTreeMap<&'f str, &'f TensorProto>,
-    /// Numbers that are known beforehand.
+    /// Statically known integers.
     numbers: BTreeMap<&'f str, (Vec<i64>, bool)>,
 }
 
 impl<'f> Lift<'f> {
-    /// A value whose node has no typed form, as one of the graph.
+    /// Adds a value without a typed form to the graph.
     pub(super) fn opaque(&mut self, name: &'f str) -> Result<ValueId, String> {
-        if let Some(Known::Value(id)) = self.known.get(name) {
+        if let Some(LiftedValue::Value(id)) = self.lifted.get(name) {
             return Ok(*id);
         }
         if let Some(reason) = self.refused.get(name) {
             return Err(reason.clone());
         }
-        let found = self.piece(name);
+        let found = self.build_subgraph(name);
         match &found {
-            Ok(id) => drop(self.known.insert(name, Known::Value(*id))),
+            Ok(id) => drop(self.lifted.insert(name, LiftedValue::Value(*id))),
             Err(reason) => drop(self.refused.insert(name, reason.clone())),
         }
         found
     }
 
-    fn piece(&mut self, name: &'f str) -> Result<ValueId, String> {
+    fn build_subgraph(&mut self, name: &'f str) -> Result<ValueId, String> {
         let cone = self.cone(name, false)?;
-        let (mut ids, mut inputs, mut types, mut turned) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let (mut ids, mut inputs, mut types, mut transposes) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for (inner, id) in &cone.values {
             let ty = self.builder.ty(*id).clone();
             let number = self.numbers.get(id).copied().unwrap_or(if ty.element == Element::Float { DataType::Float } else { DataType::Int64 } as i32);
@@ -71,12 +72,12 @@ impl<'f> Lift<'f> {
             types.push(ty);
         }
         for weight in &cone.weights {
-            let shape = self.weight(weight).ok_or_else(|| format!("`{weight}` is gone"))?.shape.clone();
+            let shape = self.weight(weight).ok_or_else(|| format!("`{weight}` has been removed"))?.shape.clone();
             let id = self.builder.param(weight, &shape).map_err(|e| e.to_string())?;
-            let flipped = self.file.tensors.iter().any(|held| held.flipped && held.weight.as_deref() == Some(*weight));
+            let flipped = self.file.tensors.iter().any(|entry| entry.flipped && entry.weight.as_deref() == Some(*weight));
             let inner = if flipped { format!("{weight}/rows") } else { (*weight).to_owned() };
             if flipped {
-                turned.push(NodeProto {
+                transposes.push(NodeProto {
                     op_type: Some("Transpose".into()),
                     input: vec![inner.clone()],
                     output: vec![(*weight).to_owned()],
@@ -89,60 +90,65 @@ impl<'f> Lift<'f> {
             types.push(TensorType::float(shape));
         }
         let is_open = types.iter().any(|ty| ty.shape.iter().any(|size| size.fixed().is_none()));
-        let largest = cone.nodes.values().flat_map(|node| &node.output).map(|output| self.least_of(output)).max().unwrap_or(0);
-        if is_open && largest > LARGEST {
-            let reason = format!("`{name}` takes values of {largest} elements and more, and would be tried with several sizes");
+        let largest = cone.nodes.values().flat_map(|node| &node.output).map(|output| self.min_elements_of(output)).max().unwrap_or(0);
+        if is_open && largest > MAX_TRIAL_ELEMENTS {
+            let reason = format!("`{name}` computes values with at least {largest} elements, which is too large for trials with several sizes");
             self.broken.insert(name, reason.clone());
             return Err(reason);
         }
-        let piece = self.loaded(&cone, turned, inputs, &types, name, true).inspect_err(|reason| drop(self.broken.insert(name, reason.clone())))?;
+        let subgraph =
+            self.load_subgraph(&cone, transposes, inputs, &types, name, true).inspect_err(|reason| drop(self.broken.insert(name, reason.clone())))?;
         let batches = &self.batches;
-        let output = piece.learn(&types, &|size| batches.contains(size)).inspect_err(|reason| {
-            if piece::element(piece.element).is_some() {
+        let output = subgraph.infer_type(&types, &|size| batches.contains(size)).inspect_err(|reason| {
+            if opaque_subgraph::element(subgraph.element).is_some() {
                 self.broken.insert(name, reason.clone());
             }
         })?;
         let more = cone.nodes.len().saturating_sub(1);
         let last = cone.nodes.values().next_back().map_or_else(|| format!("`{name}`"), |node| label(node));
         let label = if more > 0 { format!("{last} and {more} more") } else { last };
-        let number = piece.element;
-        let op = Opaque { label, inputs: types, output: Some(output), function: Some(Arc::new(piece)) };
+        let number = subgraph.element;
+        let op = Opaque { label, inputs: types, output: Some(output), function: Some(Arc::new(subgraph)) };
         let id = self.builder.node(name, op, &ids).map_err(|e| e.to_string())?;
         self.numbers.insert(id, number);
         Ok(id)
     }
 
-    /// A piece, loaded once for a file, and once for all that its last node computes. Without `optimize`, loading computes nothing.
-    pub(super) fn loaded(
+    /// Loads a subgraph, or returns it from the cache of the file. All outputs of a node share one.
+    /// Without `optimize`, loading does not fold constants.
+    pub(super) fn load_subgraph(
         &self,
         cone: &Cone<'f>,
-        turned: Vec<NodeProto>,
+        transposes: Vec<NodeProto>,
         inputs: Vec<(String, i32)>,
         types: &[TensorType],
         name: &str,
         optimize: bool,
-    ) -> Result<Piece, String> {
-        let outputs: Vec<String> = match self.makers.get(name) {
+    ) -> Result<OpaqueSubgraph, String> {
+        let outputs: Vec<String> = match self.producers.get(name) {
             Some((_, node)) => node.output.iter().filter(|output| !output.is_empty()).cloned().collect(),
             None => vec![name.to_owned()],
         };
         let key = (outputs.clone(), inputs.iter().map(|(inner, _)| inner.clone()).collect(), optimize);
-        let pieces = || self.file.pieces.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(held) = pieces().get(&key) {
-            return held.clone().and_then(|loaded| Piece::new(loaded, name));
+        let subgraphs = || self.file.subgraphs.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cached) = subgraphs().get(&key) {
+            return cached.clone().and_then(|loaded| OpaqueSubgraph::new(loaded, name));
         }
         let ranks: Vec<usize> = types.iter().map(|ty| ty.shape.len()).collect();
-        let made = self.gathered(cone, turned, inputs, outputs).and_then(|parts| Loaded::new(parts, &ranks, &self.file.path, optimize)).map(Arc::new);
-        pieces().insert(key, made.clone());
-        made.and_then(|loaded| Piece::new(loaded, name))
+        let loaded = self
+            .subgraph_parts(cone, transposes, inputs, outputs)
+            .and_then(|parts| LoadedSubgraph::new(parts, &ranks, &self.file.path, optimize))
+            .map(Arc::new);
+        subgraphs().insert(key, loaded.clone());
+        loaded.and_then(|loaded| OpaqueSubgraph::new(loaded, name))
     }
 
     pub(super) fn weight(&self, name: &str) -> Option<&'f Weight> {
         self.weights.by_name.get(name)
     }
 
-    /// Everything that a value is computed with, back to what the graph has; back to numbers that are known, too, where they are `trusted` to be
-    /// of 64 bits.
+    /// Collects the nodes from which a value is computed, up to typed values. `trusted`: also up to
+    /// statically known integers, which are then assumed to have 64 bits.
     pub(super) fn cone(&self, name: &'f str, trusted: bool) -> Result<Cone<'f>, String> {
         let mut cone = Cone::default();
         let mut open = vec![name];
@@ -151,52 +157,53 @@ impl<'f> Lift<'f> {
             if !seen.insert(inner) {
                 continue;
             }
-            // What could not be run cannot be run as a part of more.
+            // A part that failed to run also fails in a larger subgraph.
             if let Some(reason) = self.broken.get(inner) {
                 return Err(reason.clone());
             }
-            // Whole numbers are computed again, as far as they follow from sizes: a piece that reads them could not be tried without.
-            let passed = |id: ValueId| self.builder.ty(id).element == Element::Float || !self.makers.contains_key(inner);
-            if let Some(Known::Value(id)) = self.known.get(inner)
+            // Integers that depend on sizes are recomputed within the subgraph: trials of a subgraph
+            // with integer inputs would not have valid values for them.
+            let passed = |id: ValueId| self.builder.ty(id).element == Element::Float || !self.producers.contains_key(inner);
+            if let Some(LiftedValue::Value(id)) = self.lifted.get(inner)
                 && passed(*id)
             {
                 cone.values.insert(inner, *id);
-            } else if let (true, Some(Known::Numbers(numbers))) = (trusted, self.known.get(inner))
-                && let Some(known) = numbers.known()
+            } else if let (true, Some(LiftedValue::Numbers(numbers))) = (trusted, self.lifted.get(inner))
+                && let Some(known) = numbers.constants()
             {
                 cone.numbers.insert(inner, known);
             } else if self.is_parameter(inner) {
                 cone.weights.insert(inner);
             } else if let Some(tensor) = self.initializers.get(inner) {
-                self.require_untouched(inner)?;
+                self.require_unchanged(inner)?;
                 cone.constants.insert(inner, tensor);
-            } else if let Some((place, node)) = self.makers.get(inner) {
-                self.require_untouched(inner)?;
+            } else if let Some((place, node)) = self.producers.get(inner) {
+                self.require_unchanged(inner)?;
                 if cone.nodes.insert(*place, node).is_none() {
                     open.extend(check::reads(node));
-                    bodies(node).try_for_each(|body| self.of_body(body, &mut cone))?;
+                    bodies(node).try_for_each(|body| self.collect_body_weights(body, &mut cone))?;
                 }
             } else {
-                return Err(format!("`{inner}` cannot be given to ONNX Runtime"));
+                return Err(format!("`{inner}` cannot be passed to ONNX Runtime"));
             }
         }
         Ok(cone)
     }
 
-    /// Weights in bodies are given from outside, so that passes may change them.
-    fn of_body(&self, body: &'f GraphProto, cone: &mut Cone<'f>) -> Result<(), String> {
+    /// Weights in bodies become inputs of the subgraph, so that passes can change them.
+    fn collect_body_weights(&self, body: &'f GraphProto, cone: &mut Cone<'f>) -> Result<(), String> {
         let constants = body.node.iter().filter_map(constant);
         for name in body.initializer.iter().chain(constants).filter_map(|tensor| self.weight_of(tensor)) {
             if self.is_parameter(name) {
                 cone.weights.insert(name);
             } else {
-                self.require_untouched(name)?;
+                self.require_unchanged(name)?;
             }
         }
-        body.node.iter().flat_map(bodies).try_for_each(|body| self.of_body(body, cone))
+        body.node.iter().flat_map(bodies).try_for_each(|body| self.collect_body_weights(body, cone))
     }
 
-    /// The weight that a tensor of the file is. Its name alone does not tell: a body may call something else as the graph calls a weight.
+    /// The weight of a tensor. The name does not identify it, because bodies may shadow names.
     fn weight_of(&self, tensor: &TensorProto) -> Option<&'f str> {
         let mark = tensor.mark.and_then(|mark| usize::try_from(mark).ok())?;
         self.file.tensors.get(mark)?.weight.as_deref()
@@ -206,29 +213,29 @@ impl<'f> Lift<'f> {
         self.weight(name).is_some_and(|weight| weight.dtype == DType::F32)
     }
 
-    /// What is taken over as it stands in the file must be what it was.
-    pub(super) fn require_untouched(&self, name: &str) -> Result<(), String> {
+    /// Rejects changed weights in parts of the file that are copied verbatim.
+    pub(super) fn require_unchanged(&self, name: &str) -> Result<(), String> {
         match (self.weight(name), self.file.weights.get(name)) {
             (Some(now), Some(before)) if !Arc::ptr_eq(&now.source(), &before.source()) => {
-                Err(format!("`{name}` was changed, is {} and read by a node without typed form", now.dtype))
+                Err(format!("`{name}` was changed to {} and is read by a node without a typed form", now.dtype))
             }
-            (None, Some(_)) => Err(format!("`{name}` is gone")),
+            (None, Some(_)) => Err(format!("`{name}` has been removed")),
             _ => Ok(()),
         }
     }
 
-    fn gathered(&self, cone: &Cone<'f>, mut nodes: Vec<NodeProto>, inputs: Vec<(String, i32)>, outputs: Vec<String>) -> Result<Parts, String> {
+    fn subgraph_parts(&self, cone: &Cone<'f>, mut nodes: Vec<NodeProto>, inputs: Vec<(String, i32)>, outputs: Vec<String>) -> Result<SubgraphParts, String> {
         let model = &self.file.model;
         let own = |node: &&NodeProto| model.functions.iter().any(|of| of.name() == node.op_type() && of.domain() == node.domain());
         if let Some(node) = cone.nodes.values().find(|node| own(node)) {
-            return Err(format!("{} is a function of the file", label(node)));
+            return Err(format!("{} is a function that is defined in the file", label(node)));
         }
         for node in cone.nodes.values() {
             let mut node = (*node).clone();
-            self.fill(&mut node, cone)?;
+            self.fill_node(&mut node, cone)?;
             nodes.push(node);
         }
-        let mut constants = cone.constants.values().map(|tensor| self.filled(tensor)).collect::<Result<Vec<_>, _>>()?;
+        let mut constants = cone.constants.values().map(|tensor| self.with_elements(tensor)).collect::<Result<Vec<_>, _>>()?;
         constants.extend(cone.numbers.iter().map(|(name, (values, vector))| TensorProto {
             name: Some((*name).to_owned()),
             data_type: Some(DataType::Int64 as i32),
@@ -236,15 +243,15 @@ impl<'f> Lift<'f> {
             raw_data: Some(values.iter().flat_map(|value| value.to_le_bytes()).collect()),
             ..TensorProto::default()
         }));
-        let tried = inputs.iter().filter_map(|(name, _)| Some((name.clone(), self.file.told_number(name)?))).collect();
-        Ok(Parts { nodes, constants, inputs, tried, outputs, opsets: model.opset_import.clone(), ir_version: model.ir_version })
+        let trial_values = inputs.iter().filter_map(|(name, _)| Some((name.clone(), self.file.fixed_scalar(name)?))).collect();
+        Ok(SubgraphParts { nodes, constants, inputs, trial_values, outputs, opsets: model.opset_import.clone(), ir_version: model.ir_version })
     }
 
-    /// Puts elements back into a node, and takes weights out of its bodies.
-    fn fill(&self, node: &mut NodeProto, cone: &Cone<'f>) -> Result<(), String> {
+    /// Restores tensor elements in a node, and removes weights from its bodies.
+    fn fill_node(&self, node: &mut NodeProto, cone: &Cone<'f>) -> Result<(), String> {
         for attribute in &mut node.attribute {
             for tensor in attribute.t.iter_mut().chain(&mut attribute.tensors) {
-                *tensor = self.filled(tensor)?;
+                *tensor = self.with_elements(tensor)?;
             }
             if attribute.sparse_tensor.is_some() || !attribute.sparse_tensors.is_empty() {
                 return Err("it has a sparse tensor".into());
@@ -254,21 +261,21 @@ impl<'f> Lift<'f> {
                 body.initializer.retain(|tensor| !given(tensor));
                 body.node.retain(|node| !constant(node).is_some_and(given));
                 for tensor in &mut body.initializer {
-                    *tensor = self.filled(tensor)?;
+                    *tensor = self.with_elements(tensor)?;
                 }
-                body.node.iter_mut().try_for_each(|node| self.fill(node, cone))?;
+                body.node.iter_mut().try_for_each(|node| self.fill_node(node, cone))?;
             }
         }
         Ok(())
     }
 
     /// A tensor with its elements.
-    pub(super) fn filled(&self, tensor: &TensorProto) -> Result<TensorProto, String> {
-        let mut whole = TensorProto { mark: None, ..tensor.clone() };
-        let Some(bytes) = self.file.elements_away(tensor) else { return Ok(whole) };
+    pub(super) fn with_elements(&self, tensor: &TensorProto) -> Result<TensorProto, String> {
+        let mut full = TensorProto { mark: None, ..tensor.clone() };
+        let Some(bytes) = self.file.out_of_line_elements(tensor) else { return Ok(full) };
         let bytes = bytes?;
-        (whole.raw_data, whole.data_location) = (Some(bytes), None);
-        whole.external_data.clear();
-        Ok(whole)
+        (full.raw_data, full.data_location) = (Some(bytes), None);
+        full.external_data.clear();
+        Ok(full)
     }
 }

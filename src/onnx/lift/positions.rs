@@ -1,4 +1,4 @@
-//! Position ids that exporters store as a constant and slice to the length of the text.
+//! Position ids that exporters store as a constant and slice to the sequence length.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -7,39 +7,40 @@ use super::super::elements;
 use super::super::proto::{DataType, NodeProto};
 use super::numbers::{self, Number};
 use super::opaque::constant;
-use super::{Known, Lift};
+use super::{Lift, LiftedValue};
 use crate::ir::ops::{Positions, Reshape, Slice, TargetSize};
 use crate::ir::{Dim, Element, ValueId};
 
-/// Position ids at most.
-const MOST: u64 = 1 << 20;
+/// Maximum number of position ids.
+const MAX_POSITIONS: u64 = 1 << 20;
 
 impl<'f> Lift<'f> {
-    /// The value of a `Slice` that takes the first elements of consecutive integers `[n]` or `[1, n]`, as many as an input `[batch, sequence]`
-    /// has columns. A longer input is an error where the positions are looked up.
+    /// Lifts a `Slice` of the first elements of consecutive integers, `[n]` or `[1, n]`, as many as an
+    /// input `[batch, sequence]` has columns. A longer input is an error when the positions are looked
+    /// up.
     pub(super) fn positions(&mut self, node: &'f NodeProto, output: &str) -> Option<ValueId> {
         if node.op_type() != "Slice" {
             return None;
         }
         let input = |at: usize| node.input.get(at).map(String::as_str).filter(|name| !name.is_empty());
-        let numbers = |at: usize| numbers::known(self, input(at)?).map(|numbers| numbers.each());
+        let numbers = |at: usize| numbers::lookup(self, input(at)?).map(|numbers| numbers.each());
         let (rank, first, count) = self.consecutive(input(0)?)?;
         let axis = i64::try_from(rank.checked_sub(1)?).ok()?;
-        let last = |axes: &[Number]| matches!(axes, [Number::Known(at)] if *at == axis || *at == -1);
-        let axes = if input(3).is_some() { numbers(3)? } else { vec![Number::Known(0)] };
-        let steps = if input(4).is_some() { numbers(4)? } else { vec![Number::Known(1)] };
+        let last = |axes: &[Number]| matches!(axes, [Number::Constant(at)] if *at == axis || *at == -1);
+        let axes = if input(3).is_some() { numbers(3)? } else { vec![Number::Constant(0)] };
+        let steps = if input(4).is_some() { numbers(4)? } else { vec![Number::Constant(1)] };
         let [end] = <[Number; 1]>::try_from(numbers(2)?).ok()?;
-        if numbers(1)? != [Number::Known(0)] || steps != [Number::Known(1)] || !last(&axes) {
+        if numbers(1)? != [Number::Constant(0)] || steps != [Number::Constant(1)] || !last(&axes) {
             return None;
         }
         let is_length = |size: &Dim| match (&end, size) {
             (Number::Size(end), size) => end == size,
-            (Number::Known(end), Dim::Fixed(size)) => i64::try_from(*size) == Ok(*end) && *size <= count,
+            (Number::Constant(end), Dim::Fixed(size)) => i64::try_from(*size) == Ok(*end) && *size <= count,
             _ => false,
         };
         let graph = self.file.model.graph.as_ref()?;
         let tokens = graph.input.iter().find_map(|port| {
-            let Some(Known::Value(id)) = self.known.get(port.name()) else { return None };
+            let Some(LiftedValue::Value(id)) = self.lifted.get(port.name()) else { return None };
             let ty = self.builder.ty(*id);
             matches!(ty.shape.as_slice(), [_, sequence] if ty.element == Element::Int && is_length(sequence)).then_some(*id)
         })?;
@@ -53,18 +54,18 @@ impl<'f> Lift<'f> {
         self.builder.node(output, Reshape { shape: vec![TargetSize::Rest] }, &[positions]).ok()
     }
 
-    /// Number of axes, first element and count of a constant of consecutive integers on its last axis, all other axes being of one element.
+    /// Rank, first element and length of a constant of consecutive integers, which is `[n]` or `[1, n]`.
     fn consecutive(&self, name: &str) -> Option<(usize, i64, usize)> {
-        let made = || self.makers.get(name).and_then(|(_, node)| constant(node));
-        let tensor = self.initializers.get(name).copied().or_else(made)?;
+        let node_constant = || self.producers.get(name).and_then(|(_, node)| constant(node));
+        let tensor = self.initializers.get(name).copied().or_else(node_constant)?;
         let (shape, count) = elements::shape(tensor).ok()?;
-        if tensor.data_type() != DataType::Int64 || !(2..=MOST).contains(&count) || !matches!(shape.as_slice(), [_] | [1, _]) {
+        if tensor.data_type() != DataType::Int64 || !(2..=MAX_POSITIONS).contains(&count) || !matches!(shape.as_slice(), [_] | [1, _]) {
             return None;
         }
-        self.require_untouched(name).ok()?;
-        let bytes = elements::inline(&self.filled(tensor).ok()?, DataType::Int64, count).ok()??;
+        self.require_unchanged(name).ok()?;
+        let bytes = elements::inline(&self.with_elements(tensor).ok()?, DataType::Int64, count).ok()??;
         let values: Vec<i64> = bytes.as_chunks::<8>().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect();
-        let first = values.first().copied().filter(|first| (0..=MOST as i64).contains(first))?;
+        let first = values.first().copied().filter(|first| (0..=MAX_POSITIONS as i64).contains(first))?;
         values.iter().zip(first..).all(|(value, wanted)| *value == wanted).then_some((shape.len(), first, values.len()))
     }
 }

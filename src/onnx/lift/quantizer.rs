@@ -1,11 +1,11 @@
-//! Roundings of activations, spelled as two nodes.
+//! Fake quantization of activations, as a pair of nodes.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use super::super::check;
+use super::super::initializer_roles::int;
 use super::super::proto::{DataType, NodeProto};
-use super::super::uses::int;
 use super::Lift;
 use crate::ir::ops::FakeQuantize;
 
@@ -13,19 +13,20 @@ const UINT8: i64 = DataType::Uint8 as i64;
 const INT8: i64 = DataType::Int8 as i64;
 
 impl<'f> Lift<'f> {
-    /// What a node that makes floats of integers does to the input of the node that made these, if it is a rounding to one of 256 values.
+    /// The fake quantization that a `DequantizeLinear` and its preceding `QuantizeLinear` represent, and
+    /// the latter.
     pub(super) fn quantizer(&self, node: &'f NodeProto) -> Option<(FakeQuantize, &'f NodeProto)> {
         let [integers, scale, zero_point @ ..] = node.input.as_slice() else { return None };
-        let (_, maker) = self.makers.get(integers.as_str()).filter(|_| node.op_type() == "DequantizeLinear")?;
-        let own = maker.op_type() == "QuantizeLinear" && check::is_own(maker.domain());
-        let plain = [node, maker].iter().all(|node| int(node, "block_size", 0) == 0 && int(node, "precision", 0) == 0);
+        let (_, producer) = self.producers.get(integers.as_str()).filter(|_| node.op_type() == "DequantizeLinear")?;
+        let own = producer.op_type() == "QuantizeLinear" && check::is_own(producer.domain());
+        let plain = [node, producer].iter().all(|node| int(node, "block_size", 0) == 0 && int(node, "precision", 0) == 0);
         let plain = plain && int(node, "output_dtype", 0) <= 1;
-        let [_, other_scale, other_zero_point @ ..] = maker.input.as_slice() else { return None };
+        let [_, other_scale, other_zero_point @ ..] = producer.input.as_slice() else { return None };
         let one = |name: &str| self.file.constant(name).filter(|(_, bytes)| !bytes.is_empty());
         let same = |a: &str, b: &str| a == b || one(a).zip(one(b)).is_some_and(|(a, b)| a == b);
         let zero_point = match (zero_point, other_zero_point) {
-            // Without a zero point, the attribute alone says what integers there are (opset 21).
-            ([], []) => match int(maker, "output_dtype", 0) {
+            // Without a zero point, only the attribute determines the integer type (opset 21).
+            ([], []) => match int(producer, "output_dtype", 0) {
                 0 | UINT8 => Some(-128),
                 INT8 => Some(0),
                 _ => None,
@@ -39,6 +40,6 @@ impl<'f> Lift<'f> {
         }?;
         let (DataType::Float, bytes) = one(scale)? else { return None };
         let value = f32::from_le_bytes(bytes.try_into().ok()?);
-        (own && plain && same(scale, other_scale) && value.is_finite() && value > 0.0).then_some((FakeQuantize { scale: value, zero_point }, *maker))
+        (own && plain && same(scale, other_scale) && value.is_finite() && value > 0.0).then_some((FakeQuantize { scale: value, zero_point }, *producer))
     }
 }

@@ -1,11 +1,11 @@
-//! Each operator that has a typed form, a row of the table.
+//! Rules that convert single operators to typed ops.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use super::super::proto::DataType;
 use super::numbers::Number;
-use super::{At, Made};
+use super::{NodeContext, TypedNode};
 use crate::ir::ops::{
     Abs, Add, AveragePool, BatchNorm, Binary, BinaryKind, Clip, Concat, Conv, ConvTranspose, Coordinates, Elu, Embedding, Erf, Exp, Extent, Flatten, Gelu,
     GlobalAveragePool, HardSigmoid, HardSwish, Interpolation, LayerNorm, LeakyRelu, Linear, Log, MatMul, MaxPool, Mish, Mul, NearestMode, Neg, Pad, PadMode,
@@ -15,10 +15,10 @@ use crate::ir::ops::{
 use crate::ir::{Dim, Element, Op, OpSpec};
 use crate::store::Role;
 
-/// What stands for a node; nothing where it passes its first input on.
-type Rule = fn(&At) -> Result<Option<Made>, String>;
+/// Converts a node to a typed op; `None` if it returns its first input unchanged.
+type Rule = fn(&NodeContext) -> Result<Option<TypedNode>, String>;
 
-/// The operators, by name.
+/// The rules, by operator.
 pub(super) const RULES: &[(&str, Rule)] = &[
     ("MatMul", matmul),
     ("Gemm", gemm),
@@ -56,14 +56,14 @@ pub(super) const RULES: &[(&str, Rule)] = &[
     ("Softmax", softmax),
     ("MaxPool", max_pool),
     ("AveragePool", average_pool),
-    ("GlobalAveragePool", |_| first(GlobalAveragePool { keep: true })),
+    ("GlobalAveragePool", |_| first(GlobalAveragePool { keep_dims: true })),
     ("Reshape", reshape),
     ("Flatten", flatten),
     ("Expand", expand),
     ("Squeeze", squeeze),
     ("Unsqueeze", unsqueeze),
     ("Transpose", |at| first(Transpose { perm: at.ints("perm").unwrap_or_default().into_iter().map(size).collect::<Result<_, _>>()? })),
-    ("Concat", |at| Ok(Some(Made { op: Concat { axis: at.int("axis", 0) }.into(), inputs: at.all() }))),
+    ("Concat", |at| Ok(Some(TypedNode { op: Concat { axis: at.int("axis", 0) }.into(), inputs: at.present_inputs() }))),
     ("Pad", pad),
     ("Resize", resize),
     ("ReduceMean", |at| reduce(at, ReduceKind::Mean)),
@@ -78,19 +78,20 @@ pub(super) const RULES: &[(&str, Rule)] = &[
     ("Split", split),
 ];
 
-/// The operators that compute several values, all of which have a form.
-pub(super) const SEVERAL: [&str; 1] = ["Split"];
+/// Operators with several outputs, all of which have a typed form.
+pub(super) const MULTI_OUTPUT: [&str; 1] = ["Split"];
 
-fn made(op: impl Into<Op>, inputs: Vec<usize>) -> Result<Option<Made>, String> {
-    Ok(Some(Made { op: op.into(), inputs }))
+fn typed(op: impl Into<Op>, inputs: Vec<usize>) -> Result<Option<TypedNode>, String> {
+    Ok(Some(TypedNode { op: op.into(), inputs }))
 }
 
-fn first(op: impl Into<Op>) -> Result<Option<Made>, String> {
-    made(op, vec![0])
+fn first(op: impl Into<Op>) -> Result<Option<TypedNode>, String> {
+    typed(op, vec![0])
 }
 
-fn two(at: &At, op: Op) -> Result<Option<Made>, String> {
-    // Before opset 7, the second input is aligned with this axis of the first one, and not with its last axes.
+fn two(at: &NodeContext, op: Op) -> Result<Option<TypedNode>, String> {
+    // Before opset 7, `axis` aligned the second input with an axis of the first one other than its last
+    // axes.
     let aligned = at.node.attribute.iter().find(|attribute| attribute.name() == "axis").map(|attribute| attribute.i.unwrap_or(0));
     if let Some(axis) = aligned.filter(|_| at.opset() < 7 && at.int("broadcast", 0) != 0) {
         let [first, second] = [at.ty(0)?.shape.len(), at.ty(1)?.shape.len()];
@@ -98,183 +99,185 @@ fn two(at: &At, op: Op) -> Result<Option<Made>, String> {
             return Err(format!("it broadcasts its second input from axis {axis} on"));
         }
     }
-    if at.node.input.len() == 2 { made(op, vec![0, 1]) } else { Err(format!("it has {} inputs, two are known", at.node.input.len())) }
+    if at.node.input.len() == 2 { typed(op, vec![0, 1]) } else { Err(format!("it has {} inputs, but two are required", at.node.input.len())) }
 }
 
 fn size(value: i64) -> Result<usize, String> {
-    usize::try_from(value).map_err(|_| format!("{value} is no size"))
+    usize::try_from(value).map_err(|_| format!("{value} is not a valid size"))
 }
 
-fn matmul(at: &At) -> Result<Option<Made>, String> {
-    if at.role(1) == Some(Role::Matrix) { made(Linear { input_major: false }, vec![0, 1]) } else { made(MatMul {}, vec![0, 1]) }
+fn matmul(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+    if at.role(1) == Some(Role::Matrix) { typed(Linear { input_major: false }, vec![0, 1]) } else { typed(MatMul {}, vec![0, 1]) }
 }
 
-fn gemm(at: &At) -> Result<Option<Made>, String> {
+fn gemm(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     if at.int("transA", 0) != 0 || at.float("alpha", 1.0) != 1.0 || (at.has(2) && at.float("beta", 1.0) != 1.0) {
         return Err("it scales or transposes its first input".into());
     }
     if at.role(1) != Some(Role::Matrix) {
-        return Err("its second input is no weight of products alone".into());
+        return Err("its second input is not a weight that only matrix products use".into());
     }
-    made(Linear { input_major: false }, at.all())
+    typed(Linear { input_major: false }, at.present_inputs())
 }
 
-/// How a window moves: steps, places around, distances of taps; of a sequence in the place of the width.
-fn window(at: &At, places: usize) -> Result<(PerAxis, Padding, PerAxis), String> {
+/// Strides, padding and dilations of a window. Sequences are images of height 1.
+fn window(at: &NodeContext, spatial_rank: usize) -> Result<(PerAxis, Padding, PerAxis), String> {
     let per_axis = |name: &str| -> Result<PerAxis, String> {
-        let values = at.ints(name).unwrap_or_else(|| vec![1; places]).into_iter().map(size).collect::<Result<Vec<_>, _>>()?;
+        let values = at.ints(name).unwrap_or_else(|| vec![1; spatial_rank]).into_iter().map(size).collect::<Result<Vec<_>, _>>()?;
         match values[..] {
-            [width] if places == 1 => Ok(PerAxis([1, width])),
-            [height, width] if places == 2 => Ok(PerAxis([height, width])),
-            _ => Err(format!("its `{name}` are not those of images or sequences")),
+            [width] if spatial_rank == 1 => Ok(PerAxis([1, width])),
+            [height, width] if spatial_rank == 2 => Ok(PerAxis([height, width])),
+            _ => Err(format!("its `{name}` do not fit an image or a sequence")),
         }
     };
     if !matches!(at.text("auto_pad").as_deref(), None | Some("NOTSET" | "VALID" | "")) {
         return Err("its padding depends on the size of its input (`auto_pad`)".into());
     }
-    let pads = at.ints("pads").unwrap_or_else(|| vec![0; places.saturating_mul(2)]).into_iter().map(size).collect::<Result<Vec<_>, _>>()?;
+    let pads = at.ints("pads").unwrap_or_else(|| vec![0; spatial_rank.saturating_mul(2)]).into_iter().map(size).collect::<Result<Vec<_>, _>>()?;
     let padding = match pads[..] {
-        [left, right] if places == 1 => Padding([0, left, 0, right]),
-        [above, left, below, right] if places == 2 => Padding([above, left, below, right]),
-        _ => return Err("its `pads` are not those of images or sequences".into()),
+        [left, right] if spatial_rank == 1 => Padding([0, left, 0, right]),
+        [above, left, below, right] if spatial_rank == 2 => Padding([above, left, below, right]),
+        _ => return Err("its `pads` do not fit an image or a sequence".into()),
     };
     Ok((per_axis("strides")?, padding, per_axis("dilations")?))
 }
 
-fn places(at: &At) -> Result<usize, String> {
-    at.rank()?.checked_sub(2).filter(|places| (1..=2).contains(places)).ok_or_else(|| "its input is neither an image nor a sequence".to_owned())
+fn spatial_rank(at: &NodeContext) -> Result<usize, String> {
+    at.rank()?.checked_sub(2).filter(|spatial_rank| (1..=2).contains(spatial_rank)).ok_or_else(|| "its input is neither an image nor a sequence".to_owned())
 }
 
-fn conv(at: &At) -> Result<Option<Made>, String> {
-    let (stride, padding, dilation) = window(at, places(at)?)?;
-    made(Conv { stride, padding, dilation, groups: size(at.int("group", 1))? }, at.all())
+fn conv(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+    let (stride, padding, dilation) = window(at, spatial_rank(at)?)?;
+    typed(Conv { stride, padding, dilation, groups: size(at.int("group", 1))? }, at.present_inputs())
 }
 
-fn conv_transpose(at: &At) -> Result<Option<Made>, String> {
-    let places = places(at)?;
-    let (stride, padding, dilation) = window(at, places)?;
+fn conv_transpose(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+    let spatial_rank = spatial_rank(at)?;
+    let (stride, padding, dilation) = window(at, spatial_rank)?;
     if at.ints("output_shape").is_some() {
         return Err("its padding depends on the size of its output (`output_shape`)".into());
     }
-    let added = at.ints("output_padding").unwrap_or_else(|| vec![0; places]).into_iter().map(size).collect::<Result<Vec<_>, _>>()?;
+    let added = at.ints("output_padding").unwrap_or_else(|| vec![0; spatial_rank]).into_iter().map(size).collect::<Result<Vec<_>, _>>()?;
     let output_padding = match added[..] {
-        [width] if places == 1 => PerAxis([0, width]),
-        [height, width] if places == 2 => PerAxis([height, width]),
-        _ => return Err("its `output_padding` is not that of images or sequences".into()),
+        [width] if spatial_rank == 1 => PerAxis([0, width]),
+        [height, width] if spatial_rank == 2 => PerAxis([height, width]),
+        _ => return Err("its `output_padding` does not fit an image or a sequence".into()),
     };
-    made(ConvTranspose { stride, padding, dilation, groups: size(at.int("group", 1))?, output_padding }, at.all())
+    typed(ConvTranspose { stride, padding, dilation, groups: size(at.int("group", 1))?, output_padding }, at.present_inputs())
 }
 
-fn batch_norm(at: &At) -> Result<Option<Made>, String> {
+fn batch_norm(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     if at.int("training_mode", 0) != 0 || at.int("spatial", 1) != 1 || at.node.output.iter().skip(1).any(|output| !output.is_empty()) {
-        return Err("it trains".into());
+        return Err("it is in training mode".into());
     }
-    made(BatchNorm { epsilon: at.float("epsilon", 1e-5), batch: false }, vec![0, 1, 2, 3, 4])
+    typed(BatchNorm { epsilon: at.float("epsilon", 1e-5), batch: false }, vec![0, 1, 2, 3, 4])
 }
 
-fn layer_norm(at: &At) -> Result<Option<Made>, String> {
+fn layer_norm(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     let axis = at.int("axis", -1);
     if axis != -1 && Ok(axis) != i64::try_from(at.rank()?.saturating_sub(1)) {
-        return Err("it normalises over more than the last axis".into());
+        return Err("it normalizes over more axes than the last one".into());
     }
-    made(LayerNorm { epsilon: at.float("epsilon", 1e-5) }, at.all())
+    typed(LayerNorm { epsilon: at.float("epsilon", 1e-5) }, at.present_inputs())
 }
 
-fn gather(at: &At) -> Result<Option<Made>, String> {
-    if at.role(0) == Some(Role::Table) { made(Embedding {}, vec![1, 0]) } else { Err("it looks something up that is no table".into()) }
+fn gather(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+    if at.role(0) == Some(Role::Table) { typed(Embedding {}, vec![1, 0]) } else { Err("its data is not an embedding table".into()) }
 }
 
-fn pow(at: &At) -> Result<Option<Made>, String> {
-    match at.number(1) {
-        // An exponent with more axes than the base gives its axes to the result.
+fn pow(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+    match at.scalar(1) {
+        // An exponent of higher rank than the base would change the output rank.
         Ok(exponent) if at.ty(1)?.shape.len() <= at.rank()? => first(Power { exponent }),
         _ => two(at, Binary { kind: BinaryKind::Pow }.into()),
     }
 }
 
-fn clip(at: &At) -> Result<Option<Made>, String> {
+fn clip(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     let bound = |position: usize, name: &str, none: f64| {
         if at.has(position) {
-            return at.number(position);
+            return at.scalar(position);
         }
         Ok(if at.opset() < 11 { Some(at.float(name, none as f32)).filter(|bound| bound.abs() < f64::from(f32::MAX)).unwrap_or(none) } else { none })
     };
     first(Clip { min: bound(1, "min", f64::NEG_INFINITY)?, max: bound(2, "max", f64::INFINITY)? })
 }
 
-fn softmax(at: &At) -> Result<Option<Made>, String> {
+fn softmax(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     if at.opset() >= 13 {
         return first(Softmax { axis: at.int("axis", -1) });
     }
-    // Before, all axes from this one on are one.
+    // Before opset 13, all axes from `axis` on were normalized together.
     let (axis, last) = (at.int("axis", 1), i64::try_from(at.rank()?).unwrap_or(i64::MAX).saturating_sub(1));
-    if axis == last || axis == -1 { first(Softmax { axis: -1 }) } else { Err(format!("it is over all axes from {axis} on")) }
+    if axis == last || axis == -1 { first(Softmax { axis: -1 }) } else { Err(format!("it normalizes over all axes from {axis} on")) }
 }
 
-fn kernel(at: &At, places: usize) -> Result<PerAxis, String> {
+fn kernel(at: &NodeContext, spatial_rank: usize) -> Result<PerAxis, String> {
     let sides = at.ints("kernel_shape").unwrap_or_default().into_iter().map(size).collect::<Result<Vec<_>, _>>()?;
     match sides[..] {
-        [width] if places == 1 => Ok(PerAxis([1, width])),
-        [height, width] if places == 2 => Ok(PerAxis([height, width])),
-        _ => Err("its window is not one over images or sequences".into()),
+        [width] if spatial_rank == 1 => Ok(PerAxis([1, width])),
+        [height, width] if spatial_rank == 2 => Ok(PerAxis([height, width])),
+        _ => Err("its `kernel_shape` does not fit an image or a sequence".into()),
     }
 }
 
-fn max_pool(at: &At) -> Result<Option<Made>, String> {
-    let places = places(at)?;
-    let (stride, padding, dilation) = window(at, places)?;
+fn max_pool(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+    let spatial_rank = spatial_rank(at)?;
+    let (stride, padding, dilation) = window(at, spatial_rank)?;
     if at.node.output.iter().skip(1).any(|output| !output.is_empty()) {
-        return Err("it tells where the largest values are".into());
+        return Err("it also returns the indices of the maxima".into());
     }
-    first(MaxPool { kernel: kernel(at, places)?, stride, padding, dilation, ceil: at.int("ceil_mode", 0) != 0 })
+    first(MaxPool { kernel: kernel(at, spatial_rank)?, stride, padding, dilation, ceil: at.int("ceil_mode", 0) != 0 })
 }
 
-fn average_pool(at: &At) -> Result<Option<Made>, String> {
-    let places = places(at)?;
-    let (stride, padding, dilation) = window(at, places)?;
+fn average_pool(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+    let spatial_rank = spatial_rank(at)?;
+    let (stride, padding, dilation) = window(at, spatial_rank)?;
     let (ceil, count_padding) = (at.int("ceil_mode", 0) != 0, at.int("count_include_pad", 0) != 0);
-    first(AveragePool { kernel: kernel(at, places)?, stride, padding, dilation, ceil, count_padding })
+    first(AveragePool { kernel: kernel(at, spatial_rank)?, stride, padding, dilation, ceil, count_padding })
 }
 
-fn reshape(at: &At) -> Result<Option<Made>, String> {
+fn reshape(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     let (copies, shape) = (at.int("allowzero", 0) == 0, at.ty(0)?.shape);
     let target = |(axis, number): (usize, Number)| match number {
-        Number::Known(-1) | Number::Open => Ok(TargetSize::Rest),
-        Number::Known(0) if copies => Ok(TargetSize::Copy(axis)),
-        Number::Known(value) => size(value).map(TargetSize::Number),
-        // One that is computed and no size of the input is what is left.
+        Number::Constant(-1) | Number::Unknown => Ok(TargetSize::Rest),
+        Number::Constant(0) if copies => Ok(TargetSize::Copy(axis)),
+        Number::Constant(value) => size(value).map(TargetSize::Number),
+        // A computed size that is not a size of the input is inferred.
         Number::Size(dim) => Ok(shape.iter().position(|own| *own == dim).map_or(TargetSize::Rest, TargetSize::Copy)),
     };
     let shape = at.some_numbers(1)?.into_iter().enumerate().map(target).collect::<Result<Vec<_>, _>>()?;
     if shape.iter().filter(|size| **size == TargetSize::Rest).count() > 1 {
-        return Err("more than one of its sizes is not known beforehand".into());
+        return Err("more than one of its sizes is unknown".into());
     }
     let (op, ty) = (Reshape { shape }, at.ty(0)?);
-    // To the sizes that it has.
+    // A reshape to the current shape is removed.
     if op.infer(&[&ty]).is_ok_and(|same| same == ty) { Ok(None) } else { first(op) }
 }
 
-/// To the sizes that it has.
-fn expand(at: &At) -> Result<Option<Made>, String> {
+/// Removes an expansion to the current shape.
+fn expand(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     let (shape, target) = (at.ty(0)?.shape, at.some_numbers(1)?);
     let extra = shape.len().checked_sub(target.len()).ok_or("it adds axes")?;
     let keeps = |(number, size): (&Number, &Dim)| match number {
-        Number::Known(1) => true,
-        Number::Known(known) => size.fixed().is_some_and(|size| i64::try_from(size) == Ok(*known)),
+        Number::Constant(1) => true,
+        Number::Constant(known) => size.fixed().is_some_and(|size| i64::try_from(size) == Ok(*known)),
         Number::Size(dim) => dim == size,
-        Number::Open => false,
+        Number::Unknown => false,
     };
     let same = target.iter().zip(shape.iter().skip(extra)).all(keeps);
-    if same { Ok(None) } else { Err("it repeats its input".into()) }
+    if same { Ok(None) } else { Err("it repeats elements of its input".into()) }
 }
 
-/// A part of one axis, in steps of one.
-fn slice(at: &At) -> Result<Option<Made>, String> {
-    let [starts, ends] = [("starts", 1), ("ends", 2)].map(|(name, position)| at.given(name, position));
+/// A slice of one axis with step 1.
+fn slice(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+    let [starts, ends] = [("starts", 1), ("ends", 2)].map(|(name, position)| at.attribute_or_input(name, position));
     let (starts, ends) = (starts?.unwrap_or_default(), ends?.unwrap_or_default());
-    let axes = at.given("axes", 3)?.unwrap_or_else(|| vec![0]);
+    let axes = at.attribute_or_input("axes", 3)?.unwrap_or_else(|| vec![0]);
     let steps = if at.has(4) { at.numbers(4)? } else { vec![1] };
-    let ([start], [end], [axis], [1]) = (&starts[..], &ends[..], &axes[..], &steps[..]) else { return Err("it is no part of one axis in steps of one".into()) };
+    let ([start], [end], [axis], [1]) = (&starts[..], &ends[..], &axes[..], &steps[..]) else {
+        return Err("it does not slice a single axis with step 1".into());
+    };
     let shape = at.ty(0)?.shape;
     let place = axes_of(vec![*axis], shape.len())?;
     let known = place.first().and_then(|axis| shape.get(*axis)).and_then(|size| size.fixed()).and_then(|size| i64::try_from(size).ok());
@@ -285,22 +288,22 @@ fn slice(at: &At) -> Result<Option<Made>, String> {
         }
         None if *end > i64::from(i32::MAX) / 2 => (None, 0),
         None if *end < 0 => (None, size(end.saturating_neg())?),
-        None => return Err("how long its axis is, is not known beforehand".into()),
+        None => return Err("the size of its axis is unknown".into()),
     };
     first(Slice { start: known.map_or(*start, |all| (*start).clamp(all.saturating_neg(), all)), length, rest, step: 1, axis: *axis })
 }
 
-fn split(at: &At) -> Result<Option<Made>, String> {
+fn split(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     let (axis, shape) = (at.int("axis", 0), at.ty(0)?.shape);
     let place = axes_of(vec![axis], shape.len())?;
     let all = place.first().and_then(|axis| shape.get(*axis)).and_then(|size| size.fixed());
-    let lengths = match (at.given("split", 1)?, all) {
+    let lengths = match (at.attribute_or_input("split", 1)?, all) {
         (Some(lengths), _) => lengths.into_iter().map(size).collect::<Result<Vec<_>, _>>()?,
         (None, Some(all)) => {
             let each = all.div_ceil(at.node.output.len().max(1));
             (0..at.node.output.len()).map(|part| each.min(all.saturating_sub(part.saturating_mul(each)))).collect()
         }
-        (None, None) => return Err("how long its axis is, is not known beforehand".into()),
+        (None, None) => return Err("the size of its axis is unknown".into()),
     };
     let sum = lengths.iter().fold(0usize, |sum, length| sum.saturating_add(*length));
     if lengths.len() != at.node.output.len() || all.is_some_and(|all| all != sum) {
@@ -312,8 +315,8 @@ fn split(at: &At) -> Result<Option<Made>, String> {
     first(Slice { start, length: Some(length), rest: 0, step: 1, axis })
 }
 
-/// Integers and truth values become floats. Between equal types, nothing changes.
-fn cast(at: &At) -> Result<Option<Made>, String> {
+/// Converts integers and booleans to floats. Casts between equal types are removed.
+fn cast(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     let (to, from) = (at.int("to", 0), at.ty(0)?.element);
     match from {
         Element::Float if to == DataType::Float as i64 => Ok(None),
@@ -323,7 +326,7 @@ fn cast(at: &At) -> Result<Option<Made>, String> {
     }
 }
 
-fn flatten(at: &At) -> Result<Option<Made>, String> {
+fn flatten(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     let rank = at.rank()?;
     match at.int("axis", 1) {
         1 if rank == 4 => first(Flatten { channels_last: false }),
@@ -333,70 +336,70 @@ fn flatten(at: &At) -> Result<Option<Made>, String> {
     }
 }
 
-/// Axes counted from the front.
+/// Non-negative axes.
 fn axes_of(axes: Vec<i64>, rank: usize) -> Result<Vec<usize>, String> {
     let count = i64::try_from(rank).unwrap_or(i64::MAX);
     axes.into_iter().map(|axis| size(if axis < 0 { axis.saturating_add(count) } else { axis })).collect()
 }
 
-fn squeeze(at: &At) -> Result<Option<Made>, String> {
+fn squeeze(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     let shape = at.ty(0)?.shape;
-    let gone = match at.given("axes", 1)? {
-        Some(given) => axes_of(given, shape.len())?,
+    let gone = match at.attribute_or_input("axes", 1)? {
+        Some(axes) => axes_of(axes, shape.len())?,
         None if shape.iter().all(|size| size.fixed().is_some()) => {
             (0..shape.len()).filter(|axis| shape.get(*axis).and_then(|size| size.fixed()) == Some(1)).collect()
         }
-        None => return Err("which axes have one element is not known".into()),
+        None => return Err("the axes of size 1 are unknown".into()),
     };
     first(Reshape { shape: (0..shape.len()).filter(|axis| !gone.contains(axis)).map(TargetSize::Copy).collect() })
 }
 
-fn unsqueeze(at: &At) -> Result<Option<Made>, String> {
-    let given = at.given("axes", 1)?.ok_or("it does not say which axes")?;
-    let rank = at.rank()?.saturating_add(given.len());
-    let new = axes_of(given, rank)?;
+fn unsqueeze(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+    let axes = at.attribute_or_input("axes", 1)?.ok_or("its `axes` are missing")?;
+    let rank = at.rank()?.saturating_add(axes.len());
+    let new = axes_of(axes, rank)?;
     let mut old = 0usize..;
     let target = |axis: usize| if new.contains(&axis) { Some(TargetSize::Number(1)) } else { old.next().map(TargetSize::Copy) };
     first(Reshape { shape: (0..rank).map_while(target).collect() })
 }
 
-fn pad(at: &At) -> Result<Option<Made>, String> {
+fn pad(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     let mode = match at.text("mode").as_deref() {
         None | Some("constant") => PadMode::Constant,
         Some("reflect") => PadMode::Reflect,
         Some("edge") => PadMode::Edge,
-        Some(other) => return Err(format!("it pads by `{other}`")),
+        Some(other) => return Err(format!("its padding mode is `{other}`")),
     };
     if at.has(3) {
-        return Err("it names axes".into());
+        return Err("it pads selected axes".into());
     }
-    let pads = at.given("pads", 1)?.ok_or("it does not say how much")?;
-    let value = if at.has(2) { at.number(2)? } else { at.float("value", 0.0) };
+    let pads = at.attribute_or_input("pads", 1)?.ok_or("its `pads` are missing")?;
+    let value = if at.has(2) { at.scalar(2)? } else { at.float("value", 0.0) };
     first(Pad { pads, mode, value })
 }
 
-fn resize(at: &At) -> Result<Option<Made>, String> {
+fn resize(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     let mode = match at.text("mode").as_deref() {
         None | Some("nearest") => Interpolation::Nearest,
         Some("linear") => Interpolation::Linear,
-        Some(other) => return Err(format!("it interpolates by `{other}`")),
+        Some(other) => return Err(format!("its interpolation mode is `{other}`")),
     };
     if at.opset() < 11 || at.int("antialias", 0) != 0 || at.ints("axes").is_some() || at.text("keep_aspect_ratio_policy").is_some_and(|how| how != "stretch") {
-        return Err("it resizes in a way of its own".into());
+        return Err("it uses `antialias`, `axes` or an aspect ratio policy, or its opset is older than 11".into());
     }
     let coordinates = match at.text("coordinate_transformation_mode").as_deref() {
         None | Some("half_pixel") => Coordinates::HalfPixel,
         Some("pytorch_half_pixel") => Coordinates::PytorchHalfPixel,
         Some("align_corners") => Coordinates::AlignCorners,
         Some("asymmetric") => Coordinates::Asymmetric,
-        Some(other) => return Err(format!("its coordinates are `{other}`")),
+        Some(other) => return Err(format!("its coordinate transformation is `{other}`")),
     };
     let nearest = match at.text("nearest_mode").as_deref() {
         None | Some("round_prefer_floor") => NearestMode::RoundPreferFloor,
         Some("round_prefer_ceil") => NearestMode::RoundPreferCeil,
         Some("floor") => NearestMode::Floor,
         Some("ceil") => NearestMode::Ceil,
-        Some(other) => return Err(format!("it rounds by `{other}`")),
+        Some(other) => return Err(format!("its nearest mode is `{other}`")),
     };
     let sizes = if at.has(3) {
         at.numbers(3)?.into_iter().map(|value| size(value).map(Extent::Size)).collect::<Result<Vec<_>, _>>()?
@@ -406,10 +409,10 @@ fn resize(at: &At) -> Result<Option<Made>, String> {
     first(Resize { sizes, mode, coordinates, nearest })
 }
 
-fn reduce(at: &At, kind: ReduceKind) -> Result<Option<Made>, String> {
-    let axes = at.given("axes", 1)?.unwrap_or_default();
+fn reduce(at: &NodeContext, kind: ReduceKind) -> Result<Option<TypedNode>, String> {
+    let axes = at.attribute_or_input("axes", 1)?.unwrap_or_default();
     if axes.is_empty() && at.int("noop_with_empty_axes", 0) != 0 {
         return Ok(None);
     }
-    first(Reduce { kind, axes, keep: at.int("keepdims", 1) != 0 })
+    first(Reduce { kind, axes, keep_dims: at.int("keepdims", 1) != 0 })
 }

@@ -1,4 +1,4 @@
-//! Functions of single elements, and softmax.
+//! Element-wise functions and softmax.
 
 use std::f64::consts::{FRAC_2_PI, SQRT_2};
 
@@ -7,7 +7,7 @@ use super::Lowering;
 use crate::error::Result;
 use crate::ir::ops::{Clip, Gelu, Softmax};
 
-/// ONNX has an operator of this name.
+/// An op for which ONNX has an operator of the same name.
 pub(super) fn plain(op: &str, n: &mut Lowering) -> Result<()> {
     n.finish(op, &[&n.input(0)], vec![]);
     Ok(())
@@ -29,7 +29,7 @@ pub(super) fn gelu(op: &Gelu, n: &mut Lowering) -> Result<()> {
         let scaled = n.emit("Mul", "scaled", &[&sum, &factor], vec![]);
         n.emit("Tanh", "tanh", &[&scaled], vec![])
     } else {
-        // Divided, not multiplied: only so is the form recognised.
+        // A division, not a multiplication: runtimes match only this pattern.
         let root = n.float(SQRT_2);
         let scaled = n.emit("Div", "scaled", &[&x, &root], vec![]);
         n.emit("Erf", "erf", &[&scaled], vec![])

@@ -1,4 +1,4 @@
-//! Functions of two values, and of whole axes.
+//! Binary operators and reductions.
 
 use super::super::proto::AttributeProto;
 use super::Lowering;
@@ -28,7 +28,7 @@ pub(super) fn reduce(op: &Reduce, n: &mut Lowering) -> Result<()> {
         ReduceKind::SumOfSquares => ("ReduceSumSquare", true),
     };
     let x = if wide { n.wide(&n.input(0))? } else { n.input(0) };
-    let (axes, attributes) = n.reduction(name, &op.axes, op.keep);
+    let (axes, attributes) = n.reduction(name, &op.axes, op.keep_dims);
     let inputs: Vec<&str> = [x.as_str()].into_iter().chain(axes.as_deref()).collect();
     if wide {
         n.finish_wide(name, &inputs, attributes)
@@ -38,7 +38,7 @@ pub(super) fn reduce(op: &Reduce, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// An operator of ONNX for one value, with an attribute for each number.
+/// A unary ONNX operator with float attributes.
 pub(super) fn function(op: &str, numbers: &[(&str, f64)], n: &mut Lowering) -> Result<()> {
     n.finish(op, &[&n.input(0)], numbers.iter().map(|(name, value)| AttributeProto::float(name, *value)).collect());
     Ok(())

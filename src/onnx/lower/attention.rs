@@ -1,6 +1,6 @@
-//! Attention in plain operators, so that its products can be quantized.
+//! Attention as elementary operators, so that its matrix products can be quantized.
 
-use super::super::cached;
+use super::super::kv_cache;
 use super::super::proto::AttributeProto;
 use super::Lowering;
 use crate::error::Result;
@@ -23,23 +23,23 @@ pub(super) fn merge_heads(n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// Query heads that share a key head stand one below the other in one product, so that no key is copied.
+/// Query heads that share a key head are stacked in one matrix product, so that keys are not copied.
 pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
     let [mut q, mut k, mut v] = [0, 1, 2].map(|i| n.input(i));
     if n.cache.is_some() {
-        [k, v] = cached::keep(n, [k, v])?;
+        [k, v] = kv_cache::append(n, [k, v])?;
     }
     let (heads, groups) = (n.fixed(0, 1)?, n.fixed(1, 1)?);
     let grouped = heads != groups;
     let last = n.inputs() - 1;
     let given = if last > 2 && n.ty(last)?.shape.len() > 2 { Some(n.input(last)) } else { None };
-    let added: Vec<String> = given.into_iter().chain(hidden(op, n)?).collect();
+    let added: Vec<String> = given.into_iter().chain(mask_bias(op, n)?).collect();
     if grouped {
         let shape = n.ints(&[0, groups, -1, n.fixed(0, 3)?]);
         q = n.emit("Reshape", "queries", &[&q, &shape], vec![]);
     }
     if n.half && op.scale != 1.0 {
-        // Before the product, which would leave the range of 16 bits.
+        // Scaled before the product, which would otherwise exceed the range of 16-bit floats.
         let scale = n.float(op.scale);
         q = n.emit("Mul", "scaled", &[&q, &scale], vec![]);
     }
@@ -57,13 +57,13 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
     }
     if !added.is_empty() {
         if grouped {
-            scores = stack(n, "by_head", &scores, heads);
+            scores = regroup_heads(n, "by_head", &scores, heads);
         }
         for bias in &added {
             scores = n.emit("Add", "masked", &[&scores, bias], vec![]);
         }
         if grouped {
-            scores = stack(n, "by_group", &scores, groups);
+            scores = regroup_heads(n, "by_group", &scores, groups);
         }
     }
     let mut weights = n.emit("Softmax", "weights", &[&scores], vec![AttributeProto::int("axis", -1)]);
@@ -81,14 +81,15 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// The same rows in this many matrices.
-fn stack(n: &mut Lowering, part: &str, scores: &str, matrices: i64) -> String {
+/// Reshapes scores `[batch, heads, rows, keys]` to another number of heads.
+fn regroup_heads(n: &mut Lowering, part: &str, scores: &str, matrices: i64) -> String {
     let shape = n.ints(&[0, matrices, -1, 0]);
     n.emit("Reshape", part, &[scores, &shape], vec![])
 }
 
-/// What is added to the products: nothing where a query may look, a number below all of them elsewhere.
-fn hidden(op: &Attention, n: &mut Lowering) -> Result<Option<String>> {
+/// The additive mask of the scores: zero for visible keys, the lowest number for hidden ones; `None`
+/// without masking.
+fn mask_bias(op: &Attention, n: &mut Lowering) -> Result<Option<String>> {
     let mask = if n.inputs() > 3 && n.ty(3)?.shape.len() == 2 { Some(n.input(3)) } else { None };
     let ordered = op.causal || op.window.is_some();
     if mask.is_none() && !ordered {
@@ -97,7 +98,7 @@ fn hidden(op: &Attention, n: &mut Lowering) -> Result<Option<String>> {
     let (queries, keys) = (&n.ty(0)?.shape[2], &n.ty(1)?.shape[2]);
     let what = format!("|{queries}|{keys}|{}|{:?}|{mask:?}", op.causal, op.window);
     n.share(&format!("attention_bias{what}"), |n| {
-        // Of 16 bits half the range, so that the sum stays finite.
+        // With 16-bit floats, half of the range, so that the sum remains finite.
         let lowest = if n.half { f64::from(half::f16::MIN) / 2.0 } else { f64::from(f32::MIN) };
         let (zero, lowest) = (n.float(0.0), n.float(lowest));
         let padded = match &mask {
@@ -108,40 +109,41 @@ fn hidden(op: &Attention, n: &mut Lowering) -> Result<Option<String>> {
                 Some(n.emit("Unsqueeze", "padded_keys", &[&padded, &axes], vec![]))
             }
         };
-        let later = if ordered { Some(later(op, n, mask.as_deref())?) } else { None };
-        let hidden = match (padded, later) {
+        let by_position = if ordered { Some(position_mask(op, n, mask.as_deref())?) } else { None };
+        let masked = match (padded, by_position) {
             (Some(a), Some(b)) => n.emit("Or", "hidden", &[&a, &b], vec![]),
             (a, b) => a.or(b).unwrap_or_default(),
         };
-        Ok(n.emit("Where", "bias", &[&hidden, &lowest, &zero], vec![]))
+        Ok(n.emit("Where", "bias", &[&masked, &lowest, &zero], vec![]))
     })
     .map(Some)
 }
 
-/// Keys that a query must not see because of their place, `[queries, keys]`; windows of a decoder with a cache reach over padding.
-fn later(op: &Attention, n: &mut Lowering, mask: Option<&str>) -> Result<String> {
-    let [queries, keys] = if n.cache.is_some() { cached::places(n)? } else { [n.range(0, 2)?, n.range(1, 2)?] };
+/// Keys that are hidden because of their position, `[queries, keys]`. With a KV cache, windows skip
+/// padding.
+fn position_mask(op: &Attention, n: &mut Lowering, mask: Option<&str>) -> Result<String> {
+    let [queries, keys] = if n.cache.is_some() { kv_cache::position_ranges(n)? } else { [n.range(0, 2)?, n.range(1, 2)?] };
     let column = n.ints(&[1]);
     let queries = n.emit("Unsqueeze", "queries", &[&queries, &column], vec![]);
-    let later = op.causal.then(|| n.emit("Greater", "later", &[&keys, &queries], vec![]));
-    let Some(window) = op.window else { return Ok(later.unwrap_or_default()) };
+    let after = op.causal.then(|| n.emit("Greater", "later", &[&keys, &queries], vec![]));
+    let Some(window) = op.window else { return Ok(after.unwrap_or_default()) };
     let window = n.int(window as i64);
     let mut distance = match mask {
-        Some(mask) if n.cache.is_some() => cached::distances(n, mask)?,
+        Some(mask) if n.cache.is_some() => kv_cache::key_distances(n, mask)?,
         _ => n.emit("Sub", "distance", &[&queries, &keys], vec![]),
     };
-    if later.is_none() {
+    if after.is_none() {
         distance = n.emit("Abs", "places", &[&distance], vec![]);
     }
     let far = n.emit("GreaterOrEqual", "far", &[&distance, &window], vec![]);
-    Ok(match later {
-        Some(later) => n.emit("Or", "out_of_window", &[&later, &far], vec![]),
+    Ok(match after {
+        Some(after) => n.emit("Or", "out_of_window", &[&after, &far], vec![]),
         None => far,
     })
 }
 
-/// The table is brought into the order of distances once; each pair of places then takes one of its columns. Layers that share the table
-/// share the bias.
+/// The bias table is reordered by distance once, and gathered for each pair of positions. Layers that
+/// share the table share the bias.
 pub(super) fn relative_bias(op: &RelativeBias, n: &mut Lowering) -> Result<()> {
     let (sequence, table) = (&n.ty(0)?.shape[1], n.input(1));
     let bias = n.share(&format!("relative_bias|{sequence}|{table}|{op:?}"), |n| biases(op, n))?;
@@ -163,8 +165,8 @@ fn biases(op: &RelativeBias, n: &mut Lowering) -> Result<String> {
     Ok(n.emit("Gather", "bias", &[&by_head, &at], vec![AttributeProto::int("axis", 1)]))
 }
 
-/// The table is brought into the order of places first, as many before a place as behind it and one more; of its products, rows that are
-/// one shorter each begin with the column of their own first place.
+/// The table is ordered by relative position, from `1 - sequence` to `sequence`. Rows of the product are
+/// shifted against each other by one element each, by a reshape of the flattened rows.
 pub(super) fn relative_products(op: &RelativeProducts, n: &mut Lowering) -> Result<()> {
     let (heads, width, table) = (n.fixed(0, 1)?, n.fixed(0, 3)?, n.input(1));
     let mut x = n.input(0);
@@ -193,7 +195,8 @@ pub(super) fn relative_products(op: &RelativeProducts, n: &mut Lowering) -> Resu
         let vectors = n.emit("Reshape", "vectors", &[vectors, &shape], vec![]);
         n.emit("Transpose", "by_head", &[&vectors], vec![AttributeProto::ints("perm", [1, 2, 0])])
     };
-    // Rows are faster to move than columns. ONNX Runtime 1.31 dies of a product of 16 bits that reads what is transposed behind constants.
+    // Gathering rows is faster than gathering columns. ONNX Runtime 1.31 crashes in a 16-bit product
+    // that reads a transpose of a gathered constant.
     let vectors = if n.half {
         let vectors = by_head(n, &table);
         in_order(n, &vectors, 2)
@@ -219,7 +222,8 @@ pub(super) fn relative_products(op: &RelativeProducts, n: &mut Lowering) -> Resu
     Ok(())
 }
 
-/// Pairs of places take rows of the table; which of them belong together is told by the parts of the picture that they are from.
+/// The bias of each pair of positions in a window, with a mask for pairs from different regions of a
+/// shifted image.
 pub(super) fn window_bias(op: &WindowBias, n: &mut Lowering) -> Result<()> {
     let (table, heads, places) = (n.input(0), n.fixed(0, 1)?, (op.window * op.window) as i64);
     let windows = (op.windows[0] * op.windows[1]) as i64;
@@ -233,12 +237,12 @@ pub(super) fn window_bias(op: &WindowBias, n: &mut Lowering) -> Result<()> {
         n.emit("Expand", "all", &[&by_head, &shape], vec![])
     } else {
         let apart = n.share(&format!("window_parts|{op:?}"), |n| {
-            let parts = n.ints(&op.parts());
+            let parts = n.ints(&op.regions());
             let [queries, keys] = [("queries", [windows, places, 1]), ("keys", [windows, 1, places])].map(|(part, shape)| {
                 let shape = n.ints(&shape);
                 n.emit("Reshape", part, &[&parts, &shape], vec![])
             });
-            let (apart, together) = (n.float(-WindowBias::APART), n.float(0.0));
+            let (apart, together) = (n.float(-WindowBias::MASK_PENALTY), n.float(0.0));
             let same = n.emit("Equal", "same", &[&queries, &keys], vec![]);
             Ok(n.emit("Where", "apart", &[&same, &together, &apart], vec![]))
         })?;

@@ -1,4 +1,5 @@
-//! Mixtures of experts. An expert computes the rows of its tokens alone, where nothing else looks at what it computes.
+//! Mixtures of experts. An expert processes only the rows of its tokens, unless other nodes read its
+//! intermediate values.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +13,7 @@ pub(super) fn route(op: &Route, n: &mut Lowering) -> Result<()> {
     let (x, top, axis) = (n.wide(&n.input(0))?, n.ints(&[op.top as i64]), || vec![AttributeProto::int("axis", -1)]);
     let probabilities = n.emit("Softmax", "probabilities", &[&x], axis());
     let candidates = match &op.groups {
-        Some(groups) => seen_groups(groups, &probabilities, n)?,
+        Some(groups) => mask_groups(groups, &probabilities, n)?,
         None => probabilities.clone(),
     };
     let [mut weights, experts] = n.emit_many("TopK", ["weights", "experts"], &[&candidates, &top], axis());
@@ -30,10 +31,10 @@ pub(super) fn route(op: &Route, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// Probabilities of experts in the groups that a token sees, and zeros.
-fn seen_groups(groups: &ExpertGroups, probabilities: &str, n: &mut Lowering) -> Result<String> {
+/// Probabilities of experts, set to zero outside of the selected groups.
+fn mask_groups(groups: &ExpertGroups, probabilities: &str, n: &mut Lowering) -> Result<String> {
     let (axis, top, each) = (|| vec![AttributeProto::int("axis", -1)], n.ints(&[groups.top as i64]), n.width(0)? / groups.count.max(1) as i64);
-    // Leading axes stay as they are.
+    // Leading axes are copied.
     let leading = n.ty(0)?.shape.len().saturating_sub(1);
     let [apart, together] = [vec![groups.count as i64, each], vec![n.width(0)?]].map(|last| [vec![0; leading], last].concat());
     let (apart, together, last) = (n.ints(&apart), n.ints(&together), n.ints(&[-1]));
@@ -52,16 +53,16 @@ fn seen_groups(groups: &ExpertGroups, probabilities: &str, n: &mut Lowering) -> 
 
 pub(super) fn dispatch(op: &Dispatch, n: &mut Lowering) -> Result<()> {
     let (x, weights) = (n.input(0), n.input(1));
-    let combine = n.node().and_then(|node| reader(n.graph, *node.inputs.get(1)?));
-    if combine.is_some_and(|combine| by_rows(n, combine, op.expert)) {
+    let combine = n.node().and_then(|node| combine_node(n.graph, *node.inputs.get(1)?));
+    if combine.is_some_and(|combine| is_row_wise(n, combine, op.expert)) {
         let tokens = tokens(op.expert, &weights, n)?;
         n.finish("GatherND", &[&x, &tokens], vec![]);
         return Ok(());
     }
     let (last, zero) = (n.ints(&[-1]), n.float(0.0));
-    let sees = sees(op.expert, &weights, n)?;
-    let sees = n.emit("Unsqueeze", "sees", &[&sees, &last], vec![]);
-    n.finish("Where", &[&sees, &x, &zero], vec![]);
+    let is_routed = is_routed(op.expert, &weights, n)?;
+    let is_routed = n.emit("Unsqueeze", "sees", &[&is_routed, &last], vec![]);
+    n.finish("Where", &[&is_routed, &x, &zero], vec![]);
     Ok(())
 }
 
@@ -75,7 +76,7 @@ pub(super) fn combine(n: &mut Lowering) -> Result<()> {
     let mut sum = n.emit("Expand", "zeros", &[&zero, &shape], vec![]);
     for expert in 0..n.inputs().saturating_sub(1) {
         let (values, weight) = (n.input(expert + 1), column(expert, &weights, n)?);
-        if n.node().is_some_and(|node| by_rows(n, node, expert)) {
+        if n.node().is_some_and(|node| is_row_wise(n, node, expert)) {
             let tokens = tokens(expert, &weights, n)?;
             let weight = n.emit("GatherND", "weight", &[&weight, &tokens], vec![]);
             let weight = n.emit("Unsqueeze", "weight_column", &[&weight, &last], vec![]);
@@ -93,7 +94,7 @@ pub(super) fn combine(n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// The weights of one expert, without the axis of experts.
+/// The routing weights of one expert, without the expert axis.
 fn column(expert: usize, weights: &str, n: &mut Lowering) -> Result<String> {
     n.share(&format!("{weights}/of_{expert}|"), |n| {
         let number = n.int(expert as i64);
@@ -101,32 +102,33 @@ fn column(expert: usize, weights: &str, n: &mut Lowering) -> Result<String> {
     })
 }
 
-/// Whether an expert sees each token.
-fn sees(expert: usize, weights: &str, n: &mut Lowering) -> Result<String> {
+/// Whether each token is routed to an expert.
+fn is_routed(expert: usize, weights: &str, n: &mut Lowering) -> Result<String> {
     let column = column(expert, weights, n)?;
     n.share(&format!("{weights}/sees_{expert}|"), |n| Ok(n.cast("value", &column, DataType::Bool)))
 }
 
-/// Places of the tokens that an expert sees, `[tokens, axes]`.
+/// Indices of the tokens that are routed to an expert, `[tokens, axes]`.
 fn tokens(expert: usize, weights: &str, n: &mut Lowering) -> Result<String> {
-    let sees = sees(expert, weights, n)?;
+    let is_routed = is_routed(expert, weights, n)?;
     n.share(&format!("{weights}/tokens_of_{expert}|"), |n| {
-        let places = n.emit("NonZero", "axes", &[&sees], vec![]);
+        let places = n.emit("NonZero", "axes", &[&is_routed], vec![]);
         Ok(n.emit("Transpose", "value", &[&places], vec![AttributeProto::ints("perm", [1, 0])]))
     })
 }
 
-/// The node that sums what experts say by these weights.
-fn reader(graph: &Graph, weights: ValueId) -> Option<&Node> {
+/// The node that combines expert outputs with these routing weights.
+fn combine_node(graph: &Graph, weights: ValueId) -> Option<&Node> {
     graph.nodes().iter().find(|node| matches!(node.op, Op::Combine(_)) && node.inputs.first() == Some(&weights))
 }
 
-/// Whether what an expert says follows row by row from what it reads, and nobody else reads anything between.
-fn by_rows(n: &Lowering, combine: &Node, expert: usize) -> bool {
+/// Whether an expert computes each output row from one input row, and no other node reads its
+/// intermediate values.
+fn is_row_wise(n: &Lowering, combine: &Node, expert: usize) -> bool {
     let (graph, Some(weights)) = (n.graph, combine.inputs.first()) else { return false };
-    let Some(said) = combine.inputs.get(expert + 1) else { return false };
-    let mut reads: BTreeMap<ValueId, usize> = BTreeMap::from([(*said, 1)]);
-    let mut open = vec![*said];
+    let Some(output) = combine.inputs.get(expert + 1) else { return false };
+    let mut reads: BTreeMap<ValueId, usize> = BTreeMap::from([(*output, 1)]);
+    let mut open = vec![*output];
     while let Some(id) = open.pop() {
         let Kind::Node(at) = graph.value(id).kind else { return false };
         let node = &graph.nodes()[at];

@@ -1,4 +1,4 @@
-//! Images to smaller images, vectors and sequences.
+//! Pooling, resizing and flattening of images.
 
 use super::super::proto::AttributeProto;
 use super::Lowering;
@@ -6,19 +6,19 @@ use super::shape::sizes_of;
 use crate::error::Result;
 use crate::ir::ops::{AveragePool, Coordinates, Extent, Flatten, GlobalAveragePool, Interpolation, MaxPool, NearestMode, Padding, PerAxis, Resize};
 
-/// Numbers for each axis, as many as a value of this rank has.
+/// An attribute with one number per spatial axis of a value of this rank.
 pub(super) fn per_axis(name: &str, numbers: PerAxis, rank: usize) -> AttributeProto {
     AttributeProto::ints(name, numbers.0.into_iter().skip(4usize.saturating_sub(rank)).map(|n| n as i64))
 }
 
-/// Places around an image or a sequence.
+/// The padding of an image or a sequence.
 pub(super) fn pads(padding: Padding, rank: usize) -> AttributeProto {
     let [_, left, _, right] = padding.0;
     let sides = if rank == 3 { vec![left, right] } else { padding.0.to_vec() };
     AttributeProto::ints("pads", sides.into_iter().map(|n| n as i64))
 }
 
-/// Attributes of a pool.
+/// Attributes of a pooling operator.
 fn pool([kernel, stride, dilation]: [PerAxis; 3], padding: Padding, ceil: bool, rank: usize) -> Vec<AttributeProto> {
     let mut attributes = vec![per_axis("kernel_shape", kernel, rank), per_axis("strides", stride, rank), pads(padding, rank)];
     attributes.extend((dilation != 1).then(|| per_axis("dilations", dilation, rank)));
@@ -34,7 +34,7 @@ pub(super) fn max_pool(op: &MaxPool, n: &mut Lowering) -> Result<()> {
 
 pub(super) fn average_pool(op: &AveragePool, n: &mut Lowering) -> Result<()> {
     if op.dilation != 1 && n.opset < 19 {
-        return Err(n.wrong(format!("has a dilation, which AveragePool has from opset 19 on; this is opset {}: set `opset: 19`", n.opset)));
+        return Err(n.node_error(format!("has a dilation, which AveragePool supports from opset 19 on, but the file has opset {}: set `opset: 19`", n.opset)));
     }
     let mut attributes = pool([op.kernel, op.stride, op.dilation], op.padding, op.ceil, n.ty(0)?.shape.len());
     attributes.extend(op.count_padding.then(|| AttributeProto::int("count_include_pad", 1)));
@@ -45,7 +45,7 @@ pub(super) fn average_pool(op: &AveragePool, n: &mut Lowering) -> Result<()> {
 
 pub(super) fn global_average_pool(op: &GlobalAveragePool, n: &mut Lowering) -> Result<()> {
     let x = n.wide(&n.input(0))?;
-    if op.keep {
+    if op.keep_dims {
         n.finish_wide("GlobalAveragePool", &[&x], vec![]);
         return Ok(());
     }
@@ -100,7 +100,7 @@ pub(super) fn resize(op: &Resize, n: &mut Lowering) -> Result<()> {
         sizes.push(match extent {
             Extent::Size(size) => Ok(*size as i64),
             Extent::Scale(scale) if *scale == 1.0 => size.fixed().map(|size| size as i64).ok_or(axis),
-            Extent::Scale(_) => return Err(n.wrong("scales one axis and gives another a size, which ONNX cannot say of one operator".into())),
+            Extent::Scale(_) => return Err(n.node_error("scales one axis and sets the size of another one, which ONNX cannot express in one operator".into())),
         });
     }
     let known: Option<Vec<i64>> = sizes.iter().map(|size| size.ok()).collect();

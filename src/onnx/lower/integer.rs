@@ -1,39 +1,40 @@
-//! Layers whose weights are int8, in the forms that ONNX Runtime turns into integer kernels.
+//! Layers with int8 weights, in the patterns that ONNX Runtime fuses into integer kernels.
 //!
-//! All of it works on 32-bit floats, whatever the width of the model's: the quantizer of ONNX takes nothing else.
+//! All of them compute with 32-bit floats, even in models of 16-bit floats, because the quantizers of
+//! ONNX require them.
 
 use super::super::proto::{AttributeProto, DataType};
 use super::Lowering;
 use crate::error::Result;
 use crate::ir::ops::{CacheQuantize, FakeQuantize, LearnedFakeQuantize, Linear};
 use crate::kernel::cache::CacheFormat;
-use crate::store::{ActivationScheme, Affine, Blocks, Granularity, StorageFormat};
+use crate::store::{ActivationScheme, Blocks, Granularity, QuantizationSpec, StorageFormat};
 
-/// The tensors of a weight, by name.
-struct Integers {
-    affine: Affine,
+/// Names of the tensors of a quantized weight.
+struct QuantizedWeight {
+    affine: QuantizationSpec,
     values: String,
     scales: String,
     zero_points: Option<String>,
-    /// Whether the elements were transposed from `[out, in]` to `[in, out]`, as the product takes them.
+    /// Whether the elements are stored transposed, `[in, out]` instead of `[out, in]`.
     ready: bool,
-    /// Whether they are `[in, out]` to begin with.
+    /// Whether the checkpoint has them as `[in, out]`.
     input_major: bool,
     storage_format: StorageFormat,
 }
 
-impl Integers {
-    fn of(n: &Lowering) -> Result<Self> {
-        let missing = || n.wrong("reads a weight that is not quantized as if it were".into());
-        let slot = n.place(1).ok_or_else(missing)?;
-        let affine = slot.integers.clone().ok_or_else(missing)?;
-        let mut names = slot.tensors.iter().map(|tensor| tensor.name.clone());
+impl QuantizedWeight {
+    fn from_input(n: &Lowering) -> Result<Self> {
+        let missing = || n.node_error("requires a quantized weight, but its weight is not quantized".into());
+        let layout = n.layout(1).ok_or_else(missing)?;
+        let affine = layout.integers.clone().ok_or_else(missing)?;
+        let mut names = layout.tensors.iter().map(|tensor| tensor.name.clone());
         let (values, scales) = (names.next().unwrap_or_default(), names.next().unwrap_or_default());
-        Ok(Self { affine, values, scales, zero_points: names.next(), ready: slot.transposed(), input_major: false, storage_format: slot.storage_format })
+        Ok(Self { affine, values, scales, zero_points: names.next(), ready: layout.transposed(), input_major: false, storage_format: layout.storage_format })
     }
 
-    /// The tensors with axes swapped, as the product takes them; runtimes do that once, when they load the file.
-    fn turn(&mut self, n: &mut Lowering) -> Result<()> {
+    /// Transposes the tensors to `[in, out]`. Runtimes fold this when they load the file.
+    fn transpose(&mut self, n: &mut Lowering) -> Result<()> {
         let grouped = self.grouped();
         let mut names = vec![&mut self.values];
         if grouped {
@@ -52,9 +53,9 @@ impl Integers {
         matches!(self.affine.granularity, Granularity::Group(_))
     }
 
-    /// The zero points, also where all are zero: where ONNX Runtime looks for exact sums on x86 without VNNI, it takes none for one
-    /// that all channels share, and then refuses it.
-    fn written_zero_points(&self, n: &mut Lowering) -> Result<Option<String>> {
+    /// The zero points, also for symmetric weights: with exact accumulation on x86 without VNNI, ONNX
+    /// Runtime replaces missing ones by a scalar, and then refuses the file.
+    fn explicit_zero_points(&self, n: &mut Lowering) -> Result<Option<String>> {
         let (rows, columns) = (n.fixed(1, 0)?, n.fixed(1, 1)?);
         Ok(match (&self.zero_points, self.affine.granularity) {
             (Some(zero_points), _) => Some(zero_points.clone()),
@@ -70,7 +71,8 @@ impl Integers {
         })
     }
 
-    /// The floats that they stand for, as a matrix. Scales run along the outputs, those of groups along what was a row in the checkpoint.
+    /// Dequantizes the weight to a matrix. Per-channel scales are along the outputs, group scales along
+    /// the rows of the checkpoint.
     fn dequantize(&self, n: &mut Lowering) -> Result<String> {
         let axis = |axis| AttributeProto::int("axis", axis);
         let attributes = match self.affine.granularity {
@@ -81,16 +83,18 @@ impl Integers {
         self.dequantized(n, attributes)
     }
 
-    /// The node that does so, of this layer alone: kernels take over only weights that nobody else reads.
+    /// Adds a `DequantizeLinear` for this layer only: runtimes fuse only weights without other
+    /// consumers.
     fn dequantized(&self, n: &mut Lowering, attributes: Vec<AttributeProto>) -> Result<String> {
-        let zero_points = self.written_zero_points(n)?;
+        let zero_points = self.explicit_zero_points(n)?;
         let mut inputs = vec![self.values.as_str(), &self.scales];
         inputs.extend(zero_points.as_deref());
         Ok(n.emit("DequantizeLinear", "weight", &inputs, attributes))
     }
 
-    /// The same, for a matrix `[in, out]` that is read by others too: in operators that runtimes evaluate when they load the
-    /// file. A `DequantizeLinear` would wait for each run, because kernels take over only weights that nobody else reads.
+    /// Dequantizes a matrix `[in, out]` with several consumers, in operators that runtimes fold when
+    /// they load the file. A `DequantizeLinear` would run for every inference, because runtimes fuse
+    /// only weights without other consumers.
     fn floats(&self, n: &mut Lowering) -> Result<String> {
         let (outputs, inputs) = (n.fixed(1, 0)?, n.fixed(1, 1)?);
         n.share(&format!("{}/floats|", self.values), |n| {
@@ -115,7 +119,8 @@ impl Integers {
         })
     }
 
-    /// The dequantized kernel of a convolution, outputs first, in operators that runtimes evaluate when they load the file.
+    /// Dequantizes the kernel of a convolution, `[out, in, …]`, in operators that runtimes fold when
+    /// they load the file.
     fn kernel_floats(&self, n: &mut Lowering) -> Result<String> {
         let mut shape = vec![1; n.ty(1)?.shape.len()];
         shape[0] = -1;
@@ -134,28 +139,28 @@ impl Integers {
 }
 
 pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
-    let mut weight = Integers::of(n)?;
+    let mut weight = QuantizedWeight::from_input(n)?;
     weight.input_major = op.input_major;
     let x = n.wide(&n.input(0))?;
-    if let Some(bias) = bias_of_sums(n) {
-        // Such layers see matrices, of which ONNX Runtime makes integer kernels only with zero points that are written out.
+    if let Some(bias) = integer_bias(n) {
+        // ONNX Runtime uses integer kernels for matrices only with explicit zero points.
         let count = if weight.affine.granularity == Granularity::Tensor { None } else { Some(n.fixed(1, 0)? as usize) };
         weight.zero_points = Some(n.own_int8_zeros(count));
         let product = product(weight, &x, n)?.emit("product", n);
         n.finish_wide("Add", &[&product, &bias], vec![]);
         return Ok(());
     }
-    // The bias of a layer is 32 bits wide unless something else reads it too.
+    // A bias has 32 bits unless other nodes use it.
     let bias = match (n.inputs() > 2).then(|| n.input(2)) {
-        Some(bias) if n.place(2).is_none_or(|place| place.tensors[0].data_type != DataType::Float) => Some(n.wide(&bias)?),
+        Some(bias) if n.layout(2).is_none_or(|layout| layout.tensors[0].data_type != DataType::Float) => Some(n.wide(&bias)?),
         other => other,
     };
     let pending = if op.input_major && weight.affine.granularity == Granularity::Channel { scaled_inputs(weight, &x, n)? } else { product(weight, &x, n)? };
     match bias {
         None => n.finish_wide(pending.op, &pending.operands(), pending.attributes.clone()),
         Some(bias) => {
-            // Of a product and an `Add`, ONNX Runtime makes a `Gemm` of floats before it looks at the integers: of all ranks, where it knows
-            // the sizes.
+            // ONNX Runtime fuses a product of known shape and an `Add` to a float `Gemm` before it
+            // matches integer patterns.
             let add = if pending.op == "MatMul" { "Sum" } else { "Add" };
             let product = pending.emit("product", n);
             n.finish_wide(add, &[&product, &bias], vec![]);
@@ -164,16 +169,16 @@ pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// A bias that is stored as integers, as the floats that they stand for.
-fn bias_of_sums(n: &mut Lowering) -> Option<String> {
-    let [integers, scales] = n.slots(2) else { return None };
-    let [integers, scales] = [integers, scales].map(|slot| slot.tensors[0].name.clone());
+/// Dequantizes a bias that is stored as integers.
+fn integer_bias(n: &mut Lowering) -> Option<String> {
+    let [integers, scales] = n.layouts_of(2) else { return None };
+    let [integers, scales] = [integers, scales].map(|layout| layout.tensors[0].name.clone());
     Some(n.emit("DequantizeLinear", "bias", &[&integers, &scales], vec![AttributeProto::int("axis", 0)]))
 }
 
-/// A convolution with int8 weights; between quantized values, ONNX Runtime runs it in integers.
+/// A convolution with int8 weights. Between quantized values, ONNX Runtime runs it with integers.
 pub(super) fn conv(attributes: Vec<AttributeProto>, n: &mut Lowering) -> Result<()> {
-    let weight = Integers::of(n)?;
+    let weight = QuantizedWeight::from_input(n)?;
     let x = n.wide(&n.input(0))?;
     let axis = match weight.affine.granularity {
         Granularity::Tensor => vec![],
@@ -181,7 +186,7 @@ pub(super) fn conv(attributes: Vec<AttributeProto>, n: &mut Lowering) -> Result<
     };
     let kernel = if n.is_first_layer_of_weight() { weight.dequantized(n, axis)? } else { weight.kernel_floats(n)? };
     let mut inputs = vec![x, kernel];
-    match bias_of_sums(n) {
+    match integer_bias(n) {
         Some(bias) => inputs.push(bias),
         None if n.inputs() > 2 => inputs.push(n.wide(&n.input(2))?),
         None => {}
@@ -190,43 +195,47 @@ pub(super) fn conv(attributes: Vec<AttributeProto>, n: &mut Lowering) -> Result<
     Ok(())
 }
 
-/// A value that goes through eight bits: in this form, ONNX Runtime makes integer kernels of what stands between two of them.
+/// Fake quantization to 8 bits. ONNX Runtime fuses the ops between two of these into integer kernels.
 pub(super) fn fake_quantize(op: &FakeQuantize, n: &mut Lowering) -> Result<()> {
     let scale = n.float_wide(op.scale.into());
-    rounded(&scale, op.zero_point, n)
+    quantize_dequantize(&scale, op.zero_point, n)
 }
 
-/// The same with a scale that is computed.
+/// Fake quantization with a computed scale.
 pub(super) fn learned_fake_quantize(op: &LearnedFakeQuantize, n: &mut Lowering) -> Result<()> {
     let logarithm = n.wide(&n.input(1))?;
     let factor = n.emit("Exp", "factor", &[&logarithm], vec![]);
     let base = n.float_wide(op.scale.into());
     let scale = n.emit("Mul", "scale", &[&factor, &base], vec![]);
     let scale = n.emit("Squeeze", "scalar", &[&scale], vec![]);
-    rounded(&scale, op.zero_point, n)
+    quantize_dequantize(&scale, op.zero_point, n)
 }
 
-/// Keys or values as a cache of eight bits gives them back. ONNX has floats of eight bits from opset 19 on; they are made by casts, because
-/// ONNX Runtime moves a `DequantizeLinear` behind operators that do not take them.
+/// Quantizes and dequantizes keys or values for an 8-bit KV cache. ONNX supports FP8 from opset 19 on.
+/// FP8 values are converted by casts, because ONNX Runtime moves a `DequantizeLinear` after operators
+/// that do not support it.
 pub(super) fn cache_quantize(op: CacheQuantize, n: &mut Lowering) -> Result<()> {
     let (x, scale) = (n.wide(&n.input(0))?, n.wide(&n.input(1))?);
     if op.format == CacheFormat::Int8 {
-        let zero_point = n.zero_of(DataType::Int8);
+        let zero_point = n.zero_vector(DataType::Int8);
         let codes = n.emit("QuantizeLinear", "codes", &[&x, &scale, &zero_point], vec![]);
         n.finish_wide("DequantizeLinear", &[&codes, &scale, &zero_point], vec![]);
         return Ok(());
     }
     if n.opset < 19 {
-        return Err(n.wrong(format!("rounds to FP8 (`kv_cache: fp8`), which ONNX has from opset 19 on; this is opset {}: set `opset: 19`", n.opset)));
+        return Err(n.node_error(format!(
+            "quantizes to FP8 (`kv_cache: fp8`), which ONNX supports from opset 19 on, but the file has opset {}: set `opset: 19`",
+            n.opset
+        )));
     }
     let steps = n.emit("Div", "steps", &[&x, &scale], vec![]);
     let codes = n.cast("codes", &steps, DataType::Float8E4m3);
-    let rounded = n.cast("rounded", &codes, DataType::Float);
-    n.finish_wide("Mul", &[&rounded, &scale], vec![]);
+    let values = n.cast("rounded", &codes, DataType::Float);
+    n.finish_wide("Mul", &[&values, &scale], vec![]);
     Ok(())
 }
 
-fn rounded(scale: &str, zero_point: i32, n: &mut Lowering) -> Result<()> {
+fn quantize_dequantize(scale: &str, zero_point: i32, n: &mut Lowering) -> Result<()> {
     let x = n.wide(&n.input(0))?;
     let zero_point = n.zero_point(zero_point);
     let integers = n.emit("QuantizeLinear", "integers", &[&x, scale, &zero_point], vec![]);
@@ -234,14 +243,14 @@ fn rounded(scale: &str, zero_point: i32, n: &mut Lowering) -> Result<()> {
         n.finish_wide("DequantizeLinear", &[&integers, scale, &zero_point], vec![]);
         return Ok(());
     }
-    // Runtimes compute constants when they load the file, and leave this operator alone.
+    // Runtimes fold constants at load time, except this operator.
     let [integers, zero_point] = [("steps", integers), ("zero_steps", zero_point)].map(|(part, value)| n.cast(part, &value, DataType::Float));
     let centred = n.emit("Sub", "centred", &[&integers, &zero_point], vec![]);
     n.finish_wide("Mul", &[&centred, scale], vec![]);
     Ok(())
 }
 
-/// An operator that is still to be written, and what it reads.
+/// A final operator that is not written yet.
 struct Pending {
     op: &'static str,
     inputs: Vec<String>,
@@ -249,7 +258,7 @@ struct Pending {
 }
 
 impl Pending {
-    fn of(op: &'static str, inputs: [String; 2]) -> Self {
+    fn binary(op: &'static str, inputs: [String; 2]) -> Self {
         Self { op, inputs: inputs.into(), attributes: Vec::new() }
     }
 
@@ -257,36 +266,36 @@ impl Pending {
         self.inputs.iter().map(String::as_str).collect()
     }
 
-    /// Writes it, for this node alone.
+    /// Writes the operator for an intermediate value.
     fn emit(self, part: &str, n: &mut Lowering) -> String {
         n.emit(self.op, part, &self.operands(), self.attributes.clone())
     }
 }
 
-fn product(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
+fn product(mut weight: QuantizedWeight, x: &str, n: &mut Lowering) -> Result<Pending> {
     if let StorageFormat::Blocks(blocks) = weight.storage_format {
         return product_of_blocks(weight, blocks, x, n);
     }
     let shared = !weight.input_major && !weight.ready;
     if shared {
-        weight.turn(n)?;
+        weight.transpose(n)?;
     }
     let is_head = shared && n.integer_heads.is_some() && !weight.grouped() && weight.affine.activations == ActivationScheme::None;
     let is_integer = is_head || weight.affine.activations == ActivationScheme::DynamicToken && !weight.grouped();
-    // Products of constants are computed when the file is loaded, before ONNX Runtime looks for integer kernels.
+    // Products of constants are folded at load time, before ONNX Runtime matches integer patterns.
     if is_integer && (!n.varies(0) || n.is_first_layer_of_weight()) {
         n.integer_heads = n.integer_heads.map(|heads| heads + usize::from(is_head));
         return integer_product(&weight, x, n);
     }
-    // Of two products that read one weight, ONNX Runtime makes kernels under one name, and refuses the second. One of constants is
-    // computed when the file is loaded, unless a `DequantizeLinear` stands before it.
-    let whole = is_integer || !weight.input_major && (n.varying_readers(1) > 1 || !n.varies(0));
-    let floats = if shared || whole { weight.floats(n)? } else { weight.dequantize(n)? };
-    Ok(Pending::of("MatMul", [x.to_owned(), floats]))
+    // If two products share a weight, ONNX Runtime uses the same kernel name for both, and refuses the
+    // second one. Products of constants are folded at load time, unless they read a `DequantizeLinear`.
+    let needs_floats = is_integer || !weight.input_major && (n.varying_readers(1) > 1 || !n.varies(0));
+    let floats = if shared || needs_floats { weight.floats(n)? } else { weight.dequantize(n)? };
+    Ok(Pending::binary("MatMul", [x.to_owned(), floats]))
 }
 
-/// A product that ONNX Runtime has an operator for, which computes it as the weights are defined: activations stay 32-bit floats.
-fn product_of_blocks(weight: Integers, blocks: Blocks, x: &str, n: &Lowering) -> Result<Pending> {
+/// A `MatMulNBits` of ONNX Runtime with 32-bit float activations.
+fn product_of_blocks(weight: QuantizedWeight, blocks: Blocks, x: &str, n: &Lowering) -> Result<Pending> {
     let (outputs, inputs) = (n.fixed(1, 0)?, n.fixed(1, 1)?);
     let attributes = [("K", inputs), ("N", outputs), ("bits", blocks.bits.into()), ("block_size", blocks.size as i64), ("accuracy_level", 1)];
     Ok(Pending {
@@ -296,24 +305,25 @@ fn product_of_blocks(weight: Integers, blocks: Blocks, x: &str, n: &Lowering) ->
     })
 }
 
-/// The product of a value that is quantized as it comes; layers that read the same value share its quantizer.
-fn integer_product(weight: &Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
+/// An integer product with dynamically quantized activations. Layers that share an activation share its
+/// quantizer.
+fn integer_product(weight: &QuantizedWeight, x: &str, n: &mut Lowering) -> Result<Pending> {
     let [integers, scale, zero_point] =
         n.share_many(&format!("{x}/quantized|"), |n| Ok(n.emit_many("DynamicQuantizeLinear", ["integers", "scale", "zero_point"], &[x], vec![])))?;
-    // In this order of operands: only so is the form recognised.
+    // Runtimes match the pattern only with operands in this order.
     let scale = n.emit("Mul", "scale", &[&scale, &weight.scales], vec![]);
     let mut inputs = vec![integers.as_str(), &weight.values, &zero_point];
     inputs.extend(weight.zero_points.as_deref());
     let sums = n.emit("MatMulInteger", "sums", &inputs, vec![]);
     let sums = n.cast("sums_float", &sums, DataType::Float);
-    Ok(Pending::of("Mul", [sums, scale]))
+    Ok(Pending::binary("Mul", [sums, scale]))
 }
 
-/// A weight with a scale for each *input* has no integer kernel, but the input can take the scales over.
-fn scaled_inputs(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
+/// Applies scales per *input* channel to the activation: no integer kernel supports them.
+fn scaled_inputs(mut weight: QuantizedWeight, x: &str, n: &mut Lowering) -> Result<Pending> {
     let width = n.fixed(1, 1)?;
     let x = n.emit("Mul", "scaled_input", &[x, &weight.scales], vec![]);
-    // Of this layer alone: kernels take over only scales that nobody else reads.
+    // For this layer only: runtimes fuse only scales without other consumers.
     weight.scales = n.own_floats("ones", &vec![1.0; width as usize]);
     let Some(zero_points) = weight.zero_points.take() else { return product(weight, &x, n) };
     let axis = n.ints(&[1]);
@@ -321,12 +331,12 @@ fn scaled_inputs(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pend
     let column = n.emit("Unsqueeze", "zero_point_column", &[&zero_points, &axis], vec![]);
     let offset = n.emit("MatMul", "offset", &[&x, &column], vec![]);
     let product = product(weight, &x, n)?.emit("uncentred", n);
-    Ok(Pending::of("Sub", [product, offset]))
+    Ok(Pending::binary("Sub", [product, offset]))
 }
 
-/// Rows are looked up as integers, so that only they become floats, never the whole table.
+/// Looks up rows as integers, and dequantizes only these.
 pub(super) fn embedding(n: &mut Lowering) -> Result<()> {
-    let table = Integers::of(n)?;
+    let table = QuantizedWeight::from_input(n)?;
     let (tokens, rank) = (n.input(0), n.ty(0)?.shape.len());
     let gather = |n: &mut Lowering, part: &str, from: &str| n.emit("Gather", part, &[from, &tokens], vec![AttributeProto::int("axis", 0)]);
     let rows = gather(n, "rows", &table.values);

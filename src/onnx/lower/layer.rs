@@ -1,4 +1,4 @@
-//! Layers with weights, and sums.
+//! Linear layers, convolutions and binary operators.
 
 use super::super::proto::AttributeProto;
 use super::image::{pads, per_axis};
@@ -11,9 +11,10 @@ pub(super) fn binary(op: &str, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// `Gemm` for matrices; `MatMul` and `Add`, in this order of operands, for everything else.
+/// `Gemm` for matrices, `MatMul` and `Add` for other ranks. Runtimes fuse them only with operands in
+/// this order.
 pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
-    if n.place(1).is_some_and(|place| place.integers.is_some()) {
+    if n.layout(1).is_some_and(|layout| layout.integers.is_some()) {
         return integer::linear(op, n);
     }
     let (x, mut weight) = (n.input(0), n.input(1));
@@ -24,7 +25,7 @@ pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
         n.finish("Gemm", &inputs, vec![AttributeProto::int("transB", i64::from(!op.input_major))]);
         return Ok(());
     }
-    if !op.input_major && !n.place(1).is_some_and(|place| place.transposed()) {
+    if !op.input_major && !n.layout(1).is_some_and(|layout| layout.transposed()) {
         weight = n.share(&format!("{weight}/transposed|"), |n| Ok(n.emit("Transpose", "value", &[&weight], vec![AttributeProto::ints("perm", [1, 0])])))?;
     }
     match bias {
@@ -46,7 +47,7 @@ pub(super) fn conv(op: &Conv, n: &mut Lowering) -> Result<()> {
         per_axis("dilations", op.dilation, rank),
         AttributeProto::int("group", op.groups as i64),
     ];
-    if n.place(1).is_some_and(|place| place.integers.is_some()) {
+    if n.layout(1).is_some_and(|layout| layout.integers.is_some()) {
         return integer::conv(attributes, n);
     }
     let inputs: Vec<String> = (0..n.inputs()).map(|i| n.input(i)).collect();

@@ -1,16 +1,18 @@
-//! How each op is spelled in operators of ONNX, one function an op.
+//! Lowering of ops to ONNX operators, one function per op.
 //!
-//! The forms are those that runtimes recognise and run fused, all of them in ONNX's own operators. Those of ONNX Runtime
-//! were measured against them in version 1.31 on a CPU, and none was faster by more than chance at the sizes that matter:
+//! The operators form the patterns that runtimes recognize and fuse, with standard ONNX operators only.
+//! The fused operators of ONNX Runtime were measured against these patterns in version 1.31 on a CPU.
+//! None was faster beyond noise at relevant sizes:
 //!
-//! | instead of the plain form | time |
+//! | fused operator | time relative to the pattern |
 //! | --- | --- |
 //! | `MultiHeadAttention`, BERT, 16 × 64, 4 × 256, 2 × 512 tokens | 1.05, 0.94, 0.98 |
 //! | `RotaryEmbedding`, and with `MultiHeadAttention`, Llama, 16 × 128 tokens | 0.97, 0.98 |
 //! | `SkipLayerNormalization`, BERT, 16 × 64 tokens | 1.13 |
 //! | `MatMulNBits` with int8 activations, one layer, 1024 tokens | 2.4 to 2.8 |
 //!
-//! Of `DequantizeLinear` before a product, it makes `MatMulNBits` itself, with int8 activations: `docs/onnx.md` has the times of both.
+//! ONNX Runtime itself fuses `DequantizeLinear` and a matrix product to `MatMulNBits` with int8
+//! activations: `docs/onnx.md` has the times of both.
 
 mod activation;
 mod arithmetic;
@@ -51,7 +53,8 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::FakeQuantize(op) => integer::fake_quantize(op, n),
         Op::LearnedFakeQuantize(op) => integer::learned_fake_quantize(op, n),
         Op::CacheQuantize(op) => integer::cache_quantize(*op, n),
-        // As a `Sum`, which ONNX Runtime does not put into one kernel with the normalisation: that kernel is ten times slower.
+        // As a `Sum`, which ONNX Runtime does not fuse with the layer normalization: the fused kernel is
+        // ten times slower.
         Op::Add(_) if n.feeds_layer_norm() => layer::binary("Sum", n),
         Op::Add(_) => layer::binary("Add", n),
         Op::Mul(_) => layer::binary("Mul", n),
@@ -99,7 +102,7 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
             Ok(())
         }
         Op::Opaque(op) => opaque::opaque(op, n),
-        // ONNX has operators of these names.
+        // ONNX has operators with the same names.
         Op::Abs(_)
         | Op::Cos(_)
         | Op::Erf(_)

@@ -1,4 +1,4 @@
-//! Normalisations.
+//! Normalization layers.
 
 use super::super::proto::AttributeProto;
 use super::Lowering;
@@ -7,7 +7,7 @@ use crate::ir::ops::{BatchNorm, LayerNorm, RmsNorm};
 
 pub(super) fn batch_norm(op: &BatchNorm, n: &mut Lowering) -> Result<()> {
     if op.batch {
-        return Err(n.wrong("normalizes by the statistics of the batch, as in training; a file for inference needs fixed ones".into()));
+        return Err(n.node_error("normalizes by batch statistics, as in training, but a file for inference requires fixed ones".into()));
     }
     let [x, weight, bias, mean, variance] = [0, 1, 2, 3, 4].map(|i| n.input(i));
     n.finish("BatchNormalization", &[&x, &weight, &bias, &mean, &variance], vec![AttributeProto::float("epsilon", op.epsilon)]);
@@ -21,7 +21,7 @@ pub(super) fn layer_norm(op: &LayerNorm, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// ONNX Runtime makes one kernel of exactly these operators.
+/// ONNX Runtime fuses exactly this pattern.
 pub(super) fn rms_norm(op: &RmsNorm, n: &mut Lowering) -> Result<()> {
     let (x, mut weight) = (n.wide(&n.input(0))?, n.input(1));
     if op.offset != 0.0 {

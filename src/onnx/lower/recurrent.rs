@@ -1,4 +1,4 @@
-//! Layers that read a sequence step by step.
+//! Recurrent layers.
 
 use super::super::proto::AttributeProto;
 use super::Lowering;
@@ -14,7 +14,7 @@ pub(super) fn recurrent(op: &Recurrent, n: &mut Lowering) -> Result<()> {
     let mut attributes = vec![AttributeProto::text("direction", direction), AttributeProto::int("hidden_size", n.fixed(2, 2)?)];
     attributes.extend(op.reset_after.then(|| AttributeProto::int("linear_before_reset", 1)));
     let mut inputs: Vec<String> = (0..n.inputs()).map(|i| n.wide(&n.input(i))).collect::<Result<_>>()?;
-    // Lengths of sequences stand before the first state.
+    // The input for sequence lengths precedes the initial state.
     if inputs.len() > 4 {
         inputs.insert(4, String::new());
     }

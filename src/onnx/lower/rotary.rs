@@ -1,6 +1,6 @@
-//! Rotary embedding: tables for the length at hand, shared by all layers.
+//! Rotary position embeddings. All layers share the tables for the current length.
 
-use super::super::cached;
+use super::super::kv_cache;
 use super::super::proto::{AttributeProto, DataType};
 use super::Lowering;
 use crate::error::Result;
@@ -8,11 +8,11 @@ use crate::ir::ops::{Rotary, RotaryScaling};
 
 pub(super) fn rotary(op: &Rotary, n: &mut Lowering) -> Result<()> {
     let (x, width) = (n.input(0), n.fixed(0, 3)?);
-    let turned = op.turned(usize::try_from(width).unwrap_or(0)) as i64;
-    let (half, axis) = (turned / 2, vec![AttributeProto::int("axis", 3)]);
-    let (cos, sin) = (table(op, turned, "Cos", n)?, table(op, turned, "Sin", n)?);
-    let (a, b, rest) = if turned < width {
-        let parts = n.ints(&[half, half, width - turned]);
+    let rotated = op.turned(usize::try_from(width).unwrap_or(0)) as i64;
+    let (half, axis) = (rotated / 2, vec![AttributeProto::int("axis", 3)]);
+    let (cos, sin) = (table(op, rotated, "Cos", n)?, table(op, rotated, "Sin", n)?);
+    let (a, b, rest) = if rotated < width {
+        let parts = n.ints(&[half, half, width - rotated]);
         let [a, b, rest] = n.emit_many("Split", ["first", "second", "rest"], &[&x, &parts], axis.clone());
         (a, b, Some(rest))
     } else {
@@ -31,17 +31,18 @@ pub(super) fn rotary(op: &Rotary, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// Cosines or sines of what is turned, `[sequence, width / 2]`; where positions are an input, `[batch, 1, sequence, width / 2]`.
+/// Cosine or sine table of the rotated dimensions, `[sequence, width / 2]`; `[batch, 1, sequence, width
+/// / 2]` if positions are an input.
 fn table(op: &Rotary, width: i64, function: &str, n: &mut Lowering) -> Result<String> {
     let width = width as usize;
     let what = format!("|{}|{width}|{op:?}", n.ty(0)?.shape[2]);
     let angles = n.share(&format!("rotary{what}"), |n| {
         let frequencies = frequencies(op, width, n)?;
-        let (places, column) = match n.cache {
-            Some(_) => (cached::positions(n), n.ints(&[1, 3])),
+        let (positions_input, column) = match n.cache {
+            Some(_) => (kv_cache::positions(n), n.ints(&[1, 3])),
             None => (n.range(0, 2)?, n.ints(&[1])),
         };
-        let positions = n.cast("positions", &places, DataType::Float);
+        let positions = n.cast("positions", &positions_input, DataType::Float);
         let positions = n.emit("Unsqueeze", "column", &[&positions, &column], vec![]);
         Ok(n.emit("Mul", "angles", &[&positions, &frequencies], vec![]))
     })?;
@@ -57,19 +58,19 @@ fn table(op: &Rotary, width: i64, function: &str, n: &mut Lowering) -> Result<St
     })
 }
 
-/// Angles by one position; where they depend on the length, computed when it is known.
+/// Angles per position. If they depend on the length, they are computed at run time.
 fn frequencies(op: &Rotary, width: usize, n: &mut Lowering) -> Result<String> {
     match &op.scaling {
         RotaryScaling::LongRope { original, .. } => {
             let short = n.floats("rotary/short_frequencies", &op.frequencies(width, 0).0);
             let long = n.floats("rotary/long_frequencies", &op.frequencies(width, original + 1).0);
-            let size = if n.cache.is_some() { cached::length(n)? } else { n.size(0, 2)? };
+            let size = if n.cache.is_some() { kv_cache::length(n)? } else { n.size(0, 2)? };
             let limit = n.int(*original as i64);
             let longer = n.emit("Greater", "is_long", &[&size, &limit], vec![]);
             Ok(n.emit("Where", "frequencies", &[&longer, &long, &short], vec![]))
         }
         RotaryScaling::Dynamic { factor, max_position } => {
-            // In double precision: an error here grows with the position.
+            // In double precision, because errors grow with the position.
             let (longest, elements) = (*max_position as f64, width as f64);
             let exponents: Vec<f64> = (0..width / 2).map(|i| -2.0 * i as f64 / elements).collect();
             let size = n.size(0, 2)?;

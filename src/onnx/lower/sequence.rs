@@ -1,13 +1,13 @@
-//! Tokens, their positions, and what is taken out of sequences.
+//! Token embeddings, positions, and pooling over tokens.
 
-use super::super::cached;
+use super::super::kv_cache;
 use super::super::proto::{AttributeProto, DataType};
 use super::{Lowering, integer};
 use crate::error::Result;
 use crate::ir::ops::{Positions, Select, TokenChoice, TokenPool};
 
 pub(super) fn embedding(n: &mut Lowering) -> Result<()> {
-    if n.place(1).is_some_and(|place| place.integers.is_some()) {
+    if n.layout(1).is_some_and(|layout| layout.integers.is_some()) {
         return integer::embedding(n);
     }
     n.finish("Gather", &[&n.input(1), &n.input(0)], vec![AttributeProto::int("axis", 0)]);
@@ -16,7 +16,7 @@ pub(super) fn embedding(n: &mut Lowering) -> Result<()> {
 
 pub(super) fn positions(op: &Positions, n: &mut Lowering) -> Result<()> {
     if n.cache.is_some() {
-        let (positions, first) = (cached::positions(n), n.int(op.first() as i64));
+        let (positions, first) = (kv_cache::positions(n), n.int(op.first() as i64));
         n.finish("Add", &[&positions, &first], vec![]);
         return Ok(());
     }
@@ -75,7 +75,7 @@ pub(super) fn token_pool(op: &TokenPool, n: &mut Lowering) -> Result<()> {
     let column = n.ints(&[2]);
     let unsqueezed = |n: &mut Lowering, weights: &str| n.emit("Unsqueeze", "column", &[weights, &column], vec![]);
     if op.choice == TokenChoice::Max {
-        let (zero, low, nothing) = (n.int(0), n.float_wide(TokenPool::LOW), n.float_wide(0.0));
+        let (zero, low, nothing) = (n.int(0), n.float_wide(TokenPool::MASKED), n.float_wide(0.0));
         let padded = n.emit("Equal", "padded", &[&numbers, &zero], vec![]);
         let hidden = n.emit("Where", "hidden", &[&padded, &low, &nothing], vec![]);
         let hidden = unsqueezed(n, &hidden);
@@ -92,7 +92,7 @@ pub(super) fn token_pool(op: &TokenPool, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// What each token counts, floats `[batch, sequence]`.
+/// Pooling weights of the tokens, floats `[batch, sequence]`.
 fn token_weights(choice: TokenChoice, numbers: &str, n: &mut Lowering) -> Result<String> {
     let is = |n: &mut Lowering, other: &str| {
         let same = n.emit("Equal", "same", &[numbers, other], vec![]);
@@ -134,7 +134,7 @@ fn token_weights(choice: TokenChoice, numbers: &str, n: &mut Lowering) -> Result
             (is(n, &name), false)
         }
     };
-    // The chosen are before all others, and ordered by place.
+    // Candidate tokens rank above all others, ordered by position.
     let (places, sequence) = (n.range(1, 1)?, n.size(1, 1)?);
     let order = if late { places } else { n.emit("Sub", "early", &[&sequence, &places], vec![]) };
     let two = n.int(2);

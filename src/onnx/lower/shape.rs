@@ -1,4 +1,4 @@
-//! The same elements in other axes, in another order, or one behind the other.
+//! Reshaping, transposition, concatenation, padding and slicing.
 
 use super::super::proto::AttributeProto;
 use super::Lowering;
@@ -11,7 +11,7 @@ pub(super) fn reshape(op: &Reshape, n: &mut Lowering) -> error::Result<()> {
     let known = |axis: &usize| from.get(*axis).and_then(Dim::fixed);
     let mut rest = op.shape.contains(&TargetSize::Rest);
     let empty = op.shape.contains(&TargetSize::Number(0));
-    // Zero copies the size of the same axis, and minus one is what is left.
+    // In ONNX, 0 copies the size of the same axis, and -1 is inferred.
     let mut sizes = Vec::with_capacity(op.shape.len());
     for (at, size) in op.shape.iter().enumerate() {
         sizes.push(match size {
@@ -39,7 +39,7 @@ pub(super) fn reshape(op: &Reshape, n: &mut Lowering) -> error::Result<()> {
     Ok(())
 }
 
-/// A vector of numbers and of sizes of a value's axes.
+/// A vector of constants (`Ok`) and sizes of axes of `x` (`Err`).
 pub(super) fn sizes_of(x: &str, sizes: &[Result<i64, usize>], n: &mut Lowering) -> String {
     let mut parts = Vec::with_capacity(sizes.len());
     for size in sizes {
@@ -60,7 +60,10 @@ pub(super) fn pad(op: &Pad, n: &mut Lowering) -> error::Result<()> {
         PadMode::Reflect => "reflect",
         PadMode::Edge => "edge",
         PadMode::Wrap if n.opset < 19 => {
-            return Err(n.wrong(format!("pads from the other end (`wrap`), which ONNX has from opset 19 on; this is opset {}: set `opset: 19`", n.opset)));
+            return Err(n.node_error(format!(
+                "has the padding mode `wrap`, which ONNX supports from opset 19 on, but the file has opset {}: set `opset: 19`",
+                n.opset
+            )));
         }
         PadMode::Wrap => "wrap",
     };
@@ -90,7 +93,7 @@ pub(super) fn slice(op: &Slice, n: &mut Lowering) -> error::Result<()> {
         Some(length) => op.start.saturating_add((length as i64).saturating_mul(op.step)),
         None => (op.rest as i64).saturating_neg(),
     };
-    // From one end, counting goes on at the other one only where it is told to.
+    // A negative end would be counted from the other end of the axis.
     let end = match end {
         0.. if op.start < 0 && op.step > 0 => i64::MAX,
         0 if op.length.is_none() => i64::MAX,

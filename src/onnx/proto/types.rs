@@ -11,36 +11,36 @@ pub struct ValueInfoProto {
     /// Type.
     #[prost(message, optional, tag = "2")]
     pub r#type: Option<TypeProto>,
-    /// What it is, for people.
+    /// Documentation.
     #[prost(string, optional, tag = "3")]
     pub doc_string: Option<String>,
-    /// Anything.
+    /// Metadata.
     #[prost(message, repeated, tag = "4")]
     pub metadata_props: Vec<StringStringEntryProto>,
 }
 
-/// The type of a value. Of all that there are, tensors are looked into; the others are messages as they stand in the file.
+/// The type of a value. Only tensor types are decoded.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct TypeProto {
-    /// Of a tensor.
+    /// A tensor type.
     #[prost(message, optional, tag = "1")]
     pub tensor_type: Option<TensorTypeProto>,
-    /// Of a sequence.
+    /// A sequence type.
     #[prost(bytes = "vec", optional, tag = "4")]
     pub sequence_type: Option<Vec<u8>>,
-    /// Of a map.
+    /// A map type.
     #[prost(bytes = "vec", optional, tag = "5")]
     pub map_type: Option<Vec<u8>>,
-    /// What kind of thing it is, for people.
+    /// Denotation: the meaning of the value, for users.
     #[prost(string, optional, tag = "6")]
     pub denotation: Option<String>,
-    /// Of something that only its domain knows.
+    /// An opaque type of a domain.
     #[prost(bytes = "vec", optional, tag = "7")]
     pub opaque_type: Option<Vec<u8>>,
-    /// Of a sparse tensor.
+    /// A sparse tensor type.
     #[prost(bytes = "vec", optional, tag = "8")]
     pub sparse_tensor_type: Option<Vec<u8>>,
-    /// Of something that need not be there.
+    /// An optional type.
     #[prost(bytes = "vec", optional, tag = "9")]
     pub optional_type: Option<Vec<u8>>,
 }
@@ -48,29 +48,29 @@ pub struct TypeProto {
 /// The type of a tensor.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct TensorTypeProto {
-    /// What elements are.
+    /// Element type.
     #[prost(enumeration = "DataType", optional, tag = "1")]
     pub elem_type: Option<i32>,
-    /// Sizes; not even their number is known where this is missing.
+    /// Shape; if missing, the rank is unknown.
     #[prost(message, optional, tag = "2")]
     pub shape: Option<TensorShapeProto>,
 }
 
-/// Sizes of a tensor.
+/// The shape of a tensor.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct TensorShapeProto {
-    /// Outermost first.
+    /// Dimensions, outermost first.
     #[prost(message, repeated, tag = "1")]
     pub dim: Vec<DimensionProto>,
 }
 
-/// One size.
+/// A dimension.
 #[derive(Clone, PartialEq, Eq, Hash, prost::Message)]
 pub struct DimensionProto {
     /// A number or a name.
     #[prost(oneof = "Dimension", tags = "1, 2")]
     pub value: Option<Dimension>,
-    /// What the axis is, for people.
+    /// Denotation: the meaning of the axis, for users.
     #[prost(string, optional, tag = "3")]
     pub denotation: Option<String>,
 }

@@ -1,4 +1,4 @@
-//! Puts finished files in place, step by step, so that a crash between two steps can be repaired.
+//! Publishes the staged files in recoverable steps.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -9,13 +9,14 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::work_folder::{discard, sync_folder};
-use super::{ATTEMPTS, MODEL, NEW, OLD, OLD_REPORT, PLACING, Staging};
+use super::{ATTEMPTS, JOURNAL, MODEL, NEW, OLD, OLD_REPORT, Staging};
 use crate::error::{Error, Result};
-use crate::output::place::{Listing, Replace, check_replaceable, exists, file_name, refuse, report_folder};
+use crate::output::target::{Listing, Replace, check_replaceable, exists, file_name, refuse, report_folder};
 
 impl Staging {
-    /// Puts a file and what belongs to it in place, as the head of this module describes.
-    pub(super) fn put_file(&self, name: &str, after_step: &dyn Fn(&str)) -> Result<()> {
+    /// Publishes a single-file output with its data file and report, in the steps that the parent module
+    /// describes.
+    pub(super) fn publish_file(&self, name: &str, after_step: &dyn Fn(&str)) -> Result<()> {
         let (new, model) = (self.path(), self.work.join(MODEL));
         fs::rename(new.join(name), &model).map_err(Error::io("move", &model))?;
         let inode = |path: &Path| fs::symlink_metadata(path).map(|about| about.ino()).map_err(Error::io("open", path));
@@ -24,19 +25,19 @@ impl Staging {
         let old = Listing::open(&report_folder(&self.target)).filter(|_| self.replace == Replace::Output);
         let old = old.into_iter().flat_map(|listing| listing.data_files(&self.target));
         let old_data = old.filter_map(|path| Some((path.file_name()?.to_str()?.to_owned(), inode(&path).ok()?))).collect();
-        let placing = Placing { target: name.to_owned(), model: inode(&model)?, report: inode(new)?, data, old_data };
-        let path = self.work.join(PLACING);
-        fs::write(&path, serde_json::to_vec(&placing).unwrap_or_default()).map_err(Error::io("write", &path))?;
+        let journal = Journal { target: name.to_owned(), model: inode(&model)?, report: inode(new)?, data, old_data };
+        let path = self.work.join(JOURNAL);
+        fs::write(&path, serde_json::to_vec(&journal).unwrap_or_default()).map_err(Error::io("write", &path))?;
         File::open(&path).and_then(|file| file.sync_all()).map_err(Error::io("sync", &path))?;
         sync_folder(&self.work);
-        let done = self.put_parts(&placing, after_step);
-        placing.finish(&self.work);
+        let done = self.put_parts(&journal, after_step);
+        journal.finish(&self.work);
         done
     }
 
-    fn put_parts(&self, placing: &Placing, after_step: &dyn Fn(&str)) -> Result<()> {
+    fn put_parts(&self, journal: &Journal, after_step: &dyn Fn(&str)) -> Result<()> {
         after_step("nothing");
-        if let Some((data, _)) = &placing.data {
+        if let Some((data, _)) = &journal.data {
             let target = self.target.with_file_name(data);
             rename_new(&self.path().join(data), &target).map_err(|e| match e {
                 Errno::EXIST => exists(&target),
@@ -47,7 +48,7 @@ impl Staging {
         self.put(self.path(), &report_folder(&self.target))?;
         after_step("report");
         if let Some(folder) = self.target.parent() {
-            // The data file and the report reach the disk before the file that names them.
+            // The data file and the report are synced before the file that references them.
             sync_folder(folder);
         }
         self.put(&self.work.join(MODEL), &self.target)?;
@@ -55,12 +56,13 @@ impl Staging {
         Ok(())
     }
 
-    /// Moves something to its place; what it replaces takes its own place, or is moved away.
+    /// Moves a file or folder to its target. Existing data at the target is exchanged with it, or moved
+    /// aside.
     pub(super) fn put(&self, new: &Path, target: &Path) -> Result<()> {
         for _ in 0..ATTEMPTS {
             let moved = match renameat_with(CWD, new, CWD, target, RenameFlags::NOREPLACE) {
-                Err(Errno::EXIST) if self.replace == Replace::Nothing => return Err(exists(target)),
-                // The old one changes places with the new one, and goes when `self` is dropped.
+                Err(Errno::EXIST) if self.replace == Replace::Never => return Err(exists(target)),
+                // The old data ends up in the staging folder, which is removed when `self` is dropped.
                 Err(Errno::EXIST) => {
                     self.check_lost(target)?;
                     renameat_with(CWD, new, CWD, target, RenameFlags::EXCHANGE)
@@ -69,21 +71,21 @@ impl Staging {
             };
             match moved {
                 Ok(()) => return Ok(()),
-                // Another process has removed the old one in the meantime.
+                // Another process removed the old target in the meantime.
                 Err(Errno::NOENT) if new.exists() => {}
                 Err(Errno::INVAL | Errno::NOSYS) => return self.put_plainly(new, target),
                 Err(e) => return Err(Error::io("create", target)(e.into())),
             }
         }
-        Err(refuse(target, "appears and disappears", "choose a place that no other program uses"))
+        Err(refuse(target, "is repeatedly created and removed", "choose a location that no other program uses"))
     }
 
-    /// For file systems without atomic exchange.
+    /// Fallback for file systems without atomic exchange.
     pub(super) fn put_plainly(&self, new: &Path, target: &Path) -> Result<()> {
         if !target.exists() {
             return fs::rename(new, target).map_err(Error::io("create", target));
         }
-        if self.replace == Replace::Nothing {
+        if self.replace == Replace::Never {
             return Err(exists(target));
         }
         self.check_lost(target)?;
@@ -95,25 +97,27 @@ impl Staging {
         })
     }
 
-    /// Checks a folder again before it is replaced: files may have been added since the run began.
+    /// Checks the target again before it is replaced, because files may have been added since the run
+    /// started.
     fn check_lost(&self, target: &Path) -> Result<()> {
         if *target == self.target && file_name(target).is_none() { check_replaceable(target, self.replace, &self.inputs) } else { Ok(()) }
     }
 }
 
-/// The parts of a single-file output by inode number, which renaming does not change.
+/// The parts of a single-file output by inode number, which a rename preserves.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Placing {
+pub(super) struct Journal {
     target: String,
     model: u64,
     report: u64,
     data: Option<(String, u64)>,
-    /// Files of weights that the replaced file names.
+    /// Data files of the replaced model file.
     old_data: Vec<(String, u64)>,
 }
 
-impl Placing {
-    /// Removes the old files of weights if the new file is in place, and takes back everything else if it is not.
+impl Journal {
+    /// Removes the old data files if the new model file was committed, and reverts all other steps
+    /// otherwise.
     pub(super) fn finish(&self, work: &Path) {
         let Some(folder) = work.parent() else { return };
         let target = folder.join(&self.target);
@@ -124,7 +128,8 @@ impl Placing {
                 discard(&path);
             }
         };
-        // The new file is either still here, or in place: whatever others have done to it since.
+        // The new model file is either still in the staging folder or was committed, whatever happened
+        // to it afterwards.
         if !has(&work.join(MODEL), self.model) {
             return self.old_data.iter().for_each(remove);
         }
@@ -141,7 +146,8 @@ impl Placing {
     }
 }
 
-/// Renames to a name that does not exist; on file systems that cannot refuse an existing one in the same step, it is looked for first.
+/// Renames without replacing an existing target. On file systems without an atomic check, the target is
+/// checked beforehand.
 fn rename_new(from: &Path, to: &Path) -> std::result::Result<(), Errno> {
     match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         Err(Errno::INVAL | Errno::NOSYS) if to.symlink_metadata().is_err() => rustix::fs::rename(from, to),

@@ -1,5 +1,5 @@
-//! Distillation: a student learns to answer as a teacher does (Hinton et al., *Distilling the Knowledge in a Neural
-//! Network*, 2015, <https://arxiv.org/abs/1503.02531>).
+//! Knowledge distillation: trains a student on the outputs of a teacher (Hinton et al., *Distilling the
+//! Knowledge in a Neural Network*, 2015, <https://arxiv.org/abs/1503.02531>).
 //!
 //! ```yaml
 //! data:
@@ -39,15 +39,17 @@ training_pass! {
         #[cfg_attr(feature = "cli", arg(long, value_name = "MODEL"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher: Option<PathBuf>,
-        /// The model to train: layers=0,2,4, every=2, model=FOLDER or config=FILE (fresh weights) [default: the model as passes left it]
+        /// The model to train: layers=0,2,4, every=2, model=FOLDER or config=FILE (random weights)
+        /// [default: the result of the previous passes]
         #[cfg_attr(feature = "cli", arg(long, value_name = "STUDENT"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         student: Option<Student>,
-        /// A folder for the teacher's largest logits, so that each sample is computed once over all epochs and runs
+        /// A folder that caches the largest logits of the teacher, so that each sample is computed once
+        /// over all epochs and runs
         #[cfg_attr(feature = "cli", arg(long, value_name = "FOLDER"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher_cache: Option<PathBuf>,
-        /// How many logits per row the cache stores [default: 64]
+        /// Number of logits per row to cache [default: 64]
         #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher_top: Option<usize>,
@@ -56,7 +58,7 @@ training_pass! {
 
 const NAME: &str = "distill";
 
-/// Logits of a row that a cache keeps when nothing is said.
+/// Default number of cached logits per row.
 const TOP: usize = 64;
 
 impl Distill {
@@ -71,7 +73,7 @@ impl Distill {
 
     fn student(&self, model: Model, run: &mut RunState, seed: u64) -> Result<Model> {
         match &self.student {
-            Some(student) => student.of(model, run, seed),
+            Some(student) => student.create(model, run, seed),
             None => Ok(model),
         }
     }
@@ -88,7 +90,7 @@ impl Pass for Distill {
 
     fn check(&self) -> Result<()> {
         if self.teacher_top == Some(0) || (self.teacher_top.is_some() && self.teacher_cache.is_none()) {
-            return Err(Error::option(format!("{NAME}: teacher_top"), "must be at least 1, beside `teacher_cache`"));
+            return Err(Error::option(format!("{NAME}: teacher_top"), "must be at least 1, and requires `teacher_cache`"));
         }
         self.training().check(NAME)
     }
@@ -103,7 +105,7 @@ impl Pass for Distill {
         self.teacher.iter().cloned().chain(student.as_mut().and_then(Student::path).cloned()).collect()
     }
 
-    fn keeps_work(&self) -> bool {
+    fn has_checkpoints(&self) -> bool {
         true
     }
 
@@ -116,7 +118,8 @@ impl Pass for Distill {
         let teacher = self.teacher(&model, run)?;
         let student = self.student(model, run, context.map_or(0, |context| context.seed))?;
         if let Some(context) = context {
-            // Checkpoints and cached answers outlive a run whose models turn out to be damaged.
+            // Detect damaged models before writing checkpoints and cached logits, which later runs would
+            // reuse.
             [&teacher, &student].into_iter().try_for_each(|model| model.check_contents(&context.work))?;
         }
         train(NAME, student, run, self.options(), &self.training(), (Some(&teacher), cached), context)

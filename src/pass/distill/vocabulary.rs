@@ -1,4 +1,4 @@
-//! Whether student and teacher mean the same by a token.
+//! Comparison of the vocabularies of student and teacher.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -6,31 +6,29 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::error::{Error, Result};
-use crate::model::{Model, text_beside};
+use crate::model::{Model, read_auxiliary_text};
 
 const FILE: &str = "tokenizer.json";
 
-/// Refuses a student and a teacher that cut texts into other tokens; models without a tokenizer are not looked at.
-///
-/// # Errors
-/// The tokenizers differ, by the first token that does; or one cannot be read.
+/// Returns an error if the vocabularies of student and teacher differ, which names the first difference.
+/// Models without a tokenizer are not compared.
 pub(super) fn require_same(student: &Model, teacher: &Model) -> Result<()> {
     let (ours, theirs) = (student.path.join(FILE), teacher.path.join(FILE));
-    let text = |model: &Model| text_beside(&model.path, &model.beside.made, FILE);
+    let text = |model: &Model| read_auxiliary_text(&model.path, &model.auxiliary.synthesized, FILE);
     let (Some(a), Some(b)) = (text(student)?, text(teacher)?) else { return Ok(()) };
     if student.path == teacher.path {
         return Ok(());
     }
     let (a, b) = (tokens(&ours, &a)?, tokens(&theirs, &b)?);
     let Some((token, one, other)) = difference(&a, &b) else { return Ok(()) };
-    let place = |number: Option<&u64>| number.map_or("is missing".to_owned(), |number| format!("is number {number}"));
+    let describe = |number: Option<&u64>| number.map_or("is missing".to_owned(), |number| format!("has the id {number}"));
     Err(Error::option(
         "distill: teacher",
         format!(
-            "its tokenizer is another one: `{token}` {} in {} and {} in {}; a student learns from a teacher that reads the same tokens",
-            place(one),
+            "has a different tokenizer: `{token}` {} in {} and {} in {}; student and teacher must have the same vocabulary",
+            describe(one),
             ours.display(),
-            place(other),
+            describe(other),
             theirs.display()
         ),
     ))
@@ -42,7 +40,7 @@ fn difference<'t>(a: &'t Tokens, b: &'t Tokens) -> Option<(&'t str, Option<&'t u
     a.keys().chain(b.keys()).find(|token| a.get(*token) != b.get(*token)).map(|token| (token.as_str(), a.get(token), b.get(token)))
 }
 
-/// Tokens and their numbers: of the model, and those that were added.
+/// Token ids of the vocabulary and of added tokens.
 fn tokens(path: &Path, text: &str) -> Result<Tokens> {
     let file: Value = serde_json::from_str(text).map_err(|e| Error::malformed(path, e))?;
     let mut tokens = Tokens::new();
@@ -52,7 +50,7 @@ fn tokens(path: &Path, text: &str) -> Result<Tokens> {
             let token = |(number, entry): (usize, &Value)| Some((entry.get(0)?.as_str()?.to_owned(), number as u64));
             tokens.extend(vocabulary.iter().enumerate().filter_map(token));
         }
-        _ => return Err(Error::malformed(path, "lists no tokens under model.vocab")),
+        _ => return Err(Error::malformed(path, "has no vocabulary under `model.vocab`")),
     }
     for added in file.get("added_tokens").and_then(Value::as_array).into_iter().flatten() {
         if let (Some(token), Some(number)) = (added.get("content").and_then(Value::as_str), added.get("id").and_then(Value::as_u64)) {
@@ -68,7 +66,7 @@ mod tests {
     use crate::store::DType;
 
     #[test]
-    fn other_tokens_are_named() {
+    fn different_tokens_are_reported() {
         let (one, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let write = |folder: &Path, text: &str| std::fs::write(folder.join(FILE), text).unwrap();
         let weights = safetensors::serialize([("w", safetensors::tensor::TensorView::new(DType::U8, vec![1], &[0]).unwrap())], None).unwrap();
@@ -83,6 +81,6 @@ mod tests {
         require_same(one.path(), other.path()).unwrap();
         write(other.path(), r#"{ "model": { "vocab": { "a": 0, "b": 1 } } }"#);
         let error = require_same(one.path(), other.path()).unwrap_err().to_string();
-        assert!(error.contains("`c` is number 2") && error.contains("is missing"), "{error}");
+        assert!(error.contains("`c` has the id 2") && error.contains("is missing"), "{error}");
     }
 }

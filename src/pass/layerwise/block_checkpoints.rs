@@ -1,5 +1,5 @@
-//! Blocks that are done, each in a folder of its own, so that an interrupted run goes on behind the last one, and so that no more than one
-//! of them is in memory.
+//! Checkpoints of finished blocks, each in its own folder. An interrupted run is resumed after the last
+//! one, and only one block is in memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -8,60 +8,69 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::exec;
 use crate::model::Model;
 use crate::output::{Replace, Staging};
+use crate::pass::Context;
 use crate::store::header;
 use crate::store::writer::{FileLayout, Item, write};
-use crate::store::{Affine, Checkpoint, Encoding, Origin, StatedEncoding, StorageFormat, Weight, Weights};
+use crate::store::{Checkpoint, Encoding, Origin, QuantizationSpec, StatedEncoding, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
-/// What the blocks were made from.
+/// File with the identity of the run.
 const IDENTITY: &str = "identity";
-/// What the files of weights do not say of them.
-const ABOUT: &str = "about.json";
+/// File with the metadata of a block.
+const METADATA: &str = "about.json";
 
-/// What the report tells of a block.
+/// Information on a block for the report.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Facts {
-    /// Chains of layers that were rescaled.
+pub(super) struct BlockReport {
+    /// Number of chains that were rescaled.
     pub rescaled: usize,
-    /// Plain words.
+    /// Notes for the report.
     pub notes: Vec<String>,
-    /// A figure for each weight, where the method tells one.
+    /// A metric of each weight, if the method has one.
     #[serde(default)]
     pub figures: BTreeMap<String, f64>,
+    /// Inputs of layers with fewer tokens than features: both numbers, and the name of the value.
+    #[serde(default)]
+    pub few_tokens: Vec<(usize, usize, String)>,
 }
 
-/// What the files of weights do not say of a block.
+/// Metadata of a block that is not part of its weight files.
 #[derive(Serialize, Deserialize)]
-struct AboutBlock {
-    weights: BTreeMap<String, About>,
-    facts: Facts,
+struct BlockMetadata {
+    weights: BTreeMap<String, WeightMetadata>,
+    #[serde(rename = "facts")]
+    report: BlockReport,
 }
 
-/// What a file does not say of a weight.
+/// Metadata of a weight that is not part of its file.
 #[derive(Serialize, Deserialize)]
-struct About {
+struct WeightMetadata {
     origin: Origin,
-    /// How it is quantized, if it is.
-    affine: Option<Affine>,
+    /// Encoding of a quantized weight.
+    affine: Option<QuantizationSpec>,
 }
 
-/// A folder of blocks.
-pub(super) struct Finished {
+/// A folder of block checkpoints.
+pub(super) struct BlockCheckpoints {
     folder: PathBuf,
 }
 
-impl Finished {
-    /// Opens the folder: with the blocks of an interrupted run of the same work, if they are asked for, else empty.
-    ///
-    /// # Errors
-    /// The folder cannot be written to, or is of other work.
-    pub fn open(folder: &Path, identity: &str, resume: bool) -> Result<Finished> {
+impl BlockCheckpoints {
+    /// Opens the folder. When resuming, existing checkpoints are kept, and a different identity is an
+    /// error. Otherwise the folder is emptied.
+    pub fn open(folder: &Path, identity: &str, context: &Context) -> Result<BlockCheckpoints> {
         let path = folder.join(IDENTITY);
-        let found = fs::read_to_string(&path).ok().filter(|_| resume);
-        if found.as_ref().is_some_and(|found| found != identity) {
-            return Err(Error::run(folder.display(), "is of a run with other options, data or weights", "start again with --force and without --resume"));
+        let identity = format!("{identity} {}", exec::hardware(&context.device));
+        let found = fs::read_to_string(&path).ok().filter(|_| context.resume);
+        if found.as_ref().is_some_and(|found| *found != identity) {
+            return Err(Error::run(
+                folder.display(),
+                "has checkpoints of a run with other options, data or weights, or on another device or instruction set",
+                "start again with --force and without --resume",
+            ));
         }
         if found.is_none() {
             if folder.exists() {
@@ -70,10 +79,10 @@ impl Finished {
             fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
             fs::write(&path, identity).map_err(Error::io("write", &path))?;
         }
-        Ok(Finished { folder: folder.to_owned() })
+        Ok(BlockCheckpoints { folder: folder.to_owned() })
     }
 
-    /// Where they are.
+    /// The folder.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -82,59 +91,52 @@ impl Finished {
         self.folder.join(format!("block-{block:04}"))
     }
 
-    /// The weights of a block that is done, and what is told of it.
-    ///
-    /// # Errors
-    /// Its files cannot be read.
-    pub fn take(&self, block: usize, model: &Model) -> Result<Option<(BTreeMap<String, Weight>, Facts)>> {
+    /// Loads the weights and the report of a block; `None` if it has no checkpoint.
+    pub fn load(&self, block: usize, model: &Model) -> Result<Option<(BTreeMap<String, Weight>, BlockReport)>> {
         let path = self.path(block);
         if !path.is_dir() {
             return Ok(None);
         }
-        let about = path.join(ABOUT);
-        let text = fs::read(&about).map_err(Error::io("read", &about))?;
-        let AboutBlock { weights: mut known, facts } = serde_json::from_slice(&text).map_err(|e| Error::malformed(&about, e.to_string()))?;
-        let stated = |name: &str| match known.get(name).and_then(|about| about.affine.as_ref()) {
+        let file = path.join(METADATA);
+        let text = fs::read(&file).map_err(Error::io("read", &file))?;
+        let BlockMetadata { weights: mut metadata, report } = serde_json::from_slice(&text).map_err(|e| Error::malformed(&file, e.to_string()))?;
+        let stated = |name: &str| match metadata.get(name).and_then(|weight| weight.affine.as_ref()) {
             Some(affine) => StatedEncoding { bits: Some(affine.codes.bits()), granularity: Some(affine.granularity) },
             None => StatedEncoding::default(),
         };
         let stored = Weights::from_checkpoint_with(Checkpoint::open(&path)?, &stated)?;
-        let found = stored.by_name.into_iter().map(|(name, mut now)| {
-            let said = known.remove(&name);
-            let (origin, affine) = said.map_or((Origin::default(), None), |about| (about.origin, about.affine));
-            now.encoding = affine.map_or(now.encoding, Encoding::Affine);
+        let weights = stored.by_name.into_iter().map(|(name, mut now)| {
+            let (origin, affine) = metadata.remove(&name).map_or((Origin::default(), None), |weight| (weight.origin, weight.affine));
+            now.encoding = affine.map_or(now.encoding, Encoding::Quantized);
             let mut weight = match model.weights.by_name.get(&name) {
-                Some(before) => before.reread(&name, now),
+                Some(before) => before.restored(&name, now),
                 None => now,
             };
             weight.origin = origin;
             (name, weight)
         });
-        Ok(Some((found.collect(), facts)))
+        Ok(Some((weights.collect(), report)))
     }
 
-    /// Stores a block, and gives its weights as they are read back.
-    ///
-    /// # Errors
-    /// Writing or reading fails.
-    pub fn put(&self, block: usize, model: &Model, changed: BTreeMap<String, Weight>, facts: Facts, work: &Work) -> Result<BTreeMap<String, Weight>> {
-        let staging = Staging::new(&self.path(block), Replace::Work(ABOUT), &*model.path)?;
-        let weights: BTreeMap<String, About> = changed
+    /// Stores a checkpoint of a block. Returns its weights as read back from the files.
+    pub fn store(&self, block: usize, model: &Model, changed: BTreeMap<String, Weight>, report: BlockReport, work: &Work) -> Result<BTreeMap<String, Weight>> {
+        let staging = Staging::new(&self.path(block), Replace::Work(METADATA), &*model.path)?;
+        let weights: BTreeMap<String, WeightMetadata> = changed
             .iter()
             .map(|(name, weight)| {
-                let affine = if let Encoding::Affine(affine) = &weight.encoding { Some(affine.clone()) } else { None };
-                (name.clone(), About { origin: weight.origin, affine })
+                let affine = if let Encoding::Quantized(affine) = &weight.encoding { Some(affine.clone()) } else { None };
+                (name.clone(), WeightMetadata { origin: weight.origin, affine })
             })
             .collect();
-        let text = serde_json::to_vec(&AboutBlock { weights, facts }).unwrap_or_default();
+        let text = serde_json::to_vec(&BlockMetadata { weights, report }).unwrap_or_default();
         let items: Vec<Item> = changed.into_iter().map(|(name, weight)| Item { name, storage_format: storage_format(&weight), weight }).collect();
         let layout = FileLayout::new(&items, &BTreeMap::new(), &[], u64::MAX)?;
         write(staging.destination(), &items, &layout, None, &work.quiet())?;
-        let path = staging.path().join(ABOUT);
+        let path = staging.path().join(METADATA);
         fs::write(&path, text).map_err(Error::io("write", &path))?;
         staging.commit()?;
-        let missing = || Error::malformed(&self.path(block), "is no longer there");
-        self.take(block, model)?.map(|(weights, _)| weights).ok_or_else(missing)
+        let missing = || Error::malformed(&self.path(block), "was removed by another process");
+        self.load(block, model)?.map(|(weights, _)| weights).ok_or_else(missing)
     }
 }
 
@@ -142,9 +144,9 @@ fn storage_format(weight: &Weight) -> StorageFormat {
     if weight.encoding == Encoding::Dense { StorageFormat::Plain } else { StorageFormat::Packed }
 }
 
-/// Bytes that weights of these names take there.
-pub(in crate::pass) fn kept_bytes(names: &BTreeSet<String>, weights: &Weights) -> u64 {
-    let kept = names.iter().filter_map(|name| Some((name, weights.by_name.get(name)?)));
-    let parts = kept.flat_map(|(name, weight)| storage_format(weight).parts(name, weight));
+/// Size in bytes of the checkpoints of these weights.
+pub(in crate::pass) fn checkpoint_bytes(names: &BTreeSet<String>, weights: &Weights) -> u64 {
+    let stored = names.iter().filter_map(|name| Some((name, weights.by_name.get(name)?)));
+    let parts = stored.flat_map(|(name, weight)| storage_format(weight).parts(name, weight));
     parts.filter_map(|part| header::byte_count(part.dtype, &part.shape)).sum()
 }

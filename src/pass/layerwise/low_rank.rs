@@ -1,132 +1,147 @@
-//! Layers that become two: one after another while calibration samples go through the model, or each by itself.
+//! Computes low-rank factorizations of layers, with calibration samples or from the weights only.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
-use super::{Facts, Finished, Layer, Layerwise, Method, Moments, Wanted, require_bytes, require_finite, transposed};
-use crate::error::{Error, Result};
+use super::{BlockCheckpoints, BlockReport, Layer, Layerwise, Method, Moments, MomentsRequest, require_bytes, require_finite, transposed};
+use crate::error::{Error, Result, counted};
 use crate::kernel::dense::product;
 use crate::kernel::low_rank::LowRank;
 use crate::model::Model;
-use crate::pass::decompose::{Decompose, Split};
+use crate::pass::decompose::{Decompose, Factorization};
 use crate::pass::identity::identity;
 use crate::pass::{Context, InputImportance, Pass};
 use crate::run_state::{Applied, RunState};
 use crate::store::{Origin, Weight};
 
-/// Adds the weights that take the place of others, which stay; gives what the report tells of them.
-///
-/// # Errors
-/// A number is not finite; with samples, as [`Layerwise::run`].
+/// Adds the factors of the given layers to the model, without removing the original weights. Returns
+/// details for the report.
 pub(in crate::pass) fn decompose(
     pass: &Decompose,
-    splits: &[Split],
+    factorizations: &[Factorization],
     model: &mut Model,
     run: &RunState,
     context: &Context,
     applied: &mut Applied,
 ) -> Result<Map<String, Value>> {
     let options = pass.options();
-    let by_weight: BTreeMap<&str, &Split> = splits.iter().map(|split| (split.weight.as_str(), split)).collect();
-    let mut work = Factors { by_weight: &by_weight, value: String::new(), products: Vec::new(), lost: BTreeMap::new(), notes: Vec::new() };
+    let by_weight: BTreeMap<&str, &Factorization> = factorizations.iter().map(|f| (f.weight.as_str(), f)).collect();
+    let mut factorizer = Factorizer { by_weight: &by_weight, value: String::new(), products: Vec::new(), lost: BTreeMap::new(), notes: Vec::new() };
     let mut details = Map::new();
-    let aware = pass.importance == InputImportance::Activation;
-    let (seen, alone): (Vec<&Split>, Vec<&Split>) = splits.iter().partition(|split| aware && !split.convolution);
-    if !seen.is_empty() {
-        let targets: BTreeSet<&str> = seen.iter().map(|split| split.weight.as_str()).collect();
-        let wanted = Wanted { products: true, ..Wanted::default() };
-        let done = Layerwise { name: pass.name(), options: &options, context, targets: &targets, wanted, rescale: None, together: false }
-            .run(model, run, &mut work)?;
-        details.insert("samples".into(), json!(done.samples));
+    let uses_samples = pass.importance == InputImportance::Activation;
+    let (with_samples, weight_only): (Vec<&Factorization>, Vec<&Factorization>) = factorizations.iter().partition(|f| uses_samples && !f.convolution);
+    if !with_samples.is_empty() {
+        let targets: BTreeSet<&str> = with_samples.iter().map(|f| f.weight.as_str()).collect();
+        let requested = MomentsRequest { products: true, ..MomentsRequest::default() };
+        let summary = Layerwise { name: pass.name(), options: &options, context, targets: &targets, requested, rescale: None, whole_block: false }.run(
+            model,
+            run,
+            &mut factorizer,
+        )?;
+        details.insert("samples".into(), json!(summary.samples));
     }
-    if let (true, Some(first)) = (aware, alone.first()) {
-        let what = "convolutions are decomposed by their weights alone, without samples";
-        applied.notes.push(format!("decompose: {} {what} (the first: `{}`)", alone.len(), first.weight));
+    if let (true, Some(first)) = (uses_samples, weight_only.first()) {
+        let count = counted(weight_only.len(), "convolution");
+        applied.notes.push(format!("decompose: {count} decomposed without calibration samples (the first: `{}`)", first.weight));
     }
-    let resumed = work.alone(&alone, (pass, &options), model, run, context)?;
+    let resumed = factorizer.run_without_samples(&weight_only, (pass, &options), model, run, context)?;
     if resumed > 0 {
-        applied.notes.push(format!("{resumed} blocks were finished by an interrupted run"));
+        applied.notes.push(format!("{} loaded from the checkpoints of an interrupted run", counted(resumed, "block")));
     }
-    applied.notes.append(&mut work.notes);
-    details.insert("lost".into(), json!(work.lost));
+    applied.notes.append(&mut factorizer.notes);
+    details.insert("lost".into(), json!(factorizer.lost));
     Ok(details)
 }
 
-/// Layers that are written at once where they are decomposed by themselves.
-const TOGETHER: usize = 8;
+/// Layers per checkpoint when decomposing without samples.
+const LAYERS_PER_CHECKPOINT: usize = 8;
 
-struct Factors<'a> {
-    by_weight: &'a BTreeMap<&'a str, &'a Split>,
-    /// What the next layers read, and the upper triangle of its sums of products.
+struct Factorizer<'a> {
+    by_weight: &'a BTreeMap<&'a str, &'a Factorization>,
+    /// Name of the input of the next layers, and the upper triangle of its sums of products.
     value: String,
     products: Vec<f32>,
-    /// Of each weight, squared error by squared length.
+    /// Relative squared error of each weight.
     lost: BTreeMap<String, f64>,
     notes: Vec<String>,
 }
 
-impl Factors<'_> {
-    fn of(&self, layer: &str) -> Result<&Split> {
-        self.by_weight.get(layer).copied().ok_or_else(|| Error::tensor(layer, "is not to be decomposed", "add it to `ignore`"))
+impl Factorizer<'_> {
+    fn factorization(&self, layer: &str) -> Result<&Factorization> {
+        self.by_weight.get(layer).copied().ok_or_else(|| Error::tensor(layer, "has no factorization", "add it to `ignore`"))
     }
 
-    /// The weights of the two layers that take the place of a matrix `[rows, size]`.
+    /// Factorizes a matrix `[rows, size]` into the weights of two layers.
     fn factors(&mut self, weight: &str, values: &[f32], products: Option<&[f32]>) -> Result<Vec<(String, Weight)>> {
-        let split = self.of(weight)?.clone();
-        let [_, size, rank] = split.sizes;
-        let not_finite = || Error::tensor(weight, "or what its layer reads holds numbers too large to be decomposed", "add it to `ignore`");
-        let found = LowRank::new(values, size, rank, products).ok_or_else(not_finite)?;
-        if found.damping > 0.0 {
-            self.notes.push(format!("what layers read from `{}` is dependent: damping {:.0e} for `{weight}`", self.value, found.damping));
+        let factorization = self.factorization(weight)?.clone();
+        let [_, size, rank] = factorization.sizes;
+        let not_finite = || Error::tensor(weight, "cannot be decomposed: its values, or the inputs of its layer, are too large", "add it to `ignore`");
+        let low_rank = LowRank::new(values, size, rank, products).ok_or_else(not_finite)?;
+        if low_rank.damping > 0.0 {
+            self.notes.push(format!("the features of `{}` are linearly dependent: damping {:.0e} for `{weight}`", self.value, low_rank.damping));
         }
-        self.lost.insert(weight.to_owned(), found.lost);
-        let parts = [(found.inner, size), (found.outer, rank)];
-        let mut made = Vec::new();
-        for ((name, shape), (values, columns)) in split.parts.iter().zip(&split.shapes).zip(parts) {
+        self.lost.insert(weight.to_owned(), low_rank.lost);
+        let parts = [(low_rank.inner, size), (low_rank.outer, rank)];
+        let mut weights = Vec::new();
+        for ((name, shape), (values, columns)) in factorization.parts.iter().zip(&factorization.shapes).zip(parts) {
             let values: Vec<f32> = values.into_iter().map(|x| x as f32).collect();
-            let values = if split.input_major { transposed(&values, columns) } else { values };
-            let made_of = Weight::computed(weight, split.dtype, shape.clone(), &values)?;
-            made.push((name.clone(), made_of.of_origin(Origin::Rescaled)));
+            let values = if factorization.input_major { transposed(&values, columns) } else { values };
+            let part = Weight::computed(weight, factorization.dtype, shape.clone(), &values)?;
+            weights.push((name.clone(), part.with_origin(Origin::Rescaled)));
         }
-        Ok(made)
+        Ok(weights)
     }
 
-    /// Layers that are decomposed by their weights alone; gives how many an interrupted run had finished.
-    fn alone(&mut self, splits: &[&Split], (pass, options): (&Decompose, &Value), model: &mut Model, run: &RunState, context: &Context) -> Result<usize> {
-        if splits.is_empty() {
+    /// Decomposes layers without calibration samples. Returns the number of checkpoints loaded from an
+    /// interrupted run.
+    fn run_without_samples(
+        &mut self,
+        factorizations: &[&Factorization],
+        (pass, options): (&Decompose, &Value),
+        model: &mut Model,
+        run: &RunState,
+        context: &Context,
+    ) -> Result<usize> {
+        if factorizations.is_empty() {
             return Ok(0);
         }
-        if let Some(limit) = context.memory.bytes.filter(|_| context.memory.asked) {
-            require_bytes(pass.name(), "what decomposes the largest layer takes", splits.iter().map(|split| split.bytes()).max().unwrap_or(0) as u64, limit)?;
+        if let Some(limit) = context.memory.bytes.filter(|_| context.memory.explicit) {
+            let needed = factorizations.iter().map(|f| f.bytes()).max().unwrap_or(0) as u64;
+            require_bytes(pass.name(), "decomposing the largest layer needs", needed, limit)?;
         }
         let identity = identity((model, None), run, &model.graph()?, options, None, (context.seed, &context.work))?;
-        let folder = context.workplace.as_ref().map(|folder| folder.join(pass.name()));
-        let finished = folder.map(|folder| Finished::open(&folder, &identity, context.resume)).transpose()?;
+        let folder = context.work_dir.as_ref().map(|folder| folder.join(pass.name()));
+        let checkpoints = folder.map(|folder| BlockCheckpoints::open(&folder, &identity, context)).transpose()?;
         let mut resumed = 0;
-        for (number, splits) in splits.chunks(TOGETHER).enumerate() {
-            let changed = match finished.as_ref().map(|finished| finished.take(number, model)).transpose()?.flatten() {
-                Some((changed, facts)) => {
+        for (number, factorizations) in factorizations.chunks(LAYERS_PER_CHECKPOINT).enumerate() {
+            let changed = match checkpoints.as_ref().map(|checkpoints| checkpoints.load(number, model)).transpose()?.flatten() {
+                Some((changed, report)) => {
                     resumed += 1;
-                    self.notes.extend(facts.notes);
-                    self.lost.extend(facts.figures);
+                    self.notes.extend(report.notes);
+                    self.lost.extend(report.figures);
                     changed
                 }
                 None => {
-                    let mut changed = BTreeMap::new();
-                    for split in splits {
+                    let (mut changed, first_note) = (BTreeMap::new(), self.notes.len());
+                    for factorization in factorizations {
                         context.work.cancel.check()?;
-                        let values = model.weights.get(&split.weight)?.floats(&split.weight)?;
-                        require_finite(&split.weight, &values)?;
-                        let values = if split.input_major { transposed(&values, split.sizes[0]) } else { values };
-                        changed.extend(self.factors(&split.weight, &values, None)?);
+                        let name = &factorization.weight;
+                        let values = model.weights.get(name)?.floats(name)?;
+                        require_finite(name, &values)?;
+                        let values = if factorization.input_major { transposed(&values, factorization.sizes[0]) } else { values };
+                        changed.extend(self.factors(name, &values, None)?);
                     }
-                    match &finished {
-                        Some(finished) => finished.put(
+                    match &checkpoints {
+                        Some(checkpoints) => checkpoints.store(
                             number,
                             model,
                             changed,
-                            Facts { figures: self.lost.clone(), notes: self.notes.clone(), ..Facts::default() },
+                            BlockReport {
+                                figures: self.lost.clone(),
+                                notes: self.notes.get(first_note..).unwrap_or_default().to_vec(),
+                                ..BlockReport::default()
+                            },
                             &context.work,
                         )?,
                         None => changed,
@@ -139,44 +154,39 @@ impl Factors<'_> {
     }
 }
 
-impl Method for Factors<'_> {
+impl Method for Factorizer<'_> {
     fn check(&self, layer: &Layer, _weight: &Weight) -> Result<()> {
-        self.of(&layer.weight).map(|_| ())
+        self.factorization(&layer.weight).map(|_| ())
     }
 
     fn bytes(&self, layer: &Layer) -> usize {
-        self.of(&layer.weight).map_or(0, Split::bytes)
+        self.factorization(&layer.weight).map_or(0, Factorization::bytes)
     }
 
     fn read(&mut self, value: &str, moments: Moments) -> Result<()> {
         value.clone_into(&mut self.value);
-        if moments.count < moments.size {
-            self.notes.push(format!(
-                "what layers read from `{value}` was seen {} times, which is less than its {} features: use more samples",
-                moments.count, moments.size
-            ));
-        }
         self.products = moments.products;
         Ok(())
     }
 
     fn change(&mut self, layer: &Layer, _weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let products = std::mem::take(&mut self.products);
-        let made = self.factors(&layer.weight, values, Some(&products));
+        let weights = self.factors(&layer.weight, values, Some(&products));
         self.products = products;
-        made
+        weights
     }
 
     fn values(&self, layer: &Layer, changed: &BTreeMap<String, Weight>) -> Result<Option<Vec<f32>>> {
-        let split = self.of(&layer.weight)?;
-        let [Some(inner), Some(outer)] = [0, 1].map(|part| changed.get(&split.parts[part])) else { return Ok(None) };
+        let factorization = self.factorization(&layer.weight)?;
+        let [Some(inner), Some(outer)] = [0, 1].map(|part| changed.get(&factorization.parts[part])) else { return Ok(None) };
         let wide = |weight: &Weight, name: &str| Ok::<Vec<f64>, Error>(weight.floats(name)?.into_iter().map(f64::from).collect());
-        let (inner, outer) = (wide(inner, &split.parts[0])?, wide(outer, &split.parts[1])?);
-        let [rows, size, rank] = split.sizes;
-        // Stored the other way round, the one that is applied first stands on the left.
-        let whole = if split.input_major { product(&inner, &outer, rank, rows) } else { product(&outer, &inner, rank, size) };
-        Ok(Some(whole.into_iter().map(|x| x as f32).collect()))
+        let (inner, outer) = (wide(inner, &factorization.parts[0])?, wide(outer, &factorization.parts[1])?);
+        let [rows, size, rank] = factorization.sizes;
+        // For input-major weights, the first layer is the left factor.
+        let effective = if factorization.input_major { product(&inner, &outer, rank, rows) } else { product(&outer, &inner, rank, size) };
+        Ok(Some(effective.into_iter().map(|x| x as f32).collect()))
     }
+
     fn notes(&mut self) -> &mut Vec<String> {
         &mut self.notes
     }

@@ -1,13 +1,15 @@
-//! Linear layers that are changed one after another while calibration samples go through the model, block by block: what a layer reads
-//! has gone through the changed layers before it. In memory are one block, what samples hold between blocks, and the sums of one place.
+//! Layerwise compression: modifies linear layers in sequence while calibration samples pass through the
+//! model block by block, so that the input of each layer includes the effect of previously modified
+//! layers. Memory holds one block, the activations cached between blocks, and the statistics of one
+//! value.
 
-mod finished;
+mod block_checkpoints;
+mod correction;
 mod low_rank;
 mod moments;
 mod palettes;
 mod rescale;
 mod rounding;
-mod solved;
 mod sparse;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,8 +17,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::{DType, Tensor};
 
 use crate::analysis;
-use crate::data::{Sides, TokenAxis};
-use crate::error::{Error, Result};
+use crate::data::{SequenceRoles, TokenAxis};
+use crate::error::{Error, Result, counted};
 use crate::evaluation::Subject;
 use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence};
 use crate::ir::{Graph, Kind, Op};
@@ -25,17 +27,17 @@ use crate::model::Model;
 use crate::pass::{Context, calibrate, identity::identity};
 use crate::run_state::RunState;
 use crate::store::{ByteSize, Weight};
-pub(in crate::pass) use finished::kept_bytes;
-use finished::{Facts, Finished};
+pub(in crate::pass) use block_checkpoints::checkpoint_bytes;
+use block_checkpoints::{BlockCheckpoints, BlockReport};
 pub(in crate::pass) use low_rank::decompose;
-use moments::{Moments, Wanted};
+use moments::{Moments, MomentsRequest};
 pub(in crate::pass) use palettes::palettize;
 use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::quantize;
 pub(in crate::pass) use sparse::{prune, require};
 
-pub(in crate::pass) use super::cached_scales::find as find_cache_scales;
-pub(in crate::pass) use super::stored_scales::find as find_input_scales;
+pub(in crate::pass) use super::input_scales::find as find_input_scales;
+pub(in crate::pass) use super::kv_cache_scales::find as find_cache_scales;
 
 /// A linear layer.
 #[derive(Debug, Clone, PartialEq)]
@@ -50,11 +52,12 @@ struct Layer {
     pub input_major: bool,
 }
 
-/// Bytes that samples hold between nodes in memory, at least and at most: a third of what the model takes as 32-bit floats. Beyond them, they
-/// lie on disk between blocks, and are computed from the beginning of their block for each value that is looked at.
-const HELD: [u64; 2] = [128 << 20, 1 << 30];
+/// Minimum and maximum memory of activations cached between nodes, in bytes. In between, the limit is a
+/// third of the size of the model as f32. Above the limit, activations are spilled to disk between
+/// blocks, and recomputed from the start of their block for each observed value.
+const CACHE_BYTES: [u64; 2] = [128 << 20, 1 << 30];
 
-/// Layers that read one value.
+/// A graph value and the layers that read it.
 #[derive(Debug, Clone, PartialEq)]
 struct Site {
     value: String,
@@ -62,89 +65,87 @@ struct Site {
     layers: Vec<Layer>,
 }
 
-/// What layers become.
+/// A method that modifies layers.
 trait Method {
-    /// Refuses a layer that it cannot change, before any work.
-    ///
-    /// # Errors
-    /// Why, by name.
+    /// Returns an error if the method does not support a layer. Called before any work.
     fn check(&self, layer: &Layer, weight: &Weight) -> Result<()>;
 
-    /// Learns what the next layers read.
-    ///
-    /// # Errors
-    /// What was seen cannot be computed with.
+    /// Receives the statistics of a value before the layers that read it are modified.
     fn read(&mut self, value: &str, moments: Moments) -> Result<()>;
 
-    /// The new weights of a layer that reads what was seen last, by name; `values` are `[rows, size]`.
-    ///
-    /// # Errors
-    /// The weight cannot be changed.
+    /// Computes the new weights of a layer that reads the last value, by name. `values` is the current
+    /// weight as `[rows, size]`.
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>>;
 
-    /// Bytes that changing a layer takes beside sums of products, about.
+    /// Approximate memory in bytes for modifying a layer, in addition to the sums of products.
     fn bytes(&self, layer: &Layer) -> usize {
         16 * layer.rows * layer.size
     }
 
-    /// What the layer multiplies with from then on, in the shape that its weight has had, as stored; nothing where it is not changed.
-    ///
-    /// # Errors
-    /// Reading fails.
+    /// Effective values of the modified weight, in the stored shape of the original weight. `None` if the
+    /// layer is not modified.
     fn values(&self, layer: &Layer, changed: &BTreeMap<String, Weight>) -> Result<Option<Vec<f32>>> {
         changed.get(&layer.weight).map(|weight| weight.floats(&layer.weight)).transpose()
     }
 
-    /// Plain words for the report.
+    /// Notes for the report.
     fn notes(&mut self) -> &mut Vec<String>;
 
-    /// A figure for each weight so far, for the report.
+    /// A metric of each modified weight for the report.
     fn figures(&mut self) -> Option<&mut BTreeMap<String, f64>> {
         None
     }
 }
 
-/// A pass at work on some weights of a model.
+/// Configuration of a layerwise run.
 struct Layerwise<'a> {
-    /// The pass.
+    /// Name of the pass.
     pub name: &'static str,
-    /// Its options, which decide whether unfinished work is this one's.
+    /// Options of the pass, which are part of the identity of checkpoints.
     pub options: &'a serde_json::Value,
     pub context: &'a Context<'a>,
-    /// Weights to change.
+    /// Weights to modify.
     pub targets: &'a BTreeSet<&'a str>,
-    /// What is to be seen of what layers read.
-    pub wanted: Wanted,
-    /// How range is moved between layers before they are changed.
+    /// Statistics to collect of the inputs of layers.
+    pub requested: MomentsRequest,
+    /// Rescaling of channels before layers are modified.
     pub rescale: Option<Rescale>,
-    /// Whether all layers of a block are seen before one of them is changed.
-    pub together: bool,
+    /// Whether the inputs of all layers of a block are observed before the first layer is modified.
+    pub whole_block: bool,
 }
 
-/// What was done.
+/// Result of a layerwise run.
 #[derive(Debug, Default)]
-struct Done {
-    /// Samples that were seen.
+struct Summary {
+    /// Number of calibration samples.
     pub samples: usize,
-    /// Chains of layers that were rescaled.
+    /// Number of chains that were rescaled.
     pub rescaled: usize,
-    /// Weights that changed, targets and what was rescaled.
+    /// Normalizations that were not rescaled.
+    pub skipped: BTreeSet<String>,
+    /// Modified weights, including rescaled ones.
     pub changed: BTreeSet<String>,
 }
 
-/// What is said of experts of a block that saw fewer tokens than their layers have inputs.
-fn little_seen(few: Vec<(usize, String)>) -> Option<String> {
+/// A note on inputs of layers that had fewer tokens than features: a solution that fits so few tokens can be worse on others than one
+/// without samples.
+fn few_tokens_note(few: Vec<(usize, usize, String)>) -> Option<String> {
     let count = few.len();
-    let (tokens, value) = few.into_iter().min()?;
-    Some(format!("{count} inputs of experts had fewer tokens than features, `{value}` {tokens} of them: more calibration samples would tell more"))
+    let (tokens, features, value) = few.into_iter().min()?;
+    let example = format!("`{value}`: {tokens} for {features}");
+    Some(format!(
+        "{} had fewer calibration tokens than features ({example}): errors on other data can be larger than without samples; use more samples",
+        counted(count, "layer input")
+    ))
 }
 
 impl Layerwise<'_> {
-    /// Changes the model.
+    /// Modifies the target weights of the model.
     ///
     /// # Errors
-    /// There is no calibration data or it does not fit, a weight belongs to no linear layer, the method fails, or the work is cancelled.
-    pub fn run(&self, model: &mut Model, run: &RunState, method: &mut dyn Method) -> Result<Done> {
+    /// If there is no calibration data or it does not match the model, if a target is not the weight of
+    /// exactly one linear layer, if the method fails, or if the work is cancelled.
+    pub fn run(&self, model: &mut Model, run: &RunState, method: &mut dyn Method) -> Result<Summary> {
         let graph = model.graph()?;
         let sites = self.sites(&graph)?;
         sites.iter().flat_map(|site| &site.layers).try_for_each(|layer| method.check(layer, model.weights.get(&layer.weight)?))?;
@@ -152,37 +153,38 @@ impl Layerwise<'_> {
         let context = self.context;
         let data = context.data.calibration.as_ref().ok_or_else(|| Error::option(self.name, "needs calibration samples: `data: { calibration: ... }`"))?;
         let identity = identity((model, None), run, &graph, self.options, Some(data), (context.seed, &context.work))?;
-        let subject = Subject::of(model.clone())?;
+        let subject = Subject::from_model(model.clone())?;
         let samples = context.data.open(data, subject.target())?;
         let layers: BTreeSet<String> = self.targets.iter().map(|name| (*name).to_owned()).collect();
         let chains = self.rescale.as_ref().map(|rescale| rescale.chains(&graph, &layers, model)).transpose()?;
         let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).chain(chains.iter().flat_map(rescale::Chains::values)).collect();
-        let finished = context.workplace.as_ref().map(|folder| Finished::open(folder, &identity, context.resume)).transpose()?;
-        let [least, most] = HELD;
-        let most = (model.weights.parameters().saturating_mul(4) / 3).clamp(least, most);
+        let checkpoints = context.work_dir.as_ref().map(|folder| BlockCheckpoints::open(folder, &identity, context)).transpose()?;
+        let [min, max] = CACHE_BYTES;
+        let cache_bytes = (model.weights.parameters().saturating_mul(4) / 3).clamp(min, max);
         let options = BlockwiseOptions {
             compute: DType::F32,
             residence: Residence::Stored,
-            // The rest is for parameters, sums of products and what solves them.
-            limit: context.memory.bytes.map_or(most, |bytes| (bytes / 4).min(most)) / self.runs(),
-            spill: finished.as_ref().map(|finished| finished.folder().to_owned()),
+            // The remaining memory is for parameters, sums of products and matrix factorizations.
+            limit: context.memory.bytes.map_or(cache_bytes, |bytes| (bytes / 4).min(cache_bytes)) / self.runs(),
+            spill: checkpoints.as_ref().map(|checkpoints| checkpoints.folder().to_owned()),
             tracker: context.memory_tracker.clone(),
             ..BlockwiseOptions::on(&context.device)
         };
         let original = model.weights.clone();
         let start = |options| Blockwise::new(&graph, &original, |name| values.contains(name), options, &context.work);
-        // The model as it was, beside it.
-        let mut beside = self.wanted.original.then(|| start(options.clone()));
+        // A second run of the unmodified model.
+        let mut reference = self.requested.original.then(|| start(options.clone()));
         let mut blocks = start(options);
-        method.notes().extend(chains.as_ref().and_then(|chains| chains.note(blocks.blocks())));
-        let mut done = Done::default();
+        let skipped = chains.as_ref().map(|chains| chains.skipped(blocks.blocks())).unwrap_or_default();
+        method.notes().extend(rescale::note(&skipped));
+        let mut summary = Summary { skipped, ..Summary::default() };
         samples.for_each_batch("Reading samples", &context.work, |batch| {
-            done.samples += batch.samples;
-            beside.iter_mut().try_for_each(|beside| beside.push(batch.clone()))?;
+            summary.samples += batch.samples;
+            reference.iter_mut().try_for_each(|reference| reference.push(batch.clone()))?;
             blocks.push(batch)
         })?;
-        if done.samples == 0 {
-            return Err(Error::option(self.name, "there is no calibration sample"));
+        if summary.samples == 0 {
+            return Err(Error::option(self.name, "the calibration data is empty"));
         }
         let mut by_block: BTreeMap<usize, Vec<&Site>> = BTreeMap::new();
         for site in &sites {
@@ -190,25 +192,27 @@ impl Layerwise<'_> {
             by_block.entry(block).or_default().push(site);
         }
         let last = by_block.keys().next_back().copied().unwrap_or(0);
-        for run in [Some(&mut blocks), beside.as_mut()].into_iter().flatten() {
+        for run in [Some(&mut blocks), reference.as_mut()].into_iter().flatten() {
             run.end_at(last);
         }
-        let mut resumed = 0;
+        let (mut resumed, mut few_tokens) = (0, Vec::new());
         for block in 0..=last {
             blocks.enter(block)?;
-            if let Some(beside) = &mut beside {
-                // Those of this block, and of the next one, which is being read for both.
-                let near = blocks.blocks().iter().skip(block).take(2).flat_map(|block| &block.parameters);
-                let same = near.map(String::as_str).filter(|name| !done.changed.contains(*name)).collect();
-                beside.enter_beside(block, Some(&blocks), &same)?;
+            if let Some(reference) = &mut reference {
+                // Share the unmodified parameters of this block, and of the next block, which is
+                // prefetched.
+                let loaded = blocks.blocks().iter().skip(block).take(2).flat_map(|block| &block.parameters);
+                let same = loaded.map(String::as_str).filter(|name| !summary.changed.contains(*name)).collect();
+                reference.enter_sharing(block, Some(&blocks), &same)?;
             }
             let sites = by_block.get(&block).map(Vec::as_slice).unwrap_or_default();
-            let changed = match finished.as_ref().map(|finished| finished.take(block, model)).transpose()?.flatten() {
-                Some((changed, facts)) => {
+            let changed = match checkpoints.as_ref().map(|checkpoints| checkpoints.load(block, model)).transpose()?.flatten() {
+                Some((changed, report)) => {
                     resumed += 1;
-                    done.rescaled += facts.rescaled;
-                    method.notes().extend(facts.notes);
-                    method.figures().into_iter().for_each(|figures| figures.extend(facts.figures.clone()));
+                    summary.rescaled += report.rescaled;
+                    method.notes().extend(report.notes);
+                    few_tokens.extend(report.few_tokens);
+                    method.figures().into_iter().for_each(|figures| figures.extend(report.figures.clone()));
                     for (name, weight) in changed.iter().filter(|(name, _)| original.by_name.contains_key(*name)) {
                         let values = weight.floats(name)?;
                         blocks.replace(name, tensor(&values, &weight.shape, context)?);
@@ -222,82 +226,90 @@ impl Layerwise<'_> {
                 }
                 None => {
                     let mut changed = BTreeMap::new();
-                    let (mut facts, told) = (Facts::default(), method.notes().len());
+                    let (mut report, first_note) = (BlockReport::default(), method.notes().len());
                     if let (Some(rescale), Some(chains)) = (&self.rescale, &chains) {
-                        facts.rescaled = rescale.block(chains, block, self, model, &mut blocks, &mut changed)?;
+                        report.rescaled = rescale.block(chains, block, self, model, &mut blocks, &mut changed)?;
                     }
-                    done.rescaled += facts.rescaled;
-                    let (mut seen, mut few) = (Vec::new(), Vec::new());
+                    summary.rescaled += report.rescaled;
+                    let mut observed = Vec::new();
                     for site in sites {
-                        let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.wanted);
-                        self.observe(site, &mut moments, &mut blocks, beside.as_mut())?;
-                        if moments.seen < moments.count.min(moments.size) {
-                            few.push((moments.seen, site.value.clone()));
+                        let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.requested);
+                        self.observe(site, &mut moments, &mut blocks, reference.as_mut())?;
+                        // Without products of features, few tokens matter only for experts.
+                        if moments.nonzero < moments.size && (self.requested.products || moments.nonzero < moments.count) {
+                            report.few_tokens.push((moments.nonzero, moments.size, site.value.clone()));
                         }
-                        seen.push((*site, moments));
-                        if !self.together {
-                            self.change(&mut seen, model, &mut blocks, method, &mut changed)?;
+                        observed.push((*site, moments));
+                        if !self.whole_block {
+                            self.change(&mut observed, model, &mut blocks, method, &mut changed)?;
                         }
                     }
-                    self.change(&mut seen, model, &mut blocks, method, &mut changed)?;
-                    method.notes().extend(little_seen(few));
-                    facts.notes.extend_from_slice(method.notes().get(told..).unwrap_or_default());
-                    facts.figures = method.figures().cloned().unwrap_or_default();
-                    match &finished {
-                        Some(finished) if !changed.is_empty() => finished.put(block, model, changed, facts, &context.work)?,
+                    self.change(&mut observed, model, &mut blocks, method, &mut changed)?;
+                    few_tokens.extend(report.few_tokens.iter().cloned());
+                    report.notes.extend_from_slice(method.notes().get(first_note..).unwrap_or_default());
+                    report.figures = method.figures().cloned().unwrap_or_default();
+                    match &checkpoints {
+                        Some(checkpoints) if !changed.is_empty() => checkpoints.store(block, model, changed, report, &context.work)?,
                         _ => changed,
                     }
                 }
             };
-            done.changed.extend(changed.keys().cloned());
+            summary.changed.extend(changed.keys().cloned());
             model.weights.by_name.extend(changed);
             if block < last {
                 blocks.leave()?;
-                beside.iter_mut().try_for_each(Blockwise::leave)?;
+                reference.iter_mut().try_for_each(Blockwise::leave)?;
             }
         }
+        method.notes().extend(few_tokens_note(few_tokens));
         if resumed > 0 {
-            method.notes().push(format!("{resumed} blocks were finished by an interrupted run"));
+            method.notes().push(format!("{} loaded from the checkpoints of an interrupted run", counted(resumed, "block")));
         }
-        Ok(done)
+        Ok(summary)
     }
 
-    /// How many models run side by side.
+    /// Number of models that run simultaneously.
     fn runs(&self) -> u64 {
-        1 + u64::from(self.wanted.original)
+        1 + u64::from(self.requested.original)
     }
 
-    /// Refuses what does not fit into memory that was asked for.
+    /// Returns an error if the estimated memory exceeds an explicit limit.
     fn require_memory(&self, graph: &Graph, model: &Model, sites: &[Site], method: &dyn Method) -> Result<()> {
-        let Some(limit) = self.context.memory.bytes.filter(|_| self.context.memory.asked) else { return Ok(()) };
-        let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &analysis::usual_sizes(graph));
-        // Sums of products, and of those with the original's inputs, while the first are factored in f64; then a weight is changed by them.
+        let Some(limit) = self.context.memory.bytes.filter(|_| self.context.memory.explicit) else { return Ok(()) };
+        let need = MemoryNeed::estimate(graph, &model.weights, DType::F32, Residence::Stored, &analysis::usual_sizes(graph));
+        // The peak is either the factorization in f64 of the sums of products, or the modification of a
+        // weight with both kinds of sums.
         let layer = |layer: &Layer| {
-            let square = if self.wanted.products { layer.size * layer.size } else { 0 };
+            let square = if self.requested.products { layer.size * layer.size } else { 0 };
             (16 * square).max(8 * square + method.bytes(layer))
         };
-        let most = sites.iter().flat_map(|site| &site.layers).map(layer).max().unwrap_or(0) as u64;
-        require_bytes(self.name, "the blocks of this model and what solves its largest layer take", need.blocks + self.runs() * need.activations + most, limit)
+        let largest = sites.iter().flat_map(|site| &site.layers).map(layer).max().unwrap_or(0) as u64;
+        require_bytes(
+            self.name,
+            "the blocks of this model and the solver of its largest layer need",
+            need.blocks + self.runs() * need.activations + largest,
+            limit,
+        )
     }
 
-    /// Changes layers by what they have been seen to read.
+    /// Modifies the layers of observed values.
     fn change(
         &self,
-        seen: &mut Vec<(&Site, Moments)>,
+        observed: &mut Vec<(&Site, Moments)>,
         model: &Model,
         blocks: &mut Blockwise,
         method: &mut dyn Method,
         changed: &mut BTreeMap<String, Weight>,
     ) -> Result<()> {
-        for (site, moments) in seen.drain(..) {
+        for (site, moments) in observed.drain(..) {
             method.read(&site.value, moments)?;
             for layer in &site.layers {
                 let weight = changed.get(&layer.weight).map_or_else(|| model.weights.get(&layer.weight), Ok)?.clone();
-                let mut values = layer.rows_of(weight.floats(&layer.weight)?);
+                let mut values = layer.output_major(weight.floats(&layer.weight)?);
                 require_finite(&layer.weight, &values)?;
                 changed.extend(method.change(layer, &weight, &mut values)?);
                 drop(values);
-                // As it is stored, and as a resumed run would read it.
+                // Continue with the stored values, which a resumed run would read.
                 if let Some(values) = method.values(layer, changed)? {
                     require_finite(&layer.weight, &values)?;
                     blocks.replace(&layer.weight, tensor(&values, &weight.shape, self.context)?);
@@ -307,28 +319,28 @@ impl Layerwise<'_> {
         Ok(())
     }
 
-    /// Sees what layers read.
-    fn observe(&self, Site { value, tokens, .. }: &Site, moments: &mut Moments, blocks: &mut Blockwise, mut beside: Option<&mut Blockwise>) -> Result<()> {
+    /// Collects statistics of a value, optionally with that of the reference model.
+    fn observe(&self, Site { value, tokens, .. }: &Site, moments: &mut Moments, blocks: &mut Blockwise, mut reference: Option<&mut Blockwise>) -> Result<()> {
         let op = Op::Linear(crate::ir::ops::Linear::default());
         let mut index = 0;
-        blocks.each(value, |batch, seen| {
-            let rows = calibrate::rows(seen, &op, batch, *tokens)?;
-            if let Some(beside) = &mut beside {
-                moments.add_original(value, &calibrate::rows(&beside.value(index, value)?, &op, batch, *tokens)?, &rows)?;
+        blocks.each(value, |batch, tensor| {
+            let rows = calibrate::rows(tensor, &op, batch, *tokens)?;
+            if let Some(reference) = &mut reference {
+                moments.add_original(value, &calibrate::rows(&reference.value(index, value)?, &op, batch, *tokens)?, &rows)?;
                 index += 1;
             }
             moments.add(value, &rows)
         })
     }
 
-    /// Layers by the value that they read, in the order of the graph.
+    /// Groups the target layers by the value that they read, in the order of the graph.
     fn sites(&self, graph: &Graph) -> Result<Vec<Site>> {
-        let (mut sites, sides): (Vec<Site>, Sides) = (Vec::new(), Sides::of(graph));
+        let (mut sites, sides): (Vec<Site>, SequenceRoles) = (Vec::new(), SequenceRoles::new(graph));
         let mut found = BTreeSet::new();
         let unusable = |name: &str, reason: &str| {
             Err(Error::tensor(
                 name,
-                format!("{reason}; {} changes linear layers that are computed once, from what samples make", self.name),
+                format!("{reason}; {} supports only linear layers that are computed once, from activations", self.name),
                 "add it to `ignore`",
             ))
         };
@@ -338,7 +350,7 @@ impl Layerwise<'_> {
                 if !self.targets.contains(value.name.as_str()) {
                     continue;
                 }
-                let (Op::Linear(op), 1) = (&node.op, at) else { return unusable(&value.name, "is read by another operator than a linear layer") };
+                let (Op::Linear(op), 1) = (&node.op, at) else { return unusable(&value.name, "is read by an operator that is not a linear layer") };
                 if !found.insert(value.name.clone()) {
                     return unusable(&value.name, "is read by several layers");
                 }
@@ -348,7 +360,7 @@ impl Layerwise<'_> {
                 let layer = Layer { weight: value.name.clone(), rows, size, input_major: op.input_major };
                 let read = graph.value(node.inputs[0]);
                 if read.kind == Kind::Param {
-                    return unusable(&value.name, &format!("reads the weight `{}`, and nothing that comes from samples", read.name));
+                    return unusable(&value.name, &format!("belongs to a layer whose input is the weight `{}`", read.name));
                 }
                 match sites.iter_mut().find(|site| site.value == read.name) {
                     Some(site) => site.layers.push(layer),
@@ -362,46 +374,46 @@ impl Layerwise<'_> {
         }
     }
 
-    /// The block in which a site's layers are computed.
+    /// Index of the block that computes the layers of a site.
     fn block_of(blocks: &Blockwise, site: &Site) -> Result<usize> {
         let reads = |block: &crate::analysis::Block| site.layers.iter().all(|layer| block.parameters.contains(&layer.weight));
         let name = site.layers.first().map_or("", |layer| layer.weight.as_str());
-        let reason = "is read in another part of the model than layers that read the same value, or not at all";
+        let reason = "is not used in the same block as the other layers that read the same value";
         blocks.blocks().iter().position(reads).ok_or_else(|| Error::tensor(name, reason, "add it to `ignore`"))
     }
 }
 
 impl Layer {
-    /// Stored values as `[rows, size]`.
-    fn rows_of(&self, values: Vec<f32>) -> Vec<f32> {
+    /// Converts stored values to `[rows, size]`.
+    fn output_major(&self, values: Vec<f32>) -> Vec<f32> {
         if self.input_major { transposed(&values, self.rows) } else { values }
     }
 
-    /// `[rows, size]` as they are stored.
+    /// Converts `[rows, size]` to the stored layout.
     fn stored(&self, values: Vec<f32>) -> Vec<f32> {
         if self.input_major { transposed(&values, self.size) } else { values }
     }
 }
 
-/// Refuses what takes more memory than is given.
+/// Returns an error if more memory is needed than the limit.
 fn require_bytes(name: &str, what: &str, needed: u64, limit: u64) -> Result<()> {
     if needed <= limit {
         return Ok(());
     }
     Err(Error::Unsupported {
-        what: format!("{name}: {what} about {}, and {} are given", ByteSize(needed), ByteSize(limit)),
-        hint: "give more with --memory, or add large layers to `ignore`".into(),
+        what: format!("{name}: {what} about {}, but the memory limit is {}", ByteSize(needed), ByteSize(limit)),
+        hint: "increase the limit with --memory, or add large layers to `ignore`".into(),
     })
 }
 
-/// Refuses numbers that no scale and no cost can be found for.
+/// Returns an error if a weight contains infinite or NaN values.
 fn require_finite(name: &str, values: &[f32]) -> Result<()> {
     match values.iter().all(|value| value.is_finite()) {
         true => Ok(()),
-        false => Err(Error::tensor(name, "holds numbers that are not finite", "start from a checkpoint without them, or add it to `ignore`")),
+        false => Err(Error::tensor(name, "contains infinite or NaN values", "use a checkpoint without such values, or add it to `ignore`")),
     }
 }
 
 fn tensor(values: &[f32], shape: &[usize], context: &Context) -> Result<Tensor> {
-    Tensor::from_slice(values, shape, &context.device).map_err(calibrate::computed)
+    Tensor::from_slice(values, shape, &context.device).map_err(calibrate::tensor_error)
 }

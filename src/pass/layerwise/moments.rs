@@ -1,4 +1,4 @@
-//! What is remembered of what layers read.
+//! Statistics of the inputs of layers.
 
 use candle_core::{Device, Tensor};
 
@@ -6,82 +6,78 @@ use crate::error::Result;
 use crate::exec::transfer::Cause;
 use crate::exec::{floats_on_host, read};
 use crate::kernel::{columns, gram};
-use crate::pass::calibrate::{computed, not_finite, numbers, seen};
+use crate::pass::calibrate::{nonzero_rows, not_finite, numbers, tensor_error};
 
-/// What is to be seen.
+/// Statistics to collect.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Wanted {
-    /// Sums of products of features, not of their squares alone.
+pub(super) struct MomentsRequest {
+    /// Whether to sum products of all pairs of features.
     pub products: bool,
-    /// So many rows of each batch as they are.
+    /// Number of raw rows of each batch to store.
     pub rows: usize,
-    /// What the original model's layers read at the same place, too.
+    /// Whether to compare with the inputs of the same layers in the original model.
     pub original: bool,
 }
 
-/// Sums over the rows that layers read.
+/// Sums over the input rows of layers.
 pub(super) struct Moments {
-    /// Features.
+    /// Number of features.
     pub size: usize,
-    /// Rows.
+    /// Number of rows.
     pub count: usize,
-    /// Rows that are not all zeros: those of tokens that an expert does not see are.
-    pub seen: usize,
-    /// The upper triangle of `XᵀX`, or nothing.
+    /// Number of rows that are not all zeros. Tokens that are not routed to an expert have zero rows.
+    pub nonzero: usize,
+    /// The upper triangle of `XᵀX`; empty if it is not requested.
     pub products: Vec<f32>,
-    /// `(X₀ - X)ᵀX` with the rows `X₀` of the original model, or nothing where they are the same.
+    /// `(X₀ - X)ᵀX` with the rows `X₀` of the original model; empty if they are equal or not requested.
     pub differences: Vec<f32>,
-    /// Of each feature, the sum of squares.
+    /// Sum of squares of each feature.
     pub squares: Vec<f64>,
-    /// Of each feature, the sum of magnitudes.
+    /// Sum of magnitudes of each feature.
     pub magnitudes: Vec<f64>,
-    /// Of each feature, the largest magnitude.
+    /// Largest magnitude of each feature.
     pub largest: Vec<f32>,
-    /// Rows as they are, spread over the samples.
+    /// Raw rows, spread over the samples.
     pub rows: Vec<f32>,
-    wanted: Wanted,
+    request: MomentsRequest,
     batches: usize,
 }
 
 impl Moments {
-    /// Of nothing yet.
-    pub fn new(size: usize, wanted: Wanted) -> Moments {
+    /// Creates empty statistics.
+    pub fn new(size: usize, request: MomentsRequest) -> Moments {
         Moments {
             size,
             count: 0,
-            seen: 0,
-            products: if wanted.products { vec![0.0; size * size] } else { Vec::new() },
+            nonzero: 0,
+            products: if request.products { vec![0.0; size * size] } else { Vec::new() },
             differences: Vec::new(),
             squares: vec![0.0; size],
             magnitudes: vec![0.0; size],
             largest: vec![0.0; size],
             rows: Vec::new(),
-            wanted,
+            request,
             batches: 0,
         }
     }
 
-    /// Takes rows `[n, size]`.
-    ///
-    /// # Errors
-    /// One is not finite, or memory runs out.
+    /// Adds rows `[n, size]`. Returns an error if a row is not finite.
     pub fn add(&mut self, name: &str, rows: &Tensor) -> Result<()> {
-        if self.wanted.products && !matches!(rows.device(), Device::Cpu) {
-            let products = rows.t().and_then(|transposed| transposed.contiguous()?.matmul(rows)).map_err(computed)?;
+        if self.request.products && !matches!(rows.device(), Device::Cpu) {
+            let products = rows.t().and_then(|transposed| transposed.contiguous()?.matmul(rows)).map_err(tensor_error)?;
             self.products.iter_mut().zip(numbers(&products)?).for_each(|(sum, product)| *sum += product as f32);
         }
         let host = matches!(rows.device(), Device::Cpu);
-        let found = floats_on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(self.add_rows(values, host)))).map_err(computed)?;
-        found.ok_or_else(|| not_finite(name))
+        let added = floats_on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(self.add_rows(values, host)))).map_err(tensor_error)?;
+        added.ok_or_else(|| not_finite(name))
     }
 
-    /// Takes rows of the original model `[n, size]` beside those that are taken by [`add`](Moments::add).
-    ///
-    /// # Errors
-    /// One is not finite, or memory runs out.
+    /// Adds rows `[n, size]` of the original model, which correspond to the rows passed to
+    /// [`add`](Moments::add). Returns an error if a row is not finite.
     pub fn add_original(&mut self, name: &str, original: &Tensor, rows: &Tensor) -> Result<()> {
-        // A row of zeros is a token that this expert has not seen: the original model says nothing about what it would answer.
-        let differences = (original - rows).and_then(|differences| differences.broadcast_mul(&seen(original)?)).map_err(computed)?;
+        // A row of zeros is a token that the original model does not route to this expert, so that there
+        // is no target output.
+        let differences = (original - rows).and_then(|differences| differences.broadcast_mul(&nonzero_rows(original)?)).map_err(tensor_error)?;
         if matches!(rows.device(), Device::Cpu) {
             let sums = &mut self.differences;
             let mut add = |left: &[f32], right: &[f32]| {
@@ -92,34 +88,34 @@ impl Moments {
                 Ok(left.iter().all(|x| x.is_finite()))
             };
             let (left, right) = (floats_on_host(&differences, Cause::Statistics), floats_on_host(rows, Cause::Statistics));
-            let finite = left.and_then(|left| right.and_then(|right| read(&left, |left| read(&right, |right| add(left, right))))).map_err(computed)?;
+            let finite = left.and_then(|left| right.and_then(|right| read(&left, |left| read(&right, |right| add(left, right))))).map_err(tensor_error)?;
             return if finite { Ok(()) } else { Err(not_finite(name)) };
         }
-        let products = differences.t().and_then(|transposed| transposed.contiguous()?.matmul(rows)).map_err(computed)?;
+        let products = differences.t().and_then(|transposed| transposed.contiguous()?.matmul(rows)).map_err(tensor_error)?;
         self.differences.resize(self.size * self.size, 0.0);
         self.differences.iter_mut().zip(numbers(&products)?).for_each(|(sum, product)| *sum += product as f32);
         if self.differences.iter().all(|x| x.is_finite()) { Ok(()) } else { Err(not_finite(name)) }
     }
 
-    /// Nothing where one is not finite.
+    /// Adds rows on the host. Returns `None` if a row is not finite.
     fn add_rows(&mut self, values: &[f32], products: bool) -> Option<()> {
         let count = values.len() / self.size.max(1);
         columns::magnitudes(values, self.size, &mut self.magnitudes, &mut self.squares, &mut self.largest);
         if !self.magnitudes.iter().all(|sum| sum.is_finite()) {
             return None;
         }
-        if self.wanted.products && products {
+        if self.request.products && products {
             gram::add(values, self.size, &mut self.products);
         }
-        // A row of zeros is padding, or a token that an expert has not seen.
-        let told: Vec<&[f32]> = values.chunks_exact(self.size.max(1)).filter(|row| row.iter().any(|value| *value != 0.0)).collect();
-        let taken = self.wanted.rows.min(told.len());
-        for part in 0..taken {
-            // Other places in each batch.
-            self.rows.extend_from_slice(told[(part * told.len() / taken + self.batches * 7919) % told.len()]);
+        // A row of zeros is padding, or a token that is not routed to an expert.
+        let nonzero: Vec<&[f32]> = values.chunks_exact(self.size.max(1)).filter(|row| row.iter().any(|value| *value != 0.0)).collect();
+        let stored = self.request.rows.min(nonzero.len());
+        for part in 0..stored {
+            // Select different rows of each batch.
+            self.rows.extend_from_slice(nonzero[(part * nonzero.len() / stored + self.batches * 7919) % nonzero.len()]);
         }
         self.count += count;
-        self.seen += told.len();
+        self.nonzero += nonzero.len();
         self.batches += 1;
         Some(())
     }

@@ -1,70 +1,71 @@
-//! Moving range between layers before they are rounded: from weights that matter to those that do not (AWQ, Lin et al. 2023,
-//! <https://arxiv.org/abs/2306.00978>), or from activations to weights (SmoothQuant, Xiao et al. 2022,
-//! <https://arxiv.org/abs/2211.10438>). Which layers can share range is read from the graph.
+//! Rescaling of channels before quantization: protects the weights of salient inputs (AWQ, Lin et al.
+//! 2023, <https://arxiv.org/abs/2306.00978>), or migrates scales from activations to weights
+//! (SmoothQuant, Xiao et al. 2022, <https://arxiv.org/abs/2211.10438>). The layers that can be rescaled
+//! jointly follow from the graph.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::Tensor;
 
-use super::{Layer, Layerwise, Moments, Site, Wanted, tensor};
+use super::{Layer, Layerwise, Moments, MomentsRequest, Site, tensor};
 use crate::analysis::Block;
-use crate::data::Sides;
-use crate::error::Result;
+use crate::data::SequenceRoles;
+use crate::error::{Result, counted};
 use crate::exec::{Blockwise, Rounding};
 use crate::ir::Graph;
 use crate::ir::ops::{Linear, Op, PreparedOp};
 use crate::model::Model;
-use crate::pass::calibrate::{computed, numbers};
-use crate::pass::chains::{self, Chain};
+use crate::pass::calibrate::{numbers, tensor_error};
+use crate::pass::channel_equalization::{self, Chain};
 use crate::store::{ActivationScheme, DType, Encoding, Pattern, Weight};
 
-/// Where range goes.
+/// Algorithm that chooses the factors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Strength {
-    /// To the inputs of a layer whose values are large on average, by weights that are rounded.
+    /// Scales up the weights of inputs with a large mean magnitude, if weights are quantized.
     Awq,
-    /// From the largest activations to weights, where both are rounded.
+    /// Migrates scales from the largest activations to weights, if both are quantized.
     Smooth,
 }
 
-/// Rounds weights `[rows, size]`: as they will be written, or by the range of their values, which is quicker; `squares` are the sums of squares of
-/// what the layer reads.
-type Round<'r> = Box<dyn Fn(&Layer, &Weight, &mut [f32], &[f64], Rounds) + 'r>;
+/// Quantizes and dequantizes weights `[rows, size]`. The second last argument holds the sums of squares
+/// of the inputs.
+type Round<'r> = Box<dyn Fn(&Layer, &Weight, &mut [f32], &[f64], RoundingMode) + 'r>;
 
-/// How closely rounding is imitated.
+/// Accuracy of simulated quantization.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Rounds {
-    /// By the range of values.
-    Quick,
-    /// As weights will be written.
-    Written,
+pub(super) enum RoundingMode {
+    /// With minmax scales, which is faster.
+    MinMax,
+    /// With the scales that are written.
+    Exact,
 }
 
-/// How range is moved.
+/// Rescaling of channels.
 pub(super) struct Rescale {
     pub strength: Strength,
-    /// What happens to activations while the model runs.
+    /// Quantization of activations.
     pub activations: ActivationScheme,
-    /// Inputs under one scale, by weight; whole rows where nothing is said.
+    /// Group size by weight. Weights that are not listed have one scale per row.
     pub groups: BTreeMap<String, usize>,
-    /// Weights that stay as they are.
+    /// Weights to leave unchanged.
     pub ignored: Vec<Pattern>,
     pub round: Round<'static>,
 }
 
-/// A layer that takes the multiplication over.
+/// A layer that absorbs the multiplication.
 struct Reader {
     layer: Layer,
     weight: Weight,
     values: Vec<f32>,
-    /// What it gives for the rows that are tried, `[n, rows]`.
-    answers: Tensor,
+    /// Outputs of the unquantized layer for the test rows, `[n, rows]`.
+    outputs: Tensor,
 }
 
-/// A part of the error that must be saved, so that what samples happen to say changes nothing.
-const GAIN: f64 = 0.01;
+/// Minimum relative reduction of the error, so that noise in the samples does not change weights.
+const MIN_GAIN: f64 = 0.01;
 
-/// The stored factors of a normalization in 16 bits, to which an offset is added when it computes.
+/// Stored 16-bit weights of a normalization that adds an offset to them.
 struct OffsetNorm {
     values: Vec<f32>,
     offset: f32,
@@ -72,69 +73,75 @@ struct OffsetNorm {
 }
 
 impl OffsetNorm {
-    /// Rounds factors to values that the format can represent: near -offset its steps are coarse.
+    /// Rounds factors so that the rescaled weights are representable. Near `-offset`, the weights are
+    /// coarse.
     fn restrict(&self, factors: &mut [f32]) {
         for (factor, value) in factors.iter_mut().zip(&self.values) {
             let scale = value + self.offset;
             let stored = scale / *factor - self.offset;
             let stored = if self.dtype == DType::F16 { half::f16::from_f32(stored).to_f32() } else { half::bf16::from_f32(stored).to_f32() };
-            let found = scale / (stored + self.offset);
-            *factor = if found.is_finite() && (0.25..=4.0).contains(&(found / *factor)) { found } else { 1.0 };
+            let actual = scale / (stored + self.offset);
+            *factor = if actual.is_finite() && (0.25..=4.0).contains(&(actual / *factor)) { actual } else { 1.0 };
         }
     }
 }
 
-/// The chains of a graph that can be rescaled.
+/// Chains of a graph that can be rescaled.
 pub(super) struct Chains {
     chains: Vec<(Chain, Site)>,
-    /// Normalizations that are not among them, by the name of their first parameter.
+    /// Normalizations that cannot be rescaled, by the name of their weight.
     skipped: BTreeSet<String>,
 }
 
-/// The parameters of a chain.
+/// Names of the parameters of a chain.
 fn names(chain: &Chain) -> impl Iterator<Item = &String> {
-    chain.makers.iter().map(|(name, _)| name).chain(chain.sinks.iter().map(|sink| &sink.weight))
+    chain.producers.iter().map(|(name, _)| name).chain(chain.consumers.iter().map(|layer| &layer.weight))
 }
 
 impl Chains {
-    /// Values to observe.
+    /// Names of the values to observe.
     pub fn values(&self) -> impl Iterator<Item = &str> {
         self.chains.iter().map(|(_, source)| source.value.as_str())
     }
 
-    /// A note on the normalizations whose outliers stay in the activations.
-    pub fn note(&self, blocks: &[Block]) -> Option<String> {
+    /// Normalizations that are not rescaled, by the name of their weight: unsupported ones, and those of
+    /// chains that span several blocks.
+    pub fn skipped(&self, blocks: &[Block]) -> BTreeSet<String> {
         let is_split = |chain: &Chain| !blocks.iter().any(|block| names(chain).all(|name| block.parameters.contains(name)));
-        let split = self.chains.iter().filter(|(chain, _)| is_split(chain)).filter_map(|(chain, _)| chain.makers.first());
-        let left: BTreeSet<&String> = self.skipped.iter().chain(split.map(|(name, _)| name)).collect();
-        left.first().map(|first| {
-            format!(
-                "warning: {} normalizations were not rescaled, because more than the linear layers and experts of their block read their outputs (the first: `{first}`)",
-                left.len()
-            )
-        })
+        let split = self.chains.iter().filter(|(chain, _)| is_split(chain)).filter_map(|(chain, _)| chain.producers.first());
+        self.skipped.iter().chain(split.map(|(name, _)| name)).cloned().collect()
     }
 }
 
+/// A note on normalizations that were not rescaled.
+pub(super) fn note(skipped: &BTreeSet<String>) -> Option<String> {
+    skipped.first().map(|first| {
+        format!(
+            "warning: {} not rescaled, because other operators than the linear layers and experts of the block read the output (the first: `{first}`; all: `not_rescaled` in report.json)",
+            counted(skipped.len(), "normalization")
+        )
+    })
+}
+
 impl Rescale {
-    /// The chains that layers to be rounded are part of.
+    /// Finds the chains of the layers to be quantized.
     pub fn chains(&self, graph: &Graph, layers: &BTreeSet<String>, model: &Model) -> Result<Chains> {
-        let sides = Sides::of(graph);
+        let sides = SequenceRoles::new(graph);
         let mut chains = Vec::new();
-        let mut skipped = chains::norms(graph, layers);
-        let mut remove = |chain: &Chain| chain.makers.iter().for_each(|(name, _)| drop(skipped.take(name)));
-        for chain in chains::chains(graph, layers) {
+        let mut skipped = channel_equalization::norms(graph, layers);
+        let mut remove = |chain: &Chain| chain.producers.iter().for_each(|(name, _)| drop(skipped.take(name)));
+        for chain in channel_equalization::find_chains(graph, layers).into_iter().chain(channel_equalization::slice_chains(graph, layers)) {
             let names = || names(&chain);
             if self.ignored.iter().any(|pattern| names().any(|name| pattern.matches(name))) {
                 remove(&chain);
                 continue;
             }
-            let Some(source) = chains::source(graph, &chain) else { continue };
-            // Experts that are stored as one tensor have no weights of their own.
+            let Some(source) = channel_equalization::source(graph, &chain) else { continue };
+            // Experts that are stored as one tensor have no separate weights.
             let Some(weights) = names().map(|name| model.weights.by_name.get(name)).collect::<Option<Vec<_>>>() else { continue };
-            if !chain.ceilings.is_empty()
+            if !chain.clamps.is_empty()
                 || chain.costly
-                || chain.sinks.iter().any(|sink| sink.depthwise)
+                || chain.consumers.iter().any(|layer| layer.depthwise)
                 || weights.iter().any(|weight| weight.encoding != Encoding::Dense)
             {
                 continue;
@@ -147,7 +154,7 @@ impl Rescale {
         Ok(Chains { chains, skipped })
     }
 
-    /// Rescales the chains of one block; gives how many.
+    /// Rescales the chains of one block. Returns their number.
     pub fn block(
         &self,
         chains: &Chains,
@@ -166,32 +173,33 @@ impl Rescale {
             }
             let current = |name: &str| changed.get(name).map_or_else(|| model.weights.get(name), Ok).cloned();
             let weights = names().map(|name| current(name)).collect::<Result<Vec<Weight>>>()?;
-            // Rounding to 16 bits loses nothing by powers of two, where activations are rounded to as many as weights.
+            // Powers of two are exact for 16-bit weights. With int8 activations, a rounding error of
+            // 16-bit weights would be significant.
             let exact = self.strength == Strength::Smooth && weights.iter().any(|weight| !matches!(weight.dtype, DType::F32 | DType::F64));
-            let norm = match (chain.makers.first(), weights.first()) {
+            let norm = match (chain.producers.first(), weights.first()) {
                 (Some((name, _)), Some(weight)) if chain.offset != 0.0 && matches!(weight.dtype, DType::F16 | DType::BF16) => {
                     Some(OffsetNorm { values: weight.floats(name)?, offset: chain.offset, dtype: weight.dtype })
                 }
                 _ => None,
             };
-            let size = chain.sinks.first().map_or(0, |sink| sink.index.len());
+            let size = chain.consumers.first().map_or(0, |layer| layer.index.len());
             let rows = ROWS.div_ceil(blocks.batches().max(1));
-            let mut moments = Moments::new(size, Wanted { rows, ..Wanted::default() });
+            let mut moments = Moments::new(size, MomentsRequest { rows, ..MomentsRequest::default() });
             work.observe(source, &mut moments, blocks, None)?;
-            // An expert that no token has come to.
+            // No token is routed to this expert.
             if moments.rows.is_empty() {
                 continue;
             }
             let rows = tensor(&moments.rows, &[moments.rows.len() / size.max(1), size], work.context)?;
-            let mut readers = Vec::with_capacity(chain.sinks.len());
-            for sink in chain.sinks.iter().filter(|sink| work.targets.contains(sink.weight.as_str())) {
-                let weight = current(&sink.weight)?;
+            let mut readers = Vec::with_capacity(chain.consumers.len());
+            for consumer in chain.consumers.iter().filter(|consumer| work.targets.contains(consumer.weight.as_str())) {
+                let weight = current(&consumer.weight)?;
                 let [a, b] = weight.shape[..] else { continue };
-                let (outputs, inputs) = if sink.first { (b, a) } else { (a, b) };
-                let layer = Layer { weight: sink.weight.clone(), rows: outputs, size: inputs, input_major: sink.first };
-                let values = layer.rows_of(weight.floats(&sink.weight)?);
-                let answers = product(&rows, &tensor(&values, &[outputs, inputs], work.context)?)?;
-                readers.push((sink.index.clone(), Reader { layer, weight, values, answers }));
+                let (outputs, inputs) = if consumer.first { (b, a) } else { (a, b) };
+                let layer = Layer { weight: consumer.weight.clone(), rows: outputs, size: inputs, input_major: consumer.first };
+                let values = layer.output_major(weight.floats(&consumer.weight)?);
+                let outputs = product(&rows, &tensor(&values, &[outputs, inputs], work.context)?)?;
+                readers.push((consumer.index.clone(), Reader { layer, weight, values, outputs }));
             }
             let representable = |factors: &mut [f32]| match &norm {
                 Some(norm) => norm.restrict(factors),
@@ -205,7 +213,7 @@ impl Rescale {
                 Ok(())
             })?;
             let floats = new.iter().map(|(name, weight)| weight.floats(name)).collect::<Result<Vec<_>>>()?;
-            // In 16 bits, a weight can leave what they reach.
+            // A rescaled weight can overflow in 16 bits.
             if floats.iter().flatten().all(|value| value.is_finite()) {
                 for ((name, weight), values) in new.into_iter().zip(floats) {
                     blocks.replace(&name, tensor(&values, &weight.shape, work.context)?);
@@ -217,7 +225,7 @@ impl Rescale {
         Ok(count)
     }
 
-    /// The factors of the least error of what the layers give, where that is worth it.
+    /// The factors with the smallest error of the outputs; `None` if the gain is too small.
     fn best(
         &self,
         chain: &Chain,
@@ -227,11 +235,11 @@ impl Rescale {
         representable: &dyn Fn(&mut [f32]),
     ) -> Result<Option<Vec<f32>>> {
         let one = vec![1.0; chain.width];
-        let mut best = (self.error(&one, readers, moments, rows, Rounds::Quick)?, None);
+        let mut best = (self.error(&one, readers, moments, rows, RoundingMode::MinMax)?, None);
         let ranges = self.ranges(chain, readers, moments);
-        let (parts, ways): (usize, &[bool]) = if self.strength == Strength::Awq { (20, &[true, false]) } else { (10, &[true]) };
-        for by_weights in ways {
-            // The error is nearly one valley: a few places along it, then closer ones beside the best.
+        let (parts, variants): (usize, &[bool]) = if self.strength == Strength::Awq { (20, &[true, false]) } else { (10, &[true]) };
+        for by_weights in variants {
+            // The error is nearly unimodal: search a coarse grid, then refine around the best point.
             let mut tried = BTreeMap::new();
             let mut stride = parts / 5;
             let mut next: Vec<usize> = (stride..parts).step_by(stride).collect();
@@ -240,7 +248,7 @@ impl Rescale {
                     let mut factors = self.factors(&ranges, step as f64 / parts as f64, *by_weights);
                     representable(&mut factors);
                     let finite = factors.iter().all(|factor| factor.is_finite());
-                    let error = if finite { self.error(&factors, readers, moments, rows, Rounds::Quick)? } else { f64::INFINITY };
+                    let error = if finite { self.error(&factors, readers, moments, rows, RoundingMode::MinMax)? } else { f64::INFINITY };
                     tried.insert(step, error);
                     if error < best.0 {
                         best = (error, Some(factors));
@@ -252,11 +260,11 @@ impl Rescale {
             }
         }
         let Some(factors) = best.1 else { return Ok(None) };
-        let [before, after] = [&one, &factors].map(|factors| self.error(factors, readers, moments, rows, Rounds::Written));
-        Ok((after? < before? * (1.0 - GAIN)).then_some(factors))
+        let [before, after] = [&one, &factors].map(|factors| self.error(factors, readers, moments, rows, RoundingMode::Exact));
+        Ok((after? < before? * (1.0 - MIN_GAIN)).then_some(factors))
     }
 
-    /// How large activations and weights are, by channel of the chain.
+    /// Magnitudes of activations and weights by channel of the chain.
     fn ranges(&self, chain: &Chain, readers: &[(Vec<usize>, Reader)], moments: &Moments) -> Vec<(f64, f64)> {
         let mean = moments.mean_magnitudes();
         let (mut activations, mut weights, mut counts) = (vec![0f64; chain.width], vec![0f64; chain.width], vec![0f64; chain.width]);
@@ -280,7 +288,8 @@ impl Rescale {
         activations.iter().zip(&weights).zip(&counts).map(|((a, w), count)| (a / count.max(1.0), w / count.max(1.0))).collect()
     }
 
-    /// Factors of a strength from 0 to 1, by channel: by how large activations are, and weights too if that is asked for.
+    /// Factors by channel for a strength from 0 to 1, from the magnitudes of activations and, optionally,
+    /// of weights.
     fn factors(&self, ranges: &[(f64, f64)], part: f64, by_weights: bool) -> Vec<f32> {
         let one = |(a, w): &(f64, f64)| match (self.strength, by_weights) {
             (Strength::Awq, true) => (a.powf(part) / (w.powf(1.0 - part) + 1e-4)).max(1e-4),
@@ -290,25 +299,25 @@ impl Rescale {
         let factors: Vec<f64> = ranges.iter().map(one).collect();
         let (low, high) = factors.iter().fold((f64::INFINITY, 0f64), |(low, high), factor| (low.min(*factor), high.max(*factor)));
         let middle = (low * high).sqrt();
-        factors.into_iter().map(|factor| (factor / middle).clamp(1.0 / FARTHEST, FARTHEST) as f32).collect()
+        factors.into_iter().map(|factor| (factor / middle).clamp(1.0 / MAX_FACTOR, MAX_FACTOR) as f32).collect()
     }
 
-    /// The squared error of what the layers give for the rows that are tried.
-    fn error(&self, factors: &[f32], readers: &[(Vec<usize>, Reader)], moments: &Moments, rows: &Tensor, rounds: Rounds) -> Result<f64> {
+    /// Squared error of the outputs of the layers for the test rows.
+    fn error(&self, factors: &[f32], readers: &[(Vec<usize>, Reader)], moments: &Moments, rows: &Tensor, mode: RoundingMode) -> Result<f64> {
         let mut total = 0.0;
         for (index, reader) in readers {
             let by: Vec<f32> = index.iter().map(|channel| factors[*channel]).collect();
             let mut values = reader.values.clone();
             values.chunks_exact_mut(by.len().max(1)).for_each(|row| row.iter_mut().zip(&by).for_each(|(value, by)| *value *= by));
             let squares: Vec<f64> = moments.squares.iter().zip(&by).map(|(square, by)| square / f64::from(by * by)).collect();
-            (self.round)(&reader.layer, &reader.weight, &mut values, &squares, rounds);
+            (self.round)(&reader.layer, &reader.weight, &mut values, &squares, mode);
             let read = || {
                 let divided = rows.broadcast_div(&Tensor::from_slice(&by, (1, by.len()), rows.device())?)?;
-                Rounding::Token.of(self.activations, &divided)
+                Rounding::Token.round_input(self.activations, &divided)
             };
-            let read = read().map_err(computed)?;
-            let weight = Tensor::from_slice(&values, (reader.layer.rows, reader.layer.size), rows.device()).map_err(computed)?;
-            let difference = (product(&read, &weight)? - &reader.answers).map_err(computed)?;
+            let read = read().map_err(tensor_error)?;
+            let weight = Tensor::from_slice(&values, (reader.layer.rows, reader.layer.size), rows.device()).map_err(tensor_error)?;
+            let difference = (product(&read, &weight)? - &reader.outputs).map_err(tensor_error)?;
             total += numbers(&difference)?.iter().map(|error| error * error).sum::<f64>();
         }
         Ok(total)
@@ -316,12 +325,13 @@ impl Rescale {
 }
 
 /// The largest factor.
-const FARTHEST: f64 = 256.0;
-/// Rows on which factors are tried.
+const MAX_FACTOR: f64 = 256.0;
+/// Number of test rows.
 const ROWS: usize = 512;
 
 impl Reader {
-    /// How large the weights of each input are: the mean of their parts of the largest under the same scale, or the largest.
+    /// Magnitude of the weights of each input: the mean ratio to the largest weight with the same scale
+    /// (AWQ), or the maximum (SmoothQuant).
     fn columns(&self, strength: Strength, group: usize) -> Vec<f64> {
         let size = self.layer.size.max(1);
         let mut columns = vec![0f64; size];
@@ -341,29 +351,29 @@ impl Reader {
     }
 }
 
-/// `x Wᵀ`, by the kernel where there is one, whose sums are the same on every machine.
+/// Computes `x Wᵀ`, on the CPU with a kernel whose results do not depend on the machine.
 fn product(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    PreparedOp::new(&Op::Linear(Linear::default()), x.device(), candle_core::DType::F32).forward(&[x.clone(), weight.clone()]).map_err(computed)
+    PreparedOp::new(&Op::Linear(Linear::default()), x.device(), candle_core::DType::F32).forward(&[x.clone(), weight.clone()]).map_err(tensor_error)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// For all requested factors, the norm stores a number of its format that stands for exactly the restricted factor.
+    /// The restricted factors are exactly representable in the weights of the normalization.
     #[test]
     fn factors_of_norms_with_an_offset_are_representable() {
         let values: Vec<f32> = (0..64).map(|at| half::bf16::from_f32(at as f32 / 16.0 - 0.97).to_f32()).collect();
         let norm = OffsetNorm { values: values.clone(), offset: 1.0, dtype: DType::BF16 };
-        let wanted: Vec<f32> = (0..64).map(|at| 1.37f32.powi(at % 21 - 6)).collect();
-        let mut factors = wanted.clone();
+        let requested: Vec<f32> = (0..64).map(|at| 1.37f32.powi(at % 21 - 6)).collect();
+        let mut factors = requested.clone();
         norm.restrict(&mut factors);
         let mut changed = 0;
-        for ((value, factor), wanted) in values.iter().zip(&factors).zip(&wanted) {
+        for ((value, factor), requested) in values.iter().zip(&factors).zip(&requested) {
             let stored = half::bf16::from_f32((value + 1.0) / factor - 1.0).to_f32();
             let scale = (value + 1.0) / factor;
             assert!((stored + 1.0 - scale).abs() <= 1e-5 * scale.abs(), "{value} {factor}");
-            assert!(*factor == 1.0 || (0.25..=4.0).contains(&(factor / wanted)));
+            assert!(*factor == 1.0 || (0.25..=4.0).contains(&(factor / requested)));
             changed += usize::from(*factor != 1.0);
         }
         assert!(changed > 40, "{changed}");

@@ -1,58 +1,55 @@
-//! Integers chosen by what rounding costs on calibration samples: each weight by itself, or so that the weights behind it make up for it
-//! (GPTQ, `kernel/compensation.rs`).
+//! Quantization with calibration samples: round to nearest with weighted errors, or GPTQ, in which later
+//! columns compensate for the error (`kernel/compensation.rs`).
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
-use super::rescale::Rounds;
-use super::solved::{Solved, reorder, restore};
-use super::{Done, Layer, Layerwise, Method, Moments, Rescale, Strength, Wanted};
+use super::correction::{CompensatedSolver, reorder, restore};
+use super::rescale::RoundingMode;
+use super::{Layer, Layerwise, Method, Moments, MomentsRequest, Rescale, Strength, Summary};
 use crate::error::{Error, Result};
-use crate::kernel::choices::{Choices, Grid, Range, Zeros};
+use crate::kernel::column_solver::{ColumnSolver, Grid, Range, Zeros};
 use crate::kernel::convert;
-use crate::kernel::grid::{Integers, Step};
+use crate::kernel::grid::{IntegerGrid, QuantizationParams};
 use crate::model::Model;
 use crate::pass::quantize::{Method as By, Quantize};
 use crate::pass::{Context, Pass, WeightObserver};
 use crate::run_state::{Applied, RunState};
-use crate::store::{ActivationScheme, Affine, Codes, Granularity, Pattern, Scales, Weight};
+use crate::store::{ActivationScheme, Codes, Granularity, Pattern, QuantizationSpec, Scales, Weight};
 
-/// How integers are chosen.
+/// Rounding algorithm.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Rule {
-    /// The nearest.
+    /// Round to nearest.
     Nearest,
-    /// The nearest to what makes up for the columns before.
+    /// Round to nearest after compensating for the errors of previous columns.
     Gptq {
-        /// Added to the diagonal of sums of products, in parts of its mean.
+        /// Damping of the Hessian diagonal, as a fraction of its mean.
         damping: f64,
-        /// Columns of large inputs first, each in the group that it is stored in.
+        /// Whether columns with large inputs come first. Groups remain those of the stored order.
         ordered: bool,
     },
 }
 
-/// How a model is rounded.
-struct Rounded<'a> {
+/// Configuration of the quantization of a model.
+struct Quantization<'a> {
     name: &'static str,
     options: &'a Value,
-    encodings: &'a BTreeMap<String, Affine>,
+    encodings: &'a BTreeMap<String, QuantizationSpec>,
     rule: Rule,
-    /// Whether scales are chosen by the least error, and not from the largest values.
+    /// Whether scales minimize the error, instead of covering the largest values.
     search: bool,
-    /// How range is moved before.
+    /// Rescaling before rounding.
     strength: Option<Strength>,
-    /// Weights that stay as they are.
+    /// Weights to leave unchanged.
     ignored: Vec<Pattern>,
 }
 
-/// Rounds weights of a model to their encodings by calibration samples; gives what the report tells of it.
-///
-/// # Errors
-/// As [`Layerwise::run`].
+/// Quantizes weights of a model using calibration samples. Returns details for the report.
 pub(in crate::pass) fn quantize(
     pass: &Quantize,
-    encodings: &BTreeMap<String, Affine>,
+    encodings: &BTreeMap<String, QuantizationSpec>,
     model: &mut Model,
     run: &RunState,
     context: &Context,
@@ -65,7 +62,7 @@ pub(in crate::pass) fn quantize(
         By::Smoothquant => Some(Strength::Smooth),
         _ => None,
     };
-    let rounded = Rounded {
+    let quantization = Quantization {
         name: pass.name(),
         options: &options,
         encodings,
@@ -74,40 +71,40 @@ pub(in crate::pass) fn quantize(
         strength,
         ignored: pass.ignore.clone(),
     };
-    let done = rounded.run(model, run, context, &mut applied.notes)?;
-    applied.tensors.extend(done.changed);
+    let summary = quantization.run(model, run, context, &mut applied.notes)?;
+    applied.tensors.extend(summary.changed);
     let mut details = Map::new();
-    details.insert("samples".into(), json!(done.samples));
+    details.insert("samples".into(), json!(summary.samples));
     if strength.is_some() {
-        details.insert("rescaled".into(), json!(done.rescaled));
-        if done.rescaled == 0 {
-            applied.notes.push("no layers could share range, or none gained by it: weights were rounded as they are".into());
+        details.insert("rescaled".into(), json!(summary.rescaled));
+        if !summary.skipped.is_empty() {
+            details.insert("not_rescaled".into(), json!(summary.skipped));
+        }
+        if summary.rescaled == 0 {
+            applied.notes.push("no channels were rescaled, because no layers support it or none gain by it".into());
         }
     }
     Ok(details)
 }
 
-/// Columns that are rounded before the others make up for them.
+/// Columns that are rounded before the error is propagated to the remaining columns.
 const BLOCK: usize = 128;
-/// Down to how many hundredths of a range scales are searched.
-const LEAST: u32 = 40;
-/// Of a weight with so many zeros in a hundred, zeros stay: they were meant.
-const MEANT: u64 = 5;
+/// Smallest range of the scale search, in percent of minmax.
+const MIN_RANGE_PERCENT: u32 = 40;
+/// Percentage of zeros from which a weight is considered sparse. Zeros of a sparse weight are preserved.
+const SPARSE_PERCENT: u64 = 5;
 
-impl Rounded<'_> {
-    /// Rounds the weights of a model; plain words for the report are added to `notes`.
-    ///
-    /// # Errors
-    /// As [`Layerwise::run`].
-    fn run(&self, model: &mut Model, run: &RunState, context: &Context, notes: &mut Vec<String>) -> Result<Done> {
+impl Quantization<'_> {
+    /// Quantizes the weights of a model. Notes for the report are added to `notes`.
+    fn run(&self, model: &mut Model, run: &RunState, context: &Context, notes: &mut Vec<String>) -> Result<Summary> {
         let targets: BTreeSet<&str> = self.encodings.keys().map(String::as_str).collect();
         let rescale = self.strength.map(|strength| {
             let (encodings, range) = (self.encodings.clone(), self.range());
-            let round = move |layer: &Layer, weight: &Weight, values: &mut [f32], squares: &[f64], rounds: Rounds| {
+            let round = move |layer: &Layer, weight: &Weight, values: &mut [f32], squares: &[f64], mode: RoundingMode| {
                 let order: Vec<usize> = (0..layer.size).collect();
-                // A layer that stays as it is loses nothing.
+                // A layer without an encoding is not quantized and has no error.
                 if let Some(mut grid) = encodings.get(&layer.weight).and_then(|affine| grid(layer, weight, affine, &order).ok()) {
-                    grid.fix(values, &costs(squares), if rounds == Rounds::Written { range } else { Range::MinMax });
+                    grid.fit(values, &costs(squares), if mode == RoundingMode::Exact { range } else { Range::MinMax });
                     grid.round(values);
                 }
             };
@@ -119,26 +116,26 @@ impl Rounded<'_> {
             Rescale { strength, activations, groups: groups.collect(), ignored: self.ignored.clone(), round: Box::new(round) }
         });
         let compensates = self.rule != Rule::Nearest;
-        let wanted = Wanted { products: compensates, original: compensates, ..Wanted::default() };
-        let work = Layerwise { name: self.name, options: self.options, context, targets: &targets, wanted, rescale, together: false };
-        let mut method = Solver { rounded: self, notes, costs: Vec::new(), order: Vec::new(), solved: None };
+        let requested = MomentsRequest { products: compensates, original: compensates, ..MomentsRequest::default() };
+        let work = Layerwise { name: self.name, options: self.options, context, targets: &targets, requested, rescale, whole_block: false };
+        let mut method = Rounder { quantization: self, notes, costs: Vec::new(), order: Vec::new(), solver: None };
         work.run(model, run, &mut method)
     }
 
     fn range(&self) -> Range {
-        if self.search { Range::LeastError(LEAST) } else { Range::MinMax }
+        if self.search { Range::MinError(MIN_RANGE_PERCENT) } else { Range::MinMax }
     }
 }
 
-/// Weights of columns from their mean squares; of columns that no sample has, small ones.
+/// Error weights of columns, proportional to their mean squares plus a small constant.
 pub(super) fn costs(squares: &[f64]) -> Vec<f32> {
     let mean = squares.iter().sum::<f64>() / squares.len().max(1) as f64;
     let least = if mean > 0.0 { 1e-3 } else { 1.0 };
     squares.iter().map(|square| (square / mean.max(f64::MIN_POSITIVE) + least) as f32).collect()
 }
 
-/// The grids of a layer, in the order of columns that is given.
-fn grid<'o>(layer: &Layer, weight: &Weight, affine: &Affine, order: &'o [usize]) -> Result<Grid<'o, impl Fn(f64) -> f32 + Sync + use<'o>>> {
+/// The quantization grids of a layer, with columns in the given order.
+fn grid<'o>(layer: &Layer, weight: &Weight, affine: &QuantizationSpec, order: &'o [usize]) -> Result<Grid<'o, impl Fn(f64) -> f32 + Sync + use<'o>>> {
     let group = match affine.granularity {
         Granularity::Channel => Some(layer.size),
         Granularity::Group(size) => Some(size),
@@ -147,31 +144,31 @@ fn grid<'o>(layer: &Layer, weight: &Weight, affine: &Affine, order: &'o [usize])
     let (Codes::Integer(bits), Some(group), false) = (affine.codes, group, layer.input_major) else {
         return Err(Error::tensor(
             &layer.weight,
-            format!("cannot be rounded by samples to {} of {:?} in shape {:?}", affine.codes, affine.granularity, weight.shape),
+            format!("cannot be quantized with calibration samples to {} of {:?} in shape {:?}", affine.codes, affine.granularity, weight.shape),
             "use `method: rtn`, or add it to `ignore`",
         ));
     };
     let dtype = affine.scale_dtype;
     let store = move |exact| convert::scale(dtype, exact);
-    Ok(Grid { integers: Integers { bits: bits.into(), symmetric: affine.symmetric }, group, steps: Vec::new(), order, store })
+    Ok(Grid { integers: IntegerGrid { bits: bits.into(), symmetric: affine.symmetric }, group, steps: Vec::new(), order, store })
 }
 
 /// Rounds layer by layer.
-struct Solver<'a, 'n> {
-    rounded: &'a Rounded<'a>,
+struct Rounder<'a, 'n> {
+    quantization: &'a Quantization<'a>,
     notes: &'n mut Vec<String>,
     costs: Vec<f32>,
     order: Vec<usize>,
-    solved: Option<Solved>,
+    solver: Option<CompensatedSolver>,
 }
 
-impl Solver<'_, '_> {
-    fn affine(&self, layer: &Layer) -> Result<&Affine> {
-        self.rounded.encodings.get(&layer.weight).ok_or_else(|| Error::tensor(&layer.weight, "has no encoding", "add it to `ignore`"))
+impl Rounder<'_, '_> {
+    fn affine(&self, layer: &Layer) -> Result<&QuantizationSpec> {
+        self.quantization.encodings.get(&layer.weight).ok_or_else(|| Error::tensor(&layer.weight, "has no encoding", "add it to `ignore`"))
     }
 }
 
-impl Method for Solver<'_, '_> {
+impl Method for Rounder<'_, '_> {
     fn check(&self, layer: &Layer, weight: &Weight) -> Result<()> {
         self.affine(layer).and_then(|affine| grid(layer, weight, affine, &[])).map(|_| ())
     }
@@ -179,15 +176,15 @@ impl Method for Solver<'_, '_> {
     fn read(&mut self, value: &str, moments: Moments) -> Result<()> {
         self.costs = costs(&moments.squares);
         self.order = (0..moments.size).collect();
-        self.solved = None;
-        if let Rule::Gptq { damping, ordered } = self.rounded.rule {
+        self.solver = None;
+        if let Rule::Gptq { damping, ordered } = self.quantization.rule {
             if ordered {
                 self.order.sort_by(|a, b| moments.squares[*b].total_cmp(&moments.squares[*a]).then(a.cmp(b)));
             }
-            let solved = Solved::of(value, moments, &self.order, damping, self.notes)?;
-            // What an error costs after the columns behind it have made up for it.
-            self.order.iter().zip(solved.compensation.costs()).for_each(|(column, cost)| self.costs[*column] = *cost);
-            self.solved = Some(solved);
+            let solver = CompensatedSolver::new(value, moments, &self.order, damping, self.notes)?;
+            // Errors are weighted after compensation by later columns.
+            self.order.iter().zip(solver.compensation.costs()).for_each(|(column, cost)| self.costs[*column] = *cost);
+            self.solver = Some(solver);
         }
         Ok(())
     }
@@ -197,26 +194,26 @@ impl Method for Solver<'_, '_> {
         let mut grid = grid(layer, weight, affine, &self.order)?;
         let rows = values.chunks_exact(layer.size.max(1));
         let zeros: Vec<bool> = rows.flat_map(|row| self.order.iter().map(|column| row[*column] == 0.0)).collect();
-        let meant = 100 * zeros.iter().filter(|zero| **zero).count() as u64 >= MEANT * values.len() as u64;
-        if let Some(solved) = &self.solved {
-            solved.correct(values);
+        let is_sparse = 100 * zeros.iter().filter(|zero| **zero).count() as u64 >= SPARSE_PERCENT * values.len() as u64;
+        if let Some(solver) = &self.solver {
+            solver.correct(values);
         }
-        grid.fix(values, &self.costs, self.rounded.range());
-        let mut choices = Choices::new(Zeros::None, Some(grid));
-        if meant {
+        grid.fit(values, &self.costs, self.quantization.range());
+        let mut choices = ColumnSolver::new(Zeros::None, Some(grid));
+        if is_sparse {
             choices.zeroed = zeros;
         }
-        if let Some(solved) = &self.solved {
+        if let Some(solver) = &self.solver {
             reorder(values, &self.order);
-            solved.compensation.apply(values, BLOCK, &mut choices);
+            solver.compensation.apply(values, BLOCK, &mut choices);
             restore(values, &self.order);
         }
         let Some(grid) = choices.grid.take() else { return Err(Error::tensor(&layer.weight, "has no grid", "")) };
-        if self.solved.is_none() {
+        if self.solver.is_none() {
             grid.round(values);
         }
         let integers = grid.integers_of(values);
-        let (scales, zero_points) = grid.steps.iter().map(|Step { scale, zero }| (*scale, *zero)).unzip();
+        let (scales, zero_points) = grid.steps.iter().map(|QuantizationParams { scale, zero }| (*scale, *zero)).unzip();
         let new = weight.quantized(&layer.weight, affine.clone(), integers, &Scales { run: grid.group, scales, zero_points, global_scale: 1.0 })?;
         Ok(vec![(layer.weight.clone(), new)])
     }

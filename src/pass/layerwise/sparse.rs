@@ -1,41 +1,35 @@
-//! Zeros chosen by what they cost on calibration samples: Wanda (Sun et al. 2023, <https://arxiv.org/abs/2306.11695>), which ranks the
-//! weights of a row by `|w| ‖x‖` with what the layers of a block read before one of them is pruned, and SparseGPT, whose other weights make
-//! up for them (`kernel/compensation.rs`).
+//! Pruning with calibration samples: Wanda (Sun et al. 2023, <https://arxiv.org/abs/2306.11695>), which
+//! ranks the weights of a row by `|w| ‖x‖` with the inputs of the unpruned block, and SparseGPT, which
+//! updates the remaining weights to compensate (`kernel/compensation.rs`).
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use serde_json::json;
 
-use super::solved::Solved;
-use super::{Done, Layer, Layerwise, Method, Moments, Wanted};
+use super::correction::CompensatedSolver;
+use super::{Layer, Layerwise, Method, Moments, MomentsRequest, Summary};
 use crate::error::{Error, Result};
-use crate::kernel::choices::{Choices, Grid, Zeros};
+use crate::kernel::column_solver::{ColumnSolver, Grid, Zeros};
 use crate::model::Model;
 use crate::pass::prune_unstructured::{Importance, too_many};
 use crate::pass::{Context, NOfM, Pass, PruneUnstructured};
 use crate::run_state::{Applied, RunState};
 use crate::store::{Weight, ZeroOrigin, select};
 
-/// Columns that SparseGPT ranks and removes at once, as its reference implementation does.
+/// Columns that SparseGPT ranks and prunes at once, as in its reference implementation.
 const BLOCK: usize = 128;
-/// Most consecutive inputs of a pattern.
-const MOST: usize = 64;
-/// What is added to the diagonal of sums of products, in parts of its mean.
+/// Largest supported M of N:M patterns.
+const MAX_PATTERN: usize = 64;
+/// Damping of the Hessian diagonal, as a fraction of its mean.
 const DAMPING: f64 = 0.01;
 
-/// Models are run.
-///
-/// # Errors
-/// None.
+/// Checks whether the build can run models. Always succeeds here; see `no_layerwise.rs`.
 pub(in crate::pass) fn require(_option: &str) -> Result<()> {
     Ok(())
 }
 
-/// Prunes these weights of a model by calibration samples.
-///
-/// # Errors
-/// As [`Layerwise::run`], or there are fewer weights than are to be removed.
+/// Prunes the named weights of a model using calibration samples.
 pub(in crate::pass) fn prune(
     pass: &PruneUnstructured,
     mut model: Model,
@@ -52,19 +46,19 @@ pub(in crate::pass) fn prune(
     }
     if let Some(context) = context {
         let meter = applied.meter.clone();
-        let mut method = Sparse { pass, norms: Vec::new(), solved: None, notes: Vec::new() };
+        let mut method = Sparse { pass, norms: Vec::new(), solver: None, notes: Vec::new() };
         let compensates = pass.importance == Importance::Sparsegpt;
-        let wanted = Wanted { products: compensates, original: compensates, ..Wanted::default() };
+        let requested = MomentsRequest { products: compensates, original: compensates, ..MomentsRequest::default() };
         let work = Layerwise {
             name: pass.name(),
             options: &applied.options,
             context,
             targets: names,
-            wanted,
+            requested,
             rescale: None,
-            together: pass.importance == Importance::Wanda,
+            whole_block: pass.importance == Importance::Wanda,
         };
-        let Done { samples, .. } = meter.time(|| work.run(&mut model, run, &mut method))?;
+        let Summary { samples, .. } = meter.time(|| work.run(&mut model, run, &mut method))?;
         applied.notes = method.notes;
         let removed = names.iter().map(|name| model.weights.get(name)?.zeros()).sum::<Result<u64>>()?;
         applied.details = Arc::new(move || json!({ "zeroed": removed, "of": of, "samples": samples }));
@@ -74,11 +68,11 @@ pub(in crate::pass) fn prune(
     Ok(model)
 }
 
-/// How zeros are chosen.
+/// Pruning method.
 struct Sparse<'a> {
     pass: &'a PruneUnstructured,
     norms: Vec<f32>,
-    solved: Option<Solved>,
+    solver: Option<CompensatedSolver>,
     notes: Vec<String>,
 }
 
@@ -87,10 +81,10 @@ impl Sparse<'_> {
         match self.pass.pattern {
             Some(NOfM { m, .. }) if !layer.size.is_multiple_of(m) => Err(Error::tensor(
                 &layer.weight,
-                format!("has {} inputs, which groups of {m} do not divide", layer.size),
+                format!("has {} inputs, which is not a multiple of {m}", layer.size),
                 "add it to `ignore`, or choose another pattern",
             )),
-            Some(NOfM { m, .. }) if m > MOST => Err(Error::option("pattern", format!("ranks at most {MOST} consecutive inputs where samples decide"))),
+            Some(NOfM { m, .. }) if m > MAX_PATTERN => Err(Error::option("pattern", format!("M must be at most {MAX_PATTERN} with `wanda` and `sparsegpt`"))),
             Some(NOfM { n, m }) => Ok(Zeros::AllBut { n, m }),
             None => {
                 let (name, weights) = (&layer.weight, (layer.rows * layer.size) as u64);
@@ -111,7 +105,7 @@ impl Method for Sparse<'_> {
         self.norms = moments.squares.iter().map(|square| square.sqrt() as f32).collect();
         if self.pass.importance == Importance::Sparsegpt {
             let order: Vec<usize> = (0..moments.size).collect();
-            self.solved = Some(Solved::of(value, moments, &order, DAMPING, &mut self.notes)?);
+            self.solver = Some(CompensatedSolver::new(value, moments, &order, DAMPING, &mut self.notes)?);
         }
         Ok(())
     }
@@ -119,10 +113,10 @@ impl Method for Sparse<'_> {
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let zeros = self.zeros(layer)?;
         let block = if let Zeros::AllBut { m, .. } = zeros { BLOCK / m * m } else { BLOCK };
-        match &self.solved {
-            Some(solved) => {
-                solved.correct(values);
-                solved.compensation.apply(values, block, &mut Choices::<fn(f64) -> f32>::new(zeros, None::<Grid<_>>));
+        match &self.solver {
+            Some(solver) => {
+                solver.correct(values);
+                solver.compensation.apply(values, block, &mut ColumnSolver::<fn(f64) -> f32>::new(zeros, None::<Grid<_>>));
             }
             None => remove(values, &self.norms, zeros),
         }
@@ -135,10 +129,11 @@ impl Method for Sparse<'_> {
     }
 }
 
-/// Zeroes the weights of each row that have the least products with the norms of their inputs.
+/// Zeros the weights of each row with the smallest products of magnitude and input norm.
 fn remove(values: &mut [f32], norms: &[f32], zeros: Zeros) {
     let size = norms.len().max(1);
-    let mut done = (0, 0);
+    // Weights processed and zeroed, so that rounding does not accumulate over rows.
+    let mut total = (0, 0);
     for row in values.chunks_exact_mut(size) {
         let mut drop = |from: usize, width: usize, count: usize| {
             let mut ranked: Vec<usize> = (from..from + width).collect();
@@ -151,9 +146,9 @@ fn remove(values: &mut [f32], norms: &[f32], zeros: Zeros) {
         match zeros {
             Zeros::None => {}
             Zeros::Part(part) => {
-                done.0 += size;
-                let count = ((part * done.0 as f64).round() as usize).saturating_sub(done.1).min(size);
-                done.1 += count;
+                total.0 += size;
+                let count = ((part * total.0 as f64).round() as usize).saturating_sub(total.1).min(size);
+                total.1 += count;
                 drop(0, size, count);
             }
             Zeros::AllBut { n, m } => (0..size).step_by(m).for_each(|from| {
@@ -170,7 +165,7 @@ mod tests {
 
     /// The example of the reference implementation (locuslab/wanda).
     #[test]
-    fn rows_keep_what_counts() {
+    fn the_most_important_weights_of_rows_remain() {
         let mut weights = vec![0.9, -0.35, 0.5, -0.12, 0.26, 0.74, -0.6, 0.33];
         remove(&mut weights, &[14f32.sqrt(), 14f32.sqrt(), 6f32.sqrt(), 14f32.sqrt()], Zeros::AllBut { n: 2, m: 4 });
         assert_eq!(weights, [0.9, -0.35, 0.0, 0.0, 0.0, 0.74, -0.6, 0.0]);

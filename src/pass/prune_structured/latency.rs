@@ -1,4 +1,4 @@
-//! How long a graph takes in the built-in executor, whatever its weights are.
+//! Latency of a graph in the built-in executor, independent of its weights.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,30 +13,27 @@ use crate::ir::Graph;
 use crate::pass::Context;
 use crate::store::{self, Block, BlockSink, Encoding, View, Weight, WeightSource, Weights};
 
-/// Runs of which the median counts.
+/// Number of measured runs.
 const RUNS: usize = 7;
 
-/// Small numbers, all the same.
+/// Weight source of small constant values.
 struct Constant(usize);
 
 impl WeightSource for Constant {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let block = store::block_elements(unit).min(self.0.max(1));
         let bytes: Vec<u8> = std::iter::repeat_n(0.01f32.to_le_bytes(), block).flatten().collect();
-        let mut left = self.0;
-        while left > 0 {
-            let count = left.min(block);
+        let mut remaining = self.0;
+        while remaining > 0 {
+            let count = remaining.min(block);
             sink(Block::untouched(View::dense(store::DType::F32, &bytes[..4 * count])))?;
-            left -= count;
+            remaining -= count;
         }
         Ok(())
     }
 }
 
-/// Seconds for one synthetic sample of the usual size, the median of several runs.
-///
-/// # Errors
-/// Memory runs out, or the work is cancelled.
+/// Median latency in seconds for one synthetic sample of default size.
 pub(super) fn seconds(graph: &Graph, context: &Context) -> Result<f64> {
     let weight = |shape: Vec<usize>| {
         let elements = shape.iter().product();
@@ -46,7 +43,7 @@ pub(super) fn seconds(graph: &Graph, context: &Context) -> Result<f64> {
     let by_name = graph.params().map(|(_, value)| (value.name.clone(), weight(shape(value)))).collect();
     let weights = Weights { by_name, ..Weights::default() };
     let parameters = Parameters::load(graph, &weights, &context.device, DType::F32, Residence::Computed, &context.work)?;
-    let inputs = data::synthetic_of(graph, context.seed, &analysis::usual_sizes(graph))?.inputs;
+    let inputs = data::synthetic_with_sizes(graph, context.seed, &analysis::usual_sizes(graph))?.inputs;
     let executor = Executor::new(graph, parameters, context.device.clone());
     let mut times = Vec::with_capacity(RUNS);
     for _ in 0..RUNS {

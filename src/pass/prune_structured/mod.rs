@@ -1,11 +1,13 @@
-//! Structured pruning: heads, neurons, channels, the width of the residual stream, whole layers or experts are taken out, so that
-//! tensors get smaller and the model gets faster.
+//! Structured pruning: removes heads, neurons, channels, width of the residual stream, layers or experts,
+//! so that tensors shrink and the model runs faster.
 //!
-//! What goes together is found by [`analysis::groups`](crate::analysis::groups). Units are ranked by the size of their
-//! weights (Li et al., *Pruning Filters for Efficient ConvNets*, 2017, <https://arxiv.org/abs/1608.08710>; over whole
-//! groups as in Fang et al., *DepGraph*, 2023, <https://arxiv.org/abs/2301.12900>), by the first-order change of the loss
-//! (Molchanov et al., *Importance Estimation for Neural Network Pruning*, 2019, <https://arxiv.org/abs/1906.10771>), or by
-//! the values that meet their weights (as in Sun et al., *Wanda*, 2023, <https://arxiv.org/abs/2306.11695>).
+//! Dependent dimensions are found by [`analysis::groups`](crate::analysis::groups). Units are ranked by
+//! the magnitude of their weights (Li et al., *Pruning Filters for Efficient ConvNets*, 2017,
+//! <https://arxiv.org/abs/1608.08710>; over whole groups as in Fang et al., *DepGraph*, 2023,
+//! <https://arxiv.org/abs/2301.12900>), by the first-order change of the loss (Molchanov et al.,
+//! *Importance Estimation for Neural Network Pruning*, 2019, <https://arxiv.org/abs/1906.10771>), or by
+//! the products of weights and activations (as in Sun et al., *Wanda*, 2023,
+//! <https://arxiv.org/abs/2306.11695>).
 //!
 //! ```yaml
 //! passes:
@@ -32,11 +34,11 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-pub(super) use layers::keep_layers;
+pub(super) use layers::drop_layers;
 pub use options::{Amounts, Importance, PrunedPart, Repair, Target};
 
 use super::{Context, Pass, Samples, Scope, options_of};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::pass::Amount;
@@ -45,7 +47,7 @@ use crate::run_state::{Applied, RunState};
 use crate::store::Pattern;
 use selection::Selection;
 
-/// Take heads, neurons, channels, width, layers or experts out of a model.
+/// Remove heads, neurons, channels, width, layers or experts from a model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
@@ -54,33 +56,36 @@ pub struct PruneStructured {
     #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub dims: Vec<PrunedPart>,
-    /// Amount to remove from each group: a fraction like 0.25 or 25%, a number of units, or one for each kind: heads=0.25,mlp=64 [default: 0.25]
+    /// Amount to remove from each group: a fraction like 0.25 or 25%, a number of units, or an amount per
+    /// kind: heads=0.25,mlp=64 [default: 0.25]
     #[cfg_attr(feature = "cli", arg(long, allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub amount: Option<Amounts>,
-    /// Instead of an amount, the fraction of the cost to keep: macs=0.5 or macs=50%, params=0.5 or latency=0.5
+    /// Instead of an amount, the fraction of the cost to keep: macs=0.5 or macs=50%, params=0.5 or
+    /// latency=0.5
     #[cfg_attr(feature = "cli", arg(long, value_name = "COST=FRACTION"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub target: Option<Target>,
-    /// How units are ranked; the least important are removed
+    /// Importance criterion; the least important units are removed
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().importance))]
     pub importance: Importance,
-    /// Remove the same fraction of every group, or rank all groups together [default: tensor; global for a target]
+    /// Remove the same fraction of every group, or rank all groups jointly [default: tensor; global for a
+    /// target]
     #[cfg_attr(feature = "cli", arg(long, value_enum))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scope: Option<Scope>,
-    /// Widths are multiples of this; heads are removed as a whole
+    /// Remaining widths are multiples of this number; heads are always removed completely
     #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().round_to))]
     pub round_to: usize,
-    /// Fewest units that stay in a group [default: one head, else `round_to`]
+    /// Minimum number of remaining units per group [default: one head, else `round_to`]
     #[cfg_attr(feature = "cli", arg(long))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub minimum: Option<usize>,
-    /// Whether all layers keep the same width [default: where config.json has only one width]
+    /// Prune all layers to the same width [default: true if config.json supports only one width]
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uniform: Option<bool>,
-    /// How to adjust the layers that read removed units
+    /// Adjustment of the layers that read removed units
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().repair))]
     pub repair: Repair,
     /// Tensors whose units may be removed: names with `*`, or `re:` and a regular expression [default: all]
@@ -113,8 +118,8 @@ impl Default for PruneStructured {
 
 const NAME: &str = "prune-structured";
 
-/// What is known before a transformer loses units by their weights.
-const BLIND: &str = "`importance: l1` and `l2` look at weights alone, and can ruin a transformer: a few neurons of small weights carry huge values; `data: { calibration: ... }` lets the pass rank by them";
+/// Warning when units of a transformer are ranked by their weights.
+const WEIGHT_RANKING_NOTE: &str = "`importance: l1` and `l2` use only weights and can severely damage a transformer, in which a few neurons with small weights have huge activations; with `data: { calibration: ... }`, the pass can rank by activations";
 
 /// Whether a model has attention.
 fn is_transformer(graph: &Graph) -> bool {
@@ -126,11 +131,11 @@ impl PruneStructured {
         self.scope.unwrap_or(if self.target.is_some() { Scope::Global } else { Scope::Tensor })
     }
 
-    /// What goes of a part.
+    /// The amount to remove of a part.
     fn amount(&self, part: PrunedPart) -> Amount {
         match &self.amount {
             None => Amount::fraction(0.25),
-            Some(amounts) => amounts.of(part).unwrap_or(Amount::Count(0)),
+            Some(amounts) => amounts.get(part).unwrap_or(Amount::Count(0)),
         }
     }
 
@@ -138,29 +143,29 @@ impl PruneStructured {
         matches!(self.importance, Importance::Auto | Importance::L1 | Importance::L2)
     }
 
-    /// Whether this part is named.
-    fn takes(&self, part: PrunedPart) -> bool {
+    /// Whether this part is listed in the options.
+    fn selects(&self, part: PrunedPart) -> bool {
         match (&self.amount, self.dims.is_empty()) {
             (Some(Amounts::Each(amounts)), true) => amounts.contains_key(&part),
             _ => self.dims.contains(&part),
         }
     }
 
-    /// Whether anything but whole layers and experts goes.
-    fn takes_units(&self) -> bool {
+    /// Whether other parts than layers and experts are selected.
+    fn selects_units(&self) -> bool {
         match (&self.amount, self.dims.is_empty()) {
             (Some(Amounts::Each(amounts)), true) => amounts.keys().any(|part| part.unit().is_some()),
             _ => self.dims.is_empty() || self.dims.iter().any(|part| part.unit().is_some()),
         }
     }
 
-    /// The model without what goes; which units these are is only known in `context`.
+    /// Prunes the model. Without a context, the shapes are correct, but the removed units are arbitrary.
     fn prune(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let mut applied = Applied::new(NAME, self.options());
         let meter = applied.meter.clone();
         let mut details = Map::new();
         let mut rules = Vec::new();
-        for part in PrunedPart::WHOLE.into_iter().filter(|part| self.takes(*part)) {
+        for part in PrunedPart::WHOLE.into_iter().filter(|part| self.selects(*part)) {
             let amount = self.amount(part);
             let removed = meter.time(|| match part {
                 PrunedPart::Experts => experts::remove(&mut model, amount, context, &meter),
@@ -172,26 +177,26 @@ impl PruneStructured {
             rules.push(format!("whole {part}"));
             details.insert(part.to_string(), removed.details);
         }
-        if self.takes_units() {
+        if self.selects_units() {
             let graph = model.graph()?;
             let selection = Selection::new(self, &model, &graph)?;
             let scores = context.map(|context| meter.time(|| selection.scores(self, &graph, &model, context))).transpose()?;
             let widths = meter.time(|| selection.widths(self, &graph, &model, scores.as_ref(), context))?;
-            let gone = selection.gone(&widths, scores.as_ref());
+            let removed = selection.removed_units(&widths, scores.as_ref());
             applied.notes.extend(selection.notes(&widths));
-            if self.ranks_by_weights() && is_transformer(&graph) && !gone.is_empty() {
-                applied.notes.push(BLIND.to_owned());
+            if self.ranks_by_weights() && is_transformer(&graph) && !removed.is_empty() {
+                applied.notes.push(WEIGHT_RANKING_NOTE.to_owned());
             }
             let before = model.clone();
-            let places = cut::surviving(&model, &selection.groups, &gone)?;
-            applied.tensors.extend(cut::cut(&mut model, &places, &meter)?);
-            if !gone.is_empty() {
-                applied.notes.extend(cut::describe(&mut model, &graph, &selection.groups, &gone)?);
+            let surviving = cut::surviving(&model, &selection.groups, &removed)?;
+            applied.tensors.extend(cut::cut(&mut model, &surviving, &meter)?);
+            if !removed.is_empty() {
+                applied.notes.extend(cut::describe(&mut model, &graph, &selection.groups, &removed)?);
             }
-            if let Some(context) = context.filter(|_| self.repair != Repair::None && !gone.is_empty()) {
-                let repairing = repair::Repairing { before: &before, graph: &graph, after: &mut model, surviving: &places, repair: self.repair };
+            if let Some(context) = context.filter(|_| self.repair != Repair::None && !removed.is_empty()) {
+                let repairing = repair::Repairing { before: &before, graph: &graph, after: &mut model, surviving: &surviving, repair: self.repair };
                 let (layers, normalisations) = meter.time(|| repairing.run(context))?;
-                applied.notes.push(format!("repaired on calibration data: {layers} layers, {normalisations} batch normalisations"));
+                applied.notes.push(format!("repaired on calibration data: {}, {}", counted(layers, "layer"), counted(normalisations, "batch normalisation")));
             }
             details.insert("groups".to_owned(), selection.details(&widths).into());
             rules.push(selection.rule.clone());
@@ -226,24 +231,25 @@ impl Pass for PruneStructured {
         }
         if let Some(target) = self.target {
             if self.amount.is_some() {
-                return wrong("target", "excludes `amount`: a target finds the amounts".into());
+                return wrong("target", "excludes `amount`: a target determines the amounts".into());
             }
             if !(target.fraction() > 0.0 && target.fraction() < 1.0) {
                 let meant = suggest_percentage(target.fraction()).map_or_else(String::new, |meant| format!("; write {meant}"));
-                return wrong("target", format!("{} {} is not between 0 and 1: it is the fraction that is left{meant}", target.name(), target.fraction()));
+                return wrong("target", format!("{} {} is not between 0 and 1: it is the remaining fraction{meant}", target.name(), target.fraction()));
             }
         }
-        // The count of layers or experts is small; one of heads, channels or neurons needs the name of its part.
-        if let Some(Amounts::All(amount)) = self.amount.as_ref().filter(|_| self.takes_units()) {
+        // Counts of layers or experts are small and unambiguous; a count of heads, channels or neurons
+        // needs the name of the part.
+        if let Some(Amounts::All(amount)) = self.amount.as_ref().filter(|_| self.selects_units()) {
             let part = self.dims.iter().copied().find(|part| part.unit().is_some()).unwrap_or(PrunedPart::Mlp);
             let unit = amount.require_unit(|count| format!("`{part}={count}` for a number of units"));
             unit.or_else(|reason| wrong("amount", reason))?;
         }
-        let whole = PrunedPart::WHOLE.into_iter().find(|part| self.takes(*part));
+        let whole = PrunedPart::WHOLE.into_iter().find(|part| self.selects(*part));
         if let Some(part) = whole.filter(|_| self.target.is_some()) {
             return wrong("target", format!("cannot be combined with {part}: remove {part} in a separate pass, with an `amount`"));
         }
-        if !self.takes_units() {
+        if !self.selects_units() {
             let unused = [
                 ("targets", !self.targets.is_empty()),
                 ("ignore", !self.ignore.is_empty()),
@@ -254,34 +260,34 @@ impl Pass for PruneStructured {
                 ("minimum", self.minimum.is_some()),
                 ("uniform", self.uniform.is_some()),
             ];
-            if let Some((option, _)) = unused.into_iter().find(|(_, given)| *given) {
-                return wrong(option, "is about heads, neurons, channels and widths, and `dims` names none of them".into());
+            if let Some((option, _)) = unused.into_iter().find(|(_, is_set)| *is_set) {
+                return wrong(option, "applies only to heads, neurons, channels and widths, but `dims` lists none of them".into());
             }
         }
         if let Some(Amounts::Each(amounts)) = &self.amount
             && let Some(part) = amounts.keys().find(|part| !self.dims.is_empty() && !self.dims.contains(part))
         {
-            return wrong("amount", format!("names {part}, which is not among `dims`"));
+            return wrong("amount", format!("contains {part}, which is not listed in `dims`"));
         }
         Ok(())
     }
 
-    fn settle(&mut self, model: &Model, sets: &[Samples]) {
-        // Whole layers and experts have a ranking of their own.
-        if self.importance == Importance::Auto && self.takes_units() {
+    fn resolve_defaults(&mut self, model: &Model, sets: &[Samples]) {
+        // Layers and experts are ranked separately.
+        if self.importance == Importance::Auto && self.selects_units() {
             let ranked = || {
                 let graph = model.graph()?;
                 Ok::<_, Error>(is_transformer(&graph) && Selection::new(self, model, &graph)?.is_read(&graph))
             };
-            // What is wrong with the options is told by the pass itself.
-            let seen = !sets.is_empty() && ranked().unwrap_or(false);
-            self.importance = if seen { Importance::Activation } else { Importance::L1 };
+            // `apply` reports errors in the options.
+            let use_activations = !sets.is_empty() && ranked().unwrap_or(false);
+            self.importance = if use_activations { Importance::Activation } else { Importance::L1 };
         }
     }
 
     fn runs_on(&self) -> Option<Samples> {
-        let looks = matches!(self.importance, Importance::Taylor | Importance::Activation) || self.repair != Repair::None;
-        Some(if looks || self.takes(PrunedPart::Experts) { Samples::Calibration } else { Samples::None })
+        let needs_samples = matches!(self.importance, Importance::Taylor | Importance::Activation) || self.repair != Repair::None;
+        Some(if needs_samples || self.selects(PrunedPart::Experts) { Samples::Calibration } else { Samples::None })
     }
 
     fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
@@ -289,12 +295,12 @@ impl Pass for PruneStructured {
     }
 
     fn remedy(&self) -> &'static str {
-        if !self.takes_units() {
-            "a smaller `amount`, or a `distill` pass behind it"
+        if !self.selects_units() {
+            "a smaller `amount`, or a subsequent `distill` pass"
         } else if self.ranks_by_weights() {
-            "`importance: activation` with calibration data, a smaller `amount`, `repair: least-squares`, or a `distill` pass behind it"
+            "`importance: activation` with calibration data, a smaller `amount`, `repair: least-squares`, or a subsequent `distill` pass"
         } else {
-            "a smaller `amount`, `repair: least-squares`, or a `distill` pass behind it"
+            "a smaller `amount`, `repair: least-squares`, or a subsequent `distill` pass"
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Options of structured pruning, as they stand in a recipe and on the command line.
+//! Options of structured pruning in recipes and on the command line.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,12 +11,12 @@ use crate::analysis::GroupUnit;
 use crate::pass::Amount;
 use crate::pass::amount::parse_fraction;
 
-/// What can be taken out.
+/// Part of a model that can be pruned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum PrunedPart {
-    /// Attention heads; heads that share keys and values are removed together
+    /// Attention heads; heads that share keys and values are removed jointly
     Heads,
     /// Neurons between two linear layers
     Mlp,
@@ -26,15 +26,15 @@ pub enum PrunedPart {
     Hidden,
     /// Whole layers of a transformer
     Layers,
-    /// Whole experts of mixtures, by how often and how much calibration data uses them
+    /// Whole experts of a mixture of experts, ranked by their use on calibration data
     Experts,
 }
 
 impl PrunedPart {
-    /// Parts that go as a whole, and have no units.
+    /// Parts that are removed completely and have no units.
     pub(super) const WHOLE: [PrunedPart; 2] = [PrunedPart::Layers, PrunedPart::Experts];
 
-    /// The units of groups that it means; none for whole layers and experts.
+    /// The group unit of this part; `None` for layers and experts.
     pub fn unit(self) -> Option<GroupUnit> {
         match self {
             PrunedPart::Heads => Some(GroupUnit::Heads),
@@ -61,23 +61,26 @@ impl FromStr for PrunedPart {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let parts = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels, PrunedPart::Hidden, PrunedPart::Layers, PrunedPart::Experts];
-        parts.into_iter().find(|part| part.to_string() == text).ok_or_else(|| format!("`{text}` is none of heads, mlp, channels, hidden, layers, experts"))
+        parts
+            .into_iter()
+            .find(|part| part.to_string() == text)
+            .ok_or_else(|| format!("unknown part `{text}`; the parts are heads, mlp, channels, hidden, layers, experts"))
     }
 }
 
-/// How much of each group goes: one amount for everything, or one for each part.
+/// Amounts to remove of each group: one amount for all parts, or one per part.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Amounts {
-    /// The same of everything.
+    /// One amount for all parts.
     All(Amount),
-    /// By part.
+    /// Amounts by part.
     Each(BTreeMap<PrunedPart, Amount>),
 }
 
 impl Amounts {
-    /// The amount of a part, if there is one.
-    pub fn of(&self, part: PrunedPart) -> Option<Amount> {
+    /// The amount of a part, if one is specified.
+    pub fn get(&self, part: PrunedPart) -> Option<Amount> {
         match self {
             Amounts::All(amount) => Some(*amount),
             Amounts::Each(amounts) => amounts.get(&part).copied(),
@@ -107,7 +110,7 @@ impl<'de> Deserialize<'de> for Amounts {
             type Value = Amounts;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                f.write_str("a fraction from 0.0 to 1.0, a percentage like 50%, a whole number of units, or one for each part, like { heads: 0.25, mlp: 0.5 }")
+                f.write_str("a fraction from 0.0 to 1.0, a percentage like 50%, a whole number of units, or an amount per part, like { heads: 0.25, mlp: 0.5 }")
             }
 
             fn visit_u64<E: de::Error>(self, value: u64) -> Result<Amounts, E> {
@@ -134,16 +137,17 @@ impl<'de> Deserialize<'de> for Amounts {
     }
 }
 
-/// What must be left of the model's cost, as a fraction of the whole.
+/// Remaining fraction of the cost of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Target {
-    /// Multiply-accumulates of one sample: a text of 128 tokens, an image of 224 x 224 where the size is open
+    /// Multiply-accumulate operations for one sample: a text of 128 tokens, or an image of 224 x 224 if
+    /// the size is dynamic
     Macs(f64),
-    /// Parameters
+    /// Number of parameters
     Params(f64),
-    /// Time of the built-in executor on synthetic samples
+    /// Latency of the built-in executor on synthetic samples
     Latency(f64),
 }
 
@@ -154,7 +158,7 @@ impl Target {
         fraction
     }
 
-    /// What is counted.
+    /// Name of the cost.
     pub fn name(self) -> &'static str {
         match self {
             Target::Macs(_) => "macs",
@@ -180,35 +184,36 @@ impl FromStr for Target {
     }
 }
 
-/// What decides which units go: those of the smallest importance.
+/// Importance criterion of units.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Importance {
-    /// `activation` for a transformer where calibration data is named, or training data to look at instead; else `l1`
+    /// `activation` for transformers if the recipe has calibration or training data; else `l1`
     #[default]
     Auto,
-    /// Sum of the absolute weights of a unit, over every layer that writes or reads it
+    /// Sum of the magnitudes of the weights of a unit, over all layers that write or read it
     L1,
     /// Sum of squares
     L2,
     /// First-order change of the loss on calibration data
     Taylor,
-    /// Size of the values that the layers reading a unit get on calibration data, times their weights
+    /// Magnitude of the activations of a unit on calibration data, times the weights of the layers that
+    /// read it
     Activation,
 }
 
-/// How to adjust the layers that read removed units.
+/// Adjustment of the layers that read removed units.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Repair {
-    /// Nothing
+    /// No adjustment
     #[default]
     None,
-    /// Add the average of the removed units to the bias; recompute statistics of batch normalisation
+    /// Add the mean contribution of removed units to the bias; recompute statistics of batch normalization
     Bias,
-    /// Refit the remaining weights by least squares; recompute statistics of batch normalisation
+    /// Refit the remaining weights by least squares; recompute statistics of batch normalization
     LeastSquares,
 }
 

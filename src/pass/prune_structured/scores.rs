@@ -1,4 +1,4 @@
-//! Importance by weights: one reading, block by block.
+//! Importance of units by the magnitude of their weights. Weights are read once, block by block.
 
 use std::collections::BTreeMap;
 
@@ -9,21 +9,18 @@ use crate::model::Model;
 use crate::store::Weight;
 use crate::work::Work;
 
-/// For each group, the importance of each unit.
+/// Importance of each unit of each group.
 pub(super) type Scores = Vec<Vec<f64>>;
 
-/// Ranks by the sizes of weights.
-///
-/// # Errors
-/// A weight is not of floats, reading fails, or the work is cancelled.
+/// Computes the importance of units by the magnitudes of weights.
 pub(super) fn by_weights(groups: &[&Group], model: &Model, importance: Importance, work: &Work) -> Result<Scores> {
-    let counts = |member: &&Member| member.role != Role::Goes;
+    let counts = |member: &&Member| member.role != Role::Follows;
     if let Some(group) = groups.iter().find(|group| !group.members.iter().any(|member| counts(&member))) {
         let name = group.members.first().map_or("", |member| member.param.as_str());
         return Err(Error::tensor(
             name,
-            "its units cannot be ranked: layers read it in parts or another form, as experts that are stored in one tensor",
-            "leave that part of the model out of `dims`, or store a tensor for each expert",
+            "has units that cannot be ranked, because layers read slices or reshaped views of it, as for experts that are stored in one tensor",
+            "remove this part of the model from `dims`, or store a separate tensor for each expert",
         ));
     }
     let mut axes: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
@@ -41,25 +38,25 @@ pub(super) fn by_weights(groups: &[&Group], model: &Model, importance: Importanc
     for ((name, _, axes), sums) in jobs.iter().zip(sums) {
         by_axis.extend(axes.iter().map(|axis| (*name, *axis)).zip(sums));
     }
-    let of_member = |member: &Member, size: usize| {
+    let member_sums = |member: &Member, size: usize| {
         let elements = by_axis.get(&(member.param.as_str(), member.axis)).map(Vec::as_slice).unwrap_or_default();
         let mut units = vec![0.0; size];
         for (unit, sum) in units.iter_mut().enumerate() {
-            member.place.blocks(unit, &mut |at| *sum += elements.iter().skip(at).take(member.place.block).sum::<f64>());
+            member.layout.blocks(unit, &mut |at| *sum += elements.iter().skip(at).take(member.layout.block).sum::<f64>());
         }
         units
     };
     let total = |group: &&Group| {
         let mut total = vec![0.0; group.size];
         for member in group.members.iter().filter(counts) {
-            total.iter_mut().zip(of_member(member, group.size)).for_each(|(sum, unit)| *sum += unit);
+            total.iter_mut().zip(member_sums(member, group.size)).for_each(|(sum, unit)| *sum += unit);
         }
         total
     };
     Ok(groups.iter().map(total).collect())
 }
 
-/// The average of several members' judgements, each in units of its own mean.
+/// Sums the scores of several members, each normalized by its mean.
 pub(super) fn average(members: impl Iterator<Item = Vec<f64>>, size: usize) -> Vec<f64> {
     let mut total = vec![0.0; size];
     for units in members {
@@ -71,28 +68,28 @@ pub(super) fn average(members: impl Iterator<Item = Vec<f64>>, size: usize) -> V
     total
 }
 
-/// Sums of magnitudes or squares over everything but one axis, for several axes.
+/// Sums of magnitudes or squares over all but one axis, for each of several axes.
 fn sums(name: &str, weight: &Weight, axes: &[usize], square: bool, work: &Work) -> Result<Vec<Vec<f64>>> {
-    let mut found: Vec<Vec<f64>> = axes.iter().map(|axis| vec![0.0; weight.shape[*axis]]).collect();
+    let mut by_axis: Vec<Vec<f64>> = axes.iter().map(|axis| vec![0.0; weight.shape[*axis]]).collect();
     let shapes: Vec<(usize, usize)> = axes.iter().map(|axis| (weight.shape[*axis], weight.shape[axis + 1..].iter().product())).collect();
     let mut floats = Vec::new();
     let mut at = 0;
     weight.visit(1, &mut |block| {
         floats.resize(block.now.elements(), 0.0);
         if !block.now.decode(0, &mut floats) {
-            return Err(Error::tensor(name, format!("is {}, pruning ranks floats", weight.dtype), "add it to `ignore`"));
+            return Err(Error::tensor(name, format!("has the dtype {}, but pruning ranks only floats", weight.dtype), "add it to `ignore`"));
         }
         floats.iter_mut().for_each(|x| *x = if square { *x * *x } else { x.abs() });
-        for (sums, (size, inner)) in found.iter_mut().zip(&shapes) {
+        for (sums, (size, inner)) in by_axis.iter_mut().zip(&shapes) {
             add(sums, *size, *inner, at, &floats);
         }
         at += floats.len();
         work.advance(block.before.values.len() as u64)
     })?;
-    Ok(found)
+    Ok(by_axis)
 }
 
-/// Adds elements `from..` of a tensor to the sums of an axis.
+/// Adds the elements `from..` of a tensor to the sums of an axis.
 fn add(sums: &mut [f64], size: usize, inner: usize, from: usize, values: &[f32]) {
     let mut at = 0;
     while at < values.len() {
@@ -103,14 +100,14 @@ fn add(sums: &mut [f64], size: usize, inner: usize, from: usize, values: &[f32])
             at += count;
         } else {
             let count = (inner - inside).min(values.len() - at);
-            sums[index] += lanes(&values[at..at + count]);
+            sums[index] += lane_sum(&values[at..at + count]);
             at += count;
         }
     }
 }
 
-/// A sum in a fixed number of lanes.
-fn lanes(values: &[f32]) -> f64 {
+/// Sum over a fixed number of lanes, so that the result does not depend on the instruction set.
+fn lane_sum(values: &[f32]) -> f64 {
     let mut lanes = [0f32; 16];
     let (chunks, tail) = values.as_chunks::<16>();
     for chunk in chunks {

@@ -1,51 +1,50 @@
-//! How many units stay in each group.
+//! Number of remaining units per group.
 
 use super::scores::Scores;
 use crate::analysis::{Group, GroupUnit};
 use crate::error::{Error, Result};
 use crate::pass::Amount;
 
-/// Groups whose widths are in one proportion.
+/// Groups that are pruned in the same proportion.
 #[derive(Debug, Clone)]
 pub(super) struct Bundle {
-    /// What the units of the largest group are.
+    /// Units of the bundle.
     pub unit: GroupUnit,
-    /// Groups by position in the selection.
+    /// Indices of the groups in the selection.
     pub groups: Vec<usize>,
-    /// Units of the largest group.
+    /// Size of the largest group.
     pub size: usize,
-    /// Widths of the largest group that all groups can follow, falling from the whole.
+    /// Possible widths of the largest group in descending order, starting with its size. All groups
+    /// support these proportions.
     pub widths: Vec<usize>,
 }
 
 impl Bundle {
-    /// Bundles groups; `round_to` and `minimum` do not hold for heads, which are as coarse as they are.
+    /// Bundles groups. `round_to` and `minimum` do not apply to heads.
     pub fn new(unit: GroupUnit, members: Vec<usize>, groups: &[&Group], round_to: usize, minimum: Option<usize>) -> Bundle {
         let size = members.iter().map(|index| groups[*index].size).max().unwrap_or(0);
         let fits = |width: &usize| {
             members.iter().map(|index| groups[*index]).all(|group| {
-                let (step, least) = match group.unit {
+                let (step, min) = match group.unit {
                     GroupUnit::Heads => (1, 1),
                     _ => (round_to, minimum.unwrap_or(round_to)),
                 };
-                let kept = group.size * width / size;
-                (group.size * width).is_multiple_of(size) && kept.is_multiple_of(step) && kept >= least.max(1)
+                let remaining = group.size * width / size;
+                (group.size * width).is_multiple_of(size) && remaining.is_multiple_of(step) && remaining >= min.max(1)
             })
         };
         let widths = std::iter::once(size).chain((1..size).rev().filter(fits)).collect();
         Bundle { unit, groups: members, size, widths }
     }
 
-    /// The width that a group has when the largest has this one.
-    pub fn of(&self, group: &Group, width: usize) -> usize {
+    /// Width of a group if the largest group has the given width.
+    pub fn scaled_width(&self, group: &Group, width: usize) -> usize {
         group.size * width / self.size.max(1)
     }
 
-    /// The place of the width next to what an amount leaves.
-    ///
-    /// # Errors
-    /// Everything would go, the group has not so many units, or heads do not divide so.
-    pub fn leave(&self, name: &str, amount: Amount) -> Result<usize> {
+    /// Index of the width closest to the one that remains after removing an amount. Returns an error if
+    /// all units would be removed, or if the amount is a fractional number of heads.
+    pub fn width_index(&self, name: &str, amount: Amount) -> Result<usize> {
         let wrong = |reason: String| Err(Error::option("prune-structured: amount", reason));
         let size = self.size;
         let exact = match amount {
@@ -59,19 +58,23 @@ impl Bundle {
             if all.len() > 16 { format!("{shown}, ...") } else { shown }
         };
         if exact >= size as f64 {
-            return wrong(format!("{amount} of {size} {} of `{name}` leaves none; it can take {}", self.unit, listed()));
+            return wrong(format!("{amount} of {size} {} of `{name}` would remove all of them; possible amounts: {}", self.unit, listed()));
         }
         if self.unit == GroupUnit::Heads && (exact - exact.round()).abs() > 0.05 {
-            return wrong(format!("{amount} of {size} heads of `{name}` is {exact:.2} heads, and heads are removed as a whole; possible: {}", listed()));
+            return wrong(format!(
+                "{amount} of {size} heads of `{name}` is {exact:.2} heads, but only whole heads can be removed; possible amounts: {}",
+                listed()
+            ));
         }
-        let wanted = size as f64 - exact;
-        let distance = |width: usize| (width as f64 - wanted).abs();
+        let target = size as f64 - exact;
+        let distance = |width: usize| (width as f64 - target).abs();
         let nearest = (0..self.widths.len()).min_by(|a, b| distance(self.widths[*a]).total_cmp(&distance(self.widths[*b])));
         Ok(nearest.unwrap_or(0))
     }
 }
 
-/// Steps from width to width of all bundles, in the order in which they are taken.
+/// Bundle indices of all steps from one width to the next smaller one, in the order in which the steps
+/// are applied.
 pub(super) fn steps(bundles: &[Bundle], scores: Option<&Scores>) -> Vec<usize> {
     let mut steps: Vec<(f64, usize, usize)> = Vec::new();
     for (index, bundle) in bundles.iter().enumerate() {
@@ -80,7 +83,7 @@ pub(super) fn steps(bundles: &[Bundle], scores: Option<&Scores>) -> Vec<usize> {
             let part = |width: usize| 1.0 - width as f64 / bundle.size as f64;
             key = match scores {
                 None => part(pair[1]),
-                // Never less than before, so that steps of a bundle come in order.
+                // Monotonic, so that the steps of a bundle stay in order.
                 Some(scores) => key.max(cost(bundle, scores, part(pair[0]), part(pair[1]))),
             };
             steps.push((key, index, step));
@@ -90,7 +93,8 @@ pub(super) fn steps(bundles: &[Bundle], scores: Option<&Scores>) -> Vec<usize> {
     steps.into_iter().map(|(_, bundle, _)| bundle).collect()
 }
 
-/// Mean importance of what goes between two parts of all groups, each in units of its group's mean.
+/// Mean importance, relative to the mean of the group, of the units that are removed when the removed
+/// fraction grows from `from` to `to`.
 fn cost(bundle: &Bundle, scores: &Scores, from: f64, to: f64) -> f64 {
     let mut total = 0.0;
     for index in &bundle.groups {
@@ -100,27 +104,25 @@ fn cost(bundle: &Bundle, scores: &Scores, from: f64, to: f64) -> f64 {
         let mean = sorted.iter().sum::<f64>() / size.max(1) as f64;
         let first = ((from * size as f64).round() as usize).min(size.saturating_sub(1));
         let last = ((to * size as f64).round() as usize).clamp(first + 1, size.max(first + 1));
-        let gone = &sorted[first..last.min(size)];
-        total += gone.iter().sum::<f64>() / gone.len().max(1) as f64 / mean.max(f64::MIN_POSITIVE);
+        let removed = &sorted[first..last.min(size)];
+        total += removed.iter().sum::<f64>() / removed.len().max(1) as f64 / mean.max(f64::MIN_POSITIVE);
     }
     total / bundle.groups.len().max(1) as f64
 }
 
-/// Takes steps until a measure is next to a target; answers how many steps each bundle has taken.
-///
-/// # Errors
-/// The measure fails, or stays above the target whatever is taken.
-pub(super) fn meet(bundles: usize, steps: &[usize], target: f64, what: &str, measure: &mut dyn FnMut(&[usize]) -> Result<f64>) -> Result<Vec<usize>> {
+/// Applies steps until a measure is close to a target. Returns the number of steps of each bundle, or an
+/// error if the measure stays above the target.
+pub(super) fn reach_target(bundles: usize, steps: &[usize], target: f64, what: &str, measure: &mut dyn FnMut(&[usize]) -> Result<f64>) -> Result<Vec<usize>> {
     let taken = |count: usize| {
         let mut taken = vec![0; bundles];
         steps[..count].iter().for_each(|bundle| taken[*bundle] += 1);
         taken
     };
-    let least = measure(&taken(steps.len()))?;
-    if least > target {
+    let min = measure(&taken(steps.len()))?;
+    if min > target {
         return Err(Error::option(
             "prune-structured: target",
-            format!("{what} {target} cannot be met: with every group at its minimum {least:.3} is left; name more `dims`, or lower `minimum` or `round_to`"),
+            format!("{what} {target} cannot be reached: {min:.3} remains with every group at its minimum; list more `dims`, or lower `minimum` or `round_to`"),
         ));
     }
     let (mut above, mut below) = (0, steps.len());
@@ -128,7 +130,7 @@ pub(super) fn meet(bundles: usize, steps: &[usize], target: f64, what: &str, mea
         let middle = above.midpoint(below);
         if measure(&taken(middle))? > target { above = middle } else { below = middle }
     }
-    // The step over the target may be a large one: smaller ones that come later fill the gap.
+    // The step that crosses the target may be large: use later, smaller steps instead.
     let mut best = taken(above);
     let mut left = measure(&best)?;
     let over = taken(below);
@@ -152,7 +154,7 @@ pub(super) fn meet(bundles: usize, steps: &[usize], target: f64, what: &str, mea
     Ok(if (overshot - target).abs() < (left - target).abs() { over } else { best })
 }
 
-/// How near to a target is near enough.
+/// Tolerance of targets.
 const EXACT: f64 = 0.005;
 
 #[cfg(test)]
@@ -169,12 +171,12 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_taken_until_the_target_is_near() {
+    fn steps_are_applied_until_the_target_is_reached() {
         // Two bundles: ten small steps of 0.01 and three large of 0.2.
         let steps = [0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0];
         let mut measure = |taken: &[usize]| Ok(1.0 - 0.01 * taken[0] as f64 - 0.2 * taken[1] as f64);
-        let taken = meet(2, &steps, 0.75, "macs", &mut measure).unwrap();
+        let taken = reach_target(2, &steps, 0.75, "macs", &mut measure).unwrap();
         assert!((measure(&taken).unwrap() - 0.75).abs() < 0.011, "{taken:?}");
-        assert!(meet(2, &steps, 0.1, "macs", &mut measure).unwrap_err().to_string().contains("0.300 is left"));
+        assert!(reach_target(2, &steps, 0.1, "macs", &mut measure).unwrap_err().to_string().contains("0.300 remains"));
     }
 }

@@ -1,4 +1,4 @@
-//! Linear weights in a scheme that consumers know by name.
+//! Quantizes linear weights in a named scheme of compressed-tensors.
 //!
 //! ```yaml
 //! passes:
@@ -15,66 +15,70 @@ use serde_json::{Value, json};
 
 pub use scheme::Scheme;
 
-use super::integers::{Integers, Peers, WeightObserver};
-use super::targets::{self, Chosen};
+use super::targets::{self, SelectedWeights};
+use super::weight_quantizer::{ScaleGroup, WeightObserver, WeightQuantizer};
 use super::{Context, Pass, Samples, layerwise, options_of};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::kernel::cache::CacheFormat;
 use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
-use crate::store::{ActivationScheme, Affine, Codes, Granularity, Pattern, Weight, Weights};
+use crate::store::{ActivationScheme, Codes, Granularity, Pattern, QuantizationSpec, Weight, Weights};
 
-/// How codes are chosen.
+/// Quantization algorithm.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Method {
-    /// Each weight goes to the nearest code; needs no data
+    /// Round to nearest; needs no data
     #[default]
     Rtn,
-    /// Column by column, and later columns make up for the error on calibration samples
+    /// Quantize column by column; later columns compensate for the error on calibration samples
     Gptq,
-    /// Inputs that matter on calibration samples are scaled up before weights go to the nearest code
+    /// Scale up the weights of inputs that are salient on calibration samples, then round to nearest
     Awq,
-    /// Range goes from activations to weights before weights go to the nearest code, for schemes that round both
+    /// Migrate scales from activations to weights, then round to nearest; for schemes that quantize both
     Smoothquant,
 }
 
 impl Method {
-    /// Whether it looks at calibration samples.
+    /// Whether the algorithm needs calibration samples.
     fn reads_samples(self) -> bool {
         self != Method::Rtn
     }
 }
 
-/// Store linear weights in a scheme that consumers know by name.
+/// Quantize linear weights in a named scheme of compressed-tensors.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Quantize {
-    /// What weights and activations become
+    /// Quantization scheme of weights and activations
     #[cfg_attr(feature = "cli", arg(long, value_enum, ignore_case = true, default_value_t = Self::default().scheme))]
     pub scheme: Scheme,
-    /// How codes are chosen
+    /// Quantization algorithm
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().method))]
     pub method: Method,
-    /// Inputs of a row that share a scale: 32, 64, 128 …, or -1 for whole rows [default: by the scheme]
+    /// Consecutive inputs of a row that share a scale: 32, 64, 128 …, or -1 for one scale per row
+    /// [default: depends on the scheme]
     #[cfg_attr(feature = "cli", arg(long, value_name = "INPUTS", allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub group_size: Option<i64>,
-    /// With `method: gptq`, what is added to the diagonal of the sums of products, in parts of its mean [default: 0.01]
+    /// With `method: gptq`, the damping added to the diagonal of the Hessian, as a fraction of its mean
+    /// [default: 0.01]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PART"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub damping: Option<f64>,
-    /// With `method: gptq`, columns of large inputs first, each in the group that it is stored in [default: true]
+    /// With `method: gptq`, quantize columns with large inputs first; groups remain those of the stored
+    /// order [default: true]
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ordered: Option<bool>,
-    /// What keys and values of attention become in the cache of a decoder, by scales found on calibration samples [default: floats]
+    /// Format of the KV cache of a decoder, with scales found on calibration samples [default: floats]
     #[cfg_attr(feature = "cli", arg(long, value_enum))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_cache: Option<CacheFormat>,
-    /// How the range of a scale is chosen [default: for four bits l4, with samples mse; else minmax]
+    /// Method that chooses the range of a scale [default: l4 for four bits, mse for four bits with
+    /// calibration samples, else minmax]
     #[cfg_attr(feature = "cli", arg(long, value_enum))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub observer: Option<WeightObserver>,
@@ -90,16 +94,16 @@ pub struct Quantize {
 
 const NAME: &str = "quantize";
 
-/// Sizes of groups that consumers have kernels for, the largest first.
+/// Group sizes that runtimes have kernels for, in descending order.
 const USUAL_GROUPS: [usize; 3] = [128, 64, 32];
 
-/// What the pass makes of a model.
+/// Selected weights and their encodings.
 struct Layers {
-    /// How each chosen weight is encoded.
-    encodings: BTreeMap<String, Affine>,
-    /// How weights were chosen, in plain words.
+    /// Encoding of each selected weight.
+    encodings: BTreeMap<String, QuantizationSpec>,
+    /// Description of the selection for reports.
     rule: String,
-    /// What is not as the scheme says.
+    /// Notes on deviations from the scheme.
     notes: Vec<String>,
 }
 
@@ -121,7 +125,7 @@ impl Quantize {
         self.ordered.unwrap_or(true)
     }
 
-    /// Inputs under one scale, where the scheme has groups.
+    /// Requested group size; `None` for one scale per row, or if the scheme has a fixed granularity.
     fn group(&self) -> Option<usize> {
         match self.group_size {
             None => self.scheme.group(),
@@ -129,10 +133,12 @@ impl Quantize {
         }
     }
 
-    /// Chooses weights and how each is encoded. Consumers take one size of groups for all experts of a layer, so experts share theirs.
+    /// Selects weights and chooses their encodings. All experts have the same group size, because
+    /// runtimes require it within a layer.
     fn layers(&self, weights: &Weights) -> Result<Layers> {
-        let Chosen { names, rule } = targets::choose(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
-        let mut layers = Layers { encodings: BTreeMap::new(), rule, notes: Vec::new() };
+        let SelectedWeights { names, rule } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
+        let notes = targets::unquantized_convolutions(NAME, weights, &self.targets).into_iter().collect();
+        let mut layers = Layers { encodings: BTreeMap::new(), rule, notes };
         let mut chosen: Vec<(&str, &Weight)> = Vec::with_capacity(names.len());
         for name in names {
             let weight = weights.get(name)?;
@@ -140,13 +146,13 @@ impl Quantize {
             chosen.push((name, weight));
         }
         let rows_of_experts: Vec<usize> = chosen.iter().filter(|(name, _)| is_expert(name)).map(|(_, weight)| weight.row()).collect();
-        let (mut left, mut narrow) = (Vec::new(), Vec::new());
+        let (mut unsupported, mut narrow) = (Vec::new(), Vec::new());
         let mut other: BTreeMap<Granularity, Vec<&str>> = BTreeMap::new();
         for (name, weight) in chosen {
             let own = [weight.row()];
             let rows = if is_expert(name) { &rows_of_experts[..] } else { &own };
             let Some(granularity) = self.granularity(rows) else {
-                left.push(name);
+                unsupported.push(name);
                 continue;
             };
             if granularity == Granularity::Channel && self.scheme == Scheme::Fp8Block {
@@ -158,33 +164,40 @@ impl Quantize {
             if model::is_embedding(name, weight) {
                 if affine.codes == Codes::E2m1 {
                     let reason =
-                        format!("`{name}` is an embedding table, and no reader looks up rows of FP4: leave it out with `ignore`, or quantize it to integers");
+                        format!("`{name}` is an embedding table, and runtimes do not support FP4 embeddings: add it to `ignore`, or use an integer scheme");
                     return Err(Error::option(format!("{NAME}: targets"), reason));
                 }
-                // The input of a table are indices.
+                // The inputs of an embedding are indices.
                 affine.activations = ActivationScheme::None;
             }
             layers.encodings.insert(name.to_owned(), affine);
         }
         layers.notes.extend(other.into_iter().map(|(granularity, names)| {
             let size = self.group().unwrap_or_default();
-            let by = if let Granularity::Group(size) = granularity { format!("groups of {size}") } else { "one scale for each row".into() };
-            format!("quantize: groups of {size} do not divide the rows of {} weights, which have {by} (the first: `{}`)", names.len(), names[0])
+            let by = if let Granularity::Group(size) = granularity { format!("groups of {size}") } else { "one scale per row".into() };
+            format!(
+                "quantize: the rows of {} are not multiples of the group size {size}; they have {by} (the first: `{}`)",
+                counted(names.len(), "weight"),
+                names[0]
+            )
         }));
         let scheme = &self.options()["scheme"];
-        for (names, what) in [(left, "the groups of the scheme, and stay as they are"), (narrow, "blocks of 128, and have one scale for each row")] {
+        for (names, what) in [(unsupported, "the group size of the scheme; they are left unchanged"), (narrow, "128; they have one scale per row")] {
             if let Some(first) = names.first() {
-                layers.notes.push(format!("quantize {scheme}: the rows of {} weights are no multiples of {what} (the first: `{first}`)", names.len()));
+                layers
+                    .notes
+                    .push(format!("quantize {scheme}: the rows of {} are not multiples of {what} (the first: `{first}`)", counted(names.len(), "weight")));
             }
         }
         if layers.encodings.is_empty() {
-            return Err(Error::option(NAME, format!("{scheme} can encode none of the weights that are selected ({})", layers.rule)));
+            return Err(Error::option(NAME, format!("{scheme} cannot encode any of the selected weights ({})", layers.rule)));
         }
         Ok(layers)
     }
 
-    /// The groups that divide all of these rows: those asked for, else the largest that consumers know, else one for each row. Nothing
-    /// where the scheme cannot encode them.
+    /// Granularity for rows of these lengths: the requested group size if it divides all of them, else
+    /// the largest usual size that does, else one scale per row. Returns `None` if the scheme cannot
+    /// encode them.
     fn granularity(&self, rows: &[usize]) -> Option<Granularity> {
         let Some(size) = self.group() else { return self.scheme.granularity(rows) };
         let smaller = USUAL_GROUPS.into_iter().filter(|usual| *usual < size);
@@ -192,21 +205,21 @@ impl Quantize {
         Some(std::iter::once(size).chain(smaller).find(divides).map_or(Granularity::Channel, Granularity::Group))
     }
 
-    /// For each NVFP4 weight, those that consumers fuse with it, which have one global scale: layers that read one value, or where it is
-    /// not known what the model computes, those of usual names.
-    fn peers(encodings: &BTreeMap<String, Affine>, model: &Model) -> BTreeMap<String, Arc<Peers>> {
+    /// Groups NVFP4 weights that runtimes fuse and that therefore have a common global scale: layers that
+    /// read the same value or, if the graph of the model is not known, layers with certain names.
+    fn scale_groups(encodings: &BTreeMap<String, QuantizationSpec>, model: &Model) -> BTreeMap<String, Arc<ScaleGroup>> {
         let mut fused: BTreeMap<String, Vec<&String>> = BTreeMap::new();
         let narrow: Vec<&String> = encodings.iter().filter(|(_, affine)| affine.has_global_scale()).map(|(name, _)| name).collect();
         let inputs = if narrow.is_empty() { BTreeMap::new() } else { model.inputs_of_layers() };
         for name in narrow {
             fused.entry(inputs.get(name).cloned().unwrap_or_else(|| fused_name(name))).or_default().push(name);
         }
-        let peers = |names: &Vec<&String>| Peers::of(names.iter().filter_map(|name| model.weights.by_name.get(*name).cloned()).collect());
-        fused.values().flat_map(|names| names.iter().map(|name| (*name).clone()).zip(std::iter::repeat(peers(names)))).collect()
+        let group = |names: &Vec<&String>| ScaleGroup::new(names.iter().filter_map(|name| model.weights.by_name.get(*name).cloned()).collect());
+        fused.values().flat_map(|names| names.iter().map(|name| (*name).clone()).zip(std::iter::repeat(group(names)))).collect()
     }
 }
 
-/// Layers of one module that runtimes fuse, by the last parts of their names.
+/// Last name components of layers of a module that runtimes fuse.
 const FUSED: [&[&str]; 9] = [
     &["q_proj", "k_proj", "v_proj"],
     &["wq", "wk", "wv"],
@@ -219,14 +232,14 @@ const FUSED: [&[&str]; 9] = [
     &["w1", "w3"],
 ];
 
-/// The name of the layer that consumers fuse a weight into; its own where there is none.
+/// Name of the layer that runtimes fuse a weight into; the unchanged name if the weight is not fused.
 fn fused_name(name: &str) -> String {
     let Some((module, part)) = name.strip_suffix(".weight").and_then(|module| module.rsplit_once('.')) else { return name.to_owned() };
     let fused = FUSED.into_iter().find(|parts| parts.contains(&part));
     fused.map_or_else(|| name.to_owned(), |parts| format!("{module}.{}", parts.join("+")))
 }
 
-/// Whether a weight is one of several experts of a layer.
+/// Whether a weight belongs to an expert.
 fn is_expert(name: &str) -> bool {
     name.contains("experts.")
 }
@@ -234,7 +247,7 @@ fn is_expert(name: &str) -> bool {
 fn require_matrix(name: &str, weight: &Weight) -> Result<()> {
     targets::require_float(NAME, name, weight)?;
     if weight.shape.len() != 2 {
-        return Err(Error::tensor(name, format!("has shape {:?}; only matrices can be quantized in safetensors", weight.shape), "add it to `ignore`"));
+        return Err(Error::tensor(name, format!("has the shape {:?}, but only matrices can be quantized in safetensors", weight.shape), "add it to `ignore`"));
     }
     Ok(())
 }
@@ -256,17 +269,20 @@ impl Pass for Quantize {
         if self.method.reads_samples() {
             layerwise::require(&format!("{NAME}: method"))?;
             if !self.scheme.codes().is_integer() {
-                return Err(Error::option(NAME, format!("{} has `method: rtn` alone: the others choose integers", self.options()["scheme"])));
+                return Err(Error::option(
+                    NAME,
+                    format!("{} supports only `method: rtn`; the other methods require an integer scheme", self.options()["scheme"]),
+                ));
             }
         }
         if self.method != Method::Gptq && (self.damping.is_some() || self.ordered.is_some()) {
             return Err(Error::option(NAME, "`damping` and `ordered` are for `method: gptq`"));
         }
         if self.damping.is_some_and(|damping| !(damping > 0.0 && damping <= 1.0)) {
-            return Err(Error::option(format!("{NAME}: damping"), "must be more than 0, and at most 1"));
+            return Err(Error::option(format!("{NAME}: damping"), "must be greater than 0 and at most 1"));
         }
         if self.method == Method::Smoothquant && !self.scheme.rounds_activations() {
-            return Err(Error::option(NAME, "`method: smoothquant` is for schemes that round activations, like W8A8: use `awq` or `gptq`"));
+            return Err(Error::option(NAME, "`method: smoothquant` requires a scheme with int8 activations, like W8A8: use `awq` or `gptq`"));
         }
         if self.scheme.stores_scales() {
             layerwise::require(&format!("{NAME}: scheme"))?;
@@ -275,16 +291,16 @@ impl Pass for Quantize {
             layerwise::require(&format!("{NAME}: kv_cache"))?;
         }
         match (self.group_size, self.scheme.group()) {
-            (Some(size), _) if size == 0 || size < -1 => Err(Error::option(NAME, "`group_size` must be at least 1, or -1 for whole rows")),
+            (Some(size), _) if size == 0 || size < -1 => Err(Error::option(NAME, "`group_size` must be at least 1, or -1 for one scale per row")),
             (Some(size), None) if size != -1 || self.scheme != Scheme::W8A8 => {
-                Err(Error::option(NAME, format!("`group_size` is not for {}, which says itself how scales are shared", self.options()["scheme"])))
+                Err(Error::option(NAME, format!("`group_size` is not supported for {}, whose granularity is fixed", self.options()["scheme"])))
             }
             _ if self.observer() != WeightObserver::Minmax && !self.scheme.codes().is_integer() => {
                 let observer = if self.observer() == WeightObserver::L4 { "l4" } else { "mse" };
-                Err(Error::option(NAME, format!("`observer: {observer}` searches scales of integers; {} has minmax", self.options()["scheme"])))
+                Err(Error::option(NAME, format!("`observer: {observer}` requires an integer scheme; {} supports only minmax", self.options()["scheme"])))
             }
             _ if self.observer() == WeightObserver::L4 && self.method.reads_samples() => {
-                Err(Error::option(NAME, "`observer: l4` is for `method: rtn`: with samples, errors are weighted by what they cost"))
+                Err(Error::option(NAME, "`observer: l4` requires `method: rtn`; with calibration samples, use mse, which weights errors by the inputs"))
             }
             _ => Ok(()),
         }
@@ -294,12 +310,12 @@ impl Pass for Quantize {
         (self.method.reads_samples() || self.scheme.stores_scales() || self.kv_cache.is_some()).then_some(Samples::Calibration)
     }
 
-    fn keeps_work(&self) -> bool {
+    fn has_checkpoints(&self) -> bool {
         self.method.reads_samples()
     }
 
-    fn kept_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
-        if self.keeps_work() { layerwise::kept_bytes(changed, after) } else { 0 }
+    fn checkpoint_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
+        if self.has_checkpoints() { layerwise::checkpoint_bytes(changed, after) } else { 0 }
     }
 
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
@@ -316,22 +332,22 @@ impl Pass for Quantize {
         match context.filter(|_| self.method.reads_samples()) {
             Some(context) => {
                 let meter = applied.meter.clone();
-                let found = meter.time(|| layerwise::quantize(self, &encodings, &mut model, run, context, &mut applied))?;
-                details.as_object_mut().into_iter().for_each(|details| details.extend(found.clone()));
+                let added = meter.time(|| layerwise::quantize(self, &encodings, &mut model, run, context, &mut applied))?;
+                details.as_object_mut().into_iter().for_each(|details| details.extend(added.clone()));
             }
             None => {
-                let mut peers = Self::peers(&encodings, &model);
+                let mut groups = Self::scale_groups(&encodings, &model);
                 for (name, affine) in encodings {
                     let weight = model.weights.get(&name)?;
-                    let integers = Integers::new(&name, weight, affine, self.observer(), &applied.meter).with_peers(peers.remove(&name));
-                    model.weights.by_name.insert(name, integers.weight());
+                    let quantizer = WeightQuantizer::new(&name, weight, affine, self.observer(), &applied.meter).with_scale_group(groups.remove(&name));
+                    model.weights.by_name.insert(name, quantizer.weight());
                 }
             }
         }
         if let Some(format) = self.kv_cache {
             let meter = applied.meter.clone();
-            let found = meter.time(|| layerwise::find_cache_scales(NAME, format, &mut model, context))?;
-            details["caches"] = json!(found);
+            let count = meter.time(|| layerwise::find_cache_scales(NAME, format, &mut model, context, &mut applied.notes))?;
+            details["caches"] = json!(count);
         }
         applied.details = Arc::new(move || details.clone());
         run.history.push(applied);
@@ -350,7 +366,7 @@ mod tests {
 
     /// Pairs of vLLM's `packed_modules_mapping` for DeepSeek and Qwen3.5.
     #[test]
-    fn layers_that_runtimes_fuse_have_one_name() {
+    fn layers_that_runtimes_fuse_have_the_same_name() {
         let fused = |part: &str| fused_name(&format!("model.layers.0.mixer.{part}.weight"));
         for [a, b] in [["q_a_proj", "kv_a_proj_with_mqa"], ["in_proj_qkv", "in_proj_z"], ["in_proj_b", "in_proj_a"], ["q_proj", "v_proj"], ["w1", "w3"]] {
             assert_eq!(fused(a), fused(b));
@@ -361,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_divide_rows_and_experts_share_theirs() {
+    fn group_sizes_divide_rows_and_are_equal_for_experts() {
         let mut weights = Weights::default();
         for (name, row) in [("a.weight", 256), ("b.weight", 192), ("c.weight", 97), ("m.experts.0.up.weight", 128), ("m.experts.0.down.weight", 96)] {
             let bytes = Bytes { dtype: DType::F16, bytes: vec![0; 2 * row] };

@@ -1,57 +1,62 @@
-//! Schemes by the names that compressed-tensors and vLLM know them by.
+//! Quantization schemes, named as in compressed-tensors and vLLM.
 
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 
-use crate::store::{ActivationScheme, Affine, Codes, DType, Granularity, Static, Weight};
+use crate::store::{ActivationScheme, Codes, DType, Granularity, QuantizationSpec, Static, Weight};
 
-/// What weights and activations become. Names may be written in small letters, and with `_` for `-`.
+/// Quantization scheme of weights and activations. Names are case-insensitive, and `_` is equivalent to
+/// `-`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 pub enum Scheme {
-    /// Weights int4 in groups of 128, symmetric; activations stay floats
+    /// Weights: int4 in groups of 128, symmetric. Activations: floats
     #[default]
     #[serde(rename = "W4A16")]
     #[cfg_attr(feature = "cli", value(name = "W4A16"))]
     W4A16,
-    /// Weights int4 in groups of 128 with zero points; activations stay floats
+    /// Weights: int4 in groups of 128 with zero points. Activations: floats
     #[serde(rename = "W4A16-ASYM")]
     #[cfg_attr(feature = "cli", value(name = "W4A16-ASYM", alias = "W4A16_ASYM"))]
     W4A16Asym,
-    /// Weights int8 in groups of 128, symmetric; activations stay floats
+    /// Weights: int8 in groups of 128, symmetric. Activations: floats
     #[serde(rename = "W8A16")]
     #[cfg_attr(feature = "cli", value(name = "W8A16"))]
     W8A16,
-    /// Weights int8 with a scale for each output; activations int8 with a scale for each token, found while running
+    /// Weights: int8 with a scale per output channel. Activations: int8 with a dynamic scale per token
     #[serde(rename = "W8A8")]
     #[cfg_attr(feature = "cli", value(name = "W8A8", alias = "INT8"))]
     W8A8,
-    /// Weights FP8 with one scale; activations FP8 with a scale found on calibration samples
+    /// Weights: FP8 with a scale per tensor. Activations: FP8 with a static scale found on calibration
+    /// samples
     #[serde(rename = "FP8")]
     #[cfg_attr(feature = "cli", value(name = "FP8"))]
     Fp8,
-    /// Weights FP8 with a scale for each output; activations FP8 with a scale for each token, found while running
+    /// Weights: FP8 with a scale per output channel. Activations: FP8 with a dynamic scale per token
     #[serde(rename = "FP8-DYNAMIC")]
     #[cfg_attr(feature = "cli", value(name = "FP8-DYNAMIC", alias = "FP8_DYNAMIC"))]
     Fp8Dynamic,
-    /// Weights FP8 with a scale for each block of 128 x 128; activations FP8 in groups of 128, scales found while running
+    /// Weights: FP8 with a scale per block of 128 x 128. Activations: FP8 in groups of 128 with dynamic
+    /// scales
     #[serde(rename = "FP8-BLOCK")]
     #[cfg_attr(feature = "cli", value(name = "FP8-BLOCK", alias = "FP8_BLOCK"))]
     Fp8Block,
-    /// Weights FP4 in groups of 16 with FP8 scales; activations stay floats
+    /// Weights: FP4 in groups of 16 with FP8 scales. Activations: floats
     #[serde(rename = "NVFP4A16")]
     #[cfg_attr(feature = "cli", value(name = "NVFP4A16"))]
     Nvfp4A16,
-    /// Weights and activations FP4 in groups of 16 with FP8 scales, over global scales; that of activations is found on calibration samples
+    /// Weights and activations: FP4 in groups of 16 with FP8 scales and a global scale, which for
+    /// activations is found on calibration samples
     #[serde(rename = "NVFP4")]
     #[cfg_attr(feature = "cli", value(name = "NVFP4"))]
     Nvfp4,
-    /// Weights FP4 in groups of 32 with powers of two as scales; activations stay floats
+    /// Weights: FP4 in groups of 32 with power-of-two scales. Activations: floats
     #[serde(rename = "MXFP4A16")]
     #[cfg_attr(feature = "cli", value(name = "MXFP4A16"))]
     Mxfp4A16,
-    /// Weights and activations FP4 in groups of 32 with powers of two as scales, those of activations found while running
+    /// Weights and activations: FP4 in groups of 32 with power-of-two scales, which for activations are
+    /// dynamic
     #[serde(rename = "MXFP4")]
     #[cfg_attr(feature = "cli", value(name = "MXFP4"))]
     Mxfp4,
@@ -78,8 +83,8 @@ impl FromStr for Scheme {
 
     fn from_str(text: &str) -> Result<Scheme, String> {
         let name = text.to_uppercase().replace('_', "-");
-        let found = ALL.into_iter().find(|(known, _)| *known == name).map(|(_, scheme)| scheme);
-        found.ok_or_else(|| format!("`{text}` is none of the schemes {}", ALL.map(|(name, _)| name).join(", ")))
+        let scheme = ALL.into_iter().find(|(known, _)| *known == name).map(|(_, scheme)| scheme);
+        scheme.ok_or_else(|| format!("unknown scheme `{text}`; the schemes are {}", ALL.map(|(name, _)| name).join(", ")))
     }
 }
 
@@ -90,7 +95,7 @@ impl<'de> Deserialize<'de> for Scheme {
 }
 
 impl Scheme {
-    /// What the codes of weights are.
+    /// Code format of weights.
     pub fn codes(self) -> Codes {
         match self {
             Scheme::W4A16 | Scheme::W4A16Asym => Codes::Integer(4),
@@ -100,22 +105,23 @@ impl Scheme {
         }
     }
 
-    /// Whether activations are rounded while the model runs.
+    /// Whether activations are int8.
     pub(super) fn rounds_activations(self) -> bool {
         self == Scheme::W8A8
     }
 
-    /// Whether scales of activations are found on calibration samples.
+    /// Whether activations have static scales, which need calibration samples.
     pub(super) fn stores_scales(self) -> bool {
         matches!(self, Scheme::Fp8 | Scheme::Nvfp4)
     }
 
-    /// Inputs that share a scale unless `group_size` says otherwise; nothing where the scheme leaves no choice.
+    /// Default group size; `None` if the granularity of the scheme is fixed.
     pub(super) fn group(self) -> Option<usize> {
         matches!(self, Scheme::W4A16 | Scheme::W4A16Asym | Scheme::W8A16).then_some(128)
     }
 
-    /// How scales are shared where the scheme leaves no choice, for matrices with these rows; nothing where it cannot encode them.
+    /// Granularity of a scheme without configurable group size, for matrices with rows of these lengths.
+    /// Returns `None` if the scheme cannot encode them.
     pub(super) fn granularity(self, rows: &[usize]) -> Option<Granularity> {
         let divides = |size: usize| rows.iter().all(|row| row.is_multiple_of(size));
         match self {
@@ -127,9 +133,9 @@ impl Scheme {
         }
     }
 
-    /// How a weight is encoded whose scales are shared like this.
-    pub(super) fn affine(self, weight: &Weight, granularity: Granularity) -> Affine {
-        Affine {
+    /// Encoding of a weight with this granularity of scales.
+    pub(super) fn affine(self, weight: &Weight, granularity: Granularity) -> QuantizationSpec {
+        QuantizationSpec {
             codes: self.codes(),
             granularity,
             symmetric: self != Scheme::W4A16Asym,
@@ -144,7 +150,7 @@ impl Scheme {
                 (Scheme::Fp8Block, Granularity::Block([_, size])) => ActivationScheme::Float8Group(size),
                 (Scheme::Fp8Dynamic | Scheme::Fp8Block, _) => ActivationScheme::Float8Token,
                 (Scheme::Mxfp4, _) => ActivationScheme::Mxfp4,
-                // Of one, until samples have been seen.
+                // Placeholder until calibration.
                 (Scheme::Fp8, _) => ActivationScheme::Float8Static(Static::new(1.0, None)),
                 (Scheme::Nvfp4, _) => ActivationScheme::Nvfp4(Static::new(1.0, None)),
                 _ => ActivationScheme::None,
@@ -158,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_may_be_written_as_presets_are() {
+    fn names_are_parsed_in_any_case_and_with_underscores() {
         for (text, scheme) in [("w4a16", Scheme::W4A16), ("W4A16_ASYM", Scheme::W4A16Asym), ("w4a16-asym", Scheme::W4A16Asym), ("int8", Scheme::W8A8)] {
             assert_eq!(text.parse(), Ok(scheme));
         }

@@ -1,4 +1,4 @@
-//! Folding batch normalisations into the layers beside them (Jacob et al., 2018): the same outputs, one step less to quantize.
+//! Folds batch normalizations into adjacent layers (Jacob et al., 2018).
 
 use std::sync::Arc;
 
@@ -6,25 +6,25 @@ use crate::error::Result;
 use crate::ir::ops::{BatchNorm, Flatten, Op};
 use crate::ir::{Graph, Node, Rewrite, ValueId, rebuild};
 use crate::model::Model;
-use crate::pass::walk::{only_reader, weight_input};
+use crate::pass::consumers::{only_reader, weight_input};
 use crate::store::{Computed, DType, Scaled, Weight};
 
-/// What was folded, and what was not.
+/// Result of folding.
 #[derive(Debug, Default)]
 pub(super) struct Folded {
     pub count: usize,
-    /// Normalisations that stay, by name.
-    pub left: Vec<String>,
+    /// Names of normalizations that cannot be folded.
+    pub unfolded: Vec<String>,
 }
 
-/// `y = x · scale + shift` for each channel.
-struct Line {
+/// Affine transformation `y = x · scale + shift` per channel.
+struct ChannelAffine {
     scale: Vec<f32>,
     shift: Vec<f32>,
 }
 
-impl Line {
-    fn of(op: &BatchNorm, graph: &Graph, node: &Node, model: &Model) -> Result<Option<Line>> {
+impl ChannelAffine {
+    fn from_batch_norm(op: &BatchNorm, graph: &Graph, node: &Node, model: &Model) -> Result<Option<ChannelAffine>> {
         let vector = |at: usize| -> Result<Vec<f32>> {
             let name = &graph.value(node.inputs[at]).name;
             model.weights.get(name)?.floats(name)
@@ -35,75 +35,76 @@ impl Line {
         let (weight, bias, mean, variance) = (vector(1)?, vector(2)?, vector(3)?, vector(4)?);
         let scale: Vec<f32> = weight.iter().zip(&variance).map(|(w, v)| (f64::from(*w) / (f64::from(*v) + op.epsilon).sqrt()) as f32).collect();
         let shift = bias.iter().zip(&mean).zip(&scale).map(|((b, m), s)| b - m * s).collect();
-        Ok(Some(Line { scale, shift }))
+        Ok(Some(ChannelAffine { scale, shift }))
     }
 }
 
-/// Where a normalisation goes.
-enum Way {
-    /// The convolution before it.
+/// The layer that absorbs a normalization.
+enum FoldTarget {
+    /// The preceding convolution.
     Before(usize),
-    /// The layer after it, past pooling and flattening.
+    /// The following layer, possibly after pooling and flattening.
     After { layer: usize, flatten: Option<Flatten> },
 }
 
-/// Folds what can be folded; the model gets new weights and, where something was folded, a graph of its own.
+/// Folds batch normalizations. Replaces weights of the model, and returns the new graph.
 pub(super) fn fold(model: &mut Model, graph: Graph) -> Result<(Graph, Folded)> {
     let mut folded = Folded::default();
-    let mut gone: Vec<ValueId> = Vec::new();
+    let mut removed: Vec<ValueId> = Vec::new();
     let mut biases: Vec<(usize, String)> = Vec::new();
     for node in graph.nodes() {
         let Op::BatchNorm(op) = &node.op else { continue };
         let name = graph.value(node.output).name.clone();
-        let line = Line::of(op, &graph, node, model)?;
-        let (Some(line), Some(into)) = (line, place(&graph, node, |layer| biases.iter().any(|(taken, _)| *taken == layer))) else {
-            folded.left.push(name);
+        let affine = ChannelAffine::from_batch_norm(op, &graph, node, model)?;
+        let (Some(affine), Some(target)) = (affine, find_target(&graph, node, |layer| biases.iter().any(|(used, _)| *used == layer))) else {
+            folded.unfolded.push(name);
             continue;
         };
-        let layer = match &into {
-            Way::Before(layer) => *layer,
-            Way::After { layer, .. } if line.scale.iter().all(|s| *s > 0.0) => *layer,
-            Way::After { .. } => {
-                folded.left.push(name);
+        let layer = match &target {
+            FoldTarget::Before(layer) => *layer,
+            FoldTarget::After { layer, .. } if affine.scale.iter().all(|s| *s > 0.0) => *layer,
+            FoldTarget::After { .. } => {
+                folded.unfolded.push(name);
                 continue;
             }
         };
-        let line = if matches!(into, Way::After { .. }) { into_maker(&graph, node, model, line)? } else { line };
-        let bias = into.apply(&graph, model, line)?;
+        let affine = if matches!(target, FoldTarget::After { .. }) { scale_producer(&graph, node, model, affine)? } else { affine };
+        let bias = target.apply(&graph, model, affine)?;
         biases.push((layer, bias));
-        gone.push(node.output);
+        removed.push(node.output);
         folded.count += 1;
     }
-    if gone.is_empty() {
+    if removed.is_empty() {
         return Ok((graph, folded));
     }
     let weights = &model.weights;
     let after = rebuild(&graph, weights, &mut |step: Rewrite| {
-        if gone.contains(&step.node.output) {
+        if removed.contains(&step.node.output) {
             return Ok(step.inputs[0]);
         }
-        let own = biases.iter().find(|(layer, _)| graph.nodes()[*layer].output == step.node.output);
-        let Some((_, bias)) = own else { return step.keep() };
+        let folded = biases.iter().find(|(layer, _)| graph.nodes()[*layer].output == step.node.output);
+        let Some((_, bias)) = folded else { return step.copy() };
         let mut inputs = step.inputs[..2].to_vec();
         inputs.push(step.builder.param(bias, &weights.get(bias)?.shape)?);
         step.builder.node(step.name, step.node.op.clone(), &inputs)
     })?;
     let used: Vec<&str> = after.params().map(|(_, value)| value.name.as_str()).collect();
-    let unread: Vec<String> = graph.params().map(|(_, v)| v.name.clone()).filter(|name| !used.contains(&name.as_str())).collect();
-    unread.iter().for_each(|name| drop(model.weights.by_name.remove(name)));
+    let unused: Vec<String> = graph.params().map(|(_, v)| v.name.clone()).filter(|name| !used.contains(&name.as_str())).collect();
+    unused.iter().for_each(|name| drop(model.weights.by_name.remove(name)));
     Ok((after, folded))
 }
 
-/// The layer that can take a normalisation over.
-fn place(graph: &Graph, node: &Node, taken: impl Fn(usize) -> bool) -> Option<Way> {
+/// Finds the layer that can absorb a normalization. `is_used` returns whether a layer has already
+/// absorbed one.
+fn find_target(graph: &Graph, node: &Node, is_used: impl Fn(usize) -> bool) -> Option<FoldTarget> {
     let producer = graph.nodes().iter().position(|n| n.output == node.inputs[0]);
     if let Some(index) = producer
         && matches!(graph.nodes()[index].op, Op::Conv(_))
         && only_reader(graph, node.inputs[0]).is_some()
-        && !taken(index)
-        && is_own(graph, index)
+        && !is_used(index)
+        && is_exclusive(graph, index)
     {
-        return Some(Way::Before(index));
+        return Some(FoldTarget::Before(index));
     }
     let (mut value, mut flatten) = (node.output, None);
     loop {
@@ -112,7 +113,7 @@ fn place(graph: &Graph, node: &Node, taken: impl Fn(usize) -> bool) -> Option<Wa
         match &next.op {
             Op::MaxPool(pool) if pool.padding == 0 => {}
             Op::Flatten(op) => flatten = Some(*op),
-            // The shift does not reach the zeros of a padding.
+            // With padding, the shift would not apply to the padded zeros.
             Op::Conv(conv) if conv.padding == 0 && conv.groups == 1 && flatten.is_none() => break,
             Op::Linear(linear) if !linear.input_major => break,
             _ => return None,
@@ -120,38 +121,38 @@ fn place(graph: &Graph, node: &Node, taken: impl Fn(usize) -> bool) -> Option<Wa
         value = next.output;
     }
     let layer = only_reader(graph, value)?;
-    (!taken(layer) && is_own(graph, layer)).then_some(Way::After { layer, flatten })
+    (!is_used(layer) && is_exclusive(graph, layer)).then_some(FoldTarget::After { layer, flatten })
 }
 
-/// Gives the factors of a normalisation behind a ReLU to the layer before that, where each has a row of its own: positive factors pass
-/// through. What is left is the shift.
-fn into_maker(graph: &Graph, node: &Node, model: &mut Model, line: Line) -> Result<Line> {
+/// Folds the scale of a normalization after a ReLU into the rows of the layer before the ReLU, which
+/// commutes with positive factors. Returns the remaining transformation.
+fn scale_producer(graph: &Graph, node: &Node, model: &mut Model, affine: ChannelAffine) -> Result<ChannelAffine> {
     let producer = |value: ValueId| graph.nodes().iter().position(|n| n.output == value).filter(|_| only_reader(graph, value).is_some());
-    let maker = producer(node.inputs[0]).and_then(|relu| match &graph.nodes()[relu] {
+    let layer = producer(node.inputs[0]).and_then(|relu| match &graph.nodes()[relu] {
         relu if matches!(relu.op, Op::Relu(_)) => producer(relu.inputs[0]),
         _ => None,
     });
     let rows = |layer: &usize| matches!(&graph.nodes()[*layer].op, Op::Conv(_)) || matches!(&graph.nodes()[*layer].op, Op::Linear(op) if !op.input_major);
-    let Some(maker) = maker.filter(rows).filter(|layer| is_own(graph, *layer)) else { return Ok(line) };
-    let scale = Arc::new(line.scale);
-    for id in &graph.nodes()[maker].inputs[1..] {
+    let Some(layer) = layer.filter(rows).filter(|layer| is_exclusive(graph, *layer)) else { return Ok(affine) };
+    let scale = Arc::new(affine.scale);
+    for id in &graph.nodes()[layer].inputs[1..] {
         let name = graph.value(*id).name.clone();
         let upstream = model.weights.get(&name)?.clone();
         let scaled = Scaled { name: name.clone(), upstream, rows: Some(scale.clone()), columns: None, offset: 0.0 }.weight(DType::F32);
         model.weights.by_name.insert(name, scaled);
     }
-    Ok(Line { scale: vec![1.0; scale.len()], shift: line.shift })
+    Ok(ChannelAffine { scale: vec![1.0; scale.len()], shift: affine.shift })
 }
 
-/// Whether nobody else uses a layer's weight and bias.
-fn is_own(graph: &Graph, layer: usize) -> bool {
+/// Whether the weight and bias of a layer have no other readers.
+fn is_exclusive(graph: &Graph, layer: usize) -> bool {
     graph.nodes()[layer].inputs[1..].iter().all(|id| only_reader(graph, *id).is_some())
 }
 
-impl Way {
-    /// Gives the layer its new weight and bias; answers the bias's name.
-    fn apply(self, graph: &Graph, model: &mut Model, line: Line) -> Result<String> {
-        let (Way::Before(layer) | Way::After { layer, .. }) = self;
+impl FoldTarget {
+    /// Replaces the weight and bias of the layer. Returns the name of the bias.
+    fn apply(self, graph: &Graph, model: &mut Model, affine: ChannelAffine) -> Result<String> {
+        let (FoldTarget::Before(layer) | FoldTarget::After { layer, .. }) = self;
         let node = &graph.nodes()[layer];
         let weight_name = weight_input(graph, node).to_owned();
         let weight = model.weights.get(&weight_name)?.clone();
@@ -165,16 +166,16 @@ impl Way {
         let old_bias = move || old.as_ref().map_or_else(|| Ok(vec![0.0; outputs]), |bias| bias.floats(&name));
         let scaled = |rows, columns| Scaled { name: weight_name.clone(), upstream: weight.clone(), rows, columns, offset: 0.0 }.weight(DType::F32);
         let (new, bias) = match self {
-            Way::Before(_) => {
-                let scale = Arc::new(line.scale);
-                let (factors, shift) = (scale.clone(), line.shift);
+            FoldTarget::Before(_) => {
+                let scale = Arc::new(affine.scale);
+                let (factors, shift) = (scale.clone(), affine.shift);
                 let values = move || Ok(old_bias()?.iter().zip(factors.iter()).zip(&shift).map(|((b, s), t)| b * s + t).collect());
                 (scaled(Some(scale), None), Computed { values }.weight(vec![outputs]))
             }
-            Way::After { flatten, .. } => {
+            FoldTarget::After { flatten, .. } => {
                 let columns = weight.shape.get(1).copied().unwrap_or(1);
                 let spread = |values: &[f32]| spread(values, columns, flatten);
-                let (scale, shift) = (Arc::new(spread(&line.scale)), spread(&line.shift));
+                let (scale, shift) = (Arc::new(spread(&affine.scale)), spread(&affine.shift));
                 let (upstream, name) = (weight.clone(), weight_name.clone());
                 let values = move || shifted(old_bias()?, &upstream.floats(&name)?, &shift);
                 (scaled(None, Some(scale)), Computed { values }.weight(vec![outputs]))
@@ -186,13 +187,13 @@ impl Way {
     }
 }
 
-/// Values of channels, for the columns that a flattened image has of them.
+/// Repeats values of channels for the columns of a flattened image.
 fn spread(values: &[f32], columns: usize, flatten: Option<Flatten>) -> Vec<f32> {
     let (channels, plane) = (values.len().max(1), (columns / values.len().max(1)).max(1));
     (0..columns).map(|column| if flatten.is_some_and(|f| f.channels_last) { values[column % channels] } else { values[column / plane] }).collect()
 }
 
-/// `bias + W · shift`, a shift for each index of the second axis.
+/// Computes `bias + W · shift`, with a shift for each index of the second axis.
 fn shifted(mut bias: Vec<f32>, weight: &[f32], shift: &[f32]) -> Result<Vec<f32>> {
     let row = weight.len() / bias.len().max(1);
     let inner = (row / shift.len().max(1)).max(1);

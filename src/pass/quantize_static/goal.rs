@@ -1,4 +1,4 @@
-//! Accuracy first: layers stay in floats, the most sensitive first, until the model is as good as it has to be.
+//! Accuracy goal: leaves the most sensitive layers in floats until the quality of the model is sufficient.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
@@ -12,30 +12,32 @@ use super::prepare::Prepared;
 use super::{Damage, NAME, QuantizeStatic, sensitivity};
 use crate::calibration::ValueStatistics;
 use crate::data::DataSet;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::evaluation::{self, Runner, Subject};
 use crate::model::Model;
 use crate::pass::Context;
+use crate::run_state::WARNING;
 use crate::work::Meter;
 
-/// How good the quantized model has to be; one of `max_drop` and `min_cosine`.
+/// Required quality of the quantized model: one of `max_drop` and `min_cosine`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Goal {
-    /// How much worse its score on the evaluation data may be than the original's (0.01: one point of accuracy)
+    /// Maximum drop of the score on the evaluation data (0.01: one point of accuracy)
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_drop: Option<f64>,
-    /// Least mean cosine of its answers to the original's, on the evaluation data or else the calibration data
+    /// Minimum mean cosine similarity of the outputs to those of the original, on the evaluation data or
+    /// else the calibration data
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min_cosine: Option<f64>,
-    /// How many models to try at most
+    /// Maximum number of models to try
     #[serde(default = "trials")]
     pub max_trials: usize,
-    /// When to stop trying, in minutes
+    /// Time limit in minutes
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_minutes: Option<f64>,
-    /// Whether to fail when the goal is not met; else the best model is written with a warning
+    /// Fail if the goal is not met; otherwise the best model is written with a warning
     #[serde(default)]
     pub strict: bool,
 }
@@ -57,7 +59,7 @@ impl Goal {
         let wrong = |reason: &str| Err(Error::option(NAME, format!("`accuracy_goal` {reason}")));
         match (self.max_drop, self.min_cosine) {
             (None, None) | (Some(_), Some(_)) => wrong("needs one of `max_drop` and `min_cosine`"),
-            (Some(drop), _) if !(drop.is_finite() && drop >= 0.0) => wrong("`max_drop` must be a number from 0 on"),
+            (Some(drop), _) if !(drop.is_finite() && drop >= 0.0) => wrong("`max_drop` must be at least 0"),
             (_, Some(cosine)) if !(0.0..=1.0).contains(&cosine) => wrong("`min_cosine` must be from 0 to 1"),
             _ if self.max_trials == 0 => wrong("`max_trials` must be at least 1"),
             _ if self.max_minutes.is_some_and(|minutes| minutes <= 0.0 || minutes.is_nan()) => wrong("`max_minutes` must be more than 0"),
@@ -65,8 +67,11 @@ impl Goal {
         }
     }
 
-    /// How far a figure is beyond the goal: met from 0 on.
+    /// Distance of a metric from the goal, which is met if it is at least 0. NaN never meets it.
     fn margin(&self, figure: f64) -> f64 {
+        if figure.is_nan() {
+            return f64::NEG_INFINITY;
+        }
         match (self.max_drop, self.min_cosine) {
             (Some(drop), _) => drop - figure,
             (_, Some(cosine)) => figure - cosine,
@@ -79,129 +84,137 @@ impl Goal {
     }
 }
 
-/// One model that was tried.
+/// A tried model.
 #[derive(Debug, Clone)]
 struct Trial {
-    kept: usize,
-    figure: f64,
+    /// Number of layers in floats.
+    in_floats: usize,
+    metric: f64,
 }
 
-/// What came of it.
+/// Result of the search.
 pub(super) struct Outcome {
-    /// Layers that are quantized.
+    /// Quantized layers.
     pub layers: BTreeSet<String>,
     pub table: Value,
-    /// What each layer alone does, the most sensitive first.
+    /// Sensitivity of each layer, the most sensitive first.
     pub damages: Vec<Damage>,
     pub note: String,
 }
 
 impl QuantizeStatic {
-    /// Looks for the fewest layers that have to stay in floats: none, one, two, four …, then between the last two.
-    ///
-    /// # Errors
-    /// The goal is strict and is not met; running fails.
-    pub(super) fn pursue(
+    /// Searches for the minimum number of layers in floats: 0, 1, 2, 4 …, then by bisection. Returns an
+    /// error if the goal is strict and is not met.
+    pub(super) fn reach_goal(
         &self,
         goal: &Goal,
         original: &Model,
         prepared: &Prepared,
-        seen: &BTreeMap<String, ValueStatistics>,
+        statistics: &BTreeMap<String, ValueStatistics>,
         context: &Context,
         meter: &Arc<Meter>,
     ) -> Result<Outcome> {
         let start = Instant::now();
-        let damages = sensitivity::ranked(self, prepared, seen, context)?;
-        let order: Vec<String> = damages.iter().map(|found| found.name.clone()).collect();
-        let judge = Judge::new(goal, original, context)?;
+        let damages = sensitivity::ranked(self, prepared, statistics, context)?;
+        let order: Vec<String> = damages.iter().map(|damage| damage.name.clone()).collect();
+        let evaluator = Evaluator::new(goal, original, context)?;
         let mut trials: Vec<Trial> = Vec::new();
         let mut best: Option<(f64, usize)> = None;
         let (mut failed, mut met): (Option<usize>, Option<usize>) = (None, None);
-        let most = order.len();
-        let late = || goal.max_minutes.is_some_and(|minutes| start.elapsed().as_secs_f64() > 60.0 * minutes);
+        let count = order.len();
+        let is_late = || goal.max_minutes.is_some_and(|minutes| start.elapsed().as_secs_f64() > 60.0 * minutes);
         let mut next = Some(0);
-        while let Some(kept) = next.filter(|_| trials.len() < goal.max_trials && (trials.is_empty() || !late())) {
-            let figure = judge.figure(self.with_kept(prepared, &order, kept, seen, meter)?, context)?;
-            trials.push(Trial { kept, figure });
-            let margin = goal.margin(figure);
-            let better = |(other, count): (f64, usize)| if margin >= 0.0 && other >= 0.0 { kept < count } else { margin > other };
+        while let Some(in_floats) = next.filter(|_| trials.len() < goal.max_trials && (trials.is_empty() || !is_late())) {
+            let metric = evaluator.metric(self.with_floats(prepared, &order, in_floats, statistics, meter)?, context)?;
+            trials.push(Trial { in_floats, metric });
+            let margin = goal.margin(metric);
+            let better = |(other, count): (f64, usize)| if margin >= 0.0 && other >= 0.0 { in_floats < count } else { margin > other };
             if best.is_none_or(better) {
-                best = Some((margin, kept));
+                best = Some((margin, in_floats));
             }
             if margin >= 0.0 {
-                met = Some(met.map_or(kept, |m| m.min(kept)))
+                met = Some(met.map_or(in_floats, |m| m.min(in_floats)))
             } else {
-                failed = Some(failed.map_or(kept, |f| f.max(kept)))
+                failed = Some(failed.map_or(in_floats, |f| f.max(in_floats)))
             }
             next = match (failed, met) {
                 (None, _) => None,
-                (Some(f), None) if f < most => Some((2 * f).max(1).min(most)),
+                (Some(f), None) if f < count => Some((2 * f).max(1).min(count)),
                 (Some(f), Some(m)) if f + 1 < m => Some(f.midpoint(m)),
                 _ => None,
             };
         }
-        let (margin, kept) = best.unwrap_or((f64::NEG_INFINITY, 0));
-        let figure = trials.iter().find(|trial| trial.kept == kept).map_or(f64::NAN, |trial| trial.figure);
-        let names = order.iter().take(kept).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
-        let left = if kept == 0 { "no layer has to stay in floats".to_owned() } else { format!("{kept} of {most} layers stay in floats: {names}") };
+        let (margin, in_floats) = best.unwrap_or((f64::NEG_INFINITY, 0));
+        let metric = trials.iter().find(|trial| trial.in_floats == in_floats).map_or(f64::NAN, |trial| trial.metric);
+        let names = order.iter().take(in_floats).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+        let layers = if in_floats == 0 { "all layers are quantized".to_owned() } else { format!("{in_floats} of {count} layers stay in floats: {names}") };
         if margin < 0.0 && goal.strict {
             return Err(Error::run(
                 NAME,
-                format!("the accuracy goal is not met: the best of the tried models ({}) has a {} of {figure:.4}", trials.len(), goal.name()),
-                "ask for less, allow more trials, or leave `strict` out to get the best model",
+                format!("the accuracy goal is not met: the best of {} tried models has a {} of {metric:.4}", trials.len(), goal.name()),
+                "relax the goal, increase `max_trials`, or remove `strict` to write the best model",
             ));
         }
         let outcome = if margin >= 0.0 { "met" } else { "not met" };
-        let tried = if trials.len() == 1 { "1 trial".to_owned() } else { format!("{} trials", trials.len()) };
-        let note = format!("accuracy goal {outcome} after {tried}: {} {figure:.4}; {left}", goal.name());
-        let rows: Vec<Value> = trials.iter().map(|t| json!({ "in_floats": t.kept, (goal.name()): t.figure, "met": goal.margin(t.figure) >= 0.0 })).collect();
-        let table = json!({ "met": margin >= 0.0, "tried": rows, "in_floats": order[..kept] });
-        Ok(Outcome { layers: order[kept..].iter().cloned().collect(), table, damages, note })
+        let tried = counted(trials.len(), "trial");
+        let prefix = if margin >= 0.0 { "" } else { WARNING };
+        let note = format!("{prefix}accuracy goal {outcome} after {tried}: {} {metric:.4}; {layers}", goal.name());
+        let rows: Vec<Value> =
+            trials.iter().map(|t| json!({ "in_floats": t.in_floats, (goal.name()): t.metric, "met": goal.margin(t.metric) >= 0.0 })).collect();
+        let table = json!({ "met": margin >= 0.0, "tried": rows, "in_floats": order[..in_floats] });
+        Ok(Outcome { layers: order[in_floats..].iter().cloned().collect(), table, damages, note })
     }
 
-    /// The model with the first so many layers in floats.
-    fn with_kept(&self, prepared: &Prepared, order: &[String], kept: usize, seen: &BTreeMap<String, ValueStatistics>, meter: &Arc<Meter>) -> Result<Model> {
-        let layers: BTreeSet<String> = order[kept..].iter().cloned().collect();
-        let found = self.quantizers(prepared, &layers, Some(seen))?;
-        self.fit(prepared, &found, &layers, Some(seen), meter)
+    /// Quantizes the model except for the first `in_floats` layers of `order`.
+    fn with_floats(
+        &self,
+        prepared: &Prepared,
+        order: &[String],
+        in_floats: usize,
+        statistics: &BTreeMap<String, ValueStatistics>,
+        meter: &Arc<Meter>,
+    ) -> Result<Model> {
+        let layers: BTreeSet<String> = order[in_floats..].iter().cloned().collect();
+        let quantizers = self.quantizers(prepared, &layers, Some(statistics))?;
+        self.fit(prepared, &quantizers, &layers, Some(statistics), meter)
     }
 }
 
-/// Loads models that run side by side on this data.
+/// Loads models that are compared on this data.
 fn load<'s, const N: usize>(subjects: [&'s mut Subject; N], data: &DataSet, context: &Context<'s>) -> Result<Vec<Box<dyn Runner + 's>>> {
     evaluation::load(subjects, Some(&data.first()?.inputs), &context.device, context.memory, &context.work)
 }
 
-/// Says how good a model is.
-struct Judge<'m> {
+/// Evaluates the metric of the goal.
+struct Evaluator<'m> {
     original: &'m Model,
     data: Arc<DataSet>,
-    /// The original's score, where scores count.
+    /// Score of the original model, with `max_drop`.
     score: Option<evaluation::Score>,
 }
 
-impl<'m> Judge<'m> {
-    fn new(goal: &Goal, original: &'m Model, context: &Context) -> Result<Judge<'m>> {
+impl<'m> Evaluator<'m> {
+    fn new(goal: &Goal, original: &'m Model, context: &Context) -> Result<Evaluator<'m>> {
         let options = match (goal.max_drop, &context.data.evaluation, &context.data.calibration) {
             (_, Some(options), _) | (None, None, Some(options)) => options,
             _ => return Err(Error::option(NAME, "`accuracy_goal: { max_drop: ... }` needs `data: { evaluation: ... }` with labels")),
         };
-        let mut subject = Subject::of(original.clone())?;
+        let mut subject = Subject::from_model(original.clone())?;
         let data = context.data.open(options, subject.target())?;
         let mut score = None;
         if goal.max_drop.is_some() {
             let mut runner = load([&mut subject], &data, context)?;
             score = evaluation::evaluate(&data, &mut runner, &[], &context.work)?.models.into_iter().next().and_then(|outcome| outcome.score);
             if score.is_none() {
-                return Err(Error::option(NAME, "`accuracy_goal: { max_drop: ... }` needs evaluation data with labels; without any, ask for `min_cosine`"));
+                return Err(Error::option(NAME, "`accuracy_goal: { max_drop: ... }` needs evaluation data with labels; without labels, use `min_cosine`"));
             }
         }
-        Ok(Judge { original, data, score })
+        Ok(Evaluator { original, data, score })
     }
 
-    /// The drop of the score, or the mean cosine.
-    fn figure(&self, model: Model, context: &Context) -> Result<f64> {
-        let mut after = Subject::of(model)?;
+    /// The drop of the score, or the mean cosine similarity.
+    fn metric(&self, model: Model, context: &Context) -> Result<f64> {
+        let mut after = Subject::from_model(model)?;
         match &self.score {
             Some(score) => {
                 let mut runner = load([&mut after], &self.data, context)?;
@@ -209,7 +222,7 @@ impl<'m> Judge<'m> {
                 Ok(outcomes.models.first().and_then(|o| o.score.as_ref()).map_or(f64::INFINITY, |now| score.drop_to(now)))
             }
             None => {
-                let mut before = Subject::of(self.original.clone())?;
+                let mut before = Subject::from_model(self.original.clone())?;
                 let mut runners = load([&mut before, &mut after], &self.data, context)?;
                 let outcomes = evaluation::evaluate(&self.data, &mut runners, &[(0, 1)], &context.work)?;
                 Ok(outcomes.pairs.first().map_or(0.0, |fidelity| fidelity.cosine))
@@ -223,12 +236,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_goal_is_met_on_its_better_side_only() {
+    fn the_margin_is_positive_if_the_goal_is_met() {
         let goal = |text: &str| text.parse::<Goal>().unwrap();
         let drop = goal("{max_drop: 0.01}");
         assert!(drop.margin(0.005) > 0.0 && drop.margin(0.02) < 0.0 && drop.margin(-0.5) > drop.margin(0.0));
         let cosine = goal("{min_cosine: 0.99}");
         assert!(cosine.margin(0.995) > 0.0 && cosine.margin(0.98) < 0.0);
         assert_eq!([drop.margin(0.01), cosine.margin(0.99)], [0.0; 2]);
+        assert_eq!([drop.margin(f64::NAN), cosine.margin(f64::NAN)], [f64::NEG_INFINITY; 2]);
     }
 }

@@ -1,83 +1,85 @@
-//! Moving range from activations to weights, at no cost when the model runs (Xiao et al., SmoothQuant, 2023; Nagel et al.,
-//! cross-layer equalization, 2019): the layer or normalisation that makes a value divides each channel by a number, the layers
-//! that read it multiply by the same. Where weights have 16 bits, numbers are powers of two, so that nothing is rounded.
+//! Migrates scales from activations to weights, without cost at run time (Xiao et al., SmoothQuant, 2023;
+//! Nagel et al., cross-layer equalization, 2019): the layer or normalization that computes a value
+//! divides each channel by a factor, and the layers that read the value multiply by it. For 16-bit
+//! weights, factors are powers of two, which are exact.
 
 use std::collections::BTreeMap;
 
 use rayon::prelude::*;
 
-use super::ceiling::Ceiling;
-use crate::calibration::{ActivationObserver, Channels, ValueStatistics, Weighted, crossed};
+use super::relu6_limit::ClampLimit;
+use crate::calibration::{ActivationObserver, Channels, ValueStatistics, WeightedError, cross_validation};
 use crate::error::Result;
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Node};
 use crate::model::Model;
-use crate::pass::chains::{Chain, ScaledLayer, is_depthwise};
-use crate::pass::walk::{channels_second, weight_input};
+use crate::pass::channel_equalization::{Chain, ScaledLayer, is_depthwise};
+use crate::pass::consumers::{channels_second, weight_input};
 use crate::store::DType;
 
-/// Part of the largest channel below which a channel counts as silent.
+/// Fraction of the largest channel below which a channel is considered silent.
 const SILENT: f64 = 1e-3;
-/// Steps from one power of two to the next where nothing stands against it.
+/// Steps per octave of the factors of 32-bit weights.
 const FINE: f64 = 4.0;
-/// The strength where values are cut off: what samples of one kind hold says little of how far a channel is from its ceiling for
-/// others, so that the weights on both sides alone decide (Nagel et al., 2019).
+/// Strength for chains with clamped values. The distance of a channel from the clamp varies between
+/// samples, so that factors follow from the weights on both sides only (Nagel et al., 2019).
 const BALANCED: f64 = 0.5;
-/// Strengths that are tried: how much of an activation's range goes over to the weights.
+/// Candidate strengths.
 const STRENGTHS: [f64; 6] = [0.3, 0.45, 0.6, 0.7, 0.8, 0.9];
-/// A chain is changed for a gain of so much of its error.
-const GAIN: f64 = 0.02;
-/// Where it takes a multiplication when the model runs, or cuts off what no sample reached, for a gain of so much.
-const COSTLY_GAIN: f64 = 0.25;
+/// Minimum relative reduction of the error of a chain.
+const MIN_GAIN: f64 = 0.02;
+/// Minimum relative reduction for chains that need a multiplication at run time, or that contain a clamp.
+const MIN_COSTLY_GAIN: f64 = 0.25;
 
-/// What was chosen for a chain.
+/// SelectedWeights strength of a chain.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Choice {
     pub name: String,
     pub strength: f64,
-    /// Estimated squared error of the layers' outputs, after and before.
+    /// Ratio of the estimated squared errors of the layers' outputs after and before.
     pub gain: f64,
-    /// Whether it takes a multiplication when the model runs.
+    /// Whether the chain needs a multiplication at run time.
     pub costly: bool,
 }
 
-/// Rescales chains by what was seen of their values: the weights of the model, and what was seen, change alike.
+/// Rescales chains if it reduces the quantization error. Updates the weights of the model and the
+/// statistics.
 pub(super) fn rescale(
     chains: &[Chain],
     graph: &Graph,
     model: &mut Model,
-    seen: &mut BTreeMap<String, ValueStatistics>,
+    statistics: &mut BTreeMap<String, ValueStatistics>,
     fixed: Option<f64>,
     observer: ActivationObserver,
     percentile: f64,
 ) -> Result<Vec<Choice>> {
     let mut choices = Vec::new();
     for chain in chains {
-        // Experts that are stored as one tensor have no weights of their own.
+        // Experts that are stored as one tensor have no separate weights.
         let is_stored = |name: &String| model.weights.by_name.contains_key(name);
-        let is_whole = chain.makers.iter().map(|(name, _)| name).chain(chain.sinks.iter().map(|sink| &sink.weight)).all(is_stored);
-        if !is_whole || chain.mixed && fixed.is_none() {
+        let is_complete = chain.producers.iter().map(|(name, _)| name).chain(chain.consumers.iter().map(|layer| &layer.weight)).all(is_stored);
+        if !is_complete || chain.mixed && fixed.is_none() {
             continue;
         }
-        let Some(measure) = Measure::of(chain, graph, model, seen)? else { continue };
-        let still = vec![0.0; chain.width];
-        let fine = chain.makers.iter().all(|(name, _)| model.weights.by_name.get(name).is_some_and(|w| matches!(w.dtype, DType::F32 | DType::F64)));
-        // What 16 bits store of such a norm is not scaled exactly by a power of two.
+        let Some(estimator) = ErrorEstimator::new(chain, graph, model, statistics)? else { continue };
+        let unchanged = vec![0.0; chain.width];
+        let fine = chain.producers.iter().all(|(name, _)| model.weights.by_name.get(name).is_some_and(|w| matches!(w.dtype, DType::F32 | DType::F64)));
+        // With an offset, 16-bit weights are not scaled exactly by powers of two.
         if chain.offset != 0.0 && !fine {
             continue;
         }
-        let before = measure.error(&still, observer, percentile);
-        let tries = if chain.ceilings.is_empty() { &STRENGTHS[..] } else { &[BALANCED] };
-        let strengths: Vec<f64> = fixed.map_or(tries.to_vec(), |strength| vec![strength]);
-        // Other observers than the least error take copies of what was seen.
-        let together = if observer == ActivationObserver::Mse { 1 } else { strengths.len() };
-        let tried = strengths.into_par_iter().with_min_len(together).map(|strength| {
-            let powers = measure.powers(strength, if fine { FINE } else { 1.0 });
-            (measure.error(&powers, observer, percentile), strength, powers)
+        let before = estimator.error(&unchanged, observer, percentile);
+        let candidates = if chain.clamps.is_empty() { &STRENGTHS[..] } else { &[BALANCED] };
+        let strengths: Vec<f64> = fixed.map_or(candidates.to_vec(), |strength| vec![strength]);
+        // Other observers than MSE copy the statistics, so that they run sequentially to save memory.
+        let per_job = if observer == ActivationObserver::Mse { 1 } else { strengths.len() };
+        let tried = strengths.into_par_iter().with_min_len(per_job).map(|strength| {
+            let powers = estimator.powers(strength, if fine { FINE } else { 1.0 });
+            (estimator.error(&powers, observer, percentile), strength, powers)
         });
         let tried: Vec<_> = tried.collect();
         let Some((error, strength, powers)) = tried.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)) else { continue };
-        let gain = if chain.costly || !chain.ceilings.is_empty() { COSTLY_GAIN } else { GAIN };
+        let gain = if chain.costly || !chain.clamps.is_empty() { MIN_COSTLY_GAIN } else { MIN_GAIN };
         if powers.iter().all(|p| *p == 0.0) || (fixed.is_none() && error > before * (1.0 - gain)) {
             continue;
         }
@@ -88,8 +90,8 @@ pub(super) fn rescale(
             Ok(())
         })?;
         for (value, index) in &chain.values {
-            if let Some(seen) = seen.get_mut(&graph.value(*value).name) {
-                seen.multiply(&index.iter().map(|channel| (-powers[*channel]).exp2()).collect::<Vec<_>>());
+            if let Some(value) = statistics.get_mut(&graph.value(*value).name) {
+                value.multiply(&index.iter().map(|channel| (-powers[*channel]).exp2()).collect::<Vec<_>>());
             }
         }
         choices.push(Choice { name: chain.name.clone(), strength, gain: error / before, costly: chain.costly });
@@ -97,23 +99,23 @@ pub(super) fn rescale(
     Ok(choices)
 }
 
-/// What is needed to tell the error of a chain's layers from the powers.
-struct Measure<'s> {
+/// Estimates the error of the layers of a chain as a function of the factors.
+struct ErrorEstimator<'s> {
     width: usize,
-    sinks: Vec<Sink<'s>>,
-    ceiling: Option<Ceiling>,
+    consumers: Vec<Consumer<'s>>,
+    limit: Option<ClampLimit>,
 }
 
 /// A layer that reads a value.
-struct Sink<'s> {
-    layer: Layer,
-    seen: &'s ValueStatistics,
-    /// All that was seen of its channels.
+struct Consumer<'s> {
+    layer: LayerWeights,
+    statistics: &'s ValueStatistics,
+    /// Channel statistics over all samples.
     channels: Channels,
     index: &'s [usize],
 }
 
-/// What an error of each input of a layer costs: the squares of its weights.
+/// Weights of the squared error of each input of a layer: the sums of squares of its weights.
 pub(super) fn costs(model: &Model, graph: &Graph, node: &Node) -> Result<Vec<f64>> {
     let name = weight_input(graph, node);
     let shape = &graph.value(node.inputs[0]).ty.shape;
@@ -125,43 +127,42 @@ pub(super) fn costs(model: &Model, graph: &Graph, node: &Node) -> Result<Vec<f64
         return Ok(Vec::new());
     }
     let first = depthwise || matches!(&node.op, Op::Linear(op) if op.input_major);
-    let sink = ScaledLayer { value: node.inputs[0], weight: name.to_owned(), index: (0..inputs).collect(), first, depthwise };
-    Ok(Layer::of(model, &sink)?.squares)
+    let layer = ScaledLayer { value: node.inputs[0], weight: name.to_owned(), index: (0..inputs).collect(), first, depthwise };
+    Ok(LayerWeights::new(model, &layer)?.squares)
 }
 
-/// What is needed of a weight `[out, in, ...]`, by channel of its input.
-struct Layer {
-    /// Largest magnitudes, `[out][in]`.
+/// Reductions of a weight `[out, in, ...]`.
+struct LayerWeights {
+    /// Largest magnitude for each output and input, `[out, in]`.
     largest: Vec<f32>,
-    /// Squares of columns, summed over outputs.
+    /// Sum of squares for each input.
     squares: Vec<f64>,
-    /// Largest magnitudes of columns.
+    /// Largest magnitude for each input.
     columns: Vec<f32>,
     inputs: usize,
     depthwise: bool,
 }
 
-impl Layer {
-    fn of(model: &Model, sink: &ScaledLayer) -> Result<Layer> {
-        let weight = model.weights.get(&sink.weight)?;
-        let values = weight.floats(&sink.weight)?;
-        let inputs = sink.index.len();
-        // Of `[in, out]`, a column is a row; of a depthwise weight, each row has one input.
+impl LayerWeights {
+    fn new(model: &Model, consumer: &ScaledLayer) -> Result<LayerWeights> {
+        let weight = model.weights.get(&consumer.weight)?;
+        let values = weight.floats(&consumer.weight)?;
+        let inputs = consumer.index.len();
+        // In the layout `[in, out]`, inputs are rows. Each row of a depthwise weight has one input.
         let (inner, transposed) = match weight.shape[..] {
-            [rows, columns] if sink.first && rows == inputs => (1, columns),
-            _ if sink.first => (weight.row(), 1),
+            [rows, columns] if consumer.first && rows == inputs => (1, columns),
+            _ if consumer.first => (weight.row(), 1),
             _ => (weight.shape.get(2..).unwrap_or(&[]).iter().product::<usize>().max(1), 0),
         };
         let outputs = values.len() / (inputs * inner).max(1);
-        let mut layer =
-            Layer { largest: vec![0.0; outputs.max(1) * inputs], squares: vec![0.0; inputs], columns: vec![0.0; inputs], inputs, depthwise: sink.depthwise };
+        let largest = vec![0.0; outputs.max(1) * inputs];
+        let mut layer = LayerWeights { largest, squares: vec![0.0; inputs], columns: vec![0.0; inputs], inputs, depthwise: consumer.depthwise };
         for (at, value) in values.iter().enumerate() {
             let (output, input) = match transposed {
                 0 => (at / (inputs * inner), at / inner % inputs),
                 _ => (at % (transposed * inner) / inner.max(1), at / (transposed * inner)),
             };
-            let place = output * inputs + input;
-            if let Some(largest) = layer.largest.get_mut(place) {
+            if let Some(largest) = layer.largest.get_mut(output * inputs + input) {
                 *largest = largest.max(value.abs());
             }
             layer.columns[input] = layer.columns[input].max(value.abs());
@@ -171,34 +172,37 @@ impl Layer {
     }
 }
 
-impl<'s> Measure<'s> {
-    fn of(chain: &'s Chain, graph: &Graph, model: &Model, seen: &'s BTreeMap<String, ValueStatistics>) -> Result<Option<Measure<'s>>> {
-        let mut sinks = Vec::new();
-        for sink in &chain.sinks {
-            let Some(seen) = seen.get(&graph.value(sink.value).name) else { continue };
-            let channels = seen.channels();
-            if channels.has_histograms() && channels.channels() == sink.index.len() {
-                sinks.push(Sink { layer: Layer::of(model, sink)?, seen, channels, index: &sink.index });
+impl<'s> ErrorEstimator<'s> {
+    /// Returns `None` if no consumer has channel statistics.
+    fn new(chain: &'s Chain, graph: &Graph, model: &Model, statistics: &'s BTreeMap<String, ValueStatistics>) -> Result<Option<ErrorEstimator<'s>>> {
+        let mut consumers = Vec::new();
+        for layer in &chain.consumers {
+            let Some(input) = statistics.get(&graph.value(layer.value).name) else { continue };
+            let channels = input.channels();
+            if channels.has_histograms() && channels.channels() == layer.index.len() {
+                consumers.push(Consumer { layer: LayerWeights::new(model, layer)?, statistics: input, channels, index: &layer.index });
             }
         }
-        let ceiling = if chain.ceilings.is_empty() { None } else { Some(Ceiling::of(chain, graph, model, seen)?) };
-        Ok((!sinks.is_empty()).then_some(Measure { width: chain.width, sinks, ceiling }))
+        let limit = if chain.clamps.is_empty() { None } else { Some(ClampLimit::new(chain, graph, model, statistics)?) };
+        Ok((!consumers.is_empty()).then_some(ErrorEstimator { width: chain.width, consumers, limit }))
     }
 
-    /// `log2 (a^strength / w^(1 - strength))` for each channel, in so many steps to one, around zero.
+    /// `log2 (a^strength / w^(1 - strength))` for each channel, rounded to multiples of `1 / steps`, with
+    /// mean zero.
     fn powers(&self, strength: f64, steps: f64) -> Vec<f64> {
         let (mut activations, mut weights) = (vec![0f64; self.width], vec![0f64; self.width]);
-        for sink in &self.sinks {
-            let largest = sink.channels.largest();
-            for (input, channel) in sink.index.iter().enumerate() {
+        for consumer in &self.consumers {
+            let largest = consumer.channels.largest();
+            for (input, channel) in consumer.index.iter().enumerate() {
                 activations[*channel] = activations[*channel].max(f64::from(largest[input]));
-                weights[*channel] = weights[*channel].max(f64::from(sink.layer.columns[input]));
+                weights[*channel] = weights[*channel].max(f64::from(consumer.layer.columns[input]));
             }
         }
-        if let Some(ceiling) = &self.ceiling {
-            return ceiling.powers(&weights, strength, steps);
+        if let Some(limit) = &self.limit {
+            return limit.powers(&weights, strength, steps);
         }
-        // A channel that was nearly always zero is taken for a small one: its weights must not set the scale of all.
+        // Silent channels get a minimum magnitude, so that their weights do not dominate the scale of a
+        // row.
         let floor = activations.iter().copied().fold(0.0, f64::max) * SILENT;
         let log = |(a, w): (&f64, &f64)| {
             if floor > 0.0 && *w > 0.0 {
@@ -214,26 +218,26 @@ impl<'s> Measure<'s> {
         logs.iter().map(|l| if l.is_finite() { (((l - mean) * steps).round() / steps).clamp(-12.0, 12.0) } else { 0.0 }).collect()
     }
 
-    /// Estimated squared error of the layers' outputs when channels are divided by `2ᵖ`: ranges are chosen on one half of the
-    /// samples and held to the other.
+    /// Estimated squared error of the layers' outputs if channels are divided by `2ᵖ`, with two-fold
+    /// cross-validation of the ranges.
     fn error(&self, powers: &[f64], observer: ActivationObserver, percentile: f64) -> f64 {
-        self.sinks.iter().map(|sink| sink.error(powers, observer, percentile)).sum()
+        self.consumers.iter().map(|consumer| consumer.error(powers, observer, percentile)).sum()
     }
 }
 
-impl Sink<'_> {
+impl Consumer<'_> {
     fn error(&self, powers: &[f64], observer: ActivationObserver, percentile: f64) -> f64 {
         let by: Vec<f64> = self.index.iter().map(|channel| powers[*channel].exp2()).collect();
         let inverse: Vec<f64> = by.iter().map(|by| 1.0 / by).collect();
         let columns: Vec<f64> = self.layer.squares.iter().zip(&by).map(|(square, by)| square * by * by).collect();
-        let cost = |(low, high): (f32, f32), seen: &Weighted| seen.error((low.into(), high.into()));
-        let activations = match crossed(observer, self.seen, Some(&inverse), &columns, percentile) {
-            Some(crossed) => crossed.iter().map(|(range, seen)| cost(*range, seen)).sum(),
+        let cost = |(low, high): (f32, f32), error: &WeightedError| error.error((low.into(), high.into()));
+        let activations = match cross_validation(observer, self.statistics, Some(&inverse), &columns, percentile) {
+            Some(folds) => folds.iter().map(|(range, held_out)| cost(*range, held_out)).sum(),
             None => {
-                let mut divided = self.seen.clone();
+                let mut divided = self.statistics.clone();
                 divided.multiply(&inverse);
                 let range = observer.range(&divided, Some(&columns), percentile);
-                Weighted::of(&self.channels, Some(&inverse), &columns).map_or(0.0, |seen| cost(range, &seen))
+                WeightedError::from_channels(&self.channels, Some(&inverse), &columns).map_or(0.0, |error| cost(range, &error))
             }
         } / self.channels.count().max(1) as f64;
         if self.layer.depthwise {

@@ -1,4 +1,4 @@
-//! What quantizing each layer alone does to the model's answers.
+//! Sensitivity analysis: the effect of quantizing each layer separately on the outputs of the model.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -10,33 +10,35 @@ use super::prepare::Prepared;
 use crate::calibration::ValueStatistics;
 use crate::data::{Batch, DataSet};
 use crate::error::{Error, Result};
-use crate::evaluation::{self, Fidelity, FidelitySums, Outputs, Subject};
+use crate::evaluation::{self, Fidelity, FidelityAccumulator, Outputs, Subject};
 use crate::kernel::compare;
 use crate::model::Model;
 use crate::pass::Context;
-use crate::pass::integers::Integers;
+use crate::pass::weight_quantizer::WeightQuantizer;
 use crate::store::{ActivationScheme, Granularity};
 use crate::work::{Event, Meter, ProgressUnit};
 
-/// The damage that one layer does.
+/// Effect of quantizing one layer.
 #[derive(Debug, Clone, Serialize)]
 pub struct Damage {
-    /// Its weight.
+    /// Name of the weight.
     pub name: String,
-    /// Signal to noise of the weight as int8, in decibels.
+    /// Signal to quantization noise ratio of the int8 weight in decibels.
     pub weight_sqnr_db: Option<f64>,
-    /// Mean cosine to the original's answers with this layer's weight as int8 and activations in floats.
+    /// Mean cosine similarity of the outputs to those of the original, with an int8 weight and float
+    /// activations.
     pub weights: Option<f64>,
-    /// The same with activations quantized for each token while the model runs.
+    /// The same with activations quantized dynamically per token.
     pub dynamic: Option<f64>,
-    /// The same with activations quantized by scales found on the calibration samples.
+    /// The same with activations quantized with static scales found on the calibration samples.
     pub quantized: Option<f64>,
-    /// Mean Kullback-Leibler divergence of the last, for logits.
+    /// Mean Kullback-Leibler divergence with static scales, for logits.
     pub kl: Option<f64>,
 }
 
 impl Damage {
-    /// How much of the answers is lost; without samples, how much of the weight.
+    /// Loss of the outputs, one minus the cosine similarity; without samples, the relative squared error
+    /// of the weight.
     pub fn lost(&self) -> f64 {
         match (self.quantized, self.weight_sqnr_db) {
             (Some(cosine), _) => 1.0 - cosine,
@@ -46,20 +48,21 @@ impl Damage {
     }
 }
 
-/// Layers, the most sensitive first, each quantized alone.
-pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, seen: &BTreeMap<String, ValueStatistics>, context: &Context) -> Result<Vec<Damage>> {
-    let trial = Trial::new(prepared, context)?;
-    let alone = QuantizeStatic { embeddings: false, ..pass.clone() };
-    each(prepared, context, |name| {
+/// Effects of quantizing each layer separately, the most sensitive first.
+pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, statistics: &BTreeMap<String, ValueStatistics>, context: &Context) -> Result<Vec<Damage>> {
+    let comparison = Comparison::new(prepared, context)?;
+    let pass = QuantizeStatic { embeddings: false, ..pass.clone() };
+    measure_layers(prepared, context, |name| {
         let layers = BTreeSet::from([name.to_owned()]);
         let meter = Arc::new(Meter::default());
-        let found = alone.quantizers(prepared, &layers, Some(seen))?;
-        let fidelity = trial.run(&alone.fit(prepared, &found, &layers, Some(seen), &meter)?, context)?;
+        let quantizers = pass.quantizers(prepared, &layers, Some(statistics))?;
+        let fidelity = comparison.run(&pass.fit(prepared, &quantizers, &layers, Some(statistics), &meter)?, context)?;
         Ok(Damage { name: name.to_owned(), weight_sqnr_db: None, weights: None, dynamic: None, quantized: Some(fidelity.cosine), kl: fidelity.kl })
     })
 }
 
-fn each(prepared: &Prepared, context: &Context, measure: impl Fn(&str) -> Result<Damage>) -> Result<Vec<Damage>> {
+/// Measures all layers and sorts them by sensitivity.
+fn measure_layers(prepared: &Prepared, context: &Context, measure: impl Fn(&str) -> Result<Damage>) -> Result<Vec<Damage>> {
     context.work.progress.on(Event::Begin { stage: "Trying layers", total: prepared.layers.len() as u64, unit: ProgressUnit::Samples });
     let measured = prepared.layers.iter().map(|name| {
         context.work.cancel.check()?;
@@ -74,47 +77,47 @@ fn each(prepared: &Prepared, context: &Context, measure: impl Fn(&str) -> Result
     Ok(damages)
 }
 
-/// Bytes of the original's outputs that are cached, so that they need not be computed for every layer.
-const CACHED: usize = 256 << 20;
+/// Maximum memory of cached outputs of the original model, in bytes.
+const CACHE_BYTES: usize = 256 << 20;
 
-/// Calibration samples and the model to compare with.
-struct Trial {
+/// Compares models with the original on calibration samples.
+struct Comparison {
     original: Model,
     data: Arc<DataSet>,
-    /// Outputs of the original for the first batches.
-    answers: Vec<Outputs>,
+    /// Cached outputs of the original for the first batches.
+    cached: Vec<Outputs>,
     batches: usize,
 }
 
-impl Trial {
-    fn new(prepared: &Prepared, context: &Context) -> Result<Trial> {
+impl Comparison {
+    fn new(prepared: &Prepared, context: &Context) -> Result<Comparison> {
         let Some(options) = &context.data.calibration else { return Err(Error::option(super::NAME, "needs calibration samples")) };
         let mut original = prepared.model.clone();
         original.changed_graph = Some(Arc::new(prepared.graph.clone()));
-        let subject = Subject::of(original.clone())?;
+        let subject = Subject::from_model(original.clone())?;
         let data = context.data.open(options, subject.target())?;
-        let mut trial = Trial { original, data, answers: Vec::new(), batches: 0 };
-        let (mut bytes, mut answers) = (0, Vec::new());
-        trial.batches = trial.each_batch([&trial.original], context, |_, mut outputs| {
+        let mut comparison = Comparison { original, data, cached: Vec::new(), batches: 0 };
+        let (mut bytes, mut cached) = (0, Vec::new());
+        comparison.batches = comparison.each_batch([&comparison.original], context, |_, mut outputs| {
             let outputs = outputs.swap_remove(0);
             bytes += outputs.values().map(|output| output.elem_count() * output.dtype().size_in_bytes()).sum::<usize>();
-            if bytes <= CACHED {
-                answers.push(outputs);
+            if bytes <= CACHE_BYTES {
+                cached.push(outputs);
             }
             Ok(())
         })?;
-        trial.answers = answers;
-        Ok(trial)
+        comparison.cached = cached;
+        Ok(comparison)
     }
 
-    /// Runs models on all samples, and returns the number of batches.
+    /// Runs models on all samples. Returns the number of batches.
     fn each_batch<'m>(
         &self,
         models: impl IntoIterator<Item = &'m Model>,
         context: &Context,
-        mut take: impl FnMut(&Batch, Vec<Outputs>) -> Result<()>,
+        mut consume: impl FnMut(&Batch, Vec<Outputs>) -> Result<()>,
     ) -> Result<usize> {
-        let mut subjects = models.into_iter().map(|model| Subject::of(model.clone())).collect::<Result<Vec<_>>>()?;
+        let mut subjects = models.into_iter().map(|model| Subject::from_model(model.clone())).collect::<Result<Vec<_>>>()?;
         let (first, work) = (self.data.first()?, context.work.quiet());
         let mut runners = evaluation::load(&mut subjects, Some(&first.inputs), &context.device, context.memory, &work)?;
         let mut count = 0;
@@ -122,64 +125,66 @@ impl Trial {
             context.work.cancel.check()?;
             count += 1;
             let outputs = runners.iter_mut().map(|runner| runner.run(&batch.inputs)).collect::<Result<_>>()?;
-            take(&batch, outputs)
+            consume(&batch, outputs)
         })?;
         Ok(count)
     }
 
     fn run(&self, model: &Model, context: &Context) -> Result<Fidelity> {
-        // All of the original's outputs are known, or it runs along.
-        let known = self.answers.len() == self.batches;
-        let original = Some(&self.original).filter(|_| !known);
-        let (mut closeness, mut answers) = (FidelitySums::default(), self.answers.iter());
+        // Unless all outputs of the original are cached, it runs again.
+        let is_cached = self.cached.len() == self.batches;
+        let original = Some(&self.original).filter(|_| !is_cached);
+        let (mut fidelity, mut cached) = (FidelityAccumulator::default(), self.cached.iter());
         self.each_batch([model].into_iter().chain(original), context, |batch, outputs| {
-            let before = if known { answers.next() } else { outputs.get(1) };
-            before.map_or(Ok(()), |before| closeness.add(batch, before, &outputs[0]))
+            let before = if is_cached { cached.next() } else { outputs.get(1) };
+            before.map_or(Ok(()), |before| fidelity.add(batch, before, &outputs[0]))
         })?;
-        Ok(closeness.finish())
+        Ok(fidelity.finish())
     }
 }
 
 impl QuantizeStatic {
-    /// What quantizing each layer alone does: to its weight, and where there are calibration samples, to the model's answers under
-    /// each scheme. The most sensitive layer comes first.
+    /// Measures the effect of quantizing each layer separately: on its weight and, with calibration
+    /// samples, on the outputs of the model for each activation scheme. The most sensitive layer comes
+    /// first.
     ///
     /// # Errors
-    /// As those of the pass.
+    /// The same as [`Pass::apply`](crate::pass::Pass::apply).
     pub fn analyze(&self, model: Model, context: &Context) -> Result<Vec<Damage>> {
-        let alone = QuantizeStatic { embeddings: false, ..self.clone() };
+        let pass = QuantizeStatic { embeddings: false, ..self.clone() };
         if context.data.calibration.is_none() {
             let prepared = super::prepare::prepare(super::NAME, model, &self.targets, &self.ignore)?;
-            return each(&prepared, context, |name| alone.of_weight(&prepared, name));
+            return measure_layers(&prepared, context, |name| pass.weight_damage(&prepared, name));
         }
         let plain = super::prepare::prepare(super::NAME, model.clone(), &self.targets, &self.ignore)?;
-        let (prepared, seen, _) = alone.study(model, context)?;
-        let (trial, plain_trial) = (Trial::new(&prepared, context)?, Trial::new(&plain, context)?);
-        each(&prepared, context, |name| {
-            let mut damage = alone.of_weight(&plain, name)?;
+        let (prepared, statistics, _) = pass.analyze_and_rescale(model, context)?;
+        let (comparison, plain_comparison) = (Comparison::new(&prepared, context)?, Comparison::new(&plain, context)?);
+        measure_layers(&prepared, context, |name| {
+            let mut damage = pass.weight_damage(&plain, name)?;
             let layers = BTreeSet::from([name.to_owned()]);
             let meter = Arc::new(Meter::default());
-            let found = alone.quantizers(&prepared, &layers, Some(&seen))?;
-            let fidelity = trial.run(&alone.fit(&prepared, &found, &layers, Some(&seen), &meter)?, context)?;
+            let quantizers = pass.quantizers(&prepared, &layers, Some(&statistics))?;
+            let fidelity = comparison.run(&pass.fit(&prepared, &quantizers, &layers, Some(&statistics), &meter)?, context)?;
             (damage.quantized, damage.kl) = (Some(fidelity.cosine), fidelity.kl);
-            damage.weights = Some(plain_trial.run(&alone.with_weight(&plain, name, ActivationScheme::None)?, context)?.cosine);
-            damage.dynamic = Some(plain_trial.run(&alone.with_weight(&plain, name, ActivationScheme::DynamicToken)?, context)?.cosine);
+            damage.weights = Some(plain_comparison.run(&pass.with_weight(&plain, name, ActivationScheme::None)?, context)?.cosine);
+            damage.dynamic = Some(plain_comparison.run(&pass.with_weight(&plain, name, ActivationScheme::DynamicToken)?, context)?.cosine);
             Ok(damage)
         })
     }
 
-    /// The model with one weight as int8.
+    /// Quantizes one weight of the model to int8.
     fn with_weight(&self, prepared: &Prepared, name: &str, activations: ActivationScheme) -> Result<Model> {
         let mut model = prepared.model.clone();
         let weight = model.weights.get(name)?.clone();
         let affine = self.affine(&weight, Granularity::Channel, activations);
-        let integers = Integers::new(name, &weight, affine, self.weight_observer, &Arc::new(Meter::default()));
-        model.weights.by_name.insert(name.to_owned(), integers.weight());
+        let quantizer = WeightQuantizer::new(name, &weight, affine, self.weight_observer, &Arc::new(Meter::default()));
+        model.weights.by_name.insert(name.to_owned(), quantizer.weight());
         model.changed_graph = Some(Arc::new(prepared.graph.clone()));
         Ok(model)
     }
 
-    fn of_weight(&self, prepared: &Prepared, name: &str) -> Result<Damage> {
+    /// Measures only the quantization error of a weight.
+    fn weight_damage(&self, prepared: &Prepared, name: &str) -> Result<Damage> {
         let before = prepared.model.weights.get(name)?.floats(name)?;
         let after = self.with_weight(prepared, name, ActivationScheme::None)?.weights.get(name)?.floats(name)?;
         let weight_sqnr_db = compare::floats(&before, &after).sqnr_db();
@@ -187,19 +192,20 @@ impl QuantizeStatic {
     }
 }
 
-/// Layers that should stay in floats: from the most sensitive on, until those that are left do at most half of the damage of all,
-/// but never more than a quarter of the layers, and none that does little more than the one in the middle.
-pub fn worth_keeping(damages: &[Damage]) -> Vec<String> {
+/// Recommends layers to leave in floats, given their damages in descending order: until the remaining
+/// layers cause at most half of the total damage, but at most a quarter of the layers, and only layers
+/// with at least 1.5 times the median damage.
+pub fn recommend_floats(damages: &[Damage]) -> Vec<String> {
     let all: f64 = damages.iter().map(Damage::lost).sum();
-    let usual = damages.get(damages.len() / 2).map_or(0.0, Damage::lost);
-    let mut left = all;
-    let mut kept = Vec::new();
+    let median = damages.get(damages.len() / 2).map_or(0.0, Damage::lost);
+    let mut remaining = all;
+    let mut recommended = Vec::new();
     for damage in damages.iter().take(damages.len() / 4) {
-        if left <= all / 2.0 || damage.lost() < 1.5 * usual {
+        if remaining <= all / 2.0 || damage.lost() < 1.5 * median {
             break;
         }
-        left -= damage.lost();
-        kept.push(damage.name.clone());
+        remaining -= damage.lost();
+        recommended.push(damage.name.clone());
     }
-    kept
+    recommended
 }

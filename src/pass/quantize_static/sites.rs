@@ -1,34 +1,35 @@
-//! Which values of a graph are quantized, and what stays as it is and why.
+//! Selection of the quantized values of a graph.
 //!
-//! The rules are those by which runtimes make integer kernels (ONNX Runtime's QDQ fusions): the input of every quantized layer;
-//! the output of every quantized convolution, behind the activation that follows it; sums of quantized values, and pooling between
-//! them. What moves values about or takes their maximum has one scale on both sides. Everything else computes in floats.
+//! The rules follow the QDQ fusions of ONNX Runtime. Quantized are: the input of every quantized layer;
+//! the output of every quantized convolution, after its activation function; sums of quantized values;
+//! and pooling of quantized values. Operators that move values or compute maxima have the same scale for
+//! input and output. Everything else computes in floats.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::calibration::{Axis, Request};
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Node, ValueId};
-use crate::pass::walk::{channels_second, only_reader, weight_input};
+use crate::pass::consumers::{channels_second, only_reader, weight_input};
 
-/// A value that is quantized.
+/// A quantized value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Site {
-    /// Whether all readers see it rounded, or quantized layers alone.
-    pub everyone: bool,
-    /// The value whose scale it has.
-    pub like: ValueId,
+    /// Whether all readers get the quantized value, or only quantized layers.
+    pub all_readers: bool,
+    /// The value that determines its scale.
+    pub scale_of: ValueId,
 }
 
-/// All sites of a graph.
+/// All quantized values of a graph.
 #[derive(Debug, Default)]
 pub(super) struct Sites {
     pub values: BTreeMap<ValueId, Site>,
 }
 
 impl Sites {
-    /// Finds the sites for layers whose weights are quantized.
-    pub fn of(graph: &Graph, layers: &BTreeSet<String>) -> Sites {
+    /// Selects the quantized values for the given quantized layers.
+    pub fn new(graph: &Graph, layers: &BTreeSet<String>) -> Sites {
         let mut sites = Sites::default();
         let quantized = |node: &Node| matches!(node.op, Op::Linear(_) | Op::Conv(_)) && layers.contains(weight_input(graph, node));
         for node in graph.nodes() {
@@ -36,32 +37,32 @@ impl Sites {
                 sites.add(node.inputs[0], false, None);
             }
             match &node.op {
-                Op::Conv(_) if quantized(node) => sites.add(behind_activation(graph, node.output), true, None),
-                Op::Add(_) if node.inputs.iter().all(|id| sites.is_everyone(*id)) => sites.add(behind_activation(graph, node.output), true, None),
-                Op::MaxPool(_) | Op::Flatten(_) if sites.is_everyone(node.inputs[0]) => {
-                    let like = sites.values.get(&node.inputs[0]).map(|site| site.like);
-                    sites.add(node.output, true, like);
+                Op::Conv(_) if quantized(node) => sites.add(after_activation(graph, node.output), true, None),
+                Op::Add(_) if node.inputs.iter().all(|id| sites.is_for_all_readers(*id)) => sites.add(after_activation(graph, node.output), true, None),
+                Op::MaxPool(_) | Op::Flatten(_) if sites.is_for_all_readers(node.inputs[0]) => {
+                    let scale_of = sites.values.get(&node.inputs[0]).map(|site| site.scale_of);
+                    sites.add(node.output, true, scale_of);
                 }
-                Op::GlobalAveragePool(_) if sites.is_everyone(node.inputs[0]) => sites.add(node.output, true, None),
+                Op::GlobalAveragePool(_) if sites.is_for_all_readers(node.inputs[0]) => sites.add(node.output, true, None),
                 _ => {}
             }
         }
         sites
     }
 
-    fn add(&mut self, value: ValueId, everyone: bool, like: Option<ValueId>) {
-        let site = self.values.entry(value).or_insert(Site { everyone, like: value });
-        site.everyone |= everyone;
-        if let Some(like) = like {
-            site.like = like;
+    fn add(&mut self, value: ValueId, all_readers: bool, scale_of: Option<ValueId>) {
+        let site = self.values.entry(value).or_insert(Site { all_readers, scale_of: value });
+        site.all_readers |= all_readers;
+        if let Some(scale_of) = scale_of {
+            site.scale_of = scale_of;
         }
     }
 
-    fn is_everyone(&self, value: ValueId) -> bool {
-        self.values.get(&value).is_some_and(|site| site.everyone)
+    fn is_for_all_readers(&self, value: ValueId) -> bool {
+        self.values.get(&value).is_some_and(|site| site.all_readers)
     }
 
-    /// What calibration has to look at.
+    /// The statistics that calibration must collect.
     pub fn requests(&self, graph: &Graph) -> BTreeMap<String, Request> {
         let request = |id: &ValueId| {
             let value = graph.value(*id);
@@ -72,27 +73,27 @@ impl Sites {
     }
 }
 
-/// The value after the activations that are part of an integer kernel.
-fn behind_activation(graph: &Graph, value: ValueId) -> ValueId {
+/// The output of the activation function after a value, if integer kernels fuse it; otherwise the value.
+fn after_activation(graph: &Graph, value: ValueId) -> ValueId {
     match only_reader(graph, value).map(|reader| &graph.nodes()[reader]) {
         Some(next) if matches!(&next.op, Op::Relu(_)) || matches!(&next.op, Op::Clip(clip) if clip.min == 0.0) => next.output,
         _ => value,
     }
 }
 
-/// Nodes that compute in floats although their inputs could be quantized, and why, in one note.
+/// A note on nodes that compute in floats although their inputs could be quantized, with the reasons.
 pub(super) fn left_in_floats(graph: &Graph, layers: &BTreeSet<String>) -> Vec<String> {
-    let sites = Sites::of(graph, layers);
+    let sites = Sites::new(graph, layers);
     let mut kinds: BTreeMap<(&'static str, &'static str), (usize, String)> = BTreeMap::new();
     for node in graph.nodes() {
         let why = match &node.op {
-            Op::Attention(_) => "scores, masks and softmax lose more than their integer kernels gain",
+            Op::Attention(_) => "integer kernels would lose too much accuracy",
             Op::Softmax(_) | Op::Sigmoid(_) | Op::Tanh(_) | Op::Silu(_) | Op::Gelu(_) => "no integer kernel",
             Op::LayerNorm(_) | Op::RmsNorm(_) | Op::Normalize(_) => "statistics need floats",
             Op::BatchNorm(_) => "cannot be folded into an adjacent layer",
-            Op::Opaque(_) => "nodes that stay as they stand in the file, and that ONNX Runtime computes",
-            Op::Linear(_) | Op::Conv(_) if !layers.contains(weight_input(graph, node)) => "left out by name",
-            Op::Add(_) | Op::Mul(_) if !node.inputs.iter().all(|id| sites.is_everyone(*id)) => "residual streams and gates keep full precision",
+            Op::Opaque(_) => "unsupported nodes, which are written unchanged and run by ONNX Runtime",
+            Op::Linear(_) | Op::Conv(_) if !layers.contains(weight_input(graph, node)) => "not selected",
+            Op::Add(_) | Op::Mul(_) if !node.inputs.iter().all(|id| sites.is_for_all_readers(*id)) => "residual streams and gates keep full precision",
             _ => continue,
         };
         let entry = kinds.entry((node.op.name(), why)).or_insert_with(|| (0, graph.value(node.output).name.clone()));

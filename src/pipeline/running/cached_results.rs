@@ -1,5 +1,6 @@
-//! Results of passes that ran a model, cached from one run to the next by what they were made from: the bytes of the model and of the
-//! data, the passes so far with their options, the recipe's settings, the device, the processor and the version of this tool.
+//! Persistent cache of the results of passes that run the model. The key covers the bytes of the model
+//! and of the data, the passes so far with their options, the settings of the recipe, the device, the
+//! CPU and the version of this tool.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -22,39 +23,39 @@ use crate::recipe::Recipe;
 use crate::report::Environment;
 use crate::run_state::{Applied, RunState};
 use crate::store::content_key::entries;
-use crate::store::hash::hash_of;
+use crate::store::hash::hash_file;
 use crate::store::writer::{self, FileLayout, Item};
 use crate::store::{Checkpoint, Origin, Role, StorageFormat, Weight, Weights, ZeroOrigin};
 use crate::work::Work;
 
-/// Bytes that all results may take together; the one that was not used for the longest time goes first.
-const MOST: u64 = 20 << 30;
+/// Maximum size of the cache in bytes; the least recently used results are removed first.
+const MAX_BYTES: u64 = 20 << 30;
 const STATE: &str = "state.json";
 const ATTACHED: &str = "attached";
 const MASTERS: &str = "masters";
 
-/// A folder of results.
+/// A folder of cached results.
 #[derive(Debug, Clone)]
 pub struct ResultCache {
     folder: PathBuf,
-    /// Results of passes that took less are not cached.
-    least: Duration,
+    /// Results of passes that took less time are not cached.
+    min_duration: Duration,
 }
 
-/// One result.
+/// A cached result.
 #[derive(Debug, Clone, Serialize)]
 pub struct CachedResult {
-    /// The hash of what it was made from.
+    /// Hash of everything that the result depends on.
     pub key: String,
-    /// The last pass that it holds.
+    /// The last pass that was applied.
     pub pass: String,
-    /// Where the model came from.
+    /// Path of the input model.
     pub model: PathBuf,
     /// Bytes on disk.
     pub bytes: u64,
     /// Time that the pass took, in seconds.
     pub seconds: f64,
-    /// Seconds since it was made or used.
+    /// Seconds since it was written or last used.
     pub age: u64,
 }
 
@@ -62,11 +63,11 @@ pub struct CachedResult {
 #[derive(Serialize, Deserialize)]
 struct State {
     model: PathBuf,
-    /// The folder of another model, such as a student, that took the place of the input.
+    /// The folder of another model, such as a student, that replaced the input.
     replaced_by: Option<PathBuf>,
     /// Hashes of the files.
     files: BTreeMap<String, String>,
-    history: Vec<Past>,
+    history: Vec<AppliedRecord>,
     weights: BTreeMap<String, WeightState>,
     signed_activations: bool,
     notes: Vec<String>,
@@ -75,7 +76,8 @@ struct State {
 /// Properties of a weight that its file does not contain.
 #[derive(Serialize, Deserialize)]
 enum WeightState {
-    /// The input's weight, which no pass has changed. It is taken from the input, so that it still compares equal to it.
+    /// The input's weight, which no pass has changed. It is taken from the input, so that it still
+    /// compares equal to it.
     Input,
     Changed {
         origin: Origin,
@@ -95,7 +97,7 @@ enum MasterState {
 }
 
 impl WeightState {
-    fn of(name: &str, weight: &Weight, input: &Model) -> WeightState {
+    fn new(name: &str, weight: &Weight, input: &Model) -> WeightState {
         let is_input = |weight: &Weight| input.weights.by_name.get(name).is_some_and(|before| is_same(before, weight));
         if is_input(weight) {
             return WeightState::Input;
@@ -105,19 +107,19 @@ impl WeightState {
     }
 }
 
-/// Whether two weights have the same source and mean the same.
+/// Whether two weights have the same source and properties.
 fn is_same(a: &Weight, b: &Weight) -> bool {
-    Arc::ptr_eq(&a.source(), &b.source()) && described(a) == described(b)
+    Arc::ptr_eq(&a.source(), &b.source()) && properties(a) == properties(b)
 }
 
 /// The properties of a weight, without its values.
-fn described(weight: &Weight) -> impl PartialEq + '_ {
+fn properties(weight: &Weight) -> impl PartialEq + '_ {
     (weight.dtype, &weight.shape, &weight.encoding, weight.origin, weight.zero_origin, weight.role, &weight.readers)
 }
 
-/// An [`Applied`] as a file holds it.
+/// Serialized form of an [`Applied`].
 #[derive(Serialize, Deserialize)]
-struct Past {
+struct AppliedRecord {
     name: String,
     options: Value,
     tensors: BTreeSet<String>,
@@ -131,9 +133,9 @@ struct Past {
     zeroes: bool,
 }
 
-impl Past {
-    fn of(applied: &Applied) -> Past {
-        Past {
+impl AppliedRecord {
+    fn new(applied: &Applied) -> AppliedRecord {
+        AppliedRecord {
             name: applied.name.to_owned(),
             options: applied.options.clone(),
             tensors: applied.tensors.clone(),
@@ -147,7 +149,8 @@ impl Past {
         }
     }
 
-    fn applied(&self) -> Option<Applied> {
+    /// The pass; `None` if this version has no pass of this name.
+    fn restore(&self) -> Option<Applied> {
         let mut applied = Applied::new(PASSES.iter().find(|name| **name == self.name)?, self.options.clone());
         applied.meter.add(Duration::try_from_secs_f64(self.seconds).ok()?);
         (applied.peak_rss_bytes, applied.peak_vram_bytes) = (self.peak_rss_bytes, self.peak_vram_bytes);
@@ -159,22 +162,23 @@ impl Past {
 }
 
 impl ResultCache {
-    /// Results in a folder; of passes that took at least this long.
-    pub fn new(folder: impl Into<PathBuf>, least: Duration) -> ResultCache {
-        ResultCache { folder: folder.into(), least }
+    /// A cache in a folder for results of passes that take at least `min_duration`.
+    pub fn new(folder: impl Into<PathBuf>, min_duration: Duration) -> ResultCache {
+        ResultCache { folder: folder.into(), min_duration }
     }
 
-    /// The folder in the user's cache, for passes of ten seconds and more.
-    pub fn usual() -> Option<ResultCache> {
+    /// The cache in the user's cache folder, for passes that take ten seconds or more. `None` if the
+    /// user has none.
+    pub fn in_user_cache() -> Option<ResultCache> {
         crate::cache::folder(crate::cache::variable).map(|folder| ResultCache::new(folder.join("passes"), Duration::from_secs(10)))
     }
 
-    /// Where it is.
+    /// The folder of the cache.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// All results, the latest first.
+    /// All results, the most recently used first.
     ///
     /// # Errors
     /// The folder cannot be read.
@@ -186,8 +190,8 @@ impl ResultCache {
             let used = fs::metadata(folder.join(STATE)).and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
             entries.push(CachedResult {
                 key: folder.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-                pass: last.map(|past| past.name.clone()).unwrap_or_default(),
-                seconds: last.map_or(0.0, |past| past.seconds),
+                pass: last.map(|applied| applied.name.clone()).unwrap_or_default(),
+                seconds: last.map_or(0.0, |applied| applied.seconds),
                 model: state.model,
                 bytes: bytes(&folder)?,
                 age: SystemTime::now().duration_since(used).unwrap_or_default().as_secs(),
@@ -197,14 +201,15 @@ impl ResultCache {
         Ok(entries)
     }
 
-    /// Removes the results whose keys begin so, and says how many bytes were freed; with an empty beginning, all.
+    /// Removes the results whose keys start with `prefix`, or all if it is empty. Returns the number of
+    /// bytes freed.
     ///
     /// # Errors
-    /// One cannot be removed.
-    pub fn clear(&self, beginning: &str) -> Result<u64> {
+    /// A result cannot be removed.
+    pub fn clear(&self, prefix: &str) -> Result<u64> {
         let mut freed = 0;
         for folder in folders(&self.folder)? {
-            if folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(beginning)) {
+            if folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(prefix)) {
                 freed += bytes(&folder)?;
                 fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?;
             }
@@ -212,16 +217,18 @@ impl ResultCache {
         Ok(freed)
     }
 
-    /// A key for the model after each of the passes. It covers the whole recipe: a field that is added to one of the structs destructured
-    /// here does not compile until this function hashes it or names it as irrelevant.
+    /// The keys of the model after each pass. They cover the whole recipe: a field that is added to one
+    /// of the structs destructured here does not compile until this function hashes it or names it as
+    /// irrelevant.
     pub(super) fn keys(&self, pipeline: &Pipeline, model: &Model, work: &Work) -> Result<Vec<String>> {
         let mut key = pipeline.input_key(model, work)?;
-        // Input and data sets count by their contents, passes one by one; what is measured and exported does not change a pass.
+        // The input and the data sets are hashed by content and the passes one by one below. Evaluation
+        // and export do not affect the passes.
         let Recipe { model: _, seed, allow_nonfinite, sizes, measure: _, data: _, memory, passes, evaluate, export: _, output: _, sweep: _ } =
             pipeline.recipe(model);
         key.line(&serde_json::to_string(&(seed, allow_nonfinite, sizes, memory, evaluate)).unwrap_or_default());
         if model.onnx.is_some() {
-            // ONNX Runtime runs parts of such a model.
+            // Loads ONNX Runtime, which runs parts of such a model, so that its version is known below.
             let _ = crate::runtime::library();
         }
         let Environment { cpu, cores: _, memory_bytes: _, gpu, device, onnxruntime, onnxruntime_path: _, simd, int8 } = pipeline.environment(false)?;
@@ -246,9 +253,8 @@ impl ResultCache {
         Ok(keys)
     }
 
-    /// A result of an earlier run, as if the passes had been applied to `model` now; one that does not read back as it was written
-    /// is removed.
-    pub(super) fn take(&self, key: &str, model: &Model, work: &Work) -> Option<(Model, RunState)> {
+    /// Restores a result, as if the passes had been applied to `model` now. Damaged results are removed.
+    pub(super) fn get(&self, key: &str, model: &Model, work: &Work) -> Option<(Model, RunState)> {
         let folder = self.folder.join(key);
         if !folder.is_dir() {
             return None;
@@ -264,14 +270,14 @@ impl ResultCache {
 
     /// Stores a result, if the pass took long enough and the result can be restored completely.
     pub(super) fn put(&self, key: &str, took: Duration, (input, after): (&Model, &Model), run: &mut RunState, work: &Work) -> Result<()> {
-        if took < self.least {
+        if took < self.min_duration {
             return Ok(());
         }
         // A damaged download must not be reused by later runs.
         after.check_contents(work)?;
         run.prepare(work)?;
         let staging = Staging::new(&self.folder.join(key), Replace::Work(STATE), &*after.path)?;
-        // In one file, everything is stored as it is encoded.
+        // All weights are stored in one folder, with their encoding.
         let mut stored = after.clone();
         stored.weights.folders.clear();
         let exported = Safetensors::default().write(&stored, run, staging.destination(), None, work)?;
@@ -292,8 +298,8 @@ impl ResultCache {
             model: input.path.clone(),
             replaced_by: (after.path != input.path).then(|| after.path.clone()),
             files: exported.files.iter().map(|file| (file.name.clone(), file.blake3.to_string())).collect(),
-            history: run.history.iter().map(Past::of).collect(),
-            weights: after.weights.by_name.iter().map(|(name, weight)| (name.clone(), WeightState::of(name, weight, input))).collect(),
+            history: run.history.iter().map(AppliedRecord::new).collect(),
+            weights: after.weights.by_name.iter().map(|(name, weight)| (name.clone(), WeightState::new(name, weight, input))).collect(),
             signed_activations: after.signed_activations,
             notes: run.notes.clone(),
         };
@@ -302,7 +308,7 @@ impl ResultCache {
             let folder = staging.path().join(MASTERS);
             fs::create_dir(&folder).map_err(Error::io("create", &folder))?;
             let layout = FileLayout::new(&masters, &BTreeMap::new(), &[], u64::MAX)?;
-            let (written, _) = writer::write(&Destination::here(folder), &masters, &layout, None, &work.quiet())?;
+            let (written, _) = writer::write(&Destination::local(folder), &masters, &layout, None, &work.quiet())?;
             state.files.extend(written.iter().map(|file| (format!("{MASTERS}/{}", file.name), file.blake3.to_string())));
         }
         write(&staging.path().join(STATE), &serde_json::to_vec(&state).unwrap_or_default())?;
@@ -314,30 +320,31 @@ impl ResultCache {
             return Err(Error::malformed(&after.path, format!("{what} would not be restored unchanged")));
         }
         staging.commit()?;
-        self.make_room()
+        self.evict()
     }
 
-    fn make_room(&self) -> Result<()> {
+    /// Removes the least recently used results until the cache fits its maximum size.
+    fn evict(&self) -> Result<()> {
         let mut entries = self.entries()?;
         let mut all: u64 = entries.iter().map(|entry| entry.bytes).sum();
-        while let Some(oldest) = entries.pop().filter(|_| all > MOST) {
+        while let Some(oldest) = entries.pop().filter(|_| all > MAX_BYTES) {
             all -= self.clear(&oldest.key)?;
         }
         Ok(())
     }
 }
 
-/// What a run stores, and what it found.
+/// The cache of a run: the keys of its passes and the result from which it continues.
 pub(super) struct RunCache<'p> {
     cache: &'p ResultCache,
     keys: Vec<String>,
     input: Model,
-    /// The last pass whose result there was, by position, and the model and the run after it.
+    /// Index of the last pass whose result was cached, and the model and the state of the run after it.
     pub found: Option<(usize, Model, RunState)>,
 }
 
 impl RunCache<'_> {
-    /// Stores the result of a pass. If that fails the run goes on, and a note says so.
+    /// Stores the result of a pass. A failure is reported as a note and does not end the run.
     pub fn put(&self, number: usize, took: Duration, after: &Model, run: &mut RunState, work: &Work) {
         if let Err(e) = self.cache.put(&self.keys[number], took, (&self.input, after), run, work) {
             let pass = run.history.last().map_or("a pass", |applied| applied.name);
@@ -347,17 +354,18 @@ impl RunCache<'_> {
 }
 
 impl Pipeline {
-    /// Opens the cache, if there is one; processes that train together have none, since each would find something else.
+    /// Opens the cache, if one is configured. Distributed training does not use it, because processes
+    /// could find different results.
     pub(super) fn result_cache(&self, model: &Model, work: &Work) -> Result<Option<RunCache<'_>>> {
         let Some((cache, reuse)) = &self.running.cache else { return Ok(None) };
-        if self.place()?.is_some_and(|place| place.size > 1) {
+        if self.rank()?.is_some_and(|rank| rank.size > 1) {
             return Ok(None);
         }
         let keys = cache.keys(self, model, work)?;
         let mut found = None;
         if self.resume || *reuse {
             let runs = self.steps.iter().enumerate().rev().filter(|(_, step)| step.pass().runs_on().is_some());
-            found = runs.filter_map(|(number, _)| cache.take(&keys[number], model, work).map(|(after, run)| (number, after, run))).next();
+            found = runs.filter_map(|(number, _)| cache.get(&keys[number], model, work).map(|(after, run)| (number, after, run))).next();
         }
         if let Some((number, _, run)) = &mut found {
             let pass = self.steps[*number].pass().name();
@@ -382,10 +390,11 @@ impl State {
         masters.map(|(name, weight)| Item { name, storage_format: StorageFormat::Plain, weight }).collect()
     }
 
-    /// The model and the run that were stored. With `work`, the files are compared with their hashes first; `None` if they differ.
+    /// The model and the run that were stored. With `work`, the files are compared with their hashes
+    /// first; `None` if they differ.
     fn restore(&self, folder: &Path, input: &Model, work: Option<&Work>) -> Result<Option<(Model, RunState)>> {
         for (name, hash) in work.into_iter().flat_map(|_| &self.files).filter(|(name, _)| !name.ends_with(".json")) {
-            if work.map(|work| hash_of(&folder.join(name), &work.quiet())).transpose()?.is_none_or(|found| found.to_string() != *hash) {
+            if work.map(|work| hash_file(&folder.join(name), &work.quiet())).transpose()?.is_none_or(|found| found.to_string() != *hash) {
                 return Ok(None);
             }
         }
@@ -406,7 +415,7 @@ impl State {
             let weight = match (self.weights.get(&name), before) {
                 (Some(WeightState::Input), Some(before)) => before.clone(),
                 (Some(WeightState::Changed { origin, zero_origin, role, readers, master }), before) => {
-                    let weight = before.map_or_else(|| now.clone(), |before| before.reread(&name, now.clone()));
+                    let weight = before.map_or_else(|| now.clone(), |before| before.restored(&name, now.clone()));
                     let mut weight = weight;
                     (weight.origin, weight.zero_origin, weight.role, weight.readers) = (*origin, *zero_origin, *role, readers.clone());
                     match master {
@@ -420,24 +429,25 @@ impl State {
             };
             model.weights.by_name.insert(name, weight);
         }
-        let history: Vec<Applied> = self.history.iter().filter_map(Past::applied).collect();
-        let whole = history.len() == self.history.len();
+        let history: Vec<Applied> = self.history.iter().filter_map(AppliedRecord::restore).collect();
+        let is_complete = history.len() == self.history.len();
         let mut run = RunState { history, notes: self.notes.clone(), ..RunState::default() };
         for path in entries(&folder.join(ATTACHED))? {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             run.attached.insert(name, Arc::new(fs::read(&path).map_err(Error::io("read", &path))?));
         }
         model.signed_activations = self.signed_activations;
-        Ok(whole.then_some((model, run)))
+        Ok(is_complete.then_some((model, run)))
     }
 }
 
-/// The first difference between a model and its restored copy that a pass could observe. Values are compared by their hashes.
+/// The first difference between a model and its restored copy that a pass could observe. Values are
+/// compared by their hashes.
 fn difference(after: &Model, restored: &Model) -> Option<String> {
     let graph = |model: &Model| model.changed_graph.as_ref().map(|graph| serde_json::to_string(&GraphFile::from(&**graph)).ok());
     let onnx = |model: &Model| model.onnx.as_ref().map(Arc::as_ptr);
     let parts = [
-        ("the folder", after.path == restored.path && after.beside == restored.beside && after.weight_files == restored.weight_files),
+        ("the folder", after.path == restored.path && after.auxiliary == restored.auxiliary && after.weight_files == restored.weight_files),
         ("the configuration", after.config.values() == restored.config.values()),
         ("the description of the quantization", after.config.carried_quantization() == restored.config.carried_quantization()),
         ("the graph", graph(after) == graph(restored)),
@@ -450,7 +460,7 @@ fn difference(after: &Model, restored: &Model) -> Option<String> {
     let is_restored = |name: &String, weight: &Weight| {
         let found = restored.weights.by_name.get(name)?;
         let masters = [weight, found].map(|weight| weight.source().unrounded().map(|master| (master.dtype, master.shape.clone())));
-        (described(weight) == described(found) && masters[0] == masters[1]).then_some(())
+        (properties(weight) == properties(found) && masters[0] == masters[1]).then_some(())
     };
     let differing = after.weights.by_name.iter().find(|(name, weight)| is_restored(name, weight).is_none()).map(|(name, _)| name);
     let added = || restored.weights.by_name.keys().find(|name| !after.weights.by_name.contains_key(*name));
@@ -461,15 +471,16 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     fs::write(path, bytes).map_err(Error::io("write", path))
 }
 
-/// Results, but for what is being written.
+/// Folders of complete results.
 fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(entries(folder)?.into_iter().filter(|path| path.join(STATE).is_file()).collect())
 }
 
+/// Size of a file or folder in bytes.
 fn bytes(path: &Path) -> Result<u64> {
-    let about = fs::symlink_metadata(path).map_err(Error::io("read", path))?;
-    if !about.is_dir() {
-        return Ok(about.len());
+    let metadata = fs::symlink_metadata(path).map_err(Error::io("read", path))?;
+    if !metadata.is_dir() {
+        return Ok(metadata.len());
     }
     entries(path)?.iter().map(|path| bytes(path)).sum()
 }

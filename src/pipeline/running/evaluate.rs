@@ -1,4 +1,5 @@
-//! Measuring what a run made: ONNX files against the built-in executor, and the output against the input.
+//! Evaluates the result of a run: the output against the input, and ONNX files against the built-in
+//! executor.
 
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -7,10 +8,10 @@ use std::time::Instant;
 use candle_core::Device;
 
 use crate::analysis;
-use crate::data::{self, Batch, DataSet};
-use crate::error::{Error, Result};
+use crate::data::{self, Batch};
+use crate::error::{Error, Result, counted};
 use crate::evaluation::{
-    self, Accuracy, Compute, Cost, Evaluate, Fidelity, MeasuredFidelity, Outcomes, Precision, Runner, Runtime, SamplesFrom, Score, Subject, quantized_values,
+    self, Accuracy, Compute, Cost, Evaluate, Fidelity, MeasuredFidelity, Outcomes, Precision, Runner, Runtime, SamplesFrom, Subject, quantized_values,
 };
 use crate::exec::{Inputs, Rounding};
 use crate::export::{Export, Exported};
@@ -19,84 +20,82 @@ use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::file::MODEL;
 use crate::pipeline::running::Running;
-use crate::pipeline::running::free::{lack_for_onnx_runtime, memory_limit};
+use crate::pipeline::running::agreement::{explanation, judge};
+use crate::pipeline::running::fidelity::not_finite_note;
+use crate::pipeline::running::memory::{lack_for_onnx_runtime, memory_limit};
+use crate::pipeline::running::onnx_input::TIME;
 use crate::pipeline::{Check, Pipeline, run::Measured};
 use crate::report::{OutputFile, Report, WARNING};
 use crate::run_state::RunState;
-use crate::runtime::{self, Session};
+use crate::runtime::{self, Limits, Session};
 use crate::store::{ActivationScheme, Encoding};
 use crate::work::{MemoryLimit, Work};
 
-/// Where the input is written as ONNX for comparison.
-const BEFORE: &str = ".before";
-/// Tokens of synthetic samples that decoders with a cache are given one by one.
-const STEPS: usize = 4;
-/// What is run where there is no evaluation data.
-const SYNTHETIC: &str = "synthetic samples";
-/// Batches that a static int8 file is verified on.
-const VERIFIED: usize = 2;
-
-/// How far ONNX Runtime's answers may be from the built-in executor's, for numbers of usual size.
-const TOLERANCE: f64 = 1e-3;
-/// The mean cosine to the built-in executor's answers that is asked for where integers or 16-bit floats are multiplied: a number that
-/// lies between two integers may go either way.
-const MEAN_COSINE: f64 = 0.99;
+/// Subfolder to which the input is exported as ONNX for comparison.
+const INPUT_FOLDER: &str = ".before";
+/// Number of tokens that decoders with a KV cache process one by one.
+const DECODE_STEPS: usize = 4;
+/// Description of the samples that are run without evaluation data.
+const SYNTHETIC: &str = "synthetic sample";
+/// Number of batches on which a static int8 file is verified.
+const VERIFICATION_BATCHES: usize = 2;
 
 impl Pipeline {
-    /// How to evaluate, if evaluation data is named.
+    /// The evaluation options, if evaluation data is configured.
     pub(super) fn evaluation(&self) -> Option<Evaluate> {
         self.running.data.evaluation.as_ref().map(|_| self.running.evaluate.clone().unwrap_or_default())
     }
 
+    /// The ONNX export, if there is one.
     pub(super) fn onnx(&self) -> Option<&Export> {
         self.export.iter().find(|export| export.format().name() == "onnx")
     }
 }
 
-/// Which side of a run a model is.
+/// Role of a model in the evaluation of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Side {
-    Before,
-    After,
-    /// The output, inputs of int8 layers rounded as ONNX says.
-    AsOnnx,
+enum Role {
+    Input,
+    Output,
+    /// The output, with the activations of int8 layers quantized as the ONNX file does.
+    OutputAsOnnx,
 }
 
-/// Models in the order in which they run.
+/// The models to evaluate, in the order in which they run.
 struct Subjects {
-    subjects: Vec<(Side, Runtime, Subject)>,
+    subjects: Vec<(Role, Runtime, Subject)>,
 }
 
 impl Subjects {
-    fn position(&self, side: Side, runtime: Runtime) -> Option<usize> {
-        self.subjects.iter().position(|(s, r, _)| (*s, *r) == (side, runtime))
+    fn position(&self, role: Role, runtime: Runtime) -> Option<usize> {
+        self.subjects.iter().position(|(r, t, _)| (*r, *t) == (role, runtime))
     }
 
-    /// Pairs of positions to compare: before and after by runtime, and both runtimes of the output.
+    /// Pairs of positions to compare: input and output in each runtime, and the output in both runtimes.
     fn pairs(&self) -> Vec<(usize, usize)> {
-        let pair = |a: (Side, Runtime), b: (Side, Runtime)| Some((self.position(a.0, a.1)?, self.position(b.0, b.1)?));
-        let wanted = [
-            pair((Side::Before, Runtime::Candle), (Side::After, Runtime::Candle)),
-            pair((Side::Before, Runtime::OnnxRuntime), (Side::After, Runtime::OnnxRuntime)),
-            pair((Side::AsOnnx, Runtime::Candle), (Side::After, Runtime::OnnxRuntime)),
+        let pair = |a: (Role, Runtime), b: (Role, Runtime)| Some((self.position(a.0, a.1)?, self.position(b.0, b.1)?));
+        let pairs = [
+            pair((Role::Input, Runtime::Candle), (Role::Output, Runtime::Candle)),
+            pair((Role::Input, Runtime::OnnxRuntime), (Role::Output, Runtime::OnnxRuntime)),
+            pair((Role::OutputAsOnnx, Runtime::Candle), (Role::Output, Runtime::OnnxRuntime)),
         ];
-        wanted.into_iter().flatten().collect()
+        pairs.into_iter().flatten().collect()
     }
 
-    /// Loads them, to run on samples like those of a batch.
+    /// Loads the models for samples of the shapes of `inputs`.
     fn load<'s>(&'s mut self, inputs: &Inputs, running: &Running, work: &Work<'s>) -> Result<Vec<Box<dyn Runner + 's>>> {
         let subjects = self.subjects.iter_mut().map(|(_, _, subject)| subject);
         evaluation::load(subjects, Some(inputs), &running.device()?, running.memory()?, work)
     }
 }
 
-/// What a run starts from, what came of it, and where it was written.
+/// A finished run to evaluate: the input, the output, and its folder.
 pub(super) struct Run<'r> {
     pub pipeline: &'r Pipeline,
     pub before: &'r Model,
     pub after: &'r Model,
     pub folder: &'r Path,
-    /// Name of the ONNX file in it.
+    /// Name of the ONNX file in the folder.
     pub file: &'r str,
     pub work: Work<'r>,
     /// When the run began.
@@ -104,16 +103,16 @@ pub(super) struct Run<'r> {
 }
 
 impl Run<'_> {
-    /// Measures, and adds what was found to the exports.
+    /// Evaluates the result, and adds the verification of ONNX files to the exports.
     pub fn measure(&self, exports: &mut [(&'static str, Exported)]) -> Result<Measured> {
         if self.before.onnx.is_some() {
-            return self.measure_files(exports);
+            return self.measure_onnx_input(exports);
         }
         let graph = self.before.graph();
         let mut measured = Measured { compute: graph.as_ref().ok().and_then(|graph| self.compute(graph)), ..Measured::default() };
-        let asked = self.pipeline.evaluation();
+        let requested = self.pipeline.evaluation();
         let onnx = self.pipeline.onnx().is_some();
-        if asked.is_none() && self.pipeline.measures {
+        if requested.is_none() && self.pipeline.measures {
             let (fidelity, note) = self.fidelity(graph, exports)?;
             measured.fidelity = fidelity;
             measured.notes.extend(note);
@@ -123,36 +122,36 @@ impl Run<'_> {
                 measured.notes.extend(note);
             }
         }
-        if asked.is_none() && !onnx {
+        if requested.is_none() && !onnx {
             return Ok(measured);
         }
-        let ready = crate::runtime::library();
-        let wanted = match &asked {
+        let library = crate::runtime::library();
+        let runtimes = match &requested {
             Some(evaluate) if !evaluate.runtime.is_empty() => evaluate.runtime.clone(),
-            _ if onnx && ready.is_ok() => vec![Runtime::Candle, Runtime::OnnxRuntime],
+            _ if onnx && library.is_ok() => vec![Runtime::Candle, Runtime::OnnxRuntime],
             _ => vec![Runtime::Candle],
         };
         if onnx
-            && !wanted.contains(&Runtime::OnnxRuntime)
-            && let Err(reason) = &ready
+            && !runtimes.contains(&Runtime::OnnxRuntime)
+            && let Err(reason) = &library
         {
-            measured.notes.push(format!("{MODEL} was read back but not run: {reason}; {}", reason.hint().unwrap_or_default()));
+            measured.notes.push(format!("{MODEL} was verified byte by byte but not run: {reason}; {}", reason.hint().unwrap_or_default()));
         }
-        match asked {
+        match requested {
             Some(evaluate) => {
-                self.evaluate(&evaluate, &wanted, exports, &mut measured)?;
-                // Evaluation runs texts as a whole; that they go on is seen here.
-                if wanted.len() > 1 && self.option("cache").is_some_and(|cache| cache == true) {
+                self.evaluate(&evaluate, &runtimes, exports, &mut measured)?;
+                // The evaluation runs whole texts, so decoding with the KV cache is verified separately.
+                if runtimes.len() > 1 && self.option("cache").is_some_and(|cache| cache == true) {
                     self.compare(true, exports, &mut measured)?;
                 }
             }
-            None if wanted.len() > 1 => self.compare(false, exports, &mut measured)?,
+            None if runtimes.len() > 1 => self.compare(false, exports, &mut measured)?,
             None => {}
         }
         Ok(measured)
     }
 
-    /// Cost before and after; nothing when it is not known what the model computes.
+    /// Cost of the input and of the output; `None` if the output has no graph.
     pub(super) fn compute(&self, before: &Graph) -> Option<Compute> {
         let after = self.after.graph().ok()?;
         let sizes = analysis::usual_sizes(before);
@@ -163,91 +162,98 @@ impl Run<'_> {
         Some(Compute { before: cost(before), after: cost(&after), sizes })
     }
 
-    /// The models to run.
-    fn subjects(&self, precision: Precision, roles: impl IntoIterator<Item = (Side, Runtime)>) -> Result<Subjects> {
+    /// Opens the models to evaluate.
+    fn subjects(&self, precision: Precision, roles: impl IntoIterator<Item = (Role, Runtime)>) -> Result<Subjects> {
         let mut subjects = Vec::new();
-        for (side, runtime) in roles {
-            let subject = match (side, runtime) {
-                (Side::Before, Runtime::Candle) => Subject::of(self.before.clone())?.with_precision(precision),
-                (Side::After, Runtime::Candle) => Subject::of(self.written()?)?.with_precision(precision),
-                (Side::AsOnnx, Runtime::Candle) => Subject::of(self.written()?)?.with_rounding(Rounding::Tensor),
-                (Side::Before, Runtime::OnnxRuntime) if self.before.onnx.is_some() => Subject::file_of(self.before, self.work.threads)?,
-                (Side::Before, Runtime::OnnxRuntime) => self.session(&self.folder.join(BEFORE).join(self.file))?,
-                (Side::After | Side::AsOnnx, Runtime::OnnxRuntime) => self.session(&self.folder.join(self.file))?,
+        for (role, runtime) in roles {
+            let subject = match (role, runtime) {
+                (Role::Input, Runtime::Candle) => Subject::from_model(self.before.clone())?.with_precision(precision),
+                (Role::Output, Runtime::Candle) => Subject::from_model(self.written()?)?.with_precision(precision),
+                (Role::OutputAsOnnx, Runtime::Candle) => Subject::from_model(self.written()?)?.with_rounding(Rounding::Tensor),
+                (Role::Input, Runtime::OnnxRuntime) if self.before.onnx.is_some() => Subject::open_original_file(self.before, self.work.threads)?,
+                (Role::Input, Runtime::OnnxRuntime) => self.session(&self.folder.join(INPUT_FOLDER).join(self.file))?,
+                (Role::Output | Role::OutputAsOnnx, Runtime::OnnxRuntime) => self.session(&self.folder.join(self.file))?,
             };
-            subjects.push((side, runtime, subject));
+            subjects.push((role, runtime, subject));
         }
         Ok(Subjects { subjects })
     }
 
-    /// The output as it was written, where the built-in executor can read it.
+    /// The output, read from the written folder if the built-in executor can read its format.
     pub(super) fn written(&self) -> Result<Model> {
         if self.writes_safetensors() { Model::open(self.folder) } else { Ok(self.after.clone()) }
     }
 
+    /// Whether safetensors is one of the output formats.
     pub(super) fn writes_safetensors(&self) -> bool {
         self.pipeline.export.iter().any(|export| export.format().name() == "safetensors")
     }
 
+    /// Opens an ONNX file in ONNX Runtime.
     pub(super) fn session(&self, path: &Path) -> Result<Subject> {
-        let open = if self.before.onnx.is_some() { Subject::onnx } else { Subject::written };
+        let open = if self.before.onnx.is_some() { Subject::open_onnx } else { Subject::open_written };
         open(path, self.folder, self.after.config.values().clone(), self.work.threads)
     }
 
-    /// Runs the ONNX file on synthetic samples; if memory is short, only if `asked` for.
-    fn compare(&self, asked: bool, exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
+    /// Compares the ONNX file with the built-in executor. If memory is short, the comparison is skipped
+    /// unless `required`.
+    fn compare(&self, required: bool, exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
         if self.pipeline.allow_nonfinite {
-            measured.notes.push(format!("{MODEL} was not run: outputs of weights that are not finite cannot be compared"));
+            measured.notes.push(format!("{MODEL} was not run: with weights that are not finite, outputs cannot be compared"));
             return Ok(());
         }
         let lack = lack_for_onnx_runtime(&[self.after], self.pipeline.running.memory);
-        if let Some(lack) = lack.filter(|_| !asked) {
+        if let Some(lack) = lack.filter(|_| !required) {
             measured.notes.push(format!("{MODEL} was not run: {lack}"));
             return Ok(());
         }
         let model = self.written()?;
-        let (samples, what) = self.verification_samples(&model)?;
+        let (samples, description) = self.verification_samples(&model)?;
         let (batch, memory) = (&samples[0], memory_limit(self.pipeline.running.memory, &Device::Cpu));
-        let fidelity = run_both(model, &self.folder.join(self.file), batch, memory, &self.work)?;
-        self.require_agreement(Some(&fidelity), batch.samples, &what, &samples, exports, measured)
+        let fidelity = onnx_fidelity(model, &self.folder.join(self.file), batch, memory, &self.work)?;
+        self.require_agreement(Some(&fidelity), &counted(batch.samples, description), &samples, exports, measured)
     }
 
-    /// Samples to verify a file on: of a static int8 model calibration samples, held-out ones if there are any; else random ones.
-    fn verification_samples(&self, model: &Model) -> Result<(Vec<Batch>, String)> {
+    /// Samples on which a file is verified, and their description. For a static int8 model: held-out
+    /// samples if there are any, otherwise calibration samples. For other models: synthetic samples.
+    fn verification_samples(&self, model: &Model) -> Result<(Vec<Batch>, &'static str)> {
         let graph = model.graph()?;
         let data = self.pipeline.running.data.calibration.as_ref().filter(|_| quantized_values::is_static(&graph));
         let mut samples = Vec::new();
         let mut take = |sample| {
             samples.push(sample);
-            Ok(if samples.len() < VERIFIED { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
+            Ok(if samples.len() < VERIFICATION_BATCHES { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
         };
         if let Some(data) = data {
-            if self.held_out(&mut take)?.is_some() {
-                return Ok((samples, "held-out samples".into()));
+            if self.held_out(&mut take)?.data.is_some() {
+                return Ok((samples, "held-out sample"));
             }
-            let subject = Subject::of(self.before.clone())?;
-            self.pipeline.running.data.for_each_beyond(data, 0, &[], subject.target(), take)?;
+            let subject = Subject::from_model(self.after.for_samples(self.before).clone())?;
+            self.pipeline.running.data.for_each_held_out(data, 0, &[], subject.target(), take)?;
             if !samples.is_empty() {
-                return Ok((samples, "calibration samples".into()));
+                return Ok((samples, "calibration sample"));
             }
         }
-        Ok((vec![data::synthetic(&graph, self.pipeline.seed)?], SYNTHETIC.into()))
+        Ok((vec![data::synthetic(&graph, self.pipeline.seed)?], SYNTHETIC))
     }
 
-    /// Runs everything on the evaluation data.
+    /// Evaluates the input and the output on the evaluation data.
     pub(super) fn evaluate(&self, evaluate: &Evaluate, runtimes: &[Runtime], exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
         let Some(options) = &self.pipeline.running.data.evaluation else { return Ok(()) };
-        let written = runtimes.contains(&Runtime::OnnxRuntime) && self.before.onnx.is_none();
-        if let (true, Some(onnx)) = (written, self.pipeline.onnx()) {
-            let folder = self.folder.join(BEFORE);
+        // If the output has a new head, the labels belong to it, and the input cannot be scored.
+        let roles = if self.after.has_new_classes(self.before) { &[Role::Output][..] } else { &[Role::Input, Role::Output] };
+        let first_after = (roles.len() - 1) * runtimes.len();
+        let exports_input = first_after > 0 && runtimes.contains(&Runtime::OnnxRuntime) && self.before.onnx.is_none();
+        if let (true, Some(onnx)) = (exports_input, self.pipeline.onnx()) {
+            let folder = self.folder.join(INPUT_FOLDER);
             std::fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
-            onnx.format().write(self.before, &RunState::default(), &Destination::here(&folder), None, &self.work)?;
+            onnx.format().write(self.before, &RunState::default(), &Destination::local(&folder), None, &self.work)?;
         }
-        let both = [Side::Before, Side::After].into_iter().flat_map(|side| runtimes.iter().map(move |runtime| (side, *runtime)));
-        let check = Some((Side::AsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);
+        let both = roles.iter().flat_map(|role| runtimes.iter().map(move |runtime| (*role, *runtime)));
+        let check = Some((Role::OutputAsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);
         let mut models_to_run = self.subjects(evaluate.precision, both.chain(check))?;
         let sets = &self.pipeline.running.data;
-        let targets = [0, runtimes.len()].map(|number| models_to_run.subjects[number].2.target());
+        let targets = [0, first_after].map(|number| models_to_run.subjects[number].2.target());
         for (key, other) in self.read_by_passes() {
             let (shared, of) = sets.overlap(options, other, targets[0])?;
             if shared > 0 {
@@ -257,8 +263,9 @@ impl Run<'_> {
             }
         }
         let data = sets.open(options, targets[0])?;
-        // A student from another folder may prepare samples differently: each model is then scored on its own.
-        let is_same = self.after.path == self.before.path || data::prepares_alike(targets)?;
+        // A student from another folder may preprocess samples differently. Each model is then scored on
+        // its own samples.
+        let is_same = self.after.path == self.before.path || data::has_same_preprocessing(targets)?;
         let own = if is_same { None } else { Some(sets.open(options, targets[1])?) };
         measured.notes.extend(data.note().map(str::to_owned));
         let pairs = models_to_run.pairs();
@@ -267,25 +274,28 @@ impl Run<'_> {
         let outcomes = match &own {
             None => evaluation::evaluate(&data, &mut models, &pairs, &self.work)?,
             Some(own) => {
-                measured.notes.push("the student prepares samples differently from the input: each was scored on samples prepared its own way, and their outputs were not compared".into());
+                measured.notes.push("the student preprocesses samples differently from the input: each model was scored with its own preprocessing, and their outputs were not compared".into());
                 let (before, after) = models.split_at_mut(runtimes.len());
                 let before = evaluation::evaluate(&data, before, &[], &self.work)?;
-                let within = |(a, b): &(usize, usize)| Some((a.checked_sub(runtimes.len())?, b.checked_sub(runtimes.len())?));
-                let after = evaluation::evaluate(own, after, &pairs.iter().filter_map(within).collect::<Vec<_>>(), &self.work)?;
+                let shifted = |(a, b): &(usize, usize)| Some((a.checked_sub(runtimes.len())?, b.checked_sub(runtimes.len())?));
+                let after = evaluation::evaluate(own, after, &pairs.iter().filter_map(shifted).collect::<Vec<_>>(), &self.work)?;
                 Outcomes { models: before.models.into_iter().chain(after.models).collect(), ..after }
             }
         };
-        if models.iter().any(|model| model.together(&batch.inputs).is_some()) {
+        if models.iter().any(|model| model.group_size(&batch.inputs).is_some()) {
             let more = if evaluate.latency { "; latency was not measured" } else { "" };
-            measured.notes.push(format!("models ran block by block, since they do not fit into memory whole{more}"));
-        } else if evaluate.latency && own.is_none() {
+            measured.notes.push(format!("models ran block by block, because they do not fit into memory{more}"));
+        } else if evaluate.latency && own.is_none() && first_after > 0 {
             let runtime = runtimes.iter().rposition(|r| *r == Runtime::OnnxRuntime).unwrap_or(0);
             let (before, after) = models.split_at_mut(runtimes.len());
             let latency = evaluation::latency(&mut *before[runtime], &mut *after[runtime], &batch.inputs, self.work.threads)?;
             measured.latency = Some(latency);
         }
         drop(models);
-        let accuracy = Accuracy { fidelity: outcomes.pairs.first().filter(|_| own.is_none()).cloned(), ..accuracy(runtimes, &data, &outcomes) };
+        let fidelity = outcomes.pairs.first().filter(|_| own.is_none() && first_after > 0);
+        measured.notes.extend(fidelity.and_then(not_finite_note));
+        let fidelity = fidelity.filter(|fidelity| fidelity.not_finite().is_none()).cloned();
+        let accuracy = Accuracy { fidelity, ..outcomes.accuracy(runtimes, &data, first_after) };
         measured.fidelity = accuracy.fidelity.clone().map(|fidelity| MeasuredFidelity {
             samples_from: SamplesFrom::Evaluation,
             samples: accuracy.samples,
@@ -293,29 +303,29 @@ impl Run<'_> {
             fidelity,
         });
         measured.accuracy = Some(accuracy);
-        let folder = self.folder.join(BEFORE);
+        let folder = self.folder.join(INPUT_FOLDER);
         if folder.exists() {
             std::fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?;
         }
         if runtimes.len() > 1 {
-            let what = format!("samples of {}", data.description());
-            self.require_agreement(outcomes.pairs.last(), outcomes.samples, &what, &[batch], exports, measured)?;
+            let description = format!("{} of {}", counted(outcomes.samples, "sample"), data.description());
+            self.require_agreement(outcomes.pairs.last(), &description, &[batch], exports, measured)?;
         }
         Ok(())
     }
 
-    /// An option of the ONNX export, if there is one.
+    /// The value of an option of the ONNX export.
     fn option(&self, name: &str) -> Option<serde_json::Value> {
         self.pipeline.onnx()?.format().options().get(name).cloned()
     }
 
-    /// Compares the outputs of ONNX Runtime with those of the built-in executor, of a static int8 model value by value on `verified`, and adds
-    /// the result to the exports.
+    /// Checks that the outputs of ONNX Runtime agree with those of the built-in executor, and adds the
+    /// result to the exports. For a static int8 model, each quantized value is also compared, on the
+    /// batches `verified`.
     fn require_agreement(
         &self,
         fidelity: Option<&Fidelity>,
-        samples: usize,
-        what: &str,
+        samples: &str,
         verified: &[Batch],
         exports: &mut [(&'static str, Exported)],
         measured: &mut Measured,
@@ -323,20 +333,19 @@ impl Run<'_> {
         let Some(fidelity) = fidelity else { return Ok(()) };
         let half = self.option("precision").is_some_and(|precision| precision == "float16");
         let (agree, difference) = judge(fidelity, half || has_integers(self.after));
-        let differ = format!("outputs of ONNX Runtime and the built-in executor differ on {samples} {what}: {difference}");
-        let wrong = |reason| Error::Verification { path: MODEL.into(), reason };
-        let mut how = format!("; run in ONNX Runtime on {samples} {what}: {difference}");
-        match by_value(&self.written()?, &self.folder.join(self.file), verified, half, &self.work)? {
-            Some((true, found)) => {
-                how += &format!("; {found}");
-                if !agree {
-                    let reason = "each layer agrees, and rounding to eight bits amplifies differences of one step from layer to layer";
-                    measured.notes.push(format!("{differ}. The file is correct: {reason}"));
-                }
-            }
-            Some((false, found)) => return Err(wrong(found)),
-            None if !agree => return Err(wrong(differ)),
+        let differ = format!("outputs of ONNX Runtime and the built-in executor differ on {samples}: {difference}");
+        let failure = |reason| Error::Verification { path: MODEL.into(), reason };
+        let mut how = format!("; run in ONNX Runtime on {samples}: {difference}");
+        let written = self.written()?;
+        let values = compare_quantized_values(&written, &self.folder.join(self.file), verified, half, &self.work)?;
+        match &values {
+            Some((false, found)) => return Err(failure(found.clone())),
+            Some((true, found)) => how += &format!("; {found}"),
             None => {}
+        }
+        if !agree {
+            let explanation = explanation(values.is_some(), quantized_values::is_static(&written.graph()?)).ok_or_else(|| failure(differ.clone()))?;
+            measured.notes.push(format!("{differ}. {explanation}"));
         }
         for (_, exported) in exports.iter_mut().filter(|(format, _)| *format == "onnx") {
             exported.how += &how;
@@ -346,58 +355,61 @@ impl Run<'_> {
     }
 }
 
-/// Whether a static int8 file agrees with the built-in executor on each quantized value, and on the outputs that follow from them; `None` for
-/// other files, for decoders with a cache, whose inputs differ from the graph's, and for mixtures of experts.
-fn by_value(model: &Model, file: &Path, samples: &[Batch], half: bool, work: &Work) -> Result<Option<(bool, String)>> {
+/// Whether a static int8 file agrees with the built-in executor on each quantized value, and on the
+/// outputs that follow from them; `None` for other files, for decoders with a cache, whose inputs differ
+/// from the graph's, and for mixtures of experts.
+fn compare_quantized_values(model: &Model, file: &Path, samples: &[Batch], half: bool, work: &Work) -> Result<Option<(bool, String)>> {
     let graph = model.graph()?;
-    if !quantized_values::is_static(&graph) || Session::open(file, runtime::Options::default())?.keeps() {
+    if !quantized_values::is_static(&graph) || Session::open(file, runtime::Options::default())?.has_kv_cache() {
         return Ok(None);
     }
     let Some(found) = quantized_values::compare(model, file, samples, work)? else { return Ok(None) };
     if let Some((name, steps)) = found.wrong {
-        return Ok(Some((false, format!("`{name}` differs by {steps} steps between ONNX Runtime and the built-in executor, given the same inputs"))));
+        return Ok(Some((
+            false,
+            format!("`{name}` differs by {steps} quantization steps between ONNX Runtime and the built-in executor, given the same inputs"),
+        )));
     }
-    // Without integers computed while the model runs, outputs follow from quantized values by arithmetic of floats.
+    // Without dynamic quantization, the outputs are computed from the quantized values in floating point
+    // only.
     let dynamic =
-        model.weights.by_name.values().any(|w| matches!(&w.encoding, Encoding::Affine(affine) if matches!(affine.activations, ActivationScheme::DynamicToken)));
+        model.weights.by_name.values().any(|w| matches!(&w.encoding, Encoding::Quantized(spec) if matches!(spec.activations, ActivationScheme::DynamicToken)));
     let (ok, difference) = judge(&found.outputs, half || dynamic);
     let count = samples.iter().map(|sample| sample.samples).sum::<usize>();
     let difference = if ok { String::new() } else { format!("; outputs computed from them differ: {difference}") };
-    Ok(Some((ok, format!("{} quantized values are within one step on {count} samples, each computed from the same inputs{difference}", found.values))))
+    Ok(Some((
+        ok,
+        format!("{} quantized values are within one step on {}, each computed from the same inputs{difference}", found.values, counted(count, "sample")),
+    )))
 }
 
-/// Whether two runtimes agree, and how closely; `coarse` where they multiply integers or 16-bit floats.
-fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
-    let ok = if coarse { fidelity.cosine >= MEAN_COSINE } else { fidelity.max_abs_error <= TOLERANCE * fidelity.largest.max(1.0) };
-    let difference = format!("largest difference {:.1e} at numbers up to {:.1}, mean cosine {:.6}", fidelity.max_abs_error, fidelity.largest, fidelity.cosine);
-    (ok, difference)
-}
-
-/// Runs an ONNX file and the built-in executor on a batch: how close their outputs are.
-fn run_both(model: Model, file: &Path, batch: &Batch, memory: MemoryLimit, work: &Work) -> Result<Fidelity> {
+/// Fidelity of an ONNX file in ONNX Runtime to the built-in executor on a batch.
+fn onnx_fidelity(model: Model, file: &Path, batch: &Batch, memory: MemoryLimit, work: &Work) -> Result<Fidelity> {
     let folder = file.parent().unwrap_or(Path::new(""));
-    let theirs = Subject::written(file, folder, model.config.values().clone(), work.threads)?.with_steps(STEPS);
-    let subjects = &mut [Subject::of(model)?.with_rounding(Rounding::Tensor), theirs];
+    let onnx = Subject::open_written(file, folder, model.config.values().clone(), work.threads)?.with_steps(DECODE_STEPS);
+    let subjects = &mut [Subject::from_model(model)?.with_rounding(Rounding::Tensor), onnx];
     let mut models = evaluation::load(subjects, Some(&batch.inputs), &Device::Cpu, memory, work)?;
     let outputs = models.iter_mut().map(|model| model.run(&batch.inputs)).collect::<Result<Vec<_>>>()?;
-    let pair = outputs.first().zip(outputs.last()).ok_or_else(|| Error::option("ONNX Runtime", "there is nothing to compare"))?;
-    evaluation::closeness(batch, pair.0, pair.1)
+    let pair = outputs.first().zip(outputs.last()).ok_or_else(|| Error::option("ONNX Runtime", "no outputs to compare"))?;
+    evaluation::output_fidelity(batch, pair.0, pair.1)
 }
 
+/// Whether a weight is quantized to integers. Codebooks do not count: all runtimes decode them to the
+/// same floats.
 fn has_integers(model: &Model) -> bool {
-    // Palettes stand for the same floats everywhere.
-    model.weights.by_name.values().any(|w| matches!(&w.encoding, Encoding::Affine(affine) if !affine.codes.is_palette()))
+    model.weights.by_name.values().any(|w| matches!(&w.encoding, Encoding::Quantized(spec) if !spec.codes.is_palette()))
 }
 
-/// Runs the ONNX file of an output on synthetic samples, if there is one and ONNX Runtime is found: against the weights of the same folder,
-/// else against the built-in executor's reading of the file.
+/// Runs the ONNX file of an output on synthetic samples, if it has one and ONNX Runtime is available.
+/// The outputs are compared with those of the built-in executor, which runs the weights of the same
+/// folder, or the ONNX file itself if the folder has no others.
 pub(in crate::pipeline) fn check_onnx(output: &Path, folder: &Path, report: &Report, work: &Work) -> Result<Option<Check>> {
     let is_onnx = |file: &&OutputFile| file.path.ends_with(".onnx");
     let Some(file) = report.outputs.iter().find(is_onnx) else { return Ok(None) };
     let found = match crate::runtime::library() {
-        _ if files::is_remote(folder) => Ok((true, "not run: it is on another machine".into())),
+        _ if files::is_remote(folder) => Ok((true, "not run: the file is remote".into())),
         Err(reason) => Ok((true, format!("not run: {reason}"))),
-        Ok(_) => agreement(output, &folder.join(&file.path), half(report), work),
+        Ok(_) => check_agreement(output, &folder.join(&file.path), half(report), work),
     };
     let (ok, finding) = match found {
         Err(Error::Cancelled) => return Err(Error::Cancelled),
@@ -412,89 +424,73 @@ fn half(report: &Report) -> bool {
     exports.filter_map(|export| export.get("onnx")?.get("precision")).any(|precision| precision == "float16")
 }
 
-fn agreement(output: &Path, file: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
+fn check_agreement(output: &Path, file: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
     let model = Model::open(output)?;
     if let Some(lack) = lack_for_onnx_runtime(&[&model], None) {
         return Ok((true, format!("not run: {lack}")));
     }
     if model.onnx.is_some() {
-        return run_alone(model, file, work);
+        return check_onnx_model(model, file, work);
     }
     let coarse = half || has_integers(&model);
-    let batch = data::synthetic(&model.graph()?, 0)?;
-    if let Some(found) = by_value(&model, file, std::slice::from_ref(&batch), half, work)? {
+    let graph = model.graph()?;
+    let (batch, is_static) = (data::synthetic(&graph, 0)?, quantized_values::is_static(&graph));
+    if let Some(found) = compare_quantized_values(&model, file, std::slice::from_ref(&batch), half, work)? {
         return Ok(found);
     }
-    let fidelity = run_both(model, file, &batch, memory_limit(None, &Device::Cpu), work)?;
+    let fidelity = onnx_fidelity(model, file, &batch, memory_limit(None, &Device::Cpu), work)?;
     let (ok, difference) = judge(&fidelity, coarse);
-    Ok((ok, format!("ONNX Runtime against the built-in executor on {} {SYNTHETIC}: {difference}", batch.samples)))
+    Ok((ok || is_static, format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, SYNTHETIC))))
 }
 
 /// Runs an ONNX file in ONNX Runtime and, if its operators have a typed form, in the built-in executor.
-fn run_alone(model: Model, path: &Path, work: &Work) -> Result<(bool, String)> {
-    let mut file = Subject::file_of(&model, work.threads)?;
+fn check_onnx_model(model: Model, path: &Path, work: &Work) -> Result<(bool, String)> {
+    let mut file = Subject::open_original_file(&model, work.threads)?.with_limits(Limits::for_size(TIME, model.stored_bytes()));
     let inputs = file.target().inputs.to_vec();
     let mut runner = file.load(&Device::Cpu, work)?;
-    let mut unfit = None;
+    let mut rejection = None;
     let mut run = |kind: usize| {
-        let batch = data::synthetic_for(&inputs, 0, kind)?;
+        let batch = data::synthetic_for_ports(&inputs, 0, kind)?;
         let outputs = runner.run(&batch.inputs)?;
         Ok((batch, outputs))
     };
-    let answered = (0..data::KINDS).find_map(|kind| match run(kind) {
-        Err(e) if !matches!(e, Error::Cancelled) => {
-            unfit.get_or_insert(e);
+    let accepted = (0..data::KINDS).find_map(|kind| match run(kind) {
+        Err(e) if !matches!(e, Error::Cancelled | Error::Run { .. }) => {
+            rejection.get_or_insert(e);
             None
         }
         found => Some(found),
     });
-    let Some((batch, outputs)) = answered.transpose()? else {
-        let reason = unfit.map_or_else(String::new, |e| e.to_string());
-        return Ok((true, format!("ONNX Runtime opens it; not run, because no synthetic sample fits: {reason}")));
+    let accepted = match accepted.transpose() {
+        Err(e @ Error::Run { .. }) => return Ok((true, format!("ONNX Runtime opens it; not run to the end: {e}"))),
+        accepted => accepted?,
     };
-    // The built-in executor has no cache to give a decoder.
-    if model.onnx.as_ref().is_some_and(|file| file.keeps()) || model.graph().is_err() {
-        return Ok((true, "ONNX Runtime runs it; not compared, because the built-in executor does not".into()));
+    let Some((batch, outputs)) = accepted else {
+        let reason = rejection.map_or_else(String::new, |e| e.to_string());
+        return Ok((true, format!("ONNX Runtime opens it; not run, because it accepts no synthetic sample: {reason}")));
+    };
+    // The built-in executor cannot run ONNX decoders with a KV cache.
+    if model.onnx.as_ref().is_some_and(|file| file.has_kv_cache()) || model.graph().is_err() {
+        return Ok((true, "ONNX Runtime runs it; not compared, because the built-in executor cannot run it".into()));
     }
-    // Fails for files of other tools, which name their codes differently.
-    match by_value(&model, path, std::slice::from_ref(&batch), false, work) {
+    // Fails for files of other tools, which name quantized values differently.
+    match compare_quantized_values(&model, path, std::slice::from_ref(&batch), false, work) {
         Ok(Some(found)) => return Ok(found),
         Err(Error::Cancelled) => return Err(Error::Cancelled),
         Ok(None) | Err(_) => {}
     }
     let has_integers = model.weights.by_name.values().any(|weight| !weight.is_float() || weight.encoding != Encoding::Dense);
-    // Deep static int8 networks amplify a rounding difference of one step: a large difference does not imply a defect of the file.
+    // Deep static int8 networks amplify a rounding difference of one step: a large difference does not
+    // imply a defect of the file.
     let amplifies = model.graph().is_ok_and(|graph| quantized_values::is_static(&graph));
-    let subject = Subject::of(model).map(|subject| subject.with_rounding(Rounding::Tensor));
-    let compared = subject.and_then(|mut subject| evaluation::closeness(&batch, &subject.load(&Device::Cpu, work)?.run(&batch.inputs)?, &outputs));
+    let subject = Subject::from_model(model).map(|subject| subject.with_rounding(Rounding::Tensor));
+    let compared = subject.and_then(|mut subject| evaluation::output_fidelity(&batch, &subject.load(&Device::Cpu, work)?.run(&batch.inputs)?, &outputs));
     Ok(match compared {
         Err(Error::Cancelled) => return Err(Error::Cancelled),
         Err(e) => (true, format!("ONNX Runtime runs it; not compared with the built-in executor: {e}")),
         Ok(fidelity) => {
             let (ok, difference) = judge(&fidelity, has_integers);
-            (ok || amplifies, format!("ONNX Runtime against the built-in executor on {} {SYNTHETIC}: {difference}", batch.samples))
+            (ok || amplifies, format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, SYNTHETIC)))
         }
     })
-}
-
-fn accuracy(runtimes: &[Runtime], data: &DataSet, outcomes: &Outcomes) -> Accuracy {
-    let (before, after) = outcomes.models.split_at(runtimes.len());
-    // What stands behind both sides was run for comparison only.
-    let values =
-        |side: &[evaluation::Outcome]| runtimes.iter().zip(side).filter_map(|(runtime, outcome)| Some((*runtime, outcome.score.as_ref()?.value))).collect();
-    let first: Option<(&Score, &Score)> = before.first().and_then(|o| o.score.as_ref()).zip(after.first().and_then(|o| o.score.as_ref()));
-    let more =
-        |(before, after): (&Score, &Score)| before.more.iter().filter_map(|(name, value)| Some((name.clone(), [*value, *after.more.get(name)?]))).collect();
-    Accuracy {
-        task: outcomes.task.to_string(),
-        metric: first.map(|(score, _)| score.metric.clone()),
-        data: data.description().to_owned(),
-        samples: outcomes.samples,
-        before: values(before),
-        after: values(after),
-        ci95: first.and_then(|(before, after)| Some([before.ci95?, after.ci95?])),
-        drop: first.map(|(before, after)| before.drop_to(after)),
-        fidelity: None,
-        more: first.map(more).unwrap_or_default(),
-    }
 }

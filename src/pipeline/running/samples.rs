@@ -1,10 +1,11 @@
-//! The samples of a run: how many there are, how they are preprocessed, and which are held out to measure on.
+//! The samples of a run: how many there are, how they are preprocessed, and which are held out to
+//! measure on.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::data::DataSet;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::evaluation::{Precision, Runtime, Subject};
 use crate::model::Model;
 use crate::pass::Samples;
@@ -12,25 +13,26 @@ use crate::pipeline::Pipeline;
 use crate::report::WARNING;
 
 impl Pipeline {
-    /// Opens the data, so that unusable data is reported before any work is done, and leaves some of the calibration samples to be measured
-    /// on, where passes would use all of them; whether they are measured on does not matter, so that what is written does not depend on it.
+    /// Opens the data, so that unusable data is reported before any work is done. If the passes would
+    /// use all calibration samples, some are reserved to measure on. They are reserved even if nothing
+    /// is measured, so that the output does not depend on it.
     pub(in crate::pipeline) fn open_samples(&mut self, model: &Model) -> Result<Vec<String>> {
         let evaluate = self.running.evaluate.as_ref().filter(|evaluate| evaluate.precision != Precision::F32);
         if evaluate.is_some_and(|evaluate| model.onnx.is_some() || !evaluate.runtime.is_empty() && !evaluate.runtime.contains(&Runtime::Candle)) {
-            return Err(Error::option("evaluate", "`precision` is the number format of the built-in executor, and ONNX Runtime alone runs this model"));
+            return Err(Error::option("evaluate", "`precision` applies only to the built-in executor, but this model runs in ONNX Runtime"));
         }
         if self.used_data().is_empty() {
             return Ok(Vec::new());
         }
-        let subject = Subject::of(model.clone())?;
+        let subject = Subject::from_model(model.clone())?;
         let mut notes = self.sample_notes(&self.open_data(subject.target())?)?;
-        let calibrates = self.runs().any(|(_, samples)| samples == Samples::Calibration);
+        let calibrates = self.model_runs().any(|(_, samples)| samples == Samples::Calibration);
         let Some(set) = self.running.data.calibration.as_ref().filter(|_| calibrates) else { return Ok(notes) };
-        let less = self.running.data.holding_out(set, subject.target())?;
-        notes.extend(less.samples.filter(|_| less.samples != set.samples).map(|used| {
-            format!("passes look at the first {used} calibration samples: the others, a tenth, are left to measure on; `samples` in `data: {{ calibration: ... }}` sets their number")
+        let reduced = self.running.data.reserve_held_out(set, subject.target())?;
+        notes.extend(reduced.samples.filter(|_| reduced.samples != set.samples).map(|used| {
+            format!("passes use the first {used} calibration samples; the remaining tenth is held out to measure on; to change this, set `samples` in `data: {{ calibration: ... }}`")
         }));
-        self.running.data.calibration = Some(less);
+        self.running.data.calibration = Some(reduced);
         Ok(notes)
     }
 
@@ -39,36 +41,36 @@ impl Pipeline {
         if self.used_data().is_empty() {
             return Ok((BTreeMap::new(), Vec::new()));
         }
-        let sets = self.open_data(Subject::of(model.clone())?.target())?;
+        let sets = self.open_data(Subject::from_model(model.clone())?.target())?;
         let notes = self.sample_notes(&sets)?;
         Ok((sets.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect::<Result<_>>()?, notes))
     }
 
-    /// The preprocessing of images and the values that it gives, with warnings where sets are preprocessed differently or a pass has few
-    /// calibration samples.
+    /// Notes about the preprocessing of images and the resulting values, with warnings if data sets are
+    /// preprocessed differently or a pass has few calibration samples.
     fn sample_notes(&self, sets: &BTreeMap<&'static str, Arc<DataSet>>) -> Result<Vec<String>> {
-        let (mut notes, mut ways) = (Vec::new(), Vec::new());
+        let (mut notes, mut descriptions) = (Vec::new(), Vec::new());
         for (key, data) in sets {
-            let Some(way) = data.preprocessing() else { continue };
+            let Some(description) = data.preprocessing() else { continue };
             let number = |value: &f64| format!("{value:.3}");
             let ranges: Vec<String> = data.channel_ranges()?.iter().map(|range| range.each_ref().map(number).join(" ")).collect();
-            notes.push(format!("{key} images: {way}; min, mean and max of each channel in the first batch: {}", ranges.join(", ")));
-            ways.push((*key, way));
+            notes.push(format!("{key} images: {description}; min, mean and max of each channel in the first batch: {}", ranges.join(", ")));
+            descriptions.push((*key, description));
         }
-        if let Some((first, rest)) = ways.split_first()
-            && let Some(other) = rest.iter().find(|(_, way)| *way != first.1)
+        if let Some((first, rest)) = descriptions.split_first()
+            && let Some(other) = rest.iter().find(|(_, description)| *description != first.1)
         {
             let reason = format!("{}: {}; {}: {}", first.0, first.1, other.0, other.1);
             notes.push(format!("{WARNING}images of the data sets are preprocessed differently ({reason}): set the same preprocessing options for both"));
         }
         let count = sets.get("calibration").and_then(|data| data.samples());
         for pass in self.steps.iter().map(|step| step.pass()).filter(|pass| pass.runs_on() == Some(Samples::Calibration)) {
-            if let Some(count) = count.filter(|count| *count < pass.least_samples()) {
+            if let Some(count) = count.filter(|count| *count < pass.min_samples()) {
                 notes.push(format!(
-                    "{WARNING}{} has {count} calibration sample{}: values outside the ranges seen there are clipped; use at least {}",
+                    "{WARNING}{} has {}: values outside the observed ranges are clipped; use at least {}",
                     pass.name(),
-                    if count == 1 { "" } else { "s" },
-                    pass.least_samples()
+                    counted(count, "calibration sample"),
+                    pass.min_samples()
                 ));
             }
         }
@@ -85,7 +87,8 @@ mod tests {
     use super::*;
     use crate::data::Data;
 
-    /// Plans state how images are preprocessed, and warn about few samples and about data sets that are preprocessed differently.
+    /// Plans state how images are preprocessed, and warn about few samples and about data sets that are
+    /// preprocessed differently.
     #[test]
     fn plans_state_the_preprocessing_of_images() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -107,7 +110,8 @@ mod tests {
         assert!(warnings[0].contains("preprocessed differently") && warnings[1].contains("quantize-static has 1 calibration sample:"), "{warnings:?}");
     }
 
-    /// The size that a plan states is the size that is written or an upper bound of it, unless it is stated to be an estimate.
+    /// The size that a plan states is the size that is written or an upper bound of it, unless it is
+    /// stated to be an estimate.
     #[test]
     fn planned_sizes_hold() {
         use crate::export::{Export, Gguf, Layout, Onnx, Safetensors};

@@ -1,6 +1,7 @@
-//! A first recipe for a model, with the reasons for every line.
+//! Writes a commented first recipe for a model.
 //!
-//! A line that begins with `#` and a space explains; one that begins with `#` and no space is YAML to be switched on.
+//! Lines that start with `# ` are explanations. Lines that start with `#` and no space are YAML that the
+//! user can enable.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,26 +11,26 @@ use crate::model::{Model, ModelPart, is_linear, part};
 use crate::report::format::{bytes, count, percent};
 use crate::store::Encoding;
 
-/// From this part of all bytes on, embedding tables are worth making smaller.
+/// Share of all bytes from which quantizing the embedding tables is suggested.
 const LARGE_TABLE: f64 = 0.15;
 
-/// What was found out about a model.
+/// Properties of a model that the recipe depends on.
 struct Facts<'m> {
     model: &'m Model,
-    /// As far as that decides what to do with it; none of a family that `compress` does not know.
+    /// Kind of the model; `None` if its family is not supported.
     kind: Option<ModelKind>,
-    /// Whether it can be run here: measured, exported to ONNX, pruned in structure.
+    /// Whether the model has a graph, and so can be evaluated, exported to ONNX and pruned structurally.
     runs: bool,
     quantized: bool,
     has_linear: bool,
-    /// The float format that most bytes are stored in.
+    /// The dtype of most of the bytes.
     dtype: String,
-    /// Bytes by part, the largest first.
+    /// Bytes of each part of the model, the largest first.
     parts: Vec<(ModelPart, u64)>,
 }
 
 impl Facts<'_> {
-    fn of(model: &Model) -> Facts<'_> {
+    fn new(model: &Model) -> Facts<'_> {
         let (mut dtypes, mut parts) = (BTreeMap::<String, u64>::new(), BTreeMap::<ModelPart, u64>::new());
         for (name, weight) in &model.weights.by_name {
             *dtypes.entry(weight.dtype.to_string().to_lowercase()).or_default() += weight.stored_bytes;
@@ -39,8 +40,8 @@ impl Facts<'_> {
         parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         let runs = model.graph().is_ok();
         let convolutions = parts.first().is_some_and(|(part, _)| *part == ModelPart::Convolutions);
-        let known = arch::family(model.config.model_type()).map(|family| family.kind_of(&Settings::new(model.config.values())));
-        let kind = known.or((runs && convolutions).then_some(ModelKind::Convolutional));
+        let supported = arch::family(model.config.model_type()).map(|family| family.kind_of(&Settings::new(model.config.values())));
+        let kind = supported.or((runs && convolutions).then_some(ModelKind::Convolutional));
         Facts {
             model,
             kind,
@@ -56,17 +57,18 @@ impl Facts<'_> {
         self.parts.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    fn share(&self, of: ModelPart) -> f64 {
-        let bytes = self.parts.iter().find(|(part, _)| *part == of).map_or(0, |(_, bytes)| *bytes);
+    /// Share of a part in all bytes.
+    fn share(&self, part: ModelPart) -> f64 {
+        let bytes = self.parts.iter().find(|(other, _)| *other == part).map_or(0, |(_, bytes)| *bytes);
         bytes as f64 / self.total().max(1) as f64
     }
 
-    fn large_table(&self) -> bool {
+    fn has_large_table(&self) -> bool {
         self.share(ModelPart::Embeddings) >= LARGE_TABLE
     }
 
     fn has_file(&self, name: &str) -> bool {
-        self.model.beside.files.iter().chain(self.model.beside.made.keys()).any(|file| file == Path::new(name))
+        self.model.auxiliary.files.iter().chain(self.model.auxiliary.synthesized.keys()).any(|file| file == Path::new(name))
     }
 
     fn architecture(&self) -> &str {
@@ -74,9 +76,10 @@ impl Facts<'_> {
     }
 }
 
-/// A commented recipe for a model that a recipe calls `path`, to be kept under the name `file`.
+/// Returns a commented recipe for a model, which is referred to as `path`. `file` is the name of the
+/// recipe file, for the commands in the comments.
 pub fn starter(model: &Model, path: &str, file: &str) -> String {
-    let facts = Facts::of(model);
+    let facts = Facts::new(model);
     let name = Path::new(path).file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned());
     let name = name.strip_suffix(".safetensors").unwrap_or(&name).to_owned();
     let mut out = Vec::new();
@@ -94,17 +97,17 @@ pub fn starter(model: &Model, path: &str, file: &str) -> String {
     out.join("\n") + "\n"
 }
 
-/// A text as a YAML value; what it holds cannot end it.
+/// A string as a YAML scalar, quoted if necessary.
 fn scalar(text: &str) -> String {
-    let plain = !text.is_empty()
+    let is_plain = !text.is_empty()
         && text.chars().all(|c| c.is_ascii_alphanumeric() || "/._-".contains(c))
         && text.starts_with(|c: char| c.is_alphabetic() || "/.".contains(c));
-    let word = ["null", "true", "false", "yes", "no", "on", "off", "y", "n"].contains(&text.to_lowercase().as_str());
-    if plain && !word && text != "." { text.to_owned() } else { serde_json::Value::from(text).to_string() }
+    let is_keyword = ["null", "true", "false", "yes", "no", "on", "off", "y", "n"].contains(&text.to_lowercase().as_str());
+    if is_plain && !is_keyword && text != "." { text.to_owned() } else { serde_json::Value::from(text).to_string() }
 }
 
-/// A text in a comment: one line, nothing that steers.
-fn said(text: &str) -> String {
+/// A string for a comment, with control characters replaced.
+fn comment_text(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
@@ -112,36 +115,43 @@ fn head(facts: &Facts, name: &str, file: &str, out: &mut Vec<String>) {
     let (model, total) = (facts.model, facts.total());
     let family = Some(model.config.model_type()).filter(|family| !family.is_empty()).map_or(String::new(), |family| format!("{family}, "));
     let parts: Vec<String> = facts.parts.iter().filter(|(_, b)| b * 100 >= total).map(|(part, b)| format!("{} {}", part.name(), percent(*b, total))).collect();
-    out.push(format!("# A recipe for {}: {}{} parameters in {}, {}.", said(name), said(&family), count(model.weights.parameters()), facts.dtype, bytes(total)));
-    out.push(format!("# Where the bytes are: {}.", parts.join(", ")));
+    out.push(format!(
+        "# A recipe for {}: {}{} parameters in {}, {}.",
+        comment_text(name),
+        comment_text(&family),
+        count(model.weights.parameters()),
+        facts.dtype,
+        bytes(total)
+    ));
+    out.push(format!("# Size by part: {}.", parts.join(", ")));
     if model.tied_names().iter().any(|(alias, _)| !alias.ends_with("embed_tokens.weight")) {
-        out.push("# The output head shares the embedding table: it is stored once, and changed once.".into());
+        out.push("# The output head is tied to the embedding table: they are one weight.".into());
     }
     out.push("#".into());
-    out.push(format!("#     compress plan {file}     shows what it would do; no tensor is read"));
-    out.push(format!("#     compress run {file}      does it, and writes report.html"));
+    out.push(format!("#     compress plan {file}     shows what the recipe would do, without reading a tensor"));
+    out.push(format!("#     compress run {file}      runs it, and writes report.html"));
     out.push("#".into());
-    out.push("# Lines that begin with # and no space are suggestions: remove the # to switch them on.".into());
-    out.push("# `compress PASS --help` explains the options of a pass, `compress schema` gives an editor all of them.".into());
+    out.push("# Lines that begin with # and no space are suggestions: remove the # to enable them.".into());
+    out.push("# `compress PASS --help` explains the options of a pass; `compress schema` writes a schema of all options for editors.".into());
 }
 
 fn data(facts: &Facts, out: &mut Vec<String>) {
     if !facts.runs {
-        out.push("# compress cannot run this model: it can change and verify weights, but not measure accuracy:".into());
-        out.push("# `compress inspect --graph` shows why; a graph.json beside the weights would describe it.".into());
+        out.push("# compress cannot run this model: it can transform and verify the weights, but not measure accuracy.".into());
+        out.push("# `compress inspect --graph` shows the reason. You can describe the model with a graph.json next to the weights.".into());
         out.push(String::new());
         return;
     }
     let text = matches!(facts.kind, Some(ModelKind::Encoder | ModelKind::Decoder));
     let images = matches!(facts.kind, Some(ModelKind::VisionTransformer | ModelKind::Convolutional));
-    out.push("# Samples, relative to this file. `evaluation` is what the model is measured on before and after: with labels there is a".into());
-    out.push("# score, without any only the closeness to the original. `calibration` is what passes look at that need to see the model run:".into());
-    out.push("# a hundred samples like those that it will meet, labels are not looked at.".into());
+    out.push("# Samples; paths are relative to this file. The model is measured on `evaluation` before and after compression: with labels".into());
+    out.push("# by a score, without labels by the fidelity to the original. Passes that run the model use `calibration`: a hundred samples".into());
+    out.push("# similar to those in production; labels are ignored.".into());
     if text && !facts.has_file("tokenizer.json") {
-        out.push("# The folder has no tokenizer.json, which text needs; arrays of token ids do without: { arrays: tokens.safetensors }.".into());
+        out.push("# The folder has no tokenizer.json, which text data needs; use arrays of token ids instead: { arrays: tokens.safetensors }.".into());
     }
     if images && !facts.has_file("preprocessor_config.json") {
-        out.push("# The folder has no preprocessor_config.json: say how images become pixels with resize, rescale, mean and std.".into());
+        out.push("# The folder has no preprocessor_config.json: specify the preprocessing with resize, rescale, mean and std.".into());
     }
     let architecture = facts.architecture();
     let (evaluation, calibration) = match facts.kind {
@@ -154,13 +164,13 @@ fn data(facts: &Facts, out: &mut Vec<String>) {
         Some(ModelKind::Encoder) => ("{ text: sentences.txt, task: fidelity }", "{ text: sentences.txt, samples: 128 }"),
         Some(ModelKind::Decoder) => ("{ text: book.txt, task: language-modelling, max_length: 512 }", "{ text: book.txt, max_length: 512, samples: 64 }"),
         Some(ModelKind::VisionTransformer | ModelKind::Convolutional) => ("{ images: test }", "{ images: train, samples: 256 }"),
-        Some(ModelKind::Pair | ModelKind::EncoderDecoder) | None => ("{ arrays: test.safetensors }", "{ arrays: train.safetensors, samples: 128 }"),
+        Some(ModelKind::DualEncoder | ModelKind::EncoderDecoder) | None => ("{ arrays: test.safetensors }", "{ arrays: train.safetensors, samples: 128 }"),
     };
     if images {
-        out.push("# A folder of images holds one folder for each class.".into());
+        out.push("# A folder of images contains one subfolder for each class.".into());
     }
     if needs_calibration(facts) {
-        out.push("# The pass below needs calibration samples: put the path of yours here.".into());
+        out.push("# The pass below needs calibration samples: insert the path of yours here.".into());
         out.push("data:".into());
         out.push(format!("  calibration: {calibration}"));
         out.push(format!("#  evaluation: {evaluation}"));
@@ -170,94 +180,94 @@ fn data(facts: &Facts, out: &mut Vec<String>) {
         out.push(format!("#  calibration: {calibration}"));
     }
     out.push(String::new());
-    out.push("# How long one batch takes before and after; needs the evaluation samples above.".into());
+    out.push("# Measures the latency of one batch before and after; needs the evaluation samples above.".into());
     out.push("#evaluate: { latency: true }".into());
     out.push(String::new());
 }
 
-/// Whether what is proposed has to see the model run.
+/// Whether the suggested pass needs calibration samples.
 fn needs_calibration(facts: &Facts) -> bool {
     facts.kind == Some(ModelKind::Convolutional) && facts.runs && !facts.quantized
 }
 
 fn passes(facts: &Facts, out: &mut Vec<String>) {
     if facts.quantized {
-        out.push("# The weights are int8 already: start from the original checkpoint for another scheme. Without a pass the folder is".into());
-        out.push("# written again, in the format below.".into());
+        out.push("# The weights are already int8: for another scheme, start from the original checkpoint. Without a pass the model is".into());
+        out.push("# only converted to the format below.".into());
         out.push("passes: []".into());
         return;
     }
     out.push("passes:".into());
-    let mut say = |text: &str| out.push(text.to_owned());
+    let mut line = |text: &str| out.push(text.to_owned());
     if facts.runs {
-        say("  # Takes a part of the heads and neurons (or channels) out: smaller and faster in any runtime;");
-        say("  # `repair` adjusts the remaining weights on calibration samples.");
-        say("#  - prune-structured: { amount: 0.25, importance: activation, repair: least-squares }");
+        line("  # Removes a part of the heads and neurons (or channels): smaller and faster in any runtime;");
+        line("  # `repair` adjusts the remaining weights on calibration samples.");
+        line("#  - prune-structured: { amount: 0.25, importance: activation, repair: least-squares }");
     } else {
-        say("  # Zeroes half of the linear weights; saves bytes only with `layout: sparse` below.");
-        say("#  - prune-unstructured: { amount: 0.5 }");
+        line("  # Zeroes half of the linear weights; this saves bytes only with `layout: sparse` below.");
+        line("#  - prune-unstructured: { amount: 0.5 }");
     }
     match facts.kind {
         Some(ModelKind::Convolutional) if facts.runs => {
-            say("  # int8 weights and activations, with scales found on calibration samples: a quarter of the size, and on a CPU two to three");
-            say("  # times as fast in ONNX Runtime. Batch normalisations are folded into the convolutions.");
-            say("  - quantize-static: { observer: mse, smooth: auto }");
-            say("  # Keeps the most sensitive layers in floats until the outputs are close enough; use it in place of the line above.");
-            say("#  - quantize-static: { accuracy_goal: { min_cosine: 0.995 } }");
+            line("  # int8 weights and activations, with scales from calibration samples: a quarter of the size, and on a CPU two to three");
+            line("  # times as fast in ONNX Runtime. Batch norms are folded into the convolutions.");
+            line("  - quantize-static: { observer: mse, smooth: auto }");
+            line("  # Leaves the most sensitive layers in floating point until the outputs are close enough; use it instead of the line above.");
+            line("#  - quantize-static: { accuracy_goal: { min_cosine: 0.995 } }");
         }
         _ if facts.has_linear => {
-            say("  # int8 weights, one scale for each output channel, chosen by least squared error; activations are quantized while the");
-            say("  # model runs. Needs no data, and is the first thing to try.");
-            if facts.large_table() {
-                say("  # `embeddings: true` makes the table int8 as well: it is a large part of this model, and hardly costs accuracy. vLLM does");
-                say("  # not load int8 embeddings; transformers 5 and ONNX Runtime do.");
-                say("  - quantize-dynamic: { granularity: channel, observer: mse, embeddings: true }");
+            line("  # int8 weights with one scale per output channel, chosen by least squared error; activations are quantized while the");
+            line("  # model runs. Needs no data; try this first.");
+            if facts.has_large_table() {
+                line("  # `embeddings: true` also quantizes the embedding table, a large part of this model, at almost no loss of accuracy. vLLM does");
+                line("  # not load int8 embeddings; transformers 5 and ONNX Runtime do.");
+                line("  - quantize-dynamic: { granularity: channel, observer: mse, embeddings: true }");
             } else {
-                say("  - quantize-dynamic: { granularity: channel, observer: mse }");
+                line("  - quantize-dynamic: { granularity: channel, observer: mse }");
             }
             if facts.kind == Some(ModelKind::Decoder) {
-                say("  # For small batches, where reading the weights takes the time: int8 weights in groups of 128, activations stay floats.");
-                say("#  - quantize-dynamic: { granularity: group, group_size: 128, activations: none, observer: mse }");
+                line("  # For small batches, which are limited by memory bandwidth: int8 weights in groups of 128, floating-point activations.");
+                line("#  - quantize-dynamic: { granularity: group, group_size: 128, activations: none, observer: mse }");
             } else if facts.runs {
-                say("  # Faster on a CPU in ONNX Runtime, but needs calibration samples; in place of the line above.");
-                say("#  - quantize-static: { observer: mse, smooth: auto }");
+                line("  # Faster on a CPU in ONNX Runtime, but needs calibration samples; use it instead of the line above.");
+                line("#  - quantize-static: { observer: mse, smooth: auto }");
             }
         }
         _ => {
-            say("  # No linear layers were found, which int8 is for; 16 bits are half of the size.");
-            say(if facts.dtype == "f32" { "  - cast: { to: bf16 }" } else { "  - cast: { to: f16 }" });
+            line("  # The model has no linear layers to quantize to int8; 16-bit floats halve the size.");
+            line(if facts.dtype == "f32" { "  - cast: { to: bf16 }" } else { "  - cast: { to: f16 }" });
         }
     }
     if facts.dtype == "f32" {
-        say("  # What is not quantized at half the size: the range of f32, eight bits of precision.");
-        say("#  - cast: { to: bf16 }");
+        line("  # Halves the size of the other weights: bf16 has the range of f32 and eight bits of precision.");
+        line("#  - cast: { to: bf16 }");
     }
 }
 
 fn export(facts: &Facts, out: &mut Vec<String>) {
     out.push("export:".into());
-    let mut say = |text: &str| out.push(text.to_owned());
+    let mut line = |text: &str| out.push(text.to_owned());
     if needs_calibration(facts) {
-        say("  # For ONNX Runtime, where int8 is fast.");
-        say("  - onnx");
-        say("  # The same for compress and for Python.");
-        say("#  - safetensors");
+        line("  # For ONNX Runtime, which has fast int8 kernels.");
+        line("  - onnx");
+        line("  # The same model for compress and for Python.");
+        line("#  - safetensors");
         return;
     }
     if facts.model.config.has_conv1d() && facts.runs && !facts.quantized {
-        say("  # This family stores linear weights the other way round, which int8 folders for transformers and vLLM cannot express;");
-        say("  # ONNX can, and so can a folder that compress reads.");
-        say("  - onnx");
-        say("#  - safetensors: { layout: sparse }");
+        line("  # This family stores linear weights transposed, which int8 folders for transformers and vLLM cannot express;");
+        line("  # ONNX can, and so can a folder that compress reads.");
+        line("  - onnx");
+        line("#  - safetensors: { layout: sparse }");
         return;
     }
-    say("  # A folder for transformers and vLLM (int8 in the format of compressed-tensors), with config, tokenizer and all.");
-    say("  - safetensors");
+    line("  # A folder for transformers and vLLM (int8 in the format of compressed-tensors), with configuration and tokenizer.");
+    line("  - safetensors");
     if facts.runs {
-        say("  # One file for ONNX Runtime, on servers, desktops and phones.");
-        say("#  - onnx");
+        line("  # One file for ONNX Runtime, on servers, desktops and phones.");
+        line("#  - onnx");
     } else {
-        say("  # Stores only non-zero values, after pruning; read by compress alone, `compress densify` converts it back.");
-        say("#  - safetensors: { layout: sparse }");
+        line("  # Stores only non-zero values, for pruned weights. Only compress reads it; `compress densify` converts it back.");
+        line("#  - safetensors: { layout: sparse }");
     }
 }

@@ -1,11 +1,12 @@
-//! Charts: marks as SVG that is stretched to any width, text as HTML beside it, so that it is legible on a phone and in print.
+//! Charts: marks are SVG that is stretched to any width; text is HTML on top of it, so that it stays
+//! legible on phones and in print.
 
 use maud::{Markup, html};
 
-/// Width and height of the drawing; both are stretched.
+/// Width and height of the coordinate system of a chart.
 pub(super) const SIZE: f64 = 1000.0;
 
-/// Round steps, from the lowest tick to the highest.
+/// A linear or logarithmic axis with round ticks.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Axis {
     low: f64,
@@ -15,7 +16,7 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    /// An axis that holds all values, with about so many ticks.
+    /// A linear axis that covers all values, with about `ticks` ticks.
     pub fn over(values: impl IntoIterator<Item = f64>, ticks: usize) -> Axis {
         let (mut low, mut high) = values.into_iter().filter(|v| v.abs() < 1e300).fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), v| (l.min(v), h.max(v)));
         if low > high {
@@ -33,7 +34,7 @@ impl Axis {
         Axis { low: first * step, high: last * step, ticks, logarithmic: false }
     }
 
-    /// An axis of powers of ten that holds all positive values.
+    /// A logarithmic axis that covers all positive values, with ticks at powers of ten.
     pub fn logarithmic(values: impl IntoIterator<Item = f64>) -> Axis {
         let (low, high) = values.into_iter().filter(|v| *v > 0.0 && v.is_finite()).fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), v| (l.min(v), h.max(v)));
         let (low, high) = if low > high { (1.0, 10.0) } else { (low, high) };
@@ -42,30 +43,30 @@ impl Axis {
         Axis { low: first, high: last, ticks, logarithmic: true }
     }
 
-    /// Where a value is, from 0 to 1.
+    /// Relative position of a value, from 0 to 1.
     pub fn at(&self, value: f64) -> f64 {
         let value = if self.logarithmic { value.max(f64::MIN_POSITIVE).log10() } else { value };
         ((value - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
     }
 
-    /// A value's distance from the left.
+    /// Distance of a value from the left.
     pub fn x(&self, value: f64) -> f64 {
         SIZE * self.at(value)
     }
 
-    /// A value's distance from the top.
+    /// Distance of a value from the top.
     pub fn y(&self, value: f64) -> f64 {
         SIZE * (1.0 - self.at(value))
     }
 
-    /// Digits after the point that tell neighbouring ticks apart.
+    /// Number of decimals that distinguish adjacent ticks.
     fn digits(&self) -> usize {
         let step = (self.high - self.low) / (self.ticks.len().max(2) - 1) as f64;
         let digits = (0..9).find(|digits| (step * 10f64.powi(*digits)).fract().min(1.0 - (step * 10f64.powi(*digits)).fract()) < 1e-6);
         digits.unwrap_or(9) as usize
     }
 
-    /// A tick as a plain number.
+    /// Text of a tick.
     pub fn plain(&self, value: f64) -> String {
         if value == 0.0 {
             return "0".into();
@@ -74,7 +75,7 @@ impl Axis {
     }
 }
 
-/// A number in three digits.
+/// A number with three significant digits.
 pub(super) fn short(value: f64) -> String {
     let digits = match value.abs() {
         0.0 => return "0".into(),
@@ -84,33 +85,33 @@ pub(super) fn short(value: f64) -> String {
     minus(&format!("{value:.digits$}"))
 }
 
-/// With the sign that is as wide as a digit.
+/// Replaces hyphens by minus signs, which are as wide as digits.
 fn minus(text: &str) -> String {
     text.replace('-', "\u{2212}")
 }
 
-/// How a chart is framed.
+/// Frame of a chart.
 pub(super) struct Frame<'a> {
     /// Height in pixels.
     pub height: u32,
-    /// What it shows, for those who cannot see it.
+    /// Description for screen readers.
     pub title: &'a str,
-    /// The axis at the bottom, with the words of its ticks.
+    /// The horizontal axis and the text of its ticks.
     pub x: Option<(&'a Axis, &'a dyn Fn(f64) -> String)>,
-    /// The axis at the left.
+    /// The vertical axis and the text of its ticks.
     pub y: Option<(&'a Axis, &'a dyn Fn(f64) -> String)>,
-    /// Marks answer to the nearest pointer, found by their place from the left.
+    /// Whether hovering displays the tooltip of the horizontally nearest mark.
     pub nearest: bool,
 }
 
 impl Frame<'_> {
-    /// The chart with these marks.
+    /// Draws a chart with these marks.
     pub fn draw(&self, marks: &Markup) -> Markup {
         self.draw_with(marks, &html! {})
     }
 
-    /// The chart with these marks and words on it.
-    pub fn draw_with(&self, marks: &Markup, words_on_it: &Markup) -> Markup {
+    /// Draws a chart with these marks and labels.
+    pub fn draw_with(&self, marks: &Markup, labels: &Markup) -> Markup {
         let percent = |axis: &Axis, value: f64| format!("{:.2}%", 100.0 * axis.at(value));
         html! {
             div.plot.with-x[self.x.is_some()].with-y[self.y.is_some()].nearest[self.nearest] style={ "--height:" (self.height) "px" } {
@@ -121,7 +122,7 @@ impl Frame<'_> {
                         }
                         (marks)
                     }
-                    (words_on_it)
+                    (labels)
                     @if let Some((axis, words)) = self.y {
                         @for tick in &axis.ticks { span.tick.y style={ "bottom:" (percent(axis, *tick)) } { (words(*tick)) } }
                     }
@@ -134,7 +135,7 @@ impl Frame<'_> {
     }
 }
 
-/// A dot, round at any stretch: a line without length and with round ends.
+/// A dot as a line of length zero with round caps, which stays round if the chart is stretched.
 pub(super) fn dot(x: f64, y: f64) -> String {
     format!("M{x:.1} {y:.1}h0")
 }
@@ -145,17 +146,17 @@ pub(super) fn line(points: impl IntoIterator<Item = (f64, f64)>) -> String {
     points.into_iter().enumerate().map(point).collect()
 }
 
-/// One line of a chart whose lines share an axis: words, marks, the figure.
+/// A row of a chart: label, marks and value.
 pub(super) struct Track {
-    /// What it is.
+    /// Label of the row.
     pub label: Markup,
-    /// The path of a wide line.
+    /// Marks of the row.
     pub marks: Markup,
-    /// The figure in words.
+    /// Text of the value.
     pub value: String,
 }
 
-/// Lines that share an axis.
+/// A chart of rows that share an axis.
 pub(super) fn tracks(title: &str, axis: &Axis, words: &dyn Fn(f64) -> String, tracks: &[Track]) -> Markup {
     html! {
         div.tracks {
@@ -183,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn axes_hold_all_values_and_have_round_ticks() {
+    fn axes_cover_all_values_and_have_round_ticks() {
         let axis = Axis::over([0.7906, 0.8251], 4);
         assert_eq!(axis.ticks.iter().map(|t| axis.plain(*t)).collect::<Vec<_>>(), ["0.79", "0.80", "0.81", "0.82", "0.83"]);
         assert!(axis.at(0.79) < 1e-9 && axis.at(0.83) > 1.0 - 1e-9);
@@ -197,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn logarithmic_axes_count_in_powers() {
+    fn logarithmic_axes_have_ticks_at_powers_of_ten() {
         let axis = Axis::logarithmic([250.0, 47_000_000.0, 0.0]);
         assert_eq!((axis.ticks.first(), axis.ticks.last()), (Some(&100.0), Some(&100_000_000.0)));
         assert_eq!(axis.at(100_000.0), 0.5);

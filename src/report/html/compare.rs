@@ -1,16 +1,16 @@
-//! Several runs on one page.
+//! Comparison of several runs as an HTML page.
 
 use maud::{Markup, html};
 
 use super::chart::{Axis, Frame, SIZE, dot};
 use super::{page, section, table};
 use crate::evaluation::lower_is_better;
-use crate::report::compare::{Comparison, Summary, words};
+use crate::report::compare::{Comparison, Summary, cell_text};
 use crate::report::format::bytes;
 
 /// Renders the page.
 pub(in crate::report) fn render(comparison: &Comparison) -> String {
-    let title = format!("{} runs compared", comparison.runs.len());
+    let title = format!("Comparison of {} runs", comparison.runs.len());
     let body = html! {
         header {
             p.eyebrow { "compress " (env!("CARGO_PKG_VERSION")) " \u{b7} comparison" }
@@ -46,7 +46,7 @@ fn runs(comparison: &Comparison) -> Markup {
     let lead = if comparison.metric.is_some() {
         ""
     } else {
-        "These runs share no measure of their answers; with `data: { evaluation: \u{2026} }` in the recipes there is a plot of it against size."
+        "These runs have no common quality metric. With `data: { evaluation: \u{2026} }` in the recipes, this page contains a plot of quality against size."
     };
     section("runs", "Runs", lead, &table(&head.iter().map(String::as_str).collect::<Vec<_>>(), &rows))
 }
@@ -60,12 +60,14 @@ fn differing(comparison: &Comparison) -> Markup {
     let rows: Vec<Vec<Markup>> = comparison
         .differing
         .iter()
-        .map(|option| std::iter::once(html! { code { (option.option) } }).chain(option.values.iter().map(|value| html! { (words(value.as_ref())) })).collect())
+        .map(|option| {
+            std::iter::once(html! { code { (option.option) } }).chain(option.values.iter().map(|value| html! { (cell_text(value.as_ref())) })).collect()
+        })
         .collect();
-    section("options", "What tells the recipes apart", "Options that are not the same in all of them.", &table(&head, &rows))
+    section("options", "Differences of the recipes", "Options that are not the same in all recipes.", &table(&head, &rows))
 }
 
-/// Labels of points that would lie upon each other are joined.
+/// Label of one or more points; labels that would overlap are merged.
 struct Label {
     x: f64,
     y: f64,
@@ -75,18 +77,18 @@ struct Label {
 
 fn plot(comparison: &Comparison) -> Markup {
     let mut points: Vec<(usize, &Summary, f64)> = comparison.runs.iter().enumerate().filter_map(|(i, run)| Some((i, run, run.value?))).collect();
-    // Later marks are drawn on top: those of the front.
+    // Points on the Pareto front are drawn last, on top of the others.
     points.sort_by_key(|(index, run, _)| (run.front, *index));
     let Some(metric) = comparison.metric.as_ref().filter(|_| !points.is_empty()) else { return html! {} };
     let original = points.iter().find_map(|(_, run, _)| Some((run.bytes_before, run.value_before?)));
     let x = Axis::over(points.iter().map(|(_, run, _)| run.bytes).chain(original.map(|o| o.0)).chain([0]).map(|b| b as f64 / 1e6), 4);
     let y = Axis::over(points.iter().map(|(_, _, value)| *value).chain(original.map(|o| o.1)), 4);
-    let place = |size: u64, value: f64| (x.x(size as f64 / 1e6), y.y(value));
-    let mut front: Vec<(f64, f64)> = points.iter().filter(|(_, run, _)| run.front).map(|(_, run, value)| place(run.bytes, *value)).collect();
+    let position = |size: u64, value: f64| (x.x(size as f64 / 1e6), y.y(value));
+    let mut front: Vec<(f64, f64)> = points.iter().filter(|(_, run, _)| run.front).map(|(_, run, value)| position(run.bytes, *value)).collect();
     front.sort_by(|a, b| a.0.total_cmp(&b.0));
     let mut labels: Vec<Label> = Vec::new();
     for (index, run, value) in &points {
-        let (left, top) = place(run.bytes, *value);
+        let (left, top) = position(run.bytes, *value);
         match labels.iter_mut().find(|label| (label.x - left).abs() < SIZE * 0.05 && (label.y - top).abs() < SIZE * 0.08) {
             Some(label) => {
                 label.text += &format!(" {}", letter(*index));
@@ -99,21 +101,22 @@ fn plot(comparison: &Comparison) -> Markup {
     let marks = html! {
         path.front d=(stairs(&front)) {}
         @if let Some((size, value)) = original {
-            @let (left, top) = place(size, value);
+            @let (left, top) = position(size, value);
             g.mark transform=(format!("translate({left:.1} 0)")) data-tip=(tip("original", size, value)) { path.dot.large.before d=(dot(0.0, top)) {} }
         }
         @for (index, run, value) in &points {
-            @let (left, top) = place(run.bytes, *value);
+            @let (left, top) = position(run.bytes, *value);
             g.mark transform=(format!("translate({left:.1} 0)")) data-tip=(tip(&letter(*index), run.bytes, *value)) {
                 path.dot.large.(if run.front { "after" } else { "beaten" }) d=(dot(0.0, top)) {}
             }
         }
     };
     let size = |v: f64| bytes((v * 1e6) as u64);
-    let frame = Frame { height: 300, title: "size against answers", x: Some((&x, &size)), y: Some((&y, &|v| y.plain(v))), nearest: true };
+    let frame = Frame { height: 300, title: "size against quality", x: Some((&x, &size)), y: Some((&y, &|v| y.plain(v))), nearest: true };
     let better = if lower_is_better(metric) { "lower" } else { "higher" };
-    let lead =
-        format!("Further left is smaller, {better} is better by {metric}. Runs on the line are beaten by no other run; sizes within 0.1 % count as equal.");
+    let lead = format!(
+        "Further left is smaller; a {better} {metric} is better. No run is both smaller and better than a run on the line (Pareto front). Sizes within 0.1 % count as equal."
+    );
     let content = html! {
         figure.pareto {
             (frame.draw_with(&marks, &html! {
@@ -121,13 +124,13 @@ fn plot(comparison: &Comparison) -> Markup {
                     span.point.front[label.front] style=(format!("left:{:.2}%;top:{:.2}%", label.x / 10.0, label.y / 10.0)) { (label.text) }
                 }
             }))
-            figcaption { @if original.is_some() { span.key.before {} " the original " } span.key.after {} " beaten by none " span.key.beaten {} " beaten" }
+            figcaption { @if original.is_some() { span.key.before {} " the original " } span.key.after {} " Pareto front " span.key.beaten {} " dominated" }
         }
     };
     section("pareto", &format!("Size and {metric}"), &lead, &content)
 }
 
-/// The border of what is reached, in steps from the smallest run to the best.
+/// The Pareto front as a step line from the smallest run to the best.
 fn stairs(front: &[(f64, f64)]) -> String {
     let mut path = String::new();
     for (index, (x, y)) in front.iter().enumerate() {

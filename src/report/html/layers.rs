@@ -1,4 +1,5 @@
-//! Weight by weight: a chart of signal to noise and bytes, and the table that it takes its order from.
+//! The weights: a chart of signal-to-noise ratio and bytes, and a sortable table that determines the
+//! order of the chart.
 
 use maud::{Markup, html};
 
@@ -8,22 +9,22 @@ use crate::model::part;
 use crate::report::format::{bytes, decibels, natural, percent, shape};
 use crate::report::{Layer, Report};
 
-/// Rows at most: beyond that, those that changed most and then the largest.
-const ROWS: usize = 3000;
-/// Rows that are printed on paper.
-const PRINTED: usize = 40;
-/// Marks beyond which they are drawn thin.
-const MANY: usize = 150;
+/// Maximum number of rows. If there are more weights, the most changed ones are listed, then the largest.
+const MAX_ROWS: usize = 3000;
+/// Maximum number of rows in print.
+const MAX_PRINTED: usize = 40;
+/// Number of marks from which they are drawn thin.
+const THIN_MARKS: usize = 150;
 
 fn listed(report: &Report) -> (Vec<&Layer>, usize) {
     let mut layers: Vec<&Layer> = report.layers.iter().collect();
-    let left = layers.len().saturating_sub(ROWS);
+    let left = layers.len().saturating_sub(MAX_ROWS);
     if left > 0 {
         layers.sort_by(|a, b| {
             let noise = |layer: &Layer| layer.sqnr_db.unwrap_or(f64::INFINITY);
             noise(a).total_cmp(&noise(b)).then(b.bytes_before.cmp(&a.bytes_before))
         });
-        layers.truncate(ROWS);
+        layers.truncate(MAX_ROWS);
     }
     layers.sort_by(|a, b| natural(&a.name, &b.name));
     (layers, left)
@@ -36,7 +37,7 @@ pub(super) fn section(report: &Report) -> Markup {
     }
     let changed = layers.iter().filter(|layer| layer.sqnr_db.is_some()).count();
     let lead = format!(
-        "{} weights, {changed} of them changed in value. A dot is a weight that changed or has two or more dimensions; point at it for its name, and sort chart and table by a column.",
+        "{} weights, the values of {changed} of them changed. Each dot is a weight that changed or has two or more dimensions. Hover over a dot to see its name; sort the chart and the table by a column.",
         report.layers.len()
     );
     let content = html! {
@@ -49,30 +50,31 @@ pub(super) fn section(report: &Report) -> Markup {
             }
         }
         (rows(&layers))
-        @if left > 0 { p.lead { (left) " smaller weights that changed less are only in report.json." } }
+        @if left > 0 { p.lead { (left) " smaller weights with smaller changes are only in report.json." } }
     };
     super::section("weights", "Weights", &lead, &content)
 }
 
-/// Signal to noise above, bytes before and after below; a mark stands where its row does in the table.
+/// Two charts, of the signal-to-noise ratio and of the bytes before and after. The marks are in the
+/// order of the table.
 fn chart(layers: &[&Layer]) -> Markup {
-    // Vectors that nothing happened to would make most of the marks and none of the news.
+    // Unchanged vectors are omitted, since they would be most of the marks.
     let drawn: Vec<(usize, &Layer)> = layers.iter().copied().enumerate().filter(|(_, layer)| layer.shape.len() > 1 || layer.sqnr_db.is_some()).collect();
     let step = SIZE / drawn.len().max(1) as f64;
-    let place = |index: usize| format!("translate({:.2} 0)", (index as f64 + 0.5) * step);
+    let transform = |index: usize| format!("translate({:.2} 0)", (index as f64 + 0.5) * step);
     let class = |layer: &Layer| format!("part-{}", part(&layer.name, &layer.shape).name());
     let noise = Axis::over(drawn.iter().filter_map(|(_, layer)| layer.sqnr_db), 4);
     let size = Axis::logarithmic(drawn.iter().flat_map(|(_, layer)| [layer.bytes_before as f64, layer.bytes_after as f64]));
     let dots = html! {
         @for (at, (row, layer)) in drawn.iter().enumerate() {
             @if let Some(db) = layer.sqnr_db {
-                g.mark.(class(layer)) data-row=(row) transform=(place(at)) { path.dot d=(dot(0.0, noise.y(db))) {} }
+                g.mark.(class(layer)) data-row=(row) transform=(transform(at)) { path.dot d=(dot(0.0, noise.y(db))) {} }
             }
         }
     };
     let sizes = html! {
         @for (at, (row, layer)) in drawn.iter().enumerate() {
-            g.mark.(class(layer)) data-row=(row) transform=(place(at)) {
+            g.mark.(class(layer)) data-row=(row) transform=(transform(at)) {
                 path.stem d=(format!("M0 {:.1}V{:.1}", size.y(layer.bytes_before as f64), size.y(layer.bytes_after as f64))) {}
                 path.dot.before d=(dot(0.0, size.y(layer.bytes_before as f64))) {}
                 path.dot d=(dot(0.0, size.y(layer.bytes_after as f64))) {}
@@ -80,26 +82,26 @@ fn chart(layers: &[&Layer]) -> Markup {
         }
     };
     let (in_decibels, in_bytes) = (|v: f64| noise.plain(v), |v: f64| bytes(v as u64));
-    let above = Frame { height: 150, title: "signal to noise of each weight", x: None, y: Some((&noise, &in_decibels)), nearest: true };
+    let above = Frame { height: 150, title: "signal-to-noise ratio of each weight", x: None, y: Some((&noise, &in_decibels)), nearest: true };
     let below = Frame { height: 140, title: "bytes of each weight", x: None, y: Some((&size, &in_bytes)), nearest: true };
     html! {
-        figure.weights.many[drawn.len() > MANY] {
+        figure.weights.many[drawn.len() > THIN_MARKS] {
             @if layers.iter().any(|layer| layer.sqnr_db.is_some()) {
-                figcaption { "Signal to noise, dB: higher is closer to the original" }
+                figcaption { "Signal-to-noise ratio in dB: higher is closer to the original" }
                 (above.draw(&dots))
             }
-            figcaption { "Bytes: " span.key.before {} " before, " span.key.after {} " after, coloured by part of the model" }
+            figcaption { "Bytes: " span.key.before {} " before, " span.key.after {} " after, colored by part of the model" }
             (below.draw(&sizes))
         }
     }
 }
 
 fn rows(layers: &[&Layer]) -> Markup {
-    // Columns of figures sort by what stands behind them.
+    // Columns are sorted by the numeric values in `data-value`.
     let mut worst: Vec<usize> = (0..layers.len()).collect();
     worst.sort_by(|a, b| layers[*a].sqnr_db.unwrap_or(f64::MAX).total_cmp(&layers[*b].sqnr_db.unwrap_or(f64::MAX)));
     let mut printed = vec![false; layers.len()];
-    worst.iter().take(PRINTED).for_each(|index| printed[*index] = true);
+    worst.iter().take(MAX_PRINTED).for_each(|index| printed[*index] = true);
     html! {
         div.scroll.tall {
             table.sortable #weights-table {
@@ -124,6 +126,6 @@ fn rows(layers: &[&Layer]) -> Markup {
                 }
             }
         }
-        @if layers.len() > PRINTED { p.paper { "On paper, the " (PRINTED) " weights that changed most." } }
+        @if layers.len() > MAX_PRINTED { p.paper { "In print, only the " (MAX_PRINTED) " weights that changed most are listed." } }
     }
 }

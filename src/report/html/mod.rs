@@ -1,6 +1,6 @@
-//! The report as one page that needs nothing else: no network, no other file.
+//! The report as a self-contained HTML page without external resources.
 //!
-//! Text is escaped where it is put in (`maud` does), and names never stand inside scripts or styles.
+//! Text is escaped by `maud`, and names are never inserted into scripts or styles.
 
 mod chart;
 mod compare;
@@ -20,7 +20,7 @@ pub(super) use compare::render as render_comparison;
 
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
-/// Browsers fetch nothing for the page, whatever it holds.
+/// Content security policy that prevents all network requests.
 const POLICY: &str = include_str!("policy.txt");
 
 /// Renders `report.html`.
@@ -47,7 +47,7 @@ pub(super) fn render(report: &Report) -> String {
     page(&format!("{name}: compression report"), &body)
 }
 
-/// A whole page.
+/// A complete page.
 fn page(title: &str, body: &Markup) -> String {
     let page = html! {
         (DOCTYPE)
@@ -69,7 +69,7 @@ fn page(title: &str, body: &Markup) -> String {
     display(&page.into_string()).into_owned()
 }
 
-/// A section with a heading and a line that says how to read it; nothing without content.
+/// A section with a heading and an explanation; empty if the content is empty.
 fn section(id: &str, title: &str, lead: &str, content: &Markup) -> Markup {
     if content.0.is_empty() {
         return html! {};
@@ -83,7 +83,7 @@ fn section(id: &str, title: &str, lead: &str, content: &Markup) -> Markup {
     }
 }
 
-/// A table that scrolls sideways where it has to; columns after the first are figures.
+/// A table with horizontal scrolling. Columns after the first are right-aligned.
 fn table(head: &[&str], rows: &[Vec<Markup>]) -> Markup {
     html! {
         div.scroll {
@@ -95,14 +95,14 @@ fn table(head: &[&str], rows: &[Vec<Markup>]) -> Markup {
     }
 }
 
-/// A name that may be broken after its points.
+/// A name that may be broken after separators.
 fn breakable(name: &str) -> Markup {
     html! {
         @for part in name.split_inclusive(['.', '/', '_']) { (part) wbr; }
     }
 }
 
-/// Plain words with names between backticks.
+/// Text with code between backticks.
 fn prose(text: &str) -> Markup {
     html! {
         @for (index, part) in text.split('`').enumerate() {

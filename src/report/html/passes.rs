@@ -1,4 +1,4 @@
-//! What was done: the passes with their options and what they say of themselves, and what each layer alone would cost.
+//! The passes with their options and details, and the sensitivity of each layer.
 
 use maud::{Markup, html};
 use serde_json::Value;
@@ -8,16 +8,16 @@ use super::{breakable, section as section_of, table};
 use crate::report::format::{bytes, seconds};
 use crate::report::{PassReport, Report};
 
-/// Layers of a sensitivity plot.
-const SENSITIVE: usize = 24;
-/// Entries of a list before it is cut short.
-const ENTRIES: usize = 200;
-/// Entries of a list that stands in a line.
-const LISTED: usize = 8;
-/// Characters of a number that is told as it is.
-const DIGITS: usize = 7;
-/// Keys of details that have charts of their own.
-const DRAWN: [&str; 3] = ["training", "memory", "sensitivity"];
+/// Maximum number of layers in the sensitivity plot.
+const MAX_LAYERS: usize = 24;
+/// Maximum number of entries of a list.
+const MAX_ENTRIES: usize = 200;
+/// Maximum number of entries of a single-line list.
+const MAX_INLINE: usize = 8;
+/// Maximum length of a number that is not rounded.
+const MAX_DIGITS: usize = 7;
+/// Keys of details with charts.
+const CHARTS: [&str; 3] = ["training", "memory", "sensitivity"];
 
 pub(super) fn section(report: &Report) -> Markup {
     if report.passes.is_empty() {
@@ -26,13 +26,13 @@ pub(super) fn section(report: &Report) -> Markup {
     let content = html! {
         div.steps { @for (index, pass) in report.passes.iter().enumerate() { (step(index + 1, pass)) } }
     };
-    let lead = "In order. Time is that of the pass's own work, summed over threads; reading and writing are in the total.";
+    let lead = "In the order of execution. Times are summed over threads; reading and writing are included only in the total.";
     section_of("passes", "Passes", lead, &content)
 }
 
 fn step(number: usize, pass: &PassReport) -> Markup {
     let details: Vec<(&String, &Value)> =
-        pass.details.as_object().into_iter().flatten().filter(|(key, value)| !value.is_null() && !DRAWN.contains(&key.as_str())).collect();
+        pass.details.as_object().into_iter().flatten().filter(|(key, value)| !value.is_null() && !CHARTS.contains(&key.as_str())).collect();
     html! {
         article.step {
             h3 { span.number { (number) } (pass.name) }
@@ -51,7 +51,7 @@ fn step(number: usize, pass: &PassReport) -> Markup {
                 p { (pass.rule) }
                 @if !pass.unselected.is_empty() {
                     details {
-                        summary { "weights left as they were (" (pass.unselected.len()) ")" }
+                        summary { "unchanged weights (" (pass.unselected.len()) ")" }
                         (list(&pass.unselected.iter().map(|name| Value::from(name.as_str())).collect::<Vec<_>>()))
                     }
                 }
@@ -64,9 +64,9 @@ fn step(number: usize, pass: &PassReport) -> Markup {
     }
 }
 
-/// Plain values first, then lists and what lies deeper, each under its name.
+/// Details as nested lists: scalars first, then lists and maps, each with a heading.
 fn described(entries: &[(&String, &Value)]) -> Markup {
-    let deep = |value: &Value| value.is_object() || value.as_array().is_some_and(|list| list.iter().any(Value::is_object) || list.len() > LISTED);
+    let deep = |value: &Value| value.is_object() || value.as_array().is_some_and(|list| list.iter().any(Value::is_object) || list.len() > MAX_INLINE);
     html! {
         (facts(entries.iter().filter(|(_, value)| !deep(value)).copied()))
         @for (key, value) in entries.iter().filter(|(_, value)| deep(value)) {
@@ -92,7 +92,7 @@ fn words(key: &str) -> String {
     key.replace('_', " ")
 }
 
-/// A value in a few words.
+/// Short text of a value.
 fn scalar(value: &Value) -> String {
     let joined = |parts: Vec<String>| if parts.is_empty() { "none".to_owned() } else { parts.join(", ") };
     match value {
@@ -101,17 +101,17 @@ fn scalar(value: &Value) -> String {
         Value::String(text) => text.clone(),
         Value::Number(number) => {
             let text = number.to_string();
-            if text.len() <= DIGITS || !number.is_f64() { text } else { number.as_f64().map_or(text, short) }
+            if text.len() <= MAX_DIGITS || !number.is_f64() { text } else { number.as_f64().map_or(text, short) }
         }
         Value::Array(values) => joined(values.iter().map(scalar).collect()),
         Value::Object(map) => joined(map.iter().map(|(key, value)| format!("{} {}", words(key), scalar(value))).collect()),
     }
 }
 
-/// Objects with the same keys as a table, anything else line by line.
+/// A list as a table if its entries are objects, otherwise as lines.
 fn list(values: &[Value]) -> Markup {
     let keys: Vec<&String> = values.first().and_then(Value::as_object).map(|first| first.keys().collect()).unwrap_or_default();
-    let shown = &values[..values.len().min(ENTRIES)];
+    let shown = &values[..values.len().min(MAX_ENTRIES)];
     let head: Vec<String> = keys.iter().map(|key| words(key)).collect();
     let rows: Vec<Vec<Markup>> =
         shown.iter().map(|value| keys.iter().map(|key| html! { (scalar(value.get(key.as_str()).unwrap_or(&Value::Null))) }).collect()).collect();
@@ -125,24 +125,25 @@ fn list(values: &[Value]) -> Markup {
     }
 }
 
-/// How much of the answers each layer costs when it alone is changed, where a pass has found that out.
+/// Chart of the sensitivity to quantizing each single layer, if a pass has measured it.
 pub(super) fn sensitivity(report: &Report) -> Markup {
     let found = report.passes.iter().find_map(|pass| Some((pass, pass.details.get("sensitivity")?.as_array()?)));
     let Some((pass, layers)) = found else { return html! {} };
-    let lost = |layer: &Value| Some((layer.get("name")?.as_str()?.to_owned(), 1.0 - layer.get("quantized")?.as_f64()?));
-    let mut damages: Vec<(String, f64)> = layers.iter().filter_map(lost).collect();
+    let loss = |layer: &Value| Some((layer.get("name")?.as_str()?.to_owned(), 1.0 - layer.get("quantized")?.as_f64()?));
+    let mut damages: Vec<(String, f64)> = layers.iter().filter_map(loss).collect();
     damages.sort_by(|a, b| b.1.total_cmp(&a.1));
     let all = damages.len();
-    damages.truncate(SENSITIVE);
+    damages.truncate(MAX_LAYERS);
     if damages.is_empty() {
         return html! {};
     }
-    let kept: Vec<&str> = pass.details.pointer("/accuracy_goal/in_floats").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str).collect();
+    let in_floats: Vec<&str> =
+        pass.details.pointer("/accuracy_goal/in_floats").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str).collect();
     let axis = Axis::over(damages.iter().map(|(_, lost)| *lost).chain([0.0]), 4);
     let lines: Vec<Track> = damages
         .iter()
         .map(|(name, lost)| {
-            let class = if kept.contains(&name.as_str()) { "kept" } else { "after" };
+            let class = if in_floats.contains(&name.as_str()) { "kept" } else { "after" };
             Track {
                 label: html! { code { (breakable(name)) } },
                 marks: html! {
@@ -154,9 +155,9 @@ pub(super) fn sensitivity(report: &Report) -> Markup {
         })
         .collect();
     let lead = format!(
-        "1 \u{2212} the mean cosine of the answers to the original's when one layer alone is quantized: the {} most sensitive of {all}.{}",
+        "1 \u{2212} the mean cosine similarity of the outputs to the original's when only one layer is quantized: the {} most sensitive of {all} layers.{}",
         damages.len(),
-        if kept.is_empty() { "" } else { " Layers in the second colour stayed in floats." }
+        if in_floats.is_empty() { "" } else { " Layers in the second color were not quantized." }
     );
-    section_of("sensitivity", "Sensitivity", &lead, &tracks("answers lost", &axis, &|v| axis.plain(v), &lines))
+    section_of("sensitivity", "Sensitivity", &lead, &tracks("loss of similarity", &axis, &|v| axis.plain(v), &lines))
 }

@@ -1,9 +1,10 @@
-//! How good the answers are, and how fast.
+//! Accuracy, fidelity and latency.
 
 use maud::{Markup, html};
 
 use super::chart::{Axis, Track, dot, tracks};
 use super::{section, table};
+use crate::error::counted;
 use crate::report::format::{milliseconds, runtime_name};
 use crate::report::{Report, measured};
 
@@ -31,7 +32,7 @@ pub(super) fn accuracy(report: &Report) -> Markup {
         })
         .collect();
     let rows = cells(measured::accuracy_rows(accuracy));
-    let lead = format!("{} on {} samples of {}. Lines are 95 % intervals.", accuracy.task, accuracy.samples, accuracy.data);
+    let lead = format!("{} on {} of {}. Lines are 95 % intervals.", accuracy.task, counted(accuracy.samples, "sample"), accuracy.data);
     let content = html! {
         @if !lines.is_empty() { (tracks(metric, &axis, &|v| axis.plain(v), &lines)) }
         (table(&["", "before", "after"], &rows))
@@ -39,21 +40,21 @@ pub(super) fn accuracy(report: &Report) -> Markup {
     section("accuracy", "Accuracy", &lead, &content)
 }
 
-/// How close the answers are to the input's, where there is no evaluation data.
+/// Fidelity of the outputs, if the report has no scores.
 fn fidelity(report: &Report) -> Markup {
     let Some(measured) = &report.fidelity else { return html! {} };
-    let lead = format!("The output's answers to {} beside those of the input.", measured.describe());
+    let lead = format!("Outputs of the compressed model compared with those of the input on {}.", measured.describe());
     section("fidelity", "Fidelity", &lead, &table(&["", "before", "after"], &cells(measured::fidelity_rows(&measured.fidelity))))
 }
 
-/// Texts as they go on before and after.
+/// Continuations of prompts before and after.
 pub(super) fn continuations(report: &Report) -> Markup {
     if report.continuations.is_empty() {
         return html! {};
     }
     let rows: Vec<Vec<Markup>> =
         report.continuations.iter().map(|text| [&text.prompt, &text.before, &text.after].map(|part| html! { (part) }).to_vec()).collect();
-    section("continuations", "Continuations", "Texts that no pass has used, with the likeliest token each time.", &table(&["text", "before", "after"], &rows))
+    section("continuations", "Continuations", "Greedy continuations of held-out texts.", &table(&["text", "before", "after"], &rows))
 }
 
 fn cells(rows: Vec<[String; 3]>) -> Vec<Vec<Markup>> {
@@ -73,12 +74,12 @@ pub(super) fn latency(report: &Report) -> Markup {
     };
     let sizes = latency.batch.iter().map(usize::to_string).collect::<Vec<_>>().join(" \u{d7} ");
     let lead = format!(
-        "One batch of {sizes} in {} on {} threads, {} runs of each model in turns: the median, and in the lighter colour what 95 of 100 runs stay below.",
+        "One batch of {sizes} in {} on {} threads, {} alternating runs of each model: the median, and the 95th percentile in a lighter color.",
         runtime_name(&latency.runtime),
         latency.threads,
         latency.runs
     );
     let words = |v: f64| format!("{} ms", axis.plain(v));
     let lines = [track("before", &latency.before_ms), track("after", &latency.after_ms)];
-    section("latency", &format!("Latency: {} times as fast", latency.describe_speedup()), &lead, &tracks("latency", &axis, &words, &lines))
+    section("latency", &format!("Latency: speed-up {}", latency.describe_speedup()), &lead, &tracks("latency", &axis, &words, &lines))
 }

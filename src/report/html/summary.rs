@@ -1,4 +1,4 @@
-//! The top of the page: what it is about, the three figures that count, notes, and where the bytes are.
+//! The top of the page: the model, the key figures, notes, and size by part of the model.
 
 use maud::{Markup, html};
 
@@ -7,8 +7,9 @@ use crate::evaluation::Runtime;
 use crate::model::{ModelPart, part};
 use crate::report::Report;
 use crate::report::format::{bytes, count, milliseconds, percent, seconds};
+use crate::report::measured::macs_label;
 
-/// The model by the last part of its path.
+/// Name of the model: the last component of its path.
 pub(super) fn name(report: &Report) -> String {
     let source = &report.model.source;
     source.file_name().map_or_else(|| source.to_string_lossy(), |name| name.to_string_lossy()).into_owned()
@@ -28,7 +29,7 @@ pub(super) fn header(report: &Report, name: &str) -> Markup {
     }
 }
 
-/// One of the figures at the top.
+/// A card with a key figure.
 fn card(label: &str, from: Option<String>, to: &str, delta: &Markup) -> Markup {
     html! {
         div.card {
@@ -71,7 +72,10 @@ fn accuracy(report: &Report) -> Markup {
             };
             card(&label, Some(score(before)), &score(after), &delta)
         }
-        _ => card("Likeness of answers", None, &cosine.map_or("\u{2013}".into(), |c| format!("{c:.4}")), &html! { "mean cosine to the original" }),
+        (None, Some(after)) => {
+            card(&capital(accuracy.metric.as_deref().unwrap_or("score")), None, &score(after), &html! { "the original has no score: it has other classes" })
+        }
+        _ => card("Output similarity", None, &cosine.map_or("\u{2013}".into(), |c| format!("{c:.4}")), &html! { "mean cosine similarity to the original" }),
     }
 }
 
@@ -82,7 +86,7 @@ fn speed(report: &Report) -> Markup {
             Some(milliseconds(latency.before_ms.p50)),
             &milliseconds(latency.after_ms.p50),
             &html! {
-                strong { (format!("{:.2}\u{d7}", latency.speedup)) } " as fast"
+                strong { (format!("{:.2}\u{d7}", latency.speedup)) } " speed-up"
                 @if let Some([low, high]) = latency.speedup_quartiles { (format!(" ({low:.2} to {high:.2})")) }
             },
         ),
@@ -90,7 +94,7 @@ fn speed(report: &Report) -> Markup {
     }
 }
 
-/// A score in as many digits as tell models apart.
+/// A score with enough digits to distinguish models.
 fn score(value: f64) -> String {
     if value.abs() < 2.0 { format!("{value:.4}") } else { format!("{value:.2}") }
 }
@@ -100,7 +104,7 @@ fn capital(word: &str) -> String {
     letters.next().map_or(String::new(), |first| first.to_uppercase().chain(letters).collect())
 }
 
-/// The warnings, and the other notes folded.
+/// The warnings, and the other notes in a collapsed section.
 pub(super) fn notes(report: &Report) -> Markup {
     let (warnings, notes) = report.warnings_and_notes();
     let list = |notes: &[&str]| html! { ul.notes { @for note in notes { li { (prose(note)) } } } };
@@ -116,8 +120,8 @@ pub(super) fn notes(report: &Report) -> Markup {
 pub(super) fn parts(report: &Report) -> Markup {
     let mut sums: Vec<(ModelPart, u64, u64)> = ModelPart::ALL.into_iter().map(|part| (part, 0, 0)).collect();
     for layer in &report.layers {
-        let of = part(&layer.name, &layer.shape);
-        if let Some(sum) = sums.iter_mut().find(|sum| sum.0 == of) {
+        let layer_part = part(&layer.name, &layer.shape);
+        if let Some(sum) = sums.iter_mut().find(|sum| sum.0 == layer_part) {
             (sum.1, sum.2) = (sum.1 + layer.bytes_before, sum.2 + layer.bytes_after);
         }
     }
@@ -157,10 +161,10 @@ pub(super) fn parts(report: &Report) -> Markup {
         (table(&["part of the model", "before", "after", "share after", "smaller"], &rows))
         (sizes(report))
     };
-    section("size", "Where the bytes are", "Stored bytes of the weights, scales and masks included.", &content)
+    section("size", "Size by part of the model", "Stored bytes of the weights, including scales and masks.", &content)
 }
 
-/// The files as a whole.
+/// Sizes of the whole model.
 fn sizes(report: &Report) -> Markup {
     let (before, after) = (&report.size.before, &report.size.after);
     let zstd = |size: &crate::report::Size| {
@@ -176,8 +180,8 @@ fn sizes(report: &Report) -> Markup {
         row("tensors", before.tensors.to_string(), after.tensors.to_string()),
     ];
     if let Some(compute) = &report.compute {
-        rows.push(row("multiply-accumulates", count(compute.before.macs), count(compute.after.macs)));
-        rows.push(row("memory of activations", bytes(compute.before.activation_bytes), bytes(compute.after.activation_bytes)));
+        rows.push(row(&macs_label(compute), count(compute.before.macs), count(compute.after.macs)));
+        rows.push(row("activation memory", bytes(compute.before.activation_bytes), bytes(compute.after.activation_bytes)));
     }
     table(&["the whole model", "before", "after"], &rows)
 }

@@ -1,4 +1,4 @@
-//! Curves of training and of memory, where a pass has left them in its details.
+//! Curves of training metrics and of memory, from the details of passes.
 
 use maud::{Markup, html};
 use serde_json::Value;
@@ -8,12 +8,12 @@ use super::{section as section_of, table};
 use crate::report::Report;
 use crate::report::format::{bytes, seconds};
 
-/// Points of a curve; longer ones are thinned.
-const POINTS: usize = 400;
-/// Keys of a curve's points that are no figures of their own.
-const CURVES: [(&str, &str); 3] = [("loss", "loss"), ("learning_rate", "learning rate"), ("samples_per_second", "samples a second")];
+/// Maximum number of points of a curve; longer curves are subsampled.
+const MAX_POINTS: usize = 400;
+/// Keys and titles of the training curves.
+const CURVES: [(&str, &str); 3] = [("loss", "loss"), ("learning_rate", "learning rate"), ("samples_per_second", "samples per second")];
 
-/// What memory is for, from the bottom of a stacked picture to its top, and the colour of each.
+/// Categories of memory with their colors, from the bottom to the top of the stacked chart.
 const STACK: [(&str, &str); 6] = [
     ("weights", "part-embeddings"),
     ("optimizer", "part-norms"),
@@ -35,7 +35,7 @@ struct Curve {
 pub(super) fn section(report: &Report) -> Markup {
     html! {
         @for pass in &report.passes {
-            (section_of("training", &format!("Training: {}", pass.name), "Point at a curve for its values.", &training(&pass.details)))
+            (section_of("training", &format!("Training: {}", pass.name), "Hover over a curve to see its values.", &training(&pass.details)))
             (section_of("memory", &format!("Memory: {}", pass.name), "", &memory(&pass.details)))
         }
     }
@@ -43,7 +43,7 @@ pub(super) fn section(report: &Report) -> Markup {
 
 fn numbers(list: &[Value], x: &str, y: &str) -> Vec<(f64, f64)> {
     let points: Vec<(f64, f64)> = list.iter().filter_map(|point| Some((point.get(x)?.as_f64()?, point.get(y)?.as_f64()?))).collect();
-    let every = points.len().div_ceil(POINTS).max(1);
+    let every = points.len().div_ceil(MAX_POINTS).max(1);
     let last = points.len().saturating_sub(1);
     points.into_iter().enumerate().filter(|(index, _)| index % every == 0 || *index == last).map(|(_, point)| point).collect()
 }
@@ -60,8 +60,8 @@ fn training(details: &Value) -> Markup {
     metrics.sort_unstable();
     metrics.dedup();
     for metric in metrics {
-        let of: Vec<Value> = evaluations.iter().filter(|e| e.get("metric").and_then(Value::as_str) == Some(metric)).cloned().collect();
-        curves.push(Curve { title: format!("{metric} on evaluation data"), points: numbers(&of, "step", "value") });
+        let points: Vec<Value> = evaluations.iter().filter(|e| e.get("metric").and_then(Value::as_str) == Some(metric)).cloned().collect();
+        curves.push(Curve { title: format!("{metric} on evaluation data"), points: numbers(&points, "step", "value") });
     }
     curves.retain(|curve| !curve.points.is_empty());
     if curves.is_empty() {
@@ -87,7 +87,7 @@ fn short_step(step: f64) -> String {
     if step.fract() == 0.0 && step.abs() < 1e15 { format!("{step:.0}") } else { short(step) }
 }
 
-/// Memory over time with the phases under it, and what was foreseen against what came.
+/// Memory over time, and the predicted and measured memory of each phase.
 fn memory(details: &Value) -> Markup {
     let timeline = array(details, "/memory/timeline");
     let host = numbers(timeline, "seconds", "rss_bytes");
@@ -111,10 +111,10 @@ fn memory(details: &Value) -> Markup {
     }
 }
 
-/// The step in which memory was most, by what memory is for.
+/// Stacked chart of the memory within the training step with the highest peak.
 fn stack(points: &[Value]) -> Markup {
     let figure = |point: &Value, key: &str| point.get(key).and_then(Value::as_f64).filter(|v| v.is_finite() && *v >= 0.0);
-    // Of each point its time, and the bytes below and up to each colour.
+    // Time of a point, and the cumulative bytes up to each category.
     let heights = |point: &Value| {
         let mut sum = 0.0;
         let tops: Vec<f64> = [0.0]
@@ -154,14 +154,14 @@ fn stack(points: &[Value]) -> Markup {
     };
     let frame = Frame {
         height: 220,
-        title: "memory within the step that takes most",
+        title: "memory within the step with the highest peak",
         x: Some((&x, &|v| format!("{} ms", x.plain(v)))),
         y: Some((&y, &|v| bytes((v * 1e6) as u64))),
         nearest: true,
     };
     html! {
         figure {
-            figcaption { "the step that takes most: " @for (_, name, class) in &parts { span.swatch.(class) {} (name) " " } }
+            figcaption { "step with the highest peak: " @for (_, name, class) in &parts { span.swatch.(class) {} (name) " " } }
             (frame.draw(&marks))
         }
     }
@@ -179,13 +179,13 @@ fn lines(timeline: &[Value], host: &[(f64, f64)], device: &[(f64, f64)]) -> Mark
         let next = phases.partition_point(|(time, _)| *time <= at);
         next.checked_sub(1).map_or(String::new(), |last| format!(", {}", phases[last].1))
     };
-    let place = |point: &(f64, f64)| (x.x(point.0 / unit), y.y(point.1 / 1e6));
+    let position = |point: &(f64, f64)| (x.x(point.0 / unit), y.y(point.1 / 1e6));
     let marks = html! {
         @for (class, words, points) in [("after", "memory", host), ("device", "device memory", device)] {
-            path.curve.(class) d=(line(points.iter().map(place))) {}
+            path.curve.(class) d=(line(points.iter().map(position))) {}
             @for point in points {
-                g.mark.hidden.(class) transform=(format!("translate({:.1} 0)", place(point).0)) data-tip={ (seconds(point.0)) ": " (words) " " (bytes(point.1 as u64)) (phase_at(point.0)) } {
-                    path.dot d=(dot(0.0, place(point).1)) {}
+                g.mark.hidden.(class) transform=(format!("translate({:.1} 0)", position(point).0)) data-tip={ (seconds(point.0)) ": " (words) " " (bytes(point.1 as u64)) (phase_at(point.0)) } {
+                    path.dot d=(dot(0.0, position(point).1)) {}
                 }
             }
         }

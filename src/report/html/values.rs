@@ -1,4 +1,4 @@
-//! How the values of the weights that changed most lie, before and after.
+//! Histograms of the values of the most changed weights, before and after.
 
 use std::fmt::Write;
 
@@ -23,7 +23,7 @@ pub(super) fn section(report: &Report) -> Markup {
     let content = html! {
         div.pictures { @for histogram in &report.histograms { (picture(report, histogram)) } }
     };
-    let lead = "Grey is before, the line is after: a sample of values, from four standard deviations below the mean to four above.";
+    let lead = "The grey area is before, the line is after: a sample of the values, within four standard deviations of the mean.";
     super::section("values", &title(report), lead, &content)
 }
 
@@ -35,7 +35,7 @@ fn picture(report: &Report, histogram: &WeightHistogram) -> Markup {
     };
     let (before, after) = (parts(&histogram.before), parts(&histogram.after));
     let most = |parts: &[f64]| parts.iter().copied().fold(0.0, f64::max);
-    // Where half of the values have become zero, one bin would leave nothing to see of the others.
+    // If many values are zero, the bin of zeros is cut off, so that the other bins remain visible.
     let top = (1.25 * most(&before)).max(1e-9).min(1.05 * most(&before).max(most(&after)).max(1e-9));
     let steps = |parts: &[f64], close: bool| {
         let mut path = String::new();

@@ -1,6 +1,6 @@
-//! What a GGUF file says before its tensors: read without trust.
+//! Header of a GGUF file: validated parsing of metadata and tensor descriptions.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,59 +11,59 @@ use crate::kernel::ggml::BlockType;
 use crate::store::DType;
 use crate::store::header::element_count;
 
-/// What tensors begin at multiples of, where nothing is said.
+/// Default alignment of tensor data in bytes.
 pub const ALIGNMENT: u64 = 32;
-/// The key that says something else.
+/// Key that overrides the alignment.
 const ALIGNMENT_KEY: &str = "general.alignment";
-/// Most bytes before the tensors: a vocabulary of a quarter of a million tokens takes 20 MB.
-const LONGEST: u64 = 64 << 20;
-/// Longest key or name.
+/// Maximum header size in bytes. A vocabulary of 250,000 tokens takes 20 MB.
+const MAX_HEADER: u64 = 64 << 20;
+/// Maximum length of a key or tensor name.
 const LONGEST_NAME: u64 = 4096;
-/// Most values of one or two bytes in lists, all together: in memory they take eight.
-const MOST_NARROW: u64 = 8 << 20;
-/// Most keys.
-const MOST_KEYS: u64 = 1 << 16;
-/// Most axes of a tensor.
-const MOST_AXES: u32 = 4;
+/// Maximum total number of list elements of one or two bytes, which take eight bytes each in memory.
+const MAX_NARROW: u64 = 8 << 20;
+/// Maximum number of keys.
+const MAX_KEYS: u64 = 1 << 16;
+/// Maximum number of dimensions of a tensor.
+const MAX_AXES: u32 = 4;
 
-/// A value of a file.
+/// A metadata value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
-    /// A number that has no sign.
+    /// An unsigned integer.
     Unsigned(u64),
-    /// A number that may have one.
+    /// A signed integer.
     Signed(i64),
-    /// One with a fraction; of 32 bits, the shortest decimal that means it.
+    /// A floating-point number. A 32-bit float is converted through its shortest decimal representation.
     Float(f64),
-    /// Yes or no.
+    /// A boolean.
     Bool(bool),
-    /// A text.
+    /// A string.
     Text(String),
-    /// Several numbers.
+    /// A list of integers.
     Integers(Vec<i64>),
-    /// Several with fractions.
+    /// A list of floating-point numbers.
     Floats(Vec<f64>),
-    /// Several answers.
+    /// A list of booleans.
     Bools(Vec<bool>),
-    /// Several texts.
+    /// A list of strings.
     Texts(Vec<String>),
 }
 
-/// What a tensor is made of.
+/// Element type of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Elements by themselves.
+    /// Plain elements.
     Plain(DType),
-    /// Blocks of them.
+    /// Quantized blocks of elements.
     Blocks(BlockType),
 }
 
-/// Types by themselves, by their numbers in files.
+/// Plain types with their ids in files.
 const PLAIN: [(u32, DType); 8] =
     [(0, DType::F32), (1, DType::F16), (30, DType::BF16), (24, DType::I8), (25, DType::I16), (26, DType::I32), (27, DType::I64), (28, DType::F64)];
 
-/// Types of blocks that are not read, by their numbers in files.
-const OTHERS: [(u32, &str); 16] = [
+/// Unsupported block types with their ids in files.
+const UNSUPPORTED: [(u32, &str); 16] = [
     (9, "Q8_1"),
     (10, "Q2_K"),
     (11, "Q3_K"),
@@ -83,18 +83,18 @@ const OTHERS: [(u32, &str); 16] = [
 ];
 
 impl Kind {
-    fn of_id(id: u32) -> Result<Kind, String> {
+    fn from_id(id: u32) -> Result<Kind, String> {
         if let Some((_, dtype)) = PLAIN.iter().find(|(number, _)| *number == id) {
             return Ok(Kind::Plain(*dtype));
         }
-        BlockType::of_id(id).map(Kind::Blocks).ok_or_else(|| {
-            let name = OTHERS.iter().find(|(number, _)| *number == id).map_or_else(|| format!("number {id}"), |(_, name)| (*name).to_owned());
-            let read = BlockType::ALL.map(BlockType::name).join(", ");
-            format!("is of type {name}, and those that are read are F32, F16, BF16, {read}: take another file of the model")
+        BlockType::from_id(id).map(Kind::Blocks).ok_or_else(|| {
+            let name = UNSUPPORTED.iter().find(|(number, _)| *number == id).map_or_else(|| format!("with id {id}"), |(_, name)| (*name).to_owned());
+            let supported = BlockType::ALL.map(BlockType::name).join(", ");
+            format!("has the unsupported type {name} (supported: F32, F16, BF16, {supported}); use another quantization of the model")
         })
     }
 
-    /// Its number in files.
+    /// Id of the type in files.
     pub fn id(self) -> Option<u32> {
         match self {
             Kind::Plain(dtype) => PLAIN.iter().find(|(_, plain)| *plain == dtype).map(|(id, _)| *id),
@@ -102,7 +102,7 @@ impl Kind {
         }
     }
 
-    /// The format of its values.
+    /// Type of the dequantized values.
     pub fn dtype(self) -> DType {
         match self {
             Kind::Plain(dtype) => dtype,
@@ -110,7 +110,7 @@ impl Kind {
         }
     }
 
-    /// Elements that are stored together, and their bytes.
+    /// Number of elements that are stored together, and their size in bytes.
     fn unit(self) -> (u64, u64) {
         match self {
             Kind::Plain(dtype) => (1, dtype.bitsize() as u64 / 8),
@@ -118,7 +118,8 @@ impl Kind {
         }
     }
 
-    /// Bytes of a tensor of this shape; nothing where its rows are no whole blocks, or the number overflows.
+    /// Size of a tensor in bytes. `None` if its rows are not a multiple of the block size, or the size
+    /// overflows.
     pub fn byte_count(self, shape: &[usize]) -> Option<u64> {
         let (elements, bytes) = self.unit();
         let row = shape.last().copied().unwrap_or(1) as u64;
@@ -127,64 +128,61 @@ impl Kind {
     }
 }
 
-/// A tensor of a file.
+/// Description of a tensor.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Tensor {
     pub name: String,
     pub kind: Kind,
-    /// Sizes, outermost first.
+    /// Shape, outermost dimension first.
     pub shape: Vec<usize>,
-    /// The first byte in the file.
+    /// Offset of the first byte in the file.
     pub begin: u64,
     pub bytes: u64,
 }
 
-/// All that stands before the tensors.
+/// Contents of a header.
 pub(super) struct Header {
     pub values: BTreeMap<String, Value>,
     pub tensors: Vec<Tensor>,
 }
 
 impl Header {
-    /// Reads a file.
-    ///
-    /// # Errors
-    /// A sentence that says what is wrong, without the name of the file.
+    /// Parses the header of a file. The error describes the problem, without the name of the file.
     pub fn read(file: &File) -> Result<Header, String> {
         let length = file.length();
-        let mut reader = Reader { input: BufReader::new(file.reader()), at: 0, end: length.min(LONGEST), length, narrow: 0 };
-        if reader.take::<4>("the mark")? != *super::MARK {
-            return Err("not a GGUF file: it does not begin with `GGUF` (if it is a pointer of Git LFS, download the file)".into());
+        let mut reader = Reader { input: BufReader::new(file.reader()), at: 0, end: length.min(MAX_HEADER), length, narrow: 0 };
+        if reader.take::<4>("the magic number")? != *super::MARK {
+            return Err("not a GGUF file: it does not start with `GGUF` (if it is a Git LFS pointer, download the file)".into());
         }
         let version = reader.u32("the version")?;
         if version & 0xFFFF == 0 {
-            return Err("its numbers are big endian, those of little endian are read: convert it with `gguf_convert_endian.py`".into());
+            return Err("big-endian files are not supported; convert it with `gguf_convert_endian.py`".into());
         }
         if ![2, 3].contains(&version) {
-            return Err(format!("is of version {version}, and versions 2 and 3 are read: convert the model again"));
+            return Err(format!("has the unsupported version {version} (supported: 2 and 3); convert the model again"));
         }
         let (tensors, values) = (reader.u64("the number of tensors")?, reader.u64("the number of keys")?);
-        // The least that a tensor and a key take.
+        // Minimum encoded sizes of a tensor description and of a key.
         reader.require("tensors", tensors, 24)?;
         reader.require("keys", values, 13)?;
-        if values > MOST_KEYS {
-            return Err(format!("has {values} keys, at most {MOST_KEYS} are read"));
+        if values > MAX_KEYS {
+            return Err(format!("has {values} keys, at most {MAX_KEYS} are supported"));
         }
         let values = reader.values(values)?;
         let alignment = match values.get(ALIGNMENT_KEY) {
             None => ALIGNMENT,
             Some(Value::Unsigned(alignment)) if alignment.is_power_of_two() && *alignment <= 1 << 20 => *alignment,
-            Some(other) => return Err(format!("`{ALIGNMENT_KEY}` is {}, expected a power of two up to 1048576", told(other))),
+            Some(other) => return Err(format!("`{ALIGNMENT_KEY}` is {}, expected a power of two up to 1048576", describe(other))),
         };
         let mut tensors = reader.tensors(tensors)?;
-        let data = reader.at.checked_next_multiple_of(alignment).ok_or("its header is larger than any file")?;
-        place(&mut tensors, data, alignment, length)?;
+        let data = reader.at.checked_next_multiple_of(alignment).ok_or("its header is too large")?;
+        resolve_offsets(&mut tensors, data, alignment, length)?;
         Ok(Header { values, tensors })
     }
 }
 
-/// A value in a few words.
-pub(super) fn told(value: &Value) -> String {
+/// Short description of a value.
+pub(super) fn describe(value: &Value) -> String {
     match value {
         Value::Unsigned(number) => number.to_string(),
         Value::Signed(number) => number.to_string(),
@@ -193,65 +191,65 @@ pub(super) fn told(value: &Value) -> String {
         Value::Text(text) => format!("`{}`", text.chars().take(80).collect::<String>()),
         Value::Integers(list) => format!("a list of {} numbers", list.len()),
         Value::Floats(list) => format!("a list of {} numbers", list.len()),
-        Value::Bools(list) => format!("a list of {} answers", list.len()),
-        Value::Texts(list) => format!("a list of {} texts", list.len()),
+        Value::Bools(list) => format!("a list of {} booleans", list.len()),
+        Value::Texts(list) => format!("a list of {} strings", list.len()),
     }
 }
 
 impl std::fmt::Display for Value {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&told(self))
+        f.write_str(&describe(self))
     }
 }
 
-/// Turns offsets behind the header into places in the file, and holds them to it.
-fn place(tensors: &mut [Tensor], data: u64, alignment: u64, length: u64) -> Result<(), String> {
+/// Converts offsets relative to the data section to file offsets, and validates them.
+fn resolve_offsets(tensors: &mut [Tensor], data: u64, alignment: u64, length: u64) -> Result<(), String> {
     for tensor in tensors.iter_mut() {
         let wrong = |reason: String| format!("tensor `{}` {reason}", tensor.name);
         if !tensor.begin.is_multiple_of(alignment) {
-            return Err(wrong(format!("begins at {}, which is no multiple of {alignment}", tensor.begin)));
+            return Err(wrong(format!("starts at {}, which is not a multiple of {alignment}", tensor.begin)));
         }
         let begin = tensor.begin.checked_add(data);
         let end = begin.and_then(|begin| begin.checked_add(tensor.bytes)).filter(|end| *end <= length);
         let (Some(begin), Some(_)) = (begin, end) else {
-            return Err(wrong(format!("of {} bytes at {} of the data ends behind the file (is it truncated?)", tensor.bytes, tensor.begin)));
+            return Err(wrong(format!("of {} bytes at offset {} exceeds the file (is it truncated?)", tensor.bytes, tensor.begin)));
         };
         tensor.begin = begin;
     }
-    let mut places: Vec<(u64, u64, &str)> =
+    let mut extents: Vec<(u64, u64, &str)> =
         tensors.iter().filter(|tensor| tensor.bytes > 0).map(|tensor| (tensor.begin, tensor.bytes, tensor.name.as_str())).collect();
-    places.sort_unstable();
-    let overlap = places.windows(2).find_map(|pair| match pair {
+    extents.sort_unstable();
+    let overlap = extents.windows(2).find_map(|pair| match pair {
         [(begin, bytes, first), (next, _, second)] if begin.saturating_add(*bytes) > *next => Some((first, second)),
         _ => None,
     });
     overlap.map_or(Ok(()), |(first, second)| Err(format!("tensors `{first}` and `{second}` overlap")))
 }
 
-/// Reads from a file that says how much there is of everything.
+/// Reader that validates all lengths and counts against the remaining bytes.
 struct Reader {
     input: BufReader<files::Reader>,
     at: u64,
     end: u64,
     length: u64,
-    /// Values of one or two bytes in the lists so far.
+    /// Number of one- and two-byte list elements read so far.
     narrow: u64,
 }
 
 impl Reader {
-    /// Refuses more of something than the rest of the file can hold.
+    /// Fails if `count` elements of at least `least` bytes exceed the rest of the file.
     fn require(&self, what: &str, count: u64, least: u64) -> Result<(), String> {
         let left = self.end.saturating_sub(self.at);
         if count.checked_mul(least).is_some_and(|bytes| bytes <= left) {
             return Ok(());
         }
-        let limit = if self.length > self.end { format!(" of the {LONGEST} that a header may have") } else { " in the file".into() };
-        Err(format!("{what}: it claims {count} of at least {least} bytes where {left} bytes are left{limit} (is it truncated?)"))
+        let limit = if self.length > self.end { format!(" of the maximum header size of {MAX_HEADER}") } else { " in the file".into() };
+        Err(format!("{what}: {count} elements of at least {least} bytes exceed the remaining {left} bytes{limit} (is it truncated?)"))
     }
 
     fn bytes(&mut self, what: &str, count: u64) -> Result<Vec<u8>, String> {
         self.require(what, count, 1)?;
-        let mut bytes = vec![0; usize::try_from(count).map_err(|_| format!("{what} is larger than any memory"))?];
+        let mut bytes = vec![0; usize::try_from(count).map_err(|_| format!("{what} is too large"))?];
         self.input.read_exact(&mut bytes).map_err(|e| format!("{what}: {e}"))?;
         self.at = self.at.saturating_add(count);
         Ok(bytes)
@@ -273,12 +271,12 @@ impl Reader {
         self.take(what).map(u64::from_le_bytes)
     }
 
-    fn text(&mut self, what: &str, most: u64) -> Result<String, String> {
+    fn text(&mut self, what: &str, limit: u64) -> Result<String, String> {
         let length = self.u64(what)?;
-        if length > most {
-            return Err(format!("{what}: it claims a text of {length} bytes, at most {most} are read"));
+        if length > limit {
+            return Err(format!("{what}: a string of {length} bytes, at most {limit} are supported"));
         }
-        String::from_utf8(self.bytes(what, length)?).map_err(|_| format!("{what}: a text that is not UTF-8"))
+        String::from_utf8(self.bytes(what, length)?).map_err(|_| format!("{what}: a string is not UTF-8"))
     }
 
     fn values(&mut self, count: u64) -> Result<BTreeMap<String, Value>, String> {
@@ -288,7 +286,7 @@ impl Reader {
             let kind = self.u32(&format!("key `{key}`"))?;
             let value = self.value(&format!("key `{key}`"), kind)?;
             if values.insert(key.clone(), value).is_some() {
-                return Err(format!("key `{key}` is in the file twice"));
+                return Err(format!("key `{key}` occurs twice"));
             }
         }
         Ok(values)
@@ -296,13 +294,13 @@ impl Reader {
 
     fn value(&mut self, what: &str, kind: u32) -> Result<Value, String> {
         Ok(match kind {
-            0 | 2 | 4 | 10 => Value::Unsigned(self.number(what, kind)?.try_into().map_err(|_| format!("{what}: a number below zero"))?),
-            1 | 3 | 5 | 11 => Value::Signed(self.number(what, kind)?.try_into().map_err(|_| format!("{what}: a number that is too large"))?),
+            0 | 2 | 4 | 10 => Value::Unsigned(self.number(what, kind)?.try_into().map_err(|_| format!("{what}: a number is negative"))?),
+            1 | 3 | 5 | 11 => Value::Signed(self.number(what, kind)?.try_into().map_err(|_| format!("{what}: a number is too large"))?),
             6 | 12 => Value::Float(self.float(what, kind)?),
-            7 => Value::Bool(self.answer(what)?),
-            8 => Value::Text(self.text(what, LONGEST)?),
+            7 => Value::Bool(self.bool(what)?),
+            8 => Value::Text(self.text(what, MAX_HEADER)?),
             9 => self.list(what)?,
-            _ => return Err(format!("{what} has a value of type {kind}, which there is not")),
+            _ => return Err(format!("{what} has a value of the unknown type {kind}")),
         })
     }
 
@@ -313,21 +311,21 @@ impl Reader {
             2 | 3 => 2,
             4..=6 => 4,
             8 | 10..=12 => 8,
-            9 => return Err(format!("{what} is a list of lists, which are not read")),
-            _ => return Err(format!("{what} is a list of values of type {kind}, which there is not")),
+            9 => return Err(format!("{what} is a list of lists, which is not supported")),
+            _ => return Err(format!("{what} is a list of values of the unknown type {kind}")),
         };
         self.require(what, count, least)?;
         self.narrow = self.narrow.saturating_add(if least < 4 { count } else { 0 });
-        if self.narrow > MOST_NARROW {
-            return Err(format!("{what} is a list of {count} values of one or two bytes, at most {MOST_NARROW} are read"));
+        if self.narrow > MAX_NARROW {
+            return Err(format!("{what} is a list of {count} values of one or two bytes, at most {MAX_NARROW} are supported"));
         }
         let range = 0..count;
         Ok(match kind {
             6 | 12 => Value::Floats(range.map(|_| self.float(what, kind)).collect::<Result<_, _>>()?),
-            7 => Value::Bools(range.map(|_| self.answer(what)).collect::<Result<_, _>>()?),
-            8 => Value::Texts(range.map(|_| self.text(what, LONGEST)).collect::<Result<_, _>>()?),
+            7 => Value::Bools(range.map(|_| self.bool(what)).collect::<Result<_, _>>()?),
+            8 => Value::Texts(range.map(|_| self.text(what, MAX_HEADER)).collect::<Result<_, _>>()?),
             _ => {
-                let number = |_| self.number(what, kind)?.try_into().map_err(|_| format!("{what}: a number that is too large"));
+                let number = |_| self.number(what, kind)?.try_into().map_err(|_| format!("{what}: a number is too large"));
                 Value::Integers(range.map(number).collect::<Result<_, _>>()?)
             }
         })
@@ -354,11 +352,11 @@ impl Reader {
         Ok(value.to_string().parse().unwrap_or(f64::from(value)))
     }
 
-    fn answer(&mut self, what: &str) -> Result<bool, String> {
+    fn bool(&mut self, what: &str) -> Result<bool, String> {
         match self.take::<1>(what)? {
             [0] => Ok(false),
             [1] => Ok(true),
-            [other] => Err(format!("{what}: {other} where yes or no are 1 and 0")),
+            [other] => Err(format!("{what}: a boolean has the value {other} instead of 0 or 1")),
         }
     }
 
@@ -368,20 +366,20 @@ impl Reader {
             let name = self.text(&format!("tensor {number}"), LONGEST_NAME)?;
             let what = format!("tensor `{name}`");
             let axes = self.u32(&what)?;
-            if axes > MOST_AXES {
-                return Err(format!("{what} has {axes} axes, at most {MOST_AXES} are read"));
+            if axes > MAX_AXES {
+                return Err(format!("{what} has {axes} axes, at most {MAX_AXES} are supported"));
             }
             let mut shape = (0..axes).map(|_| self.u64(&what)).collect::<Result<Vec<u64>, _>>()?;
             shape.reverse();
-            let shape = shape.into_iter().map(usize::try_from).collect::<Result<Vec<_>, _>>().map_err(|_| format!("{what} is larger than any memory"))?;
-            let kind = Kind::of_id(self.u32(&what)?).map_err(|reason| format!("{what} {reason}"))?;
+            let shape = shape.into_iter().map(usize::try_from).collect::<Result<Vec<_>, _>>().map_err(|_| format!("{what} is too large"))?;
+            let kind = Kind::from_id(self.u32(&what)?).map_err(|reason| format!("{what} {reason}"))?;
             let begin = self.u64(&what)?;
             let bytes = kind.byte_count(&shape).ok_or_else(|| {
                 let (elements, _) = kind.unit();
-                format!("{what} of shape {shape:?} has rows that are no whole blocks of {elements}, or more elements than any memory")
+                format!("{what} of shape {shape:?} has rows that are not a multiple of {elements} elements, or is too large")
             })?;
             if !names.insert(name.clone()) {
-                return Err(format!("{what} is in the file twice"));
+                return Err(format!("{what} occurs twice"));
             }
             tensors.push(Tensor { name, kind, shape, begin, bytes });
         }

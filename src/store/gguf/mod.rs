@@ -1,14 +1,16 @@
-//! GGUF files: values by key, and tensors, of which many are blocks of small integers with scales.
+//! GGUF files: key-value metadata, and tensors, many of which are stored as blocks of small integers
+//! with scales.
 //!
-//! The format is that of `docs/gguf.md` in the ggml project, versions 2 and 3, little endian. What keys and names mean is said elsewhere.
+//! The format is specified in `docs/gguf.md` of the ggml project; versions 2 and 3, little endian. The
+//! meaning of keys and names is defined in `model::gguf`.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-mod arranged;
+mod block_quantized;
+mod fused_experts;
 mod header;
-mod in_blocks;
-mod rows_of_each;
+mod row_permutation;
 mod split;
 mod write;
 
@@ -16,11 +18,11 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub use self::arranged::Arranged;
+pub use self::block_quantized::BlockQuantized;
+pub(crate) use self::fused_experts::expert_rows;
 pub use self::header::{Kind, Value};
-pub use self::in_blocks::InBlocks;
-pub(crate) use self::rows_of_each::rows_of_each;
-pub use self::split::continues;
+pub use self::row_permutation::RowPermutation;
+pub use self::split::is_continuation;
 pub use self::write::header;
 use super::checkpoint::DataFile;
 use super::{Block, BlockSink, DType, Encoding, RawTensor, View, Weight, WeightSource, block_elements, least_common_multiple};
@@ -28,23 +30,23 @@ use crate::error::{Error, Result};
 use crate::files::{self, File};
 use crate::kernel::ggml::BlockType;
 
-/// How such files end.
+/// File extension.
 pub const EXTENSION: &str = "gguf";
-/// What they begin with.
+/// Magic number.
 pub const MARK: &[u8; 4] = b"GGUF";
 
-/// A file, opened.
+/// An open file.
 pub struct GgufFile {
-    /// Where it lies.
+    /// Path of the file.
     pub path: PathBuf,
-    /// What it says, by key.
+    /// Metadata by key.
     pub values: BTreeMap<String, Value>,
-    /// Its tensors, by the names in it.
+    /// Tensors by name.
     pub tensors: BTreeMap<String, Weight>,
-    places: BTreeMap<String, Stored>,
+    stored: BTreeMap<String, Stored>,
 }
 
-/// Where the bytes of a tensor are, and what they are.
+/// Location and type of a tensor's bytes.
 struct Stored {
     file: Arc<DataFile>,
     kind: Kind,
@@ -53,13 +55,13 @@ struct Stored {
 }
 
 impl Stored {
-    /// Some of the bytes, from one on, as a weight.
+    /// A range of the bytes as a weight. `from` is relative to the tensor.
     fn weight(&self, name: &str, shape: Vec<usize>, from: u64, bytes: u64) -> Result<Weight> {
         let begin = self.begin.saturating_add(from);
         let source: Arc<dyn WeightSource> = match self.kind {
             Kind::Plain(dtype) => Arc::new(RawTensor::within(&self.file, dtype, shape.clone(), begin, bytes)),
             Kind::Blocks(kind) => {
-                let stored = usize::try_from(bytes).map_err(|_| Error::tensor(name, "is larger than any memory", ""))?;
+                let stored = usize::try_from(bytes).map_err(|_| Error::tensor(name, "is too large", ""))?;
                 Arc::new(Blocked { stored: RawTensor::within(&self.file, DType::U8, vec![stored], begin, bytes), kind })
             }
         };
@@ -71,10 +73,10 @@ impl Stored {
     }
 }
 
-/// Whether a file is one of GGUF, by how it ends or begins.
+/// Whether a file is a GGUF file, by its extension or its magic number.
 pub fn is_gguf(path: &Path) -> bool {
     let mut start = [0; 4];
-    // A pipe without a writer would wait forever.
+    // Opening a pipe without a writer would block.
     let mut begins = || files::is_file(path) && File::open(path).and_then(|file| file.read_exact_at(&mut start, 0)).is_ok() && start == *MARK;
     path.extension().is_some_and(|e| e == EXTENSION) || begins()
 }
@@ -83,36 +85,37 @@ impl GgufFile {
     /// Opens a file without reading its tensors.
     ///
     /// # Errors
-    /// The file is malformed, or holds a tensor of a type that is not read, by name.
+    /// The file is malformed, or contains a tensor of an unsupported type.
     pub fn open(path: &Path) -> Result<GgufFile> {
         let file = File::open(path).map_err(Error::io("open", path))?;
         let header = self::header::Header::read(&file).map_err(|reason| Error::malformed(path, reason))?;
-        let file = DataFile::of(path, file);
-        let (mut tensors, mut places) = (BTreeMap::new(), BTreeMap::new());
+        let file = DataFile::from_file(path, file);
+        let (mut tensors, mut stored_by_name) = (BTreeMap::new(), BTreeMap::new());
         for tensor in header.tensors {
             let stored = Stored { file: file.clone(), kind: tensor.kind, begin: tensor.begin, bytes: tensor.bytes };
             tensors.insert(tensor.name.clone(), stored.weight(&tensor.name, tensor.shape, 0, tensor.bytes)?);
-            places.insert(tensor.name, stored);
+            stored_by_name.insert(tensor.name, stored);
         }
-        Ok(GgufFile { path: path.to_owned(), values: header.values, tensors, places })
+        Ok(GgufFile { path: path.to_owned(), values: header.values, tensors, stored: stored_by_name })
     }
 
-    /// A tensor of several axes as one for each element of the first; nothing where it has fewer, or holds nothing.
+    /// Splits a tensor along its first dimension into one weight per index. `None` if it has fewer than
+    /// two dimensions or no elements.
     ///
     /// # Errors
-    /// One of them is larger than any memory.
+    /// A slice is too large.
     pub fn slices(&self, name: &str) -> Result<Option<Vec<Weight>>> {
-        let (Some(whole), Some(stored)) = (self.tensors.get(name), self.places.get(name)) else { return Ok(None) };
-        let Some((count, shape)) = whole.shape.split_first().filter(|(count, shape)| **count > 0 && !shape.is_empty() && stored.bytes > 0) else {
+        let (Some(tensor), Some(stored)) = (self.tensors.get(name), self.stored.get(name)) else { return Ok(None) };
+        let Some((count, shape)) = tensor.shape.split_first().filter(|(count, shape)| **count > 0 && !shape.is_empty() && stored.bytes > 0) else {
             return Ok(None);
         };
-        // Rows are whole blocks, and so are slices.
+        // Rows consist of complete blocks, so slices do too.
         let bytes = stored.bytes.checked_div(*count as u64).unwrap_or(0);
         (0..*count as u64).map(|index| stored.weight(name, shape.to_vec(), index.saturating_mul(bytes), bytes)).collect::<Result<_>>().map(Some)
     }
 }
 
-/// Blocks of a file as the floats that they stand for.
+/// Dequantizes the blocks of a file.
 struct Blocked {
     stored: RawTensor,
     kind: BlockType,
@@ -122,7 +125,7 @@ impl WeightSource for Blocked {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let (size, width) = (self.kind.bytes(), self.kind.elements());
         let count = usize::try_from(self.stored.bytes()).unwrap_or(usize::MAX).checked_div(size).unwrap_or(0);
-        // Whole units, and whole blocks.
+        // Complete units and complete blocks.
         let step = block_elements(least_common_multiple(unit, width)).checked_div(width).unwrap_or(1).max(1).min(count.max(1));
         let mut blocks = vec![0; step.saturating_mul(size)];
         let mut values = vec![0f32; step.saturating_mul(width)];
@@ -157,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn values_are_those_that_the_reference_makes_of_blocks() {
+    fn blocks_dequantize_like_the_reference() {
         let expected = Weights::from_checkpoint(Checkpoint::open(&golden("blocks.safetensors")).unwrap()).unwrap();
         let found = GgufFile::open(&golden("blocks.gguf")).unwrap();
         assert!(found.tensors.keys().eq(expected.by_name.keys()));
@@ -170,7 +173,7 @@ mod tests {
                 let (mut bytes, mut ragged) = (0, false);
                 weight
                     .visit(unit, &mut |block| {
-                        assert!(!ragged, "{name}: a block that is no multiple of {unit} elements, and not the last");
+                        assert!(!ragged, "{name}: a block other than the last is not a multiple of {unit} elements");
                         ragged = !block.now.elements().is_multiple_of(unit);
                         bytes += block.now.values.len();
                         Ok(())
@@ -185,22 +188,22 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_heads_come_and_go() {
-        assert_eq!(*Arranged::apart(6), [0, 2, 4, 1, 3, 5]);
-        assert_eq!(*Arranged::beside_each_other(6), [0, 3, 1, 4, 2, 5]);
+    fn row_permutations_are_inverted() {
+        assert_eq!(*RowPermutation::deinterleave(6), [0, 2, 4, 1, 3, 5]);
+        assert_eq!(*RowPermutation::interleave(6), [0, 3, 1, 4, 2, 5]);
         let found = GgufFile::open(&golden("blocks.gguf")).unwrap();
         let rows = |weight: &Weight| weight.floats("a").unwrap().chunks(3 * weight.row() / 3).map(<[f32]>::to_vec).collect::<Vec<_>>();
         let weight = &found.tensors["Q4_1"];
-        let turned = Arranged { upstream: weight.clone(), order: Some(Arc::new(vec![2, 0, 1])), added: 1.5, name: "a".into() }.weight().unwrap();
+        let turned = RowPermutation { upstream: weight.clone(), order: Some(Arc::new(vec![2, 0, 1])), added: 1.5, name: "a".into() }.weight().unwrap();
         let (before, now) = (rows(weight), rows(&turned));
         for (row, from) in now.iter().zip([2, 0, 1]) {
             assert!(row.iter().zip(&before[from]).all(|(now, before)| *now == *before + 1.5 || before.is_nan()));
         }
-        let torn = Arranged { upstream: weight.clone(), order: Some(Arc::new(vec![0, 1])), added: 0.0, name: "a".into() };
-        assert!(torn.weight().unwrap_err().to_string().contains("no whole heads"));
+        let torn = RowPermutation { upstream: weight.clone(), order: Some(Arc::new(vec![0, 1])), added: 0.0, name: "a".into() };
+        assert!(torn.weight().unwrap_err().to_string().contains("not a multiple"));
     }
 
-    /// A file of these keys and tensors, with so many bytes behind them.
+    /// A file with these keys and tensors, followed by `data` bytes.
     fn file(version: u32, keys: &[(&str, u32, Vec<u8>)], tensors: &[(&str, &[u64], u32, u64)], data: usize) -> Vec<u8> {
         let text = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
         let mut bytes = [&MARK[..], &version.to_le_bytes(), &(tensors.len() as u64).to_le_bytes(), &(keys.len() as u64).to_le_bytes()].concat();
@@ -217,47 +220,47 @@ mod tests {
     }
 
     #[test]
-    fn what_a_header_says_is_held_to_the_file() {
+    fn headers_are_validated_against_the_file() {
         let number = |number: u32| number.to_le_bytes().to_vec();
         let whole = |keys: &[(&str, u32, Vec<u8>)], tensors: &[(&str, &[u64], u32, u64)]| file(3, keys, tensors, 64);
         let says = |bytes: &[u8], words: &str| {
             let message = opened(bytes).err().unwrap_or_default();
-            assert!(message.contains(words), "`{message}` does not say `{words}`");
+            assert!(message.contains(words), "`{message}` does not contain `{words}`");
         };
         assert_eq!(opened(&whole(&[], &[("a", &[8, 2], 0, 0)])).unwrap().tensors["a"].shape, [2, 8]);
         assert_eq!(opened(&file(2, &[], &[("a", &[32], 8, 0)], 34)).unwrap().tensors["a"].shape, [32]);
-        says(b"", "the mark");
-        says(b"version https://git-lfs", "it does not begin with `GGUF`");
-        says(&file(3 << 24, &[], &[], 0), "big endian");
-        says(&file(1, &[], &[], 0), "is of version 1");
-        says(&[&MARK[..], &3u32.to_le_bytes(), &(1u64 << 63).to_le_bytes(), &0u64.to_le_bytes()].concat(), "tensors: it claims 9223372036854775808");
-        says(&[&MARK[..], &3u32.to_le_bytes(), &0u64.to_le_bytes(), &(1u64 << 60).to_le_bytes()].concat(), "keys: it claims");
-        says(&whole(&[("a", 8, (1u64 << 63).to_le_bytes().to_vec())], &[]), "key `a`: it claims a text of 9223372036854775808 bytes");
+        says(b"", "the magic number: 4 elements");
+        says(b"version https://git-lfs", "it does not start with `GGUF`");
+        says(&file(3 << 24, &[], &[], 0), "big-endian files are not supported");
+        says(&file(1, &[], &[], 0), "unsupported version 1");
+        says(&[&MARK[..], &3u32.to_le_bytes(), &(1u64 << 63).to_le_bytes(), &0u64.to_le_bytes()].concat(), "tensors: 9223372036854775808 elements");
+        says(&[&MARK[..], &3u32.to_le_bytes(), &0u64.to_le_bytes(), &(1u64 << 60).to_le_bytes()].concat(), "keys: 1152921504606846976 elements");
+        says(&whole(&[("a", 8, (1u64 << 63).to_le_bytes().to_vec())], &[]), "key `a`: a string of 9223372036854775808 bytes");
         says(&whole(&[("a", 8, [&1u64.to_le_bytes()[..], b"\xff"].concat())], &[]), "not UTF-8");
-        says(&whole(&[("a", 9, [&number(4)[..], &(1u64 << 62).to_le_bytes()].concat())], &[]), "key `a`: it claims 4611686018427387904 of at least 4");
+        says(&whole(&[("a", 9, [&number(4)[..], &(1u64 << 62).to_le_bytes()].concat())], &[]), "key `a`: 4611686018427387904 elements of at least 4");
         says(&whole(&[("a", 9, [&number(9)[..], &1u64.to_le_bytes()].concat())], &[]), "key `a` is a list of lists");
         says(&whole(&[("a", 9, [&number(0)[..], &(9u64 << 20).to_le_bytes(), &vec![0; 9 << 20]].concat())], &[]), "key `a` is a list of 9437184 values");
-        says(&whole(&[("a", 13, Vec::new())], &[]), "key `a` has a value of type 13");
-        says(&whole(&[("a", 7, vec![2])], &[]), "key `a`: 2 where yes or no");
-        says(&whole(&[("a", 4, number(1)), ("a", 4, number(1))], &[]), "key `a` is in the file twice");
+        says(&whole(&[("a", 13, Vec::new())], &[]), "key `a` has a value of the unknown type 13");
+        says(&whole(&[("a", 7, vec![2])], &[]), "key `a`: a boolean has the value 2");
+        says(&whole(&[("a", 4, number(1)), ("a", 4, number(1))], &[]), "key `a` occurs twice");
         for (kind, value) in [(4, number(0)), (4, number(48)), (4, number(1 << 31)), (5, number(32)), (8, vec![0; 8])] {
             says(&whole(&[("general.alignment", kind, value)], &[]), "`general.alignment` is");
         }
-        says(&whole(&[], &[("a", &[1], 0, 0), ("a", &[1], 0, 32)]), "tensor `a` is in the file twice");
+        says(&whole(&[], &[("a", &[1], 0, 0), ("a", &[1], 0, 32)]), "tensor `a` occurs twice");
         says(&whole(&[], &[("a", &[8, 2], 0, 0), ("b", &[1], 0, 32)]), "tensors `a` and `b` overlap");
-        says(&whole(&[], &[("a", &[1], 0, 4)]), "tensor `a` begins at 4");
-        says(&whole(&[], &[("a", &[17], 0, 0)]), "tensor `a` of 68 bytes at 0 of the data ends behind the file");
-        says(&whole(&[], &[("a", &[1], 0, u64::MAX - 31)]), "ends behind the file");
-        says(&whole(&[], &[("a", &[1 << 62, 1 << 62], 0, 0)]), "more elements than any memory");
-        says(&whole(&[], &[("a", &[33], 2, 0)]), "rows that are no whole blocks of 32");
+        says(&whole(&[], &[("a", &[1], 0, 4)]), "tensor `a` starts at 4");
+        says(&whole(&[], &[("a", &[17], 0, 0)]), "tensor `a` of 68 bytes at offset 0 exceeds the file");
+        says(&whole(&[], &[("a", &[1], 0, u64::MAX - 31)]), "exceeds the file");
+        says(&whole(&[], &[("a", &[1 << 62, 1 << 62], 0, 0)]), "or is too large");
+        says(&whole(&[], &[("a", &[33], 2, 0)]), "rows that are not a multiple of 32");
         says(&whole(&[], &[("a", &[1; 5], 0, 0)]), "tensor `a` has 5 axes");
-        says(&whole(&[], &[("a", &[256], 10, 0)]), "tensor `a` is of type Q2_K");
-        says(&whole(&[], &[("a", &[1], 777, 0)]), "tensor `a` is of type number 777");
+        says(&whole(&[], &[("a", &[256], 10, 0)]), "tensor `a` has the unsupported type Q2_K");
+        says(&whole(&[], &[("a", &[1], 777, 0)]), "tensor `a` has the unsupported type with id 777");
         let empty = opened(&whole(&[], &[("a", &[0, 3], 0, 0), ("b", &[1], 0, 0)])).unwrap();
         assert!(empty.tensors["a"].visit(3, &mut |_| Ok(())).is_ok());
     }
 
-    /// Every beginning of a file, and every byte changed: an error or tensors that can be read, and no panic.
+    /// Every prefix of a file, and every byte changed: an error or readable tensors, and no panic.
     #[test]
     fn damaged_files_are_errors_or_are_read() {
         let whole = std::fs::read(golden("blocks.gguf")).unwrap();

@@ -1,6 +1,6 @@
-//! Weights whose rows lie in another order in GGUF files, and those that are told from another number.
+//! Weights with permuted rows or shifted values in GGUF files.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::sync::Arc;
@@ -9,43 +9,47 @@ use crate::error::{Error, Result};
 use crate::kernel::convert;
 use crate::store::{Block, BlockSink, DType, Encoding, View, Weight, WeightSource, least_common_multiple};
 
-/// Another dense weight of floats, with its rows in another order and a number added.
-pub struct Arranged {
-    /// Where the values come from.
+/// A dense float weight with permuted rows and a constant added.
+pub struct RowPermutation {
+    /// The input.
     pub upstream: Weight,
-    /// Rows of a window, and for each row of it the one that comes there; none for the order that there is.
+    /// Permutation of each group of `order.len()` rows: the source row of each target row. `None` for no
+    /// permutation.
     pub order: Option<Arc<Vec<usize>>>,
-    /// What is added to every value; they are 32-bit floats then.
+    /// Constant added to every value. If it is not zero, the result is F32.
     pub added: f32,
-    /// Name, for errors.
+    /// Name for errors.
     pub name: String,
 }
 
-impl Arranged {
-    /// The order that brings the two halves of each head's rows beside each other: rows 0, n/2, 1, n/2 + 1 … of a head of `n` rows.
-    pub fn beside_each_other(head: usize) -> Arc<Vec<usize>> {
+impl RowPermutation {
+    /// The permutation that interleaves the two halves of each head: rows 0, n/2, 1, n/2 + 1 … of a head
+    /// with `n` rows.
+    pub fn interleave(head: usize) -> Arc<Vec<usize>> {
         let half = head.checked_div(2).unwrap_or(0);
         Arc::new((0..half).flat_map(|row| [row, row.saturating_add(half)]).collect())
     }
 
-    /// The order that parts them again: rows 0, 2, 4 … of a head, then 1, 3, 5 ….
-    pub fn apart(head: usize) -> Arc<Vec<usize>> {
+    /// The inverse of [`interleave`](RowPermutation::interleave): rows 0, 2, 4 … of a head, then 1, 3, 5
+    /// ….
+    pub fn deinterleave(head: usize) -> Arc<Vec<usize>> {
         Arc::new((0..head).step_by(2).chain((1..head).step_by(2)).collect())
     }
 
-    /// The weight.
+    /// The permuted weight.
     ///
     /// # Errors
-    /// Its rows are no whole windows, or it holds no floats.
+    /// The number of rows is not a multiple of the permutation's length, or the weight is not dense
+    /// floats.
     pub fn weight(self) -> Result<Weight> {
         let rows = self.upstream.shape.first().copied().unwrap_or(1);
         if let Some(order) = &self.order
             && (order.is_empty() || !rows.is_multiple_of(order.len()))
         {
-            return Err(Error::tensor(&self.name, format!("has {rows} rows, which are no whole heads of {}", order.len()), ""));
+            return Err(Error::tensor(&self.name, format!("has {rows} rows, which is not a multiple of the head size {}", order.len()), ""));
         }
         if !self.upstream.is_float() || self.upstream.encoding != Encoding::Dense {
-            return Err(Error::tensor(&self.name, format!("is {}, where floats are needed", self.upstream.describe()), ""));
+            return Err(Error::tensor(&self.name, format!("is {}, expected floats", self.upstream.describe()), ""));
         }
         let dtype = if self.added == 0.0 { self.upstream.dtype } else { DType::F32 };
         let (upstream, kind) = (self.upstream.clone(), self.upstream.stored_type);
@@ -54,12 +58,12 @@ impl Arranged {
         Ok(weight)
     }
 
-    /// Elements of a row.
+    /// Number of elements per row.
     fn row(&self) -> usize {
         self.upstream.elements().checked_div(self.upstream.shape.first().copied().unwrap_or(1)).unwrap_or(1).max(1)
     }
 
-    fn arrange(&self, view: &View, bytes: &mut Vec<u8>) -> Result<DType> {
+    fn permute(&self, view: &View, bytes: &mut Vec<u8>) -> Result<DType> {
         let mut floats = Vec::new();
         let (dtype, values) = plain(view, self.added, &self.name, &mut floats)?;
         bytes.clear();
@@ -77,17 +81,15 @@ impl Arranged {
     }
 }
 
-/// The values of a view as they lie, or as floats in `floats` where they are codes or something is added to them.
-///
-/// # Errors
-/// They stand for no floats.
+/// The elements of a view if it is dense and `added` is zero. Otherwise the dequantized values plus
+/// `added`, written to `floats` as F32.
 pub(super) fn plain<'v>(view: &View<'v>, added: f32, name: &str, floats: &'v mut Vec<u8>) -> Result<(DType, &'v [u8])> {
     if added == 0.0 && view.affine.is_none() {
         return Ok((view.dtype, view.values));
     }
     let mut values = vec![0f32; view.elements()];
     if !view.decode(0, &mut values) {
-        return Err(Error::tensor(name, format!("is {}, where floats are needed", view.dtype), ""));
+        return Err(Error::tensor(name, format!("is {}, expected floats", view.dtype), ""));
     }
     values.iter_mut().for_each(|value| *value += added);
     floats.resize(values.len().saturating_mul(4), 0);
@@ -95,17 +97,17 @@ pub(super) fn plain<'v>(view: &View<'v>, added: f32, name: &str, floats: &'v mut
     Ok((DType::F32, floats))
 }
 
-impl WeightSource for Arranged {
+impl WeightSource for RowPermutation {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let window = self.order.as_ref().map_or(1, |order| order.len().saturating_mul(self.row()));
         let (mut now, mut before) = (Vec::new(), Vec::new());
         self.upstream.visit(least_common_multiple(unit, window), &mut |block| {
             let same = block.now.is(&block.before);
-            let dtype = self.arrange(&block.now, &mut now)?;
+            let dtype = self.permute(&block.now, &mut now)?;
             if same {
                 return sink(Block::untouched(View::dense(dtype, &now)));
             }
-            let before_dtype = self.arrange(&block.before, &mut before)?;
+            let before_dtype = self.permute(&block.before, &mut before)?;
             sink(Block { now: View::dense(dtype, &now), before: View::dense(before_dtype, &before) })
         })
     }

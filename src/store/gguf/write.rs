@@ -1,12 +1,12 @@
-//! What stands before the tensors of a GGUF file that is written.
+//! Writes the header of a GGUF file.
 
 use super::MARK;
 use super::header::{ALIGNMENT, Kind, Value};
 
-/// The bytes of a file before its tensors, padding included, and how many bytes of padding stand behind each tensor.
+/// The header of a file, including its padding, and the number of padding bytes after each tensor.
 ///
-/// Numbers without a sign are written with 32 bits where these are enough, numbers with a fraction with 32 bits. Nothing where a tensor's
-/// type has no number, or its size overflows.
+/// Unsigned integers are written as u32 if they fit, floats as f32. `None` if a tensor's type has no id,
+/// or its size overflows.
 pub fn header(values: &[(String, Value)], tensors: &[(String, Kind, Vec<usize>)]) -> Option<(Vec<u8>, Vec<u64>)> {
     let mut bytes = [&MARK[..], &3u32.to_le_bytes(), &(tensors.len() as u64).to_le_bytes(), &(values.len() as u64).to_le_bytes()].concat();
     for (key, value) in values {
@@ -55,9 +55,9 @@ fn put(bytes: &mut Vec<u8>, value: &Value) {
             kind(6);
             bytes.extend((*number as f32).to_le_bytes());
         }
-        Value::Bool(answer) => {
+        Value::Bool(value) => {
             kind(7);
-            bytes.push(u8::from(*answer));
+            bytes.push(u8::from(*value));
         }
         Value::Text(value) => {
             kind(8);
@@ -73,7 +73,7 @@ fn put(bytes: &mut Vec<u8>, value: &Value) {
         }
         Value::Bools(list) => {
             begin(bytes, 7, list.len());
-            bytes.extend(list.iter().map(|answer| u8::from(*answer)));
+            bytes.extend(list.iter().map(|value| u8::from(*value)));
         }
         Value::Texts(list) => {
             begin(bytes, 8, list.len());
@@ -82,7 +82,7 @@ fn put(bytes: &mut Vec<u8>, value: &Value) {
     }
 }
 
-/// The start of a list.
+/// Writes the type and length of a list.
 fn begin(bytes: &mut Vec<u8>, kind: u32, count: usize) {
     bytes.extend(9u32.to_le_bytes());
     bytes.extend(kind.to_le_bytes());

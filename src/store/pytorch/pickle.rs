@@ -1,24 +1,25 @@
-//! Python's pickles, as data. A pickle is a program for a stack machine that may call anything; here, calls are written down and nothing is
-//! called (<https://docs.python.org/3/library/pickletools.html>, protocols 2 to 5).
+//! Python pickles, parsed as data. A pickle is a program for a stack machine that can call arbitrary
+//! functions. Here, calls are recorded and nothing is executed
+//! (<https://docs.python.org/3/library/pickletools.html>, protocols 2 to 5).
 //!
-//! Values lie in one list and name each other by their places. So none lies inside another in memory, and a pickle of `n` bytes makes at most `n`
-//! of them, and copies no more pairs of dictionaries.
+//! Values are stored in one list and refer to each other by index. Thus, nesting does not consume stack,
+//! and a pickle of `n` bytes yields at most `n` values and copies no more pairs of dictionaries.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::HashMap;
 
-/// The place of a value.
+/// Index of a value.
 pub type Id = usize;
 
-/// A value.
+/// A value of a pickle.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
     None,
     Bool(bool),
     Int(i64),
-    /// A float, bytes, or an integer of more than 64 bits, which nobody asks for here.
+    /// A float, bytes, or an integer of more than 64 bits. Its value is not needed.
     Other,
     Text(String),
     /// A tuple, a list or a set.
@@ -26,85 +27,82 @@ pub enum Value {
     Dict(Vec<(Id, Id)>),
     /// A class or function, as `module name`.
     Global(String),
-    /// What a function would give for arguments.
+    /// A recorded function call.
     Call {
         function: Id,
         arguments: Id,
     },
-    /// Something that lies outside the pickle.
-    Outside(Id),
+    /// A persistent id: an object stored outside the pickle.
+    Persistent(Id),
 }
 
-/// The values of a pickle.
+/// A parsed pickle.
 #[derive(Debug, Default)]
 pub struct Pickle {
     values: Vec<Value>,
-    /// What it gives.
+    /// The resulting value.
     pub root: Id,
-    /// Its bytes.
+    /// Length of the pickle in bytes.
     pub length: usize,
 }
 
 impl Pickle {
-    /// Reads a pickle from the beginning of some bytes.
-    ///
-    /// # Errors
-    /// What is wrong with it, or not read.
+    /// Parses a pickle at the start of `bytes`. The error describes invalid or unsupported contents.
     pub fn read(bytes: &[u8]) -> Result<Pickle, String> {
         let mut machine = Machine { bytes, at: 0, pickle: Pickle::default(), stack: Vec::new(), marks: Vec::new(), memo: HashMap::new(), copied: 0 };
         while machine.step()? {
-            machine.require_few()?;
+            machine.check_size()?;
         }
         machine.pickle.root = machine.pop()?;
         machine.pickle.length = machine.at;
         Ok(machine.pickle)
     }
 
-    /// The places of all values.
+    /// The indices of all values.
     pub fn all(&self) -> std::ops::Range<Id> {
         0..self.values.len()
     }
 
-    /// A value.
+    /// The value with an index.
     pub fn get(&self, id: Id) -> &Value {
         self.values.get(id).unwrap_or(&Value::None)
     }
 
-    /// A text.
+    /// The value as a string.
     pub fn text(&self, id: Id) -> Option<&str> {
         if let Value::Text(text) = self.get(id) { Some(text) } else { None }
     }
 
-    /// The elements of a tuple or list.
+    /// The elements, if the value is a tuple or list.
     pub fn list(&self, id: Id) -> Option<&[Id]> {
         if let Value::List(list) = self.get(id) { Some(list) } else { None }
     }
 
-    /// A number that is not negative.
+    /// The value as a non-negative integer.
     pub fn size(&self, id: Id) -> Option<u64> {
         if let Value::Int(int) = self.get(id) { u64::try_from(*int).ok() } else { None }
     }
 
-    /// The name of a class or function.
+    /// The name, if the value is a class or function.
     pub fn global(&self, id: Id) -> Option<&str> {
         if let Value::Global(name) = self.get(id) { Some(name) } else { None }
     }
 
-    /// What is called, with its arguments.
+    /// The name of the called function and its arguments, if the value is a call.
     pub fn call(&self, id: Id) -> Option<(&str, &[Id])> {
         let Value::Call { function, arguments } = self.get(id) else { return None };
         Some((self.global(*function)?, self.list(*arguments)?))
     }
 }
 
-/// Most values of a pickle, four times as many as those of a dictionary of 60,000 tensors.
-const MOST_VALUES: usize = 4 << 20;
-/// Values of a pickle in addition to one for every two bytes, which numbers take at least.
+/// Maximum number of values, four times as many as a dictionary of 60,000 tensors needs.
+const MAX_VALUES: usize = 4 << 20;
+/// Values allowed in addition to one per two bytes, the minimum size of an encoded number.
 const SPARE_VALUES: usize = 1 << 10;
-/// Longest name of a class.
+/// Maximum length of a class name.
 const LONGEST_NAME: usize = 4096;
 
-/// Classes whose objects are dictionaries.
+/// Classes that are treated as dictionaries.
 const DICTS: [&str; 5] = ["collections OrderedDict", "collections defaultdict", "collections Counter", "builtins dict", "__builtin__ dict"];
 
 struct Machine<'b> {
@@ -114,26 +112,26 @@ struct Machine<'b> {
     stack: Vec<Id>,
     marks: Vec<usize>,
     memo: HashMap<u64, Id>,
-    /// Pairs of dictionaries that were made of lists.
+    /// Number of pairs copied from lists into dictionaries.
     copied: usize,
 }
 
 impl<'b> Machine<'b> {
     fn take(&mut self, count: u64) -> Result<&'b [u8], String> {
         let rest = self.bytes.get(self.at..).unwrap_or_default();
-        let taken = usize::try_from(count).ok().and_then(|count| rest.get(..count)).ok_or("it ends in the middle (is the file truncated?)")?;
+        let taken = usize::try_from(count).ok().and_then(|count| rest.get(..count)).ok_or("it ends unexpectedly (is the file truncated?)")?;
         self.at = self.at.saturating_add(taken.len());
         Ok(taken)
     }
 
-    /// A number without a sign, lowest byte first.
+    /// An unsigned little-endian integer.
     fn number(&mut self, bytes: u64) -> Result<u64, String> {
         Ok(self.take(bytes)?.iter().rev().fold(0, |number, byte| (number << 8) | u64::from(*byte)))
     }
 
     fn line(&mut self) -> Result<&'b str, String> {
         let rest = self.bytes.get(self.at..).unwrap_or_default();
-        let length = rest.iter().position(|byte| *byte == b'\n').ok_or("a name has no end")?;
+        let length = rest.iter().position(|byte| *byte == b'\n').ok_or("a name is not terminated")?;
         let line = self.take(length as u64)?;
         self.at = self.at.saturating_add(1);
         std::str::from_utf8(line).map_err(|_| "a name is not UTF-8".to_owned())
@@ -145,12 +143,12 @@ impl<'b> Machine<'b> {
     }
 
     fn pop(&mut self) -> Result<Id, String> {
-        // What lies below a mark belongs to what the mark began.
+        // Values below the mark must not be consumed.
         let low = self.marks.last().copied().unwrap_or(0);
         if self.stack.len() > low { self.stack.pop().ok_or_else(empty) } else { Err(empty()) }
     }
 
-    /// Everything above the last mark, which goes.
+    /// Pops all values above the last mark, and the mark.
     fn marked(&mut self) -> Result<Vec<Id>, String> {
         let mark = self.marks.pop().ok_or("a mark is missing")?;
         Ok(self.stack.split_off(mark.min(self.stack.len())))
@@ -170,13 +168,13 @@ impl<'b> Machine<'b> {
         self.pickle.values.push(value);
     }
 
-    /// Refuses pickles whose values would take many times the memory of their bytes.
-    fn require_few(&self) -> Result<(), String> {
-        let (values, most) = (self.pickle.values.len(), MOST_VALUES.min((self.bytes.len() / 2).saturating_add(SPARE_VALUES)));
-        // Each value is kept for later at most once.
-        if values.max(self.memo.len()) > most {
+    /// Rejects pickles whose values would need much more memory than their bytes.
+    fn check_size(&self) -> Result<(), String> {
+        let (values, limit) = (self.pickle.values.len(), MAX_VALUES.min((self.bytes.len() / 2).saturating_add(SPARE_VALUES)));
+        // Each value is memoized at most once.
+        if values.max(self.memo.len()) > limit {
             return Err(format!(
-                "it has more than {most} values in {} bytes, which no dictionary of tensors has: save only the weights, with torch.save(model.state_dict(), ...)",
+                "it has more than {limit} values in {} bytes, too many for a dictionary of tensors; save only the weights, with torch.save(model.state_dict(), ...)",
                 self.bytes.len()
             ));
         }
@@ -192,7 +190,8 @@ impl<'b> Machine<'b> {
         Ok(())
     }
 
-    /// Adds to the dictionary on the stack; objects of unknown classes keep nothing.
+    /// Adds pairs to the dictionary on top of the stack. They are dropped for objects of unknown
+    /// classes.
     fn items(&mut self, items: &[Id]) -> Result<(), String> {
         let pairs = items.chunks(2).map(|pair| if let [key, value] = pair { Ok((*key, *value)) } else { Err("a key has no value".to_owned()) });
         let pairs = pairs.collect::<Result<Vec<_>, _>>()?;
@@ -213,22 +212,22 @@ impl<'b> Machine<'b> {
 
     fn call(&mut self) -> Result<(), String> {
         let (arguments, function) = (self.pop()?, self.pop()?);
-        let made = match self.pickle.global(function) {
+        let value = match self.pickle.global(function) {
             Some(name) if DICTS.contains(&name) => {
                 let pairs = self.pairs(arguments);
                 self.copied = self.copied.saturating_add(pairs.len());
                 if self.copied > self.bytes.len() {
-                    return Err("it makes dictionaries of one list again and again".into());
+                    return Err("it creates several dictionaries from one list".into());
                 }
                 Value::Dict(pairs)
             }
             _ => Value::Call { function, arguments },
         };
-        self.push(made);
+        self.push(value);
         Ok(())
     }
 
-    /// The pairs that a dictionary is made of, if it is made of any.
+    /// The pairs from which a dictionary is constructed, if any.
     fn pairs(&self, arguments: Id) -> Vec<(Id, Id)> {
         let pairs = self.pickle.list(arguments).and_then(|arguments| self.pickle.list(*arguments.first()?)).unwrap_or_default();
         pairs.iter().filter_map(|pair| <[Id; 2]>::try_from(self.pickle.list(*pair)?).ok().map(|[key, value]| (key, value))).collect()
@@ -241,17 +240,17 @@ impl<'b> Machine<'b> {
     }
 
     fn recall(&mut self, key: u64) -> Result<(), String> {
-        let id = *self.memo.get(&key).ok_or_else(|| format!("it uses the value {key}, which it has not kept"))?;
+        let id = *self.memo.get(&key).ok_or_else(|| format!("it uses the value {key}, which was not memoized"))?;
         self.stack.push(id);
         Ok(())
     }
 
-    /// Does one thing; `false` at the end.
+    /// Executes one instruction. Returns `false` at the end.
     fn step(&mut self) -> Result<bool, String> {
         let opcode = self.number(1)? as u8;
         match opcode {
             b'.' => return Ok(false),
-            // Protocol and frames say nothing about values.
+            // Protocol and frames do not affect the values.
             0x80 => drop(self.take(1)?),
             0x95 => drop(self.take(8)?),
             b'(' => self.marks.push(self.stack.len()),
@@ -330,22 +329,22 @@ impl<'b> Machine<'b> {
                 let (name, module) = (self.pop()?, self.pop()?);
                 let (Some(module), Some(name)) = (self.pickle.text(module), self.pickle.text(name)) else { return Err("a class has no name".into()) };
                 if module.len().saturating_add(name.len()) > LONGEST_NAME {
-                    return Err("a class has a name without end".into());
+                    return Err("a class has too long a name".into());
                 }
                 let global = Value::Global(format!("{module} {name}"));
                 self.push(global);
             }
-            // Objects are what their classes would make; named arguments are not asked for.
+            // Objects are recorded as calls of their classes, without keyword arguments.
             0x92 => {
                 self.pop()?;
                 self.call()?;
             }
             b'R' | 0x81 => self.call()?,
-            // The state of an object is not asked for: that of a dictionary of weights is about its modules' versions.
+            // The state of objects is ignored: that of a state dict only contains the modules' versions.
             b'b' => drop(self.pop()?),
             b'Q' => {
                 let id = self.pop()?;
-                self.push(Value::Outside(id));
+                self.push(Value::Persistent(id));
             }
             b'q' | b'r' => {
                 let key = self.number(if opcode == b'q' { 1 } else { 4 })?;
@@ -356,17 +355,17 @@ impl<'b> Machine<'b> {
                 let key = self.number(if opcode == b'h' { 1 } else { 4 })?;
                 self.recall(key)?;
             }
-            other => return Err(format!("instruction {other:#04x} of Python's pickles is not read")),
+            other => return Err(format!("the pickle instruction {other:#04x} is not supported")),
         }
         Ok(true)
     }
 }
 
 fn empty() -> String {
-    "it takes values that are not there".into()
+    "it pops values from an empty stack".into()
 }
 
-/// An integer in two's complement, lowest byte first.
+/// A two's-complement little-endian integer.
 fn integer(bytes: &[u8]) -> Value {
     if bytes.len() > 8 {
         return Value::Other;
@@ -393,8 +392,8 @@ mod tests {
     }
 
     #[test]
-    fn values_are_those_of_python() {
-        // `pickle.dumps` of a dictionary, protocols 2 and 4, written down by Python.
+    fn values_equal_those_of_python() {
+        // `pickle.dumps` of a dictionary, protocols 2 and 4, generated by Python.
         let two = b"\x80\x02}q\x00(X\x01\x00\x00\x00aq\x01K\x01X\x01\x00\x00\x00bq\x02]q\x03(J\xff\xff\xff\xffN\x88\x8a\x05\x00\x00\x00\x00\x01euX\x01\x00\x00\x00cs.";
         assert!(Pickle::read(two).is_err(), "a key without a value");
         let two = b"\x80\x02}q\x00(X\x01\x00\x00\x00aq\x01K\x01X\x01\x00\x00\x00bq\x02]q\x03(J\xff\xff\xff\xffN\x88\x8a\x05\x00\x00\x00\x00\x01eu. rest";
@@ -403,8 +402,8 @@ mod tests {
         assert_eq!(pickle.length, two.len() - 5);
         let four = b"\x80\x04\x95\x1f\x00\x00\x00\x00\x00\x00\x00\x8c\x0bcollections\x94\x8c\x0bOrderedDict\x94\x93\x94)R\x94\x8c\x01x\x94h\x03s.";
         let pickle = Pickle::read(four).unwrap();
-        assert!(matches!(pickle.get(pickle.root), Value::Dict(pairs) if pairs[0].1 == pickle.root), "it holds itself");
-        // Nothing is called.
+        assert!(matches!(pickle.get(pickle.root), Value::Dict(pairs) if pairs[0].1 == pickle.root), "it contains itself");
+        // Nothing is executed.
         let call = b"cos\nsystem\n(X\x02\x00\x00\x00lstR.";
         let pickle = Pickle::read(call).unwrap();
         assert_eq!(pickle.call(pickle.root).map(|(name, arguments)| (name, arguments.len())), Some(("os system", 1)));
@@ -430,12 +429,12 @@ mod tests {
         ] {
             assert!(Pickle::read(bytes).is_err(), "{bytes:?}");
         }
-        // A million lists in each other need no deep stack, and a value that is named twice lies there once.
+        // A million nested lists must not overflow the stack, and shared values are stored once.
         let deep: Vec<u8> = std::iter::repeat_n(b']', 1_000_000).chain(std::iter::repeat_n(b'a', 999_999)).chain(*b".").collect();
         drop(Pickle::read(&deep).unwrap());
         for flood in [vec![b']'; 1 << 16], [b"]".to_vec(), vec![0x94; 1 << 16]].concat()] {
             let error = Pickle::read(&[flood, b".".to_vec()].concat()).unwrap_err();
-            assert!(error.contains("which no dictionary of tensors has"), "{error}");
+            assert!(error.contains("too many for a dictionary of tensors"), "{error}");
         }
         let doubled: Vec<u8> = b"]".iter().copied().chain((0..100).flat_map(|_| *b"2\x86")).chain(*b".").collect();
         assert_eq!(Pickle::read(&doubled).unwrap().values.len(), 101);

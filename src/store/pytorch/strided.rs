@@ -1,6 +1,6 @@
-//! Tensors whose elements lie in another order than that of their axes: transposed ones, and parts of others.
+//! Tensors that are not contiguous in row-major order: transposed tensors and slices.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::sync::Arc;
@@ -9,17 +9,17 @@ use crate::error::Result;
 use crate::store::checkpoint::DataFile;
 use crate::store::{Block, BlockSink, DType, Encoding, View, Weight, WeightSource, block_elements, least_common_multiple};
 
-/// Bytes at most that are read at once for one that is wanted.
-const SPARSEST: usize = 8;
+/// Maximum number of bytes read per requested byte, when reading ranges with gaps.
+const MAX_OVERREAD: usize = 8;
 
-/// A tensor of at least one axis and one element whose last element lies in the file; so do all others.
+/// A nonempty tensor of at least one dimension, whose extent lies within the file.
 pub(super) struct Strided {
     pub file: Arc<DataFile>,
-    /// Byte of the first element.
+    /// Offset of the first element.
     pub begin: u64,
     pub dtype: DType,
     pub shape: Vec<usize>,
-    /// Elements from one to the next along each axis.
+    /// Strides in elements.
     pub strides: Vec<u64>,
 }
 
@@ -28,14 +28,14 @@ impl Strided {
         Weight::new(self.dtype, self.shape.clone(), Encoding::Dense, Arc::new(self))
     }
 
-    /// Elements `from..to` of the first axis, in the order of the axes.
+    /// Reads the elements `from..to` of the first dimension in row-major order into `block`.
     ///
-    /// Runs go along the axis whose elements lie nearest to each other.
+    /// The inner loop runs along the dimension with the smallest stride.
     fn rows(&self, from: usize, to: usize, block: &mut Vec<u8>, read: &mut Vec<u8>) -> Result<()> {
         let width = self.dtype.bitsize() / 8;
         let mut shape = self.shape.clone();
         shape.iter_mut().take(1).for_each(|size| *size = to.saturating_sub(from));
-        // Elements in the block from one to the next along each axis.
+        // Strides of the elements in `block`.
         let mut steps = vec![1usize; shape.len()];
         for axis in (1..shape.len()).rev() {
             if let (Some(step), Some(size)) = (steps.get(axis).copied(), shape.get(axis))
@@ -57,11 +57,11 @@ impl Strided {
             (last.saturating_add(1) as usize).saturating_mul(width)
         };
         let (all, one) = (span(&axes), span(axes.get(..1).unwrap_or_default()));
-        // Where little lies between them, all elements are read at once.
-        let at_once = all <= block.len().saturating_mul(SPARSEST);
+        // If the gaps are small, the complete extent is read at once.
+        let at_once = all <= block.len().saturating_mul(MAX_OVERREAD);
         let byte = |element: u64| self.begin.saturating_add(element.saturating_mul(width as u64));
-        // Where much lies between those of a run, each is read by itself.
-        let (count, one, step, outer) = match at_once || one <= count.saturating_mul(width).saturating_mul(SPARSEST) {
+        // If the gaps within a run are large, each element is read separately.
+        let (count, one, step, outer) = match at_once || one <= count.saturating_mul(width).saturating_mul(MAX_OVERREAD) {
             true => (count, one, step, outer),
             false => (1, width, 1, axes.as_slice()),
         };
@@ -71,20 +71,20 @@ impl Strided {
         }
         let hop = (stride as usize).saturating_mul(width).max(1);
         for number in 0..elements.checked_div(count).unwrap_or(0) {
-            let (mut rest, mut there, mut here) = (number, 0u64, 0usize);
+            let (mut rest, mut source, mut target) = (number, 0u64, 0usize);
             for (size, stride, step) in outer {
                 let (at, over) = (rest.checked_rem(*size).unwrap_or(0), rest.checked_div(*size).unwrap_or(0));
-                there = there.saturating_add((at as u64).saturating_mul(*stride));
-                here = here.saturating_add(at.saturating_mul(*step));
+                source = source.saturating_add((at as u64).saturating_mul(*stride));
+                target = target.saturating_add(at.saturating_mul(*step));
                 rest = over;
             }
-            let begin = if at_once { (there as usize).saturating_mul(width) } else { 0 };
+            let begin = if at_once { (source as usize).saturating_mul(width) } else { 0 };
             if !at_once {
-                self.file.read(byte(first.saturating_add(there)), read)?;
+                self.file.read(byte(first.saturating_add(source)), read)?;
             }
             let run = read.get(begin..begin.saturating_add(one)).unwrap_or_default();
             for (index, element) in run.chunks(hop).enumerate() {
-                let to = here.saturating_add(index.saturating_mul(step)).saturating_mul(width);
+                let to = target.saturating_add(index.saturating_mul(step)).saturating_mul(width);
                 if let (Some(to), Some(from)) = (block.get_mut(to..to.saturating_add(width)), element.get(..width)) {
                     to.copy_from_slice(from);
                 }
@@ -98,7 +98,7 @@ impl WeightSource for Strided {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let high = self.shape.first().copied().unwrap_or(1);
         let row: usize = self.shape.iter().skip(1).product();
-        // Whole units, and whole elements of the first axis.
+        // Complete units, and complete elements of the first dimension.
         let rows = block_elements(least_common_multiple(unit, row)).checked_div(row).unwrap_or(1).max(1);
         let (mut block, mut read) = (Vec::new(), Vec::new());
         for from in (0..high).step_by(rows) {

@@ -1,4 +1,4 @@
-//! What ranks share in every step: averages of gradients, and parameters that others have changed.
+//! Bucketed collectives of a training step: averaged gradients and updated parameters.
 
 use std::collections::BTreeMap;
 
@@ -8,11 +8,11 @@ use super::super::floats;
 use super::Communicator;
 use crate::error::{Error, Result};
 
-/// Bytes of one message: large enough that latency does not count, small beside a model.
+/// Bytes of one message: large enough to hide latency, small compared to a model.
 const BUCKET: usize = 25 << 20;
 
 fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
-    move |e| Error::computed(format!("`{name}` between processes"), e)
+    move |e| Error::candle(format!("`{name}` between processes"), e)
 }
 
 /// Consecutive tensors in groups of about `BUCKET` bytes.
@@ -32,14 +32,15 @@ fn buckets<'a>(tensors: impl Iterator<Item = (&'a String, &'a Tensor)>) -> Vec<V
     buckets
 }
 
-/// The tensors of a bucket, end to end.
+/// Concatenates the flattened tensors of a bucket.
 fn flat(bucket: &[(&String, &Tensor)]) -> candle_core::Result<Tensor> {
     let parts = bucket.iter().map(|(_, tensor)| tensor.flatten_all()).collect::<candle_core::Result<Vec<_>>>()?;
     Tensor::cat(&parts, 0)
 }
 
-/// Calls a function with each name of a bucket and its part of the flat tensor, in the shape it had.
-fn apart(bucket: &[(&String, &Tensor)], flat: &Tensor, mut each: impl FnMut(&str, &Tensor, Tensor) -> candle_core::Result<()>) -> Result<()> {
+/// Splits a flat tensor into the tensors of a bucket, and calls `each` with the name, the original
+/// tensor and the part.
+fn for_each_part(bucket: &[(&String, &Tensor)], flat: &Tensor, mut each: impl FnMut(&str, &Tensor, Tensor) -> candle_core::Result<()>) -> Result<()> {
     let mut start = 0;
     for (name, tensor) in bucket {
         let part = || flat.narrow(0, start, tensor.elem_count())?.reshape(tensor.dims());
@@ -49,8 +50,8 @@ fn apart(bucket: &[(&String, &Tensor)], flat: &Tensor, mut each: impl FnMut(&str
     Ok(())
 }
 
-/// Puts the means over all ranks in the place of gradients. All ranks have gradients of the same names and shapes, f32 and on one
-/// device; afterwards those of a bucket share memory.
+/// Replaces gradients by their means over all ranks. All ranks pass f32 gradients with the same names
+/// and shapes, on one device. The results of a bucket share memory.
 ///
 /// # Errors
 /// As [`Communicator::sum`]; memory runs out.
@@ -58,13 +59,13 @@ pub fn average_gradients(communicator: &mut dyn Communicator, gradients: &mut BT
     if communicator.size() == 1 {
         return Ok(());
     }
-    let share = 1.0 / communicator.size() as f64;
+    let factor = 1.0 / communicator.size() as f64;
     let mut averaged = BTreeMap::new();
     for bucket in buckets(gradients.iter()) {
         let first = bucket[0].0;
         let sum = communicator.sum(&flat(&bucket).map_err(failed(first))?)?;
-        let mean = sum.affine(share, 0.0).map_err(failed(first))?;
-        apart(&bucket, &mean, |name, _, part| {
+        let mean = sum.affine(factor, 0.0).map_err(failed(first))?;
+        for_each_part(&bucket, &mean, |name, _, part| {
             averaged.insert(name.to_owned(), part);
             Ok(())
         })?;
@@ -73,9 +74,9 @@ pub fn average_gradients(communicator: &mut dyn Communicator, gradients: &mut BT
     Ok(())
 }
 
-/// Which rank keeps the optimizer's state of each parameter and changes it: the largest first, each to the rank that has least.
-/// Depends on names and bytes alone.
-pub fn owners(bytes: &BTreeMap<String, u64>, ranks: usize) -> BTreeMap<String, usize> {
+/// Assigns each parameter to the rank that holds its optimizer state and updates it: greedily, largest
+/// first, to the rank with the smallest load. Depends only on names and sizes.
+pub fn assign_owners(bytes: &BTreeMap<String, u64>, ranks: usize) -> BTreeMap<String, usize> {
     let mut order: Vec<(&String, u64)> = bytes.iter().map(|(name, bytes)| (name, *bytes)).collect();
     order.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
     let mut loads = vec![0u64; ranks.max(1)];
@@ -88,23 +89,23 @@ pub fn owners(bytes: &BTreeMap<String, u64>, ranks: usize) -> BTreeMap<String, u
     owners
 }
 
-/// Gives every rank the parameters as their owners have changed them, in place.
+/// Broadcasts each parameter from its owner to all ranks, in place.
 ///
 /// # Errors
-/// A parameter without an owner, by name; as [`Communicator::broadcast`].
-pub fn share_parameters(communicator: &mut dyn Communicator, parameters: &BTreeMap<String, Tensor>, owners: &BTreeMap<String, usize>) -> Result<()> {
+/// A parameter has no owner; as [`Communicator::broadcast`].
+pub fn broadcast_parameters(communicator: &mut dyn Communicator, parameters: &BTreeMap<String, Tensor>, owners: &BTreeMap<String, usize>) -> Result<()> {
     if communicator.size() == 1 {
         return Ok(());
     }
     if let Some(name) = parameters.keys().find(|name| owners.get(*name).is_none_or(|owner| *owner >= communicator.size())) {
-        return Err(Error::tensor(name, "is owned by no rank", ""));
+        return Err(Error::tensor(name, "is not assigned to a rank", ""));
     }
     for owner in 0..communicator.size() {
         for bucket in buckets(parameters.iter().filter(|(name, _)| owners.get(*name) == Some(&owner))) {
             let flat = flat(&bucket).map_err(failed(bucket[0].0))?;
             let shared = communicator.broadcast(&flat, owner)?;
             if owner != communicator.rank() {
-                apart(&bucket, &shared, |_, parameter, part| floats::assign(parameter, &part))?;
+                for_each_part(&bucket, &shared, |_, parameter, part| floats::assign(parameter, &part))?;
             }
         }
     }
@@ -113,7 +114,7 @@ pub fn share_parameters(communicator: &mut dyn Communicator, parameters: &BTreeM
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::together;
+    use super::super::tests::run_ranks;
     use super::*;
     use candle_core::{DType, Device};
 
@@ -131,14 +132,14 @@ mod tests {
     }
 
     #[test]
-    fn buckets_hold_everything_in_order() {
-        let held: Vec<Vec<String>> = buckets(parameters(0.0).iter()).into_iter().map(|b| b.into_iter().map(|(name, _)| name.clone()).collect()).collect();
-        assert_eq!(held, [vec!["a"], vec!["b"], vec!["c", "d"]]);
+    fn buckets_keep_the_order() {
+        let names: Vec<Vec<String>> = buckets(parameters(0.0).iter()).into_iter().map(|b| b.into_iter().map(|(name, _)| name.clone()).collect()).collect();
+        assert_eq!(names, [vec!["a"], vec!["b"], vec!["c", "d"]]);
     }
 
     #[test]
     fn gradients_are_averaged() {
-        let all = together(3, |mut communicator| {
+        let all = run_ranks(3, |mut communicator| {
             let mut gradients = parameters(communicator.rank() as f64 * 3.0);
             average_gradients(&mut communicator, &mut gradients)?;
             Ok(gradients)
@@ -152,14 +153,14 @@ mod tests {
     }
 
     #[test]
-    fn owners_share_what_they_changed() {
-        let all = together(3, |mut communicator| {
+    fn updated_parameters_are_broadcast() {
+        let all = run_ranks(3, |mut communicator| {
             let parameters = parameters(0.0);
-            let owners = owners(&parameters.iter().map(|(name, tensor)| (name.clone(), tensor.elem_count() as u64)).collect(), 3);
+            let owners = assign_owners(&parameters.iter().map(|(name, tensor)| (name.clone(), tensor.elem_count() as u64)).collect(), 3);
             for (name, _) in owners.iter().filter(|(_, owner)| **owner == communicator.rank()) {
                 floats::assign(&parameters[name], &ones(parameters[name].dims(), 1.0 + communicator.rank() as f64)).unwrap();
             }
-            share_parameters(&mut communicator, &parameters, &owners)?;
+            broadcast_parameters(&mut communicator, &parameters, &owners)?;
             Ok((parameters, owners))
         });
         for shared in all {
@@ -171,22 +172,22 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_balanced() {
+    fn loads_are_balanced() {
         let bytes: BTreeMap<String, u64> = (0..100u64).map(|i| (format!("w{i}"), 1000 + i * 7919 % 1000)).collect();
         for ranks in 1..8 {
-            let owners = owners(&bytes, ranks);
+            let owners = assign_owners(&bytes, ranks);
             assert!(owners.keys().eq(bytes.keys()));
             let mut loads = vec![0; ranks];
             owners.iter().for_each(|(name, rank)| loads[*rank] += bytes[name]);
             let (least, most) = (loads.iter().min().unwrap(), loads.iter().max().unwrap());
             assert!(most - least <= 2000, "{loads:?}");
         }
-        assert!(owners(&BTreeMap::new(), 3).is_empty());
-        let error = share_parameters(&mut Two, &parameters(0.0), &BTreeMap::new()).unwrap_err().to_string();
+        assert!(assign_owners(&BTreeMap::new(), 3).is_empty());
+        let error = broadcast_parameters(&mut Two, &parameters(0.0), &BTreeMap::new()).unwrap_err().to_string();
         assert!(error.contains("`a`"), "{error}");
     }
 
-    /// A rank of two that is never asked.
+    /// Rank 0 of two, without a connection.
     struct Two;
 
     impl Communicator for Two {

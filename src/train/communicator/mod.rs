@@ -1,70 +1,73 @@
-//! Several processes that train one model: what they tell each other.
+//! Collective communication between the processes of a training.
 //!
-//! All processes call the same functions in the same order. Nothing here authenticates or encrypts: the network between the
-//! processes must be trusted.
+//! All ranks must call the same functions in the same order. Connections are neither authenticated nor
+//! encrypted: the network between the processes must be trusted.
 
-mod alone;
+mod collectives;
 #[cfg(feature = "nccl")]
 mod nccl;
-mod place;
+mod rank_config;
 mod rendezvous;
-mod shared;
+mod single_process;
 mod sockets;
 
 use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 
-pub use alone::Alone;
+pub use collectives::{assign_owners, average_gradients, broadcast_parameters};
 #[cfg(feature = "nccl")]
 pub use nccl::Nccl;
-pub use place::Place;
-pub use shared::{average_gradients, owners, share_parameters};
+pub use rank_config::RankConfig;
+pub use single_process::SingleProcess;
 pub use sockets::Sockets;
 
 use crate::error::{Error, Result};
 
-/// How long a process waits for the others, where nothing else is asked for: others may evaluate or save meanwhile.
-pub const PATIENCE: Duration = Duration::from_secs(600);
+/// Default timeout of a collective; long, because other ranks may evaluate or save in the meantime.
+pub const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// One of several processes, by rank, that work in step.
+/// Collectives of one rank, synchronous across all ranks.
 pub trait Communicator: Send {
-    /// The number of this process, from 0.
+    /// Rank of this process, from 0.
     fn rank(&self) -> usize;
 
-    /// How many processes there are.
+    /// Number of processes (world size).
     fn size(&self) -> usize;
 
-    /// The sum over all ranks of f32 tensors of one shape, on the device of this rank's. The same bits on every rank.
+    /// All-reduce: the sum of the f32 tensors of all ranks, which have one shape, on the device of
+    /// `tensor`. The result is bitwise equal on every rank.
     ///
     /// # Errors
-    /// A rank that has gone, is silent for too long, or does something else, by number and address.
+    /// A rank disconnected, timed out, or called a different collective; the error names its rank and
+    /// address.
     fn sum(&mut self, tensor: &Tensor) -> Result<Tensor>;
 
-    /// The f32 tensor of one rank, on all of them; elsewhere only its shape matters.
+    /// Broadcasts the f32 tensor of rank `from` to all ranks; the other ranks pass a tensor of the same
+    /// shape.
     ///
     /// # Errors
     /// As [`sum`](Communicator::sum).
     fn broadcast(&mut self, tensor: &Tensor, from: usize) -> Result<Tensor>;
 
-    /// The bytes of every rank, in order, on all of them.
+    /// All-gather: the bytes of every rank, in rank order.
     ///
     /// # Errors
     /// As [`sum`](Communicator::sum).
     fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
 
-    /// How long others may say nothing from now on, when something of them is due.
+    /// Sets the timeout of the following collectives.
     ///
     /// # Errors
-    /// A rank that has gone.
-    fn set_patience(&mut self, _patience: Duration) -> Result<()> {
+    /// A rank disconnected.
+    fn set_timeout(&mut self, _timeout: Duration) -> Result<()> {
         Ok(())
     }
 
-    /// Tells the others why this rank stops, and hangs up.
+    /// Reports to the other ranks why this one stops, and disconnects.
     fn stop(&mut self, _reason: &str) {}
 
-    /// Returns when all ranks have come here.
+    /// Waits until all ranks have called it.
     ///
     /// # Errors
     /// As [`sum`](Communicator::sum).
@@ -73,35 +76,35 @@ pub trait Communicator: Send {
     }
 }
 
-/// Joins the other processes of a place: by NCCL between GPUs where that is built in, else by TCP.
+/// Connects to the other ranks: with NCCL between GPUs if the feature `nccl` is enabled, otherwise over TCP.
 ///
 /// # Errors
-/// Others do not come in time, by rank; the address cannot be used; NCCL refuses.
-pub fn open(place: &Place, device: &Device, patience: Duration) -> Result<Box<dyn Communicator>> {
-    if place.size == 1 {
-        return Ok(Box::new(Alone));
+/// Ranks do not connect in time, rank 0 cannot listen on the address, or NCCL fails.
+pub fn open(config: &RankConfig, device: &Device, timeout: Duration) -> Result<Box<dyn Communicator>> {
+    if config.size == 1 {
+        return Ok(Box::new(SingleProcess));
     }
-    let sockets = Sockets::open(place, patience)?;
+    let sockets = Sockets::open(config, timeout)?;
     #[cfg(feature = "nccl")]
     if device.is_cuda() {
-        return Ok(Box::new(Nccl::open(sockets, device, patience)?));
+        return Ok(Box::new(Nccl::open(sockets, device, timeout)?));
     }
     let _ = device;
     Ok(Box::new(sockets))
 }
 
-/// Holds all ranks to the same bytes: names and shapes of parameters, options, a hash of data.
+/// Checks that all ranks pass the same bytes; `what` names them in the error message.
 ///
 /// # Errors
-/// The first rank that has other bytes than rank 0.
+/// The bytes of a rank differ from those of rank 0.
 pub fn agree(communicator: &mut dyn Communicator, what: &str, bytes: &[u8]) -> Result<()> {
     let all = communicator.gather_bytes(bytes)?;
     match all.iter().position(|other| Some(other) != all.first()) {
         None => Ok(()),
         Some(rank) => Err(Error::run(
             format!("rank {rank}"),
-            format!("its {what} are not those of rank 0"),
-            "start all processes with the same model, data and options, and a folder that all of them see",
+            format!("its {what} differ from those of rank 0"),
+            "start all processes with the same model, data and options, and a folder that all of them can access",
         )),
     }
 }
@@ -114,48 +117,48 @@ mod tests {
 
     pub(super) const SECOND: Duration = Duration::from_secs(1);
 
-    pub(super) fn place(rank: usize, size: usize, ports: &[u16]) -> Place {
-        Place { rank, size, local_rank: 0, address: "127.0.0.1".into(), ports: ports.to_vec(), run: 7 }
+    pub(super) fn config(rank: usize, size: usize, ports: &[u16]) -> RankConfig {
+        RankConfig { rank, size, local_rank: 0, address: "127.0.0.1".into(), ports: ports.to_vec(), run: 7 }
     }
 
-    /// What each of several ranks, in threads of this process, makes.
-    pub(super) fn together<T: Send>(size: usize, work: impl Fn(Sockets) -> Result<T> + Sync) -> Vec<Result<T>> {
-        together_within(60 * SECOND, size, work)
+    /// Runs `work` on `size` ranks in threads of this process, and returns their results in rank order.
+    pub(super) fn run_ranks<T: Send>(size: usize, work: impl Fn(Sockets) -> Result<T> + Sync) -> Vec<Result<T>> {
+        run_ranks_within(60 * SECOND, size, work)
     }
 
-    pub(super) fn together_within<T: Send>(patience: Duration, size: usize, work: impl Fn(Sockets) -> Result<T> + Sync) -> Vec<Result<T>> {
+    pub(super) fn run_ranks_within<T: Send>(timeout: Duration, size: usize, work: impl Fn(Sockets) -> Result<T> + Sync) -> Vec<Result<T>> {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let (port, work) = (listener.local_addr().unwrap().port(), &work);
         thread::scope(|scope| {
-            let host = scope.spawn(move || work(Sockets::host(&listener, &place(0, size, &[port]), patience)?));
-            let others: Vec<_> = (1..size).map(|rank| scope.spawn(move || work(Sockets::join(&place(rank, size, &[port]), patience)?))).collect();
+            let host = scope.spawn(move || work(Sockets::host(&listener, &config(0, size, &[port]), timeout)?));
+            let others: Vec<_> = (1..size).map(|rank| scope.spawn(move || work(Sockets::join(&config(rank, size, &[port]), timeout)?))).collect();
             std::iter::once(host).chain(others).map(|thread| thread.join().unwrap()).collect()
         })
     }
 
     #[test]
     fn disagreement_is_named() {
-        let all = together(3, |mut sockets| {
+        let all = run_ranks(3, |mut sockets| {
             agree(&mut sockets, "options", b"same")?;
             let own = [u8::from(sockets.rank() == 2)];
             Ok(agree(&mut sockets, "seeds", &own).unwrap_err().to_string())
         });
         for text in all {
-            assert_eq!(text.unwrap(), "rank 2: its seeds are not those of rank 0");
+            assert_eq!(text.unwrap(), "rank 2: its seeds differ from those of rank 0");
         }
     }
 
     #[test]
-    fn places_are_opened() {
+    fn one_and_two_ranks_connect() {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let place = |rank, size| place(rank, size, &[port]);
-        let mut alone = open(&place(0, 1), &Device::Cpu, SECOND).unwrap();
+        let config = |rank, size| config(rank, size, &[port]);
+        let mut alone = open(&config(0, 1), &Device::Cpu, SECOND).unwrap();
         assert_eq!((alone.size(), alone.gather_bytes(b"x").unwrap()), (1, vec![b"x".to_vec()]));
         let other = thread::spawn({
-            let place = place(1, 2);
-            move || open(&place, &Device::Cpu, 60 * SECOND)?.gather_bytes(b"b")
+            let config = config(1, 2);
+            move || open(&config, &Device::Cpu, 60 * SECOND)?.gather_bytes(b"b")
         });
-        let both = open(&place(0, 2), &Device::Cpu, 60 * SECOND).unwrap().gather_bytes(b"a").unwrap();
+        let both = open(&config(0, 2), &Device::Cpu, 60 * SECOND).unwrap().gather_bytes(b"a").unwrap();
         assert_eq!((both, other.join().unwrap().unwrap()), (vec![b"a".to_vec(), b"b".to_vec()], vec![b"a".to_vec(), b"b".to_vec()]));
     }
 }

@@ -1,6 +1,7 @@
-//! GPUs by NVIDIA's NCCL. Bytes, and the meeting of the ranks, go over TCP.
+//! Collectives between GPUs with NVIDIA's NCCL. The rendezvous and byte messages use TCP.
 //!
-//! The connection lives in a thread of its own, so that a rank which never comes to a sum is noticed: NCCL would wait for ever.
+//! NCCL calls run in their own thread, so that a rank that never enters a collective causes a timeout:
+//! NCCL itself waits forever.
 
 use std::ffi::c_char;
 use std::sync::Arc;
@@ -16,21 +17,22 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, Device, Layout, Shape, Ten
 use super::{Communicator, Sockets};
 use crate::error::{Error, Result};
 
+/// Size of NCCL's unique id, in bytes.
 const ID: usize = 128;
 
-/// A tensor for the others, and where the answer goes.
+/// A collective to run, and the channel for its result.
 struct Job {
     tensor: Tensor,
-    /// Whose tensor it will be; the sum of all where none is named.
+    /// Source rank of a broadcast; `None` for an all-reduce.
     from: Option<usize>,
-    answer: Sender<Result<Tensor, String>>,
+    result: Sender<Result<Tensor, String>>,
 }
 
-/// A rank of several that each have a GPU.
+/// A rank with a GPU, connected with NCCL.
 pub struct Nccl {
     sockets: Sockets,
     jobs: Sender<Job>,
-    patience: Duration,
+    timeout: Duration,
 }
 
 struct Exchange<'a> {
@@ -44,11 +46,11 @@ impl CustomOp1 for Exchange<'_> {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        candle_core::bail!("NCCL takes tensors of a GPU")
+        candle_core::bail!("NCCL requires CUDA tensors")
     }
 
     fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
-        let Some((start, end)) = layout.contiguous_offsets() else { candle_core::bail!("NCCL takes tensors without gaps") };
+        let Some((start, end)) = layout.contiguous_offsets() else { candle_core::bail!("NCCL requires contiguous tensors") };
         let device = storage.device();
         let own = storage.as_cuda_slice::<f32>()?.slice(start..end);
         let mut result = device.alloc_zeros::<f32>(end - start)?;
@@ -61,9 +63,10 @@ impl CustomOp1 for Exchange<'_> {
     }
 }
 
-/// Joins the others, says so, and works until nobody asks any more.
+/// Connects to the other ranks, reports the outcome on `ready`, and runs jobs until the channel closes.
 fn work(stream: Arc<CudaStream>, rank: usize, size: usize, id: Id, ready: &Sender<Result<(), String>>, jobs: &Receiver<Job>) {
-    // NCCL initializes on the device whose context is current in this thread, which is device 0 in a new thread.
+    // NCCL initializes on the device whose context is current in this thread, which is device 0 in a new
+    // thread.
     if let Err(e) = stream.context().bind_to_thread() {
         return drop(ready.send(Err(format!("CUDA: {e}"))));
     }
@@ -74,24 +77,25 @@ fn work(stream: Arc<CudaStream>, rank: usize, size: usize, id: Id, ready: &Sende
     let mut open = ready.send(Ok(())).is_ok();
     while open && let Ok(job) = jobs.recv() {
         let exchange = Exchange { connection: &connection, from: job.from };
-        // Only when the device is done is it known that the others were there.
+        // The collective is asynchronous: only after synchronizing is it known that the other ranks took
+        // part.
         let done = job.tensor.contiguous().and_then(|tensor| {
             let result = tensor.apply_op1_no_bwd(&exchange)?;
             tensor.device().synchronize()?;
             Ok(result)
         });
-        open = job.answer.send(done.map_err(|e| e.to_string())).is_ok();
+        open = job.result.send(done.map_err(|e| e.to_string())).is_ok();
     }
 }
 
 impl Nccl {
-    /// The same ranks, with a GPU each.
+    /// Connects ranks that are already connected by TCP, each with its GPU.
     ///
     /// # Errors
-    /// The device is no GPU; NCCL refuses, or does not connect in time.
-    pub fn open(mut sockets: Sockets, device: &Device, patience: Duration) -> Result<Nccl> {
+    /// The device is not a GPU, or NCCL fails or does not connect in time.
+    pub fn open(mut sockets: Sockets, device: &Device, timeout: Duration) -> Result<Nccl> {
         let (rank, size) = (sockets.rank(), sockets.size());
-        let failed = |reason: String| Error::run(format!("rank {rank} of {size}"), reason, "set NCCL_DEBUG=INFO for more output of NCCL");
+        let failed = |reason: String| Error::run(format!("rank {rank} of {size}"), reason, "set NCCL_DEBUG=INFO to see the log of NCCL");
         let stream = device.as_cuda_device().map_err(|e| failed(e.to_string()))?.cuda_stream();
         let own = match rank {
             0 => Id::new().map_err(|e| failed(format!("NCCL: {:?}", e.0)))?.internal().map(|c| c as u8).to_vec(),
@@ -99,30 +103,30 @@ impl Nccl {
         };
         let ids = sockets.gather_bytes(&own)?;
         let Some(id) = ids.first().and_then(|id| <[u8; ID]>::try_from(id.as_slice()).ok()) else {
-            return Err(failed("rank 0 has sent no id of NCCL".into()));
+            return Err(failed("rank 0 did not send a valid NCCL id".into()));
         };
         let id = Id::uninit(id.map(|byte| byte as c_char));
-        let ((jobs, waiting), (ready, begun)) = (channel(), channel());
-        thread::Builder::new().name("nccl".into()).spawn(move || work(stream, rank, size, id, &ready, &waiting)).map_err(|e| failed(e.to_string()))?;
-        match begun.recv_timeout(patience) {
+        let ((jobs, queue), (ready, started)) = (channel(), channel());
+        thread::Builder::new().name("nccl".into()).spawn(move || work(stream, rank, size, id, &ready, &queue)).map_err(|e| failed(e.to_string()))?;
+        match started.recv_timeout(timeout) {
             Ok(done) => done.map_err(failed)?,
-            Err(_) => return Err(failed(format!("NCCL has not connected all ranks within {} s", patience.as_secs_f64()))),
+            Err(_) => return Err(failed(format!("NCCL did not connect all ranks within {} s", timeout.as_secs_f64()))),
         }
-        Ok(Nccl { sockets, jobs, patience })
+        Ok(Nccl { sockets, jobs, timeout })
     }
 
     fn exchange(&self, tensor: &Tensor, from: Option<usize>) -> Result<Tensor> {
         let what = || format!("rank {} of {}", self.sockets.rank(), self.sockets.size());
-        let gone = || Error::run(what(), "the connection of NCCL has ended", "");
-        let (answer, answered) = channel();
-        self.jobs.send(Job { tensor: tensor.clone(), from, answer }).map_err(|_| gone())?;
-        match answered.recv_timeout(self.patience) {
-            Ok(result) => result.map_err(|reason| Error::run(what(), reason, "set NCCL_DEBUG=INFO for more output of NCCL")),
-            Err(RecvTimeoutError::Disconnected) => Err(gone()),
+        let closed = || Error::run(what(), "the NCCL thread has stopped", "");
+        let (sender, receiver) = channel();
+        self.jobs.send(Job { tensor: tensor.clone(), from, result: sender }).map_err(|_| closed())?;
+        match receiver.recv_timeout(self.timeout) {
+            Ok(result) => result.map_err(|reason| Error::run(what(), reason, "set NCCL_DEBUG=INFO to see the log of NCCL")),
+            Err(RecvTimeoutError::Disconnected) => Err(closed()),
             Err(RecvTimeoutError::Timeout) => {
                 let others: Vec<&str> = self.sockets.addresses().collect();
-                let reason = format!("of {}, one did not answer for {} s", others.join(", "), self.patience.as_secs_f64());
-                Err(Error::run(what(), reason, "look at the last output of the other processes"))
+                let reason = format!("at least one of {} did not respond for {} s", others.join(", "), self.timeout.as_secs_f64());
+                Err(Error::run(what(), reason, "check the last output of the other processes"))
             }
         }
     }
@@ -153,7 +157,7 @@ impl Communicator for Nccl {
         self.sockets.stop(reason);
     }
 
-    fn set_patience(&mut self, patience: Duration) -> Result<()> {
-        self.sockets.set_patience(patience)
+    fn set_timeout(&mut self, timeout: Duration) -> Result<()> {
+        self.sockets.set_timeout(timeout)
     }
 }

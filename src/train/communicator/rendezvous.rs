@@ -1,43 +1,43 @@
-//! How processes find each other: rank 0 listens, the others look for it and say who they are.
+//! Rendezvous of the ranks: rank 0 listens, the other ranks connect and introduce themselves.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use super::sockets::{Peer, WELCOME, prepared};
-use super::{Communicator, Place, Sockets};
+use super::sockets::{Peer, WELCOME, configure};
+use super::{Communicator, RankConfig, Sockets};
 use crate::error::{Error, Result};
 
 const GREETING: &[u8; 8] = b"compress";
-/// Time for a connection to say what it is; others wait meanwhile.
+/// Timeout of the introduction of a connection. Connections are accepted one at a time, so it is short.
 pub(super) const INTRODUCTION: Duration = Duration::from_secs(5);
 
 impl Sockets {
-    /// Waits for the other ranks, as rank 0, or looks for rank 0, for as long as `patience`; which is also how long a rank may say
-    /// nothing when something of it is due.
+    /// Connects this rank: rank 0 waits for the others, the others connect to rank 0. `timeout` limits
+    /// this, and later each collective.
     ///
     /// # Errors
-    /// Ranks that have not come, by number; an address that cannot be used.
-    pub fn open(place: &Place, patience: Duration) -> Result<Sockets> {
-        if place.rank > 0 {
-            return Sockets::join(place, patience);
+    /// Ranks did not connect in time, or rank 0 cannot listen on the address.
+    pub fn open(config: &RankConfig, timeout: Duration) -> Result<Sockets> {
+        if config.rank > 0 {
+            return Sockets::join(config, timeout);
         }
-        // The name may be that of a service in front of this machine, which cannot be listened on.
-        let listen = |port: u16| TcpListener::bind((place.address.as_str(), port)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)));
-        let mut listeners = place.ports.iter().map(|port| listen(*port));
+        // The address may belong to a service in front of this machine, which this process cannot bind to.
+        let listen = |port: u16| TcpListener::bind((config.address.as_str(), port)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)));
+        let mut listeners = config.ports.iter().map(|port| listen(*port));
         let first = listeners.next().unwrap_or_else(|| Err(io::ErrorKind::AddrNotAvailable.into()));
         let listener = first.or_else(|e| listeners.find_map(io::Result::ok).ok_or(e));
-        let refused = |e| Error::run(format!("{} of rank 0", ports(place)), format!("cannot be listened on: {e}"), "choose another MASTER_PORT");
-        Sockets::host(&listener.map_err(refused)?, place, patience)
+        let refused = |e| Error::run(format!("{} of rank 0", ports(config)), format!("cannot listen: {e}"), "set MASTER_PORT to a free port");
+        Sockets::host(&listener.map_err(refused)?, config, timeout)
     }
 
-    /// Rank 0 behind a listener.
+    /// Accepts the connections of all other ranks, as rank 0.
     ///
     /// # Errors
-    /// Ranks that have not come in time, by number.
-    pub fn host(listener: &TcpListener, place: &Place, patience: Duration) -> Result<Sockets> {
-        let size = place.size;
+    /// Ranks did not connect in time; the error lists them.
+    pub fn host(listener: &TcpListener, config: &RankConfig, timeout: Duration) -> Result<Sockets> {
+        let size = config.size;
         let failed = |e: io::Error| Error::run("rank 0", format!("cannot listen: {e}"), "");
         listener.set_nonblocking(true).map_err(failed)?;
         let start = Instant::now();
@@ -45,21 +45,21 @@ impl Sockets {
         while found.iter().any(Option::is_none) {
             match listener.accept() {
                 Ok((stream, address)) => {
-                    // Whoever else has found the port is not waited for.
-                    if let Some(mut peer) = introduced(stream, address, place, patience) {
-                        let place = &mut found[peer.rank - 1];
-                        if place.is_some() {
-                            peer.refuse(&format!("rank {} is there already", peer.rank));
+                    // Connections that are not ranks of this run are dropped.
+                    if let Some(mut peer) = accept_introduction(stream, address, config, timeout) {
+                        let slot = &mut found[peer.rank - 1];
+                        if slot.is_some() {
+                            peer.refuse(&format!("rank {} is already connected", peer.rank));
                         } else if peer.send_header(WELCOME, 0).is_ok() {
-                            *place = Some(peer);
+                            *slot = Some(peer);
                         }
                     }
                 }
-                Err(_) if start.elapsed() < patience => sleep(Duration::from_millis(10)),
+                Err(_) if start.elapsed() < timeout => sleep(Duration::from_millis(10)),
                 Err(_) => {
                     let missing: Vec<String> = (1..size).filter(|rank| found[rank - 1].is_none()).map(|rank| rank.to_string()).collect();
                     let address = listener.local_addr().map_or(String::new(), |address| format!(" to {address}"));
-                    let reason = format!("of {size} have not come{address} within {} s", patience.as_secs_f64());
+                    let reason = format!("of {size} did not connect{address} within {} s", timeout.as_secs_f64());
                     return Err(Error::run(format!("ranks {}", missing.join(", ")), reason, "start all processes with the same MASTER_ADDR and MASTER_PORT"));
                 }
             }
@@ -69,35 +69,35 @@ impl Sockets {
         Ok(host)
     }
 
-    /// Another rank, which looks for rank 0.
+    /// Connects to rank 0, as another rank.
     ///
     /// # Errors
-    /// Rank 0 is not there in time, or does not take this rank.
-    pub fn join(place: &Place, patience: Duration) -> Result<Sockets> {
+    /// Rank 0 cannot be reached in time, or rejects this rank.
+    pub fn join(config: &RankConfig, timeout: Duration) -> Result<Sockets> {
         let start = Instant::now();
         let mut reason = String::new();
         loop {
-            for port in &place.ports {
-                let address = (place.address.as_str(), *port);
+            for port in &config.ports {
+                let address = (config.address.as_str(), *port);
                 let found = address.to_socket_addrs().and_then(|mut addresses| {
                     addresses.find_map(|a| TcpStream::connect_timeout(&a, INTRODUCTION).ok()).ok_or(io::ErrorKind::ConnectionRefused.into())
                 });
-                match found.map(|stream| greeted(stream, place, patience)) {
+                match found.map(|stream| introduce(stream, config, timeout)) {
                     Ok(Ok(host)) => {
-                        let mut joined = Sockets { rank: place.rank, size: place.size, peers: vec![host] };
+                        let mut joined = Sockets { rank: config.rank, size: config.size, peers: vec![host] };
                         joined.barrier()?;
                         return Ok(joined);
                     }
-                    // Of several ports, others may be somebody else's.
-                    Ok(Err(e)) if place.ports.len() == 1 => return Err(e),
+                    // Another program may listen on one of several ports.
+                    Ok(Err(e)) if config.ports.len() == 1 => return Err(e),
                     Ok(Err(e)) => reason = e.to_string(),
                     Err(e) if reason.is_empty() => reason = e.to_string(),
                     Err(_) => {}
                 }
             }
-            if start.elapsed() >= patience {
-                let what = format!("rank 0 at {}, {}", place.address, ports(place));
-                let reason = format!("is not there after {} s: {reason}", patience.as_secs_f64());
+            if start.elapsed() >= timeout {
+                let what = format!("rank 0 at {}, {}", config.address, ports(config));
+                let reason = format!("cannot be reached after {} s: {reason}", timeout.as_secs_f64());
                 return Err(Error::run(what, reason, "start all processes with the same MASTER_ADDR and MASTER_PORT"));
             }
             sleep(Duration::from_millis(50));
@@ -105,44 +105,44 @@ impl Sockets {
     }
 }
 
-/// Ports in words.
-fn ports(place: &Place) -> String {
-    match place.ports.as_slice() {
+/// The ports, for messages.
+fn ports(config: &RankConfig) -> String {
+    match config.ports.as_slice() {
         [only] => format!("port {only}"),
         all => format!("ports {all:?}"),
     }
 }
 
-/// The connection to rank 0, if it takes this rank.
-fn greeted(stream: TcpStream, place: &Place, patience: Duration) -> Result<Peer> {
+/// Introduces this rank to rank 0, and waits until it is accepted.
+fn introduce(stream: TcpStream, config: &RankConfig, timeout: Duration) -> Result<Peer> {
     let address = stream.peer_addr().map_or(String::new(), |address| address.to_string());
-    let mut host = Peer { rank: 0, address, stream, patience };
-    prepared(&host.stream, (2 * INTRODUCTION).min(patience)).map_err(|e| host.broken(&e))?;
-    let numbers = [place.rank as u64, place.size as u64, place.run];
+    let mut host = Peer { rank: 0, address, stream, timeout };
+    configure(&host.stream, (2 * INTRODUCTION).min(timeout)).map_err(|e| host.connection_error(&e))?;
+    let numbers = [config.rank as u64, config.size as u64, config.run];
     host.send(&[GREETING, numbers.map(u64::to_le_bytes).as_flattened()].concat())?;
-    host.due(WELCOME, Some(0))?;
-    prepared(&host.stream, patience).map_err(|e| host.broken(&e))?;
+    host.expect_header(WELCOME, Some(0))?;
+    configure(&host.stream, timeout).map_err(|e| host.connection_error(&e))?;
     Ok(host)
 }
 
-/// The connection of a rank that has introduced itself.
-fn introduced(stream: TcpStream, address: SocketAddr, place: &Place, patience: Duration) -> Option<Peer> {
-    prepared(&stream, INTRODUCTION.min(patience)).ok()?;
-    let mut peer = Peer { rank: 0, address: address.to_string(), stream, patience };
+/// Reads the introduction of a connection; `None` if it is not a rank of this run.
+fn accept_introduction(stream: TcpStream, address: SocketAddr, config: &RankConfig, timeout: Duration) -> Option<Peer> {
+    configure(&stream, INTRODUCTION.min(timeout)).ok()?;
+    let mut peer = Peer { rank: 0, address: address.to_string(), stream, timeout };
     let mut introduction = [0; 32];
     peer.read(&mut introduction).ok()?;
     let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| introduction[at + i]));
-    let (size, run) = (place.size, number(24));
+    let (size, run) = (config.size, number(24));
     peer.rank = number(8) as usize;
     if introduction[..8] != GREETING[..] || number(16) != size as u64 || !(1..size).contains(&peer.rank) {
-        peer.refuse(&format!("it waits for ranks 1 to {} of {size}", size - 1));
+        peer.refuse(&format!("rank 0 accepts ranks 1 to {} of {size}", size - 1));
         return None;
     }
-    if run != place.run {
-        peer.refuse("it is of another run");
+    if run != config.run {
+        peer.refuse("rank 0 belongs to another run");
         return None;
     }
-    prepared(&peer.stream, patience).ok()?;
+    configure(&peer.stream, timeout).ok()?;
     Some(peer)
 }
 
@@ -151,37 +151,37 @@ mod tests {
     use std::io::Write;
     use std::thread;
 
-    use super::super::tests::{SECOND, place};
+    use super::super::tests::{SECOND, config};
     use super::*;
 
     #[test]
-    fn who_does_not_come_is_named() {
+    fn missing_ranks_are_listed() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let port = address.port();
-        // A stranger is not taken for a rank, nor is one of another run.
+        // Neither an unrelated client nor a rank of another run is accepted.
         let mut stranger = TcpStream::connect(address).unwrap();
         stranger.write_all(&[0; 32]).unwrap();
-        let other = |place: Place| thread::spawn(move || Sockets::join(&place, SECOND).err().unwrap().to_string());
-        let others = [other(place(1, 5, &[port])), other(Place { run: 8, ..place(1, 3, &[port]) })];
-        let text = Sockets::host(&listener, &place(0, 3, &[port]), SECOND).err().unwrap().to_string();
+        let other = |config: RankConfig| thread::spawn(move || Sockets::join(&config, SECOND).err().unwrap().to_string());
+        let others = [other(config(1, 5, &[port])), other(RankConfig { run: 8, ..config(1, 3, &[port]) })];
+        let text = Sockets::host(&listener, &config(0, 3, &[port]), SECOND).err().unwrap().to_string();
         assert!(text.contains("ranks 1, 2") && text.contains(&address.to_string()), "{text}");
         let texts = others.map(|other| other.join().unwrap());
         assert!(texts[0].contains("ranks 1 to 2 of 3") && texts[1].contains("another run"), "{texts:?}");
         drop(listener);
-        let text = Sockets::join(&place(1, 2, &[port]), SECOND / 10).err().unwrap().to_string();
+        let text = Sockets::join(&config(1, 2, &[port]), SECOND / 10).err().unwrap().to_string();
         assert!(text.contains("rank 0 at 127.0.0.1") && text.contains(&port.to_string()), "{text}");
     }
 
-    /// Ports that others have, silent ones and those of another run, are passed over by rank 0 and by those that look for it.
+    /// Rank 0 does not listen on occupied ports, and the other ranks skip ports that do not answer.
     #[test]
-    fn a_port_that_somebody_has_is_passed_over() {
+    fn occupied_ports_are_skipped() {
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let ports = [taken.local_addr().unwrap().port(), free];
         let silent = thread::spawn(move || drop(taken.accept()));
-        let other = thread::spawn(move || Sockets::open(&place(1, 2, &ports), 60 * SECOND)?.gather_bytes(b"b"));
-        let both = Sockets::open(&place(0, 2, &ports), 60 * SECOND).unwrap().gather_bytes(b"a").unwrap();
+        let other = thread::spawn(move || Sockets::open(&config(1, 2, &ports), 60 * SECOND)?.gather_bytes(b"b"));
+        let both = Sockets::open(&config(0, 2, &ports), 60 * SECOND).unwrap().gather_bytes(b"a").unwrap();
         assert_eq!((both, other.join().unwrap().unwrap()), (vec![b"a".to_vec(), b"b".to_vec()], vec![b"a".to_vec(), b"b".to_vec()]));
         silent.join().unwrap();
     }

@@ -1,15 +1,15 @@
-//! One process without others.
+//! Communicator of a single process.
 
 use candle_core::Tensor;
 
 use super::Communicator;
 use crate::error::Result;
 
-/// The only rank.
+/// The only rank of a single-process training.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Alone;
+pub struct SingleProcess;
 
-impl Communicator for Alone {
+impl Communicator for SingleProcess {
     fn rank(&self) -> usize {
         0
     }

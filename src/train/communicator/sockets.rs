@@ -1,7 +1,8 @@
-//! Processes over TCP, all connected to rank 0, which adds in the order of ranks: every rank gets the same bits, whoever was first.
+//! Collectives over TCP. All ranks are connected to rank 0, which adds in rank order, so that sums do
+//! not depend on timing and every rank gets the same bits.
 //!
-//! A message is a byte that says what it is, its length, and that many bytes. A rank that fails says why to the others before it
-//! hangs up.
+//! A message consists of a kind (u8), a length (u64) and that many bytes. A rank that fails sends the
+//! reason to the others before it disconnects.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -16,9 +17,9 @@ use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 
 /// Bytes that are read or written at once.
-const PIECE: usize = 1 << 18;
-/// The most bytes that are taken from a rank which says how many they are.
-const MOST: u64 = 1 << 30;
+const CHUNK_BYTES: usize = 1 << 18;
+/// Largest accepted message of variable length.
+const MAX_MESSAGE_BYTES: u64 = 1 << 30;
 const SUM: u8 = 1;
 const BROADCAST: u8 = 2;
 const GATHER: u8 = 3;
@@ -30,19 +31,19 @@ pub(super) struct Peer {
     pub rank: usize,
     pub address: String,
     pub stream: TcpStream,
-    pub patience: Duration,
+    pub timeout: Duration,
 }
 
 impl Peer {
     fn failed(&self, reason: impl ToString) -> Error {
-        Error::run(format!("rank {} at {}", self.rank, self.address), reason.to_string(), "look at what that process has written last")
+        Error::run(format!("rank {} at {}", self.rank, self.address), reason.to_string(), "check the last output of that process")
     }
 
-    pub fn broken(&self, error: &io::Error) -> Error {
+    pub fn connection_error(&self, error: &io::Error) -> Error {
         match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => self.failed(format!("said nothing for {} s", self.patience.as_secs_f64())),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => self.failed(format!("sent nothing for {} s", self.timeout.as_secs_f64())),
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::ConnectionAborted | io::ErrorKind::BrokenPipe => {
-                self.failed("has gone")
+                self.failed("disconnected")
             }
             _ => self.failed(error),
         }
@@ -57,11 +58,11 @@ impl Peer {
     pub fn send(&mut self, bytes: &[u8]) -> Result<()> {
         let Err(error) = self.stream.write_all(bytes) else { return Ok(()) };
         let silent = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
-        // What it said before it went is the better reason.
-        Err(if silent { self.broken(&error) } else { self.header().err().unwrap_or_else(|| self.broken(&error)) })
+        // A failure message that the peer sent before it disconnected explains more.
+        Err(if silent { self.connection_error(&error) } else { self.header().err().unwrap_or_else(|| self.connection_error(&error)) })
     }
 
-    /// Says why it hangs up; whether that arrives no longer matters.
+    /// Sends a failure message; errors are ignored, since the connection is closed afterwards.
     pub fn refuse(&mut self, reason: &str) {
         let message = [&[FAILURE], &(reason.len() as u64).to_le_bytes()[..], reason.as_bytes()].concat();
         let _ = self.stream.set_write_timeout(Some(INTRODUCTION));
@@ -69,10 +70,10 @@ impl Peer {
     }
 
     fn send_floats(&mut self, floats: &[f32]) -> Result<()> {
-        let mut bytes = Vec::with_capacity(PIECE);
-        for piece in floats.chunks(PIECE / 4) {
+        let mut bytes = Vec::with_capacity(CHUNK_BYTES);
+        for chunk in floats.chunks(CHUNK_BYTES / 4) {
             bytes.clear();
-            bytes.extend(piece.iter().flat_map(|x| x.to_le_bytes()));
+            bytes.extend(chunk.iter().flat_map(|x| x.to_le_bytes()));
             self.send(&bytes)?;
         }
         Ok(())
@@ -80,7 +81,7 @@ impl Peer {
 
     pub fn read(&mut self, bytes: &mut [u8]) -> Result<()> {
         let read = self.stream.read_exact(bytes);
-        read.map_err(|e| self.broken(&e))
+        read.map_err(|e| self.connection_error(&e))
     }
 
     fn header(&mut self) -> Result<(u8, u64)> {
@@ -89,7 +90,7 @@ impl Peer {
         let length = u64::from_le_bytes(std::array::from_fn(|i| header[i + 1]));
         if header[0] == FAILURE {
             let reason = self.bytes(length.min(4096))?;
-            return Err(self.failed(format!("has stopped: {}", String::from_utf8_lossy(&reason))));
+            return Err(self.failed(format!("stopped: {}", String::from_utf8_lossy(&reason))));
         }
         Ok((header[0], length))
     }
@@ -98,30 +99,31 @@ impl Peer {
         let mut bytes = Vec::new();
         let read = (&mut self.stream).take(length).read_to_end(&mut bytes);
         match read {
-            Err(e) => Err(self.broken(&e)),
-            Ok(read) if (read as u64) < length => Err(self.failed("has gone")),
+            Err(e) => Err(self.connection_error(&e)),
+            Ok(read) if (read as u64) < length => Err(self.failed("disconnected")),
             Ok(_) => Ok(bytes),
         }
     }
 
-    /// The header of the message that is due.
-    pub fn due(&mut self, kind: u8, length: Option<u64>) -> Result<u64> {
+    /// Reads the header of a message that must have this kind, and this length if it is known. Returns
+    /// its length.
+    pub fn expect_header(&mut self, kind: u8, length: Option<u64>) -> Result<u64> {
         let (other, bytes) = self.header()?;
-        if other != kind || length.is_some_and(|length| length != bytes) || bytes > length.unwrap_or(MOST) {
-            let due = length.map_or(String::new(), |length| format!(" of {length} bytes"));
-            return Err(self.failed(format!("sent {} of {bytes} bytes where {}{due} is due", name(other), name(kind))));
+        if other != kind || length.is_some_and(|length| length != bytes) || bytes > length.unwrap_or(MAX_MESSAGE_BYTES) {
+            let expected = length.map_or(String::new(), |length| format!(" of {length} bytes"));
+            return Err(self.failed(format!("sent {} of {bytes} bytes instead of {}{expected}", name(other), name(kind))));
         }
         Ok(bytes)
     }
 
-    /// Reads as many floats and does something with each and its place.
-    fn each_float(&mut self, floats: &mut [f32], each: impl Fn(&mut f32, f32)) -> Result<()> {
-        let mut bytes = vec![0; PIECE.min(4 * floats.len())];
-        for piece in floats.chunks_mut(PIECE / 4) {
-            let bytes = &mut bytes[..4 * piece.len()];
+    /// Reads `floats.len()` floats, and calls `each` with each element and the received value.
+    fn for_each_float(&mut self, floats: &mut [f32], each: impl Fn(&mut f32, f32)) -> Result<()> {
+        let mut bytes = vec![0; CHUNK_BYTES.min(4 * floats.len())];
+        for chunk in floats.chunks_mut(CHUNK_BYTES / 4) {
+            let bytes = &mut bytes[..4 * chunk.len()];
             self.read(bytes)?;
             let (words, _) = bytes.as_chunks::<4>();
-            piece.iter_mut().zip(words).for_each(|(own, word)| each(own, f32::from_le_bytes(*word)));
+            chunk.iter_mut().zip(words).for_each(|(own, word)| each(own, f32::from_le_bytes(*word)));
         }
         Ok(())
     }
@@ -131,35 +133,35 @@ fn name(kind: u8) -> &'static str {
     match kind {
         SUM => "a sum",
         BROADCAST => "a broadcast",
-        GATHER => "a gathering",
+        GATHER => "a gather",
         WELCOME => "a welcome",
-        _ => "something unknown",
+        _ => "an unknown message",
     }
 }
 
-/// A rank of several that are connected by TCP.
+/// A rank connected by TCP.
 pub struct Sockets {
     pub(super) rank: usize,
     pub(super) size: usize,
-    /// Of rank 0 all others, in order; of others rank 0.
+    /// On rank 0, all other ranks in order; on the others, rank 0.
     pub(super) peers: Vec<Peer>,
 }
 
-/// Sets how long a connection may say nothing.
-pub(super) fn prepared(stream: &TcpStream, patience: Duration) -> io::Result<()> {
+/// Sets the read and write timeout of a connection, and disables Nagle's algorithm.
+pub(super) fn configure(stream: &TcpStream, timeout: Duration) -> io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(patience))?;
-    stream.set_write_timeout(Some(patience))
+    stream.set_read_timeout(Some(timeout))?;
+    stream.set_write_timeout(Some(timeout))
 }
 
 impl Sockets {
-    /// Where rank 0 is seen, and where it sees the others.
+    /// Addresses of the peers: of rank 0, or on rank 0 of all others.
     pub fn addresses(&self) -> impl Iterator<Item = &str> {
         self.peers.iter().map(|peer| peer.address.as_str())
     }
 
-    /// Hangs up after an error, and says why, so that no rank waits for what will not come.
+    /// Disconnects after an error and sends the reason, so that no other rank waits.
     fn or_stop<T>(&mut self, done: Result<T>) -> Result<T> {
         if let Err(error) = &done {
             self.stop(&error.to_string());
@@ -169,18 +171,18 @@ impl Sockets {
 
     fn check(&self) -> Result<()> {
         match self.peers.is_empty() && self.size > 1 {
-            true => Err(Error::run(format!("rank {}", self.rank), "has lost the others before", "")),
+            true => Err(Error::run(format!("rank {}", self.rank), "lost its connection to the other ranks earlier", "")),
             false => Ok(()),
         }
     }
 
-    fn summed(&mut self, floats: &mut [f32]) -> Result<()> {
+    fn all_reduce(&mut self, floats: &mut [f32]) -> Result<()> {
         self.check()?;
         let length = 4 * floats.len() as u64;
         if self.rank == 0 {
             for peer in &mut self.peers {
-                peer.due(SUM, Some(length))?;
-                peer.each_float(floats, |own, other| *own += other)?;
+                peer.expect_header(SUM, Some(length))?;
+                peer.for_each_float(floats, |own, other| *own += other)?;
             }
         }
         for peer in &mut self.peers {
@@ -189,22 +191,22 @@ impl Sockets {
         }
         if self.rank > 0 {
             let host = &mut self.peers[0];
-            host.due(SUM, Some(length))?;
-            host.each_float(floats, |own, other| *own = other)?;
+            host.expect_header(SUM, Some(length))?;
+            host.for_each_float(floats, |own, other| *own = other)?;
         }
         Ok(())
     }
 
-    fn told(&mut self, floats: &mut [f32], from: usize) -> Result<()> {
+    fn broadcast_floats(&mut self, floats: &mut [f32], from: usize) -> Result<()> {
         self.check()?;
         if from >= self.size {
-            return Err(Error::run(format!("rank {from}"), format!("is none of {}", self.size), ""));
+            return Err(Error::run(format!("rank {from}"), format!("does not exist, there are {}", self.size), ""));
         }
         let length = 4 * floats.len() as u64;
         let own = self.rank;
         for peer in self.peers.iter_mut().filter(|peer| own != from && (own > 0 || peer.rank == from)) {
-            peer.due(BROADCAST, Some(length))?;
-            peer.each_float(floats, |own, other| *own = other)?;
+            peer.expect_header(BROADCAST, Some(length))?;
+            peer.for_each_float(floats, |own, other| *own = other)?;
         }
         for peer in self.peers.iter_mut().filter(|peer| own == from || (own == 0 && peer.rank != from)) {
             peer.send_header(BROADCAST, length)?;
@@ -213,13 +215,13 @@ impl Sockets {
         Ok(())
     }
 
-    fn gathered(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+    fn all_gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.check()?;
         let mut all = Vec::with_capacity(self.size);
         if self.rank == 0 {
             all.push(bytes.to_vec());
             for peer in &mut self.peers {
-                let length = peer.due(GATHER, None)?;
+                let length = peer.expect_header(GATHER, None)?;
                 all.push(peer.bytes(length)?);
             }
             for peer in &mut self.peers {
@@ -233,21 +235,21 @@ impl Sockets {
             host.send_header(GATHER, bytes.len() as u64)?;
             host.send(bytes)?;
             for _ in 0..self.size {
-                let length = host.due(GATHER, None)?;
+                let length = host.expect_header(GATHER, None)?;
                 all.push(host.bytes(length)?);
             }
         }
         Ok(all)
     }
 
-    /// A tensor whose elements a function has replaced.
-    fn replaced(&mut self, tensor: &Tensor, function: impl FnOnce(&mut Sockets, &mut [f32]) -> Result<()>) -> Result<Tensor> {
+    /// Runs a collective in place on a host copy of a tensor, and returns the result on the tensor's device.
+    fn on_host_copy(&mut self, tensor: &Tensor, function: impl FnOnce(&mut Sockets, &mut [f32]) -> Result<()>) -> Result<Tensor> {
         let failed = |e: candle_core::Error| Error::run("a tensor between ranks", e, "");
         let mut floats = floats::on_host(tensor).and_then(|host| floats::read(&host, |floats| Ok(floats.to_vec()))).map_err(failed)?;
         let done = function(self, &mut floats);
         self.or_stop(done)?;
         let sum = || Tensor::from_vec(floats, tensor.dims(), &Device::Cpu)?.to_dtype(tensor.dtype());
-        let result = || transfer::beside(&sum()?, tensor.device(), Cause::Step);
+        let result = || transfer::move_to(&sum()?, tensor.device(), Cause::Step);
         result().map_err(failed)
     }
 }
@@ -262,15 +264,15 @@ impl Communicator for Sockets {
     }
 
     fn sum(&mut self, tensor: &Tensor) -> Result<Tensor> {
-        self.replaced(tensor, Sockets::summed)
+        self.on_host_copy(tensor, Sockets::all_reduce)
     }
 
     fn broadcast(&mut self, tensor: &Tensor, from: usize) -> Result<Tensor> {
-        self.replaced(tensor, |sockets, floats| sockets.told(floats, from))
+        self.on_host_copy(tensor, |sockets, floats| sockets.broadcast_floats(floats, from))
     }
 
     fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let done = self.gathered(bytes);
+        let done = self.all_gather(bytes);
         self.or_stop(done)
     }
 
@@ -280,10 +282,10 @@ impl Communicator for Sockets {
         }
     }
 
-    fn set_patience(&mut self, patience: Duration) -> Result<()> {
+    fn set_timeout(&mut self, timeout: Duration) -> Result<()> {
         for peer in &mut self.peers {
-            prepared(&peer.stream, patience).map_err(|e| peer.broken(&e))?;
-            peer.patience = patience;
+            configure(&peer.stream, timeout).map_err(|e| peer.connection_error(&e))?;
+            peer.timeout = timeout;
         }
         Ok(())
     }
@@ -293,7 +295,7 @@ impl Communicator for Sockets {
 mod tests {
     use std::thread::sleep;
 
-    use super::super::tests::{SECOND, together, together_within};
+    use super::super::tests::{SECOND, run_ranks, run_ranks_within};
     use super::*;
 
     fn numbers(rank: usize) -> Tensor {
@@ -304,7 +306,7 @@ mod tests {
     #[test]
     fn every_rank_gets_the_same_bits() {
         for size in [2, 3] {
-            let all = together(size, |mut sockets| {
+            let all = run_ranks(size, |mut sockets| {
                 sleep(Duration::from_millis(7 * (size - sockets.rank()) as u64));
                 sockets.sum(&numbers(sockets.rank()))
             });
@@ -318,15 +320,15 @@ mod tests {
 
     #[test]
     fn tensors_and_bytes_reach_all() {
-        let all = together(3, |mut sockets| {
+        let all = run_ranks(3, |mut sockets| {
             let own = numbers(sockets.rank());
-            let told = (0..3).map(|from| sockets.broadcast(&own, from)).collect::<Result<Vec<_>>>()?;
+            let received = (0..3).map(|from| sockets.broadcast(&own, from)).collect::<Result<Vec<_>>>()?;
             sockets.barrier()?;
-            Ok((told, sockets.gather_bytes(&vec![b'x'; sockets.rank()])?))
+            Ok((received, sockets.gather_bytes(&vec![b'x'; sockets.rank()])?))
         });
         for one in all {
-            let (told, bytes) = one.unwrap();
-            for (from, tensor) in told.iter().enumerate() {
+            let (received, bytes) = one.unwrap();
+            for (from, tensor) in received.iter().enumerate() {
                 assert_eq!(tensor.to_vec2::<f32>().unwrap(), numbers(from).to_vec2::<f32>().unwrap());
             }
             assert_eq!(bytes, [&b""[..], b"x", b"xx"]);
@@ -334,8 +336,8 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_goes_is_named_to_all() {
-        let all = together(3, |mut sockets| {
+    fn a_disconnected_rank_is_reported_to_all() {
+        let all = run_ranks(3, |mut sockets| {
             if sockets.rank() == 2 {
                 return Ok(());
             }
@@ -345,13 +347,13 @@ mod tests {
         });
         for error in all.into_iter().take(2) {
             let text = error.unwrap_err().to_string();
-            assert!(text.contains("rank 2 at 127.0.0.1:") && text.contains("has gone"), "{text}");
+            assert!(text.contains("rank 2 at 127.0.0.1:") && text.contains("disconnected"), "{text}");
         }
     }
 
     #[test]
     fn a_silent_rank_is_named() {
-        let all = together_within(SECOND, 2, |mut sockets| {
+        let all = run_ranks_within(SECOND, 2, |mut sockets| {
             if sockets.rank() == 1 {
                 sleep(SECOND + SECOND / 2);
                 return Ok(());
@@ -363,10 +365,10 @@ mod tests {
     }
 
     #[test]
-    fn ranks_out_of_step_are_named() {
-        let all = together(2, |mut sockets| if sockets.rank() == 1 { sockets.barrier() } else { sockets.sum(&numbers(0)).map(drop) });
+    fn mismatched_collectives_are_reported() {
+        let all = run_ranks(2, |mut sockets| if sockets.rank() == 1 { sockets.barrier() } else { sockets.sum(&numbers(0)).map(drop) });
         let texts: Vec<String> = all.into_iter().map(|error| error.unwrap_err().to_string()).collect();
-        assert!(texts[0].contains("rank 1 at") && texts[0].contains("a gathering of 0 bytes where a sum of 800000 bytes"), "{texts:?}");
+        assert!(texts[0].contains("rank 1 at") && texts[0].contains("a gather of 0 bytes instead of a sum of 800000 bytes"), "{texts:?}");
         assert!(texts[1].contains("rank 0 at") && texts[1].contains("a sum"), "{texts:?}");
     }
 }

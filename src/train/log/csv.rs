@@ -1,4 +1,4 @@
-//! A table with a column for each figure.
+//! CSV log with one row per step.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 
 use super::Log;
 use crate::error::{Error, Result};
-use crate::train::run::Row;
+use crate::train::run::StepRecord;
 
 /// Columns before those of the losses.
-const BEFORE: [&str; 3] = ["step", "epoch", "loss"];
-/// Columns behind them.
-const BEHIND: [&str; 4] = ["learning_rate", "gradient_norm", "samples_per_second", "waited"];
+const FIRST_COLUMNS: [&str; 3] = ["step", "epoch", "loss"];
+/// Columns after those of the losses.
+const LAST_COLUMNS: [&str; 4] = ["learning_rate", "gradient_norm", "samples_per_second", "waited"];
 
-/// The table.
+/// An open CSV log.
 pub(super) struct Table {
     path: PathBuf,
     file: File,
@@ -22,12 +22,12 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// Begins a table, or goes on behind a step.
+    /// Creates the file; after a resume at `step` > 0, keeps its rows up to that step.
     pub fn open(path: PathBuf, losses: &[String], step: u64) -> Result<Table> {
-        let columns: Vec<&str> = BEFORE.into_iter().chain(losses.iter().map(String::as_str)).chain(BEHIND).collect();
+        let columns: Vec<&str> = FIRST_COLUMNS.into_iter().chain(losses.iter().map(String::as_str)).chain(LAST_COLUMNS).collect();
         let mut lines = vec![columns.join(",")];
         if step > 0 {
-            lines.extend(done(&path, &columns, step));
+            lines.extend(rows_until(&path, &columns, step));
         }
         let mut file = File::create(&path).map_err(Error::io("write", &path))?;
         lines.iter().try_for_each(|line| writeln!(file, "{line}")).map_err(Error::io("write", &path))?;
@@ -35,25 +35,25 @@ impl Table {
     }
 }
 
-/// Lines of a table up to a step, in these columns; none where there is no table.
-fn done(path: &Path, columns: &[&str], step: u64) -> Vec<String> {
+/// Reads the rows up to a step and reorders their columns; empty if the file does not exist.
+fn rows_until(path: &Path, columns: &[&str], step: u64) -> Vec<String> {
     let Ok(file) = File::open(path) else { return Vec::new() };
     let mut lines = BufReader::new(file).lines().map_while(std::io::Result::ok);
     let Some(header) = lines.next() else { return Vec::new() };
     let header: Vec<&str> = header.split(',').collect();
-    let kept = |line: String| {
+    let reorder = |line: String| {
         let cells: BTreeMap<&str, &str> = header.iter().copied().zip(line.split(',')).collect();
-        // The last line of a process that was killed may lack its end.
-        let whole = cells.len() == header.len() && cells.get("step").and_then(|number| number.parse::<u64>().ok()).is_some_and(|number| number <= step);
-        whole.then(|| columns.iter().map(|column| cells.get(column).copied().unwrap_or("")).collect::<Vec<_>>().join(","))
+        // The last line may be incomplete if the process was killed.
+        let is_valid = cells.len() == header.len() && cells.get("step").and_then(|number| number.parse::<u64>().ok()).is_some_and(|number| number <= step);
+        is_valid.then(|| columns.iter().map(|column| cells.get(column).copied().unwrap_or("")).collect::<Vec<_>>().join(","))
     };
-    lines.filter_map(kept).collect()
+    lines.filter_map(reorder).collect()
 }
 
 impl Log for Table {
-    fn add(&mut self, row: &Row) -> Result<()> {
-        let Row { step, epoch, loss, learning_rate, samples_per_second, waited, .. } = row;
-        let or_empty = |figure: Option<&f64>| figure.map_or(String::new(), f64::to_string);
+    fn add(&mut self, row: &StepRecord) -> Result<()> {
+        let StepRecord { step, epoch, loss, learning_rate, samples_per_second, waited, .. } = row;
+        let or_empty = |value: Option<&f64>| value.map_or(String::new(), f64::to_string);
         let losses: String = self.losses.iter().map(|name| or_empty(row.losses.get(name)) + ",").collect();
         let gradient_norm = or_empty(row.gradient_norm.as_ref());
         let line = format!("{step},{epoch},{loss},{losses}{learning_rate},{gradient_norm},{samples_per_second:.2},{waited:.4}");
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_loss_has_a_column_and_steps_are_there_once() {
+    fn each_loss_has_a_column_and_each_step_one_row() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("training.csv");
         let losses = ["soft".to_owned(), "hidden".to_owned()];
@@ -83,7 +83,7 @@ mod tests {
         assert_eq!(std::fs::read_to_string(&path).unwrap(), two);
         table.add(&row(3, &[("hidden", 1.0)])).unwrap();
         assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{two}3,0,1.5,,1,0.25,3,8.00,0.1250\n"));
-        // A line that was cut off, and columns in another order.
+        // A truncated line, and columns in a different order.
         std::fs::write(&path, "hidden,step,loss\n2,1,0.5\n,2").unwrap();
         drop(open(5));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{header}1,,0.5,,2,,,,\n"));

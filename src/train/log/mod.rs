@@ -1,4 +1,4 @@
-//! Every step in files that other programs read, while training goes on.
+//! Log files of training steps, written during training for other programs to read.
 
 mod csv;
 mod tensorboard;
@@ -8,22 +8,22 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::losses::Losses;
-use super::run::{Evaluation, Row};
+use super::run::{Evaluation, StepRecord};
 use crate::error::{Error, Result};
 
-/// Files that training writes about its steps.
+/// Format of a log file of training steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// A table, which is always written
+    /// CSV table, which is always written
     Csv,
-    /// Event files of TensorBoard
+    /// TensorBoard event file
     Tensorboard,
 }
 
 impl LogFormat {
-    /// The extension of its file.
+    /// File extension.
     pub fn extension(self) -> &'static str {
         match self {
             LogFormat::Csv => "csv",
@@ -31,40 +31,41 @@ impl LogFormat {
         }
     }
 
-    /// Name of its file while training goes on.
+    /// File name during training.
     pub fn file(self) -> String {
         format!("training.{}", self.extension())
     }
 
-    /// Those that are written where these are asked for.
-    pub fn with_table(asked: &[LogFormat]) -> Vec<LogFormat> {
-        let others = asked.iter().copied().filter(|format| *format != LogFormat::Csv);
+    /// The formats to write: CSV, and the requested ones.
+    pub fn with_table(requested: &[LogFormat]) -> Vec<LogFormat> {
+        let others = requested.iter().copied().filter(|format| *format != LogFormat::Csv);
         let mut formats: Vec<LogFormat> = [LogFormat::Csv].into_iter().chain(others).collect();
         formats.dedup();
         formats
     }
 }
 
-/// What is told of each step.
+/// Writer of a log file.
 trait Log {
     /// Adds a step.
-    fn add(&mut self, row: &Row) -> Result<()>;
+    fn add(&mut self, row: &StepRecord) -> Result<()>;
 
-    /// Adds a score.
+    /// Adds the score of an evaluation.
     fn score(&mut self, _: &Evaluation) -> Result<()> {
         Ok(())
     }
 }
 
-/// All files of one training.
+/// The log files of one training.
 pub struct Logs(Vec<Box<dyn Log>>);
 
 impl Logs {
-    /// Begins files in a folder, or goes on behind a step. `pass` stands before the names of figures where a file holds those of others.
+    /// Creates the log files in a folder; after a resume at `step` > 0, keeps their entries up to that
+    /// step. `pass` is the prefix of the TensorBoard tags.
     ///
     /// # Errors
     /// The folder cannot be written to.
-    pub fn open(folder: &Path, asked: &[LogFormat], pass: &str, losses: &Losses, step: u64) -> Result<Logs> {
+    pub fn open(folder: &Path, requested: &[LogFormat], pass: &str, losses: &Losses, step: u64) -> Result<Logs> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
         let open = |format: LogFormat| -> Result<Box<dyn Log>> {
             let path = folder.join(format.file());
@@ -73,27 +74,27 @@ impl Logs {
                 LogFormat::Tensorboard => Box::new(tensorboard::Events::open(path, pass, step)?),
             })
         };
-        LogFormat::with_table(asked).into_iter().map(open).collect::<Result<_>>().map(Logs)
+        LogFormat::with_table(requested).into_iter().map(open).collect::<Result<_>>().map(Logs)
     }
 
     /// Adds a step.
     ///
     /// # Errors
-    /// The disk is full.
-    pub fn add(&mut self, row: &Row) -> Result<()> {
+    /// Writing fails.
+    pub fn add(&mut self, row: &StepRecord) -> Result<()> {
         self.0.iter_mut().try_for_each(|log| log.add(row))
     }
 
-    /// Adds a score.
+    /// Adds the score of an evaluation.
     ///
     /// # Errors
-    /// The disk is full.
+    /// Writing fails.
     pub fn score(&mut self, evaluation: &Evaluation) -> Result<()> {
         self.0.iter_mut().try_for_each(|log| log.score(evaluation))
     }
 }
 
-/// The losses that a recipe names, in its order.
+/// The names of the losses in the recipe, in its order.
 fn names(losses: &Losses) -> Vec<String> {
     let named = serde_json::to_value(losses).ok().and_then(|losses| losses.as_object().map(|losses| losses.keys().cloned().collect()));
     named.unwrap_or_default()
@@ -105,8 +106,8 @@ mod tests {
 
     use super::*;
 
-    pub(super) fn row(step: u64, losses: &[(&str, f64)]) -> Row {
-        Row {
+    pub(super) fn row(step: u64, losses: &[(&str, f64)]) -> StepRecord {
+        StepRecord {
             step,
             epoch: 0,
             loss: 1.5,
@@ -119,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn one_name_and_a_list_are_read() {
+    fn a_name_and_a_list_are_accepted() {
         #[derive(Deserialize)]
         struct Options {
             #[serde(deserialize_with = "crate::train::one_or_several")]

@@ -1,4 +1,4 @@
-//! Event files of TensorBoard: records in the framing of TFRecord, each an `Event` with one scalar.
+//! TensorBoard event files: TFRecord records, each an `Event` with the scalars of a step.
 
 use std::fs::File;
 use std::io::Write;
@@ -9,9 +9,9 @@ use prost::Message;
 
 use super::Log;
 use crate::error::{Error, Result};
-use crate::train::run::{Evaluation, Row};
+use crate::train::run::{Evaluation, StepRecord};
 
-/// `Event` of `tensorflow/core/util/event.proto`, as far as it is written here.
+/// `Event` of `tensorflow/core/util/event.proto`, with the fields used here.
 #[derive(Clone, PartialEq, Message)]
 struct Event {
     #[prost(double, tag = "1")]
@@ -40,10 +40,11 @@ struct Value {
     simple_value: Option<f32>,
 }
 
-/// The first record of every file. Readers of this version drop no steps but where a session begins again.
+/// Version in the first record of every file. Readers of this version discard steps only after a session
+/// restart.
 const VERSION: &str = "brain.Event:2";
 
-/// A file of events.
+/// An open event file.
 pub(super) struct Events {
     path: PathBuf,
     file: File,
@@ -51,9 +52,9 @@ pub(super) struct Events {
 }
 
 impl Events {
-    /// Begins a file, or goes on behind a step.
+    /// Creates the file; after a resume at `step` > 0, keeps its events up to that step.
     pub fn open(path: PathBuf, pass: &str, step: u64) -> Result<Events> {
-        let kept = if step > 0 { done(&path, step) } else { Vec::new() };
+        let kept = if step > 0 { events_until(&path, step) } else { Vec::new() };
         let file = File::create(&path).map_err(Error::io("write", &path))?;
         let mut events = Events { path, file, prefix: pass.to_owned() };
         if kept.is_empty() {
@@ -67,20 +68,20 @@ impl Events {
         self.file.write_all(&record(&event.encode_to_vec())).map_err(Error::io("write", &self.path))
     }
 
-    fn scalars<'s>(&mut self, step: u64, figures: impl Iterator<Item = (&'s str, f64)>) -> Result<()> {
-        let value = figures.map(|(name, figure)| Value { tag: format!("{}/{name}", self.prefix), simple_value: Some(figure as f32) }).collect();
+    fn scalars<'s>(&mut self, step: u64, scalars: impl Iterator<Item = (&'s str, f64)>) -> Result<()> {
+        let value = scalars.map(|(name, value)| Value { tag: format!("{}/{name}", self.prefix), simple_value: Some(value as f32) }).collect();
         self.write(&Event { wall_time: now(), step: i64::try_from(step).unwrap_or(i64::MAX), file_version: None, summary: Some(Summary { value }) })
     }
 }
 
 impl Log for Events {
-    fn add(&mut self, row: &Row) -> Result<()> {
+    fn add(&mut self, row: &StepRecord) -> Result<()> {
         let losses: Vec<(String, f64)> = row.losses.iter().map(|(name, loss)| (format!("loss/{name}"), *loss)).collect();
         let norm = row.gradient_norm.map(|norm| ("gradient_norm", norm));
-        let figures = [("loss", row.loss), ("epoch", row.epoch as f64), ("learning_rate", row.learning_rate)];
+        let scalars = [("loss", row.loss), ("epoch", row.epoch as f64), ("learning_rate", row.learning_rate)];
         let speed = [("samples_per_second", row.samples_per_second), ("waited", row.waited)];
         let losses = losses.iter().map(|(name, loss)| (name.as_str(), *loss));
-        self.scalars(row.step, figures.into_iter().chain(losses).chain(norm).chain(speed))
+        self.scalars(row.step, scalars.into_iter().chain(losses).chain(norm).chain(speed))
     }
 
     fn score(&mut self, evaluation: &Evaluation) -> Result<()> {
@@ -88,23 +89,23 @@ impl Log for Events {
     }
 }
 
-/// Events of a file up to a step, as far as the file is whole.
-fn done(path: &Path, step: u64) -> Vec<Event> {
+/// Reads the events up to a step; stops at the first damaged record.
+fn events_until(path: &Path, step: u64) -> Vec<Event> {
     let bytes = std::fs::read(path).unwrap_or_default();
     let mut rest = bytes.as_slice();
     let mut events = Vec::new();
-    while let Some((data, behind)) = next(rest) {
+    while let Some((data, remaining)) = split_record(rest) {
         let Ok(event) = Event::decode(data) else { break };
-        if u64::try_from(event.step).is_ok_and(|of| of <= step) {
+        if u64::try_from(event.step).is_ok_and(|event_step| event_step <= step) {
             events.push(event);
         }
-        rest = behind;
+        rest = remaining;
     }
     events
 }
 
-/// The first record of some bytes, and what is behind it.
-fn next(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+/// Splits off the data of the first record; `None` if it is incomplete or a checksum does not match.
+fn split_record(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (head, rest) = bytes.split_at_checked(12)?;
     let (length, check) = head.split_at(8);
     let length_of = u64::from_le_bytes(length.try_into().ok()?);
@@ -113,18 +114,19 @@ fn next(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     (check == masked(length) && data_check == masked(data)).then_some((data, rest))
 }
 
-/// A record: length, check of the length, content, check of the content.
+/// Encodes a record: length, checksum of the length, data, checksum of the data.
 fn record(data: &[u8]) -> Vec<u8> {
     let length = (data.len() as u64).to_le_bytes();
     [&length, masked(&length).as_slice(), data, &masked(data)].concat()
 }
 
-/// CRC-32C, turned and shifted so that checks of data that hold checks themselves stay sound.
+/// Masked CRC-32C of the TFRecord format: rotated and offset, so that checksums of data that contains
+/// checksums stay robust.
 fn masked(data: &[u8]) -> [u8; 4] {
     crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
 
-/// Castagnoli's polynomial, bits reversed (RFC 3720, appendix B.4).
+/// CRC-32C with the reflected Castagnoli polynomial (RFC 3720, appendix B.4).
 fn crc32c(data: &[u8]) -> u32 {
     let step = |crc: u32, _| if crc & 1 == 1 { (crc >> 1) ^ 0x82f6_3b78 } else { crc >> 1 };
     !data.iter().fold(!0, |crc, byte| (0..8).fold(crc ^ u32::from(*byte), step))
@@ -140,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn checks_are_those_of_the_standard() {
+    fn checksums_match_the_rfc() {
         // RFC 3720, B.4.
         assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
         assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
@@ -148,8 +150,9 @@ mod tests {
     }
 
     #[test]
-    fn records_are_those_that_tensorboard_writes() {
-        // `RecordWriter` of tensorboard 2.21, given Event(wall_time=1.5, step=2, summary=Summary(value=[Value(tag="a/loss", simple_value=0.5)])).
+    fn records_equal_those_of_tensorboard() {
+        // `RecordWriter` of tensorboard 2.21 for Event(wall_time=1.5, step=2,
+        // summary=Summary(value=[Value(tag="a/loss", simple_value=0.5)])).
         let golden = "1c00000000000000c8c1951d09000000000000f83f10022a0f0a0d0a06612f6c6f7373150000003f9bd3d8d0";
         let event = Event {
             wall_time: 1.5,
@@ -159,7 +162,7 @@ mod tests {
         };
         let golden: Vec<u8> = (0..golden.len()).step_by(2).map(|at| u8::from_str_radix(&golden[at..at + 2], 16).unwrap()).collect();
         assert_eq!(record(&event.encode_to_vec()), golden);
-        assert_eq!(next(&golden).map(|(data, rest)| (Event::decode(data).unwrap(), rest.len())), Some((event, 0)));
+        assert_eq!(split_record(&golden).map(|(data, rest)| (Event::decode(data).unwrap(), rest.len())), Some((event, 0)));
     }
 
     #[test]
@@ -167,21 +170,21 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("training.tfevents");
         let open = |step| Events::open(path.clone(), "distill", step).unwrap();
-        let steps = || done(&path, u64::MAX).iter().filter(|event| event.summary.is_some()).map(|event| event.step).collect::<Vec<_>>();
+        let steps = || events_until(&path, u64::MAX).iter().filter(|event| event.summary.is_some()).map(|event| event.step).collect::<Vec<_>>();
         let mut events = open(0);
         for step in 1..=4 {
             events.add(&row(step, &[("soft", 0.5)])).unwrap();
         }
         events.score(&Evaluation { step: 4, metric: "accuracy".into(), value: 0.75 }).unwrap();
         drop(events);
-        // A process that is killed leaves half a record.
+        // A killed process leaves an incomplete record.
         let whole = std::fs::read(&path).unwrap();
         std::fs::write(&path, &whole[..whole.len() - 3]).unwrap();
         let mut events = open(2);
         assert_eq!(steps(), [1, 2]);
         events.add(&row(3, &[])).unwrap();
         assert_eq!(steps(), [1, 2, 3]);
-        let all = done(&path, 9);
+        let all = events_until(&path, 9);
         assert_eq!(all.iter().filter(|event| event.file_version.as_deref() == Some(VERSION)).count(), 1);
         let tags: Vec<&str> = all[2].summary.iter().flat_map(|summary| &summary.value).map(|value| value.tag.as_str()).collect();
         assert_eq!(tags, ["distill/loss", "distill/epoch", "distill/learning_rate", "distill/loss/soft", "distill/samples_per_second", "distill/waited"]);

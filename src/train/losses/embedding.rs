@@ -1,22 +1,22 @@
-//! Embeddings of whole samples against the teacher's (Reimers and Gurevych, *Making Monolingual Sentence Embeddings
+//! Distillation of sample embeddings (Reimers and Gurevych, *Making Monolingual Sentence Embeddings
 //! Multilingual*, 2020).
 
 use candle_core::{Result, Tensor};
 
-use super::hidden::{apart, projected, projected_back};
+use super::hidden::{project, project_backward, weighted_distance};
 use super::mask::require_rows_of_samples;
-use super::{Distance, Loss, Sum};
+use super::{Distance, Loss, LossSum};
 use crate::data::Batch;
 use crate::error;
 
-/// Values `[batch, width]`.
+/// Distance between student and teacher embeddings `[batch, width]`.
 #[derive(Debug, Clone)]
 pub struct Embedding {
-    /// How far is far.
+    /// Distance measure.
     pub distance: Distance,
-    /// Value of the student and its width.
+    /// Name of the student's value, and its width.
     pub student: (String, usize),
-    /// Value of the teacher and its width.
+    /// Name of the teacher's value, and its width.
     pub teacher: (String, usize),
 }
 
@@ -42,18 +42,18 @@ impl Loss for Embedding {
         Ok(batch.samples as f64)
     }
 
-    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> Result<Sum> {
+    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> Result<LossSum> {
         let rows = &student[0];
         require_rows_of_samples(&format!("value `{}`", self.student.0), rows, batch)?;
         let matrix = projections.first();
-        let ours = matrix.map_or_else(|| Ok(rows.clone()), |matrix| projected(rows, matrix))?;
-        let (value, gradient) = apart(self.distance, &ours, &teacher[0], &Tensor::ones_like)?;
+        let ours = matrix.map_or_else(|| Ok(rows.clone()), |matrix| project(rows, matrix))?;
+        let (value, gradient) = weighted_distance(self.distance, &ours, &teacher[0], &Tensor::ones_like)?;
         Ok(match matrix {
             Some(matrix) => {
-                let (of_rows, of_matrix) = projected_back(rows, matrix, &gradient)?;
-                Sum { value, student: vec![of_rows], projections: vec![of_matrix] }
+                let (rows_gradient, matrix_gradient) = project_backward(rows, matrix, &gradient)?;
+                LossSum { value, student: vec![rows_gradient], projections: vec![matrix_gradient] }
             }
-            None => Sum { value, student: vec![gradient], projections: Vec::new() },
+            None => LossSum { value, student: vec![gradient], projections: Vec::new() },
         })
     }
 }

@@ -1,31 +1,32 @@
-//! Hidden states of the student against those of the teacher (Romero et al., *FitNets*, 2015; Jiao et al., *TinyBERT*,
-//! 2020).
+//! Hidden-state distillation (Romero et al., *FitNets*, 2015; Jiao et al., *TinyBERT*, 2020).
 
 use candle_core::{D, Result, Tensor};
 
-use super::{Distance, Loss, Sum, mask};
-use crate::data::{Batch, Side};
+use super::{Distance, Loss, LossSum, mask};
+use crate::data::{Batch, SequenceRole};
 use crate::error;
 
-/// A value of the student and one of the teacher.
+/// A value of the student and the teacher's value that it is compared with.
 #[derive(Debug, Clone)]
 pub struct Pair {
-    /// Name of the student's.
+    /// Name of the student's value.
     pub student: String,
-    /// Name of the teacher's.
+    /// Name of the teacher's value.
     pub teacher: String,
-    /// The width of each.
+    /// Widths of the student's and the teacher's value.
     pub widths: (usize, usize),
-    /// Whose tokens have one each; else a sample counts once, whatever it has.
-    pub tokens: Option<Side>,
+    /// Role of the tokens that the positions belong to; `None` if the positions are not tokens, so that
+    /// each sample has weight 1.
+    pub tokens: Option<SequenceRole>,
 }
 
-/// Pairs of values `[batch, sequence, width]`, of images' features `[batch, channels, height, width]`, or `[batch, width]`.
+/// Hidden-state loss over pairs of values: `[batch, sequence, width]`, image features
+/// `[batch, channels, height, width]`, or `[batch, width]`.
 #[derive(Debug, Clone)]
 pub struct Hidden {
-    /// How far is far.
+    /// Distance measure.
     pub distance: Distance,
-    /// What is compared.
+    /// The pairs that are compared.
     pub pairs: Vec<Pair>,
 }
 
@@ -36,10 +37,10 @@ impl Hidden {
     }
 }
 
-/// Distances of rows, squared differences averaged over the columns or one less the cosine: their sum with a weight for each row, and
-/// its gradient with respect to the first rows.
-pub(super) fn apart(distance: Distance, a: &Tensor, b: &Tensor, weights: &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<(Tensor, Tensor)> {
-    let (distances, along) = match distance {
+/// Weighted sum of the distances between the rows of `a` and `b` (mean squared error over the columns,
+/// or 1 - cosine), and its gradient with respect to `a`.
+pub(super) fn weighted_distance(distance: Distance, a: &Tensor, b: &Tensor, weights: &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<(Tensor, Tensor)> {
+    let (distances, gradient) = match distance {
         Distance::Mse => {
             let difference = (a - b)?;
             let width = a.dim(D::Minus1)? as f64;
@@ -50,23 +51,23 @@ pub(super) fn apart(distance: Distance, a: &Tensor, b: &Tensor, weights: &dyn Fn
             let (ours, theirs) = (norm(a)?, norm(b)?);
             let cosine = ((a * b)?.sum_keepdim(D::Minus1)? / (&ours * theirs.clone())?)?;
             let towards = b.broadcast_div(&(&ours * theirs)?)?;
-            let along = (a.broadcast_mul(&(&cosine / ours.sqr()?)?)? - towards)?;
-            ((1.0 - cosine.squeeze(D::Minus1)?)?, along)
+            let gradient = (a.broadcast_mul(&(&cosine / ours.sqr()?)?)? - towards)?;
+            ((1.0 - cosine.squeeze(D::Minus1)?)?, gradient)
         }
     };
     let weights = weights(&distances)?;
-    Ok(((distances * &weights)?.sum_all()?, along.broadcast_mul(&weights.unsqueeze(D::Minus1)?)?))
+    Ok(((distances * &weights)?.sum_all()?, gradient.broadcast_mul(&weights.unsqueeze(D::Minus1)?)?))
 }
 
-/// Rows times a learned matrix, and what gradients of the product become: those of rows and of the matrix.
-pub(super) fn projected(rows: &Tensor, matrix: &Tensor) -> Result<Tensor> {
+/// Multiplies rows by a learned projection.
+pub(super) fn project(rows: &Tensor, matrix: &Tensor) -> Result<Tensor> {
     rows.flatten_to(rows.rank() - 2)?.matmul(matrix)?.reshape([&rows.dims()[..rows.rank() - 1], &[matrix.dim(1)?]].concat())
 }
 
-/// Gradients of rows and matrix, of that of their product.
-pub(super) fn projected_back(rows: &Tensor, matrix: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
+/// Gradients with respect to rows and projection, from that of their product.
+pub(super) fn project_backward(rows: &Tensor, matrix: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
     let flat = |x: &Tensor| x.flatten_to(x.rank() - 2);
-    Ok((projected(gradient, &matrix.t()?)?, flat(rows)?.t()?.matmul(&flat(gradient)?)?))
+    Ok((project(gradient, &matrix.t()?)?, flat(rows)?.t()?.matmul(&flat(gradient)?)?))
 }
 
 impl Loss for Hidden {
@@ -88,30 +89,30 @@ impl Loss for Hidden {
 
     fn items(&self, batch: &Batch) -> error::Result<f64> {
         let counts = self.pairs.iter().map(|pair| mask::count(batch, pair.tokens)).sum::<Result<f64>>();
-        counts.map_err(|e| error::Error::computed("loss `hidden`", e))
+        counts.map_err(|e| error::Error::candle("loss `hidden`", e))
     }
 
-    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> Result<Sum> {
+    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> Result<LossSum> {
         let mut matrices = projections.iter();
-        let (mut values, mut gradients, mut of_projections) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut values, mut gradients, mut projection_gradients) = (Vec::new(), Vec::new(), Vec::new());
         for (index, (student, teacher)) in student.iter().zip(teacher).enumerate() {
-            // Channels of images are the columns, every place is a row.
+            // Image features have one row per pixel, with the channels as columns.
             let image = student.rank() == 4;
             let rows = |x: &Tensor| if image { x.permute((0, 2, 3, 1))?.contiguous() } else { Ok(x.clone()) };
             let (rows, teacher) = (rows(student)?, rows(teacher)?);
             let matrix = self.projection(index).and_then(|_| matrices.next());
-            let ours = matrix.map_or_else(|| Ok(rows.clone()), |matrix| projected(&rows, matrix))?;
+            let ours = matrix.map_or_else(|| Ok(rows.clone()), |matrix| project(&rows, matrix))?;
             let weights = |distances: &Tensor| mask::weights(distances, batch, self.pairs[index].tokens);
-            let (value, mut gradient) = apart(self.distance, &ours, &teacher, &weights)?;
+            let (value, mut gradient) = weighted_distance(self.distance, &ours, &teacher, &weights)?;
             if let Some(matrix) = matrix {
-                let (of_rows, of_matrix) = projected_back(&rows, matrix, &gradient)?;
-                gradient = of_rows;
-                of_projections.push(of_matrix);
+                let (rows_gradient, matrix_gradient) = project_backward(&rows, matrix, &gradient)?;
+                gradient = rows_gradient;
+                projection_gradients.push(matrix_gradient);
             }
             values.push(value);
             gradients.push(if image { gradient.permute((0, 3, 1, 2))?.contiguous()? } else { gradient });
         }
-        Ok(Sum { value: Tensor::stack(&values, 0)?.sum_all()?, student: gradients, projections: of_projections })
+        Ok(LossSum { value: Tensor::stack(&values, 0)?.sum_all()?, student: gradients, projections: projection_gradients })
     }
 }
 
@@ -122,8 +123,8 @@ mod tests {
     use super::*;
     use crate::data::References;
 
-    /// The mean of a loss over values that are 1 apart everywhere but in places that do not count.
-    fn mean(tokens: Option<Side>, dims: &[usize], inputs: &[(&str, Tensor)]) -> f64 {
+    /// The mean loss of values that differ by 1 everywhere.
+    fn mean(tokens: Option<SequenceRole>, dims: &[usize], inputs: &[(&str, Tensor)]) -> f64 {
         let pair = Pair { student: "a".into(), teacher: "b".into(), widths: (3, 3), tokens };
         let loss = Hidden { distance: Distance::Mse, pairs: vec![pair] };
         let inputs = inputs.iter().map(|(name, tensor)| ((*name).to_owned(), tensor.clone())).collect();
@@ -132,9 +133,9 @@ mod tests {
         let sum = loss.sum(std::slice::from_ref(&student), &[student.ones_like().unwrap()], &[], &batch).unwrap();
         let total = sum.student[0].abs().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
         let items = loss.items(&batch).unwrap();
-        // Of a mean of squares, all gradients together are twice as long.
+        // The derivative of (1 - 0)² is 2 in magnitude.
         assert!((f64::from(total) / items - 2.0).abs() < 1e-5, "{dims:?}: {total} of {items}");
-        let masks = [(Some(Side::Read), 5.0), (Some(Side::Said), 3.0)];
+        let masks = [(Some(SequenceRole::Input), 5.0), (Some(SequenceRole::Decoder), 3.0)];
         assert!(tokens.is_none() || batch.mask(tokens.unwrap()).is_none() || masks.contains(&(tokens, items)), "{items} of {tokens:?}");
         f64::from(sum.value.to_scalar::<f32>().unwrap()) / items
     }
@@ -144,29 +145,29 @@ mod tests {
         let ids = ("input_ids", Tensor::ones((2, 5), DType::I64, &Device::Cpu).unwrap());
         let mask = ("attention_mask", Tensor::new(&[[1i64, 1, 1, 1, 0], [1, 0, 0, 0, 0]], &Device::Cpu).unwrap());
         let pixels = ("pixel_values", Tensor::ones((2, 3, 4, 4), DType::F32, &Device::Cpu).unwrap());
-        let said = ("decoder_input_ids", ids.1.clone());
-        let said_mask = ("decoder_attention_mask", Tensor::new(&[[1i64, 0, 0, 0, 0], [1, 1, 0, 0, 0]], &Device::Cpu).unwrap());
+        let decoder_ids = ("decoder_input_ids", ids.1.clone());
+        let decoder_mask = ("decoder_attention_mask", Tensor::new(&[[1i64, 0, 0, 0, 0], [1, 1, 0, 0, 0]], &Device::Cpu).unwrap());
         for (tokens, dims, inputs) in [
-            (Some(Side::Read), &[2, 5, 3][..], &[ids.clone()][..]),
-            (Some(Side::Read), &[2, 5, 3], &[ids.clone(), mask.clone()]),
-            // Both sides of one length: each has its own padding.
-            (Some(Side::Read), &[2, 5, 3], &[ids.clone(), mask.clone(), said.clone(), said_mask.clone()]),
-            (Some(Side::Said), &[2, 5, 3], &[ids.clone(), mask.clone(), said.clone(), said_mask.clone()]),
-            (Some(Side::Said), &[2, 5, 3], &[pixels.clone(), said]),
+            (Some(SequenceRole::Input), &[2, 5, 3][..], &[ids.clone()][..]),
+            (Some(SequenceRole::Input), &[2, 5, 3], &[ids.clone(), mask.clone()]),
+            // Encoder and decoder sequences of equal length, each with its own padding.
+            (Some(SequenceRole::Input), &[2, 5, 3], &[ids.clone(), mask.clone(), decoder_ids.clone(), decoder_mask.clone()]),
+            (Some(SequenceRole::Decoder), &[2, 5, 3], &[ids.clone(), mask.clone(), decoder_ids.clone(), decoder_mask.clone()]),
+            (Some(SequenceRole::Decoder), &[2, 5, 3], &[pixels.clone(), decoder_ids]),
             (None, &[2, 3], &[ids.clone(), mask.clone()]),
-            // Heads of a model of tokens.
+            // Attention heads of a token model.
             (None, &[2, 5, 7, 3], &[ids.clone(), mask.clone()]),
             (None, &[2, 197, 3], std::slice::from_ref(&pixels)),
             (None, &[2, 3, 7, 5], std::slice::from_ref(&pixels)),
         ] {
             assert!((mean(tokens, dims, inputs) - 1.0).abs() < 1e-6, "{dims:?}");
         }
-        // Other places than tokens are refused: which of them are padding is not known.
+        // Positions that do not match the tokens are rejected: their padding is unknown.
         let value = Tensor::zeros((2, 7), DType::F32, &Device::Cpu).unwrap();
         for inputs in [vec![ids.clone()], vec![ids, mask]] {
             let inputs = inputs.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect();
             let batch = Batch { inputs, references: References::None, samples: 2 };
-            assert!(mask::weights(&value, &batch, Some(Side::Read)).unwrap_err().to_string().contains("[2, 7]"));
+            assert!(mask::weights(&value, &batch, Some(SequenceRole::Input)).unwrap_err().to_string().contains("[2, 7]"));
         }
     }
 }

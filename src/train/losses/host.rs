@@ -1,4 +1,4 @@
-//! Losses over logits in host memory, row by row: the gradient takes the place of the logits.
+//! Losses over logits in host memory, row by row; the gradient overwrites the logits.
 
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
@@ -8,30 +8,31 @@ use crate::kernel::cross_entropy::{hard, soft};
 use crate::kernel::scratch::Scratch;
 use crate::train::floats::{CHUNK, change, read};
 
-/// What logits are held to; gradients are multiplied by factors.
-pub(super) struct Wanted<'a> {
-    /// The first columns, which are those of classes.
+/// Targets of the logits, and factors on the gradients.
+pub(super) struct LogitTargets<'a> {
+    /// Number of classes; further columns are padding.
     pub classes: usize,
-    /// Temperature, factor, and the teacher's logits `[rows, classes]`.
+    /// Temperature, gradient factor, and the teacher's logits `[rows, classes]`.
     pub soft: Option<(f64, f64, &'a Tensor)>,
-    /// Label smoothing, factor, and the class of each row.
+    /// Label smoothing, gradient factor, and the class of each row.
     pub hard: Option<(f64, f64, &'a [u32])>,
 }
 
-/// Whether logits can be changed where they lie.
-pub(super) fn is_readable(tensor: &Tensor) -> bool {
+/// Whether a tensor can be modified in place as an f32 slice.
+pub(super) fn is_host_slice(tensor: &Tensor) -> bool {
     on_host(tensor.device()) && tensor.dtype() == DType::F32 && tensor.is_contiguous()
 }
 
-impl Wanted<'_> {
-    /// Puts the gradient in the place of logits `[rows, columns]`; sums of the soft and of the hard loss over rows.
-    pub fn put_gradient(&self, logits: &Tensor) -> Result<[f64; 2]> {
+impl LogitTargets<'_> {
+    /// Overwrites logits `[rows, columns]` with the gradient. Returns the sums of the soft and of the
+    /// hard loss over the rows.
+    pub fn replace_by_gradient(&self, logits: &Tensor) -> Result<[f64; 2]> {
         let columns = logits.dim(1)?;
         let mut sums = [0.0; 2];
         let mut compute = |values: &mut [f32], theirs: &[f32]| {
             let rows = values.par_chunks_exact_mut(columns.max(1)).enumerate();
             let losses: Vec<[f32; 2]> = rows.map(|(row, out)| self.row(row, out, theirs)).collect();
-            // In their order, whichever threads made them.
+            // Summed in row order, independent of the threads.
             losses.iter().for_each(|row| sums.iter_mut().zip(row).for_each(|(sum, loss)| *sum += f64::from(*loss)));
             Ok(())
         };
@@ -60,7 +61,7 @@ impl Wanted<'_> {
     }
 }
 
-/// Adds to a tensor where it lies.
+/// Adds to a tensor in place.
 pub(super) fn add_to(sum: &Tensor, more: &Tensor) -> Result<()> {
     read(more, |more| {
         change(sum, |sum: &mut [f32]| {

@@ -1,47 +1,50 @@
-//! Soft targets (Hinton et al., *Distilling the Knowledge in a Neural Network*, 2015) and hard ones, over logits that may
-//! never be whole in memory: where a linear layer makes them, they are made, used and forgotten a few rows at a time.
+//! Soft targets (Hinton et al., *Distilling the Knowledge in a Neural Network*, 2015) and hard targets.
+//!
+//! If a linear layer computes the logits, they are computed and discarded in chunks of rows, so that the
+//! full logits are never in memory.
 
 use std::collections::BTreeMap;
 
 use candle_core::{D, DType, Device, Tensor};
 
-use super::host::{Wanted, add_to, is_readable};
+use super::host::{LogitTargets, add_to, is_host_slice};
 use super::mask::require_rows_of_samples;
-use super::{Said, divisor};
-use crate::data::{Batch, References, Side};
+use super::{LossOutput, divisor};
+use crate::data::{Batch, References, SequenceRole};
 use crate::error::{Error, Result};
 use crate::exec::Parameters;
 use crate::exec::transfer::{self, Cause};
 use crate::ir::ops::{Backward, Linear, PreparedOp, Saved};
 use crate::train::cache::Cache;
 
-/// Logits that are in memory at a time: on the host, and on a GPU, which needs products of several hundred rows to be busy at a
-/// vocabulary of 150,000.
+/// Number of logits per chunk on the host.
 const CHUNK: usize = 1 << 24;
+/// Number of logits per chunk on a GPU, which needs several hundred rows to be busy at a vocabulary of
+/// 150,000.
 const CHUNK_ON_GPU: usize = 1 << 26;
 
-/// A linear layer that makes logits.
+/// The linear layer that computes the logits.
 #[derive(Debug, Clone)]
 pub struct Head {
-    /// The value that it reads, `[batch, sequence, width]`.
+    /// Name of its input, `[batch, sequence, width]`.
     pub input: String,
-    /// Its weight and its bias.
+    /// Names of its weight and bias.
     pub parameters: Vec<String>,
-    /// How the weight lies.
+    /// The op, with the layout of the weight.
     pub op: Linear,
 }
 
-/// Where logits come from.
+/// Source of the logits.
 #[derive(Debug, Clone)]
 pub enum LogitsSource {
     /// A value of the graph.
     Value(String),
-    /// A layer that is computed row by row.
+    /// A layer that is computed in chunks of rows.
     Head(Head),
 }
 
 impl LogitsSource {
-    /// The value of the graph that is read.
+    /// Name of the graph value that is read.
     pub fn value(&self) -> &String {
         match self {
             LogitsSource::Value(name) => name,
@@ -49,7 +52,7 @@ impl LogitsSource {
         }
     }
 
-    /// Logits of rows.
+    /// Computes the logits of rows.
     fn logits(&self, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Tensor> {
         match self {
             LogitsSource::Value(_) => Ok(rows.clone()),
@@ -68,89 +71,89 @@ impl Head {
     }
 }
 
-/// Losses over logits.
+/// Soft and hard losses over logits.
 #[derive(Debug, Clone)]
 pub struct Logits {
     /// Weight and temperature.
     pub soft: Option<(f64, f64)>,
     /// Weight and label smoothing.
     pub hard: Option<(f64, f64)>,
-    /// The student's logits.
+    /// Source of the student's logits.
     pub student: LogitsSource,
-    /// The teacher's.
+    /// Source of the teacher's logits.
     pub teacher: Option<LogitsSource>,
-    /// Columns that both have.
+    /// Number of columns that student and teacher have in common.
     pub classes: usize,
-    /// Whose tokens have logits each; else a sample has some.
-    pub tokens: Option<Side>,
+    /// Role of the tokens that have logits; `None` if there is one row of logits per sample.
+    pub tokens: Option<SequenceRole>,
 }
 
 /// Values of a graph, by name, and parameters.
 pub type ModelValues<'a> = (&'a BTreeMap<String, Tensor>, &'a Parameters);
 
-/// Where the teacher's logits come from in a step.
-pub enum Answers<'a> {
-    /// There is none.
+/// Outputs of the teacher for a batch.
+pub enum TeacherOutputs<'a> {
+    /// No teacher.
     None,
     /// Values of its graph, and its parameters.
     Values(&'a BTreeMap<String, Tensor>, &'a Parameters),
-    /// Largest logits of all rows, and the cache that they are from.
-    Known(&'a [(u32, half::f16)], &'a Cache),
+    /// Top logits of all rows, and the cache that they were read from.
+    Cached(&'a [(u32, half::f16)], &'a Cache),
 }
 
-/// Rows of logits that count, and the class of each.
+/// Rows of logits that contribute to the loss, and the target class of each.
 struct Rows {
     indices: Vec<u32>,
     targets: Vec<u32>,
 }
 
 impl Logits {
-    /// How many rows the samples hold.
+    /// Number of rows that contribute to the loss.
     ///
     /// # Errors
-    /// The samples have no labels where they are needed.
+    /// A hard loss lacks labels.
     pub fn items(&self, batch: &Batch) -> Result<f64> {
         Ok(self.rows(batch)?.indices.len() as f64)
     }
 
-    /// The places in each sample whose logits count.
+    /// Positions in each sample whose logits contribute to the loss.
     ///
     /// # Errors
     /// As [`items`](Logits::items).
-    pub fn places(&self, batch: &Batch) -> Result<Vec<Vec<u32>>> {
-        let mut places = vec![Vec::new(); batch.samples];
+    pub fn positions(&self, batch: &Batch) -> Result<Vec<Vec<u32>>> {
+        let mut positions = vec![Vec::new(); batch.samples];
         let tokens = self.tokens.and_then(|side| batch.tokens(side));
         let sequence = tokens.map_or(1, |ids| ids.elem_count() / batch.samples.max(1)).max(1) as u32;
         for index in self.rows(batch)?.indices {
-            places[(index / sequence) as usize].push(index % sequence);
+            positions[(index / sequence) as usize].push(index % sequence);
         }
-        Ok(places)
+        Ok(positions)
     }
 
-    /// Hands over the teacher's logits of all rows that count, a few rows at a time.
+    /// Calls `each` with the teacher's logits of all rows that contribute to the loss, in chunks of rows.
     ///
     /// # Errors
-    /// Those of `each`; labels are missing, or memory runs out.
-    pub fn for_each_of_teacher(&self, teacher: ModelValues, batch: &Batch, each: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()> {
+    /// `each` fails, labels are missing, or memory runs out.
+    pub fn for_each_teacher_chunk(&self, teacher: ModelValues, batch: &Batch, each: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()> {
         let Some(source) = &self.teacher else { return Ok(()) };
         let value = teacher.0.get(source.value()).ok_or_else(|| missing(source.value()))?;
-        let failed = |e| Error::computed("the teacher's logits", e);
+        let failed = |e| Error::candle("the teacher's logits", e);
         let value = flat(value).map_err(failed)?;
         for indices in self.rows(batch)?.indices.chunks(self.rows_per_chunk(value.device())) {
-            let logits = picked(&value, indices).and_then(|rows| self.of_teacher(source, &rows, teacher.1));
+            let logits = select_rows(&value, indices).and_then(|rows| self.teacher_logits(source, &rows, teacher.1));
             each(&logits.map_err(failed)?)?;
         }
         Ok(())
     }
 
-    /// Rows whose logits are in memory at a time.
+    /// Number of rows per chunk.
     fn rows_per_chunk(&self, device: &Device) -> usize {
         let chunk = if device.is_cpu() { CHUNK } else { CHUNK_ON_GPU };
         (chunk / self.classes.max(1)).max(1)
     }
 
-    /// The teacher's logits of rows, in 32 bits: another model's may have other ones, and more columns.
-    fn of_teacher(&self, source: &LogitsSource, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Tensor> {
+    /// The teacher's logits of rows, in f32 and without columns that the student lacks.
+    fn teacher_logits(&self, source: &LogitsSource, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Tensor> {
         source.logits(rows, parameters)?.narrow(1, 0, self.classes)?.to_dtype(DType::F32)
     }
 
@@ -159,51 +162,52 @@ impl Logits {
         let Some(side) = self.tokens else {
             let labelled = match (&batch.references, self.hard) {
                 (References::Classes(classes), Some(_)) => (0..).zip(classes).filter_map(|(row, class)| Some((row, (*class)? as u32))),
-                (_, Some(_)) => return Err(missing("the class of every sample: name `label_column`, or the file of `labels`")),
+                (_, Some(_)) => return Err(missing("the class of every sample: specify `label_column`, or the file `labels`")),
                 (_, None) => return Ok(Rows { indices: (0..batch.samples as u32).collect(), targets: Vec::new() }),
             };
             let (indices, targets): (Vec<u32>, Vec<u32>) = labelled.unzip();
             if let Some(class) = targets.iter().find(|class| **class as usize >= self.classes) {
-                return Err(Error::option("losses: hard", format!("class {class} is out of range, the model has {}", self.classes)));
+                return Err(Error::option("losses: hard", format!("class {class} is out of range, the model has {} classes", self.classes)));
             }
             return Ok(Rows { indices, targets });
         };
-        let ids = batch.tokens(side).ok_or_else(|| missing("the model's tokens"))?;
+        let ids = batch.tokens(side).ok_or_else(|| missing("the token ids of the model's input"))?;
         let sequence = ids.dims().last().copied().unwrap_or(0);
-        let place = |sample: usize, at: usize| (sample * sequence + at) as u32;
+        let row = |sample: usize, at: usize| (sample * sequence + at) as u32;
         let mut rows = Rows { indices: Vec::new(), targets: Vec::new() };
-        if let Some(asked) = batch.next_tokens()? {
-            let known = |token: i64| {
-                let reason = || format!("token {token} is out of range, the model has {}", self.classes);
+        if let Some(targets) = batch.next_tokens()? {
+            let class = |token: i64| {
+                let reason = || format!("token {token} is out of range, the model has {} tokens", self.classes);
                 u32::try_from(token).ok().filter(|token| (*token as usize) < self.classes).ok_or_else(|| Error::option("losses: hard", reason()))
             };
-            for (sample, asked) in asked.iter().enumerate() {
-                for (at, token) in asked {
-                    rows.indices.push(place(sample, *at));
-                    rows.targets.push(if self.hard.is_some() { known(*token)? } else { 0 });
+            for (sample, targets) in targets.iter().enumerate() {
+                for (at, token) in targets {
+                    rows.indices.push(row(sample, *at));
+                    rows.targets.push(if self.hard.is_some() { class(*token)? } else { 0 });
                 }
             }
             return Ok(rows);
         }
         if self.hard.is_some() {
-            return Err(missing("tokens to predict: `task: language-modelling`"));
+            return Err(missing("target tokens: set `task: language-modelling`"));
         }
-        let mask = batch.mask(side).map(transfer::read::<i64>).transpose().map_err(|e| Error::computed("the mask of tokens", e))?;
+        let mask = batch.mask(side).map(transfer::read::<i64>).transpose().map_err(|e| Error::candle("the attention mask", e))?;
         let real = |at: &usize| mask.as_ref().is_none_or(|mask| mask.get(*at) != Some(&0));
         rows.indices.extend((0..ids.elem_count()).filter(real).map(|at| at as u32));
         Ok(rows)
     }
 
-    /// Adds what the losses say; `items` are those of the whole step, `scale` multiplies gradients only.
+    /// Adds the losses and gradients of a micro-batch to `output`. `items` is the number of items of the
+    /// whole step; `scale` multiplies only the gradients.
     ///
     /// # Errors
     /// Labels are missing or out of range, or memory runs out.
     #[allow(clippy::too_many_arguments)]
     pub fn add(
         &self,
-        said: &mut Said,
+        output: &mut LossOutput,
         student: ModelValues,
-        teacher: Answers,
+        teacher: TeacherOutputs,
         batch: &Batch,
         trained: &dyn Fn(&str) -> bool,
         (items, scale): (f64, f64),
@@ -211,7 +215,9 @@ impl Logits {
         let rows = self.rows(batch)?;
         let ours = student.0.get(self.student.value()).ok_or_else(|| missing(self.student.value()))?;
         let theirs = match (&self.teacher, &teacher) {
-            (Some(source), Answers::Values(values, ..)) if self.soft.is_some() => Some(values.get(source.value()).ok_or_else(|| missing(source.value()))?),
+            (Some(source), TeacherOutputs::Values(values, ..)) if self.soft.is_some() => {
+                Some(values.get(source.value()).ok_or_else(|| missing(source.value()))?)
+            }
             _ => None,
         };
         let mut compute = || {
@@ -220,36 +226,37 @@ impl Logits {
                 require_rows_of_samples(&format!("value `{}`", self.student.value()), &values, batch)?;
             }
             let count = self.rows_per_chunk(values.device());
-            let mut back: Vec<Tensor> = Vec::new();
+            let mut gradients: Vec<Tensor> = Vec::new();
             let mut weights: Vec<(String, Tensor)> = Vec::new();
             for (number, indices) in rows.indices.chunks(count).enumerate() {
                 let targets = rows.targets.chunks(count).nth(number).unwrap_or(&[]);
-                let hidden = picked(&values, indices)?;
+                let hidden = select_rows(&values, indices)?;
                 let logits = self.student.logits(&hidden, student.1)?;
                 let soft = match (&self.teacher, &teacher, &theirs) {
-                    (Some(source), Answers::Values(_, parameters), Some(value)) => {
-                        let logits = self.of_teacher(source, &picked(value, indices)?, parameters)?;
-                        // The teacher may be elsewhere.
-                        Some(transfer::beside(&logits, values.device(), Cause::Offload)?)
+                    (Some(source), TeacherOutputs::Values(_, parameters), Some(value)) => {
+                        let logits = self.teacher_logits(source, &select_rows(value, indices)?, parameters)?;
+                        // The teacher may be on another device.
+                        Some(transfer::move_to(&logits, values.device(), Cause::Offload)?)
                     }
-                    (_, Answers::Known(entries, cache), _) => {
+                    (_, TeacherOutputs::Cached(entries, cache), _) => {
                         let from = number * count * cache.top();
                         let entries = entries.get(from..from + indices.len() * cache.top()).unwrap_or(&[]);
                         Some(cache.logits(entries, self.classes, values.device())?)
                     }
                     _ => None,
                 };
-                let along = self.gradient(said, logits, soft.as_ref(), targets, (items, scale))?.to_dtype(values.dtype())?;
-                back.push(match &self.student {
-                    LogitsSource::Value(_) => along,
-                    LogitsSource::Head(head) => head.back(&hidden, &along, student.1, trained, &mut weights)?,
+                let gradient = self.gradient(output, logits, soft.as_ref(), targets, (items, scale))?.to_dtype(values.dtype())?;
+                gradients.push(match &self.student {
+                    LogitsSource::Value(_) => gradient,
+                    LogitsSource::Head(head) => head.backward(&hidden, &gradient, student.1, trained, &mut weights)?,
                 });
             }
             if rows.indices.is_empty() {
-                // Ranks sum losses and gradients name by name: none may lack one because its labels are all -100.
+                // Ranks reduce losses and gradients by name, so a rank whose labels are all -100 must
+                // contribute zeros.
                 let zero = Tensor::zeros((), DType::F64, values.device())?;
-                let soft = self.soft.filter(|_| !matches!(teacher, Answers::None)).map(|_| "soft");
-                soft.into_iter().chain(self.hard.map(|_| "hard")).try_for_each(|name| said.add_loss(name, &zero, 0.0))?;
+                let soft = self.soft.filter(|_| !matches!(teacher, TeacherOutputs::None)).map(|_| "soft");
+                soft.into_iter().chain(self.hard.map(|_| "hard")).try_for_each(|name| output.add_loss(name, &zero, 0.0))?;
                 if let LogitsSource::Head(head) = &self.student {
                     for name in head.parameters.iter().filter(|name| trained(name)) {
                         weights.push((name.clone(), student.1.get(name)?.zeros_like()?.to_dtype(DType::F32)?));
@@ -258,32 +265,40 @@ impl Logits {
             }
             let gradient = match rows.indices.len() {
                 0 => values.zeros_like()?,
-                count if count == values.dim(0)? => Tensor::cat(&back, 0)?,
-                _ => values.zeros_like()?.index_add(&places(&rows.indices, values.device())?, &Tensor::cat(&back, 0)?, 0)?,
+                count if count == values.dim(0)? => Tensor::cat(&gradients, 0)?,
+                _ => transfer::place_rows(&Tensor::cat(&gradients, 0)?, &rows.indices, values.dim(0)?)?,
             };
-            said.parameters.append(&mut weights);
-            said.add_value(self.student.value(), gradient.reshape(ours.dims())?)
+            output.parameters.append(&mut weights);
+            output.add_value(self.student.value(), gradient.reshape(ours.dims())?)
         };
-        compute().map_err(|e: candle_core::Error| Error::computed("losses over logits", e))
+        compute().map_err(|e: candle_core::Error| Error::candle("losses over logits", e))
     }
 
-    /// The gradient of the losses with respect to logits `[rows, columns]`, times the scale.
-    fn gradient(&self, said: &mut Said, logits: Tensor, teacher: Option<&Tensor>, targets: &[u32], (items, scale): (f64, f64)) -> candle_core::Result<Tensor> {
+    /// Adds the losses, and returns their gradient with respect to logits `[rows, columns]`, multiplied
+    /// by the scale.
+    fn gradient(
+        &self,
+        output: &mut LossOutput,
+        logits: Tensor,
+        teacher: Option<&Tensor>,
+        targets: &[u32],
+        (items, scale): (f64, f64),
+    ) -> candle_core::Result<Tensor> {
         let items = divisor(items);
-        // Those of a head are nobody else's.
-        if matches!(self.student, LogitsSource::Head(_)) && [Some(&logits), teacher].into_iter().flatten().all(is_readable) {
+        // Logits of a head are a temporary that can be overwritten.
+        if matches!(self.student, LogitsSource::Head(_)) && [Some(&logits), teacher].into_iter().flatten().all(is_host_slice) {
             let soft = self.soft.zip(teacher).map(|((weight, temperature), teacher)| (temperature, weight * temperature / items * scale, teacher));
             let hard = self.hard.map(|(weight, smoothing)| (smoothing, weight / items * scale, targets));
-            let sums = Wanted { classes: self.classes, soft, hard }.put_gradient(&logits)?;
-            let of_soft = soft.map(|(temperature, ..)| ("soft", sums[0], temperature * temperature));
-            for (name, sum, factor) in of_soft.into_iter().chain(hard.map(|_| ("hard", sums[1], 1.0))) {
-                said.add_loss(name, &Tensor::new(sum, logits.device())?, factor / items)?;
+            let sums = LogitTargets { classes: self.classes, soft, hard }.replace_by_gradient(&logits)?;
+            let soft_sum = soft.map(|(temperature, ..)| ("soft", sums[0], temperature * temperature));
+            for (name, sum, factor) in soft_sum.into_iter().chain(hard.map(|_| ("hard", sums[1], 1.0))) {
+                output.add_loss(name, &Tensor::new(sum, logits.device())?, factor / items)?;
             }
             return Ok(logits);
         }
         let columns = logits.dim(1)?;
         let wide = logits.to_dtype(DType::F32)?;
-        let known = wide.narrow(1, 0, self.classes)?.contiguous()?;
+        let class_logits = wide.narrow(1, 0, self.classes)?.contiguous()?;
         let mut sum: Option<Tensor> = None;
         let mut add = |part: Tensor| {
             sum = Some(match sum.take() {
@@ -293,29 +308,29 @@ impl Logits {
             Ok::<_, candle_core::Error>(())
         };
         if let (Some((weight, temperature)), Some(teacher)) = (self.soft, teacher) {
-            let ours = log_softmax(&(&known / temperature)?)?;
+            let ours = log_softmax(&(&class_logits / temperature)?)?;
             let theirs = log_softmax(&(teacher / temperature)?)?;
             let target = theirs.exp()?;
             let loss = (&target * (theirs - &ours)?)?.sum_all()?;
-            said.add_loss("soft", &loss, temperature * temperature / items)?;
+            output.add_loss("soft", &loss, temperature * temperature / items)?;
             add(((ours.exp()? - target)? * (weight * temperature / items))?)?;
         }
         if let Some((weight, smoothing)) = self.hard {
-            let ours = log_softmax(&known)?;
-            let places = transfer::to_device(&Tensor::new(targets, &Device::Cpu)?, logits.device(), Cause::Batch)?.unsqueeze(1)?;
-            let chosen = ours.gather(&places, 1)?;
-            let even = smoothing / self.classes as f64;
-            said.add_loss("hard", &chosen.sum_all()?, (smoothing - 1.0) / items)?;
+            let ours = log_softmax(&class_logits)?;
+            let target_columns = transfer::to_device(&Tensor::new(targets, &Device::Cpu)?, logits.device(), Cause::Batch)?.unsqueeze(1)?;
+            let target_log_probabilities = ours.gather(&target_columns, 1)?;
+            let uniform = smoothing / self.classes as f64;
+            output.add_loss("hard", &target_log_probabilities.sum_all()?, (smoothing - 1.0) / items)?;
             if smoothing > 0.0 {
-                said.add_loss("hard", &ours.sum_all()?, -even / items)?;
+                output.add_loss("hard", &ours.sum_all()?, -uniform / items)?;
             }
-            let at = Tensor::full((1.0 - smoothing) as f32, places.shape(), logits.device())?;
-            let wanted = Tensor::full(even as f32, known.shape(), logits.device())?.scatter_add(&places, &at, 1)?;
-            add(((ours.exp()? - wanted)? * (weight / items))?)?;
+            let peak = Tensor::full((1.0 - smoothing) as f32, target_columns.shape(), logits.device())?;
+            let target = Tensor::full(uniform as f32, class_logits.shape(), logits.device())?.scatter_add(&target_columns, &peak, 1)?;
+            add(((ours.exp()? - target)? * (weight / items))?)?;
         }
         let gradient = match sum {
             Some(gradient) => gradient,
-            None => known.zeros_like()?,
+            None => class_logits.zeros_like()?,
         };
         let gradient = (gradient * scale)?;
         if self.classes == columns { Ok(gradient) } else { gradient.pad_with_zeros(1, 0, columns - self.classes) }
@@ -326,21 +341,21 @@ fn missing(name: &str) -> Error {
     Error::graph(format!("graph value `{name}`"), "is not among the outputs")
 }
 
-/// All rows of a value, one below the other.
+/// Flattens all axes except the last.
 fn flat(value: &Tensor) -> candle_core::Result<Tensor> {
     value.contiguous()?.flatten_to(value.rank() - 2)
 }
 
-fn places(indices: &[u32], device: &Device) -> candle_core::Result<Tensor> {
+fn index_tensor(indices: &[u32], device: &Device) -> candle_core::Result<Tensor> {
     transfer::to_device(&Tensor::new(indices, &Device::Cpu)?, device, Cause::Batch)
 }
 
-/// Some rows; all of them, where there are as many.
-fn picked(rows: &Tensor, indices: &[u32]) -> candle_core::Result<Tensor> {
-    if indices.len() == rows.dim(0)? { Ok(rows.clone()) } else { rows.index_select(&places(indices, rows.device())?, 0) }
+/// Selects rows by index; returns all rows unchanged if there are as many indices.
+fn select_rows(rows: &Tensor, indices: &[u32]) -> candle_core::Result<Tensor> {
+    if indices.len() == rows.dim(0)? { Ok(rows.clone()) } else { rows.index_select(&index_tensor(indices, rows.device())?, 0) }
 }
 
-/// Logarithms of probabilities, row by row.
+/// Log-softmax over the last axis.
 pub(super) fn log_softmax(logits: &Tensor) -> candle_core::Result<Tensor> {
     let moved = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?)?;
     let sums = moved.exp()?.sum_keepdim(D::Minus1)?.log()?;
@@ -348,8 +363,9 @@ pub(super) fn log_softmax(logits: &Tensor) -> candle_core::Result<Tensor> {
 }
 
 impl Head {
-    /// The gradient with respect to the rows that the layer reads; those of its parameters are added up.
-    fn back(
+    /// Returns the gradient with respect to the input rows, and adds those of the trained parameters to
+    /// `sums`.
+    fn backward(
         &self,
         rows: &Tensor,
         gradient: &Tensor,
@@ -357,24 +373,24 @@ impl Head {
         trained: &dyn Fn(&str) -> bool,
         sums: &mut Vec<(String, Tensor)>,
     ) -> candle_core::Result<Tensor> {
-        let inputs: Vec<Saved> = self.operands(rows, parameters)?.into_iter().map(Saved::whole).collect();
+        let inputs: Vec<Saved> = self.operands(rows, parameters)?.into_iter().map(Saved::full).collect();
         let wanted: Vec<bool> = std::iter::once(true).chain(self.parameters.iter().map(|name| trained(name))).collect();
         let output = Saved::shape(gradient.dims());
-        let mut found = self.prepared(rows).backward(&Backward { inputs: &inputs, output: &output, gradient, wanted: &wanted })?.into_iter();
-        let back = found.next().flatten();
+        let mut found = self.prepared(rows).backward(&Backward { inputs: &inputs, output: &output, gradient, needs_gradient: &wanted })?.into_iter();
+        let input_gradient = found.next().flatten();
         for (name, gradient) in self.parameters.iter().zip(found) {
             let Some(gradient) = gradient else { continue };
-            // Many rows at a time are added up, which 16 bits are too few for.
+            // 16-bit floats are too imprecise to accumulate over many chunks.
             let gradient = gradient.to_dtype(DType::F32)?;
             match sums.iter_mut().find(|(other, _)| other == name) {
-                Some((_, sum)) if [&*sum, &gradient].into_iter().all(is_readable) => add_to(sum, &gradient)?,
+                Some((_, sum)) if [&*sum, &gradient].into_iter().all(is_host_slice) => add_to(sum, &gradient)?,
                 Some((_, sum)) => *sum = (&*sum + gradient)?,
                 None => sums.push((name.clone(), gradient)),
             }
         }
-        match back {
-            Some(back) => Ok(back),
-            None => candle_core::bail!("a linear layer gave no gradient"),
+        match input_gradient {
+            Some(gradient) => Ok(gradient),
+            None => candle_core::bail!("the linear layer returned no gradient of its input"),
         }
     }
 }
@@ -383,25 +399,25 @@ impl Head {
 mod tests {
     use super::*;
 
-    /// A thousand gradients that are too small beside their sum for 16 bits.
+    /// A thousand gradients, each too small compared to their sum for 16-bit floats.
     #[test]
-    fn gradients_of_many_rows_add_up_in_32_bits() {
+    fn gradients_accumulate_in_f32() {
         let tensor = |value: f64, dims: (usize, usize)| (Tensor::ones(dims, DType::BF16, &Device::Cpu).unwrap() * value).unwrap();
         let head = Head { input: "x".into(), parameters: vec!["w".into()], op: Linear::default() };
-        let parameters = Parameters::of([("w".to_owned(), tensor(1.0, (4, 2)))].into(), DType::BF16);
+        let parameters = Parameters::from_tensors([("w".to_owned(), tensor(1.0, (4, 2)))].into(), DType::BF16);
         let mut sums = Vec::new();
         for _ in 0..1000 {
-            head.back(&tensor(1.0, (1, 2)), &tensor(1.0, (1, 4)), &parameters, &|_| true, &mut sums).unwrap();
+            head.backward(&tensor(1.0, (1, 2)), &tensor(1.0, (1, 4)), &parameters, &|_| true, &mut sums).unwrap();
         }
         assert_eq!(transfer::values::<f32>(&sums[0].1, Cause::Step).unwrap(), [1000.0; 8]);
     }
 
-    /// Ranks average what is in these maps name by name.
+    /// Ranks average these maps by name.
     #[test]
-    fn samples_without_labels_have_the_losses_and_gradients_of_others_with_zeros() {
+    fn unlabelled_samples_contribute_zeros() {
         let tensor = |dims: &[usize]| Tensor::ones(dims, DType::F32, &Device::Cpu).unwrap();
         let head = LogitsSource::Head(Head { input: "x".into(), parameters: vec!["w".into()], op: Linear::default() });
-        let parameters = Parameters::of([("w".to_owned(), tensor(&[5, 4]))].into(), DType::F32);
+        let parameters = Parameters::from_tensors([("w".to_owned(), tensor(&[5, 4]))].into(), DType::F32);
         let values = BTreeMap::from([("x".to_owned(), tensor(&[1, 3, 4]))]);
         let ids = Tensor::new(&[[1i64, 2, 3]], &Device::Cpu).unwrap();
         let found = |label: Option<i64>| {
@@ -411,25 +427,26 @@ mod tests {
                 student: head.clone(),
                 teacher: Some(head.clone()),
                 classes: 5,
-                tokens: Some(Side::Read),
+                tokens: Some(SequenceRole::Input),
             };
             let references = References::Tokens(vec![vec![label, None, None]]);
             let batch = Batch { inputs: [("input_ids".to_owned(), ids.clone())].into(), references, samples: 1 };
-            let mut said = Said::default();
-            logits.add(&mut said, (&values, &parameters), Answers::Values(&values, &parameters), &batch, &|_| true, (1.0, 1.0)).unwrap();
-            said
+            let mut output = LossOutput::default();
+            logits.add(&mut output, (&values, &parameters), TeacherOutputs::Values(&values, &parameters), &batch, &|_| true, (1.0, 1.0)).unwrap();
+            output
         };
         let (some, none) = (found(Some(2)), found(None));
         assert!(some.losses.keys().eq(none.losses.keys()) && some.values.keys().eq(none.values.keys()));
-        let shapes = |said: &Said| said.parameters.iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec(), tensor.dtype())).collect::<Vec<_>>();
+        let shapes =
+            |output: &LossOutput| output.parameters.iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec(), tensor.dtype())).collect::<Vec<_>>();
         assert_eq!(shapes(&some), shapes(&none));
         let all = none.losses.values().chain(none.values.values()).chain(none.parameters.iter().map(|(_, gradient)| gradient));
         all.for_each(|tensor| assert!(transfer::values::<f64>(tensor, Cause::Step).unwrap().iter().all(|value| *value == 0.0)));
     }
 
-    /// Rows of a head are changed in place by kernels, those of a graph's value are computed anew.
+    /// Logits of a head are overwritten by kernels, those of a graph value are not modified.
     #[test]
-    fn gradients_in_the_place_of_logits_are_those_of_tensors() {
+    fn in_place_gradients_equal_those_of_tensor_operations() {
         let tensor = |seed: u32, columns: u32| {
             let values = (0..5 * columns).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 20) as f32 / 512.0 - 4.0);
             Tensor::from_vec(values.collect::<Vec<_>>(), (5, columns as usize), &Device::Cpu).unwrap()
@@ -437,17 +454,17 @@ mod tests {
         let head = LogitsSource::Head(Head { input: "x".into(), parameters: vec!["w".into()], op: Linear::default() });
         for (soft, hard) in [(Some((0.5, 2.0)), None), (None, Some((1.5, 0.1))), (Some((0.5, 2.0)), Some((1.5, 0.0)))] {
             let found = |student: LogitsSource| {
-                let logits = Logits { soft, hard, student, teacher: None, classes: 33, tokens: Some(Side::Read) };
-                let mut said = Said::default();
-                let gradient = logits.gradient(&mut said, tensor(1, 35), Some(&tensor(77, 33)), &[3, 0, 32, 7, 7], (5.0, 4.0)).unwrap();
-                let losses: Vec<f64> = said.losses.values().map(|loss| transfer::number(loss, Cause::Step).unwrap()).collect();
+                let logits = Logits { soft, hard, student, teacher: None, classes: 33, tokens: Some(SequenceRole::Input) };
+                let mut output = LossOutput::default();
+                let gradient = logits.gradient(&mut output, tensor(1, 35), Some(&tensor(77, 33)), &[3, 0, 32, 7, 7], (5.0, 4.0)).unwrap();
+                let losses: Vec<f64> = output.losses.values().map(|loss| transfer::number(loss, Cause::Step).unwrap()).collect();
                 (transfer::values::<f64>(&gradient, Cause::Step).unwrap(), losses)
             };
-            let (in_place, anew) = (found(head.clone()), found(LogitsSource::Value("logits".into())));
-            for (a, b) in in_place.0.iter().zip(&anew.0).chain(in_place.1.iter().zip(&anew.1)) {
+            let (in_place, copied) = (found(head.clone()), found(LogitsSource::Value("logits".into())));
+            for (a, b) in in_place.0.iter().zip(&copied.0).chain(in_place.1.iter().zip(&copied.1)) {
                 assert!((a - b).abs() < 1e-5 * (1.0 + b.abs()), "{a} and {b} with {soft:?} and {hard:?}");
             }
-            assert_eq!((in_place.0.len(), in_place.1.len()), (5 * 35, anew.1.len()));
+            assert_eq!((in_place.0.len(), in_place.1.len()), (5 * 35, copied.1.len()));
             assert_eq!(in_place.0[33..35], [0.0, 0.0]);
             assert!(in_place.0.iter().filter(|x| x.abs() > 1e-3).count() > 20);
         }

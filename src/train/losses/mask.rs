@@ -1,18 +1,20 @@
-//! Which tokens count.
+//! Padding masks and weights of token positions.
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::data::{Batch, Side};
+use crate::data::{Batch, SequenceRole};
 use crate::exec::transfer::{self, Cause};
+use crate::ir::ops::ScalarOps;
 
-/// 1 for tokens of a side and 0 for padding, `[batch, sequence]` in f32; nothing where samples have no padding, or rows are no tokens.
-pub(super) fn of(batch: &Batch, tokens: Option<Side>, device: &Device) -> Result<Option<Tensor>> {
+/// The padding mask `[batch, sequence]` in f32: 1 for tokens, 0 for padding. `None` without padding, or
+/// if positions are not tokens.
+pub(super) fn token_mask(batch: &Batch, tokens: Option<SequenceRole>, device: &Device) -> Result<Option<Tensor>> {
     let mask = tokens.and_then(|side| batch.mask(side));
-    mask.map(|mask| transfer::to_device(mask, device, Cause::Batch)?.ne(0i64)?.to_dtype(DType::F32)).transpose()
+    mask.map(|mask| transfer::to_device(mask, device, Cause::Batch)?.ne_scalar(0.0)?.to_dtype(DType::F32)).transpose()
 }
 
-/// How many tokens of a side there are; samples, where rows are no tokens.
-pub(super) fn count(batch: &Batch, tokens: Option<Side>) -> Result<f64> {
+/// Number of tokens without padding; the number of samples if positions are not tokens.
+pub(super) fn count(batch: &Batch, tokens: Option<SequenceRole>) -> Result<f64> {
     let Some(side) = tokens else { return Ok(batch.samples as f64) };
     match (batch.mask(side), batch.tokens(side)) {
         (Some(mask), _) => Ok(transfer::read::<i64>(mask)?.iter().filter(|real| **real != 0).count() as f64),
@@ -21,31 +23,26 @@ pub(super) fn count(batch: &Batch, tokens: Option<Side>) -> Result<f64> {
     }
 }
 
-/// What each place of a value `[batch, ...]` counts: a token 1, padding 0; where places are no tokens, all those of a sample 1 together.
-///
-/// # Errors
-/// There are not as many tokens as places.
-pub(super) fn weights(value: &Tensor, batch: &Batch, tokens: Option<Side>) -> Result<Tensor> {
+/// Weight of each position of a value `[batch, ...]`: 1 for a token, 0 for padding. If positions are not
+/// tokens, the weights of each sample sum to 1. Fails if the shape differs from that of the tokens.
+pub(super) fn weights(value: &Tensor, batch: &Batch, tokens: Option<SequenceRole>) -> Result<Tensor> {
     let Some(real) = tokens.and_then(|side| batch.mask(side).or_else(|| batch.tokens(side))) else {
         require_rows_of_samples("a value of the loss", value, batch)?;
         return value.ones_like()? / (value.elem_count() / value.dim(0)?.max(1)).max(1) as f64;
     };
     if real.dims() != value.dims() {
-        candle_core::bail!("a value has places {:?}, its tokens or their mask are {:?}", value.dims(), real.dims());
+        candle_core::bail!("the value has the shape {:?}, but its tokens or their mask {:?}", value.dims(), real.dims());
     }
-    of(batch, tokens, value.device())?.map_or_else(|| value.ones_like(), Ok)
+    token_mask(batch, tokens, value.device())?.map_or_else(|| value.ones_like(), Ok)
 }
 
-/// Refuses values whose first axis is not that of samples, as those of a run file that holds several.
-///
-/// # Errors
-/// There are more or fewer rows than samples.
+/// Rejects values without one row per sample, such as those of a run file that holds several samples.
 pub(super) fn require_rows_of_samples(name: &str, value: &Tensor, batch: &Batch) -> Result<()> {
     let rows = value.dim(0)?;
     if rows != batch.samples {
         candle_core::bail!(
-            "{name} has {rows} rows for {} samples: a file for each run of the model counts as one sample, so give files of one row, \
-             or arrays with a row for each sample in one file",
+            "{name} has {rows} rows for {} samples: each run file counts as one sample, so use run files with one row, \
+             or a single file of arrays with one row per sample",
             batch.samples
         );
     }

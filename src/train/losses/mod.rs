@@ -1,7 +1,7 @@
-//! What a student is to become like: losses over values of its graph and the teacher's.
+//! Distillation losses over values of the student's and the teacher's graph.
 //!
-//! Each loss is a sum over items (samples, tokens, pairs of layers) that is divided by the number of items of the whole
-//! step, so that a step in parts is the same step.
+//! Each loss is a sum over items (samples, tokens, pairs of layers), divided by the number of items of
+//! the whole step. The result therefore does not depend on how a step is split into micro-batches.
 
 mod attention;
 mod embedding;
@@ -18,7 +18,7 @@ use candle_core::{DType, Tensor};
 pub use attention::{Attention, Heads};
 pub use embedding::Embedding;
 pub use hidden::{Hidden, Pair};
-pub use logits::{Answers, Head, Logits, LogitsSource, ModelValues};
+pub use logits::{Head, Logits, LogitsSource, ModelValues, TeacherOutputs};
 pub use options::{AttentionLoss, AttentionTarget, Distance, EmbeddingLoss, HardLoss, HiddenLoss, Losses, SoftLoss};
 
 use crate::data::Batch;
@@ -27,59 +27,60 @@ use crate::exec::transfer::{self, Cause};
 
 /// A loss over values of the two graphs.
 pub trait Loss: Send {
-    /// Its name in recipes.
+    /// Name in recipes.
     fn name(&self) -> &'static str;
-    /// Values of the student's graph that it reads.
+    /// Names of the student's values that the loss reads.
     fn student(&self) -> Vec<String>;
-    /// Values of the teacher's graph that it reads.
+    /// Names of the teacher's values that the loss reads.
     fn teacher(&self) -> Vec<String>;
-    /// Projections of its own that are learned: name, columns in, columns out.
+    /// Learned projections of the loss: name, input width, output width.
     fn projections(&self) -> Vec<(String, usize, usize)> {
         Vec::new()
     }
-    /// How many items the samples hold.
+    /// Number of items in a batch.
     ///
     /// # Errors
-    /// The samples lack what it is computed from.
+    /// The batch lacks an input or label of the loss.
     fn items(&self, batch: &Batch) -> Result<f64>;
-    /// The sum over all items and its gradients: of values of the student, of the teacher, projections, in the order in which they
-    /// were named, all in f32.
+    /// Computes the sum over all items and its gradients, from f32 values in the order of
+    /// [`student`](Loss::student), [`teacher`](Loss::teacher) and [`projections`](Loss::projections).
     ///
     /// # Errors
     /// Memory runs out.
-    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> candle_core::Result<Sum>;
+    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> candle_core::Result<LossSum>;
 }
 
-/// What a loss says of some samples.
-pub struct Sum {
-    /// The sum over all items, a number.
+/// Loss of a batch, summed over its items, with gradients.
+pub struct LossSum {
+    /// The sum over all items, a scalar.
     pub value: Tensor,
-    /// Its gradients with respect to values of the student.
+    /// Gradients with respect to the student's values.
     pub student: Vec<Tensor>,
-    /// With respect to projections.
+    /// Gradients with respect to the projections.
     pub projections: Vec<Tensor>,
 }
 
 /// A loss and its weight.
 pub struct Term {
-    /// What the loss is multiplied with.
+    /// Factor on the loss.
     pub weight: f64,
     /// The loss.
     pub loss: Box<dyn Loss>,
 }
 
-/// What the losses say to a part of a step.
+/// Losses and gradients of one micro-batch.
 #[derive(Debug, Default)]
-pub struct Said {
-    /// Each loss's share of its mean over the step, by name: numbers in f64, where the values are.
+pub struct LossOutput {
+    /// Contribution to the mean of each loss over the step, by name: f64 scalars on the device of the
+    /// values.
     pub losses: BTreeMap<&'static str, Tensor>,
-    /// Gradients of values of the student, by name.
+    /// Gradients with respect to the student's values, by name.
     pub values: BTreeMap<String, Tensor>,
-    /// Gradients of projections and of the head's weights, by name.
+    /// Gradients with respect to projections and parameters of the head, by name.
     pub parameters: Vec<(String, Tensor)>,
 }
 
-impl Said {
+impl LossOutput {
     fn add_loss(&mut self, name: &'static str, sum: &Tensor, factor: f64) -> candle_core::Result<()> {
         let share = sum.to_dtype(DType::F64)?.affine(factor, 0.0)?;
         let sum = match self.losses.remove(name) {
@@ -100,19 +101,21 @@ impl Said {
     }
 }
 
-/// The divisor of sums over so many items: means over processes may be fractions, and a step without items has sums of zero.
+/// The divisor of sums over `items` items, which may be fractional as a mean over ranks; 1 if there are
+/// none, since the sums are then 0.
 fn divisor(items: f64) -> f64 {
     if items > 0.0 { items } else { 1.0 }
 }
 
 impl Term {
-    /// Adds what the loss says; `items` are those of the whole step, `scale` multiplies gradients only.
+    /// Adds the loss and the gradients of a micro-batch to `output`. `items` is the number of items of
+    /// the whole step; `scale` multiplies only the gradients.
     ///
     /// # Errors
     /// Memory runs out.
     pub fn add(
         &self,
-        said: &mut Said,
+        output: &mut LossOutput,
         student: &BTreeMap<String, Tensor>,
         teacher: &BTreeMap<String, Tensor>,
         projections: &BTreeMap<String, Tensor>,
@@ -128,23 +131,128 @@ impl Term {
         let learned: Vec<String> = self.loss.projections().into_iter().map(|(name, ..)| name).collect();
         let projections: Vec<Tensor> = learned.iter().map(|name| pick(projections, name)).collect::<Result<_>>()?;
         let mut compute = || {
-            let Some(device) = values.first().map(Tensor::device) else { candle_core::bail!("a loss over no values") };
+            let Some(device) = values.first().map(Tensor::device) else { candle_core::bail!("the loss has no values") };
             let floats = |tensors: &[Tensor]| {
-                let float = |tensor: &Tensor| transfer::beside(tensor, device, Cause::Offload)?.to_dtype(DType::F32);
+                let float = |tensor: &Tensor| transfer::move_to(tensor, device, Cause::Offload)?.to_dtype(DType::F32);
                 tensors.iter().map(float).collect::<candle_core::Result<Vec<_>>>()
             };
             let sum = self.loss.sum(&floats(&values)?, &floats(&teacher)?, &floats(&projections)?, batch)?;
             let items = divisor(items);
             let factor = self.weight / items * scale;
-            said.add_loss(name, &sum.value, 1.0 / items)?;
+            output.add_loss(name, &sum.value, 1.0 / items)?;
             for (name, (gradient, value)) in names.iter().zip(sum.student.iter().zip(&values)) {
-                said.add_value(name, (gradient * factor)?.to_dtype(value.dtype())?)?;
+                output.add_value(name, (gradient * factor)?.to_dtype(value.dtype())?)?;
             }
             for (name, gradient) in learned.iter().zip(&sum.projections) {
-                said.parameters.push((name.clone(), (gradient * factor)?));
+                output.parameters.push((name.clone(), (gradient * factor)?));
             }
             Ok(())
         };
-        compute().map_err(|e: candle_core::Error| Error::computed(format!("loss `{name}`"), e))
+        compute().map_err(|e: candle_core::Error| Error::candle(format!("loss `{name}`"), e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::data::{References, SequenceRole};
+    use crate::exec::Parameters;
+    use crate::ir::ops::Linear;
+
+    pub(super) fn tensor(seed: usize, dims: &[usize]) -> Tensor {
+        let values: Vec<f32> = (0..dims.iter().product()).map(|i: usize| ((i * 7919 + seed * 104_729) % 97) as f32 / 40.0 - 1.0).collect();
+        Tensor::from_vec(values, dims, &Device::Cpu).unwrap()
+    }
+
+    /// Compares the gradients of a loss with central differences.
+    pub(super) fn require_gradients(what: &str, values: &[Tensor], gradients: &[Tensor], loss: impl Fn(&[Tensor]) -> f64) {
+        assert_eq!(gradients.len(), values.len(), "{what}");
+        for (at, gradient) in gradients.iter().enumerate() {
+            assert_eq!(gradient.dims(), values[at].dims(), "{what}, value {at}");
+            let gradient = gradient.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let moved = |element: usize, by: f32| {
+                let mut values = values.to_vec();
+                let mut changed = values[at].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                changed[element] += by;
+                values[at] = Tensor::from_vec(changed, values[at].dims(), &Device::Cpu).unwrap();
+                loss(&values)
+            };
+            for (element, found) in gradient.iter().enumerate() {
+                let difference = (moved(element, 0.01) - moved(element, -0.01)) / 0.02;
+                assert!((difference - f64::from(*found)).abs() < 1e-3, "{what}, value {at}, element {element}: {found} instead of {difference}");
+            }
+            assert!(gradient.iter().any(|gradient| gradient.abs() > 1e-2), "{what}, value {at}: the gradient is zero");
+        }
+    }
+
+    /// The same for a loss over values, with its projections.
+    pub(super) fn require_loss_gradients(what: &str, loss: &dyn Loss, student: &[Tensor], teacher: &[Tensor], batch: &Batch) {
+        let projections = loss.projections().into_iter().enumerate().map(|(at, (_, inner, outer))| tensor(at + 50, &[inner, outer]));
+        let values: Vec<Tensor> = student.iter().cloned().chain(projections).collect();
+        let sum = |values: &[Tensor]| {
+            let (student, projections) = values.split_at(student.len());
+            loss.sum(student, teacher, projections, batch).unwrap()
+        };
+        let LossSum { student: gradients, projections, .. } = sum(&values);
+        require_gradients(what, &values, &[gradients, projections].concat(), |values| sum(values).value.to_scalar::<f32>().unwrap().into());
+    }
+
+    fn token_batch() -> Batch {
+        let inputs = [
+            ("input_ids".to_owned(), Tensor::ones((2, 3), DType::I64, &Device::Cpu).unwrap()),
+            ("attention_mask".to_owned(), Tensor::new(&[[1i64, 1, 1], [1, 0, 0]], &Device::Cpu).unwrap()),
+        ];
+        Batch { inputs: inputs.into(), references: References::Tokens(vec![vec![Some(2), None, Some(1)], vec![Some(4), None, None]]), samples: 2 }
+    }
+
+    #[test]
+    fn gradients_of_hidden_states_and_embeddings_equal_finite_differences() {
+        let batch = token_batch();
+        for distance in [Distance::Mse, Distance::Cosine] {
+            let pair = |widths, tokens| Pair { student: "a".into(), teacher: "b".into(), widths, tokens };
+            let pairs = vec![pair((4, 4), Some(SequenceRole::Input)), pair((4, 6), Some(SequenceRole::Input)), pair((4, 6), None)];
+            let dims = |width: usize| [vec![2, 3, width], vec![2, 3, width], vec![2, width, 2, 2]];
+            let student: Vec<Tensor> = dims(4).iter().enumerate().map(|(at, dims)| tensor(at + 1, dims)).collect();
+            let teacher: Vec<Tensor> = pairs.iter().enumerate().map(|(at, pair)| tensor(at + 11, &dims(pair.widths.1)[at])).collect();
+            require_loss_gradients(&format!("hidden, {distance:?}"), &Hidden { distance, pairs }, &student, &teacher, &batch);
+            for width in [4, 6] {
+                let loss = Embedding { distance, student: ("a".into(), 4), teacher: ("b".into(), width) };
+                require_loss_gradients(&format!("embedding, {distance:?}, {width}"), &loss, &[tensor(1, &[2, 4])], &[tensor(2, &[2, width])], &batch);
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_of_logits_equal_finite_differences() {
+        let batch = token_batch();
+        let head = LogitsSource::Head(Head { input: "x".into(), parameters: vec!["w".into()], op: Linear::default() });
+        let named = |values: &[Tensor]| BTreeMap::from([("x".to_owned(), values[0].clone())]);
+        let parameters = |values: &[Tensor]| Parameters::from_tensors(values[1..].iter().map(|weight| ("w".to_owned(), weight.clone())).collect(), DType::F32);
+        for (soft, hard) in [(Some((0.5, 2.0)), None), (None, Some((1.5, 0.0))), (None, Some((1.5, 0.2))), (Some((0.5, 3.0)), Some((1.5, 0.1)))] {
+            // Logits of a graph value, with a column more than there are classes, and logits of a layer.
+            for (source, values) in
+                [(LogitsSource::Value("x".into()), vec![tensor(1, &[2, 3, 6])]), (head.clone(), vec![tensor(1, &[2, 3, 4]), tensor(2, &[5, 4])])]
+            {
+                let logits = Logits { soft, hard, student: source.clone(), teacher: Some(head.clone()), classes: 5, tokens: Some(SequenceRole::Input) };
+                let teacher = [tensor(3, &[2, 3, 4]), tensor(4, &[5, 4])];
+                let (teacher_values, teacher_parameters) = (named(&teacher), parameters(&teacher));
+                let add = |values: &[Tensor]| {
+                    let mut output = LossOutput::default();
+                    let teacher = TeacherOutputs::Values(&teacher_values, &teacher_parameters);
+                    logits.add(&mut output, (&named(values), &parameters(values)), teacher, &batch, &|_| true, (3.0, 1.0)).unwrap();
+                    output
+                };
+                let weights = BTreeMap::from([("soft", soft.map_or(0.0, |(weight, _)| weight)), ("hard", hard.map_or(0.0, |(weight, _)| weight))]);
+                let total = |values: &[Tensor]| {
+                    let losses = add(values).losses;
+                    losses.iter().map(|(name, loss)| weights[name] * transfer::number(loss, Cause::Step).unwrap()).sum::<f64>()
+                };
+                let output = add(&values);
+                let gradients: Vec<Tensor> = output.values.into_values().chain(output.parameters.into_iter().map(|(_, gradient)| gradient)).collect();
+                require_gradients(&format!("{source:?}, soft {soft:?}, hard {hard:?}"), &values, &gradients, total);
+            }
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Losses as they stand in a recipe: a number is a weight.
+//! Loss options of a recipe. A number in place of the options is the weight.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -9,27 +9,27 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// How far two vectors are apart.
+/// Distance between two vectors.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Distance {
-    /// Mean of squared differences
+    /// Mean squared error
     #[default]
     Mse,
-    /// One less the cosine
+    /// One minus the cosine similarity
     Cosine,
 }
 
-/// What of an attention layer is compared.
+/// Quantity of an attention layer that is compared.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum AttentionTarget {
-    /// Who looks where, head by head
+    /// Attention maps, head by head
     #[default]
     Maps,
-    /// Relations among queries, among keys and among values of the last layer (MiniLMv2)
+    /// Self-attention relations of queries, keys and values of the last layer (MiniLMv2)
     Relations,
 }
 
@@ -41,7 +41,7 @@ macro_rules! losses {
             #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
             #[serde(deny_unknown_fields, default)]
             pub struct $name {
-                /// What the loss is multiplied with
+                /// Factor on the loss
                 pub weight: f64,
                 $($(#[$field_doc])* pub $field: $type,)*
             }
@@ -64,56 +64,57 @@ macro_rules! losses {
 losses! {
     /// Soft targets: the teacher's distribution over classes or tokens.
     SoftLoss {
-        /// What logits are divided by
+        /// Temperature that the logits are divided by
         temperature: f64 = 2.0,
     }
     /// Hard targets: labels, or the next token.
     HardLoss {
-        /// Part of the probability that goes to all classes evenly
+        /// Probability mass that is distributed uniformly over all classes
         label_smoothing: f64 = 0.0,
     }
     /// Hidden states, layer by layer.
     HiddenLoss {
-        /// How far is far
+        /// Distance measure
         distance: Distance = Distance::Mse,
-        /// Pairs of layers, the student's and the teacher's, from 0 [default: evenly spread, last to last]
+        /// Pairs of student and teacher layers, numbered from 0 [default: evenly spread, last to last]
         #[serde(skip_serializing_if = "Vec::is_empty")]
         layers: Vec<(usize, usize)> = Vec::new(),
-        /// Pairs of values of the two graphs, by name, where there are no layers that repeat
+        /// Pairs of value names of the two graphs, for models without repeated layers
         #[serde(skip_serializing_if = "Vec::is_empty")]
         values: Vec<(String, String)> = Vec::new(),
     }
     /// Attention, layer by layer, or relations of the last layer.
     AttentionLoss {
-        /// What is compared
+        /// Quantity that is compared
         target: AttentionTarget = AttentionTarget::Maps,
-        /// Pairs of layers, the student's and the teacher's, from 0 [default: evenly spread; relations: the last ones]
+        /// Pairs of student and teacher layers, numbered from 0 [default: evenly spread; relations: the
+        /// last layers]
         #[serde(skip_serializing_if = "Vec::is_empty")]
         layers: Vec<(usize, usize)> = Vec::new(),
-        /// Heads that relations are split into [default: as many as the teacher has]
+        /// Number of relation heads [default: the teacher's number of heads]
         #[serde(skip_serializing_if = "Option::is_none")]
         relation_heads: Option<usize> = None,
     }
     /// Embeddings of whole samples.
     EmbeddingLoss {
-        /// How far is far
+        /// Distance measure
         distance: Distance = Distance::Cosine,
-        /// The output that is the embedding [default: the only one that is a vector for each sample]
+        /// Name of the embedding output [default: the only output with one vector per sample]
         #[serde(skip_serializing_if = "Option::is_none")]
         output: Option<String> = None,
     }
 }
 
-/// Losses and their weights: a number alone is a weight.
+/// Losses and their weights: a number in place of the options is the weight.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Losses {
-    /// The teacher's distribution over classes or tokens
+    /// Soft targets: the teacher's distribution over classes or tokens
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "weighted")]
     #[cfg_attr(feature = "cli", schemars(with = "Option<Form<SoftLoss>>"))]
     pub soft: Option<SoftLoss>,
-    /// Labels, or the next token
+    /// Hard targets: labels, or the next token
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "weighted")]
     #[cfg_attr(feature = "cli", schemars(with = "Option<Form<HardLoss>>"))]
     pub hard: Option<HardLoss>,
@@ -132,15 +133,15 @@ pub struct Losses {
 }
 
 impl Losses {
-    /// Whether none is named.
+    /// Whether no loss is specified.
     pub fn is_empty(&self) -> bool {
         *self == Losses::default()
     }
 
-    /// Holds the values to what they may be.
+    /// Validates the options.
     ///
     /// # Errors
-    /// The first that cannot be.
+    /// A value is out of range.
     pub fn check(&self) -> Result<()> {
         let wrong = |name: &str, reason: &str| Err(Error::option(format!("losses: {name}"), reason));
         let weights = [
@@ -151,13 +152,13 @@ impl Losses {
             ("embedding", self.embedding.as_ref().map(|l| l.weight)),
         ];
         if let Some((name, _)) = weights.iter().find(|(_, weight)| weight.is_some_and(|weight| !(weight.is_finite() && weight >= 0.0))) {
-            return wrong(name, "the weight must be a number from 0 on");
+            return wrong(name, "the weight must be a finite number, at least 0");
         }
         if self.soft.as_ref().is_some_and(|soft| !(soft.temperature.is_finite() && soft.temperature > 0.0)) {
-            return wrong("soft", "the temperature must be a number above 0");
+            return wrong("soft", "the temperature must be a finite number greater than 0");
         }
         if self.hard.as_ref().is_some_and(|hard| !(0.0..1.0).contains(&hard.label_smoothing)) {
-            return wrong("hard", "`label_smoothing` must be from 0 to 1, 1 left out");
+            return wrong("hard", "`label_smoothing` must be at least 0 and less than 1");
         }
         if self.attention.as_ref().is_some_and(|attention| attention.relation_heads == Some(0)) {
             return wrong("attention", "`relation_heads` must be at least 1");
@@ -169,7 +170,7 @@ impl Losses {
 impl FromStr for Losses {
     type Err = String;
 
-    /// As in a recipe, `{ soft: 0.5, hard: 0.5 }`, or `soft=0.5,hard=0.5`.
+    /// Parses the recipe syntax `{ soft: 0.5, hard: 0.5 }`, or `soft=0.5,hard=0.5`.
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let yaml = if text.contains('{') { text.to_owned() } else { format!("{{ {} }}", text.replace('=', ": ")) };
         serde_saphyr::from_str(&yaml).map_err(|e| e.to_string())

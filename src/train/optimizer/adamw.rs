@@ -1,13 +1,14 @@
-//! AdamW (Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization"), in PyTorch's order of operations.
+//! AdamW (Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization"), in PyTorch's order of
+//! operations.
 
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::super::floats::{self, CHUNK};
-use super::{Algorithm, Now, Settings, StateTensor};
+use super::{Algorithm, Settings, StateTensor, StepContext};
 use crate::kernel::update;
 
-/// Keeps both moments in f32.
+/// State: both moments in f32.
 pub(super) struct AdamW {
     beta1: f64,
     beta2: f64,
@@ -19,23 +20,23 @@ impl AdamW {
         AdamW { beta1: settings.beta1, beta2: settings.beta2, epsilon: settings.epsilon }
     }
 
-    /// The coefficients of a step.
-    pub(super) fn coefficients(&self, now: Now) -> update::AdamW {
-        let steps = now.step as f64;
+    /// Coefficients of a step.
+    pub(super) fn coefficients(&self, context: StepContext) -> update::AdamW {
+        let steps = context.step as f64;
         update::AdamW {
-            shrink: (1.0 - now.rate * now.weight_decay) as f32,
+            shrink: (1.0 - context.rate * context.weight_decay) as f32,
             mean_share: (1.0 - self.beta1) as f32,
             square_left: self.beta2 as f32,
             square_share: (1.0 - self.beta2) as f32,
             root: (1.0 - self.beta2.powf(steps)).sqrt() as f32,
             epsilon: self.epsilon as f32,
-            size: (now.rate / (1.0 - self.beta1.powf(steps))) as f32,
+            size: (context.rate / (1.0 - self.beta1.powf(steps))) as f32,
         }
     }
 
-    /// New parameter and moments, by operations.
-    pub(super) fn stepped(&self, now: Now, parameter: &Tensor, gradient: &Tensor, mean: &Tensor, square: &Tensor) -> Result<[Tensor; 3]> {
-        let step = self.coefficients(now);
+    /// Returns the new parameter and moments, computed with tensor operations.
+    pub(super) fn stepped(&self, context: StepContext, parameter: &Tensor, gradient: &Tensor, mean: &Tensor, square: &Tensor) -> Result<[Tensor; 3]> {
+        let step = self.coefficients(context);
         let mean = (mean + (gradient - mean)?.affine(step.mean_share.into(), 0.0)?)?;
         let square = (square.affine(step.square_left.into(), 0.0)? + gradient.sqr()?.affine(step.square_share.into(), 0.0)?)?;
         let direction = (&mean / square.sqrt()?.affine(1.0 / f64::from(step.root), step.epsilon.into())?)?;
@@ -51,8 +52,8 @@ impl Algorithm for AdamW {
         Self::PARTS.iter().map(|part| (*part, dims.to_vec(), DType::F32)).collect()
     }
 
-    fn on_host(&self, now: Now, _: &[usize], parameter: &mut [f32], gradient: &[f32], state: &[Tensor]) -> Result<()> {
-        let step = self.coefficients(now);
+    fn on_host(&self, context: StepContext, _: &[usize], parameter: &mut [f32], gradient: &[f32], state: &[Tensor]) -> Result<()> {
+        let step = self.coefficients(context);
         floats::change(&state[0], |mean: &mut [f32]| {
             floats::change(&state[1], |square: &mut [f32]| {
                 let elements = parameter.par_chunks_mut(CHUNK).zip(gradient.par_chunks(CHUNK));
@@ -63,8 +64,8 @@ impl Algorithm for AdamW {
         })
     }
 
-    fn by_operations(&self, now: Now, parameter: &Tensor, gradient: &Tensor, state: &[Tensor]) -> Result<Tensor> {
-        let [parameter, mean, square] = self.stepped(now, parameter, gradient, &state[0], &state[1])?;
+    fn by_operations(&self, context: StepContext, parameter: &Tensor, gradient: &Tensor, state: &[Tensor]) -> Result<Tensor> {
+        let [parameter, mean, square] = self.stepped(context, parameter, gradient, &state[0], &state[1])?;
         floats::assign(&state[0], &mean)?;
         floats::assign(&state[1], &square)?;
         Ok(parameter)
@@ -76,11 +77,11 @@ mod tests {
     use super::*;
     use candle_core::Device;
 
-    /// The first step is the learning rate, whatever the gradient, but for the sign.
+    /// The magnitude of the first step is the learning rate, independent of the gradient.
     #[test]
-    fn the_first_step_is_as_long_as_the_rate() {
+    fn the_first_step_has_the_size_of_the_learning_rate() {
         let tensor = |values: &[f32]| Tensor::new(values, &Device::Cpu).unwrap();
-        let mut optimizer = super::super::build(super::super::Kind::AdamW, &Settings::default(), &crate::exec::Home::Memory(Device::Cpu)).unwrap();
+        let mut optimizer = super::super::build(super::super::Kind::AdamW, &Settings::default(), &crate::exec::Placement::Memory(Device::Cpu)).unwrap();
         let parameter = tensor(&[1.0, 1.0]);
         optimizer.update("b", &parameter, &tensor(&[1e-3, -5.0]), 0.25, 1).unwrap();
         for (ours, expected) in parameter.to_vec1::<f32>().unwrap().into_iter().zip([0.75f32, 1.25]) {

@@ -4,10 +4,10 @@ use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::super::floats::{self, CHUNK};
-use super::{Algorithm, Now, Settings, StateTensor};
+use super::{Algorithm, Settings, StateTensor, StepContext};
 use crate::kernel::update;
 
-/// Keeps a velocity where there is momentum, else nothing.
+/// State: the velocity, if there is momentum.
 pub(super) struct Sgd {
     momentum: f64,
     nesterov: bool,
@@ -27,8 +27,8 @@ impl Algorithm for Sgd {
         parts.iter().map(|part| (*part, dims.to_vec(), DType::F32)).collect()
     }
 
-    fn on_host(&self, now: Now, _: &[usize], parameter: &mut [f32], gradient: &[f32], state: &[Tensor]) -> Result<()> {
-        let step = update::Sgd { decay: now.weight_decay as f32, momentum: self.momentum as f32, nesterov: self.nesterov, rate: now.rate as f32 };
+    fn on_host(&self, context: StepContext, _: &[usize], parameter: &mut [f32], gradient: &[f32], state: &[Tensor]) -> Result<()> {
+        let step = update::Sgd { decay: context.weight_decay as f32, momentum: self.momentum as f32, nesterov: self.nesterov, rate: context.rate as f32 };
         let elements = parameter.par_chunks_mut(CHUNK).zip(gradient.par_chunks(CHUNK));
         let Some(velocity) = state.first() else {
             elements.for_each(|(x, g)| update::sgd(&step, x, g));
@@ -40,8 +40,8 @@ impl Algorithm for Sgd {
         })
     }
 
-    fn by_operations(&self, now: Now, parameter: &Tensor, gradient: &Tensor, state: &[Tensor]) -> Result<Tensor> {
-        let gradient = (gradient + parameter.affine(now.weight_decay, 0.0)?)?;
+    fn by_operations(&self, context: StepContext, parameter: &Tensor, gradient: &Tensor, state: &[Tensor]) -> Result<Tensor> {
+        let gradient = (gradient + parameter.affine(context.weight_decay, 0.0)?)?;
         let direction = match state.first() {
             None => gradient,
             Some(velocity) => {
@@ -50,7 +50,7 @@ impl Algorithm for Sgd {
                 if self.nesterov { (gradient + new.affine(self.momentum, 0.0)?)? } else { new }
             }
         };
-        parameter - direction.affine(now.rate, 0.0)?
+        parameter - direction.affine(context.rate, 0.0)?
     }
 }
 
@@ -61,12 +61,13 @@ mod tests {
     use candle_core::Device;
 
     #[test]
-    fn momentum_alone_is_remembered() {
+    fn only_momentum_needs_state() {
         let ones = Tensor::ones(4, DType::F32, &Device::Cpu).unwrap();
         for (momentum, bytes, expected) in [(0.0, 0, -0.5), (0.5, 16, -0.75)] {
             let parameter = ones.copy().unwrap();
-            let mut optimizer = build(Kind::Sgd, &Settings { momentum, ..Settings::default() }, &crate::exec::Home::Memory(Device::Cpu)).unwrap();
-            // 1 - 0.5 · 1 twice, or 1 - 0.5 · 1 - 0.5 · 1.5, less what the third step takes.
+            let mut optimizer = build(Kind::Sgd, &Settings { momentum, ..Settings::default() }, &crate::exec::Placement::Memory(Device::Cpu)).unwrap();
+            // Two steps: 1 - 0.5 · 1 - 0.5 · 1 without, 1 - 0.5 · 1 - 0.5 · 1.5 with momentum; then a
+            // third without a gradient.
             (1..=2).for_each(|step| optimizer.update("b", &parameter, &ones, 0.5, step).unwrap());
             optimizer.update("b", &parameter, &ones.zeros_like().unwrap(), 0.5, 3).unwrap();
             let last = if momentum > 0.0 { -0.25 - 0.5 * 0.75 } else { 0.0 };

@@ -15,16 +15,20 @@ fn other(name: &'static str, file: &'static str, args: &'static str, content: &'
     case(name, move |folder| fs::write(folder.join(file), content).unwrap(), args, 1, message, "")
 }
 
+fn no_model(name: &'static str, file: &'static str, args: &'static str, content: &'static [u8], message: &'static str) -> Case {
+    Case { hint: "specify the folder of a model", ..other(name, file, args, content, message) }
+}
+
 fn header(name: &'static str, header: impl AsRef<[u8]> + 'static, data: usize, message: &'static str) -> Case {
     case(name, move |folder| raw_file(&folder.join("in.safetensors"), header.as_ref(), &vec![0; data]), RUN, 1, message, "")
 }
 
-/// A header with one tensor `a` of these fields.
+/// A header with one tensor `a` with these fields.
 fn entry(name: &'static str, fields: &'static str, data: usize, message: &'static str) -> Case {
     header(name, format!("{{\"a\":{{{fields}}}}}"), data, message)
 }
 
-/// A header with tensors `a` and `b` at these places.
+/// A header with tensors `a` and `b` at these offsets.
 fn pair(name: &'static str, a: [usize; 2], b: [usize; 2], data: usize, message: &'static str) -> Case {
     let entry = |[begin, end]: [usize; 2]| format!("{{\"dtype\":\"U8\",\"shape\":[{}],\"data_offsets\":[{begin},{end}]}}", end - begin);
     header(name, format!("{{\"a\":{},\"b\":{}}}", entry(a), entry(b)), data, message)
@@ -38,20 +42,14 @@ fn the_header_length() {
         bytes("empty file", b"", "in.safetensors: 0 bytes are too few"),
         bytes("seven bytes", b"1234567", "in.safetensors: 7 bytes are too few"),
         bytes("no header", b"\0\0\0\0\0\0\0\0data", "in.safetensors: the header claims 0 bytes in a file of 12"),
+        no_model("a configuration as a model", "config.json", "densify config.json -o out", b"{\"model_type\": \"bert\"}", "config.json: is not a model"),
+        no_model("a script as a model", "train.py", "densify train.py -o out", b"import torch\n", "train.py: is not a model"),
         other(
-            "a configuration as a model",
-            "config.json",
-            "densify config.json -o out",
-            b"{\"model_type\": \"bert\"}",
-            "config.json: is not a model: name a folder",
-        ),
-        other("a script as a model", "train.py", "densify train.py -o out", b"import torch\n", "train.py: is not a model"),
-        other(
-            "a pointer of Git LFS",
+            "a Git LFS pointer",
             "model.bin",
             "densify model.bin -o out",
             b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-            "is a pointer of Git LFS",
+            "is a Git LFS pointer",
         ),
         bytes("huge header", b"\xff\xff\xff\xff\xff\xff\xff\xff{}", "the header claims 18446744073709551615 bytes in a file of 10"),
         bytes("beyond the limit of the format", b"\x01\xe1\xf5\x05\0\0\0\0{}", "the header claims 100000001 bytes…at most 100000000 are allowed"),
@@ -72,7 +70,7 @@ fn the_header_text() {
         header("NUL after the object", b"{}\0", 0, "trailing characters"),
         header("a name twice", format!("{{\"a\":{{{ONE}}},\"a\":{{{ONE}}}}}"), 4, "duplicate name `a`"),
         header("metadata twice", r#"{"__metadata__":{},"__metadata__":{}}"#, 0, "duplicate name `__metadata__`"),
-        header("metadata that is no text", r#"{"__metadata__":{"format":1}}"#, 0, "expected a string"),
+        header("metadata that is not text", r#"{"__metadata__":{"format":1}}"#, 0, "expected a string"),
         header("metadata as a list", r#"{"__metadata__":[]}"#, 0, "expected a map"),
         header("control characters in a name", r#"{"\u001b[31m":{"dtype":"U8","shape":[2],"data_offsets":[0,1]}}"#, 1, r"tensor `\u{1b}[31m`: shape [2]"),
     ]);
@@ -106,23 +104,29 @@ fn the_entries() {
             "too few bytes",
             r#""dtype":"F32","shape":[2],"data_offsets":[0,4]"#,
             4,
-            "tensor `a`: shape [2] of F32 takes 8 bytes, data_offsets [0, 4] give 4",
+            "tensor `a`: shape [2] of F32 takes 8 bytes, but data_offsets [0, 4] span 4",
         ),
-        entry("offsets that run backwards", r#""dtype":"F32","shape":[1],"data_offsets":[4,0]"#, 4, "tensor `a`: data_offsets [4, 0] run backwards"),
+        entry("offsets that run backwards", r#""dtype":"F32","shape":[1],"data_offsets":[4,0]"#, 4, "tensor `a`: data_offsets [4, 0] are reversed"),
     ]);
 }
 
 #[test]
 fn the_data() {
     check([
-        entry("truncated", ONE, 3, "tensor `a`: data_offsets [0, 4] reach past the end of the data, 3 bytes (is the file truncated?)"),
-        entry("no data", ONE, 0, "tensor `a`: data_offsets [0, 4] reach past the end of the data, 0 bytes"),
+        entry("truncated", ONE, 3, "tensor `a`: data_offsets [0, 4] exceed the 3 bytes of data (is the file truncated?)"),
+        entry("no data", ONE, 0, "tensor `a`: data_offsets [0, 4] exceed the 0 bytes of data"),
         entry("trailing bytes", ONE, 6, "in.safetensors: 2 bytes follow the last tensor"),
         header("data without a tensor", "{}", 8, "8 bytes follow the last tensor"),
-        entry("a hole at the start", r#""dtype":"F32","shape":[1],"data_offsets":[4,8]"#, 8, "tensor `a`: data_offsets [4, 8] leaves a hole before it"),
-        pair("a hole between", [0, 4], [6, 8], 8, "tensor `b`: data_offsets [6, 8] leaves a hole before it"),
-        pair("an overlap", [0, 4], [2, 6], 6, "tensor `b`: data_offsets [2, 6] overlaps the tensor before it"),
-        pair("one range for two", [0, 4], [0, 4], 4, "tensor `b`: data_offsets [0, 4] overlaps the tensor before it"),
-        pair("far out of range", [0, 4], [1 << 60, (1 << 60) + 4], 4, "tensor `b`: data_offsets [1152921504606846976, 1152921504606846980] reach past the end"),
+        entry("a hole at the start", r#""dtype":"F32","shape":[1],"data_offsets":[4,8]"#, 8, "tensor `a`: data_offsets [4, 8] leave a gap before it"),
+        pair("a hole between", [0, 4], [6, 8], 8, "tensor `b`: data_offsets [6, 8] leave a gap before it"),
+        pair("an overlap", [0, 4], [2, 6], 6, "tensor `b`: data_offsets [2, 6] overlap the previous tensor"),
+        pair("one range for two", [0, 4], [0, 4], 4, "tensor `b`: data_offsets [0, 4] overlap the previous tensor"),
+        pair(
+            "far out of range",
+            [0, 4],
+            [1 << 60, (1 << 60) + 4],
+            4,
+            "tensor `b`: data_offsets [1152921504606846976, 1152921504606846980] exceed the 4 bytes of data",
+        ),
     ]);
 }

@@ -1,4 +1,4 @@
-//! Folders that are no model: a bad index, no weights or too many, a bad configuration.
+//! Invalid model folders: a bad index, no weights or too many, a bad configuration.
 
 use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
@@ -18,7 +18,7 @@ fn shard(folder: &Path, name: &str, tensors: &[&str]) {
     file(&folder.join("in").join(name), METADATA, &tensors.iter().map(|t| floats(t, &[2])).collect::<Vec<_>>());
 }
 
-/// Shard `a.safetensors` with tensor `x`, and an index of this text.
+/// Shard `a.safetensors` with tensor `x`, and an index with this text.
 fn index(name: &'static str, text: impl Into<String>, message: &'static str) -> Case {
     let text = text.into();
     let make = move |folder: &Path| {
@@ -44,7 +44,7 @@ fn an_index_that_does_not_hold() {
         fs::write(folder.join(INDEX), r#"{"weight_map":{"x":"a.safetensors","y":"b.safetensors"}}"#).unwrap();
     };
     check([
-        map("a missing shard", json!({ "x": "a.safetensors", "y": "b.safetensors" }), "index.json: names the shard `b.safetensors`, which is not there"),
+        map("a missing shard", json!({ "x": "a.safetensors", "y": "b.safetensors" }), "index.json: lists the shard `b.safetensors`, which does not exist"),
         map("a path outside", json!({ "x": "../a.safetensors" }), "tensor `x` points outside the folder: `../a.safetensors`"),
         map("a path inside another folder", json!({ "x": "b/a.safetensors" }), "tensor `x` points outside the folder"),
         map("a path of another system", json!({ "x": "b\\a.safetensors" }), "tensor `x` points outside the folder"),
@@ -80,22 +80,22 @@ fn folders_without_a_model() {
         shard(folder, "a.safetensors", &["x"]);
         shard(folder, "b.safetensors", &["y"]);
     };
-    let none = "in: no model.safetensors, no model.safetensors.index.json and no other .safetensors file or weights of PyTorch";
+    let none = "in: no model.safetensors, no model.safetensors.index.json and no other .safetensors or PyTorch weight file";
     check([
         case("nothing there", |_| (), RUN, 1, "cannot open in: No such file or directory", ""),
         case("an empty folder", empty, RUN, 1, none, ""),
-        case("weights of PyTorch that are none", pytorch, RUN, 1, "in/pytorch_model.bin: not a file of PyTorch", ""),
+        case("weights of PyTorch that are none", pytorch, RUN, 1, "in/pytorch_model.bin: not a PyTorch file", ""),
         case(
             "several files without an index",
             several,
             RUN,
             1,
-            "in: several .safetensors files and no model.safetensors.index.json; name the file to open",
+            "in: several .safetensors files and no model.safetensors.index.json; specify the file to open",
             "",
         ),
         case("nothing to inspect", |_| (), "inspect in", 1, "cannot open in", ""),
         case("nothing to compare", model_in, "diff in other", 1, "cannot open other", ""),
-        case("nothing to verify", model_in, "verify in", 1, "in/report.json: there is no report here", "name the output folder of a run"),
+        case("nothing to verify", model_in, "verify in", 1, "in/report.json: the report does not exist", "specify the output folder of a run"),
         case("nothing to densify", empty, "densify in -o out", 1, none, ""),
     ]);
 }
@@ -108,7 +108,7 @@ fn a_pipe_is_not_waited_for() {
     let mut child = command(folder.path()).args(RUN.split(' ')).stderr(Stdio::piped()).spawn().unwrap();
     let mut waited = false;
     while child.try_wait().unwrap().is_none() {
-        // Opens only when somebody waits at the other end, and lets them go on.
+        // Opens the pipe only if a process is blocked at the other end, and unblocks it.
         let nonblocking = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
         waited |= fs::File::options().write(true).custom_flags(nonblocking).open(&pipe).is_ok();
         std::thread::sleep(Duration::from_millis(1));

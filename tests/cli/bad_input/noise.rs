@@ -1,4 +1,4 @@
-//! Files damaged at random, always in the same way: read or refused, never a panic.
+//! Randomly damaged files with a fixed seed: they are read or rejected, without a panic.
 
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::support::{compress, model, names, ok};
 
 const ROUNDS: usize = 120;
-/// What a number or a word of a header is replaced by.
+/// Replacements for numbers and words of a header.
 const TOKENS: [&str; 12] = ["0", "1", "-1", "4294967296", "18446744073709551615", "1e5", "[]", "[0, 99999999999]", "null", "\"I8\"", "\"F4\"", "\"I64\""];
 
 struct Dice(u64);
@@ -18,7 +18,7 @@ impl Dice {
     }
 }
 
-/// Changes a byte anywhere, or a value of the header.
+/// Changes any byte, or a value of the header.
 fn damage(bytes: &[u8], dice: &mut Dice) -> Vec<u8> {
     let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let header = std::str::from_utf8(&bytes[8..8 + length]).unwrap();
@@ -35,7 +35,7 @@ fn damage(bytes: &[u8], dice: &mut Dice) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &bytes[8 + length..]].concat()
 }
 
-/// Damages the weights in `name` again and again.
+/// Damages the weights in `name` repeatedly.
 fn check(folder: &Path, name: &str) {
     let (mut dice, path) = (Dice(7), folder.join(name).join("model.safetensors"));
     let whole = fs::read(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Options that cannot be, and weights that a pass cannot take.
+//! Invalid options, and weights that a pass does not support.
 
 use std::path::Path;
 
@@ -24,7 +24,7 @@ fn flags() {
         small("an amount without a unit", "prune-unstructured in -o out --amount 50", 2, "amount): 50 needs a unit: write `0.5` or `50%`", ""),
         small("a rule without a unit", "prune-unstructured in -o out --rule *query.weight=30", 2, "rules): 30 needs a unit: write `0.3` or `30%`", ""),
         small("units of several kinds", "prune-structured in -o out --amount 25", 2, "amount): 25 needs a unit: write `0.25` or `25%`", ""),
-        small("a cost in percent", "prune-structured in -o out --target macs=50", 2, "it is the fraction that is left; write `0.5` or `50%`", ""),
+        small("a cost in percent", "prune-structured in -o out --target macs=50", 2, "it is the remaining fraction; write `0.5` or `50%`", ""),
         small("more than everything", "prune-unstructured in -o out --amount 150%", 2, "`150%` is not a fraction", ""),
         small("NaN as an amount", "prune-unstructured in -o out --amount nan", 2, amount, ""),
         small(
@@ -47,14 +47,14 @@ fn flags() {
             "a pattern that does not divide",
             "prune-unstructured in -o out --pattern 2:5",
             1,
-            "tensor `encoder.layer.0.attention.self.query.weight`: has 16 inputs (shape [16, 16]), which 2:5 does not divide",
+            "tensor `encoder.layer.0.attention.self.query.weight`: has 16 inputs (shape [16, 16]), which is not a multiple of the group size of 2:5",
             "add it to `ignore`, or choose another pattern",
         ),
         small(
             "a pattern for a vector",
             "prune-unstructured in -o out --pattern 2:4 --targets *query.bias",
             1,
-            "query.bias`: has shape [16]; 2:4 needs tensors of two or more dimensions",
+            "query.bias`: has the shape [16], but 2:4 needs at least two dimensions",
             "add it to `ignore`",
         ),
         small(
@@ -71,19 +71,25 @@ fn flags() {
             "groups that do not divide",
             "quantize-dynamic in -o out --granularity group --group-size 24",
             1,
-            "has rows of 16 inputs, which groups of 24 do not divide",
+            "has 16 inputs per row, which is not a multiple of the group size 24",
             "choose another group_size, or add it to `ignore`",
         ),
         small(
             "groups of the default size",
             "quantize-dynamic in -o out --granularity group",
             1,
-            "has rows of 16 inputs, which groups of 128 do not divide",
+            "has 16 inputs per row, which is not a multiple of the group size 128",
             "choose another group_size",
         ),
-        small("groups of no inputs", "quantize in -o out --group-size 0", 2, "`group_size` must be at least 1, or -1 for whole rows", ""),
-        small("groups of a scheme that has its own", "quantize in -o out --scheme NVFP4A16 --group-size 32", 2, "`group_size` is not for \"NVFP4A16\"", ""),
-        small("a search of floats", "quantize in -o out --scheme FP8-DYNAMIC --observer mse", 2, "`observer: mse` searches scales of integers", ""),
+        small("groups of no inputs", "quantize in -o out --group-size 0", 2, "`group_size` must be at least 1, or -1 for one scale per row", ""),
+        small(
+            "groups of a scheme that has its own",
+            "quantize in -o out --scheme NVFP4A16 --group-size 32",
+            2,
+            "`group_size` is not supported for \"NVFP4A16\"",
+            "",
+        ),
+        small("a search of floats", "quantize in -o out --scheme FP8-DYNAMIC --observer mse", 2, "`observer: mse` requires an integer scheme", ""),
         small("an unknown scheme", "quantize in -o out --scheme W3A3", 2, "invalid value 'W3A3' for '--scheme <SCHEME>'", ""),
         small("groups of nothing", "quantize-dynamic in -o out --granularity group --group-size 0", 2, "`group_size` must be at least 1", ""),
         small(
@@ -124,15 +130,15 @@ fn flags() {
         small("an unknown scope", "prune-unstructured in -o out --scope layer", 2, "invalid value 'layer'…possible values: tensor, global", ""),
         small("an unknown float", "cast in -o out --to f8", 2, "invalid value 'f8'…possible values: f32, f16, bf16", ""),
         small("an unknown format", "cast in -o out --export tflite", 2, "unknown name `tflite`, expected", ""),
-        small("a format twice", "cast in -o out --export safetensors --export safetensors", 2, "export: `safetensors` is named twice", ""),
+        small("a format twice", "cast in -o out --export safetensors --export safetensors", 2, "export: `safetensors` is listed twice", ""),
         small("no size", "cast in -o out --shard-size 5XB", 2, "`5XB` is not a size like 5GB, 500MB or 2GiB", ""),
         small("a size of nothing", "cast in -o out --shard-size 0", 2, "`0` is not a size", ""),
         small("no threads", "cast in -o out --threads 0", 2, "invalid value '0' for '--threads", ""),
         small("an unknown flag", "cast in -o out --too f16", 2, "unexpected argument '--too'…a similar argument exists: '--to'", ""),
         small("an unknown command", "prune in -o out", 2, "unrecognized subcommand 'prune'…'prune-unstructured'", ""),
         small("no output", "cast in", 2, "required arguments were not provided…--output <DIR>", ""),
-        small("no pass in a chain", "chain in -o out", 2, "chain: no pass; each follows a `--` of its own", ""),
-        small("an empty pass in a chain", "chain in -o out -- cast -- -- cast", 2, "chain: no pass; each follows a `--` of its own", ""),
+        small("no pass in a chain", "chain in -o out", 2, "chain: no pass: write a `--` before each pass", ""),
+        small("an empty pass in a chain", "chain in -o out -- cast -- -- cast", 2, "chain: no pass: write a `--` before each pass", ""),
         small("an unknown pass in a chain", "chain in -o out -- cats", 2, "unrecognized subcommand 'cats'…'cast'", ""),
         small(
             "the second pass of a chain",
@@ -175,7 +181,13 @@ fn names_that_match_nothing() {
         small("the second pass", "chain in -o out -- cast -- prune-unstructured --ignore lm_head", 2, "`ignore` pattern `lm_head` matches no tensor", lists),
         small("a bad expression", "cast in -o out --targets re:(", 2, "pattern `re:(`: unclosed group", ""),
         small("an expression too large", "cast in -o out --targets re:(a{1000}){1000}", 2, "Compiled regex exceeds size limit", ""),
-        small("everything ignored", "prune-unstructured in -o out --ignore *", 2, "prune-unstructured: no weight is selected…name some in `targets`", ""),
+        small(
+            "everything ignored",
+            "prune-unstructured in -o out --ignore *",
+            2,
+            "prune-unstructured: no weight is selected…list weights in `targets`; `compress inspect` prints their names",
+            "",
+        ),
     ]);
 }
 
@@ -198,7 +210,7 @@ fn values_that_are_not_finite() {
 }
 
 #[test]
-fn weights_that_a_pass_cannot_take() {
+fn weights_that_a_pass_does_not_support() {
     let empty = || vec![tensor("x.weight", "F32", &[0, 4], &[]), floats("y.weight", &[4, 4])];
     let large = || vec![f32s("x.weight", &[2, 2], &[1.0, 70000.0, 2.0, 3.0])];
     let wide = vec![tensor("x.weight", "F64", &[1], &1e300f64.to_le_bytes())];
@@ -209,14 +221,14 @@ fn weights_that_a_pass_cannot_take() {
         model(&folder.join("float"));
         ok(folder, "quantize-dynamic float -o in");
     };
-    let again = "quantize last, put `dequantize` before it, or add the tensor to `ignore`";
+    let again = "quantize last, run `dequantize` before this pass, or add the tensor to `ignore`";
     check([
         tensors(
             "an empty tensor to prune",
             empty(),
             "prune-unstructured in -o out --targets x",
             1,
-            "tensor `x.weight`: is empty, shape [0, 4]",
+            "tensor `x.weight`: is empty (shape [0, 4])",
             "add it to `ignore`",
         ),
         tensors(
@@ -233,7 +245,7 @@ fn weights_that_a_pass_cannot_take() {
             large(),
             "cast in -o out --to f16",
             1,
-            "tensor `x.weight`: holds 7e4, and float16 ends at 6.5504e4",
+            "tensor `x.weight`: contains 7e4, but the largest value of float16 is 6.5504e4",
             "cast to bf16 (--to bf16), set overflow: saturate",
         ),
         tensors(
@@ -241,7 +253,7 @@ fn weights_that_a_pass_cannot_take() {
             large(),
             "chain in -o out -- cast --to f16 -- quantize-dynamic",
             1,
-            "tensor `x.weight`: holds 7e4",
+            "tensor `x.weight`: contains 7e4",
             "cast to bf16",
         ),
         tensors(
@@ -249,7 +261,7 @@ fn weights_that_a_pass_cannot_take() {
             wide,
             "cast in -o out --to f32",
             1,
-            "tensor `x.weight`: holds a value beyond 3.4028235e38, and float32 ends at 3.4028235e38",
+            "tensor `x.weight`: contains a value above 3.4028235e38, but the largest value of float32 is 3.4028235e38",
             "set overflow: saturate",
         ),
         tensors(
@@ -257,32 +269,32 @@ fn weights_that_a_pass_cannot_take() {
             counts(),
             "prune-unstructured in -o out --targets x",
             1,
-            "tensor `x.weight`: is I64, prune-unstructured works on F16, BF16, F32 and F64",
+            "tensor `x.weight`: has the dtype I64, but prune-unstructured needs F16, BF16, F32 or F64",
             "add it to `ignore`",
         ),
-        small("floats to dequantize", "dequantize in -o out", 2, "dequantize: no weight is selected: none is quantized…`compress cast` writes floats", ""),
+        small("floats to dequantize", "dequantize in -o out", 2, "dequantize: the model has no quantized weights…`compress cast` writes them as floats", ""),
         tensors("integers only", counts(), "quantize-dynamic in -o out", 2, "quantize-dynamic: no weight is selected", ""),
         tensors(
             "f64 ranked with f32",
             mixed,
             "prune-unstructured in -o out --scope global",
             1,
-            "tensor `x.weight`: is F64 and cannot be ranked together with narrower floats",
-            "use scope: tensor",
+            "tensor `x.weight`: is F64 and cannot be ranked jointly with narrower floats",
+            "use `scope: tensor`",
         ),
         tensors("a name that is taken", taken, "quantize-dynamic in -o out", 1, "tensor `x.weight_scale`: would be written twice", "rename it"),
         small(
             "a vector to quantize",
             "quantize-dynamic in -o out --targets *query.bias",
             1,
-            "has shape [16]; quantize-dynamic quantizes only matrices",
+            "has the shape [16], but quantize-dynamic supports only matrices",
             "add it to `ignore`",
         ),
-        case("int8 to quantize", quantized, "quantize-dynamic in -o out", 1, "is int8 channel already, quantize-dynamic works on floats", again),
-        case("int8 to prune", quantized, "prune-unstructured in -o out", 1, "is int8 channel already, prune-unstructured works on floats", again),
-        case("int8 to cast", quantized, "cast in -o out --targets *dense*", 1, "is int8 channel already, cast works on floats", again),
-        small("quantized twice", "chain in -o out -- quantize-dynamic -- quantize-dynamic", 1, "is int8 channel already", again),
-        small("pruned after quantization", "chain in -o out -- quantize-dynamic -- prune-unstructured", 1, "is int8 channel already", again),
+        case("int8 to quantize", quantized, "quantize-dynamic in -o out", 1, "is already int8 channel, but quantize-dynamic needs floats", again),
+        case("int8 to prune", quantized, "prune-unstructured in -o out", 1, "is already int8 channel, but prune-unstructured needs floats", again),
+        case("int8 to cast", quantized, "cast in -o out --targets *dense*", 1, "is already int8 channel, but cast needs floats", again),
+        small("quantized twice", "chain in -o out -- quantize-dynamic -- quantize-dynamic", 1, "is already int8 channel", again),
+        small("pruned after quantization", "chain in -o out -- quantize-dynamic -- prune-unstructured", 1, "is already int8 channel", again),
     ]);
 }
 
@@ -295,7 +307,7 @@ fn layers_that_are_stored_transposed() {
             gpt2,
             "quantize-dynamic in -o out",
             1,
-            "tensor `h.0.attn.c_attn.weight`: is a quantized weight of a gpt2 model, whose layers are stored as [in, out]",
+            "tensor `h.0.attn.c_attn.weight`: is a quantized weight of a gpt2 model, which stores layers as [in, out]: compressed-tensors does not support this",
             "export with layout: sparse or layout: dense",
         ),
         case(
@@ -315,7 +327,7 @@ fn tables_of_one_family_with_different_values() {
         let tensors = [floats("shared.weight", &[8, 4]), floats("encoder.embed_tokens.weight", &[8, 4])];
         model_of(&folder.join("in"), &json!({ "model_type": "t5", "architectures": ["T5EncoderModel"] }), &tensors);
     };
-    let one = "tensor `encoder.embed_tokens.weight`: is `shared.weight` in this family, both are stored with different values";
-    let hint = "the family has one table for both: leave the wrong one out of the checkpoint";
+    let one = "tensor `encoder.embed_tokens.weight`: is always `shared.weight` in this family, but both are stored with different values";
+    let hint = "the family shares one table: remove the wrong one from the checkpoint";
     check([case("one of both", shared, "prune-unstructured in -o out --targets shared.weight", 1, one, hint)]);
 }

@@ -1,4 +1,4 @@
-//! Places where no output can be.
+//! Invalid output locations.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -18,7 +18,7 @@ fn place(name: &'static str, args: &'static str, message: &'static str, hint: &'
         symlink("nowhere", folder.join("dangling")).unwrap();
         symlink("in", folder.join("inlink")).unwrap();
         fs::write(folder.join("recipe.yaml"), "model: in\npasses: [cast]\noutput: full\n").unwrap();
-        // An output of this tool, with a file that it lists and one that a run reads.
+        // An output of this tool, with a file that its report lists and one that a run reads.
         fs::create_dir(folder.join("old")).unwrap();
         let listing = r#"{ "tool": { "name": "compress" }, "outputs": [{ "path": "samples.txt" }, { "path": "model.safetensors" }] }"#;
         fs::write(folder.join("old/report.json"), listing).unwrap();
@@ -31,7 +31,7 @@ fn place(name: &'static str, args: &'static str, message: &'static str, hint: &'
 }
 
 #[test]
-fn places_that_are_taken() {
+fn locations_that_exist() {
     let force = "add --force to replace it, or choose another folder with -o";
     let other = "choose another name";
     check([
@@ -48,9 +48,9 @@ fn places_that_are_taken() {
     ]);
 }
 
-/// `--force` replaces what an earlier run has written, and nothing else.
+/// `--force` replaces only files that an earlier run has written.
 #[test]
-fn places_that_hold_what_force_must_not_delete() {
+fn locations_with_files_that_force_must_not_delete() {
     let hint = "move what you need and remove the rest";
     let foreign = "full: cannot be replaced: inner/file would be lost, and no report of compress lists them";
     check([
@@ -60,19 +60,45 @@ fn places_that_hold_what_force_must_not_delete() {
     ]);
 }
 
+/// Pages and recipes replace only pages and recipes.
+#[test]
+fn files_that_force_must_not_overwrite() {
+    let with_report = |folder: &Path| {
+        crate::support::model(&folder.join("in"));
+        crate::support::ok(folder, "cast in -o run");
+        symlink("in/model.safetensors", folder.join("page.html")).unwrap();
+    };
+    let report = |name, args, message| case(name, with_report, args, 1, message, "name a file that ends with .html");
+    check([
+        report("weights", "report run -o in/model.safetensors --force", "in/model.safetensors: exists, and --force replaces only .html files here"),
+        report("weights of the run", "report run run -o run/model.safetensors --force", "run/model.safetensors: exists, and --force replaces only"),
+        report("a configuration", "report run -o in/config.json --force", "in/config.json: exists, and --force replaces only .html files here"),
+        report("weights, through a link", "report run -o page.html --force", "page.html: exists, and --force replaces only .html files here"),
+    ]);
+    #[cfg(feature = "run")]
+    check([case(
+        "a recipe",
+        |folder: &Path| model(&folder.join("in")),
+        "init in -o in/model.safetensors --force",
+        1,
+        "in/model.safetensors: exists, and --force replaces only .yaml files here",
+        "name a file that ends with .yaml",
+    )]);
+}
+
 #[cfg(feature = "run")]
 #[test]
-fn places_that_hold_what_a_run_reads() {
+fn locations_with_inputs_of_the_run() {
     let other = "choose another name with -o";
     check([
-        place("samples", "run data.yaml --dry-run --force", "old: cannot be replaced: it holds…old/samples.txt, which this run reads as…samples.txt", other),
-        place("a teacher", "run teacher.yaml --dry-run --force", "old: cannot be replaced: it holds…old, which this run reads as…old", other),
+        place("samples", "run data.yaml --dry-run --force", "old: cannot be replaced: it contains…old/samples.txt, which this run reads as…samples.txt", other),
+        place("a teacher", "run teacher.yaml --dry-run --force", "old: cannot be replaced: it contains…old, which this run reads as…old", other),
     ]);
 }
 
 #[test]
-fn places_that_overlap_the_input() {
-    let beside = "choose a folder beside it";
+fn locations_that_overlap_the_input() {
+    let beside = "choose a folder outside it";
     check([
         place("inside", "cast in -o in/out", "in/out: lies inside the input folder", beside),
         place("deep inside", "cast in -o in/a/b/c", "in/a/b/c: lies inside the input folder", beside),
@@ -80,9 +106,9 @@ fn places_that_overlap_the_input() {
         place("inside, through a link", "cast in -o inlink/out", "inlink/out: lies inside the input folder", beside),
         place("inside a linked input", "cast inlink -o in/out", "in/out: lies inside the input folder", beside),
         place("inside, by force", "cast in -o in/1_Pooling --force", "in/1_Pooling: lies inside the input folder", beside),
-        place("the input", "cast in -o in", "in: is the input", "the input is never changed"),
-        place("the input, by force", "cast in -o in --force", "in: is the input", "the input is never changed"),
-        place("the input by another name", "cast inlink -o in --force", "in: is the input", "the input is never changed"),
+        place("the input", "cast in -o in", "in: is the input", "the input is never modified"),
+        place("the input, by force", "cast in -o in --force", "in: is the input", "the input is never modified"),
+        place("the input by another name", "cast inlink -o in --force", "in: is the input", "the input is never modified"),
         place("around", "cast in -o . --force", "contains the input", "choose another folder"),
         place("far around", "cast in -o / --force", "output /: contains the input", "choose another folder"),
         place("around a file", "cast in/model.safetensors -o in --force", "in: contains the input", "choose another folder"),
@@ -90,10 +116,10 @@ fn places_that_overlap_the_input() {
 }
 
 #[test]
-fn places_that_cannot_be() {
+fn locations_that_cannot_be_created() {
     check([
-        place("inside a file", "cast in -o file/out", "file/out: cannot be made inside…file, which is not a folder", "choose another place"),
-        place("deep inside a file", "cast in -o file/a/b/out", "file/a/b/out: cannot be made inside…file, which is not a folder", "choose another place"),
+        place("inside a file", "cast in -o file/out", "file/out: cannot be created inside…file, which is not a folder", "choose another location"),
+        place("deep inside a file", "cast in -o file/a/b/out", "file/a/b/out: cannot be created inside…file, which is not a folder", "choose another location"),
         place("inside a link to nowhere", "cast in -o dangling/out", "cannot create…dangling: File exists", ""),
         place(
             "a name that is too long",
@@ -109,7 +135,7 @@ fn places_that_cannot_be() {
 }
 
 #[test]
-fn folders_made_on_the_way_go_again() {
+fn created_parent_folders_are_removed() {
     let make = |folder: &Path| crate::support::file(&folder.join("in"), crate::support::METADATA, &[crate::support::f32s("x.weight", &[1, 1], &[f32::NAN])]);
     check([case("a failure far down", make, "cast in -o new/deep/out", 1, "tensor `x.weight` holds 1 values", "--allow-nonfinite")]);
 }

@@ -1,4 +1,4 @@
-//! Recipes with mistakes: located, with the names that would be accepted.
+//! Invalid recipes: errors contain the location and the accepted names.
 
 use std::fs;
 use std::path::Path;
@@ -26,28 +26,28 @@ fn keys_and_names() {
         recipe(
             "an unknown key",
             "model: in\npases: []\n",
-            "recipe.yaml: line 2 column 1: unknown key `pases`, did you mean `passes`? There are `model`, `seed`, `allow_nonfinite`, `sizes`, `measure`, `data`, `memory`, `passes`, `evaluate`, `export`… --> recipe.yaml:2:1…2 | pases: []",
+            "recipe.yaml: line 2 column 1: unknown key `pases`, did you mean `passes`? Expected one of `model`, `seed`, `allow_nonfinite`, `sizes`, `measure`, `data`, `memory`, `passes`, `evaluate`, `export`… --> recipe.yaml:2:1…2 | pases: []",
         ),
         recipe(
             "an unknown option",
             "model: in\npasses:\n  - prune-unstructured: { amuont: 0.5 }\n",
-            "line 3 column 27: unknown key `amuont`, did you mean `amount`? There are `amount`, `importance`, `scope`, `pattern`, `targets`, `ignore`, `rules`",
+            "line 3 column 27: unknown key `amuont`, did you mean `amount`? Expected one of `amount`, `importance`, `scope`, `pattern`, `targets`, `ignore`, `rules`",
         ),
         recipe(
             "an unknown pass",
             "model: in\npasses:\n  - prune: {}\n",
-            "line 3 column 5: unknown name `prune`, did you mean `prune-structured`? There are `prune-unstructured`, `prune-structured`, `decompose`, `quantize`, `quantize-dynamic`",
+            "line 3 column 5: unknown name `prune`, did you mean `prune-structured`? Expected one of `prune-unstructured`, `prune-structured`, `decompose`, `quantize`, `quantize-dynamic`",
         ),
         recipe(
             "an unknown pass by name alone",
             "model: in\npasses: [prune]\n",
-            "line 2 column 10: unknown name `prune`, did you mean `prune-structured`? There are `prune-unstructured`",
+            "line 2 column 10: unknown name `prune`, did you mean `prune-structured`? Expected one of `prune-unstructured`",
         ),
-        recipe("an unknown format", "model: in\nexport: [onxx]\n", "line 2 column 10: unknown name `onxx`, did you mean `onnx`? There are `safetensors`"),
+        recipe("an unknown format", "model: in\nexport: [onxx]\n", "line 2 column 10: unknown name `onxx`, did you mean `onnx`? Expected one of `safetensors`"),
         recipe(
             "an unknown option of a format",
             "model: in\nexport:\n  - safetensors: { layuot: dense }\n",
-            "line 3 column 20: unknown key `layuot`, did you mean `layout`? There are `layout`, `shard_size`",
+            "line 3 column 20: unknown key `layuot`, did you mean `layout`? Expected one of `layout`, `shard_size`",
         ),
         recipe(
             "an unknown value",
@@ -55,18 +55,18 @@ fn keys_and_names() {
             "line 3 column 34: unknown name `layer`, expected one of `tensor`, `global`",
         ),
         recipe("no model", "passes: []\n", "line 1 column 1: the key `model` is missing"),
-        recipe("a key twice", "model: in\nmodel: in\n", "line 2 column 1: the key `model` is given twice"),
+        recipe("a key twice", "model: in\nmodel: in\n", "line 2 column 1: the key `model` occurs twice"),
         recipe(
             "two formats in one entry",
             "model: in\nexport:\n  - safetensors: {}\n    onnx: {}\n",
-            "line 3 column 5: `onnx` is a second format in one entry; begin a new one with `-`",
+            "line 3 column 5: `onnx` is a second format in one entry; start a new entry with `-`",
         ),
         recipe(
             "two passes in one entry",
             "model: in\npasses:\n  - cast: {}\n    quantize-dynamic: {}\n",
-            "line 3 column 5: `quantize-dynamic` is a second pass in one entry; begin a new one with `-`",
+            "line 3 column 5: `quantize-dynamic` is a second pass in one entry; start a new entry with `-`",
         ),
-        recipe("a format twice", "model: in\nexport: [safetensors, safetensors]\n", "export: `safetensors` is named twice"),
+        recipe("a format twice", "model: in\nexport: [safetensors, safetensors]\n", "export: `safetensors` is listed twice"),
         recipe(
             "a rule without an amount",
             "model: in\npasses:\n  - prune-unstructured: { rules: [{ targets: [\"*\"] }] }\n",
@@ -75,7 +75,7 @@ fn keys_and_names() {
         recipe(
             "a rule without targets",
             "model: in\npasses:\n  - prune-unstructured: { rules: [{ targets: [], amount: 0.1 }] }\n",
-            "pass 1 (prune-unstructured): a rule without `targets`",
+            "pass 1 (prune-unstructured): a rule has no `targets`",
         ),
     ]);
 }
@@ -113,23 +113,23 @@ fn types_and_ranges() {
 
 #[test]
 fn texts_that_are_no_recipe() {
-    // Every use of the anchor is a thousand patterns.
+    // Every use of the anchor expands to a thousand patterns.
     let bomb = format!(
         "model: in\npasses:\n  - prune-unstructured:\n      rules:\n        - &r {{ amount: 0.1, targets: [{}] }}\n{}",
         "\"*\",".repeat(1000),
         "        - *r\n".repeat(2000)
     );
     check([
-        recipe("empty", "", "recipe.yaml: a value is needed where the text ends at line 1, column 1"),
-        recipe("a comment", "# later\n", "recipe.yaml: line 2 column 1: a value is needed where the text ends"),
+        recipe("empty", "", "recipe.yaml: expected a value, but the text ends at line 1, column 1"),
+        recipe("a comment", "# later\n", "recipe.yaml: line 2 column 1: expected a value, but the text ends"),
         recipe("a list", "- cast\n", "recipe.yaml: line 1 column 1: expected keys with values"),
         recipe("a word", "compress\n", "recipe.yaml: line 1 column 1: expected keys with values"),
-        recipe("two documents", "model: in\n---\nmodel: in\n", "recipe.yaml: line 3 column 1: a second document begins here"),
+        recipe("two documents", "model: in\n---\nmodel: in\n", "recipe.yaml: line 3 column 1: a second YAML document begins here"),
         recipe("an open list", "model: in\npasses: [\n", "recipe.yaml: line 2 column 9: unclosed bracket '['"),
         recipe("an open string", "model: \"in\n", "recipe.yaml: line 2 column 1: invalid indentation in multiline quoted scalar"),
         recipe("a tab", "model: in\npasses:\n\t- cast: {}\n", "recipe.yaml: line 3 column 2: tabs disallowed"),
         recipe("an alias of nothing", "model: *in\n", "recipe.yaml: line 1 column 8: reference to unknown value"),
-        recipe("an alias bomb", bomb, "recipe.yaml: line…the aliases of this text stand for more values"),
+        recipe("an alias bomb", bomb, "recipe.yaml: line…the aliases in this text expand to too many values"),
         recipe("nested too deeply", format!("model: in\npasses: {}", "[".repeat(100_000)), "recipe.yaml: line 2 column…"),
         recipe(
             "nested too deeply, and closed",
@@ -139,10 +139,10 @@ fn texts_that_are_no_recipe() {
         recipe("keys nested too deeply", format!("model: in\npasses: [{}", "{ cast: ".repeat(10_000)), "recipe.yaml: line 2 column…"),
         with_args("not UTF-8", b"model: in # \xff\n", RUN, 1, "cannot read recipe.yaml: stream did not contain valid UTF-8"),
         with_args("not there", "", "run other.yaml -o out", 1, "cannot read other.yaml: No such file or directory"),
-        with_args("a folder", "", "run in -o out", 2, "in: is a folder, and a recipe is a YAML file"),
+        with_args("a folder", "", "run in -o out", 2, "in: is a folder; a recipe is a YAML file"),
         with_args("a checkpoint", "", "plan in/model.safetensors", 1, "cannot read in/model.safetensors: stream did not contain valid UTF-8"),
         with_args("no model there", "model: nowhere\n", RUN, 1, "cannot open nowhere: No such file or directory"),
-        with_args("no output", "model: in\n", "run recipe.yaml", 2, "recipe.yaml: no `output`; name a folder there or with -o"),
+        with_args("no output", "model: in\n", "run recipe.yaml", 2, "recipe.yaml: no `output`: add one to the recipe, or use -o"),
     ]);
 }
 
@@ -151,20 +151,22 @@ fn values_set_on_the_command_line() {
     const TEXT: &str = "model: in\npasses:\n  - prune-unstructured: { amount: 0.5 }\n  - cast\n";
     let set = |name, args, message| with_args(name, TEXT, args, 2, message);
     check([
-        set("an unknown key", "run recipe.yaml -o out --set sed=1", "--set sed=1: unknown key `sed`, did you mean `seed`? There are `model`, `seed`"),
+        set("an unknown key", "run recipe.yaml -o out --set sed=1", "--set sed=1: unknown key `sed`, did you mean `seed`? Expected one of `model`, `seed`"),
         set("an unknown key, in a plan", "plan recipe.yaml --set sed=1", "--set sed=1: unknown key `sed`, did you mean `seed`?"),
         set(
             "an unknown option",
             "run recipe.yaml -o out --set cast.too=f16",
-            "--set cast.too=f16: unknown key `too`, did you mean `to`? There are `to`, `overflow`, `targets`, `ignore`",
+            "--set cast.too=f16: unknown key `too`, did you mean `to`? Expected one of `to`, `overflow`, `targets`, `ignore`",
         ),
         set(
             "a pass that is not there",
             "run recipe.yaml -o out --set quantize-dynamic.observer=mse",
             "--set quantize-dynamic.observer: the recipe has no `quantize-dynamic`",
         ),
-        set("an entry that is not there", "run recipe.yaml -o out --set passes.2.cast.to=f16", "--set passes.2.cast.to: `2` is no entry of the list"),
-        set("a key of a number", "run recipe.yaml -o out --set seed.x=1", "--set seed.x: `x` would be inside a plain value"),
+        set("a pass with a typing error", "run recipe.yaml -o out --set castt.to=f16", "--set castt.to: the recipe has no `castt`; did you mean `cast`?"),
+        set("a group with a typing error", "run recipe.yaml -o out --set pases.0=cast", "--set pases.0: the recipe has no `pases`; did you mean `passes`?"),
+        set("an entry that is not there", "run recipe.yaml -o out --set passes.2.cast.to=f16", "--set passes.2.cast.to: the list has no entry `2`"),
+        set("a key of a number", "run recipe.yaml -o out --set seed.x=1", "--set seed.x: the value that contains `x` is neither a map nor a list"),
         set("a wrong type", "run recipe.yaml -o out --set seed=x", "--set seed=x: invalid type: string \"x\", expected u64"),
         set("an unknown value", "run recipe.yaml -o out --set cast.to=f8", "--set cast.to=f8: unknown variant `f8`, expected one of `f32`, `f16`, `bf16`"),
         set("out of range", "run recipe.yaml -o out --set prune-unstructured.amount=1.5", "--set prune-unstructured.amount=1.5: amount 1.5 is not a fraction"),

@@ -1,4 +1,4 @@
-//! Sparse and quantized weights whose parts do not fit.
+//! Sparse and quantized weights with inconsistent parts.
 
 use super::{Case, case, check};
 use crate::support::{METADATA, Tensor, f32s, file, floats, tensor};
@@ -18,7 +18,7 @@ fn mask(bytes: &[u8]) -> Tensor {
     tensor("x.bitmask", "U8", &[bytes.len()], bytes)
 }
 
-/// `x` of shape `[4, 4]`, three values of which are not zero, with some parts put in place of others.
+/// `x` of shape `[4, 4]` with three non-zero values, with some parts replaced.
 fn sparse(parts: Vec<Tensor>) -> Vec<Tensor> {
     let mut tensors = vec![mask(&[3, 0x80]), integers("x.shape", &[4, 4]), f32s("x.values", &[3], &[1.0, 2.0, 3.0])];
     for part in parts {
@@ -38,7 +38,7 @@ fn without(part: &str) -> Vec<Tensor> {
 fn bitmasks_of_others() {
     let parts = vec![mask(&[3, 1]), f32s("x.compressed", &[3], &[1.0, 2.0, 3.0]), integers("x.shape", &[2, 8]), integers("x.row_offsets", &[0, 2])];
     let pt = &[("format", "pt")];
-    check([of("sparse-bitmask", pt, parts, "tensor `x`: is stored as a bitmask and values of compressed-tensors", "start from the original checkpoint")]);
+    check([of("sparse-bitmask", pt, parts, "tensor `x`: uses the sparse bitmask format of compressed-tensors", "start from the original checkpoint")]);
 }
 
 #[test]
@@ -48,20 +48,20 @@ fn the_sparse_layout() {
     check([
         of("too many bits", SPARSE, sparse(vec![mask(&[7, 0x80])]), "in.safetensors: a sparse mask has more bits set than there are values", ""),
         of("too few bits", SPARSE, sparse(vec![mask(&[1, 0x80])]), "in.safetensors: a sparse mask has fewer bits set than there are values", ""),
-        misfit("a short mask", mask(&[7]), "tensor `x`: sparse parts do not fit: 16 elements, a mask of 1 bytes, 3 values"),
-        misfit("a mask of another type", f32s("x.bitmask", &[2], &[1.0, 2.0]), "tensor `x`: sparse parts do not fit"),
-        misfit("another shape", integers("x.shape", &[4, 5]), "tensor `x`: sparse parts do not fit: 20 elements, a mask of 2 bytes, 3 values"),
-        misfit("a shape that is too small", integers("x.shape", &[2]), "tensor `x`: sparse parts do not fit: 2 elements"),
-        misfit("a negative shape", integers("x.shape", &[-4, -4]), "tensor `x`: sparse parts do not fit: negative size"),
-        misfit("a shape that overflows", integers("x.shape", &[1 << 62, 1 << 62]), "tensor `x`: sparse parts do not fit: the shape overflows"),
-        misfit("a shape of another type", f32s("x.shape", &[2], &[4.0, 4.0]), "tensor `x`: sparse parts do not fit: the shape is not a short I64 vector"),
+        misfit("a short mask", mask(&[7]), "tensor `x`: sparse parts do not match: 16 elements, a mask of 1 bytes, 3 values"),
+        misfit("a mask of another type", f32s("x.bitmask", &[2], &[1.0, 2.0]), "tensor `x`: sparse parts do not match"),
+        misfit("another shape", integers("x.shape", &[4, 5]), "tensor `x`: sparse parts do not match: 20 elements, a mask of 2 bytes, 3 values"),
+        misfit("a shape that is too small", integers("x.shape", &[2]), "tensor `x`: sparse parts do not match: 2 elements"),
+        misfit("a negative shape", integers("x.shape", &[-4, -4]), "tensor `x`: sparse parts do not match: negative size"),
+        misfit("a shape that overflows", integers("x.shape", &[1 << 62, 1 << 62]), "tensor `x`: sparse parts do not match: the shape overflows"),
+        misfit("a shape of another type", f32s("x.shape", &[2], &[4.0, 4.0]), "tensor `x`: sparse parts do not match: the shape is not a short I64 vector"),
         misfit(
             "a shape in two dimensions",
             tensor("x.shape", "I64", &[1, 2], &[4; 16]),
-            "tensor `x`: sparse parts do not fit: the shape is not a short I64 vector",
+            "tensor `x`: sparse parts do not match: the shape is not a short I64 vector",
         ),
-        of("no values", SPARSE, without("x.values"), "tensor `x`: sparse parts do not fit: `x.values` is missing", damaged),
-        of("no shape", SPARSE, without("x.shape"), "tensor `x`: sparse parts do not fit: `x.shape` is missing", damaged),
+        of("no values", SPARSE, without("x.values"), "tensor `x`: sparse parts do not match: `x.values` is missing", damaged),
+        of("no shape", SPARSE, without("x.shape"), "tensor `x`: sparse parts do not match: `x.shape` is missing", damaged),
         of(
             "dense as well",
             SPARSE,
@@ -97,18 +97,24 @@ fn words_of_gptq_and_awq() {
             "words of three bits",
             METADATA,
             vec![words("x.qweight", &[3, 32]), words("x.qzeros", &[1, 3]), scales(&[1, 32])],
-            "tensor `x.weight`: is in words that are neither GPTQ of 2, 4 or 8 bits nor AWQ (GEMM): qweight I32 [3, 32], qzeros I32 [1, 3]",
+            "tensor `x.weight`: is packed neither as GPTQ of 2, 4 or 8 bits nor as AWQ (GEMM): qweight I32 [3, 32], qzeros I32 [1, 3]",
             hint,
         ),
         of(
             "fewer zero points than groups",
             METADATA,
             vec![words("x.qweight", &[1, 8]), words("x.qzeros", &[1, 1]), scales(&[2, 8])],
-            "tensor `x.weight`: its parts do not fit each other",
+            "tensor `x.weight`: its parts do not match",
             hint,
         ),
-        of("words in a row", METADATA, vec![words("x.qweight", &[8]), words("x.qzeros", &[1, 1]), scales(&[1, 8])], "its parts are no matrices", hint),
-        of("groups that there are not", METADATA, gptq(vec![words("x.g_idx", &[8])]), "tensor `x.weight`: its g_idx I32 [8] is no group for each input", hint),
+        of("words in a row", METADATA, vec![words("x.qweight", &[8]), words("x.qzeros", &[1, 1]), scales(&[1, 8])], "its parts are not matrices", hint),
+        of(
+            "groups that there are not",
+            METADATA,
+            gptq(vec![words("x.g_idx", &[8])]),
+            "tensor `x.weight`: its g_idx I32 [8] does not assign a group to each input",
+            hint,
+        ),
         of("a weight twice", METADATA, gptq(vec![floats("x.weight", &[8, 8])]), "tensor `x.weight`: is stored twice", "write the file again"),
     ]);
 }
@@ -122,10 +128,10 @@ fn narrow_floats() {
             "FP8 with zero points",
             METADATA,
             fp8(vec![floats("x_scale", &[1]), tensor("x_zero_point", "I8", &[1], &[0])]),
-            "tensor `x`: zero points beside fp8",
+            "tensor `x`: zero points for fp8",
             again,
         ),
-        of("FP8 with scales of another type", METADATA, fp8(vec![tensor("x_scale", "F64", &[1], &[0; 8])]), "tensor `x`: scales of type F64 beside fp8", again),
+        of("FP8 with scales of another type", METADATA, fp8(vec![tensor("x_scale", "F64", &[1], &[0; 8])]), "tensor `x`: scales of type F64 for fp8", again),
         of(
             "FP8 with blocks that do not divide",
             METADATA,
@@ -137,14 +143,14 @@ fn narrow_floats() {
             "NVFP4 without its global scale",
             METADATA,
             vec![tensor("x_packed", "U8", &[1, 8], &[0; 8]), tensor("x_scale", "F8_E4M3", &[1, 1], &[0x38])],
-            "tensor `x`: no global scale beside FP4",
+            "tensor `x`: the global scale of FP4 is missing",
             again,
         ),
         of(
             "NVFP4 with a global scale of nothing",
             METADATA,
             vec![tensor("x_packed", "U8", &[1, 8], &[0; 8]), tensor("x_scale", "F8_E4M3", &[1, 1], &[0x38]), tensor("x_global_scale", "F32", &[1], &[0; 4])],
-            "tensor `x_global_scale`: is no positive number",
+            "tensor `x_global_scale`: is not a positive number",
             again,
         ),
     ]);
@@ -170,18 +176,18 @@ fn quantized_weights() {
             "too few zero points",
             METADATA,
             int8(vec![floats("x_scale", &[2, 1]), tensor("x_zero_point", "I8", &[1], &[0])]),
-            "tensor `x`: zero points I8 [1] beside scales [2, 1]",
+            "tensor `x`: zero points I8 [1] do not fit scales [2, 1]",
             again,
         ),
         of(
             "zero points of another type",
             METADATA,
             int8(vec![floats("x_scale", &[1]), floats("x_zero_point", &[1])]),
-            "tensor `x`: zero points F32 [1] beside scales [1]",
+            "tensor `x`: zero points F32 [1] do not fit scales [1]",
             again,
         ),
         of(
-            "integers that are no matrix",
+            "integers that are not a matrix",
             METADATA,
             vec![tensor("x", "I8", &[4], &[0; 4]), floats("x_scale", &[1])],
             "tensor `x`: integers of shape [4], not a matrix",

@@ -1,4 +1,4 @@
-//! Structured pruning that cannot be.
+//! Invalid structured pruning.
 
 use super::{Case, case, check};
 use crate::support::{METADATA, f32s, file, golden_model, model};
@@ -15,7 +15,7 @@ fn amounts() {
             "bert",
             "prune-structured in -o out --amount 1.0",
             2,
-            "1.0 of 2 heads of `encoder.layer.0.attention.self.query` leaves none; it can take 0, 0.5",
+            "1.0 of 2 heads of `encoder.layer.0.attention.self.query` would remove all of them; possible amounts: 0, 0.5",
             "",
         ),
         family(
@@ -23,16 +23,16 @@ fn amounts() {
             "bert",
             "prune-structured in -o out --amount mlp=1.0",
             2,
-            "1.0 of 28 mlp of …leaves none; it can take 0, 0.1429, 0.4286, 0.7143",
+            "1.0 of 28 mlp of …would remove all of them; possible amounts: 0, 0.1429, 0.4286, 0.7143",
             "",
         ),
-        family("more units than there are", "bert", "prune-structured in -o out --amount heads=3", 2, "3 of 2 heads of …leaves none", ""),
+        family("more units than there are", "bert", "prune-structured in -o out --amount heads=3", 2, "3 of 2 heads of …would remove all of them", ""),
         family(
             "part of a head",
             "bert",
             "prune-structured in -o out --amount 0.3",
             2,
-            "0.3 of 2 heads of …is 0.60 heads, and heads are removed as a whole; possible: 0, 0.5",
+            "0.3 of 2 heads of …is 0.60 heads, but only whole heads can be removed; possible amounts: 0, 0.5",
             "",
         ),
         family(
@@ -40,17 +40,24 @@ fn amounts() {
             "llama-grouped-tied",
             "prune-structured in -o out --dims heads --amount 0.25",
             2,
-            "0.25 of 2 heads of …heads are removed as a whole; possible: 0, 0.5",
+            "0.25 of 2 heads of …only whole heads can be removed; possible amounts: 0, 0.5",
             "",
         ),
-        family("all layers", "bert", "prune-structured in -o out --dims layers --amount 1.0", 2, "1.0 of 2 layers leaves none; it can take 0.5", ""),
+        family(
+            "all layers",
+            "bert",
+            "prune-structured in -o out --dims layers --amount 1.0",
+            2,
+            "1.0 of 2 layers would remove all of them; possible amounts: 0.5",
+            "",
+        ),
         family("above one", "bert", "prune-structured in -o out --amount 1.5", 2, "`1.5` is not a fraction from 0.0 to 1.0", ""),
         family(
-            "an amount for what is not taken",
+            "an amount for an unselected dimension",
             "bert",
             "prune-structured in -o out --dims heads --amount mlp=0.5",
             2,
-            "amount): names mlp, which is not among `dims`",
+            "amount): contains mlp, which is not listed in `dims`",
             "",
         ),
     ]);
@@ -61,7 +68,7 @@ fn targets() {
     check([
         family("all of it", "bert", "prune-structured in -o out --target macs=1.0", 2, "macs 1 is not between 0 and 1", ""),
         family("nothing of it", "bert", "prune-structured in -o out --target macs=0", 2, "macs 0 is not between 0 and 1", ""),
-        family("out of reach", "bert", "prune-structured in -o out --target macs=0.01", 2, "macs 0.01 cannot be met: with every group at its minimum 0.", ""),
+        family("out of reach", "bert", "prune-structured in -o out --target macs=0.01", 2, "macs 0.01 cannot be reached: 0.", ""),
         family("of an unknown kind", "bert", "prune-structured in -o out --target flops=0.5", 2, "target `flops=0.5` is not macs=F", ""),
         family("and an amount", "bert", "prune-structured in -o out --target macs=0.5 --amount 0.5", 2, "target): excludes `amount`", ""),
         family("and layers", "bert", "prune-structured in -o out --target macs=0.5 --dims layers", 2, "target): cannot be combined with layers", ""),
@@ -87,7 +94,7 @@ fn models() {
             "resnet-basic",
             "prune-structured in -o out --dims heads",
             2,
-            "the model has no heads to remove; it has channels; held: ",
+            "the model has no heads to remove; it has channels; not prunable: ",
             "",
         ),
         family(
@@ -95,7 +102,7 @@ fn models() {
             "resnet-basic",
             "prune-structured in -o out --dims layers --amount 1",
             2,
-            "the model has no layers that repeat",
+            "the model has no repeated layers",
             "",
         ),
         family("an unknown part", "bert", "prune-structured in -o out --dims legs", 2, "legs", ""),
@@ -133,7 +140,7 @@ fn models() {
             },
             "prune-structured in -o out",
             1,
-            "unknown op `Foo`, there are Linear",
+            "unknown op `Foo`, expected one of Linear",
             "",
         ),
         case(
@@ -144,7 +151,7 @@ fn models() {
             },
             "prune-structured int8 -o out --amount 0.5",
             1,
-            "is int8 channel already, and parts of it cannot be removed",
+            "is already int8 channel, so that parts of it cannot be removed",
             "quantize last",
         ),
     ]);

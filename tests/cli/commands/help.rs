@@ -98,7 +98,7 @@ fn the_schema_accepts_recipes_and_refuses_mistakes() {
     }
 }
 
-/// Why a value does not follow a schema, for the parts of JSON Schema that recipes use.
+/// The reason why a value violates a schema, for the parts of JSON Schema that recipes use.
 fn mismatch(root: &Value, schema: &Value, value: &Value) -> Option<String> {
     let no = |reason: &str| Some(format!("{value}: {reason}"));
     for (key, rule) in schema.as_object().expect("a schema is an object") {

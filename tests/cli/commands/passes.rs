@@ -10,8 +10,8 @@ const QUERY: &str = "encoder.layer.0.attention.self.query.weight";
 const DENSE: &str = "encoder.layer.1.output.dense.weight";
 const TABLE: &str = "embeddings.word_embeddings.weight";
 
-/// Runs a command on the small model. The report must state the options, and weights must be stored and zeroed
-/// as said.
+/// Runs a command on the small model. The report must contain the options, and weights must have the
+/// specified encodings and numbers of zeros.
 fn check(args: &str, options: &Value, weights: &[(&str, &str, Option<u64>)]) {
     let folder = tempfile::tempdir().unwrap();
     model(&folder.path().join("in"));
@@ -162,7 +162,7 @@ fn shards() {
 }
 
 #[test]
-fn values_that_are_not_finite_go_along_when_allowed() {
+fn non_finite_values_are_preserved_if_allowed() {
     let folder = tempfile::tempdir().unwrap();
     file(&folder.path().join("in"), METADATA, &[f32s("x.weight", &[2, 2], &[1.0, f32::NAN, 0.5, f32::INFINITY]), floats("y.weight", &[4, 4])]);
     for args in ["cast in --to f16", "prune-unstructured in", "quantize-dynamic in --observer mse", "densify in"] {
@@ -174,7 +174,7 @@ fn values_that_are_not_finite_go_along_when_allowed() {
 }
 
 #[test]
-fn odd_tensors_go_through() {
+fn unusual_tensors_are_preserved() {
     let folder = tempfile::tempdir().unwrap();
     let odd = |name: &str, dtype, shape: &[usize], bytes: usize| crate::support::tensor(name, dtype, shape, &vec![1; bytes]);
     let tensors = [
@@ -239,7 +239,36 @@ fn threads_change_nothing() {
     assert_eq!(written("1"), written("7"));
 }
 
-/// Baseline has no fused multiply-add: docs/internals/graph.md says what that changes.
+/// In the first batch, the input of one of two layers is zero; in the second batch, that of the other one.
+#[test]
+fn sensitivity_is_measured_on_all_batches() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    // A large weight, whose input is zero, determines the scale of its row.
+    let coarse = |at: usize| if at.is_multiple_of(8) { 100.0 } else { [0.3, 0.7][(at + at / 8) % 2] };
+    let exact = |at: usize| if at % 3 == at / 8 % 3 { -1.0 } else { 1.0 };
+    let weight = |name: &str, value: &dyn Fn(usize) -> f32| f32s(name, &[8, 8], &(0..64).map(value).collect::<Vec<_>>());
+    file(&path.join("in/model.safetensors"), METADATA, &[weight("coarse.weight", &coarse), weight("exact.weight", &exact)]);
+    std::fs::write(path.join("in/config.json"), "{}").unwrap();
+    let text = "input a: float[batch, 8]\ninput b: float[batch, 8]\nparam exact.weight: float[8, 8]\nparam coarse.weight: float[8, 8]\n\
+        x = Linear(a, exact.weight) -> float[batch, 8]\ny = Linear(b, coarse.weight) -> float[batch, 8]\nz = Add(x, y) -> float[batch, 8]\noutput z = z\n";
+    let graph: compress::ir::Graph = text.parse().unwrap();
+    std::fs::write(path.join("in/graph.json"), serde_json::to_string(&compress::ir::GraphFile::from(&graph)).unwrap()).unwrap();
+    let rows = |name: &str, seen: std::ops::Range<usize>| {
+        let value = |at: usize| if seen.contains(&(at / 8)) && !at.is_multiple_of(8) { (at * 37 % 101) as f32 / 50.0 - 1.0 } else { 0.0 };
+        f32s(name, &[16, 8], &(0..128).map(value).collect::<Vec<_>>())
+    };
+    file(&path.join("samples.safetensors"), &[], &[rows("a", 0..8), rows("b", 8..16)]);
+    std::fs::write(
+        path.join("recipe.yaml"),
+        "model: in\ndata: { calibration: { arrays: samples.safetensors, batch_size: 8 } }\npasses: [quantize-static]\noutput: out\n",
+    )
+    .unwrap();
+    let layers = data(path, "analyze recipe.yaml --json")["layers"].clone();
+    assert_eq!(layers[0]["name"], "coarse.weight", "{layers}");
+}
+
+/// The baseline has no fused multiply-add; docs/internals/graph.md describes the effect.
 #[test]
 fn instruction_sets_with_fused_multiply_add_give_the_same_bytes() {
     let folder = tempfile::tempdir().unwrap();

@@ -29,13 +29,13 @@ fn inspect() {
     let (_, summary) = text.split_once("\n\n").unwrap();
     for line in [
         ["architecture", "bert"],
-        ["parameters", "3.10 k, of them 2.56 k in linear layers; "],
+        ["parameters", "3.10 k, 2.56 k of them in linear layers; "],
         ["tensors", "3 f32 (2.18 kB), 4 int8 channel ("],
         ["size", "4.99 kB in 1 file"],
     ] {
         assert!(summary.lines().any(|found| line.iter().all(|part| found.contains(part))), "{line:?} in\n{text}");
     }
-    assert!(summary.contains("cannot be run") && summary.contains("passes over weights take it"), "{text}");
+    assert!(summary.contains("cannot be run") && summary.contains("passes over weights can process it"), "{text}");
     assert!(text.find("layer.0.").unwrap() < text.find("layer.1.").unwrap());
     let json = data(folder.path(), "inspect out --json");
     assert!(json["cannot_run"].is_string() && json["inputs"] == json!([]), "{json}");
@@ -67,14 +67,14 @@ fn inspect_lists_what_nothing_is_computed_by() {
     assert_eq!(unused["keys"], json!(["config.json: rotary_scaling", "sentence_bert_config.json: query_style", "preprocessor_config.json: do_sharpen"]));
     assert_eq!(unused["weights"], json!(["cls.seq_relationship.bias", "cls.seq_relationship.weight"]));
     let text = ok(folder.path(), "inspect in --header-only").stdout;
-    assert!(text.contains("\n keys that are not known: config.json: rotary_scaling, sentence_bert"), "{text}");
-    assert!(text.contains("\n weights that nothing is computed with: cls.seq_relationship.bias, "), "{text}");
+    assert!(text.contains("\n unknown keys: config.json: rotary_scaling, sentence_bert"), "{text}");
+    assert!(text.contains("\n unused weights: cls.seq_relationship.bias, "), "{text}");
 
     config["position_embedding_type"] = json!("relative_key");
     fs::write(&path, config.to_string()).unwrap();
     let found = data(folder.path(), "inspect in --json");
     let refused = &found["cannot_run"];
-    assert!(found["unused"].is_null(), "one key says why: {found}");
+    assert!(found["unused"].is_null(), "one key is the reason: {found}");
     assert!(refused.as_str().unwrap().contains("config.json: `position_embedding_type` of \"relative_key\" is not supported"), "{refused}");
     let text = ok(folder.path(), "inspect in").stdout;
     assert!(text.contains("cannot be run") && text.contains("config.json: `position_embedding_type`"), "{text}");
@@ -102,7 +102,7 @@ fn what_else_is_said_of_quantization_is_told_again_or_left_out_with_a_note() {
     ok(folder.path(), "prune-unstructured floats -o pruned");
     assert_eq!(told("pruned"), [true, false, true]);
     let notes = read_json(&folder.path().join("pruned/report.json"))["notes"].to_string();
-    assert!(notes.contains("`sparsity_config` of the input's quantization_config is left out"), "{notes}");
+    assert!(notes.contains("`sparsity_config` of the input's quantization_config is not written"), "{notes}");
     assert_eq!(data(folder.path(), "inspect pruned --json")["kv_cache_scheme"], cache);
     assert!(ok(folder.path(), "inspect pruned").stdout.contains("keys and values as fp8"));
 }
@@ -179,10 +179,10 @@ fn verify_finds_what_was_damaged() {
     let module = |path: &Path| path.with_file_name("1_Pooling").join("config.json");
     let cases: [(Damage, &str, &str); 7] = [
         (&flip, "model.safetensors", "its BLAKE3 differs from the report"),
-        (&shorten, "model.safetensors", "has 3000 bytes, the report says"),
-        (&replace, "model.safetensors", "the report says"),
+        (&shorten, "model.safetensors", "has 3000 bytes, the report states"),
+        (&replace, "model.safetensors", "the report states"),
         (&|path| fs::remove_file(path).unwrap(), "model.safetensors", "cannot open out/model.safetensors"),
-        (&config, "config.json", "has 1 bytes, the report says"),
+        (&config, "config.json", "has 1 bytes, the report states"),
         (&|path| fs::write(module(path), "[]").unwrap(), "1_Pooling/config.json", "its BLAKE3 differs from the report"),
         (&|path| fs::remove_file(module(path)).unwrap(), "1_Pooling/config.json", "cannot open out/1_Pooling/config.json"),
     ];

@@ -1,4 +1,4 @@
-//! `run`, `chain` and `plan`: what lies in the folder, what the report says, what is only planned.
+//! `run`, `chain` and `plan`: the output folder, the report, and plans.
 
 use std::fs;
 use std::path::Path;
@@ -54,11 +54,11 @@ fn a_recipe_becomes_a_folder() {
 }
 
 #[test]
-fn the_written_recipe_does_it_again() {
+fn the_written_recipe_reproduces_the_run() {
     let folder = prepared(FULL);
     ok(folder.path(), "run recipe.yaml");
     ok(folder.path(), "run out/recipe.yaml -o again");
-    assert_eq!(same_but_reports(&folder.path().join("out")), same_but_reports(&folder.path().join("again")));
+    assert_eq!(without_reports(&folder.path().join("out")), without_reports(&folder.path().join("again")));
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn a_report_has_every_key() {
     assert_eq!(report["seed"], 7);
     assert_eq!(report["model"]["architecture"], "bert");
     let environment = &report["environment"];
-    // What no model was run for: a device other than the CPU, its memory, ONNX Runtime.
+    // Keys that are empty because no model was run: a device other than the CPU, its memory, ONNX Runtime.
     assert_eq!((environment["device"].as_str(), &environment["onnxruntime"], &environment["onnxruntime_path"]), (Some("cpu"), &Value::Null, &Value::Null));
     assert_eq!((&report["passes"][0]["peak_vram_bytes"], &report["totals"]["peak_vram_bytes"]), (&Value::Null, &Value::Null));
     assert_eq!(environment["gpu"].is_string(), Path::new("/proc/driver/nvidia/version").exists(), "{environment}");
@@ -105,8 +105,8 @@ fn a_report_has_every_key() {
     assert!(text.contains("`prune-unstructured`") && text.contains("`encoder.layer.1.output.dense.weight`"), "{text}");
 }
 
-/// A folder's content without what tells time.
-fn same_but_reports(folder: &Path) -> std::collections::BTreeMap<std::path::PathBuf, String> {
+/// Contents of a folder without files that contain times.
+fn without_reports(folder: &Path) -> std::collections::BTreeMap<std::path::PathBuf, String> {
     let mut content = snapshot(folder);
     for report in ["report.json", "report.md", "report.html"] {
         assert!(content.remove(Path::new(report)).is_some());
@@ -125,9 +125,9 @@ fn a_chain_equals_its_recipe() {
         folder.path(),
         "--threads 1 chain in -o flags-first --quiet -- prune-unstructured --amount 0.5 --scope global -- quantize-dynamic --observer mse --ignore *layer.0*",
     );
-    let wanted = same_but_reports(&folder.path().join("out"));
-    assert_eq!(same_but_reports(&folder.path().join("chained")), wanted);
-    assert_eq!(same_but_reports(&folder.path().join("flags-first")), wanted);
+    let wanted = without_reports(&folder.path().join("out"));
+    assert_eq!(without_reports(&folder.path().join("chained")), wanted);
+    assert_eq!(without_reports(&folder.path().join("flags-first")), wanted);
 }
 
 #[test]
@@ -152,7 +152,7 @@ fn paths_are_relative_to_the_recipe() {
 }
 
 #[test]
-fn a_dry_run_writes_nothing_and_says_what_a_plan_says() {
+fn a_dry_run_writes_nothing_and_prints_the_plan() {
     let folder = prepared(FULL);
     let before = snapshot(folder.path());
     let dry = ok(folder.path(), "run recipe.yaml --dry-run");

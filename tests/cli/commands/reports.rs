@@ -1,4 +1,4 @@
-//! `report`, `check` and `init`: what is made of a report that is there, and a recipe that is not.
+//! `report`, `check` and `init`.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ fn prepared() -> tempfile::TempDir {
 }
 
 #[test]
-fn a_run_writes_a_page_that_report_makes_again() {
+fn report_renders_the_page_of_a_run_again() {
     let folder = prepared();
     let page = fs::read_to_string(folder.path().join("b/report.html")).unwrap();
     assert!(page.starts_with("<!DOCTYPE html>") && page.contains("encoder.<wbr>layer.<wbr>0.<wbr>attention"), "{page}");
@@ -33,7 +33,7 @@ fn a_run_writes_a_page_that_report_makes_again() {
 }
 
 #[test]
-fn reports_picture_the_weights_that_changed_most() {
+fn reports_contain_histograms_of_the_most_changed_weights() {
     let folder = prepared();
     let report = read_json(&folder.path().join("a/report.json"));
     let pictures = report["histograms"].as_array().unwrap();
@@ -56,7 +56,7 @@ fn runs_are_compared() {
     for part in ["run", " a ", " b ", "prune-unstructured.amount", "0.25", "quantize-dynamic", "written: both.html"] {
         assert!(text.contains(part), "{part}\n{text}");
     }
-    assert!(fs::read_to_string(folder.path().join("both.html")).unwrap().contains("2 runs compared"));
+    assert!(fs::read_to_string(folder.path().join("both.html")).unwrap().contains("Comparison of 2 runs"));
     let compared = data(folder.path(), "report a/report.json b --json");
     assert_eq!((&compared["runs"][0]["name"], &compared["runs"][1]["name"]), (&json!("a"), &json!("b")));
     let amount = compared["differing"].as_array().unwrap().iter().find(|d| d["option"] == "prune-unstructured.amount").unwrap();
@@ -64,11 +64,11 @@ fn runs_are_compared() {
     assert_eq!(compared["metric"], Value::Null);
     assert_eq!(compress(folder.path(), "report").code, 2);
     let run = compress(folder.path(), "report a none");
-    assert!(run.code == 1 && run.stderr.contains("none: there is no report here"), "{}", run.stderr);
+    assert!(run.code == 1 && run.stderr.contains("none: the report does not exist"), "{}", run.stderr);
 }
 
 #[test]
-fn budgets_are_kept_or_named() {
+fn exceeded_budgets_are_named() {
     let folder = prepared();
     let report = read_json(&folder.path().join("b/report.json"));
     let bytes = report["size"]["after"]["bytes"].as_u64().unwrap();
@@ -88,16 +88,16 @@ fn budgets_are_kept_or_named() {
 }
 
 #[test]
-fn figures_that_a_report_lacks_are_asked_for() {
+fn missing_measurements_are_reported() {
     let folder = prepared();
     for (budget, needs) in [
-        ("--max-drop 0.01", "--max-drop: the report does not have this figure: add `data: { evaluation: ... }` with labels"),
+        ("--max-drop 0.01", "--max-drop: the report does not contain this measurement: add `data: { evaluation: ... }` with labels"),
         ("--min-cosine 0.9", "add `data: { evaluation: ... }` to the recipe"),
         ("--min-sqnr 20", "add `data: { evaluation: ... }` to the recipe"),
-        ("--min-agreement 0.9", "of a model that answers with logits"),
+        ("--min-agreement 0.9", "of a model with logits as outputs"),
         ("--min-speedup 1", "`evaluate: { latency: true }`"),
         ("--max-latency 5", "`evaluate: { latency: true }`"),
-        ("--max-macs-ratio 0.5", "counted for known families"),
+        ("--max-macs-ratio 0.5", "counted for supported families"),
         ("", "use at least one of --max-bytes, "),
         ("--max-drop nan", "`nan` is not a number"),
         ("--max-bytes 5XB", "`5XB` is not a size like 5GB, 500MB or 2GiB"),
@@ -125,8 +125,8 @@ fn a_sweep_is_a_folder_of_runs() {
         assert_eq!(report["recipe"].get("sweep"), None);
     }
     assert!(run.stdout.contains("prune-unstructured.amount") && run.stdout.contains("written: out/comparison.html"), "{}", run.stdout);
-    assert!(fs::read_to_string(folder.path().join("out/comparison.html")).unwrap().contains("4 runs compared"));
-    // Every place is looked at before the first run.
+    assert!(fs::read_to_string(folder.path().join("out/comparison.html")).unwrap().contains("Comparison of 4 runs"));
+    // All output folders are checked before the first run.
     let run = compress(folder.path(), "run r.yaml --sweep observer=minmax,mse --sweep amount=0.5,0.75");
     assert!(run.code == 1 && run.stderr.contains("amount=0.75,observer=minmax") && run.stderr.contains("exists"), "{}", run.stderr);
     assert!(!folder.path().join("out/amount=0.5,observer=minmax").exists());
@@ -155,7 +155,7 @@ mod init {
 
     use crate::support::{compress, model, ok};
 
-    /// The recipe with every suggestion switched on.
+    /// The recipe with all suggestions enabled.
     fn uncommented(recipe: &str) -> String {
         let on = |line: &str| match line.strip_prefix('#') {
             Some(rest) if line.starts_with("#  -") || line.starts_with("#  e") || line.starts_with("#  c") || !rest.starts_with(' ') => rest.to_owned() + "\n",
@@ -181,7 +181,7 @@ mod init {
             let file = format!("{name}.yaml");
             fs::write(folder.path().join(&file), &text).unwrap();
             if recipe.data.calibration.is_some() {
-                // The samples are still to be named.
+                // The samples still have to be specified.
                 let run = compress(folder.path(), &format!("plan {file}"));
                 assert!(run.stderr.contains("cannot open train"), "{name}: {}", run.stderr);
             } else {
@@ -197,20 +197,20 @@ mod init {
     }
 
     #[test]
-    fn what_is_said_depends_on_the_model() {
+    fn suggestions_depend_on_the_model() {
         let folder = tempfile::tempdir().unwrap();
         let golden = |name: &str| {
             let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
             ok(folder.path(), &format!("init {}", path.display())).stdout
         };
         assert!(golden("torchvision-resnet18").contains("\n  - quantize-static: "));
-        assert!(golden("llama-grouped-tied").contains("The output head shares the embedding table"));
+        assert!(golden("llama-grouped-tied").contains("The output head is tied to the embedding table"));
         assert!(golden("llama").contains("task: language-modelling") && golden("vit").contains("{ images: test }"));
         assert!(golden("bert-sequence-classification").contains("label_column: label"));
         model(&folder.path().join("in"));
         ok(folder.path(), "quantize-dynamic in -o int8");
         let quantized = ok(folder.path(), "init int8").stdout;
-        assert!(quantized.contains("int8 already") && quantized.contains("\npasses: []\n"), "{quantized}");
+        assert!(quantized.contains("already int8") && quantized.contains("\npasses: []\n"), "{quantized}");
         let unknown = ok(folder.path(), "init in/model.safetensors").stdout;
         assert!(unknown.contains("cannot run this model") && unknown.contains("\noutput: out/model\n"), "{unknown}");
     }
@@ -243,7 +243,7 @@ mod init {
 }
 
 #[test]
-fn what_is_published_holds_no_absolute_paths_and_no_secrets() {
+fn published_files_contain_no_absolute_paths_and_no_secrets() {
     let folder = tempfile::tempdir().unwrap();
     let (input, out) = (folder.path().join("in"), folder.path().join("out"));
     model(&input);
@@ -254,13 +254,13 @@ fn what_is_published_holds_no_absolute_paths_and_no_secrets() {
     assert_eq!(report["model"]["source"], "../in");
     assert_eq!(report["recipe"]["model"], "../in");
     let notes = report["notes"].to_string();
-    assert!(notes.contains(".env (hidden") && notes.contains("id_rsa, server.pem (they may hold keys"), "{notes}");
+    assert!(notes.contains(".env (hidden") && notes.contains("id_rsa, server.pem (they may contain keys"), "{notes}");
     let root = folder.path().to_string_lossy().into_owned();
     for name in ["recipe.yaml", "report.json", "report.md", "report.html"] {
         assert!(!fs::read_to_string(out.join(name)).unwrap().contains(&root), "{name}");
     }
     assert!([".env", "id_rsa", "server.pem"].iter().all(|name| !out.join(name).exists()));
-    // The recipe makes the same again, wherever it is run from.
+    // The recipe reproduces the output from any working directory.
     ok(folder.path(), "run out/recipe.yaml -o again");
     let weights = |folder: &Path| fs::read(folder.join("model.safetensors")).unwrap();
     assert_eq!(weights(&out), weights(&folder.path().join("again")));

@@ -1,4 +1,4 @@
-//! stdout is data, stderr is talk: JSON for scripts, no colour outside a terminal, readers that go away.
+//! stdout contains data, stderr progress and errors: JSON output, colors only on a terminal, broken pipes.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -68,7 +68,7 @@ fn progress_for_scripts_is_one_json_object_a_line() {
 }
 
 #[test]
-fn quiet_says_nothing_but_errors() {
+fn quiet_prints_only_errors() {
     let folder = prepared();
     assert_eq!(ok(folder.path(), "-q --log-format json cast in -o out").stderr, "");
     let failed = compress(folder.path(), "cast in -o out --quiet");
@@ -126,7 +126,7 @@ fn names_of_every_kind_are_valid_in_json_and_in_markdown() {
 }
 
 #[test]
-fn names_in_files_do_not_steer_the_terminal() {
+fn names_in_files_cannot_control_the_terminal() {
     let folder = tempfile::tempdir().unwrap();
     file(&folder.path().join("in"), &[("format", "pt")], &[floats("a\u{1b}[31m\u{7}.weight", &[2, 2]), floats("b", &[2])]);
     for args in ["inspect in", "cast in -o out", "diff in out", "cast in -o out2 --targets c"] {
@@ -137,7 +137,7 @@ fn names_in_files_do_not_steer_the_terminal() {
     assert_eq!(data(folder.path(), "inspect in --json")["tensors"][0]["name"], "a\u{1b}[31m\u{7}.weight");
 }
 
-/// Runs the binary on a terminal that `script` makes, which shows both streams as one.
+/// Runs the binary on a terminal created by `script`, which merges both streams.
 #[cfg(target_os = "linux")]
 fn on_a_terminal(folder: &Path, environment: &[(&str, &str)]) -> Run {
     let line = format!("{} cast nowhere -o out", env!("CARGO_BIN_EXE_compress"));
@@ -148,7 +148,7 @@ fn on_a_terminal(folder: &Path, environment: &[(&str, &str)]) -> Run {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn colour_is_for_terminals_without_no_color() {
+fn colors_are_used_on_terminals_without_no_color() {
     let folder = prepared();
     let coloured = on_a_terminal(folder.path(), &[("TERM", "xterm")]);
     assert!(coloured.code == 1 && coloured.stdout.contains("\u{1b}[1;31merror:\u{1b}[0m cannot open nowhere"), "{:?}", coloured.stdout);
@@ -158,7 +158,7 @@ fn colour_is_for_terminals_without_no_color() {
 }
 
 #[test]
-fn a_reader_that_goes_away_is_no_failure() {
+fn a_broken_pipe_is_not_an_error() {
     let folder = prepared();
     for args in ["schema", "inspect in", "inspect in --json", "diff in done --all", "completions bash", "--help", "cast in -o gone"] {
         let mut child = command(folder.path()).args(args.split(' ')).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();

@@ -1,23 +1,23 @@
-//! Attention and what it does with heads.
+//! Kernels for attention, rotary embedding and splitting of heads.
 
 use candle_core::{Result, Tensor};
 
-use super::super::attention::{by_sample, extras};
+use super::super::attention::{extras, with_batch_axis};
 use super::super::{Attention, Backward, MergeHeads, Rotary, Saved, SplitHeads};
 use super::host::{Host, heads, integers, readable};
 use super::{Gradients, Kernel};
 use crate::kernel::attention::{self, merge_heads, rotate_heads};
-use crate::kernel::attention_gradient::Given;
+use crate::kernel::attention_gradient::BackwardInputs;
 use crate::kernel::scratch::cleared;
 
-/// For each key whether it is padding.
+/// Whether each key is padding.
 fn padding(mask: Option<&Tensor>) -> Result<Option<Vec<bool>>> {
     let mask = mask.map(integers).transpose()?.flatten();
     Ok(mask.map(|mask| mask.into_iter().map(|m| m == 0).collect()))
 }
 
 impl Attention {
-    /// As the kernels are told.
+    /// The parameters of the attention kernels.
     fn sizes<'p>(&self, [q, _, v]: [&Tensor; 3], padding: Option<&'p [bool]>) -> Result<attention::Attention<'p>> {
         let ((_, heads, sequence, width), (_, groups, keys, out)) = (q.dims4()?, v.dims4()?);
         Ok(attention::Attention {
@@ -42,12 +42,12 @@ impl Kernel for Attention {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let [q, k, v] = [&inputs[0], &inputs[1], &inputs[2]];
         let (mask, bias) = extras(&inputs[3..]);
-        let (padding, bias) = (padding(mask)?, bias.map(|bias| by_sample(bias)?.contiguous()).transpose()?);
+        let (padding, bias) = (padding(mask)?, bias.map(|bias| with_batch_axis(bias)?.contiguous()).transpose()?);
         let sizes = self.sizes([q, k, v], padding.as_deref())?;
         let shape = (q.dim(0)?, sizes.heads, sizes.sequence, sizes.out);
         let compute = || {
-            let hosts = [Host::of(q)?, Host::of(k)?, Host::of(v)?];
-            let host = bias.as_ref().map(Host::of);
+            let hosts = [Host::new(q)?, Host::new(k)?, Host::new(v)?];
+            let host = bias.as_ref().map(Host::new);
             let bias = match (&bias, &host) {
                 (Some(bias), Some(host)) => {
                     let step = |axis: usize| if bias.dims()[axis] == 1 { 0 } else { bias.stride()[axis] };
@@ -70,14 +70,14 @@ impl Kernel for Attention {
             return Ok(None);
         }
         let padding = padding(backward.inputs.get(3).map(Saved::tensor).transpose()?)?;
-        // Rows of a head must be runs in memory.
+        // The kernels need contiguous rows within each head.
         let in_rows = |t: &Tensor| if t.stride()[3] == 1 { Ok(t.clone()) } else { t.contiguous() };
         let (q, k, v, gradient) = (in_rows(q)?, in_rows(k)?, in_rows(v)?, in_rows(backward.gradient)?);
         let (sizes, batch) = (self.sizes([&q, &k, &v], padding.as_deref())?, q.dim(0)?);
         let compute = || {
-            let hosts = [Host::of(&q)?, Host::of(&k)?, Host::of(&v)?, Host::of(&gradient)?];
-            let given = Given { queries: heads(&hosts[0])?, keys: heads(&hosts[1])?, values: heads(&hosts[2])?, gradient: heads(&hosts[3])? };
-            let room = |input: usize, like: &Tensor| cleared(if backward.wants(input) { like.elem_count() } else { 0 });
+            let hosts = [Host::new(&q)?, Host::new(&k)?, Host::new(&v)?, Host::new(&gradient)?];
+            let given = BackwardInputs { queries: heads(&hosts[0])?, keys: heads(&hosts[1])?, values: heads(&hosts[2])?, gradient: heads(&hosts[3])? };
+            let room = |input: usize, like: &Tensor| cleared(if backward.needs_gradient(input) { like.elem_count() } else { 0 });
             let mut found = [room(0, &q), room(1, &k), room(2, &v)];
             sizes.gradients(given, found.each_mut().map(Vec::as_mut_slice), batch);
             Some(found)
@@ -85,9 +85,9 @@ impl Kernel for Attention {
         let Some(found) = compute() else { return Ok(None) };
         let mut gradients = vec![None; backward.inputs.len()];
         for ((input, values), like) in found.into_iter().enumerate().zip([&q, &k, &v]) {
-            // Heads of one row are neighbours, as where they were split.
+            // Stores the heads of a token next to each other, in the layout before they were split.
             let (batch, heads, rows, width) = like.dims4()?;
-            gradients[input] = backward.of(input, || Tensor::from_vec(values, (batch, rows, heads, width), like.device())?.transpose(1, 2))?;
+            gradients[input] = backward.gradient_of(input, || Tensor::from_vec(values, (batch, rows, heads, width), like.device())?.transpose(1, 2))?;
         }
         Ok(Some(gradients))
     }
@@ -98,12 +98,12 @@ impl Kernel for Rotary {
         self.rotated_heads(&inputs[0], false, 0)
     }
 
-    fn forward_behind(&self, tokens: usize, inputs: &[Tensor]) -> Result<Option<Tensor>> {
-        self.rotated_heads(&inputs[0], false, tokens)
+    fn forward_at(&self, position: usize, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        self.rotated_heads(&inputs[0], false, position)
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
-        if !backward.wants(0) {
+        if !backward.needs_gradient(0) {
             return Ok(Some(vec![None]));
         }
         Ok(self.rotated_heads(backward.gradient, true, 0)?.map(|gradient| vec![Some(gradient)]))
@@ -111,13 +111,14 @@ impl Kernel for Rotary {
 }
 
 impl Rotary {
-    /// Turned by the angles of tokens that stand behind so many others; `None` where the kernel does not take them.
+    /// Rotates by the angles of positions from `past` on; `None` if the kernel does not support the
+    /// tensor.
     fn rotated_heads(&self, x: &Tensor, backwards: bool, past: usize) -> Result<Option<Tensor>> {
         let (_, count, sequence, width) = x.dims4()?;
         let (cos, sin) = self.tables(self.turned(width), past..past + sequence, x.device())?;
         let sin = if backwards { sin.neg()? } else { sin };
         let compute = || {
-            let ([host, cos, sin], angles) = ([Host::of(x)?, Host::of(&cos)?, Host::of(&sin)?], cos.elem_count());
+            let ([host, cos, sin], angles) = ([Host::new(x)?, Host::new(&cos)?, Host::new(&sin)?], cos.elem_count());
             let mut y = cleared(x.elem_count());
             rotate_heads(heads(&host)?, [count, sequence, width], &cos.floats()?[..angles], &sin.floats()?[..angles], &mut y);
             Some(y)
@@ -128,12 +129,12 @@ impl Rotary {
 
 fn merged(x: &Tensor) -> Result<Option<Tensor>> {
     let (batch, count, sequence, width) = x.dims4()?;
-    // Heads that lie beside each other are merged where they are.
+    // Heads that are already adjacent are merged without a copy.
     if x.transpose(1, 2)?.is_contiguous() {
         return Ok(None);
     }
     let compute = || {
-        let host = Host::of(x)?;
+        let host = Host::new(x)?;
         let mut y = cleared(x.elem_count());
         merge_heads(heads(&host)?, [count, sequence, width], &mut y);
         Some(y)
@@ -149,7 +150,7 @@ impl Kernel for MergeHeads {
 
 impl Kernel for SplitHeads {
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
-        let found = if backward.wants(0) { merged(backward.gradient)? } else { None };
+        let found = if backward.needs_gradient(0) { merged(backward.gradient)? } else { None };
         Ok(found.map(|gradient| vec![Some(gradient)]))
     }
 }

@@ -1,8 +1,8 @@
-//! Convolutions.
+//! Convolution kernels.
 
 use candle_core::{Result, Tensor};
 
-use super::super::windows::{images, like};
+use super::super::windows::{images, with_rank};
 use super::super::{Backward, Conv};
 use super::host::{Host, by_channel, channels, channels_first, planes, readable, steps, with_planes};
 use super::{Fused, Gradients, Kernel};
@@ -30,7 +30,7 @@ impl Kernel for Conv {
         let compute = || {
             let hosts = steps(bias.iter().chain(epilogue), fits)?;
             let steps = hosts.iter().map(|step| step.map(Host::floats)).collect::<Option<Vec<_>>>()?;
-            let (x_host, weight_host) = (Host::of(x)?, Host::of(&weight)?);
+            let (x_host, weight_host) = (Host::new(x)?, Host::new(&weight)?);
             let (planes, values) = (planes(x, &x_host)?, weight_host.floats()?);
             let mut y = cleared(shape.iter().product());
             let size = images * rows * columns;
@@ -44,11 +44,11 @@ impl Kernel for Conv {
             for (index, (planes, y)) in parts.enumerate() {
                 let left = Left::pack(&values[index * group * taps..], group, taps, taps);
                 let steps: Vec<_> = steps.iter().map(|step| step.from_row(index * group, size)).collect();
-                convolve(planes, images, &left, window, Epilogue::of(&steps), y);
+                convolve(planes, images, &left, window, Epilogue::new(&steps), y);
             }
             Some(y)
         };
-        compute().map(|values| like(channels_first(values, shape)?, rank)).transpose()
+        compute().map(|values| with_rank(channels_first(values, shape)?, rank)).transpose()
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
@@ -60,22 +60,22 @@ impl Kernel for Conv {
         let (outputs, window) = (weight.dim(0)?, self.slide(x.dims(), weight.dims())?.window());
         let sizes = Sizes { images, inputs, outputs, groups: self.groups, window };
         let (x, weight, gradient) = (with_planes(x)?, weight.contiguous()?, by_channel(backward.gradient)?);
-        let hosts = [Host::of(&x), Host::of(&weight), Host::of(&gradient)];
+        let hosts = [Host::new(&x), Host::new(&weight), Host::new(&gradient)];
         let [Some(x_host), Some(weight_host), Some(gradient_host)] = &hosts else { return Ok(None) };
         let (Some(planes), Some(weights)) = (planes(&x, x_host), weight_host.floats()) else { return Ok(None) };
         let (Some(channels), Some(values)) = (channels(&gradient, gradient_host), gradient_host.floats()) else { return Ok(None) };
         let values = &values[..gradient.elem_count()];
-        let of_input = backward.of(0, || {
+        let of_input = backward.gradient_of(0, || {
             let mut y = cleared(x.elem_count());
             input_gradient(sizes, weights, values, &mut y);
             channels_first(y, [images, inputs, height, width])
         })?;
-        let of_weight = backward.of(1, || {
+        let of_weight = backward.gradient_of(1, || {
             let mut y = cleared(weight.elem_count());
             weight_gradient(sizes, &planes, values, &mut y);
             Tensor::from_vec(y, weight.dims(), x.device())
         })?;
-        let of_bias = backward.of(2, || Tensor::from_vec(kernel::sums(&channels), outputs, x.device()))?;
+        let of_bias = backward.gradient_of(2, || Tensor::from_vec(kernel::sums(&channels), outputs, x.device()))?;
         Ok(Some([of_input, of_weight, of_bias].into_iter().take(backward.inputs.len()).collect()))
     }
 }

@@ -1,18 +1,18 @@
-//! Loops over single elements.
+//! Elementwise kernels.
 
 use candle_core::{Result, Tensor};
 
-use super::super::activation::kept;
+use super::super::activation::derivative_operand;
 use super::super::gradient::summed_to;
 use super::super::{Add, Backward, Clip, FakeQuantize, Gelu, HardSigmoid, HardSwish, LeakyRelu, LearnedFakeQuantize, Mul, Op, Relu, Sigmoid, Silu, Tanh};
-use super::host::{Host, activated, column_sums, combined, laid_like, readable};
+use super::host::{Host, activated, column_sums, combined, readable, with_layout_of};
 use super::{Gradients, Kernel};
 use crate::kernel::activation::ActivationFunction;
 use crate::kernel::activation_gradient::{derivative, scale_derivative};
 use crate::kernel::rows;
 
 impl Op {
-    /// The function of single elements that an op is.
+    /// The elementwise function that an op computes, if it has a kernel.
     pub fn activation(&self) -> Option<ActivationFunction> {
         match self {
             Op::Relu(op) => Relu::function(op),
@@ -36,19 +36,19 @@ impl Kernel for ActivationFunction {
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
-        if !backward.wants(0) {
+        if !backward.needs_gradient(0) {
             return Ok(Some(vec![None]));
         }
-        let kept = kept(Some(*self), backward)?;
-        let found = combined(kept, &laid_like(backward.gradient, kept)?, |x, g, out| derivative(*self, x, g, out)).transpose()?;
+        let operand = derivative_operand(Some(*self), backward)?;
+        let found = combined(operand, &with_layout_of(backward.gradient, operand)?, |x, g, out| derivative(*self, x, g, out)).transpose()?;
         Ok(found.map(|gradient| vec![Some(gradient)]))
     }
 }
 
 impl LearnedFakeQuantize {
-    /// The quantizer that it is now.
+    /// The quantizer with the current scale.
     fn fixed(&self, logarithm: &Tensor) -> Option<FakeQuantize> {
-        let logarithm = *Host::of(logarithm)?.floats()?.first()?;
+        let logarithm = *Host::new(logarithm)?.floats()?.first()?;
         Some(self.at(logarithm))
     }
 }
@@ -61,11 +61,11 @@ impl Kernel for LearnedFakeQuantize {
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         let (x, logarithm) = (backward.inputs[0].tensor()?, backward.inputs[1].tensor()?);
         let Some(fixed) = self.fixed(logarithm) else { return Ok(None) };
-        let alone = Backward { inputs: &backward.inputs[..1], wanted: &backward.wanted[..1], ..*backward };
-        let Some(mut found) = fixed.function().map_or(Ok(None), |function| function.backward(&alone))? else { return Ok(None) };
-        let of_logarithm = if backward.wants(1) {
+        let value_only = Backward { inputs: &backward.inputs[..1], needs_gradient: &backward.needs_gradient[..1], ..*backward };
+        let Some(mut found) = fixed.function().map_or(Ok(None), |function| function.backward(&value_only))? else { return Ok(None) };
+        let of_logarithm = if backward.needs_gradient(1) {
             let moved = |x: &[f32], g: &[f32], out: &mut [f32]| scale_derivative(fixed.scale, fixed.zero_point as f32, x, g, out);
-            let Some(parts) = combined(x, &laid_like(backward.gradient, x)?, moved) else { return Ok(None) };
+            let Some(parts) = combined(x, &with_layout_of(backward.gradient, x)?, moved) else { return Ok(None) };
             Some(parts?.sum_all()?.reshape(1)?)
         } else {
             None
@@ -81,7 +81,7 @@ impl Kernel for Add {
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
-        let of = |input: usize| backward.of(input, || summed(backward.gradient, backward.inputs[input].dims()));
+        let of = |input: usize| backward.gradient_of(input, || summed(backward.gradient, backward.inputs[input].dims()));
         Ok(Some(vec![of(0)?, of(1)?]))
     }
 }
@@ -93,7 +93,7 @@ impl Kernel for Mul {
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         let of = |input: usize| {
-            backward.of(input, || {
+            backward.gradient_of(input, || {
                 let other = backward.inputs[1 - input].tensor()?;
                 let product = combined(backward.gradient, other, rows::multiply);
                 summed(&product.unwrap_or_else(|| backward.gradient.broadcast_mul(other))?, backward.inputs[input].dims())
@@ -103,7 +103,8 @@ impl Kernel for Mul {
     }
 }
 
-/// The gradient of a tensor of these sizes that was spread over the gradient's axes: sums of columns where those are the last ones.
+/// Reduces the gradient of a broadcast result to the shape of the operand, with column sums if only
+/// leading axes were broadcast.
 fn summed(gradient: &Tensor, dims: &[usize]) -> Result<Tensor> {
     let kept = dims.iter().rev().zip(gradient.dims().iter().rev()).take_while(|(a, b)| a == b).count();
     if gradient.dims() != dims && readable([gradient]) && dims[..dims.len() - kept].iter().all(|size| *size == 1) {

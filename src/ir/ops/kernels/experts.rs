@@ -1,4 +1,4 @@
-//! Experts: rows of tokens that they see, and nothing else.
+//! Kernels for mixtures of experts that process only routed tokens.
 
 use candle_core::{D, Result, Tensor};
 use rayon::prelude::*;
@@ -8,7 +8,7 @@ use super::Kernel;
 use super::host::Host;
 use crate::kernel::scratch::cleared;
 
-/// Rows that a thread takes at a time at least.
+/// Minimum number of rows per job.
 const ROWS: usize = 16;
 
 impl Kernel for Dispatch {
@@ -16,7 +16,7 @@ impl Kernel for Dispatch {
         let (x, weights) = (inputs[0].contiguous()?, inputs[1].contiguous()?);
         let (width, experts) = (x.dim(D::Minus1)?.max(1), weights.dim(D::Minus1)?.max(1));
         let compute = || {
-            let hosts = [Host::of(&x)?, Host::of(&weights)?];
+            let hosts = [Host::new(&x)?, Host::new(&weights)?];
             let (values, weights) = (hosts[0].floats()?, hosts[1].floats()?);
             let mut y = cleared(x.elem_count());
             let rows = y.par_chunks_mut(width).zip(values.par_chunks(width)).zip(weights.par_chunks(experts)).with_min_len(ROWS);
@@ -32,7 +32,7 @@ impl Kernel for Combine {
         let inputs = inputs.iter().map(Tensor::contiguous).collect::<Result<Vec<_>>>()?;
         let (width, experts) = (inputs[1].dim(D::Minus1)?.max(1), inputs.len() - 1);
         let compute = || {
-            let hosts = inputs.iter().map(Host::of).collect::<Option<Vec<_>>>()?;
+            let hosts = inputs.iter().map(Host::new).collect::<Option<Vec<_>>>()?;
             let floats = hosts.iter().map(Host::floats).collect::<Option<Vec<_>>>()?;
             let (weights, values) = floats.split_first()?;
             let mut y = cleared(inputs[1].elem_count());

@@ -1,5 +1,4 @@
-//! Operations of candle that do in one go what takes several: for GPUs, where every operation reads and writes memory. They have no
-//! gradients.
+//! Fused operations of candle for GPUs, which save memory traffic. They have no gradients.
 
 use candle_core::{Result, Tensor};
 use candle_nn::ops::{layer_norm, rms_norm, softmax_last_dim};
@@ -9,16 +8,16 @@ use super::super::Op;
 use super::super::gradient::wide;
 use super::Kernel;
 
-/// The kernel of an op.
+/// The kernel of an op, if there is a fused operation.
 pub(super) fn kernel(op: &Op) -> Option<Box<dyn Kernel>> {
-    let known = matches!(op, Op::LayerNorm(_) | Op::RmsNorm(_) | Op::Softmax(_) | Op::Rotary(_) | Op::Attention(_));
-    known.then(|| Box::new(Fused(op.clone())) as Box<dyn Kernel>)
+    let supported = matches!(op, Op::LayerNorm(_) | Op::RmsNorm(_) | Op::Softmax(_) | Op::Rotary(_) | Op::Attention(_));
+    supported.then(|| Box::new(Fused(op.clone())) as Box<dyn Kernel>)
 }
 
 #[derive(Debug)]
 struct Fused(Op);
 
-/// Over the last axis, in 32 bits at least.
+/// Softmax over the last axis, computed in at least 32 bits.
 fn softmax(x: &Tensor) -> Result<Tensor> {
     softmax_last_dim(&wide(x)?.contiguous()?)?.to_dtype(x.dtype())
 }

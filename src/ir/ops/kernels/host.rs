@@ -1,6 +1,7 @@
-//! Tensors in host memory as slices, for the kernels of the CPU.
+//! Tensors in host memory as slices, for CPU kernels.
 //!
-//! A function here answers `None` where a tensor is on another device, is not f32, or lies in memory as no kernel reads it.
+//! Functions return `None` for tensors that are on another device, are not f32, or have an unsupported
+//! layout.
 
 use candle_core::{CpuStorage, D, DType, Device, Result, Storage, StorageRef, Tensor};
 use rayon::prelude::*;
@@ -9,14 +10,14 @@ use super::super::Backward;
 use super::Fused;
 use crate::kernel::activation::{ActivationFunction, activate};
 use crate::kernel::attention::Heads;
-use crate::kernel::matmul_gradient::add_up;
+use crate::kernel::matmul_gradient::sum_parts;
 use crate::kernel::rows_gradient;
 use crate::kernel::scratch::cleared;
 
-/// Elements of one job of a loop over single elements.
+/// Number of elements per job of an elementwise loop.
 const CHUNK: usize = 1 << 14;
 
-/// A tensor that is read.
+/// A tensor locked for reading.
 pub(super) struct Host<'t> {
     storage: StorageRef<'t>,
     start: usize,
@@ -24,8 +25,8 @@ pub(super) struct Host<'t> {
 }
 
 impl<'t> Host<'t> {
-    /// The elements of a tensor on the CPU.
-    pub(super) fn of(tensor: &'t Tensor) -> Option<Self> {
+    /// Locks a tensor on the CPU.
+    pub(super) fn new(tensor: &'t Tensor) -> Option<Self> {
         if !matches!(tensor.device(), Device::Cpu) {
             return None;
         }
@@ -33,7 +34,7 @@ impl<'t> Host<'t> {
         Some(Self { storage, start: layout.start_offset(), strides: layout.stride() })
     }
 
-    /// What is stored, of any type, and where the first element is.
+    /// The storage, of any dtype, and the offset of the first element.
     pub(super) fn storage(&self) -> Option<(&CpuStorage, usize)> {
         match &*self.storage {
             Storage::Cpu(storage) => Some((storage, self.start)),
@@ -41,7 +42,7 @@ impl<'t> Host<'t> {
         }
     }
 
-    /// Floats from the first element on.
+    /// The storage from the first element on, if it is f32.
     pub(super) fn floats(&self) -> Option<&[f32]> {
         match self.storage()? {
             (CpuStorage::F32(values), start) => values.get(start..),
@@ -49,28 +50,28 @@ impl<'t> Host<'t> {
         }
     }
 
-    /// Steps along the axes.
+    /// Strides of the axes.
     pub(super) fn strides(&self) -> &[usize] {
         self.strides
     }
 }
 
-/// Whole numbers in host memory, one after the other.
+/// The elements of an integer tensor in host memory.
 pub(super) fn integers(tensor: &Tensor) -> Result<Option<Vec<i64>>> {
     let flat = tensor.to_dtype(DType::I64)?.contiguous()?;
-    let Some(host) = Host::of(&flat) else { return Ok(None) };
+    let Some(host) = Host::new(&flat) else { return Ok(None) };
     Ok(match host.storage() {
         Some((CpuStorage::I64(values), start)) => values.get(start..start + flat.elem_count()).map(<[i64]>::to_vec),
         _ => None,
     })
 }
 
-/// Whether kernels can read all of these.
+/// Whether all tensors are f32 in host memory.
 pub(super) fn readable<const N: usize>(tensors: [&Tensor; N]) -> bool {
     tensors.iter().all(|tensor| matches!(tensor.device(), Device::Cpu) && tensor.dtype() == DType::F32)
 }
 
-/// The axes from the outermost to the innermost as elements lie in memory, if they lie there without gaps.
+/// The axes from outermost to innermost in memory order, if the elements are stored without gaps.
 fn order(tensor: &Tensor) -> Option<Vec<usize>> {
     let mut order: Vec<usize> = (0..tensor.rank()).collect();
     let (dims, strides) = (tensor.dims(), tensor.stride());
@@ -85,13 +86,13 @@ fn order(tensor: &Tensor) -> Option<Vec<usize>> {
     Some(order)
 }
 
-/// A tensor whose elements lie in this order of axes.
+/// A tensor from elements that are stored in this order of axes.
 fn in_order(values: Vec<f32>, dims: &[usize], order: &[usize]) -> Result<Tensor> {
     let lying: Vec<usize> = order.iter().map(|&axis| dims[axis]).collect();
     Tensor::from_vec(values, lying, &Device::Cpu)?.permute(inverse(order))
 }
 
-/// Where each axis stands in an order.
+/// The inverse of a permutation of axes.
 fn inverse(order: &[usize]) -> Vec<usize> {
     let mut places = vec![0; order.len()];
     for (place, &axis) in order.iter().enumerate() {
@@ -100,21 +101,22 @@ fn inverse(order: &[usize]) -> Vec<usize> {
     places
 }
 
-/// A tensor of the same sizes, its elements lying as those of another do.
-pub(super) fn laid_like(tensor: &Tensor, like: &Tensor) -> Result<Tensor> {
+/// Copies a tensor to the memory layout of another tensor of the same shape.
+pub(super) fn with_layout_of(tensor: &Tensor, like: &Tensor) -> Result<Tensor> {
     match order(like) {
-        Some(order) if !alike(tensor, like) => contiguous(&tensor.permute(order.as_slice())?)?.permute(inverse(&order)),
+        Some(order) if !same_layout(tensor, like) => contiguous(&tensor.permute(order.as_slice())?)?.permute(inverse(&order)),
         _ => Ok(tensor.clone()),
     }
 }
 
-/// Elements that lie side by side and are copied together; fewer are left to candle.
+/// Minimum number of consecutive elements for which [`contiguous`] copies runs; candle copies shorter
+/// ones.
 const RUN: usize = 16;
 
-/// The tensor without gaps, in the order of its axes.
+/// The tensor in contiguous row-major layout.
 ///
 /// # Errors
-/// It cannot be copied.
+/// The tensor cannot be copied.
 pub fn contiguous(x: &Tensor) -> Result<Tensor> {
     let (dims, strides) = (x.dims(), x.stride());
     let (mut axes, mut run) = (dims.len(), 1);
@@ -125,7 +127,7 @@ pub fn contiguous(x: &Tensor) -> Result<Tensor> {
     if axes == 0 || run < RUN || !readable([x]) {
         return x.contiguous();
     }
-    let host = Host::of(x);
+    let host = Host::new(x);
     let Some(values) = host.as_ref().and_then(Host::floats) else { return x.contiguous() };
     let mut copied = cleared(x.elem_count());
     copied.par_chunks_mut(run).with_min_len(CHUNK.div_ceil(run)).enumerate().for_each(|(mut index, out)| {
@@ -139,36 +141,36 @@ pub fn contiguous(x: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(copied, dims, x.device())
 }
 
-/// Images, channel by channel and without gaps.
+/// Images with the elements of each channel stored contiguously, over all images.
 pub(super) fn by_channel(x: &Tensor) -> Result<Tensor> {
     contiguous(&x.transpose(0, 1)?)?.transpose(0, 1)
 }
 
-/// The channels of images that lie [`by_channel`].
+/// The channels of images in [`by_channel`] layout.
 pub(super) fn channels<'h>(x: &Tensor, host: &'h Host) -> Option<Vec<&'h [f32]>> {
     let count = x.elem_count();
     Some(host.floats()?.get(..count)?.chunks_exact((count / x.dim(1).ok()?.max(1)).max(1)).collect())
 }
 
-/// Whether the rows of images lie side by side.
+/// Whether the rows of each plane are contiguous in memory.
 fn has_planes(dims: &[usize], strides: &[usize]) -> bool {
     matches!((dims, strides), (&[_, _, height, width], &[_, _, row, column]) if (column == 1 || width == 1) && (row == width || height == 1))
 }
 
-/// Images that [`planes`] can read.
+/// Images in a layout that [`planes`] can read.
 pub(super) fn with_planes(x: &Tensor) -> Result<Tensor> {
     if has_planes(x.dims(), x.stride()) { Ok(x.clone()) } else { by_channel(x) }
 }
 
-/// Whether two tensors have the same sizes and lie in memory the same way.
-fn alike(a: &Tensor, b: &Tensor) -> bool {
+/// Whether two tensors have the same shape and memory layout.
+fn same_layout(a: &Tensor, b: &Tensor) -> bool {
     a.dims() == b.dims() && a.dims().iter().zip(a.stride().iter().zip(b.stride())).all(|(size, (a, b))| *size == 1 || a == b)
 }
 
-/// A function of single elements; elements stay where they lie.
+/// Applies an elementwise function; the result has the memory layout of `x`.
 pub(super) fn activated(x: &Tensor, function: ActivationFunction) -> Option<Result<Tensor>> {
     let order = order(x)?;
-    let host = Host::of(x)?;
+    let host = Host::new(x)?;
     let input = &host.floats()?[..x.elem_count()];
     let mut output = cleared(input.len());
     output.par_chunks_mut(CHUNK).zip(input.par_chunks(CHUNK)).for_each(|(out, x)| {
@@ -178,15 +180,15 @@ pub(super) fn activated(x: &Tensor, function: ActivationFunction) -> Option<Resu
     Some(in_order(output, x.dims(), &order))
 }
 
-/// A function of two tensors that lie the same way, element by element.
+/// Applies an elementwise function of two tensors with the same memory layout.
 pub(super) fn combined(a: &Tensor, b: &Tensor, function: impl Fn(&[f32], &[f32], &mut [f32]) + Sync) -> Option<Result<Tensor>> {
     combined_rows(a, b, 1, function)
 }
 
-/// [`combined`], whole rows of `width` elements as they lie in memory in a call.
+/// As [`combined`], but each call processes complete rows of `width` elements in memory order.
 pub(super) fn combined_rows(a: &Tensor, b: &Tensor, width: usize, function: impl Fn(&[f32], &[f32], &mut [f32]) + Sync) -> Option<Result<Tensor>> {
-    let order = order(a).filter(|_| alike(a, b))?;
-    let (first, second) = (Host::of(a)?, Host::of(b)?);
+    let order = order(a).filter(|_| same_layout(a, b))?;
+    let (first, second) = (Host::new(a)?, Host::new(b)?);
     let (first, second) = (&first.floats()?[..a.elem_count()], &second.floats()?[..a.elem_count()]);
     let mut output = cleared(first.len());
     let chunk = CHUNK.next_multiple_of(width.max(1));
@@ -194,11 +196,11 @@ pub(super) fn combined_rows(a: &Tensor, b: &Tensor, width: usize, function: impl
     Some(in_order(output, a.dims(), &order))
 }
 
-/// A function of whole rows, several rows in a call; more tensors are vectors that every call sees.
+/// Applies a function to complete rows, several per call; `vectors` are passed to every call.
 pub(super) fn by_rows<const N: usize>(x: &Tensor, vectors: [&Tensor; N], function: impl Fn(&[f32], &mut [f32], [&[f32]; N]) + Sync) -> Result<Option<Tensor>> {
     let x = x.contiguous()?;
     let width = x.dim(D::Minus1)?.max(1);
-    let (host, others) = (Host::of(&x), vectors.map(Host::of));
+    let (host, others) = (Host::new(&x), vectors.map(Host::new));
     let Some(input) = host.as_ref().and_then(Host::floats) else { return Ok(None) };
     let mut slices = [&[][..]; N];
     for ((slice, host), tensor) in slices.iter_mut().zip(&others).zip(vectors) {
@@ -213,8 +215,9 @@ pub(super) fn by_rows<const N: usize>(x: &Tensor, vectors: [&Tensor; N], functio
     Tensor::from_vec(output, x.dims(), x.device()).map(Some)
 }
 
-/// Gradients of a normalisation over rows: of its input, its weight, and a bias if there is one. The kernel writes those of
-/// some rows' inputs, and adds those of vectors, one behind the other.
+/// Gradients of a normalization over rows: of its input, its weight and its bias, if it has one. The
+/// kernel writes the input gradients of some rows and accumulates the gradients of the vectors, one after
+/// the other.
 pub(super) fn norm_back(backward: &Backward, kernel: impl Fn(&[f32], &[f32], &[f32], &mut [f32], &mut [f32]) + Sync) -> Result<Option<Vec<Option<Tensor>>>> {
     let (x, weight) = (backward.inputs[0].tensor()?, backward.inputs[1].tensor()?);
     if !readable([x, weight, backward.gradient]) {
@@ -222,15 +225,15 @@ pub(super) fn norm_back(backward: &Backward, kernel: impl Fn(&[f32], &[f32], &[f
     }
     let (x, weight, gradient) = (x.contiguous()?, weight.contiguous()?, backward.gradient.contiguous()?);
     let (width, vectors) = (weight.elem_count(), backward.inputs.len() - 1);
-    let width_of_sums = if (1..=vectors).any(|input| backward.wants(input)) { vectors * width } else { 0 };
+    let width_of_sums = if (1..=vectors).any(|input| backward.needs_gradient(input)) { vectors * width } else { 0 };
     let compute = || {
-        let hosts = [Host::of(&x)?, Host::of(&gradient)?, Host::of(&weight)?];
+        let hosts = [Host::new(&x)?, Host::new(&gradient)?, Host::new(&weight)?];
         let [input, gradient, weight] = [&hosts[0].floats()?[..x.elem_count()], &hosts[1].floats()?[..x.elem_count()], &hosts[2].floats()?[..width]];
-        let mut output = cleared(if backward.wants(0) { input.len() } else { 0 });
+        let mut output = cleared(if backward.needs_gradient(0) { input.len() } else { 0 });
         let chunk = rows_gradient::rows_of_job(width) * width.max(1);
         let jobs = input.len().div_ceil(chunk);
         let mut parts = vec![0f32; jobs * width_of_sums];
-        // Jobs without anything to write have empty pieces.
+        // Pieces are empty for jobs without input gradients.
         let mut pieces: Vec<&mut [f32]> = output.chunks_mut(chunk).collect();
         pieces.resize_with(jobs, Default::default);
         let mut sums: Vec<&mut [f32]> = parts.chunks_mut(width_of_sums.max(1)).collect();
@@ -238,13 +241,13 @@ pub(super) fn norm_back(backward: &Backward, kernel: impl Fn(&[f32], &[f32], &[f
         let rows = input.par_chunks(chunk).zip(gradient.par_chunks(chunk));
         rows.zip(pieces.into_par_iter().zip(sums)).for_each(|((x, g), (out, sums))| kernel(x, g, weight, out, sums));
         let mut total = cleared(width_of_sums);
-        add_up(&parts.chunks(width_of_sums.max(1)).collect::<Vec<_>>(), &mut total);
+        sum_parts(&parts.chunks(width_of_sums.max(1)).collect::<Vec<_>>(), &mut total);
         Some((output, total))
     };
     let Some((output, total)) = compute() else { return Ok(None) };
-    let mut gradients = vec![backward.of(0, || Tensor::from_vec(output, x.dims(), x.device()))?];
+    let mut gradients = vec![backward.gradient_of(0, || Tensor::from_vec(output, x.dims(), x.device()))?];
     for input in 1..=vectors {
-        gradients.push(backward.of(input, || Tensor::from_slice(&total[(input - 1) * width..input * width], width, x.device()))?);
+        gradients.push(backward.gradient_of(input, || Tensor::from_slice(&total[(input - 1) * width..input * width], width, x.device()))?);
     }
     Ok(Some(gradients))
 }
@@ -253,13 +256,13 @@ pub(super) fn norm_back(backward: &Backward, kernel: impl Fn(&[f32], &[f32], &[f
 pub(super) fn column_sums(x: &Tensor) -> Result<Option<Tensor>> {
     let x = x.contiguous()?;
     let mut sums = cleared(x.dim(D::Minus1)?);
-    let Some(host) = Host::of(&x) else { return Ok(None) };
+    let Some(host) = Host::new(&x) else { return Ok(None) };
     let Some(values) = host.floats() else { return Ok(None) };
     rows_gradient::column_sums(&values[..x.elem_count()], &mut sums);
     Tensor::from_vec(sums, x.dim(D::Minus1)?, x.device()).map(Some)
 }
 
-/// The planes of `[batch, channels, height, width]`, all images of the first channel first; and their floats.
+/// The planes of `[batch, channels, height, width]`, ordered by channel, then by image.
 pub(super) fn planes<'h>(x: &Tensor, host: &'h Host) -> Option<Vec<&'h [f32]>> {
     let (images, channels, height, width) = x.dims4().ok()?;
     let values = host.floats()?;
@@ -270,22 +273,23 @@ pub(super) fn planes<'h>(x: &Tensor, host: &'h Host) -> Option<Vec<&'h [f32]>> {
     (0..channels * images).map(|i| values.get(i / images * channel + i % images * image..)?.get(..height * width)).collect()
 }
 
-/// The tensors of steps, held while they are read. Those like the result must lie as it will, which `fits` says.
+/// Locks the tensors of an epilogue for reading. `fits` checks whether tensors shaped like the result
+/// also have its layout.
 pub(super) fn steps<'t>(steps: impl Iterator<Item = &'t Fused<Tensor>>, fits: impl Fn(&Tensor) -> bool) -> Option<Vec<Fused<Host<'t>>>> {
     let of = |step: &'t Fused<Tensor>| {
         let like = matches!(step, Fused::Add(_) | Fused::Multiply(_));
-        step.map(|tensor| if like { fits(tensor) } else { tensor.is_contiguous() }.then(|| Host::of(tensor)).flatten())
+        step.map(|tensor| if like { fits(tensor) } else { tensor.is_contiguous() }.then(|| Host::new(tensor)).flatten())
     };
     steps.map(of).collect()
 }
 
-/// Heads `[batch, heads, rows, width]` for the kernels of attention.
+/// Heads `[batch, heads, rows, width]` for the attention kernels.
 pub(super) fn heads<'h>(host: &'h Host) -> Option<Heads<'h>> {
     let &[batch, head, row, 1] = host.strides() else { return None };
     Some(Heads { values: host.floats()?, strides: [batch, head, row] })
 }
 
-/// A tensor `[batch, channels, …]` out of elements that lie channel by channel.
+/// A tensor `[batch, channels, …]` from elements stored channel by channel.
 pub(super) fn channels_first(values: Vec<f32>, [images, channels, height, width]: [usize; 4]) -> Result<Tensor> {
     Tensor::from_vec(values, (channels, images, height, width), &Device::Cpu)?.transpose(0, 1)
 }
@@ -295,7 +299,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_copy_without_gaps_is_that_of_candle() {
+    fn contiguous_matches_candle() {
         let x = Tensor::arange(0f32, 2.0 * 3.0 * 5.0 * 20.0, &Device::Cpu).unwrap().reshape((2, 3, 5, 20)).unwrap();
         let turned = x.transpose(0, 1).unwrap();
         let broadcast = x.narrow(1, 0, 1).unwrap().broadcast_as((2, 3, 5, 20)).unwrap();

@@ -4,12 +4,13 @@ use candle_core::{DType, Result, Tensor};
 
 use super::on_host;
 
-/// Up to how many target rows [`sum_rows_by_index`] multiplies by a one-hot matrix on a device, and how many elements of it are in
-/// memory at a time.
+/// Up to this number of target rows, [`sum_rows_by_index`] multiplies by a one-hot matrix on a device.
 const FEW_ROWS: usize = 4096;
+/// Number of elements of the one-hot matrix in memory at a time.
 const ONE_HOT: usize = if cfg!(test) { 64 } else { 1 << 24 };
 
-/// Sums rows `[n, width]` by their indices `[n]`. Returns `[count, width]`: row `i` holds the sum of all rows with index `i`.
+/// Sums rows `[n, width]` by their indices `[n]`. Returns `[count, width]`: row `i` is the sum of all rows
+/// with index `i`.
 pub fn sum_rows_by_index(rows: &Tensor, indices: &Tensor, count: usize) -> Result<Tensor> {
     // candle's `index_add` on a GPU has one thread per column, which walks over all indices.
     if on_host(rows.device()) || count > FEW_ROWS {
@@ -39,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_summed_by_index_in_both_ways() {
+    fn index_add_and_one_hot_product_agree() {
         for (n, count) in [(1, 1), (5, 3), (50, 7), (33, 100)] {
             let values: Vec<f32> = (0..n * 3).map(|i| i as f32).collect();
             let rows = Tensor::from_vec(values, (n, 3), &Device::Cpu).unwrap();

@@ -1,4 +1,4 @@
-//! Products with matrices.
+//! Kernels for matrix products.
 
 use std::ops::Range;
 
@@ -35,7 +35,7 @@ impl Kernel for Linear {
         let compute = || {
             let hosts = steps(bias.iter().chain(epilogue), fits)?;
             let steps = hosts.iter().map(|step| step.map(Host::floats)).collect::<Option<Vec<_>>>()?;
-            let (x, weight) = (Host::of(&x)?, Host::of(&weight)?);
+            let (x, weight) = (Host::new(&x)?, Host::new(&weight)?);
             let count = shape.iter().product();
             match weight.storage()? {
                 (CpuStorage::F32(kept), start) => self.multiply(x.floats()?, &kept[start..], [first, second], count, &steps),
@@ -52,19 +52,19 @@ impl Kernel for Linear {
         let (out, inner) = if self.input_major { (weight[1], weight[0]) } else { (weight[0], weight[1]) };
         let gradient = by_row(backward.gradient, out)?;
         let mut found = vec![None; backward.inputs.len()];
-        if backward.wants(0) {
-            // The layer with its weight transposed.
+        if backward.needs_gradient(0) {
+            // A linear layer with the transposed weight.
             let transposed = Linear { input_major: !self.input_major };
             let Some(of_input) = transposed.forward(&[backward.gradient.clone(), backward.inputs[1].tensor()?.clone()])? else { return Ok(None) };
             found[0] = Some(of_input);
         }
-        if backward.wants(1) {
+        if backward.needs_gradient(1) {
             let x = by_row(backward.inputs[0].tensor()?, inner)?;
             let product = if self.input_major { transposed_product(&x, &gradient)? } else { transposed_product(&gradient, &x)? };
             let Some(of_weight) = product else { return Ok(None) };
             found[1] = Some(of_weight.to_dtype(backward.inputs[1].tensor()?.dtype())?);
         }
-        if backward.wants(2) {
+        if backward.needs_gradient(2) {
             let Some(of_bias) = column_sums(&gradient)? else { return Ok(None) };
             found[2] = Some(of_bias);
         }
@@ -76,36 +76,37 @@ impl Linear {
     fn multiply<T: StoredFloat>(&self, x: &[f32], weight: &[T], [first, second]: [usize; 2], count: usize, steps: &[Fused<&[f32]>]) -> Option<Vec<f32>> {
         let (inner, out) = if self.input_major { (first, second) } else { (second, first) };
         let rows = count.checked_div(out)?;
-        if let Some(sparse) = SparseRows::of(x, rows, inner, steps) {
-            let others: Vec<_> = steps.iter().map(|step| step.map(|values| Some(sparse.taken(values, out)))).collect::<Option<_>>()?;
+        if let Some(sparse) = SparseRows::find(x, rows, inner, steps) {
+            let others: Vec<_> = steps.iter().map(|step| step.map(|values| Some(sparse.gather(values, out)))).collect::<Option<_>>()?;
             let steps: Vec<_> = others.iter().map(|step| step.map(|values| Some(values.as_slice()))).collect::<Option<_>>()?;
             let kept = match sparse.rows.len() {
                 0 => Vec::new(),
-                some => self.multiply(&sparse.taken(x, inner), weight, [first, second], some * out, &steps)?,
+                some => self.multiply(&sparse.gather(x, inner), weight, [first, second], some * out, &steps)?,
             };
-            return Some(sparse.spread(&kept, count, out));
+            return Some(sparse.scatter(&kept, count, out));
         }
         let mut y = cleared(count);
-        let epilogue = Epilogue::of(steps);
+        let epilogue = Epilogue::new(steps);
         let columns = Columns { values: weight, count: out, stride: inner };
         match self.input_major {
             true if rows == 1 => one_row::product_by_rows(&x[..inner], &Rows { values: weight, count: out, stride: out }, epilogue, &mut y),
             false if rows == 1 => one_row::product(&x[..inner], &columns, epilogue, &mut y),
             true => product(&Left::pack(x, rows, inner, inner), &Rows { values: weight, count: out, stride: out }, out, epilogue, &mut y),
-            false if rows <= few_rows::MOST => few_rows::product(x, rows, &columns, inner, epilogue, &mut y),
+            false if rows <= few_rows::MAX_ROWS => few_rows::product(x, rows, &columns, inner, epilogue, &mut y),
             false => product(&Left::pack(x, rows, inner, inner), &columns, out, epilogue, &mut y),
         }
         Some(y)
     }
 }
 
-/// Rows that are not all zeros, where at least half of the others are and the results of those are zeros too: tokens of an expert.
+/// The nonzero rows of an input, if they are at most half of all rows and the epilogue maps zero rows to
+/// zero. This is the input of an expert.
 struct SparseRows {
     rows: Vec<usize>,
 }
 
 impl SparseRows {
-    fn of(x: &[f32], rows: usize, inner: usize, steps: &[Fused<&[f32]>]) -> Option<SparseRows> {
+    fn find(x: &[f32], rows: usize, inner: usize, steps: &[Fused<&[f32]>]) -> Option<SparseRows> {
         let keeps = |step: &Fused<&[f32]>| match step {
             Fused::Activate(function) => {
                 let mut zero = [0.0];
@@ -123,20 +124,20 @@ impl SparseRows {
         (some.len() <= rows / 2).then_some(SparseRows { rows: some })
     }
 
-    /// These rows of a matrix, one below the other.
-    fn taken(&self, values: &[f32], width: usize) -> Vec<f32> {
+    /// Gathers these rows of a matrix.
+    fn gather(&self, values: &[f32], width: usize) -> Vec<f32> {
         self.rows.iter().flat_map(|row| &values[row * width..][..width]).copied().collect()
     }
 
-    /// Rows where they belong, among zeros.
-    fn spread(&self, kept: &[f32], count: usize, width: usize) -> Vec<f32> {
+    /// Scatters rows into a zero matrix.
+    fn scatter(&self, kept: &[f32], count: usize, width: usize) -> Vec<f32> {
         let mut y = cleared(count);
         self.rows.iter().zip(kept.chunks_exact(width)).for_each(|(row, values)| y[row * width..][..width].copy_from_slice(values));
         y
     }
 }
 
-/// `aᵀ b` of two matrices with the same rows; `None` where the kernel does not take them.
+/// `aᵀ b` for two matrices with the same number of rows; `None` if the kernel does not support them.
 pub(super) fn transposed_product(a: &Tensor, b: &Tensor) -> Result<Option<Tensor>> {
     let ((inner, rows), (_, width)) = (a.dims2()?, b.dims2()?);
     if !readable([a, b]) {
@@ -144,7 +145,7 @@ pub(super) fn transposed_product(a: &Tensor, b: &Tensor) -> Result<Option<Tensor
     }
     let (a, b) = (a.contiguous()?, b.contiguous()?);
     let compute = || {
-        let (left, right) = (Host::of(&a)?, Host::of(&b)?);
+        let (left, right) = (Host::new(&a)?, Host::new(&b)?);
         let (left, right) = (left.floats()?, right.floats()?);
         let mut y = cleared(rows * width);
         long_product(

@@ -1,7 +1,8 @@
-//! Kernels: faster ways to compute what ops mean, each for one device and one type of floats.
+//! Kernels: faster implementations of ops, each for one kind of device and one float dtype.
 //!
-//! [`OpSpec::eval`](super::OpSpec::eval) and [`OpSpec::backward`](super::OpSpec::backward) say what an op means; a kernel may differ from that by rounding alone, and gives way
-//! where it cannot read the tensors that it is given. With `COMPRESS_KERNELS=off` in the environment there are none.
+//! [`OpSpec::eval`](super::OpSpec::eval) and [`OpSpec::backward`](super::OpSpec::backward) define an op;
+//! a kernel may differ from them only by rounding, and falls back to them for tensors that it does not
+//! support. `COMPRESS_KERNELS=off` in the environment disables all kernels.
 
 mod attention;
 mod conv;
@@ -19,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::{Backward, Op, Past};
+use super::{Backward, DecodingState, Op};
 pub use crate::kernel::epilogue::Fused;
 pub use host::contiguous;
 pub use index_sum::sum_rows_by_index;
@@ -27,9 +28,9 @@ pub use index_sum::sum_rows_by_index;
 /// Gradients by input.
 type Gradients = Vec<Option<Tensor>>;
 
-/// A faster way to compute an op.
+/// A faster implementation of an op.
 pub trait Kernel: Send + Sync + std::fmt::Debug {
-    /// The output; `None` where the kernel does not take these tensors.
+    /// Computes the output; `None` if the kernel does not support these tensors.
     ///
     /// # Errors
     /// The device runs out of memory.
@@ -37,16 +38,17 @@ pub trait Kernel: Send + Sync + std::fmt::Debug {
         Ok(None)
     }
 
-    /// The output for tokens that stand behind so many others, of an op that keeps nothing of those; `None` where the kernel does not take
-    /// these tensors.
+    /// Computes the output for tokens whose first position is `position`, for an op without state; `None`
+    /// if the kernel does not support these tensors.
     ///
     /// # Errors
     /// The device runs out of memory.
-    fn forward_behind(&self, _tokens: usize, _inputs: &[Tensor]) -> Result<Option<Tensor>> {
+    fn forward_at(&self, _position: usize, _inputs: &[Tensor]) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
-    /// The output after these steps; `None` where the kernel does not take these tensors or steps.
+    /// Computes the output with an epilogue; `None` if the kernel does not support these tensors or this
+    /// epilogue.
     ///
     /// # Errors
     /// The device runs out of memory.
@@ -54,7 +56,8 @@ pub trait Kernel: Send + Sync + std::fmt::Debug {
         Ok(None)
     }
 
-    /// As [`OpSpec::backward`](super::OpSpec::backward); `None` where the kernel does not take these tensors.
+    /// As [`OpSpec::backward`](super::OpSpec::backward); `None` if the kernel does not support these
+    /// tensors.
     ///
     /// # Errors
     /// The device runs out of memory.
@@ -63,37 +66,37 @@ pub trait Kernel: Send + Sync + std::fmt::Debug {
     }
 }
 
-/// Whether kernels are used at all.
+/// Whether kernels are enabled.
 static ENABLED: LazyLock<AtomicBool> = LazyLock::new(|| AtomicBool::new(std::env::var_os("COMPRESS_KERNELS").is_none_or(|value| value != "off")));
 
 fn enabled() -> bool {
     ENABLED.load(Ordering::Relaxed)
 }
 
-/// Computes everything as it is meant, from now on.
+/// Disables all kernels for the rest of the process.
 pub fn disable() {
     ENABLED.store(false, Ordering::Relaxed);
 }
 
-/// Whether kernels of the host may be used where values are on this device.
+/// Whether host kernels may be used for values on this device.
 pub fn on_host(device: &Device) -> bool {
     enabled() && device.is_cpu()
 }
 
-/// The kernel of an op for a device and the type of floats that it computes with.
+/// The kernel of an op for a device and a float dtype.
 pub fn kernel(op: &Op, device: &Device, dtype: DType) -> Option<Box<dyn Kernel>> {
     if !enabled() {
         return None;
     }
     match (device, dtype) {
-        (Device::Cpu, DType::F32) => of_host(op),
+        (Device::Cpu, DType::F32) => host_kernel(op),
         (Device::Cpu, _) => None,
         _ => fused::kernel(op),
     }
 }
 
 /// Kernels for f32 in host memory.
-fn of_host(op: &Op) -> Option<Box<dyn Kernel>> {
+fn host_kernel(op: &Op) -> Option<Box<dyn Kernel>> {
     if let Some(function) = op.activation() {
         return Some(Box::new(function));
     }
@@ -121,7 +124,7 @@ fn of_host(op: &Op) -> Option<Box<dyn Kernel>> {
     })
 }
 
-/// An op that is ready to compute on a device: by its kernel where that can, else as it is meant.
+/// An op prepared for a device, which uses its kernel where that is supported.
 #[derive(Debug)]
 pub struct PreparedOp {
     op: Op,
@@ -129,12 +132,12 @@ pub struct PreparedOp {
 }
 
 impl PreparedOp {
-    /// Looks for the kernel.
+    /// Looks up the kernel.
     pub fn new(op: &Op, device: &Device, dtype: DType) -> PreparedOp {
         PreparedOp { op: op.clone(), kernel: kernel(op, device, dtype) }
     }
 
-    /// The output.
+    /// Computes the output.
     ///
     /// # Errors
     /// The device runs out of memory.
@@ -143,17 +146,17 @@ impl PreparedOp {
         found.map_or_else(|| self.op.spec().eval(inputs), Ok)
     }
 
-    /// The output for tokens that follow those which `past` knows.
+    /// Computes the output for new tokens after those in `past`.
     ///
     /// # Errors
     /// The device runs out of memory.
-    pub fn follow(&self, inputs: &[Tensor], past: &mut Past) -> Result<Tensor> {
-        let Some(op) = self.op.spec().sequential() else { return self.forward(inputs) };
-        let found = self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.forward_behind(past.tokens(), inputs))?;
-        found.map_or_else(|| op.follow(inputs, past, &|inputs| self.forward(inputs)), Ok)
+    pub fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState) -> Result<Tensor> {
+        let Some(op) = self.op.spec().incremental() else { return self.forward(inputs) };
+        let found = self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.forward_at(past.tokens(), inputs))?;
+        found.map_or_else(|| op.forward_next(inputs, past, &|inputs| self.forward(inputs)), Ok)
     }
 
-    /// The output after these steps, where a kernel does them.
+    /// Computes the output with an epilogue, if a kernel supports it.
     ///
     /// # Errors
     /// The device runs out of memory.
@@ -161,7 +164,7 @@ impl PreparedOp {
         self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.fused(inputs, epilogue))
     }
 
-    /// Gradients by input.
+    /// Gradients of the inputs.
     ///
     /// # Errors
     /// The device runs out of memory.
@@ -179,16 +182,16 @@ pub fn sum(a: Tensor, b: Tensor) -> Result<Tensor> {
     PreparedOp::new(&Op::Add(super::Add {}), a.device(), a.dtype()).forward(&[a, b])
 }
 
-/// Mean and (biased) variance of each channel of images or rows, as [`BatchNorm`](super::BatchNorm) takes them.
+/// Mean and (biased) variance of each channel of images or rows, for [`BatchNorm`](super::BatchNorm).
 ///
 /// # Errors
 /// The device runs out of memory.
 pub fn moments(x: &Tensor) -> Result<(Tensor, Tensor)> {
     let readable = on_host(x.device()) && images::is_readable(x, []);
-    if readable { super::batch_norm::Channels::moments(&images::OnHost, x) } else { super::BatchNorm::moments(x) }
+    if readable { super::batch_norm::ChannelOps::moments(&images::OnHost, x) } else { super::BatchNorm::moments(x) }
 }
 
-/// `aᵀ b` of two matrices with the same rows.
+/// `aᵀ b` for two matrices with the same number of rows.
 ///
 /// # Errors
 /// The device runs out of memory.

@@ -1,4 +1,4 @@
-//! Loops over rows: normalisations, softmax, rows of a table.
+//! Kernels over rows: normalization, softmax, embedding gradients.
 
 use candle_core::{D, Result, Tensor};
 
@@ -34,7 +34,7 @@ impl Kernel for RmsNorm {
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         let epsilon = self.epsilon as f32;
-        let inputs = [backward.inputs[0].clone(), Saved::whole(self.factors(backward.inputs[1].tensor()?)?)];
+        let inputs = [backward.inputs[0].clone(), Saved::full(self.factors(backward.inputs[1].tensor()?)?)];
         norm_back(&Backward { inputs: &inputs, ..*backward }, |x, g, weight, out, sums| rows_gradient::rms_norm(x, g, weight, epsilon, out, sums))
     }
 }
@@ -63,19 +63,19 @@ impl Kernel for Softmax {
             rows_gradient::softmax(y, out, width, 1.0);
         };
         let found = combined_rows(&y, &gradient, width, kernel).transpose()?;
-        Ok(found.map(|gradient| vec![Some(gradient).filter(|_| backward.wants(0))]))
+        Ok(found.map(|gradient| vec![Some(gradient).filter(|_| backward.needs_gradient(0))]))
     }
 }
 
 impl Kernel for Embedding {
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         let table = backward.inputs[1].dims();
-        if !backward.wants(1) {
+        if !backward.needs_gradient(1) {
             return Ok(Some(vec![None, None]));
         }
         let rows = backward.gradient.contiguous()?;
         let Some(indices) = integers(backward.inputs[0].tensor()?)? else { return Ok(None) };
-        let Some(host) = Host::of(&rows) else { return Ok(None) };
+        let Some(host) = Host::new(&rows) else { return Ok(None) };
         let Some(values) = host.floats() else { return Ok(None) };
         let mut sums = cleared(table.iter().product());
         rows_gradient::scatter_rows(&indices, &values[..rows.elem_count()], table[1], &mut sums);

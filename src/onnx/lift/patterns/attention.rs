@@ -1,51 +1,52 @@
-//! Heads that are split and merged, and attention between them.
+//! Patterns of head splitting, head merging and attention.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use super::super::super::check;
-use super::super::super::piece::Piece;
-use super::{Found, Product, Read, Seen};
+use super::super::super::opaque_subgraph::OpaqueSubgraph;
+use super::{Match, Matcher, Operand, Product};
 use crate::ir::ops::{Attention, MergeHeads, Reshape, Softmax, SplitHeads, TargetSize, Transpose};
 use crate::ir::{Dim, Kind, Node, Op, ValueId};
 
-/// The order of axes of heads that stand before the sequence, and back.
+/// The permutation that swaps the head axis and the sequence axis.
 const HEADS_FIRST: [usize; 4] = [0, 2, 1, 3];
 
-/// The width in heads, with their axis before the sequence.
-pub(super) fn split_heads(seen: &Seen, node: &Node) -> Found {
+/// `[batch, sequence, heads · width]` to `[batch, heads, sequence, width]`.
+pub(super) fn split_heads(matcher: &Matcher, node: &Node) -> Match {
     let rows = transposed(node, HEADS_FIRST)?;
-    let (x, head_dim) = seen.by_head(rows)?;
+    let (x, head_dim) = matcher.by_head(rows)?;
     Some((SplitHeads { head_dim }.into(), vec![x.into()]))
 }
 
-/// Heads with their axis behind the sequence, as one width.
-pub(super) fn merge_heads(seen: &Seen, node: &Node) -> Found {
+/// `[batch, heads, sequence, width]` to `[batch, sequence, heads · width]`.
+pub(super) fn merge_heads(matcher: &Matcher, node: &Node) -> Match {
     let Op::Reshape(_) = node.op else { return None };
-    let heads = transposed(seen.maker(*node.inputs.first()?)?, HEADS_FIRST)?;
-    let ([batch, heads_count, sequence, width], [of_batch, of_sequence, whole]) = (seen.shape(heads)?, seen.shape(node.output)?);
+    let heads = transposed(matcher.producer(*node.inputs.first()?)?, HEADS_FIRST)?;
+    let ([batch, heads_count, sequence, width], [of_batch, of_sequence, whole]) = (matcher.shape(heads)?, matcher.shape(node.output)?);
     let merged = (batch, sequence) == (of_batch, of_sequence) && heads_count.fixed()?.checked_mul(width.fixed()?) == whole.fixed();
     merged.then(|| (MergeHeads {}.into(), vec![heads.into()]))
 }
 
-/// `softmax(factor · q kᵀ + bias) v`: the factor may stand at the queries, at the keys, or behind their product.
-pub(super) fn attention(seen: &Seen, node: &Node) -> Found {
+/// `softmax(factor · q kᵀ + bias) v`. The factor may be applied to the queries, to the keys, or to their
+/// product.
+pub(super) fn attention(matcher: &Matcher, node: &Node) -> Match {
     let ([weighted, values], Op::MatMul(_)) = (node.inputs.as_slice(), &node.op) else { return None };
-    let guarded = seen.without_nan(*weighted);
+    let guarded = matcher.without_nan(*weighted);
     let weights = guarded.unwrap_or(*weighted);
-    let alone = |id: ValueId| seen.readers.get(&id) == Some(&1);
+    let alone = |id: ValueId| matcher.readers.get(&id) == Some(&1);
     let last = |op: &Op| matches!(op, Op::Softmax(Softmax { axis: -1 | 3 }));
-    let scores = seen.of(weights, last).filter(|scores| [*weighted, weights, *scores].into_iter().all(alone))?;
-    let summands = seen.maker(scores).filter(|maker| matches!(maker.op, Op::Add(_))).map_or(&[][..], |maker| maker.inputs.as_slice());
+    let scores = matcher.input_of(weights, last).filter(|scores| [*weighted, weights, *scores].into_iter().all(alone))?;
+    let summands = matcher.producer(scores).filter(|producer| matches!(producer.op, Op::Add(_))).map_or(&[][..], |producer| producer.inputs.as_slice());
     let split = if let [a, b] = summands { vec![(*a, Some(*b)), (*b, Some(*a))] } else { vec![(scores, None)] };
     split.into_iter().find_map(|(products, bias)| {
-        let (product, behind) = seen.scaled(products)?;
-        let maker = seen.maker(product).filter(|maker| matches!(maker.op, Op::MatMul(_)) && seen.is_heads(product))?;
-        let [q, k] = maker.inputs.as_slice() else { return None };
-        let ((q, at_queries), (k, at_keys)) = (seen.scaled(*q)?, seen.scaled(*k)?);
-        let mut reads = vec![q.into(), seen.keys(k)?, (*values).into()];
+        let (product, behind) = matcher.scaled(products)?;
+        let producer = matcher.producer(product).filter(|producer| matches!(producer.op, Op::MatMul(_)) && matcher.is_heads(product))?;
+        let [q, k] = producer.inputs.as_slice() else { return None };
+        let ((q, at_queries), (k, at_keys)) = (matcher.scaled(*q)?, matcher.scaled(*k)?);
+        let mut reads = vec![q.into(), matcher.keys(k)?, (*values).into()];
         if let Some(bias) = bias {
-            reads.push(seen.by_sample(bias)?);
+            reads.push(matcher.by_sample(bias)?);
         }
         let scale = behind * at_queries * at_keys;
         let op = Attention { scale, zero_where_hidden: guarded.is_some(), ..Attention::default() };
@@ -53,14 +54,14 @@ pub(super) fn attention(seen: &Seen, node: &Node) -> Found {
     })
 }
 
-/// What a node has in another order of axes, if this is the order.
+/// The input of a transpose with this permutation.
 fn transposed<const N: usize>(node: &Node, order: [usize; N]) -> Option<ValueId> {
     let Op::Transpose(Transpose { perm }) = &node.op else { return None };
     node.inputs.first().copied().filter(|_| *perm == order)
 }
 
-impl Seen<'_> {
-    /// Sizes of a value of so many axes.
+impl Matcher<'_> {
+    /// Shape of a value of rank `N`.
     fn shape<const N: usize>(&self, id: ValueId) -> Option<&[Dim; N]> {
         self.graph.value(id).ty.shape.as_slice().try_into().ok()
     }
@@ -69,57 +70,58 @@ impl Seen<'_> {
         self.shape::<4>(id).is_some()
     }
 
-    /// Of `[batch, sequence, heads, width]`, the value `[batch, sequence, heads · width]` that it is a view of, and the width.
+    /// For a view `[batch, sequence, heads, width]`: its input `[batch, sequence, heads · width]`, and
+    /// the width.
     fn by_head(&self, rows: ValueId) -> Option<(ValueId, usize)> {
-        let x = self.of(rows, |op| matches!(op, Op::Reshape(_)))?;
+        let x = self.input_of(rows, |op| matches!(op, Op::Reshape(_)))?;
         let ([batch, sequence, whole], [of_batch, of_sequence, heads, width]) = (self.shape(x)?, self.shape(rows)?);
         let same = (batch, sequence) == (of_batch, of_sequence) && heads.fixed()?.checked_mul(width.fixed()?) == whole.fixed();
         same.then_some((x, width.fixed()?))
     }
 
-    /// The value and the number that a value is the product of.
+    /// For a value times a constant: both.
     fn scaled(&self, id: ValueId) -> Option<(ValueId, f64)> {
         let Product { values, factor } = self.product(id);
         let [value] = values.as_slice() else { return None };
         (self.graph.value(*value).ty == self.graph.value(id).ty).then_some((*value, factor))
     }
 
-    /// Keys `[batch, heads, keys, width]` of what is multiplied with the queries, `[batch, heads, width, keys]`.
-    fn keys(&self, turned: ValueId) -> Option<Read> {
-        let maker = self.maker(turned)?;
-        if let Some(keys) = transposed(maker, [0, 1, 3, 2]) {
+    /// The keys `[batch, heads, keys, width]` of a transposed value `[batch, heads, width, keys]`.
+    fn keys(&self, turned: ValueId) -> Option<Operand> {
+        let producer = self.producer(turned)?;
+        if let Some(keys) = transposed(producer, [0, 1, 3, 2]) {
             return Some(keys.into());
         }
-        if let Some(rows) = transposed(maker, [0, 2, 3, 1]) {
+        if let Some(rows) = transposed(producer, [0, 2, 3, 1]) {
             return Some(match self.by_head(rows) {
-                Some((x, head_dim)) => Read { value: x, through: Some(SplitHeads { head_dim }.into()) },
-                None => Read { value: rows, through: Some(Transpose { perm: HEADS_FIRST.to_vec() }.into()) },
+                Some((x, head_dim)) => Operand { value: x, through: Some(SplitHeads { head_dim }.into()) },
+                None => Operand { value: rows, through: Some(Transpose { perm: HEADS_FIRST.to_vec() }.into()) },
             });
         }
-        // All heads of all samples one behind the other, and back.
-        let middle = self.of(turned, |op| matches!(op, Op::Reshape(_)))?;
-        let flat = transposed(self.maker(middle)?, [0, 2, 1])?;
-        let keys = self.of(flat, |op| matches!(op, Op::Reshape(_)))?;
+        // Batch and heads are merged into one axis for the transpose.
+        let middle = self.input_of(turned, |op| matches!(op, Op::Reshape(_)))?;
+        let flat = transposed(self.producer(middle)?, [0, 2, 1])?;
+        let keys = self.input_of(flat, |op| matches!(op, Op::Reshape(_)))?;
         let ([a, b, rows, width], [_, of_rows, of_width], [c, d, to_width, to_rows]) = (self.shape(keys)?, self.shape(flat)?, self.shape(turned)?);
         let same = (a, b) == (c, d) && [of_rows, to_rows].iter().all(|size| *size == rows) && [of_width, to_width].iter().all(|size| *size == width);
         same.then(|| keys.into())
     }
 
-    /// What is added to products, with four axes.
-    fn by_sample(&self, bias: ValueId) -> Option<Read> {
+    /// The attention bias with four axes.
+    fn by_sample(&self, bias: ValueId) -> Option<Operand> {
         let rank = self.graph.value(bias).ty.shape.len();
         let missing = 4usize.checked_sub(rank)?;
         let shape = std::iter::repeat_n(TargetSize::Number(1), missing).chain((0..rank).map(TargetSize::Copy));
         let through = if missing > 0 { Some(Reshape { shape: shape.collect() }.into()) } else { None };
-        // A weight is read as it is stored.
-        (missing == 0 || self.graph.value(bias).kind != Kind::Param).then_some(Read { value: bias, through })
+        // Weights cannot be reshaped.
+        (missing == 0 || self.graph.value(bias).kind != Kind::Param).then_some(Operand { value: bias, through })
     }
 
-    /// The value that a piece passes on but for what is no number, which becomes zero.
+    /// For `where(isnan(x), 0, x)`: `x`.
     fn without_nan(&self, id: ValueId) -> Option<ValueId> {
-        let node = self.maker(id)?;
+        let node = self.producer(id)?;
         let Op::Opaque(opaque) = &node.op else { return None };
-        let piece = opaque.function.as_ref()?.as_any().downcast_ref::<Piece>()?;
+        let piece = opaque.function.as_ref()?.as_any().downcast_ref::<OpaqueSubgraph>()?;
         let parts = piece.parts();
         let [found, chosen] = parts.nodes.as_slice() else { return None };
         let own = [(found, "IsNaN"), (chosen, "Where")].iter().all(|(node, op)| node.op_type() == *op && check::is_own(node.domain()));

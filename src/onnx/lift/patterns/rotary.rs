@@ -1,62 +1,68 @@
-//! Rotary embeddings, however an exporter spells their tables: what the tables hold is computed, and held to what the op has.
+//! Pattern of rotary position embeddings. The tables of the file are evaluated, whatever their
+//! expression, and compared with those of the op.
 
-// What is read here, anybody may have written.
+// Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::super::super::piece::Piece;
-use super::{Found, Seen};
+use super::super::super::opaque_subgraph::OpaqueSubgraph;
+use super::{Match, Matcher};
 use crate::ir::ops::{BinaryKind, Concat, Rotary, Slice};
 use crate::ir::{Bindings, Dim, Element, Kind, Node, Op, ValueId};
 use crate::runtime;
 
-/// Lengths of sequences for which tables are computed.
+/// Sequence lengths for which tables are evaluated.
 const LENGTHS: [usize; 4] = [2, 33, 512, FAR];
-/// One beyond the lengths of training of models whose tables change there: not every table can be computed for it.
+/// A length beyond the training length of models whose tables change there. Not every table can be
+/// evaluated for it.
 const FAR: usize = 9001;
-/// Elements and nodes of what tables are computed with, at most.
+/// Limits on evaluated elements and nodes per table.
 const ELEMENTS: usize = 1 << 26;
 const NODES: usize = 256;
-/// How far tables may be from those of the op.
+/// Absolute tolerance for table entries.
 const CLOSE: f32 = 1e-4;
-/// How far, for each position, at the far length: angles are floats of 32 bits, and grow with the position.
+/// Additional tolerance per position at the far length: angles are 32-bit floats, so errors grow with
+/// the position.
 const CLOSE_PER_POSITION: f32 = 2e-6;
-/// How far the base of a table of such floats may be from a whole number, relative to it.
-const WHOLE: f64 = 2e-6;
+/// Relative tolerance for rounding a base.
+const BASE_TOLERANCE: f64 = 2e-6;
 
-/// `x · cos + turned(x) · sin`, in which the second half of a head, negated, stands before the first half.
-pub(super) fn rotary(seen: &Seen, node: &Node) -> Found {
+/// `x · cos + rotate_half(x) · sin`, where `rotate_half` negates the second half of a head and moves it
+/// to the front.
+pub(super) fn rotary(matcher: &Matcher, node: &Node) -> Match {
     let [a, b] = node.inputs.as_slice() else { return None };
-    let factors = |id: ValueId| match seen.maker(id).map(|maker| (&maker.op, maker.inputs.as_slice())) {
+    let factors = |id: ValueId| match matcher.producer(id).map(|producer| (&producer.op, producer.inputs.as_slice())) {
         Some((Op::Mul(_), [a, b])) => vec![(*a, *b), (*b, *a)],
         _ => Vec::new(),
     };
     let sides = [(*a, *b), (*b, *a)].into_iter().filter(|_| matches!(node.op, Op::Add(_)));
     sides.into_iter().find_map(|(straight, crossed)| {
-        let (turned, sin) = factors(crossed).into_iter().find(|(turned, _)| seen.turned(*turned).is_some())?;
-        let x = seen.turned(turned)?;
+        let (rotated, sin) = factors(crossed).into_iter().find(|(rotated, _)| matcher.rotated(*rotated).is_some())?;
+        let x = matcher.rotated(rotated)?;
         let (_, cos) = factors(straight).into_iter().find(|(value, _)| *value == x)?;
-        let theta = seen.theta(x, cos, sin)?;
+        let theta = matcher.theta(x, cos, sin)?;
         Some((Rotary { theta, ..Rotary::default() }.into(), vec![x.into()]))
     })
 }
 
-impl Seen<'_> {
-    /// What a value is that has its second half, negated, before its first one.
-    fn turned(&self, id: ValueId) -> Option<ValueId> {
-        let node = self.maker(id)?;
+impl Matcher<'_> {
+    /// The input of `rotate_half`.
+    fn rotated(&self, id: ValueId) -> Option<ValueId> {
+        let node = self.producer(id)?;
         let (Op::Concat(Concat { axis: -1 | 3 }), [second, first]) = (&node.op, node.inputs.as_slice()) else { return None };
-        let second = match self.maker(*second).map(|maker| (&maker.op, maker.inputs.as_slice())) {
+        let second = match self.producer(*second).map(|producer| (&producer.op, producer.inputs.as_slice())) {
             Some((Op::Neg(_), [x])) => *x,
             Some((Op::Binary(binary), [zero, x])) if binary.kind == BinaryKind::Sub && self.number(*zero) == Some(0.0) => *x,
             _ => return None,
         };
         let part = |id: ValueId, wanted: usize| {
-            let maker = self.maker(id)?;
-            let (Op::Slice(Slice { start, length: Some(length), step: 1, axis: -1 | 3, .. }), [x]) = (&maker.op, maker.inputs.as_slice()) else { return None };
+            let producer = self.producer(id)?;
+            let (Op::Slice(Slice { start, length: Some(length), step: 1, axis: -1 | 3, .. }), [x]) = (&producer.op, producer.inputs.as_slice()) else {
+                return None;
+            };
             let width = self.graph.value(*x).ty.shape.get(3)?.fixed()?;
             let start = if *start < 0 { start.checked_add(i64::try_from(width).ok()?)? } else { *start };
             (usize::try_from(start).ok()? == wanted && length.checked_mul(2)? == width).then_some((*x, *length))
@@ -65,7 +71,7 @@ impl Seen<'_> {
         (part(second, half)? == (x, half)).then_some(x)
     }
 
-    /// The base of the frequencies of tables of cosines and sines, if they are those of positions from zero on.
+    /// The base of the frequencies of cosine and sine tables for consecutive positions from zero.
     fn theta(&self, x: ValueId, cos: ValueId, sin: ValueId) -> Option<f64> {
         let key = (cos, sin, self.graph.value(x).ty.shape.iter().skip(2).map(ToString::to_string).collect());
         if let Some(known) = self.bases.borrow().get(&key) {
@@ -81,7 +87,7 @@ impl Seen<'_> {
         let width = width.fixed().filter(|width| *width > 2)?;
         let mut names = Vec::new();
         sequence.names(&mut names);
-        // A table must follow the length, whatever it is, or be that of the only one.
+        // The table must depend on the sequence length only, or the length must be fixed.
         let (length, lengths) = match (sequence.fixed(), names.as_slice()) {
             (Some(only), _) => (None, vec![only, only]),
             (None, [length]) => (Some(*length), LENGTHS.to_vec()),
@@ -89,7 +95,7 @@ impl Seen<'_> {
         };
         let mut theta = None;
         for (at, wanted) in lengths.into_iter().enumerate() {
-            // What follows from another size than the length differs from one of these to the other, or from one sample to the other.
+            // Other sizes vary, so that a table that depends on them does not match.
             let other = if at.is_multiple_of(2) { 3 } else { 2 };
             let sizes = self.graph.bind(|name| if length == Some(name) { wanted } else { other });
             if sequence.evaluate(&sizes)? != wanted {
@@ -103,7 +109,7 @@ impl Seen<'_> {
             };
             let base = match theta {
                 Some(base) => base,
-                // By the angle that the last pair turns by one position: the smallest one says most of the base.
+                // The angle of the last pair at position 1 determines the base most precisely.
                 None => {
                     let last = width.checked_add(width.checked_div(2)?)?.checked_sub(1)?;
                     let of = |table: &[f32]| table.get(last).copied().map(f64::from);
@@ -125,68 +131,69 @@ impl Seen<'_> {
         theta
     }
 
-    /// What a value holds that follows from sizes alone, as rows of such a table, one after the other.
+    /// Evaluates a table that depends only on sizes, in row-major order. Its last two axes must be
+    /// `rows`.
     fn table(&self, id: ValueId, sizes: &Bindings, rows: [usize; 2]) -> Option<Vec<f32>> {
-        let mut computing = Computing { sizes, made: BTreeMap::new(), nodes: NODES, elements: ELEMENTS };
-        let table = self.computed(id, &mut computing)?;
+        let mut evaluation = TableEvaluation { sizes, values: BTreeMap::new(), nodes: NODES, elements: ELEMENTS };
+        let table = self.evaluate(id, &mut evaluation)?;
         let dims = table.dims();
         let whole = dims.len() >= 2 && dims.iter().rev().take(2).rev().eq(rows.iter());
         if whole { runtime::floats(&table).ok() } else { None }
     }
 
-    fn computed(&self, id: ValueId, computing: &mut Computing) -> Option<Tensor> {
-        if let Some(tensor) = computing.made.get(&id) {
+    fn evaluate(&self, id: ValueId, evaluation: &mut TableEvaluation) -> Option<Tensor> {
+        if let Some(tensor) = evaluation.values.get(&id) {
             return Some(tensor.clone());
         }
         let value = self.graph.value(id);
-        let (shape, elements) = computing.room(&value.ty.shape)?;
-        let tensor = match (value.kind, self.maker(id)) {
+        let (shape, elements) = evaluation.reserve(&value.ty.shape)?;
+        let tensor = match (value.kind, self.producer(id)) {
             (Kind::Param, _) => {
                 let values = self.weights.by_name.get(&value.name)?.floats(&value.name).ok().filter(|values| values.len() == elements)?;
                 Tensor::from_vec(values, shape, &Device::Cpu).ok()?
             }
             (Kind::Node(_), Some(node)) => {
-                // Counted before its inputs are: so many stand behind each other at most.
-                computing.nodes = computing.nodes.checked_sub(1)?;
-                let inputs = (0..node.inputs.len()).map(|at| self.given(node, at, computing)).collect::<Option<Vec<_>>>()?;
-                if piece(node).is_some_and(Piece::is_random) {
+                // Counted before the inputs, which also limits the recursion depth.
+                evaluation.nodes = evaluation.nodes.checked_sub(1)?;
+                let inputs = (0..node.inputs.len()).map(|at| self.evaluate_input(node, at, evaluation)).collect::<Option<Vec<_>>>()?;
+                if opaque_subgraph(node).is_some_and(OpaqueSubgraph::is_random) {
                     return None;
                 }
                 node.op.spec().eval(&inputs).ok().filter(|tensor| tensor.dims() == shape)?
             }
             _ => return None,
         };
-        computing.made.insert(id, tensor.clone());
+        evaluation.values.insert(id, tensor.clone());
         Some(tensor)
     }
 
-    /// What a node reads: anything of the right sizes where it reads nothing else.
-    fn given(&self, node: &Node, at: usize, computing: &mut Computing) -> Option<Tensor> {
+    /// Evaluates an input of a node. If the node reads only its shape, the values are zeros.
+    fn evaluate_input(&self, node: &Node, at: usize, evaluation: &mut TableEvaluation) -> Option<Tensor> {
         let id = *node.inputs.get(at)?;
-        if let Some(piece) = piece(node)
-            && let Some((name, _)) = piece.parts().inputs.get(at)
-            && piece.reads_sizes_alone(name)
+        if let Some(opaque_subgraph) = opaque_subgraph(node)
+            && let Some((name, _)) = opaque_subgraph.parts().inputs.get(at)
+            && opaque_subgraph.reads_only_sizes(name)
         {
             let ty = &self.graph.value(id).ty;
-            let (shape, _) = computing.room(&ty.shape)?;
+            let (shape, _) = evaluation.reserve(&ty.shape)?;
             return Tensor::zeros(shape, if ty.element == Element::Float { DType::F32 } else { DType::I64 }, &Device::Cpu).ok();
         }
-        self.computed(id, computing)
+        self.evaluate(id, evaluation)
     }
 }
 
-/// What is computed of a table.
-struct Computing<'s> {
+/// State of the evaluation of a table.
+struct TableEvaluation<'s> {
     sizes: &'s Bindings,
-    made: BTreeMap<ValueId, Tensor>,
-    /// Nodes and elements that may still be computed.
+    values: BTreeMap<ValueId, Tensor>,
+    /// Remaining budget of nodes and elements.
     nodes: usize,
     elements: usize,
 }
 
-impl Computing<'_> {
-    /// Sizes and elements of a value, if there is room for it.
-    fn room(&mut self, shape: &[Dim]) -> Option<(Vec<usize>, usize)> {
+impl TableEvaluation<'_> {
+    /// Shape and element count of a value; `None` if the budget is exhausted.
+    fn reserve(&mut self, shape: &[Dim]) -> Option<(Vec<usize>, usize)> {
         let shape: Vec<usize> = shape.iter().map(|size| size.evaluate(self.sizes)).collect::<Option<_>>()?;
         let elements = shape.iter().try_fold(1usize, |all, size| all.checked_mul(*size))?;
         self.elements = self.elements.checked_sub(elements)?;
@@ -194,14 +201,14 @@ impl Computing<'_> {
     }
 }
 
-/// The piece that a node is.
-fn piece(node: &Node) -> Option<&Piece> {
+/// The opaque subgraph of a node.
+fn opaque_subgraph(node: &Node) -> Option<&OpaqueSubgraph> {
     if let Op::Opaque(opaque) = &node.op { opaque.function.as_ref()?.as_any().downcast_ref() } else { None }
 }
 
-/// The number with the fewest digits that a base may be.
+/// The number with the fewest significant digits within the tolerance.
 fn roundest(base: f64) -> Option<f64> {
-    let near = |power: i32| Some(10f64.powi(power)).map(|unit| (base / unit).round() * unit).filter(|whole| (base - whole).abs() <= base * WHOLE);
+    let near = |power: i32| Some(10f64.powi(power)).map(|unit| (base / unit).round() * unit).filter(|whole| (base - whole).abs() <= base * BASE_TOLERANCE);
     (0..=12).rev().find_map(near)
 }
 
@@ -210,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bases_are_known_by_the_last_pair_of_floats() {
+    fn bases_are_derived_from_the_last_angle() {
         for (width, wanted) in [(4, 10_000.0), (64, 10_000.0), (64, 500_000.0), (64, 1e6), (128, 5e5), (128, 1e7), (64, 12_345.0)] {
             let angle = 1.0 / (wanted as f32).powf((width - 2) as f32 / width as f32);
             let base = f64::from(angle.sin()).atan2(f64::from(angle.cos())).powf(-f64::from(width) / f64::from(width - 2));

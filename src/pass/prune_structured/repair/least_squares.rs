@@ -1,4 +1,4 @@
-//! Sums over the rows that a layer reads, and the least squares that are made of them.
+//! Sums of products over the inputs of a layer, and their least-squares solution.
 
 use candle_core::{D, Tensor};
 
@@ -6,35 +6,35 @@ use crate::error::Result;
 use crate::exec::transfer::{self, Cause};
 use crate::ir::ops::transposed_product;
 use crate::kernel::solve::Factor;
-use crate::pass::calibrate::{column_moments, computed, numbers, seen};
+use crate::pass::calibrate::{column_moments, nonzero_rows, numbers, tensor_error};
 
-/// What is added to squares at least, in parts of their mean: keeps weights near what they were where data says little. With
-/// few rows it is features by rows.
+/// Minimum ridge, as a fraction of the mean square: draws weights towards the original ones if the data
+/// is insufficient. For few rows, the ridge is the ratio of features to rows.
 const RIDGE: f64 = 1e-3;
 
-/// Weights of rows `[n, 1]` with which every row counts the same, however large its values are: a few tokens with huge values would
-/// decide everything otherwise, and the normalisation behind the layer removes the size again. Rows of zeros count nothing: they are
-/// tokens that an expert does not see, and say nothing about what it would answer.
+/// Weights `[n, 1]` that normalize rows to similar magnitude. Otherwise, a few tokens with massive
+/// activations would dominate, although the normalization after the layer removes their magnitude. Rows
+/// of zeros, which are tokens not routed to an expert, have the weight zero.
 pub(super) fn row_weights(rows: &Tensor) -> Result<Tensor> {
     let weights = || {
         let squares = rows.sqr()?.sum_keepdim(D::Minus1)?;
-        let seen = seen(rows)?;
-        let mean = transfer::number(&(squares.sum_all()? / seen.sum_all()?.maximum(1.0)?)?, Cause::Statistics)? as f32;
+        let nonzero = nonzero_rows(rows)?;
+        let mean = transfer::number(&(squares.sum_all()? / nonzero.sum_all()?.maximum(1.0)?)?, Cause::Statistics)? as f32;
         let mean = f64::from(mean).max(f64::from(f32::MIN_POSITIVE));
-        ((squares + 0.1 * mean)?.recip()? * mean)? * seen
+        ((squares + 0.1 * mean)?.recip()? * mean)? * nonzero
     };
-    weights().map_err(computed)
+    weights().map_err(tensor_error)
 }
 
 fn add(sums: &mut [f64], values: &[f64]) {
     sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
 }
 
-/// Sums of features `x` of the original model and `y` of the smaller one, and of their products.
-pub(super) struct Sums {
-    /// How many rows.
+/// Sums of the features `x` of the original model and `y` of the pruned model, and of their products.
+pub(super) struct ProductSums {
+    /// Number of rows.
     rows: f64,
-    /// The sum of their weights.
+    /// Sum of the weights of rows.
     pub count: f64,
     pub x: Vec<f64>,
     pub y: Vec<f64>,
@@ -42,13 +42,14 @@ pub(super) struct Sums {
     yy: Vec<f64>,
 }
 
-impl Sums {
-    /// Over so many features of the original model, and so many that survive.
-    pub fn new(features: usize, left: usize) -> Sums {
-        Sums { rows: 0.0, count: 0.0, x: vec![0.0; features], y: vec![0.0; left], xy: vec![0.0; features * left], yy: vec![0.0; left * left] }
+impl ProductSums {
+    /// Creates empty sums for these numbers of original and surviving features.
+    pub fn new(features: usize, surviving: usize) -> ProductSums {
+        let (xy, yy) = (vec![0.0; features * surviving], vec![0.0; surviving * surviving]);
+        ProductSums { rows: 0.0, count: 0.0, x: vec![0.0; features], y: vec![0.0; surviving], xy, yy }
     }
 
-    /// Adds rows, each with a weight where there are some.
+    /// Adds rows with optional weights.
     pub fn add(&mut self, x: &Tensor, y: &Tensor, weights: Option<&Tensor>) -> Result<()> {
         self.rows += x.dims()[0] as f64;
         let Some(weights) = weights else {
@@ -56,12 +57,12 @@ impl Sums {
             return self.add_weighted([x, x], [y, y]);
         };
         self.count += numbers(weights)?.iter().sum::<f64>();
-        let weighted = |rows: &Tensor| rows.broadcast_mul(weights).map_err(computed);
+        let weighted = |rows: &Tensor| rows.broadcast_mul(weights).map_err(tensor_error);
         self.add_weighted([x, &weighted(x)?], [y, &weighted(y)?])
     }
 
     fn add_weighted(&mut self, [x, weighted_x]: [&Tensor; 2], [y, weighted_y]: [&Tensor; 2]) -> Result<()> {
-        let product = |a: &Tensor, b: &Tensor| transposed_product(a, b).map_err(computed).and_then(|product| numbers(&product));
+        let product = |a: &Tensor, b: &Tensor| transposed_product(a, b).map_err(tensor_error).and_then(|product| numbers(&product));
         add(&mut self.x, &column_moments(weighted_x)?[0]);
         add(&mut self.y, &column_moments(weighted_y)?[0]);
         add(&mut self.xy, &product(x, weighted_y)?);
@@ -69,7 +70,7 @@ impl Sums {
         Ok(())
     }
 
-    /// The matrix `[x, y]` that takes the surviving features as they are.
+    /// The matrix `[x, y]` that selects the surviving features.
     pub fn selection(&self, surviving: &[usize]) -> Vec<f64> {
         let left = self.y.len();
         let mut matrix = vec![0.0; self.x.len() * left];
@@ -78,15 +79,16 @@ impl Sums {
     }
 
     /// Adds the sums over other rows.
-    pub fn merge(&mut self, other: &Sums) {
+    pub fn merge(&mut self, other: &ProductSums) {
         self.rows += other.rows;
         self.count += other.count;
-        for (sums, others) in [(&mut self.x, &other.x), (&mut self.y, &other.y), (&mut self.xy, &other.xy), (&mut self.yy, &other.yy)] {
-            add(sums, others);
+        for (sums, added) in [(&mut self.x, &other.x), (&mut self.y, &other.y), (&mut self.xy, &other.xy), (&mut self.yy, &other.yy)] {
+            add(sums, added);
         }
     }
 
-    /// Covariances of `y` with itself, `[y, y]`, and of the residual of the selection with `y`, `[x, y]`; second moments unless `centred`.
+    /// Covariances of `y` with itself, `[y, y]`, and of the residual of the selection with `y`, `[x, y]`;
+    /// second moments unless `centred`.
     fn covariances(&self, surviving: &[usize], centred: bool) -> [Vec<f64>; 2] {
         let (n, left) = (self.x.len(), self.y.len());
         let mean = |sums: &[f64], at: usize| if centred { sums[at] / self.count } else { 0.0 };
@@ -101,8 +103,8 @@ impl Sums {
         [yy, rest]
     }
 
-    /// The matrix `[x, y]` that is added to the selection in the estimate `x ≈ M y + c`, with `c` free or zero. The residual of the selection is
-    /// estimated, so that the ridge draws towards the selection.
+    /// The matrix `[x, y]` that is added to the selection in the estimate `x ≈ M y + c`, with `c` free or
+    /// zero. The residual of the selection is estimated, so that the ridge draws towards the selection.
     pub fn correction(&self, surviving: &[usize], centred: bool) -> Option<Vec<f64>> {
         let left = self.y.len();
         let [mut yy, mut rest] = self.covariances(surviving, centred);
@@ -114,9 +116,11 @@ impl Sums {
     }
 }
 
-/// The factor between 0 and 1 on the correction that minimizes the error of a layer's outputs on held-out rows: the correction is fitted to each
-/// of two halves of the rows and evaluated on the other half, where the squared error is a parabola in the factor; the smaller result counts. `weight` is `[outputs, x]`.
-pub(super) fn held_out_share(weight: &Tensor, halves: &[Sums; 2], surviving: &[usize], centred: bool) -> Result<f64> {
+/// The factor between 0 and 1 on the correction that minimizes the error of a layer's outputs on held-out
+/// rows: the correction is fitted to each of two halves of the rows and evaluated on the other half,
+/// where the squared error is a parabola in the factor; the smaller result counts. `weight` is
+/// `[outputs, x]`.
+pub(super) fn held_out_share(weight: &Tensor, halves: &[ProductSums; 2], surviving: &[usize], centred: bool) -> Result<f64> {
     let mut share = 1.0_f64;
     let [first, second] = halves;
     for (fitted, held_out) in [(first, second), (second, first)] {
@@ -138,7 +142,7 @@ pub(super) fn held_out_share(weight: &Tensor, halves: &[Sums; 2], surviving: &[u
             let cost = (product(&predicted, &tensor(&yy)?)? * &predicted)?.sum_all()?;
             Ok([transfer::number(&gain, Cause::Statistics)?, transfer::number(&cost, Cause::Statistics)?])
         };
-        let [gain, cost]: [f64; 2] = sums().map_err(computed)?;
+        let [gain, cost]: [f64; 2] = sums().map_err(tensor_error)?;
         share = if cost > 0.0 && gain.is_finite() { share.min((gain / cost).max(0.0)) } else { 0.0 };
     }
     Ok(share)
@@ -150,8 +154,9 @@ mod tests {
 
     use super::*;
 
-    /// Removed features are noise or a function of the surviving features: a correction to the noise of few rows makes held-out rows worse and is
-    /// scaled down, and one that holds on held-out rows is applied.
+    /// Removed features are noise or a function of the surviving features: a correction to the noise of
+    /// few rows makes held-out rows worse and is scaled down, and one that holds on held-out rows is
+    /// applied.
     #[test]
     fn corrections_are_scaled_by_their_effect_on_held_out_rows() {
         let (features, left) = (24, 16);
@@ -167,7 +172,7 @@ mod tests {
             (x, y)
         };
         let sums = |(x, y): &(Tensor, Tensor)| {
-            let mut sums = Sums::new(features, left);
+            let mut sums = ProductSums::new(features, left);
             sums.add(x, y, None).unwrap();
             sums
         };
@@ -177,16 +182,16 @@ mod tests {
             let mut overfitted = 0;
             for seed in 10..30 {
                 let halves = [0, 1].map(|half| sums(&rows(32, false, seed + 100 * half)));
-                let mut all = Sums::new(features, left);
+                let mut all = ProductSums::new(features, left);
                 halves.iter().for_each(|half| all.merge(half));
                 let share = held_out_share(&weight, &halves, &surviving, centred).unwrap();
                 let correction = all.correction(&surviving, centred).unwrap();
-                // The removed features of new rows, less their estimate, through the layer.
+                // Output error of the layer for the removed features of new rows, minus their estimate.
                 let error = |share: f64| {
                     let correction: Vec<f32> = correction.iter().map(|value| (share * value) as f32).collect();
                     let correction = Tensor::from_vec(correction, (features, left), &Device::Cpu).unwrap();
-                    let kept = new.1.pad_with_zeros(1, 0, features - left).unwrap();
-                    let estimate = (kept + new.1.matmul(&correction.t().unwrap()).unwrap()).unwrap();
+                    let surviving = new.1.pad_with_zeros(1, 0, features - left).unwrap();
+                    let estimate = (surviving + new.1.matmul(&correction.t().unwrap()).unwrap()).unwrap();
                     let lost = (&new.0 - estimate).unwrap().matmul(&weight.t().unwrap()).unwrap();
                     lost.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap()
                 };
@@ -200,11 +205,11 @@ mod tests {
     }
 
     #[test]
-    fn large_rows_get_small_weights_and_rows_of_zeros_none() {
+    fn large_rows_have_small_weights_and_zero_rows_have_weight_zero() {
         let rows = Tensor::new(&[[1f32, 0.0], [0.0, 10.0], [0.0, 0.0]], &Device::Cpu).unwrap();
         let weights = numbers(&row_weights(&rows).unwrap()).unwrap();
         // The mean square of the two rows that are not zero is 50.5.
-        let wanted = [50.5 / 6.05, 50.5 / 105.05, 0.0];
-        assert!(weights.iter().zip(wanted).all(|(found, wanted)| (found - wanted).abs() < 1e-4), "{weights:?}");
+        let expected = [50.5 / 6.05, 50.5 / 105.05, 0.0];
+        assert!(weights.iter().zip(expected).all(|(found, expected)| (found - expected).abs() < 1e-4), "{weights:?}");
     }
 }

@@ -1,15 +1,16 @@
-//! Repairing the layers that read what was removed, from calibration data, without training.
+//! Repair of the layers that read removed units, with calibration data and without training.
 //!
-//! Layer by layer, in the order of the graph: the values `x` that a layer read in the original model are estimated from the
-//! values `y` that are left for it in the smaller one, `x ≈ M y + c` by least squares, and the layer's weight `W` becomes
-//! `W M`, its bias `b + W c` (He et al., *Channel Pruning for Accelerating Very Deep Neural Networks*, 2017,
-//! <https://arxiv.org/abs/1707.06168>, for all taps of a window together). The difference of `M` from a selection of the surviving features is scaled by the
-//! factor with the smallest error on held-out samples, which is 0 where it fits noise. Later layers are repaired on the values that this gives. Batch
-//! normalisation gets statistics with which its output has the same mean and variance as before. Only sums of products of features are
-//! stored.
+//! Layers are processed in the order of the graph. The inputs `x` of a layer in the original model are
+//! estimated from its inputs `y` in the pruned model by least squares, `x ≈ M y + c`. The weight `W`
+//! becomes `W M`, and the bias `b + W c` (He et al., *Channel Pruning for Accelerating Very Deep Neural
+//! Networks*, 2017, <https://arxiv.org/abs/1707.06168>, jointly for all taps of a window). The difference
+//! of `M` from a selection of the surviving features is scaled by the factor with the smallest error on
+//! held-out samples, which is 0 if it fits noise. Later layers are repaired with the inputs that result
+//! from repaired ones. The statistics of batch normalization are updated so that its output has the same
+//! mean and variance as before. Only sums of products of features are stored.
 
-mod pairs;
-mod sums;
+mod least_squares;
+mod paired_runs;
 
 use std::collections::BTreeSet;
 
@@ -17,7 +18,8 @@ use candle_core::{Device, Tensor};
 
 use super::cut::Surviving;
 use super::{NAME, Repair};
-use crate::data::Sides;
+use crate::calibration::select_rows;
+use crate::data::SequenceRoles;
 use crate::error::{Error, Result};
 use crate::exec::Parameters;
 use crate::exec::transfer::{self, Cause};
@@ -25,11 +27,11 @@ use crate::ir::ops::{BatchNorm, transposed_product};
 use crate::ir::{self, Graph, Node, Op};
 use crate::model::Model;
 use crate::pass::Context;
-use crate::pass::calibrate::{self, Moments, computed, numbers};
-use pairs::Pairs;
-use sums::{Sums, held_out_share, row_weights};
+use crate::pass::calibrate::{self, Moments, numbers, tensor_error};
+use least_squares::{ProductSums, held_out_share, row_weights};
+use paired_runs::PairedRuns;
 
-/// A model before and after pruning, and how it is repaired.
+/// A model before and after pruning, and the repair method.
 pub(super) struct Repairing<'a> {
     pub before: &'a Model,
     pub graph: &'a Graph,
@@ -38,7 +40,7 @@ pub(super) struct Repairing<'a> {
     pub repair: Repair,
 }
 
-/// A place that is repaired: a value, and the nodes that read it.
+/// A value, and the nodes to repair that read it.
 struct Site {
     value: String,
     nodes: Vec<usize>,
@@ -46,42 +48,45 @@ struct Site {
 }
 
 enum Kind {
-    /// Layers that read a value of which these features survive.
+    /// Layers that read the surviving features of the value.
     Layers { op: Op, surviving: Vec<usize>, features: usize },
-    /// A batch normalisation.
+    /// A batch normalization.
     Statistics { op: BatchNorm },
 }
 
 impl Repairing<'_> {
-    /// Repairs the model; returns how many layers and normalisations.
-    ///
-    /// # Errors
-    /// A layer has no bias to adjust, the data does not fit, or memory runs out.
+    /// Repairs the model. Returns the numbers of repaired layers and normalizations.
     pub fn run(self, context: &Context) -> Result<(usize, usize)> {
         let smaller = self.after.graph()?;
         let sites = self.sites(&smaller)?;
         let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).collect();
-        let mut pairs = Pairs::new([(self.graph, &self.before.weights), (&smaller, &self.after.weights)], |name| values.contains(name), self.before, context)?;
-        let sides = Sides::of(&smaller);
+        let mut runs =
+            PairedRuns::new([(self.graph, &self.before.weights), (&smaller, &self.after.weights)], |name| values.contains(name), self.before, context)?;
+        let sides = SequenceRoles::new(&smaller);
         let mut counts = (0, 0);
         for site in &sites {
             let tokens = sides.token_axis(&site.value);
             let changed = match &site.kind {
                 Kind::Layers { op, surviving, features } => {
                     counts.0 += site.nodes.len();
-                    let mut halves = [0, 1].map(|_| Sums::new(*features, surviving.len()));
+                    let mut halves = [0, 1].map(|_| ProductSums::new(*features, surviving.len()));
                     let weighted = !matches!(op, Op::Conv(_));
-                    pairs.each(&site.value, |batch, [x, y]| {
-                        let (x, y) = (calibrate::rows(x, op, batch, tokens)?, calibrate::rows(y, op, batch, tokens)?);
+                    let (batches, mut samples) = (runs.batches(), 0);
+                    runs.each(&site.value, |batch, [x, y]| {
+                        let (x, mut sizes) = calibrate::rows_by_sample(x, op, batch, tokens)?;
+                        let y = calibrate::rows(y, op, batch, tokens)?;
                         let weights = weighted.then(|| row_weights(&x)).transpose()?;
-                        let middle = x.dims()[0] / 2;
-                        for (sums, rows) in halves.iter_mut().zip([0..middle, middle..x.dims()[0]]).filter(|(_, rows)| !rows.is_empty()) {
-                            let part = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len()).map_err(computed);
+                        if let ([rows], 1) = (&sizes[..], batches) {
+                            sizes = vec![rows / 2, rows - rows / 2];
+                        }
+                        for (sums, rows) in halves.iter_mut().zip(alternating_rows(&sizes, samples)).filter(|(_, rows)| !rows.is_empty()) {
+                            let part = |tensor: &Tensor| select_rows(tensor, rows.clone()).map_err(tensor_error);
                             sums.add(&part(&x)?, &part(&y)?, weights.as_ref().map(part).transpose()?.as_ref())?;
                         }
+                        samples += sizes.len();
                         Ok(())
                     })?;
-                    let mut sums = Sums::new(*features, surviving.len());
+                    let mut sums = ProductSums::new(*features, surviving.len());
                     halves.iter().for_each(|half| sums.merge(half));
                     let mut changed = Vec::new();
                     for node in &site.nodes {
@@ -93,8 +98,8 @@ impl Repairing<'_> {
                 Kind::Statistics { op } => {
                     counts.1 += 1;
                     let mut moments = [Moments::default(), Moments::default()];
-                    pairs.each(&site.value, |batch, seen| {
-                        let both = moments.iter_mut().zip(seen);
+                    runs.each(&site.value, |batch, tensors| {
+                        let both = moments.iter_mut().zip(tensors);
                         both.into_iter().try_for_each(|(moments, value)| moments.add(&calibrate::rows(value, &Op::BatchNorm(*op), batch, tokens)?))
                     })?;
                     let node = &smaller.nodes()[site.nodes[0]];
@@ -103,19 +108,19 @@ impl Repairing<'_> {
             };
             for (name, tensor) in changed {
                 set_weight(self.after, &name, &tensor)?;
-                pairs.replace(&name, tensor);
+                runs.replace(&name, tensor);
             }
         }
         Ok(counts)
     }
 
-    /// The parameters of a node as they were.
+    /// The parameters of a node in the original model.
     fn original(&self, graph: &Graph, node: &Node, context: &Context) -> Result<Parameters> {
         let names = node.inputs.iter().map(|id| graph.value(*id)).filter(|value| value.kind == ir::Kind::Param).map(|value| &value.name).collect();
         calibrate::some_parameters(names, self.before, context)
     }
 
-    /// Places in the order of the graph.
+    /// All sites in the order of the graph.
     fn sites(&self, graph: &Graph) -> Result<Vec<Site>> {
         let mut sites: Vec<Site> = Vec::new();
         for (index, node) in graph.nodes().iter().enumerate() {
@@ -130,8 +135,8 @@ impl Repairing<'_> {
             };
             let name = |at: usize| node.inputs.get(at).map(|id| graph.value(*id).name.clone()).unwrap_or_default();
             let Some(surviving) = self.surviving.get(&(name(1), axis)) else { continue };
-            if self.repair == Repair::Bias && node.inputs.len() < 3 && !normalised(graph, node) {
-                let what = format!("`{}` has no bias to adjust: use repair: least-squares", graph.value(node.output).name);
+            if self.repair == Repair::Bias && node.inputs.len() < 3 && !is_normalized(graph, node) {
+                let what = format!("`{}` has no bias to adjust: use `repair: least-squares`", graph.value(node.output).name);
                 return Err(Error::option(format!("{NAME}: repair"), what));
             }
             let value = name(0);
@@ -146,14 +151,14 @@ impl Repairing<'_> {
         Ok(sites)
     }
 
-    /// New weight and bias of a layer, by sums over all rows and over two halves of them.
+    /// New weight and bias of a layer, from sums over all rows and over both halves.
     fn layer(
         &self,
         graph: &Graph,
         node: &Node,
         original: &Parameters,
         surviving: &[usize],
-        (sums, halves): (&Sums, &[Sums; 2]),
+        (sums, halves): (&ProductSums, &[ProductSums; 2]),
     ) -> Result<Vec<(String, Tensor)>> {
         let name = |at: usize| node.inputs.get(at).map(|id| graph.value(*id).name.clone());
         let (Some(weight), bias) = (name(1), name(2)) else { return Ok(Vec::new()) };
@@ -162,11 +167,11 @@ impl Repairing<'_> {
             _ => Some(None),
         };
         let Some(correction) = correction else {
-            return Err(Error::run(NAME, format!("calibration data has too few samples for the inputs of `{weight}`"), "use more samples"));
+            return Err(Error::run(NAME, format!("there are too few calibration samples to refit `{weight}`"), "use more samples"));
         };
-        let (features, left) = (sums.x.len(), sums.y.len());
-        // [out, taps, features]: the weight of the original model for the outputs that are left.
-        let whole = || {
+        let (features, remaining) = (sums.x.len(), sums.y.len());
+        // The original weight for the remaining outputs, [out, taps, features].
+        let full_weight = || {
             let mut full = original.get(&weight)?;
             for axis in 0..full.rank() {
                 let read = if full.rank() > 2 { 1 } else { usize::from(!is_input_major(&node.op)) };
@@ -183,19 +188,19 @@ impl Repairing<'_> {
             };
             Ok((full, shape))
         };
-        let (full, shape) = whole().map_err(computed)?;
+        let (full, shape) = full_weight().map_err(tensor_error)?;
         let mut estimate = sums.selection(surviving);
         if let Some(correction) = correction {
-            let rows = full.flatten_to(1).map_err(computed)?;
+            let rows = full.flatten_to(1).map_err(tensor_error)?;
             let share = held_out_share(&rows, halves, surviving, bias.is_some())?;
             estimate.iter_mut().zip(correction).for_each(|(estimate, correction)| *estimate += share * correction);
         }
         let compute = || {
             let (out, taps, _) = full.dims3()?;
             let matrix: Vec<f32> = estimate.iter().map(|v| *v as f32).collect();
-            let matrix = Tensor::from_vec(matrix, (features, left), full.device())?;
+            let matrix = Tensor::from_vec(matrix, (features, remaining), full.device())?;
             let product = |rows: &Tensor, matrix: &Tensor| transposed_product(&rows.t()?.contiguous()?, matrix);
-            let new = product(&full.reshape((out * taps, features))?, &matrix)?.reshape((out, taps, left))?;
+            let new = product(&full.reshape((out * taps, features))?, &matrix)?.reshape((out, taps, remaining))?;
             let mut changed = Vec::with_capacity(2);
             if let Some(bias) = &bias {
                 let column =
@@ -212,7 +217,7 @@ impl Repairing<'_> {
             }
             if self.repair == Repair::LeastSquares {
                 let new = match shape.as_slice() {
-                    [_, _, places @ ..] if !places.is_empty() => new.transpose(1, 2)?.contiguous()?.reshape([&[out, left], places].concat())?,
+                    [_, _, window @ ..] if !window.is_empty() => new.transpose(1, 2)?.contiguous()?.reshape([&[out, remaining], window].concat())?,
                     _ if is_input_major(&node.op) => new.squeeze(1)?.t()?.contiguous()?,
                     _ => new.squeeze(1)?,
                 };
@@ -220,10 +225,11 @@ impl Repairing<'_> {
             }
             Ok(changed)
         };
-        compute().map_err(computed)
+        compute().map_err(tensor_error)
     }
 
-    /// Mean and variance with which a normalisation gives values of the same mean and variance as in the original model.
+    /// Running mean and variance with which the output of a normalization has the same mean and variance
+    /// as in the original model.
     fn statistics(
         &self,
         graph: &Graph,
@@ -237,17 +243,17 @@ impl Repairing<'_> {
         let (mean_name, variance_name) = (name(3), name(4));
         let channels = moments[1].features();
         let surviving = self.surviving.get(&(mean_name.clone(), 0)).cloned().unwrap_or_else(|| (0..channels).collect());
-        let stored = |name: &str| original.get(name).map_err(computed).and_then(|tensor| numbers(&tensor));
+        let stored = |name: &str| original.get(name).map_err(tensor_error).and_then(|tensor| numbers(&tensor));
         let (means, variances) = (stored(&mean_name)?, stored(&variance_name)?);
         let (mut mean, mut variance) = (Vec::with_capacity(channels), Vec::with_capacity(channels));
         for (now, before) in surviving.into_iter().enumerate() {
-            let [(old_mean, old), (new_mean, new)] = [moments[0].of(before), moments[1].of(now)];
-            // A channel without variance stays as it is.
+            let [(old_mean, old), (new_mean, new)] = [moments[0].mean_variance(before), moments[1].mean_variance(now)];
+            // The variance of a constant channel is not changed.
             let ratio = if old > 0.0 && new > 0.0 { (new / old).sqrt() } else { 1.0 };
             mean.push((new_mean - (old_mean - means[before]) * ratio) as f32);
             variance.push(((variances[before] + op.epsilon) * ratio * ratio - op.epsilon).max(0.0) as f32);
         }
-        let tensor = |values: Vec<f32>| Tensor::from_slice(&values, values.len(), device).map_err(computed);
+        let tensor = |values: Vec<f32>| Tensor::from_slice(&values, values.len(), device).map_err(tensor_error);
         Ok(vec![(mean_name, tensor(mean)?), (variance_name, tensor(variance)?)])
     }
 }
@@ -256,16 +262,42 @@ fn is_input_major(op: &Op) -> bool {
     matches!(op, Op::Linear(op) if op.input_major)
 }
 
-/// Whether a batch normalisation, whose statistics are measured again, reads the output of a node.
-fn normalised(graph: &Graph, node: &Node) -> bool {
+/// Indices of the rows of a batch in each half of the samples: even samples and odd samples. Rows of one
+/// sample are correlated, and are in the same half. `first` is the index of the first sample of the
+/// batch, `sizes` the number of rows of each of its samples.
+fn alternating_rows(sizes: &[usize], first: usize) -> [Vec<u32>; 2] {
+    let mut halves = [Vec::new(), Vec::new()];
+    let mut rows = 0u32..;
+    for (sample, size) in (first..).zip(sizes) {
+        halves[sample % 2].extend(rows.by_ref().take(*size));
+    }
+    halves
+}
+
+/// Whether a batch normalization reads the output of a node. Its updated statistics replace a bias
+/// correction.
+fn is_normalized(graph: &Graph, node: &Node) -> bool {
     graph.nodes().iter().any(|next| matches!(next.op, Op::BatchNorm(_)) && next.inputs.first() == Some(&node.output))
 }
 
-/// Puts a tensor in the place of a weight, in the weight's own format.
+/// Replaces the values of a weight. Its dtype does not change.
 fn set_weight(model: &mut Model, name: &str, tensor: &Tensor) -> Result<()> {
     let weight = model.weights.get(name)?.clone();
-    let values: Vec<f32> = transfer::values(tensor, Cause::Statistics).map_err(computed)?;
+    let values: Vec<f32> = transfer::values(tensor, Cause::Statistics).map_err(tensor_error)?;
     let weight = weight.with_values(name, &values)?;
     model.weights.by_name.insert(name.to_owned(), weight);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// With one sample per batch, the second half would otherwise hold rows of the same samples as the
+    /// first.
+    #[test]
+    fn halves_consist_of_whole_samples() {
+        assert_eq!(alternating_rows(&[2, 1, 3], 0), [vec![0, 1, 3, 4, 5], vec![2]]);
+        assert_eq!((alternating_rows(&[2], 4), alternating_rows(&[2], 5)), ([vec![0, 1], vec![]], [vec![], vec![0, 1]]));
+    }
 }

@@ -1,4 +1,4 @@
-//! Calibration samples on their way through the original and the smaller model.
+//! Runs calibration samples through the original and the pruned model in parallel.
 
 use candle_core::{DType, Tensor};
 
@@ -12,39 +12,39 @@ use crate::pass::calibrate;
 use crate::store::Weights;
 use crate::work::{Event, ProgressUnit};
 
-/// Most bytes of stopped runs in memory, for each model.
-const MOST: u64 = 1 << 29;
+/// Maximum memory of suspended runs per model, in bytes.
+const CACHE_BYTES: u64 = 1 << 29;
 
-/// Two models with samples that go through both, site by site: each node runs once for a sample whose runs are in memory.
-pub(super) struct Pairs<'a> {
+/// Suspended runs of two models on the same samples, which advance from value to value. Each node runs
+/// once per sample, unless a suspended run was evicted from memory.
+pub(super) struct PairedRuns<'a> {
     runs: [Blockwise<'a>; 2],
     context: &'a Context<'a>,
 }
 
-impl<'a> Pairs<'a> {
-    /// Reads the samples; `wanted` are the values of all sites.
-    ///
-    /// # Errors
-    /// There are none, or they do not fit the model.
-    pub fn new(models: [(&'a Graph, &Weights); 2], wanted: impl Fn(&str) -> bool, model: &Model, context: &'a Context<'a>) -> Result<Self> {
+impl<'a> PairedRuns<'a> {
+    /// Reads the samples. `observed` selects the values that [`each`](Self::each) will visit.
+    pub fn new(models: [(&'a Graph, &Weights); 2], observed: impl Fn(&str) -> bool, model: &Model, context: &'a Context<'a>) -> Result<Self> {
         let options = BlockwiseOptions {
             compute: DType::F32,
             residence: Residence::Computed,
-            limit: MOST,
+            limit: CACHE_BYTES,
             spill: Some(std::env::temp_dir()),
             tracker: context.memory_tracker.clone(),
             ..BlockwiseOptions::on(&context.device)
         };
-        let mut runs = models.map(|(graph, weights)| Blockwise::new(graph, weights, &wanted, options.clone(), &context.work.quiet()));
+        let mut runs = models.map(|(graph, weights)| Blockwise::new(graph, weights, &observed, options.clone(), &context.work.quiet()));
         calibrate::for_each("Reading samples", model, context, |batch| runs.iter_mut().try_for_each(|run| run.push(batch.clone())))?;
-        Ok(Pairs { runs, context })
+        Ok(PairedRuns { runs, context })
     }
 
-    /// Takes every sample to a site, and shows its value in both models.
-    ///
-    /// # Errors
-    /// Running fails, the consumer does, or the work is cancelled.
-    pub fn each(&mut self, value: &str, mut see: impl FnMut(&Batch, [&Tensor; 2]) -> Result<()>) -> Result<()> {
+    /// Number of batches.
+    pub fn batches(&self) -> usize {
+        self.runs[0].batches()
+    }
+
+    /// Advances every sample to a value, and calls `observe` with its tensors in both models.
+    pub fn each(&mut self, value: &str, mut observe: impl FnMut(&Batch, [&Tensor; 2]) -> Result<()>) -> Result<()> {
         let (work, [first, second]) = (self.context.work, &mut self.runs);
         let samples = (0..first.batches()).map(|index| first.batch(index).samples as u64).sum();
         work.progress.on(Event::Begin { stage: "Repairing", total: samples, unit: ProgressUnit::Samples });
@@ -53,18 +53,18 @@ impl<'a> Pairs<'a> {
             second.reach(value)?;
             for index in 0..first.batches() {
                 work.cancel.check()?;
-                let seen = [first.value(index, value)?, second.value(index, value)?];
-                see(first.batch(index), seen.each_ref())?;
+                let tensors = [first.value(index, value)?, second.value(index, value)?];
+                observe(first.batch(index), tensors.each_ref())?;
                 work.advance(first.batch(index).samples as u64)?;
             }
             Ok(())
         };
-        let done = all();
+        let result = all();
         work.progress.on(Event::End);
-        done
+        result
     }
 
-    /// Puts a tensor in the place of a parameter of the smaller model, for nodes that run from now on.
+    /// Replaces a parameter of the pruned model for nodes that run later.
     pub fn replace(&mut self, name: &str, tensor: Tensor) {
         self.runs[1].replace(name, tensor);
     }

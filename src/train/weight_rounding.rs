@@ -1,0 +1,86 @@
+//! Fake quantization of weights in training.
+
+use candle_core::{DType, Device, Tensor};
+
+use super::scales;
+use crate::error::{Error, Result};
+use crate::ir::ops::{ScalarOps, round_half_even};
+use crate::kernel::quantize;
+use crate::store::{DType as Stored, Encoding, Scales, Weight};
+
+/// Fake quantization of a weight with a straight-through estimator (Bengio et al., *Estimating or
+/// Propagating Gradients Through Stochastic Neurons*, 2013; Jacob et al., *Quantization and Training of
+/// Neural Networks*, 2018).
+pub(super) struct Rounding {
+    pub(super) scales: Scales,
+    /// Scales as a column, one row for each run of elements with the same scale.
+    scale: Tensor,
+    /// Dtype that the scales are written with.
+    stored: DType,
+    /// Zero points, in the shape of `scale`.
+    zero: Tensor,
+    /// Smallest and largest integer.
+    bounds: [f32; 2],
+}
+
+impl Rounding {
+    /// The rounding of a weight that is written as integers; `None` for other weights.
+    pub(super) fn from_weight(name: &str, weight: &Weight, device: &Device) -> Result<Option<Rounding>> {
+        let (Some(scales), Encoding::Quantized(affine)) = (weight.scales()?, &weight.encoding) else { return Ok(None) };
+        if !affine.codes.is_integer() {
+            return Err(Error::tensor(
+                name,
+                format!("is {}, but training supports only weights quantized to integers", weight.describe()),
+                "train before quantizing, or add it to `ignore`",
+            ));
+        }
+        let stored = match affine.scale_dtype {
+            Stored::BF16 => DType::BF16,
+            Stored::F16 => DType::F16,
+            _ => DType::F32,
+        };
+        Rounding::new(scales, stored, quantize::bounds(affine.codes.bits()), device).map(Some).map_err(|e| Error::candle(format!("tensor `{name}`"), e))
+    }
+
+    fn new(scales: Scales, stored: DType, bounds: [f32; 2], device: &Device) -> candle_core::Result<Rounding> {
+        let column = |values: &[f32]| Tensor::from_slice(values, (values.len(), 1), device);
+        Ok(Rounding { scale: column(&scales.scales)?, stored, zero: column(&scales.zero_points)?, bounds, scales })
+    }
+
+    /// The scales, multiplied by the exponentials of the learned logarithms and rounded to the dtype
+    /// that they are written with.
+    pub(super) fn scale(&self, learned: Option<&Tensor>) -> candle_core::Result<Tensor> {
+        match learned {
+            Some(logarithms) => (&self.scale * logarithms.exp()?.reshape(self.scale.dims())?)?.to_dtype(self.stored)?.to_dtype(DType::F32),
+            None => Ok(self.scale.clone()),
+        }
+    }
+
+    /// The weight divided by its scales, `[runs, elements of a run]`.
+    fn steps(&self, weight: &Tensor, scale: &Tensor) -> candle_core::Result<Tensor> {
+        weight.reshape((self.scales.scales.len(), self.scales.run))?.broadcast_div(scale)
+    }
+
+    /// The quantized integers as floats, `[runs, elements of a run]`.
+    pub(super) fn integers(&self, weight: &Tensor, scale: &Tensor) -> candle_core::Result<Tensor> {
+        let [least, most] = self.bounds;
+        round_half_even(&self.steps(weight, scale)?)?.broadcast_add(&self.zero)?.clamp_scalar(least.into(), most.into())
+    }
+
+    /// Quantizes and dequantizes a weight.
+    pub(super) fn apply(&self, weight: &Tensor, learned: Option<&Tensor>) -> candle_core::Result<Tensor> {
+        let scale = self.scale(learned)?;
+        self.integers(weight, &scale)?.broadcast_sub(&self.zero)?.broadcast_mul(&scale)?.reshape(weight.dims())
+    }
+
+    /// Gradient with respect to the logarithms of the scales, from that of the rounded weight. See
+    /// [`LearnedFakeQuantize`](crate::ir::ops::LearnedFakeQuantize).
+    pub(super) fn scale_gradient(&self, weight: &Tensor, learned: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
+        let scale = self.scale(Some(learned))?;
+        let steps = self.steps(weight, &scale)?;
+        let rounded = self.integers(weight, &scale)?.broadcast_sub(&self.zero)?;
+        let passes = round_half_even(&steps)?.eq(&rounded)?.to_dtype(steps.dtype())?;
+        let moved = (rounded - (steps * passes)?)?.broadcast_mul(&scale)?;
+        (gradient.reshape(moved.dims())? * moved)?.sum(1)?.affine(scales::gradient_factor(self.scales.run), 0.0)
+    }
+}
