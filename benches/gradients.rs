@@ -7,8 +7,8 @@
 use std::hint::black_box;
 
 use candle_core::{DType, Device, Tensor};
-use compress::ir::Op;
-use compress::ir::ops::*;
+use compress_graph::ir::Op;
+use compress_graph::ir::ops::*;
 use criterion::{Criterion, criterion_group, criterion_main};
 
 /// Numbers between -1 and 1.

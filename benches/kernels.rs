@@ -6,9 +6,9 @@
 
 use std::hint::black_box;
 
-use compress::kernel::compare::{self, Difference};
-use compress::kernel::histogram::{MagnitudeHistogram, Window};
-use compress::kernel::{Bf16, F32, Float, bitmask, convert, mask, quantize, scan};
+use compress_kernels::compare::{self, Difference};
+use compress_kernels::histogram::{MagnitudeHistogram, Window};
+use compress_kernels::{Bf16, F32, Float, bitmask, convert, mask, quantize, scan};
 use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main, measurement::WallTime};
 use rand::SeedableRng;
 use rand::rngs::Xoshiro256PlusPlus;

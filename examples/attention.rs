@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
-use compress::ir::ops::{Attention, Backward, Op, PreparedOp, Saved};
+use compress_graph::ir::ops::{Attention, Backward, Op, PreparedOp, Saved};
 
 /// Measure the latency of attention
 #[derive(Parser)]

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use compress::files::{self, Destination, File, NewFile};
+use compress_core::files::{self, Destination, File, NewFile};
 
 /// Bytes per read.
 const RANGE: u64 = 1 << 20;

@@ -19,10 +19,10 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 use clap::Parser;
-use compress::exec::{DeviceChoice, Executor, Inputs, Parameters, Residence};
-use compress::ir::{Element, Graph};
-use compress::work::{Cancel, Silent, Work};
 use compress::{Error, Model, Result};
+use compress_core::work::{Cancel, Silent, Work};
+use compress_engine::exec::{DeviceChoice, Executor, Inputs, Parameters, Residence};
+use compress_graph::ir::{Element, Graph};
 
 /// Measure the latency of the forward pass of a model
 #[derive(Parser)]

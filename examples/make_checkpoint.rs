@@ -14,11 +14,11 @@ use std::sync::Arc;
 
 use clap::{Parser, ValueEnum};
 use compress::export::ByteSize;
-use compress::kernel::convert;
-use compress::store::writer::{self, FileLayout, Item};
-use compress::store::{Block, BlockSink, DType, Encoding, StorageFormat, View, Weight, WeightSource, block_elements};
-use compress::work::{Cancel, Silent, Work};
 use compress::{Error, Result};
+use compress_core::store::writer::{self, FileLayout, Item};
+use compress_core::store::{Block, BlockSink, DType, Encoding, StorageFormat, View, Weight, WeightSource, block_elements};
+use compress_core::work::{Cancel, Silent, Work};
+use compress_kernels::convert;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{Rng, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
@@ -216,7 +216,7 @@ fn make(args: &Args) -> Result<u64> {
     std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
     write_json(&folder.join("config.json"), &shape.config(dtype_name))?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    writer::write(&compress::files::Destination::local(folder), &items, &layout, None, &Work { threads, progress: &Silent, cancel: &Cancel::default() })?;
+    writer::write(&compress_core::files::Destination::local(folder), &items, &layout, None, &Work { threads, progress: &Silent, cancel: &Cancel::default() })?;
     Ok(layout.bytes())
 }
 

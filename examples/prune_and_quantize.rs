@@ -11,11 +11,11 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use compress::Result;
-use compress::model::Model;
 use compress::pass::{Amount, PruneUnstructured, QuantizeDynamic};
 use compress::pipeline::Pipeline;
 use compress::report::Report;
-use compress::work::{Cancel, Event};
+use compress_core::work::{Cancel, Event};
+use compress_engine::model::Model;
 
 /// Prunes and quantizes `model` into the folder `output`, unless `cancel` is triggered.
 pub fn shrink(model: &Path, output: &Path, cancel: Cancel) -> Result<Report> {

@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use compress::Model;
 use compress::export::{FileType, Format, Gguf};
-use compress::files::Destination;
 use compress::run_state::RunState;
-use compress::store::gguf::GgufFile;
-use compress::work::{Cancel, Silent, Work};
+use compress_core::files::Destination;
+use compress_core::store::gguf::GgufFile;
+use compress_core::work::{Cancel, Silent, Work};
 
 /// Maximum number of elements of a weight that is read.
 const MAX_ELEMENTS: usize = 1 << 16;

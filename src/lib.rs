@@ -1,49 +1,31 @@
 #![doc = include_str!("../README.md")]
 
 mod entry;
-pub mod error;
-pub mod evaluation;
 pub mod export;
-pub mod files;
-pub mod kernel;
-pub mod model;
-pub mod output;
 pub mod pass;
 pub mod pipeline;
 pub mod prelude;
-mod program;
 pub mod recipe;
 pub mod report;
 pub mod run_state;
-pub mod store;
-pub mod work;
-
-#[cfg(feature = "run")]
-#[path = "."]
-mod running {
-    //! Modules for running models, which need the feature `run`.
-
-    pub mod analysis;
-    pub mod arch;
-    pub(crate) mod cache;
-    pub mod calibration;
-    pub mod data;
-    pub mod exec;
-    pub mod generation;
-    pub mod ir;
-    pub mod onnx;
-    pub mod runtime;
-    pub mod train;
-}
-
-#[cfg(feature = "run")]
-pub use running::*;
 
 #[cfg(feature = "cli")]
 pub mod cli;
 
-pub use error::{Error, Result};
-pub use model::Model;
+pub use compress_core::work::{Cancel, Event, Progress};
+pub use compress_core::{Error, Result};
+pub use compress_engine::Model;
 pub use pipeline::Pipeline;
 pub use recipe::Recipe;
 pub use report::Report;
+
+use compress_core::{error, files, output, program, store, work};
+use compress_engine::{evaluation, model};
+use compress_kernels as kernel;
+#[cfg(feature = "run")]
+use {
+    compress_core::cache,
+    compress_engine::{calibration, data, exec, generation, train},
+    compress_graph::{analysis, arch, ir},
+    compress_onnx::{self as onnx, runtime},
+};

@@ -6,12 +6,12 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use compress::analysis::cost;
-use compress::data::synthetic_with_sizes;
-use compress::exec::{Executor, Inputs, MemoryTracker, Parameters, Residence, Tape};
-use compress::ir::{Catalog, Graph, GraphFile};
-use compress::store::{self, Block, BlockSink, Encoding, View, Weight, WeightSource, Weights};
-use compress::work::{Cancel, Silent, Work};
+use compress_graph::analysis::cost;
+use compress_engine::data::synthetic_with_sizes;
+use compress_engine::exec::{Executor, Inputs, MemoryTracker, Parameters, Residence, Tape};
+use compress_graph::ir::{Catalog, Graph, GraphFile};
+use compress_core::store::{self, Block, BlockSink, Encoding, View, Weight, WeightSource, Weights};
+use compress_core::work::{Cancel, Silent, Work};
 use libfuzzer_sys::fuzz_target;
 
 /// Limits: elements of a tensor, multiply-accumulates of a graph, and bytes of its values.

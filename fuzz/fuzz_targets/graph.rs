@@ -7,8 +7,8 @@
 
 use std::collections::BTreeMap;
 
-use compress::analysis::{cost, groups, usual_sizes};
-use compress::ir::{Catalog, Graph, GraphFile};
+use compress_graph::analysis::{cost, groups, usual_sizes};
+use compress_graph::ir::{Catalog, Graph, GraphFile};
 use libfuzzer_sys::fuzz_target;
 
 /// Maximum number of elements of a tensor.

@@ -3,9 +3,9 @@
 
 #![no_main]
 
-use compress::onnx::file::decode;
-use compress::onnx::proto::ModelProto;
-use compress::store::writer::Piece;
+use compress_onnx::file::decode;
+use compress_onnx::proto::ModelProto;
+use compress_core::store::writer::Piece;
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
 

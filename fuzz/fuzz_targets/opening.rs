@@ -8,11 +8,11 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use compress::Model;
-use compress::onnx::ModelFile;
+use compress_onnx::ModelFile;
 use compress::pass::{Dequantize, PruneUnstructured, QuantizeDynamic, Step};
 use compress::run_state::RunState;
-use compress::store::writer::{Piece, write_pieces};
-use compress::work::{Cancel, Silent, Work};
+use compress_core::store::writer::{Piece, write_pieces};
+use compress_core::work::{Cancel, Silent, Work};
 use libfuzzer_sys::fuzz_target;
 
 /// Maximum number of elements of a weight that is read.
@@ -33,7 +33,7 @@ fn written(model: &Model) -> Option<Vec<u8>> {
     std::fs::create_dir(&out).expect("a folder");
     let length: u64 = rewritten.layout[0].1.iter().map(Piece::len).sum();
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-    write_pieces(&compress::files::Destination::local(&out), &rewritten.layout, &rewritten.items, &work).ok()?;
+    write_pieces(&compress_core::files::Destination::local(&out), &rewritten.layout, &rewritten.items, &work).ok()?;
     let bytes = std::fs::read(out.join("out.onnx")).expect("the written file");
     assert_eq!(bytes.len() as u64, length);
     Some(bytes)

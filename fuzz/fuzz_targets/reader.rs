@@ -11,11 +11,11 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use compress::export::{Layout, Safetensors};
-use compress::model::Model;
+use compress_engine::model::Model;
 use compress::pass::{Cast, PruneUnstructured, QuantizeDynamic};
 use compress::pipeline::Pipeline;
-use compress::store::header::Header;
-use compress::store::{Checkpoint, Weight};
+use compress_core::store::header::Header;
+use compress_core::store::{Checkpoint, Weight};
 use libfuzzer_sys::{fuzz_mutator, fuzz_target};
 use safetensors::SafeTensors;
 use safetensors::tensor::Metadata;

@@ -113,10 +113,10 @@ def check_ops(args, checks):
     """The tests of ops and kernels, by the test program."""
     device = "cpu" if args.device.startswith("cpu") else args.device
     environment = os.environ | {"COMPRESS_TEST_DEVICE": device} | ({"COMPRESS_KERNELS": "off"} if args.device == "cpu:strict" else {})
-    done = subprocess.run([args.ops, "kernels::"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=PATIENCE)
-    results = [line.split() for line in done.stdout.splitlines() if line.startswith("test kernels::")]
+    done = subprocess.run([args.ops, "ops::kernels::"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=PATIENCE)
+    results = [line.split() for line in done.stdout.splitlines() if line.startswith("test ops::kernels::")]
     for _, name, *_, result in results:
-        checks.add("ops", name.removeprefix("kernels::").replace("_", " "), result == "ok")
+        checks.add("ops", name.removeprefix("ops::kernels::").replace("_", " "), result == "ok")
     if done.returncode or len(results) < 3:
         checks.add("ops", "the test program", False, said=done.stdout[-4000:])
 

@@ -38,7 +38,7 @@ pub(in crate::pass) fn observe(
 ) -> Result<()> {
     let data = open(model, context)?;
     let need = MemoryNeed::estimate(graph, &model.weights, DType::F32, Residence::Computed, &sizes_of(graph, &data.first()?.inputs));
-    if let Schedule::Blockwise { states } = context.memory.schedule(&[(model.config.model_type(), need)])? {
+    if let Schedule::Blockwise { states } = Schedule::choose(context.memory, &[(model.config.model_type(), need)])? {
         let tracker = context.memory_tracker.clone();
         let options = BlockwiseOptions { residence: Residence::Computed, limit: states / 2, tracker, ..BlockwiseOptions::on(&context.device) };
         let computed = |name: &str| selected(name) && graph.inputs().all(|(_, value)| value.name != name);
@@ -72,7 +72,7 @@ pub(in crate::pass) fn statistics(
     let target = Target { folder: &folder, synthesized: &model.auxiliary.synthesized, config: config.values(), inputs: &inputs, outputs: &outputs };
     let data = context.data.open(options, target)?;
     let need = MemoryNeed::estimate(graph, &model.weights, DType::F32, Residence::Stored, &sizes_of(graph, &data.first()?.inputs));
-    if let Schedule::Blockwise { states } = context.memory.schedule(&[(model.config.model_type(), need)])? {
+    if let Schedule::Blockwise { states } = Schedule::choose(context.memory, &[(model.config.model_type(), need)])? {
         // The other half is for activations cached within a block.
         let options = BlockwiseOptions { limit: states / 2, tracker: context.memory_tracker.clone(), ..BlockwiseOptions::on(&context.device) };
         let mut statistics = calibrate_blockwise((graph, &model.weights), &options, states / 2, &data, requests, &context.work)?;
@@ -116,7 +116,7 @@ pub(in crate::pass) fn parameters_to_differentiate(graph: &Graph, model: &Model,
     let sizes = sizes_of(graph, &open(model, context)?.first()?.inputs);
     let need = MemoryNeed::estimate(graph, &model.weights, DType::F32, Residence::Computed, &sizes);
     let (checkpoints, count) = (need.state.saturating_mul(need.count.saturating_sub(1) as u64), need.count);
-    let Schedule::Blockwise { states } = context.memory.schedule(&[(model.config.model_type(), need)])? else {
+    let Schedule::Blockwise { states } = Schedule::choose(context.memory, &[(model.config.model_type(), need)])? else {
         return Ok((parameters(graph, model, context)?, Vec::new()));
     };
     if checkpoints > states && context.memory.explicit {

@@ -11,20 +11,22 @@
 //! `classes: [ham, spam]` or `labels: 2` first adds a classification head to an encoder or a CNN without
 //! one.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
 use super::new_head::add_head;
 use super::{Context, Pass, Samples, distill, options_of};
 use crate::error::{Error, Result};
+use crate::ir::Graph;
 use crate::model::Model;
+use crate::pass::training_options::training_pass;
 use crate::run_state::RunState;
 use crate::store::{ByteSize, Pattern};
 use crate::train::losses::Losses;
 use crate::train::optimizer::Kind;
 use crate::train::schedule::Schedule;
-use crate::train::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Training, training_pass};
+use crate::train::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Training};
 
 training_pass! {
     /// Train the model on labels, or on the next token.
@@ -93,13 +95,17 @@ impl Pass for Finetune {
     }
 
     fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
-        let train = |model, run: &mut RunState| distill::train(NAME, model, run, self.options(), &self.training(), (None, None), context);
-        let classes = self.new_classes();
+        let train = |model, run: &mut RunState, training: &Training| distill::train(NAME, model, run, self.options(), training, (None, None), context);
+        let (classes, mut training) = (self.new_classes(), self.training());
         if classes.is_empty() {
-            return train(model, run);
+            return train(model, run, &training);
         }
         let with_head = add_head(&self.head_option(), model, run, &classes, context.map_or(0, |context| context.seed))?;
-        let model = train(with_head.model, run)?;
+        let graph = with_head.model.graph()?;
+        for patterns in [&mut training.targets, &mut training.ignore] {
+            *patterns = with_previous_names(std::mem::take(patterns), &graph, &with_head.renamed);
+        }
+        let model = train(with_head.model, run, &training)?;
         if let Some(applied) = run.history.last_mut() {
             // Reports name the tensors of the input.
             let tensors = std::mem::take(&mut applied.tensors).into_iter();
@@ -110,5 +116,47 @@ impl Pass for Finetune {
 
     fn remedy(&self) -> &'static str {
         distill::REMEDY
+    }
+}
+
+/// Patterns that also select renamed tensors by their names in the input.
+fn with_previous_names(patterns: Vec<Pattern>, graph: &Graph, renamed: &BTreeMap<String, String>) -> Vec<Pattern> {
+    let names: Vec<&str> = graph.params().map(|(_, value)| value.name.as_str()).collect();
+    let mut found = Vec::new();
+    for pattern in patterns {
+        let matches_previous = |name: &str| !pattern.matches(name) && renamed.get(name).is_some_and(|previous| pattern.matches(previous));
+        let exact: Vec<Pattern> = names.iter().filter(|name| matches_previous(name)).filter_map(|name| name.parse::<Pattern>().ok()).collect();
+        // Patterns that match no tensor are rejected.
+        if exact.is_empty() || names.iter().any(|name| pattern.matches(name)) {
+            found.push(pattern);
+        }
+        found.extend(exact);
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::super::new_head::WithHead;
+    use super::*;
+
+    #[test]
+    fn patterns_select_renamed_tensors_by_both_names() {
+        let model = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert")).unwrap();
+        let WithHead { model, renamed } = add_head("finetune: labels", model, &mut RunState::default(), &["a".to_owned(), "b".to_owned()], 0).unwrap();
+        let graph = model.graph().unwrap();
+        let found = |text: &str| {
+            let patterns = with_previous_names(vec![text.parse().unwrap()], &graph, &renamed);
+            patterns.iter().map(|pattern| pattern.as_str().to_owned()).collect::<BTreeSet<_>>()
+        };
+        let set = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<BTreeSet<_>>();
+        let query = "bert.encoder.layer.0.attention.self.query";
+        assert_eq!(found("encoder.layer.0.attention.self.query.*"), set(&[&format!("{query}.weight"), &format!("{query}.bias")]));
+        assert_eq!(found("re:(classifier|pooler.dense)[.]bias"), set(&["re:(classifier|pooler.dense)[.]bias", "bert.pooler.dense.bias"]));
+        for text in ["classifier.*", "bert.encoder.*", "nosuch.*"] {
+            assert_eq!(found(text), set(&[text]));
+        }
     }
 }

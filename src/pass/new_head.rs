@@ -77,7 +77,7 @@ pub(super) fn add_head(what: &str, mut model: Model, run: &mut RunState, classes
         run.notes.push(format!("not used with the new head and left out: {}", unused.join(", ")));
     }
     if !renamed.is_empty() {
-        run.notes.push(format!("tensors of the encoder are named `{}...`, as in {}", head.prefix, head.class));
+        run.notes.push(format!("the names of the tensors of the encoder begin with `{}`, as in {}", head.prefix, head.class));
     }
     Ok(WithHead { model, renamed })
 }
@@ -171,6 +171,10 @@ mod tests {
             assert_eq!(model.config.get("architectures"), expected.config.get("architectures"), "{name}");
             assert_eq!(model.config.get("id2label").unwrap()["1"], "class 1");
             assert!(model.is_described(), "{name}");
+            // The input has no scores, even if its configuration names the same classes.
+            let mut input = golden(name);
+            input.config.set("id2label", model.config.get("id2label").unwrap().clone());
+            assert!(model.has_new_classes(&input), "{name}");
         }
     }
 
@@ -188,6 +192,10 @@ mod tests {
             assert!(error.contains("a head for 5 classes, not for 3"), "{name}: {error}");
             model.weights.by_name.retain(|weight, _| !is_in_modules(weight, &[logits]));
             let WithHead { model, .. } = add_head("finetune: labels", model, &mut RunState::default(), &classes(3), 0).unwrap();
+            let mut input = model.clone();
+            assert!(!model.has_new_classes(&input), "{name}");
+            input.weights.by_name.retain(|weight, _| !is_in_modules(weight, &[logits]));
+            assert!(model.has_new_classes(&input), "{name}");
             let weight = |part: &str| model.weights.by_name[&format!("{logits}.{part}")].clone();
             assert_eq!(weight("weight").shape[0], 3, "{name}");
             assert!(weight("bias").floats("bias").unwrap().iter().all(|value| *value == 0.0), "{name}");

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::Value;
 
 use super::Pipeline;
 use super::run::Measured;
@@ -43,13 +42,15 @@ fn violations(fidelity: &Fidelity, accuracy: Option<&Accuracy>) -> Option<String
     (!found.is_empty()).then(|| found.join(", "))
 }
 
-/// The loss on labels at the first and the last step of the last pass that trained on them.
+/// The loss on labels at the first and the last step of the last pass that trained on them. Steps without
+/// labels do not count.
 fn label_loss(run: &RunState) -> Option<[f64; 2]> {
     run.history.iter().rev().find_map(|applied| {
         let details = (applied.details)();
         let curve = details["training"]["curve"].as_array()?;
-        let loss = |record: Option<&Value>| record?["losses"]["hard"].as_f64();
-        Some([loss(curve.first())?, loss(curve.last())?])
+        let mut losses = curve.iter().filter_map(|record| record["losses"]["hard"].as_f64());
+        let first = losses.next()?;
+        Some([first, losses.next_back().unwrap_or(first)])
     })
 }
 
@@ -138,7 +139,9 @@ mod tests {
     #[test]
     fn training_on_labels_is_judged_by_its_loss() {
         let note = |[first, last]: [f64; 2], loss: &str, cosine: f64| {
-            let curve = serde_json::json!({ "training": { "curve": [{ "losses": { loss: first } }, { "losses": { loss: last } }] } });
+            // The first and the last step have no labels.
+            let records = serde_json::json!([{ "losses": {} }, { "losses": { loss: first } }, { "losses": { loss: last } }, { "losses": {} }]);
+            let curve = serde_json::json!({ "training": { "curve": records } });
             let mut applied = crate::run_state::Applied::new("finetune", Value::Null);
             applied.details = std::sync::Arc::new(move || curve.clone());
             let run = RunState { history: vec![applied], ..RunState::default() };

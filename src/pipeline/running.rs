@@ -245,7 +245,7 @@ impl Pipeline {
         let Some(graph) = self.used_device()?.and_then(|_| model.graph().ok()) else { return Ok(None) };
         let need = MemoryNeed::estimate(&graph, &model.weights, DType::F32, Residence::Stored, &analysis::usual_sizes(&graph));
         let limit = self.running.memory()?;
-        let schedule = limit.schedule(&[(model.config.model_type(), need.clone())])?;
+        let schedule = Schedule::choose(limit, &[(model.config.model_type(), need.clone())])?;
         Ok(Some(ModelMemory {
             whole_bytes: need.total(),
             blockwise_bytes: need.uncut.is_none().then(|| need.blockwise()),

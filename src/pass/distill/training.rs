@@ -22,7 +22,7 @@ use crate::output::REPORT_FILES;
 use crate::pass::Context;
 use crate::pass::identity::identity;
 use crate::run_state::{Applied, RunState};
-use crate::store::{ActivationScheme, ContentKey, Encoding, Weight, ZeroOrigin};
+use crate::store::{ActivationScheme, ContentKey, Encoding, Selection, Weight, ZeroOrigin};
 use crate::train::cache::Cache;
 use crate::train::communicator::RankConfig;
 use crate::train::{
@@ -64,7 +64,10 @@ fn planned(name: &'static str, model: Model, run: &mut RunState, options: Value,
     let processes = RankConfig::from_environment()?.map_or(1, |config| config.size);
     let forecast = forecast((&small, &graph), training, teacher_graph.as_ref().zip(teacher), &objective, (&sizes, processes))?;
     let mut applied = Applied::new(name, options);
-    applied.tensors = graph.params().map(|(_, value)| value.name.clone()).collect();
+    let names: Vec<String> = graph.params().map(|(_, value)| value.name.clone()).collect();
+    let selection = Selection { targets: &training.targets, ignore: &training.ignore };
+    let selected = selection.resolve(names.iter().map(|name| (name, &[] as &[String])), |_| true)?;
+    applied.tensors = selected.into_iter().map(str::to_owned).collect();
     applied.rule = "all floats that losses depend on".to_owned();
     applied.notes = vec![format!(
         "training needs about {} MB for a batch of {}: {}",

@@ -1,0 +1,306 @@
+//! The error type of the crate. Messages name the file, tensor, option or recipe line, and hints name
+//! the next step.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error that names the file, tensor, option or recipe line.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An I/O error of the operating system.
+    #[error("cannot {action} {}: {source}", redact_path(path).display())]
+    Io {
+        /// The attempted action, as a verb.
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The underlying error.
+        source: io::Error,
+    },
+    /// A file with invalid content.
+    #[error("{}: {reason}", redact_path(path).display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// Description of the defect.
+        reason: String,
+    },
+    /// A tensor that a pass or a format does not support.
+    #[error("tensor `{name}`: {reason}")]
+    Tensor {
+        /// Name in the checkpoint.
+        name: String,
+        /// Why the tensor is rejected.
+        reason: String,
+        /// Suggested fix.
+        hint: String,
+    },
+    /// A NaN or infinite weight.
+    #[error("tensor `{name}` holds {count} values that are NaN or infinite")]
+    NotFinite {
+        /// Name in the checkpoint.
+        name: String,
+        /// Number of such values.
+        count: u64,
+    },
+    /// A `targets` or `ignore` pattern that matches no tensor.
+    #[error("`{field}` pattern `{pattern}` matches no tensor")]
+    NoMatch {
+        /// The recipe key of the pattern.
+        field: &'static str,
+        /// The pattern.
+        pattern: String,
+        /// The most similar tensor name, if any.
+        nearest: Option<String>,
+    },
+    /// An option with an invalid value.
+    #[error("{what}: {reason}")]
+    Option {
+        /// The option, with its pass or format.
+        what: String,
+        /// Why the value is invalid.
+        reason: String,
+    },
+    /// An inconsistent graph, or a configuration from which no graph can be built.
+    #[error("{what}: {reason}")]
+    Graph {
+        /// The node, the value, or the file that describes it.
+        what: String,
+        /// Description of the problem.
+        reason: String,
+    },
+    /// A model that cannot run on these inputs or on this machine.
+    #[error("{what}: {reason}")]
+    Run {
+        /// The input, the node or the device.
+        what: String,
+        /// Description of the failure.
+        reason: String,
+        /// Suggested fix.
+        hint: String,
+    },
+    /// A failed memory allocation.
+    #[error("{what}: out of memory: {reason}")]
+    OutOfMemory {
+        /// The value or operation that needed the memory.
+        what: String,
+        /// Details, such as the requested and available sizes.
+        reason: String,
+    },
+    /// A training run whose loss or gradients became NaN or infinite.
+    #[error("training stopped at step {step}: {reason}")]
+    Diverged {
+        /// The step, counted from 1.
+        step: u64,
+        /// First place where it was detected, and which state is preserved.
+        reason: String,
+    },
+    /// A training run that was interrupted and can be resumed.
+    #[error("interrupted after step {step}; everything is saved in {}", redact_path(path).display())]
+    Paused {
+        /// Completed steps.
+        step: u64,
+        /// The training checkpoint to resume from.
+        path: PathBuf,
+    },
+    /// A recipe that does not parse. The message contains line, column and a snippet.
+    #[error("{}: {message}", redact_path(path).display())]
+    Recipe {
+        /// The recipe file.
+        path: PathBuf,
+        /// The located message.
+        message: String,
+    },
+    /// An output folder that cannot be used.
+    #[error("output {}: {reason}", redact_path(path).display())]
+    Output {
+        /// The folder.
+        path: PathBuf,
+        /// Why it cannot be used.
+        reason: String,
+        /// Suggested fix.
+        hint: String,
+    },
+    /// A requested feature that this version does not support.
+    #[error("{what} is not supported")]
+    Unsupported {
+        /// The requested feature.
+        what: String,
+        /// A supported alternative.
+        hint: String,
+    },
+    /// A written file that differs from the intended content when it is read back.
+    #[error("verification of {} failed: {reason}", redact_path(path).display())]
+    Verification {
+        /// The file.
+        path: PathBuf,
+        /// How it differs.
+        reason: String,
+    },
+    /// A report that violates a configured limit.
+    #[error("{path}: {reason}")]
+    Budget {
+        /// The report.
+        path: PathBuf,
+        /// Each violated limit with the measured value.
+        reason: String,
+    },
+    /// Interrupted by the user or through a `Cancel` handle.
+    #[error("interrupted; nothing was written")]
+    Cancelled,
+}
+
+impl Error {
+    /// An I/O error with its action and path, for `map_err`.
+    pub fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+        let path = redact_path(path);
+        move |source| Error::Io { action, path, source }
+    }
+
+    /// A malformed file.
+    pub fn malformed(path: &Path, reason: impl fmt::Display) -> Error {
+        Error::Malformed { path: redact_path(path), reason: reason.to_string() }
+    }
+
+    /// A tensor that is not supported.
+    pub fn tensor(name: &str, reason: impl fmt::Display, hint: impl fmt::Display) -> Error {
+        Error::Tensor { name: name.to_owned(), reason: reason.to_string(), hint: hint.to_string() }
+    }
+
+    /// An option with an invalid value.
+    pub fn option(what: impl fmt::Display, reason: impl fmt::Display) -> Error {
+        Error::Option { what: what.to_string(), reason: reason.to_string() }
+    }
+
+    /// An inconsistent graph.
+    pub fn graph(what: impl fmt::Display, reason: impl fmt::Display) -> Error {
+        Error::Graph { what: what.to_string(), reason: reason.to_string() }
+    }
+
+    /// A model that cannot run.
+    pub fn run(what: impl fmt::Display, reason: impl fmt::Display, hint: impl fmt::Display) -> Error {
+        Error::Run { what: what.to_string(), reason: reason.to_string(), hint: hint.to_string() }
+    }
+
+    /// A failed computation of candle. Out-of-memory errors of devices become [`Error::OutOfMemory`].
+    #[cfg(feature = "run")]
+    pub fn candle(what: impl fmt::Display, e: candle_core::Error) -> Error {
+        let reason = e.to_string();
+        if reason.to_ascii_lowercase().replace('_', " ").contains("out of memory") {
+            return Error::OutOfMemory { what: what.to_string(), reason };
+        }
+        Error::run(what, reason, "")
+    }
+
+    /// Whether memory was exhausted, so that a smaller batch may succeed.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Error::OutOfMemory { .. })
+    }
+
+    /// Whether the request itself was invalid, so that a retry cannot help.
+    pub fn is_misuse(&self) -> bool {
+        matches!(self, Error::Option { .. } | Error::Recipe { .. } | Error::NoMatch { .. })
+    }
+
+    /// Suggested fix, if there is one.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Error::Tensor { hint, .. } | Error::Output { hint, .. } | Error::Unsupported { hint, .. } | Error::Run { hint, .. } => {
+                (!hint.is_empty()).then(|| hint.clone())
+            }
+            Error::OutOfMemory { .. } => Some("use smaller batches, shorter sequences, `gradient_checkpointing: blocks`, or an optimizer with less state; use `offload: parameters` if the weights do not fit".into()),
+            Error::Diverged { .. } => Some("lower the learning rate, warm up longer, or compute in f32".into()),
+            Error::Paused { .. } => Some("run the same command with --resume to continue".into()),
+            Error::NotFinite { .. } => Some("the checkpoint is damaged, or set `allow_nonfinite: true` (--allow-nonfinite) to keep these values".into()),
+            Error::NoMatch { nearest: Some(name), .. } => Some(format!("did you mean `{name}`? `compress inspect` lists all names")),
+            Error::NoMatch { nearest: None, .. } => Some("`compress inspect` lists all names".into()),
+            Error::Recipe { .. } => Some("`compress init MODEL` writes a commented recipe; `compress schema` prints all keys".into()),
+            Error::Graph { what, .. } if what == "config.json" => damaged_hint(Path::new(what)).map(Into::into),
+            Error::Malformed { path, .. } => damaged_hint(path).map(Into::into),
+            Error::Io { path, source, .. } => {
+                let remote = path.to_str().is_some_and(|name| name.starts_with("hf:") || name.contains("://"));
+                let advice = if remote { remote_hint(source.kind()) } else { local_hint(source.kind()) };
+                advice.map(Into::into)
+            }
+            _ => None,
+        }
+    }
+}
+
+/// A count with its noun: `1 sample`, `2 samples`.
+pub fn counted(count: usize, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}
+
+/// A path without the credentials of a remote name.
+pub fn redact_path(path: &Path) -> PathBuf {
+    match path.to_str() {
+        Some(name) if name.contains("://") => without_credentials(name).into(),
+        Some(name) if name.starts_with("hf:") => name.split(['?', '#']).next().unwrap_or_default().into(),
+        _ => path.to_owned(),
+    }
+}
+
+/// An address without user, query and fragment.
+fn without_credentials(address: &str) -> String {
+    let plain = address.split(['?', '#']).next().unwrap_or_default();
+    let Some((scheme, rest)) = plain.split_once("://") else { return plain.to_owned() };
+    let (host, inside) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    format!("{scheme}://{}{inside}", host.rsplit('@').next().unwrap_or_default())
+}
+
+/// Removes credentials from all remote names in a text.
+pub fn redact(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    let ends = |c: char| c.is_whitespace() || "\"'<>`)".contains(c);
+    while let Some(at) = ["://", "hf:"].iter().filter_map(|scheme| Some((rest.find(scheme)?, scheme.len()))).min() {
+        let (before, address) = rest.split_at(at.0);
+        let end = address.find(ends).unwrap_or(address.len());
+        let (address, after) = address.split_at(end);
+        out.push_str(before);
+        out.push_str(&without_credentials(address));
+        rest = after;
+    }
+    out + rest
+}
+
+/// Advice for a damaged file of a model.
+fn damaged_hint(path: &Path) -> Option<&'static str> {
+    let name = path.file_name()?.to_str()?;
+    if name.ends_with(".safetensors") || name.ends_with(".onnx") {
+        Some("the file is damaged, incomplete or of another type; download or write it again")
+    } else if name.ends_with(".json") && name != "recipe.json" {
+        Some("use the file that was saved together with these weights")
+    } else {
+        None
+    }
+}
+
+/// Advice for an I/O error of a remote file.
+fn remote_hint(kind: io::ErrorKind) -> Option<&'static str> {
+    match kind {
+        io::ErrorKind::NotFound => Some("check the name: hf:org/name@revision/file, s3://bucket/key, https://host/file"),
+        io::ErrorKind::PermissionDenied => Some("docs/remote.md lists where credentials are read from"),
+        _ => None,
+    }
+}
+
+/// Advice for an I/O error of a local file.
+fn local_hint(kind: io::ErrorKind) -> Option<&'static str> {
+    match kind {
+        io::ErrorKind::StorageFull => Some("the disk is full; the incomplete output was removed"),
+        io::ErrorKind::NotFound => Some("check the name; paths are relative to the working directory, paths in a recipe to the recipe's directory"),
+        io::ErrorKind::PermissionDenied => Some("change its permissions, or copy it to a location that you can access"),
+        io::ErrorKind::IsADirectory => Some("specify a file in this folder"),
+        io::ErrorKind::ReadOnlyFilesystem => Some("choose a writable location"),
+        io::ErrorKind::InvalidFilename => Some("choose a shorter name"),
+        io::ErrorKind::InvalidData => Some("the file must be UTF-8 text; check that it is the right file"),
+        _ => None,
+    }
+}

@@ -1,0 +1,16 @@
+//! Files and their names, storage formats of weights, output transactions, errors and progress of `compress`.
+
+pub mod cache;
+pub mod error;
+pub mod files;
+pub mod output;
+pub mod program;
+pub mod store;
+pub mod work;
+
+use compress_kernels as kernel;
+
+pub use error::{Error, Result};
+
+/// The name of the tool, in reports and written files.
+pub const NAME: &str = "compress";

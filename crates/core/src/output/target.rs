@@ -1,0 +1,301 @@
+//! Validation of output locations.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+
+use serde::Deserialize;
+
+use crate::error::{Error, Result, redact_path};
+use crate::files;
+
+/// Formats that consist of one file, with their file name extensions.
+const SINGLE_FILE_FORMATS: [&str; 2] = ["onnx", "gguf"];
+
+/// The format of an output that is a single file, from its extension. `None` for folders.
+pub fn file_format(target: &Path) -> Option<&'static str> {
+    let end = target.extension()?;
+    SINGLE_FILE_FORMATS.into_iter().find(|format| end == *format).filter(|_| !target.is_dir())
+}
+
+/// The file name of an output that is a single file. The names of its auxiliary files start with it.
+pub fn file_name(target: &Path) -> Option<String> {
+    file_format(target).and_then(|_| target.file_name()?.to_str()).map(str::to_owned)
+}
+
+/// An unused name for the external data file of a large ONNX file: `out.onnx.data`, then
+/// `out.onnx.2.data`. A model file references its data file by name, so the old pair stays intact until
+/// the new model file replaces the old one.
+pub(super) fn free_data_name(file: &Path) -> Option<String> {
+    let name = file_name(file).filter(|_| file_format(file) == Some("onnx"))?;
+    let numbered = (2u32..).map(|number| format!("{name}.{number}.data"));
+    std::iter::once(format!("{name}.data")).chain(numbered).find(|data| file.with_file_name(data).symlink_metadata().is_err())
+}
+
+/// The report folder of a single-file output, next to the file.
+pub fn report_folder(file: &Path) -> PathBuf {
+    let mut name = file.file_name().unwrap_or_default().to_owned();
+    name.push(".report");
+    file.with_file_name(name)
+}
+
+/// Existing data that an output may replace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Replace {
+    /// No existing data.
+    Never,
+    /// The output of an earlier run, all of whose files are listed in its report.
+    Output,
+    /// A folder of unfinished or cached work, recognized by a file with this name.
+    Work(&'static str),
+}
+
+impl Replace {
+    /// The permission that `--force` grants.
+    pub fn with_force(force: bool) -> Replace {
+        if force { Replace::Output } else { Replace::Never }
+    }
+}
+
+/// Files and folders that a run reads and must not replace.
+#[derive(Debug, Clone)]
+pub struct Inputs {
+    /// The model's folder or file.
+    pub model: PathBuf,
+    /// Other inputs: copied files, data sets, teachers.
+    pub files: Vec<PathBuf>,
+}
+
+impl<P: AsRef<Path> + ?Sized> From<&P> for Inputs {
+    fn from(model: &P) -> Inputs {
+        Inputs { model: model.as_ref().to_owned(), files: Vec::new() }
+    }
+}
+
+/// Checks whether an output can be written to `target`, without modifying anything.
+///
+/// # Errors
+/// The target exists and may not be replaced, is not a folder although it should be one, overlaps the
+/// model, or contains a file that the run reads.
+pub fn check_output(target: &Path, replace: Replace, inputs: &Inputs) -> Result<()> {
+    let target = absolute(target)?;
+    if files::is_remote(&target) {
+        return check_remote(&target, replace != Replace::Never);
+    }
+    let input = &inputs.model;
+    // Remote inputs cannot overlap a local output.
+    let input = if files::is_remote(input) { input.to_owned() } else { fs::canonicalize(input).map_err(Error::io("open", input))? };
+    let nearest = target.ancestors().find_map(|p| fs::canonicalize(p).ok().map(|real| (p, real)));
+    if let Some((parent, real)) = &nearest
+        && *parent != target
+        && !real.is_dir()
+    {
+        return Err(refuse(&target, &format!("cannot be created inside {}, which is not a folder", parent.display()), "choose another location"));
+    }
+    let real = nearest.map_or_else(|| target.clone(), |(p, real)| real.join(target.strip_prefix(p).unwrap_or(Path::new(""))));
+    if real == input {
+        return Err(refuse(&target, "is the input", "choose another folder; the input is never modified"));
+    }
+    if files::is_dir(&input) && real.starts_with(&input) {
+        return Err(refuse(&target, "lies inside the input folder", "choose a folder outside it"));
+    }
+    if input.starts_with(&real) {
+        return Err(refuse(&target, "contains the input", "choose another folder"));
+    }
+    let file = file_name(&target).is_some();
+    match fs::symlink_metadata(&target) {
+        Ok(m) if file && !m.is_file() => return Err(refuse(&target, "exists and is not a file", "choose another name")),
+        Ok(m) if !file && !m.is_dir() => return Err(refuse(&target, "exists and is not a folder", "choose another name")),
+        _ => {}
+    }
+    let data = target.with_file_name(format!("{}.data", file_name(&target).unwrap_or_default()));
+    if replace == Replace::Never && file_format(&target) == Some("onnx") && data.symlink_metadata().is_ok() {
+        return Err(exists(&data));
+    }
+    check_replaceable(&target, replace, inputs)
+}
+
+/// Checks that all existing data at the output's locations may be deleted.
+pub(super) fn check_replaceable(target: &Path, replace: Replace, inputs: &Inputs) -> Result<()> {
+    let report = file_name(target).map(|_| report_folder(target));
+    let mut paths: Vec<PathBuf> = report.iter().cloned().chain([target.to_owned()]).filter(|path| path.symlink_metadata().is_ok()).collect();
+    let (Some(first), folder) = (paths.first(), report.as_deref().unwrap_or(target)) else { return Ok(()) };
+    let (listing, lost) = match replace {
+        Replace::Never => return Err(exists(first)),
+        Replace::Work(marker) if folder.join(marker).is_file() => (None, Vec::new()),
+        Replace::Work(_) => (None, Listing::default().missing(folder)),
+        Replace::Output => {
+            let listing = Listing::open(folder);
+            let mut lost = listing.as_ref().unwrap_or(&Listing::default()).missing(folder);
+            let name = file_name(target).filter(|name| target.exists() && !listing.as_ref().is_some_and(|listing| listing.files.contains(name)));
+            lost.extend(name);
+            (listing, lost)
+        }
+    };
+    if let [first, rest @ ..] = lost.as_slice() {
+        let names = rest.iter().take(NAMED - 1).fold(first.clone(), |names, name| format!("{names}, {name}"));
+        let more = lost.len().checked_sub(NAMED).filter(|more| *more > 0).map(|more| format!(" and {more} more")).unwrap_or_default();
+        let why = if replace == Replace::Output && listing.is_none() { "no report of compress lists them" } else { "compress did not write them" };
+        let reason = format!("cannot be replaced: {names}{more} would be lost, and {why}");
+        return Err(refuse(target, &reason, "move what you need and remove the rest, or choose another name with -o"));
+    }
+    paths.extend(listing.into_iter().flat_map(|listing| listing.data_files(target)));
+    let paths: Vec<PathBuf> = paths.iter().filter_map(|path| fs::canonicalize(path).ok()).collect();
+    for input in inputs.files.iter().chain([&inputs.model]).filter(|path| !files::is_remote(path)) {
+        if let Some(found) = linked(input, DEEPEST).find(|real| paths.iter().any(|path| real.starts_with(path))) {
+            let reason = format!("cannot be replaced: it contains {}, which this run reads as {}", found.display(), input.display());
+            return Err(refuse(target, &reason, "choose another name with -o"));
+        }
+    }
+    Ok(())
+}
+
+/// Maximum number of file names in an error message.
+const NAMED: usize = 4;
+/// Maximum depth of nested folders. Symbolic links may form cycles.
+const DEEPEST: usize = 32;
+
+/// The canonical paths of a file or folder and of the targets of all symbolic links inside it.
+fn linked(path: &Path, depth: usize) -> Box<dyn Iterator<Item = PathBuf>> {
+    let real = fs::canonicalize(path).ok();
+    let entries = real.iter().filter(|_| depth > 0).filter_map(|real| fs::read_dir(real).ok()).flatten().flatten();
+    let inner = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir() || kind.is_symlink()));
+    let inner: Vec<PathBuf> = inner.map(|entry| entry.path()).collect();
+    Box::new(real.into_iter().chain(inner.into_iter().flat_map(move |path| linked(&path, depth - 1))))
+}
+
+/// Names of the report in all its formats.
+pub const REPORT_FILES: [&str; 3] = ["report.json", "report.md", "report.html"];
+
+/// The files of an output, as listed in its report.
+#[derive(Default)]
+pub(super) struct Listing {
+    files: BTreeSet<String>,
+}
+
+#[derive(Deserialize)]
+struct Reported {
+    tool: Named,
+    outputs: Vec<Listed>,
+    #[serde(default)]
+    carried: Vec<Listed>,
+}
+
+#[derive(Deserialize)]
+struct Named {
+    name: String,
+}
+
+#[derive(Deserialize)]
+struct Listed {
+    path: String,
+}
+
+impl Listing {
+    /// Reads the listing of a folder that contains a report of this tool.
+    pub fn open(folder: &Path) -> Option<Listing> {
+        let report: Reported = serde_json::from_slice(&fs::read(folder.join(REPORT_FILES[0])).ok()?).ok()?;
+        let listed = report.outputs.into_iter().chain(report.carried).map(|file| file.path);
+        (report.tool.name == crate::NAME).then(|| Listing { files: listed.chain(REPORT_FILES.map(str::to_owned)).collect() })
+    }
+
+    /// Files of a folder that are not listed.
+    fn missing(&self, folder: &Path) -> Vec<String> {
+        let mut missing = Vec::new();
+        self.collect(folder, Path::new(""), &mut missing);
+        missing.sort();
+        missing
+    }
+
+    fn collect(&self, root: &Path, inside: &Path, missing: &mut Vec<String>) {
+        for entry in fs::read_dir(root.join(inside)).into_iter().flatten().flatten() {
+            let name = inside.join(entry.file_name());
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                self.collect(root, &name, missing);
+            } else if !name.to_str().is_some_and(|name| self.files.contains(name)) {
+                missing.push(name.to_string_lossy().into_owned());
+            }
+        }
+    }
+
+    /// The external data files of an ONNX file that the report lists. They need not exist.
+    pub fn data_files(&self, target: &Path) -> Vec<PathBuf> {
+        let prefix = format!("{}.", file_name(target).unwrap_or_default());
+        let data = self.files.iter().filter(|name| file_format(target) == Some("onnx") && name.starts_with(&prefix) && name.ends_with(".data"));
+        data.map(|name| target.with_file_name(name)).collect()
+    }
+}
+
+/// Rejects a remote output. `reason` completes the message "is on another machine, and …".
+///
+/// # Errors
+/// The output is on another machine.
+pub fn require_local(output: &Path, reason: &str) -> Result<()> {
+    if files::is_remote(output) { Err(refuse(output, &format!("is on another machine, and {reason}"), "specify a local folder")) } else { Ok(()) }
+}
+
+/// As [`check_output`] for a remote output. Object stores cannot replace a folder atomically, so
+/// existing folders are never replaced.
+fn check_remote(target: &Path, force: bool) -> Result<()> {
+    if file_name(target).is_some() {
+        return Err(refuse(target, "is a single file, but only folders can be written to other machines", "specify a folder, and the format with --export"));
+    }
+    if !files::remote_name(target).is_some_and(files::is_writable) {
+        return Err(refuse(target, "cannot be written to", "specify a folder or a bucket: s3://bucket/name, gs://bucket/name, az://container/name"));
+    }
+    match files::kind(target) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(Error::io("open", target)(e)),
+        Ok(_) if files::is_file(&target.join(files::UNFINISHED)) => {
+            let reason = format!("is being written by another run, or contains the leftovers of a killed run ({} exists)", files::UNFINISHED);
+            Err(refuse(target, &reason, "choose another name with -o, or remove the folder if no run is writing to it"))
+        }
+        Ok(_) if force => Err(refuse(
+            target,
+            "exists, and a remote folder cannot be replaced atomically",
+            "choose another name, and remove the old folder when it is no longer in use",
+        )),
+        Ok(_) => Err(refuse(target, "exists", "choose another name with -o")),
+    }
+}
+
+pub(super) fn absolute(path: &Path) -> Result<PathBuf> {
+    if files::is_remote(path) {
+        return Ok(path.to_owned());
+    }
+    let path = std::path::absolute(path).map_err(Error::io("resolve", path))?;
+    // `..` is resolved lexically, because the folder need not exist yet.
+    Ok(path.components().fold(PathBuf::new(), |mut clean, part| {
+        match part {
+            Component::ParentDir => drop(clean.pop()),
+            part => clean.push(part),
+        }
+        clean
+    }))
+}
+
+pub(super) fn refuse(path: &Path, reason: &str, hint: &str) -> Error {
+    Error::Output { path: redact_path(path), reason: reason.to_owned(), hint: hint.to_owned() }
+}
+
+pub(super) fn exists(path: &Path) -> Error {
+    let place = if path.is_dir() { "folder" } else { "name" };
+    refuse(path, "exists", &format!("add --force to replace it, or choose another {place} with -o"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rejects_outputs_that_overlap_the_input_or_cannot_be_created() {
+        let folder = tempfile::tempdir().unwrap();
+        let input = folder.path().join("input");
+        fs::create_dir(&input).unwrap();
+        fs::write(folder.path().join("file"), "").unwrap();
+        for place in [input.join("out"), input.clone(), folder.path().to_owned(), input.join("../input/x"), folder.path().join("file/out")] {
+            assert!(check_output(&place, Replace::Output, &(&input).into()).is_err(), "{}", place.display());
+        }
+        assert!(check_output(&folder.path().join("input2"), Replace::Never, &(&input).into()).is_ok());
+    }
+}

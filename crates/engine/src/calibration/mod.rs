@@ -1,0 +1,16 @@
+//! Activation statistics collected over calibration samples: ranges, histograms and means. Samples are
+//! reduced to counts and sums, so memory depends on the width of the model and not on the number of
+//! samples.
+
+mod channels;
+mod device_stats;
+mod histogram;
+mod observer;
+mod run;
+
+pub use channels::Channels;
+pub use device_stats::select_rows;
+pub use histogram::{ActivationHistogram, BINS};
+pub use observer::{ActivationObserver, RunningRange, WeightedError, cross_validation, with_headroom};
+pub use run::sample_sizes;
+pub use run::{Axis, Request, ValueStatistics, calibrate, calibrate_blockwise, observe_blockwise};

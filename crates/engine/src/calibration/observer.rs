@@ -1,0 +1,396 @@
+//! Observers: choose the range of an 8-bit quantized activation from its statistics.
+
+use serde::{Deserialize, Serialize};
+
+use super::histogram::BINS;
+use super::{ActivationHistogram, Channels, ValueStatistics};
+
+/// Method that chooses the range of activations.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum ActivationObserver {
+    /// From the smallest to the largest value
+    Minmax,
+    /// Smallest and largest values of batches, averaged with a weight of 0.01 for each new batch
+    MovingAverage,
+    /// Clips the outermost values; see `percentile`
+    Percentile,
+    /// The range with the least Kullback-Leibler divergence
+    Entropy,
+    /// The range with the least squared error in the outputs of the layers that read the value
+    #[default]
+    Mse,
+}
+
+/// Exponential moving average of the minimum and maximum of each batch.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct RunningRange(Option<(f64, f64)>);
+
+/// Weight of a new batch.
+const MOMENTUM: f64 = 0.01;
+
+impl RunningRange {
+    /// Adds the minimum and maximum of a batch.
+    pub fn add(&mut self, low: f32, high: f32) {
+        let (low, high) = (f64::from(low), f64::from(high));
+        self.0 = Some(self.0.map_or((low, high), |(l, h)| (l + MOMENTUM * (low - l), h + MOMENTUM * (high - h))));
+    }
+
+    /// Scales both ends by the ratio of two ranges.
+    pub(super) fn scale(&mut self, before: (f32, f32), after: (f32, f32)) {
+        let ratio = |before: f32, after: f32| if before == 0.0 { 1.0 } else { f64::from(after) / f64::from(before) };
+        if let Some((low, high)) = &mut self.0 {
+            *low *= ratio(before.0, after.0);
+            *high *= ratio(before.1, after.1);
+        }
+    }
+
+    /// The averages, extended to include zero.
+    pub fn range(&self) -> (f32, f32) {
+        self.0.map_or((0.0, 0.0), |(low, high)| (low.min(0.0) as f32, high.max(0.0) as f32))
+    }
+}
+
+impl ActivationObserver {
+    /// Chooses a range. It includes zero and does not exceed the observed minimum and maximum. `weights`
+    /// are the weights of each channel's squared error, and `percentile` is read by
+    /// [`ActivationObserver::Percentile`].
+    pub fn range(self, statistics: &ValueStatistics, weights: Option<&[f64]>, percentile: f64) -> (f32, f32) {
+        let histogram = &statistics.histogram;
+        let (low, high) = histogram.range();
+        let wide = (f64::from(low), f64::from(high));
+        let (low, high) = match self {
+            ActivationObserver::Minmax => wide,
+            ActivationObserver::MovingAverage => return statistics.running_range.range(),
+            ActivationObserver::Percentile => percentiles(histogram, wide, percentile),
+            ActivationObserver::Entropy => entropy(histogram, wide),
+            ActivationObserver::Mse => weights.and_then(|weights| mean_group_range(statistics, weights)).unwrap_or_else(|| min_squared_error(histogram, wide)),
+        };
+        (low as f32, high as f32)
+    }
+}
+
+/// The mean of the ranges that minimize the error of each group of samples. An outlier sample widens only
+/// the range of its own group, while it would dominate a sum of squared errors over all samples.
+fn mean_group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(f64, f64)> {
+    let (mut low, mut high, mut count) = (0.0, 0.0, 0.0);
+    for group in statistics.groups() {
+        let (range, values) = (WeightedError::from_channels(group, None, weights)?.best_range(), group.count() as f64);
+        (low, high, count) = (low + values * f64::from(range.0), high + values * f64::from(range.1), count + values);
+    }
+    (count > 0.0).then(|| (low / count, high / count))
+}
+
+/// Candidate factors by which a range is widened.
+const HEADROOM: [f64; 6] = [1.0, 1.1, 1.2, 1.35, 1.5, 1.75];
+
+/// The range of an observer, widened by the factor that minimizes the error in two-fold cross-validation
+/// over the samples.
+pub fn with_headroom(observer: ActivationObserver, statistics: &ValueStatistics, weights: &[f64], percentile: f64) -> (f32, f32) {
+    let (low, high) = observer.range(statistics, Some(weights), percentile);
+    let wider = |(low, high): (f32, f32), by: f64| (f64::from(low) * by, f64::from(high) * by);
+    let Some(folds) = cross_validation(observer, statistics, None, weights, percentile) else { return (low, high) };
+    let mut errors = [0f64; HEADROOM.len()];
+    for (range, held_out) in folds {
+        errors.iter_mut().zip(HEADROOM).for_each(|(error, by)| *error += held_out.error(wider(range, by)));
+    }
+    let best = (0..errors.len()).reduce(|best, at| if errors[at] < errors[best] { at } else { best }).unwrap_or(0);
+    let (low, high) = wider((low, high), HEADROOM[best]);
+    (low as f32, high as f32)
+}
+
+/// Splits the samples into two halves and returns, for each, the range chosen for it and the error
+/// function of the other half. Each channel is multiplied by its factor. Returns `None` if a half is
+/// empty or has no histograms, or if `weights` does not have one element per channel.
+pub fn cross_validation(
+    observer: ActivationObserver,
+    statistics: &ValueStatistics,
+    factors: Option<&[f64]>,
+    weights: &[f64],
+    percentile: f64,
+) -> Option<[((f32, f32), WeightedError); 2]> {
+    let [a, b] = statistics.channels_of_halves()?.each_ref().map(|half| WeightedError::from_channels(half, factors, weights));
+    let (a, b) = (a?, b?);
+    let ranges = match observer {
+        ActivationObserver::Mse => [a.best_range(), b.best_range()],
+        _ => statistics.halves()?.map(|mut half| {
+            factors.into_iter().for_each(|factors| half.multiply(factors));
+            observer.range(&half, None, percentile)
+        }),
+    };
+    Some([(ranges[0], b), (ranges[1], a)])
+}
+
+/// Quantization error of a value as a function of its range, weighted per channel.
+pub struct WeightedError {
+    /// Minimum and maximum of all values and zero.
+    wide: (f64, f64),
+    /// Centres of the bins, and the total weight of their values.
+    values: Vec<(f64, f64)>,
+    /// Mean square and weight of each channel.
+    channels: Vec<(f64, f64)>,
+}
+
+impl WeightedError {
+    /// The error function of channels, each multiplied by its factor. Returns `None` without histograms,
+    /// or if `weights` does not have one element per channel.
+    pub fn from_channels(channels: &Channels, factors: Option<&[f64]>, weights: &[f64]) -> Option<WeightedError> {
+        if !channels.has_histograms() || weights.len() != channels.channels() {
+            return None;
+        }
+        let factor = |channel: usize| factors.map_or(1.0, |factors| factors[channel]);
+        let mut all = vec![0f64; BINS];
+        let grid = channels.empty_histogram(factor);
+        let width = grid.width();
+        for (channel, weight) in weights.iter().enumerate() {
+            channels.for_each_bin(channel, factor(channel), |center, count| {
+                // The cast rounds down and saturates at zero.
+                let bin = (center / width + BINS as f64 / 2.0) as usize;
+                all[bin.min(BINS - 1)] += weight * count;
+            });
+        }
+        let values = all.into_iter().enumerate().filter(|(_, weight)| *weight > 0.0).map(|(bin, weight)| (grid.bin_center(bin), weight)).collect();
+        let count = channels.count() as f64;
+        let squares = channels.mean_squares().into_iter().enumerate().map(|(channel, square)| square * factor(channel) * factor(channel));
+        let channels = squares.zip(weights).map(|(square, weight)| (square, weight * count)).collect();
+        let (low, high) = grid.range();
+        Some(WeightedError { wide: (low.into(), high.into()), values, channels })
+    }
+
+    /// The range with the smallest error.
+    pub fn best_range(&self) -> (f32, f32) {
+        let (low, high) = search(self.wide, |range| self.error(range));
+        (low as f32, high as f32)
+    }
+
+    /// Weighted squared error of quantizing to 256 levels of a range: uniform rounding noise within it,
+    /// and clipping outside of it.
+    pub fn error(&self, (low, high): (f64, f64)) -> f64 {
+        let step = (high - low) / 255.0;
+        let noise = step * step / 12.0;
+        let rounded: f64 = self.channels.iter().map(|(square, weight)| weight * square.min(noise)).sum();
+        let (below, above) = (self.values.partition_point(|(value, _)| *value < low), self.values.partition_point(|(value, _)| *value <= high));
+        let outside = |values: &[(f64, f64)], end: f64| -> f64 { values.iter().map(|(value, weight)| weight * (value - end) * (value - end)).sum() };
+        rounded + outside(&self.values[..below], low) + outside(&self.values[above.max(below)..], high)
+    }
+}
+
+/// The ends of the central `percentile` percent of the values, interpolated within their bins.
+fn percentiles(histogram: &ActivationHistogram, (low, high): (f64, f64), percentile: f64) -> (f64, f64) {
+    let outside = (1.0 - percentile / 100.0) / 2.0;
+    let at = |fraction: f64| {
+        let rank = fraction * histogram.total() as f64;
+        let mut before = 0.0;
+        for (bin, count) in histogram.counts().iter().enumerate().filter(|(_, count)| **count > 0) {
+            let count = *count as f64;
+            if before + count >= rank {
+                return histogram.bin_center(bin) + ((rank - before) / count - 0.5) * histogram.width();
+            }
+            before += count;
+        }
+        high
+    };
+    (at(outside).clamp(low, 0.0), at(1.0 - outside).clamp(0.0, high))
+}
+
+/// Quantization levels of the candidate distribution.
+const LEVELS: usize = 255;
+/// Distance between candidate thresholds, and the smallest candidate, in bins.
+const STRIDE: usize = 32;
+const FIRST: usize = 128;
+
+/// Clips both ends at the threshold with the smallest Kullback-Leibler divergence of the quantized
+/// distribution (Migacz, 8-bit inference with TensorRT, 2017).
+fn entropy(histogram: &ActivationHistogram, (low, high): (f64, f64)) -> (f64, f64) {
+    let half = BINS / 2;
+    let largest = low.abs().max(high);
+    let last = ((largest / histogram.width()).ceil() as usize).next_multiple_of(STRIDE).clamp(FIRST, half);
+    let mut best = (f64::INFINITY, (low, high));
+    for threshold in (FIRST..=last).step_by(STRIDE) {
+        let bound = threshold as f64 * histogram.width();
+        let range = (low.max(-bound), high.min(bound));
+        let divergence = divergence(histogram, range);
+        if divergence < best.0 {
+            best = (divergence, range);
+        }
+    }
+    best.1
+}
+
+/// Kullback-Leibler divergence of the values, clipped to a range and quantized to [`LEVELS`] levels, from
+/// the original distribution.
+fn divergence(histogram: &ActivationHistogram, (low, high): (f64, f64)) -> f64 {
+    let half = BINS as f64 / 2.0;
+    let first = ((low / histogram.width()).floor() + half).clamp(0.0, half) as usize;
+    let end = ((high / histogram.width()).floor() + half + 1.0).clamp(half + 1.0, BINS as f64) as usize;
+    let counts = histogram.counts();
+    // Zeros, such as the outputs of a ReLU, are exact in every range and would dominate the distribution.
+    let mut inside = counts[first..end].to_vec();
+    if let Some(zeros) = inside.get_mut(ActivationHistogram::zero_bin() - first) {
+        *zeros = 0;
+    }
+    let size = inside.len();
+    let total = (histogram.total() - counts[ActivationHistogram::zero_bin()]) as f64;
+    if size == 0 || total == 0.0 {
+        return f64::INFINITY;
+    }
+    let mut p: Vec<f64> = inside.iter().map(|count| *count as f64).collect();
+    p[0] += counts[..first].iter().sum::<u64>() as f64;
+    p[size - 1] += counts[end..].iter().sum::<u64>() as f64;
+    let level = |bin: usize| if size < LEVELS { bin } else { bin * LEVELS / size };
+    let (mut sums, mut filled) = ([0f64; LEVELS], [0f64; LEVELS]);
+    for (bin, count) in inside.iter().enumerate().filter(|(_, count)| **count > 0) {
+        sums[level(bin)] += *count as f64;
+        filled[level(bin)] += 1.0;
+    }
+    let all: f64 = inside.iter().sum::<u64>() as f64;
+    let term = |(bin, p): (usize, &f64)| {
+        let p = p / total;
+        let q = if inside[bin] > 0 { sums[level(bin)] / filled[level(bin)] / all } else { 0.0 };
+        p * (p / if q > 0.0 { q } else { 1e-12 }).ln()
+    };
+    p.iter().enumerate().filter(|(_, p)| **p > 0.0).map(term).sum()
+}
+
+/// Steps of the search for the smallest squared error: each end is scaled to 100 %, 98 %, … 20 %.
+const STEPS: usize = 41;
+
+fn shrink_factor(step: usize) -> f64 {
+    1.0 - 0.02 * step as f64
+}
+
+/// The range with the smallest unweighted squared error.
+fn min_squared_error(histogram: &ActivationHistogram, wide: (f64, f64)) -> (f64, f64) {
+    let filled = histogram.counts().iter().enumerate().filter(|(_, count)| **count > 0);
+    let values: Vec<(f64, f64)> = filled.map(|(bin, count)| (histogram.bin_center(bin), *count as f64)).collect();
+    search(wide, |range| squared_error(&values, range))
+}
+
+/// Shrinks both ends by the same factor, then the low end, then the high end.
+fn search(wide: (f64, f64), error: impl Fn((f64, f64)) -> f64) -> (f64, f64) {
+    let mut best = (wide, error(wide));
+    for (low, high) in [(true, true), (true, false), (false, true)] {
+        let start = best.0;
+        let moved = |end: f64, moves: bool, step: usize| if moves { end * shrink_factor(step) } else { end };
+        for range in (0..STEPS).map(|step| (moved(start.0, low, step), moved(start.1, high, step))) {
+            let error = error(range);
+            if error < best.1 {
+                best = (range, error);
+            }
+        }
+    }
+    best.0
+}
+
+/// Weighted squared error of quantizing `(value, weight)` pairs to 256 levels of a range.
+pub(super) fn squared_error(values: &[(f64, f64)], (low, high): (f64, f64)) -> f64 {
+    let scale = (high - low) / 255.0;
+    if scale <= 0.0 || scale.is_nan() {
+        return values.iter().map(|(value, count)| count * value * value).sum();
+    }
+    let zero = (-low / scale).round_ties_even().clamp(0.0, 255.0);
+    let error = |(value, count): &(f64, f64)| {
+        let level = ((value / scale).round_ties_even() + zero).clamp(0.0, 255.0);
+        let error = value - (level - zero) * scale;
+        count * error * error
+    };
+    values.iter().map(error).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Axis, Request};
+    use super::*;
+
+    /// The samples of `scripts/goldens-observers`.
+    fn samples(name: &str, seed: u64, count: usize) -> Vec<f32> {
+        let mut state = seed;
+        let mut u = move || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f64 / f64::from(1u32 << 24)
+        };
+        let n = |u: &mut dyn FnMut() -> f64| (0..12).fold(0.0, |sum, _| sum + u()) - 6.0;
+        let mut sample = || match name {
+            "normal" => n(&mut u),
+            "gelu" => {
+                let m = n(&mut u) * 2.0;
+                m * (0.5 + 0.3 * m).clamp(0.0, 1.0)
+            }
+            "heavy" => {
+                let m = n(&mut u);
+                m * m * m * if u() < 0.001 { 30.0 } else { 1.0 }
+            }
+            "relu" => n(&mut u).max(0.0),
+            "uniform" => (u() * 2.0 - 1.0) * 0.0001,
+            "zero" => 0.0,
+            _ => 3.0,
+        };
+        (0..count).map(|_| sample() as f32).collect()
+    }
+
+    /// Statistics of one channel, with one vector of values per sample.
+    fn statistics(samples: &[Vec<f32>]) -> ValueStatistics {
+        let mut statistics = ValueStatistics::new(1, Request { axis: Axis::Last, histograms: true });
+        samples.iter().for_each(|sample| statistics.add("x", sample, &[sample.len(), 1], Axis::Last, &[sample.len()]).unwrap());
+        statistics
+    }
+
+    #[test]
+    fn headroom_covers_the_wider_half() {
+        let uniform = |limit: f32| (0..2000).map(|i| limit * ((i * 797 % 2000) as f32 / 1000.0 - 1.0)).collect::<Vec<_>>();
+        let equal = statistics(&[uniform(1.0), uniform(1.0)]);
+        assert_eq!(with_headroom(ActivationObserver::Minmax, &equal, &[1.0], 0.0), ActivationObserver::Minmax.range(&equal, Some(&[1.0]), 0.0));
+        let uneven = statistics(&[uniform(1.0), uniform(1.2)]);
+        let ((low, high), (least, most)) = (with_headroom(ActivationObserver::Minmax, &uneven, &[1.0], 0.0), uneven.histogram.range());
+        assert!((high / most - 1.2).abs() < 1e-6 && (low / least - 1.2).abs() < 1e-6, "{low} {high}, {least} {most}");
+    }
+
+    /// One of four samples has ten times larger values: each group contributes its own best range to the
+    /// mean.
+    #[test]
+    fn the_range_is_the_mean_of_the_group_ranges() {
+        let uniform = |limit: f32| (0..2000).map(|i| limit * ((i * 797 % 2000) as f32 / 1000.0 - 1.0)).collect::<Vec<_>>();
+        let range = |samples: &[Vec<f32>]| ActivationObserver::Mse.range(&statistics(samples), Some(&[1.0]), 0.0).1;
+        let (one, ten) = (range(&[uniform(1.0)]), range(&[uniform(10.0)]));
+        assert!((range(&vec![uniform(1.0); 9]) - one).abs() < 1e-6);
+        let mixed = range(&[uniform(1.0), uniform(1.0), uniform(10.0), uniform(1.0)]);
+        assert!((mixed - (3.0 * one + ten) / 4.0).abs() < 1e-5, "{mixed} {one} {ten}");
+    }
+
+    #[test]
+    fn ranges_match_the_reference() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/observers.json");
+        let golden: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let mut checked = 0;
+        for case in golden["cases"].as_array().unwrap() {
+            let name = case["name"].as_str().unwrap();
+            let values = samples(name, case["seed"].as_u64().unwrap(), case["count"].as_u64().unwrap() as usize);
+            for (value, first) in values.iter().zip(case["first"].as_array().unwrap()) {
+                assert_eq!(f64::from(*value), first.as_f64().unwrap(), "{name}");
+            }
+            let mut statistics = ValueStatistics::new(1, Request { axis: Axis::Last, histograms: false });
+            values.chunks(1000).for_each(|batch| statistics.add("x", batch, &[batch.len(), 1], Axis::Last, &[batch.len()]).unwrap());
+            let bin = case["radius"].as_f64().unwrap() / 4096.0;
+            for (observer, expected) in case["ranges"].as_object().unwrap() {
+                let (kind, percentile) = match observer.as_str() {
+                    "minmax" => (ActivationObserver::Minmax, 0.0),
+                    "moving-average" => (ActivationObserver::MovingAverage, 0.0),
+                    "percentile" => (ActivationObserver::Percentile, 99.99),
+                    "percentile-99.9" => (ActivationObserver::Percentile, 99.9),
+                    "entropy" => (ActivationObserver::Entropy, 0.0),
+                    _ => (ActivationObserver::Mse, 0.0),
+                };
+                let (low, high) = kind.range(&statistics, None, percentile);
+                let (widest_low, widest_high) = ActivationObserver::Minmax.range(&statistics, None, 0.0);
+                assert!(low >= widest_low && high <= widest_high && low <= 0.0 && high >= 0.0, "{name} {observer}");
+                let near = |actual: f32, expected: &serde_json::Value| {
+                    (f64::from(actual) - expected.as_f64().unwrap()).abs() <= 1e-6 * bin.max(f64::from(actual.abs()))
+                };
+                assert!(near(low, &expected[0]) && near(high, &expected[1]), "{name} {observer}: {low} {high}, not {expected}");
+                checked += 1;
+            }
+        }
+        assert_eq!(checked, 42);
+    }
+}

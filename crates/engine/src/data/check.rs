@@ -1,0 +1,114 @@
+//! Validation of data options.
+
+use super::options::Data;
+use super::records::{TextFormat, layout};
+use crate::error::{Error, Result};
+
+impl Data {
+    /// Validates the options.
+    ///
+    /// # Errors
+    /// A value is out of range, or an option does not apply to this kind of data.
+    pub fn check(&self) -> Result<()> {
+        let kinds = [&self.text, &self.images, &self.arrays].iter().filter(|kind| kind.is_some()).count();
+        if kinds != 1 {
+            return Err(Error::option("data", "requires exactly one of `text`, `images` and `arrays`"));
+        }
+        for (name, value) in [("samples", self.samples), ("batch_size", self.batch_size), ("max_length", self.max_length), ("stride", self.stride)] {
+            if value == Some(0) {
+                return Err(Error::option("data", format!("`{name}` must be at least 1")));
+            }
+        }
+        for (name, sides) in [("resize", &self.resize), ("crop", &self.crop)] {
+            if sides.as_ref().is_some_and(|sides| !(1..=2).contains(&sides.len()) || sides.contains(&0)) {
+                return Err(Error::option("data", format!("`{name}` must be a height and a width, or one number, each at least 1")));
+            }
+        }
+        if self.is_spread() && self.samples.is_none() {
+            return Err(Error::option("data", "`sampling: spread` requires `samples`, the number of windows"));
+        }
+        if self.is_spread() && self.stride.is_some() {
+            return Err(Error::option("data", "`stride` does not apply to `sampling: spread`, which takes one window per line: remove it"));
+        }
+        if let Some((name, of)) = self.unread_option() {
+            return Err(Error::option("data", format!("`{name}` applies only to {of}: remove it")));
+        }
+        if self.std.iter().chain(&self.rescale).any(|v| !v.is_normal()) || self.mean.iter().any(|v| !v.is_finite()) {
+            return Err(Error::option("data", "`rescale`, `mean` and `std` must be finite numbers, and `rescale` and `std` not 0"));
+        }
+        Ok(())
+    }
+
+    /// An option that does not apply to this kind of data, and the kind that it applies to.
+    fn unread_option(&self) -> Option<(&'static str, &'static str)> {
+        let layout = self.text.as_ref().map(|path| layout(self, path).ok());
+        let (columns, records) = (matches!(layout, Some(None | Some(TextFormat::Columns { .. }))), !matches!(layout, None | Some(Some(TextFormat::Lines))));
+        let (text, images, arrays) = (self.text.is_some(), self.images.is_some(), self.arrays.is_some());
+        let is_idx = self.images.as_ref().is_some_and(|path| !path.is_dir());
+        let options = [
+            (records, self.text_column.is_some(), "text_column", "texts in columns (.csv, .tsv or .jsonl)"),
+            (records, self.pair_column.is_some(), "pair_column", "texts in columns (.csv, .tsv or .jsonl)"),
+            (records || arrays, self.label_column.is_some(), "label_column", "texts in columns (.csv, .tsv or .jsonl) and arrays"),
+            (is_idx, self.labels.is_some(), "labels", "an IDX file of images"),
+            (columns, self.header.is_some(), "header", ".csv and .tsv"),
+            (columns, self.delimiter.is_some(), "delimiter", ".csv and .tsv"),
+            (columns, self.quoting.is_some(), "quoting", ".csv and .tsv"),
+            (arrays, !self.inputs.is_empty(), "inputs", "arrays"),
+            (text, self.max_length.is_some(), "max_length", "text"),
+            (text, self.stride.is_some(), "stride", "text"),
+            (text && !records, self.is_spread(), "sampling: spread", "plain text (.txt and .raw)"),
+            (images, self.resize.is_some(), "resize", "images"),
+            (images, self.crop.is_some(), "crop", "images"),
+            (images, self.layout.is_some(), "layout", "images"),
+            (images, self.channels.is_some(), "channels", "images"),
+            (images || arrays, self.rescale.is_some(), "rescale", "images and arrays"),
+            (images || arrays, !self.mean.is_empty(), "mean", "images and arrays"),
+            (images || arrays, !self.std.is_empty(), "std", "images and arrays"),
+        ];
+        options.into_iter().find(|(is_read, is_given, ..)| *is_given && !is_read).map(|(_, _, name, of)| (name, of))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn invalid_options_are_rejected() {
+        let check = |text: &str| serde_saphyr::from_str::<Data>(text).map_err(|e| e.to_string()).and_then(|d| d.check().map_err(|e| e.to_string()));
+        assert!(check("text: a.txt").is_ok());
+        assert!(check("{}").unwrap_err().contains("exactly one of"));
+        assert!(check("{ text: a, images: b }").unwrap_err().contains("exactly one of"));
+        assert!(check("{ text: a, samples: 0 }").unwrap_err().contains("`samples`"));
+        assert!(check("{ images: a, resize: [3, 4], crop: 3, layout: nhwc, channels: bgr, scale: 1 }").is_ok());
+        assert!(check("{ images: a, resize: [3, 4, 5] }").unwrap_err().contains("`resize`"));
+        assert!(check("{ images: a, crop: 0 }").unwrap_err().contains("`crop`"));
+        assert!(check("{ images: a, crop: wide }").unwrap_err().contains("a number, or a height and a width"));
+        assert!(check("{ arrays: a.npz, layout: nhwc }").unwrap_err().contains("`layout` applies only to images"));
+        let unread = [
+            ("{ text: a, mean: [0.5] }", "`mean` applies only to images and arrays"),
+            ("{ text: a.txt, text_column: x }", "`text_column`"),
+            ("{ text: a.jsonl, header: false }", "`header`"),
+            ("{ text: a.jsonl, labels: nosuchfile }", "`labels`"),
+            ("{ text: a.csv, inputs: { a: b } }", "`inputs`"),
+            ("{ arrays: a.npz, max_length: 8 }", "`max_length`"),
+            ("{ arrays: a.npz, pair_column: x }", "`pair_column`"),
+            ("{ images: a, label_column: x }", "`label_column`"),
+            ("{ images: ., labels: x }", "`labels` applies only to an IDX file"),
+            ("{ text: a.jsonl, samples: 2, sampling: spread }", "`sampling: spread` applies only to plain text"),
+            ("{ images: ., samples: 2, sampling: spread }", "`sampling: spread` applies only to plain text"),
+            ("{ text: a.txt, sampling: spread }", "requires `samples`"),
+            ("{ text: a.txt, samples: 2, sampling: spread, stride: 8 }", "`stride` does not apply to `sampling: spread`"),
+        ];
+        for (text, reason) in unread {
+            assert!(check(text).is_err_and(|e| e.contains(reason)), "{text}");
+        }
+        for valid in ["{ text: a.csv, header: false, quoting: false, text_column: 0, max_length: 8 }", "{ text: a.log, delimiter: \";\", header: false }"] {
+            assert_eq!(check(valid), Ok(()), "{valid}");
+        }
+        assert!(["mean: 0.286, std: 1", "mean: -1", "mean: [1, 0.5]"].iter().all(|scalar| check(&format!("{{ images: a, {scalar} }}")).is_ok()));
+        assert!(check("{ images: a, mean: x }").is_err());
+        assert!(check("{ images: a, std: [0.0] }").unwrap_err().contains("`std`"));
+        assert!(check("{ text: a, colour: b }").unwrap_err().contains("colour"));
+    }
+}

@@ -1,0 +1,311 @@
+//! Held-out samples: samples of a data set that are reserved for measurements, and not used by passes.
+
+use std::collections::{BTreeSet, HashMap};
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+use candle_core::{DType, Tensor};
+
+use super::{Batch, Data, DataSet, DataSets, Order, Pending, SequenceRole, Target, shaped};
+use crate::error::Result;
+
+/// Fraction of the samples that is held out: one in this many.
+const HELD_OUT_RATIO: usize = 10;
+/// Maximum number of held-out samples.
+const MAX_HELD_OUT: usize = 64;
+/// Maximum number of batches that are compared with other sets.
+const CANDIDATES: usize = 4 * MAX_HELD_OUT;
+/// Samples that are compared for a warning about overlapping sets.
+const COMPARED: usize = 256;
+/// Maximum number of samples of another text that are compared: each has to be tokenized.
+const SCANNED: usize = if cfg!(test) { 32 } else { 1 << 14 };
+
+impl DataSets {
+    /// Limits `samples` of a set that would be used completely, so that a tenth of it, at most 64
+    /// samples, is held out. Sets with fewer than ten samples, and sets that are already limited, are
+    /// returned unchanged.
+    ///
+    /// # Errors
+    /// The data cannot be read, or does not fit the model.
+    pub fn reserve_held_out(&self, set: &Data, target: Target) -> Result<Data> {
+        let one_more = set.samples.map(|limit| limit.saturating_add(1));
+        let all = self.open(&Data { samples: one_more, ..set.clone() }, target)?;
+        let count = all.count()?;
+        if set.samples.is_some_and(|limit| count > limit) || count < HELD_OUT_RATIO {
+            return Ok(set.clone());
+        }
+        // With a fixed batch size, both the used and the held-out samples must fill batches.
+        let batch = batch_of(&all, target);
+        let used = count.saturating_sub(count.div_euclid(HELD_OUT_RATIO).min(MAX_HELD_OUT));
+        let used = used.saturating_sub(used.checked_rem(batch).unwrap_or(0));
+        Ok(if used == 0 { set.clone() } else { Data { samples: Some(used), ..set.clone() } })
+    }
+
+    /// Passes up to 64 held-out samples of a set to `consume`, one by one, until it returns `Break`.
+    /// Excludes the `used` samples that a pass reads, and samples whose content also occurs in `others`.
+    /// Returns `false`, without calling `consume`, if one of these is a text with too many samples to
+    /// compare.
+    ///
+    /// # Errors
+    /// The data cannot be read, does not fit the model, or `consume` fails.
+    pub fn for_each_held_out(
+        &self,
+        options: &Data,
+        used: usize,
+        others: &[&Data],
+        target: Target,
+        mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>,
+    ) -> Result<bool> {
+        let set = self.open(&Data { samples: None, sampling: None, ..options.clone() }, target)?;
+        // Spread windows can be anywhere in the text: they are excluded by their content.
+        let spread = Data { samples: Some(used.max(1)), ..options.clone() };
+        let others: Vec<&Data> = others.iter().copied().chain(options.is_spread().then_some(&spread)).collect();
+        let used = if options.is_spread() { 0 } else { used };
+        let batch = batch_of(&set, target);
+        let folder = options.images.as_ref().is_some_and(|path| path.is_dir());
+        // The used samples are spread over the whole folder, so that every batch of several samples
+        // contains some.
+        if folder && batch > 1 {
+            return Ok(true);
+        }
+        let used = used.div_ceil(batch);
+        let batches = set.source.pending_batches(Order { batch: Some(batch), ..Order::default() })?.enumerate();
+        // In a folder, `samples` are spread over all classes; otherwise they are the first ones.
+        let unused: Box<dyn Iterator<Item = (usize, Result<Pending>)>> = if let (true, Some(all)) = (folder, set.samples()) {
+            let mut unused: Vec<_> = batches.filter(|(index, _)| !is_spread(*index, all, used)).collect();
+            unused.sort_by_key(|(index, _)| index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            Box::new(unused.into_iter())
+        } else {
+            Box::new(batches.skip(used))
+        };
+        let held_out: Box<dyn Iterator<Item = Result<Pending>>> = if others.is_empty() {
+            Box::new(unused.map(|(_, pending)| pending))
+        } else {
+            let candidates: Vec<_> = unused.take(CANDIDATES).collect();
+            let (shared, complete) = self.shared((options, &set), batch, candidates.iter().map(|(index, _)| *index).collect(), &others, target)?;
+            if !complete {
+                return Ok(false);
+            }
+            Box::new(candidates.into_iter().filter(move |(index, _)| !shared.contains(index)).map(|(_, pending)| pending))
+        };
+        for pending in held_out.take(MAX_HELD_OUT) {
+            if consume(pending?()?)?.is_break() {
+                break;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Returns which of the `candidates` (positions of batches) share content with other sets, and
+    /// whether all samples of these were compared.
+    fn shared(
+        &self,
+        (options, set): (&Data, &DataSet),
+        batch: usize,
+        candidates: BTreeSet<usize>,
+        others: &[&Data],
+        target: Target,
+    ) -> Result<(BTreeSet<usize>, bool)> {
+        if others.iter().any(|other| includes(other, options)) {
+            return Ok((candidates, true));
+        }
+        let mut hashes: HashMap<u64, Vec<usize>> = HashMap::new();
+        let end = candidates.last().map_or(0, |last| last.saturating_add(1).saturating_mul(batch));
+        for (sample, identity) in set.source.identities(batch, true)?.take(end).enumerate() {
+            let position = sample.checked_div(batch).unwrap_or(sample);
+            for hash in identity?.into_iter().filter(|_| candidates.contains(&position)) {
+                hashes.entry(hash).or_default().push(position);
+            }
+        }
+        let (mut shared, mut complete) = (BTreeSet::new(), true);
+        for other in others {
+            let limit = if other.text.is_some() { SCANNED } else { usize::MAX };
+            let other = self.open(other, target)?;
+            for (sample, identity) in other.source.identities(batch_of(&other, target), false)?.enumerate() {
+                if shared.len() == candidates.len() {
+                    return Ok((shared, true));
+                }
+                if sample == limit {
+                    complete = false;
+                    break;
+                }
+                shared.extend(identity?.iter().filter_map(|hash| hashes.get(hash)).flatten());
+            }
+        }
+        Ok((shared, complete))
+    }
+
+    /// Compares the first samples of a set with another set; returns how many overlap, and how many were
+    /// compared.
+    ///
+    /// # Errors
+    /// The data cannot be read, or does not fit the model.
+    pub fn overlap(&self, options: &Data, other: &Data, target: Target) -> Result<(usize, usize)> {
+        let set = self.open(options, target)?;
+        let batch = batch_of(&set, target);
+        let count = set.source.identities(batch, false)?.take(COMPARED).count();
+        let batches = (0..count.div_ceil(batch)).collect();
+        let (shared, _) = self.shared((options, &set), batch, batches, &[other], target)?;
+        Ok((shared.len().saturating_mul(batch).min(count), count))
+    }
+}
+
+/// Whether a set reads every sample of another one: the same files in the same way, without a limit.
+/// Labels do not matter.
+fn includes(set: &Data, other: &Data) -> bool {
+    let inputs = |data: &Data| {
+        let data = data.clone();
+        let path = |path: Option<PathBuf>| path.map(|path| path.canonicalize().unwrap_or(path));
+        let [text, images, arrays] = [data.text, data.images, data.arrays].map(path);
+        Data { text, images, arrays, task: None, label_column: None, label_kind: None, labels: None, samples: None, sampling: None, batch_size: None, ..data }
+    };
+    set.samples.is_none() && inputs(set) == inputs(other)
+}
+
+/// Tokens per hash.
+const RUN: usize = 32;
+
+/// Hashes of runs of 32 tokens: consecutive runs, or with `everywhere` the runs at every offset.
+pub(super) fn token_hashes(tokens: &[i64], everywhere: bool) -> Vec<u64> {
+    let bytes = |run: &[i64]| hash(&run.iter().flat_map(|token| token.to_le_bytes()).collect::<Vec<u8>>());
+    if tokens.len() < RUN {
+        return vec![bytes(tokens)];
+    }
+    tokens.windows(RUN).step_by(if everywhere { 1 } else { RUN }).map(bytes).collect()
+}
+
+/// Hash of the model inputs of a sample, without padding.
+pub(super) fn identity(sample: &Batch) -> Result<u64> {
+    let mut hasher = blake3::Hasher::new();
+    for (name, tensor) in &sample.inputs {
+        let role = SequenceRole::from_input(name);
+        let values = |tensor: &Tensor| tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
+        let mask = sample.mask(role).filter(|mask| mask.dims() == tensor.dims()).map(values).transpose().map_err(shaped)?;
+        hasher.update(name.as_bytes());
+        for (at, value) in values(tensor).map_err(shaped)?.into_iter().enumerate() {
+            if mask.as_ref().and_then(|mask| mask.get(at)) != Some(&0.0) {
+                hasher.update(&value.to_le_bytes());
+            }
+        }
+    }
+    Ok(first_bytes(&hasher.finalize()))
+}
+
+/// 64-bit hash of bytes.
+pub(super) fn hash(bytes: &[u8]) -> u64 {
+    first_bytes(&blake3::hash(bytes))
+}
+
+fn first_bytes(hash: &blake3::Hash) -> u64 {
+    hash.as_bytes().iter().take(8).fold(0, |number, byte| number.wrapping_shl(8) | u64::from(*byte))
+}
+
+/// Samples per batch: the model's fixed batch size, or one.
+fn batch_of(set: &DataSet, target: Target) -> usize {
+    if set.source.is_unbatched() { 1 } else { target.fixed_batch().unwrap_or(1).max(1) }
+}
+
+/// Whether a position is one of `count` positions spread evenly over `all`: `all * n / count` for some `n`.
+fn is_spread(position: usize, all: usize, count: usize) -> bool {
+    let number = position.saturating_mul(count).div_ceil(all.max(1));
+    number < count && all.saturating_mul(number).checked_div(count) == Some(position)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spread_positions_match_their_definition() {
+        for (all, count) in [(1, 1), (10, 9), (128, 116), (1000, 3), (7, 7), (7, 9)] {
+            let spread: Vec<usize> = if count < all { (0..count).map(|n| all * n / count).collect() } else { (0..all).collect() };
+            let found: Vec<usize> = (0..all).filter(|position| is_spread(*position, all, count.min(all))).collect();
+            assert_eq!(found, spread, "{count} of {all}");
+        }
+    }
+
+    /// Also if both sets come from one file, or from copies.
+    #[test]
+    fn samples_of_other_sets_are_not_held_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let save_rows = |name: &str, rows: &[u32]| {
+            let path = folder.path().join(name);
+            let values: Vec<f32> = rows.iter().flat_map(|row| [*row as f32, 1.0]).collect();
+            let tensor = Tensor::from_vec(values, (rows.len(), 2), &candle_core::Device::Cpu).unwrap();
+            candle_core::safetensors::save(&[("x".to_owned(), tensor)].into(), &path).unwrap();
+            Data { arrays: Some(path), ..Data::default() }
+        };
+        let save = |name: &str, rows: std::ops::Range<u32>| save_rows(name, &rows.collect::<Vec<_>>());
+        let graph: crate::ir::Graph = "input x: float[batch, 2]\noutput y = x\n".parse().unwrap();
+        let (inputs, outputs) = crate::ir::Port::from_graph(&graph);
+        let (config, synthesized, sets) = (serde_json::Map::new(), crate::model::SynthesizedFiles::new(), DataSets::default());
+        let target = Target { folder: folder.path(), synthesized: &synthesized, config: &config, inputs: &inputs, outputs: &outputs };
+        let (all, copy) = (save("all.safetensors", 0..40), save("copy.safetensors", 10..20));
+        let held_out = |used: usize, others: &[&Data]| {
+            let mut found: Vec<u32> = Vec::new();
+            let consume = |batch: Batch| {
+                found.push(batch.inputs["x"].to_vec2::<f32>().unwrap()[0][0] as u32);
+                Ok(ControlFlow::Continue(()))
+            };
+            sets.for_each_held_out(&all, used, others, target, consume).unwrap();
+            found
+        };
+        assert_eq!(held_out(5, &[]), (5..40).collect::<Vec<_>>());
+        assert_eq!(held_out(5, &[&copy]), (5..10).chain(20..40).collect::<Vec<_>>());
+        assert_eq!(held_out(5, &[&all]), [0u32; 0], "the other set is the same file");
+        assert_eq!(held_out(5, &[&Data { samples: Some(30), ..all.clone() }, &copy]), (30..40).collect::<Vec<_>>());
+        let mut rows: Vec<u32> = (100..100 + 2 * SCANNED as u32).collect();
+        rows.extend(10..20);
+        let late = save_rows("late.safetensors", &rows);
+        assert_eq!(held_out(5, &[&late]), (5..10).chain(20..40).collect::<Vec<_>>(), "arrays are compared as a whole");
+        // Recognized as the same file without reading it.
+        let link = folder.path().join("link.safetensors");
+        std::os::unix::fs::symlink(all.arrays.as_ref().unwrap(), &link).unwrap();
+        assert!(includes(&Data { arrays: Some(link), label_column: Some("y".parse().unwrap()), ..Data::default() }, &all));
+        assert!(!includes(&Data { samples: Some(39), ..all.clone() }, &all) && !includes(&copy, &all));
+        assert_eq!(sets.overlap(&copy, &all, target).unwrap(), (10, 10));
+        assert_eq!(sets.overlap(&all, &copy, target).unwrap(), (10, 40));
+        assert_eq!(sets.overlap(&copy, &Data { samples: Some(10), ..all.clone() }, target).unwrap(), (0, 10));
+    }
+
+    /// Comparing texts takes time: a text with too many samples is not compared, and then no sample
+    /// counts as held out.
+    #[test]
+    fn no_samples_are_held_out_if_a_text_is_too_long_to_compare() {
+        let folder = tempfile::tempdir().unwrap();
+        let tokenizer = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/evaluation/word-pieces.json");
+        std::fs::copy(tokenizer, folder.path().join("tokenizer.json")).unwrap();
+        let save = |name: &str, lines: usize| {
+            let path = folder.path().join(format!("{name}.txt"));
+            // The tokenizer's vocabulary consists of the letters `a` to `q`.
+            let word = |line: usize| line.to_string().bytes().map(|digit| char::from(digit - b'0' + b'a')).collect::<String>();
+            std::fs::write(&path, (0..lines).map(|line| format!("{name} {}\n", word(line))).collect::<String>()).unwrap();
+            Data { text: Some(path), task: Some(super::super::Task::Fidelity), ..Data::default() }
+        };
+        let graph: crate::ir::Graph = "input input_ids: int[batch, sequence]\noutput y = input_ids\n".parse().unwrap();
+        let (inputs, outputs) = crate::ir::Port::from_graph(&graph);
+        let (config, synthesized, sets) = (serde_json::Map::new(), crate::model::SynthesizedFiles::new(), DataSets::default());
+        let target = Target { folder: folder.path(), synthesized: &synthesized, config: &config, inputs: &inputs, outputs: &outputs };
+        let set = save("k", 12);
+        for (lines, compared) in [(SCANNED, true), (SCANNED + 1, false)] {
+            let (mut found, other) = (0, save("l", lines));
+            let consume = |_| {
+                found += 1;
+                Ok(ControlFlow::Continue(()))
+            };
+            assert_eq!(sets.for_each_held_out(&set, 2, &[&other], target, consume).unwrap(), compared);
+            assert_eq!(found > 0, compared, "{lines}");
+        }
+    }
+
+    #[test]
+    fn overlapping_windows_share_hashes() {
+        let tokens: Vec<i64> = (0..500).map(|i| (i * i) % 8191).collect();
+        let shared = |a: std::ops::Range<usize>, b: std::ops::Range<usize>| {
+            let every = token_hashes(&tokens[a], true);
+            token_hashes(&tokens[b], false).iter().any(|hash| every.contains(hash))
+        };
+        assert!(shared(0..128, 57..400) && shared(100..300, 0..190) && shared(3..20, 3..20));
+        assert!(!shared(0..128, 128..256) && !shared(300..420, 0..300));
+    }
+}

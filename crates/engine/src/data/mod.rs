@@ -1,0 +1,451 @@
+//! Data sets: text, images, arrays and recordings, streamed and never held in memory as a whole.
+//!
+//! One thread reads in order, several threads tokenize and decode, and batches are returned in order.
+
+// Parses untrusted input.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+mod array_shape;
+mod arrays;
+mod batch;
+mod chat;
+mod check;
+mod decoder_targets;
+mod held_out;
+mod idx;
+mod image_input;
+mod images;
+mod labels;
+mod loader;
+pub mod one_or_several;
+mod open_sets;
+mod options;
+mod order;
+mod padding;
+mod pairs;
+mod pixels;
+mod records;
+mod rows;
+mod runs;
+mod sentences;
+mod sequence_role;
+mod speech;
+mod synthetic;
+mod text;
+mod tokens;
+mod wav;
+mod windows;
+
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::OnceLock;
+
+use serde_json::{Map, Value};
+
+pub use batch::{Batch, References};
+pub use chat::{ChatTemplate, Message};
+pub use open_sets::OpenSets;
+pub use options::{ChannelOrder, Column, Data, DataSets, ImageLayout, LabelKind, Task, WindowSampling};
+pub use order::Order;
+pub use padding::Padding;
+pub use sequence_role::SequenceRole;
+pub use sequence_role::{DECODER_INPUT_IDS, SequenceRoles, TokenAxis};
+pub use speech::Speech;
+pub use synthetic::{KINDS, max_positions, synthetic, synthetic_for_ports, synthetic_with_sizes};
+pub use tokens::Tokenizer;
+
+use crate::error::{Error, Result};
+use crate::ir::Port;
+use crate::model::{Config, SynthesizedFiles, auxiliary_path, read_auxiliary_text};
+use crate::work::{Event, ProgressUnit, Work};
+
+/// Unrecognized keys in a folder's preprocessing files, each prefixed with its file name.
+///
+/// # Errors
+/// A file cannot be read, or requests something that is not supported.
+pub fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
+    let mut unknown = sentences::Sentences::open(folder)?.unknown;
+    let processor = Config::open(&auxiliary_path(folder, speech::FILE))?;
+    unknown.extend(match speech::is_speech_processor(processor.values()) {
+        true => Speech::parse(&processor)?.1.into_iter().map(|key| format!("{}: {key}", speech::FILE)).collect(),
+        false => pixels::unknown_keys(folder)?,
+    });
+    Ok(unknown)
+}
+
+/// Maximum size of a sample, in bytes.
+const MAX_SAMPLE_BYTES: u64 = i32::MAX as u64;
+
+/// The model whose inputs the data must match.
+#[derive(Debug, Clone, Copy)]
+pub struct Target<'m> {
+    /// Folder of the tokenizer or the image processor.
+    pub folder: &'m Path,
+    /// Files of that folder that were synthesized from the weight file.
+    pub synthesized: &'m SynthesizedFiles,
+    /// Values of `config.json`.
+    pub config: &'m Map<String, Value>,
+    /// Inputs of the model.
+    pub inputs: &'m [Port],
+    /// Outputs of the model.
+    pub outputs: &'m [Port],
+}
+
+impl Target<'_> {
+    /// Whether the model is an encoder-decoder model.
+    fn is_encoder_decoder(&self) -> bool {
+        self.inputs.iter().any(|port| port.name == DECODER_INPUT_IDS)
+    }
+
+    /// Number of classes, if it is a constant.
+    fn classes(&self) -> Option<usize> {
+        let logits = self.outputs.iter().find(|port| port.name == "logits").or(self.outputs.first());
+        logits.filter(|port| port.shape.len() == 2).and_then(|port| port.shape.last().copied().flatten())
+    }
+
+    /// The batch size, if the model accepts only one.
+    pub fn fixed_batch(&self) -> Option<usize> {
+        let mut sizes = self.inputs.iter().filter_map(|port| port.shape.first());
+        let first = (*sizes.next()?)?;
+        sizes.all(|size| *size == Some(first)).then_some(first)
+    }
+}
+
+/// Files of a folder that define the preprocessing of samples.
+const PREPARATION: [&str; 7] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "generation_config.json",
+    "config_sentence_transformers.json",
+];
+
+/// Whether two models have the same inputs and the same preprocessing.
+///
+/// # Errors
+/// A file cannot be read.
+pub fn has_same_preprocessing([a, b]: [Target; 2]) -> Result<bool> {
+    let text = |target: Target, name: &str| read_auxiliary_text(target.folder, target.synthesized, name);
+    let differs = |name: &str| Ok::<_, Error>(text(a, name)? != text(b, name)?);
+    Ok(a.inputs == b.inputs && !PREPARATION.into_iter().map(differs).collect::<Result<Vec<_>>>()?.contains(&true))
+}
+
+/// The remaining work for a batch after its data was read.
+type Pending<'s> = Box<dyn FnOnce() -> Result<Batch> + Send + 's>;
+
+/// Pending batches in order, produced by reading.
+type PendingBatches<'s> = Box<dyn Iterator<Item = Result<Pending<'s>>> + Send + 's>;
+
+/// Content hashes, sample by sample.
+type Identities<'s> = Box<dyn Iterator<Item = Result<Vec<u64>>> + 's>;
+
+/// A source of samples.
+trait SampleSource: Send + Sync {
+    /// Starts reading.
+    fn pending_batches(&self, order: Order) -> Result<PendingBatches<'_>>;
+    /// Exact number of samples that are read, after `samples` and skipped records.
+    fn count(&self) -> Result<usize>;
+    /// Content hashes of each sample, in file order, reading `batch` samples at a time. Two samples with
+    /// the same content share a hash if one of the sources hashes at every offset (`everywhere`).
+    fn identities(&self, batch: usize, _everywhere: bool) -> Result<Identities<'_>> {
+        let batches = self.pending_batches(Order { batch: Some(batch), ..Order::default() })?;
+        Ok(Box::new(batches.flat_map(|pending| match pending.and_then(|pending| pending()) {
+            Ok(batch) => (0..batch.samples).map(|sample| held_out::identity(&batch.narrow(sample, 1)?).map(|hash| vec![hash])).collect(),
+            Err(e) => vec![Err(e)],
+        })))
+    }
+    /// Whether every batch consists of one sample.
+    fn is_unbatched(&self) -> bool {
+        false
+    }
+    /// Whether counting requires tokenizing everything.
+    fn needs_tokens_to_count(&self) -> bool {
+        false
+    }
+    /// An assumption about the data that the user should verify.
+    fn note(&self) -> Option<&'static str> {
+        None
+    }
+    /// The preprocessing of images, and the model input for them.
+    fn images(&self) -> Option<(&pixels::Pixels, &image_input::ImageInput)> {
+        None
+    }
+}
+
+/// A data set that matches a model.
+pub struct DataSet {
+    source: Box<dyn SampleSource>,
+    task: Task,
+    description: String,
+    count: OnceLock<usize>,
+}
+
+impl DataSet {
+    /// Opens the files of the options and checks them against the model.
+    ///
+    /// # Errors
+    /// A file is missing or does not have the format of its extension, a column does not exist, the
+    /// tokenizer is missing, or the data does not fit the model's inputs.
+    pub fn open(options: &Data, target: Target) -> Result<DataSet> {
+        options.check()?;
+        let task = options.task(&target)?;
+        if task == Task::Classification {
+            labels::require_single_label(&target)?;
+        }
+        let runs = options.arrays.as_ref().map_or(Ok(false), |path| runs::Runs::is_run_folder(options, path, &target))?;
+        let options = &Data { batch_size: options.batch_size.or(target.fixed_batch().filter(|_| !runs)), ..options.clone() };
+        let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
+            (Some(path), None, None) if target.is_encoder_decoder() => (Box::new(pairs::Pairs::open(options, path, task, target)?), path),
+            (Some(path), None, None) if task == Task::LanguageModelling => (Box::new(windows::Windows::open(options, path, target)?), path),
+            (Some(path), None, None) => (Box::new(text::Sentences::open(options, path, task, target)?), path),
+            (None, Some(path), None) if path.is_dir() => (Box::new(images::ClassFolders::open(options, path, task, target)?), path),
+            (None, Some(path), None) => (Box::new(idx::Idx::open(options, path, task, target)?), path),
+            (None, None, Some(path)) if runs => (Box::new(runs::Runs::open(options, path, task, target)?), path),
+            (None, None, Some(path)) => (Box::new(arrays::Arrays::open(options, path, task, target)?), path),
+            _ => return Err(Error::option("data", "requires exactly one of `text`, `images` and `arrays`")),
+        };
+        Ok(DataSet { source, task, description: path.display().to_string(), count: OnceLock::new() })
+    }
+
+    /// The task.
+    pub fn task(&self) -> Task {
+        self.task
+    }
+
+    /// Path of the data.
+    pub fn description(&self) -> &str {
+        &self.description
+    }
+
+    /// An assumption about the data that the user should verify.
+    pub fn note(&self) -> Option<&'static str> {
+        self.source.note()
+    }
+
+    /// Description of the image preprocessing; `None` for other samples.
+    pub fn preprocessing(&self) -> Option<String> {
+        self.source.images().map(|(pixels, _)| pixels.to_string())
+    }
+
+    /// Minimum, mean and maximum of each channel of the preprocessed images of the first batch; empty
+    /// for other samples.
+    ///
+    /// # Errors
+    /// As [`first`](DataSet::first).
+    pub fn channel_ranges(&self) -> Result<Vec<[f64; 3]>> {
+        self.source.images().map_or(Ok(Vec::new()), |(_, input)| input.channel_ranges(&self.first()?))
+    }
+
+    /// Number of samples. The first call reads texts, and tokenizes them if samples are windows.
+    ///
+    /// # Errors
+    /// Reading fails.
+    pub fn count(&self) -> Result<usize> {
+        match self.count.get() {
+            Some(count) => Ok(*count),
+            None => self.source.count().map(|count| *self.count.get_or_init(|| count)),
+        }
+    }
+
+    /// Number of samples, if it is known or can be determined without tokenizing.
+    pub fn samples(&self) -> Option<usize> {
+        if self.source.needs_tokens_to_count() { self.count.get().copied() } else { self.count().ok() }
+    }
+
+    /// Calls `consume` with the batches in order, while other threads prepare the next ones.
+    ///
+    /// # Errors
+    /// Reading, preprocessing or `consume` fails, or the data set is empty.
+    pub fn for_each(&self, consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
+        let mut consume = consume;
+        self.for_each_in(Order::default(), |batch| consume(batch).map(ControlFlow::Continue))
+    }
+
+    /// Like [`for_each`](DataSet::for_each), in the given order, until `consume` returns `Break`.
+    ///
+    /// # Errors
+    /// As [`for_each`](DataSet::for_each).
+    pub fn for_each_in(&self, order: Order, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
+        let mut has_samples = order.skip > 0;
+        loader::prefetch(self.source.pending_batches(order)?, loader::WORKERS, |batch| {
+            has_samples = true;
+            consume(batch)
+        })?;
+        match (has_samples, order.part.1) {
+            (true, _) => Ok(()),
+            (false, 0 | 1) => Err(Error::malformed(Path::new(&self.description), "contains no samples")),
+            (false, processes) => Err(Error::malformed(Path::new(&self.description), format!("contains fewer batches than the {processes} processes"))),
+        }
+    }
+
+    /// Like [`for_each`](DataSet::for_each), with progress events and cancellation.
+    ///
+    /// # Errors
+    /// As [`for_each`](DataSet::for_each), or the work is cancelled.
+    pub fn for_each_batch(&self, stage: &str, work: &Work, mut consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
+        work.progress.on(Event::Begin { stage, total: self.samples().unwrap_or(0) as u64, unit: ProgressUnit::Samples });
+        let done = self.for_each(|batch| {
+            work.cancel.check()?;
+            let samples = batch.samples as u64;
+            consume(batch)?;
+            work.advance(samples)
+        });
+        work.progress.on(Event::End);
+        done
+    }
+
+    /// Like [`for_each`](DataSet::for_each), but passes groups of batches. `capacity` returns how many
+    /// batches like the given one fit into a group.
+    ///
+    /// # Errors
+    /// As [`for_each`](DataSet::for_each), or the work is cancelled.
+    pub fn for_each_group<C>(
+        &self,
+        work: &Work,
+        consumer: &mut C,
+        capacity: impl Fn(&C, &Batch) -> usize,
+        consume: impl Fn(&mut C, &[Batch]) -> Result<()>,
+    ) -> Result<()> {
+        let (mut group, mut filled): (Vec<Batch>, f64) = (Vec::new(), 0.0);
+        self.for_each(|batch| {
+            work.cancel.check()?;
+            let share = 1.0 / capacity(consumer, &batch).max(1) as f64;
+            if !group.is_empty() && filled + share > 1.0 + 1e-9 {
+                consume(consumer, &std::mem::take(&mut group))?;
+                filled = 0.0;
+            }
+            filled += share;
+            group.push(batch);
+            Ok(())
+        })?;
+        consume(consumer, &group)
+    }
+
+    /// Number of batches per process in an order; counted by reading if it cannot be computed.
+    ///
+    /// # Errors
+    /// Reading fails.
+    pub fn batches(&self, order: Order) -> Result<usize> {
+        let Some(size) = order.batch else { return counted(self.source.pending_batches(order)?) };
+        let count = self.count()?;
+        let (whole, rest) = (count.checked_div(size).unwrap_or(0), count.checked_rem(size).unwrap_or(0));
+        let all = whole.saturating_add(usize::from(order.accepts(rest, whole, size)));
+        Ok(all.checked_div(order.part.1).unwrap_or(0).saturating_sub(order.skip))
+    }
+
+    /// The first batch.
+    ///
+    /// # Errors
+    /// As [`for_each`](DataSet::for_each).
+    pub fn first(&self) -> Result<Batch> {
+        match self.source.pending_batches(Order::default())?.next() {
+            Some(pending) => pending?(),
+            None => Err(Error::malformed(Path::new(&self.description), "contains no samples")),
+        }
+    }
+}
+
+/// Number of items; fails at the first error.
+fn counted<T>(mut items: impl Iterator<Item = Result<T>>) -> Result<usize> {
+    items.try_fold(0usize, |count, item| item.map(|_| count.saturating_add(1)))
+}
+
+/// Groups items into batches of `order.batch` or else `size` items, in the given order; `bytes` is the
+/// approximate memory per item.
+fn in_batches<'s, T: Send + 's>(
+    items: impl Iterator<Item = Result<T>> + Send + 's,
+    size: usize,
+    bytes: usize,
+    order: Order,
+    make: impl Fn(&[T]) -> Result<Batch> + Send + Copy + 's,
+) -> PendingBatches<'s> {
+    let mut items = order.shuffled(items, bytes);
+    let size = order.batch.unwrap_or(size);
+    let (part, parts) = order.part;
+    let skipped = order.skip.saturating_mul(parts);
+    let mut number = 0usize;
+    let batches = std::iter::from_fn(move || {
+        loop {
+            let mut own = Vec::new();
+            // One batch for each process: either all processes get one, or none.
+            for process in 0..parts {
+                let batch: Result<Vec<T>> = items.by_ref().take(size).collect();
+                match batch {
+                    Ok(batch) if !order.accepts(batch.len(), number, size) => return None,
+                    Ok(batch) if process == part => own = batch,
+                    Ok(_) => {}
+                    Err(e) => return Some(Err(e)),
+                }
+                number = number.saturating_add(1);
+            }
+            if number > skipped {
+                return Some(Ok(Box::new(move || make(&own)) as Pending));
+            }
+        }
+    });
+    Box::new(batches)
+}
+
+/// Converts an error from building a tensor.
+fn shaped(e: candle_core::Error) -> Error {
+    Error::option("data", e)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use candle_core::Tensor;
+
+    use super::*;
+
+    /// A data set whose samples consist of their index, in the input `number`.
+    fn numbered(count: usize) -> DataSet {
+        struct Numbers(usize);
+
+        impl SampleSource for Numbers {
+            fn pending_batches(&self, order: Order) -> Result<PendingBatches<'_>> {
+                let make = |numbers: &[u32]| {
+                    let tensor = Tensor::new(numbers, &candle_core::Device::Cpu).map_err(shaped)?;
+                    Ok(Batch { inputs: [("number".to_owned(), tensor)].into(), references: References::None, samples: numbers.len() })
+                };
+                Ok(in_batches((0..self.0 as u32).map(Ok), 4, 4, order, make))
+            }
+
+            fn count(&self) -> Result<usize> {
+                Ok(self.0)
+            }
+        }
+
+        DataSet { source: Box::new(Numbers(count)), task: Task::Fidelity, description: "numbers".into(), count: OnceLock::new() }
+    }
+
+    #[test]
+    fn processes_get_equal_numbers_of_batches() {
+        let sizes = |count, order| {
+            let sizes = numbered(count).source.pending_batches(order).unwrap().map(|pending| pending.unwrap()().unwrap().samples).collect::<Vec<_>>();
+            assert_eq!(sizes.len(), numbered(count).batches(order).unwrap(), "{count} samples, {order:?}");
+            sizes
+        };
+        for (count, size, parts) in (0..20).flat_map(|count| (1..5).flat_map(move |size| (1..4).map(move |parts| (count, size, parts)))) {
+            let order = |part, skip| Order { batch: Some(size), shuffle: Some(7), skip, part: (part, parts), drop_single: true };
+            let all: Vec<Vec<usize>> = (0..parts).map(|part| sizes(count, order(part, 0))).collect();
+            assert!(all.iter().all(|own| own.len() == all[0].len()), "{all:?}");
+            assert!(size == 1 || count == 1 || all.iter().flatten().all(|samples| *samples > 1), "{all:?}");
+            let lost = count - all.iter().flatten().sum::<usize>();
+            assert!(lost <= 1 + (parts - 1) * size, "{count} samples in batches of {size} for {parts}: {lost} are lost");
+            assert_eq!(sizes(count, order(parts - 1, 2)), all[parts - 1][all[0].len().min(2)..]);
+        }
+    }
+
+    #[test]
+    fn narrow_rejects_ranges_outside_the_batch() {
+        let batch = Batch { inputs: BTreeMap::new(), references: References::Classes(vec![Some(3), None, Some(5)]), samples: 3 };
+        assert_eq!(batch.narrow(1, 2).unwrap().references, References::Classes(vec![None, Some(5)]));
+        for (from, count) in [(2, 2), (4, 0), (1, usize::MAX)] {
+            assert!(batch.narrow(from, count).is_err(), "{from} {count}");
+        }
+    }
+}

@@ -1,0 +1,326 @@
+//! Tokenization with the model's `tokenizer.json`.
+
+mod stream;
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use candle_core::{Device, Tensor};
+use serde_json::{Map, Value};
+use tokenizers::normalizers::{BertNormalizer, NormalizerWrapper};
+use tokenizers::{AddedToken, PostProcessor, TruncationParams, TruncationStrategy};
+
+pub(super) use self::stream::TokenStream;
+use super::sentences::Sentences;
+use super::{Target, shaped};
+use crate::error::{Error, Result};
+use crate::model::{SynthesizedFiles, auxiliary_path, open_auxiliary_config, read_auxiliary_text};
+
+const FILE: &str = "tokenizer.json";
+const SETTINGS: &str = "tokenizer_config.json";
+/// Larger values of `model_max_length` mean "no limit".
+const NO_LIMIT: u64 = 1 << 24;
+
+/// A tokenized text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tokens {
+    pub ids: Vec<i64>,
+    /// Token type ids: which text of a pair each token belongs to.
+    pub types: Vec<i64>,
+}
+
+/// A model's tokenizer.
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    /// The same without truncation.
+    untruncated: OnceLock<tokenizers::Tokenizer>,
+    path: PathBuf,
+    pad: i64,
+    max_length: Option<usize>,
+    /// Number of special tokens of a pair of texts.
+    pair_special_tokens: usize,
+    /// Whether texts are lowercased first.
+    lower_case: bool,
+}
+
+impl Tokenizer {
+    /// Opens the tokenizer of a model; texts are truncated to `max_length` tokens, or to the model's
+    /// maximum.
+    pub fn open(target: &Target, max_length: Option<usize>) -> Result<Tokenizer> {
+        let path = auxiliary_path(target.folder, FILE);
+        let Some(text) = read_auxiliary_text(target.folder, target.synthesized, FILE)? else {
+            return Err(Error::Unsupported {
+                what: format!("{}: text data for a model without {FILE}", target.folder.display()),
+                hint: "save the tokenizer with `AutoTokenizer.from_pretrained(...).save_pretrained(folder)` in transformers, which writes this file".into(),
+            });
+        };
+        let mut inner = text.parse::<tokenizers::Tokenizer>().map_err(|e| Error::malformed(&path, e))?;
+        let settings = open_auxiliary_config(target.folder, target.synthesized, SETTINGS)?;
+        let pad = pad(&inner, settings.values(), target.config);
+        override_normalizer(&mut inner, settings.values());
+        add_named_tokens(&mut inner, target, settings.values())?;
+        let sentences = Sentences::open(target.folder)?;
+        let limit = limit(target, settings.values(), sentences.max_length);
+        if let (Some(requested), Some(limit)) = (max_length, limit)
+            && requested > limit
+        {
+            return Err(Error::option("data", format!("`max_length` is {requested}, but the model accepts at most {limit} tokens")));
+        }
+        let max_length = max_length.or(limit);
+        let special_tokens = |pairs: bool| inner.get_post_processor().map_or(0, |processor| processor.added_tokens(pairs));
+        let pair_special_tokens = special_tokens(true);
+        require_room(max_length, special_tokens(false))?;
+        // The padding and truncation stored in the file are settings of the tokenizer's training.
+        inner.with_padding(None);
+        let truncation = max_length.map(|max_length| TruncationParams { max_length, strategy: TruncationStrategy::LongestFirst, ..Default::default() });
+        inner.with_truncation(truncation).map_err(|e| Error::option("data", format!("`max_length`: {e}")))?;
+        Ok(Tokenizer { inner, untruncated: OnceLock::new(), path, pad, max_length, pair_special_tokens, lower_case: sentences.lower_case })
+    }
+
+    /// Maximum number of tokens of a text.
+    pub fn max_length(&self) -> Option<usize> {
+        self.max_length
+    }
+
+    /// Tokenizes a text or a pair of texts, with special tokens.
+    pub fn encode(&self, text: &str, pair: Option<&str>) -> Result<Tokens> {
+        let text = self.apply_case(text);
+        self.tokens(match pair {
+            Some(pair) => {
+                require_room(self.max_length, self.pair_special_tokens)?;
+                self.inner.encode_fast((text, self.apply_case(pair)), true)
+            }
+            None => self.inner.encode_fast(text, true),
+        })
+    }
+
+    /// Tokenizes a text that already contains its special tokens, such as a rendered chat.
+    pub fn encode_rendered(&self, text: &str) -> Result<Tokens> {
+        self.tokens(self.inner.encode_fast(self.apply_case(text), false))
+    }
+
+    fn tokens(&self, encoding: tokenizers::Result<tokenizers::Encoding>) -> Result<Tokens> {
+        let encoding = encoding.map_err(|e| Error::malformed(&self.path, e))?;
+        let wide = |values: &[u32]| values.iter().map(|v| i64::from(*v)).collect();
+        Ok(Tokens { ids: wide(encoding.get_ids()), types: wide(encoding.get_type_ids()) })
+    }
+
+    /// Lowercases the text if the model requires it.
+    pub(super) fn apply_case<'t>(&self, text: &'t str) -> Cow<'t, str> {
+        if self.lower_case { text.to_lowercase().into() } else { text.into() }
+    }
+
+    /// Tokenizes a text of any length, without special tokens.
+    pub fn plain(&self, text: &str) -> Result<Vec<i64>> {
+        self.untruncated(text, false)
+    }
+
+    /// Tokenizes a text of any length, optionally with special tokens.
+    pub fn untruncated(&self, text: &str, special: bool) -> Result<Vec<i64>> {
+        let encoding = self.without_truncation().encode_fast(self.apply_case(text), special).map_err(|e| Error::malformed(&self.path, e))?;
+        Ok(encoding.get_ids().iter().map(|v| i64::from(*v)).collect())
+    }
+
+    /// Tokenizes text to which [`apply_case`](Tokenizer::apply_case) was applied, without special
+    /// tokens; returns each token with its start in bytes.
+    pub(super) fn with_offsets(&self, text: &str) -> Result<Vec<(i64, usize)>> {
+        let encoding = self.without_truncation().encode(text, false).map_err(|e| Error::malformed(&self.path, e))?;
+        Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(|(id, (start, _))| (i64::from(*id), *start)).collect())
+    }
+
+    fn without_truncation(&self) -> &tokenizers::Tokenizer {
+        self.untruncated.get_or_init(|| {
+            let mut untruncated = self.inner.clone();
+            // Removing the limit cannot fail.
+            let _ = untruncated.with_truncation(None);
+            untruncated
+        })
+    }
+
+    /// Decodes tokens to text, without special tokens.
+    pub fn decode(&self, tokens: &[i64]) -> Result<String> {
+        let ids: Vec<u32> = tokens.iter().filter_map(|token| u32::try_from(*token).ok()).collect();
+        self.inner.decode(&ids, true).map_err(|e| Error::malformed(&self.path, e))
+    }
+
+    /// The vocabulary entry of a token.
+    pub fn token(&self, token: i64) -> Option<String> {
+        self.inner.id_to_token(u32::try_from(token).ok()?)
+    }
+
+    /// All tokens with their ids.
+    pub fn vocabulary(&self) -> BTreeMap<String, u32> {
+        self.inner.get_vocab(true).into_iter().collect()
+    }
+
+    /// The beginning-of-text token, if the tokenizer adds exactly one token before a text; tokens that
+    /// it appends are ignored.
+    pub fn first(&self) -> Result<Option<i64>> {
+        let (with, without) = (self.untruncated("a", true)?, self.plain("a")?);
+        // Text that starts with its first token twice has no prefix.
+        Ok(with.split_first().filter(|(_, rest)| rest.starts_with(&without) && !with.starts_with(&without)).map(|(first, _)| *first))
+    }
+
+    /// Pads rows to one length. Returns `input_ids`, `attention_mask` and `token_type_ids`.
+    pub fn collate(&self, rows: &[Tokens]) -> Result<BTreeMap<String, Tensor>> {
+        let width = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
+        if rows.iter().any(|row| row.ids.is_empty()) {
+            return Err(Error::malformed(&self.path, "produces no tokens for a text; empty texts are not supported"));
+        }
+        let (mut ids, mut mask, mut types) = (Vec::new(), Vec::new(), Vec::new());
+        for row in rows {
+            let rest = width.saturating_sub(row.ids.len());
+            ids.extend(row.ids.iter().copied().chain(std::iter::repeat_n(self.pad, rest)));
+            types.extend(row.types.iter().copied().chain(std::iter::repeat_n(0, rest)));
+            mask.extend(std::iter::repeat_n(1i64, row.ids.len()).chain(std::iter::repeat_n(0, rest)));
+        }
+        let tensor = |values: Vec<i64>| Tensor::from_vec(values, (rows.len(), width), &Device::Cpu).map_err(shaped);
+        let named = [("input_ids", tensor(ids)?), ("attention_mask", tensor(mask)?), ("token_type_ids", tensor(types)?)];
+        Ok(named.map(|(name, tensor)| (name.to_owned(), tensor)).into())
+    }
+}
+
+/// The special tokens of `tokenizer_config.json`, or of `special_tokens_map.json` for older files
+/// without `added_tokens_decoder`.
+pub fn special_tokens(folder: &Path, synthesized: &SynthesizedFiles, settings: &Map<String, Value>) -> Result<Map<String, Value>> {
+    let older = open_auxiliary_config(folder, synthesized, "special_tokens_map.json")?;
+    let older = Some(older.values()).filter(|_| !settings.contains_key("added_tokens_decoder"));
+    let named = settings.iter().chain(older.into_iter().flatten().filter(|(name, _)| !settings.contains_key(*name)));
+    Ok(named.filter(|(name, value)| name.ends_with("_token") && token_text(value).is_some()).map(|(name, value)| (name.clone(), value.clone())).collect())
+}
+
+/// The text of a special token, which is stored as a string or as an object with `content`.
+pub fn token_text(token: &Value) -> Option<&str> {
+    token.as_str().or_else(|| token.get("content")?.as_str())
+}
+
+/// Adds the special tokens of `tokenizer_config.json` that are in the vocabulary as added tokens, which
+/// are never split, as in transformers.
+fn add_named_tokens(tokenizer: &mut tokenizers::Tokenizer, target: &Target, settings: &Map<String, Value>) -> Result<()> {
+    let named = special_tokens(target.folder, target.synthesized, settings)?;
+    let lists = ["additional_special_tokens", "extra_special_tokens"].into_iter().filter_map(|key| settings.get(key)?.as_array()).flatten();
+    let decoder = settings.get("added_tokens_decoder").and_then(Value::as_object);
+    let is_excluded = |text: &str| tokenizer.get_added_vocabulary().get_vocab().contains_key(text) || tokenizer.token_to_id(text).is_none();
+    let flag = |token: &Value, key: &str, missing: bool| token.get(key).and_then(Value::as_bool).unwrap_or(missing);
+    let to_added_token = |(token, special): (&Value, bool)| {
+        let text = token_text(token).filter(|text| !text.is_empty() && !is_excluded(text))?;
+        let special = flag(token, "special", special);
+        let added = AddedToken::from(text, special).lstrip(flag(token, "lstrip", false)).rstrip(flag(token, "rstrip", false));
+        Some(added.single_word(flag(token, "single_word", false)).normalized(flag(token, "normalized", !special)))
+    };
+    let all = named.values().chain(lists).map(|token| (token, true)).chain(decoder.into_iter().flat_map(Map::values).map(|token| (token, false)));
+    let (special, others): (Vec<AddedToken>, Vec<AddedToken>) = all.filter_map(to_added_token).partition(|token| token.special);
+    let wrong = |e: tokenizers::Error| Error::malformed(&target.folder.join(SETTINGS), e);
+    tokenizer.add_special_tokens(special).map_err(wrong)?;
+    tokenizer.add_tokens(others).map(drop).map_err(wrong)
+}
+
+/// Overrides the BERT normalizer with the settings of `tokenizer_config.json`, except for tokenizer
+/// classes that ignore them.
+fn override_normalizer(tokenizer: &mut tokenizers::Tokenizer, settings: &Map<String, Value>) {
+    let class = settings.get("tokenizer_class").and_then(Value::as_str).unwrap_or("");
+    let Some(NormalizerWrapper::BertNormalizer(stored)) = tokenizer.get_normalizer() else { return };
+    if ["PreTrainedTokenizerFast", "TokenizersBackend"].contains(&class) {
+        return;
+    }
+    let setting = |key: &str, stored: bool| settings.get(key).and_then(Value::as_bool).unwrap_or(stored);
+    let lower_case = setting("do_lower_case", stored.lowercase);
+    let chinese = setting("tokenize_chinese_chars", stored.handle_chinese_chars);
+    let accents = settings.get("strip_accents").map_or(stored.strip_accents, Value::as_bool);
+    let normalizer = BertNormalizer::new(stored.clean_text, chinese, accents, lower_case);
+    // Fails only for normalizers that change special tokens.
+    let _ = tokenizer.with_normalizer(Some(normalizer));
+}
+
+/// Checks that the maximum length has room for the special tokens.
+fn require_room(max_length: Option<usize>, special_tokens: usize) -> Result<()> {
+    match max_length {
+        Some(limit) if limit < special_tokens => {
+            Err(Error::option("data", format!("texts are truncated to {limit} tokens, fewer than the {special_tokens} special tokens")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The padding token: from the tokenizer, otherwise from the configuration, otherwise 0.
+fn pad(tokenizer: &tokenizers::Tokenizer, settings: &Map<String, Value>, config: &Map<String, Value>) -> i64 {
+    let named = settings.get("pad_token").and_then(token_text);
+    tokenizer
+        .get_padding()
+        .map(|padding| i64::from(padding.pad_id))
+        .or_else(|| named.and_then(|token| tokenizer.token_to_id(token)).map(i64::from))
+        .or_else(|| config.get("pad_token_id").and_then(Value::as_i64))
+        .unwrap_or(0)
+}
+
+/// Maximum number of tokens that a model accepts.
+fn limit(target: &Target, settings: &Map<String, Value>, sentences: Option<usize>) -> Option<usize> {
+    let number = |values: &Map<String, Value>, key: &str| values.get(key).and_then(Value::as_u64).filter(|n| (1..NO_LIMIT).contains(n)).map(|n| n as usize);
+    let kind = target.config.get("model_type").and_then(Value::as_str).unwrap_or("");
+    // CLIP-like models have a separate text configuration, which omits default values.
+    let text = target.config.get("text_config").and_then(Value::as_object).unwrap_or(target.config);
+    let default = match kind {
+        "clip" | "clip_text_model" => Some(77),
+        "siglip" | "siglip_text_model" => Some(64),
+        _ => None,
+    };
+    // T5 has relative positions: `n_positions` is the training length, not a limit.
+    let absolute = || number(text, "n_positions").filter(|_| !["t5", "mt5"].contains(&kind));
+    let positions = number(text, "max_position_embeddings").or_else(absolute).or(default);
+    // These models number positions starting after the id of the padding token.
+    let offset = match kind {
+        "roberta" | "xlm-roberta" | "camembert" => number(target.config, "pad_token_id").unwrap_or(1).saturating_add(1),
+        "mpnet" => 2,
+        _ => 0,
+    };
+    let limits = [number(settings, "model_max_length"), positions.map(|p| p.saturating_sub(offset)), sentences];
+    limits.into_iter().flatten().min()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A byte-level BPE tokenizer like GPT-2's, with a few merges and a template for special tokens.
+    pub fn byte_level(folder: &Path, template: &str, prefix: bool) -> Tokenizer {
+        // GPT-2 maps each byte to a printable character.
+        let printable = |byte: u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
+        let mut others = 256u32..;
+        let letters = (0..256u32).filter_map(|byte| if printable(byte) { char::from_u32(byte) } else { char::from_u32(others.next()?) });
+        let mut vocabulary: Map<String, Value> = letters.enumerate().map(|(id, letter)| (letter.to_string(), id.into())).collect();
+        let merges = ["a b", "ab a", "\u{120} a", "\u{10a} \u{10a}", "\u{120} \u{120}", "e r", "er n"];
+        for (id, token) in (256..).zip(merges.iter().map(|merge| merge.replace(' ', "")).chain(["<s>".into(), "</s>".into()])) {
+            vocabulary.insert(token, id.into());
+        }
+        let part = |part: &str| {
+            if part == "A" {
+                serde_json::json!({ "Sequence": { "id": "A", "type_id": 0 } })
+            } else {
+                serde_json::json!({ "SpecialToken": { "id": part, "type_id": 0 } })
+            }
+        };
+        let id = |token: &str| serde_json::json!({ "id": token, "ids": [vocabulary[token]], "tokens": [token] });
+        let whole = serde_json::json!({
+            "version": "1.0",
+            "pre_tokenizer": { "type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": true, "use_regex": true },
+            "post_processor": {
+                "type": "TemplateProcessing", "single": template.split(' ').map(part).collect::<Vec<_>>(), "pair": [part("A")],
+                "special_tokens": { "<s>": id("<s>"), "</s>": id("</s>") },
+            },
+            "model": { "type": "BPE", "vocab": vocabulary, "merges": merges },
+        });
+        std::fs::write(folder.join(FILE), whole.to_string()).unwrap();
+        let (synthesized, config) = (SynthesizedFiles::new(), Map::new());
+        Tokenizer::open(&Target { folder, synthesized: &synthesized, config: &config, inputs: &[], outputs: &[] }, None).unwrap()
+    }
+
+    #[test]
+    fn the_first_token_is_found_with_and_without_an_appended_token() {
+        let folder = tempfile::tempdir().unwrap();
+        for (template, first) in [("A", None), ("<s> A", Some(263)), ("<s> A </s>", Some(263)), ("A </s>", None), ("<s> <s> A", None)] {
+            assert_eq!(byte_level(folder.path(), template, false).first().unwrap(), first, "{template}");
+        }
+    }
+}

@@ -1,0 +1,387 @@
+//! Fidelity: differences between the outputs of two models.
+
+use std::collections::BTreeMap;
+
+use candle_core::{D, DType, Tensor};
+use rayon::prelude::*;
+
+use super::embedding::cosine_from_products;
+use super::{Fidelity, OutputFidelity, Outputs, in_chunks, tensor_error};
+use crate::data::{Batch, Padding, SequenceRole, TokenAxis};
+use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
+use crate::exec::{floats_on_host, read};
+use crate::ir::ops::{ScalarOps, on_host};
+
+/// Lower bound of the signal to quantization noise ratio, in decibels.
+const MIN_SQNR: f64 = -300.0;
+
+/// Accumulates the differences of all float outputs of two models over batches.
+#[derive(Debug, Clone, Default)]
+pub struct FidelityAccumulator {
+    outputs: BTreeMap<String, OutputAccumulator>,
+    not_compared: BTreeMap<String, String>,
+}
+
+impl FidelityAccumulator {
+    /// Adds the outputs of both models on one batch.
+    pub fn add(&mut self, batch: &Batch, before: &Outputs, after: &Outputs) -> Result<()> {
+        let padding = Padding::from_batch(batch).map_err(tensor_error)?;
+        let floats = |outputs: &'_ Outputs| outputs.iter().filter(|(_, tensor)| tensor.dtype().is_float()).map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        let mut names = floats(before);
+        names.extend(floats(after));
+        names.sort();
+        names.dedup();
+        let (mut compared, mut reasons) = (false, Vec::new());
+        for name in names {
+            let reason = match (before.get(&name), after.get(&name)) {
+                (Some(a), Some(b)) if a.dims() == b.dims() => {
+                    self.outputs.entry(name.clone()).or_default().add(&name, batch, &padding, a, b)?;
+                    compared = true;
+                    continue;
+                }
+                (Some(a), Some(b)) => format!("has the shape {:?} in the first model and {:?} in the second", a.dims(), b.dims()),
+                _ => "exists in only one of the models".to_owned(),
+            };
+            reasons.push(format!("output `{name}` {reason}"));
+            self.not_compared.insert(name, reason);
+        }
+        if compared {
+            return Ok(());
+        }
+        let names = |outputs: &Outputs| outputs.keys().map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", ");
+        let outputs = format!("the first model has {}, the second has {}", names(before), names(after));
+        Err(Error::option("evaluation", format!("the models have no comparable float output in common: {outputs}; {}", reasons.join(", "))))
+    }
+
+    /// Fidelity of all outputs, of which the worst counts.
+    pub fn finish(self) -> Fidelity {
+        Fidelity::worst_of(self.outputs.into_iter().map(|(name, output)| (name, output.finish())).collect(), self.not_compared)
+    }
+}
+
+/// Division of an output into rows that are compared.
+struct Layout {
+    /// Elements per row.
+    width: usize,
+    /// Whether each row belongs to a token.
+    tokens: bool,
+    /// Whether each row holds the logits of a distribution.
+    logits: bool,
+}
+
+impl Layout {
+    fn new(name: &str, dims: &[usize], batch: &Batch) -> Layout {
+        let tokens = dims.len() == 3 && batch.inputs.values().any(|input| input.rank() == 2 && dims.starts_with(input.dims()));
+        let logits = name == "logits" && matches!(dims.len(), 2 | 3) && dims.last() > Some(&1);
+        let width = match dims {
+            [] | [_] => 1,
+            [.., last] if tokens || logits => *last,
+            [_, sample @ ..] => sample.iter().product(),
+        };
+        Layout { width: width.max(1), tokens, logits }
+    }
+}
+
+/// Accumulated differences of one output.
+#[derive(Debug, Clone, Default)]
+struct OutputAccumulator {
+    logits: bool,
+    rows: u64,
+    cosines: f64,
+    least: Option<f64>,
+    signal: f64,
+    noise: f64,
+    divergence: f64,
+    agreements: u64,
+    error: f64,
+    largest: f64,
+}
+
+impl OutputAccumulator {
+    fn add(&mut self, name: &str, batch: &Batch, padding: &Padding, a: &Tensor, b: &Tensor) -> Result<()> {
+        // Exported encoder-decoder models also return the encoder's hidden states.
+        let role = if name.starts_with("encoder_") { SequenceRole::Input } else { batch.output_role() };
+        let layout = Layout::new(name, a.dims(), batch);
+        self.logits = layout.logits;
+        let kept = if layout.tokens { padding.token_rows(TokenAxis { role, axis: Some(1) }, a.dims()) } else { None };
+        let rows = rows(a, b, layout.width, layout.logits).map_err(tensor_error)?;
+        // Rows are computed in parallel and summed in order, so that results do not depend on the number
+        // of threads.
+        for (index, row) in rows.iter().enumerate() {
+            if kept.as_ref().is_none_or(|kept| kept.get(index) != Some(&false)) {
+                self.add_row(row);
+            }
+        }
+        Ok(())
+    }
+
+    fn add_row(&mut self, row: &Row) {
+        self.rows += 1;
+        self.cosines += row.cosine;
+        self.least = Some(self.least.map_or(row.cosine, |least| if row.cosine < least || row.cosine.is_nan() { row.cosine } else { least }));
+        self.signal += row.signal;
+        self.noise += row.noise;
+        if row.error > self.error || row.error.is_nan() {
+            self.error = row.error;
+        }
+        if row.largest > self.largest || row.largest.is_nan() {
+            self.largest = row.largest;
+        }
+        self.divergence += row.divergence;
+        self.agreements += u64::from(row.agrees);
+    }
+
+    fn finish(self) -> OutputFidelity {
+        let rows = self.rows.max(1) as f64;
+        OutputFidelity {
+            cosine: self.cosines / rows,
+            cosine_min: self.least.unwrap_or(1.0),
+            // Clamped, because JSON has no minus infinity, which results if all outputs of the first
+            // model are zero.
+            sqnr_db: (self.noise > 0.0).then(|| (10.0 * (self.signal / self.noise).log10()).max(MIN_SQNR)),
+            kl: self.logits.then_some(self.divergence / rows),
+            top1_agreement: self.logits.then_some(self.agreements as f64 / rows),
+            max_abs_error: self.error,
+            largest: self.largest,
+        }
+    }
+}
+
+/// Differences of one row: a sample or a token.
+#[derive(Default)]
+struct Row {
+    cosine: f64,
+    signal: f64,
+    noise: f64,
+    error: f64,
+    largest: f64,
+    divergence: f64,
+    agrees: bool,
+}
+
+impl Row {
+    fn from_values(a: &[f32], b: &[f32], logits: bool) -> Row {
+        let mut row = Row::default();
+        let (mut both, mut other) = (0f64, 0f64);
+        for (x, y) in a.iter().zip(b) {
+            let (x, y) = (f64::from(*x), f64::from(*y));
+            both += x * y;
+            other += y * y;
+            row.signal += x * x;
+            row.noise += (x - y) * (x - y);
+            let error = (x - y).abs();
+            if error > row.error || error.is_nan() {
+                row.error = error;
+            }
+            row.largest = row.largest.max(x.abs());
+        }
+        row.cosine = cosine_from_products(both, row.signal, other);
+        if !row.signal.is_finite() {
+            row.largest = f64::NAN;
+        }
+        if logits {
+            row.divergence = divergence(a, b);
+            row.agrees = argmax(a) == argmax(b);
+        }
+        row
+    }
+}
+
+/// Differences of each row. Rows on a device are reduced there.
+fn rows(a: &Tensor, b: &Tensor, width: usize, logits: bool) -> candle_core::Result<Vec<Row>> {
+    if on_host(a.device()) || !a.device().same_device(b.device()) {
+        let (a, b) = (floats_on_host(a, Cause::Answers)?, floats_on_host(b, Cause::Answers)?);
+        let all = |a: &[f32], b: &[f32]| a.par_chunks_exact(width).zip(b.par_chunks_exact(width)).map(|(a, b)| Row::from_values(a, b, logits)).collect();
+        return read(&a, |a| read(&b, |b| Ok(all(a, b))));
+    }
+    let flat = |tensor: &Tensor| tensor.reshape((tensor.elem_count() / width, width));
+    let (a, b) = (flat(a)?, flat(b)?);
+    in_chunks(a.dim(0)?, width, |rows| {
+        let chunk = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len())?.to_dtype(DType::F64);
+        rows_on_device(&chunk(&a)?, &chunk(&b)?, logits)
+    })
+}
+
+/// [`Row::from_values`] for `[rows, width]` on a device.
+fn rows_on_device(a: &Tensor, b: &Tensor, logits: bool) -> candle_core::Result<Vec<Row>> {
+    let difference = (a - b)?;
+    let sum = |products: Tensor| products.sum(D::Minus1);
+    let mut figures =
+        vec![sum((a * b)?)?, sum(a.sqr()?)?, sum(b.sqr()?)?, sum(difference.sqr()?)?, difference.abs()?.max(D::Minus1)?, a.abs()?.max(D::Minus1)?];
+    if logits {
+        let log_softmax = |logits: &Tensor| logits.broadcast_sub(&logits.log_sum_exp(D::Minus1)?.unsqueeze(1)?);
+        let (p, q) = (log_softmax(a)?, log_softmax(b)?);
+        let (probability, terms) = (p.exp()?, (&p - q)?);
+        figures.push(sum(probability.eq_scalar(0.0)?.where_cond(&probability, &(&probability * terms)?)?)?);
+        figures.push(a.argmax(D::Minus1)?.eq(&b.argmax(D::Minus1)?)?.to_dtype(DType::F64)?);
+    }
+    let values: Vec<f64> = transfer::values(&Tensor::stack(&figures, 1)?, Cause::Answers)?;
+    let row = |values: &[f64]| {
+        let at = |index: usize| values.get(index).copied().unwrap_or(0.0);
+        let error = if at(3).is_nan() { f64::NAN } else { at(4) };
+        let cosine = cosine_from_products(at(0), at(1), at(2));
+        let largest = if at(1).is_finite() { at(5) } else { f64::NAN };
+        Row { cosine, signal: at(1), noise: at(3), error, largest, divergence: clamp_negative(at(6)), agrees: at(7) > 0.0 }
+    };
+    Ok(values.chunks_exact(figures.len()).map(row).collect())
+}
+
+/// Index of the largest logit; the first one of equal logits.
+fn argmax(logits: &[f32]) -> Option<usize> {
+    logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0))).map(|(index, _)| index)
+}
+
+/// Kullback-Leibler divergence `sum p (ln p - ln q)` of the softmax distributions of two rows of logits.
+fn divergence(a: &[f32], b: &[f32]) -> f64 {
+    let total = |logits: &[f32]| {
+        let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        f64::from(highest) + logits.iter().map(|l| f64::from(l - highest).exp()).sum::<f64>().ln()
+    };
+    let (all_a, all_b) = (total(a), total(b));
+    let term = |(x, y): (&f32, &f32)| {
+        let (p, q) = (f64::from(*x) - all_a, f64::from(*y) - all_b);
+        let probability = p.exp();
+        // The term is 0 for p = 0, also if q = 0, where `p - q` is NaN.
+        if probability == 0.0 { 0.0 } else { probability * (p - q) }
+    };
+    clamp_negative(a.iter().zip(b).map(term).sum())
+}
+
+/// Replaces a sum that is negative due to rounding by zero. Unlike `max`, preserves NaN.
+fn clamp_negative(sum: f64) -> f64 {
+    if sum < 0.0 { 0.0 } else { sum }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Tensor};
+
+    use super::*;
+    use crate::data::References;
+
+    fn compare(name: &str, a: &[[f32; 3]; 2], b: &[[f32; 3]; 2], mask: Option<[i64; 2]>) -> Fidelity {
+        let tensor = |rows: &[[f32; 3]; 2]| {
+            let tensor = Tensor::new(rows, &Device::Cpu).unwrap();
+            if mask.is_some() { tensor.unsqueeze(0).unwrap() } else { tensor }
+        };
+        let inputs = mask.map(|mask| ("attention_mask".to_owned(), Tensor::new(&[mask], &Device::Cpu).unwrap()));
+        let batch = Batch { inputs: inputs.into_iter().collect(), references: References::None, samples: 2 };
+        compared(&batch, &[(name, tensor(a))], &[(name, tensor(b))]).unwrap()
+    }
+
+    fn compared(batch: &Batch, before: &[(&str, Tensor)], after: &[(&str, Tensor)]) -> Result<Fidelity> {
+        let outputs = |named: &[(&str, Tensor)]| named.iter().map(|(name, tensor)| ((*name).to_owned(), tensor.clone())).collect::<Outputs>();
+        let mut fidelity = FidelityAccumulator::default();
+        fidelity.add(batch, &outputs(before), &outputs(after))?;
+        Ok(fidelity.finish())
+    }
+
+    fn numbers(shape: &[usize], seed: u32) -> Tensor {
+        let count = shape.iter().product::<usize>() as u32;
+        let values: Vec<f32> = (0..count).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed * 977) >> 16) as f32 / 8192.0 - 3.9).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    }
+
+    /// Corrupting any output of a detector lowers the fidelity, and an additional output does not change
+    /// the results of the others.
+    #[test]
+    fn every_float_output_counts() {
+        let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 2 };
+        let names = ["boxes", "logits", "scores", "segments"];
+        let shapes: [&[usize]; 4] = [&[2, 5, 4], &[2, 7], &[2], &[2, 3, 6, 6]];
+        let outputs = |seed: u32| -> Vec<(&str, Tensor)> { names.iter().zip(shapes).map(|(name, shape)| (*name, numbers(shape, seed))).collect() };
+        let before = outputs(1);
+        let slightly: Vec<(&str, Tensor)> = before.iter().map(|(name, tensor)| (*name, (tensor + 0.01).unwrap())).collect();
+        let good = compared(&batch, &before, &slightly).unwrap();
+        assert_eq!(good.outputs.keys().map(String::as_str).collect::<Vec<_>>(), names);
+        for index in 0..names.len() {
+            for corrupt in [slightly[index].1.zeros_like().unwrap(), numbers(shapes[index], 9).neg().unwrap()] {
+                let mut after = slightly.clone();
+                after[index].1 = corrupt;
+                let bad = compared(&batch, &before, &after).unwrap();
+                assert!(bad.cosine < good.cosine && bad.cosine_min < good.cosine_min && bad.sqnr_db < good.sqnr_db, "{}: {bad:?}", names[index]);
+                assert_eq!(bad.output, names[index]);
+                assert!(good.outputs.iter().all(|(name, output)| name == names[index] || bad.outputs[name] == *output));
+            }
+            let without = |outputs: &[(&'static str, Tensor)]| outputs.iter().filter(|(name, _)| *name != names[index]).cloned().collect::<Vec<_>>();
+            let fewer = compared(&batch, &without(&before), &without(&slightly)).unwrap();
+            assert!(fewer.outputs.iter().all(|(name, output)| good.outputs[name] == *output));
+            let lost = compared(&batch, &before, &without(&slightly)).unwrap();
+            assert!(lost.not_compared.keys().eq([names[index]]) && lost.outputs == fewer.outputs, "{lost:?}");
+        }
+        let other = [("boxes", numbers(&[2, 4, 5], 1)), ("scores", before[2].1.clone())];
+        assert!(compared(&batch, &before, &other).unwrap().not_compared["boxes"].contains("[2, 5, 4]"));
+        let error = compared(&batch, &before[..1], &other[..1]).unwrap_err().to_string();
+        assert!(error.contains("`boxes`") && error.contains("[2, 4, 5]"), "{error}");
+    }
+
+    /// Outputs of images are compared by sample: a row of pixels that is zero in one model changes the
+    /// cosine only a little.
+    #[test]
+    fn outputs_without_tokens_are_compared_by_sample() {
+        let dark = Tensor::cat(&[Tensor::zeros((2, 1, 1, 6), DType::F32, &Device::Cpu).unwrap(), numbers(&[2, 1, 5, 6], 1)], 2).unwrap();
+        let lit = Tensor::cat(&[Tensor::full(0.01f32, (2, 1, 1, 6), &Device::Cpu).unwrap(), numbers(&[2, 1, 5, 6], 1)], 2).unwrap();
+        let pixels = Batch { inputs: [("pixel_values".to_owned(), numbers(&[2, 3, 6, 6], 1))].into(), references: References::None, samples: 2 };
+        assert!(compared(&pixels, &[("mask", dark.clone())], &[("mask", lit.clone())]).unwrap().cosine_min > 0.999);
+        let depth = |tensor: &Tensor| tensor.squeeze(1).unwrap();
+        assert!(compared(&pixels, &[("depth", depth(&dark))], &[("depth", depth(&lit))]).unwrap().cosine_min > 0.999);
+        let tokens = Batch { inputs: [("input_ids".to_owned(), Tensor::zeros((2, 6), DType::I64, &Device::Cpu).unwrap())].into(), ..pixels };
+        assert_eq!(compared(&tokens, &[("states", depth(&dark))], &[("states", depth(&lit))]).unwrap().cosine_min, 0.0);
+        let segments = compared(&tokens, &[("logits", dark.clone())], &[("logits", lit)]).unwrap();
+        assert_eq!((segments.kl, segments.top1_agreement), (None, None));
+    }
+
+    #[test]
+    fn zero_signal_has_the_minimum_sqnr() {
+        let fidelity = compare("x", &[[0.0; 3]; 2], &[[1.0; 3]; 2], None);
+        assert_eq!((fidelity.cosine, fidelity.sqnr_db), (0.0, Some(MIN_SQNR)));
+    }
+
+    #[test]
+    fn equal_outputs_have_no_error() {
+        let rows = [[1.0, 2.0, 3.0], [0.0, -1.0, 5.0]];
+        let fidelity = compare("logits", &rows, &rows, None);
+        assert!((fidelity.cosine - 1.0).abs() < 1e-12 && fidelity.sqnr_db.is_none());
+        assert_eq!((fidelity.kl, fidelity.top1_agreement, fidelity.max_abs_error), (Some(0.0), Some(1.0), 0.0));
+    }
+
+    #[test]
+    fn results_match_their_definitions() {
+        let fidelity = compare("logits", &[[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]], &[[1.0, 2.0, 3.0], [0.0, 4.0, 0.0]], None);
+        assert_eq!((fidelity.cosine, fidelity.cosine_min, fidelity.top1_agreement), (0.5, 0.0, Some(0.5)));
+        // scipy.stats.entropy of the softmax of both second rows, over two rows.
+        assert!((fidelity.kl.unwrap() - 3.787_466_5 / 2.0).abs() < 1e-3, "{:?}", fidelity.kl);
+        assert!((fidelity.sqnr_db.unwrap() - 10.0 * (30f64 / 32.0).log10()).abs() < 1e-9);
+        assert_eq!(compare("x", &[[1.0; 3]; 2], &[[1.0; 3]; 2], None).kl, None);
+    }
+
+    #[test]
+    fn host_and_device_rows_are_equal() {
+        let numbers = |seed: u32| (0..4 * 33).map(move |i: u32| ((i.wrapping_mul(2_654_435_761).wrapping_add(seed * 977) >> 16) as f32 / 8192.0) - 4.0);
+        let (mut a, mut b): (Vec<f32>, Vec<f32>) = (numbers(1).collect(), numbers(2).collect());
+        (a[7], b[7], b[33]) = (f32::NEG_INFINITY, f32::NEG_INFINITY, a[33]);
+        (66..99).for_each(|i| b[i] = a[i]);
+        (a[100], b[131]) = (f32::NAN, f32::INFINITY);
+        let tensor = |values: &[f32]| Tensor::from_slice(values, (4, 33), &Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+        for logits in [true, false] {
+            let device = rows_on_device(&tensor(&a), &tensor(&b), logits).unwrap();
+            for (index, (device, (a, b))) in device.iter().zip(a.chunks(33).zip(b.chunks(33))).enumerate() {
+                let host = Row::from_values(a, b, logits);
+                let figures = |row: &Row| [row.cosine, row.signal, row.noise, row.error, row.divergence, f64::from(u8::from(row.agrees))];
+                for (host, device) in figures(&host).into_iter().zip(figures(device)) {
+                    assert!((host - device).abs() < 1e-9 || host == device || host.is_nan() && device.is_nan(), "{index}: {host} and {device}");
+                }
+            }
+            assert_eq!(device.len(), 4);
+        }
+        // A token with probability zero in both models does not make the divergence NaN.
+        assert!(Row::from_values(&a[..33], &b[..33], true).divergence > 0.0);
+    }
+
+    #[test]
+    fn padding_does_not_count() {
+        let fidelity = compare("logits", &[[1.0; 3], [1.0; 3]], &[[1.0; 3], [-9.0; 3]], Some([1, 0]));
+        assert_eq!((fidelity.cosine_min, fidelity.max_abs_error), (1.0, 0.0));
+    }
+}

@@ -1,0 +1,209 @@
+//! Evaluates one or several models on a data set.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use candle_core::Tensor;
+
+use super::{Fidelity, FidelityAccumulator, Runner, Score, classification, embedding, language_modelling};
+use crate::data::{Batch, DataSet, Task};
+use crate::error::{Error, Result};
+use crate::evaluation::{Accuracy, Runtime};
+use crate::exec::Inputs;
+use crate::work::Work;
+
+/// Named outputs of a model.
+pub type Outputs = BTreeMap<String, Tensor>;
+
+/// Accumulates a task metric over batches.
+pub(super) trait Metric {
+    /// Adds a batch and the outputs of the model for it.
+    fn add(&mut self, batch: &Batch, outputs: &Outputs) -> Result<()>;
+    /// The score of all batches.
+    fn score(&self) -> Result<Score>;
+}
+
+/// Evaluation result of one model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Outcome {
+    /// Score on labelled data; `None` for the fidelity task.
+    pub score: Option<Score>,
+    /// Total run time.
+    pub time: Duration,
+}
+
+/// Evaluation results of all models.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Outcomes {
+    /// Evaluation task.
+    pub task: Task,
+    /// Number of samples (windows, for perplexity).
+    pub samples: usize,
+    /// Results in the order of the models.
+    pub models: Vec<Outcome>,
+    /// Fidelity in the order of the pairs.
+    pub pairs: Vec<Fidelity>,
+}
+
+impl Outcomes {
+    /// The accuracy of the input and the output on `data`. The models are those of the input on each
+    /// runtime, if it was run, followed at `first_after` by those of the output; models after them were
+    /// only run for comparison.
+    pub fn accuracy(&self, runtimes: &[Runtime], data: &DataSet, first_after: usize) -> Accuracy {
+        let (before, after) = self.models.split_at(first_after);
+        let values = |side: &[Outcome]| runtimes.iter().zip(side).filter_map(|(runtime, outcome)| Some((*runtime, outcome.score.as_ref()?.value))).collect();
+        let [old, new] = [before, after].map(|side| side.first().and_then(|outcome| outcome.score.as_ref()));
+        let both = old.zip(new);
+        let more = |(old, new): (&Score, &Score)| old.more.iter().filter_map(|(name, value)| Some((name.clone(), [*value, *new.more.get(name)?]))).collect();
+        Accuracy {
+            task: self.task.to_string(),
+            metric: new.map(|score| score.metric.clone()),
+            data: data.description().to_owned(),
+            samples: self.samples,
+            before: values(before),
+            after: values(after),
+            ci95: both.and_then(|(old, new)| Some([old.ci95?, new.ci95?])),
+            drop: both.map(|(old, new)| old.drop_to(new)),
+            fidelity: None,
+            more: both.map(more).unwrap_or_default(),
+        }
+    }
+}
+
+/// State of an evaluation: the metrics of each model, and the fidelity of each pair.
+struct Evaluation {
+    metrics: Vec<Option<Box<dyn Metric>>>,
+    times: Vec<Duration>,
+    pairs: Vec<((usize, usize), FidelityAccumulator)>,
+    samples: usize,
+}
+
+impl Evaluation {
+    fn new(task: Task, models: usize, pairs: &[(usize, usize)]) -> Evaluation {
+        Evaluation {
+            metrics: (0..models).map(|_| metric(task)).collect(),
+            times: vec![Duration::ZERO; models],
+            pairs: pairs.iter().map(|pair| (*pair, FidelityAccumulator::default())).collect(),
+            samples: 0,
+        }
+    }
+
+    fn add(&mut self, batch: &Batch, models: &mut [Box<dyn Runner + '_>]) -> Result<()> {
+        let mut all_outputs = Vec::with_capacity(models.len());
+        for (index, model) in models.iter_mut().enumerate() {
+            let start = Instant::now();
+            let outputs = model.run(&batch.inputs)?;
+            self.times[index] += start.elapsed();
+            if let Some(metric) = &mut self.metrics[index] {
+                metric.add(batch, &outputs)?;
+            }
+            all_outputs.push(outputs);
+        }
+        for ((before, after), fidelity) in &mut self.pairs {
+            fidelity.add(batch, &all_outputs[*before], &all_outputs[*after])?;
+        }
+        self.samples += batch.samples;
+        Ok(())
+    }
+
+    /// Adds several batches, after passing all of them to [`Runner::prepare`].
+    fn add_all(&mut self, batches: &[Batch], models: &mut [Box<dyn Runner + '_>]) -> Result<()> {
+        for (model, time) in models.iter_mut().zip(&mut self.times) {
+            let start = Instant::now();
+            model.prepare(batches)?;
+            *time += start.elapsed();
+        }
+        batches.iter().try_for_each(|batch| self.add(batch, models))
+    }
+
+    fn finish(self, task: Task) -> Result<Outcomes> {
+        let outcome = |(metric, time): (Option<Box<dyn Metric>>, Duration)| Ok(Outcome { score: metric.map(|metric| metric.score()).transpose()?, time });
+        Ok(Outcomes {
+            task,
+            samples: self.samples,
+            models: self.metrics.into_iter().zip(self.times).map(outcome).collect::<Result<_>>()?,
+            pairs: self.pairs.into_iter().map(|(_, fidelity)| fidelity.finish()).collect(),
+        })
+    }
+}
+
+/// Runs models over a data set, computes the metric of each, and compares the outputs of each pair of
+/// models.
+///
+/// # Errors
+/// Besides errors of the data and the models: if an output that the task needs is missing, or if the work
+/// is cancelled.
+pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], work: &Work) -> Result<Outcomes> {
+    let mut evaluation = Evaluation::new(data.task(), models.len(), pairs);
+    if models.iter().all(|model| model.group_size(&Inputs::new()).is_none()) {
+        data.for_each_batch("Evaluating", work, |batch| evaluation.add(&batch, models))?;
+        return evaluation.finish(data.task());
+    }
+    // Blockwise runners report progress themselves.
+    let mut consumer = (evaluation, models);
+    let size = |batch: &Batch, models: &[Box<dyn Runner + '_>]| models.iter().filter_map(|model| model.group_size(&batch.inputs)).min().unwrap_or(1);
+    data.for_each_group(work, &mut consumer, |(_, models), batch| size(batch, models), |(state, models), batches| state.add_all(batches, models))?;
+    let (evaluation, _) = consumer;
+    evaluation.finish(data.task())
+}
+
+/// Runs two models on one batch and compares their outputs.
+///
+/// # Errors
+/// The same as [`Runner::run`] and [`output_fidelity`].
+pub fn compare(batch: &Batch, models: &mut [Box<dyn Runner + '_>; 2]) -> Result<Fidelity> {
+    let [before, after] = models;
+    output_fidelity(batch, &before.run(&batch.inputs)?, &after.run(&batch.inputs)?)
+}
+
+/// Fidelity of the outputs `after` to the outputs `before` of the same batch.
+///
+/// # Errors
+/// If no float output of the same name has the same shape in both.
+pub fn output_fidelity(batch: &Batch, before: &Outputs, after: &Outputs) -> Result<Fidelity> {
+    let mut fidelity = FidelityAccumulator::default();
+    fidelity.add(batch, before, after)?;
+    Ok(fidelity.finish())
+}
+
+fn metric(task: Task) -> Option<Box<dyn Metric>> {
+    match task {
+        Task::Classification => Some(Box::<classification::Classification>::default()),
+        Task::LanguageModelling => Some(Box::<language_modelling::Perplexity>::default()),
+        Task::Embedding => Some(Box::<embedding::Similarity>::default()),
+        Task::Fidelity => None,
+    }
+}
+
+/// Selects the output that a metric reads: the first of the names that exists, else the only output of
+/// this rank.
+pub(super) fn select_output<'o>(outputs: &'o Outputs, names: &[&str], rank: usize) -> Result<(&'o str, &'o Tensor)> {
+    let named = names.iter().find_map(|name| outputs.get_key_value(*name));
+    let mut fitting = outputs.iter().filter(|(_, tensor)| tensor.rank() == rank);
+    let mut only = || fitting.next().filter(|_| fitting.next().is_none());
+    let selected = match named {
+        Some(named) => Some(named).filter(|(_, tensor)| tensor.rank() == rank),
+        None => only(),
+    };
+    selected.map(|(name, tensor)| (name.as_str(), tensor)).ok_or_else(|| {
+        let all = outputs.iter().map(|(name, tensor)| format!("`{name}` {:?}", tensor.dims())).collect::<Vec<_>>().join(", ");
+        Error::option("task", format!("needs an output `{}` with {rank} dimensions; the outputs of the model are {all}", names.first().unwrap_or(&"")))
+    })
+}
+
+/// Converts an error of a tensor operation.
+pub(super) fn tensor_error(e: candle_core::Error) -> Error {
+    Error::option("evaluation", e)
+}
+
+/// Maximum number of `f64` elements that are reduced on a device in one operation.
+const MAX_CHUNK_ELEMENTS: usize = 1 << 24;
+
+/// Applies a reduction to chunks of rows that have at most [`MAX_CHUNK_ELEMENTS`] elements, and
+/// concatenates the results.
+pub(super) fn in_chunks<T>(rows: usize, width: usize, reduce: impl Fn(Range<usize>) -> candle_core::Result<Vec<T>>) -> candle_core::Result<Vec<T>> {
+    let step = (MAX_CHUNK_ELEMENTS / width.max(1)).max(1);
+    let chunks = (0..rows).step_by(step).map(|first| reduce(first..rows.min(first + step)));
+    Ok(chunks.collect::<candle_core::Result<Vec<_>>>()?.into_iter().flatten().collect())
+}

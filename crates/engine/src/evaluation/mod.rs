@@ -1,0 +1,41 @@
+//! Model evaluation: task metrics on labelled data, fidelity of the outputs to those of another model,
+//! and latency.
+//!
+//! All models run on the same batches. Outputs are reduced to sums after each batch.
+
+mod options;
+mod results;
+
+pub use options::{Evaluate, Precision};
+pub use results::{
+    Accuracy, Compute, Continuation, Cost, Fidelity, Latency, MeasuredFidelity, OutputFidelity, Quantiles, Runtime, SamplesFrom, Score, lower_is_better,
+};
+
+#[cfg(feature = "run")]
+#[path = "."]
+mod running {
+    //! The part of this module that runs models.
+
+    mod classification;
+    mod embedding;
+    mod fidelity;
+    mod language_modelling;
+    mod latency;
+    mod measure;
+    pub mod quantized_values;
+    mod runner;
+    mod statistics;
+    mod subject;
+
+    pub use fidelity::FidelityAccumulator;
+    pub use latency::latency;
+    use measure::{Metric, in_chunks, select_output, tensor_error};
+    pub use measure::{Outcome, Outcomes, Outputs, compare, evaluate, output_fidelity};
+    pub use runner::{BlockwiseCandle, Candle, OnnxRuntime, Runner};
+    pub use subject::{Subject, load};
+
+    use super::{Fidelity, Latency, OutputFidelity, Precision, Quantiles, Runtime, Score};
+}
+
+#[cfg(feature = "run")]
+pub use running::*;

@@ -1,0 +1,148 @@
+//! Node-by-node verification of a static int8 ONNX file.
+//!
+//! Rounding to eight bits amplifies differences: two correct implementations that differ by one
+//! quantization step in an early layer can have different outputs after fifty layers. Each quantized
+//! value is therefore compared in isolation: the built-in executor computes it from the quantized values
+//! that ONNX Runtime computed, and both must agree to within one step.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use prost::Message;
+
+use crate::data::Batch;
+use crate::error::{Error, Result};
+use crate::evaluation::{Fidelity, FidelityAccumulator};
+use crate::exec::{Executor, Parameters, Residence, Rounding};
+use crate::ir::Graph;
+use crate::ir::ops::{FakeQuantize, Op};
+use crate::model::Model;
+use crate::onnx::proto::{DataType, GraphProto, ModelProto, NodeProto, TensorTypeProto, TypeProto, ValueInfoProto};
+use crate::runtime::{self, Session};
+use crate::work::Work;
+
+/// Tolerance in quantization steps: a sum halfway between two steps may be rounded either way.
+const STEPS: i64 = 1;
+
+/// The result of a comparison.
+#[derive(Debug)]
+pub struct Agreement {
+    /// Number of quantized values of the graph.
+    pub values: usize,
+    /// The value with the largest difference, and that difference in steps, if it is more than one.
+    pub wrong: Option<(String, i64)>,
+    /// Fidelity of the outputs that the built-in executor computes from the file's quantized values to
+    /// the outputs of the file.
+    pub outputs: Fidelity,
+}
+
+/// A quantized value: its quantizer, and the code in the file that represents the quantizer's code 0.
+struct Quantized {
+    quantizer: FakeQuantize,
+    offset: i64,
+}
+
+impl Quantized {
+    /// Quantized codes of a fake-quantized tensor.
+    fn codes(&self, value: &Tensor) -> candle_core::Result<Vec<i64>> {
+        let (scale, zero) = (f64::from(self.quantizer.scale), i64::from(self.quantizer.zero_point) + self.offset);
+        let values = value.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        Ok(values.into_iter().map(|value| (f64::from(value) / scale).round() as i64 + zero).collect())
+    }
+
+    /// Dequantizes codes.
+    fn values(&self, codes: &[i64], like: &Tensor) -> candle_core::Result<Tensor> {
+        let zero = i64::from(self.quantizer.zero_point) + self.offset;
+        let values: Vec<f32> = codes.iter().map(|code| (code - zero) as f32 * self.quantizer.scale).collect();
+        Tensor::from_vec(values, like.dims(), like.device())?.to_dtype(like.dtype())
+    }
+}
+
+/// Whether a graph quantizes activations statically.
+pub fn is_static(graph: &Graph) -> bool {
+    graph.nodes().iter().any(|node| matches!(node.op, Op::FakeQuantize(_)))
+}
+
+/// Compares all quantized values of a file with the values that the built-in executor computes from the
+/// same inputs. Returns `None` if the shape of a value differs in the file, as it does for the rows
+/// routed to an expert.
+pub fn compare(model: &Model, file: &Path, samples: &[Batch], work: &Work) -> Result<Option<Agreement>> {
+    let graph = model.graph()?;
+    let bytes = std::fs::read(file).map_err(Error::io("read", file))?;
+    let mut proto = ModelProto::decode(bytes.as_slice()).map_err(|e| Error::malformed(file, e))?;
+    let Some(quantized) = expose(&graph, &mut proto)? else { return Ok(None) };
+    let mut session = Session::from_bytes(&proto.encode_to_vec(), file, runtime::Options { threads: work.threads, ..runtime::Options::default() })?;
+    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Stored, work)?;
+    let executor = Executor::new(&graph, parameters, Device::Cpu).with_rounding(Rounding::Tensor);
+    let mut largest: Option<(String, i64)> = None;
+    let mut other_shape = false;
+    let mut fidelity = FidelityAccumulator::default();
+    for sample in samples {
+        work.cancel.check()?;
+        let onnx_outputs = session.run(&sample.inputs)?;
+        let mut replace = |name: &str, computed: Tensor| {
+            let failed = |e| Error::run(format!("graph value `{name}`"), e, "");
+            let (Some(quantized), Some(codes)) = (quantized.get(name), onnx_outputs.get(&codes_of(name))) else { return Ok(computed) };
+            if codes.dims() != computed.dims() {
+                other_shape = true;
+                return Ok(computed);
+            }
+            let codes = codes.flatten_all().and_then(|codes| codes.to_vec1::<i64>()).map_err(failed)?;
+            let computed_codes = quantized.codes(&computed).map_err(failed)?;
+            let steps = codes.iter().zip(&computed_codes).map(|(a, b)| (a - b).abs()).max().unwrap_or(0);
+            if largest.as_ref().is_none_or(|(_, so_far)| steps > *so_far) {
+                largest = Some((name.to_owned(), steps));
+            }
+            quantized.values(&codes, &computed).map_err(failed)
+        };
+        let outputs = executor.run_replacing(|name| quantized.contains_key(name), &sample.inputs, &mut replace)?;
+        if other_shape {
+            return Ok(None);
+        }
+        fidelity.add(sample, &outputs, &onnx_outputs)?;
+    }
+    let wrong = largest.filter(|(_, steps)| *steps > STEPS);
+    Ok(Some(Agreement { values: quantized.len(), wrong, outputs: fidelity.finish() }))
+}
+
+/// Suffix of the names of quantized codes in a file.
+const CODES: &str = "/integers";
+
+/// Name of the codes of a quantized value in a file.
+fn codes_of(value: &str) -> String {
+    format!("{value}{CODES}")
+}
+
+/// Adds the codes of all quantized values to the outputs of a file. Kernels stay fused, because these
+/// codes are their outputs. Returns `None` if the file quantizes activations that the graph does not,
+/// such as those of the dense layers of sentence-transformers.
+fn expose(graph: &Graph, proto: &mut ModelProto) -> Result<Option<BTreeMap<String, Quantized>>> {
+    let file = proto.graph.get_or_insert_default();
+    let mut found = BTreeMap::new();
+    for node in graph.nodes() {
+        let Op::FakeQuantize(quantizer) = &node.op else { continue };
+        let name = &graph.value(node.output).name;
+        let codes = codes_of(name);
+        let written = file.node.iter().find(|node| node.op_type() == "QuantizeLinear" && node.output.first() == Some(&codes));
+        let kind = written
+            .and_then(|written| zero_point_type(file, written))
+            .ok_or_else(|| Error::graph(format!("graph value `{name}`"), "has no `QuantizeLinear` with a zero point in the ONNX file"))?;
+        let offset = if kind == DataType::Uint8 { 128 } else { 0 };
+        found.insert(name.clone(), Quantized { quantizer: *quantizer, offset });
+        let tensor = TensorTypeProto { elem_type: Some(kind as i32), shape: None };
+        let ty = TypeProto { tensor_type: Some(tensor), ..TypeProto::default() };
+        file.output.push(ValueInfoProto { name: Some(codes), r#type: Some(ty), ..ValueInfoProto::default() });
+    }
+    let initializers: BTreeSet<&str> = file.initializer.iter().map(|tensor| tensor.name()).collect();
+    let is_known = |node: &NodeProto| node.output.first().and_then(|name| name.strip_suffix(CODES)).is_some_and(|value| found.contains_key(value));
+    let is_activation = |node: &&NodeProto| node.op_type() == "QuantizeLinear" && node.input.first().is_some_and(|name| !initializers.contains(&**name));
+    Ok(file.node.iter().filter(is_activation).all(is_known).then_some(found))
+}
+
+/// Type of the codes that a `QuantizeLinear` node returns.
+fn zero_point_type(file: &GraphProto, node: &NodeProto) -> Option<DataType> {
+    let name = node.input.get(2)?;
+    let zero_point = file.initializer.iter().find(|tensor| tensor.name.as_ref() == Some(name))?;
+    [DataType::Uint8, DataType::Int8].into_iter().find(|kind| zero_point.data_type == Some(*kind as i32))
+}

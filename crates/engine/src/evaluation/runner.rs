@@ -1,0 +1,251 @@
+//! Loaded models that run in the built-in executor or in ONNX Runtime.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device, Tensor};
+
+use super::{Outputs, Precision, Runtime};
+use crate::data::{Batch, References};
+use crate::error::Result;
+use crate::exec::{Blockwise, BlockwiseOptions, Executor, Inputs, Parameters, Residence, Rounding, state_bytes};
+use crate::ir::decoder::{MASK, TOKENS};
+use crate::ir::{Graph, Port};
+use crate::model::Model;
+use crate::onnx::ModelFile;
+use crate::runtime::{self, DecoderCache, Limits, Session};
+use crate::store::Weights;
+use crate::work::{Cancel, MemoryLimit, Work};
+
+impl Precision {
+    /// The element type.
+    pub fn dtype(self) -> DType {
+        match self {
+            Precision::F32 => DType::F32,
+            Precision::Bf16 => DType::BF16,
+            Precision::F16 => DType::F16,
+        }
+    }
+}
+
+/// A loaded model.
+pub trait Runner {
+    /// The runtime that runs the model.
+    fn runtime(&self) -> Runtime;
+    /// Runs the model on a batch. Outputs are on the device of the model, and their computation has
+    /// finished on return.
+    ///
+    /// # Errors
+    /// If an input is missing or has a wrong shape or dtype, or if memory runs out.
+    fn run(&mut self, inputs: &Inputs) -> Result<Outputs>;
+    /// Number of batches like this one to pass to [`prepare`](Runner::prepare) at once; `None` if the
+    /// runner has no use for it.
+    fn group_size(&self, _inputs: &Inputs) -> Option<usize> {
+        None
+    }
+    /// Announces the batches of the next calls of [`run`](Runner::run), in order.
+    ///
+    /// # Errors
+    /// The same as [`run`](Runner::run).
+    fn prepare(&mut self, _batches: &[Batch]) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// The built-in executor.
+#[derive(Debug)]
+pub struct Candle<'g> {
+    executor: Executor<'g>,
+}
+
+impl<'g> Candle<'g> {
+    /// Loads the parameters of a model. 16-bit weights stay in memory as 16-bit values and are converted
+    /// when they are used.
+    ///
+    /// # Errors
+    /// If a weight cannot be read, or if memory runs out.
+    pub fn load(model: &Model, graph: &'g Graph, precision: Precision, device: &Device, work: &Work) -> Result<Candle<'g>> {
+        let parameters = Parameters::load(graph, &model.weights, device, precision.dtype(), Residence::Stored, work)?;
+        Ok(Candle { executor: Executor::new(graph, parameters, device.clone()) })
+    }
+
+    /// Wraps an executor.
+    pub fn new(executor: Executor<'g>) -> Candle<'g> {
+        Candle { executor }
+    }
+
+    /// Sets the granularity of the dynamic quantization of activations.
+    #[must_use]
+    pub fn with_rounding(self, rounding: Rounding) -> Self {
+        Candle { executor: self.executor.with_rounding(rounding) }
+    }
+}
+
+impl Runner for Candle<'_> {
+    fn runtime(&self) -> Runtime {
+        Runtime::Candle
+    }
+
+    fn run(&mut self, inputs: &Inputs) -> Result<Outputs> {
+        synchronized(self.executor.run(inputs)?)
+    }
+}
+
+/// Waits until the device has computed the outputs.
+fn synchronized(outputs: Outputs) -> Result<Outputs> {
+    outputs.values().next().map_or(Ok(()), |tensor| tensor.device().synchronize()).map_err(super::tensor_error)?;
+    Ok(outputs)
+}
+
+/// The built-in executor for a model that is larger than memory. All announced batches pass through a
+/// block before the next block is loaded, so that parameters are read once per group of batches.
+pub struct BlockwiseCandle<'m> {
+    graph: &'m Graph,
+    weights: &'m Weights,
+    options: BlockwiseOptions,
+    /// Limit of the activations cached between blocks, in bytes.
+    cache_bytes: u64,
+    work: Work<'m>,
+    /// Announced batches after the last block, and the index of the next one to return.
+    prepared: Option<(Blockwise<'m>, usize)>,
+}
+
+impl<'m> BlockwiseCandle<'m> {
+    /// Wraps a model. `cache_bytes` limits the memory of the activations cached between blocks.
+    pub fn new(model: &'m Model, graph: &'m Graph, options: BlockwiseOptions, cache_bytes: u64, work: &Work<'m>) -> BlockwiseCandle<'m> {
+        let options = BlockwiseOptions { limit: u64::MAX, ..options };
+        BlockwiseCandle { graph, weights: &model.weights, options, cache_bytes, work: *work, prepared: None }
+    }
+}
+
+impl Runner for BlockwiseCandle<'_> {
+    fn runtime(&self) -> Runtime {
+        Runtime::Candle
+    }
+
+    fn run(&mut self, inputs: &Inputs) -> Result<Outputs> {
+        let ids = |inputs: &Inputs| inputs.values().map(Tensor::id).collect::<Vec<_>>();
+        let next = |(run, next): &(Blockwise, usize)| *next < run.batches() && ids(&run.batch(*next).inputs) == ids(inputs);
+        if !self.prepared.as_ref().is_some_and(next) {
+            self.prepare(&[Batch { inputs: inputs.clone(), references: References::None, samples: 1 }])?;
+        }
+        let Some((run, next)) = &mut self.prepared else { return Ok(Outputs::new()) };
+        *next += 1;
+        synchronized(run.outputs_of(*next - 1)?)
+    }
+
+    fn group_size(&self, inputs: &Inputs) -> Option<usize> {
+        Some(usize::try_from(self.cache_bytes / state_bytes(self.graph, inputs).max(1)).unwrap_or(usize::MAX).max(1))
+    }
+
+    fn prepare(&mut self, batches: &[Batch]) -> Result<()> {
+        self.prepared = None;
+        let mut run = Blockwise::new(self.graph, self.weights, |_| false, self.options.clone(), &self.work);
+        batches.iter().try_for_each(|batch| run.push(batch.clone()))?;
+        (0..run.blocks().len()).try_for_each(|block| Blockwise::run_block(&mut [&mut run], block, &BTreeSet::new()))?;
+        self.prepared = Some((run, 0));
+        Ok(())
+    }
+}
+
+/// A model file in ONNX Runtime.
+#[derive(Debug)]
+pub struct OnnxRuntime {
+    session: Session,
+    /// Number of tokens at the end of a text that a decoder with a KV cache processes one at a time.
+    steps: usize,
+    /// Size of the model's files; `None` if it is not known.
+    bytes: Option<u64>,
+}
+
+impl OnnxRuntime {
+    /// Loads a model file.
+    ///
+    /// # Errors
+    /// If ONNX Runtime is not found or cannot load the file.
+    pub fn open(path: &Path, threads: usize) -> Result<OnnxRuntime> {
+        // Loading folds constants, which may grow to any size.
+        let bytes = ModelFile::open(path).ok().map(|file| file.bytes());
+        let limits = bytes.map(|bytes| Limits::for_size(Duration::MAX, bytes));
+        Ok(OnnxRuntime { session: Session::open(path, runtime::Options { threads, limits, ..runtime::Options::default() })?, steps: 0, bytes })
+    }
+
+    /// The session that runs the model.
+    pub fn session_mut(&mut self) -> &mut Session {
+        &mut self.session
+    }
+
+    /// Terminates runs that exceed these limits.
+    #[must_use]
+    pub fn with_limits(self, limits: Limits) -> OnnxRuntime {
+        OnnxRuntime { session: self.session.with_limits(limits), ..self }
+    }
+
+    /// Without other limits, limits the memory of each run on inputs of this size: it may need a few
+    /// copies of weights and inputs, or part of the memory that models may take.
+    pub fn with_default_limits(self, inputs: u64, memory: MemoryLimit) -> OnnxRuntime {
+        let Some(bytes) = self.bytes.filter(|_| self.session.limits().is_none()) else { return self };
+        // A run is only stopped between operators, each of which may double the memory.
+        let part = memory.bytes.map_or(0, |bytes| if memory.explicit { bytes } else { bytes / 3 });
+        let limits = Limits::for_size(Duration::MAX, bytes.saturating_add(inputs));
+        self.with_limits(Limits { memory: limits.memory.max(part), ..limits })
+    }
+
+    /// Terminates runs when this handle is cancelled.
+    #[must_use]
+    pub fn cancelled_by(self, cancel: &Cancel) -> OnnxRuntime {
+        OnnxRuntime { session: self.session.cancelled_by(cancel), ..self }
+    }
+
+    /// Inputs and outputs of the model, without those of its KV cache.
+    pub fn ports(&self) -> (Vec<Port>, Vec<Port>) {
+        self.session.public_ports()
+    }
+
+    /// Processes the last `steps` tokens of each text one at a time, if the model has a KV cache.
+    #[must_use]
+    pub fn with_steps(self, steps: usize) -> OnnxRuntime {
+        OnnxRuntime { steps, ..self }
+    }
+
+    /// Runs a decoder with a KV cache incrementally and concatenates the outputs of all tokens.
+    fn run_incrementally(&mut self, inputs: &Inputs) -> Result<Outputs> {
+        let columns = |from: usize, to: usize| {
+            let part = |(name, tensor): (&String, &Tensor)| {
+                let from = if name == MASK { 0 } else { from };
+                Ok((name.clone(), tensor.narrow(1, from, to - from)?.contiguous()?))
+            };
+            inputs.iter().map(part).collect::<candle_core::Result<Inputs>>().map_err(super::tensor_error)
+        };
+        let length = inputs.get(TOKENS).and_then(|tokens| tokens.dim(1).ok()).unwrap_or(0);
+        let first = length.saturating_sub(self.steps).max(1).min(length);
+        let (mut cache, mut parts) = (DecoderCache::default(), Vec::new());
+        for (from, to) in [(0, first)].into_iter().chain((first..length).map(|at| (at, at + 1))) {
+            parts.push(self.session.run_next(&columns(from, to)?, &mut cache)?);
+        }
+        let names: Vec<String> = parts.first().into_iter().flat_map(Outputs::keys).cloned().collect();
+        let concatenated = |name: String| {
+            let parts: Vec<&Tensor> = parts.iter().filter_map(|outputs| outputs.get(&name)).collect();
+            Ok((name, Tensor::cat(&parts, 1).map_err(super::tensor_error)?))
+        };
+        names.into_iter().map(concatenated).collect()
+    }
+}
+
+impl Runner for OnnxRuntime {
+    fn runtime(&self) -> Runtime {
+        Runtime::OnnxRuntime
+    }
+
+    fn run(&mut self, inputs: &Inputs) -> Result<Outputs> {
+        if self.session.has_kv_cache() { self.run_incrementally(inputs) } else { self.session.run(inputs) }
+    }
+}
+
+/// Run time in seconds.
+pub(super) fn seconds(runner: &mut dyn Runner, inputs: &Inputs) -> Result<f64> {
+    let start = Instant::now();
+    runner.run(inputs)?;
+    Ok(start.elapsed().as_secs_f64())
+}

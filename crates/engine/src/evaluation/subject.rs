@@ -1,0 +1,259 @@
+//! Models to evaluate: a folder of weights, or an ONNX file.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::Device;
+use serde_json::{Map, Value};
+
+use super::{BlockwiseCandle, Candle, OnnxRuntime, Precision, Runner, Runtime};
+use crate::analysis;
+use crate::data::Target;
+use crate::error::{Error, Result};
+use crate::exec::{BlockwiseOptions, Inputs, MemoryNeed, Residence, Rounding, Schedule, sizes_of};
+use crate::ir::{Graph, Port};
+use crate::model::{Config, Model, SynthesizedFiles, auxiliary_path, preprocessing_folder};
+use crate::runtime::Limits;
+use crate::runtime::Session;
+use crate::work::{MemoryLimit, Work};
+
+/// Loads models to be compared. They are loaded completely if they fit into memory together with the
+/// activations of a batch like `inputs`; otherwise the built-in executor runs them block by block.
+///
+/// # Errors
+/// The same as [`Subject::load`], or if the models do not fit into the requested memory limit.
+pub fn load<'s>(
+    subjects: impl IntoIterator<Item = &'s mut Subject>,
+    inputs: Option<&Inputs>,
+    device: &Device,
+    memory: MemoryLimit,
+    work: &Work<'s>,
+) -> Result<Vec<Box<dyn Runner + 's>>> {
+    let subjects: Vec<&mut Subject> = subjects.into_iter().collect();
+    let needs: Vec<(&str, MemoryNeed)> = subjects.iter().filter_map(|subject| subject.memory_need(inputs)).collect();
+    let schedule = match Schedule::choose(memory, &needs)? {
+        // The models share the cache of activations equally.
+        Schedule::Blockwise { states } => Schedule::Blockwise { states: states / needs.len().max(1) as u64 },
+        schedule => schedule,
+    };
+    drop(needs);
+    let bytes: u64 = inputs.into_iter().flatten().map(|(_, tensor)| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum();
+    subjects.into_iter().map(|subject| subject.with_default_limits(bytes, memory).load_as(schedule, device, work)).collect()
+}
+
+/// An opened model to evaluate.
+pub struct Subject {
+    folder: PathBuf,
+    synthesized: SynthesizedFiles,
+    config: Map<String, Value>,
+    inputs: Vec<Port>,
+    outputs: Vec<Port>,
+    rounding: Rounding,
+    precision: Precision,
+    source: Source,
+}
+
+enum Source {
+    Folder { model: Box<Model>, graph: Box<Graph> },
+    Onnx(Option<OnnxRuntime>),
+}
+
+impl Subject {
+    /// Opens a folder, a `.safetensors` file, or an `.onnx` file. [`preprocessing_folder`] locates the
+    /// tokenizer and `config.json` of the latter.
+    ///
+    /// # Errors
+    /// If the model cannot be opened, if its architecture is not supported, or if ONNX Runtime is not
+    /// found for an `.onnx` file.
+    pub fn open(path: &Path, threads: usize) -> Result<Subject> {
+        if path.extension().is_none_or(|e| e != "onnx") {
+            let model = Model::open(path)?;
+            return match &model.onnx {
+                // The built-in executor cannot provide the inputs of a KV cache.
+                Some(file) if file.has_kv_cache() => Subject::open_onnx_file(&file.path, threads),
+                _ => Subject::from_model(model),
+            };
+        }
+        Subject::open_onnx_file(path, threads)
+    }
+
+    /// Opens the ONNX file that a model was opened from, without the modifications of the model.
+    ///
+    /// # Errors
+    /// If the model was not opened from an ONNX file, or if ONNX Runtime is not found or cannot load it.
+    pub fn open_original_file(model: &Model, threads: usize) -> Result<Subject> {
+        let not_onnx = || Error::option("ONNX Runtime", format!("{} is not an ONNX file", model.path.display()));
+        let file = model.onnx.as_ref().ok_or_else(not_onnx)?;
+        let mut subject = Subject::open_onnx_file(&file.path, threads)?;
+        for input in &mut subject.inputs {
+            input.shape = file.input_sizes(&input.name).unwrap_or_else(|| input.shape.clone());
+            input.number = file.fixed_scalar(&input.name);
+        }
+        Ok(subject)
+    }
+
+    /// Opens an ONNX file with a tokenizer and `config.json` in its folder or in the parent folder.
+    fn open_onnx_file(path: &Path, threads: usize) -> Result<Subject> {
+        let folder = preprocessing_folder(path);
+        let config = Config::open(&auxiliary_path(&folder, "config.json"))?;
+        Subject::open_onnx(path, &folder, config.values().clone(), threads)
+    }
+
+    /// Wraps an open model.
+    ///
+    /// # Errors
+    /// If the architecture is not supported, if the weights do not match the configuration, or if an ONNX
+    /// file that only ONNX Runtime can run has modified weights that are not written yet.
+    pub fn from_model(model: Model) -> Result<Subject> {
+        let graph = match (model.graph(), &model.onnx) {
+            (Err(_), Some(file)) if file.has_unchanged_weights(&model.weights) => return Subject::open_onnx_file(&file.path, 1),
+            (Err(_), Some(_)) => {
+                return Err(Error::Unsupported {
+                    what: format!("{}: running an .onnx model with modified weights that are not written yet", model.path.display()),
+                    hint: "write the model first, then open the written file".into(),
+                });
+            }
+            (graph, _) => graph?,
+        };
+        let (inputs, outputs) = Port::from_graph(&graph);
+        let (folder, config) = model.preprocessing()?;
+        let (synthesized, config) = (model.auxiliary.synthesized.clone(), config.values().clone());
+        Ok(Subject {
+            folder,
+            synthesized,
+            config,
+            inputs,
+            outputs,
+            rounding: Rounding::Token,
+            precision: Precision::F32,
+            source: Source::Folder { model: Box::new(model), graph: Box::new(graph) },
+        })
+    }
+
+    /// Opens an ONNX file with a separate configuration and tokenizer folder.
+    ///
+    /// # Errors
+    /// If ONNX Runtime is not found or cannot load the file.
+    pub fn open_onnx(path: &Path, folder: &Path, config: Map<String, Value>, threads: usize) -> Result<Subject> {
+        let session = OnnxRuntime::open(path, threads)?;
+        let (inputs, outputs) = session.ports();
+        Ok(Subject {
+            folder: folder.to_owned(),
+            synthesized: SynthesizedFiles::new(),
+            config,
+            inputs,
+            outputs,
+            rounding: Rounding::Tensor,
+            precision: Precision::F32,
+            source: Source::Onnx(Some(session)),
+        })
+    }
+
+    /// Opens an ONNX file that compress has written, like [`open_onnx`](Subject::open_onnx). Returns an
+    /// error if ONNX Runtime cannot load it with the session option for exact int8 accumulation.
+    pub fn open_written(path: &Path, folder: &Path, config: Map<String, Value>, threads: usize) -> Result<Subject> {
+        let mut subject = Subject::open_onnx(path, folder, config, threads)?;
+        subject.session_mut().map_or(Ok(()), Session::require_exact_sums)?;
+        Ok(subject)
+    }
+
+    /// The session of an ONNX file that is not loaded yet.
+    pub fn session_mut(&mut self) -> Option<&mut Session> {
+        match &mut self.source {
+            Source::Onnx(session) => session.as_mut().map(OnnxRuntime::session_mut),
+            Source::Folder { .. } => None,
+        }
+    }
+
+    /// Terminates runs of an ONNX file that exceed these limits.
+    #[must_use]
+    pub fn with_limits(self, limits: Limits) -> Subject {
+        match self.source {
+            Source::Onnx(session) => Subject { source: Source::Onnx(session.map(|session| session.with_limits(limits))), ..self },
+            _ => self,
+        }
+    }
+
+    /// Limits the memory of an ONNX file on inputs of this size if it has no other limits.
+    fn with_default_limits(&mut self, inputs: u64, memory: MemoryLimit) -> &mut Subject {
+        if let Source::Onnx(session) = &mut self.source {
+            *session = session.take().map(|session| session.with_default_limits(inputs, memory));
+        }
+        self
+    }
+
+    /// Sets the granularity of the dynamic quantization of activations in the built-in executor. The
+    /// default is per token.
+    #[must_use]
+    pub fn with_rounding(self, rounding: Rounding) -> Subject {
+        Subject { rounding, ..self }
+    }
+
+    /// Sets the floating-point type of the built-in executor.
+    #[must_use]
+    pub fn with_precision(self, precision: Precision) -> Subject {
+        Subject { precision, ..self }
+    }
+
+    /// Processes the last `steps` tokens of each text one at a time in ONNX Runtime, if the model has a
+    /// KV cache.
+    #[must_use]
+    pub fn with_steps(self, steps: usize) -> Subject {
+        let source = match self.source {
+            Source::Onnx(session) => Source::Onnx(session.map(|session| session.with_steps(steps))),
+            folder => folder,
+        };
+        Subject { source, ..self }
+    }
+
+    /// The runtime that runs the model.
+    pub fn runtime(&self) -> Runtime {
+        match self.source {
+            Source::Folder { .. } => Runtime::Candle,
+            Source::Onnx(_) => Runtime::OnnxRuntime,
+        }
+    }
+
+    /// The graph of a folder; `None` for ONNX files.
+    pub fn graph(&self) -> Option<&Graph> {
+        match &self.source {
+            Source::Folder { graph, .. } => Some(graph),
+            Source::Onnx(_) => None,
+        }
+    }
+
+    /// The interface that data must match.
+    pub fn target(&self) -> Target<'_> {
+        Target { folder: &self.folder, synthesized: &self.synthesized, config: &self.config, inputs: &self.inputs, outputs: &self.outputs }
+    }
+
+    /// Memory needed to run a folder on inputs of these sizes, or on one sample of default size; `None`
+    /// for ONNX files.
+    fn memory_need(&self, inputs: Option<&Inputs>) -> Option<(&str, MemoryNeed)> {
+        let Source::Folder { model, graph } = &self.source else { return None };
+        let sizes = inputs.map_or_else(|| analysis::usual_sizes(graph), |inputs| sizes_of(graph, inputs));
+        Some((model.config.model_type(), MemoryNeed::estimate(graph, &model.weights, self.precision.dtype(), Residence::Stored, &sizes)))
+    }
+
+    /// Loads the model.
+    ///
+    /// # Errors
+    /// If a weight cannot be read, if memory runs out, or if an ONNX file is loaded twice.
+    pub fn load<'s>(&'s mut self, device: &Device, work: &Work<'s>) -> Result<Box<dyn Runner + 's>> {
+        self.load_as(Schedule::Resident, device, work)
+    }
+
+    fn load_as<'s>(&'s mut self, schedule: Schedule, device: &Device, work: &Work<'s>) -> Result<Box<dyn Runner + 's>> {
+        let (rounding, precision) = (self.rounding, self.precision);
+        match (&mut self.source, schedule) {
+            (Source::Folder { model, graph }, Schedule::Blockwise { states }) => {
+                let options = BlockwiseOptions { rounding, compute: precision.dtype(), ..BlockwiseOptions::on(device) };
+                Ok(Box::new(BlockwiseCandle::new(model, graph, options, states, work)))
+            }
+            (Source::Folder { model, graph }, Schedule::Resident) => Ok(Box::new(Candle::load(model, graph, precision, device, work)?.with_rounding(rounding))),
+            (Source::Onnx(session), _) => match session.take() {
+                Some(session) => Ok(Box::new(session.cancelled_by(work.cancel))),
+                None => Err(Error::option("ONNX Runtime", "the model is already loaded")),
+            },
+        }
+    }
+}

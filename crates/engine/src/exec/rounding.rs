@@ -1,0 +1,211 @@
+//! Quantization of the inputs of layers with quantized weights, as the runtime of the model performs it.
+
+use candle_core::{D, DType, Tensor};
+
+use super::transfer::{self, Cause};
+use crate::ir::ops::{ScalarOps, on_host, round_half_even};
+use crate::kernel::minifloat;
+use crate::store::ActivationScheme;
+
+/// Dynamic quantization of the inputs of layers with int8 weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rounding {
+    /// Int8 with a scale per token, as compressed-tensors computes it. The largest magnitude of a token
+    /// is 127.5 steps: a negative one rounds to -127 or -128 depending on the last bit of the division,
+    /// so that two runs with sums that differ in one bit can differ by a step. vLLM's kernels use 127
+    /// steps.
+    Token,
+    /// Uint8 with a scale and a zero point per tensor, as ONNX's `DynamicQuantizeLinear`.
+    Tensor,
+}
+
+impl Rounding {
+    /// Quantizes and dequantizes the input of a layer whose weight specifies this scheme. ONNX does not
+    /// support the FP8 and FP4 schemes, and activations stay in floating point there.
+    pub fn round_input(self, scheme: ActivationScheme, x: &Tensor) -> candle_core::Result<Tensor> {
+        match (scheme, self) {
+            (ActivationScheme::DynamicToken, _) => self.apply(x),
+            (ActivationScheme::None | ActivationScheme::Static(_), _) | (_, Rounding::Tensor) => Ok(x.clone()),
+            (_, Rounding::Token) => {
+                // On the host for every device, because no device supports all of these formats.
+                let mut values = transfer::values::<f32>(x, Cause::Answers)?;
+                floats(scheme, x.dim(D::Minus1)?.max(1), &mut values);
+                let rounded = Tensor::from_vec(values, x.dims(), &candle_core::Device::Cpu)?.to_dtype(x.dtype())?;
+                transfer::move_to(&rounded, x.device(), Cause::Answers)
+            }
+        }
+    }
+
+    /// Quantizes to int8 and dequantizes.
+    fn apply(self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let wide = x.to_dtype(DType::F32)?;
+        if !on_host(x.device()) {
+            return self.by_operations(&wide)?.to_dtype(x.dtype());
+        }
+        let mut values = transfer::read::<f32>(&wide)?;
+        match self {
+            Rounding::Token => values.chunks_mut(x.dim(D::Minus1)?.max(1)).for_each(token),
+            Rounding::Tensor => tensor(&mut values),
+        }
+        Tensor::from_vec(values, x.dims(), x.device())?.to_dtype(x.dtype())
+    }
+
+    /// As [`apply`](Self::apply), in tensor operations.
+    fn by_operations(self, x: &Tensor) -> candle_core::Result<Tensor> {
+        match self {
+            Rounding::Token => {
+                let scale = (x.abs()?.max_keepdim(D::Minus1)? / 127.5)?;
+                // Only for tokens that are entirely zero.
+                let scale = (&scale + (scale.eq_scalar(0.0)?.to_dtype(DType::F32)? * f64::from(f32::EPSILON))?)?;
+                round_half_even(&x.broadcast_div(&scale)?)?.clamp_scalar(-128.0, 127.0)?.broadcast_mul(&scale)
+            }
+            Rounding::Tensor => {
+                let (low, high) = (x.min_all()?.minimum_scalar(0.0)?, x.max_all()?.maximum_scalar(0.0)?);
+                let scale = ((high - &low)? / 255.0)?;
+                // A tensor of zeros has scale 1.
+                let scale = (&scale + scale.eq_scalar(0.0)?.to_dtype(DType::F32)?)?;
+                let zero = round_half_even(&(low.neg()? / &scale)?)?.clamp_scalar(0.0, 255.0)?;
+                let integers = round_half_even(&x.broadcast_div(&scale)?)?.broadcast_add(&zero)?.clamp_scalar(0.0, 255.0)?;
+                integers.broadcast_sub(&zero)?.broadcast_mul(&scale)
+            }
+        }
+    }
+}
+
+fn token(row: &mut [f32]) {
+    let largest = row.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+    let scale = if largest / 127.5 > 0.0 { largest / 127.5 } else { f32::EPSILON };
+    for x in row {
+        *x = (*x / scale).round_ties_even().clamp(-128.0, 127.0) * scale;
+    }
+}
+
+/// Rounds tokens with `width` values to 8-bit or 4-bit floats and back, as compressed-tensors computes it.
+fn floats(scheme: ActivationScheme, width: usize, values: &mut [f32]) {
+    let e4m3 = |values: &mut [f32], scale: f32| values.iter_mut().for_each(|x| *x = minifloat::from_e4m3(minifloat::to_e4m3(*x / scale)) * scale);
+    let e2m1 = |values: &mut [f32], scale: f32| values.iter_mut().for_each(|x| *x = minifloat::from_e2m1(minifloat::to_e2m1(*x / scale)) * scale);
+    let largest = |values: &[f32]| values.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+    let or = |scale: f32, least: f32| if scale > 0.0 { scale } else { least };
+    match scheme {
+        ActivationScheme::Float8Static(by) => e4m3(values, by.scale()),
+        ActivationScheme::Float8Token | ActivationScheme::Float8Group(_) => {
+            let group = if let ActivationScheme::Float8Group(size) = scheme { size.max(1) } else { width };
+            for values in values.chunks_mut(width).flat_map(|token| token.chunks_mut(group)) {
+                e4m3(values, or(largest(values) / minifloat::E4M3_MAX, f32::EPSILON));
+            }
+        }
+        ActivationScheme::Mxfp4 => {
+            for values in values.chunks_mut(width).flat_map(|token| token.chunks_mut(32)) {
+                e2m1(values, minifloat::from_e8m0(minifloat::e8m0_scale(largest(values), 2)));
+            }
+        }
+        ActivationScheme::Nvfp4(by) => {
+            for values in values.chunks_mut(width).flat_map(|token| token.chunks_mut(16)) {
+                let scale = minifloat::from_e4m3(minifloat::to_e4m3(by.scale() * (largest(values) / minifloat::E2M1_MAX)));
+                e2m1(values, or(scale, 0.125) / by.scale());
+            }
+        }
+        ActivationScheme::DynamicToken | ActivationScheme::Static(_) | ActivationScheme::None => {}
+    }
+}
+
+fn tensor(values: &mut [f32]) {
+    let (low, high) = values.iter().fold((0f32, 0f32), |(low, high), x| (low.min(*x), high.max(*x)));
+    let (scale, zero) = range(low, high);
+    for x in values {
+        *x = (((*x / scale).round_ties_even() + zero).clamp(0.0, 255.0) - zero) * scale;
+    }
+}
+
+/// Scale and zero point of 8 bits for a range that contains zero.
+fn range(low: f32, high: f32) -> (f32, f32) {
+    let scale = (high - low) / 255.0;
+    if scale > 0.0 { (scale, (-low / scale).round_ties_even().clamp(0.0, 255.0)) } else { (1.0, 0.0) }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    fn rounded(rounding: Rounding, rows: &[[f32; 3]; 2]) -> Vec<f32> {
+        let x = Tensor::new(rows, &Device::Cpu).unwrap();
+        let fast = rounding.apply(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let slow = rounding.by_operations(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert!(fast.iter().zip(&slow).all(|(a, b)| (a - b).abs() < 1e-6), "{fast:?} {slow:?}");
+        fast
+    }
+
+    #[test]
+    fn tokens_are_rounded_bit_for_bit_as_by_compressed_tensors() {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/int8/rows.safetensors");
+        let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+        let bits = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        let found = Rounding::Token.apply(&golden["in"]).unwrap();
+        assert_eq!(bits(&found), bits(&golden["out"]));
+    }
+
+    #[test]
+    fn floats_are_rounded_by_token_group_or_stored_scale() {
+        use crate::store::Static;
+        let rounded = |scheme, width, values: &[f32]| {
+            let mut values = values.to_vec();
+            floats(scheme, width, &mut values);
+            values
+        };
+        // The largest value of a token is 448 steps.
+        assert_eq!(rounded(ActivationScheme::Float8Token, 2, &[448.0, 17.0, -4.48, 0.0]), [448.0, 16.0, -4.48, 0.0]);
+        assert_eq!(rounded(ActivationScheme::Float8Group(1), 2, &[448.0, 17.0, 0.0, 1.0]), [448.0, 17.0, 0.0, 1.0]);
+        assert_eq!(rounded(ActivationScheme::Float8Static(Static::new(1.0, None)), 2, &[1000.0, 17.0, 18.0, -19.0]), [448.0, 16.0, 18.0, -20.0]);
+        let example = [0.5, -1.0, 6.0, 0.0, -6.0, 3.0, 1.5, -0.5, 2.0, 4.0, -2.0, -3.0, -4.0, 1.0, 0.25, 0.3];
+        let wanted = [0.5, -1.0, 6.0, 0.0, -6.0, 3.0, 1.5, -0.5, 2.0, 4.0, -2.0, -3.0, -4.0, 1.0, 0.0, 0.5];
+        assert_eq!(rounded(ActivationScheme::Nvfp4(Static::new(448.0, None)), 16, &example), wanted);
+        assert_eq!(rounded(ActivationScheme::Mxfp4, 16, &example), wanted);
+        // Unchanged with the rounding of ONNX.
+        let x = Tensor::new(&[[448f32, 17.0]], &Device::Cpu).unwrap();
+        let of = |rounding: Rounding| rounding.round_input(ActivationScheme::Float8Token, &x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!((of(Rounding::Tensor), of(Rounding::Token)), (vec![448.0, 17.0], vec![448.0, 16.0]));
+    }
+
+    /// Generated by `scripts/goldens-narrow`.
+    #[test]
+    fn floats_are_rounded_bit_for_bit_as_by_compressed_tensors() {
+        use crate::store::Static;
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/narrow-rows.safetensors");
+        let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+        let values = |name: &str| golden[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let stored = |name: &str| Static::new(values(name)[0], None);
+        for (name, scheme) in [
+            ("FP8_DYNAMIC", ActivationScheme::Float8Token),
+            ("FP8_BLOCK", ActivationScheme::Float8Group(128)),
+            ("FP8", ActivationScheme::Float8Static(stored("FP8_scale"))),
+            ("MXFP4", ActivationScheme::Mxfp4),
+            ("NVFP4", ActivationScheme::Nvfp4(stored("NVFP4_scale"))),
+        ] {
+            let mut found = values("in");
+            floats(scheme, 256, &mut found);
+            for (at, (found, wanted)) in found.iter().zip(values(name)).enumerate() {
+                assert!(*found == wanted, "{name} at {at}: {found} is not {wanted}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_row_has_its_own_scale_or_all_share_one() {
+        let rows = [[1.275, -0.5, 0.004], [0.0, 0.0, 0.0]];
+        // The largest value would be 127.5 steps and is clipped to 127.
+        let token = rounded(Rounding::Token, &rows);
+        assert!((token[0] - 1.27).abs() < 1e-6 && (token[1] + 0.5).abs() < 1e-6 && token[2] == 0.0 && token[3..] == [0.0; 3]);
+        rounded(Rounding::Tensor, &[[0.1, 2.0, -3.0], [-2.4, 1.34, 0.5]]);
+        // Ties round to even.
+        assert_eq!(rounded(Rounding::Token, &[[127.5, 0.5, -2.5], [127.5, 1.5, 6.5]]), [127.0, 0.0, -2.0, 127.0, 2.0, 6.0]);
+        assert_eq!(rounded(Rounding::Tensor, &[[0.0, 255.0, 0.5], [2.5, 1.5, 6.5]]), [0.0, 255.0, 0.0, 2.0, 2.0, 6.0]);
+        // The example in ONNX's documentation of DynamicQuantizeLinear: 153, 255, 0, 26, 221, 179 with
+        // zero point 153.
+        let x = Tensor::new(&[0.0f32, 2.0, -3.0, -2.5, 1.34, 0.5], &Device::Cpu).unwrap();
+        let tensor = Rounding::Tensor.apply(&x).unwrap().to_vec1::<f32>().unwrap();
+        let wanted = [153, 255, 0, 26, 221, 179].map(|q: i32| (q - 153) as f32 * 0.019_607_844);
+        assert!(tensor.iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-6), "{tensor:?} {wanted:?}");
+    }
+}

@@ -1,0 +1,161 @@
+//! Copies between the host and devices, counted by cause.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_core::{Device, Result, Tensor, WithDType, bail};
+use serde::Serialize;
+
+/// Purpose of a copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Cause {
+    /// Samples with their masks and labels.
+    Batch,
+    /// Metrics of a training step.
+    Step,
+    /// Parameters.
+    Weights,
+    /// Model outputs, and metrics computed from them.
+    Answers,
+    /// Activation statistics.
+    Statistics,
+    /// Tensors offloaded to the host.
+    Offload,
+    /// Checkpoints and the best weights so far.
+    State,
+}
+
+/// Direction of a copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Direction {
+    /// From the host to the device.
+    In,
+    /// From the device to the host.
+    Out,
+}
+
+/// Number of copies by direction and cause.
+pub type Copies = BTreeMap<(Direction, Cause), u64>;
+
+thread_local! {
+    static COPIES: RefCell<Copies> = const { RefCell::new(Copies::new()) };
+}
+
+static STRICT: AtomicBool = AtomicBool::new(false);
+
+/// Counts copies as if the CPU were a separate device, for the rest of the process.
+pub(super) fn enable_strict() {
+    STRICT.store(true, Ordering::Relaxed);
+}
+
+/// Whether copies are counted as if the CPU were a separate device.
+pub fn is_strict() -> bool {
+    STRICT.load(Ordering::Relaxed)
+}
+
+/// The copies made by this thread.
+pub fn copies() -> Copies {
+    COPIES.with_borrow(Clone::clone)
+}
+
+fn count(direction: Direction, cause: Cause, crosses: bool) {
+    if crosses || is_strict() {
+        COPIES.with_borrow_mut(|copies| *copies.entry((direction, cause)).or_default() += 1);
+    }
+}
+
+/// Copies a tensor from the host to a device.
+///
+/// # Errors
+/// The device runs out of memory.
+pub fn to_device(tensor: &Tensor, device: &Device, cause: Cause) -> Result<Tensor> {
+    count(Direction::In, cause, !device.is_cpu());
+    tensor.to_device(device)
+}
+
+/// Copies a tensor from a device to the host.
+///
+/// # Errors
+/// Memory runs out.
+pub fn to_host(tensor: &Tensor, cause: Cause) -> Result<Tensor> {
+    count(Direction::Out, cause, !tensor.device().is_cpu());
+    tensor.to_device(&Device::Cpu)
+}
+
+/// Copies a tensor to a device; not copied if it is already there.
+///
+/// # Errors
+/// The device runs out of memory.
+pub fn move_to(tensor: &Tensor, device: &Device, cause: Cause) -> Result<Tensor> {
+    match (tensor.device().same_device(device), device.is_cpu()) {
+        (true, _) => Ok(tensor.clone()),
+        (false, true) => to_host(tensor, cause),
+        (false, false) => to_device(tensor, device, cause),
+    }
+}
+
+/// All elements of a tensor on a device, converted to `T`, in row-major order.
+///
+/// # Errors
+/// Memory runs out.
+pub fn values<T: WithDType>(tensor: &Tensor, cause: Cause) -> Result<Vec<T>> {
+    to_host(&tensor.to_dtype(T::DTYPE)?, cause)?.flatten_all()?.to_vec1()
+}
+
+/// The only element of a tensor on a device.
+///
+/// # Errors
+/// There are several elements, or memory runs out.
+pub fn number(tensor: &Tensor, cause: Cause) -> Result<f64> {
+    match values(tensor, cause)?.as_slice() {
+        [number] => Ok(*number),
+        _ => bail!("a tensor of shape {:?} is not a scalar", tensor.dims()),
+    }
+}
+
+/// All elements of a tensor on the host, converted to `T`, in row-major order.
+///
+/// # Errors
+/// The tensor is on another device.
+pub fn read<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
+    match tensor.device() {
+        Device::Cpu => tensor.to_dtype(T::DTYPE)?.flatten_all()?.to_vec1(),
+        device => bail!("the tensor is on {:?}, but must be in host memory", device.location()),
+    }
+}
+
+/// Returns `count` rows: the given ones at distinct indices, and zeros elsewhere.
+pub fn place_rows(rows: &Tensor, indices: &[u32], count: usize) -> Result<Tensor> {
+    // candle's `index_add` on a GPU walks over all indices in each thread.
+    let mut sources = vec![rows.dim(0)? as u32; count];
+    for (row, index) in (0..).zip(indices) {
+        if let Some(source) = sources.get_mut(*index as usize) {
+            *source = row;
+        }
+    }
+    rows.pad_with_zeros(0, 0, 1)?.index_select(&to_device(&Tensor::new(sources, &Device::Cpu)?, rows.device(), Cause::Batch)?, 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elements_are_read_without_counting_host_copies() {
+        let tensor = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu).unwrap();
+        assert_eq!(values::<f64>(&tensor.t().unwrap(), Cause::Answers).unwrap(), [1.0, 3.0, 2.0, 4.0]);
+        assert_eq!(read::<i64>(&tensor).unwrap(), [1, 2, 3, 4]);
+        assert_eq!(number(&tensor.sum_all().unwrap(), Cause::Step).unwrap(), 10.0);
+        assert!(number(&tensor, Cause::Step).is_err());
+        assert_eq!(copies(), Copies::new());
+    }
+    #[test]
+    fn rows_are_placed_at_their_indices() {
+        let rows = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu).unwrap();
+        assert_eq!(place_rows(&rows, &[3, 0], 4).unwrap().to_vec2::<f32>().unwrap(), [[3.0, 4.0], [0.0; 2], [0.0; 2], [1.0, 2.0]]);
+        assert_eq!(place_rows(&rows, &[0, 1], 2).unwrap().to_vec2::<f32>().unwrap(), [[1.0, 2.0], [3.0, 4.0]]);
+    }
+}

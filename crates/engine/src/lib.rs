@@ -1,0 +1,27 @@
+//! Models: opened from checkpoints, run on data, calibrated, evaluated, trained.
+
+pub mod evaluation;
+pub mod model;
+
+#[cfg(feature = "run")]
+#[path = "."]
+mod running {
+    //! Modules that run models.
+
+    pub mod calibration;
+    pub mod data;
+    pub mod exec;
+    pub mod generation;
+    pub mod train;
+
+    pub(crate) use compress_graph::{analysis, arch, ir};
+    pub(crate) use compress_onnx::{self as onnx, runtime};
+}
+
+#[cfg(feature = "run")]
+pub use running::*;
+
+pub use model::Model;
+
+use compress_core::{error, files, store, work};
+use compress_kernels as kernel;

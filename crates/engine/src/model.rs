@@ -1,0 +1,339 @@
+//! A model: configuration, weights, and auxiliary files.
+
+// Parses untrusted input.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+mod config;
+mod diff;
+mod files;
+pub mod gguf;
+#[cfg(feature = "run")]
+mod graph;
+#[cfg(not(feature = "run"))]
+#[path = "model/no_graph.rs"]
+mod graph;
+mod module_renames;
+mod modules;
+mod quantization;
+mod roles;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+pub use config::{Config, OWN_METHOD};
+pub use diff::{Diff, WeightDiff, diff};
+use files::PREPROCESSING;
+pub use files::{AuxiliaryFiles, ExclusionReason, SynthesizedFiles, auxiliary_path, open_auxiliary_config, preprocessing_folder, read_auxiliary_text};
+pub use module_renames::module_name;
+pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_convolution, is_embedding, is_linear, is_prunable, part, stacked_experts};
+
+use crate::error::{Error, Result};
+use crate::files as names;
+use crate::model::roles::{class_of, mark_routers, mark_vision};
+use crate::store::checkpoint::INDEX;
+use crate::store::gguf::{is_continuation, is_gguf};
+use crate::store::{Checkpoint, Encoding, Module, Weight, Weights, pytorch};
+use crate::work::{Event, ProgressUnit, Work};
+
+/// A model folder, or a single safetensors, PyTorch, GGUF or ONNX file. Opening it does not read tensors.
+#[derive(Clone)]
+pub struct Model {
+    /// Path of the folder or file.
+    pub path: PathBuf,
+    /// `config.json`, without the description of weight encodings.
+    pub config: Config,
+    /// The weights, by name.
+    pub weights: Weights,
+    /// The weight files, or the ONNX file with its external data files.
+    pub weight_files: Vec<PathBuf>,
+    /// Other files of the folder.
+    pub auxiliary: AuxiliaryFiles,
+    /// The graph, if a pass has changed it.
+    pub changed_graph: Option<Arc<graph::Graph>>,
+    /// The ONNX file, if the model was opened from one.
+    pub onnx: Option<Arc<graph::ModelFile>>,
+    /// Whether quantized activations are int8 instead of uint8, as some runtimes require.
+    pub signed_activations: bool,
+}
+
+impl Model {
+    /// Name of the file with the hash of the inputs of a cached run.
+    pub const KEY: &str = "inputs.blake3";
+
+    /// Opens a folder, or a safetensors, PyTorch, GGUF or ONNX file. Headers, ONNX messages and
+    /// `config.json` are read, tensors are not. In a folder without safetensors and without
+    /// `pytorch_model.bin`, opens an ONNX or GGUF file.
+    ///
+    /// # Errors
+    /// A file is missing, malformed or not supported.
+    pub fn open(path: impl AsRef<Path>) -> Result<Model> {
+        let path = path.as_ref();
+        names::kind(path).map_err(Error::io("open", path))?;
+        if let Some(file) = only_file(path, "onnx", |path| has_extension(path, "onnx"), |_| false)? {
+            return Model::open_onnx(path, &file);
+        }
+        if let Some(file) = only_file(path, "gguf", is_gguf, is_continuation)? {
+            return Model::open_gguf(path, &file);
+        }
+        let mut checkpoint = Checkpoint::open(path)?;
+        let folder = names::is_dir(path);
+        let unlisted = add_modules(&mut checkpoint, path)?;
+        let weight_files = checkpoint.files.clone();
+        let mut config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
+        store_tied_once(&config, &mut checkpoint);
+        let mut notes = std::mem::take(&mut checkpoint.notes);
+        notes.extend(unlisted);
+        let schemes = config.take_quantization(path)?;
+        checkpoint.gptq = schemes.gptq;
+        let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.encoding(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
+        let mut auxiliary = if folder { AuxiliaryFiles::scan(path, &weight_files)? } else { AuxiliaryFiles::default() };
+        auxiliary.in_weight_files = notes;
+        for (name, weight) in &mut weights.by_name {
+            let class = class(name, weight);
+            if let Encoding::Quantized(affine) = &mut weight.encoding
+                && !affine.codes.is_palette()
+            {
+                schemes.describe(name.strip_suffix(".weight").unwrap_or(name), class, affine)?;
+            }
+        }
+        mark_routers(&mut weights.by_name);
+        mark_vision(&mut weights.by_name, &config);
+        for (alias, original) in config.tied_names(|name| weights.by_name.contains_key(name)) {
+            // A head that shares the integers of the embedding has a copy of its scales (see
+            // `export::safetensors`).
+            if weights.by_name.get(original).is_some_and(|w| w.encoding != Encoding::Dense) {
+                weights.by_name.remove(&format!("{alias}_scale"));
+            }
+        }
+        let model = Model { path: path.to_owned(), config, weights, weight_files, auxiliary, changed_graph: None, onnx: None, signed_activations: false };
+        model.require_widths()?;
+        Ok(model)
+    }
+
+    /// Whether a pass gave this model other classes than those of the input, or a new classification head
+    /// for the same classes.
+    pub fn has_new_classes(&self, input: &Model) -> bool {
+        let differs = |key: &str| self.config.get(key) != input.config.get(key);
+        self.path == input.path && (differs("id2label") || differs("architectures") || self.has_added_head(input))
+    }
+
+    /// The model that samples must fit: the input, or this one if it has new classes.
+    pub fn for_samples<'m>(&'m self, input: &'m Model) -> &'m Model {
+        if self.has_new_classes(input) { self } else { input }
+    }
+
+    /// Every file that a run reads: weights, configuration, and the files next to them, whether they are
+    /// carried over or only determine how weights are unpacked and texts are tokenized.
+    pub fn inputs(&self) -> Vec<PathBuf> {
+        let described = ["config.json", INDEX, pytorch::INDEX].map(|name| self.path.join(name)).into_iter();
+        let folder = self.preprocessing_folder();
+        let preprocessing = PREPROCESSING.map(|name| auxiliary_path(&folder, name)).into_iter().filter(|path| path.parent() != Some(self.path.as_path()));
+        let described = described.chain(preprocessing).filter(|path| names::is_file(path));
+        described.chain(self.weight_files.iter().cloned()).chain(self.auxiliary.read().map(|file| self.path.join(file))).collect()
+    }
+
+    /// Folder of the tokenizer and of other files that specify how samples are prepared; see
+    /// [`preprocessing_folder`].
+    fn preprocessing_folder(&self) -> PathBuf {
+        let file = self.weight_files.first().filter(|_| self.onnx.is_some());
+        file.map_or_else(|| self.path.clone(), |file| preprocessing_folder(file))
+    }
+
+    /// Folder and configuration that specify how samples are prepared.
+    ///
+    /// # Errors
+    /// The `config.json` of an ONNX file cannot be read.
+    pub fn preprocessing(&self) -> Result<(PathBuf, Config)> {
+        let folder = self.preprocessing_folder();
+        let is_own = self.onnx.is_none() || !self.config.values().is_empty();
+        let config = if is_own { self.config.clone() } else { Config::open(&auxiliary_path(&folder, "config.json"))? };
+        Ok((folder, config))
+    }
+
+    /// [`check_contents`](Model::check_contents) of the model at `path`, if that is on another machine.
+    ///
+    /// # Errors
+    /// As there, or the model cannot be opened.
+    pub fn check_remote(path: &Path, work: &Work) -> Result<()> {
+        if names::is_remote(path) { Model::open(path)?.check_contents(work) } else { Ok(()) }
+    }
+
+    /// Compares the weight files of other machines with the hashes that their servers state (SHA-256 on
+    /// the Hub); see [`files::check_content`](crate::files::check_content).
+    ///
+    /// # Errors
+    /// The contents of a file differ from the stated hash, a file cannot be read, or the work is cancelled.
+    pub fn check_contents(&self, work: &Work) -> Result<()> {
+        let mut stated = Vec::new();
+        for path in &self.weight_files {
+            if names::content_hash(path).map_err(Error::io("open", path))?.is_some() {
+                stated.push(path);
+            }
+        }
+        if stated.is_empty() {
+            return Ok(());
+        }
+        work.progress.on(Event::Begin { stage: "Hashing", total: 0, unit: ProgressUnit::Bytes });
+        let checked = stated.into_iter().try_for_each(|path| {
+            names::check_content(path, &|bytes| work.advance(bytes).is_ok()).map_err(|e| match e.kind() {
+                std::io::ErrorKind::Interrupted => Error::Cancelled,
+                _ => Error::io("read", path)(e),
+            })
+        });
+        work.progress.on(Event::End);
+        checked
+    }
+
+    /// Pairs (alias, original) of tied weights; the alias need not be stored.
+    pub fn tied_names(&self) -> Vec<(&'static str, &'static str)> {
+        self.config.tied_names(|name| self.weights.by_name.contains_key(name))
+    }
+
+    /// Bytes of the stored tensors.
+    pub fn stored_bytes(&self) -> u64 {
+        self.weights.by_name.values().map(|w| w.stored_bytes).sum()
+    }
+
+    /// Makes tied weights consistent after a pass has changed one of them. A stored head that differs
+    /// from the embedding is untied in the configuration, as transformers 5 loads it. An equal head that
+    /// the pass did not change is removed, so that loaders tie it again. Returns notes on both.
+    ///
+    /// # Errors
+    /// A pass changes only an alias that equals its original, or one of two different tables of a family
+    /// that always shares them.
+    pub fn settle_ties(&mut self, input: &Model) -> Result<Vec<String>> {
+        let mut notes = Vec::new();
+        for (alias, original) in input.tied_names() {
+            let changed = |name: &str| match (self.weights.by_name.get(name), input.weights.by_name.get(name)) {
+                (Some(now), Some(before)) => Some(!Arc::ptr_eq(&now.source(), &before.source())),
+                _ => None,
+            };
+            let (Some(a), Some(b)) = (changed(alias), changed(original)) else { continue };
+            let always = input.config.shares_table();
+            if (always && a == b) || !(a || b) {
+                continue;
+            }
+            match (input.same_bytes(alias, original)?, always) {
+                (false, false) => notes.push(self.untie(alias, original)),
+                (false, true) => {
+                    return Err(Error::tensor(
+                        alias,
+                        format!("is always `{original}` in this family, but both are stored with different values, and a pass changes only one of them"),
+                        "the family shares one table: remove the wrong one from the checkpoint",
+                    ));
+                }
+                (true, _) if a == b => {}
+                (true, _) if a => {
+                    return Err(Error::tensor(
+                        alias,
+                        format!("is tied to `{original}` by config.json, but a pass changes only this one"),
+                        if always {
+                            "add both to `targets`: the family shares one table"
+                        } else {
+                            "add both to `targets`, or set \"tie_word_embeddings\": false in config.json to untie them"
+                        },
+                    ));
+                }
+                (true, _) => {
+                    self.weights.by_name.remove(alias);
+                    notes.push(format!("`{alias}` is tied to `{original}` and has the same values: only one is stored"));
+                }
+            }
+        }
+        Ok(notes)
+    }
+
+    /// Unties a head in the configuration. Its bias is then stored under two names: transformers 5 reads
+    /// one of them, transformers 4 the other.
+    fn untie(&mut self, alias: &str, original: &str) -> String {
+        self.config.set("tie_word_embeddings", false.into());
+        let weights = &mut self.weights.by_name;
+        if let Some(module) = alias.strip_suffix("decoder.weight") {
+            let [own, shared] = [format!("{module}decoder.bias"), format!("{module}bias")];
+            if let Some(shared_bias) = weights.get(&shared).cloned() {
+                let bias = weights.entry(own).or_insert(shared_bias).clone();
+                weights.insert(shared, bias);
+            }
+        }
+        format!("`{alias}` differs from `{original}`, to which config.json ties it: it is stored separately, and \"tie_word_embeddings\" is set to false")
+    }
+
+    /// Whether two weights have the same values in the same format.
+    pub fn same_bytes(&self, a: &str, b: &str) -> Result<bool> {
+        let [first, second] = [self.weights.get(a)?.dense(a), self.weights.get(b)?.dense(b)];
+        if (first.dtype, &first.shape) != (second.dtype, &second.shape) {
+            return Ok(false);
+        }
+        let hash = |weight: &Weight| -> Result<_> {
+            let mut hasher = blake3::Hasher::new();
+            weight.visit(1, &mut |block| {
+                hasher.update(block.now.values);
+                Ok(())
+            })?;
+            Ok(hasher.finalize())
+        };
+        Ok(hash(&first)? == hash(&second)?)
+    }
+}
+
+/// Adds the weights of modules in subfolders. If the list of modules cannot be parsed, returns a note;
+/// the list and the modules are then carried over unchanged.
+fn add_modules(checkpoint: &mut Checkpoint, path: &Path) -> Result<Option<String>> {
+    match Module::try_list(path)? {
+        Ok(modules) => modules.iter().filter(|module| module.has_weights()).try_for_each(|module| checkpoint.add_folder(path, &module.folder)).map(|()| None),
+        Err(e) => Ok(Some(format!("{e}: it is carried over unchanged, the weights of modules are left unchanged, and the model cannot be run"))),
+    }
+}
+
+/// Removes aliases of tied tensors that share storage, since loaders tie them again. Adds notes on other
+/// tensors that share storage.
+fn store_tied_once(config: &Config, checkpoint: &mut Checkpoint) {
+    let sharing = |checkpoint: &Checkpoint| {
+        let mut storages: Vec<_> = checkpoint.tensors.iter().filter(|(_, tensor)| tensor.bytes() > 0).map(|(name, tensor)| (tensor.location(), name)).collect();
+        storages.sort();
+        let pairs = storages
+            .windows(2)
+            .filter_map(|pair| if let [(a, first), (b, second)] = pair { (a == b).then(|| [first, second].map(|name| (*name).clone())) } else { None });
+        pairs.collect::<Vec<_>>()
+    };
+    for [first, second] in sharing(checkpoint) {
+        for (alias, original) in [(&first, &second), (&second, &first)] {
+            let ties = config.tied_names(|name| name != alias && checkpoint.tensors.contains_key(name));
+            if ties.contains(&(alias.as_str(), original.as_str())) {
+                checkpoint.tensors.remove(alias);
+            }
+        }
+    }
+    let shared = sharing(checkpoint);
+    checkpoint.notes.extend(shared.iter().map(|[first, second]| format!("`{first}` and `{second}` share storage in the input; they are stored separately")));
+}
+
+fn has_extension(path: &Path, extension: &str) -> bool {
+    path.extension().is_some_and(|e| e == extension)
+}
+
+/// The file of a format to open: the path itself, or the only such file in a folder without safetensors,
+/// ignoring later parts of split files.
+fn only_file(path: &Path, extension: &str, has_format: impl Fn(&Path) -> bool, continues: impl Fn(&Path) -> bool) -> Result<Option<PathBuf>> {
+    if !names::is_dir(path) {
+        return Ok(has_format(path).then(|| path.to_owned()));
+    }
+    let files = names::files(path).map_err(Error::io("list", path))?;
+    let is_pytorch = |file: &Path| file.ends_with(pytorch::SINGLE) || file.ends_with(pytorch::INDEX);
+    if files.iter().any(|file| has_extension(file, "safetensors") || file.ends_with(INDEX) || is_pytorch(file)) {
+        return Ok(None);
+    }
+    let candidates: Vec<&PathBuf> = files.iter().filter(|file| has_extension(file, extension)).collect();
+    let mut found: Vec<&PathBuf> = candidates.iter().copied().filter(|file| !continues(file)).collect();
+    if found.is_empty() {
+        found.extend(candidates.first());
+    }
+    match found.as_slice() {
+        [] => Ok(None),
+        [file] => Ok(Some((*file).clone())),
+        [first, ..] => Err(Error::malformed(
+            path,
+            format!("has {} .{extension} files and no safetensors: specify the file to open, for example {}", found.len(), first.display()),
+        )),
+    }
+}

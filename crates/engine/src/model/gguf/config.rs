@@ -1,0 +1,223 @@
+//! Conversion of GGUF metadata to `config.json`.
+
+// Parses untrusted input.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value as Json, json};
+
+use super::family::{Family, Windows};
+use super::values::Values;
+use crate::error::{Error, Result};
+use crate::store::gguf::Value;
+use crate::store::{DType, Weight};
+
+/// Tensor with divisors of the rotary frequencies.
+pub(super) const FACTORS: &str = "rope_freqs.weight";
+
+/// Parameters of Llama 3.1 and 3.2's RoPE scaling: low and high frequency factor, and original context
+/// length.
+const LLAMA3: [f64; 3] = [1.0, 4.0, 8192.0];
+
+/// Builds the configuration of a family's model from the metadata and tensors of a file.
+pub(super) fn config(family: &Family, values: &mut Values, tensors: &BTreeMap<String, Weight>) -> Result<Map<String, Json>> {
+    let mut config = Map::new();
+    let mut set = |key: &str, value: Json| drop(config.insert(key.to_owned(), value));
+    let (hidden, layers, heads) = (values.required("embedding_length")?, values.required("block_count")?, values.required("attention.head_count")?);
+    let inner = values.required("feed_forward_length")?;
+    let groups = values.size(&values.own("attention.head_count_kv"))?.unwrap_or(heads);
+    let [key_length, value_length, rotary] = ["attention.key_length", "attention.value_length", "rope.dimension_count"].map(|key| values.own(key));
+    let (key_width, value_width, rotary_width) = (values.size(&key_length)?, values.size(&value_length)?, values.size(&rotary)?);
+    let head_dim = key_width.or(hidden.checked_div(heads)).filter(|width| *width > 0).ok_or_else(|| values.wrong(format!("`{key_length}` is zero")))?;
+    for (key, width) in [(&value_length, value_width), (&rotary, rotary_width)] {
+        if width.is_some_and(|width| width != head_dim) {
+            return Err(Error::Unsupported {
+                what: format!("{}: `{key}` of {} with heads of {head_dim}", values.path.display(), width.unwrap_or(0)),
+                hint: "only heads with equal key and value widths and full rotary embeddings are supported".into(),
+            });
+        }
+    }
+    let rows = tensors.get("token_embd.weight").and_then(|weight| weight.shape.first().copied());
+    let vocabulary = rows.ok_or_else(|| values.wrong("has no tensor `token_embd.weight`".into()))?;
+    set("architectures", json!([family.class]));
+    set("model_type", json!(family.model_type));
+    set("hidden_size", json!(hidden));
+    set("intermediate_size", json!(inner));
+    set("num_hidden_layers", json!(layers));
+    set("num_attention_heads", json!(heads));
+    set("num_key_value_heads", json!(groups));
+    if family.own_head_dim || key_width.is_some_and(|width| Some(width) != hidden.checked_div(heads)) {
+        set("head_dim", json!(head_dim));
+    }
+    if let Some(experts) = &family.experts {
+        set(experts.count, json!(values.required("expert_count")?));
+        set("num_experts_per_tok", json!(values.required("expert_used_count")?));
+        if experts.own_inner {
+            let stored = tensors.get("blk.0.ffn_down_exps.weight").and_then(|weight| weight.shape.last().copied());
+            let width = values.size(&values.own("expert_feed_forward_length"))?.or(stored.map(|width| width as u64));
+            set("moe_intermediate_size", json!(width.ok_or_else(|| values.wrong("does not specify the hidden size of experts".into()))?));
+            set("norm_topk_prob", json!(experts.normalized));
+            set("decoder_sparse_step", json!(1));
+        }
+        if experts.shared {
+            let stored = tensors.get("blk.0.ffn_down_shexp.weight").and_then(|weight| weight.shape.last().copied());
+            let width = values.size(&values.own("expert_shared_feed_forward_length"))?.or(stored.map(|width| width as u64));
+            set("shared_expert_intermediate_size", json!(width.ok_or_else(|| values.wrong("does not specify the hidden size of the shared expert".into()))?));
+        }
+    }
+    set("vocab_size", json!(vocabulary));
+    if let Some(length) = values.size(&values.own("context_length"))? {
+        set("max_position_embeddings", json!(length));
+    }
+    set(family.activation.0, json!(family.activation.1));
+    if family.activation.0 != "hidden_act" {
+        set("hidden_act", json!(family.activation.1));
+    }
+    let epsilon = values.own("attention.layer_norm_rms_epsilon");
+    set("rms_norm_eps", json!(values.number(&epsilon)?.ok_or_else(|| values.wrong(format!("`{epsilon}` is missing")))?));
+    let theta = values.number(&values.own("rope.freq_base"))?.unwrap_or(10_000.0);
+    set("rope_theta", json!(theta));
+    if tensors.contains_key(FACTORS) && !family.interleaved_rope {
+        return Err(values.wrong(format!("has `{FACTORS}`, which is supported only for the architecture `llama`")));
+    }
+    if let Some(scaling) = scaling(values, tensors, theta, head_dim)? {
+        set("rope_scaling", scaling);
+    }
+    if let Windows::AllBut(every) = family.windows {
+        let window = values.size(&values.own("attention.sliding_window"))?.or((every == 2).then_some(4096)).filter(|window| *window > 0);
+        set("sliding_window", json!(window.ok_or_else(|| values.wrong(format!("`{}` is missing", values.own("attention.sliding_window"))))?));
+        let pattern = values.own("attention.sliding_window_pattern");
+        if let Some(value) = values.take(&pattern) {
+            set(
+                "layer_types",
+                layer_types(&value, layers).ok_or_else(|| values.wrong(format!("`{pattern}` is {value}, which is not a pattern for {layers} layers")))?,
+            );
+        }
+        let by_hidden_size = family.hidden_size_scaled_layers == Some(layers);
+        set("query_pre_attn_scalar", json!(if by_hidden_size { hidden.checked_div(heads).unwrap_or(0) } else { head_dim }));
+        let [attention_cap, logit_cap] = ["attn_logit_softcapping", "final_logit_softcapping"].map(|key| values.own(key));
+        let (attention_cap, logit_cap) = (values.number(&attention_cap)?, values.number(&logit_cap)?);
+        let is_gemma2 = every == 2;
+        set("attn_logit_softcapping", json!(attention_cap.or(is_gemma2.then_some(50.0))));
+        set("final_logit_softcapping", json!(logit_cap.or(is_gemma2.then_some(30.0))));
+        if !is_gemma2 {
+            let local = values.number(&values.own("rope.freq_base_swa"))?;
+            set("rope_local_base_freq", json!(local.unwrap_or(10_000.0)));
+        }
+    }
+    // In other families, biases are always or never present.
+    let has = |name: &str| tensors.contains_key(name);
+    if ["llama", "qwen3", "qwen3_moe"].contains(&family.model_type) || family.norms_plus_one {
+        set("attention_bias", json!(has("blk.0.attn_q.bias")));
+    }
+    if family.model_type == "llama" {
+        set("mlp_bias", json!(has("blk.0.ffn_gate.bias")));
+    }
+    set("tie_word_embeddings", json!(!has("output.weight")));
+    // Defaults of SentencePiece vocabularies.
+    let is_sentencepiece = values.has_text("tokenizer.ggml.model", "llama");
+    for (key, name, default) in [("bos_token_id", "bos", Some(1)), ("eos_token_id", "eos", Some(2)), ("pad_token_id", "padding", None)] {
+        if let Some(id) = values.size(&format!("tokenizer.ggml.{name}_token_id"))?.or(default.filter(|_| is_sentencepiece)) {
+            set(key, json!(id));
+        }
+    }
+    let matrix = tensors.values().find(|weight| weight.shape.len() == 2).map_or(DType::F32, |weight| weight.dtype);
+    set(
+        "torch_dtype",
+        json!(match matrix {
+            DType::F16 => "float16",
+            DType::BF16 => "bfloat16",
+            _ => "float32",
+        }),
+    );
+    Ok(config)
+}
+
+/// Maximum number of layers.
+const MAX_LAYERS: u64 = 1 << 16;
+
+/// Attention type of each layer: from the period of layers without a window, or from a list.
+fn layer_types(pattern: &Value, layers: u64) -> Option<Json> {
+    let named = |slides: bool| if slides { "sliding_attention" } else { "full_attention" };
+    let slides: Vec<bool> = match pattern {
+        Value::Unsigned(every) if *every > 0 && layers < MAX_LAYERS => (1..=layers).map(|number| !number.is_multiple_of(*every)).collect(),
+        Value::Bools(list) => list.clone(),
+        _ => return None,
+    };
+    (slides.len() as u64 == layers).then(|| slides.into_iter().map(named).collect())
+}
+
+/// RoPE scaling.
+fn scaling(values: &mut Values, tensors: &BTreeMap<String, Weight>, theta: f64, head_dim: u64) -> Result<Option<Json>> {
+    let key = |values: &Values, end: &str| values.own(&format!("rope.scaling.{end}"));
+    let kind = values.text(&key(values, "type"))?;
+    let factor = values.number(&key(values, "factor"))?.or(values.number(&values.own("rope.scale_linear"))?);
+    let original = values.size(&key(values, "original_context_length"))?;
+    let required = |values: &Values, value: Option<f64>| value.ok_or_else(|| values.wrong(format!("`{}` is missing", key(values, "factor"))));
+    let scaling = match (kind.as_deref(), factor) {
+        (Some("none"), _) | (None, None | Some(1.0)) => None,
+        (Some("linear") | None, factor) => Some(json!({ "rope_type": "linear", "factor": required(values, factor)? })),
+        (Some("yarn"), factor) => {
+            let mut scaling = Map::from_iter([("rope_type".to_owned(), json!("yarn")), ("factor".to_owned(), json!(required(values, factor)?))]);
+            scaling.extend(original.map(|original| ("original_max_position_embeddings".to_owned(), json!(original))));
+            for (name, end) in [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")] {
+                scaling.extend(values.number(&key(values, end))?.map(|number| (name.to_owned(), json!(number))));
+            }
+            Some(Json::Object(scaling))
+        }
+        (Some(other), _) => {
+            return Err(Error::Unsupported {
+                what: format!("{}: rope scaling `{other}`", values.path.display()),
+                hint: "supported: none, linear, yarn, and divisors in `rope_freqs.weight`".into(),
+            });
+        }
+    };
+    match (tensors.get(FACTORS), scaling) {
+        (None, scaling) => Ok(scaling),
+        (Some(_), Some(_)) => Err(values.wrong(format!("has both `{FACTORS}` and `{}`, but only one may define the RoPE scaling", key(values, "type")))),
+        (Some(factors), None) if factors.shape != [usize::try_from(head_dim / 2).unwrap_or(0)] => {
+            Err(values.wrong(format!("tensor `{FACTORS}` has the shape {:?}, but heads of {head_dim} have {} frequencies", factors.shape, head_dim / 2)))
+        }
+        (Some(factors), None) => factors_as_scaling(values, factors, theta).map(Some),
+    }
+}
+
+/// Maximum number of frequency divisors, one for each pair of elements of a head.
+const MAX_FACTORS: usize = 4096;
+
+/// The RoPE scaling of these divisors: `llama3` if they match it, otherwise explicit factors as `longrope`.
+fn factors_as_scaling(values: &Values, weight: &Weight, theta: f64) -> Result<Json> {
+    if weight.elements() > MAX_FACTORS || weight.elements() == 0 {
+        return Err(values.wrong(format!("tensor `{FACTORS}` has {} elements", weight.elements())));
+    }
+    let factors = weight.floats(FACTORS)?;
+    let factor = factors.iter().fold(1f32, |max, factor| max.max(*factor));
+    let [low, high, original] = LLAMA3;
+    let expected = llama3_factors([f64::from(factor), low, high, original], theta, factors.len());
+    if factor > 1.0 && factors.iter().zip(&expected).all(|(found, expected)| (found - expected).abs() <= 1e-4 * expected.abs()) {
+        return Ok(
+            json!({ "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original as u64 }),
+        );
+    }
+    let list: Vec<f64> = factors.iter().map(|factor| f64::from(*factor)).collect();
+    Ok(json!({ "rope_type": "longrope", "short_factor": list, "long_factor": list, "attention_factor": 1.0, "factor": 1.0 }))
+}
+
+/// Frequency divisors of Llama 3's RoPE scaling, as written by llama.cpp's converter. The parameters are
+/// factor, low and high frequency factor, and original context length.
+pub fn llama3_factors(parameters: [f64; 4], theta: f64, count: usize) -> Vec<f32> {
+    let [factor, low, high, original] = parameters;
+    let divisor = |pair: usize| {
+        let wavelength = 2.0 * std::f64::consts::PI * theta.powf(pair as f64 / count as f64);
+        if wavelength < original / high {
+            1.0
+        } else if wavelength > original / low {
+            factor
+        } else {
+            let smooth = (original / wavelength - low) / (high - low);
+            1.0 / ((1.0 - smooth) / factor + smooth)
+        }
+    };
+    (0..count).map(|pair| divisor(pair) as f32).collect()
+}

@@ -1,0 +1,323 @@
+//! Conversion of `config.json` to GGUF metadata.
+
+use serde_json::Value as Json;
+
+use super::config::{FACTORS, llama3_factors};
+use super::family::{FAMILIES, Family, Windows};
+use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::store::gguf::Value;
+
+/// Metadata of a file, in order.
+pub type Keys = Vec<(String, Value)>;
+
+/// Metadata of a model, without its vocabulary.
+pub struct Metadata {
+    /// The family, with its tensor names and metadata keys.
+    pub family: &'static Family,
+    /// Values by key.
+    pub values: Keys,
+    /// Divisors of the rotary frequencies, stored as the tensor `rope_freqs.weight`.
+    pub factors: Option<(&'static str, Vec<f32>)>,
+    /// What the format cannot express.
+    pub notes: Vec<String>,
+}
+
+/// Required sizes: GGUF key without the architecture, and key of `config.json`.
+const SIZES: [(&str, &str); 6] = [
+    ("vocab_size", "vocab_size"),
+    ("context_length", "max_position_embeddings"),
+    ("embedding_length", "hidden_size"),
+    ("block_count", "num_hidden_layers"),
+    ("feed_forward_length", "intermediate_size"),
+    ("attention.head_count", "num_attention_heads"),
+];
+
+/// Keys that GGUF cannot represent, with their neutral values; null is always neutral.
+const NEUTRAL: [(&str, &str); 6] = [
+    ("is_causal", "true"),
+    ("partial_rotary_factor", "1.0"),
+    ("use_bidirectional_attention", "false"),
+    ("auto_map", "{}"),
+    ("use_sliding_window", "false"),
+    ("pruned_heads", "{}"),
+];
+
+/// Typed access to `config.json`.
+struct Reader<'m> {
+    model: &'m Model,
+    family: &'static Family,
+}
+
+impl Reader<'_> {
+    fn get(&self, key: &str) -> Option<&Json> {
+        self.model.config.get(key).filter(|value| !value.is_null())
+    }
+
+    fn refused(&self, what: &str, hint: impl Into<String>) -> Error {
+        Error::Unsupported { what: format!("gguf: config.json: {what}"), hint: hint.into() }
+    }
+
+    fn number(&self, key: &str) -> Result<Option<f64>> {
+        let wrong = |value| self.refused(&format!("`{key}` of {value}"), "must be a number");
+        self.get(key).map(|value| value.as_f64().ok_or_else(|| wrong(value))).transpose()
+    }
+
+    fn size(&self, key: &str) -> Result<Option<u64>> {
+        let wrong = |value| self.refused(&format!("`{key}` of {value}"), "must be a positive integer");
+        self.get(key).map(|value| value.as_u64().filter(|size| *size > 0).ok_or_else(|| wrong(value))).transpose()
+    }
+
+    fn required(&self, key: &str) -> Result<u64> {
+        self.size(key)?.ok_or_else(|| self.refused(&format!("a configuration without `{key}`"), "GGUF files require it"))
+    }
+}
+
+/// Builds the GGUF metadata of a model.
+///
+/// # Errors
+/// The family is not supported in GGUF files, or the configuration contains something that they cannot
+/// represent.
+pub fn describe(model: &Model) -> Result<Metadata> {
+    let kind = model.config.model_type();
+    let family = FAMILIES.iter().find(|family| family.model_type == kind || family.also.contains(&kind)).ok_or_else(|| {
+        let supported = FAMILIES.iter().flat_map(|family| std::iter::once(family.model_type).chain(family.also.iter().copied())).collect::<Vec<_>>().join(", ");
+        Error::Unsupported { what: format!("gguf: model_type `{kind}`"), hint: format!("supported: {supported}") }
+    })?;
+    let reader = Reader { model, family };
+    let mut notes = Vec::new();
+    check(&reader, &mut notes)?;
+    let mut own = Vec::new();
+    for (gguf_key, key) in SIZES {
+        own.push((gguf_key, Value::Unsigned(reader.required(key)?)));
+    }
+    let (hidden, heads) = (reader.required("hidden_size")?, reader.required("num_attention_heads")?);
+    let groups = reader.size("num_key_value_heads")?.unwrap_or(heads);
+    own.push(("attention.head_count_kv", Value::Unsigned(groups)));
+    own.push(("attention.layer_norm_rms_epsilon", Value::Float(reader.number("rms_norm_eps")?.unwrap_or(1e-6))));
+    if let Some(experts) = &family.experts {
+        own.push(("expert_count", Value::Unsigned(reader.required(experts.count)?)));
+        own.push(("expert_used_count", Value::Unsigned(reader.required("num_experts_per_tok")?)));
+        if experts.own_inner {
+            own.push(("expert_feed_forward_length", Value::Unsigned(reader.required("moe_intermediate_size")?)));
+        }
+        if experts.shared {
+            own.push(("expert_shared_feed_forward_length", Value::Unsigned(reader.required("shared_expert_intermediate_size")?)));
+        }
+    }
+    let implied = hidden.checked_div(heads).unwrap_or(hidden);
+    let default = match family.architecture {
+        "qwen3" | "qwen3moe" => 128,
+        _ if family.own_head_dim => 256,
+        _ => implied,
+    };
+    let head_dim = reader.size("head_dim")?.unwrap_or(default);
+    require_head_shapes(model, [heads, groups], head_dim)?;
+    if family.own_head_dim || head_dim != implied {
+        own.extend(["attention.key_length", "attention.value_length"].map(|key| (key, Value::Unsigned(head_dim))));
+    }
+    if family.interleaved_rope {
+        own.push(("rope.dimension_count", Value::Unsigned(head_dim)));
+    }
+    let (theta, scaling) = positions(&reader)?;
+    own.push(("rope.freq_base", Value::Float(theta)));
+    let factors = match scaling {
+        None => None,
+        Some(Scaling::Named { kind, factor, more }) => {
+            own.extend([("rope.scaling.type", Value::Text(kind.to_owned())), ("rope.scaling.factor", Value::Float(factor))]);
+            own.extend(more);
+            None
+        }
+        Some(Scaling::Llama3(_)) if !family.interleaved_rope => {
+            return Err(reader.refused("rope scaling `llama3`", format!("llama.cpp supports it only for `llama`, not for `{}`", family.architecture)));
+        }
+        Some(Scaling::Llama3(parameters)) => Some((FACTORS, llama3_factors(parameters, theta, (head_dim / 2) as usize))),
+    };
+    if family.windows != Windows::None {
+        own.push(("attention.sliding_window", Value::Unsigned(reader.size("sliding_window")?.unwrap_or(4096))));
+        for (key, default) in [("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)] {
+            let default = (family.architecture == "gemma2" && !model.config.get(key).is_some_and(Json::is_null)).then_some(default);
+            match reader.number(key)?.or(default) {
+                Some(cap) if family.architecture == "gemma2" || key == "final_logit_softcapping" => own.push((key, Value::Float(cap))),
+                None if family.architecture != "gemma2" => {}
+                other => {
+                    let value = other.map_or("null".into(), |cap| cap.to_string());
+                    return Err(reader.refused(&format!("`{key}` of {value}"), format!("llama.cpp does not support it for `{}`", family.architecture)));
+                }
+            }
+        }
+    }
+    let metadata = &model.weights.metadata;
+    let name = model.path.file_stem().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let mut values =
+        vec![("general.architecture".to_owned(), Value::Text(family.architecture.into())), ("general.type".to_owned(), Value::Text("model".into()))];
+    if !metadata.contains_key("general.name") {
+        values.push(("general.name".to_owned(), Value::Text(name)));
+    }
+    let carried = metadata.iter().filter(|(key, _)| key.starts_with("general."));
+    values.extend(carried.map(|(key, text)| {
+        let list = ["general.tags", "general.languages"].contains(&key.as_str());
+        let value = match text.parse() {
+            _ if list => Value::Texts(text.split(", ").map(str::to_owned).collect()),
+            Ok(number) if key.ends_with(".count") => Value::Unsigned(number),
+            _ => Value::Text(text.clone()),
+        };
+        (key.clone(), value)
+    }));
+    values.extend(own.into_iter().map(|(key, value)| (format!("{}.{key}", family.architecture), value)));
+    Ok(Metadata { family, values, factors, notes })
+}
+
+/// Maximum head width.
+const MAX_HEAD_WIDTH: u64 = 1 << 14;
+
+/// Checks the number and width of heads against the weights.
+fn require_head_shapes(model: &Model, counts: [u64; 2], width: u64) -> Result<()> {
+    let [heads, groups] = counts;
+    for (name, weight) in &model.weights.by_name {
+        let count = match name.rsplit('.').nth(1) {
+            Some("q_proj") => heads,
+            Some("k_proj" | "v_proj") => groups,
+            _ => continue,
+        };
+        let rows = weight.shape.first().copied().unwrap_or(0);
+        if count.checked_mul(width) != Some(rows as u64) {
+            return Err(Error::tensor(
+                name,
+                format!("has {rows} rows, but config.json specifies {count} heads of {width}"),
+                "the checkpoint and its config.json do not match",
+            ));
+        }
+    }
+    if width > MAX_HEAD_WIDTH {
+        let what = format!("gguf: config.json: heads of {width}");
+        return Err(Error::Unsupported { what, hint: format!("at most {MAX_HEAD_WIDTH} are supported") });
+    }
+    Ok(())
+}
+
+/// Rejects settings that change the computation and that GGUF cannot represent.
+fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
+    let family = reader.family;
+    let json = |text: &str| serde_json::from_str::<Json>(text).unwrap_or(Json::Null);
+    for (key, neutral) in NEUTRAL {
+        if let Some(value) = reader.get(key).filter(|value| **value != json(neutral) && (value.as_f64().is_none() || value.as_f64() != json(neutral).as_f64()))
+        {
+            return Err(reader.refused(&format!("`{key}` of {value}"), "it changes the computation, but GGUF files cannot represent it"));
+        }
+    }
+    let (key, activation) = family.activation;
+    // Gemma 1 uses either key; `gelu` under the older one means the tanh approximation, as in transformers.
+    let is_gemma = family.architecture == "gemma";
+    let value = if is_gemma { reader.get("hidden_activation").or(reader.get(key)) } else { reader.get(key) };
+    let matches =
+        |value: &Json| value.as_str() == Some(activation) || (is_gemma && reader.get("hidden_activation").is_none() && value.as_str() == Some("gelu"));
+    if let Some(other) = value.filter(|value| !matches(value)) {
+        return Err(reader.refused(&format!("`{key}` of {other}"), format!("llama.cpp computes `{}` with {activation}", family.architecture)));
+    }
+    if let Some(experts) = family.experts.as_ref().filter(|experts| experts.own_inner) {
+        let normalized = reader.get("norm_topk_prob").and_then(Json::as_bool).unwrap_or(false);
+        if normalized != experts.normalized {
+            return Err(reader.refused(&format!("`norm_topk_prob` of {normalized}"), format!("llama.cpp does not support it for `{}`", family.architecture)));
+        }
+        for (key, neutral) in [("decoder_sparse_step", Json::from(1)), ("mlp_only_layers", Json::Array(Vec::new()))] {
+            if let Some(value) = reader.get(key).filter(|value| **value != neutral) {
+                return Err(reader.refused(&format!("`{key}` of {value}"), format!("llama.cpp requires experts in every layer of `{}`", family.architecture)));
+            }
+        }
+    }
+    let layers = reader.required("num_hidden_layers")?;
+    let slides = |layer: u64| match family.windows {
+        Windows::None => false,
+        Windows::AllBut(every) => !layer.saturating_add(1).is_multiple_of(every as u64),
+    };
+    if let Some(types) = reader.get("layer_types").and_then(Json::as_array) {
+        let other = |(layer, kind): (u64, &Json)| kind.as_str() != Some(if slides(layer) { "sliding_attention" } else { "full_attention" });
+        if (0..layers).zip(types).any(other) {
+            return Err(reader.refused("`layer_types`", format!("llama.cpp uses a different pattern of sliding windows for `{}`", family.architecture)));
+        }
+    } else if let (Some(pattern), Windows::AllBut(every)) = (reader.size("sliding_window_pattern")?, family.windows)
+        && pattern != every as u64
+    {
+        return Err(
+            reader.refused(&format!("`sliding_window_pattern` of {pattern}"), format!("llama.cpp uses sliding windows in all but every {every}th layer"))
+        );
+    }
+    if let (Windows::None, Some(window)) = (family.windows, reader.size("sliding_window")?)
+        && matches!(reader.model.config.model_type(), "mistral" | "mixtral")
+    {
+        notes.push(format!(
+            "config.json specifies a sliding window of {window} tokens, but GGUF files of `{}` cannot represent it: results differ for longer texts",
+            family.architecture
+        ));
+    }
+    if let Windows::AllBut(_) = family.windows {
+        let (hidden, heads) = (reader.required("hidden_size")?, reader.required("num_attention_heads")?);
+        let implied =
+            if family.hidden_size_scaled_layers == Some(layers) { hidden.checked_div(heads).unwrap_or(0) } else { reader.size("head_dim")?.unwrap_or(256) };
+        let scalar = reader.number("query_pre_attn_scalar")?.unwrap_or(256.0);
+        if scalar != implied as f64 {
+            return Err(reader.refused(&format!("`query_pre_attn_scalar` of {scalar}"), format!("llama.cpp uses {implied} for this model")));
+        }
+    }
+    if reader.get("attention_bias").and_then(Json::as_bool) == Some(true) && family.model_type != "llama" {
+        return Err(reader.refused("`attention_bias` of true", format!("llama.cpp does not support these biases for `{}`", family.architecture)));
+    }
+    Ok(())
+}
+
+/// RoPE scaling.
+enum Scaling {
+    Named {
+        kind: &'static str,
+        factor: f64,
+        more: Vec<(&'static str, Value)>,
+    },
+    /// Factor, low and high frequency factor, and original context length.
+    Llama3([f64; 4]),
+}
+
+/// The base frequency of rotary embeddings, and their scaling.
+fn positions(reader: &Reader) -> Result<(f64, Option<Scaling>)> {
+    let gemma3 = reader.family.architecture == "gemma3";
+    let all = reader.get("rope_parameters").or(reader.get("rope_scaling"));
+    // The newer format has one group per attention type.
+    let global = all.and_then(|all| all.get("full_attention")).or(all);
+    let local = all.and_then(|all| all.get("sliding_attention")).and_then(|local| local.get("rope_theta")).and_then(Json::as_f64);
+    let theta = global.and_then(|all| all.get("rope_theta")).and_then(Json::as_f64);
+    let theta = theta.or(reader.number("rope_theta")?).unwrap_or(if gemma3 { 1e6 } else { 1e4 });
+    if gemma3 && local.or(reader.number("rope_local_base_freq")?).unwrap_or(1e4) != 1e4 {
+        return Err(reader.refused("`rope_local_base_freq`", "llama.cpp uses 10000 for sliding-window layers"));
+    }
+    let Some(global) = global.and_then(Json::as_object) else { return Ok((theta, None)) };
+    let kind = global.get("rope_type").or(global.get("type")).and_then(Json::as_str).unwrap_or("default");
+    let supported: &[&str] = match kind {
+        "default" => return Ok((theta, None)),
+        "linear" => &["factor"],
+        "llama3" => &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
+        "yarn" => &["factor", "original_max_position_embeddings", "beta_fast", "beta_slow"],
+        other => return Err(reader.refused(&format!("rope scaling `{other}`"), "supported: default, linear, llama3, yarn")),
+    };
+    let common = ["rope_type", "type", "rope_theta"];
+    if let Some((key, value)) = global.iter().find(|(key, value)| !value.is_null() && !common.contains(&key.as_str()) && !supported.contains(&key.as_str())) {
+        return Err(reader.refused(&format!("`{key}` of {value} in rope scaling `{kind}`"), "GGUF files cannot represent it"));
+    }
+    let number = |key: &str| {
+        let value = global.get(key).and_then(Json::as_f64).or(if key == "original_max_position_embeddings" { reader.number(key)? } else { None });
+        value.ok_or_else(|| reader.refused(&format!("rope scaling `{kind}` without `{key}`"), "GGUF files require it"))
+    };
+    let original = |key: &'static str| Ok::<_, Error>(("rope.scaling.original_context_length", Value::Unsigned(number(key)? as u64)));
+    let scaling = match kind {
+        "linear" => Scaling::Named { kind: "linear", factor: number("factor")?, more: Vec::new() },
+        "llama3" => Scaling::Llama3([number("factor")?, number("low_freq_factor")?, number("high_freq_factor")?, number("original_max_position_embeddings")?]),
+        _ => {
+            for (key, default) in [("beta_fast", 32.0), ("beta_slow", 1.0)] {
+                if let Some(other) = global.get(key).filter(|value| !value.is_null() && value.as_f64() != Some(default)) {
+                    return Err(reader.refused(&format!("`{key}` of {other} in rope scaling `yarn`"), format!("llama.cpp uses {default}")));
+                }
+            }
+            Scaling::Named { kind: "yarn", factor: number("factor")?, more: vec![original("original_max_position_embeddings")?] }
+        }
+    };
+    Ok((theta, Some(scaling)))
+}

@@ -1,0 +1,310 @@
+//! Model families in GGUF files: tensor names in GGUF files and in Hugging Face checkpoints.
+//!
+//! Names are those of `gguf-py/gguf/tensor_mapping.py` in llama.cpp.
+
+/// A model family.
+#[derive(Debug)]
+pub struct Family {
+    /// `general.architecture`.
+    pub architecture: &'static str,
+    /// `model_type` in `config.json`.
+    pub model_type: &'static str,
+    /// Other values of `model_type` that are written as this family.
+    pub also: &'static [&'static str],
+    /// Model class in transformers.
+    pub class: &'static str,
+    /// Module names within a layer: in GGUF files, and in checkpoints.
+    layer: &'static [&'static [Pair]],
+    /// Whether rows of query and key weights are permuted for interleaved rotary embeddings.
+    pub interleaved_rope: bool,
+    /// Whether GGUF files store norm weights plus one, since the family computes `(1 + weight) * x`.
+    pub norms_plus_one: bool,
+    /// Whether the default `head_dim` of transformers is not `hidden_size / num_attention_heads`.
+    pub own_head_dim: bool,
+    /// Key and value of the activation function.
+    pub activation: (&'static str, &'static str),
+    /// Pattern of sliding-window attention.
+    pub windows: Windows,
+    /// Number of layers of the model size that scales attention scores by
+    /// `hidden_size / num_attention_heads` instead of `head_dim`.
+    pub hidden_size_scaled_layers: Option<u64>,
+    /// Mixture-of-experts layout, if the family has experts.
+    pub experts: Option<Experts>,
+}
+
+/// Mixture-of-experts layout of a family.
+#[derive(Debug, Clone, Copy)]
+pub struct Experts {
+    /// Module that contains the numbered experts of a layer.
+    block: &'static str,
+    /// Names of the gate, up and down projections of an expert.
+    parts: [&'static str; 3],
+    /// Key of the number of experts in `config.json`.
+    pub count: &'static str,
+    /// Whether llama.cpp normalizes the weights of the selected experts to sum to one.
+    pub normalized: bool,
+    /// Whether experts have their own hidden size, in addition to that of dense layers.
+    pub own_inner: bool,
+    /// Whether there is a shared expert.
+    pub shared: bool,
+}
+
+/// GGUF tensors that contain one projection of all experts.
+const FUSED: [&str; 3] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
+
+/// Layers with sliding-window attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Windows {
+    None,
+    /// All layers except every n-th.
+    AllBut(usize),
+}
+
+type Pair = (&'static str, &'static str);
+
+/// Modules outside of layers.
+const GLOBAL: [Pair; 3] = [("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
+
+const LAYER: &[Pair] = &[
+    ("attn_norm", "input_layernorm"),
+    ("attn_q", "self_attn.q_proj"),
+    ("attn_k", "self_attn.k_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_output", "self_attn.o_proj"),
+    ("ffn_gate", "mlp.gate_proj"),
+    ("ffn_up", "mlp.up_proj"),
+    ("ffn_down", "mlp.down_proj"),
+];
+const NORM_BEFORE: &[Pair] = &[("ffn_norm", "post_attention_layernorm")];
+const NORMS_AROUND: &[Pair] =
+    &[("ffn_norm", "pre_feedforward_layernorm"), ("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")];
+/// Attention modules of families with experts.
+const ATTENTION: &[Pair] = &[
+    ("attn_norm", "input_layernorm"),
+    ("attn_q", "self_attn.q_proj"),
+    ("attn_k", "self_attn.k_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_output", "self_attn.o_proj"),
+];
+const ROUTER: &[Pair] = &[("ffn_gate_inp", "mlp.gate")];
+const SHARED_EXPERT: &[Pair] = &[
+    ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
+    ("ffn_gate_shexp", "mlp.shared_expert.gate_proj"),
+    ("ffn_up_shexp", "mlp.shared_expert.up_proj"),
+    ("ffn_down_shexp", "mlp.shared_expert.down_proj"),
+];
+const QWEN_EXPERTS: Experts =
+    Experts { block: "mlp.experts", parts: ["gate_proj", "up_proj", "down_proj"], count: "num_experts", normalized: true, own_inner: true, shared: false };
+const HEAD_NORMS: &[Pair] = &[("attn_q_norm", "self_attn.q_norm"), ("attn_k_norm", "self_attn.k_norm")];
+
+const LLAMA: Family = Family {
+    architecture: "llama",
+    model_type: "llama",
+    also: &["mistral"],
+    class: "LlamaForCausalLM",
+    layer: &[LAYER, NORM_BEFORE],
+    interleaved_rope: true,
+    norms_plus_one: false,
+    own_head_dim: false,
+    activation: ("hidden_act", "silu"),
+    windows: Windows::None,
+    hidden_size_scaled_layers: None,
+    experts: None,
+};
+
+const GEMMA: Family = Family {
+    architecture: "gemma",
+    model_type: "gemma",
+    also: &[],
+    class: "GemmaForCausalLM",
+    layer: &[LAYER, NORM_BEFORE],
+    interleaved_rope: false,
+    norms_plus_one: true,
+    own_head_dim: true,
+    activation: ("hidden_act", "gelu_pytorch_tanh"),
+    windows: Windows::None,
+    hidden_size_scaled_layers: None,
+    experts: None,
+};
+
+/// All families.
+pub const FAMILIES: [Family; 9] = [
+    LLAMA,
+    Family { architecture: "qwen2", model_type: "qwen2", also: &[], class: "Qwen2ForCausalLM", interleaved_rope: false, ..LLAMA },
+    Family {
+        architecture: "qwen3",
+        model_type: "qwen3",
+        also: &[],
+        class: "Qwen3ForCausalLM",
+        layer: &[LAYER, NORM_BEFORE, HEAD_NORMS],
+        interleaved_rope: false,
+        own_head_dim: true,
+        ..LLAMA
+    },
+    GEMMA,
+    Family {
+        architecture: "gemma2",
+        model_type: "gemma2",
+        class: "Gemma2ForCausalLM",
+        layer: &[LAYER, NORMS_AROUND],
+        activation: ("hidden_activation", "gelu_pytorch_tanh"),
+        windows: Windows::AllBut(2),
+        hidden_size_scaled_layers: Some(46),
+        ..GEMMA
+    },
+    Family {
+        architecture: "gemma3",
+        model_type: "gemma3_text",
+        class: "Gemma3ForCausalLM",
+        layer: &[LAYER, NORMS_AROUND, HEAD_NORMS],
+        activation: ("hidden_activation", "gelu_pytorch_tanh"),
+        windows: Windows::AllBut(6),
+        hidden_size_scaled_layers: Some(62),
+        ..GEMMA
+    },
+    Family {
+        model_type: "mixtral",
+        also: &[],
+        class: "MixtralForCausalLM",
+        // The router names of published checkpoints, and of transformers 5.
+        layer: &[ATTENTION, NORM_BEFORE, &[("ffn_gate_inp", "block_sparse_moe.gate")], ROUTER],
+        experts: Some(Experts { block: "block_sparse_moe.experts", parts: ["w1", "w3", "w2"], count: "num_local_experts", own_inner: false, ..QWEN_EXPERTS }),
+        ..LLAMA
+    },
+    Family {
+        architecture: "qwen2moe",
+        model_type: "qwen2_moe",
+        also: &[],
+        class: "Qwen2MoeForCausalLM",
+        layer: &[ATTENTION, NORM_BEFORE, ROUTER, SHARED_EXPERT],
+        interleaved_rope: false,
+        experts: Some(Experts { normalized: false, shared: true, ..QWEN_EXPERTS }),
+        ..LLAMA
+    },
+    Family {
+        architecture: "qwen3moe",
+        model_type: "qwen3_moe",
+        also: &[],
+        class: "Qwen3MoeForCausalLM",
+        layer: &[ATTENTION, NORM_BEFORE, HEAD_NORMS, ROUTER],
+        interleaved_rope: false,
+        own_head_dim: true,
+        experts: Some(QWEN_EXPERTS),
+        ..LLAMA
+    },
+];
+
+/// Splits a name into layer number and module; numbers with leading zeros are rejected.
+fn split_layer<'n>(module: &'n str, prefix: &str) -> Option<(u32, &'n str)> {
+    let (number, module) = module.strip_prefix(prefix)?.split_once('.')?;
+    let layer: u32 = number.parse().ok()?;
+    (layer.to_string() == number).then_some((layer, module))
+}
+
+impl Family {
+    /// The family of an architecture, with or without experts.
+    pub fn from_architecture(name: &str, experts: bool) -> Option<&'static Family> {
+        FAMILIES.iter().find(|family| family.architecture == name && family.experts.is_some() == experts)
+    }
+
+    /// Splits the name of a single expert's tensor, such as `blk.7.ffn_up_exps.3.weight`, into the name
+    /// of the fused GGUF tensor and the number of the expert; `None` for other names.
+    pub fn split_expert(name: &str) -> Option<(String, usize)> {
+        let (module, end) = name.rsplit_once('.')?;
+        let (module, number) = module.rsplit_once('.')?;
+        let (_, part) = module.rsplit_once('.').filter(|(_, part)| FUSED.contains(part))?;
+        let expert: usize = number.parse().ok()?;
+        (expert.to_string() == number && !part.is_empty()).then(|| (format!("{module}.{end}"), expert))
+    }
+
+    /// Whether a GGUF tensor contains one projection of all experts.
+    pub fn is_fused_tensor(name: &str) -> bool {
+        name.strip_suffix(".weight").and_then(|module| module.rsplit_once('.')).is_some_and(|(_, part)| FUSED.contains(&part))
+    }
+
+    /// The checkpoint name of a GGUF tensor.
+    pub fn to_checkpoint(&self, name: &str) -> Option<String> {
+        let (module, end) = name.rsplit_once('.').filter(|(_, end)| ["weight", "bias"].contains(end))?;
+        if let Some((_, module)) = GLOBAL.iter().find(|(gguf, _)| *gguf == module) {
+            return Some(format!("{module}.{end}"));
+        }
+        let (layer, module) = split_layer(module, "blk.")?;
+        if let (Some(experts), Some((fused, expert))) = (&self.experts, module.split_once('.')) {
+            let part = FUSED.iter().zip(experts.parts).find_map(|(name, part)| (*name == fused).then_some(part))?;
+            return Some(format!("model.layers.{layer}.{}.{expert}.{part}.{end}", experts.block));
+        }
+        let (_, module) = self.layer.iter().copied().flatten().find(|(gguf, _)| *gguf == module)?;
+        Some(format!("model.layers.{layer}.{module}.{end}"))
+    }
+
+    /// The GGUF name of a checkpoint tensor.
+    pub fn to_gguf(&self, name: &str) -> Option<String> {
+        let (module, end) = name.rsplit_once('.').filter(|(_, end)| ["weight", "bias"].contains(end))?;
+        let module = module.strip_prefix("model.").unwrap_or(module);
+        if let Some((gguf, _)) = GLOBAL.iter().find(|(_, name)| name.strip_prefix("model.").unwrap_or(name) == module) {
+            return Some(format!("{gguf}.{end}"));
+        }
+        let (layer, module) = split_layer(module, "layers.")?;
+        if let (Some(experts), Some(rest)) = (&self.experts, self.strip_experts_module(module)) {
+            let (expert, part) = rest.split_once('.')?;
+            let fused = FUSED.iter().zip(experts.parts).find_map(|(fused, name)| (part == name).then_some(fused))?;
+            return Some(format!("blk.{layer}.{fused}.{expert}.{end}"));
+        }
+        let (gguf, _) = self.layer.iter().copied().flatten().find(|(_, name)| *name == module)?;
+        Some(format!("blk.{layer}.{gguf}.{end}"))
+    }
+
+    /// The name relative to the module that contains the experts of a layer.
+    fn strip_experts_module<'n>(&self, module: &'n str) -> Option<&'n str> {
+        let experts = self.experts.as_ref()?;
+        [experts.block, QWEN_EXPERTS.block].into_iter().find_map(|block| module.strip_prefix(block)?.strip_prefix('.'))
+    }
+
+    /// The GGUF tensors with the rows of a checkpoint tensor that contains one projection of all
+    /// experts, or two that are concatenated in each expert; `None` for other names.
+    pub fn fused_tensors(&self, name: &str) -> Option<Vec<String>> {
+        let (layer, module) = split_layer(name.strip_prefix("model.").unwrap_or(name), "layers.")?;
+        let parts = match self.strip_experts_module(module)? {
+            "gate_up_proj" => FUSED.get(..2),
+            "down_proj" => FUSED.get(2..),
+            _ => None,
+        };
+        Some(parts?.iter().map(|fused| format!("blk.{layer}.{fused}.weight")).collect())
+    }
+
+    /// Whether a checkpoint tensor is the weight of a normalization layer.
+    pub fn is_norm(name: &str) -> bool {
+        name.strip_suffix(".weight").is_some_and(|module| module.ends_with("norm"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_converted_in_both_directions() {
+        assert_eq!(LLAMA.to_checkpoint("blk.7.attn_q.weight").as_deref(), Some("model.layers.7.self_attn.q_proj.weight"));
+        assert_eq!(LLAMA.to_gguf("model.layers.7.mlp.up_proj.weight").as_deref(), Some("blk.7.ffn_up.weight"));
+        let [mixtral, .., qwen] = &FAMILIES[6..] else { panic!("families with experts") };
+        for (family, gguf, checkpoint) in [
+            (mixtral, "blk.3.ffn_up_exps.12.weight", "model.layers.3.block_sparse_moe.experts.12.w3.weight"),
+            (mixtral, "blk.3.ffn_gate_inp.weight", "model.layers.3.block_sparse_moe.gate.weight"),
+            (qwen, "blk.3.ffn_down_exps.0.weight", "model.layers.3.mlp.experts.0.down_proj.weight"),
+        ] {
+            assert_eq!((family.to_checkpoint(gguf).as_deref(), family.to_gguf(checkpoint).as_deref()), (Some(checkpoint), Some(gguf)));
+        }
+        let fused = |name: &str| mixtral.fused_tensors(name).map(|parts| parts.join(" "));
+        assert_eq!(fused("model.layers.3.mlp.experts.gate_up_proj").as_deref(), Some("blk.3.ffn_gate_exps.weight blk.3.ffn_up_exps.weight"));
+        assert_eq!(fused("model.layers.3.block_sparse_moe.experts.down_proj").as_deref(), Some("blk.3.ffn_down_exps.weight"));
+        assert_eq!((fused("model.layers.3.mlp.experts.0.down_proj.weight"), LLAMA.fused_tensors("model.layers.3.mlp.experts.down_proj")), (None, None));
+        assert_eq!(mixtral.to_gguf("model.layers.3.mlp.gate.weight").as_deref(), Some("blk.3.ffn_gate_inp.weight"));
+        assert_eq!(Family::split_expert("blk.3.ffn_up_exps.12.weight"), Some(("blk.3.ffn_up_exps.weight".into(), 12)));
+        assert!(
+            Family::split_expert("blk.3.ffn_up.weight").is_none()
+                && Family::is_fused_tensor("blk.3.ffn_up_exps.weight")
+                && !Family::is_fused_tensor("blk.3.ffn_up.weight")
+        );
+        assert_eq!(["blk.07.attn_q.weight", "blk.+7.attn_q.weight"].map(|name| LLAMA.to_checkpoint(name)), [None, None]);
+    }
+}

@@ -1,0 +1,252 @@
+//! The graph of a model.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+
+use super::{AuxiliaryFiles, Config, Model};
+use crate::arch::{self, SentenceModule, Settings};
+use crate::error::{Error, Result};
+use crate::files;
+pub use crate::ir::Graph;
+use crate::ir::ops::FakeQuantize;
+use crate::ir::quantizers::{self, Quantizers};
+use crate::ir::{Builder, GraphFile, Node, Op, difference, is_equivalent, kv_cache, rebuild};
+pub use crate::onnx::ModelFile;
+use crate::store::{ActivationScheme, Encoding, Module, OpenSizes, QuantizationSpec, Weight, Weights};
+
+impl Model {
+    /// Opens an ONNX file; `path` is the file itself or its folder.
+    pub(super) fn open_onnx(path: &Path, file: &Path) -> Result<Model> {
+        let onnx = ModelFile::open(file)?;
+        let weight_files: Vec<_> = std::iter::once(file.to_owned()).chain(onnx.data_files.iter().cloned()).collect();
+        let folder = files::is_dir(path);
+        let mut auxiliary = if folder { AuxiliaryFiles::scan(path, &weight_files)? } else { AuxiliaryFiles::default() };
+        auxiliary.in_weight_files.extend(onnx.quantization_notes());
+        Ok(Model {
+            path: path.to_owned(),
+            config: if folder { Config::open(&path.join("config.json"))? } else { Config::default() },
+            weights: onnx.all_weights(),
+            auxiliary,
+            weight_files,
+            changed_graph: None,
+            onnx: Some(Arc::new(onnx)),
+            signed_activations: false,
+        })
+    }
+
+    /// Fixes symbolic dimensions of an ONNX file.
+    ///
+    /// # Errors
+    /// The model is not an ONNX file, or has no such symbolic dimensions.
+    pub fn fix_sizes(&self, sizes: &OpenSizes) -> Result<()> {
+        match &self.onnx {
+            Some(file) => file.fix_sizes(sizes),
+            None if sizes.is_empty() => Ok(()),
+            None => Err(Error::option("sizes", format!("{} is not an .onnx file: other models accept any size", self.path.display()))),
+        }
+    }
+
+    /// Whether a weight of an ONNX file has been replaced.
+    pub fn changes(&self, name: &str, now: &Weight) -> bool {
+        self.onnx.as_ref().is_some_and(|file| file.weights.get(name).is_none_or(|before| !Arc::ptr_eq(&before.source(), &now.source())))
+    }
+
+    /// Whether the model has a classification head that the input lacks.
+    pub(super) fn has_added_head(&self, input: &Model) -> bool {
+        let head = arch::ClassificationHead::for_model(&Settings::new(self.config.values()));
+        let has = |model: &Model, name: &str| model.weights.by_name.contains_key(name);
+        head.map(|head| format!("{}.weight", head.logits())).is_some_and(|name| has(self, &name) && !has(input, &name))
+    }
+
+    /// The graph: as changed by passes, otherwise from the ONNX file, `graph.json` or `config.json`.
+    ///
+    /// # Errors
+    /// The family is not supported, the configuration is incomplete, or the weights do not match it.
+    pub fn graph(&self) -> Result<Graph> {
+        self.graph_and_unknown_keys().map(|(graph, _)| graph)
+    }
+
+    /// The graph, and unrecognized keys of the folder's configuration files, each prefixed with its file
+    /// name.
+    ///
+    /// # Errors
+    /// As [`graph`](Model::graph).
+    pub fn graph_and_unknown_keys(&self) -> Result<(Graph, Vec<String>)> {
+        let file = self.path.join(GraphFile::NAME);
+        match (&self.changed_graph, &self.onnx) {
+            (Some(graph), _) => Ok(((**graph).clone(), Vec::new())),
+            (None, Some(file)) => Ok((file.lift(&self.weights)?, Vec::new())),
+            (None, None) if files::is_file(&file) => Ok((GraphFile::open(&file)?.build(&self.weights)?, Vec::new())),
+            (None, None) => self.described(),
+        }
+    }
+
+    /// The content of `graph.json`, if passes have changed the graph so that `config.json` does not
+    /// describe it.
+    ///
+    /// # Errors
+    /// As [`graph`](Model::graph).
+    pub fn graph_file(&self) -> Result<Option<GraphFile>> {
+        let Some(graph) = &self.changed_graph else { return Ok(None) };
+        let described = self.described().is_ok_and(|(described, _)| is_equivalent(&described, graph, &self.weights));
+        Ok((!described).then(|| GraphFile::from(&**graph)))
+    }
+
+    /// The model with other weights. Removes the input quantizers of layers that are no longer quantized.
+    ///
+    /// # Errors
+    /// The graph does not match the weights.
+    pub fn with_weights(&self, weights: Weights) -> Result<Model> {
+        if self.changed_graph.is_some() && self.graph_file()?.is_none() {
+            // `config.json` also describes the graph for other weight names, such as those of experts
+            // fused in one tensor.
+            let model = Model { weights, ..self.clone() };
+            let (graph, _) = model.described()?;
+            return Ok(Model { changed_graph: Some(Arc::new(graph)), ..model });
+        }
+        let quantized = |weights: &Weights, name: &str| weights.by_name.get(name).is_some_and(|weight| weight.encoding != Encoding::Dense);
+        let mut changed_graph = self.changed_graph.clone();
+        if let Some(graph) = &self.changed_graph {
+            let mut unquantized = BTreeMap::new();
+            let floats = rebuild(graph, &weights, &mut |mut step| {
+                if quantizers::layer_weight(graph, step.node).is_some_and(|name| quantized(&self.weights, name) && !quantized(&weights, name))
+                    && let Some(input) = step.inputs.first_mut()
+                {
+                    *input = unquantized.get(&*input).copied().unwrap_or(*input);
+                }
+                let from = step.inputs.first().copied().filter(|_| matches!(step.node.op, Op::FakeQuantize(_)));
+                let copy = step.copy()?;
+                unquantized.extend(from.map(|from| (copy, from)));
+                Ok(copy)
+            })?;
+            changed_graph = Some(Arc::new(floats));
+        }
+        Ok(Model { weights, changed_graph, ..self.clone() })
+    }
+
+    /// Compares the graph with that of another model with the same weight names, with constants as
+    /// 32-bit floats. `None` if one of them has no graph.
+    pub fn difference_from(&self, other: &Model) -> Option<std::result::Result<(), String>> {
+        let (Ok(one), Ok(two)) = (self.graph(), other.graph()) else { return None };
+        Some(match difference(&one, &two, &self.weights) {
+            Ok(None) => Ok(()),
+            Ok(Some([one, two])) => Err(match self.config.differing_numbers(&other.config).as_slice() {
+                [] => format!("`{one}` is written as `{two}`"),
+                keys => format!("{}; `{one}` is written as `{two}`", keys.join(", ")),
+            }),
+            Err(e) => Err(e.to_string()),
+        })
+    }
+
+    /// Whether `graph.json` must be written.
+    pub fn needs_graph_file(&self) -> bool {
+        self.graph_file().is_ok_and(|file| file.is_some())
+    }
+
+    /// Whether `config.json` describes the graph.
+    pub fn is_described(&self) -> bool {
+        match &self.changed_graph {
+            Some(_) => self.graph_file().is_ok_and(|file| file.is_none()),
+            None => self.onnx.is_none() && !files::is_file(&self.path.join(GraphFile::NAME)),
+        }
+    }
+
+    /// The graph that `config.json` describes, and unrecognized keys.
+    fn described(&self) -> Result<(Graph, Vec<String>)> {
+        if self.config.model_type().is_empty() {
+            return Err(Error::Unsupported {
+                what: format!("{}: running a model without graph.json and without a model_type in config.json", self.path.display()),
+                hint: "add a config.json, or describe the model in a graph.json; weight passes require neither".into(),
+            });
+        }
+        let (modules, unknown) = SentenceModule::described(&self.path)?;
+        let (graph, keys) = arch::describe(&Settings::new(self.config.values()), &modules, Builder::new(&self.weights))?;
+        let quantizers = self.quantizers();
+        let graph = if quantizers.layers.is_empty() { graph } else { quantizers::insert(&graph, &self.weights, &quantizers)? };
+        let graph = match self.config.cache()? {
+            None => graph,
+            Some(format) => kv_cache::insert(&graph, &self.weights, format)?,
+        };
+        Ok((graph, keys.into_iter().map(|key| format!("config.json: {key}")).chain(unknown).collect()))
+    }
+
+    /// Folders of pooling modules with their input widths, if a pass has changed the graph.
+    pub(super) fn pooled_widths(&self, folder: &Path) -> Result<Vec<(String, usize)>> {
+        let Some(graph) = &self.changed_graph else { return Ok(Vec::new()) };
+        let width = |index: usize| {
+            let node = graph.nodes().iter().find(|node| arch::is_of_module(index, &graph.value(node.output).name))?;
+            graph.value(*node.inputs.first()?).ty.shape.last()?.fixed()
+        };
+        // Modules after the transformer that compute something are numbered.
+        let computes = |module: &Module| !["Transformer", "Dropout"].contains(&module.kind.as_str());
+        let modules = Module::try_list(folder)?.unwrap_or_default().into_iter().filter(computes).enumerate();
+        let poolings = modules.filter(|(_, module)| module.kind == "Pooling" && !module.folder.is_empty());
+        let known = poolings.filter_map(|(index, module)| Some((module.folder, width(index)?)));
+        known.map(|(inside, width)| Module::require_inside(folder, &inside).map(|()| (inside, width))).collect()
+    }
+
+    /// Layers with statically quantized inputs, whose parameters are stored with their weights.
+    fn quantizers(&self) -> Quantizers {
+        let quantizer = |(name, weight): (&String, &Weight)| match &weight.encoding {
+            Encoding::Quantized(QuantizationSpec { activations: ActivationScheme::Static(by), .. }) => {
+                Some((name.clone(), FakeQuantize { scale: by.scale(), zero_point: by.zero_point.unwrap_or(0).into() }))
+            }
+            _ => None,
+        };
+        Quantizers { layers: self.weights.by_name.iter().filter_map(quantizer).collect(), ..Quantizers::default() }
+    }
+
+    /// The input value of each linear layer, by the name of its weight; empty for models without a graph.
+    pub fn inputs_of_layers(&self) -> BTreeMap<String, String> {
+        let Ok(graph) = self.graph() else { return BTreeMap::new() };
+        let input = |node: &Node| match (&node.op, node.inputs.as_slice()) {
+            (Op::Linear(_), [x, weight, ..]) => Some((graph.value(*weight).name.clone(), graph.value(*x).name.clone())),
+            _ => None,
+        };
+        graph.nodes().iter().filter_map(input).collect()
+    }
+
+    /// Weights that the graph does not use, by name.
+    pub fn unused(&self, graph: &Graph) -> Vec<String> {
+        let used: BTreeSet<&str> = graph.params().map(|(_, v)| v.name.as_str()).collect();
+        self.weights.by_name.keys().filter(|name| !used.contains(name.as_str())).cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::{Codes, DType, Granularity};
+
+    /// Queries, keys and values share one quantizer; a layer with float weights reads its input unquantized.
+    #[test]
+    fn only_inputs_of_quantized_layers_are_quantized() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/bert");
+        let model = Model::open(folder).unwrap();
+        let graph = model.graph().unwrap();
+        let by = FakeQuantize { scale: 0.1, zero_point: 3 };
+        let layer = |part: &str| format!("encoder.layer.0.{part}.weight");
+        let all = ["attention.self.query", "attention.self.key", "attention.self.value", "output.dense"].map(layer);
+        let rounding = |layers: &[String]| {
+            let quantizers = Quantizers { layers: layers.iter().map(|name| (name.clone(), by)).collect(), ..Quantizers::default() };
+            quantizers::insert(&graph, &model.weights, &quantizers).unwrap()
+        };
+        let quantized_weights = |layers: &[String]| {
+            let mut weights = model.weights.clone();
+            for name in layers {
+                let codes = (Codes::INT8, Granularity::Tensor, ActivationScheme::None);
+                let affine = QuantizationSpec { codes: codes.0, granularity: codes.1, symmetric: true, scale_dtype: DType::F32, activations: codes.2 };
+                weights.by_name.get_mut(name).unwrap().encoding = Encoding::Quantized(affine);
+            }
+            weights
+        };
+        let quantized = Model { weights: quantized_weights(&all), changed_graph: Some(Arc::new(rounding(&all))), ..model.clone() };
+        for left in [&all[..], &all[1..], &all[..3], &all[3..], &[]] {
+            let model = quantized.with_weights(quantized_weights(left)).unwrap();
+            // The order of nodes may differ, since quantizers precede their first consumer.
+            let lines = |graph: &Graph| graph.to_string().lines().map(str::to_owned).collect::<BTreeSet<_>>();
+            assert_eq!(lines(&model.changed_graph.unwrap()), lines(&rounding(left)), "{left:?}");
+        }
+    }
+}

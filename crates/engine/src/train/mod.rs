@@ -1,0 +1,46 @@
+//! Distillation and fine-tuning: a student trains on a teacher's outputs, on labels, or on both, in one
+//! or several processes.
+
+pub mod average;
+mod batches;
+pub mod cache;
+mod cached_teacher;
+mod checkpoint;
+pub mod clip;
+pub mod communicator;
+mod context;
+mod cuts;
+mod floats;
+mod forecast;
+mod layer_pairs;
+pub mod log;
+pub mod losses;
+mod memory;
+mod memory_reservation;
+mod objective;
+pub mod optimizer;
+mod options;
+mod run;
+mod scales;
+pub mod schedule;
+mod state;
+mod step;
+mod teacher;
+mod team;
+mod weight_rounding;
+mod weights;
+
+pub use crate::data::one_or_several::one_or_several;
+pub use crate::evaluation::Precision;
+pub use context::TrainingContext;
+pub use forecast::{MemoryForecast, forecast};
+pub use log::LogFormat;
+pub use objective::Objective;
+#[cfg(feature = "cli")]
+pub use options::batch_size_schema;
+pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, QuantizerScales, Shard, Training, losses_or_none};
+pub use run::{Evaluation, StepRecord, Trained, Trainer};
+pub use scales::Quantizers;
+pub use teacher::Teacher;
+pub use team::Team;
+pub use weights::{ClassifyZeros, Weights, ZeroKind};

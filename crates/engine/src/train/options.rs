@@ -1,0 +1,351 @@
+//! Training options of a recipe.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::de::{self, Deserializer, Visitor};
+use serde::{Deserialize, Serialize, Serializer};
+
+use super::log::LogFormat;
+use super::losses::Losses;
+use super::optimizer::Kind;
+use super::schedule::Schedule;
+use crate::error::{Error, Result};
+use crate::evaluation::Precision;
+use crate::store::{ByteSize, Pattern};
+
+/// Tensors that are kept out of device memory during training.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Offload {
+    /// The optimizer state
+    Optimizer,
+    /// The teacher, which then runs on the CPU
+    Teacher,
+    /// Weights, gradients and optimizer state, except those of the current block: to host memory from a
+    /// GPU, to disk from the CPU. The teacher's weights are streamed from its files, and activations are
+    /// recomputed
+    Parameters,
+}
+
+/// Tensors that are sharded across processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Shard {
+    /// The optimizer state
+    Optimizer,
+    /// Weights, gradients and optimizer state: each tensor is owned by one process, and is broadcast
+    /// when its block is computed. Activations are recomputed
+    Parameters,
+}
+
+/// Statistics that batch normalization uses during training.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum BatchNorm {
+    /// Those of the batch; the running statistics are updated
+    #[default]
+    Batch,
+    /// The running statistics, which do not change
+    Fixed,
+}
+
+/// Whether the scales of quantized weights and activations are trained.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum QuantizerScales {
+    /// Not trained
+    #[default]
+    Fixed,
+    /// Trained with the weights
+    Learnable,
+}
+
+/// Activations that are recomputed in the backward pass instead of stored.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Checkpointing {
+    /// None: all are stored
+    #[default]
+    None,
+    /// Those inside each repeated layer
+    Blocks,
+    /// Those inside segments of this many layers
+    Every(usize),
+}
+
+/// Interval between checkpoints.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Every {
+    /// Number of steps
+    Steps(u64),
+    /// Number of minutes
+    Minutes(f64),
+}
+
+/// Parses losses on the command line; an empty text selects the default losses.
+pub fn losses_or_none(text: &str) -> std::result::Result<Losses, String> {
+    if text.is_empty() { Ok(Losses::default()) } else { text.parse() }
+}
+
+/// JSON schema of a batch size: a number of samples, or `auto`.
+#[cfg(feature = "cli")]
+pub fn batch_size_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    schemars::json_schema!({ "anyOf": [{ "type": "integer", "minimum": 1 }, { "const": "auto" }] })
+}
+
+macro_rules! from_yaml {
+    ($($type:ty),+) => {
+        $(impl FromStr for $type {
+            type Err = String;
+
+            /// Parses the recipe syntax, or `name=value`.
+            fn from_str(text: &str) -> std::result::Result<Self, String> {
+                let yaml = match text.split_once('=') {
+                    Some((name, value)) if !text.contains('{') => format!("{{ {name}: {value} }}"),
+                    _ => text.to_owned(),
+                };
+                serde_saphyr::from_str(&yaml).map_err(|e| e.to_string())
+            }
+        })+
+    };
+}
+
+from_yaml!(Checkpointing, Every);
+
+impl FromStr for Schedule {
+    type Err = String;
+
+    /// Parses the recipe syntax, or `linear,warmup_steps=100`.
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let yaml = if text.contains('{') { text.to_owned() } else { format!("{{ kind: {} }}", text.replace('=', ": ")) };
+        serde_saphyr::from_str(&yaml).map_err(|e| e.to_string())
+    }
+}
+
+/// Number of samples per batch.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum BatchSize {
+    /// A default for the kind of model, split into micro-batches that fit into memory.
+    #[default]
+    Auto,
+    /// This number of samples.
+    Samples(usize),
+}
+
+impl fmt::Display for BatchSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            BatchSize::Auto => f.write_str("auto"),
+            BatchSize::Samples(count) => write!(f, "{count}"),
+        }
+    }
+}
+
+impl FromStr for BatchSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match (text, text.parse()) {
+            ("auto", _) => Ok(BatchSize::Auto),
+            (_, Ok(count)) if count > 0 => Ok(BatchSize::Samples(count)),
+            _ => Err(format!("`{text}` is neither `auto` nor a number of samples of at least 1")),
+        }
+    }
+}
+
+impl Serialize for BatchSize {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        match self {
+            BatchSize::Auto => serializer.serialize_str("auto"),
+            BatchSize::Samples(count) => serializer.serialize_u64(*count as u64),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for BatchSize {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Form;
+        impl Visitor<'_> for Form {
+            type Value = BatchSize;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("`auto` or a number of samples")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> std::result::Result<BatchSize, E> {
+                text.parse().map_err(E::custom)
+            }
+
+            fn visit_u64<E: de::Error>(self, count: u64) -> std::result::Result<BatchSize, E> {
+                count.to_string().parse().map_err(E::custom)
+            }
+
+            fn visit_i64<E: de::Error>(self, count: i64) -> std::result::Result<BatchSize, E> {
+                count.to_string().parse().map_err(E::custom)
+            }
+        }
+        deserializer.deserialize_any(Form)
+    }
+}
+
+/// Training options: the keys that `distill` and `finetune` share.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
+pub struct Training {
+    pub losses: Losses,
+    pub optimizer: Kind,
+    pub learning_rate: f64,
+    pub weight_decay: f64,
+    pub momentum: f64,
+    pub schedule: Schedule,
+    pub max_steps: Option<u64>,
+    pub epochs: Option<u64>,
+    pub batch_size: BatchSize,
+    pub gradient_accumulation: usize,
+    pub clip_norm: f64,
+    pub precision: Precision,
+    pub gradient_checkpointing: Checkpointing,
+    pub batch_norm: BatchNorm,
+    pub scales: QuantizerScales,
+    pub average: Option<f64>,
+    pub offload: Vec<Offload>,
+    pub shard: Option<Shard>,
+    pub shard_optimizer: bool,
+    pub memory_limit: Option<ByteSize>,
+    pub checkpoint_every: Option<Every>,
+    pub evaluate_every: Option<u64>,
+    pub patience: Option<u64>,
+    pub logs: Vec<LogFormat>,
+    pub targets: Vec<Pattern>,
+    pub ignore: Vec<Pattern>,
+    pub keep_zeros: bool,
+}
+
+impl Default for Training {
+    fn default() -> Self {
+        Self {
+            losses: Losses::default(),
+            optimizer: Kind::default(),
+            learning_rate: 1e-4,
+            weight_decay: 0.01,
+            momentum: 0.9,
+            schedule: Schedule::default(),
+            max_steps: None,
+            epochs: None,
+            batch_size: BatchSize::Auto,
+            gradient_accumulation: 1,
+            clip_norm: 1.0,
+            precision: Precision::default(),
+            gradient_checkpointing: Checkpointing::default(),
+            batch_norm: BatchNorm::default(),
+            scales: QuantizerScales::default(),
+            average: None,
+            offload: Vec::new(),
+            shard: None,
+            shard_optimizer: false,
+            memory_limit: None,
+            checkpoint_every: None,
+            evaluate_every: None,
+            patience: None,
+            logs: Vec::new(),
+            targets: Vec::new(),
+            ignore: Vec::new(),
+            keep_zeros: false,
+        }
+    }
+}
+
+impl Training {
+    /// Whether parameters are offloaded, and in memory only while they are used.
+    pub fn offloads_parameters(&self) -> bool {
+        self.offload.contains(&Offload::Parameters)
+    }
+
+    /// Whether parameters are sharded across processes.
+    pub fn shards_parameters(&self) -> bool {
+        self.shard == Some(Shard::Parameters)
+    }
+
+    /// Whether the optimizer state is sharded across processes.
+    pub fn shards_optimizer(&self) -> bool {
+        self.shard.is_some() || self.shard_optimizer
+    }
+
+    /// Whether parameters are loaded block by block.
+    pub fn pages_parameters(&self) -> bool {
+        self.offloads_parameters() || self.shards_parameters()
+    }
+
+    /// Validates the options; `pass` is the prefix of error messages.
+    ///
+    /// # Errors
+    /// A value is out of range, or two options exclude each other.
+    pub fn check(&self, pass: &str) -> Result<()> {
+        let wrong = |what: &str, reason: String| Err(Error::option(format!("{pass}: {what}"), reason));
+        self.losses.check()?;
+        if !(self.learning_rate.is_finite() && self.learning_rate > 0.0) {
+            return wrong("learning_rate", format!("{} is not a finite number greater than 0", self.learning_rate));
+        }
+        if !(self.weight_decay.is_finite() && self.weight_decay >= 0.0) {
+            return wrong("weight_decay", format!("{} is not a finite number of at least 0", self.weight_decay));
+        }
+        if !(0.0..1.0).contains(&self.momentum) {
+            return wrong("momentum", format!("{} is not at least 0 and less than 1", self.momentum));
+        }
+        if !(self.clip_norm.is_finite() && self.clip_norm >= 0.0) {
+            return wrong("clip_norm", format!("{} is not a finite number of at least 0; 0 disables clipping", self.clip_norm));
+        }
+        if self.average.is_some_and(|decay| !(decay > 0.0 && decay < 1.0)) {
+            return wrong("average", "must be greater than 0 and less than 1".into());
+        }
+        if self.gradient_accumulation == 0 {
+            return wrong("gradient_accumulation", "must be at least 1".into());
+        }
+        if self.max_steps.is_some() && self.epochs.is_some() {
+            return wrong("max_steps", "cannot be combined with `epochs`".into());
+        }
+        for (what, value) in [("max_steps", self.max_steps), ("epochs", self.epochs), ("evaluate_every", self.evaluate_every), ("patience", self.patience)] {
+            if value == Some(0) {
+                return wrong(what, "must be at least 1".into());
+            }
+        }
+        if self.patience.is_some() && self.evaluate_every.is_none() {
+            return wrong("patience", "requires `evaluate_every`: it counts evaluations without improvement".into());
+        }
+        if self.offloads_parameters() && self.shards_optimizer() {
+            let what = if self.shard.is_some() { "shard" } else { "shard_optimizer" };
+            return wrong(what, "cannot be combined with `offload: parameters`, which already moves the optimizer state to the host or to disk".into());
+        }
+        if self.shards_parameters() && self.memory_limit.is_some() {
+            return wrong(
+                "memory_limit",
+                "cannot be combined with `shard: parameters`: all processes must split a batch in the same way; lower `batch_size` instead".into(),
+            );
+        }
+        if self.shards_parameters() && self.scales == QuantizerScales::Learnable {
+            return wrong("scales", "`learnable` cannot be combined with `shard: parameters`".into());
+        }
+        match self.checkpoint_every {
+            Some(Every::Steps(0)) => return wrong("checkpoint_every", "must be at least 1 step".into()),
+            Some(Every::Minutes(minutes)) if !(minutes.is_finite() && minutes > 0.0) => {
+                return wrong("checkpoint_every", "must be greater than 0 minutes".into());
+            }
+            _ => {}
+        }
+        if self.gradient_checkpointing == Checkpointing::Every(0) {
+            return wrong("gradient_checkpointing", "`every` must be at least 1 layer".into());
+        }
+        if !(0.0..=1.0).contains(&self.schedule.min_rate) {
+            return wrong("schedule", format!("`min_rate` {} is not between 0 and 1", self.schedule.min_rate));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,488 @@
+//! The training loop: steps, evaluations and checkpoints.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device, Tensor};
+use serde::{Deserialize, Deserializer, Serialize};
+
+use super::average::Average;
+use super::batches::{Batches, Samples};
+use super::cache::Cache;
+use super::checkpoint::Tensors;
+use super::context::TrainingContext;
+use super::memory::Timeline;
+use super::memory_reservation::MemoryReservation;
+use super::optimizer;
+use super::state::{self, Position, TrainState};
+use super::step::{StepResult, Stepper};
+use super::{Every, Objective, Offload, Teacher, Team, Training, Weights, clip};
+use crate::data::DataSet;
+use crate::error::{Error, Result, counted};
+use crate::evaluation::lower_is_better;
+use crate::exec::transfer::{self, Cause, Copies, Direction};
+use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Placement};
+use crate::ir::Graph;
+use crate::work::{Event, ProgressUnit};
+
+/// Metrics of one step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepRecord {
+    /// Step number, from 1.
+    pub step: u64,
+    /// Completed passes over the data.
+    pub epoch: u64,
+    /// The weighted sum of losses.
+    pub loss: f64,
+    /// Each loss that has items in this step, unweighted.
+    pub losses: BTreeMap<String, f64>,
+    /// Learning rate of this step.
+    pub learning_rate: f64,
+    /// Global gradient norm before clipping; `None` if the gradients overflowed 16-bit floats and the
+    /// step was skipped.
+    pub gradient_norm: Option<f64>,
+    /// Throughput, including the time spent waiting for samples.
+    pub samples_per_second: f64,
+    /// Fraction of the training time spent waiting for samples.
+    pub waited: f64,
+}
+
+/// Score of an evaluation during training.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Evaluation {
+    /// Completed steps.
+    pub step: u64,
+    /// Name of the metric.
+    pub metric: String,
+    /// Its value.
+    #[serde(deserialize_with = "score")]
+    pub value: f64,
+}
+
+/// A training, ready to run.
+pub struct Trainer<'a> {
+    /// Training options.
+    pub options: &'a Training,
+    /// The part of the student's graph that the losses depend on.
+    pub graph: &'a Graph,
+    /// The teacher, if a loss needs one.
+    pub teacher: Option<&'a Teacher>,
+    /// Cached logits of the teacher.
+    pub cache: Option<&'a RefCell<Cache>>,
+    /// The losses to minimize.
+    pub objective: &'a Objective,
+    /// The training data.
+    pub data: &'a DataSet,
+    /// Samples per batch.
+    pub batch: usize,
+    /// Device of the student.
+    pub device: &'a Device,
+    /// Tracks device memory, and enforces the limit.
+    pub memory_tracker: &'a MemoryTracker,
+    /// The processes of this training.
+    pub team: &'a Team,
+    /// Seed, checkpoint folder, evaluation, and progress.
+    pub context: TrainingContext<'a>,
+}
+
+/// Result of a training.
+pub struct Trained {
+    /// Weights to write into the model.
+    pub state: Tensors,
+    /// Metrics of the steps, thinned out.
+    pub curve: Vec<StepRecord>,
+    /// Scores during training.
+    pub evaluations: Vec<Evaluation>,
+    /// Memory usage over time.
+    pub timeline: Timeline,
+    /// Total number of steps.
+    pub steps: u64,
+    /// Steps that were skipped because gradients overflowed 16-bit floats.
+    pub skipped_steps: u64,
+    /// Steps of this run, without those before a resume.
+    pub steps_of_this_run: u64,
+    /// Notes for the report.
+    pub notes: Vec<String>,
+}
+
+/// Number of steps in the curve of the report: thinned out at twice as many.
+const CURVE_STEPS: usize = 400;
+/// Default checkpoint interval.
+const DEFAULT_INTERVAL: Every = Every::Minutes(10.0);
+
+/// State of a running training.
+struct State<'a> {
+    train: TrainState<'a>,
+    total: u64,
+    /// Steps of earlier runs, before a resume.
+    earlier: u64,
+    saved: Instant,
+    waited: Duration,
+    busy: Duration,
+    log: Option<super::log::Logs>,
+}
+
+impl Trainer<'_> {
+    /// Runs the training.
+    ///
+    /// # Errors
+    /// Samples do not fit the model, a loss is not finite, memory is too small for a single sample, or
+    /// the run is interrupted, in which case it can be resumed from the last checkpoint.
+    pub fn run(&self, weights: &mut Weights) -> Result<Trained> {
+        self.train(weights).inspect_err(|error| self.team.stop(error))
+    }
+
+    fn train(&self, weights: &mut Weights) -> Result<Trained> {
+        let settings = optimizer::Settings { weight_decay: self.options.weight_decay, momentum: self.options.momentum, ..optimizer::Settings::default() };
+        let home = match weights.home() {
+            Placement::Memory(_) | Placement::Sharded(_) if self.options.offload.contains(&Offload::Optimizer) => Placement::Memory(Device::Cpu),
+            // Each process updates the parameters that it owns.
+            Placement::Sharded(shares) => Placement::Memory(shares.device().clone()),
+            home => home.clone(),
+        };
+        let average_home = if weights.home().is_sharded() { weights.home().clone() } else { home.clone() };
+        self.team.agree("model, data or options", &self.context.identity)?;
+        let batches = Batches::new(self.data, self.batch, self.options, self.context.seed, (self.team.rank(), self.team.size()))?;
+        if self.options.shards_optimizer() && self.team.size() > 1 && !weights.home().is_sharded() {
+            self.team.shard_optimizer(&weights.trained);
+        }
+        let position = Position {
+            identity: self.context.identity.clone(),
+            evaluation: self.context.evaluation.clone(),
+            processes: self.team.size(),
+            seed: self.context.seed,
+            scale: (super::step::FIRST_SCALE, 0),
+            ..Position::default()
+        };
+        let mut state = State {
+            train: TrainState {
+                position,
+                optimizer: optimizer::build(self.options.optimizer, &settings, &home)?,
+                average: self.options.average.map(|decay| Average::new(&weights.trained, decay, &average_home)).transpose()?,
+                weights,
+                best: None,
+            },
+            total: batches.steps(),
+            earlier: 0,
+            saved: Instant::now(),
+            waited: Duration::ZERO,
+            busy: Duration::ZERO,
+            log: None,
+        };
+        if let Some(folder) = self.context.folder.as_deref().filter(|_| self.context.resume) {
+            state.train.restore(folder, self.graph, self.team)?;
+            state.earlier = state.train.position.step;
+        }
+        if self.team.size() > 1 {
+            self.team.agree("step and weights", &state.train.hash(self.graph)?)?;
+        }
+        if let Some(folder) = self.context.folder.as_ref().filter(|_| self.team.rank() == 0) {
+            state.log = Some(super::log::Logs::open(folder, &self.options.logs, self.context.name, &self.objective.losses, state.train.position.step)?);
+        }
+        let mut timeline = Timeline::new();
+        let mut stepper = Stepper::new(self, state.train.weights, state.train.position.part);
+        let precomputed = self.fill_teacher_cache(&batches, &state.train.position)?;
+        self.context.work.progress.on(Event::Begin { stage: "Training", total: state.total, unit: ProgressUnit::Steps });
+        self.context.work.advance(state.train.position.step)?;
+        let done = self.steps(&batches, &mut state, &mut stepper, &mut timeline);
+        self.context.work.progress.on(Event::End);
+        done?;
+        let mut trained = self.finish(state, stepper, timeline)?;
+        if precomputed > 0 {
+            trained.notes.push(format!("the teacher's logits of {} were computed block by block before the first step", counted(precomputed, "sample")));
+        }
+        Ok(trained)
+    }
+
+    fn steps(&self, batches: &Batches, state: &mut State, stepper: &mut Stepper, timeline: &mut Timeline) -> Result<()> {
+        if self.out_of_patience(state) {
+            return Ok(());
+        }
+        batches.for_each_step(state.train.position.data, state.train.position.step, |samples| {
+            let start = Instant::now();
+            self.step(state, stepper, &samples)?;
+            state.busy += start.elapsed();
+            timeline.add("training", state.train.position.step, self.memory_tracker.all());
+            Ok(if self.out_of_patience(state) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        })
+    }
+
+    fn out_of_patience(&self, state: &State) -> bool {
+        self.options.patience.is_some_and(|patience| state.train.position.waited >= patience)
+    }
+
+    fn step(&self, state: &mut State, stepper: &mut Stepper, samples: &Samples) -> Result<()> {
+        let (start, before) = (Instant::now(), transfer::copies());
+        let number = state.train.position.step + 1;
+        let update = number - state.train.position.idle();
+        let rate = self.options.schedule.rate(update - 1, state.total, self.options.learning_rate);
+        self.memory_tracker.begin_step(Some(number));
+        let StepResult { losses, gradients, statistics, norm, is_empty } =
+            stepper.step(state.train.weights, &samples.batches, &mut state.train.position.scale).map_err(|e| self.explain(e, state))?;
+        if let Some(norm) = norm.filter(|_| !is_empty) {
+            self.update(state, gradients, norm, (rate, update))?;
+            for (name, statistic) in &statistics {
+                state.train.weights.update_statistics(name, statistic)?;
+            }
+            if !statistics.is_empty() && self.team.size() > 1 {
+                state.train.weights.average_statistics(self.graph, self.team)?;
+            }
+        }
+        state.train.position.count_idle(norm.is_none(), is_empty);
+        self.require_few_copies(&before)?;
+        self.memory_tracker.set(MemoryCategory::Gradients, 0)?;
+        self.memory_tracker.set(MemoryCategory::Optimizer, state.train.optimizer.bytes() + state.train.average.as_ref().map_or(0, Average::bytes))?;
+        state.train.position.step = number;
+        state.train.position.data = samples.next;
+        state.train.position.part = stepper.part();
+        let count: usize = samples.batches.iter().map(|batch| batch.samples).sum();
+        let loss = self.objective.total(&losses);
+        state.waited += samples.waited;
+        let (took, waited) = (start.elapsed(), state.waited.as_secs_f64());
+        let row = StepRecord {
+            step: number,
+            epoch: samples.next.epoch,
+            loss,
+            losses: losses.into_iter().map(|(name, loss)| (name.to_owned(), loss)).collect(),
+            learning_rate: rate,
+            gradient_norm: norm,
+            samples_per_second: count as f64 / ((samples.waited + took).as_secs_f64() + 1e-9),
+            waited: waited / (waited + (state.busy + took).as_secs_f64() + 1e-9),
+        };
+        if let Some(log) = &mut state.log {
+            log.add(&row)?;
+        }
+        self.context.work.progress.on(Event::Message(&format!("loss {loss:.4}  rate {rate:.1e}")));
+        state.train.position.curve.push(row);
+        if state.train.position.curve.len() >= 2 * CURVE_STEPS {
+            let last = state.train.position.curve.pop();
+            state.train.position.curve = state.train.position.curve.iter().step_by(2).cloned().chain(last).collect();
+        }
+        self.context.work.progress.on(Event::Advance(1));
+        if self.options.evaluate_every.is_some_and(|every| number.is_multiple_of(every)) || number == state.total && self.options.evaluate_every.is_some() {
+            self.evaluate(state)?;
+        }
+        let due = match self.options.checkpoint_every.unwrap_or(DEFAULT_INTERVAL) {
+            Every::Steps(steps) => number.is_multiple_of(steps),
+            Every::Minutes(minutes) => state.saved.elapsed().as_secs_f64() >= 60.0 * minutes,
+        };
+        // Clocks differ between processes: that of rank 0 decides.
+        let (interrupted, due) = self.team.poll_interruption(self.context.work.cancel, due)?;
+        if (due && number < state.total) || interrupted {
+            self.save(state)?;
+        }
+        match (interrupted, &self.context.folder) {
+            (false, _) => Ok(()),
+            (true, Some(folder)) => Err(Error::Paused { step: number, path: state::path(folder) }),
+            (true, None) => Err(Error::Cancelled),
+        }
+    }
+
+    /// Updates all trained parameters, with gradients of the given global norm.
+    fn update(&self, state: &mut State, mut gradients: BTreeMap<String, ManagedTensor>, norm: f64, (rate, number): (f64, u64)) -> Result<()> {
+        let TrainState { weights, optimizer, average, .. } = &mut state.train;
+        let max_norm = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
+        average.iter_mut().for_each(Average::begin_step);
+        for names in weights.home().name_groups(weights.trained.keys()) {
+            self.memory_tracker.work_on("optimizer", "");
+            let mut reservation = MemoryReservation::for_gradients(self.memory_tracker, &gradients, &names)?;
+            let mut own = BTreeMap::new();
+            for name in &names {
+                let local = gradients.remove(name).filter(ManagedTensor::is_local);
+                own.extend(local.map(|kept| Ok((name.clone(), kept.open()?))).transpose()?);
+            }
+            clip::scale_to_norm(&mut own, norm, max_norm)?;
+            let mut changed = BTreeMap::new();
+            for name in names {
+                let Some(kept) = weights.trained.get(&name).filter(|kept| kept.is_local()) else { continue };
+                reservation.add(MemoryCategory::Weights, &name, kept)?;
+                let parameter = kept.open()?;
+                if let Some(gradient) = own.remove(&name).filter(|_| self.team.owns(&name)) {
+                    if weights.home().is_offloaded() {
+                        let average_bytes = average.as_ref().map_or(0, |_| kept.size());
+                        reservation.add_bytes(MemoryCategory::Optimizer, &name, optimizer.state_bytes(parameter.dims()) + average_bytes)?;
+                    }
+                    optimizer.update(&name, &parameter, &gradient, rate, number)?;
+                }
+                changed.insert(name, parameter);
+            }
+            self.team.broadcast_parameters(&changed)?;
+            average.as_mut().map_or(Ok(()), |average| average.update(&changed))?;
+            for (name, parameter) in changed {
+                weights.trained.get_mut(&name).map_or(Ok(()), |kept| kept.put(parameter))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// In strict mode, checks that a step copies only its samples to the device and one tensor of
+    /// metrics back.
+    fn require_few_copies(&self, before: &Copies) -> Result<()> {
+        let since = |((direction, cause), count): (&(Direction, Cause), &u64)| {
+            let copies = count - before.get(&(*direction, *cause)).unwrap_or(&0);
+            let allowed = match (direction, cause) {
+                (Direction::In, Cause::Batch) => u64::MAX,
+                (Direction::Out, Cause::Step) => 1,
+                // Offloaded and sharded tensors are copied in both directions.
+                (_, Cause::Offload) if !self.options.offload.is_empty() || self.options.shards_parameters() => u64::MAX,
+                (_, Cause::Answers) if self.cache.is_some() => u64::MAX,
+                _ => 0,
+            };
+            (copies > allowed).then(|| format!("{copies} copies ({direction:?}) for {cause:?}, but only {allowed} are allowed"))
+        };
+        match transfer::copies().iter().find_map(since).filter(|_| transfer::is_strict()) {
+            Some(reason) => Err(Error::run("a training step", reason, "")),
+            None => Ok(()),
+        }
+    }
+
+    /// Adds the step, and the checkpoint that training can be resumed from, to an error.
+    fn explain(&self, error: Error, state: &State) -> Error {
+        let Error::Diverged { reason, .. } = error else { return error };
+        let checkpoint = match (&self.context.folder, state.train.position.step) {
+            (Some(folder), 1..) if state::path(folder).exists() => format!("; the last checkpoint is {}", state::path(folder).display()),
+            _ => String::new(),
+        };
+        Error::Diverged { step: state.train.position.step + 1, reason: format!("{reason}{checkpoint}") }
+    }
+
+    fn evaluate(&self, state: &mut State) -> Result<()> {
+        let Some(evaluate) = self.context.evaluate else { return Ok(()) };
+        let current = state.train.current(self.graph);
+        let gathered = state.train.weights.gather_model(&current, self.team.rank() == 0)?;
+        // Passed as bits, since JSON has no NaN.
+        let score = self.team.broadcast(|| Ok(evaluate(state.train.weights, &gathered)?.map(|score| (score.metric, score.value.to_bits()))))?;
+        drop(gathered);
+        let Some((metric, value)) = score.map(|(metric, bits)| (metric, f64::from_bits(bits))) else { return Ok(()) };
+        let best = value.is_finite() && state.train.position.evaluations.iter().all(|other| better(&metric, value, other.value));
+        let evaluation = Evaluation { step: state.train.position.step, metric: metric.clone(), value };
+        state.log.as_mut().map_or(Ok(()), |log| log.score(&evaluation))?;
+        state.train.position.evaluations.push(evaluation);
+        state.train.position.waited = if best { 0 } else { state.train.position.waited + 1 };
+        if best {
+            state.train.keep_best(current)?;
+        }
+        self.context.work.progress.on(Event::Message(&format!("{metric} {value:.4}")));
+        Ok(())
+    }
+
+    fn save(&self, state: &mut State) -> Result<()> {
+        let Some(folder) = &self.context.folder else { return Ok(()) };
+        state.saved = Instant::now();
+        state.train.save(folder, self.graph, self.team)
+    }
+
+    fn finish(&self, mut state: State, stepper: Stepper, timeline: Timeline) -> Result<Trained> {
+        let mut notes = self.objective.notes.clone();
+        notes.extend(stepper.notes(self.batch).into_iter().chain(state.train.position.idle_steps()?));
+        let (busy, waited) = (state.busy.as_secs_f64(), state.waited.as_secs_f64());
+        notes.push(format!(
+            "{} in {:.0} s, of which {:.1} % was spent waiting for samples",
+            counted((state.train.position.step - state.earlier) as usize, "step"),
+            busy + waited,
+            100.0 * waited / (busy + waited + 1e-9)
+        ));
+        if let Some((bytes, steps)) = timeline.growth() {
+            notes.push(format!("the resident memory of the process grew by {} MB over {steps} steps: a possible memory leak", bytes >> 20));
+        }
+        let current = state.train.current(self.graph);
+        if self.out_of_patience(&state) {
+            notes.push(format!("stopped early after step {}: {} evaluations without improvement", state.train.position.step, state.train.position.waited));
+        }
+        if let (Some(best), Some(score)) = (&state.train.best, best(&state.train.position.evaluations)) {
+            notes.push(format!("the weights of step {} were selected, {} {:.4}", score.step, score.metric, score.value));
+            return self.trained(best.clone(), &mut state, timeline, notes);
+        }
+        self.trained(current, &mut state, timeline, notes)
+    }
+
+    fn trained(&self, tensors: Tensors, state: &mut State, timeline: Timeline, notes: Vec<String>) -> Result<Trained> {
+        // Later passes run in every process.
+        let tensors = state.train.weights.gather(tensors, true)?;
+        let position = std::mem::take(&mut state.train.position);
+        let steps_of_this_run = position.step - state.earlier;
+        Ok(Trained {
+            state: tensors,
+            curve: position.curve,
+            evaluations: position.evaluations,
+            timeline,
+            steps: position.step,
+            skipped_steps: position.skipped,
+            steps_of_this_run,
+            notes,
+        })
+    }
+}
+
+fn best(evaluations: &[Evaluation]) -> Option<&Evaluation> {
+    evaluations.iter().reduce(|best, other| if better(&best.metric, other.value, best.value) { other } else { best })
+}
+
+/// Whether a score is better than another; a finite score is better than any other.
+fn better(metric: &str, value: f64, other: f64) -> bool {
+    value.is_finite() && (!other.is_finite() || if lower_is_better(metric) { value < other } else { value > other })
+}
+
+/// Deserializes a score; `null` is NaN.
+fn score<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
+}
+
+/// Dtype of the master weights.
+pub(super) const MASTER: DType = DType::F32;
+
+/// Accumulates a gradient in f32. Returns the bytes that the addition allocates, and how many of them
+/// stay allocated. Gradients of a sharded parameter are reduced over all processes, on the owner.
+pub(super) fn accumulate(
+    sums: &mut BTreeMap<String, ManagedTensor>,
+    home: &Placement,
+    parameter: Option<&ManagedTensor>,
+    name: &str,
+    gradient: Tensor,
+) -> Result<(u64, u64)> {
+    use crate::ir::ops::sum;
+    let failed = |e: candle_core::Error| Error::candle(format!("gradient of `{name}`"), e);
+    let gradient = gradient.to_dtype(MASTER).map_err(failed)?;
+    let gradient = parameter.map_or(Ok(gradient.clone()), |parameter| parameter.all_reduce(gradient))?;
+    let (kept, bytes) = match sums.remove(name) {
+        None => {
+            let kept = parameter.map_or_else(|| home.store(&gradient), |parameter| home.store_with(&gradient, parameter))?;
+            let stays = kept.bytes();
+            (kept, (4 * gradient.elem_count() as u64, stays))
+        }
+        // There is no other reference to the tensor, so that the sum is computed in place.
+        Some(kept) if home.is_memory() => {
+            let other = kept.open()?;
+            drop(kept);
+            (sum(other, gradient).map_err(failed)?.into(), (0, 0))
+        }
+        Some(mut kept) => {
+            let bytes = kept.size();
+            if let Some(other) = kept.load_own(gradient.device())? {
+                kept.put(sum(other, gradient).map_err(failed)?)?;
+            }
+            (kept, (bytes, 0))
+        }
+    };
+    sums.insert(name.to_owned(), kept);
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nan_scores_are_worse_than_others_and_survive_serialization() {
+        let scored = |value| Evaluation { step: 3, metric: "perplexity".into(), value };
+        assert!(better("perplexity", 9.0, f64::NAN) && better("accuracy", 0.1, f64::NAN));
+        assert!(!better("perplexity", f64::NAN, 9.0) && !better("accuracy", f64::INFINITY, 0.9));
+        assert!(better("perplexity", 8.0, 9.0) && !better("accuracy", 0.8, 0.9));
+        assert_eq!(best(&[scored(f64::NAN), scored(7.0), scored(8.0)]).map(|best| best.value), Some(7.0));
+        let again: Evaluation = serde_json::from_str(&serde_json::to_string(&scored(f64::NAN)).unwrap()).unwrap();
+        assert!(again.value.is_nan());
+        assert_eq!(serde_json::from_str::<Evaluation>(&serde_json::to_string(&scored(7.5)).unwrap()).unwrap(), scored(7.5));
+    }
+}

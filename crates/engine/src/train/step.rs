@@ -1,0 +1,369 @@
+//! Losses and gradients of one step, in micro-batches that fit into memory.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use candle_core::{DType, Tensor};
+
+use super::cache::Entries;
+use super::clip;
+use super::memory_reservation::MemoryReservation;
+use super::objective::{Items, TeacherOutputs};
+use super::run::{Trainer, accumulate};
+use super::{Precision, Weights};
+use crate::data::Batch;
+use crate::error::{Error, Result, counted};
+use crate::exec::transfer::{self, Cause};
+use crate::exec::{ManagedTensor, MemoryCategory, Parameters, Placement, Tape};
+use crate::ir::ops;
+use crate::ir::{Op, ValueId};
+
+/// Initial loss scale for `f16`.
+pub(super) const FIRST_SCALE: f64 = 65536.0;
+/// Steps without an overflow after which the loss scale doubles (Micikevicius et al., *Mixed Precision
+/// Training*, 2018).
+const GROWTH_INTERVAL: u64 = 2000;
+
+/// Losses and gradients of a step.
+pub(super) struct StepResult {
+    /// Each loss that has items in this step, by name.
+    pub losses: BTreeMap<&'static str, f64>,
+    /// Gradients of all trained parameters, in f32.
+    pub gradients: BTreeMap<String, ManagedTensor>,
+    /// Batch statistics, by the name of the running statistic that they update.
+    pub statistics: Vec<(String, Tensor)>,
+    /// Global gradient norm; `None` if gradients overflowed 16-bit floats, and the step must be skipped.
+    pub norm: Option<f64>,
+    /// Whether no loss has an item in this step.
+    pub is_empty: bool,
+}
+
+/// Losses and gradients accumulated over the micro-batches of a step. They stay on the device, unless
+/// parameters are offloaded.
+struct Accumulated {
+    losses: BTreeMap<&'static str, Tensor>,
+    gradients: BTreeMap<String, ManagedTensor>,
+    /// Placement of the gradients until the optimizer step.
+    home: Placement,
+    statistics: Vec<(String, Tensor)>,
+}
+
+/// Computes losses and gradients step by step.
+pub(super) struct Stepper<'t> {
+    trainer: &'t Trainer<'t>,
+    /// Values that losses read, by name.
+    taps: BTreeMap<String, ValueId>,
+    tape: Tape<'t>,
+    /// Micro-batch size, if a whole batch does not fit into memory.
+    part: Option<usize>,
+    /// Number of attempts that ran out of memory.
+    retries: usize,
+}
+
+impl<'t> Stepper<'t> {
+    pub fn new(trainer: &'t Trainer<'t>, weights: &Weights, part: Option<usize>) -> Stepper<'t> {
+        let taps: BTreeMap<String, ValueId> = trainer.graph.outputs().iter().cloned().collect();
+        let cuts = super::cuts::cuts(trainer.graph, trainer.options);
+        let tape = Tape::new(trainer.graph, trainer.device.clone(), taps.values().copied().collect(), &|name| weights.trains(name), &cuts);
+        Stepper { trainer, taps, tape, part, retries: 0 }
+    }
+
+    /// Micro-batch size, if a whole batch does not fit into memory.
+    pub fn part(&self) -> Option<usize> {
+        self.part
+    }
+
+    /// Output name of a batch normalization that uses the statistics of the batch, if there is one.
+    fn batch_statistics_node(&self) -> Option<&str> {
+        let mut nodes = self.trainer.graph.nodes().iter();
+        let node = nodes.find(|node| matches!(node.op, Op::BatchNorm(op) if op.batch))?;
+        Some(&self.trainer.graph.value(node.output).name)
+    }
+
+    /// A note for the report, if batches were split.
+    pub fn notes(&self, batch: usize) -> Option<String> {
+        let part = self.part?;
+        Some(format!(
+            "batches of {batch} samples did not fit into memory and were split into micro-batches of {part} with gradient accumulation (after {})",
+            counted(self.retries, "failed attempt")
+        ))
+    }
+
+    /// Computes losses and gradients. If memory runs out, retries with half the micro-batch size.
+    ///
+    /// # Errors
+    /// A single sample does not fit into memory, or a loss is not finite.
+    pub fn step(&mut self, weights: &Weights, batches: &[Batch], scale: &mut (f64, u64)) -> Result<StepResult> {
+        let largest_batch = batches.iter().map(|batch| batch.samples).max().unwrap_or(1);
+        let mut items = Items::new();
+        for batch in batches {
+            for (name, count) in self.trainer.objective.items(batch)? {
+                *items.entry(name).or_default() += count;
+            }
+        }
+        // A collective: it must run once per step, independent of the number of attempts.
+        let items = self.trainer.team.means(items)?;
+        loop {
+            match self.attempt(weights, batches, &items, scale.0) {
+                Ok(mut accumulated) => {
+                    let squares = self.complete(&mut accumulated, weights, scale.0)?;
+                    let mut step = StepResult { is_empty: items.values().all(|count| *count == 0.0), ..self.fetch(accumulated, &squares, weights, batches)? };
+                    // The losses on logits have common items.
+                    let items_of = |loss: &str| items.get(if matches!(loss, "soft" | "hard") { "logits" } else { loss });
+                    step.losses.retain(|loss, _| items_of(loss).is_none_or(|count| *count > 0.0));
+                    self.rescale(step.norm.is_none(), scale);
+                    return Ok(step);
+                }
+                Err(e) if e.is_out_of_memory() => {
+                    // The tensors of the failed attempt have been dropped.
+                    for category in [MemoryCategory::Gradients, MemoryCategory::Activations, MemoryCategory::Data] {
+                        self.trainer.memory_tracker.release(category, u64::MAX);
+                    }
+                    let part = self.part.map_or(largest_batch, |part| part.min(largest_batch));
+                    // With sharded weights the other processes are inside a collective, and cannot retry.
+                    if part <= 1 || weights.home().is_sharded() {
+                        return Err(e);
+                    }
+                    if let Some(name) = self.batch_statistics_node() {
+                        let Error::OutOfMemory { what, reason } = e else { return Err(e) };
+                        let reason = format!(
+                            "{reason}; the batch cannot be split, because `{name}` normalizes over the whole batch: lower `batch_size`, or set `batch_norm: fixed`"
+                        );
+                        return Err(Error::OutOfMemory { what, reason });
+                    }
+                    self.part = Some(part.div_ceil(2));
+                    self.retries += 1;
+                }
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Averages gradients over the processes, unscales and masks them. Returns the sum of squares of
+    /// each, by name.
+    fn complete(&self, accumulated: &mut Accumulated, weights: &Weights, scale: f64) -> Result<BTreeMap<String, Tensor>> {
+        let mut squares = BTreeMap::new();
+        for names in accumulated.home.name_groups(accumulated.gradients.keys()) {
+            self.trainer.memory_tracker.work_on("gradients", "");
+            let reservation = MemoryReservation::for_gradients(self.trainer.memory_tracker, &accumulated.gradients, &names)?;
+            let is_local = |name: &&String| accumulated.gradients.get(*name).is_some_and(ManagedTensor::is_local);
+            let local: Vec<&String> = names.iter().filter(is_local).collect();
+            let mut own: BTreeMap<String, ManagedTensor> = local.into_iter().filter_map(|name| accumulated.gradients.remove_entry(name)).collect();
+            let load = |(name, kept): (&String, &ManagedTensor)| Ok((name.clone(), kept.load_own(self.trainer.device)?));
+            let loaded = own.iter().map(load).collect::<Result<Vec<(String, Option<Tensor>)>>>()?;
+            let mut loaded: BTreeMap<String, Tensor> = loaded.into_iter().filter_map(|(name, gradient)| Some((name, gradient?))).collect();
+            let before: Vec<_> = loaded.values().map(Tensor::id).collect();
+            if accumulated.home.is_sharded() {
+                // Gradients are already summed over the processes.
+                multiply(&mut loaded, 1.0 / self.trainer.team.size() as f64)?;
+            } else {
+                self.trainer.team.average(&mut loaded)?;
+            }
+            if self.trainer.options.precision == Precision::F16 {
+                multiply(&mut loaded, 1.0 / scale)?;
+            }
+            weights.add_scale_gradients(&mut loaded)?;
+            weights.mask(&mut loaded)?;
+            squares.extend(loaded.keys().cloned().zip(clip::squares(&loaded)?));
+            for (name, gradient) in loaded {
+                let kept = match own.remove(&name) {
+                    Some(kept) if before.contains(&gradient.id()) => kept,
+                    Some(mut kept) => kept.put(gradient).map(|()| kept)?,
+                    None => accumulated.home.store(&gradient)?,
+                };
+                accumulated.gradients.insert(name, kept);
+            }
+            drop(reservation);
+        }
+        Ok(squares)
+    }
+
+    /// Adjusts the loss scale: halves it after an overflow, doubles it after enough steps without one.
+    fn rescale(&self, overflow: bool, (scale, steps): &mut (f64, u64)) {
+        if self.trainer.options.precision != Precision::F16 {
+            return;
+        }
+        *steps += 1;
+        if overflow {
+            (*scale, *steps) = ((*scale / 2.0).max(1.0), 0);
+        } else if *steps >= GROWTH_INTERVAL {
+            (*scale, *steps) = (*scale * 2.0, 0);
+        }
+    }
+
+    /// Copies losses and gradient norms to the host in one transfer.
+    fn fetch(&self, accumulated: Accumulated, squares: &BTreeMap<String, Tensor>, weights: &Weights, batches: &[Batch]) -> Result<StepResult> {
+        let Accumulated { losses, gradients, statistics, .. } = accumulated;
+        let numbers: Vec<Tensor> = losses.values().chain(squares.values()).cloned().collect();
+        let fetch = || transfer::values::<f64>(&Tensor::stack(&numbers, 0)?, Cause::Step);
+        let numbers = fetch().map_err(|e| Error::candle("the metrics of a step", e))?;
+        let (means, numbers) = numbers.split_at(losses.len());
+        if let Some((name, _)) = losses.keys().zip(means).find(|(_, mean)| !mean.is_finite()) {
+            if weights.home().is_sharded() {
+                return Err(Error::Diverged { step: 0, reason: format!("loss `{name}` is not finite") });
+            }
+            let parameters = weights.parameters()?;
+            let reason = self.diverged(&parameters, batches, name);
+            parameters.enter(&BTreeSet::new(), Some(self.trainer.memory_tracker))?;
+            return Err(reason);
+        }
+        let norm = match self.global_norm(clip::norm_of(squares.keys(), numbers), weights) {
+            Ok(norm) => Some(norm),
+            Err(_) if self.trainer.options.precision == Precision::F16 => None,
+            Err(e) => return Err(e),
+        };
+        let losses = losses.into_keys().zip(means.iter().copied()).collect();
+        Ok(StepResult { losses: self.trainer.team.means(losses)?, gradients, statistics, norm, is_empty: false })
+    }
+
+    /// The gradient norm over all processes; with sharded weights, each process has only the norm of its
+    /// shard.
+    fn global_norm(&self, own: Result<f64>, weights: &Weights) -> Result<f64> {
+        if !weights.home().is_sharded() {
+            return own;
+        }
+        let team = self.trainer.team;
+        let square = own.as_ref().map_or(f64::NAN, |norm| norm * norm);
+        let all = team.means(Items::from([("gradients", square)]))?.values().sum::<f64>() * team.size() as f64;
+        let remote_error = || Error::Diverged { step: 0, reason: "a gradient of another process contains NaN or infinite values".into() };
+        if all.is_finite() { Ok(all.sqrt()) } else { own.and_then(|_| Err(remote_error())) }
+    }
+
+    fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, scale: f64) -> Result<Accumulated> {
+        let scale = if self.trainer.options.precision == Precision::F16 { scale } else { 1.0 };
+        let parameters = weights.parameters()?;
+        let mut accumulated = Accumulated { losses: BTreeMap::new(), gradients: BTreeMap::new(), home: weights.home().sibling()?, statistics: Vec::new() };
+        let mut parts = || {
+            for batch in batches {
+                let part = self.part.unwrap_or(batch.samples).max(1);
+                for from in (0..batch.samples).step_by(part) {
+                    let part = batch.narrow(from, part.min(batch.samples - from))?;
+                    self.micro_batch(weights, &parameters, &part, (items, scale), &mut accumulated)?;
+                }
+            }
+            Ok(())
+        };
+        let done = parts();
+        parameters.enter(&BTreeSet::new(), Some(self.trainer.memory_tracker))?;
+        done.map(|()| accumulated)
+    }
+
+    /// Forward and backward pass of one micro-batch.
+    fn micro_batch(
+        &self,
+        weights: &Weights,
+        parameters: &Parameters,
+        batch: &Batch,
+        (items, scale): (&Items, f64),
+        accumulated: &mut Accumulated,
+    ) -> Result<()> {
+        let trainer = self.trainer;
+        let cached = trainer
+            .cache
+            .map(|cache| trainer.cached_teacher().map_or(Ok(Entries::new()), |cached| cached.entries(&mut cache.borrow_mut(), batch)))
+            .transpose()?;
+        let running_teacher = trainer.teacher.filter(|_| cached.is_none());
+        let teacher = running_teacher.map(|teacher| Ok::<_, Error>((teacher.values(&batch.inputs)?, teacher.parameters()))).transpose()?;
+        let statistics = &mut accumulated.statistics;
+        let forward = self.tape.forward(
+            parameters,
+            &batch.inputs,
+            trainer.memory_tracker,
+            Some(&mut |node, operands| {
+                if let (Op::BatchNorm(op), [x, ..]) = (&node.op, operands)
+                    && op.batch
+                {
+                    statistics.extend(moments(trainer, node, x)?);
+                }
+                Ok(())
+            }),
+        )?;
+        let values: BTreeMap<String, Tensor> = self.taps.iter().filter_map(|(name, id)| Some((name.clone(), forward.taps().get(id)?.clone()))).collect();
+        let trained = |name: &str| weights.trains(name);
+        let cache = trainer.cache.map(|cache| cache.borrow());
+        let teacher_outputs = match (&teacher, &cached, &cache) {
+            (_, Some(entries), Some(cache)) => TeacherOutputs::Cached(entries, cache),
+            (Some((values, parameters)), ..) => TeacherOutputs::Values(values, parameters),
+            _ => TeacherOutputs::None,
+        };
+        trainer.memory_tracker.work_on("losses", "");
+        let (student_heads, teacher_heads) = trainer.objective.heads();
+        parameters.enter(&student_heads.into_iter().collect(), Some(trainer.memory_tracker))?;
+        let teacher_heads = teacher_heads.into_iter().collect();
+        let projections = weights.load_trained(&trainer.objective.projection_names())?;
+        running_teacher.map_or(Ok(()), |teacher| teacher.parameters().enter(&teacher_heads, None))?;
+        let output = trainer.objective.evaluate((&values, parameters), teacher_outputs, &projections, batch, &trained, (items, scale))?;
+        running_teacher.map_or(Ok(()), |teacher| teacher.parameters().enter(&BTreeSet::new(), None))?;
+        drop((values, teacher, cache, projections));
+        for (name, loss) in output.losses {
+            let sum = accumulated.losses.remove(name).map_or(Ok(loss.clone()), |other| other + &loss);
+            accumulated.losses.insert(name, sum.map_err(|e| Error::candle(format!("loss `{name}`"), e))?);
+        }
+        let seeds = output.values.into_iter().filter_map(|(name, gradient)| Some((*self.taps.get(&name)?, gradient)));
+        let seeds = seeds.map(|(id, gradient)| Ok((id, gradient.to_dtype(parameters.compute())?))).collect::<candle_core::Result<_>>();
+        let seeds = seeds.map_err(|e| Error::candle("the losses", e))?;
+        let (gradients, home) = (&mut accumulated.gradients, &accumulated.home);
+        let mut sink = |name: &str, gradient: Tensor| {
+            let (bytes, retained) = accumulate(gradients, home, weights.trained.get(name), name, gradient)?;
+            trainer.memory_tracker.allocate_named(MemoryCategory::Gradients, name, bytes)?;
+            trainer.memory_tracker.release_named(MemoryCategory::Gradients, name, bytes - retained);
+            Ok(())
+        };
+        for (name, gradient) in output.parameters {
+            sink(&name, gradient)?;
+        }
+        self.tape.backward(forward, seeds, parameters, trainer.memory_tracker, &mut sink)
+    }
+
+    /// Runs the forward pass again to find the first value that is not finite.
+    fn diverged(&self, parameters: &Parameters, batches: &[Batch], loss: &str) -> Error {
+        let mut first = None;
+        let graph = self.tape.graph();
+        let part = |batch: &Batch| self.part.unwrap_or(batch.samples).max(1);
+        let parts = batches.iter().flat_map(|batch| (0..batch.samples).step_by(part(batch)).map(move |from| (batch, from)));
+        for part in parts.filter_map(|(batch, from)| batch.narrow(from, part(batch).min(batch.samples - from)).ok()) {
+            let result = self.tape.forward(
+                parameters,
+                &part.inputs,
+                self.trainer.memory_tracker,
+                Some(&mut |node, operands| {
+                    for (id, operand) in node.inputs.iter().zip(operands) {
+                        let finite = operand.dtype() == DType::I64 || is_finite(operand).unwrap_or(false);
+                        if !finite && first.is_none() {
+                            first = Some((graph.value(*id).name.clone(), graph.value(node.output).name.clone()));
+                        }
+                    }
+                    Ok(())
+                }),
+            );
+            drop(result);
+        }
+        let reason = match first {
+            Some((value, node)) => format!("loss `{loss}` is not finite: `{value}`, an input of layer `{node}`, contains NaN or infinite values"),
+            None => format!("loss `{loss}` is not finite, although all values of the model are"),
+        };
+        Error::Diverged { step: 0, reason }
+    }
+}
+
+fn multiply(gradients: &mut BTreeMap<String, Tensor>, factor: f64) -> Result<()> {
+    for (name, gradient) in gradients {
+        *gradient = gradient.affine(factor, 0.0).map_err(|e| Error::candle(format!("gradient of `{name}`"), e))?;
+    }
+    Ok(())
+}
+
+/// Whether all elements are finite. Uses a sum, because a maximum ignores NaN on some devices.
+fn is_finite(tensor: &Tensor) -> candle_core::Result<bool> {
+    Ok(transfer::number(&tensor.to_dtype(DType::F32)?.abs()?.sum_all()?, Cause::Step)?.is_finite())
+}
+
+/// Mean and unbiased variance of the input of a batch normalization, by the names of its running statistics.
+fn moments(trainer: &Trainer, node: &crate::ir::Node, x: &Tensor) -> Result<Vec<(String, Tensor)>> {
+    let name = |at: usize| node.inputs.get(at).map(|id| trainer.graph.value(*id).name.clone()).unwrap_or_default();
+    let compute = || {
+        let (mean, variance) = ops::moments(x)?;
+        let count = (x.elem_count() / x.dim(1)?.max(1)) as f64;
+        Ok(vec![(name(3), mean), (name(4), variance.affine(count / (count - 1.0).max(1.0), 0.0)?)])
+    };
+    compute().map_err(|e: candle_core::Error| Error::candle("statistics of a batch", e))
+}

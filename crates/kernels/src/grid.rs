@@ -1,0 +1,160 @@
+//! Integer quantization grids for rounding of weights.
+
+use super::activation::ROUND;
+use crate::quantize;
+
+/// Number of independent sums per loop. Fixed, so that results do not depend on the instruction set.
+const LANES: usize = 16;
+
+/// An integer grid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IntegerGrid {
+    /// Bit width, 2 to 8.
+    pub bits: u32,
+    /// Whether the zero point is always zero.
+    pub symmetric: bool,
+}
+
+/// Scale and zero point.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QuantizationParams {
+    /// The scale, positive.
+    pub scale: f32,
+    /// The zero point, an integer within the bounds.
+    pub zero: f32,
+}
+
+impl IntegerGrid {
+    /// The smallest and largest integer.
+    #[inline(always)]
+    pub fn bounds(self) -> (f32, f32) {
+        let half = (1u32 << (self.bits - 1)) as f32;
+        (-half, half - 1.0)
+    }
+
+    /// The nearest grid value, ties to even. NaN becomes zero.
+    #[inline(always)]
+    pub fn nearest(self, value: f32, params: QuantizationParams) -> f32 {
+        (self.integer(value, params) - params.zero) * params.scale
+    }
+
+    /// The integer of the nearest grid value.
+    #[inline(always)]
+    pub fn integer(self, value: f32, params: QuantizationParams) -> f32 {
+        let (lowest, highest) = self.bounds();
+        let q = value / params.scale + params.zero;
+        let q = if q >= lowest { q } else { lowest };
+        let q = if q <= highest { q } else { highest };
+        if value.is_nan() { params.zero } else { (q + ROUND) - ROUND }
+    }
+
+    /// The parameters for a range as in compressed-tensors: the scale is `absmax / ((2ᵇ − 1) / 2)` if
+    /// symmetric, otherwise `(high − low) / (2ᵇ − 1)` with the range extended to include zero. `store`
+    /// rounds a scale to its storage dtype.
+    pub fn params(self, (low, high): (f32, f32), store: impl Fn(f64) -> f32) -> QuantizationParams {
+        let (lowest, highest) = self.bounds();
+        let steps = f64::from(highest - lowest);
+        let (low, high) = (f64::from(low.min(0.0)), f64::from(high.max(0.0)));
+        let exact = if self.symmetric { high.max(-low) / (steps / 2.0) } else { (high - low) / steps };
+        let zero =
+            if self.symmetric || exact == 0.0 { 0.0 } else { (f64::from(lowest) - low / exact).round_ties_even().clamp(lowest.into(), highest.into()) as f32 };
+        let scale = store(exact);
+        QuantizationParams { scale: if scale > 0.0 { scale } else { f32::EPSILON }, zero }
+    }
+}
+
+simd! {
+    /// The smallest and largest value.
+    pub fn range(values: &[f32]) -> (f32, f32) {
+        let (mut low, mut high) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
+        let (blocks, tail) = values.as_chunks::<LANES>();
+        for block in blocks {
+            for lane in 0..LANES {
+                low[lane] = if block[lane] < low[lane] { block[lane] } else { low[lane] };
+                high[lane] = if block[lane] > high[lane] { block[lane] } else { high[lane] };
+            }
+        }
+        let (low, high) = (low.iter().chain(tail), high.iter().chain(tail));
+        (low.fold(f32::INFINITY, |a, b| a.min(*b)), high.fold(f32::NEG_INFINITY, |a, b| a.max(*b)))
+    }
+}
+
+simd! {
+    /// Sum of `cost · error²` of the rounding errors.
+    pub fn error(integers: IntegerGrid, values: &[f32], costs: &[f32], params: QuantizationParams) -> f32 {
+        let mut sums = [0f32; LANES];
+        let term = |value: f32, cost: f32| {
+            let error = integers.nearest(value, params) - value;
+            cost * error * error
+        };
+        let (values, rest) = values.as_chunks::<LANES>();
+        let (costs, rest_costs) = costs.as_chunks::<LANES>();
+        for (values, costs) in values.iter().zip(costs) {
+            for lane in 0..LANES {
+                sums[lane] += term(values[lane], costs[lane]);
+            }
+        }
+        rest.iter().zip(rest_costs).fold(sums.iter().sum(), |sum, (value, cost)| sum + term(*value, *cost))
+    }
+}
+
+/// The parameters with the least error among [shrunken ranges](quantize::parts).
+pub fn search(integers: IntegerGrid, values: &[f32], costs: &[f32], least: u32, store: impl Fn(f64) -> f32) -> QuantizationParams {
+    let (low, high) = range(values);
+    let bounds = integers.bounds().into();
+    let mut best = (f32::INFINITY, integers.params((low, high), &store));
+    for part in quantize::parts(bounds, integers.symmetric, (low, high), least) {
+        let params = integers.params((low * part, high * part), &store);
+        let error = error(integers, values, costs, params);
+        if error < best.0 {
+            best = (error, params);
+        }
+    }
+    best.1
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const INT4: IntegerGrid = IntegerGrid { bits: 4, symmetric: true };
+
+    #[test]
+    fn params_match_compressed_tensors() {
+        let exact = |scale| scale as f32;
+        assert_eq!(INT4.params((-4.0, 3.0), exact), QuantizationParams { scale: 4.0 / 7.5, zero: 0.0 });
+        // The example in its documentation: groups of [-4, -3.5, -.5, 0] and [.5, 1, 3, 3.5].
+        let asymmetric = IntegerGrid { symmetric: false, ..INT4 };
+        assert_eq!(asymmetric.params((-4.0, 0.0), exact), QuantizationParams { scale: 4.0 / 15.0, zero: 7.0 });
+        assert_eq!(asymmetric.params((0.5, 3.5), exact), QuantizationParams { scale: 3.5 / 15.0, zero: -8.0 });
+        assert_eq!(INT4.params((0.0, 0.0), exact), QuantizationParams { scale: f32::EPSILON, zero: 0.0 });
+        let rounded: Vec<f32> = [0.5, 1.5, 2.5, -9.0, 9.0, f32::NAN].map(|value| INT4.integer(value, QuantizationParams { scale: 1.0, zero: 0.0 })).to_vec();
+        assert_eq!(rounded, [0.0, 2.0, 2.0, -8.0, 7.0, 0.0]);
+    }
+
+    #[test]
+    fn the_largest_value_can_be_an_integer_number_of_steps() {
+        for (value, steps) in [(1.0, 127.0), (-1.0, 128.0)] {
+            let found = search(IntegerGrid { bits: 8, symmetric: true }, &[value], &[1.0], 80, |scale| scale as f32);
+            assert!((found.scale * steps - 1.0).abs() < 1e-6, "{value}: {found:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_searched_range_is_never_worse(
+            values in prop::collection::vec(-3f32..3.0, 1..70), bits in 2u32..9, symmetric: bool, seed in 1u32..100
+        ) {
+            let integers = IntegerGrid { bits, symmetric };
+            let costs: Vec<f32> = (0..values.len() as u32).map(|at| (at * seed % 7) as f32 + 0.1).collect();
+            let exact = |scale| scale as f32;
+            let found = search(integers, &values, &costs, 40, exact);
+            let usual = integers.params(range(&values), exact);
+            prop_assert!(error(integers, &values, &costs, found) <= error(integers, &values, &costs, usual));
+            let at = |value: f32| integers.integer(value, found);
+            prop_assert!(values.iter().all(|value| at(integers.nearest(*value, found)) == at(*value)), "grid values are not changed by rounding");
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! Compute kernels: small loops over slices, vectorized by the compiler, independent of files and
+//! models.
+//!
+//! Kernels for stored weights process little-endian bytes, so that buffers need no alignment. Kernels
+//! for model execution process f32. Floats are summed in a fixed number of lanes, or sequentially, so
+//! results do not depend on the number of threads. For stored weights, they do not depend on the
+//! instruction set either. Matrix products of model execution (`tile`) use fused multiply-add if it is
+//! available.
+
+#[macro_use]
+pub mod simd;
+pub mod bitmask;
+pub mod cache;
+pub mod compare;
+pub mod convert;
+pub mod exact;
+mod float;
+pub mod ggml;
+pub mod histogram;
+pub mod mask;
+pub mod minifloat;
+pub mod packing;
+pub mod palette;
+pub mod quantize;
+pub mod scan;
+
+#[cfg(feature = "run")]
+#[path = "."]
+mod running {
+    //! Kernels for model execution.
+
+    pub mod activation;
+    pub mod activation_gradient;
+    pub mod attention;
+    pub mod attention_gradient;
+    mod attention_single;
+    pub mod channels;
+    pub mod column_solver;
+    pub mod columns;
+    pub mod compensation;
+    pub mod convolution;
+    pub mod convolution_gradient;
+    pub mod cross_entropy;
+    pub mod dense;
+    pub mod dynamic_8bit;
+    pub mod eigen;
+    pub mod epilogue;
+    pub mod few_rows;
+    pub mod fourier;
+    pub mod gram;
+    pub mod grid;
+    pub mod linear_histogram;
+    pub mod low_rank;
+    pub mod matmul;
+    pub mod matmul_gradient;
+    pub mod one_row;
+    pub mod resize;
+    pub mod rows;
+    pub mod rows_gradient;
+    pub mod scratch;
+    pub mod shifted;
+    pub mod solve;
+    pub mod tile;
+    pub mod update;
+}
+
+#[cfg(feature = "run")]
+pub use running::*;
+
+pub use float::{Bf16, F16, F32, F64, Float};
+pub use simd::instruction_set;

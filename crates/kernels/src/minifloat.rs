@@ -1,0 +1,150 @@
+//! 8-bit and 4-bit floats (E4M3, E2M1) and powers of two (E8M0) as defined in the OCP specifications
+//! (*Microscaling Formats*, 2023; *8-bit Floating Point Specification*, 2023). E4M3 is the variant
+//! without infinities: 448 is the largest value, `7F` and `FF` are NaN.
+//!
+//! Values are rounded to nearest, ties to even, and clipped to the range, as in compressed-tensors.
+
+use super::Float;
+
+/// The largest E4M3 value.
+pub const E4M3_MAX: f32 = 448.0;
+/// The largest E2M1 value.
+pub const E2M1_MAX: f32 = 6.0;
+
+/// The value of an E4M3 byte.
+#[inline(always)]
+pub fn from_e4m3(code: u8) -> f32 {
+    // Without correction, the exponent is 120 too small, which the multiplication fixes exactly,
+    // including subnormal numbers.
+    let magnitude = f32::from_bits(u32::from(code & 0x7F) << 20) * f32::from_bits((120 + 127) << 23);
+    let magnitude = if code & 0x7F == 0x7F { f32::NAN } else { magnitude };
+    f32::from_bits(magnitude.to_bits() | u32::from(code & 0x80) << 24)
+}
+
+/// The nearest E4M3 byte.
+#[inline(always)]
+pub fn to_e4m3(value: f32) -> u8 {
+    let magnitude = value.abs();
+    let magnitude = if magnitude < E4M3_MAX { magnitude } else { E4M3_MAX };
+    // In steps of 2⁻⁹ below the smallest normal value: adding 2¹⁴ rounds to a step and leaves its index
+    // in the low bits.
+    let subnormal = (magnitude + 16384.0).to_bits() & 0xF;
+    let bits = magnitude.to_bits();
+    let normal = ((bits + 0x7_FFFF + (bits >> 20 & 1)) >> 20).wrapping_sub(120 << 3);
+    let code = if magnitude < 1.0 / 64.0 { subnormal } else { normal };
+    let code = if value.is_nan() { 0x7F } else { code };
+    code as u8 | (value.to_bits() >> 24) as u8 & 0x80
+}
+
+/// The value of an E2M1 code.
+#[inline(always)]
+pub fn from_e2m1(code: u8) -> f32 {
+    let magnitude = f32::from_bits(u32::from(code & 7) << 22) * f32::from_bits((126 + 127) << 23);
+    f32::from_bits(magnitude.to_bits() | u32::from(code & 8) << 28)
+}
+
+/// The nearest E2M1 code. NaN becomes zero.
+#[inline(always)]
+pub fn to_e2m1(value: f32) -> u8 {
+    let m = value.abs();
+    let above = [m > 0.25, m >= 0.75, m > 1.25, m >= 1.75, m > 2.5, m >= 3.5, m > 5.0];
+    above.into_iter().fold(u8::from(value < 0.0) << 3, |code, above| code + u8::from(above))
+}
+
+/// The value of an E8M0 byte: 2^(byte − 127).
+pub fn from_e8m0(code: u8) -> f32 {
+    match code {
+        0 => f32::from_bits(1 << 22),
+        255 => f32::NAN,
+        code => f32::from_bits(u32::from(code) << 23),
+    }
+}
+
+/// The E8M0 scale of a group of E2M1 (`offset` 2) or E4M3 (`offset` 8) values with this largest
+/// magnitude: its power of two, or the next one if the mantissa is at least 1.75.
+pub fn e8m0_scale(largest: f32, offset: u8) -> u8 {
+    let exponent = (largest.to_bits() + (1 << 21)) >> 23;
+    exponent.saturating_sub(offset.into()).min(254) as u8
+}
+
+simd! {
+    /// Quantizes values to E4M3 with a scale.
+    pub fn quantize_e4m3[F: Float](input: &[u8], output: &mut [u8], scale: f32) {
+        for (&e, out) in F::split(input).iter().zip(output) {
+            *out = to_e4m3(F::to_f32(e) / scale);
+        }
+    }
+}
+
+simd! {
+    /// Quantizes values to E2M1 with a scale, one byte per code.
+    pub fn quantize_e2m1[F: Float](input: &[u8], output: &mut [u8], scale: f32) {
+        for (&e, out) in F::split(input).iter().zip(output) {
+            *out = to_e2m1(F::to_f32(e) / scale);
+        }
+    }
+}
+
+simd! {
+    /// Dequantizes E4M3 bytes.
+    pub fn dequantize_e4m3(input: &[u8], output: &mut [f32], scale: f32) {
+        for (&code, out) in input.iter().zip(output) {
+            *out = from_e4m3(code) * scale;
+        }
+    }
+}
+
+simd! {
+    /// Dequantizes E2M1 codes.
+    pub fn dequantize_e2m1(input: &[u8], output: &mut [f32], scale: f32) {
+        for (&code, out) in input.iter().zip(output) {
+            *out = from_e2m1(code) * scale;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+
+    /// Which bf16 values round to which code, according to PyTorch and compressed-tensors
+    /// (`scripts/goldens-narrow`).
+    fn check(name: &str, to: fn(f32) -> u8, from: fn(u8) -> f32, sign: u8) {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/narrow.json");
+        let golden: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let first: Vec<u16> = serde_json::from_value(golden[name]["first"].clone()).unwrap();
+        let values: Vec<f32> = serde_json::from_value(golden[name]["values"].clone()).unwrap();
+        for bits in 0..=u16::MAX {
+            let value = half::bf16::from_bits(bits).to_f32();
+            if value.is_nan() {
+                continue;
+            }
+            let magnitude = first.partition_point(|first| *first <= bits & 0x7FFF) as u8 - 1;
+            let negative = bits > 0x7FFF && (value < 0.0 || sign == 0x80);
+            assert_eq!(to(value), if negative { magnitude | sign } else { magnitude }, "{name} of {value} ({bits:#06x})");
+        }
+        for (code, value) in values.iter().enumerate() {
+            let (code, value) = (code as u8, f32::to_bits(*value));
+            assert_eq!([from(code).to_bits(), from(code | sign).to_bits()], [value, value | 1 << 31], "{name} {code:#04x}");
+        }
+    }
+
+    #[test]
+    fn all_bf16_values_are_rounded_like_the_reference() {
+        check("e4m3", to_e4m3, from_e4m3, 0x80);
+        check("e2m1", to_e2m1, from_e2m1, 8);
+        assert_eq!((to_e4m3(f32::NAN), from_e4m3(0x7F).is_nan(), from_e4m3(0xFF).is_nan()), (0x7F, true, true));
+        assert_eq!((to_e4m3(f32::INFINITY), to_e4m3(-1e9), to_e2m1(f32::NEG_INFINITY), to_e2m1(f32::NAN)), (0x7E, 0xFE, 0xF, 0));
+    }
+
+    #[test]
+    fn microscaling_scales_are_powers_of_two() {
+        for (largest, scale) in [(6.99, 1.0), (7.0, 2.0), (0.87, 0.125), (0.875, 0.25), (4.0, 1.0)] {
+            assert_eq!(from_e8m0(e8m0_scale(largest, 2)), scale, "{largest}");
+        }
+        assert_eq!([from_e8m0(127), from_e8m0(0), from_e8m0(254)], [1.0, 2f32.powi(-127), 2f32.powi(127)]);
+        assert_eq!((e8m0_scale(0.0, 2), e8m0_scale(f32::MAX, 2)), (0, 253));
+    }
+}

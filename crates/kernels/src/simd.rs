@@ -1,0 +1,92 @@
+//! Multiversioning of loops: compiled for several instruction sets and dispatched at run time.
+
+use std::sync::LazyLock;
+
+/// Declares a function whose body is compiled for AVX-512, AVX2 and the baseline, and dispatched by the
+/// features of the processor. Type parameters are written in square brackets.
+macro_rules! simd {
+    ($(#[$meta:meta])* $visible:vis fn $name:ident $([$($generic:ident : $bound:path),+])? ($($arg:ident : $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+        $(#[$meta])*
+        #[allow(unsafe_code)]
+        $visible fn $name $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? {
+            #[inline(always)]
+            fn body $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? $body
+
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,bmi2,popcnt")]
+                fn avx512 $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? { body $(::<$($generic),+>)? ($($arg),*) }
+                #[target_feature(enable = "avx2,fma,bmi2,popcnt")]
+                fn avx2 $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? { body $(::<$($generic),+>)? ($($arg),*) }
+                match $crate::simd::level() {
+                    // SAFETY: `supported` checked all features of the callee, and `level` is not higher.
+                    $crate::simd::Level::Avx512 => return unsafe { avx512 $(::<$($generic),+>)? ($($arg),*) },
+                    // SAFETY: as above.
+                    $crate::simd::Level::Avx2 => return unsafe { avx2 $(::<$($generic),+>)? ($($arg),*) },
+                    $crate::simd::Level::Baseline => {}
+                }
+            }
+            body $(::<$($generic),+>)? ($($arg),*)
+        }
+    };
+}
+
+/// Instruction set level of the processor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+pub enum Level {
+    /// The target's default: SSE2 on x86-64.
+    Baseline,
+    /// AVX2, FMA, BMI2 and POPCNT.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+}
+
+/// Selects a lower level than the processor supports, to reproduce results of another machine or to test
+/// its loops.
+pub const VARIABLE: &str = "COMPRESS_SIMD";
+
+/// The level used by all loops: the processor's, or a lower one selected with [`VARIABLE`].
+pub fn level() -> Level {
+    static LEVEL: LazyLock<Level> = LazyLock::new(|| requested().ok().flatten().map_or_else(supported, |level| level.min(supported())));
+    *LEVEL
+}
+
+/// The level requested in the environment. Unknown names are errors.
+pub fn requested() -> std::result::Result<Option<Level>, String> {
+    match std::env::var(VARIABLE).as_deref() {
+        Err(_) => Ok(None),
+        Ok("avx512") => Ok(Some(Level::Avx512)),
+        Ok("avx2") => Ok(Some(Level::Avx2)),
+        Ok("baseline") => Ok(Some(Level::Baseline)),
+        Ok(other) => Err(format!("`{other}` is not one of avx512, avx2 and baseline")),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn supported() -> Level {
+    use std::arch::is_x86_feature_detected as has;
+    if has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") && has!("bmi2") && has!("popcnt") {
+        Level::Avx512
+    } else if has!("avx2") && has!("fma") && has!("bmi2") && has!("popcnt") {
+        Level::Avx2
+    } else {
+        Level::Baseline
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn supported() -> Level {
+    Level::Baseline
+}
+
+/// Name of the instruction set used by the loops, for reports.
+pub fn instruction_set() -> &'static str {
+    match level() {
+        Level::Avx512 => "avx512",
+        Level::Avx2 => "avx2",
+        Level::Baseline if cfg!(target_arch = "aarch64") => "neon",
+        Level::Baseline => "baseline",
+    }
+}

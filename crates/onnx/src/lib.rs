@@ -1,0 +1,50 @@
+//! Reading and writing of ONNX files: protobuf messages, conversion between graphs and ONNX operators,
+//! and the layout of weights.
+
+mod check;
+mod dequantized;
+mod elements;
+mod external;
+pub mod file;
+mod initializer_layout;
+mod initializer_roles;
+mod input_sizes;
+mod kv_cache;
+mod lift;
+mod lower;
+mod lowering;
+mod model_file;
+mod opaque_subgraph;
+pub mod proto;
+mod replacement;
+mod rewrite;
+pub mod runtime;
+mod skeleton;
+mod splice;
+mod style;
+mod upgrade;
+mod wire;
+mod write;
+
+pub use check::NEWEST_OPSET;
+pub use initializer_layout::{InitializerLayout, TensorSpec};
+pub use kv_cache::CachedAttention;
+pub use model_file::ModelFile;
+pub use rewrite::Rewritten;
+pub use style::{OPSETS, Precision, Style, TiedHead, WeightOnly};
+pub use write::{Draft, draft};
+
+use compress_core::{cache, error, files, program, store, work};
+use compress_graph::ir;
+use compress_kernels as kernel;
+
+/// Returns `wanted`, or `wanted` with a number if that name is taken, and marks the result as taken.
+fn fresh(taken: &mut std::collections::BTreeSet<String>, wanted: String) -> String {
+    let mut name = wanted.clone();
+    let mut count = 1;
+    while !taken.insert(name.clone()) {
+        count += 1;
+        name = format!("{wanted}_{count}");
+    }
+    name
+}

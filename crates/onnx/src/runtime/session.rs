@@ -1,0 +1,378 @@
+//! A model loaded in ONNX Runtime.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use ort::session::builder::GraphOptimizationLevel;
+use ort::session::{RunOptions, SessionInputValue};
+use ort::value::Outlet;
+
+use super::element;
+use super::find::environment;
+use super::watch::{Limits, Stopped, watched};
+use crate::error::{Error, Result};
+use crate::files;
+use crate::ir::{self, Port};
+use crate::work::Cancel;
+
+/// Session option for exact 32-bit accumulation of int8 products on x86 without VNNI. By default, ONNX
+/// Runtime adds pairs of uint8 × int8 products there with 16-bit saturation.
+const EXACT_ACCUMULATION: &str = "session.x64quantprecision";
+
+/// Session option to multiply `MatMulNBits` weights with 32-bit float activations, as the file defines
+/// them. By default, ONNX Runtime fuses `DequantizeLinear` and `MatMul` into a kernel that rounds
+/// activations to int8.
+const EXACT_PRODUCTS: &str = "session.qdq_matmulnbits_accuracy_level";
+
+/// Session option for the folder of external data, for a model that is loaded from memory.
+const DATA_FOLDER: &str = "session.model_external_initializers_file_folder_path";
+
+/// Options of a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// Threads per operator.
+    pub threads: usize,
+    /// Whether the graph is optimized at load time, which includes constant folding.
+    pub optimize: bool,
+    /// Limits of loading.
+    pub limits: Option<Limits>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { threads: 1, optimize: true, limits: None }
+    }
+}
+
+/// Accumulation of int8 products on x86 without VNNI.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum AccumulationMode {
+    /// In 32-bit integers.
+    Exact,
+    /// In pairs with 16-bit saturation.
+    Saturating,
+}
+
+/// A loaded model.
+#[derive(Debug)]
+pub struct Session {
+    path: PathBuf,
+    inner: ort::session::Session,
+    cancel: Cancel,
+    /// Options to reload the model with saturating accumulation, for files that were loaded with exact
+    /// accumulation.
+    fallback: Option<Options>,
+    /// Why ONNX Runtime refused to load the model with exact accumulation, if it did.
+    refusal: Option<String>,
+    /// Limits of each run.
+    limits: Option<Limits>,
+}
+
+impl Session {
+    /// Loads a model file.
+    ///
+    /// # Errors
+    /// ONNX Runtime is missing or refuses the model, an input is not a numeric tensor, or no output is
+    /// one.
+    pub fn open(path: &Path, options: Options) -> Result<Session> {
+        if files::is_remote(path) {
+            return Err(Error::run(path.display(), "is a remote file", "ONNX Runtime opens only local files: download it first"));
+        }
+        if !path.is_file() {
+            let hint = "ONNX Runtime runs exported models: write one with `--export onnx`, or omit `--runtime onnxruntime`";
+            return Err(Error::run(path.display(), "no such file", hint));
+        }
+        let session = Session::load_with_fallback(path, None, options)?;
+        Ok(Session { fallback: session.refusal.is_none().then_some(options), ..session })
+    }
+
+    /// Loads a model with exact accumulation, or with the default if that fails: for exact accumulation,
+    /// ONNX Runtime 1.31 converts int8 weights, and fails if nodes share one or omit zero points.
+    fn load_with_fallback(path: &Path, bytes: Option<&[u8]>, options: Options) -> Result<Session> {
+        match Session::load(path, bytes, options, AccumulationMode::Exact) {
+            Err(Error::Malformed { path: named, reason }) => match Session::load(path, bytes, options, AccumulationMode::Saturating) {
+                Ok(session) => Ok(Session { refusal: Some(reason), ..session }),
+                Err(_) => Err(Error::Malformed { path: named, reason }),
+            },
+            loaded => loaded,
+        }
+    }
+
+    /// Loads a model from memory. `path` names it in errors, and its folder contains external data.
+    ///
+    /// # Errors
+    /// As [`open`](Session::open).
+    pub fn from_bytes(bytes: &[u8], path: &Path, options: Options) -> Result<Session> {
+        Session::load_with_fallback(path, Some(bytes), options)
+    }
+
+    /// Requires exact accumulation. Every file that compress writes supports it.
+    ///
+    /// # Errors
+    /// ONNX Runtime refuses the model with the session option for exact accumulation.
+    pub fn require_exact_sums(&mut self) -> Result<()> {
+        self.fallback = None;
+        let refused = |reason: &String| Error::malformed(&self.path, format!("with {EXACT_ACCUMULATION}=1: {reason}"));
+        self.refusal.as_ref().map_or(Ok(()), |reason| Err(refused(reason)))
+    }
+
+    /// Whether the model was loaded with exact accumulation.
+    pub fn has_exact_sums(&self) -> bool {
+        self.refusal.is_none()
+    }
+
+    fn load(path: &Path, bytes: Option<&[u8]>, options: Options, accumulation: AccumulationMode) -> Result<Session> {
+        let refused = |e: ort::Error| Error::malformed(path, format!("ONNX Runtime refuses the model: {e}"));
+        let builder = ort::session::Session::builder(environment()?).map_err(refused)?;
+        let builder = builder.with_intra_threads(options.threads).map_err(|e| refused(e.into()))?;
+        // Failures are returned as errors, so nothing is logged.
+        let builder = builder.with_log_level(ort::logging::LogLevel::Fatal).map_err(|e| refused(e.into()))?;
+        let exact = if accumulation == AccumulationMode::Exact { "1" } else { "0" };
+        let builder = builder.with_config_entry(EXACT_ACCUMULATION, exact).map_err(|e| refused(e.into()))?;
+        let mut builder = builder.with_config_entry(EXACT_PRODUCTS, "1").map_err(|e| refused(e.into()))?;
+        // External data of a model in memory is next to its original file.
+        if let (Some(_), Some(folder)) = (bytes, path.parent().and_then(Path::to_str).filter(|folder| !folder.is_empty())) {
+            builder = builder.with_config_entry(DATA_FOLDER, folder).map_err(|e| refused(e.into()))?;
+        }
+        if !options.optimize {
+            builder = builder.with_optimization_level(GraphOptimizationLevel::Disable).map_err(|e| refused(e.into()))?;
+        }
+        let cancel = Cancel::process();
+        let canceler = builder.canceler();
+        let load = || match bytes {
+            None => builder.commit_from_file(path),
+            Some(bytes) => builder.commit_from_memory(bytes),
+        };
+        let (loaded, stopped) = watched(move || drop(canceler.cancel()), &cancel, options.limits, load);
+        stopped.map_or(Ok(()), |stopped| Err(stop_error(path, stopped)))?;
+        let inner = loaded.map_err(refused)?;
+        let other = |outlet: &&Outlet| element::port(outlet).is_none();
+        let unsupported = inner.inputs().iter().find(other).map(|input| ("input", input));
+        let unsupported =
+            unsupported.or_else(|| inner.outputs().first().filter(|_| inner.outputs().iter().all(|output| other(&output))).map(|output| ("output", output)));
+        match unsupported {
+            None => Ok(Session { path: path.to_owned(), inner, cancel, fallback: None, refusal: None, limits: None }),
+            Some((what, outlet)) => Err(Error::Unsupported {
+                what: format!("{}: {what} `{}`, which is {},", path.display(), outlet.name(), outlet.dtype()),
+                hint: "only models with numeric tensors as inputs and outputs can be run: remove the nodes that process other types".into(),
+            }),
+        }
+    }
+
+    /// Terminates runs when this handle is cancelled, instead of that of the process.
+    #[must_use]
+    pub fn cancelled_by(self, cancel: &Cancel) -> Session {
+        Session { cancel: cancel.clone(), ..self }
+    }
+
+    /// Terminates runs that exceed these limits.
+    #[must_use]
+    pub fn with_limits(self, limits: Limits) -> Session {
+        Session { limits: Some(limits), ..self }
+    }
+
+    /// The limits of each run.
+    pub fn limits(&self) -> Option<Limits> {
+        self.limits
+    }
+
+    /// The inputs and outputs that are numeric tensors.
+    pub fn ports(&self) -> (Vec<Port>, Vec<Port>) {
+        let ports = |outlets: &[Outlet]| outlets.iter().filter_map(element::port).collect();
+        (ports(self.inner.inputs()), ports(self.inner.outputs()))
+    }
+
+    /// The ONNX element type number of each output; `None` for outputs that are not numeric tensors.
+    pub fn output_types(&self) -> Vec<Option<i32>> {
+        self.inner.outputs().iter().map(element::element_type).collect()
+    }
+
+    /// Names of the inputs.
+    pub fn inputs(&self) -> Vec<String> {
+        self.inner.inputs().iter().map(|input| input.name().to_owned()).collect()
+    }
+
+    /// Runs the model. Inputs are converted to the element types of the model, outputs to 64-bit
+    /// integers and 32-bit floats.
+    ///
+    /// # Errors
+    /// An input is missing, has the wrong shape, or holds a value outside of the range of its element
+    /// type, or the runtime fails.
+    pub fn run(&mut self, inputs: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
+        self.run_within(inputs, self.limits)
+    }
+
+    /// [`run`](Session::run) with other limits, after which the run is terminated.
+    ///
+    /// # Errors
+    /// As [`run`](Session::run), or the run exceeds a limit.
+    pub fn run_within(&mut self, inputs: &BTreeMap<String, Tensor>, limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>> {
+        let results = self.run_once(inputs, limits);
+        let (Err(Error::Malformed { .. }), Some(options)) = (&results, self.fallback.take()) else { return results };
+        // Some files load with exact accumulation and fail only when they run.
+        let Ok(mut fallback_session) = Session::load(&self.path, None, options, AccumulationMode::Saturating) else { return results };
+        (fallback_session.cancel, fallback_session.limits) = (self.cancel.clone(), self.limits);
+        fallback_session.run_once(inputs, limits).map_or(results, |fallback_results| {
+            *self = fallback_session;
+            Ok(fallback_results)
+        })
+    }
+
+    fn run_once(&mut self, inputs: &BTreeMap<String, Tensor>, limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>> {
+        let path = self.path.clone();
+        let failed = |e: &dyn std::fmt::Display| Error::malformed(&path, format!("ONNX Runtime: {e}"));
+        // An output that is an input refers to the input's memory, which must live until the outputs are
+        // read.
+        let mut values = Vec::new();
+        for input in self.inner.inputs() {
+            let name = input.name();
+            let missing = || Error::option("input", format!("`{name}` is missing; {} requires it", path.display()));
+            let tensor = ir::input_tensor(inputs, name).ok_or_else(missing)?.map_err(|e| failed(&e))?;
+            let value = element::to_ort_value(&tensor, input).map_err(|e| Error::option("input", format!("`{name}` of {}: {e}", path.display())))?;
+            values.push((name.to_owned(), value));
+        }
+        let named: Vec<(String, SessionInputValue)> = values.iter().map(|(name, value)| (name.clone(), value.into())).collect();
+        let options = Arc::new(RunOptions::new().map_err(|e| failed(&e))?);
+        let terminated = options.clone();
+        let inner = &mut self.inner;
+        let (outputs, stopped) = watched(move || drop(terminated.terminate()), &self.cancel, limits, || inner.run_with_options(named, &options));
+        stopped.map_or(Ok(()), |stopped| Err(stop_error(&path, stopped)))?;
+        let outputs = outputs.map_err(|e| failed(&e))?;
+        let mut results = BTreeMap::new();
+        for (name, value) in outputs.iter() {
+            // Outputs that are not numeric tensors are skipped.
+            if let Some(tensor) = element::from_ort_value(&value).map_err(|e| failed(&format!("output `{name}`: {e}")))? {
+                results.insert(name.to_owned(), tensor);
+            }
+        }
+        Ok(results)
+    }
+}
+
+/// The error for a call that was stopped.
+fn stop_error(path: &Path, stopped: Stopped) -> Error {
+    match stopped {
+        Stopped::Cancelled => Error::Cancelled,
+        limit => Error::run(path.display(), format!("ONNX Runtime was stopped: {limit}"), ""),
+    }
+}
+
+/// Elements of an integer output.
+///
+/// # Errors
+/// The output has floats.
+pub fn integers(output: &Tensor) -> candle_core::Result<Vec<i64>> {
+    output.flatten_all()?.to_vec1()
+}
+
+/// Elements of an output, as 32-bit floats.
+///
+/// # Errors
+/// The conversion fails.
+pub fn floats(output: &Tensor) -> candle_core::Result<Vec<f32>> {
+    output.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1()
+}
+
+/// Copies an output to the device of another tensor.
+pub fn to_device_of(output: &Tensor, like: &Tensor) -> candle_core::Result<Tensor> {
+    output.to_device(like.device())
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+    use prost::Message;
+
+    use super::*;
+    use crate::ir::Element;
+    use crate::proto::{DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto};
+
+    /// ONNX element type numbers; floats first.
+    const TYPES: [i32; 13] = [1, 10, 11, 16, 2, 3, 4, 5, 6, 7, 12, 13, 9];
+    const STRING: i32 = 8;
+
+    /// The memory of inputs must not be freed before outputs that refer to it are read.
+    #[test]
+    fn outputs_that_alias_inputs_have_their_values() {
+        if super::super::library().is_err() {
+            return;
+        }
+        let mut session = model(&[1], "x", 4096).unwrap();
+        let values: Vec<f32> = (0..4096).map(|at| at as f32).collect();
+        for _ in 0..8 {
+            let given = Tensor::from_vec(values.clone(), 4096, &Device::Cpu).unwrap();
+            let outputs = session.run(&[("x1".to_owned(), given)].into()).unwrap();
+            assert_eq!(outputs["x1"].to_vec1::<f32>().unwrap(), values);
+        }
+    }
+
+    /// A model that returns its inputs, two elements of each type.
+    fn identities(types: &[i32]) -> Result<Session> {
+        model(types, "y", 2)
+    }
+
+    /// The same with `elements` elements. Outputs have the prefix `outputs`, inputs `x`.
+    fn model(types: &[i32], outputs: &str, elements: i64) -> Result<Session> {
+        let port = |prefix: &str, ty: i32| {
+            let shape = Some(TensorShapeProto { dim: vec![DimensionProto { value: Some(crate::proto::Dimension::DimValue(elements)), denotation: None }] });
+            let tensor_type = Some(TensorTypeProto { elem_type: Some(ty), shape });
+            ValueInfoProto { name: Some(format!("{prefix}{ty}")), r#type: Some(TypeProto { tensor_type, ..TypeProto::default() }), ..ValueInfoProto::default() }
+        };
+        let node =
+            |ty: i32| NodeProto { input: vec![format!("x{ty}")], output: vec![format!("y{ty}")], op_type: Some("Identity".into()), ..NodeProto::default() };
+        let graph = GraphProto {
+            name: Some("identities".into()),
+            node: types.iter().map(|ty| node(*ty)).collect(),
+            input: types.iter().map(|ty| port("x", *ty)).collect(),
+            output: types.iter().map(|ty| port(outputs, *ty)).collect(),
+            ..GraphProto::default()
+        };
+        let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(17) }];
+        let model = ModelProto { ir_version: Some(8), graph: Some(graph), opset_import, ..ModelProto::default() };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.onnx");
+        std::fs::write(&path, model.encode_to_vec()).unwrap();
+        Session::open(&path, Options::default())
+    }
+
+    #[test]
+    fn every_numeric_type_is_converted() {
+        if super::super::library().is_err() {
+            return;
+        }
+        let mut session = identities(&TYPES).unwrap();
+        let (inputs, outputs) = session.ports();
+        assert_eq!((inputs.len(), outputs.len()), (13, 13));
+        let floats = Tensor::new(&[0.5f32, -2.0], &Device::Cpu).unwrap();
+        let numbers = Tensor::new(&[1i64, 0], &Device::Cpu).unwrap();
+        let value = |port: &Port| if port.element == Element::Float { floats.clone() } else { numbers.clone() };
+        let given: BTreeMap<String, Tensor> = inputs.iter().map(|port| (port.name.clone(), value(port))).collect();
+        let results = session.run(&given).unwrap();
+        for port in &outputs {
+            let result = &results[&port.name];
+            let wanted = if port.element == Element::Float { DType::F32 } else { DType::I64 };
+            assert_eq!((result.dtype(), result.to_string()), (wanted, value(port).to_string()), "{}", port.name);
+        }
+        let mut wrong = |name: &str, tensor: Tensor| {
+            let given: BTreeMap<String, Tensor> = given.clone().into_iter().chain([(name.to_owned(), tensor)]).collect();
+            session.run(&given).unwrap_err().to_string()
+        };
+        let far = |number: i64| Tensor::new(&[number, 0], &Device::Cpu).unwrap();
+        assert!(wrong("x6", far(1 << 31)).contains("`x6` of"));
+        assert!(wrong("x9", far(2)).contains("holds 2"));
+        assert!(wrong("x13", far(-1)).contains("holds -1"));
+        assert!(wrong("x10", Tensor::new(&[1e5f32, 0.0], &Device::Cpu).unwrap()).contains("holds 100000"));
+        assert!(wrong("x7", floats.clone()).contains("holds floats"));
+    }
+
+    #[test]
+    fn non_numeric_inputs_are_refused_by_name() {
+        if super::super::library().is_err() {
+            return;
+        }
+        let error = identities(&[1, STRING]).unwrap_err().to_string();
+        assert!(error.contains("input `x8`") && error.contains("String"), "{error}");
+    }
+}

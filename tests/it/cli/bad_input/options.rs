@@ -1,0 +1,333 @@
+//! Invalid options, and weights that a pass does not support.
+
+use std::path::Path;
+
+use serde_json::json;
+
+use super::{Case, case, check};
+use crate::cli::support::{METADATA, Tensor, f32s, file, floats, model, model_of, ok, tensor};
+
+fn small(name: &'static str, args: &'static str, code: i32, message: &'static str, hint: &'static str) -> Case {
+    case(name, |folder| model(&folder.join("in")), args, code, message, hint)
+}
+
+fn tensors(name: &'static str, tensors: Vec<Tensor>, args: &'static str, code: i32, message: &'static str, hint: &'static str) -> Case {
+    case(name, move |folder| file(&folder.join("in"), METADATA, &tensors), args, code, message, hint)
+}
+
+#[test]
+fn flags() {
+    let amount = "is not a fraction from 0.0 to 1.0, a percentage like 50%, or a whole number";
+    check([
+        small("an amount above one", "prune-unstructured in -o out --amount 1.5", 2, "`1.5` is not a fraction from 0.0 to 1.0", ""),
+        small("a negative amount", "prune-unstructured in -o out --amount -1", 2, amount, ""),
+        small("an amount without a unit", "prune-unstructured in -o out --amount 50", 2, "amount): 50 needs a unit: write `0.5` or `50%`", ""),
+        small("a rule without a unit", "prune-unstructured in -o out --rule *query.weight=30", 2, "rules): 30 needs a unit: write `0.3` or `30%`", ""),
+        small("units of several kinds", "prune-structured in -o out --amount 25", 2, "amount): 25 needs a unit: write `0.25` or `25%`", ""),
+        small("a cost in percent", "prune-structured in -o out --target macs=50", 2, "it is the remaining fraction; write `0.5` or `50%`", ""),
+        small("more than everything", "prune-unstructured in -o out --amount 150%", 2, "`150%` is not a fraction", ""),
+        small("NaN as an amount", "prune-unstructured in -o out --amount nan", 2, amount, ""),
+        small(
+            "more than there is",
+            "prune-unstructured in -o out --amount 257",
+            2,
+            "amount: 257 weights cannot be pruned from tensor `encoder.layer.0.attention.self.query.weight`, which has 256",
+            "",
+        ),
+        small(
+            "more than all have",
+            "prune-unstructured in -o out --amount 2561 --scope global",
+            2,
+            "2561 weights cannot be pruned from the selected tensors, which has 2560",
+            "",
+        ),
+        small("five of four", "prune-unstructured in -o out --pattern 5:4", 2, "pattern `5:4` is not N:M with N no larger than M", ""),
+        small("no pattern", "prune-unstructured in -o out --pattern half", 2, "pattern `half` is not N:M", ""),
+        small(
+            "a pattern that does not divide",
+            "prune-unstructured in -o out --pattern 2:5",
+            1,
+            "tensor `encoder.layer.0.attention.self.query.weight`: has 16 inputs (shape [16, 16]), which is not a multiple of the group size of 2:5",
+            "add it to `ignore`, or choose another pattern",
+        ),
+        small(
+            "a pattern for a vector",
+            "prune-unstructured in -o out --pattern 2:4 --targets *query.bias",
+            1,
+            "query.bias`: has the shape [16], but 2:4 needs at least two dimensions",
+            "add it to `ignore`",
+        ),
+        small(
+            "a pattern and an amount",
+            "prune-unstructured in -o out --pattern 2:4 --amount 0.5",
+            2,
+            "pass 1 (prune-unstructured): `pattern` and `amount` exclude each other",
+            "",
+        ),
+        small("a pattern and a scope", "prune-unstructured in -o out --pattern 2:4 --scope global", 2, "`pattern` and `scope: global` exclude each other", ""),
+        small("a pattern and a rule", "prune-unstructured in -o out --pattern 2:4 --rule *dense*=0.1", 2, "`pattern` and `rules` exclude each other", ""),
+        small("a rule without an amount", "prune-unstructured in -o out --rule *dense*", 2, "rule `*dense*` is not PATTERN=AMOUNT", ""),
+        small(
+            "groups that do not divide",
+            "quantize-dynamic in -o out --granularity group --group-size 24",
+            1,
+            "has 16 inputs per row, which is not a multiple of the group size 24",
+            "choose another group_size, or add it to `ignore`",
+        ),
+        small(
+            "groups of the default size",
+            "quantize-dynamic in -o out --granularity group",
+            1,
+            "has 16 inputs per row, which is not a multiple of the group size 128",
+            "choose another group_size",
+        ),
+        small("groups of no inputs", "quantize in -o out --group-size 0", 2, "`group_size` must be at least 1, or -1 for one scale per row", ""),
+        small(
+            "groups of a scheme that has its own",
+            "quantize in -o out --scheme NVFP4A16 --group-size 32",
+            2,
+            "`group_size` is not supported for \"NVFP4A16\"",
+            "",
+        ),
+        small("a search of floats", "quantize in -o out --scheme FP8-DYNAMIC --observer mse", 2, "`observer: mse` requires an integer scheme", ""),
+        small("an unknown scheme", "quantize in -o out --scheme W3A3", 2, "invalid value 'W3A3' for '--scheme <SCHEME>'", ""),
+        small("groups of nothing", "quantize-dynamic in -o out --granularity group --group-size 0", 2, "`group_size` must be at least 1", ""),
+        small(
+            "a negative group",
+            "quantize-dynamic in -o out --granularity group --group-size -4",
+            2,
+            "invalid value '-4' for '--group-size…: the number must not be negative",
+            "",
+        ),
+        small(
+            "a word for a number",
+            "quantize-dynamic in -o out --granularity group --group-size many",
+            2,
+            "invalid value 'many' for '--group-size…: expected a whole number",
+            "",
+        ),
+        small(
+            "half a number",
+            "quantize-dynamic in -o out --granularity group --group-size 1.5",
+            2,
+            "invalid value '1.5' for '--group-size…: expected a whole number",
+            "",
+        ),
+        small(
+            "a number past the end",
+            "quantize-dynamic in -o out --granularity group --group-size 99999999999999999999999",
+            2,
+            "invalid value '99999999999999999999999' for '--group-size…: the number is too large",
+            "",
+        ),
+        small(
+            "a group size without groups",
+            "quantize-dynamic in -o out --group-size 16",
+            2,
+            "pass 1 (quantize-dynamic): `group_size` needs `granularity: group`",
+            "",
+        ),
+        small("an unknown scope", "prune-unstructured in -o out --scope layer", 2, "invalid value 'layer'…possible values: tensor, global", ""),
+        small("an unknown float", "cast in -o out --to f8", 2, "invalid value 'f8'…possible values: f32, f16, bf16", ""),
+        small("an unknown format", "cast in -o out --export tflite", 2, "unknown name `tflite`, expected", ""),
+        small("a format twice", "cast in -o out --export safetensors --export safetensors", 2, "export: `safetensors` is listed twice", ""),
+        small("no size", "cast in -o out --shard-size 5XB", 2, "`5XB` is not a size like 5GB, 500MB or 2GiB", ""),
+        small("a size of nothing", "cast in -o out --shard-size 0", 2, "`0` is not a size", ""),
+        small("no threads", "cast in -o out --threads 0", 2, "invalid value '0' for '--threads", ""),
+        small("an unknown flag", "cast in -o out --too f16", 2, "unexpected argument '--too'…a similar argument exists: '--to'", ""),
+        small("an unknown command", "prune in -o out", 2, "unrecognized subcommand 'prune'…'prune-unstructured'", ""),
+        small("no output", "cast in", 2, "required arguments were not provided…--output <DIR>", ""),
+        small("no pass in a chain", "chain in -o out", 2, "chain: no pass: write a `--` before each pass", ""),
+        small("an empty pass in a chain", "chain in -o out -- cast -- -- cast", 2, "chain: no pass: write a `--` before each pass", ""),
+        small("an unknown pass in a chain", "chain in -o out -- cats", 2, "unrecognized subcommand 'cats'…'cast'", ""),
+        small(
+            "the second pass of a chain",
+            "chain in -o out -- cast -- quantize-dynamic --group-size 16",
+            2,
+            "pass 2 (quantize-dynamic): `group_size` needs",
+            "",
+        ),
+        small("an unknown shell", "completions tcsh", 2, "invalid value 'tcsh'…bash, elvish, fish, powershell, zsh", ""),
+    ]);
+}
+
+#[test]
+fn names_that_match_nothing() {
+    let lists = "`compress inspect` lists all names";
+    check([
+        small(
+            "targets of pruning",
+            "prune-unstructured in -o out --targets encoder.layer.0.output.dens.weight",
+            2,
+            "`targets` pattern `encoder.layer.0.output.dens.weight` matches no tensor",
+            "did you mean `encoder.layer.0.output.dense.weight`?",
+        ),
+        small(
+            "targets of quantization",
+            "quantize-dynamic in -o out --targets *output.desne*",
+            2,
+            "`targets` pattern `*output.desne*` matches no tensor",
+            lists,
+        ),
+        small(
+            "targets of a cast",
+            "cast in -o out --targets embedding.word_embeddings",
+            2,
+            "`targets` pattern `embedding.word_embeddings` matches no tensor",
+            "did you mean `embeddings.word_embeddings.weight`?",
+        ),
+        small("ignored", "prune-unstructured in -o out --ignore *pooler*", 2, "`ignore` pattern `*pooler*` matches no tensor", lists),
+        small("a rule", "prune-unstructured in -o out --rule *pooler*=0.1", 2, "`rules` pattern `*pooler*` matches no tensor", lists),
+        small("the second pass", "chain in -o out -- cast -- prune-unstructured --ignore lm_head", 2, "`ignore` pattern `lm_head` matches no tensor", lists),
+        small("a bad expression", "cast in -o out --targets re:(", 2, "pattern `re:(`: unclosed group", ""),
+        small("an expression too large", "cast in -o out --targets re:(a{1000}){1000}", 2, "Compiled regex exceeds size limit", ""),
+        small(
+            "everything ignored",
+            "prune-unstructured in -o out --ignore *",
+            2,
+            "prune-unstructured: no weight is selected…list weights in `targets`; `compress inspect` prints their names",
+            "",
+        ),
+    ]);
+}
+
+#[test]
+fn values_that_are_not_finite() {
+    let nan = || vec![f32s("x.weight", &[2, 2], &[1.0, f32::NAN, 2.0, f32::NEG_INFINITY])];
+    let scaled = vec![tensor("x.weight", "I8", &[1, 4], &[1, 2, 3, 4]), f32s("x.weight_scale", &[1], &[f32::INFINITY])];
+    let said = "tensor `x.weight` holds 2 values that are NaN or infinite";
+    let hint = "set `allow_nonfinite: true` (--allow-nonfinite)";
+    check([
+        tensors("pruning", nan(), "prune-unstructured in -o out", 1, said, hint),
+        tensors("global pruning", nan(), "prune-unstructured in -o out --scope global", 1, said, hint),
+        tensors("quantization", nan(), "quantize-dynamic in -o out", 1, said, hint),
+        tensors("quantization by squared error", nan(), "quantize-dynamic in -o out --observer mse", 1, said, hint),
+        tensors("a cast", nan(), "cast in -o out", 1, said, hint),
+        tensors("a copy", nan(), "densify in -o out", 1, said, hint),
+        tensors("the sparse layout", nan(), "prune-unstructured in -o out --layout sparse", 1, said, hint),
+        tensors("a scale", scaled, "densify in -o out", 1, "tensor `x.weight` holds 1 values that are NaN or infinite", hint),
+    ]);
+}
+
+#[test]
+fn weights_that_a_pass_does_not_support() {
+    let empty = || vec![tensor("x.weight", "F32", &[0, 4], &[]), floats("y.weight", &[4, 4])];
+    let large = || vec![f32s("x.weight", &[2, 2], &[1.0, 70000.0, 2.0, 3.0])];
+    let wide = vec![tensor("x.weight", "F64", &[1], &1e300f64.to_le_bytes())];
+    let counts = || vec![tensor("x.weight", "I64", &[1, 1], &[0; 8])];
+    let mixed = vec![tensor("x.weight", "F64", &[1, 1], &1f64.to_le_bytes()), floats("y.weight", &[4, 4])];
+    let taken = vec![floats("x.weight", &[4, 4]), floats("x.weight_scale", &[1])];
+    let quantized = |folder: &Path| {
+        model(&folder.join("float"));
+        ok(folder, "quantize-dynamic float -o in");
+    };
+    let again = "quantize last, run `dequantize` before this pass, or add the tensor to `ignore`";
+    check([
+        tensors(
+            "an empty tensor to prune",
+            empty(),
+            "prune-unstructured in -o out --targets x",
+            1,
+            "tensor `x.weight`: is empty (shape [0, 4])",
+            "add it to `ignore`",
+        ),
+        tensors(
+            "an empty tensor to quantize",
+            empty(),
+            "quantize-dynamic in -o out --targets *.weight",
+            1,
+            "tensor `x.weight`: is empty",
+            "add it to `ignore`",
+        ),
+        tensors("an empty tensor to cast", empty(), "cast in -o out --targets x", 1, "tensor `x.weight`: is empty", "add it to `ignore`"),
+        tensors(
+            "too large for f16",
+            large(),
+            "cast in -o out --to f16",
+            1,
+            "tensor `x.weight`: contains 7e4, but the largest value of float16 is 6.5504e4",
+            "cast to bf16 (--to bf16), set overflow: saturate",
+        ),
+        tensors(
+            "too large for f16, then int8",
+            large(),
+            "chain in -o out -- cast --to f16 -- quantize-dynamic",
+            1,
+            "tensor `x.weight`: contains 7e4",
+            "cast to bf16",
+        ),
+        tensors(
+            "too large for f32",
+            wide,
+            "cast in -o out --to f32",
+            1,
+            "tensor `x.weight`: contains a value above 3.4028235e38, but the largest value of float32 is 3.4028235e38",
+            "set overflow: saturate",
+        ),
+        tensors(
+            "integers to prune",
+            counts(),
+            "prune-unstructured in -o out --targets x",
+            1,
+            "tensor `x.weight`: has the dtype I64, but prune-unstructured needs F16, BF16, F32 or F64",
+            "add it to `ignore`",
+        ),
+        small("floats to dequantize", "dequantize in -o out", 2, "dequantize: the model has no quantized weights…`compress cast` writes them as floats", ""),
+        tensors("integers only", counts(), "quantize-dynamic in -o out", 2, "quantize-dynamic: no weight is selected", ""),
+        tensors(
+            "f64 ranked with f32",
+            mixed,
+            "prune-unstructured in -o out --scope global",
+            1,
+            "tensor `x.weight`: is F64 and cannot be ranked jointly with narrower floats",
+            "use `scope: tensor`",
+        ),
+        tensors("a name that is taken", taken, "quantize-dynamic in -o out", 1, "tensor `x.weight_scale`: would be written twice", "rename it"),
+        small(
+            "a vector to quantize",
+            "quantize-dynamic in -o out --targets *query.bias",
+            1,
+            "has the shape [16], but quantize-dynamic supports only matrices",
+            "add it to `ignore`",
+        ),
+        case("int8 to quantize", quantized, "quantize-dynamic in -o out", 1, "is already int8 channel, but quantize-dynamic needs floats", again),
+        case("int8 to prune", quantized, "prune-unstructured in -o out", 1, "is already int8 channel, but prune-unstructured needs floats", again),
+        case("int8 to cast", quantized, "cast in -o out --targets *dense*", 1, "is already int8 channel, but cast needs floats", again),
+        small("quantized twice", "chain in -o out -- quantize-dynamic -- quantize-dynamic", 1, "is already int8 channel", again),
+        small("pruned after quantization", "chain in -o out -- quantize-dynamic -- prune-unstructured", 1, "is already int8 channel", again),
+    ]);
+}
+
+#[test]
+fn layers_that_are_stored_transposed() {
+    let gpt2 = |folder: &Path| model_of(&folder.join("in"), &json!({ "model_type": "gpt2" }), &[floats("h.0.attn.c_attn.weight", &[16, 48])]);
+    check([
+        case(
+            "int8",
+            gpt2,
+            "quantize-dynamic in -o out",
+            1,
+            "tensor `h.0.attn.c_attn.weight`: is a quantized weight of a gpt2 model, which stores layers as [in, out]: compressed-tensors does not support this",
+            "export with layout: sparse or layout: dense",
+        ),
+        case(
+            "a pattern",
+            gpt2,
+            "prune-unstructured in -o out --pattern 2:4",
+            1,
+            "tensor `h.0.attn.c_attn.weight`: belongs to a gpt2 model, whose layers are stored as [in, out]",
+            "use an amount instead of a pattern",
+        ),
+    ]);
+}
+
+#[test]
+fn tables_of_one_family_with_different_values() {
+    let shared = |folder: &Path| {
+        let tensors = [floats("shared.weight", &[8, 4]), floats("encoder.embed_tokens.weight", &[8, 4])];
+        model_of(&folder.join("in"), &json!({ "model_type": "t5", "architectures": ["T5EncoderModel"] }), &tensors);
+    };
+    let one = "tensor `encoder.embed_tokens.weight`: is always `shared.weight` in this family, but both are stored with different values";
+    let hint = "the family shares one table: remove the wrong one from the checkpoint";
+    check([case("one of both", shared, "prune-unstructured in -o out --targets shared.weight", 1, one, hint)]);
+}

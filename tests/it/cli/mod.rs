@@ -1,0 +1,21 @@
+//! Tests of the binary with valid and invalid arguments.
+#![cfg(feature = "cli")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[cfg(all(feature = "run", target_os = "linux"))]
+mod abuse;
+mod bad_input;
+#[cfg(feature = "run")]
+mod cluster;
+mod commands;
+#[cfg(target_os = "linux")]
+mod crash;
+#[cfg(target_os = "linux")]
+mod memory;
+#[cfg(target_os = "linux")]
+mod races;
+#[cfg(feature = "remote")]
+mod remote;
+#[cfg(feature = "remote")]
+mod servers;
+mod support;

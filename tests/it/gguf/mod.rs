@@ -1,0 +1,131 @@
+//! GGUF models compared with their originals, on files that `scripts/goldens-gguf` wrote with
+//! llama.cpp's package.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod experts;
+mod importance;
+mod reading;
+mod vocabularies;
+mod writing;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use compress::export::{FileType, Gguf};
+use compress::{Model, Pipeline};
+use compress_core::store::gguf::{self, Kind};
+use compress_core::store::{DType, Weight};
+use compress_engine::model::read_auxiliary_text;
+use serde_json::Value;
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+const FAMILIES: [&str; 13] = [
+    "gemma2",
+    "gemma3",
+    "llama",
+    "llama-biases",
+    "llama-grouped-tied",
+    "llama-head-dim",
+    "llama-rope-linear",
+    "llama-rope-llama3",
+    "llama-rope-yarn",
+    "mixtral",
+    "qwen2",
+    "qwen2-moe",
+    "qwen3",
+];
+
+/// The original model of a golden file, with the configuration stored in it.
+fn source(name: &str) -> (tempfile::TempDir, Model) {
+    let folder = tempfile::tempdir().unwrap();
+    fs::copy(golden(&format!("gguf/{name}.json")), folder.path().join("config.json")).unwrap();
+    fs::copy(golden(&format!("models/{name}/model.safetensors")), folder.path().join("model.safetensors")).unwrap();
+    let model = Model::open(folder.path()).unwrap();
+    (folder, model)
+}
+
+/// Checks that two models have the same weights, up to the rounding of adding and subtracting one for
+/// norms.
+fn same_weights(found: &Model, expected: &Model, what: &str) {
+    assert!(found.weights.by_name.keys().eq(expected.weights.by_name.keys()), "{what}: {:?}", found.weights.by_name.keys());
+    for (name, weight) in &expected.weights.by_name {
+        let other: &Weight = found.weights.get(name).unwrap();
+        assert_eq!((other.dtype, &other.shape), (weight.dtype, &weight.shape), "{what}: {name}");
+        let least = if what.starts_with("gemma") && name.ends_with("norm.weight") { 1.2e-7 } else { 0.0 };
+        let (a, b) = (other.floats(name).unwrap(), weight.floats(name).unwrap());
+        assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() <= least), "{what}: {name}");
+    }
+}
+
+fn tokenizer(model: &Model) -> tokenizers::Tokenizer {
+    read_auxiliary_text(&model.path, &model.auxiliary.synthesized, "tokenizer.json").unwrap().unwrap().parse().unwrap()
+}
+
+/// Tokens of the golden texts.
+fn tokens(model: &Model, texts: &Value) -> Value {
+    let tokenizer = tokenizer(model);
+    texts.as_array().unwrap().iter().map(|text| Value::from(tokenizer.encode_fast(text.as_str().unwrap(), true).unwrap().get_ids())).collect()
+}
+
+/// Writes a model as GGUF and opens the file.
+fn written(model: Model, file_type: FileType) -> (tempfile::TempDir, Model, compress::Report) {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let report = Pipeline::builder().export(Gguf { file_type, ..Gguf::default() }).measure(false).build().unwrap().run(model, &out).unwrap();
+    let back = Model::open(out.join("model.gguf")).unwrap();
+    (folder, back, report)
+}
+
+/// A model with a changed configuration, or with the files of a vocabulary.
+fn changed(name: &str, file: &str, change: impl Fn(&mut Value)) -> (tempfile::TempDir, Model) {
+    let folder = tempfile::tempdir().unwrap();
+    if name.starts_with("tokenizer-") {
+        let model = Model::open(golden(&format!("gguf/{name}.gguf"))).unwrap();
+        Pipeline::builder().measure(false).force(true).build().unwrap().run(model, folder.path().join("in")).unwrap();
+    } else {
+        fs::create_dir(folder.path().join("in")).unwrap();
+        fs::copy(golden(&format!("gguf/{name}.json")), folder.path().join("in/config.json")).unwrap();
+        fs::copy(golden(&format!("models/{name}/model.safetensors")), folder.path().join("in/model.safetensors")).unwrap();
+    }
+    let path = folder.path().join("in").join(file);
+    let mut json: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    change(&mut json);
+    fs::write(&path, json.to_string()).unwrap();
+    let model = Model::open(folder.path().join("in")).unwrap();
+    (folder, model)
+}
+
+fn export(model: Model, folder: &Path, file_type: FileType) -> Result<compress::Report, compress::Error> {
+    Pipeline::builder().export(Gguf { file_type, ..Gguf::default() }).measure(false).build().unwrap().run(model, folder.join("out"))
+}
+
+/// Opens a golden file with changed keys and tensors.
+fn rewritten(
+    name: &str,
+    change: impl Fn(&mut BTreeMap<String, gguf::Value>, &mut BTreeMap<String, Weight>),
+) -> (tempfile::TempDir, Result<Model, compress::Error>) {
+    let file = gguf::GgufFile::open(&golden(&format!("gguf/{name}.gguf"))).unwrap();
+    let (mut values, mut tensors) = (file.values, file.tensors);
+    change(&mut values, &mut tensors);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    put(&path, values, &tensors);
+    let model = Model::open(&path);
+    (folder, model)
+}
+
+/// Writes a file with these keys and tensors.
+fn put(path: &Path, values: BTreeMap<String, gguf::Value>, tensors: &BTreeMap<String, Weight>) {
+    let planned: Vec<_> = tensors.iter().map(|(name, weight)| (name.clone(), Kind::Plain(DType::F32), weight.shape.clone())).collect();
+    let (mut bytes, padding) = gguf::header(&values.into_iter().collect::<Vec<_>>(), &planned).unwrap();
+    for ((name, weight), padding) in tensors.iter().zip(padding) {
+        bytes.extend(weight.floats(name).unwrap().iter().flat_map(|value| value.to_le_bytes()));
+        bytes.resize(bytes.len() + padding as usize, 0);
+    }
+    fs::write(path, bytes).unwrap();
+}

@@ -1,0 +1,166 @@
+//! Reading GGUF files: weights, configuration, and sharded models.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use compress::pass::QuantizeDynamic;
+use compress::{Model, Pipeline};
+use compress_core::store::gguf;
+use compress_core::store::{Bytes, DType, Encoding, Weight};
+use serde_json::Value;
+
+use super::{FAMILIES, golden, put, rewritten, same_weights, source, tokens};
+
+#[test]
+fn families_match_their_originals() {
+    for name in FAMILIES {
+        let (_folder, expected) = source(name);
+        let found = Model::open(golden(&format!("gguf/{name}.gguf"))).unwrap();
+        same_weights(&found, &expected, name);
+        assert!(found.graph().unwrap().to_string() == expected.graph().unwrap().to_string(), "{name}: {}", found.graph().unwrap());
+        for key in ["model_type", "architectures", "vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"] {
+            let said = |model: &Model| model.config.get(key).filter(|value| !value.is_null()).cloned();
+            assert_eq!(said(&found), said(&expected), "{name}: {key}");
+        }
+        assert_eq!(found.weights.metadata["general.license"], "apache-2.0");
+        assert_eq!(found.stored_bytes(), found.weights.parameters() * 4, "{name}");
+    }
+}
+
+#[test]
+fn a_pass_writes_a_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let expected: Value = serde_json::from_str(&fs::read_to_string(golden("gguf/tokens.json")).unwrap()).unwrap();
+    let input = golden("gguf/tokenizer-qwen2.gguf");
+    let out = folder.path().join("out");
+    let report = Pipeline::builder().pass(QuantizeDynamic::default()).build().unwrap().run(Model::open(&input).unwrap(), &out).unwrap();
+    assert_eq!(report.size.before.bytes, fs::metadata(&input).unwrap().len());
+    let written = Model::open(&out).unwrap();
+    assert_eq!(tokens(&written, &expected["texts"]), expected["tokens"]["qwen2"]);
+    assert!(report.fidelity.is_some_and(|fidelity| fidelity.fidelity.cosine > 0.99));
+    let carried: Vec<&str> = report.carried.iter().map(|file| file.path.as_str()).collect();
+    for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
+        assert!(carried.contains(&name), "{name}: {carried:?}");
+    }
+    // The file in a folder with only a tokenizer.
+    let alone = folder.path().join("in");
+    fs::create_dir(&alone).unwrap();
+    fs::copy(&input, alone.join("any.gguf")).unwrap();
+    fs::write(alone.join("tokenizer.json"), "{}").unwrap();
+    fs::write(alone.join("config.json"), "{}").unwrap();
+    let model = Model::open(&alone).unwrap();
+    assert_eq!(model.auxiliary.files, [Path::new("tokenizer.json")]);
+    assert!(!model.auxiliary.synthesized.contains_key(Path::new("tokenizer.json")));
+    assert!(model.auxiliary.notes(&alone).iter().any(|note| note.contains("config.json (they describe the original weights)")));
+    Pipeline::builder().build().unwrap().run(model, folder.path().join("copy")).unwrap();
+    same_weights(&Model::open(folder.path().join("copy")).unwrap(), &Model::open(&input).unwrap(), "copy");
+    fs::copy(&input, alone.join("other.gguf")).unwrap();
+    assert!(Model::open(&alone).err().unwrap().to_string().contains("2 .gguf files and no safetensors"));
+}
+
+/// The command line reads the same from a file and from the folder converted from it.
+#[cfg(feature = "cli")]
+#[test]
+fn files_are_evaluated_and_inspected() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_compress")).arg("--json").args(args).current_dir(folder.path()).output().unwrap();
+        assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()
+    };
+    fs::copy(golden("gguf/tokenizer-llama-bpe.gguf"), folder.path().join("model.gguf")).unwrap();
+    fs::write(folder.path().join("texts.txt"), "Hello world, it's 12345 o'clock!\nhttp://example.org/a/b//c?x=1\n").unwrap();
+    run(&["densify", "model.gguf", "-o", "folder"]);
+    let score = |model: &str| run(&["eval", model, "--text", "texts.txt", "--task", "language-modelling"])["score"].clone();
+    assert!(score("model.gguf")["value"].as_f64().unwrap() > 1.0);
+    assert_eq!(score("model.gguf"), score("folder"));
+    let seen = run(&["inspect", "model.gguf"]);
+    assert_eq!((&seen["cannot_run"], &seen["architecture"]), (&Value::Null, &Value::from("llama")));
+    assert_eq!(seen["metadata"]["general.name"], "A tiny model");
+    let report = run(&["chain", "folder", "-o", "again", "--export", "gguf: {type: Q8_0}", "--", "cast", "--to", "bf16"]);
+    assert_eq!(report["fidelity"]["samples_from"], "synthetic");
+    assert!(run(&["verify", "again"]).to_string().contains("opens with 11 weights"));
+}
+
+/// A single output file has no auxiliary files, but texts are still tokenized by the input's tokenizer.
+#[test]
+fn texts_are_read_where_a_file_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let texts = folder.path().join("texts.txt");
+    fs::write(&texts, "Hello world, it's 12345 o'clock!\n".repeat(20)).unwrap();
+    let input = golden("gguf/tokenizer-llama-bpe.gguf");
+    let recipe = format!("model: {}\ndata:\n  evaluation: {{ text: {}, task: language-modelling }}\noutput: out\n", input.display(), texts.display());
+    let recipe = compress::Recipe::parse(&recipe, Path::new("recipe.yaml")).unwrap();
+    let model = Model::open(&input).unwrap();
+    let out = folder.path().join("out/model.onnx");
+    let report = Pipeline::builder().recipe(&recipe).build().unwrap().run(model, &out).unwrap();
+    assert!(report.accuracy.is_some());
+    assert!(out.is_file() && !folder.path().join("out/tokenizer.json").exists());
+}
+
+#[test]
+fn a_model_in_several_files_is_one() {
+    let (_source, expected) = source("llama");
+    let whole = gguf::GgufFile::open(&golden("gguf/llama.gguf")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let name = |number: usize| folder.path().join(format!("tiny-{number:05}-of-00003.gguf"));
+    type Metadata = BTreeMap<String, gguf::Value>;
+    // The second file has another key, or another tensor.
+    let write = |second: &dyn Fn(&mut Metadata, &mut BTreeMap<String, Weight>)| {
+        for part in 0..3usize {
+            let mut values = if part == 0 { whole.values.clone() } else { Metadata::new() };
+            values.extend(
+                [("no", part as u64), ("count", 3), ("tensors.count", whole.tensors.len() as u64)]
+                    .map(|(key, number)| (format!("split.{key}"), gguf::Value::Unsigned(number))),
+            );
+            let mut tensors: BTreeMap<_, _> = whole
+                .tensors
+                .iter()
+                .enumerate()
+                .filter(|(at, _)| at * 3 / whole.tensors.len() == part)
+                .map(|(_, (name, weight))| (name.clone(), weight.clone()))
+                .collect();
+            if part == 1 {
+                second(&mut values, &mut tensors);
+            }
+            put(&name(part + 1), values, &tensors);
+        }
+    };
+    write(&|_, _| {});
+    for path in [folder.path().to_owned(), name(1), name(3)] {
+        let found = Model::open(&path).unwrap();
+        same_weights(&found, &expected, "llama");
+        assert_eq!(found.weight_files, [1, 2, 3].map(name));
+        assert!(!found.auxiliary.notes(&path).iter().any(|note| note.contains("split")), "{:?}", found.auxiliary.notes(&path));
+    }
+    fs::copy(name(1), folder.path().join("other.bin.gguf")).unwrap();
+    let refused = |path: &Path, words: &str| {
+        let error = Model::open(path).err().unwrap().to_string();
+        assert!(error.contains(words), "`{error}` does not contain `{words}`");
+    };
+    refused(&folder.path().join("other.bin.gguf"), "its name does not end like -00001-of-00003.gguf");
+    fs::remove_file(folder.path().join("other.bin.gguf")).unwrap();
+    write(&|values, _| drop(values.insert("split.no".into(), gguf::Value::Unsigned(2))));
+    refused(&name(1), "but not according to its metadata");
+    write(&|values, _| drop(values.insert("llama.block_count".into(), gguf::Value::Unsigned(7))));
+    refused(folder.path(), "contains the key `llama.block_count`, which is missing or different in the first file of the model");
+    write(&|_, tensors| tensors.extend(whole.tensors.iter().next().map(|(name, weight)| (name.clone(), weight.clone()))));
+    refused(&name(1), "is also in another file of the model");
+    write(&|_, tensors| drop(tensors.pop_last()));
+    refused(&name(1), "`split.tensors.count` is");
+    fs::remove_file(name(2)).unwrap();
+    refused(&name(1), "tiny-00002-of-00003.gguf");
+}
+
+#[test]
+fn frequency_factors_match_the_head_size() {
+    let cut = |_: &mut BTreeMap<String, gguf::Value>, tensors: &mut BTreeMap<String, Weight>| {
+        let bytes = std::sync::Arc::new(Bytes { dtype: DType::F32, bytes: vec![0; 4] });
+        tensors.insert("rope_freqs.weight".into(), Weight::new(DType::F32, vec![1], Encoding::Dense, bytes));
+    };
+    let (_folder, model) = rewritten("llama-rope-llama3", cut);
+    assert!(model.err().unwrap().to_string().contains("has the shape [1], but heads of"));
+    let (_folder, model) = rewritten("qwen2", cut);
+    assert!(model.err().unwrap().to_string().contains("which is supported only for the architecture `llama`"));
+}

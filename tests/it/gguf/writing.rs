@@ -1,0 +1,234 @@
+//! Writing GGUF files: comparison with the reference, and unsupported models.
+
+use std::fs;
+use std::path::Path;
+
+use compress::export::{FileType, Gguf};
+use compress::pass::Cast;
+use compress::{Model, Pipeline};
+use compress_core::store::gguf::{self, Kind};
+use compress_core::store::{Bytes, DType, Encoding, Weight};
+use serde_json::Value;
+
+use super::{FAMILIES, changed, export, golden, same_weights, source, tokens, written};
+
+#[test]
+fn written_files_equal_the_reference() {
+    for name in FAMILIES {
+        let (_source, expected) = source(name);
+        let (folder, found, report) = written(expected.clone(), FileType::F32);
+        same_weights(&found, &expected, name);
+        assert!(found.graph().unwrap().to_string() == expected.graph().unwrap().to_string(), "{name}: {}", found.graph().unwrap());
+        assert!(report.notes.iter().any(|note| note.contains("no tokenizer.json")), "{:?}", report.notes);
+        // Keys and tensors of the reference file.
+        let theirs = gguf::GgufFile::open(&golden(&format!("gguf/{name}.gguf"))).unwrap();
+        let ours = gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap();
+        assert!(ours.tensors.keys().eq(theirs.tensors.keys()), "{name}: {:?}", ours.tensors.keys());
+        for (tensor, weight) in &theirs.tensors {
+            assert_eq!(ours.tensors[tensor].floats(tensor).unwrap(), weight.floats(tensor).unwrap(), "{name}: {tensor}");
+        }
+        let own: Vec<_> = theirs.values.iter().filter(|(key, _)| !key.starts_with("general.") && !key.starts_with("tokenizer.")).collect();
+        own.iter().for_each(|(key, value)| assert_eq!(ours.values.get(*key), Some(*value), "{name}: {key}"));
+    }
+}
+
+#[test]
+fn matrices_have_the_requested_types() {
+    let model = || Model::open(golden("gguf/tokenizer-smollm.gguf")).unwrap();
+    // Rows of 8 are not complete blocks.
+    let (_folder, _, report) = written(model(), FileType::Q4_K_M);
+    let note = report.notes.iter().find(|note| note.contains("not a multiple of the block size")).expect("a note");
+    assert!(note.contains("Q4_K with rows of 8 are F16") && note.contains("bits per weight"), "{note}");
+    assert!(report.layers.iter().all(|layer| layer.encoding == if layer.shape.len() == 1 { "f32" } else { "f16" }));
+    let folder = tempfile::tempdir().unwrap();
+    let half = Cast::default();
+    let run = |file_type| {
+        Pipeline::builder()
+            .pass(half.clone())
+            .export(Gguf { file_type, ..Gguf::default() })
+            .measure(false)
+            .force(true)
+            .build()
+            .unwrap()
+            .run(model(), folder.path().join("out"))
+            .unwrap()
+    };
+    assert!(run(FileType::F16).notes.iter().any(|note| note.contains("8 BF16 matrices are converted to F16")));
+    assert!(!run(FileType::BF16).notes.iter().any(|note| note.contains("converted to F16")));
+    let wrong = golden("models/gpt2");
+    let refused =
+        Pipeline::builder().export(Gguf::default()).build().unwrap().run(Model::open(wrong).unwrap(), std::env::temp_dir().join("never")).err().unwrap();
+    assert!(refused.to_string().contains("gguf: model_type `gpt2`"), "{refused}");
+}
+
+/// Gemma 1, with weights of a Llama.
+fn gemma(json: &mut Value, activation: &str) {
+    json["model_type"] = "gemma".into();
+    json["head_dim"] = (json["hidden_size"].as_u64().unwrap() / json["num_attention_heads"].as_u64().unwrap()).into();
+    json["hidden_act"] = activation.into();
+}
+
+#[test]
+fn unsupported_models_are_rejected_by_name() {
+    type Change = fn(&mut Value);
+    let cases: [(&str, &str, Change, &str); 14] = [
+        ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
+        (
+            "qwen2",
+            "config.json",
+            |json| json["rope_scaling"] = serde_json::json!({ "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192 }),
+            "rope scaling `llama3`",
+        ),
+        ("qwen3", "config.json", |json| json["head_dim"] = (1u64 << 40).into(), "heads of 1099511627776"),
+        ("tokenizer-pieces", "tokenizer.json", |json| json["normalizer"] = serde_json::json!({ "type": "NFKC" }), "NFKC"),
+        ("tokenizer-pieces", "tokenizer.json", |json| json["pre_tokenizer"] = serde_json::json!({ "type": "Whitespace" }), "Whitespace"),
+        ("tokenizer-llama-bpe", "tokenizer.json", |json| json["model"]["ignore_merges"] = false.into(), "`model.ignore_merges` of false"),
+        ("tokenizer-qwen2", "tokenizer.json", |json| json["model"]["ignore_merges"] = true.into(), "`model.ignore_merges` of true"),
+        ("tokenizer-qwen2", "tokenizer.json", |json| json["post_processor"] = serde_json::json!({ "type": "BertProcessing" }), "BertProcessing"),
+        (
+            "tokenizer-pieces",
+            "tokenizer.json",
+            |json| json["post_processor"]["single"].as_array_mut().unwrap().insert(0, serde_json::json!({ "SpecialToken": { "id": "</s>", "type_id": 0 } })),
+            "`</s>`, `<s>` before every text",
+        ),
+        ("tokenizer-qwen2", "tokenizer.json", |json| json["added_tokens"][0]["content"] = "Ġ".into(), "`Ġ`"),
+        ("tokenizer-qwen2", "tokenizer.json", |json| json["model"]["end_of_word_suffix"] = "</w>".into(), "`</w>`"),
+        ("tokenizer-qwen2", "tokenizer_config.json", |json| json["chat_template"] = serde_json::json!([1]), "a list with entries other than"),
+        ("llama", "config.json", |json| gemma(json, "relu"), "`hidden_act` of \"relu\""),
+        ("llama", "config.json", |json| gemma(json, "gelu"), "`lm_head.weight`: differs from the embedding"),
+    ];
+    for (name, file, change, words) in cases {
+        let (folder, model) = changed(name, file, change);
+        let error = export(model, folder.path(), FileType::F16).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains(words), "{name}: `{error}` does not contain `{words}`");
+    }
+}
+
+/// GGUF files cannot contain the weights of sentence-transformers' modules.
+#[test]
+fn weights_of_modules_are_written_to_separate_files() {
+    let (folder, _) = changed("llama", "config.json", |_| {});
+    let (input, out) = (folder.path().join("in"), folder.path().join("out"));
+    let kinds = ["models.Transformer", "models.Pooling", "models.Dense"].into_iter().zip(["", "1_Pooling", "./2_Dense"]);
+    let entries: Vec<Value> = kinds.map(|(kind, path)| serde_json::json!({ "type": format!("sentence_transformers.{kind}"), "path": path })).collect();
+    fs::write(input.join("modules.json"), Value::from(entries).to_string()).unwrap();
+    let width = Model::open(&input).unwrap().config.get("hidden_size").and_then(Value::as_u64).unwrap() as usize;
+    for (module, config) in [
+        ("1_Pooling", serde_json::json!({ "pooling_mode": "lasttoken" })),
+        ("2_Dense", serde_json::json!({ "in_features": width, "out_features": 3, "bias": false })),
+    ] {
+        fs::create_dir(input.join(module)).unwrap();
+        fs::write(input.join(module).join("config.json"), config.to_string()).unwrap();
+    }
+    let values: Vec<f32> = (0..3 * width).map(|i| i as f32 / 100.0).collect();
+    let weight = candle_core::Tensor::from_vec(values, (3, width), &candle_core::Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("linear.weight", weight)].into(), input.join("2_Dense/model.safetensors")).unwrap();
+
+    let expected = Model::open(&input).unwrap();
+    let report = Pipeline::builder().export(Gguf { file_type: FileType::F32, ..Gguf::default() }).build().unwrap().run(expected.clone(), &out).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("cannot contain the weights of the modules `2_Dense`")), "{:?}", report.notes);
+    assert!(report.fidelity.is_some_and(|fidelity| fidelity.fidelity.cosine > 0.9999));
+    let found = Model::open(&out).unwrap();
+    same_weights(&found, &expected, "modules");
+    assert!(found.graph().unwrap().to_string() == expected.graph().unwrap().to_string());
+    let alone = Pipeline::builder().measure(false).build().unwrap().run(expected, folder.path().join("small.gguf")).unwrap();
+    assert!(alone.notes.iter().any(|note| note.contains("are not written")), "{:?}", alone.notes);
+}
+
+#[test]
+fn settings_without_effect_are_accepted() {
+    let values = |folder: &Path| gguf::GgufFile::open(&folder.join("out/model.gguf")).unwrap().values;
+    let (folder, model) = changed("llama-rope-yarn", "config.json", |json| {
+        json["rope_scaling"]["beta_fast"] = 32.into();
+        json["rope_scaling"]["beta_slow"] = 1.0.into();
+    });
+    let report = export(model, folder.path(), FileType::F32).unwrap();
+    assert!(values(folder.path()).keys().all(|key| !key.contains("beta")));
+    assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{}", report.outputs[0].verified.how);
+    // As many tokens as the embedding has rows.
+    let (folder, model) = changed("llama", "config.json", |json| json["vocab_size"] = 40.into());
+    export(model, folder.path(), FileType::F32).unwrap();
+    assert_eq!(values(folder.path())["llama.vocab_size"], gguf::Value::Unsigned(48));
+    // Added tokens can contain spaces, and special tokens of tokenizers without a post-processor are
+    // configured elsewhere.
+    let (folder, _) = changed("tokenizer-pieces", "tokenizer.json", |json| {
+        json["post_processor"] = Value::Null;
+        let id = json["model"]["vocab"].as_object().unwrap().len() - 1;
+        let added = serde_json::json!({ "id": id, "content": "\u{2581}\u{2581}!", "special": false });
+        json["model"]["vocab"].as_object_mut().unwrap().retain(|_, number| *number != id);
+        json["model"]["merges"].as_array_mut().unwrap().clear();
+        json["added_tokens"].as_array_mut().unwrap().push(added);
+    });
+    let settings = folder.path().join("in/tokenizer_config.json");
+    let mut json: Value = serde_json::from_str(&fs::read_to_string(&settings).unwrap()).unwrap();
+    json["add_bos_token"] = true.into();
+    json["chat_template"] = serde_json::json!([{ "name": "default", "template": "a" }, { "name": "tool_use", "template": "b" }]);
+    fs::write(&settings, json.to_string()).unwrap();
+    export(Model::open(folder.path().join("in")).unwrap(), folder.path(), FileType::F16).unwrap();
+    let said = values(folder.path());
+    assert!(matches!(&said["tokenizer.ggml.tokens"], gguf::Value::Texts(tokens) if tokens.iter().any(|token| token == "  !")));
+    assert_eq!(said["tokenizer.ggml.add_bos_token"], gguf::Value::Bool(true));
+    assert_eq!(said["tokenizer.ggml.add_eos_token"], gguf::Value::Bool(false));
+    let back = Model::open(folder.path().join("out/model.gguf")).unwrap();
+    let settings: Value = serde_json::from_str(&back.auxiliary.synthesized[Path::new("tokenizer_config.json")]).unwrap();
+    assert_eq!(settings["chat_template"], json["chat_template"]);
+}
+
+/// Converters write the 64-bit value of a 32-bit float; GGUF files contain 32 bits.
+#[test]
+fn numbers_are_compared_in_the_precision_that_the_file_stores() {
+    for (name, key, value) in [
+        ("llama", "rms_norm_eps", 9.999999747378752e-6),
+        ("llama", "rope_theta", 10000.0001),
+        ("llama-rope-linear", "rms_norm_eps", 9.999999974752427e-7),
+        ("gemma2", "attn_logit_softcapping", 49.99999999),
+        ("gemma2", "final_logit_softcapping", 30.1),
+        ("qwen3", "rms_norm_eps", 1.0000001e-5),
+    ] {
+        let (folder, model) = changed(name, "config.json", |json| json[key] = value.into());
+        let report = export(model, folder.path(), FileType::F32).unwrap_or_else(|e| panic!("{name}: {key}: {e}"));
+        assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{name}: {key}: {}", report.outputs[0].verified.how);
+    }
+}
+
+#[test]
+fn a_head_equal_to_the_embedding_is_stored_once() {
+    let (_source, mut model) = source("gemma2");
+    let embedding = model.weights.by_name["model.embed_tokens.weight"].clone();
+    model.weights.by_name.insert("lm_head.weight".into(), embedding);
+    let folder = tempfile::tempdir().unwrap();
+    export(model.clone(), folder.path(), FileType::F32).unwrap();
+    assert!(!gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap().tensors.contains_key("output.weight"));
+    let bytes = std::sync::Arc::new(Bytes { dtype: DType::I32, bytes: vec![0; 64] });
+    model.weights.by_name.insert("model.norm.weight".into(), Weight::new(DType::I32, vec![16], Encoding::Dense, bytes));
+    let folder = tempfile::tempdir().unwrap();
+    let error = export(model, folder.path(), FileType::F32).map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("`output_norm.weight` must be a float tensor"), "{error}");
+}
+
+#[test]
+fn blocks_hold_finite_values() {
+    let bytes = std::sync::Arc::new(Bytes { dtype: DType::F32, bytes: vec![0xFF; 64 * 4] });
+    let weight = Weight::new(DType::F32, vec![2, 32], Encoding::Dense, bytes);
+    let (blocks, _) = weight.in_gguf(Kind::Blocks(compress_kernels::ggml::BlockType::Q8_0), "embedding", None);
+    let error = blocks.visit(1, &mut |_| Ok(())).unwrap_err().to_string();
+    assert!(error.contains("`embedding`: contains NaN or infinite values"), "{error}");
+}
+
+#[test]
+fn a_single_output_file_is_supported() {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, out) = (golden("gguf/tokenizer-llama-bpe.gguf"), folder.path().join("small.gguf"));
+    let report = Pipeline::builder().build().unwrap().run(Model::open(&input).unwrap(), &out).unwrap();
+    assert_eq!(report.outputs[0].path, "small.gguf");
+    let found = Model::open(&out).unwrap();
+    let expected: Value = serde_json::from_str(&fs::read_to_string(golden("gguf/tokens.json")).unwrap()).unwrap();
+    assert_eq!(tokens(&found, &expected["texts"]), expected["tokens"]["llama-bpe"]);
+    assert!(folder.path().join("small.gguf.report/report.json").is_file() && !folder.path().join("tokenizer.json").exists());
+    let (cancel, silent) = (compress_core::work::Cancel::default(), compress_core::work::Silent);
+    let checks = compress::pipeline::verify(&out, &compress_core::work::Work { threads: 1, progress: &silent, cancel: &cancel }).unwrap();
+    assert!(checks.len() > 1 && checks.iter().all(|check| check.ok), "{checks:?}");
+    let other = Pipeline::builder().export(compress::export::Safetensors::default()).build().unwrap();
+    let error = other.run(Model::open(&input).unwrap(), folder.path().join("other.gguf")).err().unwrap().to_string();
+    assert!(error.contains("is of the format gguf, but other formats are configured"), "{error}");
+}

@@ -1,0 +1,405 @@
+//! Layer-wise passes, which process the layers in order while samples run through the model block by block.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use compress::pass::prune_unstructured::Importance;
+use compress::pass::{Amount, Cast, Decompose, FloatFormat, InputImportance, NOfM, Palettize, PruneUnstructured, Step};
+use compress::pass::{Method, Quantize, Scheme, WeightObserver};
+use compress::pipeline::Builder;
+use compress::{Error, Model, Pipeline, Report};
+use compress_core::store::Encoding;
+use compress_core::work::{Cancel, Event};
+use compress_engine::data::Data;
+use compress_engine::exec::{Executor, Parameters, Residence};
+
+/// Path of a golden model, or another path unchanged.
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
+}
+
+/// The tiny Llama with a few outlier channels in the inputs of linear layers after normalizations.
+fn outliers(folder: &Path) -> String {
+    let mut tensors = candle_core::safetensors::load(golden("llama/model.safetensors"), &Device::Cpu).unwrap();
+    for (name, tensor) in &mut tensors {
+        if name.ends_with("layernorm.weight") {
+            let factors: Vec<f32> = (0..16).map(|at| if at % 7 == 3 { 12.0 } else { 1.0 }).collect();
+            *tensor = (&*tensor * Tensor::new(factors, &Device::Cpu).unwrap()).unwrap();
+        }
+    }
+    candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
+    std::fs::copy(golden("llama/config.json"), folder.join("config.json")).unwrap();
+    folder.to_str().unwrap().to_owned()
+}
+
+/// Samples of random tokens.
+fn tokens(folder: &Path) -> Data {
+    let ids = Tensor::from_vec((0..384i64).map(|i| i * i * 7 % 41 % 40).collect::<Vec<_>>(), (48, 8), &Device::Cpu).unwrap();
+    let path = folder.join("ids.safetensors");
+    if !path.exists() {
+        candle_core::safetensors::save(&[("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into(), &path)
+            .unwrap();
+    }
+    Data::at(&path)
+}
+
+struct Done {
+    folder: tempfile::TempDir,
+    report: Report,
+}
+
+impl Done {
+    fn model(&self) -> Model {
+        Model::open(self.folder.path().join("out")).unwrap()
+    }
+}
+
+fn builder(folder: &Path, pass: impl Into<Step>) -> Builder {
+    Pipeline::builder().calibration(tokens(folder)).pass(pass).threads(2)
+}
+
+fn attempt(name: &str, pass: impl Into<Step>) -> compress::Result<Done> {
+    let folder = tempfile::tempdir().unwrap();
+    let report = builder(folder.path(), pass).build()?.run(Model::open(golden(name)).unwrap(), folder.path().join("out"))?;
+    assert!(!folder.path().join("out.unfinished").exists());
+    Ok(Done { folder, report })
+}
+
+fn run(name: &str, pass: impl Into<Step>) -> Done {
+    attempt(name, pass).unwrap()
+}
+
+fn outputs(model: &Model, inputs: &BTreeMap<String, Tensor>) -> Tensor {
+    let graph = model.graph().unwrap();
+    let parameters = crate::common::work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
+    Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap().into_values().next().unwrap()
+}
+
+/// Mean squared error of a model's outputs on the samples.
+fn error(name: &str, done: &Done) -> f64 {
+    let inputs = candle_core::safetensors::load(done.folder.path().join("ids.safetensors"), &Device::Cpu).unwrap().into_iter().collect();
+    let (before, after) = (outputs(&Model::open(golden(name)).unwrap(), &inputs), outputs(&done.model(), &inputs));
+    f64::from((after - before).unwrap().sqr().unwrap().mean_all().unwrap().to_scalar::<f32>().unwrap())
+}
+
+fn pruned(importance: Importance) -> PruneUnstructured {
+    PruneUnstructured { importance, amount: Some(Amount::fraction(0.4)), ..Default::default() }
+}
+
+fn zeros(done: &Done, name: &str) -> u64 {
+    done.model().weights.get(name).unwrap().zeros().unwrap()
+}
+
+const PROJECTION: &str = "model.layers.0.mlp.down_proj.weight";
+
+#[test]
+fn samples_say_which_weights_matter_and_counts_are_exact() {
+    for (name, weight) in [("llama", PROJECTION), ("gpt2", "transformer.h.1.mlp.c_fc.weight"), ("bert", "encoder.layer.0.attention.self.query.weight")] {
+        let [l1, wanda, sparse] = [Importance::L1, Importance::Wanda, Importance::Sparsegpt].map(|importance| run(name, pruned(importance)));
+        let elements = l1.model().weights.get(weight).unwrap().elements() as f64;
+        for done in [&wanda, &sparse] {
+            assert_eq!(zeros(done, weight) as f64, (0.4 * elements).round_ties_even(), "{name}");
+            assert_eq!(done.report.passes[0].details["samples"], 44);
+        }
+        let [l1, wanda, sparse] = [l1, wanda, sparse].map(|done| error(name, &done));
+        assert!(sparse < l1 && sparse < wanda, "{name}: l1 {l1}, wanda {wanda}, sparsegpt {sparse}");
+    }
+}
+
+#[test]
+fn patterns_hold_in_every_row() {
+    for importance in [Importance::Wanda, Importance::Sparsegpt] {
+        let done = run("llama", PruneUnstructured { importance, pattern: Some("2:4".parse::<NOfM>().unwrap()), ..Default::default() });
+        let values = done.model().weights.get(PROJECTION).unwrap().floats(PROJECTION).unwrap();
+        assert!(values.chunks(4).all(|four| four.iter().filter(|w| **w == 0.0).count() == 2));
+    }
+}
+
+fn quantized(method: Method, scheme: Scheme) -> Quantize {
+    Quantize { method, scheme, group_size: (scheme == Scheme::W4A16).then_some(8), ..Default::default() }
+}
+
+#[test]
+fn experts_are_rounded_by_the_tokens_that_they_see() {
+    let four = |method| Quantize { group_size: Some(4), ..quantized(method, Scheme::W4A16) };
+    for name in ["mixtral", "qwen2-moe"] {
+        let [rtn, gptq] = [Method::Rtn, Method::Gptq].map(|method| run(name, four(method)));
+        let expert = |done: &Done| done.model().weights.by_name.iter().filter(|(name, w)| name.contains("experts.") && w.encoding != Encoding::Dense).count();
+        assert_eq!((expert(&rtn), expert(&gptq)), (24, 24), "{name}");
+        let [rtn, gptq] = [rtn, gptq].map(|done| error(name, &done));
+        assert!(gptq < rtn, "{name}: rtn {rtn}, gptq {gptq}");
+    }
+    // Stacked experts are not changed, which the report states.
+    let fused = run("qwen2-moe-fused", four(Method::Rtn));
+    let said = |note: &String| note.contains("left unchanged: 4 tensors, each of which stacks all experts of a layer");
+    assert!(fused.report.notes.iter().any(said), "{:?}", fused.report.notes);
+}
+
+#[test]
+fn rounding_by_samples_loses_less() {
+    for name in ["llama", "qwen3", "bert"] {
+        let [rtn, gptq, awq] = [Method::Rtn, Method::Gptq, Method::Awq].map(|method| run(name, quantized(method, Scheme::W4A16)));
+        assert!(awq.report.passes[0].details["rescaled"].as_u64().unwrap() > 0);
+        let bits = |done: &Done| done.model().weights.by_name.values().filter(|w| w.describe().starts_with("int4 group 8")).count();
+        assert!(bits(&gptq) > 10 && bits(&gptq) == bits(&rtn) && bits(&awq) == bits(&rtn));
+        let [rtn, gptq, awq] = [rtn, gptq, awq].map(|done| error(name, &done));
+        // Random weights have no salient channels, which AWQ relies on.
+        assert!(gptq < 0.8 * rtn && awq < 1.2 * rtn, "{name}: rtn {rtn}, gptq {gptq}, awq {awq}");
+    }
+}
+
+#[test]
+fn channels_that_matter_are_rounded_more_finely() {
+    let folder = tempfile::tempdir().unwrap();
+    let name = outliers(folder.path());
+    let awq = quantized(Method::Awq, Scheme::W4A16);
+    let usual = quantized(Method::Rtn, Scheme::W4A16);
+    let alike = Quantize { observer: Some(WeightObserver::Mse), ..usual.clone() };
+    let [awq, usual, alike] = [awq, usual, alike].map(|pass| error(&name, &run(&name, pass)));
+    assert!(awq < 0.8 * alike && awq < 0.9 * usual, "awq {awq}, the same ranges without samples {alike}, the default ranges {usual}");
+    let [rtn, smooth] = [Method::Rtn, Method::Smoothquant].map(|method| error(&name, &run(&name, quantized(method, Scheme::W8A8))));
+    assert!(smooth < 0.8 * rtn, "rtn {rtn}, smoothquant {smooth}");
+}
+
+/// The same decoder with two channels of each normalization multiplied by 200, and the columns that read
+/// them divided by 200.
+fn planted(folder: &Path, family: &str) -> String {
+    let mut tensors = candle_core::safetensors::load(golden(family).join("model.safetensors"), &Device::Cpu).unwrap();
+    let is_gemma = family.starts_with("gemma");
+    let mlp_norm = if is_gemma { "pre_feedforward_layernorm.weight" } else { "post_attention_layernorm.weight" };
+    let readers = [
+        ("input_layernorm.weight", &["q_proj.", "k_proj.", "v_proj.", "qkv_proj."][..]),
+        (mlp_norm, &["gate_proj.", "up_proj.", "gate_up_proj.", ".w1.", ".w3.", "gate.weight"][..]),
+    ];
+    let names: Vec<String> = tensors.keys().cloned().collect();
+    for (suffix, parts) in readers {
+        for norm in names.iter().filter(|name| name.ends_with(suffix)) {
+            let width = tensors[norm].elem_count();
+            let factors: Vec<f32> = (0..width).map(|at| if at == 3 || at == width - 2 { 200.0 } else { 1.0 }).collect();
+            let (factors, offset) = (Tensor::new(factors, &Device::Cpu).unwrap(), if is_gemma { 1.0 } else { 0.0 });
+            let scaled = (((&tensors[norm] + offset).unwrap() * &factors).unwrap() - offset).unwrap();
+            tensors.insert(norm.clone(), scaled);
+            let layer = norm.strip_suffix(suffix).unwrap();
+            for name in names.iter().filter(|name| name.starts_with(layer) && name.ends_with(".weight") && parts.iter().any(|part| name.contains(part))) {
+                let divided = tensors[name].broadcast_div(&factors).unwrap();
+                tensors.insert(name.clone(), divided);
+            }
+        }
+    }
+    candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
+    std::fs::copy(golden(family).join("config.json"), folder.join("config.json")).unwrap();
+    folder.to_str().unwrap().to_owned()
+}
+
+/// Outliers after every kind of normalization move to the weights: with an offset, before experts,
+/// before fused projections.
+#[test]
+fn outliers_of_activations_move_to_the_weights_of_every_family() {
+    for family in ["llama", "gemma2", "gemma3", "phi3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3"] {
+        let folder = tempfile::tempdir().unwrap();
+        let name = planted(folder.path(), family);
+        let [rtn, smooth] = [Method::Rtn, Method::Smoothquant].map(|method| run(&name, quantized(method, Scheme::W8A8)));
+        let skipped = smooth.report.notes.iter().any(|note| note.contains(" not rescaled, because other operators"));
+        assert!(!skipped, "{family}: {:?}", smooth.report.notes);
+        let [rtn, smooth] = [rtn, smooth].map(|done| error(&name, &done));
+        assert!(smooth < 0.1 * rtn, "{family}: rtn {rtn}, smoothquant {smooth}");
+    }
+}
+
+/// Outliers of a projection move to the layer that reads it, also if the projection is a range of rows
+/// of a fused one.
+#[test]
+fn outliers_of_fused_projections_move_to_the_weights() {
+    // The tensor and row of value 1, the columns of `o_proj` that read it, and the tensor and row of
+    // neuron 5 of the MLP.
+    let families = [
+        ("llama", ("v_proj", 1), &[1usize][..], ("up_proj", 5)),
+        // After 16 rows of queries and 8 of keys, and after 24 of the gate. Two heads share a value.
+        ("phi3", ("qkv_proj", 25), &[1, 5], ("gate_up_proj", 29)),
+    ];
+    for (family, value, readers, neuron) in families {
+        let folder = tempfile::tempdir().unwrap();
+        let mut tensors = candle_core::safetensors::load(golden(family).join("model.safetensors"), &Device::Cpu).unwrap();
+        for (name, tensor) in &mut tensors {
+            let [rows, columns] = tensor.dims()[..] else { continue };
+            let module = name.strip_suffix(".weight").unwrap().rsplit('.').next().unwrap();
+            let factors = |count: usize, at: &[usize], factor: f32| (0..count).map(|index| if at.contains(&index) { factor } else { 1.0 }).collect::<Vec<_>>();
+            let factors = match module {
+                _ if module == value.0 => Tensor::from_vec(factors(rows, &[value.1], 256.0), (rows, 1), &Device::Cpu),
+                _ if module == neuron.0 => Tensor::from_vec(factors(rows, &[neuron.1], 256.0), (rows, 1), &Device::Cpu),
+                "o_proj" => Tensor::from_vec(factors(columns, readers, 1.0 / 256.0), (1, columns), &Device::Cpu),
+                "down_proj" => Tensor::from_vec(factors(columns, &[5], 1.0 / 256.0), (1, columns), &Device::Cpu),
+                _ => continue,
+            };
+            *tensor = tensor.broadcast_mul(&factors.unwrap()).unwrap();
+        }
+        candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
+        std::fs::copy(golden(family).join("config.json"), folder.path().join("config.json")).unwrap();
+        let name = folder.path().to_str().unwrap();
+        let inputs = compress_engine::data::synthetic(&Model::open(name).unwrap().graph().unwrap(), 1).unwrap().inputs;
+        let [planted, original] = [folder.path().to_owned(), golden(family)].map(|path| outputs(&Model::open(path).unwrap(), &inputs));
+        let distance = (planted - original).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap();
+        assert_eq!(distance, 0.0, "{family}: planting powers of two changes no output");
+        // With a strength of one half, an outlier of 256 becomes one of 16 in activations and in weights.
+        let [rtn, smooth] = [Method::Rtn, Method::Smoothquant].map(|method| error(name, &run(name, quantized(method, Scheme::W8A8))));
+        assert!(smooth < 0.25 * rtn, "{family}: rtn {rtn}, smoothquant {smooth}");
+    }
+}
+
+/// The note names the first normalization, the details all of them.
+#[test]
+fn normalizations_that_cannot_be_rescaled_are_listed() {
+    let report = run("bert", quantized(Method::Smoothquant, Scheme::W8A8)).report;
+    let note = report.notes.iter().find(|note| note.contains(" not rescaled, because other operators")).unwrap();
+    let listed: Vec<&str> = report.passes[0].details["not_rescaled"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
+    assert!(listed.len() > 1 && note.contains(&format!("{} normalizations", listed.len())) && note.contains(listed[0]), "{note} {listed:?}");
+    assert!(listed.iter().all(|name| name.contains("LayerNorm")), "{listed:?}");
+}
+
+#[test]
+fn range_moves_without_changing_what_floats_compute() {
+    // Quantization to eight bits causes small errors, so that errors of the rescaling would be visible.
+    for name in ["llama", "phi3"] {
+        let [rtn, smooth] = [Method::Rtn, Method::Smoothquant].map(|method| run(name, quantized(method, Scheme::W8A8)));
+        assert!(smooth.report.passes[0].details["rescaled"].as_u64().unwrap() > 0, "{name}: {}", smooth.report.passes[0].details);
+        let [rtn, smooth] = [rtn, smooth].map(|done| error(name, &done));
+        assert!(smooth <= 1.05 * rtn, "{name}: {rtn} {smooth}");
+    }
+}
+
+#[test]
+fn zeros_survive_rounding() {
+    let folder = tempfile::tempdir().unwrap();
+    let both = builder(folder.path(), PruneUnstructured { pattern: Some("2:4".parse().unwrap()), amount: None, ..pruned(Importance::Sparsegpt) })
+        .pass(quantized(Method::Gptq, Scheme::W4A16));
+    both.build().unwrap().run(Model::open(golden("llama")).unwrap(), folder.path().join("out")).unwrap();
+    let model = Model::open(folder.path().join("out")).unwrap();
+    let values = model.weights.get(PROJECTION).unwrap().floats(PROJECTION).unwrap();
+    assert!(values.chunks(4).all(|four| four.iter().filter(|w| **w == 0.0).count() >= 2));
+}
+
+fn palettized() -> Palettize {
+    Palettize { bits: 4, group_size: 8, ..Palettize::default() }
+}
+
+#[test]
+fn values_of_palettes_are_where_inputs_are_large() {
+    let folder = tempfile::tempdir().unwrap();
+    let name = outliers(folder.path());
+    let plain = Palettize { importance: InputImportance::None, ..palettized() };
+    let (plain, weighted) = (error(&name, &run(&name, plain)), error(&name, &run(&name, palettized())));
+    assert!(weighted < 0.85 * plain, "{weighted} for {plain}");
+    // Embeddings and tied heads are not linear layers; they are palettized without samples.
+    let done = run("llama", Palettize { embeddings: true, ..palettized() });
+    assert!(done.report.notes.iter().any(|note| note.contains("because not exactly one linear layer reads")), "{:?}", done.report.notes);
+    assert!(done.model().weights.get("model.embed_tokens.weight").unwrap().describe().starts_with("palette4"));
+    // Layers that are stored input-major are clustered as they are stored.
+    let (plain, weighted) = (Palettize { importance: InputImportance::None, ..palettized() }, palettized());
+    assert!(error("gpt2", &run("gpt2", weighted)) < 1.1 * error("gpt2", &run("gpt2", plain)));
+}
+
+#[test]
+fn an_interrupted_run_goes_on_behind_the_last_block() {
+    let bytes = |folder: &Path| std::fs::read(folder.join("out/model.safetensors")).unwrap();
+    // 16-bit weights are rounded when they are stored.
+    let builder = |folder: &Path, pass: Step| {
+        let passes = [Step::from(Cast { to: FloatFormat::Bf16, ..Default::default() }), pass];
+        Pipeline::builder().calibration(tokens(folder)).passes(passes).threads(2)
+    };
+    let run = |pass: Step| {
+        let folder = tempfile::tempdir().unwrap();
+        let report = builder(folder.path(), pass).threads(4).build().unwrap().run(Model::open(golden("llama")).unwrap(), folder.path().join("out")).unwrap();
+        (folder, report)
+    };
+    for pass in [
+        Step::from(quantized(Method::Gptq, Scheme::W4A16)),
+        quantized(Method::Awq, Scheme::W4A16).into(),
+        quantized(Method::Smoothquant, Scheme::W8A8).into(),
+        pruned(Importance::Sparsegpt).into(),
+        palettized().into(),
+        Decompose { rank: Amount::fraction(0.85), ..Decompose::default() }.into(),
+    ] {
+        let (whole, at_once) = run(pass.clone());
+        let folder = tempfile::tempdir().unwrap();
+        let cancel = Cancel::default();
+        let handle = cancel.clone();
+        let watch = move |event: Event| {
+            if let Event::Begin { stage, .. } = event
+                && stage.starts_with("Block 4 of")
+            {
+                handle.cancel();
+            }
+        };
+        let model = || Model::open(golden("llama")).unwrap();
+        let stopped = builder(folder.path(), pass.clone()).progress(watch).cancel(cancel).build().unwrap().run(model(), folder.path().join("out"));
+        assert!(matches!(stopped.unwrap_err(), Error::Paused { .. } | Error::Cancelled));
+        assert!(folder.path().join("out.unfinished").exists());
+        let other = builder(folder.path(), pass.clone()).seed(99).resume(true).build().unwrap().run(model(), folder.path().join("out"));
+        assert!(other.unwrap_err().to_string().contains("other options"));
+        // Different instruction sets would round blocks differently.
+        let folders = std::fs::read_dir(folder.path().join("out.unfinished")).unwrap().map(|entry| entry.unwrap().path().join("identity"));
+        let identity = folders.into_iter().find(|path| path.is_file()).unwrap();
+        let text = std::fs::read_to_string(&identity).unwrap();
+        let elsewhere = text.replace(&format!("cpu {}", compress::report::Environment::detect().simd), "cpu another");
+        std::fs::write(&identity, elsewhere).unwrap();
+        let other = builder(folder.path(), pass.clone()).resume(true).build().unwrap().run(model(), folder.path().join("out"));
+        assert!(other.unwrap_err().to_string().contains("another device or instruction set"));
+        std::fs::write(identity, text).unwrap();
+        let report = builder(folder.path(), pass).resume(true).build().unwrap().run(model(), folder.path().join("out")).unwrap();
+        let (resumed, notes): (Vec<_>, Vec<_>) =
+            report.notes.iter().cloned().partition(|note| note.contains("loaded from the checkpoints of an interrupted run"));
+        assert_eq!(resumed.len(), 1);
+        // The report of a block is complete even if another process finished it.
+        assert_eq!((&notes, &report.passes[1].details), (&at_once.notes, &at_once.passes[1].details));
+        assert!(bytes(folder.path()) == bytes(whole.path()));
+        assert!(!folder.path().join("out.unfinished").exists());
+    }
+}
+
+#[test]
+fn what_cannot_be_done_is_refused_by_name() {
+    let refused = |name: &str, pass: Step| attempt(name, pass).err().unwrap().to_string();
+    let pattern = |text: &str| vec![text.parse().unwrap()];
+    let cases: [(&str, Step, &str); 11] = [
+        (
+            "llama",
+            PruneUnstructured { targets: pattern("model.embed_tokens.weight"), ..pruned(Importance::Wanda) }.into(),
+            "an operator that is not a linear layer",
+        ),
+        ("llama", PruneUnstructured { pattern: Some("1:80".parse().unwrap()), amount: None, ..pruned(Importance::Sparsegpt) }.into(), "80"),
+        ("llama", PruneUnstructured { rules: vec!["nothing*=0.5".parse().unwrap()], ..pruned(Importance::Sparsegpt) }.into(), "nothing*"),
+        ("llama", PruneUnstructured { scope: compress::pass::Scope::Global, ..pruned(Importance::Wanda) }.into(), "scope: global"),
+        ("llama", quantized(Method::Smoothquant, Scheme::W4A16).into(), "int8 activations"),
+        ("llama", Quantize { damping: Some(0.1), ..quantized(Method::Rtn, Scheme::W4A16) }.into(), "damping"),
+        ("llama", quantized(Method::Gptq, Scheme::Fp8).into(), "rtn"),
+        ("gpt2", quantized(Method::Gptq, Scheme::W4A16).into(), "which stores layers as [in, out]: compressed-tensors does not support this"),
+        ("deberta", quantized(Method::Gptq, Scheme::W4A16).into(), "key_proj.weight`: is read by several layers"),
+        ("deberta", pruned(Importance::Sparsegpt).into(), "key_proj.weight`: is read by several layers"),
+        (
+            "deberta-masked-lm",
+            quantized(Method::Gptq, Scheme::W4A16).into(),
+            "pos_key_proj.weight`: belongs to a layer whose input is the weight `deberta.encoder.rel_embeddings.weight`",
+        ),
+    ];
+    for (name, step, part) in cases {
+        let text = refused(name, step);
+        assert!(text.contains(part), "{text}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let small = builder(folder.path(), quantized(Method::Gptq, Scheme::W4A16)).memory(Some(1000)).build().unwrap();
+    let text = small.run(Model::open(golden("llama")).unwrap(), folder.path().join("out")).err().unwrap().to_string();
+    assert!(text.contains("the memory limit is"), "{text}");
+    let alone = Pipeline::builder().pass(pruned(Importance::Wanda)).build().err().map(|e| e.to_string()).unwrap_or_else(|| {
+        Pipeline::builder()
+            .pass(pruned(Importance::Wanda))
+            .build()
+            .unwrap()
+            .run(Model::open(golden("llama")).unwrap(), folder.path().join("out"))
+            .unwrap_err()
+            .to_string()
+    });
+    assert!(alone.contains("calibration"), "{alone}");
+}

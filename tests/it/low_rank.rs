@@ -1,0 +1,344 @@
+//! Low-rank decomposition and palettization: outputs, sizes, and which formats support the result.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use crate::common::onnxruntime;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use compress::export::{Layout, Onnx, Safetensors};
+use compress::pass::prune_structured::PrunedPart;
+use compress::pass::{Amount, Decompose, FloatFormat, InputImportance, Palettize, PruneStructured, Quantize, Step};
+use compress::pipeline::Builder;
+use compress::{Model, Pipeline, Report};
+use compress_core::store::{Bytes, Encoding, Weight};
+use compress_engine::data::{Data, synthetic};
+use compress_engine::exec::{Executor, Parameters, Residence};
+use compress_kernels::dense;
+use compress_kernels::low_rank::LowRank;
+use compress_kernels::palette::Points;
+use compress_onnx::proto::{DataType, ModelProto};
+use compress_onnx::runtime::{Options, Session};
+use compress_onnx::{Precision, file};
+use prost::Message;
+use serde_json::Value;
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
+}
+
+struct Done {
+    folder: tempfile::TempDir,
+    report: Report,
+}
+
+impl Done {
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("out")
+    }
+
+    fn model(&self) -> Model {
+        Model::open(self.path()).unwrap()
+    }
+}
+
+fn attempt(name: &str, builder: Builder) -> compress::Result<Done> {
+    let folder = tempfile::tempdir().unwrap();
+    let report = builder.threads(2).build()?.run(Model::open(golden(name))?, folder.path().join("out"))?;
+    Ok(Done { folder, report })
+}
+
+fn run(name: &str, builder: Builder) -> Done {
+    attempt(name, builder).unwrap_or_else(|e| panic!("{name}: {e}"))
+}
+
+fn outputs(model: &Model, inputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
+    let graph = model.graph().unwrap();
+    let parameters = crate::common::work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
+    Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap()
+}
+
+fn distance(a: &BTreeMap<String, Tensor>, b: &BTreeMap<String, Tensor>) -> f32 {
+    let far =
+        |(name, tensor): (&String, &Tensor)| (tensor - &b[name]).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap();
+    assert_eq!(a.len(), b.len());
+    a.iter().map(far).fold(0.0, f32::max)
+}
+
+fn rank(rank: f64) -> Decompose {
+    Decompose { rank: Amount::fraction(rank), ..Decompose::default() }
+}
+
+fn all(name: &str) -> Decompose {
+    // Convolutions are only decomposed if they are selected by name.
+    Decompose { targets: vec![if name.contains("resnet") { "*conv*.weight".parse().unwrap() } else { "*.weight".parse().unwrap() }], ..rank(0.6) }
+}
+
+/// The original model in which each decomposed layer is replaced by the product of its two factors.
+fn multiplied(original: &Model, done: &Model, input_major: bool) -> Model {
+    let mut model = original.clone();
+    let mut found = 0;
+    for (name, weight) in &original.weights.by_name {
+        let part = |part: usize| name.strip_suffix("weight").and_then(|module| done.weights.by_name.get(&format!("{module}{part}.weight")));
+        let (Some(inner), Some(outer)) = (part(0), part(1)) else { continue };
+        found += 1;
+        assert!(!done.weights.by_name.contains_key(name) && !done.weights.by_name.contains_key(&name.replace(".weight", ".bias")), "{name}");
+        let (first, second) = if input_major { (inner, outer) } else { (outer, inner) };
+        let matrix = |weight: &Weight| Tensor::new(weight.floats(name).unwrap(), &Device::Cpu).unwrap().reshape((weight.shape[0], weight.row())).unwrap();
+        let product = matrix(first).matmul(&matrix(second)).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let bytes = Bytes { dtype: crate::common::DType::F32, bytes: product.iter().flat_map(|x| x.to_le_bytes()).collect() };
+        model.weights.by_name.insert(name.clone(), Weight::new(bytes.dtype, weight.shape.clone(), Encoding::Dense, Arc::new(bytes)));
+    }
+    assert!(found > 0);
+    model
+}
+
+#[test]
+fn two_layers_compute_what_their_product_does_in_every_family() {
+    for name in ["llama-biases", "gpt2", "qwen3", "bert", "distilbert-masked-lm", "xlm-roberta", "sentence-mean", "vit", "torchvision-resnet18"] {
+        let done = run(name, Pipeline::builder().pass(all(name)).export(Safetensors::default()).export(Onnx::default()));
+        let (original, model) = (Model::open(golden(name)).unwrap(), done.model());
+        let inputs = synthetic(&original.graph().unwrap(), 3).unwrap().inputs;
+        let (found, wanted) = (outputs(&model, &inputs), outputs(&multiplied(&original, &model, name == "gpt2"), &inputs));
+        assert!(distance(&found, &wanted) < 2e-4, "{name}: {}", distance(&found, &wanted));
+        assert!(distance(&found, &outputs(&original, &inputs)) > 1e-4, "{name}: nothing has changed");
+        // Other libraries do not load it as a model of the family.
+        assert!(done.path().join("graph.json").is_file() && done.report.notes.iter().any(|note| note.contains("graph.json")));
+        if onnxruntime::has_onnx_runtime() {
+            let theirs = Session::open(&done.path().join(file::MODEL), Options::default()).unwrap().run(&inputs).unwrap();
+            let theirs = found.keys().map(|name| (name.clone(), theirs[name].clone())).collect();
+            assert!(distance(&found, &theirs) < 2e-4, "{name}: {}", distance(&found, &theirs));
+        }
+    }
+}
+
+#[test]
+fn parameters_and_products_fall_as_the_plan_says() {
+    let (kept, name) = (0.5, "llama");
+    let builder = || Pipeline::builder().pass(Decompose { targets: vec!["*mlp*".parse().unwrap()], ..rank(kept) });
+    let plan = builder().build().unwrap().plan(&Model::open(golden(name)).unwrap()).unwrap();
+    let done = run(name, builder());
+    assert!(plan.output_exact && plan.output_bytes == done.report.size.after.bytes);
+    assert!(plan.notes.iter().any(|note| note.contains("compute 4") || note.contains("compute 5")), "{:?}", plan.notes);
+    let details = &done.report.passes[0].details;
+    let number = |key: &str| details[key].as_u64().unwrap();
+    let gone = number("parameters_before") - number("parameters_after");
+    assert_eq!(done.report.size.before.parameters - done.report.size.after.parameters, gone);
+    assert!(number("parameters_after") as f64 <= kept * number("parameters_before") as f64);
+    // Each parameter of these layers is multiplied once per token.
+    let compute = done.report.compute.as_ref().unwrap();
+    let tokens = compute.before.macs - compute.after.macs;
+    assert!(tokens.is_multiple_of(gone) && tokens > 0, "{tokens} {gone}");
+    // The report contains the error of each layer.
+    let lost = details["lost"].as_object().unwrap();
+    assert!(lost.len() as u64 == number("decomposed") && lost.values().all(|lost| (0.0..1.0).contains(&lost.as_f64().unwrap())));
+    // A rank and rules.
+    let rules = vec!["*up_proj*=0.9".parse().unwrap()];
+    let done = run(name, Pipeline::builder().pass(Decompose { rank: Amount::Count(3), rules, ..Decompose::default() }));
+    let weights = done.model().weights;
+    assert_eq!(weights.get("model.layers.0.self_attn.q_proj.0.weight").unwrap().shape[0], 3);
+    assert!(weights.get("model.layers.0.mlp.up_proj.0.weight").unwrap().shape[0] > 3);
+}
+
+#[test]
+fn palettes_in_onnx_compute_what_the_executor_does() {
+    // Embeddings, tied heads, layers in both layouts, convolutions; four bits from opset 21.
+    let names = ["llama-grouped-tied", "gpt2", "bert-masked-lm", "vit-image-classification", "torchvision-mobilenet-v2"];
+    for (name, opset) in names.into_iter().zip([21, 17, 21, 19, 20]) {
+        let pass = Palettize { bits: 2, group_size: 6, embeddings: true, ..Palettize::default() };
+        let precision = if name == "gpt2" { Precision::Float16 } else { Precision::Float32 };
+        let builder = Pipeline::builder().pass(pass).export(Safetensors::default()).export(Onnx { opset, precision, ..Onnx::default() });
+        let done = run(name, builder);
+        assert!(done.report.notes.iter().any(|note| note.contains("indices into codebooks (palettes; ")), "{:?}", done.report.notes);
+        let graph = ModelProto::decode(std::fs::read(done.path().join(file::MODEL)).unwrap().as_slice()).unwrap().graph.unwrap();
+        let halves = graph.initializer.iter().filter(|tensor| tensor.data_type() == DataType::Uint4).count();
+        assert_eq!(halves > 0, opset == 21, "{name}: {halves}");
+        if onnxruntime::has_onnx_runtime() {
+            let inputs = synthetic(&done.model().graph().unwrap(), 3).unwrap().inputs;
+            let found = outputs(&done.model(), &inputs);
+            let theirs = Session::open(&done.path().join(file::MODEL), Options::default()).unwrap().run(&inputs).unwrap();
+            let theirs = found.keys().map(|name| (name.clone(), theirs[name].clone())).collect();
+            let tolerance = if name == "gpt2" { 2e-2 } else { 1e-4 };
+            assert!(distance(&found, &theirs) < tolerance, "{name}: {}", distance(&found, &theirs));
+        }
+    }
+}
+
+fn tokens(folder: &Path) -> Data {
+    let ids = Tensor::from_vec((0..768i64).map(|i| i * i * 7 % 41 % 40).collect::<Vec<_>>(), (96, 8), &Device::Cpu).unwrap();
+    let path = folder.join("ids.safetensors");
+    candle_core::safetensors::save(&[("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into(), &path).unwrap();
+    Data::at(&path)
+}
+
+#[test]
+fn samples_say_which_directions_matter() {
+    let folder = tempfile::tempdir().unwrap();
+    // Outlier channels in the inputs of linear layers after normalizations.
+    let path = folder.path().join("outliers");
+    std::fs::create_dir(&path).unwrap();
+    let mut tensors = candle_core::safetensors::load(golden("llama/model.safetensors"), &Device::Cpu).unwrap();
+    for (_, tensor) in tensors.iter_mut().filter(|(name, _)| name.ends_with("layernorm.weight")) {
+        let factors: Vec<f32> = (0..16).map(|at| if at % 7 == 3 { 12.0 } else { 1.0 }).collect();
+        *tensor = (&*tensor * Tensor::new(factors, &Device::Cpu).unwrap()).unwrap();
+    }
+    candle_core::safetensors::save(&tensors, path.join("model.safetensors")).unwrap();
+    std::fs::copy(golden("llama/config.json"), path.join("config.json")).unwrap();
+    let data = tokens(folder.path());
+    let inputs = candle_core::safetensors::load(folder.path().join("ids.safetensors"), &Device::Cpu).unwrap().into_iter().collect();
+    let wanted = outputs(&Model::open(&path).unwrap(), &inputs);
+    let error = |importance| {
+        let done = run(path.to_str().unwrap(), Pipeline::builder().calibration(data.clone()).pass(Decompose { importance, ..rank(0.7) }));
+        let found = outputs(&done.model(), &inputs);
+        let error = (&found["logits"] - &wanted["logits"]).unwrap().sqr().unwrap().mean_all().unwrap().to_scalar::<f32>().unwrap();
+        (error, done.report)
+    };
+    let ((plain, _), (aware, report)) = (error(InputImportance::None), error(InputImportance::Auto));
+    assert!(aware < 0.8 * plain, "{aware} for {plain}");
+    assert_eq!(report.recipe["passes"][0]["decompose"]["importance"], "activation");
+    assert!(report.passes[0].details["samples"].as_u64().unwrap() > 80);
+    // A note reports that there are fewer samples than features.
+    let few = Data { samples: Some(1), ..tokens(folder.path()) };
+    let done = run("llama", Pipeline::builder().calibration(few).pass(rank(0.7)));
+    assert!(done.report.notes.iter().any(|note| note.contains("fewer calibration tokens than features")), "{:?}", done.report.notes);
+}
+
+#[test]
+fn the_same_options_give_the_same_bytes_on_any_number_of_threads() {
+    let bytes = |threads| {
+        let folder = tempfile::tempdir().unwrap();
+        let pipeline = Pipeline::builder().pass(rank(0.5)).threads(threads).build().unwrap();
+        pipeline.run(Model::open(golden("bert")).unwrap(), folder.path().join("out")).unwrap();
+        assert!(!folder.path().join("out.unfinished").exists());
+        std::fs::read(folder.path().join("out/model.safetensors")).unwrap()
+    };
+    assert!(bytes(1) == bytes(3));
+}
+
+#[test]
+fn other_passes_take_the_result() {
+    let folder = tempfile::tempdir().unwrap();
+    let steps: [Step; 3] = [
+        rank(0.7).into(),
+        PruneStructured { dims: vec![PrunedPart::Mlp], ..Default::default() }.into(),
+        Quantize { group_size: Some(-1), ..Quantize::default() }.into(),
+    ];
+    let done = run("llama", Pipeline::builder().calibration(tokens(folder.path())).passes(steps));
+    assert!(done.model().weights.by_name.keys().any(|name| name.ends_with("up_proj.1.weight")));
+    // The written folder is opened and converted: to palettes, to floats, and between formats.
+    let again = |model: &Path, builder: Builder, to: &str| {
+        let to = folder.path().join(to);
+        builder.threads(2).build().unwrap().run(Model::open(model).unwrap(), &to).unwrap();
+        to
+    };
+    let first = run("llama", Pipeline::builder().pass(rank(0.7)));
+    let palettes = again(&first.path(), Pipeline::builder().pass(Palettize { group_size: 8, ..Palettize::default() }), "palettes");
+    let dense = again(&palettes, Pipeline::builder().export(Safetensors::with_layout(Layout::Dense)), "dense");
+    let inputs = synthetic(&Model::open(golden("llama")).unwrap().graph().unwrap(), 3).unwrap().inputs;
+    let of = |path: &Path| outputs(&Model::open(path).unwrap(), &inputs);
+    assert_eq!(distance(&of(&palettes), &of(&dense)), 0.0);
+    assert!(distance(&of(&first.path()), &of(&dense)) > 0.0);
+    // A decomposed layer can be decomposed again.
+    let twice = again(&first.path(), Pipeline::builder().pass(Decompose { targets: vec!["*up_proj.1.weight".parse().unwrap()], ..rank(0.5) }), "twice");
+    assert!(Model::open(twice).unwrap().weights.by_name.contains_key("model.layers.0.mlp.up_proj.1.0.weight"));
+    // 16-bit floats.
+    let half = compress::pass::Cast { to: FloatFormat::Bf16, ..Default::default() };
+    let narrow = run("llama", Pipeline::builder().passes([Step::from(half), rank(0.7).into()]));
+    assert!(narrow.model().weights.by_name.values().all(|weight| weight.dtype == crate::common::DType::BF16));
+}
+
+#[test]
+fn what_cannot_be_decomposed_is_refused_by_name() {
+    let refused = |name: &str, pass: Decompose| attempt(name, Pipeline::builder().pass(pass)).err().unwrap().to_string();
+    let targets = |pattern: &str, pass: Decompose| Decompose { targets: vec![pattern.parse().unwrap()], ..pass };
+    for (name, pass, part) in [
+        ("llama", Decompose { rank: Amount::Count(0), ..Decompose::default() }, "at least 1"),
+        ("llama", rank(1.0), "between 0 and 1"),
+        ("llama", Decompose { rank: Amount::Count(16), ..Decompose::default() }, "not larger than the two layers"),
+        ("llama", rank(0.01), "too small"),
+        ("llama", targets("model.embed_tokens.weight", rank(0.5)), "other operators than linear layers"),
+        ("llama", targets("*norm.weight", rank(0.5)), "other operators than linear layers"),
+        (
+            "torchvision-mobilenet-v2",
+            targets("features.1.conv.0.0.weight", rank(0.5)),
+            "1 weight used by grouped convolutions (the first: `features.1.conv.0.0.weight`)",
+        ),
+        ("llama", Decompose { rules: vec!["nothing*=0.5".parse().unwrap()], ..Decompose::default() }, "nothing*"),
+        ("llama", Decompose { importance: InputImportance::Activation, ..Decompose::default() }, "calibration"),
+    ] {
+        let text = refused(name, pass);
+        assert!(text.contains(part), "{text}");
+    }
+    // A note lists the layers that were skipped.
+    let done = run("llama", Pipeline::builder().pass(targets("*", rank(0.5))));
+    assert!(
+        done.report.notes.iter().any(|note| note.contains("decompose: left unchanged, read by other operators than linear layers and convolutions: ")),
+        "{:?}",
+        done.report.notes
+    );
+    let folder = tempfile::tempdir().unwrap();
+    let mut tensors = candle_core::safetensors::load(golden("llama/model.safetensors"), &Device::Cpu).unwrap();
+    let name = "model.layers.0.mlp.up_proj.weight";
+    tensors.insert(name.to_owned(), (&tensors[name] * f64::NAN).unwrap());
+    candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
+    std::fs::copy(golden("llama/config.json"), folder.path().join("config.json")).unwrap();
+    assert!(refused(folder.path().to_str().unwrap(), rank(0.5)).contains("`model.layers.0.mlp.up_proj.weight`: contains infinite or NaN values"));
+    let quantized = run("llama", Pipeline::builder().pass(Quantize::default()));
+    assert!(refused(quantized.path().to_str().unwrap(), rank(0.5)).contains("already"));
+}
+
+/// Values of a golden case.
+fn numbers(case: &Value, key: &str) -> Vec<f64> {
+    case[key].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
+}
+
+#[test]
+fn errors_are_the_least_that_there_are() {
+    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/low-rank.json")).unwrap();
+    let golden: Value = serde_json::from_str(&text).unwrap();
+    let near = |found: f64, wanted: f64, all: f64| (found - wanted).abs() <= 1e-4 * wanted + 1e-5 * all;
+    let mut ranks = 0;
+    for case in golden["matrices"].as_array().unwrap() {
+        let [rows, size] = ["rows", "size"].map(|key| case[key].as_u64().unwrap() as usize);
+        let (matrix, inputs) = (numbers(case, "matrix"), numbers(case, "inputs"));
+        let narrow: Vec<f32> = matrix.iter().map(|x| *x as f32).collect();
+        let moments: Vec<f32> = dense::gram(&dense::transposed(&inputs, size), inputs.len() / size).iter().map(|x| *x as f32).collect();
+        let squares = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>();
+        let outputs = |matrix: &[f64]| squares(&dense::product(matrix, &dense::transposed(&inputs, size), size, inputs.len() / size));
+        for (products, key) in [(None, "errors"), (Some(moments.as_slice()), "output_errors")] {
+            for (rank, wanted) in (1..).zip(numbers(case, key)) {
+                let found = LowRank::new(&narrow, size, rank, products).unwrap();
+                let product = dense::product(&found.outer, &found.inner, rank, size);
+                let gone: Vec<f64> = matrix.iter().zip(&product).map(|(a, b)| a - b).collect();
+                let (error, all) = if products.is_none() { (squares(&gone), squares(&matrix)) } else { (outputs(&gone), outputs(&matrix)) };
+                assert!(near(error, wanted, all) && near(found.lost * all, wanted, all), "{rows}x{size} {key} {rank}: {error} instead of {wanted}");
+                ranks += 1;
+            }
+        }
+    }
+    assert!(ranks > 40);
+    for case in golden["palettes"].as_array().unwrap() {
+        let count = case["count"].as_u64().unwrap() as usize;
+        let (values, weights) = (numbers(case, "values"), numbers(case, "weights"));
+        for (weights, key) in [(vec![1.0; values.len()], "error"), (weights, "weighted_error")] {
+            let palette = Points::new(values.iter().zip(&weights).map(|(value, weight)| (*value as f32, *weight as f32)).collect()).palette(count);
+            let least = |value: f64| palette.iter().map(|entry| (value - entry).powi(2)).fold(f64::INFINITY, f64::min);
+            let error: f64 = values.iter().zip(&weights).map(|(value, weight)| weight * least(*value)).sum();
+            assert!((error - case[key].as_f64().unwrap()).abs() < 1e-9, "{key} {count}: {error}");
+        }
+    }
+}
+
+/// The disk space of the checkpoints of decomposed layers is predicted before the run.
+#[test]
+fn room_for_unfinished_layers_is_counted() {
+    use compress::pass::Pass;
+    let (model, pass, mut run) = (Model::open(golden("llama")).unwrap(), Decompose::default(), compress::run_state::RunState::default());
+    let after = pass.apply(model.clone(), &mut run, None).unwrap().weights;
+    let made = after.by_name.iter().filter(|(name, _)| !model.weights.by_name.contains_key(*name));
+    let bytes: u64 = made.map(|(_, weight)| weight.value_bytes()).sum();
+    assert!(bytes > 0);
+    assert_eq!(pass.checkpoint_bytes(&run.history[0].tensors, &after), bytes);
+}

@@ -1,0 +1,279 @@
+//! Static int8 with typical sample formats: images in a folder, arrays by input, recorded runs.
+
+use std::path::Path;
+use std::time::Duration;
+
+use candle_core::{DType, Device, Tensor};
+use compress::pass::QuantizeStatic;
+use compress::pipeline::ResultCache;
+use compress::{Model, Pipeline, Report, Result};
+use compress_core::store::OpenSizes;
+use compress_engine::data::{ChannelOrder, Data, ImageLayout};
+use compress_engine::evaluation::SamplesFrom;
+use compress_onnx::proto::{AttributeProto, DataType, GraphProto, ModelProto, OperatorSetIdProto, TensorProto};
+use prost::Message;
+
+use crate::onnx_in::{Place, builder, model, node, numbers, raw, tensor, value};
+
+const PICTURES: usize = 12;
+
+/// A small network over images in channels-last layout, as in TensorFlow's files.
+fn network() -> ModelProto {
+    let list = |name: &str, values: &[i64]| AttributeProto::ints(name, values.iter().copied());
+    let graph = GraphProto {
+        name: Some("pictures".into()),
+        node: vec![
+            node("Transpose", &["x"], &["planes"], vec![list("perm", &[0, 3, 1, 2])]),
+            node("Conv", &["planes", "kernel"], &["convolved"], vec![list("pads", &[1, 1, 1, 1])]),
+            node("Relu", &["convolved"], &["active"], vec![]),
+            node("GlobalAveragePool", &["active"], &["pooled"], vec![]),
+            node("Reshape", &["pooled", "flat"], &["features"], vec![]),
+            node("MatMul", &["features", "head"], &["y"], vec![]),
+        ],
+        initializer: vec![
+            raw("kernel", &[16, 3, 3, 3]),
+            TensorProto { int64_data: vec![0, -1], ..tensor("flat", DataType::Int64, &[2]) },
+            raw("head", &[16, 8]),
+        ],
+        input: vec![value("x", DataType::Float, &["n", "8", "6", "3"])],
+        output: vec![value("y", DataType::Float, &["n", "8"])],
+        ..GraphProto::default()
+    };
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(11) }];
+    ModelProto { ir_version: Some(6), graph: Some(graph), opset_import, ..ModelProto::default() }
+}
+
+fn byte(picture: usize, y: usize, x: usize, channel: usize) -> u8 {
+    (picture * 53 + y * 31 + x * 17 + channel * 71) as u8
+}
+
+/// Images of 10 x 10 without classes.
+fn pictures(folder: &Path) {
+    std::fs::create_dir(folder).unwrap();
+    for picture in 0..PICTURES {
+        let image = image::RgbImage::from_fn(10, 10, |x, y| image::Rgb([0, 1, 2].map(|channel| byte(picture, y as usize, x as usize, channel))));
+        image.save(folder.join(format!("{picture:02}.png"))).unwrap();
+    }
+}
+
+/// The preprocessed images: center crop of 8 x 6, BGR, no mean.
+fn prepared() -> Tensor {
+    let mut values = Vec::new();
+    for (picture, y) in (0..PICTURES).flat_map(|picture| (1..9).map(move |y| (picture, y))) {
+        for (x, (channel, mean)) in (2..8).flat_map(|x| [(2, 104.0), (1, 117.0), (0, 123.0)].map(|place| (x, place))) {
+            values.push(f32::from(byte(picture, y, x, channel)) - mean);
+        }
+    }
+    Tensor::from_vec(values, (PICTURES, 8, 6, 3), &Device::Cpu).unwrap()
+}
+
+fn preprocessed(folder: &Path) -> Data {
+    Data {
+        images: Some(folder.to_owned()),
+        crop: Some(vec![8, 6]),
+        channels: Some(ChannelOrder::Bgr),
+        rescale: Some(1.0),
+        mean: vec![104.0, 117.0, 123.0],
+        ..Data::default()
+    }
+}
+
+fn quantized(place: &Place, data: Data, output: &str) -> Result<Report> {
+    builder().pass(QuantizeStatic::default()).calibration(data).build()?.run(place.open(), place.path(output))
+}
+
+/// An array in NumPy's format.
+fn npy(path: &Path, kind: &str, shape: &str, elements: &[u8]) {
+    let header = format!("{{'descr': '{kind}', 'fortran_order': False, 'shape': ({shape}), }}");
+    let length = (header.len() as u16).to_le_bytes();
+    std::fs::write(path, [&b"\x93NUMPY\x01\x00"[..], &length, header.as_bytes(), elements].concat()).unwrap();
+}
+
+fn floats(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+/// A network over tokens.
+fn of_tokens() -> ModelProto {
+    let ports = ["input_ids", "attention_mask"].map(|name| value(name, DataType::Int64, &["n", "tokens"]));
+    let graph = GraphProto {
+        name: Some("tokens".into()),
+        node: vec![
+            node("Gather", &["table", "input_ids"], &["rows"], vec![]),
+            node("Cast", &["attention_mask"], &["mask"], vec![AttributeProto::int("to", 1)]),
+            node("Unsqueeze", &["mask"], &["column"], vec![AttributeProto::ints("axes", [2])]),
+            node("Mul", &["rows", "column"], &["kept"], vec![]),
+            node("MatMul", &["kept", "head"], &["y"], vec![]),
+        ],
+        initializer: vec![raw("table", &[200, 16]), raw("head", &[16, 8])],
+        input: ports.to_vec(),
+        output: vec![value("y", DataType::Float, &["n", "tokens", "8"])],
+        ..GraphProto::default()
+    };
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(11) }];
+    ModelProto { ir_version: Some(6), graph: Some(graph), opset_import, ..ModelProto::default() }
+}
+
+#[test]
+fn texts_use_the_tokenizer_of_the_file_or_of_its_repository() {
+    if !crate::common::onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/word-pieces.json");
+    // The folder of the file, that of the tokenizer, and whether they belong together.
+    for (file, tokens, found) in [("", "", true), ("onnx", "", true), ("onnx", "onnx", true), ("other", "", false)] {
+        let place = Place::new(&of_tokens());
+        let folder = place.path(file);
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::rename(place.input(), folder.join("model.onnx")).unwrap();
+        std::fs::copy(&tokenizer, place.path(tokens).join("tokenizer.json")).unwrap();
+        std::fs::write(place.path(tokens).join("config.json"), r#"{"max_position_embeddings": 6}"#).unwrap();
+        let texts = place.path("texts.txt");
+        std::fs::write(&texts, "once upon a time there was a king\n".repeat(12)).unwrap();
+        for opened in [folder.join("model.onnx"), folder] {
+            let model = compress::Model::open(&opened).unwrap();
+            let data = Data { text: Some(texts.clone()), ..Data::default() };
+            let out = tempfile::tempdir().unwrap();
+            let run = builder().pass(QuantizeStatic::default()).calibration(data.clone()).build().unwrap().run(model.clone(), out.path().join("out.onnx"));
+            let inputs = model.inputs();
+            for name in ["tokenizer.json", "config.json"] {
+                assert_eq!(inputs.iter().any(|input| input.ends_with(name)), found, "{name}: {inputs:?}");
+            }
+            match run {
+                Ok(report) => assert!(found && report.fidelity.is_some(), "{:?}", report.notes),
+                Err(e) => assert!(!found && e.to_string().contains("without tokenizer.json"), "{}: {e}", opened.display()),
+            }
+            if found {
+                let subject = compress_engine::evaluation::Subject::from_model(model).unwrap();
+                let set = compress_engine::data::DataSets::default().open(&data, subject.target()).unwrap();
+                // The configuration limits the length.
+                assert_eq!(set.first().unwrap().inputs["input_ids"].dims()[1], 6, "{}", opened.display());
+            }
+        }
+    }
+}
+
+#[test]
+fn images_calibrate_like_the_preprocessed_arrays() {
+    let place = Place::new(&network());
+    pictures(&place.path("pictures"));
+    let report = quantized(&place, preprocessed(&place.path("pictures")), "from-pictures.onnx").unwrap();
+    let fidelity = report.fidelity.unwrap_or_else(|| panic!("{:?}", report.notes));
+    assert_eq!(fidelity.samples_from, SamplesFrom::HeldOut);
+    assert!(fidelity.fidelity.cosine > 0.999, "{}", fidelity.fidelity.cosine);
+    // Samples of folders are spread and those of arrays are the first ones, so both use all samples.
+    let all = |data: Data| Data { samples: Some(PICTURES), ..data };
+    let arrays = place.path("arrays.safetensors");
+    candle_core::safetensors::save(&[("x".to_owned(), prepared())].into(), &arrays).unwrap();
+    quantized(&place, all(Data { arrays: Some(arrays), ..Data::default() }), "from-arrays.onnx").unwrap();
+    let folder = place.path("by-input");
+    std::fs::create_dir(&folder).unwrap();
+    npy(&folder.join("x.npy"), "<f4", "12, 8, 6, 3", &floats(&prepared().flatten_all().unwrap().to_vec1().unwrap()));
+    quantized(&place, all(Data { arrays: Some(folder), ..Data::default() }), "from-folder.onnx").unwrap();
+    quantized(&place, all(preprocessed(&place.path("pictures"))), "from-all-pictures.onnx").unwrap();
+    let graph = |name: &str| place.written(name).graph.unwrap();
+    assert_eq!(graph("from-all-pictures.onnx"), graph("from-arrays.onnx"));
+    assert_eq!(graph("from-folder.onnx"), graph("from-arrays.onnx"));
+    let rescaled = |rescale| Data { rescale, ..preprocessed(&place.path("pictures")) };
+    let refused = quantized(&place, all(rescaled(None)), "no.onnx").unwrap_err().to_string();
+    assert!(refused.contains("scales pixels to 0 to 1"), "{refused}");
+    quantized(&place, all(rescaled(Some(0.5))), "from-others.onnx").unwrap();
+    assert_ne!(graph("from-others.onnx"), graph("from-arrays.onnx"));
+}
+
+#[test]
+fn unsupported_image_inputs_are_reported() {
+    let place = Place::new(&network());
+    pictures(&place.path("pictures"));
+    let refused = |change: &dyn Fn(&mut Data)| {
+        let mut data = preprocessed(&place.path("pictures"));
+        change(&mut data);
+        let error = quantized(&place, data, "out.onnx").unwrap_err().to_string();
+        assert!(!place.path("out.onnx").exists(), "{error}");
+        error
+    };
+    assert!(refused(&|data| data.crop = None).contains("is 10 x 10, but the model's input `x` is any x 8 x 6 x 3"));
+    assert!(refused(&|data| data.crop = Some(vec![20])).contains("smaller than the center crop of 20 x 20"));
+    assert!(refused(&|data| data.layout = Some(ImageLayout::Nchw)).contains("3 channels, this one has 8"));
+    assert!(refused(&|data| data.mean = vec![1.0, 2.0]).contains("`mean` has 2 values"));
+    assert!(refused(&|data| data.images = Some(place.path("none"))).contains("none"));
+}
+
+/// Recorded runs of a model with a boolean scalar and rows as inputs: one file per run, with all inputs.
+fn runs(folder: &Path) {
+    std::fs::create_dir(folder).unwrap();
+    for run in 0..PICTURES {
+        let rows = 1 + run % 4;
+        let x = Tensor::from_vec(numbers(60 + run)[run..run + rows * 15].iter().chain(&numbers(rows * 5)).copied().collect(), (rows, 20), &Device::Cpu);
+        let positive = Tensor::new((run % 2) as u8, &Device::Cpu).unwrap();
+        let all = [("x".to_owned(), x.unwrap()), ("positive".to_owned(), positive)];
+        candle_core::safetensors::save(&all.into(), folder.join(format!("{run}.safetensors"))).unwrap();
+    }
+}
+
+#[test]
+fn recorded_runs_have_inputs_of_any_rank_and_type() {
+    if !crate::common::onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let place = Place::new(&model());
+    runs(&place.path("runs"));
+    let data = || Data { arrays: Some(place.path("runs")), ..Data::default() };
+    let report = quantized(&place, data(), "out.onnx").unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("the first 11 calibration samples")), "{:?}", report.notes);
+    let fidelity = report.fidelity.unwrap_or_else(|| panic!("{:?}", report.notes));
+    assert_eq!((fidelity.samples_from, fidelity.samples), (SamplesFrom::HeldOut, 1));
+    assert!(fidelity.fidelity.cosine > 0.999, "{}", fidelity.fidelity.cosine);
+    let refused = |data: Data| quantized(&place, data, "no.onnx").unwrap_err().to_string();
+    assert!(refused(Data { batch_size: Some(4), ..data() }).contains("remove `batch_size`"));
+    assert!(refused(Data { mean: vec![0.5], ..data() }).contains("remove `mean`"));
+    assert!(refused(Data { inputs: vec![("z".into(), "x".into())], ..data() }).contains("no input `z`"));
+    std::fs::remove_file(place.path("runs/10.safetensors")).unwrap();
+    let wide = Tensor::zeros((2, 21), DType::F32, &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("x".to_owned(), wide)].into(), place.path("runs/10.safetensors")).unwrap();
+    assert!(refused(data()).contains("array `x` has the shape [2, 21], but the model's input `x` is any x 20"));
+    let positive = Tensor::new(1u8, &Device::Cpu);
+    let unread = [("x", Tensor::zeros((2, 20), DType::F32, &Device::Cpu)), ("positive", positive), ("more", Tensor::zeros(3, DType::F32, &Device::Cpu))];
+    let unread = unread.into_iter().map(|(name, tensor)| (name.to_owned(), tensor.unwrap())).collect();
+    candle_core::safetensors::save(&unread, place.path("runs/0.safetensors")).unwrap();
+    assert!(refused(data()).contains("`more` is not used"), "{}", refused(data()));
+    // A boolean scalar has no rows.
+    let rows = place.path("rows.safetensors");
+    let all = [
+        ("x".to_owned(), Tensor::zeros((2, 20), DType::F32, &Device::Cpu).unwrap()),
+        ("positive".to_owned(), Tensor::zeros(2, DType::U8, &Device::Cpu).unwrap()),
+    ];
+    candle_core::safetensors::save(&all.into(), &rows).unwrap();
+    assert!(refused(Data { arrays: Some(rows), ..Data::default() }).contains("`positive` is a scalar without a batch axis"));
+    let empty = place.path("empty");
+    std::fs::create_dir(&empty).unwrap();
+    assert!(refused(Data { arrays: Some(empty), ..Data::default() }).contains("contains no arrays"));
+}
+
+/// Sizes affect the written graph, so results for other sizes are not reused.
+#[test]
+fn sizes_are_part_of_the_key_of_cached_results() {
+    let graph = GraphProto {
+        name: Some("rows".into()),
+        node: vec![node("MatMul", &["x", "w"], &["m"], vec![]), node("Relu", &["m"], &["y"], vec![])],
+        initializer: vec![raw("w", &[8, 8])],
+        input: vec![value("x", DataType::Float, &["n", "8"])],
+        output: vec![value("y", DataType::Float, &["n", "8"])],
+        ..GraphProto::default()
+    };
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(13) }];
+    let folder = tempfile::tempdir().unwrap();
+    let (path, samples) = (folder.path().join("in.onnx"), folder.path().join("samples.safetensors"));
+    std::fs::write(&path, ModelProto { ir_version: Some(8), graph: Some(graph), opset_import, ..ModelProto::default() }.encode_to_vec()).unwrap();
+    let rows = Tensor::from_vec(numbers(64 * 8), (64, 8), &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("x".to_owned(), rows)].into(), &samples).unwrap();
+    let cache = ResultCache::new(folder.path().join("cache"), Duration::ZERO);
+    let run = |n: &str, out: &str| {
+        let data = Data { arrays: Some(samples.clone()), ..Data::default() };
+        let sizes: OpenSizes = [("n".to_owned(), n.parse().unwrap())].into();
+        let builder = Pipeline::builder().pass(QuantizeStatic::default()).calibration(data).sizes(sizes).cache(cache.clone(), true);
+        let report = builder.build().unwrap().run(Model::open(&path).unwrap(), folder.path().join(out)).unwrap();
+        report.notes.iter().any(|note| note.contains("was reused"))
+    };
+    assert_eq!([run("4", "four"), run("8", "eight"), run("4", "again")], [false, false, true]);
+}

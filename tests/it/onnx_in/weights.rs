@@ -1,0 +1,235 @@
+//! Files with no changes or only changed weights, with weights in every kind of location.
+
+use std::collections::BTreeMap;
+
+use compress::export::{Onnx, Safetensors};
+use compress::pass::{PruneUnstructured, QuantizeDynamic};
+use compress::pipeline::verify;
+use compress::{Model, Report};
+use compress_core::work::{Cancel, Silent, Work};
+use compress_engine::model::diff;
+use compress_onnx::ModelFile;
+use compress_onnx::proto::{DataLocation, DataType, GraphProto, ModelProto, StringStringEntryProto, TensorProto};
+use prost::Message;
+
+use crate::onnx_in::layers::layers;
+use crate::onnx_in::{Place, answers, builder, constant, model, numbers, raw, turned, value};
+
+#[test]
+fn weights_are_found_in_all_locations() {
+    let place = Place::new(&model());
+    let opened = place.open();
+    // The matrix of a product has its output axis first, independent of the order in the file.
+    let shapes: Vec<(&str, &[usize])> = opened.weights.by_name.iter().map(|(name, w)| (name.as_str(), w.shape.as_slice())).collect();
+    assert_eq!(
+        shapes,
+        [("bias", &[40][..]), ("long", &[600]), ("onnx::MatMul_7", &[40, 20]), ("row", &[1]), ("scale", &[40]), ("shift", &[40]), ("table", &[30, 40])]
+    );
+    assert_eq!(opened.weights.by_name["onnx::MatMul_7"].floats("").unwrap(), turned(&numbers(800), 20, 40));
+    assert_eq!(opened.weights.by_name["bias"].floats("").unwrap(), numbers(40));
+    let mut long = Vec::new();
+    opened.weights.by_name["long"]
+        .visit(1, &mut |block| {
+            long.extend(block.now.values.as_chunks::<8>().0.iter().map(|bytes| i64::from_le_bytes(*bytes)));
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(long, (0..600).map(|i| i * i - 5).collect::<Vec<i64>>());
+    assert_eq!(opened.weights.metadata["character"], "abc");
+    // Graph attributes can use the same name for different tensors, which are then not weights of that
+    // name.
+    let mut twins = model();
+    let bodies = &mut twins.graph.as_mut().unwrap().node[2].attribute;
+    let other = bodies[1].g.as_mut().unwrap();
+    other.node[0] = constant(raw("scale", &[40]));
+    other.node[1].input[1] = "scale".into();
+    let place = Place::new(&twins);
+    assert!(!place.open().weights.by_name.contains_key("scale"));
+    builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+    assert_eq!(std::fs::read(place.path("out.onnx")).unwrap(), twins.encode_to_vec());
+}
+
+#[test]
+fn an_unchanged_file_is_written_byte_for_byte() {
+    let mut bytes = model().encode_to_vec();
+    // An unknown field of the model, and one of its graph: field 7, repeated.
+    bytes.extend([0x9a, 0x06, 3, b'a', b'b', b'c']);
+    bytes.extend([0x3a, 5, 0x9a, 0x06, 2, b'd', b'e']);
+    let place = Place::of(&bytes);
+    let report = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+    assert_eq!(std::fs::read(place.path("out.onnx")).unwrap(), bytes);
+    assert_eq!(answers(&place.input()), answers(&place.path("out.onnx")));
+    assert_eq!((report.size.before.bytes, report.size.after.bytes), (bytes.len() as u64, bytes.len() as u64));
+    assert_eq!(report.size.after.parameters, 40 + 600 + 800 + 1 + 40 + 40 + 1200);
+    assert!(report.layers.iter().all(|layer| layer.sqnr_db.is_none()) && report.layers.len() == 7);
+    assert_eq!(report.recipe["export"][0]["onnx"]["opset"], 17);
+    if crate::common::onnxruntime::has_onnx_runtime() {
+        let fidelity = report.fidelity.as_ref().unwrap_or_else(|| panic!("{:?}", report.notes));
+        assert_eq!((fidelity.fidelity.max_abs_error, fidelity.fidelity.cosine), (0.0, 1.0));
+    }
+    // Files next to the model file are those of a model folder.
+    assert_eq!(Report::open(&place.path("out.onnx")).unwrap(), report);
+    let checks = verify(&place.path("out.onnx"), &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() }).unwrap();
+    assert!(checks.len() > 2 && checks.iter().all(|check| check.ok), "{checks:?}");
+    let run = checks.iter().find(|check| check.path == "out.onnx, run").unwrap();
+    let expected = if crate::common::onnxruntime::has_onnx_runtime() { "ONNX Runtime against the built-in executor on 1 synthetic sample:" } else { "not run" };
+    assert!(run.finding.contains(expected), "{run:?}");
+    let again = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap_err();
+    assert!(again.to_string().contains("exists") && again.hint().unwrap().contains("--force"), "{again}");
+    // A folder contains the same under the default name, and opens.
+    builder().build().unwrap().run(place.open(), place.path("out")).unwrap();
+    assert_eq!(std::fs::read(place.path("out/model.onnx")).unwrap(), bytes);
+    assert_eq!(Model::open(place.path("out")).unwrap().weights.parameters(), report.size.after.parameters);
+}
+
+/// Protobuf parsers merge a graph that is stored in two parts.
+#[test]
+fn a_graph_in_two_parts_is_edited_as_one() {
+    let whole = layers(13);
+    let mut first = whole.graph.clone().unwrap();
+    let second = GraphProto {
+        node: first.node.split_off(5),
+        initializer: first.initializer.split_off(4),
+        output: std::mem::take(&mut first.output),
+        ..GraphProto::default()
+    };
+    let mut bytes = ModelProto { graph: Some(first), ..whole.clone() }.encode_to_vec();
+    bytes.extend(ModelProto { graph: Some(second), ..ModelProto::default() }.encode_to_vec());
+    assert_eq!(ModelProto::decode(bytes.as_slice()).unwrap(), whole);
+    let (parts, one) = (Place::of(&bytes), Place::new(&whole));
+    for place in [&parts, &one] {
+        builder().pass(QuantizeDynamic::default()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+    }
+    let written = |place: &Place| {
+        let mut graph = place.written("out.onnx").graph.unwrap();
+        graph.initializer.sort_by(|a, b| a.name().cmp(b.name()));
+        graph
+    };
+    assert_eq!(written(&parts), written(&one));
+}
+
+#[test]
+fn passes_over_weights_change_only_weights() {
+    let place = Place::new(&model());
+    let prune = PruneUnstructured { targets: ["onnx::MatMul_7", "table", "scale"].map(|name| name.parse().unwrap()).to_vec(), ..PruneUnstructured::default() };
+    let pipeline = builder().pass(prune).build().unwrap();
+    let plan = pipeline.plan(&place.open()).unwrap();
+    assert_eq!((plan.files, plan.output_exact), (vec!["model.onnx".to_owned()], true));
+    let report = pipeline.run(place.open(), place.path("out.onnx")).unwrap();
+    let written = ModelProto::decode(std::fs::read(place.path("out.onnx")).unwrap().as_slice()).unwrap();
+    let mut wanted = model();
+    wanted.metadata_props.extend(written.metadata_props.iter().find(|entry| entry.key() == "compress.passes").cloned());
+    assert!(wanted.metadata_props.len() == 2);
+    let graph = wanted.graph.as_mut().unwrap();
+    let pruned = |tensor: &mut TensorProto| {
+        let mut values = numbers(tensor.dims.iter().product::<i64>() as usize);
+        let mut order: Vec<usize> = (0..values.len()).collect();
+        order.sort_by(|a, b| values[*a].abs().total_cmp(&values[*b].abs()));
+        order[..values.len() / 2].iter().for_each(|at| values[*at] = 0.0);
+        tensor.raw_data = Some(values.iter().flat_map(|v| v.to_le_bytes()).collect());
+    };
+    pruned(&mut graph.initializer[0]);
+    pruned(graph.node[3].attribute[0].t.as_mut().unwrap());
+    pruned(graph.node[2].attribute[0].g.as_mut().unwrap().node[0].attribute[0].t.as_mut().unwrap());
+    assert_eq!(written, wanted);
+    assert_eq!(report.passes[0].tensors_changed, 3);
+    assert_eq!(report.size.after.tensors, report.size.before.tensors);
+    let (before, after) = (place.open(), Model::open(place.path("out.onnx")).unwrap());
+    let found = diff(&before, &after, &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() }).unwrap();
+    assert_eq!(found.weights.iter().filter(|weight| !weight.equal).count(), 3);
+    if crate::common::onnxruntime::has_onnx_runtime() {
+        let fidelity = &report.fidelity.as_ref().unwrap_or_else(|| panic!("{:?}", report.notes)).fidelity;
+        assert!(fidelity.cosine < 1.0 && fidelity.cosine > 0.5, "{fidelity:?}");
+    }
+}
+
+#[test]
+fn unsupported_changes_are_rejected_before_writing() {
+    let place = Place::new(&model());
+    let refused = |builder: compress::pipeline::Builder, output: &str| {
+        let error = builder.build().and_then(|pipeline| pipeline.run(place.open(), place.path(output))).unwrap_err();
+        assert!(!place.path(output).exists(), "{error}");
+        error.to_string()
+    };
+    assert!(refused(builder().export(Safetensors::default()), "out").contains("in.onnx: writing an .onnx model as safetensors"));
+    assert!(refused(builder().export(Safetensors::default()), "out.onnx").contains("is of the format onnx, but other formats are configured"));
+    assert!(refused(builder().export(Onnx { opset: 18, ..Onnx::default() }), "out.onnx").contains("opset"));
+}
+
+#[test]
+fn initializers_that_are_inputs_are_weights() {
+    let mut old = model();
+    old.ir_version = Some(3);
+    let graph = old.graph.as_mut().unwrap();
+    graph.input.push(value("bias", DataType::Float, &["40"]));
+    graph.input.insert(0, value("onnx::MatMul_7", DataType::Float, &["20", "40"]));
+    graph.input.push(value("row", DataType::Int64, &["1"]));
+    graph.input.push(value("long", DataType::Int64, &["600"]));
+    let place = Place::new(&old);
+    let report = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+    let mut wanted = model();
+    wanted.ir_version = Some(4);
+    assert_eq!(ModelProto::decode(std::fs::read(place.path("out.onnx")).unwrap().as_slice()).unwrap(), wanted);
+    assert!(report.notes.iter().any(|note| note.contains("4 initializers removed from the inputs")), "{:?}", report.notes);
+    assert_eq!(answers(&place.input()), answers(&place.path("out.onnx")));
+}
+
+/// The model with its largest weight in an external file, after 16 unrelated bytes.
+fn external(entries: &[(&str, &str)], data: &[u8]) -> Place {
+    let mut outside = model();
+    let weight = &mut outside.graph.as_mut().unwrap().initializer[0];
+    weight.raw_data = None;
+    weight.data_location = Some(DataLocation::External as i32);
+    weight.external_data = entries.iter().map(|(key, value)| StringStringEntryProto::new(key, *value)).collect();
+    let place = Place::new(&outside);
+    std::fs::write(place.path("weights.bin"), data).unwrap();
+    place
+}
+
+#[test]
+fn external_weights_are_read_and_checked() {
+    let bytes: Vec<u8> = [vec![9; 16], numbers(800).iter().flat_map(|v| v.to_le_bytes()).collect()].concat();
+    let place = external(&[("location", "weights.bin"), ("offset", "16"), ("length", "3200")], &bytes);
+    assert_eq!(place.open().weights.by_name["onnx::MatMul_7"].floats("").unwrap(), turned(&numbers(800), 20, 40));
+    assert_eq!(place.open().weight_files, [place.input(), place.path("weights.bin")]);
+    builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+    let mut written = ModelProto::decode(std::fs::read(place.path("out.onnx")).unwrap().as_slice()).unwrap();
+    let graph = written.graph.as_mut().unwrap();
+    assert_eq!(graph.initializer[0].raw_data.as_deref(), Some(&bytes[16..]));
+    assert_eq!(written, model());
+    for (entries, data, reason) in [
+        (
+            &[("location", "weights.bin"), ("offset", "17")][..],
+            &bytes[..],
+            "requires 3200 bytes for its shape [20, 40], and `weights.bin` has 3199 from byte 17 on",
+        ),
+        (&[("location", "weights.bin"), ("offset", "16"), ("length", "3204")], &bytes, "specifies 3204 bytes, but requires 3200 bytes for its shape [20, 40]"),
+        (&[("location", "weights.bin"), ("offset", "99999")], &bytes, "begins at byte 99999"),
+        (&[("location", "weights.bin"), ("offset", "18446744073709551615"), ("length", "3200")], &bytes, "begins at byte"),
+        (&[("location", "weights.bin"), ("offset", "16"), ("length", "-1")], &bytes, "`-1`"),
+        (&[("location", "../weights.bin")], &bytes, "inside the model's folder"),
+        (&[("location", "other.bin")], &bytes, "cannot be opened"),
+        (&[], &bytes, "has no `location`"),
+    ] {
+        let place = external(entries, data);
+        let error = Model::open(place.input()).err().unwrap().to_string();
+        assert!(error.contains("in.onnx: tensor `onnx::MatMul_7`") && error.contains(reason), "{error}");
+    }
+}
+
+#[test]
+fn a_file_too_large_for_one_message_has_external_weights() {
+    let place = Place::new(&model());
+    let opened = ModelFile::open(&place.input()).unwrap();
+    let rewritten = opened.rewrite(&place.open().weights, ["large.onnx", "large.onnx.data"], &BTreeMap::new(), 4000).unwrap();
+    let folder = place.path("large");
+    std::fs::create_dir(&folder).unwrap();
+    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    compress_core::store::writer::write_pieces(&compress_core::files::Destination::local(&folder), &rewritten.layout, &rewritten.items, &work).unwrap();
+    let (before, after) = (place.open(), Model::open(folder.join("large.onnx")).unwrap());
+    assert_eq!(after.weight_files, [folder.join("large.onnx"), folder.join("large.onnx.data")]);
+    let found = diff(&before, &after, &work).unwrap();
+    assert!(found.weights.len() == 7 && found.weights.iter().all(|weight| weight.equal));
+    assert_eq!(answers(&place.input()), answers(&folder.join("large.onnx")));
+    assert!(std::fs::metadata(folder.join("large.onnx")).unwrap().len() < 4000);
+}

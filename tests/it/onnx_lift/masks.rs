@@ -1,0 +1,113 @@
+//! Mask, shape and position id arithmetic of exporters.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor};
+use compress::Model;
+use compress_core::store::{OpenSize, OpenSizes};
+use compress_graph::ir::Op;
+use compress_onnx::proto::{AttributeProto, DataType, ModelProto, TensorProto};
+use prost::Message;
+
+use crate::common::nodes::{close, executed, floats, given, in_runtime, ints, model, node, value};
+
+/// Maximum number of position ids.
+const LONGEST: i64 = 80;
+
+/// An encoder as exported by PyTorch 1 and 2.0: token and position embeddings, and scores with an
+/// additive mask.
+fn encoder(mask: DataType, positions: Vec<i64>, is_row: bool, step: i64) -> ModelProto {
+    let list = |name: &str, values: &[i64]| AttributeProto::ints(name, values.iter().copied());
+    let rows = if is_row { TensorProto { dims: vec![1, positions.len() as i64], ..ints("ids", &positions) } } else { ints("ids", &positions) };
+    let axis = i64::from(is_row);
+    let nodes = vec![
+        node("Unsqueeze", &["attention_mask"], "m1", vec![list("axes", &[1])]),
+        node("Unsqueeze", &["m1"], "m2", vec![list("axes", &[2])]),
+        node("Cast", &["m2"], "kept", vec![AttributeProto::int("to", DataType::Float as i64)]),
+        node("Sub", &["one", "kept"], "hidden", vec![]),
+        node("Mul", &["hidden", "lowest"], "bias", vec![]),
+        node("Shape", &["input_ids"], "shape", vec![]),
+        node("Gather", &["shape", "second"], "length", vec![AttributeProto::int("axis", 0)]),
+        node("Unsqueeze", &["length"], "end", vec![list("axes", &[0])]),
+        node("Slice", &["ids", "start", "end", "axis", "step"], "position_ids", vec![]),
+        node("Gather", &["words", "input_ids"], "w", vec![]),
+        node("Gather", &["places", "position_ids"], "p", vec![]),
+        node("Add", &["w", "p"], "x", vec![]),
+        node("Unsqueeze", &["x"], "heads", vec![list("axes", &[1])]),
+        node("Transpose", &["heads"], "turned", vec![list("perm", &[0, 1, 3, 2])]),
+        node("MatMul", &["heads", "turned"], "scores", vec![]),
+        node("Add", &["scores", "bias"], "masked", vec![]),
+        node("Softmax", &["masked"], "weights", vec![AttributeProto::int("axis", 3)]),
+        node("MatMul", &["weights", "heads"], "y", vec![]),
+    ];
+    let scalar = |name: &str, number: f32| TensorProto { dims: vec![], ..given(name, &[], &[number]) };
+    let second = TensorProto { dims: vec![], ..ints("second", &[1]) };
+    let constants = vec![
+        rows,
+        scalar("one", 1.0),
+        scalar("lowest", f32::MIN),
+        second,
+        ints("start", &[0]),
+        ints("axis", &[axis]),
+        ints("step", &[step]),
+        floats("words", &[40, 8]),
+        floats("places", &[LONGEST + 2, 8]),
+    ];
+    let mut model = model(11, &[], nodes, constants);
+    let graph = model.graph.as_mut().unwrap();
+    graph.input = [("input_ids", DataType::Int64), ("attention_mask", mask)].map(|(name, ty)| value(name, ty, Some(&[0, 0]))).to_vec();
+    for (port, axis) in graph.input.iter_mut().flat_map(|port| [(port.clone(), 0), (port.clone(), 1)]).collect::<Vec<_>>() {
+        let port = graph.input.iter_mut().find(|other| other.name == port.name).unwrap();
+        let shape = port.r#type.as_mut().unwrap().tensor_type.as_mut().unwrap().shape.as_mut().unwrap();
+        shape.dim[axis].value = Some(compress_onnx::proto::Dimension::DimParam(["batch", "sequence"][axis].into()));
+    }
+    model
+}
+
+fn inputs(length: usize) -> BTreeMap<String, Tensor> {
+    let whole = |values: Vec<i64>| Tensor::from_vec(values, (2, length), &Device::Cpu).unwrap();
+    let tokens = whole((0..2 * length).map(|at| (at * 7 % 40) as i64).collect());
+    let mask = whole((0..2 * length).map(|at| i64::from(at + 3 < 2 * length)).collect());
+    [("input_ids".to_owned(), tokens), ("attention_mask".to_owned(), mask)].into()
+}
+
+#[test]
+fn masks_and_positions_of_exporters_are_typed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    let count = |from: i64| (from..from + LONGEST).collect::<Vec<_>>();
+    let mut swapped = count(0);
+    swapped.swap(3, 4);
+    for (what, model, is_typed) in [
+        ("a row", encoder(DataType::Int64, count(0), true, 1), true),
+        ("a vector, from two on", encoder(DataType::Int64, count(2), false, 1), true),
+        ("a mask of truth values", encoder(DataType::Bool, count(0), true, 1), true),
+        ("a mask of 32 bits", encoder(DataType::Int32, count(0), true, 1), true),
+        ("another order", encoder(DataType::Int64, swapped, true, 1), false),
+    ] {
+        std::fs::write(&path, model.encode_to_vec()).unwrap();
+        if !is_typed && !crate::common::onnxruntime::has_onnx_runtime() {
+            continue;
+        }
+        let graph = Model::open(&path).unwrap().graph().unwrap_or_else(|e| panic!("{what}: {e}"));
+        let opaque = graph.nodes().iter().filter(|node| matches!(node.op, Op::Opaque(_))).count();
+        assert_eq!(opaque == 0, is_typed, "{what}: {graph}");
+        for length in [1, 11, LONGEST as usize] {
+            let ours = executed(Model::open(&path).unwrap(), &inputs(length)).unwrap_or_else(|e| panic!("{what}: {e}"));
+            if crate::common::onnxruntime::has_onnx_runtime() {
+                close(what, &ours, &in_runtime(&path, &inputs(length)));
+            }
+        }
+        // A fixed length needs no dynamic slice.
+        let sizes: OpenSizes = [("batch", 2), ("sequence", 11)].into_iter().map(|(name, size)| (name.to_owned(), OpenSize::One(size))).collect();
+        let fixed = Model::open(&path).unwrap();
+        fixed.fix_sizes(&sizes).unwrap();
+        if is_typed {
+            let graph = fixed.graph().unwrap_or_else(|e| panic!("{what}: {e}"));
+            assert!(graph.nodes().iter().all(|node| !matches!(node.op, Op::Opaque(_))), "{what}: {graph}");
+        }
+        // The embedding has two rows more than the constant.
+        let long = executed(Model::open(&path).unwrap(), &inputs(LONGEST as usize + 3)).map(|(dims, _)| dims);
+        assert!(long.is_err(), "{what}: {long:?}");
+    }
+}

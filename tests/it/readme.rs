@@ -1,0 +1,191 @@
+//! Runs the commands and recipes of the README and of the guides in `docs/`, with a small BERT as
+//! `minilm`, a small Llama as `llama`, and a network that its guide describes.
+#![cfg(all(feature = "cli", feature = "run"))]
+#![allow(clippy::unwrap_used)]
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Contents of the fenced code blocks of a language.
+fn blocks(page: &str, language: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(page)).unwrap();
+    let fence = format!("```{language}\n");
+    text.split(&fence).skip(1).map(|rest| rest.split("```").next().unwrap().to_owned()).collect()
+}
+
+fn with_model() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("minilm")).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert").join(name);
+        std::fs::copy(from, folder.path().join("minilm").join(name)).unwrap();
+    }
+    for (name, called) in [("word-pieces.json", "minilm/tokenizer.json"), ("pairs.tsv", "pairs.tsv")] {
+        let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation").join(name);
+        std::fs::copy(from, folder.path().join(called)).unwrap();
+    }
+    folder
+}
+
+fn check(folder: &Path, line: &str) {
+    let line = line.strip_prefix("compress ").unwrap();
+    let shell = format!("\"$COMPRESS\" {line}");
+    let output = Command::new("sh").args(["-c", &shell]).env("COMPRESS", env!("CARGO_BIN_EXE_compress")).current_dir(folder).output().unwrap();
+    assert!(output.status.success(), "{line}\n{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn commands_run() {
+    let folder = with_model();
+    let blocks = blocks("README.md", "sh");
+    assert!(blocks.len() >= 2, "the README contains no commands");
+    for line in blocks.iter().flat_map(|block| block.lines()) {
+        check(folder.path(), line);
+    }
+}
+
+#[test]
+fn recipes_run() {
+    let folder = with_model();
+    let blocks = blocks("README.md", "yaml");
+    assert_eq!(blocks.len(), 1);
+    for block in &blocks {
+        std::fs::write(folder.path().join("recipe.yaml"), block).unwrap();
+        check(folder.path(), "compress plan recipe.yaml");
+        check(folder.path(), "compress run recipe.yaml");
+    }
+    assert!(folder.path().join("out/recipe/report.md").is_file());
+}
+
+/// Deterministic weights of these shapes.
+fn save_weights(path: &Path, shapes: &[(&str, &[usize])]) {
+    let values = |shape: &[usize]| (0..shape.iter().product::<usize>()).map(|i| 0.3 * (i as f32).sin()).collect::<Vec<f32>>();
+    let tensor = |shape: &[usize]| candle_core::Tensor::from_vec(values(shape), shape, &candle_core::Device::Cpu).unwrap();
+    let tensors: HashMap<_, _> = shapes.iter().map(|(name, shape)| ((*name).to_owned(), tensor(shape))).collect();
+    candle_core::safetensors::save(&tensors, path).unwrap();
+}
+
+#[test]
+fn the_graph_is_valid() {
+    let blocks = blocks("docs/own-networks.md", "json");
+    assert_eq!(blocks.len(), 1);
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("graph.json"), &blocks[0]).unwrap();
+    save_weights(&folder.path().join("model.safetensors"), &[("fc1.weight", &[8, 784]), ("fc1.bias", &[8]), ("fc2.weight", &[10, 8]), ("fc2.bias", &[10])]);
+    check(folder.path(), "compress inspect . --graph");
+}
+
+#[test]
+fn the_family_of_the_example_is_valid() {
+    let file = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/graph/src/arch/olmo2.rs")).unwrap();
+    assert_eq!(blocks("ARCHITECTURE.md", "rust"), [file]);
+}
+
+/// Arrays for `classifier`, twelve rows, and `runs` of the encoder, a file for each.
+fn save_samples(folder: &Path) {
+    save_weights(&folder.join("samples.safetensors"), &[("pixel_values", &[12, 3, 32, 32])]);
+    std::fs::create_dir(folder.join("runs")).unwrap();
+    for run in 0..4u32 {
+        let tokens = |value: &dyn Fn(u32) -> i64| candle_core::Tensor::from_iter((0..5 + run).map(value), &candle_core::Device::Cpu).unwrap();
+        let row = |tensor: candle_core::Tensor| tensor.unsqueeze(0).unwrap();
+        let inputs = [("input_ids", tokens(&|at| i64::from(at * 5 + run))), ("attention_mask", tokens(&|_| 1)), ("token_type_ids", tokens(&|_| 0))];
+        let inputs: HashMap<_, _> = inputs.map(|(name, tensor)| (name.to_owned(), row(tensor))).into();
+        candle_core::safetensors::save(&inputs, folder.join(format!("runs/{run}.safetensors"))).unwrap();
+    }
+}
+
+/// Models and data for the guides in addition to `minilm`: `llama` with `book.txt`, `t5`, `whisper` with
+/// `speech.wav`, `smollm` without a tokenizer, `network` with a graph from a guide and `images`, and
+/// `classifier` for these images with `samples.safetensors` and `runs`.
+fn with_all_models() -> tempfile::TempDir {
+    let folder = with_model();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let copy = |from: &str, to: &str| {
+        let to = folder.path().join(to);
+        std::fs::create_dir_all(to.parent().unwrap()).unwrap();
+        std::fs::copy(golden.join(from), to).unwrap();
+    };
+    copy("models/llama/config.json", "llama/config.json");
+    copy("models/llama/model.safetensors", "llama/model.safetensors");
+    copy("evaluation/characters.json", "llama/tokenizer.json");
+    copy("models/llama/config.json", "smollm/config.json");
+    copy("models/llama/model.safetensors", "smollm/model.safetensors");
+    copy("evaluation/book.txt", "book.txt");
+    for model in ["whisper", "t5"] {
+        copy(&format!("models/{model}/config.json"), &format!("{model}/config.json"));
+        copy(&format!("models/{model}/model.safetensors"), &format!("{model}/model.safetensors"));
+        copy("evaluation/characters.json", &format!("{model}/tokenizer.json"));
+    }
+    copy("speech/usual/speech.wav", "speech.wav");
+    let heard = r#"{ "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 6, "hop_length": 800, "chunk_length": 1 }"#;
+    std::fs::write(folder.path().join("whisper/preprocessor_config.json"), heard).unwrap();
+    copy("evaluation/resnet-basic.json", "network/preprocessor_config.json");
+    for n in 0..10 {
+        let image = format!("images/LABEL_{}/{n}.png", n % 5);
+        copy(&format!("evaluation/{image}"), &image);
+    }
+    let shapes: [(&str, &[usize]); 6] = [
+        ("conv1.weight", &[16, 3, 3, 3]),
+        ("conv1.bias", &[16]),
+        ("conv2.weight", &[32, 16, 3, 3]),
+        ("conv2.bias", &[32]),
+        ("fc.weight", &[5, 32]),
+        ("fc.bias", &[5]),
+    ];
+    save_weights(&folder.path().join("network/model.safetensors"), &shapes);
+    copy("models/resnet-basic/config.json", "classifier/config.json");
+    copy("models/resnet-basic/model.safetensors", "classifier/model.safetensors");
+    save_samples(folder.path());
+    let mail = (0..4).map(|_| "the cat sat on a mat\tham\nmy big wet hat\tspam\n").collect::<String>();
+    std::fs::write(folder.path().join("mail.tsv"), format!("text\tlabel\n{mail}")).unwrap();
+    folder
+}
+
+/// The pages of `docs/` and `docs/internals/`.
+fn pages() -> Vec<PathBuf> {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
+    let pages = |folder: PathBuf| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.is_file()).collect::<Vec<_>>();
+    [pages(docs.join("internals")), pages(docs)].concat()
+}
+
+#[test]
+fn guides_run() {
+    for path in pages() {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        let index = std::fs::read_to_string(path.with_file_name("README.md")).unwrap();
+        assert!(name == "README.md" || index.contains(&format!("]({name})")), "the index next to {} does not list it", path.display());
+        let text = std::fs::read_to_string(&path).unwrap();
+        let folder = with_all_models();
+        // Every second part is a fenced block that starts with its language.
+        for block in text.split("\n```").skip(1).step_by(2) {
+            let (language, contents) = block.split_once('\n').unwrap();
+            match language {
+                "sh" => contents.lines().for_each(|line| check(folder.path(), line)),
+                "yaml" => {
+                    std::fs::write(folder.path().join("recipe.yaml"), contents).unwrap();
+                    check(folder.path(), "compress plan recipe.yaml");
+                    check(folder.path(), "compress run recipe.yaml -o out/once --force");
+                }
+                "json" => std::fs::write(folder.path().join("network/graph.json"), contents).unwrap(),
+                language => assert_eq!(language, "text", "{name}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn links_are_valid() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut followed = 0;
+    for page in pages().into_iter().chain(["README.md", "ARCHITECTURE.md", "CHANGELOG.md"].map(|name| root.join(name))) {
+        let text = std::fs::read_to_string(&page).unwrap();
+        for link in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()).filter(|link| link.ends_with(".md") || link.contains('/')) {
+            if !link.starts_with("https://") {
+                assert!(page.parent().unwrap().join(link.split('#').next().unwrap()).exists(), "{}: {link}", page.display());
+                followed += 1;
+            }
+        }
+    }
+    assert!(followed > 30, "{followed}");
+}

@@ -1,0 +1,116 @@
+//! Every golden model exported to ONNX: ONNX Runtime compared with the built-in executor. Skipped with a
+//! message without ONNX Runtime.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use crate::common::onnxruntime;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use compress::export::Onnx;
+use compress::pass::{Pass, QuantizeDynamic};
+use compress::run_state::RunState;
+use compress::{Model, Pipeline};
+use compress_core::work::{Cancel, Silent, Work};
+use compress_engine::exec::{Executor, Inputs, Parameters, Residence, Rounding};
+use compress_onnx::file;
+use compress_onnx::runtime::{Options, Session};
+
+const TOLERANCE: f32 = 1e-4;
+
+fn distance(ours: &Tensor, theirs: &Tensor, mask: Option<&Tensor>) -> f32 {
+    assert_eq!(ours.dims(), theirs.dims());
+    let mut difference = (ours - theirs).unwrap().abs().unwrap();
+    if let Some(mask) = mask.filter(|m| difference.rank() == 3 && m.dims() == &difference.dims()[..2]) {
+        difference = difference.broadcast_mul(&mask.to_dtype(DType::F32).unwrap().unsqueeze(2).unwrap()).unwrap();
+    }
+    difference.flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+}
+
+/// 1 minus the cosine similarity of all values except padding.
+fn angle(ours: &Tensor, theirs: &Tensor, mask: Option<&Tensor>) -> f32 {
+    let real = |t: &Tensor| match mask.filter(|m| t.rank() == 3 && m.dims() == &t.dims()[..2]) {
+        Some(mask) => t.broadcast_mul(&mask.to_dtype(DType::F32).unwrap().unsqueeze(2).unwrap()).unwrap(),
+        None => t.clone(),
+    };
+    let product = |a: &Tensor, b: &Tensor| (a * b).unwrap().to_dtype(DType::F64).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
+    let (a, b) = (real(ours), real(theirs));
+    (1.0 - product(&a, &b) / (product(&a, &a) * product(&b, &b)).sqrt()) as f32
+}
+
+/// Exports every golden model. Returns the names and differences of outputs that exceed the `tolerance`
+/// for the name.
+fn mismatches(pass: Option<QuantizeDynamic>, far: fn(&Tensor, &Tensor, Option<&Tensor>) -> f32, tolerance: fn(&str) -> f32) -> Vec<String> {
+    let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
+    let mut failures = Vec::new();
+    let mut places: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    places.sort();
+    for (index, place) in places.into_iter().enumerate() {
+        let mut model = Model::open(&place).unwrap();
+        let out = tempfile::tempdir().unwrap();
+        let opset = 17 + index as u32 % 5;
+        let mut pipeline = Pipeline::builder().export(Onnx { opset, ..Onnx::default() });
+        if let Some(pass) = &pass {
+            match pass.clone().apply(model.clone(), &mut RunState::default(), None) {
+                Ok(quantized) => model = quantized,
+                // Convolutional networks have no matrices for this pass.
+                Err(_) => continue,
+            }
+            pipeline = pipeline.pass(pass.clone());
+        }
+        let graph = model.graph().unwrap();
+        let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
+        let golden = candle_core::safetensors::load(place.join("golden.safetensors"), &Device::Cpu).unwrap();
+        let inputs: Inputs = golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect();
+        let ours = Executor::new(&graph, parameters, Device::Cpu).with_rounding(Rounding::Tensor).run(&inputs).unwrap();
+        pipeline.build().unwrap().run(Model::open(&place).unwrap(), out.path().join("out")).unwrap();
+        let theirs = Session::open(&out.path().join("out").join(file::MODEL), Options::default()).unwrap().run(&inputs).unwrap();
+        assert_eq!(ours.len(), theirs.len());
+        for (name, tensor) in &ours {
+            let worst = far(tensor, &theirs[name], inputs.get("attention_mask"));
+            if worst > tolerance(&place.to_string_lossy()) || worst.is_nan() {
+                failures.push(format!("{} {name} at opset {opset}: {worst:e}", place.display()));
+            }
+        }
+    }
+    failures
+}
+
+#[test]
+fn every_export_computes_what_the_executor_does() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let failures = mismatches(None, distance, |_| TOLERANCE);
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn every_int8_export_computes_what_the_executor_does() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    // Values halfway between two integers may be rounded either way. For input-major weights, ONNX
+    // rounds inputs that were multiplied by the scales of the weights, and the executor rounds unscaled
+    // inputs.
+    let tolerance = |name: &str| match name {
+        name if name.contains("gpt2") || name.ends_with("modernbert-masked-lm") => 1e-2,
+        name if name.ends_with("t5-headless") => 1e-3,
+        _ => 1e-4,
+    };
+    let failures = mismatches(Some(QuantizeDynamic { embeddings: true, ..Default::default() }), angle, tolerance);
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn errors_are_reported() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("broken.onnx");
+    std::fs::write(&path, b"no model").unwrap();
+    let error = Session::open(&path, Options::default()).unwrap_err().to_string();
+    assert!(error.contains("broken.onnx") && error.contains("refuses"), "{error}");
+}

@@ -1,0 +1,166 @@
+//! Removal of whole layers and whole experts.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use compress::pass::prune_structured::{Amounts, Importance, PrunedPart, Repair};
+use compress::pass::{Amount, PruneStructured};
+use compress::{Model, Pipeline};
+use compress_engine::exec::{Executor, Parameters, Residence};
+use serde_json::json;
+
+use super::{golden, half, outputs, run, tokens};
+
+#[test]
+fn layers_are_removed_by_influence() {
+    let folder = tempfile::tempdir().unwrap();
+    let pass = PruneStructured { amount: Some(Amounts::All(Amount::Count(1))), ..half(&[PrunedPart::Layers]) };
+    let done = run("llama", Pipeline::builder().calibration(tokens(folder.path())).pass(pass));
+    let influence = done.report.passes[0].details["layers"]["influence"].as_array().unwrap().clone();
+    assert_eq!(influence.len(), 2);
+    let gone = done.report.passes[0].details["layers"]["gone"][0].as_u64().unwrap() as usize;
+    assert!(influence[gone].as_f64() <= influence[1 - gone].as_f64());
+    assert!(done.described());
+}
+
+/// Per-layer entries of `config.json` of DINOv2.
+#[test]
+fn stages_of_a_backbone_follow_its_layers() {
+    let pass = || PruneStructured { amount: Some(Amounts::All(Amount::Count(1))), ..half(&[PrunedPart::Layers]) };
+    // Without data, the first of two layers is removed.
+    let done = run("dinov2", Pipeline::builder().pass(pass()));
+    let config = done.model().config;
+    let of = |key: &str| config.get(key).cloned().unwrap();
+    assert_eq!([of("stage_names"), of("out_features"), of("out_indices")], [json!(["stem", "stage1"]), json!(["stage1"]), json!([1])]);
+
+    let folder = tempfile::tempdir().unwrap();
+    let mut model = Model::open(golden("dinov2")).unwrap();
+    model.config.set("out_features", json!(["stem", "stage1", "stage2"]));
+    model.config.set("out_indices", json!([0, 1, -1]));
+    let out = folder.path().join("out");
+    Pipeline::builder().pass(pass()).build().unwrap().run(model, &out).unwrap();
+    let config = Model::open(&out).unwrap().config;
+    let of = |key: &str| config.get(key).cloned().unwrap();
+    // The output of a removed layer equals its input.
+    assert_eq!([of("out_features"), of("out_indices")], [json!(["stem", "stage1"]), json!([0, 1])]);
+}
+
+/// The values of a tensor at these indices of its first axis.
+fn rows(weights: &BTreeMap<String, Tensor>, name: &str, numbers: &[u32]) -> Vec<f32> {
+    let numbers = Tensor::new(numbers, &Device::Cpu).unwrap();
+    weights[name].index_select(&numbers, 0).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+#[test]
+fn experts_are_removed_by_usage() {
+    let folder = tempfile::tempdir().unwrap();
+    let weights = |folder: &Path| -> BTreeMap<String, Tensor> {
+        candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap().into_iter().collect()
+    };
+    for (name, amount, key, layer) in [
+        ("mixtral", 1, "num_local_experts", "layers.0.block_sparse_moe"),
+        ("mixtral-fused", 2, "num_local_experts", "layers.1.mlp"),
+        ("qwen2-moe", 2, "num_experts", "layers.1.mlp"),
+        ("qwen3-moe", 1, "num_local_experts", "layers.0.mlp"),
+        ("deepseek-v2-lite", 2, "n_routed_experts", "layers.1.mlp"),
+        ("deepseek-v2", 4, "n_routed_experts", "layers.0.mlp"),
+    ] {
+        let amount = Amount::Count(amount);
+        let pass = PruneStructured { amount: Some(Amounts::All(amount)), ..half(&[PrunedPart::Experts]) };
+        let done = run(name, Pipeline::builder().calibration(tokens(folder.path())).pass(pass));
+        assert!(done.described(), "{name}: {:?}", done.report.notes);
+        let detail = |at: &str| {
+            let mixtures = done.report.passes[0].details["experts"].as_array().unwrap();
+            mixtures.iter().find(|mixture| mixture["mixture"].as_str().unwrap().starts_with(layer)).unwrap()[at].clone()
+        };
+        let count = detail("before").as_u64().unwrap() as u32;
+        let importance: Vec<f64> = serde_json::from_value(detail("importance")).unwrap();
+        let gone: Vec<u32> = serde_json::from_value(detail("gone")).unwrap();
+        let stay: Vec<u32> = (0..count).filter(|number| !gone.contains(number)).collect();
+        assert_eq!((done.config(key), stay.len()), (stay.len() as u64, count as usize - amount.of(u64::from(count)).unwrap() as usize), "{name}");
+
+        // Manually computed frequencies and weights of the router.
+        let original = Model::open(golden(name)).unwrap();
+        let graph = original.graph().unwrap();
+        let last = |expert: u32| if name == "mixtral" { format!("{layer}.experts.{expert}.w2") } else { format!("{layer}.experts.{expert}.down_proj") };
+        let wanted: Vec<String> = (0..count).map(last).chain([format!("{layer}.routing")]).collect();
+        let part = compress_graph::ir::subgraph(&graph, &wanted, &|op| op.clone()).unwrap();
+        let parameters = crate::common::work(|work| Parameters::load(&part, &original.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
+        // The last sample is held out for the fidelity.
+        let samples = candle_core::safetensors::load(folder.path().join("ids.safetensors"), &Device::Cpu).unwrap();
+        let seen = samples.into_iter().map(|(name, values)| (name, values.narrow(0, 0, 11).unwrap())).collect();
+        let found = Executor::new(&part, parameters, Device::Cpu).run(&seen).unwrap();
+        for (expert, importance) in (0..count).zip(&importance) {
+            let length = found[&last(expert)].sqr().unwrap().sum(2).unwrap().sqrt().unwrap();
+            let weight = found[&format!("{layer}.routing")].narrow(2, expert as usize, 1).unwrap().squeeze(2).unwrap();
+            let sum = f64::from((length * weight).unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap());
+            assert!((sum - importance).abs() <= 1e-4 * sum.max(1.0), "{name}, expert {expert}: {sum} {importance}");
+        }
+        // Experts are removed from each group.
+        let groups = if name == "deepseek-v2" { 2 } else { 1 };
+        for group in 0..groups {
+            let of_group = |numbers: &[u32]| -> Vec<f64> {
+                numbers.iter().filter(|number| **number / (count / groups) == group).map(|number| importance[*number as usize]).collect()
+            };
+            let (gone, stay) = (of_group(&gone), of_group(&stay));
+            assert!(!gone.is_empty(), "{name}");
+            assert!(gone.iter().all(|gone| stay.iter().all(|stay| gone <= stay)), "{name}: {gone:?} {stay:?}");
+        }
+
+        let (before, after) = (weights(&golden(name)), weights(&done.folder.path().join("out")));
+        let all: Vec<u32> = (0..stay.len() as u32).collect();
+        let mut compared = 0;
+        for tensor in before.keys().filter(|tensor| tensor.starts_with(&format!("model.{layer}."))) {
+            let part = tensor.strip_prefix(&format!("model.{layer}.")).unwrap();
+            if part == "gate.weight" || ["experts.gate_up_proj", "experts.down_proj"].contains(&part) {
+                assert_eq!(rows(&before, tensor, &stay), rows(&after, tensor, &all), "{name}: {tensor}");
+                compared += 1;
+            } else if let Some((expert, rest)) = part.strip_prefix("experts.").and_then(|part| part.split_once('.')) {
+                let Some(now) = stay.iter().position(|stay| stay.to_string() == expert) else { continue };
+                let whole = |weights: &BTreeMap<String, Tensor>, name: &str| weights[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                assert_eq!(whole(&before, tensor), whole(&after, &format!("model.{layer}.experts.{now}.{rest}")), "{name}: {tensor}");
+                compared += 1;
+            }
+        }
+        assert!(compared >= 3 && after.len() <= before.len(), "{name}: {compared}");
+        outputs(&done.model(), &original);
+    }
+}
+
+#[test]
+fn experts_and_heads_are_removed_in_one_pass() {
+    let folder = tempfile::tempdir().unwrap();
+    let amounts = Amounts::Each(BTreeMap::from([(PrunedPart::Experts, Amount::Count(1)), (PrunedPart::Heads, Amount::fraction(0.5))]));
+    let pass = PruneStructured { amount: Some(amounts), ..half(&[PrunedPart::Experts, PrunedPart::Heads]) };
+    let heads = Model::open(golden("mixtral")).unwrap().config.get("num_attention_heads").unwrap().as_u64().unwrap();
+    let done = run("mixtral", Pipeline::builder().calibration(tokens(folder.path())).pass(pass));
+    assert_eq!((done.config("num_local_experts"), done.config("num_attention_heads")), (3, heads / 2));
+}
+
+#[test]
+fn experts_needed_by_the_router_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let failure = |name: &str, amount: Amount, data: bool| {
+        let pass = PruneStructured { amount: Some(Amounts::All(amount)), ..half(&[PrunedPart::Experts]) };
+        let builder = if data { Pipeline::builder().calibration(tokens(folder.path())) } else { Pipeline::builder() };
+        let built = builder.pass(pass).build();
+        built.and_then(|pipeline| pipeline.run(Model::open(golden(name)).unwrap(), folder.path().join("out"))).unwrap_err().to_string()
+    };
+    assert!(failure("mixtral", Amount::Count(3), true).contains("leaves 1 experts to select from, but the router selects 2 per token"));
+    assert!(failure("deepseek-v2", Amount::Count(3), true).contains("is 3, which is not a multiple of the 2 expert groups"));
+    // Each token is routed to two experts of one of two groups.
+    assert!(failure("deepseek-v2", Amount::Count(6), true).contains("leaves 1 experts to select from, but the router selects 2 per token"));
+    assert!(failure("llama", Amount::Count(1), true).contains("the model has no experts"));
+    assert!(failure("mixtral", Amount::Count(1), false).contains("calibration"));
+    assert!(!folder.path().join("out").exists());
+    // Options for units do not apply to whole layers and experts.
+    for pass in [
+        PruneStructured { ignore: vec!["*".parse().unwrap()], ..half(&[PrunedPart::Experts]) },
+        PruneStructured { repair: Repair::Bias, ..half(&[PrunedPart::Layers]) },
+        PruneStructured { importance: Importance::Taylor, ..half(&[PrunedPart::Layers, PrunedPart::Experts]) },
+    ] {
+        let message = Pipeline::builder().calibration(tokens(folder.path())).pass(pass).build().map(|_| ()).unwrap_err().to_string();
+        assert!(message.contains("`dims` lists none of them"), "{message}");
+    }
+}

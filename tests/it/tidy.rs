@@ -1,0 +1,280 @@
+//! Checks the rules of the source code.
+
+#![allow(clippy::unwrap_used)]
+
+use std::fs;
+use std::path::Path;
+
+/// Layers from top to bottom: a layer may use the layers below it.
+const LAYERS: [&[&str]; 12] = [
+    &["cli", "prelude"],
+    &["recipe", "pipeline", "report"],
+    &["pass", "export"],
+    &["train"],
+    &["evaluation", "calibration", "generation"],
+    &["analysis", "exec", "data"],
+    &["model", "arch", "onnx"],
+    &["runtime"],
+    &["ir", "store", "kernel", "run_state"],
+    &["work", "output"],
+    &["files"],
+    &["cache", "error", "entry", "program"],
+];
+
+/// Dependencies that are allowed within a layer.
+const WITHIN_LAYER: [(&str, &str); 9] = [
+    ("pipeline", "report"),
+    ("pipeline", "recipe"),
+    ("exec", "analysis"),
+    ("exec", "data"),
+    ("model", "arch"),
+    ("model", "onnx"),
+    ("run_state", "store"),
+    ("store", "kernel"),
+    ("ir", "kernel"),
+];
+
+/// Crates in `crates`, and the module that their root is imported as, if it is one.
+const CRATES: [(&str, &str); 5] = [("core", ""), ("engine", ""), ("graph", ""), ("kernels", "kernel/"), ("onnx", "onnx/")];
+
+struct Source {
+    /// Path in `src` of a crate; files of [`CRATES`] begin with the module that the other crates use them as.
+    path: String,
+    text: String,
+    /// The text without comments and without its tests.
+    code: String,
+}
+
+impl Source {
+    /// Modules from the crate's root to this file: `store`, `writer`.
+    fn modules(&self) -> Vec<&str> {
+        let path = self.path.strip_suffix(".rs").unwrap();
+        path.strip_suffix("/mod").unwrap_or(path).split('/').filter(|part| !["lib", "main"].contains(part)).collect()
+    }
+}
+
+fn sources() -> Vec<Source> {
+    fn collect(folder: &Path, inside: &str, sources: &mut Vec<Source>) {
+        for entry in fs::read_dir(folder).unwrap() {
+            let entry = entry.unwrap();
+            let path = format!("{inside}{}", entry.file_name().to_string_lossy());
+            if entry.path().is_dir() {
+                collect(&entry.path(), &format!("{path}/"), sources);
+            } else if path.ends_with(".rs") {
+                let text = fs::read_to_string(entry.path()).unwrap();
+                // One module of the crate `compress-onnx` is below the others.
+                let path = path.strip_prefix("onnx/").filter(|path| path.starts_with("runtime/")).map(str::to_owned).unwrap_or(path);
+                let code = text.split("#[cfg(test)]").next().unwrap_or("");
+                let code = code.lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n");
+                sources.push(Source { path, text, code });
+            }
+        }
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut sources = Vec::new();
+    collect(&root.join("src"), "", &mut sources);
+    for (name, module) in CRATES {
+        collect(&root.join("crates").join(name).join("src"), module, &mut sources);
+    }
+    assert!(sources.len() > 20, "only {} files found", sources.len());
+    sources
+}
+
+/// Collects the violations of all files, and fails if there are any.
+fn check(complaints: impl Fn(&Source) -> Vec<String>) {
+    let found: Vec<String> = sources().iter().flat_map(|s| complaints(s).into_iter().map(|c| format!("{}: {c}", s.path))).collect();
+    assert!(found.is_empty(), "\n{}\n", found.join("\n"));
+}
+
+/// Reports each occurrence of these words in the code.
+fn without(source: &Source, words: &[&str]) -> Vec<String> {
+    let part = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
+    let holds = |word: &str| {
+        source.code.match_indices(word).any(|(at, _)| {
+            let open = word.starts_with(|c: char| c.is_alphanumeric()) && part(source.code[..at].chars().next_back());
+            let goes_on = word.ends_with(|c: char| c.is_alphanumeric()) && part(source.code[at + word.len()..].chars().next());
+            !open && !goes_on
+        })
+    };
+    words.iter().filter(|word| holds(word)).map(|word| format!("`{word}`")).collect()
+}
+
+fn is_identifier(c: char) -> bool {
+    c.is_alphanumeric() || c == '_'
+}
+
+/// Features are attributes of modules, not of items: code that needs a feature is in a separate module,
+/// with a stand-in for builds without it.
+#[test]
+fn features_are_attributes_of_modules() {
+    let asked = sources().iter().flat_map(|source| source.text.lines()).filter(|line| line.contains("cfg(") && line.contains("feature")).count();
+    assert!(asked < 60, "{asked} lines use a feature");
+}
+
+/// The root modules that follow a path prefix, including groups in braces.
+fn heads<'a>(code: &'a str, prefix: &str) -> Vec<&'a str> {
+    let mut heads = Vec::new();
+    for (at, _) in code.match_indices(prefix) {
+        if code[..at].ends_with(is_identifier) || (!prefix.starts_with("crate") && code[..at].ends_with("::")) {
+            continue;
+        }
+        let rest = &code[at + prefix.len()..];
+        let Some(group) = rest.strip_prefix('{') else {
+            heads.push(rest);
+            continue;
+        };
+        let (mut depth, mut from) = (0usize, 0);
+        for (i, c) in group.char_indices() {
+            match c {
+                '{' => depth += 1,
+                '}' if depth == 0 => {
+                    heads.push(&group[from..i]);
+                    break;
+                }
+                '}' => depth -= 1,
+                ',' if depth == 0 => {
+                    heads.push(&group[from..i]);
+                    from = i + 1;
+                }
+                _ => {}
+            }
+        }
+    }
+    let word = |text: &'a str| text.trim_start().split(|c| !is_identifier(c)).next().unwrap_or("");
+    heads.into_iter().map(word).filter(|head| head.starts_with(char::is_lowercase) && *head != "super").collect()
+}
+
+fn layer(module: &str) -> Option<usize> {
+    LAYERS.iter().position(|line| line.contains(&module))
+}
+
+#[test]
+fn a_layer_uses_only_lower_layers() {
+    check(|source| {
+        let modules = source.modules();
+        let Some(&own) = modules.first() else { return Vec::new() };
+        let Some(line) = layer(own) else { return vec![format!("`{own}` has no layer: add it to tests/it/tidy.rs")] };
+        let mut used = heads(&source.code, "crate::");
+        used.extend(heads(&source.code, &"super::".repeat(modules.len())));
+        // In a crate that is one module, `crate::` is followed by its own modules.
+        let single = CRATES.iter().any(|(_, module)| module.strip_suffix('/') == Some(own));
+        used.retain(|head| *head != own && !(single && layer(head).is_none()));
+        used.sort_unstable();
+        used.dedup();
+        let allowed = |head: &str| layer(head).is_some_and(|other| other > line) || WITHIN_LAYER.contains(&(own, head));
+        used.into_iter().filter(|head| !allowed(head)).map(|head| format!("`{own}` uses `{head}`")).collect()
+    });
+}
+
+#[test]
+fn paths_are_found_in_every_form() {
+    let code = "use crate::store::{Weight, hash::x};\nuse crate::{error::Error, pass::{A, b}, kernel};\nlet x = $crate::kernel::f(); crate::Result; mycrate::no; super::super::model::X; super::y";
+    assert_eq!(heads(code, "crate::"), ["store", "error", "pass", "kernel", "kernel"]);
+    assert_eq!(heads(code, "super::super::"), ["model"]);
+    assert_eq!(heads(code, "super::"), ["y"]);
+}
+
+#[test]
+fn every_file_has_a_module_comment() {
+    check(|source| {
+        // The documentation of the crate is README.md.
+        let said = source.text.starts_with("//! ") || (source.path == "lib.rs" && source.text.starts_with("#![doc = include_str!"));
+        if said { Vec::new() } else { vec!["does not start with `//!`".into()] }
+    });
+}
+
+#[test]
+fn only_the_command_line_prints_and_exits() {
+    check(|source| match source.path.starts_with("cli/") {
+        true => Vec::new(),
+        // Files of other programs are read in one module.
+        false if source.path == "program.rs" => without(source, &["println!", "eprintln!", "print!", "eprint!", "dbg!"]),
+        false => without(source, &["println!", "eprintln!", "print!", "eprint!", "dbg!", "stdout", "stderr", "process::exit", "process::abort"]),
+    });
+}
+
+#[test]
+fn unsafe_code_is_in_one_file() {
+    check(|source| if source.path == "kernel/simd.rs" { Vec::new() } else { without(source, &["unsafe", "unsafe_code"]) });
+}
+
+#[test]
+fn transfers_are_in_one_module() {
+    let words = [".to_vec0", ".to_vec1", ".to_vec2", ".to_vec3", ".to_scalar", ".to_device"];
+    // Values of `data` and `runtime`, and outputs, are on the host.
+    let free = ["exec/transfer.rs", "data/", "runtime/", "evaluation/"];
+    check(|source| if free.iter().any(|path| source.path.starts_with(path)) { Vec::new() } else { without(source, &words) });
+}
+
+#[test]
+fn gradients_are_computed_only_by_ops() {
+    check(|source| without(source, &["Var::", ".detach()", "GradStore", "backprop"]));
+}
+
+/// Candle uploads the number at every call of these methods; `ScalarOps` uploads it once per device.
+#[test]
+fn scalar_operands_are_uploaded_once() {
+    let methods = [".maximum(", ".minimum(", ".clamp(", ".eq(", ".ne(", ".lt(", ".le(", ".gt(", ".ge("];
+    let literal = |arguments: &str| {
+        let word: String = arguments.trim_start_matches('-').chars().take_while(|c| c.is_alphanumeric() || "._".contains(*c)).collect();
+        word.starts_with(|c: char| c.is_ascii_digit()) && !word.contains("..")
+    };
+    // Numbers also have a method `clamp`, which is allowed.
+    let fails = |arguments: &str| {
+        let mut depth = 1;
+        let end = arguments.find(|c| {
+            depth += i32::from(c == '(') - i32::from(c == ')');
+            depth == 0
+        });
+        end.is_some_and(|end| arguments[end..].starts_with(")?"))
+    };
+    check(|source| {
+        if !["ir/ops/", "train/", "exec/", "calibration/"].iter().any(|path| source.path.starts_with(path)) {
+            return Vec::new();
+        }
+        let calls = methods.iter().flat_map(|method| source.code.match_indices(method).map(move |(at, _)| (*method, &source.code[at + method.len()..])));
+        let uploads = calls.filter(|(method, arguments)| if *method == ".clamp(" { fails(arguments) } else { literal(arguments) });
+        uploads.map(|(method, arguments)| format!("`{method}{}`", arguments.lines().next().unwrap_or(""))).collect()
+    });
+}
+
+#[test]
+fn ops_are_defined_independently_of_devices() {
+    let words = ["is_cpu()", "is_cuda()", "is_metal()", "Device::Cpu", "Device::Cuda", "on_host("];
+    check(|source| {
+        let meaning = source.path.starts_with("ir/ops/") && !source.path.starts_with("ir/ops/kernels/");
+        if meaning { without(source, &words) } else { Vec::new() }
+    });
+}
+
+#[test]
+fn code_does_not_panic() {
+    check(|source| without(source, &[".unwrap()", ".expect(", ".unwrap_err()", ".expect_err(", "panic!", "todo!", "unimplemented!", "unreachable!"]));
+}
+
+#[test]
+fn files_are_short() {
+    const LINES: usize = 500;
+    check(|source| {
+        let lines = source.text.lines().count();
+        if lines > LINES { vec![format!("{lines} lines, {LINES} are enough")] } else { Vec::new() }
+    });
+}
+
+/// Code after the tests of a file would not be checked by these tests.
+#[test]
+fn tests_come_last() {
+    check(|source| match source.text.split_once("#[cfg(test)]\n") {
+        None => Vec::new(),
+        Some((_, tests)) if tests.starts_with("mod tests {\n") && tests.find("\n}\n") == Some(tests.len() - 3) => Vec::new(),
+        Some(_) => vec!["`#[cfg(test)]` is not on a single `mod tests` at the end".into()],
+    });
+}
+
+#[test]
+fn the_store_does_not_depend_on_passes_and_architectures() {
+    let mut words = vec!["llama", "bert", "gpt2", "vit", "resnet", "candle", "onnx", "Linear", "Graph"];
+    // Two passes have the names of kernel functions.
+    words.extend(compress::pass::PASSES.iter().filter(|name| !["quantize", "dequantize"].contains(*name)));
+    check(|source| if source.path.starts_with("store/") { without(source, &words) } else { Vec::new() });
+}
