@@ -142,7 +142,7 @@ mod tests {
             // The first and the last step have no labels.
             let records = serde_json::json!([{ "losses": {} }, { "losses": { loss: first } }, { "losses": { loss: last } }, { "losses": {} }]);
             let curve = serde_json::json!({ "training": { "curve": records } });
-            let mut applied = crate::run_state::Applied::new("finetune", Value::Null);
+            let mut applied = crate::run_state::Applied::new("finetune", serde_json::Value::Null);
             applied.details = std::sync::Arc::new(move || curve.clone());
             let run = RunState { history: vec![applied], ..RunState::default() };
             let found = MeasuredFidelity { samples_from: SamplesFrom::Synthetic, samples: 4, data: None, fidelity: fidelity(cosine, None, None) };
