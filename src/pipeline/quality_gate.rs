@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-
 use super::Pipeline;
 use super::run::Measured;
 use crate::evaluation::{Accuracy, Fidelity, MeasuredFidelity, Runtime, SamplesFrom, lower_is_better};
