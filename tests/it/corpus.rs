@@ -3,10 +3,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-#[path = "../../fuzz/checks.rs"]
-#[allow(dead_code)]
-mod checks;
-
+use crate::checks;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;

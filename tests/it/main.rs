@@ -1,8 +1,14 @@
 //! Integration tests, as one binary: `cargo test --test it NAME::` runs those of one module.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 mod blockwise;
 mod cached;
 mod cached_results;
+#[path = "../../fuzz/changes.rs"]
+mod changes;
+#[path = "../../fuzz/checks.rs"]
+mod checks;
 mod cli;
 mod common;
 mod configs;

@@ -4,18 +4,13 @@
 //! `scripts/fuzz --plain` runs the long tests; `MUTATIONS` sets the number of mutated files.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-#[path = "../../fuzz/changes.rs"]
-mod changes;
-#[path = "../../fuzz/checks.rs"]
-mod checks;
-
 use std::io::{Cursor, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use changes::Random;
-use checks::{GgufResult, Scratch};
+use crate::changes::Random;
+use crate::checks::{self, GgufResult, Scratch};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
