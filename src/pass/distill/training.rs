@@ -13,7 +13,6 @@ use crate::analysis;
 use crate::data::Task;
 use crate::error::{Error, Result, counted};
 use crate::evaluation::{self, Candle, Runner, Score, Subject};
-use crate::exec::transfer;
 use crate::exec::{Executor, ManagedTensor, MemoryCategory, MemoryTracker, Placement, Sharding, sizes_of};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, subgraph};
@@ -285,12 +284,10 @@ fn trained(
             team: &team,
             context: training_context,
         };
-        let before = transfer::copies();
         let trained = trainer.run(&mut weights)?;
-        let copied = transfer::copies().into_iter().map(|(key, count)| (key, count - before.get(&key).copied().unwrap_or(0))).filter(|(_, count)| *count > 0);
         let per_step = |count: u64| count as f64 / trained.steps_of_this_run.max(1) as f64;
         let copies: Vec<Value> =
-            copied.map(|((direction, cause), count)| json!({ "direction": direction, "cause": cause, "per_step": per_step(count) })).collect();
+            trained.copies.iter().map(|((direction, cause), count)| json!({ "direction": direction, "cause": cause, "per_step": per_step(*count) })).collect();
         applied.tensors = weights.write_to(&trained.state, &mut model)?;
         if let Some(quantizers) = &quantizers {
             quantizers.write_to(&trained.state, &mut model)?;

@@ -103,6 +103,8 @@ pub struct Trained {
     pub skipped_steps: u64,
     /// Steps of this run, without those before a resume.
     pub steps_of_this_run: u64,
+    /// Copies between host and device since the first step, without those that set up the optimizer.
+    pub copies: Copies,
     /// Notes for the report.
     pub notes: Vec<String>,
 }
@@ -122,6 +124,8 @@ struct State<'a> {
     waited: Duration,
     busy: Duration,
     log: Option<super::log::Logs>,
+    /// Copies before the first step.
+    copies: Copies,
 }
 
 impl Trainer<'_> {
@@ -170,6 +174,7 @@ impl Trainer<'_> {
             waited: Duration::ZERO,
             busy: Duration::ZERO,
             log: None,
+            copies: transfer::copies(),
         };
         if let Some(folder) = self.context.folder.as_deref().filter(|_| self.context.resume) {
             state.train.restore(folder, self.graph, self.team)?;
@@ -403,6 +408,9 @@ impl Trainer<'_> {
         let tensors = state.train.weights.gather(tensors, true)?;
         let position = std::mem::take(&mut state.train.position);
         let steps_of_this_run = position.step - state.earlier;
+        let mut copies = transfer::copies();
+        copies.iter_mut().for_each(|(key, count)| *count -= state.copies.get(key).copied().unwrap_or(0));
+        copies.retain(|_, count| *count > 0);
         Ok(Trained {
             state: tensors,
             curve: position.curve,
@@ -411,6 +419,7 @@ impl Trainer<'_> {
             steps: position.step,
             skipped_steps: position.skipped,
             steps_of_this_run,
+            copies,
             notes,
         })
     }
