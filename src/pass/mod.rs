@@ -133,7 +133,7 @@ pub trait Pass: fmt::Debug + Send + Sync {
 
     /// Applies the pass and adds a record of it to `run`. Without a context, it is fast and reads no
     /// tensor: passes that run the model only predict names, shapes and encodings. With a context, it
-    /// does all work except for what is done while the model is written.
+    /// does all work that does not happen while the model is written.
     ///
     /// # Errors
     /// If a pattern does not match, or if the pass does not support a weight. With a context also if the

@@ -165,7 +165,7 @@ impl WeightQuantizer {
         }
     }
 
-    /// Scale and zero point for a range, as they are stored.
+    /// Scale and zero point for a range, rounded to their stored dtypes.
     fn parameters(&self, (low, high): (f32, f32)) -> (f32, f32) {
         if !self.affine.codes.is_integer() {
             return (self.float_scale((low, high), 1.0), 0.0);
@@ -322,8 +322,8 @@ impl WeightQuantizer {
         Self { reduced, ..self }
     }
 
-    /// Sets minimum scales for which the int32 bias does not overflow, and for which the scale of the
-    /// accumulator (the weight scale times `input_scale`) is a normal float.
+    /// Sets minimum scales: the int32 bias must not overflow, and the scale of the accumulator (the weight
+    /// scale times `input_scale`) must be a normal float.
     pub fn with_bias(self, bias: Option<Vec<f32>>, input_scale: f32) -> Self {
         let min_scale = |bias: f32| ((f64::from(bias.abs()) / (f64::from(input_scale) * 2e9)) as f32).max(f32::MIN_POSITIVE / input_scale);
         Self { min_scales: bias.map(|bias| bias.into_iter().map(min_scale).collect()), ..self }

@@ -187,11 +187,6 @@ impl Part {
         Part { index, owned, folder }
     }
 
-    /// Number of this part and number of parts.
-    pub fn index(&self) -> PartIndex {
-        self.index
-    }
-
     /// The entry of this part for a weight; `None` if it owns none of its rows. Names that were not
     /// assigned, such as those of scales, belong to the owner of the preceding name.
     fn owned(&self, name: &str) -> Option<&Owner> {

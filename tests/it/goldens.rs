@@ -249,8 +249,8 @@ fn words_of_gptq_and_awq() {
         let packed = written(&input, Layout::Auto);
         assert_eq!((&packed["a.weight_packed"], &packed["a.weight_zero_point"]), (&words([8, 1], &gptq), &words([1, 1], &[0x8A86_8978])), "{config}");
     }
-    // Of a symmetric file the words say their version, whatever the label says, and a word that differs
-    // is no such file.
+    // In a symmetric file, the packed zero points identify the version, whatever the label specifies. A file
+    // whose zero points differ is not symmetric.
     for (zeros, format) in [(0x7777_7777, "gptq_v2"), (0x8888_8888, "gptq")] {
         let config = json!({ "quant_method": "gptq", "bits": 4, "sym": true, "checkpoint_format": format });
         let packed = written(&folder(words([1, 8], &gptq), words([1, 1], &[zeros]), None, config), Layout::Auto);
@@ -292,8 +292,7 @@ fn packed() {
         assert_eq!(read(&written.path), packed, "{}", case.name);
         let dense = desk.run(&weight_only(&desk, &packed, "pack-quantized", q.shape[1]), pipeline().export(Safetensors::with_layout(Layout::Dense))).unwrap();
         assert_eq!(read(&dense.path)["a.weight"].values(), q.values(), "{}", case.name);
-        // Zero points in words are read, and written a byte each beside eight bits, as transformers
-        // takes them.
+        // Packed zero points are read. For eight bits, each is written as one byte, as transformers expects.
         let (mut asymmetric, zero_point) = (packed, case.tensor("zero_point"));
         let ones = Tensor::floats(DType::F32, &zero_point.shape, &vec![1.0; zero_point.bytes.len()]);
         asymmetric.extend([("a.weight_scale".into(), ones.clone()), ("a.weight_zero_point".into(), case.tensor("weight_zero_point").clone())]);

@@ -257,7 +257,7 @@ fn two_processes_compute_the_steps_of_one() {
     }
 }
 
-/// One process has labels in its batch, the other one has none.
+/// Only one of two processes has labels in its batch.
 #[test]
 fn ranks_without_labels_do_not_change_steps() {
     let place = Workspace::new(64);

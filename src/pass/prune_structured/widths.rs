@@ -42,7 +42,7 @@ impl Bundle {
         group.size * width / self.size.max(1)
     }
 
-    /// Index of the width closest to the one that remains after removing an amount. Returns an error if
+    /// Index of the width closest to the remaining width after removing an amount. Returns an error if
     /// all units would be removed, or if the amount is a fractional number of heads.
     pub fn width_index(&self, name: &str, amount: Amount) -> Result<usize> {
         let wrong = |reason: String| Err(Error::option("prune-structured: amount", reason));

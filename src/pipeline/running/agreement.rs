@@ -17,7 +17,7 @@ pub(super) fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
 }
 
 /// Why the outputs of a file may differ between runtimes although it may be correct; `None` for files
-/// whose outputs may not. `compared` tells whether all quantized values were compared and agree.
+/// whose outputs may not. `compared` is true if all quantized values were compared and agree.
 pub(super) fn explanation(compared: bool, is_static: bool) -> Option<&'static str> {
     match (compared, is_static) {
         (true, _) => Some("The file is correct: each layer agrees, and rounding to eight bits amplifies differences of one step from layer to layer"),

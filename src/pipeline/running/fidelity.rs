@@ -326,7 +326,7 @@ mod tests {
     use super::*;
     use crate::data::References;
 
-    /// Outputs that become infinite or NaN are a warning; those that were so before are a note.
+    /// Outputs that become infinite or NaN are a warning; outputs that already were are a note.
     #[test]
     fn lost_finite_values_are_a_warning() {
         let note = |before: [f32; 2], after: [f32; 2]| {

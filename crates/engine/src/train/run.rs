@@ -103,7 +103,7 @@ pub struct Trained {
     pub skipped_steps: u64,
     /// Steps of this run, without those before a resume.
     pub steps_of_this_run: u64,
-    /// Copies between host and device since the first step, without those that set up the optimizer.
+    /// Copies between host and device since the first step; the set-up of the optimizer is not counted.
     pub copies: Copies,
     /// Notes for the report.
     pub notes: Vec<String>,
