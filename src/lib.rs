@@ -21,11 +21,12 @@ pub use report::Report;
 
 use compress_core::{error, files, output, program, store, work};
 use compress_engine::{evaluation, model};
+use compress_graph::arch;
 use compress_kernels as kernel;
 #[cfg(feature = "run")]
 use {
     compress_core::cache,
     compress_engine::{calibration, data, exec, generation, train},
-    compress_graph::{analysis, arch, ir},
+    compress_graph::{analysis, ir},
     compress_onnx::{self as onnx, runtime},
 };

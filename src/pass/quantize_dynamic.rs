@@ -173,7 +173,8 @@ impl Pass for QuantizeDynamic {
             model.weights.by_name.insert((*name).to_owned(), quantizer.weight());
         }
         let count = names.len();
-        let notes = targets::unquantized_convolutions(NAME, &weights, &self.targets).into_iter().collect();
+        let note = targets::naming_note(NAME, &model, &self.targets);
+        let notes = targets::unquantized_convolutions(NAME, &weights, &self.targets).into_iter().chain(note).collect();
         run.history.push(Applied {
             tensors: names.into_iter().map(str::to_owned).collect(),
             rule,

@@ -14,6 +14,7 @@ mod common;
 mod configs;
 mod corpus;
 mod evaluation;
+mod families;
 mod generation;
 mod gguf;
 mod goldens;

@@ -103,12 +103,19 @@ fn is_identifier(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// Features are attributes of modules, not of items: code that needs a feature is in a separate module,
-/// with a stand-in for builds without it.
+/// Features are attributes of modules named `running`, not of items: code that needs a feature is in a separate
+/// module, with a stand-in for builds without it.
 #[test]
 fn features_are_attributes_of_modules() {
-    let asked = sources().iter().flat_map(|source| source.text.lines()).filter(|line| line.contains("cfg(") && line.contains("feature")).count();
-    assert!(asked < 60, "{asked} lines use a feature");
+    let mut asked = 0;
+    for source in sources() {
+        let lines: Vec<&str> = source.text.lines().collect();
+        for (at, _) in lines.iter().enumerate().filter(|(_, line)| line.contains("cfg(") && line.contains("feature")) {
+            let item = lines[at + 1..].iter().find(|line| !line.trim_start().starts_with("#["));
+            asked += usize::from(!item.is_some_and(|item| item.contains("mod running")));
+        }
+    }
+    assert!(asked < 53, "{asked} lines use a feature");
 }
 
 /// The root modules that follow a path prefix, including groups in braces.

@@ -14,7 +14,7 @@ mod running {
     pub mod generation;
     pub mod train;
 
-    pub(crate) use compress_graph::{analysis, arch, ir};
+    pub(crate) use compress_graph::{analysis, ir};
     pub(crate) use compress_onnx::{self as onnx, runtime};
 }
 
@@ -24,4 +24,5 @@ pub use running::*;
 pub use model::Model;
 
 use compress_core::{error, files, store, work};
+use compress_graph::arch;
 use compress_kernels as kernel;

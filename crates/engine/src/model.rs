@@ -12,7 +12,6 @@ mod graph;
 #[cfg(not(feature = "run"))]
 #[path = "model/no_graph.rs"]
 mod graph;
-mod module_renames;
 mod modules;
 mod quantization;
 mod roles;
@@ -24,12 +23,11 @@ pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
 use files::PREPROCESSING;
 pub use files::{AuxiliaryFiles, ExclusionReason, SynthesizedFiles, auxiliary_path, open_auxiliary_config, preprocessing_folder, read_auxiliary_text};
-pub use module_renames::module_name;
 pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_convolution, is_embedding, is_linear, is_prunable, part, stacked_experts};
 
+use crate::arch;
 use crate::error::{Error, Result};
 use crate::files as names;
-use crate::model::roles::{class_of, mark_routers, mark_vision};
 use crate::store::checkpoint::INDEX;
 use crate::store::gguf::{is_continuation, is_gguf};
 use crate::store::{Checkpoint, Encoding, Module, Weight, Weights, pytorch};
@@ -85,7 +83,9 @@ impl Model {
         notes.extend(unlisted);
         let schemes = config.take_quantization(path)?;
         checkpoint.gptq = schemes.gptq;
+        let class_of = |name: &str| if arch::is_embedding_table(config.model_type(), name) { "Embedding" } else { "Linear" };
         let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.encoding(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
+        arch::mark_roles(&mut weights.by_name, config.values());
         let mut auxiliary = if folder { AuxiliaryFiles::scan(path, &weight_files)? } else { AuxiliaryFiles::default() };
         auxiliary.in_weight_files = notes;
         for (name, weight) in &mut weights.by_name {
@@ -96,8 +96,6 @@ impl Model {
                 schemes.describe(name.strip_suffix(".weight").unwrap_or(name), class, affine)?;
             }
         }
-        mark_routers(&mut weights.by_name);
-        mark_vision(&mut weights.by_name, &config);
         for (alias, original) in config.tied_names(|name| weights.by_name.contains_key(name)) {
             // A head that shares the integers of the embedding has a copy of its scales (see
             // `export::safetensors`).

@@ -14,10 +14,11 @@ pub use self::mixture::FileType;
 use self::mixture::{Mixture, fit_row};
 use self::tensors::{Planned, fallback_note, importance_notes, kind_name, split_fused, tensors, width};
 use super::{Exported, Format, SizeForecast};
+use crate::arch::GgufFamily;
 use crate::error::{Error, Result, counted};
 use crate::files::Destination;
 use crate::model::Model;
-use crate::model::gguf::{Family, Metadata, describe, vocabulary};
+use crate::model::gguf::{Metadata, describe, vocabulary};
 use crate::run_state::{InputImportance, RunState, Samples};
 use crate::store::gguf::{Kind, RowPermutation, Value, header};
 use crate::store::writer::{self, FileLayout, Item, Piece, Prebuilt, WeightMeasurement};
@@ -45,7 +46,7 @@ fn file_name(run: &RunState) -> &str {
 
 /// A planned file.
 struct Prepared {
-    family: &'static Family,
+    family: &'static GgufFamily,
     items: Vec<Item>,
     /// Description of how each item is stored.
     encodings: Vec<String>,
@@ -107,7 +108,7 @@ impl Gguf {
                 if gguf_name == "token_embd.weight" {
                     rows = weight.filled_rows();
                 }
-                let (stacked, expert) = Family::split_expert(&gguf_name).map_or((gguf_name.clone(), None), |(stacked, expert)| (stacked, Some(expert)));
+                let (stacked, expert) = GgufFamily::split_expert(&gguf_name).map_or((gguf_name.clone(), None), |(stacked, expert)| (stacked, Some(expert)));
                 let is_head = gguf_name == "output.weight" || (gguf_name == "token_embd.weight" && !head_stored);
                 // Routers are never quantized.
                 let is_matrix = dense.shape.len() > 1 && dense.is_float() && !gguf_name.contains(".ffn_gate_inp");
@@ -118,7 +119,7 @@ impl Gguf {
                     _ => None,
                 };
                 let order = rotary_heads.map(|count| RowPermutation::interleave(weight.filled_rows().checked_div(count).unwrap_or(0)));
-                let added = if family.norms_plus_one && Family::is_norm(name) { 1.0 } else { 0.0 };
+                let added = if family.norms_plus_one && GgufFamily::is_norm(name) { 1.0 } else { 0.0 };
                 if !dense.is_float() {
                     return Err(Error::tensor(name, format!("is {}, but `{gguf_name}` must be a float tensor", dense.describe()), ""));
                 }
@@ -218,7 +219,7 @@ fn ties_head(model: &Model) -> bool {
 
 /// Whether the head is stored as a separate tensor. Without `read_values`, heads that may be equal to
 /// the embedding count as separate.
-fn stores_head(model: &Model, family: &Family, read_values: bool) -> Result<bool> {
+fn stores_head(model: &Model, family: &GgufFamily, read_values: bool) -> Result<bool> {
     let (stored, tied) = (model.weights.by_name.contains_key(HEAD), ties_head(model));
     // llama.cpp has no separate head for these two.
     if !stored || !["gemma", "gemma2"].contains(&family.architecture) {
@@ -337,14 +338,14 @@ impl Format for Gguf {
 
 /// Whether experts have other names when the file is read back: stacked experts become separate tensors,
 /// and names of modules are normalized.
-fn has_renamed_experts(family: &Family, names: &[String]) -> bool {
+fn has_renamed_experts(family: &GgufFamily, names: &[String]) -> bool {
     let is_same = |name: &String| family.to_gguf(name).and_then(|gguf_name| family.to_checkpoint(&gguf_name)).is_none_or(|back| back == *name);
     family.experts.is_some() && names.iter().any(|name| family.fused_tensors(name).is_some() || !is_same(name))
 }
 
 /// The weights of a file that was read back, by their names in the model, or by their names in the
 /// opened file if experts are renamed.
-fn weights_by_name(family: &Family, opened: &Model, names: &[String], items: &[Item]) -> std::result::Result<BTreeMap<String, Weight>, String> {
+fn weights_by_name(family: &GgufFamily, opened: &Model, names: &[String], items: &[Item]) -> std::result::Result<BTreeMap<String, Weight>, String> {
     let (back, mut by_name) = (&opened.weights.by_name, BTreeMap::new());
     let renamed = has_renamed_experts(family, names);
     for (name, Item { name: gguf_name, weight, .. }) in names.iter().zip(items) {

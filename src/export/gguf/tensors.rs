@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use crate::arch::GgufFamily;
 use crate::error::{Error, Result};
-use crate::model::gguf::Family;
 use crate::run_state::ColumnImportance;
 use crate::store::Weight;
 use crate::store::gguf::{Kind, expert_rows};
@@ -34,7 +34,7 @@ pub(super) struct Planned {
 ///
 /// # Errors
 /// The family has no name for the weight, or it contains a wrong number of experts.
-pub(super) fn split_fused(family: &Family, name: &str, weight: Weight, experts: usize) -> Result<Vec<(String, Weight)>> {
+pub(super) fn split_fused(family: &GgufFamily, name: &str, weight: Weight, experts: usize) -> Result<Vec<(String, Weight)>> {
     let Some(gguf_names) = family.fused_tensors(name) else {
         let nameless = || Error::tensor(name, format!("has no name in GGUF files of `{}`", family.architecture), "");
         return Ok(vec![(family.to_gguf(name).ok_or_else(nameless)?, weight)]);
@@ -55,7 +55,7 @@ pub(super) fn split_fused(family: &Family, name: &str, weight: Weight, experts: 
 /// Sorts `all` and returns the tensors of the file in this order. The experts of a layer are stacked in
 /// one tensor.
 pub(super) fn tensors(all: &mut [Planned], experts: usize) -> Result<Vec<(String, Kind, Vec<usize>)>> {
-    let stacked_name = |gguf_name: &str| Family::split_expert(gguf_name).map_or_else(|| gguf_name.to_owned(), |(stacked, _)| stacked);
+    let stacked_name = |gguf_name: &str| GgufFamily::split_expert(gguf_name).map_or_else(|| gguf_name.to_owned(), |(stacked, _)| stacked);
     if experts > 0 {
         all.sort_by_cached_key(|planned| (stacked_name(&planned.gguf_name), planned.expert));
     }

@@ -2,6 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
+use crate::arch;
 use crate::error::{Error, Result};
 use crate::generation::{LanguageModel, stated_positions};
 use crate::ir::decoder::{LOGITS, MASK, POSITIONS, TOKENS, past, present};
@@ -12,9 +13,6 @@ use crate::onnx::{CachedAttention, Draft};
 
 /// Name of the file.
 pub(super) const FILE: &str = "genai_config.json";
-/// Model types of onnxruntime-genai 0.18 that run as decoders with separate keys and values; all others
-/// are described as `decoder`.
-const DECODER_TYPES: [&str; 9] = ["gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3", "decoder"];
 /// Sampling parameters that are copied from `generation_config.json`.
 const SEARCH_KEYS: [&str; 8] =
     ["diversity_penalty", "do_sample", "length_penalty", "no_repeat_ngram_size", "repetition_penalty", "temperature", "top_k", "top_p"];
@@ -63,9 +61,8 @@ pub(super) fn config(model: &Model, decoder: &LanguageModel, graph: &Graph, draf
     let ([past_key, past_value], [present_key, present_value]) = (past("%d"), present("%d"));
     inputs.extend([names("past_key_names", &past_key), names("past_value_names", &past_value)]);
     let outputs = Map::from_iter([names(LOGITS, LOGITS), names("present_key_names", &present_key), names("present_value_names", &present_value)]);
-    let family = model.config.model_type();
     let mut described = json!({
-        "type": if DECODER_TYPES.contains(&family) { family } else { "decoder" },
+        "type": arch::family(model.config.model_type()).map_or("decoder", |family| family.genai),
         "vocab_size": last(LOGITS),
         "context_length": context,
         "eos_token_id": if let [end] = ends[..] { json!(end) } else { json!(ends) },

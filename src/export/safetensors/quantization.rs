@@ -5,16 +5,14 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use serde_json::{Map, Value, json};
 
 use super::is_packed;
-use crate::model::{Model, class, is_embedding, is_linear, module_name, stacked_experts};
+use crate::arch;
+use crate::model::{Model, class, is_embedding, is_linear, stacked_experts};
 use crate::run_state::RunState;
 use crate::store::writer::Item;
 use crate::store::{ActivationScheme, Codes, DType, Encoding, Granularity, QuantizationSpec};
 
 /// Version of compressed-tensors whose fields are written.
 const VERSION: &str = "0.13.0";
-
-/// Heads that a loader may create even if the checkpoint contains no tensor for them.
-const HEADS: [&str; 6] = ["lm_head", "cls.predictions.decoder", "predictions.decoder", "classifier", "score", "qa_outputs"];
 
 /// Modules of one class with the same quantization.
 #[derive(Debug, PartialEq)]
@@ -197,7 +195,8 @@ enum Owner {
 /// The names of modules in loaders, which drop or change the first component of checkpoint names and
 /// rename some modules.
 struct ModuleNames {
-    model_type: String,
+    /// Replacements in transformers, in addition to the first component.
+    renames: &'static [(&'static str, &'static str)],
     /// The owner of the modules whose names have this suffix; `None` if several owners have such modules.
     by_suffix: HashMap<String, Option<Owner>>,
     /// Likewise for suffixes in which numbers are replaced by a pattern.
@@ -208,7 +207,8 @@ impl ModuleNames {
     fn new(items: &[Item], model: &Model, groups: &[Group]) -> ModuleNames {
         let owners: HashMap<&str, Owner> =
             groups.iter().enumerate().flat_map(|(index, group)| group.modules.iter().map(move |name| (*name, Owner::Group(index)))).collect();
-        let mut names = ModuleNames { model_type: model.config.model_type().to_owned(), by_suffix: HashMap::new(), by_pattern: HashMap::new() };
+        let renames = arch::family(model.config.model_type()).map_or(&[][..], |family| family.renames);
+        let mut names = ModuleNames { renames, by_suffix: HashMap::new(), by_pattern: HashMap::new() };
         for name in items.iter().map(|item| module(&item.name)) {
             let owner = owners.get(name).copied().unwrap_or(Owner::Other);
             for spelling in names.spellings(name) {
@@ -225,7 +225,7 @@ impl ModuleNames {
 
     /// The name of a module in the checkpoint and, if it differs, in transformers.
     fn spellings(&self, name: &str) -> Vec<String> {
-        let renamed = module_name(&self.model_type, name);
+        let renamed = self.renames.iter().fold(name.to_owned(), |name, (from, to)| name.replace(from, to));
         if renamed == name { vec![renamed] } else { vec![name.to_owned(), renamed] }
     }
 
@@ -271,7 +271,7 @@ fn ignored(items: &[Item], model: &Model, (groups, names): (&[Group], &ModuleNam
         .filter(|item| embeddings || !is_embedding(&item.name, &item.weight) || is_linear(&item.name, &item.weight))
         .map(|item| module(&item.name));
     // A head that is tied to a float embedding has no tensor, but is a linear layer.
-    let heads = HEADS
+    let heads = arch::UNSTORED_HEADS
         .into_iter()
         .chain(model.tied_names().into_iter().map(|(alias, _)| module(alias)))
         .filter(|head| !quantized.iter().any(|name| name == head || name.ends_with(&format!(".{head}"))));

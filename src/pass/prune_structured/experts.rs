@@ -50,7 +50,7 @@ pub(super) fn remove(model: &mut Model, amount: Amount, context: Option<&Context
     let mut notes = Vec::new();
     if let Some(smaller) = smaller {
         let remaining: BTreeSet<usize> = mixtures.iter().zip(&removed).map(|(mixture, removed)| mixture.experts.len() - removed.len()).collect();
-        let key = arch::experts_key(model.config.values());
+        let key = arch::family(model.config.model_type()).and_then(|family| family.experts_key(model.config.values()));
         let value = key.zip(remaining.first().filter(|_| remaining.len() == 1)).map(|(key, count)| (key.to_owned(), json!(count)));
         let all: usize = removed.iter().map(BTreeSet::len).sum();
         notes.push(format!("{} with the least use on calibration data removed from {}", counted(all, "expert"), counted(mixtures.len(), "mixture")));

@@ -18,6 +18,7 @@ pub use scheme::Scheme;
 use super::targets::{self, SelectedWeights};
 use super::weight_quantizer::{ScaleGroup, WeightObserver, WeightQuantizer};
 use super::{Context, Pass, Samples, layerwise, options_of};
+use crate::arch;
 use crate::error::{Error, Result, counted};
 use crate::kernel::cache::CacheFormat;
 use crate::model::{self, Model};
@@ -206,37 +207,17 @@ impl Quantize {
     }
 
     /// Groups NVFP4 weights that runtimes fuse and that therefore have a common global scale: layers that
-    /// read the same value or, if the graph of the model is not known, layers with certain names.
+    /// read the same value or, if the graph of the model is not known, layers that the family lists.
     fn scale_groups(encodings: &BTreeMap<String, QuantizationSpec>, model: &Model) -> BTreeMap<String, Arc<ScaleGroup>> {
         let mut fused: BTreeMap<String, Vec<&String>> = BTreeMap::new();
         let narrow: Vec<&String> = encodings.iter().filter(|(_, affine)| affine.has_global_scale()).map(|(name, _)| name).collect();
         let inputs = if narrow.is_empty() { BTreeMap::new() } else { model.inputs_of_layers() };
         for name in narrow {
-            fused.entry(inputs.get(name).cloned().unwrap_or_else(|| fused_name(name))).or_default().push(name);
+            fused.entry(inputs.get(name).cloned().unwrap_or_else(|| arch::fused_layer(model.config.model_type(), name))).or_default().push(name);
         }
         let group = |names: &Vec<&String>| ScaleGroup::new(names.iter().filter_map(|name| model.weights.by_name.get(*name).cloned()).collect());
         fused.values().flat_map(|names| names.iter().map(|name| (*name).clone()).zip(std::iter::repeat(group(names)))).collect()
     }
-}
-
-/// Last name components of layers of a module that runtimes fuse.
-const FUSED: [&[&str]; 9] = [
-    &["q_proj", "k_proj", "v_proj"],
-    &["wq", "wk", "wv"],
-    &["query", "key", "value"],
-    &["q_lin", "k_lin", "v_lin"],
-    &["q_a_proj", "kv_a_proj_with_mqa"],
-    &["in_proj_qkv", "in_proj_z"],
-    &["in_proj_b", "in_proj_a"],
-    &["gate_proj", "up_proj"],
-    &["w1", "w3"],
-];
-
-/// Name of the layer that runtimes fuse a weight into; the unchanged name if the weight is not fused.
-fn fused_name(name: &str) -> String {
-    let Some((module, part)) = name.strip_suffix(".weight").and_then(|module| module.rsplit_once('.')) else { return name.to_owned() };
-    let fused = FUSED.into_iter().find(|parts| parts.contains(&part));
-    fused.map_or_else(|| name.to_owned(), |parts| format!("{module}.{}", parts.join("+")))
 }
 
 /// Whether a weight belongs to an expert.
@@ -324,6 +305,7 @@ impl Pass for Quantize {
         let parameters: u64 = encodings.keys().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
         let mut details = json!({ "quantized": count, "parameters": parameters, "of": all });
         let tensors: BTreeSet<String> = encodings.keys().cloned().collect();
+        let notes = notes.into_iter().chain(targets::naming_note(NAME, &model, &self.targets)).collect();
         let mut applied = Applied { tensors, rule, notes, ..Applied::new(NAME, self.options()) };
         if let Some(context) = context.filter(|_| self.scheme.stores_scales()) {
             let meter = applied.meter.clone();
@@ -367,13 +349,13 @@ mod tests {
     /// Pairs of vLLM's `packed_modules_mapping` for DeepSeek and Qwen3.5.
     #[test]
     fn layers_that_runtimes_fuse_have_the_same_name() {
-        let fused = |part: &str| fused_name(&format!("model.layers.0.mixer.{part}.weight"));
+        let fused = |part: &str| arch::fused_layer("", &format!("model.layers.0.mixer.{part}.weight"));
         for [a, b] in [["q_a_proj", "kv_a_proj_with_mqa"], ["in_proj_qkv", "in_proj_z"], ["in_proj_b", "in_proj_a"], ["q_proj", "v_proj"], ["w1", "w3"]] {
             assert_eq!(fused(a), fused(b));
         }
         assert_ne!(fused("in_proj_qkv"), fused("in_proj_a"));
         assert_ne!(fused("q_a_proj"), fused("q_b_proj"));
-        assert_ne!(fused_name("model.layers.0.mixer.w1.weight"), fused_name("model.layers.1.mixer.w1.weight"));
+        assert_ne!(arch::fused_layer("", "model.layers.0.mixer.w1.weight"), arch::fused_layer("", "model.layers.1.mixer.w1.weight"));
     }
 
     #[test]

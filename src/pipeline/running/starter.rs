@@ -40,7 +40,8 @@ impl Facts<'_> {
         parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         let runs = model.graph().is_ok();
         let convolutions = parts.first().is_some_and(|(part, _)| *part == ModelPart::Convolutions);
-        let supported = arch::family(model.config.model_type()).map(|family| family.kind_of(&Settings::new(model.config.values())));
+        let supported =
+            arch::family(model.config.model_type()).filter(|family| family.graph.is_some()).map(|family| family.kind_of(&Settings::new(model.config.values())));
         let kind = supported.or((runs && convolutions).then_some(ModelKind::Convolutional));
         Facts {
             model,

@@ -47,19 +47,25 @@ pub enum ZeroOrigin {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
-    /// Matrix of a matrix product, outputs first.
+    /// Matrix of a matrix product.
     Matrix,
     /// Kernel of a convolution, outputs first.
     Kernel,
     /// Embedding table.
     Table,
+    /// Matrix of an output head, which computes logits or scores from hidden states.
+    Head,
     /// Router matrix of a mixture of experts.
     Router,
     /// A projection of all experts of a mixture.
     Experts,
+    /// Gate of linear attention.
+    LinearAttentionGate,
     /// A layer of the image encoder of a multimodal model.
     Vision,
-    /// Any other role.
+    /// Part of a multi-token prediction module.
+    TokenPrediction,
+    /// Any other role, like norms and position biases.
     Other,
 }
 

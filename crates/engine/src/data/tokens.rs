@@ -15,6 +15,7 @@ use tokenizers::{AddedToken, PostProcessor, TruncationParams, TruncationStrategy
 pub(super) use self::stream::TokenStream;
 use super::sentences::Sentences;
 use super::{Target, shaped};
+use crate::arch::{self, PositionOffset, Positions};
 use crate::error::{Error, Result};
 use crate::model::{SynthesizedFiles, auxiliary_path, open_auxiliary_config, read_auxiliary_text};
 
@@ -261,19 +262,11 @@ fn limit(target: &Target, settings: &Map<String, Value>, sentences: Option<usize
     let kind = target.config.get("model_type").and_then(Value::as_str).unwrap_or("");
     // CLIP-like models have a separate text configuration, which omits default values.
     let text = target.config.get("text_config").and_then(Value::as_object).unwrap_or(target.config);
-    let default = match kind {
-        "clip" | "clip_text_model" => Some(77),
-        "siglip" | "siglip_text_model" => Some(64),
-        _ => None,
-    };
-    // T5 has relative positions: `n_positions` is the training length, not a limit.
-    let absolute = || number(text, "n_positions").filter(|_| !["t5", "mt5"].contains(&kind));
-    let positions = number(text, "max_position_embeddings").or_else(absolute).or(default);
-    // These models number positions starting after the id of the padding token.
-    let offset = match kind {
-        "roberta" | "xlm-roberta" | "camembert" => number(target.config, "pad_token_id").unwrap_or(1).saturating_add(1),
-        "mpnet" => 2,
-        _ => 0,
+    let Positions { keys, default, offset } = arch::family(kind).map_or(Positions::DEFAULT, |family| family.positions);
+    let positions = keys.iter().find_map(|key| number(text, key)).or(default);
+    let offset = match offset {
+        PositionOffset::Fixed(offset) => offset,
+        PositionOffset::AfterPadding => number(target.config, "pad_token_id").unwrap_or(1).saturating_add(1),
     };
     let limits = [number(settings, "model_max_length"), positions.map(|p| p.saturating_sub(offset)), sentences];
     limits.into_iter().flatten().min()

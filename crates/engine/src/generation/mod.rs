@@ -19,7 +19,7 @@ pub use options::{Generate, Sampling};
 pub use vocabulary::Vocabulary;
 
 use crate::analysis::usual_sizes;
-use crate::arch::{self, ModelKind};
+use crate::arch::{self, ModelKind, Positions};
 pub use crate::data::{ChatTemplate, Message};
 use crate::data::{DECODER_INPUT_IDS, Speech, max_positions};
 use crate::error::{Error, Result};
@@ -317,7 +317,8 @@ impl LanguageModel {
 
 /// Number of positions that `config.json` specifies.
 pub fn stated_positions(model: &Model) -> Option<usize> {
-    let stated = ["max_position_embeddings", "n_positions"].into_iter().find_map(|key| model.config.get(key)?.as_u64());
+    let positions = arch::family(model.config.model_type()).map_or(Positions::DEFAULT, |family| family.positions);
+    let stated = positions.keys.iter().find_map(|key| model.config.get(key)?.as_u64());
     stated.map(|count| usize::try_from(count).unwrap_or(usize::MAX))
 }
 

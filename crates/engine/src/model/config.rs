@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::files::DESCRIPTIONS;
 use super::quantization;
+use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::kernel::cache::CacheFormat;
@@ -27,24 +28,6 @@ pub struct Config {
     /// Keys of the quantization description that do not depend on the weights, and are carried over.
     carried: Map<String, Value>,
 }
-
-const TIED: [(&str, &str); 12] = [
-    ("embed_out.weight", "gpt_neox.embed_in.weight"),
-    ("lm_head.weight", "model.embed_tokens.weight"),
-    ("lm_head.weight", "transformer.wte.weight"),
-    ("lm_head.weight", "model.decoder.embed_tokens.weight"),
-    ("proj_out.weight", "model.decoder.embed_tokens.weight"),
-    ("lm_head.weight", "shared.weight"),
-    ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
-    ("cls.predictions.decoder.weight", "deberta.embeddings.word_embeddings.weight"),
-    ("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),
-    ("lm_head.decoder.weight", "mpnet.embeddings.word_embeddings.weight"),
-    ("vocab_projector.weight", "distilbert.embeddings.word_embeddings.weight"),
-    ("decoder.weight", "model.embeddings.tok_embeddings.weight"),
-];
-
-/// Tables of T5 that are always the shared one, regardless of the configuration.
-const SHARED_TABLES: [(&str, &str); 2] = [("encoder.embed_tokens.weight", "shared.weight"), ("decoder.embed_tokens.weight", "shared.weight")];
 
 impl Config {
     /// Reads a file; returns an empty configuration if it does not exist.
@@ -110,7 +93,7 @@ impl Config {
 
     /// Whether linear weights are stored as `[in, out]` (transformers' `Conv1D`).
     pub fn has_conv1d(&self) -> bool {
-        matches!(self.model_type(), "gpt2" | "openai-gpt" | "imagegpt" | "decision_transformer")
+        arch::family(self.model_type()).is_some_and(|family| family.is_input_major)
     }
 
     /// Adds or replaces a value.
@@ -142,16 +125,17 @@ impl Config {
         // A stored head of T5 is never tied: transformers writes `tie_word_embeddings` into every
         // configuration.
         let specified = specified.filter(|_| !self.shares_table());
-        let tied = TIED.into_iter().filter(|(alias, original)| stored(original) && specified.unwrap_or(has_head && !stored(alias)));
+        let tied =
+            arch::tied(self.model_type()).iter().copied().filter(|(alias, original)| stored(original) && specified.unwrap_or(has_head && !stored(alias)));
         // Encoder-only models have no decoder table.
         let exists = |alias: &str| alias.starts_with("encoder.") || stored(alias) || stored("decoder.final_layer_norm.weight");
-        let shared = SHARED_TABLES.into_iter().filter(|(alias, original)| self.shares_table() && stored(original) && exists(alias));
+        let shared = arch::shared_tables(self.model_type()).iter().copied().filter(|(alias, original)| stored(original) && exists(alias));
         tied.chain(shared).collect()
     }
 
     /// Whether the family always shares one embedding table under several names.
     pub(super) fn shares_table(&self) -> bool {
-        matches!(self.model_type(), "t5" | "mt5")
+        !arch::shared_tables(self.model_type()).is_empty()
     }
 
     /// Quantization keys that are written again regardless of the weights: the KV-cache scheme, and

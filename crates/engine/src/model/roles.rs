@@ -1,97 +1,21 @@
-//! Roles of weights, inferred from names and shapes.
+//! Kinds of weights: what is quantized and pruned by default, and summaries.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use super::Config;
+use crate::arch::role;
 use crate::store::{Encoding, Role, Weight};
 
-/// Reason why a matrix is not treated as the weight of a linear layer: it is something else, or requires
-/// full precision.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Exemption {
-    /// Embedding table.
-    Embedding,
-    /// Output head: computes logits or scores from hidden states.
-    Head,
-    /// Router of a mixture of experts.
-    Router,
-    /// Scale of a normalization.
-    Norm,
-    /// Attention bias by position.
-    PositionBias,
-    /// Gate of linear attention.
-    LinearAttentionGate,
-    /// Part of the image encoder of a multimodal model.
-    Vision,
-    /// Part of a multi-token prediction module.
-    TokenPrediction,
-}
-
-impl Exemption {
-    /// The kind of layer in reports; `None` for matrices that are not layers.
-    fn description(self) -> Option<&'static str> {
-        match self {
-            Exemption::Embedding | Exemption::Norm | Exemption::PositionBias => None,
-            Exemption::Head => Some("output head"),
-            Exemption::Router => Some("router"),
-            Exemption::LinearAttentionGate => Some("linear attention gate"),
-            Exemption::Vision => Some("vision layer"),
-            Exemption::TokenPrediction => Some("multi-token prediction layer"),
-        }
+/// The kind of an exempt layer in reports; `None` for matrices that are not layers.
+fn description(role: Role) -> Option<&'static str> {
+    match role {
+        Role::Matrix | Role::Kernel | Role::Table | Role::Experts | Role::Other => None,
+        Role::Head => Some("output head"),
+        Role::Router => Some("router"),
+        Role::LinearAttentionGate => Some("linear attention gate"),
+        Role::Vision => Some("vision layer"),
+        Role::TokenPrediction => Some("multi-token prediction layer"),
     }
 }
-
-/// Substrings of the names of exempt weights.
-const EXEMPT: [(&str, Exemption); 22] = [
-    ("embed", Exemption::Embedding),
-    ("wte.", Exemption::Embedding),
-    ("wpe.", Exemption::Embedding),
-    ("shared.weight", Exemption::Embedding),
-    ("lm_head", Exemption::Head),
-    ("cls.predictions", Exemption::Head),
-    ("output_projection", Exemption::Head),
-    ("router", Exemption::Router),
-    ("mlp.gate.weight", Exemption::Router),
-    ("block_sparse_moe.gate.weight", Exemption::Router),
-    ("shared_expert_gate", Exemption::Router),
-    ("norm", Exemption::Norm),
-    ("position", Exemption::PositionBias),
-    ("relative_attention_bias", Exemption::PositionBias),
-    (".in_proj_a.", Exemption::LinearAttentionGate),
-    (".in_proj_b.", Exemption::LinearAttentionGate),
-    (".in_proj_ba.", Exemption::LinearAttentionGate),
-    ("visual.", Exemption::Vision),
-    ("vision_tower.", Exemption::Vision),
-    ("multi_modal_projector.", Exemption::Vision),
-    ("mtp.", Exemption::TokenPrediction),
-    ("eh_proj.", Exemption::TokenPrediction),
-];
-/// Modules that are output heads, wherever they are in the model.
-const HEADS: [&str; 3] = ["output_layer", "shared_head.head", "score"];
-/// Module that is the output head if only [`WRAPPERS`] contain it; elsewhere the name is that of an
-/// attention output projection.
-const TOP_HEAD: &str = "output";
-/// Modules that contain a whole language model.
-const WRAPPERS: [&str; 6] = ["model", "transformer", "language_model", "text_model", "llm", "module"];
-
-/// Why a matrix is not treated as the weight of a linear layer, judged by its name and its role.
-fn exemption(name: &str, weight: &Weight) -> Option<Exemption> {
-    match weight.role {
-        Some(Role::Router) => return Some(Exemption::Router),
-        Some(Role::Vision) => return Some(Exemption::Vision),
-        _ => {}
-    }
-    let module = name.strip_suffix(".weight")?;
-    let is_head = |head: &&str| module.strip_suffix(*head).is_some_and(|parent| parent.is_empty() || parent.ends_with('.'));
-    let is_at_the_top = |parent: &str| parent.split_terminator('.').all(|part| WRAPPERS.contains(&part));
-    if HEADS.iter().any(is_head) || is_head(&TOP_HEAD) && module.strip_suffix(TOP_HEAD).is_some_and(is_at_the_top) {
-        return Some(Exemption::Head);
-    }
-    EXEMPT.iter().find(|(part, _)| name.contains(part)).map(|(_, exemption)| *exemption)
-}
-
-/// Modules of Granite's mixtures of experts whose tensors contain all experts.
-const STACKED: [&str; 2] = ["input_linear", "output_linear"];
 
 /// The module name of experts that are stacked in a dense tensor of rank 3, as vLLM looks it up, such as
 /// `mlp.experts`.
@@ -103,8 +27,8 @@ pub fn stacked_experts(name: &str, weight: &Weight) -> Option<String> {
     if let Some(before) = parts.iter().position(|part| *part == "experts").filter(|at| at.saturating_add(1) < parts.len()) {
         return parts.get(..=before).map(|parts| parts.join("."));
     }
-    let (block, last) = name.strip_suffix(".weight").unwrap_or(name).rsplit_once('.')?;
-    (weight.role == Some(Role::Experts) || STACKED.contains(&last)).then(|| format!("{block}.experts"))
+    let (block, _) = name.strip_suffix(".weight").unwrap_or(name).rsplit_once('.')?;
+    (weight.role == Some(Role::Experts)).then(|| format!("{block}.experts"))
 }
 
 /// Whether a weight is the kernel of a convolution. Without a recorded role, tensors of rank 3 to 5 are, except for stacked experts.
@@ -113,71 +37,17 @@ pub fn is_convolution(name: &str, weight: &Weight) -> bool {
     weight.is_float() && weight.role.map_or_else(named, |role| role == Role::Kernel)
 }
 
-/// Sets the role of routers of unknown families: gates that have experts as siblings, as in
-/// `mixer.gate.weight` next to `mixer.experts.0.up.weight`, or next to `moe.up_proj.weight` of rank 3,
-/// which gets a role as well.
-pub(super) fn mark_routers(weights: &mut BTreeMap<String, Weight>) {
-    let mut mixtures: BTreeSet<String> = weights.keys().filter_map(|name| mixture(name)).map(str::to_owned).collect();
-    let shapes: Vec<(&str, &[usize])> = weights.iter().map(|(name, weight)| (name.as_str(), weight.shape.as_slice())).collect();
-    let mut experts = BTreeSet::new();
-    for (name, shape) in shapes.iter().filter(|(name, shape)| shape.len() == 3 && name.ends_with(".weight")) {
-        let parent = name.strip_suffix(".weight").and_then(|module| module.rsplit_once('.')).map(|(block, _)| format!("{block}."));
-        let Some(parent) = parent.filter(|parent| !mixtures.contains(parent)) else { continue };
-        // A router has one row per expert, and one column per input or output of an expert. A square gate next
-        // to a convolution has one row per channel.
-        let [count, sides @ ..] = shape else { continue };
-        let scores = |(other, shape): &(&str, &[usize])| {
-            matches!(shape, [rows, columns] if rows == count && rows != columns && sides.contains(columns)) && is_gate(other, &parent)
-        };
-        if shapes.iter().any(scores) {
-            experts.insert((*name).to_owned());
-        }
-    }
-    mixtures.extend(experts.iter().filter_map(|name| Some(format!("{}.", name.strip_suffix(".weight")?.rsplit_once('.')?.0))));
-    for (name, weight) in weights.iter_mut().filter(|(name, weight)| weight.role.is_none() && name.ends_with(".weight")) {
-        let is_router = weight.shape.len() == 2 && !name.contains("norm") && mixtures.iter().any(|mixture| is_gate(name, mixture));
-        weight.role = if experts.contains(name) { Some(Role::Experts) } else { is_router.then_some(Role::Router) };
-    }
-}
-
-/// The prefix of the mixture that an expert weight belongs to: `mixer.` of `mixer.experts.0.up.weight`
-/// and `mixer.local_experts.0.up.weight`.
-fn mixture(name: &str) -> Option<&str> {
-    let end = name.find("experts.")?;
-    let start = name.get(..end)?.rfind('.').map_or(0, |dot| dot.saturating_add(1));
-    name.get(..start)
-}
-
-/// Whether a weight belongs to a gate of the mixture with this prefix.
-fn is_gate(name: &str, mixture: &str) -> bool {
-    let module = name.strip_prefix(mixture).and_then(|rest| rest.split('.').next());
-    module.is_some_and(|module| module == "gate" || module.ends_with("_gate") || module.contains("router"))
-}
-
-/// Sets the role of layers in `vision_model` of multimodal models (Llama 4, Mllama). CLIP-like models
-/// are excluded: their image encoder is half of the model.
-pub(super) fn mark_vision(weights: &mut BTreeMap<String, Weight>, config: &Config) {
-    let is_multimodal = config.get("vision_config").is_some() && config.get("text_config").is_some();
-    if !is_multimodal || ["clip", "siglip"].iter().any(|family| config.model_type().contains(family)) {
-        return;
-    }
-    let is_vision = |name: &str, weight: &Weight| name.split('.').any(|part| part == "vision_model") && is_prunable(name, weight);
-    for (_, weight) in weights.iter_mut().filter(|(name, weight)| weight.role.is_none() && is_vision(name, weight)) {
-        weight.role = Some(Role::Vision);
-    }
-}
-
 /// Description of routers, output heads and similar layers among weights, which stay in full precision
 /// unless `targets` select them.
 pub fn exempt_layers<'w>(weights: impl Iterator<Item = (&'w str, &'w Weight)>) -> Option<String> {
-    let mut found: BTreeMap<Exemption, Vec<&str>> = BTreeMap::new();
+    let mut found: BTreeMap<Role, Vec<&str>> = BTreeMap::new();
     for (name, weight) in weights.filter(|(_, weight)| weight.shape.len() == 2 && weight.is_float()) {
-        if let Some(kind) = exemption(name, weight).filter(|kind| kind.description().is_some()) {
-            found.entry(kind).or_default().push(name);
+        if let Some(role) = role(name, weight).filter(|role| description(*role).is_some()) {
+            found.entry(role).or_default().push(name);
         }
     }
-    let describe = |(kind, names): (&Exemption, &Vec<&str>)| {
-        let what = kind.description().unwrap_or_default();
+    let describe = |(role, names): (&Role, &Vec<&str>)| {
+        let what = description(*role).unwrap_or_default();
         match names[..] {
             [one] => format!("the {what} `{one}`"),
             _ => format!("{} {what}s (the first: `{}`)", names.len(), names.first().unwrap_or(&"")),
@@ -201,21 +71,14 @@ pub fn is_prunable(name: &str, weight: &Weight) -> bool {
     let named = match weight.role {
         Some(Role::Experts) => name.ends_with(".weight"),
         Some(role) => matches!(role, Role::Matrix | Role::Kernel),
-        None => name.ends_with(".weight") && exemption(name, weight).is_none(),
+        None => name.ends_with(".weight") && role(name, weight).is_none(),
     };
     named && weight.shape.len() >= 2 && weight.is_float() && weight.elements() > 0
 }
 
 /// Whether a weight is an embedding table, by its name and shape.
 pub fn is_embedding(name: &str, weight: &Weight) -> bool {
-    let named = weight.role.map_or_else(|| class_of(name) == "Embedding", |role| role == Role::Table);
-    named && weight.shape.len() == 2 && weight.is_float() && weight.elements() > 0
-}
-
-/// The module class of a matrix with this name; see [`class`].
-pub(super) fn class_of(name: &str) -> &'static str {
-    let named = !name.contains("embed_out") && ["embed", "wte.", "wpe.", "shared.weight"].iter().any(|part| name.contains(part));
-    if named && name.ends_with(".weight") { "Embedding" } else { "Linear" }
+    role(name, weight) == Some(Role::Table) && weight.shape.len() == 2 && weight.is_float() && weight.elements() > 0
 }
 
 /// The PyTorch module class of a weight, as in the targets of compressed-tensors.
@@ -293,7 +156,10 @@ pub fn part(name: &str, shape: &[usize]) -> ModelPart {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Map;
+
     use super::*;
+    use crate::arch;
     use crate::store::Computed;
 
     #[test]
@@ -303,8 +169,6 @@ mod tests {
             stacked_experts(name, &Computed { values: move || Ok(vec![0.0; count]) }.weight(shape.to_vec()))
         };
         assert_eq!(module("model.layers.0.mlp.experts.gate_up_proj", &[2, 3, 4]).as_deref(), Some("model.layers.0.mlp.experts"));
-        let granite = module("model.layers.0.block_sparse_moe.input_linear.weight", &[2, 3, 4]);
-        assert_eq!(granite.as_deref(), Some("model.layers.0.block_sparse_moe.experts"));
         assert_eq!(module("model.layers.0.mlp.experts.0.up_proj.weight", &[3, 4]), None);
         assert_eq!(module("encoder.conv1.weight", &[2, 3, 4]), None);
         // Step-3 uses the names of a single feed-forward network; only the adjacent router identifies
@@ -321,7 +185,7 @@ mod tests {
             named("block.gate", &[6, 6]),
             named("block.conv", &[6, 6, 3]),
         ]);
-        mark_routers(&mut weights);
+        arch::mark_roles(&mut weights, &Map::new());
         let found = |name: &str| stacked_experts(name, &weights[name]);
         for name in ["model.layers.4.moe.up_proj.weight", "model.layers.4.moe.down_proj.weight"] {
             assert_eq!(found(name).as_deref(), Some("model.layers.4.moe.experts"));
@@ -330,6 +194,10 @@ mod tests {
         for name in ["model.layers.4.mixer.conv1d.weight", "model.layers.4.block.conv.weight"] {
             assert!(found(name).is_none() && is_convolution(name, &weights[name]), "{name}");
         }
+        let mut granite = BTreeMap::from([named("block_sparse_moe.input_linear", &[2, 3, 4]), named("shared_mlp.input_linear", &[3, 4])]);
+        arch::mark_roles(&mut granite, &Map::from_iter([("model_type".to_owned(), "granitemoeshared".into())]));
+        let modules: Vec<Option<String>> = granite.iter().map(|(name, weight)| stacked_experts(name, weight)).collect();
+        assert_eq!(modules, [Some("model.layers.4.block_sparse_moe.experts".to_owned()), None]);
         let linear: Vec<&String> = weights.iter().filter(|(name, weight)| is_linear(name, weight)).map(|(name, _)| name).collect();
         assert_eq!(linear, ["model.layers.4.block.gate.weight", "model.layers.4.mixer.gate.weight", "model.layers.4.share_expert.up_proj.weight"]);
     }
@@ -340,7 +208,7 @@ mod tests {
         let name = "vision_model.model.layers.0.self_attn.q_proj.weight";
         let is_quantized = |values: serde_json::Value| {
             let mut weights = BTreeMap::from([(name.to_owned(), Computed { values: || Ok(vec![0.0; 4]) }.weight(vec![2, 2]))]);
-            mark_vision(&mut weights, &Config::from_values(values.as_object().unwrap().clone()));
+            arch::mark_roles(&mut weights, values.as_object().unwrap());
             is_linear(name, &weights[name])
         };
         let both = |family: &str| serde_json::json!({ "model_type": family, "vision_config": {}, "text_config": {} });
@@ -385,7 +253,7 @@ mod tests {
             "encoder.layer.0.attention.output.dense.weight",
         ];
         let mut weights: BTreeMap<String, Weight> = exempt.iter().chain(&linear).map(|name| ((*name).to_owned(), matrix())).collect();
-        mark_routers(&mut weights);
+        arch::mark_roles(&mut weights, &Map::new());
         for name in exempt {
             assert!(!is_linear(name, &weights[name]) && !is_prunable(name, &weights[name]), "{name}");
         }

@@ -1,95 +1,143 @@
 //! Gemma 2 and Gemma 3 (text): normalizations before and after each half, norm weights stored as offsets
 //! from 1, scaled embeddings, sliding windows in most layers.
 
-use super::decoder::{self, Decoder, HeadNorms, Layer, slides, window};
-use super::resize::Sizes;
-use super::rope::{RopeDefaults, by_layer_type, rotary};
-use super::{Keys, Settings};
-use crate::error::{Error, Result};
-use crate::ir::Builder;
-use crate::ir::ops::{RmsNorm, Rotary};
+use super::gguf::{self, GgufFamily, Windows};
+use super::{DECODER, DECODER_SIZES, Family, Keys, Sizes};
 
-pub(super) const KEYS: Keys = Keys {
-    harmless: &["attention_dropout", "cache_implementation", "hidden_act", "max_position_embeddings"],
-    neutral: &[("partial_rotary_factor", "1.0"), ("use_bidirectional_attention", "false")],
+const GGUF: GgufFamily = GgufFamily {
+    architecture: "gemma",
+    class: "GemmaForCausalLM",
+    interleaved_rope: false,
+    norms_plus_one: true,
+    supports_biases: false,
+    head_dim: Some(256),
+    activation: ("hidden_act", "gelu_pytorch_tanh"),
+    ..gguf::LLAMA
 };
 
-pub(super) const KEYS_3: Keys = Keys {
-    harmless: &[
-        "_sliding_window_pattern",
-        "attention_dropout",
-        "cache_implementation",
-        "hidden_act",
-        "max_position_embeddings",
-        "rope_local_base_freq",
-        "rope_theta",
-        "sliding_window_pattern",
-    ],
-    neutral: &[("partial_rotary_factor", "1.0"), ("use_bidirectional_attention", "false")],
+/// The first version, which has no graph.
+pub(super) const GEMMA: Family = Family { model_type: "gemma", gguf: Some(&GGUF), ..DECODER };
+
+pub(super) const GEMMA2: Family = Family {
+    model_type: "gemma2",
+    graph: graph!(running::build),
+    keys: Keys {
+        harmless: &["attention_dropout", "cache_implementation", "hidden_act", "max_position_embeddings"],
+        neutral: &[("partial_rotary_factor", "1.0"), ("use_bidirectional_attention", "false")],
+    },
+    // The default head width is not derived from the residual stream.
+    sizes: Some(&Sizes { custom_head_dim_default: true, heads_must_divide: true, ..DECODER_SIZES }),
+    gguf: Some(&GgufFamily {
+        architecture: "gemma2",
+        class: "Gemma2ForCausalLM",
+        layer: &[gguf::LAYER, gguf::NORMS_AROUND],
+        activation: ("hidden_activation", "gelu_pytorch_tanh"),
+        windows: Windows::AllBut(2),
+        hidden_size_scaled_layers: Some(46),
+        ..GGUF
+    }),
+    genai: "gemma2",
+    ..DECODER
 };
 
-/// The default head width is not derived from the residual stream.
-pub(super) const SIZES: Sizes = Sizes { custom_head_dim_default: true, heads_must_divide: true, ..decoder::SIZES };
+pub(super) const GEMMA3: Family = Family {
+    model_type: "gemma3_text",
+    graph: graph!(running::build_3),
+    keys: Keys {
+        harmless: &[
+            "_sliding_window_pattern",
+            "attention_dropout",
+            "cache_implementation",
+            "hidden_act",
+            "max_position_embeddings",
+            "rope_local_base_freq",
+            "rope_theta",
+            "sliding_window_pattern",
+        ],
+        neutral: &[("partial_rotary_factor", "1.0"), ("use_bidirectional_attention", "false")],
+    },
+    gguf: Some(&GgufFamily {
+        architecture: "gemma3",
+        class: "Gemma3ForCausalLM",
+        layer: &[gguf::LAYER, gguf::NORMS_AROUND, gguf::HEAD_NORMS],
+        activation: ("hidden_activation", "gelu_pytorch_tanh"),
+        windows: Windows::AllBut(6),
+        hidden_size_scaled_layers: Some(62),
+        ..GGUF
+    }),
+    genai: "gemma3_text",
+    ..GEMMA2
+};
 
-const NORMS: decoder::Norms =
-    [Some("input_layernorm"), Some("post_attention_layernorm"), Some("pre_feedforward_layernorm"), Some("post_feedforward_layernorm")];
+#[cfg(feature = "run")]
+mod running {
+    use crate::arch::running::Settings;
+    use crate::arch::running::decoder::{self, Decoder, HeadNorms, Layer, slides, window};
+    use crate::arch::running::rope::{RopeDefaults, by_layer_type, rotary};
+    use crate::error::{Error, Result};
+    use crate::ir::Builder;
+    use crate::ir::ops::{RmsNorm, Rotary};
 
-/// The common properties of both versions.
-fn gemma<'s, 'c>(s: &'s Settings<'c>) -> Result<Decoder<'s, 'c>> {
-    let decoder = Decoder::new(s, Some(256))?;
-    Ok(Decoder {
-        scale: 1.0 / s.number_or("query_pre_attn_scalar", 256.0)?.sqrt(),
-        norm: RmsNorm { offset: 1.0, ..decoder.norm },
-        norms: NORMS,
-        mlp_bias: false,
-        activation: s.text_or("hidden_activation", "gelu_pytorch_tanh")?,
-        embedding_scale: Some((s.size("hidden_size")? as f64).sqrt()),
-        ..decoder
-    })
-}
+    const NORMS: decoder::Norms =
+        [Some("input_layernorm"), Some("post_attention_layernorm"), Some("pre_feedforward_layernorm"), Some("post_feedforward_layernorm")];
 
-pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
-    let decoder = gemma(s)?;
-    let decoder = Decoder { soft_cap: cap(s, "attn_logit_softcapping", 50.0)?, logit_cap: cap(s, "final_logit_softcapping", 30.0)?, ..decoder };
-    let rotary = rotary(s, decoder.head_dim, RopeDefaults::default())?;
-    decoder.build(b, |index| Ok(Layer { rotary: Some(rotary.clone()), window: sliding_window(s, is_local(s, index, 2)?)? }))
-}
-
-pub(super) fn build_3(s: &Settings, b: &mut Builder) -> Result<()> {
-    let number = |key: &str| s.get(key).map(|_| s.number(key)).transpose();
-    // Gemma 3 does not cap attention scores, but has the key.
-    let (logit_cap, _) = (number("final_logit_softcapping")?, number("attn_logit_softcapping")?);
-    let decoder = Decoder { head_norms: HeadNorms::Head, logit_cap, ..gemma(s)? };
-    let (global, local) = (rotary_of(s, "full_attention", decoder.head_dim)?, rotary_of(s, "sliding_attention", decoder.head_dim)?);
-    let pattern = s.size_or("sliding_window_pattern", 6)?;
-    decoder.build(b, |index| {
-        let is_local = is_local(s, index, pattern)?;
-        let rotary = if is_local { &local } else { &global };
-        Ok(Layer { rotary: Some(rotary.clone()), window: sliding_window(s, is_local)? })
-    })
-}
-
-/// A soft cap with a default; null disables it.
-fn cap(s: &Settings, key: &str, default: f64) -> Result<Option<f64>> {
-    if s.is_null(key) { Ok(None) } else { s.number_or(key, default).map(Some) }
-}
-
-/// Whether a layer has a sliding window: by its type, or all except every `pattern`-th.
-fn is_local(s: &Settings, layer: usize, pattern: usize) -> Result<bool> {
-    let by_type = slides(s, layer, true)?;
-    Ok(by_type.unwrap_or_else(|| layer.checked_add(1).is_none_or(|number| !number.is_multiple_of(pattern))))
-}
-
-fn sliding_window(s: &Settings, slides: bool) -> Result<Option<usize>> {
-    if slides && s.is_null("sliding_window") {
-        return Err(Error::graph("config.json", "`sliding_window` is null, but layers require one"));
+    /// The common properties of both versions.
+    fn gemma<'s, 'c>(s: &'s Settings<'c>) -> Result<Decoder<'s, 'c>> {
+        let decoder = Decoder::new(s, Some(256))?;
+        Ok(Decoder {
+            scale: 1.0 / s.number_or("query_pre_attn_scalar", 256.0)?.sqrt(),
+            norm: RmsNorm { offset: 1.0, ..decoder.norm },
+            norms: NORMS,
+            mlp_bias: false,
+            activation: s.text_or("hidden_activation", "gelu_pytorch_tanh")?,
+            embedding_scale: Some((s.size("hidden_size")? as f64).sqrt()),
+            ..decoder
+        })
     }
-    window(s, slides)
-}
 
-/// Layers with a sliding window use another base of rotary embeddings than those without.
-fn rotary_of(s: &Settings, layers: &'static str, head_dim: usize) -> Result<Rotary> {
-    let is_global = layers == "full_attention";
-    let base = if is_global { ("rope_theta", 1e6) } else { ("rope_local_base_freq", 1e4) };
-    by_layer_type(s, layers, base, head_dim, s.group("rope_scaling").filter(|_| is_global), RopeDefaults::default())
+    pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+        let decoder = gemma(s)?;
+        let decoder = Decoder { soft_cap: cap(s, "attn_logit_softcapping", 50.0)?, logit_cap: cap(s, "final_logit_softcapping", 30.0)?, ..decoder };
+        let rotary = rotary(s, decoder.head_dim, RopeDefaults::default())?;
+        decoder.build(b, |index| Ok(Layer { rotary: Some(rotary.clone()), window: sliding_window(s, is_local(s, index, 2)?)? }))
+    }
+
+    pub fn build_3(s: &Settings, b: &mut Builder) -> Result<()> {
+        let number = |key: &str| s.get(key).map(|_| s.number(key)).transpose();
+        // Gemma 3 does not cap attention scores, but has the key.
+        let (logit_cap, _) = (number("final_logit_softcapping")?, number("attn_logit_softcapping")?);
+        let decoder = Decoder { head_norms: HeadNorms::Head, logit_cap, ..gemma(s)? };
+        let (global, local) = (rotary_of(s, "full_attention", decoder.head_dim)?, rotary_of(s, "sliding_attention", decoder.head_dim)?);
+        let pattern = s.size_or("sliding_window_pattern", 6)?;
+        decoder.build(b, |index| {
+            let is_local = is_local(s, index, pattern)?;
+            let rotary = if is_local { &local } else { &global };
+            Ok(Layer { rotary: Some(rotary.clone()), window: sliding_window(s, is_local)? })
+        })
+    }
+
+    /// A soft cap with a default; null disables it.
+    fn cap(s: &Settings, key: &str, default: f64) -> Result<Option<f64>> {
+        if s.is_null(key) { Ok(None) } else { s.number_or(key, default).map(Some) }
+    }
+
+    /// Whether a layer has a sliding window: by its type, or all except every `pattern`-th.
+    fn is_local(s: &Settings, layer: usize, pattern: usize) -> Result<bool> {
+        let by_type = slides(s, layer, true)?;
+        Ok(by_type.unwrap_or_else(|| layer.checked_add(1).is_none_or(|number| !number.is_multiple_of(pattern))))
+    }
+
+    fn sliding_window(s: &Settings, slides: bool) -> Result<Option<usize>> {
+        if slides && s.is_null("sliding_window") {
+            return Err(Error::graph("config.json", "`sliding_window` is null, but layers require one"));
+        }
+        window(s, slides)
+    }
+
+    /// Layers with a sliding window use another base of rotary embeddings than those without.
+    fn rotary_of(s: &Settings, layers: &'static str, head_dim: usize) -> Result<Rotary> {
+        let is_global = layers == "full_attention";
+        let base = if is_global { ("rope_theta", 1e6) } else { ("rope_local_base_freq", 1e4) };
+        by_layer_type(s, layers, base, head_dim, s.group("rope_scaling").filter(|_| is_global), RopeDefaults::default())
+    }
 }

@@ -1,11 +1,7 @@
 //! Llama and similar families: Mistral, Qwen2, Qwen3.
 
-use super::decoder::{self, Decoder, HeadNorms, every_layer, slides};
-use super::resize::Sizes;
-use super::rope::RopeDefaults;
-use super::{Keys, Settings};
-use crate::error::Result;
-use crate::ir::Builder;
+use super::gguf::{self, GgufFamily};
+use super::{DECODER, DECODER_SIZES, Family, Keys, Sizes};
 
 pub(super) const KEYS: Keys = Keys {
     // Llama has no sliding window, and `max_position_embeddings` only matters for some kinds of rope
@@ -14,34 +10,92 @@ pub(super) const KEYS: Keys = Keys {
     neutral: &[("layer_types", "[]"), ("partial_rotary_factor", "1.0")],
 };
 
-pub(super) const SIZES: Sizes = Sizes { heads_must_divide: true, ..decoder::SIZES };
+pub(super) const LLAMA: Family = Family {
+    model_type: "llama",
+    graph: graph!(running::build),
+    keys: KEYS,
+    sizes: Some(&Sizes { heads_must_divide: true, ..DECODER_SIZES }),
+    gguf: Some(&gguf::LLAMA),
+    genai: "llama",
+    ..DECODER
+};
 
-/// The default head width of Qwen3 is not derived from the residual stream.
-pub(super) const QWEN3_SIZES: Sizes = Sizes { custom_head_dim_default: true, ..decoder::SIZES };
+pub(super) const MISTRAL: Family = Family {
+    model_type: "mistral",
+    graph: graph!(running::build_mistral),
+    keys: KEYS,
+    gguf: Some(&GgufFamily { drops_window: true, ..gguf::LLAMA }),
+    genai: "mistral",
+    ..DECODER
+};
 
-pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
-    let decoder = Decoder::new(s, None)?;
-    decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(false))?)
-}
+pub(super) const QWEN2: Family = Family {
+    model_type: "qwen2",
+    graph: graph!(running::build_qwen2),
+    keys: KEYS,
+    gguf: Some(&GgufFamily {
+        architecture: "qwen2",
+        class: "Qwen2ForCausalLM",
+        interleaved_rope: false,
+        has_bias_key: false,
+        supports_biases: false,
+        ..gguf::LLAMA
+    }),
+    genai: "qwen2",
+    ..DECODER
+};
 
-pub(super) fn build_mistral(s: &Settings, b: &mut Builder) -> Result<()> {
-    let decoder = Decoder::new(s, None)?;
-    decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(true))?)
-}
+pub(super) const QWEN3: Family = Family {
+    model_type: "qwen3",
+    graph: graph!(running::build_qwen3),
+    keys: KEYS,
+    // The default head width is not derived from the residual stream.
+    sizes: Some(&Sizes { custom_head_dim_default: true, ..DECODER_SIZES }),
+    gguf: Some(&GgufFamily {
+        architecture: "qwen3",
+        class: "Qwen3ForCausalLM",
+        layer: &[gguf::LAYER, gguf::NORM_BEFORE, gguf::HEAD_NORMS],
+        interleaved_rope: false,
+        supports_biases: false,
+        head_dim: Some(128),
+        ..gguf::LLAMA
+    }),
+    genai: "qwen3",
+    ..DECODER
+};
 
-pub(super) fn build_qwen2(s: &Settings, b: &mut Builder) -> Result<()> {
-    let decoder = Decoder { qkv_bias: true, out_bias: false, ..Decoder::new(s, None)? };
-    decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |index| slides_by_number(s, index))?)
-}
+#[cfg(feature = "run")]
+pub(super) mod running {
+    use crate::arch::running::Settings;
+    use crate::arch::running::decoder::{Decoder, HeadNorms, every_layer, slides};
+    use crate::arch::running::rope::RopeDefaults;
+    use crate::error::Result;
+    use crate::ir::Builder;
 
-pub(super) fn build_qwen3(s: &Settings, b: &mut Builder) -> Result<()> {
-    let decoder = Decoder { head_norms: HeadNorms::Head, ..Decoder::new(s, Some(128))? };
-    decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |index| slides_by_number(s, index))?)
-}
+    pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+        let decoder = Decoder::new(s, None)?;
+        decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(false))?)
+    }
 
-/// Whether a layer of Qwen has a sliding window: by its type, or by its index.
-pub(super) fn slides_by_number(s: &Settings, layer: usize) -> Result<bool> {
-    let (first, used) = (s.token_or("max_window_layers", 28)?, s.flag_or("use_sliding_window", false)?);
-    let by_type = slides(s, layer, used)?;
-    Ok(by_type.unwrap_or_else(|| used && i64::try_from(layer).is_ok_and(|layer| layer >= first)))
+    pub fn build_mistral(s: &Settings, b: &mut Builder) -> Result<()> {
+        let decoder = Decoder::new(s, None)?;
+        decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(true))?)
+    }
+
+    pub fn build_qwen2(s: &Settings, b: &mut Builder) -> Result<()> {
+        let decoder = Decoder { qkv_bias: true, out_bias: false, ..Decoder::new(s, None)? };
+        decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |index| slides_by_number(s, index))?)
+    }
+
+    pub fn build_qwen3(s: &Settings, b: &mut Builder) -> Result<()> {
+        let decoder = Decoder { head_norms: HeadNorms::Head, ..Decoder::new(s, Some(128))? };
+        decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |index| slides_by_number(s, index))?)
+    }
+
+    /// Whether a layer of Qwen has a sliding window: by its type, or by its index.
+    pub fn slides_by_number(s: &Settings, layer: usize) -> Result<bool> {
+        let (first, used) = (s.token_or("max_window_layers", 28)?, s.flag_or("use_sliding_window", false)?);
+        let by_type = slides(s, layer, used)?;
+        Ok(by_type.unwrap_or_else(|| used && i64::try_from(layer).is_ok_and(|layer| layer >= first)))
+    }
 }

@@ -4,149 +4,163 @@
 //! "variant": "resnet18" }`, with optional `layers` (blocks of each stage), `width` (channels of the
 //! first stage) and `num_classes`.
 
-use super::parts::{ConvNorm, activate, image_input, linear};
-use super::{Keys, Settings};
-use crate::error::{Error, Result};
-use crate::ir::ops::{Add, GlobalAveragePool, MaxPool, Padding, PerAxis, Relu};
-use crate::ir::{Builder, Dim, ValueId};
+use super::{CONVOLUTIONAL, Family, Keys, classifier};
 
-pub(super) const KEYS: Keys = Keys { harmless: &["out_features", "out_indices", "stage_names"], neutral: &[] };
+pub(super) const RESNET: Family = Family {
+    model_type: "resnet",
+    graph: graph!(running::build),
+    keys: Keys { harmless: &["out_features", "out_indices", "stage_names"], neutral: &[] },
+    classifier: classifier("ResNetForImageClassification", "resnet.", &["classifier.1"]),
+    ..CONVOLUTIONAL
+};
 
-fn image(s: &Settings, b: &mut Builder) -> Result<ValueId> {
-    image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))
-}
+#[cfg(feature = "run")]
+pub(super) mod running {
+    use crate::arch::running::Settings;
+    use crate::arch::running::parts::{ConvNorm, activate, image_input, linear};
+    use crate::error::{Error, Result};
+    use crate::ir::ops::{Add, GlobalAveragePool, MaxPool, Padding, PerAxis, Relu};
+    use crate::ir::{Builder, Dim, ValueId};
 
-const STEM_POOL: MaxPool = MaxPool { kernel: PerAxis([3; 2]), stride: PerAxis([2; 2]), padding: Padding([1; 4]), dilation: PerAxis([1; 2]), ceil: false };
-
-fn conv_norm(b: &mut Builder, module: &str, x: ValueId, out: usize, kernel: usize, stride: usize) -> Result<ValueId> {
-    ConvNorm { conv: &format!("{module}.convolution"), norm: &format!("{module}.normalization"), out, kernel, stride, ..ConvNorm::default() }.add(b, x)
-}
-
-/// `ResNetModel` and `ResNetForImageClassification` of transformers.
-pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
-    let prefix = if b.has("resnet.embedder.embedder.convolution.weight") { "resnet." } else { "" };
-    let act = s.text_or("hidden_act", "relu")?;
-    let pixels = image(s, b)?;
-    let stem = conv_norm(b, &format!("{prefix}embedder.embedder"), pixels, s.size("embedding_size")?, 7, 2)?;
-    let stem = activate(b, "embedder.act", act, stem)?;
-    let mut x = b.node("embedder.pooler", STEM_POOL, &[stem])?;
-    let (widths, depths) = (s.sizes("hidden_sizes")?, s.sizes("depths")?);
-    if widths.len() != depths.len() {
-        return Err(Error::graph("config.json", "`hidden_sizes` and `depths` differ in length"));
+    fn image(s: &Settings, b: &mut Builder) -> Result<ValueId> {
+        image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))
     }
-    let bottleneck = match s.text_or("layer_type", "bottleneck")? {
-        "bottleneck" => true,
-        "basic" => false,
-        other => return Err(Error::Unsupported { what: format!("ResNet layer_type `{other}`"), hint: "supported: basic, bottleneck".into() }),
-    };
-    let first = if s.flag_or("downsample_in_first_stage", false)? { 2 } else { 1 };
-    let early = s.flag_or("downsample_in_bottleneck", false)?;
-    for (stage, (&out, &depth)) in widths.iter().zip(&depths).enumerate() {
-        for layer in 0..depth {
-            let stride = if layer > 0 {
-                1
-            } else if stage == 0 {
-                first
-            } else {
-                2
-            };
-            let module = format!("{prefix}encoder.stages.{stage}.layers.{layer}");
-            // (kernel, channels, stride) of each convolution.
-            let convs = if bottleneck {
-                let inner = out / 4;
-                vec![(1, inner, if early { stride } else { 1 }), (3, inner, if early { 1 } else { stride }), (1, out, 1)]
-            } else {
-                vec![(3, out, stride), (3, out, 1)]
-            };
-            x = residual(b, &module, x, &convs, stride, act)?;
+
+    const STEM_POOL: MaxPool = MaxPool { kernel: PerAxis([3; 2]), stride: PerAxis([2; 2]), padding: Padding([1; 4]), dilation: PerAxis([1; 2]), ceil: false };
+
+    fn conv_norm(b: &mut Builder, module: &str, x: ValueId, out: usize, kernel: usize, stride: usize) -> Result<ValueId> {
+        ConvNorm { conv: &format!("{module}.convolution"), norm: &format!("{module}.normalization"), out, kernel, stride, ..ConvNorm::default() }.add(b, x)
+    }
+
+    /// `ResNetModel` and `ResNetForImageClassification` of transformers.
+    pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+        let prefix = if b.has("resnet.embedder.embedder.convolution.weight") { "resnet." } else { "" };
+        let act = s.text_or("hidden_act", "relu")?;
+        let pixels = image(s, b)?;
+        let stem = conv_norm(b, &format!("{prefix}embedder.embedder"), pixels, s.size("embedding_size")?, 7, 2)?;
+        let stem = activate(b, "embedder.act", act, stem)?;
+        let mut x = b.node("embedder.pooler", STEM_POOL, &[stem])?;
+        let (widths, depths) = (s.sizes("hidden_sizes")?, s.sizes("depths")?);
+        if widths.len() != depths.len() {
+            return Err(Error::graph("config.json", "`hidden_sizes` and `depths` differ in length"));
         }
-    }
-    b.output("last_hidden_state", x);
-    let pooled = b.node("pooler", GlobalAveragePool::default(), &[x])?;
-    if s.class() == "ResNetForImageClassification" {
-        let logits = linear(b, "classifier", "classifier.1", pooled, s.labels()?)?;
-        b.output("logits", logits);
-    } else {
-        b.output("pooler_output", pooled);
-    }
-    Ok(())
-}
-
-fn residual(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, usize)], stride: usize, act: &str) -> Result<ValueId> {
-    let mut y = x;
-    for (index, &(kernel, out, stride)) in convs.iter().enumerate() {
-        let part = format!("{module}.layer.{index}");
-        y = conv_norm(b, &part, y, out, kernel, stride)?;
-        if index < convs.len().saturating_sub(1) {
-            // `hidden_act` only applies to the stem and the residual additions.
-            y = b.node(&format!("{part}.activation"), Relu {}, &[y])?;
+        let bottleneck = match s.text_or("layer_type", "bottleneck")? {
+            "bottleneck" => true,
+            "basic" => false,
+            other => return Err(Error::Unsupported { what: format!("ResNet layer_type `{other}`"), hint: "supported: basic, bottleneck".into() }),
+        };
+        let first = if s.flag_or("downsample_in_first_stage", false)? { 2 } else { 1 };
+        let early = s.flag_or("downsample_in_bottleneck", false)?;
+        for (stage, (&out, &depth)) in widths.iter().zip(&depths).enumerate() {
+            for layer in 0..depth {
+                let stride = if layer > 0 {
+                    1
+                } else if stage == 0 {
+                    first
+                } else {
+                    2
+                };
+                let module = format!("{prefix}encoder.stages.{stage}.layers.{layer}");
+                // (kernel, channels, stride) of each convolution.
+                let convs = if bottleneck {
+                    let inner = out / 4;
+                    vec![(1, inner, if early { stride } else { 1 }), (3, inner, if early { 1 } else { stride }), (1, out, 1)]
+                } else {
+                    vec![(3, out, stride), (3, out, 1)]
+                };
+                x = residual(b, &module, x, &convs, stride, act)?;
+            }
         }
+        b.output("last_hidden_state", x);
+        let pooled = b.node("pooler", GlobalAveragePool::default(), &[x])?;
+        if s.class() == "ResNetForImageClassification" {
+            let logits = linear(b, "classifier", "classifier.1", pooled, s.labels()?)?;
+            b.output("logits", logits);
+        } else {
+            b.output("pooler_output", pooled);
+        }
+        Ok(())
     }
-    let out = convs.last().map_or(0, |c| c.1);
-    let same = stride == 1 && b.ty(x).shape.get(1) == Some(&Dim::Fixed(out));
-    let shortcut = if same { x } else { conv_norm(b, &format!("{module}.shortcut"), x, out, 1, stride)? };
-    let sum = b.node(&format!("{module}.sum"), Add {}, &[y, shortcut])?;
-    activate(b, module, act, sum)
-}
 
-/// Name, whether blocks are bottlenecks, and number of blocks of each stage.
-const VARIANTS: [(&str, bool, [usize; 4]); 5] = [
-    ("resnet18", false, [2, 2, 2, 2]),
-    ("resnet34", false, [3, 4, 6, 3]),
-    ("resnet50", true, [3, 4, 6, 3]),
-    ("resnet101", true, [3, 4, 23, 3]),
-    ("resnet152", true, [3, 8, 36, 3]),
-];
+    fn residual(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, usize)], stride: usize, act: &str) -> Result<ValueId> {
+        let mut y = x;
+        for (index, &(kernel, out, stride)) in convs.iter().enumerate() {
+            let part = format!("{module}.layer.{index}");
+            y = conv_norm(b, &part, y, out, kernel, stride)?;
+            if index < convs.len().saturating_sub(1) {
+                // `hidden_act` only applies to the stem and the residual additions.
+                y = b.node(&format!("{part}.activation"), Relu {}, &[y])?;
+            }
+        }
+        let out = convs.last().map_or(0, |c| c.1);
+        let same = stride == 1 && b.ty(x).shape.get(1) == Some(&Dim::Fixed(out));
+        let shortcut = if same { x } else { conv_norm(b, &format!("{module}.shortcut"), x, out, 1, stride)? };
+        let sum = b.node(&format!("{module}.sum"), Add {}, &[y, shortcut])?;
+        activate(b, module, act, sum)
+    }
 
-/// torchvision's `resnet18` and larger variants.
-pub(super) fn build_torchvision(s: &Settings, b: &mut Builder) -> Result<()> {
-    let variant = s.text("variant")?;
-    let Some((_, bottleneck, layers)) = VARIANTS.iter().find(|(name, ..)| *name == variant) else {
-        return Err(Error::Unsupported {
+    /// Name, whether blocks are bottlenecks, and number of blocks of each stage.
+    const VARIANTS: [(&str, bool, [usize; 4]); 5] = [
+        ("resnet18", false, [2, 2, 2, 2]),
+        ("resnet34", false, [3, 4, 6, 3]),
+        ("resnet50", true, [3, 4, 6, 3]),
+        ("resnet101", true, [3, 4, 23, 3]),
+        ("resnet152", true, [3, 8, 36, 3]),
+    ];
+
+    /// torchvision's `resnet18` and larger variants.
+    pub fn build_torchvision(s: &Settings, b: &mut Builder) -> Result<()> {
+        let variant = s.text("variant")?;
+        let Some((_, bottleneck, layers)) = VARIANTS.iter().find(|(name, ..)| *name == variant) else {
+            return Err(Error::Unsupported {
             what: format!("torchvision variant `{variant}`"),
             hint: "supported: efficientnet_b0 to efficientnet_b7, mobilenet_v2, mobilenet_v3_large, mobilenet_v3_small, resnet18, resnet34, resnet50, resnet101, resnet152".into(),
         });
-    };
-    let width = s.size_or("width", 64)?;
-    let pixels = image(s, b)?;
-    let stem = ConvNorm { conv: "conv1", norm: "bn1", out: width, kernel: 7, stride: 2, ..ConvNorm::default() }.add(b, pixels)?;
-    let stem = b.node("relu", Relu {}, &[stem])?;
-    let mut x = b.node("maxpool", STEM_POOL, &[stem])?;
-    let depths = if s.get("layers").is_some() { s.sizes("layers")? } else { layers.to_vec() };
-    let mut inner = width;
-    for (stage, depth) in (1..).zip(depths) {
-        for layer in 0..depth {
-            let stride = if layer == 0 && stage > 1 { 2 } else { 1 };
-            let module = format!("layer{stage}.{layer}");
-            let convs =
-                if *bottleneck { vec![(1, inner, 1), (3, inner, stride), (1, inner.saturating_mul(4), 1)] } else { vec![(3, inner, stride), (3, inner, 1)] };
-            x = torchvision_block(b, &module, x, &convs, stride)?;
+        };
+        let width = s.size_or("width", 64)?;
+        let pixels = image(s, b)?;
+        let stem = ConvNorm { conv: "conv1", norm: "bn1", out: width, kernel: 7, stride: 2, ..ConvNorm::default() }.add(b, pixels)?;
+        let stem = b.node("relu", Relu {}, &[stem])?;
+        let mut x = b.node("maxpool", STEM_POOL, &[stem])?;
+        let depths = if s.get("layers").is_some() { s.sizes("layers")? } else { layers.to_vec() };
+        let mut inner = width;
+        for (stage, depth) in (1..).zip(depths) {
+            for layer in 0..depth {
+                let stride = if layer == 0 && stage > 1 { 2 } else { 1 };
+                let module = format!("layer{stage}.{layer}");
+                let convs = if *bottleneck {
+                    vec![(1, inner, 1), (3, inner, stride), (1, inner.saturating_mul(4), 1)]
+                } else {
+                    vec![(3, inner, stride), (3, inner, 1)]
+                };
+                x = torchvision_block(b, &module, x, &convs, stride)?;
+            }
+            inner = inner.saturating_mul(2);
         }
-        inner = inner.saturating_mul(2);
+        let pooled = b.node("avgpool", GlobalAveragePool::default(), &[x])?;
+        let logits = linear(b, "fc", "fc", pooled, s.size_or("num_classes", 1000)?)?;
+        b.output("logits", logits);
+        Ok(())
     }
-    let pooled = b.node("avgpool", GlobalAveragePool::default(), &[x])?;
-    let logits = linear(b, "fc", "fc", pooled, s.size_or("num_classes", 1000)?)?;
-    b.output("logits", logits);
-    Ok(())
-}
 
-fn torchvision_block(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, usize)], stride: usize) -> Result<ValueId> {
-    let mut y = x;
-    for (number, &(kernel, out, stride)) in (1..).zip(convs) {
-        y = ConvNorm { conv: &format!("{module}.conv{number}"), norm: &format!("{module}.bn{number}"), out, kernel, stride, ..ConvNorm::default() }
-            .add(b, y)?;
-        if number < convs.len() {
-            y = b.node(&format!("{module}.relu{number}"), Relu {}, &[y])?;
+    fn torchvision_block(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, usize)], stride: usize) -> Result<ValueId> {
+        let mut y = x;
+        for (number, &(kernel, out, stride)) in (1..).zip(convs) {
+            y = ConvNorm { conv: &format!("{module}.conv{number}"), norm: &format!("{module}.bn{number}"), out, kernel, stride, ..ConvNorm::default() }
+                .add(b, y)?;
+            if number < convs.len() {
+                y = b.node(&format!("{module}.relu{number}"), Relu {}, &[y])?;
+            }
         }
+        let out = convs.last().map_or(0, |c| c.1);
+        let same = stride == 1 && b.ty(x).shape.get(1) == Some(&Dim::Fixed(out));
+        let shortcut = if same {
+            x
+        } else {
+            ConvNorm { conv: &format!("{module}.downsample.0"), norm: &format!("{module}.downsample.1"), out, kernel: 1, stride, ..ConvNorm::default() }
+                .add(b, x)?
+        };
+        let sum = b.node(&format!("{module}.sum"), Add {}, &[y, shortcut])?;
+        b.node(module, Relu {}, &[sum])
     }
-    let out = convs.last().map_or(0, |c| c.1);
-    let same = stride == 1 && b.ty(x).shape.get(1) == Some(&Dim::Fixed(out));
-    let shortcut = if same {
-        x
-    } else {
-        ConvNorm { conv: &format!("{module}.downsample.0"), norm: &format!("{module}.downsample.1"), out, kernel: 1, stride, ..ConvNorm::default() }
-            .add(b, x)?
-    };
-    let sum = b.node(&format!("{module}.sum"), Add {}, &[y, shortcut])?;
-    b.node(module, Relu {}, &[sum])
 }

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::family::{Family, Windows};
 use super::values::Values;
+use crate::arch::{GgufFamily, Windows};
 use crate::error::{Error, Result};
 use crate::store::gguf::Value;
 use crate::store::{DType, Weight};
@@ -21,7 +21,7 @@ pub(super) const FACTORS: &str = "rope_freqs.weight";
 const LLAMA3: [f64; 3] = [1.0, 4.0, 8192.0];
 
 /// Builds the configuration of a family's model from the metadata and tensors of a file.
-pub(super) fn config(family: &Family, values: &mut Values, tensors: &BTreeMap<String, Weight>) -> Result<Map<String, Json>> {
+pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Values, tensors: &BTreeMap<String, Weight>) -> Result<Map<String, Json>> {
     let mut config = Map::new();
     let mut set = |key: &str, value: Json| drop(config.insert(key.to_owned(), value));
     let (hidden, layers, heads) = (values.required("embedding_length")?, values.required("block_count")?, values.required("attention.head_count")?);
@@ -41,13 +41,13 @@ pub(super) fn config(family: &Family, values: &mut Values, tensors: &BTreeMap<St
     let rows = tensors.get("token_embd.weight").and_then(|weight| weight.shape.first().copied());
     let vocabulary = rows.ok_or_else(|| values.wrong("has no tensor `token_embd.weight`".into()))?;
     set("architectures", json!([family.class]));
-    set("model_type", json!(family.model_type));
+    set("model_type", json!(model_type));
     set("hidden_size", json!(hidden));
     set("intermediate_size", json!(inner));
     set("num_hidden_layers", json!(layers));
     set("num_attention_heads", json!(heads));
     set("num_key_value_heads", json!(groups));
-    if family.own_head_dim || key_width.is_some_and(|width| Some(width) != hidden.checked_div(heads)) {
+    if family.head_dim.is_some() || key_width.is_some_and(|width| Some(width) != hidden.checked_div(heads)) {
         set("head_dim", json!(head_dim));
     }
     if let Some(experts) = &family.experts {
@@ -108,10 +108,10 @@ pub(super) fn config(family: &Family, values: &mut Values, tensors: &BTreeMap<St
     }
     // In other families, biases are always or never present.
     let has = |name: &str| tensors.contains_key(name);
-    if ["llama", "qwen3", "qwen3_moe"].contains(&family.model_type) || family.norms_plus_one {
+    if family.has_bias_key {
         set("attention_bias", json!(has("blk.0.attn_q.bias")));
     }
-    if family.model_type == "llama" {
+    if family.supports_biases {
         set("mlp_bias", json!(has("blk.0.ffn_gate.bias")));
     }
     set("tie_word_embeddings", json!(!has("output.weight")));

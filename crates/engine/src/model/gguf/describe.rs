@@ -3,7 +3,7 @@
 use serde_json::Value as Json;
 
 use super::config::{FACTORS, llama3_factors};
-use super::family::{FAMILIES, Family, Windows};
+use crate::arch::{self, GgufFamily, Windows};
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::store::gguf::Value;
@@ -14,7 +14,7 @@ pub type Keys = Vec<(String, Value)>;
 /// Metadata of a model, without its vocabulary.
 pub struct Metadata {
     /// The family, with its tensor names and metadata keys.
-    pub family: &'static Family,
+    pub family: &'static GgufFamily,
     /// Values by key.
     pub values: Keys,
     /// Divisors of the rotary frequencies, stored as the tensor `rope_freqs.weight`.
@@ -46,7 +46,7 @@ const NEUTRAL: [(&str, &str); 6] = [
 /// Typed access to `config.json`.
 struct Reader<'m> {
     model: &'m Model,
-    family: &'static Family,
+    family: &'static GgufFamily,
 }
 
 impl Reader<'_> {
@@ -80,10 +80,9 @@ impl Reader<'_> {
 /// represent.
 pub fn describe(model: &Model) -> Result<Metadata> {
     let kind = model.config.model_type();
-    let family = FAMILIES.iter().find(|family| family.model_type == kind || family.also.contains(&kind)).ok_or_else(|| {
-        let supported = FAMILIES.iter().flat_map(|family| std::iter::once(family.model_type).chain(family.also.iter().copied())).collect::<Vec<_>>().join(", ");
-        Error::Unsupported { what: format!("gguf: model_type `{kind}`"), hint: format!("supported: {supported}") }
-    })?;
+    let family = arch::family(kind)
+        .and_then(|family| family.gguf)
+        .ok_or_else(|| Error::Unsupported { what: format!("gguf: model_type `{kind}`"), hint: format!("supported: {}", GgufFamily::model_types()) })?;
     let reader = Reader { model, family };
     let mut notes = Vec::new();
     check(&reader, &mut notes)?;
@@ -106,14 +105,9 @@ pub fn describe(model: &Model) -> Result<Metadata> {
         }
     }
     let implied = hidden.checked_div(heads).unwrap_or(hidden);
-    let default = match family.architecture {
-        "qwen3" | "qwen3moe" => 128,
-        _ if family.own_head_dim => 256,
-        _ => implied,
-    };
-    let head_dim = reader.size("head_dim")?.unwrap_or(default);
+    let head_dim = reader.size("head_dim")?.unwrap_or(family.head_dim.unwrap_or(implied));
     require_head_shapes(model, [heads, groups], head_dim)?;
-    if family.own_head_dim || head_dim != implied {
+    if family.head_dim.is_some() || head_dim != implied {
         own.extend(["attention.key_length", "attention.value_length"].map(|key| (key, Value::Unsigned(head_dim))));
     }
     if family.interleaved_rope {
@@ -243,8 +237,8 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
             reader.refused(&format!("`sliding_window_pattern` of {pattern}"), format!("llama.cpp uses sliding windows in all but every {every}th layer"))
         );
     }
-    if let (Windows::None, Some(window)) = (family.windows, reader.size("sliding_window")?)
-        && matches!(reader.model.config.model_type(), "mistral" | "mixtral")
+    if let Some(window) = reader.size("sliding_window")?
+        && family.drops_window
     {
         notes.push(format!(
             "config.json specifies a sliding window of {window} tokens, but GGUF files of `{}` cannot represent it: results differ for longer texts",
@@ -260,7 +254,7 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
             return Err(reader.refused(&format!("`query_pre_attn_scalar` of {scalar}"), format!("llama.cpp uses {implied} for this model")));
         }
     }
-    if reader.get("attention_bias").and_then(Json::as_bool) == Some(true) && family.model_type != "llama" {
+    if reader.get("attention_bias").and_then(Json::as_bool) == Some(true) && !family.supports_biases {
         return Err(reader.refused("`attention_bias` of true", format!("llama.cpp does not support these biases for `{}`", family.architecture)));
     }
     Ok(())

@@ -6,7 +6,6 @@
 
 mod config;
 mod describe;
-mod family;
 mod pre_tokenizer;
 mod tokenizer;
 mod values;
@@ -19,12 +18,11 @@ use std::sync::Arc;
 use serde_json::{Map, Value as Json};
 
 pub use self::describe::{Metadata, describe};
-use self::family::FAMILIES;
-pub use self::family::Family;
 use self::values::Values;
 pub use self::vocabulary::vocabulary;
 use super::files::ExclusionReason;
 use super::{AuxiliaryFiles, Config, Model, add_modules};
+use crate::arch::{self, GgufFamily};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::store::gguf::{GgufFile, RowPermutation};
@@ -38,14 +36,13 @@ impl Model {
         let unlisted = add_modules(&mut modules, path)?;
         weight_files.append(&mut modules.files);
         let mut values = Values::new(file, std::mem::take(&mut opened.values))?;
-        let Some(family) = Family::from_architecture(&values.architecture, values.has_experts()) else {
-            let supported = FAMILIES.iter().map(|family| family.architecture).collect::<Vec<_>>().join(", ");
+        let Some((model_type, family)) = GgufFamily::from_architecture(&values.architecture, values.has_experts()) else {
             return Err(Error::Unsupported {
                 what: format!("{}: the architecture `{}`", file.display(), values.architecture),
-                hint: format!("supported: {supported}"),
+                hint: format!("supported: {}", GgufFamily::architectures()),
             });
         };
-        let config = config::config(family, &mut values, &opened.tensors)?;
+        let config = config::config((model_type, family), &mut values, &opened.tensors)?;
         let tokenizer = tokenizer::tokenizer(&mut values, &config)?;
         let (metadata, unused) = values.into_metadata()?;
         let mut by_name = weights(family, opened, &config)?;
@@ -69,7 +66,7 @@ impl Model {
         if !unused.is_empty() {
             auxiliary.in_weight_files.push(format!("not carried over from {location}: {}", unused.join(", ")));
         }
-        let model = Model {
+        let mut model = Model {
             path: path.to_owned(),
             config: Config::from_values(config),
             weights: Weights { by_name, metadata, folders: module_weights.folders },
@@ -79,6 +76,7 @@ impl Model {
             onnx: None,
             signed_activations: false,
         };
+        arch::mark_roles(&mut model.weights.by_name, model.config.values());
         model.require_widths()?;
         Ok(model)
     }
@@ -88,10 +86,10 @@ impl Model {
 const MAX_EXPERTS: usize = 1 << 18;
 
 /// The tensors of a file, with fused expert tensors split into one tensor per expert.
-fn split_experts(family: &Family, file: &mut GgufFile, config: &Map<String, Json>) -> Result<BTreeMap<String, Weight>> {
+fn split_experts(family: &GgufFamily, file: &mut GgufFile, config: &Map<String, Json>) -> Result<BTreeMap<String, Weight>> {
     let Some(experts) = &family.experts else { return Ok(std::mem::take(&mut file.tensors)) };
     let count = config.get(experts.count).and_then(Json::as_u64).and_then(|count| usize::try_from(count).ok()).unwrap_or(0);
-    let names: Vec<String> = file.tensors.keys().filter(|name| Family::is_fused_tensor(name)).cloned().collect();
+    let names: Vec<String> = file.tensors.keys().filter(|name| GgufFamily::is_fused_tensor(name)).cloned().collect();
     if names.len().saturating_mul(count) > MAX_EXPERTS {
         return Err(Error::malformed(&file.path, format!("has {count} experts in {} tensors, more than are supported", names.len())));
     }
@@ -116,7 +114,7 @@ fn split_experts(family: &Family, file: &mut GgufFile, config: &Map<String, Json
 }
 
 /// The weights of a file, by their names in Hugging Face checkpoints.
-fn weights(family: &Family, mut opened: GgufFile, config: &Map<String, Json>) -> Result<BTreeMap<String, Weight>> {
+fn weights(family: &GgufFamily, mut opened: GgufFile, config: &Map<String, Json>) -> Result<BTreeMap<String, Weight>> {
     let (file, tensors) = (opened.path.clone(), split_experts(family, &mut opened, config)?);
     let size = |key: &str| config.get(key).and_then(Json::as_u64).and_then(|size| usize::try_from(size).ok());
     let heads = |key: &str| size(key).filter(|count| *count > 0);
@@ -133,7 +131,7 @@ fn weights(family: &Family, mut opened: GgufFile, config: &Map<String, Json>) ->
         if let Some(layer) = checkpoint_name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()) {
             layers.insert(layer.to_owned());
         }
-        let added = if family.norms_plus_one && Family::is_norm(&checkpoint_name) { -1.0 } else { 0.0 };
+        let added = if family.norms_plus_one && GgufFamily::is_norm(&checkpoint_name) { -1.0 } else { 0.0 };
         let count = match checkpoint_name.rsplit('.').nth(1) {
             Some("q_proj") => heads("num_attention_heads"),
             Some("k_proj") => heads("num_key_value_heads"),

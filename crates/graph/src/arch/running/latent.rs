@@ -10,7 +10,7 @@ use crate::ir::{Builder, ValueId};
 
 /// Sizes of latent attention.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Latent {
+pub struct Latent {
     /// Rank of the query projection; `None` if queries are projected directly from the stream.
     pub query_rank: Option<usize>,
     /// Rank of the latent vector for keys and values.
@@ -28,7 +28,7 @@ const NORM: RmsNorm = RmsNorm { epsilon: 1e-6, offset: 0.0 };
 
 impl Latent {
     /// The sizes from the configuration, with the defaults of DeepSeek-V2.
-    pub(super) fn new(s: &Settings) -> Result<Latent> {
+    pub fn new(s: &Settings) -> Result<Latent> {
         const QUERY_RANK: &str = "q_lora_rank";
         Ok(Latent {
             query_rank: if s.is_null(QUERY_RANK) { None } else { Some(s.size_or(QUERY_RANK, 1536)?) },
@@ -40,12 +40,12 @@ impl Latent {
     }
 
     /// Width of a head of queries or keys.
-    pub(super) fn head_dim(&self) -> usize {
+    pub fn head_dim(&self) -> usize {
         self.nope.saturating_add(self.rope)
     }
 
     /// Heads of queries, keys and values. The rotary part of queries and keys precedes the other part.
-    pub(super) fn heads(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, layer: &Layer, x: ValueId) -> Result<[ValueId; 3]> {
+    pub fn heads(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, layer: &Layer, x: ValueId) -> Result<[ValueId; 3]> {
         let q = self.queries(decoder, b, at, x)?;
         let [even, odd] = pairs(b, at, "q", q, self.nope, self.rope)?;
         let rest = b.node(&at.node("self_attn.q_plain"), Slice::last_axis(0, self.nope), &[q])?;

@@ -8,7 +8,7 @@ use crate::ir::{Builder, ValueId};
 
 /// Position of the normalizations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum NormPosition {
+pub enum NormPosition {
     /// Pre-norm: attention and network read the normalized stream (Xiong et al., 2020).
     Before,
     /// Post-norm: the residual sums are normalized, as in the original transformer.
@@ -17,7 +17,7 @@ pub(super) enum NormPosition {
 
 /// Names of a layer's nodes and modules, relative to the layer.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Names {
+pub struct Names {
     /// Attention.
     pub attention: &'static str,
     /// Queries, keys and values, relative to `attention`.
@@ -40,7 +40,7 @@ pub(super) struct Names {
 /// Cross-attention: keys and values are computed from another value than the queries; without a causal
 /// mask.
 #[derive(Clone, Copy)]
-pub(super) struct Cross<'b> {
+pub struct Cross<'b> {
     /// Names of its parts. Those of the network and the second normalization are unused.
     pub names: &'b Names,
     /// The value from which keys and values are computed.
@@ -49,7 +49,7 @@ pub(super) struct Cross<'b> {
 
 /// A transformer layer.
 #[derive(Clone, Copy)]
-pub(super) struct Block<'b> {
+pub struct Block<'b> {
     /// Names of its parts.
     pub names: &'b Names,
     /// Position of the normalizations.
@@ -75,7 +75,7 @@ pub(super) struct Block<'b> {
 impl Block<'_> {
     /// Adds consecutive layers with the names `encoder.layer.0` and so on; `prefix` precedes the names of
     /// their modules.
-    pub(super) fn stack(&self, b: &mut Builder, prefix: &str, name: &str, layers: usize, mut x: ValueId) -> Result<ValueId> {
+    pub fn stack(&self, b: &mut Builder, prefix: &str, name: &str, layers: usize, mut x: ValueId) -> Result<ValueId> {
         for index in 0..layers {
             let node = format!("{name}.{index}");
             x = self.add(b, &node, &format!("{prefix}{node}"), x)?;
@@ -84,13 +84,13 @@ impl Block<'_> {
     }
 
     /// Adds the layer with these names of its node and module.
-    pub(super) fn add(&self, b: &mut Builder, node: &str, module: &str, x: ValueId) -> Result<ValueId> {
+    pub fn add(&self, b: &mut Builder, node: &str, module: &str, x: ValueId) -> Result<ValueId> {
         self.with_attention(b, (node, module), x, |b, x| self.attend_to(b, (node, module), [x; 3]))
     }
 
     /// Adds the layer with a different attention: `attended` computes the value to add to the residual
     /// stream from the value that attention reads.
-    pub(super) fn with_attention(
+    pub fn with_attention(
         &self,
         b: &mut Builder,
         at: (&str, &str),
@@ -141,7 +141,7 @@ impl Block<'_> {
     }
 
     /// Queries, keys and values, computed from `qkv`.
-    pub(super) fn qkv(&self, b: &mut Builder, (node, module): (&str, &str), mut qkv: [ValueId; 3]) -> Result<[ValueId; 3]> {
+    pub fn qkv(&self, b: &mut Builder, (node, module): (&str, &str), mut qkv: [ValueId; 3]) -> Result<[ValueId; 3]> {
         let (width, names) = (b.width(qkv[0])?, self.names);
         for (value, part) in qkv.iter_mut().zip(names.qkv) {
             let (name, path) = (format!("{node}.{}.{part}", names.attention), format!("{module}.{}.{part}", names.attention));
@@ -154,7 +154,7 @@ impl Block<'_> {
     }
 
     /// The output projection of attention.
-    pub(super) fn out(&self, b: &mut Builder, (node, module): (&str, &str), context: ValueId) -> Result<ValueId> {
+    pub fn out(&self, b: &mut Builder, (node, module): (&str, &str), context: ValueId) -> Result<ValueId> {
         let (width, out) = (b.width(context)?, self.names.out);
         let out = linear(b, &format!("{node}.{out}"), &format!("{module}.{out}"), context, width)?;
         self.scaled(b, (node, module), 0, out)

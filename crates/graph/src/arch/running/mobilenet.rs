@@ -5,18 +5,15 @@
 //! and stride of each group of blocks, of which only the last two are read: channels are those of the
 //! weights) and `num_classes`.
 
+use super::Settings;
 use super::parts::{ConvNorm, image_input, linear};
-use super::{Keys, Settings};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Clip, GlobalAveragePool};
 use crate::ir::{Builder, Dim, Op, ValueId};
 
-/// The keys of all torchvision models.
-pub(super) const KEYS: Keys = Keys { harmless: &["last_channel", "round_nearest", "width_mult"], neutral: &[] };
-
 const RELU6: Clip = Clip { min: 0.0, max: 6.0 };
 
-pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let groups = groups(s)?;
     let pixels = image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))?;
     let mut x = step(b, "features.0", pixels, 2, false)?;
@@ -58,7 +55,7 @@ fn window(b: &Builder, module: &str) -> Result<(usize, usize)> {
 
 /// A convolution with its normalization and activation, as in torchvision.
 #[derive(Clone)]
-pub(super) struct Step {
+pub struct Step {
     /// Stride.
     pub stride: usize,
     /// Whether the convolution is depthwise.
@@ -71,7 +68,7 @@ pub(super) struct Step {
 
 impl Step {
     /// Adds nodes `module.0` to `module.2`, named like the modules.
-    pub(super) fn add(&self, b: &mut Builder, module: &str, x: ValueId) -> Result<ValueId> {
+    pub fn add(&self, b: &mut Builder, module: &str, x: ValueId) -> Result<ValueId> {
         let y = self.conv(b, [&format!("{module}.0"), &format!("{module}.1")], x)?;
         match &self.function {
             Some(function) => b.node(&format!("{module}.2"), function.clone(), &[y]),
@@ -92,7 +89,7 @@ fn step(b: &mut Builder, module: &str, x: ValueId, stride: usize, depthwise: boo
 }
 
 /// The residual addition of a block, if its input and output have the same shape.
-pub(super) fn residual(b: &mut Builder, node: &str, stride: usize, x: ValueId, y: ValueId) -> Result<ValueId> {
+pub fn residual(b: &mut Builder, node: &str, stride: usize, x: ValueId, y: ValueId) -> Result<ValueId> {
     let same = stride == 1 && b.ty(x).shape.get(1) == b.ty(y).shape.get(1);
     if same { b.node(node, Add {}, &[y, x]) } else { Ok(y) }
 }

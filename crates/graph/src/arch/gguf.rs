@@ -2,43 +2,47 @@
 //!
 //! Names are those of `gguf-py/gguf/tensor_mapping.py` in llama.cpp.
 
-/// A model family.
-#[derive(Debug)]
-pub struct Family {
+use super::families;
+
+/// A model family in GGUF files.
+#[derive(Debug, Clone, Copy)]
+pub struct GgufFamily {
     /// `general.architecture`.
     pub architecture: &'static str,
-    /// `model_type` in `config.json`.
-    pub model_type: &'static str,
-    /// Other values of `model_type` that are written as this family.
-    pub also: &'static [&'static str],
     /// Model class in transformers.
     pub class: &'static str,
     /// Module names within a layer: in GGUF files, and in checkpoints.
-    layer: &'static [&'static [Pair]],
+    pub(super) layer: &'static [&'static [Pair]],
     /// Whether rows of query and key weights are permuted for interleaved rotary embeddings.
     pub interleaved_rope: bool,
     /// Whether GGUF files store norm weights plus one, since the family computes `(1 + weight) * x`.
     pub norms_plus_one: bool,
-    /// Whether the default `head_dim` of transformers is not `hidden_size / num_attention_heads`.
-    pub own_head_dim: bool,
+    /// Whether `config.json` has the key `attention_bias`.
+    pub has_bias_key: bool,
+    /// Whether llama.cpp supports biases of attention and feed-forward networks.
+    pub supports_biases: bool,
+    /// The default `head_dim` of transformers, if it is not `hidden_size / num_attention_heads`.
+    pub head_dim: Option<u64>,
     /// Key and value of the activation function.
     pub activation: (&'static str, &'static str),
     /// Pattern of sliding-window attention.
     pub windows: Windows,
+    /// Whether a sliding window in `config.json` cannot be represented.
+    pub drops_window: bool,
     /// Number of layers of the model size that scales attention scores by
     /// `hidden_size / num_attention_heads` instead of `head_dim`.
     pub hidden_size_scaled_layers: Option<u64>,
     /// Mixture-of-experts layout, if the family has experts.
-    pub experts: Option<Experts>,
+    pub experts: Option<GgufExperts>,
 }
 
 /// Mixture-of-experts layout of a family.
 #[derive(Debug, Clone, Copy)]
-pub struct Experts {
+pub struct GgufExperts {
     /// Module that contains the numbered experts of a layer.
-    block: &'static str,
+    pub(super) block: &'static str,
     /// Names of the gate, up and down projections of an expert.
-    parts: [&'static str; 3],
+    pub(super) parts: [&'static str; 3],
     /// Key of the number of experts in `config.json`.
     pub count: &'static str,
     /// Whether llama.cpp normalizes the weights of the selected experts to sum to one.
@@ -55,6 +59,7 @@ const FUSED: [&str; 3] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
 /// Layers with sliding-window attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Windows {
+    /// None.
     None,
     /// All layers except every n-th.
     AllBut(usize),
@@ -65,7 +70,7 @@ type Pair = (&'static str, &'static str);
 /// Modules outside of layers.
 const GLOBAL: [Pair; 3] = [("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
 
-const LAYER: &[Pair] = &[
+pub(super) const LAYER: &[Pair] = &[
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
@@ -75,124 +80,43 @@ const LAYER: &[Pair] = &[
     ("ffn_up", "mlp.up_proj"),
     ("ffn_down", "mlp.down_proj"),
 ];
-const NORM_BEFORE: &[Pair] = &[("ffn_norm", "post_attention_layernorm")];
-const NORMS_AROUND: &[Pair] =
+pub(super) const NORM_BEFORE: &[Pair] = &[("ffn_norm", "post_attention_layernorm")];
+pub(super) const NORMS_AROUND: &[Pair] =
     &[("ffn_norm", "pre_feedforward_layernorm"), ("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")];
 /// Attention modules of families with experts.
-const ATTENTION: &[Pair] = &[
+pub(super) const ATTENTION: &[Pair] = &[
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
     ("attn_v", "self_attn.v_proj"),
     ("attn_output", "self_attn.o_proj"),
 ];
-const ROUTER: &[Pair] = &[("ffn_gate_inp", "mlp.gate")];
-const SHARED_EXPERT: &[Pair] = &[
+pub(super) const ROUTER: &[Pair] = &[("ffn_gate_inp", "mlp.gate")];
+pub(super) const SHARED_EXPERT: &[Pair] = &[
     ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
     ("ffn_gate_shexp", "mlp.shared_expert.gate_proj"),
     ("ffn_up_shexp", "mlp.shared_expert.up_proj"),
     ("ffn_down_shexp", "mlp.shared_expert.down_proj"),
 ];
-const QWEN_EXPERTS: Experts =
-    Experts { block: "mlp.experts", parts: ["gate_proj", "up_proj", "down_proj"], count: "num_experts", normalized: true, own_inner: true, shared: false };
-const HEAD_NORMS: &[Pair] = &[("attn_q_norm", "self_attn.q_norm"), ("attn_k_norm", "self_attn.k_norm")];
+pub(super) const QWEN_EXPERTS: GgufExperts =
+    GgufExperts { block: "mlp.experts", parts: ["gate_proj", "up_proj", "down_proj"], count: "num_experts", normalized: true, own_inner: true, shared: false };
+pub(super) const HEAD_NORMS: &[Pair] = &[("attn_q_norm", "self_attn.q_norm"), ("attn_k_norm", "self_attn.k_norm")];
 
-const LLAMA: Family = Family {
+pub(super) const LLAMA: GgufFamily = GgufFamily {
     architecture: "llama",
-    model_type: "llama",
-    also: &["mistral"],
     class: "LlamaForCausalLM",
     layer: &[LAYER, NORM_BEFORE],
     interleaved_rope: true,
     norms_plus_one: false,
-    own_head_dim: false,
+    has_bias_key: true,
+    supports_biases: true,
+    head_dim: None,
     activation: ("hidden_act", "silu"),
     windows: Windows::None,
+    drops_window: false,
     hidden_size_scaled_layers: None,
     experts: None,
 };
-
-const GEMMA: Family = Family {
-    architecture: "gemma",
-    model_type: "gemma",
-    also: &[],
-    class: "GemmaForCausalLM",
-    layer: &[LAYER, NORM_BEFORE],
-    interleaved_rope: false,
-    norms_plus_one: true,
-    own_head_dim: true,
-    activation: ("hidden_act", "gelu_pytorch_tanh"),
-    windows: Windows::None,
-    hidden_size_scaled_layers: None,
-    experts: None,
-};
-
-/// All families.
-pub const FAMILIES: [Family; 9] = [
-    LLAMA,
-    Family { architecture: "qwen2", model_type: "qwen2", also: &[], class: "Qwen2ForCausalLM", interleaved_rope: false, ..LLAMA },
-    Family {
-        architecture: "qwen3",
-        model_type: "qwen3",
-        also: &[],
-        class: "Qwen3ForCausalLM",
-        layer: &[LAYER, NORM_BEFORE, HEAD_NORMS],
-        interleaved_rope: false,
-        own_head_dim: true,
-        ..LLAMA
-    },
-    GEMMA,
-    Family {
-        architecture: "gemma2",
-        model_type: "gemma2",
-        class: "Gemma2ForCausalLM",
-        layer: &[LAYER, NORMS_AROUND],
-        activation: ("hidden_activation", "gelu_pytorch_tanh"),
-        windows: Windows::AllBut(2),
-        hidden_size_scaled_layers: Some(46),
-        ..GEMMA
-    },
-    Family {
-        architecture: "gemma3",
-        model_type: "gemma3_text",
-        class: "Gemma3ForCausalLM",
-        layer: &[LAYER, NORMS_AROUND, HEAD_NORMS],
-        activation: ("hidden_activation", "gelu_pytorch_tanh"),
-        windows: Windows::AllBut(6),
-        hidden_size_scaled_layers: Some(62),
-        ..GEMMA
-    },
-    Family {
-        model_type: "mixtral",
-        also: &[],
-        class: "MixtralForCausalLM",
-        // The router names of published checkpoints, and of transformers 5.
-        layer: &[ATTENTION, NORM_BEFORE, &[("ffn_gate_inp", "block_sparse_moe.gate")], ROUTER],
-        experts: Some(Experts { block: "block_sparse_moe.experts", parts: ["w1", "w3", "w2"], count: "num_local_experts", own_inner: false, ..QWEN_EXPERTS }),
-        ..LLAMA
-    },
-    Family {
-        architecture: "qwen2moe",
-        model_type: "qwen2_moe",
-        also: &[],
-        class: "Qwen2MoeForCausalLM",
-        layer: &[ATTENTION, NORM_BEFORE, ROUTER, SHARED_EXPERT],
-        interleaved_rope: false,
-        experts: Some(Experts { normalized: false, shared: true, ..QWEN_EXPERTS }),
-        ..LLAMA
-    },
-    Family {
-        architecture: "qwen3moe",
-        model_type: "qwen3_moe",
-        also: &[],
-        class: "Qwen3MoeForCausalLM",
-        layer: &[ATTENTION, NORM_BEFORE, HEAD_NORMS, ROUTER],
-        interleaved_rope: false,
-        own_head_dim: true,
-        experts: Some(QWEN_EXPERTS),
-        ..LLAMA
-    },
-];
 
 /// Splits a name into layer number and module; numbers with leading zeros are rejected.
 fn split_layer<'n>(module: &'n str, prefix: &str) -> Option<(u32, &'n str)> {
@@ -201,10 +125,23 @@ fn split_layer<'n>(module: &'n str, prefix: &str) -> Option<(u32, &'n str)> {
     (layer.to_string() == number).then_some((layer, module))
 }
 
-impl Family {
-    /// The family of an architecture, with or without experts.
-    pub fn from_architecture(name: &str, experts: bool) -> Option<&'static Family> {
-        FAMILIES.iter().find(|family| family.architecture == name && family.experts.is_some() == experts)
+impl GgufFamily {
+    /// The `model_type` and the names of an architecture, with or without experts.
+    pub fn from_architecture(name: &str, experts: bool) -> Option<(&'static str, &'static GgufFamily)> {
+        let mut families = families().filter_map(|family| Some((family.model_type, family.gguf?)));
+        families.find(|(_, gguf)| gguf.architecture == name && gguf.experts.is_some() == experts)
+    }
+
+    /// The supported architectures, for messages.
+    pub fn architectures() -> String {
+        let mut names: Vec<&str> = families().filter_map(|family| Some(family.gguf?.architecture)).collect();
+        names.dedup();
+        names.join(", ")
+    }
+
+    /// The supported values of `model_type`, for messages.
+    pub fn model_types() -> String {
+        families().filter(|family| family.gguf.is_some()).map(|family| family.model_type).collect::<Vec<_>>().join(", ")
     }
 
     /// Splits the name of a single expert's tensor, such as `blk.7.ffn_up_exps.3.weight`, into the name
@@ -286,7 +223,7 @@ mod tests {
     fn names_are_converted_in_both_directions() {
         assert_eq!(LLAMA.to_checkpoint("blk.7.attn_q.weight").as_deref(), Some("model.layers.7.self_attn.q_proj.weight"));
         assert_eq!(LLAMA.to_gguf("model.layers.7.mlp.up_proj.weight").as_deref(), Some("blk.7.ffn_up.weight"));
-        let [mixtral, .., qwen] = &FAMILIES[6..] else { panic!("families with experts") };
+        let [mixtral, qwen] = ["mixtral", "qwen3_moe"].map(|name| crate::arch::family(name).unwrap().gguf.unwrap());
         for (family, gguf, checkpoint) in [
             (mixtral, "blk.3.ffn_up_exps.12.weight", "model.layers.3.block_sparse_moe.experts.12.w3.weight"),
             (mixtral, "blk.3.ffn_gate_inp.weight", "model.layers.3.block_sparse_moe.gate.weight"),
@@ -299,11 +236,11 @@ mod tests {
         assert_eq!(fused("model.layers.3.block_sparse_moe.experts.down_proj").as_deref(), Some("blk.3.ffn_down_exps.weight"));
         assert_eq!((fused("model.layers.3.mlp.experts.0.down_proj.weight"), LLAMA.fused_tensors("model.layers.3.mlp.experts.down_proj")), (None, None));
         assert_eq!(mixtral.to_gguf("model.layers.3.mlp.gate.weight").as_deref(), Some("blk.3.ffn_gate_inp.weight"));
-        assert_eq!(Family::split_expert("blk.3.ffn_up_exps.12.weight"), Some(("blk.3.ffn_up_exps.weight".into(), 12)));
+        assert_eq!(GgufFamily::split_expert("blk.3.ffn_up_exps.12.weight"), Some(("blk.3.ffn_up_exps.weight".into(), 12)));
         assert!(
-            Family::split_expert("blk.3.ffn_up.weight").is_none()
-                && Family::is_fused_tensor("blk.3.ffn_up_exps.weight")
-                && !Family::is_fused_tensor("blk.3.ffn_up.weight")
+            GgufFamily::split_expert("blk.3.ffn_up.weight").is_none()
+                && GgufFamily::is_fused_tensor("blk.3.ffn_up_exps.weight")
+                && !GgufFamily::is_fused_tensor("blk.3.ffn_up.weight")
         );
         assert_eq!(["blk.07.attn_q.weight", "blk.+7.attn_q.weight"].map(|name| LLAMA.to_checkpoint(name)), [None, None]);
     }

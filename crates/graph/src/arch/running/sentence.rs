@@ -235,7 +235,7 @@ impl File {
 }
 
 /// Adds the modules after `last_hidden_state`.
-pub(super) fn add(modules: &[SentenceModule], b: &mut Builder) -> Result<()> {
+pub fn add(modules: &[SentenceModule], b: &mut Builder) -> Result<()> {
     if modules.is_empty() {
         return Ok(());
     }

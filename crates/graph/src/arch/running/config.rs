@@ -38,7 +38,7 @@ impl<'c> Settings<'c> {
     }
 
     /// Wraps the values of this file.
-    pub(super) fn for_file(values: &'c Map<String, Value>, file: &'c str) -> Self {
+    pub fn for_file(values: &'c Map<String, Value>, file: &'c str) -> Self {
         Self { values, file, groups: [""; 2], read: None, sizes: &[] }
     }
 
@@ -50,7 +50,7 @@ impl<'c> Settings<'c> {
 
     /// Also uses these default sizes for missing keys.
     #[must_use]
-    pub(super) fn with_sizes(self, sizes: &'static [(&'static str, usize)]) -> Self {
+    pub fn with_sizes(self, sizes: &'static [(&'static str, usize)]) -> Self {
         Self { sizes, ..self }
     }
 
@@ -88,7 +88,7 @@ impl<'c> Settings<'c> {
     }
 
     /// Whether a key is explicitly null.
-    pub(super) fn is_null(&self, key: &str) -> bool {
+    pub fn is_null(&self, key: &str) -> bool {
         self.values.get(key).is_some_and(Value::is_null)
     }
 
@@ -128,7 +128,7 @@ impl<'c> Settings<'c> {
     }
 
     /// A token id, or a default.
-    pub(super) fn token_or(&self, key: &str, default: i64) -> Result<i64> {
+    pub fn token_or(&self, key: &str, default: i64) -> Result<i64> {
         match self.get(key) {
             None => Ok(default),
             Some(value) => value.as_i64().filter(|n| n.unsigned_abs() < LIMIT).ok_or_else(|| self.wrong(key, value, "a token id")),
@@ -163,7 +163,7 @@ impl<'c> Settings<'c> {
     }
 
     /// A list of sizes, or a default.
-    pub(super) fn sizes_or(&self, key: &str, default: &[usize]) -> Result<Vec<usize>> {
+    pub fn sizes_or(&self, key: &str, default: &[usize]) -> Result<Vec<usize>> {
         if self.get(key).is_some() { self.sizes(key) } else { Ok(default.to_vec()) }
     }
 
@@ -181,7 +181,7 @@ impl<'c> Settings<'c> {
     }
 
     /// A group of values, empty if it is missing.
-    pub(super) fn group_or_empty(&self, key: &'c str) -> Result<Settings<'c>> {
+    pub fn group_or_empty(&self, key: &'c str) -> Result<Settings<'c>> {
         match self.get(key) {
             None => Ok(self.within(key, &EMPTY)),
             Some(value) => self.group(key).ok_or_else(|| self.wrong(key, value, "an object")),

@@ -3,18 +3,8 @@
 
 use serde_json::Value;
 
-use super::Settings;
+use super::{Keys, Settings};
 use crate::error::{Error, Result};
-
-/// Keys that are not read but accepted.
-#[derive(Debug, Clone, Copy)]
-pub struct Keys {
-    /// Keys that never affect the computation: training, names, dtypes, generation.
-    pub harmless: &'static [&'static str],
-    /// Keys that can affect the computation, with the JSON values for which they do not. Null is always
-    /// accepted.
-    pub neutral: &'static [(&'static str, &'static str)],
-}
 
 /// Keys that any transformers configuration may have.
 const COMMON: Keys = Keys {
@@ -105,7 +95,7 @@ impl Keys {
 
     /// As [`check`](Self::check), also accepting the keys of any transformers configuration; the keys of
     /// the family take precedence.
-    pub(super) fn check_model(&self, settings: &Settings) -> Result<Vec<String>> {
+    pub fn check_model(&self, settings: &Settings) -> Result<Vec<String>> {
         let unknown = self.check(settings, "config.json")?;
         let own = |(name, _): &&(&str, &str)| !self.harmless.contains(name) && !self.neutral.iter().any(|(other, _)| other == name);
         let neutral: Vec<_> = COMMON.neutral.iter().filter(own).copied().collect();

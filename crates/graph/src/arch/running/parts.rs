@@ -9,13 +9,13 @@ use crate::ir::ops::{
 use crate::ir::{Builder, Dim, Op, TensorType, ValueId};
 
 /// Adds the inputs of token ids and attention mask, `[batch, sequence]`.
-pub(super) fn text_inputs(b: &mut Builder) -> Result<(ValueId, ValueId)> {
+pub fn text_inputs(b: &mut Builder) -> Result<(ValueId, ValueId)> {
     let tokens = || TensorType::int([Dim::named("batch"), Dim::named("sequence")]);
     Ok((b.input("input_ids", tokens())?, b.input("attention_mask", tokens())?))
 }
 
 /// Adds the input of images `[batch, channels, height, width]`.
-pub(super) fn image_input(b: &mut Builder, channels: usize, height: Dim, width: Dim) -> Result<ValueId> {
+pub fn image_input(b: &mut Builder, channels: usize, height: Dim, width: Dim) -> Result<ValueId> {
     b.input("pixel_values", TensorType::float([Dim::named("batch"), Dim::Fixed(channels), height, width]))
 }
 
@@ -38,7 +38,7 @@ fn activation(name: &str) -> Result<Op> {
 }
 
 /// Adds the activation function with this name, which may need several ops.
-pub(super) fn activate(b: &mut Builder, node: &str, name: &str, x: ValueId) -> Result<ValueId> {
+pub fn activate(b: &mut Builder, node: &str, name: &str, x: ValueId) -> Result<ValueId> {
     if name != "quick_gelu" {
         return b.node(node, activation(name)?, &[x]);
     }
@@ -48,13 +48,13 @@ pub(super) fn activate(b: &mut Builder, node: &str, name: &str, x: ValueId) -> R
 }
 
 /// A linear layer with `module.weight [out, in]`, and `module.bias` if the checkpoint has it.
-pub(super) fn linear(b: &mut Builder, node: &str, module: &str, x: ValueId, out: usize) -> Result<ValueId> {
+pub fn linear(b: &mut Builder, node: &str, module: &str, x: ValueId, out: usize) -> Result<ValueId> {
     let bias = b.has(&format!("{module}.bias"));
     linear_with(b, node, module, x, out, bias)
 }
 
 /// A linear layer with or without a bias, as the configuration specifies.
-pub(super) fn linear_with(b: &mut Builder, node: &str, module: &str, x: ValueId, out: usize, bias: bool) -> Result<ValueId> {
+pub fn linear_with(b: &mut Builder, node: &str, module: &str, x: ValueId, out: usize, bias: bool) -> Result<ValueId> {
     let width = b.width(x)?;
     let mut inputs = vec![x, b.param(&format!("{module}.weight"), &[out, width])?];
     if bias {
@@ -64,21 +64,21 @@ pub(super) fn linear_with(b: &mut Builder, node: &str, module: &str, x: ValueId,
 }
 
 /// A linear layer without a bias whose weight `[out, in]` is an existing value.
-pub(super) fn linear_of(b: &mut Builder, node: &str, x: ValueId, weight: ValueId) -> Result<ValueId> {
+pub fn linear_of(b: &mut Builder, node: &str, x: ValueId, weight: ValueId) -> Result<ValueId> {
     b.node(node, Linear { input_major: false }, &[x, weight])
 }
 
 /// Whether the checkpoint contains the head of the model class, which starts with `module`. Folders of
 /// sentence-transformers often name the class that an encoder was trained in, but contain only the
 /// encoder, without the prefix of that class.
-pub(super) fn has_head(b: &Builder, prefix: &str, module: &str) -> bool {
+pub fn has_head(b: &Builder, prefix: &str, module: &str) -> bool {
     !prefix.is_empty() || b.has(&format!("{module}.weight"))
 }
 
 /// The weight of a language-model head: a stored tensor, or the embedding table if none is stored and the
 /// configuration does not disable tied embeddings. As in transformers 5, a stored tensor takes precedence
 /// over the configuration.
-pub(super) fn language_head(s: &Settings, b: &mut Builder, name: &str, table: ValueId) -> Result<ValueId> {
+pub fn language_head(s: &Settings, b: &mut Builder, name: &str, table: ValueId) -> Result<ValueId> {
     if !b.stores(name) && s.flag_or("tie_word_embeddings", true)? {
         return Ok(table);
     }
@@ -87,12 +87,12 @@ pub(super) fn language_head(s: &Settings, b: &mut Builder, name: &str, table: Va
 }
 
 /// Layer normalization over the last axis with `module.weight` and `module.bias`.
-pub(super) fn layer_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, epsilon: f64) -> Result<ValueId> {
+pub fn layer_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, epsilon: f64) -> Result<ValueId> {
     layer_norm_with(b, node, module, x, epsilon, true)
 }
 
 /// Layer normalization with or without a bias, as the configuration specifies.
-pub(super) fn layer_norm_with(b: &mut Builder, node: &str, module: &str, x: ValueId, epsilon: f64, with_bias: bool) -> Result<ValueId> {
+pub fn layer_norm_with(b: &mut Builder, node: &str, module: &str, x: ValueId, epsilon: f64, with_bias: bool) -> Result<ValueId> {
     let width = b.width(x)?;
     // The first published checkpoints use the names gamma and beta.
     let [weight, bias] = if b.stores(&format!("{module}.gamma")) { ["gamma", "beta"] } else { ["weight", "bias"] };
@@ -104,14 +104,14 @@ pub(super) fn layer_norm_with(b: &mut Builder, node: &str, module: &str, x: Valu
 }
 
 /// RMS normalization over the last axis with `module.weight`.
-pub(super) fn rms_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, norm: RmsNorm) -> Result<ValueId> {
+pub fn rms_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, norm: RmsNorm) -> Result<ValueId> {
     let width = b.width(x)?;
     let weight = b.param(&format!("{module}.weight"), &[width])?;
     b.node(node, norm, &[x, weight])
 }
 
 /// Splits the last axis into parts of these widths.
-pub(super) fn slices<const N: usize>(b: &mut Builder, nodes: [String; N], all: ValueId, widths: [usize; N]) -> Result<[ValueId; N]> {
+pub fn slices<const N: usize>(b: &mut Builder, nodes: [String; N], all: ValueId, widths: [usize; N]) -> Result<[ValueId; N]> {
     let (mut found, mut start) = ([all; N], 0usize);
     for ((value, node), width) in found.iter_mut().zip(&nodes).zip(widths) {
         *value = b.node(node, Slice::last_axis(start, width), &[all])?;
@@ -122,13 +122,13 @@ pub(super) fn slices<const N: usize>(b: &mut Builder, nodes: [String; N], all: V
 
 /// Multi-head attention of `q`, `k` and `v`, `[batch, sequence, heads · head_dim]`. The scale of
 /// `attention` is divided by the square root of the head width; `extras` are the mask and the bias.
-pub(super) fn attend(b: &mut Builder, node: &str, qkv: [ValueId; 3], head_dim: usize, attention: Attention, extras: &[ValueId]) -> Result<ValueId> {
+pub fn attend(b: &mut Builder, node: &str, qkv: [ValueId; 3], head_dim: usize, attention: Attention, extras: &[ValueId]) -> Result<ValueId> {
     let heads = split_heads(b, node, qkv, head_dim)?;
     attend_heads(b, node, heads, head_dim, attention, extras)
 }
 
 /// Splits queries, keys and values into heads.
-pub(super) fn split_heads(b: &mut Builder, node: &str, mut qkv: [ValueId; 3], head_dim: usize) -> Result<[ValueId; 3]> {
+pub fn split_heads(b: &mut Builder, node: &str, mut qkv: [ValueId; 3], head_dim: usize) -> Result<[ValueId; 3]> {
     for (part, value) in ["query", "key", "value"].into_iter().zip(&mut qkv) {
         *value = b.node(&format!("{node}.{part}_heads"), SplitHeads { head_dim }, &[*value])?;
     }
@@ -136,7 +136,7 @@ pub(super) fn split_heads(b: &mut Builder, node: &str, mut qkv: [ValueId; 3], he
 }
 
 /// Attention of heads, with the merged result.
-pub(super) fn attend_heads(b: &mut Builder, node: &str, heads: [ValueId; 3], head_dim: usize, attention: Attention, extras: &[ValueId]) -> Result<ValueId> {
+pub fn attend_heads(b: &mut Builder, node: &str, heads: [ValueId; 3], head_dim: usize, attention: Attention, extras: &[ValueId]) -> Result<ValueId> {
     let scale = attention.scale / (head_dim as f64).sqrt();
     let context = b.node(&format!("{node}.context_heads"), Attention { scale, ..attention }, &[&heads, extras].concat())?;
     b.node(&format!("{node}.context"), MergeHeads {}, &[context])
@@ -144,7 +144,7 @@ pub(super) fn attend_heads(b: &mut Builder, node: &str, heads: [ValueId; 3], hea
 
 /// A convolution followed by batch normalization.
 #[derive(Default)]
-pub(super) struct ConvNorm<'a> {
+pub struct ConvNorm<'a> {
     /// Module of the convolution.
     pub conv: &'a str,
     /// Module of the normalization.
@@ -167,7 +167,7 @@ pub(super) struct ConvNorm<'a> {
 
 impl ConvNorm<'_> {
     /// Adds both nodes.
-    pub(super) fn add(&self, b: &mut Builder, x: ValueId) -> Result<ValueId> {
+    pub fn add(&self, b: &mut Builder, x: ValueId) -> Result<ValueId> {
         let (kernel, groups) = (self.kernel.max(1), self.groups.max(1));
         let channels = b.ty(x).shape.get(1).and_then(Dim::fixed).and_then(|all| all.checked_div(groups)).unwrap_or(0);
         let weight = b.param(&format!("{}.weight", self.conv), &[self.out, channels, kernel, kernel])?;
@@ -191,7 +191,7 @@ fn batch_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, channels: u
 /// Squeeze-and-excitation (Hu et al., 2018): factors on channels, computed by two layers from the mean of
 /// each channel. Takes the names of node and module, the names of the layers, the number of hidden
 /// channels, the activation between the layers and the gate.
-pub(super) fn squeeze_excite(
+pub fn squeeze_excite(
     b: &mut Builder,
     [node, module]: [&str; 2],
     [reduce, expand]: [&str; 2],

@@ -2,13 +2,13 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Settings, family};
+use super::{Groups, Settings, Sizes, family};
 
 /// Looks up the shape of a tensor.
 pub type Shapes<'s> = &'s dyn Fn(&str) -> Option<Vec<usize>>;
 
 fn sizes(model_type: &str) -> Option<&'static Sizes> {
-    family(model_type)?.sizes
+    family(model_type).filter(|family| family.graph.is_some())?.sizes
 }
 
 /// Whether `config.json` of a family can only specify one width for all layers.
@@ -52,44 +52,6 @@ pub fn unsupported_heads_reason(config: &Map<String, Value>) -> Option<String> {
             sizes.heads.0, sizes.hidden.0
         )
     })
-}
-
-/// Configuration keys of sizes, each with a tensor and the axis that determines its value.
-#[derive(Debug, Clone, Copy)]
-pub struct Sizes {
-    /// Possible prefixes of tensor names.
-    pub(super) prefixes: &'static [&'static str],
-    /// Width of the residual stream.
-    pub(super) hidden: (&'static str, &'static str, usize),
-    /// Number of heads; the axis has the total width of all heads.
-    pub(super) heads: (&'static str, &'static str, usize),
-    /// Number of heads of the decoder in an encoder-decoder model, if it has a separate key.
-    pub(super) decoder_heads: Option<(&'static str, &'static str, usize)>,
-    /// Number of key-value heads, with the projection of keys or the fused projection of queries, keys
-    /// and values.
-    pub(super) groups: Option<(&'static str, &'static str, Groups)>,
-    /// Width of a head, if it is not always the width of the residual stream divided by their number.
-    pub(super) head_dim: Option<&'static str>,
-    /// Whether the default of `head_dim` is another value than that quotient.
-    pub(super) custom_head_dim_default: bool,
-    /// Whether transformers requires the number of heads to divide the width of the residual stream,
-    /// regardless of the head width.
-    pub(super) heads_must_divide: bool,
-    /// Neurons of a layer and other sizes.
-    pub(super) other_sizes: &'static [(&'static str, &'static str, usize)],
-    /// Number of layers.
-    pub(super) layers: &'static str,
-    /// Tensors that the graph does not read, with the axis that has the width of the residual stream.
-    pub(super) unread: &'static [(&'static str, usize)],
-}
-
-/// Contents of the projection of keys.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Groups {
-    /// Keys only.
-    Separate,
-    /// Queries, keys and values.
-    Fused,
 }
 
 /// The values of `config.json` that changed, for tensors of these shapes; `head_dim` is the width of a

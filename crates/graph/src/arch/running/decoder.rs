@@ -6,40 +6,24 @@ use super::Settings;
 use super::experts::Experts;
 use super::latent::Latent;
 use super::parts::{activate, language_head, linear_with, rms_norm, slices, text_inputs};
-use super::resize::{Groups, Sizes};
 use super::rope::{RopeDefaults, rotary};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Mul, RmsNorm, Rotary, Scale, SplitHeads, Tanh};
 use crate::ir::{Builder, ValueId};
 
-/// Configuration keys of the sizes of such a decoder, with the tensors that determine them.
-pub(super) const SIZES: Sizes = Sizes {
-    prefixes: &["model.", ""],
-    hidden: ("hidden_size", "embed_tokens.weight", 1),
-    heads: ("num_attention_heads", "layers.0.self_attn.o_proj.weight", 1),
-    decoder_heads: None,
-    groups: Some(("num_key_value_heads", "layers.0.self_attn.k_proj.weight", Groups::Separate)),
-    head_dim: Some("head_dim"),
-    custom_head_dim_default: false,
-    heads_must_divide: false,
-    other_sizes: &[("intermediate_size", "layers.0.mlp.down_proj.weight", 1)],
-    layers: "num_hidden_layers",
-    unread: &[],
-};
-
 /// Names of the normalizations of a layer: before and after attention, before and after the feed-forward
 /// network.
-pub(super) type Norms = [Option<&'static str>; 4];
+pub type Norms = [Option<&'static str>; 4];
 
 /// Pre-norm, as most families have it.
-pub(super) const NORMS_BEFORE: Norms = [Some("input_layernorm"), None, Some("post_attention_layernorm"), None];
+pub const NORMS_BEFORE: Norms = [Some("input_layernorm"), None, Some("post_attention_layernorm"), None];
 
 /// Names of the gate, up and down projections of most families.
-pub(super) const PARTS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+pub const PARTS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
 /// Normalization of queries and keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum HeadNorms {
+pub enum HeadNorms {
     /// No normalization.
     None,
     /// Over each head.
@@ -49,7 +33,7 @@ pub(super) enum HeadNorms {
 }
 
 /// Properties of one layer.
-pub(super) struct Layer {
+pub struct Layer {
     /// Rotary embedding of queries and keys; `None` for layers without positions.
     pub rotary: Option<Rotary>,
     /// Sliding window: the maximum number of keys that a query attends to.
@@ -57,7 +41,7 @@ pub(super) struct Layer {
 }
 
 /// A model, described by its differences from Llama.
-pub(super) struct Decoder<'s, 'c> {
+pub struct Decoder<'s, 'c> {
     /// The configuration.
     pub s: &'s Settings<'c>,
     /// Number of query heads.
@@ -101,12 +85,12 @@ pub(super) struct Decoder<'s, 'c> {
 impl<'s, 'c> Decoder<'s, 'c> {
     /// A Llama with this configuration. The default width of heads is `head_dim`, or else the width of
     /// the residual stream divided by their number.
-    pub(super) fn new(s: &'s Settings<'c>, head_dim: Option<usize>) -> Result<Decoder<'s, 'c>> {
+    pub fn new(s: &'s Settings<'c>, head_dim: Option<usize>) -> Result<Decoder<'s, 'c>> {
         Self::with_epsilon(s, head_dim, 1e-6)
     }
 
     /// As [`new`](Self::new), with another default epsilon of normalizations.
-    pub(super) fn with_epsilon(s: &'s Settings<'c>, head_dim: Option<usize>, epsilon: f64) -> Result<Decoder<'s, 'c>> {
+    pub fn with_epsilon(s: &'s Settings<'c>, head_dim: Option<usize>, epsilon: f64) -> Result<Decoder<'s, 'c>> {
         let heads = s.size("num_attention_heads")?;
         let groups = s.size_or("num_key_value_heads", heads)?;
         if !heads.is_multiple_of(groups) {
@@ -142,7 +126,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
     }
 
     /// Adds inputs, nodes and outputs; `layer` returns the properties of the layer with an index.
-    pub(super) fn build(&self, b: &mut Builder, layer: impl Fn(usize) -> Result<Layer>) -> Result<()> {
+    pub fn build(&self, b: &mut Builder, layer: impl Fn(usize) -> Result<Layer>) -> Result<()> {
         let s = self.s;
         let prefix = if b.has("model.embed_tokens.weight") { "model." } else { "" };
         let (tokens, mask) = text_inputs(b)?;
@@ -185,7 +169,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
         name.map_or(Ok(x), |name| rms_norm(b, &at.node(name), &at.module(name), x, self.norm))
     }
 
-    pub(super) fn linear(&self, b: &mut Builder, at: &LayerNames, name: &str, x: ValueId, out: usize, bias: bool) -> Result<ValueId> {
+    pub fn linear(&self, b: &mut Builder, at: &LayerNames, name: &str, x: ValueId, out: usize, bias: bool) -> Result<ValueId> {
         linear_with(b, &at.node(name), &at.module(name), x, out, bias)
     }
 
@@ -244,12 +228,12 @@ impl<'s, 'c> Decoder<'s, 'c> {
     }
 
     /// The activation function of a gate.
-    pub(super) fn act(&self, b: &mut Builder, at: &LayerNames, network: &str, gate: ValueId) -> Result<ValueId> {
+    pub fn act(&self, b: &mut Builder, at: &LayerNames, network: &str, gate: ValueId) -> Result<ValueId> {
         activate(b, &at.node(&format!("{network}.act")), self.activation, gate)
     }
 
     /// A gated feed-forward network with these names and `wide` neurons.
-    pub(super) fn gated(
+    pub fn gated(
         &self,
         b: &mut Builder,
         at: &LayerNames,
@@ -273,7 +257,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
 }
 
 /// Names of a layer's nodes and of its modules in the checkpoint.
-pub(super) struct LayerNames {
+pub struct LayerNames {
     index: usize,
     /// The last node of the layer.
     node: String,
@@ -286,29 +270,24 @@ impl LayerNames {
     }
 
     /// The name of a node in the layer.
-    pub(super) fn node(&self, name: &str) -> String {
+    pub fn node(&self, name: &str) -> String {
         format!("{}.{name}", self.node)
     }
 
     /// The name of a module in the layer.
-    pub(super) fn module(&self, name: &str) -> String {
+    pub fn module(&self, name: &str) -> String {
         format!("{}.{name}", self.module)
     }
 }
 
 /// Layers with the same rotary embedding, and a sliding window where `slides` returns true.
-pub(super) fn every_layer(
-    s: &Settings,
-    head_dim: usize,
-    rope: RopeDefaults,
-    slides: impl Fn(usize) -> Result<bool>,
-) -> Result<impl Fn(usize) -> Result<Layer>> {
+pub fn every_layer(s: &Settings, head_dim: usize, rope: RopeDefaults, slides: impl Fn(usize) -> Result<bool>) -> Result<impl Fn(usize) -> Result<Layer>> {
     let rotary = rotary(s, head_dim, rope)?;
     Ok(move |index| Ok(Layer { rotary: Some(rotary.clone()), window: window(s, slides(index)?)? }))
 }
 
 /// The sliding window of a layer, if `slides` is true.
-pub(super) fn window(s: &Settings, slides: bool) -> Result<Option<usize>> {
+pub fn window(s: &Settings, slides: bool) -> Result<Option<usize>> {
     if !slides || s.is_null("sliding_window") {
         return Ok(None);
     }
@@ -323,7 +302,7 @@ pub(super) fn window(s: &Settings, slides: bool) -> Result<Option<usize>> {
 
 /// Whether a layer has a sliding window according to `layer_types`; `None` without that key. Sliding
 /// windows are an error unless they are `allowed`.
-pub(super) fn slides(s: &Settings, layer: usize, allowed: bool) -> Result<Option<bool>> {
+pub fn slides(s: &Settings, layer: usize, allowed: bool) -> Result<Option<bool>> {
     match s.get("layer_types").map(|types| types.get(layer).and_then(serde_json::Value::as_str)) {
         None => Ok(None),
         Some(Some("sliding_attention")) if allowed => Ok(Some(true)),

@@ -7,7 +7,7 @@ use crate::ir::ops::{Rotary, RotaryScaling};
 
 /// Defaults of a family for missing keys.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct RopeDefaults {
+pub struct RopeDefaults {
     /// Base of the frequencies.
     pub theta: f64,
     /// Key of the fraction of a head that is rotated, with its default; `None` if the family always
@@ -24,7 +24,7 @@ impl Default for RopeDefaults {
 }
 
 /// The parameters of rotary embeddings, under the key of transformers 5 or 4.
-pub(super) fn parameters<'c>(s: &Settings<'c>) -> Result<Option<Settings<'c>>> {
+pub fn parameters<'c>(s: &Settings<'c>) -> Result<Option<Settings<'c>>> {
     if let (Some(new), Some(old)) = (s.get("rope_parameters"), s.get("rope_scaling"))
         && old.as_object().is_some_and(|old| !old.is_empty())
         && new != old
@@ -38,14 +38,14 @@ pub(super) fn parameters<'c>(s: &Settings<'c>) -> Result<Option<Settings<'c>>> {
 }
 
 /// The rotary embedding for heads of this width.
-pub(super) fn rotary(s: &Settings, head_dim: usize, defaults: RopeDefaults) -> Result<Rotary> {
+pub fn rotary(s: &Settings, head_dim: usize, defaults: RopeDefaults) -> Result<Rotary> {
     let base = s.group("rope_parameters").filter(|p| p.get("rope_theta").is_some()).unwrap_or(*s);
     let theta = base.number_or("rope_theta", defaults.theta)?;
     scaled(s, parameters(s)?, theta, head_dim, defaults)
 }
 
 /// The rotary embedding with this base and the scaling in `parameters`.
-pub(super) fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, head_dim: usize, defaults: RopeDefaults) -> Result<Rotary> {
+pub fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, head_dim: usize, defaults: RopeDefaults) -> Result<Rotary> {
     let turned = rotary_dim(s, parameters, head_dim, defaults)?;
     let width = Some(turned).filter(|turned| *turned != head_dim);
     let Some(p) = parameters else { return Ok(Rotary { theta, scaling: RotaryScaling::None, width }) };
@@ -90,13 +90,13 @@ pub(super) fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, hea
 }
 
 /// The kind of scaling.
-pub(super) fn kind<'c>(p: &Settings<'c>) -> Result<&'c str> {
+pub fn kind<'c>(p: &Settings<'c>) -> Result<&'c str> {
     p.text_or("rope_type", p.text_or("type", "default")?)
 }
 
 /// The rotary embedding of layers of one type: from the parameters under its name, the base under the key
 /// of an older version with its default, and a separate scaling.
-pub(super) fn by_layer_type<'c>(
+pub fn by_layer_type<'c>(
     s: &Settings<'c>,
     layers: &'static str,
     (key, default): (&str, f64),
@@ -156,7 +156,7 @@ fn yarn_scale(factor: f64, m: f64) -> f64 {
 }
 
 /// The factor on queries and on keys, for families that include it in the attention scale.
-pub(super) fn attention_scale(p: &Settings) -> Result<f64> {
+pub fn attention_scale(p: &Settings) -> Result<f64> {
     let all = p.number_or("mscale_all_dim", 0.0)?;
     if all == 0.0 || kind(p)? == "default" { Ok(1.0) } else { Ok(yarn_scale(p.number("factor")?, all)) }
 }

@@ -1,0 +1,268 @@
+//! Descriptions of model families: everything that is known about a family.
+
+use serde_json::{Map, Value};
+
+use super::gguf::GgufFamily;
+use super::running::GraphBuilder;
+use crate::store::Role;
+
+/// Inputs and outputs of a model family.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ModelKind {
+    /// Text to embeddings or classes.
+    Encoder,
+    /// Text to next-token logits.
+    Decoder,
+    /// Images to features or classes, with attention.
+    VisionTransformer,
+    /// Images to features or classes, with convolutions.
+    Convolutional,
+    /// Images and texts to similarity scores (dual encoder).
+    DualEncoder,
+    /// Encoder-decoder: text or audio to text.
+    EncoderDecoder,
+}
+
+/// A pair (alias, original) of tensor names.
+pub type Tie = (&'static str, &'static str);
+
+/// A model family. Modules are listed by consecutive components of their names: `mlp.gate` is
+/// `model.layers.3.mlp.gate`, and also contains `model.layers.3.mlp.gate.wg`.
+#[derive(Clone, Copy)]
+pub struct Family {
+    /// `model_type` in `config.json`.
+    pub model_type: &'static str,
+    /// Inputs and outputs.
+    pub kind: ModelKind,
+    /// Adds inputs, nodes and outputs to a graph; `None` for families that cannot be run, and in builds
+    /// without the feature `run`.
+    pub graph: Option<GraphBuilder>,
+    /// Configuration keys that `graph` does not read.
+    pub keys: Keys,
+    /// Configuration keys of the sizes that structured pruning changes.
+    pub sizes: Option<&'static Sizes>,
+    /// The classification head.
+    pub classifier: Option<ClassificationHead>,
+    /// Weights that are tied unless `config.json` unties them.
+    pub tied: &'static [Tie],
+    /// Names of the same table, regardless of the configuration.
+    pub shared_tables: &'static [Tie],
+    /// Linear layers of one module that read the same value, and that runtimes fuse into one.
+    pub fused: &'static [&'static [&'static str]],
+    /// Modules that contain the embedding tables.
+    pub embeddings: &'static [&'static str],
+    /// Modules that compute logits or scores from hidden states.
+    pub heads: &'static [&'static str],
+    /// Routers of mixtures of experts, and gates of shared experts.
+    pub routers: &'static [&'static str],
+    /// Other modules that are not quantized, with the role of their matrices.
+    pub exempt: &'static [(&'static str, Role)],
+    /// Mixture-of-experts layout, if the family has experts.
+    pub experts: Option<ExpertLayout>,
+    /// Maximum length of a text.
+    pub positions: Positions,
+    /// Whether linear weights are stored as `[in, out]` (transformers' `Conv1D`).
+    pub is_input_major: bool,
+    /// Replacements within module names, applied in order, that transformers 5 makes when it loads a
+    /// checkpoint (its `conversion_mapping.py`).
+    pub renames: &'static [(&'static str, &'static str)],
+    /// Names in GGUF files, if llama.cpp supports the family.
+    pub gguf: Option<&'static GgufFamily>,
+    /// Model type of onnxruntime-genai 0.18; `decoder` for decoders that it does not list.
+    pub genai: &'static str,
+}
+
+/// Configuration keys that are not read but accepted.
+#[derive(Debug, Clone, Copy)]
+pub struct Keys {
+    /// Keys that never affect the computation: training, names, dtypes, generation.
+    pub harmless: &'static [&'static str],
+    /// Keys that can affect the computation, with the JSON values for which they do not. Null is always
+    /// accepted.
+    pub neutral: &'static [(&'static str, &'static str)],
+}
+
+impl Keys {
+    /// No keys.
+    pub const NONE: Keys = Keys { harmless: &[], neutral: &[] };
+}
+
+/// Configuration keys of sizes, each with a tensor and the axis that determines its value.
+#[derive(Debug, Clone, Copy)]
+pub struct Sizes {
+    /// Possible prefixes of tensor names.
+    pub prefixes: &'static [&'static str],
+    /// Width of the residual stream.
+    pub hidden: (&'static str, &'static str, usize),
+    /// Number of heads; the axis has the total width of all heads.
+    pub heads: (&'static str, &'static str, usize),
+    /// Number of heads of the decoder in an encoder-decoder model, if it has a separate key.
+    pub decoder_heads: Option<(&'static str, &'static str, usize)>,
+    /// Number of key-value heads, with the projection of keys or the fused projection of queries, keys
+    /// and values.
+    pub groups: Option<(&'static str, &'static str, Groups)>,
+    /// Width of a head, if it is not always the width of the residual stream divided by their number.
+    pub head_dim: Option<&'static str>,
+    /// Whether the default of `head_dim` is another value than that quotient.
+    pub custom_head_dim_default: bool,
+    /// Whether transformers requires the number of heads to divide the width of the residual stream,
+    /// regardless of the head width.
+    pub heads_must_divide: bool,
+    /// Neurons of a layer and other sizes.
+    pub other_sizes: &'static [(&'static str, &'static str, usize)],
+    /// Number of layers.
+    pub layers: &'static str,
+    /// Tensors that the graph does not read, with the axis that has the width of the residual stream.
+    pub unread: &'static [(&'static str, usize)],
+}
+
+/// Contents of the projection of keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Groups {
+    /// Keys only.
+    Separate,
+    /// Queries, keys and values.
+    Fused,
+}
+
+/// The classification head of a family.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ClassificationHead {
+    /// The class of a model with this head in `architectures`; empty if the family has no classes.
+    pub class: &'static str,
+    /// Prefix of the other tensors in this class.
+    pub prefix: &'static str,
+    /// Modules of the head; the last one computes the logits.
+    pub modules: &'static [&'static str],
+}
+
+pub(super) const fn classifier(class: &'static str, prefix: &'static str, modules: &'static [&'static str]) -> Option<ClassificationHead> {
+    Some(ClassificationHead { class, prefix, modules })
+}
+
+/// Mixture-of-experts layout.
+#[derive(Debug, Clone, Copy)]
+pub struct ExpertLayout {
+    /// Keys of the number of experts in `config.json`, which differ between versions of transformers.
+    pub keys: &'static [&'static str],
+    /// Modules with one tensor for all experts, whose name does not contain `experts`.
+    pub stacked: &'static [&'static str],
+}
+
+impl ExpertLayout {
+    /// Experts whose names contain `experts`.
+    pub(super) const SEPARATE: ExpertLayout = ExpertLayout { keys: &["num_experts"], stacked: &[] };
+}
+
+/// Maximum length of a text.
+#[derive(Debug, Clone, Copy)]
+pub struct Positions {
+    /// Keys of the number of positions in `config.json`; the first that is present counts.
+    pub keys: &'static [&'static str],
+    /// Number of positions if no key is present.
+    pub default: Option<usize>,
+    /// Positions before that of the first token.
+    pub offset: PositionOffset,
+}
+
+/// Number of positions before that of the first token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PositionOffset {
+    /// A fixed number.
+    Fixed(usize),
+    /// The id of the padding token plus one.
+    AfterPadding,
+}
+
+impl Positions {
+    /// Positions of most families.
+    pub const DEFAULT: Positions = Positions { keys: &["max_position_embeddings", "n_positions"], default: None, offset: PositionOffset::Fixed(0) };
+}
+
+/// A family without knowledge.
+pub(super) const EMPTY: Family = Family {
+    model_type: "",
+    kind: ModelKind::Encoder,
+    graph: None,
+    keys: Keys::NONE,
+    sizes: None,
+    classifier: None,
+    tied: &[],
+    shared_tables: &[],
+    fused: &[],
+    embeddings: &[],
+    heads: &[],
+    routers: &[],
+    exempt: &[],
+    experts: None,
+    positions: Positions::DEFAULT,
+    is_input_major: false,
+    renames: &[],
+    gguf: None,
+    genai: "decoder",
+};
+
+/// Encoders, in most families.
+pub(super) const ENCODER: Family = Family { embeddings: &["embeddings"], ..EMPTY };
+
+/// Vision transformers, in most families.
+pub(super) const VISION_TRANSFORMER: Family =
+    Family { kind: ModelKind::VisionTransformer, fused: &[&["query", "key", "value"]], embeddings: &["embeddings"], ..EMPTY };
+
+/// Convolutional networks.
+pub(super) const CONVOLUTIONAL: Family = Family { kind: ModelKind::Convolutional, ..EMPTY };
+
+/// Sizes of decoders like Llama.
+pub(super) const DECODER_SIZES: Sizes = Sizes {
+    prefixes: &["model.", ""],
+    hidden: ("hidden_size", "embed_tokens.weight", 1),
+    heads: ("num_attention_heads", "layers.0.self_attn.o_proj.weight", 1),
+    decoder_heads: None,
+    groups: Some(("num_key_value_heads", "layers.0.self_attn.k_proj.weight", Groups::Separate)),
+    head_dim: Some("head_dim"),
+    custom_head_dim_default: false,
+    heads_must_divide: false,
+    other_sizes: &[("intermediate_size", "layers.0.mlp.down_proj.weight", 1)],
+    layers: "num_hidden_layers",
+    unread: &[],
+};
+
+/// Decoders like Llama.
+pub(super) const DECODER: Family = Family {
+    kind: ModelKind::Decoder,
+    sizes: Some(&DECODER_SIZES),
+    tied: &[("lm_head.weight", "model.embed_tokens.weight")],
+    fused: &[&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"]],
+    embeddings: &["embed_tokens"],
+    heads: &["lm_head", "score"],
+    ..EMPTY
+};
+
+impl Family {
+    /// The role of the matrix of a module; `None` for the weight of a linear layer.
+    pub(super) fn role(&self, module: &str) -> Option<Role> {
+        let dotted = format!(".{module}.");
+        let is_in = |pattern: &&str| dotted.contains(&format!(".{pattern}."));
+        let listed = |patterns: &[&str], role: Role| patterns.iter().any(is_in).then_some(role);
+        let is_norm = || module.rsplit('.').next().is_some_and(|last| last.contains("norm"));
+        let exempt = || self.exempt.iter().find(|(pattern, _)| is_in(pattern)).map(|(_, role)| *role);
+        exempt()
+            .or_else(|| listed(self.heads, Role::Head))
+            .or_else(|| listed(self.embeddings, Role::Table))
+            .or_else(|| listed(self.routers, Role::Router))
+            .or_else(|| is_norm().then_some(Role::Other))
+    }
+
+    /// Whether a tensor of rank 3 contains one projection of all experts.
+    pub(super) fn is_stacked(&self, module: &str) -> bool {
+        let dotted = format!(".{module}");
+        self.experts.is_some_and(|experts| experts.stacked.iter().any(|part| dotted.ends_with(&format!(".{part}"))))
+    }
+
+    /// The configuration key of the number of experts, if the family has experts.
+    pub fn experts_key(&self, config: &Map<String, Value>) -> Option<&'static str> {
+        let keys = self.experts?.keys;
+        let is_present = |key: &&&str| config.get(**key).is_some_and(|value| !value.is_null());
+        keys.iter().find(is_present).or(keys.first()).copied()
+    }
+}

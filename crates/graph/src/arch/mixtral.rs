@@ -1,0 +1,77 @@
+//! Mixtral: mixtures of experts in every layer.
+
+use super::gguf::{self, GgufExperts, GgufFamily};
+use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Keys, Sizes, llama};
+
+pub(super) const KEYS: Keys = Keys {
+    // Load balancing of experts only affects training.
+    harmless: &[
+        "attention_dropout",
+        "intermediate_size",
+        "max_position_embeddings",
+        "max_window_layers",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "sliding_window",
+        "use_sliding_window",
+    ],
+    neutral: llama::KEYS.neutral,
+};
+
+pub(super) const MIXTRAL: Family = Family {
+    model_type: "mixtral",
+    graph: graph!(running::build),
+    keys: KEYS,
+    sizes: Some(&Sizes { other_sizes: &[("intermediate_size", "layers.0.block_sparse_moe.experts.0.w2.weight", 1)], ..DECODER_SIZES }),
+    fused: &[&["q_proj", "k_proj", "v_proj"], &["w1", "w3"]],
+    // The name in published files, and that of transformers 5.
+    routers: &["block_sparse_moe.gate", "mlp.gate"],
+    experts: Some(ExpertLayout { keys: &["num_local_experts"], ..ExpertLayout::SEPARATE }),
+    gguf: Some(&GgufFamily {
+        class: "MixtralForCausalLM",
+        layer: &[gguf::ATTENTION, gguf::NORM_BEFORE, &[("ffn_gate_inp", "block_sparse_moe.gate")], gguf::ROUTER],
+        has_bias_key: false,
+        supports_biases: false,
+        drops_window: true,
+        experts: Some(GgufExperts {
+            block: "block_sparse_moe.experts",
+            parts: ["w1", "w3", "w2"],
+            count: "num_local_experts",
+            own_inner: false,
+            ..gguf::QWEN_EXPERTS
+        }),
+        ..gguf::LLAMA
+    }),
+    ..DECODER
+};
+
+#[cfg(feature = "run")]
+mod running {
+    use crate::arch::running::Settings;
+    use crate::arch::running::decoder::{Decoder, every_layer};
+    use crate::arch::running::experts::Experts;
+    use crate::arch::running::rope::RopeDefaults;
+    use crate::error::Result;
+    use crate::ir::Builder;
+    use crate::ir::ops::Route;
+
+    pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+        let decoder = Decoder::with_epsilon(s, None, 1e-5)?;
+        let experts = Experts {
+            count: s.size_or("num_local_experts", 8)?,
+            route: Route { top: s.size_or("num_experts_per_tok", 2)?, normalised: true, ..Route::default() },
+            inner: s.size("intermediate_size")?,
+            // The name in published files, or that of transformers 5.
+            block: if b.stored_shape("model.layers.0.mlp.gate.weight").is_some() { "mlp" } else { "block_sparse_moe" },
+            parts: ["w1", "w3", "w2"],
+            shared: None,
+            plain: Vec::new(),
+            first: 0,
+            step: 1,
+        };
+        let rope = RopeDefaults { theta: 1e6, ..RopeDefaults::default() };
+        let decoder = Decoder { experts: Some(experts), ..decoder };
+        decoder.build(b, every_layer(s, decoder.head_dim, rope, |_| Ok(s.get("sliding_window").is_some()))?)
+    }
+}

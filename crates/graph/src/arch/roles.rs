@@ -1,0 +1,54 @@
+//! Roles of weights, by the table of families or, for other models, by names.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value};
+
+use super::{Tie, conventions, family};
+use crate::store::{Role, Weight};
+
+/// Sets the roles of the weights of a checkpoint that have none.
+pub fn mark_roles(weights: &mut BTreeMap<String, Weight>, config: &Map<String, Value>) {
+    let Some(family) = config.get("model_type").and_then(Value::as_str).and_then(family) else { return conventions::mark(weights, config) };
+    for (name, weight) in weights.iter_mut().filter(|(_, weight)| weight.role.is_none()) {
+        let Some(module) = name.strip_suffix(".weight") else { continue };
+        weight.role = match weight.shape.len() {
+            2 => Some(family.role(module).unwrap_or(Role::Matrix)),
+            3 if family.is_stacked(module) => Some(Role::Experts),
+            _ => None,
+        };
+    }
+}
+
+/// The role of a weight; without a recorded one, by its name. `None` for weights of linear layers.
+pub fn role(name: &str, weight: &Weight) -> Option<Role> {
+    weight.role.or_else(|| conventions::role(name))
+}
+
+/// Whether a matrix is an embedding table, by its name.
+pub fn is_embedding_table(model_type: &str, name: &str) -> bool {
+    let role = match (family(model_type), name.strip_suffix(".weight")) {
+        (Some(family), Some(module)) => family.role(module),
+        _ => conventions::role(name),
+    };
+    role == Some(Role::Table)
+}
+
+/// Weights that are tied unless `config.json` unties them.
+pub fn tied(model_type: &str) -> &'static [Tie] {
+    family(model_type).map_or(conventions::TIED, |family| family.tied)
+}
+
+/// Names of the same table, regardless of the configuration.
+pub fn shared_tables(model_type: &str) -> &'static [Tie] {
+    family(model_type).map_or(&[], |family| family.shared_tables)
+}
+
+/// Name of the layer that runtimes fuse a weight into; the unchanged name if the weight is not fused.
+pub fn fused_layer(model_type: &str, name: &str) -> String {
+    let groups = family(model_type).map_or(conventions::FUSED, |family| family.fused);
+    let Some(module) = name.strip_suffix(".weight") else { return name.to_owned() };
+    let parent = |part: &&str| module.strip_suffix(*part).filter(|parent| parent.ends_with('.'));
+    let fused = groups.iter().find_map(|parts| Some(format!("{}{}", parts.iter().find_map(parent)?, parts.join("+"))));
+    fused.unwrap_or_else(|| name.to_owned())
+}

@@ -1,0 +1,73 @@
+//! Graphs of the families.
+
+pub(super) mod block;
+mod catalog;
+mod classification;
+mod config;
+pub(super) mod decoder;
+pub(super) mod experts;
+mod keys;
+pub(super) mod latent;
+pub(super) mod mobilenet;
+pub(super) mod parts;
+mod resize;
+pub(super) mod rope;
+mod sentence;
+
+pub use config::{ReadKeys, Settings};
+pub use resize::{Shapes, derives_head_dim, has_uniform_widths, layers_key, residual_stream_axes, resized, unsupported_heads_reason};
+pub use sentence::{SentenceModule, is_of_module};
+
+use super::{ClassificationHead, Family, Groups, Keys, ModelKind, Sizes, families, family};
+use crate::error::{Error, Result};
+use crate::ir::{Builder, Graph};
+
+/// Adds inputs, nodes and outputs to a graph.
+pub type GraphBuilder = fn(&Settings, &mut Builder) -> Result<()>;
+
+/// The graph of a family, in builds that run models.
+macro_rules! graph {
+    ($build:path) => {
+        Some($build)
+    };
+}
+
+impl Family {
+    /// The kind of a model with this configuration; an encoder-decoder family can also consist of its
+    /// encoder.
+    pub fn kind_of(&self, settings: &Settings) -> ModelKind {
+        if self.kind == ModelKind::EncoderDecoder && settings.class().ends_with("EncoderModel") { ModelKind::Encoder } else { self.kind }
+    }
+}
+
+/// Builds the graph of a model.
+///
+/// # Errors
+/// The family is not supported, the configuration is incomplete or requests something unsupported, or the
+/// weights do not match it.
+pub fn build(settings: &Settings, modules: &[SentenceModule], builder: Builder) -> Result<Graph> {
+    describe(settings, modules, builder).map(|(graph, _)| graph)
+}
+
+/// Builds the graph of a model, and returns the unknown keys of its configuration.
+///
+/// # Errors
+/// As [`build`].
+pub fn describe(settings: &Settings, modules: &[SentenceModule], mut builder: Builder) -> Result<(Graph, Vec<String>)> {
+    let read = ReadKeys::default();
+    let settings = settings.recording(&read);
+    let model_type = settings.text("model_type")?;
+    let Some((family, graph)) = family(model_type).and_then(|family| Some((family, family.graph?))) else {
+        let supported = families().filter(|family| family.graph.is_some()).map(|family| family.model_type).collect::<Vec<_>>().join(", ");
+        return Err(Error::Unsupported {
+            what: format!("model_type `{model_type}`"),
+            hint: format!(
+                "supported families: {supported}; other models need a graph.json next to the weights, and passes that only read weights need neither"
+            ),
+        });
+    };
+    graph(&settings, &mut builder)?;
+    let unknown = family.keys.check_model(&settings)?;
+    sentence::add(modules, &mut builder)?;
+    Ok((builder.finish()?, unknown))
+}

@@ -1,0 +1,200 @@
+//! Families without a graph, whose weights can be compressed.
+
+use super::ModelKind::{Encoder, EncoderDecoder};
+use super::family::{DECODER, EMPTY, ENCODER, ExpertLayout, Family};
+use crate::store::Role;
+
+/// Queries, keys and values, and gate and up projections with the names of Mixtral.
+const NUMBERED: &[&[&str]] = &[&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"], &["w1", "w3"]];
+/// Latent attention of DeepSeek.
+const LATENT: &[&[&str]] = &[&["q_a_proj", "kv_a_proj_with_mqa"], &["gate_proj", "up_proj"]];
+/// Layers that predict further tokens, after the last layer of the model.
+const NEXT_TOKENS: &[(&str, Role)] = &[("eh_proj", Role::TokenPrediction)];
+const VISION: &[(&str, Role)] = &[("vision_model", Role::Vision), ("multi_modal_projector", Role::Vision)];
+
+/// Decoders with experts, with the names of DeepSeek.
+const MIXTURE: Family = Family {
+    heads: &["lm_head", "score", "shared_head.head"],
+    routers: &["mlp.gate"],
+    exempt: NEXT_TOKENS,
+    experts: Some(ExpertLayout { keys: &["n_routed_experts", "num_experts"], stacked: &[] }),
+    sizes: None,
+    ..DECODER
+};
+/// Decoders with experts, with the names of Mixtral.
+const SPARSE: Family = Family { fused: NUMBERED, routers: &["block_sparse_moe.gate"], experts: LOCAL, exempt: &[], ..MIXTURE };
+const LOCAL: Option<ExpertLayout> = Some(ExpertLayout { keys: &["num_local_experts"], stacked: &[] });
+/// Hybrids of attention and gated delta networks.
+const DELTA: Family = Family {
+    fused: &[&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"], &["in_proj_qkv", "in_proj_z"], &["in_proj_b", "in_proj_a"]],
+    routers: &["mlp.gate", "shared_expert_gate"],
+    exempt: &[
+        ("linear_attn.in_proj_a", Role::LinearAttentionGate),
+        ("linear_attn.in_proj_b", Role::LinearAttentionGate),
+        ("linear_attn.in_proj_ba", Role::LinearAttentionGate),
+        ("visual", Role::Vision),
+        ("mtp", Role::TokenPrediction),
+    ],
+    experts: Some(ExpertLayout { keys: &["num_experts"], stacked: &[] }),
+    ..MIXTURE
+};
+const GRANITE: Family = Family {
+    routers: &["router"],
+    experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"] }),
+    exempt: &[],
+    ..MIXTURE
+};
+const STEP3: Family = Family {
+    routers: &["moe.gate"],
+    exempt: &[("vision_model", Role::Vision), ("vit_downsampler", Role::Vision), ("vit_large_projector", Role::Vision)],
+    experts: Some(ExpertLayout { keys: &["moe_num_experts"], stacked: &["moe.gate_proj", "moe.up_proj", "moe.down_proj"] }),
+    ..MIXTURE
+};
+const LLAMA4: Family = Family { routers: &["feed_forward.router"], experts: LOCAL, exempt: VISION, ..MIXTURE };
+/// Decoders with the names of GPT-2.
+const GPT: Family = Family { tied: &[("lm_head.weight", "transformer.wte.weight")], fused: &[], embeddings: &["wte", "wpe"], sizes: None, ..DECODER };
+/// Decoders with the names of BLOOM.
+const BLOOM: Family =
+    Family { tied: &[("lm_head.weight", "transformer.word_embeddings.weight")], fused: &[], embeddings: &["word_embeddings"], sizes: None, ..DECODER };
+/// State-space models.
+const MAMBA: Family = Family { tied: &[("lm_head.weight", "backbone.embeddings.weight")], fused: &[], embeddings: &["embeddings"], sizes: None, ..DECODER };
+/// Encoder-decoder models with the names of BART.
+const BART: Family = Family {
+    kind: EncoderDecoder,
+    tied: &[("lm_head.weight", "model.shared.weight")],
+    fused: &[&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], &["encoder_attn.k_proj", "encoder_attn.v_proj"]],
+    embeddings: &["shared", "embed_tokens", "embed_positions"],
+    heads: &["lm_head"],
+    ..EMPTY
+};
+/// XLM. Layers of the decoder read the encoder in `encoder_attn`.
+const XLM: Family = Family {
+    kind: Encoder,
+    tied: &[("pred_layer.proj.weight", "transformer.embeddings.weight")],
+    fused: &[&["q_lin", "k_lin", "v_lin"]],
+    embeddings: &["embeddings", "position_embeddings", "lang_embeddings"],
+    heads: &["pred_layer"],
+    ..EMPTY
+};
+
+/// A decoder with the names of Llama.
+const fn decoder(model_type: &'static str) -> Family {
+    Family { model_type, sizes: None, ..DECODER }
+}
+
+/// A family with the names of another one.
+const fn like(model_type: &'static str, family: Family) -> Family {
+    Family { model_type, ..family }
+}
+
+/// The families.
+pub(super) const FAMILIES: &[Family] = &[
+    Family { fused: LATENT, ..like("deepseek_v3", MIXTURE) },
+    // Attention scores of the indexer are weighted in full precision.
+    Family { fused: LATENT, exempt: &[("eh_proj", Role::TokenPrediction), ("indexer.weights_proj", Role::Other)], ..like("deepseek_v32", MIXTURE) },
+    Family { fused: LATENT, ..like("kimi_k2", MIXTURE) },
+    like("kimi_linear", SPARSE),
+    like("glm4_moe", MIXTURE),
+    like("dots1", MIXTURE),
+    like("olmoe", MIXTURE),
+    like("ernie4_5_moe", MIXTURE),
+    like("hunyuan_v1_moe", MIXTURE),
+    Family { routers: &["mlp.router"], experts: LOCAL, ..like("gpt_oss", MIXTURE) },
+    like("llama4", LLAMA4),
+    like("llama4_text", LLAMA4),
+    like("qwen3_next", DELTA),
+    like("qwen3_5", DELTA),
+    like("qwen3_5_text", DELTA),
+    like("qwen3_5_moe", DELTA),
+    like("qwen3_5_moe_text", DELTA),
+    like("granitemoe", GRANITE),
+    like("granitemoeshared", GRANITE),
+    like("granitemoehybrid", GRANITE),
+    like("jetmoe", GRANITE),
+    like("step3_text", STEP3),
+    like("step3_vl", STEP3),
+    like("phimoe", SPARSE),
+    like("minimax", SPARSE),
+    like("minimax_m2", SPARSE),
+    Family { routers: &["ffn.router"], ..like("dbrx", GPT) },
+    Family { tied: &[], fused: &[], embeddings: &["embedding"], heads: &["output_layer", "score"], ..decoder("chatglm") },
+    Family { fused: &[&["w1", "w2"]], ..like("qwen", GPT) },
+    Family { fused: &[&["q_proj", "k_proj", "v_proj"], &["c_fc_0", "c_fc_1"]], ..like("exaone", GPT) },
+    Family { fused: &[&["q_proj", "k_proj", "v_proj"]], ..like("gptj", GPT) },
+    like("gpt_bigcode", GPT),
+    like("codegen", GPT),
+    like("mpt", GPT),
+    Family {
+        tied: &[("lm_head.weight", "transformer.tokens_embed.weight")],
+        embeddings: &["tokens_embed", "positions_embed"],
+        is_input_major: true,
+        ..like("openai-gpt", GPT)
+    },
+    Family { tied: &[], is_input_major: true, ..like("imagegpt", GPT) },
+    Family {
+        tied: &[],
+        exempt: &[("embed_timestep", Role::Table), ("embed_return", Role::Other), ("embed_state", Role::Other), ("embed_action", Role::Other)],
+        is_input_major: true,
+        ..like("decision_transformer", GPT)
+    },
+    like("bloom", BLOOM),
+    like("falcon", BLOOM),
+    Family {
+        tied: &[("output.weight", "model.tok_embeddings.weight")],
+        fused: &[&["w1", "w3"]],
+        embeddings: &["tok_embeddings"],
+        heads: &["output", "score"],
+        ..decoder("internlm2")
+    },
+    // Keys and values read different mixtures of tokens.
+    Family { tied: &[], fused: &[], embeddings: &["embeddings"], heads: &["head"], ..decoder("rwkv") },
+    like("mamba", MAMBA),
+    like("mamba2", MAMBA),
+    like("falcon_mamba", MAMBA),
+    Family {
+        fused: &[&["q_proj", "k_proj", "v_proj"]],
+        routers: &["mixer.gate"],
+        experts: Some(ExpertLayout { keys: &["n_routed_experts"], stacked: &[] }),
+        ..like("nemotron_h", MAMBA)
+    },
+    Family { tied: &[("lm_head.weight", "transformer.w.weight")], fused: &[&["Wq", "Wk", "Wv"]], embeddings: &["transformer.w"], ..decoder("ctrl") },
+    Family {
+        tied: &[("lm_loss.weight", "transformer.word_embedding.weight")],
+        fused: &[],
+        embeddings: &["word_embedding"],
+        heads: &["lm_loss"],
+        ..decoder("xlnet")
+    },
+    like("xlm", XLM),
+    like("flaubert", XLM),
+    Family {
+        tied: &[("predictions.decoder.weight", "albert.embeddings.word_embeddings.weight")],
+        fused: &[&["query", "key", "value"]],
+        heads: &["predictions"],
+        exempt: &[("embedding_hidden_mapping_in", Role::Other)],
+        ..like("albert", ENCODER)
+    },
+    Family {
+        tied: &[("generator_lm_head.weight", "electra.embeddings.word_embeddings.weight")],
+        fused: &[&["query", "key", "value"]],
+        heads: &["generator_predictions", "generator_lm_head", "discriminator_predictions"],
+        exempt: &[("embeddings_project", Role::Other)],
+        ..like("electra", ENCODER)
+    },
+    like("bart", BART),
+    like("mbart", BART),
+    like("m2m_100", BART),
+    like("marian", BART),
+    like("pegasus", BART),
+    decoder("cohere"),
+    decoder("cohere2"),
+    decoder("glm"),
+    decoder("glm4"),
+    decoder("granite"),
+    decoder("internlm"),
+    decoder("olmo"),
+    decoder("olmo3"),
+    decoder("phi"),
+    decoder("stablelm"),
+    decoder("starcoder2"),
+];
