@@ -235,6 +235,63 @@ fn heads_and_embeddings_of_families_without_a_graph_are_not_linear() {
     }
 }
 
+/// Families whose models are not in transformers.
+const CUSTOM_CODE: [&str; 11] = ["chatglm", "dbrx", "dots1", "exaone", "hunyuan_v1_moe", "internlm", "internlm2", "kimi_k2", "qwen", "step3_text", "step3_vl"];
+
+/// Linear layers that are not quantized: the layers before the logits, gates, and projections of embeddings.
+const EXEMPT: [&str; 9] = [
+    "albert: albert.encoder.embedding_hidden_mapping_in.weight",
+    "albert: predictions.dense.weight",
+    "camembert: lm_head.dense.weight",
+    "decision_transformer: embed_action.weight",
+    "decision_transformer: embed_return.weight",
+    "decision_transformer: embed_state.weight",
+    "deepseek_v32: model.layers.0.self_attn.indexer.weights_proj.weight",
+    "electra: electra.embeddings_project.weight",
+    "electra: generator_predictions.dense.weight",
+];
+
+/// A family in `tests/golden/families.json`.
+#[derive(serde::Deserialize)]
+struct Described {
+    model_type: String,
+    tied: Vec<(String, String)>,
+    tables: Vec<String>,
+    heads: Vec<String>,
+    routers: Vec<String>,
+    others: Vec<String>,
+}
+
+/// Weights of families without a graph have the roles, and the ties, of transformers' modules.
+#[test]
+fn families_without_a_graph_agree_with_transformers() {
+    let golden = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/families.json")).unwrap();
+    let described: Vec<Described> = serde_json::from_value(serde_json::from_str::<Value>(&golden).unwrap()["families"].take()).unwrap();
+    let mut exempt = BTreeSet::new();
+    for family in &described {
+        let model_type = &family.model_type;
+        let names: Vec<&String> = [&family.tables, &family.heads, &family.routers, &family.others].into_iter().flatten().collect();
+        let shapes: Vec<(&str, &[usize])> = names.iter().map(|name| (name.as_str(), MATRIX)).collect();
+        let (_folder, model) = folder(model_type, &shapes);
+        let role = |name: &str| model.weights.by_name[name].role;
+        for (names, expected) in [(&family.tables, Role::Table), (&family.heads, Role::Head), (&family.routers, Role::Router)] {
+            for name in names {
+                assert_eq!(role(name), Some(expected), "{model_type}: {name}");
+            }
+        }
+        let others = family.others.iter().filter(|name| !matches!(role(name), Some(Role::Matrix | Role::LinearAttentionGate | Role::Vision)));
+        exempt.extend(others.map(|name| format!("{model_type}: {name}")));
+        for (alias, original) in &family.tied {
+            assert!(arch::tied(model_type).contains(&(alias, original)), "{model_type}: {alias} is tied to {original}");
+        }
+    }
+    assert_eq!(exempt.iter().map(String::as_str).collect::<Vec<_>>(), EXEMPT);
+    let described = described.iter().map(|family| family.model_type.as_str());
+    let listed: BTreeSet<&str> = described.chain(CUSTOM_CODE).collect();
+    let rows: BTreeSet<&str> = arch::families().filter(|family| family.graph.is_none()).map(|family| family.model_type).collect();
+    assert_eq!(rows, listed);
+}
+
 #[test]
 fn experts_in_one_tensor_are_those_of_the_family() {
     let name = "model.layers.0.block_sparse_moe.input_linear.weight";

@@ -246,10 +246,10 @@ impl Family {
         let listed = |patterns: &[&str], role: Role| patterns.iter().any(is_in).then_some(role);
         let is_norm = || module.rsplit('.').next().is_some_and(|last| last.contains("norm"));
         let exempt = || self.exempt.iter().find(|(pattern, _)| is_in(pattern)).map(|(_, role)| *role);
-        exempt()
+        listed(self.embeddings, Role::Table)
             .or_else(|| listed(self.heads, Role::Head))
-            .or_else(|| listed(self.embeddings, Role::Table))
             .or_else(|| listed(self.routers, Role::Router))
+            .or_else(exempt)
             .or_else(|| is_norm().then_some(Role::Other))
     }
 

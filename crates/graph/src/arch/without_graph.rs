@@ -21,12 +21,14 @@ const MIXTURE: Family = Family {
     sizes: None,
     ..DECODER
 };
-/// Decoders with experts, with the names of Mixtral.
-const SPARSE: Family = Family { fused: NUMBERED, routers: &["block_sparse_moe.gate"], experts: LOCAL, exempt: &[], ..MIXTURE };
+/// Decoders with experts, with the names of Mixtral; routers also with those of transformers 5.
+const SPARSE: Family = Family { fused: NUMBERED, routers: &["block_sparse_moe.gate", "mlp.gate", "mlp.router"], experts: LOCAL, exempt: &[], ..MIXTURE };
 const LOCAL: Option<ExpertLayout> = Some(ExpertLayout { keys: &["num_local_experts"], stacked: &[] });
 /// Hybrids of attention and gated delta networks.
 const DELTA: Family = Family {
+    tied: &[("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "model.language_model.embed_tokens.weight")],
     fused: &[&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"], &["in_proj_qkv", "in_proj_z"], &["in_proj_b", "in_proj_a"]],
+    embeddings: &["embed_tokens", "visual.pos_embed"],
     routers: &["mlp.gate", "shared_expert_gate"],
     exempt: &[
         ("linear_attn.in_proj_a", Role::LinearAttentionGate),
@@ -57,11 +59,12 @@ const GPT: Family = Family { tied: &[("lm_head.weight", "transformer.wte.weight"
 const BLOOM: Family =
     Family { tied: &[("lm_head.weight", "transformer.word_embeddings.weight")], fused: &[], embeddings: &["word_embeddings"], sizes: None, ..DECODER };
 /// State-space models.
-const MAMBA: Family = Family { tied: &[("lm_head.weight", "backbone.embeddings.weight")], fused: &[], embeddings: &["embeddings"], sizes: None, ..DECODER };
+const MAMBA: Family =
+    Family { tied: &[("lm_head.weight", "backbone.embeddings.weight")], fused: &[], embeddings: &["embeddings", "embedding"], sizes: None, ..DECODER };
 /// Encoder-decoder models with the names of BART.
 const BART: Family = Family {
     kind: EncoderDecoder,
-    tied: &[("lm_head.weight", "model.shared.weight")],
+    tied: &[("lm_head.weight", "model.shared.weight"), ("lm_head.weight", "model.decoder.embed_tokens.weight")],
     fused: &[&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], &["encoder_attn.k_proj", "encoder_attn.v_proj"]],
     embeddings: &["shared", "embed_tokens", "embed_positions"],
     heads: &["lm_head"],
@@ -130,10 +133,11 @@ pub(super) const FAMILIES: &[Family] = &[
         is_input_major: true,
         ..like("openai-gpt", GPT)
     },
-    Family { tied: &[], is_input_major: true, ..like("imagegpt", GPT) },
+    Family { is_input_major: true, ..like("imagegpt", GPT) },
     Family {
         tied: &[],
-        exempt: &[("embed_timestep", Role::Table), ("embed_return", Role::Other), ("embed_state", Role::Other), ("embed_action", Role::Other)],
+        embeddings: &["wte", "wpe", "embed_timestep"],
+        exempt: &[("embed_return", Role::Other), ("embed_state", Role::Other), ("embed_action", Role::Other)],
         is_input_major: true,
         ..like("decision_transformer", GPT)
     },
@@ -147,7 +151,7 @@ pub(super) const FAMILIES: &[Family] = &[
         ..decoder("internlm2")
     },
     // Keys and values read different mixtures of tokens.
-    Family { tied: &[], fused: &[], embeddings: &["embeddings"], heads: &["head"], ..decoder("rwkv") },
+    Family { tied: &[("head.weight", "rwkv.embeddings.weight")], fused: &[], embeddings: &["embeddings"], heads: &["head"], ..decoder("rwkv") },
     like("mamba", MAMBA),
     like("mamba2", MAMBA),
     like("falcon_mamba", MAMBA),
