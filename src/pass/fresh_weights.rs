@@ -1,5 +1,6 @@
 //! Initial values of new weights, as transformers and torchvision initialize them.
 
+use crate::arch;
 use crate::error::{Error, Result};
 use crate::ir::{Dim, Graph, Op, ValueId};
 use crate::model::Config;
@@ -18,8 +19,8 @@ pub(in crate::pass) fn fresh_weights(graph: &Graph, config: &Config, seed: u64, 
     let wrong = |reason| Error::option(what, reason);
     let setting = |key: &str| config.get(key).and_then(serde_json::Value::as_f64);
     let deviation = setting("initializer_range").unwrap_or(0.02);
-    // The defaults of transformers for DINOv2 and ConvNeXt.
-    let layer_scale = setting("layerscale_value").or(setting("layer_scale_init_value")).unwrap_or(if config.model_type() == "convnext" { 1e-6 } else { 1.0 });
+    let default = arch::family(config.model_type()).map_or(1.0, |family| family.layer_scale);
+    let layer_scale = setting("layerscale_value").or(setting("layer_scale_init_value")).unwrap_or(default);
     let mut weights = Vec::new();
     for (number, (id, value)) in graph.params().enumerate().filter(|(_, (_, value))| is_fresh(&value.name)) {
         let shape: Option<Vec<usize>> = value.ty.shape.iter().map(Dim::fixed).collect();

@@ -235,6 +235,24 @@ fn heads_and_embeddings_of_families_without_a_graph_are_not_linear() {
     }
 }
 
+/// Names by convention, which models without a row depend on, also suit the families with a graph.
+#[test]
+fn conventions_agree_with_the_table() {
+    let mut differing = BTreeSet::new();
+    for sample in samples() {
+        let mut weights = sample.model.weights.by_name.clone();
+        weights.values_mut().for_each(|weight| weight.role = None);
+        arch::mark_roles(&mut weights, &serde_json::Map::new());
+        for (name, weight) in &sample.model.weights.by_name {
+            let by_name = &weights[name];
+            if (is_linear(name, weight), is_embedding(name, weight)) != (is_linear(name, by_name), is_embedding(name, by_name)) {
+                differing.insert(format!("{}: {name}", sample.name));
+            }
+        }
+    }
+    assert!(differing.is_empty(), "{differing:?}");
+}
+
 /// Families whose models are not in transformers.
 const CUSTOM_CODE: [&str; 11] = ["chatglm", "dbrx", "dots1", "exaone", "hunyuan_v1_moe", "internlm", "internlm2", "kimi_k2", "qwen", "step3_text", "step3_vl"];
 

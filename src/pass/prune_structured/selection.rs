@@ -63,7 +63,7 @@ impl Selection {
         }
         let rule = format!("{} of {}", parts.iter().map(PrunedPart::to_string).collect::<Vec<_>>().join(", "), counted(selected.len(), "group"));
         let mut selection = Selection { groups, selected, bundles: Vec::new(), rule };
-        let uniform = pass.uniform.unwrap_or(arch::has_uniform_widths(model_type) || model_type == "resnet");
+        let uniform = pass.uniform.unwrap_or(arch::has_uniform_widths(model_type) || arch::has_stage_widths(model_type));
         selection.bundles = selection.bundle(pass, model_type, uniform);
         Ok(selection)
     }
@@ -84,7 +84,7 @@ impl Selection {
                 _ if !uniform => (group.unit, index),
                 GroupUnit::Other => (GroupUnit::Hidden, 0),
                 GroupUnit::Heads if joint && both => (GroupUnit::Hidden, 0),
-                GroupUnit::Channels if model_type == "resnet" => (GroupUnit::Channels, stage(group)),
+                GroupUnit::Channels if arch::has_stage_widths(model_type) => (GroupUnit::Channels, stage(group)),
                 unit => (unit, 0),
             };
             by_key.entry(key).or_default().push(index);

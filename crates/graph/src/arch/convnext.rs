@@ -11,6 +11,7 @@ pub(super) const CONVNEXT: Family = Family {
         neutral: &[],
     },
     classifier: classifier("ConvNextForImageClassification", "convnext.", &["classifier"]),
+    layer_scale: 1e-6,
     ..CONVOLUTIONAL
 };
 

@@ -41,6 +41,8 @@ pub struct Family {
     pub keys: Keys,
     /// Configuration keys of the sizes that structured pruning changes.
     pub sizes: Option<&'static Sizes>,
+    /// Whether `config.json` has one width per stage of convolutions, in `hidden_sizes`.
+    pub has_stage_widths: bool,
     /// The classification head.
     pub classifier: Option<ClassificationHead>,
     /// Weights that are tied unless `config.json` unties them.
@@ -63,6 +65,8 @@ pub struct Family {
     pub positions: Positions,
     /// Whether linear weights are stored as `[in, out]` (transformers' `Conv1D`).
     pub is_input_major: bool,
+    /// Initial layer scale, if `config.json` specifies none.
+    pub layer_scale: f64,
     /// Replacements within module names, applied in order, that transformers 5 makes when it loads a
     /// checkpoint (its `conversion_mapping.py`).
     pub renames: &'static [(&'static str, &'static str)],
@@ -186,6 +190,7 @@ pub(super) const EMPTY: Family = Family {
     graph: None,
     keys: Keys::NONE,
     sizes: None,
+    has_stage_widths: false,
     classifier: None,
     tied: &[],
     shared_tables: &[],
@@ -197,6 +202,7 @@ pub(super) const EMPTY: Family = Family {
     experts: None,
     positions: Positions::DEFAULT,
     is_input_major: false,
+    layer_scale: 1.0,
     renames: &[],
     gguf: None,
     genai: "decoder",

@@ -62,6 +62,7 @@ pub(super) const GEMMA3: Family = Family {
         layer: &[gguf::LAYER, gguf::NORMS_AROUND, gguf::HEAD_NORMS],
         activation: ("hidden_activation", "gelu_pytorch_tanh"),
         windows: Windows::AllBut(6),
+        has_local_rope: true,
         hidden_size_scaled_layers: Some(62),
         ..GGUF
     }),

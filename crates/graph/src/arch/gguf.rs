@@ -27,6 +27,8 @@ pub struct GgufFamily {
     pub activation: (&'static str, &'static str),
     /// Pattern of sliding-window attention.
     pub windows: Windows,
+    /// Whether layers with a sliding window have their own base of rotary embeddings.
+    pub has_local_rope: bool,
     /// Whether a sliding window in `config.json` cannot be represented.
     pub drops_window: bool,
     /// Number of layers of the model size that scales attention scores by
@@ -113,6 +115,7 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     head_dim: None,
     activation: ("hidden_act", "silu"),
     windows: Windows::None,
+    has_local_rope: false,
     drops_window: false,
     hidden_size_scaled_layers: None,
     experts: None,

@@ -10,6 +10,7 @@ pub(super) const RESNET: Family = Family {
     model_type: "resnet",
     graph: graph!(running::build),
     keys: Keys { harmless: &["out_features", "out_indices", "stage_names"], neutral: &[] },
+    has_stage_widths: true,
     classifier: classifier("ResNetForImageClassification", "resnet.", &["classifier.1"]),
     ..CONVOLUTIONAL
 };

@@ -101,7 +101,7 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
         let is_gemma2 = every == 2;
         set("attn_logit_softcapping", json!(attention_cap.or(is_gemma2.then_some(50.0))));
         set("final_logit_softcapping", json!(logit_cap.or(is_gemma2.then_some(30.0))));
-        if !is_gemma2 {
+        if family.has_local_rope {
             let local = values.number(&values.own("rope.freq_base_swa"))?;
             set("rope_local_base_freq", json!(local.unwrap_or(10_000.0)));
         }

@@ -273,14 +273,14 @@ enum Scaling {
 
 /// The base frequency of rotary embeddings, and their scaling.
 fn positions(reader: &Reader) -> Result<(f64, Option<Scaling>)> {
-    let gemma3 = reader.family.architecture == "gemma3";
+    let has_local = reader.family.has_local_rope;
     let all = reader.get("rope_parameters").or(reader.get("rope_scaling"));
     // The newer format has one group per attention type.
     let global = all.and_then(|all| all.get("full_attention")).or(all);
     let local = all.and_then(|all| all.get("sliding_attention")).and_then(|local| local.get("rope_theta")).and_then(Json::as_f64);
     let theta = global.and_then(|all| all.get("rope_theta")).and_then(Json::as_f64);
-    let theta = theta.or(reader.number("rope_theta")?).unwrap_or(if gemma3 { 1e6 } else { 1e4 });
-    if gemma3 && local.or(reader.number("rope_local_base_freq")?).unwrap_or(1e4) != 1e4 {
+    let theta = theta.or(reader.number("rope_theta")?).unwrap_or(if has_local { 1e6 } else { 1e4 });
+    if has_local && local.or(reader.number("rope_local_base_freq")?).unwrap_or(1e4) != 1e4 {
         return Err(reader.refused("`rope_local_base_freq`", "llama.cpp uses 10000 for sliding-window layers"));
     }
     let Some(global) = global.and_then(Json::as_object) else { return Ok((theta, None)) };

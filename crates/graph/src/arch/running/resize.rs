@@ -16,6 +16,11 @@ pub fn has_uniform_widths(model_type: &str) -> bool {
     sizes(model_type).is_some()
 }
 
+/// Whether `config.json` of a family specifies one width per stage.
+pub fn has_stage_widths(model_type: &str) -> bool {
+    family(model_type).is_some_and(|family| family.has_stage_widths)
+}
+
 /// Whether the head width of a family is the width of the residual stream divided by the number of heads.
 pub fn derives_head_dim(model_type: &str) -> bool {
     sizes(model_type).is_some_and(|sizes| sizes.head_dim.is_none())
@@ -62,10 +67,7 @@ pub fn resized(config: &Map<String, Value>, head_dim: Option<usize>, shapes: Sha
     if let Some(sizes) = sizes(model_type) {
         return sizes.resized(&settings, head_dim, shapes);
     }
-    match model_type {
-        "resnet" => resnet(&settings, shapes),
-        _ => Vec::new(),
-    }
+    if has_stage_widths(model_type) { resnet(&settings, shapes) } else { Vec::new() }
 }
 
 impl Sizes {
