@@ -151,6 +151,26 @@ fn rounding_by_samples_loses_less() {
     }
 }
 
+/// The report lists the solution of every layer; with both options there is nothing to choose.
+#[test]
+fn solutions_of_layers_are_chosen_on_held_out_samples() {
+    let plain = Quantize { damping: Some(0.01), propagation: Some(0.0), ..quantized(Method::Gptq, Scheme::W4A16) };
+    for (name, passes) in [
+        ("gptq", [quantized(Method::Gptq, Scheme::W4A16).into(), plain.into()]),
+        ("sparsegpt", [Step::from(pruned(Importance::Sparsegpt)), pruned(Importance::Wanda).into()]),
+        ("activation", [InputImportance::Activation, InputImportance::None].map(|importance| Decompose { importance, ..Default::default() }.into())),
+    ] {
+        let [chosen, fixed] = passes.map(|pass| run("llama", pass));
+        let details = &chosen.report.passes[0].details;
+        let layers = details["layers"].as_array().unwrap();
+        assert_eq!(layers.len(), 14, "{name}");
+        assert!(layers.iter().all(|layer| layer["relative_error"].as_f64().unwrap() <= 1.0), "{details}");
+        let count = layers.iter().filter(|layer| layer["choice"] == name).count();
+        assert!(count > 7 && details["choices"][name] == count, "{details}");
+        assert!(fixed.report.passes[0].details.get("layers").is_none());
+    }
+}
+
 #[test]
 fn channels_that_matter_are_rounded_more_finely() {
     let folder = tempfile::tempdir().unwrap();

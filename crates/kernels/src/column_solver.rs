@@ -186,7 +186,7 @@ mod tests {
         gram::add(&X, 4, &mut sums);
         // The reference implementations use a damping of 1 % of doubled sums.
         let order = [0, 1, 2, 3];
-        let compensation = Compensation::new(sums, 4, &order, 0.01).ok().unwrap();
+        let compensation = Compensation::new(&sums, 4, &order, 0.01).unwrap();
         let grid = step.map(|scale| Grid {
             integers: IntegerGrid { bits: 4, symmetric: true },
             group: 4,
@@ -230,7 +230,7 @@ mod tests {
         let mut ordered = plain.clone();
         ordered.sort_by(|a, b| products[b * size + b].total_cmp(&products[a * size + a]));
         let solve = |order: &[usize], zeros: Zeros, integers: Option<IntegerGrid>| {
-            let compensation = Compensation::new(products.clone(), size, order, 0.01).ok().unwrap();
+            let compensation = Compensation::new(&products, size, order, 0.01).unwrap();
             let grid = integers.map(|integers| {
                 let mut grid = Grid { integers, group: 48, steps: Vec::new(), order, store: |scale| scale as f32 };
                 grid.fit(&weight, &[1.0; 144], Range::MinMax);

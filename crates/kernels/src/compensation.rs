@@ -53,12 +53,9 @@ pub trait ColumnRule: Sync {
 
 impl Compensation {
     /// From the upper triangle of `H` `[size, size]`, with `damping` times the mean of the diagonal
-    /// added to the diagonal. `order` contains the columns in processing order. The memory of `products`
-    /// is reused.
-    ///
-    /// # Errors
-    /// Returns `products` if the damped matrix is not positive definite.
-    pub fn new(mut products: Vec<f32>, size: usize, order: &[usize], damping: f64) -> Result<Compensation, Vec<f32>> {
+    /// added to the diagonal. `order` contains the columns in processing order. `None` if the damped matrix
+    /// is not positive definite.
+    pub fn new(products: &[f32], size: usize, order: &[usize], damping: f64) -> Option<Compensation> {
         let mean = (0..size).map(|at| f64::from(products[at * size + at])).sum::<f64>() / size.max(1) as f64;
         // If all features are zero in all samples, any positive value works.
         let added = if mean > 0.0 { damping * mean } else { 1.0 };
@@ -72,11 +69,12 @@ impl Compensation {
             }
             row[i] += added;
         });
-        let Some(lower) = solve::triangle(matrix, size) else { return Err(products) };
+        let lower = solve::triangle(matrix, size)?;
         let at = |k: usize, j: usize| lower[(size - 1 - k) * size + (size - 1 - j)];
         let costs: Vec<f32> = (0..size).map(|j| (at(j, j) * at(j, j)) as f32).collect();
-        products.par_chunks_mut(size.max(1)).enumerate().for_each(|(k, row)| (k + 1..size).for_each(|j| row[j] = (at(k, j) / at(j, j)) as f32));
-        Ok(Compensation { size, ratios: products, costs })
+        let mut ratios = vec![0f32; size * size];
+        ratios.par_chunks_mut(size.max(1)).enumerate().for_each(|(k, row)| (k + 1..size).for_each(|j| row[j] = (at(k, j) / at(j, j)) as f32));
+        Some(Compensation { size, ratios, costs })
     }
 
     /// Cost of the squared error of each column, in processing order.
@@ -201,7 +199,7 @@ mod tests {
         let mut sums = vec![0f32; size * size];
         super::super::gram::add(&features, size, &mut sums);
         let order: Vec<usize> = (0..size).rev().collect();
-        let compensation = Compensation::new(sums.clone(), size, &order, 0.0).ok().unwrap();
+        let compensation = Compensation::new(&sums, size, &order, 0.0).unwrap();
         let wanted: Vec<f32> = (0..rows * size).map(|i| number(i * 31)).collect();
         let at = |a: usize, b: usize| f64::from(sums[a.min(b) * size + a.max(b)]);
         let product = |row: usize, column: usize| (0..size).map(|k| f64::from(wanted[row * size + k]) * at(order[k], order[column])).sum::<f64>() as f32;

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::MethodReport;
 use crate::error::{Error, Result};
 use crate::exec;
 use crate::model::Model;
@@ -27,13 +28,9 @@ const METADATA: &str = "about.json";
 pub(super) struct BlockReport {
     /// Number of chains that were rescaled.
     pub rescaled: usize,
-    /// Notes for the report.
-    pub notes: Vec<String>,
-    /// A metric of each weight, if the method has one.
-    #[serde(default)]
-    pub figures: BTreeMap<String, f64>,
+    /// Report of the method.
+    pub method: MethodReport,
     /// Inputs of layers with fewer tokens than features: both numbers, and the name of the value.
-    #[serde(default)]
     pub few_tokens: Vec<(usize, usize, String)>,
 }
 
@@ -52,6 +49,9 @@ struct WeightMetadata {
     /// Encoding of a quantized weight.
     affine: Option<QuantizationSpec>,
 }
+
+/// The changed weights of a block, and its report.
+type StoredBlock = (BTreeMap<String, Weight>, BlockReport);
 
 /// A folder of block checkpoints.
 pub(super) struct BlockCheckpoints {
@@ -92,7 +92,7 @@ impl BlockCheckpoints {
     }
 
     /// Loads the weights and the report of a block; `None` if it has no checkpoint.
-    pub fn load(&self, block: usize, model: &Model) -> Result<Option<(BTreeMap<String, Weight>, BlockReport)>> {
+    pub fn load(&self, block: usize, model: &Model) -> Result<Option<StoredBlock>> {
         let path = self.path(block);
         if !path.is_dir() {
             return Ok(None);
@@ -118,8 +118,8 @@ impl BlockCheckpoints {
         Ok(Some((weights.collect(), report)))
     }
 
-    /// Stores a checkpoint of a block. Returns its weights as read back from the files.
-    pub fn store(&self, block: usize, model: &Model, changed: BTreeMap<String, Weight>, report: BlockReport, work: &Work) -> Result<BTreeMap<String, Weight>> {
+    /// Stores a checkpoint of a block. Returns it as read back from the files.
+    pub fn store(&self, block: usize, model: &Model, changed: BTreeMap<String, Weight>, report: BlockReport, work: &Work) -> Result<StoredBlock> {
         let staging = Staging::new(&self.path(block), Replace::Work(METADATA), &*model.path)?;
         let weights: BTreeMap<String, WeightMetadata> = changed
             .iter()
@@ -136,7 +136,7 @@ impl BlockCheckpoints {
         fs::write(&path, text).map_err(Error::io("write", &path))?;
         staging.commit()?;
         let missing = || Error::malformed(&self.path(block), "was removed by another process");
-        self.load(block, model)?.map(|(weights, _)| weights).ok_or_else(missing)
+        self.load(block, model)?.ok_or_else(missing)
     }
 }
 

@@ -4,7 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
-use super::{BlockCheckpoints, BlockReport, Layer, Layerwise, Method, Moments, MomentsRequest, require_bytes, require_finite, transposed};
+use super::held_out::{Errors, LayerChoice};
+use super::{
+    BlockCheckpoints, BlockReport, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, require_bytes, require_finite, transposed,
+};
 use crate::error::{Error, Result, counted};
 use crate::kernel::dense::product;
 use crate::kernel::low_rank::LowRank;
@@ -27,19 +30,21 @@ pub(in crate::pass) fn decompose(
 ) -> Result<Map<String, Value>> {
     let options = pass.options();
     let by_weight: BTreeMap<&str, &Factorization> = factorizations.iter().map(|f| (f.weight.as_str(), f)).collect();
-    let mut factorizer = Factorizer { by_weight: &by_weight, value: String::new(), products: Vec::new(), lost: BTreeMap::new(), notes: Vec::new() };
+    let mut factorizer =
+        Factorizer { by_weight: &by_weight, value: String::new(), products: Vec::new(), by_samples: BTreeSet::new(), report: MethodReport::default() };
     let mut details = Map::new();
     let uses_samples = pass.importance == InputImportance::Activation;
     let (with_samples, weight_only): (Vec<&Factorization>, Vec<&Factorization>) = factorizations.iter().partition(|f| uses_samples && !f.convolution);
     if !with_samples.is_empty() {
         let targets: BTreeSet<&str> = with_samples.iter().map(|f| f.weight.as_str()).collect();
-        let requested = MomentsRequest { products: true, ..MomentsRequest::default() };
+        let requested = MomentsRequest { products: true, held_out: true, ..MomentsRequest::default() };
         let summary = Layerwise { name: pass.name(), options: &options, context, targets: &targets, requested, rescale: None, whole_block: false }.run(
             model,
             run,
             &mut factorizer,
         )?;
         details.insert("samples".into(), json!(summary.samples));
+        factorizer.report = summary.report;
     }
     if let (true, Some(first)) = (uses_samples, weight_only.first()) {
         let count = counted(weight_only.len(), "convolution");
@@ -49,10 +54,17 @@ pub(in crate::pass) fn decompose(
     if resumed > 0 {
         applied.notes.push(format!("{} loaded from the checkpoints of an interrupted run", counted(resumed, "block")));
     }
-    applied.notes.append(&mut factorizer.notes);
-    details.insert("lost".into(), json!(factorizer.lost));
+    let report = factorizer.report;
+    applied.notes.extend(report.notes);
+    LayerChoice::describe(&report.choices, pass.name(), &mut details, &mut applied.notes);
+    details.insert("lost".into(), json!(report.figures));
     Ok(details)
 }
+
+/// Damping of the diagonal of the sums of products, as a fraction of its mean.
+const DAMPING: f64 = 0.01;
+/// Name of the factorization with samples.
+const WITH_SAMPLES: &str = "activation";
 
 /// Layers per checkpoint when decomposing without samples.
 const LAYERS_PER_CHECKPOINT: usize = 8;
@@ -62,9 +74,10 @@ struct Factorizer<'a> {
     /// Name of the input of the next layers, and the upper triangle of its sums of products.
     value: String,
     products: Vec<f32>,
-    /// Relative squared error of each weight.
-    lost: BTreeMap<String, f64>,
-    notes: Vec<String>,
+    /// Layers of the input that are factorized with samples.
+    by_samples: BTreeSet<String>,
+    /// The figures are the relative squared error of each weight.
+    report: MethodReport,
 }
 
 impl Factorizer<'_> {
@@ -72,16 +85,35 @@ impl Factorizer<'_> {
         self.by_weight.get(layer).copied().ok_or_else(|| Error::tensor(layer, "has no factorization", "add it to `ignore`"))
     }
 
+    /// Whether the factorization with samples has less error on held-out tokens than the one without.
+    fn choose(&self, layer: &Layer, values: &[f32], moments: &Moments) -> Result<LayerChoice> {
+        let [rows, size, rank] = self.factorization(&layer.weight)?.sizes;
+        let mut errors = [Errors::default(), Errors::default()];
+        for (index, fold) in moments.folds.iter().enumerate() {
+            let targets = fold.outputs(values, size);
+            let fitted = moments.without(index);
+            let products = damped(&fitted.as_ref().unwrap_or(moments).products, size);
+            for (errors, products) in errors.iter_mut().zip([None, Some(products)]) {
+                let low_rank = LowRank::new(values, size, rank, products.as_deref()).ok_or_else(|| not_finite(&layer.weight))?;
+                let effective: Vec<f32> = product(&low_rank.outer, &low_rank.inner, rank, size).into_iter().map(|x| x as f32).collect();
+                errors.add(&fold.outputs(&effective, size), &targets, rows);
+            }
+        }
+        let [plain, weighted] = errors;
+        let (choice, best) = if weighted.are_below(&plain) { (WITH_SAMPLES, &weighted) } else { ("none", &plain) };
+        let relative_error = (plain.total() > 0.0).then(|| best.total() / plain.total());
+        Ok(LayerChoice { weight: layer.weight.clone(), choice: choice.to_owned(), damping: None, propagation: None, relative_error })
+    }
+
     /// Factorizes a matrix `[rows, size]` into the weights of two layers.
     fn factors(&mut self, weight: &str, values: &[f32], products: Option<&[f32]>) -> Result<Vec<(String, Weight)>> {
         let factorization = self.factorization(weight)?.clone();
         let [_, size, rank] = factorization.sizes;
-        let not_finite = || Error::tensor(weight, "cannot be decomposed: its values, or the inputs of its layer, are too large", "add it to `ignore`");
-        let low_rank = LowRank::new(values, size, rank, products).ok_or_else(not_finite)?;
+        let low_rank = LowRank::new(values, size, rank, products).ok_or_else(|| not_finite(weight))?;
         if low_rank.damping > 0.0 {
-            self.notes.push(format!("the features of `{}` are linearly dependent: damping {:.0e} for `{weight}`", self.value, low_rank.damping));
+            self.report.notes.push(format!("the features of `{}` are linearly dependent: damping {:.0e} for `{weight}`", self.value, low_rank.damping));
         }
-        self.lost.insert(weight.to_owned(), low_rank.lost);
+        self.report.figures.insert(weight.to_owned(), low_rank.lost);
         let parts = [(low_rank.inner, size), (low_rank.outer, rank)];
         let mut weights = Vec::new();
         for ((name, shape), (values, columns)) in factorization.parts.iter().zip(&factorization.shapes).zip(parts) {
@@ -113,17 +145,16 @@ impl Factorizer<'_> {
         let identity = identity((model, None), run, &model.graph()?, options, None, (context.seed, &context.work))?;
         let folder = context.work_dir.as_ref().map(|folder| folder.join(pass.name()));
         let checkpoints = folder.map(|folder| BlockCheckpoints::open(&folder, &identity, context)).transpose()?;
-        let mut resumed = 0;
+        let (mut resumed, mut total) = (0, std::mem::take(&mut self.report));
         for (number, factorizations) in factorizations.chunks(LAYERS_PER_CHECKPOINT).enumerate() {
             let changed = match checkpoints.as_ref().map(|checkpoints| checkpoints.load(number, model)).transpose()?.flatten() {
                 Some((changed, report)) => {
                     resumed += 1;
-                    self.notes.extend(report.notes);
-                    self.lost.extend(report.figures);
+                    total.extend(report.method);
                     changed
                 }
                 None => {
-                    let (mut changed, first_note) = (BTreeMap::new(), self.notes.len());
+                    let mut changed = BTreeMap::new();
                     for factorization in factorizations {
                         context.work.cancel.check()?;
                         let name = &factorization.weight;
@@ -132,26 +163,32 @@ impl Factorizer<'_> {
                         let values = if factorization.input_major { transposed(&values, factorization.sizes[0]) } else { values };
                         changed.extend(self.factors(name, &values, None)?);
                     }
-                    match &checkpoints {
-                        Some(checkpoints) => checkpoints.store(
-                            number,
-                            model,
-                            changed,
-                            BlockReport {
-                                figures: self.lost.clone(),
-                                notes: self.notes.get(first_note..).unwrap_or_default().to_vec(),
-                                ..BlockReport::default()
-                            },
-                            &context.work,
-                        )?,
-                        None => changed,
-                    }
+                    let report = BlockReport { method: std::mem::take(&mut self.report), ..BlockReport::default() };
+                    let (changed, report) = match &checkpoints {
+                        Some(checkpoints) => checkpoints.store(number, model, changed, report, &context.work)?,
+                        None => (changed, report),
+                    };
+                    total.extend(report.method);
+                    changed
                 }
             };
             model.weights.by_name.extend(changed);
         }
+        self.report = total;
         Ok(resumed)
     }
+}
+
+fn not_finite(weight: &str) -> Error {
+    Error::tensor(weight, "cannot be decomposed: its values, or the inputs of its layer, are too large", "add it to `ignore`")
+}
+
+/// Sums of products with [`DAMPING`].
+fn damped(products: &[f32], size: usize) -> Vec<f32> {
+    let mean = (0..size).map(|at| f64::from(products[at * size + at])).sum::<f64>() / size.max(1) as f64;
+    let mut damped = products.to_vec();
+    (0..size).for_each(|at| damped[at * size + at] += (DAMPING * mean) as f32);
+    damped
 }
 
 impl Method for Factorizer<'_> {
@@ -163,15 +200,24 @@ impl Method for Factorizer<'_> {
         self.factorization(&layer.weight).map_or(0, Factorization::bytes)
     }
 
-    fn read(&mut self, value: &str, moments: Moments) -> Result<()> {
+    fn read(&mut self, value: &str, mut moments: Moments, readers: &Readers) -> Result<()> {
         value.clone_into(&mut self.value);
-        self.products = moments.products;
+        self.by_samples.clear();
+        for layer in readers.layers {
+            let choice = self.choose(layer, &readers.values(layer)?.1, &moments)?;
+            if choice.choice == WITH_SAMPLES {
+                self.by_samples.insert(layer.weight.clone());
+            }
+            self.report.choices.push(choice);
+        }
+        moments.merge();
+        self.products = damped(&moments.products, moments.size);
         Ok(())
     }
 
     fn change(&mut self, layer: &Layer, _weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let products = std::mem::take(&mut self.products);
-        let weights = self.factors(&layer.weight, values, Some(&products));
+        let weights = self.factors(&layer.weight, values, Some(&*products).filter(|_| self.by_samples.contains(&layer.weight)));
         self.products = products;
         weights
     }
@@ -187,11 +233,7 @@ impl Method for Factorizer<'_> {
         Ok(Some(effective.into_iter().map(|x| x as f32).collect()))
     }
 
-    fn notes(&mut self) -> &mut Vec<String> {
-        &mut self.notes
-    }
-
-    fn figures(&mut self) -> Option<&mut BTreeMap<String, f64>> {
-        Some(&mut self.lost)
+    fn report(&mut self) -> &mut MethodReport {
+        &mut self.report
     }
 }

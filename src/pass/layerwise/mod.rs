@@ -4,7 +4,8 @@
 //! value.
 
 mod block_checkpoints;
-mod correction;
+mod compensated;
+mod held_out;
 mod low_rank;
 mod moments;
 mod palettes;
@@ -15,8 +16,10 @@ mod sparse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Tensor};
+use serde::{Deserialize, Serialize};
 
 use crate::analysis;
+use crate::calibration::select_rows;
 use crate::data::{SequenceRoles, TokenAxis};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::Subject;
@@ -26,9 +29,10 @@ use crate::kernel::dense::transposed;
 use crate::model::Model;
 use crate::pass::{Context, calibrate, identity::identity};
 use crate::run_state::RunState;
-use crate::store::{ByteSize, Weight};
+use crate::store::{ByteSize, Weight, Weights};
 pub(in crate::pass) use block_checkpoints::checkpoint_bytes;
 use block_checkpoints::{BlockCheckpoints, BlockReport};
+use held_out::{LayerChoice, Split};
 pub(in crate::pass) use low_rank::decompose;
 use moments::{Moments, MomentsRequest};
 pub(in crate::pass) use palettes::palettize;
@@ -71,7 +75,7 @@ trait Method {
     fn check(&self, layer: &Layer, weight: &Weight) -> Result<()>;
 
     /// Receives the statistics of a value before the layers that read it are modified.
-    fn read(&mut self, value: &str, moments: Moments) -> Result<()>;
+    fn read(&mut self, value: &str, moments: Moments, readers: &Readers) -> Result<()>;
 
     /// Computes the new weights of a layer that reads the last value, by name. `values` is the current
     /// weight as `[rows, size]`.
@@ -88,12 +92,42 @@ trait Method {
         changed.get(&layer.weight).map(|weight| weight.floats(&layer.weight)).transpose()
     }
 
-    /// Notes for the report.
-    fn notes(&mut self) -> &mut Vec<String>;
+    /// The report on the layers since it was last taken.
+    fn report(&mut self) -> &mut MethodReport;
+}
 
-    /// A metric of each modified weight for the report.
-    fn figures(&mut self) -> Option<&mut BTreeMap<String, f64>> {
-        None
+/// Report of a method.
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
+struct MethodReport {
+    notes: Vec<String>,
+    /// A metric of each modified weight, if the method has one.
+    figures: BTreeMap<String, f64>,
+    /// The solutions that were chosen, if the method has several.
+    choices: Vec<LayerChoice>,
+}
+
+impl MethodReport {
+    fn extend(&mut self, other: MethodReport) {
+        self.notes.extend(other.notes);
+        self.figures.extend(other.figures);
+        self.choices.extend(other.choices);
+    }
+}
+
+/// The layers that read a value, and their current weights.
+struct Readers<'a> {
+    layers: &'a [Layer],
+    model: &'a Model,
+    changed: &'a BTreeMap<String, Weight>,
+}
+
+impl Readers<'_> {
+    /// The current weight of a layer, and its values `[rows, size]`.
+    fn values(&self, layer: &Layer) -> Result<(Weight, Vec<f32>)> {
+        let weight = self.changed.get(&layer.weight).map_or_else(|| self.model.weights.get(&layer.weight), Ok)?.clone();
+        let values = layer.output_major(weight.floats(&layer.weight)?);
+        require_finite(&layer.weight, &values)?;
+        Ok((weight, values))
     }
 }
 
@@ -125,18 +159,36 @@ struct Summary {
     pub skipped: BTreeSet<String>,
     /// Modified weights, including rescaled ones.
     pub changed: BTreeSet<String>,
+    pub report: MethodReport,
+    /// Inputs of layers with fewer tokens than features.
+    few_tokens: Vec<(usize, usize, String)>,
 }
 
-/// A note on inputs of layers that had fewer tokens than features: a solution that fits so few tokens can be worse on others than one
-/// without samples.
+/// The models of a layerwise run.
+struct Runs<'a> {
+    blocks: Blockwise<'a>,
+    /// The unmodified model.
+    reference: Option<Blockwise<'a>>,
+}
+
+impl Runs<'_> {
+    /// Enters a block. Both models share the parameters of this block and of the next one, which is
+    /// prefetched, except for `changed` ones.
+    fn enter(&mut self, block: usize, changed: &BTreeSet<String>) -> Result<()> {
+        self.blocks.enter(block)?;
+        let Some(reference) = &mut self.reference else { return Ok(()) };
+        let loaded = self.blocks.blocks().iter().skip(block).take(2).flat_map(|block| &block.parameters);
+        let same = loaded.map(String::as_str).filter(|name| !changed.contains(*name)).collect();
+        reference.enter_sharing(block, Some(&self.blocks), &same)
+    }
+}
+
+/// A note on inputs of layers that had fewer tokens than features.
 fn few_tokens_note(few: Vec<(usize, usize, String)>) -> Option<String> {
     let count = few.len();
     let (tokens, features, value) = few.into_iter().min()?;
     let example = format!("`{value}`: {tokens} for {features}");
-    Some(format!(
-        "{} had fewer calibration tokens than features ({example}): errors on other data can be larger than without samples; use more samples",
-        counted(count, "layer input")
-    ))
+    Some(format!("{} had fewer calibration tokens than features ({example}): more samples reduce errors on other data", counted(count, "layer input")))
 }
 
 impl Layerwise<'_> {
@@ -172,100 +224,105 @@ impl Layerwise<'_> {
         };
         let original = model.weights.clone();
         let start = |options| Blockwise::new(&graph, &original, |name| values.contains(name), options, &context.work);
-        // A second run of the unmodified model.
-        let mut reference = self.requested.original.then(|| start(options.clone()));
-        let mut blocks = start(options);
-        let skipped = chains.as_ref().map(|chains| chains.skipped(blocks.blocks())).unwrap_or_default();
-        method.notes().extend(rescale::note(&skipped));
+        let mut runs = Runs { reference: self.requested.original.then(|| start(options.clone())), blocks: start(options) };
+        let skipped = chains.as_ref().map(|chains| chains.skipped(runs.blocks.blocks())).unwrap_or_default();
         let mut summary = Summary { skipped, ..Summary::default() };
+        summary.report.notes.extend(rescale::note(&summary.skipped));
         samples.for_each_batch("Reading samples", &context.work, |batch| {
             summary.samples += batch.samples;
-            reference.iter_mut().try_for_each(|reference| reference.push(batch.clone()))?;
-            blocks.push(batch)
+            runs.reference.iter_mut().try_for_each(|reference| reference.push(batch.clone()))?;
+            runs.blocks.push(batch)
         })?;
         if summary.samples == 0 {
             return Err(Error::option(self.name, "the calibration data is empty"));
         }
         let mut by_block: BTreeMap<usize, Vec<&Site>> = BTreeMap::new();
         for site in &sites {
-            let block = Self::block_of(&blocks, site)?;
-            by_block.entry(block).or_default().push(site);
+            by_block.entry(Self::block_of(&runs.blocks, site)?).or_default().push(site);
         }
         let last = by_block.keys().next_back().copied().unwrap_or(0);
-        for run in [Some(&mut blocks), reference.as_mut()].into_iter().flatten() {
-            run.end_at(last);
-        }
-        let (mut resumed, mut few_tokens) = (0, Vec::new());
+        runs.blocks.end_at(last);
+        runs.reference.iter_mut().for_each(|reference| reference.end_at(last));
+        let mut resumed = 0;
         for block in 0..=last {
-            blocks.enter(block)?;
-            if let Some(reference) = &mut reference {
-                // Share the unmodified parameters of this block, and of the next block, which is
-                // prefetched.
-                let loaded = blocks.blocks().iter().skip(block).take(2).flat_map(|block| &block.parameters);
-                let same = loaded.map(String::as_str).filter(|name| !summary.changed.contains(*name)).collect();
-                reference.enter_sharing(block, Some(&blocks), &same)?;
-            }
+            runs.enter(block, &summary.changed)?;
             let sites = by_block.get(&block).map(Vec::as_slice).unwrap_or_default();
-            let changed = match checkpoints.as_ref().map(|checkpoints| checkpoints.load(block, model)).transpose()?.flatten() {
+            let stored = checkpoints.as_ref().map(|checkpoints| checkpoints.load(block, model)).transpose()?.flatten();
+            let (changed, report) = match stored {
                 Some((changed, report)) => {
                     resumed += 1;
-                    summary.rescaled += report.rescaled;
-                    method.notes().extend(report.notes);
-                    few_tokens.extend(report.few_tokens);
-                    method.figures().into_iter().for_each(|figures| figures.extend(report.figures.clone()));
-                    for (name, weight) in changed.iter().filter(|(name, _)| original.by_name.contains_key(*name)) {
-                        let values = weight.floats(name)?;
-                        blocks.replace(name, tensor(&values, &weight.shape, context)?);
-                    }
-                    for layer in sites.iter().flat_map(|site| &site.layers).filter(|layer| !changed.contains_key(&layer.weight)) {
-                        if let Some(values) = method.values(layer, &changed)? {
-                            blocks.replace(&layer.weight, tensor(&values, &original.get(&layer.weight)?.shape, context)?);
-                        }
-                    }
-                    changed
+                    self.resume(sites, &original, &mut runs.blocks, method, &changed)?;
+                    (changed, report)
                 }
                 None => {
-                    let mut changed = BTreeMap::new();
-                    let (mut report, first_note) = (BlockReport::default(), method.notes().len());
-                    if let (Some(rescale), Some(chains)) = (&self.rescale, &chains) {
-                        report.rescaled = rescale.block(chains, block, self, model, &mut blocks, &mut changed)?;
-                    }
-                    summary.rescaled += report.rescaled;
-                    let mut observed = Vec::new();
-                    for site in sites {
-                        let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.requested);
-                        self.observe(site, &mut moments, &mut blocks, reference.as_mut())?;
-                        // Without products of features, few tokens matter only for experts.
-                        if moments.nonzero < moments.size && (self.requested.products || moments.nonzero < moments.count) {
-                            report.few_tokens.push((moments.nonzero, moments.size, site.value.clone()));
-                        }
-                        observed.push((*site, moments));
-                        if !self.whole_block {
-                            self.change(&mut observed, model, &mut blocks, method, &mut changed)?;
-                        }
-                    }
-                    self.change(&mut observed, model, &mut blocks, method, &mut changed)?;
-                    few_tokens.extend(report.few_tokens.iter().cloned());
-                    report.notes.extend_from_slice(method.notes().get(first_note..).unwrap_or_default());
-                    report.figures = method.figures().cloned().unwrap_or_default();
+                    let (changed, report) = self.solve(block, sites, chains.as_ref(), model, &mut runs, method)?;
                     match &checkpoints {
                         Some(checkpoints) if !changed.is_empty() => checkpoints.store(block, model, changed, report, &context.work)?,
-                        _ => changed,
+                        _ => (changed, report),
                     }
                 }
             };
+            summary.rescaled += report.rescaled;
+            summary.few_tokens.extend(report.few_tokens);
+            summary.report.extend(report.method);
             summary.changed.extend(changed.keys().cloned());
             model.weights.by_name.extend(changed);
             if block < last {
-                blocks.leave()?;
-                reference.iter_mut().try_for_each(Blockwise::leave)?;
+                runs.blocks.leave()?;
+                runs.reference.iter_mut().try_for_each(Blockwise::leave)?;
             }
         }
-        method.notes().extend(few_tokens_note(few_tokens));
+        summary.report.notes.extend(few_tokens_note(std::mem::take(&mut summary.few_tokens)));
         if resumed > 0 {
-            method.notes().push(format!("{} loaded from the checkpoints of an interrupted run", counted(resumed, "block")));
+            summary.report.notes.push(format!("{} loaded from the checkpoints of an interrupted run", counted(resumed, "block")));
         }
         Ok(summary)
+    }
+
+    /// Continues with the weights of a block from its checkpoint.
+    fn resume(&self, sites: &[&Site], original: &Weights, blocks: &mut Blockwise, method: &dyn Method, changed: &BTreeMap<String, Weight>) -> Result<()> {
+        for (name, weight) in changed.iter().filter(|(name, _)| original.by_name.contains_key(*name)) {
+            blocks.replace(name, tensor(&weight.floats(name)?, &weight.shape, self.context)?);
+        }
+        for layer in sites.iter().flat_map(|site| &site.layers).filter(|layer| !changed.contains_key(&layer.weight)) {
+            if let Some(values) = method.values(layer, changed)? {
+                blocks.replace(&layer.weight, tensor(&values, &original.get(&layer.weight)?.shape, self.context)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Modifies the layers of a block.
+    fn solve(
+        &self,
+        block: usize,
+        sites: &[&Site],
+        chains: Option<&rescale::Chains>,
+        model: &Model,
+        runs: &mut Runs,
+        method: &mut dyn Method,
+    ) -> Result<(BTreeMap<String, Weight>, BlockReport)> {
+        let (mut changed, mut report) = (BTreeMap::new(), BlockReport::default());
+        if let (Some(rescale), Some(chains)) = (&self.rescale, chains) {
+            report.rescaled = rescale.block(chains, block, self, model, &mut runs.blocks, &mut changed)?;
+        }
+        let mut observed = Vec::new();
+        for site in sites {
+            let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.requested);
+            self.observe(site, &mut moments, &mut runs.blocks, runs.reference.as_mut())?;
+            let tokens = moments.tokens();
+            // Without products of features, few tokens matter only for experts.
+            if tokens < moments.size && (self.requested.products || tokens < moments.count) {
+                report.few_tokens.push((tokens, moments.size, site.value.clone()));
+            }
+            observed.push((*site, moments));
+            if !self.whole_block {
+                self.change(&mut observed, model, &mut runs.blocks, method, &mut changed)?;
+            }
+        }
+        self.change(&mut observed, model, &mut runs.blocks, method, &mut changed)?;
+        report.method = std::mem::take(method.report());
+        Ok((changed, report))
     }
 
     /// Number of models that run simultaneously.
@@ -281,7 +338,7 @@ impl Layerwise<'_> {
         // weight with both kinds of sums.
         let layer = |layer: &Layer| {
             let square = if self.requested.products { layer.size * layer.size } else { 0 };
-            (16 * square).max(8 * square + method.bytes(layer))
+            (20 * square).max(12 * square + method.bytes(layer))
         };
         let largest = sites.iter().flat_map(|site| &site.layers).map(layer).max().unwrap_or(0) as u64;
         require_bytes(
@@ -302,11 +359,9 @@ impl Layerwise<'_> {
         changed: &mut BTreeMap<String, Weight>,
     ) -> Result<()> {
         for (site, moments) in observed.drain(..) {
-            method.read(&site.value, moments)?;
+            method.read(&site.value, moments, &Readers { layers: &site.layers, model, changed })?;
             for layer in &site.layers {
-                let weight = changed.get(&layer.weight).map_or_else(|| model.weights.get(&layer.weight), Ok)?.clone();
-                let mut values = layer.output_major(weight.floats(&layer.weight)?);
-                require_finite(&layer.weight, &values)?;
+                let (weight, mut values) = Readers { layers: &site.layers, model, changed }.values(layer)?;
                 changed.extend(method.change(layer, &weight, &mut values)?);
                 drop(values);
                 // Continue with the stored values, which a resumed run would read.
@@ -322,13 +377,34 @@ impl Layerwise<'_> {
     /// Collects statistics of a value, optionally with that of the reference model.
     fn observe(&self, Site { value, tokens, .. }: &Site, moments: &mut Moments, blocks: &mut Blockwise, mut reference: Option<&mut Blockwise>) -> Result<()> {
         let op = Op::Linear(crate::ir::ops::Linear::default());
-        let mut index = 0;
+        let samples = (0..blocks.batches()).map(|index| blocks.batch(index).samples).sum();
+        let (mut index, mut sample) = (0, 0);
+        let mut split = None;
         blocks.each(value, |batch, tensor| {
-            let rows = calibrate::rows(tensor, &op, batch, *tokens)?;
-            if let Some(reference) = &mut reference {
-                moments.add_original(value, &calibrate::rows(&reference.value(index, value)?, &op, batch, *tokens)?, &rows)?;
-                index += 1;
+            let (rows, sizes) = calibrate::rows_by_sample(tensor, &op, batch, *tokens)?;
+            let original = match &mut reference {
+                Some(reference) => Some(calibrate::rows(&reference.value(index, value)?, &op, batch, *tokens)?),
+                None => None,
+            };
+            index += 1;
+            if !moments.request.held_out {
+                original.iter().try_for_each(|original| moments.add_original(value, original, &rows))?;
+                return moments.add(value, &rows);
             }
+            let longest = sizes.iter().copied().max().unwrap_or(0);
+            let split = split.get_or_insert_with(|| Split::new(samples, longest, self.context.seed));
+            let (folds, others) = split.indices(sample, &sizes);
+            sample += sizes.len();
+            let part = |tensor: &Tensor, rows: &[u32]| select_rows(tensor, rows.to_vec()).map_err(calibrate::tensor_error);
+            for (fold, held_out) in folds.iter().enumerate().filter(|(_, rows)| !rows.is_empty()) {
+                let original = original.as_ref().map(|original| part(original, held_out)).transpose()?;
+                moments.hold_out(value, fold, &part(&rows, held_out)?, original.as_ref())?;
+            }
+            if others.is_empty() {
+                return Ok(());
+            }
+            let rows = part(&rows, &others)?;
+            original.iter().try_for_each(|original| moments.add_original(value, &part(original, &others)?, &rows))?;
             moments.add(value, &rows)
         })
     }

@@ -2,6 +2,7 @@
 
 use candle_core::{Device, Tensor};
 
+use super::held_out::HeldOut;
 use crate::error::Result;
 use crate::exec::transfer::Cause;
 use crate::exec::{floats_on_host, read};
@@ -17,9 +18,12 @@ pub(super) struct MomentsRequest {
     pub rows: usize,
     /// Whether to compare with the inputs of the same layers in the original model.
     pub original: bool,
+    /// Whether to hold out rows.
+    pub held_out: bool,
 }
 
 /// Sums over the input rows of layers.
+#[derive(Clone)]
 pub(super) struct Moments {
     /// Number of features.
     pub size: usize,
@@ -39,7 +43,10 @@ pub(super) struct Moments {
     pub largest: Vec<f32>,
     /// Raw rows, spread over the samples.
     pub rows: Vec<f32>,
-    request: MomentsRequest,
+    /// Folds of rows that are not part of the other statistics until they are
+    /// [merged](Moments::merge).
+    pub folds: Vec<HeldOut>,
+    pub request: MomentsRequest,
     batches: usize,
 }
 
@@ -56,6 +63,7 @@ impl Moments {
             magnitudes: vec![0.0; size],
             largest: vec![0.0; size],
             rows: Vec::new(),
+            folds: Vec::new(),
             request,
             batches: 0,
         }
@@ -118,6 +126,51 @@ impl Moments {
         self.nonzero += nonzero.len();
         self.batches += 1;
         Some(())
+    }
+
+    /// Holds out rows `[n, size]`, with those of the original model if they are requested.
+    pub fn hold_out(&mut self, name: &str, fold: usize, rows: &Tensor, original: Option<&Tensor>) -> Result<()> {
+        let host = |tensor: &Tensor| floats_on_host(tensor, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(values.to_vec())));
+        let rows = host(rows).map_err(tensor_error)?;
+        let original = original.map(host).transpose().map_err(tensor_error)?;
+        if !rows.iter().chain(original.iter().flatten()).all(|x| x.is_finite()) {
+            return Err(not_finite(name));
+        }
+        self.folds.resize_with(self.folds.len().max(fold + 1), HeldOut::default);
+        self.folds[fold].add(self.size, &rows, original.as_deref());
+        Ok(())
+    }
+
+    /// Number of rows that are not all zeros, including held-out rows.
+    pub fn tokens(&self) -> usize {
+        self.nonzero + self.folds.iter().map(|fold| fold.rows.len() / self.size.max(1)).sum::<usize>()
+    }
+
+    /// The statistics of the rows outside of one of several folds. `None` with only one fold, whose rows are
+    /// not included anyway.
+    pub fn without(&self, fold: usize) -> Option<Moments> {
+        let others = self.folds.iter().enumerate().filter(|(index, _)| *index != fold);
+        (self.folds.len() > 1).then(|| {
+            let mut moments = self.clone();
+            moments.folds.clear();
+            others.for_each(|(_, rows)| moments.add_fold(rows));
+            moments
+        })
+    }
+
+    /// Adds the held-out rows to the other statistics.
+    pub fn merge(&mut self) {
+        std::mem::take(&mut self.folds).iter().for_each(|fold| self.add_fold(fold));
+    }
+
+    fn add_fold(&mut self, fold: &HeldOut) {
+        // The rows were checked when they were added.
+        let _finite = self.add_rows(&fold.rows, true);
+        let differences: Vec<f32> = fold.original.iter().zip(&fold.rows).map(|(original, row)| original - row).collect();
+        if differences.iter().any(|x| *x != 0.0) {
+            self.differences.resize(self.size * self.size, 0.0);
+            gram::add_cross(&differences, &fold.rows, self.size, &mut self.differences);
+        }
     }
 
     /// Mean magnitude of each feature.

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::rounding::costs;
-use super::{Layer, Layerwise, Method, Moments, MomentsRequest};
+use super::{Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers};
 use crate::error::{Error, Result, counted};
 use crate::ir::Op;
 use crate::kernel::palette::nearest;
@@ -43,16 +43,16 @@ pub(in crate::pass) fn palettize(
     let options = pass.options();
     let requested = MomentsRequest::default();
     let work = Layerwise { name: pass.name(), options: &options, context, targets: &weighted, requested, rescale: None, whole_block: false };
-    let mut method = Palettes { encodings, costs: Vec::new(), notes: Vec::new() };
+    let mut method = Palettes { encodings, costs: Vec::new(), report: MethodReport::default() };
     let summary = work.run(model, run, &mut method)?;
-    applied.notes.append(&mut method.notes);
+    applied.notes.extend(summary.report.notes);
     Ok(summary.samples)
 }
 
 struct Palettes<'a> {
     encodings: &'a BTreeMap<String, QuantizationSpec>,
     costs: Vec<f32>,
-    notes: Vec<String>,
+    report: MethodReport,
 }
 
 impl Method for Palettes<'_> {
@@ -60,7 +60,7 @@ impl Method for Palettes<'_> {
         Ok(())
     }
 
-    fn read(&mut self, _value: &str, moments: Moments) -> Result<()> {
+    fn read(&mut self, _value: &str, moments: Moments, _readers: &Readers) -> Result<()> {
         self.costs = costs(&moments.squares);
         Ok(())
     }
@@ -84,7 +84,7 @@ impl Method for Palettes<'_> {
         Ok(vec![(layer.weight.clone(), new)])
     }
 
-    fn notes(&mut self) -> &mut Vec<String> {
-        &mut self.notes
+    fn report(&mut self) -> &mut MethodReport {
+        &mut self.report
     }
 }

@@ -4,6 +4,7 @@
 //! jointly follow from the graph.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use candle_core::Tensor;
 
@@ -235,7 +236,11 @@ impl Rescale {
         representable: &dyn Fn(&mut [f32]),
     ) -> Result<Option<Vec<f32>>> {
         let one = vec![1.0; chain.width];
-        let mut best = (self.error(&one, readers, moments, rows, RoundingMode::MinMax)?, None);
+        // The factors are chosen on one half of the rows, and compared with none on the other half.
+        let count = rows.dims()[0];
+        let (chosen, held_out) = (0..count / 2, count / 2..count);
+        let error = |factors: &[f32]| self.error(factors, readers, moments, (rows, &chosen), RoundingMode::MinMax);
+        let mut best = (error(&one)?, None);
         let ranges = self.ranges(chain, readers, moments);
         let (parts, variants): (usize, &[bool]) = if self.strength == Strength::Awq { (20, &[true, false]) } else { (10, &[true]) };
         for by_weights in variants {
@@ -248,7 +253,7 @@ impl Rescale {
                     let mut factors = self.factors(&ranges, step as f64 / parts as f64, *by_weights);
                     representable(&mut factors);
                     let finite = factors.iter().all(|factor| factor.is_finite());
-                    let error = if finite { self.error(&factors, readers, moments, rows, RoundingMode::MinMax)? } else { f64::INFINITY };
+                    let error = if finite { error(&factors)? } else { f64::INFINITY };
                     tried.insert(step, error);
                     if error < best.0 {
                         best = (error, Some(factors));
@@ -260,7 +265,7 @@ impl Rescale {
             }
         }
         let Some(factors) = best.1 else { return Ok(None) };
-        let [before, after] = [&one, &factors].map(|factors| self.error(factors, readers, moments, rows, RoundingMode::Exact));
+        let [before, after] = [&one, &factors].map(|factors| self.error(factors, readers, moments, (rows, &held_out), RoundingMode::Exact));
         Ok((after? < before? * (1.0 - MIN_GAIN)).then_some(factors))
     }
 
@@ -302,9 +307,17 @@ impl Rescale {
         factors.into_iter().map(|factor| (factor / middle).clamp(1.0 / MAX_FACTOR, MAX_FACTOR) as f32).collect()
     }
 
-    /// Squared error of the outputs of the layers for the test rows.
-    fn error(&self, factors: &[f32], readers: &[(Vec<usize>, Reader)], moments: &Moments, rows: &Tensor, mode: RoundingMode) -> Result<f64> {
-        let mut total = 0.0;
+    /// Squared error of the outputs of the layers for a range of the test rows.
+    fn error(
+        &self,
+        factors: &[f32],
+        readers: &[(Vec<usize>, Reader)],
+        moments: &Moments,
+        (rows, range): (&Tensor, &Range<usize>),
+        mode: RoundingMode,
+    ) -> Result<f64> {
+        let part = |tensor: &Tensor| tensor.narrow(0, range.start, range.len()).map_err(tensor_error);
+        let (rows, mut total) = (part(rows)?, 0.0);
         for (index, reader) in readers {
             let by: Vec<f32> = index.iter().map(|channel| factors[*channel]).collect();
             let mut values = reader.values.clone();
@@ -317,7 +330,7 @@ impl Rescale {
             };
             let read = read().map_err(tensor_error)?;
             let weight = Tensor::from_slice(&values, (reader.layer.rows, reader.layer.size), rows.device()).map_err(tensor_error)?;
-            let difference = (product(&read, &weight)? - &reader.outputs).map_err(tensor_error)?;
+            let difference = (product(&read, &weight)? - part(&reader.outputs)?).map_err(tensor_error)?;
             total += numbers(&difference)?.iter().map(|error| error * error).sum::<f64>();
         }
         Ok(total)

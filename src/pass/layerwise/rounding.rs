@@ -5,9 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
-use super::correction::{CompensatedSolver, reorder, restore};
+use super::compensated::{Choosing, Chosen, Compensating, Prepared, Solution, reorder, restore};
+use super::held_out::LayerChoice;
 use super::rescale::RoundingMode;
-use super::{Layer, Layerwise, Method, Moments, MomentsRequest, Rescale, Strength, Summary};
+use super::{Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, Rescale, Strength, Summary};
 use crate::error::{Error, Result};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Range, Zeros};
 use crate::kernel::convert;
@@ -18,26 +19,13 @@ use crate::pass::{Context, Pass, WeightObserver};
 use crate::run_state::{Applied, RunState};
 use crate::store::{ActivationScheme, Codes, Granularity, Pattern, QuantizationSpec, Scales, Weight};
 
-/// Rounding algorithm.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Rule {
-    /// Round to nearest.
-    Nearest,
-    /// Round to nearest after compensating for the errors of previous columns.
-    Gptq {
-        /// Damping of the Hessian diagonal, as a fraction of its mean.
-        damping: f64,
-        /// Whether columns with large inputs come first. Groups remain those of the stored order.
-        ordered: bool,
-    },
-}
-
 /// Configuration of the quantization of a model.
 struct Quantization<'a> {
     name: &'static str,
     options: &'a Value,
     encodings: &'a BTreeMap<String, QuantizationSpec>,
-    rule: Rule,
+    /// The options of GPTQ; `None` to round to nearest.
+    gptq: Option<Choosing>,
     /// Whether scales minimize the error, instead of covering the largest values.
     search: bool,
     /// Rescaling before rounding.
@@ -56,7 +44,12 @@ pub(in crate::pass) fn quantize(
     applied: &mut Applied,
 ) -> Result<Map<String, Value>> {
     let options = pass.options();
-    let rule = if pass.method == By::Gptq { Rule::Gptq { damping: pass.damping(), ordered: pass.ordered() } } else { Rule::Nearest };
+    let gptq = (pass.method == By::Gptq).then(|| Choosing {
+        name: "gptq",
+        ordered: pass.ordered(),
+        damping: pass.damping,
+        propagation: pass.propagation.map(|fraction| fraction as f32),
+    });
     let strength = match pass.method {
         By::Awq => Some(Strength::Awq),
         By::Smoothquant => Some(Strength::Smooth),
@@ -66,15 +59,17 @@ pub(in crate::pass) fn quantize(
         name: pass.name(),
         options: &options,
         encodings,
-        rule,
+        gptq,
         search: pass.observer() == WeightObserver::Mse,
         strength,
         ignored: pass.ignore.clone(),
     };
-    let summary = quantization.run(model, run, context, &mut applied.notes)?;
+    let summary = quantization.run(model, run, context)?;
     applied.tensors.extend(summary.changed);
+    applied.notes.extend(summary.report.notes);
     let mut details = Map::new();
     details.insert("samples".into(), json!(summary.samples));
+    LayerChoice::describe(&summary.report.choices, pass.name(), &mut details, &mut applied.notes);
     if strength.is_some() {
         details.insert("rescaled".into(), json!(summary.rescaled));
         if !summary.skipped.is_empty() {
@@ -95,8 +90,8 @@ const MIN_RANGE_PERCENT: u32 = 40;
 const SPARSE_PERCENT: u64 = 5;
 
 impl Quantization<'_> {
-    /// Quantizes the weights of a model. Notes for the report are added to `notes`.
-    fn run(&self, model: &mut Model, run: &RunState, context: &Context, notes: &mut Vec<String>) -> Result<Summary> {
+    /// Quantizes the weights of a model.
+    fn run(&self, model: &mut Model, run: &RunState, context: &Context) -> Result<Summary> {
         let targets: BTreeSet<&str> = self.encodings.keys().map(String::as_str).collect();
         let rescale = self.strength.map(|strength| {
             let (encodings, range) = (self.encodings.clone(), self.range());
@@ -115,10 +110,9 @@ impl Quantization<'_> {
             });
             Rescale { strength, activations, groups: groups.collect(), ignored: self.ignored.clone(), round: Box::new(round) }
         });
-        let compensates = self.rule != Rule::Nearest;
-        let requested = MomentsRequest { products: compensates, original: compensates, ..MomentsRequest::default() };
+        let requested = self.gptq.map_or_else(MomentsRequest::default, |choosing| choosing.request());
         let work = Layerwise { name: self.name, options: self.options, context, targets: &targets, requested, rescale, whole_block: false };
-        let mut method = Rounder { quantization: self, notes, costs: Vec::new(), order: Vec::new(), solver: None };
+        let mut method = Rounder { quantization: self, inputs: Inputs::Nearest(Vec::new()), report: MethodReport::default() };
         work.run(model, run, &mut method)
     }
 
@@ -153,72 +147,98 @@ fn grid<'o>(layer: &Layer, weight: &Weight, affine: &QuantizationSpec, order: &'
     Ok(Grid { integers: IntegerGrid { bits: bits.into(), symmetric: affine.symmetric }, group, steps: Vec::new(), order, store })
 }
 
+/// The inputs of the next layers.
+enum Inputs {
+    /// Costs of the errors of columns, to round to nearest.
+    Nearest(Vec<f32>),
+    Gptq(Chosen),
+}
+
 /// Rounds layer by layer.
-struct Rounder<'a, 'n> {
+struct Rounder<'a> {
     quantization: &'a Quantization<'a>,
-    notes: &'n mut Vec<String>,
-    costs: Vec<f32>,
-    order: Vec<usize>,
-    solver: Option<CompensatedSolver>,
+    inputs: Inputs,
+    report: MethodReport,
 }
 
-impl Rounder<'_, '_> {
+impl Quantization<'_> {
     fn affine(&self, layer: &Layer) -> Result<&QuantizationSpec> {
-        self.quantization.encodings.get(&layer.weight).ok_or_else(|| Error::tensor(&layer.weight, "has no encoding", "add it to `ignore`"))
-    }
-}
-
-impl Method for Rounder<'_, '_> {
-    fn check(&self, layer: &Layer, weight: &Weight) -> Result<()> {
-        self.affine(layer).and_then(|affine| grid(layer, weight, affine, &[])).map(|_| ())
+        self.encodings.get(&layer.weight).ok_or_else(|| Error::tensor(&layer.weight, "has no encoding", "add it to `ignore`"))
     }
 
-    fn read(&mut self, value: &str, moments: Moments) -> Result<()> {
-        self.costs = costs(&moments.squares);
-        self.order = (0..moments.size).collect();
-        self.solver = None;
-        if let Rule::Gptq { damping, ordered } = self.quantization.rule {
-            if ordered {
-                self.order.sort_by(|a, b| moments.squares[*b].total_cmp(&moments.squares[*a]).then(a.cmp(b)));
-            }
-            let solver = CompensatedSolver::new(value, moments, &self.order, damping, self.notes)?;
-            // Errors are weighted after compensation by later columns.
-            self.order.iter().zip(solver.compensation.costs()).for_each(|(column, cost)| self.costs[*column] = *cost);
-            self.solver = Some(solver);
-        }
-        Ok(())
+    /// Rounds a weight `[rows, size]` to nearest.
+    fn nearest(&self, layer: &Layer, weight: &Weight, values: &mut [f32], costs: &[f32]) -> Result<Vec<QuantizationParams>> {
+        let order: Vec<usize> = (0..layer.size).collect();
+        let mut grid = grid(layer, weight, self.affine(layer)?, &order)?;
+        grid.fit(values, costs, self.range());
+        grid.round(values);
+        Ok(grid.steps)
     }
 
-    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
-        let affine = self.affine(layer)?;
-        let mut grid = grid(layer, weight, affine, &self.order)?;
+    /// Rounds a weight `[rows, size]`.
+    fn round(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, solution: Solution) -> Result<Vec<QuantizationParams>> {
+        let (Some(compensation), Solution::Compensated(propagation)) = (&prepared.compensation, solution) else {
+            return self.nearest(layer, weight, values, &costs(&prepared.squares));
+        };
+        let order = &prepared.order;
+        let mut grid = grid(layer, weight, self.affine(layer)?, order)?;
         let rows = values.chunks_exact(layer.size.max(1));
-        let zeros: Vec<bool> = rows.flat_map(|row| self.order.iter().map(|column| row[*column] == 0.0)).collect();
+        let zeros: Vec<bool> = rows.flat_map(|row| order.iter().map(|column| row[*column] == 0.0)).collect();
         let is_sparse = 100 * zeros.iter().filter(|zero| **zero).count() as u64 >= SPARSE_PERCENT * values.len() as u64;
-        if let Some(solver) = &self.solver {
-            solver.correct(values);
-        }
-        grid.fit(values, &self.costs, self.quantization.range());
+        prepared.correct(values, propagation);
+        // Errors are weighted after compensation by later columns.
+        let mut costs = vec![0f32; layer.size];
+        order.iter().zip(compensation.costs()).for_each(|(column, cost)| costs[*column] = *cost);
+        grid.fit(values, &costs, self.range());
         let mut choices = ColumnSolver::new(Zeros::None, Some(grid));
         if is_sparse {
             choices.zeroed = zeros;
         }
-        if let Some(solver) = &self.solver {
-            reorder(values, &self.order);
-            solver.compensation.apply(values, BLOCK, &mut choices);
-            restore(values, &self.order);
-        }
-        let Some(grid) = choices.grid.take() else { return Err(Error::tensor(&layer.weight, "has no grid", "")) };
-        if self.solver.is_none() {
-            grid.round(values);
-        }
+        reorder(values, order);
+        compensation.apply(values, BLOCK, &mut choices);
+        restore(values, order);
+        Ok(choices.grid.map(|grid| grid.steps).unwrap_or_default())
+    }
+}
+
+impl Compensating for Quantization<'_> {
+    fn plain(&self) -> &'static [&'static str] {
+        &["rtn"]
+    }
+
+    fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, solution: Solution) -> Result<()> {
+        self.round(layer, weight, values, prepared, solution).map(drop)
+    }
+}
+
+impl Method for Rounder<'_> {
+    fn check(&self, layer: &Layer, weight: &Weight) -> Result<()> {
+        self.quantization.affine(layer).and_then(|affine| grid(layer, weight, affine, &[])).map(|_| ())
+    }
+
+    fn read(&mut self, value: &str, moments: Moments, readers: &Readers) -> Result<()> {
+        self.inputs = match self.quantization.gptq {
+            Some(choosing) => Inputs::Gptq(choosing.run(value, moments, readers, self.quantization, &mut self.report)?),
+            None => Inputs::Nearest(costs(&moments.squares)),
+        };
+        Ok(())
+    }
+
+    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
+        let steps = match &self.inputs {
+            Inputs::Nearest(costs) => self.quantization.nearest(layer, weight, values, costs)?,
+            Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.solution(layer))?,
+        };
+        let affine = self.quantization.affine(layer)?;
+        let order: Vec<usize> = (0..layer.size).collect();
+        let grid = Grid { steps, ..grid(layer, weight, affine, &order)? };
         let integers = grid.integers_of(values);
         let (scales, zero_points) = grid.steps.iter().map(|QuantizationParams { scale, zero }| (*scale, *zero)).unzip();
         let new = weight.quantized(&layer.weight, affine.clone(), integers, &Scales { run: grid.group, scales, zero_points, global_scale: 1.0 })?;
         Ok(vec![(layer.weight.clone(), new)])
     }
 
-    fn notes(&mut self) -> &mut Vec<String> {
-        self.notes
+    fn report(&mut self) -> &mut MethodReport {
+        &mut self.report
     }
 }

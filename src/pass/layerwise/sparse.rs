@@ -5,10 +5,11 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use serde_json::json;
+use serde_json::{Map, json};
 
-use super::correction::CompensatedSolver;
-use super::{Layer, Layerwise, Method, Moments, MomentsRequest, Summary};
+use super::compensated::{Choosing, Chosen, Compensating, Prepared, Solution};
+use super::held_out::LayerChoice;
+use super::{Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, Summary};
 use crate::error::{Error, Result};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Zeros};
 use crate::model::Model;
@@ -21,8 +22,8 @@ use crate::store::{Weight, ZeroOrigin, select};
 const BLOCK: usize = 128;
 /// Largest supported M of N:M patterns.
 const MAX_PATTERN: usize = 64;
-/// Damping of the Hessian diagonal, as a fraction of its mean.
-const DAMPING: f64 = 0.01;
+/// Options of SparseGPT.
+const SPARSEGPT: Choosing = Choosing { name: "sparsegpt", ordered: false, damping: None, propagation: None };
 
 /// Checks whether the build can run models. Always succeeds here; see `no_layerwise.rs`.
 pub(in crate::pass) fn require(_option: &str) -> Result<()> {
@@ -46,9 +47,8 @@ pub(in crate::pass) fn prune(
     }
     if let Some(context) = context {
         let meter = applied.meter.clone();
-        let mut method = Sparse { pass, norms: Vec::new(), solver: None, notes: Vec::new() };
-        let compensates = pass.importance == Importance::Sparsegpt;
-        let requested = MomentsRequest { products: compensates, original: compensates, ..MomentsRequest::default() };
+        let mut method = Sparse { zeros: Amounts(pass), inputs: Inputs::Norms(Vec::new()), report: MethodReport::default() };
+        let requested = if pass.importance == Importance::Sparsegpt { SPARSEGPT.request() } else { MomentsRequest::default() };
         let work = Layerwise {
             name: pass.name(),
             options: &applied.options,
@@ -58,27 +58,43 @@ pub(in crate::pass) fn prune(
             rescale: None,
             whole_block: pass.importance == Importance::Wanda,
         };
-        let Summary { samples, .. } = meter.time(|| work.run(&mut model, run, &mut method))?;
-        applied.notes = method.notes;
+        let Summary { samples, report, .. } = meter.time(|| work.run(&mut model, run, &mut method))?;
+        applied.notes = report.notes;
+        let mut choices = Map::new();
+        LayerChoice::describe(&report.choices, pass.name(), &mut choices, &mut applied.notes);
         let removed = names.iter().map(|name| model.weights.get(name)?.zeros()).sum::<Result<u64>>()?;
-        applied.details = Arc::new(move || json!({ "zeroed": removed, "of": of, "samples": samples }));
+        applied.details = Arc::new(move || {
+            let mut details = json!({ "zeroed": removed, "of": of, "samples": samples });
+            details.as_object_mut().into_iter().for_each(|details| details.extend(choices.clone()));
+            details
+        });
     }
     model.weights.set_zero_origin(names.iter().copied(), ZeroOrigin::Pruning);
     run.history.push(applied);
     Ok(model)
 }
 
-/// Pruning method.
-struct Sparse<'a> {
-    pass: &'a PruneUnstructured,
-    norms: Vec<f32>,
-    solver: Option<CompensatedSolver>,
-    notes: Vec<String>,
+/// Weights to remove from each layer.
+struct Amounts<'a>(&'a PruneUnstructured);
+
+/// The inputs of the next layers.
+enum Inputs {
+    /// Norms of features, for Wanda.
+    Norms(Vec<f32>),
+    Sparsegpt(Chosen),
 }
 
-impl Sparse<'_> {
+/// Pruning method.
+struct Sparse<'a> {
+    zeros: Amounts<'a>,
+    inputs: Inputs,
+    report: MethodReport,
+}
+
+impl Amounts<'_> {
     fn zeros(&self, layer: &Layer) -> Result<Zeros> {
-        match self.pass.pattern {
+        let pass = self.0;
+        match pass.pattern {
             Some(NOfM { m, .. }) if !layer.size.is_multiple_of(m) => Err(Error::tensor(
                 &layer.weight,
                 format!("has {} inputs, which is not a multiple of {m}", layer.size),
@@ -88,7 +104,7 @@ impl Sparse<'_> {
             Some(NOfM { n, m }) => Ok(Zeros::AllBut { n, m }),
             None => {
                 let (name, weights) = (&layer.weight, (layer.rows * layer.size) as u64);
-                let amount = self.pass.rule(name).map_or_else(|| self.pass.amount(), |rule| self.pass.rules[rule].amount);
+                let amount = pass.rule(name).map_or_else(|| pass.amount(), |rule| pass.rules[rule].amount);
                 let count = amount.of(weights).ok_or_else(|| too_many(amount, &format!("tensor `{name}`"), weights))?;
                 Ok(Zeros::Part(count as f64 / weights.max(1) as f64))
             }
@@ -96,36 +112,56 @@ impl Sparse<'_> {
     }
 }
 
-impl Method for Sparse<'_> {
-    fn check(&self, layer: &Layer, _weight: &Weight) -> Result<()> {
-        self.zeros(layer).map(|_| ())
+impl Compensating for Amounts<'_> {
+    fn plain(&self) -> &'static [&'static str] {
+        &["l1", "wanda"]
     }
 
-    fn read(&mut self, value: &str, moments: Moments) -> Result<()> {
-        self.norms = moments.squares.iter().map(|square| square.sqrt() as f32).collect();
-        if self.pass.importance == Importance::Sparsegpt {
-            let order: Vec<usize> = (0..moments.size).collect();
-            self.solver = Some(CompensatedSolver::new(value, moments, &order, DAMPING, &mut self.notes)?);
+    fn solve(&self, layer: &Layer, _weight: &Weight, values: &mut [f32], prepared: &Prepared, solution: Solution) -> Result<()> {
+        let zeros = self.zeros(layer)?;
+        match (solution, &prepared.compensation) {
+            (Solution::Compensated(propagation), Some(compensation)) => {
+                let block = if let Zeros::AllBut { m, .. } = zeros { BLOCK / m * m } else { BLOCK };
+                prepared.correct(values, propagation);
+                compensation.apply(values, block, &mut ColumnSolver::<fn(f64) -> f32>::new(zeros, None::<Grid<_>>));
+            }
+            // Magnitudes are compared over the complete weight.
+            (Solution::Plain(0), _) => remove(values, &vec![1.0; values.len()], zeros),
+            _ => remove(values, &norms(&prepared.squares), zeros),
         }
+        Ok(())
+    }
+}
+
+fn norms(squares: &[f64]) -> Vec<f32> {
+    squares.iter().map(|square| square.sqrt() as f32).collect()
+}
+
+impl Method for Sparse<'_> {
+    fn check(&self, layer: &Layer, _weight: &Weight) -> Result<()> {
+        self.zeros.zeros(layer).map(|_| ())
+    }
+
+    fn read(&mut self, value: &str, moments: Moments, readers: &Readers) -> Result<()> {
+        self.inputs = if self.zeros.0.importance == Importance::Sparsegpt {
+            Inputs::Sparsegpt(SPARSEGPT.run(value, moments, readers, &self.zeros, &mut self.report)?)
+        } else {
+            Inputs::Norms(norms(&moments.squares))
+        };
         Ok(())
     }
 
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
-        let zeros = self.zeros(layer)?;
-        let block = if let Zeros::AllBut { m, .. } = zeros { BLOCK / m * m } else { BLOCK };
-        match &self.solver {
-            Some(solver) => {
-                solver.correct(values);
-                solver.compensation.apply(values, block, &mut ColumnSolver::<fn(f64) -> f32>::new(zeros, None::<Grid<_>>));
-            }
-            None => remove(values, &self.norms, zeros),
+        match &self.inputs {
+            Inputs::Norms(norms) => remove(values, norms, self.zeros.zeros(layer)?),
+            Inputs::Sparsegpt(chosen) => self.zeros.solve(layer, weight, values, &chosen.prepared, chosen.solution(layer))?,
         }
         let new = weight.with_values(&layer.weight, &layer.stored(values.to_vec()))?;
         Ok(vec![(layer.weight.clone(), new)])
     }
 
-    fn notes(&mut self) -> &mut Vec<String> {
-        &mut self.notes
+    fn report(&mut self) -> &mut MethodReport {
+        &mut self.report
     }
 }
 

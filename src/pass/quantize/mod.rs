@@ -65,10 +65,16 @@ pub struct Quantize {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub group_size: Option<i64>,
     /// With `method: gptq`, the damping added to the diagonal of the Hessian, as a fraction of its mean
-    /// [default: 0.01]
+    /// [default: chosen for each layer input by the error on held-out samples]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PART"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub damping: Option<f64>,
+    /// With `method: gptq`, the fraction of the error of earlier layers that is compensated, from 0 to 1; 0
+    /// does not run the original model in parallel [default: chosen for each layer by the error on held-out
+    /// samples]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PART"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub propagation: Option<f64>,
     /// With `method: gptq`, quantize columns with large inputs first; groups remain those of the stored
     /// order [default: true]
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL"))]
@@ -116,10 +122,6 @@ impl Quantize {
             Method::Rtn => WeightObserver::L4,
             _ => WeightObserver::Mse,
         })
-    }
-
-    pub(super) fn damping(&self) -> f64 {
-        self.damping.unwrap_or(0.01)
     }
 
     pub(super) fn ordered(&self) -> bool {
@@ -241,9 +243,8 @@ impl Pass for Quantize {
     fn options(&self) -> Value {
         let group_size = self.group_size.or(self.scheme.group().map(|size| size as i64));
         let gptq = self.method == Method::Gptq;
-        let damping = gptq.then(|| self.damping());
         let ordered = gptq.then(|| self.ordered());
-        options_of(&Quantize { group_size, observer: Some(self.observer()), damping, ordered, ..self.clone() })
+        options_of(&Quantize { group_size, observer: Some(self.observer()), ordered, ..self.clone() })
     }
 
     fn check(&self) -> Result<()> {
@@ -256,11 +257,14 @@ impl Pass for Quantize {
                 ));
             }
         }
-        if self.method != Method::Gptq && (self.damping.is_some() || self.ordered.is_some()) {
-            return Err(Error::option(NAME, "`damping` and `ordered` are for `method: gptq`"));
+        if self.method != Method::Gptq && (self.damping.is_some() || self.propagation.is_some() || self.ordered.is_some()) {
+            return Err(Error::option(NAME, "`damping`, `propagation` and `ordered` are for `method: gptq`"));
         }
         if self.damping.is_some_and(|damping| !(damping > 0.0 && damping <= 1.0)) {
             return Err(Error::option(format!("{NAME}: damping"), "must be greater than 0 and at most 1"));
+        }
+        if self.propagation.is_some_and(|fraction| !(0.0..=1.0).contains(&fraction)) {
+            return Err(Error::option(format!("{NAME}: propagation"), "must be from 0 to 1"));
         }
         if self.method == Method::Smoothquant && !self.scheme.rounds_activations() {
             return Err(Error::option(NAME, "`method: smoothquant` requires a scheme with int8 activations, like W8A8: use `awq` or `gptq`"));

@@ -84,13 +84,15 @@ fn pairs() -> [(&'static str, [Value; 2]); 4] {
     ]
 }
 
+/// Layers are compared on held-out tokens. The errors of the layers of a decoder add up differently in each
+/// model, so that single draws vary, but not their mean.
 #[test]
 fn few_samples_are_not_worse_than_none() {
     for (what, [plain, by_samples]) in pairs() {
-        let mut compared = 0;
-        for seed in seeds(6) {
-            let mut draw = Draw::network(seed, Network::Dense);
-            let count = draw.rng.random_range(1..=12);
+        let mut ratios = [Vec::new(), Vec::new()];
+        for (seed, decoder) in seeds(6).flat_map(|seed| [(seed, None), (seed, Some(["llama", "qwen3"][seed as usize % 2]))]) {
+            let mut draw = decoder.map_or_else(|| Draw::network(seed, Network::Dense), |name| Draw::family(seed, name));
+            let count = draw.rng.random_range(1..=16);
             let (data, held_out) = (draw.data(&draw.samples(count, seed)), draw.samples(50, seed + 1000));
             let exports = json!([{ "safetensors": { "layout": "sparse" } }]);
             let without = draw.run(plain.clone(), exports.clone(), |builder| builder);
@@ -103,10 +105,13 @@ fn few_samples_are_not_worse_than_none() {
             };
             let error = |folder| fidelity(&draw, folder, &held_out).sqnr_db.map_or(0.0, |db| 10f64.powf(-db / 20.0));
             let (without, ours) = (error(&without.path), error(&with.path));
-            let noted = with.report.notes.iter().any(|note| note.contains("had fewer calibration tokens than features"));
-            assert!(ours <= 1.05 * without || noted, "{what}, {}: error {ours:.3e} with {count} samples, {without:.3e} without", draw.name);
-            compared += 1;
+            let limit = if decoder.is_some() { 1.15 } else { 1.0 };
+            assert!(ours <= limit * without, "{what}, {}: error {ours:.3e} with {count} samples, {without:.3e} without", draw.name);
+            ratios[usize::from(decoder.is_some())].push((ours / without.max(f64::MIN_POSITIVE)).ln());
         }
-        assert!(compared > 0, "{what}: every draw was refused");
+        for ratios in ratios {
+            let mean = (ratios.iter().sum::<f64>() / ratios.len() as f64).exp();
+            assert!(mean <= 1.0, "{what}: {mean} times the error of no samples");
+        }
     }
 }

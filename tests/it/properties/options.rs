@@ -70,7 +70,7 @@ fn context(name: &str, option: &str) -> (Value, Value) {
     match (name, option) {
         ("quantize-static", "percentile") => set(json!({ "observer": "percentile" })),
         ("quantize-dynamic", "group_size") => set(json!({ "granularity": "group" })),
-        ("quantize", "damping" | "ordered") => set(json!({ "method": "gptq" })),
+        ("quantize", "damping" | "ordered" | "propagation") => set(json!({ "method": "gptq" })),
         ("cast", "overflow") => set(json!({ "to": "f16" })),
         ("prune-structured", "minimum") => set(json!({ "amount": 0.9 })),
         ("finetune" | "distill", "momentum") => set(json!({ "optimizer": "sgd" })),

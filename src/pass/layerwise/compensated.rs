@@ -1,0 +1,365 @@
+//! Error compensation and input correction, computed once for all layers that read the same value, and
+//! their choice by the errors on held-out tokens.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+
+use super::held_out::{Errors, HeldOut, LayerChoice};
+use super::{Layer, MethodReport, Moments, MomentsRequest, Readers};
+use crate::error::{Error, Result};
+use crate::kernel::compensation::Compensation;
+use crate::kernel::epilogue::Epilogue;
+use crate::kernel::matmul::{Left, Rows, product};
+use crate::store::Weight;
+
+/// Damping that is tried first, and the limits of the search, as fractions of the mean of the diagonal.
+const DAMPING: f64 = 0.1;
+const DAMPING_LIMITS: [f64; 2] = [1e-3, 10.0];
+/// Ratio of dampings that are tried.
+const DAMPING_STEP: f64 = 3.0;
+/// Maximum number of outputs of a layer that are compared.
+const MAX_OUTPUTS: usize = 256;
+/// Smallest fraction of the input correction that is applied.
+const MIN_PROPAGATION: f32 = 0.02;
+
+/// Second moments of the inputs of layers, prepared for solving.
+pub(super) struct Prepared<'m> {
+    /// Sum of squares of each feature.
+    pub squares: Vec<f64>,
+    /// Columns in processing order.
+    pub order: Vec<usize>,
+    /// Compensation for the errors of previous columns.
+    pub compensation: Option<Compensation>,
+    /// `(X₀ - X)ᵀX` `[size, size]`, where the original model's layers read `X₀` and these read `X`; empty
+    /// if they are equal.
+    differences: Cow<'m, [f32]>,
+}
+
+/// A solution of a layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Solution {
+    /// A solution without compensation, by its index.
+    Plain(usize),
+    /// Error compensation, and this fraction of the input correction.
+    Compensated(f32),
+}
+
+/// A method with error compensation.
+pub(super) trait Compensating {
+    /// Names of the solutions without compensation. The first one needs no samples.
+    fn plain(&self) -> &'static [&'static str];
+
+    /// Replaces the values `[rows, size]` of a weight by a solution.
+    fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, solution: Solution) -> Result<()>;
+}
+
+/// The chosen solutions of the layers that read a value.
+pub(super) struct Chosen {
+    pub prepared: Prepared<'static>,
+    solutions: BTreeMap<String, Solution>,
+}
+
+impl Chosen {
+    /// The solution of a layer.
+    pub fn solution(&self, layer: &Layer) -> Solution {
+        self.solutions.get(&layer.weight).copied().unwrap_or(Solution::Plain(0))
+    }
+}
+
+/// Options of the choice.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Choosing {
+    /// Name of the solution with compensation.
+    pub name: &'static str,
+    /// Whether columns with large inputs are processed first.
+    pub ordered: bool,
+    /// Damping of the diagonal; `None` to choose it.
+    pub damping: Option<f64>,
+    /// Fraction of the input correction; `None` to choose it.
+    pub propagation: Option<f32>,
+}
+
+/// Some outputs of a layer, and their values for the held-out rows of each fold.
+struct Sampled {
+    layer: Layer,
+    weight: Weight,
+    values: Vec<f32>,
+    /// Outputs of the original model, and of this weight for the current inputs.
+    outputs: Vec<[Vec<f32>; 2]>,
+}
+
+impl Sampled {
+    fn new(readers: &Readers, layer: &Layer, folds: &[HeldOut]) -> Result<Sampled> {
+        let (weight, values) = readers.values(layer)?;
+        let rows = values.chunks_exact(layer.size.max(1)).step_by(layer.rows.div_ceil(MAX_OUTPUTS).max(1));
+        let values: Vec<f32> = rows.flatten().copied().collect();
+        let layer = Layer { rows: values.len() / layer.size.max(1), ..layer.clone() };
+        let outputs = folds.iter().map(|fold| [fold.original_outputs(&values, layer.size), fold.outputs(&values, layer.size)]).collect();
+        Ok(Sampled { layer, weight, values, outputs })
+    }
+}
+
+/// Errors of a layer for a damping.
+#[derive(Default)]
+struct Trial {
+    errors: Errors,
+    /// Numerator and denominator of the best fraction of the input correction.
+    propagation: [f64; 2],
+}
+
+impl Choosing {
+    /// Statistics to collect of the inputs of layers.
+    pub fn request(&self) -> MomentsRequest {
+        MomentsRequest { products: true, original: self.propagation != Some(0.0), held_out: self.holds_out(), ..MomentsRequest::default() }
+    }
+
+    /// Whether tokens are held out. If all options are given, there is nothing to choose.
+    fn holds_out(&self) -> bool {
+        self.damping.is_none() || self.propagation.is_none()
+    }
+
+    /// Chooses the solution of each layer that reads a value by its errors on held-out tokens, and prepares
+    /// the moments of all tokens.
+    pub fn run(&self, value: &str, mut moments: Moments, readers: &Readers, method: &dyn Compensating, report: &mut MethodReport) -> Result<Chosen> {
+        if !self.holds_out() {
+            let prepared = self.prepare(value, moments, self.damping, report)?;
+            let solution = Solution::Compensated(self.propagation.unwrap_or_default());
+            return Ok(Chosen { prepared, solutions: readers.layers.iter().map(|layer| (layer.weight.clone(), solution)).collect() });
+        }
+        let sampled: Vec<Sampled> = readers.layers.iter().map(|layer| Sampled::new(readers, layer, &moments.folds)).collect::<Result<_>>()?;
+        let solutions = (0..method.plain().len()).map(Solution::Plain);
+        let plain: Vec<Vec<Trial>> = solutions.map(|solution| self.trials(value, &moments, &sampled, method, solution, None)).collect::<Result<_>>()?;
+        let (damping, trials) = self.best_damping(value, &moments, &sampled, (method, &plain[0]))?;
+        drop(sampled);
+        moments.merge();
+        let mut solutions = BTreeMap::new();
+        for (at, (layer, trial)) in readers.layers.iter().zip(&trials).enumerate() {
+            let reference = &plain[0][at].errors;
+            let mut best = (Solution::Plain(0), reference);
+            for (index, trials) in plain.iter().enumerate().skip(1) {
+                if trials[at].errors.are_below(best.1) {
+                    best = (Solution::Plain(index), &trials[at].errors);
+                }
+            }
+            if trial.errors.are_below(best.1) {
+                best = (Solution::Compensated(self.fraction(trial.propagation)), &trial.errors);
+            }
+            let relative = (reference.total() > 0.0).then(|| best.1.total() / reference.total());
+            report.choices.push(self.choice(layer, method, best.0, damping, relative));
+            solutions.insert(layer.weight.clone(), best.0);
+        }
+        let is_used = solutions.values().any(|solution| matches!(solution, Solution::Compensated(_)));
+        let prepared = self.prepare(value, moments, is_used.then_some(damping), report)?;
+        Ok(Chosen { prepared, solutions })
+    }
+
+    fn prepare(&self, value: &str, mut moments: Moments, damping: Option<f64>, report: &mut MethodReport) -> Result<Prepared<'static>> {
+        let differences = Cow::Owned(std::mem::take(&mut moments.differences));
+        Prepared::new(value, &moments, differences, (self.ordered, damping), &mut report.notes)
+    }
+
+    fn choice(&self, layer: &Layer, method: &dyn Compensating, solution: Solution, damping: f64, relative_error: Option<f64>) -> LayerChoice {
+        let (choice, damping, propagation) = match solution {
+            Solution::Plain(index) => (method.plain()[index], None, None),
+            Solution::Compensated(fraction) => (self.name, Some(damping), Some(fraction)),
+        };
+        LayerChoice { weight: layer.weight.clone(), choice: choice.to_owned(), damping, propagation, relative_error }
+    }
+
+    /// The fraction of the input correction from its numerator and denominator.
+    fn fraction(&self, [gain, cost]: [f64; 2]) -> f32 {
+        self.propagation.unwrap_or_else(|| {
+            let fraction = if cost > 0.0 { (gain / cost).clamp(0.0, 1.0) as f32 } else { 0.0 };
+            if fraction < MIN_PROPAGATION { 0.0 } else { fraction }
+        })
+    }
+
+    /// The damping with the least error, of all layers in proportion to those of the plain solution: tries
+    /// larger or smaller values until the error rises.
+    fn best_damping(&self, value: &str, moments: &Moments, sampled: &[Sampled], compared: (&dyn Compensating, &[Trial])) -> Result<(f64, Vec<Trial>)> {
+        let (method, plain) = compared;
+        let attempt = |damping: f64| {
+            let trials = self.trials(value, moments, sampled, method, Solution::Compensated(0.0), Some(damping))?;
+            // A layer with a worse error than the plain solution will use that one.
+            let relative = |(trial, plain): (&Trial, &Trial)| {
+                let [error, plain] = [trial, plain].map(|trial| trial.errors.total());
+                if plain > 0.0 { (error / plain).min(1.0) } else { 1.0 }
+            };
+            let error: f64 = trials.iter().zip(plain).map(relative).sum();
+            Ok::<_, Error>((error, damping, trials))
+        };
+        let mut best = attempt(self.damping.unwrap_or(DAMPING))?;
+        if self.damping.is_none() && moments.folds.iter().any(|fold| !fold.rows.is_empty()) {
+            let [least, most] = DAMPING_LIMITS;
+            for step in [DAMPING_STEP, 1.0 / DAMPING_STEP] {
+                let first = best.1;
+                while (least..=most).contains(&(best.1 * step)) {
+                    let next = attempt(best.1 * step)?;
+                    if next.0 >= best.0 {
+                        break;
+                    }
+                    best = next;
+                }
+                if best.1 != first {
+                    break;
+                }
+            }
+        }
+        Ok((best.1, best.2))
+    }
+
+    /// Errors of a solution of each layer that is fitted to the tokens outside of the fold. Compensation uses
+    /// the given damping, and the best fraction of the input correction.
+    fn trials(
+        &self,
+        value: &str,
+        moments: &Moments,
+        sampled: &[Sampled],
+        method: &dyn Compensating,
+        solution: Solution,
+        damping: Option<f64>,
+    ) -> Result<Vec<Trial>> {
+        let mut trials: Vec<Trial> = sampled.iter().map(|_| Trial::default()).collect();
+        for (fold, held_out) in moments.folds.iter().enumerate().filter(|(_, fold)| !fold.rows.is_empty()) {
+            let fitted = moments.without(fold);
+            let fitted = fitted.as_ref().unwrap_or(moments);
+            let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), (self.ordered, damping), &mut Vec::new())?;
+            for (Sampled { layer, weight, values, outputs }, trial) in sampled.iter().zip(&mut trials) {
+                let [targets, current] = &outputs[fold];
+                let mut solution = solution;
+                if damping.is_some() {
+                    let mut sums = [0.0; 2];
+                    if let Some(corrected) = prepared.corrected(values).filter(|_| self.propagation.is_none()) {
+                        for ((target, current), corrected) in targets.iter().zip(current).zip(held_out.outputs(&corrected, layer.size)) {
+                            let (missing, change) = (f64::from(target - current), f64::from(corrected - current));
+                            sums[0] += missing * change;
+                            sums[1] += change * change;
+                        }
+                    }
+                    trial.propagation.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
+                    solution = Solution::Compensated(self.fraction(sums));
+                }
+                let mut solved = values.clone();
+                method.solve(layer, weight, &mut solved, &prepared, solution)?;
+                trial.errors.add(&held_out.outputs(&solved, layer.size), targets, layer.rows);
+            }
+        }
+        Ok(trials)
+    }
+}
+
+impl<'m> Prepared<'m> {
+    /// Factorizes the sums of products of a value if there is a damping. Increases it until the matrix is
+    /// positive definite, and adds a note if it does. Returns an error if it is not even with a damping of 1.
+    fn new(
+        value: &str,
+        moments: &Moments,
+        differences: Cow<'m, [f32]>,
+        (ordered, damping): (bool, Option<f64>),
+        notes: &mut Vec<String>,
+    ) -> Result<Prepared<'m>> {
+        let Moments { size, ref products, ref squares, .. } = *moments;
+        let mut order: Vec<usize> = (0..size).collect();
+        if ordered {
+            order.sort_by(|a, b| squares[*b].total_cmp(&squares[*a]).then(a.cmp(b)));
+        }
+        let mut prepared = Prepared { squares: squares.clone(), order, compensation: None, differences };
+        if let Some(damping) = damping {
+            let mut tried = damping;
+            prepared.compensation = loop {
+                let found = Compensation::new(products, size, &prepared.order, tried);
+                if found.is_some() {
+                    break found;
+                }
+                if tried >= 1.0 {
+                    let hint = "use other or more calibration samples";
+                    return Err(Error::run(format!("graph value `{value}`"), "has a Hessian that is not positive definite with any damping", hint));
+                }
+                tried = (2.0 * tried).clamp(0.01, 1.0);
+            };
+            if tried > damping {
+                notes.push(format!("the features of `{value}` are nearly linearly dependent: damping {tried:.2} instead of {damping}"));
+            }
+        }
+        Ok(prepared)
+    }
+
+    /// Corrects a weight `[rows, size]` for changed inputs: moves it by a fraction towards the least-squares
+    /// solution for the outputs of the original model (Li et al. 2025, GPTAQ,
+    /// <https://arxiv.org/abs/2504.02692>).
+    pub fn correct(&self, values: &mut [f32], fraction: f32) {
+        let (Some(compensation), false) = (&self.compensation, self.differences.is_empty() || fraction == 0.0) else { return };
+        let size = self.order.len();
+        let left = Left::pack(values, values.len() / size.max(1), size, size);
+        let mut added = vec![0f32; values.len()];
+        product(&left, &Rows { values: &self.differences, count: size, stride: size }, size, Epilogue::NONE, &mut added);
+        reorder(&mut added, &self.order);
+        compensation.divide(&mut added);
+        restore(&mut added, &self.order);
+        values.iter_mut().zip(added).for_each(|(value, added)| *value += fraction * added);
+    }
+
+    /// A weight with the full correction; `None` if the inputs have not changed.
+    fn corrected(&self, values: &[f32]) -> Option<Vec<f32>> {
+        (self.compensation.is_some() && !self.differences.is_empty()).then(|| {
+            let mut corrected = values.to_vec();
+            self.correct(&mut corrected, 1.0);
+            corrected
+        })
+    }
+}
+
+/// Permutes the columns of rows into the given order.
+pub(super) fn reorder(values: &mut [f32], order: &[usize]) {
+    let mut before = Vec::with_capacity(order.len());
+    for row in values.chunks_exact_mut(order.len().max(1)) {
+        before.clear();
+        before.extend_from_slice(row);
+        row.iter_mut().zip(order).for_each(|(value, column)| *value = before[*column]);
+    }
+}
+
+/// The inverse of [`reorder`].
+pub(super) fn restore(values: &mut [f32], order: &[usize]) {
+    let mut before = Vec::with_capacity(order.len());
+    for row in values.chunks_exact_mut(order.len().max(1)) {
+        before.clear();
+        before.extend_from_slice(row);
+        order.iter().zip(&before).for_each(|(column, value)| row[*column] = *value);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Tensor};
+
+    use super::super::MomentsRequest;
+    use super::*;
+
+    /// At the least-squares solution, the residual of the outputs is orthogonal to the inputs of the layer.
+    #[test]
+    fn layers_are_corrected_for_changed_inputs() {
+        let (count, size, rows) = (300, 40, 7);
+        let number = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 20) as f32 / 1024.0 - 2.0;
+        let original: Vec<f32> = (0..count * size).map(|i| number(i * i)).collect();
+        // Each feature has an error that depends on another one.
+        let read: Vec<f32> = (0..count * size).map(|i| original[i] - 0.5 * original[i / size * size + (i % size * 7 + 3) % size]).collect();
+        let tensor = |values: &[f32]| Tensor::from_slice(values, (count, size), &Device::Cpu).unwrap();
+        let mut moments = Moments::new(size, MomentsRequest { products: true, original: true, ..MomentsRequest::default() });
+        moments.add_original("x", &tensor(&original), &tensor(&read)).unwrap();
+        moments.add("x", &tensor(&read)).unwrap();
+        let weight: Vec<f32> = (0..rows * size).map(|i| number(i * 31)).collect();
+        let mut corrected = weight.clone();
+        let differences = Cow::Borrowed(&*moments.differences);
+        let prepared = Prepared::new("x", &moments, differences, (true, Some(1e-6)), &mut Vec::new()).unwrap();
+        prepared.correct(&mut corrected, 1.0);
+        let output = |x: &[f32], w: &[f32], at: usize, row: usize| (0..size).map(|i| f64::from(x[at * size + i]) * f64::from(w[row * size + i])).sum::<f64>();
+        for (row, feature) in (0..rows * size).map(|i| (i / size, i % size)) {
+            let along = |w: &[f32]| {
+                let left = |at: usize| output(&original, &weight, at, row) - output(&read, w, at, row);
+                (0..count).map(|at| left(at) * f64::from(read[at * size + feature])).sum::<f64>()
+            };
+            assert!(along(&corrected).abs() < 0.05, "{} of {}", along(&corrected), along(&weight));
+        }
+    }
+}
