@@ -113,7 +113,7 @@ impl Onnx {
                 match spec.codes {
                     Codes::Integer(_) => style.integers.insert(value.name.clone(), spec.clone()),
                     Codes::Palette(_) => style.palettes.insert(value.name.clone(), spec.clone()),
-                    Codes::E4m3 | Codes::E2m1 => None,
+                    Codes::Float(_) => None,
                 };
             }
         }
@@ -257,7 +257,7 @@ fn notes(model: &Model, graph: &Graph, slots: &[InitializerLayout]) -> Vec<Strin
             counted(palettes, "weight")
         ));
     }
-    let is_minifloat = |weight: &&Weight| matches!(&weight.encoding, Encoding::Quantized(spec) if matches!(spec.codes, Codes::E4m3 | Codes::E2m1));
+    let is_minifloat = |weight: &&Weight| matches!(&weight.encoding, Encoding::Quantized(spec) if spec.codes.float().is_some());
     let floats = slots.iter().filter_map(|slot| model.weights.by_name.get(&slot.weight)).filter(is_minifloat).count();
     if floats > 0 {
         notes.push(format!(

@@ -24,7 +24,7 @@ use crate::model::{Config, Model, class, is_embedding};
 use crate::run_state::{Assignment, RunState};
 use crate::store::writer::{self, Item, Prebuilt};
 use crate::store::{
-    ActivationScheme, Block, BlockSink, Bytes, Codes, DType, Encoding, Granularity, QuantizationSpec, StorageFormat, View, Weight, WeightSource, Weights,
+    ActivationScheme, Block, BlockSink, Bytes, DType, Encoding, FloatScale, Granularity, QuantizationSpec, StorageFormat, View, Weight, WeightSource, Weights,
     sparse,
 };
 use crate::work::Work;
@@ -265,11 +265,9 @@ fn input_scales(model: &Model, layout: Layout) -> Vec<Item> {
     let mut items = Vec::new();
     for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| keeps_encoding(model, layout, name)) {
         let Encoding::Quantized(QuantizationSpec { activations, scale_dtype, .. }) = &weight.encoding else { continue };
-        let (params, suffix, scale_dtype) = match activations {
-            ActivationScheme::Static(params) | ActivationScheme::Float8Static(params) => (params, "input_scale", scale_dtype),
-            ActivationScheme::Nvfp4(params) => (params, "input_global_scale", &DType::F32),
-            _ => continue,
-        };
+        let Some(params) = activations.parameters() else { continue };
+        let is_global = matches!(activations, ActivationScheme::Float(_, FloatScale::Relative(_)));
+        let (suffix, scale_dtype) = (activations.scale_name(), if is_global { &DType::F32 } else { scale_dtype });
         let module = name.strip_suffix("weight").unwrap_or(name);
         let mut scale = vec![0; scale_dtype.bitsize() / 8];
         let written = convert::from_f32(*scale_dtype, &[params.scale()], &mut scale);
@@ -316,8 +314,8 @@ fn value_size(weight: &Weight) -> u64 {
 
 /// Whether a weight can be stored sparse: its values must be at least one byte wide.
 fn eligible_for_sparse(weight: &Weight) -> bool {
-    let is_half_byte = matches!(&weight.encoding, Encoding::Quantized(spec) if spec.codes == Codes::E2m1);
-    (weight.is_float() || weight.encoding != Encoding::Dense) && !is_half_byte && !is_palette(weight) && weight.elements() > 0
+    let is_narrow = matches!(&weight.encoding, Encoding::Quantized(spec) if spec.codes.is_always_packed());
+    (weight.is_float() || weight.encoding != Encoding::Dense) && !is_narrow && weight.elements() > 0
 }
 
 /// Whether the values of a quantized weight are bit-packed. vLLM has kernels for weight-only integers
@@ -326,7 +324,7 @@ fn eligible_for_sparse(weight: &Weight) -> bool {
 fn is_packed(name: &str, weight: &Weight) -> bool {
     match &weight.encoding {
         Encoding::Dense => false,
-        Encoding::Quantized(spec) if !spec.codes.is_integer() => spec.codes == Codes::E2m1 || spec.codes.is_palette(),
+        Encoding::Quantized(spec) if !spec.codes.is_integer() => spec.codes.is_always_packed(),
         Encoding::Quantized(_) if is_embedding(name, weight) => false,
         Encoding::Quantized(spec) => {
             let (is_single, is_int8) = (spec.granularity == Granularity::Tensor, spec.codes.bits() == 8);

@@ -6,9 +6,9 @@ use super::{Context, calibrate};
 use crate::calibration::{Axis, Request};
 use crate::error::{Error, Result, counted};
 use crate::ir::quantizers::layer_weight;
-use crate::kernel::{convert, minifloat};
+use crate::kernel::convert;
 use crate::model::Model;
-use crate::store::{ActivationScheme, QuantizationSpec, Static};
+use crate::store::{ActivationScheme, FloatScale, QuantizationSpec, Static};
 
 /// Sets the input scale of each weight whose scheme has static activation scales. The scale is computed
 /// from the largest magnitude over all samples, so that layers that read the same value have the same
@@ -40,14 +40,13 @@ pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Quantiz
     for (name, affine) in encodings {
         let largest = largest.get(name).copied().unwrap_or_default();
         let or_one = |scale: f32| if scale.is_normal() && scale > 0.0 { scale } else { 1.0 };
-        affine.activations = match affine.activations {
-            ActivationScheme::Float8Static(_) => {
-                let scale = convert::scale(affine.scale_dtype, f64::from(largest) / f64::from(minifloat::E4M3_MAX));
-                ActivationScheme::Float8Static(Static::new(or_one(scale), None))
-            }
-            ActivationScheme::Nvfp4(_) => ActivationScheme::Nvfp4(Static::new(or_one(minifloat::E4M3_MAX * minifloat::E2M1_MAX / largest), None)),
-            other => other,
+        let ActivationScheme::Float(format, scale) = affine.activations else { continue };
+        let scale = match scale {
+            FloatScale::Static(_) => convert::scale(affine.scale_dtype, f64::from(largest) / f64::from(format.row().max)),
+            FloatScale::Relative(_) => format.global_scale(largest),
+            FloatScale::Token | FloatScale::Group(_) | FloatScale::PowerOfTwo => continue,
         };
+        affine.activations = affine.activations.with_parameters(Static::new(or_one(scale), None));
     }
     Ok(notes)
 }
@@ -135,7 +134,7 @@ mod tests {
             resume: false,
         };
         let model = Model::open(&folder).unwrap();
-        for (scheme, name) in [("FP8", "Float8Static"), ("NVFP4", "Nvfp4")] {
+        for (scheme, name) in [("FP8", "Float(E4m3, Static"), ("NVFP4", "Float(E2m1, Relative")] {
             let pass: Quantize = serde_json::from_value(serde_json::json!({ "scheme": scheme })).unwrap();
             let planned = pass.apply(model.clone(), &mut RunState::default(), None).unwrap();
             let done = pass.apply(model.clone(), &mut RunState::default(), Some(&context)).unwrap();
@@ -143,7 +142,7 @@ mod tests {
             for (weight, now) in &done.weights.by_name {
                 let (Encoding::Quantized(planned), Encoding::Quantized(now)) = (&planned.weights.by_name[weight].encoding, &now.encoding) else { continue };
                 assert_eq!(planned.scheme(), now.scheme());
-                let (ActivationScheme::Float8Static(by) | ActivationScheme::Nvfp4(by)) = now.activations else { panic!("{weight}: {now:?}") };
+                let Some(by) = now.activations.parameters() else { panic!("{weight}: {now:?}") };
                 assert!(format!("{:?}", now.activations).starts_with(name) && by.scale() != 1.0, "{weight}: {now:?}");
                 let part = weight.rsplit('.').nth(1).unwrap();
                 scales.entry(weight.trim_end_matches(&format!("{part}.weight")).to_owned()).or_insert_with(BTreeMap::new).insert(part.to_owned(), by.scale());

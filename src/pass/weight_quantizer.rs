@@ -2,7 +2,7 @@
 //!
 //! The arithmetic is that of compressed-tensors: with `steps = 2^bits - 1`, symmetric
 //! `scale = absmax / (steps / 2)`, asymmetric `scale = (max - min) / steps`, FP8 `scale = absmax / 448`,
-//! FP4 as in the `narrow` kernel, with NVIDIA's global scale. The scale is rounded to the dtype of the
+//! and for other scales of floats as in [`FloatFormat`]. The scale is rounded to the dtype of the
 //! model before it is used (rounded up if it is subnormal).
 
 use std::ops::Range;
@@ -12,8 +12,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::kernel::quantize::{Bounds, FourthPowers, Squares};
-use crate::kernel::{Float, convert, minifloat, quantize, with_float};
-use crate::store::{Block, BlockSink, Codes, DType, Encoding, Granularity, QuantizationSpec, Rows, View, Weight, WeightSource, least_common_multiple};
+use crate::kernel::{Float, convert, quantize, with_float};
+use crate::store::{
+    Block, BlockSink, Codes, DType, Encoding, FloatFormat, Granularity, QuantizationSpec, Rows, ScaleFormat, View, Weight, WeightSource, least_common_multiple,
+};
 use crate::work::Meter;
 
 /// Method that chooses the range of a weight scale.
@@ -44,8 +46,8 @@ impl ScaleGroup {
         Arc::new(ScaleGroup { weights, global_scale: OnceLock::new() })
     }
 
-    /// `448 · 6 / absmax`, so that the largest scale is the largest E4M3 value.
-    fn global_scale(&self, meter: &Meter) -> Result<f32> {
+    /// The scale for the largest magnitude of the weights.
+    fn global_scale(&self, format: FloatFormat, meter: &Meter) -> Result<f32> {
         if let Some(scale) = self.global_scale.get() {
             return Ok(*scale);
         }
@@ -57,7 +59,7 @@ impl ScaleGroup {
                 Ok(())
             })?;
         }
-        let exact = minifloat::E4M3_MAX * minifloat::E2M1_MAX / largest;
+        let exact = format.global_scale(largest);
         Ok(*self.global_scale.get_or_init(|| if exact.is_finite() { exact } else { 1.0 }))
     }
 }
@@ -122,29 +124,30 @@ impl WeightQuantizer {
         if self.reduced { REDUCED } else { quantize::bounds(self.affine.codes.bits()) }
     }
 
-    /// The scale of FP8 and FP4 codes for a range. The scale of NVFP4 is relative to the inverse of the
-    /// global scale.
-    fn float_scale(&self, (low, high): (f32, f32), global_scale: f32) -> f32 {
+    /// The scale of float codes for a range. [Relative](ScaleFormat::Relative) scales apply to the inverse of
+    /// the global scale.
+    fn float_scale(&self, format: FloatFormat, (low, high): (f32, f32), global_scale: f32) -> f32 {
         let largest = low.abs().max(high);
-        let or = |scale: f32, least: f32| if scale > 0.0 { scale } else { least };
-        match (self.affine.codes, self.affine.scale_dtype) {
-            (codes, DType::F8_E8M0) => minifloat::from_e8m0(minifloat::e8m0_scale(largest, if codes == Codes::E2m1 { 2 } else { 8 })),
-            (Codes::E2m1, _) => or(minifloat::from_e4m3(minifloat::to_e4m3(global_scale * (largest / minifloat::E2M1_MAX))), 0.125),
-            (_, dtype) => or(convert::scale(dtype, f64::from(largest) / f64::from(minifloat::E4M3_MAX)), f32::EPSILON),
+        match self.affine.scale_format() {
+            ScaleFormat::PowerOfTwo => format.power_of_two_scale(largest),
+            ScaleFormat::Relative => format.relative_scale(largest, global_scale),
+            ScaleFormat::Float => {
+                let scale = convert::scale(self.affine.scale_dtype, f64::from(largest) / f64::from(format.row().max));
+                if scale > 0.0 { scale } else { f32::EPSILON }
+            }
         }
     }
 
     fn encode<F: Float>(&self, values: &[u8], codes: &mut [u8], scale: f32, zero: f32) {
         match self.affine.codes {
             Codes::Integer(_) => quantize::quantize::<F>(values, codes, scale, zero, self.bounds()),
-            Codes::E4m3 => minifloat::quantize_e4m3::<F>(values, codes, scale),
-            Codes::E2m1 => minifloat::quantize_e2m1::<F>(values, codes, scale),
+            Codes::Float(format) => format.quantize::<F>(values, codes, scale),
             Codes::Palette(_) => debug_assert!(false, "palettes do not have scales"),
         }
     }
 
-    /// Encodes rows as FP8 or FP4. Groups of `high` rows share scales; `high` is 1 except for 2-D blocks.
-    fn stripes<F: Float>(&self, input: &[u8], row: usize, high: usize, global_scale: f32, out: &mut Output) {
+    /// Encodes rows in a float format. Groups of `high` rows share scales; `high` is 1 except for 2-D blocks.
+    fn stripes<F: Float>(&self, format: FloatFormat, input: &[u8], (row, high): (usize, usize), global_scale: f32, out: &mut Output) {
         let run = self.affine.granularity.run(row, row);
         let line = row.max(1) * F::SIZE;
         for (stripe, codes) in input.chunks(line * high).zip(out.integers.chunks_mut(row.max(1) * high)) {
@@ -155,10 +158,10 @@ impl WeightQuantizer {
                     *range = (range.0.min(low), range.1.max(high));
                 }
             }
-            let scales: Vec<f32> = ranges.into_iter().map(|range| self.float_scale(range, global_scale)).collect();
+            let scales: Vec<f32> = ranges.into_iter().map(|range| self.float_scale(format, range, global_scale)).collect();
             for (values, codes) in stripe.chunks(line).zip(codes.chunks_mut(row.max(1))) {
                 for ((values, codes), scale) in values.chunks(run * F::SIZE).zip(codes.chunks_mut(run)).zip(&scales) {
-                    self.encode::<F>(values, codes, scale / global_scale, 0.0);
+                    format.quantize::<F>(values, codes, scale / global_scale);
                     out.scales.push(*scale);
                 }
             }
@@ -167,8 +170,8 @@ impl WeightQuantizer {
 
     /// Scale and zero point for a range, rounded to their stored dtypes.
     fn parameters(&self, (low, high): (f32, f32)) -> (f32, f32) {
-        if !self.affine.codes.is_integer() {
-            return (self.float_scale((low, high), 1.0), 0.0);
+        if let Some(format) = self.affine.codes.float() {
+            return (self.float_scale(format, (low, high), 1.0), 0.0);
         }
         let positive = |scale: f32| if scale > 0.0 { scale } else { f32::EPSILON };
         let [least, most] = quantize::bounds(self.affine.codes.bits());
@@ -271,18 +274,19 @@ impl WeightQuantizer {
         let mut runs = 0;
         let mut out = Output::default();
         let high = self.block_rows();
-        let global_scale = match &self.scale_group {
-            Some(group) if self.affine.has_global_scale() => group.global_scale(&self.meter)?,
+        let format = self.affine.codes.float();
+        let global_scale = match (&self.scale_group, format) {
+            (Some(group), Some(format)) if self.affine.has_global_scale() => group.global_scale(format, &self.meter)?,
             _ => 1.0,
         };
-        let floats = !self.affine.codes.is_integer() && shared.is_none();
+        let floats = format.filter(|_| shared.is_none());
         self.upstream.visit(self.unit(unit), &mut |block: Block| {
             let input = block.now.values;
             self.require_range::<F>(input)?;
             self.meter.time(|| {
                 out.clear(input.len() / F::SIZE);
-                if floats {
-                    self.stripes::<F>(input, row, high, global_scale, &mut out);
+                if let Some(format) = floats {
+                    self.stripes::<F>(format, input, (row, high), global_scale, &mut out);
                     return out.encode_scales(self.affine.scale_dtype);
                 }
                 let run = self.affine.granularity.run(row, input.len() / F::SIZE);

@@ -217,6 +217,50 @@ fn narrow_floats_of_a_scheme() {
     assert_eq!(mx["a.weight_scale"], Tensor::new(DType::U8, &[1, 1], vec![0x7F]));
 }
 
+/// Widths that do not divide a word, and MXFP8, as compressed-tensors 0.20 writes them.
+#[test]
+fn schemes() {
+    check("schemes", |case| {
+        let (desk, integer) = (Desk::new(), case.values.get("bits").is_some());
+        let theirs: Tensors = case
+            .tensors
+            .iter()
+            .filter_map(|(name, tensor)| Some((name.split_once("/out/")?.1, tensor)))
+            .map(|(part, tensor)| (format!("a.{part}"), tensor.clone()))
+            .collect();
+        // The schemes of more than three bits are symmetric.
+        if !(integer && case.get("asymmetric") && case.get::<u8>("bits") > 3) {
+            let mut options = json!({ "scheme": case.get::<String>("scheme"), "observer": "minmax", "targets": ["*"] });
+            case.values.get("group_size").iter().for_each(|size| options["group_size"] = (*size).clone());
+            let pass: Quantize = serde_json::from_value(options).unwrap();
+            let written = desk.run(&desk.weights(&one(case.tensor("in"))), pipeline().pass(pass)).unwrap();
+            assert_eq!(read(&written.path), theirs, "{}", case.name);
+        }
+        let (format, weights) = if integer {
+            let size = case.get::<i64>("group_size");
+            let strategy = if size > 0 { "group" } else { "channel" };
+            (
+                "pack-quantized",
+                json!({ "num_bits": case.get::<u8>("bits"), "type": "int", "strategy": strategy, "group_size": size, "symmetric": !case.get::<bool>("asymmetric") }),
+            )
+        } else {
+            (
+                "mxfp8-quantized",
+                json!({ "num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8" }),
+            )
+        };
+        let input = desk.weights(&theirs);
+        let group = json!({ "targets": ["Linear"], "weights": weights, "input_activations": null, "format": format });
+        let config =
+            json!({ "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed", "config_groups": { "group_0": group } });
+        std::fs::write(input.join("config.json"), json!({ "model_type": "llama", "torch_dtype": "bfloat16", "quantization_config": config }).to_string())
+            .unwrap();
+        assert_eq!(read(&desk.run(&input, pipeline()).unwrap().path), theirs, "{}: copied", case.name);
+        let dense = desk.run(&input, pipeline().export(Safetensors::with_layout(Layout::Dense))).unwrap();
+        assert_eq!(read(&dense.path)["a.weight"], *case.tensor("dequantized"), "{}: dequantized", case.name);
+    });
+}
+
 /// Words as AutoGPTQ and AutoAWQ write them: 8 x 8 codes (3 · input + 5 · output) mod 16 in one group.
 #[test]
 fn words_of_gptq_and_awq() {

@@ -67,40 +67,60 @@ pub fn e8m0_scale(largest: f32, offset: u8) -> u8 {
     exponent.saturating_sub(offset.into()).min(254) as u8
 }
 
+/// Encoding and decoding of a float format.
+pub trait Codec: Copy + Send + Sync + 'static {
+    /// The nearest code.
+    fn encode(value: f32) -> u8;
+    /// The value of a code.
+    fn decode(code: u8) -> f32;
+}
+
+macro_rules! codecs {
+    ($($format:ident: $encode:ident, $decode:ident;)*) => {$(
+        #[doc = concat!("The codec of ", stringify!($format), ".")]
+        #[derive(Debug, Clone, Copy)]
+        pub struct $format;
+
+        impl Codec for $format {
+            #[inline(always)]
+            fn encode(value: f32) -> u8 {
+                $encode(value)
+            }
+
+            #[inline(always)]
+            fn decode(code: u8) -> f32 {
+                $decode(code)
+            }
+        }
+    )*};
+}
+
+codecs! {
+    E4m3: to_e4m3, from_e4m3;
+    E2m1: to_e2m1, from_e2m1;
+}
+
 simd! {
-    /// Quantizes values to E4M3 with a scale.
-    pub fn quantize_e4m3[F: Float](input: &[u8], output: &mut [u8], scale: f32) {
+    /// Quantizes values with a scale, one byte per code.
+    pub fn quantize[F: Float, C: Codec](input: &[u8], output: &mut [u8], scale: f32) {
         for (&e, out) in F::split(input).iter().zip(output) {
-            *out = to_e4m3(F::to_f32(e) / scale);
+            *out = C::encode(F::to_f32(e) / scale);
         }
     }
 }
 
 simd! {
-    /// Quantizes values to E2M1 with a scale, one byte per code.
-    pub fn quantize_e2m1[F: Float](input: &[u8], output: &mut [u8], scale: f32) {
-        for (&e, out) in F::split(input).iter().zip(output) {
-            *out = to_e2m1(F::to_f32(e) / scale);
-        }
-    }
-}
-
-simd! {
-    /// Dequantizes E4M3 bytes.
-    pub fn dequantize_e4m3(input: &[u8], output: &mut [f32], scale: f32) {
+    /// Dequantizes codes.
+    pub fn dequantize[C: Codec](input: &[u8], output: &mut [f32], scale: f32) {
         for (&code, out) in input.iter().zip(output) {
-            *out = from_e4m3(code) * scale;
+            *out = C::decode(code) * scale;
         }
     }
 }
 
-simd! {
-    /// Dequantizes E2M1 codes.
-    pub fn dequantize_e2m1(input: &[u8], output: &mut [f32], scale: f32) {
-        for (&code, out) in input.iter().zip(output) {
-            *out = from_e2m1(code) * scale;
-        }
-    }
+/// Quantizes values with a scale and dequantizes them.
+pub fn round<C: Codec>(values: &mut [f32], scale: f32) {
+    values.iter_mut().for_each(|x| *x = C::decode(C::encode(*x / scale)) * scale);
 }
 
 #[cfg(test)]

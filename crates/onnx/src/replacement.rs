@@ -15,7 +15,7 @@ use super::initializer_roles::{Usage, UsageKind, float, int};
 use super::proto::{AttributeProto, DataType, ModelProto, NodeProto, TensorProto};
 use crate::error::{Error, Result};
 use crate::store::writer::Item;
-use crate::store::{ActivationScheme, Codes, DType, Decoded, Encoding, Granularity, QuantizationSpec, Rescaled, StorageFormat, Weight};
+use crate::store::{ActivationScheme, DType, Decoded, Encoding, Granularity, QuantizationSpec, Rescaled, StorageFormat, Weight};
 
 /// The replacement for a weight.
 pub(super) struct Replacement {
@@ -76,11 +76,7 @@ impl<'m> Replacer<'m> {
         let expected = expected.ok_or_else(|| {
             Error::tensor(name, format!("has been changed to {}, but the graph requires {}", now.describe(), before.describe()), "add it to `ignore`")
         })?;
-        if let Encoding::Quantized(QuantizationSpec {
-            activations: ActivationScheme::Static(_) | ActivationScheme::Float8Static(_) | ActivationScheme::Nvfp4(_),
-            ..
-        }) = &now.encoding
-        {
+        if matches!(&now.encoding, Encoding::Quantized(spec) if spec.activations.parameters().is_some()) {
             return Err(Error::tensor(
                 name,
                 "has static activation scales, but the graph of the file has no quantizers for them",
@@ -89,7 +85,7 @@ impl<'m> Replacer<'m> {
         }
         match &now.encoding {
             Encoding::Dense => self.cast(name, now, expected, flipped),
-            Encoding::Quantized(affine) if matches!(affine.codes, Codes::Integer(_)) && !matches!(affine.granularity, Granularity::Block(_)) => {
+            Encoding::Quantized(affine) if affine.codes.is_integer() && !matches!(affine.granularity, Granularity::Block(_)) => {
                 self.integers(name, before, now, affine, usages, expected, flipped)
             }
             Encoding::Quantized(_) => {

@@ -9,7 +9,7 @@ use crate::arch;
 use crate::model::{Model, class, is_embedding, is_linear, stacked_experts};
 use crate::run_state::RunState;
 use crate::store::writer::Item;
-use crate::store::{ActivationScheme, Codes, DType, Encoding, Granularity, QuantizationSpec};
+use crate::store::{ActivationScheme, Codes, DType, Encoding, FileFormat, FloatFormat, FloatScale, Granularity, QuantizationSpec, ScaleFormat};
 
 /// Version of compressed-tensors whose fields are written.
 const VERSION: &str = "0.13.0";
@@ -25,15 +25,7 @@ struct Group<'a> {
 
 impl Group<'_> {
     fn format(&self) -> &'static str {
-        match (self.spec.codes, self.spec.scale_dtype) {
-            (Codes::Integer(_), _) if self.packed => "pack-quantized",
-            (Codes::Integer(_), _) => "int-quantized",
-            (Codes::E4m3, DType::F8_E8M0) => "mxfp8-quantized",
-            (Codes::E4m3, _) => "float-quantized",
-            (Codes::E2m1, DType::F8_E8M0) => "mxfp4-pack-quantized",
-            (Codes::E2m1, _) => "nvfp4-pack-quantized",
-            (Codes::Palette(_), _) => "palettes",
-        }
+        self.spec.codes.file_format(self.spec.scale_format(), self.packed)
     }
 
     fn describe(&self, targets: Vec<String>) -> Value {
@@ -41,8 +33,7 @@ impl Group<'_> {
         let (strategy, size) = match spec.granularity {
             Granularity::Tensor => ("tensor", None),
             Granularity::Channel => ("channel", None),
-            Granularity::Group(size) if spec.has_global_scale() => ("tensor_group", Some(size)),
-            Granularity::Group(size) => ("group", Some(size)),
+            Granularity::Group(size) => (spec.scale_format().group_strategy(), Some(size)),
             Granularity::Block(_) => ("block", None),
         };
         let kind = if spec.codes.is_integer() { "int" } else { "float" };
@@ -53,29 +44,9 @@ impl Group<'_> {
         if let Granularity::Block(size) = spec.granularity {
             weights["block_structure"] = json!(size);
         }
-        let torch = match spec.scale_dtype {
-            DType::F8_E8M0 => "torch.uint8",
-            DType::F8_E4M3 => "torch.float8_e4m3fn",
-            _ => "",
-        };
-        let scaled = |mut arguments: Value| {
-            if !torch.is_empty() {
-                (arguments["scale_dtype"], arguments["zp_dtype"]) = (torch.into(), torch.into());
-            }
-            arguments
-        };
-        let weights = scaled(weights);
-        let float = |bits: u8, strategy: &str, dynamic: Value| json!({ "num_bits": bits, "type": "float", "symmetric": true, "strategy": strategy, "dynamic": dynamic });
-        let grouped = |size: usize, mut arguments: Value| {
-            arguments["group_size"] = json!(size);
-            arguments
-        };
+        let weights = with_scale_dtype(spec.scale_format(), weights);
         let activations = match spec.activations {
-            ActivationScheme::Float8Token => float(8, "token", true.into()),
-            ActivationScheme::Float8Group(size) => grouped(size, float(8, "group", true.into())),
-            ActivationScheme::Float8Static(_) => float(8, "tensor", false.into()),
-            ActivationScheme::Mxfp4 => scaled(grouped(32, float(4, "group", true.into()))),
-            ActivationScheme::Nvfp4(_) => scaled(grouped(16, float(4, "tensor_group", "local".into()))),
+            ActivationScheme::Float(format, scale) => float_activations(format, scale),
             ActivationScheme::DynamicToken => json!({ "num_bits": 8, "type": "int", "symmetric": true, "strategy": "token", "dynamic": true }),
             ActivationScheme::Static(quantizer) => {
                 json!({ "num_bits": 8, "type": "int", "symmetric": quantizer.zero_point.is_none(), "strategy": "tensor", "dynamic": false })
@@ -84,6 +55,31 @@ impl Group<'_> {
         };
         json!({ "targets": targets, "weights": weights, "input_activations": activations, "output_activations": null, "format": self.format() })
     }
+}
+
+/// Adds the dtype of scales that are not floats.
+fn with_scale_dtype(scales: ScaleFormat, mut arguments: Value) -> Value {
+    if let (ScaleFormat::PowerOfTwo | ScaleFormat::Relative, [name, ..]) = (scales, scales.dtype_names()) {
+        let dtype = Value::from(format!("torch.{name}"));
+        (arguments["scale_dtype"], arguments["zp_dtype"]) = (dtype.clone(), dtype);
+    }
+    arguments
+}
+
+fn float_activations(format: FloatFormat, scale: FloatScale) -> Value {
+    let scales = scale.format();
+    let (strategy, dynamic, size) = match scale {
+        FloatScale::Token => ("token", true.into(), None),
+        FloatScale::Group(size) => ("group", true.into(), Some(size)),
+        FloatScale::Static(_) => ("tensor", false.into(), None),
+        FloatScale::PowerOfTwo => (scales.group_strategy(), true.into(), scales.group()),
+        FloatScale::Relative(_) => (scales.group_strategy(), Value::from("local"), scales.group()),
+    };
+    let mut arguments = json!({ "num_bits": format.bits(), "type": "float", "symmetric": true, "strategy": strategy, "dynamic": dynamic });
+    if let Some(size) = size {
+        arguments["group_size"] = json!(size);
+    }
+    with_scale_dtype(scales, arguments)
 }
 
 fn module(name: &str) -> &str {
@@ -344,20 +340,20 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     if groups.iter().any(|g| g.packed && !g.spec.symmetric) {
         notes.push("packed zero points: vLLM loads them; transformers only with `CompressedTensorsConfig(dequantize=True)`".to_owned());
     }
-    if groups.iter().any(|g| g.spec.codes == Codes::E4m3) {
-        notes.push(
-            "FP8: transformers dequantizes it; vLLM multiplies in FP8 on GPUs of compute capability 8.9 and up, and uses it only for weights on older GPUs"
-                .to_owned(),
-        );
+    let file = |spec: &QuantizationSpec| spec.codes.float().and_then(|format| format.file(spec.scale_format()));
+    let used: Vec<(FloatFormat, &FileFormat)> = FloatFormat::ALL
+        .iter()
+        .flat_map(|format| format.row().files.iter().map(move |file| (*format, file)))
+        .filter(|(_, known)| groups.iter().any(|g| file(&g.spec).is_some_and(|file| file.name == known.name)))
+        .collect();
+    for (_, file) in &used {
+        if !notes.iter().any(|note| note == file.support) {
+            notes.push(file.support.to_owned());
+        }
     }
-    if groups.iter().any(|g| g.spec.codes == Codes::E2m1) {
-        notes.push(
-            "FP4: vLLM loads it with compressed-tensors 0.13 or later, transformers from version 5; FP4 matrix multiplication needs a Blackwell GPU".to_owned(),
-        );
-    }
-    let narrow = |item: &&Item| matches!(&item.weight.encoding, Encoding::Quantized(spec) if spec.codes == Codes::E2m1);
-    if items.iter().filter(narrow).any(|item| item.weight.dtype != DType::BF16) {
-        notes.push("FP4 in a model that is not bfloat16: transformers dequantizes the weights to bfloat16 and then fails on the dtype mismatch; `cast --to bf16` first, or load the model with that dtype".to_owned());
+    let is_float = |item: &Item| matches!(&item.weight.encoding, Encoding::Quantized(spec) if item.weight.dtype != DType::BF16 && file(spec).is_some_and(|file| file.only_bf16));
+    if let Some((format, _)) = used.iter().find(|(_, file)| file.only_bf16).filter(|_| items.iter().any(is_float)) {
+        notes.push(format!("{} in a model that is not bfloat16: transformers dequantizes the weights to bfloat16 and then fails on the dtype mismatch; `cast --to bf16` first, or load the model with that dtype", format.row().label));
     }
     let odd: BTreeSet<u8> = groups.iter().filter(|g| g.packed).map(|g| g.spec.codes.bits()).filter(|bits| 32 % bits != 0).collect();
     if !odd.is_empty() {

@@ -23,7 +23,7 @@ use crate::error::{Error, Result, counted};
 use crate::kernel::cache::CacheFormat;
 use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
-use crate::store::{ActivationScheme, Codes, Granularity, Pattern, QuantizationSpec, Weight, Weights};
+use crate::store::{ActivationScheme, FloatFormat, Granularity, Pattern, QuantizationSpec, Weight, Weights};
 
 /// Quantization algorithm.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,8 +84,8 @@ pub struct Quantize {
     #[cfg_attr(feature = "cli", arg(long, value_enum))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_cache: Option<CacheFormat>,
-    /// Method that chooses the range of a scale [default: l4 for four bits, mse for four bits with
-    /// calibration samples, else minmax]
+    /// Method that chooses the range of a scale [default: minmax for eight bits; for
+    /// fewer bits l4, or mse with calibration samples]
     #[cfg_attr(feature = "cli", arg(long, value_enum))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub observer: Option<WeightObserver>,
@@ -158,16 +158,18 @@ impl Quantize {
                 unsupported.push(name);
                 continue;
             };
-            if granularity == Granularity::Channel && self.scheme == Scheme::Fp8Block {
+            if self.scheme.is_fallback(granularity) {
                 narrow.push(name);
             } else if self.group().is_some_and(|size| granularity != Granularity::Group(size)) {
                 other.entry(granularity).or_default().push(name);
             }
             let mut affine = self.scheme.affine(weight, granularity);
             if model::is_embedding(name, weight) {
-                if affine.codes == Codes::E2m1 {
-                    let reason =
-                        format!("`{name}` is an embedding table, and runtimes do not support FP4 embeddings: add it to `ignore`, or use an integer scheme");
+                if let Some(row) = affine.codes.float().map(FloatFormat::row).filter(|row| !row.embeddings) {
+                    let reason = format!(
+                        "`{name}` is an embedding table, and runtimes do not support {} embeddings: add it to `ignore`, or use an integer scheme",
+                        row.label
+                    );
                     return Err(Error::option(format!("{NAME}: targets"), reason));
                 }
                 // The inputs of an embedding are indices.
@@ -277,7 +279,7 @@ impl Pass for Quantize {
         }
         match (self.group_size, self.scheme.group()) {
             (Some(size), _) if size == 0 || size < -1 => Err(Error::option(NAME, "`group_size` must be at least 1, or -1 for one scale per row")),
-            (Some(size), None) if size != -1 || self.scheme != Scheme::W8A8 => {
+            (Some(size), None) if size != -1 || !self.scheme.codes().is_integer() => {
                 Err(Error::option(NAME, format!("`group_size` is not supported for {}, whose granularity is fixed", self.options()["scheme"])))
             }
             _ if self.observer() != WeightObserver::Minmax && !self.scheme.codes().is_integer() => {

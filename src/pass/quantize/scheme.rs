@@ -1,90 +1,174 @@
-//! Quantization schemes, named as in compressed-tensors and vLLM.
+//! Quantization schemes, named as in compressed-tensors and vLLM: combinations of number formats.
 
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 
-use crate::store::{ActivationScheme, Codes, DType, Granularity, QuantizationSpec, Static, Weight};
+use crate::store::{ActivationScheme, Codes, DType, FloatFormat, FloatScale, Granularity, QuantizationSpec, ScaleFormat, Static, Weight};
 
-/// Quantization scheme of weights and activations. Names are case-insensitive, and `_` is equivalent to
-/// `-`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
-pub enum Scheme {
-    /// Weights: int4 in groups of 128, symmetric. Activations: floats
-    #[default]
-    #[serde(rename = "W4A16")]
-    #[cfg_attr(feature = "cli", value(name = "W4A16"))]
-    W4A16,
-    /// Weights: int4 in groups of 128 with zero points. Activations: floats
-    #[serde(rename = "W4A16-ASYM")]
-    #[cfg_attr(feature = "cli", value(name = "W4A16-ASYM", alias = "W4A16_ASYM"))]
-    W4A16Asym,
-    /// Weights: int8 in groups of 128, symmetric. Activations: floats
-    #[serde(rename = "W8A16")]
-    #[cfg_attr(feature = "cli", value(name = "W8A16"))]
-    W8A16,
-    /// Weights: int8 with a scale per output channel. Activations: int8 with a dynamic scale per token
-    #[serde(rename = "W8A8")]
-    #[cfg_attr(feature = "cli", value(name = "W8A8", alias = "INT8"))]
-    W8A8,
-    /// Weights: FP8 with a scale per tensor. Activations: FP8 with a static scale found on calibration
-    /// samples
-    #[serde(rename = "FP8")]
-    #[cfg_attr(feature = "cli", value(name = "FP8"))]
-    Fp8,
-    /// Weights: FP8 with a scale per output channel. Activations: FP8 with a dynamic scale per token
-    #[serde(rename = "FP8-DYNAMIC")]
-    #[cfg_attr(feature = "cli", value(name = "FP8-DYNAMIC", alias = "FP8_DYNAMIC"))]
-    Fp8Dynamic,
-    /// Weights: FP8 with a scale per block of 128 x 128. Activations: FP8 in groups of 128 with dynamic
-    /// scales
-    #[serde(rename = "FP8-BLOCK")]
-    #[cfg_attr(feature = "cli", value(name = "FP8-BLOCK", alias = "FP8_BLOCK"))]
-    Fp8Block,
-    /// Weights: FP4 in groups of 16 with FP8 scales. Activations: floats
-    #[serde(rename = "NVFP4A16")]
-    #[cfg_attr(feature = "cli", value(name = "NVFP4A16"))]
-    Nvfp4A16,
-    /// Weights and activations: FP4 in groups of 16 with FP8 scales and a global scale, which for
-    /// activations is found on calibration samples
-    #[serde(rename = "NVFP4")]
-    #[cfg_attr(feature = "cli", value(name = "NVFP4"))]
-    Nvfp4,
-    /// Weights: FP4 in groups of 32 with power-of-two scales. Activations: floats
-    #[serde(rename = "MXFP4A16")]
-    #[cfg_attr(feature = "cli", value(name = "MXFP4A16"))]
-    Mxfp4A16,
-    /// Weights and activations: FP4 in groups of 32 with power-of-two scales, which for activations are
-    /// dynamic
-    #[serde(rename = "MXFP4")]
-    #[cfg_attr(feature = "cli", value(name = "MXFP4"))]
-    Mxfp4,
+/// Properties of a scheme.
+struct Row {
+    codes: Codes,
+    symmetric: bool,
+    scales: ScaleFormat,
+    granularity: SchemeGranularity,
+    activations: ActivationScheme,
 }
 
-/// All schemes, by name.
-const ALL: [(&str, Scheme); 12] = [
-    ("W4A16", Scheme::W4A16),
-    ("W4A16-ASYM", Scheme::W4A16Asym),
-    ("W8A16", Scheme::W8A16),
-    ("W8A8", Scheme::W8A8),
-    ("INT8", Scheme::W8A8),
-    ("FP8", Scheme::Fp8),
-    ("FP8-DYNAMIC", Scheme::Fp8Dynamic),
-    ("FP8-BLOCK", Scheme::Fp8Block),
-    ("NVFP4A16", Scheme::Nvfp4A16),
-    ("NVFP4", Scheme::Nvfp4),
-    ("MXFP4A16", Scheme::Mxfp4A16),
-    ("MXFP4", Scheme::Mxfp4),
-];
+/// Which elements share a scale.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum SchemeGranularity {
+    /// Groups of a configurable size, with this default.
+    Groups(usize),
+    /// A fixed granularity. Blocks that do not divide a row are replaced by one scale per row.
+    Fixed(Granularity),
+}
+
+macro_rules! schemes {
+    ($($(#[$attribute:meta])* $scheme:ident = $name:literal $(| $alias:literal)* => $row:expr;)*) => {
+        /// Quantization scheme of weights and activations. Names are case-insensitive, and `_` is equivalent to
+        /// `-`.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+        #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+        pub enum Scheme {
+            $(
+                $(#[$attribute])*
+                #[serde(rename = $name)]
+                #[cfg_attr(feature = "cli", value(name = $name $(, alias = $alias)*))]
+                $scheme,
+            )*
+        }
+
+        /// All schemes, by name.
+        const ALL: &[(&str, Scheme)] = &[$(($name, Scheme::$scheme), $(($alias, Scheme::$scheme),)*)*];
+
+        impl Scheme {
+            fn row(self) -> Row {
+                match self {
+                    $(Scheme::$scheme => $row,)*
+                }
+            }
+        }
+    };
+}
+
+schemes! {
+    /// Weights: int4 in groups of 128, symmetric. Activations: floats
+    #[default]
+    W4A16 = "W4A16" => Row::grouped_integers(4, true);
+
+    /// Weights: int4 in groups of 128 with zero points. Activations: floats
+    W4A16Asym = "W4A16-ASYM" | "W4A16_ASYM" => Row::grouped_integers(4, false);
+
+    /// Weights: int2 in groups of 128, symmetric. Activations: floats
+    W2A16 = "W2A16" => Row::grouped_integers(2, true);
+
+    /// Weights: int2 in groups of 128 with zero points. Activations: floats
+    W2A16Asym = "W2A16-ASYM" | "W2A16_ASYM" => Row::grouped_integers(2, false);
+
+    /// Weights: int3 in groups of 128, symmetric. Activations: floats
+    W3A16 = "W3A16" => Row::grouped_integers(3, true);
+
+    /// Weights: int3 in groups of 128 with zero points. Activations: floats
+    W3A16Asym = "W3A16-ASYM" | "W3A16_ASYM" => Row::grouped_integers(3, false);
+
+    /// Weights: int5 in groups of 128, symmetric. Activations: floats
+    W5A16 = "W5A16" => Row::grouped_integers(5, true);
+
+    /// Weights: int6 in groups of 128, symmetric. Activations: floats
+    W6A16 = "W6A16" => Row::grouped_integers(6, true);
+
+    /// Weights: int7 in groups of 128, symmetric. Activations: floats
+    W7A16 = "W7A16" => Row::grouped_integers(7, true);
+
+    /// Weights: int8 in groups of 128, symmetric. Activations: floats
+    W8A16 = "W8A16" => Row::grouped_integers(8, true);
+
+    /// Weights: int8 with a scale per output channel. Activations: int8 with a dynamic scale per token
+    W8A8 = "W8A8" | "INT8" => Row {
+        granularity: SchemeGranularity::Fixed(Granularity::Channel),
+        activations: ActivationScheme::DynamicToken,
+        ..Row::grouped_integers(8, true)
+    };
+
+    /// Weights: FP8 with a scale per tensor. Activations: FP8 with a static scale found on calibration
+    /// samples
+    Fp8 = "FP8" => Row::scaled_floats(FloatFormat::E4m3, Granularity::Tensor, FloatScale::Static(CALIBRATED));
+
+    /// Weights: FP8 with a scale per output channel. Activations: FP8 with a dynamic scale per token
+    Fp8Dynamic = "FP8-DYNAMIC" | "FP8_DYNAMIC" => Row::scaled_floats(FloatFormat::E4m3, Granularity::Channel, FloatScale::Token);
+
+    /// Weights: FP8 with a scale per block of 128 x 128. Activations: FP8 in groups of 128 with dynamic
+    /// scales
+    Fp8Block = "FP8-BLOCK" | "FP8_BLOCK" => Row::scaled_floats(FloatFormat::E4m3, Granularity::Block([128, 128]), FloatScale::Group(128));
+
+    /// Weights: FP4 in groups of 16 with FP8 scales. Activations: floats
+    Nvfp4A16 = "NVFP4A16" => Row::scaled_groups(FloatFormat::E2m1, ScaleFormat::Relative, None);
+
+    /// Weights and activations: FP4 in groups of 16 with FP8 scales and a global scale, which for
+    /// activations is found on calibration samples
+    Nvfp4 = "NVFP4" => Row::scaled_groups(FloatFormat::E2m1, ScaleFormat::Relative, Some(FloatScale::Relative(CALIBRATED)));
+
+    /// Weights: FP4 in groups of 32 with power-of-two scales. Activations: floats
+    Mxfp4A16 = "MXFP4A16" => Row::scaled_groups(FloatFormat::E2m1, ScaleFormat::PowerOfTwo, None);
+
+    /// Weights and activations: FP4 in groups of 32 with power-of-two scales, which for activations are
+    /// dynamic
+    Mxfp4 = "MXFP4" => Row::scaled_groups(FloatFormat::E2m1, ScaleFormat::PowerOfTwo, Some(FloatScale::PowerOfTwo));
+
+    /// Weights: FP8 in groups of 32 with power-of-two scales. Activations: floats
+    Mxfp8A16 = "MXFP8A16" => Row::scaled_groups(FloatFormat::E4m3, ScaleFormat::PowerOfTwo, None);
+
+    /// Weights and activations: FP8 in groups of 32 with power-of-two scales, which for activations are
+    /// dynamic
+    Mxfp8 = "MXFP8" => Row::scaled_groups(FloatFormat::E4m3, ScaleFormat::PowerOfTwo, Some(FloatScale::PowerOfTwo));
+}
+
+/// Placeholder until calibration.
+const CALIBRATED: Static = Static::new(1.0, None);
+
+impl Row {
+    fn grouped_integers(bits: u8, symmetric: bool) -> Row {
+        Row {
+            codes: Codes::Integer(bits),
+            symmetric,
+            scales: ScaleFormat::Float,
+            granularity: SchemeGranularity::Groups(128),
+            activations: ActivationScheme::None,
+        }
+    }
+
+    /// Floats with float scales, of weights and activations.
+    fn scaled_floats(format: FloatFormat, granularity: Granularity, activations: FloatScale) -> Row {
+        Row {
+            codes: Codes::Float(format),
+            symmetric: true,
+            scales: ScaleFormat::Float,
+            granularity: SchemeGranularity::Fixed(granularity),
+            activations: ActivationScheme::Float(format, activations),
+        }
+    }
+
+    /// Floats in groups whose size the format of the scales determines.
+    fn scaled_groups(format: FloatFormat, scales: ScaleFormat, activations: Option<FloatScale>) -> Row {
+        Row {
+            codes: Codes::Float(format),
+            symmetric: true,
+            scales,
+            granularity: SchemeGranularity::Fixed(scales.group().map_or(Granularity::Channel, Granularity::Group)),
+            activations: activations.map_or(ActivationScheme::None, |scale| ActivationScheme::Float(format, scale)),
+        }
+    }
+}
 
 impl FromStr for Scheme {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Scheme, String> {
         let name = text.to_uppercase().replace('_', "-");
-        let scheme = ALL.into_iter().find(|(known, _)| *known == name).map(|(_, scheme)| scheme);
-        scheme.ok_or_else(|| format!("unknown scheme `{text}`; the schemes are {}", ALL.map(|(name, _)| name).join(", ")))
+        let known = || ALL.iter().filter(|(known, _)| !known.contains('_'));
+        let scheme = known().find(|(known, _)| *known == name).map(|(_, scheme)| *scheme);
+        scheme.ok_or_else(|| format!("unknown scheme `{text}`; the schemes are {}", known().map(|(name, _)| *name).collect::<Vec<_>>().join(", ")))
     }
 }
 
@@ -97,65 +181,53 @@ impl<'de> Deserialize<'de> for Scheme {
 impl Scheme {
     /// Code format of weights.
     pub fn codes(self) -> Codes {
-        match self {
-            Scheme::W4A16 | Scheme::W4A16Asym => Codes::Integer(4),
-            Scheme::W8A16 | Scheme::W8A8 => Codes::INT8,
-            Scheme::Fp8 | Scheme::Fp8Dynamic | Scheme::Fp8Block => Codes::E4m3,
-            Scheme::Nvfp4A16 | Scheme::Nvfp4 | Scheme::Mxfp4A16 | Scheme::Mxfp4 => Codes::E2m1,
-        }
+        self.row().codes
     }
 
     /// Whether activations are int8.
     pub(super) fn rounds_activations(self) -> bool {
-        self == Scheme::W8A8
+        self.row().activations == ActivationScheme::DynamicToken
     }
 
     /// Whether activations have static scales, which need calibration samples.
     pub(super) fn stores_scales(self) -> bool {
-        matches!(self, Scheme::Fp8 | Scheme::Nvfp4)
+        self.row().activations.parameters().is_some()
     }
 
     /// Default group size; `None` if the granularity of the scheme is fixed.
     pub(super) fn group(self) -> Option<usize> {
-        matches!(self, Scheme::W4A16 | Scheme::W4A16Asym | Scheme::W8A16).then_some(128)
+        match self.row().granularity {
+            SchemeGranularity::Groups(size) => Some(size),
+            SchemeGranularity::Fixed(_) => None,
+        }
     }
 
     /// Granularity of a scheme without configurable group size, for matrices with rows of these lengths.
     /// Returns `None` if the scheme cannot encode them.
     pub(super) fn granularity(self, rows: &[usize]) -> Option<Granularity> {
         let divides = |size: usize| rows.iter().all(|row| row.is_multiple_of(size));
-        match self {
-            Scheme::Fp8Block if divides(128) => Some(Granularity::Block([128, 128])),
-            Scheme::Fp8 => Some(Granularity::Tensor),
-            Scheme::Nvfp4A16 | Scheme::Nvfp4 => divides(16).then_some(Granularity::Group(16)),
-            Scheme::Mxfp4A16 | Scheme::Mxfp4 => divides(32).then_some(Granularity::Group(32)),
-            _ => Some(Granularity::Channel),
+        match self.row().granularity {
+            SchemeGranularity::Groups(_) => Some(Granularity::Channel),
+            SchemeGranularity::Fixed(Granularity::Block([_, size])) if !divides(size) => Some(Granularity::Channel),
+            SchemeGranularity::Fixed(Granularity::Group(size)) if !divides(size) => None,
+            SchemeGranularity::Fixed(granularity) => Some(granularity),
         }
+    }
+
+    /// Whether a granularity replaces that of the scheme, whose blocks do not divide the rows.
+    pub(super) fn is_fallback(self, granularity: Granularity) -> bool {
+        matches!(self.row().granularity, SchemeGranularity::Fixed(Granularity::Block(_))) && granularity == Granularity::Channel
     }
 
     /// Encoding of a weight with this granularity of scales.
     pub(super) fn affine(self, weight: &Weight, granularity: Granularity) -> QuantizationSpec {
-        QuantizationSpec {
-            codes: self.codes(),
-            granularity,
-            symmetric: self != Scheme::W4A16Asym,
-            scale_dtype: match self {
-                Scheme::Nvfp4A16 | Scheme::Nvfp4 => DType::F8_E4M3,
-                Scheme::Mxfp4A16 | Scheme::Mxfp4 => DType::F8_E8M0,
-                _ if weight.dtype == DType::F64 => DType::F32,
-                _ => weight.dtype,
-            },
-            activations: match (self, granularity) {
-                (Scheme::W8A8, _) => ActivationScheme::DynamicToken,
-                (Scheme::Fp8Block, Granularity::Block([_, size])) => ActivationScheme::Float8Group(size),
-                (Scheme::Fp8Dynamic | Scheme::Fp8Block, _) => ActivationScheme::Float8Token,
-                (Scheme::Mxfp4, _) => ActivationScheme::Mxfp4,
-                // Placeholder until calibration.
-                (Scheme::Fp8, _) => ActivationScheme::Float8Static(Static::new(1.0, None)),
-                (Scheme::Nvfp4, _) => ActivationScheme::Nvfp4(Static::new(1.0, None)),
-                _ => ActivationScheme::None,
-            },
-        }
+        let row = self.row();
+        let floats = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
+        let activations = match row.activations {
+            ActivationScheme::Float(format, _) if self.is_fallback(granularity) => ActivationScheme::Float(format, FloatScale::Token),
+            activations => activations,
+        };
+        QuantizationSpec { codes: row.codes, granularity, symmetric: row.symmetric, scale_dtype: row.scales.dtype(floats), activations }
     }
 }
 
@@ -169,7 +241,7 @@ mod tests {
             assert_eq!(text.parse(), Ok(scheme));
         }
         assert!("W3A3".parse::<Scheme>().unwrap_err().contains("W4A16-ASYM"));
-        for (_, scheme) in ALL {
+        for (_, scheme) in ALL.iter().copied() {
             assert_eq!(serde_json::from_value::<Scheme>(serde_json::to_value(scheme).unwrap()).unwrap(), scheme);
         }
     }

@@ -2,63 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Block, BlockSink, DType, RawTensor, View, WeightSource, block_elements};
+use super::{Block, BlockSink, Codes, DType, FloatFormat, RawTensor, ScaleFormat, View, WeightSource, block_elements};
 use crate::error::Result;
 use crate::kernel::packing;
-
-/// Type of the codes of a quantized weight, which occupy one byte each in memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Codes {
-    /// Signed integers of 2 to 8 bits, each stored as an int8.
-    Integer(u8),
-    /// 8-bit floats (E4M3), see [`minifloat`](crate::kernel::minifloat).
-    E4m3,
-    /// 4-bit floats (E2M1) in the low half of a byte.
-    E2m1,
-    /// Indices into a palette of 2^bits values, 2 to 8 bits, starting at 0.
-    Palette(u8),
-}
-
-impl Codes {
-    /// Integers of eight bits.
-    pub const INT8: Codes = Codes::Integer(8);
-
-    /// Bit width of a packed code.
-    pub fn bits(self) -> u8 {
-        match self {
-            Codes::Integer(bits) | Codes::Palette(bits) => bits,
-            Codes::E4m3 => 8,
-            Codes::E2m1 => 4,
-        }
-    }
-
-    /// Whether the codes are integers, which may have zero points.
-    pub fn is_integer(self) -> bool {
-        matches!(self, Codes::Integer(_))
-    }
-
-    /// Whether the codes are indices into palettes, which take the place of scales.
-    pub fn is_palette(self) -> bool {
-        matches!(self, Codes::Palette(_))
-    }
-
-    /// Numbers per scale group: the values of a palette, otherwise one scale.
-    pub fn entries(self) -> usize {
-        if let Codes::Palette(bits) = self { 1 << bits.min(8) } else { 1 }
-    }
-}
-
-impl std::fmt::Display for Codes {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Codes::Integer(bits) => write!(f, "int{bits}"),
-            Codes::E4m3 => f.write_str("fp8"),
-            Codes::E2m1 => f.write_str("fp4"),
-            Codes::Palette(bits) => write!(f, "palette{bits}"),
-        }
-    }
-}
 
 /// Which elements share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -100,18 +46,67 @@ pub enum ActivationScheme {
     DynamicToken,
     /// 8-bit integers with a static scale and zero point.
     Static(Static),
-    /// E4M3 with a dynamic scale per token.
-    Float8Token,
-    /// E4M3 with a dynamic scale per group of this many values of a token.
-    Float8Group(usize),
-    /// E4M3 with a static scale.
-    Float8Static(Static),
-    /// E2M1 in groups of 32 with dynamic power-of-two scales (MXFP4).
-    Mxfp4,
-    /// E2M1 in groups of 16 with dynamic E4M3 scales and a static global scale (NVFP4).
-    Nvfp4(Static),
+    /// Floats.
+    Float(FloatFormat, FloatScale),
     /// Not quantized.
     None,
+}
+
+/// Scales of activations that are quantized to floats.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FloatScale {
+    /// A dynamic scale per token.
+    Token,
+    /// A dynamic scale per group of this many values of a token.
+    Group(usize),
+    /// A static scale.
+    Static(Static),
+    /// A dynamic power of two per group (MX formats).
+    PowerOfTwo,
+    /// A dynamic E4M3 scale per group, relative to a static global scale (NVFP4).
+    Relative(Static),
+}
+
+impl FloatScale {
+    /// Format of the scales.
+    pub fn format(self) -> ScaleFormat {
+        match self {
+            FloatScale::Token | FloatScale::Group(_) | FloatScale::Static(_) => ScaleFormat::Float,
+            FloatScale::PowerOfTwo => ScaleFormat::PowerOfTwo,
+            FloatScale::Relative(_) => ScaleFormat::Relative,
+        }
+    }
+}
+
+impl ActivationScheme {
+    /// The static parameters, if there are any.
+    pub fn parameters(self) -> Option<Static> {
+        match self {
+            ActivationScheme::Static(by) | ActivationScheme::Float(_, FloatScale::Static(by) | FloatScale::Relative(by)) => Some(by),
+            ActivationScheme::Float(_, FloatScale::Token | FloatScale::Group(_) | FloatScale::PowerOfTwo)
+            | ActivationScheme::DynamicToken
+            | ActivationScheme::None => None,
+        }
+    }
+
+    /// The same scheme with these static parameters, if it has any.
+    #[must_use]
+    pub fn with_parameters(self, by: Static) -> ActivationScheme {
+        match self {
+            ActivationScheme::Static(_) => ActivationScheme::Static(by),
+            ActivationScheme::Float(format, FloatScale::Static(_)) => ActivationScheme::Float(format, FloatScale::Static(by)),
+            ActivationScheme::Float(format, FloatScale::Relative(_)) => ActivationScheme::Float(format, FloatScale::Relative(by)),
+            ActivationScheme::Float(_, FloatScale::Token | FloatScale::Group(_) | FloatScale::PowerOfTwo)
+            | ActivationScheme::DynamicToken
+            | ActivationScheme::None => self,
+        }
+    }
+
+    /// Name of the tensor with the static scale.
+    pub fn scale_name(self) -> &'static str {
+        if matches!(self, ActivationScheme::Float(_, FloatScale::Relative(_))) { "input_global_scale" } else { "input_scale" }
+    }
 }
 
 /// Static quantization parameters of activations.
@@ -125,7 +120,7 @@ pub struct Static {
 
 impl Static {
     /// A scale with a zero point.
-    pub fn new(scale: f32, zero_point: Option<i8>) -> Static {
+    pub const fn new(scale: f32, zero_point: Option<i8>) -> Static {
         Static { scale: scale.to_bits(), zero_point }
     }
 
@@ -156,12 +151,8 @@ impl QuantizationSpec {
     /// reset.
     #[must_use]
     pub fn scheme(&self) -> QuantizationSpec {
-        let activations = match self.activations {
-            ActivationScheme::Static(by) => ActivationScheme::Static(Static::new(1.0, by.zero_point.map(|_| 0))),
-            ActivationScheme::Float8Static(_) => ActivationScheme::Float8Static(Static::new(1.0, None)),
-            ActivationScheme::Nvfp4(_) => ActivationScheme::Nvfp4(Static::new(1.0, None)),
-            other => other,
-        };
+        let reset = |by: Static| self.activations.with_parameters(Static::new(1.0, by.zero_point.map(|_| 0)));
+        let activations = self.activations.parameters().map_or(self.activations, reset);
         QuantizationSpec { activations, ..self.clone() }
     }
 
@@ -190,16 +181,21 @@ impl QuantizationSpec {
 
     /// Whether the scales are relative to a global scale (NVFP4).
     pub fn has_global_scale(&self) -> bool {
-        self.codes == Codes::E2m1 && self.scale_dtype == DType::F8_E4M3
+        self.scale_format() == ScaleFormat::Relative
+    }
+
+    /// Format of the scales.
+    pub fn scale_format(&self) -> ScaleFormat {
+        ScaleFormat::from_dtype(self.scale_dtype).unwrap_or(ScaleFormat::Float)
     }
 
     /// Dtype of the dequantized values: that of the scales if they are at least 16 bits wide, otherwise
     /// based on `dtype`.
     pub fn value_dtype(&self, dtype: DType) -> DType {
-        match self.scale_dtype {
-            DType::F8_E4M3 | DType::F8_E8M0 if dtype == DType::F64 => DType::F32,
-            DType::F8_E4M3 | DType::F8_E8M0 => dtype,
-            scale => scale,
+        match self.scale_format() {
+            ScaleFormat::Float => self.scale_dtype,
+            ScaleFormat::PowerOfTwo | ScaleFormat::Relative if dtype == DType::F64 => DType::F32,
+            ScaleFormat::PowerOfTwo | ScaleFormat::Relative => dtype,
         }
     }
 }
@@ -213,8 +209,7 @@ pub fn row(shape: &[usize]) -> usize {
 /// A quantized weight in the format of compressed-tensors, with one byte per code or packed codes.
 #[derive(Debug, Clone)]
 pub struct QuantizedReader {
-    /// The codes: I8 or F8_E4M3 `[out, in]`. If packed, integers and palette indices are I32 `[out,
-    /// ceil(in · bits / 32)]`, and E2M1 is U8 `[out, in / 2]`.
+    /// The codes `[out, in]` with one byte each, or packed.
     pub values: RawTensor,
     /// The scales.
     pub scales: RawTensor,
@@ -223,7 +218,7 @@ pub struct QuantizedReader {
     pub zero_points: Option<RawTensor>,
     /// Divisor of the scales; otherwise 1.
     pub global_scale: f32,
-    /// Whether codes are packed, see [`packing`].
+    /// Whether codes are packed, see [`Codes::packing`].
     pub packed: bool,
     /// Shape `[out, in]`.
     pub shape: Vec<usize>,
@@ -238,11 +233,9 @@ impl WeightSource for QuantizedReader {
         let row = row(&self.shape);
         let rows = if row == 0 { 0 } else { self.shape.first().copied().unwrap_or(1) };
         let bits = self.affine.codes.bits();
-        let stored = match self.affine.codes {
-            Codes::E2m1 => row.div_ceil(2),
-            _ if self.packed => 4 * packing::words(row, bits),
-            _ => row,
-        };
+        let packing = self.affine.codes.packing();
+        let (dtype, size) = packing.row(row, bits);
+        let stored = if self.packed { size * dtype.bitsize() / 8 } else { row };
         let step = block_elements(row) / row.max(1);
         let mut parameters = Parameters::new(&self.affine, row, &self.scales, self.zero_points.as_ref());
         let (mut words, mut unpacked) = (Vec::new(), Vec::new());
@@ -253,11 +246,7 @@ impl WeightSource for QuantizedReader {
             let values = if self.packed {
                 unpacked.resize(count * row, 0);
                 for (words, values) in words.chunks_exact(stored).zip(unpacked.chunks_exact_mut(row)) {
-                    match self.affine.codes {
-                        Codes::E2m1 => packing::from_halves(words, values),
-                        Codes::Palette(_) => packing::unpack_indices(words, bits, values),
-                        _ => packing::unpack(words, bits, values),
-                    }
+                    packing.unpack(words, bits, values);
                 }
                 &unpacked
             } else {

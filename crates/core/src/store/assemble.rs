@@ -9,7 +9,9 @@ use std::sync::Arc;
 use super::affine::row;
 use super::gptq;
 use super::sparse::{self, IntegerValues, SparseFile};
-use super::{ActivationScheme, Checkpoint, Codes, DType, Encoding, Granularity, QuantizationSpec, RawTensor, Static, Weight, WeightSource, Weights};
+use super::{
+    ActivationScheme, Checkpoint, Codes, DType, Encoding, Granularity, QuantizationSpec, RawTensor, ScaleFormat, Static, Weight, WeightSource, Weights,
+};
 use crate::error::{Error, Result};
 use crate::kernel::{convert, packing};
 
@@ -56,9 +58,8 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> Stat
     for (name, values) in sparse_values {
         let bytes = values.bytes();
         let names = [".values", ".shape", ".bitmask"].map(|suffix| format!("{name}{suffix}")).to_vec();
-        let codes = if values.dtype() == DType::F8_E4M3 { Codes::E4m3 } else { Codes::Integer(stated(&name).bits.unwrap_or(8)) };
-        let quantized = matches!(values.dtype(), DType::I8 | DType::F8_E4M3) && checkpoint.tensors.contains_key(&format!("{name}_scale"));
-        let weight = if quantized {
+        let codes = Codes::from_stored(values.dtype(), false, stated(&name).bits);
+        let weight = if let Some(codes) = codes.filter(|_| checkpoint.tensors.contains_key(&format!("{name}_scale"))) {
             let shape = values.shape.clone();
             integer(&mut checkpoint, &name, shape, (codes, stated(&name).granularity), IntegerValues::Sparse(values), floats)?
         } else {
@@ -78,8 +79,10 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> Stat
     for name in quantized {
         let (packed, plain) = (format!("{name}_packed"), name.clone());
         // Quantized weights without elements, and their scales, are read as plain tensors.
-        let full = |dtype| move |t: &&RawTensor| t.dtype == dtype && t.elements() > 0;
-        if let Some(words) = checkpoint.tensors.get(&packed).filter(full(DType::I32)).cloned() {
+        let full = |t: &&RawTensor| t.elements() > 0;
+        let codes = |t: RawTensor, packed| Some((Codes::from_stored(t.dtype, packed, stated(&name).bits)?, t));
+        let coded = |name: &str, packed| checkpoint.tensors.get(name).filter(full).cloned().and_then(|t| codes(t, packed));
+        if let Some(words) = checkpoint.tensors.get(&packed).filter(full).filter(|t| t.dtype == DType::I32).cloned() {
             let shape_name = format!("{name}_shape");
             let (shape, width) = packed_shape(&checkpoint, &name, &words, stated(&name).bits)?;
             checkpoint.tensors.remove(&packed);
@@ -88,25 +91,18 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> Stat
             let (codes, values) = (Codes::Integer(width), IntegerValues::Plain { values: words, packed: true, shape: shape.clone() });
             let weight = integer(&mut checkpoint, &name, shape, (codes, stated(&name).granularity), values, floats)?;
             insert(&mut weights, name, weight, bytes, vec![packed, shape_name])?;
-        } else if let Some(halves) = checkpoint.tensors.get(&packed).filter(full(DType::U8)).cloned() {
+        } else if let Some((codes, values)) = coded(&packed, true) {
             checkpoint.tensors.remove(&packed);
-            let (bytes, mut shape) = (halves.bytes(), halves.shape.clone());
+            let (bytes, mut shape) = (values.bytes(), values.shape.clone());
             if let [_, columns] = &mut shape[..] {
-                *columns = columns.saturating_mul(2);
+                *columns = columns.saturating_mul(8).checked_div(codes.bits().into()).unwrap_or(0);
             }
-            let values = IntegerValues::Plain { values: halves, packed: true, shape: shape.clone() };
-            let weight = integer(&mut checkpoint, &name, shape, (Codes::E2m1, stated(&name).granularity), values, floats)?;
+            let values = IntegerValues::Plain { values, packed: true, shape: shape.clone() };
+            let weight = integer(&mut checkpoint, &name, shape, (codes, stated(&name).granularity), values, floats)?;
             insert(&mut weights, name, weight, bytes, vec![packed])?;
-        } else if let Some(values) = checkpoint.tensors.get(&plain).filter(full(DType::F8_E4M3)).cloned() {
+        } else if let Some((codes, values)) = coded(&plain, false) {
             checkpoint.tensors.remove(&plain);
             let (bytes, shape) = (values.bytes(), values.shape.clone());
-            let values = IntegerValues::Plain { values, packed: false, shape: shape.clone() };
-            let weight = integer(&mut checkpoint, &name, shape, (Codes::E4m3, stated(&name).granularity), values, floats)?;
-            insert(&mut weights, name, weight, bytes, vec![plain])?;
-        } else if let Some(values) = checkpoint.tensors.get(&plain).filter(full(DType::I8)).cloned() {
-            checkpoint.tensors.remove(&plain);
-            let (bytes, shape) = (values.bytes(), values.shape.clone());
-            let codes = Codes::Integer(stated(&name).bits.unwrap_or(8));
             let values = IntegerValues::Plain { values, packed: false, shape: shape.clone() };
             let weight = integer(&mut checkpoint, &name, shape, (codes, stated(&name).granularity), values, floats)?;
             insert(&mut weights, name, weight, bytes, vec![plain])?;
@@ -225,12 +221,10 @@ fn integer(
         return Err(broken(format!("integers of shape {shape:?}, not a matrix")));
     };
     let granularity = granularity(name, codes, [rows, row], &scales.shape, stated)?;
-    let scale_dtype = match (codes, scales.dtype) {
-        (Codes::Integer(_) | Codes::E4m3, DType::F16 | DType::BF16 | DType::F32) => scales.dtype,
-        (Codes::E4m3 | Codes::E2m1, DType::U8 | DType::F8_E8M0) => DType::F8_E8M0,
-        (Codes::E2m1, DType::F8_E4M3) => DType::F8_E4M3,
-        _ => return Err(broken(format!("scales of type {} for {codes}", scales.dtype))),
+    let Some(scale_format) = ScaleFormat::from_dtype(scales.dtype).filter(|format| codes.scale_formats().any(|known| known == *format)) else {
+        return Err(broken(format!("scales of type {} for {codes}", scales.dtype)));
     };
+    let scale_dtype = scale_format.dtype(scales.dtype);
     if !codes.is_integer() && zero_points.is_some() {
         return Err(broken(format!("zero points for {codes}")));
     }
@@ -254,17 +248,14 @@ fn integer(
     let mut global_scale = 1.0;
     if affine.has_global_scale() {
         let global_name = format!("{name}_global_scale");
-        let Some(global) = checkpoint.tensors.remove(&global_name) else { return Err(broken("the global scale of FP4 is missing".into())) };
+        let Some(global) = checkpoint.tensors.remove(&global_name) else { return Err(broken(format!("the global scale of {} is missing", codes.label()))) };
         bytes = bytes.saturating_add(global.bytes());
         global_scale = positive(&global_name, &global)?;
         stored_as.push(global_name);
     }
-    if let Some((by, mut names, size)) = input(checkpoint, name, if codes == Codes::E2m1 { "input_global_scale" } else { "input_scale" })? {
-        affine.activations = match codes {
-            Codes::Integer(_) | Codes::Palette(_) => ActivationScheme::Static(by),
-            Codes::E4m3 => ActivationScheme::Float8Static(by),
-            Codes::E2m1 => ActivationScheme::Nvfp4(by),
-        };
+    let activations = codes.static_activations(Static::new(1.0, None));
+    if let Some((by, mut names, size)) = input(checkpoint, name, activations.scale_name())? {
+        affine.activations = activations.with_parameters(by);
         stored_as.append(&mut names);
         bytes = bytes.saturating_add(size);
     }
@@ -330,20 +321,17 @@ fn positive(name: &str, tensor: &RawTensor) -> Result<f32> {
     Err(Error::tensor(name, "is not a positive number", "write the file again with a tool that follows compressed-tensors"))
 }
 
-/// Rows and columns of a block, as most consumers expect them.
-const USUAL_BLOCK: [usize; 2] = [128, 128];
-
 /// The granularity of a matrix's scales: the configured one, otherwise derived from the shape of the
 /// scales.
 fn granularity(name: &str, codes: Codes, [rows, row]: [usize; 2], scales: &[usize], stated: Option<Granularity>) -> Result<Granularity> {
     let found = match scales {
         [] | [1] => Some(Granularity::Tensor),
         // A single scale with two dimensions belongs to a single block.
-        [1, 1] if codes == Codes::E4m3 && rows != 1 && are_usual_blocks(rows, row, [1, 1]) => Some(Granularity::Block(USUAL_BLOCK)),
+        [1, 1] if rows != 1 && usual_blocks(codes, rows, row, [1, 1]).is_some() => usual_blocks(codes, rows, row, [1, 1]),
         [1, 1] if rows != 1 => Some(Granularity::Tensor),
         [n] | [n, 1] if *n == rows => Some(Granularity::Channel),
         [n, groups] if *n == rows && row.checked_rem(*groups) == Some(0) => row.checked_div(*groups).filter(|size| *size > 0).map(Granularity::Group),
-        [high, wide] if codes == Codes::E4m3 && are_usual_blocks(rows, row, [*high, *wide]) => Some(Granularity::Block(USUAL_BLOCK)),
+        [high, wide] => usual_blocks(codes, rows, row, [*high, *wide]),
         _ => None,
     };
     let shares = |granularity: Granularity| matches!(granularity, Granularity::Group(_) | Granularity::Block(_));
@@ -367,7 +355,7 @@ fn granularity(name: &str, codes: Codes, [rows, row]: [usize; 2], scales: &[usiz
                 format!(", and config.json states blocks of {high} x {wide} (a last block with fewer columns is not supported)")
             }
             Some(Granularity::Tensor | Granularity::Channel) => ", and config.json states a scale for each row or tensor".to_owned(),
-            None if codes == Codes::E4m3 && scales.len() == 2 => ", and no block sizes are stated in config.json".to_owned(),
+            None if codes.usual_block().is_some() && scales.len() == 2 => ", and no block sizes are stated in config.json".to_owned(),
             None => String::new(),
         };
         let reason = format!("scales of shape {scales:?} for integers of shape {:?}{by}", [rows, row]);
@@ -375,21 +363,23 @@ fn granularity(name: &str, codes: Codes, [rows, row]: [usize; 2], scales: &[usiz
     })
 }
 
-/// Whether blocks of the usual size match the number of scales of a matrix. The last block may have
-/// fewer rows.
-fn are_usual_blocks(rows: usize, row: usize, [high, wide]: [usize; 2]) -> bool {
-    let [usual_rows, usual_inputs] = USUAL_BLOCK;
-    rows.div_ceil(usual_rows) == high && usual_inputs.checked_mul(wide) == Some(row)
+/// Blocks of the usual size of a format, if they match the number of scales of a matrix. The last block may
+/// have fewer rows.
+fn usual_blocks(codes: Codes, rows: usize, row: usize, [high, wide]: [usize; 2]) -> Option<Granularity> {
+    let [usual_rows, usual_inputs] = codes.usual_block()?;
+    let fits = rows.div_ceil(usual_rows.max(1)) == high && usual_inputs.checked_mul(wide) == Some(row);
+    fits.then_some(Granularity::Block([usual_rows, usual_inputs]))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::FloatFormat;
 
     #[test]
     fn stated_blocks_and_groups_are_checked_against_the_scales() {
         let found = |codes, sizes, scales: &[usize], stated| granularity("w", codes, sizes, scales, stated).map_err(|e| e.to_string());
-        let fp8 = |sizes, scales: &[usize], stated| found(Codes::E4m3, sizes, scales, stated);
+        let fp8 = |sizes, scales: &[usize], stated| found(Codes::Float(FloatFormat::E4m3), sizes, scales, stated);
         let block = |high, wide| Granularity::Block([high, wide]);
         // A last block with fewer rows; blocks wider than a row.
         assert_eq!(fp8([192, 192], &[2, 3], Some(block(128, 64))), Ok(block(128, 64)));

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::Codes;
 use super::{DType, QuantizationSpec};
 use crate::error::Result;
-use crate::kernel::{bitmask, convert, minifloat, quantize, scan, with_float};
+use crate::kernel::{bitmask, convert, quantize, scan, with_float};
 
 /// Default number of elements per block. Small enough that a block stays in the L2 cache while all
 /// stages process it.
@@ -147,8 +147,7 @@ impl<'a> View<'a> {
             let (scale, zero) = self.parameters(affine, index);
             match affine.codes {
                 Codes::Integer(_) => quantize::dequantize(codes, output, scale, zero),
-                Codes::E4m3 => minifloat::dequantize_e4m3(codes, output, scale),
-                Codes::E2m1 => minifloat::dequantize_e2m1(codes, output, scale),
+                Codes::Float(format) => format.dequantize(codes, output, scale),
                 Codes::Palette(_) => {}
             }
             at = stop;
@@ -162,8 +161,7 @@ impl<'a> View<'a> {
         if let Some((affine, row)) = self.affine {
             match affine.codes {
                 Codes::Integer(_) => {}
-                Codes::E4m3 => return scan::count_bytes(self.values, 0) + scan::count_bytes(self.values, 0x80),
-                Codes::E2m1 => return scan::count_bytes(self.values, 0) + scan::count_bytes(self.values, 8),
+                Codes::Float(format) => return format.row().zeros.iter().map(|zero| scan::count_bytes(self.values, *zero)).sum(),
                 Codes::Palette(_) => return self.zeros_of_values(),
             }
             let run = affine.granularity.run(row, self.values.len());

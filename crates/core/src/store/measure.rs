@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::convert::RUN;
 use super::hash::{RunHasher, Subtree, merge};
 use super::writer::WeightMeasurement;
-use super::{Block, Codes, DType, RowsOf, View, Weight};
+use super::{Block, DType, RowsOf, View, Weight};
 use crate::kernel::compare::{self, Difference};
 use crate::kernel::exact::ExactSum;
 use crate::kernel::{Float, scan, with_float};
@@ -197,12 +197,8 @@ impl Measure {
         seen.nonfinite += with_float!(dtype, F => scan::nonfinite::<F>(floats), else 0);
         if let Some((affine, _)) = before.affine {
             let nans = |bytes, codes: &[u8]| codes.iter().map(|nan| scan::count_bytes(bytes, *nan)).sum::<u64>();
-            seen.nonfinite += if affine.codes == Codes::E4m3 { nans(before.values, &[0x7F, 0xFF]) } else { 0 };
-            seen.nonfinite += match affine.scale_dtype {
-                DType::F8_E4M3 => nans(before.scales, &[0x7F, 0xFF]),
-                DType::F8_E8M0 => nans(before.scales, &[0xFF]),
-                _ => 0,
-            };
+            seen.nonfinite += affine.codes.float().map_or(0, |format| nans(before.values, format.row().nans));
+            seen.nonfinite += nans(before.scales, affine.scale_format().nans());
         }
         if now.is(before) && now.affine.is_none() {
             let zeros = now.zeros();

@@ -11,15 +11,15 @@
 //! | sparse | `x.weight.bitmask`, `x.weight.values`, `x.weight.shape`, and scales as for integer |
 //!
 //! Integer and packed are the formats `int-quantized` and `pack-quantized` of compressed-tensors, FP8 is
-//! `float-quantized`, FP4 is `nvfp4-pack-quantized` and `mxfp4-pack-quantized`. The words of palettized
-//! weights contain indices, element `i` of a row at bit `i · bits`. With `p` palettes for `n` rows, each
-//! applies to `ceil(n / p)` consecutive rows.
+//! `float-quantized` or, with U8 (E8M0) scales, `mxfp8-quantized`, FP4 is `nvfp4-pack-quantized` and
+//! `mxfp4-pack-quantized`. The words of palettized weights contain indices, element `i` of a row at bit
+//! `i · bits`. With `p` palettes for `n` rows, each applies to `ceil(n / p)` consecutive rows.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use super::block_packing::{Blocks, Halves};
-use super::{Codes, DType, Encoding, Granularity, View, Weight};
+use super::{Codes, DType, Encoding, Granularity, Packing, View, Weight};
 use crate::error::{Error, Result};
 use crate::kernel::ggml::BlockType;
 use crate::kernel::{bitmask, packing};
@@ -70,12 +70,7 @@ impl StorageFormat {
             Encoding::Quantized(affine) => Some(affine),
         };
         let codes = integers.map(|affine| affine.codes);
-        let dtype = match codes {
-            None => weight.dtype,
-            Some(Codes::Integer(_)) => DType::I8,
-            Some(Codes::E4m3) => DType::F8_E4M3,
-            Some(Codes::E2m1 | Codes::Palette(_)) => DType::U8,
-        };
+        let dtype = codes.map_or(weight.dtype, Codes::dtype);
         let shape = weight.shape.clone();
         let mut parts = match self {
             StorageFormat::Blocks(blocks) => return blocks.parts(name, weight),
@@ -83,13 +78,13 @@ impl StorageFormat {
             StorageFormat::Plain => vec![part("", dtype, shape)],
             StorageFormat::Halves { .. } => vec![part("", DType::U8, vec![weight.elements().div_ceil(2)])],
             StorageFormat::Transposed => vec![part("", dtype, shape.into_iter().rev().collect())],
-            StorageFormat::Packed if codes == Some(Codes::E2m1) => {
-                vec![part("_packed", DType::U8, vec![shape.first().copied().unwrap_or(1), weight.row().div_ceil(2)])]
+            StorageFormat::Packed => {
+                let packing = packing_of(codes);
+                let (dtype, columns) = packing.row(weight.row(), weight.code_bits());
+                let mut parts = vec![part("_packed", dtype, vec![shape.first().copied().unwrap_or(1), columns])];
+                parts.extend(packing.has_shape().then(|| part("_shape", DType::I64, vec![shape.len()])));
+                parts
             }
-            StorageFormat::Packed => vec![
-                part("_packed", DType::I32, vec![shape.first().copied().unwrap_or(1), packing::words(weight.row(), weight.code_bits())]),
-                part("_shape", DType::I64, vec![shape.len()]),
-            ],
             StorageFormat::Sparse { nonzeros } => vec![
                 part(".values", dtype, vec![nonzeros as usize]),
                 part(".shape", DType::I64, vec![shape.len()]),
@@ -101,8 +96,7 @@ impl StorageFormat {
             if matches!(self, StorageFormat::Transposed | StorageFormat::Halves { transposed: true }) {
                 shape.reverse();
             }
-            // Consumers expect power-of-two scales (E8M0) as U8.
-            let scale_dtype = if affine.scale_dtype == DType::F8_E8M0 { DType::U8 } else { affine.scale_dtype };
+            let scale_dtype = affine.scale_format().stored_dtype(affine.scale_dtype);
             parts.push(part(if affine.codes.is_palette() { "_palette" } else { "_scale" }, scale_dtype, shape.clone()));
             if affine.has_global_scale() {
                 parts.push(part("_global_scale", DType::F32, vec![1]));
@@ -132,11 +126,15 @@ impl StorageFormat {
     fn value_parts(self, codes: Option<Codes>) -> usize {
         match self {
             StorageFormat::Plain | StorageFormat::Transposed | StorageFormat::Halves { .. } | StorageFormat::Blocks(_) | StorageFormat::Gguf(_) => 1,
-            StorageFormat::Packed if codes == Some(Codes::E2m1) => 1,
-            StorageFormat::Packed => 2,
+            StorageFormat::Packed => 1 + usize::from(packing_of(codes).has_shape()),
             StorageFormat::Sparse { .. } => 3,
         }
     }
+}
+
+/// Packing of codes; integers for weights without an encoding.
+fn packing_of(codes: Option<Codes>) -> Packing {
+    codes.map_or(Packing::Words, Codes::packing)
 }
 
 fn shape_bytes(shape: &[usize]) -> Vec<u8> {
@@ -215,18 +213,10 @@ impl Emitter {
             StorageFormat::Gguf(_) => return sink(0, view.blocks),
             StorageFormat::Transposed | StorageFormat::Halves { transposed: true } => self.pending.extend_from_slice(view.values),
             StorageFormat::Halves { transposed: false } => sink(0, self.halves[0].put(view.values))?,
-            StorageFormat::Packed if self.codes == Some(Codes::E2m1) => {
-                self.values.clear();
-                view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::to_halves(row, &mut self.values));
-                sink(0, &self.values)?;
-            }
-            StorageFormat::Packed if self.codes.is_some_and(Codes::is_palette) => {
-                self.values.clear();
-                view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::pack_indices(row, self.bits, &mut self.values));
-                sink(0, &self.values)?;
-            }
             StorageFormat::Packed => {
-                if !packing::fits(view.values, self.bits) || !packing::fits(view.zero_points, self.bits) {
+                let packing = packing_of(self.codes);
+                let is_integer = packing == Packing::Words;
+                if is_integer && !(packing::fits(view.values, self.bits) && packing::fits(view.zero_points, self.bits)) {
                     return Err(Error::tensor(
                         &self.name,
                         format!("contains integers that do not fit the {} bits of its encoding", self.bits),
@@ -234,7 +224,7 @@ impl Emitter {
                     ));
                 }
                 self.values.clear();
-                view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::pack(row, self.bits, &mut self.values));
+                view.values.chunks_exact(self.row.max(1)).for_each(|row| packing.pack(row, self.bits, &mut self.values));
                 sink(0, &self.values)?;
             }
             StorageFormat::Sparse { .. } => self.sparse(view.values, sink)?,

@@ -4,8 +4,7 @@ use candle_core::{D, DType, Tensor};
 
 use super::transfer::{self, Cause};
 use crate::ir::ops::{ScalarOps, on_host, round_half_even};
-use crate::kernel::minifloat;
-use crate::store::ActivationScheme;
+use crate::store::{ActivationScheme, FloatFormat, FloatScale};
 
 /// Dynamic quantization of the inputs of layers with int8 weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,11 +24,11 @@ impl Rounding {
     pub fn round_input(self, scheme: ActivationScheme, x: &Tensor) -> candle_core::Result<Tensor> {
         match (scheme, self) {
             (ActivationScheme::DynamicToken, _) => self.apply(x),
-            (ActivationScheme::None | ActivationScheme::Static(_), _) | (_, Rounding::Tensor) => Ok(x.clone()),
-            (_, Rounding::Token) => {
+            (ActivationScheme::None | ActivationScheme::Static(_), _) | (ActivationScheme::Float(..), Rounding::Tensor) => Ok(x.clone()),
+            (ActivationScheme::Float(format, scale), Rounding::Token) => {
                 // On the host for every device, because no device supports all of these formats.
                 let mut values = transfer::values::<f32>(x, Cause::Answers)?;
-                floats(scheme, x.dim(D::Minus1)?.max(1), &mut values);
+                floats(format, scale, x.dim(D::Minus1)?.max(1), &mut values);
                 let rounded = Tensor::from_vec(values, x.dims(), &candle_core::Device::Cpu)?.to_dtype(x.dtype())?;
                 transfer::move_to(&rounded, x.device(), Cause::Answers)
             }
@@ -80,32 +79,25 @@ fn token(row: &mut [f32]) {
     }
 }
 
-/// Rounds tokens with `width` values to 8-bit or 4-bit floats and back, as compressed-tensors computes it.
-fn floats(scheme: ActivationScheme, width: usize, values: &mut [f32]) {
-    let e4m3 = |values: &mut [f32], scale: f32| values.iter_mut().for_each(|x| *x = minifloat::from_e4m3(minifloat::to_e4m3(*x / scale)) * scale);
-    let e2m1 = |values: &mut [f32], scale: f32| values.iter_mut().for_each(|x| *x = minifloat::from_e2m1(minifloat::to_e2m1(*x / scale)) * scale);
+/// Rounds tokens with `width` values to a float format and back, as compressed-tensors computes it.
+fn floats(format: FloatFormat, scale: FloatScale, width: usize, values: &mut [f32]) {
     let largest = |values: &[f32]| values.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-    let or = |scale: f32, least: f32| if scale > 0.0 { scale } else { least };
-    match scheme {
-        ActivationScheme::Float8Static(by) => e4m3(values, by.scale()),
-        ActivationScheme::Float8Token | ActivationScheme::Float8Group(_) => {
-            let group = if let ActivationScheme::Float8Group(size) = scheme { size.max(1) } else { width };
-            for values in values.chunks_mut(width).flat_map(|token| token.chunks_mut(group)) {
-                e4m3(values, or(largest(values) / minifloat::E4M3_MAX, f32::EPSILON));
+    let group = match scale {
+        FloatScale::Static(by) => return format.round(values, by.scale()),
+        FloatScale::Token => width,
+        FloatScale::Group(size) => size.max(1),
+        FloatScale::PowerOfTwo | FloatScale::Relative(_) => scale.format().group().unwrap_or(width),
+    };
+    for values in values.chunks_mut(width).flat_map(|token| token.chunks_mut(group)) {
+        let scale = match scale {
+            FloatScale::PowerOfTwo => format.power_of_two_scale(largest(values)),
+            FloatScale::Relative(by) => format.relative_scale(largest(values), by.scale()) / by.scale(),
+            FloatScale::Token | FloatScale::Group(_) | FloatScale::Static(_) => {
+                let scale = largest(values) / format.row().max;
+                if scale > 0.0 { scale } else { f32::EPSILON }
             }
-        }
-        ActivationScheme::Mxfp4 => {
-            for values in values.chunks_mut(width).flat_map(|token| token.chunks_mut(32)) {
-                e2m1(values, minifloat::from_e8m0(minifloat::e8m0_scale(largest(values), 2)));
-            }
-        }
-        ActivationScheme::Nvfp4(by) => {
-            for values in values.chunks_mut(width).flat_map(|token| token.chunks_mut(16)) {
-                let scale = minifloat::from_e4m3(minifloat::to_e4m3(by.scale() * (largest(values) / minifloat::E2M1_MAX)));
-                e2m1(values, or(scale, 0.125) / by.scale());
-            }
-        }
-        ActivationScheme::DynamicToken | ActivationScheme::Static(_) | ActivationScheme::None => {}
+        };
+        format.round(values, scale);
     }
 }
 
@@ -129,6 +121,14 @@ mod tests {
 
     use super::*;
 
+    fn e4m3(scale: FloatScale) -> ActivationScheme {
+        ActivationScheme::Float(FloatFormat::E4m3, scale)
+    }
+
+    fn e2m1(scale: FloatScale) -> ActivationScheme {
+        ActivationScheme::Float(FloatFormat::E2m1, scale)
+    }
+
     fn rounded(rounding: Rounding, rows: &[[f32; 3]; 2]) -> Vec<f32> {
         let x = Tensor::new(rows, &Device::Cpu).unwrap();
         let fast = rounding.apply(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
@@ -151,20 +151,21 @@ mod tests {
         use crate::store::Static;
         let rounded = |scheme, width, values: &[f32]| {
             let mut values = values.to_vec();
-            floats(scheme, width, &mut values);
+            let ActivationScheme::Float(format, scale) = scheme else { panic!("{scheme:?}") };
+            floats(format, scale, width, &mut values);
             values
         };
         // The largest value of a token is 448 steps.
-        assert_eq!(rounded(ActivationScheme::Float8Token, 2, &[448.0, 17.0, -4.48, 0.0]), [448.0, 16.0, -4.48, 0.0]);
-        assert_eq!(rounded(ActivationScheme::Float8Group(1), 2, &[448.0, 17.0, 0.0, 1.0]), [448.0, 17.0, 0.0, 1.0]);
-        assert_eq!(rounded(ActivationScheme::Float8Static(Static::new(1.0, None)), 2, &[1000.0, 17.0, 18.0, -19.0]), [448.0, 16.0, 18.0, -20.0]);
+        assert_eq!(rounded(e4m3(FloatScale::Token), 2, &[448.0, 17.0, -4.48, 0.0]), [448.0, 16.0, -4.48, 0.0]);
+        assert_eq!(rounded(e4m3(FloatScale::Group(1)), 2, &[448.0, 17.0, 0.0, 1.0]), [448.0, 17.0, 0.0, 1.0]);
+        assert_eq!(rounded(e4m3(FloatScale::Static(Static::new(1.0, None))), 2, &[1000.0, 17.0, 18.0, -19.0]), [448.0, 16.0, 18.0, -20.0]);
         let example = [0.5, -1.0, 6.0, 0.0, -6.0, 3.0, 1.5, -0.5, 2.0, 4.0, -2.0, -3.0, -4.0, 1.0, 0.25, 0.3];
         let wanted = [0.5, -1.0, 6.0, 0.0, -6.0, 3.0, 1.5, -0.5, 2.0, 4.0, -2.0, -3.0, -4.0, 1.0, 0.0, 0.5];
-        assert_eq!(rounded(ActivationScheme::Nvfp4(Static::new(448.0, None)), 16, &example), wanted);
-        assert_eq!(rounded(ActivationScheme::Mxfp4, 16, &example), wanted);
+        assert_eq!(rounded(e2m1(FloatScale::Relative(Static::new(448.0, None))), 16, &example), wanted);
+        assert_eq!(rounded(e2m1(FloatScale::PowerOfTwo), 16, &example), wanted);
         // Unchanged with the rounding of ONNX.
         let x = Tensor::new(&[[448f32, 17.0]], &Device::Cpu).unwrap();
-        let of = |rounding: Rounding| rounding.round_input(ActivationScheme::Float8Token, &x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let of = |rounding: Rounding| rounding.round_input(e4m3(FloatScale::Token), &x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         assert_eq!((of(Rounding::Tensor), of(Rounding::Token)), (vec![448.0, 17.0], vec![448.0, 16.0]));
     }
 
@@ -177,14 +178,16 @@ mod tests {
         let values = |name: &str| golden[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
         let stored = |name: &str| Static::new(values(name)[0], None);
         for (name, scheme) in [
-            ("FP8_DYNAMIC", ActivationScheme::Float8Token),
-            ("FP8_BLOCK", ActivationScheme::Float8Group(128)),
-            ("FP8", ActivationScheme::Float8Static(stored("FP8_scale"))),
-            ("MXFP4", ActivationScheme::Mxfp4),
-            ("NVFP4", ActivationScheme::Nvfp4(stored("NVFP4_scale"))),
+            ("FP8_DYNAMIC", e4m3(FloatScale::Token)),
+            ("FP8_BLOCK", e4m3(FloatScale::Group(128))),
+            ("FP8", e4m3(FloatScale::Static(stored("FP8_scale")))),
+            ("MXFP8", e4m3(FloatScale::PowerOfTwo)),
+            ("MXFP4", e2m1(FloatScale::PowerOfTwo)),
+            ("NVFP4", e2m1(FloatScale::Relative(stored("NVFP4_scale")))),
         ] {
             let mut found = values("in");
-            floats(scheme, 256, &mut found);
+            let ActivationScheme::Float(format, scale) = scheme else { panic!("{name}") };
+            floats(format, scale, 256, &mut found);
             for (at, (found, wanted)) in found.iter().zip(values(name)).enumerate() {
                 assert!(*found == wanted, "{name} at {at}: {found} is not {wanted}");
             }

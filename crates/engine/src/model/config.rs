@@ -193,21 +193,16 @@ impl Config {
             let weights = group.get("weights").unwrap_or(&Value::Null);
             let integer = quantization::is_integer(weights);
             let num_bits = weights.get("num_bits").and_then(Value::as_u64).unwrap_or(8);
-            let bits = u8::try_from(num_bits).ok().filter(|bits| if integer { (2..=8).contains(bits) } else { [4, 8].contains(bits) });
-            let Some(bits) = bits.or(weights.is_null().then_some(8)) else {
+            let codes = Codes::from_type(integer, num_bits);
+            if codes.is_none() {
                 return Err(unsupported(format!("weights of {num_bits} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
-            };
+            }
             quantization::require_supported(group).map_err(refused)?;
             let activations = match group.get("input_activations") {
                 None | Some(Value::Null) => ActivationArgs::Scheme(ActivationScheme::None),
                 Some(args) => quantization::activations(args).map_err(refused)?,
             };
-            let codes = match (integer, bits) {
-                (true, bits) => Codes::Integer(bits),
-                (false, 8) => Codes::E4m3,
-                (false, _) => Codes::E2m1,
-            };
-            let codes = (!weights.is_null()).then_some(codes);
+            let codes = codes.filter(|_| !weights.is_null());
             let targets = group.get("targets").and_then(Value::as_array).into_iter().flatten();
             let granularity = quantization::granularity(weights).map_err(refused)?;
             for target in targets {
@@ -326,7 +321,7 @@ impl Schemes {
         }
         affine.activations = match (scheme.activations, affine.activations) {
             (ActivationArgs::Scheme(activations), _) => activations,
-            (ActivationArgs::Static, stored @ (ActivationScheme::Static(_) | ActivationScheme::Float8Static(_) | ActivationScheme::Nvfp4(_))) => stored,
+            (ActivationArgs::Static, stored) if stored.parameters().is_some() => stored,
             (ActivationArgs::Static, _) => {
                 return Err(Error::tensor(
                     &format!("{module}.input_scale"),

@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::config::{ActivationArgs, OWN_METHOD};
 use crate::kernel::cache::CacheFormat;
-use crate::store::{ActivationScheme, GptqConfig, Granularity};
+use crate::store::{ActivationScheme, Codes, FloatScale, GptqConfig, Granularity, ScaleFormat};
 
 /// Keys that are regenerated for the written weights.
 const WRITTEN: [&str; 11] = [
@@ -114,7 +114,7 @@ fn sparse<T>(format: &Value) -> Result<T, Refused> {
     )
 }
 
-const HINT: &str = "compress supports integers of 2 to 8 bits, FP8 and FP4, with float activations, per-token or static int8 or FP8 activations, and grouped FP8, NVFP4 and MXFP4 activations; start from the original checkpoint";
+const HINT: &str = "compress supports integers of 2 to 8 bits, FP8 and FP4, with float activations, per-token or static int8 or FP8 activations, and grouped FP8, NVFP4, MXFP4 and MXFP8 activations; start from the original checkpoint";
 
 /// Whether codes are integers, not floats.
 pub(super) fn is_integer(arguments: &Value) -> bool {
@@ -159,29 +159,31 @@ pub(super) fn activations(arguments: &Value) -> Result<ActivationArgs, Refused> 
     let (strategy, size) = (of("strategy").as_str(), of("group_size").as_u64().unwrap_or(0) as usize);
     let unsupported = |key: &str| refused(format!("`{key}` of {} for input_activations", of(key)), HINT);
     let symmetric = of("symmetric").as_bool().unwrap_or(true);
-    let dynamic = of("dynamic") == &Value::Bool(true);
+    let (dynamic, local) = (of("dynamic") == &Value::Bool(true), of("dynamic") == "local");
     if dynamic && !symmetric {
         return unsupported("symmetric");
     }
-    // Scales are powers of two in MX formats, FP8 in NVFP4, and floats in other formats.
-    let scales = match (integer, bits, of("dynamic") == "local") {
-        (false, 4, false) => &["uint8"][..],
-        (false, 4, true) => &["float8_e4m3fn"],
-        _ => &["float32", "bfloat16", "float16"],
+    let Some(codes) = Codes::from_type(integer, bits).filter(|codes| codes.float().is_some() || *codes == Codes::INT8) else {
+        return unsupported("num_bits");
     };
-    if of("scale_dtype").as_str().is_some_and(|dtype| !scales.contains(&dtype.trim_start_matches("torch."))) {
-        return unsupported("scale_dtype");
-    }
-    Ok(ActivationArgs::Scheme(match (integer, bits, dynamic) {
-        (true, 8, true) if strategy == Some("token") => ActivationScheme::DynamicToken,
-        (false, 8, true) if strategy == Some("token") => ActivationScheme::Float8Token,
-        (false, 8, true) if strategy == Some("group") && size > 0 => ActivationScheme::Float8Group(size),
-        (false, 4, true) if strategy == Some("group") && size == 32 => ActivationScheme::Mxfp4,
-        (false, 4, false) if of("dynamic") == "local" && size == 16 => return Ok(ActivationArgs::Static),
-        (_, 8, false) if strategy.is_none_or(|by| by == "tensor") => return Ok(ActivationArgs::Static),
-        (_, 8, false) => return refused(format!("static scales for activations by {}", of("strategy")), HINT),
-        (_, 8, true) | (false, 4, _) => return unsupported("strategy"),
-        _ => return unsupported("num_bits"),
+    let stated = of("scale_dtype").as_str().map(|dtype| dtype.trim_start_matches("torch."));
+    let is_stated = |scales: &ScaleFormat| stated.is_none_or(|dtype| scales.dtype_names().contains(&dtype));
+    let Some(scales) = codes.scale_formats().filter(|scales| (*scales == ScaleFormat::Relative) == local).find(is_stated) else {
+        return unsupported(if stated.is_some() { "scale_dtype" } else { "dynamic" });
+    };
+    let scale = match (scales, dynamic, strategy) {
+        (ScaleFormat::Float, true, Some("token")) => FloatScale::Token,
+        (ScaleFormat::Float, true, Some("group")) if size > 0 => FloatScale::Group(size),
+        (ScaleFormat::PowerOfTwo, true, Some("group")) if Some(size) == scales.group() => FloatScale::PowerOfTwo,
+        (ScaleFormat::Relative, false, _) if Some(size) == scales.group() => return Ok(ActivationArgs::Static),
+        (ScaleFormat::Float, false, None | Some("tensor")) => return Ok(ActivationArgs::Static),
+        (ScaleFormat::Float, false, _) => return refused(format!("static scales for activations by {}", of("strategy")), HINT),
+        _ => return unsupported("strategy"),
+    };
+    Ok(ActivationArgs::Scheme(match (codes, scale) {
+        (Codes::Float(format), scale) => ActivationScheme::Float(format, scale),
+        (Codes::Integer(_), FloatScale::Token) => ActivationScheme::DynamicToken,
+        (Codes::Integer(_) | Codes::Palette(_), _) => return unsupported("strategy"),
     }))
 }
 
