@@ -8,10 +8,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 
+use super::block_state::{BlockState, run_bytes};
 use super::load::SpareTensors;
+use super::memory::SpillFile;
 use super::prefetch::Prefetch;
 use super::run::Snapshot;
-use super::spill::{BlockState, SpillFile, run_bytes};
 use super::{BlockwiseOptions, Executor, MemoryCategory, Observation, Parameters, PartialRun};
 use crate::analysis::{self, Block};
 use crate::data::Batch;

@@ -7,10 +7,12 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::Inputs;
 use super::transfer::{self, Cause};
 use crate::error::{Error, Result};
 use crate::ir::{Element, Graph, Kind, Node, Op, OpSpec, Value, ValueId, input_tensor};
+
+/// Input tensors of a graph, by name.
+pub type Inputs = BTreeMap<String, Tensor>;
 
 /// Converts an input to the precision of the computation. Returns it on the host and on the device.
 pub(super) fn convert(value: &Value, inputs: &Inputs, device: &Device, compute: DType) -> Result<(Tensor, Tensor)> {

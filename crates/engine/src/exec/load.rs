@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Tensor};
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
-use super::parameter_paging::{Fetch, PagedParameters};
-use super::{MemoryTracker, change};
+use super::change;
+use super::memory::{Fetch, MemoryTracker, PagedParameters};
 use crate::error::{Error, Result};
 use crate::ir::Graph;
 use crate::store::{ActivationScheme, DType as Stored, Encoding, Weight, Weights};

@@ -1,6 +1,6 @@
 //! Execution of graphs with candle.
 
-mod account;
+mod block_state;
 mod blockwise;
 mod blockwise_options;
 mod device;
@@ -12,19 +12,13 @@ mod gpu;
 mod host;
 mod inputs;
 mod load;
-mod managed_tensor;
-mod memory_need;
-mod memory_trace;
-mod memory_tracker;
-mod parameter_paging;
+mod memory;
 mod plan;
 mod prefetch;
 mod rounding;
 mod run;
 mod sequence;
-mod sharding;
 mod sizes;
-mod spill;
 mod tape;
 pub mod transfer;
 
@@ -34,14 +28,12 @@ pub use device::hardware;
 pub use device::{DeviceChoice, device_name};
 pub use gpu::DeviceMemory;
 pub use host::{bytes_of, change, floats_on_host, read};
+pub use inputs::Inputs;
 pub use load::{Parameters, Residence};
-pub use managed_tensor::{ManagedTensor, Placement};
-pub use memory_need::{MemoryNeed, Schedule, sizes_of, state_bytes};
-pub use memory_trace::{MemoryTrace, Peak};
-pub use memory_tracker::{MemoryCategory, MemoryTracker};
-pub use parameter_paging::Fetch;
+pub use memory::{
+    Collective, Fetch, ManagedTensor, MemoryCategory, MemoryNeed, MemoryTrace, MemoryTracker, Peak, Placement, Schedule, Sharding, sizes_of, state_bytes,
+};
 pub use rounding::Rounding;
-pub use run::{Executor, Inputs, Observation, PartialRun};
+pub use run::{Executor, Observation, PartialRun};
 pub use sequence::{OutputTokens, SequenceCache};
-pub use sharding::{Collective, Sharding};
 pub use tape::{Forward, GradientSink, Pages, Tape, TapeForecast, Watch};

@@ -5,16 +5,14 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::account::{Account, Accounts};
+use super::inputs::Inputs;
+use super::memory::{Account, Accounts};
 use super::plan::{self, FusedNodes};
 use super::sizes::InputCheck;
 use super::{MemoryTracker, Parameters, Rounding, bytes_of};
 use crate::error::{Error, Result};
 use crate::ir::ops::{DecodingState, Fused, Op, PreparedOp, contiguous};
 use crate::ir::{Graph, Kind, Node, ValueId};
-
-/// Input tensors of a graph, by name.
-pub type Inputs = BTreeMap<String, Tensor>;
 
 /// A graph with its parameters, ready to run.
 #[derive(Debug)]

@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::memory_trace::GRADIENT;
+use super::memory::GRADIENT;
 use super::sizes::InputCheck;
 use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, bytes_of, run};
 use crate::error::{Error, Result};

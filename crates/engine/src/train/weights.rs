@@ -219,7 +219,7 @@ impl Weights {
     /// Writing fails, or another process disconnected.
     pub fn gather(&self, tensors: BTreeMap<String, ManagedTensor>, required: bool) -> Result<BTreeMap<String, ManagedTensor>> {
         let Placement::Sharded(shares) = &self.home else { return Ok(tensors) };
-        let home = shares.unsharded().sibling()?;
+        let home = Placement::File(shares.spill_file()?);
         let gathered = tensors.into_iter().map(|(name, kept)| kept.load(&self.device).map(|tensor| (name, tensor)));
         gathered.filter(|tensor| required || tensor.is_err()).map(|tensor| tensor.and_then(|(name, tensor)| Ok((name, home.store(&tensor)?)))).collect()
     }

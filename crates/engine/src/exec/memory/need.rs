@@ -5,9 +5,10 @@ use std::collections::BTreeSet;
 use candle_core::DType;
 use serde::Serialize;
 
-use super::{Inputs, Residence};
 use crate::analysis;
 use crate::error::{Error, Result};
+use crate::exec::inputs::Inputs;
+use crate::exec::load::Residence;
 use crate::ir::ops::elements;
 use crate::ir::{Bindings, Dim, Element, Graph, TensorType};
 use crate::store::Weights;

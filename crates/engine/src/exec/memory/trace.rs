@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde_json::{Map, Value, json};
 
-use super::MemoryCategory;
+use super::category::MemoryCategory;
 use crate::analysis;
 use crate::ir::Graph;
 
@@ -371,7 +371,7 @@ impl Peak {
 }
 
 /// Prefix for the gradient of a value.
-pub(super) const GRADIENT: &str = "gradient of ";
+pub(crate) const GRADIENT: &str = "gradient of ";
 
 #[cfg(test)]
 mod tests {

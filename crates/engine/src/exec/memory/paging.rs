@@ -6,15 +6,17 @@ use std::sync::Mutex;
 
 use candle_core::Tensor;
 
-use super::{MemoryCategory, MemoryTracker, bytes_of};
+use super::category::MemoryCategory;
+use super::tracker::MemoryTracker;
 use crate::error::Result;
+use crate::exec::host::bytes_of;
 use crate::work::lock;
 
 /// Returns the parameter with a name, on the device that uses it.
 pub type Fetch = dyn Fn(&str) -> Result<Tensor> + Send + Sync;
 
 /// Parameters of which only those of the current block are in memory.
-pub(super) struct PagedParameters {
+pub(crate) struct PagedParameters {
     fetch: Box<Fetch>,
     resident: Mutex<BTreeMap<String, Tensor>>,
 }

@@ -1,51 +1,15 @@
-//! Memory accounting of training steps by category, with an optional budget.
+//! Memory accounting by category, with an optional budget.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
-use super::memory_trace::MemoryTrace;
+use candle_core::Tensor;
+
+use super::category::MemoryCategory;
+use super::trace::MemoryTrace;
 use crate::error::{Error, Result};
+use crate::exec::host::bytes_of;
+use crate::ir::{Graph, Kind};
 use crate::work::lock;
-
-/// Purpose of memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MemoryCategory {
-    /// Parameters, in their stored precision and in that of the computation.
-    Weights,
-    /// Gradients of parameters.
-    Gradients,
-    /// State of the optimizer.
-    Optimizer,
-    /// Activations and their gradients.
-    Activations,
-    /// Parameters and activations of the teacher.
-    Teacher,
-    /// Samples on the device.
-    Data,
-}
-
-impl MemoryCategory {
-    /// All categories.
-    pub const ALL: [MemoryCategory; 6] = [
-        MemoryCategory::Weights,
-        MemoryCategory::Gradients,
-        MemoryCategory::Optimizer,
-        MemoryCategory::Activations,
-        MemoryCategory::Teacher,
-        MemoryCategory::Data,
-    ];
-
-    /// Name in reports.
-    pub fn name(self) -> &'static str {
-        match self {
-            MemoryCategory::Weights => "weights",
-            MemoryCategory::Gradients => "gradients",
-            MemoryCategory::Optimizer => "optimizer",
-            MemoryCategory::Activations => "activations",
-            MemoryCategory::Teacher => "teacher",
-            MemoryCategory::Data => "data",
-        }
-    }
-}
 
 #[derive(Debug, Default)]
 struct Ledger {
@@ -188,6 +152,61 @@ impl MemoryTracker {
     pub fn peaks(&self) -> (Vec<(MemoryCategory, u64)>, u64) {
         let ledger = lock(&self.ledger);
         (MemoryCategory::ALL.into_iter().map(|category| (category, ledger.peak[category as usize])).collect(), ledger.most)
+    }
+}
+
+/// Account names of a graph's values.
+#[derive(Debug, Clone)]
+pub(crate) struct Accounts {
+    tracker: Arc<MemoryTracker>,
+    /// Category and name of each value.
+    values: Arc<[(MemoryCategory, String)]>,
+}
+
+impl Accounts {
+    pub fn new(tracker: Arc<MemoryTracker>, graph: &Graph) -> Accounts {
+        let category = |kind| if kind == Kind::Input { MemoryCategory::Data } else { MemoryCategory::Activations };
+        Accounts { tracker, values: graph.values().iter().map(|value| (category(value.kind), value.name.clone())).collect() }
+    }
+
+    /// Records the bytes of loaded weights.
+    pub fn load(&self, bytes: u64) {
+        // This tracker has no budget to exceed.
+        let _ = self.tracker.set(MemoryCategory::Weights, bytes);
+    }
+
+    /// Starts a run.
+    pub fn begin(&self) -> Account {
+        self.tracker.begin_step(None);
+        Account { accounts: self.clone(), bytes: vec![0; self.values.len()] }
+    }
+}
+
+/// Recorded bytes of the values of one run.
+#[derive(Debug)]
+pub(crate) struct Account {
+    accounts: Accounts,
+    bytes: Vec<u64>,
+}
+
+impl Account {
+    pub fn record(&mut self, position: usize, tensor: &Tensor) {
+        let (category, name) = &self.accounts.values[position];
+        let bytes = bytes_of(tensor);
+        self.accounts.tracker.work_on("forward", name);
+        let _ = self.accounts.tracker.allocate_named(*category, name, bytes);
+        self.bytes[position] += bytes;
+    }
+
+    pub fn release(&mut self, position: usize) {
+        let (category, name) = &self.accounts.values[position];
+        self.accounts.tracker.release_named(*category, name, std::mem::take(&mut self.bytes[position]));
+    }
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        (0..self.bytes.len()).for_each(|position| self.release(position));
     }
 }
 

@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::bytes_of;
 use super::sharding::{Shard, Sharding};
 use super::spill::{SpillFile, SpilledTensor};
-use super::transfer::{self, Cause};
 use crate::error::{Error, Result};
+use crate::exec::host::bytes_of;
+use crate::exec::transfer::{self, Cause};
 
 /// Placement of tensors between uses.
 #[derive(Debug, Clone)]
@@ -279,7 +279,7 @@ mod tests {
             let (other, before) = (managed.clone(), home.store(&Tensor::new(&[7i64], &Device::Cpu).unwrap()).unwrap());
             assert_eq!((managed.dims(), managed.dtype(), managed.size(), managed.bytes() > 0), (&[300_000, 2][..], DType::F32, 2_400_000, home.is_memory()));
             let opened = managed.open().unwrap();
-            super::super::change(&opened, |values: &mut [f32]| {
+            crate::exec::change(&opened, |values: &mut [f32]| {
                 values[1] = -1.0;
                 Ok(())
             })

@@ -1,4 +1,4 @@
-//! Tensors spilled to an anonymous temporary file, and activations cached between blocks.
+//! Tensors spilled to an anonymous temporary file.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -8,11 +8,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{DType, Device, Tensor};
 
-use super::run::Snapshot;
-use super::transfer::{self, Cause};
-use super::{PartialRun, bytes_of, change, floats_on_host, read};
 use crate::error::{Error, Result};
-use crate::ir::ValueId;
+use crate::exec::host::{change, floats_on_host, read};
+use crate::exec::transfer::{self, Cause};
 
 /// An anonymous temporary file, which is removed when its last handle is dropped, even if the process is
 /// killed.
@@ -25,7 +23,7 @@ pub struct SpillFile {
 
 /// A tensor in a spill file.
 #[derive(Debug, Clone)]
-pub(super) struct SpilledTensor {
+pub(crate) struct SpilledTensor {
     file: Arc<SpillFile>,
     offset: u64,
     pub dtype: DType,
@@ -55,7 +53,7 @@ impl SpillFile {
     }
 
     /// Appends a tensor.
-    pub(super) fn write(self: &Arc<SpillFile>, tensor: &Tensor) -> Result<SpilledTensor> {
+    pub(crate) fn write(self: &Arc<SpillFile>, tensor: &Tensor) -> Result<SpilledTensor> {
         let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
         let offset = self.length.fetch_add(bytes as u64, Ordering::Relaxed);
         let spilled = SpilledTensor { file: self.clone(), offset, dtype: tensor.dtype(), shape: tensor.dims().to_vec() };
@@ -134,63 +132,4 @@ impl SpilledTensor {
         }
         Ok(())
     }
-}
-
-/// The state of a run at the start of a block.
-#[derive(Debug, Clone)]
-pub(super) struct BlockState {
-    snapshot: Snapshot,
-    /// Spilled values with their indices.
-    spilled: Vec<(usize, SpilledTensor)>,
-}
-
-impl BlockState {
-    /// A state entirely in memory.
-    pub fn new(snapshot: Snapshot) -> BlockState {
-        BlockState { snapshot, spilled: Vec::new() }
-    }
-
-    /// Moves float values to a file.
-    pub fn spill(&mut self, file: &Arc<SpillFile>) -> Result<()> {
-        for (position, value) in self.snapshot.values.iter_mut().enumerate() {
-            if let Some(tensor) = value.take_if(|tensor| tensor.dtype().is_float()) {
-                self.spilled.push((position, file.write(&tensor)?));
-            }
-        }
-        Ok(())
-    }
-
-    /// Bytes in memory.
-    pub fn bytes(&self) -> u64 {
-        self.snapshot.values.iter().flatten().map(bytes_of).sum()
-    }
-
-    /// Whether the state contains a value.
-    pub fn contains(&self, id: ValueId) -> bool {
-        self.snapshot.values[id.index()].is_some() || self.spilled.iter().any(|(position, _)| *position == id.index())
-    }
-
-    /// A value of the state.
-    pub fn get(&self, id: ValueId, device: &Device) -> Result<Tensor> {
-        match (&self.snapshot.values[id.index()], self.spilled.iter().find(|(position, _)| *position == id.index())) {
-            (Some(tensor), _) => Ok(tensor.clone()),
-            (None, Some((_, spilled))) => spilled.read(device),
-            (None, None) => Err(Error::graph("a state between blocks", "is missing a value")),
-        }
-    }
-
-    /// The entire state, on a device.
-    pub fn snapshot(&self, device: &Device) -> Result<Snapshot> {
-        let mut snapshot = self.snapshot.clone();
-        for (position, spilled) in &self.spilled {
-            snapshot.values[*position] = Some(spilled.read(device)?);
-        }
-        Ok(snapshot)
-    }
-}
-
-/// Bytes of a suspended run in addition to the state that it started from.
-pub(super) fn run_bytes(run: &PartialRun, start: &BlockState) -> u64 {
-    let own = run.values.iter().zip(&start.snapshot.values).filter(|(_, before)| before.is_none());
-    own.filter_map(|(value, _)| value.as_ref()).map(bytes_of).sum()
 }

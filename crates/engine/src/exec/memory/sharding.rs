@@ -6,11 +6,10 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Tensor};
 
-use super::bytes_of;
-use super::managed_tensor::Placement;
 use super::spill::SpillFile;
-use super::transfer::{self, Cause};
 use crate::error::{Error, Result};
+use crate::exec::host::bytes_of;
+use crate::exec::transfer::{self, Cause};
 use crate::work::lock;
 
 /// Collective operations of processes, which all ranks call in the same order.
@@ -39,8 +38,8 @@ pub trait Collective: Send + Sync + fmt::Debug {
 pub struct Sharding {
     collective: Arc<dyn Collective>,
     device: Device,
-    /// Placement of entire tensors that only one process uses.
-    unsharded: Placement,
+    /// Entire tensors that only one process uses.
+    unsharded: Arc<SpillFile>,
     /// Bytes stored by each rank; equal on all ranks.
     loads: Mutex<Vec<u64>>,
 }
@@ -53,12 +52,15 @@ impl Sharding {
     pub fn new(collective: Arc<dyn Collective>, device: &Device, folder: &Path) -> Result<Sharding> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
         let loads = Mutex::new(vec![0; collective.size()]);
-        Ok(Sharding { collective, device: device.clone(), unsharded: Placement::File(SpillFile::create(folder)?), loads })
+        Ok(Sharding { collective, device: device.clone(), unsharded: SpillFile::create(folder)?, loads })
     }
 
-    /// Placement of entire tensors that only one process uses.
-    pub fn unsharded(&self) -> &Placement {
-        &self.unsharded
+    /// A new file for entire tensors that only one process uses.
+    ///
+    /// # Errors
+    /// The folder cannot be written to.
+    pub fn spill_file(&self) -> Result<Arc<SpillFile>> {
+        SpillFile::create(self.unsharded.folder())
     }
 
     /// The number of processes.
