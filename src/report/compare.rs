@@ -128,15 +128,6 @@ fn is_smaller(a: u64, b: u64) -> bool {
     a.saturating_add(b / 1000) < b
 }
 
-/// Text of a value in a table cell.
-pub(super) fn cell_text(value: Option<&Value>) -> String {
-    match value {
-        None => "-".into(),
-        Some(Value::String(text)) => text.clone(),
-        Some(other) => other.to_string(),
-    }
-}
-
 /// The metric of all runs if they have the same one, otherwise `cosine` if all runs have a fidelity.
 fn common_metric(reports: &[(String, Report)]) -> Option<String> {
     let metric = |report: &Report| report.accuracy.as_ref().and_then(|accuracy| accuracy.metric.clone().filter(|_| !accuracy.after.is_empty()));

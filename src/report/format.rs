@@ -78,6 +78,15 @@ pub fn natural(a: &str, b: &str) -> Ordering {
     key(a).cmp(&key(b))
 }
 
+/// Text of a value in a table cell.
+pub(super) fn cell_text(value: Option<&serde_json::Value>) -> String {
+    match value {
+        None => "-".into(),
+        Some(serde_json::Value::String(text)) => text.clone(),
+        Some(other) => other.to_string(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -2,8 +2,8 @@
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
-use super::compare::cell_text;
 use super::escape::display_line;
+use super::format::cell_text;
 use super::format::{bytes, count, decibels, percent, seconds, shape};
 use super::{Comparison, Report, Size, WARNING};
 use crate::error::counted;

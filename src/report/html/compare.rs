@@ -5,8 +5,9 @@ use maud::{Markup, html};
 use super::chart::{Axis, Frame, SIZE, dot};
 use super::{page, section, table};
 use crate::evaluation::lower_is_better;
-use crate::report::compare::{Comparison, Summary, cell_text};
+use crate::report::compare::{Comparison, Summary};
 use crate::report::format::bytes;
+use crate::report::format::cell_text;
 
 /// Renders the page.
 pub(in crate::report) fn render(comparison: &Comparison) -> String {

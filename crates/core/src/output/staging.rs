@@ -18,6 +18,7 @@
 //! process is killed, the next run for this output reverts them, or removes the old data file if the new
 //! file was committed.
 
+mod journal;
 mod publish;
 mod work_folder;
 

@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use super::convert::RUN;
 use super::hash::{RunHasher, Subtree, merge};
-use super::writer::WeightMeasurement;
 use super::{Block, DType, RowsOf, View, Weight};
 use crate::kernel::compare::{self, Difference};
 use crate::kernel::exact::ExactSum;
@@ -36,6 +35,28 @@ pub struct ValueHistogram {
     pub before: Vec<u32>,
     /// Counts of the written values.
     pub after: Vec<u32>,
+}
+
+/// Measurements of a weight, taken while it was written.
+#[derive(Debug, Clone, Default)]
+pub struct WeightMeasurement {
+    /// Difference to the input.
+    pub difference: Difference,
+    /// Whether any element changed.
+    pub changed: bool,
+    /// NaN and infinite values of the input.
+    pub nonfinite: u64,
+    /// Hash of the input values.
+    pub input_hash: Option<blake3::Hash>,
+    /// Size in the output in bytes.
+    pub bytes: u64,
+    /// Number of stored elements, if the weight is stored sparse.
+    pub nonzeros: Option<u64>,
+    /// Distribution of the values, if they changed.
+    pub histogram: Option<ValueHistogram>,
+    /// If only some rows were written: the state from which the measurements of all rows are combined.
+    /// In this case, hash and histogram are not set.
+    pub rows: Option<Box<RowRange>>,
 }
 
 impl ValueHistogram {
@@ -178,7 +199,7 @@ impl Measure {
 
     fn hash(&mut self, before: &View) {
         match &mut self.hasher {
-            Hasher::Full(hasher) => super::writer::hash_values(hasher, before),
+            Hasher::Full(hasher) => hash_values(hasher, before),
             // Codes and scales alternate block by block, so row ranges cannot be hashed separately.
             Hasher::Rows { .. } if before.affine.is_some() => {}
             Hasher::Rows { row, rows, run, .. } => {
@@ -263,6 +284,14 @@ impl Measure {
                 (before.decode(start, &mut self.before) && now.decode(start, &mut self.after)).then(|| compare::floats(&self.before, &self.after))
             }
         }
+    }
+}
+
+pub(super) fn hash_values(hasher: &mut blake3::Hasher, before: &View) {
+    hasher.update(before.values);
+    if before.affine.is_some() {
+        hasher.update(before.scales);
+        hasher.update(before.zero_points);
     }
 }
 

@@ -19,6 +19,7 @@ pub mod hash;
 pub mod header;
 mod in_memory;
 mod index_select;
+mod item;
 mod measure;
 mod modules;
 mod number_format;

@@ -9,9 +9,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::header::Header;
-use super::measure::merge_rows;
+use super::item::{Item, PlannedFile};
+use super::measure::{WeightMeasurement, merge_rows};
 use super::part_writer::PartWriter;
-use super::writer::{Item, PlannedFile, WeightMeasurement};
 use super::{RawTensor, Weight};
 use crate::error::{Error, Result};
 use crate::work::Work;

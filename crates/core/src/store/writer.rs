@@ -8,51 +8,19 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::header::Header;
-pub use super::measure::RowRange;
-use super::measure::{Measure, ValueHistogram};
+pub use super::item::Item;
+use super::item::PlannedFile;
+use super::measure::{Measure, hash_values};
+pub use super::measure::{RowRange, WeightMeasurement};
 use super::part_writer::PartWriter;
 pub use super::prebuilt::{Prebuilt, PrebuiltFile};
 use super::storage_format::Emitter;
 use super::verified_file::VerifiedFile;
 use super::weight::in_folder;
-use super::{Block, StorageFormat, StoredTensor, View, Weight, checkpoint};
+use super::{Block, StorageFormat, StoredTensor, Weight, checkpoint};
 use crate::error::{Error, Result};
 use crate::files::Destination;
-use crate::kernel::compare::Difference;
 use crate::work::Work;
-
-/// A weight to write.
-#[derive(Debug, Clone)]
-pub struct Item {
-    /// Name of the logical tensor.
-    pub name: String,
-    /// The weight.
-    pub weight: Weight,
-    /// How to store it.
-    pub storage_format: StorageFormat,
-}
-
-/// Measurements of a weight, taken while it was written.
-#[derive(Debug, Clone, Default)]
-pub struct WeightMeasurement {
-    /// Difference to the input.
-    pub difference: Difference,
-    /// Whether any element changed.
-    pub changed: bool,
-    /// NaN and infinite values of the input.
-    pub nonfinite: u64,
-    /// Hash of the input values.
-    pub input_hash: Option<blake3::Hash>,
-    /// Size in the output in bytes.
-    pub bytes: u64,
-    /// Number of stored elements, if the weight is stored sparse.
-    pub nonzeros: Option<u64>,
-    /// Distribution of the values, if they changed.
-    pub histogram: Option<ValueHistogram>,
-    /// If only some rows were written: the state from which the measurements of all rows are combined.
-    /// In this case, hash and histogram are not set.
-    pub rows: Option<Box<RowRange>>,
-}
 
 /// A written file.
 #[derive(Debug, Clone)]
@@ -63,20 +31,6 @@ pub struct Written {
     pub bytes: u64,
     /// Hash of the file, computed while it was read back.
     pub blake3: blake3::Hash,
-}
-
-/// A planned file. Its tensor names do not include the file's folder.
-#[derive(Debug)]
-pub(super) struct PlannedFile {
-    pub name: String,
-    pub header: Header,
-}
-
-impl PlannedFile {
-    /// The full name of a tensor of this file.
-    fn full_name(&self, tensor: &str) -> String {
-        self.name.rsplit_once('/').map_or_else(|| tensor.to_owned(), |(folder, _)| format!("{folder}/{tensor}"))
-    }
 }
 
 /// Assignment of tensors to files and offsets.
@@ -381,14 +335,6 @@ pub fn input_hash(weight: &Weight) -> Result<blake3::Hash> {
     Ok(hasher.finalize())
 }
 
-pub(super) fn hash_values(hasher: &mut blake3::Hasher, before: &View) {
-    hasher.update(before.values);
-    if before.affine.is_some() {
-        hasher.update(before.scales);
-        hasher.update(before.zero_points);
-    }
-}
-
 fn write_item(item: &Item, writers: &mut [PartWriter], work: &Work) -> Result<WeightMeasurement> {
     let mut emitter = Emitter::new(&item.name, item.storage_format, &item.weight);
     let total = item.weight.stored_bytes;
@@ -451,7 +397,7 @@ mod tests {
     impl WeightSource for Noted {
         fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
             self.1.lock().unwrap().push(self.0);
-            sink(Block::untouched(View::dense(DType::F32, &vec![0; 4 * self.0])))
+            sink(Block::untouched(super::super::View::dense(DType::F32, &vec![0; 4 * self.0])))
         }
     }
 

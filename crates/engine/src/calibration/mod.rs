@@ -7,10 +7,12 @@ mod device_stats;
 mod histogram;
 mod observer;
 mod run;
+mod statistics;
 
 pub use channels::Channels;
 pub use device_stats::select_rows;
 pub use histogram::{ActivationHistogram, BINS};
-pub use observer::{ActivationObserver, RunningRange, WeightedError, cross_validation, with_headroom};
+pub use observer::{ActivationObserver, WeightedError, cross_validation, with_headroom};
 pub use run::sample_sizes;
-pub use run::{Axis, Request, ValueStatistics, calibrate, calibrate_blockwise, observe_blockwise};
+pub use run::{calibrate, calibrate_blockwise, observe_blockwise};
+pub use statistics::{Axis, Request, RunningRange, ValueStatistics};

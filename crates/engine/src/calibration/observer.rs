@@ -23,35 +23,6 @@ pub enum ActivationObserver {
     Mse,
 }
 
-/// Exponential moving average of the minimum and maximum of each batch.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct RunningRange(Option<(f64, f64)>);
-
-/// Weight of a new batch.
-const MOMENTUM: f64 = 0.01;
-
-impl RunningRange {
-    /// Adds the minimum and maximum of a batch.
-    pub fn add(&mut self, low: f32, high: f32) {
-        let (low, high) = (f64::from(low), f64::from(high));
-        self.0 = Some(self.0.map_or((low, high), |(l, h)| (l + MOMENTUM * (low - l), h + MOMENTUM * (high - h))));
-    }
-
-    /// Scales both ends by the ratio of two ranges.
-    pub(super) fn scale(&mut self, before: (f32, f32), after: (f32, f32)) {
-        let ratio = |before: f32, after: f32| if before == 0.0 { 1.0 } else { f64::from(after) / f64::from(before) };
-        if let Some((low, high)) = &mut self.0 {
-            *low *= ratio(before.0, after.0);
-            *high *= ratio(before.1, after.1);
-        }
-    }
-
-    /// The averages, extended to include zero.
-    pub fn range(&self) -> (f32, f32) {
-        self.0.map_or((0.0, 0.0), |(low, high)| (low.min(0.0) as f32, high.max(0.0) as f32))
-    }
-}
-
 impl ActivationObserver {
     /// Chooses a range. It includes zero and does not exceed the observed minimum and maximum. `weights`
     /// are the weights of each channel's squared error, and `percentile` is read by

@@ -22,6 +22,7 @@ mod running {
     mod language_modelling;
     mod latency;
     mod measure;
+    mod metric;
     pub mod quantized_values;
     mod runner;
     mod statistics;
@@ -29,8 +30,9 @@ mod running {
 
     pub use fidelity::FidelityAccumulator;
     pub use latency::latency;
-    use measure::{Metric, in_chunks, select_output, tensor_error};
-    pub use measure::{Outcome, Outcomes, Outputs, compare, evaluate, output_fidelity};
+    pub use measure::{Outcome, Outcomes, compare, evaluate, output_fidelity};
+    pub use metric::Outputs;
+    use metric::{Metric, in_chunks, select_output, tensor_error};
     pub use runner::{BlockwiseCandle, Candle, OnnxRuntime, Runner};
     pub use subject::{Subject, load};
 

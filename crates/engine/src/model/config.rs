@@ -5,16 +5,13 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::files::DESCRIPTIONS;
-use super::quantization;
+pub use super::quantization::OWN_METHOD;
+use super::quantization::{self, ActivationArgs};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::kernel::cache::CacheFormat;
 use crate::store::{ActivationScheme, Codes, GptqConfig, Granularity, Pattern, QuantizationSpec, StatedEncoding};
-
-/// Quantization method of folders that only this tool can read.
-pub const OWN_METHOD: &str = "compress";
 
 /// Prefix of the `model_type` of such folders, so that other libraries find no class for it:
 /// transformers ignores unknown quantization methods, and would silently compute something else.
@@ -227,7 +224,7 @@ impl Config {
 
 /// GPTQ or AWQ settings from the separate files that older tools wrote.
 fn separate_description(folder: &Path) -> Result<GptqConfig> {
-    for (name, method) in DESCRIPTIONS.into_iter().zip(["gptq", "awq"]) {
+    for (name, method) in quantization::DESCRIPTIONS.into_iter().zip(["gptq", "awq"]) {
         let path = folder.join(name);
         if !files::is_file(&path) {
             continue;
@@ -241,16 +238,6 @@ fn separate_description(folder: &Path) -> Result<GptqConfig> {
         return Ok(quantization::gptq_config(&values).map_err(refused)?.unwrap_or_default());
     }
     Ok(GptqConfig::default())
-}
-
-/// Activation arguments of a config group.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum ActivationArgs {
-    /// A scheme without stored parameters.
-    Scheme(ActivationScheme),
-    /// Static quantization with the parameters stored with the weight, to 8-bit integers or to codes
-    /// like the weight's.
-    Static,
 }
 
 /// Quantization scheme of the modules that a target matches.

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{Config, Model};
+use super::{Config, Model, quantization};
 use crate::error::{Error, Result};
 use crate::files::{self, Kind};
 use crate::store::checkpoint::{INDEX, SINGLE};
@@ -111,8 +111,6 @@ const GENERIC_EXTENSIONS: [&str; 4] = ["bin", "pt", "pth", "ckpt"];
 const WEIGHT_NAMES: [&str; 6] = ["model", "pytorch_model", "diffusion_pytorch_model", "consolidated", "weights", "optimizer"];
 /// Top-level folders with the model in another format.
 const OTHER_FORMATS: [&str; 4] = ["original", "onnx", "openvino", "coreml"];
-/// Files that describe quantized weights, in addition to `config.json`.
-pub(super) const DESCRIPTIONS: [&str; 2] = ["quantize_config.json", "quant_config.json"];
 /// Preprocessing files of a single ONNX file.
 pub(super) const PREPROCESSING: [&str; 7] = [
     "config.json",
@@ -186,7 +184,7 @@ impl AuxiliaryFiles {
                 () if is_secret(&name) => ExclusionReason::Secret,
                 () if (top && name == "config.json") || weights.contains(&path) || index == Some(&path) => continue,
                 () if top && OWN.contains(&name.as_str()) => ExclusionReason::Replaced,
-                () if top && DESCRIPTIONS.contains(&name.as_str()) => ExclusionReason::Described,
+                () if top && quantization::DESCRIPTIONS.contains(&name.as_str()) => ExclusionReason::Described,
                 () if top && name == RUNTIME && !weights.contains(&root.join(ONNX)) => ExclusionReason::Runtime,
                 () if has_weights && is_weights(&name) => ExclusionReason::OldWeights,
                 () => {

@@ -2,9 +2,24 @@
 
 use serde_json::{Map, Value, json};
 
-use super::config::{ActivationArgs, OWN_METHOD};
 use crate::kernel::cache::CacheFormat;
 use crate::store::{ActivationScheme, Codes, FloatScale, GptqConfig, Granularity, ScaleFormat};
+
+/// Quantization method of folders that only this tool can read.
+pub const OWN_METHOD: &str = "compress";
+
+/// Files that describe quantized weights, in addition to `config.json`.
+pub(super) const DESCRIPTIONS: [&str; 2] = ["quantize_config.json", "quant_config.json"];
+
+/// Activation arguments of a config group.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum ActivationArgs {
+    /// A scheme without stored parameters.
+    Scheme(ActivationScheme),
+    /// Static quantization with the parameters stored with the weight, to 8-bit integers or to codes
+    /// like the weight's.
+    Static,
+}
 
 /// Keys that are regenerated for the written weights.
 const WRITTEN: [&str; 11] = [

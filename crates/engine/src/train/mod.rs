@@ -20,6 +20,7 @@ mod memory_reservation;
 mod objective;
 pub mod optimizer;
 mod options;
+mod records;
 mod run;
 mod scales;
 pub mod schedule;
@@ -27,6 +28,7 @@ mod state;
 mod step;
 mod teacher;
 mod team;
+mod trainer;
 mod weight_rounding;
 mod weights;
 
@@ -39,8 +41,10 @@ pub use objective::Objective;
 #[cfg(feature = "cli")]
 pub use options::batch_size_schema;
 pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, QuantizerScales, Shard, Training, losses_or_none};
-pub use run::{Evaluation, StepRecord, Trained, Trainer};
+pub use records::{Evaluation, StepRecord};
+pub use run::Trained;
 pub use scales::Quantizers;
 pub use teacher::Teacher;
 pub use team::Team;
+pub use trainer::Trainer;
 pub use weights::{ClassifyZeros, Weights, ZeroKind};

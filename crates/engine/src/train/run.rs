@@ -1,91 +1,27 @@
 //! The training loop: steps, evaluations and checkpoints.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use candle_core::{DType, Device, Tensor};
-use serde::{Deserialize, Deserializer, Serialize};
+use candle_core::Device;
 
 use super::average::Average;
 use super::batches::{Batches, Samples};
-use super::cache::Cache;
 use super::checkpoint::Tensors;
-use super::context::TrainingContext;
 use super::memory::Timeline;
 use super::memory_reservation::MemoryReservation;
 use super::optimizer;
+use super::records::{Evaluation, StepRecord};
 use super::state::{self, Position, TrainState};
 use super::step::{StepResult, Stepper};
-use super::{Every, Objective, Offload, Teacher, Team, Training, Weights, clip};
-use crate::data::DataSet;
+use super::trainer::Trainer;
+use super::{Every, Offload, Weights, clip};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::lower_is_better;
 use crate::exec::transfer::{self, Cause, Copies, Direction};
-use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Placement};
-use crate::ir::Graph;
+use crate::exec::{ManagedTensor, MemoryCategory, Placement};
 use crate::work::{Event, ProgressUnit};
-
-/// Metrics of one step.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct StepRecord {
-    /// Step number, from 1.
-    pub step: u64,
-    /// Completed passes over the data.
-    pub epoch: u64,
-    /// The weighted sum of losses.
-    pub loss: f64,
-    /// Each loss that has items in this step, unweighted.
-    pub losses: BTreeMap<String, f64>,
-    /// Learning rate of this step.
-    pub learning_rate: f64,
-    /// Global gradient norm before clipping; `None` if the gradients overflowed 16-bit floats and the
-    /// step was skipped.
-    pub gradient_norm: Option<f64>,
-    /// Throughput, including the time spent waiting for samples.
-    pub samples_per_second: f64,
-    /// Fraction of the training time spent waiting for samples.
-    pub waited: f64,
-}
-
-/// Score of an evaluation during training.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Evaluation {
-    /// Completed steps.
-    pub step: u64,
-    /// Name of the metric.
-    pub metric: String,
-    /// Its value.
-    #[serde(deserialize_with = "score")]
-    pub value: f64,
-}
-
-/// A training, ready to run.
-pub struct Trainer<'a> {
-    /// Training options.
-    pub options: &'a Training,
-    /// The part of the student's graph that the losses depend on.
-    pub graph: &'a Graph,
-    /// The teacher, if a loss needs one.
-    pub teacher: Option<&'a Teacher>,
-    /// Cached logits of the teacher.
-    pub cache: Option<&'a RefCell<Cache>>,
-    /// The losses to minimize.
-    pub objective: &'a Objective,
-    /// The training data.
-    pub data: &'a DataSet,
-    /// Samples per batch.
-    pub batch: usize,
-    /// Device of the student.
-    pub device: &'a Device,
-    /// Tracks device memory, and enforces the limit.
-    pub memory_tracker: &'a MemoryTracker,
-    /// The processes of this training.
-    pub team: &'a Team,
-    /// Seed, checkpoint folder, evaluation, and progress.
-    pub context: TrainingContext<'a>,
-}
 
 /// Result of a training.
 pub struct Trained {
@@ -432,51 +368,6 @@ fn best(evaluations: &[Evaluation]) -> Option<&Evaluation> {
 /// Whether a score is better than another; a finite score is better than any other.
 fn better(metric: &str, value: f64, other: f64) -> bool {
     value.is_finite() && (!other.is_finite() || if lower_is_better(metric) { value < other } else { value > other })
-}
-
-/// Deserializes a score; `null` is NaN.
-fn score<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Error> {
-    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
-}
-
-/// Dtype of the master weights.
-pub(super) const MASTER: DType = DType::F32;
-
-/// Accumulates a gradient in f32. Returns the bytes that the addition allocates, and how many of them
-/// stay allocated. Gradients of a sharded parameter are reduced over all processes, on the owner.
-pub(super) fn accumulate(
-    sums: &mut BTreeMap<String, ManagedTensor>,
-    home: &Placement,
-    parameter: Option<&ManagedTensor>,
-    name: &str,
-    gradient: Tensor,
-) -> Result<(u64, u64)> {
-    use crate::ir::ops::sum;
-    let failed = |e: candle_core::Error| Error::candle(format!("gradient of `{name}`"), e);
-    let gradient = gradient.to_dtype(MASTER).map_err(failed)?;
-    let gradient = parameter.map_or(Ok(gradient.clone()), |parameter| parameter.all_reduce(gradient))?;
-    let (kept, bytes) = match sums.remove(name) {
-        None => {
-            let kept = parameter.map_or_else(|| home.store(&gradient), |parameter| home.store_with(&gradient, parameter))?;
-            let stays = kept.bytes();
-            (kept, (4 * gradient.elem_count() as u64, stays))
-        }
-        // There is no other reference to the tensor, so that the sum is computed in place.
-        Some(kept) if home.is_memory() => {
-            let other = kept.open()?;
-            drop(kept);
-            (sum(other, gradient).map_err(failed)?.into(), (0, 0))
-        }
-        Some(mut kept) => {
-            let bytes = kept.size();
-            if let Some(other) = kept.load_own(gradient.device())? {
-                kept.put(sum(other, gradient).map_err(failed)?)?;
-            }
-            (kept, (bytes, 0))
-        }
-    };
-    sums.insert(name.to_owned(), kept);
-    Ok(bytes)
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use super::average::Average;
 use super::batches::Cursor;
 use super::checkpoint::{self, Saved, Tensors, prefixed};
 use super::optimizer::Optimizer;
-use super::run::{Evaluation, StepRecord};
+use super::records::{Evaluation, StepRecord};
 use super::{Team, Weights};
 use crate::error::{Error, Result};
 use crate::exec::Placement;

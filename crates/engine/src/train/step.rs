@@ -8,7 +8,7 @@ use super::cache::Entries;
 use super::clip;
 use super::memory_reservation::MemoryReservation;
 use super::objective::{Items, TeacherOutputs};
-use super::run::{Trainer, accumulate};
+use super::trainer::{Trainer, accumulate};
 use super::{Precision, Weights};
 use crate::data::Batch;
 use crate::error::{Error, Result, counted};

@@ -6,10 +6,10 @@ use std::path::Path;
 
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
-use serde::{Deserialize, Serialize};
 
-use super::work_folder::{discard, sync_folder};
-use super::{ATTEMPTS, JOURNAL, MODEL, NEW, OLD, OLD_REPORT, Staging};
+use super::journal::Journal;
+use super::work_folder::sync_folder;
+use super::{ATTEMPTS, JOURNAL, MODEL, OLD, OLD_REPORT, Staging};
 use crate::error::{Error, Result};
 use crate::output::target::{Listing, Replace, check_replaceable, exists, file_name, refuse, report_folder};
 
@@ -101,48 +101,6 @@ impl Staging {
     /// started.
     fn check_lost(&self, target: &Path) -> Result<()> {
         if *target == self.target && file_name(target).is_none() { check_replaceable(target, self.replace, &self.inputs) } else { Ok(()) }
-    }
-}
-
-/// The parts of a single-file output by inode number, which a rename preserves.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Journal {
-    target: String,
-    model: u64,
-    report: u64,
-    data: Option<(String, u64)>,
-    /// Data files of the replaced model file.
-    old_data: Vec<(String, u64)>,
-}
-
-impl Journal {
-    /// Removes the old data files if the new model file was committed, and reverts all other steps
-    /// otherwise.
-    pub(super) fn finish(&self, work: &Path) {
-        let Some(folder) = work.parent() else { return };
-        let target = folder.join(&self.target);
-        let has = |path: &Path, inode: u64| fs::symlink_metadata(path).is_ok_and(|about| about.ino() == inode);
-        let remove = |(name, inode): &(String, u64)| {
-            let path = folder.join(name);
-            if has(&path, *inode) {
-                discard(&path);
-            }
-        };
-        // The new model file is either still in the staging folder or was committed, whatever happened
-        // to it afterwards.
-        if !has(&work.join(MODEL), self.model) {
-            return self.old_data.iter().for_each(remove);
-        }
-        let (report, new) = (report_folder(&target), work.join(NEW));
-        if has(&report, self.report) {
-            let old = [new.clone(), work.join(OLD_REPORT)].into_iter().find(|old| old.exists());
-            let _ = match old {
-                Some(old) if renameat_with(CWD, &old, CWD, &report, RenameFlags::EXCHANGE).is_ok() => Ok(()),
-                Some(old) => fs::rename(&report, work.join("taken back")).and_then(|()| fs::rename(old, &report)),
-                None => fs::rename(&report, &new),
-            };
-        }
-        self.data.iter().for_each(remove);
     }
 }
 

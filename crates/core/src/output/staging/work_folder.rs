@@ -6,7 +6,7 @@ use std::hash::{BuildHasher, Hasher};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use super::publish::Journal;
+use super::journal::{Journal, discard};
 use super::{ATTEMPTS, JOURNAL, LOCK, OLD};
 use crate::error::{Error, Result};
 use crate::files;
@@ -48,12 +48,6 @@ pub(super) fn remove(work: &Path) {
     parts.for_each(|part| discard(&part.path()));
     let _ = fs::remove_file(work.join(LOCK));
     let _ = fs::remove_dir(work);
-}
-
-/// Removes a file or a folder, ignoring errors.
-pub(super) fn discard(path: &Path) {
-    let folder = path.is_dir() && !path.is_symlink();
-    let _ = if folder { fs::remove_dir_all(path) } else { fs::remove_file(path) };
 }
 
 /// Removes the staging folders of killed processes. Returns notes on folders that may be leftovers and

@@ -7,6 +7,7 @@
 mod config;
 mod describe;
 mod pre_tokenizer;
+mod token_types;
 mod tokenizer;
 mod values;
 mod vocabulary;

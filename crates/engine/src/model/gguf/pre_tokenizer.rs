@@ -4,8 +4,6 @@
 
 use serde_json::{Value, json};
 
-use super::vocabulary::at;
-
 /// A pre-tokenizer of llama.cpp.
 pub(super) struct PreTokenizer {
     /// Equivalent names in GGUF files; the first is written.
@@ -94,4 +92,9 @@ impl PreTokenizer {
         };
         json!({ "type": "Sequence", "pretokenizers": [first, bytes(self.pattern.is_none())] })
     }
+}
+
+/// The value at a JSON pointer; null if it does not exist.
+pub(super) fn at<'j>(value: &'j Value, pointer: &str) -> &'j Value {
+    value.pointer(pointer).unwrap_or(&Value::Null)
 }

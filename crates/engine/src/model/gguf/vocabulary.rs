@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use serde_json::Value as Json;
 
 use super::describe::Keys;
-use super::pre_tokenizer::PreTokenizer;
-use super::tokenizer::{BYTE, CONTROL, NORMAL, SPACE, TEMPLATE, TEMPLATES, UNKNOWN, UNUSED, USER_DEFINED};
+use super::pre_tokenizer::{PreTokenizer, at};
+use super::token_types::{BYTE, CONTROL, NORMAL, SPACE, TEMPLATE, TEMPLATES, UNKNOWN, UNUSED, USER_DEFINED};
 use crate::error::{Error, Result, counted};
 use crate::model::{Model, read_auxiliary_text};
 use crate::store::gguf::Value;
@@ -201,11 +201,6 @@ fn adds_space_prefix(normalizer: &Json, pre_tokenizer: &Json) -> Result<bool, St
         _ if pre_tokenizer.is_null() => Err(unsupported("normalizer", normalizer)),
         _ => Err(unsupported("pre_tokenizer", pre_tokenizer)),
     }
-}
-
-/// The value at a JSON pointer; null if it does not exist.
-pub(super) fn at<'j>(value: &'j Json, pointer: &str) -> &'j Json {
-    value.pointer(pointer).unwrap_or(&Json::Null)
 }
 
 /// Whether a token represents a byte, such as `<0x0A>`.

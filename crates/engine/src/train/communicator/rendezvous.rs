@@ -5,13 +5,11 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use super::sockets::{Peer, WELCOME, configure};
+use super::sockets::{INTRODUCTION, Peer, WELCOME, configure};
 use super::{Communicator, RankConfig, Sockets};
 use crate::error::{Error, Result};
 
 const GREETING: &[u8; 8] = b"compress";
-/// Timeout of the introduction of a connection. Connections are accepted one at a time, so it is short.
-pub(super) const INTRODUCTION: Duration = Duration::from_secs(5);
 
 impl Sockets {
     /// Connects this rank: rank 0 waits for the others, the others connect to rank 0. `timeout` limits

@@ -12,7 +12,6 @@ use candle_core::{Device, Tensor};
 
 use super::super::floats;
 use super::Communicator;
-use super::rendezvous::INTRODUCTION;
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 
@@ -25,6 +24,8 @@ const BROADCAST: u8 = 2;
 const GATHER: u8 = 3;
 const FAILURE: u8 = 4;
 pub(super) const WELCOME: u8 = 5;
+/// Timeout of the introduction of a connection. Connections are accepted one at a time, so it is short.
+pub(super) const INTRODUCTION: Duration = Duration::from_secs(5);
 
 /// One connection.
 pub(super) struct Peer {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::Log;
 use crate::error::{Error, Result};
-use crate::train::run::StepRecord;
+use crate::train::records::StepRecord;
 
 /// Columns before those of the losses.
 const FIRST_COLUMNS: [&str; 3] = ["step", "epoch", "loss"];

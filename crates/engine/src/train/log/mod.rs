@@ -8,7 +8,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::losses::Losses;
-use super::run::{Evaluation, StepRecord};
+use super::records::{Evaluation, StepRecord};
 use crate::error::{Error, Result};
 
 /// Format of a log file of training steps.

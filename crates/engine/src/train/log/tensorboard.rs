@@ -9,7 +9,7 @@ use prost::Message;
 
 use super::Log;
 use crate::error::{Error, Result};
-use crate::train::run::{Evaluation, StepRecord};
+use crate::train::records::{Evaluation, StepRecord};
 
 /// `Event` of `tensorflow/core/util/event.proto`, with the fields used here.
 #[derive(Clone, PartialEq, Message)]

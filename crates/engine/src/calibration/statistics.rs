@@ -1,0 +1,265 @@
+//! Statistics of one graph value, reduced per channel and per group of samples.
+
+use candle_core::Tensor;
+
+use super::channels::add_images;
+use super::device_stats::{self, ColumnStats};
+use super::{ActivationHistogram, Channels};
+use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
+use crate::kernel::linear_histogram::extremes;
+
+/// Channel axis of a value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Axis {
+    /// The last axis.
+    Last,
+    /// The second axis, for images.
+    Second,
+}
+
+impl Axis {
+    /// Number of channels of a value with this shape.
+    pub(super) fn channels(self, shape: &[usize]) -> usize {
+        let width = match self {
+            Axis::Last => shape.last(),
+            Axis::Second => shape.get(1),
+        };
+        width.copied().unwrap_or(1)
+    }
+}
+
+/// Statistics to collect of a value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Request {
+    /// Channel axis.
+    pub axis: Axis,
+    /// Whether to collect a histogram per channel.
+    pub histograms: bool,
+}
+
+impl Request {
+    /// Number of sample groups with separate statistics. Histograms take 1 KiB per channel and group.
+    /// Images have more groups, because they are calibrated with fewer samples than texts, so that a
+    /// single outlier has more influence.
+    fn groups(self) -> usize {
+        match self.axis {
+            _ if !self.histograms => 1,
+            Axis::Last => 4,
+            Axis::Second => 8,
+        }
+    }
+}
+
+/// Maximum number of raw rows stored per value. They are the test inputs for quantized arithmetic.
+const STORED_ROWS: usize = 64;
+
+/// Exponential moving average of the minimum and maximum of each batch.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct RunningRange(Option<(f64, f64)>);
+
+/// Weight of a new batch.
+const MOMENTUM: f64 = 0.01;
+
+impl RunningRange {
+    /// Adds the minimum and maximum of a batch.
+    pub fn add(&mut self, low: f32, high: f32) {
+        let (low, high) = (f64::from(low), f64::from(high));
+        self.0 = Some(self.0.map_or((low, high), |(l, h)| (l + MOMENTUM * (low - l), h + MOMENTUM * (high - h))));
+    }
+
+    /// Scales both ends by the ratio of two ranges.
+    pub(super) fn scale(&mut self, before: (f32, f32), after: (f32, f32)) {
+        let ratio = |before: f32, after: f32| if before == 0.0 { 1.0 } else { f64::from(after) / f64::from(before) };
+        if let Some((low, high)) = &mut self.0 {
+            *low *= ratio(before.0, after.0);
+            *high *= ratio(before.1, after.1);
+        }
+    }
+
+    /// The averages, extended to include zero.
+    pub fn range(&self) -> (f32, f32) {
+        self.0.map_or((0.0, 0.0), |(low, high)| (low.min(0.0) as f32, high.max(0.0) as f32))
+    }
+}
+
+/// Statistics of one graph value over all calibration samples.
+#[derive(Debug, Clone)]
+pub struct ValueStatistics {
+    /// All elements.
+    pub histogram: ActivationHistogram,
+    /// Moving average of the extremes of batches.
+    pub running_range: RunningRange,
+    /// Channel statistics per group: sample `i` belongs to group `i % groups.len()`.
+    pub(super) groups: Vec<Channels>,
+    /// A few raw rows, spread over the samples. For images, a row holds the channels of one pixel.
+    pub rows: Vec<Vec<f32>>,
+    pub(super) batches: u64,
+    pub(super) samples: u64,
+}
+
+impl ValueStatistics {
+    /// Rescales the statistics as if each channel had been multiplied by its factor.
+    pub fn multiply(&mut self, factors: &[f64]) {
+        if factors.iter().all(|factor| *factor == 1.0) {
+            return;
+        }
+        let before = self.histogram.range();
+        self.groups.iter_mut().for_each(|group| group.multiply(factors));
+        let channels = self.channels();
+        if channels.has_histograms() {
+            self.histogram = channels.histogram();
+        }
+        self.running_range.scale(before, self.histogram.range());
+        for row in &mut self.rows {
+            row.iter_mut().zip(factors).for_each(|(x, factor)| *x = (f64::from(*x) * factor) as f32);
+        }
+    }
+
+    pub(super) fn new(width: usize, request: Request) -> ValueStatistics {
+        let groups = vec![Channels::new(width, request.histograms); request.groups()];
+        ValueStatistics { histogram: ActivationHistogram::default(), running_range: RunningRange::default(), groups, rows: Vec::new(), batches: 0, samples: 0 }
+    }
+
+    /// Statistics of a parameter, which has the same value for every sample. Returns an error if it is
+    /// not finite.
+    pub fn from_parameter(name: &str, values: &[f32], shape: &[usize], request: Request) -> Result<ValueStatistics> {
+        let mut statistics = ValueStatistics::new(request.axis.channels(shape), request);
+        statistics.add(name, values, shape, request.axis, &[values.len() / request.axis.channels(shape).max(1)])?;
+        Ok(statistics)
+    }
+
+    /// Channel statistics over all samples.
+    pub fn channels(&self) -> Channels {
+        merged(&self.groups)
+    }
+
+    /// Channel statistics of the groups that have samples and histograms.
+    pub(super) fn groups(&self) -> impl Iterator<Item = &Channels> {
+        self.groups.iter().filter(|group| group.has_histograms() && group.count() > 0)
+    }
+
+    /// Channel statistics of the even and of the odd samples. Returns `None` if a half is empty or has no
+    /// histograms.
+    pub(super) fn channels_of_halves(&self) -> Option<[Channels; 2]> {
+        let halves = [0, 1].map(|first| merged(self.groups.iter().skip(first).step_by(2)));
+        halves.iter().all(|half| half.has_histograms() && half.count() > 0).then_some(halves)
+    }
+
+    /// Statistics of the even and of the odd samples. Returns `None` if a half is empty or has no
+    /// histograms.
+    pub fn halves(&self) -> Option<[ValueStatistics; 2]> {
+        let half = |channels: Channels| {
+            let mut running_range = self.running_range;
+            let histogram = channels.histogram();
+            running_range.scale(self.histogram.range(), histogram.range());
+            ValueStatistics { histogram, running_range, groups: vec![channels], rows: Vec::new(), batches: self.batches / 2, samples: self.samples / 2 }
+        };
+        self.channels_of_halves().map(|halves| halves.map(half))
+    }
+
+    /// Adds the values of a batch. `sizes` holds the number of rows of each sample, which is constant for
+    /// images.
+    pub(super) fn add(&mut self, name: &str, values: &[f32], shape: &[usize], axis: Axis, sizes: &[usize]) -> Result<()> {
+        if values.is_empty() {
+            return Ok(());
+        }
+        let width = self.groups[0].channels().max(1);
+        let plane = shape.iter().skip(2).product::<usize>().max(1);
+        let (low, high, finite) = match axis {
+            Axis::Last => {
+                let range = extremes(values);
+                self.histogram.add_parallel(values, range.0, range.1);
+                let mut rest = values;
+                for (index, size) in sizes.iter().enumerate() {
+                    let (sample, next) = rest.split_at(size * width);
+                    let group = self.group(index);
+                    self.groups[group].add_rows(sample);
+                    rest = next;
+                }
+                range
+            }
+            Axis::Second => add_images(&mut self.groups, (self.samples as usize, sizes.len()), (values, plane), &mut self.histogram),
+        };
+        self.samples += sizes.len() as u64;
+        if !finite {
+            return Err(not_finite(name, values.iter().find(|x| !x.is_finite()).map_or(f32::NAN, |x| *x)));
+        }
+        self.running_range.add(low, high);
+        let rows = match axis {
+            Axis::Last => values.len() / width,
+            Axis::Second => plane.min(values.len() / width),
+        };
+        let stored = self.row_to_store(rows, axis);
+        self.rows.extend(stored.map(|at| match axis {
+            Axis::Last => values[at * width..(at + 1) * width].to_vec(),
+            Axis::Second => (0..width).map(|channel| values[channel * plane + at]).collect(),
+        }));
+        self.batches += 1;
+        Ok(())
+    }
+
+    /// Like [`add`](ValueStatistics::add), for values on a device with the shape `[rows, channels]`. The
+    /// pixels of an image are consecutive rows.
+    pub(super) fn add_on_device(&mut self, name: &str, rows: &Tensor, axis: Axis, sizes: &[usize]) -> Result<()> {
+        let failed = |e| Error::run(format!("graph value `{name}`"), e, "");
+        let count = rows.dim(0).map_err(failed)?;
+        if count == 0 {
+            return Ok(());
+        }
+        let samples = (0..).zip(sizes).flat_map(|(index, size)| std::iter::repeat_n(self.group(index), *size)).collect::<Vec<_>>();
+        let (mut low, mut high) = (f32::INFINITY, f32::NEG_INFINITY);
+        for group in 0..self.groups.len() {
+            let indices: Vec<u32> = (0..count as u32).zip(&samples).filter(|(_, of)| **of == group).map(|(row, _)| row).collect();
+            if indices.is_empty() {
+                continue;
+            }
+            let group_rows = device_stats::select_rows(rows, indices).map_err(failed)?;
+            for part in device_stats::row_chunks(&group_rows).map_err(failed)? {
+                let columns = ColumnStats::from_rows(&part).map_err(failed)?;
+                if let Some(value) = columns.non_finite() {
+                    return Err(not_finite(name, value));
+                }
+                let (min, max) = columns.extremes();
+                (low, high) = (low.min(min), high.max(max));
+                self.histogram.add_on_device(&part, min, max).and_then(|()| self.groups[group].add_on_device(&part, &columns)).map_err(failed)?;
+            }
+        }
+        self.running_range.add(low, high);
+        self.samples += sizes.len() as u64;
+        if let Some(at) = self.row_to_store(if axis == Axis::Last { count } else { sizes.first().copied().unwrap_or(0) }, axis) {
+            let row = rows.narrow(0, at, 1).and_then(|row| transfer::values(&row, Cause::Statistics));
+            self.rows.push(row.map_err(failed)?);
+        }
+        self.batches += 1;
+        Ok(())
+    }
+
+    /// The group of sample `index` of the current batch.
+    fn group(&self, index: usize) -> usize {
+        (self.samples as usize + index) % self.groups.len()
+    }
+
+    /// Index of the row of the current batch, or of the pixel of its first image, to store in `rows`.
+    fn row_to_store(&self, rows: usize, axis: Axis) -> Option<usize> {
+        // One row of each of the first 32 batches, then of batches 32, 64, 128, …
+        let selected = axis == Axis::Second || self.batches.is_power_of_two() || self.batches < 32;
+        (selected && self.rows.len() < STORED_ROWS).then(|| (self.batches as usize * 7919).checked_rem(rows)).flatten()
+    }
+}
+
+/// Merges channel statistics of several groups.
+fn merged<'c>(groups: impl IntoIterator<Item = &'c Channels>) -> Channels {
+    let mut groups = groups.into_iter();
+    let mut all = groups.next().cloned().unwrap_or_else(|| Channels::new(0, false));
+    groups.for_each(|group| all.merge(group));
+    all
+}
+
+pub(super) fn not_finite(name: &str, value: impl std::fmt::Display) -> Error {
+    Error::run(
+        format!("graph value `{name}`"),
+        format!("is {value} for a calibration sample"),
+        "the model overflows on this sample, or a weight is not finite: run `compress eval` on the same data for details",
+    )
+}
