@@ -6,7 +6,7 @@ use super::Report;
 use super::format::{bytes, milliseconds, seconds};
 use crate::error::{Error, Result};
 use crate::evaluation::SamplesFrom;
-use crate::export::ByteSize;
+use crate::store::ByteSize;
 
 /// Limits for a run; limits that are `None` are not checked.
 #[derive(Debug, Clone, Default, PartialEq)]

@@ -115,11 +115,6 @@ impl Comparison {
         let keep = |cells: Vec<String>| cells.into_iter().zip(&has_values).filter(|(_, has_values)| **has_values).map(|(cell, _)| cell).collect();
         (keep(head), rows.into_iter().map(keep).collect())
     }
-
-    /// The comparison as an HTML page.
-    pub fn to_html(&self) -> String {
-        super::html::render_comparison(self)
-    }
 }
 
 /// Whether a size is smaller by more than 0.1 %. Smaller differences can result from recipes in the

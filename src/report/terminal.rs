@@ -3,8 +3,7 @@
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
 use super::escape::display_line;
-use super::format::cell_text;
-use super::format::{bytes, count, decibels, percent, seconds, shape};
+use super::format::{bytes, cell_text, count, decibels, percent, seconds, shape};
 use super::{Comparison, Report, Size, WARNING};
 use crate::error::counted;
 

@@ -19,6 +19,7 @@ mod generation;
 mod gguf;
 mod goldens;
 mod groups;
+mod imports;
 mod language;
 mod laws;
 mod layerwise;

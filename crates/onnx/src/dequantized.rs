@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use super::check::is_own;
 use super::initializer_roles::{self, Usage, int};
-use super::model_file::{ModelFile, TensorEntry};
+use super::model_file::{DequantizationParts, ModelFile, TensorEntry};
 use super::opaque_subgraph::OpaqueSubgraph;
 use super::proto::{DataType, GraphProto, NodeProto, TensorProto};
 use super::{elements, wire::data as fields};
@@ -34,15 +34,6 @@ const INTEGER_OPS: [&str; 9] = [
 
 /// Maximum number of scales of a weight.
 const MAX_SCALES: u64 = 1 << 24;
-
-/// Nodes and tensors that a quantized weight has in addition to its integers.
-#[derive(Debug, Clone, Default)]
-pub(super) struct DequantizationParts {
-    /// Positions of the nodes that dequantize the integers.
-    pub nodes: Vec<usize>,
-    /// Numbers of the scale and zero point tensors that have no other use.
-    pub parts: Vec<usize>,
-}
 
 /// A match of a dequantization pattern: names of its inputs and output, and the axis of the scales.
 struct Pattern<'m> {

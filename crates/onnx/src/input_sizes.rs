@@ -6,10 +6,10 @@
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
 
-use super::lift;
 use super::model_file::ModelFile;
 use super::opaque_subgraph;
-use super::proto::{Dimension, DimensionProto, ValueInfoProto};
+use super::proto::ValueInfoProto;
+use super::value_info::{dim_name, input_shape};
 use crate::error::{Error, Result};
 use crate::ir::decoder::successor;
 use crate::ir::{Dim, Element};
@@ -97,11 +97,11 @@ impl ModelFile {
             let input = self.inputs().find(|input| input.name() == name);
             match (size, input) {
                 (OpenSize::One(size), None) => {
-                    let dim = Dim::Named(lift::dim_name(name));
+                    let dim = Dim::Named(dim_name(name));
                     if !named.contains(&dim) {
                         return Err(format!("`{name}` is neither an open dimension nor an input"));
                     }
-                    note(&lift::dim_name(name), *size, name)?;
+                    note(&dim_name(name), *size, name)?;
                 }
                 (OpenSize::All(_), None) => return Err(format!("`{name}` is not an input")),
                 (OpenSize::One(number), Some(input)) if input_shape(input).is_some_and(|sizes| sizes.is_empty()) => {
@@ -140,17 +140,4 @@ fn scalar_key(input: &str) -> String {
 fn is_integer(input: &ValueInfoProto) -> bool {
     let tensor = input.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref());
     tensor.and_then(|tensor| opaque_subgraph::element(tensor.elem_type?)) == Some(Element::Int)
-}
-
-/// Shape of an input. Open dimensions have the same names as in the graph.
-pub(super) fn input_shape(input: &ValueInfoProto) -> Option<Vec<Dim>> {
-    let tensor = input.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref())?;
-    // An unnamed dimension gets a unique name.
-    let open = |axis: usize| Dim::Named(lift::dim_name(&format!("{}_{axis}", input.name())));
-    let size = |(axis, dim): (usize, &DimensionProto)| match &dim.value {
-        Some(Dimension::DimValue(size)) if *size > 0 => usize::try_from(*size).map_or_else(|_| open(axis), Dim::Fixed),
-        Some(Dimension::DimParam(name)) if !name.is_empty() => Dim::Named(lift::dim_name(name)),
-        _ => open(axis),
-    };
-    Some(tensor.shape.as_ref()?.dim.iter().enumerate().map(size).collect())
 }

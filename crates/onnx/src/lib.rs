@@ -23,6 +23,7 @@ mod skeleton;
 mod splice;
 mod style;
 mod upgrade;
+mod value_info;
 mod wire;
 mod write;
 

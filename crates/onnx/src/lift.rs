@@ -19,15 +19,14 @@ mod rules;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::check::{self, label};
-use super::input_sizes;
 use super::model_file::ModelFile;
 use super::opaque_subgraph;
 use super::proto::{DataType, NodeProto, TensorProto, ValueInfoProto};
+use super::value_info::input_shape;
 use crate::error::{Error, Result};
 use crate::ir::{Builder, Dim, Element, Graph, Op, TensorType, ValueId};
 use crate::store::{DType, Role, Weights};
 use numbers::{Number, Numbers};
-pub(super) use opaque::SubgraphCache;
 
 /// Operators with integer results, which are recomputed where they are needed instead of being shared.
 const SHAPES: [&str; 10] = ["Shape", "Size", "Equal", "Greater", "Less", "Not", "And", "Or", "Range", "QuantizeLinear"];
@@ -300,15 +299,9 @@ fn ty(file: &ModelFile, input: &ValueInfoProto) -> Result<(TensorType, i32), Str
     let number = tensor.elem_type.unwrap_or(0);
     let wrong = || format!("is {:?}, but the built-in executor supports 32-bit floats, integers of up to 64 bits, and booleans", tensor.elem_type());
     let element = opaque_subgraph::element(number).ok_or_else(wrong)?;
-    let shape = input_sizes::input_shape(input).ok_or("has an unknown rank")?;
+    let shape = input_shape(input).ok_or("has an unknown rank")?;
     let fixed = |size: Dim| file.fixed_size(&size).map_or(size, Dim::Fixed);
     Ok((TensorType { element, shape: shape.into_iter().map(fixed).collect() }, number))
-}
-
-/// A dimension name without characters that have a meaning in size formulas.
-pub(super) fn dim_name(name: &str) -> String {
-    let letters: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
-    if letters.starts_with(|c: char| c.is_ascii_digit()) { format!("size_{letters}") } else { letters }
 }
 
 /// A node with its context, for the rules.

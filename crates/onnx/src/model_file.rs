@@ -10,11 +10,10 @@ use std::sync::{Arc, Mutex, OnceLock};
 use prost::Message;
 
 use super::check::{self, bodies};
-use super::dequantized::DequantizationParts;
 use super::elements::{self, Varints, dtype, in_memory, is_valid_field, raw_bytes};
 use super::external::{DataFiles, ExternalData};
 use super::initializer_roles::{self, Usage};
-use super::lift::SubgraphCache;
+use super::opaque_subgraph::SubgraphCache;
 use super::proto::{DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto};
 use super::skeleton::{Run, Skeleton};
 use super::wire::data;
@@ -63,6 +62,15 @@ pub(super) struct TensorEntry {
     pub flipped: bool,
     /// Nodes and tensors that dequantize it, if it is a quantized weight.
     pub dequantized: Option<DequantizationParts>,
+}
+
+/// Nodes and tensors that a quantized weight has in addition to its integers.
+#[derive(Debug, Clone, Default)]
+pub(super) struct DequantizationParts {
+    /// Positions of the nodes that dequantize the integers.
+    pub nodes: Vec<usize>,
+    /// Numbers of the scale and zero point tensors that have no other use.
+    pub parts: Vec<usize>,
 }
 
 /// Elements that are not in the message.

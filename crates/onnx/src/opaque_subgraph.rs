@@ -16,6 +16,7 @@ use super::check;
 use super::proto::{
     DataType, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto,
 };
+use super::value_info::dim_name;
 use crate::error::{Error, Result};
 use crate::ir::ops::Function;
 use crate::ir::{Bindings, Dim, Element, TensorType};
@@ -58,6 +59,9 @@ pub(super) struct SubgraphParts {
     /// Version of the file format.
     pub ir_version: Option<i64>,
 }
+
+/// Loaded subgraphs of a file, by outputs, inputs, and whether they were optimized.
+pub(super) type SubgraphCache = BTreeMap<(Vec<String>, Vec<String>, bool), Result<Arc<LoadedSubgraph>, String>>;
 
 /// Output shapes by name, or the reason why a trial failed.
 type TrialSizes = Result<BTreeMap<String, Vec<usize>>, String>;
@@ -188,7 +192,7 @@ impl OpaqueSubgraph {
 
     /// A size that is known only at run time.
     fn unknown_size(&self, axis: usize) -> Dim {
-        Dim::Named(super::lift::dim_name(&format!("{}_{axis}", self.output)))
+        Dim::Named(dim_name(&format!("{}_{axis}", self.output)))
     }
 
     /// Derives output sizes as formulas of the input sizes from two trials. Sizes without a formula get

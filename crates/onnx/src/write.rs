@@ -7,14 +7,12 @@ use super::initializer_layout::{InitializerLayout, layouts};
 use super::kv_cache::{self, CachedAttention};
 use super::lower::{lower, palette};
 use super::lowering::Lowering;
-use super::proto::{
-    DataType, Dimension, DimensionProto, GraphProto, ModelProto, OperatorSetIdProto, StringStringEntryProto, TensorShapeProto, TensorTypeProto, TypeProto,
-    ValueInfoProto,
-};
+use super::proto::{Dimension, DimensionProto, GraphProto, ModelProto, OperatorSetIdProto, StringStringEntryProto, ValueInfoProto};
 use super::style::{OPSETS, Precision, Style};
+use super::value_info::value_info_proto;
 use crate::error::{Error, Result};
 use crate::ir::decoder::LOGITS;
-use crate::ir::{Dim, Element, Graph, Kind, TensorType, ValueId};
+use crate::ir::{Element, Graph, Kind, ValueId};
 
 /// A model file without its weights, which follow the messages.
 #[derive(Debug, Clone, PartialEq)]
@@ -168,28 +166,4 @@ fn names(graph: &Graph, results: &[(String, ValueId)], half: bool) -> Result<(Ve
         }
     }
     Ok((names, aliases))
-}
-
-pub(super) fn value_info_proto(name: &str, ty: &TensorType) -> ValueInfoProto {
-    let element = if ty.element == Element::Float { DataType::Float } else { DataType::Int64 };
-    let size = |dim: &Dim| match dim {
-        Dim::Fixed(size) => Dimension::DimValue(*size as i64),
-        other => Dimension::DimParam(formula(other)),
-    };
-    let dim = ty.shape.iter().map(|dim| DimensionProto { value: Some(size(dim)), denotation: None }).collect();
-    let tensor = TensorTypeProto { elem_type: Some(element as i32), shape: Some(TensorShapeProto { dim }) };
-    let ty = TypeProto { tensor_type: Some(tensor), ..TypeProto::default() };
-    ValueInfoProto { name: Some(name.to_owned()), r#type: Some(ty), ..ValueInfoProto::default() }
-}
-
-/// Formula of a dynamic dimension.
-fn formula(dim: &Dim) -> String {
-    match dim {
-        Dim::Window { of, offset, stride } => {
-            let of = formula(of);
-            let sign = if *offset < 0 { '-' } else { '+' };
-            format!("floor(({of} {sign} {})/{stride}) + 1", offset.unsigned_abs())
-        }
-        other => other.to_string(),
-    }
 }

@@ -6,24 +6,25 @@ use super::chart::{Axis, Frame, SIZE, dot};
 use super::{page, section, table};
 use crate::evaluation::lower_is_better;
 use crate::report::compare::{Comparison, Summary};
-use crate::report::format::bytes;
-use crate::report::format::cell_text;
+use crate::report::format::{bytes, cell_text};
 
-/// Renders the page.
-pub(in crate::report) fn render(comparison: &Comparison) -> String {
-    let title = format!("Comparison of {} runs", comparison.runs.len());
-    let body = html! {
-        header {
-            p.eyebrow { "compress " (env!("CARGO_PKG_VERSION")) " \u{b7} comparison" }
-            h1 { (title) }
-        }
-        main {
-            (plot(comparison))
-            (runs(comparison))
-            (differing(comparison))
-        }
-    };
-    page(&title, &body)
+impl Comparison {
+    /// The comparison as an HTML page.
+    pub fn to_html(&self) -> String {
+        let title = format!("Comparison of {} runs", self.runs.len());
+        let body = html! {
+            header {
+                p.eyebrow { "compress " (env!("CARGO_PKG_VERSION")) " \u{b7} comparison" }
+                h1 { (title) }
+            }
+            main {
+                (plot(self))
+                (runs(self))
+                (differing(self))
+            }
+        };
+        page(&title, &body)
+    }
 }
 
 /// `A`, `B`, … `Z`, `A1`, …
@@ -163,7 +164,7 @@ mod tests {
             front,
         };
         let runs = vec![run("a", 50, 0.9, true), run("b", 51, 0.9, false), run("c", 40, 0.8, true), run("d", 60, 0.8, false)];
-        let page = render(&Comparison { runs, differing: Vec::new(), metric: Some("accuracy".into()) });
+        let page = Comparison { runs, differing: Vec::new(), metric: Some("accuracy".into()) }.to_html();
         let (beaten, front) = (page.rfind("dot large beaten").unwrap(), page.find("dot large after").unwrap());
         assert!(beaten < front, "{page}");
     }

@@ -16,7 +16,6 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::Report;
 use super::escape::display;
-pub(super) use compare::render as render_comparison;
 
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");

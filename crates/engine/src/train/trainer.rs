@@ -61,7 +61,7 @@ pub(super) fn accumulate(
             let stays = kept.bytes();
             (kept, (4 * gradient.elem_count() as u64, stays))
         }
-        // There is no other reference to the tensor, so that the sum is computed in place.
+        // This is the only reference to the tensor, so the sum is computed in place.
         Some(kept) if home.is_memory() => {
             let other = kept.open()?;
             drop(kept);

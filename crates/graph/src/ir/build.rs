@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::graph::{Graph, Kind, Node, TensorType, Value, ValueId};
+use super::graph::{Graph, Kind, Node, Value, ValueId};
+use super::tensor_type::TensorType;
 use super::{Dim, Op};
 use crate::error::{Error, Result};
 

@@ -24,7 +24,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 
-use super::graph::{Graph, Kind, TensorType};
+use super::graph::{Graph, Kind};
+use super::tensor_type::TensorType;
 use super::{Builder, Catalog, Op};
 use crate::error::{Error, Result};
 use crate::files;

@@ -17,6 +17,7 @@ pub mod ops;
 mod port;
 pub mod quantizers;
 mod rebuild;
+mod tensor_type;
 mod text;
 
 pub use axes::{Axes, Axis, Slicing};
@@ -24,7 +25,8 @@ pub use build::{Builder, Catalog, is_in_modules};
 pub use check::check;
 pub use dim::{Bindings, Dim};
 pub use file::GraphFile;
-pub use graph::{Element, Graph, Kind, Node, TensorType, Value, ValueId};
+pub use graph::{Graph, Kind, Node, Value, ValueId};
 pub use ops::{Op, OpSpec};
 pub use port::{Port, input_tensor};
 pub use rebuild::{Rewrite, difference, is_equivalent, rebuild, subgraph};
+pub use tensor_type::{Element, TensorType};

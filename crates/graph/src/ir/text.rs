@@ -10,7 +10,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::graph::{Element, Graph, Kind, TensorType};
+use super::graph::{Graph, Kind};
+use super::tensor_type::{Element, TensorType};
 use super::{Builder, Op};
 use crate::error::{Error, Result};
 

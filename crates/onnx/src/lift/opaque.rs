@@ -17,9 +17,6 @@ use crate::ir::ops::Opaque;
 use crate::ir::{Element, TensorType, ValueId};
 use crate::store::{DType, Weight};
 
-/// Loaded subgraphs of a file, by outputs, inputs, and whether they were optimized.
-pub(in super::super) type SubgraphCache = BTreeMap<(Vec<String>, Vec<String>, bool), Result<Arc<LoadedSubgraph>, String>>;
-
 /// Maximum number of elements of a value within a subgraph that runs trials, if all open dimensions were
 /// one.
 const MAX_TRIAL_ELEMENTS: u64 = 1 << 25;

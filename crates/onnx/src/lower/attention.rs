@@ -1,8 +1,7 @@
 //! Attention as elementary operators, so that its matrix products can be quantized.
 
-use super::super::kv_cache;
 use super::super::proto::AttributeProto;
-use super::Lowering;
+use super::{Lowering, kv_cache};
 use crate::error::Result;
 use crate::ir::ops::{Attention, RelativeBias, RelativeProducts, SplitHeads, WindowBias};
 

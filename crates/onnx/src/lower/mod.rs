@@ -20,6 +20,7 @@ mod attention;
 mod experts;
 mod image;
 mod integer;
+mod kv_cache;
 mod layer;
 mod norm;
 mod opaque;

@@ -1,8 +1,7 @@
 //! Rotary position embeddings. All layers share the tables for the current length.
 
-use super::super::kv_cache;
 use super::super::proto::{AttributeProto, DataType};
-use super::Lowering;
+use super::{Lowering, kv_cache};
 use crate::error::Result;
 use crate::ir::ops::{Rotary, RotaryScaling};
 

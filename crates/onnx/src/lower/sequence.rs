@@ -1,8 +1,7 @@
 //! Token embeddings, positions, and pooling over tokens.
 
-use super::super::kv_cache;
 use super::super::proto::{AttributeProto, DataType};
-use super::{Lowering, integer};
+use super::{Lowering, integer, kv_cache};
 use crate::error::Result;
 use crate::ir::ops::{Positions, Select, TokenChoice, TokenPool};
 
