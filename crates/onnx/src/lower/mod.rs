@@ -4,7 +4,7 @@
 //! The fused operators of ONNX Runtime were measured against these patterns in version 1.31 on a CPU.
 //! None was faster beyond noise at relevant sizes:
 //!
-//! | fused operator | time relative to the pattern |
+//! | fused operator | time of the model relative to the pattern |
 //! | --- | --- |
 //! | `MultiHeadAttention`, BERT, 16 × 64, 4 × 256, 2 × 512 tokens | 1.05, 0.94, 0.98 |
 //! | `RotaryEmbedding`, and with `MultiHeadAttention`, Llama, 16 × 128 tokens | 0.97, 0.98 |
@@ -54,8 +54,8 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::FakeQuantize(op) => integer::fake_quantize(op, n),
         Op::LearnedFakeQuantize(op) => integer::learned_fake_quantize(op, n),
         Op::CacheQuantize(op) => integer::cache_quantize(*op, n),
-        // As a `Sum`, which ONNX Runtime does not fuse with the layer normalization: the fused kernel is
-        // ten times slower.
+        // As a `Sum`, which ONNX Runtime 1.31 does not fuse with the layer normalization: the fused kernel
+        // takes 4 to 6 times as long as both nodes (16 × 64 × 768 floats, one thread).
         Op::Add(_) if n.feeds_layer_norm() => layer::binary("Sum", n),
         Op::Add(_) => layer::binary("Add", n),
         Op::Mul(_) => layer::binary("Mul", n),
