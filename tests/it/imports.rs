@@ -54,6 +54,7 @@ const CIRCLES: &[(&str, &[&str])] = &[
             "store/checkpoint.rs",
             "store/convert.rs",
             "store/gptq.rs",
+            "store/number_format.rs",
             "store/pytorch/mod.rs",
             "store/pytorch/strided.rs",
             "store/rows.rs",
