@@ -61,8 +61,6 @@ pub(in crate::pass) fn decompose(
     Ok(details)
 }
 
-/// Damping of the diagonal of the sums of products, as a fraction of its mean.
-const DAMPING: f64 = 0.01;
 /// Name of the factorization with samples.
 const WITH_SAMPLES: &str = "activation";
 
@@ -92,9 +90,9 @@ impl Factorizer<'_> {
         for (index, fold) in moments.folds.iter().enumerate() {
             let targets = fold.outputs(values, size);
             let fitted = moments.without(index);
-            let products = damped(&fitted.as_ref().unwrap_or(moments).products, size);
+            let products = &*fitted.as_ref().unwrap_or(moments).products;
             for (errors, products) in errors.iter_mut().zip([None, Some(products)]) {
-                let low_rank = LowRank::new(values, size, rank, products.as_deref()).ok_or_else(|| not_finite(&layer.weight))?;
+                let low_rank = LowRank::new(values, size, rank, products).ok_or_else(|| not_finite(&layer.weight))?;
                 let effective: Vec<f32> = product(&low_rank.outer, &low_rank.inner, rank, size).into_iter().map(|x| x as f32).collect();
                 errors.add(&fold.outputs(&effective, size), &targets, rows);
             }
@@ -183,14 +181,6 @@ fn not_finite(weight: &str) -> Error {
     Error::tensor(weight, "cannot be decomposed: its values, or the inputs of its layer, are too large", "add it to `ignore`")
 }
 
-/// Sums of products with [`DAMPING`].
-fn damped(products: &[f32], size: usize) -> Vec<f32> {
-    let mean = (0..size).map(|at| f64::from(products[at * size + at])).sum::<f64>() / size.max(1) as f64;
-    let mut damped = products.to_vec();
-    (0..size).for_each(|at| damped[at * size + at] += (DAMPING * mean) as f32);
-    damped
-}
-
 impl Method for Factorizer<'_> {
     fn check(&self, layer: &Layer, _weight: &Weight) -> Result<()> {
         self.factorization(&layer.weight).map(|_| ())
@@ -211,7 +201,7 @@ impl Method for Factorizer<'_> {
             self.report.choices.push(choice);
         }
         moments.merge();
-        self.products = damped(&moments.products, moments.size);
+        self.products = moments.products;
         Ok(())
     }
 
