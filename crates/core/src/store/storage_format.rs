@@ -126,7 +126,8 @@ impl StorageFormat {
     fn value_parts(self, codes: Option<Codes>) -> usize {
         match self {
             StorageFormat::Plain | StorageFormat::Transposed | StorageFormat::Halves { .. } | StorageFormat::Blocks(_) | StorageFormat::Gguf(_) => 1,
-            StorageFormat::Packed => 1 + usize::from(packing_of(codes).has_shape()),
+            StorageFormat::Packed if packing_of(codes).has_shape() => 2,
+            StorageFormat::Packed => 1,
             StorageFormat::Sparse { .. } => 3,
         }
     }
