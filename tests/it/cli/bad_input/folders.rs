@@ -170,13 +170,13 @@ fn configurations() {
             group(json!({ "input_activations": { "num_bits": 4, "type": "float", "dynamic": true, "strategy": "group", "group_size": 64 } })),
             "in/config.json: `strategy` of \"group\" for input_activations is not supported",
         ),
-        // MXFP8: scales are powers of two.
+        // Scales of groups are floats or powers of two.
         quantization(
-            "MXFP8 activations",
+            "activations with E5M2 scales",
             group(
-                json!({ "input_activations": { "num_bits": 8, "type": "float", "dynamic": true, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8" } }),
+                json!({ "input_activations": { "num_bits": 8, "type": "float", "dynamic": true, "strategy": "group", "group_size": 32, "scale_dtype": "torch.float8_e5m2" } }),
             ),
-            "in/config.json: `scale_dtype` of \"torch.uint8\" for input_activations is not supported",
+            "in/config.json: `scale_dtype` of \"torch.float8_e5m2\" for input_activations is not supported",
         ),
         quantization(
             "static activations",
