@@ -1,5 +1,5 @@
 //! Copies the files of a folder to a bucket in the ranges and parts that `compress` uses, without
-//! processing them: the baseline of `scripts/check-remote`.
+//! processing them: the baseline of `scripts/check remote`.
 //!
 //! ```text
 //! cargo run --example copy -- s3://bucket/from s3://bucket/to

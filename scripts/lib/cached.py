@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SCRIPTS = Path(__file__).resolve().parent.parent
+from . import SCRIPTS
 
 
 def script(*command):
@@ -21,6 +21,12 @@ def fetched(name):
     """The folder of an input of scripts/fetch."""
     (folder,) = script("fetch", name)
     return folder
+
+
+def prepared(name, make, to="converted"):
+    """The folder that `make` creates from an input of scripts/fetch, next to it."""
+    source = fetched(name)
+    return made(source.with_name(f"{source.name}-{to}"), lambda folder: make(source, folder))
 
 
 def made(final, make):

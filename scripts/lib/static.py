@@ -1,4 +1,4 @@
-"""The parts of scripts/static-peers that need the reference environment, each in a separate process.
+"""The parts of scripts/compare static that need the reference environment, each in a separate process.
 
     static.py prepare MODEL FOLDER DATA SCRATCH N,N    float.onnx, and samples-N.npz for each N
     static.py quantize FLOAT SAMPLES METHOD OPS ACTIVATIONS OUT

@@ -79,12 +79,16 @@ def decoders() -> Path:
     return prepare("decoders", wanted, "200 MB", reference())
 
 
-def enter(environment=reference, name="reference") -> None:
-    """Restarts this script in an environment, which is built if missing."""
-    if Path(sys.prefix) == cache() / f"venv-{name}":
-        return
+def llm() -> Path:
+    """The python with llm-compressor."""
+    return prepare("llm", ["llmcompressor==0.14.0.1"], "6 GB")
+
+
+def enter(environment=reference) -> None:
+    """Restarts this command in an environment, which is built if missing."""
     try:
         python = environment()
     except subprocess.CalledProcessError as error:
         sys.exit(f"could not prepare the environment: {' '.join(map(str, error.cmd))} failed")
-    os.execv(python, [str(python), *sys.argv])
+    if Path(sys.prefix) != python.parent.parent:
+        os.execv(python, [str(python), *sys.orig_argv[1:]])

@@ -67,7 +67,7 @@ mod tests {
     use crate::data::{Data, DataSets};
     use crate::work::{Cancel, MemoryLimit, Silent, Work};
 
-    /// The golden file is written by `scripts/goldens-cache`.
+    /// The golden file is written by `scripts/goldens cache`.
     #[test]
     fn scales_match_llm_compressor() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");

@@ -1,5 +1,5 @@
 //! Data sets and metrics, compared with PyTorch, Pillow and the library `tokenizers`
-//! (`scripts/goldens-evaluation`).
+//! (`scripts/goldens evaluation`).
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

@@ -1,5 +1,5 @@
 //! Text generation: incremental decoding computes the same logits as the whole text, and greedy texts
-//! equal those of transformers (`scripts/goldens-generate`).
+//! equal those of transformers (`scripts/goldens generate`).
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -201,7 +201,7 @@ fn texts_end_where_the_model_says() {
     assert!(generated(listed.path(), &prompt, &options).unwrap_err().to_string().contains("eos_token_id"));
 }
 
-/// `scripts/goldens-speech`.
+/// `scripts/goldens speech`.
 #[test]
 fn spectrograms_are_those_of_transformers() {
     for name in ["usual", "other"] {

@@ -1,4 +1,4 @@
-//! What PyTorch and compressed-tensors compute for small inputs (`scripts/goldens`), and what we make of
+//! What PyTorch and compressed-tensors compute for small inputs (`scripts/goldens passes`), and what we make of
 //! them.
 
 #![allow(clippy::unwrap_used, clippy::panic)]

@@ -329,7 +329,7 @@ fn scheme(kind: &str) -> Value {
         "kv_cache_scheme": { "num_bits": 8, "type": kind, "symmetric": true, "strategy": "tensor", "dynamic": false, "observer": "static_minmax" } })
 }
 
-/// A golden model with KV cache scales from compressed-tensors (`scripts/goldens-cache`).
+/// A golden model with KV cache scales from compressed-tensors (`scripts/goldens cache`).
 fn with_cache(folder: &Path, name: &str, format: &str) -> PathBuf {
     let place = folder.join(format!("{name}-{format}"));
     std::fs::create_dir_all(&place).unwrap();

@@ -1,5 +1,5 @@
 //! Optimizer steps compared with PyTorch and transformers on the same gradients
-//! (`scripts/goldens-optimizers`).
+//! (`scripts/goldens optimizers`).
 
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::panic)]

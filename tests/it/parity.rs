@@ -1,4 +1,4 @@
-//! Outputs of every family compared with PyTorch, on the models of `scripts/goldens-models`.
+//! Outputs of every family compared with PyTorch, on the models of `scripts/goldens models`.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -238,7 +238,7 @@ fn int8_activations_with_outliers_match_the_consumer() {
     assert!(found.len() == 1 && found.iter().all(|(_, worst)| *worst < TOLERANCE), "{found:?}");
 }
 
-/// Three checksums over the first sample of each output, as in `scripts/goldens-keys`.
+/// Three checksums over the first sample of each output, as in `scripts/goldens keys`.
 fn numbers(graph: &Graph, model: &Model, folder: &Path) -> BTreeMap<String, Vec<f64>> {
     let number = |tensor: &Tensor| {
         let values = tensor.get(0).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
@@ -256,7 +256,7 @@ fn runs(graph: &Graph, model: &Model, folder: &Path) -> compress::Result<BTreeMa
     Executor::new(graph, parameters, Device::Cpu).run(&inputs)
 }
 
-/// Tolerance of the checksums. `scripts/goldens-keys` ensures that keys with an effect change them by
+/// Tolerance of the checksums. `scripts/goldens keys` ensures that keys with an effect change them by
 /// more than twice as much.
 const ROUNDING: f64 = 8e-4;
 

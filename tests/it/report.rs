@@ -63,7 +63,7 @@ fn pages() -> Vec<String> {
     vec![small.to_html(), comparison.to_html()]
 }
 
-/// Writes a page to the folder from which scripts/screenshots opens it in a browser.
+/// Writes a page to the folder from which scripts/check pages opens it in a browser.
 fn leave(name: &str, page: &str) {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("pages");
     std::fs::create_dir_all(&folder).unwrap();

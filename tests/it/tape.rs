@@ -82,7 +82,7 @@ fn walked(graph: &Graph, parameters: &Parameters, inputs: &Inputs, cuts: &[usize
     walked_from(graph, parameters, inputs, cuts, &|_, output| weights(output))
 }
 
-/// Weights of the loss of `scripts/goldens-gradients`.
+/// Weights of the loss of `scripts/goldens gradients`.
 fn formula(count: usize, series: usize) -> Vec<f32> {
     (0..count).map(|i| (((7919 * i + 104_729 * series) % 2003) as f64 / 2003.0 - 0.5) as f32).collect()
 }

@@ -1,5 +1,5 @@
 //! Training of encoder-decoder models with padding on both sides: steps equal those of transformers and
-//! PyTorch (`scripts/goldens-training`), and padding does not affect losses.
+//! PyTorch (`scripts/goldens training`), and padding does not affect losses.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -82,7 +82,7 @@ fn curve(report: &Report) -> Vec<Value> {
     report.passes.last().unwrap().details["training"]["curve"].as_array().unwrap().clone()
 }
 
-/// Options of the steps of `scripts/goldens-training`.
+/// Options of the steps of `scripts/goldens training`.
 fn finetune() -> Finetune {
     let schedule = serde_json::from_str(r#"{ "kind": "constant" }"#).unwrap();
     Finetune { max_steps: Some(4), batch_size: BatchSize::Samples(4), learning_rate: 3e-3, weight_decay: 0.1, clip_norm: 0.0, schedule, ..Finetune::default() }

@@ -217,7 +217,7 @@ mod tests {
         assert!((error(&sparse) - 2.5844).abs() < 1e-4);
     }
 
-    /// Results of llm-compressor for a layer (`scripts/goldens-layers`).
+    /// Results of llm-compressor for a layer (`scripts/goldens layers`).
     #[test]
     fn a_layer_matches_the_reference() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/layers.safetensors");

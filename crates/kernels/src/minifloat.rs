@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     /// Which bf16 values round to which code, according to PyTorch and compressed-tensors
-    /// (`scripts/goldens-narrow`).
+    /// (`scripts/goldens narrow`).
     fn check(name: &str, to: fn(f32) -> u8, from: fn(u8) -> f32, sign: u8) {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/narrow.json");
         let golden: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();

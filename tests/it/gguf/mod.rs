@@ -1,4 +1,4 @@
-//! GGUF models compared with their originals, on files that `scripts/goldens-gguf` wrote with
+//! GGUF models compared with their originals, on files that `scripts/goldens gguf` wrote with
 //! llama.cpp's package.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]

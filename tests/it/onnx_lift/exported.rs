@@ -1,4 +1,4 @@
-//! Models from PyTorch's exporter (`scripts/goldens-exported`).
+//! Models from PyTorch's exporter (`scripts/goldens exported`).
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Gradients of single ops compared with PyTorch (`scripts/goldens-gradients`).
+//! Gradients of single ops compared with PyTorch (`scripts/goldens gradients`).
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! Ops compared with ONNX's backend tests of single operators, which `scripts/goldens-nodes` converted
+//! Ops compared with ONNX's backend tests of single operators, which `scripts/goldens nodes` converted
 //! to typed ops.
 
 use std::collections::BTreeMap;

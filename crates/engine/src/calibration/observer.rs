@@ -274,7 +274,7 @@ mod tests {
     use super::super::{Axis, Request};
     use super::*;
 
-    /// The samples of `scripts/goldens-observers`.
+    /// The samples of `scripts/goldens observers`.
     fn samples(name: &str, seed: u64, count: usize) -> Vec<f32> {
         let mut state = seed;
         let mut u = move || {

@@ -1,5 +1,5 @@
 //! `eval`, and evaluation in runs, on tiny models with scores from transformers
-//! (`scripts/goldens-evaluation`).
+//! (`scripts/goldens evaluation`).
 
 use std::fs;
 use std::path::Path;

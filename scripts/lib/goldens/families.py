@@ -1,0 +1,82 @@
+"""Write tests/golden/families.json: the weights of families without a graph, as transformers describes them.
+
+For each `model_type`: the model class, its tied weights, and the names of its matrices by the module that contains
+them. Layers with equal names except for their number are listed once.
+"""
+
+import json
+import logging
+import re
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto as auto
+
+from lib import GOLDEN
+
+TYPES = (
+    "albert bart bloom camembert codegen cohere cohere2 ctrl decision_transformer deepseek_v3 deepseek_v32 electra ernie4_5_moe falcon falcon_mamba "
+    "flaubert gemma glm glm4 glm4_moe gpt_bigcode gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared imagegpt jetmoe kimi_linear "
+    "llama4 llama4_text m2m_100 mamba mamba2 marian mbart minimax minimax_m2 mpt nemotron_h olmo olmo3 olmoe openai-gpt pegasus phi phimoe "
+    "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next rwkv stablelm starcoder2 xlm xlnet"
+).split()
+MULTIMODAL = [auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
+MAPPINGS = [
+    auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES,
+    auto.MODEL_FOR_CAUSAL_IMAGE_MODELING_MAPPING_NAMES,
+    auto.MODEL_MAPPING_NAMES,
+]
+DEPTHS = ["num_hidden_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth"]
+
+
+def model(name):
+    config = transformers.AutoConfig.for_model(name)
+    parts = [config, *(getattr(config, key) for key in ("text_config", "vision_config") if hasattr(config, key))]
+    for part in parts:
+        for key in DEPTHS:
+            # Hybrid models have layers of each kind among the first four.
+            if isinstance(getattr(part, key, None), int):
+                setattr(part, key, min(getattr(part, key), 4))
+    mappings = (MULTIMODAL if len(parts) > 1 else []) + MAPPINGS
+    named = next(mapping[name] for mapping in mappings if name in mapping)
+    with torch.device("meta"):
+        return getattr(transformers, named if isinstance(named, str) else named[0])(config)
+
+
+def described(name):
+    built = model(name)
+    head = built.get_output_embeddings()
+    groups = {"tables": [], "heads": [], "routers": [], "others": []}
+    seen = set()
+    for path, parameter in built.named_parameters(remove_duplicate=False):
+        pattern = re.sub(r"\.\d+\.", ".N.", path)
+        if parameter.dim() != 2 or not path.endswith(".weight") or pattern in seen:
+            continue
+        seen.add(pattern)
+        module = built.get_submodule(path.removesuffix(".weight"))
+        if module is head:
+            group = "heads"
+        elif isinstance(module, torch.nn.Embedding):
+            group = "tables"
+        elif "router" in type(module).__name__.lower() or ".router." in path or path.endswith("shared_expert_gate.weight"):
+            group = "routers"
+        else:
+            group = "others"
+        groups[group].append(path)
+    tied = built._tied_weights_keys or {}
+    ties = [[alias, original] for alias, original in tied.items() if alias.endswith(".weight") and alias in groups["heads"]]
+    return {"model_type": name, "class": type(built).__name__, "tied": ties, **groups}
+
+
+def main():
+    logging.disable(logging.WARNING)
+    head = {"made_by": "scripts/goldens families", "versions": {"transformers": transformers.__version__}}
+    families = ",\n".join("    " + json.dumps(described(name)) for name in TYPES)
+    text = json.dumps(head, indent=2)[:-2] + ',\n  "families": [\n' + families + "\n  ]\n}\n"
+    (GOLDEN / "families.json").write_text(text)
+
+
+main()

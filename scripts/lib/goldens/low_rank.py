@@ -1,0 +1,74 @@
+"""Write tests/golden/low-rank.json: the minimum errors of low-rank matrices and palettes, by NumPy.
+
+Matrices: squares of the omitted singular values (Eckart and Young), of a matrix and of its outputs for given
+inputs.
+Palettes: clusters of sorted values by dynamic programming over all of them.
+"""
+
+import json
+
+import numpy as np
+
+from lib import GOLDEN
+
+rng = np.random.default_rng(7)
+
+
+def numbers(*shape):
+    # Exact in float32, with few digits.
+    return np.round(rng.standard_normal(shape) * 64) / 64
+
+
+def left_out(matrix):
+    squares = np.linalg.svd(matrix, compute_uv=False) ** 2
+    return [float(squares[rank:].sum()) for rank in range(1, len(squares))]
+
+
+def matrix_case(rows, size, samples):
+    matrix = numbers(rows, size)
+    inputs = numbers(samples, size) * np.where(np.arange(size) % 5 == 2, 16, 1)
+    return {
+        "rows": rows,
+        "size": size,
+        "matrix": matrix.ravel().tolist(),
+        "inputs": inputs.ravel().tolist(),
+        "errors": left_out(matrix),
+        "output_errors": left_out(matrix @ inputs.T)[: min(rows, size) - 1],
+    }
+
+
+def least_error(values, weights, count):
+    order = np.argsort(values)
+    values, weights = values[order], weights[order]
+    n = len(values)
+    cost = np.zeros((n + 1, n + 1))
+    for start in range(n):
+        for end in range(start + 1, n + 1):
+            v, w = values[start:end], weights[start:end]
+            cost[start, end] = (w * (v - (w * v).sum() / w.sum()) ** 2).sum()
+    best = cost[0].copy()
+    for _ in range(count - 1):
+        best = np.array([min(best[start] + cost[start, end] for start in range(end + 1)) for end in range(n + 1)])
+    return float(best[n])
+
+
+def palette_case(values, count):
+    weights = np.round(rng.uniform(0.25, 2, len(values)) * 64) / 64
+    ones = np.ones(len(values))
+    return {
+        "count": count,
+        "values": values.tolist(),
+        "weights": weights.tolist(),
+        "error": least_error(values, ones, count),
+        "weighted_error": least_error(values, weights, count),
+    }
+
+
+golden = {
+    "made_by": "scripts/goldens low-rank",
+    "numpy": np.__version__,
+    "matrices": [matrix_case(9, 14, 40), matrix_case(14, 9, 40), matrix_case(10, 10, 6)],
+    "palettes": [palette_case(numbers(80), 4), palette_case(numbers(80) ** 3, 16), palette_case(np.round(numbers(90)), 8)],
+}
+path = GOLDEN / "low-rank.json"
+path.write_text(json.dumps(golden) + "\n")
