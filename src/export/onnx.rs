@@ -300,7 +300,7 @@ impl Format for Onnx {
         Ok(SizeForecast {
             files: layout.iter().map(|(name, _)| name.clone()).collect(),
             bytes: layout.iter().map(|(_, pieces)| file::bytes(pieces)).sum(),
-            exact: !run.estimated,
+            exact: !run.is_estimated(),
             tensors,
         })
     }

@@ -369,7 +369,12 @@ impl Format for Safetensors {
         }
         let items = self.items(model, run, |_, weight| Ok(weight.elements() as u64))?;
         let layout = self.file_layout(&items, model)?;
-        Ok(SizeForecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse && !run.estimated, tensors: layout.tensors() })
+        Ok(SizeForecast {
+            files: layout.names(),
+            bytes: layout.bytes(),
+            exact: self.layout != Layout::Sparse && !run.is_estimated(),
+            tensors: layout.tensors(),
+        })
     }
 
     fn weights_by_file(&self, model: &Model, run: &RunState) -> Result<Option<Vec<Vec<Assignment>>>> {

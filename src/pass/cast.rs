@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::targets::{self, SelectedWeights};
-use super::{Context, Pass, options_of};
+use super::{Pass, Plan, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{F64, Float, convert, with_float};
 use crate::model::Model;
@@ -96,11 +96,11 @@ impl Pass for Cast {
         options_of(self)
     }
 
-    fn apply(&self, mut model: Model, run: &mut RunState, _context: Option<&Context>) -> Result<Model> {
-        let weights = model.weights.clone();
+    fn plan(&self, model: &Model, _state: &RunState) -> Result<Plan<'static>> {
+        let (weights, mut model) = (&model.weights, model.clone());
         let eligible = |_: &str, w: &Weight| w.is_float() && w.encoding == Encoding::Dense && w.elements() > 0;
         let SelectedWeights { names, rule } =
-            targets::select_weights(NAME, &weights, &self.targets, &self.ignore, "all float tensors that are not quantized", eligible)?;
+            targets::select_weights(NAME, weights, &self.targets, &self.ignore, "all float tensors that are not quantized", eligible)?;
         let meter = Arc::new(Meter::default());
         let mut changed = std::collections::BTreeSet::new();
         for name in names {
@@ -116,15 +116,8 @@ impl Pass for Cast {
         if self.targets.is_empty() && self.ignore.is_empty() {
             model.config.set_dtype(self.to.config_name());
         }
-        let count = changed.len();
-        run.history.push(Applied {
-            tensors: changed,
-            rule,
-            meter,
-            details: Arc::new(move || json!({ "converted": count })),
-            ..Applied::new(NAME, self.options())
-        });
-        Ok(model)
+        let details = json!({ "converted": changed.len() });
+        Ok(Plan::new(model, Applied { tensors: changed, rule, meter, details, ..Applied::new(NAME, self.options()) }))
     }
 
     fn remedy(&self) -> &'static str {

@@ -13,17 +13,17 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::layerwise;
-use super::{Amount, Context, InputImportance, Pass, Samples, options_of};
+use super::{Amount, InputImportance, Pass, Plan, Samples, options_of};
 use crate::error::{Error, Result, counted};
 use crate::ir::ops::Conv;
 use crate::ir::{Graph, GraphFile, Op, Rewrite, rebuild};
 use crate::model::{self, Model};
 use crate::pass::targets::{self, SelectedWeights};
 use crate::run_state::{Applied, RunState};
-use crate::store::{BlockSink, DType, Encoding, Origin, Pattern, Weight, WeightSource, Weights, select};
+use crate::store::{BlockSink, DType, Encoding, Origin, Pattern, Weight, WeightSource, select};
 
 /// Different rank for some layers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -112,6 +112,11 @@ impl Factorization {
         let [rows, size, rank] = self.sizes;
         [(rows * size) as u64, (rank * (rows + size)) as u64]
     }
+
+    /// Size of the checkpoint in bytes. Biases are not part of it.
+    fn checkpoint_bytes(&self) -> u64 {
+        self.parameters()[1].saturating_mul(self.dtype.bitsize() as u64 / 8)
+    }
 }
 
 /// Placeholder of a weight that is not computed yet.
@@ -121,12 +126,6 @@ impl WeightSource for Placeholder {
     fn visit(&self, _unit: usize, _sink: BlockSink) -> Result<()> {
         Err(Error::tensor(&self.0, "is not available before the passes run", ""))
     }
-}
-
-/// Factorizations of all selected layers, and the record of the pass.
-struct Plan {
-    factorizations: Vec<Factorization>,
-    applied: Applied,
 }
 
 /// Name of a tensor of a layer in part 0 or 1 of its factorization.
@@ -201,7 +200,8 @@ impl Decompose {
         })
     }
 
-    fn plan(&self, model: &Model, graph: &Graph) -> Result<Plan> {
+    /// Factorizations of all selected layers, and the record of the pass.
+    fn factorizations(&self, model: &Model, graph: &Graph) -> Result<(Vec<Factorization>, Applied)> {
         let weights = &model.weights;
         for rule in &self.rules {
             select::check("rules", &rule.targets, weights.by_name.keys())?;
@@ -239,7 +239,7 @@ impl Decompose {
             after as f64 / 1e6,
             100.0 * after as f64 / before.max(1) as f64
         ));
-        Ok(Plan { factorizations, applied })
+        Ok((factorizations, applied))
     }
 }
 
@@ -327,50 +327,37 @@ impl Pass for Decompose {
         Some(if self.importance == InputImportance::Activation { Samples::Calibration } else { Samples::None })
     }
 
-    fn has_checkpoints(&self) -> bool {
-        true
-    }
-
-    fn checkpoint_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
-        let parts = |name: &String| [0, 1].map(|part| after.by_name.get(&part_name(name, part)));
-        // Biases are not part of the checkpoint.
-        let bytes = |weight: &Weight| (weight.elements() as u64).saturating_mul(weight.dtype.bitsize() as u64 / 8);
-        changed.iter().map(|name| if let [Some(first), Some(second)] = parts(name) { bytes(first) + bytes(second) } else { 0 }).sum()
-    }
-
-    fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
+    fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
         let graph = model.graph()?;
-        let Plan { factorizations, mut applied } = self.plan(&model, &graph)?;
-        run.memory = run.memory.max(factorizations.iter().map(Factorization::bytes).max().unwrap_or(0) as u64);
+        let (factorizations, mut applied) = self.factorizations(model, &graph)?;
+        applied.memory = factorizations.iter().map(Factorization::bytes).max().unwrap_or(0) as u64;
+        applied.checkpoint_bytes = Some(factorizations.iter().map(Factorization::checkpoint_bytes).sum());
         let [before, after] = parameters(&factorizations);
-        let mut details = Map::new();
-        for (key, value) in [("decomposed", json!(factorizations.len())), ("parameters_before", json!(before)), ("parameters_after", json!(after))] {
-            details.insert(key.to_owned(), value);
-        }
-        match context {
-            Some(context) => {
-                let meter = applied.meter.clone();
-                details.extend(meter.time(|| layerwise::decompose(self, &factorizations, &mut model, run, context, &mut applied))?);
-            }
-            None => {
-                for factorization in &factorizations {
-                    for (name, shape) in factorization.parts.iter().zip(&factorization.shapes) {
-                        let weight = Weight::new(factorization.dtype, shape.clone(), Encoding::Dense, Arc::new(Placeholder(name.clone())));
-                        model.weights.by_name.insert(name.clone(), weight.with_origin(Origin::Rescaled));
-                    }
-                }
+        applied.details = json!({ "decomposed": factorizations.len(), "parameters_before": before, "parameters_after": after });
+        let mut planned = model.clone();
+        for factorization in &factorizations {
+            for (name, shape) in factorization.parts.iter().zip(&factorization.shapes) {
+                let weight = Weight::new(factorization.dtype, shape.clone(), Encoding::Dense, Arc::new(Placeholder(name.clone())));
+                planned.weights.by_name.insert(name.clone(), weight.with_origin(Origin::Rescaled));
             }
         }
-        applied.tensors.extend(rewire(&mut model, &graph, &factorizations)?);
-        if model.needs_graph_file() {
-            applied.notes.push(format!(
+        applied.tensors.extend(rewire(&mut planned, &graph, &factorizations)?);
+        let graph_file = planned.needs_graph_file().then(|| {
+            format!(
                 "config.json cannot describe factorized layers, but {} does: `compress` and its ONNX export read it, transformers does not",
                 GraphFile::NAME
-            ));
-        }
-        applied.details = Arc::new(move || details.clone().into());
-        run.history.push(applied);
-        Ok(model)
+            )
+        });
+        let mut executed = applied.clone();
+        applied.notes.extend(graph_file.clone());
+        Ok(Plan::new(planned, applied).with_execution(move |context| {
+            let mut after = model.clone();
+            let more = layerwise::decompose(self, &factorizations, &mut after, state, context, &mut executed)?;
+            executed.details.as_object_mut().into_iter().for_each(|details| details.extend(more.clone()));
+            rewire(&mut after, &graph, &factorizations)?;
+            executed.notes.extend(graph_file);
+            Ok((after, executed))
+        }))
     }
 
     fn remedy(&self) -> &'static str {

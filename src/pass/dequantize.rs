@@ -16,10 +16,9 @@ use crate::ir::{Graph, Op, rebuild};
 use crate::model::Model;
 use crate::onnx::ModelFile;
 use crate::pass::targets::{self, SelectedWeights};
-use crate::pass::{Context, Pass, options_of};
+use crate::pass::{Pass, Plan, options_of};
 use crate::run_state::{Applied, RunState};
 use crate::store::{DType, Decoded, Encoding, Pattern, Weight, ZeroOrigin};
-use crate::work::Meter;
 
 /// Dequantize weights, so that later passes can process them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -48,15 +47,15 @@ impl Pass for Dequantize {
         options_of(self)
     }
 
-    fn apply(&self, mut model: Model, run: &mut RunState, _context: Option<&Context>) -> Result<Model> {
-        let weights = model.weights.clone();
+    fn plan(&self, model: &Model, _state: &RunState) -> Result<Plan<'static>> {
+        let (weights, mut model) = (&model.weights, model.clone());
         let quantized = |_: &str, weight: &Weight| weight.encoding != Encoding::Dense;
         if !weights.by_name.iter().any(|(name, weight)| quantized(name, weight)) {
             let reason =
                 "the model has no quantized weights. Blocks of GGUF files are dequantized when the file is opened: `compress cast` writes them as floats";
             return Err(Error::option(NAME, reason));
         }
-        let SelectedWeights { names, rule } = targets::select_weights(NAME, &weights, &self.targets, &self.ignore, "all quantized weights", quantized)?;
+        let SelectedWeights { names, rule } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, "all quantized weights", quantized)?;
         let chosen: BTreeSet<String> =
             names.into_iter().filter(|name| weights.get(name).is_ok_and(|weight| quantized(name, weight))).map(str::to_owned).collect();
         let all = weights.by_name.iter().filter(|(name, weight)| quantized(name, weight)).count() == chosen.len();
@@ -86,18 +85,9 @@ impl Pass for Dequantize {
                 notes.push(format!("{count} activations stay quantized, because some weights stay quantized"));
             }
         }
-        let count = chosen.len();
+        let details = json!({ "dequantized": chosen.len() });
         model.weights.set_zero_origin(chosen.iter().map(String::as_str), ZeroOrigin::Rounding);
-        let meter = Arc::new(Meter::default());
-        run.history.push(Applied {
-            tensors: chosen,
-            rule,
-            meter,
-            notes,
-            details: Arc::new(move || json!({ "dequantized": count })),
-            ..Applied::new(NAME, self.options())
-        });
-        Ok(model)
+        Ok(Plan::new(model, Applied { tensors: chosen, rule, notes, details, ..Applied::new(NAME, self.options()) }))
     }
 
     fn remedy(&self) -> &'static str {

@@ -15,13 +15,14 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use super::new_head::add_head;
-use super::{Context, Pass, Samples, distill, options_of};
+use super::distill::Job;
+use super::new_head::{WithHead, add_head};
+use super::{Pass, Plan, Samples, distill, options_of};
 use crate::error::{Error, Result};
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::pass::training_options::training_pass;
-use crate::run_state::RunState;
+use crate::run_state::{Applied, RunState};
 use crate::store::{ByteSize, Pattern};
 use crate::train::losses::Losses;
 use crate::train::optimizer::Kind;
@@ -86,32 +87,21 @@ impl Pass for Finetune {
         self.training().check(NAME)
     }
 
-    fn has_checkpoints(&self) -> bool {
-        true
-    }
-
     fn runs_on(&self) -> Option<Samples> {
         Some(Samples::Train)
     }
 
-    fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
-        let train = |model, run: &mut RunState, training: &Training| distill::train(NAME, model, run, self.options(), training, (None, None), context);
-        let (classes, mut training) = (self.new_classes(), self.training());
-        if classes.is_empty() {
-            return train(model, run, &training);
+    fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
+        let (mut applied, classes, mut training) = (Applied::new(NAME, self.options()), self.new_classes(), self.training());
+        let (mut student, mut renamed) = (model.clone(), BTreeMap::new());
+        if !classes.is_empty() {
+            WithHead { model: student, renamed } = add_head(&self.head_option(), student, &mut applied.notes, &classes, state.seed)?;
+            let graph = student.graph()?;
+            for patterns in [&mut training.targets, &mut training.ignore] {
+                *patterns = with_previous_names(std::mem::take(patterns), &graph, &renamed);
+            }
         }
-        let with_head = add_head(&self.head_option(), model, run, &classes, context.map_or(0, |context| context.seed))?;
-        let graph = with_head.model.graph()?;
-        for patterns in [&mut training.targets, &mut training.ignore] {
-            *patterns = with_previous_names(std::mem::take(patterns), &graph, &with_head.renamed);
-        }
-        let model = train(with_head.model, run, &training)?;
-        if let Some(applied) = run.history.last_mut() {
-            // Reports name the tensors of the input.
-            let tensors = std::mem::take(&mut applied.tensors).into_iter();
-            applied.tensors = tensors.map(|name| with_head.renamed.get(&name).cloned().unwrap_or(name)).collect();
-        }
-        Ok(model)
+        Job { applied, student, teacher: None, cache: None, training, state, renamed }.plan()
     }
 
     fn remedy(&self) -> &'static str {
@@ -139,13 +129,12 @@ fn with_previous_names(patterns: Vec<Pattern>, graph: &Graph, renamed: &BTreeMap
 mod tests {
     use std::path::Path;
 
-    use super::super::new_head::WithHead;
     use super::*;
 
     #[test]
     fn patterns_select_renamed_tensors_by_both_names() {
         let model = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert")).unwrap();
-        let WithHead { model, renamed } = add_head("finetune: labels", model, &mut RunState::default(), &["a".to_owned(), "b".to_owned()], 0).unwrap();
+        let WithHead { model, renamed } = add_head("finetune: labels", model, &mut Vec::new(), &["a".to_owned(), "b".to_owned()], 0).unwrap();
         let graph = model.graph().unwrap();
         let found = |text: &str| {
             let patterns = with_previous_names(vec![text.parse().unwrap()], &graph, &renamed);

@@ -136,8 +136,9 @@ mod tests {
         let model = Model::open(&folder).unwrap();
         for (scheme, name) in [("FP8", "Float(E4m3, Static"), ("NVFP4", "Float(E2m1, Relative")] {
             let pass: Quantize = serde_json::from_value(serde_json::json!({ "scheme": scheme })).unwrap();
-            let planned = pass.apply(model.clone(), &mut RunState::default(), None).unwrap();
-            let done = pass.apply(model.clone(), &mut RunState::default(), Some(&context)).unwrap();
+            let state = RunState::default();
+            let planned = pass.plan(&model, &state).unwrap().model;
+            let (done, _) = pass.plan(&model, &state).unwrap().execute(&context).unwrap();
             let mut scales = BTreeMap::new();
             for (weight, now) in &done.weights.by_name {
                 let (Encoding::Quantized(planned), Encoding::Quantized(now)) = (&planned.weights.by_name[weight].encoding, &now.encoding) else { continue };

@@ -6,48 +6,59 @@ use std::sync::Arc;
 use super::{Context, calibrate};
 use crate::calibration::{Axis, Request};
 use crate::error::Result;
-use crate::ir::kv_cache;
+use crate::ir::Graph;
+use crate::ir::kv_cache::{self, CachedAttention};
 use crate::kernel::cache::CacheFormat;
 use crate::kernel::convert;
 use crate::model::Model;
 use crate::store::{DType, Weight};
 
-/// Adds key and value scales to each attention layer. They map the largest magnitude over all samples (of
-/// keys, after the rotary embedding) to the largest code. Without a context, all scales are one. Scales
-/// have the dtype of the attention weights, like those of llm-compressor. The scale of a cache in which
-/// the samples have only zeros is one, and a note names it. Returns the number of attention layers.
-pub(in crate::pass) fn find(pass: &str, format: CacheFormat, model: &mut Model, context: Option<&Context>, notes: &mut Vec<String>) -> Result<usize> {
+/// Adds key and value scales of one to each attention layer. Returns the number of attention layers.
+pub(in crate::pass) fn add(format: CacheFormat, model: &mut Model) -> Result<usize> {
     let graph = model.graph()?;
-    let described = model.is_described() && model.changed_graph.is_none();
+    let cached = kv_cache::cached_attentions(&graph)?;
+    insert(format, model, &graph, &cached, |_| format.steps())?;
+    Ok(cached.len())
+}
+
+/// Adds key and value scales to each attention layer. They map the largest magnitude over all samples (of
+/// keys, after the rotary embedding) to the largest code. The scale of a cache in which the samples have
+/// only zeros is one, and a note names it.
+pub(in crate::pass) fn add_calibrated(pass: &str, format: CacheFormat, model: &mut Model, context: &Context, notes: &mut Vec<String>) -> Result<()> {
+    let graph = model.graph()?;
     let cached = kv_cache::cached_attentions(&graph)?;
     let request = Request { axis: Axis::Last, histograms: false };
     let requests: BTreeMap<String, Request> = cached.iter().flat_map(|found| found.reads.clone()).map(|value| (value, request)).collect();
-    let statistics = context.map(|context| calibrate::statistics(pass, &graph, model, &requests, context)).transpose()?;
-    let mut zeros = Vec::new();
-    for found in &cached {
-        for (value, name) in found.reads.iter().zip(found.scales()) {
-            let observed = statistics.as_ref().and_then(|statistics| statistics.get(value));
-            let largest = observed.map_or(format.steps(), |observed| observed.channels().largest().into_iter().fold(0f32, f32::max));
-            let dtype = dtype_of(model, &found.module);
-            let scale = convert::scale(dtype, f64::from(largest) / f64::from(format.steps()));
-            let scale = if scale.is_normal() {
-                scale
-            } else {
-                zeros.push(format!("`{name}`"));
-                1.0
-            };
-            let weight = Weight::computed(&name, dtype, vec![1], &[scale])?;
-            model.weights.by_name.insert(name, weight);
-        }
-    }
+    let statistics = calibrate::statistics(pass, &graph, model, &requests, context)?;
+    let largest = |value: &str| statistics.get(value).map_or(format.steps(), |observed| observed.channels().largest().into_iter().fold(0f32, f32::max));
+    let zeros = insert(format, model, &graph, &cached, largest)?;
     if !zeros.is_empty() {
         notes.push(format!("warning: the calibration samples have only zeros in {} of the caches, whose scales are 1: {}", zeros.len(), zeros.join(", ")));
     }
+    Ok(())
+}
+
+/// Adds scales for caches with these largest magnitudes, in the dtype of the attention weights, like those
+/// of llm-compressor. Returns the names of scales of caches with only zeros.
+fn insert(format: CacheFormat, model: &mut Model, graph: &Graph, cached: &[CachedAttention], largest: impl Fn(&str) -> f32) -> Result<Vec<String>> {
+    let described = model.is_described() && model.changed_graph.is_none();
+    let mut zeros = Vec::new();
+    for found in cached {
+        for (value, name) in found.reads.iter().zip(found.scales()) {
+            let dtype = dtype_of(model, &found.module);
+            let scale = convert::scale(dtype, f64::from(largest(value)) / f64::from(format.steps()));
+            if !scale.is_normal() {
+                zeros.push(format!("`{name}`"));
+            }
+            let weight = Weight::computed(&name, dtype, vec![1], &[if scale.is_normal() { scale } else { 1.0 }])?;
+            model.weights.by_name.insert(name, weight);
+        }
+    }
     model.config.set_cache(format);
     if !described {
-        model.changed_graph = Some(Arc::new(kv_cache::insert(&graph, &model.weights, format)?));
+        model.changed_graph = Some(Arc::new(kv_cache::insert(graph, &model.weights, format)?));
     }
-    Ok(cached.len())
+    Ok(zeros)
 }
 
 /// The dtype of the weights of a module; of quantized weights, that of their scales.
@@ -84,7 +95,8 @@ mod tests {
         for name in ["llama-grouped-tied", "qwen3"] {
             for (text, format) in [("fp8", CacheFormat::Fp8), ("int8", CacheFormat::Int8)] {
                 let mut model = Model::open(folder.join("models").join(name)).unwrap();
-                assert_eq!(find("quantize", format, &mut model, Some(&context), &mut Vec::new()).unwrap(), 2);
+                assert_eq!(add(format, &mut model.clone()).unwrap(), 2);
+                add_calibrated("quantize", format, &mut model, &context, &mut Vec::new()).unwrap();
                 for (key, expected) in golden.iter().filter(|(key, _)| key.ends_with("_scale")) {
                     let Some(tensor) = key.strip_prefix(&format!("{name}/{text}/")) else { continue };
                     let (found, expected) = (model.weights.get(tensor).unwrap().floats(tensor).unwrap()[0], expected.to_vec1::<f32>().unwrap()[0]);

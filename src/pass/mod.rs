@@ -2,14 +2,17 @@
 //! is the step of a recipe, the arguments of a command, and the value that callers of the library
 //! construct.
 //!
-//! A pass converts a model to another one; it does not print or write output. Weight passes do not read
-//! tensors either: the new weights are computed when the model is written. Passes that [run the
-//! model](Pass::runs_on) read the data sets of the recipe, and some of them read other models, such as a
-//! teacher ([`Pass::reads`]). They store checkpoints in [`Context::work_dir`].
+//! A pass converts a model to another one; it does not print or write output. It first returns a
+//! [`Plan`], which contains the model with its final names, shapes and encodings, and reads no tensor. The
+//! plan of a weight pass is already complete: the new weights are computed when the model is written.
+//! Passes that [run the model](Pass::runs_on) add work to their plan, which reads the data sets of the
+//! recipe, and sometimes other models, such as a teacher ([`Pass::reads`]). It stores checkpoints in
+//! [`Context::work_dir`].
 
 pub(crate) mod amount;
 mod cast;
 mod palettize;
+mod plan;
 pub mod prune_unstructured;
 mod quantize;
 mod quantize_dynamic;
@@ -17,7 +20,6 @@ mod targets;
 mod threshold;
 mod weight_quantizer;
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -27,6 +29,7 @@ use serde_json::Value;
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
 pub use palettize::Palettize;
+pub use plan::Plan;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
 pub use quantize::{Method, Quantize, Scheme};
 pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic};
@@ -63,7 +66,7 @@ mod running {
     pub use prune_structured::PruneStructured;
     pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, recommend_floats};
 
-    use crate::pass::{Amount, Context, GranularityKind, InputImportance, Pass, Samples, Scope, WeightObserver, options_of};
+    use crate::pass::{Amount, Context, GranularityKind, InputImportance, Pass, Plan, Samples, Scope, WeightObserver, options_of};
 }
 
 #[cfg(feature = "run")]
@@ -77,7 +80,6 @@ use crate::error::Result;
 use crate::model::Model;
 use crate::run_state::RunState;
 pub use crate::run_state::{InputImportance, Samples};
-use crate::store::Weights;
 use crate::work::Work;
 
 /// A step of a pipeline.
@@ -119,26 +121,12 @@ pub trait Pass: fmt::Debug + Send + Sync {
         1
     }
 
-    /// Whether the pass stores checkpoints in [`Context::work_dir`], from which an interrupted run can be
-    /// resumed.
-    fn has_checkpoints(&self) -> bool {
-        false
-    }
-
-    /// Size in bytes of the checkpoints of the weights that the pass changes. `after` are the weights
-    /// after the pass.
-    fn checkpoint_bytes(&self, _changed: &BTreeSet<String>, _after: &Weights) -> u64 {
-        0
-    }
-
-    /// Applies the pass and adds a record of it to `run`. Without a context, it is fast and reads no
-    /// tensor: passes that run the model only predict names, shapes and encodings. With a context, it
-    /// does all work that does not happen while the model is written.
+    /// Plans the pass: predicts names, shapes and encodings, and describes the work. This is fast and
+    /// reads no tensor. `state` is the state of the run before the pass.
     ///
     /// # Errors
-    /// If a pattern does not match, or if the pass does not support a weight. With a context also if the
-    /// samples do not fit the model, if memory runs out, or if the work is cancelled.
-    fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model>;
+    /// If a pattern does not match, or if the pass does not support a weight.
+    fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>>;
 
     /// Advice to the user if the outputs of the model are severely degraded by the pass.
     fn remedy(&self) -> &'static str {

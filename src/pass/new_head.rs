@@ -10,7 +10,6 @@ use crate::files;
 use crate::ir::{Builder, GraphFile, is_in_modules};
 use crate::model::Model;
 use crate::pass::fresh_weights::fresh_weights;
-use crate::run_state::RunState;
 
 /// A model with a new head.
 pub(super) struct WithHead {
@@ -20,12 +19,13 @@ pub(super) struct WithHead {
     pub renamed: BTreeMap<String, String>,
 }
 
-/// Adds a head for `classes`. A head for as many classes is kept. `what` names the option in errors.
+/// Adds a head for `classes`. A head for as many classes is kept. `what` names the option in errors. Adds notes on
+/// the head.
 ///
 /// # Errors
 /// The family has no classification head, `config.json` does not describe the model, or it has a head for
 /// another number of classes.
-pub(super) fn add_head(what: &str, mut model: Model, run: &mut RunState, classes: &[String], seed: u64) -> Result<WithHead> {
+pub(super) fn add_head(what: &str, mut model: Model, notes: &mut Vec<String>, classes: &[String], seed: u64) -> Result<WithHead> {
     let wrong = |reason: String| Error::option(what, reason);
     if model.onnx.is_some() || files::is_file(&model.path.join(GraphFile::NAME)) {
         return Err(wrong("adds a head only to models that are described by config.json; this one is described by an ONNX file or graph.json".into()));
@@ -68,16 +68,16 @@ pub(super) fn add_head(what: &str, mut model: Model, run: &mut RunState, classes
     // Also checks that the tensors fit the configuration.
     model.graph()?;
     let list = classes.join(", ");
-    run.notes.push(if created.is_empty() {
+    notes.push(if created.is_empty() {
         format!("the head for {} classes is kept; config.json names them {list}", classes.len())
     } else {
         format!("a new head for the classes {list}; initialized from the seed: {}", created.join(", "))
     });
     if !unused.is_empty() {
-        run.notes.push(format!("not used with the new head and left out: {}", unused.join(", ")));
+        notes.push(format!("not used with the new head and left out: {}", unused.join(", ")));
     }
     if !renamed.is_empty() {
-        run.notes.push(format!("the names of the tensors of the encoder begin with `{}`, as in {}", head.prefix, head.class));
+        notes.push(format!("the names of the tensors of the encoder begin with `{}`, as in {}", head.prefix, head.class));
     }
     Ok(WithHead { model, renamed })
 }

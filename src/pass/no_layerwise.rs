@@ -19,12 +19,12 @@ pub(super) fn require(option: &str) -> Result<()> {
 /// Unreachable, because [`require`] has returned an error before.
 pub(super) fn prune(
     _pass: &PruneUnstructured,
-    _model: Model,
-    _run: &mut RunState,
-    _context: Option<&Context>,
     _names: &BTreeSet<&str>,
-    _rule: String,
-) -> Result<Model> {
+    _model: &mut Model,
+    _run: &RunState,
+    _context: &Context,
+    _applied: &mut Applied,
+) -> Result<Value> {
     Err(unable("importance"))
 }
 
@@ -58,7 +58,12 @@ pub(super) fn find_input_scales(_pass: &str, _encodings: &mut BTreeMap<String, Q
 }
 
 /// Unreachable, because [`require`] has returned an error before.
-pub(super) fn find_cache_scales(_pass: &str, _format: CacheFormat, _model: &mut Model, _context: Option<&Context>, _notes: &mut Vec<String>) -> Result<usize> {
+pub(super) fn add_cache_scales(_format: CacheFormat, _model: &mut Model) -> Result<usize> {
+    Err(unable("kv_cache"))
+}
+
+/// Unreachable, because [`require`] has returned an error before.
+pub(super) fn add_calibrated_cache_scales(_pass: &str, _format: CacheFormat, _model: &mut Model, _context: &Context, _notes: &mut Vec<String>) -> Result<()> {
     Err(unable("kv_cache"))
 }
 

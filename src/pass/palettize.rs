@@ -6,7 +6,7 @@
 //!   - palettize: { bits: 4, group_size: 64 }
 //! ```
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::targets::{self, SelectedWeights};
-use super::{Context, InputImportance, Pass, Samples, layerwise, options_of};
+use super::{InputImportance, Pass, Plan, Samples, layerwise, options_of};
 use crate::error::{Error, Result, counted};
 use crate::kernel::convert;
 use crate::kernel::palette::{Points, nearest};
@@ -160,35 +160,28 @@ impl Pass for Palettize {
         (self.importance == InputImportance::Activation).then_some(Samples::Calibration)
     }
 
-    fn has_checkpoints(&self) -> bool {
-        self.importance == InputImportance::Activation
-    }
-
-    fn checkpoint_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
-        if self.has_checkpoints() { layerwise::checkpoint_bytes(changed, after) } else { 0 }
-    }
-
-    fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
+    fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
         let (encodings, sizes, mut applied) = self.encodings(&model.weights)?;
         let group = |affine: &QuantizationSpec| if let Granularity::Block([rows, row]) = affine.granularity { (rows * row) as u64 } else { 0 };
-        run.memory_by_thread = run.memory_by_thread.max(VALUE_BYTES * encodings.values().map(group).max().unwrap_or(0));
-        let before = model.weights.clone();
+        applied.memory_by_thread = VALUE_BYTES * encodings.values().map(group).max().unwrap_or(0);
+        let mut planned = model.clone();
         for (name, affine) in &encodings {
-            let palettized = Palettized::new(name, before.get(name)?, affine.clone(), &applied.meter);
-            model.weights.by_name.insert(name.clone(), palettized.weight());
+            let palettized = Palettized::new(name, model.weights.get(name)?, affine.clone(), &applied.meter);
+            planned.weights.by_name.insert(name.clone(), palettized.weight());
         }
-        let mut details = json!({ "palettized": encodings.len(), "bytes_before": sizes.before, "bytes_after": sizes.after });
-        if let Some(context) = context.filter(|_| self.importance == InputImportance::Activation) {
-            let palettized = std::mem::replace(&mut model.weights, before);
-            let meter = applied.meter.clone();
-            details["samples"] = meter.time(|| layerwise::palettize(self, &encodings, &mut model, run, context, &mut applied))?.into();
-            let plain =
-                palettized.by_name.into_iter().filter(|(name, weight)| encodings.contains_key(name) && weight.encoding != model.weights.by_name[name].encoding);
-            model.weights.by_name.extend(plain.collect::<Vec<_>>());
+        applied.details = json!({ "palettized": encodings.len(), "bytes_before": sizes.before, "bytes_after": sizes.after });
+        if self.importance != InputImportance::Activation {
+            return Ok(Plan::new(planned, applied));
         }
-        applied.details = Arc::new(move || details.clone());
-        run.history.push(applied);
-        Ok(model)
+        applied.checkpoint_bytes = Some(layerwise::checkpoint_bytes(&applied.tensors, &planned.weights));
+        let palettized = planned.weights.by_name.clone();
+        Ok(Plan::new(planned, applied.clone()).with_execution(move |context| {
+            let mut after = model.clone();
+            applied.details["samples"] = layerwise::palettize(self, &encodings, &mut after, state, context, &mut applied)?.into();
+            let plain = palettized.into_iter().filter(|(name, weight)| encodings.contains_key(name) && weight.encoding != after.weights.by_name[name].encoding);
+            after.weights.by_name.extend(plain.collect::<Vec<_>>());
+            Ok((after, applied))
+        }))
     }
 
     fn remedy(&self) -> &'static str {

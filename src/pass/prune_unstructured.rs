@@ -28,12 +28,12 @@ use serde_json::{Value, json};
 
 use super::targets::{self, SelectedWeights};
 use super::threshold::RankingGroup;
-use super::{Amount, Context, NOfM, Pass, Samples, layerwise, options_of};
+use super::{Amount, NOfM, Pass, Plan, Samples, layerwise, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, Prepare, RunState};
-use crate::store::{Block, BlockSink, Encoding, Pattern, Rows, View, Weight, WeightSource, Weights, ZeroOrigin, least_common_multiple};
+use crate::store::{Block, BlockSink, Encoding, Pattern, Rows, View, Weight, WeightSource, ZeroOrigin, least_common_multiple, select};
 use crate::work::Meter;
 
 /// Importance criterion of weights.
@@ -130,16 +130,13 @@ impl PruneUnstructured {
     }
 
     /// Groups the selected names by amount: one group for each rule, and one for the remaining names.
-    fn groups<'a>(&self, names: &BTreeSet<&'a str>, model: &Model) -> Result<Vec<(Amount, Vec<&'a str>)>> {
-        for rule in &self.rules {
-            crate::store::select::check("rules", &rule.targets, model.weights.by_name.keys())?;
-        }
+    fn groups<'a>(&self, names: &BTreeSet<&'a str>) -> Vec<(Amount, Vec<&'a str>)> {
         let mut groups: Vec<(Amount, Vec<&str>)> = self.rules.iter().map(|rule| (rule.amount, Vec::new())).chain([(self.amount(), Vec::new())]).collect();
         for name in names {
             let index = self.rule(name).unwrap_or(self.rules.len());
             groups[index].1.push(name);
         }
-        Ok(groups)
+        groups
     }
 
     fn ranking_groups(&self, amount: Amount, names: &[&str], model: &Model) -> Result<Vec<Arc<RankingGroup>>> {
@@ -159,9 +156,9 @@ impl PruneUnstructured {
             .collect()
     }
 
-    fn apply_amounts(&self, names: &BTreeSet<&str>, model: &mut Model, run: &mut RunState, meter: &Arc<Meter>) -> Result<u64> {
+    fn apply_amounts(&self, names: &BTreeSet<&str>, model: &mut Model, applied: &mut Applied) -> Result<u64> {
         let mut removed = 0;
-        for (amount, names) in self.groups(names, model)? {
+        for (amount, names) in self.groups(names) {
             if names.is_empty() {
                 continue;
             }
@@ -171,10 +168,10 @@ impl PruneUnstructured {
                     continue;
                 }
                 if group.is_counted_before() {
-                    run.preparations.push(group.clone() as Arc<dyn Prepare>);
+                    applied.preparations.push(group.clone() as Arc<dyn Prepare>);
                 }
                 for (index, (name, weight)) in group.members().iter().enumerate() {
-                    let source = Masked { upstream: weight.clone(), group: group.clone(), index, rows: weight.all_rows(), meter: meter.clone() };
+                    let source = Masked { upstream: weight.clone(), group: group.clone(), index, rows: weight.all_rows(), meter: applied.meter.clone() };
                     model.weights.by_name.insert(name.clone(), weight.then(weight.dtype, Encoding::Dense, Arc::new(source)));
                 }
             }
@@ -270,42 +267,39 @@ impl Pass for PruneUnstructured {
         (self.importance != Importance::L1).then_some(Samples::Calibration)
     }
 
-    fn has_checkpoints(&self) -> bool {
-        self.importance != Importance::L1
-    }
-
-    fn checkpoint_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
-        if self.has_checkpoints() { layerwise::checkpoint_bytes(changed, after) } else { 0 }
-    }
-
-    fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
-        let weights = model.weights.clone();
+    fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
+        let weights = &model.weights;
         let by_samples = self.importance != Importance::L1;
         let (rule, eligible): (_, fn(&str, &Weight) -> bool) =
             if by_samples { (model::LINEAR_RULE, model::is_linear) } else { (model::PRUNABLE_RULE, model::is_prunable) };
-        let SelectedWeights { names, rule } = targets::select_weights(NAME, &weights, &self.targets, &self.ignore, rule, eligible)?;
+        let SelectedWeights { names, rule } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, rule, eligible)?;
         for name in &names {
             targets::require_float(NAME, name, weights.get(name)?)?;
         }
-        if by_samples {
-            return layerwise::prune(self, model, run, context, &names, rule);
+        for rule in &self.rules {
+            select::check("rules", &rule.targets, weights.by_name.keys())?;
         }
-        let meter = Arc::new(Meter::default());
+        let tensors = names.iter().map(|name| (*name).to_owned()).collect();
+        let mut applied = Applied { tensors, rule, zeroes: true, ..Applied::new(NAME, self.options()) };
+        let mut after = model.clone();
+        if by_samples {
+            applied.checkpoint_bytes = Some(layerwise::checkpoint_bytes(&applied.tensors, weights));
+            after.weights.set_zero_origin(names.iter().copied(), ZeroOrigin::Pruning);
+            return Ok(Plan::new(after, applied.clone()).with_execution(move |context| {
+                let mut after = model.clone();
+                applied.details = layerwise::prune(self, &names, &mut after, state, context, &mut applied)?;
+                after.weights.set_zero_origin(names.iter().copied(), ZeroOrigin::Pruning);
+                Ok((after, applied))
+            }));
+        }
         let removed = match self.pattern {
-            Some(pattern) => self.apply_pattern(pattern, &names, &mut model, &meter)?,
-            None => self.apply_amounts(&names, &mut model, run, &meter)?,
+            Some(pattern) => self.apply_pattern(pattern, &names, &mut after, &applied.meter)?,
+            None => self.apply_amounts(&names, &mut after, &mut applied)?,
         };
         let of: u64 = names.iter().map(|name| weights.by_name[*name].elements() as u64).sum();
-        model.weights.set_zero_origin(names.iter().copied(), ZeroOrigin::Pruning);
-        run.history.push(Applied {
-            tensors: names.into_iter().map(str::to_owned).collect(),
-            rule,
-            meter,
-            details: Arc::new(move || json!({ "zeroed": removed, "of": of })),
-            zeroes: true,
-            ..Applied::new(NAME, self.options())
-        });
-        Ok(model)
+        after.weights.set_zero_origin(names.iter().copied(), ZeroOrigin::Pruning);
+        applied.details = json!({ "zeroed": removed, "of": of });
+        Ok(Plan::new(after, applied))
     }
 
     fn remedy(&self) -> &'static str {

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::targets::{self, SelectedWeights};
 use super::weight_quantizer::{WeightObserver, WeightQuantizer};
-use super::{Context, Pass, options_of};
+use super::{Pass, Plan, options_of};
 use crate::error::{Error, Result};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
@@ -159,11 +159,11 @@ impl Pass for QuantizeDynamic {
         }
     }
 
-    fn apply(&self, mut model: Model, run: &mut RunState, _context: Option<&Context>) -> Result<Model> {
-        let weights = model.weights.clone();
+    fn plan(&self, model: &Model, _state: &RunState) -> Result<Plan<'static>> {
+        let (weights, mut model) = (&model.weights, model.clone());
         let rule = if self.embeddings { format!("{}; and embeddings", model::LINEAR_RULE) } else { model::LINEAR_RULE.to_owned() };
         let eligible = |name: &str, w: &Weight| model::is_linear(name, w) || (self.embeddings && model::is_embedding(name, w));
-        let SelectedWeights { names, rule } = targets::select_weights(NAME, &weights, &self.targets, &self.ignore, &rule, eligible)?;
+        let SelectedWeights { names, rule } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, &rule, eligible)?;
         let meter = Arc::new(Meter::default());
         for name in &names {
             let weight = weights.get(name)?;
@@ -172,18 +172,11 @@ impl Pass for QuantizeDynamic {
             let quantizer = WeightQuantizer::new(name, weight, affine, self.observer, &meter);
             model.weights.by_name.insert((*name).to_owned(), quantizer.weight());
         }
-        let count = names.len();
+        let details = json!({ "quantized": names.len() });
         let note = targets::naming_note(NAME, &model, &self.targets);
-        let notes = targets::unquantized_convolutions(NAME, &weights, &self.targets).into_iter().chain(note).collect();
-        run.history.push(Applied {
-            tensors: names.into_iter().map(str::to_owned).collect(),
-            rule,
-            meter,
-            details: Arc::new(move || json!({ "quantized": count })),
-            notes,
-            ..Applied::new(NAME, self.options())
-        });
-        Ok(model)
+        let notes = targets::unquantized_convolutions(NAME, weights, &self.targets).into_iter().chain(note).collect();
+        let tensors = names.into_iter().map(str::to_owned).collect();
+        Ok(Plan::new(model, Applied { tensors, rule, meter, details, notes, ..Applied::new(NAME, self.options()) }))
     }
 
     fn remedy(&self) -> &'static str {

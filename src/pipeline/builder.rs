@@ -9,7 +9,7 @@ use crate::error::{Error, Result, counted};
 use crate::export::Export;
 use crate::model::{Model, stacked_experts};
 use crate::output::{Inputs, Replace, check_output};
-use crate::pass::{Samples, Step};
+use crate::pass::{Plan, Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::run_state::RunState;
@@ -119,9 +119,9 @@ impl Pipeline {
         passes.chain(self.export.iter().map(Export::format).filter_map(|format| Some((format.name(), format.runs_on()?))))
     }
 
-    /// Whether a pass writes checkpoints from which an interrupted run can resume.
-    pub(super) fn has_checkpoints(&self) -> bool {
-        self.steps.iter().any(|step| step.pass().has_checkpoints())
+    /// The state of a run before its first pass.
+    pub(super) fn start(&self, model: &Model) -> RunState {
+        RunState { input: Some(model.path.clone()), seed: self.seed, ..self.start.clone() }
     }
 
     /// The files that a run reads.
@@ -156,13 +156,12 @@ impl Pipeline {
         resolved.export = self.exports(model);
         resolved.running.reset_data();
         let sets = resolved.running.configured_sets();
-        let (mut after, mut run) = (model.clone(), RunState { input: Some(model.path.clone()), ..self.start.clone() });
+        let (mut after, mut run) = (model.clone(), self.start(model));
         for step in &mut resolved.steps {
             step.pass_mut().resolve_defaults(&after, &sets);
-            let before = run.history.len();
-            after = step.pass().apply(after, &mut run, None)?;
-            let bytes: u64 = run.history.iter().skip(before).map(|applied| step.pass().checkpoint_bytes(&applied.tensors, &after.weights)).sum();
-            run.checkpoint_bytes = run.checkpoint_bytes.saturating_add(bytes);
+            let Plan { model, applied, .. } = step.pass().plan(&after, &run)?;
+            after = model;
+            run.add(applied);
         }
         finish_passes(&mut after, model, &mut run)?;
         resolved.export.iter_mut().for_each(|export| export.format_mut().resolve_defaults(&sets));

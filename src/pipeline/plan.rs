@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::export::SizeForecast;
 use crate::model::Model;
 use crate::report::WARNING;
+use crate::run_state::Applied;
 use crate::store::{Weight, block_elements};
 
 /// Plan of one pass.
@@ -90,6 +91,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     let threads = pipeline.work().threads as u64;
     let stages = 2 + pipeline.steps.len() as u64;
     let block = model.weights.by_name.values().map(block_bytes).max().unwrap_or(0);
+    let most = |bytes: fn(&Applied) -> u64| run.history.iter().map(bytes).max().unwrap_or(0);
     let passes = run
         .history
         .iter()
@@ -111,12 +113,12 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
         parameters: model.weights.parameters(),
         passes,
         samples,
-        prepare_bytes: run.preparations.iter().map(|p| p.bytes()).sum(),
+        prepare_bytes: run.history.iter().flat_map(|applied| &applied.preparations).map(|preparation| preparation.bytes()).sum(),
         files: forecasts.iter().flat_map(|f| f.files.clone()).collect(),
         output_bytes: forecasts.iter().map(|f| f.bytes).sum(),
-        output_estimated: run.estimated,
+        output_estimated: run.is_estimated(),
         output_exact: forecasts.iter().all(|f| f.exact),
-        peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block + run.memory_by_thread) + run.memory,
+        peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block + most(|applied| applied.memory_by_thread)) + most(|applied| applied.memory),
         peak_vram_bytes,
         model_memory,
         notes,

@@ -45,8 +45,7 @@ fn violations(fidelity: &Fidelity, accuracy: Option<&Accuracy>) -> Option<String
 /// labels do not count.
 fn label_loss(run: &RunState) -> Option<[f64; 2]> {
     run.history.iter().rev().find_map(|applied| {
-        let details = (applied.details)();
-        let curve = details["training"]["curve"].as_array()?;
+        let curve = applied.details["training"]["curve"].as_array()?;
         let mut losses = curve.iter().filter_map(|record| record["losses"]["hard"].as_f64());
         let first = losses.next()?;
         Some([first, losses.next_back().unwrap_or(first)])

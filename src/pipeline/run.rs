@@ -58,13 +58,13 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, prebuilt
     state.data_file = staging.data_name().map(str::to_owned);
     let folder = staging.path().to_owned();
     // When resuming, the checkpoints already exist.
-    let checkpoints = if pipeline.resume { 0 } else { state.checkpoint_bytes };
+    let checkpoints = state.checkpoint_bytes().filter(|_| !pipeline.resume).unwrap_or(0);
     let linked =
         prebuilt.map_or(Ok(0), |(prebuilt, _)| pipeline.export.iter().map(|e| e.format().linked_bytes(&after, &state, prebuilt)).sum::<Result<u64>>())?;
     let forecasts: Vec<SizeForecast> =
         forecasts.into_iter().zip(&pipeline.export).filter(|(_, e)| !(staging.destination().is_remote() && e.format().streams())).map(|(f, _)| f).collect();
     require_space(&staging, &forecasts, carry::size(&after, state.file.is_some())?.saturating_add(checkpoints), linked)?;
-    let work_dir = pipeline.has_checkpoints().then(|| ResumeFolder::open(staging.target(), pipeline.resume, pipeline.force)).transpose()?;
+    let work_dir = state.checkpoint_bytes().map(|_| ResumeFolder::open(staging.target(), pipeline.resume, pipeline.force)).transpose()?;
     if work_dir.is_some() {
         // Checkpoints are kept if a run fails, so they must not be computed from a damaged input.
         model.check_contents(&work)?;
@@ -116,7 +116,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, prebuilt
         tensors_changed: applied.tensors.len(),
         rule: applied.rule.clone(),
         unselected: applied.unselected(&model.weights),
-        details: names.value(&(applied.details)()),
+        details: names.value(&applied.details),
     });
     let environment = pipeline.environment(measured.fidelity.is_some())?;
     let has_hash = |path: &PathBuf| files::content_hash(path).is_ok_and(|hash| hash.is_some());

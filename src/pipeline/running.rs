@@ -300,8 +300,7 @@ impl Pipeline {
         }
         let mut cache = self.result_cache(model, &context.work)?;
         let cached = cache.as_mut().and_then(|cache| cache.found.take());
-        let (done, mut after, mut run) = cached.map_or_else(|| (0, model.clone(), self.start.clone()), |(number, after, run)| (number + 1, after, run));
-        run.input = Some(model.path.clone());
+        let (done, mut after, mut run) = cached.map_or_else(|| (0, model.clone(), self.start(model)), |(number, after, run)| (number + 1, after, run));
         let record_reads = |run: &mut RunState, pass: &dyn Pass| {
             run.files_read.entry(pass.name().into()).or_default().extend(pass.reads());
             let sets = running.read_by(pass).into_iter();
@@ -317,7 +316,9 @@ impl Pipeline {
             let start = Instant::now();
             peak.lap();
             context.memory_tracker = (runs_model && running.memory_trace).then(|| Arc::new(MemoryTracker::default().recorded()));
-            after = step.pass().apply(after, &mut run, Some(&context))?;
+            let (model, applied) = step.pass().plan(&after, &run)?.execute(&context)?;
+            after = model;
+            run.add(applied);
             record_reads(&mut run, step.pass());
             traces.extend(context.memory_tracker.take().and_then(|tracker| Some((step.pass().name().to_owned(), tracker.trace()?))));
             if let Some(applied) = run.history.last_mut().filter(|_| runs_model) {
@@ -440,7 +441,7 @@ mod tests {
     #[test]
     fn checkpoint_space_is_summed_over_passes() {
         let model = Model::open(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama")).unwrap();
-        let bytes = |steps: Vec<crate::pass::Step>| Pipeline::builder().passes(steps).build().unwrap().resolved(&model).unwrap().2.checkpoint_bytes;
+        let bytes = |steps: Vec<crate::pass::Step>| Pipeline::builder().passes(steps).build().unwrap().resolved(&model).unwrap().2.checkpoint_bytes().unwrap();
         let decompose = || crate::pass::Step::from(crate::pass::Decompose::default());
         let once = bytes(vec![decompose()]);
         assert!(once > 0);

@@ -56,7 +56,7 @@ fn nodes<'g>(graph: &'g GraphProto, op: &str) -> Vec<&'g NodeProto> {
 /// The integers and scales of a weight after the pass, computed by the store.
 fn stored(name: &str, weight: &str, pass: &QuantizeDynamic) -> (Vec<usize>, Vec<u8>, Vec<f32>) {
     use compress::pass::Pass;
-    let model = pass.apply(Model::open(golden(name)).unwrap(), &mut RunState::default(), None).unwrap();
+    let model = pass.plan(&Model::open(golden(name)).unwrap(), &RunState::default()).unwrap().model;
     let weight = &model.weights.by_name[weight];
     let (mut integers, mut scales) = (Vec::new(), Vec::new());
     weight
@@ -229,9 +229,9 @@ fn scales_become_floats_and_integers_are_external() {
     let cast = Cast { to: FloatFormat::Bf16, ..Cast::default() };
     let out = tempfile::tempdir().unwrap();
     let values: Vec<f32> = (0..64 * 48).map(|i| ((i * 37 % 101) as f32 - 50.0) / 64.0).collect();
-    let mut run = RunState::default();
-    let model = cast.apply(one_layer(&out.path().join("m"), 64, 48, &values), &mut run, None).unwrap();
-    let model = pass.apply(model, &mut run, None).unwrap();
+    let state = RunState::default();
+    let model = cast.plan(&one_layer(&out.path().join("m"), 64, 48, &values), &state).unwrap().model;
+    let model = pass.plan(&model, &state).unwrap().model;
     let mut style = Style::default();
     for (name, weight) in &model.weights.by_name {
         if let Encoding::Quantized(affine) = &weight.encoding {

@@ -160,7 +160,7 @@ fn opaque_subgraphs_are_executed_and_written_unchanged() {
         let context =
             Context { work, seed: 0, data: &data, device: Device::Cpu, memory: MemoryLimit::default(), memory_tracker: None, work_dir: None, resume: false };
         let pass = QuantizeStatic::default();
-        let simulated = pass.apply(opened.clone(), &mut RunState::default(), Some(&context)).unwrap();
+        let (simulated, _) = pass.plan(&opened, &RunState::default()).unwrap().execute(&context).unwrap();
         let built = Pipeline::builder().pass(Step::from(pass)).calibration(calibration).threads(1).build().unwrap();
         let report = built.run(opened.clone(), &out).unwrap();
         assert!(report.notes.iter().any(|note| note.starts_with("left in floats: ") && note.contains("Opaque (")), "{what}: {:?}", report.notes);

@@ -276,7 +276,7 @@ impl Format for Gguf {
             bytes += layout.bytes();
             tensors += layout.tensors();
         }
-        Ok(SizeForecast { files, bytes, exact: is_exact && !run.estimated, tensors })
+        Ok(SizeForecast { files, bytes, exact: is_exact && !run.is_estimated(), tensors })
     }
 
     fn write(&self, model: &Model, run: &RunState, folder: &Destination, _prebuilt: Option<&Prebuilt>, work: &Work) -> Result<Exported> {

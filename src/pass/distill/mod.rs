@@ -15,18 +15,19 @@ mod student;
 mod training;
 mod vocabulary;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde_json::Value;
 
 pub use student::Student;
-pub(super) use training::{REMEDY, train};
+pub(super) use training::{Job, REMEDY};
 
-use super::{Context, Pass, Samples, options_of};
+use super::{Pass, Plan, Samples, options_of};
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pass::training_options::training_pass;
-use crate::run_state::RunState;
+use crate::run_state::{Applied, RunState};
 use crate::store::{ByteSize, Pattern};
 use crate::train::losses::Losses;
 use crate::train::optimizer::Kind;
@@ -71,13 +72,6 @@ impl Distill {
             other => other,
         })
     }
-
-    fn student(&self, model: Model, run: &mut RunState, seed: u64) -> Result<Model> {
-        match &self.student {
-            Some(student) => student.create(model, run, seed),
-            None => Ok(model),
-        }
-    }
 }
 
 impl Pass for Distill {
@@ -106,24 +100,19 @@ impl Pass for Distill {
         self.teacher.iter().cloned().chain(student.as_mut().and_then(Student::path).cloned()).collect()
     }
 
-    fn has_checkpoints(&self) -> bool {
-        true
-    }
-
     fn runs_on(&self) -> Option<Samples> {
         Some(Samples::Train)
     }
 
-    fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
-        let cached = self.teacher_cache.as_deref().map(|folder| (folder, self.teacher_top.unwrap_or(TOP)));
-        let teacher = self.teacher(&model, run)?;
-        let student = self.student(model, run, context.map_or(0, |context| context.seed))?;
-        if let Some(context) = context {
-            // Detect damaged models before writing checkpoints and cached logits, which later runs would
-            // reuse.
-            [&teacher, &student].into_iter().try_for_each(|model| model.check_contents(&context.work))?;
-        }
-        train(NAME, student, run, self.options(), &self.training(), (Some(&teacher), cached), context)
+    fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
+        let mut applied = Applied::new(NAME, self.options());
+        let teacher = Some(self.teacher(model, state)?);
+        let student = match &self.student {
+            Some(student) => student.create(model, state, &mut applied.notes)?,
+            None => model.clone(),
+        };
+        let cache = self.teacher_cache.as_deref().map(|folder| (folder, self.teacher_top.unwrap_or(TOP)));
+        Job { applied, student, teacher, cache, training: self.training(), state, renamed: BTreeMap::new() }.plan()
     }
 
     fn remedy(&self) -> &'static str {

@@ -61,26 +61,26 @@ impl Student {
         }
     }
 
-    /// Creates the student before training.
-    pub(super) fn create(&self, model: Model, run: &mut RunState, seed: u64) -> Result<Model> {
-        if let (Student::Model(_) | Student::Config(_), Some(before)) = (self, run.history.last()) {
+    /// Creates the student before training, and adds notes on it.
+    pub(super) fn create(&self, model: &Model, state: &RunState, notes: &mut Vec<String>) -> Result<Model> {
+        if let (Student::Model(_) | Student::Config(_), Some(before)) = (self, state.history.last()) {
             let reason = format!("would replace the model that `{}` has changed: move that pass after `distill`, or remove it", before.name);
             return Err(wrong(reason));
         }
         match self {
-            Student::Layers(layers) => with_layers(model, run, layers),
+            Student::Layers(layers) => with_layers(model.clone(), notes, layers),
             Student::Every(0) => Err(wrong("`every` must be at least 1")),
             Student::Every(step) => {
                 let graph = model.graph()?;
                 let count = analysis::layers(&graph).map_or(0, |layers| layers.layers.len());
-                with_layers(model, run, &(0..count).step_by(*step).collect::<Vec<_>>())
+                with_layers(model.clone(), notes, &(0..count).step_by(*step).collect::<Vec<_>>())
             }
             Student::Model(path) => {
                 let student = Model::open(path)?;
-                require_same_modules(&model, &student)?;
+                require_same_modules(model, &student)?;
                 Ok(student)
             }
-            Student::Config(path) => fresh(model, run, path, seed),
+            Student::Config(path) => fresh(model.clone(), notes, path, state.seed),
         }
     }
 }
@@ -105,7 +105,7 @@ fn require_same_modules(model: &Model, student: &Model) -> Result<()> {
 }
 
 /// Removes all layers except the given ones.
-fn with_layers(mut model: Model, run: &mut RunState, layers: &[usize]) -> Result<Model> {
+fn with_layers(mut model: Model, notes: &mut Vec<String>, layers: &[usize]) -> Result<Model> {
     let graph = model.graph()?;
     let Some(found) = analysis::layers(&graph) else {
         return Err(wrong("the model has no repeated layers: specify a model folder, or prune its width"));
@@ -119,20 +119,19 @@ fn with_layers(mut model: Model, run: &mut RunState, layers: &[usize]) -> Result
         return Err(wrong(format!("layer {layer}: the model has {count} layers, numbered from 0")));
     }
     let removed = (0..count).filter(|layer| !set.contains(layer)).collect();
-    let notes = drop_layers(&mut model, &graph, &found, &removed)?;
-    run.notes.extend(notes);
+    notes.extend(drop_layers(&mut model, &graph, &found, &removed)?);
     Ok(model)
 }
 
 /// Replaces the weights and configuration of a model by random weights for another configuration. The
 /// tokenizer and other files are kept.
-fn fresh(mut model: Model, run: &mut RunState, path: &Path, seed: u64) -> Result<Model> {
+fn fresh(mut model: Model, notes: &mut Vec<String>, path: &Path, seed: u64) -> Result<Model> {
     let is_folder = crate::files::is_dir(path);
     let file = if is_folder { path.join("config.json") } else { path.to_owned() };
     let files = if is_folder { crate::files::files(path).map_err(Error::io("list", path))? } else { Vec::new() };
     let unused: Vec<_> = files.iter().filter(|path| **path != file).filter_map(|path| path.file_name()?.to_str()).collect();
     if !unused.is_empty() {
-        run.notes.push(format!(
+        notes.push(format!(
             "the student uses only config.json from {}, and the tokenizer and other files of the input model; not used: {}",
             crate::error::redact_path(path).display(),
             unused.join(", ")
@@ -165,7 +164,7 @@ mod tests {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
             let model = Model::open(&folder).unwrap();
             let stored: Vec<String> = model.weights.by_name.keys().cloned().collect();
-            let fresh = fresh(model, &mut RunState::default(), &folder, 0).unwrap();
+            let fresh = fresh(model, &mut Vec::new(), &folder, 0).unwrap();
             assert_eq!(fresh.weights.by_name.contains_key(head), name == "llama");
             let names: Vec<String> = fresh.weights.by_name.keys().filter(|name| !name.contains("pooler")).cloned().collect();
             assert_eq!(names, stored, "{name}");
@@ -177,7 +176,7 @@ mod tests {
     fn initial_layer_scales_match_transformers() {
         for (name, suffix, value) in [("dinov2", "lambda1", 1.0), ("convnext", "layer_scale_parameter", 1e-6)] {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
-            let fresh = fresh(Model::open(&folder).unwrap(), &mut RunState::default(), &folder, 0).unwrap();
+            let fresh = fresh(Model::open(&folder).unwrap(), &mut Vec::new(), &folder, 0).unwrap();
             let scales: Vec<_> = fresh.weights.by_name.iter().filter(|(name, _)| name.ends_with(suffix)).collect();
             assert!(!scales.is_empty());
             for (name, scale) in scales {

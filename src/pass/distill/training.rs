@@ -1,7 +1,7 @@
 //! Implementation of `distill` and `finetune`: sets up the model, the data and the losses, and trains.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, subgraph};
 use crate::model::{Config, Model};
 use crate::output::REPORT_FILES;
-use crate::pass::Context;
 use crate::pass::identity::identity;
+use crate::pass::{Context, Plan};
 use crate::run_state::{Applied, RunState};
 use crate::store::{ActivationScheme, ContentKey, Encoding, Selection, Weight, ZeroOrigin};
 use crate::train::cache::Cache;
@@ -33,120 +33,69 @@ use crate::work::{Cancel, Work};
 /// Advice if the outputs of a trained model are severely degraded.
 pub(in crate::pass) const REMEDY: &str = "more steps or more data, a lower learning rate, or a student initialized with more layers of its teacher";
 
-/// Trains a model. Without a context, only validates the losses and predicts the memory.
-pub(in crate::pass) fn train(
-    name: &'static str,
-    model: Model,
-    run: &mut RunState,
-    options: Value,
-    training: &Training,
-    teacher: (Option<&Model>, Option<(&Path, usize)>),
-    context: Option<&Context>,
-) -> Result<Model> {
-    match context {
-        None => planned(name, model, run, options, training, teacher.0),
-        Some(context) => trained(name, model, run, options, training, teacher, context),
+/// Description of the trained tensors in reports.
+const RULE: &str = "all floats that losses depend on";
+
+/// A training pass with its models.
+pub(in crate::pass) struct Job<'a> {
+    /// The record of the pass so far.
+    pub applied: Applied,
+    /// The model to train.
+    pub student: Model,
+    pub teacher: Option<Model>,
+    /// The folder of cached logits of the teacher, and their number per row.
+    pub cache: Option<(&'a Path, usize)>,
+    pub training: Training,
+    /// The state of the run before the pass.
+    pub state: &'a RunState,
+    /// Names in the input of tensors that the pass has renamed, by their new names.
+    pub renamed: BTreeMap<String, String>,
+}
+
+impl<'a> Job<'a> {
+    /// Validates the losses and predicts the memory.
+    pub fn plan(self) -> Result<Plan<'a>> {
+        let (model, training, teacher) = (&self.student, &self.training, self.teacher.as_ref());
+        let graph = model.graph()?;
+        let teacher_graph = teacher.map(Model::graph).transpose()?;
+        if let Some(teacher) = teacher {
+            vocabulary::require_same(model, teacher)?;
+        }
+        let task = if has_token_logits(&graph) { Task::LanguageModelling } else { Task::Classification };
+        let objective = Objective::new(&training.losses, &graph, teacher_graph.as_ref(), task)?;
+        let small = training_graph(&graph, &objective, training)?;
+        let sizes = bindings(&small, batch(&graph, training), None);
+        let processes = RankConfig::from_environment()?.map_or(1, |config| config.size);
+        let forecast = forecast((&small, &graph), training, teacher_graph.as_ref().zip(teacher), &objective, (&sizes, processes))?;
+        let names: Vec<String> = graph.params().map(|(_, value)| value.name.clone()).collect();
+        let selection = Selection { targets: &training.targets, ignore: &training.ignore };
+        let selected = selection.resolve(names.iter().map(|name| (name, &[] as &[String])), |_| true)?;
+        let mut applied = self.applied.clone();
+        applied.tensors = self.names_in_input(selected.into_iter().map(str::to_owned));
+        applied.rule = RULE.to_owned();
+        applied.notes.push(format!(
+            "training needs about {} MB for a batch of {}: {}",
+            forecast.total() >> 20,
+            counted(batch(&graph, training), "sample"),
+            forecast.describe()
+        ));
+        (applied.memory, applied.checkpoint_bytes) = (forecast.total(), Some(0));
+        Ok(Plan::new(model.clone(), applied).with_execution(move |context| self.train(context)))
     }
-}
 
-/// Validates the losses and predicts the memory, without training.
-fn planned(name: &'static str, model: Model, run: &mut RunState, options: Value, training: &Training, teacher: Option<&Model>) -> Result<Model> {
-    let graph = model.graph()?;
-    let teacher_graph = teacher.map(Model::graph).transpose()?;
-    if let Some(teacher) = teacher {
-        vocabulary::require_same(&model, teacher)?;
+    /// Reports name the tensors of the input.
+    fn names_in_input(&self, names: impl IntoIterator<Item = String>) -> BTreeSet<String> {
+        names.into_iter().map(|name| self.renamed.get(&name).cloned().unwrap_or(name)).collect()
     }
-    let task = if has_token_logits(&graph) { Task::LanguageModelling } else { Task::Classification };
-    let objective = Objective::new(&training.losses, &graph, teacher_graph.as_ref(), task)?;
-    let small = training_graph(&graph, &objective, training)?;
-    let sizes = bindings(&small, batch(&graph, training), None);
-    let processes = RankConfig::from_environment()?.map_or(1, |config| config.size);
-    let forecast = forecast((&small, &graph), training, teacher_graph.as_ref().zip(teacher), &objective, (&sizes, processes))?;
-    let mut applied = Applied::new(name, options);
-    let names: Vec<String> = graph.params().map(|(_, value)| value.name.clone()).collect();
-    let selection = Selection { targets: &training.targets, ignore: &training.ignore };
-    let selected = selection.resolve(names.iter().map(|name| (name, &[] as &[String])), |_| true)?;
-    applied.tensors = selected.into_iter().map(str::to_owned).collect();
-    applied.rule = "all floats that losses depend on".to_owned();
-    applied.notes = vec![format!(
-        "training needs about {} MB for a batch of {}: {}",
-        forecast.total() >> 20,
-        counted(batch(&graph, training), "sample"),
-        forecast.describe()
-    )];
-    run.history.push(applied);
-    run.memory = run.memory.max(forecast.total());
-    Ok(model)
-}
 
-/// Whether a report of an earlier run, or `config.json`, states that weights of the model were pruned.
-fn states_pruning(model: &Model) -> bool {
-    // Ignore files of this name from other tools.
-    let report = Config::open(&model.path.join(REPORT_FILES[0])).unwrap_or_default();
-    let is_pruned = |pass: &Value| pass["name"] == "prune-unstructured" || pass["details"]["training"]["zeros_kept"].as_u64().is_some_and(|kept| kept > 0);
-    let sparsity = model.config.carried_quantization().get("sparsity_config").and_then(Value::as_object);
-    report.get("passes").and_then(Value::as_array).is_some_and(|passes| passes.iter().any(is_pruned)) || sparsity.is_some_and(|keys| !keys.is_empty())
-}
-
-/// The subgraph that losses depend on, in training mode.
-fn training_graph(graph: &Graph, objective: &Objective, training: &Training) -> Result<Graph> {
-    let of_batch = training.batch_norm == BatchNorm::Batch;
-    subgraph(graph, &objective.student_values(), &|op| match op {
-        Op::BatchNorm(norm) => Norm { batch: of_batch, ..*norm }.into(),
-        other => other.clone(),
-    })
-}
-
-/// Whether a model has logits for every token.
-fn has_token_logits(graph: &Graph) -> bool {
-    graph.outputs().iter().any(|(name, id)| name == "logits" && graph.value(*id).ty.shape.len() == 3)
-}
-
-/// Batch size.
-fn batch(graph: &Graph, training: &Training) -> usize {
-    let images = graph.inputs().any(|(_, value)| value.ty.element == Element::Float);
-    match training.batch_size {
-        BatchSize::Samples(count) => count,
-        BatchSize::Auto if has_token_logits(graph) => 8,
-        BatchSize::Auto if images => 128,
-        BatchSize::Auto => 32,
-    }
-}
-
-/// Sizes of dynamic dimensions: default sizes, or those of real inputs.
-fn bindings(graph: &Graph, batch: usize, real: Option<&BTreeMap<String, candle_core::Tensor>>) -> Bindings {
-    let mut sizes = analysis::usual_sizes(graph);
-    if let Some(inputs) = real {
-        sizes.extend(sizes_of(graph, inputs));
-    }
-    sizes.insert("batch".to_owned(), batch);
-    sizes
-}
-
-/// Cache key of a teacher's logits: its weights, its graph, the precision, the device, and whether the
-/// logits of hard labels are cached.
-fn teacher_cache_key(teacher: &Model, graph: &Graph, training: &Training, compute: DType, device: &Device, work: &Work) -> Result<String> {
-    let mut key = ContentKey::new(work);
-    // Ranks on equal GPUs share the cache.
-    key.line(&format!("{} {} {compute:?} {} {graph}", env!("CARGO_PKG_VERSION"), training.losses.hard.is_some(), crate::exec::hardware(device)));
-    key.files(&teacher.weight_files, &teacher.path)?;
-    Ok(key.name())
-}
-
-/// Trains the model.
-fn trained(
-    name: &'static str,
-    mut model: Model,
-    run: &mut RunState,
-    options: Value,
-    training: &Training,
-    (teacher, cached): (Option<&Model>, Option<(&Path, usize)>),
-    context: &Context,
-) -> Result<Model> {
-    let mut applied = Applied::new(name, options.clone());
-    let meter = applied.meter.clone();
-    let teacher_model = teacher;
-    let result: Result<()> = meter.time(|| {
+    /// Trains the model.
+    fn train(&self, context: &Context) -> Result<(Model, Applied)> {
+        let (mut applied, mut model, training) = (self.applied.clone(), self.student.clone(), &self.training);
+        let (name, teacher) = (applied.name, self.teacher.as_ref());
+        let teacher_model = teacher;
+        // Detect damaged models before writing checkpoints and cached logits, which later runs would
+        // reuse.
+        teacher.into_iter().chain([&model]).try_for_each(|model| model.check_contents(&context.work))?;
         let mut graph = model.graph()?;
         let teacher_graph = teacher.map(Model::graph).transpose()?;
         if let Some(teacher) = teacher {
@@ -215,7 +164,7 @@ fn trained(
             }
             _ => None,
         };
-        let cache = match (cached, &teacher_graph, teacher_model) {
+        let cache = match (self.cache, &teacher_graph, teacher_model) {
             (Some((folder, top)), Some(graph), Some(teacher)) => {
                 if !objective.reads_only_logits() {
                     return Err(Error::option(format!("{name}: teacher_cache"), "stores only logits: remove losses that read other values of the teacher"));
@@ -234,7 +183,10 @@ fn trained(
         let is_scored = evaluation.as_ref().is_some_and(|data| data.task() != Task::Fidelity) || team.rank() > 0;
         if training.evaluate_every.is_some() && !is_scored {
             let missing = if evaluation.is_some() { "labels, or `task: language-modelling`, in" } else { "samples with labels, or text for a language model:" };
-            return Err(Error::option(format!("{name}: evaluate_every"), format!("needs a score to compare checkpoints: add {missing} `data: {{ evaluation: ... }}`")));
+            return Err(Error::option(
+                format!("{name}: evaluate_every"),
+                format!("needs a score to compare checkpoints: add {missing} `data: {{ evaluation: ... }}`"),
+            ));
         }
         let score = |weights: &Weights, state: &BTreeMap<String, ManagedTensor>| -> Result<Option<Score>> {
             let Some(evaluation) = &evaluation else { return Ok(None) };
@@ -259,14 +211,7 @@ fn trained(
             seed: context.seed,
             folder: context.work_dir.clone(),
             resume: context.resume,
-            identity: identity(
-                (&model, teacher_model),
-                run,
-                &graph,
-                &options,
-                Some(data),
-                (context.seed, &context.work),
-            )?,
+            identity: identity((&model, teacher_model), self.state, &graph, &applied.options, Some(data), (context.seed, &context.work))?,
             evaluation: context.data.evaluation.as_ref().filter(|_| team.rank() == 0).map(|data| data.content(&context.work)).transpose()?,
             evaluate: Some(&score),
         };
@@ -288,12 +233,12 @@ fn trained(
         let per_step = |count: u64| count as f64 / trained.steps_of_this_run.max(1) as f64;
         let copies: Vec<Value> =
             trained.copies.iter().map(|((direction, cause), count)| json!({ "direction": direction, "cause": cause, "per_step": per_step(*count) })).collect();
-        applied.tensors = weights.write_to(&trained.state, &mut model)?;
+        applied.tensors = self.names_in_input(weights.write_to(&trained.state, &mut model)?);
         if let Some(quantizers) = &quantizers {
             quantizers.write_to(&trained.state, &mut model)?;
         }
-        applied.rule = "all floats that losses depend on".to_owned();
-        applied.notes = trained.notes;
+        applied.rule = RULE.to_owned();
+        applied.notes.extend(trained.notes);
         if masked > 0 {
             applied.notes.push(format!("{} of {} were kept at zero", counted(zeros as usize, "zero weight"), counted(masked, "tensor")));
         }
@@ -323,25 +268,75 @@ fn trained(
             .iter()
             .map(|(category, bytes)| json!({ "name": category.name(), "predicted_bytes": forecast.of(*category), "measured_bytes": bytes }))
             .collect();
-        let earlier = run.history.iter().filter(|applied| applied.name == name).count();
+        let earlier = self.state.history.iter().filter(|applied| applied.name == name).count();
         let stem = if earlier == 0 { name.to_owned() } else { format!("{name}-{}", earlier + 1) };
         for format in LogFormat::with_table(&training.logs) {
             if let Some(content) = context.work_dir.as_ref().and_then(|folder| std::fs::read(folder.join(format.file())).ok()) {
-                run.attached.insert(format!("{stem}.{}", format.extension()), Arc::new(content));
+                applied.attached.insert(format!("{stem}.{}", format.extension()), Arc::new(content));
             }
         }
         let trace = memory_tracker.trace().unwrap_or_default();
         applied.notes.push(trace.peak().explain(&small));
         context.memory_tracker.iter().for_each(|memory| memory.adopt(&memory_tracker));
-        let details = json!({
+        applied.details = json!({
             "training": { "steps": trained.steps, "skipped_steps": trained.skipped_steps, "zeros_kept": zeros, "losses": objective.losses, "curve": trained.curve, "evaluations": trained.evaluations, "copies": copies },
             "memory": { "peak_bytes": peaks.1, "predicted_bytes": forecast.total(), "phases": phases, "timeline": trained.timeline.points, "peak_step": trace.timeline() },
         });
-        applied.details = Arc::new(move || details.clone());
         memory_tracker.release(MemoryCategory::Weights, u64::MAX);
-        Ok(())
-    });
-    result?;
-    run.history.push(applied);
-    Ok(model)
+        Ok((model, applied))
+    }
+}
+
+/// Whether a report of an earlier run, or `config.json`, states that weights of the model were pruned.
+fn states_pruning(model: &Model) -> bool {
+    // Ignore files of this name from other tools.
+    let report = Config::open(&model.path.join(REPORT_FILES[0])).unwrap_or_default();
+    let is_pruned = |pass: &Value| pass["name"] == "prune-unstructured" || pass["details"]["training"]["zeros_kept"].as_u64().is_some_and(|kept| kept > 0);
+    let sparsity = model.config.carried_quantization().get("sparsity_config").and_then(Value::as_object);
+    report.get("passes").and_then(Value::as_array).is_some_and(|passes| passes.iter().any(is_pruned)) || sparsity.is_some_and(|keys| !keys.is_empty())
+}
+
+/// The subgraph that losses depend on, in training mode.
+fn training_graph(graph: &Graph, objective: &Objective, training: &Training) -> Result<Graph> {
+    let of_batch = training.batch_norm == BatchNorm::Batch;
+    subgraph(graph, &objective.student_values(), &|op| match op {
+        Op::BatchNorm(norm) => Norm { batch: of_batch, ..*norm }.into(),
+        other => other.clone(),
+    })
+}
+
+/// Whether a model has logits for every token.
+fn has_token_logits(graph: &Graph) -> bool {
+    graph.outputs().iter().any(|(name, id)| name == "logits" && graph.value(*id).ty.shape.len() == 3)
+}
+
+/// Batch size.
+fn batch(graph: &Graph, training: &Training) -> usize {
+    let images = graph.inputs().any(|(_, value)| value.ty.element == Element::Float);
+    match training.batch_size {
+        BatchSize::Samples(count) => count,
+        BatchSize::Auto if has_token_logits(graph) => 8,
+        BatchSize::Auto if images => 128,
+        BatchSize::Auto => 32,
+    }
+}
+
+/// Sizes of dynamic dimensions: default sizes, or those of real inputs.
+fn bindings(graph: &Graph, batch: usize, real: Option<&BTreeMap<String, candle_core::Tensor>>) -> Bindings {
+    let mut sizes = analysis::usual_sizes(graph);
+    if let Some(inputs) = real {
+        sizes.extend(sizes_of(graph, inputs));
+    }
+    sizes.insert("batch".to_owned(), batch);
+    sizes
+}
+
+/// Cache key of a teacher's logits: its weights, its graph, the precision, the device, and whether the
+/// logits of hard labels are cached.
+fn teacher_cache_key(teacher: &Model, graph: &Graph, training: &Training, compute: DType, device: &Device, work: &Work) -> Result<String> {
+    let mut key = ContentKey::new(work);
+    // Ranks on equal GPUs share the cache.
+    key.line(&format!("{} {} {compute:?} {} {graph}", env!("CARGO_PKG_VERSION"), training.losses.hard.is_some(), crate::exec::hardware(device)));
+    key.files(&teacher.weight_files, &teacher.path)?;
+    Ok(key.name())
 }

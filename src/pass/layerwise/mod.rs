@@ -41,7 +41,7 @@ pub(in crate::pass) use rounding::quantize;
 pub(in crate::pass) use sparse::{prune, require};
 
 pub(in crate::pass) use super::input_scales::find as find_input_scales;
-pub(in crate::pass) use super::kv_cache_scales::find as find_cache_scales;
+pub(in crate::pass) use super::kv_cache_scales::{add as add_cache_scales, add_calibrated as add_calibrated_cache_scales};
 
 /// A linear layer.
 #[derive(Debug, Clone, PartialEq)]

@@ -3,9 +3,8 @@
 //! updates the remaining weights to compensate (`kernel/compensation.rs`).
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
-use serde_json::{Map, json};
+use serde_json::{Map, Value, json};
 
 use super::compensated::{Choosing, Chosen, Compensating, Prepared, Solution};
 use super::held_out::LayerChoice;
@@ -16,7 +15,7 @@ use crate::model::Model;
 use crate::pass::prune_unstructured::{Importance, too_many};
 use crate::pass::{Context, NOfM, Pass, PruneUnstructured};
 use crate::run_state::{Applied, RunState};
-use crate::store::{Weight, ZeroOrigin, select};
+use crate::store::Weight;
 
 /// Columns that SparseGPT ranks and prunes at once, as in its reference implementation.
 const BLOCK: usize = 128;
@@ -30,48 +29,33 @@ pub(in crate::pass) fn require(_option: &str) -> Result<()> {
     Ok(())
 }
 
-/// Prunes the named weights of a model using calibration samples.
+/// Prunes the named weights of a model using calibration samples. Returns details for the report.
 pub(in crate::pass) fn prune(
     pass: &PruneUnstructured,
-    mut model: Model,
-    run: &mut RunState,
-    context: Option<&Context>,
     names: &BTreeSet<&str>,
-    rule: String,
-) -> Result<Model> {
-    let mut applied =
-        Applied { tensors: names.iter().map(|name| (*name).to_owned()).collect(), rule, zeroes: true, ..Applied::new(pass.name(), pass.options()) };
+    model: &mut Model,
+    run: &RunState,
+    context: &Context,
+    applied: &mut Applied,
+) -> Result<Value> {
+    let mut method = Sparse { zeros: Amounts(pass), inputs: Inputs::Norms(Vec::new()), report: MethodReport::default() };
+    let requested = if pass.importance == Importance::Sparsegpt { SPARSEGPT.request() } else { MomentsRequest::default() };
+    let work = Layerwise {
+        name: pass.name(),
+        options: &applied.options,
+        context,
+        targets: names,
+        requested,
+        rescale: None,
+        whole_block: pass.importance == Importance::Wanda,
+    };
+    let Summary { samples, report, .. } = work.run(model, run, &mut method)?;
+    applied.notes = report.notes;
     let of: u64 = names.iter().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
-    for rule in &pass.rules {
-        select::check("rules", &rule.targets, model.weights.by_name.keys())?;
-    }
-    if let Some(context) = context {
-        let meter = applied.meter.clone();
-        let mut method = Sparse { zeros: Amounts(pass), inputs: Inputs::Norms(Vec::new()), report: MethodReport::default() };
-        let requested = if pass.importance == Importance::Sparsegpt { SPARSEGPT.request() } else { MomentsRequest::default() };
-        let work = Layerwise {
-            name: pass.name(),
-            options: &applied.options,
-            context,
-            targets: names,
-            requested,
-            rescale: None,
-            whole_block: pass.importance == Importance::Wanda,
-        };
-        let Summary { samples, report, .. } = meter.time(|| work.run(&mut model, run, &mut method))?;
-        applied.notes = report.notes;
-        let mut choices = Map::new();
-        LayerChoice::describe(&report.choices, pass.name(), &mut choices, &mut applied.notes);
-        let removed = names.iter().map(|name| model.weights.get(name)?.zeros()).sum::<Result<u64>>()?;
-        applied.details = Arc::new(move || {
-            let mut details = json!({ "zeroed": removed, "of": of, "samples": samples });
-            details.as_object_mut().into_iter().for_each(|details| details.extend(choices.clone()));
-            details
-        });
-    }
-    model.weights.set_zero_origin(names.iter().copied(), ZeroOrigin::Pruning);
-    run.history.push(applied);
-    Ok(model)
+    let removed = names.iter().map(|name| model.weights.get(name)?.zeros()).sum::<Result<u64>>()?;
+    let mut details = Map::from_iter([("zeroed".to_owned(), json!(removed)), ("of".to_owned(), json!(of)), ("samples".to_owned(), json!(samples))]);
+    LayerChoice::describe(&report.choices, pass.name(), &mut details, &mut applied.notes);
+    Ok(details.into())
 }
 
 /// Weights to remove from each layer.

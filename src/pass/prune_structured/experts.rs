@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::{NAME, cut};
+use super::{NAME, Ranking, cut};
 use crate::analysis::{self, Mixture};
 use crate::arch;
 use crate::data::SequenceRoles;
@@ -28,17 +28,15 @@ type RemovedExperts = Vec<BTreeSet<usize>>;
 
 /// Removes experts from every mixture of a model. Returns an error if the model has no experts, or if too
 /// few would remain for a token.
-pub(super) fn remove(model: &mut Model, amount: Amount, context: Option<&Context>, meter: &Arc<Meter>) -> Result<Removed> {
+pub(super) fn remove(model: &mut Model, amount: Amount, ranking: Ranking, meter: &Arc<Meter>) -> Result<Removed> {
     let graph = model.graph()?;
     let mixtures = analysis::mixtures(&graph)?;
     if mixtures.is_empty() {
         return Err(Error::option(format!("{NAME}: dims"), "the model has no experts"));
     }
     let counts = mixtures.iter().map(|mixture| removed_count(mixture, amount)).collect::<Result<Vec<_>>>()?;
-    let importance = match context.filter(|_| counts.iter().any(|count| *count > 0)) {
-        Some(context) => Some(importance(model, &graph, &mixtures, context)?),
-        None => None,
-    };
+    let removes = counts.iter().any(|count| *count > 0);
+    let importance = if removes { ranking.measured(|context| importance(model, &graph, &mixtures, context))? } else { None };
     let open = mixtures.iter().any(|mixture| is_open(model, mixture));
     let removed: RemovedExperts = mixtures
         .iter()

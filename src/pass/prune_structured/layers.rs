@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::{D, Tensor};
 use serde_json::{Value, json};
 
-use super::{NAME, cut};
+use super::{NAME, Ranking, cut};
 use crate::analysis::{self, Layers};
 use crate::arch;
 use crate::data::SequenceRoles;
@@ -39,7 +39,7 @@ pub(super) struct Removed {
 }
 
 /// Removes layers from a model.
-pub(super) fn remove(model: &mut Model, amount: Amount, context: Option<&Context>) -> Result<Removed> {
+pub(super) fn remove(model: &mut Model, amount: Amount, ranking: Ranking) -> Result<Removed> {
     let graph = model.graph()?;
     let Some(found) = analysis::layers(&graph) else {
         return Err(Error::option(format!("{NAME}: dims"), "the model has no repeated layers of equal structure with attention"));
@@ -50,10 +50,11 @@ pub(super) fn remove(model: &mut Model, amount: Amount, context: Option<&Context
         let list = (1..all).map(|count| format!("{:.4}", count as f64 / all as f64).trim_end_matches('0').to_owned()).collect::<Vec<_>>().join(", ");
         return Err(Error::option(format!("{NAME}: amount"), format!("{amount} of {all} layers would remove all of them; possible amounts: {list}")));
     }
-    let influence = match context.filter(|context| context.data.calibration.is_some() && requested > 0) {
-        Some(context) => Some(influence(model, &graph, &found, context)?),
-        None => None,
-    };
+    let influence = ranking.measured(|context| match &context.data.calibration {
+        Some(_) if requested > 0 => influence(model, &graph, &found, context).map(Some),
+        _ => Ok(None),
+    })?;
+    let influence = influence.flatten();
     let mut order: Vec<usize> = match &influence {
         Some(influence) => {
             let mut order: Vec<usize> = (0..all).collect();

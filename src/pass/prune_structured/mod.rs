@@ -29,15 +29,13 @@ mod selection;
 mod sensitivity;
 mod widths;
 
-use std::sync::Arc;
-
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 pub(super) use layers::drop_layers;
 pub use options::{Amounts, Importance, PrunedPart, Repair, Target};
 
-use super::{Context, Pass, Samples, Scope, options_of};
+use super::{Context, Pass, Plan, Samples, Scope, options_of};
 use crate::error::{Error, Result, counted};
 use crate::ir::{Graph, Op};
 use crate::model::Model;
@@ -126,6 +124,25 @@ fn is_transformer(graph: &Graph) -> bool {
     graph.nodes().iter().any(|node| matches!(node.op, Op::Attention(_)))
 }
 
+/// How layers, experts and units are ranked.
+#[derive(Clone, Copy)]
+enum Ranking<'a> {
+    /// By position, which suffices to predict shapes.
+    Arbitrary,
+    /// By their measured importance.
+    Measured(&'a Context<'a>),
+}
+
+impl Ranking<'_> {
+    /// The result of a measurement, or `None` if nothing is measured.
+    fn measured<T>(self, measure: impl FnOnce(&Context) -> Result<T>) -> Result<Option<T>> {
+        match self {
+            Ranking::Arbitrary => Ok(None),
+            Ranking::Measured(context) => measure(context).map(Some),
+        }
+    }
+}
+
 impl PruneStructured {
     fn scope(&self) -> Scope {
         self.scope.unwrap_or(if self.target.is_some() { Scope::Global } else { Scope::Tensor })
@@ -159,29 +176,28 @@ impl PruneStructured {
         }
     }
 
-    /// Prunes the model. Without a context, the shapes are correct, but the removed units are arbitrary.
-    fn prune(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
+    /// Prunes the model.
+    fn prune(&self, mut model: Model, ranking: Ranking) -> Result<(Model, Applied)> {
         let mut applied = Applied::new(NAME, self.options());
-        let meter = applied.meter.clone();
         let mut details = Map::new();
         let mut rules = Vec::new();
         for part in PrunedPart::WHOLE.into_iter().filter(|part| self.selects(*part)) {
             let amount = self.amount(part);
-            let removed = meter.time(|| match part {
-                PrunedPart::Experts => experts::remove(&mut model, amount, context, &meter),
-                _ => layers::remove(&mut model, amount, context),
-            })?;
+            let removed = match part {
+                PrunedPart::Experts => experts::remove(&mut model, amount, ranking, &applied.meter),
+                _ => layers::remove(&mut model, amount, ranking),
+            }?;
             applied.tensors.extend(removed.tensors);
             applied.notes.extend(removed.notes);
-            run.estimated |= context.is_none() && removed.open;
+            applied.estimated |= removed.open;
             rules.push(format!("whole {part}"));
             details.insert(part.to_string(), removed.details);
         }
         if self.selects_units() {
             let graph = model.graph()?;
             let selection = Selection::new(self, &model, &graph)?;
-            let scores = context.map(|context| meter.time(|| selection.scores(self, &graph, &model, context))).transpose()?;
-            let widths = meter.time(|| selection.widths(self, &graph, &model, scores.as_ref(), context))?;
+            let scores = ranking.measured(|context| selection.scores(self, &graph, &model, context))?;
+            let widths = selection.widths(self, &graph, &model, scores.as_ref(), ranking)?;
             let removed = selection.removed_units(&widths, scores.as_ref());
             applied.notes.extend(selection.notes(&widths));
             if self.ranks_by_weights() && is_transformer(&graph) && !removed.is_empty() {
@@ -189,24 +205,22 @@ impl PruneStructured {
             }
             let before = model.clone();
             let surviving = cut::surviving(&model, &selection.groups, &removed)?;
-            applied.tensors.extend(cut::cut(&mut model, &surviving, &meter)?);
+            applied.tensors.extend(cut::cut(&mut model, &surviving, &applied.meter)?);
             if !removed.is_empty() {
                 applied.notes.extend(cut::describe(&mut model, &graph, &selection.groups, &removed)?);
             }
-            if let Some(context) = context.filter(|_| self.repair != Repair::None && !removed.is_empty()) {
+            if let (Ranking::Measured(context), false, false) = (ranking, self.repair == Repair::None, removed.is_empty()) {
                 let repairing = repair::Repairing { before: &before, graph: &graph, after: &mut model, surviving: &surviving, repair: self.repair };
-                let (layers, normalisations) = meter.time(|| repairing.run(context))?;
+                let (layers, normalisations) = repairing.run(context)?;
                 applied.notes.push(format!("repaired on calibration data: {}, {}", counted(layers, "layer"), counted(normalisations, "batch normalisation")));
             }
             details.insert("groups".to_owned(), selection.details(&widths).into());
             rules.push(selection.rule.clone());
-            run.estimated |= context.is_none() && self.scope() == Scope::Global;
+            applied.estimated |= self.scope() == Scope::Global || matches!(self.target, Some(Target::Latency(_)));
         }
         applied.rule = rules.join("; ");
-        let details = Value::Object(details);
-        applied.details = Arc::new(move || details.clone());
-        run.history.push(applied);
-        Ok(model)
+        applied.details = details.into();
+        Ok((model, applied))
     }
 }
 
@@ -279,7 +293,7 @@ impl Pass for PruneStructured {
                 let graph = model.graph()?;
                 Ok::<_, Error>(is_transformer(&graph) && Selection::new(self, model, &graph)?.is_read(&graph))
             };
-            // `apply` reports errors in the options.
+            // `plan` reports errors in the options.
             let use_activations = !sets.is_empty() && ranked().unwrap_or(false);
             self.importance = if use_activations { Importance::Activation } else { Importance::L1 };
         }
@@ -290,8 +304,9 @@ impl Pass for PruneStructured {
         Some(if needs_samples || self.selects(PrunedPart::Experts) { Samples::Calibration } else { Samples::None })
     }
 
-    fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
-        self.prune(model, run, context)
+    fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
+        let (planned, applied) = self.prune(model.clone(), Ranking::Arbitrary)?;
+        Ok(Plan::new(planned, applied).with_execution(move |context| self.prune(model.clone(), Ranking::Measured(context))))
     }
 
     fn remedy(&self) -> &'static str {

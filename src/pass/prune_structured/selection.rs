@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::scores::{self, Scores};
 use super::widths::{self, Bundle};
-use super::{Importance, NAME, PruneStructured, PrunedPart, Target, latency, sensitivity};
+use super::{Importance, NAME, PruneStructured, PrunedPart, Ranking, Target, latency, sensitivity};
 use crate::analysis::{self, Group, GroupUnit, Groups, Member, Role};
 use crate::arch;
 use crate::error::{Error, Result, counted};
@@ -111,12 +111,12 @@ impl Selection {
 
     /// Number of remaining units of each selected group. Returns an error if an amount is invalid or if a
     /// target cannot be reached.
-    pub fn widths(&self, pass: &PruneStructured, graph: &Graph, model: &Model, scores: Option<&Scores>, context: Option<&Context>) -> Result<Vec<usize>> {
+    pub fn widths(&self, pass: &PruneStructured, graph: &Graph, model: &Model, scores: Option<&Scores>, ranking: Ranking) -> Result<Vec<usize>> {
         let ranked = scores.filter(|_| pass.scope() == Scope::Global);
-        match (pass.target, context) {
+        match (pass.target, ranking) {
             (None, _) => Ok(self.widths_after(&self.amounts(pass, ranked)?)),
-            (Some(Target::Latency(target)), Some(context)) => self.reach_latency(target, graph, model, ranked, context),
-            // Without a context, latency cannot be measured and is assumed to be proportional to the MACs.
+            (Some(Target::Latency(target)), Ranking::Measured(context)) => self.reach_latency(target, graph, model, ranked, context),
+            // A plan assumes that the latency is proportional to the MACs.
             (Some(target), _) => self.reach_target(target, graph, model, ranked),
         }
     }

@@ -17,13 +17,14 @@ pub use scheme::Scheme;
 
 use super::targets::{self, SelectedWeights};
 use super::weight_quantizer::{ScaleGroup, WeightObserver, WeightQuantizer};
-use super::{Context, Pass, Samples, layerwise, options_of};
+use super::{Pass, Plan, Samples, layerwise, options_of};
 use crate::arch;
 use crate::error::{Error, Result, counted};
 use crate::kernel::cache::CacheFormat;
 use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
 use crate::store::{ActivationScheme, FloatFormat, Granularity, Pattern, QuantizationSpec, Weight, Weights};
+use crate::work::Meter;
 
 /// Quantization algorithm.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -210,6 +211,16 @@ impl Quantize {
         Some(std::iter::once(size).chain(smaller).find(divides).map_or(Granularity::Channel, Granularity::Group))
     }
 
+    /// Rounds weights to nearest while they are written.
+    fn round(&self, encodings: &BTreeMap<String, QuantizationSpec>, model: &mut Model, meter: &Arc<Meter>) -> Result<()> {
+        let mut groups = Self::scale_groups(encodings, model);
+        for (name, affine) in encodings {
+            let quantizer = WeightQuantizer::new(name, model.weights.get(name)?, affine.clone(), self.observer(), meter).with_scale_group(groups.remove(name));
+            model.weights.by_name.insert(name.clone(), quantizer.weight());
+        }
+        Ok(())
+    }
+
     /// Groups NVFP4 weights that runtimes fuse and that therefore have a common global scale: layers that
     /// read the same value or, if the graph of the model is not known, layers that the family lists.
     fn scale_groups(encodings: &BTreeMap<String, QuantizationSpec>, model: &Model) -> BTreeMap<String, Arc<ScaleGroup>> {
@@ -297,49 +308,43 @@ impl Pass for Quantize {
         (self.method.reads_samples() || self.scheme.stores_scales() || self.kv_cache.is_some()).then_some(Samples::Calibration)
     }
 
-    fn has_checkpoints(&self) -> bool {
-        self.method.reads_samples()
-    }
-
-    fn checkpoint_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
-        if self.has_checkpoints() { layerwise::checkpoint_bytes(changed, after) } else { 0 }
-    }
-
-    fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
+    fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
         let Layers { mut encodings, rule, notes } = self.layers(&model.weights)?;
         let (count, all) = (encodings.len(), model.weights.parameters());
         let parameters: u64 = encodings.keys().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
         let mut details = json!({ "quantized": count, "parameters": parameters, "of": all });
         let tensors: BTreeSet<String> = encodings.keys().cloned().collect();
-        let notes = notes.into_iter().chain(targets::naming_note(NAME, &model, &self.targets)).collect();
+        let notes = notes.into_iter().chain(targets::naming_note(NAME, model, &self.targets)).collect();
         let mut applied = Applied { tensors, rule, notes, ..Applied::new(NAME, self.options()) };
-        if let Some(context) = context.filter(|_| self.scheme.stores_scales()) {
-            let meter = applied.meter.clone();
-            applied.notes.extend(meter.time(|| layerwise::find_input_scales(NAME, &mut encodings, &model, context))?);
-        }
-        match context.filter(|_| self.method.reads_samples()) {
-            Some(context) => {
-                let meter = applied.meter.clone();
-                let added = meter.time(|| layerwise::quantize(self, &encodings, &mut model, run, context, &mut applied))?;
-                details.as_object_mut().into_iter().for_each(|details| details.extend(added.clone()));
-            }
-            None => {
-                let mut groups = Self::scale_groups(&encodings, &model);
-                for (name, affine) in encodings {
-                    let weight = model.weights.get(&name)?;
-                    let quantizer = WeightQuantizer::new(&name, weight, affine, self.observer(), &applied.meter).with_scale_group(groups.remove(&name));
-                    model.weights.by_name.insert(name, quantizer.weight());
-                }
-            }
+        let mut planned = model.clone();
+        self.round(&encodings, &mut planned, &applied.meter)?;
+        if self.method.reads_samples() {
+            applied.checkpoint_bytes = Some(layerwise::checkpoint_bytes(&applied.tensors, &planned.weights));
         }
         if let Some(format) = self.kv_cache {
-            let meter = applied.meter.clone();
-            let count = meter.time(|| layerwise::find_cache_scales(NAME, format, &mut model, context, &mut applied.notes))?;
-            details["caches"] = json!(count);
+            details["caches"] = json!(layerwise::add_cache_scales(format, &mut planned)?);
         }
-        applied.details = Arc::new(move || details.clone());
-        run.history.push(applied);
-        Ok(model)
+        applied.details = details;
+        let plan = Plan::new(planned, applied.clone());
+        if self.runs_on().is_none() {
+            return Ok(plan);
+        }
+        Ok(plan.with_execution(move |context| {
+            let mut after = model.clone();
+            if self.scheme.stores_scales() {
+                applied.notes.extend(layerwise::find_input_scales(NAME, &mut encodings, model, context)?);
+            }
+            if self.method.reads_samples() {
+                let more = layerwise::quantize(self, &encodings, &mut after, state, context, &mut applied)?;
+                applied.details.as_object_mut().into_iter().for_each(|details| details.extend(more.clone()));
+            } else {
+                self.round(&encodings, &mut after, &applied.meter)?;
+            }
+            if let Some(format) = self.kv_cache {
+                layerwise::add_calibrated_cache_scales(NAME, format, &mut after, context, &mut applied.notes)?;
+            }
+            Ok((after, applied))
+        }))
     }
 
     fn remedy(&self) -> &'static str {

@@ -17,7 +17,6 @@ use crate::evaluation::{self, Runner, Subject};
 use crate::model::Model;
 use crate::pass::Context;
 use crate::run_state::WARNING;
-use crate::work::Meter;
 
 /// Required quality of the quantized model: one of `max_drop` and `min_cosine`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -112,7 +111,6 @@ impl QuantizeStatic {
         prepared: &Prepared,
         statistics: &BTreeMap<String, ValueStatistics>,
         context: &Context,
-        meter: &Arc<Meter>,
     ) -> Result<Outcome> {
         let start = Instant::now();
         let damages = sensitivity::ranked(self, prepared, statistics, context)?;
@@ -125,7 +123,7 @@ impl QuantizeStatic {
         let is_late = || goal.max_minutes.is_some_and(|minutes| start.elapsed().as_secs_f64() > 60.0 * minutes);
         let mut next = Some(0);
         while let Some(in_floats) = next.filter(|_| trials.len() < goal.max_trials && (trials.is_empty() || !is_late())) {
-            let metric = evaluator.metric(self.with_floats(prepared, &order, in_floats, statistics, meter)?, context)?;
+            let metric = evaluator.metric(self.with_floats(prepared, &order, in_floats, statistics)?, context)?;
             trials.push(Trial { in_floats, metric });
             let margin = goal.margin(metric);
             let better = |(other, count): (f64, usize)| if margin >= 0.0 && other >= 0.0 { in_floats < count } else { margin > other };
@@ -166,17 +164,10 @@ impl QuantizeStatic {
     }
 
     /// Quantizes the model except for the first `in_floats` layers of `order`.
-    fn with_floats(
-        &self,
-        prepared: &Prepared,
-        order: &[String],
-        in_floats: usize,
-        statistics: &BTreeMap<String, ValueStatistics>,
-        meter: &Arc<Meter>,
-    ) -> Result<Model> {
+    fn with_floats(&self, prepared: &Prepared, order: &[String], in_floats: usize, statistics: &BTreeMap<String, ValueStatistics>) -> Result<Model> {
         let layers: BTreeSet<String> = order[in_floats..].iter().cloned().collect();
         let quantizers = self.quantizers(prepared, &layers, Some(statistics))?;
-        self.fit(prepared, &quantizers, &layers, Some(statistics), meter)
+        self.fit(prepared, &quantizers, &layers, Some(statistics), &Arc::default())
     }
 }
 

@@ -33,7 +33,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{Context, GranularityKind, Pass, Samples, WeightObserver, options_of};
+use super::{Context, GranularityKind, Pass, Plan, Samples, WeightObserver, options_of};
 use super::{calibrate, channel_equalization};
 use crate::calibration::{ActivationObserver, ValueStatistics};
 use crate::error::{Error, Result};
@@ -239,19 +239,39 @@ impl QuantizeStatic {
         Ok((prepared, statistics, choices))
     }
 
-    /// Adds the record of the pass to the run.
-    fn record(&self, run: &mut RunState, prepared: &Prepared, layers: &BTreeSet<String>, meter: Arc<Meter>, details: Value, notes: Vec<String>) {
-        let mut all = prepared.notes.clone();
-        all.extend(sites::left_in_floats(&prepared.graph, layers));
-        all.extend(notes);
-        run.history.push(Applied {
-            tensors: layers.clone(),
-            rule: prepared.rule.clone(),
-            meter,
-            details: Arc::new(move || details.clone()),
-            notes: all,
-            ..Applied::new(NAME, self.options())
+    /// The record of the pass, without details.
+    fn record(&self, prepared: &Prepared, layers: &BTreeSet<String>, meter: Arc<Meter>) -> Applied {
+        let notes = prepared.notes.iter().cloned().chain(sites::left_in_floats(&prepared.graph, layers)).collect();
+        Applied { tensors: layers.clone(), rule: prepared.rule.clone(), meter, notes, ..Applied::new(NAME, self.options()) }
+    }
+
+    /// Quantizes the model with scales found on calibration samples.
+    fn quantize(&self, model: &Model, context: &Context) -> Result<(Model, Applied)> {
+        let (prepared, statistics, choices) = self.analyze_and_rescale(model.clone(), context)?;
+        let mut layers = prepared.layers.clone();
+        let (mut notes, mut goal, mut damages) = (Vec::new(), Value::Null, Vec::new());
+        if let Some(requested) = &self.accuracy_goal {
+            let outcome = self.reach_goal(requested, model, &prepared, &statistics, context)?;
+            notes.push(outcome.note);
+            (layers, goal, damages) = (outcome.layers, outcome.table, outcome.damages);
+        }
+        let meter = Arc::default();
+        let quantizers = self.quantizers(&prepared, &layers, Some(&statistics))?;
+        let quantized = self.fit(&prepared, &quantizers, &layers, Some(&statistics), &meter)?;
+        if let [first, ..] = fit::zero_values(&quantizers, &statistics).as_slice() {
+            notes.push(format!("`{first}` is zero for every calibration sample: its scale is meaningless"));
+        }
+        notes.extend(saturation::notes(self, &prepared, &quantized, &quantizers, &statistics)?);
+        let mut applied = self.record(&prepared, &layers, meter);
+        applied.notes.extend(notes);
+        applied.details = json!({
+            "quantized": layers.len(),
+            "activations": quantizers.len(),
+            "smoothed": choices.iter().map(|c| json!({ "name": c.name, "strength": c.strength, "error": c.gain, "multiplication": c.costly })).collect::<Vec<_>>(),
+            "accuracy_goal": goal,
+            "sensitivity": damages,
         });
+        Ok((quantized, applied))
     }
 }
 
@@ -282,41 +302,14 @@ impl Pass for QuantizeStatic {
         MIN_SAMPLES
     }
 
-    fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
-        let meter = Arc::new(Meter::default());
-        let Some(context) = context else {
-            let prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
-            let quantizers = self.quantizers(&prepared, &prepared.layers, None)?;
-            let model = self.fit(&prepared, &quantizers, &prepared.layers, None, &meter)?;
-            self.record(run, &prepared, &prepared.layers, meter, Value::Null, Vec::new());
-            // Which layers are rescaled and which stay in floats depends on the samples.
-            run.estimated = true;
-            return Ok(model);
-        };
-        let original = model.clone();
-        let (prepared, statistics, choices) = meter.time(|| self.analyze_and_rescale(model, context))?;
-        let mut layers = prepared.layers.clone();
-        let (mut notes, mut goal, mut damages) = (Vec::new(), Value::Null, Vec::new());
-        if let Some(requested) = &self.accuracy_goal {
-            let outcome = self.reach_goal(requested, &original, &prepared, &statistics, context, &meter)?;
-            notes.push(outcome.note);
-            (layers, goal, damages) = (outcome.layers, outcome.table, outcome.damages);
-        }
-        let quantizers = self.quantizers(&prepared, &layers, Some(&statistics))?;
-        let model = self.fit(&prepared, &quantizers, &layers, Some(&statistics), &meter)?;
-        if let [first, ..] = fit::zero_values(&quantizers, &statistics).as_slice() {
-            notes.push(format!("`{first}` is zero for every calibration sample: its scale is meaningless"));
-        }
-        notes.extend(saturation::notes(self, &prepared, &model, &quantizers, &statistics)?);
-        let details = json!({
-            "quantized": layers.len(),
-            "activations": quantizers.len(),
-            "smoothed": choices.iter().map(|c| json!({ "name": c.name, "strength": c.strength, "error": c.gain, "multiplication": c.costly })).collect::<Vec<_>>(),
-            "accuracy_goal": goal,
-            "sensitivity": damages,
-        });
-        self.record(run, &prepared, &layers, meter, details, notes);
-        Ok(model)
+    fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
+        let meter = Arc::default();
+        let prepared = prepare::prepare(NAME, model.clone(), &self.targets, &self.ignore)?;
+        let quantizers = self.quantizers(&prepared, &prepared.layers, None)?;
+        let planned = self.fit(&prepared, &quantizers, &prepared.layers, None, &meter)?;
+        // Which layers are rescaled and which stay in floats depends on the samples.
+        let applied = Applied { estimated: true, ..self.record(&prepared, &prepared.layers, meter) };
+        Ok(Plan::new(planned, applied).with_execution(move |context| self.quantize(model, context)))
     }
 
     fn remedy(&self) -> &'static str {

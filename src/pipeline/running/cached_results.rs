@@ -143,7 +143,7 @@ impl AppliedRecord {
             seconds: applied.meter.total().as_secs_f64(),
             peak_rss_bytes: applied.peak_rss_bytes,
             peak_vram_bytes: applied.peak_vram_bytes,
-            details: (applied.details)(),
+            details: applied.details.clone(),
             notes: applied.notes.clone(),
             zeroes: applied.zeroes,
         }
@@ -154,9 +154,8 @@ impl AppliedRecord {
         let mut applied = Applied::new(PASSES.iter().find(|name| **name == self.name)?, self.options.clone());
         applied.meter.add(Duration::try_from_secs_f64(self.seconds).ok()?);
         (applied.peak_rss_bytes, applied.peak_vram_bytes) = (self.peak_rss_bytes, self.peak_vram_bytes);
-        let details = self.details.clone();
-        applied.details = Arc::new(move || details.clone());
-        (applied.tensors, applied.rule, applied.notes, applied.zeroes) = (self.tensors.clone(), self.rule.clone(), self.notes.clone(), self.zeroes);
+        (applied.tensors, applied.rule, applied.details) = (self.tensors.clone(), self.rule.clone(), self.details.clone());
+        (applied.notes, applied.zeroes) = (self.notes.clone(), self.zeroes);
         Some(applied)
     }
 }
@@ -368,6 +367,7 @@ impl Pipeline {
             found = runs.filter_map(|(number, _)| cache.get(&keys[number], model, work).map(|(after, run)| (number, after, run))).next();
         }
         if let Some((number, _, run)) = &mut found {
+            (run.input, run.seed) = (Some(model.path.clone()), self.seed);
             let pass = self.steps[*number].pass().name();
             run.notes.push(format!("the result of {pass} was reused from an earlier run with the same input and passes: see `compress cache`"));
         }

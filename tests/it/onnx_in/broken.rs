@@ -32,8 +32,9 @@ pub fn again_in(bytes: &[u8], folder: &Path) -> Option<Vec<u8>> {
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
     compress_core::store::writer::write_pieces(&compress_core::files::Destination::local(&folder), &rewritten.layout, &rewritten.items, &work).ok()?;
     // Dequantized values are read, or an error is returned.
-    let dequantized = Step::from(Dequantize::default()).pass().apply(opened.clone(), &mut RunState::default(), None);
-    dequantized.into_iter().flat_map(|model| model.weights.by_name).for_each(|(name, weight)| drop(weight.floats(&name)));
+    let (step, state) = (Step::from(Dequantize::default()), RunState::default());
+    let dequantized = step.pass().plan(&opened, &state);
+    dequantized.into_iter().flat_map(|plan| plan.model.weights.by_name).for_each(|(name, weight)| drop(weight.floats(&name)));
     Some(std::fs::read(folder.join("out.onnx")).unwrap())
 }
 

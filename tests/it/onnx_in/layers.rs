@@ -87,7 +87,7 @@ pub fn answers_of(path: &Path) -> Option<Vec<f32>> {
 }
 
 fn applied(step: &Step, model: Model) -> Model {
-    step.pass().apply(model, &mut RunState::default(), None).unwrap()
+    step.pass().plan(&model, &RunState::default()).unwrap().model
 }
 
 #[test]
