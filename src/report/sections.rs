@@ -19,7 +19,7 @@ pub struct Tool {
 impl Default for Tool {
     fn default() -> Self {
         let commit = option_env!("COMPRESS_COMMIT").filter(|c| !c.is_empty()).map(str::to_owned);
-        Self { name: env!("CARGO_PKG_NAME").into(), version: env!("CARGO_PKG_VERSION").into(), commit }
+        Self { name: compress_core::NAME.into(), version: env!("CARGO_PKG_VERSION").into(), commit }
     }
 }
 
