@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod build;
 mod entry;
 pub mod export;
 pub mod pass;
@@ -7,13 +8,14 @@ pub mod pipeline;
 pub mod prelude;
 pub mod recipe;
 pub mod report;
+#[doc(hidden)]
 pub mod run_state;
 
 #[cfg(feature = "cli")]
 pub mod cli;
 
 pub use compress_core::work::{Cancel, Event, Progress};
-pub use compress_core::{Error, Result};
+pub use compress_core::{Error, ParseError, Result};
 pub use compress_engine::Model;
 pub use pipeline::Pipeline;
 pub use recipe::Recipe;

@@ -22,8 +22,15 @@ mod zstd_size;
 
 pub use builder::{Builder, Pipeline};
 pub use cached::Cached;
-pub use parts::{PartOutcome, parts_folder, recipe_from_parts};
+pub use parts::PartOutcome;
+#[doc(hidden)]
+pub use parts::{parts_folder, recipe_from_parts};
 pub use plan::{ModelMemory, PassPlan, Plan};
 #[cfg(feature = "run")]
-pub use running::{CachedResult, ResultCache, memory_limit, starter};
+pub use running::ResultCache;
+#[cfg(feature = "run")]
+#[doc(hidden)]
+pub use running::{CachedResult, memory_limit, starter};
 pub use verify::{Check, verify};
+
+pub use crate::run_state::PartIndex;

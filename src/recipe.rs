@@ -22,6 +22,7 @@ use crate::store::{ByteSize, OpenSizes};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Recipe {
     /// The model: a folder, or a safetensors, ONNX or PyTorch file; relative to the recipe
     pub model: PathBuf,
@@ -63,6 +64,7 @@ pub struct Recipe {
 
 /// One recipe of a sweep.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Variant {
     /// Its values, as the name of its output folder: `amount=0.3`. Empty without a sweep.
     pub name: String,

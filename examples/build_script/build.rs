@@ -2,16 +2,14 @@
 //!
 //! `MODEL` selects another model folder. `MODEL_PROGRESS=1` reports progress as cargo warnings.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use compress::prelude::*;
 
-fn embed(output: PathBuf) -> compress::Result<()> {
-    let model = Model::open(std::env::var_os("MODEL").unwrap_or("model".into()))?;
-    for input in model.inputs() {
-        println!("cargo::rerun-if-changed={}", input.display());
-    }
+fn main() -> ExitCode {
+    println!("cargo::rerun-if-env-changed=MODEL");
+    println!("cargo::rerun-if-env-changed=MODEL_PROGRESS");
+    let model = std::env::var_os("MODEL").unwrap_or("model".into());
     let mut pipeline = Pipeline::builder().pass(QuantizeDynamic::default());
     if std::env::var_os("MODEL_PROGRESS").is_some() {
         pipeline = pipeline.progress(|event: Event| {
@@ -20,24 +18,5 @@ fn embed(output: PathBuf) -> compress::Result<()> {
             }
         });
     }
-    // The output is reused unless the bytes of the model or the options change, even if cargo runs this
-    // script again.
-    let report = pipeline.build()?.run_cached(model, &output)?.report;
-    println!("cargo::rustc-env=EMBEDDED_MODEL={}", output.join("model.safetensors").display());
-    println!("cargo::rustc-env=EMBEDDED_MODEL_BEFORE={}", report.size.before.bytes);
-    Ok(())
-}
-
-fn main() -> ExitCode {
-    println!("cargo::rerun-if-env-changed=MODEL");
-    println!("cargo::rerun-if-env-changed=MODEL_PROGRESS");
-    let output = PathBuf::from(std::env::var_os("OUT_DIR").unwrap_or_default()).join("model");
-    match embed(output) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            println!("cargo::error={error}");
-            error.hint().iter().for_each(|hint| println!("cargo::warning={hint}"));
-            ExitCode::FAILURE
-        }
-    }
+    compress::build::embed("EMBEDDED_MODEL", model, pipeline)
 }

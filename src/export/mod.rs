@@ -26,6 +26,7 @@ use crate::work::Work;
 
 /// Files and size of an output, predicted without reading a tensor.
 #[derive(Debug, Clone)]
+#[doc(hidden)]
 pub struct SizeForecast {
     /// Names of the files.
     pub files: Vec<String>,
@@ -39,6 +40,7 @@ pub struct SizeForecast {
 
 /// Result of writing a format.
 #[derive(Debug)]
+#[doc(hidden)]
 pub struct Exported {
     /// The files, in order.
     pub files: Vec<Written>,
@@ -61,6 +63,7 @@ pub struct Exported {
 }
 
 /// An output format.
+#[doc(hidden)]
 pub trait Format: fmt::Debug + Send + Sync {
     /// Name in recipes and on the command line.
     fn name(&self) -> &'static str;
@@ -122,6 +125,7 @@ macro_rules! formats {
         #[derive(Debug, Clone, PartialEq)]
         #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
         #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::allow_bare_name(schema, FORMATS)))]
+        #[non_exhaustive]
         pub enum Export {
             $(#[doc = concat!("The `", $name, "` format.")] #[cfg_attr(feature = "cli", schemars(rename = $name))] $format($format),)+
         }
@@ -131,6 +135,7 @@ macro_rules! formats {
 
         impl Export {
             /// The format of the entry.
+            #[doc(hidden)]
             pub fn format(&self) -> &dyn Format {
                 match self {
                     $(Export::$format(format) => format,)+

@@ -33,6 +33,7 @@ use crate::work::Work;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Layout {
     /// compressed-tensors if a weight is quantized, otherwise dense
     #[default]

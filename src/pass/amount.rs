@@ -7,6 +7,8 @@ use std::str::FromStr;
 use serde::de::{self, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use crate::error::ParseError;
+
 /// A number from 0 to 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Fraction(f64);
@@ -84,16 +86,16 @@ const EXPECTED: &str = "a fraction from 0.0 to 1.0, a percentage like 50%, or a 
 const UNIT: &str = " units";
 
 impl FromStr for Amount {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         if let Some(count) = text.strip_suffix(UNIT).and_then(|count| count.parse().ok()) {
             return Ok(Amount::Count(count));
         }
         if let Ok(number) = text.parse() {
             return Ok(Amount::Number(number));
         }
-        parse_fraction(text).and_then(Fraction::new).map(Amount::Fraction).ok_or_else(|| format!("`{text}` is not {EXPECTED}"))
+        parse_fraction(text).and_then(Fraction::new).map(Amount::Fraction).ok_or_else(|| format!("`{text}` is not {EXPECTED}").into())
     }
 }
 
@@ -156,13 +158,13 @@ pub struct NOfM {
 }
 
 impl FromStr for NOfM {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         let parsed = text.split_once(':').and_then(|(n, m)| Some(NOfM { n: n.trim().parse().ok()?, m: m.trim().parse().ok()? }));
         match parsed {
             Some(pattern) if pattern.n <= pattern.m && (1..=1024).contains(&pattern.m) => Ok(pattern),
-            _ => Err(format!("pattern `{text}` is not N:M with N no larger than M and M from 1 to 1024, like 2:4 (keep two of every four)")),
+            _ => Err(format!("pattern `{text}` is not N:M with N no larger than M and M from 1 to 1024, like 2:4 (keep two of every four)").into()),
         }
     }
 }

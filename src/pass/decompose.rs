@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 use super::layerwise;
 use super::{Amount, InputImportance, Pass, Plan, Samples, options_of};
-use crate::error::{Error, Result, counted};
+use crate::error::{Error, ParseError, Result, counted};
 use crate::ir::ops::Conv;
 use crate::ir::{Graph, GraphFile, Op, Rewrite, rebuild};
 use crate::model::{self, Model};
@@ -37,9 +37,9 @@ pub struct RankRule {
 }
 
 impl FromStr for RankRule {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         targets::parse_rule(text, "RANK").map(|(pattern, rank)| RankRule { targets: vec![pattern], rank })
     }
 }

@@ -64,7 +64,9 @@ mod running {
     pub use finetune::Finetune;
     pub(crate) use input_importance::input_importance;
     pub use prune_structured::PruneStructured;
-    pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, recommend_floats};
+    pub use quantize_static::{ActivationTarget, Goal, QuantizeStatic, Smooth};
+    #[doc(hidden)]
+    pub use quantize_static::{Damage, recommend_floats};
 
     use crate::pass::{Amount, Context, GranularityKind, InputImportance, Pass, Plan, Samples, Scope, WeightObserver, options_of};
 }
@@ -83,6 +85,7 @@ pub use crate::run_state::{InputImportance, Samples};
 use crate::work::Work;
 
 /// A step of a pipeline.
+#[doc(hidden)]
 pub trait Pass: fmt::Debug + Send + Sync {
     /// Name in recipes and on the command line.
     fn name(&self) -> &'static str;
@@ -135,6 +138,7 @@ pub trait Pass: fmt::Debug + Send + Sync {
 }
 
 /// Environment of a pass.
+#[doc(hidden)]
 pub struct Context<'a> {
     /// Threads, progress and cancellation.
     pub work: Work<'a>,
@@ -164,6 +168,7 @@ macro_rules! passes {
         #[derive(Debug, Clone, PartialEq, Serialize)]
         #[cfg_attr(feature = "cli", derive(clap::Subcommand, schemars::JsonSchema))]
         #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::allow_bare_name(schema, PASSES)))]
+        #[non_exhaustive]
         pub enum Step {
             $($(#[$doc])* #[serde(rename = $name)] $pass($pass),)+
         }
@@ -173,6 +178,7 @@ macro_rules! passes {
 
         impl Step {
             /// The pass of the step.
+            #[doc(hidden)]
             pub fn pass(&self) -> &dyn Pass {
                 match self {
                     $(Step::$pass(pass) => pass,)+

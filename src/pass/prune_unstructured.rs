@@ -29,7 +29,7 @@ use serde_json::{Value, json};
 use super::targets::{self, SelectedWeights};
 use super::threshold::RankingGroup;
 use super::{Amount, NOfM, Pass, Plan, Samples, layerwise, options_of};
-use crate::error::{Error, Result};
+use crate::error::{Error, ParseError, Result};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, Prepare, RunState};
@@ -40,6 +40,7 @@ use crate::work::Meter;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Importance {
     /// Magnitude; needs no data
     #[default]
@@ -56,6 +57,7 @@ pub enum Importance {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Scope {
     /// Each tensor separately: all tensors have the same sparsity
     #[default]
@@ -76,9 +78,9 @@ pub struct Rule {
 }
 
 impl FromStr for Rule {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         targets::parse_rule(text, "AMOUNT").map(|(pattern, amount)| Rule { targets: vec![pattern], amount })
     }
 }

@@ -26,6 +26,7 @@ use crate::work::Meter;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum GranularityKind {
     /// One scale per tensor
     Tensor,
@@ -40,6 +41,7 @@ pub enum GranularityKind {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum ActivationRounding {
     /// Int8, with one scale per token computed at run time (W8A8)
     #[default]

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::str::FromStr;
 
 use crate::arch;
-use crate::error::{Error, Result, counted};
+use crate::error::{Error, ParseError, Result, counted};
 use crate::model::{Model, exempt_layers, is_convolution};
 use crate::run_state::WARNING;
 use crate::store::{Encoding, Pattern, Selection, Weight, Weights};
@@ -19,7 +19,7 @@ pub struct SelectedWeights<'a> {
 
 /// Parses a rule `PATTERN=VALUE` of the command line. `value` is the placeholder of the value in error
 /// messages.
-pub(super) fn parse_rule<T: FromStr<Err = String>>(text: &str, value: &str) -> Result<(Pattern, T), String> {
+pub(super) fn parse_rule<T: FromStr<Err = ParseError>>(text: &str, value: &str) -> Result<(Pattern, T), ParseError> {
     let (pattern, found) = text.rsplit_once('=').ok_or_else(|| format!("rule `{text}` is not PATTERN={value}"))?;
     Ok((pattern.parse()?, found.parse()?))
 }

@@ -122,7 +122,7 @@ macro_rules! training_pass {
 
         impl $name {
             /// The shared training options.
-            pub fn training(&self) -> $crate::train::Training {
+            pub(crate) fn training(&self) -> $crate::train::Training {
                 $crate::pass::training_options::training_fields!(Training, self;)
             }
         }

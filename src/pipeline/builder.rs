@@ -1,6 +1,7 @@
 //! The pipeline: its configuration, its builder, and the resolution of defaults.
 
-use std::path::Path;
+use std::fmt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::running::Running;
@@ -32,11 +33,20 @@ pub struct Pipeline {
     pub(super) min_split_bytes: u64,
     /// Whether fidelity is measured if no evaluation data is configured.
     pub(super) measures: bool,
+    /// Recipe files whose settings were added.
+    recipes: Vec<PathBuf>,
     /// Initial state of a run, before its first pass.
     pub(super) start: RunState,
     threads: usize,
     progress: Arc<dyn Progress>,
     cancel: Cancel,
+}
+
+impl fmt::Debug for Pipeline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (passes, export, seed, threads) = (&self.steps, &self.export, self.seed, self.threads);
+        f.debug_struct("Pipeline").field("passes", passes).field("export", export).field("seed", &seed).field("threads", &threads).finish_non_exhaustive()
+    }
 }
 
 /// Finishes the passes: reconciles tied weights and adds notes about weights that no pass changed.
@@ -66,6 +76,7 @@ fn unchanged_experts(model: &Model, run: &RunState) -> Option<String> {
 const MIN_SPLIT_BYTES: u64 = 4 << 20;
 
 /// Builds a [`Pipeline`].
+#[derive(Debug)]
 #[must_use]
 pub struct Builder(pub(super) Pipeline);
 
@@ -83,6 +94,7 @@ impl Pipeline {
             resume: false,
             min_split_bytes: MIN_SPLIT_BYTES,
             measures: true,
+            recipes: Vec::new(),
             start: RunState::default(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             progress: Arc::new(Silent),
@@ -100,6 +112,7 @@ impl Pipeline {
 
     /// A note if the output is remote and some of its formats cannot be streamed: they are written to a
     /// local folder first, then uploaded.
+    #[doc(hidden)]
     pub fn local_staging_note(&self, model: &Model, output: &Path) -> Option<String> {
         let exports = self.exports(model);
         let formats: Vec<&str> = exports.iter().map(Export::format).filter(|format| !format.streams()).map(crate::export::Format::name).collect();
@@ -124,10 +137,19 @@ impl Pipeline {
         RunState { input: Some(model.path.clone()), seed: self.seed, ..self.start.clone() }
     }
 
-    /// The files that a run reads.
-    pub(super) fn inputs(&self, model: &Model) -> Inputs {
-        let read = self.steps.iter().flat_map(|step| step.pass().reads());
-        Inputs { model: model.path.clone(), files: model.inputs().into_iter().chain(read).chain(self.running.data_paths()).collect() }
+    /// The files and folders that a run reads: the model, its folder, recipes, data sets, and files that passes read, such as a teacher.
+    pub fn inputs(&self, model: &Model) -> Vec<PathBuf> {
+        [model.path.clone()].into_iter().chain(model.inputs()).chain(self.recipes.iter().cloned()).chain(self.other_inputs()).collect()
+    }
+
+    /// Files and folders that passes and the evaluation read in addition to the model.
+    pub(super) fn other_inputs(&self) -> impl Iterator<Item = PathBuf> {
+        self.steps.iter().flat_map(|step| step.pass().reads()).chain(self.running.data_paths())
+    }
+
+    /// The files that an output must not overlap with.
+    pub(super) fn protected(&self, model: &Model) -> Inputs {
+        Inputs { model: model.path.clone(), files: model.inputs().into_iter().chain(self.other_inputs()).collect() }
     }
 
     /// Checks, without modifying anything, that the output can be written, or replaced if
@@ -136,7 +158,7 @@ impl Pipeline {
     /// # Errors
     /// The output exists and may not be replaced, or it overlaps with an input of the run.
     pub fn check_output(&self, model: &Model, output: &Path) -> Result<()> {
-        check_output(output, Replace::with_force(self.force), &self.inputs(model))
+        check_output(output, Replace::with_force(self.force), &self.protected(model))
     }
 
     /// Runs the pipeline and writes the output folder atomically.
@@ -258,6 +280,15 @@ impl Builder {
         let overrides = std::mem::take(&mut self.0.sizes);
         self.0.sizes = recipe.sizes.clone().into_iter().chain(overrides).collect();
         self.seed(recipe.seed).allow_nonfinite(recipe.allow_nonfinite).measure(recipe.measure)
+    }
+
+    /// Adds the passes, formats and settings of a recipe file. Its model and output are not used.
+    ///
+    /// # Errors
+    /// As [`Recipe::open`].
+    pub fn recipe_file(mut self, path: impl AsRef<Path>) -> Result<Self> {
+        self.0.recipes.push(path.as_ref().to_owned());
+        Ok(self.recipe(&Recipe::open(path.as_ref(), &[])?))
     }
 
     /// Seed of all random number generators.

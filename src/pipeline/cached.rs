@@ -12,6 +12,7 @@ use crate::work::Work;
 
 /// Result of [`Pipeline::run_cached`].
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Cached {
     /// The report of the run that wrote the folder.
     pub report: Report,
@@ -22,16 +23,15 @@ pub struct Cached {
 impl Pipeline {
     /// Runs the pipeline unless `output` contains an undamaged result of the same run: the same passes,
     /// formats and seed, the same version of this crate, and the same contents of the
-    /// [inputs](Model::inputs). Another result in `output` is replaced.
+    /// [inputs](Pipeline::inputs). Another result in `output` is replaced.
     ///
     /// # Errors
-    /// As [`run`](Pipeline::run), or if a pass or a measurement reads files other than the model's.
+    /// As [`run`](Pipeline::run).
     pub fn run_cached(&self, model: Model, output: impl AsRef<Path>) -> Result<Cached> {
         let output = output.as_ref();
         let (pipeline, _) = self.for_output(output)?;
-        // Whether data is read may depend on defaults, which are resolved from the data.
-        pipeline.resolved(&model)?.0.require_model_only()?;
-        let key = self.key(&model)?;
+        // Defaults that depend on the data determine whether data is read, and are part of the key.
+        let key = pipeline.resolved(&model)?.0.key(&model)?;
         if let Some(report) = self.find_report(output, &key)? {
             return Ok(Cached { report, reused: true });
         }
@@ -60,6 +60,7 @@ impl Pipeline {
         // The location of the model does not affect the output.
         recipe.model.clear();
         let mut key = self.input_key(model, &self.work())?;
+        self.other_inputs().try_for_each(|path| key.files([&path], path.parent().unwrap_or(&path)))?;
         key.line(&serde_json::to_string(&recipe).unwrap_or_default());
         Ok(format!("{}\n", key.name()))
     }
@@ -72,14 +73,5 @@ impl Pipeline {
         key.line(&format!("{} {:?}", tool.version, tool.commit));
         key.files(model.inputs(), &model.path)?;
         Ok(key)
-    }
-
-    fn require_model_only(&self) -> Result<()> {
-        let running = self.model_runs().next().map(|(name, _)| name);
-        let running = running.or(self.running.evaluates().then_some("evaluation"));
-        match running {
-            None => Ok(()),
-            Some(name) => Err(Error::option(name, "reads data in addition to the model, and a cached run would not detect changes of that data")),
-        }
     }
 }

@@ -33,6 +33,7 @@ use crate::store::{Checkpoint, ContentKey};
 /// Outcome of running a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum PartOutcome {
     /// The part was written.
     Written,

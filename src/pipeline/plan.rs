@@ -14,6 +14,7 @@ use crate::store::{Weight, block_elements};
 
 /// Plan of one pass.
 #[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
 pub struct PassPlan {
     /// Name of the pass.
     pub name: &'static str,
@@ -31,6 +32,7 @@ pub struct PassPlan {
 
 /// Memory needed to run the model, estimated for one sample of typical size.
 #[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
 pub struct ModelMemory {
     /// Bytes with all parameters in memory.
     pub whole_bytes: u64,
@@ -45,6 +47,7 @@ pub struct ModelMemory {
 
 /// Predicted work, output and memory of a run.
 #[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
 pub struct Plan {
     /// The input, folder or file.
     pub model: String,

@@ -54,7 +54,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, prebuilt
     let pipeline = &pipeline;
     let work = pipeline.work();
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after, &state)).collect::<Result<_>>()?;
-    let staging = Staging::new(output, Replace::with_force(pipeline.force), pipeline.inputs(&model))?;
+    let staging = Staging::new(output, Replace::with_force(pipeline.force), pipeline.protected(&model))?;
     state.data_file = staging.data_name().map(str::to_owned);
     let folder = staging.path().to_owned();
     // When resuming, the checkpoints already exist.

@@ -13,6 +13,7 @@ use crate::work::Work;
 
 /// Result of verifying one file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Check {
     /// Name in the folder.
     pub path: String,

@@ -61,10 +61,6 @@ impl Running {
     pub fn data_paths(&self) -> Vec<PathBuf> {
         Vec::new()
     }
-
-    pub fn evaluates(&self) -> bool {
-        false
-    }
 }
 
 impl Pipeline {

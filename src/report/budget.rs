@@ -76,6 +76,7 @@ mod parse {
 
 /// A limit and the measured value.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Finding {
     /// Name of the limit on the command line.
     pub budget: &'static str,

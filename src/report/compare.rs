@@ -11,6 +11,7 @@ use crate::evaluation::lower_is_better;
 
 /// Summaries of runs, the differences of their recipes, and the Pareto front.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Comparison {
     /// The runs, in the order given.
     pub runs: Vec<Summary>,
@@ -23,6 +24,7 @@ pub struct Comparison {
 
 /// Summary of one run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Summary {
     /// Name of the run.
     pub name: String,
@@ -57,6 +59,7 @@ pub struct Summary {
 
 /// An option that differs between recipes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct OptionDifference {
     /// Its name, as for `--set`.
     pub option: String,

@@ -5,7 +5,9 @@
 mod budget;
 mod compare;
 pub(crate) mod environment;
+#[doc(hidden)]
 pub mod escape;
+#[doc(hidden)]
 pub mod format;
 mod html;
 mod markdown;
@@ -39,6 +41,7 @@ pub const FILES: [&str; 3] = crate::output::REPORT_FILES;
 
 /// A report, as serialized to `report.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Report {
     /// Version of the schema.
     pub schema: u32,

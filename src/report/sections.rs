@@ -7,6 +7,7 @@ use serde_json::Value;
 
 /// Program that wrote the report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Tool {
     /// `compress`.
     pub name: String,
@@ -25,6 +26,7 @@ impl Default for Tool {
 
 /// Input model.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ModelId {
     /// Folder or file.
     pub source: PathBuf,
@@ -37,6 +39,7 @@ pub struct ModelId {
 
 /// An applied pass.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct PassReport {
     /// Name of the pass.
     pub name: String,
@@ -63,6 +66,7 @@ pub struct PassReport {
 
 /// Size before and after.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Sizes {
     /// Size of the input.
     pub before: Size,
@@ -74,6 +78,7 @@ pub struct Sizes {
 
 /// Size of a checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Size {
     /// Elements of all weights.
     pub parameters: u64,
@@ -92,6 +97,7 @@ pub struct Size {
 
 /// One weight.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Layer {
     /// Name in the checkpoint.
     pub name: String,
@@ -111,6 +117,7 @@ pub struct Layer {
 
 /// Histograms of a sample of the values of a weight before and after, with bins of equal width.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct WeightHistogram {
     /// Name in the checkpoint.
     pub name: String,
@@ -126,6 +133,7 @@ pub struct WeightHistogram {
 
 /// A file of the output.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct OutputFile {
     /// Format that it belongs to.
     pub format: String,
@@ -141,6 +149,7 @@ pub struct OutputFile {
 
 /// A file in addition to the outputs of formats.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct CarriedFile {
     /// Name in the folder.
     pub path: String,
@@ -152,6 +161,7 @@ pub struct CarriedFile {
 
 /// Verification of a written file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Verified {
     /// Description of the verification.
     pub how: String,
@@ -163,6 +173,7 @@ pub struct Verified {
 
 /// Totals of a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Totals {
     /// Wall time in seconds.
     pub seconds: f64,

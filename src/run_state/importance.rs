@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// Purpose of a data set of a recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Samples {
     /// Calibration data (`calibration`).
     Calibration,
@@ -20,6 +21,7 @@ pub enum Samples {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum InputImportance {
     /// `activation` if there is calibration data, otherwise `none`
     #[default]

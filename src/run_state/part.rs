@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ParseError, Result};
 use crate::store::Weight;
 
 /// Number of a part and the number of parts.
@@ -74,16 +74,16 @@ impl PartIndex {
 }
 
 impl FromStr for PartIndex {
-    type Err = String;
+    type Err = ParseError;
 
     /// Parses `2/16`, `auto` in a Slurm job array, or `auto/16` in a job array of Slurm or Kubernetes.
-    fn from_str(text: &str) -> Result<PartIndex, String> {
+    fn from_str(text: &str) -> Result<PartIndex, ParseError> {
         let (number, count) = text.split_once('/').map_or((text, None), |(number, count)| (number, Some(count)));
         let whole = |text: &str| text.parse::<usize>().map_err(|_| format!("`{text}` is not a whole number: expected I/N, as in 2/16, or auto"));
         let count = count.map(whole).transpose()?;
         match (number, count) {
-            ("auto", count) => PartIndex::from_environment(count, &|name| std::env::var(name).ok()),
-            (number, Some(count)) => PartIndex::new(whole(number)?, count),
+            ("auto", count) => PartIndex::from_environment(count, &|name| std::env::var(name).ok()).map_err(Into::into),
+            (number, Some(count)) => PartIndex::new(whole(number)?, count).map_err(Into::into),
             (_, None) => Err("expected I/N, as in 2/16, or auto".into()),
         }
     }

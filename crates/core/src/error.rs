@@ -8,6 +8,23 @@ use std::path::{Path, PathBuf};
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// A text that is not a value of the type it is parsed as.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct ParseError(String);
+
+impl From<String> for ParseError {
+    fn from(reason: String) -> ParseError {
+        ParseError(reason)
+    }
+}
+
+impl From<&str> for ParseError {
+    fn from(reason: &str) -> ParseError {
+        ParseError(reason.to_owned())
+    }
+}
+
 /// An error that names the file, tensor, option or recipe line.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -10,7 +10,7 @@ pub mod work;
 
 use compress_kernels as kernel;
 
-pub use error::{Error, Result};
+pub use error::{Error, ParseError, Result};
 
 /// The name of the tool, in reports and written files.
 pub const NAME: &str = "compress";

@@ -16,6 +16,7 @@ mod modules;
 mod quantization;
 mod roles;
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -52,6 +53,12 @@ pub struct Model {
     pub onnx: Option<Arc<graph::ModelFile>>,
     /// Whether quantized activations are int8 instead of uint8, as some runtimes require.
     pub signed_activations: bool,
+}
+
+impl fmt::Debug for Model {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Model").field("path", &self.path).field("weights", &self.weights.by_name.len()).finish_non_exhaustive()
+    }
 }
 
 impl Model {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ParseError, Result};
 use crate::exec::{self, DeviceChoice};
 use crate::model::Model;
 use crate::pipeline::Builder;
@@ -61,7 +61,7 @@ impl Models {
 }
 
 /// Parses a name and its size. Names of axes may be formulas.
-fn open_size(text: &str) -> std::result::Result<(String, OpenSize), String> {
+fn open_size(text: &str) -> std::result::Result<(String, OpenSize), ParseError> {
     let (name, size) = text.rsplit_once('=').ok_or_else(|| format!("`{text}` is not of the form NAME=SIZE"))?;
     Ok((name.trim().to_owned(), size.parse()?))
 }

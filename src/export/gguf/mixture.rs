@@ -10,6 +10,7 @@ use crate::store::gguf::Kind;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[allow(non_camel_case_types)]
+#[non_exhaustive]
 pub enum FileType {
     /// 32-bit floats
     F32,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::analysis;
 use crate::arch::{self, SentenceModule, Settings};
-use crate::error::{Error, Result};
+use crate::error::{Error, ParseError, Result};
 use crate::ir::Builder;
 use crate::model::{Config, Model};
 use crate::pass::fresh_weights::fresh_weights;
@@ -20,6 +20,7 @@ use crate::run_state::RunState;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Student {
     /// Indices of the layers of the input model to keep, from 0
     Layers(Vec<usize>),
@@ -32,11 +33,11 @@ pub enum Student {
 }
 
 impl FromStr for Student {
-    type Err = String;
+    type Err = ParseError;
 
     /// `layers=0,2,4`, `every=2`, `model=FOLDER`, `config=FILE`.
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let wrong = || format!("`{text}` is not layers=0,2,4, every=2, model=FOLDER or config=FILE");
+    fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
+        let wrong = || ParseError::from(format!("`{text}` is not layers=0,2,4, every=2, model=FOLDER or config=FILE"));
         let (kind, value) = text.split_once('=').ok_or_else(wrong)?;
         match kind.trim() {
             "layers" => value.split(',').map(|n| n.trim().parse().map_err(|_| wrong())).collect::<std::result::Result<_, _>>().map(Student::Layers),

@@ -8,6 +8,7 @@ use serde::de::{self, Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
 use crate::analysis::GroupUnit;
+use crate::error::ParseError;
 use crate::pass::Amount;
 use crate::pass::amount::parse_fraction;
 
@@ -15,6 +16,7 @@ use crate::pass::amount::parse_fraction;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum PrunedPart {
     /// Attention heads; heads that share keys and values are removed jointly
     Heads,
@@ -35,6 +37,7 @@ impl PrunedPart {
     pub(super) const WHOLE: [PrunedPart; 2] = [PrunedPart::Layers, PrunedPart::Experts];
 
     /// The group unit of this part; `None` for layers and experts.
+    #[doc(hidden)]
     pub fn unit(self) -> Option<GroupUnit> {
         match self {
             PrunedPart::Heads => Some(GroupUnit::Heads),
@@ -57,14 +60,14 @@ impl fmt::Display for PrunedPart {
 }
 
 impl FromStr for PrunedPart {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         let parts = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels, PrunedPart::Hidden, PrunedPart::Layers, PrunedPart::Experts];
         parts
             .into_iter()
             .find(|part| part.to_string() == text)
-            .ok_or_else(|| format!("unknown part `{text}`; the parts are heads, mlp, channels, hidden, layers, experts"))
+            .ok_or_else(|| format!("unknown part `{text}`; the parts are heads, mlp, channels, hidden, layers, experts").into())
     }
 }
 
@@ -89,15 +92,15 @@ impl Amounts {
 }
 
 impl FromStr for Amounts {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         if !text.contains('=') {
             return text.parse().map(Amounts::All);
         }
         let pair = |pair: &str| {
             let (part, amount) = pair.split_once('=').ok_or_else(|| format!("`{pair}` is not PART=AMOUNT"))?;
-            Ok::<_, String>((part.trim().parse()?, amount.trim().parse()?))
+            Ok::<_, ParseError>((part.trim().parse()?, amount.trim().parse()?))
         };
         text.split(',').map(pair).collect::<Result<_, _>>().map(Amounts::Each)
     }
@@ -141,6 +144,7 @@ impl<'de> Deserialize<'de> for Amounts {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Target {
     /// Multiply-accumulate operations for one sample: a text of 128 tokens, or an image of 224 x 224 if
     /// the size is dynamic
@@ -169,10 +173,10 @@ impl Target {
 }
 
 impl FromStr for Target {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("target `{text}` is not macs=F, params=F or latency=F with F between 0 and 1");
+    fn from_str(text: &str) -> Result<Self, ParseError> {
+        let wrong = || ParseError::from(format!("target `{text}` is not macs=F, params=F or latency=F with F between 0 and 1"));
         let (name, fraction) = text.split_once('=').ok_or_else(wrong)?;
         let fraction = parse_fraction(fraction).ok_or_else(wrong)?;
         match name.trim() {
@@ -188,6 +192,7 @@ impl FromStr for Target {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Importance {
     /// `activation` for transformers if the recipe has calibration or training data; else `l1`
     #[default]
@@ -207,6 +212,7 @@ pub enum Importance {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Repair {
     /// No adjustment
     #[default]

@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 
+use crate::error::ParseError;
 use crate::store::{ActivationScheme, Codes, DType, FloatFormat, FloatScale, Granularity, QuantizationSpec, ScaleFormat, Static, Weight};
 
 /// Properties of a scheme.
@@ -30,6 +31,7 @@ macro_rules! schemes {
         /// `-`.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
         #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+        #[non_exhaustive]
         pub enum Scheme {
             $(
                 $(#[$attribute])*
@@ -162,13 +164,13 @@ impl Row {
 }
 
 impl FromStr for Scheme {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Scheme, String> {
+    fn from_str(text: &str) -> Result<Scheme, ParseError> {
         let name = text.to_uppercase().replace('_', "-");
         let known = || ALL.iter().filter(|(known, _)| !known.contains('_'));
         let scheme = known().find(|(known, _)| *known == name).map(|(_, scheme)| *scheme);
-        scheme.ok_or_else(|| format!("unknown scheme `{text}`; the schemes are {}", known().map(|(name, _)| *name).collect::<Vec<_>>().join(", ")))
+        scheme.ok_or_else(|| format!("unknown scheme `{text}`; the schemes are {}", known().map(|(name, _)| *name).collect::<Vec<_>>().join(", ")).into())
     }
 }
 
@@ -180,7 +182,7 @@ impl<'de> Deserialize<'de> for Scheme {
 
 impl Scheme {
     /// Code format of weights.
-    pub fn codes(self) -> Codes {
+    pub(crate) fn codes(self) -> Codes {
         self.row().codes
     }
 
@@ -240,7 +242,7 @@ mod tests {
         for (text, scheme) in [("w4a16", Scheme::W4A16), ("W4A16_ASYM", Scheme::W4A16Asym), ("w4a16-asym", Scheme::W4A16Asym), ("int8", Scheme::W8A8)] {
             assert_eq!(text.parse(), Ok(scheme));
         }
-        assert!("W3A3".parse::<Scheme>().unwrap_err().contains("W4A16-ASYM"));
+        assert!("W3A3".parse::<Scheme>().unwrap_err().to_string().contains("W4A16-ASYM"));
         for (_, scheme) in ALL.iter().copied() {
             assert_eq!(serde_json::from_value::<Scheme>(serde_json::to_value(scheme).unwrap()).unwrap(), scheme);
         }

@@ -12,7 +12,7 @@ use super::prepare::Prepared;
 use super::{Damage, NAME, QuantizeStatic, sensitivity};
 use crate::calibration::ValueStatistics;
 use crate::data::DataSet;
-use crate::error::{Error, Result, counted};
+use crate::error::{Error, ParseError, Result, counted};
 use crate::evaluation::{self, Runner, Subject};
 use crate::model::Model;
 use crate::pass::Context;
@@ -46,10 +46,10 @@ fn trials() -> usize {
 }
 
 impl FromStr for Goal {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        serde_saphyr::from_str(text).map_err(|e| e.to_string())
+    fn from_str(text: &str) -> Result<Self, ParseError> {
+        serde_saphyr::from_str(text).map_err(|e| e.to_string().into())
     }
 }
 

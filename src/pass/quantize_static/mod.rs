@@ -36,7 +36,7 @@ use serde_json::{Value, json};
 use super::{Context, GranularityKind, Pass, Plan, Samples, WeightObserver, options_of};
 use super::{calibrate, channel_equalization};
 use crate::calibration::{ActivationObserver, ValueStatistics};
-use crate::error::{Error, Result};
+use crate::error::{Error, ParseError, Result};
 use crate::model::Model;
 use crate::run_state::{Applied, RunState};
 use crate::store::Pattern;
@@ -51,6 +51,7 @@ pub use sensitivity::{Damage, recommend_floats};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum ActivationTarget {
     /// Any x86: weights from -64 to 64, so that sums of two products fit into 16 bits
     Portable,
@@ -63,6 +64,7 @@ pub enum ActivationTarget {
 
 /// Strength of the migration of scales from activations to weights.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[non_exhaustive]
 pub enum Smooth {
     /// The strength that minimizes the error of each layer. If no layer can absorb the factors and the
     /// gain is large, inserts a multiplication.
@@ -77,15 +79,15 @@ pub enum Smooth {
 }
 
 impl FromStr for Smooth {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         match (text, text.parse::<f64>()) {
             ("auto", _) => Ok(Smooth::Auto),
             ("free", _) => Ok(Smooth::Free),
             ("none", _) => Ok(Smooth::None),
             (_, Ok(strength)) if (0.0..=1.0).contains(&strength) => Ok(Smooth::Strength(strength)),
-            _ => Err(format!("`{text}` is not auto, free, none, or a number from 0 to 1")),
+            _ => Err(format!("`{text}` is not auto, free, none, or a number from 0 to 1").into()),
         }
     }
 }

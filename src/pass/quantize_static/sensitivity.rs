@@ -150,6 +150,7 @@ impl QuantizeStatic {
     ///
     /// # Errors
     /// The same as [`Pass::apply`](crate::pass::Pass::apply).
+    #[doc(hidden)]
     pub fn analyze(&self, model: Model, context: &Context) -> Result<Vec<Damage>> {
         let pass = QuantizeStatic { embeddings: false, ..self.clone() };
         if context.data.calibration.is_none() {

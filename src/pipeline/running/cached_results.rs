@@ -44,6 +44,7 @@ pub struct ResultCache {
 
 /// A cached result.
 #[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
 pub struct CachedResult {
     /// Hash of everything that the result depends on.
     pub key: String,

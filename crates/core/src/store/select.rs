@@ -8,7 +8,7 @@ use std::str::FromStr;
 use regex::Regex;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ParseError, Result};
 
 /// A pattern for tensor names. It matches the full name of a tensor or of its module (the name without
 /// `.weight`). A regular expression is anchored only at the start and may use look-around, as in
@@ -64,9 +64,9 @@ impl Pattern {
 }
 
 impl FromStr for Pattern {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         if text.is_empty() {
             return Err("a pattern cannot be empty".into());
         }
@@ -201,7 +201,7 @@ mod tests {
         assert!(!matches("re:layers", "model.layers.3"));
         assert!(matches(r"re:^(?!.*lm_head).*layers\.(?:0|1)\..*_proj$", "model.layers.1.q_proj.weight"));
         assert!(!matches(r"re:^(?!.*q_proj).*", "model.layers.1.q_proj"));
-        assert_eq!("re:(".parse::<Pattern>().unwrap_err(), "pattern `re:(`: unclosed group");
+        assert_eq!("re:(".parse::<Pattern>().unwrap_err().to_string(), "pattern `re:(`: unclosed group");
         assert!("".parse::<Pattern>().is_err());
     }
 

@@ -7,6 +7,8 @@ use std::str::FromStr;
 use serde::de::{self, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use crate::error::ParseError;
+
 /// A number of bytes, written `5GB`, `500 MB`, `2GiB` or as a plain number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ByteSize(pub u64);
@@ -24,10 +26,10 @@ const UNITS: [(&str, u64); 9] = [
 ];
 
 impl FromStr for ByteSize {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("`{text}` is not a size like 5GB, 500MB or 2GiB");
+    fn from_str(text: &str) -> Result<Self, ParseError> {
+        let wrong = || ParseError::from(format!("`{text}` is not a size like 5GB, 500MB or 2GiB"));
         let text_trimmed = text.trim();
         let digits = text_trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text_trimmed.len());
         let (number, unit) = text_trimmed.split_at(digits);
@@ -109,9 +111,9 @@ pub enum OpenSize {
 }
 
 impl FromStr for OpenSize {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         let size = |part: &str| part.trim().parse::<usize>().map_err(|_| format!("`{text}` is neither a size like 128 nor a shape like 1x512"));
         let sizes = text.split('x').map(size).collect::<Result<Vec<_>, _>>()?;
         Ok(match sizes.as_slice() {

@@ -52,9 +52,9 @@ pub enum Column {
 }
 
 impl FromStr for Column {
-    type Err = String;
+    type Err = std::convert::Infallible;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
         Ok(text.parse().map_or_else(|_| Column::Name(text.to_owned()), Column::Index))
     }
 }

@@ -205,7 +205,7 @@ impl Config {
             for target in targets {
                 let target = target.as_str().ok_or_else(|| unsupported(format!("the target {target} of `config_groups`")))?;
                 let expression = target.starts_with("re:").then(|| target.parse()).transpose();
-                let expression = expression.map_err(|e: String| unsupported(format!("the target of `config_groups`: {e}")))?;
+                let expression = expression.map_err(|e: crate::error::ParseError| unsupported(format!("the target of `config_groups`: {e}")))?;
                 schemes.list.push(Scheme { target: target.to_owned(), expression, codes, activations, granularity });
             }
         }

@@ -10,7 +10,7 @@ use super::log::LogFormat;
 use super::losses::Losses;
 use super::optimizer::Kind;
 use super::schedule::Schedule;
-use crate::error::{Error, Result};
+use crate::error::{Error, ParseError, Result};
 use crate::evaluation::Precision;
 use crate::store::{ByteSize, Pattern};
 
@@ -91,7 +91,7 @@ pub enum Every {
 }
 
 /// Parses losses on the command line; an empty text selects the default losses.
-pub fn losses_or_none(text: &str) -> std::result::Result<Losses, String> {
+pub fn losses_or_none(text: &str) -> std::result::Result<Losses, ParseError> {
     if text.is_empty() { Ok(Losses::default()) } else { text.parse() }
 }
 
@@ -104,15 +104,15 @@ pub fn batch_size_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema 
 macro_rules! from_yaml {
     ($($type:ty),+) => {
         $(impl FromStr for $type {
-            type Err = String;
+            type Err = ParseError;
 
             /// Parses the recipe syntax, or `name=value`.
-            fn from_str(text: &str) -> std::result::Result<Self, String> {
+            fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
                 let yaml = match text.split_once('=') {
                     Some((name, value)) if !text.contains('{') => format!("{{ {name}: {value} }}"),
                     _ => text.to_owned(),
                 };
-                serde_saphyr::from_str(&yaml).map_err(|e| e.to_string())
+                serde_saphyr::from_str(&yaml).map_err(|e| ParseError::from(e.to_string()))
             }
         })+
     };
@@ -121,12 +121,12 @@ macro_rules! from_yaml {
 from_yaml!(Checkpointing, Every);
 
 impl FromStr for Schedule {
-    type Err = String;
+    type Err = ParseError;
 
     /// Parses the recipe syntax, or `linear,warmup_steps=100`.
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
+    fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
         let yaml = if text.contains('{') { text.to_owned() } else { format!("{{ kind: {} }}", text.replace('=', ": ")) };
-        serde_saphyr::from_str(&yaml).map_err(|e| e.to_string())
+        serde_saphyr::from_str(&yaml).map_err(|e| ParseError::from(e.to_string()))
     }
 }
 
@@ -150,13 +150,13 @@ impl fmt::Display for BatchSize {
 }
 
 impl FromStr for BatchSize {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
+    fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
         match (text, text.parse()) {
             ("auto", _) => Ok(BatchSize::Auto),
             (_, Ok(count)) if count > 0 => Ok(BatchSize::Samples(count)),
-            _ => Err(format!("`{text}` is neither `auto` nor a number of samples of at least 1")),
+            _ => Err(format!("`{text}` is neither `auto` nor a number of samples of at least 1").into()),
         }
     }
 }

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use serde::de::{self, Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ParseError, Result};
 
 /// Distance between two vectors.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -168,12 +168,12 @@ impl Losses {
 }
 
 impl FromStr for Losses {
-    type Err = String;
+    type Err = ParseError;
 
     /// Parses the recipe syntax `{ soft: 0.5, hard: 0.5 }`, or `soft=0.5,hard=0.5`.
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
+    fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
         let yaml = if text.contains('{') { text.to_owned() } else { format!("{{ {} }}", text.replace('=', ": ")) };
-        serde_saphyr::from_str(&yaml).map_err(|e| e.to_string())
+        serde_saphyr::from_str(&yaml).map_err(|e| e.to_string().into())
     }
 }
 
