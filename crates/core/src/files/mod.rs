@@ -13,6 +13,7 @@ mod remote;
 #[cfg(not(feature = "remote"))]
 #[path = "no_remote.rs"]
 mod remote;
+mod stores;
 
 use std::fs;
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -22,7 +23,8 @@ use std::sync::Arc;
 
 pub use destination::{Destination, NewFile};
 pub use local_names::LocalNames;
-pub use remote::{SCHEMES, describe, is_writable, prefetch};
+pub use remote::{SCHEMES, describe};
+pub use stores::{Store, is_writable, prefetch, register_store};
 
 /// Type of a file system entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,7 +50,7 @@ pub struct Entry {
 
 /// The name of a remote file or folder, which starts with a scheme. `None` for local paths.
 pub fn remote_name(path: &Path) -> Option<&str> {
-    path.to_str().filter(|name| SCHEMES.iter().any(|scheme| name.starts_with(scheme)))
+    path.to_str().filter(|name| stores::is_known(name))
 }
 
 /// Rejects credentials in the name of a remote file, because names are written into recipes, reports and
@@ -92,6 +94,7 @@ pub struct File {
 enum Bytes {
     Local(Arc<fs::File>),
     Remote(remote::Open),
+    Store(stores::StoredFile),
 }
 
 impl File {
@@ -101,7 +104,7 @@ impl File {
     /// The file does not exist, is not a regular file, or cannot be reached.
     pub fn open(path: &Path) -> io::Result<File> {
         if let Some(name) = remote_name(path) {
-            return remote::open(name);
+            return stores::open(name);
         }
         // Checked before opening, because opening a pipe without a writer blocks.
         let about = fs::metadata(path)?;
@@ -134,12 +137,9 @@ impl File {
     pub fn read_exact_at(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
         match &self.bytes {
             Bytes::Local(file) => file.read_exact_at(buffer, at),
-            Bytes::Remote(file) => {
-                if at.checked_add(buffer.len() as u64).is_none_or(|end| end > self.length) {
-                    return Err(io::ErrorKind::UnexpectedEof.into());
-                }
-                file.read_exact_at(buffer, at)
-            }
+            _ if at.checked_add(buffer.len() as u64).is_none_or(|end| end > self.length) => Err(io::ErrorKind::UnexpectedEof.into()),
+            Bytes::Remote(file) => file.read_exact_at(buffer, at),
+            Bytes::Store(file) => file.read_exact_at(buffer, at),
         }
     }
 
@@ -171,7 +171,7 @@ impl Read for Reader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let count = match &self.file.bytes {
             Bytes::Local(file) => file.read_at(buffer, self.at)?,
-            Bytes::Remote(_) => {
+            Bytes::Remote(_) | Bytes::Store(_) => {
                 let left = self.file.length.saturating_sub(self.at);
                 let count = buffer.len().min(usize::try_from(left).unwrap_or(usize::MAX));
                 self.file.read_exact_at(buffer.get_mut(..count).unwrap_or_default(), self.at)?;
@@ -206,7 +206,7 @@ pub fn absolute(path: &Path) -> PathBuf {
 /// The entry does not exist or cannot be reached.
 pub fn kind(path: &Path) -> io::Result<Kind> {
     if let Some(name) = remote_name(path) {
-        return remote::kind(name);
+        return stores::kind(name);
     }
     let about = fs::metadata(path)?;
     Ok(match () {
@@ -241,7 +241,7 @@ pub fn length(path: &Path) -> io::Result<u64> {
 /// # Errors
 /// The file does not exist or cannot be reached.
 pub fn content_hash(path: &Path) -> io::Result<Option<String>> {
-    remote_name(path).map_or(Ok(None), remote::content_hash)
+    remote_name(path).map_or(Ok(None), stores::content_hash)
 }
 
 /// Compares the contents of a file with its [`content_hash`], if there is one. Ranges that were read in
@@ -251,7 +251,7 @@ pub fn content_hash(path: &Path) -> io::Result<Option<String>> {
 /// # Errors
 /// `InvalidData` if the hash differs, `Interrupted` if `step` returns `false`, or reading fails.
 pub fn check_content(path: &Path, step: &dyn Fn(u64) -> bool) -> io::Result<()> {
-    remote_name(path).map_or(Ok(()), |name| remote::check_content(name, step))
+    remote_name(path).map_or(Ok(()), |name| stores::check_content(name, step))
 }
 
 /// Lists a folder, sorted by name.
@@ -260,7 +260,7 @@ pub fn check_content(path: &Path, step: &dyn Fn(u64) -> bool) -> io::Result<()> 
 /// The folder does not exist or cannot be read.
 pub fn list(folder: &Path) -> io::Result<Vec<Entry>> {
     if let Some(name) = remote_name(folder) {
-        return remote::list(name);
+        return stores::list(name);
     }
     let entry = |entry: fs::DirEntry| {
         let (path, kind) = (entry.path(), entry.file_type()?);
@@ -291,7 +291,7 @@ pub fn files(folder: &Path) -> io::Result<Vec<PathBuf>> {
 /// The file cannot be read.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     match remote_name(path) {
-        Some(name) => remote::read(name),
+        Some(name) => stores::read(name),
         None => fs::read(path),
     }
 }
@@ -302,7 +302,7 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
 /// The file cannot be read, or is not UTF-8.
 pub fn read_to_string(path: &Path) -> io::Result<String> {
     match remote_name(path) {
-        Some(name) => String::from_utf8(remote::read(name)?).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "stream did not contain valid UTF-8")),
+        Some(name) => String::from_utf8(stores::read(name)?).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "stream did not contain valid UTF-8")),
         None => fs::read_to_string(path),
     }
 }
