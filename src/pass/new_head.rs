@@ -160,8 +160,8 @@ mod tests {
             let is_head = |name: &String| !["encoder", "embeddings", "layers", "transformer", "blocks"].iter().any(|part| name.contains(part));
             let heads = |model: &Model| model.weights.by_name.keys().filter(|name| is_head(name)).cloned().collect::<Vec<_>>();
             let count = expected.config.get("id2label").unwrap().as_object().unwrap().len();
-            let mut run = RunState::default();
-            let WithHead { model, .. } = add_head("finetune: labels", golden(name), &mut run, &classes(count), 0).unwrap_or_else(|e| panic!("{name}: {e}"));
+            let WithHead { model, .. } =
+                add_head("finetune: labels", golden(name), &mut Vec::new(), &classes(count), 0).unwrap_or_else(|e| panic!("{name}: {e}"));
             // Configurations differ in poolers and biases.
             let common = |names: Vec<String>| names.into_iter().filter(|name| !name.contains("pooler") && !name.ends_with("bias")).collect::<Vec<_>>();
             assert_eq!(common(heads(&model)), common(heads(&expected)), "{name}");
@@ -188,10 +188,10 @@ mod tests {
             ("resnet-basic", "classifier.1"),
         ] {
             let mut model = golden(name);
-            let error = add_head("finetune: labels", model.clone(), &mut RunState::default(), &classes(3), 0).map(drop).unwrap_err().to_string();
+            let error = add_head("finetune: labels", model.clone(), &mut Vec::new(), &classes(3), 0).map(drop).unwrap_err().to_string();
             assert!(error.contains("a head for 5 classes, not for 3"), "{name}: {error}");
             model.weights.by_name.retain(|weight, _| !is_in_modules(weight, &[logits]));
-            let WithHead { model, .. } = add_head("finetune: labels", model, &mut RunState::default(), &classes(3), 0).unwrap();
+            let WithHead { model, .. } = add_head("finetune: labels", model, &mut Vec::new(), &classes(3), 0).unwrap();
             let mut input = model.clone();
             assert!(!model.has_new_classes(&input), "{name}");
             input.weights.by_name.retain(|weight, _| !is_in_modules(weight, &[logits]));
@@ -204,7 +204,7 @@ mod tests {
 
     #[test]
     fn heads_are_kept_or_refused_by_name() {
-        let head_of = |model: Model, count: usize| add_head("finetune: labels", model, &mut RunState::default(), &classes(count), 0);
+        let head_of = |model: Model, count: usize| add_head("finetune: labels", model, &mut Vec::new(), &classes(count), 0);
         let add = |name: &str, count: usize| head_of(golden(name), count);
         let before = golden("bert-sequence-classification");
         let kept = head_of(before.clone(), 3).unwrap();

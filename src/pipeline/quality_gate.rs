@@ -139,9 +139,8 @@ mod tests {
         let note = |[first, last]: [f64; 2], loss: &str, cosine: f64| {
             // The first and the last step have no labels.
             let records = serde_json::json!([{ "losses": {} }, { "losses": { loss: first } }, { "losses": { loss: last } }, { "losses": {} }]);
-            let curve = serde_json::json!({ "training": { "curve": records } });
-            let mut applied = crate::run_state::Applied::new("finetune", serde_json::Value::Null);
-            applied.details = std::sync::Arc::new(move || curve.clone());
+            let details = serde_json::json!({ "training": { "curve": records } });
+            let applied = crate::run_state::Applied { details, ..crate::run_state::Applied::new("finetune", serde_json::Value::Null) };
             let run = RunState { history: vec![applied], ..RunState::default() };
             let found = MeasuredFidelity { samples_from: SamplesFrom::Synthetic, samples: 4, data: None, fidelity: fidelity(cosine, None, None) };
             quality_note(&Measured { fidelity: Some(found), ..Measured::default() }, &Pipeline::builder().build().unwrap(), &run)
