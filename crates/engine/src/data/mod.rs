@@ -17,6 +17,7 @@ mod image_input;
 mod images;
 mod labels;
 mod loader;
+mod npy;
 pub mod one_or_several;
 mod open_sets;
 mod options;

@@ -4,18 +4,15 @@ use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use flate2::read::DeflateDecoder;
-use npyz::{Endianness, NpyHeader, TypeChar};
 
 use super::arrays::{LABELS, names};
+use super::npy::Header;
 use super::options::{Column, Data};
 use super::{MAX_SAMPLE_BYTES, Port};
 use crate::error::{Error, Result};
 use crate::files::{self, File};
 use crate::store::header::byte_count;
 use crate::store::{Checkpoint, DType, RawTensor};
-
-/// Maximum header size in bytes, the same as NumPy's.
-const MAX_HEADER_BYTES: u32 = 10_000;
 
 /// An open array that is read row by row, or completely.
 pub(super) struct Rows {
@@ -168,43 +165,12 @@ fn array(path: &Path) -> Result<Rows> {
 
 /// Opens an array in NumPy's format.
 fn numpy(name: String, path: &Path, mut rest: Box<dyn Read + Send>) -> Result<Rows, String> {
-    let header = header(&mut rest).map_err(|e| format!("array `{name}`: {e}"))?;
-    if header.order() != npyz::Order::C {
+    let header = Header::read(&mut rest).map_err(|e| format!("array `{name}`: {e}"))?;
+    if header.fortran_order {
         return Err(format!("array `{name}` is in Fortran order; convert it with numpy.ascontiguousarray"));
     }
-    let dtype = dtype(&header).ok_or_else(|| format!("array `{name}` has the unsupported dtype {}", header.dtype().descr()))?;
-    let shape: Vec<usize> = header.shape().iter().map(|n| *n as usize).collect();
+    let dtype = header.dtype().ok_or_else(|| format!("array `{name}` has the unsupported dtype {}", header.descr))?;
+    let shape = header.shape;
     byte_count(dtype, &shape).ok_or_else(|| format!("array `{name}` is too large"))?;
     Ok(Rows { name, path: path.to_owned(), dtype, shape, source: Source::Stream(rest) })
-}
-
-fn header(rest: &mut dyn Read) -> std::io::Result<NpyHeader> {
-    let mut start = [0; 12];
-    rest.read_exact(&mut start)?;
-    let [.., version, _, a, b, c, d] = start;
-    let bytes = if version == 1 { u16::from_le_bytes([a, b]).into() } else { u32::from_le_bytes([a, b, c, d]) };
-    if bytes > MAX_HEADER_BYTES {
-        return Err(std::io::Error::other(format!("the header has {bytes} bytes, more than {MAX_HEADER_BYTES}")));
-    }
-    NpyHeader::from_reader(start.as_slice().chain(rest))
-}
-
-fn dtype(header: &NpyHeader) -> Option<DType> {
-    let npyz::DType::Plain(kind) = header.dtype() else { return None };
-    if kind.endianness() == Endianness::Big {
-        return None;
-    }
-    Some(match (kind.type_char(), kind.size_field()) {
-        (TypeChar::Bool, _) | (TypeChar::Uint, 1) => DType::U8,
-        (TypeChar::Int, 1) => DType::I8,
-        (TypeChar::Int, 2) => DType::I16,
-        (TypeChar::Int, 4) => DType::I32,
-        (TypeChar::Int, 8) => DType::I64,
-        (TypeChar::Uint, 2) => DType::U16,
-        (TypeChar::Uint, 4) => DType::U32,
-        (TypeChar::Float, 2) => DType::F16,
-        (TypeChar::Float, 4) => DType::F32,
-        (TypeChar::Float, 8) => DType::F64,
-        _ => return None,
-    })
 }
