@@ -283,3 +283,13 @@ fn the_store_does_not_depend_on_passes_and_architectures() {
     words.extend(compress::pass::PASSES.iter().filter(|name| !["quantize", "dequantize"].contains(*name)));
     check(|source| if source.path.starts_with("store/") { without(source, &words) } else { Vec::new() });
 }
+
+/// Default features are enabled for the packages of `cargo test --workspace`, and not for the dependencies of
+/// `cargo test --test it`, which would then compile these crates and all that use them once more.
+#[test]
+fn crates_have_no_default_features() {
+    for (package, _) in CRATES {
+        let manifest = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("crates").join(package).join("Cargo.toml")).unwrap();
+        assert!(!manifest.lines().any(|line| line.starts_with("default =")), "crates/{package} has default features");
+    }
+}

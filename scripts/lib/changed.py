@@ -1,0 +1,119 @@
+"""Prints the commands that check the crates which changed since a commit, one per line.
+
+    PYTHONPATH=scripts python3 -m lib.changed BASE
+
+Changed files are those that differ from BASE, and new ones. The commands: formatting, then for each changed crate
+lints and unit tests, and then the integration tests of the changed folders.
+"""
+
+import subprocess
+import sys
+
+from lib import ROOT
+
+# Package and features of each crate, as in CONTRIBUTING.md; dependencies of a crate come first.
+CRATES = {
+    "crates/kernels/": ("compress-kernels", "run"),
+    "crates/core/": ("compress-core", "remote,zstd"),
+    "crates/graph/": ("compress-graph", "run"),
+    "crates/onnx/": ("compress-onnx", ""),
+    "crates/engine/": ("compress-engine", "run"),
+    "src/": ("compress-models", ""),
+}
+# Modules of tests/it that test files, by the beginning of their path; all matching rows apply.
+TESTS = {
+    "crates/kernels/": "ops laws goldens",
+    "crates/core/src/files": "cli::commands mutated",
+    "crates/core/src/output": "cli parts",
+    "crates/core/src/store": "goldens laws gguf pieces mutated corpus",
+    "crates/graph/src/analysis": "groups structured blockwise",
+    "crates/graph/src/arch": "families parity tape generation groups",
+    "crates/graph/src/ir": "ops parity tape corpus",
+    "crates/onnx/": "onnx onnx_cached onnx_in onnx_int8 onnx_lift onnx_opaque runtime ops::onnx",
+    "crates/engine/src/calibration": "static_int8 layerwise properties::calibration",
+    "crates/engine/src/data": "evaluation train properties::folders",
+    "crates/engine/src/evaluation": "evaluation properties::fidelity",
+    "crates/engine/src/exec": "blockwise parity tape run generation",
+    "crates/engine/src/generation": "generation onnx_cached",
+    "crates/engine/src/model": "families gguf low_bits run",
+    "crates/engine/src/train": "train train_encoder_decoder train_processes optimizers tape",
+    "src/cli": "cli",
+    "src/export": "runtime onnx_cached low_bits gguf properties::families",
+    "src/pass": "goldens laws properties::options",
+    "src/pass/channel_equalization": "static_int8",
+    "src/pass/decompose": "low_rank",
+    "src/pass/distill": "train train_encoder_decoder",
+    "src/pass/finetune": "train train_encoder_decoder",
+    "src/pass/layerwise": "layerwise",
+    "src/pass/palettize": "low_rank",
+    "src/pass/prune_structured": "structured properties::pruning",
+    "src/pass/quantize": "low_bits layerwise",
+    "src/pass/quantize_static": "static_int8 onnx_int8",
+    "src/pipeline": "cached cached_results parts pieces run",
+    "src/recipe": "configs properties::options",
+    "src/report": "report",
+    "src/run_state": "laws parts",
+    "configs/": "configs readme",
+    "docs/": "readme language",
+    "README.md": "readme language",
+    "examples/": "cached configs",
+    "fuzz/": "corpus mutated",
+    "tests/golden/": "goldens parity tape ops generation evaluation optimizers",
+    "tests/golden/gguf": "gguf",
+    "tests/golden/groups": "groups",
+    "tests/golden/training": "train_encoder_decoder",
+}
+# Rules of all source and text files.
+RULES = "tidy imports language"
+# Files of which everything depends.
+EVERYTHING = ("Cargo.toml", "Cargo.lock", "build.rs", "clippy.toml", "tests/it/common/", "tests/it/main.rs")
+
+
+def modules() -> set[str]:
+    """The modules of tests/it that contain tests."""
+    entries = (path.stem for path in (ROOT / "tests/it").iterdir())
+    return set(entries) - {"main", "common"}
+
+
+def changed_files(base: str) -> list[str]:
+    def git(*command):
+        return subprocess.run(["git", *command, "-z"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.split("\0")
+
+    return sorted(filter(None, {*git("diff", "--name-only", base), *git("ls-files", "--others", "--exclude-standard")}))
+
+
+def commands(files: list[str]) -> list[str]:
+    """The commands that check changed files."""
+    everything = any(name.startswith(EVERYTHING) or name.endswith("/Cargo.toml") for name in files)
+    crates = [crate for folder, crate in CRATES.items() if everything or any(name.startswith(folder) for name in files)]
+    found = ["cargo fmt --check"]
+    features = {name: f" --features {enabled}" if enabled else "" for name, enabled in crates}
+    found += [f"cargo clippy --quiet -p {name}{features[name]} --all-targets -- -D warnings" for name in features]
+    found += [f"cargo test --quiet -p {name}{features[name]} --lib" for name in features]
+    tests = {test for prefix, names in TESTS.items() if any(name.startswith(prefix) for name in files) for test in names.split()}
+    own = (name.removeprefix("tests/it/").split("/")[0].removesuffix(".rs") for name in files if name.startswith("tests/it/"))
+    tests |= modules() & set(own)
+    if everything:
+        return [*found, "cargo test --test it"]
+    if files:
+        tests |= set(RULES.split())
+        found.append(f"cargo test --test it -- {' '.join(f'{test}::' for test in sorted(tests))}")
+    return found
+
+
+def main() -> int:
+    named = {name.split("::")[0] for names in (*TESTS.values(), RULES) for name in names.split()}
+    missing = sorted(modules() ^ named)
+    if missing:
+        print(f"scripts/lib/changed.py: no row for these modules of tests/it, or no such module: {', '.join(missing)}", file=sys.stderr)
+        return 1
+    folders = sorted(prefix for prefix in (*TESTS, *CRATES) if not list(ROOT.glob(f"{prefix.rstrip('/')}*")))
+    if folders:
+        print(f"scripts/lib/changed.py: no such files: {', '.join(folders)}", file=sys.stderr)
+        return 1
+    print(*commands(changed_files(sys.argv[1])), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
