@@ -8,6 +8,7 @@ mod parts;
 mod plan;
 mod quality_gate;
 mod run;
+mod run_report;
 #[cfg(feature = "run")]
 mod running;
 #[cfg(not(feature = "run"))]

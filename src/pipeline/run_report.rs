@@ -1,0 +1,291 @@
+//! The report of a run.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use serde_json::Value;
+
+use super::carry::{self, write_text};
+use super::quality_gate::quality_note;
+use super::run::{Measured, Run, Written};
+use super::zstd_size::measure_zstd_sizes;
+use crate::error::{Error, Result};
+use crate::evaluation::{Accuracy, MeasuredFidelity};
+use crate::export::Exported;
+use crate::files::{self, LocalNames};
+use crate::model::Model;
+use crate::output::Staging;
+use crate::recipe::Recipe;
+use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Peak, Report, Size, Sizes, Tool, Totals, Verified, WARNING, WeightHistogram};
+use crate::run_state::{Applied, RunState};
+use crate::store::writer::{WeightMeasurement, input_hash};
+use crate::store::{Encoding, Origin, QuantizationSpec, Weight};
+use crate::work::Work;
+
+/// File name of the model's graph, which a pass may change.
+const GRAPH: &str = "graph.json";
+
+impl Run<'_> {
+    /// The report of a written model, without the copied files and the totals.
+    pub fn report(&self, staging: &Staging, written: &Written, measured: Measured) -> Result<Report> {
+        let Run { pipeline, input, after, state, .. } = self;
+        let (work, exports) = (pipeline.work(), &written.exports);
+        let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
+        let quality = quality_note(&measured, pipeline, state);
+        let mut size = sizes(input, after, first)?;
+        let weights: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| staging.destination().location(&f.name)).collect();
+        measure_zstd_sizes(&mut size, &input.weight_files, &weights, &work)?;
+        // If the output is a file, its report has a separate folder.
+        let target = state.file.as_ref().map_or_else(|| staging.target().to_owned(), |_| crate::output::report_folder(staging.target()));
+        let recipe = serde_json::to_value(pipeline.recipe(input)).unwrap_or_default();
+        let names = LocalNames::new(&recipe, Some(&target));
+        let recipe = names.value(&recipe);
+        let environment = pipeline.environment(measured.fidelity.is_some())?;
+        let notes = [
+            quality.into_iter().collect(),
+            after.auxiliary.notes(&after.path),
+            written.graph_note.iter().chain(&self.excluded).cloned().chain(self.unchecked_note()).chain(missing_input_files(input, after)).collect(),
+            staging.notes().to_vec(),
+            notes(after, state, exports),
+            self.sample_notes.clone(),
+            measured.notes,
+        ];
+        let mut report = Report {
+            schema: report::SCHEMA,
+            tool: Tool::default(),
+            environment,
+            model: ModelId {
+                source: published_recipe(&recipe)?.model,
+                architecture: Some(input.config.model_type().to_owned()).filter(|t| !t.is_empty()),
+                blake3: model_hash(input, after, first, &work)?,
+            },
+            seed: pipeline.seed,
+            recipe,
+            passes: self.passes(&names, written.peak_rss_bytes),
+            size,
+            compute: measured.compute,
+            accuracy: measured.accuracy.map(|accuracy| Accuracy { data: names.text(&accuracy.data), ..accuracy }),
+            fidelity: measured.fidelity.map(|fidelity| MeasuredFidelity { data: fidelity.data.as_deref().map(|data| names.text(data)), ..fidelity }),
+            continuations: measured.continuations,
+            latency: measured.latency,
+            layers: layers(input, after, first),
+            histograms: Vec::new(),
+            outputs: exports.iter().flat_map(|(format, exported)| outputs(format, exported)).collect(),
+            carried: Vec::new(),
+            notes: notes.concat().iter().map(|note| names.text(note)).collect(),
+            totals: Totals::default(),
+        };
+        report.notes.sort_by_key(|note| !note.starts_with(WARNING));
+        report.histograms = histograms(&report, first);
+        Ok(report)
+    }
+
+    /// Writes the recipe, the files of passes, and the report, to which it adds the copied files and the
+    /// totals.
+    pub fn write_records(&self, folder: &Path, written: &Written, report: &mut Report, (start, peak): (Instant, &Peak)) -> Result<()> {
+        write_text(&folder.join("recipe.yaml"), &published_recipe(&report.recipe)?.to_yaml())?;
+        for (name, bytes) in &self.state.attached {
+            let path = folder.join(name);
+            fs::write(&path, bytes.as_slice()).map_err(Error::io("write", &path))?;
+        }
+        let is_replaced = |name: &str| name == GRAPH || self.state.attached.contains_key(name) || written.resized.contains_key(Path::new(name));
+        report.carried = carry::list(folder, &self.after, &report.outputs, is_replaced, &self.pipeline.work())?;
+        let highest = peak.highest();
+        report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: highest.rss_bytes, peak_vram_bytes: highest.vram_bytes };
+        write_text(&folder.join(report::FILE), &report.to_json())?;
+        write_text(&folder.join("report.md"), &report.to_markdown())?;
+        write_text(&folder.join("report.html"), &report.to_html())
+    }
+
+    /// The records of the passes. `writing` is the peak memory of passes that are executed during writing.
+    fn passes(&self, names: &LocalNames, writing: Option<u64>) -> Vec<PassReport> {
+        let record = |applied: &Applied| PassReport {
+            name: applied.name.into(),
+            options: names.value(&applied.options),
+            seconds: applied.meter.total().as_secs_f64(),
+            peak_rss_bytes: applied.peak_rss_bytes.or(writing),
+            peak_vram_bytes: applied.peak_vram_bytes,
+            tensors_changed: applied.tensors.len(),
+            rule: applied.rule.clone(),
+            unselected: applied.unselected(&self.input.weights),
+            details: names.value(&applied.details),
+        };
+        self.state.history.iter().map(record).collect()
+    }
+
+    /// A note on remote files that parts could not compare with their hashes.
+    fn unchecked_note(&self) -> Option<String> {
+        let has_hash = |path: &PathBuf| files::content_hash(path).is_ok_and(|hash| hash.is_some());
+        (self.parts.is_some() && self.input.weight_files.iter().any(has_hash))
+            .then(|| "the parts read only ranges of the input files, so the files were not compared with the SHA-256 that their server states".to_owned())
+    }
+}
+
+/// The recipe as it is written to the output, from its value in the report.
+fn published_recipe(recipe: &Value) -> Result<Recipe> {
+    serde_json::from_value(recipe.clone()).map_err(|e| Error::option("recipe", e))
+}
+
+/// If the weights come from another folder, a note that names the files of the input that are missing
+/// from the output.
+fn missing_input_files(input: &Model, written: &Model) -> Option<String> {
+    if written.path == input.path {
+        return None;
+    }
+    let is_written = |file: &&PathBuf| written.auxiliary.files.contains(file) || written.auxiliary.synthesized.contains_key(*file);
+    let files = input.auxiliary.files.iter().chain(input.auxiliary.synthesized.keys());
+    let missing: Vec<String> = files.filter(|file| !is_written(file)).map(|file| file.display().to_string()).collect();
+    let from = written.path.display();
+    (!missing.is_empty())
+        .then(|| format!("not copied from the input: {} (the weights are those of {from}, so its files are copied instead)", missing.join(", ")))
+}
+
+fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {
+    let mut bytes_before = 0;
+    for path in &model.weight_files {
+        bytes_before += files::length(path).map_err(Error::io("open", path))?;
+    }
+    let zeros = |model: &Model, count: fn(&WeightMeasurement) -> u64| {
+        exported.weights.iter().filter(|(name, _)| model.weights.by_name.contains_key(name)).map(|(_, measured)| count(measured)).sum::<u64>()
+    };
+    let mut zeros_before = zeros(model, |s| s.difference.zeros_before);
+    // Aliases of tied weights that are no longer stored were not measured during writing.
+    for (_, weight) in model.weights.by_name.iter().filter(|(name, _)| !after.weights.by_name.contains_key(*name)) {
+        weight.visit(1, &mut |block| {
+            zeros_before += block.now.zeros();
+            Ok(())
+        })?;
+    }
+    let (parameters_before, parameters) = (model.weights.parameters(), after.weights.parameters());
+    let before = Size {
+        parameters: parameters_before,
+        nonzero: parameters_before - zeros_before.min(parameters_before),
+        tensors: model.weights.by_name.values().map(|w| w.stored_as.len()).sum(),
+        bytes: bytes_before,
+        bytes_zstd: None,
+        bytes_zstd_sampled: false,
+    };
+    let after = Size {
+        parameters,
+        nonzero: parameters - zeros(after, |s| s.difference.zeros_after).min(parameters),
+        tensors: exported.tensors,
+        bytes: exported.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| f.bytes).sum(),
+        bytes_zstd: None,
+        bytes_zstd_sampled: false,
+    };
+    let ratio = before.bytes as f64 / after.bytes.max(1) as f64;
+    Ok(Sizes { before, after, ratio })
+}
+
+/// Hash of all weights of the input. Weights that were read completely while writing were hashed then;
+/// the others, which passes have resized or recomputed, are read again.
+fn model_hash(model: &Model, after: &Model, exported: &Exported, work: &Work) -> Result<String> {
+    let is_hashed = |name: &str, weight: &Weight| after.weights.by_name.get(name).is_some_and(|now| now.origin == Origin::File && now.shape == weight.shape);
+    let mut hashes: BTreeMap<&str, blake3::Hash> = exported
+        .weights
+        .iter()
+        .filter(|(name, _)| model.weights.by_name.get(name).is_some_and(|weight| is_hashed(name, weight)))
+        .filter_map(|(name, measured)| Some((name.as_str(), measured.input_hash?)))
+        .collect();
+    let rest: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(name, _)| !hashes.contains_key(name.as_str())).collect();
+    let found = work.quiet().run("Hashing", &rest, |(_, weight)| weight.stored_bytes, |(_, weight)| input_hash(weight))?;
+    hashes.extend(rest.iter().map(|(name, _)| name.as_str()).zip(found));
+    let mut hasher = blake3::Hasher::new();
+    for (name, weight) in &model.weights.by_name {
+        if let Some(hash) = hashes.get(name.as_str()) {
+            hasher.update(format!("{name} {} {:?} {hash}\n", weight.describe(), weight.shape).as_bytes());
+        }
+    }
+    Ok(hasher.finalize().to_string())
+}
+
+fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
+    let layer = |((name, measured), encoding): (&(String, WeightMeasurement), &String)| Layer {
+        name: name.clone(),
+        shape: after.weights.by_name.get(name).map(|w| w.shape.clone()).unwrap_or_default(),
+        encoding: encoding.clone(),
+        bytes_before: model.weights.by_name.get(name).map_or(0, |w| w.stored_bytes),
+        bytes_after: measured.bytes,
+        zeros: measured.difference.zeros_after,
+        sqnr_db: if measured.changed && !after.weights.by_name.get(name).is_some_and(|w| w.origin == Origin::Rescaled) {
+            measured.difference.sqnr_db()
+        } else {
+            None
+        },
+    };
+    let stored = exported.weights.iter().zip(&exported.encodings);
+    stored.filter(|((name, _), _)| after.weights.by_name.contains_key(name)).map(layer).collect()
+}
+
+/// Number of weights whose histograms are in the report.
+const HISTOGRAMS: usize = 8;
+
+fn histograms(report: &Report, exported: &Exported) -> Vec<WeightHistogram> {
+    let measurements: BTreeMap<&str, &WeightMeasurement> = exported.weights.iter().map(|(name, measured)| (name.as_str(), measured)).collect();
+    let histogram = |layer: &&Layer| {
+        let found = measurements.get(layer.name.as_str())?.histogram.clone()?;
+        Some(WeightHistogram { name: layer.name.clone(), low: found.low, high: found.high, before: found.before, after: found.after })
+    };
+    let others = report.layers.iter().filter(|layer| layer.sqnr_db.is_none() && layer.shape.len() > 1);
+    report.most_changed().into_iter().chain(others).filter_map(|layer| histogram(&layer)).take(HISTOGRAMS).collect()
+}
+
+fn outputs(format: &str, exported: &Exported) -> Vec<OutputFile> {
+    let verified = Verified { how: exported.how.clone(), max_abs_error: exported.max_abs_error, ok: true };
+    let file = |f: &crate::store::writer::Written| OutputFile {
+        format: format.to_owned(),
+        path: f.name.clone(),
+        bytes: f.bytes,
+        blake3: f.blake3.to_string(),
+        verified: verified.clone(),
+    };
+    exported.files.iter().map(file).collect()
+}
+
+/// Signal-to-quantization-noise ratio in dB below which the report warns. Typical values are 40 dB for
+/// int8 with a scale per channel, and 20 dB for int4 in groups of 128.
+fn low_sqnr(quantization: &QuantizationSpec) -> f64 {
+    if quantization.codes.bits() < 8 { 12.0 } else { 20.0 }
+}
+
+/// Fraction of zeros from which a pruned weight contributes almost nothing.
+const NEARLY_ZERO: f64 = 0.95;
+
+fn notes(after: &Model, state: &RunState, exports: &[(&str, Exported)]) -> Vec<String> {
+    let mut notes = state.notes.clone();
+    notes.extend(state.history.iter().flat_map(|applied| applied.notes.clone()));
+    let (mut low, mut empty, mut least_db) = (BTreeMap::new(), BTreeMap::new(), 0f64);
+    for (name, measured) in exports.iter().flat_map(|(_, e)| &e.weights) {
+        let Some(weight) = after.weights.by_name.get(name).filter(|_| measured.changed) else { continue };
+        let elements = weight.elements() as f64;
+        let (before, now) = (measured.difference.zeros_before as f64 / elements, measured.difference.zeros_after as f64 / elements);
+        if now >= NEARLY_ZERO && before < NEARLY_ZERO {
+            empty.insert(name.as_str(), -now);
+        } else if let (Encoding::Quantized(quantization), Some(db)) = (&weight.encoding, measured.difference.sqnr_db())
+            && weight.origin == Origin::File
+            && now < before + 0.1
+            && db < low_sqnr(quantization)
+        {
+            least_db = least_db.max(low_sqnr(quantization));
+            low.insert(name.as_str(), db);
+        }
+    }
+    let least = |found: &BTreeMap<&str, f64>| found.iter().min_by(|a, b| a.1.total_cmp(b.1)).map(|(name, value)| ((*name).to_owned(), *value));
+    if let Some((name, db)) = least(&low) {
+        notes.push(format!(
+            "{WARNING}{} of the quantized weights have a signal-to-noise ratio below {least_db:.0} dB (lowest: `{name}`, {db:.1} dB); use a scale per channel or group, `observer: mse`, or `ignore` these weights",
+            low.len()
+        ));
+    }
+    if let Some((name, part)) = least(&empty) {
+        notes.push(format!(
+            "{WARNING}{} of the pruned weights are entirely or almost entirely zero (`{name}`: {:.1} %): add a rule with a smaller amount for them, or prune with `scope: tensor`",
+            empty.len(),
+            -100.0 * part
+        ));
+    }
+    notes.extend(exports.iter().flat_map(|(_, e)| e.notes.clone()));
+    notes
+}
