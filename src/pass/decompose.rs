@@ -327,7 +327,7 @@ impl Pass for Decompose {
         Some(if self.importance == InputImportance::Activation { Samples::Calibration } else { Samples::None })
     }
 
-    fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
+    fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
         let graph = model.graph()?;
         let (factorizations, mut applied) = self.factorizations(model, &graph)?;
         applied.memory = factorizations.iter().map(Factorization::bytes).max().unwrap_or(0) as u64;
@@ -352,7 +352,7 @@ impl Pass for Decompose {
         applied.notes.extend(graph_file.clone());
         Ok(Plan::new(planned, applied).with_execution(move |context| {
             let mut after = model.clone();
-            let more = layerwise::decompose(self, &factorizations, &mut after, state, context, &mut executed)?;
+            let more = layerwise::decompose(self, &factorizations, &mut after, context, &mut executed)?;
             executed.details.as_object_mut().into_iter().for_each(|details| details.extend(more.clone()));
             rewire(&mut after, &graph, &factorizations)?;
             executed.notes.extend(graph_file);

@@ -123,16 +123,8 @@ mod tests {
         candle_core::safetensors::save(&inputs.clone().into_iter().collect(), &path).unwrap();
         let data = DataSets { calibration: Some(Data { arrays: Some(path), ..Data::default() }), ..DataSets::default() };
         let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-        let context = Context {
-            work,
-            seed: 0,
-            data: &data,
-            device: Device::Cpu,
-            memory: crate::work::MemoryLimit::default(),
-            memory_tracker: None,
-            work_dir: None,
-            resume: false,
-        };
+        let context =
+            Context { work, seed: 0, data: &data, device: Device::Cpu, memory: crate::work::MemoryLimit::default(), memory_tracker: None, checkpoints: None };
         let model = Model::open(&folder).unwrap();
         for (scheme, name) in [("FP8", "Float(E4m3, Static"), ("NVFP4", "Float(E2m1, Relative")] {
             let pass: Quantize = serde_json::from_value(serde_json::json!({ "scheme": scheme })).unwrap();

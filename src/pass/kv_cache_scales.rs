@@ -90,7 +90,7 @@ mod tests {
         let data = DataSets { calibration: Some(Data { arrays: Some(path), ..Data::default() }), ..DataSets::default() };
         let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
         let (device, memory) = (Device::Cpu, MemoryLimit::default());
-        let context = Context { work, seed: 0, data: &data, device, memory, memory_tracker: None, work_dir: None, resume: false };
+        let context = Context { work, seed: 0, data: &data, device, memory, memory_tracker: None, checkpoints: None };
         let mut compared = 0;
         for name in ["llama-grouped-tied", "qwen3"] {
             for (text, format) in [("fp8", CacheFormat::Fp8), ("int8", CacheFormat::Int8)] {

@@ -7,7 +7,7 @@
 //! plan of a weight pass is already complete: the new weights are computed when the model is written.
 //! Passes that [run the model](Pass::runs_on) add work to their plan, which reads the data sets of the
 //! recipe, and sometimes other models, such as a teacher ([`Pass::reads`]). It stores checkpoints in
-//! [`Context::work_dir`].
+//! [`Context::checkpoints`].
 
 pub(crate) mod amount;
 mod cast;
@@ -48,7 +48,6 @@ mod running {
     mod distill;
     mod finetune;
     pub(in crate::pass) mod fresh_weights;
-    pub(in crate::pass) mod identity;
     mod input_importance;
     mod input_scales;
     mod kv_cache_scales;
@@ -68,7 +67,7 @@ mod running {
     #[doc(hidden)]
     pub use quantize_static::{Damage, recommend_floats};
 
-    use crate::pass::{Amount, Context, GranularityKind, InputImportance, Pass, Plan, Samples, Scope, WeightObserver, options_of};
+    use crate::pass::{Amount, Checkpoints, Context, GranularityKind, InputImportance, Pass, Plan, Samples, Scope, WeightObserver, options_of};
 }
 
 #[cfg(feature = "run")]
@@ -155,8 +154,18 @@ pub struct Context<'a> {
     /// Tracker of memory usage, if it is recorded.
     #[cfg(feature = "run")]
     pub memory_tracker: Option<std::sync::Arc<crate::exec::MemoryTracker>>,
-    /// Folder for checkpoints.
-    pub work_dir: Option<PathBuf>,
+    /// Where to store checkpoints, if at all.
+    pub checkpoints: Option<Checkpoints>,
+}
+
+/// Location of the checkpoints of a pass.
+#[derive(Debug, Clone)]
+pub struct Checkpoints {
+    /// Folder for the checkpoints of this pass only.
+    pub folder: PathBuf,
+    /// Key of everything that determines what the pass computes, except for the device and for evaluation
+    /// data.
+    pub key: String,
     /// Whether to resume from a checkpoint.
     pub resume: bool,
 }

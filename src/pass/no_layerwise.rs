@@ -8,7 +8,7 @@ use super::{Context, Palettize, PruneUnstructured, Quantize};
 use crate::error::{Error, Result};
 use crate::kernel::cache::CacheFormat;
 use crate::model::Model;
-use crate::run_state::{Applied, RunState};
+use crate::run_state::Applied;
 use crate::store::{QuantizationSpec, Weights};
 
 /// Checks whether the build can run models. Always returns an error.
@@ -17,14 +17,7 @@ pub(super) fn require(option: &str) -> Result<()> {
 }
 
 /// Unreachable, because [`require`] has returned an error before.
-pub(super) fn prune(
-    _pass: &PruneUnstructured,
-    _names: &BTreeSet<&str>,
-    _model: &mut Model,
-    _run: &RunState,
-    _context: &Context,
-    _applied: &mut Applied,
-) -> Result<Value> {
+pub(super) fn prune(_pass: &PruneUnstructured, _names: &BTreeSet<&str>, _model: &mut Model, _context: &Context, _applied: &mut Applied) -> Result<Value> {
     Err(unable("importance"))
 }
 
@@ -33,7 +26,6 @@ pub(super) fn quantize(
     _pass: &Quantize,
     _encodings: &BTreeMap<String, QuantizationSpec>,
     _model: &mut Model,
-    _run: &RunState,
     _context: &Context,
     _applied: &mut Applied,
 ) -> Result<Map<String, Value>> {
@@ -45,7 +37,6 @@ pub(super) fn palettize(
     _pass: &Palettize,
     _encodings: &BTreeMap<String, QuantizationSpec>,
     _model: &mut Model,
-    _run: &RunState,
     _context: &Context,
     _applied: &mut Applied,
 ) -> Result<usize> {

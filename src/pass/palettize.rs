@@ -160,7 +160,7 @@ impl Pass for Palettize {
         (self.importance == InputImportance::Activation).then_some(Samples::Calibration)
     }
 
-    fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
+    fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
         let (encodings, sizes, mut applied) = self.encodings(&model.weights)?;
         let group = |affine: &QuantizationSpec| if let Granularity::Block([rows, row]) = affine.granularity { (rows * row) as u64 } else { 0 };
         applied.memory_by_thread = VALUE_BYTES * encodings.values().map(group).max().unwrap_or(0);
@@ -177,7 +177,7 @@ impl Pass for Palettize {
         let palettized = planned.weights.by_name.clone();
         Ok(Plan::new(planned, applied.clone()).with_execution(move |context| {
             let mut after = model.clone();
-            applied.details["samples"] = layerwise::palettize(self, &encodings, &mut after, state, context, &mut applied)?.into();
+            applied.details["samples"] = layerwise::palettize(self, &encodings, &mut after, context, &mut applied)?.into();
             let plain = palettized.into_iter().filter(|(name, weight)| encodings.contains_key(name) && weight.encoding != after.weights.by_name[name].encoding);
             after.weights.by_name.extend(plain.collect::<Vec<_>>());
             Ok((after, applied))

@@ -269,7 +269,7 @@ impl Pass for PruneUnstructured {
         (self.importance != Importance::L1).then_some(Samples::Calibration)
     }
 
-    fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
+    fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
         let weights = &model.weights;
         let by_samples = self.importance != Importance::L1;
         let (rule, eligible): (_, fn(&str, &Weight) -> bool) =
@@ -289,7 +289,7 @@ impl Pass for PruneUnstructured {
             after.weights.set_zero_origin(names.iter().copied(), ZeroOrigin::Pruning);
             return Ok(Plan::new(after, applied.clone()).with_execution(move |context| {
                 let mut after = model.clone();
-                applied.details = layerwise::prune(self, &names, &mut after, state, context, &mut applied)?;
+                applied.details = layerwise::prune(self, &names, &mut after, context, &mut applied)?;
                 after.weights.set_zero_origin(names.iter().copied(), ZeroOrigin::Pruning);
                 Ok((after, applied))
             }));

@@ -8,6 +8,7 @@ mod evaluate;
 mod fidelity;
 mod memory;
 mod onnx_input;
+mod pass_keys;
 mod samples;
 mod starter;
 
@@ -38,7 +39,7 @@ use crate::ir::GraphFile;
 use crate::model::Model;
 use crate::output::ResumeFolder;
 use crate::pass::Pass;
-use crate::pass::{Context, Samples, input_importance};
+use crate::pass::{Checkpoints, Context, Samples, input_importance};
 use crate::recipe::Recipe;
 use crate::report::{Environment, Peak};
 use crate::run_state::RunState;
@@ -285,8 +286,7 @@ impl Pipeline {
         }
         let running = &self.running;
         let mut context = Context {
-            work_dir: None,
-            resume: self.resume,
+            checkpoints: None,
             work: self.work(),
             seed: self.seed,
             data: &running.data,
@@ -301,25 +301,24 @@ impl Pipeline {
         let mut cache = self.result_cache(model, &context.work)?;
         let cached = cache.as_mut().and_then(|cache| cache.found.take());
         let (done, mut after, mut run) = cached.map_or_else(|| (0, model.clone(), self.start(model)), |(number, after, run)| (number + 1, after, run));
-        let record_reads = |run: &mut RunState, pass: &dyn Pass| {
-            run.files_read.entry(pass.name().into()).or_default().extend(pass.reads());
-            let sets = running.read_by(pass).into_iter();
-            run.files_read.extend(sets.map(|(name, set)| (format!("{name} {set:?}"), set.paths().cloned().collect())));
-        };
-        self.steps.iter().take(done).for_each(|step| record_reads(&mut run, step.pass()));
-        for (number, step) in self.steps.iter().enumerate().skip(done) {
+        let mut keys = work_dir.map(|_| self.pass_keys(model, &context.work)).transpose()?;
+        for (number, step) in self.steps.iter().enumerate() {
+            let key = keys.as_mut().map(|keys| keys.checkpoint(step.pass())).transpose()?;
+            if number < done {
+                continue;
+            }
             let runs_model = step.pass().runs_on().is_some();
             if runs_model {
                 run.prepare(&context.work)?;
             }
-            context.work_dir = work_dir.map(|folder| folder.join(format!("{}-{}", number + 1, step.pass().name())));
+            let folder = work_dir.map(|folder| folder.join(format!("{}-{}", number + 1, step.pass().name())));
+            context.checkpoints = folder.zip(key).map(|(folder, key)| Checkpoints { folder, key, resume: self.resume });
             let start = Instant::now();
             peak.lap();
             context.memory_tracker = (runs_model && running.memory_trace).then(|| Arc::new(MemoryTracker::default().recorded()));
             let (model, applied) = step.pass().plan(&after, &run)?.execute(&context)?;
             after = model;
             run.add(applied);
-            record_reads(&mut run, step.pass());
             traces.extend(context.memory_tracker.take().and_then(|tracker| Some((step.pass().name().to_owned(), tracker.trace()?))));
             if let Some(applied) = run.history.last_mut().filter(|_| runs_model) {
                 let lap = peak.lap();

@@ -157,8 +157,7 @@ fn opaque_subgraphs_are_executed_and_written_unchanged() {
         let calibration = Data { arrays: Some(samples.clone()), samples: Some(64), ..Data::default() };
         let data = DataSets { calibration: Some(calibration.clone()), ..DataSets::default() };
         let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-        let context =
-            Context { work, seed: 0, data: &data, device: Device::Cpu, memory: MemoryLimit::default(), memory_tracker: None, work_dir: None, resume: false };
+        let context = Context { work, seed: 0, data: &data, device: Device::Cpu, memory: MemoryLimit::default(), memory_tracker: None, checkpoints: None };
         let pass = QuantizeStatic::default();
         let (simulated, _) = pass.plan(&opened, &RunState::default()).unwrap().execute(&context).unwrap();
         let built = Pipeline::builder().pass(Step::from(pass)).calibration(calibration).threads(1).build().unwrap();

@@ -50,9 +50,8 @@ impl Args {
         let device = global.models.device.open()?;
         let (seed, data) = (recipe.seed, recipe.data.clone());
         let memory = memory_limit(global.models.memory.or(recipe.memory), &device);
-        let damages = global.work(|work| {
-            pass.analyze(model, &Context { work: *work, seed, data: &data, device, memory, memory_tracker: None, work_dir: None, resume: false })
-        })?;
+        let damages =
+            global.work(|work| pass.analyze(model, &Context { work: *work, seed, data: &data, device, memory, memory_tracker: None, checkpoints: None }))?;
         let sensitive = recommend_floats(&damages);
         self.file.write(&super::init::RECIPE, || {
             let patterns = sensitive.iter().map(|name| name.parse().map_err(|e| Error::option("analyze", e))).collect::<Result<Vec<Pattern>>>()?;

@@ -18,7 +18,6 @@ use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, subgraph};
 use crate::model::{Config, Model};
 use crate::output::REPORT_FILES;
-use crate::pass::identity::identity;
 use crate::pass::{Context, Plan};
 use crate::run_state::{Applied, RunState};
 use crate::store::{ActivationScheme, ContentKey, Encoding, Selection, Weight, ZeroOrigin};
@@ -91,7 +90,7 @@ impl<'a> Job<'a> {
     /// Trains the model.
     fn train(&self, context: &Context) -> Result<(Model, Applied)> {
         let (mut applied, mut model, training) = (self.applied.clone(), self.student.clone(), &self.training);
-        let (name, teacher) = (applied.name, self.teacher.as_ref());
+        let (name, teacher, checkpoints) = (applied.name, self.teacher.as_ref(), context.checkpoints.as_ref());
         let teacher_model = teacher;
         // Detect damaged models before writing checkpoints and cached logits, which later runs would
         // reuse.
@@ -117,7 +116,7 @@ impl<'a> Job<'a> {
         let memory_limit = training.memory_limit.map(|size| size.0).into_iter().chain(requested).min();
         let memory_tracker = MemoryTracker::with_budget(memory_limit).recorded();
         let compute = training.precision.dtype();
-        let folder = context.work_dir.clone().unwrap_or_else(std::env::temp_dir);
+        let folder = checkpoints.map_or_else(std::env::temp_dir, |checkpoints| checkpoints.folder.clone());
         let placement = if training.offloads_parameters() {
             Placement::offloaded_from(device, &folder)?
         } else if training.shards_parameters() && team.size() > 1 {
@@ -209,9 +208,9 @@ impl<'a> Job<'a> {
             name,
             work: context.work,
             seed: context.seed,
-            folder: context.work_dir.clone(),
-            resume: context.resume,
-            identity: identity((&model, teacher_model), self.state, &graph, &applied.options, Some(data), (context.seed, &context.work))?,
+            folder: checkpoints.map(|checkpoints| checkpoints.folder.clone()),
+            resume: checkpoints.is_some_and(|checkpoints| checkpoints.resume),
+            identity: checkpoints.map(|checkpoints| checkpoints.key.clone()).unwrap_or_default(),
             evaluation: context.data.evaluation.as_ref().filter(|_| team.rank() == 0).map(|data| data.content(&context.work)).transpose()?,
             evaluate: Some(&score),
         };
@@ -271,7 +270,7 @@ impl<'a> Job<'a> {
         let earlier = self.state.history.iter().filter(|applied| applied.name == name).count();
         let stem = if earlier == 0 { name.to_owned() } else { format!("{name}-{}", earlier + 1) };
         for format in LogFormat::with_table(&training.logs) {
-            if let Some(content) = context.work_dir.as_ref().and_then(|folder| std::fs::read(folder.join(format.file())).ok()) {
+            if let Some(content) = checkpoints.and_then(|checkpoints| std::fs::read(checkpoints.folder.join(format.file())).ok()) {
                 applied.attached.insert(format!("{stem}.{}", format.extension()), Arc::new(content));
             }
         }

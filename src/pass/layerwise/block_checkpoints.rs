@@ -3,25 +3,23 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 use super::MethodReport;
 use crate::error::{Error, Result};
 use crate::exec;
 use crate::model::Model;
-use crate::output::{Replace, Staging};
-use crate::pass::Context;
+use crate::pass::Checkpoints;
 use crate::store::header;
 use crate::store::writer::{FileLayout, Item, write};
-use crate::store::{Checkpoint, Encoding, Origin, QuantizationSpec, StatedEncoding, StorageFormat, Weight, Weights};
+use crate::store::{ArtifactStore, Checkpoint, Encoding, Origin, QuantizationSpec, StatedEncoding, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// File with the identity of the run.
 const IDENTITY: &str = "identity";
-/// File with the metadata of a block.
-const METADATA: &str = "about.json";
 
 /// Information on a block for the report.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -55,16 +53,16 @@ type StoredBlock = (BTreeMap<String, Weight>, BlockReport);
 
 /// A folder of block checkpoints.
 pub(super) struct BlockCheckpoints {
-    folder: PathBuf,
+    blocks: ArtifactStore,
 }
 
 impl BlockCheckpoints {
     /// Opens the folder. When resuming, existing checkpoints are kept, and a different identity is an
     /// error. Otherwise the folder is emptied.
-    pub fn open(folder: &Path, identity: &str, context: &Context) -> Result<BlockCheckpoints> {
+    pub fn open(Checkpoints { folder, key, resume }: &Checkpoints, device: &Device) -> Result<BlockCheckpoints> {
         let path = folder.join(IDENTITY);
-        let identity = format!("{identity} {}", exec::hardware(&context.device));
-        let found = fs::read_to_string(&path).ok().filter(|_| context.resume);
+        let identity = format!("{key} {}", exec::hardware(device));
+        let found = fs::read_to_string(&path).ok().filter(|_| *resume);
         if found.as_ref().is_some_and(|found| *found != identity) {
             return Err(Error::run(
                 folder.display(),
@@ -79,27 +77,21 @@ impl BlockCheckpoints {
             fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
             fs::write(&path, identity).map_err(Error::io("write", &path))?;
         }
-        Ok(BlockCheckpoints { folder: folder.to_owned() })
+        Ok(BlockCheckpoints { blocks: ArtifactStore::new(folder) })
     }
 
     /// The folder.
     pub fn folder(&self) -> &Path {
-        &self.folder
+        self.blocks.folder()
     }
 
-    fn path(&self, block: usize) -> PathBuf {
-        self.folder.join(format!("block-{block:04}"))
+    /// Loads the weights and the report of a block; `None` if it has no checkpoint, or a damaged one.
+    pub fn load(&self, block: usize, model: &Model, work: &Work) -> Result<Option<StoredBlock>> {
+        self.read(block, model, Some(work))
     }
 
-    /// Loads the weights and the report of a block; `None` if it has no checkpoint.
-    pub fn load(&self, block: usize, model: &Model) -> Result<Option<StoredBlock>> {
-        let path = self.path(block);
-        if !path.is_dir() {
-            return Ok(None);
-        }
-        let file = path.join(METADATA);
-        let text = fs::read(&file).map_err(Error::io("read", &file))?;
-        let BlockMetadata { weights: mut metadata, report } = serde_json::from_slice(&text).map_err(|e| Error::malformed(&file, e.to_string()))?;
+    fn read(&self, block: usize, model: &Model, work: Option<&Work>) -> Result<Option<StoredBlock>> {
+        let Some((path, BlockMetadata { weights: mut metadata, report })) = self.blocks.get(&name(block), work)? else { return Ok(None) };
         let stated = |name: &str| match metadata.get(name).and_then(|weight| weight.affine.as_ref()) {
             Some(affine) => StatedEncoding { bits: Some(affine.codes.bits()), granularity: Some(affine.granularity) },
             None => StatedEncoding::default(),
@@ -120,7 +112,7 @@ impl BlockCheckpoints {
 
     /// Stores a checkpoint of a block. Returns it as read back from the files.
     pub fn store(&self, block: usize, model: &Model, changed: BTreeMap<String, Weight>, report: BlockReport, work: &Work) -> Result<StoredBlock> {
-        let staging = Staging::new(&self.path(block), Replace::Work(METADATA), &*model.path)?;
+        let draft = self.blocks.begin(&name(block), &*model.path)?;
         let weights: BTreeMap<String, WeightMetadata> = changed
             .iter()
             .map(|(name, weight)| {
@@ -128,16 +120,18 @@ impl BlockCheckpoints {
                 (name.clone(), WeightMetadata { origin: weight.origin, affine })
             })
             .collect();
-        let text = serde_json::to_vec(&BlockMetadata { weights, report }).unwrap_or_default();
         let items: Vec<Item> = changed.into_iter().map(|(name, weight)| Item { name, storage_format: storage_format(&weight), weight }).collect();
         let layout = FileLayout::new(&items, &BTreeMap::new(), &[], u64::MAX)?;
-        write(staging.destination(), &items, &layout, None, &work.quiet())?;
-        let path = staging.path().join(METADATA);
-        fs::write(&path, text).map_err(Error::io("write", &path))?;
-        staging.commit()?;
-        let missing = || Error::malformed(&self.path(block), "was removed by another process");
-        self.load(block, model)?.ok_or_else(missing)
+        let (written, _) = write(draft.staging().destination(), &items, &layout, None, &work.quiet())?;
+        draft.publish(BlockMetadata { weights, report }, &written, work)?;
+        let missing = || Error::malformed(&self.folder().join(name(block)), "was removed by another process");
+        self.read(block, model, None)?.ok_or_else(missing)
     }
+}
+
+/// Key of a block; the folder is already that of a run.
+fn name(block: usize) -> String {
+    format!("block-{block:04}")
 }
 
 fn storage_format(weight: &Weight) -> StorageFormat {

@@ -13,9 +13,8 @@ use crate::kernel::dense::product;
 use crate::kernel::low_rank::LowRank;
 use crate::model::Model;
 use crate::pass::decompose::{Decompose, Factorization};
-use crate::pass::identity::identity;
-use crate::pass::{Context, InputImportance, Pass};
-use crate::run_state::{Applied, RunState};
+use crate::pass::{Checkpoints, Context, InputImportance, Pass};
+use crate::run_state::Applied;
 use crate::store::{Origin, Weight};
 
 /// Adds the factors of the given layers to the model, without removing the original weights. Returns
@@ -24,11 +23,9 @@ pub(in crate::pass) fn decompose(
     pass: &Decompose,
     factorizations: &[Factorization],
     model: &mut Model,
-    run: &RunState,
     context: &Context,
     applied: &mut Applied,
 ) -> Result<Map<String, Value>> {
-    let options = pass.options();
     let by_weight: BTreeMap<&str, &Factorization> = factorizations.iter().map(|f| (f.weight.as_str(), f)).collect();
     let mut factorizer =
         Factorizer { by_weight: &by_weight, value: String::new(), products: Vec::new(), by_samples: BTreeSet::new(), report: MethodReport::default() };
@@ -38,11 +35,7 @@ pub(in crate::pass) fn decompose(
     if !with_samples.is_empty() {
         let targets: BTreeSet<&str> = with_samples.iter().map(|f| f.weight.as_str()).collect();
         let requested = MomentsRequest { products: true, held_out: true, ..MomentsRequest::default() };
-        let summary = Layerwise { name: pass.name(), options: &options, context, targets: &targets, requested, rescale: None, whole_block: false }.run(
-            model,
-            run,
-            &mut factorizer,
-        )?;
+        let summary = Layerwise { name: pass.name(), context, targets: &targets, requested, rescale: None, whole_block: false }.run(model, &mut factorizer)?;
         details.insert("samples".into(), json!(summary.samples));
         factorizer.report = summary.report;
     }
@@ -50,7 +43,7 @@ pub(in crate::pass) fn decompose(
         let count = counted(weight_only.len(), "convolution");
         applied.notes.push(format!("decompose: {count} decomposed without calibration samples (the first: `{}`)", first.weight));
     }
-    let resumed = factorizer.run_without_samples(&weight_only, (pass, &options), model, run, context)?;
+    let resumed = factorizer.run_without_samples(&weight_only, pass, model, context)?;
     if resumed > 0 {
         applied.notes.push(format!("{} loaded from the checkpoints of an interrupted run", counted(resumed, "block")));
     }
@@ -125,14 +118,7 @@ impl Factorizer<'_> {
 
     /// Decomposes layers without calibration samples. Returns the number of checkpoints loaded from an
     /// interrupted run.
-    fn run_without_samples(
-        &mut self,
-        factorizations: &[&Factorization],
-        (pass, options): (&Decompose, &Value),
-        model: &mut Model,
-        run: &RunState,
-        context: &Context,
-    ) -> Result<usize> {
+    fn run_without_samples(&mut self, factorizations: &[&Factorization], pass: &Decompose, model: &mut Model, context: &Context) -> Result<usize> {
         if factorizations.is_empty() {
             return Ok(0);
         }
@@ -140,12 +126,11 @@ impl Factorizer<'_> {
             let needed = factorizations.iter().map(|f| f.bytes()).max().unwrap_or(0) as u64;
             require_bytes(pass.name(), "decomposing the largest layer needs", needed, limit)?;
         }
-        let identity = identity((model, None), run, &model.graph()?, options, None, (context.seed, &context.work))?;
-        let folder = context.work_dir.as_ref().map(|folder| folder.join(pass.name()));
-        let checkpoints = folder.map(|folder| BlockCheckpoints::open(&folder, &identity, context)).transpose()?;
+        let in_subfolder = |checkpoints: &Checkpoints| Checkpoints { folder: checkpoints.folder.join(pass.name()), ..checkpoints.clone() };
+        let checkpoints = context.checkpoints.as_ref().map(|found| BlockCheckpoints::open(&in_subfolder(found), &context.device)).transpose()?;
         let (mut resumed, mut total) = (0, std::mem::take(&mut self.report));
         for (number, factorizations) in factorizations.chunks(LAYERS_PER_CHECKPOINT).enumerate() {
-            let changed = match checkpoints.as_ref().map(|checkpoints| checkpoints.load(number, model)).transpose()?.flatten() {
+            let changed = match checkpoints.as_ref().map(|checkpoints| checkpoints.load(number, model, &context.work)).transpose()?.flatten() {
                 Some((changed, report)) => {
                     resumed += 1;
                     total.extend(report.method);

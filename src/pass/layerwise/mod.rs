@@ -27,8 +27,7 @@ use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence};
 use crate::ir::{Graph, Kind, Op};
 use crate::kernel::dense::transposed;
 use crate::model::Model;
-use crate::pass::{Context, calibrate, identity::identity};
-use crate::run_state::RunState;
+use crate::pass::{Context, calibrate};
 use crate::store::{ByteSize, Weight, Weights};
 pub(in crate::pass) use block_checkpoints::checkpoint_bytes;
 use block_checkpoints::{BlockCheckpoints, BlockReport};
@@ -135,8 +134,6 @@ impl Readers<'_> {
 struct Layerwise<'a> {
     /// Name of the pass.
     pub name: &'static str,
-    /// Options of the pass, which are part of the identity of checkpoints.
-    pub options: &'a serde_json::Value,
     pub context: &'a Context<'a>,
     /// Weights to modify.
     pub targets: &'a BTreeSet<&'a str>,
@@ -197,20 +194,19 @@ impl Layerwise<'_> {
     /// # Errors
     /// If there is no calibration data or it does not match the model, if a target is not the weight of
     /// exactly one linear layer, if the method fails, or if the work is cancelled.
-    pub fn run(&self, model: &mut Model, run: &RunState, method: &mut dyn Method) -> Result<Summary> {
+    pub fn run(&self, model: &mut Model, method: &mut dyn Method) -> Result<Summary> {
         let graph = model.graph()?;
         let sites = self.sites(&graph)?;
         sites.iter().flat_map(|site| &site.layers).try_for_each(|layer| method.check(layer, model.weights.get(&layer.weight)?))?;
         self.require_memory(&graph, model, &sites, method)?;
         let context = self.context;
         let data = context.data.calibration.as_ref().ok_or_else(|| Error::option(self.name, "needs calibration samples: `data: { calibration: ... }`"))?;
-        let identity = identity((model, None), run, &graph, self.options, Some(data), (context.seed, &context.work))?;
         let subject = Subject::from_model(model.clone())?;
         let samples = context.data.open(data, subject.target())?;
         let layers: BTreeSet<String> = self.targets.iter().map(|name| (*name).to_owned()).collect();
         let chains = self.rescale.as_ref().map(|rescale| rescale.chains(&graph, &layers, model)).transpose()?;
         let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).chain(chains.iter().flat_map(rescale::Chains::values)).collect();
-        let checkpoints = context.work_dir.as_ref().map(|folder| BlockCheckpoints::open(folder, &identity, context)).transpose()?;
+        let checkpoints = context.checkpoints.as_ref().map(|checkpoints| BlockCheckpoints::open(checkpoints, &context.device)).transpose()?;
         let [min, max] = CACHE_BYTES;
         let cache_bytes = (model.weights.parameters().saturating_mul(4) / 3).clamp(min, max);
         let options = BlockwiseOptions {

@@ -11,7 +11,7 @@ use crate::kernel::palette::nearest;
 use crate::model::Model;
 use crate::pass::palettize::{Palettize, fit, group_of, padded};
 use crate::pass::{Context, Pass, consumers};
-use crate::run_state::{Applied, RunState};
+use crate::run_state::Applied;
 use crate::store::{QuantizationSpec, Scales, Weight};
 
 /// Palettizes the weights that only linear layers read, and leaves other weights unchanged. Returns the
@@ -20,7 +20,6 @@ pub(in crate::pass) fn palettize(
     pass: &Palettize,
     encodings: &BTreeMap<String, QuantizationSpec>,
     model: &mut Model,
-    run: &RunState,
     context: &Context,
     applied: &mut Applied,
 ) -> Result<usize> {
@@ -40,11 +39,10 @@ pub(in crate::pass) fn palettize(
     if weighted.is_empty() {
         return Ok(0);
     }
-    let options = pass.options();
     let requested = MomentsRequest::default();
-    let work = Layerwise { name: pass.name(), options: &options, context, targets: &weighted, requested, rescale: None, whole_block: false };
+    let work = Layerwise { name: pass.name(), context, targets: &weighted, requested, rescale: None, whole_block: false };
     let mut method = Palettes { encodings, costs: Vec::new(), report: MethodReport::default() };
-    let summary = work.run(model, run, &mut method)?;
+    let summary = work.run(model, &mut method)?;
     applied.notes.extend(summary.report.notes);
     Ok(summary.samples)
 }

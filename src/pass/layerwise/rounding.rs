@@ -16,13 +16,12 @@ use crate::kernel::grid::{IntegerGrid, QuantizationParams};
 use crate::model::Model;
 use crate::pass::quantize::{Method as By, Quantize};
 use crate::pass::{Context, Pass, WeightObserver};
-use crate::run_state::{Applied, RunState};
+use crate::run_state::Applied;
 use crate::store::{ActivationScheme, Codes, Granularity, Pattern, QuantizationSpec, Scales, Weight};
 
 /// Configuration of the quantization of a model.
 struct Quantization<'a> {
     name: &'static str,
-    options: &'a Value,
     encodings: &'a BTreeMap<String, QuantizationSpec>,
     /// The options of GPTQ; `None` to round to nearest.
     gptq: Option<Choosing>,
@@ -39,11 +38,9 @@ pub(in crate::pass) fn quantize(
     pass: &Quantize,
     encodings: &BTreeMap<String, QuantizationSpec>,
     model: &mut Model,
-    run: &RunState,
     context: &Context,
     applied: &mut Applied,
 ) -> Result<Map<String, Value>> {
-    let options = pass.options();
     let gptq = (pass.method == By::Gptq).then(|| Choosing {
         name: "gptq",
         ordered: pass.ordered(),
@@ -55,16 +52,9 @@ pub(in crate::pass) fn quantize(
         By::Smoothquant => Some(Strength::Smooth),
         _ => None,
     };
-    let quantization = Quantization {
-        name: pass.name(),
-        options: &options,
-        encodings,
-        gptq,
-        search: pass.observer() == WeightObserver::Mse,
-        strength,
-        ignored: pass.ignore.clone(),
-    };
-    let summary = quantization.run(model, run, context)?;
+    let quantization =
+        Quantization { name: pass.name(), encodings, gptq, search: pass.observer() == WeightObserver::Mse, strength, ignored: pass.ignore.clone() };
+    let summary = quantization.run(model, context)?;
     applied.tensors.extend(summary.changed);
     applied.notes.extend(summary.report.notes);
     let mut details = Map::new();
@@ -91,7 +81,7 @@ const SPARSE_PERCENT: u64 = 5;
 
 impl Quantization<'_> {
     /// Quantizes the weights of a model.
-    fn run(&self, model: &mut Model, run: &RunState, context: &Context) -> Result<Summary> {
+    fn run(&self, model: &mut Model, context: &Context) -> Result<Summary> {
         let targets: BTreeSet<&str> = self.encodings.keys().map(String::as_str).collect();
         let rescale = self.strength.map(|strength| {
             let (encodings, range) = (self.encodings.clone(), self.range());
@@ -111,7 +101,7 @@ impl Quantization<'_> {
             Rescale { strength, activations, groups: groups.collect(), ignored: self.ignored.clone(), round: Box::new(round) }
         });
         let requested = self.gptq.map_or_else(MomentsRequest::default, |choosing| choosing.request());
-        let work = Layerwise { name: self.name, options: self.options, context, targets: &targets, requested, rescale, whole_block: false };
+        let work = Layerwise { name: self.name, context, targets: &targets, requested, rescale, whole_block: false };
         let mut method = Rounder { quantization: self, inputs: Inputs::Nearest(Vec::new()), report: MethodReport::default() };
         work.run(model, run, &mut method)
     }

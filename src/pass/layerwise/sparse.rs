@@ -14,7 +14,7 @@ use crate::kernel::column_solver::{ColumnSolver, Grid, Zeros};
 use crate::model::Model;
 use crate::pass::prune_unstructured::{Importance, too_many};
 use crate::pass::{Context, NOfM, Pass, PruneUnstructured};
-use crate::run_state::{Applied, RunState};
+use crate::run_state::Applied;
 use crate::store::Weight;
 
 /// Columns that SparseGPT ranks and prunes at once, as in its reference implementation.
@@ -30,26 +30,11 @@ pub(in crate::pass) fn require(_option: &str) -> Result<()> {
 }
 
 /// Prunes the named weights of a model using calibration samples. Returns details for the report.
-pub(in crate::pass) fn prune(
-    pass: &PruneUnstructured,
-    names: &BTreeSet<&str>,
-    model: &mut Model,
-    run: &RunState,
-    context: &Context,
-    applied: &mut Applied,
-) -> Result<Value> {
+pub(in crate::pass) fn prune(pass: &PruneUnstructured, names: &BTreeSet<&str>, model: &mut Model, context: &Context, applied: &mut Applied) -> Result<Value> {
     let mut method = Sparse { zeros: Amounts(pass), inputs: Inputs::Norms(Vec::new()), report: MethodReport::default() };
     let requested = if pass.importance == Importance::Sparsegpt { SPARSEGPT.request() } else { MomentsRequest::default() };
-    let work = Layerwise {
-        name: pass.name(),
-        options: &applied.options,
-        context,
-        targets: names,
-        requested,
-        rescale: None,
-        whole_block: pass.importance == Importance::Wanda,
-    };
-    let Summary { samples, report, .. } = work.run(model, run, &mut method)?;
+    let work = Layerwise { name: pass.name(), context, targets: names, requested, rescale: None, whole_block: pass.importance == Importance::Wanda };
+    let Summary { samples, report, .. } = work.run(model, &mut method)?;
     applied.notes = report.notes;
     let of: u64 = names.iter().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
     let removed = names.iter().map(|name| model.weights.get(name)?.zeros()).sum::<Result<u64>>()?;

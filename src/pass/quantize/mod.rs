@@ -309,7 +309,7 @@ impl Pass for Quantize {
         (self.method.reads_samples() || self.scheme.stores_scales() || self.kv_cache.is_some()).then_some(Samples::Calibration)
     }
 
-    fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
+    fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
         let Layers { mut encodings, rule, notes } = self.layers(&model.weights)?;
         let (count, all) = (encodings.len(), model.weights.parameters());
         let parameters: u64 = encodings.keys().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
@@ -336,7 +336,7 @@ impl Pass for Quantize {
                 applied.notes.extend(layerwise::find_input_scales(NAME, &mut encodings, model, context)?);
             }
             if self.method.reads_samples() {
-                let more = layerwise::quantize(self, &encodings, &mut after, state, context, &mut applied)?;
+                let more = layerwise::quantize(self, &encodings, &mut after, context, &mut applied)?;
                 applied.details.as_object_mut().into_iter().for_each(|details| details.extend(more.clone()));
             } else {
                 self.round(&encodings, &mut after, &applied.meter)?;

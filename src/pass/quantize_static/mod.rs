@@ -348,8 +348,7 @@ mod tests {
         candle_core::safetensors::save(&inputs.clone().into_iter().collect(), &path).unwrap();
         let data = DataSets { calibration: Some(Data { arrays: Some(path), ..Data::default() }), ..DataSets::default() };
         let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        let context =
-            Context { work, seed: 0, data: &data, device: Device::Cpu, memory: MemoryLimit::default(), memory_tracker: None, work_dir: None, resume: false };
+        let context = Context { work, seed: 0, data: &data, device: Device::Cpu, memory: MemoryLimit::default(), memory_tracker: None, checkpoints: None };
         let before = outputs(&model.graph().unwrap(), model, inputs);
         let (prepared, _, choices) = QuantizeStatic { smooth, ..QuantizeStatic::default() }.analyze_and_rescale(model.clone(), &context).unwrap();
         let after = outputs(&prepared.graph, &prepared.model, inputs);

@@ -1,12 +1,11 @@
-//! Persistent cache of the results of passes that run the model. The key covers the bytes of the model
-//! and of the data, the passes so far with their options, the settings of the recipe, the device, the
-//! CPU and the version of this tool.
+//! Persistent cache of the results of passes that run the model. The [key of a pass](super::pass_keys) is
+//! extended by the settings of the recipe, the device and the CPU.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -16,28 +15,25 @@ use crate::export::{Format, Safetensors};
 use crate::files::Destination;
 use crate::ir::GraphFile;
 use crate::model::Model;
-use crate::output::{Replace, Staging};
-use crate::pass::PASSES;
+use crate::pass::{PASSES, Step};
 use crate::pipeline::Pipeline;
 use crate::recipe::Recipe;
 use crate::report::Environment;
 use crate::run_state::{Applied, RunState};
 use crate::store::content_key::entries;
-use crate::store::hash::hash_file;
-use crate::store::writer::{self, FileLayout, Item};
-use crate::store::{Checkpoint, Origin, Role, StorageFormat, Weight, Weights, ZeroOrigin};
+use crate::store::writer::{self, FileLayout, Item, Written};
+use crate::store::{Artifact, ArtifactStore, Checkpoint, ContentKey, Origin, Role, StorageFormat, Weight, Weights, ZeroOrigin};
 use crate::work::Work;
 
 /// Maximum size of the cache in bytes; the least recently used results are removed first.
 const MAX_BYTES: u64 = 20 << 30;
-const STATE: &str = "state.json";
 const ATTACHED: &str = "attached";
 const MASTERS: &str = "masters";
 
 /// A folder of cached results.
 #[derive(Debug, Clone)]
 pub struct ResultCache {
-    folder: PathBuf,
+    store: ArtifactStore,
     /// Results of passes that took less time are not cached.
     min_duration: Duration,
 }
@@ -66,8 +62,6 @@ struct State {
     model: PathBuf,
     /// The folder of another model, such as a student, that replaced the input.
     replaced_by: Option<PathBuf>,
-    /// Hashes of the files.
-    files: BTreeMap<String, String>,
     history: Vec<AppliedRecord>,
     weights: BTreeMap<String, WeightState>,
     signed_activations: bool,
@@ -164,7 +158,7 @@ impl AppliedRecord {
 impl ResultCache {
     /// A cache in a folder for results of passes that take at least `min_duration`.
     pub fn new(folder: impl Into<PathBuf>, min_duration: Duration) -> ResultCache {
-        ResultCache { folder: folder.into(), min_duration }
+        ResultCache { store: ArtifactStore::new(folder), min_duration }
     }
 
     /// The cache in the user's cache folder, for passes that take ten seconds or more. `None` if the
@@ -175,7 +169,7 @@ impl ResultCache {
 
     /// The folder of the cache.
     pub fn folder(&self) -> &Path {
-        &self.folder
+        self.store.folder()
     }
 
     /// All results, the most recently used first.
@@ -183,22 +177,11 @@ impl ResultCache {
     /// # Errors
     /// The folder cannot be read.
     pub fn entries(&self) -> Result<Vec<CachedResult>> {
-        let mut entries = Vec::new();
-        for folder in folders(&self.folder)? {
-            let Some(state) = State::read(&folder) else { continue };
-            let last = state.history.last();
-            let used = fs::metadata(folder.join(STATE)).and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
-            entries.push(CachedResult {
-                key: folder.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-                pass: last.map(|applied| applied.name.clone()).unwrap_or_default(),
-                seconds: last.map_or(0.0, |applied| applied.seconds),
-                model: state.model,
-                bytes: bytes(&folder)?,
-                age: SystemTime::now().duration_since(used).unwrap_or_default().as_secs(),
-            });
-        }
-        entries.sort_by_key(|entry| entry.age);
-        Ok(entries)
+        let result = |Artifact { key, metadata: State { model, history, .. }, bytes, age, .. }| {
+            let (pass, seconds) = history.into_iter().next_back().map_or_else(Default::default, |applied| (applied.name, applied.seconds));
+            CachedResult { key, pass, model, bytes, seconds, age }
+        };
+        Ok(self.store.list()?.into_iter().map(result).collect())
     }
 
     /// Removes the results whose keys start with `prefix`, or all if it is empty. Returns the number of
@@ -207,65 +190,42 @@ impl ResultCache {
     /// # Errors
     /// A result cannot be removed.
     pub fn clear(&self, prefix: &str) -> Result<u64> {
-        let mut freed = 0;
-        for folder in folders(&self.folder)? {
-            if folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(prefix)) {
-                freed += bytes(&folder)?;
-                fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?;
-            }
-        }
-        Ok(freed)
+        self.store.clear(prefix)
     }
 
     /// The keys of the model after each pass. They cover the whole recipe: a field that is added to one
     /// of the structs destructured here does not compile until this function hashes it or names it as
     /// irrelevant.
     pub(super) fn keys(&self, pipeline: &Pipeline, model: &Model, work: &Work) -> Result<Vec<String>> {
-        let mut key = pipeline.input_key(model, work)?;
-        // The input and the data sets are hashed by content and the passes one by one below. Evaluation
-        // and export do not affect the passes.
-        let Recipe { model: _, seed, allow_nonfinite, sizes, measure: _, data: _, memory, passes, evaluate, export: _, output: _, sweep: _ } =
+        // Evaluation and export do not affect the passes. The keys of the passes contain everything else.
+        let Recipe { model: _, seed: _, allow_nonfinite, sizes: _, measure: _, data: _, memory, passes, evaluate, export: _, output: _, sweep: _ } =
             pipeline.recipe(model);
-        key.line(&serde_json::to_string(&(seed, allow_nonfinite, sizes, memory, evaluate)).unwrap_or_default());
         if model.onnx.is_some() {
             // Loads ONNX Runtime, which runs parts of such a model, so that its version is known below.
             let _ = crate::runtime::library();
         }
         let Environment { cpu, cores: _, memory_bytes: _, gpu, device, onnxruntime, onnxruntime_path: _, simd, int8 } = pipeline.environment(false)?;
         let gpu = gpu.filter(|_| device.as_deref() != Some("cpu"));
-        key.line(&format!("{device:?} {gpu:?} {cpu:?} {simd} {int8} {:?}", onnxruntime.filter(|_| model.onnx.is_some())));
-        let mut read: BTreeMap<&str, String> = BTreeMap::new();
-        let mut keys = Vec::with_capacity(passes.len());
-        for step in &passes {
-            let pass = step.pass();
-            key.line(&serde_json::to_string(step).unwrap_or_default());
-            for path in pass.reads() {
-                key.files([&path], path.parent().unwrap_or(&path))?;
-            }
-            for (name, set) in pipeline.running.read_by(pass) {
-                if !read.contains_key(name) {
-                    read.insert(name, set.content(work)?);
-                }
-                key.line(&format!("{name} {}", read[name]));
-            }
-            keys.push(key.name());
-        }
-        Ok(keys)
+        let settings = serde_json::to_string(&(allow_nonfinite, memory, evaluate)).unwrap_or_default();
+        let hardware = format!("{device:?} {gpu:?} {cpu:?} {simd} {int8} {:?}", onnxruntime.filter(|_| model.onnx.is_some()));
+        let mut keys = pipeline.pass_keys(model, work)?;
+        let key = |step: &Step| {
+            keys.checkpoint(step.pass())?;
+            let mut key = ContentKey::new(work);
+            [&keys.result()?, &settings, &hardware].into_iter().for_each(|line| key.line(line));
+            Ok(key.name())
+        };
+        passes.iter().map(key).collect()
     }
 
     /// Restores a result, as if the passes had been applied to `model` now. Damaged results are removed.
-    pub(super) fn get(&self, key: &str, model: &Model, work: &Work) -> Option<(Model, RunState)> {
-        let folder = self.folder.join(key);
-        if !folder.is_dir() {
-            return None;
+    pub(super) fn get(&self, key: &str, model: &Model, work: &Work) -> Result<Option<(Model, RunState)>> {
+        let Some((folder, state)) = self.store.get::<State>(key, Some(work))? else { return Ok(None) };
+        let restored = state.restore(&folder, model).ok().flatten();
+        if restored.is_none() {
+            self.store.discard(key);
         }
-        let found = State::read(&folder).and_then(|state| state.restore(&folder, model, Some(work)).ok().flatten());
-        if found.is_none() {
-            let _ = fs::remove_dir_all(&folder);
-        } else if let Ok(state) = File::options().append(true).open(folder.join(STATE)) {
-            let _ = state.set_modified(SystemTime::now());
-        }
-        found
+        Ok(restored)
     }
 
     /// Stores a result, if the pass took long enough and the result can be restored completely.
@@ -276,61 +236,51 @@ impl ResultCache {
         // A damaged download must not be reused by later runs.
         after.check_contents(work)?;
         run.prepare(work)?;
-        let staging = Staging::new(&self.folder.join(key), Replace::Work(STATE), &*after.path)?;
+        let draft = self.store.begin(key, &*after.path)?;
+        let folder = draft.staging().path();
         // All weights are stored in one folder, with their encoding.
         let mut stored = after.clone();
         stored.weights.folders.clear();
-        let exported = Safetensors::default().write(&stored, run, staging.destination(), None, work)?;
+        let exported = Safetensors::default().write(&stored, run, draft.staging().destination(), None, work)?;
         let config = exported.config.as_ref().unwrap_or(&after.config);
         if let Some(text) = config.render() {
-            write(&staging.path().join("config.json"), text.as_bytes())?;
+            write(&folder.join("config.json"), text.as_bytes())?;
         }
         if let Some(graph) = &after.changed_graph {
             let text = serde_json::to_string(&GraphFile::from(&**graph)).map_err(|e| Error::graph(GraphFile::NAME, e.to_string()))?;
-            write(&staging.path().join(GraphFile::NAME), text.as_bytes())?;
+            write(&folder.join(GraphFile::NAME), text.as_bytes())?;
         }
         for (name, bytes) in &run.attached {
-            let path = staging.path().join(ATTACHED).join(name);
+            let path = folder.join(ATTACHED).join(name);
             path.parent().map_or(Ok(()), fs::create_dir_all).map_err(Error::io("create", &path))?;
             write(&path, bytes)?;
         }
-        let mut state = State {
+        let state = State {
             model: input.path.clone(),
             replaced_by: (after.path != input.path).then(|| after.path.clone()),
-            files: exported.files.iter().map(|file| (file.name.clone(), file.blake3.to_string())).collect(),
             history: run.history.iter().map(AppliedRecord::new).collect(),
             weights: after.weights.by_name.iter().map(|(name, weight)| (name.clone(), WeightState::new(name, weight, input))).collect(),
             signed_activations: after.signed_activations,
             notes: run.notes.clone(),
         };
+        let mut files: Vec<Written> = exported.files.into_iter().filter(|file| !file.name.ends_with(".json")).collect();
         let masters = state.masters(after);
         if !masters.is_empty() {
-            let folder = staging.path().join(MASTERS);
+            let folder = folder.join(MASTERS);
             fs::create_dir(&folder).map_err(Error::io("create", &folder))?;
             let layout = FileLayout::new(&masters, &BTreeMap::new(), &[], u64::MAX)?;
             let (written, _) = writer::write(&Destination::local(folder), &masters, &layout, None, &work.quiet())?;
-            state.files.extend(written.iter().map(|file| (format!("{MASTERS}/{}", file.name), file.blake3.to_string())));
+            files.extend(written.into_iter().map(|file| Written { name: format!("{MASTERS}/{}", file.name), ..file }));
         }
-        write(&staging.path().join(STATE), &serde_json::to_vec(&state).unwrap_or_default())?;
-        let differs = match state.restore(staging.path(), input, None)? {
+        let differs = match state.restore(folder, input)? {
             Some((restored, _)) => difference(after, &restored),
             None => Some("a pass".into()),
         };
         if let Some(what) = differs {
             return Err(Error::malformed(&after.path, format!("{what} would not be restored unchanged")));
         }
-        staging.commit()?;
-        self.evict()
-    }
-
-    /// Removes the least recently used results until the cache fits its maximum size.
-    fn evict(&self) -> Result<()> {
-        let mut entries = self.entries()?;
-        let mut all: u64 = entries.iter().map(|entry| entry.bytes).sum();
-        while let Some(oldest) = entries.pop().filter(|_| all > MAX_BYTES) {
-            all -= self.clear(&oldest.key)?;
-        }
-        Ok(())
+        draft.publish(state, &files, work)?;
+        self.store.evict(MAX_BYTES)
     }
 }
 
@@ -365,7 +315,8 @@ impl Pipeline {
         let mut found = None;
         if self.resume || *reuse {
             let runs = self.steps.iter().enumerate().rev().filter(|(_, step)| step.pass().runs_on().is_some());
-            found = runs.filter_map(|(number, _)| cache.get(&keys[number], model, work).map(|(after, run)| (number, after, run))).next();
+            let restored = |(number, _)| cache.get(&keys[number], model, work).map(|found| found.map(|(after, run)| (number, after, run))).transpose();
+            found = runs.filter_map(restored).next().transpose()?;
         }
         if let Some((number, _, run)) = &mut found {
             (run.input, run.seed) = (Some(model.path.clone()), self.seed);
@@ -377,10 +328,6 @@ impl Pipeline {
 }
 
 impl State {
-    fn read(folder: &Path) -> Option<State> {
-        serde_json::from_slice(&fs::read(folder.join(STATE)).ok()?).ok()
-    }
-
     /// The weights that [`MasterState::Stored`] refers to.
     fn masters(&self, after: &Model) -> Vec<Item> {
         let stored = |(name, weight): (&String, &Weight)| match self.weights.get(name) {
@@ -391,14 +338,8 @@ impl State {
         masters.map(|(name, weight)| Item { name, storage_format: StorageFormat::Plain, weight }).collect()
     }
 
-    /// The model and the run that were stored. With `work`, the files are compared with their hashes
-    /// first; `None` if they differ.
-    fn restore(&self, folder: &Path, input: &Model, work: Option<&Work>) -> Result<Option<(Model, RunState)>> {
-        for (name, hash) in work.into_iter().flat_map(|_| &self.files).filter(|(name, _)| !name.ends_with(".json")) {
-            if work.map(|work| hash_file(&folder.join(name), &work.quiet())).transpose()?.is_none_or(|found| found.to_string() != *hash) {
-                return Ok(None);
-            }
-        }
+    /// The model and the run that were stored. `None` if this version lacks one of the passes.
+    fn restore(&self, folder: &Path, input: &Model) -> Result<Option<(Model, RunState)>> {
         let Model { config, weights, .. } = Model::open(folder)?;
         let mut model = self.replaced_by.as_ref().map_or_else(|| Ok(input.clone()), Model::open)?;
         let graph = folder.join(GraphFile::NAME);
@@ -470,18 +411,4 @@ fn difference(after: &Model, restored: &Model) -> Option<String> {
 
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     fs::write(path, bytes).map_err(Error::io("write", path))
-}
-
-/// Folders of complete results.
-fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
-    Ok(entries(folder)?.into_iter().filter(|path| path.join(STATE).is_file()).collect())
-}
-
-/// Size of a file or folder in bytes.
-fn bytes(path: &Path) -> Result<u64> {
-    let metadata = fs::symlink_metadata(path).map_err(Error::io("read", path))?;
-    if !metadata.is_dir() {
-        return Ok(metadata.len());
-    }
-    entries(path)?.iter().map(|path| bytes(path)).sum()
 }

@@ -4,6 +4,7 @@
 //! Does not depend on ops, architectures or passes.
 
 mod affine;
+pub mod artifacts;
 mod assemble;
 mod bias;
 mod block;
@@ -38,6 +39,7 @@ mod weight;
 pub mod writer;
 
 pub use affine::{ActivationScheme, FloatScale, Granularity, QuantizationSpec, QuantizedReader, Static};
+pub use artifacts::{Artifact, ArtifactStore};
 pub use assemble::StatedEncoding;
 pub use bias::{Bias, BiasForm};
 pub use block::{BLOCK, Block, BlockSink, Bytes, Rows, View, WeightSource, block_elements, least_common_multiple};
