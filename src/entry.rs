@@ -4,6 +4,12 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use serde::de::{self, Deserializer, MapAccess, Visitor};
+use serde_json::Value;
+
+use crate::error::Result;
+
+/// Constructs an entry from its options, which are null if there are none.
+pub(crate) type Make<T> = Box<dyn FnOnce(Value) -> Result<T>>;
 
 /// A named entry of a list.
 pub(crate) trait Entry: Sized {
@@ -15,6 +21,11 @@ pub(crate) trait Entry: Sized {
     /// The entry with this name and default options.
     fn with_defaults(name: &str) -> Option<Self>;
 
+    /// Constructor of the entry with this name that the program has registered.
+    fn registered(_name: &str) -> Option<Make<Self>> {
+        None
+    }
+
     /// The entry with this name and the options that the map yields next.
     fn with_options<'de, A: MapAccess<'de>>(name: &str, map: &mut A) -> Option<Result<Self, A::Error>>;
 }
@@ -22,10 +33,14 @@ pub(crate) trait Entry: Sized {
 /// Implements [`Entry`] and `Deserialize` for an enum whose variants have the names of their option
 /// types.
 macro_rules! entry {
-    ($entry:ident, $what:literal, $names:ident, $($name:literal => $variant:ident),+) => {
+    ($entry:ident, $what:literal, $names:ident, $(registered $registered:path,)? $($name:literal => $variant:ident),+) => {
         impl $crate::entry::Entry for $entry {
             const WHAT: &'static str = $what;
             const NAMES: &'static [&'static str] = $names;
+
+            $(fn registered(name: &str) -> Option<$crate::entry::Make<Self>> {
+                $registered(name)
+            })?
 
             fn with_defaults(name: &str) -> Option<Self> {
                 match name {
@@ -85,12 +100,22 @@ pub(crate) fn deserialize<'de, T: Entry, D: Deserializer<'de>>(deserializer: D) 
         }
 
         fn visit_str<E: de::Error>(self, name: &str) -> Result<T, E> {
-            T::with_defaults(name).ok_or_else(|| E::unknown_variant(name, T::NAMES))
+            if let Some(entry) = T::with_defaults(name) {
+                return Ok(entry);
+            }
+            let make = T::registered(name).ok_or_else(|| E::unknown_variant(name, T::NAMES))?;
+            make(Value::Null).map_err(E::custom)
         }
 
         fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<T, A::Error> {
             let name: String = map.next_key()?.ok_or_else(|| de::Error::invalid_length(0, &self))?;
-            let entry = T::with_options(&name, &mut map).unwrap_or_else(|| Err(de::Error::unknown_variant(&name, T::NAMES)))?;
+            let entry = match T::with_options(&name, &mut map) {
+                Some(entry) => entry?,
+                None => {
+                    let make = T::registered(&name).ok_or_else(|| de::Error::unknown_variant(&name, T::NAMES))?;
+                    make(map.next_value()?).map_err(de::Error::custom)?
+                }
+            };
             match map.next_key::<String>()? {
                 None => Ok(entry),
                 Some(second) => Err(de::Error::custom(format!("`{second}` is a second {} in one entry; start a new entry with `-`", T::WHAT))),

@@ -5,6 +5,7 @@ mod entry;
 pub mod export;
 pub mod pass;
 pub mod pipeline;
+pub mod plugin;
 pub mod prelude;
 pub mod recipe;
 pub mod report;

@@ -1,5 +1,6 @@
 //! Output formats, one per file. Every format verifies its files by reading them back.
 
+mod custom;
 mod gguf;
 #[cfg(feature = "run")]
 mod onnx;
@@ -10,6 +11,7 @@ use std::fmt;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::Value;
 
+pub use self::custom::{Custom, CustomFormat, WeightValues, register_format};
 pub use self::gguf::{FileType, Gguf};
 #[cfg(feature = "run")]
 pub use self::onnx::Onnx;
@@ -128,6 +130,9 @@ macro_rules! formats {
         #[non_exhaustive]
         pub enum Export {
             $(#[doc = concat!("The `", $name, "` format.")] #[cfg_attr(feature = "cli", schemars(rename = $name))] $format($format),)+
+            /// A format that the program has registered.
+            #[cfg_attr(feature = "cli", schemars(skip))]
+            Custom(Custom),
         }
 
         /// Names of all formats, in the order of the table.
@@ -139,6 +144,7 @@ macro_rules! formats {
             pub fn format(&self) -> &dyn Format {
                 match self {
                     $(Export::$format(format) => format,)+
+                    Export::Custom(format) => format,
                 }
             }
         }
@@ -148,11 +154,12 @@ macro_rules! formats {
             pub(crate) fn format_mut(&mut self) -> &mut dyn Format {
                 match self {
                     $(Export::$format(format) => format,)+
+                    Export::Custom(format) => format,
                 }
             }
         }
 
-        crate::entry::entry!(Export, "format", FORMATS, $($name => $format),+);
+        crate::entry::entry!(Export, "format", FORMATS, registered custom::registered, $($name => $format),+);
 
         $(impl From<$format> for Export {
             fn from(format: $format) -> Export {

@@ -60,7 +60,9 @@ impl Pipeline {
         // The location of the model does not affect the output.
         recipe.model.clear();
         let mut key = self.input_key(model, &self.work())?;
-        self.other_inputs().try_for_each(|path| key.files([&path], path.parent().unwrap_or(&path)))?;
+        let mut read = self.steps.iter().flat_map(|step| step.pass().reads());
+        read.try_for_each(|path| key.files([&path], path.parent().unwrap_or(&path)))?;
+        self.running.add_data(&mut key, &self.work())?;
         key.line(&serde_json::to_string(&recipe).unwrap_or_default());
         Ok(format!("{}\n", key.name()))
     }

@@ -43,9 +43,9 @@ use crate::pass::{Checkpoints, Context, Samples, input_importance};
 use crate::recipe::Recipe;
 use crate::report::{Environment, Peak};
 use crate::run_state::RunState;
-use crate::store::ByteSize;
+use crate::store::{ByteSize, ContentKey};
 use crate::train::communicator::RankConfig;
-use crate::work::{Event, MemoryLimit};
+use crate::work::{Event, MemoryLimit, Work};
 
 /// Number of training samples that are used for calibration if no calibration data is configured.
 const CALIBRATION_FALLBACK: usize = 128;
@@ -150,9 +150,18 @@ impl Running {
         Ok(memory_limit(self.memory, &self.device()?))
     }
 
+    fn sets(&self) -> impl Iterator<Item = &Data> {
+        [&self.data.calibration, &self.data.train, &self.data.evaluation].into_iter().flatten()
+    }
+
     /// Files and folders of all data sets.
     pub fn data_paths(&self) -> Vec<PathBuf> {
-        [&self.data.calibration, &self.data.train, &self.data.evaluation].into_iter().flatten().flat_map(Data::paths).cloned().collect()
+        self.sets().flat_map(Data::paths).cloned().collect()
+    }
+
+    /// Adds the options and the contents of all data sets to a key.
+    pub fn add_data(&self, key: &mut ContentKey, work: &Work) -> Result<()> {
+        self.sets().try_for_each(|data| data.content(work).map(|content| key.line(&content)))
     }
 
     /// Whether evaluation data is configured.

@@ -10,9 +10,9 @@ impl Data {
     /// # Errors
     /// A value is out of range, or an option does not apply to this kind of data.
     pub fn check(&self) -> Result<()> {
-        let kinds = [&self.text, &self.images, &self.arrays].iter().filter(|kind| kind.is_some()).count();
-        if kinds != 1 {
-            return Err(Error::option("data", "requires exactly one of `text`, `images` and `arrays`"));
+        let kinds = [self.text.is_some(), self.images.is_some(), self.arrays.is_some(), self.source.is_some()];
+        if kinds.iter().filter(|kind| **kind).count() != 1 {
+            return Err(Error::option("data", "requires exactly one of `text`, `images`, `arrays` and `source`"));
         }
         for (name, value) in [("samples", self.samples), ("batch_size", self.batch_size), ("max_length", self.max_length), ("stride", self.stride)] {
             if value == Some(0) {

@@ -10,6 +10,7 @@ mod arrays;
 mod batch;
 mod chat;
 mod check;
+mod custom_source;
 mod decoder_targets;
 mod held_out;
 mod idx;
@@ -45,6 +46,7 @@ use serde_json::{Map, Value};
 
 pub use batch::{Batch, References};
 pub use chat::{ChatTemplate, Message};
+pub use custom_source::{Array, DataSource, Sample, Values, register_source};
 pub use open_sets::OpenSets;
 pub use options::{ChannelOrder, Column, Data, DataSets, ImageLayout, LabelKind, Task, WindowSampling};
 pub use order::Order;
@@ -179,6 +181,7 @@ trait SampleSource: Send + Sync {
 pub struct DataSet {
     source: Box<dyn SampleSource>,
     task: Task,
+    metric: Option<String>,
     description: String,
     count: OnceLock<usize>,
 }
@@ -197,6 +200,10 @@ impl DataSet {
         }
         let runs = options.arrays.as_ref().map_or(Ok(false), |path| runs::Runs::is_run_folder(options, path, &target))?;
         let options = &Data { batch_size: options.batch_size.or(target.fixed_batch().filter(|_| !runs)), ..options.clone() };
+        if let Some(name) = &options.source {
+            let source = Box::new(custom_source::CustomSource::open(options, name, task, target)?);
+            return Ok(DataSet { source, task, metric: options.metric.clone(), description: name.clone(), count: OnceLock::new() });
+        }
         let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
             (Some(path), None, None) if target.is_encoder_decoder() => (Box::new(pairs::Pairs::open(options, path, task, target)?), path),
             (Some(path), None, None) if task == Task::LanguageModelling => (Box::new(windows::Windows::open(options, path, target)?), path),
@@ -205,9 +212,9 @@ impl DataSet {
             (None, Some(path), None) => (Box::new(idx::Idx::open(options, path, task, target)?), path),
             (None, None, Some(path)) if runs => (Box::new(runs::Runs::open(options, path, task, target)?), path),
             (None, None, Some(path)) => (Box::new(arrays::Arrays::open(options, path, task, target)?), path),
-            _ => return Err(Error::option("data", "requires exactly one of `text`, `images` and `arrays`")),
+            _ => return Err(Error::option("data", "requires exactly one of `text`, `images`, `arrays` and `source`")),
         };
-        Ok(DataSet { source, task, description: path.display().to_string(), count: OnceLock::new() })
+        Ok(DataSet { source, task, metric: options.metric.clone(), description: path.display().to_string(), count: OnceLock::new() })
     }
 
     /// The task.
@@ -215,7 +222,12 @@ impl DataSet {
         self.task
     }
 
-    /// Path of the data.
+    /// The registered metric to compute instead of that of the task.
+    pub fn metric(&self) -> Option<&str> {
+        self.metric.as_deref()
+    }
+
+    /// Path of the data, or name of its source.
     pub fn description(&self) -> &str {
         &self.description
     }

@@ -90,7 +90,7 @@ pub enum LabelKind {
     Name,
 }
 
-/// Samples: one of `text`, `images` and `arrays`, and options for reading them.
+/// Samples: one of `text`, `images`, `arrays` and `source`, and options for reading them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
@@ -108,6 +108,14 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATH", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arrays: Option<PathBuf>,
+    /// Name of a data source that the program has registered
+    #[cfg_attr(feature = "cli", arg(skip))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub source: Option<String>,
+    /// Name of a metric that the program has registered [default: the metric of the task]
+    #[cfg_attr(feature = "cli", arg(skip))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub metric: Option<String>,
     /// Task [default: chosen from the data and the model's outputs]
     #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -338,6 +346,9 @@ impl Data {
         let mut key = ContentKey::new(work);
         key.line(&serde_json::to_string(self).unwrap_or_default());
         self.paths().try_for_each(|path| key.files([path], path.parent().unwrap_or(path)))?;
+        if let Some(name) = &self.source {
+            key.line(&super::custom_source::content(name)?);
+        }
         Ok(key.name())
     }
 
@@ -352,6 +363,9 @@ impl Data {
     pub(super) fn task(&self, target: &Target) -> Result<Task> {
         if let Some(task) = self.task {
             return Ok(task);
+        }
+        if let Some(name) = &self.source {
+            return super::custom_source::task(name);
         }
         let classifies = target.outputs.iter().any(|port| port.name == "logits" && port.shape.len() == 2);
         if target.is_encoder_decoder() && !classifies {

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::metric::{Metric, Outputs};
-use super::{Fidelity, FidelityAccumulator, Runner, Score, classification, embedding, language_modelling};
+use super::{Fidelity, FidelityAccumulator, Runner, Score, classification, custom_metric, embedding, language_modelling};
 use crate::data::{Batch, DataSet, Task};
 use crate::error::Result;
 use crate::evaluation::{Accuracy, Runtime};
@@ -66,13 +66,13 @@ struct Evaluation {
 }
 
 impl Evaluation {
-    fn new(task: Task, models: usize, pairs: &[(usize, usize)]) -> Evaluation {
-        Evaluation {
-            metrics: (0..models).map(|_| metric(task)).collect(),
+    fn new(data: &DataSet, models: usize, pairs: &[(usize, usize)]) -> Result<Evaluation> {
+        Ok(Evaluation {
+            metrics: (0..models).map(|_| metric(data)).collect::<Result<_>>()?,
             times: vec![Duration::ZERO; models],
             pairs: pairs.iter().map(|pair| (*pair, FidelityAccumulator::default())).collect(),
             samples: 0,
-        }
+        })
     }
 
     fn add(&mut self, batch: &Batch, models: &mut [Box<dyn Runner + '_>]) -> Result<()> {
@@ -121,7 +121,7 @@ impl Evaluation {
 /// Besides errors of the data and the models: if an output that the task needs is missing, or if the work
 /// is cancelled.
 pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], work: &Work) -> Result<Outcomes> {
-    let mut evaluation = Evaluation::new(data.task(), models.len(), pairs);
+    let mut evaluation = Evaluation::new(data, models.len(), pairs)?;
     if models.iter().all(|model| model.group_size(&Inputs::new()).is_none()) {
         data.for_each_batch("Evaluating", work, |batch| evaluation.add(&batch, models))?;
         return evaluation.finish(data.task());
@@ -153,11 +153,14 @@ pub fn output_fidelity(batch: &Batch, before: &Outputs, after: &Outputs) -> Resu
     Ok(fidelity.finish())
 }
 
-fn metric(task: Task) -> Option<Box<dyn Metric>> {
-    match task {
+fn metric(data: &DataSet) -> Result<Option<Box<dyn Metric>>> {
+    if let Some(name) = data.metric() {
+        return Ok(Some(Box::new(custom_metric::Registered::new(name)?)));
+    }
+    Ok(match data.task() {
         Task::Classification => Some(Box::<classification::Classification>::default()),
         Task::LanguageModelling => Some(Box::<language_modelling::Perplexity>::default()),
         Task::Embedding => Some(Box::<embedding::Similarity>::default()),
         Task::Fidelity => None,
-    }
+    })
 }

@@ -17,6 +17,7 @@ mod running {
     //! The part of this module that runs models.
 
     mod classification;
+    mod custom_metric;
     mod embedding;
     mod fidelity;
     mod language_modelling;
@@ -28,6 +29,7 @@ mod running {
     mod statistics;
     mod subject;
 
+    pub use custom_metric::{CustomMetric, register_metric};
     pub use fidelity::FidelityAccumulator;
     pub use latency::latency;
     pub use measure::{Outcome, Outcomes, compare, evaluate, output_fidelity};
