@@ -163,7 +163,7 @@ impl Format for Custom {
         if let Some(WeightValues { name, weight }) = weights.iter().find(|values| !values.weight.is_float()) {
             return Err(Error::tensor(name, format!("is of type {}", weight.describe()), format!("`{}` stores only floats", self.name)));
         }
-        Ok(SizeForecast { files: vec![self.format.file()], bytes: self.format.size(&weights)?, exact: !run.estimated, tensors: weights.len() })
+        Ok(SizeForecast { files: vec![self.format.file()], bytes: self.format.size(&weights)?, exact: !run.is_estimated(), tensors: weights.len() })
     }
 
     fn write(&self, model: &Model, _run: &RunState, folder: &Destination, _prebuilt: Option<&Prebuilt>, work: &Work) -> Result<Exported> {

@@ -29,6 +29,7 @@ use serde_json::Value;
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
 pub use palettize::Palettize;
+#[doc(hidden)]
 pub use plan::Plan;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
 pub use quantize::{Method, Quantize, Scheme};
@@ -67,7 +68,7 @@ mod running {
     #[doc(hidden)]
     pub use quantize_static::{Damage, recommend_floats};
 
-    use crate::pass::{Amount, Checkpoints, Context, GranularityKind, InputImportance, Pass, Plan, Samples, Scope, WeightObserver, options_of};
+    use crate::pass::{Amount, Context, GranularityKind, InputImportance, Pass, Plan, Samples, Scope, WeightObserver, options_of};
 }
 
 #[cfg(feature = "run")]
@@ -159,6 +160,7 @@ pub struct Context<'a> {
 }
 
 /// Location of the checkpoints of a pass.
+#[doc(hidden)]
 #[derive(Debug, Clone)]
 pub struct Checkpoints {
     /// Folder for the checkpoints of this pass only.

@@ -84,7 +84,7 @@ impl Run<'_> {
 
     /// Writes the recipe, the files of passes, and the report, to which it adds the copied files and the
     /// totals.
-    pub fn write_records(&self, folder: &Path, written: &Written, report: &mut Report, (start, peak): (Instant, &Peak)) -> Result<()> {
+    pub fn write_records(&self, folder: &Path, written: &Written, report: &mut Report, (start, peak): (Instant, &mut Peak)) -> Result<()> {
         write_text(&folder.join("recipe.yaml"), &published_recipe(&report.recipe)?.to_yaml())?;
         for (name, bytes) in &self.state.attached {
             let path = folder.join(name);

@@ -243,7 +243,7 @@ impl Layerwise<'_> {
         for block in 0..=last {
             runs.enter(block, &summary.changed)?;
             let sites = by_block.get(&block).map(Vec::as_slice).unwrap_or_default();
-            let stored = checkpoints.as_ref().map(|checkpoints| checkpoints.load(block, model)).transpose()?.flatten();
+            let stored = checkpoints.as_ref().map(|checkpoints| checkpoints.load(block, model, &context.work)).transpose()?.flatten();
             let (changed, report) = match stored {
                 Some((changed, report)) => {
                     resumed += 1;

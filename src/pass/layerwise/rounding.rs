@@ -103,7 +103,7 @@ impl Quantization<'_> {
         let requested = self.gptq.map_or_else(MomentsRequest::default, |choosing| choosing.request());
         let work = Layerwise { name: self.name, context, targets: &targets, requested, rescale, whole_block: false };
         let mut method = Rounder { quantization: self, inputs: Inputs::Nearest(Vec::new()), report: MethodReport::default() };
-        work.run(model, run, &mut method)
+        work.run(model, &mut method)
     }
 
     fn range(&self) -> Range {

@@ -315,8 +315,12 @@ impl Pipeline {
         let mut found = None;
         if self.resume || *reuse {
             let runs = self.steps.iter().enumerate().rev().filter(|(_, step)| step.pass().runs_on().is_some());
-            let restored = |(number, _)| cache.get(&keys[number], model, work).map(|found| found.map(|(after, run)| (number, after, run))).transpose();
-            found = runs.filter_map(restored).next().transpose()?;
+            for (number, _) in runs {
+                found = cache.get(&keys[number], model, work)?.map(|(after, run)| (number, after, run));
+                if found.is_some() {
+                    break;
+                }
+            }
         }
         if let Some((number, _, run)) = &mut found {
             (run.input, run.seed) = (Some(model.path.clone()), self.seed);

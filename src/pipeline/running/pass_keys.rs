@@ -73,3 +73,81 @@ impl PassKeys<'_, '_> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    use super::*;
+    use crate::pass::{Method, Quantize, Step};
+    use crate::work::{Cancel, Silent};
+
+    /// Resuming after one of these files has changed would combine blocks that were calibrated on
+    /// different tokens.
+    #[test]
+    fn every_file_that_determines_the_tokens_is_part_of_the_key() {
+        let folder = tempfile::tempdir().unwrap();
+        let (from, model) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama"), folder.path().join("model"));
+        fs::create_dir_all(folder.path().join("images/class")).unwrap();
+        fs::create_dir(&model).unwrap();
+        for name in ["config.json", "model.safetensors"] {
+            fs::copy(from.join(name), model.join(name)).unwrap();
+        }
+        let files = [
+            "model/tokenizer.json",
+            "model/tokenizer_config.json",
+            "model/special_tokens_map.json",
+            "model/chat_template.jinja",
+            "model/generation_config.json",
+            "samples.txt",
+            "images/class/0.png",
+        ];
+        files.iter().for_each(|name| fs::write(folder.path().join(name), "{}").unwrap());
+        let cancel = Cancel::default();
+        let data = Data { text: Some(folder.path().join("samples.txt")), images: Some(folder.path().join("images")), ..Data::default() };
+        let quantize = |damping| Step::from(Quantize { method: Method::Gptq, damping, ..Quantize::default() });
+        let key = |seed: u64, steps: &[Step]| {
+            let (model, work) = (Model::open(&model).unwrap(), Work { threads: 1, progress: &Silent, cancel: &cancel });
+            let pipeline = Pipeline::builder().calibration(data.clone()).passes(steps.to_vec()).seed(seed).build().unwrap();
+            let mut keys = pipeline.pass_keys(&model, &work).unwrap();
+            let found: Vec<String> = steps.iter().map(|step| keys.checkpoint(step.pass()).unwrap()).collect();
+            found.last().unwrap().clone()
+        };
+        let now = || key(0, &[quantize(None)]);
+        let before = now();
+        assert_eq!(before, now());
+        for name in files {
+            // Other bytes of the same length and with the same modification time.
+            let path = folder.path().join(name);
+            let time = fs::metadata(&path).unwrap().modified().unwrap();
+            fs::write(&path, "[]").unwrap();
+            fs::File::options().append(true).open(&path).unwrap().set_modified(time).unwrap();
+            assert_ne!(before, now(), "{name}");
+            fs::write(&path, "{}").unwrap();
+            assert_eq!(before, now(), "{name}");
+        }
+        assert_ne!(before, key(1, &[quantize(None)]), "another seed");
+        assert_ne!(before, key(0, &[quantize(Some(0.1))]), "other options");
+        assert_ne!(before, key(0, &[crate::pass::Cast::default().into(), quantize(None)]), "an additional pass");
+    }
+
+    /// Only rank 0 of a training reads the evaluation data. Later passes depend on them.
+    #[test]
+    fn evaluation_data_are_part_of_the_result_but_not_of_checkpoints() {
+        let (folder, cancel) = (tempfile::tempdir().unwrap(), Cancel::default());
+        let model = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama")).unwrap();
+        let data = |name: &str| Data { text: Some(folder.path().join(name)), ..Data::default() };
+        let keys = |text: &str| {
+            ["a.txt", "b.txt"].into_iter().zip(["a", text]).for_each(|(name, text)| fs::write(folder.path().join(name), text).unwrap());
+            let work = Work { threads: 1, progress: &Silent, cancel: &cancel };
+            let step = Step::from(crate::pass::Finetune::default());
+            let pipeline = Pipeline::builder().train(data("a.txt")).evaluation(data("b.txt")).pass(step.clone()).build().unwrap();
+            let mut keys = pipeline.pass_keys(&model, &work).unwrap();
+            [keys.checkpoint(step.pass()).unwrap(), keys.result().unwrap(), keys.checkpoint(step.pass()).unwrap()]
+        };
+        let (one, other) = (keys("1"), keys("2"));
+        assert_eq!(one[0], other[0]);
+        assert!(one[1] != other[1] && one[2] != other[2]);
+    }
+}
