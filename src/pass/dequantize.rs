@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
-use crate::ir::{Graph, Op, rebuild};
+use crate::ir::ops::{Clip, FakeQuantize};
+use crate::ir::{Graph, Op, ValueId, rebuild};
 use crate::model::Model;
 use crate::onnx::ModelFile;
 use crate::pass::targets::{self, SelectedWeights};
@@ -76,7 +77,12 @@ impl Pass for Dequantize {
                 ));
             }
             if all && count > 0 {
+                let unclamped = without_activation_function(&graph);
                 let floats = rebuild(&graph, &model.weights, &mut |step| match (&step.node.op, step.inputs.as_slice()) {
+                    (Op::FakeQuantize(quantizer), [value]) if unclamped.contains(&step.node.inputs[0]) && is_one_sided(quantizer) => {
+                        let (low, high) = quantizer.range();
+                        step.builder.node(step.name, Clip { min: low.into(), max: high.into() }, &[*value])
+                    }
                     (Op::FakeQuantize(_), [value]) => Ok(*value),
                     _ => step.copy(),
                 })?;
@@ -93,6 +99,33 @@ impl Pass for Dequantize {
     fn remedy(&self) -> &'static str {
         "`ignore` for the weight"
     }
+}
+
+/// Whether all values of a quantizer have the same sign.
+fn is_one_sided(quantizer: &FakeQuantize) -> bool {
+    let (low, high) = quantizer.range();
+    low >= 0.0 || high <= 0.0
+}
+
+/// Values that may have both signs. ONNX Runtime omits an activation function before a quantizer whose
+/// range implies it, so a quantizer of such a value may be the only clamp.
+fn without_activation_function(graph: &Graph) -> BTreeSet<ValueId> {
+    let mut signed = BTreeSet::new();
+    for node in graph.nodes() {
+        let reads_signed = node.inputs.iter().any(|input| signed.contains(input));
+        let is_signed = match &node.op {
+            Op::Relu(_) | Op::Sigmoid(_) | Op::HardSigmoid(_) | Op::Softmax(_) | Op::Softplus(_) | Op::Abs(_) | Op::Exp(_) | Op::Sqrt(_) => false,
+            Op::Clip(op) => op.min < 0.0 && op.max > 0.0 && reads_signed,
+            Op::FakeQuantize(op) => !is_one_sided(op) && reads_signed,
+            Op::Linear(_) | Op::Conv(_) | Op::ConvTranspose(_) | Op::BatchNorm(_) | Op::MatMul(_) | Op::LayerNorm(_) | Op::RmsNorm(_) => true,
+            Op::Binary(_) | Op::Power(_) | Op::Scale(_) | Op::Neg(_) | Op::Log(_) | Op::Gelu(_) | Op::Silu(_) | Op::Elu(_) => true,
+            _ => reads_signed,
+        };
+        if is_signed {
+            signed.insert(node.output);
+        }
+    }
+    signed
 }
 
 /// The graph of the model, if it may quantize activations, and the number of its `FakeQuantize` nodes.

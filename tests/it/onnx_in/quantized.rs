@@ -201,6 +201,28 @@ fn quantized_weights_are_dequantized_on_request() {
     }
 }
 
+/// ONNX Runtime's quantization tool omits ReLU and ReLU6 before quantizers that start or end at zero.
+#[test]
+fn activation_functions_that_quantizers_imply_are_restored() {
+    for (zero, activation) in [(0, true), (255, true), (120, false)] {
+        let mut model = rounded();
+        let graph = model.graph.as_mut().unwrap();
+        graph.node[5].output[0] = "sum".into();
+        graph.node.push(node("QuantizeLinear", &["sum", "y_scale", "y_zero"], &["y_integers"], vec![]));
+        graph.node.push(node("DequantizeLinear", &["y_integers", "y_scale", "y_zero"], &["y"], vec![]));
+        graph.initializer.extend([float("y_scale", 0.01), one("y_zero", DataType::Uint8, zero)]);
+        let place = Place::new(&model);
+        builder().pass(Dequantize::default()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+        let graph = place.written("out.onnx").graph.unwrap();
+        let operators: Vec<&str> = graph.node.iter().map(NodeProto::op_type).collect();
+        // The input of the network has a range of both signs, and no activation function before it.
+        assert_eq!(operators, if activation { vec!["MatMul", "Add", "Clip"] } else { vec!["MatMul", "Add"] }, "zero point {zero}");
+        if crate::common::onnxruntime::has_onnx_runtime() {
+            assert!(distance(&place.input(), &place.path("out.onnx")) < 0.02, "zero point {zero}");
+        }
+    }
+}
+
 #[test]
 fn a_lifted_file_computes_the_same() {
     if !crate::common::onnxruntime::has_onnx_runtime() {
