@@ -1,4 +1,4 @@
-//! Extends the library by an export format, a metric, a data source and a store of files.
+//! Extends the library by a pass, an export format, a metric, a data source and a store of files.
 //!
 //! ```text
 //! cargo run --example plugins -- examples/build_script/model OUT
@@ -13,6 +13,26 @@ use std::path::Path;
 use compress::plugin::{Array, DataSource, Format, Metric, Sample, Store, WeightValues};
 use compress::prelude::*;
 use compress::{Error, Result, plugin};
+
+/// Scales each row of a matrix so that its largest weight is 1.
+#[derive(Debug)]
+struct NormalizeRows;
+
+impl plugin::Pass for NormalizeRows {
+    fn rule(&self) -> String {
+        "matrices".into()
+    }
+
+    fn selects(&self, _name: &str, shape: &[usize]) -> bool {
+        shape.len() == 2
+    }
+
+    fn apply(&self, _name: &str, _shape: &[usize], _row: usize, values: &mut [f32]) -> Result<()> {
+        let largest = values.iter().fold(0f32, |largest, value| largest.max(value.abs()));
+        values.iter_mut().filter(|_| largest > 0.0).for_each(|value| *value /= largest);
+        Ok(())
+    }
+}
 
 /// Files in memory, by name.
 struct Memory(BTreeMap<String, Vec<u8>>);
@@ -81,6 +101,11 @@ impl Metric for TopTwo {
 #[derive(Debug)]
 struct Raw;
 
+/// The format.
+pub fn raw() -> impl Format {
+    Raw
+}
+
 fn header(weights: &[WeightValues]) -> String {
     weights.iter().map(|weight| format!("{} {}\n", weight.name(), weight.elements())).collect::<String>() + "\n"
 }
@@ -145,23 +170,30 @@ fn register(folder: &Path) -> Result<()> {
     plugin::register_store("memory", Memory(files)).map_err(Error::io("register", Path::new("memory:")))?;
     plugin::register_source("stripes", Stripes)?;
     plugin::register_metric("top-two", TopTwo::default)?;
-    plugin::register_format("raw", |options| if options.is_null() { Ok(Raw) } else { Err(Error::option("raw", "has no options")) })
+    let no_options = |options: &serde_json::Value| if options.is_null() { Ok(()) } else { Err(Error::option("options", "there are none")) };
+    plugin::register_pass("normalize-rows", move |options| no_options(options).map(|()| NormalizeRows))?;
+    plugin::register_format("raw", move |options| no_options(options).map(|()| Raw))
 }
 
 const RECIPE: &str = "
 model: memory:net
 data: { evaluation: { source: stripes, metric: top-two } }
 evaluate: { latency: false }
-passes: [cast: { to: bf16 }]
+passes: [normalize-rows, cast: { to: bf16 }]
 export: [raw]
 ";
+
+/// Runs the recipe on the model in `folder`.
+pub fn run(folder: &Path, output: &Path) -> Result<Report> {
+    register(folder)?;
+    let recipe = Recipe::parse(RECIPE, Path::new("recipe.yaml"))?;
+    Pipeline::builder().recipe(&recipe).build()?.run(Model::open(&recipe.model)?, output)
+}
 
 fn main() -> Result<()> {
     let paths: Vec<_> = std::env::args_os().skip(1).collect();
     let [folder, output] = &paths[..] else { return Err(Error::option("plugins", "needs the paths MODEL OUT")) };
-    register(folder.as_ref())?;
-    let recipe = Recipe::parse(RECIPE, Path::new("recipe.yaml"))?;
-    let report = Pipeline::builder().recipe(&recipe).build()?.run(Model::open(&recipe.model)?, output)?;
+    let report = run(folder.as_ref(), output.as_ref())?;
     let accuracy = report.accuracy.as_ref().ok_or_else(|| Error::option("plugins", "the model was not evaluated"))?;
     println!("{}: {:?} before, {:?} after", accuracy.metric.as_deref().unwrap_or("none"), accuracy.before, accuracy.after);
     for file in &report.outputs {

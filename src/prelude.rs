@@ -16,3 +16,16 @@ pub use crate::{
     export::Onnx,
     pass::{Distill, Finetune, PruneStructured, QuantizeStatic},
 };
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn types_are_shared_between_threads_and_printed() {
+        fn check<T: Send + Sync + std::fmt::Debug>() {}
+        check::<(Model, Recipe, Report, Step, Export)>();
+        check::<(Pipeline, crate::pipeline::Builder, crate::pipeline::Plan, crate::pipeline::Check, Cached)>();
+        check::<(crate::Error, crate::ParseError, Cancel)>();
+    }
+}

@@ -39,16 +39,24 @@ pub(super) fn event(event: &serde_json::Value) {
     let _ = writeln!(io::stderr().lock(), "{}", escape::json_line(event).unwrap_or_default());
 }
 
+/// Options that are flags of commands. Hints name them as the library and recipes do.
+const FLAGS: [&str; 6] = ["allow_nonfinite", "export", "force", "memory", "part", "resume"];
+
+/// A hint with flags in place of options.
+fn in_flags(hint: String) -> String {
+    FLAGS.iter().fold(hint, |hint, name| hint.replace(&format!("`{name}`"), &format!("`--{}`", name.replace('_', "-"))))
+}
+
 /// Writes an error to stderr, with its hint.
 pub(super) fn error(error: &Error, global: &Global) {
     if global.log_format == LogFormat::Json {
-        event(&json!({ "event": "error", "message": redact(&error.to_string()), "hint": error.hint() }));
+        event(&json!({ "event": "error", "message": redact(&error.to_string()), "hint": error.hint().map(in_flags) }));
         return;
     }
     let (red, cyan, off) = if has_color() { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
     let mut text = format!("{red}error:{off} {}\n", display(&redact(&error.to_string())));
     if let Some(hint) = error.hint() {
-        text += &format!("{cyan}hint:{off} {}\n", display(&hint));
+        text += &format!("{cyan}hint:{off} {}\n", display(&in_flags(hint)));
     }
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }

@@ -167,7 +167,7 @@ impl Converted {
             if finite && !convert::rounded(self.to.dtype(), *value).is_finite() {
                 if self.overflow == Overflow::Error {
                     let value = if value.is_finite() { format!("{value:e}") } else { format!("a value above {:e}", f32::MAX) };
-                    let wider = if self.to == FloatFormat::F16 { "cast to bf16 (--to bf16), " } else { "" };
+                    let wider = if self.to == FloatFormat::F16 { "cast to bf16 (`to: bf16`), " } else { "" };
                     return Err(Error::tensor(
                         &self.name,
                         format!("contains {value}, but the largest value of {} is {largest:e}", self.to.config_name()),

@@ -11,6 +11,7 @@
 
 pub(crate) mod amount;
 mod cast;
+mod custom;
 mod palettize;
 mod plan;
 pub mod prune_unstructured;
@@ -28,6 +29,7 @@ use serde_json::Value;
 
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
+pub use custom::{Custom, CustomPass, register_pass};
 pub use palettize::Palettize;
 #[doc(hidden)]
 pub use plan::Plan;
@@ -182,6 +184,10 @@ macro_rules! passes {
         #[non_exhaustive]
         pub enum Step {
             $($(#[$doc])* #[serde(rename = $name)] $pass($pass),)+
+            /// A pass that the program has registered
+            #[serde(untagged)]
+            #[cfg_attr(feature = "cli", command(skip), schemars(skip))]
+            Custom(Custom),
         }
 
         /// Names of all passes, in the order of the table.
@@ -193,6 +199,7 @@ macro_rules! passes {
             pub fn pass(&self) -> &dyn Pass {
                 match self {
                     $(Step::$pass(pass) => pass,)+
+                    Step::Custom(pass) => pass,
                 }
             }
 
@@ -200,11 +207,12 @@ macro_rules! passes {
             pub(crate) fn pass_mut(&mut self) -> &mut dyn Pass {
                 match self {
                     $(Step::$pass(pass) => pass,)+
+                    Step::Custom(pass) => pass,
                 }
             }
         }
 
-        crate::entry::entry!(Step, "pass", PASSES, $($name => $pass),+);
+        crate::entry::entry!(Step, "pass", PASSES, registered custom::registered, $($name => $pass),+);
 
         $(impl From<$pass> for Step {
             fn from(pass: $pass) -> Step {
@@ -239,6 +247,13 @@ crate::entry::gather! { passes []
     "cast" => Cast,
     /// Dequantize weights, so that later passes can process them
     "dequantize" => Dequantize if runs,
+}
+
+impl Step {
+    /// The pass with this name and default options; `None` if this program has no such pass.
+    pub fn from_name(name: &str) -> Option<Step> {
+        serde_json::from_value(Value::String(name.to_owned())).ok()
+    }
 }
 
 fn options_of(pass: &impl Serialize) -> Value {

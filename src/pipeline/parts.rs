@@ -76,7 +76,7 @@ pub fn recipe_from_parts(output: &Path) -> Result<Recipe> {
         return Err(Error::Output {
             path: folder,
             reason: "has no finished part".into(),
-            hint: "run every part first, with `--part 1/N` to `--part N/N` and the same output".into(),
+            hint: "run every part first, `part` 1/N to `part` N/N, with the same output".into(),
         });
     };
     Recipe::parse(&PartManifest::open(&first)?.recipe, &first.join(MANIFEST))
@@ -114,10 +114,10 @@ impl Pipeline {
         let pipeline = &pipeline;
         let counts = parts_folder(output).join(counts_name(&key));
         let [export] = pipeline.export.as_slice() else {
-            return Err(Error::option("--part", "several formats cannot be written in parts: export only safetensors"));
+            return Err(Error::option("part", "several formats cannot be written in parts: export only safetensors"));
         };
         let Some(files) = export.format().weights_by_file(&after, &state)? else {
-            return Err(Error::option("--part", format!("`{}` writes a single file, which cannot be written in parts", export.format().name())));
+            return Err(Error::option("part", format!("`{}` writes a single file, which cannot be written in parts", export.format().name())));
         };
         state.part = Some(Arc::new(Part::new(index, files, pipeline.min_split_bytes, counts)));
         let work = pipeline.work();
@@ -233,7 +233,7 @@ impl Pipeline {
         if let [first, ..] = missing.as_slice() {
             let listed = missing.iter().take(10).cloned().collect::<Vec<_>>().join(", ");
             let reason = format!("{} of {count} parts are missing: {listed}{}", missing.len(), if missing.len() > 10 { ", …" } else { "" });
-            return Err(error(reason, &format!("run them with the same recipe and output, like `--part {first}/{count}`")));
+            return Err(error(reason, &format!("run them with the same recipe and output, like `part` {first}/{count}")));
         }
         let key = self.part_key(model, *count)?;
         let parts = finished.into_values().map(|path| PartManifest::open(&path).map(|manifest| (path, manifest))).collect::<Result<Vec<_>>>()?;
@@ -246,13 +246,13 @@ impl Pipeline {
     /// Checks that the run can be divided into parts.
     fn require_parts(&self, model: &Model, output: &Path) -> Result<()> {
         if crate::output::file_name(output).is_some() {
-            return Err(Error::option("--part", format!("{} is a file, but parts are merged into a folder: choose a folder with -o", output.display())));
+            return Err(Error::option("part", format!("{} is a file, but parts are merged into a folder: choose a folder as the output", output.display())));
         }
         if let Some((name, _)) = self.model_runs().next() {
-            return Err(Error::option("--part", format!("{name} runs the model and cannot be run in parts: only passes over weights can")));
+            return Err(Error::option("part", format!("{name} runs the model and cannot be run in parts: only passes over weights can")));
         }
         if model.onnx.is_some() {
-            return Err(Error::option("--part", "an .onnx file cannot be written in parts: only folders of safetensors can"));
+            return Err(Error::option("part", "an .onnx file cannot be written in parts: only folders of safetensors can"));
         }
         Ok(())
     }
@@ -322,6 +322,6 @@ fn other_run(folder: &Path, version: &str) -> Error {
             "is a part of another run (another recipe, model or number of parts, or written by compress {version} instead of {})",
             Tool::default().version
         ),
-        hint: "write it again with --force, remove it, or choose another output folder with -o".into(),
+        hint: "write it again with `force`, remove it, or choose another output folder".into(),
     }
 }

@@ -121,7 +121,7 @@ fn a_missing_part_is_written_again() {
     let second = parts_folder(&output).join("00002-of-00003");
     std::fs::remove_dir_all(&second).unwrap();
     let error = merged(&model, &output).unwrap_err();
-    assert!(error.to_string().contains("1 of 3 parts are missing: 2") && error.hint().unwrap().contains("--part 2/3"), "{error}");
+    assert!(error.to_string().contains("1 of 3 parts are missing: 2") && error.hint().unwrap().contains("`part` 2/3"), "{error}");
     assert_eq!(part(2).unwrap(), PartOutcome::Written);
     // One bit.
     let file = second.join("model.safetensors");

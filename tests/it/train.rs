@@ -900,7 +900,7 @@ fn an_interrupted_run_yields_the_result_of_an_uninterrupted_one() {
         }
         let again = builder(&pass).build().unwrap();
         let error = again.run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err();
-        assert!(error.hint().unwrap().contains("--resume"), "{error}");
+        assert!(error.hint().unwrap().contains("`resume`"), "{error}");
         let other = Finetune { learning_rate: 1e-3, ..pass.clone() };
         let other = builder(&other).resume(true).build().unwrap();
         assert!(other.run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err().to_string().contains("different options"));

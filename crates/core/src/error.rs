@@ -231,8 +231,8 @@ impl Error {
             }
             Error::OutOfMemory { .. } => Some("use smaller batches, shorter sequences, `gradient_checkpointing: blocks`, or an optimizer with less state; use `offload: parameters` if the weights do not fit".into()),
             Error::Diverged { .. } => Some("lower the learning rate, warm up longer, or compute in f32".into()),
-            Error::Paused { .. } => Some("run the same command with --resume to continue".into()),
-            Error::NotFinite { .. } => Some("the checkpoint is damaged, or set `allow_nonfinite: true` (--allow-nonfinite) to keep these values".into()),
+            Error::Paused { .. } => Some("run it again with `resume` to continue".into()),
+            Error::NotFinite { .. } => Some("the checkpoint is damaged, or set `allow_nonfinite` to keep these values".into()),
             Error::NoMatch { nearest: Some(name), .. } => Some(format!("did you mean `{name}`? `compress inspect` lists all names")),
             Error::NoMatch { nearest: None, .. } => Some("`compress inspect` lists all names".into()),
             Error::Recipe { .. } => Some("`compress init MODEL` writes a commented recipe; `compress schema` prints all keys".into()),

@@ -67,7 +67,7 @@ impl BlockCheckpoints {
             return Err(Error::run(
                 folder.display(),
                 "has checkpoints of a run with other options, data or weights, or on another device or instruction set",
-                "start again with --force and without --resume",
+                "start again with `force` and without `resume`",
             ));
         }
         if found.is_none() {

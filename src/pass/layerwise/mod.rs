@@ -474,7 +474,7 @@ fn require_bytes(name: &str, what: &str, needed: u64, limit: u64) -> Result<()> 
     }
     Err(Error::Unsupported {
         what: format!("{name}: {what} about {}, but the memory limit is {}", ByteSize(needed), ByteSize(limit)),
-        hint: "increase the limit with --memory, or add large layers to `ignore`".into(),
+        hint: "increase the limit `memory`, or add large layers to `ignore`".into(),
     })
 }
 

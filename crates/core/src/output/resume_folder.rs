@@ -37,21 +37,17 @@ impl ResumeFolder {
         let path = ResumeFolder::path_for(output);
         let marker = path.join(MARKER);
         if !marker.exists() && fs::read_dir(&path).is_ok_and(|mut entries| entries.next().is_some()) {
-            return Err(refuse(
-                &path,
-                "is the checkpoint folder of a training run, and contains other files",
-                "move it, or choose another output folder with -o",
-            ));
+            return Err(refuse(&path, "is the checkpoint folder of a training run, and contains other files", "move it, or choose another output folder"));
         }
         fs::create_dir_all(&path).map_err(Error::io("create", &path))?;
         let Attempt::Taken(lock) = Lock::take(&marker)? else {
-            return Err(refuse(&path, "is used by another run", "wait until that run has ended, or choose another output folder with -o"));
+            return Err(refuse(&path, "is used by another run", "wait until that run has ended, or choose another output folder"));
         };
         lock.sign(&marker);
         let resume_folder = ResumeFolder { path, _lock: lock };
         let left = resume_folder.leftovers()?;
         if !left.is_empty() && !resume && !force {
-            return Err(refuse(&resume_folder.path, "was left by an interrupted run", "add --resume to continue it, or --force to start again"));
+            return Err(refuse(&resume_folder.path, "was left by an interrupted run", "set `resume` to continue it, or `force` to start again"));
         }
         if !resume {
             left.iter().try_for_each(|path| remove(path))?;
@@ -113,7 +109,7 @@ mod tests {
         fs::create_dir(path.join("1-distill")).unwrap();
         fs::write(path.join("1-distill/checkpoint"), "").unwrap();
         drop(resume_folder);
-        assert!(ResumeFolder::open(&out, false, false).unwrap_err().hint().unwrap().contains("--resume"));
+        assert!(ResumeFolder::open(&out, false, false).unwrap_err().hint().unwrap().contains("`resume`"));
         drop(ResumeFolder::open(&out, true, false).unwrap());
         assert!(path.join("1-distill/checkpoint").exists());
         let resume_folder = ResumeFolder::open(&out, false, true).unwrap();

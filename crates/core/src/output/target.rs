@@ -137,14 +137,14 @@ pub(super) fn check_replaceable(target: &Path, replace: Replace, inputs: &Inputs
         let more = lost.len().checked_sub(NAMED).filter(|more| *more > 0).map(|more| format!(" and {more} more")).unwrap_or_default();
         let why = if replace == Replace::Output && listing.is_none() { "no report of compress lists them" } else { "compress did not write them" };
         let reason = format!("cannot be replaced: {names}{more} would be lost, and {why}");
-        return Err(refuse(target, &reason, "move what you need and remove the rest, or choose another name with -o"));
+        return Err(refuse(target, &reason, "move what you need and remove the rest, or choose another name"));
     }
     paths.extend(listing.into_iter().flat_map(|listing| listing.data_files(target)));
     let paths: Vec<PathBuf> = paths.iter().filter_map(|path| fs::canonicalize(path).ok()).collect();
     for input in inputs.files.iter().chain([&inputs.model]).filter(|path| !files::is_remote(path)) {
         if let Some(found) = linked(input, DEEPEST).find(|real| paths.iter().any(|path| real.starts_with(path))) {
             let reason = format!("cannot be replaced: it contains {}, which this run reads as {}", found.display(), input.display());
-            return Err(refuse(target, &reason, "choose another name with -o"));
+            return Err(refuse(target, &reason, "choose another name"));
         }
     }
     Ok(())
@@ -238,7 +238,7 @@ pub fn require_local(output: &Path, reason: &str) -> Result<()> {
 /// existing folders are never replaced.
 fn check_remote(target: &Path, force: bool) -> Result<()> {
     if file_name(target).is_some() {
-        return Err(refuse(target, "is a single file, but only folders can be written to other machines", "specify a folder, and the format with --export"));
+        return Err(refuse(target, "is a single file, but only folders can be written to other machines", "specify a folder, and the format with `export`"));
     }
     if !files::remote_name(target).is_some_and(files::is_writable) {
         return Err(refuse(target, "cannot be written to", "specify a folder or a bucket: s3://bucket/name, gs://bucket/name, az://container/name"));
@@ -248,14 +248,14 @@ fn check_remote(target: &Path, force: bool) -> Result<()> {
         Err(e) => Err(Error::io("open", target)(e)),
         Ok(_) if files::is_file(&target.join(files::UNFINISHED)) => {
             let reason = format!("is being written by another run, or contains the leftovers of a killed run ({} exists)", files::UNFINISHED);
-            Err(refuse(target, &reason, "choose another name with -o, or remove the folder if no run is writing to it"))
+            Err(refuse(target, &reason, "choose another name, or remove the folder if no run is writing to it"))
         }
         Ok(_) if force => Err(refuse(
             target,
             "exists, and a remote folder cannot be replaced atomically",
             "choose another name, and remove the old folder when it is no longer in use",
         )),
-        Ok(_) => Err(refuse(target, "exists", "choose another name with -o")),
+        Ok(_) => Err(refuse(target, "exists", "choose another name")),
     }
 }
 
@@ -280,7 +280,7 @@ pub(super) fn refuse(path: &Path, reason: &str, hint: &str) -> Error {
 
 pub(super) fn exists(path: &Path) -> Error {
     let place = if path.is_dir() { "folder" } else { "name" };
-    refuse(path, "exists", &format!("add --force to replace it, or choose another {place} with -o"))
+    refuse(path, "exists", &format!("set `force` to replace it, or choose another {place}"))
 }
 
 #[cfg(test)]

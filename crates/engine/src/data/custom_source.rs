@@ -193,8 +193,8 @@ impl CustomSource {
                 return Err(self.error(number, format!("the array `{}` of the shape {:?} has {} values", port.name, array.shape, array.len())));
             }
             let shape = matched_shape(&array.shape, port.shape.get(1..).unwrap_or(&[]));
-            let shape =
-                shape.ok_or_else(|| self.error(number, format!("the array `{}` is {:?}, but the model's input is {}", port.name, array.shape, port.sizes())))?;
+            let shape = shape
+                .ok_or_else(|| self.error(number, format!("the array `{}` is {:?}, but the model's input is {}", port.name, array.shape, port.sizes())))?;
             Ok((array, shape))
         };
         let arrays = self.ports.iter().map(take).collect::<Result<_>>()?;

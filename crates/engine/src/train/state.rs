@@ -121,7 +121,7 @@ fn shard_path(folder: &Path, step: u64, rank: usize) -> PathBuf {
 }
 
 fn mismatch(path: PathBuf, reason: String) -> Error {
-    let hint = "resume with the model, data, options and processes that it was started with, or start over without --resume (add --force)";
+    let hint = "resume with the model, data, options and processes that it was started with, or start over with `force` and without `resume`";
     Error::Output { path, reason, hint: hint.into() }
 }
 

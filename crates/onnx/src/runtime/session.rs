@@ -81,7 +81,7 @@ impl Session {
             return Err(Error::run(path.display(), "is a remote file", "ONNX Runtime opens only local files: download it first"));
         }
         if !path.is_file() {
-            let hint = "ONNX Runtime runs exported models: write one with `--export onnx`, or omit `--runtime onnxruntime`";
+            let hint = "ONNX Runtime runs exported models: write one with the format `onnx`, or omit the runtime `onnxruntime`";
             return Err(Error::run(path.display(), "no such file", hint));
         }
         let session = Session::load_with_fallback(path, None, options)?;

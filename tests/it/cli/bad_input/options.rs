@@ -196,7 +196,7 @@ fn values_that_are_not_finite() {
     let nan = || vec![f32s("x.weight", &[2, 2], &[1.0, f32::NAN, 2.0, f32::NEG_INFINITY])];
     let scaled = vec![tensor("x.weight", "I8", &[1, 4], &[1, 2, 3, 4]), f32s("x.weight_scale", &[1], &[f32::INFINITY])];
     let said = "tensor `x.weight` holds 2 values that are NaN or infinite";
-    let hint = "set `allow_nonfinite: true` (--allow-nonfinite)";
+    let hint = "set `--allow-nonfinite`";
     check([
         tensors("pruning", nan(), "prune-unstructured in -o out", 1, said, hint),
         tensors("global pruning", nan(), "prune-unstructured in -o out --scope global", 1, said, hint),
@@ -246,7 +246,7 @@ fn weights_that_a_pass_does_not_support() {
             "cast in -o out --to f16",
             1,
             "tensor `x.weight`: contains 7e4, but the largest value of float16 is 6.5504e4",
-            "cast to bf16 (--to bf16), set overflow: saturate",
+            "cast to bf16 (`to: bf16`), set overflow: saturate",
         ),
         tensors(
             "too large for f16, then int8",

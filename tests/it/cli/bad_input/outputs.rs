@@ -32,7 +32,7 @@ fn place(name: &'static str, args: &'static str, message: &'static str, hint: &'
 
 #[test]
 fn locations_that_exist() {
-    let force = "add --force to replace it, or choose another folder with -o";
+    let force = "set `--force` to replace it, or choose another folder";
     let other = "choose another name";
     check([
         place("a folder", "cast in -o full", "full: exists", force),
@@ -89,7 +89,7 @@ fn files_that_force_must_not_overwrite() {
 #[cfg(feature = "run")]
 #[test]
 fn locations_with_inputs_of_the_run() {
-    let other = "choose another name with -o";
+    let other = "choose another name";
     check([
         place("samples", "run data.yaml --dry-run --force", "old: cannot be replaced: it contains…old/samples.txt, which this run reads as…samples.txt", other),
         place("a teacher", "run teacher.yaml --dry-run --force", "old: cannot be replaced: it contains…old, which this run reads as…old", other),
