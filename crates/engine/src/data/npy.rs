@@ -52,11 +52,13 @@ impl Header {
             let (value, after) = split_at_separator(after, ',')?;
             match unquoted(key)? {
                 "descr" => descr = Some(unquoted(value).unwrap_or(value).to_owned()),
-                "fortran_order" => fortran_order = Some(match value {
-                    "True" => true,
-                    "False" => false,
-                    _ => return None,
-                }),
+                "fortran_order" => {
+                    fortran_order = Some(match value {
+                        "True" => true,
+                        "False" => false,
+                        _ => return None,
+                    })
+                }
                 "shape" => {
                     let sizes = value.strip_prefix('(')?.strip_suffix(')')?;
                     let sizes = sizes.split_terminator(',').map(|size| size.trim().trim_end_matches('L').parse().ok());
@@ -133,7 +135,12 @@ mod tests {
             (1, "{'descr': '|b1', 'fortran_order': False, 'shape': (7,), }\n", "|b1", vec![7]),
             (2, "{\"shape\": (), \"descr\": \"<i8\", \"fortran_order\": False}", "<i8", vec![]),
             (1, "{'descr': '<i8', 'fortran_order': False, 'shape': (2L, 5L)}", "<i8", vec![2, 5]),
-            (3, "{'descr': [('ä, (', '<f4'), ('b', '<i4', (2, 3))], 'fortran_order': False, 'shape': (0,)}", "[('ä, (', '<f4'), ('b', '<i4', (2, 3))]", vec![0]),
+            (
+                3,
+                "{'descr': [('ä, (', '<f4'), ('b', '<i4', (2, 3))], 'fortran_order': False, 'shape': (0,)}",
+                "[('ä, (', '<f4'), ('b', '<i4', (2, 3))]",
+                vec![0],
+            ),
         ] {
             assert_eq!(read(version, header).unwrap(), Header { descr: descr.into(), fortran_order: false, shape }, "{header}");
         }
