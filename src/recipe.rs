@@ -6,6 +6,7 @@
 pub(crate) mod message;
 
 use std::collections::BTreeMap;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -71,6 +72,9 @@ pub struct Variant {
     /// The recipe with these values.
     pub recipe: Recipe,
 }
+
+/// Path that selects the standard input. Paths in such a recipe are relative to the working directory.
+const STDIN: &str = "-";
 
 /// Maximum number of runs of a sweep.
 const MAX_VARIANTS: usize = 1000;
@@ -145,6 +149,10 @@ impl Recipe {
     fn parse_file(path: &Path) -> Result<Recipe> {
         if path.is_dir() {
             return Err(Error::Recipe { path: path.to_owned(), message: "is a folder; a recipe is a YAML file".into() });
+        }
+        if path == Path::new(STDIN) {
+            let text = io::read_to_string(io::stdin()).map_err(Error::io("read", path))?;
+            return Recipe::parse(&text, Path::new("recipe"));
         }
         let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
         Recipe::parse(&text, path)

@@ -85,8 +85,8 @@ enum Command {
     Verify(verify::Args),
     /// Convert a model back to plain dense safetensors
     Densify(densify::Args),
-    /// Print the JSON Schema of recipes
-    Schema,
+    /// Print the JSON Schema of recipes or reports
+    Schema(schema::Args),
     /// Print a completion script for a shell
     Completions(completions::Args),
     /// Print the manual page, or write the pages of all commands
@@ -150,7 +150,7 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
         Command::Check(args) => args.run(global),
         Command::Verify(args) => args.run(global),
         Command::Densify(args) => args.run(global),
-        Command::Schema => schema::run(),
+        Command::Schema(args) => args.run(),
         Command::Completions(args) => args.run(),
         Command::Man(args) => args.run(),
         Command::Doctor(args) => args.run(global),

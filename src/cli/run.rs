@@ -21,7 +21,7 @@ use crate::run_state::PartIndex;
 
 A sweep ends with a table of all runs, and writes comparison.html to the output folder, with a plot of size against quality.")]
 pub(super) struct Args {
-    /// The recipe
+    /// The recipe; `-` reads it from the standard input
     recipe: PathBuf,
     /// Output folder, instead of the recipe's
     #[arg(long, short, value_name = "DIR")]

@@ -11,6 +11,7 @@ use crate::{kernel, program};
 
 /// Hardware and runtimes of a machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct Environment {
     /// Name of the CPU.

@@ -41,6 +41,7 @@ pub const FILES: [&str; 3] = crate::output::REPORT_FILES;
 
 /// A report, as serialized to `report.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct Report {
     /// Version of the schema.

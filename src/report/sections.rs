@@ -7,6 +7,7 @@ use serde_json::Value;
 
 /// Program that wrote the report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct Tool {
     /// `compress`.
@@ -26,6 +27,7 @@ impl Default for Tool {
 
 /// Input model.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct ModelId {
     /// Folder or file.
@@ -39,6 +41,7 @@ pub struct ModelId {
 
 /// An applied pass.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct PassReport {
     /// Name of the pass.
@@ -66,6 +69,7 @@ pub struct PassReport {
 
 /// Size before and after.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct Sizes {
     /// Size of the input.
@@ -78,6 +82,7 @@ pub struct Sizes {
 
 /// Size of a checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct Size {
     /// Elements of all weights.
@@ -97,6 +102,7 @@ pub struct Size {
 
 /// One weight.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct Layer {
     /// Name in the checkpoint.
@@ -117,6 +123,7 @@ pub struct Layer {
 
 /// Histograms of a sample of the values of a weight before and after, with bins of equal width.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct WeightHistogram {
     /// Name in the checkpoint.
@@ -133,6 +140,7 @@ pub struct WeightHistogram {
 
 /// A file of the output.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct OutputFile {
     /// Format that it belongs to.
@@ -149,6 +157,7 @@ pub struct OutputFile {
 
 /// A file in addition to the outputs of formats.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct CarriedFile {
     /// Name in the folder.
@@ -161,6 +170,7 @@ pub struct CarriedFile {
 
 /// Verification of a written file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct Verified {
     /// Description of the verification.
@@ -173,6 +183,7 @@ pub struct Verified {
 
 /// Totals of a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct Totals {
     /// Wall time in seconds.

@@ -12,6 +12,7 @@ pub const OPSETS: std::ops::RangeInclusive<u32> = 17..=21;
 /// Precision of weights and arithmetic.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[cfg_attr(feature = "cli", schemars(rename = "OnnxPrecision"))]
 #[serde(rename_all = "kebab-case")]
 pub enum Precision {
     /// 32 bits

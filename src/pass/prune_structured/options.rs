@@ -143,6 +143,7 @@ impl<'de> Deserialize<'de> for Amounts {
 /// Remaining fraction of the cost of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[cfg_attr(feature = "cli", schemars(rename = "CostTarget"))]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Target {
@@ -191,6 +192,7 @@ impl FromStr for Target {
 /// Importance criterion of units.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[cfg_attr(feature = "cli", schemars(rename = "UnitImportance"))]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Importance {

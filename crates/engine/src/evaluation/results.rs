@@ -35,6 +35,7 @@ pub fn lower_is_better(metric: &str) -> bool {
 /// Fidelity of the outputs of a model to those of another. All float outputs that both models have are
 /// compared, and each field holds the value of the output with the worst value.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 pub struct Fidelity {
     /// The output with the lowest mean cosine.
     pub output: String,
@@ -63,6 +64,7 @@ pub struct Fidelity {
 /// Fidelity of one output. A row is a token (padding excluded) of a text, a distribution of `logits`, or
 /// else a sample.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 pub struct OutputFidelity {
     /// Mean cosine similarity of the rows.
     pub cosine: f64,
@@ -125,6 +127,7 @@ impl Fidelity {
 
 /// Origin of the samples of a [`Fidelity`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum SamplesFrom {
     /// Evaluation data of the recipe.
@@ -137,6 +140,7 @@ pub enum SamplesFrom {
 
 /// [`Fidelity`] of the output model to the input model, with the samples it was measured on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 pub struct MeasuredFidelity {
     /// Origin of the samples.
     pub samples_from: SamplesFrom,
@@ -164,6 +168,7 @@ impl MeasuredFidelity {
 
 /// Continuations of a prompt by both models, with greedy decoding.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 pub struct Continuation {
     /// The prompt.
     pub prompt: String,
@@ -177,6 +182,7 @@ pub struct Continuation {
 
 /// Median and 95th percentile of the latency in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 pub struct Quantiles {
     /// The median.
     pub p50: f64,
@@ -186,6 +192,7 @@ pub struct Quantiles {
 
 /// Latency of one batch for the input and the output model, measured in alternation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 pub struct Latency {
     /// Runtime that ran the models.
     pub runtime: String,
@@ -237,6 +244,7 @@ impl fmt::Display for Runtime {
 
 /// Metric of the input and the output model, by runtime.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 pub struct Accuracy {
     /// Evaluation task: `classification`, `language-modelling`, `embedding`, `fidelity`.
     pub task: String,
@@ -263,6 +271,7 @@ pub struct Accuracy {
 
 /// Computational cost of one run of the input and the output model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 pub struct Compute {
     /// Sizes of the dynamic dimensions.
     pub sizes: BTreeMap<String, usize>,
@@ -274,6 +283,7 @@ pub struct Compute {
 
 /// Computational cost of one run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 pub struct Cost {
     /// Multiply-accumulate operations. Zero weights count like other weights.
     pub macs: u64,

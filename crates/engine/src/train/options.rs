@@ -82,6 +82,7 @@ pub enum Checkpointing {
 /// Interval between checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[cfg_attr(feature = "cli", schemars(rename = "CheckpointInterval"))]
 #[serde(rename_all = "lowercase")]
 pub enum Every {
     /// Number of steps

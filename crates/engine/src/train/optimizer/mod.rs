@@ -21,6 +21,7 @@ use crate::ir::ops::on_host;
 /// Optimizer algorithm.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[cfg_attr(feature = "cli", schemars(rename = "OptimizerKind"))]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
     /// Adam with decoupled weight decay
