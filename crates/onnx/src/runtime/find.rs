@@ -1,5 +1,6 @@
-//! Search for the ONNX Runtime library: in `ORT_DYLIB_PATH`, in the cache, in the active Python
-//! environment, next to this program, in the default Python of the shell, in the system.
+//! Search for the ONNX Runtime library: in `ORT_DYLIB_PATH`, in the cache, in the Python environment that
+//! this program is installed in, in the active one, next to this program, in the default Python of the
+//! shell, in the system.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -44,13 +45,14 @@ fn search_path(variable: &impl Fn(&str) -> Option<PathBuf>) -> [Vec<PathBuf>; 2]
     }
     let cache = crate::cache::folder(variable);
     let mut first: Vec<PathBuf> = cache.iter().flat_map(|cache| below(cache, "onnxruntime-")).flat_map(|folder| libraries(&folder)).collect();
+    let program = std::env::current_exe().ok().and_then(|program| Some(program.parent()?.to_owned()));
+    let own = program.as_deref().and_then(Path::parent).map(Path::to_owned);
     let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable);
-    for folder in environments.chain(cache.iter().map(|cache| cache.join("venv-reference"))) {
+    for folder in own.into_iter().chain(environments).chain(cache.iter().map(|cache| cache.join("venv-reference"))) {
         first.extend(below(&folder.join("lib"), "python3").iter().flat_map(|python| package_libraries(&python.join("site-packages/onnxruntime"))));
         first.extend(libraries(&folder.join("lib")));
     }
-    let program = std::env::current_exe().ok().and_then(|program| Some(program.parent()?.to_owned()));
-    first.extend(program.iter().flat_map(|folder| [folder.clone(), folder.join("../lib")]).flat_map(|folder| libraries(&folder)));
+    first.extend(program.iter().flat_map(|folder| libraries(folder)));
     let user = variable("HOME").map(|home| home.join(".local/lib"));
     let mut last: Vec<PathBuf> =
         user.iter().flat_map(|user| below(user, "python3")).flat_map(|python| package_libraries(&python.join("site-packages/onnxruntime"))).collect();
