@@ -13,10 +13,12 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def used(tree):
-    """The names that are read in a tree, those in annotations included."""
+    """The names that are read in a tree, those in annotations and `__all__` included."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)}
     shared = [node for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal))]
-    return names.union(*(node.names for node in shared))
+    exports = [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "__all__"]
+    exported = [node.value for export in exports for node in ast.walk(export) if isinstance(node, ast.Constant)]
+    return names.union(exported, *(node.names for node in shared))
 
 
 def own_nodes(function):
@@ -33,10 +35,10 @@ def problems(tree):
     """Line and message of each unused name."""
     read = used(tree)
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and getattr(node, "module", None) != "__future__":
             for alias in node.names:
                 name = (alias.asname or alias.name).split(".")[0]
-                if name not in read:
+                if name not in read and name != "*":
                     yield node.lineno, f"`{name}` is imported and not used"
         if isinstance(node, FUNCTIONS):
             read_inside = used(node)

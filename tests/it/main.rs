@@ -40,6 +40,7 @@ mod parts;
 mod pieces;
 mod plugins;
 mod properties;
+mod python_package;
 mod readme;
 mod report;
 mod run;

@@ -1,0 +1,157 @@
+"""Samples in memory, which the program reads from a temporary file."""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+
+class SupportsArray(Protocol):
+    """Arrays of NumPy and tensors of other libraries that convert to them."""
+
+    def __array__(self) -> Any: ...
+
+
+ArrayLike: TypeAlias = SupportsArray | Sequence[Any] | float
+"""An array, a tensor, or nested lists of numbers."""
+
+InMemory: TypeAlias = SupportsArray | Mapping[str, ArrayLike] | Iterable[str] | Iterable[Mapping[str, ArrayLike]]
+"""Arrays by input, one row per sample; an array for the only input; texts; or one mapping per sample."""
+
+# Data types of safetensors by the format of a buffer, without its byte order.
+TYPES = {"?": "BOOL", "b": "I8", "B": "U8", "e": "F16", "f": "F32", "d": "F64"}
+INTEGERS = {"h": "I", "i": "I", "l": "I", "q": "I", "H": "U", "I": "U", "L": "U", "Q": "U"}
+
+
+class Tensor:
+    """An array as bytes in row-major order."""
+
+    def __init__(self, kind: str, shape: Sequence[int], data: bytes) -> None:
+        self.kind, self.shape, self.data = kind, tuple(shape), data
+
+    @staticmethod
+    def of(value: Any, name: str) -> Tensor:
+        """Converts an array, a tensor or nested lists of numbers."""
+        source = value.__array__() if hasattr(value, "__array__") else value
+        try:
+            view = memoryview(source)
+        except (TypeError, ValueError, BufferError):
+            return from_numbers(source, name)
+        order, code = (view.format[0], view.format[1:]) if view.format[:1] in ("<", ">", "=", "@", "!") else ("@", view.format)
+        kind = TYPES.get(code) or (f"{INTEGERS[code]}{8 * view.itemsize}" if code in INTEGERS else None)
+        if kind is None or order in (">", "!"):
+            raise TypeError(f"`{name}` is an array of type {getattr(source, 'dtype', view.format)}, which is not supported: convert it, for example with .astype('float32')")
+        return Tensor(kind, view.shape or (), view.tobytes())
+
+    @staticmethod
+    def stack(tensors: Sequence[Tensor]) -> Tensor:
+        """One tensor with a new first axis."""
+        return Tensor(tensors[0].kind, (len(tensors), *tensors[0].shape), b"".join(tensor.data for tensor in tensors))
+
+
+def from_numbers(value: Any, name: str) -> Tensor:
+    """A tensor of a number or of nested lists: integers as int64, others as float32."""
+
+    def shape_of(part: Any) -> tuple[int, ...]:
+        if isinstance(part, (list, tuple)):
+            shapes = {shape_of(each) for each in part}
+            if len(shapes) > 1:
+                raise ValueError(f"`{name}`: the nested lists have different lengths")
+            return (len(part), *(shapes.pop() if shapes else ()))
+        if isinstance(part, (int, float)):
+            return ()
+        raise TypeError(f"`{name}` has a value of type {type(part).__name__}: expected an array, a tensor, or nested lists of numbers")
+
+    def numbers(part: Any) -> Iterator[float]:
+        if isinstance(part, (list, tuple)):
+            for each in part:
+                yield from numbers(each)
+        else:
+            yield part
+
+    shape, flat = shape_of(value), list(numbers(value))
+    kind, code = ("I64", "q") if all(isinstance(number, int) for number in flat) else ("F32", "f")
+    return Tensor(kind, shape, struct.pack(f"<{len(flat)}{code}", *flat))
+
+
+def write_safetensors(path: str, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a file in the safetensors format: the size of the header, the header as JSON, the data."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": tensor.kind, "shape": tensor.shape, "data_offsets": [end, end + len(tensor.data)]}
+        end += len(tensor.data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            file.write(tensor.data)
+
+
+def unbatch(batches: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The samples of batches, such as those of a data loader: one mapping for each row of the first axis.
+
+    >>> list(unbatch([{"input_ids": [[101, 102], [101, 103]]}]))
+    [{'input_ids': [101, 102]}, {'input_ids': [101, 103]}]
+    """
+    for batch in batches:
+        sizes = {len(values) for values in batch.values()}
+        if len(sizes) != 1:
+            raise ValueError(f"the arrays of a batch have different numbers of rows: {', '.join(f'`{name}` {len(values)}' for name, values in batch.items())}")
+        for row in range(sizes.pop()):
+            yield {name: values[row] for name, values in batch.items()}
+
+
+def write_samples(samples: Any, name: str, folder: str) -> dict[str, str]:
+    """Writes samples to a folder, and returns the options of a recipe that read them."""
+    path = os.path.join(folder, name)
+    if isinstance(samples, Mapping):
+        return write_arrays(path, {key: Tensor.of(value, key) for key, value in samples.items()})
+    if hasattr(samples, "__array__") or isinstance(samples, (memoryview, array.array)):
+        return write_arrays(path, {"input": Tensor.of(samples, name)})
+    if not isinstance(samples, Iterable):
+        raise TypeError(f"{name}: expected Data, a file, arrays, texts, or an iterable of mappings; found {type(samples).__name__}")
+    rows = list(samples)
+    if not rows:
+        raise ValueError(f"{name}: there are no samples")
+    if all(isinstance(row, str) for row in rows):
+        with open(path + ".jsonl", "w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": row}) + "\n" for row in rows)
+        return {"text": path + ".jsonl"}
+    if not all(isinstance(row, Mapping) for row in rows):
+        found = next(type(row).__name__ for row in rows if not isinstance(row, Mapping))
+        raise TypeError(f"{name}: expected texts, or one mapping of arrays for each sample; found a sample of type {found}")
+    return write_rows(path, name, rows)
+
+
+def write_arrays(path: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Writes arrays with one row per sample."""
+    rows = {name: tensor.shape[0] if tensor.shape else None for name, tensor in tensors.items()}
+    if not rows:
+        raise ValueError("there are no arrays")
+    if len(set(rows.values())) > 1 or None in rows.values():
+        raise ValueError(f"the arrays have different numbers of rows: {', '.join(f'`{name}` {count}' for name, count in rows.items())}")
+    write_safetensors(path + ".safetensors", tensors)
+    return {"arrays": path + ".safetensors"}
+
+
+def write_rows(path: str, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Writes one mapping per sample: as arrays, or as one file for each sample if their shapes differ."""
+    keys = list(rows[0])
+    for index, row in enumerate(rows):
+        if set(row) != set(keys):
+            raise ValueError(f"{name}: sample {index} has the arrays {sorted(row)}, but sample 0 has {sorted(keys)}")
+    samples = [{key: Tensor.of(row[key], key) for key in keys} for row in rows]
+    for key in keys:
+        if kinds := {sample[key].kind for sample in samples} - {samples[0][key].kind}:
+            raise TypeError(f"{name}: `{key}` has values of type {samples[0][key].kind} and {kinds.pop()}")
+    if all(sample[key].shape == samples[0][key].shape for sample in samples for key in keys):
+        return write_arrays(path, {key: Tensor.stack([sample[key] for sample in samples]) for key in keys})
+    os.mkdir(path)
+    for index, sample in enumerate(samples):
+        write_safetensors(os.path.join(path, f"{index:08}.safetensors"), {key: Tensor.stack([tensor]) for key, tensor in sample.items()})
+    return {"arrays": path}

@@ -1,0 +1,292 @@
+"""Runs of recipes and passes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict, Unpack, cast
+
+from ._bar import display
+from ._data import write_samples
+from ._errors import UsageError
+from ._process import Path, Process, Progress
+from .recipe import Data, Recipe, RecipeSettings, Step
+from .report import Report
+
+RecipeLike: TypeAlias = Recipe | Mapping[str, Any] | Path
+"""A recipe: a `Recipe`, a mapping with its keys, or the path of a YAML file."""
+
+ShowProgress: TypeAlias = bool | Callable[[Progress], object] | None
+"""Whether to show a progress bar (None: on terminals and in notebooks), or a function to call for each event."""
+
+
+class StartOptions(TypedDict, total=False):
+    """Options of a run that do not change its result."""
+
+    force: bool
+    """Replace the output of an earlier run. Files that its report does not list are never deleted."""
+
+    resume: bool
+    """Continue an earlier run after the last pass with a cached result, or from the last checkpoint of a training."""
+
+    cache: bool
+    """Cache the results of slow passes, for `resume`."""
+
+    device: str
+    """Device to run models on: auto, cpu, cuda or cuda:N."""
+
+    threads: int | None
+    """Number of threads [default: all cores]."""
+
+    memory_trace: bool
+    """Write memory-trace.json: the allocations over time, for ui.perfetto.dev."""
+
+
+class RunOptions(StartOptions, total=False):
+    """Options of functions that wait for the end of a run."""
+
+    progress: ShowProgress
+    """Whether to show a progress bar, or a function to call for each event."""
+
+
+class Settings(RunOptions, RecipeSettings, total=False):
+    """Parameters that all passes have: data, export, seed and other keys of a recipe, and the options of `run`."""
+
+
+class Job(Process):
+    """A run in another process. Iterating yields its progress.
+
+    Leaving the `with` block stops the run if it has not ended.
+    """
+
+    def __enter__(self) -> Job:
+        return self
+
+    def advice(self, hint: str) -> str:
+        """The hint with keywords of functions in place of arguments of the command line."""
+        keywords = {"-o": "output", **{f"--{name.replace('_', '-')}": f"{name}=True" for name in ("force", "resume", "allow_nonfinite")}}
+        return re.sub(r"(?<![\w-])(-o|--[a-z-]+)", lambda found: f"`{keywords[found[0]]}`" if found[0] in keywords else found[0], hint)
+
+    def result(self) -> Report:
+        """Waits for the run, and returns its report.
+
+        Raises:
+            CompressError: the run failed.
+            Cancelled: `cancel` was called.
+        """
+        output = self.output()
+        if "schema" not in output:
+            raise UsageError("the recipe has a `sweep`, so there is no single report", "its runs are finished; read them with Report.open, or use compress.sweep")
+        return Report.from_dict(output)
+
+
+def run(
+    recipe: RecipeLike,
+    output: Path | None = None,
+    *,
+    overrides: Mapping[str, object] | None = None,
+    force: bool = False,
+    resume: bool = False,
+    cache: bool = True,
+    device: str = "auto",
+    threads: int | None = None,
+    memory_trace: bool = False,
+    progress: ShowProgress = None,
+) -> Report:
+    """Runs a recipe, writes the output folder, and returns the report.
+
+    Args:
+        recipe: a `Recipe`, a mapping with the keys of a recipe, or the path of a YAML file. Paths in a file are relative
+            to it, others to the working directory.
+        output: output folder, instead of the recipe's.
+        overrides: values of the recipe to change, like {"seed": 1, "quantize.scheme": "W8A16"}.
+        force: replace the output of an earlier run. Files that its report does not list are never deleted.
+        resume: continue an earlier run after the last pass with a cached result, or from the last checkpoint of a training.
+        cache: cache the results of slow passes, for `resume`.
+        device: device to run models on: auto, cpu, cuda or cuda:N.
+        threads: number of threads [default: all cores]. Results do not depend on it.
+        memory_trace: write memory-trace.json: the allocations over time, for ui.perfetto.dev.
+        progress: whether to show a progress bar [default: on terminals and in notebooks], or a function to call for each
+            `Progress` event.
+
+    Raises:
+        CompressError: the run failed. Nothing was written.
+        UsageError: the recipe or an option is invalid.
+        KeyboardInterrupt: Ctrl-C. The program has stopped, and nothing was written.
+
+    >>> report = run({"model": "minilm", "passes": [{"cast": {"to": "bf16"}}]}, "out/bf16")
+    >>> report.passes[0].name
+    'cast'
+    """
+    options = StartOptions(force=force, resume=resume, cache=cache, device=device, threads=threads, memory_trace=memory_trace)
+    with launch(recipe, output, overrides, options) as job:
+        watch(job, progress)
+        return job.result()
+
+
+def start(recipe: RecipeLike, output: Path | None = None, *, overrides: Mapping[str, object] | None = None, **options: Unpack[StartOptions]) -> Job:
+    """Starts a run like `run`, and returns a job that yields its progress.
+
+    >>> with start(Recipe(model="minilm", passes=["cast"]), "out/started") as job:
+    ...     stages = {event.stage for event in job}
+    ...     report = job.result()
+    >>> report.size.ratio > 1
+    True
+    """
+    return launch(recipe, output, overrides, options)
+
+
+def sweep(
+    recipe: RecipeLike,
+    output: Path,
+    values: Mapping[str, Sequence[object]],
+    *,
+    overrides: Mapping[str, object] | None = None,
+    progress: ShowProgress = None,
+    **options: Unpack[StartOptions],
+) -> dict[str, Report]:
+    """Runs a recipe with each combination of values, each in a subfolder of `output`, and returns the reports by name.
+
+    `comparison.html` in `output` compares the runs. `values` has keys like those of `overrides`.
+
+    >>> recipe = {"model": "minilm", "passes": [{"prune-unstructured": {"amount": 0.5}}]}
+    >>> reports = sweep(recipe, "out/swept", {"amount": [0.25, 0.5]})
+    >>> {name: report.size.after.nonzero < report.size.before.nonzero for name, report in reports.items()}
+    {'amount=0.25': True, 'amount=0.5': True}
+    """
+    more = [part for key, each in values.items() for part in ("--sweep", f"{key}={json.dumps([plain(value) for value in each])}")]
+    with launch(recipe, output, overrides, options, more) as job:
+        watch(job, progress)
+        names = [run["name"] for run in job.output()["runs"]]
+    return {name: Report.open(os.path.join(output, name)) for name in names}
+
+
+def plan(recipe: RecipeLike, *, overrides: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """Predicts what a recipe does: the weights that each pass selects, files, size, memory. Reads no weights.
+
+    >>> plan(Recipe(model="minilm", passes=["quantize-dynamic"]))["passes"][0]["name"]
+    'quantize-dynamic'
+    """
+    with contextlib.ExitStack() as files:
+        path, document = resolve(recipe, files)
+        with Process(["plan", path, *set_values(overrides)], document) as process:
+            planned: dict[str, Any] = process.output()
+    return planned
+
+
+def run_pass(step: Step, model: Path, output: Path, settings: Settings) -> Report:
+    """Runs one pass with its parameters."""
+    rest: dict[str, Any] = dict(settings)
+    options = {key: rest.pop(key) for key in (*StartOptions.__annotations__, "progress") if key in rest}
+    data = {key: rest.pop(key) for key in ("calibration", "train", "evaluation") if rest.get(key) is not None}
+    return run(Recipe(model=model, passes=[step], data=cast(Any, data), **rest), output, **options)
+
+
+def watch(job: Job, progress: ShowProgress) -> None:
+    """Shows the progress of a job until it ends."""
+    with display(progress) as show:
+        for event in job:
+            show(event)
+
+
+def set_values(overrides: Mapping[str, object] | None) -> list[str]:
+    """The arguments that change values of a recipe."""
+    return [f"--set={key}={json.dumps(plain(value))}" for key, value in (overrides or {}).items()]
+
+
+def launch(recipe: RecipeLike, output: Path | None, overrides: Mapping[str, object] | None, options: StartOptions, more: Sequence[str] = ()) -> Job:
+    """Starts `compress run`."""
+    if unknown := options.keys() - StartOptions.__annotations__.keys():
+        raise TypeError(f"unknown option `{min(unknown)}`; the options are {', '.join(StartOptions.__annotations__)}")
+    threads = options.get("threads")
+    arguments = [
+        *([] if output is None else [f"--output={os.fspath(output)}"]),
+        *(["--force"] if options.get("force") else []),
+        *(["--resume"] if options.get("resume") else []),
+        *([] if options.get("cache", True) else ["--no-cache"]),
+        *(["--memory-trace"] if options.get("memory_trace") else []),
+        f"--device={options.get('device', 'auto')}",
+        *([] if threads is None else [f"--threads={threads}"]),
+        *set_values(overrides),
+        *more,
+    ]
+    with contextlib.ExitStack() as files:
+        path, document = resolve(recipe, files)
+        if document and output is None and not document.get("output"):
+            raise UsageError("there is no output folder", "pass `output`, or set it in the recipe")
+        return Job(["run", path, *arguments], document, files.pop_all())
+
+
+def resolve(recipe: RecipeLike, files: contextlib.ExitStack) -> tuple[str, dict[str, Any] | None]:
+    """The path of a recipe; `-` and the document for a recipe in memory. Samples in memory are written to files."""
+    if isinstance(recipe, (str, os.PathLike)):
+        return os.fspath(recipe), None
+    document = dict(recipe) if isinstance(recipe, Mapping) else fields(recipe)
+    data = {name: samples for name, samples in (document.get("data") or {}).items() if samples is not None}
+    if data:
+        folder = files.enter_context(tempfile.TemporaryDirectory(prefix="compress-")) if any(map(is_in_memory, data.values())) else ""
+        document["data"] = {name: data_options(samples, name, folder) for name, samples in data.items()}
+    result: dict[str, Any] = plain(document)
+    return "-", result
+
+
+def is_in_memory(samples: object) -> bool:
+    """Whether samples are neither a file nor options of a recipe."""
+    return not isinstance(samples, (str, os.PathLike, Data)) and not (isinstance(samples, Mapping) and {"text", "images", "arrays"} & set(samples) and all(map(is_option, samples.values())))
+
+
+def is_option(value: object) -> bool:
+    return isinstance(value, (str, os.PathLike, bool, int, float)) or value is None
+
+
+def data_options(samples: Any, name: str, folder: str) -> Any:
+    """The options of a recipe that read samples."""
+    if is_in_memory(samples):
+        return write_samples(samples, name, folder)
+    if not isinstance(samples, (str, os.PathLike)):
+        return samples
+    path = os.fspath(samples)
+    ending = os.path.splitext(path)[1].lower()
+    if ending in (".txt", ".raw", ".csv", ".tsv", ".jsonl"):
+        return {"text": path}
+    files: Iterable[str] = [path] if not os.path.isdir(path) else os.listdir(path)
+    arrays = any(file.endswith((".safetensors", ".npz", ".npy")) for file in files)
+    return {"arrays" if arrays else "images": path}
+
+
+def fields(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that do not have their default."""
+    found = {}
+    for each in dataclasses.fields(value):
+        current = getattr(value, each.name)
+        # 1 and 1.0 are equal, but a count and a fraction.
+        is_default = type(current) is type(each.default) and current == each.default
+        if current is not None and not is_default:
+            found[each.name] = current
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A value of a recipe as JSON: passes and formats as mappings from their name to their options."""
+    if dataclasses.is_dataclass(value):
+        options = {key: plain(each) for key, each in fields(value).items()}
+        name = getattr(value, "NAME", None)
+        return {name: options} if name else options
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, (str, bool, int, float)) or value is None:
+        return value
+    if isinstance(value, Iterable):
+        return [plain(each) for each in value]
+    # Numbers of NumPy.
+    if hasattr(value, "item"):
+        return value.item()
+    raise UsageError(f"a recipe cannot contain a value of type {type(value).__name__}")
+

@@ -1,0 +1,545 @@
+"""Sections of reports.
+
+Generated from `compress schema` by python/generate.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+SamplesFrom: TypeAlias = Literal["evaluation", "held-out", "synthetic"]
+"""Origin of the samples of a [`Fidelity`].
+
+- evaluation: Evaluation data of the recipe
+- held-out: Samples of the calibration or training data that no pass has used
+- synthetic: Random tokens or numbers: they reveal broken outputs, not the quality on real data
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """Program that wrote the report."""
+
+    name: str
+    """`compress`."""
+
+    version: str
+    """Version of the crate."""
+
+    commit: str | None = None
+    """Commit from which it was built, if known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Hardware and runtimes of a machine."""
+
+    cores: int
+    """Number of cores that this process may use."""
+
+    simd: str
+    """Instruction set of the kernels."""
+
+    cpu: str | None = None
+    """Name of the CPU."""
+
+    memory_bytes: int | None = None
+    """Size of the main memory in bytes."""
+
+    gpu: str | None = None
+    """Name of the GPU that was used, otherwise of the first GPU, if there is one."""
+
+    device: str | None = None
+    """Device on which models ran: `cpu` or `cuda:N`. Passes over weights run on the CPU."""
+
+    onnxruntime: str | None = None
+    """Version of ONNX Runtime, if it was used."""
+
+    onnxruntime_path: str | None = None
+    """File name of its library. The full path could contain private information."""
+
+    int8: str = ""
+    """Instructions for int8 products: `avx512-vnni`, `avx-vnni`, `dotprod`, or `none` if products are
+    accumulated in 16 bits and can saturate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelId:
+    """Input model."""
+
+    source: str
+    """Folder or file."""
+
+    blake3: str
+    """BLAKE3 over the lines `name dtype shape blake3(values)`, sorted by name. It does not depend on the
+    sharding."""
+
+    architecture: str | None = None
+    """`model_type` of `config.json`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassReport:
+    """An applied pass."""
+
+    name: str
+    """Name of the pass."""
+
+    options: Any
+    """Its options, including defaults."""
+
+    seconds: float
+    """Time spent in the pass in seconds, summed over threads; reading and writing are included only in the
+    totals."""
+
+    tensors_changed: int
+    """Number of weights that it changed."""
+
+    details: Any
+    """Details that are specific to the pass."""
+
+    peak_rss_bytes: int | None = None
+    """Peak resident memory of the process up to the end of the pass."""
+
+    peak_vram_bytes: int | None = None
+    """Peak GPU memory of the pass; `None` if it did not use a GPU."""
+
+    rule: str = ""
+    """How the weights were selected; empty for passes that do not select weights."""
+
+    unselected: Sequence[str] = ()
+    """Float weights of two or more dimensions that it did not change, if it selects weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Size before and after."""
+
+    before: Size
+    """Size of the input."""
+
+    after: Size
+    """Size of the output."""
+
+    ratio: float
+    """Bytes of the input divided by bytes of the output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Size of a checkpoint."""
+
+    parameters: int
+    """Elements of all weights."""
+
+    nonzero: int
+    """Number of elements that are not zero."""
+
+    tensors: int
+    """Number of tensors in the files."""
+
+    bytes: int
+    """Bytes of the files."""
+
+    bytes_zstd: int | None = None
+    """Bytes of the files after compression with zstd, level 3; `None` in builds without zstd."""
+
+    bytes_zstd_sampled: bool = False
+    """Whether `bytes_zstd` was extrapolated from evenly spaced blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Computational cost of one run of the input and the output model."""
+
+    sizes: Mapping[str, int]
+    """Sizes of the dynamic dimensions."""
+
+    before: Cost
+    """Cost of the input model."""
+
+    after: Cost
+    """Cost of the output model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Computational cost of one run."""
+
+    macs: int
+    """Multiply-accumulate operations. Zero weights count like other weights."""
+
+    activation_bytes: int
+    """Peak memory of the activations in bytes, with four bytes per element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """Metric of the input and the output model, by runtime."""
+
+    task: str
+    """Evaluation task: `classification`, `language-modelling`, `embedding`, `fidelity`."""
+
+    data: str
+    """Path of the evaluation data."""
+
+    samples: int
+    """Number of samples (windows, for perplexity)."""
+
+    before: Mapping[str, float]
+    """Value of the input model."""
+
+    after: Mapping[str, float]
+    """Value of the output model."""
+
+    more: Mapping[str, tuple[float, float]]
+    """Additional metrics for the first runtime, before and after."""
+
+    metric: str | None = None
+    """Name of the metric; `None` without labels."""
+
+    ci95: tuple[tuple[float, float], tuple[float, float]] | None = None
+    """95 % confidence intervals for the first runtime, before and after."""
+
+    drop: float | None = None
+    """Difference by which the value of the first runtime is worse after than before; negative if it is
+    better."""
+
+    fidelity: Fidelity | None = None
+    """Fidelity of the output model to the input model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fidelity:
+    """Fidelity of the outputs of a model to those of another. All float outputs that both models have are
+    compared, and each field holds the value of the output with the worst value."""
+
+    output: str
+    """The output with the lowest mean cosine."""
+
+    cosine: float
+    """Mean cosine similarity of the rows of an output."""
+
+    cosine_min: float
+    """Lowest cosine similarity of any row."""
+
+    max_abs_error: float
+    """Largest absolute difference, of the output with the largest difference relative to its values."""
+
+    largest: float
+    """Largest absolute value of that output in the first model."""
+
+    sqnr_db: float | None = None
+    """Signal to quantization noise ratio in decibels; `None` for equal outputs."""
+
+    kl: float | None = None
+    """Mean Kullback-Leibler divergence of the predicted distributions, in nats; only for logits."""
+
+    top1_agreement: float | None = None
+    """Fraction of the predictions with the same top class; only for logits."""
+
+    outputs: Mapping[str, OutputFidelity] = field(default_factory=dict)
+    """Fidelity of each output."""
+
+    not_compared: Mapping[str, str] = field(default_factory=dict)
+    """Float outputs that were not compared, with the reasons."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFidelity:
+    """Fidelity of one output. A row is a token (padding excluded) of a text, a distribution of `logits`,
+    or else a sample."""
+
+    cosine: float
+    """Mean cosine similarity of the rows."""
+
+    cosine_min: float
+    """Lowest cosine similarity of any row."""
+
+    max_abs_error: float
+    """Largest absolute difference."""
+
+    largest: float
+    """Largest absolute value of the output in the first model; NaN if it has infinite or NaN values."""
+
+    sqnr_db: float | None = None
+    """Signal to quantization noise ratio over all rows in decibels; `None` for equal outputs."""
+
+    kl: float | None = None
+    """Mean Kullback-Leibler divergence, in nats; only for logits."""
+
+    top1_agreement: float | None = None
+    """Fraction of the rows with the same top class; only for logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredFidelity:
+    """[`Fidelity`] of the output model to the input model, with the samples it was measured on."""
+
+    samples_from: SamplesFrom
+    """Origin of the samples."""
+
+    samples: int
+    """Number of samples."""
+
+    output: str
+    """The output with the lowest mean cosine."""
+
+    cosine: float
+    """Mean cosine similarity of the rows of an output."""
+
+    cosine_min: float
+    """Lowest cosine similarity of any row."""
+
+    max_abs_error: float
+    """Largest absolute difference, of the output with the largest difference relative to its values."""
+
+    largest: float
+    """Largest absolute value of that output in the first model."""
+
+    data: str | None = None
+    """Path of the data; `None` for synthetic samples."""
+
+    sqnr_db: float | None = None
+    """Signal to quantization noise ratio in decibels; `None` for equal outputs."""
+
+    kl: float | None = None
+    """Mean Kullback-Leibler divergence of the predicted distributions, in nats; only for logits."""
+
+    top1_agreement: float | None = None
+    """Fraction of the predictions with the same top class; only for logits."""
+
+    outputs: Mapping[str, OutputFidelity] = field(default_factory=dict)
+    """Fidelity of each output."""
+
+    not_compared: Mapping[str, str] = field(default_factory=dict)
+    """Float outputs that were not compared, with the reasons."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """Continuations of a prompt by both models, with greedy decoding."""
+
+    prompt: str
+    """The prompt."""
+
+    before: str
+    """Continuation by the input model."""
+
+    after: str
+    """Continuation by the output model."""
+
+    first_difference: int | None = None
+    """Index of the first generated token that differs; `None` if all are equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """Latency of one batch for the input and the output model, measured in alternation."""
+
+    runtime: str
+    """Runtime that ran the models."""
+
+    threads: int
+    """Threads per operator."""
+
+    batch: Sequence[int]
+    """Shape of the first input."""
+
+    runs: int
+    """Measured runs per model."""
+
+    before_ms: Quantiles
+    """Latency of the input model."""
+
+    after_ms: Quantiles
+    """Latency of the output model."""
+
+    speedup: float
+    """Median before divided by the median after."""
+
+    speedup_quartiles: tuple[float, float] | None = None
+    """First and third quartile of the ratios of consecutive runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantiles:
+    """Median and 95th percentile of the latency in milliseconds."""
+
+    p50: float
+    """The median."""
+
+    p95: float
+    """The 95th percentile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One weight."""
+
+    name: str
+    """Name in the checkpoint."""
+
+    shape: Sequence[int]
+    """Sizes, outermost first."""
+
+    encoding: str
+    """Description of how it is stored."""
+
+    bytes_before: int
+    """Stored bytes before, including scales."""
+
+    bytes_after: int
+    """Stored bytes after, including scales and masks."""
+
+    zeros: int
+    """Number of zeros after."""
+
+    sqnr_db: float | None = None
+    """Signal-to-noise ratio relative to the input in dB; `None` if the values did not change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightHistogram:
+    """Histograms of a sample of the values of a weight before and after, with bins of equal width."""
+
+    name: str
+    """Name in the checkpoint."""
+
+    low: float
+    """Lower end of the first bin, which also counts smaller values."""
+
+    high: float
+    """Upper end of the last bin, which also counts larger values."""
+
+    before: Sequence[int]
+    """Counts of the input's values."""
+
+    after: Sequence[int]
+    """Counts of the written values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFile:
+    """A file of the output."""
+
+    format: str
+    """Format that it belongs to."""
+
+    path: str
+    """Name in the folder."""
+
+    bytes: int
+    """Size in bytes."""
+
+    blake3: str
+    """BLAKE3 of the file, as `b3sum` prints it."""
+
+    verified: Verified
+    """Result of the verification."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """Verification of a written file."""
+
+    how: str
+    """Description of the verification."""
+
+    max_abs_error: float
+    """Largest absolute difference to the expected values; 0 if compared bit for bit."""
+
+    ok: bool
+    """Whether it passed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CarriedFile:
+    """A file in addition to the outputs of formats."""
+
+    path: str
+    """Name in the folder."""
+
+    bytes: int
+    """Size in bytes."""
+
+    blake3: str
+    """BLAKE3 of the file, as `b3sum` prints it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Totals of a run."""
+
+    seconds: float
+    """Wall time in seconds."""
+
+    peak_rss_bytes: int | None = None
+    """Peak resident memory of the process."""
+
+    peak_vram_bytes: int | None = None
+    """Peak GPU memory; `None` if no GPU was used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """A report, as serialized to `report.json`."""
+
+    schema: int
+    """Version of the schema."""
+
+    tool: Tool
+    """Program that wrote the report."""
+
+    environment: Environment
+    """Machine on which the run was executed."""
+
+    model: ModelId
+    """Input model."""
+
+    seed: int
+    """Seed of all random number generators."""
+
+    recipe: Any
+    """The recipe, including defaults."""
+
+    passes: Sequence[PassReport]
+    """The passes, in order."""
+
+    size: Sizes
+    """Stored sizes before and after."""
+
+    layers: Sequence[Layer]
+    """The weights."""
+
+    outputs: Sequence[OutputFile]
+    """Files that were written and verified."""
+
+    notes: Sequence[str]
+    """Notes and warnings: ineffective settings, and skipped steps with the reason."""
+
+    totals: Totals
+    """Totals of the run."""
+
+    compute: Compute | None = None
+    """Cost of one forward pass, if the model has a graph."""
+
+    accuracy: Accuracy | None = None
+    """Scores before and after, if evaluation data was configured."""
+
+    fidelity: MeasuredFidelity | None = None
+    """Fidelity of the outputs to the input model's, if the model could be run."""
+
+    continuations: Sequence[Continuation] = ()
+    """Continuations of prompts before and after, for language models that were measured on texts."""
+
+    latency: Latency | None = None
+    """Latency of one batch, if it was measured."""
+
+    histograms: Sequence[WeightHistogram] = ()
+    """Histograms of the values of the weights that changed most."""
+
+    carried: Sequence[CarriedFile] = ()
+    """All other files of the folder, except the report: copied from the input, or written for this model."""

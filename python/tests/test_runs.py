@@ -1,0 +1,227 @@
+"""Runs of recipes and passes, their reports, and their errors."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import unittest
+from pathlib import Path
+from unittest import mock
+
+from workspace import InWorkspace
+
+import compress
+from compress import Recipe, recipe
+
+
+class Passes(InWorkspace):
+    def test_a_pass_writes_a_folder_and_returns_its_report(self) -> None:
+        report = compress.quantize_dynamic("minilm", "out/int8", embeddings=True, observer="mse")
+        self.assertGreater(report.size.ratio, 1.5)
+        self.assertEqual(report.passes[0].options["observer"], "mse")
+        self.assertTrue(all(file.verified.ok for file in report.outputs))
+        self.assertTrue(Path("out/int8/model.safetensors").is_file())
+        self.assertEqual(compress.Report.open("out/int8").to_dict(), report.to_dict())
+
+    def test_options_equal_to_the_default_are_those_of_the_program(self) -> None:
+        given = compress.cast("minilm", Path("out/given"), to="bf16", overflow="error")
+        default = compress.run(Recipe(model="minilm", passes=["cast"]), "out/default")
+        self.assertEqual(given.passes[0].options, default.passes[0].options)
+
+    def test_counts_and_fractions_differ(self) -> None:
+        for amount, all_of_them in ((1, False), (1.0, True)):
+            report = compress.prune_unstructured("minilm", "out/pruned", amount=amount, targets=["*query.weight"], force=True)
+            layer = next(layer for layer in report.layers if layer.name.endswith("query.weight"))
+            self.assertEqual(layer.zeros, math.prod(layer.shape) if all_of_them else 1)
+
+    def test_settings_reach_the_recipe(self) -> None:
+        report = compress.quantize("llama", "out/gptq", scheme="W4A16", method="gptq", group_size=8, calibration="book.txt", seed=7, export=[recipe.Safetensors(shard_size="1MB")])
+        self.assertEqual(report.seed, 7)
+        self.assertEqual(report.recipe["export"], [{"safetensors": {"layout": "auto", "shard_size": "1MB"}}])
+        self.assertIn("book.txt", str(report.recipe["data"]["calibration"]))
+
+    def test_unknown_settings_are_rejected(self) -> None:
+        with self.assertRaisesRegex(TypeError, "colour"):
+            compress.cast("minilm", "out/x", colour="red")  # type: ignore[call-arg]
+        with self.assertRaisesRegex(TypeError, "colour"):
+            compress.start("recipe.yaml", colour="red")  # type: ignore[call-arg]
+
+    def test_every_pass_is_exported(self) -> None:
+        self.assertLessEqual(set(compress.passes.__all__), set(compress.__all__))
+        for name in compress.__all__:
+            self.assertTrue(getattr(compress, name).__doc__, name)
+
+
+class Recipes(InWorkspace):
+    def test_a_file_a_mapping_and_a_recipe_are_equivalent(self) -> None:
+        os.mkdir("recipes")
+        Path("recipes/cast.yaml").write_text("model: ../minilm\npasses: [cast: { to: f16 }]\noutput: ../out/file\n")
+        reports = [
+            compress.run(Path("recipes/cast.yaml")),
+            compress.run({"model": "minilm", "passes": [{"cast": {"to": "f16"}}], "output": "out/mapping"}),
+            compress.run(Recipe(model="minilm", passes=[recipe.Cast(to="f16")]), "out/recipe"),
+        ]
+        self.assertEqual(len({report.outputs[0].blake3 for report in reports}), 1)
+
+    def test_overrides(self) -> None:
+        report = compress.run(Recipe(model="minilm", passes=["cast"]), "out/x", overrides={"cast.to": "f16", "seed": 3}, threads=1, device="cpu", cache=False)
+        self.assertEqual((report.seed, report.passes[0].options["to"]), (3, "f16"))
+
+    def test_a_plan_writes_nothing(self) -> None:
+        planned = compress.plan(Recipe(model="minilm", passes=["quantize-dynamic"]), overrides={"quantize-dynamic.embeddings": True})
+        self.assertTrue(planned["passes"][0]["options"]["embeddings"])
+        self.assertFalse(Path("out").exists())
+
+    def test_a_sweep_returns_reports_by_name(self) -> None:
+        reports = compress.sweep(Recipe(model="minilm", passes=["cast"]), "out/swept", {"to": ["f16", "bf16"]})
+        self.assertEqual([*reports], ["to=f16", "to=bf16"])
+        self.assertTrue(Path("out/swept/comparison.html").is_file())
+        with self.assertRaisesRegex(compress.UsageError, "has a `sweep`"):
+            compress.run(Recipe(model="minilm", passes=["cast"], sweep={"to": ["f16"]}), "out/twice")
+
+
+class Reports(InWorkspace):
+    def setUp(self) -> None:
+        super().setUp()
+        self.report = compress.quantize_dynamic("minilm", "out/int8")
+
+    def test_html_is_a_frame_that_contains_the_page(self) -> None:
+        frame = self.report._repr_html_()
+        self.assertTrue(frame.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;'), frame[:80])
+        self.assertEqual(frame.count("<"), 2)
+        self.assertIn("<title>", self.report.to_html())
+
+    def test_values_have_the_types_of_the_fields(self) -> None:
+        self.assertIsInstance(self.report.size.after.bytes, int)
+        self.assertIsInstance(self.report.layers[0], compress.sections.Layer)
+        self.assertIsNone(self.report.accuracy)
+        self.assertRegex(repr(self.report), r"<Report: quantize-dynamic: [\d.]+ kB -> [\d.]+ kB, [\d.]+ x smaller>")
+
+    def test_keys_of_newer_versions_are_preserved(self) -> None:
+        newer = {**self.report.to_dict(), "new": 1}
+        self.assertEqual(compress.Report.from_dict(newer).to_dict(), newer)
+        with self.assertRaisesRegex(compress.CompressError, "not a report"):
+            compress.Report.from_dict({"schema": 1})
+
+    @unittest.skipUnless(importlib.util.find_spec("pandas"), "pandas is not installed")
+    def test_a_table_has_a_row_for_each_weight(self) -> None:
+        table = self.report.to_pandas()
+        self.assertEqual(len(table), len(self.report.layers))
+        self.assertEqual(table["bytes_after"].sum(), sum(layer.bytes_after for layer in self.report.layers))
+
+
+class Errors(InWorkspace):
+    def test_the_message_and_the_hint_are_those_of_the_program(self) -> None:
+        with self.assertRaises(compress.CompressError) as raised:
+            compress.cast("nothing", "out/x")
+        self.assertIn("nothing", raised.exception.message)
+        self.assertIn("hint: check the name", str(raised.exception))
+        self.assertEqual(raised.exception.exit_code, 1)
+
+    def test_invalid_options_are_usage_errors(self) -> None:
+        with self.assertRaisesRegex(compress.UsageError, "`cast.to`|f8") as raised:
+            compress.cast("minilm", "out/x", to="f8")  # type: ignore[arg-type]
+        self.assertEqual(raised.exception.exit_code, 2)
+        with self.assertRaisesRegex(ValueError, "'tpu' for '--device"):
+            compress.run(Recipe(model="minilm"), "out/x", device="tpu")
+        with self.assertRaisesRegex(compress.UsageError, "no output folder\nhint: pass `output`"):
+            compress.run(Recipe(model="minilm"))
+        with self.assertRaisesRegex(compress.UsageError, "unexpected argument '--fast'"):
+            compress.command("inspect", "minilm", "--fast")
+
+    def test_an_existing_output_is_not_replaced(self) -> None:
+        compress.cast("minilm", "out/x")
+        with self.assertRaisesRegex(compress.CompressError, "exists\nhint: add `force=True` .* with `output`"):
+            compress.cast("minilm", "out/x")
+        compress.cast("minilm", "out/x", force=True)
+
+    def test_budgets_are_errors(self) -> None:
+        compress.cast("minilm", "out/x")
+        with self.assertRaises(compress.CompressError):
+            compress.command("check", "out/x", "--max-bytes", "1B")
+
+    def test_a_missing_program_is_reported(self) -> None:
+        with mock.patch.dict(os.environ, COMPRESS_PROGRAM="/nowhere/compress"):
+            with self.assertRaisesRegex(compress.ProgramNotFound, "/nowhere/compress.*No such file") as raised:
+                compress.command("doctor")
+            self.assertIsInstance(raised.exception, FileNotFoundError)
+
+    def test_a_program_that_is_killed_is_reported(self) -> None:
+        script = Path("killed")
+        script.write_text("#!/bin/sh\necho 'last words' >&2\nkill -KILL $$\n")
+        script.chmod(0o755)
+        with mock.patch.dict(os.environ, COMPRESS_PROGRAM=str(script.absolute())):
+            with self.assertRaisesRegex(compress.CompressError, "SIGKILL\nlast words\nhint: .*memory"):
+                compress.command("doctor")
+
+
+class Running(InWorkspace):
+    def test_progress_is_an_iterator(self) -> None:
+        with compress.start(Recipe(model="minilm", passes=["cast"]), "out/x") as job:
+            events = list(job)
+            self.assertEqual(job.result().passes[0].name, "cast")
+        stages = [event.stage for event in events if event.done == 0 and not event.finished]
+        self.assertTrue(stages)
+        self.assertEqual(len([event for event in events if event.finished]), len(stages))
+        self.assertTrue(any(event.unit == "bytes" and event.total for event in events))
+
+    def test_the_callback_receives_the_events(self) -> None:
+        events: list[compress.Progress] = []
+        compress.cast("minilm", "out/x", progress=events.append)
+        self.assertTrue(events[-1].finished)
+
+    def test_the_bar_is_cleared(self) -> None:
+        for progress, drawn in ((True, True), (None, False), (False, False)):
+            with contextlib.redirect_stderr(io.StringIO()) as stderr:
+                compress.cast("minilm", "out/x", force=True, progress=progress)
+            self.assertEqual("\r" in stderr.getvalue(), drawn)
+            self.assertEqual(stderr.getvalue().rpartition("\r")[2], "")
+
+    def test_a_cancelled_job_raises(self) -> None:
+        with slow() as job:
+            threading.Timer(0.2, job.cancel).start()
+            with self.assertRaisesRegex(compress.Cancelled, "interrupted"):
+                job.result()
+        self.assertNothingWritten()
+
+    def test_leaving_the_block_stops_the_program(self) -> None:
+        with slow() as job:
+            next(iter(job))
+            process = job._process
+        self.assertIsNotNone(process.returncode)
+        self.assertNothingWritten()
+
+    def test_ctrl_c_stops_the_program_and_removes_all_files(self) -> None:
+        """Sends the signal to the process group, as a terminal does."""
+        code = f"import sys; sys.path[:0] = {sys.path[:2]!r}\nfrom test_runs import slow\nwith slow() as job:\n    for event in job: print(event.stage, flush=True)\n"
+        environment = {**os.environ, "TMPDIR": str(self.workspace.temporary)}
+        python = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0, env=environment)
+        assert python.stdout
+        python.stdout.readline()
+        os.killpg(python.pid, signal.SIGINT)
+        _, stderr = python.communicate(timeout=60)
+        self.assertIn("KeyboardInterrupt", stderr)
+        # The note of the exception: before the first step nothing is saved.
+        self.assertRegex(stderr, "\ninterrupted(; nothing was written| after step)")
+        self.assertNothingWritten()
+
+    def assertNothingWritten(self) -> None:
+        self.assertFalse(Path("out/slow").exists())
+        self.assertEqual(self.workspace.left(), [])
+
+
+def slow() -> compress.Job:
+    """A training that takes minutes, with samples in memory."""
+    step = recipe.Finetune(max_steps=1_000_000, batch_size=4)
+    return compress.start(Recipe(model="llama", passes=[step], data={"train": ["the cat sat on a mat"] * 64}), "out/slow", cache=False)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,34 @@
+//! The Python package has the options of this program, and its tests pass. They need Python 3.11, and use
+//! only its standard library.
+#![cfg(all(feature = "cli", feature = "run"))]
+#![allow(clippy::unwrap_used)]
+
+use std::path::Path;
+use std::process::Command;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_compress");
+
+/// Runs Python in the folder of the package. Prints a message instead if Python is too old.
+fn python(arguments: &[&str]) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("python");
+    let run = |arguments: &[&str]| {
+        let variables = [("PYTHONPATH", folder.to_str().unwrap()), ("COMPRESS_PROGRAM", PROGRAM), ("PYTHONDONTWRITEBYTECODE", "1")];
+        Command::new("python3").args(arguments).envs(variables).current_dir(&folder).output().unwrap()
+    };
+    if !run(&["-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).status.success() {
+        eprintln!("skipped: python3 is older than 3.11");
+        return;
+    }
+    let output = run(arguments);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn generated_modules_match_the_schemas() {
+    python(&["generate.py", "--check", "--program", PROGRAM]);
+}
+
+#[test]
+fn tests_of_the_package_pass() {
+    python(&["-m", "unittest", "discover", "-s", "tests"]);
+}
