@@ -432,7 +432,7 @@ mod tests {
             }
         }
 
-        DataSet { source: Box::new(Numbers(count)), task: Task::Fidelity, description: "numbers".into(), count: OnceLock::new() }
+        DataSet { source: Box::new(Numbers(count)), task: Task::Fidelity, metric: None, description: "numbers".into(), count: OnceLock::new() }
     }
 
     #[test]
