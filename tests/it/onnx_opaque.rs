@@ -129,6 +129,26 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
         ("a body with a tensor called as a weight of the graph", 1, model(11, &[0, 4], shadowed, [weights(), vec![limit.clone()]].concat())),
         ("bodies that read weights around and within", 1, model(11, &[0, 4], positive, [weights(), vec![floats("turned", &[4, 6]), limit]].concat())),
         ("what follows from sizes alone", 1, model(13, &[0, 4], shaped, weights())),
+        (
+            "a norm over no axis",
+            1,
+            model(
+                18,
+                &[0, 4],
+                vec![layer("x", "first", "a"), node("ReduceL2", &["a"], "b", vec![AttributeProto::int("noop_with_empty_axes", 1)]), layer("b", "second", "y")],
+                weights(),
+            ),
+        ),
+        (
+            "scales that determine the shape",
+            1,
+            model(
+                9,
+                &[0, 4],
+                vec![layer("x", "first", "a"), node("Upsample", &["a", "scales"], "b", vec![]), layer("b", "wide", "y")],
+                vec![floats("first", &[4, 6]), nodes::given("scales", &[2], &[1.0, 2.0]), floats("wide", &[12, 4])],
+            ),
+        ),
     ]
 }
 
@@ -208,6 +228,14 @@ fn flat(weight: &compress_core::store::Weight) -> compress_core::store::Weight {
     compress_core::store::Weight::new(compress_core::store::DType::F32, vec![6], compress_core::store::Encoding::Dense, std::sync::Arc::new(source))
 }
 
+/// A file of samples with four numbers each, in a folder.
+fn calibration(folder: &std::path::Path, samples: usize) -> Data {
+    let path = folder.join("samples.safetensors");
+    let many = Tensor::from_vec(numbers(samples * 4, 0.7), (samples, 4), &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("x".to_owned(), many)].into(), &path).unwrap();
+    Data { arrays: Some(path), ..Data::default() }
+}
+
 /// A file with a fixed batch size of four is calibrated and evaluated in batches of four, without
 /// incomplete batches.
 #[test]
@@ -216,13 +244,10 @@ fn fixed_batch_sizes_are_supported() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let (path, out, samples) = (folder.path().join("model.onnx"), folder.path().join("out.onnx"), folder.path().join("samples.safetensors"));
+    let (path, out) = (folder.path().join("model.onnx"), folder.path().join("out.onnx"));
     let nodes = vec![node("MatMul", &["x", "first"], "a", vec![]), node("Relu", &["a"], "b", vec![]), node("MatMul", &["b", "second"], "y", vec![])];
     std::fs::write(&path, model(13, &[4, 4], nodes, vec![floats("first", &[4, 6]), floats("second", &[6, 4])]).encode_to_vec()).unwrap();
-    let many = Tensor::from_vec(numbers(12 * 4, 0.7), (12, 4), &Device::Cpu).unwrap();
-    candle_core::safetensors::save(&[("x".to_owned(), many)].into(), &samples).unwrap();
-    let calibration = Data { arrays: Some(samples), ..Data::default() };
-    let built = Pipeline::builder().pass(Step::from(QuantizeStatic::default())).calibration(calibration).threads(1).build().unwrap();
+    let built = Pipeline::builder().pass(Step::from(QuantizeStatic::default())).calibration(calibration(folder.path(), 12)).threads(1).build().unwrap();
     let report = built.run(Model::open(&path).unwrap(), &out).unwrap();
     let measured = report.fidelity.unwrap();
     assert_eq!(measured.samples_from, compress_engine::evaluation::SamplesFrom::HeldOut);
@@ -389,4 +414,30 @@ fn attention_of_another_domain_is_opaque() {
     let written = ModelProto::decode(std::fs::read(&out).unwrap().as_slice()).unwrap();
     assert!(written.opset_import.iter().any(|import| import.domain() == "com.microsoft" && import.version() == 1));
     assert_eq!(written.graph.unwrap().node.iter().filter(|node| node.domain() == "com.microsoft").count(), 2);
+}
+
+/// Outputs that are the same value, or the same output twice, are written as ONNX Runtime loads them.
+#[test]
+fn outputs_may_be_the_same_value() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (path, out) = (folder.path().join("model.onnx"), folder.path().join("out.onnx"));
+    for names in [["y", "same"], ["same", "y"]] {
+        let nodes = vec![
+            node("MatMul", &["x", "first"], "a", vec![]),
+            node("Relu", &["a"], "b", vec![]),
+            node("MatMul", &["b", "second"], "y", vec![]),
+            node("Identity", &["y"], "same", vec![]),
+        ];
+        let mut file = model(13, &[0, 4], nodes, vec![floats("first", &[4, 6]), floats("second", &[6, 4])]);
+        file.graph.as_mut().unwrap().output = names.map(|name| value(name, DataType::Float, None)).to_vec();
+        std::fs::write(&path, file.encode_to_vec()).unwrap();
+        let built = Pipeline::builder().pass(Step::from(QuantizeStatic::default())).calibration(calibration(folder.path(), 12)).force(true).build().unwrap();
+        built.run(Model::open(&path).unwrap(), &out).unwrap();
+        let outputs = compress_onnx::runtime::Session::open(&out, compress_onnx::runtime::Options::default()).unwrap().run(&sample(&[0, 4])).unwrap();
+        let numbers = |name: &str| outputs[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(numbers("y"), numbers("same"));
+    }
 }

@@ -268,13 +268,19 @@ impl<'g> Lowering<'g> {
 
     /// Adds the operator that computes a model output.
     pub fn publish(&mut self, public: &str, op: &str, inputs: &[&str], attributes: Vec<AttributeProto>) -> String {
-        self.push(op, public.to_owned(), inputs, vec![public.to_owned()], attributes);
+        // A node has the name of the graph value that it computes, which may be that of an output.
+        let is_used = self.nodes.iter().any(|node| node.name() == public);
+        let name = if is_used { self.fresh(format!("{public}/output")) } else { public.to_owned() };
+        self.push(op, name, inputs, vec![public.to_owned()], attributes);
         public.to_owned()
     }
 
     /// Adds a model output that copies a value. Floats are cast to 32 bits.
     pub fn alias(&mut self, value: usize, public: &str) {
         let name = self.names[value].clone();
+        if name == public {
+            return;
+        }
         let narrow = self.half && self.graph.values()[value].ty.element == Element::Float;
         let (op, attributes) = if narrow { ("Cast", vec![AttributeProto::int("to", DataType::Float as i64)]) } else { ("Identity", vec![]) };
         self.publish(public, op, &[&name], attributes);

@@ -267,8 +267,8 @@ fn parts(pass: &PruneStructured, groups: &Groups) -> Result<Vec<PrunedPart>> {
     let has = |part: &PrunedPart| part.unit().is_some_and(|unit| groups.groups.iter().any(|group| group.unit == unit));
     let all = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels, PrunedPart::Hidden];
     let available: Vec<String> = all.iter().filter(|part| has(part)).map(PrunedPart::to_string).collect();
+    let available = if available.is_empty() { "no prunable parts".to_owned() } else { available.join(", ") };
     if let Some(part) = pass.dims.iter().find(|part| !PrunedPart::WHOLE.contains(part) && !has(part)) {
-        let available = if available.is_empty() { "no prunable parts".to_owned() } else { available.join(", ") };
         return Err(Error::option(format!("{NAME}: dims"), format!("the model has no {part} to remove; it has {available}{}", frozen_axes(groups))));
     }
     let parts: Vec<PrunedPart> = if pass.dims.is_empty() {
@@ -281,8 +281,8 @@ fn parts(pass: &PruneStructured, groups: &Groups) -> Result<Vec<PrunedPart>> {
     };
     match parts.iter().find(|part| !has(part)) {
         None if !parts.is_empty() => Ok(parts),
-        Some(part) => Err(Error::option(format!("{NAME}: amount"), format!("the model has no {part} to remove; it has {}", available.join(", ")))),
-        None => Err(Error::option(NAME, format!("the model has no heads, mlp or channels to remove; it has {}{}", available.join(", "), frozen_axes(groups)))),
+        Some(part) => Err(Error::option(format!("{NAME}: amount"), format!("the model has no {part} to remove; it has {available}"))),
+        None => Err(Error::option(NAME, format!("the model has no heads, mlp or channels to remove; it has {available}{}", frozen_axes(groups)))),
     }
 }
 

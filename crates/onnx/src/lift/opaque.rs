@@ -27,6 +27,17 @@ pub(super) fn constant(node: &NodeProto) -> Option<&TensorProto> {
     attribute.t.as_ref()
 }
 
+/// Floats that determine the shape of a node's output. They stay constants, because trials with other
+/// values fail.
+fn size_inputs(node: &NodeProto) -> impl Iterator<Item = &str> {
+    let places = match node.op_type() {
+        "Upsample" | "Resize" => 1..3,
+        "Range" => 0..3,
+        _ => 0..0,
+    };
+    node.input.get(places.start..places.end.min(node.input.len())).unwrap_or_default().iter().map(String::as_str)
+}
+
 /// The contents of a subgraph under construction.
 #[derive(Default)]
 pub(super) struct Cone<'f> {
@@ -149,7 +160,7 @@ impl<'f> Lift<'f> {
     pub(super) fn cone(&self, name: &'f str, trusted: bool) -> Result<Cone<'f>, String> {
         let mut cone = Cone::default();
         let mut open = vec![name];
-        let mut seen = BTreeSet::new();
+        let (mut seen, mut sizes) = (BTreeSet::new(), BTreeSet::new());
         while let Some(inner) = open.pop() {
             if !seen.insert(inner) {
                 continue;
@@ -169,7 +180,7 @@ impl<'f> Lift<'f> {
                 && let Some(known) = numbers.constants()
             {
                 cone.numbers.insert(inner, known);
-            } else if self.is_parameter(inner) {
+            } else if self.is_parameter(inner) && !(sizes.contains(inner) && self.require_unchanged(inner).is_ok()) {
                 cone.weights.insert(inner);
             } else if let Some(tensor) = self.initializers.get(inner) {
                 self.require_unchanged(inner)?;
@@ -178,6 +189,7 @@ impl<'f> Lift<'f> {
                 self.require_unchanged(inner)?;
                 if cone.nodes.insert(*place, node).is_none() {
                     open.extend(check::reads(node));
+                    sizes.extend(size_inputs(node));
                     bodies(node).try_for_each(|body| self.collect_body_weights(body, &mut cone))?;
                 }
             } else {

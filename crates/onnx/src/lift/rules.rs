@@ -412,7 +412,11 @@ fn resize(at: &NodeContext) -> Result<Option<TypedNode>, String> {
 fn reduce(at: &NodeContext, kind: ReduceKind) -> Result<Option<TypedNode>, String> {
     let axes = at.attribute_or_input("axes", 1)?.unwrap_or_default();
     if axes.is_empty() && at.int("noop_with_empty_axes", 0) != 0 {
-        return Ok(None);
+        return match kind {
+            ReduceKind::Mean | ReduceKind::Sum | ReduceKind::Max | ReduceKind::Min => Ok(None),
+            // ONNX Runtime applies the function to each element, and older specifications return the input.
+            ReduceKind::L1 | ReduceKind::L2 | ReduceKind::SumOfSquares => Err("it reduces no axis".into()),
+        };
     }
     first(Reduce { kind, axes, keep_dims: at.int("keepdims", 1) != 0 })
 }
