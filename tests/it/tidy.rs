@@ -21,9 +21,9 @@ const LAYERS: [&[&str]; 17] = [
     &["run_state"],
     &["ir", "store"],
     &["kernel"],
-    &["work", "output"],
+    &["entry", "work", "output"],
     &["files"],
-    &["cache", "error", "entry", "program"],
+    &["cache", "error", "program"],
 ];
 
 /// Crates in `crates`, and the module that their root is imported as, if it is one.

@@ -347,7 +347,7 @@ impl Data {
         key.line(&serde_json::to_string(self).unwrap_or_default());
         self.paths().try_for_each(|path| key.files([path], path.parent().unwrap_or(path)))?;
         if let Some(name) = &self.source {
-            key.line(&super::custom_source::content(name)?);
+            key.line(&super::source_registry::content(name)?);
         }
         Ok(key.name())
     }
@@ -365,7 +365,8 @@ impl Data {
             return Ok(task);
         }
         if let Some(name) = &self.source {
-            return super::custom_source::task(name);
+            let has_classes = super::source_registry::find(name)?.has_classes();
+            return Ok(if has_classes { Task::Classification } else { Task::Fidelity });
         }
         let classifies = target.outputs.iter().any(|port| port.name == "logits" && port.shape.len() == 2);
         if target.is_encoder_decoder() && !classifies {
