@@ -12,11 +12,13 @@ use candle_core::{DType, Device, Tensor};
 use compress::Model;
 use compress::pass::prune_structured::{Amounts, Importance, Repair};
 use compress::pass::{Amount, PruneStructured, Quantize, QuantizeDynamic, QuantizeStatic, Step};
-use compress_core::work::MemoryLimit;
+use compress_core::work::{Cancel, MemoryLimit, Silent, Work};
 use compress_engine::calibration::{Axis, Request, calibrate, calibrate_blockwise};
 use compress_engine::data::{Batch, Data, DataSet, synthetic_with_sizes};
 use compress_engine::evaluation::{self, Subject, evaluate};
-use compress_engine::exec::{Blockwise, BlockwiseOptions, Executor, MemoryCategory, MemoryNeed, MemoryTracker, Parameters, Residence, Schedule, sizes_of};
+use compress_engine::exec::{
+    Blockwise, BlockwiseOptions, Executor, Forward, MemoryCategory, MemoryNeed, MemoryTracker, Parameters, Residence, Schedule, Tape, sizes_of,
+};
 use compress_graph::analysis::{blocks, shared_head, single_block_reason, usual_sizes};
 use compress_graph::ir::{Graph, Kind, Op};
 
@@ -49,6 +51,55 @@ fn parameters(model: &Model, graph: &Graph) -> Parameters {
 fn bits(outputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Vec<u32>> {
     let numbers = |tensor: &Tensor| tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
     outputs.iter().map(|(name, tensor)| (name.clone(), numbers(tensor).into_iter().map(f32::to_bits).collect())).collect()
+}
+
+/// Gradients within a block, from that of its output, equal those of the whole graph.
+#[test]
+fn gradients_of_a_block_are_those_of_the_whole_graph() {
+    for name in ["llama", "bert", "mixtral", "t5"] {
+        let model = golden(name);
+        let graph = model.graph().unwrap();
+        let (batch, all) = (batches(&graph).remove(0), parameters(&model, &graph));
+        let tracker = MemoryTracker::default();
+        let cancel = Cancel::default();
+        let work = Work { threads: 2, progress: &Silent, cancel: &cancel };
+        let mut run = Blockwise::new(&graph, &model.weights, |_| false, BlockwiseOptions::on(&Device::Cpu), &work);
+        run.push(batch.clone()).unwrap();
+        let mut before: BTreeSet<String> = BTreeSet::new();
+        for block in 0..run.blocks().len() {
+            run.enter(block).unwrap();
+            let own: BTreeSet<String> = run.blocks()[block].parameters.difference(&before).cloned().collect();
+            let trained = |name: &str| own.contains(name);
+            let (tape, output) = run.tape(&trained).unwrap();
+            assert_eq!(graph.value(output).name, run.blocks()[block].value, "{name}");
+            let gradients = |tape: &Tape, forward: Forward, parameters: &Parameters| {
+                let mut found: BTreeMap<String, Tensor> = BTreeMap::new();
+                let dims = forward.taps()[&output].dims().to_vec();
+                let from = (0..dims.iter().product()).map(|at| (1.7 * at as f32).sin()).collect::<Vec<_>>();
+                let from = [(output, Tensor::from_vec(from, dims, &Device::Cpu).unwrap())];
+                let mut add = |name: &str, gradient: Tensor| {
+                    let sum = found.get(name).map_or_else(|| gradient.clone(), |other| (other + &gradient).unwrap());
+                    found.insert(name.to_owned(), sum);
+                    Ok(())
+                };
+                tape.backward(forward, from.into(), parameters, &tracker, &mut add).unwrap();
+                found
+            };
+            let parameters = run.parameters();
+            let within = gradients(&tape, run.forward(&tape, 0, &parameters, &tracker).unwrap(), &parameters);
+            let tape = Tape::new(&graph, Device::Cpu, [output].into(), &trained, &[]);
+            let whole = gradients(&tape, tape.forward(&all, &batch.inputs, &tracker, None).unwrap(), &all);
+            assert_eq!(within.keys().collect::<Vec<_>>(), whole.keys().collect::<Vec<_>>(), "{name}: block {block}");
+            for (parameter, expected) in &whole {
+                let largest = |tensor: Tensor| tensor.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+                let far = largest((expected - &within[parameter]).unwrap());
+                assert!(far <= 1e-4 * largest(expected.clone()) + 1e-6, "{name}: block {block}, {parameter}: {far}");
+            }
+            before.extend(own);
+            run.leave().unwrap();
+        }
+        assert_eq!((tracker.now(MemoryCategory::Activations), tracker.now(MemoryCategory::Data)), (0, 0), "{name}");
+    }
 }
 
 /// Names of the values that linear layers and convolutions read.

@@ -61,6 +61,7 @@ mod running {
     pub mod shifted;
     pub mod solve;
     pub mod tile;
+    pub mod trained_rounding;
     pub mod update;
 }
 

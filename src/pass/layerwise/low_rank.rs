@@ -5,11 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value, json};
 
 use super::held_out::{Errors, LayerChoice};
-use super::{
-    BlockCheckpoints, BlockReport, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, require_bytes, require_finite, transposed,
-};
+use super::{BlockCheckpoints, BlockReport, Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, require_bytes, require_finite};
 use crate::error::{Error, Result, counted};
-use crate::kernel::dense::product;
+use crate::kernel::dense::{product, transposed};
 use crate::kernel::low_rank::LowRank;
 use crate::model::Model;
 use crate::pass::decompose::{Decompose, Factorization};
@@ -35,7 +33,8 @@ pub(in crate::pass) fn decompose(
     if !with_samples.is_empty() {
         let targets: BTreeSet<&str> = with_samples.iter().map(|f| f.weight.as_str()).collect();
         let requested = MomentsRequest { products: true, held_out: true, ..MomentsRequest::default() };
-        let summary = Layerwise { name: pass.name(), context, targets: &targets, requested, rescale: None, whole_block: false }.run(model, &mut factorizer)?;
+        let summary =
+            Layerwise { name: pass.name(), context, targets: &targets, requested, rescale: None, flow: Flow::default() }.run(model, &mut factorizer)?;
         details.insert("samples".into(), json!(summary.samples));
         factorizer.report = summary.report;
     }

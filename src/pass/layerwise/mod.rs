@@ -3,14 +3,17 @@
 //! layers. Memory holds one block, the activations cached between blocks, and the statistics of one
 //! value.
 
+mod autoround;
 mod block_checkpoints;
 mod compensated;
+mod guide;
 mod held_out;
 mod low_rank;
 mod moments;
 mod palettes;
 mod rescale;
 mod rounding;
+mod sites;
 mod sparse;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,53 +23,33 @@ use serde::{Deserialize, Serialize};
 
 use crate::analysis;
 use crate::calibration::select_rows;
-use crate::data::{SequenceRoles, TokenAxis};
+use crate::data::SequenceRoles;
 use crate::error::{Error, Result, counted};
 use crate::evaluation::Subject;
 use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence};
-use crate::ir::{Graph, Kind, Op};
-use crate::kernel::dense::transposed;
+use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::pass::{Context, calibrate};
 use crate::store::{ByteSize, Weight, Weights};
 pub(in crate::pass) use block_checkpoints::checkpoint_bytes;
 use block_checkpoints::{BlockCheckpoints, BlockReport};
+use guide::{Factors, Guide};
 use held_out::{LayerChoice, Split};
 pub(in crate::pass) use low_rank::decompose;
 use moments::{Moments, MomentsRequest};
 pub(in crate::pass) use palettes::palettize;
 use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::quantize;
+use sites::{Layer, Site, block_of, sites};
 pub(in crate::pass) use sparse::{prune, require};
 
 pub(in crate::pass) use super::input_scales::find as find_input_scales;
 pub(in crate::pass) use super::kv_cache_scales::{add as add_cache_scales, add_calibrated as add_calibrated_cache_scales};
 
-/// A linear layer.
-#[derive(Debug, Clone, PartialEq)]
-struct Layer {
-    /// Name of its weight.
-    pub weight: String,
-    /// Outputs.
-    pub rows: usize,
-    /// Inputs.
-    pub size: usize,
-    /// Whether the weight is stored as `[in, out]`.
-    pub input_major: bool,
-}
-
 /// Minimum and maximum memory of activations cached between nodes, in bytes. In between, the limit is a
 /// third of the size of the model as f32. Above the limit, activations are spilled to disk between
 /// blocks, and recomputed from the start of their block for each observed value.
 const CACHE_BYTES: [u64; 2] = [128 << 20, 1 << 30];
-
-/// A graph value and the layers that read it.
-#[derive(Debug, Clone, PartialEq)]
-struct Site {
-    value: String,
-    tokens: TokenAxis,
-    layers: Vec<Layer>,
-}
 
 /// A method that modifies layers.
 trait Method {
@@ -89,6 +72,12 @@ trait Method {
     /// layer is not modified.
     fn values(&self, layer: &Layer, changed: &BTreeMap<String, Weight>) -> Result<Option<Vec<f32>>> {
         changed.get(&layer.weight).map(|weight| weight.floats(&layer.weight)).transpose()
+    }
+
+    /// Improves the changed weights of a block together, after all its layers were modified. Returns the
+    /// weights that it changes again, by name.
+    fn refine(&mut self, _block: &mut ModifiedBlock) -> Result<Vec<(String, Weight)>> {
+        Ok(Vec::new())
     }
 
     /// The report on the layers since it was last taken.
@@ -141,8 +130,18 @@ struct Layerwise<'a> {
     pub requested: MomentsRequest,
     /// Rescaling of channels before layers are modified.
     pub rescale: Option<Rescale>,
+    pub flow: Flow,
+}
+
+/// Order and inputs of the steps of a layerwise run.
+#[derive(Debug, Clone, Copy, Default)]
+struct Flow {
     /// Whether the inputs of all layers of a block are observed before the first layer is modified.
     pub whole_block: bool,
+    /// Whether the method refines blocks: the original model runs in parallel, one sample at a time.
+    pub refined: bool,
+    /// Whether tokens are weighted by the gradients of the loss, for each layer.
+    pub guided: bool,
 }
 
 /// Result of a layerwise run.
@@ -166,6 +165,16 @@ struct Runs<'a> {
     blocks: Blockwise<'a>,
     /// The unmodified model.
     reference: Option<Blockwise<'a>>,
+    roles: SequenceRoles<'a>,
+    /// Weights of tokens.
+    guide: Option<Guide>,
+}
+
+/// A block whose layers were modified.
+struct ModifiedBlock<'b, 'a> {
+    index: usize,
+    runs: &'b mut Runs<'a>,
+    context: &'b Context<'b>,
 }
 
 impl Runs<'_> {
@@ -182,6 +191,7 @@ impl Runs<'_> {
 
 /// A note on inputs of layers that had fewer tokens than features.
 fn few_tokens_note(few: Vec<(usize, usize, String)>) -> Option<String> {
+    let few: BTreeSet<_> = few.into_iter().collect();
     let count = few.len();
     let (tokens, features, value) = few.into_iter().min()?;
     let example = format!("`{value}`: {tokens} for {features}");
@@ -196,7 +206,7 @@ impl Layerwise<'_> {
     /// exactly one linear layer, if the method fails, or if the work is cancelled.
     pub fn run(&self, model: &mut Model, method: &mut dyn Method) -> Result<Summary> {
         let graph = model.graph()?;
-        let sites = self.sites(&graph)?;
+        let sites = sites(self.name, &graph, self.targets, self.flow.guided)?;
         sites.iter().flat_map(|site| &site.layers).try_for_each(|layer| method.check(layer, model.weights.get(&layer.weight)?))?;
         self.require_memory(&graph, model, &sites, method)?;
         let context = self.context;
@@ -220,21 +230,27 @@ impl Layerwise<'_> {
         };
         let original = model.weights.clone();
         let start = |options| Blockwise::new(&graph, &original, |name| values.contains(name), options, &context.work);
-        let mut runs = Runs { reference: self.requested.original.then(|| start(options.clone())), blocks: start(options) };
+        let guide = self.flow.guided.then(|| Guide::open(&sites, (&graph, model), &samples, checkpoints.as_ref(), context)).transpose()?;
+        let reference = (self.runs() > 1).then(|| start(options.clone()));
+        let mut runs = Runs { reference, blocks: start(options), roles: SequenceRoles::new(&graph), guide };
         let skipped = chains.as_ref().map(|chains| chains.skipped(runs.blocks.blocks())).unwrap_or_default();
         let mut summary = Summary { skipped, ..Summary::default() };
         summary.report.notes.extend(rescale::note(&summary.skipped));
         samples.for_each_batch("Reading samples", &context.work, |batch| {
             summary.samples += batch.samples;
-            runs.reference.iter_mut().try_for_each(|reference| reference.push(batch.clone()))?;
-            runs.blocks.push(batch)
+            let (parts, count) = if self.flow.refined { (batch.samples, 1) } else { (1, batch.samples) };
+            (0..parts).try_for_each(|part| {
+                let batch = batch.narrow(part * count, count)?;
+                runs.reference.iter_mut().try_for_each(|reference| reference.push(batch.clone()))?;
+                runs.blocks.push(batch)
+            })
         })?;
         if summary.samples == 0 {
             return Err(Error::option(self.name, "the calibration data is empty"));
         }
         let mut by_block: BTreeMap<usize, Vec<&Site>> = BTreeMap::new();
         for site in &sites {
-            by_block.entry(Self::block_of(&runs.blocks, site)?).or_default().push(site);
+            by_block.entry(block_of(runs.blocks.blocks(), site)?).or_default().push(site);
         }
         let last = by_block.keys().next_back().copied().unwrap_or(0);
         runs.blocks.end_at(last);
@@ -305,25 +321,31 @@ impl Layerwise<'_> {
         let mut observed = Vec::new();
         for site in sites {
             let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.requested);
-            self.observe(site, &mut moments, &mut runs.blocks, runs.reference.as_mut())?;
+            let Runs { blocks, reference, guide, .. } = &mut *runs;
+            let factors = guide.as_ref().and_then(|guide| guide.factors(&site.layers.first()?.weight));
+            self.observe(site, &mut moments, blocks, reference.as_mut().filter(|_| self.requested.original), factors)?;
             let tokens = moments.tokens();
             // Without products of features, few tokens matter only for experts.
             if tokens < moments.size && (self.requested.products || tokens < moments.count) {
                 report.few_tokens.push((tokens, moments.size, site.value.clone()));
             }
             observed.push((*site, moments));
-            if !self.whole_block {
+            if !self.flow.whole_block {
                 self.change(&mut observed, model, &mut runs.blocks, method, &mut changed)?;
             }
         }
         self.change(&mut observed, model, &mut runs.blocks, method, &mut changed)?;
+        for (name, weight) in method.refine(&mut ModifiedBlock { index: block, runs, context: self.context })? {
+            runs.blocks.replace(&name, tensor(&weight.floats(&name)?, &weight.shape, self.context)?);
+            changed.insert(name, weight);
+        }
         report.method = std::mem::take(method.report());
         Ok((changed, report))
     }
 
     /// Number of models that run simultaneously.
     fn runs(&self) -> u64 {
-        1 + u64::from(self.requested.original)
+        1 + u64::from(self.requested.original || self.flow.refined)
     }
 
     /// Returns an error if the estimated memory exceeds an explicit limit.
@@ -336,11 +358,17 @@ impl Layerwise<'_> {
             let square = if self.requested.products { layer.size * layer.size } else { 0 };
             (20 * square).max(12 * square + method.bytes(layer))
         };
-        let largest = sites.iter().flat_map(|site| &site.layers).map(layer).max().unwrap_or(0) as u64;
+        let layers = || sites.iter().flat_map(|site| &site.layers);
+        let largest = layers().map(layer).max().unwrap_or(0) as u64;
+        // Refining a block needs its gradients and several copies of its weights, and all of its activations.
+        let refined =
+            |block: &analysis::Block| layers().filter(|layer| block.parameters.contains(&layer.weight)).map(|layer| 28 * layer.rows * layer.size).sum();
+        let blocks = if self.flow.refined { analysis::blocks(graph) } else { Vec::new() };
+        let refined = blocks.iter().map(refined).max().map_or(0, |bytes: usize| bytes as u64 + 4 * need.activations);
         require_bytes(
             self.name,
             "the blocks of this model and the solver of its largest layer need",
-            need.blocks + self.runs() * need.activations + largest,
+            need.blocks + self.runs() * need.activations + largest.max(refined),
             limit,
         )
     }
@@ -370,18 +398,29 @@ impl Layerwise<'_> {
         Ok(())
     }
 
-    /// Collects statistics of a value, optionally with that of the reference model.
-    fn observe(&self, Site { value, tokens, .. }: &Site, moments: &mut Moments, blocks: &mut Blockwise, mut reference: Option<&mut Blockwise>) -> Result<()> {
+    /// Collects statistics of a value, optionally with that of the reference model, of rows multiplied by
+    /// factors.
+    fn observe(
+        &self,
+        Site { value, tokens, .. }: &Site,
+        moments: &mut Moments,
+        blocks: &mut Blockwise,
+        mut reference: Option<&mut Blockwise>,
+        mut factors: Option<Factors>,
+    ) -> Result<()> {
         let op = Op::Linear(crate::ir::ops::Linear::default());
         let samples = (0..blocks.batches()).map(|index| blocks.batch(index).samples).sum();
         let (mut index, mut sample) = (0, 0);
         let mut split = None;
         blocks.each(value, |batch, tensor| {
-            let (rows, sizes) = calibrate::rows_by_sample(tensor, &op, batch, *tokens)?;
-            let original = match &mut reference {
+            let (mut rows, sizes) = calibrate::rows_by_sample(tensor, &op, batch, *tokens)?;
+            let mut original = match &mut reference {
                 Some(reference) => Some(calibrate::rows(&reference.value(index, value)?, &op, batch, *tokens)?),
                 None => None,
             };
+            if let Some(factors) = &mut factors {
+                factors.scale(value, [Some(&mut rows), original.as_mut()])?;
+            }
             index += 1;
             if !moments.request.held_out {
                 original.iter().try_for_each(|original| moments.add_original(value, original, &rows))?;
@@ -403,67 +442,6 @@ impl Layerwise<'_> {
             original.iter().try_for_each(|original| moments.add_original(value, &part(original, &others)?, &rows))?;
             moments.add(value, &rows)
         })
-    }
-
-    /// Groups the target layers by the value that they read, in the order of the graph.
-    fn sites(&self, graph: &Graph) -> Result<Vec<Site>> {
-        let (mut sites, sides): (Vec<Site>, SequenceRoles) = (Vec::new(), SequenceRoles::new(graph));
-        let mut found = BTreeSet::new();
-        let unusable = |name: &str, reason: &str| {
-            Err(Error::tensor(
-                name,
-                format!("{reason}; {} supports only linear layers that are computed once, from activations", self.name),
-                "add it to `ignore`",
-            ))
-        };
-        for node in graph.nodes() {
-            for (at, id) in node.inputs.iter().enumerate() {
-                let value = graph.value(*id);
-                if !self.targets.contains(value.name.as_str()) {
-                    continue;
-                }
-                let (Op::Linear(op), 1) = (&node.op, at) else { return unusable(&value.name, "is read by an operator that is not a linear layer") };
-                if !found.insert(value.name.clone()) {
-                    return unusable(&value.name, "is read by several layers");
-                }
-                let sizes: Vec<usize> = value.ty.shape.iter().filter_map(|dim| dim.fixed()).collect();
-                let [a, b] = sizes[..] else { return unusable(&value.name, "is not a matrix") };
-                let (rows, size) = if op.input_major { (b, a) } else { (a, b) };
-                let layer = Layer { weight: value.name.clone(), rows, size, input_major: op.input_major };
-                let read = graph.value(node.inputs[0]);
-                if read.kind == Kind::Param {
-                    return unusable(&value.name, &format!("belongs to a layer whose input is the weight `{}`", read.name));
-                }
-                match sites.iter_mut().find(|site| site.value == read.name) {
-                    Some(site) => site.layers.push(layer),
-                    None => sites.push(Site { value: read.name.clone(), tokens: sides.token_axis(&read.name), layers: vec![layer] }),
-                }
-            }
-        }
-        match self.targets.iter().find(|name| !found.contains(**name)) {
-            Some(name) => unusable(name, "is not used by the model"),
-            None => Ok(sites),
-        }
-    }
-
-    /// Index of the block that computes the layers of a site.
-    fn block_of(blocks: &Blockwise, site: &Site) -> Result<usize> {
-        let reads = |block: &crate::analysis::Block| site.layers.iter().all(|layer| block.parameters.contains(&layer.weight));
-        let name = site.layers.first().map_or("", |layer| layer.weight.as_str());
-        let reason = "is not used in the same block as the other layers that read the same value";
-        blocks.blocks().iter().position(reads).ok_or_else(|| Error::tensor(name, reason, "add it to `ignore`"))
-    }
-}
-
-impl Layer {
-    /// Converts stored values to `[rows, size]`.
-    fn output_major(&self, values: Vec<f32>) -> Vec<f32> {
-        if self.input_major { transposed(&values, self.rows) } else { values }
-    }
-
-    /// Converts `[rows, size]` to the stored layout.
-    fn stored(&self, values: Vec<f32>) -> Vec<f32> {
-        if self.input_major { transposed(&values, self.size) } else { values }
     }
 }
 

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::rounding::costs;
-use super::{Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers};
+use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers};
 use crate::error::{Error, Result, counted};
 use crate::ir::Op;
 use crate::kernel::palette::nearest;
@@ -40,7 +40,7 @@ pub(in crate::pass) fn palettize(
         return Ok(0);
     }
     let requested = MomentsRequest::default();
-    let work = Layerwise { name: pass.name(), context, targets: &weighted, requested, rescale: None, whole_block: false };
+    let work = Layerwise { name: pass.name(), context, targets: &weighted, requested, rescale: None, flow: Flow::default() };
     let mut method = Palettes { encodings, costs: Vec::new(), report: MethodReport::default() };
     let summary = work.run(model, &mut method)?;
     applied.notes.extend(summary.report.notes);

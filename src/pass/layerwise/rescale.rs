@@ -186,7 +186,7 @@ impl Rescale {
             let size = chain.consumers.first().map_or(0, |layer| layer.index.len());
             let rows = ROWS.div_ceil(blocks.batches().max(1));
             let mut moments = Moments::new(size, MomentsRequest { rows, ..MomentsRequest::default() });
-            work.observe(source, &mut moments, blocks, None)?;
+            work.observe(source, &mut moments, blocks, None, None)?;
             // No token is routed to this expert.
             if moments.rows.is_empty() {
                 continue;

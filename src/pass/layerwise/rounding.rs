@@ -5,16 +5,17 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
+use super::autoround::{TrainedLayer, Training};
 use super::compensated::{Choosing, Chosen, Compensating, Prepared, Solution, reorder, restore};
 use super::held_out::LayerChoice;
 use super::rescale::RoundingMode;
-use super::{Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, Rescale, Strength, Summary};
+use super::{Flow, Layer, Layerwise, Method, MethodReport, ModifiedBlock, Moments, MomentsRequest, Readers, Rescale, Strength, Summary};
 use crate::error::{Error, Result};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Range, Zeros};
 use crate::kernel::convert;
 use crate::kernel::grid::{IntegerGrid, QuantizationParams};
 use crate::model::Model;
-use crate::pass::quantize::{Method as By, Quantize};
+use crate::pass::quantize::{Guide, Method as By, Quantize};
 use crate::pass::{Context, Pass, WeightObserver};
 use crate::run_state::Applied;
 use crate::store::{ActivationScheme, Codes, Granularity, Pattern, QuantizationSpec, Scales, Weight};
@@ -25,6 +26,10 @@ struct Quantization<'a> {
     encodings: &'a BTreeMap<String, QuantizationSpec>,
     /// The options of GPTQ; `None` to round to nearest.
     gptq: Option<Choosing>,
+    /// The options of trained rounding, which starts from the result of GPTQ.
+    training: Option<Training>,
+    /// Whether tokens are weighted by the gradients of the loss.
+    guided: bool,
     /// Whether scales minimize the error, instead of covering the largest values.
     search: bool,
     /// Rescaling before rounding.
@@ -41,7 +46,8 @@ pub(in crate::pass) fn quantize(
     context: &Context,
     applied: &mut Applied,
 ) -> Result<Map<String, Value>> {
-    let gptq = (pass.method == By::Gptq).then(|| Choosing {
+    let training = (pass.method == By::Autoround).then(|| Training { iterations: pass.iterations(), batch: pass.batch(), rate: RATE });
+    let gptq = matches!(pass.method, By::Gptq | By::Autoround).then(|| Choosing {
         name: "gptq",
         ordered: pass.ordered(),
         damping: pass.damping,
@@ -52,8 +58,16 @@ pub(in crate::pass) fn quantize(
         By::Smoothquant => Some(Strength::Smooth),
         _ => None,
     };
-    let quantization =
-        Quantization { name: pass.name(), encodings, gptq, search: pass.observer() == WeightObserver::Mse, strength, ignored: pass.ignore.clone() };
+    let quantization = Quantization {
+        name: pass.name(),
+        encodings,
+        gptq,
+        training,
+        guided: pass.guide == Guide::Loss,
+        search: pass.observer() == WeightObserver::Mse,
+        strength,
+        ignored: pass.ignore.clone(),
+    };
     let summary = quantization.run(model, context)?;
     applied.tensors.extend(summary.changed);
     applied.notes.extend(summary.report.notes);
@@ -72,6 +86,10 @@ pub(in crate::pass) fn quantize(
     Ok(details)
 }
 
+/// Learning rate of trained rounding. From the result of GPTQ, larger steps first destroy its compensation.
+const RATE: f32 = 0.5;
+/// Name of trained rounding in the report.
+const AUTOROUND: &str = "autoround";
 /// Columns that are rounded before the error is propagated to the remaining columns.
 const BLOCK: usize = 128;
 /// Smallest range of the scale search, in percent of minmax.
@@ -101,8 +119,9 @@ impl Quantization<'_> {
             Rescale { strength, activations, groups: groups.collect(), ignored: self.ignored.clone(), round: Box::new(round) }
         });
         let requested = self.gptq.map_or_else(MomentsRequest::default, |choosing| choosing.request());
-        let work = Layerwise { name: self.name, context, targets: &targets, requested, rescale, whole_block: false };
-        let mut method = Rounder { quantization: self, inputs: Inputs::Nearest(Vec::new()), report: MethodReport::default() };
+        let flow = Flow { refined: self.training.is_some(), guided: self.guided, ..Flow::default() };
+        let work = Layerwise { name: self.name, context, targets: &targets, requested, rescale, flow };
+        let mut method = Rounder { quantization: self, inputs: Inputs::Nearest(Vec::new()), trained: Vec::new(), report: MethodReport::default() };
         work.run(model, &mut method)
     }
 
@@ -148,6 +167,8 @@ enum Inputs {
 struct Rounder<'a> {
     quantization: &'a Quantization<'a>,
     inputs: Inputs,
+    /// Layers of the current block to train.
+    trained: Vec<TrainedLayer>,
     report: MethodReport,
 }
 
@@ -215,6 +236,7 @@ impl Method for Rounder<'_> {
     }
 
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
+        let original = self.quantization.training.map(|_| values.to_vec());
         let steps = match &self.inputs {
             Inputs::Nearest(costs) => self.quantization.nearest(layer, weight, values, costs)?,
             Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.solution(layer))?,
@@ -222,10 +244,25 @@ impl Method for Rounder<'_> {
         let affine = self.quantization.affine(layer)?;
         let order: Vec<usize> = (0..layer.size).collect();
         let grid = Grid { steps, ..grid(layer, weight, affine, &order)? };
+        if let Some(original) = original {
+            self.trained.push(TrainedLayer::new(layer, weight, affine, original, values, &grid));
+        }
         let integers = grid.integers_of(values);
         let (scales, zero_points) = grid.steps.iter().map(|QuantizationParams { scale, zero }| (*scale, *zero)).unzip();
         let new = weight.quantized(&layer.weight, affine.clone(), integers, &Scales { run: grid.group, scales, zero_points, global_scale: 1.0 })?;
         Ok(vec![(layer.weight.clone(), new)])
+    }
+
+    fn refine(&mut self, block: &mut ModifiedBlock) -> Result<Vec<(String, Weight)>> {
+        let mut layers = std::mem::take(&mut self.trained);
+        let Some(training) = self.quantization.training.filter(|_| !layers.is_empty()) else { return Ok(Vec::new()) };
+        let trained = training.run(&mut layers, block)?;
+        for choice in &mut self.report.choices {
+            if trained.weights.iter().any(|(name, _)| *name == choice.weight) {
+                *choice = LayerChoice { choice: AUTOROUND.to_owned(), relative_error: trained.relative_error, ..choice.clone() };
+            }
+        }
+        Ok(trained.weights)
     }
 
     fn report(&mut self) -> &mut MethodReport {

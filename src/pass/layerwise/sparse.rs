@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::compensated::{Choosing, Chosen, Compensating, Prepared, Solution};
 use super::held_out::LayerChoice;
-use super::{Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, Summary};
+use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, Summary};
 use crate::error::{Error, Result};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Zeros};
 use crate::model::Model;
@@ -33,7 +33,8 @@ pub(in crate::pass) fn require(_option: &str) -> Result<()> {
 pub(in crate::pass) fn prune(pass: &PruneUnstructured, names: &BTreeSet<&str>, model: &mut Model, context: &Context, applied: &mut Applied) -> Result<Value> {
     let mut method = Sparse { zeros: Amounts(pass), inputs: Inputs::Norms(Vec::new()), report: MethodReport::default() };
     let requested = if pass.importance == Importance::Sparsegpt { SPARSEGPT.request() } else { MomentsRequest::default() };
-    let work = Layerwise { name: pass.name(), context, targets: names, requested, rescale: None, whole_block: pass.importance == Importance::Wanda };
+    let flow = Flow { whole_block: pass.importance == Importance::Wanda, ..Flow::default() };
+    let work = Layerwise { name: pass.name(), context, targets: names, requested, rescale: None, flow };
     let Summary { samples, report, .. } = work.run(model, &mut method)?;
     applied.notes = report.notes;
     let of: u64 = names.iter().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;

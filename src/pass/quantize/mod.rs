@@ -41,12 +41,37 @@ pub enum Method {
     Awq,
     /// Migrate scales from activations to weights, then round to nearest; for schemes that quantize both
     Smoothquant,
+    /// Train rounding offsets and scales of each block by signed gradient descent, starting from `gptq`
+    Autoround,
+}
+
+/// Weights of calibration tokens.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Guide {
+    /// All tokens have the same weight
+    #[default]
+    None,
+    /// The errors of a layer are weighted by the squared gradients of the loss, found by one backward pass
+    Loss,
+}
+
+impl Guide {
+    fn is_none(&self) -> bool {
+        *self == Guide::None
+    }
 }
 
 impl Method {
     /// Whether the algorithm needs calibration samples.
     fn reads_samples(self) -> bool {
         self != Method::Rtn
+    }
+
+    /// Whether later columns compensate for the errors of earlier ones.
+    fn compensates(self) -> bool {
+        matches!(self, Method::Gptq | Method::Autoround)
     }
 }
 
@@ -66,18 +91,30 @@ pub struct Quantize {
     #[cfg_attr(feature = "cli", arg(long, value_name = "INPUTS", allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub group_size: Option<i64>,
-    /// With `method: gptq`, the damping added to the diagonal of the Hessian, as a fraction of its mean
+    /// With `method: autoround`, the number of steps per block [default: 200]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "STEPS"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iterations: Option<usize>,
+    /// With `method: autoround`, the number of samples per step [default: 2]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "SAMPLES"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub batch: Option<usize>,
+    /// With `method: gptq` or `autoround`, the weights of calibration tokens
+    #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().guide))]
+    #[serde(skip_serializing_if = "Guide::is_none")]
+    pub guide: Guide,
+    /// With `method: gptq` or `autoround`, the damping added to the diagonal of the Hessian, as a fraction of its mean
     /// [default: chosen for each layer input by the error on held-out samples]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PART"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub damping: Option<f64>,
-    /// With `method: gptq`, the fraction of the error of earlier layers that is compensated, from 0 to 1; 0
+    /// With `method: gptq` or `autoround`, the fraction of the error of earlier layers that is compensated, from 0 to 1; 0
     /// does not run the original model in parallel [default: chosen for each layer by the error on held-out
     /// samples]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PART"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub propagation: Option<f64>,
-    /// With `method: gptq`, quantize columns with large inputs first; groups remain those of the stored
+    /// With `method: gptq` or `autoround`, quantize columns with large inputs first; groups remain those of the stored
     /// order [default: true]
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL"))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -102,6 +139,10 @@ pub struct Quantize {
 }
 
 const NAME: &str = "quantize";
+
+/// Default number of steps of trained rounding, and of samples per step.
+const ITERATIONS: usize = 200;
+const BATCH: usize = 2;
 
 /// Group sizes that runtimes have kernels for, in descending order.
 const USUAL_GROUPS: [usize; 3] = [128, 64, 32];
@@ -128,6 +169,16 @@ impl Quantize {
 
     pub(super) fn ordered(&self) -> bool {
         self.ordered.unwrap_or(true)
+    }
+
+    /// Number of steps of trained rounding.
+    pub(super) fn iterations(&self) -> usize {
+        self.iterations.unwrap_or(ITERATIONS)
+    }
+
+    /// Samples per step of trained rounding.
+    pub(super) fn batch(&self) -> usize {
+        self.batch.unwrap_or(BATCH)
     }
 
     /// Requested group size; `None` for one scale per row, or if the scheme has a fixed granularity.
@@ -256,9 +307,10 @@ impl Pass for Quantize {
 
     fn options(&self) -> Value {
         let group_size = self.group_size.or(self.scheme.group().map(|size| size as i64));
-        let gptq = self.method == Method::Gptq;
-        let ordered = gptq.then(|| self.ordered());
-        options_of(&Quantize { group_size, observer: Some(self.observer()), ordered, ..self.clone() })
+        let ordered = self.method.compensates().then(|| self.ordered());
+        let trains = self.method == Method::Autoround;
+        let (iterations, batch) = (trains.then(|| self.iterations()), trains.then(|| self.batch()));
+        options_of(&Quantize { group_size, observer: Some(self.observer()), ordered, iterations, batch, ..self.clone() })
     }
 
     fn check(&self) -> Result<()> {
@@ -271,8 +323,14 @@ impl Pass for Quantize {
                 ));
             }
         }
-        if self.method != Method::Gptq && (self.damping.is_some() || self.propagation.is_some() || self.ordered.is_some()) {
-            return Err(Error::option(NAME, "`damping`, `propagation` and `ordered` are for `method: gptq`"));
+        if !self.method.compensates() && (self.damping.is_some() || self.propagation.is_some() || self.ordered.is_some() || !self.guide.is_none()) {
+            return Err(Error::option(NAME, "`damping`, `propagation`, `ordered` and `guide` are for `method: gptq` and `autoround`"));
+        }
+        if self.method != Method::Autoround && (self.iterations.is_some() || self.batch.is_some()) {
+            return Err(Error::option(NAME, "`iterations` and `batch` are for `method: autoround`"));
+        }
+        if let Some((name, _)) = [("iterations", self.iterations), ("batch", self.batch)].into_iter().find(|(_, value)| *value == Some(0)) {
+            return Err(Error::option(format!("{NAME}: {name}"), "must be at least 1"));
         }
         if self.damping.is_some_and(|damping| !(damping > 0.0 && damping <= 1.0)) {
             return Err(Error::option(format!("{NAME}: damping"), "must be greater than 0 and at most 1"));

@@ -66,10 +66,10 @@ fn the_order_of_samples_does_not_change_ranges() {
 }
 
 /// Passes that use samples, each with its data-free counterpart.
-fn pairs() -> [(&'static str, [Value; 2]); 4] {
+fn pairs() -> [(&'static str, [Value; 2]); 5] {
     // Rows of any width are one group.
     let quantize = |scheme: &str, method: &str| {
-        let group_size = if scheme == "W4A16" { json!({ "group_size": -1 }) } else { json!({}) };
+        let group_size = if scheme != "W8A16" { json!({ "group_size": -1 }) } else { json!({}) };
         let mut options = json!({ "scheme": scheme, "method": method });
         options.as_object_mut().unwrap().extend(group_size.as_object().unwrap().clone());
         json!([{ "quantize": options }])
@@ -79,6 +79,7 @@ fn pairs() -> [(&'static str, [Value; 2]); 4] {
     [
         ("8 bits", ["rtn", "gptq"].map(|method| quantize("W8A16", method))),
         ("4 bits", ["rtn", "gptq"].map(|method| quantize("W4A16", method))),
+        ("3 bits", ["rtn", "autoround"].map(|method| quantize("W3A16", method))),
         ("half of the weights", ["l1", "sparsegpt"].map(prune)),
         ("low rank", ["none", "activation"].map(decompose)),
     ]

@@ -71,6 +71,8 @@ fn context(name: &str, option: &str) -> (Value, Value) {
         ("quantize-static", "percentile") => set(json!({ "observer": "percentile" })),
         ("quantize-dynamic", "group_size") => set(json!({ "granularity": "group" })),
         ("quantize", "damping" | "ordered" | "propagation") => set(json!({ "method": "gptq" })),
+        ("quantize", "guide") => set(json!({ "method": "gptq", "scheme": "W4A16" })),
+        ("quantize", "iterations" | "batch") => set(json!({ "method": "autoround", "scheme": "W4A16" })),
         ("cast", "overflow") => set(json!({ "to": "f16" })),
         ("prune-structured", "minimum") => set(json!({ "amount": 0.9 })),
         ("finetune" | "distill", "momentum") => set(json!({ "optimizer": "sgd" })),

@@ -2,6 +2,8 @@
 //! parameters of the current block and those being prefetched are in memory, and of the samples only the
 //! activations cached between blocks.
 
+mod gradients;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;

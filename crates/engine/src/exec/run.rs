@@ -51,7 +51,7 @@ impl<'g> Executor<'g> {
     }
 
     /// The graph.
-    pub fn graph(&self) -> &Graph {
+    pub fn graph(&self) -> &'g Graph {
         self.graph
     }
 

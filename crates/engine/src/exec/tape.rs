@@ -32,6 +32,8 @@ pub struct Tape<'g> {
     /// For each value, whether a gradient flows through it.
     reached: Vec<bool>,
     taps: BTreeSet<ValueId>,
+    /// Values whose gradients are requested.
+    observed: BTreeSet<ValueId>,
     /// For each node, the values that no later node reads in the forward pass.
     dead: Vec<Vec<ValueId>>,
     /// For each node, the values that no earlier node reads in the backward pass.
@@ -50,6 +52,20 @@ struct Segment {
     parameters: BTreeSet<String>,
 }
 
+impl Segment {
+    fn new(graph: &Graph, nodes: Range<usize>, recomputed: bool) -> Segment {
+        let read = graph.nodes()[nodes.clone()].iter().flat_map(|node| &node.inputs).map(|id| graph.value(*id)).filter(|value| value.kind == Kind::Param);
+        Segment { parameters: read.map(|value| value.name.clone()).collect(), nodes, recomputed }
+    }
+
+    /// All nodes, divided at `cuts`.
+    fn between(graph: &Graph, cuts: &[usize]) -> Vec<Segment> {
+        let (mut from, end) = (0, graph.nodes().len());
+        let ends = cuts.iter().copied().filter(|cut| *cut > 0 && *cut < end).chain([end]);
+        ends.map(|to| Segment::new(graph, std::mem::replace(&mut from, to)..to, to < end)).collect()
+    }
+}
+
 /// Result of the forward pass.
 #[derive(Debug)]
 pub struct Forward {
@@ -66,7 +82,7 @@ impl Forward {
     }
 }
 
-/// Receives gradients of parameters by name.
+/// Receives gradients of parameters and of requested values by name.
 pub type GradientSink<'s> = &'s mut dyn FnMut(&str, Tensor) -> Result<()>;
 
 /// Observes a node with its operands and its result.
@@ -79,18 +95,31 @@ impl<'g> Tape<'g> {
     /// Plans gradients of the parameters selected by `trained`, and the requested values `taps`. `cuts`
     /// are the indices of nodes at which recomputed segments start; without any, all values are retained.
     pub fn new(graph: &'g Graph, device: Device, taps: BTreeSet<ValueId>, trained: &dyn Fn(&str) -> bool, cuts: &[usize]) -> Tape<'g> {
+        Tape::planned(graph, device, Segment::between(graph, cuts), (taps, BTreeSet::new()), trained)
+    }
+
+    /// Plans gradients of the values `observed`, which nodes compute, instead of parameters.
+    pub fn observing(graph: &'g Graph, device: Device, taps: BTreeSet<ValueId>, observed: BTreeSet<ValueId>, cuts: &[usize]) -> Tape<'g> {
+        Tape::planned(graph, device, Segment::between(graph, cuts), (taps, observed), &|_| false)
+    }
+
+    /// Plans gradients within a range of nodes, which are computed from the values that earlier nodes
+    /// computed ([`forward_from`](Tape::forward_from)).
+    pub(super) fn within(graph: &'g Graph, device: Device, nodes: Range<usize>, taps: BTreeSet<ValueId>, trained: &dyn Fn(&str) -> bool) -> Tape<'g> {
+        Tape::planned(graph, device, vec![Segment::new(graph, nodes, false)], (taps, BTreeSet::new()), trained)
+    }
+
+    fn planned(
+        graph: &'g Graph,
+        device: Device,
+        segments: Vec<Segment>,
+        (taps, observed): (BTreeSet<ValueId>, BTreeSet<ValueId>),
+        trained: &dyn Fn(&str) -> bool,
+    ) -> Tape<'g> {
         let nodes = graph.nodes();
         let mut reached: Vec<bool> = graph.values().iter().map(|value| value.kind == Kind::Param && trained(&value.name)).collect();
         for node in nodes {
-            reached[node.output.index()] = node.inputs.iter().any(|id| reached[id.index()]);
-        }
-        let mut segments: Vec<Segment> = Vec::new();
-        let mut from = 0;
-        for to in cuts.iter().copied().filter(|cut| *cut > 0 && *cut < nodes.len()).chain([nodes.len()]) {
-            let read = nodes[from..to].iter().flat_map(|node| &node.inputs).map(|id| graph.value(*id)).filter(|value| value.kind == Kind::Param);
-            let parameters = read.map(|value| value.name.clone()).collect();
-            segments.push(Segment { nodes: from..to, recomputed: to < nodes.len(), parameters });
-            from = to;
+            reached[node.output.index()] = observed.contains(&node.output) || node.inputs.iter().any(|id| reached[id.index()]);
         }
         let reads = |node: &Node| {
             let on = reached[node.output.index()];
@@ -99,7 +128,8 @@ impl<'g> Tape<'g> {
         };
         let reads = nodes.iter().map(reads).collect();
         let prepared = nodes.iter().map(|_| OnceLock::new()).collect();
-        let mut tape = Tape { graph, device, input_check: InputCheck::default(), segments, reached, taps, dead: Vec::new(), done: Vec::new(), reads, prepared };
+        let (input_check, dead, done) = (InputCheck::default(), Vec::new(), Vec::new());
+        let mut tape = Tape { graph, device, input_check, segments, reached, taps, observed, dead, done, reads, prepared };
         tape.plan();
         tape
     }
@@ -166,15 +196,27 @@ impl<'g> Tape<'g> {
     ///
     /// # Errors
     /// An input is missing or invalid, or memory runs out.
-    pub fn forward(&self, parameters: &Parameters, inputs: &Inputs, memory_tracker: &MemoryTracker, mut watch: Option<Watch>) -> Result<Forward> {
+    pub fn forward(&self, parameters: &Parameters, inputs: &Inputs, memory_tracker: &MemoryTracker, watch: Option<Watch>) -> Result<Forward> {
+        let inputs = self.input_check.prepare(self.graph, inputs, 0, &self.device, parameters.compute())?;
+        self.forward_from(parameters, inputs, memory_tracker, watch)
+    }
+
+    /// As [`forward`](Tape::forward), from the values that its first node and later ones read.
+    pub(super) fn forward_from(
+        &self,
+        parameters: &Parameters,
+        start: impl IntoIterator<Item = (ValueId, Tensor)>,
+        memory_tracker: &MemoryTracker,
+        mut watch: Option<Watch>,
+    ) -> Result<Forward> {
         let count = self.graph.values().len();
         let mut forward = Forward { values: vec![None; count], dims: vec![Vec::new(); count], taps: BTreeMap::new() };
-        for (id, tensor) in self.input_check.prepare(self.graph, inputs, 0, &self.device, parameters.compute())? {
+        for (id, tensor) in start {
             if self.taps.contains(&id) {
                 forward.taps.insert(id, tensor.clone());
             }
             forward.dims[id.index()] = tensor.dims().to_vec();
-            memory_tracker.allocate_named(MemoryCategory::Data, &self.graph.value(id).name, bytes_of(&tensor))?;
+            memory_tracker.allocate_named(self.category(id), &self.graph.value(id).name, bytes_of(&tensor))?;
             forward.values[id.index()] = Some(tensor);
         }
         for segment in &self.segments {
@@ -236,7 +278,8 @@ impl<'g> Tape<'g> {
     }
 
     /// Runs the backward pass from gradients of the requested values. Each gradient of a parameter is
-    /// passed to `sink`; that of a parameter with several readers arrives in several summands.
+    /// passed to `sink`; that of a parameter with several readers arrives in several summands. Gradients
+    /// of observed values are passed to it as well.
     ///
     /// # Errors
     /// Memory runs out, or the sink fails.
@@ -278,6 +321,9 @@ impl<'g> Tape<'g> {
             for (index, node) in segment.nodes.clone().zip(nodes).rev() {
                 memory_tracker.work_on("backward", self.name(node));
                 if let Some(gradient) = gradients.get(node.output).filter(|_| needs_backward(node)) {
+                    if self.observed.contains(&node.output) {
+                        sink(self.name(node), gradient.clone())?;
+                    }
                     self.back_through(index, &gradient, parameters, (values, dims), gradients, sink)?;
                 }
                 gradients.take(node.output);
@@ -349,9 +395,12 @@ impl<'g> Tape<'g> {
 
     fn release(&self, values: &mut [Option<Tensor>], id: ValueId, memory_tracker: &MemoryTracker) {
         if let Some(tensor) = values[id.index()].take() {
-            let category = if self.graph.value(id).kind == Kind::Input { MemoryCategory::Data } else { MemoryCategory::Activations };
-            memory_tracker.release_named(category, &self.graph.value(id).name, bytes_of(&tensor));
+            memory_tracker.release_named(self.category(id), &self.graph.value(id).name, bytes_of(&tensor));
         }
+    }
+
+    fn category(&self, id: ValueId) -> MemoryCategory {
+        if self.graph.value(id).kind == Kind::Input { MemoryCategory::Data } else { MemoryCategory::Activations }
     }
 
     fn release_all(&self, values: &mut [Option<Tensor>], memory_tracker: &MemoryTracker) {

@@ -1,0 +1,288 @@
+//! Trained rounding (Cheng et al. 2024, SignRound, <https://arxiv.org/abs/2309.05516>): rounding offsets and
+//! ranges of all layers of a block descend along the signs of the gradients of the block's output error. Inputs
+//! are those of the compressed model, targets the outputs of the original one. The best state on held-out tokens
+//! is kept, or the start if none is better.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use candle_core::{Device, Tensor};
+use rayon::prelude::*;
+
+use super::held_out::Errors;
+use super::{Layer, ModifiedBlock};
+use crate::data::{Padding, TokenAxis};
+use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
+use crate::exec::{MemoryTracker, Parameters, Tape, floats_on_host, read};
+use crate::ir::ValueId;
+use crate::kernel::column_solver::Grid;
+use crate::kernel::convert;
+use crate::kernel::grid::{IntegerGrid, QuantizationParams};
+use crate::kernel::trained_rounding::{self, TrainedRange};
+use crate::pass::calibrate::tensor_error;
+use crate::store::{QuantizationSpec, Scales, Weight};
+use crate::work::{Event, ProgressUnit};
+
+/// Distance of initial offsets from the ends of the rounding interval of their integers.
+const MARGIN: f32 = 0.25;
+/// Learning rate of the ranges, relative to that of the offsets.
+const RANGE_RATE: f32 = 0.05;
+/// One of this many samples is held out.
+const INTERVAL: usize = 8;
+/// Number of times that the error on held-out tokens is measured, and of measurements without an improvement after
+/// which training ends.
+const MEASUREMENTS: usize = 8;
+const PATIENCE: usize = 3;
+
+/// Options of trained rounding.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Training {
+    /// Number of steps per block.
+    pub iterations: usize,
+    /// Samples per step.
+    pub batch: usize,
+    /// Learning rate of the offsets, in units of the inverse number of steps.
+    pub rate: f32,
+}
+
+/// A layer with the state of its rounding.
+pub(super) struct TrainedLayer {
+    layer: Layer,
+    weight: Weight,
+    affine: QuantizationSpec,
+    integers: IntegerGrid,
+    group: usize,
+    values: Vec<f32>,
+    state: State,
+}
+
+/// Trained numbers of a layer.
+#[derive(Clone)]
+struct State {
+    offsets: Vec<f32>,
+    ranges: Vec<TrainedRange>,
+}
+
+impl TrainedLayer {
+    /// A layer with the weight `values` `[rows, size]`, which was rounded to `rounded` on a grid.
+    pub fn new<S: Fn(f64) -> f32 + Sync>(
+        layer: &Layer,
+        weight: &Weight,
+        affine: &QuantizationSpec,
+        values: Vec<f32>,
+        rounded: &[f32],
+        grid: &Grid<'_, S>,
+    ) -> TrainedLayer {
+        let groups = layer.size.div_ceil(grid.group.max(1)).max(1);
+        let codes = grid.integers_of(rounded);
+        let rows = values.par_chunks(layer.size.max(1)).zip(codes.par_chunks(layer.size.max(1))).zip(grid.steps.par_chunks(groups));
+        let offsets = rows.flat_map_iter(|((values, codes), steps)| {
+            let offset =
+                |(at, (value, code)): (usize, (&f32, &i8))| trained_rounding::offset(*value, f32::from(*code), steps[at / grid.group], grid.integers, MARGIN);
+            values.iter().zip(codes).enumerate().map(offset).collect::<Vec<f32>>()
+        });
+        let state = State { offsets: offsets.collect(), ranges: grid.steps.iter().map(|step| TrainedRange::new(*step)).collect() };
+        let (layer, weight, affine) = (layer.clone(), weight.clone(), affine.clone());
+        TrainedLayer { layer, weight, affine, integers: grid.integers, group: grid.group, values, state }
+    }
+
+    /// Number of groups of a row.
+    fn groups(&self) -> usize {
+        self.layer.size.div_ceil(self.group.max(1)).max(1)
+    }
+
+    fn params(&self, range: &TrainedRange) -> QuantizationParams {
+        range.params(self.integers, |exact| convert::scale(self.affine.scale_dtype, exact))
+    }
+
+    /// The weight on its grid.
+    fn rounded(&self) -> Vec<f32> {
+        let (size, mut out) = (self.layer.size.max(1), vec![0f32; self.values.len()]);
+        let rows = out.par_chunks_mut(size).zip(self.values.par_chunks(size)).zip(self.state.offsets.par_chunks(size));
+        rows.zip(self.state.ranges.par_chunks(self.groups())).for_each(|(((out, values), offsets), ranges)| {
+            let groups = out.chunks_mut(self.group).zip(values.chunks(self.group)).zip(offsets.chunks(self.group));
+            for (((out, values), offsets), range) in groups.zip(ranges) {
+                trained_rounding::round(self.integers, values, offsets, self.params(range), out);
+            }
+        });
+        out
+    }
+
+    /// Moves all numbers against the signs of their gradients. `gradients` are those of the rounded weight.
+    fn step(&mut self, gradients: &[f32], rate: f32) {
+        let (size, groups, group, integers) = (self.layer.size.max(1), self.groups(), self.group, self.integers);
+        let store = |exact| convert::scale(self.affine.scale_dtype, exact);
+        let State { offsets, ranges } = &mut self.state;
+        let rows = offsets.par_chunks_mut(size).zip(self.values.par_chunks(size)).zip(gradients.par_chunks(size));
+        rows.zip(ranges.par_chunks_mut(groups)).for_each(|(((offsets, values), gradients), ranges)| {
+            let parts = offsets.chunks_mut(group).zip(values.chunks(group)).zip(gradients.chunks(group));
+            for (((offsets, values), gradients), range) in parts.zip(ranges) {
+                let of_range = trained_rounding::step(integers, values, offsets, gradients, range.params(integers, store), rate);
+                range.step(integers, of_range, RANGE_RATE * rate);
+            }
+        });
+    }
+
+    /// The quantized weight.
+    fn quantized(&self) -> Result<Weight> {
+        let params: Vec<QuantizationParams> = self.state.ranges.iter().map(|range| self.params(range)).collect();
+        let parts = self.values.chunks(self.layer.size.max(1)).zip(self.state.offsets.chunks(self.layer.size.max(1))).zip(params.chunks(self.groups()));
+        let codes = parts.flat_map(|((values, offsets), params)| {
+            let groups = values.chunks(self.group).zip(offsets.chunks(self.group)).zip(params);
+            groups.flat_map(|((values, offsets), params)| trained_rounding::integers_of(self.integers, values, offsets, *params))
+        });
+        let (codes, run) = (codes.collect(), self.group);
+        let (scales, zero_points) = params.into_iter().map(|QuantizationParams { scale, zero }| (scale, zero)).unzip();
+        self.weight.quantized(&self.layer.weight, self.affine.clone(), codes, &Scales { run, scales, zero_points, global_scale: 1.0 })
+    }
+}
+
+/// Result of training a block.
+pub(super) struct Trained {
+    /// The new weights; empty if the start is the best.
+    pub weights: Vec<(String, Weight)>,
+    /// Squared error on held-out tokens, relative to the start. `None` if the start has none.
+    pub relative_error: Option<f64>,
+}
+
+/// Training of one block.
+struct BlockTraining<'t, 'r, 'b, 'a> {
+    block: &'t mut ModifiedBlock<'b, 'a>,
+    tape: &'r Tape<'a>,
+    output: ValueId,
+    value: String,
+    tokens: TokenAxis,
+    tracker: &'r MemoryTracker,
+}
+
+impl Training {
+    /// Trains the layers of a block.
+    pub fn run(&self, layers: &mut [TrainedLayer], block: &mut ModifiedBlock) -> Result<Trained> {
+        let names: Vec<String> = layers.iter().map(|layer| layer.layer.weight.clone()).collect();
+        let (tape, output) = block.runs.blocks.tape(&|name| names.iter().any(|other| other == name))?;
+        let value = block.runs.blocks.blocks()[block.index].value.clone();
+        let (tokens, seed, work) = (block.runs.roles.token_axis(&value), block.context.seed ^ (block.index as u64) << 32, block.context.work);
+        let tracker = block.context.memory_tracker.clone().unwrap_or_default();
+        let samples = block.runs.blocks.batches();
+        let mut training = BlockTraining { block, tape: &tape, output, value, tokens, tracker: &tracker };
+        let (held_out, known) = split(samples, training.block.context.seed);
+        let mut parameters = training.block.runs.blocks.parameters();
+        let start = training.errors(&parameters, &held_out)?;
+        let mut best: Option<(Errors, Vec<State>)> = None;
+        let mut random = fastrand::Rng::with_seed(seed);
+        let (mut queue, mut without) = (Vec::new(), 0);
+        let stage = format!("Rounding block {}", training.block.index + 1);
+        work.progress.on(Event::Begin { stage: &stage, total: self.iterations as u64, unit: ProgressUnit::Steps });
+        for step in 0..self.iterations {
+            work.cancel.check()?;
+            let mut gradients: BTreeMap<String, Tensor> = BTreeMap::new();
+            for _ in 0..self.batch {
+                if queue.is_empty() {
+                    queue = known.clone();
+                    random.shuffle(&mut queue);
+                }
+                let Some((sample, part)) = queue.pop() else { break };
+                training.add_gradients(&parameters, sample, &part, &mut gradients)?;
+            }
+            let rate = self.rate / self.iterations as f32 * (1.0 - step as f32 / self.iterations as f32);
+            for layer in layers.iter_mut() {
+                let Some(gradient) = gradients.get(&layer.layer.weight) else { continue };
+                let gradient = floats_on_host(gradient, Cause::Statistics).map_err(tensor_error)?;
+                read(&gradient, |gradient| Ok(layer.step(gradient, rate))).map_err(tensor_error)?;
+                let rounded = Tensor::from_vec(layer.rounded(), (layer.layer.rows, layer.layer.size), &training.block.context.device);
+                parameters = parameters.with(&layer.layer.weight, rounded.map_err(tensor_error)?);
+            }
+            work.advance(1)?;
+            let interval = self.iterations.div_ceil(MEASUREMENTS).max(1);
+            if (step + 1).is_multiple_of(interval) || step + 1 == self.iterations {
+                let errors = training.errors(&parameters, &held_out)?;
+                without += 1;
+                if errors.total() < best.as_ref().map_or(f64::INFINITY, |(best, _)| best.total()) {
+                    best = Some((errors, layers.iter().map(|layer| layer.state.clone()).collect()));
+                    without = 0;
+                }
+                if without >= PATIENCE {
+                    break;
+                }
+            }
+        }
+        work.progress.on(Event::End);
+        let Some((errors, states)) = best.filter(|(errors, _)| errors.are_below(&start)) else {
+            return Ok(Trained { weights: Vec::new(), relative_error: (start.total() > 0.0).then_some(1.0) });
+        };
+        layers.iter_mut().zip(states).for_each(|(layer, state)| layer.state = state);
+        let weights = layers.iter().map(|layer| Ok((layer.layer.weight.clone(), layer.quantized()?))).collect::<Result<_>>()?;
+        Ok(Trained { weights, relative_error: (start.total() > 0.0).then(|| errors.total() / start.total()) })
+    }
+}
+
+/// A part of the rows of a sample, as fractions.
+type Part = Range<f32>;
+
+/// Samples whose tokens are held out, and the others. Of a single sample, the last quarter is held out.
+fn split(samples: usize, seed: u64) -> (Vec<(usize, Part)>, Vec<(usize, Part)>) {
+    if samples == 1 {
+        return (vec![(0, 0.75..1.0)], vec![(0, 0.0..0.75)]);
+    }
+    let interval = INTERVAL.min(samples);
+    let all = (0..samples).map(|sample| (sample, 0.0..1.0));
+    all.partition(|(sample, _)| sample % interval == (seed % interval as u64) as usize)
+}
+
+impl BlockTraining<'_, '_, '_, '_> {
+    /// Differences of the block's output from that of the original model, times a power of the factors of the guide. Rows of
+    /// padding and rows outside of the part are zero.
+    fn differences(&mut self, output: &Tensor, sample: usize, part: &Part, power: i32) -> Result<Tensor> {
+        let runs = &mut *self.block.runs;
+        let reference = runs.reference.as_mut().ok_or_else(|| Error::run("trained rounding", "has no original model", ""))?;
+        let target = reference.value(sample, &self.value)?;
+        let padding = Padding::from_batch(runs.blocks.batch(sample)).map_err(tensor_error)?;
+        let is_token = padding.token_rows(self.tokens, output.dims());
+        let (rows, mut shape) = (output.elem_count() / output.dims().last().copied().unwrap_or(1).max(1), output.dims().to_vec());
+        let [begin, end] = [part.start, part.end].map(|end| (end * rows as f32).round() as usize);
+        let mut differences = (output - target).map_err(tensor_error)?;
+        let factors = runs.guide.as_ref().and_then(|guide| guide.sample(&self.value, sample));
+        if is_token.is_some() || factors.is_some() || end - begin < rows {
+            let mut factors = factors.into_iter().flatten();
+            let mask = (0..rows).map(|row| {
+                let is_token = is_token.as_ref().is_none_or(|is_token| is_token[row]);
+                let factor = if is_token { factors.next().map_or(1.0, |factor| factor.powi(power)) } else { 0.0 };
+                if (begin..end).contains(&row) { factor } else { 0.0 }
+            });
+            let mask: Vec<f32> = mask.collect();
+            shape.iter_mut().rev().take(1).for_each(|width| *width = 1);
+            let mask = Tensor::from_vec(mask, shape, &Device::Cpu).and_then(|mask| transfer::to_device(&mask, output.device(), Cause::Batch));
+            differences = mask.and_then(|mask| differences.broadcast_mul(&mask)).map_err(tensor_error)?;
+        }
+        Ok(differences)
+    }
+
+    /// Adds the gradients of the error of a sample.
+    fn add_gradients(&mut self, parameters: &Parameters, sample: usize, part: &Part, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
+        self.tracker.begin_step(None);
+        let forward = self.block.runs.blocks.forward(self.tape, sample, parameters, self.tracker)?;
+        let differences = self.differences(&forward.taps()[&self.output], sample, part, 2)?;
+        self.tape.backward(forward, [(self.output, differences)].into(), parameters, self.tracker, &mut |name, gradient| {
+            let sum = match gradients.remove(name) {
+                Some(sum) => (sum + gradient).map_err(tensor_error)?,
+                None => gradient,
+            };
+            gradients.insert(name.to_owned(), sum);
+            Ok(())
+        })
+    }
+
+    /// Squared errors of the block's output.
+    fn errors(&mut self, parameters: &Parameters, samples: &[(usize, Part)]) -> Result<Errors> {
+        let mut errors = Errors::default();
+        for (sample, part) in samples {
+            let forward = self.block.runs.blocks.forward(self.tape, *sample, parameters, self.tracker)?;
+            let differences = self.differences(&forward.taps()[&self.output], *sample, part, 1)?;
+            let width = differences.dims().last().copied().unwrap_or(1);
+            let differences = floats_on_host(&differences, Cause::Statistics).map_err(tensor_error)?;
+            read(&differences, |values| Ok(errors.add(values, &vec![0.0; values.len()], width))).map_err(tensor_error)?;
+        }
+        Ok(errors)
+    }
+}

@@ -1,0 +1,192 @@
+//! Weights of calibration tokens by the gradients of the loss: one backward pass of the original model, block
+//! by block, finds the mean square of the gradients of each layer's outputs for each token (Kim et al. 2025,
+//! GuidedQuant, <https://arxiv.org/abs/2505.07004>, with one group of outputs). The targets are drawn from the
+//! model's own predictions, so that the expected squares are those of the Fisher information, the second-order
+//! approximation of the KL divergence.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs;
+use std::path::Path;
+
+use candle_core::{D, Device, Tensor};
+use rayon::prelude::*;
+
+use super::{BlockCheckpoints, Site};
+use crate::analysis;
+use crate::data::{Batch, DataSet, Padding, SequenceRoles};
+use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
+use crate::exec::{MemoryCategory, Tape, floats_on_host, read};
+use crate::ir::{Graph, Op};
+use crate::model::Model;
+use crate::pass::Context;
+use crate::pass::calibrate::{numbers, parameters_to_differentiate, rows, tensor_error};
+
+/// The output that the loss is computed from.
+const LOGITS: &str = "logits";
+/// File of the factors next to the checkpoints of blocks.
+const FILE: &str = "guide.safetensors";
+/// Smallest squared factor, relative to the mean of all tokens: gradients of other samples differ.
+const LEAST: f64 = 0.05;
+
+/// Factors of the rows of the inputs of layers and of the outputs of blocks.
+#[derive(Debug)]
+pub(super) struct Guide {
+    /// For each sample, the factor of each row that is not padding, by the name of the weight of a layer, or of
+    /// the output of a block.
+    by_name: BTreeMap<String, Vec<Vec<f32>>>,
+}
+
+/// The factors of the next rows of a layer.
+pub(super) struct Factors<'g>(Box<dyn Iterator<Item = f32> + 'g>);
+
+impl Guide {
+    /// Loads the factors from the checkpoint, or computes and stores them.
+    pub fn open(
+        sites: &[Site],
+        (graph, model): (&Graph, &Model),
+        samples: &DataSet,
+        checkpoints: Option<&BlockCheckpoints>,
+        context: &Context,
+    ) -> Result<Guide> {
+        let path = checkpoints.map(|checkpoints| checkpoints.folder().join(FILE));
+        if let Some(path) = path.as_ref().filter(|path| path.is_file()) {
+            return Guide::load(path).map_err(tensor_error);
+        }
+        let guide = Guide::compute(sites, (graph, model), samples, context)?;
+        if let Some(path) = path {
+            let unfinished = path.with_extension("unfinished");
+            guide.store(&unfinished).map_err(tensor_error)?;
+            fs::rename(&unfinished, &path).map_err(Error::io("write", &path))?;
+        }
+        Ok(guide)
+    }
+
+    /// Reads a matrix of each name, whose rows end at the first negative number.
+    fn load(path: &Path) -> candle_core::Result<Guide> {
+        let tensors = candle_core::safetensors::load(path, &Device::Cpu)?;
+        let factors = |rows: Vec<Vec<f32>>| rows.into_iter().map(|row| row.into_iter().take_while(|factor| *factor >= 0.0).collect()).collect();
+        let by_name = tensors.into_iter().map(|(name, tensor)| Ok((name, factors(tensor.to_vec2::<f32>()?))));
+        Ok(Guide { by_name: by_name.collect::<candle_core::Result<_>>()? })
+    }
+
+    fn store(&self, path: &Path) -> candle_core::Result<()> {
+        let tensor = |samples: &Vec<Vec<f32>>| {
+            let longest = samples.iter().map(Vec::len).max().unwrap_or(0);
+            let rows = samples.iter().flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(-1.0, longest - row.len())));
+            Tensor::from_vec(rows.collect::<Vec<f32>>(), (samples.len(), longest), &Device::Cpu)
+        };
+        let tensors = self.by_name.iter().map(|(name, samples)| Ok((name.clone(), tensor(samples)?)));
+        candle_core::safetensors::save(&tensors.collect::<candle_core::Result<HashMap<_, _>>>()?, path)
+    }
+
+    fn compute(sites: &[Site], (graph, model): (&Graph, &Model), samples: &DataSet, context: &Context) -> Result<Guide> {
+        let Some((_, logits)) = graph.outputs().iter().find(|(name, _)| name == LOGITS) else {
+            return Err(Error::option("guide: loss", format!("requires a model with the output `{LOGITS}`")));
+        };
+        let weights: BTreeSet<&str> = sites.iter().flat_map(|site| &site.layers).map(|layer| layer.weight.as_str()).collect();
+        let blocks: BTreeSet<String> = analysis::blocks(graph).into_iter().map(|block| block.value).collect();
+        // The name in the result of each value: the weight of a layer for its output.
+        let mut names: BTreeMap<&str, &str> = BTreeMap::new();
+        let mut observed = BTreeSet::new();
+        for node in graph.nodes() {
+            let output = graph.value(node.output).name.as_str();
+            let weight = node.inputs.get(1).and_then(|id| weights.get(graph.value(*id).name.as_str()).copied());
+            if let Some(name) = weight.or_else(|| blocks.contains(output).then_some(output)) {
+                names.insert(output, name);
+                observed.insert(node.output);
+            }
+        }
+        let (parameters, cuts) = parameters_to_differentiate(graph, model, context)?;
+        let tape = Tape::observing(graph, context.device.clone(), [*logits].into(), observed, &cuts);
+        let tracker = context.memory_tracker.clone().unwrap_or_default();
+        tracker.set(MemoryCategory::Weights, parameters.bytes())?;
+        let (roles, op) = (SequenceRoles::new(graph), Op::Linear(crate::ir::ops::Linear::default()));
+        let mut squares: BTreeMap<String, Vec<Vec<f64>>> = BTreeMap::new();
+        let mut window = 0;
+        samples.for_each_batch("Differentiating", &context.work, |batch| {
+            for sample in 0..batch.samples {
+                let batch = batch.narrow(sample, 1)?;
+                tracker.begin_step(None);
+                let forward = tape.forward(&parameters, &batch.inputs, &tracker, None)?;
+                let outputs = forward.taps().get(logits).cloned().ok_or_else(|| Error::graph(LOGITS, "is not computed"))?;
+                let gradient = gradient_of_drawn_targets(&outputs, &batch, &roles, context.seed.wrapping_add(window)).map_err(tensor_error)?;
+                drop(outputs);
+                window += 1;
+                tape.backward(forward, [(*logits, gradient)].into(), &parameters, &tracker, &mut |name, gradient| {
+                    let Some(key) = names.get(name) else { return Ok(()) };
+                    let rows = rows(&gradient, &op, &batch, roles.token_axis(name))?;
+                    let means = rows.sqr().and_then(|squares| squares.mean(D::Minus1)).map_err(tensor_error)?;
+                    squares.entry((*key).to_owned()).or_default().push(numbers(&means)?);
+                    Ok(())
+                })?;
+                parameters.enter(&BTreeSet::new(), Some(&tracker))?;
+            }
+            Ok(())
+        })?;
+        tracker.set(MemoryCategory::Weights, 0)?;
+        Ok(Guide { by_name: squares.into_iter().map(|(name, squares)| (name, factors(&squares))).collect() })
+    }
+
+    /// The factors of all rows of a layer's input, in the order of the samples.
+    pub fn factors(&self, weight: &str) -> Option<Factors<'_>> {
+        self.by_name.get(weight).map(|samples| Factors(Box::new(samples.iter().flatten().copied())))
+    }
+
+    /// The factors of the rows of a block's output for one sample.
+    pub fn sample(&self, value: &str, sample: usize) -> Option<&[f32]> {
+        self.by_name.get(value)?.get(sample).map(Vec::as_slice)
+    }
+}
+
+/// Square roots of means of squares, relative to their mean over all samples.
+fn factors(samples: &[Vec<f64>]) -> Vec<Vec<f32>> {
+    let count = samples.iter().map(Vec::len).sum::<usize>();
+    let mean = samples.iter().flatten().sum::<f64>() / count.max(1) as f64;
+    let factor = |square: &f64| if mean.is_finite() && mean > 0.0 { (square / mean).max(LEAST).sqrt() as f32 } else { 1.0 };
+    samples.iter().map(|squares| squares.iter().map(factor).collect()).collect()
+}
+
+impl Factors<'_> {
+    /// Multiplies the next rows `[n, size]` of a value, in each of the tensors.
+    pub fn scale(&mut self, value: &str, tensors: [Option<&mut Tensor>; 2]) -> Result<()> {
+        let count = tensors[0].as_ref().map_or(0, |rows| rows.dims()[0]);
+        let factors: Vec<f32> = self.0.by_ref().take(count).collect();
+        if factors.len() < count {
+            return Err(Error::graph(format!("graph value `{value}`"), "has more rows than gradients"));
+        }
+        for tensor in tensors.into_iter().flatten() {
+            let column = Tensor::from_slice(&factors, (count, 1), &Device::Cpu).and_then(|column| transfer::to_device(&column, tensor.device(), Cause::Batch));
+            *tensor = column.and_then(|column| tensor.broadcast_mul(&column)).map_err(tensor_error)?;
+        }
+        Ok(())
+    }
+}
+
+/// Gradient of the sum of cross-entropies with respect to logits `[…, classes]`, with a target for each token
+/// that is drawn from their distribution.
+fn gradient_of_drawn_targets(logits: &Tensor, batch: &Batch, roles: &SequenceRoles, seed: u64) -> candle_core::Result<Tensor> {
+    let classes = logits.dims().last().copied().unwrap_or(1).max(1);
+    let padding = Padding::from_batch(batch)?;
+    let is_token = padding.token_rows(roles.token_axis(LOGITS), logits.dims());
+    let mut gradient = read(&floats_on_host(logits, Cause::Statistics)?, |values| Ok(values.to_vec()))?;
+    gradient.par_chunks_mut(classes).enumerate().for_each(|(row, logits)| {
+        if is_token.as_ref().is_some_and(|is_token| !is_token[row]) {
+            return logits.fill(0.0);
+        }
+        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        logits.iter_mut().for_each(|logit| *logit = (*logit - largest).exp());
+        let sum: f64 = logits.iter().map(|power| f64::from(*power)).sum();
+        let mut left = sum * fastrand::Rng::with_seed(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ row as u64).f64();
+        let mut drawn = logits.len() - 1;
+        for (class, power) in logits.iter_mut().enumerate() {
+            left -= f64::from(*power);
+            if left < 0.0 && drawn == classes - 1 {
+                drawn = class;
+            }
+            *power = (f64::from(*power) / sum) as f32;
+        }
+        logits[drawn] -= 1.0;
+    });
+    transfer::to_device(&Tensor::from_vec(gradient, logits.dims(), &Device::Cpu)?, logits.device(), Cause::Batch)
+}
