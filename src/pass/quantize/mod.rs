@@ -369,9 +369,7 @@ impl Pass for Quantize {
 
     fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
         let Layers { mut encodings, rule, notes } = self.layers(&model.weights)?;
-        let (count, all) = (encodings.len(), model.weights.parameters());
         let parameters: u64 = encodings.keys().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
-        let mut details = json!({ "quantized": count, "parameters": parameters, "of": all });
         let tensors: BTreeSet<String> = encodings.keys().cloned().collect();
         let notes = notes.into_iter().chain(targets::naming_note(NAME, model, &self.targets)).collect();
         let mut applied = Applied { tensors, rule, notes, ..Applied::new(NAME, self.options()) };
@@ -380,29 +378,30 @@ impl Pass for Quantize {
         if self.method.reads_samples() {
             applied.checkpoint_bytes = Some(layerwise::checkpoint_bytes(&applied.tensors, &planned.weights));
         }
-        if let Some(format) = self.kv_cache {
-            details["caches"] = json!(layerwise::add_cache_scales(format, &mut planned)?);
-        }
-        applied.details = details;
-        let plan = Plan::new(planned, applied.clone());
+        applied.details = json!({ "quantized": encodings.len(), "parameters": parameters, "of": model.weights.parameters() });
+        let mut executed = applied.clone();
+        let caches = self.kv_cache.map(|format| layerwise::add_cache_scales(format, &mut planned)).transpose()?;
+        caches.iter().for_each(|count| applied.details["caches"] = json!(count));
+        let plan = Plan::new(planned, applied);
         if self.runs_on().is_none() {
             return Ok(plan);
         }
         Ok(plan.with_execution(move |context| {
             let mut after = model.clone();
             if self.scheme.stores_scales() {
-                applied.notes.extend(layerwise::find_input_scales(NAME, &mut encodings, model, context)?);
+                executed.notes.extend(layerwise::find_input_scales(NAME, &mut encodings, model, context)?);
             }
             if self.method.reads_samples() {
-                let more = layerwise::quantize(self, &encodings, &mut after, context, &mut applied)?;
-                applied.details.as_object_mut().into_iter().for_each(|details| details.extend(more.clone()));
+                let more = layerwise::quantize(self, &encodings, &mut after, context, &mut executed)?;
+                executed.details.as_object_mut().into_iter().for_each(|details| details.extend(more.clone()));
             } else {
-                self.round(&encodings, &mut after, &applied.meter)?;
+                self.round(&encodings, &mut after, &executed.meter)?;
             }
             if let Some(format) = self.kv_cache {
-                layerwise::add_calibrated_cache_scales(NAME, format, &mut after, context, &mut applied.notes)?;
+                layerwise::add_calibrated_cache_scales(NAME, format, &mut after, context, &mut executed.notes)?;
             }
-            Ok((after, applied))
+            caches.iter().for_each(|count| executed.details["caches"] = json!(count));
+            Ok((after, executed))
         }))
     }
 

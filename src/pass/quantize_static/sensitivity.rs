@@ -149,7 +149,7 @@ impl QuantizeStatic {
     /// first.
     ///
     /// # Errors
-    /// The same as [`Pass::apply`](crate::pass::Pass::apply).
+    /// The same as [`Plan::execute`](crate::pass::Plan::execute).
     #[doc(hidden)]
     pub fn analyze(&self, model: Model, context: &Context) -> Result<Vec<Damage>> {
         let pass = QuantizeStatic { embeddings: false, ..self.clone() };
