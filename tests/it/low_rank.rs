@@ -342,3 +342,30 @@ fn room_for_unfinished_layers_is_counted() {
     assert!(bytes > 0);
     assert_eq!(plan.applied.checkpoint_bytes, Some(bytes));
 }
+
+/// Names, shapes and encodings are planned. A pass may deviate only if its plan is an estimate.
+#[test]
+fn execution_produces_the_planned_model() {
+    use compress::pass::{Cast, Context, Pass, Plan};
+    let (model, pass, state) =
+        (Model::open(golden("llama")).unwrap(), Cast { to: FloatFormat::F16, ..Cast::default() }, compress::run_state::RunState::default());
+    let cast = pass.plan(&model, &state).unwrap();
+    let name = cast.applied.tensors.first().unwrap();
+    let mut smaller = model.clone();
+    smaller.weights.by_name.remove(name);
+    let executed = |planned: &Model, result: &Model, estimated: bool| {
+        let applied = compress::run_state::Applied { estimated, ..cast.applied.clone() };
+        let plan = Plan::new(planned.clone(), applied.clone()).with_execution(move |_| Ok((result.clone(), applied)));
+        let data = compress_engine::data::DataSets::default();
+        let (seed, device, memory) = (0, candle_core::Device::Cpu, compress_core::work::MemoryLimit::default());
+        let result =
+            crate::common::work(|work| plan.execute(&Context { work: *work, seed, data: &data, device, memory, memory_tracker: None, checkpoints: None }));
+        result.map(drop).map_err(|e| e.to_string())
+    };
+    assert_eq!(executed(&model, &model, false), Ok(()));
+    for (planned, result, difference) in [(&model, &smaller, "missing"), (&smaller, &model, "not planned"), (&cast.model, &model, "not f16")] {
+        let error = executed(planned, result, false).unwrap_err();
+        assert!(error.contains(&format!("`{name}`")) && error.contains(difference), "{error}");
+        assert_eq!(executed(planned, result, true), Ok(()));
+    }
+}
