@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::analysis;
 use crate::calibration::select_rows;
-use crate::data::SequenceRoles;
+use crate::data::{DataSet, SequenceRoles};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::Subject;
 use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence};
@@ -160,6 +160,16 @@ struct Summary {
     few_tokens: Vec<(usize, usize, String)>,
 }
 
+impl Summary {
+    /// Adds a finished block.
+    fn add(&mut self, changed: &BTreeMap<String, Weight>, report: BlockReport) {
+        self.rescaled += report.rescaled;
+        self.few_tokens.extend(report.few_tokens);
+        self.report.extend(report.method);
+        self.changed.extend(changed.keys().cloned());
+    }
+}
+
 /// The models of a layerwise run.
 struct Runs<'a> {
     blocks: Blockwise<'a>,
@@ -186,6 +196,16 @@ impl Runs<'_> {
         let loaded = self.blocks.blocks().iter().skip(block).take(2).flat_map(|block| &block.parameters);
         let same = loaded.map(String::as_str).filter(|name| !changed.contains(*name)).collect();
         reference.enter_sharing(block, Some(&self.blocks), &same)
+    }
+
+    fn leave(&mut self) -> Result<()> {
+        self.blocks.leave()?;
+        self.reference.iter_mut().try_for_each(Blockwise::leave)
+    }
+
+    fn end_at(&mut self, last: usize) {
+        self.blocks.end_at(last);
+        self.reference.iter_mut().for_each(|reference| reference.end_at(last));
     }
 }
 
@@ -217,44 +237,21 @@ impl Layerwise<'_> {
         let chains = self.rescale.as_ref().map(|rescale| rescale.chains(&graph, &layers, model)).transpose()?;
         let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).chain(chains.iter().flat_map(rescale::Chains::values)).collect();
         let checkpoints = context.checkpoints.as_ref().map(|checkpoints| BlockCheckpoints::open(checkpoints, &context.device)).transpose()?;
-        let [min, max] = CACHE_BYTES;
-        let cache_bytes = (model.weights.parameters().saturating_mul(4) / 3).clamp(min, max);
-        let options = BlockwiseOptions {
-            compute: DType::F32,
-            residence: Residence::Stored,
-            // The remaining memory is for parameters, sums of products and matrix factorizations.
-            limit: context.memory.bytes.map_or(cache_bytes, |bytes| (bytes / 4).min(cache_bytes)) / self.runs(),
-            spill: checkpoints.as_ref().map(|checkpoints| checkpoints.folder().to_owned()),
-            tracker: context.memory_tracker.clone(),
-            ..BlockwiseOptions::on(&context.device)
-        };
+        let options = self.blockwise_options(model, checkpoints.as_ref());
         let original = model.weights.clone();
         let start = |options| Blockwise::new(&graph, &original, |name| values.contains(name), options, &context.work);
         let guide = self.flow.guided.then(|| Guide::open(&sites, (&graph, model), &samples, checkpoints.as_ref(), context)).transpose()?;
         let reference = (self.runs() > 1).then(|| start(options.clone()));
         let mut runs = Runs { reference, blocks: start(options), roles: SequenceRoles::new(&graph), guide };
         let skipped = chains.as_ref().map(|chains| chains.skipped(runs.blocks.blocks())).unwrap_or_default();
-        let mut summary = Summary { skipped, ..Summary::default() };
+        let mut summary = Summary { samples: self.read_samples(&samples, &mut runs)?, skipped, ..Summary::default() };
         summary.report.notes.extend(rescale::note(&summary.skipped));
-        samples.for_each_batch("Reading samples", &context.work, |batch| {
-            summary.samples += batch.samples;
-            let (parts, count) = if self.flow.refined { (batch.samples, 1) } else { (1, batch.samples) };
-            (0..parts).try_for_each(|part| {
-                let batch = batch.narrow(part * count, count)?;
-                runs.reference.iter_mut().try_for_each(|reference| reference.push(batch.clone()))?;
-                runs.blocks.push(batch)
-            })
-        })?;
-        if summary.samples == 0 {
-            return Err(Error::option(self.name, "the calibration data is empty"));
-        }
         let mut by_block: BTreeMap<usize, Vec<&Site>> = BTreeMap::new();
         for site in &sites {
             by_block.entry(block_of(runs.blocks.blocks(), site)?).or_default().push(site);
         }
         let last = by_block.keys().next_back().copied().unwrap_or(0);
-        runs.blocks.end_at(last);
-        runs.reference.iter_mut().for_each(|reference| reference.end_at(last));
+        runs.end_at(last);
         let mut resumed = 0;
         for block in 0..=last {
             runs.enter(block, &summary.changed)?;
@@ -274,14 +271,10 @@ impl Layerwise<'_> {
                     }
                 }
             };
-            summary.rescaled += report.rescaled;
-            summary.few_tokens.extend(report.few_tokens);
-            summary.report.extend(report.method);
-            summary.changed.extend(changed.keys().cloned());
+            summary.add(&changed, report);
             model.weights.by_name.extend(changed);
             if block < last {
-                runs.blocks.leave()?;
-                runs.reference.iter_mut().try_for_each(Blockwise::leave)?;
+                runs.leave()?;
             }
         }
         summary.report.notes.extend(few_tokens_note(std::mem::take(&mut summary.few_tokens)));
@@ -289,6 +282,36 @@ impl Layerwise<'_> {
             summary.report.notes.push(format!("{} loaded from the checkpoints of an interrupted run", counted(resumed, "block")));
         }
         Ok(summary)
+    }
+
+    /// Options of both models. Most of the memory is for parameters, sums of products and matrix
+    /// factorizations.
+    fn blockwise_options(&self, model: &Model, checkpoints: Option<&BlockCheckpoints>) -> BlockwiseOptions {
+        let (context, [min, max]) = (self.context, CACHE_BYTES);
+        let cache_bytes = (model.weights.parameters().saturating_mul(4) / 3).clamp(min, max);
+        BlockwiseOptions {
+            compute: DType::F32,
+            residence: Residence::Stored,
+            limit: context.memory.bytes.map_or(cache_bytes, |bytes| (bytes / 4).min(cache_bytes)) / self.runs(),
+            spill: checkpoints.map(|checkpoints| checkpoints.folder().to_owned()),
+            tracker: context.memory_tracker.clone(),
+            ..BlockwiseOptions::on(&context.device)
+        }
+    }
+
+    /// Reads the samples into both models. Returns their number.
+    fn read_samples(&self, data: &DataSet, runs: &mut Runs) -> Result<usize> {
+        let mut samples = 0;
+        data.for_each_batch("Reading samples", &self.context.work, |batch| {
+            samples += batch.samples;
+            let (parts, count) = if self.flow.refined { (batch.samples, 1) } else { (1, batch.samples) };
+            (0..parts).try_for_each(|part| {
+                let batch = batch.narrow(part * count, count)?;
+                runs.reference.iter_mut().try_for_each(|reference| reference.push(batch.clone()))?;
+                runs.blocks.push(batch)
+            })
+        })?;
+        if samples == 0 { Err(Error::option(self.name, "the calibration data is empty")) } else { Ok(samples) }
     }
 
     /// Continues with the weights of a block from its checkpoint.
