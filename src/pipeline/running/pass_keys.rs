@@ -1,6 +1,7 @@
 //! Keys of the results and the checkpoints of passes: hashes of everything that determines them.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use crate::data::Data;
 use crate::error::Result;
@@ -66,10 +67,11 @@ impl PassKeys<'_, '_> {
     }
 
     fn add_data(&mut self, name: &'static str, data: &Data) -> Result<()> {
-        if !self.data.contains_key(name) {
-            self.data.insert(name, data.content(&self.work)?);
-        }
-        self.key.line(&format!("{name} {}", self.data[name]));
+        let hash = match self.data.entry(name) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => entry.insert(data.content(&self.work)?),
+        };
+        self.key.line(&format!("{name} {hash}"));
         Ok(())
     }
 }

@@ -5,6 +5,7 @@
 //! used.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -168,8 +169,8 @@ impl Draft {
         let mut files: BTreeMap<String, String> = written.iter().map(|file| (file.name.clone(), file.blake3.to_string())).collect();
         for path in files_under(root)? {
             let name = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().into_owned();
-            if !files.contains_key(&name) {
-                files.insert(name, hash_file(&path, &work.quiet())?.to_string());
+            if let Entry::Vacant(entry) = files.entry(name) {
+                entry.insert(hash_file(&path, &work.quiet())?.to_string());
             }
         }
         let path = root.join(MANIFEST);
