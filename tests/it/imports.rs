@@ -35,7 +35,6 @@ const CIRCLES: &[(&str, &[&str])] = &[
         &[
             "pipeline/builder.rs",
             "pipeline/plan.rs",
-            "pipeline/quality_gate.rs",
             "pipeline/run.rs",
             "pipeline/running.rs",
             "pipeline/running/evaluate.rs",
