@@ -108,6 +108,7 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> Stat
             insert(&mut weights, name, weight, bytes, vec![plain])?;
         }
     }
+    require_assembled(&checkpoint)?;
     for (name, tensor) in std::mem::take(&mut checkpoint.tensors) {
         let bytes = tensor.bytes();
         let weight = Weight::new(tensor.dtype, tensor.shape.clone(), Encoding::Dense, Arc::new(tensor));
@@ -134,6 +135,33 @@ fn insert(weights: &mut Weights, name: String, mut weight: Weight, bytes: u64, m
         ));
     }
     weights.by_name.insert(name, weight);
+    Ok(())
+}
+
+/// Rejects the remaining parts of quantized weights: as dense tensors, their values would be wrong.
+fn require_assembled(checkpoint: &Checkpoint) -> Result<()> {
+    let hint = "the checkpoint is incomplete, or has a format that is not supported; save it again, or start from the original checkpoint";
+    let contains = |name: &str| checkpoint.tensors.contains_key(name);
+    for (name, tensor) in checkpoint.tensors.iter().filter(|(_, tensor)| tensor.elements() > 0) {
+        let missing = |part: String| Err(Error::tensor(&part, format!("is missing, but `{name}` contains the codes of a quantized weight"), hint));
+        if let Some(weight) = name.strip_suffix("_packed").filter(|weight| weight.ends_with(".weight")) {
+            if !contains(&format!("{weight}_scale")) {
+                return missing(format!("{weight}_scale"));
+            }
+            return Err(Error::tensor(name, format!("contains codes of type {}, which is not supported", tensor.dtype), hint));
+        }
+        if let Some(module) = name.strip_suffix(".qweight") {
+            let part = ["scales", "qzeros"].map(|part| format!("{module}.{part}")).into_iter().find(|part| !contains(part));
+            return missing(part.unwrap_or_else(|| format!("{module}.scales")));
+        }
+        if let Some(weight) = name.strip_suffix(PALETTE).filter(|weight| weight.ends_with(".weight")) {
+            return missing(format!("{weight}_packed"));
+        }
+        let is_float = matches!(tensor.dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
+        if let Some(scale) = ["_scale", "_scale_inv"].map(|suffix| format!("{name}{suffix}")).into_iter().find(|scale| !is_float && contains(scale)) {
+            return Err(Error::tensor(name, format!("is of type {} with scales in `{scale}`, which is not supported", tensor.dtype), hint));
+        }
+    }
     Ok(())
 }
 

@@ -86,6 +86,37 @@ fn the_sparse_layout() {
     ]);
 }
 
+/// As dense tensors, the codes would be taken for values.
+#[test]
+fn codes_whose_scales_are_missing() {
+    let hint = "save it again, or start from the original checkpoint";
+    let bytes = |name: &str, dtype, shape: &[usize]| tensor(name, dtype, shape, &vec![1; shape.iter().product()]);
+    let words = |name: &str, shape: &[usize]| tensor(name, "I32", shape, &vec![1; 4 * shape.iter().product::<usize>()]);
+    let of = |name, tensors: Vec<Tensor>, message| of(name, METADATA, tensors, message, hint);
+    check([
+        of("words", vec![words("x.weight_packed", &[2, 1]), integers("x.weight_shape", &[2, 8])], "tensor `x.weight_scale`: is missing"),
+        of("FP4", vec![bytes("x.weight_packed", "U8", &[2, 8])], "tensor `x.weight_scale`: is missing"),
+        of(
+            "packed codes of another type",
+            vec![bytes("x.weight_packed", "I8", &[2, 8]), floats("x.weight_scale", &[2, 1])],
+            "tensor `x.weight_packed`: contains codes of type I8, which is not supported",
+        ),
+        of("GPTQ without scales", vec![words("x.qweight", &[1, 8]), words("x.qzeros", &[1, 1])], "tensor `x.scales`: is missing"),
+        of("GPTQ without zero points", vec![words("x.qweight", &[1, 8]), floats("x.scales", &[1, 8])], "tensor `x.qzeros`: is missing"),
+        of("a palette without indices", vec![floats("x.weight_palette", &[1, 16])], "tensor `x.weight_packed`: is missing"),
+        of(
+            "FP8 with scales of DeepSeek",
+            vec![bytes("x.weight", "F8_E4M3", &[2, 8]), floats("x.weight_scale_inv", &[1, 1])],
+            "tensor `x.weight`: is of type F8_E4M3 with scales in `x.weight_scale_inv`, which is not supported",
+        ),
+        of(
+            "E5M2",
+            vec![bytes("x.weight", "F8_E5M2", &[2, 8]), floats("x.weight_scale", &[2, 1])],
+            "tensor `x.weight`: is of type F8_E5M2 with scales in `x.weight_scale`, which is not supported",
+        ),
+    ]);
+}
+
 #[test]
 fn words_of_gptq_and_awq() {
     let words = |name: &str, shape: &[usize]| tensor(name, "I32", shape, &vec![0x88; 4 * shape.iter().product::<usize>()]);
