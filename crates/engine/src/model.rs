@@ -15,6 +15,7 @@ mod graph;
 mod modules;
 mod quantization;
 mod roles;
+mod schemes;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -97,12 +98,12 @@ impl Model {
         auxiliary.in_weight_files = notes;
         for (name, weight) in &mut weights.by_name {
             let class = class(name, weight);
-            if let Encoding::Quantized(affine) = &mut weight.encoding
-                && !affine.codes.is_palette()
-            {
-                schemes.describe(name.strip_suffix(".weight").unwrap_or(name), class, affine)?;
+            match &mut weight.encoding {
+                Encoding::Quantized(affine) if !affine.codes.is_palette() => schemes.describe(name.strip_suffix(".weight").unwrap_or(name), class, affine)?,
+                _ => schemes.require_scales(name, class_of(name), weight)?,
             }
         }
+        schemes.require_quantized(&weights).map_err(quantization::unsupported(&path.join("config.json")))?;
         for (alias, original) in config.tied_names(|name| weights.by_name.contains_key(name)) {
             // A head that shares the integers of the embedding has a copy of its scales (see
             // `export::safetensors`).

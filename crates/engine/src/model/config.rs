@@ -5,13 +5,14 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::quantization;
 pub use super::quantization::OWN_METHOD;
-use super::quantization::{self, ActivationArgs};
+use super::schemes::Schemes;
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::kernel::cache::CacheFormat;
-use crate::store::{ActivationScheme, Codes, GptqConfig, Granularity, Pattern, QuantizationSpec, StatedEncoding};
+use crate::store::GptqConfig;
 
 /// Prefix of the `model_type` of such folders, so that other libraries find no class for it:
 /// transformers ignores unknown quantization methods, and would silently compute something else.
@@ -146,7 +147,7 @@ impl Config {
     /// # Errors
     /// The KV-cache scheme is not supported.
     pub fn cache(&self) -> Result<Option<CacheFormat>> {
-        let refused = |(what, hint): quantization::Refused| Error::Unsupported { what: format!("config.json: {what}"), hint: hint.into() };
+        let refused = quantization::unsupported(Path::new("config.json"));
         self.carried.get(quantization::CACHE).map(|scheme| quantization::cache(scheme).map_err(refused)).transpose()
     }
 
@@ -168,48 +169,18 @@ impl Config {
         }
         let quantization = self.values.shift_remove("quantization_config").unwrap_or_default();
         self.text = None;
+        let file = path.join("config.json");
+        let refused = quantization::unsupported(&file);
         let described = quantization.get(OWN_METHOD).filter(|own| !own.is_null()).unwrap_or(&quantization);
         let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
-        let unsupported = |what: String| Error::Unsupported {
-            what: format!("{}: {what}", path.join("config.json").display()),
-            hint: "compress supports dense weights, and integers of 2 to 8 bits, FP8 and FP4 of compressed-tensors; start from the original checkpoint".into(),
-        };
-        if let Some(gptq) = quantization::gptq_config(&quantization)
-            .map_err(|(what, hint)| Error::Unsupported { what: format!("{}: {what}", path.join("config.json").display()), hint: hint.into() })?
-        {
+        if let Some(gptq) = quantization::gptq_config(&quantization).map_err(&refused)? {
             return Ok(Schemes { gptq, ..Schemes::default() });
         }
         if method != "compressed-tensors" && method != OWN_METHOD {
-            return Err(unsupported(format!("quantization method `{method}`")));
+            return Err(refused((format!("quantization method `{method}`"), quantization::FORMATS)));
         }
-        let refused =
-            |(what, hint): quantization::Refused| Error::Unsupported { what: format!("{}: {what}", path.join("config.json").display()), hint: hint.into() };
-        self.carried = quantization::carried(described).map_err(refused)?;
-        let mut schemes = Schemes::default();
-        for group in described.get("config_groups").and_then(Value::as_object).into_iter().flat_map(|groups| groups.values()) {
-            let weights = group.get("weights").unwrap_or(&Value::Null);
-            let integer = quantization::is_integer(weights);
-            let num_bits = weights.get("num_bits").and_then(Value::as_u64).unwrap_or(8);
-            let codes = Codes::from_type(integer, num_bits);
-            if codes.is_none() {
-                return Err(unsupported(format!("weights of {num_bits} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
-            }
-            quantization::require_supported(group).map_err(refused)?;
-            let activations = match group.get("input_activations") {
-                None | Some(Value::Null) => ActivationArgs::Scheme(ActivationScheme::None),
-                Some(args) => quantization::activations(args).map_err(refused)?,
-            };
-            let codes = codes.filter(|_| !weights.is_null());
-            let targets = group.get("targets").and_then(Value::as_array).into_iter().flatten();
-            let granularity = quantization::granularity(weights).map_err(refused)?;
-            for target in targets {
-                let target = target.as_str().ok_or_else(|| unsupported(format!("the target {target} of `config_groups`")))?;
-                let expression = target.starts_with("re:").then(|| target.parse()).transpose();
-                let expression = expression.map_err(|e: crate::error::ParseError| unsupported(format!("the target of `config_groups`: {e}")))?;
-                schemes.list.push(Scheme { target: target.to_owned(), expression, codes, activations, granularity });
-            }
-        }
-        Ok(schemes)
+        self.carried = quantization::carried(described).map_err(&refused)?;
+        Schemes::parse(described).map_err(refused)
     }
 
     /// The text of the file: unchanged if no value was set, `None` if the configuration is empty.
@@ -234,91 +205,9 @@ fn separate_description(folder: &Path) -> Result<GptqConfig> {
         if let Some(object) = values.as_object_mut() {
             object.insert("quant_method".into(), method.into());
         }
-        let refused = |(what, hint): quantization::Refused| Error::Unsupported { what: format!("{}: {what}", path.display()), hint: hint.into() };
-        return Ok(quantization::gptq_config(&values).map_err(refused)?.unwrap_or_default());
+        return Ok(quantization::gptq_config(&values).map_err(quantization::unsupported(&path))?.unwrap_or_default());
     }
     Ok(GptqConfig::default())
-}
-
-/// Quantization scheme of the modules that a target matches.
-#[derive(Debug)]
-struct Scheme {
-    target: String,
-    /// The target as a regular expression, if it is one.
-    expression: Option<Pattern>,
-    codes: Option<Codes>,
-    activations: ActivationArgs,
-    granularity: Option<Granularity>,
-}
-
-/// Quantization schemes of modules, selected by the targets of compressed-tensors.
-#[derive(Debug, Default)]
-pub(super) struct Schemes {
-    list: Vec<Scheme>,
-    /// Settings of GPTQ and AWQ.
-    pub(super) gptq: GptqConfig,
-}
-
-impl Schemes {
-    /// The scheme of a module. An exact name takes precedence over a regular expression, and that over a
-    /// class. Fails if an expression is too slow to match.
-    fn find(&self, module: &str, class: &str) -> Result<Option<&Scheme>, String> {
-        let named = |name: &str| self.list.iter().find(|scheme| scheme.target == name);
-        if let Some(scheme) = named(module) {
-            return Ok(Some(scheme));
-        }
-        for scheme in &self.list {
-            if scheme.expression.as_ref().map_or(Ok(false), |expression| expression.try_matches(module))? {
-                return Ok(Some(scheme));
-            }
-        }
-        Ok(named(class))
-    }
-
-    /// The stated encoding of a module's weight. Modules for which matching fails are rejected by
-    /// [`describe`](Schemes::describe).
-    pub(super) fn encoding(&self, module: &str, class: &str) -> StatedEncoding {
-        let Ok(Some(scheme)) = self.find(module, class) else { return StatedEncoding::default() };
-        StatedEncoding { bits: scheme.codes.filter(|codes| codes.is_integer()).map(Codes::bits), granularity: scheme.granularity }
-    }
-
-    /// Sets the activation scheme, which the tensors of a weight do not determine. Fails if no target
-    /// matches the module, its codes have a different format, or its input scale is missing.
-    pub(super) fn describe(&self, module: &str, class: &str, affine: &mut QuantizationSpec) -> Result<()> {
-        if self.list.is_empty() {
-            return Ok(());
-        }
-        let found = self.find(module, class).map_err(|reason| {
-            let reason = format!("is quantized, but a target of `config_groups` in config.json is too slow to match: {reason}");
-            Error::tensor(&format!("{module}.weight"), reason, "rewrite the target without nested repetitions")
-        })?;
-        let Some(scheme) = found else {
-            return Err(Error::tensor(
-                &format!("{module}.weight"),
-                format!("is quantized, but no target of `config_groups` in config.json matches `{module}` or its class {class}"),
-                "add the module to the `targets` of its group, which specifies the quantization of its input",
-            ));
-        };
-        if let Some(codes) = scheme.codes.filter(|codes| *codes != affine.codes) {
-            return Err(Error::tensor(
-                &format!("{module}.weight"),
-                format!("is stored as {}, but config.json specifies {codes}", affine.codes),
-                "correct `config_groups` in config.json, or start from the original checkpoint",
-            ));
-        }
-        affine.activations = match (scheme.activations, affine.activations) {
-            (ActivationArgs::Scheme(activations), _) => activations,
-            (ActivationArgs::Static, stored) if stored.parameters().is_some() => stored,
-            (ActivationArgs::Static, _) => {
-                return Err(Error::tensor(
-                    &format!("{module}.input_scale"),
-                    "is missing, but config.json specifies static quantization of this layer's input",
-                    "the checkpoint is incomplete; save it again",
-                ));
-            }
-        };
-        Ok(())
-    }
 }
 
 #[cfg(test)]
@@ -356,7 +245,7 @@ mod tests {
     fn a_null_description_is_ignored() {
         let values = Map::from_iter([("quantization_config".to_owned(), Value::Null)]);
         let mut config = Config { text: Some("kept".into()), values, carried: Map::new() };
-        assert!(config.take_quantization(Path::new("m")).unwrap().list.is_empty());
+        assert!(config.take_quantization(Path::new("m")).unwrap().is_empty());
         assert_eq!(config.render().unwrap(), "kept");
     }
 
@@ -375,52 +264,5 @@ mod tests {
         let targets = |targets: Value| json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": targets}}});
         assert!(refused(targets(json!(["re:("]))).contains("pattern `re:(`"));
         assert!(refused(targets(json!([7]))).contains("the target 7"));
-    }
-
-    #[test]
-    fn targets_may_use_lookaround_and_must_cover_quantized_modules() {
-        let weights = json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel"});
-        let input = json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": "token", "dynamic": true});
-        let group = json!({"targets": ["re:^(?!.*down_proj).*mlp.*"], "weights": weights, "input_activations": input});
-        let values = json!({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"g": group}}});
-        let mut config = Config { values: values.as_object().unwrap().clone(), ..Config::default() };
-        let schemes = config.take_quantization(Path::new("m")).unwrap();
-        let affine = || QuantizationSpec {
-            codes: Codes::INT8,
-            granularity: Granularity::Channel,
-            symmetric: true,
-            scale_dtype: crate::store::DType::F32,
-            activations: ActivationScheme::None,
-        };
-        let mut described = affine();
-        schemes.describe("model.layers.0.mlp.up_proj", "Linear", &mut described).unwrap();
-        assert_eq!(described.activations, ActivationScheme::DynamicToken);
-        let error = schemes.describe("model.layers.0.mlp.down_proj", "Linear", &mut affine()).unwrap_err().to_string();
-        assert!(error.contains("model.layers.0.mlp.down_proj.weight") && error.contains("config_groups"), "{error}");
-    }
-
-    /// A target that cannot be matched is rejected: the module would be taken for one of the class in
-    /// another group.
-    #[test]
-    fn targets_that_exceed_the_limit_of_backtracking_are_refused() {
-        let weights = json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel"});
-        let groups = json!({
-            "a": {"targets": ["re:(a|b|ab)*(?>c)"], "weights": weights},
-            "b": {"targets": ["Linear"], "weights": weights},
-        });
-        let values = json!({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}});
-        let mut config = Config { values: values.as_object().unwrap().clone(), ..Config::default() };
-        let schemes = config.take_quantization(Path::new("m")).unwrap();
-        let mut affine = QuantizationSpec {
-            codes: Codes::INT8,
-            granularity: Granularity::Channel,
-            symmetric: true,
-            scale_dtype: crate::store::DType::F32,
-            activations: ActivationScheme::None,
-        };
-        schemes.describe("model.up_proj", "Linear", &mut affine).unwrap();
-        let module = "ab".repeat(28);
-        let error = schemes.describe(&module, "Linear", &mut affine).unwrap_err().to_string();
-        assert!(error.contains(&module) && error.contains("re:(a|b|ab)*(?>c)"), "{error}");
     }
 }

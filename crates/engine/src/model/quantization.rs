@@ -1,7 +1,10 @@
 //! Parsing of `quantization_config`: unsupported settings are rejected, unrelated keys are carried over.
 
+use std::path::Path;
+
 use serde_json::{Map, Value, json};
 
+use crate::error::Error;
 use crate::kernel::cache::CacheFormat;
 use crate::store::{ActivationScheme, Codes, FloatScale, GptqConfig, Granularity, ScaleFormat};
 
@@ -18,7 +21,10 @@ pub(super) enum ActivationArgs {
     Scheme(ActivationScheme),
     /// Static quantization with the parameters stored with the weight, to 8-bit integers or to codes
     /// like the weight's.
-    Static,
+    Static {
+        /// Whether there is no zero point.
+        symmetric: bool,
+    },
 }
 
 /// Keys that are regenerated for the written weights.
@@ -82,6 +88,15 @@ pub(super) fn cache_scheme(format: CacheFormat) -> Value {
 /// An unsupported setting, and a hint.
 pub(super) type Refused = (String, &'static str);
 
+/// Hint for unknown formats.
+pub(super) const FORMATS: &str =
+    "compress supports dense weights, and integers of 2 to 8 bits, FP8 and FP4 of compressed-tensors; start from the original checkpoint";
+
+/// The error for an unsupported setting in a file.
+pub(super) fn unsupported(file: &Path) -> impl Fn(Refused) -> Error {
+    move |(what, hint)| Error::Unsupported { what: format!("{}: {what}", file.display()), hint: hint.into() }
+}
+
 fn refused<T>(what: String, hint: &'static str) -> Result<T, Refused> {
     Err((what, hint))
 }
@@ -129,7 +144,8 @@ fn sparse<T>(format: &Value) -> Result<T, Refused> {
     )
 }
 
-const HINT: &str = "compress supports integers of 2 to 8 bits, FP8 and FP4, with float activations, per-token or static int8 or FP8 activations, and grouped FP8, NVFP4, MXFP4 and MXFP8 activations; start from the original checkpoint";
+/// Hint for unsupported settings of a format.
+pub(super) const HINT: &str = "compress supports integers of 2 to 8 bits, FP8 and FP4, with float activations, per-token or static int8 or FP8 activations, and grouped FP8, NVFP4, MXFP4 and MXFP8 activations; start from the original checkpoint";
 
 /// Whether codes are integers, not floats.
 pub(super) fn is_integer(arguments: &Value) -> bool {
@@ -190,8 +206,8 @@ pub(super) fn activations(arguments: &Value) -> Result<ActivationArgs, Refused> 
         (ScaleFormat::Float, true, Some("token")) => FloatScale::Token,
         (ScaleFormat::Float, true, Some("group")) if size > 0 => FloatScale::Group(size),
         (ScaleFormat::PowerOfTwo, true, Some("group")) if Some(size) == scales.group() => FloatScale::PowerOfTwo,
-        (ScaleFormat::Relative, false, _) if Some(size) == scales.group() => return Ok(ActivationArgs::Static),
-        (ScaleFormat::Float, false, None | Some("tensor")) => return Ok(ActivationArgs::Static),
+        (ScaleFormat::Relative, false, _) if Some(size) == scales.group() => return Ok(ActivationArgs::Static { symmetric }),
+        (ScaleFormat::Float, false, None | Some("tensor")) => return Ok(ActivationArgs::Static { symmetric }),
         (ScaleFormat::Float, false, _) => return refused(format!("static scales for activations by {}", of("strategy")), HINT),
         _ => return unsupported("strategy"),
     };

@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::{Case, case, check};
-use crate::cli::support::{METADATA, Run, command, file, floats, model, model_of};
+use crate::cli::support::{METADATA, Run, Tensor, command, file, floats, model, model_of, tensor};
 
 const RUN: &str = "densify in -o out";
 const INDEX: &str = "in/model.safetensors.index.json";
@@ -144,6 +144,42 @@ fn described(key: &str, value: Value) -> Value {
     json!({ "quant_method": "compressed-tensors", "config_groups": {}, key: value })
 }
 
+/// Weights that contradict the description of their quantization, as other tools would read it.
+#[test]
+fn quantized_weights_and_their_description() {
+    let row = |name: &str| tensor(name, "I8", &[2, 8], &[1; 16]);
+    let scales = || floats("x.weight_scale", &[2, 1]);
+    let described = |weights: Value, ignore: Value| {
+        let group = json!({ "targets": ["Linear"], "weights": weights });
+        json!({ "quant_method": "compressed-tensors", "config_groups": { "group_0": group }, "ignore": ignore })
+    };
+    let of = |name, quantization: Value, tensors: Vec<Tensor>, message| {
+        let make = move |folder: &Path| {
+            model_of(&folder.join("in"), &json!({ "model_type": "bert", "quantization_config": quantization }), &tensors);
+        };
+        case(name, make, RUN, 1, message, "")
+    };
+    let (int8, zeros) = (json!({ "num_bits": 8 }), json!({ "num_bits": 8, "symmetric": false }));
+    check([
+        of("codes without scales", described(int8.clone(), json!([])), vec![row("x.weight")], "tensor `x.weight_scale`: is missing"),
+        of("no zero points", described(zeros, json!([])), vec![row("x.weight"), scales()], "tensor `x.weight_zero_point`: is missing"),
+        of(
+            "zero points of symmetric weights",
+            described(int8.clone(), json!([])),
+            vec![row("x.weight"), scales(), tensor("x.weight_zero_point", "I8", &[2, 1], &[1; 2])],
+            "tensor `x.weight_zero_point`: is stored, but config.json specifies symmetric quantization",
+        ),
+        of(
+            "an ignored module",
+            described(int8.clone(), json!(["re:.*x$"])),
+            vec![row("x.weight"), scales()],
+            "tensor `x.weight`: is quantized, but `re:.*x$` in `ignore` of config.json excludes it from quantization",
+        ),
+        of("no group", described(Value::Null, json!([])), vec![row("x.weight"), scales()], "config.json specifies no quantization of its group's weights"),
+        of("floats", described(int8, json!([])), vec![floats("x.weight", &[2, 8])], "in a model whose weights are all stored unquantized"),
+    ]);
+}
+
 #[test]
 fn configurations() {
     check([
@@ -192,6 +228,11 @@ fn configurations() {
             "activations of four bits",
             group(json!({ "weights": { "num_bits": 8 }, "input_activations": { "num_bits": 4, "dynamic": true, "strategy": "token" } })),
             "in/config.json: `num_bits` of 4 for input_activations is not supported",
+        ),
+        quantization(
+            "inputs of weights that are not quantized",
+            group(json!({ "targets": ["Linear"], "input_activations": { "num_bits": 8, "type": "float", "dynamic": true, "strategy": "token" } })),
+            "in/config.json: quantization of `input_activations` without `weights` in `group_0` of `config_groups` is not supported",
         ),
         quantization("outputs", group(json!({ "output_activations": { "num_bits": 8 } })), "in/config.json: quantized `output_activations` is not supported"),
         quantization("another key of a group", group(json!({ "rotation": true })), "in/config.json: `rotation` of a config group is not supported"),
