@@ -109,6 +109,37 @@ fn samples_say_which_weights_matter_and_counts_are_exact() {
     }
 }
 
+/// A copy of the tiny Llama with 300 neurons and 1,024 positions.
+fn wide(folder: &Path) -> Model {
+    let mut tensors = candle_core::safetensors::load(golden("llama/model.safetensors"), &Device::Cpu).unwrap();
+    for (name, tensor) in tensors.iter_mut().filter(|(name, _)| name.contains(".mlp.")) {
+        let shape = if name.contains("down_proj") { (16, 300) } else { (300, 16) };
+        *tensor = Tensor::from_vec((0..4800u64).map(|i| ((i * i * 31 + i * 7) % 1009) as f32 / 1009.0 - 0.5).collect::<Vec<_>>(), shape, &Device::Cpu).unwrap();
+    }
+    let folder = folder.join("wide");
+    std::fs::create_dir_all(&folder).unwrap();
+    candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(golden("llama/config.json")).unwrap()).unwrap();
+    (config["intermediate_size"], config["max_position_embeddings"]) = (300.into(), 1024.into());
+    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    Model::open(folder).unwrap()
+}
+
+/// Solutions are compared on some of the 300 outputs; the amount is that of the whole layer.
+#[test]
+fn a_count_prunes_as_much_as_its_fraction() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = wide(folder.path());
+    let files = [Amount::Count(3000), Amount::fraction(0.625)].map(|amount| {
+        let targets = vec!["*gate_proj.weight".parse().unwrap()];
+        let pass = PruneUnstructured { amount: Some(amount), targets, importance: Importance::Sparsegpt, ..Default::default() };
+        let out = folder.path().join(format!("out-{amount}"));
+        builder(folder.path(), pass).build().unwrap().run(model.clone(), &out).unwrap();
+        std::fs::read(out.join("model.safetensors")).unwrap()
+    });
+    assert!(files[0] == files[1]);
+}
+
 #[test]
 fn patterns_hold_in_every_row() {
     for importance in [Importance::Wanda, Importance::Sparsegpt] {

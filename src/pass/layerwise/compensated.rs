@@ -49,7 +49,7 @@ pub(super) trait Compensating {
     /// Names of the solutions without compensation. The first one needs no samples.
     fn plain(&self) -> &'static [&'static str];
 
-    /// Replaces the values `[rows, size]` of a weight by a solution.
+    /// Replaces values `[n, size]` of a weight by a solution, for some or all outputs of the layer.
     fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, solution: Solution) -> Result<()>;
 }
 
@@ -81,8 +81,10 @@ pub(super) struct Choosing {
 
 /// Some outputs of a layer, and their values for the held-out rows of each fold.
 struct Sampled {
+    /// The complete layer, on which amounts depend.
     layer: Layer,
     weight: Weight,
+    /// Values of the weight for these outputs.
     values: Vec<f32>,
     /// Outputs of the original model, and of this weight for the current inputs.
     outputs: Vec<[Vec<f32>; 2]>,
@@ -93,9 +95,8 @@ impl Sampled {
         let (weight, values) = readers.values(layer)?;
         let rows = values.chunks_exact(layer.size.max(1)).step_by(layer.rows.div_ceil(MAX_OUTPUTS).max(1));
         let values: Vec<f32> = rows.flatten().copied().collect();
-        let layer = Layer { rows: values.len() / layer.size.max(1), ..layer.clone() };
         let outputs = folds.iter().map(|fold| [fold.original_outputs(&values, layer.size), fold.outputs(&values, layer.size)]).collect();
-        Ok(Sampled { layer, weight, values, outputs })
+        Ok(Sampled { layer: layer.clone(), weight, values, outputs })
     }
 }
 
@@ -241,7 +242,7 @@ impl Choosing {
                 }
                 let mut solved = values.clone();
                 method.solve(layer, weight, &mut solved, &prepared, solution)?;
-                trial.errors.add(&held_out.outputs(&solved, layer.size), targets, layer.rows);
+                trial.errors.add(&held_out.outputs(&solved, layer.size), targets, solved.len() / layer.size.max(1));
             }
         }
         Ok(trials)
