@@ -140,6 +140,21 @@ fn a_count_prunes_as_much_as_its_fraction() {
     assert!(files[0] == files[1]);
 }
 
+/// The sample that is held out with this seed has a single token.
+#[test]
+fn a_short_held_out_sample_does_not_disable_compensation() {
+    let folder = tempfile::tempdir().unwrap();
+    let ids = Tensor::from_vec((0..2240i64).map(|i| (i * i * 7 + i / 3) % 41 % 40).collect::<Vec<_>>(), (4, 560), &Device::Cpu).unwrap();
+    let mask = Tensor::from_vec((0..2240i64).map(|i| i64::from(i == 0 || i >= 560)).collect::<Vec<_>>(), (4, 560), &Device::Cpu).unwrap();
+    let path = folder.path().join("short.safetensors");
+    candle_core::safetensors::save(&[("input_ids".to_owned(), ids), ("attention_mask".to_owned(), mask)].into(), &path).unwrap();
+    let pass = quantized(Method::Gptq, Scheme::W4A16);
+    let pipeline = Pipeline::builder().calibration(Data::at(&path)).pass(pass).threads(2).build().unwrap();
+    let report = pipeline.run(wide(folder.path()), folder.path().join("out")).unwrap();
+    let (choices, notes) = (&report.passes[0].details["choices"], &report.notes);
+    assert!(choices["gptq"].as_u64().is_some_and(|count| count > 7), "{choices}, {notes:?}");
+}
+
 #[test]
 fn patterns_hold_in_every_row() {
     for importance in [Importance::Wanda, Importance::Sparsegpt] {

@@ -242,7 +242,7 @@ impl Choosing {
                 }
                 let mut solved = values.clone();
                 method.solve(layer, weight, &mut solved, &prepared, solution)?;
-                trial.errors.add(&held_out.outputs(&solved, layer.size), targets, solved.len() / layer.size.max(1));
+                trial.errors.add_held_out(held_out, &held_out.outputs(&solved, layer.size), targets, solved.len() / layer.size.max(1));
             }
         }
         Ok(trials)

@@ -1,8 +1,8 @@
 //! Held-out calibration tokens: solutions of a layer that fit other tokens are compared by their errors on
 //! these.
 
-use std::collections::BTreeMap;
-use std::ops::Range;
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{DefaultHasher, Hasher};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -15,6 +15,12 @@ use crate::kernel::matmul::{Columns, Left, product};
 const HELD_OUT_ROWS: usize = 1024;
 /// Number of rows up to which all of them are held out, in one of two folds.
 const FEW_ROWS: usize = 2048;
+/// Minimum number of held-out rows, if more rows exist.
+const MIN_ROWS: usize = 64;
+/// Maximum number of consecutive held-out rows of a sample of which not all rows are held out.
+const RUN: usize = 16;
+/// Distance of the runs of consecutive samples, so that they cover all positions: a prime number.
+const RUN_SHIFT: usize = 7919;
 /// One of this many samples is held out.
 const INTERVAL: usize = 4;
 /// Maximum number of held-out samples.
@@ -23,11 +29,14 @@ const MAX_SAMPLES: usize = 64;
 const SIGNIFICANT: f64 = 1.0;
 
 /// Assigns the rows of calibration samples to folds of held-out rows.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Split {
     /// Rows are in one of two folds: even and odd samples, or the two halves of one sample.
     CrossFitting { samples: usize },
-    /// The first rows of some samples are in one fold; the others are in none.
+    /// Rows are in one of two folds, the two halves of each sample, of which about [`FEW_ROWS`] of this many
+    /// rows are held out.
+    Halves { rows: usize },
+    /// Some rows of some samples are in one fold; the others are in none.
     HoldOut {
         /// Number of held-out samples.
         samples: usize,
@@ -49,18 +58,27 @@ impl Split {
         Split::HoldOut { samples: held_out, interval, first: (seed % interval as u64) as usize }
     }
 
-    /// Held-out rows of a sample with this many rows, in each fold.
-    fn rows(self, sample: usize, count: usize) -> [Range<usize>; 2] {
+    /// The split to use instead if too few of `rows` rows are in the folds: the held-out samples are short, or
+    /// an expert sees few of their tokens.
+    pub fn with_more(self, folds: [usize; 2], rows: usize) -> Option<Split> {
+        let held_out = match self {
+            Split::CrossFitting { .. } => folds[0].min(folds[1]),
+            Split::HoldOut { .. } => folds[0],
+            Split::Halves { .. } => return None,
+        };
+        (held_out < MIN_ROWS.min(rows / INTERVAL)).then_some(Split::Halves { rows })
+    }
+
+    /// The fold of a row of a sample with `count` rows.
+    fn fold(self, sample: usize, row: usize, count: usize) -> Option<usize> {
+        let half = usize::from(row >= count / 2);
         match self {
-            Split::CrossFitting { samples } => {
-                // Only samples that are longer than the first ones have more rows.
-                let end = count.min((FEW_ROWS / samples.max(1)).max(1));
-                let middle = if samples == 1 { end / 2 } else { end * (1 - sample % 2) };
-                [0..middle, middle..end]
-            }
+            // Only samples that are longer than the first ones have more rows.
+            Split::CrossFitting { samples } => is_spread(sample, row, count, FEW_ROWS / samples.max(1)).then_some(if samples == 1 { half } else { sample % 2 }),
+            Split::Halves { rows } => is_spread(sample, row, count, (count * FEW_ROWS).div_ceil(rows.max(1))).then_some(half),
             Split::HoldOut { samples, interval, first } => {
-                let is_held_out = sample % interval == first && sample / interval < samples;
-                [0..if is_held_out { count.min(HELD_OUT_ROWS / samples) } else { 0 }, 0..0]
+                let (index, is_held_out) = (sample / interval, sample % interval == first);
+                (is_held_out && index < samples && is_spread(index, row, count, HELD_OUT_ROWS / samples)).then_some(0)
             }
         }
     }
@@ -71,15 +89,25 @@ impl Split {
         let (mut folds, mut others) = ([Vec::new(), Vec::new()], Vec::new());
         let mut begin = 0;
         for (sample, size) in (first..).zip(sizes) {
-            let held_out = self.rows(sample, *size);
             for row in 0..*size {
-                let fold = held_out.iter().position(|rows| rows.contains(&row));
-                fold.map_or(&mut others, |fold| &mut folds[fold]).push((begin + row) as u32);
+                self.fold(sample, row, *size).map_or(&mut others, |fold| &mut folds[fold]).push((begin + row) as u32);
             }
             begin += size;
         }
         (folds, others)
     }
+}
+
+/// Whether a row is one of about `held_out` of the `count` rows of a sample, which are runs of consecutive rows at
+/// regular intervals. They begin at another position in each sample.
+fn is_spread(sample: usize, row: usize, count: usize, held_out: usize) -> bool {
+    if held_out >= count {
+        return true;
+    }
+    let run = held_out.clamp(1, RUN);
+    let (runs, chosen) = (count.div_ceil(run), held_out.max(1) / run);
+    let index = row / run + sample * RUN_SHIFT % runs;
+    index * chosen / runs != (index + 1) * chosen / runs
 }
 
 /// Rows of held-out tokens.
@@ -89,6 +117,13 @@ pub(super) struct HeldOut {
     pub rows: Vec<f32>,
     /// Inputs of the same layers in the original model; empty if they are not requested.
     pub original: Vec<f32>,
+    /// For each row, the index of its value among the different rows. Samples with a common prefix have equal
+    /// rows, which are no independent observations.
+    groups: Vec<usize>,
+    /// Indices of the first rows with the same hash, and of their groups.
+    first: HashMap<u64, Vec<[usize; 2]>>,
+    /// Number of different rows.
+    different: usize,
 }
 
 impl HeldOut {
@@ -99,9 +134,23 @@ impl HeldOut {
         for (at, row) in rows.chunks_exact(size.max(1)).enumerate() {
             let original = original.map_or(&[][..], |original| &original[at * size..][..size]);
             if !is_zero(row) && (original.is_empty() || !is_zero(original)) {
+                self.group(size, row);
                 self.rows.extend_from_slice(row);
                 self.original.extend_from_slice(original);
             }
+        }
+    }
+
+    /// Assigns the next row to the group of equal rows.
+    fn group(&mut self, size: usize, row: &[f32]) {
+        let mut hasher = DefaultHasher::new();
+        row.iter().for_each(|x| hasher.write_u32(x.to_bits()));
+        let candidates = self.first.entry(hasher.finish()).or_default();
+        let equal = candidates.iter().find(|[at, _]| self.rows[at * size..][..size] == *row).map(|[_, group]| *group);
+        self.groups.push(equal.unwrap_or(self.different));
+        if equal.is_none() {
+            candidates.push([self.groups.len() - 1, self.different]);
+            self.different += 1;
         }
     }
 
@@ -135,6 +184,15 @@ impl Errors {
         let square = |(a, b): (&f32, &f32)| (f64::from(*a) - f64::from(*b)).powi(2);
         let rows = outputs.chunks_exact(width.max(1)).zip(targets.chunks_exact(width.max(1)));
         self.0.extend(rows.map(|(outputs, targets)| outputs.iter().zip(targets).map(square).sum::<f64>()));
+    }
+
+    /// Adds the errors of the outputs `[n, width]` of held-out rows. Those of equal rows are one observation.
+    pub fn add_held_out(&mut self, held_out: &HeldOut, outputs: &[f32], targets: &[f32], width: usize) {
+        let first = self.0.len();
+        self.add(outputs, targets, width);
+        let errors = self.0.split_off(first);
+        self.0.resize(first + held_out.different, 0.0);
+        errors.into_iter().zip(&held_out.groups).for_each(|(error, group)| self.0[first + group] += error);
     }
 
     /// Sum over all rows.
@@ -173,16 +231,17 @@ pub(super) struct LayerChoice {
 }
 
 impl LayerChoice {
-    /// Adds the choices of a pass to its report.
-    pub fn describe(choices: &[LayerChoice], pass: &str, details: &mut Map<String, Value>, notes: &mut Vec<String>) {
+    /// Adds the choices of a pass to its report, and a note if a layer does not use the requested solution.
+    pub fn describe(choices: &[LayerChoice], (pass, requested): (&str, &str), details: &mut Map<String, Value>, notes: &mut Vec<String>) {
         if choices.is_empty() {
             return;
         }
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
         choices.iter().for_each(|choice| *counts.entry(&choice.choice).or_default() += 1);
-        if counts.len() > 1 {
+        if counts.keys().any(|choice| *choice != requested) {
+            let instead = if counts.contains_key(requested) { String::new() } else { format!(", instead of {requested}") };
             let counts: Vec<String> = counts.iter().map(|(choice, count)| format!("{choice} for {}", counted(*count, "layer"))).collect();
-            notes.push(format!("{pass}: chosen by the errors on held-out tokens: {}", counts.join(", ")));
+            notes.push(format!("{pass}: chosen by the errors on held-out tokens: {}{instead}", counts.join(", ")));
         }
         details.insert("choices".into(), json!(counts));
         details.insert("layers".into(), json!(choices));
@@ -198,14 +257,70 @@ mod tests {
         let folds = |samples, rows, first, sizes: &[usize]| Split::new(samples, rows, 5).indices(first, sizes);
         assert_eq!(folds(3, 2, 0, &[2, 1, 2]), ([vec![0, 1, 3, 4], vec![2]], vec![]));
         assert_eq!(folds(1, 2000, 0, &[5]), ([vec![0, 1], vec![2, 3, 4]], vec![]));
-        assert_eq!(folds(1, 4000, 0, &[4000]), ([(0..1024).collect(), vec![]], (1024..4000).collect()));
         // One of four samples, the second one with this seed.
         let ([held_out, none], others) = folds(8, 512, 4, &[512, 512, 512]);
         assert_eq!((held_out, none.len()), ((512..1024).collect(), 0));
         assert_eq!(others.len(), 1024);
-        // At most 1,024 rows are held out.
-        let ([held_out, _], _) = folds(100, 4000, 1, &[4000]);
-        assert_eq!(held_out, (0..40).collect::<Vec<u32>>());
+    }
+
+    /// Tokens at the beginning of all samples, such as a common prompt, must not dominate.
+    #[test]
+    fn held_out_rows_are_spread_over_samples() {
+        let folds = |samples, first: usize, sizes: &[usize]| Split::new(samples, 4000, 5).indices(first, sizes);
+        let ([held_out, none], others) = folds(1, 0, &[4000]);
+        assert_eq!((held_out.len(), none.len(), others.len()), (1024, 0, 2976));
+        let in_quarter = |quarter: u32| held_out.iter().filter(|row| **row / 1000 == quarter).count();
+        assert!((0..4).all(|quarter| (200..312).contains(&in_quarter(quarter))));
+        // Two runs in each of 25 samples, at different positions.
+        let mut positions = std::collections::BTreeSet::new();
+        for sample in (1..100).step_by(4) {
+            let ([held_out, _], _) = folds(100, sample, &[4000]);
+            assert_eq!(held_out.len(), 32, "{sample}");
+            positions.extend(held_out);
+        }
+        assert!(positions.len() > 700 && positions.iter().filter(|row| **row < 2000).count().abs_diff(positions.len() / 2) < 64, "{positions:?}");
+    }
+
+    /// A held-out sample may be short, and an expert may see few of its tokens.
+    #[test]
+    fn too_few_held_out_rows_are_replaced_by_cross_fitting() {
+        let sizes = [1, 700, 700, 700];
+        let count = |split: Split| split.indices(0, &sizes).0.map(|fold| fold.len());
+        let split = Split::new(4, 700, 0);
+        assert_eq!(count(split), [1, 0]);
+        let split = split.with_more([1, 0], 2101).unwrap();
+        assert!(count(split).iter().all(|rows| (900..1100).contains(rows)), "{:?}", count(split));
+        assert_eq!(split.with_more([0, 0], 2101), None);
+        assert_eq!(Split::new(4, 700, 0).with_more([64, 0], 2101), None);
+        // One of two folds is short; all rows of an expert with few tokens.
+        assert_eq!(Split::new(2, 700, 0).with_more([1, 700], 701), Some(Split::Halves { rows: 701 }));
+        assert_eq!(Split::new(3, 2, 5).with_more([4, 1], 5), None);
+        assert_eq!(count(Split::Halves { rows: 20 }).iter().sum::<usize>(), 2101);
+    }
+
+    #[test]
+    fn equal_rows_are_one_observation() {
+        let mut held_out = HeldOut::default();
+        held_out.add(2, &[1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 1.0, 2.0], None);
+        held_out.add(2, &[1.0, 2.0], None);
+        assert_eq!((held_out.rows.len(), held_out.groups.clone(), held_out.different), (8, vec![0, 1, 0, 0], 2));
+        let mut errors = Errors(vec![7.0]);
+        errors.add_held_out(&held_out, &[1.0, 2.0, 3.0, 4.0], &[0.0; 4], 1);
+        assert_eq!(errors.0, [7.0, 1.0 + 9.0 + 16.0, 4.0]);
+    }
+
+    #[test]
+    fn a_solution_that_was_not_requested_is_noted() {
+        let choice = |choice: &str| LayerChoice { weight: "w".into(), choice: choice.into(), damping: None, propagation: None, relative_error: None };
+        let notes = |choices: &[&str]| {
+            let choices: Vec<LayerChoice> = choices.iter().map(|name| choice(name)).collect();
+            let mut notes = Vec::new();
+            LayerChoice::describe(&choices, ("quantize", "gptq"), &mut Map::new(), &mut notes);
+            notes
+        };
+        assert!(notes(&["gptq", "gptq"]).is_empty());
+        assert_eq!(notes(&["rtn", "rtn"]), ["quantize: chosen by the errors on held-out tokens: rtn for 2 layers, instead of gptq"]);
+        assert_eq!(notes(&["rtn", "gptq"]), ["quantize: chosen by the errors on held-out tokens: gptq for 1 layer, rtn for 1 layer"]);
     }
 
     #[test]

@@ -48,7 +48,7 @@ pub(in crate::pass) fn decompose(
     }
     let report = factorizer.report;
     applied.notes.extend(report.notes);
-    LayerChoice::describe(&report.choices, pass.name(), &mut details, &mut applied.notes);
+    LayerChoice::describe(&report.choices, (pass.name(), WITH_SAMPLES), &mut details, &mut applied.notes);
     details.insert("lost".into(), json!(report.figures));
     Ok(details)
 }
@@ -86,7 +86,7 @@ impl Factorizer<'_> {
             for (errors, products) in errors.iter_mut().zip([None, Some(products)]) {
                 let low_rank = LowRank::new(values, size, rank, products).ok_or_else(|| not_finite(&layer.weight))?;
                 let effective: Vec<f32> = product(&low_rank.outer, &low_rank.inner, rank, size).into_iter().map(|x| x as f32).collect();
-                errors.add(&fold.outputs(&effective, size), &targets, rows);
+                errors.add_held_out(fold, &fold.outputs(&effective, size), &targets, rows);
             }
         }
         let [plain, weighted] = errors;

@@ -345,8 +345,14 @@ impl Layerwise<'_> {
         for site in sites {
             let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.requested);
             let Runs { blocks, reference, guide, .. } = &mut *runs;
-            let factors = guide.as_ref().and_then(|guide| guide.factors(&site.layers.first()?.weight));
-            self.observe(site, &mut moments, blocks, reference.as_mut().filter(|_| self.requested.original), factors)?;
+            let mut observe = |moments: &mut Moments| {
+                let factors = guide.as_ref().and_then(|guide| guide.factors(&site.layers.first()?.weight));
+                self.observe(site, moments, blocks, reference.as_mut().filter(|_| self.requested.original), factors)
+            };
+            observe(&mut moments)?;
+            if moments.hold_out_more() {
+                observe(&mut moments)?;
+            }
             let tokens = moments.tokens();
             // Without products of features, few tokens matter only for experts.
             if tokens < moments.size && (self.requested.products || tokens < moments.count) {
@@ -434,7 +440,6 @@ impl Layerwise<'_> {
         let op = Op::Linear(crate::ir::ops::Linear::default());
         let samples = (0..blocks.batches()).map(|index| blocks.batch(index).samples).sum();
         let (mut index, mut sample) = (0, 0);
-        let mut split = None;
         blocks.each(value, |batch, tensor| {
             let (mut rows, sizes) = calibrate::rows_by_sample(tensor, &op, batch, *tokens)?;
             let mut original = match &mut reference {
@@ -450,7 +455,7 @@ impl Layerwise<'_> {
                 return moments.add(value, &rows);
             }
             let longest = sizes.iter().copied().max().unwrap_or(0);
-            let split = split.get_or_insert_with(|| Split::new(samples, longest, self.context.seed));
+            let split = moments.split.get_or_insert_with(|| Split::new(samples, longest, self.context.seed));
             let (folds, others) = split.indices(sample, &sizes);
             sample += sizes.len();
             let part = |tensor: &Tensor, rows: &[u32]| select_rows(tensor, rows.to_vec()).map_err(calibrate::tensor_error);

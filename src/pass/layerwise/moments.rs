@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 
-use super::held_out::HeldOut;
+use super::held_out::{HeldOut, Split};
 use crate::error::Result;
 use crate::exec::transfer::Cause;
 use crate::exec::{floats_on_host, read};
@@ -46,6 +46,8 @@ pub(super) struct Moments {
     /// Folds of rows that are not part of the other statistics until they are
     /// [merged](Moments::merge).
     pub folds: Vec<HeldOut>,
+    /// Rows to hold out; by default, those of some of the samples.
+    pub split: Option<Split>,
     pub request: MomentsRequest,
     batches: usize,
 }
@@ -64,6 +66,7 @@ impl Moments {
             largest: vec![0.0; size],
             rows: Vec::new(),
             folds: Vec::new(),
+            split: None,
             request,
             batches: 0,
         }
@@ -143,7 +146,22 @@ impl Moments {
 
     /// Number of rows that are not all zeros, including held-out rows.
     pub fn tokens(&self) -> usize {
-        self.nonzero + self.folds.iter().map(|fold| fold.rows.len() / self.size.max(1)).sum::<usize>()
+        self.nonzero + self.held_out().iter().sum::<usize>()
+    }
+
+    /// Number of held-out rows in each fold.
+    fn held_out(&self) -> [usize; 2] {
+        [0, 1].map(|fold| self.folds.get(fold).map_or(0, |fold| fold.rows.len() / self.size.max(1)))
+    }
+
+    /// Discards the statistics if too few rows were held out, to collect them again with another split. Returns
+    /// whether it did.
+    pub fn hold_out_more(&mut self) -> bool {
+        let split = self.split.and_then(|split| split.with_more(self.held_out(), self.tokens()));
+        if split.is_some() {
+            *self = Moments { split, ..Moments::new(self.size, self.request) };
+        }
+        split.is_some()
     }
 
     /// The statistics of the rows outside of one of several folds. `None` with only one fold, whose rows are

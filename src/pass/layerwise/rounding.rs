@@ -48,7 +48,7 @@ pub(in crate::pass) fn quantize(
 ) -> Result<Map<String, Value>> {
     let training = (pass.method == By::Autoround).then(|| Training { iterations: pass.iterations(), batch: pass.batch(), rate: RATE });
     let gptq = matches!(pass.method, By::Gptq | By::Autoround).then(|| Choosing {
-        name: "gptq",
+        name: GPTQ,
         ordered: pass.ordered(),
         damping: pass.damping,
         propagation: pass.propagation.map(|fraction| fraction as f32),
@@ -73,7 +73,8 @@ pub(in crate::pass) fn quantize(
     applied.notes.extend(summary.report.notes);
     let mut details = Map::new();
     details.insert("samples".into(), json!(summary.samples));
-    LayerChoice::describe(&summary.report.choices, pass.name(), &mut details, &mut applied.notes);
+    let requested = if training.is_some() { AUTOROUND } else { GPTQ };
+    LayerChoice::describe(&summary.report.choices, (pass.name(), requested), &mut details, &mut applied.notes);
     if strength.is_some() {
         details.insert("rescaled".into(), json!(summary.rescaled));
         if !summary.skipped.is_empty() {
@@ -90,6 +91,8 @@ pub(in crate::pass) fn quantize(
 const RATE: f32 = 0.5;
 /// Name of trained rounding in the report.
 const AUTOROUND: &str = "autoround";
+/// Name of the solution with compensation in the report.
+const GPTQ: &str = "gptq";
 /// Columns that are rounded before the error is propagated to the remaining columns.
 const BLOCK: usize = 128;
 /// Smallest range of the scale search, in percent of minmax.

@@ -40,7 +40,7 @@ pub(in crate::pass) fn prune(pass: &PruneUnstructured, names: &BTreeSet<&str>, m
     let of: u64 = names.iter().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
     let removed = names.iter().map(|name| model.weights.get(name)?.zeros()).sum::<Result<u64>>()?;
     let mut details = Map::from_iter([("zeroed".to_owned(), json!(removed)), ("of".to_owned(), json!(of)), ("samples".to_owned(), json!(samples))]);
-    LayerChoice::describe(&report.choices, pass.name(), &mut details, &mut applied.notes);
+    LayerChoice::describe(&report.choices, (pass.name(), SPARSEGPT.name), &mut details, &mut applied.notes);
     Ok(details.into())
 }
 
