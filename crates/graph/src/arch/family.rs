@@ -57,7 +57,7 @@ pub struct Family {
     pub heads: &'static [&'static str],
     /// Routers of mixtures of experts, and gates of shared experts.
     pub routers: &'static [&'static str],
-    /// Other modules that are not quantized, with the role of their matrices.
+    /// Other modules that are not quantized, with the role of their matrices, in addition to those of all families.
     pub exempt: &'static [(&'static str, Role)],
     /// Mixture-of-experts layout, if the family has experts.
     pub experts: Option<ExpertLayout>,
@@ -183,6 +183,16 @@ impl Positions {
     pub const DEFAULT: Positions = Positions { keys: &["max_position_embeddings", "n_positions"], default: None, offset: PositionOffset::Fixed(0) };
 }
 
+/// Modules that are not quantized in any family: vision towers of multimodal models, and layers that predict
+/// further tokens.
+pub(super) const EXEMPT: &[(&str, Role)] = &[
+    ("visual", Role::Vision),
+    ("vision_tower", Role::Vision),
+    ("multi_modal_projector", Role::Vision),
+    ("mtp", Role::TokenPrediction),
+    ("eh_proj", Role::TokenPrediction),
+];
+
 /// A family without knowledge.
 pub(super) const EMPTY: Family = Family {
     model_type: "",
@@ -251,7 +261,7 @@ impl Family {
         let is_in = |pattern: &&str| dotted.contains(&format!(".{pattern}."));
         let listed = |patterns: &[&str], role: Role| patterns.iter().any(is_in).then_some(role);
         let is_norm = || module.rsplit('.').next().is_some_and(|last| last.contains("norm"));
-        let exempt = || self.exempt.iter().find(|(pattern, _)| is_in(pattern)).map(|(_, role)| *role);
+        let exempt = || self.exempt.iter().chain(EXEMPT).find(|(pattern, _)| is_in(pattern)).map(|(_, role)| *role);
         listed(self.embeddings, Role::Table)
             .or_else(|| listed(self.heads, Role::Head))
             .or_else(|| listed(self.routers, Role::Router))

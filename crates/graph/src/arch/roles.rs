@@ -52,3 +52,29 @@ pub fn fused_layer(model_type: &str, name: &str) -> String {
     let fused = groups.iter().find_map(|parts| Some(format!("{}{}", parts.iter().find_map(parent)?, parts.join("+"))));
     fused.unwrap_or_else(|| name.to_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arch::families;
+
+    /// A family in the table leaves the same kinds of modules unchanged as a family that is not.
+    #[test]
+    fn every_family_exempts_the_modules_that_conventions_exempt() {
+        for (name, role) in [
+            ("model.visual.blocks.0.mlp.fc1", Role::Vision),
+            ("vision_tower.layers.0.mlp.fc1", Role::Vision),
+            ("model.multi_modal_projector.linear_1", Role::Vision),
+            ("mtp.layers.0.mixer.q_proj", Role::TokenPrediction),
+            ("model.layers.3.eh_proj", Role::TokenPrediction),
+        ] {
+            assert_eq!(conventions::role(&format!("{name}.weight")), Some(role), "{name}");
+            for family in families() {
+                assert_eq!(family.role(name), Some(role), "{}: {name}", family.model_type);
+            }
+        }
+        let ernie = family("ernie4_5_moe").unwrap();
+        assert_eq!(ernie.role("model.mtp_block.0.self_attn.q_proj"), Some(Role::TokenPrediction));
+        assert_eq!(ernie.role("model.mtp_linear_proj.0"), Some(Role::TokenPrediction));
+    }
+}

@@ -8,21 +8,18 @@ use crate::store::Role;
 const NUMBERED: &[&[&str]] = &[&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"], &["w1", "w3"]];
 /// Latent attention of DeepSeek.
 const LATENT: &[&[&str]] = &[&["q_a_proj", "kv_a_proj_with_mqa"], &["gate_proj", "up_proj"]];
-/// Layers that predict further tokens, after the last layer of the model.
-const NEXT_TOKENS: &[(&str, Role)] = &[("eh_proj", Role::TokenPrediction)];
-const VISION: &[(&str, Role)] = &[("vision_model", Role::Vision), ("multi_modal_projector", Role::Vision)];
+const VISION: &[(&str, Role)] = &[("vision_model", Role::Vision)];
 
 /// Decoders with experts, with the names of DeepSeek.
 const MIXTURE: Family = Family {
     heads: &["lm_head", "score", "shared_head.head"],
     routers: &["mlp.gate"],
-    exempt: NEXT_TOKENS,
     experts: Some(ExpertLayout { keys: &["n_routed_experts", "num_experts"], stacked: &[] }),
     sizes: None,
     ..DECODER
 };
 /// Decoders with experts, with the names of Mixtral; routers also with those of transformers 5.
-const SPARSE: Family = Family { fused: NUMBERED, routers: &["block_sparse_moe.gate", "mlp.gate", "mlp.router"], experts: LOCAL, exempt: &[], ..MIXTURE };
+const SPARSE: Family = Family { fused: NUMBERED, routers: &["block_sparse_moe.gate", "mlp.gate", "mlp.router"], experts: LOCAL, ..MIXTURE };
 const LOCAL: Option<ExpertLayout> = Some(ExpertLayout { keys: &["num_local_experts"], stacked: &[] });
 /// Hybrids of attention and gated delta networks.
 const DELTA: Family = Family {
@@ -34,18 +31,12 @@ const DELTA: Family = Family {
         ("linear_attn.in_proj_a", Role::LinearAttentionGate),
         ("linear_attn.in_proj_b", Role::LinearAttentionGate),
         ("linear_attn.in_proj_ba", Role::LinearAttentionGate),
-        ("visual", Role::Vision),
-        ("mtp", Role::TokenPrediction),
     ],
     experts: Some(ExpertLayout { keys: &["num_experts"], stacked: &[] }),
     ..MIXTURE
 };
-const GRANITE: Family = Family {
-    routers: &["router"],
-    experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"] }),
-    exempt: &[],
-    ..MIXTURE
-};
+const GRANITE: Family =
+    Family { routers: &["router"], experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"] }), ..MIXTURE };
 const STEP3: Family = Family {
     routers: &["moe.gate"],
     exempt: &[("vision_model", Role::Vision), ("vit_downsampler", Role::Vision), ("vit_large_projector", Role::Vision)],
@@ -94,13 +85,13 @@ const fn like(model_type: &'static str, family: Family) -> Family {
 pub(super) const FAMILIES: &[Family] = &[
     Family { fused: LATENT, ..like("deepseek_v3", MIXTURE) },
     // Attention scores of the indexer are weighted in full precision.
-    Family { fused: LATENT, exempt: &[("eh_proj", Role::TokenPrediction), ("indexer.weights_proj", Role::Other)], ..like("deepseek_v32", MIXTURE) },
+    Family { fused: LATENT, exempt: &[("indexer.weights_proj", Role::Other)], ..like("deepseek_v32", MIXTURE) },
     Family { fused: LATENT, ..like("kimi_k2", MIXTURE) },
     like("kimi_linear", SPARSE),
     like("glm4_moe", MIXTURE),
     like("dots1", MIXTURE),
     like("olmoe", MIXTURE),
-    like("ernie4_5_moe", MIXTURE),
+    Family { exempt: &[("mtp_block", Role::TokenPrediction), ("mtp_linear_proj", Role::TokenPrediction)], ..like("ernie4_5_moe", MIXTURE) },
     like("hunyuan_v1_moe", MIXTURE),
     Family { routers: &["mlp.router"], experts: LOCAL, ..like("gpt_oss", MIXTURE) },
     like("llama4", LLAMA4),
