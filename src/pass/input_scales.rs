@@ -39,14 +39,15 @@ pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Quantiz
     let notes = fill_unreached(&mut largest);
     for (name, affine) in encodings {
         let largest = largest.get(name).copied().unwrap_or_default();
-        let or_one = |scale: f32| if scale.is_normal() && scale > 0.0 { scale } else { 1.0 };
+        // Scales are normal numbers. Inputs that are all zero have the scale 1.
+        let normal = |scale: f32| if largest > 0.0 { scale.clamp(f32::MIN_POSITIVE, f32::MAX) } else { 1.0 };
         let ActivationScheme::Float(format, scale) = affine.activations else { continue };
         let scale = match scale {
             FloatScale::Static(_) => convert::scale(affine.scale_dtype, f64::from(largest) / f64::from(format.row().max)),
             FloatScale::Relative(_) => format.global_scale(largest),
             FloatScale::Token | FloatScale::Group(_) | FloatScale::PowerOfTwo => continue,
         };
-        affine.activations = affine.activations.with_parameters(Static::new(or_one(scale), None));
+        affine.activations = affine.activations.with_parameters(Static::new(normal(scale), None));
     }
     Ok(notes)
 }

@@ -52,7 +52,7 @@ impl ScaleGroup {
         if let Some(scale) = self.global_scale.get() {
             return Ok(*scale);
         }
-        let mut largest = f32::MIN_POSITIVE;
+        let mut largest = 0f32;
         for weight in &self.weights {
             weight.visit(1, &mut |block| {
                 let (low, high) = meter.time(|| with_float!(weight.dtype, F => quantize::range::<F>(block.now.values), else (0.0, 0.0)));
@@ -60,8 +60,7 @@ impl ScaleGroup {
                 Ok(())
             })?;
         }
-        let exact = format.global_scale(largest);
-        Ok(*self.global_scale.get_or_init(|| if exact.is_finite() { exact } else { 1.0 }))
+        Ok(*self.global_scale.get_or_init(|| format.global_scale(largest)))
     }
 }
 

@@ -182,9 +182,10 @@ impl FloatFormat {
         if scale > 0.0 { scale } else { 0.125 }
     }
 
-    /// The global scale with which the largest magnitude of a tensor has the largest E4M3 value as scale.
+    /// The global scale with which the largest magnitude of a tensor has the largest E4M3 value as scale; the
+    /// largest finite number for magnitudes close to the smallest normal number, and 1 for zero.
     pub fn global_scale(self, largest: f32) -> f32 {
-        minifloat::E4M3_MAX * self.row().max / largest
+        if largest > 0.0 { (minifloat::E4M3_MAX * self.row().max / largest).min(f32::MAX) } else { 1.0 }
     }
 }
 
@@ -452,6 +453,21 @@ impl std::fmt::Display for Codes {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Values and scale groups of small magnitude keep their precision.
+    #[test]
+    fn global_scales_are_finite() {
+        let format = FloatFormat::E2m1;
+        for largest in [f32::MIN_POSITIVE, 1e-38, 1e-30, 1.0, 3e38] {
+            let global_scale = format.global_scale(largest);
+            assert!(global_scale.is_normal(), "{largest}");
+            let scale = format.relative_scale(largest, global_scale) / global_scale;
+            let mut values = [largest, -largest / 2.0];
+            format.round(&mut values, scale);
+            assert!((values[0] / largest - 1.0).abs() < 0.1 && (values[1] / largest + 0.5).abs() < 0.1, "{largest}: {values:?}");
+        }
+        assert_eq!(format.global_scale(0.0), 1.0);
+    }
 
     /// The properties of each row agree with its codec.
     #[test]
