@@ -45,7 +45,7 @@ def passes(title: str, command: list[str], folder: str, environment: dict[str, s
     done = subprocess.run(command, cwd=folder, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     lines = done.stdout.strip().splitlines() or [""]
     seconds = time.monotonic() - start
-    print(*(lines if done.returncode else []), f"{title}: {seconds:.0f} s, {'FAILED' if done.returncode else lines[-1].split('; finished')[0]}", sep="\n", flush=True)
+    print(*(lines if done.returncode else []), f"{title} ({seconds:.0f} s): {'FAILED' if done.returncode else lines[-1].split('; finished')[0]}", sep="\n", flush=True)
     return done.returncode == 0
 
 
