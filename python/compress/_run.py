@@ -235,13 +235,11 @@ def resolve(recipe: RecipeLike, files: contextlib.ExitStack) -> tuple[str, dict[
     return "-", result
 
 
-def is_in_memory(samples: object) -> bool:
-    """Whether samples are neither a file nor options of a recipe."""
-    return not isinstance(samples, (str, os.PathLike, Data)) and not (isinstance(samples, Mapping) and {"text", "images", "arrays"} & set(samples) and all(map(is_option, samples.values())))
-
-
-def is_option(value: object) -> bool:
-    return isinstance(value, (str, os.PathLike, bool, int, float)) or value is None
+def is_in_memory(samples: Any) -> bool:
+    """Whether samples are neither a file nor options of a recipe, which name a file or a source."""
+    if isinstance(samples, Mapping):
+        return not any(isinstance(samples.get(kind), (str, os.PathLike)) for kind in ("text", "images", "arrays", "source"))
+    return not isinstance(samples, (str, os.PathLike, Data))
 
 
 def data_options(samples: Any, name: str, folder: str) -> Any:

@@ -131,6 +131,9 @@ def quantize(
     scheme: recipe.Scheme = "W4A16",
     method: recipe.Method = "rtn",
     group_size: int | None = None,
+    iterations: int | None = None,
+    batch: int | None = None,
+    guide: recipe.Guide = "none",
     damping: float | None = None,
     propagation: float | None = None,
     ordered: bool | None = None,
@@ -149,13 +152,16 @@ def quantize(
         method: Quantization algorithm.
         group_size: Consecutive inputs of a row that share a scale: 32, 64, 128 …, or -1 for one scale per row
             [default: depends on the scheme].
-        damping: With `method: gptq`, the damping added to the diagonal of the Hessian, as a fraction of its
-            mean [default: chosen for each layer input by the error on held-out samples].
-        propagation: With `method: gptq`, the fraction of the error of earlier layers that is compensated,
-            from 0 to 1; 0 does not run the original model in parallel [default: chosen for each layer by the
-            error on held-out samples].
-        ordered: With `method: gptq`, quantize columns with large inputs first; groups remain those of the
-            stored order [default: true].
+        iterations: With `method: autoround`, the number of steps per block [default: 200].
+        batch: With `method: autoround`, the number of samples per step [default: 2].
+        guide: With `method: gptq` or `autoround`, the weights of calibration tokens.
+        damping: With `method: gptq` or `autoround`, the damping added to the diagonal of the Hessian, as a
+            fraction of its mean [default: chosen for each layer input by the error on held-out samples].
+        propagation: With `method: gptq` or `autoround`, the fraction of the error of earlier layers that is
+            compensated, from 0 to 1; 0 does not run the original model in parallel [default: chosen for each
+            layer by the error on held-out samples].
+        ordered: With `method: gptq` or `autoround`, quantize columns with large inputs first; groups remain
+            those of the stored order [default: true].
         kv_cache: Format of the KV cache of a decoder, with scales found on calibration samples [default:
             floats].
         observer: Method that chooses the range of a scale [default: minmax for eight bits; for fewer bits l4,
@@ -165,9 +171,9 @@ def quantize(
         ignore: Tensors to leave unchanged.
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
-    step = recipe.Quantize(scheme=scheme, method=method, group_size=group_size, damping=damping,
-        propagation=propagation, ordered=ordered, kv_cache=kv_cache, observer=observer, targets=targets,
-        ignore=ignore)
+    step = recipe.Quantize(scheme=scheme, method=method, group_size=group_size, iterations=iterations,
+        batch=batch, guide=guide, damping=damping, propagation=propagation, ordered=ordered,
+        kv_cache=kv_cache, observer=observer, targets=targets, ignore=ignore)
     return run_pass(step, model, output, settings)
 
 

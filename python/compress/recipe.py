@@ -115,6 +115,13 @@ GranularityKind: TypeAlias = Literal["tensor", "channel", "group"]
 - group: One scale per `group_size` consecutive inputs of a row
 """
 
+Guide: TypeAlias = Literal["none", "loss"]
+"""Weights of calibration tokens.
+
+- none: All tokens have the same weight
+- loss: The errors of a layer are weighted by the squared gradients of the loss, found by one backward pass
+"""
+
 ImageLayout: TypeAlias = Literal["nchw", "nhwc"]
 """Axis order of images.
 
@@ -163,7 +170,7 @@ LogFormat: TypeAlias = Literal["csv", "tensorboard"]
 - tensorboard: TensorBoard event file
 """
 
-Method: TypeAlias = Literal["rtn", "gptq", "awq", "smoothquant"]
+Method: TypeAlias = Literal["rtn", "gptq", "awq", "smoothquant", "autoround"]
 """Quantization algorithm.
 
 - rtn: Round to nearest; needs no data
@@ -171,6 +178,7 @@ Method: TypeAlias = Literal["rtn", "gptq", "awq", "smoothquant"]
 - awq: Scale up the weights of inputs that are salient on calibration samples, then round to nearest
 - smoothquant: Migrate scales from activations to weights, then round to nearest; for schemes that quantize
   both
+- autoround: Train rounding offsets and scales of each block by signed gradient descent, starting from `gptq`
 """
 
 Offload: TypeAlias = Literal["optimizer", "teacher", "parameters"]
@@ -701,18 +709,27 @@ class Quantize:
     """Consecutive inputs of a row that share a scale: 32, 64, 128 …, or -1 for one scale per row [default:
     depends on the scheme]."""
 
+    iterations: int | None = None
+    """With `method: autoround`, the number of steps per block [default: 200]."""
+
+    batch: int | None = None
+    """With `method: autoround`, the number of samples per step [default: 2]."""
+
+    guide: Guide = "none"
+    """With `method: gptq` or `autoround`, the weights of calibration tokens."""
+
     damping: float | None = None
-    """With `method: gptq`, the damping added to the diagonal of the Hessian, as a fraction of its mean
-    [default: chosen for each layer input by the error on held-out samples]."""
+    """With `method: gptq` or `autoround`, the damping added to the diagonal of the Hessian, as a fraction
+    of its mean [default: chosen for each layer input by the error on held-out samples]."""
 
     propagation: float | None = None
-    """With `method: gptq`, the fraction of the error of earlier layers that is compensated, from 0 to 1; 0
-    does not run the original model in parallel [default: chosen for each layer by the error on held-out
-    samples]."""
+    """With `method: gptq` or `autoround`, the fraction of the error of earlier layers that is compensated,
+    from 0 to 1; 0 does not run the original model in parallel [default: chosen for each layer by the
+    error on held-out samples]."""
 
     ordered: bool | None = None
-    """With `method: gptq`, quantize columns with large inputs first; groups remain those of the stored
-    order [default: true]."""
+    """With `method: gptq` or `autoround`, quantize columns with large inputs first; groups remain those of
+    the stored order [default: true]."""
 
     kv_cache: CacheFormat | None = None
     """Format of the KV cache of a decoder, with scales found on calibration samples [default: floats]."""
@@ -1124,7 +1141,7 @@ class Onnx:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Samples: one of `text`, `images` and `arrays`, and options for reading them."""
+    """Samples: one of `text`, `images`, `arrays` and `source`, and options for reading them."""
 
     text: Path | None = None
     """Text: .txt or .raw (one sample per line), .csv, .tsv or .jsonl."""
@@ -1135,6 +1152,12 @@ class Data:
     arrays: Path | None = None
     """Arrays with one row per sample: .safetensors, .npz, or a folder with one .npy per input; or a folder
     with one such file per run."""
+
+    source: str | None = None
+    """Name of a data source that the program has registered."""
+
+    metric: str | None = None
+    """Name of a metric that the program has registered [default: the metric of the task]."""
 
     task: Task | None = None
     """Task [default: chosen from the data and the model's outputs]."""

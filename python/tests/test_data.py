@@ -62,7 +62,7 @@ class Calibration(InWorkspace):
             self.assertEqual(len({quantize(samples).outputs[0].blake3 for samples in equivalent}), 1)
 
     def test_options_of_data_in_a_mapping(self) -> None:
-        document = {"model": "llama", "passes": [{"quantize": {"method": "gptq", "group_size": 8}}], "data": {"calibration": {"text": "book.txt", "samples": 4}}}
+        document = {"model": "llama", "passes": [{"quantize": {"method": "gptq", "group_size": 8}}], "data": {"calibration": {"text": Path("book.txt"), "samples": 4, "mean": []}}}
         self.assertEqual(compress.run(document, "out/x").recipe["data"]["calibration"]["samples"], 4)
 
     def test_evaluation_data(self) -> None:
