@@ -286,3 +286,58 @@ impl BlockTraining<'_, '_, '_, '_> {
         Ok(errors)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::store::{ActivationScheme, Bytes, Codes, DType, Encoding, Granularity};
+
+    /// A layer of two rows of four weights, with codes that differ from the nearest ones.
+    fn layer(symmetric: bool) -> (TrainedLayer, Vec<f32>) {
+        let values = vec![0.3f32, -0.9, 0.2, 2.0, 0.1, -0.26, 0.5, -3.0];
+        let bytes = Bytes { dtype: DType::F32, bytes: values.iter().flat_map(|value| value.to_le_bytes()).collect() };
+        let weight = Weight::new(DType::F32, vec![2, 4], Encoding::Dense, Arc::new(bytes));
+        let (codes, granularity) = (Codes::Integer(3), Granularity::Group(2));
+        let affine = QuantizationSpec { codes, granularity, symmetric, scale_dtype: DType::F32, activations: ActivationScheme::None };
+        let zero = if symmetric { 0.0 } else { 1.0 };
+        let steps = [0.25, 0.5, 0.125, 0.75].map(|scale| QuantizationParams { scale, zero }).to_vec();
+        let order = [0, 1, 2, 3];
+        let grid = Grid { integers: IntegerGrid { bits: 3, symmetric }, group: 2, steps, order: &order, store: |exact| exact as f32 };
+        let codes = [2.0, -4.0, 1.0, 3.0, 0.0, -1.0, 1.0, -3.0f32];
+        let rounded: Vec<f32> = codes.iter().zip([0.25, 0.25, 0.5, 0.5, 0.125, 0.125, 0.75, 0.75]).map(|(code, scale)| (code - zero) * scale).collect();
+        let layer = Layer { weight: "w".into(), rows: 2, size: 4, input_major: false };
+        (TrainedLayer::new(&layer, &weight, &affine, values, &rounded, &grid), rounded)
+    }
+
+    #[test]
+    fn training_starts_from_the_given_codes() {
+        for symmetric in [true, false] {
+            let (mut layer, rounded) = layer(symmetric);
+            let gradients = [1.0f32, -1.0, 2.0, -0.5, 1.0, 0.0, -3.0, 1.0];
+            layer.step(&gradients, 0.0);
+            assert_eq!(layer.rounded(), rounded);
+            assert_eq!(layer.quantized().unwrap().floats("w").unwrap(), rounded);
+            // Steps against the signs of gradients decrease their product with the weight.
+            let product = |values: &[f32]| values.iter().zip(&gradients).map(|(value, gradient)| value * gradient).sum::<f32>();
+            (0..8).for_each(|_| layer.step(&gradients, 0.125));
+            let trained = layer.rounded();
+            assert!(product(&trained) < product(&rounded) - 0.5, "{trained:?} {rounded:?}");
+            assert_eq!(layer.quantized().unwrap().floats("w").unwrap(), trained);
+        }
+    }
+
+    #[test]
+    fn samples_are_held_out_for_any_number_of_samples() {
+        for samples in 1..40 {
+            let (held_out, known) = split(samples, 5);
+            assert!(!held_out.is_empty() && !known.is_empty());
+            let mut all: Vec<usize> = held_out.iter().chain(&known).map(|(sample, _)| *sample).collect();
+            all.sort_unstable();
+            all.dedup();
+            assert_eq!(all, (0..samples).collect::<Vec<_>>());
+            assert!(held_out.len() <= samples.div_ceil(INTERVAL));
+        }
+    }
+}

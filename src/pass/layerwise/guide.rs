@@ -190,3 +190,50 @@ fn gradient_of_drawn_targets(logits: &Tensor, batch: &Batch, roles: &SequenceRol
     });
     transfer::to_device(&Tensor::from_vec(gradient, logits.dims(), &Device::Cpu)?, logits.device(), Cause::Batch)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::References;
+
+    #[test]
+    fn factors_are_stored_for_samples_of_any_length() {
+        let by_name = BTreeMap::from([("a".to_owned(), vec![vec![1.0, 0.5], vec![], vec![2.0]]), ("b".to_owned(), vec![vec![0.25]])]);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(FILE);
+        Guide { by_name: by_name.clone() }.store(&path).unwrap();
+        let guide = Guide::load(&path).unwrap();
+        assert_eq!(guide.by_name, by_name);
+        let mut rows = Tensor::ones((2, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
+        let mut factors = guide.factors("a").unwrap();
+        factors.scale("x", [Some(&mut rows), None]).unwrap();
+        assert_eq!(rows.to_vec2::<f32>().unwrap(), [[1.0; 3], [0.5; 3]]);
+        factors.scale("x", [Some(&mut rows), None]).unwrap_err();
+        assert_eq!(guide.sample("a", 2), Some(&[2.0][..]));
+    }
+
+    #[test]
+    fn squared_factors_have_the_mean_one() {
+        let found = factors(&[vec![1.0, 3.0], vec![2.0]]);
+        assert_eq!(found, [vec![0.5f32.sqrt(), 1.5f32.sqrt()], vec![1.0]]);
+        assert_eq!(factors(&[vec![0.0, 0.0]]), [vec![1.0, 1.0]]);
+    }
+
+    /// The mean of the squared gradients over many draws is the variance of the predicted distribution.
+    #[test]
+    fn targets_are_drawn_from_the_predictions() {
+        let graph: Graph = "input x: float[1, 4]\nparam w: float[3, 4]\nlogits = Linear(x, w) -> float[1, 3]\noutput logits = logits\n".parse().unwrap();
+        let roles = SequenceRoles::new(&graph);
+        let probabilities = [0.5f32, 0.3, 0.2];
+        let logits = Tensor::new(&[probabilities.map(f32::ln)], &Device::Cpu).unwrap();
+        let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 1 };
+        let mut squares = [0f64; 3];
+        for seed in 0..4000 {
+            let gradient = gradient_of_drawn_targets(&logits, &batch, &roles, seed).unwrap().to_vec2::<f32>().unwrap();
+            squares.iter_mut().zip(&gradient[0]).for_each(|(sum, gradient)| *sum += f64::from(gradient * gradient) / 4000.0);
+        }
+        for (square, p) in squares.iter().zip(probabilities) {
+            assert!((square - f64::from(p * (1.0 - p))).abs() < 0.02, "{squares:?}");
+        }
+    }
+}
