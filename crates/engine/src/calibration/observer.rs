@@ -308,6 +308,16 @@ mod tests {
     }
 
     #[test]
+    fn clipped_values_have_squared_errors_and_all_others_rounding_noise() {
+        let values = vec![(-3.0, 1.0), (-0.5, 1.0), (0.5, 2.0), (4.0, 0.5)];
+        // The second channel is always zero, and has no noise.
+        let error = WeightedError { wide: (-3.0, 4.0), values, channels: vec![(9.0, 2.0), (0.0, 5.0)] };
+        let noise = |width: f64| 2.0 * (width / 255.0).powi(2) / 12.0;
+        assert!((error.error((-3.0, 4.0)) - noise(7.0)).abs() < 1e-12);
+        assert!((error.error((-1.0, 2.0)) - noise(3.0) - (2.0 * 2.0 + 0.5 * 2.0 * 2.0)).abs() < 1e-12);
+    }
+
+    #[test]
     fn headroom_covers_the_wider_half() {
         let uniform = |limit: f32| (0..2000).map(|i| limit * ((i * 797 % 2000) as f32 / 1000.0 - 1.0)).collect::<Vec<_>>();
         let equal = statistics(&[uniform(1.0), uniform(1.0)]);

@@ -329,5 +329,7 @@ mod tests {
         let broken = Fidelity::worst_of(broken, BTreeMap::new());
         assert!(broken.output == "x" && broken.cosine.is_nan() && broken.max_abs_error.is_nan() && broken.not_finite().unwrap().contains("`x`"));
         assert_eq!(broken.outputs["logits"], good[1].1);
+        let none = Fidelity::worst_of(BTreeMap::new(), BTreeMap::new());
+        assert_eq!((none.cosine, none.cosine_min, none.max_abs_error, none.sqnr_db, none.not_finite()), (1.0, 1.0, 0.0, None, None));
     }
 }

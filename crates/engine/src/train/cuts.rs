@@ -33,3 +33,24 @@ fn blocks(graph: &Graph, pages_parameters: bool) -> Vec<usize> {
     // After an addition of two branches, later nodes read only the sum.
     nodes.iter().enumerate().filter(|(_, node)| matches!(node.op, Op::Add(_))).map(|(index, _)| index + 1).filter(|index| *index < nodes.len()).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::layer_pairs::LayerIndex;
+    use super::{Checkpointing, Training, cuts};
+    use crate::model::Model;
+
+    #[test]
+    fn each_repeated_layer_is_one_segment() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/llama");
+        let graph = Model::open(folder).unwrap().graph().unwrap();
+        let layers = LayerIndex::new(&graph).layers;
+        let found = cuts(&graph, &Training { gradient_checkpointing: Checkpointing::Blocks, ..Training::default() });
+        assert_eq!(found.len(), layers.len());
+        let index = |name: &String| graph.nodes().iter().position(|node| graph.value(node.output).name == *name).unwrap();
+        for (number, layer) in layers.iter().enumerate() {
+            let end = found.get(number + 1).copied().unwrap_or(graph.nodes().len());
+            assert!(layer.nodes.iter().map(index).all(|at| (found[number]..end).contains(&at)), "layer {number}");
+        }
+    }
+}

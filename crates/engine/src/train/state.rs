@@ -293,3 +293,28 @@ fn remove_other_steps(folder: &Path, step: u64, rank: usize) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Position;
+
+    #[test]
+    fn each_idle_step_is_counted_once() {
+        let position = |steps: &[(bool, bool)]| {
+            let mut position = Position { step: steps.len() as u64, ..Position::default() };
+            steps.iter().for_each(|(skipped, empty)| position.count_idle(*skipped, *empty));
+            position
+        };
+        let (change, overflow, empty, both) = ((false, false), (true, false), (false, true), (true, true));
+        assert!(position(&[change, change]).idle_steps().unwrap().is_empty());
+        let some = position(&[overflow, change, both, overflow, change]);
+        assert_eq!((some.skipped, some.empty, some.idle()), (2, 1, 3));
+        let [skipped, unlabelled] = &some.idle_steps().unwrap()[..] else { panic!("two notes") };
+        assert!(skipped.starts_with("2 of 5 steps were skipped because gradients overflowed"), "{skipped}");
+        assert!(unlabelled.starts_with("1 of 5 steps were skipped because they had no usable labels"), "{unlabelled}");
+        let refused = |steps: &[(bool, bool)]| position(steps).idle_steps().unwrap_err().to_string();
+        assert!(refused(&[empty, both]).contains("no sample has a usable label"));
+        assert!(refused(&[overflow, overflow]).contains("in all 2 steps"));
+        assert!(refused(&[overflow, empty]).contains("in 1 and there was no usable label in 1 of all 2 steps"));
+    }
+}

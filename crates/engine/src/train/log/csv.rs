@@ -87,6 +87,8 @@ mod tests {
         std::fs::write(&path, "hidden,step,loss\n2,1,0.5\n,2").unwrap();
         drop(open(5));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{header}1,,0.5,,2,,,,\n"));
+        drop(open(1));
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{header}1,,0.5,,2,,,,\n"));
         drop(open(0));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), header);
     }

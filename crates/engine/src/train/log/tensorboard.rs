@@ -163,6 +163,11 @@ mod tests {
         let golden: Vec<u8> = (0..golden.len()).step_by(2).map(|at| u8::from_str_radix(&golden[at..at + 2], 16).unwrap()).collect();
         assert_eq!(record(&event.encode_to_vec()), golden);
         assert_eq!(split_record(&golden).map(|(data, rest)| (Event::decode(data).unwrap(), rest.len())), Some((event, 0)));
+        for at in 0..golden.len() {
+            let mut damaged = golden.clone();
+            damaged[at] ^= 1;
+            assert_eq!(split_record(&damaged), None, "byte {at}");
+        }
     }
 
     #[test]

@@ -123,6 +123,23 @@ mod tests {
     use super::*;
     use crate::data::References;
 
+    #[test]
+    fn only_equal_rows_have_a_distance_of_zero() {
+        let rows = Tensor::new(&[[0.5f32, -2.0], [3.0, 1.0]], &Device::Cpu).unwrap();
+        let distance = |distance, a: &Tensor, b: &Tensor| {
+            let (sum, gradient) = weighted_distance(distance, a, b, &Tensor::ones_like).unwrap();
+            (sum.to_scalar::<f32>().unwrap(), gradient.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap())
+        };
+        for kind in [Distance::Mse, Distance::Cosine] {
+            let (sum, gradient) = distance(kind, &rows, &rows);
+            assert!(sum.abs() < 1e-6 && gradient < 1e-6, "{kind:?}: {sum} {gradient}");
+        }
+        let other = Tensor::new(&[[0.5f32, 2.0], [3.0, 1.0]], &Device::Cpu).unwrap();
+        // The mean of 0 and 16, and 1 - (0.25 - 4) / 4.25.
+        assert!((distance(Distance::Mse, &rows, &other).0 - 8.0).abs() < 1e-6);
+        assert!((distance(Distance::Cosine, &rows, &other).0 - 8.0 / 4.25).abs() < 1e-6);
+    }
+
     /// The mean loss of values that differ by 1 everywhere.
     fn mean(tokens: Option<SequenceRole>, dims: &[usize], inputs: &[(&str, Tensor)]) -> f64 {
         let pair = Pair { student: "a".into(), teacher: "b".into(), widths: (3, 3), tokens };

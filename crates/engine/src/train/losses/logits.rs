@@ -412,6 +412,17 @@ mod tests {
         assert_eq!(transfer::values::<f32>(&sums[0].1, Cause::Step).unwrap(), [1000.0; 8]);
     }
 
+    #[test]
+    fn a_chunk_has_at_least_one_row_and_more_only_within_the_limit() {
+        for classes in [1, 1000, CHUNK / 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK] {
+            let student = LogitsSource::Value("x".into());
+            let logits = Logits { soft: None, hard: None, student, teacher: None, classes, tokens: None };
+            let rows = logits.rows_per_chunk(&Device::Cpu);
+            assert!(rows == 1 || rows > 1 && rows * classes <= CHUNK, "{classes}: {rows}");
+            assert!((rows + 1) * classes > CHUNK, "{classes}: {rows}");
+        }
+    }
+
     /// Ranks average these maps by name.
     #[test]
     fn unlabelled_samples_contribute_zeros() {
