@@ -115,6 +115,7 @@ fn cases() -> Vec<Case> {
         one("Concat", 13, &[0, 4], node("Concat", &["x", "x"], "y", vec![int("axis", -1)]), vec![]),
         one("Pad, old", 9, &image, node("Pad", &["x"], "y", vec![text("mode", "reflect"), list("pads", &[0, 0, 1, 2, 0, 0, 2, 1])]), vec![]),
         one("Pad", 13, &image, node("Pad", &["x", "p", "v"], "y", vec![]), vec![ints("p", &[0, 0, 1, 2, 0, 0, 2, 1]), given("v", &[], &[0.5])]),
+        one("Pad without a value", 13, &image, node("Pad", &["x", "p"], "y", vec![]), vec![ints("p", &[0, 0, 1, 2, 0, 0, 2, 1])]),
         one(
             "Resize by scales",
             13,
@@ -214,6 +215,20 @@ fn cases() -> Vec<Case> {
             ],
             vec![ints("six", &[6]), ints("minus", &[-1])],
         ),
+        (
+            "Expand to a shape that is computed, compared with a single number",
+            15,
+            vec![0, 6, 4],
+            vec![
+                node("Shape", &["x"], "s", vec![int("end", 1)]),
+                node("Concat", &["s", "six", "minus"], "wanted", vec![int("axis", 0)]),
+                node("Equal", &["wanted", "minus"], "kept", vec![]),
+                node("Where", &["kept", "one", "wanted"], "target", vec![]),
+                node("Expand", &["x", "target"], "e", vec![]),
+                node("Neg", &["e"], "y", vec![]),
+            ],
+            vec![ints("six", &[6]), ints("minus", &[-1]), ints("one", &[1])],
+        ),
         one("ReduceMean, old", 11, &image, node("ReduceMean", &["x"], "y", vec![list("axes", &[2, 3]), int("keepdims", 0)]), vec![]),
         one("ReduceSum", 13, &image, node("ReduceSum", &["x", "axes"], "y", vec![]), vec![ints("axes", &[-1])]),
         one("Identity and Dropout", 13, &[0, 4], node("Relu", &["x"], "y", vec![]), vec![]),
@@ -246,6 +261,18 @@ fn expanding_constants_are_rejected_by_name() {
             let number = |name: &str, value: i64| TensorProto { dims: vec![], ..ints(name, &[value]) };
             vec![number("from", 0), number("to", i64::MAX), number("by", 1)]
         }),
+        // The sizes of all values in between are known.
+        (
+            "Concat",
+            vec![
+                zeros(),
+                node("Neg", &["c"], "d", vec![]),
+                node("Flatten", &["d"], "e", vec![]),
+                node("Concat", &["e", "e"], "f", vec![AttributeProto::int("axis", 0)]),
+                add("f"),
+            ],
+            vec![shape(&[1 << 14, 1 << 14])],
+        ),
         (
             "Add",
             vec![zeros(), node("Reshape", &["c", "column"], "d", vec![]), node("Add", &["c", "d"], "e", vec![]), add("e")],
@@ -259,7 +286,7 @@ fn expanding_constants_are_rejected_by_name() {
         (0..times).map(twice).chain(sum).collect::<Vec<_>>()
     };
     // The minimum possible size of a value limits trials with samples.
-    let from_input = [vec![node("Cos", &["x"], "c0", vec![])], doubled(30)].concat();
+    let from_input = [vec![node("Cos", &["x"], "c0", vec![])], doubled(27)].concat();
     let cases = cases.into_iter().chain([("Concat", doubled(20), vec![floats("c0", &[1024])]), ("Concat", from_input, vec![])]);
     for (op, nodes, initializers) in cases {
         std::fs::write(&path, model(13, &[0, 4], nodes, initializers).encode_to_vec()).unwrap();

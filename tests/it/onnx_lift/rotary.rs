@@ -69,7 +69,21 @@ fn tables_that_depend_on_more_than_the_position_are_rejected() {
             one("Mul", &["unscaled", "scale"], "positions"),
         ],
     ];
-    for (what, positions, wanted) in [("plain", plain, Some(10_000.0)), ("by samples", by_rows.concat(), None), ("when long", when_long.concat(), None)] {
+    let scaled = [
+        range("0", "length"),
+        vec![
+            as_floats("unscaled"),
+            one("Sub", &["rows", "2"], "more"),
+            node("Cast", &["more"], "scale", vec![AttributeProto::int("to", 1)]),
+            one("Mul", &["unscaled", "scale"], "positions"),
+        ],
+    ];
+    for (what, positions, wanted) in [
+        ("plain", plain, Some(10_000.0)),
+        ("by samples", by_rows.concat(), None),
+        ("scaled by samples", scaled.concat(), None),
+        ("when long", when_long.concat(), None),
+    ] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.onnx");
         std::fs::write(&path, rotated(&positions).encode_to_vec()).unwrap();
