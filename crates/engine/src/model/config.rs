@@ -165,7 +165,7 @@ impl Config {
             });
         }
         if self.get("quantization_config").is_none_or(Value::is_null) {
-            return Ok(Schemes { gptq: separate_description(path)?, ..Schemes::default() });
+            return Ok(Schemes::from_gptq(separate_description(path)?));
         }
         let quantization = self.values.shift_remove("quantization_config").unwrap_or_default();
         self.text = None;
@@ -174,7 +174,7 @@ impl Config {
         let described = quantization.get(OWN_METHOD).filter(|own| !own.is_null()).unwrap_or(&quantization);
         let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
         if let Some(gptq) = quantization::gptq_config(&quantization).map_err(&refused)? {
-            return Ok(Schemes { gptq, ..Schemes::default() });
+            return Ok(Schemes::from_gptq(gptq));
         }
         if method != "compressed-tensors" && method != OWN_METHOD {
             return Err(refused((format!("quantization method `{method}`"), quantization::FORMATS)));

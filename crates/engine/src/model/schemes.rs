@@ -58,6 +58,11 @@ pub(super) struct Schemes {
 }
 
 impl Schemes {
+    /// The weights of a folder of GPTQ or AWQ.
+    pub(super) fn from_gptq(gptq: GptqConfig) -> Schemes {
+        Schemes { gptq, ..Schemes::default() }
+    }
+
     /// Parses the groups and the ignored modules of a description.
     pub(super) fn parse(described: &Value) -> Result<Schemes, Refused> {
         let mut schemes = Schemes { ignore: Target::list(described, "ignore").collect::<Result<_, _>>()?, ..Schemes::default() };
@@ -315,7 +320,7 @@ mod tests {
 
     #[test]
     fn codes_without_scales_are_refused() {
-        let weight = |dtype| Weight { dtype, ..Computed { values: || Ok(vec![1.0; 4]) }.weight(vec![2, 2]) };
+        let weight = |dtype| Weight::new(dtype, vec![2, 2], Encoding::Dense, Computed { values: || Ok(vec![1.0; 4]) }.weight(vec![2, 2]).source());
         let missing = |name: &str, dtype, ignore: Value| {
             schemes(json!({"num_bits": 8}), Value::Null, ignore).unwrap().require_scales(name, "Linear", &weight(dtype)).err().map(|e| e.to_string())
         };
