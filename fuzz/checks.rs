@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use compress::Model;
 use compress::export::{FileType, Format, Gguf};
-use compress::run_state::RunState;
+use compress::internal::RunState;
 use compress_core::files::Destination;
 use compress_core::store::gguf::GgufFile;
 use compress_core::work::{Cancel, Silent, Work};

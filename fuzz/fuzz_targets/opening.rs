@@ -10,7 +10,7 @@ use std::sync::LazyLock;
 use compress::Model;
 use compress_onnx::ModelFile;
 use compress::pass::{Dequantize, PruneUnstructured, QuantizeDynamic, Step};
-use compress::run_state::RunState;
+use compress::internal::RunState;
 use compress_core::store::writer::{Piece, write_pieces};
 use compress_core::work::{Cancel, Silent, Work};
 use libfuzzer_sys::fuzz_target;

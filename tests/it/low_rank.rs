@@ -335,7 +335,7 @@ fn errors_are_the_least_that_there_are() {
 #[test]
 fn room_for_unfinished_layers_is_counted() {
     use compress::pass::Pass;
-    let (model, pass, state) = (Model::open(golden("llama")).unwrap(), Decompose::default(), compress::run_state::RunState::default());
+    let (model, pass, state) = (Model::open(golden("llama")).unwrap(), Decompose::default(), compress::internal::RunState::default());
     let plan = pass.plan(&model, &state).unwrap();
     let made = plan.model.weights.by_name.iter().filter(|(name, _)| !model.weights.by_name.contains_key(*name));
     let bytes: u64 = made.map(|(_, weight)| weight.value_bytes()).sum();

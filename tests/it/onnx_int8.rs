@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use compress::export::Onnx;
 use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, QuantizeDynamic};
 use compress::report::Report;
-use compress::run_state::RunState;
+use compress::internal::RunState;
 use compress::{Model, Pipeline};
 use compress_core::store::writer::{Item, write_pieces};
 use compress_core::store::{ActivationScheme, Codes, DType, Encoding, Granularity, QuantizationSpec, Rescaled};

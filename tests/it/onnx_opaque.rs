@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::{Device, Tensor};
 use compress::pass::{Context, Pass, QuantizeStatic, Step};
 use compress::pipeline::ResultCache;
-use compress::run_state::RunState;
+use compress::internal::RunState;
 use compress::{Model, Pipeline};
 use compress_core::store::OpenSizes;
 use compress_core::work::{Cancel, MemoryLimit, Silent, Work};

@@ -10,7 +10,7 @@ use compress::Model;
 use compress::pipeline::{Builder, PartOutcome, Pipeline, parts_folder, recipe_from_parts};
 use compress::recipe::Recipe;
 use compress::report::Report;
-use compress::run_state::PartIndex;
+use compress::pipeline::PartIndex;
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)

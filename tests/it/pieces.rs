@@ -9,7 +9,7 @@ use compress::Model;
 use compress::pipeline::{Builder, PartOutcome, Pipeline, parts_folder, recipe_from_parts};
 use compress::recipe::Recipe;
 use compress::report::Report;
-use compress::run_state::PartIndex;
+use compress::pipeline::PartIndex;
 use compress_core::store::DType;
 use compress_core::store::header::Header;
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use compress::pass::{Dequantize, Step};
-use compress::run_state::RunState;
+use compress::internal::RunState;
 use compress::{Error, Model};
 use compress_core::work::{Cancel, Silent, Work};
 use compress_onnx::proto::{DataType, GraphProto, ModelProto};

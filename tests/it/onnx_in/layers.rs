@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, Palettize, PruneUnstructured, QuantizeDynamic, Step};
-use compress::run_state::RunState;
+use compress::internal::RunState;
 use compress::{Error, Model};
 use compress_onnx::ModelFile;
 use compress_onnx::proto::{AttributeProto, DataType, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto};
