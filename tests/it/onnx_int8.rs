@@ -7,9 +7,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use compress::export::Onnx;
+use compress::internal::RunState;
 use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, QuantizeDynamic};
 use compress::report::Report;
-use compress::internal::RunState;
 use compress::{Model, Pipeline};
 use compress_core::store::writer::{Item, write_pieces};
 use compress_core::store::{ActivationScheme, Codes, DType, Encoding, Granularity, QuantizationSpec, Rescaled};

@@ -8,9 +8,9 @@ use crate::common::onnxruntime;
 use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{Device, Tensor};
+use compress::internal::RunState;
 use compress::pass::{Context, Pass, QuantizeStatic, Step};
 use compress::pipeline::ResultCache;
-use compress::internal::RunState;
 use compress::{Model, Pipeline};
 use compress_core::store::OpenSizes;
 use compress_core::work::{Cancel, MemoryLimit, Silent, Work};

@@ -6,10 +6,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use compress::Model;
+use compress::pipeline::PartIndex;
 use compress::pipeline::{Builder, PartOutcome, Pipeline, parts_folder, recipe_from_parts};
 use compress::recipe::Recipe;
 use compress::report::Report;
-use compress::pipeline::PartIndex;
 use compress_core::store::DType;
 use compress_core::store::header::Header;
 

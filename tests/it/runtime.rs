@@ -8,8 +8,8 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use compress::export::Onnx;
-use compress::pass::{Pass, QuantizeDynamic};
 use compress::internal::RunState;
+use compress::pass::{Pass, QuantizeDynamic};
 use compress::{Model, Pipeline};
 use compress_core::work::{Cancel, Silent, Work};
 use compress_engine::exec::{Executor, Inputs, Parameters, Residence, Rounding};

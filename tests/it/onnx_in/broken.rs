@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use compress::pass::{Dequantize, Step};
 use compress::internal::RunState;
+use compress::pass::{Dequantize, Step};
 use compress::{Error, Model};
 use compress_core::work::{Cancel, Silent, Work};
 use compress_onnx::proto::{DataType, GraphProto, ModelProto};

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
-use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, Palettize, PruneUnstructured, QuantizeDynamic, Step};
 use compress::internal::RunState;
+use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, Palettize, PruneUnstructured, QuantizeDynamic, Step};
 use compress::{Error, Model};
 use compress_onnx::ModelFile;
 use compress_onnx::proto::{AttributeProto, DataType, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto};
