@@ -128,7 +128,9 @@ pub(crate) fn deserialize<'de, T: Entry, D: Deserializer<'de>>(deserializer: D) 
 /// Extends the schema of an entry: a bare name is valid too.
 #[cfg(feature = "cli")]
 pub(crate) fn allow_bare_name(schema: &mut schemars::Schema, names: &[&str]) {
-    if let Some(serde_json::Value::Array(forms)) = schema.get_mut("oneOf") {
+    // An untagged variant, although it is not part of the schema, changes `oneOf` to `anyOf`.
+    let key = if schema.get("oneOf").is_some() { "oneOf" } else { "anyOf" };
+    if let Some(serde_json::Value::Array(forms)) = schema.get_mut(key) {
         forms.push(serde_json::json!({ "description": "Name with default options", "enum": names }));
     }
 }
