@@ -110,15 +110,13 @@ class Schema:
         definition = self.definitions[name]
         if name == "Data":
             return "Samples"
-        if name in self.classes:
+        if name in self.classes or name in ("Step", "Export"):
             return name
         if definition.get("type") == "object":
             return self.dictionary(name, definition)
         variants = definition.get("oneOf", [])
         if not variants or not any("const" in part or "properties" in part for part in variants):
             return self.expression(definition, name)
-        if name in ("Step", "Export"):
-            return name
         if all("const" in part for part in variants):
             self.literals[name] = definition
         elif name not in self.aliases:
@@ -197,7 +195,7 @@ def qualified(kind):
 def entries(definition):
     """Name and definition of each entry of a list of passes or formats, with its description."""
     found = []
-    for variant in definition["oneOf"]:
+    for variant in definition.get("oneOf") or definition["anyOf"]:
         for name, schema in variant.get("properties", {}).items():
             found.append((name, schema["$ref"].rsplit("/", 1)[1], variant["description"]))
     return found

@@ -70,7 +70,7 @@ class Job(Process):
     def advice(self, hint: str) -> str:
         """The hint with keywords of functions in place of arguments of the command line."""
         keywords = {"-o": "output", **{f"--{name.replace('_', '-')}": f"{name}=True" for name in ("force", "resume", "allow_nonfinite")}}
-        return re.sub(r"(?<![\w-])(-o|--[a-z-]+)", lambda found: f"`{keywords[found[0]]}`" if found[0] in keywords else found[0], hint)
+        return re.sub(r"`?(?<![\w-])(-o|--[a-z-]+)`?", lambda found: f"`{keywords[found[1]]}`" if found[1] in keywords else found[0], hint)
 
     def result(self) -> Report:
         """Waits for the run, and returns its report.

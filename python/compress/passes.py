@@ -133,7 +133,7 @@ def quantize(
     group_size: int | None = None,
     iterations: int | None = None,
     batch: int | None = None,
-    guide: recipe.Guide = "none",
+    guide: recipe.Guide | None = None,
     damping: float | None = None,
     propagation: float | None = None,
     ordered: bool | None = None,

@@ -715,7 +715,7 @@ class Quantize:
     batch: int | None = None
     """With `method: autoround`, the number of samples per step [default: 2]."""
 
-    guide: Guide = "none"
+    guide: Guide | None = None
     """With `method: gptq` or `autoround`, the weights of calibration tokens."""
 
     damping: float | None = None

@@ -138,7 +138,7 @@ class Errors(InWorkspace):
 
     def test_an_existing_output_is_not_replaced(self) -> None:
         compress.cast("minilm", "out/x")
-        with self.assertRaisesRegex(compress.CompressError, "exists\nhint: add `force=True` .* with `output`"):
+        with self.assertRaisesRegex(compress.CompressError, "exists\nhint: .* `force=True` to replace it"):
             compress.cast("minilm", "out/x")
         compress.cast("minilm", "out/x", force=True)
 
