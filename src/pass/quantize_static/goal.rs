@@ -78,13 +78,43 @@ impl Goal {
         }
     }
 
+    /// Searches for the minimum number of layers in floats, of `count`: 0, 1, 2, 4 …, then by bisection.
+    /// Returns all trials, and the best one.
+    fn search(&self, count: usize, is_late: impl Fn() -> bool, mut measure: impl FnMut(usize) -> Result<f64>) -> Result<(Vec<Trial>, Trial)> {
+        let mut trials: Vec<Trial> = Vec::new();
+        let mut best = Trial { in_floats: 0, metric: f64::NAN };
+        let (mut failed, mut met): (Option<usize>, Option<usize>) = (None, None);
+        let mut next = Some(0);
+        while let Some(in_floats) = next.filter(|_| trials.len() < self.max_trials && (trials.is_empty() || !is_late())) {
+            let trial = Trial { in_floats, metric: measure(in_floats)? };
+            trials.push(trial);
+            let (margin, known) = (self.margin(trial.metric), self.margin(best.metric));
+            let is_better = if margin >= 0.0 && known >= 0.0 { in_floats < best.in_floats } else { margin > known };
+            if is_better {
+                best = trial;
+            }
+            if margin >= 0.0 {
+                met = Some(met.map_or(in_floats, |m| m.min(in_floats)))
+            } else {
+                failed = Some(failed.map_or(in_floats, |f| f.max(in_floats)))
+            }
+            next = match (failed, met) {
+                (None, _) => None,
+                (Some(f), None) if f < count => Some((2 * f).max(1).min(count)),
+                (Some(f), Some(m)) if f + 1 < m => Some(f.midpoint(m)),
+                _ => None,
+            };
+        }
+        Ok((trials, best))
+    }
+
     fn name(&self) -> &'static str {
         if self.max_drop.is_some() { "drop" } else { "cosine" }
     }
 }
 
 /// A tried model.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 struct Trial {
     /// Number of layers in floats.
     in_floats: usize,
@@ -102,8 +132,7 @@ pub(super) struct Outcome {
 }
 
 impl QuantizeStatic {
-    /// Searches for the minimum number of layers in floats: 0, 1, 2, 4 …, then by bisection. Returns an
-    /// error if the goal is strict and is not met.
+    /// Leaves the minimum number of layers in floats. Returns an error if the goal is strict and is not met.
     pub(super) fn reach_goal(
         &self,
         goal: &Goal,
@@ -116,34 +145,10 @@ impl QuantizeStatic {
         let damages = sensitivity::ranked(self, prepared, statistics, context)?;
         let order: Vec<String> = damages.iter().map(|damage| damage.name.clone()).collect();
         let evaluator = Evaluator::new(goal, original, context)?;
-        let mut trials: Vec<Trial> = Vec::new();
-        let mut best: Option<(f64, usize)> = None;
-        let (mut failed, mut met): (Option<usize>, Option<usize>) = (None, None);
-        let count = order.len();
         let is_late = || goal.max_minutes.is_some_and(|minutes| start.elapsed().as_secs_f64() > 60.0 * minutes);
-        let mut next = Some(0);
-        while let Some(in_floats) = next.filter(|_| trials.len() < goal.max_trials && (trials.is_empty() || !is_late())) {
-            let metric = evaluator.metric(self.with_floats(prepared, &order, in_floats, statistics)?, context)?;
-            trials.push(Trial { in_floats, metric });
-            let margin = goal.margin(metric);
-            let better = |(other, count): (f64, usize)| if margin >= 0.0 && other >= 0.0 { in_floats < count } else { margin > other };
-            if best.is_none_or(better) {
-                best = Some((margin, in_floats));
-            }
-            if margin >= 0.0 {
-                met = Some(met.map_or(in_floats, |m| m.min(in_floats)))
-            } else {
-                failed = Some(failed.map_or(in_floats, |f| f.max(in_floats)))
-            }
-            next = match (failed, met) {
-                (None, _) => None,
-                (Some(f), None) if f < count => Some((2 * f).max(1).min(count)),
-                (Some(f), Some(m)) if f + 1 < m => Some(f.midpoint(m)),
-                _ => None,
-            };
-        }
-        let (margin, in_floats) = best.unwrap_or((f64::NEG_INFINITY, 0));
-        let metric = trials.iter().find(|trial| trial.in_floats == in_floats).map_or(f64::NAN, |trial| trial.metric);
+        let measure = |in_floats: usize| evaluator.metric(self.with_floats(prepared, &order, in_floats, statistics)?, context);
+        let (trials, Trial { in_floats, metric }) = goal.search(order.len(), is_late, measure)?;
+        let (margin, count) = (goal.margin(metric), order.len());
         let names = order.iter().take(in_floats).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         let layers = if in_floats == 0 { "all layers are quantized".to_owned() } else { format!("{in_floats} of {count} layers stay in floats: {names}") };
         if margin < 0.0 && goal.strict {
@@ -235,5 +240,26 @@ mod tests {
         assert!(cosine.margin(0.995) > 0.0 && cosine.margin(0.98) < 0.0);
         assert_eq!([drop.margin(0.01), cosine.margin(0.99)], [0.0; 2]);
         assert_eq!([drop.margin(f64::NAN), cosine.margin(f64::NAN)], [f64::NEG_INFINITY; 2]);
+    }
+
+    #[test]
+    fn the_search_finds_the_minimum_number_of_layers_in_floats() {
+        let goal: Goal = "{min_cosine: 0.5, max_trials: 20}".parse().unwrap();
+        for count in 0..20 {
+            // The goal is met exactly with `enough` layers in floats, or never.
+            for enough in 0..=count + 1 {
+                let cosine = |in_floats: usize| 0.5 + (in_floats as f64 - enough as f64) / 64.0;
+                let (trials, best) = goal.search(count, || false, |in_floats| Ok(cosine(in_floats))).unwrap();
+                assert_eq!((best.in_floats, best.metric), (enough.min(count), cosine(enough.min(count))), "{count}");
+                let tried: BTreeSet<usize> = trials.iter().map(|trial| trial.in_floats).collect();
+                assert!(tried.len() == trials.len() && trials.len() <= 10 && *tried.last().unwrap() <= count, "{tried:?}");
+                assert!(enough > 0 || trials.len() == 1, "the first trial meets the goal");
+                let (trials, first) = goal.search(count, || true, |in_floats| Ok(cosine(in_floats))).unwrap();
+                assert_eq!((trials.len(), first.in_floats), (1, 0));
+            }
+        }
+        let (trials, best) = Goal { max_trials: 3, ..goal }.search(9, || false, |in_floats| Ok(if in_floats == 1 { 0.25 } else { 0.125 })).unwrap();
+        assert_eq!((trials.len(), best.in_floats), (3, 1));
+        assert_eq!(goal.search(2, || false, |_| Ok(f64::NAN)).unwrap().1.in_floats, 0);
     }
 }
