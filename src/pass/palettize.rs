@@ -111,7 +111,7 @@ impl Palettize {
         }
         let mut applied = Applied { rule, tensors: encodings.keys().cloned().collect(), ..Applied::new(NAME, self.options()) };
         if let Some(first) = grown.first() {
-            let rows = if self.group_size > 0 { format!("{} rows", self.group_size) } else { "all rows".to_owned() };
+            let rows = if self.group_size > 0 { counted(usize::try_from(self.group_size).unwrap_or(0), "row") } else { "all rows".to_owned() };
             let what = format!("{}-bit indices and palettes for {rows} would not be smaller than the values of {}", self.bits, counted(grown.len(), "weight"));
             if encodings.is_empty() {
                 return Err(Error::option(

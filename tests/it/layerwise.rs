@@ -444,6 +444,20 @@ fn an_interrupted_run_goes_on_behind_the_last_block() {
     }
 }
 
+/// Only static ranges depend on every sample.
+#[test]
+fn a_single_sample_is_noted_where_values_are_clipped() {
+    let noted = |pass: Step| {
+        let folder = tempfile::tempdir().unwrap();
+        let data = Data { samples: Some(1), ..tokens(folder.path()) };
+        let pipeline = Pipeline::builder().calibration(data).pass(pass).threads(2).build().unwrap();
+        let report = pipeline.run(Model::open(golden("llama")).unwrap(), folder.path().join("out")).unwrap();
+        report.notes.iter().any(|note| note.contains("has 1 calibration sample"))
+    };
+    assert!(!noted(pruned(Importance::Wanda).into()));
+    assert!(noted(compress::pass::QuantizeStatic::default().into()));
+}
+
 #[test]
 fn what_cannot_be_done_is_refused_by_name() {
     let refused = |name: &str, pass: Step| attempt(name, pass).err().unwrap().to_string();

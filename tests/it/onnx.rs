@@ -116,6 +116,10 @@ fn assert_follows_rules(draft: &Draft, graph: &Graph, what: &str) {
         };
         assert_eq!(tensor.raw_data.as_ref().unwrap().len() as i64, size * tensor.dims.iter().product::<i64>(), "{what}: {:?}", tensor.name);
     }
+    let ones = body.initializer.iter().filter(|tensor| tensor.data_type() == DataType::Float && tensor.raw_data.as_deref() == Some(&1f32.to_le_bytes()));
+    let ones: BTreeSet<&str> = ones.filter_map(|tensor| tensor.name.as_deref()).collect();
+    let idle = body.node.iter().find(|node| node.op_type() == "Mul" && node.input.iter().any(|name| ones.contains(name.as_str())));
+    assert!(idle.is_none(), "{what}: multiplies by one: {idle:?}");
     // Dynamic axes have the same names in the file as in the graph.
     let dims = body.input.iter().flat_map(|i| i.r#type.as_ref().unwrap().tensor_type.as_ref().unwrap().shape.as_ref().unwrap().dim.iter());
     assert!(

@@ -408,8 +408,8 @@ fn verification_compares_every_quantized_value_and_finds_every_wrong_tensor() {
     assert!(corrupted == 16, "{corrupted}");
 }
 
-/// The range of the input of a small network, calibrated on these samples.
-fn input_range(samples: &[Vec<f32>], pass: QuantizeStatic) -> (f32, f32) {
+/// The report and the graph of a small network with this weight `[5, 6]`, calibrated on these samples.
+fn small_network(samples: &[Vec<f32>], weight: Vec<f32>, pass: QuantizeStatic) -> (Report, compress_graph::ir::Graph) {
     let text = "input x: float[batch, 6]\nparam w: float[5, 6]\nparam b: float[5]\n\
         p = Linear{\"input_major\":false}(x, w, b) -> float[batch, 5]\ny = Tanh(p) -> float[batch, 5]\noutput y = y\n";
     let graph: compress_graph::ir::Graph = text.parse().unwrap();
@@ -419,7 +419,6 @@ fn input_range(samples: &[Vec<f32>], pass: QuantizeStatic) -> (f32, f32) {
     std::fs::write(place.join("config.json"), "{}").unwrap();
     std::fs::write(place.join("graph.json"), serde_json::to_string(&compress_graph::ir::GraphFile::from(&graph)).unwrap()).unwrap();
     let tensor = |values: Vec<f32>, shape: &[usize]| Tensor::from_vec(values, shape, &Device::Cpu).unwrap();
-    let weight = (0..30).map(|at| (at * 37 % 23) as f32 / 11.0 - 0.9).collect();
     let tensors = std::collections::HashMap::from([("w".to_owned(), tensor(weight, &[5, 6])), ("b".to_owned(), tensor(vec![0.1; 5], &[5]))]);
     candle_core::safetensors::save(&tensors, place.join("model.safetensors")).unwrap();
     let path = folder.path().join("samples.safetensors");
@@ -429,8 +428,13 @@ fn input_range(samples: &[Vec<f32>], pass: QuantizeStatic) -> (f32, f32) {
     let data = Data { arrays: Some(path), samples: Some(samples.len()), ..Data::default() };
     let pipeline =
         Pipeline::builder().pass(QuantizeStatic { smooth: Smooth::None, targets: vec!["w".parse().unwrap()], ..pass }).calibration(data).build().unwrap();
-    pipeline.run(Model::open(&place).unwrap(), folder.path().join("out")).unwrap();
-    let graph = Model::open(folder.path().join("out")).unwrap().graph().unwrap();
+    let report = pipeline.run(Model::open(&place).unwrap(), folder.path().join("out")).unwrap();
+    (report, Model::open(folder.path().join("out")).unwrap().graph().unwrap())
+}
+
+/// The range of the input of a small network, calibrated on these samples.
+fn input_range(samples: &[Vec<f32>], pass: QuantizeStatic) -> (f32, f32) {
+    let (_, graph) = small_network(samples, (0..30).map(|at| (at * 37 % 23) as f32 / 11.0 - 0.9).collect(), pass);
     let by = graph.nodes().iter().find_map(|node| if let Op::FakeQuantize(by) = node.op { Some(by) } else { None }).unwrap();
     by.range()
 }
@@ -450,4 +454,19 @@ fn one_unusual_sample_does_not_decide_the_range() {
     samples.rotate_left(17);
     samples.reverse();
     assert_eq!(input_range(&samples, minmax), (least, most));
+}
+
+#[test]
+fn only_layers_whose_sums_saturate_are_noted() {
+    let samples = [vec![1.0; 6], vec![0.75; 6]];
+    let found = |target, second: f32| {
+        let weight = (0..30).map(|at| if at % 2 == 0 { 1.0 } else { second }).collect();
+        let (report, _) = small_network(&samples, weight, QuantizeStatic { target, ..QuantizeStatic::default() });
+        report.notes.into_iter().filter(|note| note.contains("saturate")).collect::<Vec<_>>()
+    };
+    // Pairs of adjacent products add up to twice the largest product, or cancel.
+    let [note] = &found(ActivationTarget::Vnni, 1.0)[..] else { panic!("no note") };
+    assert!(note.contains("accumulators of 1 of 1 layer saturate"), "{note}");
+    assert!(found(ActivationTarget::Vnni, -1.0).is_empty());
+    assert!(found(ActivationTarget::Portable, 1.0).is_empty());
 }

@@ -531,6 +531,13 @@ fn zeros_without_pruning_are_trained() {
         let report = passes(&at(input), &output, vec![Finetune { keep_zeros, ..finetune(3) }.into()], Some(&data));
         assert_eq!((noted(&report, "kept at zero"), zeros(&output) == zeros(&at(input))), (stay, stay), "{input}: {:?}", report.notes);
     }
+    let one = PruneUnstructured {
+        amount: Some("0.5".parse().unwrap()),
+        targets: vec!["*layer.1.output.dense.weight".parse().unwrap()],
+        ..PruneUnstructured::default()
+    };
+    let report = passes(&golden(name), &at("one"), vec![one.into(), finetune(1).into()], Some(&data));
+    assert!(noted(&report, "zero weights of 1 tensor were kept at zero"), "{:?}", report.notes);
 }
 
 /// A matrix of small weights, which a global threshold zeroes completely, and a fraction of zeros that

@@ -196,3 +196,43 @@ impl Moments {
         self.magnitudes.iter().map(|sum| sum / self.count.max(1) as f64).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn merged_rows_count_like_all_others() {
+        let request = MomentsRequest { products: true, rows: 0, original: true, held_out: true };
+        let tensor = |offset: f32| {
+            let values: Vec<f32> = (0..24).map(|i| (i * 7 % 11) as f32 / 4.0 - 1.2 + offset).collect();
+            Tensor::from_vec(values, (8, 3), &Device::Cpu).unwrap()
+        };
+        let (rows, original) = (tensor(0.0), tensor(0.3));
+        let part = |tensor: &Tensor, first: usize| tensor.narrow(0, first, 2).unwrap();
+        let moments = |added: &[usize], held_out: &[usize]| {
+            let mut moments = Moments::new(3, request);
+            for first in added {
+                moments.add("x", &part(&rows, *first)).unwrap();
+                moments.add_original("x", &part(&original, *first), &part(&rows, *first)).unwrap();
+            }
+            for (fold, first) in held_out.iter().enumerate() {
+                moments.hold_out("x", fold, &part(&rows, *first), Some(&part(&original, *first))).unwrap();
+            }
+            moments
+        };
+        let equal = |found: &Moments, expected: &Moments| {
+            assert_eq!((found.count, found.nonzero, found.tokens()), (expected.count, expected.nonzero, expected.tokens()));
+            assert!(!expected.differences.is_empty() && found.differences.len() == expected.differences.len());
+            let floats = |moments: &Moments| [&moments.products[..], &moments.differences, &moments.largest].concat();
+            let sums = |moments: &Moments| [&moments.squares[..], &moments.magnitudes].concat();
+            let all = floats(found).into_iter().zip(floats(expected)).map(|(a, b)| f64::from((a - b).abs()));
+            assert!(all.chain(sums(found).into_iter().zip(sums(expected)).map(|(a, b)| (a - b).abs())).all(|error| error < 1e-4));
+        };
+        let mut found = moments(&[0, 2], &[4, 6]);
+        equal(&found.without(0).unwrap(), &moments(&[0, 2, 6], &[]));
+        equal(&found.without(1).unwrap(), &moments(&[0, 2, 4], &[]));
+        found.merge();
+        equal(&found, &moments(&[0, 2, 4, 6], &[]));
+    }
+}

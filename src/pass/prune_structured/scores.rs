@@ -118,7 +118,33 @@ fn lane_sum(values: &[f32]) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::store::{Bytes, DType, Encoding};
+    use crate::work::{Cancel, Silent};
+
+    /// Otherwise, groups could not be compared with each other.
+    #[test]
+    fn scores_are_proportional_to_the_weights() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert");
+        let model = Model::open(folder).unwrap();
+        let groups = crate::analysis::groups(&model.graph().unwrap()).unwrap().groups;
+        let chosen: Vec<&Group> = groups.iter().filter(|group| group.members.iter().any(|member| member.role != Role::Follows)).collect();
+        let mut doubled = model.clone();
+        for (name, weight) in &model.weights.by_name {
+            let bytes = weight.floats(name).unwrap().iter().flat_map(|value| (2.0 * value).to_le_bytes()).collect();
+            let source = Arc::new(Bytes { dtype: DType::F32, bytes });
+            doubled.weights.by_name.insert(name.clone(), Weight::new(DType::F32, weight.shape.clone(), Encoding::Dense, source));
+        }
+        let cancel = Cancel::default();
+        let work = Work { threads: 1, progress: &Silent, cancel: &cancel };
+        for (importance, factor) in [(Importance::L1, 2.0), (Importance::L2, 4.0)] {
+            let [before, after] = [&model, &doubled].map(|model| by_weights(&chosen, model, importance, &work).unwrap());
+            assert!(before.iter().flatten().count() > 20 && before.iter().flatten().all(|score| *score > 0.0));
+            assert!(before.iter().flatten().zip(after.iter().flatten()).all(|(before, after)| factor * before == *after), "{importance:?}");
+        }
+    }
 
     #[test]
     fn sums_do_not_depend_on_where_blocks_end() {

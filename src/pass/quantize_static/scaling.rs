@@ -252,3 +252,40 @@ impl Consumer<'_> {
         activations + self.layer.largest.chunks_exact(self.layer.inputs.max(1)).map(row).sum::<f64>()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::store::{Bytes, Encoding, Weight};
+
+    #[test]
+    fn reductions_of_a_weight_do_not_depend_on_its_layout() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama");
+        let mut model = Model::open(folder).unwrap();
+        let value = model.graph().unwrap().nodes()[0].output;
+        // Shape, whether the inputs are the first axis, and whether each output has one input.
+        let layouts = [(vec![4, 3], false, false), (vec![4, 3, 2, 2], false, false), (vec![3, 4], true, false), (vec![3, 1, 2, 2], true, true)];
+        for (shape, first, depthwise) in layouts {
+            let (inputs, inner) = (3, shape[2..].iter().product::<usize>());
+            let outputs = if depthwise { 1 } else { 4 };
+            let values: Vec<f32> = (0..inputs * outputs * inner).map(|i| (i * 29 % 64) as f32 - 31.0).collect();
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            let weight = Weight::new(DType::F32, shape.clone(), Encoding::Dense, Arc::new(Bytes { dtype: DType::F32, bytes }));
+            model.weights.by_name.insert("w".into(), weight);
+            let layer = ScaledLayer { value, weight: "w".into(), index: (0..inputs).collect(), first, depthwise };
+            let found = LayerWeights::new(&model, &layer).unwrap();
+            let element = |output: usize, input: usize, at: usize| values[if first { input * outputs + output } else { output * inputs + input } * inner + at];
+            for input in 0..inputs {
+                let all = || (0..outputs).flat_map(|output| (0..inner).map(move |at| element(output, input, at)));
+                assert_eq!(found.columns[input], all().fold(0f32, |most, x| most.max(x.abs())), "{shape:?}");
+                assert_eq!(found.squares[input], all().map(|x| f64::from(x * x)).sum::<f64>(), "{shape:?}");
+                for output in 0..outputs {
+                    let largest = (0..inner).fold(0f32, |most, at| most.max(element(output, input, at).abs()));
+                    assert_eq!(found.largest[output * inputs + input], largest, "{shape:?}");
+                }
+            }
+        }
+    }
+}

@@ -131,7 +131,10 @@ fn unsupported_weights_are_rejected_by_name() {
     let one = || Tensor::random(DType::F32, &[64, 64], 3);
     let nan = Tensor::floats(DType::F32, &[64, 64], &[vec![f64::NAN], vec![0.5; 4095]].concat());
     assert!(run(nan, pass(4, 8)).contains("`t.weight`: contains infinite or NaN values"));
-    assert!(run(Tensor::random(DType::F32, &[4, 4], 3), pass(8, 4)).contains("would not be smaller"));
+    for (group, rows) in [(1, "for 1 row would"), (4, "for 4 rows would"), (-1, "for all rows would")] {
+        let error = run(Tensor::random(DType::F32, &[4, 4], 3), pass(8, group));
+        assert!(error.contains(rows) && error.contains("would not be smaller"), "{error}");
+    }
     assert!(run(one(), pass(1, 8)).contains("2 to 8"));
     assert!(run(one(), pass(9, 8)).contains("2 to 8"));
     assert!(run(one(), pass(4, 0)).contains("group_size"));

@@ -92,6 +92,9 @@ fn masks_and_positions_of_exporters_are_typed() {
         let graph = Model::open(&path).unwrap().graph().unwrap_or_else(|e| panic!("{what}: {e}"));
         let opaque = graph.nodes().iter().filter(|node| matches!(node.op, Op::Opaque(_))).count();
         assert_eq!(opaque == 0, is_typed, "{what}: {graph}");
+        // A row has an axis more than a vector.
+        let embedded = graph.nodes().iter().map(|node| graph.value(node.output)).find(|value| value.name == "p").unwrap();
+        assert_eq!(embedded.ty.shape.len(), if what.starts_with("a vector") { 2 } else { 3 }, "{what}: {graph}");
         for length in [1, 11, LONGEST as usize] {
             let ours = executed(Model::open(&path).unwrap(), &inputs(length)).unwrap_or_else(|e| panic!("{what}: {e}"));
             if crate::common::onnxruntime::has_onnx_runtime() {

@@ -112,6 +112,7 @@ fn cases() -> Vec<Case> {
         one("Reshape", 13, &[0, 6, 4], node("Reshape", &["x", "shape"], "y", vec![]), vec![ints("shape", &[0, 3, -1])]),
         one("Squeeze, old", 11, &[0, 1, 4], node("Squeeze", &["x"], "y", vec![list("axes", &[1])]), vec![]),
         one("Unsqueeze", 13, &[0, 4], node("Unsqueeze", &["x", "axes"], "y", vec![]), vec![ints("axes", &[-1, 1])]),
+        one("Unsqueeze in front", 13, &[0, 4], node("Unsqueeze", &["x", "axes"], "y", vec![]), vec![ints("axes", &[0])]),
         one("Concat", 13, &[0, 4], node("Concat", &["x", "x"], "y", vec![int("axis", -1)]), vec![]),
         one("Pad, old", 9, &image, node("Pad", &["x"], "y", vec![text("mode", "reflect"), list("pads", &[0, 0, 1, 2, 0, 0, 2, 1])]), vec![]),
         one("Pad", 13, &image, node("Pad", &["x", "p", "v"], "y", vec![]), vec![ints("p", &[0, 0, 1, 2, 0, 0, 2, 1]), given("v", &[], &[0.5])]),
@@ -216,18 +217,32 @@ fn cases() -> Vec<Case> {
             vec![ints("six", &[6]), ints("minus", &[-1])],
         ),
         (
-            "Expand to a shape that is computed, compared with a single number",
+            "Reshape to sizes of which one replaces a single number",
             15,
-            vec![0, 6, 4],
+            vec![0, 24],
             vec![
                 node("Shape", &["x"], "s", vec![int("end", 1)]),
                 node("Concat", &["s", "six", "minus"], "wanted", vec![int("axis", 0)]),
-                node("Equal", &["wanted", "minus"], "kept", vec![]),
-                node("Where", &["kept", "one", "wanted"], "target", vec![]),
-                node("Expand", &["x", "target"], "e", vec![]),
-                node("Neg", &["e"], "y", vec![]),
+                node("Equal", &["wanted", "minus"], "replaced", vec![]),
+                node("Where", &["replaced", "four", "wanted"], "target", vec![]),
+                node("Reshape", &["x", "target"], "y", vec![]),
             ],
-            vec![ints("six", &[6]), ints("minus", &[-1]), ints("one", &[1])],
+            vec![ints("six", &[6]), ints("minus", &[-1]), ints("four", &[4])],
+        ),
+        (
+            "Reshape to a slice of sizes, and a choice between equal ones",
+            15,
+            vec![0, 6, 4],
+            vec![
+                node("Shape", &["x"], "s", vec![]),
+                node("Slice", &["s", "zero", "one"], "batch", vec![]),
+                node("Slice", &["s", "zero", "one", "zero", "one"], "same", vec![]),
+                node("Equal", &["batch", "two"], "unknown", vec![]),
+                node("Where", &["unknown", "batch", "same"], "chosen", vec![]),
+                node("Concat", &["chosen", "rest"], "target", vec![int("axis", 0)]),
+                node("Reshape", &["x", "target"], "y", vec![]),
+            ],
+            vec![ints("zero", &[0]), ints("one", &[1]), ints("two", &[2]), ints("rest", &[-1, 4])],
         ),
         one("ReduceMean, old", 11, &image, node("ReduceMean", &["x"], "y", vec![list("axes", &[2, 3]), int("keepdims", 0)]), vec![]),
         one("ReduceSum", 13, &image, node("ReduceSum", &["x", "axes"], "y", vec![]), vec![ints("axes", &[-1])]),
@@ -322,6 +337,24 @@ fn every_operator_of_the_table_matches_onnx_runtime() {
         if onnxruntime::has_onnx_runtime() {
             close(what, &ours, &in_runtime(&path, &inputs));
         }
+    }
+}
+
+#[test]
+fn only_positive_scales_quantize() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    for (scale, is_typed) in [(0.1, true), (0.0, false), (-0.1, false), (f32::NAN, false), (f32::INFINITY, false)] {
+        let zero = TensorProto { name: Some("z".into()), data_type: Some(DataType::Uint8 as i32), raw_data: Some(vec![3]), ..TensorProto::default() };
+        let nodes = vec![
+            node("QuantizeLinear", &["x", "s", "z"], "q", vec![]),
+            node("DequantizeLinear", &["q", "s", "z"], "d", vec![]),
+            node("Relu", &["d"], "y", vec![]),
+        ];
+        std::fs::write(&path, model(13, &[0, 4], nodes, vec![given("s", &[], &[scale]), zero]).encode_to_vec()).unwrap();
+        let graph = Model::open(&path).unwrap().graph();
+        let found = graph.is_ok_and(|graph| graph.nodes().iter().any(|node| matches!(node.op, Op::FakeQuantize(_))));
+        assert_eq!(found, is_typed, "{scale}");
     }
 }
 

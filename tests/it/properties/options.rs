@@ -339,3 +339,20 @@ fn every_option_of_data_and_evaluation_changes_the_scores_or_is_rejected() {
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
+
+/// A changed default changes the result of every recipe that does not specify the option.
+#[test]
+fn defaults_are_those_of_the_golden_file() {
+    let schema = schema();
+    let mut found: BTreeMap<String, BTreeMap<String, Value>> = BTreeMap::new();
+    for (kind, name) in ["Step", "Export"].into_iter().flat_map(|kind| names(&schema, kind).into_iter().map(move |name| (kind, name))) {
+        let defaults = options(&schema, kind, &name).into_iter().filter_map(|(option, described)| Some((option, described.get("default")?.clone())));
+        found.insert(name, defaults.collect());
+    }
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/option-defaults.json");
+    if std::env::var_os("COMPRESS_ACCEPT").is_some() {
+        std::fs::write(&path, serde_json::to_string_pretty(&found).unwrap() + "\n").unwrap();
+    }
+    let golden: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    assert_eq!(json!(found), golden);
+}

@@ -24,6 +24,13 @@ fn layers_are_removed_by_influence() {
     assert!(done.described());
 }
 
+#[test]
+fn amounts_of_layers_and_of_units_apply_together() {
+    let amounts = Amounts::Each(BTreeMap::from([(PrunedPart::Layers, Amount::Count(1)), (PrunedPart::Mlp, Amount::fraction(0.5))]));
+    let done = run("bert", Pipeline::builder().pass(PruneStructured { amount: Some(amounts), round_to: 2, ..half(&[]) }));
+    assert_eq!((done.config("num_hidden_layers"), done.config("intermediate_size")), (1, 14));
+}
+
 /// Per-layer entries of `config.json` of DINOv2.
 #[test]
 fn stages_of_a_backbone_follow_its_layers() {

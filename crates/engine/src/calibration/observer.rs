@@ -318,6 +318,22 @@ mod tests {
     }
 
     #[test]
+    fn rescaled_statistics_are_those_of_rescaled_values() {
+        let factors = [0.5f32, 4.0, 2.0];
+        let values: Vec<f32> = (0..300).map(|i| (i * 797 % 300) as f32 / 150.0 - 0.9).collect();
+        let observed = |values: &[f32]| {
+            let mut statistics = ValueStatistics::new(3, Request { axis: Axis::Last, histograms: true });
+            statistics.add("x", values, &[100, 3], Axis::Last, &[100]).unwrap();
+            statistics
+        };
+        let (mut found, expected) = (observed(&values), observed(&values.iter().zip(factors.iter().cycle()).map(|(x, by)| x * by).collect::<Vec<_>>()));
+        found.multiply(&factors.map(f64::from));
+        assert_eq!((&found.rows, found.channels().largest()), (&expected.rows, expected.channels().largest()));
+        let squares = found.channels().mean_squares().into_iter().zip(expected.channels().mean_squares());
+        assert!(squares.into_iter().all(|(found, expected)| (found - expected).abs() < 1e-6 * expected));
+    }
+
+    #[test]
     fn headroom_covers_the_wider_half() {
         let uniform = |limit: f32| (0..2000).map(|i| limit * ((i * 797 % 2000) as f32 / 1000.0 - 1.0)).collect::<Vec<_>>();
         let equal = statistics(&[uniform(1.0), uniform(1.0)]);

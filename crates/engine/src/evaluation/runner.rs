@@ -249,3 +249,35 @@ pub(super) fn seconds(runner: &mut dyn Runner, inputs: &Inputs) -> Result<f64> {
     runner.run(inputs)?;
     Ok(start.elapsed().as_secs_f64())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::exec::transfer::{self, Cause};
+    use crate::work::Silent;
+
+    /// A model that is larger than memory is read once per group of batches.
+    #[test]
+    fn announced_batches_run_together() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/llama");
+        let (model, cancel) = (Model::open(folder).unwrap(), Cancel::default());
+        let work = Work { threads: 1, progress: &Silent, cancel: &cancel };
+        let graph = model.graph().unwrap();
+        let batch = |first: i64| {
+            let ids = Tensor::new(&[[first, 2, 3, 4]], &Device::Cpu).unwrap();
+            let inputs = [(MASK.to_owned(), ids.ones_like().unwrap()), (TOKENS.to_owned(), ids)];
+            Batch { inputs: inputs.into(), references: References::None, samples: 1 }
+        };
+        let batches = [1, 5, 9].map(batch);
+        let mut runner = BlockwiseCandle::new(&model, &graph, BlockwiseOptions::on(&Device::Cpu), u64::MAX, &work);
+        let values = |outputs: Outputs| outputs.values().map(|tensor| transfer::values::<f32>(tensor, Cause::Answers).unwrap()).collect::<Vec<_>>();
+        let separate = batches.each_ref().map(|batch| values(runner.run(&batch.inputs).unwrap()));
+        assert_ne!(separate[0], separate[1]);
+        runner.prepare(&batches).unwrap();
+        for (number, (batch, expected)) in batches.iter().zip(separate).enumerate() {
+            assert_eq!(values(runner.run(&batch.inputs).unwrap()), expected);
+            let state = runner.prepared.as_ref().map(|(run, next)| (run.batches(), *next));
+            assert_eq!(state, Some((batches.len(), number + 1)));
+        }
+    }
+}

@@ -201,6 +201,9 @@ mod tests {
             assert!(overfitted > 10, "{overfitted}");
             let halves = [5, 6].map(|seed| sums(&rows(400, true, seed)));
             assert!(held_out_share(&weight, &halves, &surviving, centred).unwrap() > 0.9);
+            let [all, _] = halves;
+            let none = held_out_share(&weight, &[all, ProductSums::new(features, left)], &surviving, centred).unwrap();
+            assert_eq!(none, 0.0, "without held-out rows, nothing is corrected");
         }
     }
 
