@@ -217,6 +217,20 @@ fn cases() -> Vec<Case> {
             vec![ints("six", &[6]), ints("minus", &[-1])],
         ),
         (
+            "Expand to a shape that is computed, compared with a single number",
+            15,
+            vec![0, 6, 4],
+            vec![
+                node("Shape", &["x"], "s", vec![int("end", 1)]),
+                node("Concat", &["s", "six", "minus"], "wanted", vec![int("axis", 0)]),
+                node("Equal", &["wanted", "minus"], "kept", vec![]),
+                node("Where", &["kept", "one", "wanted"], "target", vec![]),
+                node("Expand", &["x", "target"], "e", vec![]),
+                node("Neg", &["e"], "y", vec![]),
+            ],
+            vec![ints("six", &[6]), ints("minus", &[-1]), ints("one", &[1])],
+        ),
+        (
             "Reshape to sizes of which one replaces a single number",
             15,
             vec![0, 24],
