@@ -189,7 +189,11 @@ impl Training {
             for layer in layers.iter_mut() {
                 let Some(gradient) = gradients.get(&layer.layer.weight) else { continue };
                 let gradient = floats_on_host(gradient, Cause::Statistics).map_err(tensor_error)?;
-                read(&gradient, |gradient| Ok(layer.step(gradient, rate))).map_err(tensor_error)?;
+                let step = |gradient: &[f32]| {
+                    layer.step(gradient, rate);
+                    Ok(())
+                };
+                read(&gradient, step).map_err(tensor_error)?;
                 let rounded = Tensor::from_vec(layer.rounded(), (layer.layer.rows, layer.layer.size), &training.block.context.device);
                 parameters = parameters.with(&layer.layer.weight, rounded.map_err(tensor_error)?);
             }
@@ -219,9 +223,11 @@ impl Training {
 
 /// A part of the rows of a sample, as fractions.
 type Part = Range<f32>;
+/// Samples and their parts.
+type Parts = Vec<(usize, Part)>;
 
 /// Samples whose tokens are held out, and the others. Of a single sample, the last quarter is held out.
-fn split(samples: usize, seed: u64) -> (Vec<(usize, Part)>, Vec<(usize, Part)>) {
+fn split(samples: usize, seed: u64) -> (Parts, Parts) {
     if samples == 1 {
         return (vec![(0, 0.75..1.0)], vec![(0, 0.0..0.75)]);
     }
@@ -281,7 +287,11 @@ impl BlockTraining<'_, '_, '_, '_> {
             let differences = self.differences(&forward.taps()[&self.output], *sample, part, 1)?;
             let width = differences.dims().last().copied().unwrap_or(1);
             let differences = floats_on_host(&differences, Cause::Statistics).map_err(tensor_error)?;
-            read(&differences, |values| Ok(errors.add(values, &vec![0.0; values.len()], width))).map_err(tensor_error)?;
+            let add = |values: &[f32]| {
+                errors.add(values, &vec![0.0; values.len()], width);
+                Ok(())
+            };
+            read(&differences, add).map_err(tensor_error)?;
         }
         Ok(errors)
     }
