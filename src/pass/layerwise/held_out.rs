@@ -118,7 +118,7 @@ pub(super) struct HeldOut {
     /// Inputs of the same layers in the original model; empty if they are not requested.
     pub original: Vec<f32>,
     /// For each row, the index of its value among the different rows. Samples with a common prefix have equal
-    /// rows, which are no independent observations.
+    /// rows, which are not independent observations.
     groups: Vec<usize>,
     /// Indices of the first rows with the same hash, and of their groups.
     first: HashMap<u64, Vec<[usize; 2]>>,

@@ -22,7 +22,7 @@ pub(super) enum ActivationArgs {
     /// Static quantization with the parameters stored with the weight, to 8-bit integers or to codes
     /// like the weight's.
     Static {
-        /// Whether there is no zero point.
+        /// Whether the zero point is 0 and not stored.
         symmetric: bool,
     },
 }

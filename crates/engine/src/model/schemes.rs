@@ -88,7 +88,7 @@ impl Schemes {
         Ok(schemes)
     }
 
-    /// Whether there are no schemes.
+    /// Whether the description is empty.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
         self.list.is_empty()
