@@ -348,13 +348,14 @@ fn room_for_unfinished_layers_is_counted() {
 fn execution_produces_the_planned_model() {
     use compress::pass::{Cast, Context, Pass, Plan};
     let (model, pass, state) =
-        (Model::open(golden("llama")).unwrap(), Cast { to: FloatFormat::F16, ..Cast::default() }, compress::run_state::RunState::default());
+        (Model::open(golden("llama")).unwrap(), Cast { to: FloatFormat::F16, ..Cast::default() }, compress::internal::RunState::default());
     let cast = pass.plan(&model, &state).unwrap();
     let name = cast.applied.tensors.first().unwrap();
     let mut smaller = model.clone();
     smaller.weights.by_name.remove(name);
     let executed = |planned: &Model, result: &Model, estimated: bool| {
-        let applied = compress::run_state::Applied { estimated, ..cast.applied.clone() };
+        let mut applied = cast.applied.clone();
+        applied.estimated = estimated;
         let plan = Plan::new(planned.clone(), applied.clone()).with_execution(move |_| Ok((result.clone(), applied)));
         let data = compress_engine::data::DataSets::default();
         let (seed, device, memory) = (0, candle_core::Device::Cpu, compress_core::work::MemoryLimit::default());
