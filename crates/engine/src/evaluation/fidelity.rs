@@ -83,10 +83,51 @@ impl Layout {
     }
 }
 
+/// Sums over all rows of an output with one element per row. The cosine of a single element depends only
+/// on its sign, so such an output is compared as one column.
+#[derive(Debug, Clone, Default)]
+struct ColumnSums {
+    rows: f64,
+    a: f64,
+    b: f64,
+    aa: f64,
+    bb: f64,
+    ab: f64,
+}
+
+/// Ratio of variance to mean square below which a column counts as constant.
+const CONSTANT: f64 = 1e-6;
+
+impl ColumnSums {
+    fn add(&mut self, row: &Row) {
+        self.rows += 1.0;
+        self.a += row.first[0];
+        self.b += row.first[1];
+        self.aa += row.signal;
+        self.bb += row.first[1] * row.first[1];
+        self.ab += row.first[0] * row.first[1];
+    }
+
+    /// The cosine of the differences of both columns from the mean of the first. If the first column is
+    /// constant, that of a vector with the same relative error.
+    fn cosine(&self) -> f64 {
+        let mean = self.a / self.rows.max(1.0);
+        let variance = self.aa - mean * self.a;
+        if variance.is_finite() && variance <= CONSTANT * self.aa {
+            let noise = clamp_negative(self.aa + self.bb - 2.0 * self.ab);
+            return cosine_from_products(self.aa, self.aa, self.aa + noise);
+        }
+        let other = self.bb - mean * (2.0 * self.b - mean * self.rows);
+        cosine_from_products(self.ab - mean * self.b, variance, other)
+    }
+}
+
 /// Accumulated differences of one output.
 #[derive(Debug, Clone, Default)]
 struct OutputAccumulator {
     logits: bool,
+    /// The sums over all rows, if each has one element.
+    column: Option<ColumnSums>,
     rows: u64,
     cosines: f64,
     least: Option<f64>,
@@ -104,6 +145,9 @@ impl OutputAccumulator {
         let role = if name.starts_with("encoder_") { SequenceRole::Input } else { batch.output_role() };
         let layout = Layout::new(name, a.dims(), batch);
         self.logits = layout.logits;
+        if layout.width == 1 {
+            self.column.get_or_insert_default();
+        }
         let kept = if layout.tokens { padding.token_rows(TokenAxis { role, axis: Some(1) }, a.dims()) } else { None };
         let rows = rows(a, b, layout.width, layout.logits).map_err(tensor_error)?;
         // Rows are computed in parallel and summed in order, so that results do not depend on the number
@@ -118,6 +162,7 @@ impl OutputAccumulator {
 
     fn add_row(&mut self, row: &Row) {
         self.rows += 1;
+        self.column.iter_mut().for_each(|column| column.add(row));
         self.cosines += row.cosine;
         self.least = Some(self.least.map_or(row.cosine, |least| if row.cosine < least || row.cosine.is_nan() { row.cosine } else { least }));
         self.signal += row.signal;
@@ -134,9 +179,10 @@ impl OutputAccumulator {
 
     fn finish(self) -> OutputFidelity {
         let rows = self.rows.max(1) as f64;
+        let column = self.column.as_ref().map(ColumnSums::cosine);
         OutputFidelity {
-            cosine: self.cosines / rows,
-            cosine_min: self.least.unwrap_or(1.0),
+            cosine: column.unwrap_or(self.cosines / rows),
+            cosine_min: column.or(self.least).unwrap_or(1.0),
             // Clamped, because JSON has no minus infinity, which results if all outputs of the first
             // model are zero.
             sqnr_db: (self.noise > 0.0).then(|| (10.0 * (self.signal / self.noise).log10()).max(MIN_SQNR)),
@@ -158,11 +204,14 @@ struct Row {
     largest: f64,
     divergence: f64,
     agrees: bool,
+    /// The first element in both models.
+    first: [f64; 2],
 }
 
 impl Row {
     fn from_values(a: &[f32], b: &[f32], logits: bool) -> Row {
-        let mut row = Row::default();
+        let first = |values: &[f32]| values.first().map_or(0.0, |value| f64::from(*value));
+        let mut row = Row { first: [first(a), first(b)], ..Row::default() };
         let (mut both, mut other) = (0f64, 0f64);
         for (x, y) in a.iter().zip(b) {
             let (x, y) = (f64::from(*x), f64::from(*y));
@@ -209,6 +258,8 @@ fn rows_on_device(a: &Tensor, b: &Tensor, logits: bool) -> candle_core::Result<V
     let sum = |products: Tensor| products.sum(D::Minus1);
     let mut figures =
         vec![sum((a * b)?)?, sum(a.sqr()?)?, sum(b.sqr()?)?, sum(difference.sqr()?)?, difference.abs()?.max(D::Minus1)?, a.abs()?.max(D::Minus1)?];
+    let first = |tensor: &Tensor| tensor.narrow(1, 0, 1)?.squeeze(1);
+    figures.extend([first(a)?, first(b)?]);
     if logits {
         let log_softmax = |logits: &Tensor| logits.broadcast_sub(&logits.log_sum_exp(D::Minus1)?.unsqueeze(1)?);
         let (p, q) = (log_softmax(a)?, log_softmax(b)?);
@@ -222,7 +273,7 @@ fn rows_on_device(a: &Tensor, b: &Tensor, logits: bool) -> candle_core::Result<V
         let error = if at(3).is_nan() { f64::NAN } else { at(4) };
         let cosine = cosine_from_products(at(0), at(1), at(2));
         let largest = if at(1).is_finite() { at(5) } else { f64::NAN };
-        Row { cosine, signal: at(1), noise: at(3), error, largest, divergence: clamp_negative(at(6)), agrees: at(7) > 0.0 }
+        Row { cosine, signal: at(1), noise: at(3), error, largest, divergence: clamp_negative(at(8)), agrees: at(9) > 0.0, first: [at(6), at(7)] }
     };
     Ok(values.chunks_exact(figures.len()).map(row).collect())
 }
@@ -332,6 +383,34 @@ mod tests {
         assert_eq!((segments.kl, segments.top1_agreement), (None, None));
     }
 
+    /// The cosine of one element depends only on its sign.
+    #[test]
+    fn outputs_with_one_element_per_sample_are_compared_over_all_samples() {
+        let values = [3.0f32, 5.0, 4.5, 7.0, 6.25, 3.5];
+        for shape in [&[6][..], &[6, 1], &[6, 1, 1]] {
+            let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 6 };
+            let against = |other: &[f32]| {
+                let tensor = |values: &[f32]| Tensor::from_slice(values, shape, &Device::Cpu).unwrap();
+                compared(&batch, &[("logits", tensor(&values))], &[("logits", tensor(other))]).unwrap()
+            };
+            assert_eq!(against(&values).cosine, 1.0);
+            let close = against(&values.map(|value| value + 0.01)).cosine;
+            assert!(close < 1.0 && close > 0.9999, "{close}");
+            for bad in [[4.875; 6], values.map(|value| value + 10.0), [5.0, 3.0, 7.0, 4.5, 3.5, 6.25]] {
+                let bad = against(&bad);
+                assert!(bad.cosine < 0.8 && bad.cosine_min < 0.8, "{bad:?}");
+            }
+        }
+        // One sample, or equal ones: the relative error counts.
+        let one = |before: f32, after: f32| {
+            let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 2 };
+            let tensor = |value: f32| Tensor::full(value, (2, 1), &Device::Cpu).unwrap();
+            compared(&batch, &[("y", tensor(before))], &[("y", tensor(after))]).unwrap().cosine
+        };
+        assert_eq!((one(5.0, 5.0), one(0.0, 0.0), one(0.0, 1.0)), (1.0, 1.0, 0.0));
+        assert!(one(5.0, 5.001) > 0.999_999 && one(5.0, 10.0) < 0.71 && one(5.0, 0.0) < 0.71 && one(5.0, f32::NAN) == 0.0);
+    }
+
     #[test]
     fn zero_signal_has_the_minimum_sqnr() {
         let fidelity = compare("x", &[[0.0; 3]; 2], &[[1.0; 3]; 2], None);
@@ -368,7 +447,8 @@ mod tests {
             let device = rows_on_device(&tensor(&a), &tensor(&b), logits).unwrap();
             for (index, (device, (a, b))) in device.iter().zip(a.chunks(33).zip(b.chunks(33))).enumerate() {
                 let host = Row::from_values(a, b, logits);
-                let figures = |row: &Row| [row.cosine, row.signal, row.noise, row.error, row.divergence, f64::from(u8::from(row.agrees))];
+                let figures =
+                    |row: &Row| [row.cosine, row.signal, row.noise, row.error, row.divergence, f64::from(u8::from(row.agrees)), row.first[0], row.first[1]];
                 for (host, device) in figures(&host).into_iter().zip(figures(device)) {
                     assert!((host - device).abs() < 1e-9 || host == device || host.is_nan() && device.is_nan(), "{index}: {host} and {device}");
                 }
