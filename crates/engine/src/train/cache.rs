@@ -4,7 +4,8 @@
 //! Every process writes new records to its own file and reads the files of all processes. A file starts
 //! with a line that identifies the teacher, followed by records: a 128-bit key (hash of the sample and
 //! of the requested rows), the number of rows, a checksum of the entries, and for each row the column
-//! indices (u32) and values (f16) of its `top` largest logits. Records are never modified; an incomplete
+//! indices (u32) and values (f16) of its `top` largest logits, relative to the largest one, which f16
+//! represents most precisely. Records are never modified; an incomplete
 //! record at the end of a file is ignored.
 
 use std::collections::HashMap;
@@ -21,7 +22,9 @@ use crate::data::{Batch, SequenceRole};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 
-/// Value of logits that are not cached; its probability is 0.
+/// Version of the file format.
+const FORMAT: u32 = 2;
+/// Value of logits that are not cached, relative to the largest one; its probability is 0.
 const MISSING_LOGIT: f32 = -1e4;
 /// Bytes of a column index and its value.
 const ENTRY_BYTES: usize = 6;
@@ -52,7 +55,7 @@ pub struct Cache {
     records: HashMap<u128, Record>,
 }
 
-/// Column index and value of the largest logits, row by row.
+/// Column index of the largest logits, and their difference from the largest one, row by row.
 pub type Entries = Vec<(u32, f16)>;
 
 impl Cache {
@@ -63,7 +66,7 @@ impl Cache {
     pub fn open(folder: &Path, teacher: &str, top: usize) -> Result<Cache> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
         let stem = format!("{}-{top}-", &teacher[..teacher.len().min(16)]);
-        let title = format!("compress teacher {teacher} top {top}\n");
+        let title = format!("compress teacher {teacher} top {top} format {FORMAT}\n");
         let mut cache = Cache { folder: folder.to_owned(), stem, title, files: Vec::new(), own: None, top, records: HashMap::new() };
         let mut paths = Vec::new();
         for entry in std::fs::read_dir(folder).map_err(Error::io("read", folder))? {
@@ -236,8 +239,8 @@ fn parse_header(header: &[u8; HEADER_BYTES]) -> (u128, usize, u64) {
     )
 }
 
-/// The `top` largest values of a row, ordered by column; shorter rows are padded by repeating their
-/// first column.
+/// The `top` largest values of a row, ordered by column, minus the largest one; shorter rows are padded
+/// by repeating their first column.
 fn top_of_row(row: &[f32], top: usize) -> Entries {
     let mut order: Vec<u32> = (0..row.len() as u32).collect();
     let by_value = |a: &u32, b: &u32| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b));
@@ -247,7 +250,9 @@ fn top_of_row(row: &[f32], top: usize) -> Entries {
     }
     order.sort_unstable();
     order.resize(top, order.first().copied().unwrap_or(0));
-    order.into_iter().map(|column| (column, f16::from_f32(row[column as usize].clamp(-65504.0, 65504.0)))).collect()
+    let highest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let offset = if highest.is_finite() { highest } else { 0.0 };
+    order.into_iter().map(|column| (column, f16::from_f32((row[column as usize] - offset).clamp(-65504.0, 65504.0)))).collect()
 }
 
 /// Cache key of each sample of a batch: a hash of the model inputs without padding, of the positions
@@ -368,8 +373,30 @@ mod tests {
         let kept = cache.top_logits(&row).unwrap();
         cache.put(&[9], &[1], &kept).unwrap();
         let logits = cache.logits(&cache.get(&[9]).unwrap(), 6, &Device::Cpu).unwrap().to_vec2::<f32>().unwrap();
-        assert_eq!(logits, [[1.0, 5.0, MISSING_LOGIT, 7.5, MISSING_LOGIT, 3.0]]);
+        assert_eq!(logits, [[-6.5, -2.5, MISSING_LOGIT, 0.0, MISSING_LOGIT, -4.5]]);
         assert!(cache.logits(&kept, 3, &Device::Cpu).is_err());
         assert_eq!(top_of_row(&[2.0, 1.0], 4).len(), 4);
+    }
+
+    /// The softmax of cached logits does not depend on a constant that is added to all of them.
+    #[test]
+    fn an_offset_of_logits_costs_no_precision() {
+        let row = [1f32, 5.25, -2.0, 7.5];
+        for offset in [0.0, 3000.0, -20000.0, 100_000.0] {
+            assert_eq!(top_of_row(&row.map(|logit| logit + offset), 2), top_of_row(&row, 2), "{offset}");
+        }
+    }
+
+    /// Files of another format are not read.
+    #[test]
+    fn files_of_another_format_are_ignored() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut cache = Cache::open(folder.path(), "abc", 2).unwrap();
+        cache.put(&[1], &[1], &entries(2, 0)).unwrap();
+        let path = folder.path().join("abc-2-0.logits");
+        let bytes = std::fs::read(&path).unwrap();
+        let title = b"compress teacher abc top 2\n";
+        std::fs::write(&path, [title, &bytes[cache.title.len()..]].concat()).unwrap();
+        assert!(Cache::open(folder.path(), "abc", 2).unwrap().is_empty());
     }
 }
