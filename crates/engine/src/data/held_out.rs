@@ -28,7 +28,8 @@ impl DataSets {
     /// # Errors
     /// The data cannot be read, or does not fit the model.
     pub fn reserve_held_out(&self, set: &Data, target: Target) -> Result<Data> {
-        let one_more = set.samples.map(|limit| limit.saturating_add(1));
+        // With a fixed batch size, incomplete batches do not count.
+        let one_more = set.samples.map(|limit| limit.saturating_add(target.fixed_batch().unwrap_or(1).max(1)));
         let all = self.open(&Data { samples: one_more, ..set.clone() }, target)?;
         let count = all.count()?;
         if set.samples.is_some_and(|limit| count > limit) || count < HELD_OUT_RATIO {
@@ -69,7 +70,7 @@ impl DataSets {
             return Ok(true);
         }
         let used = used.div_ceil(batch);
-        let batches = set.source.pending_batches(Order { batch: Some(batch), ..Order::default() })?.enumerate();
+        let batches = set.source.pending_batches(Order { batch: Some(batch), drop_incomplete: true, ..Order::default() })?.enumerate();
         // In a folder, `samples` are spread over all classes; otherwise they are the first ones.
         let unused: Box<dyn Iterator<Item = (usize, Result<Pending>)>> = if let (true, Some(all)) = (folder, set.samples()) {
             let mut unused: Vec<_> = batches.filter(|(index, _)| !is_spread(*index, all, used)).collect();
@@ -266,6 +267,46 @@ mod tests {
         assert_eq!(sets.overlap(&copy, &all, target).unwrap(), (10, 10));
         assert_eq!(sets.overlap(&all, &copy, target).unwrap(), (10, 40));
         assert_eq!(sets.overlap(&copy, &Data { samples: Some(10), ..all.clone() }, target).unwrap(), (0, 10));
+    }
+
+    /// A model with a fixed batch size runs complete batches only, whatever the number of samples.
+    #[test]
+    fn models_with_a_fixed_batch_size_get_complete_batches() {
+        let folder = tempfile::tempdir().unwrap();
+        let graph: crate::ir::Graph = "input x: float[4, 2]\noutput y = x\n".parse().unwrap();
+        let (inputs, outputs) = crate::ir::Port::from_graph(&graph);
+        let (config, synthesized, sets) = (serde_json::Map::new(), crate::model::SynthesizedFiles::new(), DataSets::default());
+        let target = Target { folder: folder.path(), synthesized: &synthesized, config: &config, inputs: &inputs, outputs: &outputs };
+        for count in [3usize, 4, 5, 17, 18, 20] {
+            let path = folder.path().join(format!("{count}.safetensors"));
+            let tensor = Tensor::zeros((count, 2), DType::F32, &candle_core::Device::Cpu).unwrap();
+            candle_core::safetensors::save(&[("x".to_owned(), tensor)].into(), &path).unwrap();
+            let data = Data { arrays: Some(path), task: Some(super::super::Task::Fidelity), ..Data::default() };
+            let set = sets.open(&data, target).unwrap();
+            assert_eq!(set.count().unwrap(), count / 4 * 4);
+            let note = set.dropped_note().unwrap();
+            assert_eq!(note.is_some_and(|note| note.contains("batches of 4")), count % 4 > 0, "{count}");
+            let mut read = Vec::new();
+            let all = set.for_each(|batch| {
+                read.push(batch.samples);
+                Ok(())
+            });
+            assert_eq!(read, vec![4; count / 4]);
+            match all {
+                Ok(()) => assert_eq!(set.first().unwrap().samples, 4),
+                Err(e) => assert!(count < 4 && e.to_string().contains("fewer samples than the model's batch size of 4"), "{e}"),
+            }
+            let reserved = sets.reserve_held_out(&data, target).unwrap();
+            let used = reserved.samples.unwrap_or(count);
+            assert_eq!(reserved.samples.is_some(), count >= 12, "{count}");
+            let mut held_out = Vec::new();
+            let consume = |batch: Batch| {
+                held_out.push(batch.samples);
+                Ok(ControlFlow::Continue(()))
+            };
+            sets.for_each_held_out(&data, used, &[], target, consume).unwrap();
+            assert_eq!(held_out, vec![4; (count / 4).saturating_sub(used.div_ceil(4))], "{count}");
+        }
     }
 
     /// Comparing texts takes time: a text with too many samples is not compared, and then no sample

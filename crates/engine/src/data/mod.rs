@@ -26,6 +26,7 @@ mod order;
 mod padding;
 mod pairs;
 mod pixels;
+mod preprocessing;
 mod records;
 mod rows;
 mod runs;
@@ -51,6 +52,7 @@ pub use open_sets::OpenSets;
 pub use options::{ChannelOrder, Column, Data, DataSets, ImageLayout, LabelKind, Task, WindowSampling};
 pub use order::Order;
 pub use padding::Padding;
+pub use preprocessing::has_same_preprocessing;
 pub use sequence_role::SequenceRole;
 pub use sequence_role::{DECODER_INPUT_IDS, SequenceRoles, TokenAxis};
 pub use source_registry::{Array, DataSource, Sample, Values, register_source};
@@ -60,7 +62,7 @@ pub use tokens::Tokenizer;
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
-use crate::model::{Config, SynthesizedFiles, auxiliary_path, read_auxiliary_text};
+use crate::model::{Config, SynthesizedFiles, auxiliary_path};
 use crate::work::{Event, ProgressUnit, Work};
 
 /// Unrecognized keys in a folder's preprocessing files, each prefixed with its file name.
@@ -115,27 +117,6 @@ impl Target<'_> {
     }
 }
 
-/// Files of a folder that define the preprocessing of samples.
-const PREPARATION: [&str; 7] = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "preprocessor_config.json",
-    "generation_config.json",
-    "config_sentence_transformers.json",
-];
-
-/// Whether two models have the same inputs and the same preprocessing.
-///
-/// # Errors
-/// A file cannot be read.
-pub fn has_same_preprocessing([a, b]: [Target; 2]) -> Result<bool> {
-    let text = |target: Target, name: &str| read_auxiliary_text(target.folder, target.synthesized, name);
-    let differs = |name: &str| Ok::<_, Error>(text(a, name)? != text(b, name)?);
-    Ok(a.inputs == b.inputs && !PREPARATION.into_iter().map(differs).collect::<Result<Vec<_>>>()?.contains(&true))
-}
-
 /// The remaining work for a batch after its data was read.
 type Pending<'s> = Box<dyn FnOnce() -> Result<Batch> + Send + 's>;
 
@@ -184,6 +165,9 @@ pub struct DataSet {
     task: Task,
     metric: Option<String>,
     description: String,
+    /// The batch size, if the model accepts only one, and that is larger than 1.
+    fixed_batch: Option<usize>,
+    /// The number of samples, including those of an incomplete last batch.
     count: OnceLock<usize>,
 }
 
@@ -200,10 +184,12 @@ impl DataSet {
             labels::require_single_label(&target)?;
         }
         let runs = options.arrays.as_ref().map_or(Ok(false), |path| runs::Runs::is_run_folder(options, path, &target))?;
-        let options = &Data { batch_size: options.batch_size.or(target.fixed_batch().filter(|_| !runs)), ..options.clone() };
+        let fixed_batch = target.fixed_batch().filter(|_| !runs);
+        let options = &Data { batch_size: options.batch_size.or(fixed_batch), ..options.clone() };
+        let fixed_batch = fixed_batch.filter(|batch| *batch > 1);
         if let Some(name) = &options.source {
             let source = Box::new(custom_source::CustomSource::open(options, name, task, target)?);
-            return Ok(DataSet { source, task, metric: options.metric.clone(), description: name.clone(), count: OnceLock::new() });
+            return Ok(DataSet { source, task, metric: options.metric.clone(), description: name.clone(), fixed_batch, count: OnceLock::new() });
         }
         let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
             (Some(path), None, None) if target.is_encoder_decoder() => (Box::new(pairs::Pairs::open(options, path, task, target)?), path),
@@ -215,7 +201,7 @@ impl DataSet {
             (None, None, Some(path)) => (Box::new(arrays::Arrays::open(options, path, task, target)?), path),
             _ => return Err(Error::option("data", "requires exactly one of `text`, `images`, `arrays` and `source`")),
         };
-        Ok(DataSet { source, task, metric: options.metric.clone(), description: path.display().to_string(), count: OnceLock::new() })
+        Ok(DataSet { source, task, metric: options.metric.clone(), description: path.display().to_string(), fixed_batch, count: OnceLock::new() })
     }
 
     /// The task.
@@ -252,20 +238,48 @@ impl DataSet {
         self.source.images().map_or(Ok(Vec::new()), |(_, input)| input.channel_ranges(&self.first()?))
     }
 
-    /// Number of samples. The first call reads texts, and tokenizes them if samples are windows.
+    /// Number of samples, without those of an incomplete last batch that the model does not accept. The
+    /// first call reads texts, and tokenizes them if samples are windows.
     ///
     /// # Errors
     /// Reading fails.
     pub fn count(&self) -> Result<usize> {
+        self.count_all().map(|count| count.saturating_sub(self.dropped(count)))
+    }
+
+    fn count_all(&self) -> Result<usize> {
         match self.count.get() {
             Some(count) => Ok(*count),
             None => self.source.count().map(|count| *self.count.get_or_init(|| count)),
         }
     }
 
+    /// Number of samples in an incomplete last batch that the model does not accept.
+    fn dropped(&self, count: usize) -> usize {
+        self.fixed_batch.and_then(|batch| count.checked_rem(batch)).unwrap_or(0)
+    }
+
+    /// A note on samples that are not used because the model accepts only complete batches.
+    ///
+    /// # Errors
+    /// Reading fails.
+    pub fn dropped_note(&self) -> Result<Option<String>> {
+        let Some(batch) = self.fixed_batch else { return Ok(None) };
+        let dropped = self.dropped(self.count_all()?);
+        let samples = crate::error::counted(dropped, "sample");
+        Ok((dropped > 0).then(|| format!("the model accepts only batches of {batch}: the last {samples} of {} cannot be used", self.description)))
+    }
+
+    /// An error because the data set has no batch.
+    fn empty(&self) -> Error {
+        let reason =
+            self.fixed_batch.map_or("contains no samples".to_owned(), |batch| format!("contains fewer samples than the model's batch size of {batch}"));
+        Error::malformed(Path::new(&self.description), reason)
+    }
+
     /// Number of samples, if it is known or can be determined without tokenizing.
     pub fn samples(&self) -> Option<usize> {
-        if self.source.needs_tokens_to_count() { self.count.get().copied() } else { self.count().ok() }
+        if self.source.needs_tokens_to_count() && self.count.get().is_none() { None } else { self.count().ok() }
     }
 
     /// Calls `consume` with the batches in order, while other threads prepare the next ones.
@@ -283,15 +297,20 @@ impl DataSet {
     /// As [`for_each`](DataSet::for_each).
     pub fn for_each_in(&self, order: Order, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
         let mut has_samples = order.skip > 0;
-        loader::prefetch(self.source.pending_batches(order)?, loader::WORKERS, |batch| {
+        loader::prefetch(self.source.pending_batches(self.complete(order))?, loader::WORKERS, |batch| {
             has_samples = true;
             consume(batch)
         })?;
         match (has_samples, order.part.1) {
             (true, _) => Ok(()),
-            (false, 0 | 1) => Err(Error::malformed(Path::new(&self.description), "contains no samples")),
+            (false, 0 | 1) => Err(self.empty()),
             (false, processes) => Err(Error::malformed(Path::new(&self.description), format!("contains fewer batches than the {processes} processes"))),
         }
+    }
+
+    /// An order without an incomplete batch, if the model accepts only one batch size.
+    fn complete(&self, order: Order) -> Order {
+        Order { drop_incomplete: self.fixed_batch.is_some(), ..order }
     }
 
     /// Like [`for_each`](DataSet::for_each), with progress events and cancellation.
@@ -342,6 +361,7 @@ impl DataSet {
     /// # Errors
     /// Reading fails.
     pub fn batches(&self, order: Order) -> Result<usize> {
+        let order = self.complete(order);
         let Some(size) = order.batch else { return counted(self.source.pending_batches(order)?) };
         let count = self.count()?;
         let (whole, rest) = (count.checked_div(size).unwrap_or(0), count.checked_rem(size).unwrap_or(0));
@@ -354,9 +374,9 @@ impl DataSet {
     /// # Errors
     /// As [`for_each`](DataSet::for_each).
     pub fn first(&self) -> Result<Batch> {
-        match self.source.pending_batches(Order::default())?.next() {
+        match self.source.pending_batches(self.complete(Order::default()))?.next() {
             Some(pending) => pending?(),
-            None => Err(Error::malformed(Path::new(&self.description), "contains no samples")),
+            None => Err(self.empty()),
         }
     }
 }
@@ -433,7 +453,14 @@ mod tests {
             }
         }
 
-        DataSet { source: Box::new(Numbers(count)), task: Task::Fidelity, metric: None, description: "numbers".into(), count: OnceLock::new() }
+        DataSet {
+            source: Box::new(Numbers(count)),
+            task: Task::Fidelity,
+            metric: None,
+            description: "numbers".into(),
+            fixed_batch: None,
+            count: OnceLock::new(),
+        }
     }
 
     #[test]
@@ -444,7 +471,7 @@ mod tests {
             sizes
         };
         for (count, size, parts) in (0..20).flat_map(|count| (1..5).flat_map(move |size| (1..4).map(move |parts| (count, size, parts)))) {
-            let order = |part, skip| Order { batch: Some(size), shuffle: Some(7), skip, part: (part, parts), drop_single: true };
+            let order = |part, skip| Order { batch: Some(size), shuffle: Some(7), skip, part: (part, parts), drop_single: true, ..Order::default() };
             let all: Vec<Vec<usize>> = (0..parts).map(|part| sizes(count, order(part, 0))).collect();
             assert!(all.iter().all(|own| own.len() == all[0].len()), "{all:?}");
             assert!(size == 1 || count == 1 || all.iter().flatten().all(|samples| *samples > 1), "{all:?}");

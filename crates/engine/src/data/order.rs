@@ -21,18 +21,20 @@ pub struct Order {
     pub part: (usize, usize),
     /// Whether to drop a last batch of a single sample, whose batch statistics are undefined.
     pub drop_single: bool,
+    /// Whether to drop an incomplete last batch, because the model accepts only one batch size.
+    pub drop_incomplete: bool,
 }
 
 impl Default for Order {
     fn default() -> Self {
-        Self { batch: None, shuffle: None, skip: 0, part: (0, 1), drop_single: false }
+        Self { batch: None, shuffle: None, skip: 0, part: (0, 1), drop_single: false, drop_incomplete: false }
     }
 }
 
 impl Order {
     /// Whether `items` items after `batches` full batches of `size` form a batch.
     pub(super) fn accepts(self, items: usize, batches: usize, size: usize) -> bool {
-        items > 0 && !(self.drop_single && items == 1 && size > 1 && batches > 0)
+        items > 0 && !(self.drop_single && items == 1 && size > 1 && batches > 0) && !(self.drop_incomplete && items < size)
     }
 
     /// The items in this order; `bytes` is the approximate memory per item.
