@@ -123,9 +123,10 @@ impl Model {
         self.path == input.path && (differs("id2label") || differs("architectures") || self.has_added_head(input))
     }
 
-    /// The model that samples must fit: the input, or this one if it has new classes.
+    /// The model that samples must fit: the input, or this one if it has new classes or comes from
+    /// another folder, whose preprocessing then applies to all passes.
     pub fn for_samples<'m>(&'m self, input: &'m Model) -> &'m Model {
-        if self.has_new_classes(input) { self } else { input }
+        if self.path != input.path || self.has_new_classes(input) { self } else { input }
     }
 
     /// Every file that a run reads: weights, configuration, and the files next to them, whether they are

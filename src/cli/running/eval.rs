@@ -8,7 +8,7 @@ use super::args::Global;
 use super::output;
 use super::samples::parse_data;
 use crate::data::{Data, DataSet, Task};
-use crate::error::{Error, Result, counted};
+use crate::error::{Error, Result, counted, redact_path};
 use crate::evaluation::{self, Fidelity, Outcomes, Precision, Runtime, Score, Subject};
 use crate::model::Model;
 use crate::pipeline::memory_limit;
@@ -66,7 +66,11 @@ impl Args {
         if data.task() == Task::Fidelity && self.against.is_none() {
             return Err(Error::option("eval", "these samples have no labels: specify a model to compare with by `--against`, or `--task` and its columns"));
         }
-        let pairs: &[(usize, usize)] = if subjects.len() > 1 { &[(0, 1)] } else { &[] };
+        let mut notes: Vec<String> = data.note().map(str::to_owned).into_iter().chain(data.dropped_note()?).collect();
+        let other = match &self.against {
+            Some(other) => own_samples(&data, DataSet::open(&options, subjects[0].target()), [&path, other], &mut notes)?,
+            None => None,
+        };
         let device = global.models.device.open()?;
         let outcomes = global.work(|work| {
             if let Some(reason) = global.models.device.reason() {
@@ -74,10 +78,17 @@ impl Args {
             }
             let memory = memory_limit(global.models.memory, &device);
             let mut runners = evaluation::load(&mut subjects, Some(&data.first()?.inputs), &device, memory, work)?;
-            let outcomes = evaluation::evaluate(&data, &mut runners, pairs, work)?;
+            let outcomes = match (&other, runners.split_at_mut(1)) {
+                (Some(other), (against, evaluated)) => {
+                    let before = evaluation::evaluate(other, against, &[], work)?;
+                    evaluation::evaluate(&data, evaluated, &[], work)?.after(before)
+                }
+                (None, (_, [])) => evaluation::evaluate(&data, &mut runners, &[], work)?,
+                (None, _) => evaluation::evaluate(&data, &mut runners, &[(0, 1)], work)?,
+            };
             self.against.iter().chain([&path]).try_for_each(|path| Model::check_remote(path, work)).map(|()| outcomes)
         })?;
-        self.show(&path, runtime, &data, &outcomes, global)
+        self.show((&path, runtime), (&data, &notes), &outcomes, global)
     }
 
     /// Opens the model to evaluate; an ONNX file in the built-in executor if requested.
@@ -109,7 +120,7 @@ impl Args {
         }
     }
 
-    fn show(&self, path: &Path, runtime: Runtime, data: &DataSet, outcomes: &Outcomes, global: &Global) -> Result<()> {
+    fn show(&self, (path, runtime): (&Path, Runtime), (data, notes): (&DataSet, &[String]), outcomes: &Outcomes, global: &Global) -> Result<()> {
         let scores: Vec<&Score> = outcomes.models.iter().filter_map(|m| m.score.as_ref()).collect();
         let fidelity = outcomes.pairs.first();
         let time = outcomes.models.iter().map(|m| m.time.as_secs_f64()).next_back().unwrap_or(0.0);
@@ -117,7 +128,7 @@ impl Args {
             let against = if scores.len() > 1 { scores.first() } else { None };
             return output::json(&json!({
                 "model": path.to_string_lossy(), "data": data.description(), "task": outcomes.task, "runtime": runtime, "samples": outcomes.samples,
-                "seconds": time, "score": scores.last(), "against": against, "fidelity": fidelity, "notes": data.note().into_iter().collect::<Vec<_>>(),
+                "seconds": time, "score": scores.last(), "against": against, "fidelity": fidelity, "notes": notes,
             }));
         }
         let mut out = format!(
@@ -129,7 +140,7 @@ impl Args {
             runtime_name(&runtime.to_string()),
             seconds(time)
         );
-        if let Some(note) = data.note() {
+        for note in notes {
             out += &format!("note: {note}\n");
         }
         if let Some(score) = scores.last() {
@@ -141,6 +152,30 @@ impl Args {
         }
         output::print(&out)
     }
+}
+
+/// The samples of the model to compare with, if it preprocesses them differently from the evaluated
+/// model, and notes on the samples that both models ran on.
+fn own_samples(data: &DataSet, other: Result<DataSet>, [path, other_path]: [&Path; 2], notes: &mut Vec<String>) -> Result<Option<DataSet>> {
+    let (path, other_path) = (redact_path(path), redact_path(other_path));
+    let other = match other {
+        Ok(other) if data.is_prepared_like(&other)? => return Ok(None),
+        Ok(other) => other,
+        Err(e) => {
+            notes.push(format!("{} ran on samples that were preprocessed for {}: {e}", other_path.display(), path.display()));
+            return Ok(None);
+        }
+    };
+    let description = |data: &DataSet| data.preprocessing().unwrap_or_else(|| "its own tokenizer".to_owned());
+    let reason = format!("{} and {} preprocess samples differently ({}; {})", path.display(), other_path.display(), description(data), description(&other));
+    if data.task() == Task::Fidelity {
+        return Err(Error::option(
+            "eval: against",
+            format!("{reason}, so that their outputs cannot be compared: specify the preprocessing of both by options of `--data`"),
+        ));
+    }
+    notes.push(format!("{reason}: each model was scored with its own preprocessing, and their outputs were not compared"));
+    Ok(Some(other))
 }
 
 /// Whether a path has the extension of an ONNX file.
@@ -182,4 +217,38 @@ fn fidelity_table(fidelity: &Fidelity, against: &Path) -> comfy_table::Table {
     let rows = rows.into_iter().map(|(name, value)| vec![name.to_owned(), value]);
     let outputs = crate::report::measured::output_rows(fidelity).into_iter().map(Vec::from);
     table(&[&format!("{output}, against {}", against.display()), ""], rows.chain(outputs))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Models that preprocess images differently are scored separately, and not compared.
+    #[test]
+    fn models_are_compared_only_on_the_same_samples() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        let folder = tempfile::tempdir().unwrap();
+        let subject = |mean: f64| {
+            let to = folder.path().join(mean.to_string());
+            std::fs::create_dir(&to).unwrap();
+            for file in ["config.json", "model.safetensors"] {
+                std::fs::copy(golden.join("models/torchvision-resnet18").join(file), to.join(file)).unwrap();
+            }
+            let preprocessor = json!({ "image_mean": [mean; 3], "image_std": [0.5; 3], "size": { "height": 32, "width": 32 } });
+            std::fs::write(to.join("preprocessor_config.json"), preprocessor.to_string()).unwrap();
+            Subject::from_model(Model::open(&to).unwrap()).unwrap()
+        };
+        let [a, b] = [0.1, 0.9].map(subject);
+        let own = |task: Task, mean: &[f64]| {
+            let options = Data { images: Some(golden.join("evaluation/images")), task: Some(task), mean: mean.to_vec(), ..Data::default() };
+            let mut notes = Vec::new();
+            let other = own_samples(&DataSet::open(&options, a.target())?, DataSet::open(&options, b.target()), [Path::new("a"), Path::new("b")], &mut notes)?;
+            Ok::<_, Error>((other.is_some(), notes))
+        };
+        let error = own(Task::Fidelity, &[]).unwrap_err().to_string();
+        assert!(error.contains("a and b preprocess samples differently") && error.contains("0.9"), "{error}");
+        assert_eq!(own(Task::Fidelity, &[0.5]).unwrap(), (false, Vec::new()));
+        let (is_separate, notes) = own(Task::Classification, &[]).unwrap();
+        assert!(is_separate && notes[0].contains("their outputs were not compared"), "{notes:?}");
+    }
 }

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::vocabulary;
 use crate::analysis;
-use crate::data::Task;
+use crate::data::{DataSet, Task};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::{self, Candle, Runner, Score, Subject};
 use crate::exec::{Executor, ManagedTensor, MemoryCategory, MemoryTracker, Placement, Sharding, sizes_of};
@@ -103,6 +103,9 @@ impl<'a> Job<'a> {
         let data = context.data.train.as_ref().ok_or_else(|| Error::option(name, "needs training samples: add `data: { train: ... }`"))?;
         let subject = Subject::from_model(model.clone())?;
         let samples = context.data.open(data, subject.target())?;
+        if let Some(teacher) = teacher.filter(|teacher| teacher.path != model.path) {
+            require_same_preprocessing(&samples, &*context.data.open(data, Subject::from_model(teacher.clone())?.target())?)?;
+        }
         if samples.task() == Task::Embedding {
             return Err(Error::option("data: train", "has pairs with scores, which no loss supports: specify one text column, and `task: fidelity`"));
         }
@@ -284,6 +287,19 @@ impl<'a> Job<'a> {
         memory_tracker.release(MemoryCategory::Weights, u64::MAX);
         Ok((model, applied))
     }
+}
+
+/// Returns an error if the training images of student and teacher are preprocessed differently: both run
+/// on the same samples.
+fn require_same_preprocessing(student: &DataSet, teacher: &DataSet) -> Result<()> {
+    let (Some(ours), Some(theirs)) = (student.preprocessing(), teacher.preprocessing()) else { return Ok(()) };
+    if ours == theirs {
+        return Ok(());
+    }
+    let reason = format!(
+        "preprocesses images differently from the student (teacher: {theirs}; student: {ours}): set the same `resize`, `crop`, `mean` and `std` for both in `data: {{ train: ... }}`"
+    );
+    Err(Error::option("distill: teacher", reason))
 }
 
 /// Whether a report of an earlier run, or `config.json`, states that weights of the model were pruned.

@@ -11,7 +11,7 @@ use crate::analysis;
 use crate::data::{self, Batch};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::{
-    self, Accuracy, Compute, Cost, Evaluate, Fidelity, MeasuredFidelity, Outcomes, Precision, Runner, Runtime, SamplesFrom, Subject, quantized_values,
+    self, Accuracy, Compute, Cost, Evaluate, Fidelity, MeasuredFidelity, Precision, Runner, Runtime, SamplesFrom, Subject, quantized_values,
 };
 use crate::exec::{Inputs, Rounding};
 use crate::export::{Export, Exported};
@@ -265,8 +265,8 @@ impl Run<'_> {
         let data = sets.open(options, targets[0])?;
         // A student from another folder may preprocess samples differently. Each model is then scored on
         // its own samples.
-        let is_same = self.after.path == self.before.path || data::has_same_preprocessing(targets)?;
-        let own = if is_same { None } else { Some(sets.open(options, targets[1])?) };
+        let own = if self.after.path == self.before.path { None } else { Some(sets.open(options, targets[1])?) };
+        let own = if own.as_ref().map_or(Ok(true), |own| data.is_prepared_like(own))? { None } else { own };
         measured.notes.extend(data.note().map(str::to_owned));
         let pairs = models_to_run.pairs();
         let batch = data.first()?;
@@ -278,8 +278,7 @@ impl Run<'_> {
                 let (before, after) = models.split_at_mut(runtimes.len());
                 let before = evaluation::evaluate(&data, before, &[], &self.work)?;
                 let shifted = |(a, b): &(usize, usize)| Some((a.checked_sub(runtimes.len())?, b.checked_sub(runtimes.len())?));
-                let after = evaluation::evaluate(own, after, &pairs.iter().filter_map(shifted).collect::<Vec<_>>(), &self.work)?;
-                Outcomes { models: before.models.into_iter().chain(after.models).collect(), ..after }
+                evaluation::evaluate(own, after, &pairs.iter().filter_map(shifted).collect::<Vec<_>>(), &self.work)?.after(before)
             }
         };
         if models.iter().any(|model| model.group_size(&batch.inputs).is_some()) {

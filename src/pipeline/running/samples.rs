@@ -51,6 +51,7 @@ impl Pipeline {
     fn sample_notes(&self, sets: &BTreeMap<&'static str, Arc<DataSet>>) -> Result<Vec<String>> {
         let (mut notes, mut descriptions) = (Vec::new(), Vec::new());
         for (key, data) in sets {
+            notes.extend(data.dropped_note()?.map(|note| format!("{WARNING}{key}: {note}")));
             let Some(description) = data.preprocessing() else { continue };
             let number = |value: &f64| format!("{value:.3}");
             let ranges: Vec<String> = data.channel_ranges()?.iter().map(|range| range.each_ref().map(number).join(" ")).collect();
@@ -108,6 +109,51 @@ mod tests {
         let warnings: Vec<String> = notes(1, &[0.5]).into_iter().filter(|note| is_warning(&note)).collect();
         assert_eq!(warnings.len(), 2, "{warnings:?}");
         assert!(warnings[0].contains("preprocessed differently") && warnings[1].contains("quantize-static has 1 calibration sample:"), "{warnings:?}");
+    }
+
+    /// A copy of a small image classifier that normalizes images by this mean.
+    fn classifier(folder: &Path, mean: f64) -> std::path::PathBuf {
+        let to = folder.join(mean.to_string());
+        std::fs::create_dir_all(&to).unwrap();
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/torchvision-resnet18");
+        for file in ["config.json", "model.safetensors"] {
+            std::fs::copy(golden.join(file), to.join(file)).unwrap();
+        }
+        let size = serde_json::json!({ "height": 32, "width": 32 });
+        let preprocessor = serde_json::json!({ "image_mean": [mean; 3], "image_std": [0.5; 3], "size": size, "do_normalize": true });
+        std::fs::write(to.join("preprocessor_config.json"), preprocessor.to_string()).unwrap();
+        to
+    }
+
+    /// Student and teacher run on the same samples, which the notes describe.
+    #[test]
+    fn students_and_teachers_that_preprocess_images_differently_are_refused() {
+        use crate::pass::{Distill, Student};
+        let folder = tempfile::tempdir().unwrap();
+        let images = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/images");
+        let [student, same, other] = [0.5, 0.50001, 0.9].map(|mean| classifier(folder.path(), mean));
+        std::fs::copy(student.join("preprocessor_config.json"), same.join("preprocessor_config.json")).unwrap();
+        let run = |input: &Path, teacher: Option<&Path>, mean: &[f64]| {
+            let losses = crate::train::losses_or_none("soft=1").unwrap();
+            let pass = Distill {
+                student: Some(Student::Model(student.clone())),
+                teacher: teacher.map(Path::to_owned),
+                losses,
+                max_steps: Some(1),
+                ..Distill::default()
+            };
+            let data = Data { images: Some(images.clone()), task: Some(crate::data::Task::Fidelity), mean: mean.to_vec(), ..Data::default() };
+            let out = folder.path().join(format!("{}-{}-{}", input == other, teacher.is_some(), mean.len()));
+            Pipeline::builder().pass(pass).train(data).measure(false).build().unwrap().run(Model::open(input).unwrap(), out)
+        };
+        for (input, teacher) in [(&other, None), (&same, Some(other.as_path()))] {
+            let error = run(input, teacher, &[]).unwrap_err().to_string();
+            assert!(error.contains("distill: teacher: preprocesses images differently") && error.contains("0.9"), "{error}");
+        }
+        // The preprocessing of the input is irrelevant if another model is the teacher.
+        let notes = run(&other, Some(&same), &[]).unwrap().notes;
+        assert!(notes.iter().any(|note| note.starts_with("train images: ") && note.contains("mean [0.5")), "{notes:?}");
+        run(&other, None, &[0.4]).unwrap();
     }
 
     /// The size that a plan states is the size that is written or an upper bound of it, unless it is

@@ -33,6 +33,12 @@ pub struct Outcomes {
 }
 
 impl Outcomes {
+    /// These outcomes, with those of models that were evaluated separately before them.
+    #[must_use]
+    pub fn after(self, before: Outcomes) -> Outcomes {
+        Outcomes { models: before.models.into_iter().chain(self.models).collect(), ..self }
+    }
+
     /// The accuracy of the input and the output on `data`. The models are those of the input on each
     /// runtime, if it was run, followed at `first_after` by those of the output; models after them were
     /// only run for comparison.
