@@ -77,8 +77,10 @@ pub enum ExclusionReason {
     Described,
     /// Description of an ONNX file that is not part of the output.
     Runtime,
-    /// Report of an earlier run.
+    /// Report or training log of an earlier run.
     Replaced,
+    /// State of an earlier training, which may contain local paths.
+    Training,
     /// A hidden file or folder, such as that of a version control system.
     Hidden,
     /// A file with a typical name of keys or credentials.
@@ -96,6 +98,7 @@ impl ExclusionReason {
             ExclusionReason::Described => "they describe the original weights",
             ExclusionReason::Runtime => "they describe the original ONNX file",
             ExclusionReason::Replaced => "they describe an earlier run",
+            ExclusionReason::Training => "they are the state of an earlier training",
             ExclusionReason::Hidden => "hidden files and folders are not part of a model",
             ExclusionReason::Secret => "they may contain keys or credentials",
             ExclusionReason::Link => "links to folders are not followed",
@@ -105,10 +108,16 @@ impl ExclusionReason {
 }
 
 /// File extensions of formats that contain only models.
-const MODEL_EXTENSIONS: [&str; 9] = ["safetensors", "h5", "msgpack", "onnx", "onnx_data", "gguf", "ot", "tflite", "mlmodel"];
+const MODEL_EXTENSIONS: [&str; 11] = ["safetensors", "h5", "msgpack", "onnx", "onnx_data", "gguf", "ot", "tflite", "mlmodel", "mlpackage", "mnn"];
 /// File extensions of generic formats, which contain weights only under [`WEIGHT_NAMES`].
-const GENERIC_EXTENSIONS: [&str; 4] = ["bin", "pt", "pth", "ckpt"];
-const WEIGHT_NAMES: [&str; 6] = ["model", "pytorch_model", "diffusion_pytorch_model", "consolidated", "weights", "optimizer"];
+const GENERIC_EXTENSIONS: [&str; 5] = ["bin", "pt", "pth", "ckpt", "npz"];
+const WEIGHT_NAMES: [&str; 8] = ["model", "pytorch_model", "diffusion_pytorch_model", "consolidated", "weights", "optimizer", "ggml-model", "mnn"];
+/// Extensions that are appended to the names of backup copies.
+const BACKUP_EXTENSIONS: [&str; 5] = ["bak", "backup", "old", "orig", "tmp"];
+/// States of training of other tools: pickles that contain paths and host names.
+const TRAINING_STATES: [&str; 4] = ["training_args.bin", "scheduler.pt", "scaler.pt", "rng_state.pth"];
+/// Passes whose logs are copied to the output, followed by a number if a run contains several.
+const LOGGED_PASSES: [&str; 2] = ["finetune", "distill"];
 /// Top-level folders with the model in another format.
 const OTHER_FORMATS: [&str; 4] = ["original", "onnx", "openvino", "coreml"];
 /// Preprocessing files of a single ONNX file.
@@ -173,7 +182,7 @@ impl AuxiliaryFiles {
             is_empty = false;
             let reason = match () {
                 () if name.starts_with('.') && name != ATTRIBUTES => ExclusionReason::Hidden,
-                () if kind == Kind::Folder && top && has_other_format(&name) => ExclusionReason::OldWeights,
+                () if kind == Kind::Folder && top && (has_other_format(&name) || is_weights(&name)) => ExclusionReason::OldWeights,
                 () if kind == Kind::Folder && is_secret(&name) => ExclusionReason::Secret,
                 () if kind == Kind::Folder => {
                     self.collect(root, &relative, weights, index)?;
@@ -183,7 +192,8 @@ impl AuxiliaryFiles {
                 () if kind == Kind::Special => ExclusionReason::Special,
                 () if is_secret(&name) => ExclusionReason::Secret,
                 () if (top && name == "config.json") || weights.contains(&path) || index == Some(&path) => continue,
-                () if top && OWN.contains(&name.as_str()) => ExclusionReason::Replaced,
+                () if top && (OWN.contains(&name.as_str()) || is_training_log(&name)) => ExclusionReason::Replaced,
+                () if has_weights && is_training_state(&name) => ExclusionReason::Training,
                 () if top && quantization::DESCRIPTIONS.contains(&name.as_str()) => ExclusionReason::Described,
                 () if top && name == RUNTIME && !weights.contains(&root.join(ONNX)) => ExclusionReason::Runtime,
                 () if has_weights && is_weights(&name) => ExclusionReason::OldWeights,
@@ -232,16 +242,34 @@ fn has_other_format(name: &str) -> bool {
     OTHER_FORMATS.contains(&name) || name.strip_prefix("checkpoint-").is_some_and(|step| !step.is_empty() && step.bytes().all(|b| b.is_ascii_digit()))
 }
 
+/// Whether this is a training log of an earlier run, such as `finetune.csv` or `distill-2.html`.
+fn is_training_log(name: &str) -> bool {
+    let Some((stem, extension)) = name.rsplit_once('.') else { return false };
+    let is_numbered = |rest: &str| rest.is_empty() || rest.strip_prefix('-').is_some_and(|number| number.parse::<u32>().is_ok());
+    let is_pass = LOGGED_PASSES.iter().any(|pass| stem.strip_prefix(pass).is_some_and(is_numbered));
+    is_pass && ["csv", "tfevents"].contains(&extension)
+}
+
+fn is_training_state(name: &str) -> bool {
+    TRAINING_STATES.contains(&name) || name.strip_prefix("rng_state_").is_some_and(|rest| rest.ends_with(".pth"))
+}
+
 fn is_secret(name: &str) -> bool {
     let name = name.to_ascii_lowercase().replace('-', "_");
     let stem = name.rsplit_once('.').map_or("", |(stem, _)| stem);
     let extension = name.rsplit_once('.').map_or("", |(_, extension)| extension);
-    let is_named = SECRETS.contains(&name.as_str()) || name.starts_with("client_secret") || name.ends_with("_token");
+    let is_named = SECRETS.contains(&name.as_str()) || name.starts_with("client_secret") || name.ends_with("_token") || name.ends_with("_credentials");
     is_named || SECRET_EXTENSIONS.contains(&extension) || stem == "secrets" || stem.starts_with("id_rsa")
 }
 
 fn is_weights(name: &str) -> bool {
     let name = name.strip_suffix(".index.json").unwrap_or(name);
+    if let Some((original, extension)) = name.rsplit_once('.')
+        && BACKUP_EXTENSIONS.contains(&extension)
+        && is_weights(original)
+    {
+        return true;
+    }
     let Some((stem, extension)) = name.rsplit_once('.') else { return false };
     let named = |stem: &str| WEIGHT_NAMES.iter().any(|name| stem.strip_prefix(name).is_some_and(|rest| !rest.starts_with(char::is_alphanumeric)));
     MODEL_EXTENSIONS.contains(&extension)
@@ -296,13 +324,17 @@ mod tests {
             "modeling.py",
             "onnxruntime.txt",
             "tokenizer.json",
-            "training_args.bin",
             "vocab.txt",
         ];
         let old = [
             "checkpoint-500/model.safetensors",
             "consolidated.00.pth",
             "flax_model.msgpack",
+            "ggml-model-q4_0.bin",
+            "mnn.bin",
+            "model.mlpackage/Manifest.json",
+            "model.safetensors.bak",
+            "weights.npz",
             "model.ckpt.index",
             "model.onnx",
             "model.onnx.data",
@@ -317,6 +349,7 @@ mod tests {
         let read = ["model.safetensors", "config.json"];
         let secret = [
             "authorized_keys",
+            "aws_credentials",
             "cert.pem",
             "client-secret-1.json",
             "deploy/server.KEY",
@@ -330,7 +363,17 @@ mod tests {
             "service-account.json",
             "token",
         ];
-        let other = [".git/config", ".env", "1_Pooling/.netrc", "report.json", "inputs.blake3"];
+        let other = [
+            ".git/config",
+            ".env",
+            "1_Pooling/.netrc",
+            "report.json",
+            "inputs.blake3",
+            "finetune.csv",
+            "distill-2.csv",
+            "training_args.bin",
+            "rng_state_0.pth",
+        ];
         for name in carried.iter().chain(&old).chain(&read).chain(&secret).chain(&other) {
             let path = folder.path().join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -345,11 +388,13 @@ mod tests {
         expected.sort();
         assert_eq!((auxiliary.files.clone(), auxiliary.empty.clone()), (expected, vec![PathBuf::from("3_Normalize")]));
         let notes = auxiliary.notes(folder.path());
-        assert_eq!(notes.len(), 5, "{notes:?}");
+        assert_eq!(notes.len(), 6, "{notes:?}");
+        assert!(notes[1].contains("distill-2.csv, finetune.csv, inputs.blake3, report.json (they describe"), "{notes:?}");
+        assert!(notes[2].contains("rng_state_0.pth, training_args.bin (they are the state"), "{notes:?}");
         assert!(notes[0].contains("checkpoint-500/, consolidated.00.pth, ") && notes[0].contains("the original weights"), "{notes:?}");
-        assert!(notes[2].contains(".env, .git/, 1_Pooling/.netrc (hidden") && notes[4].contains("broken, loop/ (links"), "{notes:?}");
+        assert!(notes[3].contains(".env, .git/, 1_Pooling/.netrc (hidden") && notes[5].contains("broken, loop/ (links"), "{notes:?}");
         let listed = format!("{} (they may contain keys", secret.map(|name| name.strip_suffix("hf").unwrap_or(name)).join(", "));
-        assert!(notes[3].contains(&listed), "{notes:?}");
+        assert!(notes[4].contains(&listed), "{notes:?}");
         let is_excluded = |name: &str| auxiliary.left.iter().any(|(path, _)| Path::new(name).starts_with(path));
         assert!(old.iter().all(|name| is_excluded(name)), "{:?}", auxiliary.left);
     }
@@ -384,10 +429,10 @@ mod tests {
         fs::copy(golden.join("training.pt"), folder.path().join(pytorch::SINGLE)).unwrap();
         fs::copy(golden.join("object.pt"), folder.path().join("training_args.bin")).unwrap();
         let auxiliary = Model::open(folder.path()).unwrap().auxiliary;
-        assert_eq!(auxiliary.files, [Path::new("training_args.bin")]);
+        assert!(auxiliary.files.is_empty(), "{:?}", auxiliary.files);
         let notes = auxiliary.notes(folder.path());
-        assert!(notes.len() == 2 && notes[0].contains("`epoch`, `optimizer`, `arguments`"), "{notes:?}");
-        assert!(notes[1].contains("`tied.first` and `tied.second` share storage"), "{notes:?}");
+        assert!(notes.len() == 3 && notes[0].contains("training_args.bin") && notes[1].contains("`epoch`, `optimizer`, `arguments`"), "{notes:?}");
+        assert!(notes[2].contains("`tied.first` and `tied.second` share storage"), "{notes:?}");
         // The index of split files is not carried over.
         fs::rename(folder.path().join(pytorch::SINGLE), folder.path().join("pytorch_model-00001-of-00001.bin")).unwrap();
         let names: serde_json::Map<_, _> = Model::open(golden.join("training.pt"))
@@ -399,7 +444,7 @@ mod tests {
             .collect();
         fs::write(folder.path().join(pytorch::INDEX), serde_json::json!({ "weight_map": names }).to_string()).unwrap();
         let model = Model::open(folder.path()).unwrap();
-        assert_eq!((model.weights.by_name.len(), model.auxiliary.files), (names.len(), vec![PathBuf::from("training_args.bin")]));
-        assert!(model.auxiliary.left.is_empty(), "{:?}", model.auxiliary.left);
+        assert_eq!((model.weights.by_name.len(), model.auxiliary.files), (names.len(), Vec::new()));
+        assert_eq!(model.auxiliary.left, [(PathBuf::from("training_args.bin"), ExclusionReason::Training)]);
     }
 }
