@@ -194,6 +194,9 @@ impl Recipe {
 /// Combines each variant with each value of each key.
 fn vary<'v>(mut variants: Vec<Variant>, sweep: impl Iterator<Item = (&'v String, &'v Vec<Value>)>) -> Result<Vec<Variant>> {
     for (key, values) in sweep {
+        if key == "output" {
+            return Err(Error::option("sweep output", "is not possible: every run writes to its own folder inside `output`; sweep another key"));
+        }
         if values.is_empty() || variants.len().saturating_mul(values.len()) > MAX_VARIANTS {
             return Err(Error::option(format!("sweep {key}"), format!("has no value, or results in more than {MAX_VARIANTS} runs")));
         }
@@ -379,6 +382,7 @@ mod tests {
         let refused = |key: &str, values: &[&str]| Recipe::open_variants(&path, &[], &[sweep(key, values)]).unwrap_err().to_string();
         assert!(refused("amount", &[]).contains("has no value"));
         assert!(refused("amount", &["2.5"]).starts_with("sweep amount=2.5: "));
+        assert!(refused("output", &["a", "b"]).starts_with("sweep output: is not possible"));
         assert!(refused("amount", &["0.5", "0.5"]).contains("the output folder of two runs"));
         assert!(refused("nothing.at", &["1"]).contains("no `nothing`"));
         std::fs::write(&path, "model: m\npasses: [cast: {}, cast: {}]\n").unwrap();

@@ -316,12 +316,11 @@ fn sampled_hash(path: &Path) -> Result<String> {
 }
 
 fn other_run(folder: &Path, version: &str) -> Error {
+    let own = Tool::default().version;
+    let other = if version == own { String::new() } else { format!(", or written by compress {version} instead of {own}") };
     Error::Output {
         path: folder.to_owned(),
-        reason: format!(
-            "is a part of another run (another recipe, model or number of parts, or written by compress {version} instead of {})",
-            Tool::default().version
-        ),
+        reason: format!("is a part of another run (another recipe, model or number of parts{other})"),
         hint: "write it again with `force`, remove it, or choose another output folder".into(),
     }
 }
