@@ -234,7 +234,7 @@ mod tests {
             for file in ["config.json", "model.safetensors"] {
                 std::fs::copy(golden.join("models/torchvision-resnet18").join(file), to.join(file)).unwrap();
             }
-            let preprocessor = json!({ "image_mean": [mean; 3], "image_std": [0.5; 3], "size": { "height": 32, "width": 32 } });
+            let preprocessor = json!({ "image_mean": [mean, mean, mean], "image_std": [0.5, 0.5, 0.5], "size": { "height": 32, "width": 32 } });
             std::fs::write(to.join("preprocessor_config.json"), preprocessor.to_string()).unwrap();
             Subject::from_model(Model::open(&to).unwrap()).unwrap()
         };

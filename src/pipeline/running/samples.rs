@@ -120,7 +120,7 @@ mod tests {
             std::fs::copy(golden.join(file), to.join(file)).unwrap();
         }
         let size = serde_json::json!({ "height": 32, "width": 32 });
-        let preprocessor = serde_json::json!({ "image_mean": [mean; 3], "image_std": [0.5; 3], "size": size, "do_normalize": true });
+        let preprocessor = serde_json::json!({ "image_mean": [mean, mean, mean], "image_std": [0.5, 0.5, 0.5], "size": size, "do_normalize": true });
         std::fs::write(to.join("preprocessor_config.json"), preprocessor.to_string()).unwrap();
         to
     }
