@@ -223,11 +223,11 @@ impl Training {
 
 /// A part of the rows of a sample, as fractions.
 type Part = Range<f32>;
-/// Samples and their parts.
-type Parts = Vec<(usize, Part)>;
+/// The index of a sample, and the compared part of it.
+type SampledPart = (usize, Part);
 
 /// Samples whose tokens are held out, and the others. Of a single sample, the last quarter is held out.
-fn split(samples: usize, seed: u64) -> (Parts, Parts) {
+fn split(samples: usize, seed: u64) -> (Vec<SampledPart>, Vec<SampledPart>) {
     if samples == 1 {
         return (vec![(0, 0.75..1.0)], vec![(0, 0.0..0.75)]);
     }
@@ -280,7 +280,7 @@ impl BlockTraining<'_, '_, '_, '_> {
     }
 
     /// Squared errors of the block's output.
-    fn errors(&mut self, parameters: &Parameters, samples: &[(usize, Part)]) -> Result<Errors> {
+    fn errors(&mut self, parameters: &Parameters, samples: &[SampledPart]) -> Result<Errors> {
         let mut errors = Errors::default();
         for (sample, part) in samples {
             let forward = self.block.runs.blocks.forward(self.tape, *sample, parameters, self.tracker)?;
