@@ -176,7 +176,7 @@ mod tests {
         let mut range = TrainedRange::new(params);
         range.step(INT2, of_scales[0], 0.25);
         assert_eq!(range.params(INT2, |scale| scale as f32), QuantizationParams { scale: 0.375, zero: 0.0 });
-        assert_eq!(integers_of(INT2, &values, &offsets, params).collect::<Vec<_>>(), [0, -1, 0, 1, 0, -1, 1, -2]);
+        assert_eq!(integers_of(INT2, &values, &offsets, params).collect::<Vec<_>>(), [0, -2, 0, 1, 0, -1, 1, -2]);
     }
 
     proptest! {
