@@ -129,8 +129,8 @@ pub(crate) fn deserialize<'de, T: Entry, D: Deserializer<'de>>(deserializer: D) 
 #[cfg(feature = "cli")]
 pub(crate) fn allow_bare_name(schema: &mut schemars::Schema, names: &[&str]) {
     // An untagged variant, although it is not part of the schema, changes `oneOf` to `anyOf`.
-    let key = if schema.get("oneOf").is_some() { "oneOf" } else { "anyOf" };
-    if let Some(serde_json::Value::Array(forms)) = schema.get_mut(key) {
+    if let Some(serde_json::Value::Array(mut forms)) = schema.remove("oneOf").or_else(|| schema.remove("anyOf")) {
         forms.push(serde_json::json!({ "description": "Name with default options", "enum": names }));
+        schema.insert("oneOf".into(), forms.into());
     }
 }

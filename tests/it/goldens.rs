@@ -313,9 +313,10 @@ fn words_of_gptq_and_awq() {
 /// A folder of int8 weights without quantized activations, as another tool would write it.
 fn weight_only(desk: &Desk, tensors: &Tensors, format: &str, row: usize) -> std::path::PathBuf {
     let input = desk.weights(tensors);
+    let symmetric = !tensors.contains_key("a.weight_zero_point");
     let weights = match tensors["a.weight_scale"].shape[1] {
-        1 => json!({ "num_bits": 8, "type": "int", "strategy": "channel" }),
-        groups => json!({ "num_bits": 8, "type": "int", "strategy": "group", "group_size": row / groups }),
+        1 => json!({ "num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "channel" }),
+        groups => json!({ "num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": row / groups }),
     };
     let group = json!({ "targets": ["Linear"], "weights": weights, "input_activations": null, "format": format });
     let quantization =

@@ -143,9 +143,9 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
             "scales that determine the shape",
             1,
             model(
-                9,
+                13,
                 &[0, 4],
-                vec![layer("x", "first", "a"), node("Upsample", &["a", "scales"], "b", vec![]), layer("b", "wide", "y")],
+                vec![layer("x", "first", "a"), node("Resize", &["a", "", "scales"], "b", vec![AttributeProto::text("mode", "cubic")]), layer("b", "wide", "y")],
                 vec![floats("first", &[4, 6]), nodes::given("scales", &[2], &[1.0, 2.0]), floats("wide", &[12, 4])],
             ),
         ),

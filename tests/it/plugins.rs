@@ -88,7 +88,7 @@ fn files_of_registered_formats_are_verified() {
 fn names_are_unique_and_unknown_names_are_refused() {
     assert!(plugin::register_format("gguf", |_| Ok(Inexact)).unwrap_err().to_string().contains("already exists"));
     for (text, reason) in
-        [("{ model: m, passes: [none-such] }", "unknown variant `none-such`"), ("{ model: m, export: [none-such: {}] }", "unknown variant `none-such`")]
+        [("{ model: m, passes: [none-such] }", "unknown name `none-such`"), ("{ model: m, export: [none-such: {}] }", "unknown name `none-such`")]
     {
         let error = Recipe::parse(text, Path::new("recipe.yaml")).unwrap_err().to_string();
         assert!(error.contains(reason), "{error}");

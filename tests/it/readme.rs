@@ -170,6 +170,10 @@ fn guides_run() {
                 "json" => std::fs::write(folder.path().join("network/graph.json"), contents).unwrap(),
                 // The tests of the Python package run these.
                 "python" => {}
+                // Lines of a manifest, which the build of examples/build_script contains.
+                "toml" => {}
+                // The documentation tests of the library compile these.
+                "rust,no_run" => {}
                 language => assert_eq!(language, "text", "{name}"),
             }
         }

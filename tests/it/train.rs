@@ -202,7 +202,7 @@ fn new_heads_learn_their_classes() {
         }
     }
     let error = run.train("bert", two_classes("bert", run.folder.path()), finetune(1)).unwrap_err().to_string();
-    assert!(error.contains("--classes"), "{error}");
+    assert!(error.contains("with `classes`"), "{error}");
     for (classes, labels) in
         [(vec!["ham".into()], None), (vec!["ham".into(), "ham".into()], None), (vec!["ham".into(), "spam".into()], Some(2)), (Vec::new(), Some(1))]
     {

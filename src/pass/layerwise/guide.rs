@@ -65,14 +65,15 @@ impl Guide {
     /// Reads a matrix of each name, whose rows end at the first negative number.
     fn load(path: &Path) -> candle_core::Result<Guide> {
         let tensors = candle_core::safetensors::load(path, &Device::Cpu)?;
-        let factors = |rows: Vec<Vec<f32>>| rows.into_iter().map(|row| row.into_iter().take_while(|factor| *factor >= 0.0).collect()).collect();
-        let by_name = tensors.into_iter().map(|(name, tensor)| Ok((name, factors(tensor.to_vec2::<f32>()?))));
+        let row = |row: &[f32]| row.iter().copied().take_while(|factor| *factor >= 0.0).collect();
+        let factors = |tensor: &Tensor| read(tensor, |values| Ok(values.chunks(tensor.dim(1)?).map(row).collect()));
+        let by_name = tensors.into_iter().map(|(name, tensor)| Ok((name, factors(&tensor)?)));
         Ok(Guide { by_name: by_name.collect::<candle_core::Result<_>>()? })
     }
 
     fn store(&self, path: &Path) -> candle_core::Result<()> {
         let tensor = |samples: &Vec<Vec<f32>>| {
-            let longest = samples.iter().map(Vec::len).max().unwrap_or(0);
+            let longest = samples.iter().map(Vec::len).max().unwrap_or(0).max(1);
             let rows = samples.iter().flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(-1.0, longest - row.len())));
             Tensor::from_vec(rows.collect::<Vec<f32>>(), (samples.len(), longest), &Device::Cpu)
         };

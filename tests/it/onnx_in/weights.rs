@@ -75,7 +75,7 @@ fn an_unchanged_file_is_written_byte_for_byte() {
     let expected = if crate::common::onnxruntime::has_onnx_runtime() { "ONNX Runtime against the built-in executor on 1 synthetic sample:" } else { "not run" };
     assert!(run.finding.contains(expected), "{run:?}");
     let again = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap_err();
-    assert!(again.to_string().contains("exists") && again.hint().unwrap().contains("--force"), "{again}");
+    assert!(again.to_string().contains("exists") && again.hint().unwrap().contains("force"), "{again}");
     // A folder contains the same under the default name, and opens.
     builder().build().unwrap().run(place.open(), place.path("out")).unwrap();
     assert_eq!(std::fs::read(place.path("out/model.onnx")).unwrap(), bytes);

@@ -125,8 +125,12 @@ const REFUSED: [(&str, &str, &str); 5] = [
 ];
 
 /// Options of data that do not affect scores, and the reason.
-const WITHOUT_EFFECT: [(&str, &str); 2] =
-    [("batch_size", "samples are independent of each other"), ("layout", "a model supports images in one layout, and the other layout is rejected")];
+const WITHOUT_EFFECT: [(&str, &str); 4] = [
+    ("batch_size", "samples are independent of each other"),
+    ("layout", "a model supports images in one layout, and the other layout is rejected"),
+    ("source", "names a source that a program has registered"),
+    ("metric", "names a metric that a program has registered"),
+];
 
 /// Options that every run of a pass on the small models needs, except those that exclude an option.
 fn base(name: &str, option: &str) -> Value {

@@ -218,6 +218,7 @@ mod tests {
         let (folder, cancel) = (tempfile::tempdir().unwrap(), Cancel::default());
         let work = Work { threads: 1, progress: &Silent, cancel: &cancel };
         let store = ArtifactStore::new(folder.path().join("store"));
+        fs::create_dir(folder.path().join("input")).unwrap();
         let get = |key: &str| store.get::<BTreeMap<String, u32>>(key, Some(&work)).unwrap();
         let put = |key: &str, number: u32| {
             let draft = store.begin(key, folder.path().join("input").as_path()).unwrap();

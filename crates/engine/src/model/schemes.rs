@@ -88,12 +88,6 @@ impl Schemes {
         Ok(schemes)
     }
 
-    /// Whether the description is empty.
-    #[cfg(test)]
-    pub(super) fn is_empty(&self) -> bool {
-        self.list.is_empty()
-    }
-
     /// The scheme of a module. An exact name takes precedence over a regular expression, and that over a
     /// class. Fails if an expression is too slow to match.
     fn find(&self, module: &str, class: &str) -> Result<Option<&Scheme>, String> {

@@ -153,11 +153,16 @@ fn quantized_weights_and_their_description() {
         let group = json!({ "targets": ["Linear"], "weights": weights });
         json!({ "quant_method": "compressed-tensors", "config_groups": { "group_0": group }, "ignore": ignore })
     };
-    let of = |name, quantization: Value, tensors: Vec<Tensor>, message| {
+    let of = |name, quantization: Value, tensors: Vec<Tensor>, message: &'static str| {
         let make = move |folder: &Path| {
             model_of(&folder.join("in"), &json!({ "model_type": "bert", "quantization_config": quantization }), &tensors);
         };
-        case(name, make, RUN, 1, message, "")
+        let hint = match message {
+            message if message.ends_with("is missing") => "the checkpoint is incomplete",
+            message if message.ends_with("unquantized") => "remove `quantization_config` if the weights are meant to be floats",
+            _ => "correct `quantization_config` in config.json",
+        };
+        case(name, make, RUN, 1, message, hint)
     };
     let (int8, zeros) = (json!({ "num_bits": 8 }), json!({ "num_bits": 8, "symmetric": false }));
     check([
