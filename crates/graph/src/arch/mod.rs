@@ -1,4 +1,4 @@
-//! Model families: one file, and one line in [`FAMILIES`], for each.
+//! Model families: one file, and one line in `FAMILIES`, for each.
 //!
 //! A family describes the tensors of its checkpoints, and builds its graph from `config.json`. Parameters have
 //! the tensor names of the checkpoint, nodes those of the modules. Builds without the feature `run` contain only
