@@ -200,7 +200,9 @@ class Running(InWorkspace):
 
     def test_ctrl_c_stops_the_program_and_removes_all_files(self) -> None:
         """Sends the signal to the process group, as a terminal does."""
-        code = f"import sys; sys.path[:0] = {sys.path[:2]!r}\nfrom test_runs import slow\nwith slow() as job:\n    for event in job: print(event.stage, flush=True)\n"
+        # Programs that a shell starts in the background ignore the signal, as a gate that runs tests may do.
+        handle = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        code = f"{handle}sys.path[:0] = {sys.path[:2]!r}\nfrom test_runs import slow\nwith slow() as job:\n    for event in job: print(event.stage, flush=True)\n"
         environment = {**os.environ, "TMPDIR": str(self.workspace.temporary)}
         python = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0, env=environment)
         assert python.stdout
