@@ -27,14 +27,16 @@ use crate::model::Model;
 use crate::pipeline::Builder;
 use crate::report::Report;
 
-/// Compresses a model into a folder of `OUT_DIR`, and tells cargo which files were read and where the result is. `main` of a build script
-/// returns the result.
+/// Compresses a model into a folder of `OUT_DIR`, and reports to cargo which files were read and the path of
+/// the result. `main` of a build script returns the exit code.
 ///
-/// The environment variable `env` contains the path of the written file when the program is compiled. If the weights are in several files,
-/// their paths are in `env` followed by `_1`, `_2` and so on, and `env` is not set. `env` followed by `_DIR` contains the folder.
+/// The environment variable `env` contains the path of the written file when the program is compiled. If the
+/// weights are in several files, their paths are in `env` followed by `_1`, `_2` and so on, and `env` is not
+/// set. `env` followed by `_DIR` contains the folder.
 ///
-/// Cargo runs the script again if a file changes that the run has read, or if a file is added to a folder that it has read. The model is
-/// compressed again only if contents or options have changed. The number of threads is that of cargo's jobs.
+/// Cargo runs the script again if a file changes that the run has read, or if a file is added to a folder
+/// that it has read. The model is compressed again only if contents or options have changed. The number of
+/// threads is that of cargo's jobs.
 pub fn embed(env: &str, model: impl AsRef<Path>, builder: Builder) -> ExitCode {
     match try_embed(env, model.as_ref(), builder) {
         Ok(()) => ExitCode::SUCCESS,

@@ -157,7 +157,7 @@ pub struct Context<'a> {
     /// Tracker of memory usage, if it is recorded.
     #[cfg(feature = "run")]
     pub memory_tracker: Option<std::sync::Arc<crate::exec::MemoryTracker>>,
-    /// Where to store checkpoints, if at all.
+    /// Store of checkpoints; `None` if none are written.
     pub checkpoints: Option<Checkpoints>,
 }
 

@@ -11,12 +11,12 @@ use crate::store::{Encoding, Weight};
 
 type Execution<'a> = Box<dyn FnOnce(&Context) -> Result<(Model, Applied)> + 'a>;
 
-/// What a pass will do, determined without reading a tensor.
+/// Planned result of a pass, determined without reading a tensor, and the work that remains.
 pub struct Plan<'a> {
     /// The model after the pass: names, shapes and encodings. Values that execution computes are
     /// placeholders; all others are final.
     pub model: Model,
-    /// The record of the pass, as far as it is known in advance.
+    /// The record of the pass, without the details that only execution determines.
     pub applied: Applied,
     execution: Option<Execution<'a>>,
 }

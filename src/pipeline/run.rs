@@ -63,7 +63,7 @@ pub(super) struct Run<'a> {
     pub sample_notes: Vec<String>,
 }
 
-/// What has been written to the staging folder.
+/// Files in the staging folder.
 pub(super) struct Written {
     /// The output of each format, by its name.
     pub exports: Vec<(&'static str, Exported)>,

@@ -123,7 +123,7 @@ impl Run<'_> {
     }
 }
 
-/// The recipe as it is written to the output, from its value in the report.
+/// The recipe for the output folder, parsed from its value in the report.
 fn published_recipe(recipe: &Value) -> Result<Recipe> {
     serde_json::from_value(recipe.clone()).map_err(|e| Error::option("recipe", e))
 }

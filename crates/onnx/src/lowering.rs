@@ -278,6 +278,7 @@ impl<'g> Lowering<'g> {
     /// Adds a model output that copies a value. Floats are cast to 32 bits.
     pub fn alias(&mut self, value: usize, public: &str) {
         let name = self.names[value].clone();
+        // The same output may be listed twice.
         if name == public {
             return;
         }

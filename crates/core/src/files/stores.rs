@@ -8,7 +8,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use super::{Bytes, Entry, File, Kind, SMALL_FILE, remote};
 
-/// A collection of files behind a scheme, such as an archive, a database or memory. It is only read.
+/// A read-only collection of files with a scheme of its own, such as an archive, a database or memory.
 pub trait Store: Send + Sync {
     /// Returns the names and lengths of all files whose names start with `folder/`, or of all files for
     /// an empty `folder`.
