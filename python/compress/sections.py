@@ -542,4 +542,4 @@ class Fields:
     """Histograms of the values of the weights that changed most."""
 
     carried: Sequence[CarriedFile] = ()
-    """All other files of the folder, except the report: copied from the input, or written for this model."""
+    """All other files of the folder, except report.json: copied from the input, or written for this run."""

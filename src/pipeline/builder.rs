@@ -9,7 +9,7 @@ use super::{plan, run};
 use crate::error::{Error, Result, counted};
 use crate::export::Export;
 use crate::model::{Model, stacked_experts};
-use crate::output::{Inputs, Replace, check_output};
+use crate::output::{self, Inputs, Replace};
 use crate::pass::{Plan, Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::Report;
@@ -152,13 +152,18 @@ impl Pipeline {
         Inputs { model: model.path.clone(), files: model.inputs().into_iter().chain(self.other_inputs()).collect() }
     }
 
-    /// Checks, without modifying anything, that the output can be written, or replaced if
-    /// [`force`](Builder::force) is set.
+    /// The existing data that the output may replace.
+    pub(super) fn replace(&self) -> Replace {
+        if self.start.attached.contains_key(Model::KEY) { Replace::Cached(Model::KEY) } else { Replace::with_force(self.force) }
+    }
+
+    /// Checks that the output can be written, or replaced if [`force`](Builder::force) is set. Leftovers
+    /// of killed runs that would write it are removed.
     ///
     /// # Errors
     /// The output exists and may not be replaced, or it overlaps with an input of the run.
     pub fn check_output(&self, model: &Model, output: &Path) -> Result<()> {
-        check_output(output, Replace::with_force(self.force), &self.protected(model))
+        output::check_output(output, self.replace(), &self.protected(model))
     }
 
     /// Runs the pipeline and writes the output folder atomically.

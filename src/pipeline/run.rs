@@ -11,7 +11,7 @@ use crate::error::{Error, Result, counted};
 use crate::evaluation::{Accuracy, Compute, Continuation, Latency, MeasuredFidelity};
 use crate::export::{Export, Exported, Format, SizeForecast};
 use crate::model::Model;
-use crate::output::{Replace, ResumeFolder, Staging};
+use crate::output::{ResumeFolder, Staging};
 use crate::report::{self, Peak, Report};
 use crate::run_state::RunState;
 use crate::store::writer::Prebuilt;
@@ -95,7 +95,7 @@ impl<'a> Run<'a> {
     fn reserve(&mut self, output: &Path) -> Result<Staging> {
         let formats = || self.pipeline.export.iter().map(Export::format);
         let forecasts = formats().map(|format| format.forecast(&self.after, &self.state)).collect::<Result<Vec<SizeForecast>>>()?;
-        let staging = Staging::new(output, Replace::with_force(self.pipeline.force), self.pipeline.protected(&self.input))?;
+        let staging = Staging::new(output, self.pipeline.replace(), self.pipeline.protected(&self.input))?;
         let is_local = |format: &dyn Format| !(staging.destination().is_remote() && format.streams());
         let forecasts: Vec<SizeForecast> = forecasts.into_iter().zip(formats()).filter(|(_, format)| is_local(*format)).map(|(forecast, _)| forecast).collect();
         self.state.data_file = staging.data_name().map(str::to_owned);

@@ -18,7 +18,7 @@ use crate::files::{self, LocalNames};
 use crate::model::Model;
 use crate::output::Staging;
 use crate::recipe::Recipe;
-use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Peak, Report, Size, Sizes, Tool, Totals, Verified, WARNING, WeightHistogram};
+use crate::report::{self, CarriedFile, Layer, ModelId, OutputFile, PassReport, Peak, Report, Size, Sizes, Tool, Totals, Verified, WARNING, WeightHistogram};
 use crate::run_state::{Applied, RunState};
 use crate::store::writer::{WeightMeasurement, input_hash};
 use crate::store::{Encoding, Origin, QuantizationSpec, Weight};
@@ -94,9 +94,13 @@ impl Run<'_> {
         report.carried = carry::list(folder, &self.after, &report.outputs, is_replaced, &self.pipeline.work())?;
         let highest = peak.highest();
         report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: highest.rss_bytes, peak_vram_bytes: highest.vram_bytes };
-        write_text(&folder.join(report::FILE), &report.to_json())?;
-        write_text(&folder.join("report.md"), &report.to_markdown())?;
-        write_text(&folder.join("report.html"), &report.to_html())
+        let [json, markdown, html] = report::FILES;
+        for (name, text) in [(markdown, report.to_markdown()), (html, report.to_html())] {
+            write_text(&folder.join(name), &text)?;
+            let blake3 = blake3::hash(text.as_bytes()).to_string();
+            report.carried.push(CarriedFile { path: name.to_owned(), bytes: text.len() as u64, blake3 });
+        }
+        write_text(&folder.join(json), &report.to_json())
     }
 
     /// The records of the passes. `writing` is the peak memory of passes that are executed during writing.

@@ -82,7 +82,7 @@ pub struct Report {
     pub histograms: Vec<WeightHistogram>,
     /// Files that were written and verified.
     pub outputs: Vec<OutputFile>,
-    /// All other files of the folder, except the report: copied from the input, or written for this model.
+    /// All other files of the folder, except report.json: copied from the input, or written for this run.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub carried: Vec<CarriedFile>,
     /// Notes and warnings: ineffective settings, and skipped steps with the reason.

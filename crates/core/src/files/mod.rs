@@ -7,6 +7,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod destination;
+mod file_cache;
 mod local_names;
 #[cfg(feature = "remote")]
 mod remote;
@@ -22,6 +23,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use destination::{Destination, NewFile};
+pub use file_cache::FileCache;
 pub use local_names::LocalNames;
 pub use remote::{SCHEMES, describe};
 pub use stores::{Store, is_writable, prefetch, register_store};

@@ -4,11 +4,15 @@
 //! Ownership is determined by file locks, not by process ids, which have no meaning in other containers
 //! or on other machines.
 
+mod listing;
 mod lock;
+mod names;
 mod resume_folder;
 mod staging;
 mod target;
 
+pub use listing::REPORT_FILES;
+pub use names::{file_format, file_name, report_folder};
 pub use resume_folder::ResumeFolder;
-pub use staging::Staging;
-pub use target::{Inputs, REPORT_FILES, Replace, check_output, file_format, file_name, report_folder, require_local};
+pub use staging::{Staging, check_output};
+pub use target::{Inputs, Replace, require_local};

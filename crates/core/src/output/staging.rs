@@ -28,9 +28,30 @@ use std::path::{Path, PathBuf};
 
 use self::work_folder::{begin, bytes, remove, remove_created, remove_stale, sync, sync_folder};
 use super::lock::Lock;
-use super::target::{Inputs, Replace, absolute, check_output, file_name, free_data_name, refuse};
+use super::names::{file_name, free_data_name, work_location};
+use super::target::{Inputs, Replace, absolute, check_target, refuse};
 use crate::error::{Error, Result, redact_path};
 use crate::files::{self, Destination};
+
+/// Checks whether an output can be written to `target`. A publication that was interrupted by the end of
+/// its process is reverted or completed first, because its report may not describe the files next to it.
+///
+/// # Errors
+/// The target exists and may not be replaced, is not a folder although it should be one, overlaps the
+/// model, or contains a file that the run reads.
+pub fn check_output(target: &Path, replace: Replace, inputs: &Inputs) -> Result<()> {
+    recover_and_check(&absolute(target)?, replace, inputs).map(drop)
+}
+
+/// As [`check_output`]. Returns notes on leftovers of killed runs that were not removed.
+fn recover_and_check(target: &Path, replace: Replace, inputs: &Inputs) -> Result<Vec<String>> {
+    let notes = work_location(target).map(|(parent, prefix)| remove_stale(&parent, &prefix, target)).unwrap_or_default();
+    check_target(target, replace, inputs).map_err(|error| match (error, notes.first()) {
+        (Error::Output { path, reason, hint }, Some(note)) => Error::Output { path, reason, hint: format!("{hint}; {note}") },
+        (error, _) => error,
+    })?;
+    Ok(notes)
+}
 
 /// An unfinished output folder, removed on drop unless [`commit`](Staging::commit) was called.
 #[derive(Debug)]
@@ -53,7 +74,6 @@ const OLD: &str = "old";
 const OLD_REPORT: &str = "old report";
 /// The new model file. After the commit, the file that it replaced.
 const MODEL: &str = "model";
-const JOURNAL: &str = "placing.json";
 
 /// Retries when another process removes a folder between two steps of this process.
 const ATTEMPTS: usize = 100;
@@ -65,28 +85,23 @@ impl Staging {
     /// As [`check_output`], or the folder next to the final location is not writable.
     pub fn new(target: &Path, replace: Replace, inputs: impl Into<Inputs>) -> Result<Staging> {
         let (target, inputs) = (absolute(target)?, inputs.into());
-        check_output(&target, replace, &inputs)?;
-        let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else {
+        let mut notes = recover_and_check(&target, replace, &inputs)?;
+        let Some((parent, prefix)) = work_location(&target) else {
             return Err(refuse(&target, "has no parent folder", "choose a folder inside another one"));
         };
-        // For remote outputs, small files and files that are reopened while they are written are staged
-        // locally.
-        let remote = files::is_remote(&target).then(std::env::temp_dir);
-        let parent = remote.as_deref().unwrap_or(parent);
+        let (parent, is_remote) = (parent.as_path(), files::is_remote(&target));
         let created = parent.ancestors().take_while(|p| !p.exists()).last().map(Path::to_owned);
-        let prefix = format!(".{}.{}-", name.to_string_lossy(), if remote.is_some() { "upload" } else { "compress" });
-        let mut notes = remove_stale(parent, &prefix, &target);
         match begin(parent, &prefix) {
             Ok((work, lock)) => {
                 if !lock.supported {
                     notes.push(format!("{} is on a file system without locks: leftovers of killed runs must be removed manually", parent.display()));
                 }
-                let created = created.filter(|_| remote.is_none());
+                let created = created.filter(|_| !is_remote);
                 let destination = Destination::local(work.join(NEW));
                 let data_name = free_data_name(&target);
                 let mut staging = Staging { work, destination, target, replace, inputs, data_name, created, _lock: lock, notes };
                 fs::create_dir(staging.path()).map_err(Error::io("create", staging.path()))?;
-                if remote.is_some() {
+                if is_remote {
                     staging.open_remote()?;
                 }
                 Ok(staging)
@@ -190,8 +205,9 @@ impl Drop for Staging {
 mod tests {
     use std::fs::File;
 
+    use super::super::listing::Listing;
     use super::super::lock::Attempt;
-    use super::super::target::{Listing, report_folder};
+    use super::super::names::report_folder;
     use super::*;
 
     fn input(folder: &Path) -> PathBuf {
@@ -200,14 +216,16 @@ mod tests {
         input
     }
 
-    fn hidden(folder: &Path) -> usize {
-        fs::read_dir(folder).unwrap().filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().starts_with('.')).count()
+    /// A report that lists these files with their contents.
+    pub(super) fn listing(files: &[(&str, &str)]) -> String {
+        let listed =
+            |(path, text): &(&str, &str)| serde_json::json!({ "path": path, "bytes": text.len(), "blake3": blake3::hash(text.as_bytes()).to_string() });
+        let outputs: Vec<_> = files.iter().map(listed).collect();
+        serde_json::json!({ "tool": { "name": "compress" }, "outputs": outputs }).to_string()
     }
 
-    /// A report that lists these files.
-    fn listing(files: &[&str]) -> String {
-        let outputs: Vec<_> = files.iter().map(|path| serde_json::json!({ "path": path })).collect();
-        serde_json::json!({ "tool": { "name": "compress" }, "outputs": outputs }).to_string()
+    fn hidden(folder: &Path) -> usize {
+        fs::read_dir(folder).unwrap().filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().starts_with('.')).count()
     }
 
     #[test]
@@ -232,7 +250,7 @@ mod tests {
         fs::create_dir(&out).unwrap();
         fs::write(out.join("file"), "old").unwrap();
         assert!(Staging::new(&out, Replace::Never, &input).unwrap_err().to_string().contains("exists"));
-        fs::write(out.join("report.json"), listing(&["file"])).unwrap();
+        fs::write(out.join("report.json"), listing(&[("file", "old")])).unwrap();
         let staging = Staging::new(&out, Replace::Output, &input).unwrap();
         fs::write(staging.path().join("file"), "new").unwrap();
         staging.commit().unwrap();
@@ -252,14 +270,14 @@ mod tests {
         assert!(error.contains("inner/thesis.tex would be lost") && error.contains("no report of compress"), "{error}");
         // A report covers neither unlisted files nor the outputs of other programs.
         fs::write(out.join("weights"), "").unwrap();
-        fs::write(out.join("report.json"), listing(&["weights"])).unwrap();
+        fs::write(out.join("report.json"), listing(&[("weights", "")])).unwrap();
         let error = refused(Replace::Output, &model);
         assert!(error.contains(": inner/thesis.tex would be lost"), "{error}");
         fs::remove_dir_all(out.join("inner")).unwrap();
-        fs::write(out.join("report.json"), listing(&["weights"]).replace("compress", "pytest")).unwrap();
+        fs::write(out.join("report.json"), listing(&[("weights", "")]).replace("compress", "pytest")).unwrap();
         assert!(refused(Replace::Output, &model).contains("report.json, weights would be lost"));
         assert!(refused(Replace::Work("state.json"), &model).contains("report.json, weights would be lost"));
-        fs::write(out.join("report.json"), listing(&["weights", "samples.csv"])).unwrap();
+        fs::write(out.join("report.json"), listing(&[("weights", ""), ("samples.csv", "")])).unwrap();
         // A symbolic link to weights of the input, and samples inside the old output.
         std::os::unix::fs::symlink(out.join("weights"), input.join("model.safetensors")).unwrap();
         let error = refused(Replace::Output, &model);
@@ -286,9 +304,9 @@ mod tests {
         let [data, report] = ["small.onnx.data", "small.onnx.report"].map(|name| out.with_file_name(name));
         let write = |staging: &Staging, text: &str, data: bool| {
             let data = staging.data_name().filter(|_| data);
-            let listed: Vec<&str> = data.into_iter().chain(["small.onnx"]).collect();
+            let listed: Vec<(&str, &str)> = data.into_iter().chain(["small.onnx"]).map(|name| (name, text)).collect();
             fs::write(staging.path().join("report.json"), listing(&listed)).unwrap();
-            listed.into_iter().for_each(|name| fs::write(staging.path().join(name), text).unwrap());
+            listed.into_iter().for_each(|(name, text)| fs::write(staging.path().join(name), text).unwrap());
         };
         let read = |path: &Path| fs::read_to_string(path).unwrap();
         let staging = Staging::new(&out, Replace::Never, &input).unwrap();
@@ -316,7 +334,7 @@ mod tests {
         for replace in [Replace::Never, Replace::Output] {
             let staging = Staging::new(&gguf, replace, &input).unwrap();
             fs::write(staging.path().join("small.gguf"), "mine").unwrap();
-            fs::write(staging.path().join("report.json"), listing(&["small.gguf"])).unwrap();
+            fs::write(staging.path().join("report.json"), listing(&[("small.gguf", "mine")])).unwrap();
             staging.commit().unwrap();
             assert_eq!([read(&gguf), read(&unrelated)], ["mine", "theirs"]);
         }
@@ -342,8 +360,9 @@ mod tests {
             let write = |staging: &Staging, text: &str| {
                 let data = staging.data_name().unwrap();
                 fs::write(staging.path().join(data), text).unwrap();
-                fs::write(staging.path().join("small.onnx"), format!("{text} {data}")).unwrap();
-                fs::write(staging.path().join("report.json"), listing(&["small.onnx", data])).unwrap();
+                let model = format!("{text} {data}");
+                fs::write(staging.path().join("small.onnx"), &model).unwrap();
+                fs::write(staging.path().join("report.json"), listing(&[("small.onnx", &model), (data, text)])).unwrap();
             };
             let begin = |text: &str| {
                 let staging = Staging::new(&out, Replace::Output, &input).unwrap();
@@ -420,7 +439,7 @@ mod tests {
         for (part, text) in [(OLD, "old"), (NEW, "new")] {
             fs::create_dir_all(work.join(part)).unwrap();
             fs::write(work.join(part).join("file"), text).unwrap();
-            fs::write(work.join(part).join("report.json"), listing(&["file"])).unwrap();
+            fs::write(work.join(part).join("report.json"), listing(&[("file", text)])).unwrap();
         }
         fs::write(work.join(LOCK), "").unwrap();
         drop(Staging::new(&out, Replace::Output, &input).unwrap());
@@ -435,7 +454,7 @@ mod tests {
         for text in ["first", "second"] {
             let staging = Staging::new(&out, Replace::Output, &input).unwrap();
             fs::write(staging.path().join("file"), text).unwrap();
-            fs::write(staging.path().join("report.json"), listing(&["file"])).unwrap();
+            fs::write(staging.path().join("report.json"), listing(&[("file", text)])).unwrap();
             staging.put_plainly(staging.path(), &staging.target).unwrap();
             drop(staging);
             assert_eq!(fs::read_to_string(out.join("file")).unwrap(), text);

@@ -1,51 +1,25 @@
 //! Validation of output locations.
 
-use std::collections::BTreeSet;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
 
-use serde::Deserialize;
-
+use super::listing::Listing;
+use super::names::{JOURNAL, file_format, file_name, report_folder, work_location};
 use crate::error::{Error, Result, redact_path};
 use crate::files;
-
-/// Formats that consist of one file, with their file name extensions.
-const SINGLE_FILE_FORMATS: [&str; 2] = ["onnx", "gguf"];
-
-/// The format of an output that is a single file, from its extension. `None` for folders.
-pub fn file_format(target: &Path) -> Option<&'static str> {
-    let end = target.extension()?;
-    SINGLE_FILE_FORMATS.into_iter().find(|format| end == *format).filter(|_| !target.is_dir())
-}
-
-/// The file name of an output that is a single file. The names of its auxiliary files start with it.
-pub fn file_name(target: &Path) -> Option<String> {
-    file_format(target).and_then(|_| target.file_name()?.to_str()).map(str::to_owned)
-}
-
-/// An unused name for the external data file of a large ONNX file: `out.onnx.data`, then
-/// `out.onnx.2.data`. A model file references its data file by name, so the old pair stays intact until
-/// the new model file replaces the old one.
-pub(super) fn free_data_name(file: &Path) -> Option<String> {
-    let name = file_name(file).filter(|_| file_format(file) == Some("onnx"))?;
-    let numbered = (2u32..).map(|number| format!("{name}.{number}.data"));
-    std::iter::once(format!("{name}.data")).chain(numbered).find(|data| file.with_file_name(data).symlink_metadata().is_err())
-}
-
-/// The report folder of a single-file output, next to the file.
-pub fn report_folder(file: &Path) -> PathBuf {
-    let mut name = file.file_name().unwrap_or_default().to_owned();
-    name.push(".report");
-    file.with_file_name(name)
-}
 
 /// Existing data that an output may replace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Replace {
     /// No existing data.
     Never,
-    /// The output of an earlier run, all of whose files are listed in its report.
+    /// The output of an earlier run, all of whose files are listed in its report and unchanged.
     Output,
+    /// As [`Replace::Output`]. If the report lists a file with this name, the output is a cached result,
+    /// whose files may be damaged.
+    Cached(&'static str),
     /// A folder of unfinished or cached work, recognized by a file with this name.
     Work(&'static str),
 }
@@ -72,47 +46,42 @@ impl<P: AsRef<Path> + ?Sized> From<&P> for Inputs {
     }
 }
 
-/// Checks whether an output can be written to `target`, without modifying anything.
-///
-/// # Errors
-/// The target exists and may not be replaced, is not a folder although it should be one, overlaps the
-/// model, or contains a file that the run reads.
-pub fn check_output(target: &Path, replace: Replace, inputs: &Inputs) -> Result<()> {
-    let target = absolute(target)?;
-    if files::is_remote(&target) {
-        return check_remote(&target, replace != Replace::Never);
+/// Checks whether an output can be written to the absolute path `target`, without modifying anything.
+pub(super) fn check_target(target: &Path, replace: Replace, inputs: &Inputs) -> Result<()> {
+    if files::is_remote(target) {
+        return check_remote(target, replace != Replace::Never);
     }
     let input = &inputs.model;
     // Remote inputs cannot overlap a local output.
     let input = if files::is_remote(input) { input.to_owned() } else { fs::canonicalize(input).map_err(Error::io("open", input))? };
     let nearest = target.ancestors().find_map(|p| fs::canonicalize(p).ok().map(|real| (p, real)));
     if let Some((parent, real)) = &nearest
-        && *parent != target
+        && **parent != *target
         && !real.is_dir()
     {
-        return Err(refuse(&target, &format!("cannot be created inside {}, which is not a folder", parent.display()), "choose another location"));
+        return Err(refuse(target, &format!("cannot be created inside {}, which is not a folder", parent.display()), "choose another location"));
     }
-    let real = nearest.map_or_else(|| target.clone(), |(p, real)| real.join(target.strip_prefix(p).unwrap_or(Path::new(""))));
+    let real = nearest.map_or_else(|| target.to_owned(), |(p, real)| real.join(target.strip_prefix(p).unwrap_or(Path::new(""))));
     if real == input {
-        return Err(refuse(&target, "is the input", "choose another folder; the input is never modified"));
+        return Err(refuse(target, "is the input", "choose another folder; the input is never modified"));
     }
     if files::is_dir(&input) && real.starts_with(&input) {
-        return Err(refuse(&target, "lies inside the input folder", "choose a folder outside it"));
+        return Err(refuse(target, "lies inside the input folder", "choose a folder outside it"));
     }
     if input.starts_with(&real) {
-        return Err(refuse(&target, "contains the input", "choose another folder"));
+        return Err(refuse(target, "contains the input", "choose another folder"));
     }
-    let file = file_name(&target).is_some();
-    match fs::symlink_metadata(&target) {
-        Ok(m) if file && !m.is_file() => return Err(refuse(&target, "exists and is not a file", "choose another name")),
-        Ok(m) if !file && !m.is_dir() => return Err(refuse(&target, "exists and is not a folder", "choose another name")),
+    let file = file_name(target).is_some();
+    match fs::symlink_metadata(target) {
+        Ok(m) if file && !m.is_file() => return Err(refuse(target, "exists and is not a file", "choose another name")),
+        Ok(m) if !file && !m.is_dir() => return Err(refuse(target, "exists and is not a folder", "choose another name")),
         _ => {}
     }
-    let data = target.with_file_name(format!("{}.data", file_name(&target).unwrap_or_default()));
-    if replace == Replace::Never && file_format(&target) == Some("onnx") && data.symlink_metadata().is_ok() {
+    let data = target.with_file_name(format!("{}.data", file_name(target).unwrap_or_default()));
+    if replace == Replace::Never && file_format(target) == Some("onnx") && data.symlink_metadata().is_ok() {
         return Err(exists(&data));
     }
-    check_replaceable(&target, replace, inputs)
+    check_replaceable(target, replace, inputs)
 }
 
 /// Checks that all existing data at the output's locations may be deleted.
@@ -120,22 +89,24 @@ pub(super) fn check_replaceable(target: &Path, replace: Replace, inputs: &Inputs
     let report = file_name(target).map(|_| report_folder(target));
     let mut paths: Vec<PathBuf> = report.iter().cloned().chain([target.to_owned()]).filter(|path| path.symlink_metadata().is_ok()).collect();
     let (Some(first), folder) = (paths.first(), report.as_deref().unwrap_or(target)) else { return Ok(()) };
-    let (listing, lost) = match replace {
-        Replace::Never => return Err(exists(first)),
-        Replace::Work(marker) if folder.join(marker).is_file() => (None, Vec::new()),
-        Replace::Work(_) => (None, Listing::default().missing(folder)),
-        Replace::Output => {
-            let listing = Listing::open(folder);
-            let mut lost = listing.as_ref().unwrap_or(&Listing::default()).missing(folder);
-            let name = file_name(target).filter(|name| target.exists() && !listing.as_ref().is_some_and(|listing| listing.files.contains(name)));
-            lost.extend(name);
-            (listing, lost)
+    if replace == Replace::Never {
+        return Err(exists(first));
+    }
+    // While another process replaces the output, its report may not describe its files.
+    let state = || [target, folder].map(|path| fs::symlink_metadata(path).ok().map(|about| (about.dev(), about.ino())));
+    let mut attempts = 0;
+    let Found { listing, lost, why } = loop {
+        let before = state();
+        let found = Found::new(target, folder, replace);
+        attempts += 1;
+        if found.lost.is_empty() || attempts == ATTEMPTS || (before == state() && !is_being_published(target)) {
+            break found;
         }
+        std::thread::sleep(PAUSE);
     };
     if let [first, rest @ ..] = lost.as_slice() {
         let names = rest.iter().take(NAMED - 1).fold(first.clone(), |names, name| format!("{names}, {name}"));
         let more = lost.len().checked_sub(NAMED).filter(|more| *more > 0).map(|more| format!(" and {more} more")).unwrap_or_default();
-        let why = if replace == Replace::Output && listing.is_none() { "no report of compress lists them" } else { "compress did not write them" };
         let reason = format!("cannot be replaced: {names}{more} would be lost, and {why}");
         return Err(refuse(target, &reason, "move what you need and remove the rest, or choose another name"));
     }
@@ -150,6 +121,50 @@ pub(super) fn check_replaceable(target: &Path, replace: Replace, inputs: &Inputs
     Ok(())
 }
 
+/// Existing data at the locations of an output.
+struct Found {
+    listing: Option<Listing>,
+    /// Files that may not be replaced, and the reason.
+    lost: Vec<String>,
+    why: &'static str,
+}
+
+impl Found {
+    fn new(target: &Path, folder: &Path, replace: Replace) -> Found {
+        let (is_work, cache) = match replace {
+            Replace::Work(marker) if folder.join(marker).is_file() => return Found { listing: None, lost: Vec::new(), why: "" },
+            Replace::Work(_) => (true, None),
+            Replace::Cached(marker) => (false, Some(marker)),
+            Replace::Output | Replace::Never => (false, None),
+        };
+        let listing = Listing::open(folder).filter(|_| !is_work);
+        let empty = Listing::default();
+        let listed = listing.as_ref().unwrap_or(&empty);
+        let file = file_name(target).filter(|name| target.exists() && !listed.contains(name));
+        let unlisted: Vec<String> = listed.unlisted(folder).into_iter().chain(file).collect();
+        let (lost, why) = if !unlisted.is_empty() {
+            (unlisted, if listing.is_some() || is_work { "compress did not write them" } else { "no report of compress lists them" })
+        } else if cache.is_some_and(|marker| listed.contains(marker)) {
+            (Vec::new(), "")
+        } else {
+            (listed.changed(target, folder), "they were changed after compress wrote them")
+        };
+        Found { listing, lost, why }
+    }
+}
+
+/// Whether the staging folder of a single-file output has a journal, between whose steps the report and
+/// the file may not match.
+fn is_being_published(target: &Path) -> bool {
+    let Some((parent, prefix)) = work_location(target).filter(|_| file_name(target).is_some()) else { return false };
+    let entries = fs::read_dir(parent).into_iter().flatten().flatten();
+    entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix)).any(|entry| entry.path().join(JOURNAL).exists())
+}
+
+/// Number of times that existing data is checked while another process replaces it, and the time in
+/// between.
+const ATTEMPTS: usize = 100;
+const PAUSE: Duration = Duration::from_millis(10);
 /// Maximum number of file names in an error message.
 const NAMED: usize = 4;
 /// Maximum depth of nested folders. Symbolic links may form cycles.
@@ -162,68 +177,6 @@ fn linked(path: &Path, depth: usize) -> Box<dyn Iterator<Item = PathBuf>> {
     let inner = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir() || kind.is_symlink()));
     let inner: Vec<PathBuf> = inner.map(|entry| entry.path()).collect();
     Box::new(real.into_iter().chain(inner.into_iter().flat_map(move |path| linked(&path, depth - 1))))
-}
-
-/// Names of the report in all its formats.
-pub const REPORT_FILES: [&str; 3] = ["report.json", "report.md", "report.html"];
-
-/// The files of an output, as listed in its report.
-#[derive(Default)]
-pub(super) struct Listing {
-    files: BTreeSet<String>,
-}
-
-#[derive(Deserialize)]
-struct Reported {
-    tool: Named,
-    outputs: Vec<Listed>,
-    #[serde(default)]
-    carried: Vec<Listed>,
-}
-
-#[derive(Deserialize)]
-struct Named {
-    name: String,
-}
-
-#[derive(Deserialize)]
-struct Listed {
-    path: String,
-}
-
-impl Listing {
-    /// Reads the listing of a folder that contains a report of this tool.
-    pub fn open(folder: &Path) -> Option<Listing> {
-        let report: Reported = serde_json::from_slice(&fs::read(folder.join(REPORT_FILES[0])).ok()?).ok()?;
-        let listed = report.outputs.into_iter().chain(report.carried).map(|file| file.path);
-        (report.tool.name == crate::NAME).then(|| Listing { files: listed.chain(REPORT_FILES.map(str::to_owned)).collect() })
-    }
-
-    /// Files of a folder that are not listed.
-    fn missing(&self, folder: &Path) -> Vec<String> {
-        let mut missing = Vec::new();
-        self.collect(folder, Path::new(""), &mut missing);
-        missing.sort();
-        missing
-    }
-
-    fn collect(&self, root: &Path, inside: &Path, missing: &mut Vec<String>) {
-        for entry in fs::read_dir(root.join(inside)).into_iter().flatten().flatten() {
-            let name = inside.join(entry.file_name());
-            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                self.collect(root, &name, missing);
-            } else if !name.to_str().is_some_and(|name| self.files.contains(name)) {
-                missing.push(name.to_string_lossy().into_owned());
-            }
-        }
-    }
-
-    /// The external data files of an ONNX file that the report lists. They need not exist.
-    pub fn data_files(&self, target: &Path) -> Vec<PathBuf> {
-        let prefix = format!("{}.", file_name(target).unwrap_or_default());
-        let data = self.files.iter().filter(|name| file_format(target) == Some("onnx") && name.starts_with(&prefix) && name.ends_with(".data"));
-        data.map(|name| target.with_file_name(name)).collect()
-    }
 }
 
 /// Rejects a remote output. `reason` completes the message "is on another machine, and …".
@@ -294,8 +247,8 @@ mod tests {
         fs::create_dir(&input).unwrap();
         fs::write(folder.path().join("file"), "").unwrap();
         for place in [input.join("out"), input.clone(), folder.path().to_owned(), input.join("../input/x"), folder.path().join("file/out")] {
-            assert!(check_output(&place, Replace::Output, &(&input).into()).is_err(), "{}", place.display());
+            assert!(check_target(&absolute(&place).unwrap(), Replace::Output, &(&input).into()).is_err(), "{}", place.display());
         }
-        assert!(check_output(&folder.path().join("input2"), Replace::Never, &(&input).into()).is_ok());
+        assert!(check_target(&folder.path().join("input2"), Replace::Never, &(&input).into()).is_ok());
     }
 }

@@ -1,15 +1,12 @@
 //! Keys of cached results: a hash of all inputs that determine the result.
 
-use std::collections::HashMap;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{LazyLock, Mutex};
-use std::time::{Duration, SystemTime};
+use std::sync::LazyLock;
 
 use super::hash::hash_file;
 use crate::error::{Error, Result};
-use crate::files;
-use crate::work::{Work, lock};
+use crate::files::{self, FileCache};
+use crate::work::Work;
 
 /// Maximum depth of nested folders. Symbolic links may form cycles.
 const DEEPEST: usize = 32;
@@ -64,35 +61,11 @@ impl<'w> ContentKey<'w> {
     }
 }
 
-/// Identity of a local file at one time: device, inode, length, modification time and change time. Only
-/// the kernel sets the change time, so preserving a modification time (`cp -p`, `touch -d`) cannot hide
-/// changed contents.
-type FileState = (u64, u64, u64, (i64, i64), (i64, i64));
-
-/// Hashes of local files read by this process. Several keys of a run cover the same files.
-static HASHES: LazyLock<Mutex<HashMap<FileState, blake3::Hash>>> = LazyLock::new(Mutex::default);
-
-/// A file changed more recently than this may change again within the resolution of its timestamps.
-const SETTLED: Duration = Duration::from_secs(2);
-
-fn file_state(path: &Path) -> Option<FileState> {
-    let about = std::fs::metadata(path).ok().filter(|_| !files::is_remote(path))?;
-    let changed = SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(about.ctime()).ok()?);
-    let settled = SystemTime::now().duration_since(changed).is_ok_and(|age| age > SETTLED);
-    settled.then(|| (about.dev(), about.ino(), about.len(), (about.mtime(), about.mtime_nsec()), (about.ctime(), about.ctime_nsec())))
-}
-
-/// The hash of a file, computed once per process while the file does not change.
+/// The hash of a file, computed once per process while the file does not change. Several keys of a run
+/// cover the same files.
 fn hash_once(path: &Path, work: &Work) -> Result<blake3::Hash> {
-    let state = file_state(path);
-    if let Some(hash) = state.and_then(|state| lock(&HASHES).get(&state).copied()) {
-        return Ok(hash);
-    }
-    let hash = hash_file(path, work)?;
-    if let Some(state) = state.filter(|state| file_state(path) == Some(*state)) {
-        lock(&HASHES).insert(state, hash);
-    }
-    Ok(hash)
+    static HASHES: LazyLock<FileCache<blake3::Hash>> = LazyLock::new(FileCache::default);
+    HASHES.get_or_compute(path, || hash_file(path, work))
 }
 
 /// The entries of a folder, sorted by name. Empty if the folder does not exist.

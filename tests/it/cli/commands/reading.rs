@@ -155,7 +155,8 @@ fn verify_finds_what_was_damaged() {
     let folder = prepared();
     let file = folder.path().join("out/model.safetensors");
     let verify = |damage: &dyn Fn(&Path)| -> (Run, Value) {
-        ok(folder.path(), "cast in -o out --force");
+        let _ = fs::remove_dir_all(folder.path().join("out"));
+        ok(folder.path(), "cast in -o out");
         damage(&file);
         let (text, json) = (compress(folder.path(), "verify out"), compress(folder.path(), "verify out --json"));
         assert_eq!(text.code, json.code);

@@ -33,6 +33,21 @@ fn report_renders_the_page_of_a_run_again() {
 }
 
 #[test]
+fn force_replaces_only_unchanged_files() {
+    let folder = prepared();
+    let edit = |name: &str| fs::write(folder.path().join(name), fs::read_to_string(folder.path().join(name)).unwrap() + "\n").unwrap();
+    for name in ["report.md", "report.html", "recipe.yaml"] {
+        edit(&format!("a/{name}"));
+        let run = compress(folder.path(), "prune-unstructured in -o a --amount 0.5 --force");
+        assert!(run.code == 1 && run.stderr.contains(&format!("{name} would be lost")), "{}", run.stderr);
+        assert!(!compress(folder.path(), "verify a").stdout.is_empty() && compress(folder.path(), "verify a").code != 0);
+        fs::remove_file(folder.path().join("a").join(name)).unwrap();
+    }
+    ok(folder.path(), "prune-unstructured in -o a --amount 0.5 --force");
+    ok(folder.path(), "verify a");
+}
+
+#[test]
 fn reports_contain_histograms_of_the_most_changed_weights() {
     let folder = prepared();
     let report = read_json(&folder.path().join("a/report.json"));

@@ -8,7 +8,7 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 use serde::{Deserialize, Serialize};
 
 use super::{MODEL, NEW, OLD_REPORT};
-use crate::output::target::report_folder;
+use crate::output::names::report_folder;
 
 /// The parts of a single-file output by inode number, which a rename preserves.
 #[derive(Debug, Serialize, Deserialize)]
@@ -40,8 +40,12 @@ impl Journal {
             return self.old_data.iter().for_each(remove);
         }
         let (report, new) = (report_folder(&target), work.join(NEW));
-        if has(&report, self.report) {
-            let old = [new.clone(), work.join(OLD_REPORT)].into_iter().find(|old| old.exists());
+        let old_report = work.join(OLD_REPORT);
+        if report.symlink_metadata().is_err() && old_report.exists() {
+            // Killed between the two steps of a non-atomic exchange.
+            let _ = fs::rename(&old_report, &report);
+        } else if has(&report, self.report) {
+            let old = [new.clone(), old_report].into_iter().find(|old| old.exists());
             let _ = match old {
                 Some(old) if renameat_with(CWD, &old, CWD, &report, RenameFlags::EXCHANGE).is_ok() => Ok(()),
                 Some(old) => fs::rename(&report, work.join("taken back")).and_then(|()| fs::rename(old, &report)),

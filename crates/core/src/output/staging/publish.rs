@@ -9,20 +9,23 @@ use rustix::io::Errno;
 
 use super::journal::Journal;
 use super::work_folder::sync_folder;
-use super::{ATTEMPTS, JOURNAL, MODEL, OLD, OLD_REPORT, Staging};
+use super::{ATTEMPTS, MODEL, OLD, OLD_REPORT, Staging};
 use crate::error::{Error, Result};
-use crate::output::target::{Listing, Replace, check_replaceable, exists, file_name, refuse, report_folder};
+use crate::output::listing::Listing;
+use crate::output::names::{JOURNAL, file_name, report_folder};
+use crate::output::target::{Replace, check_replaceable, exists, refuse};
 
 impl Staging {
     /// Publishes a single-file output with its data file and report, in the steps that the parent module
     /// describes.
     pub(super) fn publish_file(&self, name: &str, after_step: &dyn Fn(&str)) -> Result<()> {
+        check_replaceable(&self.target, self.replace, &self.inputs)?;
         let (new, model) = (self.path(), self.work.join(MODEL));
         fs::rename(new.join(name), &model).map_err(Error::io("move", &model))?;
         let inode = |path: &Path| fs::symlink_metadata(path).map(|about| about.ino()).map_err(Error::io("open", path));
         let data = self.data_name.as_deref().filter(|data| new.join(data).exists());
         let data = data.map(|data| Ok::<_, Error>((data.to_owned(), inode(&new.join(data))?))).transpose()?;
-        let old = Listing::open(&report_folder(&self.target)).filter(|_| self.replace == Replace::Output);
+        let old = Listing::open(&report_folder(&self.target)).filter(|_| self.replace != Replace::Never);
         let old = old.into_iter().flat_map(|listing| listing.data_files(&self.target));
         let old_data = old.filter_map(|path| Some((path.file_name()?.to_str()?.to_owned(), inode(&path).ok()?))).collect();
         let journal = Journal { target: name.to_owned(), model: inode(&model)?, report: inode(new)?, data, old_data };
@@ -111,5 +114,63 @@ fn rename_new(from: &Path, to: &Path) -> std::result::Result<(), Errno> {
         Err(Errno::INVAL | Errno::NOSYS) if to.symlink_metadata().is_err() => rustix::fs::rename(from, to),
         Err(Errno::INVAL | Errno::NOSYS) => Err(Errno::EXIST),
         renamed => renamed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::check_output;
+    use super::super::tests::listing;
+    use super::*;
+
+    #[test]
+    fn changed_files_are_not_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out, file) = (folder.path().join("input"), folder.path().join("out"), folder.path().join("small.onnx"));
+        let report = report_folder(&file);
+        [&input, &out, &report].into_iter().for_each(|folder| fs::create_dir(folder).unwrap());
+        let check = |target: &Path, replace| check_output(target, replace, &(&input).into()).map_err(|error| error.to_string());
+        // A copied report that lists a file of the user, also one of the same size.
+        fs::write(out.join("report.json"), listing(&[("weights", "1"), ("thesis.docx", "text")])).unwrap();
+        fs::write(out.join("weights"), "1").unwrap();
+        for (text, is_changed) in [("years of work", true), ("TEXT", true), ("text", false)] {
+            fs::write(out.join("thesis.docx"), text).unwrap();
+            let found = check(&out, Replace::Output);
+            assert_eq!(found.is_err_and(|error| error.contains(": thesis.docx would be lost, and they were changed after")), is_changed, "{text}");
+            // Only cached results may be damaged.
+            assert_eq!(check(&out, Replace::Cached("key")).is_err(), is_changed);
+            assert!(check(&out, Replace::Cached("weights")).is_ok());
+        }
+        fs::remove_file(out.join("weights")).unwrap();
+        assert!(check(&out, Replace::Output).is_ok(), "nothing is lost with a missing file");
+        // Of the files next to a single-file output, only the model and its data are removed.
+        fs::write(report.join("report.json"), listing(&[("small.onnx", "new"), ("small.onnx.data", "data"), ("thesis.docx", "")])).unwrap();
+        for (model, data, changed) in [("new", "data", None), ("old", "data", Some("small.onnx")), ("new", "atad", Some("small.onnx.data"))] {
+            fs::write(&file, model).unwrap();
+            fs::write(file.with_file_name("small.onnx.data"), data).unwrap();
+            fs::write(file.with_file_name("thesis.docx"), "years").unwrap();
+            let found = check(&file, Replace::Output);
+            assert_eq!(found.err().map(|error| error.contains(&format!(": {} would be lost", changed.unwrap()))), changed.map(|_| true), "{changed:?}");
+        }
+        // Another process is between two steps, which it completes.
+        let work = folder.path().join(".small.onnx.compress-0123456789abcdef");
+        fs::create_dir(&work).unwrap();
+        fs::write(work.join(JOURNAL), "").unwrap();
+        fs::write(file.with_file_name("small.onnx.data"), "data").unwrap();
+        fs::write(&file, "old").unwrap();
+        std::thread::scope(|scope| {
+            let checked = scope.spawn(|| check(&file, Replace::Output));
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            fs::write(&file, "new").unwrap();
+            fs::remove_dir_all(&work).unwrap();
+            checked.join().unwrap().unwrap();
+        });
+        // A change while the run works.
+        fs::write(file.with_file_name("small.onnx.data"), "data").unwrap();
+        let staging = Staging::new(&file, Replace::Output, &input).unwrap();
+        fs::write(staging.path().join("small.onnx"), "newer").unwrap();
+        fs::write(&file, "edited").unwrap();
+        assert!(staging.commit().unwrap_err().to_string().contains("small.onnx would be lost"));
+        assert_eq!(fs::read_to_string(&file).unwrap(), "edited");
     }
 }

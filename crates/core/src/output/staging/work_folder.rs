@@ -7,10 +7,11 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use super::journal::{Journal, discard};
-use super::{ATTEMPTS, JOURNAL, LOCK, OLD};
+use super::{ATTEMPTS, LOCK, OLD};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::output::lock::{Attempt, Lock};
+use crate::output::names::JOURNAL;
 
 /// Creates a folder with a locked file inside, and its parents. If another process removes one of them
 /// before the file is locked, creation is retried under another name.

@@ -1,0 +1,45 @@
+//! Names of the files of an output.
+
+use std::path::{Path, PathBuf};
+
+use crate::files;
+
+/// Formats that consist of one file, with their file name extensions.
+const SINGLE_FILE_FORMATS: [&str; 2] = ["onnx", "gguf"];
+
+/// The format of an output that is a single file, from its extension. `None` for folders.
+pub fn file_format(target: &Path) -> Option<&'static str> {
+    let end = target.extension()?;
+    SINGLE_FILE_FORMATS.into_iter().find(|format| end == *format).filter(|_| !target.is_dir())
+}
+
+/// The file name of an output that is a single file. The names of its auxiliary files start with it.
+pub fn file_name(target: &Path) -> Option<String> {
+    file_format(target).and_then(|_| target.file_name()?.to_str()).map(str::to_owned)
+}
+
+/// An unused name for the external data file of a large ONNX file: `out.onnx.data`, then
+/// `out.onnx.2.data`. A model file references its data file by name, so the old pair stays intact until
+/// the new model file replaces the old one.
+pub(super) fn free_data_name(file: &Path) -> Option<String> {
+    let name = file_name(file).filter(|_| file_format(file) == Some("onnx"))?;
+    let numbered = (2u32..).map(|number| format!("{name}.{number}.data"));
+    std::iter::once(format!("{name}.data")).chain(numbered).find(|data| file.with_file_name(data).symlink_metadata().is_err())
+}
+
+/// The report folder of a single-file output, next to the file.
+pub fn report_folder(file: &Path) -> PathBuf {
+    let mut name = file.file_name().unwrap_or_default().to_owned();
+    name.push(".report");
+    file.with_file_name(name)
+}
+
+/// File in a staging folder that records the steps of a publication.
+pub(super) const JOURNAL: &str = "placing.json";
+
+/// Folder of the staging folders of an output, and the prefix of their names. For remote outputs, small
+/// files and files that are reopened while they are written are staged locally.
+pub(super) fn work_location(target: &Path) -> Option<(PathBuf, String)> {
+    let (parent, name) = (target.parent()?.to_owned(), target.file_name()?.to_string_lossy());
+    Some(if files::is_remote(target) { (std::env::temp_dir(), format!(".{name}.upload-")) } else { (parent, format!(".{name}.compress-")) })
+}
