@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use serde_json::json;
+use serde::Serialize;
+use serde_json::{Value, json};
 
 use super::args::Global;
 use super::output;
@@ -12,7 +13,7 @@ use crate::error::{Result, counted};
 use crate::model::{Model, is_linear};
 use crate::report::format::{bytes, count, natural, percent, shape};
 use crate::report::terminal::{facts, table};
-use crate::store::Weight;
+use crate::store::{DType, Weight};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
@@ -52,14 +53,11 @@ impl Args {
         };
         let Computation { inputs, outputs, cannot_run, unused } = Computation::from_model(&model);
         if global.json {
-            let tensors: Vec<_> = weights
-                .iter()
-                .zip(&zeros)
-                .map(|((name, w), zeros)| json!({ "name": name, "dtype": w.dtype, "shape": w.shape, "parameters": w.elements(), "encoding": w.describe_stored(), "bytes": w.stored_bytes, "zeros": zeros, "stored_as": w.stored_as }))
-                .collect();
-            return output::json(
-                &json!({ "path": model.path.to_string_lossy(), "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "notes": model.auxiliary.in_weight_files, "kv_cache_scheme": model.config.carried_quantization().get("kv_cache_scheme"), "inputs": inputs, "outputs": outputs, "cannot_run": cannot_run, "unused": unused, "tensors": tensors }),
-            );
+            let about = json!({ "path": model.path.to_string_lossy(), "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "notes": model.auxiliary.in_weight_files, "kv_cache_scheme": model.config.carried_quantization().get("kv_cache_scheme"), "inputs": inputs, "outputs": outputs, "cannot_run": cannot_run, "unused": unused });
+            return output::json(&Inspected {
+                about,
+                tensors: weights.iter().zip(zeros).map(|((name, weight), zeros)| Tensor::new(name, weight, zeros)).collect(),
+            });
         }
         let rows = weights.iter().zip(&zeros).map(|((name, w), zeros)| {
             vec![
@@ -81,6 +79,42 @@ impl Args {
             "\n{}\n",
             summary(&model, (!self.header_only).then(|| zeros.iter().flatten().sum()), [inputs.join("\n"), outputs.join("\n")], cannot_run)
         ))
+    }
+}
+
+/// The model in JSON.
+#[derive(Serialize)]
+struct Inspected<'a> {
+    #[serde(flatten)]
+    about: Value,
+    tensors: Vec<Tensor<'a>>,
+}
+
+/// A weight in JSON.
+#[derive(Serialize)]
+struct Tensor<'a> {
+    name: &'a str,
+    dtype: DType,
+    shape: &'a [usize],
+    parameters: usize,
+    encoding: String,
+    bytes: u64,
+    zeros: Option<u64>,
+    stored_as: &'a [String],
+}
+
+impl<'a> Tensor<'a> {
+    fn new(name: &'a str, weight: &'a Weight, zeros: Option<u64>) -> Tensor<'a> {
+        Tensor {
+            name,
+            dtype: weight.dtype,
+            shape: &weight.shape,
+            parameters: weight.elements(),
+            encoding: weight.describe_stored(),
+            bytes: weight.stored_bytes,
+            zeros,
+            stored_as: &weight.stored_as,
+        }
     }
 }
 

@@ -1,35 +1,33 @@
 //! The report as tables for a terminal.
 
-use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
+mod table;
+
+use comfy_table::{ContentArrangement, presets};
 
 use super::escape::display_line;
 use super::format::{bytes, cell_text, count, decibels, percent, seconds, shape};
 use super::{Comparison, Report, Size, WARNING};
 use crate::error::counted;
 
+pub use self::table::Table;
+
 /// A table without rules. The first column is left-aligned, the others are right-aligned.
 pub fn table(head: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_header(head);
-    for row in rows {
-        table.add_row(row.iter().map(|cell| display_line(cell)));
-    }
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
+    let mut table = Table::new(head);
+    rows.into_iter().for_each(|row| table.add_row(row.iter().map(|cell| display_line(cell))));
     table
 }
 
 /// A table of names and values, both left-aligned.
-pub fn facts(rows: impl IntoIterator<Item = (&'static str, String)>) -> Table {
-    let mut facts = Table::new();
+pub fn facts(rows: impl IntoIterator<Item = (&'static str, String)>) -> comfy_table::Table {
+    let mut facts = comfy_table::Table::new();
     facts.load_style(presets::NOTHING).add_rows(rows.into_iter().map(|(name, value)| [name.to_owned(), value]));
     facts
 }
 
 /// A table with the width of a terminal and wrapped cells.
-pub fn wrapped<const N: usize>(head: &[&str; N], rows: impl IntoIterator<Item = [String; N]>, columns: u16) -> Table {
-    let mut table = Table::new();
+pub fn wrapped<const N: usize>(head: &[&str; N], rows: impl IntoIterator<Item = [String; N]>, columns: u16) -> comfy_table::Table {
+    let mut table = comfy_table::Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic).set_width(columns).set_header(head).add_rows(rows);
     table
 }

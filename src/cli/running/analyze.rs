@@ -80,9 +80,7 @@ impl Args {
             vec![d.name.clone(), decibels(d.weight_sqnr_db), lost(d.weights), lost(d.dynamic), lost(d.quantized), "#".repeat((20.0 * bar).round() as usize)]
         });
         let mut table = table(&["only this layer quantized", "weight SQNR", "int8 weights", "dynamic", "static", ""], rows);
-        if let Some(column) = table.column_mut(5) {
-            column.set_cell_alignment(comfy_table::CellAlignment::Left);
-        }
+        table.align_left(5);
         let mut text = format!("{table}\n\n");
         text += if damages.iter().any(|d| d.quantized.or(d.weights).is_some()) {
             "Columns are 1 minus the mean cosine similarity of the outputs to the original model's.\n"

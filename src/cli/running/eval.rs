@@ -13,7 +13,7 @@ use crate::evaluation::{self, Fidelity, Outcomes, Precision, Runtime, Score, Sub
 use crate::model::Model;
 use crate::pipeline::memory_limit;
 use crate::report::format::{decibels, runtime_name, seconds};
-use crate::report::terminal::table;
+use crate::report::terminal::{Table, table};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
@@ -183,7 +183,7 @@ fn is_file(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == "onnx")
 }
 
-fn score_table(score: &Score, before: Option<&Score>) -> comfy_table::Table {
+fn score_table(score: &Score, before: Option<&Score>) -> Table {
     let interval = score.ci95.map_or("-".into(), |[low, high]| format!("{low:.4} .. {high:.4}"));
     let mut head = vec!["", "value", "95 % interval"];
     let mut rows = vec![vec![score.metric.clone(), format!("{:.4}", score.value), interval]];
@@ -203,7 +203,7 @@ fn number(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.4}") }
 }
 
-fn fidelity_table(fidelity: &Fidelity, against: &Path) -> comfy_table::Table {
+fn fidelity_table(fidelity: &Fidelity, against: &Path) -> Table {
     let optional = |value: Option<f64>, digits: usize| value.map_or("-".to_owned(), |v| format!("{v:.digits$}"));
     let rows = [
         ("cosine, mean", format!("{:.6}", fidelity.cosine)),

@@ -39,6 +39,18 @@ fn check(folder: &Path, args: &str) -> Run {
     run
 }
 
+/// A table of the weights takes less than a kilobyte for each.
+#[test]
+fn many_tensors_can_be_listed() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let entries: Vec<String> = (0..100_000).map(|i| format!("\"t{i}\":{{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]}}")).collect();
+    let header = format!("{{{}}}", entries.join(","));
+    fs::write(folder.path().join("many.safetensors"), [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()).unwrap();
+    let rows = check(folder.path(), "inspect many.safetensors").stdout;
+    assert_eq!(rows.lines().filter(|line| line.starts_with(" t") && line.contains("f32 ")).count(), 100_001, "tensors and their total");
+    check(folder.path(), "inspect many.safetensors --json");
+}
+
 #[test]
 fn every_pass_and_layout_streams() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
