@@ -4,13 +4,13 @@
 //! is kept, or the start if none is better.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
-use super::held_out::Errors;
+use super::held_out::{Errors, Split};
 use super::{Layer, ModifiedBlock};
+use crate::calibration::sample_sizes;
 use crate::data::{Padding, TokenAxis};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
@@ -28,8 +28,6 @@ use crate::work::{Event, ProgressUnit};
 const MARGIN: f32 = 0.25;
 /// Learning rate of the ranges, relative to that of the offsets.
 const RANGE_RATE: f32 = 0.05;
-/// One of this many samples is held out.
-const INTERVAL: usize = 8;
 /// Number of times that the error on held-out tokens is measured, and of measurements without an improvement after
 /// which training ends.
 const MEASUREMENTS: usize = 8;
@@ -152,8 +150,17 @@ struct BlockTraining<'t, 'r, 'b, 'a> {
     tape: &'r Tape<'a>,
     output: ValueId,
     value: String,
-    tokens: TokenAxis,
     tracker: &'r MemoryTracker,
+    /// Parts of the rows of the block's output, by batch.
+    parts: Vec<Vec<Part>>,
+}
+
+/// Use of a row.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Part {
+    Padding,
+    HeldOut,
+    Trained,
 }
 
 impl Training {
@@ -164,9 +171,10 @@ impl Training {
         let value = block.runs.blocks.blocks()[block.index].value.clone();
         let (tokens, seed, work) = (block.runs.roles.token_axis(&value), block.context.seed ^ (block.index as u64) << 32, block.context.work);
         let tracker = block.context.memory_tracker.clone().unwrap_or_default();
-        let samples = block.runs.blocks.batches();
-        let mut training = BlockTraining { block, tape: &tape, output, value, tokens, tracker: &tracker };
-        let (held_out, known) = split(samples, training.block.context.seed);
+        let parts = parts(block, &value, tokens)?;
+        let batches = |part| parts.iter().enumerate().filter(|(_, rows)| rows.contains(&part)).map(|(batch, _)| batch).collect::<Vec<usize>>();
+        let [held_out, known] = [Part::HeldOut, Part::Trained].map(batches);
+        let mut training = BlockTraining { block, tape: &tape, output, value, tracker: &tracker, parts };
         let mut parameters = training.block.runs.blocks.parameters();
         let start = training.errors(&parameters, &held_out)?;
         let mut best: Option<(Errors, Vec<State>)> = None;
@@ -182,8 +190,8 @@ impl Training {
                     queue = known.clone();
                     random.shuffle(&mut queue);
                 }
-                let Some((sample, part)) = queue.pop() else { break };
-                training.add_gradients(&parameters, sample, &part, &mut gradients)?;
+                let Some(batch) = queue.pop() else { break };
+                training.add_gradients(&parameters, batch, &mut gradients)?;
             }
             let rate = self.rate / self.iterations as f32 * (1.0 - step as f32 / self.iterations as f32);
             for layer in layers.iter_mut() {
@@ -221,54 +229,83 @@ impl Training {
     }
 }
 
-/// A part of the rows of a sample, as fractions.
-type Part = Range<f32>;
-/// The index of a sample, and the compared part of it.
-type SampledPart = (usize, Part);
-
-/// Samples whose tokens are held out, and the others. Of a single sample, the last quarter is held out.
-fn split(samples: usize, seed: u64) -> (Vec<SampledPart>, Vec<SampledPart>) {
-    if samples == 1 {
-        return (vec![(0, 0.75..1.0)], vec![(0, 0.0..0.75)]);
+/// Parts of the rows of a block's output, by batch. The held-out rows are chosen as for the other solutions of
+/// layers.
+fn parts(block: &mut ModifiedBlock, value: &str, tokens: TokenAxis) -> Result<Vec<Vec<Part>>> {
+    let mut batches = Vec::new();
+    for index in 0..block.runs.blocks.batches() {
+        let reference = block.runs.reference.as_mut().ok_or_else(no_reference)?;
+        let shape = reference.value(index, value)?.dims().to_vec();
+        let batch = block.runs.blocks.batch(index);
+        let padding = Padding::from_batch(batch).map_err(tensor_error)?;
+        let rows = shape.iter().rev().skip(1).product();
+        let is_token = padding.token_rows(tokens, &shape).map_or_else(|| vec![true; rows], |is_token| is_token.into_owned());
+        batches.push((sample_sizes(rows, batch.samples, Some(&is_token)), is_token));
     }
-    let interval = INTERVAL.min(samples);
-    let all = (0..samples).map(|sample| (sample, 0.0..1.0));
-    all.partition(|(sample, _)| sample % interval == (seed % interval as u64) as usize)
+    Ok(assign(&batches, block.context.seed))
+}
+
+/// Assigns the rows of batches to parts. Each batch has the number of tokens of each sample, and whether each row
+/// is a token.
+fn assign(batches: &[(Vec<usize>, Vec<bool>)], seed: u64) -> Vec<Vec<Part>> {
+    let sizes = || batches.iter().flat_map(|(sizes, _)| sizes);
+    let (samples, longest, total) = (sizes().count(), sizes().max().copied().unwrap_or(0), sizes().sum());
+    let with = |split: Split| {
+        let mut first = 0;
+        let held_out = batches.iter().map(|(sizes, _)| {
+            first += sizes.len();
+            let ([held_out, _], _) = split.indices(first - sizes.len(), sizes);
+            held_out
+        });
+        held_out.collect::<Vec<Vec<u32>>>()
+    };
+    let split = Split::for_training(samples, longest, seed);
+    let mut held_out = with(split);
+    if let Some(split) = split.with_more([held_out.iter().map(Vec::len).sum(), 0], total) {
+        held_out = with(split);
+    }
+    let rows = |((_, is_token), held_out): (&(Vec<usize>, Vec<bool>), Vec<u32>)| {
+        let (mut held_out, mut token) = (held_out.into_iter().peekable(), 0);
+        let part = |is_token: &bool| {
+            token += u32::from(*is_token);
+            match is_token {
+                true if held_out.next_if_eq(&(token - 1)).is_some() => Part::HeldOut,
+                true => Part::Trained,
+                false => Part::Padding,
+            }
+        };
+        is_token.iter().map(part).collect()
+    };
+    batches.iter().zip(held_out).map(rows).collect()
+}
+
+fn no_reference() -> Error {
+    Error::run("trained rounding", "has no original model", "")
 }
 
 impl BlockTraining<'_, '_, '_, '_> {
-    /// Differences of the block's output from that of the original model, times a power of the factors of the guide. Rows of
-    /// padding and rows outside of the part are zero.
-    fn differences(&mut self, output: &Tensor, sample: usize, part: &Part, power: i32) -> Result<Tensor> {
+    /// Differences of the block's output from that of the original model, times a power of the factors of the guide.
+    /// Rows of other parts are zero.
+    fn differences(&mut self, output: &Tensor, batch: usize, part: Part, power: i32) -> Result<Tensor> {
         let runs = &mut *self.block.runs;
-        let reference = runs.reference.as_mut().ok_or_else(|| Error::run("trained rounding", "has no original model", ""))?;
-        let target = reference.value(sample, &self.value)?;
-        let padding = Padding::from_batch(runs.blocks.batch(sample)).map_err(tensor_error)?;
-        let is_token = padding.token_rows(self.tokens, output.dims());
-        let (rows, mut shape) = (output.elem_count() / output.dims().last().copied().unwrap_or(1).max(1), output.dims().to_vec());
-        let [begin, end] = [part.start, part.end].map(|end| (end * rows as f32).round() as usize);
-        let mut differences = (output - target).map_err(tensor_error)?;
-        let factors = runs.guide.as_ref().and_then(|guide| guide.sample(&self.value, sample));
-        if is_token.is_some() || factors.is_some() || end - begin < rows {
-            let mut factors = factors.into_iter().flatten();
-            let mask = (0..rows).map(|row| {
-                let is_token = is_token.as_ref().is_none_or(|is_token| is_token[row]);
-                let factor = if is_token { factors.next().map_or(1.0, |factor| factor.powi(power)) } else { 0.0 };
-                if (begin..end).contains(&row) { factor } else { 0.0 }
-            });
-            let mask: Vec<f32> = mask.collect();
-            shape.iter_mut().rev().take(1).for_each(|width| *width = 1);
-            let mask = Tensor::from_vec(mask, shape, &Device::Cpu).and_then(|mask| transfer::to_device(&mask, output.device(), Cause::Batch));
-            differences = mask.and_then(|mask| differences.broadcast_mul(&mask)).map_err(tensor_error)?;
-        }
-        Ok(differences)
+        let target = runs.reference.as_mut().ok_or_else(no_reference)?.value(batch, &self.value)?;
+        let mut factors = runs.guide.as_ref().and_then(|guide| guide.sample(&self.value, batch)).into_iter().flatten();
+        let mask = self.parts[batch].iter().map(|row| {
+            // The guide has a factor for each token.
+            let factor = if *row == Part::Padding { 0.0 } else { factors.next().map_or(1.0, |factor| factor.powi(power)) };
+            if *row == part { factor } else { 0.0 }
+        });
+        let (mask, mut shape): (Vec<f32>, _) = (mask.collect(), output.dims().to_vec());
+        shape.iter_mut().rev().take(1).for_each(|width| *width = 1);
+        let mask = Tensor::from_vec(mask, shape, &Device::Cpu).and_then(|mask| transfer::to_device(&mask, output.device(), Cause::Batch));
+        mask.and_then(|mask| (output - target)?.broadcast_mul(&mask)).map_err(tensor_error)
     }
 
-    /// Adds the gradients of the error of a sample.
-    fn add_gradients(&mut self, parameters: &Parameters, sample: usize, part: &Part, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
+    /// Adds the gradients of the error of a batch.
+    fn add_gradients(&mut self, parameters: &Parameters, batch: usize, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
         self.tracker.begin_step(None);
-        let forward = self.block.runs.blocks.forward(self.tape, sample, parameters, self.tracker)?;
-        let differences = self.differences(&forward.taps()[&self.output], sample, part, 2)?;
+        let forward = self.block.runs.blocks.forward(self.tape, batch, parameters, self.tracker)?;
+        let differences = self.differences(&forward.taps()[&self.output], batch, Part::Trained, 2)?;
         self.tape.backward(forward, [(self.output, differences)].into(), parameters, self.tracker, &mut |name, gradient| {
             let sum = match gradients.remove(name) {
                 Some(sum) => (sum + gradient).map_err(tensor_error)?,
@@ -279,16 +316,17 @@ impl BlockTraining<'_, '_, '_, '_> {
         })
     }
 
-    /// Squared errors of the block's output.
-    fn errors(&mut self, parameters: &Parameters, samples: &[SampledPart]) -> Result<Errors> {
+    /// Squared errors of the held-out rows of the block's output.
+    fn errors(&mut self, parameters: &Parameters, batches: &[usize]) -> Result<Errors> {
         let mut errors = Errors::default();
-        for (sample, part) in samples {
-            let forward = self.block.runs.blocks.forward(self.tape, *sample, parameters, self.tracker)?;
-            let differences = self.differences(&forward.taps()[&self.output], *sample, part, 1)?;
-            let width = differences.dims().last().copied().unwrap_or(1);
+        for batch in batches {
+            let forward = self.block.runs.blocks.forward(self.tape, *batch, parameters, self.tracker)?;
+            let differences = self.differences(&forward.taps()[&self.output], *batch, Part::HeldOut, 1)?;
+            let width = differences.dims().last().copied().unwrap_or(1).max(1);
             let differences = floats_on_host(&differences, Cause::Statistics).map_err(tensor_error)?;
             let add = |values: &[f32]| {
-                errors.add(values, &vec![0.0; values.len()], width);
+                let rows = values.chunks_exact(width).zip(&self.parts[*batch]).filter(|(_, part)| **part == Part::HeldOut);
+                rows.for_each(|(row, _)| errors.add(row, &vec![0.0; width], width));
                 Ok(())
             };
             read(&differences, add).map_err(tensor_error)?;
@@ -338,16 +376,24 @@ mod tests {
         }
     }
 
+    /// Batches may contain several samples with padding, and some samples may be short.
     #[test]
-    fn samples_are_held_out_for_any_number_of_samples() {
-        for samples in 1..40 {
-            let (held_out, known) = split(samples, 5);
-            assert!(!held_out.is_empty() && !known.is_empty());
-            let mut all: Vec<usize> = held_out.iter().chain(&known).map(|(sample, _)| *sample).collect();
-            all.sort_unstable();
-            all.dedup();
-            assert_eq!(all, (0..samples).collect::<Vec<_>>());
-            assert!(held_out.len() <= samples.div_ceil(INTERVAL));
+    fn tokens_of_any_batches_are_held_out_and_trained() {
+        for lengths in [vec![vec![8]], vec![vec![700, 3], vec![500, 700]], vec![vec![2]; 9], vec![vec![1, 40], vec![40, 40]]] {
+            let batch = |lengths: &Vec<usize>| {
+                let longest = *lengths.iter().max().unwrap();
+                (lengths.clone(), lengths.iter().flat_map(|length| (0..longest).map(move |at| at < *length)).collect())
+            };
+            let batches: Vec<(Vec<usize>, Vec<bool>)> = lengths.iter().map(batch).collect();
+            for seed in 0..4 {
+                let parts = assign(&batches, seed);
+                for ((_, is_token), parts) in batches.iter().zip(&parts) {
+                    assert_eq!(*is_token, parts.iter().map(|part| *part != Part::Padding).collect::<Vec<_>>());
+                }
+                let count = |part| parts.iter().flatten().filter(|found| **found == part).count();
+                let (held_out, trained) = (count(Part::HeldOut), count(Part::Trained));
+                assert!(held_out >= (held_out + trained) / 5 && trained >= held_out.min(2), "{lengths:?}, {seed}: {held_out} held out, {trained} trained");
+            }
         }
     }
 }

@@ -44,6 +44,8 @@ pub(super) enum Split {
         interval: usize,
         /// The first one.
         first: usize,
+        /// Number of held-out rows of each.
+        rows: usize,
     },
 }
 
@@ -53,9 +55,20 @@ impl Split {
         if samples * rows <= FEW_ROWS {
             return Split::CrossFitting { samples };
         }
+        Split::hold_out(samples, HELD_OUT_ROWS, seed)
+    }
+
+    /// As [`new`](Split::new), for training, which uses no fold: few rows are not cross-fitted, and at most
+    /// about a quarter of them is held out.
+    pub fn for_training(samples: usize, rows: usize, seed: u64) -> Split {
+        Split::hold_out(samples, HELD_OUT_ROWS.min(samples * rows / INTERVAL), seed)
+    }
+
+    /// Holds out this many rows of some samples.
+    fn hold_out(samples: usize, rows: usize, seed: u64) -> Split {
         let held_out = (samples / INTERVAL).clamp(1, MAX_SAMPLES);
-        let interval = samples / held_out;
-        Split::HoldOut { samples: held_out, interval, first: (seed % interval as u64) as usize }
+        let interval = (samples / held_out).max(1);
+        Split::HoldOut { samples: held_out, interval, first: (seed % interval as u64) as usize, rows: rows / held_out }
     }
 
     /// The split to use instead if too few of `rows` rows are in the folds: the held-out samples are short, or
@@ -76,9 +89,9 @@ impl Split {
             // Only samples that are longer than the first ones have more rows.
             Split::CrossFitting { samples } => is_spread(sample, row, count, FEW_ROWS / samples.max(1)).then_some(if samples == 1 { half } else { sample % 2 }),
             Split::Halves { rows } => is_spread(sample, row, count, (count * FEW_ROWS).div_ceil(rows.max(1))).then_some(half),
-            Split::HoldOut { samples, interval, first } => {
+            Split::HoldOut { samples, interval, first, rows } => {
                 let (index, is_held_out) = (sample / interval, sample % interval == first);
-                (is_held_out && index < samples && is_spread(index, row, count, HELD_OUT_ROWS / samples)).then_some(0)
+                (is_held_out && index < samples && is_spread(index, row, count, rows)).then_some(0)
             }
         }
     }
@@ -281,6 +294,21 @@ mod tests {
         assert!(positions.len() > 700 && positions.iter().filter(|row| **row < 2000).count().abs_diff(positions.len() / 2) < 64, "{positions:?}");
     }
 
+    /// Training cannot use held-out rows in another fold.
+    #[test]
+    fn training_holds_out_at_most_a_quarter_of_the_rows() {
+        for (samples, rows) in [(1, 16), (1, 500), (2, 64), (3, 100), (8, 32), (40, 12), (100, 4000)] {
+            let sizes = vec![rows; samples];
+            let (folds, others) = Split::for_training(samples, rows, 5).indices(0, &sizes);
+            let [held_out, total] = [folds[0].len(), samples * rows];
+            assert!(folds[1].is_empty() && held_out + others.len() == total);
+            assert!(held_out <= total / 4 + RUN && held_out >= (total / 4).min(HELD_OUT_ROWS) / 2, "{held_out} of {total}");
+            if total > FEW_ROWS {
+                assert_eq!(Split::new(samples, rows, 5).indices(0, &sizes), (folds, others));
+            }
+        }
+    }
+
     /// A held-out sample may be short, and an expert may see few of its tokens.
     #[test]
     fn too_few_held_out_rows_are_replaced_by_cross_fitting() {
@@ -296,6 +324,14 @@ mod tests {
         assert_eq!(Split::new(2, 700, 0).with_more([1, 700], 701), Some(Split::Halves { rows: 701 }));
         assert_eq!(Split::new(3, 2, 5).with_more([4, 1], 5), None);
         assert_eq!(count(Split::Halves { rows: 20 }).iter().sum::<usize>(), 2101);
+    }
+
+    /// Rows of zeros in either model are left out of both.
+    #[test]
+    fn rows_stay_paired_with_those_of_the_original_model() {
+        let mut held_out = HeldOut::default();
+        held_out.add(2, &[1.0, 2.0, 0.0, 0.0, 3.0, 4.0, 5.0, 6.0], Some(&[1.5, 2.5, 7.0, 7.0, 0.0, 0.0, 5.5, 6.5]));
+        assert_eq!((held_out.rows, held_out.original), (vec![1.0, 2.0, 5.0, 6.0], vec![1.5, 2.5, 5.5, 6.5]));
     }
 
     #[test]
