@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
+use serde_json::Value;
 
 use super::Pipeline;
 use super::part_manifest::{MANIFEST, PartManifest, WeightRecord};
@@ -101,7 +102,7 @@ impl Pipeline {
         let key = pipeline.part_key(&model, index.count)?;
         let folder = parts_folder(output).join(index.name());
         if folder.exists() {
-            match check_part(&folder, &key) {
+            match pipeline.check_part(&model, &folder, &key) {
                 checked if !self.force => return checked.map(|()| PartOutcome::Found),
                 Ok(()) => {}
                 // Otherwise a merge could mistake the old part for one of this run before the new one is
@@ -239,7 +240,7 @@ impl Pipeline {
         let parts = finished.into_values().map(|path| PartManifest::open(&path).map(|manifest| (path, manifest))).collect::<Result<Vec<_>>>()?;
         match parts.iter().find(|(_, manifest)| manifest.key != key) {
             None => Ok((key, parts)),
-            Some((path, manifest)) => Err(other_run(path, &manifest.version)),
+            Some((path, manifest)) => Err(self.other_run(model, path, manifest)),
         }
     }
 
@@ -277,14 +278,35 @@ impl Pipeline {
         }
         Ok(key.name())
     }
-}
 
-/// Checks that a folder contains a finished part of the run with this key, whose files have the recorded
-/// sizes.
-fn check_part(folder: &Path, key: &str) -> Result<()> {
-    let manifest = PartManifest::open(folder)?;
-    let is_complete = |(name, bytes, _): &(String, u64, String)| std::fs::metadata(folder.join(name)).is_ok_and(|found| found.len() == *bytes);
-    if manifest.key == key && manifest.files.iter().all(is_complete) { Ok(()) } else { Err(other_run(folder, &manifest.version)) }
+    /// Checks that a folder contains a finished part of the run with this key, whose files have the
+    /// recorded sizes.
+    fn check_part(&self, model: &Model, folder: &Path, key: &str) -> Result<()> {
+        let manifest = PartManifest::open(folder)?;
+        if manifest.key != key {
+            return Err(self.other_run(model, folder, &manifest));
+        }
+        let is_incomplete = |(name, bytes, _): &&(String, u64, String)| !std::fs::metadata(folder.join(name)).is_ok_and(|found| found.len() == *bytes);
+        match manifest.files.iter().find(is_incomplete) {
+            Some((name, bytes, _)) => Err(rewritable(folder, format!("is not complete: {name} does not have {bytes} bytes"))),
+            None => Ok(()),
+        }
+    }
+
+    /// The error for a part of another run, with the differences to this one.
+    fn other_run(&self, model: &Model, folder: &Path, manifest: &PartManifest) -> Error {
+        let options = |recipe: Recipe| serde_json::to_value(Recipe { model: PathBuf::new(), memory: None, ..recipe }).unwrap_or_default();
+        let (own, other) = (options(self.recipe(model)), Recipe::parse(&manifest.recipe, &folder.join(MANIFEST)).map(options).unwrap_or_default());
+        let keys: BTreeSet<&String> = [&own, &other].into_iter().filter_map(Value::as_object).flat_map(|options| options.keys()).collect();
+        let changed: Vec<String> = keys.into_iter().filter(|key| own.get(key) != other.get(key)).map(|key| format!("`{key}`")).collect();
+        let version = Tool::default().version;
+        let difference = match changed.as_slice() {
+            _ if manifest.version != version => format!("it was written by compress {} instead of {version}", manifest.version),
+            [] => "its recipe is the same, but the model or the build of compress differs".to_owned(),
+            changed => format!("its recipe differs in {}", changed.join(", ")),
+        };
+        rewritable(folder, format!("is a part of another run: {difference}"))
+    }
 }
 
 /// Name of the folder with the counts of the parts of a run.
@@ -315,12 +337,6 @@ fn sampled_hash(path: &Path) -> Result<String> {
     Ok(hasher.finalize().to_string())
 }
 
-fn other_run(folder: &Path, version: &str) -> Error {
-    let own = Tool::default().version;
-    let other = if version == own { String::new() } else { format!(", or written by compress {version} instead of {own}") };
-    Error::Output {
-        path: folder.to_owned(),
-        reason: format!("is a part of another run (another recipe, model or number of parts{other})"),
-        hint: "write it again with `force`, remove it, or choose another output folder".into(),
-    }
+fn rewritable(folder: &Path, reason: String) -> Error {
+    Error::Output { path: folder.to_owned(), reason, hint: "write it again with `force`, remove it, or choose another output folder".into() }
 }

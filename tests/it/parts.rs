@@ -146,8 +146,26 @@ fn parts_of_different_runs_are_not_merged() {
     };
     let (int8, half) = ("passes: [quantize-dynamic]", "passes: [prune-unstructured]");
     part(int8, "llama", 1, 2).unwrap();
-    assert!(part(half, "llama", 1, 2).unwrap_err().contains("another run"));
-    assert!(part(int8, "llama-biases", 1, 2).unwrap_err().contains("another run"));
+    let error = part(half, "llama", 1, 2).unwrap_err();
+    assert!(error.contains("is a part of another run: its recipe differs in `passes`") && !error.contains("model"), "{error}");
+    let error = part(&format!("{int8}\nseed: 5"), "llama", 1, 2).unwrap_err();
+    assert!(error.contains("differs in `seed`") && !error.contains("passes"), "{error}");
+    let error = part(int8, "llama-biases", 1, 2).unwrap_err();
+    assert!(error.contains("is a part of another run: its recipe is the same, but the model"), "{error}");
+    // Another version of the program, and a file that was truncated.
+    let written = parts_folder(&output).join("00001-of-00002");
+    let manifest = std::fs::read_to_string(written.join("part.json")).unwrap();
+    let mut other: serde_json::Value = serde_json::from_str(&manifest).unwrap();
+    (other["version"], other["key"]) = ("0.0.9".into(), "other".into());
+    std::fs::write(written.join("part.json"), other.to_string()).unwrap();
+    let error = part(int8, "llama", 1, 2).unwrap_err();
+    assert!(error.contains(&format!("it was written by compress 0.0.9 instead of {}", env!("CARGO_PKG_VERSION"))) && !error.contains("recipe"), "{error}");
+    std::fs::write(written.join("part.json"), manifest).unwrap();
+    let weights = std::fs::read(written.join("model.safetensors")).unwrap();
+    std::fs::write(written.join("model.safetensors"), &weights[1..]).unwrap();
+    let error = part(int8, "llama", 1, 2).unwrap_err();
+    assert!(error.contains("is not complete: model.safetensors") && !error.contains("another run"), "{error}");
+    std::fs::write(written.join("model.safetensors"), weights).unwrap();
     part(half, "llama", 2, 2).unwrap();
     let error = merged(&model, &output).unwrap_err().to_string();
     assert!(error.contains("00002-of-00002") && error.contains("another run"), "{error}");
