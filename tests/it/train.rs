@@ -15,7 +15,7 @@ use compress::report::Report;
 use compress::{Error, Model, Pipeline};
 use compress_core::store::ByteSize;
 use compress_core::work::{Cancel, Event};
-use compress_engine::data::Data;
+use compress_engine::data::{Data, Task};
 use compress_engine::train::losses::Losses;
 use compress_engine::train::optimizer::Kind;
 use compress_engine::train::schedule::Schedule;
@@ -624,29 +624,40 @@ fn files_of_a_student_are_copied_with_its_weights() {
     }
 }
 
-/// Samples that were preprocessed for the input are not valid for a student with other preprocessing.
+/// Texts that were tokenized for the input are not valid for a student with another tokenizer. Arrays, and images
+/// with the preprocessing of the data's options, are the same for both.
 #[test]
 fn fidelity_is_not_measured_if_a_student_preprocesses_differently() {
-    let name = "vit-image-classification";
     let folder = tempfile::tempdir().unwrap();
-    let data = samples(name, folder.path(), 8, classes(name));
-    let copy = |copy: &str, preprocessor: &str| {
+    let tokenizer: serde_json::Value = serde_json::from_slice(&std::fs::read(golden("../evaluation/word-pieces.json")).unwrap()).unwrap();
+    let copy = |name: &str, copy: &str, mean: f64| {
         let to = folder.path().join(copy);
-        std::fs::create_dir(&to).unwrap();
+        std::fs::create_dir_all(&to).unwrap();
         for file in ["config.json", "model.safetensors"] {
             std::fs::copy(golden(name).join(file), to.join(file)).unwrap();
         }
-        std::fs::write(to.join("preprocessor_config.json"), preprocessor).unwrap();
+        let preprocessor = serde_json::json!({ "image_mean": [mean, mean, mean], "image_std": [0.5, 0.5, 0.5], "size": { "height": 32, "width": 32 } });
+        std::fs::write(to.join("preprocessor_config.json"), preprocessor.to_string()).unwrap();
+        // The same words, without special tokens.
+        let mut tokenizer = tokenizer.clone();
+        if mean > 0.5 {
+            tokenizer["post_processor"] = serde_json::Value::Null;
+        }
+        std::fs::write(to.join("tokenizer.json"), tokenizer.to_string()).unwrap();
         to
     };
-    let input = copy("input", "{}");
-    for (kind, preprocessor, measured) in [("alike", "{}", true), ("other", r#"{ "do_normalize": false }"#, false)] {
-        let pass = Distill { student: Some(Student::Model(copy(kind, preprocessor))), ..distill(1, "soft=1") };
-        let pipeline = Pipeline::builder().pass(pass).train(data.clone()).build().unwrap();
-        let report = pipeline.run(Model::open(&input).unwrap(), folder.path().join(format!("out-{kind}"))).unwrap();
-        assert_eq!(report.fidelity.is_some(), measured, "{kind}: {:?}", report.notes);
+    let (resnet, vit, bert) = ("torchvision-resnet18", "vit-image-classification", "bert-sequence-classification");
+    let images = Data { images: Some(golden("../evaluation/images")), task: Some(Task::Classification), mean: vec![0.5], std: vec![0.5], ..Data::default() };
+    let arrays = samples(vit, folder.path(), 8, classes(vit));
+    let texts = Data { text: Some(golden("../evaluation/labelled.csv")), label_column: Some("label".parse().unwrap()), ..Data::default() };
+    for (name, data, mean, measured) in [(bert, &texts, 0.1, true), (bert, &texts, 0.9, false), (resnet, &images, 0.9, true), (vit, &arrays, 0.9, true)] {
+        let input = copy(name, "input", 0.1);
+        let pass = Distill { student: Some(Student::Model(copy(name, "student", mean))), ..distill(1, "hard=1") };
+        let pipeline = Pipeline::builder().pass(pass).train(data.clone()).force(true).build().unwrap();
+        let report = pipeline.run(Model::open(&input).unwrap(), folder.path().join("out")).unwrap();
+        assert_eq!(report.fidelity.is_some(), measured, "{name}, {mean}: {:?}", report.notes);
         let noted = report.notes.iter().any(|note| note.contains("fidelity was not measured: the student preprocesses samples differently"));
-        assert_eq!(noted, !measured, "{kind}: {:?}", report.notes);
+        assert_eq!(noted, !measured, "{name}, {mean}: {:?}", report.notes);
     }
 }
 
@@ -1032,6 +1043,7 @@ fn unsupported_offloading_is_rejected_before_training() {
 
 #[test]
 fn quantized_models_train_with_fake_quantization() {
+    let noted = |report: &Report| report.notes.iter().any(|note| note.contains("fake quantization to the integers"));
     for name in CLASSIFIERS {
         let run = Run::new();
         let name = if name == "resnet-basic" { "torchvision-resnet18" } else { name };
@@ -1041,11 +1053,14 @@ fn quantized_models_train_with_fake_quantization() {
         let report = pipeline.build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap_or_else(|e| panic!("{name}: {e}"));
         let (first, last) = ends(&report);
         assert!(last < 0.9 * first, "{name}: the loss went from {first} to {last}");
-        assert!(report.notes.iter().any(|note| note.contains("fake quantization to the integers")), "{name}: {:?}", report.notes);
+        assert!(noted(&report), "{name}: {:?}", report.notes);
         let model = Model::open(run.out()).unwrap();
         assert!(model.weights.by_name.values().any(|weight| weight.describe().contains("int8")), "{name}");
         assert!(model.graph().unwrap().to_string().contains("FakeQuantize"), "{name}");
     }
+    let (folder, name) = (tempfile::tempdir().unwrap(), "bert-sequence-classification");
+    let data = samples(name, folder.path(), 8, classes(name));
+    assert!(!noted(&passes(&golden(name), &folder.path().join("floats"), vec![finetune(1).into()], Some(&data))));
 }
 
 /// Scales of the quantizers of weights and of activations.
@@ -1104,7 +1119,7 @@ fn every_precision_and_optimizer_learns() {
 fn a_memory_trace_agrees_with_the_accounts_and_names_the_peak() {
     let (name, run) = ("bert-sequence-classification", Run::new());
     let data = samples(name, run.folder.path(), 8, classes(name));
-    let calibration = Data { task: Some(compress_engine::data::Task::Fidelity), ..data.clone() };
+    let calibration = Data { task: Some(Task::Fidelity), ..data.clone() };
     let builder = Pipeline::builder().pass(finetune(6)).pass(QuantizeStatic::default()).train(data).calibration(calibration).memory_trace(true);
     let report = builder.build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap();
     let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(run.out().join("memory-trace.json")).unwrap()).unwrap();

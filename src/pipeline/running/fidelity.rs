@@ -166,7 +166,16 @@ impl Run<'_> {
             return Ok(false);
         }
         let [before, after] = [self.before, self.after].map(|model| Subject::from_model(model.clone()));
-        Ok(!data::has_same_preprocessing([before?.target(), after?.target()])?)
+        let (before, after) = (before?, after?);
+        let sets = &self.pipeline.running.data;
+        // Arrays are not preprocessed, and options of the data take precedence over the models' files.
+        match sets.calibration.as_ref().or(sets.train.as_ref()) {
+            Some(set) => {
+                let own = sets.open(set, after.target())?;
+                Ok(!sets.open(set, before.target())?.is_prepared_like(&own)?)
+            }
+            None => Ok(!data::has_same_preprocessing([before.target(), after.target()])?),
+        }
     }
 
     /// Names of weights that are identical in the input and the output.

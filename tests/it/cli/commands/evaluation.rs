@@ -46,6 +46,28 @@ fn a_folder_is_scored() {
     assert_eq!((json["samples"].as_u64(), json["runtime"].as_str(), &json["fidelity"]), (Some(19), Some("candle"), &Value::Null));
 }
 
+/// The score of the other model is the one that it has alone, with its own preprocessing.
+#[test]
+fn each_model_is_scored_on_its_own_samples() {
+    let folder = tempfile::tempdir().unwrap();
+    golden_model(folder.path(), "torchvision-resnet18", &[]);
+    let prepare = |name: &str, mean: f64| {
+        fs::rename(folder.path().join("in"), folder.path().join(name)).unwrap();
+        let preprocessor = serde_json::json!({ "image_mean": [mean, mean, mean], "image_std": [0.1, 0.1, 0.1], "size": { "height": 32, "width": 32 } });
+        fs::write(folder.path().join(name).join("preprocessor_config.json"), preprocessor.to_string()).unwrap();
+    };
+    prepare("a", 0.1);
+    golden_model(folder.path(), "torchvision-resnet18", &[]);
+    prepare("b", 0.9);
+    let images = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/images");
+    let set = format!("--images {} --task classification --json", images.display());
+    let [a, b, both] = ["a", "b", "a --against b"].map(|models| data(folder.path(), &format!("eval {models} {set}")));
+    assert_ne!(a["score"], b["score"]);
+    assert_eq!([&both["score"], &both["against"], &both["fidelity"]], [&a["score"], &b["score"], &Value::Null], "{both}");
+    let refused = compress(folder.path(), &format!("eval a --against b {}", set.replace("classification", "fidelity")));
+    assert!(refused.code == 2 && refused.stderr.contains("preprocess samples differently"), "{}", refused.stderr);
+}
+
 /// The mapping is the same as in a recipe and for `--train` and `--calibration`.
 #[test]
 fn samples_are_named_by_options_or_by_a_mapping() {
