@@ -319,3 +319,24 @@ impl Pass for PruneStructured {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The options in a report are a valid recipe of the same run.
+    #[test]
+    fn recorded_options_can_be_run_again() {
+        let default = PruneStructured::default();
+        let half = PruneStructured { amount: Some(Amounts::All(Amount::fraction(0.5))), ..default.clone() };
+        let target = PruneStructured { target: Some(Target::Params(0.5)), ..default.clone() };
+        for pass in [default, half, target] {
+            let options = pass.options();
+            let again: PruneStructured = serde_json::from_value(options.clone()).unwrap();
+            again.check().unwrap();
+            assert_eq!((again.target, again.amount.is_some()), (pass.target, pass.target.is_none()), "{options}");
+            assert!(pass.amount.is_none() || again.amount == pass.amount, "{options}");
+            assert_eq!(again.options(), options);
+        }
+    }
+}

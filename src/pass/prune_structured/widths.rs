@@ -170,6 +170,17 @@ mod tests {
         assert_eq!(steps(&bundles, None), [0, 1, 0, 1]);
     }
 
+    /// Costs are relative to the mean of each group, so that groups of any size and scale are comparable.
+    #[test]
+    fn costs_do_not_depend_on_the_size_and_the_scale_of_groups() {
+        let scores = vec![vec![0.5; 4], vec![20.0; 12], vec![1.0, 3.0, 2.0, 2.0], [1.0, 3.0, 2.0, 2.0].map(|score| 7.0 * score).repeat(5)];
+        let bundle = |groups| Bundle { unit: GroupUnit::Mlp, groups, size: 4, widths: vec![4, 3, 2] };
+        for (groups, from, to, expected) in [(vec![0], 0.0, 0.25, 1.0), (vec![1], 0.25, 0.5, 1.0), (vec![0, 1], 0.0, 0.5, 1.0), (vec![2, 3], 0.0, 0.25, 0.5)] {
+            let found = cost(&bundle(groups.clone()), &scores, from, to);
+            assert!((found - expected).abs() < 1e-12, "{groups:?}: {found}");
+        }
+    }
+
     #[test]
     fn steps_are_applied_until_the_target_is_reached() {
         // Two bundles: ten small steps of 0.01 and three large of 0.2.

@@ -314,6 +314,7 @@ mod tests {
         assert!(unlabelled.starts_with("1 of 5 steps were skipped because they had no usable labels"), "{unlabelled}");
         let refused = |steps: &[(bool, bool)]| position(steps).idle_steps().unwrap_err().to_string();
         assert!(refused(&[empty, both]).contains("no sample has a usable label"));
+        assert!(refused(&[overflow]).contains("in all 1 steps") && refused(&[empty]).contains("no sample has a usable label"));
         assert!(refused(&[overflow, overflow]).contains("in all 2 steps"));
         assert!(refused(&[overflow, empty]).contains("in 1 and there was no usable label in 1 of all 2 steps"));
     }

@@ -224,6 +224,42 @@ mod tests {
         }
     }
 
+    /// The gradients of a step are those of the weighted mean loss, in however many micro-batches its items are, and
+    /// only they are multiplied by the loss scale.
+    #[test]
+    fn terms_are_weighted_means_over_the_items_of_a_step() {
+        let (width, rows) = (4, 6);
+        let term = |weight| Term { weight, loss: Box::new(Embedding { distance: Distance::Mse, student: ("a".into(), width), teacher: ("b".into(), width) }) };
+        let (student, teacher) = (tensor(1, &[rows, width]), tensor(2, &[rows, width]));
+        let batch = |samples| Batch { inputs: BTreeMap::new(), references: References::None, samples };
+        let step = |weight: f64, scale: f64, size: usize| {
+            let (mut output, mut gradients) = (LossOutput::default(), Vec::new());
+            for begin in (0..rows).step_by(size) {
+                let part = |name: &str, value: &Tensor| BTreeMap::from([(name.to_owned(), value.narrow(0, begin, size).unwrap())]);
+                let scales = (rows as f64, scale);
+                term(weight).add(&mut output, &part("a", &student), &part("b", &teacher), &BTreeMap::new(), &batch(size), scales).unwrap();
+                gradients.push(output.values.remove("a").unwrap());
+            }
+            let loss = output.losses["embedding"].to_scalar::<f64>().unwrap();
+            (loss, Tensor::cat(&gradients, 0).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap())
+        };
+        let (loss, gradient) = step(1.0, 1.0, rows);
+        let mean = |values: &Tensor| {
+            let squares = (values - &teacher).unwrap().sqr().unwrap().mean_all().unwrap();
+            f64::from(squares.to_scalar::<f32>().unwrap())
+        };
+        assert!((loss - mean(&student)).abs() < 1e-5, "{loss}");
+        require_gradients("mean", std::slice::from_ref(&student), &[Tensor::from_vec(gradient.clone(), (rows, width), &Device::Cpu).unwrap()], |values| {
+            mean(&values[0])
+        });
+        for (weight, scale, size) in [(0.5, 1.0, 6), (3.0, 8.0, 6), (1.0, 1.0, 2), (2.0, 4.0, 3)] {
+            let (other_loss, other) = step(weight, scale, size);
+            assert!((other_loss - loss).abs() < 1e-6, "{weight}, {scale}, {size}");
+            let factor = (weight * scale) as f32;
+            assert!(other.iter().zip(&gradient).all(|(a, b)| (a - factor * b).abs() < 1e-5), "{weight}, {scale}, {size}");
+        }
+    }
+
     #[test]
     fn gradients_of_logits_equal_finite_differences() {
         let batch = token_batch();
