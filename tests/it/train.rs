@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Device, Tensor};
-use compress::pass::{Cast, Distill, Finetune, FloatFormat, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Scope, Student};
+use compress::pass::{Cast, Distill, Finetune, FloatFormat, PruneUnstructured, Quantize, QuantizeDynamic, QuantizeStatic, Scheme, Scope, Step, Student};
 use compress::pipeline::Builder;
 use compress::report::Report;
 use compress::{Error, Model, Pipeline};
@@ -1097,6 +1097,67 @@ fn scales_are_learned_and_written_as_they_were_trained() {
         assert!((written - next).abs() < 1e-3 * next.max(0.1), "{name}: {written} is written, {next} was trained");
         assert_eq!(scales(&run.out()), learned.1, "{name}: a step of nothing moves nothing");
     }
+}
+
+/// Quantized weights as integers minus zero points, and all other weights.
+fn integers(folder: &Path) -> (Vec<f32>, Vec<f32>) {
+    let model = Model::open(folder).unwrap();
+    let (mut integers, mut floats) = (Vec::new(), Vec::new());
+    for (name, weight) in &model.weights.by_name {
+        let values = weight.floats(name).unwrap();
+        match weight.scales().unwrap() {
+            Some(scales) => {
+                integers.extend(values.chunks(scales.run).zip(&scales.scales).flat_map(|(run, scale)| run.iter().map(move |x| (x / scale).round())))
+            }
+            None => floats.extend(values),
+        }
+    }
+    (integers, floats)
+}
+
+#[test]
+fn only_scales_are_trained_while_integers_stay() {
+    for (name, targets, quantize) in [
+        ("llama", "*proj.weight", Step::from(Quantize { scheme: Scheme::W4A16Asym, group_size: Some(8), ..Quantize::default() })),
+        ("bert-sequence-classification", "*.weight", QuantizeStatic::default().into()),
+    ] {
+        let run = Run::new();
+        let data = Data { task: Some(compress_engine::data::Task::Fidelity), ..samples(name, run.folder.path(), 8, 0) };
+        let train = |steps: u64, batch_size: usize| {
+            let targets = vec![targets.parse().unwrap()];
+            let batch_size = BatchSize::Samples(batch_size);
+            let common = Distill { losses: losses("soft=1"), schedule: constant(), max_steps: Some(steps), weight_decay: 0.0, ..Distill::default() };
+            Distill { scales: QuantizerScales::Only, learning_rate: 3e-3, batch_size, targets, ..common }
+        };
+        let mut found = Vec::new();
+        for steps in [0, 30, 31] {
+            let out = run.folder.path().join(steps.to_string());
+            let builder = Pipeline::builder().pass(quantize.clone()).calibration(data.clone()).train(data.clone());
+            let builder = if steps > 0 { builder.pass(train(steps, 8)) } else { builder };
+            let report = builder.build().unwrap().run(Model::open(golden(name)).unwrap(), &out).unwrap_or_else(|e| panic!("{name}: {e}"));
+            found.push((integers(&out), scales(&out).0, out, report));
+        }
+        let [before, after, further] = &found[..] else { unreachable!() };
+        assert_eq!(before.0.0, after.0.0, "{name}: integers");
+        assert!(!before.0.1.is_empty() && (name != "llama" || before.0.1 == after.0.1), "{name}: floats");
+        let moved = before.1.iter().zip(&after.1).filter(|(a, b)| a != b).count();
+        assert!(moved > before.1.len() / 2, "{name}: {moved} of {} scales moved", before.1.len());
+        let (first, last) = ends(&after.3);
+        assert!(last < 0.9 * first, "{name}: the loss went from {first} to {last}");
+        // The loss of the written model is that of the next training step.
+        let teacher = Some(golden(name));
+        let pass = Distill { learning_rate: 1e-12, teacher, ..train(1, 8) };
+        let again = Pipeline::builder().pass(pass).train(data.clone()).build().unwrap().run(Model::open(&after.2).unwrap(), run.out()).unwrap();
+        let (written, next) = (ends(&again).0, ends(&further.3).1);
+        assert!((written - next).abs() < 1e-3 * next, "{name}: {written} is written, {next} was trained");
+        assert_eq!((integers(&run.out()), scales(&run.out()).0), (after.0.clone(), after.1.clone()), "{name}: a step of nothing changes nothing");
+    }
+    // Without integers, there is nothing to keep.
+    let (name, run) = ("llama", Run::new());
+    let data = Data { task: Some(compress_engine::data::Task::Fidelity), ..samples(name, run.folder.path(), 8, 0) };
+    let pass = Distill { losses: losses("soft=1"), max_steps: Some(1), scales: QuantizerScales::Only, ..Distill::default() };
+    let failed = Pipeline::builder().pass(pass).train(data).build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap_err();
+    assert!(failed.to_string().contains("quantize first"), "{failed}");
 }
 
 #[test]

@@ -392,7 +392,7 @@ fn quantized_models_train_with_fake_quantization() {
     let report = pipeline.run(Model::open(model("t5")).unwrap(), run.out()).unwrap();
     let curve = curve(&report);
     assert!(curve[3]["loss"].as_f64().unwrap() < curve[0]["loss"].as_f64().unwrap() - 0.1, "{curve:?}");
-    assert!(report.notes.iter().any(|note| note.contains("were learned too")), "{:?}", report.notes);
+    assert!(report.notes.iter().any(|note| note.contains("were trained")), "{:?}", report.notes);
 }
 
 #[test]

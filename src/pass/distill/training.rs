@@ -65,7 +65,7 @@ impl<'a> Job<'a> {
         let small = training_graph(&graph, &objective, training)?;
         let sizes = bindings(&small, batch(&graph, training), None);
         let processes = RankConfig::from_environment()?.map_or(1, |config| config.size);
-        let forecast = forecast((&small, &graph), training, teacher_graph.as_ref().zip(teacher), &objective, (&sizes, processes))?;
+        let forecast = forecast((&small, &graph, model), training, teacher_graph.as_ref().zip(teacher), &objective, (&sizes, processes))?;
         let names: Vec<String> = graph.params().map(|(_, value)| value.name.clone()).collect();
         let selection = Selection { targets: &training.targets, ignore: &training.ignore };
         let selected = selection.resolve(names.iter().map(|name| (name, &[] as &[String])), |_| true)?;
@@ -137,10 +137,9 @@ impl<'a> Job<'a> {
             None if is_pruned => ZeroKind::OfPrunedModel,
             None => ZeroKind::Unexplained,
         };
-        let selection = (training.targets.as_slice(), training.ignore.as_slice(), &zeros as &dyn Fn(&Weight) -> ZeroKind);
-        let mut weights = Weights::load(&graph, &model, selection, (placement, device, compute), &memory_tracker, &context.work)?;
+        let mut weights = Weights::load(&graph, &model, (training, &zeros), (placement, device, compute), &memory_tracker, &context.work)?;
         let quantizers = match training.scales {
-            QuantizerScales::Learnable => Some(Quantizers::new(&graph, &|name| weights.trains(name))?),
+            QuantizerScales::Learnable | QuantizerScales::Only => Some(Quantizers::new(&graph, &|name| weights.trains(name))?),
             QuantizerScales::Fixed => None,
         };
         if let Some(quantizers) = &quantizers {
@@ -179,7 +178,7 @@ impl<'a> Job<'a> {
         let batch = batch(&graph, training);
         let first = samples.first()?;
         let sizes = bindings(&small, batch, Some(&first.inputs));
-        let forecast = forecast((&small, &graph), training, teacher_graph.as_ref().zip(teacher_model), &objective, (&sizes, team.size()))?;
+        let forecast = forecast((&small, &graph, &model), training, teacher_graph.as_ref().zip(teacher_model), &objective, (&sizes, team.size()))?;
         let evaluation = context.data.evaluation.as_ref().map(|data| context.data.open(data, subject.target())).transpose()?;
         // Only rank 0 evaluates; other ranks do not need evaluation data.
         let is_scored = evaluation.as_ref().is_some_and(|data| data.task() != Task::Fidelity) || team.rank() > 0;
@@ -252,7 +251,10 @@ impl<'a> Job<'a> {
             ));
         }
         if rounded > 0 {
-            applied.notes.push(format!("trained with fake quantization to the integers that are written: {}", counted(rounded, "weight")));
+            applied.notes.push(match training.scales {
+                QuantizerScales::Only => format!("the integers of {} did not change", counted(rounded, "quantized weight")),
+                _ => format!("trained with fake quantization to the integers that are written: {}", counted(rounded, "weight")),
+            });
         }
         if dynamic > 0 {
             applied.notes.push(format!(
@@ -262,7 +264,7 @@ impl<'a> Job<'a> {
             ));
         }
         if let Some(quantizers) = &quantizers {
-            applied.notes.push(format!("the scales of {} and of {} were learned too", counted(rounded, "weight"), counted(quantizers.count(), "activation")));
+            applied.notes.push(format!("the scales of {} and of {} were trained", counted(rounded, "weight"), counted(quantizers.count(), "activation")));
         }
         let peaks = memory_tracker.peaks();
         let phases: Vec<Value> = peaks

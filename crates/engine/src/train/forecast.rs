@@ -4,12 +4,13 @@ use std::collections::BTreeSet;
 
 use candle_core::{DType, Device};
 
-use super::{Objective, Training, cuts, optimizer, weights};
+use super::{Objective, QuantizerScales, Training, cuts, optimizer, weights};
 use crate::analysis;
 use crate::error::{Error, Result};
 use crate::exec::{MemoryCategory, Pages, Placement, Residence, Tape};
 use crate::ir::{Bindings, Element, Graph, TensorType, Value, ValueId};
 use crate::model::Model;
+use crate::store::Encoding;
 
 /// Predicted peak memory of a training step, in bytes by category.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -46,12 +47,12 @@ fn elements(ty: &TensorType, sizes: &Bindings) -> u64 {
 }
 
 /// Predicts the memory of a training step in each of `processes` processes, for inputs of these sizes.
-/// `graph` is the part of the `whole` graph that the losses depend on.
+/// `graph` is the part of the `whole` graph of `model` that the losses depend on.
 ///
 /// # Errors
 /// Parameters are offloaded or sharded, but the graph cannot be cut into blocks.
 pub fn forecast(
-    (graph, whole): (&Graph, &Graph),
+    (graph, whole, model): (&Graph, &Graph, &Model),
     options: &Training,
     teacher: Option<(&Graph, &Model)>,
     objective: &Objective,
@@ -62,15 +63,24 @@ pub fn forecast(
     let elements = |ty: &TensorType| elements(ty, sizes);
     let sum = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).sum::<u64>();
     let max = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).max().unwrap_or(0);
-    let trained = |value: &Value| if selected(&value.name) { elements(&value.ty) } else { 0 };
+    // With fixed codes, the trained elements of a quantized weight are its scales.
+    let codes = |value: &Value| {
+        let weight = model.weights.by_name.get(&value.name).filter(|_| options.scales == QuantizerScales::Only && selected(&value.name))?;
+        let Encoding::Quantized(spec) = &weight.encoding else { return None };
+        Some(elements(&value.ty) / spec.granularity.run(weight.row(), weight.elements()).max(1) as u64)
+    };
+    let trained = |value: &Value| if selected(&value.name) { codes(value).unwrap_or_else(|| elements(&value.ty)) } else { 0 };
     let optimizer = optimizer::build(options.optimizer, &optimizer::Settings::default(), &Placement::Memory(Device::Cpu))?;
     let state = |value: &Value| {
         let dims: Vec<usize> = value.ty.shape.iter().map(|dim| dim.evaluate(sizes).unwrap_or(0)).collect();
-        let average = if options.average.is_some() { 4 * elements(&value.ty) } else { 0 };
+        let dims = codes(value).map_or(dims, |scales| vec![scales as usize]);
+        let average = if options.average.is_some() { 4 * trained(value) } else { 0 };
         if selected(&value.name) { optimizer.state_bytes(&dims) + average } else { 0 }
     };
     // Trained weights need f32 master weights, and a copy in the compute precision if that differs.
     let weight_bytes = |value: &Value| match (trained(value), width) {
+        // BF16 codes and the dequantized weight.
+        (scales, _) if codes(value).is_some() => 4 * scales + (2 + width) * elements(&value.ty),
         (0, _) => width * elements(&value.ty),
         (_, 4) => 4 * elements(&value.ty),
         (count, _) => (4 + width) * count,
@@ -103,10 +113,10 @@ pub fn forecast(
             return Err(Error::option(option, format!("the model cannot be cut into blocks: {}", analysis::single_block_reason(graph).unwrap_or_default())));
         }
         // During the update of a parameter, its gradient and optimizer state are in memory.
-        let update = |value: &Value| if selected(&value.name) { 8 * elements(&value.ty) + state(value) } else { 0 };
+        let update = |value: &Value| if selected(&value.name) { 8 * trained(value) + state(value) } else { 0 };
         // With sharding, each process also holds its shard, which is at least the largest tensor.
         let shard = |bytes: &dyn Fn(&Value) -> u64| if sharded { (sum(bytes) / processes as u64).max(max(bytes)) } else { 0 };
-        let masters = |value: &Value| if selected(&value.name) { 4 * elements(&value.ty) } else { width * elements(&value.ty) };
+        let masters = |value: &Value| if selected(&value.name) && codes(value).is_none() { 4 * elements(&value.ty) } else { width * elements(&value.ty) };
         let (weights, gradients, states) = (shard(&masters), shard(&|value| 4 * trained(value)), shard(&state));
         set(MemoryCategory::Weights, weights + walk.parameters.max(max(&|value| 4 * trained(value))));
         set(MemoryCategory::Gradients, gradients + max(&|value| 4 * trained(value)));

@@ -63,6 +63,8 @@ pub enum QuantizerScales {
     Fixed,
     /// Trained with the weights
     Learnable,
+    /// Trained instead of the integers of quantized weights, which do not change
+    Only,
 }
 
 /// Activations that are recomputed in the backward pass instead of stored.
@@ -331,8 +333,8 @@ impl Training {
                 "cannot be combined with `shard: parameters`: all processes must split a batch in the same way; lower `batch_size` instead".into(),
             );
         }
-        if self.shards_parameters() && self.scales == QuantizerScales::Learnable {
-            return wrong("scales", "`learnable` cannot be combined with `shard: parameters`".into());
+        if self.shards_parameters() && self.scales != QuantizerScales::Fixed {
+            return wrong("scales", "`learnable` and `only` cannot be combined with `shard: parameters`".into());
         }
         match self.checkpoint_every {
             Some(Every::Steps(0)) => return wrong("checkpoint_every", "must be at least 1 step".into()),

@@ -303,9 +303,10 @@ impl<'t> Stepper<'t> {
         let seeds = seeds.map_err(|e| Error::candle("the losses", e))?;
         let (gradients, home) = (&mut accumulated.gradients, &accumulated.home);
         let mut sink = |name: &str, gradient: Tensor| {
-            let (bytes, retained) = accumulate(gradients, home, weights.trained.get(name), name, gradient)?;
-            trainer.memory_tracker.allocate_named(MemoryCategory::Gradients, name, bytes)?;
-            trainer.memory_tracker.release_named(MemoryCategory::Gradients, name, bytes - retained);
+            let (name, gradient) = weights.trained_gradient(name, gradient)?;
+            let (bytes, retained) = accumulate(gradients, home, weights.trained.get(&name), &name, gradient)?;
+            trainer.memory_tracker.allocate_named(MemoryCategory::Gradients, &name, bytes)?;
+            trainer.memory_tracker.release_named(MemoryCategory::Gradients, &name, bytes - retained);
             Ok(())
         };
         for (name, gradient) in output.parameters {

@@ -73,6 +73,32 @@ impl Rounding {
         self.integers(weight, &scale)?.broadcast_sub(&self.zero)?.broadcast_mul(&scale)?.reshape(weight.dims())
     }
 
+    /// The integers of a quantized weight minus their zero points, in the shape of the weight. Such
+    /// differences have at most 8 bits, which BF16 represents exactly.
+    pub(super) fn codes(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
+        self.integers(weight, &self.scale)?.broadcast_sub(&self.zero)?.reshape(weight.dims())?.to_dtype(DType::BF16)
+    }
+
+    /// The integers that [`codes`](Rounding::codes) were computed from, `[runs, elements of a run]`.
+    pub(super) fn integers_of(&self, codes: &Tensor) -> candle_core::Result<Tensor> {
+        self.runs(codes)?.broadcast_add(&self.zero)
+    }
+
+    /// The weight with these codes.
+    pub(super) fn dequantize(&self, codes: &Tensor, learned: Option<&Tensor>) -> candle_core::Result<Tensor> {
+        self.runs(codes)?.broadcast_mul(&self.scale(learned)?)?.reshape(codes.dims())
+    }
+
+    /// Gradient with respect to the logarithms of the scales of a weight with fixed codes.
+    pub(super) fn code_scale_gradient(&self, codes: &Tensor, learned: Option<&Tensor>, gradient: &Tensor) -> candle_core::Result<Tensor> {
+        let moved = self.runs(codes)?.broadcast_mul(&self.scale(learned)?)?;
+        (gradient.to_dtype(DType::F32)?.reshape(moved.dims())? * moved)?.sum(1)?.affine(scales::gradient_factor(self.scales.run), 0.0)
+    }
+
+    fn runs(&self, codes: &Tensor) -> candle_core::Result<Tensor> {
+        codes.to_dtype(DType::F32)?.reshape((self.scales.scales.len(), self.scales.run))
+    }
+
     /// Gradient with respect to the logarithms of the scales, from that of the rounded weight. See
     /// [`LearnedFakeQuantize`](crate::ir::ops::LearnedFakeQuantize).
     pub(super) fn scale_gradient(&self, weight: &Tensor, learned: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use candle_core::{D, DType, Device, Tensor};
 
-use super::Team;
 use super::checkpoint::Stream;
 use super::scales::{self, Quantizers};
 use super::weight_rounding::Rounding;
+use super::{QuantizerScales, Team, Training};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Placement, Residence};
@@ -40,7 +40,8 @@ pub type ClassifyZeros<'a> = &'a dyn Fn(&Weight) -> ZeroKind;
 pub struct Weights {
     /// Master weights in f32, updated in place.
     pub trained: BTreeMap<String, ManagedTensor>,
-    /// Frozen weights in the compute precision, and running statistics.
+    /// Frozen weights in the compute precision, running statistics, and the codes of weights of which only
+    /// the scales are trained.
     fixed: BTreeMap<String, ManagedTensor>,
     /// Pruning masks: 0 for weights that stay zero.
     masks: BTreeMap<String, ManagedTensor>,
@@ -60,6 +61,10 @@ pub struct Weights {
 fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
     let what = format!("tensor `{name}`");
     move |e| Error::candle(what, e)
+}
+
+fn not_part(name: &str) -> Error {
+    Error::tensor(name, "is not a parameter of this training", "")
 }
 
 /// Names of the parameters that are running statistics, not weights.
@@ -88,12 +93,13 @@ impl Weights {
     pub fn load(
         graph: &Graph,
         model: &Model,
-        (targets, ignore, zeros): (&[Pattern], &[Pattern], ClassifyZeros),
+        (options, zeros): (&Training, ClassifyZeros),
         (home, device, compute): (Placement, &Device, DType),
         memory_tracker: &MemoryTracker,
         work: &Work,
     ) -> Result<Weights> {
         let statistics = statistics(graph);
+        let (targets, ignore, has_fixed_codes) = (&*options.targets, &*options.ignore, options.scales == QuantizerScales::Only);
         let names: Vec<&String> = graph.params().map(|(_, value)| &value.name).collect();
         select::check("targets", targets, names.iter().copied())?;
         select::check("ignore", ignore, names.iter().copied())?;
@@ -101,7 +107,7 @@ impl Weights {
         // Master weights start from the values before quantization, if these are available.
         let mut unrounded = model.weights.clone();
         for (name, weight) in &mut unrounded.by_name {
-            if let Some(before) = weight.source().unrounded().filter(|_| selected(name)) {
+            if let Some(before) = weight.source().unrounded().filter(|_| selected(name) && !has_fixed_codes) {
                 *weight = before.clone();
             }
         }
@@ -131,7 +137,12 @@ impl Weights {
                     continue;
                 }
                 if let Some(rounding) = Rounding::from_weight(name, model.weights.get(name)?, device)? {
+                    let codes = has_fixed_codes.then(|| rounding.codes(&tensor)).transpose().map_err(failed(name))?;
                     rounded.insert(name.clone(), rounding);
+                    if let Some(codes) = codes {
+                        weights.fixed.insert(name.clone(), weights.home.store(&codes)?);
+                        continue;
+                    }
                 }
                 let kept = weights.home.store(&tensor)?;
                 let kind = zeros(model.weights.get(name)?);
@@ -148,7 +159,10 @@ impl Weights {
             }
         }
         weights.rounded = Arc::new(rounded);
-        if weights.trained.is_empty() {
+        if has_fixed_codes && weights.rounded.is_empty() {
+            return Err(Error::option("scales", "`only` needs weights quantized to integers in the trained tensors: quantize first"));
+        }
+        if weights.trained.is_empty() && weights.rounded.is_empty() {
             return Err(Error::option("targets", "matches no parameter that can be trained"));
         }
         for (name, kept) in weights.trained.iter().chain(&weights.fixed).chain(&weights.masks) {
@@ -200,9 +214,31 @@ impl Weights {
         Ok(())
     }
 
-    /// Whether a parameter is trained.
+    /// Whether a parameter is trained, itself or by its scales.
     pub fn trains(&self, name: &str) -> bool {
-        self.trained.contains_key(name)
+        self.trained.contains_key(name) || self.has_fixed_codes(name)
+    }
+
+    /// Whether only the scales of a parameter are trained.
+    fn has_fixed_codes(&self, name: &str) -> bool {
+        self.rounded.contains_key(name) && !self.trained.contains_key(name)
+    }
+
+    /// The trained parameter that a gradient belongs to, and its gradient: the scales of a weight with
+    /// fixed codes, or the parameter itself.
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn trained_gradient(&self, name: &str, gradient: Tensor) -> Result<(String, Tensor)> {
+        let Some(rounding) = self.rounded.get(name).filter(|_| self.has_fixed_codes(name)) else { return Ok((name.to_owned(), gradient)) };
+        let codes = self.fixed_value(name)?;
+        let learned = learned(&self.trained, name, &self.device)?;
+        let gradient = rounding.code_scale_gradient(&codes, learned.as_ref(), &gradient).map_err(failed(name))?;
+        Ok((scales::logarithm_name(name), gradient))
+    }
+
+    fn fixed_value(&self, name: &str) -> Result<Tensor> {
+        self.fixed.get(name).ok_or_else(|| not_part(name))?.load(&self.device)
     }
 
     /// Number of weights that stay zero, of tensors with such weights, of tensors with fake
@@ -355,35 +391,37 @@ impl Weights {
     /// A weight cannot be represented in its format.
     pub fn write_to(&self, state: &BTreeMap<String, ManagedTensor>, model: &mut Model) -> Result<BTreeSet<String>> {
         let mut changed = BTreeSet::new();
-        for (name, kept) in state {
+        for name in state.keys().chain(self.rounded.keys().filter(|name| self.has_fixed_codes(name))) {
             let Some(weight) = model.weights.by_name.get(name) else { continue };
-            let new = self.weight(name, kept, state, weight)?;
+            let new = self.weight(name, state, weight)?;
             model.weights.by_name.insert(name.clone(), new);
             changed.insert(name.clone());
         }
         Ok(changed)
     }
 
-    fn weight(&self, name: &str, kept: &ManagedTensor, state: &BTreeMap<String, ManagedTensor>, weight: &Weight) -> Result<Weight> {
+    fn weight(&self, name: &str, state: &BTreeMap<String, ManagedTensor>, weight: &Weight) -> Result<Weight> {
         let floats = |tensor: &Tensor| transfer::values::<f32>(tensor, Cause::State);
-        match self.rounded.get(name) {
-            Some(rounding) => {
-                let (tensor, learned) = (kept.load(&self.device)?, learned(state, name, &self.device)?);
-                let round = || {
-                    let scale = rounding.scale(learned.as_ref())?;
-                    Ok((floats(&rounding.integers(&tensor, &scale)?)?, floats(&scale)?))
-                };
-                let (integers, scales) = round().map_err(failed(name))?;
-                let scales = Scales { scales, ..rounding.scales.clone() };
-                scales.scales.iter().try_for_each(|scale| scales::require_scale(name, *scale))?;
-                weight.with_integers(name, integers.into_iter().map(|value| value as i8).collect(), &scales)
-            }
-            None if kept.is_in_file() => {
-                let (count, kept, named) = (kept.dims().iter().product(), kept.clone(), name.to_owned());
-                weight.with_lazy_values(name, count, move || floats(&kept.open()?).map_err(failed(&named)))
-            }
-            None => weight.with_values(name, &floats(&kept.open()?).map_err(failed(name))?),
+        let master = state.get(name);
+        if let Some(rounding) = self.rounded.get(name) {
+            let learned = learned(state, name, &self.device)?;
+            let tensor = master.map_or_else(|| self.fixed_value(name), |master| master.load(&self.device))?;
+            let round = || {
+                let scale = rounding.scale(learned.as_ref())?;
+                let integers = if master.is_some() { rounding.integers(&tensor, &scale)? } else { rounding.integers_of(&tensor)? };
+                Ok((floats(&integers)?, floats(&scale)?))
+            };
+            let (integers, scales) = round().map_err(failed(name))?;
+            let scales = Scales { scales, ..rounding.scales.clone() };
+            scales.scales.iter().try_for_each(|scale| scales::require_scale(name, *scale))?;
+            return weight.with_integers(name, integers.into_iter().map(|value| value as i8).collect(), &scales);
         }
+        let kept = master.ok_or_else(|| not_part(name))?;
+        if kept.is_in_file() {
+            let (count, kept, named) = (kept.dims().iter().product(), kept.clone(), name.to_owned());
+            return weight.with_lazy_values(name, count, move || floats(&kept.open()?).map_err(failed(&named)));
+        }
+        weight.with_values(name, &floats(&kept.open()?).map_err(failed(name))?)
     }
 }
 
@@ -398,11 +436,14 @@ struct ForwardWeights {
 
 impl ForwardWeights {
     fn get(&self, name: &str) -> Result<Tensor> {
-        let Some(master) = self.masters.get(name) else {
-            return self.fixed.get(name).ok_or_else(|| Error::tensor(name, "is not a parameter of this training", ""))?.load(&self.device);
-        };
-        let (master, rounding) = (master.load(&self.device)?, self.rounded.get(name));
+        let rounding = self.rounded.get(name);
         let learned = if rounding.is_some() { learned(&self.masters, name, &self.device)? } else { None };
+        let Some(master) = self.masters.get(name) else {
+            let fixed = self.fixed.get(name).ok_or_else(|| not_part(name))?.load(&self.device)?;
+            let Some(rounding) = rounding else { return Ok(fixed) };
+            return rounding.dequantize(&fixed, learned.as_ref()).and_then(|weight| weight.to_dtype(self.compute)).map_err(failed(name));
+        };
+        let master = master.load(&self.device)?;
         let weight = rounding.map_or_else(|| Ok(master.clone()), |rounding| rounding.apply(&master, learned.as_ref()));
         weight.and_then(|weight| weight.to_dtype(self.compute)).map_err(failed(name))
     }
