@@ -54,6 +54,7 @@ mod running {
     pub mod matmul;
     pub mod matmul_gradient;
     pub mod one_row;
+    pub mod refinement;
     pub mod resize;
     pub mod rows;
     pub mod rows_gradient;

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::kernel::compensation::Compensation;
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::matmul::{Left, Rows, product};
+use crate::kernel::refinement::Hessian;
 use crate::store::Weight;
 
 /// Damping that is tried first, and the limits of the search, as fractions of the mean of the diagonal.
@@ -30,6 +31,8 @@ pub(super) struct Prepared<'m> {
     pub order: Vec<usize>,
     /// Compensation for the errors of previous columns.
     pub compensation: Option<Compensation>,
+    /// Moments for coordinate descent after compensation.
+    pub hessian: Option<Hessian>,
     /// `(X₀ - X)ᵀX` `[size, size]`, where the original model's layers read `X₀` and these read `X`; empty
     /// if they are equal.
     differences: Cow<'m, [f32]>,
@@ -77,6 +80,8 @@ pub(super) struct Choosing {
     pub damping: Option<f64>,
     /// Fraction of the input correction; `None` to choose it.
     pub propagation: Option<f32>,
+    /// Sweeps of coordinate descent after compensation.
+    pub sweeps: usize,
 }
 
 /// Some outputs of a layer, and their values for the held-out rows of each fold.
@@ -156,7 +161,7 @@ impl Choosing {
 
     fn prepare(&self, value: &str, mut moments: Moments, damping: Option<f64>, report: &mut MethodReport) -> Result<Prepared<'static>> {
         let differences = Cow::Owned(std::mem::take(&mut moments.differences));
-        Prepared::new(value, &moments, differences, (self.ordered, damping), &mut report.notes)
+        Prepared::new(value, &moments, differences, (self, damping), &mut report.notes)
     }
 
     fn choice(&self, layer: &Layer, method: &dyn Compensating, solution: Solution, damping: f64, relative_error: Option<f64>) -> LayerChoice {
@@ -224,7 +229,7 @@ impl Choosing {
         for (fold, held_out) in moments.folds.iter().enumerate().filter(|(_, fold)| !fold.rows.is_empty()) {
             let fitted = moments.without(fold);
             let fitted = fitted.as_ref().unwrap_or(moments);
-            let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), (self.ordered, damping), &mut Vec::new())?;
+            let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), (self, damping), &mut Vec::new())?;
             for (Sampled { layer, weight, values, outputs }, trial) in sampled.iter().zip(&mut trials) {
                 let [targets, current] = &outputs[fold];
                 let mut solution = solution;
@@ -256,15 +261,15 @@ impl<'m> Prepared<'m> {
         value: &str,
         moments: &Moments,
         differences: Cow<'m, [f32]>,
-        (ordered, damping): (bool, Option<f64>),
+        (options, damping): (&Choosing, Option<f64>),
         notes: &mut Vec<String>,
     ) -> Result<Prepared<'m>> {
         let Moments { size, ref products, ref squares, .. } = *moments;
         let mut order: Vec<usize> = (0..size).collect();
-        if ordered {
+        if options.ordered {
             order.sort_by(|a, b| squares[*b].total_cmp(&squares[*a]).then(a.cmp(b)));
         }
-        let mut prepared = Prepared { squares: squares.clone(), order, compensation: None, differences };
+        let mut prepared = Prepared { squares: squares.clone(), order, compensation: None, hessian: None, differences };
         if let Some(damping) = damping {
             let mut tried = damping;
             prepared.compensation = loop {
@@ -278,6 +283,7 @@ impl<'m> Prepared<'m> {
                 }
                 tried = (2.0 * tried).clamp(0.01, 1.0);
             };
+            prepared.hessian = (options.sweeps > 0).then(|| Hessian::new(products, size, tried));
             if tried > damping {
                 notes.push(format!("the features of `{value}` are nearly linearly dependent: damping {tried:.2} instead of {damping}"));
             }
@@ -352,7 +358,8 @@ mod tests {
         let weight: Vec<f32> = (0..rows * size).map(|i| number(i * 31)).collect();
         let mut corrected = weight.clone();
         let differences = Cow::Borrowed(&*moments.differences);
-        let prepared = Prepared::new("x", &moments, differences, (true, Some(1e-6)), &mut Vec::new()).unwrap();
+        let options = Choosing { name: "gptq", ordered: true, damping: None, propagation: None, sweeps: 0 };
+        let prepared = Prepared::new("x", &moments, differences, (&options, Some(1e-6)), &mut Vec::new()).unwrap();
         prepared.correct(&mut corrected, 1.0);
         let output = |x: &[f32], w: &[f32], at: usize, row: usize| (0..size).map(|i| f64::from(x[at * size + i]) * f64::from(w[row * size + i])).sum::<f64>();
         for (row, feature) in (0..rows * size).map(|i| (i / size, i % size)) {

@@ -52,6 +52,7 @@ pub(in crate::pass) fn quantize(
         ordered: pass.ordered(),
         damping: pass.damping,
         propagation: pass.propagation.map(|fraction| fraction as f32),
+        sweeps: pass.sweeps(),
     });
     let strength = match pass.method {
         By::Awq => Some(Strength::Awq),
@@ -128,6 +129,10 @@ impl Quantization<'_> {
         work.run(model, &mut method)
     }
 
+    fn sweeps(&self) -> usize {
+        self.gptq.map_or(0, |options| options.sweeps)
+    }
+
     fn range(&self) -> Range {
         if self.search { Range::MinError(MIN_RANGE_PERCENT) } else { Range::MinMax }
     }
@@ -196,22 +201,25 @@ impl Quantization<'_> {
         };
         let order = &prepared.order;
         let mut grid = grid(layer, weight, self.affine(layer)?, order)?;
-        let rows = values.chunks_exact(layer.size.max(1));
-        let zeros: Vec<bool> = rows.flat_map(|row| order.iter().map(|column| row[*column] == 0.0)).collect();
+        let zeros: Vec<bool> = values.iter().map(|value| *value == 0.0).collect();
         let is_sparse = 100 * zeros.iter().filter(|zero| **zero).count() as u64 >= SPARSE_PERCENT * values.len() as u64;
+        let zeros = if is_sparse { zeros } else { Vec::new() };
         prepared.correct(values, propagation);
+        let targets = prepared.hessian.as_ref().map(|_| values.to_vec());
         // Errors are weighted after compensation by later columns.
         let mut costs = vec![0f32; layer.size];
         order.iter().zip(compensation.costs()).for_each(|(column, cost)| costs[*column] = *cost);
         grid.fit(values, &costs, self.range());
         let mut choices = ColumnSolver::new(Zeros::None, Some(grid));
-        if is_sparse {
-            choices.zeroed = zeros;
-        }
+        choices.zeroed = zeros.chunks(layer.size.max(1)).flat_map(|row| order.iter().map(|column| row[*column])).collect();
         reorder(values, order);
         compensation.apply(values, BLOCK, &mut choices);
         restore(values, order);
-        Ok(choices.grid.map(|grid| grid.steps).unwrap_or_default())
+        let Some(mut grid) = choices.grid else { return Ok(Vec::new()) };
+        if let (Some(hessian), Some(targets)) = (&prepared.hessian, targets) {
+            hessian.refine(&targets, values, &mut grid, &zeros, self.sweeps());
+        }
+        Ok(grid.steps)
     }
 }
 

@@ -119,6 +119,11 @@ pub struct Quantize {
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ordered: Option<bool>,
+    /// With `method: gptq` or `autoround`, the maximum number of sweeps of coordinate descent, which improve the
+    /// integers and the scales after all columns were quantized; 0 disables them [default: 3]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sweeps: Option<usize>,
     /// Format of the KV cache of a decoder, with scales found on calibration samples [default: floats]
     #[cfg_attr(feature = "cli", arg(long, value_enum))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -143,6 +148,8 @@ const NAME: &str = "quantize";
 /// Default number of steps of trained rounding, and of samples per step.
 const ITERATIONS: usize = 200;
 const BATCH: usize = 2;
+/// Default number of sweeps of coordinate descent.
+const SWEEPS: usize = 3;
 
 /// Group sizes that runtimes have kernels for, in descending order.
 const USUAL_GROUPS: [usize; 3] = [128, 64, 32];
@@ -169,6 +176,11 @@ impl Quantize {
 
     pub(super) fn ordered(&self) -> bool {
         self.ordered.unwrap_or(true)
+    }
+
+    /// Maximum number of sweeps of coordinate descent.
+    pub(super) fn sweeps(&self) -> usize {
+        self.sweeps.unwrap_or(SWEEPS)
     }
 
     /// Number of steps of trained rounding.
@@ -323,8 +335,9 @@ impl Pass for Quantize {
                 ));
             }
         }
-        if !self.method.compensates() && (self.damping.is_some() || self.propagation.is_some() || self.ordered.is_some() || !self.guide.is_none()) {
-            return Err(Error::option(NAME, "`damping`, `propagation`, `ordered` and `guide` are for `method: gptq` and `autoround`"));
+        let is_set = [self.damping.is_some(), self.propagation.is_some(), self.ordered.is_some(), self.sweeps.is_some(), !self.guide.is_none()];
+        if !self.method.compensates() && is_set.contains(&true) {
+            return Err(Error::option(NAME, "`damping`, `propagation`, `ordered`, `sweeps` and `guide` are for `method: gptq` and `autoround`"));
         }
         if self.method != Method::Autoround && (self.iterations.is_some() || self.batch.is_some()) {
             return Err(Error::option(NAME, "`iterations` and `batch` are for `method: autoround`"));

@@ -1,0 +1,228 @@
+//! Improves a rounded weight by coordinate descent on the error of a layer's output: scales of groups and
+//! integers in turn (Behdin et al. 2023, QuantEase, <https://arxiv.org/abs/2309.01885>).
+//!
+//! With targets `W`, grid values `Q` and `H = XᵀX`, the error is `tr(E H Eᵀ)` for `E = W - Q`. The gradient
+//! `G = E H` gives the optimal change of one weight, `Gⱼ / Hⱼⱼ`, and of the scale of a group with the codes `c`,
+//! `G·c / cᵀHc`. No step increases the error.
+
+use rayon::prelude::*;
+
+use super::column_solver::Grid;
+use super::epilogue::Epilogue;
+use super::grid::QuantizationParams;
+use super::matmul::{Left, Rows, product};
+
+/// Columns whose weights are changed before the gradients of all other columns are updated.
+const BLOCK: usize = 128;
+
+/// Second moments of the inputs of a layer.
+pub struct Hessian {
+    size: usize,
+    /// The symmetric matrix `[size, size]`.
+    values: Vec<f32>,
+}
+
+impl Hessian {
+    /// From the upper triangle of `H` `[size, size]`, with `damping` times the mean of the diagonal added to
+    /// the diagonal.
+    pub fn new(products: &[f32], size: usize, damping: f64) -> Hessian {
+        let mean = (0..size).map(|at| f64::from(products[at * size + at])).sum::<f64>() / size.max(1) as f64;
+        let added = if mean > 0.0 { damping * mean } else { 1.0 };
+        let mut values = vec![0f32; size * size];
+        values.par_chunks_mut(size.max(1)).enumerate().for_each(|(i, row)| {
+            row.iter_mut().enumerate().for_each(|(j, out)| *out = products[i.min(j) * size + i.max(j)]);
+            row[i] = (f64::from(row[i]) + added) as f32;
+        });
+        Hessian { size, values }
+    }
+
+    /// `left` `[rows, width]` times the rows of the matrix from `first` on.
+    fn times(&self, left: &[f32], (first, width): (usize, usize)) -> Vec<f32> {
+        let rows = left.len() / width.max(1);
+        let mut out = vec![0f32; rows * self.size];
+        let right = Rows { values: &self.values[first * self.size..], count: self.size, stride: self.size };
+        product(&Left::pack(left, rows, width, width), &right, self.size, Epilogue::NONE, &mut out);
+        out
+    }
+
+    /// Improves grid values `[rows, size]`, in the order of the weight, and the scales of their grid, in the
+    /// given number of sweeps over all columns. Values marked in `frozen` do not change; it is empty if there
+    /// are none.
+    pub fn refine<S: Fn(f64) -> f32 + Sync>(&self, targets: &[f32], values: &mut [f32], grid: &mut Grid<S>, frozen: &[bool], sweeps: usize) {
+        let size = self.size;
+        if size == 0 || values.is_empty() {
+            return;
+        }
+        let errors: Vec<f32> = targets.iter().zip(&*values).map(|(target, value)| target - value).collect();
+        let mut gradients = self.times(&errors, (0, size));
+        drop(errors);
+        for _ in 0..sweeps {
+            for first in (0..size).step_by(grid.group.max(1)) {
+                self.fit_scales((first, grid.group.min(size - first)), values, &mut gradients, grid);
+            }
+            let mut changed = false;
+            for first in (0..size).step_by(BLOCK) {
+                changed |= self.round_block((first, BLOCK.min(size - first)), values, &mut gradients, grid, frozen);
+            }
+            if !changed {
+                break;
+            }
+        }
+    }
+
+    /// Moves the scales of a group of columns to their optimum.
+    fn fit_scales<S: Fn(f64) -> f32 + Sync>(&self, columns: (usize, usize), values: &mut [f32], gradients: &mut [f32], grid: &mut Grid<S>) {
+        let ((first, width), size) = (columns, self.size);
+        let (index, groups) = (first / grid.group, size.div_ceil(grid.group));
+        let (integers, store) = (grid.integers, &grid.store);
+        let of_row = |(row, steps): (&[f32], &[QuantizationParams])| {
+            let step = steps[index];
+            row[first..][..width].iter().map(|value| integers.integer(*value, step) - step.zero).collect::<Vec<_>>()
+        };
+        let codes: Vec<f32> = values.par_chunks(size).zip(grid.steps.par_chunks(groups)).flat_map_iter(of_row).collect();
+        let products = self.times(&codes, columns);
+        let rows = values.par_chunks_mut(size).zip(gradients.par_chunks_mut(size)).zip(grid.steps.par_chunks_mut(groups));
+        rows.zip(codes.par_chunks(width).zip(products.par_chunks(size))).for_each(|(((values, gradients), steps), (codes, products))| {
+            let dot = |a: &[f32]| a[first..][..width].iter().zip(codes).map(|(a, code)| f64::from(*a) * f64::from(*code)).sum::<f64>();
+            let (slope, curvature) = (dot(gradients), dot(products));
+            let step = &mut steps[index];
+            let scale = store(f64::from(step.scale) + if curvature > 0.0 { slope / curvature } else { 0.0 });
+            let change = f64::from(scale) - f64::from(step.scale);
+            // After rounding to its storage dtype, a scale can be worse.
+            if !(scale.is_normal() && scale > 0.0 && change * change * curvature < 2.0 * change * slope) {
+                return;
+            }
+            step.scale = scale;
+            values[first..][..width].iter_mut().zip(codes).for_each(|(value, code)| *value = code * scale);
+            subtract(gradients, products, change as f32);
+        });
+    }
+
+    /// Rounds each weight of a block to its optimum, given all other weights. Returns whether any changed.
+    fn round_block<S: Fn(f64) -> f32 + Sync>(
+        &self,
+        columns: (usize, usize),
+        values: &mut [f32],
+        gradients: &mut [f32],
+        grid: &Grid<S>,
+        frozen: &[bool],
+    ) -> bool {
+        let ((first, width), size) = (columns, self.size);
+        let (group, groups) = (grid.group, size.div_ceil(grid.group));
+        let mut changes = vec![0f32; values.len() / size * width];
+        let rows = values.par_chunks_mut(size).zip(gradients.par_chunks(size)).zip(grid.steps.par_chunks(groups));
+        rows.zip(changes.par_chunks_mut(width)).enumerate().for_each(|(row, (((values, gradients), steps), changes))| {
+            let mut gradients = gradients[first..][..width].to_vec();
+            for at in 0..width {
+                let column = first + at;
+                let hessian = &self.values[column * size + first..][..width];
+                if frozen.get(row * size + column) == Some(&true) {
+                    continue;
+                }
+                let value = grid.integers.nearest(values[column] + gradients[at] / hessian[at], steps[column / group]);
+                let change = value - values[column];
+                if change != 0.0 {
+                    subtract(&mut gradients, hessian, change);
+                    (values[column], changes[at]) = (value, change);
+                }
+            }
+        });
+        let changed = changes.par_iter().any(|change| *change != 0.0);
+        if changed {
+            let products = self.times(&changes, columns);
+            gradients.par_chunks_mut(size).zip(products.par_chunks(size)).for_each(|(gradients, products)| subtract(gradients, products, 1.0));
+        }
+        changed
+    }
+}
+
+simd! {
+    fn subtract(out: &mut [f32], values: &[f32], factor: f32) {
+        for (out, x) in out.iter_mut().zip(values) {
+            *out -= factor * x;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::column_solver::Range;
+    use super::super::gram;
+    use super::super::grid::IntegerGrid;
+    use super::*;
+
+    fn number(i: usize) -> f32 {
+        ((i as u32).wrapping_mul(2_654_435_761) >> 20) as f32 / 1024.0 - 2.0
+    }
+
+    /// Error of the outputs of a weight, and damping, in f64.
+    fn objective(hessian: &Hessian, targets: &[f32], values: &[f32]) -> f64 {
+        let errors: Vec<f64> = targets.iter().zip(values).map(|(a, b)| f64::from(*a) - f64::from(*b)).collect();
+        errors
+            .chunks(hessian.size)
+            .map(|row| {
+                (0..row.len())
+                    .flat_map(|i| (0..row.len()).map(move |j| (i, j)))
+                    .map(|(i, j)| row[i] * f64::from(hessian.values[i * hessian.size + j]) * row[j])
+                    .sum::<f64>()
+            })
+            .sum()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(40))]
+        #[test]
+        fn the_error_never_rises_and_no_single_weight_can_lower_it(
+            size in prop::sample::select(vec![1usize, 5, 33, 128, 150, 270]), group in prop::sample::select(vec![4usize, 32, 128, 300]),
+            rows in 1usize..4, bits in 2u32..5, symmetric: bool, is_half: bool, seed in 0usize..1000
+        ) {
+            let group = group.min(size);
+            // Correlated features.
+            let samples: Vec<f32> = (0..2 * size * size).map(|i| number(i * i + seed) + number(i / size + seed)).collect();
+            let mut products = vec![0f32; size * size];
+            gram::add(&samples, size, &mut products);
+            let hessian = Hessian::new(&products, size, 0.01);
+            let targets: Vec<f32> = (0..rows * size).map(|i| number(i * 31 + seed)).collect();
+            let order: Vec<usize> = (0..size).collect();
+            let store = move |scale: f64| if is_half { half::bf16::from_f64(scale).to_f32() } else { scale as f32 };
+            let mut grid = Grid { integers: IntegerGrid { bits, symmetric }, group, steps: Vec::new(), order: &order, store };
+            grid.fit(&targets, &vec![1.0; size], Range::MinMax);
+            let mut values = targets.clone();
+            grid.round(&mut values);
+            let frozen: Vec<bool> = (0..values.len()).map(|at| at % 7 == 3).collect();
+            let before = objective(&hessian, &targets, &values);
+            let kept: Vec<i8> = grid.integers_of(&values);
+            hessian.refine(&targets, &mut values, &mut grid, &frozen, 500);
+            let after = objective(&hessian, &targets, &values);
+            prop_assert!(after <= before * (1.0 + 1e-5) + 1e-9, "{before} became {after}");
+            let integers = grid.integers_of(&values);
+            prop_assert!(frozen.iter().enumerate().filter(|(_, frozen)| **frozen).all(|(at, _)| integers[at] == kept[at]), "frozen integers changed");
+            for (at, integer) in integers.iter().enumerate() {
+                let step = grid.steps[at / size * size.div_ceil(group) + at % size / group];
+                prop_assert_eq!(values[at], (f32::from(*integer) - step.zero) * step.scale);
+                prop_assert_eq!(store(step.scale.into()), step.scale);
+                let (lowest, highest) = grid.integers.bounds();
+                for other in [-1.0, 1.0].map(|change| f32::from(*integer) + change).into_iter().filter(|q| !frozen[at] && (lowest..=highest).contains(q)) {
+                    let mut changed = values.clone();
+                    changed[at] = (other - step.zero) * step.scale;
+                    prop_assert!(objective(&hessian, &targets, &changed) >= after * (1.0 - 1e-4), "{at}: {integer} should be {other}");
+                }
+            }
+        }
+    }
+
+    /// With one weight and one scale per row, the error vanishes.
+    #[test]
+    fn scales_move_to_their_optimum() {
+        let hessian = Hessian::new(&[2.0, 1.0, 0.0, 3.0], 2, 0.0);
+        let (order, integers) = ([0, 1], IntegerGrid { bits: 4, symmetric: true });
+        let steps = vec![QuantizationParams { scale: 0.5, zero: 0.0 }, QuantizationParams { scale: 1.0, zero: 0.0 }];
+        let mut grid = Grid { integers, group: 2, steps, order: &order, store: |scale| scale as f32 };
+        let (targets, mut values) = ([1.2, 2.4, 3.0, 0.0], vec![1.0, 2.0, 3.0, 0.0]);
+        hessian.refine(&targets, &mut values, &mut grid, &[], 1);
+        assert_eq!(grid.steps.iter().map(|step| step.scale).collect::<Vec<_>>(), [0.6, 1.0]);
+        assert!(values.iter().zip(targets).all(|(a, b)| (a - b).abs() < 1e-6), "{values:?}");
+    }
+}
