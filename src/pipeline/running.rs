@@ -7,6 +7,7 @@ mod embedding_rows;
 mod evaluate;
 mod fidelity;
 mod memory;
+mod onnx_comparison;
 mod onnx_input;
 mod pass_keys;
 mod samples;
@@ -23,8 +24,8 @@ pub use cached_results::{CachedResult, ResultCache};
 pub use starter::starter;
 
 use self::evaluate::Run;
-pub(super) use self::evaluate::check_onnx;
 pub use self::memory::memory_limit;
+pub(super) use self::onnx_comparison::check_onnx;
 use super::carry::write_text;
 use super::plan::ModelMemory;
 use super::run::Measured;

@@ -68,7 +68,7 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
         };
         checks.push(Check { path: ".".into(), ok, finding });
     }
-    checks.extend(super::running::check_onnx(output, folder, &report, work)?);
+    checks.extend(super::running::check_onnx(output, folder, &report, work)?.map(|(path, ok, finding)| Check { path, ok, finding }));
     Ok(checks)
 }
 

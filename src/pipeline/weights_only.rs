@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use super::Pipeline;
 use super::plan::ModelMemory;
 use super::run::Measured;
-use super::{Check, Pipeline};
 use crate::error::{Error, Result};
 use crate::export::Exported;
 use crate::model::Model;
@@ -116,10 +116,10 @@ impl Pipeline {
     }
 }
 
-/// Reports that the ONNX file of an output was not run.
-pub(super) fn check_onnx(_output: &Path, _folder: &Path, report: &Report, _work: &Work) -> Result<Option<Check>> {
+/// Path, result and finding of a check which reports that the ONNX file of an output was not run.
+pub(super) fn check_onnx(_output: &Path, _folder: &Path, report: &Report, _work: &Work) -> Result<Option<(String, bool, String)>> {
     let file = report.outputs.iter().find(|file| file.path.ends_with(".onnx"));
-    Ok(file.map(|file| Check { path: format!("{}, run", file.path), ok: true, finding: "not run: this build cannot run models".into() }))
+    Ok(file.map(|file| (format!("{}, run", file.path), true, "not run: this build cannot run models".into())))
 }
 
 /// Does nothing: passes over weights do not change the graph.

@@ -32,16 +32,7 @@ const CIRCLES: &[(&str, &[&str])] = &[
     ),
     (
         "",
-        &[
-            "pipeline/builder.rs",
-            "pipeline/plan.rs",
-            "pipeline/run.rs",
-            "pipeline/running.rs",
-            "pipeline/running/evaluate.rs",
-            "pipeline/running/fidelity.rs",
-            "pipeline/running/onnx_input.rs",
-            "pipeline/verify.rs",
-        ],
+        &["pipeline/builder.rs", "pipeline/plan.rs", "pipeline/run.rs", "pipeline/running.rs", "pipeline/running/evaluate.rs", "pipeline/running/fidelity.rs"],
     ),
     (
         "core",

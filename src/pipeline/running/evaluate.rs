@@ -15,7 +15,7 @@ use crate::evaluation::{
 };
 use crate::exec::{Inputs, Rounding};
 use crate::export::{Export, Exported};
-use crate::files::{self, Destination};
+use crate::files::Destination;
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::file::MODEL;
@@ -23,20 +23,14 @@ use crate::pipeline::running::Running;
 use crate::pipeline::running::agreement::{explanation, judge};
 use crate::pipeline::running::fidelity::not_finite_note;
 use crate::pipeline::running::memory::{lack_for_onnx_runtime, memory_limit};
-use crate::pipeline::running::onnx_input::TIME;
-use crate::pipeline::{Check, Pipeline, run::Measured};
-use crate::report::{OutputFile, Report, WARNING};
+use crate::pipeline::running::onnx_comparison::{SYNTHETIC, compare_quantized_values, has_integers, onnx_fidelity};
+use crate::pipeline::{Pipeline, run::Measured};
+use crate::report::WARNING;
 use crate::run_state::RunState;
-use crate::runtime::{self, Limits, Session};
-use crate::store::{ActivationScheme, Encoding};
-use crate::work::{MemoryLimit, Work};
+use crate::work::Work;
 
 /// Subfolder to which the input is exported as ONNX for comparison.
 const INPUT_FOLDER: &str = ".before";
-/// Number of tokens that decoders with a KV cache process one by one.
-const DECODE_STEPS: usize = 4;
-/// Description of the samples that are run without evaluation data.
-const SYNTHETIC: &str = "synthetic sample";
 /// Number of batches on which a static int8 file is verified.
 const VERIFICATION_BATCHES: usize = 2;
 
@@ -216,7 +210,7 @@ impl Run<'_> {
 
     /// Samples on which a file is verified, and their description. For a static int8 model: held-out
     /// samples if there are any, otherwise calibration samples. For other models: synthetic samples.
-    fn verification_samples(&self, model: &Model) -> Result<(Vec<Batch>, &'static str)> {
+    pub(super) fn verification_samples(&self, model: &Model) -> Result<(Vec<Batch>, &'static str)> {
         let graph = model.graph()?;
         let data = self.pipeline.running.data.calibration.as_ref().filter(|_| quantized_values::is_static(&graph));
         let mut samples = Vec::new();
@@ -352,144 +346,4 @@ impl Run<'_> {
         }
         Ok(())
     }
-}
-
-/// Whether a static int8 file agrees with the built-in executor on each quantized value, and on the
-/// outputs that follow from them; `None` for other files, for decoders with a cache, whose inputs differ
-/// from the graph's, and for mixtures of experts.
-fn compare_quantized_values(model: &Model, file: &Path, samples: &[Batch], half: bool, work: &Work) -> Result<Option<(bool, String)>> {
-    let graph = model.graph()?;
-    if !quantized_values::is_static(&graph) || Session::open(file, runtime::Options::default())?.has_kv_cache() {
-        return Ok(None);
-    }
-    let Some(found) = quantized_values::compare(model, file, samples, work)? else { return Ok(None) };
-    if let Some((name, steps)) = found.wrong {
-        return Ok(Some((
-            false,
-            format!("`{name}` differs by {steps} quantization steps between ONNX Runtime and the built-in executor, given the same inputs"),
-        )));
-    }
-    // Without dynamic quantization, the outputs are computed from the quantized values in floating point
-    // only.
-    let dynamic =
-        model.weights.by_name.values().any(|w| matches!(&w.encoding, Encoding::Quantized(spec) if matches!(spec.activations, ActivationScheme::DynamicToken)));
-    let (ok, difference) = judge(&found.outputs, half || dynamic);
-    let count = samples.iter().map(|sample| sample.samples).sum::<usize>();
-    let difference = if ok { String::new() } else { format!("; outputs computed from them differ: {difference}") };
-    Ok(Some((
-        ok,
-        format!("{} quantized values are within one step on {}, each computed from the same inputs{difference}", found.values, counted(count, "sample")),
-    )))
-}
-
-/// Fidelity of an ONNX file in ONNX Runtime to the built-in executor on a batch.
-fn onnx_fidelity(model: Model, file: &Path, batch: &Batch, memory: MemoryLimit, work: &Work) -> Result<Fidelity> {
-    let folder = file.parent().unwrap_or(Path::new(""));
-    let onnx = Subject::open_written(file, folder, model.config.values().clone(), work.threads)?.with_steps(DECODE_STEPS);
-    let subjects = &mut [Subject::from_model(model)?.with_rounding(Rounding::Tensor), onnx];
-    let mut models = evaluation::load(subjects, Some(&batch.inputs), &Device::Cpu, memory, work)?;
-    let outputs = models.iter_mut().map(|model| model.run(&batch.inputs)).collect::<Result<Vec<_>>>()?;
-    let pair = outputs.first().zip(outputs.last()).ok_or_else(|| Error::option("ONNX Runtime", "no outputs to compare"))?;
-    evaluation::output_fidelity(batch, pair.0, pair.1)
-}
-
-/// Whether a weight is quantized to integers. Codebooks do not count: all runtimes decode them to the
-/// same floats.
-fn has_integers(model: &Model) -> bool {
-    model.weights.by_name.values().any(|w| matches!(&w.encoding, Encoding::Quantized(spec) if !spec.codes.is_palette()))
-}
-
-/// Runs the ONNX file of an output on synthetic samples, if it has one and ONNX Runtime is available.
-/// The outputs are compared with those of the built-in executor, which runs the weights of the same
-/// folder, or the ONNX file itself if the folder has no others.
-pub(in crate::pipeline) fn check_onnx(output: &Path, folder: &Path, report: &Report, work: &Work) -> Result<Option<Check>> {
-    let is_onnx = |file: &&OutputFile| file.path.ends_with(".onnx");
-    let Some(file) = report.outputs.iter().find(is_onnx) else { return Ok(None) };
-    let found = match crate::runtime::library() {
-        _ if files::is_remote(folder) => Ok((true, "not run: the file is remote".into())),
-        Err(reason) => Ok((true, format!("not run: {reason}"))),
-        Ok(_) => check_agreement(output, &folder.join(&file.path), half(report), work),
-    };
-    let (ok, finding) = match found {
-        Err(Error::Cancelled) => return Err(Error::Cancelled),
-        found => found.unwrap_or_else(|error| (false, error.to_string())),
-    };
-    Ok(Some(Check { path: format!("{}, run", file.path), ok, finding }))
-}
-
-/// Whether the ONNX file of a run computes with 16-bit floats.
-fn half(report: &Report) -> bool {
-    let exports = report.recipe.get("export").and_then(serde_json::Value::as_array).into_iter().flatten();
-    exports.filter_map(|export| export.get("onnx")?.get("precision")).any(|precision| precision == "float16")
-}
-
-fn check_agreement(output: &Path, file: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
-    let model = Model::open(output)?;
-    if let Some(lack) = lack_for_onnx_runtime(&[&model], None) {
-        return Ok((true, format!("not run: {lack}")));
-    }
-    if model.onnx.is_some() {
-        return check_onnx_model(model, file, work);
-    }
-    let coarse = half || has_integers(&model);
-    let graph = model.graph()?;
-    let (batch, is_static) = (data::synthetic(&graph, 0)?, quantized_values::is_static(&graph));
-    if let Some(found) = compare_quantized_values(&model, file, std::slice::from_ref(&batch), half, work)? {
-        return Ok(found);
-    }
-    let fidelity = onnx_fidelity(model, file, &batch, memory_limit(None, &Device::Cpu), work)?;
-    let (ok, difference) = judge(&fidelity, coarse);
-    Ok((ok || is_static, format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, SYNTHETIC))))
-}
-
-/// Runs an ONNX file in ONNX Runtime and, if its operators have a typed form, in the built-in executor.
-fn check_onnx_model(model: Model, path: &Path, work: &Work) -> Result<(bool, String)> {
-    let mut file = Subject::open_original_file(&model, work.threads)?.with_limits(Limits::for_size(TIME, model.stored_bytes()));
-    let inputs = file.target().inputs.to_vec();
-    let mut runner = file.load(&Device::Cpu, work)?;
-    let mut rejection = None;
-    let mut run = |kind: usize| {
-        let batch = data::synthetic_for_ports(&inputs, 0, kind)?;
-        let outputs = runner.run(&batch.inputs)?;
-        Ok((batch, outputs))
-    };
-    let accepted = (0..data::KINDS).find_map(|kind| match run(kind) {
-        Err(e) if !matches!(e, Error::Cancelled | Error::Run { .. }) => {
-            rejection.get_or_insert(e);
-            None
-        }
-        found => Some(found),
-    });
-    let accepted = match accepted.transpose() {
-        Err(e @ Error::Run { .. }) => return Ok((true, format!("ONNX Runtime opens it; not run to the end: {e}"))),
-        accepted => accepted?,
-    };
-    let Some((batch, outputs)) = accepted else {
-        let reason = rejection.map_or_else(String::new, |e| e.to_string());
-        return Ok((true, format!("ONNX Runtime opens it; not run, because it accepts no synthetic sample: {reason}")));
-    };
-    // The built-in executor cannot run ONNX decoders with a KV cache.
-    if model.onnx.as_ref().is_some_and(|file| file.has_kv_cache()) || model.graph().is_err() {
-        return Ok((true, "ONNX Runtime runs it; not compared, because the built-in executor cannot run it".into()));
-    }
-    // Fails for files of other tools, which name quantized values differently.
-    match compare_quantized_values(&model, path, std::slice::from_ref(&batch), false, work) {
-        Ok(Some(found)) => return Ok(found),
-        Err(Error::Cancelled) => return Err(Error::Cancelled),
-        Ok(None) | Err(_) => {}
-    }
-    let has_integers = model.weights.by_name.values().any(|weight| !weight.is_float() || weight.encoding != Encoding::Dense);
-    // Deep static int8 networks amplify a rounding difference of one step: a large difference does not
-    // imply a defect of the file.
-    let amplifies = model.graph().is_ok_and(|graph| quantized_values::is_static(&graph));
-    let subject = Subject::from_model(model).map(|subject| subject.with_rounding(Rounding::Tensor));
-    let compared = subject.and_then(|mut subject| evaluation::output_fidelity(&batch, &subject.load(&Device::Cpu, work)?.run(&batch.inputs)?, &outputs));
-    Ok(match compared {
-        Err(Error::Cancelled) => return Err(Error::Cancelled),
-        Err(e) => (true, format!("ONNX Runtime runs it; not compared with the built-in executor: {e}")),
-        Ok(fidelity) => {
-            let (ok, difference) = judge(&fidelity, has_integers);
-            (ok || amplifies, format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, SYNTHETIC)))
-        }
-    })
 }

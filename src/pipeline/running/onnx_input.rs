@@ -2,25 +2,25 @@
 //! operators.
 
 use std::ops::ControlFlow;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use candle_core::Device;
 
 use super::evaluate::Run;
 use super::fidelity::{HeldOut, not_finite_note};
 use super::memory::lack_for_onnx_runtime;
+use super::onnx_comparison::{Comparison, SYNTHETIC, TIME, compare_onnx_model};
 use crate::analysis;
 use crate::data::{self, Batch};
 use crate::error::{Error, Result};
-use crate::evaluation::{FidelityAccumulator, MeasuredFidelity, Runtime, SamplesFrom, Subject};
+use crate::evaluation::{FidelityAccumulator, MeasuredFidelity, Runtime, SamplesFrom, Subject, quantized_values};
 use crate::export::Exported;
+use crate::model::Model;
 use crate::pipeline::run::Measured;
 use crate::runtime::Limits;
 
 /// Number of synthetic samples.
 const SYNTHETIC_SAMPLES: u64 = 4;
-/// Time limit of one run of a file where no evaluation was requested.
-pub(super) const TIME: Duration = Duration::from_secs(60);
 /// Maximum number of held-out samples.
 const MAX_HELD_OUT: usize = 16;
 
@@ -37,6 +37,7 @@ impl Run<'_> {
         }
         if let Some(evaluate) = self.pipeline.evaluation() {
             self.evaluate(&evaluate, &[Runtime::OnnxRuntime], exports, &mut measured)?;
+            self.verify_onnx_file(exports, &mut measured)?;
             return Ok(measured);
         }
         let skipped = |reason: String| Some(format!("fidelity was not measured: {reason}"));
@@ -51,11 +52,55 @@ impl Run<'_> {
                     unusable.or(note)
                 }
                 Err(e @ (Error::Cancelled | Error::Verification { .. })) => return Err(e),
+                // The comparison with the built-in executor would exceed the limit too.
+                Err(e @ Error::Run { .. }) => {
+                    measured.notes.push(format!("{} was not verified end to end, and fidelity was not measured: {e}", self.file));
+                    return Ok(measured);
+                }
                 Err(e) => skipped(e.to_string()),
             },
         };
         measured.notes.extend(note.filter(|_| self.pipeline.measures));
+        self.verify_onnx_file(exports, &mut measured)?;
         Ok(measured)
+    }
+
+    /// Compares the output in ONNX Runtime with the built-in executor, and adds the result to the exports.
+    ///
+    /// # Errors
+    /// [`Error::Verification`] if they differ.
+    fn verify_onnx_file(&self, exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
+        let path = self.folder.join(self.file);
+        let model = Model::open(&path)?;
+        if crate::runtime::library().is_err() || lack_for_onnx_runtime(&[&model], self.pipeline.running.memory).is_some() {
+            return Ok(());
+        }
+        if self.pipeline.allow_nonfinite {
+            measured.notes.push(format!("{} was not run: with weights that are not finite, outputs cannot be compared", self.file));
+            return Ok(());
+        }
+        let samples = match model.graph() {
+            Ok(graph) if quantized_values::is_static(&graph) => Some(self.verification_samples(self.after)?),
+            _ => None,
+        };
+        // An ONNX file does not specify which synthetic samples it accepts.
+        let samples = samples.as_ref().filter(|(_, description)| *description != SYNTHETIC);
+        let samples = samples.map_or((&[][..], SYNTHETIC), |(samples, description)| (samples.as_slice(), *description));
+        let incomplete = match compare_onnx_model(model, &path, samples, &self.work) {
+            Err(Error::Cancelled) => return Err(Error::Cancelled),
+            // ONNX Runtime does not accept the input either.
+            Err(e) => e.to_string(),
+            Ok(Comparison::Incomplete(reason)) => reason,
+            Ok(Comparison::Differs(reason)) => return Err(Error::Verification { path: self.file.into(), reason }),
+            Ok(Comparison::Agrees(found)) => {
+                for (_, exported) in exports.iter_mut().filter(|(format, _)| *format == "onnx") {
+                    exported.how += &format!("; {found}");
+                }
+                return Ok(());
+            }
+        };
+        measured.notes.push(format!("{} was not verified end to end: {incomplete}", self.file));
+        Ok(())
     }
 
     /// Loads both files in ONNX Runtime and, if fidelity is to be measured, compares their outputs.
@@ -132,22 +177,41 @@ mod tests {
     use prost::Message;
 
     use super::*;
-    use crate::model::Model;
     use crate::onnx::proto::{
-        Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto,
+        AttributeProto, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto,
+        TypeProto, ValueInfoProto,
     };
     use crate::pipeline::Pipeline;
     use crate::work::{Cancel, Silent, Work};
 
-    /// A model that applies the operator `op` to a vector of length 2.
-    fn model(op: &str) -> Vec<u8> {
-        let shape = Some(TensorShapeProto { dim: vec![DimensionProto { value: Some(Dimension::DimValue(2)), denotation: None }] });
-        let ty = TypeProto { tensor_type: Some(TensorTypeProto { elem_type: Some(1), shape }), ..TypeProto::default() };
-        let port = |name: &str| ValueInfoProto { name: Some(name.into()), r#type: Some(ty.clone()), ..ValueInfoProto::default() };
-        let node = NodeProto { input: vec!["x".into()], output: vec!["y".into()], op_type: Some(op.into()), ..NodeProto::default() };
-        let graph = GraphProto { name: Some("one".into()), node: vec![node], input: vec![port("x")], output: vec![port("y")], ..GraphProto::default() };
+    fn node(op: &str, inputs: &[&str], output: &str, attribute: Vec<AttributeProto>) -> NodeProto {
+        let input = inputs.iter().map(|name| (*name).to_owned()).collect();
+        NodeProto { input, output: vec![output.into()], op_type: Some(op.into()), attribute, ..NodeProto::default() }
+    }
+
+    fn port(name: &str, ty: i32, dims: &[i64]) -> ValueInfoProto {
+        let dim = dims.iter().map(|size| DimensionProto { value: Some(Dimension::DimValue(*size)), denotation: None }).collect();
+        let tensor_type = Some(TensorTypeProto { elem_type: Some(ty), shape: Some(TensorShapeProto { dim }) });
+        ValueInfoProto { name: Some(name.into()), r#type: Some(TypeProto { tensor_type, ..TypeProto::default() }), ..ValueInfoProto::default() }
+    }
+
+    /// A model that computes a vector `y` of length 2 from `x`.
+    fn model(nodes: Vec<NodeProto>, initializer: Vec<TensorProto>) -> Vec<u8> {
+        let (input, output) = (vec![port("x", 1, &[2])], vec![port("y", 1, &[2])]);
+        let graph = GraphProto { name: Some("one".into()), node: nodes, initializer, input, output, ..GraphProto::default() };
         let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(17) }];
         ModelProto { ir_version: Some(8), graph: Some(graph), opset_import, ..ModelProto::default() }.encode_to_vec()
+    }
+
+    fn measured(before: &[u8], after: &[u8], measures: bool) -> Result<Measured> {
+        let folder = tempfile::tempdir().unwrap();
+        let input = folder.path().join("in.onnx");
+        std::fs::write(&input, before).unwrap();
+        std::fs::write(folder.path().join("out.onnx"), after).unwrap();
+        let (model, cancel) = (Model::open(&input).unwrap(), Cancel::default());
+        let pipeline = Pipeline::builder().measure(measures).build().unwrap();
+        let (work, start) = (Work { threads: 1, progress: &Silent, cancel: &cancel }, Instant::now());
+        Run { pipeline: &pipeline, before: &model, after: &model, folder: folder.path(), file: "out.onnx", work, start }.measure_onnx_input(&mut [])
     }
 
     #[test]
@@ -155,25 +219,68 @@ mod tests {
         if crate::runtime::library().is_err() {
             return;
         }
-        let folder = tempfile::tempdir().unwrap();
-        let (input, output) = (folder.path().join("in.onnx"), folder.path().join("out.onnx"));
+        let single = |op: &str| model(vec![node(op, &["x"], "y", vec![])], vec![]);
         for (before, after, measures, verified) in
             [("Relu", "Relu", true, true), ("Relu", "Unknown", true, false), ("Relu", "Unknown", false, false), ("Unknown", "Unknown", true, true)]
         {
-            std::fs::write(&input, model(before)).unwrap();
-            std::fs::write(&output, model(after)).unwrap();
-            let (model, cancel) = (Model::open(&input).unwrap(), Cancel::default());
-            let pipeline = Pipeline::builder().measure(measures).build().unwrap();
-            let work = Work { threads: 1, progress: &Silent, cancel: &cancel };
-            let start = std::time::Instant::now();
-            let run = Run { pipeline: &pipeline, before: &model, after: &model, folder: folder.path(), file: "out.onnx", work, start };
-            match run.measure_onnx_input(&mut []) {
+            match measured(&single(before), &single(after), measures) {
                 Ok(measured) => {
                     assert!(verified, "{before}, {after}, {measures}");
                     assert_eq!(measured.fidelity.is_some(), before == "Relu", "{:?}", measured.notes);
                 }
                 Err(e) => assert!(!verified && matches!(e, Error::Verification { .. }), "{before}, {after}, {measures}: {e}"),
             }
+        }
+    }
+
+    /// ONNX Runtime 1.31 computes the layer normalization of `x` instead of that of the mean minus `x`.
+    #[test]
+    fn it_is_an_error_if_onnx_runtime_and_the_executor_differ() {
+        if crate::runtime::library().is_err() {
+            return;
+        }
+        let float = |name: &str, values: &[f32]| TensorProto {
+            name: Some(name.into()),
+            data_type: Some(1),
+            dims: if values.len() == 1 { vec![] } else { vec![values.len() as i64] },
+            float_data: values.to_vec(),
+            ..TensorProto::default()
+        };
+        let one = |op: &str, inputs: &[&str], output: &str| node(op, inputs, output, vec![]);
+        let mean = |x: &str, y: &str| node("ReduceMean", &[x], y, vec![AttributeProto::ints("axes", [-1])]);
+        let norm = |square: NodeProto| {
+            let mut nodes = vec![mean("x", "m"), one("Sub", &["m", "x"], "d"), square, mean("q", "v"), one("Add", &["v", "e"], "w"), one("Sqrt", &["w"], "s")];
+            nodes.extend([one("Div", &["d", "s"], "n"), one("Mul", &["n", "g"], "p"), one("Add", &["p", "b"], "y")]);
+            model(nodes, vec![float("two", &[2.0]), float("e", &[1e-2]), float("g", &[0.7, -1.3]), float("b", &[0.1, 0.2])])
+        };
+        let (right, wrong) = (norm(one("Mul", &["d", "d"], "q")), norm(one("Pow", &["d", "two"], "q")));
+        for measures in [true, false] {
+            assert!(measured(&right, &right, measures).is_ok());
+            let error = measured(&right, &wrong, measures).unwrap_err();
+            assert!(matches!(&error, Error::Verification { reason, .. } if reason.contains("against the built-in executor")), "{error}");
+        }
+    }
+
+    /// A file whose run exceeds the time limit is not wrong, but it was not verified.
+    #[test]
+    fn a_run_that_exceeds_the_time_limit_is_noted() {
+        if crate::runtime::library().is_err() {
+            return;
+        }
+        let body = GraphProto {
+            name: Some("body".into()),
+            node: vec![node("Identity", &["go"], "goes", vec![]), node("Neg", &["a"], "c", vec![])],
+            input: vec![port("i", 7, &[]), port("go", 9, &[]), port("a", 1, &[2])],
+            output: vec![port("goes", 9, &[]), port("c", 1, &[2])],
+            ..GraphProto::default()
+        };
+        let body = AttributeProto { g: Some(body), i: None, r#type: Some(5), ..AttributeProto::int("body", 0) };
+        let trips = TensorProto { name: Some("trips".into()), data_type: Some(7), int64_data: vec![1 << 62], ..TensorProto::default() };
+        let endless = model(vec![node("Loop", &["trips", "", "x"], "y", vec![body])], vec![trips]);
+        for measures in [true, false] {
+            let notes = measured(&endless, &endless, measures).unwrap().notes;
+            let noted = |note: &String| note.starts_with("out.onnx was not verified end to end") && note.contains("it takes longer than 2 s");
+            assert!(notes.iter().any(noted), "{notes:?}");
         }
     }
 }
