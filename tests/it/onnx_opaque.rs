@@ -251,7 +251,7 @@ fn fixed_batch_sizes_are_supported() {
     let report = built.run(Model::open(&path).unwrap(), &out).unwrap();
     let measured = report.fidelity.unwrap();
     assert_eq!(measured.samples_from, compress_engine::evaluation::SamplesFrom::HeldOut);
-    assert!(measured.fidelity.cosine > 0.99, "{}", measured.fidelity.cosine);
+    assert!(measured.fidelity.cosine > 0.98, "{}", measured.fidelity.cosine);
     assert!(report.notes.iter().any(|note| note.contains("the first 8 calibration samples")), "{:?}", report.notes);
 }
 

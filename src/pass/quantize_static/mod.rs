@@ -383,6 +383,45 @@ mod tests {
         assert!(clamped_count > 0, "no chain contains a ReLU6");
     }
 
+    /// Factors that follow from the few samples at hand are not used: the channels have the same
+    /// distribution. If the distributions differ, the factors hold for other samples too.
+    #[test]
+    fn factors_hold_for_other_samples() {
+        const WIDTH: usize = 32;
+        // Sums of uniform numbers, nearly normally distributed.
+        let mut state = 1u64;
+        let mut uniform = || {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+        };
+        let mut normal = |count: usize| (0..count).map(|_| (0..12).map(|_| uniform()).sum()).collect::<Vec<f32>>();
+        let mut choices = |uneven: bool| {
+            let text = format!(
+                "input x: float[batch, {WIDTH}]\nparam a.weight: float[{WIDTH}, {WIDTH}]\nparam b.weight: float[{WIDTH}, {WIDTH}]\n\
+                h = Linear{{\"input_major\":false}}(x, a.weight) -> float[batch, {WIDTH}]\nr = Relu(h) -> float[batch, {WIDTH}]\n\
+                y = Linear{{\"input_major\":false}}(r, b.weight) -> float[batch, {WIDTH}]\noutput y = y\n"
+            );
+            let graph: Graph = text.parse().unwrap();
+            let folder = tempfile::tempdir().unwrap();
+            std::fs::write(folder.path().join("config.json"), "{}").unwrap();
+            std::fs::write(folder.path().join("graph.json"), serde_json::to_string(&crate::ir::GraphFile::from(&graph)).unwrap()).unwrap();
+            // The second weight compensates for the scales of the channels.
+            let scale = |channel: usize| if uneven { 4f32.powi(channel as i32 % 4) } else { 1.0 };
+            let tensor = |values: Vec<f32>, rows: usize| Tensor::from_vec(values, &[rows, WIDTH][..], &Device::Cpu).unwrap();
+            let first = normal(WIDTH * WIDTH).into_iter().enumerate().map(|(at, value)| value * scale(at / WIDTH)).collect();
+            let second = normal(WIDTH * WIDTH).into_iter().enumerate().map(|(at, value)| value / scale(at % WIDTH)).collect();
+            let tensors = [("a.weight".to_owned(), tensor(first, WIDTH)), ("b.weight".to_owned(), tensor(second, WIDTH))];
+            candle_core::safetensors::save(&tensors.into(), folder.path().join("model.safetensors")).unwrap();
+            let inputs = Inputs::from([("x".to_owned(), tensor(normal(20 * WIDTH), 20))]);
+            rescaled(&Model::open(folder.path()).unwrap(), &inputs, Smooth::Auto).1
+        };
+        for _ in 0..4 {
+            let even = choices(false);
+            assert!(even.is_empty(), "{even:?}");
+            assert_eq!(choices(true).len(), 1);
+        }
+    }
+
     /// A scalar constant before or after a convolution is expanded to one element per channel only if
     /// rescaling uses it.
     #[test]

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use rayon::prelude::*;
 
 use super::relu6_limit::ClampLimit;
-use crate::calibration::{ActivationObserver, Channels, ValueStatistics, WeightedError, cross_validation};
+use crate::calibration::{ActivationObserver, Channels, Fold, ValueStatistics, WeightedError, validated_range};
 use crate::error::Result;
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Node};
@@ -62,23 +62,25 @@ pub(super) fn rescale(
             continue;
         }
         let Some(estimator) = ErrorEstimator::new(chain, graph, model, statistics)? else { continue };
-        let unchanged = vec![0.0; chain.width];
+        let unchanged = vec![vec![0.0; chain.width]; estimator.folds()];
         let fine = chain.producers.iter().all(|(name, _)| model.weights.by_name.get(name).is_some_and(|w| matches!(w.dtype, DType::F32 | DType::F64)));
         // With an offset, 16-bit weights are not scaled exactly by powers of two.
         if chain.offset != 0.0 && !fine {
             continue;
         }
+        let steps = if fine { FINE } else { 1.0 };
         let before = estimator.error(&unchanged, observer, percentile);
         let candidates = if chain.clamps.is_empty() { &STRENGTHS[..] } else { &[BALANCED] };
         let strengths: Vec<f64> = fixed.map_or(candidates.to_vec(), |strength| vec![strength]);
         // Other observers than MSE copy the statistics, so that they run sequentially to save memory.
         let per_job = if observer == ActivationObserver::Mse { 1 } else { strengths.len() };
         let tried = strengths.into_par_iter().with_min_len(per_job).map(|strength| {
-            let powers = estimator.powers(strength, if fine { FINE } else { 1.0 });
-            (estimator.error(&powers, observer, percentile), strength, powers)
+            let folds: Vec<Vec<f64>> = (0..estimator.folds()).map(|fold| estimator.powers(strength, steps, Some(fold))).collect();
+            (estimator.error(&folds, observer, percentile), strength)
         });
         let tried: Vec<_> = tried.collect();
-        let Some((error, strength, powers)) = tried.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)) else { continue };
+        let Some((error, strength)) = tried.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)) else { continue };
+        let powers = estimator.powers(strength, steps, None);
         let gain = if chain.costly || !chain.clamps.is_empty() { MIN_COSTLY_GAIN } else { MIN_GAIN };
         if powers.iter().all(|p| *p == 0.0) || (fixed.is_none() && error > before * (1.0 - gain)) {
             continue;
@@ -112,6 +114,8 @@ struct Consumer<'s> {
     statistics: &'s ValueStatistics,
     /// Channel statistics over all samples.
     channels: Channels,
+    /// Divisions of the samples for cross-validation; empty without several groups of samples.
+    folds: Vec<Fold>,
     index: &'s [usize],
 }
 
@@ -180,7 +184,7 @@ impl<'s> ErrorEstimator<'s> {
             let Some(input) = statistics.get(&graph.value(layer.value).name) else { continue };
             let channels = input.channels();
             if channels.has_histograms() && channels.channels() == layer.index.len() {
-                consumers.push(Consumer { layer: LayerWeights::new(model, layer)?, statistics: input, channels, index: &layer.index });
+                consumers.push(Consumer { layer: LayerWeights::new(model, layer)?, statistics: input, channels, folds: input.folds(), index: &layer.index });
             }
         }
         let limit = if chain.clamps.is_empty() { None } else { Some(ClampLimit::new(chain, graph, model, statistics)?) };
@@ -188,11 +192,12 @@ impl<'s> ErrorEstimator<'s> {
     }
 
     /// `log2 (a^strength / w^(1 - strength))` for each channel, rounded to multiples of `1 / steps`, with
-    /// mean zero.
-    fn powers(&self, strength: f64, steps: f64) -> Vec<f64> {
+    /// mean zero. Activations are those of the fitted samples of a fold, or of all samples.
+    fn powers(&self, strength: f64, steps: f64, fold: Option<usize>) -> Vec<f64> {
         let (mut activations, mut weights) = (vec![0f64; self.width], vec![0f64; self.width]);
         for consumer in &self.consumers {
-            let largest = consumer.channels.largest();
+            let channels = fold.and_then(|fold| consumer.folds.get(fold)).map_or(&consumer.channels, |fold| &fold.fitted);
+            let largest = channels.largest();
             for (input, channel) in consumer.index.iter().enumerate() {
                 activations[*channel] = activations[*channel].max(f64::from(largest[input]));
                 weights[*channel] = weights[*channel].max(f64::from(consumer.layer.columns[input]));
@@ -218,38 +223,48 @@ impl<'s> ErrorEstimator<'s> {
         logs.iter().map(|l| if l.is_finite() { (((l - mean) * steps).round() / steps).clamp(-12.0, 12.0) } else { 0.0 }).collect()
     }
 
-    /// Estimated squared error of the layers' outputs if channels are divided by `2ᵖ`, with two-fold
-    /// cross-validation of the ranges.
-    fn error(&self, powers: &[f64], observer: ActivationObserver, percentile: f64) -> f64 {
+    /// Number of folds of the cross-validation.
+    fn folds(&self) -> usize {
+        self.consumers.iter().map(|consumer| consumer.folds.len()).max().unwrap_or(0).max(1)
+    }
+
+    /// Estimated squared error of the layers' outputs if channels are divided by `2ᵖ`, with
+    /// cross-validation of the powers and of the ranges: `powers` holds those of each fold.
+    fn error(&self, powers: &[Vec<f64>], observer: ActivationObserver, percentile: f64) -> f64 {
         self.consumers.iter().map(|consumer| consumer.error(powers, observer, percentile)).sum()
     }
 }
 
 impl Consumer<'_> {
-    fn error(&self, powers: &[f64], observer: ActivationObserver, percentile: f64) -> f64 {
-        let by: Vec<f64> = self.index.iter().map(|channel| powers[*channel].exp2()).collect();
-        let inverse: Vec<f64> = by.iter().map(|by| 1.0 / by).collect();
-        let columns: Vec<f64> = self.layer.squares.iter().zip(&by).map(|(square, by)| square * by * by).collect();
-        let cost = |(low, high): (f32, f32), error: &WeightedError| error.error((low.into(), high.into()));
-        let activations = match cross_validation(observer, self.statistics, Some(&inverse), &columns, percentile) {
-            Some(folds) => folds.iter().map(|(range, held_out)| cost(*range, held_out)).sum(),
-            None => {
+    fn error(&self, powers: &[Vec<f64>], observer: ActivationObserver, percentile: f64) -> f64 {
+        let by_fold = powers.iter().enumerate().map(|(fold, powers)| {
+            let by: Vec<f64> = self.index.iter().map(|channel| powers[*channel].exp2()).collect();
+            let inverse: Vec<f64> = by.iter().map(|by| 1.0 / by).collect();
+            let columns: Vec<f64> = self.layer.squares.iter().zip(&by).map(|(square, by)| square * by * by).collect();
+            let validated = self.folds.get(fold).and_then(|fold| validated_range(observer, self.statistics, fold, Some(&inverse), &columns, percentile));
+            let cost = |(low, high): (f32, f32), error: &WeightedError| error.error((low.into(), high.into()));
+            let held_out = validated.map(|(range, error)| cost(range, &error) / self.folds[fold].held_out.count().max(1) as f64);
+            let activations = held_out.unwrap_or_else(|| {
                 let mut divided = self.statistics.clone();
                 divided.multiply(&inverse);
                 let range = observer.range(&divided, Some(&columns), percentile);
-                WeightedError::from_channels(&self.channels, Some(&inverse), &columns).map_or(0.0, |error| cost(range, &error))
-            }
-        } / self.channels.count().max(1) as f64;
-        if self.layer.depthwise {
-            return activations;
-        }
-        let energy: f64 = self.channels.mean_squares().iter().zip(&inverse).map(|(square, by)| square * by * by).sum();
+                let error = WeightedError::from_channels(&self.channels, Some(&inverse), &columns);
+                error.map_or(0.0, |error| cost(range, &error)) / self.channels.count().max(1) as f64
+            });
+            if self.layer.depthwise { activations } else { activations + self.rounding(&by, &inverse) }
+        });
+        by_fold.sum::<f64>() / powers.len().max(1) as f64
+    }
+
+    /// Estimated squared error due to the rounding of the weights.
+    fn rounding(&self, by: &[f64], inverse: &[f64]) -> f64 {
+        let energy: f64 = self.channels.mean_squares().iter().zip(inverse).map(|(square, by)| square * by * by).sum();
         let row = |row: &[f32]| {
-            let largest = row.iter().zip(&by).map(|(w, by)| f64::from(*w) * by).fold(0f64, f64::max);
+            let largest = row.iter().zip(by).map(|(w, by)| f64::from(*w) * by).fold(0f64, f64::max);
             let step = largest / 127.5;
             step * step / 12.0 * energy
         };
-        activations + self.layer.largest.chunks_exact(self.layer.inputs.max(1)).map(row).sum::<f64>()
+        self.layer.largest.chunks_exact(self.layer.inputs.max(1)).map(row).sum()
     }
 }
 

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::histogram::BINS;
-use super::{ActivationHistogram, Channels, ValueStatistics};
+use super::{ActivationHistogram, Channels, Fold, ValueStatistics};
 
 /// Method that chooses the range of activations.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,7 +61,8 @@ const HEADROOM: [f64; 6] = [1.0, 1.1, 1.2, 1.35, 1.5, 1.75];
 pub fn with_headroom(observer: ActivationObserver, statistics: &ValueStatistics, weights: &[f64], percentile: f64) -> (f32, f32) {
     let (low, high) = observer.range(statistics, Some(weights), percentile);
     let wider = |(low, high): (f32, f32), by: f64| (f64::from(low) * by, f64::from(high) * by);
-    let Some(folds) = cross_validation(observer, statistics, None, weights, percentile) else { return (low, high) };
+    let validated = |fold: &Fold| validated_range(observer, statistics, fold, None, weights, percentile);
+    let Some(folds) = statistics.halves().and_then(|halves| halves.iter().map(validated).collect::<Option<Vec<_>>>()) else { return (low, high) };
     let mut errors = [0f64; HEADROOM.len()];
     for (range, held_out) in folds {
         errors.iter_mut().zip(HEADROOM).for_each(|(error, by)| *error += held_out.error(wider(range, by)));
@@ -71,26 +72,26 @@ pub fn with_headroom(observer: ActivationObserver, statistics: &ValueStatistics,
     (low as f32, high as f32)
 }
 
-/// Splits the samples into two halves and returns, for each, the range chosen for it and the error
-/// function of the other half. Each channel is multiplied by its factor. Returns `None` if a half is
-/// empty or has no histograms, or if `weights` does not have one element per channel.
-pub fn cross_validation(
+/// The range chosen for the first part of the samples, and the error function of the other part. Each
+/// channel is multiplied by its factor. Returns `None` without histograms, or if `weights` does not have one
+/// element per channel.
+pub fn validated_range(
     observer: ActivationObserver,
     statistics: &ValueStatistics,
+    fold: &Fold,
     factors: Option<&[f64]>,
     weights: &[f64],
     percentile: f64,
-) -> Option<[((f32, f32), WeightedError); 2]> {
-    let [a, b] = statistics.channels_of_halves()?.each_ref().map(|half| WeightedError::from_channels(half, factors, weights));
-    let (a, b) = (a?, b?);
-    let ranges = match observer {
-        ActivationObserver::Mse => [a.best_range(), b.best_range()],
-        _ => statistics.halves()?.map(|mut half| {
-            factors.into_iter().for_each(|factors| half.multiply(factors));
-            observer.range(&half, None, percentile)
-        }),
+) -> Option<((f32, f32), WeightedError)> {
+    let range = match observer {
+        ActivationObserver::Mse => WeightedError::from_channels(&fold.fitted, factors, weights)?.best_range(),
+        _ => {
+            let mut part = statistics.part(fold.fitted.clone());
+            factors.into_iter().for_each(|factors| part.multiply(factors));
+            observer.range(&part, None, percentile)
+        }
     };
-    Some([(ranges[0], b), (ranges[1], a)])
+    Some((range, WeightedError::from_channels(&fold.held_out, factors, weights)?))
 }
 
 /// Quantization error of a value as a function of its range, weighted per channel.

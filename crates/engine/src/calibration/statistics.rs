@@ -98,6 +98,14 @@ pub struct ValueStatistics {
     pub(super) samples: u64,
 }
 
+/// A division of the samples into two parts.
+pub struct Fold {
+    /// Channel statistics of the samples from which parameters are derived.
+    pub fitted: Channels,
+    /// Channel statistics of the other samples, on which they are tested.
+    pub held_out: Channels,
+}
+
 impl ValueStatistics {
     /// Rescales the statistics as if each channel had been multiplied by its factor.
     pub fn multiply(&mut self, factors: &[f64]) {
@@ -139,23 +147,31 @@ impl ValueStatistics {
         self.groups.iter().filter(|group| group.has_histograms() && group.count() > 0)
     }
 
-    /// Channel statistics of the even and of the odd samples. Returns `None` if a half is empty or has no
+    /// The even and the odd samples, each held out once. Returns `None` if a half is empty or has no
     /// histograms.
-    pub(super) fn channels_of_halves(&self) -> Option<[Channels; 2]> {
-        let halves = [0, 1].map(|first| merged(self.groups.iter().skip(first).step_by(2)));
-        halves.iter().all(|half| half.has_histograms() && half.count() > 0).then_some(halves)
+    pub(super) fn halves(&self) -> Option<[Fold; 2]> {
+        let [even, odd] = [0, 1].map(|first| merged(self.groups.iter().skip(first).step_by(2)));
+        let is_usable = |half: &Channels| half.has_histograms() && half.count() > 0;
+        (is_usable(&even) && is_usable(&odd)).then(|| [Fold { fitted: even.clone(), held_out: odd.clone() }, Fold { fitted: odd, held_out: even }])
     }
 
-    /// Statistics of the even and of the odd samples. Returns `None` if a half is empty or has no
-    /// histograms.
-    pub fn halves(&self) -> Option<[ValueStatistics; 2]> {
-        let half = |channels: Channels| {
-            let mut running_range = self.running_range;
-            let histogram = channels.histogram();
-            running_range.scale(self.histogram.range(), histogram.range());
-            ValueStatistics { histogram, running_range, groups: vec![channels], rows: Vec::new(), batches: self.batches / 2, samples: self.samples / 2 }
+    /// Statistics of a part of the samples that has these channels.
+    pub(super) fn part(&self, channels: Channels) -> ValueStatistics {
+        let mut running_range = self.running_range;
+        let histogram = channels.histogram();
+        running_range.scale(self.histogram.range(), histogram.range());
+        ValueStatistics { histogram, running_range, groups: vec![channels], rows: Vec::new(), batches: self.batches, samples: self.samples }
+    }
+
+    /// Splits the samples for cross-validation: each group is held out once. Empty if only one group has
+    /// samples, or without histograms.
+    pub fn folds(&self) -> Vec<Fold> {
+        let groups: Vec<&Channels> = self.groups().collect();
+        let fold = |held_out: usize| {
+            let rest = groups.iter().enumerate().filter(|(number, _)| *number != held_out).map(|(_, group)| *group);
+            Fold { fitted: merged(rest), held_out: groups[held_out].clone() }
         };
-        self.channels_of_halves().map(|halves| halves.map(half))
+        if groups.len() < 2 { Vec::new() } else { (0..groups.len()).map(fold).collect() }
     }
 
     /// Adds the values of a batch. `sizes` holds the number of rows of each sample, which is constant for
