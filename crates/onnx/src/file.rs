@@ -256,7 +256,7 @@ mod tests {
             let graph: Graph = text.parse().unwrap();
             let style = Style { integers: [("w".to_owned(), affine)].into(), ..Style::default() };
             let model = decode(&layout(&draft(&graph, &style, &std::collections::BTreeMap::new()).unwrap(), LARGEST).unwrap()[0].1).unwrap();
-            let loaded = crate::runtime::Session::from_bytes(&model.encode_to_vec(), std::path::Path::new(MODEL), crate::runtime::Options::default());
+            let loaded = crate::runtime::Session::from_model(&model, std::path::Path::new(MODEL), crate::runtime::Options::default());
             loaded.unwrap_or_else(|e| panic!("{text}: {e}"));
         }
     }

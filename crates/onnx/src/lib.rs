@@ -2,6 +2,7 @@
 //! and the layout of weights.
 
 mod check;
+mod constant_sizes;
 mod dequantized;
 mod elements;
 mod external;
@@ -14,11 +15,14 @@ mod lift;
 mod lower;
 mod lowering;
 mod model_file;
+mod numbers;
 mod opaque_subgraph;
+mod open_session;
 pub mod proto;
 mod replacement;
 mod rewrite;
 pub mod runtime;
+mod sizes;
 mod skeleton;
 mod splice;
 mod style;

@@ -9,7 +9,6 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod folding;
-mod numbers;
 mod opaque;
 mod patterns;
 mod positions;
@@ -20,13 +19,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::check::{self, label};
 use super::model_file::ModelFile;
+use super::numbers::{self, KnownValues, Number, Numbers};
 use super::opaque_subgraph;
 use super::proto::{DataType, NodeProto, TensorProto, ValueInfoProto};
 use super::value_info::input_shape;
 use crate::error::{Error, Result};
 use crate::ir::{Builder, Dim, Element, Graph, Op, TensorType, ValueId};
 use crate::store::{DType, Role, Weights};
-use numbers::{Number, Numbers};
 
 /// Operators with integer results, which are recomputed where they are needed instead of being shared.
 const SHAPES: [&str; 10] = ["Shape", "Size", "Equal", "Greater", "Less", "Not", "And", "Or", "Range", "QuantizeLinear"];
@@ -356,13 +355,13 @@ impl<'f> NodeContext<'_, 'f> {
     /// Integers of an input, all of which must be known statically.
     fn numbers(&self, position: usize) -> Result<Vec<i64>, String> {
         let name = self.node.input.get(position).map_or("", String::as_str);
-        numbers::lookup(self.lift, name).and_then(|numbers| numbers.all()).ok_or_else(|| format!("the values of `{name}` are not known statically"))
+        self.lift.numbers(name).and_then(|numbers| numbers.all()).ok_or_else(|| format!("the values of `{name}` are not known statically"))
     }
 
     /// Integers of an input, some of which may be unknown.
     fn some_numbers(&self, position: usize) -> Result<Vec<Number>, String> {
         let name = self.node.input.get(position).map_or("", String::as_str);
-        numbers::lookup(self.lift, name).map(|numbers| numbers.each()).ok_or_else(|| format!("the values of `{name}` are not known statically"))
+        self.lift.numbers(name).map(|numbers| numbers.each()).ok_or_else(|| format!("the values of `{name}` are not known statically"))
     }
 
     /// The value of a constant input with one element.

@@ -102,9 +102,9 @@ impl LoadedSubgraph {
     /// Loads a subgraph of the file at `path` whose inputs have these ranks. Fails if ONNX Runtime is
     /// missing or refuses the nodes.
     pub fn new(parts: SubgraphParts, ranks: &[usize], path: &Path, optimize: bool) -> Result<LoadedSubgraph, String> {
-        let bytes = parts.model(ranks).encode_to_vec();
-        let options = runtime::Options { optimize, limits: Some(limits(bytes.len())), ..runtime::Options::default() };
-        let session = Session::from_bytes(&bytes, path, options).map_err(|e| e.to_string())?;
+        let model = parts.model(ranks);
+        let options = runtime::Options { optimize, limits: Some(limits(model.encoded_len())), ..runtime::Options::default() };
+        let session = Session::from_model(&model, path, options).map_err(|e| e.to_string())?;
         Ok(LoadedSubgraph { parts, elements: session.output_types(), session: Mutex::new(session), exceeded: OnceLock::new(), sizes: Mutex::default() })
     }
 

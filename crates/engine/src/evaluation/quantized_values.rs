@@ -72,7 +72,7 @@ pub fn compare(model: &Model, file: &Path, samples: &[Batch], work: &Work) -> Re
     let bytes = std::fs::read(file).map_err(Error::io("read", file))?;
     let mut proto = ModelProto::decode(bytes.as_slice()).map_err(|e| Error::malformed(file, e))?;
     let Some(quantized) = expose(&graph, &mut proto)? else { return Ok(None) };
-    let mut session = Session::from_bytes(&proto.encode_to_vec(), file, runtime::Options { threads: work.threads, ..runtime::Options::default() })?;
+    let mut session = Session::from_model(&proto, file, runtime::Options { threads: work.threads, ..runtime::Options::default() })?;
     let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Stored, work)?;
     let executor = Executor::new(&graph, parameters, Device::Cpu).with_rounding(Rounding::Tensor);
     let mut largest: Option<(String, i64)> = None;

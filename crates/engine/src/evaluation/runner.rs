@@ -13,7 +13,6 @@ use crate::exec::{Blockwise, BlockwiseOptions, Executor, Inputs, Parameters, Res
 use crate::ir::decoder::{MASK, TOKENS};
 use crate::ir::{Graph, Port};
 use crate::model::Model;
-use crate::onnx::ModelFile;
 use crate::runtime::{self, DecoderCache, Limits, Session};
 use crate::store::Weights;
 use crate::work::{Cancel, MemoryLimit, Work};
@@ -155,8 +154,6 @@ pub struct OnnxRuntime {
     session: Session,
     /// Number of tokens at the end of a text that a decoder with a KV cache processes one at a time.
     steps: usize,
-    /// Size of the model's files; `None` if it is not known.
-    bytes: Option<u64>,
 }
 
 impl OnnxRuntime {
@@ -165,10 +162,7 @@ impl OnnxRuntime {
     /// # Errors
     /// If ONNX Runtime is not found or cannot load the file.
     pub fn open(path: &Path, threads: usize) -> Result<OnnxRuntime> {
-        // Loading folds constants, which may grow to any size.
-        let bytes = ModelFile::open(path).ok().map(|file| file.bytes());
-        let limits = bytes.map(|bytes| Limits::for_size(Duration::MAX, bytes));
-        Ok(OnnxRuntime { session: Session::open(path, runtime::Options { threads, limits, ..runtime::Options::default() })?, steps: 0, bytes })
+        Ok(OnnxRuntime { session: Session::open(path, runtime::Options { threads, ..runtime::Options::default() })?, steps: 0 })
     }
 
     /// The session that runs the model.
@@ -185,10 +179,12 @@ impl OnnxRuntime {
     /// Without other limits, limits the memory of each run on inputs of this size: it may need a few
     /// copies of weights and inputs, or part of the memory that models may take.
     pub fn with_default_limits(self, inputs: u64, memory: MemoryLimit) -> OnnxRuntime {
-        let Some(bytes) = self.bytes.filter(|_| self.session.limits().is_none()) else { return self };
+        if self.session.limits().is_some() {
+            return self;
+        }
         // A run is only stopped between operators, each of which may double the memory.
         let part = memory.bytes.map_or(0, |bytes| if memory.explicit { bytes } else { bytes / 3 });
-        let limits = Limits::for_size(Duration::MAX, bytes.saturating_add(inputs));
+        let limits = Limits::for_size(Duration::MAX, self.session.bytes().saturating_add(inputs));
         self.with_limits(Limits { memory: limits.memory.max(part), ..limits })
     }
 

@@ -4,8 +4,8 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use super::super::elements;
+use super::super::numbers::{KnownValues, Number};
 use super::super::proto::{DataType, NodeProto};
-use super::numbers::{self, Number};
 use super::opaque::constant;
 use super::{Lift, LiftedValue};
 use crate::ir::ops::{Positions, Reshape, Slice, TargetSize};
@@ -23,7 +23,7 @@ impl<'f> Lift<'f> {
             return None;
         }
         let input = |at: usize| node.input.get(at).map(String::as_str).filter(|name| !name.is_empty());
-        let numbers = |at: usize| numbers::lookup(self, input(at)?).map(|numbers| numbers.each());
+        let numbers = |at: usize| self.numbers(input(at)?).map(|numbers| numbers.each());
         let (rank, first, count) = self.consecutive(input(0)?)?;
         let axis = i64::try_from(rank.checked_sub(1)?).ok()?;
         let last = |axes: &[Number]| matches!(axes, [Number::Constant(at)] if *at == axis || *at == -1);

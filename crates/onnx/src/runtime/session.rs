@@ -13,7 +13,6 @@ use super::element;
 use super::find::environment;
 use super::watch::{Limits, Stopped, watched};
 use crate::error::{Error, Result};
-use crate::files;
 use crate::ir::{self, Port};
 use crate::work::Cancel;
 
@@ -29,6 +28,9 @@ const EXACT_PRODUCTS: &str = "session.qdq_matmulnbits_accuracy_level";
 /// Session option for the folder of external data, for a model that is loaded from memory.
 const DATA_FOLDER: &str = "session.model_external_initializers_file_folder_path";
 
+/// Session option that lists graph optimizations to omit.
+const DISABLED_OPTIMIZERS: &str = "optimization.disable_specified_optimizers";
+
 /// Options of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
@@ -36,7 +38,7 @@ pub struct Options {
     pub threads: usize,
     /// Whether the graph is optimized at load time, which includes constant folding.
     pub optimize: bool,
-    /// Limits of loading.
+    /// Limits of loading. By default, any time, and memory for a few copies of the model.
     pub limits: Option<Limits>,
 }
 
@@ -61,38 +63,47 @@ pub struct Session {
     path: PathBuf,
     inner: ort::session::Session,
     cancel: Cancel,
-    /// Options to reload the model with saturating accumulation, for files that were loaded with exact
+    /// How to reload the model with saturating accumulation, for files that were loaded with exact
     /// accumulation.
-    fallback: Option<Options>,
+    fallback: Option<Loading>,
     /// Why ONNX Runtime refused to load the model with exact accumulation, if it did.
     refusal: Option<String>,
     /// Limits of each run.
     limits: Option<Limits>,
+    /// Size of the model.
+    bytes: u64,
+    /// Whether constants were folded.
+    folds: bool,
+}
+
+/// How a model is loaded.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Loading {
+    /// Options with limits.
+    pub options: Options,
+    /// Whether constants are folded, if the graph is optimized at all.
+    pub folds: bool,
+    /// Size of the model and of its external data.
+    pub bytes: u64,
 }
 
 impl Session {
     /// Loads a model file.
-    ///
-    /// # Errors
-    /// ONNX Runtime is missing or refuses the model, an input is not a numeric tensor, or no output is
-    /// one.
-    pub fn open(path: &Path, options: Options) -> Result<Session> {
-        if files::is_remote(path) {
-            return Err(Error::run(path.display(), "is a remote file", "ONNX Runtime opens only local files: download it first"));
-        }
-        if !path.is_file() {
-            let hint = "ONNX Runtime runs exported models: write one with the format `onnx`, or omit the runtime `onnxruntime`";
-            return Err(Error::run(path.display(), "no such file", hint));
-        }
-        let session = Session::load_with_fallback(path, None, options)?;
-        Ok(Session { fallback: session.refusal.is_none().then_some(options), ..session })
+    pub(crate) fn open_as(path: &Path, loading: Loading) -> Result<Session> {
+        let session = Session::load_with_fallback(path, None, loading)?;
+        Ok(Session { fallback: session.refusal.is_none().then_some(loading), ..session })
+    }
+
+    /// Loads a model from memory. `path` names it in errors, and its folder contains external data.
+    pub(crate) fn from_bytes_as(bytes: &[u8], path: &Path, loading: Loading) -> Result<Session> {
+        Session::load_with_fallback(path, Some(bytes), loading)
     }
 
     /// Loads a model with exact accumulation, or with the default if that fails: for exact accumulation,
     /// ONNX Runtime 1.31 converts int8 weights, and fails if nodes share one or omit zero points.
-    fn load_with_fallback(path: &Path, bytes: Option<&[u8]>, options: Options) -> Result<Session> {
-        match Session::load(path, bytes, options, AccumulationMode::Exact) {
-            Err(Error::Malformed { path: named, reason }) => match Session::load(path, bytes, options, AccumulationMode::Saturating) {
+    fn load_with_fallback(path: &Path, bytes: Option<&[u8]>, loading: Loading) -> Result<Session> {
+        match Session::load(path, bytes, loading, AccumulationMode::Exact) {
+            Err(Error::Malformed { path: named, reason }) => match Session::load(path, bytes, loading, AccumulationMode::Saturating) {
                 Ok(session) => Ok(Session { refusal: Some(reason), ..session }),
                 Err(_) => Err(Error::Malformed { path: named, reason }),
             },
@@ -100,12 +111,9 @@ impl Session {
         }
     }
 
-    /// Loads a model from memory. `path` names it in errors, and its folder contains external data.
-    ///
-    /// # Errors
-    /// As [`open`](Session::open).
-    pub fn from_bytes(bytes: &[u8], path: &Path, options: Options) -> Result<Session> {
-        Session::load_with_fallback(path, Some(bytes), options)
+    /// Size of the model and of its external data.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// Requires exact accumulation. Every file that compress writes supports it.
@@ -118,12 +126,18 @@ impl Session {
         self.refusal.as_ref().map_or(Ok(()), |reason| Err(refused(reason)))
     }
 
+    /// Whether constants were folded at load, unless optimization was disabled.
+    pub fn folds_constants(&self) -> bool {
+        self.folds
+    }
+
     /// Whether the model was loaded with exact accumulation.
     pub fn has_exact_sums(&self) -> bool {
         self.refusal.is_none()
     }
 
-    fn load(path: &Path, bytes: Option<&[u8]>, options: Options, accumulation: AccumulationMode) -> Result<Session> {
+    fn load(path: &Path, bytes: Option<&[u8]>, loading: Loading, accumulation: AccumulationMode) -> Result<Session> {
+        let options = loading.options;
         let refused = |e: ort::Error| Error::malformed(path, format!("ONNX Runtime refuses the model: {e}"));
         let builder = ort::session::Session::builder(environment()?).map_err(refused)?;
         let builder = builder.with_intra_threads(options.threads).map_err(|e| refused(e.into()))?;
@@ -139,6 +153,9 @@ impl Session {
         if !options.optimize {
             builder = builder.with_optimization_level(GraphOptimizationLevel::Disable).map_err(|e| refused(e.into()))?;
         }
+        if !loading.folds {
+            builder = builder.with_config_entry(DISABLED_OPTIMIZERS, "ConstantFolding").map_err(|e| refused(e.into()))?;
+        }
         let cancel = Cancel::process();
         let canceler = builder.canceler();
         let load = || match bytes {
@@ -153,7 +170,9 @@ impl Session {
         let unsupported =
             unsupported.or_else(|| inner.outputs().first().filter(|_| inner.outputs().iter().all(|output| other(&output))).map(|output| ("output", output)));
         match unsupported {
-            None => Ok(Session { path: path.to_owned(), inner, cancel, fallback: None, refusal: None, limits: None }),
+            None => {
+                Ok(Session { path: path.to_owned(), inner, cancel, fallback: None, refusal: None, limits: None, bytes: loading.bytes, folds: loading.folds })
+            }
             Some((what, outlet)) => Err(Error::Unsupported {
                 what: format!("{}: {what} `{}`, which is {},", path.display(), outlet.name(), outlet.dtype()),
                 hint: "only models with numeric tensors as inputs and outputs can be run: remove the nodes that process other types".into(),
@@ -210,9 +229,9 @@ impl Session {
     /// As [`run`](Session::run), or the run exceeds a limit.
     pub fn run_within(&mut self, inputs: &BTreeMap<String, Tensor>, limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>> {
         let results = self.run_once(inputs, limits);
-        let (Err(Error::Malformed { .. }), Some(options)) = (&results, self.fallback.take()) else { return results };
+        let (Err(Error::Malformed { .. }), Some(loading)) = (&results, self.fallback.take()) else { return results };
         // Some files load with exact accumulation and fail only when they run.
-        let Ok(mut fallback_session) = Session::load(&self.path, None, options, AccumulationMode::Saturating) else { return results };
+        let Ok(mut fallback_session) = Session::load(&self.path, None, loading, AccumulationMode::Saturating) else { return results };
         (fallback_session.cancel, fallback_session.limits) = (self.cancel.clone(), self.limits);
         fallback_session.run_once(inputs, limits).map_or(results, |fallback_results| {
             *self = fallback_session;

@@ -3,10 +3,9 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-use super::super::elements;
-use super::super::initializer_roles::int;
-use super::super::proto::{DataType, NodeProto, TensorProto};
-use super::{Lift, LiftedValue};
+use super::elements;
+use super::initializer_roles::int;
+use super::proto::{DataType, NodeProto, TensorProto};
 use crate::ir::Dim;
 
 /// Maximum number of tracked integers per value.
@@ -65,24 +64,34 @@ impl Numbers {
         values.get(if values.len() == 1 { 0 } else { at }).cloned().unwrap_or(Number::Unknown)
     }
 
+    /// The shape of the value.
+    pub fn shape(&self) -> Vec<Dim> {
+        self.vector.then_some(Dim::Fixed(self.values.len())).into_iter().collect()
+    }
+
     /// The integers, if all are known.
     pub fn all(&self) -> Option<Vec<i64>> {
         self.values.iter().map(Number::constant).collect()
     }
 }
 
-/// The integers of a value: tracked, or a constant.
-pub(super) fn lookup(lift: &Lift, name: &str) -> Option<Numbers> {
-    match lift.lifted.get(name) {
-        Some(LiftedValue::Numbers(numbers)) => return Some(numbers.clone()),
-        Some(_) => return None,
-        None => {}
-    }
-    constant(lift.initializers.get(name)?)
+/// Static knowledge about the values of a graph.
+pub(super) trait KnownValues {
+    /// The integers of a value: tracked, or a constant.
+    fn numbers(&self, name: &str) -> Option<Numbers>;
+
+    /// Shape of a value whose size a file may compute.
+    fn shape(&self, name: &str) -> Option<Vec<Dim>>;
+
+    /// Shape of a value, if it is fixed.
+    fn sizes(&self, name: &str) -> Option<Vec<u64>>;
+
+    /// Constant floats, at most one per axis.
+    fn scales(&self, name: &str) -> Option<Vec<f32>>;
 }
 
 /// The integers of a small constant.
-fn constant(tensor: &TensorProto) -> Option<Numbers> {
+pub(super) fn constant(tensor: &TensorProto) -> Option<Numbers> {
     let ty = tensor.data_type();
     let (shape, count) = elements::shape(tensor).ok()?;
     if count > MAX_TRACKED as u64 || shape.len() > 1 || !matches!(ty, DataType::Int64 | DataType::Int32) {
@@ -98,8 +107,8 @@ fn constant(tensor: &TensorProto) -> Option<Numbers> {
 }
 
 /// Evaluates a node; `None` if its output is not tracked.
-pub(super) fn evaluate(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
-    let input = |position: usize| node.input.get(position).and_then(|name| lookup(lift, name));
+pub(super) fn evaluate(known: &impl KnownValues, node: &NodeProto) -> Option<Numbers> {
+    let input = |position: usize| node.input.get(position).and_then(|name| known.numbers(name));
     let vector = |values: Vec<Number>| (values.len() <= MAX_TRACKED).then_some(Numbers { values, vector: true });
     match node.op_type() {
         "Constant" => {
@@ -113,11 +122,7 @@ pub(super) fn evaluate(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
         }
         "Shape" => {
             let size = |dim: &Dim| dim.fixed().and_then(|size| i64::try_from(size).ok()).map_or_else(|| Number::Size(dim.clone()), Number::Constant);
-            let shape = match lift.lifted.get(node.input.first()?.as_str())? {
-                LiftedValue::Value(id) => lift.builder.ty(*id).shape.clone(),
-                LiftedValue::Numbers(numbers) => numbers.vector.then_some(Dim::Fixed(numbers.values.len())).into_iter().collect(),
-                _ => return None,
-            };
+            let shape = known.shape(node.input.first()?)?;
             let rank = i64::try_from(shape.len()).ok()?;
             let place = |at: i64| usize::try_from(if at < 0 { at.saturating_add(rank) } else { at }.clamp(0, rank)).ok();
             let (from, to) = (place(int(node, "start", 0))?, place(int(node, "end", i64::MAX))?);
