@@ -49,7 +49,9 @@ pub fn select_weights<'a>(
             }
             _ => "list weights in `targets`; `compress inspect` prints their names".to_owned(),
         };
-        return Err(Error::option(pass, format!("no weight is selected ({rule}); {advice}")));
+        let exempt = exempt_layers(weights.by_name.iter().map(|(name, weight)| (name.as_str(), weight)));
+        let exempt = exempt.filter(|_| targets.is_empty()).map_or_else(String::new, |exempt| format!("; not selected: {exempt}"));
+        return Err(Error::option(pass, format!("no weight is selected ({rule}){exempt}; {advice}")));
     }
     let list = |patterns: &[Pattern]| patterns.iter().map(Pattern::as_str).collect::<Vec<_>>().join(", ");
     let mut rule = if targets.is_empty() { rule.to_owned() } else { list(targets) };

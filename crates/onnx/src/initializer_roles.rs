@@ -82,11 +82,13 @@ fn usage_kind(node: &NodeProto, input: usize) -> UsageKind {
 /// The role of a weight of this rank, and whether it is stored as `[in, out]`.
 pub(super) fn role(usages: &[Usage], rank: usize) -> (Role, bool) {
     let all = |kind: UsageKind| !usages.is_empty() && usages.iter().all(|usage| usage.kind == kind);
+    let any = || usages.iter().any(|usage| matches!(usage.kind, UsageKind::Columns | UsageKind::Rows));
     match rank {
         2 if all(UsageKind::Columns) => (Role::Matrix, true),
         2 if all(UsageKind::Rows) => (Role::Matrix, false),
         2 if all(UsageKind::Table) => (Role::Table, false),
         3.. if all(UsageKind::Kernel) => (Role::Kernel, false),
+        2 if any() => (Role::Mixed, false),
         _ => (Role::Other, false),
     }
 }

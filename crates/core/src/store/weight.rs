@@ -65,6 +65,8 @@ pub enum Role {
     Vision,
     /// Part of a multi-token prediction module.
     TokenPrediction,
+    /// A matrix that products read in different axis orders, or that other nodes read too.
+    Mixed,
     /// Any other role, like norms and position biases.
     Other,
 }

@@ -5,16 +5,19 @@ use std::collections::BTreeMap;
 use crate::arch::role;
 use crate::store::{Encoding, Role, Weight};
 
-/// The kind of an exempt layer in reports; `None` for matrices that are not layers.
-fn description(role: Role) -> Option<&'static str> {
-    match role {
-        Role::Matrix | Role::Kernel | Role::Table | Role::Experts | Role::Other => None,
-        Role::Head => Some("output head"),
-        Role::Router => Some("router"),
-        Role::LinearAttentionGate => Some("linear attention gate"),
-        Role::Vision => Some("vision layer"),
-        Role::TokenPrediction => Some("multi-token prediction layer"),
-    }
+/// The kind of an exempt layer in reports, and why it is exempt if that does not follow from the kind;
+/// `None` for matrices that are not layers.
+fn description(role: Role) -> Option<[&'static str; 2]> {
+    let kind = match role {
+        Role::Matrix | Role::Kernel | Role::Table | Role::Experts | Role::Other => return None,
+        Role::Head => "output head",
+        Role::Router => "router",
+        Role::LinearAttentionGate => "linear attention gate",
+        Role::Vision => "vision layer",
+        Role::TokenPrediction => "multi-token prediction layer",
+        Role::Mixed => return Some(["weight", ", which products read in different axis orders, or which other nodes read too"]),
+    };
+    Some([kind, ""])
 }
 
 /// The module name of experts that are stacked in a dense tensor of rank 3, as vLLM looks it up, such as
@@ -47,10 +50,10 @@ pub fn exempt_layers<'w>(weights: impl Iterator<Item = (&'w str, &'w Weight)>) -
         }
     }
     let describe = |(role, names): (&Role, &Vec<&str>)| {
-        let what = description(*role).unwrap_or_default();
+        let [what, why] = description(*role).unwrap_or_default();
         match names[..] {
-            [one] => format!("the {what} `{one}`"),
-            _ => format!("{} {what}s (the first: `{}`)", names.len(), names.first().unwrap_or(&"")),
+            [one] => format!("the {what} `{one}`{why}"),
+            _ => format!("{} {what}s (the first: `{}`){why}", names.len(), names.first().unwrap_or(&"")),
         }
     };
     (!found.is_empty()).then(|| found.iter().map(describe).collect::<Vec<_>>().join(", "))
