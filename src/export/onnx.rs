@@ -96,8 +96,10 @@ impl Onnx {
     fn prepare(&self, model: &Model, run: &RunState) -> Result<Prepared> {
         let graph = model.graph()?;
         let opaque = graph.nodes().iter().any(|node| matches!(node.op, Op::Opaque(_)));
-        // Subgraphs that are copied from the original file need its opset or a newer one.
-        let min_opset = model.onnx.as_ref().filter(|_| opaque).and_then(|file| u32::try_from(file.opset()).ok()).unwrap_or(0);
+        // A file keeps its opset. Subgraphs that are copied from the original file need its opset or a
+        // newer one.
+        let of_file = model.onnx.as_ref().and_then(|file| u32::try_from(file.opset()).ok());
+        let min_opset = of_file.filter(|opset| opaque || OPSETS.contains(opset)).unwrap_or(0);
         let mut style = Style {
             opset: self.opset.max(min_opset),
             precision: self.precision,
@@ -105,6 +107,7 @@ impl Onnx {
             weight_only: self.weight_only,
             tied_head: self.tied_head,
             cache: self.cache,
+            output_types: model.onnx.as_ref().map(|file| file.converted_outputs()).unwrap_or_default(),
             ..Style::default()
         };
         let decoder = if self.cache { Some(LanguageModel::new(model.clone())?) } else { None };

@@ -32,6 +32,7 @@ mod onnx_in;
 mod onnx_int8;
 mod onnx_lift;
 mod onnx_opaque;
+mod onnx_outputs;
 mod ops;
 mod optimizers;
 mod package;

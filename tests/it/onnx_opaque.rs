@@ -415,29 +415,3 @@ fn attention_of_another_domain_is_opaque() {
     assert!(written.opset_import.iter().any(|import| import.domain() == "com.microsoft" && import.version() == 1));
     assert_eq!(written.graph.unwrap().node.iter().filter(|node| node.domain() == "com.microsoft").count(), 2);
 }
-
-/// Outputs that are the same value, or the same output twice, are written as ONNX Runtime loads them.
-#[test]
-fn outputs_may_be_the_same_value() {
-    if !onnxruntime::has_onnx_runtime() {
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let (path, out) = (folder.path().join("model.onnx"), folder.path().join("out.onnx"));
-    for names in [["y", "same"], ["same", "y"]] {
-        let nodes = vec![
-            node("MatMul", &["x", "first"], "a", vec![]),
-            node("Relu", &["a"], "b", vec![]),
-            node("MatMul", &["b", "second"], "y", vec![]),
-            node("Identity", &["y"], "same", vec![]),
-        ];
-        let mut file = model(13, &[0, 4], nodes, vec![floats("first", &[4, 6]), floats("second", &[6, 4])]);
-        file.graph.as_mut().unwrap().output = names.map(|name| value(name, DataType::Float, None)).to_vec();
-        std::fs::write(&path, file.encode_to_vec()).unwrap();
-        let built = Pipeline::builder().pass(Step::from(QuantizeStatic::default())).calibration(calibration(folder.path(), 12)).force(true).build().unwrap();
-        built.run(Model::open(&path).unwrap(), &out).unwrap();
-        let outputs = compress_onnx::runtime::Session::open(&out, compress_onnx::runtime::Options::default()).unwrap().run(&sample(&[0, 4])).unwrap();
-        let numbers = |name: &str| outputs[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        assert_eq!(numbers("y"), numbers("same"));
-    }
-}

@@ -24,6 +24,7 @@ use super::opaque_subgraph;
 use super::proto::{DataType, NodeProto, TensorProto, ValueInfoProto};
 use super::value_info::input_shape;
 use crate::error::{Error, Result};
+use crate::ir::ops::Transpose;
 use crate::ir::{Builder, Dim, Element, Graph, Op, TensorType, ValueId};
 use crate::store::{DType, Role, Weights};
 
@@ -156,7 +157,7 @@ impl<'f> Lift<'f> {
         for output in &graph.output {
             match self.lifted.get(output.name()) {
                 Some(LiftedValue::Unavailable) => {}
-                _ => match self.opaque(output.name()) {
+                _ => match self.output(output.name()) {
                     Ok(id) => self.builder.output(output.name(), id),
                     Err(reason) => self.failed.push(format!("output `{}`: {reason}", output.name())),
                 },
@@ -168,6 +169,32 @@ impl<'f> Lift<'f> {
             return Err(self.refused(&self.failed));
         }
         patterns::fuse(&self.builder.finish()?, self.weights)
+    }
+
+    /// The value of a graph output, in 32 bits if the file casts it to another float type, see
+    /// [`converted_outputs`](ModelFile::converted_outputs).
+    fn output(&mut self, name: &'f str) -> Result<ValueId, String> {
+        if !self.lifted.contains_key(name) && self.is_parameter(name) {
+            return self.parameter(name);
+        }
+        let cast = self.producers.get(name).and_then(|(_, node)| node.input.first()).filter(|_| self.file.converted_outputs().contains_key(name));
+        match cast {
+            Some(input) => {
+                let id = self.opaque(input)?;
+                if self.builder.ty(id).element == Element::Float { Ok(id) } else { Err("it casts integers to a float type other than float32".into()) }
+            }
+            None => self.opaque(name),
+        }
+    }
+
+    /// A weight, in the axis order of the file.
+    fn parameter(&mut self, name: &str) -> Result<ValueId, String> {
+        let shape = self.weight(name).ok_or_else(|| format!("`{name}` has been removed"))?.shape.clone();
+        let id = self.builder.param(name, &shape).map_err(|e| e.to_string())?;
+        if !self.file.is_flipped(name) {
+            return Ok(id);
+        }
+        self.builder.node(&format!("{name}/rows"), Transpose { perm: vec![1, 0] }, &[id]).map_err(|e| e.to_string())
     }
 
     fn refused(&self, reasons: &[String]) -> Error {

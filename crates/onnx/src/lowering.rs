@@ -7,6 +7,7 @@ use super::kv_cache::KvCache;
 use super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
 use super::style::{Precision, Style, TiedHead};
 use crate::error::{Error, Result};
+use crate::ir::ops::{Binary, BinaryKind};
 use crate::ir::{Element, Graph, Kind, Node, Op, TensorType, ValueId};
 
 /// An ONNX graph under construction, and the node that is being lowered.
@@ -128,6 +129,12 @@ impl<'g> Lowering<'g> {
         let Some(output) = self.node.map(|node| node.output) else { return false };
         let public = self.graph.outputs().iter().any(|(_, id)| *id == output);
         !public && matches!(self.readers[output.index()][..], [Node { op: Op::LayerNorm(_), .. }])
+    }
+
+    /// Whether the first input of the current node is the difference of two values.
+    pub fn reads_difference(&self) -> bool {
+        let producer = self.operand(0).and_then(|id| self.graph.nodes().iter().find(|node| node.output.index() == id));
+        matches!(producer, Some(Node { op: Op::Binary(Binary { kind: BinaryKind::Sub }), .. }))
     }
 
     /// Position of the value that an input refers to.
@@ -275,15 +282,15 @@ impl<'g> Lowering<'g> {
         public.to_owned()
     }
 
-    /// Adds a model output that copies a value. Floats are cast to 32 bits.
-    pub fn alias(&mut self, value: usize, public: &str) {
+    /// Adds a model output that copies a value. Floats are cast to this type, or to 32 bits.
+    pub fn alias(&mut self, value: usize, public: &str, ty: Option<DataType>) {
         let name = self.names[value].clone();
         // The same output may be listed twice.
         if name == public {
             return;
         }
-        let narrow = self.half && self.graph.values()[value].ty.element == Element::Float;
-        let (op, attributes) = if narrow { ("Cast", vec![AttributeProto::int("to", DataType::Float as i64)]) } else { ("Identity", vec![]) };
+        let cast = ty.or(self.half.then_some(DataType::Float)).filter(|_| self.graph.values()[value].ty.element == Element::Float);
+        let (op, attributes) = cast.map_or(("Identity", vec![]), |ty| ("Cast", vec![AttributeProto::int("to", ty as i64)]));
         self.publish(public, op, &[&name], attributes);
     }
 

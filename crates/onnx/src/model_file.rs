@@ -151,6 +151,24 @@ impl ModelFile {
         [inputs.map(describe_value).collect(), graph.output.iter().map(describe_value).collect()]
     }
 
+    /// Outputs that the last node casts to a float type other than 32 bits, with their types. A graph
+    /// computes them in 32 bits.
+    pub fn converted_outputs(&self) -> BTreeMap<String, DataType> {
+        let Some(graph) = &self.model.graph else { return BTreeMap::new() };
+        let ty = |node: &NodeProto| {
+            let ty = DataType::try_from(i32::try_from(initializer_roles::int(node, "to", 0)).ok()?).ok()?;
+            let is_cast = node.op_type() == "Cast" && check::is_own(node.domain());
+            (is_cast && matches!(ty, DataType::Float16 | DataType::Bfloat16 | DataType::Double)).then_some(ty)
+        };
+        let is_output = |name: &&String| graph.output.iter().any(|output| output.name() == name.as_str());
+        graph.node.iter().filter_map(|node| Some((node.output.first().filter(is_output)?.clone(), ty(node)?))).collect()
+    }
+
+    /// Whether the weight has another axis order than in the file.
+    pub(super) fn is_flipped(&self, weight: &str) -> bool {
+        self.tensors.iter().any(|entry| entry.flipped && entry.weight.as_deref() == Some(weight))
+    }
+
     /// Whether these are exactly the weights of the file.
     pub fn has_unchanged_weights(&self, weights: &Weights) -> bool {
         let same = |(name, now): (&String, &Weight)| self.weights.get(name).is_some_and(|before| Arc::ptr_eq(&before.source(), &now.source()));

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::proto::DataType;
 use crate::store::QuantizationSpec;
 
 /// The supported operator sets for writing.
@@ -66,11 +67,13 @@ pub struct Style {
     pub tied_head: TiedHead,
     /// Whether to add a KV cache as inputs and outputs.
     pub cache: bool,
+    /// Element types of float outputs that are not 32-bit floats.
+    pub output_types: BTreeMap<String, DataType>,
 }
 
 impl Default for Style {
     fn default() -> Self {
-        let (integers, palettes) = Default::default();
+        let (integers, palettes, output_types) = Default::default();
         Self {
             opset: *OPSETS.start(),
             precision: Precision::default(),
@@ -80,6 +83,7 @@ impl Default for Style {
             weight_only: WeightOnly::default(),
             tied_head: TiedHead::default(),
             cache: false,
+            output_types,
         }
     }
 }

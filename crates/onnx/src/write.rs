@@ -78,7 +78,7 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
     }
     // Decoders with a KV cache output only logits and the cache, as in other exporters.
     let results: Vec<(String, ValueId)> = graph.outputs().iter().filter(|(name, _)| !style.cache || name == LOGITS).cloned().collect();
-    let (names, aliases) = names(graph, &results, half)?;
+    let (names, aliases) = names(graph, &results, style)?;
     let mut taken = names.iter().cloned().chain(results.iter().map(|(name, _)| name.clone())).collect();
     let layouts = layouts(graph, style, &names, &mut taken)?;
     let mut lowering = Lowering::new(graph, style, names, taken, layouts);
@@ -93,7 +93,7 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         lower(&node.op, &mut lowering)?;
     }
     for (public, value) in aliases {
-        lowering.alias(value, &public);
+        lowering.alias(value, &public, style.output_types.get(&public).copied());
     }
     let Lowering { layouts, nodes, constants, imports, cache, integer_heads, .. } = lowering;
     let all = nodes.iter().filter_map(|node| node.domain.clone()).chain(imports.keys().cloned());
@@ -141,7 +141,7 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
 type Aliases = Vec<(String, usize)>;
 
 /// Names of the values. The first output of a value determines its name.
-fn names(graph: &Graph, results: &[(String, ValueId)], half: bool) -> Result<(Vec<String>, Aliases)> {
+fn names(graph: &Graph, results: &[(String, ValueId)], style: &Style) -> Result<(Vec<String>, Aliases)> {
     let public: BTreeSet<&str> = results.iter().map(|(name, _)| name.as_str()).collect();
     let mut names = Vec::with_capacity(graph.values().len());
     for value in graph.values() {
@@ -158,8 +158,9 @@ fn names(graph: &Graph, results: &[(String, ValueId)], half: bool) -> Result<(Ve
     for (name, id) in results {
         let at = id.index();
         let value = graph.value(*id);
-        let narrow = half && value.ty.element == Element::Float;
-        if matches!(value.kind, Kind::Node(_)) && !narrow && renamed.insert(at) {
+        let half = style.precision == Precision::Float16;
+        let converted = style.output_types.contains_key(name) || half;
+        if matches!(value.kind, Kind::Node(_)) && !(converted && value.ty.element == Element::Float) && renamed.insert(at) {
             names[at].clone_from(name);
         } else {
             aliases.push((name.clone(), at));

@@ -82,7 +82,7 @@ impl<'f> Lift<'f> {
         for weight in &cone.weights {
             let shape = self.weight(weight).ok_or_else(|| format!("`{weight}` has been removed"))?.shape.clone();
             let id = self.builder.param(weight, &shape).map_err(|e| e.to_string())?;
-            let flipped = self.file.tensors.iter().any(|entry| entry.flipped && entry.weight.as_deref() == Some(*weight));
+            let flipped = self.file.is_flipped(weight);
             let inner = if flipped { format!("{weight}/rows") } else { (*weight).to_owned() };
             if flipped {
                 transposes.push(NodeProto {

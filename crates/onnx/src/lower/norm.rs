@@ -21,15 +21,21 @@ pub(super) fn layer_norm(op: &LayerNorm, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// ONNX Runtime fuses exactly this pattern.
+/// ONNX Runtime fuses exactly this pattern. If the input is a difference, it would fuse the mean minus the
+/// value like the value minus the mean, so the square is then a product.
 pub(super) fn rms_norm(op: &RmsNorm, n: &mut Lowering) -> Result<()> {
     let (x, mut weight) = (n.wide(&n.input(0))?, n.input(1));
     if op.offset != 0.0 {
         let offset = n.float(op.offset);
         weight = n.emit("Add", "factors", &[&weight, &offset], vec![]);
     }
-    let (two, epsilon) = (n.float_wide(2.0), n.float_wide(op.epsilon));
-    let square = n.emit("Pow", "square", &[&x, &two], vec![]);
+    let epsilon = n.float_wide(op.epsilon);
+    let square = if n.reads_difference() {
+        n.emit("Mul", "square", &[&x, &x], vec![])
+    } else {
+        let two = n.float_wide(2.0);
+        n.emit("Pow", "square", &[&x, &two], vec![])
+    };
     let mean = n.reduce("ReduceMean", "mean", &square, -1, true);
     let sum = n.emit("Add", "sum", &[&mean, &epsilon], vec![]);
     let root = n.emit("Sqrt", "root", &[&sum], vec![]);

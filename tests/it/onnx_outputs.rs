@@ -1,0 +1,175 @@
+//! Outputs of ONNX files that other values, weights or casts determine, and the form in which changed graphs
+//! are written.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+use compress::pass::prune_structured::{Amounts, PrunedPart};
+use compress::pass::{PruneStructured, QuantizeDynamic, QuantizeStatic, Step};
+use compress::{Model, Pipeline};
+use compress_engine::data::Data;
+use compress_onnx::proto::{AttributeProto, DataType, ModelProto, NodeProto, TensorProto};
+use compress_onnx::runtime::{Options, Session};
+use prost::Message;
+
+use crate::common::nodes::{close, executed, floats, given, in_runtime, model, node, numbers, sample, value};
+use crate::common::onnxruntime;
+
+/// Quantizes a file statically on samples of this shape, and returns the written file.
+fn quantized(file: &ModelProto, folder: &Path, shape: &[i64]) -> ModelProto {
+    let [path, out, samples] = ["model.onnx", "out.onnx", "samples.safetensors"].map(|name| folder.join(name));
+    std::fs::write(&path, file.encode_to_vec()).unwrap();
+    let shape: Vec<usize> = std::iter::once(12).chain(shape.iter().map(|size| *size as usize)).collect();
+    let many = Tensor::from_vec(numbers(shape.iter().product(), 0.7), shape, &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("x".to_owned(), many)].into(), &samples).unwrap();
+    let calibration = Data { arrays: Some(samples), ..Data::default() };
+    let built = Pipeline::builder().pass(Step::from(QuantizeStatic::default())).calibration(calibration).force(true).build().unwrap();
+    built.run(Model::open(&path).unwrap(), &out).unwrap_or_else(|e| panic!("{e}"));
+    ModelProto::decode(std::fs::read(&out).unwrap().as_slice()).unwrap()
+}
+
+/// Halves the output channels of the convolution `first` of a file, and returns the written file.
+fn pruned(file: &ModelProto, folder: &Path) -> ModelProto {
+    let [path, out] = ["model.onnx", "out.onnx"].map(|name| folder.join(name));
+    std::fs::write(&path, file.encode_to_vec()).unwrap();
+    let prune = PruneStructured {
+        dims: vec![PrunedPart::Channels],
+        amount: Some(Amounts::All("0.5".parse().unwrap())),
+        round_to: 1,
+        targets: vec!["first".parse().unwrap()],
+        ..PruneStructured::default()
+    };
+    Pipeline::builder().pass(prune).build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap_or_else(|e| panic!("{e}"));
+    ModelProto::decode(std::fs::read(&out).unwrap().as_slice()).unwrap()
+}
+
+/// Two products with a ReLU in between, which compute `l`.
+fn network() -> (Vec<NodeProto>, Vec<TensorProto>) {
+    let products = [node("MatMul", &["x", "first"], "a", vec![]), node("Relu", &["a"], "b", vec![]), node("MatMul", &["b", "second"], "l", vec![])];
+    (products.to_vec(), vec![floats("first", &[4, 6]), floats("second", &[6, 4])])
+}
+
+/// Outputs that are the same value, or the same output twice, are written as ONNX Runtime loads them.
+#[test]
+fn outputs_may_be_the_same_value() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for names in [["l", "same"], ["same", "l"]] {
+        let (mut nodes, weights) = network();
+        nodes.push(node("Identity", &["l"], "same", vec![]));
+        let mut file = model(13, &[0, 4], nodes, weights);
+        file.graph.as_mut().unwrap().output = names.map(|name| value(name, DataType::Float, None)).to_vec();
+        quantized(&file, folder.path(), &[4]);
+        let outputs = Session::open(&folder.path().join("out.onnx"), Options::default()).unwrap().run(&sample(&[0, 4])).unwrap();
+        let numbers = |name: &str| outputs[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(numbers("l"), numbers("same"));
+    }
+}
+
+/// A weight can be an output too, in the axis order of the file.
+#[test]
+fn outputs_may_be_weights() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (nodes, weights) = network();
+    let mut file = model(13, &[0, 4], nodes, weights);
+    file.graph.as_mut().unwrap().output = ["l", "second"].map(|name| value(name, DataType::Float, None)).to_vec();
+    let written = quantized(&file, folder.path(), &[4]);
+    assert!(written.graph.unwrap().node.iter().any(|node| node.op_type() == "QuantizeLinear"));
+    let outputs = Session::open(&folder.path().join("out.onnx"), Options::default()).unwrap().run(&sample(&[0, 4])).unwrap();
+    assert_eq!(outputs["second"].dims(), [6, 4]);
+    let expected: Vec<f32> = floats("second", &[6, 4]).raw_data.unwrap().as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
+    assert_eq!(outputs["second"].flatten_all().unwrap().to_vec1::<f32>().unwrap(), expected);
+}
+
+/// A last node that casts an output to another float type does not prevent passes from running the model,
+/// and the written file has outputs of this type.
+#[test]
+fn outputs_may_be_cast_to_other_float_types() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (mut nodes, weights) = network();
+    nodes[2].output = vec!["y".into()];
+    quantized(&model(13, &[0, 4], nodes, weights), folder.path(), &[4]);
+    let uncast = in_runtime(&folder.path().join("out.onnx"), &sample(&[0, 4]));
+    for ty in [DataType::Double, DataType::Float16] {
+        let (mut nodes, weights) = network();
+        nodes.push(node("Cast", &["l"], "y", vec![AttributeProto::int("to", ty as i64)]));
+        let mut file = model(13, &[0, 4], nodes, weights);
+        file.graph.as_mut().unwrap().output = vec![value("y", ty, None)];
+        let graph = quantized(&file, folder.path(), &[4]).graph.unwrap();
+        assert_eq!(graph.output[0].r#type.as_ref().unwrap().tensor_type.as_ref().unwrap().elem_type, Some(ty as i32));
+        let path = folder.path().join("out.onnx");
+        let ours = in_runtime(&path, &sample(&[0, 4]));
+        // The values are those of the file without the cast, which the executor computes too.
+        close("opened again", &executed(Model::open(&path).unwrap(), &sample(&[0, 4])).unwrap(), &uncast);
+        let largest = uncast.1.iter().fold(0f32, |most, value| most.max(value.abs()));
+        assert_eq!(ours.0, uncast.0);
+        assert!(ours.1.iter().zip(&uncast.1).all(|(a, b)| (a - b).abs() <= 1e-3 * largest), "{ty:?}: {ours:?}, {uncast:?}");
+    }
+}
+
+/// A changed graph keeps the opset of the file, whose operators may need it.
+#[test]
+fn the_opset_of_a_file_is_kept() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let pads = || AttributeProto::ints("pads", [1; 4]);
+    let pool = [("kernel_shape", 2), ("dilations", 2)].map(|(name, size)| AttributeProto::ints(name, [size; 2]));
+    let nodes = vec![
+        node("Conv", &["x", "first"], "a", vec![pads()]),
+        node("AveragePool", &["a"], "b", pool.to_vec()),
+        node("Conv", &["b", "second"], "y", vec![pads()]),
+    ];
+    let file = model(19, &[0, 3, 8, 8], nodes, vec![floats("first", &[4, 3, 3, 3]), floats("second", &[2, 4, 3, 3])]);
+    assert_eq!(pruned(&file, folder.path()).opset_import[0].version, Some(19));
+    let path = folder.path().join("out.onnx");
+    close("pool", &executed(Model::open(&path).unwrap(), &sample(&[0, 3, 8, 8])).unwrap(), &in_runtime(&path, &sample(&[0, 3, 8, 8])));
+}
+
+/// The mean minus a value, normalized: ONNX Runtime would fuse a square by `Pow` to a layer normalization
+/// of the value, which has the other sign.
+#[test]
+fn norms_of_differences_are_not_fused_wrongly() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let one = |op: &str, inputs: &[&str], output: &str| node(op, inputs, output, vec![]);
+    let conv = |x: &str, weight: &str, y: &str| node("Conv", &[x, weight], y, vec![AttributeProto::ints("pads", [1; 4])]);
+    let mean = |x: &str, y: &str| node("ReduceMean", &[x], y, vec![AttributeProto::ints("axes", [-1])]);
+    let mut nodes = vec![conv("x", "first", "a"), one("Relu", &["a"], "b"), conv("b", "second", "t"), mean("t", "m"), one("Sub", &["m", "t"], "d")];
+    nodes.extend([one("Mul", &["d", "d"], "q"), mean("q", "v"), one("Add", &["v", "epsilon"], "e"), one("Sqrt", &["e"], "s")]);
+    nodes.extend([one("Div", &["d", "s"], "n"), one("Mul", &["n", "gamma"], "p"), one("Add", &["p", "beta"], "y")]);
+    let weights =
+        [floats("first", &[4, 3, 3, 3]), floats("second", &[3, 4, 3, 3]), floats("gamma", &[8]), floats("beta", &[8]), given("epsilon", &[], &[1e-2])];
+    let file = model(17, &[1, 3, 8, 8], nodes, weights.to_vec());
+    pruned(&file, folder.path());
+    let out = folder.path().join("out.onnx");
+    let inputs = sample(&[1, 3, 8, 8]);
+    assert!(Model::open(&out).unwrap().graph().unwrap().nodes().iter().any(|node| node.op.name() == "RmsNorm"));
+    close("norm", &executed(Model::open(&out).unwrap(), &inputs).unwrap(), &in_runtime(&out, &inputs));
+}
+
+/// The error names weights that are not selected because nodes read them in several ways.
+#[test]
+fn weights_that_are_read_in_several_ways_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    let gemm = node("Gemm", &["x", "w"], "b", vec![AttributeProto::int("transB", 1)]);
+    let nodes = vec![node("MatMul", &["x", "w"], "a", vec![]), gemm, node("Add", &["a", "b"], "y", vec![])];
+    std::fs::write(&path, model(13, &[0, 4], nodes, vec![floats("w", &[4, 4])]).encode_to_vec()).unwrap();
+    let built = Pipeline::builder().pass(QuantizeDynamic::default()).build().unwrap();
+    let error = built.run(Model::open(&path).unwrap(), folder.path().join("out.onnx")).unwrap_err().to_string();
+    assert!(error.contains("not selected: the weight `w`, which products read in different axis orders, or which other nodes read too"), "{error}");
+}
