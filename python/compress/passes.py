@@ -137,6 +137,7 @@ def quantize(
     damping: float | None = None,
     propagation: float | None = None,
     ordered: bool | None = None,
+    sweeps: int | None = None,
     kv_cache: recipe.CacheFormat | None = None,
     observer: recipe.WeightObserver | None = None,
     targets: Sequence[str] = (),
@@ -162,6 +163,9 @@ def quantize(
             layer by the error on held-out samples].
         ordered: With `method: gptq` or `autoround`, quantize columns with large inputs first; groups remain
             those of the stored order [default: true].
+        sweeps: With `method: gptq` or `autoround`, the maximum number of sweeps of coordinate descent, which
+            improve the integers and the scales after all columns were quantized; 0 disables them [default:
+            3].
         kv_cache: Format of the KV cache of a decoder, with scales found on calibration samples [default:
             floats].
         observer: Method that chooses the range of a scale [default: minmax for eight bits; for fewer bits l4,
@@ -172,7 +176,7 @@ def quantize(
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
     step = recipe.Quantize(scheme=scheme, method=method, group_size=group_size, iterations=iterations,
-        batch=batch, guide=guide, damping=damping, propagation=propagation, ordered=ordered,
+        batch=batch, guide=guide, damping=damping, propagation=propagation, ordered=ordered, sweeps=sweeps,
         kv_cache=kv_cache, observer=observer, targets=targets, ignore=ignore)
     return run_pass(step, model, output, settings)
 

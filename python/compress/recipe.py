@@ -232,11 +232,12 @@ PrunedPart: TypeAlias = Literal["heads", "mlp", "channels", "hidden", "layers", 
 - experts: Whole experts of a mixture of experts, ranked by their use on calibration data
 """
 
-QuantizerScales: TypeAlias = Literal["fixed", "learnable"]
+QuantizerScales: TypeAlias = Literal["fixed", "learnable", "only"]
 """Whether the scales of quantized weights and activations are trained.
 
 - fixed: Not trained
 - learnable: Trained with the weights
+- only: Trained instead of the integers of quantized weights, which do not change
 """
 
 Repair: TypeAlias = Literal["none", "bias", "least-squares"]
@@ -730,6 +731,10 @@ class Quantize:
     ordered: bool | None = None
     """With `method: gptq` or `autoround`, quantize columns with large inputs first; groups remain those of
     the stored order [default: true]."""
+
+    sweeps: int | None = None
+    """With `method: gptq` or `autoround`, the maximum number of sweeps of coordinate descent, which
+    improve the integers and the scales after all columns were quantized; 0 disables them [default: 3]."""
 
     kv_cache: CacheFormat | None = None
     """Format of the KV cache of a decoder, with scales found on calibration samples [default: floats]."""

@@ -319,10 +319,11 @@ impl Pass for Quantize {
 
     fn options(&self) -> Value {
         let group_size = self.group_size.or(self.scheme.group().map(|size| size as i64));
-        let ordered = self.method.compensates().then(|| self.ordered());
+        let compensates = self.method.compensates();
+        let (ordered, sweeps) = (compensates.then(|| self.ordered()), compensates.then(|| self.sweeps()));
         let trains = self.method == Method::Autoround;
         let (iterations, batch) = (trains.then(|| self.iterations()), trains.then(|| self.batch()));
-        options_of(&Quantize { group_size, observer: Some(self.observer()), ordered, iterations, batch, ..self.clone() })
+        options_of(&Quantize { group_size, observer: Some(self.observer()), ordered, sweeps, iterations, batch, ..self.clone() })
     }
 
     fn check(&self) -> Result<()> {

@@ -70,7 +70,7 @@ fn context(name: &str, option: &str) -> (Value, Value) {
     match (name, option) {
         ("quantize-static", "percentile") => set(json!({ "observer": "percentile" })),
         ("quantize-dynamic", "group_size") => set(json!({ "granularity": "group" })),
-        ("quantize", "damping" | "ordered" | "propagation") => set(json!({ "method": "gptq" })),
+        ("quantize", "damping" | "ordered" | "propagation" | "sweeps") => set(json!({ "method": "gptq" })),
         ("quantize", "guide") => set(json!({ "method": "gptq", "scheme": "W4A16" })),
         ("quantize", "iterations" | "batch") => set(json!({ "method": "autoround", "scheme": "W4A16" })),
         ("cast", "overflow") => set(json!({ "to": "f16" })),

@@ -20,7 +20,9 @@ fn place(name: &'static str, args: &'static str, message: &'static str, hint: &'
         fs::write(folder.join("recipe.yaml"), "model: in\npasses: [cast]\noutput: full\n").unwrap();
         // An output of this tool, with a file that its report lists and one that a run reads.
         fs::create_dir(folder.join("old")).unwrap();
-        let listing = r#"{ "tool": { "name": "compress" }, "outputs": [{ "path": "samples.txt" }, { "path": "model.safetensors" }] }"#;
+        let listed = |path: &str| serde_json::json!({ "path": path, "bytes": "precious".len(), "blake3": blake3::hash(b"precious").to_string() });
+        let outputs = ["samples.txt", "model.safetensors"].map(listed);
+        let listing = serde_json::json!({ "tool": { "name": "compress" }, "outputs": outputs }).to_string();
         fs::write(folder.join("old/report.json"), listing).unwrap();
         fs::write(folder.join("old/samples.txt"), "precious").unwrap();
         let reading = |pass: &str, data: &str| format!("model: in\npasses: [{pass}]\ndata: {{ {data} }}\noutput: old\n");
