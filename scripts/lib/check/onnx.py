@@ -36,7 +36,8 @@ import onnx
 import onnxruntime
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-from safetensors.numpy import load_file, save_file
+from lib.arrays import save_file
+from safetensors.numpy import load_file
 
 TOLERANCE = 1e-4
 # Mean error relative to PyTorch's float32, as a fraction of the spread of the values.

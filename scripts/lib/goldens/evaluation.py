@@ -16,7 +16,7 @@ import shutil
 import numpy
 import torch
 from PIL import Image
-from safetensors.numpy import save_file
+from lib.arrays import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModel, BertForSequenceClassification, LlamaForCausalLM, ResNetForImageClassification, PreTrainedTokenizerFast, ViTForImageClassification
 

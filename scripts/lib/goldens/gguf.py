@@ -19,11 +19,12 @@ import tempfile
 from pathlib import Path
 
 from lib import GOLDEN, ROOT, llama_cpp
+from lib.arrays import save_file
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 MODELS, FOLDER = GOLDEN / "models", GOLDEN / "gguf"
@@ -52,7 +53,7 @@ def blocks(random):
         writer.add_tensor(name, data, raw_dtype=kind)
         values[name] = gguf.dequantize(data, kind)
     finish(writer)
-    save_file({name: np.ascontiguousarray(value) for name, value in values.items()}, FOLDER / "blocks.safetensors")
+    save_file(values, FOLDER / "blocks.safetensors")
 
 
 # Symbols that the compiled C file references but does not use here.

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy
 import onnx
 from onnx import numpy_helper
-from safetensors.numpy import save_file
 
 from lib import GOLDEN
+from lib.arrays import save_file
 
 FOLDER = GOLDEN / "nodes"
 NODES = Path(onnx.__file__).parent / "backend" / "test" / "data" / "node"

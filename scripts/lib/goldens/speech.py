@@ -12,9 +12,9 @@ import wave
 
 import numpy
 import transformers
-from safetensors.numpy import save_file
 
 from lib import GOLDEN
+from lib.arrays import save_file
 
 FOLDER = GOLDEN / "speech"
 # The standard sizes except for the length; and windows that are not twice as long as a step, with an
@@ -48,5 +48,5 @@ for name, sizes in SIZES.items():
         file.writeframes(samples.tobytes())
     floats = samples.astype(numpy.float32) / 32768
     features = extractor(floats, sampling_rate=extractor.sampling_rate, return_tensors="np").input_features
-    save_file({"input_features": numpy.ascontiguousarray(features, numpy.float32)}, folder / "features.safetensors")
+    save_file({"input_features": features.astype(numpy.float32)}, folder / "features.safetensors")
     print(name, features.shape, features.min(), features.max())

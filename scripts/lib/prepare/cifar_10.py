@@ -18,7 +18,7 @@ venv.enter()
 import h5py
 import numpy
 from PIL import Image
-from safetensors.numpy import save_file
+from lib.arrays import save_file
 
 
 def network(source, folder):
@@ -27,7 +27,7 @@ def network(source, folder):
     def take(name, layer, **parts):
         for part, (key, order) in parts.items():
             value = numpy.asarray(file[f"model_weights/{layer}/{layer}/{key}:0"])
-            tensors[f"{name}.{part}"] = numpy.ascontiguousarray(value.transpose(order) if order else value)
+            tensors[f"{name}.{part}"] = value.transpose(order) if order else value
 
     with h5py.File(source / "cnn_model.h5") as file:
         for i in range(6):
@@ -81,7 +81,7 @@ def images(source, folder):
         pixels = rows.reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2)
         labels = numpy.array(json.loads((source / f"{part}_lables.json").read_text()), dtype=numpy.int64)
         assert len(pixels) == len(labels)
-        save_file({"images": numpy.ascontiguousarray(pixels), "labels": labels}, folder / f"{part}.safetensors")
+        save_file({"images": pixels, "labels": labels}, folder / f"{part}.safetensors")
 
 
 print(cached.prepared("cifar-10-model", network))

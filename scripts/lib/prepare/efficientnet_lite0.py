@@ -24,7 +24,8 @@ venv.enter()
 import numpy
 import torch
 from PIL import Image
-from safetensors.numpy import load_file, save_file
+from lib.arrays import save_file
+from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors, save_file as save_tensors
 
 SIZE = 225
@@ -94,7 +95,7 @@ def uneven(source, folder):
 def save(path, images, **more):
     pixels = numpy.stack([numpy.asarray(image.resize((SIZE, SIZE), Image.Resampling.BICUBIC)) for image in images])
     pixels = (pixels.transpose(0, 3, 1, 2).astype(numpy.float32) - 127) / 128
-    save_file({"pixels": numpy.ascontiguousarray(pixels, numpy.float16), **more}, path)
+    save_file({"pixels": pixels.astype(numpy.float16), **more}, path)
 
 
 def square(image, size=None, left=None, top=None):

@@ -13,7 +13,8 @@ venv.enter()
 
 import numpy
 from PIL import Image
-from safetensors.numpy import load_file, save_file
+from lib.arrays import save_file
+from safetensors.numpy import load_file
 
 RESIZED, CROP = 256, 224
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -38,4 +39,4 @@ def pictures(source, folder):
         save_file({"pixel_values": numpy.stack([prepared(image) for image in images])}, folder / f"{name}.safetensors")
 
 
-print(cached.prepared("photographs", pictures, "mobilenet-v2"))
+print(cached.prepared("photographs", pictures, "224"))
