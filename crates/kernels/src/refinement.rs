@@ -1,7 +1,7 @@
 //! Improves a rounded weight by coordinate descent on the error of a layer's output: scales of groups and
 //! integers in turn (Behdin et al. 2023, QuantEase, <https://arxiv.org/abs/2309.01885>).
 //!
-//! With targets `W`, grid values `Q` and `H = XᵀX`, the error is `tr(E H Eᵀ)` for `E = W - Q`. The gradient
+//! With targets `W`, grid values `Q` and `H = XᵀX` plus damping, the error is `tr(E H Eᵀ)` for `E = W - Q`. The gradient
 //! `G = E H` gives the optimal change of one weight, `Gⱼ / Hⱼⱼ`, and of the scale of a group with the codes `c`,
 //! `G·c / cᵀHc`. No step increases the error.
 
@@ -157,7 +157,7 @@ mod tests {
         ((i as u32).wrapping_mul(2_654_435_761) >> 20) as f32 / 1024.0 - 2.0
     }
 
-    /// Error of the outputs of a weight, and damping, in f64.
+    /// The damped error of a weight, in f64.
     fn objective(hessian: &Hessian, targets: &[f32], values: &[f32]) -> f64 {
         let errors: Vec<f64> = targets.iter().zip(values).map(|(a, b)| f64::from(*a) - f64::from(*b)).collect();
         errors
@@ -213,7 +213,7 @@ mod tests {
         }
     }
 
-    /// With one weight and one scale per row, the error vanishes.
+    /// The targets of each row are multiples of its codes, so that a scale without error exists.
     #[test]
     fn scales_move_to_their_optimum() {
         let hessian = Hessian::new(&[2.0, 1.0, 0.0, 3.0], 2, 0.0);

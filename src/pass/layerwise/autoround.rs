@@ -245,8 +245,8 @@ fn parts(block: &mut ModifiedBlock, value: &str, tokens: TokenAxis) -> Result<Ve
     Ok(assign(&batches, block.context.seed))
 }
 
-/// Assigns the rows of batches to parts. Each batch has the number of tokens of each sample, and whether each row
-/// is a token.
+/// Assigns the rows of batches to parts. Each batch has the token counts of its samples, and for each row
+/// whether it is a token.
 fn assign(batches: &[(Vec<usize>, Vec<bool>)], seed: u64) -> Vec<Vec<Part>> {
     let sizes = || batches.iter().flat_map(|(sizes, _)| sizes);
     let (samples, longest, total) = (sizes().count(), sizes().max().copied().unwrap_or(0), sizes().sum());

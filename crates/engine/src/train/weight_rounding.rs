@@ -73,8 +73,8 @@ impl Rounding {
         self.integers(weight, &scale)?.broadcast_sub(&self.zero)?.broadcast_mul(&scale)?.reshape(weight.dims())
     }
 
-    /// The integers of a quantized weight minus their zero points, in the shape of the weight. Such
-    /// differences have at most 8 bits, which BF16 represents exactly.
+    /// The integers of a quantized weight minus their zero points, in the shape of the weight. BF16
+    /// represents them exactly, because their magnitudes are at most 255.
     pub(super) fn codes(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
         self.integers(weight, &self.scale)?.broadcast_sub(&self.zero)?.reshape(weight.dims())?.to_dtype(DType::BF16)
     }

@@ -46,7 +46,7 @@ fn a_folder_is_scored() {
     assert_eq!((json["samples"].as_u64(), json["runtime"].as_str(), &json["fidelity"]), (Some(19), Some("candle"), &Value::Null));
 }
 
-/// The score of the other model is the one that it has alone, with its own preprocessing.
+/// The other model has the same score as in an evaluation by itself, with its own preprocessing.
 #[test]
 fn each_model_is_scored_on_its_own_samples() {
     let folder = tempfile::tempdir().unwrap();
