@@ -238,6 +238,11 @@ impl Method for Rounder<'_> {
         self.quantization.affine(layer).and_then(|affine| grid(layer, weight, affine, &[])).map(|_| ())
     }
 
+    fn bytes(&self, layer: &Layer) -> usize {
+        // Sweeps also hold the targets, the gradients, and a full set of second moments.
+        if self.quantization.sweeps() > 0 { 24 * layer.rows * layer.size + 4 * layer.size * layer.size } else { 16 * layer.rows * layer.size }
+    }
+
     fn read(&mut self, value: &str, moments: Moments, readers: &Readers) -> Result<()> {
         self.inputs = match self.quantization.gptq {
             Some(choosing) => Inputs::Gptq(choosing.run(value, moments, readers, self.quantization, &mut self.report)?),

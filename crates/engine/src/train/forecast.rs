@@ -77,18 +77,26 @@ pub fn forecast(
         let average = if options.average.is_some() { 4 * trained(value) } else { 0 };
         if selected(&value.name) { optimizer.state_bytes(&dims) + average } else { 0 }
     };
-    // Trained weights need f32 master weights, and a copy in the compute precision if that differs.
-    let weight_bytes = |value: &Value| match (trained(value), width) {
+    let is_rounded = |value: &Value| {
+        let weight = model.weights.by_name.get(&value.name);
+        weight.is_some_and(|weight| matches!(&weight.encoding, Encoding::Quantized(spec) if spec.codes.is_integer()))
+    };
+    // Trained weights need f32 master weights, and a copy if the forward pass rounds or converts them.
+    let weight_bytes = |value: &Value| match trained(value) {
         // BF16 codes and the dequantized weight.
-        (scales, _) if codes(value).is_some() => 4 * scales + (2 + width) * elements(&value.ty),
-        (0, _) => width * elements(&value.ty),
-        (_, 4) => 4 * elements(&value.ty),
-        (count, _) => (4 + width) * count,
+        scales if codes(value).is_some() => 4 * scales + (2 + width) * elements(&value.ty),
+        0 => width * elements(&value.ty),
+        count if width == 4 && !is_rounded(value) => 4 * count,
+        count => (4 + width) * count,
     };
     let taps: BTreeSet<_> = graph.outputs().iter().map(|(_, id)| *id).collect();
     let cuts = cuts::cuts(graph, options);
     let tape = Tape::new(graph, Device::Cpu, taps, &selected, &cuts);
-    let (value, gradient, page) = (|ty: &TensorType| width * elements(ty), |ty: &TensorType| 4 * elements(ty), |ty: &TensorType| width * elements(ty));
+    let (value, gradient, page) = (
+        |ty: &TensorType| width * elements(ty),
+        |value: &Value| if codes(value).is_some() { [width * elements(&value.ty), 4 * trained(value)] } else { [4 * trained(value); 2] },
+        |ty: &TensorType| width * elements(ty),
+    );
     let heads = objective.heads().0;
     let head_bytes = |bytes: &dyn Fn(&Value) -> u64| whole.params().filter(|(_, v)| heads.contains(&v.name)).map(|(_, v)| bytes(v)).sum::<u64>();
     let sharded = options.shards_parameters() && processes > 1;

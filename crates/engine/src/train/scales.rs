@@ -24,6 +24,9 @@ pub(super) fn logarithm_name(name: &str) -> String {
     format!("{name}/logarithm")
 }
 
+/// The next step if a learned scale is invalid.
+pub(super) const LEARNED: &str = "lower `learning_rate`, or train with `scales: fixed`";
+
 /// Factor on the gradient of a scale that is shared by this many values.
 pub(super) fn gradient_factor(values: usize) -> f64 {
     1.0 / (values.max(1) as f64 * MAX_INTEGER).sqrt()
@@ -82,7 +85,7 @@ impl Quantizers {
         for (name, (op, _)) in &self.by_name {
             let Some(kept) = state.get(&logarithm_name(name)) else { continue };
             let quantizer = with_learned_scale(*op, &kept.open()?).map_err(|e| Error::candle(format!("the scale of `{name}`"), e))?;
-            require_scale(name, quantizer.scale)?;
+            require_scale(name, quantizer.scale, LEARNED)?;
             learned.insert(name.as_str(), quantizer);
         }
         let graph = model.graph()?;
@@ -109,12 +112,12 @@ impl Quantizers {
     }
 }
 
-/// Rejects learned scales that are not positive normal numbers.
-pub(super) fn require_scale(name: &str, scale: f32) -> Result<()> {
+/// Rejects scales that are not positive normal numbers.
+pub(super) fn require_scale(name: &str, scale: f32, hint: &str) -> Result<()> {
     if scale.is_normal() && scale > 0.0 {
         return Ok(());
     }
-    Err(Error::tensor(name, format!("its learned scale {scale} is not a positive normal number"), "lower `learning_rate`, or train with `scales: fixed`"))
+    Err(Error::tensor(name, format!("its scale {scale} is not a positive normal number"), hint))
 }
 
 fn with_learned_scale(op: LearnedFakeQuantize, logarithm: &Tensor) -> candle_core::Result<FakeQuantize> {

@@ -303,6 +303,9 @@ impl<'t> Stepper<'t> {
         let seeds = seeds.map_err(|e| Error::candle("the losses", e))?;
         let (gradients, home) = (&mut accumulated.gradients, &accumulated.home);
         let mut sink = |name: &str, gradient: Tensor| {
+            let transient = if weights.has_fixed_codes(name) { gradient.elem_count() * gradient.dtype().size_in_bytes() } else { 0 } as u64;
+            trainer.memory_tracker.allocate_named(MemoryCategory::Gradients, name, transient)?;
+            trainer.memory_tracker.release_named(MemoryCategory::Gradients, name, transient);
             let (name, gradient) = weights.trained_gradient(name, gradient)?;
             let (bytes, retained) = accumulate(gradients, home, weights.trained.get(&name), &name, gradient)?;
             trainer.memory_tracker.allocate_named(MemoryCategory::Gradients, &name, bytes)?;

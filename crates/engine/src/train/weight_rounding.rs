@@ -39,6 +39,7 @@ impl Rounding {
             Stored::F16 => DType::F16,
             _ => DType::F32,
         };
+        scales.scales.iter().try_for_each(|scale| scales::require_scale(name, *scale, "quantize the floats again, or add the tensor to `ignore`"))?;
         Rounding::new(scales, stored, quantize::bounds(affine.codes.bits()), device).map(Some).map_err(|e| Error::candle(format!("tensor `{name}`"), e))
     }
 
@@ -58,7 +59,7 @@ impl Rounding {
 
     /// The weight divided by its scales, `[runs, elements of a run]`.
     fn steps(&self, weight: &Tensor, scale: &Tensor) -> candle_core::Result<Tensor> {
-        weight.reshape((self.scales.scales.len(), self.scales.run))?.broadcast_div(scale)
+        self.runs(weight)?.broadcast_div(scale)
     }
 
     /// The quantized integers as floats, `[runs, elements of a run]`.
@@ -70,13 +71,18 @@ impl Rounding {
     /// Quantizes and dequantizes a weight.
     pub(super) fn apply(&self, weight: &Tensor, learned: Option<&Tensor>) -> candle_core::Result<Tensor> {
         let scale = self.scale(learned)?;
-        self.integers(weight, &scale)?.broadcast_sub(&self.zero)?.broadcast_mul(&scale)?.reshape(weight.dims())
+        self.rounded(weight, &scale)?.broadcast_mul(&scale)?.reshape(weight.dims())
+    }
+
+    /// The quantized integers minus their zero points, `[runs, elements of a run]`.
+    fn rounded(&self, weight: &Tensor, scale: &Tensor) -> candle_core::Result<Tensor> {
+        self.integers(weight, scale)?.broadcast_sub(&self.zero)
     }
 
     /// The integers of a quantized weight minus their zero points, in the shape of the weight. BF16
     /// represents them exactly, because their magnitudes are at most 255.
     pub(super) fn codes(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
-        self.integers(weight, &self.scale)?.broadcast_sub(&self.zero)?.reshape(weight.dims())?.to_dtype(DType::BF16)
+        self.rounded(weight, &self.scale)?.reshape(weight.dims())?.to_dtype(DType::BF16)
     }
 
     /// The integers that [`codes`](Rounding::codes) were computed from, `[runs, elements of a run]`.
@@ -89,24 +95,27 @@ impl Rounding {
         self.runs(codes)?.broadcast_mul(&self.scale(learned)?)?.reshape(codes.dims())
     }
 
-    /// Gradient with respect to the logarithms of the scales of a weight with fixed codes.
-    pub(super) fn code_scale_gradient(&self, codes: &Tensor, learned: Option<&Tensor>, gradient: &Tensor) -> candle_core::Result<Tensor> {
-        let moved = self.runs(codes)?.broadcast_mul(&self.scale(learned)?)?;
-        (gradient.to_dtype(DType::F32)?.reshape(moved.dims())? * moved)?.sum(1)?.affine(scales::gradient_factor(self.scales.run), 0.0)
+    fn runs(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
+        weight.to_dtype(DType::F32)?.reshape((self.scales.scales.len(), self.scales.run))
     }
 
-    fn runs(&self, codes: &Tensor) -> candle_core::Result<Tensor> {
-        codes.to_dtype(DType::F32)?.reshape((self.scales.scales.len(), self.scales.run))
+    /// Gradient with respect to the logarithms of the scales of a weight with fixed codes.
+    pub(super) fn code_scale_gradient(&self, codes: &Tensor, learned: Option<&Tensor>, gradient: &Tensor) -> candle_core::Result<Tensor> {
+        self.logarithm_gradient(gradient, &self.runs(codes)?, &self.scale(learned)?)
     }
 
     /// Gradient with respect to the logarithms of the scales, from that of the rounded weight. See
     /// [`LearnedFakeQuantize`](crate::ir::ops::LearnedFakeQuantize).
     pub(super) fn scale_gradient(&self, weight: &Tensor, learned: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
         let scale = self.scale(Some(learned))?;
-        let steps = self.steps(weight, &scale)?;
-        let rounded = self.integers(weight, &scale)?.broadcast_sub(&self.zero)?;
+        let (steps, rounded) = (self.steps(weight, &scale)?, self.rounded(weight, &scale)?);
         let passes = round_half_even(&steps)?.eq(&rounded)?.to_dtype(steps.dtype())?;
-        let moved = (rounded - (steps * passes)?)?.broadcast_mul(&scale)?;
-        (gradient.reshape(moved.dims())? * moved)?.sum(1)?.affine(scales::gradient_factor(self.scales.run), 0.0)
+        self.logarithm_gradient(gradient, &(rounded - (steps * passes)?)?, &scale)
+    }
+
+    /// Gradient with respect to the logarithms of the scales, from that of the weight and the derivatives
+    /// `[runs, elements of a run]` of the weight with respect to its scales.
+    fn logarithm_gradient(&self, gradient: &Tensor, derivatives: &Tensor, scale: &Tensor) -> candle_core::Result<Tensor> {
+        (self.runs(gradient)? * derivatives.broadcast_mul(scale)?)?.sum(1)?.affine(scales::gradient_factor(self.scales.run), 0.0)
     }
 }

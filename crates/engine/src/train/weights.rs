@@ -168,8 +168,10 @@ impl Weights {
         for (name, kept) in weights.trained.iter().chain(&weights.fixed).chain(&weights.masks) {
             memory_tracker.allocate_named(MemoryCategory::Weights, name, kept.bytes())?;
         }
-        for (name, kept) in weights.trained.iter().filter(|_| compute != DType::F32 && weights.home.is_memory()) {
-            memory_tracker.allocate_named(MemoryCategory::Weights, name, kept.bytes() / 4 * compute.size_in_bytes() as u64)?;
+        // Rounded and converted weights of the forward pass are copies.
+        let is_copied = |name: &String| weights.rounded.contains_key(name) || compute != DType::F32 && weights.trained.contains_key(name);
+        for (name, kept) in weights.trained.iter().chain(&weights.fixed).filter(|(name, _)| weights.home.is_memory() && is_copied(name)) {
+            memory_tracker.allocate_named(MemoryCategory::Weights, name, (kept.dims().iter().product::<usize>() * compute.size_in_bytes()) as u64)?;
         }
         Ok(weights)
     }
@@ -220,7 +222,7 @@ impl Weights {
     }
 
     /// Whether only the scales of a parameter are trained.
-    fn has_fixed_codes(&self, name: &str) -> bool {
+    pub fn has_fixed_codes(&self, name: &str) -> bool {
         self.rounded.contains_key(name) && !self.trained.contains_key(name)
     }
 
@@ -413,7 +415,7 @@ impl Weights {
             };
             let (integers, scales) = round().map_err(failed(name))?;
             let scales = Scales { scales, ..rounding.scales.clone() };
-            scales.scales.iter().try_for_each(|scale| scales::require_scale(name, *scale))?;
+            scales.scales.iter().try_for_each(|scale| scales::require_scale(name, *scale, scales::LEARNED))?;
             return weight.with_integers(name, integers.into_iter().map(|value| value as i8).collect(), &scales);
         }
         let kept = master.ok_or_else(|| not_part(name))?;

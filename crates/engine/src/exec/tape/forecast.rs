@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::{Segment, Tape};
-use crate::ir::{Kind, TensorType, ValueId};
+use crate::ir::{Kind, TensorType, Value, ValueId};
 
 /// Costs of paged parameters: bytes of a resident parameter by type, and bytes of the parameters that
 /// losses read and of their gradients.
@@ -43,12 +43,11 @@ impl Walk {
         self.update_peak();
     }
 
-    fn gradient(&mut self, bytes: u64) {
-        self.gradients += bytes;
+    /// A gradient of a parameter: its bytes while it is computed, and those that are retained.
+    fn gradient(&mut self, [transient, retained]: [u64; 2]) {
+        self.gradients += transient;
         self.update_peak();
-        if self.paged {
-            self.gradients = 0;
-        }
+        self.gradients = if self.paged { 0 } else { self.gradients - transient + retained };
     }
 
     fn add(&mut self, live: &mut [bool], id: ValueId, of: impl Fn(ValueId) -> u64) {
@@ -66,9 +65,9 @@ impl Walk {
 }
 
 impl Tape<'_> {
-    /// Predicts peak memory without computing, from the bytes of values and gradients by type. `paged`
-    /// describes paged parameters, if live are any.
-    pub fn forecast(&self, size: &dyn Fn(&TensorType) -> u64, of_gradient: &dyn Fn(&TensorType) -> u64, paged: Option<Pages>) -> TapeForecast {
+    /// Predicts peak memory without computing, from the bytes of values by type, and the bytes of the gradient
+    /// of a parameter while it is computed and afterwards. `paged` describes paged parameters, if there are any.
+    pub fn forecast(&self, size: &dyn Fn(&TensorType) -> u64, of_gradient: &dyn Fn(&Value) -> [u64; 2], paged: Option<Pages>) -> TapeForecast {
         let of = |id: ValueId| size(&self.graph.value(id).ty);
         let tracked = |id: &ValueId| self.graph.value(*id).kind != Kind::Input;
         let types: BTreeMap<&str, &TensorType> = self.graph.params().map(|(_, value)| (value.name.as_str(), &value.ty)).collect();
@@ -89,7 +88,7 @@ impl Tape<'_> {
         // Parameters that losses read, and their gradients.
         if let Some((_, (parameters, gradient))) = &paged {
             walk.enter(*parameters);
-            walk.gradient(*gradient);
+            walk.gradient([*gradient, *gradient]);
         }
         // Gradients by value, in addition to the values in `live`.
         let mut gradients = vec![false; live.len()];
@@ -112,7 +111,7 @@ impl Tape<'_> {
                         if value.kind != Kind::Param {
                             walk.add(&mut gradients, *id, of);
                         } else if !std::mem::replace(&mut gradients[id.index()], !walk.paged) {
-                            walk.gradient(of_gradient(&value.ty));
+                            walk.gradient(of_gradient(value));
                         }
                     }
                     walk.drop(&mut gradients, node.output, of);
