@@ -361,6 +361,9 @@ impl Pass for Decompose {
     }
 
     fn remedy(&self) -> &'static str {
+        if self.importance == InputImportance::Activation {
+            return "more calibration data, a larger `rank`, `rules` for the layers that `compress analyze` names, or a subsequent `distill` or `finetune` pass";
+        }
         "`importance: activation` with calibration data, a larger `rank`, `rules` for the layers that `compress analyze` names, or a subsequent `distill` or `finetune` pass"
     }
 }

@@ -185,6 +185,9 @@ impl Pass for Palettize {
     }
 
     fn remedy(&self) -> &'static str {
+        if self.importance == InputImportance::Activation {
+            return "a smaller `group_size`, more bits, or `ignore` for the layers that `compress analyze` names";
+        }
         "`importance: activation` with calibration data, a smaller `group_size`, more bits, or `ignore` for the layers that `compress analyze` names"
     }
 }
