@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{Device, Tensor};
 use compress::internal::RunState;
-use compress::pass::{Context, Pass, QuantizeStatic, Step};
+use compress::pass::{Context, Pass, QuantizeStatic, Smooth, Step};
 use compress::pipeline::ResultCache;
 use compress::{Model, Pipeline};
 use compress_core::store::OpenSizes;
@@ -247,11 +247,16 @@ fn fixed_batch_sizes_are_supported() {
     let (path, out) = (folder.path().join("model.onnx"), folder.path().join("out.onnx"));
     let nodes = vec![node("MatMul", &["x", "first"], "a", vec![]), node("Relu", &["a"], "b", vec![]), node("MatMul", &["b", "second"], "y", vec![])];
     std::fs::write(&path, model(13, &[4, 4], nodes, vec![floats("first", &[4, 6]), floats("second", &[6, 4])]).encode_to_vec()).unwrap();
-    let built = Pipeline::builder().pass(Step::from(QuantizeStatic::default())).calibration(calibration(folder.path(), 12)).threads(1).build().unwrap();
-    let report = built.run(Model::open(&path).unwrap(), &out).unwrap();
-    let measured = report.fidelity.unwrap();
-    assert_eq!(measured.samples_from, compress_engine::evaluation::SamplesFrom::HeldOut);
-    assert!(measured.fidelity.cosine > 0.98, "{}", measured.fidelity.cosine);
+    let run = |smooth| {
+        let pass = Step::from(QuantizeStatic { smooth, ..QuantizeStatic::default() });
+        let built = Pipeline::builder().pass(pass).calibration(calibration(folder.path(), 12)).threads(1).force(true).build().unwrap();
+        let report = built.run(Model::open(&path).unwrap(), &out).unwrap();
+        let measured = report.fidelity.clone().unwrap();
+        assert_eq!(measured.samples_from, compress_engine::evaluation::SamplesFrom::HeldOut);
+        (report, measured.fidelity.cosine)
+    };
+    let (plain, (report, smoothed)) = (run(Smooth::None).1, run(Smooth::default()));
+    assert!(plain > 0.98 && smoothed >= plain - 0.002, "{plain} and {smoothed}");
     assert!(report.notes.iter().any(|note| note.contains("the first 8 calibration samples")), "{:?}", report.notes);
 }
 
