@@ -2,14 +2,25 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::sync::Arc;
 
 use serde::de::{self, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 
 use crate::error::Result;
+use crate::registry::Registry;
 
 /// Constructs an entry from its options, which are null if there are none.
 pub(crate) type Make<T> = Box<dyn FnOnce(Value) -> Result<T>>;
+
+/// Constructs the entries of a name that the program has registered.
+pub(crate) type Constructor<T> = Arc<dyn Fn(Value) -> Result<T> + Send + Sync>;
+
+/// Constructor of the registered entry with this name.
+pub(crate) fn registered<T: 'static>(registry: &Registry<Constructor<T>>, name: &str) -> Option<Make<T>> {
+    let make = registry.get(name)?;
+    Some(Box::new(move |options| make(options)))
+}
 
 /// A named entry of a list.
 pub(crate) trait Entry: Sized {

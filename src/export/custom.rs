@@ -1,19 +1,19 @@
 //! Output formats that the program registers.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
 use std::io::{BufWriter, Write};
 use std::path::Path;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use serde_json::Value;
 
 use super::{Export, Exported, FORMATS, Format, SizeForecast};
-use crate::entry::Make;
+use crate::entry::{self, Constructor, Make};
 use crate::error::{Error, Result};
 use crate::files::Destination;
 use crate::model::Model;
+use crate::registry::Registry;
 use crate::run_state::RunState;
 use crate::store::writer::{Prebuilt, Written, measure};
 use crate::store::{Weight, hash};
@@ -89,9 +89,7 @@ pub trait CustomFormat: fmt::Debug + Send + Sync {
     fn read(&self, file: &Path, name: &str, start: usize, values: &mut [f32]) -> Result<()>;
 }
 
-type Factory = Arc<dyn Fn(&Value) -> Result<Box<dyn CustomFormat>> + Send + Sync>;
-
-static REGISTERED: RwLock<BTreeMap<&'static str, Factory>> = RwLock::new(BTreeMap::new());
+static REGISTERED: Registry<Constructor<Export>> = Registry::new();
 
 /// Registers a format for the lifetime of the process, so that recipes and
 /// [`Export::from_name`](super::Export::from_name) know it. `make` receives the options, or null.
@@ -99,12 +97,9 @@ static REGISTERED: RwLock<BTreeMap<&'static str, Factory>> = RwLock::new(BTreeMa
 /// # Errors
 /// The name is taken.
 pub fn register_format<F: CustomFormat + 'static>(name: &'static str, make: impl Fn(&Value) -> Result<F> + Send + Sync + 'static) -> Result<()> {
-    let mut formats = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
-    if FORMATS.contains(&name) || formats.contains_key(name) {
-        return Err(Error::option("export", format!("the format `{name}` already exists")));
-    }
-    formats.insert(name, Arc::new(move |options| Ok(Box::new(make(options)?))));
-    Ok(())
+    let export = move |options: Value| make(&options).map(|format| Export::Custom(Custom { name, options, format: Arc::new(format) }));
+    let is_added = REGISTERED.add(name, FORMATS.contains(&name), Arc::new(export));
+    if is_added { Ok(()) } else { Err(Error::option("export", format!("the format `{name}` already exists"))) }
 }
 
 /// An output format that the program has registered.
@@ -123,9 +118,7 @@ impl PartialEq for Custom {
 
 /// Constructor of the registered format with this name.
 pub(super) fn registered(name: &str) -> Option<Make<Export>> {
-    let formats = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
-    let (name, make) = formats.get_key_value(name).map(|(name, make)| (*name, make.clone()))?;
-    Some(Box::new(move |options| make(&options).map(|format| Export::Custom(Custom { name, options, format: format.into() }))))
+    entry::registered(&REGISTERED, name)
 }
 
 impl Custom {

@@ -1,18 +1,19 @@
 //! Weight passes that the program registers.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
 use super::{PASSES, Pass, Plan, Step, targets};
-use crate::entry::Make;
+use crate::entry::{self, Constructor, Make};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 use crate::model::Model;
+use crate::registry::Registry;
 use crate::run_state::{Applied, RunState};
 use crate::store::{BlockSink, DType, Encoding, View, Weight, WeightSource, least_common_multiple};
 use crate::work::Meter;
@@ -39,9 +40,7 @@ pub trait CustomPass: fmt::Debug + Send + Sync {
     }
 }
 
-type Factory = Arc<dyn Fn(&Value) -> Result<Arc<dyn CustomPass>> + Send + Sync>;
-
-static REGISTERED: RwLock<BTreeMap<&'static str, Factory>> = RwLock::new(BTreeMap::new());
+static REGISTERED: Registry<Constructor<Step>> = Registry::new();
 
 /// Registers a pass for the lifetime of the process, so that recipes and [`Step::from_name`] know it.
 /// `make` receives the options, or null.
@@ -49,19 +48,14 @@ static REGISTERED: RwLock<BTreeMap<&'static str, Factory>> = RwLock::new(BTreeMa
 /// # Errors
 /// The name is taken.
 pub fn register_pass<P: CustomPass + 'static>(name: &'static str, make: impl Fn(&Value) -> Result<P> + Send + Sync + 'static) -> Result<()> {
-    let mut passes = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
-    if PASSES.contains(&name) || passes.contains_key(name) {
-        return Err(Error::option("pass", format!("`{name}` already exists")));
-    }
-    passes.insert(name, Arc::new(move |options| Ok(Arc::new(make(options)?))));
-    Ok(())
+    let step = move |options: Value| make(&options).map(|pass| Step::Custom(Custom { name, options, pass: Arc::new(pass) }));
+    let is_added = REGISTERED.add(name, PASSES.contains(&name), Arc::new(step));
+    if is_added { Ok(()) } else { Err(Error::option("pass", format!("`{name}` already exists"))) }
 }
 
 /// Constructor of the registered pass with this name.
 pub(super) fn registered(name: &str) -> Option<Make<Step>> {
-    let passes = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
-    let (name, make) = passes.get_key_value(name).map(|(name, make)| (*name, make.clone()))?;
-    Some(Box::new(move |options| make(&options).map(|pass| Step::Custom(Custom { name, options, pass }))))
+    entry::registered(&REGISTERED, name)
 }
 
 /// A pass that the program has registered.

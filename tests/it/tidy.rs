@@ -23,7 +23,7 @@ const LAYERS: [&[&str]; 17] = [
     &["kernel"],
     &["entry", "work", "output"],
     &["files"],
-    &["cache", "error", "program"],
+    &["cache", "error", "program", "registry"],
 ];
 
 /// Crates in `crates`, and the module that their root is imported as, if it is one.

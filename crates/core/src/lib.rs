@@ -5,6 +5,7 @@ pub mod error;
 pub mod files;
 pub mod output;
 pub mod program;
+pub mod registry;
 pub mod store;
 pub mod work;
 

@@ -14,6 +14,7 @@ mod running {
     pub mod generation;
     pub mod train;
 
+    pub(crate) use compress_core::registry;
     pub(crate) use compress_graph::{analysis, ir};
     pub(crate) use compress_onnx::{self as onnx, runtime};
 }

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use super::{Bytes, Entry, File, Kind, SMALL_FILE, remote};
+use crate::registry::Registry;
 
 /// A read-only collection of files with a scheme of its own, such as an archive, a database or memory.
 pub trait Store: Send + Sync {
@@ -25,7 +26,7 @@ pub trait Store: Send + Sync {
 }
 
 /// Registered stores by scheme, which includes the colon.
-static STORES: RwLock<BTreeMap<String, Arc<dyn Store>>> = RwLock::new(BTreeMap::new());
+static STORES: Registry<Arc<dyn Store>> = Registry::new();
 
 /// Registers a store for the lifetime of the process: files have names like `scheme:folder/file`.
 ///
@@ -37,12 +38,8 @@ pub fn register_store(scheme: &str, store: impl Store + 'static) -> io::Result<(
         return wrong(io::ErrorKind::InvalidInput, "must consist of two or more lowercase letters and digits");
     }
     let prefix = format!("{scheme}:");
-    let mut stores = STORES.write().unwrap_or_else(PoisonError::into_inner);
-    if stores.contains_key(&prefix) || remote::SCHEMES.iter().any(|other| other.starts_with(&prefix)) {
-        return wrong(io::ErrorKind::AlreadyExists, "is taken");
-    }
-    stores.insert(prefix, Arc::new(store));
-    Ok(())
+    let is_reserved = remote::SCHEMES.iter().any(|other| other.starts_with(&prefix));
+    if STORES.add(&prefix, is_reserved, Arc::new(store)) { Ok(()) } else { wrong(io::ErrorKind::AlreadyExists, "is taken") }
 }
 
 /// Whether a name starts with a known scheme.
@@ -53,8 +50,7 @@ pub(super) fn is_known(name: &str) -> bool {
 /// The registered store of a name, and the name in it.
 fn find(name: &str) -> Option<(Arc<dyn Store>, &str)> {
     let (scheme, inside) = name.split_at(name.find(':')?.saturating_add(1));
-    let stores = STORES.read().unwrap_or_else(PoisonError::into_inner);
-    Some((stores.get(scheme)?.clone(), inside.trim_end_matches('/')))
+    Some((STORES.get(scheme)?, inside.trim_end_matches('/')))
 }
 
 fn missing() -> io::Error {

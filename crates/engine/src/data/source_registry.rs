@@ -1,9 +1,10 @@
 //! Data sources that the program registers, with samples from memory, a database or a generator.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::registry::Registry;
 
 /// An array in row-major order.
 #[derive(Debug, Clone, PartialEq)]
@@ -96,7 +97,7 @@ pub trait DataSource: Send + Sync {
     }
 }
 
-static SOURCES: RwLock<BTreeMap<String, Arc<dyn DataSource>>> = RwLock::new(BTreeMap::new());
+static SOURCES: Registry<Arc<dyn DataSource>> = Registry::new();
 
 /// Registers a data source for the lifetime of the process. Data sets use it with
 /// [`source`](super::Data::source).
@@ -104,19 +105,14 @@ static SOURCES: RwLock<BTreeMap<String, Arc<dyn DataSource>>> = RwLock::new(BTre
 /// # Errors
 /// The name is taken.
 pub fn register_source(name: &str, source: impl DataSource + 'static) -> Result<()> {
-    let mut sources = SOURCES.write().unwrap_or_else(PoisonError::into_inner);
-    if sources.contains_key(name) {
-        return Err(Error::option("source", format!("`{name}` is already registered")));
-    }
-    sources.insert(name.to_owned(), Arc::new(source));
-    Ok(())
+    let is_added = SOURCES.add(name, false, Arc::new(source));
+    if is_added { Ok(()) } else { Err(Error::option("source", format!("`{name}` is already registered"))) }
 }
 
 /// The source with this name.
 pub(super) fn find(name: &str) -> Result<Arc<dyn DataSource>> {
-    let sources = SOURCES.read().unwrap_or_else(PoisonError::into_inner);
-    sources.get(name).cloned().ok_or_else(|| {
-        let known = sources.keys().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    SOURCES.get(name).ok_or_else(|| {
+        let known = SOURCES.names().iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         let known = if known.is_empty() { "none".to_owned() } else { known };
         Error::option("data", format!("this program has no data source `{name}`; the registered sources are: {known}"))
     })

@@ -1,13 +1,14 @@
 //! Metrics that the program registers.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use super::{Metric, Outputs, Score, tensor_error};
 use crate::data::{Array, Batch, References};
 use crate::error::{Error, Result};
 use crate::exec::floats_on_host;
 use crate::exec::transfer::Cause;
+use crate::registry::Registry;
 
 /// A metric of the outputs of a model, accumulated over batches. Higher values are better: an error is
 /// negated.
@@ -28,7 +29,7 @@ pub trait CustomMetric: Send {
 
 type Factory = Arc<dyn Fn() -> Box<dyn CustomMetric> + Send + Sync>;
 
-static METRICS: RwLock<BTreeMap<String, Factory>> = RwLock::new(BTreeMap::new());
+static METRICS: Registry<Factory> = Registry::new();
 
 /// Registers a metric for the lifetime of the process. Data sets use it with
 /// [`metric`](crate::data::Data::metric).
@@ -36,12 +37,9 @@ static METRICS: RwLock<BTreeMap<String, Factory>> = RwLock::new(BTreeMap::new())
 /// # Errors
 /// The name is taken.
 pub fn register_metric<M: CustomMetric + 'static>(name: &str, make: impl Fn() -> M + Send + Sync + 'static) -> Result<()> {
-    let mut metrics = METRICS.write().unwrap_or_else(PoisonError::into_inner);
-    if metrics.contains_key(name) || ["accuracy", "perplexity", "spearman"].contains(&name) {
-        return Err(Error::option("metric", format!("`{name}` is taken")));
-    }
-    metrics.insert(name.to_owned(), Arc::new(move || Box::new(make())));
-    Ok(())
+    let is_reserved = ["accuracy", "perplexity", "spearman"].contains(&name);
+    let is_added = METRICS.add(name, is_reserved, Arc::new(move || Box::new(make())));
+    if is_added { Ok(()) } else { Err(Error::option("metric", format!("`{name}` is taken"))) }
 }
 
 /// A registered metric, as a metric of tensors.
@@ -52,8 +50,7 @@ pub(super) struct Registered {
 
 impl Registered {
     pub fn new(name: &str) -> Result<Registered> {
-        let metrics = METRICS.read().unwrap_or_else(PoisonError::into_inner);
-        let make = metrics.get(name).ok_or_else(|| Error::option("data", format!("this program has no metric `{name}`")))?;
+        let make = METRICS.get(name).ok_or_else(|| Error::option("data", format!("this program has no metric `{name}`")))?;
         Ok(Registered { name: name.to_owned(), metric: make() })
     }
 }
