@@ -13,6 +13,7 @@ mod inspect;
 mod man;
 mod merge;
 mod output;
+mod overview;
 mod pass;
 mod plan;
 mod progress;
@@ -52,7 +53,7 @@ Every pass is also a command; `compress PASS --help` explains it.";
 
 /// Prune, quantize and pack neural network checkpoints: streaming, verified, with a report
 #[derive(Debug, Parser)]
-#[command(name = "compress", version, after_help = EXAMPLES, subcommand_required = true, arg_required_else_help = true)]
+#[command(name = "compress", version, after_help = EXAMPLES, subcommand_required = true)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -100,6 +101,10 @@ type Failure = Error;
 /// Parses the arguments, runs the command, and prints errors. Returns the exit code.
 pub fn main() -> ExitCode {
     let args: Vec<OsString> = std::env::args_os().collect();
+    if args.len() <= 1 {
+        let _ = overview::print();
+        return ExitCode::from(2);
+    }
     let (head, segments) = chain::split(args);
     let matches = command().try_get_matches_from(head).unwrap_or_else(|e| output::exit_with_usage(e));
     let global = Global::from_arg_matches(&matches).unwrap_or_default();
@@ -126,7 +131,8 @@ fn command() -> clap::Command {
                 .after_help("The output folder contains the weights, all other files of the model, recipe.yaml, and a report.")
         });
     }
-    command
+    let template = overview::template(&command);
+    command.help_template(template)
 }
 
 fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global) -> Result<(), Failure> {

@@ -311,7 +311,9 @@ impl Pass for PruneStructured {
 
     fn remedy(&self) -> &'static str {
         match (self.selects_units(), self.ranks_by_weights(), self.repair) {
-            (true, true, Repair::None) => "`importance: activation` with calibration data, a smaller `amount`, `repair: least-squares`, or a subsequent `distill` pass",
+            (true, true, Repair::None) => {
+                "`importance: activation` with calibration data, a smaller `amount`, `repair: least-squares`, or a subsequent `distill` pass"
+            }
             (true, true, _) => "`importance: activation`, a smaller `amount`, or a subsequent `distill` pass",
             (true, false, Repair::None) => "a smaller `amount`, `repair: least-squares`, or a subsequent `distill` pass",
             _ => "a smaller `amount`, or a subsequent `distill` pass",
