@@ -95,7 +95,7 @@ fn save_samples(folder: &Path) {
     }
 }
 
-/// Models and data for the guides in addition to `minilm`: `llama` with `book.txt`, `t5`, `whisper` with
+/// Models and data for the guides in addition to `minilm`: `llama` with `book.txt` and `validation.txt`, `t5`, `whisper` with
 /// `speech.wav`, `smollm` without a tokenizer, `network` with a graph from a guide and `images`, and
 /// `classifier` for these images with `samples.safetensors` and `runs`.
 fn with_all_models() -> tempfile::TempDir {
@@ -112,6 +112,8 @@ fn with_all_models() -> tempfile::TempDir {
     copy("models/llama/config.json", "smollm/config.json");
     copy("models/llama/model.safetensors", "smollm/model.safetensors");
     copy("evaluation/book.txt", "book.txt");
+    let book = std::fs::read_to_string(golden.join("evaluation/book.txt")).unwrap();
+    std::fs::write(folder.path().join("validation.txt"), book.split_whitespace().rev().collect::<Vec<_>>().join(" ")).unwrap();
     for model in ["whisper", "t5"] {
         copy(&format!("models/{model}/config.json"), &format!("{model}/config.json"));
         copy(&format!("models/{model}/model.safetensors"), &format!("{model}/model.safetensors"));

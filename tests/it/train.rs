@@ -784,6 +784,36 @@ fn evaluations_without_a_score_are_refused() {
     }
 }
 
+#[test]
+fn distillation_writes_the_evaluated_state_closest_to_the_teacher() {
+    let name = "llama";
+    let run = Run::new();
+    let fidelity = |samples: Data| Data { task: Some(compress_engine::data::Task::Fidelity), ..samples };
+    let folder = run.folder.path();
+    let (train, evaluation) = (fidelity(samples(name, folder, 8, 0)), fidelity(samples(name, folder, 5, 0)));
+    let quantize = || Step::from(Quantize { scheme: Scheme::W4A16, group_size: Some(8), ..Quantize::default() });
+    let written = |out: &str, distill: Option<Distill>| {
+        let steps = std::iter::once(quantize()).chain(distill.map(Step::from));
+        let builder = steps.fold(Pipeline::builder(), |builder, step| builder.pass(step));
+        let pipeline = builder.train(train.clone()).evaluation(evaluation.clone()).seed(3).build().unwrap();
+        let report = pipeline.run(Model::open(golden(name)).unwrap(), folder.join(out)).unwrap();
+        (report.fidelity.clone().unwrap().fidelity.kl.unwrap(), report)
+    };
+    let (rounded, _) = written("rounded", None);
+    for (out, learning_rate, improves) in [("tuned", 1e-2, true), ("diverged", 5.0, false)] {
+        let targets = vec!["*proj.weight".parse().unwrap()];
+        let pass = Distill { scales: QuantizerScales::Only, learning_rate, targets, evaluate_every: Some(2), ..distill(4, "soft=1") };
+        let (kl, report) = written(out, Some(pass));
+        let scores = report.passes[1].details["training"]["evaluations"].as_array().unwrap();
+        assert!(scores.len() == 3 && scores.iter().all(|score| score["metric"] == "kl_divergence"), "{scores:?}");
+        let values: Vec<f64> = scores.iter().map(|score| score["value"].as_f64().unwrap()).collect();
+        let best = values.iter().copied().fold(f64::INFINITY, f64::min);
+        assert!((best - kl).abs() < 1e-6 * kl && (values[0] - rounded).abs() < 1e-6 * rounded, "{values:?}, {kl} written, {rounded} before");
+        assert_eq!(kl < rounded, improves, "{values:?}");
+        assert_eq!(weights(&folder.join(out)) == weights(&folder.join("rounded")), !improves);
+    }
+}
+
 /// The score that selects the best weights includes the quantization of activations at run time.
 #[test]
 fn scores_in_training_are_those_of_the_written_model() {
@@ -925,7 +955,7 @@ fn an_interrupted_run_yields_the_result_of_an_uninterrupted_one() {
         let rest = builder(&pass).resume(true).build().unwrap().run(Model::open(golden(name)).unwrap(), parts.out()).unwrap();
         let evaluations = |report: &Report| report.passes[0].details["training"]["evaluations"].clone();
         assert_eq!(evaluations(&report), evaluations(&rest));
-        assert_eq!(evaluations(&rest).as_array().unwrap().len(), if evaluate_every.is_some() { 6 } else { 0 });
+        assert_eq!(evaluations(&rest).as_array().unwrap().len(), if evaluate_every.is_some() { 7 } else { 0 });
         let (a, b) = (whole.weights(), parts.weights());
         for (name, values) in &a {
             let same = values.iter().zip(&b[name]).all(|(a, b)| a.to_bits() == b.to_bits());

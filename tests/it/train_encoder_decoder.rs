@@ -274,7 +274,7 @@ fn an_interrupted_run_yields_the_result_of_an_uninterrupted_one() {
     let (whole, parts) = (Run::new(), Run::new());
     let report = builder().build().unwrap().run(Model::open(model("t5")).unwrap(), whole.out()).unwrap();
     let evaluations = report.passes[0].details["training"]["evaluations"].as_array().unwrap().clone();
-    assert!(evaluations.len() == 3 && evaluations[0]["metric"] == "perplexity", "{evaluations:?}");
+    assert!(evaluations.len() == 4 && evaluations[0]["metric"] == "perplexity", "{evaluations:?}");
     let cancel = Cancel::default();
     let handle = cancel.clone();
     let watch = move |event: Event| match event {

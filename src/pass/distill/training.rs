@@ -12,7 +12,7 @@ use super::vocabulary;
 use crate::analysis;
 use crate::data::{DataSet, Task};
 use crate::error::{Error, Result, counted};
-use crate::evaluation::{self, Candle, Runner, Score, Subject};
+use crate::evaluation::{self, Candle, Fidelity, Runner, Score, Subject};
 use crate::exec::{Executor, ManagedTensor, MemoryCategory, MemoryTracker, Placement, Sharding, sizes_of};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, subgraph};
@@ -180,10 +180,17 @@ impl<'a> Job<'a> {
         let sizes = bindings(&small, batch, Some(&first.inputs));
         let forecast = forecast((&small, &graph, &model), training, teacher_graph.as_ref().zip(teacher_model), &objective, (&sizes, team.size()))?;
         let evaluation = context.data.evaluation.as_ref().map(|data| context.data.open(data, subject.target())).transpose()?;
-        // Only rank 0 evaluates; other ranks do not need evaluation data.
-        let is_scored = evaluation.as_ref().is_some_and(|data| data.task() != Task::Fidelity) || team.rank() > 0;
+        // Without labels, the score is the fidelity to the teacher. Only rank 0 evaluates; other ranks do not need
+        // evaluation data.
+        let measures_fidelity = evaluation.as_ref().is_some_and(|data| data.task() == Task::Fidelity);
+        let reference = teacher_model.filter(|_| measures_fidelity);
+        let is_scored = evaluation.is_some() && (!measures_fidelity || reference.is_some()) || team.rank() > 0;
         if training.evaluate_every.is_some() && !is_scored {
-            let missing = if evaluation.is_some() { "labels, or `task: language-modelling`, in" } else { "samples with labels, or text for a language model:" };
+            let missing = if evaluation.is_some() {
+                "labels, a teacher, or `task: language-modelling`, in"
+            } else {
+                "samples with labels, or text for a language model:"
+            };
             return Err(Error::option(
                 format!("{name}: evaluate_every"),
                 format!("needs a score to compare checkpoints: add {missing} `data: {{ evaluation: ... }}`"),
@@ -193,7 +200,7 @@ impl<'a> Job<'a> {
             let Some(evaluation) = &evaluation else { return Ok(None) };
             // Evaluation ignores cancellation, so that a checkpoint is written afterwards.
             let work = Work { cancel: &Cancel::default(), ..context.work.quiet() };
-            let mut written = None;
+            let (mut written, mut original) = (None, None);
             let mut runners: Vec<Box<dyn Runner>> = if is_rounded_when_written {
                 // Evaluate the model that would be written.
                 let mut model = model.clone();
@@ -203,8 +210,19 @@ impl<'a> Job<'a> {
             } else {
                 vec![Box::new(Candle::new(Executor::new(&graph, weights.parameters_of(state)?, device.clone())))]
             };
-            let outcomes = evaluation::evaluate(evaluation, &mut runners, &[], &work)?;
-            Ok(outcomes.models.into_iter().next().and_then(|outcome| outcome.score))
+            let pairs: &[(usize, usize)] = if reference.is_some() { &[(1, 0)] } else { &[] };
+            if let Some(reference) = reference {
+                runners.extend(evaluation::load(
+                    [original.insert(Subject::from_model(reference.clone())?)],
+                    Some(&first.inputs),
+                    device,
+                    context.memory,
+                    &work,
+                )?);
+            }
+            let outcomes = evaluation::evaluate(evaluation, &mut runners, pairs, &work)?;
+            let fidelity = outcomes.pairs.first().map(Fidelity::score);
+            Ok(fidelity.or_else(|| outcomes.models.into_iter().next().and_then(|outcome| outcome.score)))
         };
         let training_context = TrainingContext {
             name,

@@ -29,8 +29,11 @@ impl Score {
 
 /// Whether lower values of a metric are better.
 pub fn lower_is_better(metric: &str) -> bool {
-    metric == "perplexity"
+    matches!(metric, "perplexity" | KL_DIVERGENCE)
 }
+
+/// Name of the mean Kullback-Leibler divergence as a metric.
+const KL_DIVERGENCE: &str = "kl_divergence";
 
 /// Fidelity of the outputs of a model to those of another. All float outputs that both models have are
 /// compared, and each field holds the value of the output with the worst value.
@@ -59,6 +62,14 @@ pub struct Fidelity {
     /// Float outputs that were not compared, with the reasons.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub not_compared: BTreeMap<String, String>,
+}
+
+impl Fidelity {
+    /// The fidelity as a score: the KL divergence of logits, or the mean cosine similarity.
+    pub fn score(&self) -> Score {
+        let (metric, value) = self.kl.map_or(("cosine", self.cosine), |kl| (KL_DIVERGENCE, kl));
+        Score { metric: metric.to_owned(), value, ci95: None, more: BTreeMap::new() }
+    }
 }
 
 /// Fidelity of one output. A row is a token (padding excluded) of a text, a distribution of `logits`, or
@@ -298,7 +309,7 @@ mod tests {
     #[test]
     fn a_worse_score_is_a_positive_drop() {
         let score = |metric: &str, value| Score { metric: metric.into(), value, ci95: None, more: BTreeMap::new() };
-        assert!(lower_is_better("perplexity") && !lower_is_better("accuracy") && !lower_is_better("spearman"));
+        assert!(lower_is_better("perplexity") && lower_is_better("kl_divergence") && !lower_is_better("accuracy") && !lower_is_better("spearman"));
         assert_eq!(score("perplexity", 20.0).drop_to(&score("perplexity", 25.0)), 5.0);
         assert_eq!(score("accuracy", 0.75).drop_to(&score("accuracy", 0.5)), 0.25);
     }

@@ -141,6 +141,10 @@ impl Trainer<'_> {
         if self.out_of_patience(state) {
             return Ok(());
         }
+        // The initial model can be the best one.
+        if state.train.position.step == 0 && self.options.evaluate_every.is_some() {
+            self.evaluate(state)?;
+        }
         batches.for_each_step(state.train.position.data, state.train.position.step, |samples| {
             let start = Instant::now();
             self.step(state, stepper, &samples)?;
