@@ -1,7 +1,7 @@
 //! Records of text files: plain lines, columns, or JSON objects.
 
 use std::borrow::Cow;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Cursor, Read};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -10,7 +10,7 @@ use super::Target;
 use super::chat::{Chat, ChatTemplate};
 use super::labels::Label;
 use super::options::{Column, Data};
-use crate::error::{Error, Result, redact_path};
+use crate::error::{Error, Result, counted, redact_path};
 use crate::files;
 
 /// Input text of a record.
@@ -66,6 +66,11 @@ pub(super) enum TextFormat {
     Json,
 }
 
+/// The byte order mark that some editors write at the beginning of a file.
+const BYTE_ORDER_MARK: char = '\u{feff}';
+/// A record that is appended to files with columns. It is not found if a quoted field is not closed, because such
+/// a field extends to the end of the file.
+const LAST_RECORD: &str = "\u{1}end of file\u{1}";
 const TEXT: [&str; 2] = ["text", "sentence"];
 /// Key of the messages of a chat, in JSON objects.
 const MESSAGES: &str = "messages";
@@ -113,7 +118,8 @@ pub(super) fn open(options: &Data, path: &Path, labelled: bool) -> Result<Record
 fn lines(file: impl Read + Send + 'static, path: &Path) -> impl Iterator<Item = Result<(u64, String)>> + Send + 'static {
     let path = path.to_owned();
     (1..).zip(BufReader::new(file).lines()).map(move |(number, line)| {
-        line.map(|text| (number, text)).map_err(|e| match e.kind() {
+        let without_mark = |text: String| if number == 1 { text.trim_start_matches(BYTE_ORDER_MARK).to_owned() } else { text };
+        line.map(|text| (number, without_mark(text))).map_err(|e| match e.kind() {
             std::io::ErrorKind::InvalidData => Error::malformed(&path, format!("line {number} is not UTF-8")),
             _ => Error::io("read", &path)(e),
         })
@@ -122,12 +128,22 @@ fn lines(file: impl Read + Send + 'static, path: &Path) -> impl Iterator<Item = 
 
 fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labelled: bool, (delimiter, quoting): (u8, bool)) -> Result<Records> {
     let header = options.header.unwrap_or(true);
-    let mut reader = csv::ReaderBuilder::new().has_headers(header).delimiter(delimiter).quoting(quoting).flexible(true).from_reader(file);
+    let mut reader = csv::ReaderBuilder::new()
+        .has_headers(header)
+        .delimiter(delimiter)
+        .quoting(quoting)
+        .flexible(true)
+        .from_reader(file.chain(Cursor::new(format!("\n{LAST_RECORD}\n"))));
     let wrong = |path: &Path, e: csv::Error| {
         let line = e.position().map_or(String::new(), |at| format!("line {}: ", at.line()));
         Error::malformed(path, format!("{line}{}", plain(&e)))
     };
-    let names: Vec<String> = if header { reader.headers().map_err(|e| wrong(path, e))?.iter().map(str::to_owned).collect() } else { Vec::new() };
+    let mut names: Vec<String> = if header { reader.headers().map_err(|e| wrong(path, e))?.iter().map(str::to_owned).collect() } else { Vec::new() };
+    match names.as_slice() {
+        [name] if name == LAST_RECORD => names.clear(),
+        names if names.iter().any(|name| name.contains(LAST_RECORD)) => return Err(not_closed(path, 1)),
+        _ => {}
+    }
     let find = |column: &Column| match column {
         Column::Index(index) => Ok(*index),
         Column::Name(name) if header => names.iter().position(|n| n == name).ok_or_else(|| no_column(path, name, &names)),
@@ -154,18 +170,38 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
     };
     let path = path.to_owned();
     let has_crlf = has_crlf(&path);
-    let records = reader.into_records().enumerate().map(move |(index, record)| {
-        let record = record.map_err(|e| wrong(&path, e))?;
+    // Texts do not contain tabs, and some tables without a header append columns to single rows.
+    let (may_vary, mut width) = (!header && delimiter == b'\t', header.then_some(names.len()));
+    let records = reader.into_records().enumerate().filter_map(move |(index, record)| {
+        let record = match record {
+            Ok(record) if record.len() == 1 && record.get(0) == Some(LAST_RECORD) => return None,
+            Ok(record) => record,
+            Err(e) => return Some(Err(wrong(&path, e))),
+        };
         // The reader counts the line feed of CRLF as part of the next line.
         let offset = u64::from(has_crlf && (header || index > 0));
         let line = record.position().map_or(0, csv::Position::line).saturating_add(offset);
+        if record.iter().any(|field| field.contains(LAST_RECORD)) {
+            return Some(Err(not_closed(&path, line)));
+        }
+        let width = *width.get_or_insert(record.len());
+        if !may_vary && record.iter().skip(width).any(|field| !field.trim().is_empty()) {
+            let reason = format!("line {line} has {} fields for {}: quote texts that contain the delimiter", record.len(), counted(width, "column"));
+            return Some(Err(Error::malformed(&path, reason)));
+        }
         let get = |index: usize| {
             let missing = || Error::malformed(&path, format!("line {line} has {} columns, but column {index} is required", record.len()));
             record.get(index).map(str::to_owned).ok_or_else(missing)
         };
-        Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, label: label.map(get).transpose()?.map(Label::Text), line })
+        let read = || Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, label: label.map(get).transpose()?.map(Label::Text), line });
+        Some(read())
     });
     Ok(Box::new(records))
+}
+
+fn not_closed(path: &Path, line: u64) -> Error {
+    let reason = format!("line {line} has a quoted field that is not closed; if quotation marks belong to the texts, set `quoting: false`");
+    Error::malformed(path, reason)
 }
 
 /// Whether the first line ends with a carriage return and a line feed.
@@ -315,6 +351,34 @@ mod tests {
         assert!(wrong("a.jsonl", "[1]\n", "{}").contains("line 1 is not a JSON object"));
         assert!(wrong("a.txt", "a\n", "{}").contains("no columns"));
         assert!(wrong("a.md", "a\n", "{}").contains(".jsonl"));
+    }
+
+    #[test]
+    fn texts_with_delimiters_and_unclosed_quotes_are_refused() {
+        let header = "text,label\n";
+        let wrong = |name: &str, text: &str, options: &str| read(name, text, options, true).unwrap_err();
+        assert!(wrong("a.csv", &format!("{header}a,x\nb, c,y\n"), "{}").contains("line 3 has 3 fields for 2 columns"));
+        assert!(wrong("a.csv", "a,x\nb, c,y\n", "{ header: false, text_column: 0, label_column: 1 }").contains("line 2 has 3 fields for 2 columns"));
+        assert!(wrong("a.tsv", "text\tlabel\na\tx\tb\n", "{}").contains("line 2 has 3 fields for 2 columns"));
+        // Empty fields at the end of a line, and a last line without a line feed.
+        let all = [record("a", None, Some("x"), 2), record("b", None, Some("y"), 3)];
+        assert_eq!(read("a.csv", &format!("{header}a,x,,\nb,y"), "{}", true).unwrap(), all);
+        for end in ["", "\n", "\nb,y\n"] {
+            let error = wrong("a.csv", &format!("{header}c,z\n\"a,x{end}"), "{}");
+            assert!(error.contains("line 3 has a quoted field that is not closed") && error.contains("`quoting: false`"), "{error}");
+        }
+        assert!(wrong("a.csv", "text,\"label\na,x\n", "{}").contains("line 1 has a quoted field that is not closed"));
+        assert_eq!(read("a.csv", &format!("{header}\"a,x\n"), "{ quoting: false }", true).unwrap(), [record("\"a", None, Some("x"), 2)]);
+        assert_eq!(read("a.csv", &format!("{header}5\" disk,x\n"), "{}", true).unwrap(), [record("5\" disk", None, Some("x"), 2)]);
+        assert_eq!(read("a.csv", header, "{}", true).unwrap(), []);
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_skipped() {
+        for (name, text) in [("a.txt", "\u{feff}one\n"), ("a.csv", "\u{feff}text\none\n"), ("a.jsonl", "\u{feff}{\"text\": \"one\"}\n")] {
+            let found = read(name, text, "{}", false).unwrap();
+            assert_eq!(found.iter().map(|record| &record.text).collect::<Vec<_>>(), [&Text::Plain("one".into())], "{name}");
+        }
     }
 
     #[test]
