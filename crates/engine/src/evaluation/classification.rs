@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::D;
+use candle_core::{D, DType};
 
 use super::{Metric, Outputs, Score, select_output, statistics, tensor_error};
 use crate::data::{Batch, References};
@@ -13,6 +13,8 @@ use crate::exec::transfer::{self, Cause};
 #[derive(Debug, Default)]
 pub(super) struct Classification {
     confusion: BTreeMap<(usize, usize), u64>,
+    /// Samples whose logits contain NaN. They count as incorrect.
+    undefined: u64,
 }
 
 impl Metric for Classification {
@@ -21,14 +23,20 @@ impl Metric for Classification {
         let (name, logits) = select_output(outputs, &["logits"], 2)?;
         let count = logits.dim(1).map_err(tensor_error)?;
         let predicted = logits.argmax(D::Minus1).and_then(|classes| transfer::values::<u32>(&classes, Cause::Answers)).map_err(tensor_error)?;
+        // The sum of a row with NaN is NaN.
+        let sums = logits.to_dtype(DType::F32).and_then(|logits| transfer::values::<f32>(&logits.sum(D::Minus1)?, Cause::Answers)).map_err(tensor_error)?;
         if predicted.len() != classes.len() {
             return Err(Error::option("evaluation", format!("output `{name}` has {} rows for {} samples", predicted.len(), classes.len())));
         }
-        for (label, predicted) in classes.iter().zip(predicted).filter_map(|(label, predicted)| Some((label.as_ref()?, predicted))) {
+        for ((label, predicted), sum) in classes.iter().zip(predicted).zip(sums) {
+            let Some(label) = label else { continue };
             if *label >= count {
                 return Err(Error::option("data", format!("a label is {label}, but the model has {count} classes, numbered from 0")));
             }
-            *self.confusion.entry((*label, predicted as usize)).or_default() += 1;
+            // A row with NaN has no predicted class.
+            self.undefined += u64::from(sum.is_nan());
+            let predicted = if sum.is_nan() { count } else { predicted as usize };
+            *self.confusion.entry((*label, predicted)).or_default() += 1;
         }
         Ok(())
     }
@@ -55,7 +63,11 @@ impl Metric for Classification {
             metric: "accuracy".into(),
             value: hits as f64 / count.max(1) as f64,
             ci95: statistics::proportion_interval(hits, count),
-            more: [("f1_macro".to_owned(), macro_f1), ("correct".to_owned(), hits as f64)].into(),
+            more: [("f1_macro", macro_f1), ("correct", hits as f64)]
+                .into_iter()
+                .chain((self.undefined > 0).then_some(("nan_outputs", self.undefined as f64)))
+                .map(|(name, value)| (name.to_owned(), value))
+                .collect(),
         })
     }
 }
@@ -82,6 +94,12 @@ mod tests {
         assert!(metric.score().unwrap_err().to_string().contains("-100"));
         metric.add(&unlabelled, &[("logits".to_owned(), logits.clone())].into()).unwrap();
         assert_eq!((metric.score().unwrap().value, metric.score().unwrap().more["correct"]), (1.0, 3.0));
+        // A row with NaN has no class, whatever the label is.
+        let logits_with_nan = Tensor::new(&[[f32::NAN, 0., 0.], [0., 1., f32::NAN], [0., 1., 0.], [f32::NEG_INFINITY, 0., 1.]], &Device::Cpu).unwrap();
+        let mut metric = Classification::default();
+        metric.add(&batch, &[("logits".to_owned(), logits_with_nan)].into()).unwrap();
+        let score = metric.score().unwrap();
+        assert_eq!((score.value, score.more["nan_outputs"]), (0.25, 2.0));
         let wrong = Batch { references: References::Classes([0, 1, 2, 3].map(Some).to_vec()), ..batch };
         let logits = Tensor::zeros((4, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
         assert!(metric.add(&wrong, &[("logits".to_owned(), logits)].into()).unwrap_err().to_string().contains("a label is 3"));

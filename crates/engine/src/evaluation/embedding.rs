@@ -24,6 +24,9 @@ impl Metric for Similarity {
         if rows.len() != 2 * scores.len() {
             return Err(Error::option("evaluation", format!("output `{name}` has {} rows for {} pairs", rows.len(), scores.len())));
         }
+        if rows.iter().flatten().any(|value| value.is_nan()) {
+            return Err(Error::option("evaluation", format!("output `{name}` contains NaN: the correlation is undefined")));
+        }
         let (first, second) = rows.split_at(scores.len());
         self.cosines.extend(first.iter().zip(second).map(|(a, b)| cosine(a, b)));
         self.scores.extend(scores);
@@ -51,11 +54,31 @@ fn cosine(a: &[f32], b: &[f32]) -> f64 {
 }
 
 /// Cosine similarity from the dot product and the squared norms of two vectors: 1 if both are zero, 0 if
-/// one is.
+/// one is or contains NaN.
 pub(super) fn cosine_from_products(ab: f64, aa: f64, bb: f64) -> f64 {
+    if aa.is_nan() || bb.is_nan() {
+        return 0.0;
+    }
     match (aa > 0.0, bb > 0.0) {
         (true, true) => ab / (aa * bb).sqrt(),
         (false, false) => 1.0,
         _ => 0.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Tensor};
+
+    use super::*;
+
+    #[test]
+    fn nan_is_not_similar_to_anything() {
+        let batch = Batch { inputs: Default::default(), references: References::Scores(vec![0.1, 0.9]), samples: 4 };
+        let rows = |first: f32| Tensor::new(&[[first, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.1]], &Device::Cpu).unwrap();
+        let add = |rows: Tensor| Similarity::default().add(&batch, &[("sentence_embedding".to_owned(), rows)].into());
+        add(rows(0.0)).unwrap();
+        assert!(add(rows(f32::NAN)).unwrap_err().to_string().contains("`sentence_embedding` contains NaN"));
+        assert_eq!([cosine_from_products(f64::NAN, f64::NAN, f64::NAN), cosine_from_products(0.0, 0.0, 0.0)], [0.0, 1.0]);
     }
 }

@@ -307,6 +307,16 @@ mod tests {
     use super::*;
 
     #[test]
+    fn one_output_with_nan_is_found_among_others() {
+        let lost = |(max_abs_error, largest)| {
+            let equal = OutputFidelity { cosine: 1.0, cosine_min: 1.0, sqnr_db: None, kl: None, top1_agreement: None, max_abs_error: 0.0, largest: 1.0 };
+            let other = OutputFidelity { max_abs_error, largest, ..equal.clone() };
+            Fidelity::worst_of([("a".to_owned(), equal), ("b".to_owned(), other)].into(), BTreeMap::new()).lost_finite_values()
+        };
+        assert_eq!([(f64::NAN, 1.0), (f64::NAN, f64::INFINITY), (0.5, 1.0)].map(lost), [true, false, false]);
+    }
+
+    #[test]
     fn a_worse_score_is_a_positive_drop() {
         let score = |metric: &str, value| Score { metric: metric.into(), value, ci95: None, more: BTreeMap::new() };
         assert!(lower_is_better("perplexity") && lower_is_better("kl_divergence") && !lower_is_better("accuracy") && !lower_is_better("spearman"));
