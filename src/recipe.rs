@@ -241,10 +241,14 @@ fn set_value(values: &mut Value, key: &str, value: &Value) -> Result<(), String>
     }
     let missing = parts.first().filter(|first| values.get(**first).is_none());
     let near = missing.and_then(|first| nearest_name(values, first)).map_or(String::new(), |near| format!("; did you mean `{near}`?"));
-    let mut at = values;
+    let (mut at, mut list) = (values, "");
     for part in parts {
         if let Value::Array(items) = at {
-            let index = part.parse().ok().filter(|i| *i < items.len()).or_else(|| items.iter().position(|item| item.get(part).is_some()));
+            let mut named = (0..items.len()).filter(|index| items[*index].get(part).is_some());
+            let index = part.parse().ok().filter(|i| *i < items.len()).or_else(|| named.next());
+            if let (Some(first), Some(_)) = (index, named.next()) {
+                return Err(format!("there are several `{part}`: select one by its index, such as `{list}.{first}.{part}.{last}` for the first one"));
+            }
             at = index.and_then(|index| items.get_mut(index)).ok_or_else(|| format!("the list has no entry `{part}`"))?;
             if part.parse::<usize>().is_err() {
                 at = at.get_mut(part).ok_or_else(|| format!("no `{part}`"))?;
@@ -252,6 +256,7 @@ fn set_value(values: &mut Value, key: &str, value: &Value) -> Result<(), String>
         } else {
             at = at.get_mut(part).ok_or_else(|| format!("the recipe has no `{part}`{near}"))?;
         }
+        list = part;
     }
     if at.is_null() {
         *at = Value::Object(serde_json::Map::new());
@@ -387,5 +392,6 @@ mod tests {
         assert!(refused("nothing.at", &["1"]).contains("no `nothing`"));
         std::fs::write(&path, "model: m\npasses: [cast: {}, cast: {}]\n").unwrap();
         assert!(refused("to", &["f16"]).contains("several entries: passes.0.cast.to, passes.1.cast.to"));
+        assert!(refused("cast.to", &["f16"]).contains("`passes.0.cast.to` for the first one"));
     }
 }
