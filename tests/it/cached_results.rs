@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use compress::export::Safetensors;
-use compress::pass::{Cast, Finetune, PruneStructured, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step};
+use compress::pass::{Cast, Distill, Finetune, PruneStructured, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step, Student};
 use compress::pipeline::{Builder, ResultCache};
 use compress::report::Report;
 use compress::{Model, Pipeline};
@@ -44,10 +44,14 @@ impl Workspace {
 
     /// Writes samples generated from a seed.
     fn data(&self, number: f64) {
-        let count = 8 * 3 * 32 * 32;
-        let values: Vec<f32> = (0..count).map(|i| (f64::from(i) * 0.37 * number).sin() as f32).collect();
+        self.images(number, 32);
+    }
+
+    /// Writes samples of another size.
+    fn images(&self, number: f64, size: usize) {
+        let values: Vec<f32> = (0..8 * 3 * size * size).map(|i| (i as f64 * 0.37 * number).sin() as f32).collect();
         let arrays = HashMap::from([
-            ("pixel_values".to_owned(), Tensor::from_vec(values, &[8, 3, 32, 32], &Device::Cpu).unwrap()),
+            ("pixel_values".to_owned(), Tensor::from_vec(values, &[8, 3, size, size], &Device::Cpu).unwrap()),
             ("labels".to_owned(), Tensor::new(&[0i64, 1, 0, 1, 0, 1, 0, 1], &Device::Cpu).unwrap()),
         ]);
         candle_core::safetensors::save(&arrays, self.path("data.safetensors")).unwrap();
@@ -118,6 +122,30 @@ fn a_reused_result_ends_as_a_fresh_one() {
         let curve = |report: &Report| report.passes.iter().find(|pass| pass.name == "finetune").unwrap().details["training"]["steps"].clone();
         assert_eq!(curve(&whole), curve(&reused));
         assert!(place.path("second/finetune.csv").is_file());
+    }
+}
+
+/// A pass can rename weights, or take them from another folder. A reused result is compared with the same weights.
+#[test]
+fn reused_weights_are_compared_with_those_they_were_derived_from() {
+    let model = "vit-image-classification";
+    let students = [Student::Layers(vec![1]), Student::Model(golden(model))];
+    for student in students {
+        let place = Workspace::new(model);
+        place.images(0.5, 12);
+        // The input differs from the folder of the student.
+        let halved = Pipeline::builder().pass(PruneUnstructured::default()).build().unwrap();
+        halved.run(Model::open(golden(model)).unwrap(), place.path("halved")).unwrap();
+        fs::remove_dir_all(place.path("in")).unwrap();
+        fs::rename(place.path("halved"), place.path("in")).unwrap();
+        let distill = Distill { student: Some(student.clone()), losses: "soft=1".parse().unwrap(), max_steps: Some(2), ..Distill::default() };
+        let steps = [Step::from(Distill { batch_size: BatchSize::Samples(4), ..distill })];
+        let (first, _) = place.again(&steps, "first");
+        let (second, is_reused) = place.again(&steps, "second");
+        assert!(is_reused, "{student:?}: {:?}", first.notes);
+        let measured = |report: &Report| report.layers.iter().map(|layer| (layer.name.clone(), layer.sqnr_db)).collect::<Vec<_>>();
+        assert_eq!(measured(&first), measured(&second), "{student:?}");
+        assert_eq!(first.size.before, second.size.before, "{student:?}");
     }
 }
 

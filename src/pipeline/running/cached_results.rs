@@ -79,6 +79,8 @@ enum WeightState {
         zero_origin: Option<ZeroOrigin>,
         role: Option<Role>,
         readers: Vec<String>,
+        /// Tensors of the original files, and their bytes. A pass can have renamed the weight.
+        stored: (Vec<String>, u64),
         master: Option<MasterState>,
     },
 }
@@ -98,7 +100,14 @@ impl WeightState {
             return WeightState::Input;
         }
         let master = weight.source().unrounded().map(|master| if is_input(master) { MasterState::Input } else { MasterState::Stored });
-        WeightState::Changed { origin: weight.origin, zero_origin: weight.zero_origin, role: weight.role, readers: weight.readers.clone(), master }
+        WeightState::Changed {
+            origin: weight.origin,
+            zero_origin: weight.zero_origin,
+            role: weight.role,
+            readers: weight.readers.clone(),
+            stored: (weight.stored_as.clone(), weight.stored_bytes),
+            master,
+        }
     }
 }
 
@@ -109,7 +118,8 @@ fn is_same(a: &Weight, b: &Weight) -> bool {
 
 /// The properties of a weight, without its values.
 fn properties(weight: &Weight) -> impl PartialEq + '_ {
-    (weight.dtype, &weight.shape, &weight.encoding, weight.origin, weight.zero_origin, weight.role, &weight.readers)
+    let stored = (&weight.stored_as, weight.stored_bytes);
+    (weight.dtype, &weight.shape, &weight.encoding, weight.origin, weight.zero_origin, weight.role, &weight.readers, stored)
 }
 
 /// Serialized form of an [`Applied`].
@@ -355,17 +365,18 @@ impl State {
         }
         let masters = folder.join(MASTERS);
         let masters = if masters.is_dir() { Weights::from_checkpoint(Checkpoint::open(&masters)?)? } else { Weights::default() };
-        model.weights.by_name.clear();
+        let originals = std::mem::take(&mut model.weights.by_name);
         for (name, now) in weights.by_name {
-            let before = input.weights.by_name.get(&name);
-            let weight = match (self.weights.get(&name), before) {
-                (Some(WeightState::Input), Some(before)) => before.clone(),
-                (Some(WeightState::Changed { origin, zero_origin, role, readers, master }), before) => {
-                    let weight = before.map_or_else(|| now.clone(), |before| before.restored(&name, now.clone()));
-                    let mut weight = weight;
+            let unchanged = input.weights.by_name.get(&name);
+            let weight = match (self.weights.get(&name), unchanged) {
+                (Some(WeightState::Input), Some(unchanged)) => unchanged.clone(),
+                (Some(WeightState::Changed { origin, zero_origin, role, readers, stored, master }), unchanged) => {
+                    let before = original(&originals, &name, &stored.0);
+                    let mut weight = before.map_or_else(|| now.clone(), |before| before.restored(&name, now.clone()));
                     (weight.origin, weight.zero_origin, weight.role, weight.readers) = (*origin, *zero_origin, *role, readers.clone());
+                    (weight.stored_as, weight.stored_bytes) = stored.clone();
                     match master {
-                        Some(MasterState::Input) => before.map(|master| weight.with_master(master.clone())),
+                        Some(MasterState::Input) => unchanged.map(|master| weight.with_master(master.clone())),
                         Some(MasterState::Stored) => masters.by_name.get(&name).map(|master| weight.with_master(master.clone())),
                         None => Some(weight),
                     }
@@ -385,6 +396,20 @@ impl State {
         model.signed_activations = self.signed_activations;
         Ok(is_complete.then_some((model, run)))
     }
+}
+
+/// The weight of the original files that a weight was derived from. Weights that share a tensor are told apart by
+/// the ends of their names.
+fn original<'w>(originals: &'w BTreeMap<String, Weight>, name: &str, stored_as: &[String]) -> Option<&'w Weight> {
+    let is_original = |weight: &&Weight| weight.stored_as == stored_as && !stored_as.is_empty();
+    let end = |name: &str| name.rsplit('.').take(2).map(str::to_owned).collect::<Vec<_>>();
+    originals.get(name).filter(is_original).or_else(|| {
+        let mut found: Vec<_> = originals.iter().filter(|(_, weight)| is_original(weight)).collect();
+        if found.len() > 1 {
+            found.retain(|(other, _)| end(other) == end(name));
+        }
+        found.first().map(|(_, weight)| *weight)
+    })
 }
 
 /// The first difference between a model and its restored copy that a pass could observe. Values are
