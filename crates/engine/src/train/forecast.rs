@@ -108,7 +108,8 @@ pub fn forecast(
     let mut set = |category: MemoryCategory, bytes: u64| found.bytes[category as usize] = bytes;
     set(MemoryCategory::Activations, walk.activations);
     let element = |ty: &TensorType| if ty.element == Element::Int { 8 } else { width };
-    set(MemoryCategory::Data, graph.inputs().map(|(_, value)| element(&value.ty) * elements(&value.ty)).sum());
+    let batch: u64 = graph.inputs().map(|(_, value)| element(&value.ty) * elements(&value.ty)).sum();
+    set(MemoryCategory::Data, batch * options.gradient_accumulation.max(1) as u64);
     let teacher_bytes = teacher.filter(|_| !objective.teacher_values().is_empty()).map_or(0, |(graph, model)| {
         let bytes = |(_, value): (ValueId, &Value)| model.weights.by_name.get(&value.name).map(|weight| Residence::Stored.bytes(weight, DType::F32));
         let all = graph.params().filter_map(bytes);

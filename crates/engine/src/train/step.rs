@@ -13,7 +13,7 @@ use super::{Precision, Weights};
 use crate::data::Batch;
 use crate::error::{Error, Result, counted};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{ManagedTensor, MemoryCategory, Parameters, Placement, Tape};
+use crate::exec::{ManagedTensor, MemoryCategory, Parameters, Placement, Tape, bytes_of};
 use crate::ir::ops;
 use crate::ir::{Op, ValueId};
 
@@ -231,6 +231,10 @@ impl<'t> Stepper<'t> {
     fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, scale: f64) -> Result<Accumulated> {
         let scale = if self.trainer.options.precision == Precision::F16 { scale } else { 1.0 };
         let parameters = weights.parameters()?;
+        // The batches of a step are in memory together. The tape counts the one that it runs.
+        let bytes = batches.iter().map(|batch| batch.inputs.values().map(bytes_of).sum::<u64>());
+        let waiting = bytes.clone().sum::<u64>() - bytes.max().unwrap_or(0);
+        self.trainer.memory_tracker.allocate_named(MemoryCategory::Data, "gradient_accumulation", waiting)?;
         let mut accumulated = Accumulated { losses: BTreeMap::new(), gradients: BTreeMap::new(), home: weights.home().sibling()?, statistics: Vec::new() };
         let mut parts = || {
             for batch in batches {
@@ -243,6 +247,7 @@ impl<'t> Stepper<'t> {
             Ok(())
         };
         let done = parts();
+        self.trainer.memory_tracker.release_named(MemoryCategory::Data, "gradient_accumulation", waiting);
         parameters.enter(&BTreeSet::new(), Some(self.trainer.memory_tracker))?;
         done.map(|()| accumulated)
     }

@@ -43,7 +43,7 @@ impl Walk {
         self.update_peak();
     }
 
-    /// A gradient of a parameter: its bytes while it is computed, and those that are retained.
+    /// A gradient of a parameter: its bytes while it is computed, and afterwards.
     fn gradient(&mut self, [transient, retained]: [u64; 2]) {
         self.gradients += transient;
         self.update_peak();
