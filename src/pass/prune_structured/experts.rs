@@ -223,3 +223,20 @@ fn without(model: &Model, graph: &Graph, mixtures: &[Mixture], removed: &Removed
         step.builder.node(step.name, op, &step.inputs)
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::analysis::Expert;
+    use crate::ir::ops::{ExpertGroups, Route};
+
+    #[test]
+    fn each_expert_group_loses_the_same_number() {
+        let route = Route { groups: Some(ExpertGroups { count: 2, top: 1 }), ..Route::default() };
+        let experts = vec![Expert::default(); 8];
+        let mixture = Mixture { sum: String::new(), route, router: Vec::new(), experts, stacked: BTreeSet::new(), prefixes: [None, None] };
+        let importance = [0.1, 0.2, 0.3, 0.4, 9.0, 8.0, 7.0, 6.0];
+        assert_eq!(least_important(&mixture, 4, Some(&importance)), BTreeSet::from([0, 1, 6, 7]));
+        assert_eq!(least_important(&mixture, 2, None), BTreeSet::from([3, 7]));
+    }
+}

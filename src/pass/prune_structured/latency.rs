@@ -55,3 +55,17 @@ pub(super) fn seconds(graph: &Graph, context: &Context) -> Result<f64> {
     times.sort_by(f64::total_cmp);
     Ok(times[RUNS / 2])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn constant_weights_have_all_their_elements() {
+        for elements in [0, 1, 7, 300_000] {
+            let weight = Weight::new(store::DType::F32, vec![elements], Encoding::Dense, Arc::new(Constant(elements)));
+            let values = weight.floats("x").unwrap();
+            assert!(values.len() == elements && values.iter().all(|value| *value == 0.01));
+        }
+    }
+}

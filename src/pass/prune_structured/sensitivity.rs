@@ -82,7 +82,8 @@ pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, con
     Ok(scores)
 }
 
-/// Importance by gradient: the squared first-order change of the loss, summed over batches.
+/// Importance by gradient: the squared first-order change of the mean loss of a batch, summed over batches, each with
+/// the weight of its samples.
 pub(super) fn by_gradient(groups: &[&Group], graph: &Graph, model: &Model, context: &Context) -> Result<Scores> {
     let (parameters, cuts) = calibrate::parameters_to_differentiate(graph, model, context)?;
     let members = |group: &&'_ Group| group.members.iter().filter(|member| member.role == Role::Writes).cloned().collect::<Vec<_>>();
@@ -113,7 +114,7 @@ pub(super) fn by_gradient(groups: &[&Group], graph: &Graph, model: &Model, conte
             Ok(())
         })?;
         parameters.enter(&BTreeSet::new(), Some(&memory_tracker))?;
-        scores.iter_mut().flatten().zip(changes.into_iter().flatten()).for_each(|(score, change)| *score += change * change);
+        scores.iter_mut().flatten().zip(changes.into_iter().flatten()).for_each(|(score, change)| *score += batch.samples as f64 * change * change);
         Ok(())
     })?;
     if scores.iter().flatten().all(|score| *score == 0.0) {
