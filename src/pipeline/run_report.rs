@@ -39,7 +39,11 @@ impl Run<'_> {
         measure_zstd_sizes(&mut size, &input.weight_files, &weights, &work)?;
         // If the output is a file, its report has a separate folder.
         let target = state.file.as_ref().map_or_else(|| staging.target().to_owned(), |_| crate::output::report_folder(staging.target()));
-        let recipe = serde_json::to_value(pipeline.recipe(input)).unwrap_or_default();
+        let mut recipe = pipeline.recipe(input);
+        if let (Some(_), Some(name)) = (&state.file, staging.target().file_name()) {
+            recipe.output = Some(Path::new("..").join(name));
+        }
+        let recipe = serde_json::to_value(recipe).unwrap_or_default();
         let names = LocalNames::new(&recipe, Some(&target));
         let recipe = names.value(&recipe);
         let environment = pipeline.environment(measured.fidelity.is_some())?;
