@@ -31,6 +31,7 @@ mod restored;
 mod rows;
 pub mod scaled;
 pub mod select;
+mod shard_name;
 mod sizes;
 pub mod sparse;
 mod storage_format;

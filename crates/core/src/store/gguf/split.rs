@@ -9,18 +9,14 @@ use std::path::{Path, PathBuf};
 
 use super::{EXTENSION, GgufFile, Value};
 use crate::error::{Error, Result};
+use crate::store::shard_name;
 
 /// Prefix of the keys that describe the split.
 const SPLIT: &str = "split.";
 
-/// Splits a name like `name-00001-of-00003.gguf` into base name, file number and number of files.
+/// Base name, file number and number of files of a name like `name-00001-of-00003.gguf`.
 fn numbered(path: &Path) -> Option<(&str, u64, u64)> {
-    let stem = path.file_name()?.to_str()?.strip_suffix(EXTENSION)?.strip_suffix('.')?;
-    let number = |text: &str| if text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit()) { text.parse::<u16>().ok().map(u64::from) } else { None };
-    let (rest, count) = stem.rsplit_once("-of-")?;
-    let (name, first) = rest.rsplit_once('-')?;
-    let (first, count) = (number(first)?, number(count)?);
-    (1..=count).contains(&first).then_some((name, first, count))
+    shard_name::parse(path, EXTENSION)
 }
 
 /// Whether a file name denotes a file of a split model other than the first.
