@@ -1,7 +1,7 @@
 //! External data: tensors whose bytes are in separate files.
 //!
 //! The locations in a model are untrusted: paths must stay inside of the model's folder and contain no
-//! links, and ranges must lie within the files.
+//! links, except those of a Hub cache, and ranges must lie within the files.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -86,7 +86,7 @@ impl DataFiles {
     fn descend(&self, location: &str, parts: &[&OsStr]) -> Result<File, String> {
         let refused = |e: rustix::io::Errno| match e {
             rustix::io::Errno::LOOP | rustix::io::Errno::NOTDIR | rustix::io::Errno::MLINK => {
-                format!("`{location}` is a link or leads through one: replace the link by a copy")
+                format!("`{location}` is a link or leads through one: replace the link by a copy of the file")
             }
             e => format!("external data `{location}` cannot be opened: {}", std::io::Error::from(e)),
         };
@@ -96,9 +96,24 @@ impl DataFiles {
             let last = number.saturating_add(1) == parts.len();
             // Opening a pipe without a writer would block.
             let how = if last { OFlags::NONBLOCK } else { OFlags::DIRECTORY };
-            at = openat(&at, *part, base | OFlags::NOFOLLOW | how, Mode::empty()).map_err(refused)?;
+            at = match openat(&at, *part, base | OFlags::NOFOLLOW | how, Mode::empty()) {
+                Err(rustix::io::Errno::LOOP) if last => {
+                    let blob = self.hub_blob(&parts.iter().collect::<PathBuf>()).ok_or_else(|| refused(rustix::io::Errno::LOOP))?;
+                    openat(CWD, &blob, base | OFlags::NOFOLLOW | how, Mode::empty()).map_err(refused)?
+                }
+                opened => opened.map_err(refused)?,
+            };
         }
         Ok(File::from(at))
+    }
+
+    /// The file that a link in a Hub cache leads to. Downloads are in `snapshots/REVISION`, and are links to files in
+    /// `blobs` next to `snapshots`.
+    fn hub_blob(&self, relative: &Path) -> Option<PathBuf> {
+        let folder = self.folder.canonicalize().ok()?;
+        let snapshots = folder.ancestors().find(|folder| folder.file_name() == Some(OsStr::new("snapshots")))?;
+        let target = folder.join(relative).canonicalize().ok()?;
+        (target.parent()? == snapshots.parent()?.join("blobs")).then_some(target)
     }
 
     /// Paths of the files that were opened.
@@ -158,6 +173,16 @@ mod tests {
             assert!(error.contains(reason), "{location}: {error}");
         }
         assert_eq!(data_files.paths(), [inside.join("data/weights")]);
+        // In a Hub cache, files of a revision are links to blobs.
+        let revision = folder.path().join("models--a--b/snapshots/0123/onnx");
+        let blobs = folder.path().join("models--a--b/blobs");
+        [&revision, &blobs].into_iter().for_each(|folder| std::fs::create_dir_all(folder).unwrap());
+        std::fs::write(blobs.join("0f"), [2; 16]).unwrap();
+        std::os::unix::fs::symlink("../../../blobs/0f", revision.join("weights")).unwrap();
+        std::os::unix::fs::symlink(&outside, revision.join("link")).unwrap();
+        let mut data_files = DataFiles::new(&revision.join("model.onnx"));
+        assert_eq!(data_files.open("weights").unwrap().1, 16);
+        assert!(data_files.open("link").err().unwrap().contains("link"));
     }
 
     #[test]
