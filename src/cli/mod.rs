@@ -102,7 +102,7 @@ type Failure = Error;
 pub fn main() -> ExitCode {
     let args: Vec<OsString> = std::env::args_os().collect();
     if args.len() <= 1 {
-        let _ = overview::print();
+        overview::print();
         return ExitCode::from(2);
     }
     let (head, segments) = chain::split(args);

@@ -1,11 +1,11 @@
 //! The list of commands by purpose, and examples for the files of a folder.
 
 use std::fs;
+use std::io::{self, Write};
 use std::path::Path;
 
-use super::output;
-use crate::error::Result;
 use crate::model::Model;
+use crate::report::escape::display;
 
 /// Commands by purpose. Commands that no group names, such as new passes, belong to the first one.
 const GROUPS: [(&str, &[&str]); 5] = [
@@ -54,10 +54,11 @@ fn entry(name: &str, about: &str, width: usize) -> String {
 }
 
 /// Prints commands to begin with, for the files of the current folder.
-pub(super) fn print() -> Result<()> {
+pub(super) fn print() {
     let examples = examples(Path::new("."));
     let (about, lines) = (super::command().get_about().map(ToString::to_string).unwrap_or_default(), examples.join("\n  "));
-    output::print(&format!("{about}\n\nExamples for this folder:\n  {lines}\n\n`compress --help` lists all commands.\n"))
+    let text = format!("{about}\n\nExamples for this folder:\n  {lines}\n\n`compress --help` lists all commands.\n");
+    let _ = io::stderr().lock().write_all(display(&text).as_bytes());
 }
 
 /// Files of a folder that commands accept.

@@ -49,20 +49,14 @@ fn weights_are_found_in_all_locations() {
     assert_eq!(std::fs::read(place.path("out.onnx")).unwrap(), twins.encode_to_vec());
 }
 
+/// The recipe in the report folder writes the same file again.
 #[test]
-fn integers_in_a_file_are_compared_with_the_original_weights() {
+fn the_recipe_of_a_file_writes_that_file() {
     let place = Place::new(&model());
     let out = place.path("out.onnx");
     builder().pass(QuantizeDynamic::default()).build().unwrap().run(place.open(), &out).unwrap();
-    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-    let found = diff(&place.open(), &Model::open(&out).unwrap(), &work).unwrap();
-    let weight = found.weights.iter().find(|weight| weight.name == "onnx::MatMul_7").unwrap();
-    assert!(weight.note.is_none() && weight.sqnr_db.unwrap() > 30.0, "{weight:?}");
-    assert!(found.weights.iter().all(|weight| !weight.name.ends_with("/quantized")), "{found:?}");
-    // The recipe writes the same file again.
-    let recipe = place.path("out.onnx.report/recipe.yaml");
-    let opened = compress::Recipe::open(&recipe, &[]).unwrap();
-    assert_eq!(opened.output.unwrap().canonicalize().unwrap(), out.canonicalize().unwrap());
+    let recipe = compress::Recipe::open(&place.path("out.onnx.report/recipe.yaml"), &[]).unwrap();
+    assert_eq!(recipe.output.unwrap().canonicalize().unwrap(), out.canonicalize().unwrap());
 }
 
 #[test]

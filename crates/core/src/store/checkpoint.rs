@@ -322,7 +322,7 @@ fn only_file(folder: &Path) -> Result<PathBuf> {
     match found.as_slice() {
         [path] if let Some((_, number, count)) = ["safetensors", "bin"].iter().find_map(|end| shard_name::parse(path, end)).filter(|(.., count)| *count > 1) => {
             let index = if kind == "PyTorch" { pytorch::INDEX } else { INDEX };
-            Err(Error::malformed(folder, format!("has file {number} of the {count} of a model, but neither the others nor {index}: complete the download")))
+            Err(Error::malformed(folder, format!("has file {number} of the {count} of a model, but neither the others nor {index}; complete the download")))
         }
         [path] => Ok((*path).clone()),
         [] => Err(Error::malformed(

@@ -1,6 +1,6 @@
 //! Comparison of two models, weight by weight.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::mpsc::sync_channel;
 
@@ -11,9 +11,6 @@ use crate::error::{Error, Result};
 use crate::kernel::compare::{self, Difference};
 use crate::store::{Block, Weight};
 use crate::work::Work;
-
-/// Suffix of the name of a weight's integers in ONNX files.
-const QUANTIZED: &str = "/quantized";
 
 /// Differences of one weight.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -59,9 +56,9 @@ pub struct Diff {
 /// # Errors
 /// Reading fails, or the work is cancelled.
 pub fn diff(before: &Model, after: &Model, work: &Work) -> Result<Diff> {
-    let (a, b) = (by_original_name(before, after), by_original_name(after, before));
-    let names: BTreeSet<&str> = a.keys().chain(b.keys()).copied().collect();
-    let jobs: Vec<(&str, Option<&Weight>, Option<&Weight>)> = names.into_iter().map(|name| (name, a.get(name).copied(), b.get(name).copied())).collect();
+    let names: BTreeSet<&String> = before.weights.by_name.keys().chain(after.weights.by_name.keys()).collect();
+    let jobs: Vec<(&String, Option<&Weight>, Option<&Weight>)> =
+        names.into_iter().map(|name| (name, before.weights.by_name.get(name), after.weights.by_name.get(name))).collect();
     let bytes = |w: Option<&Weight>| w.map_or(0, |w| w.stored_bytes);
     let weights = work.run(
         "Comparing",
@@ -74,16 +71,6 @@ pub fn diff(before: &Model, after: &Model, work: &Work) -> Result<Diff> {
         },
     )?;
     Ok(Diff { bytes_before: before.stored_bytes(), bytes_after: after.stored_bytes(), weights })
-}
-
-/// The weights of a model by name. The integers of a weight in an ONNX file have the name that the weight has in
-/// the other model.
-fn by_original_name<'m>(model: &'m Model, other: &Model) -> BTreeMap<&'m str, &'m Weight> {
-    let original = |name: &'m str| {
-        let weights = [model, other].map(|model| &model.weights.by_name);
-        name.strip_suffix(QUANTIZED).filter(|base| !weights[1].contains_key(name) && !weights[0].contains_key(*base) && weights[1].contains_key(*base))
-    };
-    model.weights.by_name.iter().map(|(name, weight)| (original(name).unwrap_or(name), weight)).collect()
 }
 
 fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<WeightDiff> {

@@ -98,7 +98,7 @@ fn folders_without_a_model() {
             |folder| shard(folder, "model-00001-of-00002.safetensors", &["x"]),
             RUN,
             1,
-            "in: has file 1 of the 2 of a model, but neither the others nor model.safetensors.index.json: complete the download",
+            "in: has file 1 of the 2 of a model, but neither the others nor model.safetensors.index.json; complete the download",
             "",
         ),
         case("nothing to inspect", |_| (), "inspect in", 1, "cannot open in", ""),
