@@ -9,7 +9,9 @@
 //! Weights encoded as indices into codebooks (palettes) keep that encoding in all layouts except
 //! `dense`; only `compress` reads them.
 
+mod module_names;
 mod quantization;
+mod support;
 
 use std::collections::BTreeMap;
 
@@ -240,7 +242,7 @@ impl Safetensors {
         if sparse == 0 && model.needs_graph_file() {
             notes.push("config.json cannot describe this model, so graph.json describes it, which only compress and its ONNX export read; `model_type` is marked so that other libraries reject the folder".to_owned());
         } else if sparse == 0 && palettes == 0 {
-            notes.extend(quantization::notes(items, model));
+            notes.extend(support::notes(items, model));
         }
         notes
     }

@@ -12,7 +12,6 @@ use compress::export::{Export, Onnx, Safetensors};
 use compress::pass::{PruneStructured, Quantize, Step};
 use compress::pipeline::ResultCache;
 use compress::{Model, Pipeline, Report};
-use compress_core::store::Pattern;
 use compress_engine::data::Data;
 use compress_engine::exec::{Executor, Inputs, Parameters, Residence, Rounding};
 use compress_kernels::cache::CacheFormat;
@@ -245,46 +244,6 @@ fn groups_of_scattered_inputs_are_refused_and_an_order_that_says_nothing_is_drop
     assert_eq!((opened(&|at| at / 32).unwrap(), opened(&|_| -1).unwrap()), (false, false));
     let error = opened(&|at| at % 3).unwrap_err().to_string();
     assert!(error.contains("down_proj.weight_g_idx") && error.contains("actorder"), "{error}");
-}
-
-/// Loaders drop or change the first component of names, and transformers 5 renames modules of vision
-/// transformers.
-#[test]
-fn targets_of_two_schemes_and_ignored_modules_match_by_every_name_that_loaders_use() {
-    let folder = tempfile::tempdir().unwrap();
-    let config = |name: &str, options: Value| -> Value {
-        written(folder.path(), &golden("models").join(name), quantize(options), vec![Safetensors::default().into()]).unwrap();
-        let config: Value = serde_json::from_slice(&std::fs::read(folder.path().join("out/config.json")).unwrap()).unwrap();
-        config["quantization_config"].clone()
-    };
-    let matching = |entries: &Value, module: &str| {
-        let entry = |entry: &Value| {
-            entry.as_str().unwrap() == module
-                || entry.as_str().unwrap().strip_prefix("re:").is_some() && {
-                    let pattern: Pattern = entry.as_str().unwrap().parse().unwrap();
-                    pattern.matches(module)
-                }
-        };
-        entries.as_array().unwrap().iter().any(entry)
-    };
-    let bert = ["bert.encoder.layer.1.output.dense", "encoder.layer.1.output.dense"];
-    let vit = ["vit.encoder.layer.1.output.dense", "vit.layers.1.mlp.fc2", "layers.1.mlp.fc2"];
-    let short_rows = ["bert.encoder.layer.1.attention.self.key", "encoder.layer.1.attention.self.key", "bert.pooler.dense", "pooler.dense"];
-    let short_rows_of_vit = ["vit.encoder.layer.0.attention.attention.key", "vit.layers.0.attention.k_proj", "layers.0.attention.k_proj", "layers.1.mlp.fc1"];
-    for (name, long, short) in [("bert-sequence-classification", &bert[..], short_rows), ("vit-image-classification", &vit, short_rows_of_vit)] {
-        let groups = config(name, json!({ "scheme": "W4A16", "group_size": 16 }))["config_groups"].clone();
-        let of = |module: &str| -> Vec<Value> {
-            let found = groups.as_object().unwrap().values().filter(|group| matching(&group["targets"], module));
-            found.map(|group| group["weights"]["group_size"].clone()).collect()
-        };
-        long.iter().for_each(|module| assert_eq!(of(module), [Value::Null], "{module}: {groups}"));
-        short.iter().for_each(|module| assert_eq!(of(module), [json!(16)], "{module}: {groups}"));
-    }
-    let ignore = config("vit-image-classification", json!({ "scheme": "W8A8", "ignore": ["*layer.0.attention*"] }))["ignore"].clone();
-    for (module, is_ignored) in [(short_rows_of_vit[0], true), (short_rows_of_vit[1], true), (short_rows_of_vit[2], true), ("layers.1.attention.k_proj", false)]
-    {
-        assert_eq!(matching(&ignore, module), is_ignored, "{module}: {ignore}");
-    }
 }
 
 #[test]

@@ -42,6 +42,7 @@ mod pieces;
 mod plugins;
 mod properties;
 mod python_package;
+mod quantization_config;
 mod readme;
 mod report;
 mod run;

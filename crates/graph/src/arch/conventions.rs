@@ -7,10 +7,6 @@ use serde_json::{Map, Value};
 use super::Tie;
 use crate::store::{Role, Weight};
 
-/// Names of output heads that may have no tensor in the checkpoint: those of all families, as loaders add
-/// heads that depend on their model class.
-pub const UNSTORED_HEADS: [&str; 6] = ["lm_head", "cls.predictions.decoder", "predictions.decoder", "classifier", "score", "qa_outputs"];
-
 /// Weights that are tied unless `config.json` unties them.
 pub(super) const TIED: &[Tie] = &[
     ("embed_out.weight", "gpt_neox.embed_in.weight"),

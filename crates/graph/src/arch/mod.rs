@@ -32,6 +32,7 @@ mod gpt_neox;
 mod llama;
 mod mixtral;
 mod modernbert;
+mod module_names;
 mod mpnet;
 mod olmo2;
 mod opt;
@@ -48,10 +49,10 @@ mod vit;
 mod whisper;
 mod without_graph;
 
-pub use conventions::UNSTORED_HEADS;
 use family::{CONVOLUTIONAL, DECODER, DECODER_SIZES, EMPTY, ENCODER, VISION_TRANSFORMER, classifier};
 pub use family::{ClassificationHead, ExpertLayout, Family, Groups, Keys, ModelKind, PositionOffset, Positions, Sizes, Tie};
 pub use gguf::{GgufExperts, GgufFamily, Windows};
+pub use module_names::{UNSTORED_HEADS, module_spellings};
 pub use roles::{fused_layer, is_embedding_table, mark_roles, role, shared_tables, tied};
 pub use running::*;
 

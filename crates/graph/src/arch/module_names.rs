@@ -1,0 +1,28 @@
+//! Names that libraries give to the modules of a checkpoint.
+
+use super::family;
+
+/// Names of output heads that may have no tensor in the checkpoint: those of all families, as loaders add
+/// heads that depend on their model class.
+pub const UNSTORED_HEADS: [&str; 6] = ["lm_head", "cls.predictions.decoder", "predictions.decoder", "classifier", "score", "qa_outputs"];
+
+/// Prefixes of a language model within a multimodal model: in published checkpoints and vLLM, and in transformers 5.
+const LANGUAGE_MODELS: [(&str, &str); 2] = [("language_model.model.", "model.language_model."), ("text_model.model.", "model.text_model.")];
+
+/// The name of a module in the checkpoint, followed by other names that libraries give it, except for a
+/// missing or different first component.
+pub fn module_spellings(model_type: &str, module: &str) -> Vec<String> {
+    let renames = family(model_type).map_or(&[][..], |family| family.renames);
+    let renamed = renames.iter().fold(module.to_owned(), |name, (from, to)| name.replace(from, to));
+    let mut spellings = vec![module.to_owned()];
+    for name in [module, &renamed] {
+        let moved =
+            LANGUAGE_MODELS.iter().flat_map(|(from, to)| [(from, to), (to, from)]).filter_map(|(from, to)| Some(format!("{to}{}", name.strip_prefix(from)?)));
+        for spelling in moved.chain([name.to_owned()]) {
+            if !spellings.contains(&spelling) {
+                spellings.push(spelling);
+            }
+        }
+    }
+    spellings
+}

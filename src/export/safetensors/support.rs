@@ -1,0 +1,84 @@
+//! Notes about which libraries load the written quantization schemes.
+
+use std::collections::BTreeSet;
+
+use super::quantization::{Group, groups};
+use crate::model::Model;
+use crate::store::writer::Item;
+use crate::store::{ActivationScheme, DType, Encoding, FileFormat, FloatFormat, Granularity, QuantizationSpec};
+
+/// Whether a weight belongs to a single expert, as in `mlp.experts.3.up_proj.weight`.
+fn is_of_expert(name: &str) -> bool {
+    name.split('.').zip(name.split('.').skip(1)).any(|(part, number)| part == "experts" && number.parse::<usize>().is_ok())
+}
+
+/// Layers by which compressed-tensors recognizes attention modules with a KV cache.
+const KEY_LAYERS: [&str; 4] = ["k_proj", "v_proj", "qkv_proj", "kv_b_proj"];
+
+/// Whether compressed-tensors recognizes a module as attention.
+fn is_attention_module(items: &[Item], module: &str) -> bool {
+    let layer = |item: &Item| item.name.strip_prefix(module).and_then(|rest| rest.strip_prefix('.')).and_then(|rest| rest.split('.').next()).map(str::to_owned);
+    items.iter().filter_map(layer).any(|layer| KEY_LAYERS.contains(&layer.as_str()))
+}
+
+/// Notes about which consumers support the quantization schemes.
+pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
+    let mut notes = Vec::new();
+    let groups = groups(items);
+    let dynamic = |g: &&Group| g.spec.activations == ActivationScheme::DynamicToken;
+    if groups.iter().filter(dynamic).any(|g| !g.spec.symmetric) {
+        notes.push("asymmetric weights with int8 activations: transformers loads them; vLLM supports only symmetric weights".to_owned());
+    }
+    if groups.iter().filter(dynamic).any(|g| matches!(g.spec.granularity, Granularity::Group(_))) {
+        notes.push("group-wise weights with int8 activations: transformers loads them; vLLM supports only one scale per tensor or channel".to_owned());
+    }
+    if groups.iter().any(|g| g.class == "Embedding") {
+        notes.push("quantized embeddings: transformers 5 loads them; transformers 4 and vLLM do not support this format".to_owned());
+    }
+    let quantized = |item: &&Item| matches!(item.weight.encoding, Encoding::Quantized(_));
+    if items.iter().filter(quantized).any(|item| is_of_expert(&item.name)) {
+        notes.push(
+            "quantized experts: transformers 4 and vLLM load them; transformers 5 fuses all experts of a layer into one tensor, which fails for quantized ones"
+                .to_owned(),
+        );
+    }
+    if let Some(module) = items.iter().filter_map(|item| item.name.strip_suffix(".k_scale")).find(|module| !is_attention_module(items, module)) {
+        notes.push(format!(
+            "scales of the KV cache: transformers ignores those of `{module}` and caches floats, because compressed-tensors recognizes attention by layers named {}; compress and its ONNX export use them",
+            KEY_LAYERS.join(", ")
+        ));
+    }
+    let integers = |g: &&Group| g.spec.codes.is_integer();
+    if groups.iter().filter(integers).any(|g| g.class == "Linear" && g.spec.activations == ActivationScheme::None && !g.packed) {
+        notes.push("weight-only int8 with zero points or a single scale: transformers loads it; vLLM has no kernel for it".to_owned());
+    }
+    if groups.iter().any(|g| g.packed && !g.spec.symmetric) {
+        notes.push("packed zero points: vLLM loads them; transformers only with `CompressedTensorsConfig(dequantize=True)`".to_owned());
+    }
+    let file = |spec: &QuantizationSpec| spec.codes.float().and_then(|format| format.file(spec.scale_format()));
+    let used: Vec<(FloatFormat, &FileFormat)> = FloatFormat::ALL
+        .iter()
+        .flat_map(|format| format.row().files.iter().map(move |file| (*format, file)))
+        .filter(|(_, known)| groups.iter().any(|g| file(&g.spec).is_some_and(|file| file.name == known.name)))
+        .collect();
+    for (_, file) in &used {
+        if !notes.iter().any(|note| note == file.support) {
+            notes.push(file.support.to_owned());
+        }
+    }
+    let is_float = |item: &Item| matches!(&item.weight.encoding, Encoding::Quantized(spec) if item.weight.dtype != DType::BF16 && file(spec).is_some_and(|file| file.only_bf16));
+    if let Some((format, _)) = used.iter().find(|(_, file)| file.only_bf16).filter(|_| items.iter().any(is_float)) {
+        notes.push(format!("{} in a model that is not bfloat16: transformers dequantizes the weights to bfloat16 and then fails on the dtype mismatch; `cast --to bf16` first, or load the model with that dtype", format.row().label));
+    }
+    let odd: BTreeSet<u8> = groups.iter().filter(|g| g.packed).map(|g| g.spec.codes.bits()).filter(|bits| 32 % bits != 0).collect();
+    if !odd.is_empty() {
+        notes.push(format!("weights of {odd:?} bits, packed across word boundaries: compressed-tensors reads them from version 0.18"));
+    }
+    if groups.iter().any(|g| g.spec.activations == ActivationScheme::DynamicToken) {
+        notes.push("int8 activations are quantized by the consumer while the model runs; the speed-up needs integer kernels (vLLM has them; transformers computes in floating point)".to_owned());
+    }
+    if !groups.is_empty() && model.config.model_type().is_empty() {
+        notes.push("the folder has no config.json with a model_type: the written config.json describes the quantization, but libraries cannot select a model class from it".to_owned());
+    }
+    notes
+}

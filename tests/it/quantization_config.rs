@@ -1,0 +1,141 @@
+//! The `quantization_config` of folders: which modules loaders select by it, and notes about unsupported schemes.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::path::{Path, PathBuf};
+
+use compress::pass::Quantize;
+use compress_core::store::Pattern;
+use serde_json::{Value, json};
+
+use crate::common::{DType, Desk, Tensor, pipeline};
+
+/// A folder with weights of these shapes, without the suffix `.weight` for tensors of rank 2.
+fn folder(desk: &Desk, config: &Value, shapes: &[(&str, &[usize])]) -> PathBuf {
+    let name = |name: &str, rank: usize| if rank == 2 { format!("{name}.weight") } else { name.to_owned() };
+    let tensors = shapes.iter().enumerate().map(|(seed, (module, shape))| (name(module, shape.len()), Tensor::random(DType::F32, shape, seed as u64)));
+    let input = desk.weights(&tensors.collect());
+    std::fs::write(input.join("config.json"), config.to_string()).unwrap();
+    input
+}
+
+/// The written `quantization_config`, and the notes of the run.
+fn quantized(desk: &Desk, input: &Path, options: Value) -> (Value, Vec<String>) {
+    let pass: Quantize = serde_json::from_value(options).unwrap();
+    let out = desk.run(input, pipeline().pass(pass)).unwrap();
+    let config: Value = serde_json::from_slice(&std::fs::read(out.path.join("config.json")).unwrap()).unwrap();
+    (config["quantization_config"].clone(), out.report.notes)
+}
+
+/// Whether a list of targets selects a module by its name.
+fn matching(entries: &Value, module: &str) -> bool {
+    let entry = |entry: &str| entry == module || entry.starts_with("re:") && entry.parse::<Pattern>().unwrap().matches(module);
+    entries.as_array().unwrap().iter().any(|value| entry(value.as_str().unwrap()))
+}
+
+/// The group sizes of the groups that select a module by its name.
+fn group_sizes(config: &Value, module: &str) -> Vec<Value> {
+    let groups = config["config_groups"].as_object().unwrap().values();
+    groups.filter(|group| matching(&group["targets"], module)).map(|group| group["weights"]["group_size"].clone()).collect()
+}
+
+/// Loaders drop or change the first component of names, and transformers 5 renames modules of vision
+/// transformers.
+#[test]
+fn targets_of_two_schemes_and_ignored_modules_match_by_every_name_that_loaders_use() {
+    let desk = Desk::new();
+    let config = |name: &str, options: Value| quantized(&desk, &Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name), options).0;
+    let bert = ["bert.encoder.layer.1.output.dense", "encoder.layer.1.output.dense"];
+    let vit = ["vit.encoder.layer.1.output.dense", "vit.layers.1.mlp.fc2", "layers.1.mlp.fc2"];
+    let short_rows = ["bert.encoder.layer.1.attention.self.key", "encoder.layer.1.attention.self.key", "bert.pooler.dense", "pooler.dense"];
+    let short_rows_of_vit = ["vit.encoder.layer.0.attention.attention.key", "vit.layers.0.attention.k_proj", "layers.0.attention.k_proj", "layers.1.mlp.fc1"];
+    for (name, long, short) in [("bert-sequence-classification", &bert[..], short_rows), ("vit-image-classification", &vit, short_rows_of_vit)] {
+        let config = config(name, json!({ "scheme": "W4A16", "group_size": 16 }));
+        long.iter().for_each(|module| assert_eq!(group_sizes(&config, module), [Value::Null], "{module}: {config}"));
+        short.iter().for_each(|module| assert_eq!(group_sizes(&config, module), [json!(16)], "{module}: {config}"));
+    }
+    let ignore = config("vit-image-classification", json!({ "scheme": "W8A8", "ignore": ["*layer.0.attention*"] }))["ignore"].clone();
+    for (module, is_ignored) in [(short_rows_of_vit[0], true), (short_rows_of_vit[1], true), (short_rows_of_vit[2], true), ("layers.1.attention.k_proj", false)]
+    {
+        assert_eq!(matching(&ignore, module), is_ignored, "{module}: {ignore}");
+    }
+}
+
+/// Checkpoints and vLLM call the layers of LLaVA and Gemma 3 `language_model.model.layers`, transformers 5
+/// `model.language_model.layers`. Checkpoints of Qwen3-VL have the names of transformers, vLLM uses the others.
+#[test]
+fn language_models_of_multimodal_models_match_by_the_names_of_all_libraries() {
+    let desk = Desk::new();
+    let both = ["language_model.model", "model.language_model"];
+    for (stored, names) in [(both[0], both), (both[1], both), ("text_model.model", ["text_model.model", "model.text_model"])] {
+        let module = |name: &str, layer: usize, module: &str| format!("{name}.layers.{layer}.{module}");
+        let vision = "vision_tower.encoder.layers.0.self_attn.q_proj";
+        let [q, down, q1, down1] =
+            [(0, "self_attn.q_proj"), (0, "mlp.down_proj"), (1, "self_attn.q_proj"), (1, "mlp.down_proj")].map(|(at, name)| module(stored, at, name));
+        let shapes: [(&str, &[usize]); 5] = [(&q, &[128, 128]), (&down, &[128, 160]), (&q1, &[128, 128]), (&down1, &[128, 160]), (vision, &[128, 128])];
+        let input = folder(&desk, &json!({ "model_type": "llava", "text_config": {}, "vision_config": {} }), &shapes);
+        let (config, _) = quantized(&desk, &input, json!({ "scheme": "W4A16" }));
+        let (ignoring, _) = quantized(&desk, &input, json!({ "scheme": "W8A8", "ignore": ["*layers.0.mlp*"] }));
+        for name in names {
+            for layer in 0..2 {
+                assert_eq!(group_sizes(&config, &module(name, layer, "self_attn.q_proj")), [json!(128)], "{stored} {name}: {config}");
+                assert_eq!(group_sizes(&config, &module(name, layer, "mlp.down_proj")), [json!(32)], "{stored} {name}: {config}");
+                assert!(!matching(&ignoring["ignore"], &module(name, layer, "self_attn.q_proj")), "{stored} {name}: {ignoring}");
+                assert_eq!(matching(&ignoring["ignore"], &module(name, layer, "mlp.down_proj")), layer == 0, "{stored} {name}: {ignoring}");
+            }
+        }
+        for config in [config, ignoring] {
+            assert!(group_sizes(&config, vision).is_empty() && matching(&config["ignore"], &format!("model.{vision}")), "{config}");
+        }
+    }
+}
+
+/// `quantization_config` of a mixture of an unknown family: heads, routers and experts in tensors of
+/// rank 3 stay dense, and `ignore` lists them in the forms that vLLM and transformers look up.
+#[test]
+fn a_quantization_config_ignores_every_dense_module() {
+    let desk = Desk::new();
+    let shapes: [(&str, &[usize]); 11] = [
+        ("model.embed_tokens", &[48, 32]),
+        ("model.layers.0.self_attn.q_proj", &[32, 32]),
+        ("model.layers.0.mixer.gate", &[2, 32]),
+        ("model.layers.0.mixer.experts.gate_up_proj", &[2, 16, 32]),
+        ("model.layers.0.mixer.experts.down_proj", &[2, 32, 8]),
+        ("model.layers.1.mixer.down_proj", &[32, 64]),
+        // As in Step-3: only the router next to them says that they are experts.
+        ("model.layers.2.moe.gate", &[2, 32]),
+        ("model.layers.2.moe.up_proj.weight", &[2, 16, 32]),
+        ("model.layers.2.moe.down_proj.weight", &[2, 32, 16]),
+        ("model.norm.weight", &[32]),
+        ("output", &[48, 32]),
+    ];
+    let input = folder(&desk, &json!({ "model_type": "unheard-of" }), &shapes);
+    let options = json!({ "scheme": "FP8-DYNAMIC" });
+    let pass: Quantize = serde_json::from_value(options.clone()).unwrap();
+    let plan = pipeline().pass(pass).build().unwrap().plan(&compress::Model::open(&input).unwrap()).unwrap();
+    let (mut described, _) = quantized(&desk, &input, options);
+    let rule = &plan.passes[0].rule;
+    assert!(rule.contains("unchanged: the output head `output.weight`, 2 routers (the first: `model.layers.0.mixer.gate.weight`)"), "{rule}");
+    assert!(described["producer"].as_str().unwrap().starts_with("compress "));
+    described["producer"] = Value::Null;
+    let arguments = |strategy: &str, dynamic: bool| json!({ "num_bits": 8, "type": "float", "symmetric": true, "strategy": strategy, "dynamic": dynamic });
+    let expected = json!({
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": { "group_0": {
+            "targets": ["Linear"], "weights": arguments("channel", false), "input_activations": arguments("token", true), "output_activations": null,
+            "format": "float-quantized",
+        } },
+        "ignore": [
+            "model.layers.0.mixer.gate", r"re:(.*\.)?layers\.0\.mixer\.gate$", "model.layers.2.moe.gate", r"re:(.*\.)?layers\.2\.moe\.gate$", "output",
+            r"re:(.*\.)?layers\.0\.mixer\.experts(\..*)?$", r"re:(.*\.)?layers\.2\.moe\.experts(\..*)?$",
+            "lm_head", "cls.predictions.decoder", "predictions.decoder", "classifier", "score", "qa_outputs",
+        ],
+        "kv_cache_scheme": null,
+        "global_compression_ratio": null,
+        "version": "0.13.0",
+        "producer": null,
+    });
+    assert_eq!(described, expected, "{described:#}");
+}
