@@ -90,6 +90,33 @@ fn language_models_of_multimodal_models_match_by_the_names_of_all_libraries() {
     }
 }
 
+/// transformers adds heads that are tied to an embedding and have no tensor. A quantized head is not ignored.
+#[test]
+fn heads_without_a_tensor_are_ignored() {
+    let desk = Desk::new();
+    let body: [(&str, &[usize]); 2] = [("model.embed_tokens", &[48, 32]), ("model.layers.0.fc1", &[32, 32])];
+    for (model_type, head) in [
+        ("esm", "lm_head.decoder"),
+        ("longformer", "lm_head.decoder"),
+        ("biogpt", "output_projection"),
+        ("convbert", "generator_lm_head"),
+        ("trocr", "output_projection"),
+        ("llama", "lm_head"),
+        ("unheard-of", "language_model.lm_head"),
+        ("bert", "cls.predictions.decoder"),
+    ] {
+        let config = |shapes: &[(&str, &[usize])], targets: &[&str]| {
+            let input = folder(&desk, &json!({ "model_type": model_type }), shapes);
+            quantized(&desk, &input, json!({ "scheme": "FP8-DYNAMIC", "targets": targets })).0
+        };
+        let tied = config(&body, &["*fc1*"]);
+        assert!(matching(&tied["ignore"], head), "{model_type}: {tied}");
+        assert!(!matching(&tied["ignore"], "model.layers.0.fc1"), "{model_type}: {tied}");
+        let stored = config(&[body[0], body[1], (head, &[48, 32])], &["*fc1*", &format!("{head}*")]);
+        assert!(!matching(&stored["ignore"], head), "{model_type}: {stored}");
+    }
+}
+
 /// `quantization_config` of a mixture of an unknown family: heads, routers and experts in tensors of
 /// rank 3 stay dense, and `ignore` lists them in the forms that vLLM and transformers look up.
 #[test]
@@ -130,7 +157,7 @@ fn a_quantization_config_ignores_every_dense_module() {
         "ignore": [
             "model.layers.0.mixer.gate", r"re:(.*\.)?layers\.0\.mixer\.gate$", "model.layers.2.moe.gate", r"re:(.*\.)?layers\.2\.moe\.gate$", "output",
             r"re:(.*\.)?layers\.0\.mixer\.experts(\..*)?$", r"re:(.*\.)?layers\.2\.moe\.experts(\..*)?$",
-            "lm_head", "cls.predictions.decoder", "predictions.decoder", "classifier", "score", "qa_outputs",
+            r"re:(.*\.)?(lm_head|cls\.predictions\.decoder|predictions\.decoder|classifier|score|qa_outputs|ctc_head|decoder|embed_out|generator_lm_head|head|lm_head\.decoder|lm_head\.out_proj|lm_loss|output|output_projection|pred_layer\.proj|proj_out|unembedding_projection|vocab_projector)$",
         ],
         "kv_cache_scheme": null,
         "global_compression_ratio": null,

@@ -84,6 +84,11 @@ pub(super) fn unique(entries: impl IntoIterator<Item = String>) -> Vec<String> {
     entries.into_iter().filter(|entry| found.insert(entry.clone())).collect()
 }
 
+/// An entry that matches modules whose last components are one of these names.
+pub(super) fn names_ending_with(names: &[String]) -> String {
+    ends_with(&format!("({})", names.iter().map(|name| regex::escape(name)).collect::<Vec<_>>().join("|")))
+}
+
 /// An entry that matches modules whose last components match a regular expression.
 fn ends_with(expression: &str) -> String {
     format!("re:(.*\\.)?{expression}$")

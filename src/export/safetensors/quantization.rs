@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use serde_json::{Map, Value, json};
 
 use super::is_packed;
-use super::module_names::{ModuleNames, Owner, unique};
+use super::module_names::{ModuleNames, Owner, names_ending_with, unique};
 use crate::arch;
 use crate::model::{Model, class, is_embedding, is_linear, stacked_experts};
 use crate::run_state::RunState;
@@ -192,7 +192,7 @@ fn ignored(items: &[Item], model: &Model, groups: &[Group], names: &ModuleNames)
     let has_quantized = |experts: &&String| groups.iter().flat_map(|g| &g.modules).any(|name| name.starts_with(&format!("{experts}.")));
     // A head that is tied to a float embedding has no tensor, but is a linear layer.
     let heads = arch::UNSTORED_HEADS.into_iter().chain(model.tied_names().into_iter().map(|(alias, _)| module(alias)));
-    let heads = heads.filter(|head| !names.is_quantized(head)).map(str::to_owned);
+    let heads = unique(heads.filter(|head| !names.is_quantized(head)).map(str::to_owned));
     let experts = experts.iter().filter(|experts| !has_quantized(experts)).flat_map(|experts| names.ignored_experts(experts));
-    unique(unquantized.flat_map(|item| names.ignored(module(&item.name))).chain(experts).chain(heads))
+    unique(unquantized.flat_map(|item| names.ignored(module(&item.name))).chain(experts).chain([names_ending_with(&heads)]))
 }

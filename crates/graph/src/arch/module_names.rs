@@ -3,8 +3,29 @@
 use super::family;
 
 /// Names of output heads that may have no tensor in the checkpoint: those of all families, as loaders add
-/// heads that depend on their model class.
-pub const UNSTORED_HEADS: [&str; 6] = ["lm_head", "cls.predictions.decoder", "predictions.decoder", "classifier", "score", "qa_outputs"];
+/// heads that depend on their model class (`_tied_weights_keys` in transformers).
+pub const UNSTORED_HEADS: [&str; 20] = [
+    "lm_head",
+    "cls.predictions.decoder",
+    "predictions.decoder",
+    "classifier",
+    "score",
+    "qa_outputs",
+    "ctc_head",
+    "decoder",
+    "embed_out",
+    "generator_lm_head",
+    "head",
+    "lm_head.decoder",
+    "lm_head.out_proj",
+    "lm_loss",
+    "output",
+    "output_projection",
+    "pred_layer.proj",
+    "proj_out",
+    "unembedding_projection",
+    "vocab_projector",
+];
 
 /// Prefixes of a language model within a multimodal model: in published checkpoints and vLLM, and in transformers 5.
 const LANGUAGE_MODELS: [(&str, &str); 2] = [("language_model.model.", "model.language_model."), ("text_model.model.", "model.text_model.")];
