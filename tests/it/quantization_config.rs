@@ -117,6 +117,27 @@ fn heads_without_a_tensor_are_ignored() {
     }
 }
 
+/// Linear layers with names like those of embedding tables. Some of them are in families of the table.
+#[test]
+fn every_matrix_that_is_not_quantized_is_ignored() {
+    let desk = Desk::new();
+    for (model_type, module) in [
+        ("rembert", "rembert.encoder.embedding_hidden_mapping_in"),
+        ("fnet", "fnet.embeddings.projection"),
+        ("convbert", "convbert.embeddings_project"),
+        ("electra", "electra.embeddings_project"),
+        ("siglip2", "vision_model.embeddings.patch_embedding"),
+        ("prophetnet", "prophetnet.decoder.layers.0.self_attn.relative_pos_embeddings"),
+        ("bert", "bert.embeddings.word_embeddings"),
+    ] {
+        let input = folder(&desk, &json!({ "model_type": model_type }), &[(module, &[32, 32]), ("encoder.layer.0.dense", &[32, 32])]);
+        let ignore = quantized(&desk, &input, json!({ "scheme": "FP8-DYNAMIC" })).0["ignore"].clone();
+        let in_base_model = module.split_once('.').unwrap().1;
+        assert!(matching(&ignore, module) && matching(&ignore, in_base_model), "{model_type}: {ignore}");
+        assert!(!matching(&ignore, "encoder.layer.0.dense"), "{model_type}: {ignore}");
+    }
+}
+
 /// `quantization_config` of a mixture of an unknown family: heads, routers and experts in tensors of
 /// rank 3 stay dense, and `ignore` lists them in the forms that vLLM and transformers look up.
 #[test]
@@ -155,6 +176,7 @@ fn a_quantization_config_ignores_every_dense_module() {
             "format": "float-quantized",
         } },
         "ignore": [
+            "model.embed_tokens", r"re:(.*\.)?embed_tokens$",
             "model.layers.0.mixer.gate", r"re:(.*\.)?layers\.0\.mixer\.gate$", "model.layers.2.moe.gate", r"re:(.*\.)?layers\.2\.moe\.gate$", "output",
             r"re:(.*\.)?layers\.0\.mixer\.experts(\..*)?$", r"re:(.*\.)?layers\.2\.moe\.experts(\..*)?$",
             r"re:(.*\.)?(lm_head|cls\.predictions\.decoder|predictions\.decoder|classifier|score|qa_outputs|ctc_head|decoder|embed_out|generator_lm_head|head|lm_head\.decoder|lm_head\.out_proj|lm_loss|output|output_projection|pred_layer\.proj|proj_out|unembedding_projection|vocab_projector)$",

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use super::is_packed;
 use super::module_names::{ModuleNames, Owner, names_ending_with, unique};
 use crate::arch;
-use crate::model::{Model, class, is_embedding, is_linear, stacked_experts};
+use crate::model::{Model, class, stacked_experts};
 use crate::run_state::RunState;
 use crate::store::writer::Item;
 use crate::store::{ActivationScheme, Codes, Encoding, FloatFormat, FloatScale, Granularity, QuantizationSpec, ScaleFormat};
@@ -182,12 +182,11 @@ pub(super) fn is_needed(items: &[Item], model: &Model, run: &RunState) -> bool {
 /// Modules that are not quantized, by their checkpoint name and by its suffix: loaders drop or change
 /// the first component (`bert.pooler.dense` becomes `pooler.dense` if only the base model is loaded).
 fn ignored(items: &[Item], model: &Model, groups: &[Group], names: &ModuleNames) -> Vec<String> {
-    let embeddings = groups.iter().any(|g| g.class == "Embedding");
+    // Embedding tables are included: some linear layers have names like them, such as `embeddings.projection`.
     let unquantized = items
         .iter()
         .filter(|item| item.weight.encoding == Encoding::Dense && item.weight.shape.len() == 2 && item.name.ends_with(".weight"))
-        .filter(|item| model.weights.folder(&item.name).is_none())
-        .filter(|item| embeddings || !is_embedding(&item.name, &item.weight) || is_linear(&item.name, &item.weight));
+        .filter(|item| model.weights.folder(&item.name).is_none());
     let experts: BTreeSet<String> = items.iter().filter_map(|item| stacked_experts(&item.name, &item.weight)).collect();
     let has_quantized = |experts: &&String| groups.iter().flat_map(|g| &g.modules).any(|name| name.starts_with(&format!("{experts}.")));
     // A head that is tied to a float embedding has no tensor, but is a linear layer.
