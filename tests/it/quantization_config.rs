@@ -138,6 +138,17 @@ fn every_matrix_that_is_not_quantized_is_ignored() {
     }
 }
 
+#[test]
+fn routers_that_transformers_renames_are_ignored() {
+    let desk = Desk::new();
+    let expert = "model.layers.0.block_sparse_moe.experts.0.w1";
+    let shapes: [(&str, &[usize]); 2] = [("model.layers.0.block_sparse_moe.gate", &[4, 32]), (expert, &[32, 32])];
+    let input = folder(&desk, &json!({ "model_type": "phimoe" }), &shapes);
+    let ignore = quantized(&desk, &input, json!({ "scheme": "FP8-DYNAMIC" })).0["ignore"].clone();
+    let is_ignored = ["model.layers.0.block_sparse_moe.gate", "model.layers.0.mlp.router", expert].map(|module| matching(&ignore, module));
+    assert_eq!(is_ignored, [true, true, false], "{ignore}");
+}
+
 /// `quantization_config` of a mixture of an unknown family: heads, routers and experts in tensors of
 /// rank 3 stay dense, and `ignore` lists them in the forms that vLLM and transformers look up.
 #[test]

@@ -107,7 +107,8 @@ pub(super) const FAMILIES: &[Family] = &[
     like("jetmoe", GRANITE),
     like("step3_text", STEP3),
     like("step3_vl", STEP3),
-    like("phimoe", SPARSE),
+    // The router is a linear layer in transformers.
+    Family { renames: &[("block_sparse_moe.gate", "mlp.router"), ("block_sparse_moe.", "mlp.")], ..like("phimoe", SPARSE) },
     like("minimax", SPARSE),
     like("minimax_m2", SPARSE),
     Family { routers: &["ffn.router"], ..like("dbrx", GPT) },
