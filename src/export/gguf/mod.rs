@@ -81,11 +81,10 @@ impl Gguf {
         if model.needs_graph_file() {
             return Err(unsupported("a model that config.json does not describe", "export safetensors or onnx, which include a graph"));
         }
-        let Metadata { family, mut values, factors, mut notes } = describe(model)?;
+        let Metadata { family, experts, mut values, factors, mut notes } = describe(model)?;
         let size = |key: &str| model.config.get(key).and_then(Json::as_u64).map_or(0, |size| size as usize);
         let (layers, heads) = (size("num_hidden_layers"), size("num_attention_heads"));
         let groups = Some(size("num_key_value_heads")).filter(|groups| *groups > 0).unwrap_or(heads);
-        let experts = family.experts.as_ref().map_or(0, |experts| size(experts.count));
         let head_stored = stores_head(model, family, read_values)?;
         if !model.weights.by_name.contains_key(HEAD) && model.config.get("tie_word_embeddings").and_then(Json::as_bool) == Some(false) {
             return Err(unsupported("lm_head.weight is missing, and config.json does not tie it to the embedding", "the checkpoint is incomplete"));

@@ -45,7 +45,7 @@ pub struct GgufExperts {
     pub(super) block: &'static str,
     /// Names of the gate, up and down projections of an expert.
     pub(super) parts: [&'static str; 3],
-    /// Key of the number of experts in `config.json`.
+    /// Key of the number of experts in the `config.json` of models that are read from GGUF files.
     pub count: &'static str,
     /// Whether llama.cpp normalizes the weights of the selected experts to sum to one.
     pub normalized: bool,

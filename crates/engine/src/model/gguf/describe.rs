@@ -15,6 +15,8 @@ pub type Keys = Vec<(String, Value)>;
 pub struct Metadata {
     /// The family, with its tensor names and metadata keys.
     pub family: &'static GgufFamily,
+    /// Number of experts of a layer; zero for families without experts.
+    pub experts: usize,
     /// Values by key.
     pub values: Keys,
     /// Divisors of the rotary frequencies, stored as the tensor `rope_freqs.weight`.
@@ -80,8 +82,8 @@ impl Reader<'_> {
 /// represent.
 pub fn describe(model: &Model) -> Result<Metadata> {
     let kind = model.config.model_type();
-    let family = arch::family(kind)
-        .and_then(|family| family.gguf)
+    let (described, family) = arch::family(kind)
+        .and_then(|described| Some((described, described.gguf?)))
         .ok_or_else(|| Error::Unsupported { what: format!("gguf: model_type `{kind}`"), hint: format!("supported: {}", GgufFamily::model_types()) })?;
     let reader = Reader { model, family };
     let mut notes = Vec::new();
@@ -94,8 +96,10 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     let groups = reader.size("num_key_value_heads")?.unwrap_or(heads);
     own.push(("attention.head_count_kv", Value::Unsigned(groups)));
     own.push(("attention.layer_norm_rms_epsilon", Value::Float(reader.number("rms_norm_eps")?.unwrap_or(1e-6))));
+    let mut expert_count = 0;
     if let Some(experts) = &family.experts {
-        own.push(("expert_count", Value::Unsigned(reader.required(experts.count)?)));
+        expert_count = reader.required(described.experts_key(model.config.values()).unwrap_or(experts.count))?;
+        own.push(("expert_count", Value::Unsigned(expert_count)));
         own.push(("expert_used_count", Value::Unsigned(reader.required("num_experts_per_tok")?)));
         if experts.own_inner {
             own.push(("expert_feed_forward_length", Value::Unsigned(reader.required("moe_intermediate_size")?)));
@@ -159,7 +163,7 @@ pub fn describe(model: &Model) -> Result<Metadata> {
         (key.clone(), value)
     }));
     values.extend(own.into_iter().map(|(key, value)| (format!("{}.{key}", family.architecture), value)));
-    Ok(Metadata { family, values, factors, notes })
+    Ok(Metadata { family, experts: usize::try_from(expert_count).unwrap_or(usize::MAX), values, factors, notes })
 }
 
 /// Maximum head width.
@@ -237,8 +241,9 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
             reader.refused(&format!("`sliding_window_pattern` of {pattern}"), format!("llama.cpp uses sliding windows in all but every {every}th layer"))
         );
     }
-    if let Some(window) = reader.size("sliding_window")?
-        && family.drops_window
+    // The other families have no windows, or reject `use_sliding_window`, without which the size has no effect.
+    if family.drops_window
+        && let Some(window) = reader.size("sliding_window")?
     {
         notes.push(format!(
             "config.json specifies a sliding window of {window} tokens, but GGUF files of `{}` cannot represent it: results differ for longer texts",
