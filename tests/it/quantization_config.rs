@@ -10,8 +10,10 @@ use serde_json::{Value, json};
 
 use crate::common::{DType, Desk, Tensor, pipeline};
 
+type Shapes<'a> = &'a [(&'a str, &'a [usize])];
+
 /// A folder with weights of these shapes, without the suffix `.weight` for tensors of rank 2.
-fn folder(desk: &Desk, config: &Value, shapes: &[(&str, &[usize])]) -> PathBuf {
+fn folder(desk: &Desk, config: &Value, shapes: Shapes) -> PathBuf {
     let name = |name: &str, rank: usize| if rank == 2 { format!("{name}.weight") } else { name.to_owned() };
     let tensors = shapes.iter().enumerate().map(|(seed, (module, shape))| (name(module, shape.len()), Tensor::random(DType::F32, shape, seed as u64)));
     let input = desk.weights(&tensors.collect());
@@ -105,7 +107,7 @@ fn heads_without_a_tensor_are_ignored() {
         ("unheard-of", "language_model.lm_head"),
         ("bert", "cls.predictions.decoder"),
     ] {
-        let config = |shapes: &[(&str, &[usize])], targets: &[&str]| {
+        let config = |shapes: Shapes, targets: &[&str]| {
             let input = folder(&desk, &json!({ "model_type": model_type }), shapes);
             quantized(&desk, &input, json!({ "scheme": "FP8-DYNAMIC", "targets": targets })).0
         };
@@ -147,6 +149,30 @@ fn routers_that_transformers_renames_are_ignored() {
     let ignore = quantized(&desk, &input, json!({ "scheme": "FP8-DYNAMIC" })).0["ignore"].clone();
     let is_ignored = ["model.layers.0.block_sparse_moe.gate", "model.layers.0.mlp.router", expert].map(|module| matching(&ignore, module));
     assert_eq!(is_ignored, [true, true, false], "{ignore}");
+}
+
+/// Notes about the folder of a quantized model: each case lists weights, options, and a part of the expected note.
+#[test]
+fn notes_name_libraries_that_do_not_load_a_folder() {
+    let desk = Desk::new();
+    let dense: Shapes = &[("model.layers.0.self_attn.q_proj", &[32, 32])];
+    let separate: Shapes = &[("model.layers.0.self_attn.q_proj", &[32, 32]), ("model.layers.0.mlp.experts.0.down_proj", &[32, 32])];
+    let stacked: Shapes = &[("model.layers.0.self_attn.q_proj", &[32, 32]), ("model.layers.0.feed_forward.experts.down_proj", &[2, 32, 32])];
+    let options = |scheme: &str| json!({ "scheme": scheme });
+    let without = |scheme: &str, ignore: &str| json!({ "scheme": scheme, "ignore": [ignore] });
+    for (model_type, shapes, options, note, is_expected) in [
+        ("olmoe", separate, without("W4A16", "*experts*"), "float experts in separate tensors", true),
+        ("olmoe", separate, without("W8A8", "*experts*"), "float experts in separate tensors", true),
+        ("olmoe", separate, without("FP8-DYNAMIC", "*experts*"), "float experts in separate tensors", false),
+        ("olmoe", separate, options("W4A16"), "quantized experts", true),
+        ("olmoe", dense, options("W4A16"), "experts", false),
+        ("llama4_text", stacked, options("W8A16"), "leaves these uninitialized", true),
+        ("gpt_oss", stacked, options("W8A16"), "leaves these uninitialized", false),
+    ] {
+        let input = folder(&desk, &json!({ "model_type": model_type }), shapes);
+        let (_, notes) = quantized(&desk, &input, options.clone());
+        assert_eq!(notes.iter().any(|found| found.contains(note)), is_expected, "{model_type} {options}: {notes:?}");
+    }
 }
 
 /// `quantization_config` of a mixture of an unknown family: heads, routers and experts in tensors of

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::quantization::{Group, groups};
-use crate::model::Model;
+use crate::model::{Model, stacked_experts};
 use crate::store::writer::Item;
 use crate::store::{ActivationScheme, DType, Encoding, FileFormat, FloatFormat, Granularity, QuantizationSpec};
 
@@ -21,6 +21,26 @@ fn is_attention_module(items: &[Item], module: &str) -> bool {
     items.iter().filter_map(layer).any(|layer| KEY_LAYERS.contains(&layer.as_str()))
 }
 
+/// Notes about experts: transformers 5 stacks those of a layer in one tensor.
+fn expert_notes(items: &[Item], groups: &[Group], model: &Model) -> Option<String> {
+    let separate = |item: &&Item| item.weight.shape.len() == 2 && is_of_expert(&item.name);
+    let is_quantized = |item: &Item| matches!(item.weight.encoding, Encoding::Quantized(_));
+    if items.iter().filter(separate).any(is_quantized) {
+        return Some(
+            "quantized experts: transformers 4 and vLLM load them; transformers 5 fuses all experts of a layer into one tensor, which fails for quantized ones"
+                .to_owned(),
+        );
+    }
+    // Found by loading folders of each format with transformers 5.23.
+    if groups.iter().any(|g| g.spec.codes.float() != Some(FloatFormat::E4m3)) && items.iter().any(|item| separate(&item)) {
+        return Some("float experts in separate tensors: transformers 5 stacks the experts of a layer, which fails in folders of integers or FP4; with FP8-DYNAMIC it loads them".to_owned());
+    }
+    let is_llama4 = model.config.model_type().starts_with("llama4");
+    (is_llama4 && !groups.is_empty() && items.iter().any(|item| stacked_experts(&item.name, &item.weight).is_some())).then(|| {
+        "float experts of Llama 4 in one tensor: in quantized folders, transformers replaces them with one linear layer per expert and leaves these uninitialized, so its outputs are wrong".to_owned()
+    })
+}
+
 /// Notes about which consumers support the quantization schemes.
 pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     let mut notes = Vec::new();
@@ -35,13 +55,7 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     if groups.iter().any(|g| g.class == "Embedding") {
         notes.push("quantized embeddings: transformers 5 loads them; transformers 4 and vLLM do not support this format".to_owned());
     }
-    let quantized = |item: &&Item| matches!(item.weight.encoding, Encoding::Quantized(_));
-    if items.iter().filter(quantized).any(|item| is_of_expert(&item.name)) {
-        notes.push(
-            "quantized experts: transformers 4 and vLLM load them; transformers 5 fuses all experts of a layer into one tensor, which fails for quantized ones"
-                .to_owned(),
-        );
-    }
+    notes.extend(expert_notes(items, &groups, model));
     if let Some(module) = items.iter().filter_map(|item| item.name.strip_suffix(".k_scale")).find(|module| !is_attention_module(items, module)) {
         notes.push(format!(
             "scales of the KV cache: transformers ignores those of `{module}` and caches floats, because compressed-tensors recognizes attention by layers named {}; compress and its ONNX export use them",
