@@ -158,6 +158,10 @@ fn notes_name_libraries_that_do_not_load_a_folder() {
     let dense: Shapes = &[("model.layers.0.self_attn.q_proj", &[32, 32])];
     let separate: Shapes = &[("model.layers.0.self_attn.q_proj", &[32, 32]), ("model.layers.0.mlp.experts.0.down_proj", &[32, 32])];
     let stacked: Shapes = &[("model.layers.0.self_attn.q_proj", &[32, 32]), ("model.layers.0.feed_forward.experts.down_proj", &[2, 32, 32])];
+    let attention: Shapes =
+        &[("model.layers.0.self_attn.q_proj", &[128, 128]), ("model.layers.0.self_attn.k_proj", &[64, 128]), ("model.layers.0.self_attn.v_proj", &[64, 128])];
+    let feed_forward: Shapes =
+        &[("model.layers.0.mlp.gate_proj", &[128, 128]), ("model.layers.0.mlp.up_proj", &[100, 128]), ("model.layers.0.mlp.down_proj", &[128, 100])];
     let options = |scheme: &str| json!({ "scheme": scheme });
     let without = |scheme: &str, ignore: &str| json!({ "scheme": scheme, "ignore": [ignore] });
     for (model_type, shapes, options, note, is_expected) in [
@@ -168,6 +172,24 @@ fn notes_name_libraries_that_do_not_load_a_folder() {
         ("olmoe", dense, options("W4A16"), "experts", false),
         ("llama4_text", stacked, options("W8A16"), "leaves these uninitialized", true),
         ("gpt_oss", stacked, options("W8A16"), "leaves these uninitialized", false),
+        (
+            "llama",
+            attention,
+            without("W8A8", "*v_proj*"),
+            "fuses `model.layers.0.self_attn.q_proj+k_proj+v_proj`, and these layers have different schemes",
+            true,
+        ),
+        ("unheard-of", attention, without("W4A16", "*q_proj*"), "different schemes", true),
+        ("llama", attention, options("W8A8"), "vLLM rejects", false),
+        ("llama", feed_forward, without("W8A8", "*down_proj*"), "vLLM rejects", false),
+        ("llama", attention, options("FP8-BLOCK"), "fuses `model.layers.0.self_attn.q_proj+k_proj+v_proj`, and the outputs", true),
+        // Only the last of the fused layers may have any number of outputs.
+        ("llama", feed_forward, options("FP8-BLOCK"), "vLLM rejects", false),
+        ("llama", dense, options("W2A16-ASYM"), "packed zero points: vLLM does not support them with 2 bits", true),
+        ("llama", dense, options("W3A16-ASYM"), "packed zero points: vLLM does not support them with 3 bits", true),
+        ("llama", dense, options("W4A16-ASYM"), "packed zero points: vLLM loads them", true),
+        ("llama", dense, options("W2A16"), "weights of 2 bits: only recent versions of vLLM", true),
+        ("llama", dense, options("W8A16"), "recent versions of vLLM", false),
     ] {
         let input = folder(&desk, &json!({ "model_type": model_type }), shapes);
         let (_, notes) = quantized(&desk, &input, options.clone());

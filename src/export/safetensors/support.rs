@@ -1,8 +1,9 @@
 //! Notes about which libraries load the written quantization schemes.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::quantization::{Group, groups};
+use super::quantization::{Group, groups, module};
+use crate::arch;
 use crate::model::{Model, stacked_experts};
 use crate::store::writer::Item;
 use crate::store::{ActivationScheme, DType, Encoding, FileFormat, FloatFormat, Granularity, QuantizationSpec};
@@ -41,6 +42,41 @@ fn expert_notes(items: &[Item], groups: &[Group], model: &Model) -> Option<Strin
     })
 }
 
+/// Notes about layers that vLLM fuses.
+fn fused_notes(items: &[Item], groups: &[Group], model: &Model) -> Vec<String> {
+    let owners: HashMap<&str, usize> = groups.iter().enumerate().flat_map(|(index, group)| group.modules.iter().map(move |name| (*name, index))).collect();
+    let owner = |item: &Item| owners.get(module(&item.name)).copied();
+    let mut layers: BTreeMap<String, Vec<&Item>> = BTreeMap::new();
+    for item in items.iter().filter(|item| item.weight.shape.len() == 2) {
+        layers.entry(arch::fused_layer(model.config.model_type(), &item.name)).or_default().push(item);
+    }
+    let differ = |parts: &[&Item]| parts.iter().any(|part| parts.first().is_some_and(|first| owner(part) != owner(first)));
+    let is_split = |(layer, parts): (&String, &[&Item])| {
+        let is_last = |part: &Item| layer.rsplit('+').next().is_some_and(|last| module(&part.name).ends_with(last));
+        let rows = |part: &Item| match owner(part).and_then(|index| groups.get(index)).map(|group| group.spec.granularity) {
+            Some(Granularity::Block([rows, _])) => rows,
+            _ => 1,
+        };
+        parts.len() > 1 && parts.iter().any(|part| !is_last(part) && part.weight.shape.first().is_some_and(|count| !count.is_multiple_of(rows(part))))
+    };
+    let differing = layers.iter().find(|(_, parts)| differ(parts)).map(|(layer, _)| {
+        format!("vLLM rejects the folder, because it fuses `{layer}`, and these layers have different schemes: quantize all of them, or none")
+    });
+    let split = layers.iter().find(|(layer, parts)| is_split((layer, parts))).map(|(layer, _)| {
+        format!("vLLM rejects the folder, because it fuses `{layer}`, and the outputs of these layers are not multiples of the block size: use FP8-DYNAMIC")
+    });
+    differing.into_iter().chain(split).collect()
+}
+
+/// Widths of packed integers that all versions of vLLM load, with or without zero points.
+const VLLM_BITS: [u8; 2] = [4, 8];
+
+/// A list of bit widths, as in "3 and 5 bits".
+fn widths<'g>(groups: impl Iterator<Item = &'g Group<'g>>) -> Option<String> {
+    let bits: BTreeSet<String> = groups.map(|g| g.spec.codes.bits().to_string()).collect();
+    (!bits.is_empty()).then(|| format!("{} bits", bits.into_iter().collect::<Vec<_>>().join(" and ")))
+}
+
 /// Notes about which consumers support the quantization schemes.
 pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     let mut notes = Vec::new();
@@ -66,9 +102,19 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     if groups.iter().filter(integers).any(|g| g.class == "Linear" && g.spec.activations == ActivationScheme::None && !g.packed) {
         notes.push("weight-only int8 with zero points or a single scale: transformers loads it; vLLM has no kernel for it".to_owned());
     }
-    if groups.iter().any(|g| g.packed && !g.spec.symmetric) {
-        notes.push("packed zero points: vLLM loads them; transformers only with `CompressedTensorsConfig(dequantize=True)`".to_owned());
+    let packed = || groups.iter().filter(|g| g.packed && g.spec.codes.is_integer());
+    let is_usual = |g: &&Group| VLLM_BITS.contains(&g.spec.codes.bits());
+    if packed().any(|g| !g.spec.symmetric) {
+        let vllm = match widths(packed().filter(|g| !g.spec.symmetric && !is_usual(g))) {
+            None => "vLLM loads them".to_owned(),
+            Some(bits) => format!("vLLM does not support them with {bits}"),
+        };
+        notes.push(format!("packed zero points: {vllm}; transformers loads them only with `CompressedTensorsConfig(dequantize=True)`"));
     }
+    if let Some(bits) = widths(packed().filter(|g| g.spec.symmetric && !is_usual(g))) {
+        notes.push(format!("weights of {bits}: only recent versions of vLLM load them"));
+    }
+    notes.extend(fused_notes(items, &groups, model));
     let file = |spec: &QuantizationSpec| spec.codes.float().and_then(|format| format.file(spec.scale_format()));
     let used: Vec<(FloatFormat, &FileFormat)> = FloatFormat::ALL
         .iter()
@@ -84,9 +130,8 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     if let Some((format, _)) = used.iter().find(|(_, file)| file.only_bf16).filter(|_| items.iter().any(is_float)) {
         notes.push(format!("{} in a model that is not bfloat16: transformers dequantizes the weights to bfloat16 and then fails on the dtype mismatch; `cast --to bf16` first, or load the model with that dtype", format.row().label));
     }
-    let odd: BTreeSet<u8> = groups.iter().filter(|g| g.packed).map(|g| g.spec.codes.bits()).filter(|bits| 32 % bits != 0).collect();
-    if !odd.is_empty() {
-        notes.push(format!("weights of {odd:?} bits, packed across word boundaries: compressed-tensors reads them from version 0.18"));
+    if let Some(bits) = widths(packed().filter(|g| 32 % g.spec.codes.bits() != 0)) {
+        notes.push(format!("weights of {bits}, packed across word boundaries: compressed-tensors reads them from version 0.18"));
     }
     if groups.iter().any(|g| g.spec.activations == ActivationScheme::DynamicToken) {
         notes.push("int8 activations are quantized by the consumer while the model runs; the speed-up needs integer kernels (vLLM has them; transformers computes in floating point)".to_owned());
