@@ -188,6 +188,8 @@ fn notes_name_libraries_that_do_not_load_a_folder() {
         ("llama", dense, options("W2A16-ASYM"), "packed zero points: vLLM does not support them with 2 bits", true),
         ("llama", dense, options("W3A16-ASYM"), "packed zero points: vLLM does not support them with 3 bits", true),
         ("llama", dense, options("W4A16-ASYM"), "packed zero points: vLLM loads them", true),
+        ("llama", dense, options("W4A16-ASYM"), "more than one group size", false),
+        ("llama", feed_forward, options("W4A16-ASYM"), "transformers does not load them in more than one group size or scheme", true),
         ("llama", dense, options("W2A16"), "weights of 2 bits: only recent versions of vLLM", true),
         ("llama", dense, options("W8A16"), "recent versions of vLLM", false),
     ] {

@@ -109,7 +109,14 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
             None => "vLLM loads them".to_owned(),
             Some(bits) => format!("vLLM does not support them with {bits}"),
         };
-        notes.push(format!("packed zero points: {vllm}; transformers loads them only with `CompressedTensorsConfig(dequantize=True)`"));
+        // transformers uses the first group of `config_groups` for all of them.
+        let transformers = match groups.iter().filter(|g| g.class == "Linear").count() {
+            1 => "transformers loads them only with `CompressedTensorsConfig(dequantize=True)`",
+            _ => {
+                "transformers does not load them in more than one group size or scheme: choose a `group_size` that divides all rows, and load the folder with `CompressedTensorsConfig(dequantize=True)`"
+            }
+        };
+        notes.push(format!("packed zero points: {vllm}; {transformers}"));
     }
     if let Some(bits) = widths(packed().filter(|g| g.spec.symmetric && !is_usual(g))) {
         notes.push(format!("weights of {bits}: only recent versions of vLLM load them"));
