@@ -81,9 +81,11 @@ impl Schemes {
             let codes = Some(codes).filter(|_| !weights.is_null());
             let symmetric = weights.get("symmetric").and_then(Value::as_bool).unwrap_or(true);
             let granularity = quantization::granularity(weights)?;
-            for target in Target::list(group, "targets") {
-                schemes.list.push(Scheme { target: target?, codes, symmetric, activations, granularity });
+            let targets = Target::list(group, "targets").collect::<Result<Vec<Target>, Refused>>()?;
+            if codes.is_some() && targets.is_empty() {
+                return Err((format!("`{name}` of `config_groups` without `targets`"), HINT));
             }
+            schemes.list.extend(targets.into_iter().map(|target| Scheme { target, codes, symmetric, activations, granularity }));
         }
         Ok(schemes)
     }
@@ -310,6 +312,16 @@ mod tests {
         assert!(reason.contains("`input_activations` without `weights` in `group_0`"), "{reason}");
         let error = schemes(Value::Null, Value::Null, json!([])).unwrap().describe("a", "Linear", &mut int8()).unwrap_err().to_string();
         assert!(error.contains("tensor `a.weight`: is stored as int8, but config.json specifies no quantization"), "{error}");
+    }
+
+    /// The quantization of inputs would be lost.
+    #[test]
+    fn groups_without_targets_are_refused() {
+        for targets in [json!([]), Value::Null] {
+            let group = json!({"targets": targets, "weights": {"num_bits": 8}});
+            let (reason, _) = Schemes::parse(&json!({"config_groups": {"group_0": group}})).unwrap_err();
+            assert_eq!(reason, "`group_0` of `config_groups` without `targets`");
+        }
     }
 
     #[test]
