@@ -219,6 +219,7 @@ fn heads_and_embeddings_of_families_without_a_graph_are_not_linear() {
         ("deepseek_v3", "model.layers.9.shared_head.head.weight", "model.layers.9.self_attn.q_a_proj.weight"),
         ("deepseek_v3", "model.layers.9.eh_proj.weight", "model.layers.9.mlp.experts.3.up_proj.weight"),
         ("deepseek_v32", "model.layers.0.self_attn.indexer.weights_proj.weight", "model.layers.0.self_attn.indexer.wk.weight"),
+        ("glm_moe_dsa", "model.layers.0.self_attn.indexer.weights_proj.weight", "model.layers.0.self_attn.indexer.wk.weight"),
         ("glm4_moe", "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.shared_experts.gate_proj.weight"),
         ("gpt_oss", "model.layers.0.mlp.router.weight", "model.layers.0.self_attn.q_proj.weight"),
         ("llama4", "language_model.model.layers.0.feed_forward.router.weight", "language_model.model.layers.0.self_attn.q_proj.weight"),

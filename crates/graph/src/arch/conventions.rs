@@ -37,7 +37,7 @@ pub(super) const FUSED: &[&[&str]] = &[
 ];
 
 /// Substrings of the names of matrices that are not linear layers, or require full precision.
-const EXEMPT: [(&str, Role); 23] = [
+const EXEMPT: [(&str, Role); 24] = [
     ("embed_out", Role::Head),
     ("embed", Role::Table),
     ("wte.", Role::Table),
@@ -61,6 +61,7 @@ const EXEMPT: [(&str, Role); 23] = [
     ("multi_modal_projector.", Role::Vision),
     ("mtp.", Role::TokenPrediction),
     ("eh_proj.", Role::TokenPrediction),
+    ("indexer.weights_proj.", Role::Other),
 ];
 /// Modules that are output heads, wherever they are in the model.
 const HEADS: [&str; 3] = ["output_layer", "shared_head.head", "score"];

@@ -183,14 +183,15 @@ impl Positions {
     pub const DEFAULT: Positions = Positions { keys: &["max_position_embeddings", "n_positions"], default: None, offset: PositionOffset::Fixed(0) };
 }
 
-/// Modules that are not quantized in any family: vision towers of multimodal models, and layers that predict
-/// further tokens.
+/// Modules that are not quantized in any family: vision towers of multimodal models, layers that predict
+/// further tokens, and the weights of heads in sparse attention, which runtimes keep in full precision.
 pub(super) const EXEMPT: &[(&str, Role)] = &[
     ("visual", Role::Vision),
     ("vision_tower", Role::Vision),
     ("multi_modal_projector", Role::Vision),
     ("mtp", Role::TokenPrediction),
     ("eh_proj", Role::TokenPrediction),
+    ("indexer.weights_proj", Role::Other),
 ];
 
 /// A family without knowledge.

@@ -67,6 +67,7 @@ mod tests {
             ("model.multi_modal_projector.linear_1", Role::Vision),
             ("mtp.layers.0.mixer.q_proj", Role::TokenPrediction),
             ("model.layers.3.eh_proj", Role::TokenPrediction),
+            ("model.layers.3.self_attn.indexer.weights_proj", Role::Other),
         ] {
             assert_eq!(conventions::role(&format!("{name}.weight")), Some(role), "{name}");
             for family in families() {

@@ -84,8 +84,7 @@ const fn like(model_type: &'static str, family: Family) -> Family {
 /// The families.
 pub(super) const FAMILIES: &[Family] = &[
     Family { fused: LATENT, ..like("deepseek_v3", MIXTURE) },
-    // Attention scores of the indexer are weighted in full precision.
-    Family { fused: LATENT, exempt: &[("indexer.weights_proj", Role::Other)], ..like("deepseek_v32", MIXTURE) },
+    Family { fused: LATENT, ..like("deepseek_v32", MIXTURE) },
     Family { fused: LATENT, ..like("kimi_k2", MIXTURE) },
     like("kimi_linear", SPARSE),
     like("glm4_moe", MIXTURE),
