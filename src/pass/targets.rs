@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use crate::arch;
 use crate::error::{Error, ParseError, Result, counted};
-use crate::model::{Model, exempt_layers, is_convolution};
+use crate::model::{Model, exempt_layers, is_convolution, is_linear};
 use crate::run_state::WARNING;
 use crate::store::{Encoding, Pattern, Selection, Weight, Weights};
 
@@ -76,13 +76,13 @@ pub fn unquantized_convolutions(pass: &str, weights: &Weights, targets: &[Patter
     })
 }
 
-/// A note if the default selection leaves layers of the model unchanged because of their names, since the
+/// A note if the default selection leaves matrices of the model unchanged because of their names, since the
 /// table of families does not contain it.
 pub fn naming_note(pass: &str, model: &Model, targets: &[Pattern]) -> Option<String> {
     let model_type = model.config.model_type();
     let is_known = model_type.is_empty() || model.onnx.is_some() || arch::family(model_type).is_some();
-    let is_exempt = || exempt_layers(model.weights.by_name.iter().map(|(name, weight)| (name.as_str(), weight))).is_some();
-    (targets.is_empty() && !is_known && is_exempt()).then(|| {
+    let is_exempt = |(name, weight): (&String, &Weight)| weight.shape.len() == 2 && name.ends_with(".weight") && weight.is_float() && !is_linear(name, weight);
+    (targets.is_empty() && !is_known && model.weights.by_name.iter().any(is_exempt)).then(|| {
         format!("{pass}: `model_type` {model_type} is not in the table of families, so the unchanged layers were selected by their names; check that they are complete")
     })
 }

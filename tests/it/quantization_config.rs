@@ -172,6 +172,9 @@ fn notes_name_libraries_that_do_not_load_a_folder() {
         ("olmoe", dense, options("W4A16"), "experts", false),
         ("llama4_text", stacked, options("W8A16"), "leaves these uninitialized", true),
         ("gpt_oss", stacked, options("W8A16"), "leaves these uninitialized", false),
+        ("fnet", &[("fnet.embeddings.projection", &[32, 32]), ("encoder.layer.0.dense", &[32, 32])], options("W8A8"), "not in the table of families", true),
+        ("fnet", dense, options("W8A8"), "not in the table of families", false),
+        ("llama", &[("model.embed_tokens", &[32, 32]), dense[0]], options("W8A8"), "not in the table of families", false),
         (
             "llama",
             attention,
