@@ -5,13 +5,13 @@
 //!   - dequantize
 //! ```
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::ir::ops::{Clip, FakeQuantize};
 use crate::ir::{Graph, Op, ValueId, rebuild};
 use crate::model::Model;
@@ -77,15 +77,20 @@ impl Pass for Dequantize {
                 ));
             }
             if all && count > 0 {
-                let unclamped = without_activation_function(&graph);
+                let bounds = bounds_without_activation_function(&graph);
+                let mut clamps = 0usize;
                 let floats = rebuild(&graph, &model.weights, &mut |step| match (&step.node.op, step.inputs.as_slice()) {
-                    (Op::FakeQuantize(quantizer), [value]) if unclamped.contains(&step.node.inputs[0]) && is_one_sided(quantizer) => {
+                    (Op::FakeQuantize(quantizer), [value]) if bounds.get(&step.node.inputs[0]).is_some_and(|bounds| exceeds(*bounds, quantizer)) => {
+                        clamps += 1;
                         let (low, high) = quantizer.range();
                         step.builder.node(step.name, Clip { min: low.into(), max: high.into() }, &[*value])
                     }
                     (Op::FakeQuantize(_), [value]) => Ok(*value),
                     _ => step.copy(),
                 })?;
+                if clamps > 0 {
+                    notes.push(format!("{} still clamped to the range of the quantizer", counted(clamps, "activation")));
+                }
                 model.changed_graph = Some(Arc::new(floats));
             } else if count > 0 {
                 notes.push(format!("{count} activations stay quantized, because some weights stay quantized"));
@@ -101,31 +106,35 @@ impl Pass for Dequantize {
     }
 }
 
-/// Whether all values of a quantizer have the same sign.
-fn is_one_sided(quantizer: &FakeQuantize) -> bool {
-    let (low, high) = quantizer.range();
-    low >= 0.0 || high <= 0.0
+/// Whether values within these bounds exceed the range of a quantizer by more than a step.
+fn exceeds((low, high): (f32, f32), quantizer: &FakeQuantize) -> bool {
+    let (least, largest) = quantizer.range();
+    low < least - quantizer.scale || high > largest + quantizer.scale
 }
 
-/// Values that may have both signs. ONNX Runtime omits an activation function before a quantizer whose
-/// range implies it, so a quantizer of such a value may be the only clamp.
-fn without_activation_function(graph: &Graph) -> BTreeSet<ValueId> {
-    let mut signed = BTreeSet::new();
+/// Bounds of the values that may have both signs. ONNX Runtime omits an activation function before a
+/// quantizer whose range implies it, so a quantizer of such a value may be the only clamp.
+fn bounds_without_activation_function(graph: &Graph) -> BTreeMap<ValueId, (f32, f32)> {
+    const UNBOUNDED: (f32, f32) = (f32::NEG_INFINITY, f32::INFINITY);
+    let mut found: BTreeMap<ValueId, (f32, f32)> = BTreeMap::new();
     for node in graph.nodes() {
-        let reads_signed = node.inputs.iter().any(|input| signed.contains(input));
-        let is_signed = match &node.op {
-            Op::Relu(_) | Op::Sigmoid(_) | Op::HardSigmoid(_) | Op::Softmax(_) | Op::Softplus(_) | Op::Abs(_) | Op::Exp(_) | Op::Sqrt(_) => false,
-            Op::Clip(op) => op.min < 0.0 && op.max > 0.0 && reads_signed,
-            Op::FakeQuantize(op) => !is_one_sided(op) && reads_signed,
-            Op::Linear(_) | Op::Conv(_) | Op::ConvTranspose(_) | Op::BatchNorm(_) | Op::MatMul(_) | Op::LayerNorm(_) | Op::RmsNorm(_) => true,
-            Op::Binary(_) | Op::Power(_) | Op::Scale(_) | Op::Neg(_) | Op::Log(_) | Op::Gelu(_) | Op::Silu(_) | Op::Elu(_) => true,
-            _ => reads_signed,
+        let first = node.inputs.first().and_then(|input| found.get(input)).copied();
+        let within = |low: f32, high: f32| first.map(|(least, largest)| (least.max(low), largest.min(high))).filter(|(low, high)| *low < 0.0 && *high > 0.0);
+        let bounds = match &node.op {
+            Op::Relu(_) | Op::Sigmoid(_) | Op::HardSigmoid(_) | Op::Softmax(_) | Op::Softplus(_) | Op::Abs(_) | Op::Exp(_) | Op::Sqrt(_) => None,
+            Op::Clip(op) => within(op.min as f32, op.max as f32),
+            Op::FakeQuantize(op) => {
+                let (low, high) = op.range();
+                within(low, high)
+            }
+            Op::Reshape(_) | Op::Transpose(_) | Op::Flatten(_) | Op::Slice(_) | Op::MaxPool(_) | Op::AveragePool(_) | Op::GlobalAveragePool(_) => first,
+            Op::Linear(_) | Op::Conv(_) | Op::ConvTranspose(_) | Op::BatchNorm(_) | Op::MatMul(_) | Op::LayerNorm(_) | Op::RmsNorm(_) => Some(UNBOUNDED),
+            Op::Binary(_) | Op::Power(_) | Op::Scale(_) | Op::Neg(_) | Op::Log(_) | Op::Gelu(_) | Op::Silu(_) | Op::Elu(_) => Some(UNBOUNDED),
+            _ => node.inputs.iter().any(|input| found.contains_key(input)).then_some(UNBOUNDED),
         };
-        if is_signed {
-            signed.insert(node.output);
-        }
+        found.extend(bounds.map(|bounds| (node.output, bounds)));
     }
-    signed
+    found
 }
 
 /// The graph of the model, if it may quantize activations, and the number of its `FakeQuantize` nodes.
