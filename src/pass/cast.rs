@@ -101,7 +101,7 @@ impl Pass for Cast {
     fn plan(&self, model: &Model, _state: &RunState) -> Result<Plan<'static>> {
         let (weights, mut model) = (&model.weights, model.clone());
         let eligible = |_: &str, w: &Weight| w.is_float() && w.encoding == Encoding::Dense && w.elements() > 0;
-        let SelectedWeights { names, rule } =
+        let SelectedWeights { names, rule, .. } =
             targets::select_weights(NAME, weights, &self.targets, &self.ignore, "all float tensors that are not quantized", eligible)?;
         let meter = Arc::new(Meter::default());
         let mut changed = std::collections::BTreeSet::new();

@@ -206,7 +206,7 @@ impl Decompose {
         for rule in &self.rules {
             select::check("rules", &rule.targets, weights.by_name.keys())?;
         }
-        let SelectedWeights { names, rule } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
+        let SelectedWeights { names, rule, notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
         let (mut factorizations, mut skipped) = (Vec::new(), BTreeMap::<&str, Vec<&str>>::new());
         for name in names {
             let weight = weights.get(name)?;
@@ -220,7 +220,7 @@ impl Decompose {
         if let Some(name) = conflict {
             return Err(Error::tensor(name, "exists already, but decompose needs its name for a part of a layer", "add the layer to `ignore`"));
         }
-        let mut applied = Applied { rule, tensors: factorizations.iter().map(|f| f.weight.clone()).collect(), ..Applied::new(NAME, self.options()) };
+        let mut applied = Applied { rule, notes, tensors: factorizations.iter().map(|f| f.weight.clone()).collect(), ..Applied::new(NAME, self.options()) };
         for (reason, names) in skipped {
             if factorizations.is_empty() {
                 return Err(Error::option(

@@ -56,7 +56,7 @@ impl Pass for Dequantize {
                 "the model has no quantized weights. Blocks of GGUF files are dequantized when the file is opened: `compress cast` writes them as floats";
             return Err(Error::option(NAME, reason));
         }
-        let SelectedWeights { names, rule } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, "all quantized weights", quantized)?;
+        let SelectedWeights { names, rule, .. } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, "all quantized weights", quantized)?;
         let chosen: BTreeSet<String> =
             names.into_iter().filter(|name| weights.get(name).is_ok_and(|weight| quantized(name, weight))).map(str::to_owned).collect();
         let all = weights.by_name.iter().filter(|(name, weight)| quantized(name, weight)).count() == chosen.len();

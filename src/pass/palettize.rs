@@ -81,7 +81,7 @@ impl Palettize {
     fn encodings(&self, weights: &Weights) -> Result<(BTreeMap<String, QuantizationSpec>, Sizes, Applied)> {
         let rule = if self.embeddings { format!("{}; and embeddings", model::PRUNABLE_RULE) } else { model::PRUNABLE_RULE.to_owned() };
         let eligible = |name: &str, weight: &Weight| model::is_prunable(name, weight) || (self.embeddings && model::is_embedding(name, weight));
-        let SelectedWeights { names, rule } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, &rule, eligible)?;
+        let SelectedWeights { names, rule, notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, &rule, eligible)?;
         let (mut encodings, mut sizes, mut grown) = (BTreeMap::new(), Sizes::default(), Vec::new());
         for name in names {
             let weight = weights.get(name)?;
@@ -109,7 +109,7 @@ impl Palettize {
             sizes.after += after;
             encodings.insert(name.to_owned(), affine);
         }
-        let mut applied = Applied { rule, tensors: encodings.keys().cloned().collect(), ..Applied::new(NAME, self.options()) };
+        let mut applied = Applied { rule, notes, tensors: encodings.keys().cloned().collect(), ..Applied::new(NAME, self.options()) };
         if let Some(first) = grown.first() {
             let rows = if self.group_size > 0 { counted(usize::try_from(self.group_size).unwrap_or(0), "row") } else { "all rows".to_owned() };
             let what = format!("{}-bit indices and palettes for {rows} would not be smaller than the values of {}", self.bits, counted(grown.len(), "weight"));

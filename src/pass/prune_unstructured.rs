@@ -274,7 +274,7 @@ impl Pass for PruneUnstructured {
         let by_samples = self.importance != Importance::L1;
         let (rule, eligible): (_, fn(&str, &Weight) -> bool) =
             if by_samples { (model::LINEAR_RULE, model::is_linear) } else { (model::PRUNABLE_RULE, model::is_prunable) };
-        let SelectedWeights { names, rule } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, rule, eligible)?;
+        let SelectedWeights { names, rule, notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, rule, eligible)?;
         for name in &names {
             targets::require_float(NAME, name, weights.get(name)?)?;
         }
@@ -282,7 +282,7 @@ impl Pass for PruneUnstructured {
             select::check("rules", &rule.targets, weights.by_name.keys())?;
         }
         let tensors = names.iter().map(|name| (*name).to_owned()).collect();
-        let mut applied = Applied { tensors, rule, zeroes: true, ..Applied::new(NAME, self.options()) };
+        let mut applied = Applied { tensors, rule, notes, zeroes: true, ..Applied::new(NAME, self.options()) };
         let mut after = model.clone();
         if by_samples {
             applied.checkpoint_bytes = Some(layerwise::checkpoint_bytes(&applied.tensors, weights));

@@ -165,7 +165,7 @@ impl Pass for QuantizeDynamic {
         let (weights, mut model) = (&model.weights, model.clone());
         let rule = if self.embeddings { format!("{}; and embeddings", model::LINEAR_RULE) } else { model::LINEAR_RULE.to_owned() };
         let eligible = |name: &str, w: &Weight| model::is_linear(name, w) || (self.embeddings && model::is_embedding(name, w));
-        let SelectedWeights { names, rule } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, &rule, eligible)?;
+        let SelectedWeights { names, rule, notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, &rule, eligible)?;
         let meter = Arc::new(Meter::default());
         for name in &names {
             let weight = weights.get(name)?;
@@ -176,7 +176,7 @@ impl Pass for QuantizeDynamic {
         }
         let details = json!({ "quantized": names.len() });
         let note = targets::naming_note(NAME, &model, &self.targets);
-        let notes = targets::unquantized_convolutions(NAME, weights, &self.targets).into_iter().chain(note).collect();
+        let notes = targets::unquantized_convolutions(NAME, weights, &self.targets).into_iter().chain(notes).chain(note).collect();
         let tensors = names.into_iter().map(str::to_owned).collect();
         Ok(Plan::new(model, Applied { tensors, rule, meter, details, notes, ..Applied::new(NAME, self.options()) }))
     }

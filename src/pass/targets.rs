@@ -15,6 +15,8 @@ pub struct SelectedWeights<'a> {
     pub names: BTreeSet<&'a str>,
     /// Description of the selection for reports.
     pub rule: String,
+    /// Layers that the default selection leaves unchanged, and why.
+    pub notes: Vec<String>,
 }
 
 /// Parses a rule `PATTERN=VALUE` of the command line. `value` is the placeholder of the value in error
@@ -55,14 +57,29 @@ pub fn select_weights<'a>(
     }
     let list = |patterns: &[Pattern]| patterns.iter().map(Pattern::as_str).collect::<Vec<_>>().join(", ");
     let mut rule = if targets.is_empty() { rule.to_owned() } else { list(targets) };
-    let exempt = || exempt_layers(weights.by_name.iter().filter(|(name, _)| !names.contains(name.as_str())).map(|(name, weight)| (name.as_str(), weight)));
-    if let Some(exempt) = (targets.is_empty() && pass.starts_with("quantize")).then(exempt).flatten() {
-        rule = format!("{rule}; unchanged: {exempt}");
-    }
     if !ignore.is_empty() {
         rule = format!("{rule}; without {}", list(ignore));
     }
-    Ok(SelectedWeights { names, rule })
+    let unchanged = unchanged_layers(pass, weights, &names).filter(|_| targets.is_empty() && !CONVERSIONS.contains(&pass));
+    let notes = unchanged.map(|layers| format!("{pass} leaves unchanged: {layers}")).into_iter().collect();
+    Ok(SelectedWeights { names, rule, notes })
+}
+
+/// Passes that do not distinguish layers from other tensors.
+const CONVERSIONS: [&str; 2] = ["cast", "dequantize"];
+/// Passes that process matrices, but not convolutions.
+const MATRICES_ONLY: [&str; 3] = ["quantize", "quantize-dynamic", "decompose"];
+
+/// Description of the layers that are not selected, and why.
+fn unchanged_layers(pass: &str, weights: &Weights, selected: &BTreeSet<&str>) -> Option<String> {
+    let others = || weights.by_name.iter().map(|(name, weight)| (name.as_str(), weight)).filter(|(name, _)| !selected.contains(name));
+    let mut convolutions = others().filter(|(name, weight)| MATRICES_ONLY.contains(&pass) && is_convolution(name, weight));
+    let convolutions = convolutions.next().map(|(first, _)| {
+        let count = convolutions.count().saturating_add(1);
+        format!("{} (the first: `{first}`), because the pass processes only matrices", counted(count, "convolution"))
+    });
+    let layers: Vec<String> = exempt_layers(others()).into_iter().chain(convolutions).collect();
+    (!layers.is_empty()).then(|| layers.join(", "))
 }
 
 /// A warning if a pass that quantizes only matrices leaves most of the parameters in convolutions.

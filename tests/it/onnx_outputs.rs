@@ -7,9 +7,10 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use compress::pass::prune_structured::{Amounts, PrunedPart};
-use compress::pass::{PruneStructured, QuantizeDynamic, QuantizeStatic, Step};
+use compress::pass::{PruneStructured, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step};
 use compress::{Model, Pipeline};
 use compress_engine::data::Data;
+use compress_graph::ir::Op;
 use compress_onnx::proto::{AttributeProto, DataType, ModelProto, NodeProto, TensorProto};
 use compress_onnx::runtime::{Options, Session};
 use prost::Message;
@@ -171,5 +172,51 @@ fn weights_that_are_read_in_several_ways_are_named() {
     std::fs::write(&path, model(13, &[0, 4], nodes, vec![floats("w", &[4, 4])]).encode_to_vec()).unwrap();
     let built = Pipeline::builder().pass(QuantizeDynamic::default()).build().unwrap();
     let error = built.run(Model::open(&path).unwrap(), folder.path().join("out.onnx")).unwrap_err().to_string();
-    assert!(error.contains("not selected: the weight `w`, which products read in different axis orders, or which other nodes read too"), "{error}");
+    assert!(error.contains("not selected: the weight `w`, which layers read in different axis orders, or which other nodes read too"), "{error}");
+}
+
+/// Exporters write equal weights once, and the others as copies by `Identity`.
+#[test]
+fn copies_of_weights_are_weights_of_layers() {
+    let folder = tempfile::tempdir().unwrap();
+    let [path, out] = ["model.onnx", "out.onnx"].map(|name| folder.path().join(name));
+    let copy = |from: &str, to: &str| node("Identity", &[from], to, vec![]);
+    let product = |x: &str, weight: &str, y: &str| node("MatMul", &[x, weight], y, vec![]);
+    let nodes = vec![
+        product("x", "shared", "a"),
+        copy("shared", "second"),
+        copy("second", "third"),
+        copy("shared", "fourth"),
+        product("a", "third", "b"),
+        copy("alone", "alone copied"),
+        product("b", "alone copied", "c"),
+        node("Gemm", &["c", "fourth"], "e", vec![]),
+        product("e", "twice", "d"),
+        node("Mul", &["d", "twice"], "y", vec![]),
+    ];
+    let file = model(13, &[8, 8], nodes, ["shared", "alone", "twice"].map(|name| floats(name, &[8, 8])).to_vec());
+    std::fs::write(&path, file.encode_to_vec()).unwrap();
+    let count = |file: &ModelProto, op: &str| file.graph.as_ref().unwrap().node.iter().filter(|node| node.op_type() == op).count();
+    let report = Pipeline::builder().pass(QuantizeDynamic::default()).build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap();
+    let written = ModelProto::decode(std::fs::read(&out).unwrap().as_slice()).unwrap();
+    // One product reads the integers of a shared weight, and the copies are dequantized floats.
+    assert_eq!(["MatMulInteger", "MatMul", "Identity"].map(|op| count(&written, op)), [2, 2, 3]);
+    let unchanged = "quantize-dynamic leaves unchanged: the weight `twice`, which layers read in different axis orders, or which other nodes read too";
+    assert!(report.notes.iter().any(|note| note == unchanged), "{:?}", report.notes);
+    // In the graph, all of them are linear layers.
+    if onnxruntime::has_onnx_runtime() {
+        let inputs = sample(&[8, 8]);
+        let graph = Model::open(&path).unwrap().graph().unwrap();
+        assert_eq!(graph.nodes().iter().filter(|node| matches!(node.op, Op::Linear(_))).count(), 4, "{graph}");
+        close("copies", &executed(Model::open(&path).unwrap(), &inputs).unwrap(), &in_runtime(&path, &inputs));
+    }
+    let prune = || PruneUnstructured { amount: Some("0.5".parse().unwrap()), ..PruneUnstructured::default() };
+    let report = Pipeline::builder().pass(prune()).force(true).build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap();
+    assert_eq!(report.passes[0].tensors_changed, 2, "{:?}", report.passes[0]);
+    assert!(report.notes.iter().any(|note| note.starts_with("prune-unstructured leaves unchanged: the weight `twice`")), "{:?}", report.notes);
+    if onnxruntime::has_onnx_runtime() {
+        let written = quantized(&file, folder.path(), &[8]);
+        let integers = written.graph.unwrap().initializer.into_iter().filter(|tensor| tensor.dims == [8, 8] && tensor.data_type() == DataType::Int8);
+        assert_eq!(integers.count(), 2);
+    }
 }

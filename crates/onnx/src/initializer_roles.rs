@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use super::check::{bodies, is_own};
+use super::check::{bodies, is_own, order};
 use super::proto::{GraphProto, ModelProto, NodeProto};
 use crate::store::Role;
 
@@ -31,30 +31,55 @@ pub(super) enum UsageKind {
     Kernel,
     /// As an embedding table.
     Table,
+    /// As the input of an `Identity`, whose uses are listed too.
+    Identity,
     /// In any other way.
     Other,
 }
 
-/// The uses of each value, including those inside of bodies.
+/// The uses of each value, including those inside of bodies and those of its copies by `Identity`.
 pub(super) fn usages(model: &ModelProto) -> BTreeMap<&str, Vec<Usage>> {
     let mut found = BTreeMap::new();
     if let Some(graph) = &model.graph {
-        collect_usages(graph, true, &mut found);
+        collect_usages(graph, true, &copies(graph), &mut found);
     }
     found
 }
 
-fn collect_usages<'m>(graph: &'m GraphProto, top: bool, found: &mut BTreeMap<&'m str, Vec<Usage>>) {
+/// The values that `Identity` nodes copy, by the names of the copies. Exporters write equal weights once,
+/// and all others as copies.
+pub(super) fn copies(graph: &GraphProto) -> BTreeMap<&str, &str> {
+    let mut originals: BTreeMap<&str, &str> = BTreeMap::new();
+    for node in order(&graph.node).into_iter().filter_map(|position| graph.node.get(position)).filter(|node| is_identity(node)) {
+        if let ([input], [output]) = (node.input.as_slice(), node.output.as_slice()) {
+            originals.insert(output, originals.get(input.as_str()).copied().unwrap_or(input));
+        }
+    }
+    originals
+}
+
+fn is_identity(node: &NodeProto) -> bool {
+    node.op_type() == "Identity" && is_own(node.domain())
+}
+
+fn collect_usages<'m>(graph: &'m GraphProto, top: bool, copies: &BTreeMap<&'m str, &'m str>, found: &mut BTreeMap<&'m str, Vec<Usage>>) {
+    let mut add = |name: &'m str, usage: Usage| {
+        if let Some(original) = copies.get(name) {
+            found.entry(original).or_default().push(usage.clone());
+        }
+        found.entry(name).or_default().push(usage);
+    };
     for (position, node) in graph.node.iter().enumerate() {
         for (input, name) in node.input.iter().enumerate() {
             let own = node.name.clone().filter(|name| !name.is_empty());
-            found.entry(name.as_str()).or_default().push(Usage { node: top.then_some(position), name: own, kind: usage_kind(node, input) });
+            let kind = if top && is_identity(node) { UsageKind::Identity } else { usage_kind(node, input) };
+            add(name, Usage { node: top.then_some(position), name: own, kind });
         }
-        bodies(node).for_each(|body| collect_usages(body, false, found));
     }
     for output in &graph.output {
-        found.entry(output.name()).or_default().push(Usage { node: None, name: None, kind: UsageKind::Other });
+        add(output.name(), Usage { node: None, name: None, kind: UsageKind::Other });
     }
+    graph.node.iter().flat_map(bodies).for_each(|body| collect_usages(body, false, copies, found));
 }
 
 /// An integer attribute, or `missing`.
@@ -81,14 +106,16 @@ fn usage_kind(node: &NodeProto, input: usize) -> UsageKind {
 
 /// The role of a weight of this rank, and whether it is stored as `[in, out]`.
 pub(super) fn role(usages: &[Usage], rank: usize) -> (Role, bool) {
-    let all = |kind: UsageKind| !usages.is_empty() && usages.iter().all(|usage| usage.kind == kind);
-    let any = || usages.iter().any(|usage| matches!(usage.kind, UsageKind::Columns | UsageKind::Rows));
+    let kinds = || usages.iter().map(|usage| usage.kind).filter(|kind| *kind != UsageKind::Identity);
+    let all = |kind: UsageKind| kinds().next().is_some() && kinds().all(|found| found == kind);
+    let any = |wanted: &[UsageKind]| kinds().any(|kind| wanted.contains(&kind));
     match rank {
         2 if all(UsageKind::Columns) => (Role::Matrix, true),
         2 if all(UsageKind::Rows) => (Role::Matrix, false),
         2 if all(UsageKind::Table) => (Role::Table, false),
         3.. if all(UsageKind::Kernel) => (Role::Kernel, false),
-        2 if any() => (Role::Mixed, false),
+        2 if any(&[UsageKind::Columns, UsageKind::Rows]) => (Role::Mixed, false),
+        3.. if any(&[UsageKind::Kernel]) => (Role::Mixed, false),
         _ => (Role::Other, false),
     }
 }

@@ -18,6 +18,7 @@ mod rules;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::check::{self, label};
+use super::initializer_roles::copies;
 use super::model_file::ModelFile;
 use super::numbers::{self, KnownValues, Number, Numbers};
 use super::opaque_subgraph;
@@ -68,6 +69,8 @@ pub(super) struct Lift<'f> {
     /// Producers of values, with their topological positions.
     producers: BTreeMap<&'f str, (usize, &'f NodeProto)>,
     initializers: BTreeMap<&'f str, &'f TensorProto>,
+    /// The values that `Identity` nodes copy, by the names of the copies.
+    copies: BTreeMap<&'f str, &'f str>,
     /// Number of consumers of each value.
     readers: BTreeMap<&'f str, usize>,
     /// ONNX element type numbers of values that are neither 32-bit floats nor 64-bit integers.
@@ -117,6 +120,7 @@ impl ModelFile {
             opset: self.opset(),
             producers: outputs.filter(|(name, _)| !name.is_empty()).collect(),
             initializers: self.model.graph.iter().flat_map(|graph| &graph.initializer).map(|tensor| (tensor.name(), tensor)).collect(),
+            copies: self.model.graph.as_ref().map(copies).unwrap_or_default(),
             readers,
             numbers: BTreeMap::new(),
             batches: BTreeSet::new(),
@@ -194,7 +198,10 @@ impl<'f> Lift<'f> {
         if !self.file.is_flipped(name) {
             return Ok(id);
         }
-        self.builder.node(&format!("{name}/rows"), Transpose { perm: vec![1, 0] }, &[id]).map_err(|e| e.to_string())
+        let rows = format!("{name}/rows");
+        // Several copies of a weight share the node.
+        let found = self.builder.find(&rows).map(Ok);
+        found.unwrap_or_else(|| self.builder.node(&rows, Transpose { perm: vec![1, 0] }, &[id])).map_err(|e| e.to_string())
     }
 
     fn refused(&self, reasons: &[String]) -> Error {
@@ -288,7 +295,9 @@ impl<'f> Lift<'f> {
         }
         let typed = rule(&NodeContext { lift: self, node, output: at })?;
         let Some(TypedNode { op, inputs }) = typed else { return self.forward_first_input(node) };
-        let inputs = inputs.into_iter().map(|position| self.value(node, position)).collect::<Result<Vec<_>, _>>()?;
+        let is_layer = matches!(op, Op::Linear(_));
+        let input = |position| if is_layer && position == 1 { self.named_value(self.original(node, position)) } else { self.value(node, position) };
+        let inputs = inputs.into_iter().map(input).collect::<Result<Vec<_>, _>>()?;
         let id = self.builder.node(output, op, &inputs).map_err(|e| e.to_string())?;
         // Integers keep their element type of the file.
         let number = inputs.first().and_then(|input| self.numbers.get(input)).copied();
@@ -300,12 +309,24 @@ impl<'f> Lift<'f> {
 
     /// The first input, for nodes that return it unchanged.
     fn forward_first_input(&mut self, node: &NodeProto) -> Result<LiftedValue, String> {
-        self.value(node, 0).map(LiftedValue::Value)
+        let name = node.input.first().map_or("", String::as_str);
+        let is_computed = matches!(self.lifted.get(name), Some(LiftedValue::Value(_)));
+        let id = if !is_computed && self.is_parameter(name) { self.parameter(name) } else { self.named_value(name) };
+        id.map(LiftedValue::Value)
+    }
+
+    /// The name of an input, or of the value that it copies.
+    fn original(&self, node: &'f NodeProto, position: usize) -> &'f str {
+        let name = node.input.get(position).map_or("", String::as_str);
+        self.copies.get(name).copied().unwrap_or(name)
     }
 
     /// The graph value of an input.
     fn value(&mut self, node: &NodeProto, position: usize) -> Result<ValueId, String> {
-        let name = node.input.get(position).map_or("", String::as_str);
+        self.named_value(node.input.get(position).map_or("", String::as_str))
+    }
+
+    fn named_value(&mut self, name: &str) -> Result<ValueId, String> {
         match (self.lifted.get(name), self.weights.by_name.get(name)) {
             (Some(LiftedValue::Value(id)), _) => Ok(*id),
             (_, Some(weight)) if weight.is_float() => {
@@ -376,7 +397,7 @@ impl<'f> NodeContext<'_, 'f> {
 
     /// The role of an input, if it is a weight.
     fn role(&self, position: usize) -> Option<Role> {
-        self.lift.weights.by_name.get(self.node.input.get(position)?)?.role
+        self.lift.weights.by_name.get(self.lift.original(self.node, position))?.role
     }
 
     /// Integers of an input, all of which must be known statically.

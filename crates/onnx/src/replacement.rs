@@ -50,8 +50,7 @@ struct Quantizer {
     position: usize,
 }
 
-const NO_INTEGER_PRODUCT: &str =
-    "stored as integers but applied to float activations, because the consumers have no integer equivalent in the opset of this file";
+const NO_INTEGER_PRODUCT: &str = "stored as integers but applied to float activations, because the consumers have no integer equivalent in the opset of this file, or because several products share them";
 const DEQUANTIZED: &str = "written as dequantized floats, because ONNX Runtime does not support the format here";
 
 impl<'m> Replacer<'m> {
@@ -133,7 +132,9 @@ impl<'m> Replacer<'m> {
         let source = Rescaled { upstream: now.source(), affine: affine.clone(), name: name.to_owned() };
         let weight = now.then(DType::F32, Encoding::Quantized(affine.clone()), Arc::new(source));
         let parts = ["quantized", "scale", "zero_point"].map(|part| self.fresh(&format!("{name}/{part}")));
-        let readers = self.readers(before, &affine, usages, &parts, flipped);
+        let (copies, usages): (Vec<Usage>, Vec<Usage>) = usages.iter().cloned().partition(|usage| usage.kind == UsageKind::Identity);
+        let usages = usages.as_slice();
+        let mut readers = self.readers(before, &affine, usages, &parts, flipped);
         let dynamic = affine.activations == ActivationScheme::DynamicToken;
         let left = usages.iter().any(|usage| usage.node.is_none_or(|node| !readers.contains_key(&node)));
         // An integer product determines the order of axes.
@@ -162,6 +163,9 @@ impl<'m> Replacer<'m> {
                 None => nodes.push(node("Cast", &[&floats], name, to)),
             }
         }
+        // Without the floats, there is nothing to copy.
+        let is_gone = nodes.is_empty();
+        readers.extend(copies.iter().filter_map(|copy| Some((copy.node?, Vec::new()))).filter(|_| is_gone));
         let item = Item { name: name.to_owned(), weight, storage_format: storage_format(transposed) };
         let remark = (dynamic && left).then_some(NO_INTEGER_PRODUCT);
         Ok(Replacement { item, tensors, nodes, readers, remark })

@@ -204,8 +204,8 @@ impl Quantize {
     /// Selects weights and chooses their encodings. All experts have the same group size, because
     /// runtimes require it within a layer.
     fn layers(&self, weights: &Weights) -> Result<Layers> {
-        let SelectedWeights { names, rule } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
-        let notes = targets::unquantized_convolutions(NAME, weights, &self.targets).into_iter().collect();
+        let SelectedWeights { names, rule, notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
+        let notes = targets::unquantized_convolutions(NAME, weights, &self.targets).into_iter().chain(notes).collect();
         let mut layers = Layers { encodings: BTreeMap::new(), rule, notes };
         let mut chosen: Vec<(&str, &Weight)> = Vec::with_capacity(names.len());
         for name in names {

@@ -38,7 +38,7 @@ pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore:
     // ONNX Runtime rejects files in which several int8 convolutions share a kernel.
     let convolutions = |name: &str| graph.nodes().iter().filter(|node| matches!(node.op, Op::Conv(_)) && weight_input(&graph, node) == name).count();
     let eligible = |name: &str, weight: &crate::store::Weight| candidates.contains(name) && model::is_prunable(name, weight) && convolutions(name) < 2;
-    let SelectedWeights { names, rule } = targets::select_weights(pass, &weights, targets, ignore, RULE, eligible)?;
+    let SelectedWeights { names, rule, mut notes } = targets::select_weights(pass, &weights, targets, ignore, RULE, eligible)?;
     let layers: BTreeSet<String> = names.into_iter().map(str::to_owned).collect();
     for name in &layers {
         targets::require_float(pass, name, weights.get(name)?)?;
@@ -47,7 +47,6 @@ pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore:
         }
     }
     let mut described = model.changed_graph.is_none() && model.onnx.is_none() && !crate::files::is_file(&model.path.join(GraphFile::NAME));
-    let mut notes = Vec::new();
     let shared: Vec<&&str> = candidates.iter().filter(|name| convolutions(name) > 1 && !layers.contains(**name)).collect();
     if let Some(first) = shared.first() {
         notes.push(format!("{} left in floats, shared by several convolutions (the first: `{first}`)", counted(shared.len(), "kernel")));

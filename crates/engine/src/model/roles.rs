@@ -15,7 +15,7 @@ fn description(role: Role) -> Option<[&'static str; 2]> {
         Role::LinearAttentionGate => "linear attention gate",
         Role::Vision => "vision layer",
         Role::TokenPrediction => "multi-token prediction layer",
-        Role::Mixed => return Some(["weight", ", which products read in different axis orders, or which other nodes read too"]),
+        Role::Mixed => return Some(["weight", ", which layers read in different axis orders, or which other nodes read too"]),
     };
     Some([kind, ""])
 }
@@ -44,7 +44,7 @@ pub fn is_convolution(name: &str, weight: &Weight) -> bool {
 /// unless `targets` select them.
 pub fn exempt_layers<'w>(weights: impl Iterator<Item = (&'w str, &'w Weight)>) -> Option<String> {
     let mut found: BTreeMap<Role, Vec<&str>> = BTreeMap::new();
-    for (name, weight) in weights.filter(|(_, weight)| weight.shape.len() == 2 && weight.is_float()) {
+    for (name, weight) in weights.filter(|(_, weight)| weight.shape.len() >= 2 && weight.is_float()) {
         if let Some(role) = role(name, weight).filter(|role| description(*role).is_some()) {
             found.entry(role).or_default().push(name);
         }
