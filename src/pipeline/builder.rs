@@ -14,7 +14,7 @@ use crate::pass::{Plan, Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::run_state::RunState;
-use crate::store::{OpenSizes, Weight};
+use crate::store::{OpenSize, OpenSizes, Weight};
 use crate::work::{Cancel, Progress, Silent, Work};
 
 /// A compression pipeline: passes, output formats and settings, ready to be run on models.
@@ -26,7 +26,7 @@ pub struct Pipeline {
     pub(super) seed: u64,
     pub(super) allow_nonfinite: bool,
     /// Fixed sizes for the dynamic axes of ONNX models.
-    sizes: OpenSizes,
+    pub(super) sizes: OpenSizes,
     pub(super) force: bool,
     pub(super) resume: bool,
     /// Minimum size of a weight in bytes for it to be split across parts of a run.
@@ -49,11 +49,24 @@ impl fmt::Debug for Pipeline {
     }
 }
 
-/// Finishes the passes: reconciles tied weights and adds notes about weights that no pass changed.
-pub(super) fn finish_passes(after: &mut Model, before: &Model, run: &mut RunState) -> Result<()> {
+/// Finishes the passes: reconciles tied weights, and adds notes about weights that no pass changed and about
+/// the sizes that the user has specified.
+pub(super) fn finish_passes(after: &mut Model, before: &Model, sizes: &OpenSizes, run: &mut RunState) -> Result<()> {
     run.notes.extend(after.settle_ties(before)?);
+    run.notes.extend(fixed_sizes(after, sizes));
     run.notes.extend(unchanged_experts(after, run));
     Ok(())
+}
+
+/// A note if a pass has changed the graph of an ONNX file, whose open dimensions have specified sizes.
+fn fixed_sizes(after: &Model, sizes: &OpenSizes) -> Option<String> {
+    let size = |(name, size): (&String, &OpenSize)| match size {
+        OpenSize::One(size) => format!("{name}={size}"),
+        OpenSize::All(sizes) => format!("{name}={}", sizes.iter().map(usize::to_string).collect::<Vec<_>>().join("x")),
+    };
+    let sizes: Vec<String> = sizes.iter().map(size).collect();
+    (after.changed_graph.is_some() && !sizes.is_empty())
+        .then(|| format!("the changed graph supports only the specified sizes, although its inputs may declare others: {}", sizes.join(", ")))
 }
 
 /// A note if passes changed weights, but none of the tensors that stack all experts of a layer.
@@ -190,7 +203,7 @@ impl Pipeline {
             after = model;
             run.add(applied);
         }
-        finish_passes(&mut after, model, &mut run)?;
+        finish_passes(&mut after, model, &self.sizes, &mut run)?;
         resolved.export.iter_mut().for_each(|export| export.format_mut().resolve_defaults(&sets));
         let calibrates = resolved.model_runs().any(|(_, samples)| samples == Samples::Calibration);
         resolved.running.default_data(calibrates);

@@ -338,7 +338,7 @@ impl Pipeline {
                 cache.put(number, start.elapsed(), &after, &mut run, &context.work);
             }
         }
-        super::builder::finish_passes(&mut after, model, &mut run)?;
+        super::builder::finish_passes(&mut after, model, &self.sizes, &mut run)?;
         if self.export.iter().any(|export| export.format().runs_on().is_some()) {
             run.prepare(&context.work)?;
             run.importance = Some(Arc::new(input_importance(&after, &context)?));

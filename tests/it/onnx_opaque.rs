@@ -314,6 +314,13 @@ fn sizes_that_a_file_requires_can_be_specified() {
     assert!(builder().build().unwrap().run(opened(), folder.path().join("no.onnx")).is_err());
     let report = builder().sizes(sizes(&[("n", "4"), ("h", "1x4")])).build().unwrap().run(opened(), folder.path().join("out.onnx")).unwrap();
     assert!(report.fidelity.unwrap().fidelity.cosine > 0.99);
+    // The written file is verified on samples of these sizes too, at the end of the run and later.
+    assert!(!report.notes.iter().any(|note| note.contains("was not verified")), "{:?}", report.notes);
+    let stated = |note: &String| note.starts_with("the changed graph supports only the specified sizes") && note.ends_with(": h=1x4, n=4");
+    assert!(report.notes.iter().any(stated), "{:?}", report.notes);
+    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    let run = compress::pipeline::verify(&folder.path().join("out.onnx"), &work).unwrap().pop().unwrap();
+    assert!(run.ok && run.path == "out.onnx, run" && run.finding.contains("within one step"), "{run:?}");
     // A cached result restores weights that nodes without a typed form read, and depends on the sizes of
     // the recipe.
     let cache = ResultCache::new(folder.path().join("cache"), std::time::Duration::ZERO);

@@ -16,7 +16,7 @@ use crate::model::Model;
 use crate::onnx::ModelFile;
 use crate::report::{OutputFile, Report};
 use crate::runtime::Limits;
-use crate::store::{ActivationScheme, Encoding};
+use crate::store::{ActivationScheme, Encoding, OpenSizes};
 use crate::work::{MemoryLimit, Work};
 
 /// Time limit of one run of a file where no evaluation was requested.
@@ -81,7 +81,7 @@ pub(in crate::pipeline) fn check_onnx(output: &Path, folder: &Path, report: &Rep
     let found = match crate::runtime::library() {
         _ if files::is_remote(folder) => Ok((true, "not run: the file is remote".into())),
         Err(reason) => Ok((true, format!("not run: {reason}"))),
-        Ok(_) => check_agreement(output, &folder.join(&file.path), half(report), work),
+        Ok(_) => check_agreement(output, &folder.join(&file.path), report, work),
     };
     let (ok, finding) = match found {
         Err(Error::Cancelled) => return Err(Error::Cancelled),
@@ -96,12 +96,21 @@ fn half(report: &Report) -> bool {
     exports.filter_map(|export| export.get("onnx")?.get("precision")).any(|precision| precision == "float16")
 }
 
-fn check_agreement(output: &Path, file: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
+/// Fixes the open dimensions of a written file that still has these dimensions.
+pub(super) fn fix_sizes(model: &Model, sizes: &OpenSizes) {
+    // Without them, the file specifies its sizes.
+    drop(model.fix_sizes(sizes));
+}
+
+fn check_agreement(output: &Path, file: &Path, report: &Report, work: &Work) -> Result<(bool, String)> {
+    let half = half(report);
     let model = Model::open(output)?;
     if let Some(lack) = lack_for_onnx_runtime(&[&model], None) {
         return Ok((true, format!("not run: {lack}")));
     }
     if model.onnx.is_some() {
+        let sizes = report.recipe.get("sizes").and_then(|sizes| serde_json::from_value(sizes.clone()).ok());
+        fix_sizes(&model, &sizes.unwrap_or_default());
         return Ok(match compare_onnx_model(model, file, (&[], SYNTHETIC), work)? {
             Comparison::Agrees(found) | Comparison::Incomplete(found) => (true, found),
             Comparison::Differs(found) => (false, found),

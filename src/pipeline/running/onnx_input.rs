@@ -9,7 +9,7 @@ use candle_core::Device;
 use super::evaluate::Run;
 use super::fidelity::{HeldOut, not_finite_note};
 use super::memory::lack_for_onnx_runtime;
-use super::onnx_comparison::{Comparison, SYNTHETIC, TIME, compare_onnx_model};
+use super::onnx_comparison::{Comparison, SYNTHETIC, TIME, compare_onnx_model, fix_sizes};
 use crate::analysis;
 use crate::data::{self, Batch};
 use crate::error::{Error, Result};
@@ -72,6 +72,7 @@ impl Run<'_> {
     fn verify_onnx_file(&self, exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
         let path = self.folder.join(self.file);
         let model = Model::open(&path)?;
+        fix_sizes(&model, &self.pipeline.sizes);
         if crate::runtime::library().is_err() || lack_for_onnx_runtime(&[&model], self.pipeline.running.memory).is_some() {
             return Ok(());
         }
