@@ -11,7 +11,7 @@ use compress::pass::{PruneStructured, PruneUnstructured, QuantizeDynamic, Quanti
 use compress::{Model, Pipeline};
 use compress_engine::data::Data;
 use compress_graph::ir::Op;
-use compress_onnx::proto::{AttributeProto, DataType, ModelProto, NodeProto, TensorProto};
+use compress_onnx::proto::{AttributeProto, DataType, GraphProto, ModelProto, NodeProto, TensorProto};
 use compress_onnx::runtime::{Options, Session};
 use prost::Message;
 
@@ -219,4 +219,32 @@ fn copies_of_weights_are_weights_of_layers() {
         let integers = written.graph.unwrap().initializer.into_iter().filter(|tensor| tensor.dims == [8, 8] && tensor.data_type() == DataType::Int8);
         assert_eq!(integers.count(), 2);
     }
+}
+
+/// A weight that the body of an `If` reads too is written as floats, and so is the bias of its layer.
+#[test]
+fn layers_whose_weights_other_nodes_read_are_floats() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let branch = |name: &str, inner: NodeProto| {
+        let graph =
+            GraphProto { name: Some(name.into()), output: vec![value(&inner.output[0], DataType::Float, None)], node: vec![inner], ..GraphProto::default() };
+        AttributeProto { g: Some(graph), i: None, r#type: Some(5), ..AttributeProto::int(name, 0) }
+    };
+    let branches = vec![branch("then_branch", node("MatMul", &["x", "w"], "p", vec![])), branch("else_branch", node("Identity", &["c"], "q", vec![]))];
+    let nodes = vec![
+        node("Gemm", &["x", "w", "bias"], "c", vec![]),
+        node("ReduceSum", &["c"], "s", vec![AttributeProto::int("keepdims", 0)]),
+        node("Greater", &["s", "limit"], "large", vec![]),
+        node("If", &["large"], "d", branches),
+        node("Relu", &["d"], "e", vec![]),
+        node("MatMul", &["e", "second"], "y", vec![]),
+    ];
+    let weights = vec![floats("w", &[8, 8]), floats("bias", &[8]), floats("second", &[8, 4]), given("limit", &[], &[3.0])];
+    let graph = quantized(&model(13, &[0, 8], nodes, weights), folder.path(), &[8]).graph.unwrap();
+    let types = |dims: &[i64]| graph.initializer.iter().filter(|tensor| tensor.dims == dims).map(TensorProto::data_type).collect::<Vec<_>>();
+    assert_eq!((types(&[8, 8]), types(&[8])), (vec![DataType::Float], vec![DataType::Float]));
+    assert!(graph.initializer.iter().any(|tensor| tensor.data_type() == DataType::Int8), "the other layer is quantized");
 }

@@ -64,19 +64,26 @@ pub struct IntegerBias {
 /// contains its elements.
 pub(super) fn layouts(graph: &Graph, style: &Style, names: &[String], used_names: &mut BTreeSet<String>) -> Result<BTreeMap<usize, Vec<InitializerLayout>>> {
     let usages = usages(graph);
+    let usages = |at: usize| usages.get(&at).map_or(&[][..], Vec::as_slice);
+    // Weights that other ops read too are floats, and so are the biases of their layers.
+    let is_usable = |id: ValueId| {
+        let usages = usages(id.index());
+        !usages.is_empty() && usages.iter().all(|usage| usage.layer().is_some() || usage.is_table() || usage.is_convolution())
+    };
+    let usable: BTreeSet<&str> = graph.params().filter(|(id, _)| is_usable(*id)).map(|(_, value)| value.name.as_str()).collect();
+    let integers = style.integers.iter().filter(|(name, _)| usable.contains(name.as_str()));
+    let quantized_weights = &style.integers;
+    let style = &Style { integers: integers.map(|(name, spec)| (name.clone(), spec.clone())).collect(), ..style.clone() };
     let mut layouts = BTreeMap::new();
     for (id, value) in graph.params() {
         let at = id.index();
-        let usages = usages.get(&at).map_or(&[][..], Vec::as_slice);
-        let integers = style.integers.get(&value.name);
-        let usable =
-            integers.filter(|_| !usages.is_empty() && usages.iter().all(|usage| usage.layer().is_some() || usage.is_table() || usage.is_convolution()));
+        let usages = usages(at);
         let name = names[at].clone();
-        let stored = match (usable, usages) {
+        let stored = match (style.integers.get(&value.name), usages) {
             _ if style.palettes.contains_key(&value.name) => vec![palette(style, value, &name, &style.palettes[&value.name], usages, used_names)],
             (Some(affine), _) => vec![quantized(style, value, name, affine, usages, used_names)?],
             (None, [only]) if only.added_to(graph, style).is_some() => bias(only.added_to(graph, style), value, name, used_names),
-            (None, _) => vec![floats(style, value, name, usages, integers.is_some())],
+            (None, _) => vec![floats(style, value, name, usages, quantized_weights.contains_key(&value.name))],
         };
         layouts.insert(at, stored);
     }
