@@ -9,6 +9,7 @@ mod external;
 pub mod file;
 mod initializer_layout;
 mod initializer_roles;
+mod inlining;
 mod input_sizes;
 mod kv_cache;
 mod lift;

@@ -10,6 +10,7 @@ use prost::Message;
 
 use super::constant_sizes;
 use super::external::{DataFiles, ExternalData};
+use super::inlining;
 use super::proto::ModelProto;
 use super::skeleton::Skeleton;
 use crate::error::{Error, Result};
@@ -55,6 +56,8 @@ fn loading(model: &ModelProto, bytes: u64, path: &Path, options: Options) -> Res
     let external = data_files.paths().iter().filter_map(|path| files::length(path).ok()).fold(0, u64::saturating_add);
     let bytes = bytes.saturating_add(external);
     let limits = options.limits.unwrap_or_else(|| Limits::for_size(Duration::MAX, bytes));
-    let folds = constant_sizes::may_fold(model, limits.memory).map_err(|reason| Error::run(path.display(), reason, ""))?;
+    let refused = |reason: String| Error::run(path.display(), reason, "");
+    inlining::check_functions(model).map_err(refused)?;
+    let folds = constant_sizes::may_fold(model, limits.memory).map_err(refused)?;
     Ok(Loading { options: Options { limits: Some(limits), ..options }, folds, bytes })
 }
