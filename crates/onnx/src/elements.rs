@@ -100,6 +100,13 @@ pub(super) fn inline(tensor: &TensorProto, ty: DataType, count: u64) -> Result<O
     }
 }
 
+/// The elements of a float tensor with at most eight.
+pub(super) fn small_floats(tensor: &TensorProto) -> Option<Vec<f32>> {
+    let (_, count) = shape(tensor).ok().filter(|(_, count)| *count <= 8)?;
+    let bytes = inline(tensor, DataType::Float, count).ok()??;
+    Some(bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
+}
+
 /// Whether elements of this type can be stored in this field.
 pub(super) fn is_valid_field(field: u64, ty: DataType) -> bool {
     match field {

@@ -22,6 +22,7 @@ mod open_session;
 pub mod proto;
 mod replacement;
 mod rewrite;
+mod run_sizes;
 pub mod runtime;
 mod sizes;
 mod skeleton;

@@ -12,10 +12,11 @@ use super::constant_sizes;
 use super::external::{DataFiles, ExternalData};
 use super::inlining;
 use super::proto::ModelProto;
+use super::run_sizes::check_run;
 use super::skeleton::Skeleton;
 use crate::error::{Error, Result};
 use crate::files;
-use crate::runtime::{Limits, Loading, Options, Session};
+use crate::runtime::{Limits, Loading, Options, Session, SizeCheck};
 
 impl Session {
     /// Loads a model file.
@@ -34,7 +35,8 @@ impl Session {
         let file = files::File::open(path).map_err(Error::io("open", path))?;
         let skeleton = Skeleton::read(path, &file)?;
         let model = ModelProto::decode(skeleton.bytes.as_slice()).map_err(|e| Error::malformed(path, format!("not an ONNX model: {e}")))?;
-        Session::open_as(path, loading(&model, file.length(), path, options)?)
+        let session = Session::open_as(path, loading(&model, file.length(), path, options)?)?;
+        Ok(session.checked_by(size_check(model)))
     }
 
     /// Loads a model from memory. `path` names it in errors, and its folder contains external data.
@@ -43,8 +45,14 @@ impl Session {
     /// As [`open`](Session::open).
     pub fn from_model(model: &ModelProto, path: &Path, options: Options) -> Result<Session> {
         let bytes = model.encode_to_vec();
-        Session::from_bytes_as(&bytes, path, loading(model, bytes.len() as u64, path, options)?)
+        let session = Session::from_bytes_as(&bytes, path, loading(model, bytes.len() as u64, path, options)?)?;
+        Ok(session.checked_by(size_check(model.clone())))
     }
+}
+
+/// Checks the sizes of values before each run.
+fn size_check(model: ModelProto) -> SizeCheck {
+    SizeCheck::new(Box::new(move |inputs, limit| check_run(&model, inputs, limit)))
 }
 
 /// How a model of this size, whose weights may be missing, can be loaded within the limits. Fails if that
@@ -60,4 +68,66 @@ fn loading(model: &ModelProto, bytes: u64, path: &Path, options: Options) -> Res
     inlining::check_functions(model).map_err(refused)?;
     let folds = constant_sizes::may_fold(model, limits.memory).map_err(refused)?;
     Ok(Loading { options: Options { limits: Some(limits), ..options }, folds, bytes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::proto::{
+        DataType, Dimension, DimensionProto, FunctionProto, GraphProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto,
+        TypeProto, ValueInfoProto,
+    };
+    use super::*;
+
+    fn node(op: &str, domain: &str, inputs: &[&str], output: &str) -> NodeProto {
+        let input = inputs.iter().map(|name| (*name).to_owned()).collect();
+        NodeProto { op_type: Some(op.into()), domain: Some(domain.into()), input, output: vec![output.into()], ..NodeProto::default() }
+    }
+
+    /// A model that computes `y` from a vector `x` of one element.
+    fn model(nodes: Vec<NodeProto>, initializer: Vec<TensorProto>, functions: Vec<FunctionProto>) -> ModelProto {
+        let port = |name: &str| {
+            let shape = Some(TensorShapeProto { dim: vec![DimensionProto { value: Some(Dimension::DimParam("n".into())), denotation: None }] });
+            let tensor_type = Some(TensorTypeProto { elem_type: Some(1), shape });
+            ValueInfoProto { name: Some(name.into()), r#type: Some(TypeProto { tensor_type, ..TypeProto::default() }), ..ValueInfoProto::default() }
+        };
+        let (input, output) = (vec![port("x")], vec![port("y")]);
+        let graph = GraphProto { name: Some("one".into()), node: nodes, initializer, input, output, ..GraphProto::default() };
+        let opset_import = [("", 17), ("f", 1)].map(|(domain, version)| OperatorSetIdProto { domain: Some(domain.into()), version: Some(version) });
+        ModelProto { ir_version: Some(8), graph: Some(graph), opset_import: opset_import.to_vec(), functions, ..ModelProto::default() }
+    }
+
+    #[test]
+    fn values_and_functions_that_are_too_large_are_refused_before_they_are_computed() {
+        if crate::runtime::library().is_err() {
+            return;
+        }
+        let path = Path::new("one.onnx");
+        let to = TensorProto {
+            name: Some("to".into()),
+            data_type: Some(DataType::Int64 as i32),
+            dims: vec![1],
+            int64_data: vec![1 << 30],
+            ..TensorProto::default()
+        };
+        let large = model(vec![node("Expand", "", &["x", "to"], "y")], vec![to], vec![]);
+        let limits = Limits { time: Duration::from_secs(600), memory: 1 << 30 };
+        let mut session = Session::from_model(&large, path, Options::default()).unwrap().with_limits(limits);
+        let x = candle_core::Tensor::new(&[1f32], &candle_core::Device::Cpu).unwrap();
+        let error = session.run(&[("x".to_owned(), x)].into()).unwrap_err();
+        assert!(matches!(error, Error::Run { .. }) && error.to_string().contains("node `y` (Expand) creates 1073741824 elements"), "{error}");
+        let function = |number: usize| {
+            let inner = |input: &str, output: &str| match number {
+                0 => node("Relu", "", &[input], output),
+                _ => node(&format!("f{}", number - 1), "f", &[input], output),
+            };
+            let opset_import = large.opset_import.clone();
+            let node = vec![inner("a", "b"), inner("b", "c")];
+            let (input, output) = (vec!["a".to_owned()], vec!["c".to_owned()]);
+            FunctionProto { name: Some(format!("f{number}")), domain: Some("f".into()), input, output, node, opset_import, ..FunctionProto::default() }
+        };
+        let nested = |last: usize| model(vec![node(&format!("f{last}"), "f", &["x"], "y")], vec![], (0..=last).map(function).collect());
+        assert!(Session::from_model(&nested(3), path, Options::default()).is_ok());
+        let error = Session::from_model(&nested(27), path, Options::default()).unwrap_err().to_string();
+        assert!(error.contains("calls of `f27`"), "{error}");
+    }
 }

@@ -3,13 +3,15 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+use std::collections::BTreeMap;
+
 use super::initializer_roles::int;
 use super::numbers::KnownValues;
 use super::proto::NodeProto;
 
 /// Operators whose outputs can be larger than their inputs.
-pub(super) const GROWING: [&str; 13] =
-    ["ConstantOfShape", "Concat", "Expand", "Tile", "Range", "Pad", "OneHot", "Resize", "Upsample", "Gather", "MatMul", "MatMulInteger", "Gemm"];
+pub(super) const GROWING: [&str; 14] =
+    ["ConstantOfShape", "Concat", "Einsum", "Expand", "Tile", "Range", "Pad", "OneHot", "Resize", "Upsample", "Gather", "MatMul", "MatMulInteger", "Gemm"];
 /// Operators that broadcast their inputs.
 pub(super) const BROADCAST: [&str; 19] = [
     "Add",
@@ -98,6 +100,7 @@ pub(super) fn output_sizes(known: &impl KnownValues, node: &NodeProto) -> Option
             Some(sizes.iter().enumerate().map(|(axis, size)| size.saturating_add_signed(more(axis))).collect())
         }
         "OneHot" => Some(vec![product(&sizes(0)?), u64::try_from(*numbers(1)?.first()?).unwrap_or(0)]),
+        "Einsum" => einsum(&text(node, "equation")?, &(0..node.input.len()).map(sizes).collect::<Option<Vec<_>>>()?),
         "Resize" | "Upsample" => {
             if let Some(sizes) = numbers(3) {
                 return Some(unsigned(sizes));
@@ -109,8 +112,8 @@ pub(super) fn output_sizes(known: &impl KnownValues, node: &NodeProto) -> Option
             let (of, at) = (sizes(0)?, sizes(1)?);
             let axis = int(node, "axis", 0);
             let axis = usize::try_from(if axis < 0 { axis.saturating_add(i64::try_from(of.len()).ok()?) } else { axis }).ok()?;
-            let rest = of.iter().enumerate().filter(|(place, _)| *place != axis).map(|(_, size)| *size);
-            Some(at.into_iter().chain(rest).collect())
+            let (before, after) = (of.get(..axis)?, of.get(axis.saturating_add(1)..)?);
+            Some([before, &at, after].concat())
         }
         "MatMul" | "MatMulInteger" => {
             let (a, b) = (sizes(0)?, sizes(1)?);
@@ -138,9 +141,30 @@ pub(super) fn output_sizes(known: &impl KnownValues, node: &NodeProto) -> Option
             all?.into_iter().reduce(|a, b| broadcast(&a, &b))
         }
         op if SAME_SHAPE.contains(&op) => sizes(0),
-        "Flatten" => Some(vec![product(&sizes(0)?)]),
+        "Flatten" => {
+            let (sizes, axis) = (sizes(0)?, int(node, "axis", 1));
+            let axis = usize::try_from(if axis < 0 { axis.saturating_add(i64::try_from(sizes.len()).ok()?) } else { axis }).ok()?;
+            Some(vec![product(sizes.get(..axis)?), product(sizes.get(axis..)?)])
+        }
         _ => rearranged_sizes(known, node),
     }
+}
+
+/// Output shape of an `Einsum` without an ellipsis.
+fn einsum(equation: &str, inputs: &[Vec<u64>]) -> Option<Vec<u64>> {
+    let equation: String = equation.chars().filter(|letter| !letter.is_whitespace()).collect();
+    let (terms, output) = equation.split_once("->")?;
+    let labels = |term: &str| term.chars().map(|label| label.is_ascii_alphabetic().then_some(label)).collect::<Option<Vec<char>>>();
+    let mut sizes: BTreeMap<char, u64> = BTreeMap::new();
+    for (term, shape) in terms.split(',').zip(inputs) {
+        sizes.extend(labels(term)?.into_iter().zip(shape.iter().copied()));
+    }
+    labels(output)?.iter().map(|label| sizes.get(label).copied()).collect()
+}
+
+fn text(node: &NodeProto, name: &str) -> Option<String> {
+    let attribute = node.attribute.iter().find(|attribute| attribute.name() == name)?;
+    String::from_utf8(attribute.s().to_vec()).ok()
 }
 
 /// Output shape of a node that only rearranges elements.

@@ -320,7 +320,9 @@ fn only_file(folder: &Path) -> Result<PathBuf> {
     let safetensors: Vec<&PathBuf> = all.iter().filter(|path| has_extension(path, &["safetensors"])).collect();
     let (found, kind) = if safetensors.is_empty() { (all.iter().filter(of_pytorch).collect(), "PyTorch") } else { (safetensors, ".safetensors") };
     match found.as_slice() {
-        [path] if let Some((_, number, count)) = ["safetensors", "bin"].iter().find_map(|end| shard_name::parse(path, end)).filter(|(.., count)| *count > 1) => {
+        [path]
+            if let Some((_, number, count)) = ["safetensors", "bin"].iter().find_map(|end| shard_name::parse(path, end)).filter(|(.., count)| *count > 1) =>
+        {
             let index = if kind == "PyTorch" { pytorch::INDEX } else { INDEX };
             Err(Error::malformed(folder, format!("has file {number} of the {count} of a model, but neither the others nor {index}; complete the download")))
         }

@@ -1,6 +1,7 @@
 //! A model loaded in ONNX Runtime.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -67,13 +68,45 @@ pub struct Session {
     /// accumulation.
     fallback: Option<Loading>,
     /// Why ONNX Runtime refused to load the model with exact accumulation, if it did.
-    refusal: Option<String>,
+    refusal: Option<Box<str>>,
     /// Limits of each run.
     limits: Option<Limits>,
     /// Size of the model.
     bytes: u64,
     /// Whether constants were folded.
     folds: bool,
+    /// Check of the sizes of values before a run.
+    size_check: Option<Box<SizeCheck>>,
+}
+
+/// Check of the sizes of values before a run.
+pub(crate) struct SizeCheck {
+    check: Box<SizeCheckFn>,
+    /// Input shapes and memory limit that passed the check last.
+    passed: Option<(BTreeMap<String, Vec<usize>>, u64)>,
+}
+
+type SizeCheckFn = dyn Fn(&BTreeMap<String, Vec<usize>>, u64) -> std::result::Result<(), String> + Send + Sync;
+
+impl SizeCheck {
+    /// `check` fails if a run with inputs of these shapes computes a value of more bytes than the limit.
+    pub fn new(check: Box<SizeCheckFn>) -> SizeCheck {
+        SizeCheck { check, passed: None }
+    }
+
+    fn check(&mut self, run: (BTreeMap<String, Vec<usize>>, u64)) -> std::result::Result<(), String> {
+        if self.passed.as_ref() != Some(&run) {
+            (self.check)(&run.0, run.1)?;
+            self.passed = Some(run);
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for SizeCheck {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SizeCheck")
+    }
 }
 
 /// How a model is loaded.
@@ -104,7 +137,7 @@ impl Session {
     fn load_with_fallback(path: &Path, bytes: Option<&[u8]>, loading: Loading) -> Result<Session> {
         match Session::load(path, bytes, loading, AccumulationMode::Exact) {
             Err(Error::Malformed { path: named, reason }) => match Session::load(path, bytes, loading, AccumulationMode::Saturating) {
-                Ok(session) => Ok(Session { refusal: Some(reason), ..session }),
+                Ok(session) => Ok(Session { refusal: Some(reason.into()), ..session }),
                 Err(_) => Err(Error::Malformed { path: named, reason }),
             },
             loaded => loaded,
@@ -122,8 +155,8 @@ impl Session {
     /// ONNX Runtime refuses the model with the session option for exact accumulation.
     pub fn require_exact_sums(&mut self) -> Result<()> {
         self.fallback = None;
-        let refused = |reason: &String| Error::malformed(&self.path, format!("with {EXACT_ACCUMULATION}=1: {reason}"));
-        self.refusal.as_ref().map_or(Ok(()), |reason| Err(refused(reason)))
+        let refused = |reason: &str| Error::malformed(&self.path, format!("with {EXACT_ACCUMULATION}=1: {reason}"));
+        self.refusal.as_deref().map_or(Ok(()), |reason| Err(refused(reason)))
     }
 
     /// Whether constants were folded at load, unless optimization was disabled.
@@ -171,7 +204,8 @@ impl Session {
             unsupported.or_else(|| inner.outputs().first().filter(|_| inner.outputs().iter().all(|output| other(&output))).map(|output| ("output", output)));
         match unsupported {
             None => {
-                Ok(Session { path: path.to_owned(), inner, cancel, fallback: None, refusal: None, limits: None, bytes: loading.bytes, folds: loading.folds })
+                let (bytes, folds) = (loading.bytes, loading.folds);
+                Ok(Session { path: path.to_owned(), inner, cancel, fallback: None, refusal: None, limits: None, bytes, folds, size_check: None })
             }
             Some((what, outlet)) => Err(Error::Unsupported {
                 what: format!("{}: {what} `{}`, which is {},", path.display(), outlet.name(), outlet.dtype()),
@@ -190,6 +224,12 @@ impl Session {
     #[must_use]
     pub fn with_limits(self, limits: Limits) -> Session {
         Session { limits: Some(limits), ..self }
+    }
+
+    /// Checks the sizes of values before each run that has limits.
+    #[must_use]
+    pub(crate) fn checked_by(self, size_check: SizeCheck) -> Session {
+        Session { size_check: Some(Box::new(size_check)), ..self }
     }
 
     /// The limits of each run.
@@ -233,6 +273,7 @@ impl Session {
         // Some files load with exact accumulation and fail only when they run.
         let Ok(mut fallback_session) = Session::load(&self.path, None, loading, AccumulationMode::Saturating) else { return results };
         (fallback_session.cancel, fallback_session.limits) = (self.cancel.clone(), self.limits);
+        fallback_session.size_check = self.size_check.take();
         fallback_session.run_once(inputs, limits).map_or(results, |fallback_results| {
             *self = fallback_session;
             Ok(fallback_results)
@@ -244,13 +285,17 @@ impl Session {
         let failed = |e: &dyn std::fmt::Display| Error::malformed(&path, format!("ONNX Runtime: {e}"));
         // An output that is an input refers to the input's memory, which must live until the outputs are
         // read.
-        let mut values = Vec::new();
+        let (mut values, mut shapes) = (Vec::new(), BTreeMap::new());
         for input in self.inner.inputs() {
             let name = input.name();
             let missing = || Error::option("input", format!("`{name}` is missing; {} requires it", path.display()));
             let tensor = ir::input_tensor(inputs, name).ok_or_else(missing)?.map_err(|e| failed(&e))?;
             let value = element::to_ort_value(&tensor, input).map_err(|e| Error::option("input", format!("`{name}` of {}: {e}", path.display())))?;
+            shapes.insert(name.to_owned(), tensor.dims().to_vec());
             values.push((name.to_owned(), value));
+        }
+        if let (Some(size_check), Some(limits)) = (&mut self.size_check, limits) {
+            size_check.check((shapes, limits.memory)).map_err(|reason| Error::run(path.display(), reason, ""))?;
         }
         let named: Vec<(String, SessionInputValue)> = values.iter().map(|(name, value)| (name.clone(), value.into())).collect();
         let options = Arc::new(RunOptions::new().map_err(|e| failed(&e))?);
