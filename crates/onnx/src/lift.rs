@@ -421,8 +421,8 @@ impl<'f> NodeContext<'_, 'f> {
     }
 
     /// The scales of a resize, which must be constant.
-    fn scales(&self) -> Result<Vec<f32>, String> {
-        let name = self.node.input.get(2).map_or("", String::as_str);
+    fn scales(&self, position: usize) -> Result<Vec<f32>, String> {
+        let name = self.node.input.get(position).map_or("", String::as_str);
         let weight = self.lift.weights.by_name.get(name).filter(|weight| weight.shape.len() == 1);
         weight.and_then(|weight| weight.floats(name).ok()).ok_or_else(|| format!("the scales `{name}` are not constant"))
     }

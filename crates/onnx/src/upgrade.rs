@@ -14,7 +14,7 @@ const OLDEST: i64 = 7;
 
 /// Attributes that became inputs: operator, attribute, first opset with the input, position of the
 /// input.
-const INPUTS: [(&str, &str, i64, usize); 20] = [
+const INPUTS: [(&str, &str, i64, usize); 21] = [
     ("Squeeze", "axes", 13, 1),
     ("Unsqueeze", "axes", 13, 1),
     ("Split", "split", 13, 1),
@@ -28,6 +28,7 @@ const INPUTS: [(&str, &str, i64, usize); 20] = [
     ("ReduceLogSum", "axes", 18, 1),
     ("ReduceLogSumExp", "axes", 18, 1),
     ("ReduceSumSquare", "axes", 18, 1),
+    ("TopK", "k", 10, 1),
     ("Slice", "starts", 10, 1),
     ("Slice", "ends", 10, 2),
     ("Slice", "axes", 10, 3),
@@ -38,16 +39,14 @@ const INPUTS: [(&str, &str, i64, usize); 20] = [
 ];
 
 /// Operators that have another meaning before an opset and cannot be converted.
-const INCOMPATIBLE: [(&str, i64); 9] = [
-    ("Upsample", i64::MAX),
-    ("Scan", 9),
-    ("BatchNormalization", 9),
-    ("TopK", 10),
-    ("Resize", 11),
-    ("RoiAlign", 16),
-    ("GridSample", 20),
-    ("DFT", 20),
-    ("GroupNormalization", 21),
+const INCOMPATIBLE: [(&str, i64); 6] = [("Upsample", 10), ("Scan", 9), ("BatchNormalization", 9), ("Resize", 11), ("DFT", 20), ("GroupNormalization", 21)];
+
+/// Values of text attributes that were renamed: operator, attribute, first opset with the new value, old
+/// value (empty for a missing attribute), new value.
+const RENAMED: [(&str, &str, i64, &str, &str); 3] = [
+    ("RoiAlign", "coordinate_transformation_mode", 16, "", "output_half_pixel"),
+    ("GridSample", "mode", 20, "bilinear", "linear"),
+    ("GridSample", "mode", 20, "bicubic", "cubic"),
 ];
 
 /// Converts a node from one opset to another. The last node of the result replaces it. `fresh` returns
@@ -60,7 +59,7 @@ pub(super) fn upgrade(node: NodeProto, from: i64, to: i64, fresh: &mut dyn FnMut
     if from < OLDEST || from > to {
         return Err(format!("it has opset {from}, which cannot be converted to opset {to}"));
     }
-    if INCOMPATIBLE.iter().any(|(op, since)| *op == node.op_type() && between((*since).min(to))) {
+    if INCOMPATIBLE.iter().any(|(op, since)| *op == node.op_type() && between(*since)) {
         return Err(format!("`{}` of opset {from} has another meaning in opset {to}", node.op_type()));
     }
     let mut node = upgrade_bodies(node, from, to, fresh)?;
@@ -75,6 +74,13 @@ pub(super) fn upgrade(node: NodeProto, from: i64, to: i64, fresh: &mut dyn FnMut
         node.input.resize(wanted, String::new());
         if let Some(slot) = node.input.get_mut(*input) {
             *slot = name;
+        }
+    }
+    for (_, name, _, old, new) in RENAMED.iter().filter(|(name, _, since, ..)| *name == op && between(*since)) {
+        match node.attribute.iter_mut().find(|attribute| attribute.name() == *name) {
+            Some(attribute) if attribute.s() == old.as_bytes() => *attribute = AttributeProto::text(name, new),
+            None if old.is_empty() => node.attribute.push(AttributeProto::text(name, new)),
+            _ => {}
         }
     }
     let int = |node: &NodeProto, name: &str| node.attribute.iter().find(|attribute| attribute.name() == name).and_then(|attribute| attribute.i);
@@ -129,8 +135,8 @@ fn constant(attribute: &AttributeProto, name: String) -> NodeProto {
     let (data_type, dims, bytes) = match attribute.f {
         Some(value) => (DataType::Float, Vec::new(), value.to_le_bytes().to_vec()),
         None => {
-            let count = i64::try_from(attribute.ints.len()).unwrap_or(i64::MAX);
-            (DataType::Int64, vec![count], attribute.ints.iter().flat_map(|value| value.to_le_bytes()).collect())
+            let values: Vec<i64> = attribute.i.into_iter().chain(attribute.ints.iter().copied()).collect();
+            (DataType::Int64, vec![i64::try_from(values.len()).unwrap_or(i64::MAX)], values.iter().flat_map(|value| value.to_le_bytes()).collect())
         }
     };
     let tensor = TensorProto { data_type: Some(data_type as i32), dims, raw_data: Some(bytes), ..TensorProto::default() };
@@ -160,6 +166,9 @@ mod tests {
         assert_eq!(clip[1].input, ["x", "", "y/max"]);
         let split = upgraded(node("Split", vec![AttributeProto::int("axis", 1)]), 13, 18).unwrap();
         assert_eq!(split[0].attribute.last().unwrap(), &AttributeProto::int("num_outputs", 1));
+        let largest = upgraded(node("TopK", vec![AttributeProto::int("k", 3)]), 9, 17).unwrap();
+        let k = largest[0].attribute[0].t.as_ref().unwrap();
+        assert_eq!((k.dims.as_slice(), k.raw_data.as_deref(), largest[1].input[1].as_str()), (&[1][..], Some(&3i64.to_le_bytes()[..]), "y/k"));
     }
 
     #[test]
@@ -173,7 +182,25 @@ mod tests {
     }
 
     #[test]
+    fn renamed_values_of_attributes_are_converted() {
+        let attributes = |op: &str, before: Vec<AttributeProto>, from: i64, to: i64| upgraded(node(op, before), from, to).unwrap()[0].attribute.clone();
+        let mode = |value: &str| vec![AttributeProto::text("mode", value)];
+        for (before, after) in [("bilinear", "linear"), ("bicubic", "cubic"), ("nearest", "nearest")] {
+            assert_eq!(attributes("GridSample", mode(before), 16, 17), mode(before));
+            assert_eq!(attributes("GridSample", mode(before), 16, 20), mode(after));
+        }
+        let pixels = vec![AttributeProto::text("coordinate_transformation_mode", "output_half_pixel")];
+        assert_eq!(attributes("RoiAlign", vec![], 10, 17), pixels);
+        assert_eq!(attributes("RoiAlign", vec![], 16, 17), []);
+    }
+
+    /// Each operator is refused only if its opset with another meaning is reached.
+    #[test]
     fn operators_that_changed_their_meaning_are_refused() {
+        for (op, from, same, other) in [("GroupNormalization", 18, 20, 21), ("DFT", 17, 19, 20), ("Resize", 9, 10, 11)] {
+            assert!(upgraded(node(op, vec![]), from, same).is_ok(), "{op}");
+            assert!(upgraded(node(op, vec![]), from, other).unwrap_err().contains("another meaning"), "{op}");
+        }
         assert!(upgraded(node("Softmax", vec![AttributeProto::int("axis", -1)]), 11, 17).is_ok());
         assert!(upgraded(node("Resize", vec![]), 10, 17).unwrap_err().contains("another meaning"));
         assert!(upgraded(node("Resize", vec![]), 11, 17).is_ok());

@@ -129,6 +129,15 @@ fn cases() -> Vec<Case> {
             ),
             vec![given("scales", &[4], &[1.0, 1.0, 2.0, 2.0])],
         ),
+        one("Upsample, old", 9, &image, node("Upsample", &["x", "scales"], "y", vec![]), vec![given("scales", &[4], &[1.0, 1.0, 2.0, 3.0])]),
+        one(
+            "Upsample by interpolation",
+            9,
+            &image,
+            node("Upsample", &["x", "s"], "y", vec![text("mode", "linear")]),
+            vec![given("s", &[4], &[1., 1., 2., 2.])],
+        ),
+        one("Resize, old", 10, &image, node("Resize", &["x", "scales"], "y", vec![]), vec![given("scales", &[4], &[1.0, 1.0, 1.5, 2.0])]),
         (
             "Resize to the sizes of another value",
             13,

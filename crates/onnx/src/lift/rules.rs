@@ -66,6 +66,7 @@ pub(super) const RULES: &[(&str, Rule)] = &[
     ("Concat", |at| Ok(Some(TypedNode { op: Concat { axis: at.int("axis", 0) }.into(), inputs: at.present_inputs() }))),
     ("Pad", pad),
     ("Resize", resize),
+    ("Upsample", resize),
     ("ReduceMean", |at| reduce(at, ReduceKind::Mean)),
     ("ReduceSum", |at| reduce(at, ReduceKind::Sum)),
     ("ReduceMax", |at| reduce(at, ReduceKind::Max)),
@@ -384,8 +385,18 @@ fn resize(at: &NodeContext) -> Result<Option<TypedNode>, String> {
         Some("linear") => Interpolation::Linear,
         Some(other) => return Err(format!("its interpolation mode is `{other}`")),
     };
-    if at.opset() < 11 || at.int("antialias", 0) != 0 || at.ints("axes").is_some() || at.text("keep_aspect_ratio_policy").is_some_and(|how| how != "stretch") {
-        return Err("it uses `antialias`, `axes` or an aspect ratio policy, or its opset is older than 11".into());
+    let extents = |scales: Vec<f32>| scales.into_iter().map(|scale| Extent::Scale(scale.into())).collect();
+    // Before opset 11, positions are divided by the scales and rounded down. Runtimes differ in the rounding
+    // of positions of reduced axes.
+    if at.opset() < 11 {
+        let scales = at.scales(1)?;
+        if mode == Interpolation::Nearest && scales.iter().any(|scale| *scale < 1.0) {
+            return Err("it reduces an axis, and its opset is older than 11".into());
+        }
+        return first(Resize { sizes: extents(scales), mode, coordinates: Coordinates::Asymmetric, nearest: NearestMode::Floor });
+    }
+    if at.int("antialias", 0) != 0 || at.ints("axes").is_some() || at.text("keep_aspect_ratio_policy").is_some_and(|how| how != "stretch") {
+        return Err("it uses `antialias`, `axes` or an aspect ratio policy".into());
     }
     let coordinates = match at.text("coordinate_transformation_mode").as_deref() {
         None | Some("half_pixel") => Coordinates::HalfPixel,
@@ -401,11 +412,8 @@ fn resize(at: &NodeContext) -> Result<Option<TypedNode>, String> {
         Some("ceil") => NearestMode::Ceil,
         Some(other) => return Err(format!("its nearest mode is `{other}`")),
     };
-    let sizes = if at.has(3) {
-        at.numbers(3)?.into_iter().map(|value| size(value).map(Extent::Size)).collect::<Result<Vec<_>, _>>()?
-    } else {
-        at.scales()?.into_iter().map(|scale| Extent::Scale(scale.into())).collect()
-    };
+    let sizes =
+        if at.has(3) { at.numbers(3)?.into_iter().map(|value| size(value).map(Extent::Size)).collect::<Result<Vec<_>, _>>()? } else { extents(at.scales(2)?) };
     first(Resize { sizes, mode, coordinates, nearest })
 }
 
