@@ -12,6 +12,7 @@ use compress_onnx::ModelFile;
 use compress_onnx::proto::{DataLocation, DataType, GraphProto, ModelProto, StringStringEntryProto, TensorProto};
 use prost::Message;
 
+use crate::common::onnxruntime::has_onnx_runtime;
 use crate::onnx_in::layers::layers;
 use crate::onnx_in::{Place, answers, builder, constant, model, numbers, raw, turned, value};
 
@@ -225,6 +226,23 @@ fn external_weights_are_read_and_checked() {
         let error = Model::open(place.input()).err().unwrap().to_string();
         assert!(error.contains("in.onnx: tensor `onnx::MatMul_7`") && error.contains(reason), "{error}");
     }
+}
+
+/// Files with inputs of other types than numbers are written and verified, but not run.
+#[test]
+fn files_that_cannot_be_run_are_verified() {
+    let mut text = model();
+    let mut input = value("text", DataType::Float, &["n"]);
+    // Type 8 is a string.
+    input.r#type.as_mut().and_then(|ty| ty.tensor_type.as_mut()).unwrap().elem_type = Some(8);
+    text.graph.as_mut().unwrap().input.push(input);
+    let place = Place::new(&text);
+    let report = builder().pass(QuantizeDynamic::default()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+    assert_eq!(report.notes.iter().any(|note| note.contains("out.onnx was not verified end to end: not run: ")), has_onnx_runtime(), "{:?}", report.notes);
+    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    let checks = verify(&place.path("out.onnx"), &work).unwrap();
+    assert!(checks.iter().all(|check| check.ok), "{checks:?}");
+    assert!(checks.iter().any(|check| check.path == "out.onnx, run" && check.finding.starts_with("not run: ")), "{checks:?}");
 }
 
 #[test]
