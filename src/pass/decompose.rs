@@ -19,8 +19,9 @@ use super::layerwise;
 use super::{Amount, InputImportance, Pass, Plan, Samples, options_of};
 use crate::error::{Error, ParseError, Result, counted};
 use crate::ir::ops::Conv;
-use crate::ir::{Graph, GraphFile, Op, Rewrite, rebuild};
+use crate::ir::{Graph, Op, Rewrite, rebuild};
 use crate::model::{self, Model};
+use crate::pass::prune_structured::graph_file_note;
 use crate::pass::targets::{self, SelectedWeights};
 use crate::run_state::{Applied, RunState};
 use crate::store::{BlockSink, DType, Encoding, Origin, Pattern, Weight, WeightSource, select};
@@ -342,12 +343,7 @@ impl Pass for Decompose {
             }
         }
         applied.tensors.extend(rewire(&mut planned, &graph, &factorizations)?);
-        let graph_file = planned.needs_graph_file().then(|| {
-            format!(
-                "config.json cannot describe factorized layers, but {} does: `compress` and its ONNX export read it, transformers does not",
-                GraphFile::NAME
-            )
-        });
+        let graph_file = graph_file_note(&planned, "factorized layers").filter(|_| planned.needs_graph_file());
         let mut executed = applied.clone();
         applied.notes.extend(graph_file.clone());
         Ok(Plan::new(planned, applied).with_execution(move |context| {

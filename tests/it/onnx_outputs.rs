@@ -42,7 +42,8 @@ fn pruned(file: &ModelProto, folder: &Path) -> ModelProto {
         targets: vec!["first".parse().unwrap()],
         ..PruneStructured::default()
     };
-    Pipeline::builder().pass(prune).build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap_or_else(|e| panic!("{e}"));
+    let report = Pipeline::builder().pass(prune).build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap_or_else(|e| panic!("{e}"));
+    assert!(!report.notes.iter().any(|note| note.contains("config.json")), "the file has none: {:?}", report.notes);
     ModelProto::decode(std::fs::read(&out).unwrap().as_slice()).unwrap()
 }
 
@@ -247,4 +248,21 @@ fn layers_whose_weights_other_nodes_read_are_floats() {
     let types = |dims: &[i64]| graph.initializer.iter().filter(|tensor| tensor.dims == dims).map(TensorProto::data_type).collect::<Vec<_>>();
     assert_eq!((types(&[8, 8]), types(&[8])), (vec![DataType::Float], vec![DataType::Float]));
     assert!(graph.initializer.iter().any(|tensor| tensor.data_type() == DataType::Int8), "the other layer is quantized");
+}
+
+/// An output that is a weight does not prevent the comparison with the built-in executor.
+#[test]
+fn weights_as_outputs_are_compared() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let [path, out] = ["model.onnx", "out.onnx"].map(|name| folder.path().join(name));
+    let (mut nodes, weights) = network();
+    nodes.push(node("Neg", &["l"], "y", vec![]));
+    let mut file = model(13, &[0, 4], nodes, weights);
+    file.graph.as_mut().unwrap().output.push(value("second", DataType::Float, Some(&[6, 4])));
+    std::fs::write(&path, file.encode_to_vec()).unwrap();
+    let report = Pipeline::builder().pass(QuantizeDynamic::default()).build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap();
+    assert!(!report.notes.iter().any(|note| note.contains("was not verified")), "{:?}", report.notes);
 }

@@ -255,7 +255,7 @@ impl ModelFile {
         let mut weights = self.weights.iter().filter(|(_, weight)| weight.encoding != Encoding::Dense).map(|(name, _)| name);
         if let Some(first) = weights.next() {
             notes.push(format!(
-                "{} already quantized (the first: `{first}`): passes that require floats refuse quantized weights by name, so run `dequantize` first",
+                "{} already quantized (the first: `{first}`): passes that require floats process them only after `dequantize`",
                 counted(weights.count().saturating_add(1), "weight")
             ));
         }

@@ -63,6 +63,13 @@ pub(super) fn describe(model: &mut Model, graph: &Graph, groups: &Groups, remove
     set_graph(model, smaller, Vec::new())
 }
 
+/// A note that `config.json`, if the model has one, cannot describe a part of the result.
+pub(in crate::pass) fn graph_file_note(model: &Model, part: &str) -> Option<String> {
+    let file = GraphFile::NAME;
+    let note = || format!("config.json cannot describe {part}, but {file} does: `compress` and its ONNX export read it, transformers does not");
+    (!model.config.values().is_empty()).then(note)
+}
+
 /// Replaces the graph of a model. Updates `config.json` (with the additional values `more`) if it can
 /// describe the graph. Returns notes on the description of the model.
 pub(super) fn set_graph(model: &mut Model, graph: Graph, more: Vec<(String, Value)>) -> Result<Vec<String>> {
@@ -81,5 +88,5 @@ pub(super) fn set_graph(model: &mut Model, graph: Graph, more: Vec<(String, Valu
         return Ok(note.into_iter().chain(arch::unsupported_heads_reason(model.config.values())).collect());
     }
     model.config = before;
-    Ok(vec![format!("config.json cannot describe the result, but {} does: `compress` and its ONNX export read it, transformers does not", GraphFile::NAME)])
+    Ok(graph_file_note(model, "the result").into_iter().collect())
 }

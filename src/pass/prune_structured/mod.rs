@@ -32,6 +32,7 @@ mod widths;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+pub(super) use cut::graph_file_note;
 pub(super) use layers::drop_layers;
 pub use options::{Amounts, Importance, PrunedPart, Repair, Target};
 

@@ -98,7 +98,11 @@ impl<'g> Executor<'g> {
     /// The outputs of a finished run, under their public names; floats are f32.
     pub(super) fn outputs(&self, run: &PartialRun) -> Result<BTreeMap<String, Tensor>> {
         let output = |(name, id): &(String, ValueId)| {
-            let tensor = run.get(self.graph, *id)?;
+            let value = self.graph.value(*id);
+            let tensor = match value.kind {
+                Kind::Param => self.parameters.get(&value.name).map_err(failed(&value.name))?,
+                _ => run.get(self.graph, *id)?,
+            };
             let tensor = if tensor.dtype().is_float() { tensor.to_dtype(DType::F32) } else { Ok(tensor) };
             Ok((name.clone(), tensor.and_then(|t| contiguous(&t)).map_err(failed(name))?))
         };
