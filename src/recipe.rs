@@ -244,7 +244,7 @@ fn set_value(values: &mut Value, key: &str, value: &Value) -> Result<(), String>
     let (mut at, mut list) = (values, "");
     for part in parts {
         if let Value::Array(items) = at {
-            let mut named = (0..items.len()).filter(|index| items[*index].get(part).is_some());
+            let mut named = (0..items.len()).filter(|index| items.get(*index).is_some_and(|item| item.get(part).is_some()));
             let index = part.parse().ok().filter(|i| *i < items.len()).or_else(|| named.next());
             if let (Some(first), Some(_)) = (index, named.next()) {
                 return Err(format!("there are several `{part}`: select one by its index, such as `{list}.{first}.{part}.{last}` for the first one"));
