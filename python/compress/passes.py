@@ -371,7 +371,8 @@ def distill(
         memory_limit: Device memory limit, such as 8GB; batches that need more are split into micro-batches.
         checkpoint_every: How often to save a checkpoint for --resume: steps=N or minutes=N [default:
             minutes=10].
-        evaluate_every: Steps between evaluations on the evaluation data; the best weights are kept.
+        evaluate_every: Steps between evaluations on the evaluation data; the best weights are kept, which can
+            be the initial ones.
         patience: Stop after this many evaluations without improvement.
         logs: Logs of every step, in addition to the CSV table.
         targets: Tensors to train: names with `*`, or `re:` and a regular expression [default: all floats].
@@ -458,7 +459,8 @@ def finetune(
         memory_limit: Device memory limit, such as 8GB; batches that need more are split into micro-batches.
         checkpoint_every: How often to save a checkpoint for --resume: steps=N or minutes=N [default:
             minutes=10].
-        evaluate_every: Steps between evaluations on the evaluation data; the best weights are kept.
+        evaluate_every: Steps between evaluations on the evaluation data; the best weights are kept, which can
+            be the initial ones.
         patience: Stop after this many evaluations without improvement.
         logs: Logs of every step, in addition to the CSV table.
         targets: Tensors to train: names with `*`, or `re:` and a regular expression [default: all floats].

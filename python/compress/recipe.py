@@ -943,7 +943,8 @@ class Distill:
     """How often to save a checkpoint for --resume: steps=N or minutes=N [default: minutes=10]."""
 
     evaluate_every: int | None = None
-    """Steps between evaluations on the evaluation data; the best weights are kept."""
+    """Steps between evaluations on the evaluation data; the best weights are kept, which can be the
+    initial ones."""
 
     patience: int | None = None
     """Stop after this many evaluations without improvement."""
@@ -1040,7 +1041,8 @@ class Finetune:
     """How often to save a checkpoint for --resume: steps=N or minutes=N [default: minutes=10]."""
 
     evaluate_every: int | None = None
-    """Steps between evaluations on the evaluation data; the best weights are kept."""
+    """Steps between evaluations on the evaluation data; the best weights are kept, which can be the
+    initial ones."""
 
     patience: int | None = None
     """Stop after this many evaluations without improvement."""
