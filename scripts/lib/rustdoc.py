@@ -1,6 +1,9 @@
 """The public items of a crate, from rustdoc's JSON, as sorted lines of text."""
 
 
+from collections import defaultdict
+
+
 def only(tagged):
     """Name and content of a variant."""
     return next(iter(tagged.items())) if isinstance(tagged, dict) else (tagged, None)
@@ -186,9 +189,12 @@ class Crate:
                 yield from self.described(self.item(number), path)
             elif only(self.item(number)["inner"])[0] != "module" if number is not None else True:
                 yield f"pub use {path} = {home}"
+        derived = defaultdict(list)
         for item in self.index.values():
             if only(item["inner"])[0] == "impl":
-                yield from self.implemented(item["inner"]["impl"])
+                yield from self.implemented(item, derived)
+        for target, traits in derived.items():
+            yield f"derives {target}: {', '.join(sorted(set(traits)))}"
 
     def described(self, item, path):
         kind, inner = only(item["inner"])
@@ -237,7 +243,9 @@ class Crate:
         else:
             yield f"{kind} {path}"
 
-    def implemented(self, inner):
+    def implemented(self, item, derived):
+        """The members of an implementation, or the trait; derived traits are added to `derived`, by type."""
+        inner = item["inner"]["impl"]
         if inner["is_synthetic"] or inner["blanket_impl"] is not None:
             return
         kind, target = only(inner["for"])
@@ -252,6 +260,9 @@ class Crate:
                     yield from self.described(member, f"{path}::{member['name']}")
             return
         if str(trait["id"]) in self.index and trait["id"] not in self.public or trait["path"].endswith("StructuralPartialEq"):
+            return
+        if any("automatically_derived" in str(attribute) for attribute in item["attrs"]):
+            derived[self.type(inner["for"])].append(trait["path"].rsplit("::", 1)[-1])
             return
         sign = "!" if inner["is_negative"] else ""
         yield f"impl{params} {sign}{self.path(trait['id'], trait['path'])}{self.arguments(trait['args'])} for {self.type(inner['for'])}{where}"
