@@ -87,6 +87,12 @@ pub(super) fn int(node: &NodeProto, name: &str, missing: i64) -> i64 {
     node.attribute.iter().find(|attribute| attribute.name() == name).map_or(missing, |attribute| attribute.i.unwrap_or(0))
 }
 
+/// A text attribute.
+pub(super) fn text(node: &NodeProto, name: &str) -> Option<String> {
+    let attribute = node.attribute.iter().find(|attribute| attribute.name() == name)?;
+    Some(String::from_utf8_lossy(attribute.s()).into_owned())
+}
+
 /// A float attribute, or `missing`.
 pub(super) fn float(node: &NodeProto, name: &str, missing: f32) -> f32 {
     node.attribute.iter().find(|attribute| attribute.name() == name).map_or(missing, |attribute| attribute.f.unwrap_or(0.0))

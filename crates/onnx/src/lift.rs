@@ -436,8 +436,7 @@ impl<'f> NodeContext<'_, 'f> {
     }
 
     fn text(&self, name: &str) -> Option<String> {
-        let attribute = self.node.attribute.iter().find(|attribute| attribute.name() == name)?;
-        Some(String::from_utf8_lossy(attribute.s()).into_owned())
+        super::initializer_roles::text(self.node, name)
     }
 
     fn ints(&self, name: &str) -> Option<Vec<i64>> {

@@ -11,9 +11,9 @@ use prost::Message;
 use super::constant_sizes;
 use super::external::{DataFiles, ExternalData};
 use super::inlining;
-use super::proto::ModelProto;
+use super::proto::{GraphProto, ModelProto, TensorProto};
 use super::run_sizes::check_run;
-use super::skeleton::Skeleton;
+use super::skeleton::{MIN_RUN, Skeleton};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::runtime::{Limits, Loading, Options, Session, SizeCheck};
@@ -36,7 +36,7 @@ impl Session {
         let skeleton = Skeleton::read(path, &file)?;
         let model = ModelProto::decode(skeleton.bytes.as_slice()).map_err(|e| Error::malformed(path, format!("not an ONNX model: {e}")))?;
         let session = Session::open_as(path, loading(&model, file.length(), path, options)?)?;
-        Ok(session.checked_by(size_check(model)))
+        Ok(session.checked_by(size_check(&model)))
     }
 
     /// Loads a model from memory. `path` names it in errors, and its folder contains external data.
@@ -46,13 +46,25 @@ impl Session {
     pub fn from_model(model: &ModelProto, path: &Path, options: Options) -> Result<Session> {
         let bytes = model.encode_to_vec();
         let session = Session::from_bytes_as(&bytes, path, loading(model, bytes.len() as u64, path, options)?)?;
-        Ok(session.checked_by(size_check(model.clone())))
+        Ok(session.checked_by(size_check(model)))
     }
 }
 
-/// Checks the sizes of values before each run.
-fn size_check(model: ModelProto) -> SizeCheck {
-    SizeCheck::new(Box::new(move |inputs, limit| check_run(&model, inputs, limit)))
+/// Checks the sizes of values before each run, for which the shapes of large initializers are enough.
+fn size_check(model: &ModelProto) -> SizeCheck {
+    let initializer = |tensor: &TensorProto| {
+        let TensorProto { name, data_type, dims, .. } = tensor;
+        let is_large = tensor.encoded_len() as u64 >= MIN_RUN;
+        if is_large { TensorProto { name: name.clone(), data_type: *data_type, dims: dims.clone(), ..TensorProto::default() } } else { tensor.clone() }
+    };
+    let graph = model.graph.as_ref().map(|graph| GraphProto {
+        node: graph.node.clone(),
+        input: graph.input.clone(),
+        initializer: graph.initializer.iter().map(initializer).collect(),
+        ..GraphProto::default()
+    });
+    let shapes = ModelProto { graph, ..ModelProto::default() };
+    SizeCheck::new(Box::new(move |inputs, limit| check_run(&shapes, inputs, limit)))
 }
 
 /// How a model of this size, whose weights may be missing, can be loaded within the limits. Fails if that
@@ -73,8 +85,7 @@ fn loading(model: &ModelProto, bytes: u64, path: &Path, options: Options) -> Res
 #[cfg(test)]
 mod tests {
     use super::super::proto::{
-        DataType, Dimension, DimensionProto, FunctionProto, GraphProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto,
-        TypeProto, ValueInfoProto,
+        DataType, Dimension, DimensionProto, FunctionProto, NodeProto, OperatorSetIdProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto,
     };
     use super::*;
 

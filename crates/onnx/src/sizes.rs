@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use super::initializer_roles::int;
+use super::initializer_roles::{int, text};
 use super::numbers::KnownValues;
 use super::proto::NodeProto;
 
@@ -110,8 +110,7 @@ pub(super) fn output_sizes(known: &impl KnownValues, node: &NodeProto) -> Option
         }
         "Gather" => {
             let (of, at) = (sizes(0)?, sizes(1)?);
-            let axis = int(node, "axis", 0);
-            let axis = usize::try_from(if axis < 0 { axis.saturating_add(i64::try_from(of.len()).ok()?) } else { axis }).ok()?;
+            let axis = axis(node, 0, of.len())?;
             let (before, after) = (of.get(..axis)?, of.get(axis.saturating_add(1)..)?);
             Some([before, &at, after].concat())
         }
@@ -130,9 +129,8 @@ pub(super) fn output_sizes(known: &impl KnownValues, node: &NodeProto) -> Option
         }
         "Concat" => {
             let all = (0..node.input.len()).map(sizes).collect::<Option<Vec<_>>>()?;
-            let axis = int(node, "axis", 0);
             let first = all.first()?;
-            let axis = usize::try_from(if axis < 0 { axis.saturating_add(i64::try_from(first.len()).ok()?) } else { axis }).ok()?;
+            let axis = axis(node, 0, first.len())?;
             let along = all.iter().fold(0u64, |sum, sizes| sum.saturating_add(sizes.get(axis).copied().unwrap_or(1)));
             Some(first.iter().enumerate().map(|(place, size)| if place == axis { along } else { *size }).collect())
         }
@@ -142,8 +140,8 @@ pub(super) fn output_sizes(known: &impl KnownValues, node: &NodeProto) -> Option
         }
         op if SAME_SHAPE.contains(&op) => sizes(0),
         "Flatten" => {
-            let (sizes, axis) = (sizes(0)?, int(node, "axis", 1));
-            let axis = usize::try_from(if axis < 0 { axis.saturating_add(i64::try_from(sizes.len()).ok()?) } else { axis }).ok()?;
+            let sizes = sizes(0)?;
+            let axis = axis(node, 1, sizes.len())?;
             Some(vec![product(sizes.get(..axis)?), product(sizes.get(axis..)?)])
         }
         _ => rearranged_sizes(known, node),
@@ -162,9 +160,10 @@ fn einsum(equation: &str, inputs: &[Vec<u64>]) -> Option<Vec<u64>> {
     labels(output)?.iter().map(|label| sizes.get(label).copied()).collect()
 }
 
-fn text(node: &NodeProto, name: &str) -> Option<String> {
-    let attribute = node.attribute.iter().find(|attribute| attribute.name() == name)?;
-    String::from_utf8(attribute.s().to_vec()).ok()
+/// The attribute `axis`, or `missing`, counted from the first axis.
+fn axis(node: &NodeProto, missing: i64, rank: usize) -> Option<usize> {
+    let axis = int(node, "axis", missing);
+    usize::try_from(if axis < 0 { axis.saturating_add(i64::try_from(rank).ok()?) } else { axis }).ok()
 }
 
 /// Output shape of a node that only rearranges elements.
