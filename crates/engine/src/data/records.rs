@@ -68,8 +68,8 @@ pub(super) enum TextFormat {
 
 /// The byte order mark that some editors write at the beginning of a file.
 const BYTE_ORDER_MARK: char = '\u{feff}';
-/// A record that is appended to files with columns. It is not found if a quoted field is not closed, because such
-/// a field extends to the end of the file.
+/// A record that is appended to files with columns. If a quoted field is not closed, it is the end of that field
+/// instead.
 const LAST_RECORD: &str = "\u{1}end of file\u{1}";
 const TEXT: [&str; 2] = ["text", "sentence"];
 /// Key of the messages of a chat, in JSON objects.
@@ -139,10 +139,9 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
         Error::malformed(path, format!("{line}{}", plain(&e)))
     };
     let mut names: Vec<String> = if header { reader.headers().map_err(|e| wrong(path, e))?.iter().map(str::to_owned).collect() } else { Vec::new() };
-    match names.as_slice() {
-        [name] if name == LAST_RECORD => names.clear(),
-        names if names.iter().any(|name| name.contains(LAST_RECORD)) => return Err(not_closed(path, 1)),
-        _ => {}
+    match names.last() {
+        Some(name) if name == LAST_RECORD => names.clear(),
+        last => require_closed(path, 1, last.map(String::as_str))?,
     }
     let find = |column: &Column| match column {
         Column::Index(index) => Ok(*index),
@@ -181,27 +180,31 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
         // The reader counts the line feed of CRLF as part of the next line.
         let offset = u64::from(has_crlf && (header || index > 0));
         let line = record.position().map_or(0, csv::Position::line).saturating_add(offset);
-        if record.iter().any(|field| field.contains(LAST_RECORD)) {
-            return Some(Err(not_closed(&path, line)));
-        }
         let width = *width.get_or_insert(record.len());
-        if !may_vary && record.iter().skip(width).any(|field| !field.trim().is_empty()) {
-            let reason = format!("line {line} has {} fields for {}: quote texts that contain the delimiter", record.len(), counted(width, "column"));
-            return Some(Err(Error::malformed(&path, reason)));
-        }
         let get = |index: usize| {
             let missing = || Error::malformed(&path, format!("line {line} has {} columns, but column {index} is required", record.len()));
             record.get(index).map(str::to_owned).ok_or_else(missing)
         };
-        let read = || Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, label: label.map(get).transpose()?.map(Label::Text), line });
+        let read = || {
+            require_closed(&path, line, record.iter().next_back())?;
+            if !may_vary && record.iter().skip(width).any(|field| !field.trim().is_empty()) {
+                let reason = format!("line {line} has {} fields for {}: quote texts that contain the delimiter", record.len(), counted(width, "column"));
+                return Err(Error::malformed(&path, reason));
+            }
+            Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, label: label.map(get).transpose()?.map(Label::Text), line })
+        };
         Some(read())
     });
     Ok(Box::new(records))
 }
 
-fn not_closed(path: &Path, line: u64) -> Error {
+/// Checks the last field of a record.
+fn require_closed(path: &Path, line: u64, last: Option<&str>) -> Result<()> {
+    if !last.is_some_and(|field| field.trim_end().ends_with(LAST_RECORD)) {
+        return Ok(());
+    }
     let reason = format!("line {line} has a quoted field that is not closed; if quotation marks belong to the texts, set `quoting: false`");
-    Error::malformed(path, reason)
+    Err(Error::malformed(path, reason))
 }
 
 /// Whether the first line ends with a carriage return and a line feed.
