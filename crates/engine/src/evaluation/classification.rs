@@ -9,12 +9,13 @@ use crate::data::{Batch, References};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 
+/// The predicted class of samples whose logits contain NaN.
+const UNDEFINED: usize = usize::MAX;
+
 /// Confusion matrix: counts by true and predicted class.
 #[derive(Debug, Default)]
 pub(super) struct Classification {
     confusion: BTreeMap<(usize, usize), u64>,
-    /// Samples whose logits contain NaN. They count as incorrect.
-    undefined: u64,
 }
 
 impl Metric for Classification {
@@ -33,9 +34,7 @@ impl Metric for Classification {
             if *label >= count {
                 return Err(Error::option("data", format!("a label is {label}, but the model has {count} classes, numbered from 0")));
             }
-            // A row with NaN has no predicted class.
-            self.undefined += u64::from(sum.is_nan());
-            let predicted = if sum.is_nan() { count } else { predicted as usize };
+            let predicted = if sum.is_nan() { UNDEFINED } else { predicted as usize };
             *self.confusion.entry((*label, predicted)).or_default() += 1;
         }
         Ok(())
@@ -59,15 +58,12 @@ impl Metric for Classification {
             2.0 * *self.confusion.get(&(*class, *class)).unwrap_or(&0) as f64 / both as f64
         };
         let macro_f1 = classes.iter().map(f1).sum::<f64>() / classes.len().max(1) as f64;
+        let undefined = predictions.get(&UNDEFINED).map(|count| ("nan_outputs", *count as f64));
         Ok(Score {
             metric: "accuracy".into(),
             value: hits as f64 / count.max(1) as f64,
             ci95: statistics::proportion_interval(hits, count),
-            more: [("f1_macro", macro_f1), ("correct", hits as f64)]
-                .into_iter()
-                .chain((self.undefined > 0).then_some(("nan_outputs", self.undefined as f64)))
-                .map(|(name, value)| (name.to_owned(), value))
-                .collect(),
+            more: [("f1_macro", macro_f1), ("correct", hits as f64)].into_iter().chain(undefined).map(|(name, value)| (name.to_owned(), value)).collect(),
         })
     }
 }
