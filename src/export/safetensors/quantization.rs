@@ -113,11 +113,10 @@ pub(super) fn groups(items: &[Item]) -> Vec<Group<'_>> {
 /// schemes, the targets are module names.
 pub(super) fn describe(items: &[Item], model: &Model, run: &RunState) -> Value {
     let groups = groups(items);
-    let owners: HashMap<&str, Owner> =
-        groups.iter().enumerate().flat_map(|(index, group)| group.modules.iter().map(move |name| (*name, Owner::Group(index)))).collect();
-    let tied: Vec<(&str, Owner)> =
-        model.tied_names().into_iter().filter_map(|(alias, original)| Some((module(alias), *owners.get(module(original))?))).collect();
-    let owner = |item: &Item| owners.get(module(&item.name)).copied().unwrap_or(Owner::Other);
+    let by_module = group_indices(&groups);
+    let group = |name: &str| by_module.get(module(name)).map(|index| Owner::Group(*index));
+    let tied: Vec<(&str, Owner)> = model.tied_names().into_iter().filter_map(|(alias, original)| Some((module(alias), group(original)?))).collect();
+    let owner = |item: &Item| group(&item.name).unwrap_or(Owner::Other);
     let names = ModuleNames::new(model.config.model_type(), items.iter().map(|item| (module(&item.name), owner(item))).chain(tied.iter().copied()));
     let mut described = Map::new();
     for (index, group) in groups.iter().enumerate() {
@@ -177,6 +176,11 @@ fn is_valid(key: &str, run: &RunState) -> bool {
 pub(super) fn is_needed(items: &[Item], model: &Model, run: &RunState) -> bool {
     let is_carried = |key: &str| model.config.carried_quantization().contains_key(key) && is_valid(key, run);
     !groups(items).is_empty() || is_carried("kv_cache_scheme") || is_carried("sparsity_config")
+}
+
+/// The index of the group of each quantized module.
+pub(super) fn group_indices<'g>(groups: &[Group<'g>]) -> HashMap<&'g str, usize> {
+    groups.iter().enumerate().flat_map(|(index, group)| group.modules.iter().map(move |name| (*name, index))).collect()
 }
 
 /// Modules that are not quantized, by their checkpoint name and by its suffix: loaders drop or change

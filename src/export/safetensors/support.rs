@@ -1,8 +1,8 @@
 //! Notes about which libraries load the written quantization schemes.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
-use super::quantization::{Group, groups, module};
+use super::quantization::{Group, group_indices, groups, module};
 use crate::arch;
 use crate::model::{Model, stacked_experts};
 use crate::store::writer::Item;
@@ -44,8 +44,8 @@ fn expert_notes(items: &[Item], groups: &[Group], model: &Model) -> Option<Strin
 
 /// Notes about layers that vLLM fuses.
 fn fused_notes(items: &[Item], groups: &[Group], model: &Model) -> Vec<String> {
-    let owners: HashMap<&str, usize> = groups.iter().enumerate().flat_map(|(index, group)| group.modules.iter().map(move |name| (*name, index))).collect();
-    let owner = |item: &Item| owners.get(module(&item.name)).copied();
+    let by_module = group_indices(groups);
+    let owner = |item: &Item| by_module.get(module(&item.name)).copied();
     let mut layers: BTreeMap<String, Vec<&Item>> = BTreeMap::new();
     for item in items.iter().filter(|item| item.weight.shape.len() == 2) {
         layers.entry(arch::fused_layer(model.config.model_type(), &item.name)).or_default().push(item);
