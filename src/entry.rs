@@ -13,7 +13,7 @@ use crate::registry::Registry;
 /// Constructs an entry from its options, which are null if there are none.
 pub(crate) type Make<T> = Box<dyn FnOnce(Value) -> Result<T>>;
 
-/// Constructs the entries of a name that the program has registered.
+/// Constructs entries that the program has registered.
 pub(crate) type Constructor<T> = Arc<dyn Fn(Value) -> Result<T> + Send + Sync>;
 
 /// Constructor of the registered entry with this name.
@@ -44,13 +44,13 @@ pub(crate) trait Entry: Sized {
 /// Implements [`Entry`] and `Deserialize` for an enum whose variants have the names of their option
 /// types.
 macro_rules! entry {
-    ($entry:ident, $what:literal, $names:ident, $(registered $registered:path,)? $($name:literal => $variant:ident),+) => {
+    ($entry:ident, $what:literal, $names:ident, $(registered in $registry:path,)? $($name:literal => $variant:ident),+) => {
         impl $crate::entry::Entry for $entry {
             const WHAT: &'static str = $what;
             const NAMES: &'static [&'static str] = $names;
 
             $(fn registered(name: &str) -> Option<$crate::entry::Make<Self>> {
-                $registered(name)
+                $crate::entry::registered(&$registry, name)
             })?
 
             fn with_defaults(name: &str) -> Option<Self> {

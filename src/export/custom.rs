@@ -9,7 +9,7 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::{Export, Exported, FORMATS, Format, SizeForecast};
-use crate::entry::{self, Constructor, Make};
+use crate::entry::Constructor;
 use crate::error::{Error, Result};
 use crate::files::Destination;
 use crate::model::Model;
@@ -89,7 +89,7 @@ pub trait CustomFormat: fmt::Debug + Send + Sync {
     fn read(&self, file: &Path, name: &str, start: usize, values: &mut [f32]) -> Result<()>;
 }
 
-static REGISTERED: Registry<Constructor<Export>> = Registry::new();
+pub(super) static REGISTERED: Registry<Constructor<Export>> = Registry::new();
 
 /// Registers a format for the lifetime of the process, so that recipes and
 /// [`Export::from_name`](super::Export::from_name) know it. `make` receives the options, or null.
@@ -114,11 +114,6 @@ impl PartialEq for Custom {
     fn eq(&self, other: &Custom) -> bool {
         (self.name, &self.options) == (other.name, &other.options)
     }
-}
-
-/// Constructor of the registered format with this name.
-pub(super) fn registered(name: &str) -> Option<Make<Export>> {
-    entry::registered(&REGISTERED, name)
 }
 
 impl Custom {

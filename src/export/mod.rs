@@ -159,7 +159,7 @@ macro_rules! formats {
             }
         }
 
-        crate::entry::entry!(Export, "format", FORMATS, registered custom::registered, $($name => $format),+);
+        crate::entry::entry!(Export, "format", FORMATS, registered in custom::REGISTERED, $($name => $format),+);
 
         $(impl From<$format> for Export {
             fn from(format: $format) -> Export {

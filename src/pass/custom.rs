@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
 use super::{PASSES, Pass, Plan, Step, targets};
-use crate::entry::{self, Constructor, Make};
+use crate::entry::Constructor;
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 use crate::model::Model;
@@ -40,7 +40,7 @@ pub trait CustomPass: fmt::Debug + Send + Sync {
     }
 }
 
-static REGISTERED: Registry<Constructor<Step>> = Registry::new();
+pub(super) static REGISTERED: Registry<Constructor<Step>> = Registry::new();
 
 /// Registers a pass for the lifetime of the process, so that recipes and [`Step::from_name`] know it.
 /// `make` receives the options, or null.
@@ -51,11 +51,6 @@ pub fn register_pass<P: CustomPass + 'static>(name: &'static str, make: impl Fn(
     let step = move |options: Value| make(&options).map(|pass| Step::Custom(Custom { name, options, pass: Arc::new(pass) }));
     let is_added = REGISTERED.add(name, PASSES.contains(&name), Arc::new(step));
     if is_added { Ok(()) } else { Err(Error::option("pass", format!("`{name}` already exists"))) }
-}
-
-/// Constructor of the registered pass with this name.
-pub(super) fn registered(name: &str) -> Option<Make<Step>> {
-    entry::registered(&REGISTERED, name)
 }
 
 /// A pass that the program has registered.

@@ -212,7 +212,7 @@ macro_rules! passes {
             }
         }
 
-        crate::entry::entry!(Step, "pass", PASSES, registered custom::registered, $($name => $pass),+);
+        crate::entry::entry!(Step, "pass", PASSES, registered in custom::REGISTERED, $($name => $pass),+);
 
         $(impl From<$pass> for Step {
             fn from(pass: $pass) -> Step {
