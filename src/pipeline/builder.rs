@@ -14,7 +14,7 @@ use crate::pass::{Plan, Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::run_state::RunState;
-use crate::store::{OpenSize, OpenSizes, Weight};
+use crate::store::{OpenSizes, Weight};
 use crate::work::{Cancel, Progress, Silent, Work};
 
 /// A compression pipeline: passes, output formats and settings, ready to be run on models.
@@ -60,11 +60,7 @@ pub(super) fn finish_passes(after: &mut Model, before: &Model, sizes: &OpenSizes
 
 /// A note if a pass has changed the graph of an ONNX file, whose open dimensions have specified sizes.
 fn fixed_sizes(after: &Model, sizes: &OpenSizes) -> Option<String> {
-    let size = |(name, size): (&String, &OpenSize)| match size {
-        OpenSize::One(size) => format!("{name}={size}"),
-        OpenSize::All(sizes) => format!("{name}={}", sizes.iter().map(usize::to_string).collect::<Vec<_>>().join("x")),
-    };
-    let sizes: Vec<String> = sizes.iter().map(size).collect();
+    let sizes: Vec<String> = sizes.iter().map(|(name, size)| format!("{name}={size}")).collect();
     (after.changed_graph.is_some() && !sizes.is_empty())
         .then(|| format!("the changed graph supports only the specified sizes, although its inputs may declare others: {}", sizes.join(", ")))
 }

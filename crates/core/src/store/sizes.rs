@@ -110,6 +110,16 @@ pub enum OpenSize {
     All(Vec<usize>),
 }
 
+impl fmt::Display for OpenSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sizes = match self {
+            OpenSize::One(size) => std::slice::from_ref(size),
+            OpenSize::All(sizes) => sizes,
+        };
+        f.write_str(&sizes.iter().map(usize::to_string).collect::<Vec<_>>().join("x"))
+    }
+}
+
 impl FromStr for OpenSize {
     type Err = ParseError;
 
