@@ -15,7 +15,8 @@ pub struct SelectedWeights<'a> {
     pub names: BTreeSet<&'a str>,
     /// Description of the selection for reports.
     pub rule: String,
-    /// Layers that the default selection leaves unchanged, and why.
+    /// Layers that the default selection leaves unchanged, and why. Irrelevant for passes that do not distinguish
+    /// layers from other tensors.
     pub notes: Vec<String>,
 }
 
@@ -60,13 +61,11 @@ pub fn select_weights<'a>(
     if !ignore.is_empty() {
         rule = format!("{rule}; without {}", list(ignore));
     }
-    let unchanged = unchanged_layers(pass, weights, &names).filter(|_| targets.is_empty() && !CONVERSIONS.contains(&pass));
+    let unchanged = if targets.is_empty() { unchanged_layers(pass, weights, &names) } else { None };
     let notes = unchanged.map(|layers| format!("{pass} leaves unchanged: {layers}")).into_iter().collect();
     Ok(SelectedWeights { names, rule, notes })
 }
 
-/// Passes that do not distinguish layers from other tensors.
-const CONVERSIONS: [&str; 2] = ["cast", "dequantize"];
 /// Passes that process matrices, but not convolutions.
 const MATRICES_ONLY: [&str; 3] = ["quantize", "quantize-dynamic", "decompose"];
 
