@@ -1237,6 +1237,21 @@ fn a_memory_trace_agrees_with_the_accounts_and_names_the_peak() {
 }
 
 #[test]
+fn all_batches_of_a_step_count_as_memory() {
+    let name = "bert-sequence-classification";
+    let run = Run::new();
+    let data = samples(name, run.folder.path(), 16, classes(name));
+    let [one, four] = [1, 4].map(|gradient_accumulation| {
+        let pass = Finetune { batch_size: BatchSize::Samples(4), gradient_accumulation, ..finetune(1) };
+        let report = run.train(name, data.clone(), pass).unwrap();
+        let phases = report.passes[0].details["memory"]["phases"].as_array().unwrap().clone();
+        let phase = phases.into_iter().find(|phase| phase["name"] == "data").unwrap();
+        ["predicted_bytes", "measured_bytes"].map(|kind| phase[kind].as_u64().unwrap())
+    });
+    assert_eq!(four, one.map(|bytes| 4 * bytes));
+}
+
+#[test]
 fn planned_memory_matches_the_measured_memory() {
     for name in ["bert-sequence-classification", "torchvision-resnet18"] {
         for gradient_checkpointing in [Checkpointing::None, Checkpointing::Blocks] {

@@ -398,6 +398,23 @@ fn tokens(folder: &Path) -> Data {
     Data::at(&path)
 }
 
+/// The mean gradient of a batch of equal samples is that of one of them, so the batch counts as often.
+#[test]
+fn batches_count_by_their_samples() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows = [7, 7, 7, 7, 11].iter().flat_map(|step| (0..8i64).map(move |at| (at + 3) * step % 40)).collect();
+    let ids = Tensor::from_vec::<_, i64>(rows, (5, 8), &Device::Cpu).unwrap();
+    let path = folder.path().join("ids.safetensors");
+    candle_core::safetensors::save(&[("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into(), &path).unwrap();
+    let [four, one] = [4, 1].map(|batch_size| {
+        let data = Data { batch_size: Some(batch_size), ..Data::at(&path) };
+        let pass = PruneStructured { importance: Importance::Taylor, ..half(&[PrunedPart::Mlp]) };
+        let done = run("llama", Pipeline::builder().calibration(data).pass(pass));
+        std::fs::read(done.folder.path().join("out/model.safetensors")).unwrap()
+    });
+    assert!(four == one);
+}
+
 #[test]
 fn transformers_are_ranked_by_activation_if_there_are_samples() {
     let folder = tempfile::tempdir().unwrap();
