@@ -125,10 +125,10 @@ fn pass(path: &Path) -> &'static str {
     let Ok(model) = Model::open(path) else { return "quantize-dynamic" };
     let is_quantized = model.weights.by_name.values().any(|weight| weight.encoding != crate::store::Encoding::Dense);
     let architectures = model.config.get("architectures").map(ToString::to_string).unwrap_or_default();
-    match () {
-        () if is_quantized => "cast",
-        () if architectures.contains("CausalLM") => "quantize",
-        () => "quantize-dynamic",
+    match (is_quantized, architectures.contains("CausalLM")) {
+        (true, _) => "cast",
+        (false, true) => "quantize",
+        (false, false) => "quantize-dynamic",
     }
 }
 

@@ -96,9 +96,9 @@ fn half(report: &Report) -> bool {
     exports.filter_map(|export| export.get("onnx")?.get("precision")).any(|precision| precision == "float16")
 }
 
-/// Fixes the open dimensions of a written file that still has these dimensions.
+/// Fixes the open dimensions of a written file, if it has these dimensions.
 pub(super) fn fix_sizes(model: &Model, sizes: &OpenSizes) {
-    // Without them, the file specifies its sizes.
+    // A changed graph may no longer have a dimension that the user named. It needs no size then.
     drop(model.fix_sizes(sizes));
 }
 

@@ -231,7 +231,7 @@ impl<'t> Stepper<'t> {
     fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, scale: f64) -> Result<Accumulated> {
         let scale = if self.trainer.options.precision == Precision::F16 { scale } else { 1.0 };
         let parameters = weights.parameters()?;
-        // The batches of a step are in memory together. The tape counts the one that it runs.
+        // All batches of a step are in memory together, but the tape counts only the batch in progress.
         let bytes = batches.iter().map(|batch| batch.inputs.values().map(bytes_of).sum::<u64>());
         let waiting = bytes.clone().sum::<u64>() - bytes.max().unwrap_or(0);
         self.trainer.memory_tracker.allocate_named(MemoryCategory::Data, "gradient_accumulation", waiting)?;
