@@ -6,7 +6,7 @@ use super::{Context, calibrate};
 use crate::calibration::{Axis, Request};
 use crate::error::{Error, Result, counted};
 use crate::ir::quantizers::layer_weight;
-use crate::kernel::convert;
+use crate::kernel::{convert, minifloat};
 use crate::model::Model;
 use crate::store::{ActivationScheme, FloatScale, QuantizationSpec, Static};
 
@@ -44,7 +44,7 @@ pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Quantiz
         let ActivationScheme::Float(format, scale) = affine.activations else { continue };
         let scale = match scale {
             FloatScale::Static(_) => convert::scale(affine.scale_dtype, f64::from(largest) / f64::from(format.row().max)),
-            FloatScale::Relative(_) => format.global_scale(largest),
+            FloatScale::Relative(_) => format.global_scale(largest, minifloat::E4M3_MAX),
             FloatScale::Token | FloatScale::Group(_) | FloatScale::PowerOfTwo => continue,
         };
         affine.activations = affine.activations.with_parameters(Static::new(normal(scale), None));

@@ -11,8 +11,9 @@ use std::sync::{Arc, OnceLock};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::kernel::grid::Levels;
 use crate::kernel::quantize::{Bounds, FourthPowers, Squares};
-use crate::kernel::{Float, convert, quantize, with_float};
+use crate::kernel::{Float, convert, minifloat, quantize, with_float};
 use crate::store::{
     Block, BlockSink, Codes, DType, Encoding, FloatFormat, Granularity, QuantizationSpec, Rows, ScaleFormat, View, Weight, WeightSource, least_common_multiple,
 };
@@ -29,26 +30,48 @@ pub enum WeightObserver {
     Minmax,
     /// The range with the least squared error, among 80 % to 100 % of minmax (with calibration samples
     /// from 40 %, with errors weighted by the inputs); for symmetric integers also the range whose
-    /// largest value is a whole number of steps
+    /// largest value is a whole number of steps, and for floats the ranges whose largest value is stored as
+    /// the second largest number of the format (for FP4, four instead of six)
     Mse,
     /// Like mse with fourth powers of errors, which clips less: for integers without calibration samples
     L4,
+}
+
+impl WeightObserver {
+    /// The largest E4M3 scale relative to a global scale. A search also tries larger scales.
+    fn largest_relative_scale(self) -> f32 {
+        match self {
+            WeightObserver::Minmax => minifloat::E4M3_MAX,
+            WeightObserver::Mse | WeightObserver::L4 => 256.0,
+        }
+    }
+}
+
+/// Rounds exact scales to those that are stored in an encoding, here divided by the global scale.
+pub(super) fn stored_scale(affine: &QuantizationSpec, global_scale: f32) -> impl Fn(f64) -> f32 + Copy + Sync + use<> {
+    let (dtype, float) = (affine.scale_dtype, affine.codes.float().map(|format| (format, affine.scale_format(), f64::from(format.row().max))));
+    move |exact| match float {
+        Some((format, ScaleFormat::PowerOfTwo, largest)) => format.power_of_two_scale((exact * largest) as f32),
+        Some((format, ScaleFormat::Relative, largest)) => format.relative_scale((exact * largest) as f32, global_scale) / global_scale,
+        _ => convert::scale(dtype, exact),
+    }
 }
 
 /// Weights with a common NVFP4 global scale, because runtimes fuse their layers.
 #[derive(Default)]
 pub(super) struct ScaleGroup {
     pub weights: Vec<Weight>,
+    observer: WeightObserver,
     global_scale: OnceLock<f32>,
 }
 
 impl ScaleGroup {
-    pub fn new(weights: Vec<Weight>) -> Arc<ScaleGroup> {
-        Arc::new(ScaleGroup { weights, global_scale: OnceLock::new() })
+    pub fn new(weights: Vec<Weight>, observer: WeightObserver) -> Arc<ScaleGroup> {
+        Arc::new(ScaleGroup { weights, observer, global_scale: OnceLock::new() })
     }
 
     /// The scale for the largest magnitude of the weights.
-    fn global_scale(&self, format: FloatFormat, meter: &Meter) -> Result<f32> {
+    pub fn global_scale(&self, format: FloatFormat, meter: &Meter) -> Result<f32> {
         if let Some(scale) = self.global_scale.get() {
             return Ok(*scale);
         }
@@ -60,7 +83,7 @@ impl ScaleGroup {
                 Ok(())
             })?;
         }
-        Ok(*self.global_scale.get_or_init(|| format.global_scale(largest)))
+        Ok(*self.global_scale.get_or_init(|| format.global_scale(largest, self.observer.largest_relative_scale())))
     }
 }
 
@@ -124,16 +147,15 @@ impl WeightQuantizer {
         if self.reduced { REDUCED } else { quantize::bounds(self.affine.codes.bits()) }
     }
 
-    /// The scale of float codes for a range. [Relative](ScaleFormat::Relative) scales apply to the inverse of
-    /// the global scale.
-    fn float_scale(&self, format: FloatFormat, (low, high): (f32, f32), global_scale: f32) -> f32 {
-        let largest = low.abs().max(high);
-        match self.affine.scale_format() {
-            ScaleFormat::PowerOfTwo => format.power_of_two_scale(largest),
-            ScaleFormat::Relative => format.relative_scale(largest, global_scale),
-            ScaleFormat::Float => {
-                let scale = convert::scale(self.affine.scale_dtype, f64::from(largest) / f64::from(format.row().max));
-                if scale > 0.0 { scale } else { f32::EPSILON }
+    /// The scale of float codes in one or several rows with this range, divided by the global scale. `values` are
+    /// those of one row; several rows have no search.
+    fn float_scale<F: Float>(&self, format: FloatFormat, range: (f32, f32), values: Option<&[u8]>, global_scale: f32) -> f32 {
+        let (levels, store) = (Levels::Floats(format.codec()), stored_scale(&self.affine, global_scale));
+        match (self.observer, values) {
+            (WeightObserver::Minmax, _) | (_, None) => levels.params(range, store).scale,
+            (WeightObserver::Mse | WeightObserver::L4, Some(values)) => {
+                let values: Vec<f32> = F::split(values).iter().map(|e| F::to_f32(*e)).collect();
+                levels.search(&values, &vec![1.0; values.len()], MIN_RANGE_PERCENT, store).scale
             }
         }
     }
@@ -158,11 +180,13 @@ impl WeightQuantizer {
                     *range = (range.0.min(low), range.1.max(high));
                 }
             }
-            let scales: Vec<f32> = ranges.into_iter().map(|range| self.float_scale(format, range, global_scale)).collect();
+            let row_of = |at: usize| (high == 1).then(|| stripe.chunks(run * F::SIZE).nth(at)).flatten();
+            let scales = ranges.into_iter().enumerate().map(|(at, range)| self.float_scale::<F>(format, range, row_of(at), global_scale));
+            let scales: Vec<f32> = scales.collect();
             for (values, codes) in stripe.chunks(line).zip(codes.chunks_mut(row.max(1))) {
                 for ((values, codes), scale) in values.chunks(run * F::SIZE).zip(codes.chunks_mut(run)).zip(&scales) {
-                    format.quantize::<F>(values, codes, scale / global_scale);
-                    out.scales.push(*scale);
+                    format.quantize::<F>(values, codes, *scale);
+                    out.scales.push(*scale * global_scale);
                 }
             }
         }
@@ -171,7 +195,7 @@ impl WeightQuantizer {
     /// Scale and zero point for a range, rounded to their stored dtypes.
     fn parameters(&self, (low, high): (f32, f32)) -> (f32, f32) {
         if let Some(format) = self.affine.codes.float() {
-            return (self.float_scale(format, (low, high), 1.0), 0.0);
+            return (Levels::Floats(format.codec()).params((low, high), stored_scale(&self.affine, 1.0)).scale, 0.0);
         }
         let positive = |scale: f32| if scale > 0.0 { scale } else { f32::EPSILON };
         let [least, most] = quantize::bounds(self.affine.codes.bits());

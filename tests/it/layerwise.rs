@@ -197,6 +197,38 @@ fn rounding_by_samples_loses_less() {
     }
 }
 
+/// The codes of floats are chosen on samples like integers. Layers that runtimes fuse keep one global scale.
+#[test]
+fn floats_are_rounded_by_samples() {
+    for (scheme, most) in [(Scheme::Nvfp4A16, 0.8), (Scheme::Mxfp4A16, 0.8), (Scheme::Fp8Dynamic, 0.95)] {
+        let [rtn, gptq, awq] = [Method::Rtn, Method::Gptq, Method::Awq].map(|method| run("llama", quantized(method, scheme)));
+        let encodings = |done: &Done| done.model().weights.by_name.values().map(|weight| weight.describe()).collect::<Vec<_>>();
+        assert!(encodings(&gptq) == encodings(&rtn) && encodings(&awq) == encodings(&rtn), "{scheme:?}");
+        let scale =
+            |name: &str| gptq.model().weights.get(&format!("model.layers.0.self_attn.{name}_proj.weight")).unwrap().scales().unwrap().unwrap().global_scale;
+        assert!(scale("q") == scale("k") && scale("k") == scale("v") && (scale("q") == 1.0) == (scheme != Scheme::Nvfp4A16), "{scheme:?}");
+        let [rtn, gptq, awq] = [rtn, gptq, awq].map(|done| error("llama", &done));
+        assert!(gptq < most * rtn && awq < 1.2 * rtn, "{scheme:?}: rtn {rtn}, gptq {gptq}, awq {awq}");
+    }
+}
+
+/// A search among scales of floats, with four over six, has a smaller squared error in every row.
+#[test]
+fn searched_scales_of_floats_have_smaller_errors() {
+    for scheme in [Scheme::Nvfp4A16, Scheme::Mxfp8A16, Scheme::Fp8Dynamic] {
+        let before = Model::open(golden("llama")).unwrap();
+        let [usual, searched] = [WeightObserver::Minmax, WeightObserver::Mse].map(|observer| {
+            let done = run("llama", Quantize { observer: Some(observer), ..quantized(Method::Rtn, scheme) });
+            let (a, b) = (
+                before.weights.get(PROJECTION).unwrap().floats(PROJECTION).unwrap(),
+                done.model().weights.get(PROJECTION).unwrap().floats(PROJECTION).unwrap(),
+            );
+            a.iter().zip(&b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>()
+        });
+        assert!(searched < usual, "{scheme:?}: {usual}, {searched}");
+    }
+}
+
 /// Blocks are trained from the result of GPTQ, with and without zero points. The report lists the layers of blocks
 /// whose error on held-out samples falls; the others keep that result.
 #[test]
@@ -414,6 +446,7 @@ fn an_interrupted_run_goes_on_behind_the_last_block() {
         Step::from(quantized(Method::Gptq, Scheme::W4A16)),
         Quantize { guide: Guide::Loss, ..quantized(Method::Gptq, Scheme::W4A16) }.into(),
         Quantize { guide: Guide::Loss, iterations: Some(20), ..quantized(Method::Autoround, Scheme::W4A16) }.into(),
+        quantized(Method::Gptq, Scheme::Nvfp4A16).into(),
         quantized(Method::Awq, Scheme::W4A16).into(),
         quantized(Method::Smoothquant, Scheme::W8A8).into(),
         pruned(Importance::Sparsegpt).into(),
@@ -486,7 +519,7 @@ fn what_cannot_be_done_is_refused_by_name() {
         ("llama", PruneUnstructured { scope: compress::pass::Scope::Global, ..pruned(Importance::Wanda) }.into(), "scope: global"),
         ("llama", quantized(Method::Smoothquant, Scheme::W4A16).into(), "int8 activations"),
         ("llama", Quantize { damping: Some(0.1), ..quantized(Method::Rtn, Scheme::W4A16) }.into(), "damping"),
-        ("llama", quantized(Method::Gptq, Scheme::Fp8).into(), "rtn"),
+        ("llama", quantized(Method::Gptq, Scheme::Fp8).into(), "scales within rows"),
         ("llama", quantized(Method::Autoround, Scheme::Nvfp4A16).into(), "NVFP4A16"),
         ("llama", Quantize { iterations: Some(5), ..quantized(Method::Gptq, Scheme::W4A16) }.into(), "`iterations`"),
         ("llama", Quantize { batch: Some(0), ..quantized(Method::Autoround, Scheme::W4A16) }.into(), "batch"),

@@ -2,6 +2,8 @@
 //!
 //! Absolute errors are below the maximum of 3e-7 and two units in the last place.
 
+use crate::quantize::ROUND;
+
 /// An elementwise function.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum ActivationFunction {
@@ -98,9 +100,6 @@ fn each(values: &mut [f32], function: impl Fn(f32) -> f32) {
         *value = function(*value);
     }
 }
-
-/// 1.5 · 2²³: adding it rounds a small float to an integer, which is stored in the low bits.
-pub(super) const ROUND: f32 = 12_582_912.0;
 
 /// `2ⁿ · polynomial`, with `x = n ln 2 + r` and `|r| ≤ ln 2 / 2`.
 #[inline(always)]

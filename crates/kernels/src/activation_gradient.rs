@@ -1,6 +1,7 @@
 //! Derivatives of the functions in [`activation`](super::activation), multiplied by a gradient.
 
-use super::activation::{ActivationFunction, GELU_INNER, ROUND, erf_and_decay, sigmoid, tanh};
+use super::activation::{ActivationFunction, GELU_INNER, erf_and_decay, sigmoid, tanh};
+use crate::quantize::ROUND;
 
 impl ActivationFunction {
     /// Whether the derivative is computed from the function's result instead of its argument.

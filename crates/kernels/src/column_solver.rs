@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::compensation::ColumnRule;
-use super::grid::{self, IntegerGrid, QuantizationParams};
+use crate::grid::{self, Levels, QuantizationParams};
 
 /// Which weights are pruned.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -50,8 +50,8 @@ pub struct ColumnSolver<'a, S> {
 
 /// Quantization grid of a weight.
 pub struct Grid<'a, S> {
-    /// Range of the integers.
-    pub integers: IntegerGrid,
+    /// The numbers that scales are multiplied with.
+    pub levels: Levels,
     /// Group size in columns, in the order of the weight and not of processing.
     pub group: usize,
     /// Quantization parameters of every group, row by row.
@@ -73,8 +73,8 @@ impl<S: Fn(f64) -> f32 + Sync> Grid<'_, S> {
 
     fn find(&self, values: &[f32], costs: &[f32], range: Range) -> QuantizationParams {
         match range {
-            Range::MinMax => self.integers.params(grid::range(values), &self.store),
-            Range::MinError(least) => grid::search(self.integers, values, costs, least, &self.store),
+            Range::MinMax => self.levels.params(grid::range(values), &self.store),
+            Range::MinError(least) => self.levels.search(values, costs, least, &self.store),
         }
     }
 
@@ -91,19 +91,16 @@ impl<S: Fn(f64) -> f32 + Sync> Grid<'_, S> {
         let (size, groups) = (self.order.len().max(1), self.groups());
         weights.par_chunks_mut(size).zip(self.steps.par_chunks(groups)).for_each(|(row, steps)| {
             for (values, step) in row.chunks_mut(self.group).zip(steps) {
-                values.iter_mut().for_each(|value| *value = self.integers.nearest(*value, *step));
+                values.iter_mut().for_each(|value| *value = self.levels.nearest(*value, *step));
             }
         });
     }
 
-    /// The integers of weights `[rows, size]`, in the order of the weight, which must be grid values.
-    pub fn integers_of(&self, weights: &[f32]) -> Vec<i8> {
+    /// The codes of weights `[rows, size]`, in the order of the weight, which must be grid values.
+    pub fn codes_of(&self, weights: &[f32]) -> Vec<i8> {
         let (size, groups) = (self.order.len().max(1), self.groups());
         let of_row = |(row, steps): (&[f32], &[QuantizationParams])| {
-            row.chunks(self.group)
-                .zip(steps)
-                .flat_map(|(values, step)| values.iter().map(|value| self.integers.integer(*value, *step) as i8))
-                .collect::<Vec<_>>()
+            row.chunks(self.group).zip(steps).flat_map(|(values, step)| values.iter().map(|value| self.levels.code(*value, *step))).collect::<Vec<_>>()
         };
         weights.par_chunks(size).zip(self.steps.par_chunks(groups)).flat_map_iter(of_row).collect()
     }
@@ -156,7 +153,7 @@ impl<S: Fn(f64) -> f32 + Sync> ColumnRule for ColumnSolver<'_, S> {
         };
         match &self.grid {
             _ if removed => 0.0,
-            Some(grid) => grid.integers.nearest(ahead[0], grid.step(row, column)),
+            Some(grid) => grid.levels.nearest(ahead[0], grid.step(row, column)),
             None => ahead[0],
         }
     }
@@ -177,6 +174,7 @@ mod tests {
     use super::super::compensation::Compensation;
     use super::super::gram;
     use super::*;
+    use crate::grid::IntegerGrid;
 
     const X: [f32; 20] = [1., 2., 0., 1., 0., 1., 1., -1., 2., 1., -1., 0., 1., 0., 1., 1., 1., 1., 0., 2.];
     const W: [f32; 8] = [0.9, -0.35, 0.5, -0.12, 0.26, 0.74, -0.6, 0.33];
@@ -188,7 +186,7 @@ mod tests {
         let order = [0, 1, 2, 3];
         let compensation = Compensation::new(&sums, 4, &order, 0.01).unwrap();
         let grid = step.map(|scale| Grid {
-            integers: IntegerGrid { bits: 4, symmetric: true },
+            levels: Levels::Integers(IntegerGrid { bits: 4, symmetric: true }),
             group: 4,
             steps: vec![QuantizationParams { scale, zero: 0.0 }; 2],
             order: &order,
@@ -232,7 +230,7 @@ mod tests {
         let solve = |order: &[usize], zeros: Zeros, integers: Option<IntegerGrid>| {
             let compensation = Compensation::new(&products, size, order, 0.01).unwrap();
             let grid = integers.map(|integers| {
-                let mut grid = Grid { integers, group: 48, steps: Vec::new(), order, store: |scale| scale as f32 };
+                let mut grid = Grid { levels: Levels::Integers(integers), group: 48, steps: Vec::new(), order, store: |scale| scale as f32 };
                 grid.fit(&weight, &[1.0; 144], Range::MinMax);
                 grid
             });

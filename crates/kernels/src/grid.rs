@@ -1,7 +1,7 @@
-//! Integer quantization grids for rounding of weights.
+//! Quantization grids for rounding of weights.
 
-use super::activation::ROUND;
-use crate::quantize;
+use crate::minifloat::Minifloat;
+use crate::quantize::{self, ROUND};
 
 /// Number of independent sums per loop. Fixed, so that results do not depend on the instruction set.
 const LANES: usize = 16;
@@ -81,7 +81,7 @@ simd! {
 
 simd! {
     /// Sum of `cost · error²` of the rounding errors.
-    pub fn error(integers: IntegerGrid, values: &[f32], costs: &[f32], params: QuantizationParams) -> f32 {
+    fn error(integers: IntegerGrid, values: &[f32], costs: &[f32], params: QuantizationParams) -> f32 {
         let mut sums = [0f32; LANES];
         let term = |value: f32, cost: f32| {
             let error = integers.nearest(value, params) - value;
@@ -98,19 +98,87 @@ simd! {
     }
 }
 
-/// The parameters with the least error among [shrunken ranges](quantize::parts).
-pub fn search(integers: IntegerGrid, values: &[f32], costs: &[f32], least: u32, store: impl Fn(f64) -> f32) -> QuantizationParams {
-    let (low, high) = range(values);
-    let bounds = integers.bounds().into();
-    let mut best = (f32::INFINITY, integers.params((low, high), &store));
-    for part in quantize::parts(bounds, integers.symmetric, (low, high), least) {
-        let params = integers.params((low * part, high * part), &store);
-        let error = error(integers, values, costs, params);
-        if error < best.0 {
-            best = (error, params);
+/// The numbers that a scale is multiplied with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Levels {
+    /// Integers, which a zero point is subtracted from.
+    Integers(IntegerGrid),
+    /// The values of a float format; zero points are zero.
+    Floats(Minifloat),
+}
+
+impl Levels {
+    /// The nearest grid value.
+    #[inline(always)]
+    pub fn nearest(self, value: f32, params: QuantizationParams) -> f32 {
+        self.level(value, params) * params.scale
+    }
+
+    /// The number that the scale of the nearest grid value is multiplied with.
+    #[inline(always)]
+    pub fn level(self, value: f32, params: QuantizationParams) -> f32 {
+        match self {
+            Levels::Integers(integers) => integers.integer(value, params) - params.zero,
+            Levels::Floats(format) => format.nearest(value / params.scale),
         }
     }
-    best.1
+
+    /// The code of the nearest grid value: an integer, or the bits of a float.
+    #[inline(always)]
+    pub fn code(self, value: f32, params: QuantizationParams) -> i8 {
+        match self {
+            Levels::Integers(integers) => integers.integer(value, params) as i8,
+            Levels::Floats(format) => format.encode(value / params.scale) as i8,
+        }
+    }
+
+    /// The parameters for a range; for floats, the scale with which the largest magnitude is the largest value.
+    pub fn params(self, (low, high): (f32, f32), store: impl Fn(f64) -> f32) -> QuantizationParams {
+        match self {
+            Levels::Integers(integers) => integers.params((low, high), store),
+            Levels::Floats(format) => {
+                let scale = store(f64::from(high.max(-low).max(0.0)) / f64::from(format.largest()));
+                QuantizationParams { scale: if scale > 0.0 { scale } else { f32::EPSILON }, zero: 0.0 }
+            }
+        }
+    }
+
+    /// Sum of `cost · error²` of the rounding errors.
+    fn error(self, values: &[f32], costs: &[f32], params: QuantizationParams) -> f32 {
+        match self {
+            Levels::Integers(integers) => error(integers, values, costs, params),
+            Levels::Floats(format) => format.error(values, costs, params.scale),
+        }
+    }
+
+    /// The parameters with the least error among [shrunken ranges](quantize::parts), down to the percentage
+    /// `least`. The largest magnitude of floats is also rounded to smaller values than the largest one, down to
+    /// the second largest (as in four over six, Cook et al. 2025, <https://arxiv.org/abs/2512.02010>).
+    pub fn search(self, values: &[f32], costs: &[f32], least: u32, store: impl Fn(f64) -> f32) -> QuantizationParams {
+        let (low, high) = range(values);
+        let mut best = (f32::INFINITY, self.params((low, high), &store));
+        let mut try_part = |part: f32, last: &mut f32| {
+            let params = self.params((low * part, high * part), &store);
+            if matches!(self, Levels::Floats(_)) && params.scale == std::mem::replace(last, params.scale) {
+                return;
+            }
+            let error = self.error(values, costs, params);
+            if error < best.0 {
+                best = (error, params);
+            }
+        };
+        let mut last = 0.0;
+        match self {
+            Levels::Integers(integers) => {
+                quantize::parts(integers.bounds().into(), integers.symmetric, (low, high), least).for_each(|part| try_part(part, &mut last));
+            }
+            Levels::Floats(format) => {
+                let most = (100.0 * format.largest_ratio()).round() as u32;
+                (least..=100).rev().chain(101..=most).for_each(|percent| try_part(percent as f32 / 100.0, &mut last));
+            }
+        }
+        best.1
+    }
 }
 
 #[cfg(test)]
@@ -137,24 +205,38 @@ mod tests {
     #[test]
     fn the_largest_value_can_be_an_integer_number_of_steps() {
         for (value, steps) in [(1.0, 127.0), (-1.0, 128.0)] {
-            let found = search(IntegerGrid { bits: 8, symmetric: true }, &[value], &[1.0], 80, |scale| scale as f32);
+            let found = Levels::Integers(IntegerGrid { bits: 8, symmetric: true }).search(&[value], &[1.0], 80, |scale| scale as f32);
             assert!((found.scale * steps - 1.0).abs() < 1e-6, "{value}: {found:?}");
         }
     }
 
+    fn any_levels() -> impl Strategy<Value = Levels> {
+        let integers = (2u32..9, any::<bool>()).prop_map(|(bits, symmetric)| Levels::Integers(IntegerGrid { bits, symmetric }));
+        prop_oneof![integers, Just(Levels::Floats(Minifloat::E4m3)), Just(Levels::Floats(Minifloat::E2m1))]
+    }
+
     proptest! {
         #[test]
-        fn a_searched_range_is_never_worse(
-            values in prop::collection::vec(-3f32..3.0, 1..70), bits in 2u32..9, symmetric: bool, seed in 1u32..100
-        ) {
-            let integers = IntegerGrid { bits, symmetric };
+        fn a_searched_range_is_never_worse(values in prop::collection::vec(-3f32..3.0, 1..70), levels in any_levels(), seed in 1u32..100) {
             let costs: Vec<f32> = (0..values.len() as u32).map(|at| (at * seed % 7) as f32 + 0.1).collect();
             let exact = |scale| scale as f32;
-            let found = search(integers, &values, &costs, 40, exact);
-            let usual = integers.params(range(&values), exact);
-            prop_assert!(error(integers, &values, &costs, found) <= error(integers, &values, &costs, usual));
-            let at = |value: f32| integers.integer(value, found);
-            prop_assert!(values.iter().all(|value| at(integers.nearest(*value, found)) == at(*value)), "grid values are not changed by rounding");
+            let found = levels.search(&values, &costs, 40, exact);
+            let usual = levels.params(range(&values), exact);
+            prop_assert!(levels.error(&values, &costs, found) <= levels.error(&values, &costs, usual));
+            let at = |value: f32| levels.nearest(value, found);
+            prop_assert!(values.iter().all(|value| at(at(*value)) == at(*value)), "grid values are not changed by rounding");
         }
+    }
+
+    /// Four over six: 5/6 of the largest value is between 4 and 6 with the usual scale, but exact if the largest
+    /// value is stored as 4.
+    #[test]
+    fn the_largest_float_can_be_smaller_than_the_largest_value() {
+        let values = [4.0, 3.0, 2.0, 1.0];
+        let found = Levels::Floats(Minifloat::E2m1).search(&values, &[1.0; 4], 80, |scale| scale as f32);
+        assert!(values.iter().all(|value| (Levels::Floats(Minifloat::E2m1).nearest(*value, found) - value).abs() < 1e-6), "{found:?}");
+        // With powers of two, only two scales are candidates.
+        let power = |exact: f64| exact.log2().floor().exp2() as f32;
+        assert_eq!(Levels::Floats(Minifloat::E2m1).search(&values, &[1.0; 4], 40, power).scale, 0.5);
     }
 }

@@ -16,6 +16,7 @@ pub mod convert;
 pub mod exact;
 mod float;
 pub mod ggml;
+pub mod grid;
 pub mod histogram;
 pub mod mask;
 pub mod minifloat;
@@ -48,7 +49,6 @@ mod running {
     pub mod few_rows;
     pub mod fourier;
     pub mod gram;
-    pub mod grid;
     pub mod linear_histogram;
     pub mod low_rank;
     pub mod matmul;

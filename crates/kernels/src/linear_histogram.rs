@@ -1,6 +1,6 @@
 //! Histograms with bins of equal width, and statistics of activations.
 
-use super::activation::ROUND;
+use crate::quantize::ROUND;
 
 simd! {
     /// The smallest and largest value, and whether all values are finite.

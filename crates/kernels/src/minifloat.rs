@@ -76,28 +76,99 @@ pub trait Codec: Copy + Send + Sync + 'static {
 }
 
 macro_rules! codecs {
-    ($($format:ident: $encode:ident, $decode:ident;)*) => {$(
-        #[doc = concat!("The codec of ", stringify!($format), ".")]
-        #[derive(Debug, Clone, Copy)]
-        pub struct $format;
+    ($($format:ident: $encode:ident, $decode:ident, $largest:ident;)*) => {
+        $(
+            #[doc = concat!("The codec of ", stringify!($format), ".")]
+            #[derive(Debug, Clone, Copy)]
+            pub struct $format;
 
-        impl Codec for $format {
-            #[inline(always)]
-            fn encode(value: f32) -> u8 {
-                $encode(value)
+            impl Codec for $format {
+                #[inline(always)]
+                fn encode(value: f32) -> u8 {
+                    $encode(value)
+                }
+
+                #[inline(always)]
+                fn decode(code: u8) -> f32 {
+                    $decode(code)
+                }
+            }
+        )*
+
+        /// A format with a codec.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum Minifloat {
+            $(
+                #[doc = concat!("Values of ", stringify!($format), ".")]
+                $format
+            ),*
+        }
+
+        impl Minifloat {
+            /// The largest value.
+            pub fn largest(self) -> f32 {
+                match self {
+                    $(Minifloat::$format => $largest),*
+                }
             }
 
+            /// The nearest code.
             #[inline(always)]
-            fn decode(code: u8) -> f32 {
-                $decode(code)
+            pub fn encode(self, value: f32) -> u8 {
+                match self {
+                    $(Minifloat::$format => $encode(value)),*
+                }
+            }
+
+            /// The nearest value.
+            #[inline(always)]
+            pub fn nearest(self, value: f32) -> f32 {
+                match self {
+                    $(Minifloat::$format => $decode($encode(value))),*
+                }
+            }
+
+            /// The ratio of the two largest values.
+            pub fn largest_ratio(self) -> f32 {
+                match self {
+                    $(Minifloat::$format => $largest / $decode($encode($largest) - 1)),*
+                }
+            }
+
+            /// Sum of `cost · error²` of the rounding errors with a scale.
+            pub fn error(self, values: &[f32], costs: &[f32], scale: f32) -> f32 {
+                match self {
+                    $(Minifloat::$format => error::<$format>(values, costs, scale)),*
+                }
             }
         }
-    )*};
+    };
 }
 
 codecs! {
-    E4m3: to_e4m3, from_e4m3;
-    E2m1: to_e2m1, from_e2m1;
+    E4m3: to_e4m3, from_e4m3, E4M3_MAX;
+    E2m1: to_e2m1, from_e2m1, E2M1_MAX;
+}
+
+/// Number of independent sums per loop. Fixed, so that results do not depend on the instruction set.
+const LANES: usize = 16;
+
+simd! {
+    fn error[C: Codec](values: &[f32], costs: &[f32], scale: f32) -> f32 {
+        let mut sums = [0f32; LANES];
+        let term = |value: f32, cost: f32| {
+            let error = C::decode(C::encode(value / scale)) * scale - value;
+            cost * error * error
+        };
+        let (values, rest) = values.as_chunks::<LANES>();
+        let (costs, rest_costs) = costs.as_chunks::<LANES>();
+        for (values, costs) in values.iter().zip(costs) {
+            for lane in 0..LANES {
+                sums[lane] += term(values[lane], costs[lane]);
+            }
+        }
+        rest.iter().zip(rest_costs).fold(sums.iter().sum(), |sum, (value, cost)| sum + term(*value, *cost))
+    }
 }
 
 simd! {

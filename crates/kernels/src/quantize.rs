@@ -37,7 +37,7 @@ simd! {
 
 /// 1.5 · 2²³: adding it rounds a small float to an integer, ties to even, which is stored in the low
 /// bits.
-const ROUND: f32 = 12_582_912.0;
+pub(super) const ROUND: f32 = 12_582_912.0;
 
 /// The smallest and largest permitted integer.
 pub type Bounds = [f32; 2];

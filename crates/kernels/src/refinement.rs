@@ -1,5 +1,5 @@
 //! Improves a rounded weight by coordinate descent on the error of a layer's output: scales of groups and
-//! integers in turn (Behdin et al. 2023, QuantEase, <https://arxiv.org/abs/2309.01885>).
+//! codes in turn (Behdin et al. 2023, QuantEase, <https://arxiv.org/abs/2309.01885>).
 //!
 //! With targets `W`, grid values `Q` and `H = XᵀX` plus damping, the error is `tr(E H Eᵀ)` for `E = W - Q`. The gradient
 //! `G = E H` gives the optimal change of one weight, `Gⱼ / Hⱼⱼ`, and of the scale of a group with the codes `c`,
@@ -9,8 +9,8 @@ use rayon::prelude::*;
 
 use super::column_solver::Grid;
 use super::epilogue::Epilogue;
-use super::grid::QuantizationParams;
 use super::matmul::{Left, Rows, product};
+use crate::grid::QuantizationParams;
 
 /// Columns whose weights are changed before the gradients of all other columns are updated.
 const BLOCK: usize = 128;
@@ -74,10 +74,10 @@ impl Hessian {
     fn fit_scales<S: Fn(f64) -> f32 + Sync>(&self, columns: (usize, usize), values: &mut [f32], gradients: &mut [f32], grid: &mut Grid<S>) {
         let ((first, width), size) = (columns, self.size);
         let (index, groups) = (first / grid.group, size.div_ceil(grid.group));
-        let (integers, store) = (grid.integers, &grid.store);
+        let (levels, store) = (grid.levels, &grid.store);
         let of_row = |(row, steps): (&[f32], &[QuantizationParams])| {
             let step = steps[index];
-            row[first..][..width].iter().map(|value| integers.integer(*value, step) - step.zero).collect::<Vec<_>>()
+            row[first..][..width].iter().map(|value| levels.level(*value, step)).collect::<Vec<_>>()
         };
         let codes: Vec<f32> = values.par_chunks(size).zip(grid.steps.par_chunks(groups)).flat_map_iter(of_row).collect();
         let products = self.times(&codes, columns);
@@ -119,7 +119,7 @@ impl Hessian {
                 if frozen.get(row * size + column) == Some(&true) {
                     continue;
                 }
-                let value = grid.integers.nearest(values[column] + gradients[at] / hessian[at], steps[column / group]);
+                let value = grid.levels.nearest(values[column] + gradients[at] / hessian[at], steps[column / group]);
                 let change = value - values[column];
                 if change != 0.0 {
                     subtract(&mut gradients, hessian, change);
@@ -150,8 +150,9 @@ mod tests {
 
     use super::super::column_solver::Range;
     use super::super::gram;
-    use super::super::grid::IntegerGrid;
     use super::*;
+    use crate::grid::{IntegerGrid, Levels};
+    use crate::minifloat::{self, Minifloat};
 
     fn number(i: usize) -> f32 {
         ((i as u32).wrapping_mul(2_654_435_761) >> 20) as f32 / 1024.0 - 2.0
@@ -171,12 +172,33 @@ mod tests {
             .sum()
     }
 
+    fn any_levels() -> impl Strategy<Value = Levels> {
+        let integers = (2u32..5, any::<bool>()).prop_map(|(bits, symmetric)| Levels::Integers(IntegerGrid { bits, symmetric }));
+        prop_oneof![2 => integers, 1 => Just(Levels::Floats(Minifloat::E2m1))]
+    }
+
+    /// The number of a code, before a zero point is subtracted.
+    fn level(levels: Levels, code: i8) -> f32 {
+        if levels == Levels::Floats(Minifloat::E2m1) { minifloat::from_e2m1(code as u8) } else { f32::from(code) }
+    }
+
+    /// The other numbers that could be better.
+    fn neighbors(levels: Levels, code: i8) -> Vec<f32> {
+        match levels {
+            Levels::Integers(integers) => {
+                let (lowest, highest) = integers.bounds();
+                [-1.0, 1.0].map(|change| f32::from(code) + change).into_iter().filter(|q| (lowest..=highest).contains(q)).collect()
+            }
+            Levels::Floats(_) => (0..16).map(minifloat::from_e2m1).collect(),
+        }
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(40))]
         #[test]
         fn the_error_never_rises_and_no_single_weight_can_lower_it(
             size in prop::sample::select(vec![1usize, 5, 33, 128, 150, 270]), group in prop::sample::select(vec![4usize, 32, 128, 300]),
-            rows in 1usize..4, bits in 2u32..5, symmetric: bool, is_half: bool, seed in 0usize..1000
+            rows in 1usize..4, levels in any_levels(), is_half: bool, seed in 0usize..1000
         ) {
             let group = group.min(size);
             // Correlated features.
@@ -187,27 +209,26 @@ mod tests {
             let targets: Vec<f32> = (0..rows * size).map(|i| number(i * 31 + seed)).collect();
             let order: Vec<usize> = (0..size).collect();
             let store = move |scale: f64| if is_half { half::bf16::from_f64(scale).to_f32() } else { scale as f32 };
-            let mut grid = Grid { integers: IntegerGrid { bits, symmetric }, group, steps: Vec::new(), order: &order, store };
+            let mut grid = Grid { levels, group, steps: Vec::new(), order: &order, store };
             grid.fit(&targets, &vec![1.0; size], Range::MinMax);
             let mut values = targets.clone();
             grid.round(&mut values);
             let frozen: Vec<bool> = (0..values.len()).map(|at| at % 7 == 3).collect();
             let before = objective(&hessian, &targets, &values);
-            let kept: Vec<i8> = grid.integers_of(&values);
+            let kept: Vec<i8> = grid.codes_of(&values);
             hessian.refine(&targets, &mut values, &mut grid, &frozen, 500);
             let after = objective(&hessian, &targets, &values);
             prop_assert!(after <= before * (1.0 + 1e-5) + 1e-9, "{before} became {after}");
-            let integers = grid.integers_of(&values);
-            prop_assert!(frozen.iter().enumerate().filter(|(_, frozen)| **frozen).all(|(at, _)| integers[at] == kept[at]), "frozen integers changed");
-            for (at, integer) in integers.iter().enumerate() {
+            let codes = grid.codes_of(&values);
+            prop_assert!(frozen.iter().enumerate().filter(|(_, frozen)| **frozen).all(|(at, _)| codes[at] == kept[at]), "frozen codes changed");
+            for (at, code) in codes.iter().enumerate() {
                 let step = grid.steps[at / size * size.div_ceil(group) + at % size / group];
-                prop_assert_eq!(values[at], (f32::from(*integer) - step.zero) * step.scale);
+                prop_assert_eq!(values[at], (level(levels, *code) - step.zero) * step.scale);
                 prop_assert_eq!(store(step.scale.into()), step.scale);
-                let (lowest, highest) = grid.integers.bounds();
-                for other in [-1.0, 1.0].map(|change| f32::from(*integer) + change).into_iter().filter(|q| !frozen[at] && (lowest..=highest).contains(q)) {
+                for other in neighbors(levels, *code).into_iter().filter(|_| !frozen[at]) {
                     let mut changed = values.clone();
                     changed[at] = (other - step.zero) * step.scale;
-                    prop_assert!(objective(&hessian, &targets, &changed) >= after * (1.0 - 1e-4), "{at}: {integer} should be {other}");
+                    prop_assert!(objective(&hessian, &targets, &changed) >= after * (1.0 - 1e-4), "{at}: {code} should be {other}");
                 }
             }
         }
@@ -217,9 +238,9 @@ mod tests {
     #[test]
     fn scales_move_to_their_optimum() {
         let hessian = Hessian::new(&[2.0, 1.0, 0.0, 3.0], 2, 0.0);
-        let (order, integers) = ([0, 1], IntegerGrid { bits: 4, symmetric: true });
+        let (order, levels) = ([0, 1], Levels::Integers(IntegerGrid { bits: 4, symmetric: true }));
         let steps = vec![QuantizationParams { scale: 0.5, zero: 0.0 }, QuantizationParams { scale: 1.0, zero: 0.0 }];
-        let mut grid = Grid { integers, group: 2, steps, order: &order, store: |scale| scale as f32 };
+        let mut grid = Grid { levels, group: 2, steps, order: &order, store: |scale| scale as f32 };
         let (targets, mut values) = ([1.2, 2.4, 3.0, 0.0], vec![1.0, 2.0, 3.0, 0.0]);
         hessian.refine(&targets, &mut values, &mut grid, &[], 1);
         assert_eq!(grid.steps.iter().map(|step| step.scale).collect::<Vec<_>>(), [0.6, 1.0]);

@@ -2,8 +2,8 @@
 //! the range of a group, which move against the sign of their gradients (Cheng et al. 2024, SignRound,
 //! <https://arxiv.org/abs/2309.05516>). Rounding passes gradients through (straight-through estimator).
 
-use super::activation::ROUND;
-use super::grid::{IntegerGrid, QuantizationParams};
+use crate::grid::{IntegerGrid, QuantizationParams};
+use crate::quantize::ROUND;
 
 /// Number of independent sums per loop. Fixed, so that results do not depend on the instruction set.
 const LANES: usize = 16;

@@ -18,7 +18,7 @@ use crate::exec::{MemoryTracker, Parameters, Tape, floats_on_host, read};
 use crate::ir::ValueId;
 use crate::kernel::column_solver::Grid;
 use crate::kernel::convert;
-use crate::kernel::grid::{IntegerGrid, QuantizationParams};
+use crate::kernel::grid::{IntegerGrid, Levels, QuantizationParams};
 use crate::kernel::trained_rounding::{self, TrainedRange};
 use crate::pass::calibrate::tensor_error;
 use crate::store::{QuantizationSpec, Scales, Weight};
@@ -63,7 +63,7 @@ struct State {
 }
 
 impl TrainedLayer {
-    /// A layer with the weight `values` `[rows, size]`, which was rounded to `rounded` on a grid.
+    /// A layer with the weight `values` `[rows, size]`, which was rounded to `rounded` on a grid of integers.
     pub fn new<S: Fn(f64) -> f32 + Sync>(
         layer: &Layer,
         weight: &Weight,
@@ -71,18 +71,19 @@ impl TrainedLayer {
         values: Vec<f32>,
         rounded: &[f32],
         grid: &Grid<'_, S>,
-    ) -> TrainedLayer {
+    ) -> Option<TrainedLayer> {
+        let Levels::Integers(integers) = grid.levels else { return None };
         let groups = layer.size.div_ceil(grid.group.max(1)).max(1);
-        let codes = grid.integers_of(rounded);
+        let codes = grid.codes_of(rounded);
         let rows = values.par_chunks(layer.size.max(1)).zip(codes.par_chunks(layer.size.max(1))).zip(grid.steps.par_chunks(groups));
         let offsets = rows.flat_map_iter(|((values, codes), steps)| {
             let offset =
-                |(at, (value, code)): (usize, (&f32, &i8))| trained_rounding::offset(*value, f32::from(*code), steps[at / grid.group], grid.integers, MARGIN);
+                |(at, (value, code)): (usize, (&f32, &i8))| trained_rounding::offset(*value, f32::from(*code), steps[at / grid.group], integers, MARGIN);
             values.iter().zip(codes).enumerate().map(offset).collect::<Vec<f32>>()
         });
         let state = State { offsets: offsets.collect(), ranges: grid.steps.iter().map(|step| TrainedRange::new(*step)).collect() };
         let (layer, weight, affine) = (layer.clone(), weight.clone(), affine.clone());
-        TrainedLayer { layer, weight, affine, integers: grid.integers, group: grid.group, values, state }
+        Some(TrainedLayer { layer, weight, affine, integers, group: grid.group, values, state })
     }
 
     /// Number of groups of a row.
@@ -352,11 +353,11 @@ mod tests {
         let zero = if symmetric { 0.0 } else { 1.0 };
         let steps = [0.25, 0.5, 0.125, 0.75].map(|scale| QuantizationParams { scale, zero }).to_vec();
         let order = [0, 1, 2, 3];
-        let grid = Grid { integers: IntegerGrid { bits: 3, symmetric }, group: 2, steps, order: &order, store: |exact| exact as f32 };
+        let grid = Grid { levels: Levels::Integers(IntegerGrid { bits: 3, symmetric }), group: 2, steps, order: &order, store: |exact| exact as f32 };
         let codes = [2.0, -4.0, 1.0, 3.0, 0.0, -1.0, 1.0, -3.0f32];
         let rounded: Vec<f32> = codes.iter().zip([0.25, 0.25, 0.5, 0.5, 0.125, 0.125, 0.75, 0.75]).map(|(code, scale)| (code - zero) * scale).collect();
         let layer = Layer { weight: "w".into(), rows: 2, size: 4, input_major: false };
-        (TrainedLayer::new(&layer, &weight, &affine, values, &rounded, &grid), rounded)
+        (TrainedLayer::new(&layer, &weight, &affine, values, &rounded, &grid).unwrap(), rounded)
     }
 
     #[test]

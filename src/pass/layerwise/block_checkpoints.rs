@@ -15,7 +15,7 @@ use crate::model::Model;
 use crate::pass::Checkpoints;
 use crate::store::header;
 use crate::store::writer::{FileLayout, Item, write};
-use crate::store::{ArtifactStore, Checkpoint, Encoding, Origin, QuantizationSpec, StatedEncoding, StorageFormat, Weight, Weights};
+use crate::store::{ArtifactStore, Checkpoint, DType, Encoding, Origin, QuantizationSpec, StatedEncoding, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// File with the identity of the run.
@@ -46,6 +46,8 @@ struct WeightMetadata {
     origin: Origin,
     /// Encoding of a quantized weight.
     affine: Option<QuantizationSpec>,
+    /// Dtype of its values.
+    dtype: DType,
 }
 
 /// The changed weights of a block, and its report.
@@ -92,9 +94,11 @@ impl BlockCheckpoints {
 
     fn read(&self, block: usize, model: &Model, work: Option<&Work>) -> Result<Option<StoredBlock>> {
         let Some((path, BlockMetadata { weights: mut metadata, report })) = self.blocks.get(&name(block), work)? else { return Ok(None) };
-        let stated = |name: &str| match metadata.get(name).and_then(|weight| weight.affine.as_ref()) {
-            Some(affine) => StatedEncoding { bits: Some(affine.codes.bits()), granularity: Some(affine.granularity) },
-            None => StatedEncoding::default(),
+        let stated = |name: &str| {
+            let weight = metadata.get(name);
+            let affine = weight.and_then(|weight| weight.affine.as_ref());
+            let (bits, granularity) = (affine.map(|affine| affine.codes.bits()), affine.map(|affine| affine.granularity));
+            StatedEncoding { bits, granularity, floats: weight.map(|weight| weight.dtype) }
         };
         let stored = Weights::from_checkpoint_with(Checkpoint::open(&path)?, &stated)?;
         let weights = stored.by_name.into_iter().map(|(name, mut now)| {
@@ -117,7 +121,7 @@ impl BlockCheckpoints {
             .iter()
             .map(|(name, weight)| {
                 let affine = if let Encoding::Quantized(affine) = &weight.encoding { Some(affine.clone()) } else { None };
-                (name.clone(), WeightMetadata { origin: weight.origin, affine })
+                (name.clone(), WeightMetadata { origin: weight.origin, affine, dtype: weight.dtype })
             })
             .collect();
         let items: Vec<Item> = changed.into_iter().map(|(name, weight)| Item { name, storage_format: storage_format(&weight), weight }).collect();

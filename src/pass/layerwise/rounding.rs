@@ -12,10 +12,10 @@ use super::rescale::RoundingMode;
 use super::{Flow, Layer, Layerwise, Method, MethodReport, ModifiedBlock, Moments, MomentsRequest, Readers, Rescale, Strength, Summary};
 use crate::error::{Error, Result};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Range, Zeros};
-use crate::kernel::convert;
-use crate::kernel::grid::{IntegerGrid, QuantizationParams};
+use crate::kernel::grid::{IntegerGrid, Levels, QuantizationParams};
 use crate::model::Model;
 use crate::pass::quantize::{Guide, Method as By, Quantize};
+use crate::pass::weight_quantizer::stored_scale;
 use crate::pass::{Context, Pass, WeightObserver};
 use crate::run_state::Applied;
 use crate::store::{ActivationScheme, Codes, Granularity, Pattern, QuantizationSpec, Scales, Weight};
@@ -24,6 +24,8 @@ use crate::store::{ActivationScheme, Codes, Granularity, Pattern, QuantizationSp
 struct Quantization<'a> {
     name: &'static str,
     encodings: &'a BTreeMap<String, QuantizationSpec>,
+    /// Global scales of weights that have one.
+    global_scales: BTreeMap<String, f32>,
     /// The options of GPTQ; `None` to round to nearest.
     gptq: Option<Choosing>,
     /// The options of trained rounding, which starts from the result of GPTQ.
@@ -59,9 +61,12 @@ pub(in crate::pass) fn quantize(
         By::Smoothquant => Some(Strength::Smooth),
         _ => None,
     };
+    let groups = pass.scale_groups(encodings, model).into_iter();
+    let groups = groups.filter_map(|(name, group)| encodings.get(&name).and_then(|affine| affine.codes.float()).map(|format| (name, group, format)));
     let quantization = Quantization {
         name: pass.name(),
         encodings,
+        global_scales: groups.map(|(name, group, format)| Ok((name, group.global_scale(format, &applied.meter)?))).collect::<Result<_>>()?,
         gptq,
         training,
         guided: pass.guide == Guide::Loss,
@@ -106,11 +111,11 @@ impl Quantization<'_> {
     fn run(&self, model: &mut Model, context: &Context) -> Result<Summary> {
         let targets: BTreeSet<&str> = self.encodings.keys().map(String::as_str).collect();
         let rescale = self.strength.map(|strength| {
-            let (encodings, range) = (self.encodings.clone(), self.range());
+            let (encodings, global_scales, range) = (self.encodings.clone(), self.global_scales.clone(), self.range());
             let round = move |layer: &Layer, weight: &Weight, values: &mut [f32], squares: &[f64], mode: RoundingMode| {
                 let order: Vec<usize> = (0..layer.size).collect();
                 // A layer without an encoding is not quantized and has no error.
-                if let Some(mut grid) = encodings.get(&layer.weight).and_then(|affine| grid(layer, weight, affine, &order).ok()) {
+                if let Some(mut grid) = encodings.get(&layer.weight).and_then(|affine| grid((layer, weight), affine, &global_scales, &order).ok()) {
                     grid.fit(values, &costs(squares), if mode == RoundingMode::Exact { range } else { Range::MinMax });
                     grid.round(values);
                 }
@@ -146,22 +151,31 @@ pub(super) fn costs(squares: &[f64]) -> Vec<f32> {
 }
 
 /// The quantization grids of a layer, with columns in the given order.
-fn grid<'o>(layer: &Layer, weight: &Weight, affine: &QuantizationSpec, order: &'o [usize]) -> Result<Grid<'o, impl Fn(f64) -> f32 + Sync + use<'o>>> {
+fn grid<'o>(
+    (layer, weight): (&Layer, &Weight),
+    affine: &QuantizationSpec,
+    global_scales: &BTreeMap<String, f32>,
+    order: &'o [usize],
+) -> Result<Grid<'o, impl Fn(f64) -> f32 + Sync + use<'o>>> {
     let group = match affine.granularity {
         Granularity::Channel => Some(layer.size),
         Granularity::Group(size) => Some(size),
         Granularity::Tensor | Granularity::Block(_) => None,
     };
-    let (Codes::Integer(bits), Some(group), false) = (affine.codes, group, layer.input_major) else {
+    let levels = match affine.codes {
+        Codes::Integer(bits) => Some(Levels::Integers(IntegerGrid { bits: bits.into(), symmetric: affine.symmetric })),
+        Codes::Float(format) => Some(Levels::Floats(format.codec())),
+        Codes::Palette(_) => None,
+    };
+    let (Some(levels), Some(group), false) = (levels, group, layer.input_major) else {
         return Err(Error::tensor(
             &layer.weight,
             format!("cannot be quantized with calibration samples to {} of {:?} in shape {:?}", affine.codes, affine.granularity, weight.shape),
             "use `method: rtn`, or add it to `ignore`",
         ));
     };
-    let dtype = affine.scale_dtype;
-    let store = move |exact| convert::scale(dtype, exact);
-    Ok(Grid { integers: IntegerGrid { bits: bits.into(), symmetric: affine.symmetric }, group, steps: Vec::new(), order, store })
+    let store = stored_scale(affine, global_scales.get(&layer.weight).copied().unwrap_or(1.0));
+    Ok(Grid { levels, group, steps: Vec::new(), order, store })
 }
 
 /// The inputs of the next layers.
@@ -185,10 +199,15 @@ impl Quantization<'_> {
         self.encodings.get(&layer.weight).ok_or_else(|| Error::tensor(&layer.weight, "has no encoding", "add it to `ignore`"))
     }
 
+    /// The quantization grid of a layer, with columns in the given order.
+    fn grid<'o>(&self, layer: &Layer, weight: &Weight, order: &'o [usize]) -> Result<Grid<'o, impl Fn(f64) -> f32 + Sync + use<'o>>> {
+        grid((layer, weight), self.affine(layer)?, &self.global_scales, order)
+    }
+
     /// Rounds a weight `[rows, size]` to nearest.
     fn nearest(&self, layer: &Layer, weight: &Weight, values: &mut [f32], costs: &[f32]) -> Result<Vec<QuantizationParams>> {
         let order: Vec<usize> = (0..layer.size).collect();
-        let mut grid = grid(layer, weight, self.affine(layer)?, &order)?;
+        let mut grid = self.grid(layer, weight, &order)?;
         grid.fit(values, costs, self.range());
         grid.round(values);
         Ok(grid.steps)
@@ -200,7 +219,7 @@ impl Quantization<'_> {
             return self.nearest(layer, weight, values, &costs(&prepared.squares));
         };
         let order = &prepared.order;
-        let mut grid = grid(layer, weight, self.affine(layer)?, order)?;
+        let mut grid = self.grid(layer, weight, order)?;
         let zeros: Vec<bool> = values.iter().map(|value| *value == 0.0).collect();
         let is_sparse = 100 * zeros.iter().filter(|zero| **zero).count() as u64 >= SPARSE_PERCENT * values.len() as u64;
         let zeros = if is_sparse { zeros } else { Vec::new() };
@@ -235,7 +254,7 @@ impl Compensating for Quantization<'_> {
 
 impl Method for Rounder<'_> {
     fn check(&self, layer: &Layer, weight: &Weight) -> Result<()> {
-        self.quantization.affine(layer).and_then(|affine| grid(layer, weight, affine, &[])).map(|_| ())
+        self.quantization.grid(layer, weight, &[]).map(drop)
     }
 
     fn bytes(&self, layer: &Layer) -> usize {
@@ -259,13 +278,12 @@ impl Method for Rounder<'_> {
         };
         let affine = self.quantization.affine(layer)?;
         let order: Vec<usize> = (0..layer.size).collect();
-        let grid = Grid { steps, ..grid(layer, weight, affine, &order)? };
-        if let Some(original) = original {
-            self.trained.push(TrainedLayer::new(layer, weight, affine, original, values, &grid));
-        }
-        let integers = grid.integers_of(values);
-        let (scales, zero_points) = grid.steps.iter().map(|QuantizationParams { scale, zero }| (*scale, *zero)).unzip();
-        let new = weight.quantized(&layer.weight, affine.clone(), integers, &Scales { run: grid.group, scales, zero_points, global_scale: 1.0 })?;
+        let grid = Grid { steps, ..self.quantization.grid(layer, weight, &order)? };
+        self.trained.extend(original.and_then(|original| TrainedLayer::new(layer, weight, affine, original, values, &grid)));
+        let codes = grid.codes_of(values);
+        let global_scale = self.quantization.global_scales.get(&layer.weight).copied().unwrap_or(1.0);
+        let (scales, zero_points) = grid.steps.iter().map(|QuantizationParams { scale, zero }| (*scale * global_scale, *zero)).unzip();
+        let new = weight.quantized(&layer.weight, affine.clone(), codes, &Scales { run: grid.group, scales, zero_points, global_scale })?;
         Ok(vec![(layer.weight.clone(), new)])
     }
 

@@ -23,7 +23,7 @@ use crate::error::{Error, Result, counted};
 use crate::kernel::cache::CacheFormat;
 use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
-use crate::store::{ActivationScheme, FloatFormat, Granularity, Pattern, QuantizationSpec, Weight, Weights};
+use crate::store::{ActivationScheme, Codes, FloatFormat, Granularity, Pattern, QuantizationSpec, Weight, Weights};
 use crate::work::Meter;
 
 /// Quantization algorithm.
@@ -168,7 +168,8 @@ impl Quantize {
     pub(super) fn observer(&self) -> WeightObserver {
         let codes = self.scheme.codes();
         self.observer.unwrap_or(match self.method {
-            _ if !codes.is_integer() || codes.bits() == 8 => WeightObserver::Minmax,
+            Method::Rtn if !codes.is_integer() => WeightObserver::Minmax,
+            _ if codes == Codes::INT8 => WeightObserver::Minmax,
             Method::Rtn => WeightObserver::L4,
             _ => WeightObserver::Mse,
         })
@@ -277,7 +278,7 @@ impl Quantize {
 
     /// Rounds weights to nearest while they are written.
     fn round(&self, encodings: &BTreeMap<String, QuantizationSpec>, model: &mut Model, meter: &Arc<Meter>) -> Result<()> {
-        let mut groups = Self::scale_groups(encodings, model);
+        let mut groups = self.scale_groups(encodings, model);
         for (name, affine) in encodings {
             let quantizer = WeightQuantizer::new(name, model.weights.get(name)?, affine.clone(), self.observer(), meter).with_scale_group(groups.remove(name));
             model.weights.by_name.insert(name.clone(), quantizer.weight());
@@ -287,14 +288,15 @@ impl Quantize {
 
     /// Groups NVFP4 weights that runtimes fuse and that therefore have a common global scale: layers that
     /// read the same value or, if the graph of the model is not known, layers that the family lists.
-    fn scale_groups(encodings: &BTreeMap<String, QuantizationSpec>, model: &Model) -> BTreeMap<String, Arc<ScaleGroup>> {
+    pub(super) fn scale_groups(&self, encodings: &BTreeMap<String, QuantizationSpec>, model: &Model) -> BTreeMap<String, Arc<ScaleGroup>> {
         let mut fused: BTreeMap<String, Vec<&String>> = BTreeMap::new();
         let narrow: Vec<&String> = encodings.iter().filter(|(_, affine)| affine.has_global_scale()).map(|(name, _)| name).collect();
         let inputs = if narrow.is_empty() { BTreeMap::new() } else { model.inputs_of_layers() };
         for name in narrow {
             fused.entry(inputs.get(name).cloned().unwrap_or_else(|| arch::fused_layer(model.config.model_type(), name))).or_default().push(name);
         }
-        let group = |names: &Vec<&String>| ScaleGroup::new(names.iter().filter_map(|name| model.weights.by_name.get(*name).cloned()).collect());
+        let group =
+            |names: &Vec<&String>| ScaleGroup::new(names.iter().filter_map(|name| model.weights.by_name.get(*name).cloned()).collect(), self.observer());
         fused.values().flat_map(|names| names.iter().map(|name| (*name).clone()).zip(std::iter::repeat(group(names)))).collect()
     }
 }
@@ -329,11 +331,14 @@ impl Pass for Quantize {
     fn check(&self) -> Result<()> {
         if self.method.reads_samples() {
             layerwise::require(&format!("{NAME}: method"))?;
-            if !self.scheme.codes().is_integer() {
+            if !self.scheme.has_rows() {
                 return Err(Error::option(
                     NAME,
-                    format!("{} supports only `method: rtn`; the other methods require an integer scheme", self.options()["scheme"]),
+                    format!("{} supports only `method: rtn`; the other methods require scales within rows", self.options()["scheme"]),
                 ));
+            }
+            if self.method == Method::Autoround && !self.scheme.codes().is_integer() {
+                return Err(Error::option(NAME, format!("`method: autoround` requires an integer scheme; use `gptq` for {}", self.options()["scheme"])));
             }
         }
         let is_set = [self.damping.is_some(), self.propagation.is_some(), self.ordered.is_some(), self.sweeps.is_some(), !self.guide.is_none()];
@@ -366,9 +371,11 @@ impl Pass for Quantize {
             (Some(size), None) if size != -1 || !self.scheme.codes().is_integer() => {
                 Err(Error::option(NAME, format!("`group_size` is not supported for {}, whose granularity is fixed", self.options()["scheme"])))
             }
-            _ if self.observer() != WeightObserver::Minmax && !self.scheme.codes().is_integer() => {
-                let observer = if self.observer() == WeightObserver::L4 { "l4" } else { "mse" };
-                Err(Error::option(NAME, format!("`observer: {observer}` requires an integer scheme; {} supports only minmax", self.options()["scheme"])))
+            _ if self.observer() == WeightObserver::L4 && !self.scheme.codes().is_integer() => {
+                Err(Error::option(NAME, format!("`observer: l4` requires an integer scheme; {} supports minmax and mse", self.options()["scheme"])))
+            }
+            _ if self.observer() == WeightObserver::Mse && !self.scheme.codes().is_integer() && !self.scheme.has_rows() => {
+                Err(Error::option(NAME, format!("{} supports only `observer: minmax`", self.options()["scheme"])))
             }
             _ if self.observer() == WeightObserver::L4 && self.method.reads_samples() => {
                 Err(Error::option(NAME, "`observer: l4` requires `method: rtn`; with calibration samples, use mse, which weights errors by the inputs"))

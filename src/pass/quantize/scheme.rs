@@ -186,6 +186,11 @@ impl Scheme {
         self.row().codes
     }
 
+    /// Whether no scale is shared by several rows.
+    pub(super) fn has_rows(self) -> bool {
+        !matches!(self.row().granularity, SchemeGranularity::Fixed(Granularity::Tensor | Granularity::Block(_)))
+    }
+
     /// Whether activations are int8.
     pub(super) fn rounds_activations(self) -> bool {
         self.row().activations == ActivationScheme::DynamicToken

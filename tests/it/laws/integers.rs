@@ -247,8 +247,8 @@ proptest! {
 
     #[test]
     fn minifloats_are_converted(
-        (before, scheme) in (1..=3usize, 2..=140usize, select(vec![DType::F16, DType::BF16, DType::F32])).prop_flat_map(|(groups, rows, dtype)| {
-            let schemes = select(vec!["FP8-DYNAMIC", "FP8-BLOCK", "NVFP4A16", "MXFP4A16", "MXFP4"]);
+        (before, (scheme, observer)) in (1..=3usize, 2..=140usize, select(vec![DType::F16, DType::BF16, DType::F32])).prop_flat_map(|(groups, rows, dtype)| {
+            let schemes = select(vec![("FP8-DYNAMIC", "minmax"), ("FP8-DYNAMIC", "mse"), ("FP8-BLOCK", "minmax"), ("NVFP4A16", "minmax"), ("NVFP4A16", "mse"), ("MXFP4A16", "minmax"), ("MXFP4", "mse")]);
             (tensor(dtype, vec![rows, 32 * groups * groups], Values::Finite), schemes)
         })
     ) {
@@ -256,7 +256,7 @@ proptest! {
         // A norm, which determines the default float dtype.
         let norm = Tensor::floats(before.dtype, &[1], &[1.0]);
         let input = desk.weights(&Tensors::from([("a.weight".into(), before.clone()), ("norm.weight".into(), norm)]));
-        let quantize: Quantize = serde_json::from_value(json!({ "scheme": scheme })).unwrap();
+        let quantize: Quantize = serde_json::from_value(json!({ "scheme": scheme, "observer": observer })).unwrap();
         let into = |layout| desk.run(&input, pipeline().pass(quantize.clone()).export(Safetensors::with_layout(layout))).unwrap();
         let again = |from: &Output, layout| contents(&desk.run(&from.path, pipeline().export(Safetensors::with_layout(layout))).unwrap().path);
         let [auto, sparse, dense] = [Layout::Auto, Layout::Sparse, Layout::Dense].map(into);

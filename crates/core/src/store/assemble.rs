@@ -25,6 +25,9 @@ pub struct StatedEncoding {
     /// Granularity of the scales: block and group sizes that do not divide the matrix cannot be derived
     /// from the number of scales.
     pub granularity: Option<Granularity>,
+    /// Dtype of the dequantized values, if that of the scales does not determine it; by default the most common one
+    /// of the checkpoint.
+    pub floats: Option<DType>,
 }
 
 /// Assembles the tensors of a checkpoint into logical weights. `stated` returns the configured encoding
@@ -61,7 +64,7 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> Stat
         let codes = Codes::from_stored(values.dtype(), false, stated(&name).bits);
         let weight = if let Some(codes) = codes.filter(|_| checkpoint.tensors.contains_key(&format!("{name}_scale"))) {
             let shape = values.shape.clone();
-            integer(&mut checkpoint, &name, shape, (codes, stated(&name).granularity), IntegerValues::Sparse(values), floats)?
+            integer(&mut checkpoint, &name, shape, (codes, stated(&name)), IntegerValues::Sparse(values), floats)?
         } else {
             Weight::new(values.dtype(), values.shape.clone(), Encoding::Dense, Arc::new(values))
         };
@@ -89,7 +92,7 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> Stat
             checkpoint.tensors.remove(&shape_name);
             let bytes = words.bytes().saturating_add(16);
             let (codes, values) = (Codes::Integer(width), IntegerValues::Plain { values: words, packed: true, shape: shape.clone() });
-            let weight = integer(&mut checkpoint, &name, shape, (codes, stated(&name).granularity), values, floats)?;
+            let weight = integer(&mut checkpoint, &name, shape, (codes, stated(&name)), values, floats)?;
             insert(&mut weights, name, weight, bytes, vec![packed, shape_name])?;
         } else if let Some((codes, values)) = coded(&packed, true) {
             checkpoint.tensors.remove(&packed);
@@ -98,13 +101,13 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> Stat
                 *columns = columns.saturating_mul(8).checked_div(codes.bits().into()).unwrap_or(0);
             }
             let values = IntegerValues::Plain { values, packed: true, shape: shape.clone() };
-            let weight = integer(&mut checkpoint, &name, shape, (codes, stated(&name).granularity), values, floats)?;
+            let weight = integer(&mut checkpoint, &name, shape, (codes, stated(&name)), values, floats)?;
             insert(&mut weights, name, weight, bytes, vec![packed])?;
         } else if let Some((codes, values)) = coded(&plain, false) {
             checkpoint.tensors.remove(&plain);
             let (bytes, shape) = (values.bytes(), values.shape.clone());
             let values = IntegerValues::Plain { values, packed: false, shape: shape.clone() };
-            let weight = integer(&mut checkpoint, &name, shape, (codes, stated(&name).granularity), values, floats)?;
+            let weight = integer(&mut checkpoint, &name, shape, (codes, stated(&name)), values, floats)?;
             insert(&mut weights, name, weight, bytes, vec![plain])?;
         }
     }
@@ -232,12 +235,12 @@ fn most_common_float(checkpoint: &Checkpoint) -> DType {
 }
 
 /// A quantized weight from its codes, and its scales in the checkpoint. `floats` is the dequantized type
-/// if the type of the scales does not determine it.
+/// if neither the type of the scales nor `stated` determines it.
 fn integer(
     checkpoint: &mut Checkpoint,
     name: &str,
     shape: Vec<usize>,
-    (codes, stated): (Codes, Option<Granularity>),
+    (codes, stated): (Codes, StatedEncoding),
     values: IntegerValues,
     floats: DType,
 ) -> Result<Weight> {
@@ -248,7 +251,7 @@ fn integer(
     let (Some(&rows), row) = (shape.first().filter(|_| shape.len() > 1), row(&shape)) else {
         return Err(broken(format!("integers of shape {shape:?}, not a matrix")));
     };
-    let granularity = granularity(name, codes, [rows, row], &scales.shape, stated)?;
+    let granularity = granularity(name, codes, [rows, row], &scales.shape, stated.granularity)?;
     let Some(scale_format) = ScaleFormat::from_dtype(scales.dtype).filter(|format| codes.scale_formats().any(|known| known == *format)) else {
         return Err(broken(format!("scales of type {} for {codes}", scales.dtype)));
     };
@@ -287,7 +290,7 @@ fn integer(
         stored_as.append(&mut names);
         bytes = bytes.saturating_add(size);
     }
-    let dtype = affine.value_dtype(floats);
+    let dtype = affine.value_dtype(stated.floats.unwrap_or(floats));
     let source: Arc<dyn WeightSource> = sparse::integer_source(values, scales, zero_points, global_scale, affine.clone(), dtype);
     let mut weight = Weight::new(dtype, shape, Encoding::Quantized(affine), source);
     weight.stored_bytes = bytes;

@@ -271,7 +271,8 @@ mod tests {
             write(&crate::files::Destination::local(folder.path()), &items, &layout, None, &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() })
                 .unwrap();
             let read =
-                Weights::from_checkpoint_with(Checkpoint::open(folder.path()).unwrap(), &|_| StatedEncoding { bits: Some(bits), granularity: None }).unwrap();
+                Weights::from_checkpoint_with(Checkpoint::open(folder.path()).unwrap(), &|_| StatedEncoding { bits: Some(bits), ..StatedEncoding::default() })
+                    .unwrap();
             let again = before.restored("w", read.get("w").unwrap().clone());
             assert_eq!(again.encoding, Encoding::Quantized(affine.clone()));
             assert_eq!((again.scales().unwrap().unwrap(), again.floats("w").unwrap()), (scales.clone(), held.floats("w").unwrap()));

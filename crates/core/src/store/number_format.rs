@@ -7,6 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{ActivationScheme, DType, FloatScale, Static};
+use crate::kernel::minifloat::Minifloat;
 use crate::kernel::{Float, minifloat, packing};
 
 /// Number format of the codes of a quantized weight, which occupy one byte each in memory.
@@ -80,6 +81,13 @@ macro_rules! float_formats {
             pub fn row(self) -> &'static FloatRow {
                 match self {
                     $(FloatFormat::$format => { const ROW: FloatRow = FloatRow { $($field: $value),* }; &ROW })*
+                }
+            }
+
+            /// The codec of the format.
+            pub fn codec(self) -> Minifloat {
+                match self {
+                    $(FloatFormat::$format => Minifloat::$format),*
                 }
             }
 
@@ -182,10 +190,11 @@ impl FloatFormat {
         if scale > 0.0 { scale } else { 0.125 }
     }
 
-    /// The global scale with which the largest magnitude of a tensor has the largest E4M3 value as scale; the
-    /// largest finite number for magnitudes close to the smallest normal number, and 1 for zero.
-    pub fn global_scale(self, largest: f32) -> f32 {
-        if largest > 0.0 { (minifloat::E4M3_MAX * self.row().max / largest).min(f32::MAX) } else { 1.0 }
+    /// The global scale with which the largest magnitude of a tensor has the scale `largest_scale`, at most the
+    /// largest E4M3 value; the largest finite number for magnitudes close to the smallest normal number, and 1
+    /// for zero.
+    pub fn global_scale(self, largest: f32, largest_scale: f32) -> f32 {
+        if largest > 0.0 { (largest_scale * self.row().max / largest).min(f32::MAX) } else { 1.0 }
     }
 }
 
@@ -459,14 +468,14 @@ mod tests {
     fn global_scales_are_finite() {
         let format = FloatFormat::E2m1;
         for largest in [f32::MIN_POSITIVE, 1e-38, 1e-30, 1.0, 3e38] {
-            let global_scale = format.global_scale(largest);
+            let global_scale = format.global_scale(largest, minifloat::E4M3_MAX);
             assert!(global_scale.is_normal(), "{largest}");
             let scale = format.relative_scale(largest, global_scale) / global_scale;
             let mut values = [largest, -largest / 2.0];
             format.round(&mut values, scale);
             assert!((values[0] / largest - 1.0).abs() < 0.1 && (values[1] / largest + 0.5).abs() < 0.1, "{largest}: {values:?}");
         }
-        assert_eq!(format.global_scale(0.0), 1.0);
+        assert_eq!(format.global_scale(0.0, minifloat::E4M3_MAX), 1.0);
     }
 
     /// The properties of each row agree with its codec.

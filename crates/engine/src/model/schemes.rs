@@ -119,7 +119,7 @@ impl Schemes {
     /// [`describe`](Schemes::describe).
     pub(super) fn encoding(&self, module: &str, class: &str) -> StatedEncoding {
         let Ok(Some(scheme)) = self.find(module, class) else { return StatedEncoding::default() };
-        StatedEncoding { bits: scheme.codes.filter(|codes| codes.is_integer()).map(Codes::bits), granularity: scheme.granularity }
+        StatedEncoding { bits: scheme.codes.filter(|codes| codes.is_integer()).map(Codes::bits), granularity: scheme.granularity, floats: None }
     }
 
     /// Sets the activation scheme, which the tensors of a weight do not determine. Fails if the module is
