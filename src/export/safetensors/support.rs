@@ -33,7 +33,7 @@ fn expert_notes(items: &[Item], groups: &[Group], model: &Model) -> Option<Strin
         );
     }
     // Found by loading folders of each format with transformers 5.23.
-    if groups.iter().any(|g| g.spec.codes.float() != Some(FloatFormat::E4m3)) && items.iter().any(|item| separate(&item)) {
+    if groups.iter().any(|g| g.spec.codes.float().is_none_or(|format| !format.row().loads_float_experts)) && items.iter().any(|item| separate(&item)) {
         return Some("float experts in separate tensors: transformers 5 stacks the experts of a layer, which fails in folders of integers or FP4; with FP8-DYNAMIC it loads them".to_owned());
     }
     let is_llama4 = model.config.model_type().starts_with("llama4");

@@ -49,6 +49,8 @@ pub struct FloatRow {
     pub usual_block: Option<[usize; 2]>,
     /// Whether runtimes support embedding tables in this format.
     pub embeddings: bool,
+    /// Whether transformers loads unquantized experts in separate tensors from folders in this format.
+    pub loads_float_experts: bool,
 }
 
 /// Format of compressed-tensors for a combination of codes and scales.
@@ -143,6 +145,7 @@ float_formats! {
         ],
         usual_block: Some([128, 128]),
         embeddings: true,
+        loads_float_experts: true,
     }
     /// 4-bit floats (OCP E2M1).
     E2m1 {
@@ -161,6 +164,7 @@ float_formats! {
         ],
         usual_block: None,
         embeddings: false,
+        loads_float_experts: false,
     }
 }
 
@@ -339,8 +343,7 @@ impl Codes {
         }
     }
 
-    /// The format of a tensor with scales; `None` if no format has the dtype. `bits` is the stated width of
-    /// integers.
+    /// The format of a tensor with scales; `None` if no format has the dtype. `bits`: width of integers.
     pub fn from_stored(dtype: DType, packed: bool, bits: Option<u8>) -> Option<Codes> {
         let is_stored = |format: &&FloatFormat| format.row().dtype == dtype && (format.row().packing != Packing::Bytes) == packed;
         match dtype {
@@ -499,7 +502,8 @@ mod tests {
             format.quantize::<crate::kernel::F32>(&input, &mut again, 1.0);
             let same = |(code, again): (&u8, &u8)| code == again || row.nans.contains(code) || row.zeros.contains(code);
             assert!(codes.iter().zip(&again).all(same), "{format:?}: {again:?}");
-            assert_eq!(Codes::from_type(false, format.bits().into()), Some(Codes::Float(*format)));
+            let found = [Codes::from_type(false, format.bits().into()), Codes::from_stored(row.dtype, row.packing != Packing::Bytes, None)];
+            assert_eq!(found, [Some(Codes::Float(*format)); 2], "another format has this width, or this dtype and packing");
         }
     }
 }
