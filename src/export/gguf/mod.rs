@@ -220,8 +220,7 @@ fn ties_head(model: &Model) -> bool {
 /// the embedding count as separate.
 fn stores_head(model: &Model, family: &GgufFamily, read_values: bool) -> Result<bool> {
     let (stored, tied) = (model.weights.by_name.contains_key(HEAD), ties_head(model));
-    // llama.cpp has no separate head for these two.
-    if !stored || !["gemma", "gemma2"].contains(&family.architecture) {
+    if !stored || family.has_separate_head {
         return Ok(stored && !(tied && read_values && model.same_bytes(HEAD, EMBEDDING)?));
     }
     if tied || !read_values || model.same_bytes(HEAD, EMBEDDING)? {

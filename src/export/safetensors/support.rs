@@ -36,8 +36,8 @@ fn expert_notes(items: &[Item], groups: &[Group], model: &Model) -> Option<Strin
     if groups.iter().any(|g| g.spec.codes.float().is_none_or(|format| !format.row().loads_float_experts)) && items.iter().any(|item| separate(&item)) {
         return Some("float experts in separate tensors: transformers 5 stacks the experts of a layer, which fails in folders of integers or FP4; with FP8-DYNAMIC it loads them".to_owned());
     }
-    let is_llama4 = model.config.model_type().starts_with("llama4");
-    (is_llama4 && !groups.is_empty() && items.iter().any(|item| stacked_experts(&item.name, &item.weight).is_some())).then(|| {
+    let splits = arch::family(model.config.model_type()).is_some_and(|family| family.splits_experts);
+    (splits && !groups.is_empty() && items.iter().any(|item| stacked_experts(&item.name, &item.weight).is_some())).then(|| {
         "float experts of Llama 4 in one tensor: in quantized folders, transformers replaces them with one linear layer per expert and leaves these uninitialized, so its outputs are wrong".to_owned()
     })
 }

@@ -61,6 +61,8 @@ pub struct Family {
     pub exempt: &'static [(&'static str, Role)],
     /// Mixture-of-experts layout, if the family has experts.
     pub experts: Option<ExpertLayout>,
+    /// Whether transformers replaces experts in one tensor with a linear layer each in quantized folders.
+    pub splits_experts: bool,
     /// Maximum length of a text.
     pub positions: Positions,
     /// Whether linear weights are stored as `[in, out]` (transformers' `Conv1D`).
@@ -211,6 +213,7 @@ pub(super) const EMPTY: Family = Family {
     routers: &[],
     exempt: &[],
     experts: None,
+    splits_experts: false,
     positions: Positions::DEFAULT,
     is_input_major: false,
     layer_scale: 1.0,

@@ -12,6 +12,8 @@ const GGUF: GgufFamily = GgufFamily {
     supports_biases: false,
     head_dim: Some(256),
     activation: ("hidden_act", "gelu_pytorch_tanh"),
+    newer_activation_key: Some("hidden_activation"),
+    has_separate_head: false,
     ..gguf::LLAMA
 };
 
@@ -32,7 +34,10 @@ pub(super) const GEMMA2: Family = Family {
         class: "Gemma2ForCausalLM",
         layer: &[gguf::LAYER, gguf::NORMS_AROUND],
         activation: ("hidden_activation", "gelu_pytorch_tanh"),
+        newer_activation_key: None,
         windows: Windows::AllBut(2),
+        default_window: Some(4096),
+        default_soft_caps: Some([50.0, 30.0]),
         hidden_size_scaled_layers: Some(46),
         ..GGUF
     }),
@@ -61,6 +66,8 @@ pub(super) const GEMMA3: Family = Family {
         class: "Gemma3ForCausalLM",
         layer: &[gguf::LAYER, gguf::NORMS_AROUND, gguf::HEAD_NORMS],
         activation: ("hidden_activation", "gelu_pytorch_tanh"),
+        newer_activation_key: None,
+        has_separate_head: true,
         windows: Windows::AllBut(6),
         has_local_rope: true,
         hidden_size_scaled_layers: Some(62),

@@ -25,8 +25,16 @@ pub struct GgufFamily {
     pub head_dim: Option<u64>,
     /// Key and value of the activation function.
     pub activation: (&'static str, &'static str),
+    /// A key that takes precedence over that of `activation`. Without it, `gelu` means the tanh approximation.
+    pub newer_activation_key: Option<&'static str>,
+    /// Whether llama.cpp supports an output head that differs from the embedding.
+    pub has_separate_head: bool,
     /// Pattern of sliding-window attention.
     pub windows: Windows,
+    /// The sliding window of files that do not specify one.
+    pub default_window: Option<u64>,
+    /// Default soft caps of attention scores and of logits in transformers. Other families cap only logits.
+    pub default_soft_caps: Option<[f64; 2]>,
     /// Whether layers with a sliding window have their own base of rotary embeddings.
     pub has_local_rope: bool,
     /// Whether a sliding window in `config.json` cannot be represented.
@@ -114,7 +122,11 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     supports_biases: true,
     head_dim: None,
     activation: ("hidden_act", "silu"),
+    newer_activation_key: None,
+    has_separate_head: true,
     windows: Windows::None,
+    default_window: None,
+    default_soft_caps: None,
     has_local_rope: false,
     drops_window: false,
     hidden_size_scaled_layers: None,

@@ -43,7 +43,7 @@ const STEP3: Family = Family {
     experts: Some(ExpertLayout { keys: &["moe_num_experts"], stacked: &["moe.gate_proj", "moe.up_proj", "moe.down_proj"] }),
     ..MIXTURE
 };
-const LLAMA4: Family = Family { routers: &["feed_forward.router"], experts: LOCAL, exempt: VISION, ..MIXTURE };
+const LLAMA4: Family = Family { routers: &["feed_forward.router"], experts: LOCAL, splits_experts: true, exempt: VISION, ..MIXTURE };
 /// Decoders with the names of GPT-2.
 const GPT: Family = Family { tied: &[("lm_head.weight", "transformer.wte.weight")], fused: &[], embeddings: &["wte", "wpe"], sizes: None, ..DECODER };
 /// Decoders with the names of BLOOM.

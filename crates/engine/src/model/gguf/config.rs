@@ -84,8 +84,8 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     if let Some(scaling) = scaling(values, tensors, theta, head_dim)? {
         set("rope_scaling", scaling);
     }
-    if let Windows::AllBut(every) = family.windows {
-        let window = values.size(&values.own("attention.sliding_window"))?.or((every == 2).then_some(4096)).filter(|window| *window > 0);
+    if family.windows != Windows::None {
+        let window = values.size(&values.own("attention.sliding_window"))?.or(family.default_window).filter(|window| *window > 0);
         set("sliding_window", json!(window.ok_or_else(|| values.wrong(format!("`{}` is missing", values.own("attention.sliding_window"))))?));
         let pattern = values.own("attention.sliding_window_pattern");
         if let Some(value) = values.take(&pattern) {
@@ -98,9 +98,8 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
         set("query_pre_attn_scalar", json!(if by_hidden_size { hidden.checked_div(heads).unwrap_or(0) } else { head_dim }));
         let [attention_cap, logit_cap] = ["attn_logit_softcapping", "final_logit_softcapping"].map(|key| values.own(key));
         let (attention_cap, logit_cap) = (values.number(&attention_cap)?, values.number(&logit_cap)?);
-        let is_gemma2 = every == 2;
-        set("attn_logit_softcapping", json!(attention_cap.or(is_gemma2.then_some(50.0))));
-        set("final_logit_softcapping", json!(logit_cap.or(is_gemma2.then_some(30.0))));
+        set("attn_logit_softcapping", json!(attention_cap.or(family.default_soft_caps.map(|[cap, _]| cap))));
+        set("final_logit_softcapping", json!(logit_cap.or(family.default_soft_caps.map(|[_, cap]| cap))));
         if family.has_local_rope {
             let local = values.number(&values.own("rope.freq_base_swa"))?;
             set("rope_local_base_freq", json!(local.unwrap_or(10_000.0)));

@@ -133,11 +133,12 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     };
     if family.windows != Windows::None {
         own.push(("attention.sliding_window", Value::Unsigned(reader.size("sliding_window")?.unwrap_or(4096))));
-        for (key, default) in [("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)] {
-            let default = (family.architecture == "gemma2" && !model.config.get(key).is_some_and(Json::is_null)).then_some(default);
+        let caps = family.default_soft_caps;
+        for (key, default) in [("attn_logit_softcapping", caps.map(|[cap, _]| cap)), ("final_logit_softcapping", caps.map(|[_, cap]| cap))] {
+            let default = default.filter(|_| !model.config.get(key).is_some_and(Json::is_null));
             match reader.number(key)?.or(default) {
-                Some(cap) if family.architecture == "gemma2" || key == "final_logit_softcapping" => own.push((key, Value::Float(cap))),
-                None if family.architecture != "gemma2" => {}
+                Some(cap) if caps.is_some() || key == "final_logit_softcapping" => own.push((key, Value::Float(cap))),
+                None if caps.is_none() => {}
                 other => {
                     let value = other.map_or("null".into(), |cap| cap.to_string());
                     return Err(reader.refused(&format!("`{key}` of {value}"), format!("llama.cpp does not support it for `{}`", family.architecture)));
@@ -205,12 +206,10 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
         }
     }
     let (key, activation) = family.activation;
-    // Gemma 1 uses either key; `gelu` under the older one means the tanh approximation, as in transformers.
-    let is_gemma = family.architecture == "gemma";
-    let value = if is_gemma { reader.get("hidden_activation").or(reader.get(key)) } else { reader.get(key) };
-    let matches =
-        |value: &Json| value.as_str() == Some(activation) || (is_gemma && reader.get("hidden_activation").is_none() && value.as_str() == Some("gelu"));
-    if let Some(other) = value.filter(|value| !matches(value)) {
+    let newer = family.newer_activation_key.and_then(|key| reader.get(key));
+    let means_tanh = family.newer_activation_key.is_some() && newer.is_none();
+    let matches = |value: &Json| value.as_str() == Some(activation) || (means_tanh && value.as_str() == Some("gelu"));
+    if let Some(other) = newer.or(reader.get(key)).filter(|value| !matches(value)) {
         return Err(reader.refused(&format!("`{key}` of {other}"), format!("llama.cpp computes `{}` with {activation}", family.architecture)));
     }
     if let Some(experts) = family.experts.as_ref().filter(|experts| experts.own_inner) {
