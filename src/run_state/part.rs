@@ -28,16 +28,16 @@ impl PartIndex {
     ///
     /// # Errors
     /// The number is out of range.
-    pub fn new(number: usize, count: usize) -> Result<PartIndex, String> {
+    pub fn new(number: usize, count: usize) -> Result<PartIndex, ParseError> {
         match (1..=MAX_PARTS).contains(&count) && (1..=count).contains(&number) {
             true => Ok(PartIndex { number, count }),
-            false => Err(format!("part {number} of {count} does not exist: parts are numbered from 1, and there can be at most {MAX_PARTS}")),
+            false => Err(format!("part {number} of {count} does not exist: parts are numbered from 1, and there can be at most {MAX_PARTS}").into()),
         }
     }
 
     /// The part of this job in a job array, from the environment variables of Slurm or Kubernetes.
     /// `count` is the number of parts, if it is specified.
-    fn from_environment(count: Option<usize>, read: &dyn Fn(&str) -> Option<String>) -> Result<PartIndex, String> {
+    fn from_environment(count: Option<usize>, read: &dyn Fn(&str) -> Option<String>) -> Result<PartIndex, ParseError> {
         let number = |name: &str| -> Result<Option<usize>, String> {
             let Some(text) = read(name) else { return Ok(None) };
             text.trim().parse().map(Some).map_err(|_| format!("{name} is `{text}`, which is not a whole number"))
@@ -46,7 +46,7 @@ impl PartIndex {
             // SLURM_ARRAY_TASK_MIN refers to the current submission. It cannot be used if single parts
             // are resubmitted.
             if let Some(count) = count {
-                return PartIndex::new(id, count).map_err(|reason| format!("SLURM_ARRAY_TASK_ID: {reason}, as in --array=1-{count}"));
+                return PartIndex::new(id, count).map_err(|reason| format!("SLURM_ARRAY_TASK_ID: {reason}, as in --array=1-{count}").into());
             }
             let (least, step) = (number("SLURM_ARRAY_TASK_MIN")?.unwrap_or(1), number("SLURM_ARRAY_TASK_STEP")?.unwrap_or(1));
             let count = number("SLURM_ARRAY_TASK_COUNT")?.ok_or("SLURM_ARRAY_TASK_COUNT is not set: specify the number of parts, as in auto/16")?;
@@ -82,8 +82,8 @@ impl FromStr for PartIndex {
         let whole = |text: &str| text.parse::<usize>().map_err(|_| format!("`{text}` is not a whole number: expected I/N, as in 2/16, or auto"));
         let count = count.map(whole).transpose()?;
         match (number, count) {
-            ("auto", count) => PartIndex::from_environment(count, &|name| std::env::var(name).ok()).map_err(Into::into),
-            (number, Some(count)) => PartIndex::new(whole(number)?, count).map_err(Into::into),
+            ("auto", count) => PartIndex::from_environment(count, &|name| std::env::var(name).ok()),
+            (number, Some(count)) => PartIndex::new(whole(number)?, count),
             (_, None) => Err("expected I/N, as in 2/16, or auto".into()),
         }
     }
@@ -286,12 +286,12 @@ mod tests {
             found(Some(16), &[("SLURM_ARRAY_TASK_ID", "7"), ("SLURM_ARRAY_TASK_COUNT", "1"), ("SLURM_ARRAY_TASK_MIN", "7")]),
             Ok(PartIndex { number: 7, count: 16 })
         );
-        assert!(found(Some(16), &[("SLURM_ARRAY_TASK_ID", "0")]).unwrap_err().contains("--array=1-16"));
-        assert!(found(Some(1), &[("SLURM_ARRAY_TASK_ID", "7")]).unwrap_err().contains("part 7 of 1 does not exist"));
+        assert!(found(Some(16), &[("SLURM_ARRAY_TASK_ID", "0")]).unwrap_err().to_string().contains("--array=1-16"));
+        assert!(found(Some(1), &[("SLURM_ARRAY_TASK_ID", "7")]).unwrap_err().to_string().contains("part 7 of 1 does not exist"));
         assert_eq!(found(Some(16), &[("JOB_COMPLETION_INDEX", "0")]), Ok(PartIndex { number: 1, count: 16 }));
-        assert!(found(None, &[("JOB_COMPLETION_INDEX", "0")]).unwrap_err().contains("auto/16"));
-        assert!(found(None, &[]).unwrap_err().contains("not a job of an array"));
-        assert!(found(None, &[("SLURM_ARRAY_TASK_ID", "x")]).unwrap_err().contains("not a whole number"));
+        assert!(found(None, &[("JOB_COMPLETION_INDEX", "0")]).unwrap_err().to_string().contains("auto/16"));
+        assert!(found(None, &[]).unwrap_err().to_string().contains("not a job of an array"));
+        assert!(found(None, &[("SLURM_ARRAY_TASK_ID", "x")]).unwrap_err().to_string().contains("not a whole number"));
     }
 
     #[test]

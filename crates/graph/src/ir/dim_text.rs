@@ -7,6 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::Dim;
 use super::dim::{Terms, product};
+use crate::error::ParseError;
 
 /// Maximum number of parentheses in the text of a size.
 const MAX_PARENTHESES: usize = 256;
@@ -31,15 +32,15 @@ impl fmt::Display for Dim {
 }
 
 impl FromStr for Dim {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         let invalid = || format!("`{text}` is not a size");
         if let Ok(size) = text.parse() {
             return Ok(Dim::Fixed(size));
         }
         if text.matches('(').count() > MAX_PARENTHESES {
-            return Err(format!("a size has more than {MAX_PARENTHESES} parentheses"));
+            return Err(format!("a size has more than {MAX_PARENTHESES} parentheses").into());
         }
         let mut terms = split(text, &['+', '-']);
         if terms.first().is_some_and(|(_, first)| first.is_empty()) && terms.len() > 1 {
@@ -57,7 +58,7 @@ impl FromStr for Dim {
                 *entry = entry.checked_add(count).ok_or_else(invalid)?;
             }
         }
-        Dim::of_terms(sum).ok_or_else(invalid)
+        Ok(Dim::of_terms(sum).ok_or_else(invalid)?)
     }
 }
 
@@ -80,11 +81,11 @@ fn split<'t>(text: &'t str, signs: &[char]) -> Vec<(char, &'t str)> {
 }
 
 /// Parses a name or a function call.
-fn atom(text: &str) -> Result<Dim, String> {
+fn atom(text: &str) -> Result<Dim, ParseError> {
     let invalid = || format!("`{text}` is not a size");
     let Some((name, inner)) = text.strip_suffix(')').and_then(|text| text.split_once('(')) else {
         let name = !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') && !text.starts_with(|c: char| c.is_ascii_digit());
-        return if name { Ok(Dim::named(text)) } else { Err(invalid()) };
+        return if name { Ok(Dim::named(text)) } else { Err(invalid().into()) };
     };
     let parts: Vec<&str> = split(inner, &[';']).into_iter().map(|(_, part)| part).collect();
     match (name, parts.as_slice()) {
@@ -94,7 +95,7 @@ fn atom(text: &str) -> Result<Dim, String> {
         }
         ("quotient", [of, by]) => Ok(Dim::Quotient(Box::new(of.parse()?), Box::new(by.parse()?))),
         ("broadcast", [a, b]) => Ok(Dim::Broadcast(Box::new(a.parse()?), Box::new(b.parse()?))),
-        _ => Err(invalid()),
+        _ => Err(invalid().into()),
     }
 }
 

@@ -13,7 +13,7 @@ use std::str::FromStr;
 use super::graph::{Graph, Kind};
 use super::tensor_type::{Element, TensorType};
 use super::{Builder, Op};
-use crate::error::{Error, Result};
+use crate::error::{Error, ParseError, Result};
 
 impl fmt::Display for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -51,7 +51,7 @@ impl FromStr for Graph {
     }
 }
 
-fn read(line: &str, builder: &mut Builder) -> Result<(), String> {
+fn read(line: &str, builder: &mut Builder) -> Result<(), ParseError> {
     let text = |e: Error| e.to_string();
     if let Some(rest) = line.strip_prefix("input ") {
         let (name, ty) = typed(rest)?;
@@ -75,23 +75,23 @@ fn read(line: &str, builder: &mut Builder) -> Result<(), String> {
         let id = builder.node(name, op, &inputs).map_err(text)?;
         let stated = parse_type(ty)?;
         if *builder.ty(id) != stated {
-            return Err(format!("`{name}` is {}, not {stated}", builder.ty(id)));
+            return Err(format!("`{name}` is {}, not {stated}", builder.ty(id)).into());
         }
     }
     Ok(())
 }
 
-fn typed(text: &str) -> Result<(&str, TensorType), String> {
+fn typed(text: &str) -> Result<(&str, TensorType), ParseError> {
     let (name, ty) = text.split_once(": ").ok_or("expected `NAME: TYPE`")?;
     Ok((name, parse_type(ty)?))
 }
 
-fn parse_type(text: &str) -> Result<TensorType, String> {
+fn parse_type(text: &str) -> Result<TensorType, ParseError> {
     let (element, shape) = text.trim().split_once('[').ok_or_else(|| format!("`{text}` is not a type"))?;
     let element = match element {
         "float" => Element::Float,
         "int" => Element::Int,
-        other => return Err(format!("`{other}` is neither float nor int")),
+        other => return Err(format!("`{other}` is neither float nor int").into()),
     };
     let shape = shape.strip_suffix(']').ok_or_else(|| format!("`{text}` is not a type"))?;
     let shape = shape.split(',').map(str::trim).filter(|d| !d.is_empty()).map(str::parse).collect::<Result<_, _>>()?;

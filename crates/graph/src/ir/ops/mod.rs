@@ -59,6 +59,8 @@ use candle_core::Tensor;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value as Json};
 
+use crate::error::ParseError;
+
 pub use activation::{
     Abs, Clip, Cos, Elu, Erf, Exp, FakeQuantize, Gelu, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Relu, Scale, Sigmoid, Silu, Sin,
     Softplus, Sqrt, Tanh,
@@ -271,16 +273,16 @@ impl fmt::Display for Op {
 }
 
 impl FromStr for Op {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         let (name, attributes) = text.split_at(text.find('{').unwrap_or(text.len()));
         let attributes = if attributes.is_empty() {
             Json::Object(Map::new())
         } else {
             serde_json::from_str(attributes).map_err(|e| format!("attributes of {name}: {e}"))?
         };
-        Op::from_parts(name, attributes)
+        Ok(Op::from_parts(name, attributes)?)
     }
 }
 
@@ -373,8 +375,8 @@ mod tests {
             assert_eq!(op.to_string().parse::<Op>().unwrap(), op);
             assert_eq!(serde_json::from_value::<Op>(serde_json::to_value(&op).unwrap()).unwrap(), op);
         }
-        assert!("Linear{\"inputmajor\":true}".parse::<Op>().unwrap_err().contains("input_major"));
+        assert!("Linear{\"inputmajor\":true}".parse::<Op>().unwrap_err().to_string().contains("input_major"));
         assert_eq!("Tokens".parse::<Op>().unwrap(), Op::Patchify(Patchify {}));
-        assert!("Lineal".parse::<Op>().unwrap_err().contains("Linear"));
+        assert!("Lineal".parse::<Op>().unwrap_err().to_string().contains("Linear"));
     }
 }
