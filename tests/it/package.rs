@@ -30,6 +30,15 @@ fn a_library_has_only_the_requested_dependencies() {
     }
 }
 
+/// candle uses AVX-512 only if its version of `gemm` is the one for which the root package enables the feature.
+#[test]
+fn candle_multiplies_with_avx_512() {
+    let with_features = ["-e", "normal", "--no-default-features", "--features", "run", "--prefix", "none", "-f", "{p} {f}"];
+    // Fails if there are two versions.
+    let users = cargo(&[&["tree", "-p", "compress-models", "-i", "gemm"], &with_features[..]].concat());
+    assert!(users.lines().next().unwrap().contains("x86-v4") && users.contains("\ncandle-core "), "{users}");
+}
+
 /// `rust-version` is true only if the dependencies accept it too.
 #[test]
 fn dependencies_support_the_minimum_rust_version() {
