@@ -1,5 +1,8 @@
 //! Files and their names, storage formats of weights, output transactions, errors and progress of `compress`.
 
+#[cfg(not(unix))]
+compile_error!("compress supports only Unix: file locks, renames and reads at offsets need POSIX functions");
+
 pub mod cache;
 pub mod error;
 pub mod files;
