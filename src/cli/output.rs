@@ -40,11 +40,19 @@ pub(super) fn event(event: &serde_json::Value) {
 }
 
 /// Options that are flags of commands. Hints name them as the library and recipes do.
-const FLAGS: [&str; 6] = ["allow_nonfinite", "export", "force", "memory", "part", "resume"];
+const FLAGS: [(&str, &str); 7] = [
+    ("allow_nonfinite", "--allow-nonfinite"),
+    ("export", "--export"),
+    ("force", "--force"),
+    ("memory", "--memory"),
+    ("part", "--part"),
+    ("resume", "--resume"),
+    ("sizes", "--size"),
+];
 
 /// A hint with flags in place of options.
 fn in_flags(hint: String) -> String {
-    FLAGS.iter().fold(hint, |hint, name| hint.replace(&format!("`{name}`"), &format!("`--{}`", name.replace('_', "-"))))
+    FLAGS.iter().fold(hint, |hint, (name, flag)| hint.replace(&format!("`{name}`"), &format!("`{flag}`")))
 }
 
 /// Writes an error to stderr, with its hint.

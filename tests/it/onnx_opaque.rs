@@ -301,7 +301,7 @@ fn sizes_that_a_file_requires_can_be_specified() {
     }
     let error = opened().graph().unwrap_err();
     let hint = error.hint().unwrap();
-    assert!(hint.contains("`--size NAME=1x512`") && hint.contains("open dimensions are in x: float[1, n], h: float[1, a size / 2]"), "{hint}");
+    assert!(hint.contains("`sizes`, such as NAME=1x512") && hint.contains("open dimensions are in x: float[1, n], h: float[1, a size / 2]"), "{hint}");
     assert_eq!(told.graph().unwrap().inputs().map(|(_, value)| value.ty.to_string()).collect::<Vec<_>>(), ["float[1, 4]", "float[1, 4]"]);
     let numbers = |seed: f32| Tensor::from_vec(numbers(4, seed), (1, 4), &Device::Cpu).unwrap();
     let inputs: BTreeMap<String, Tensor> = [("x".to_owned(), numbers(0.3)), ("h".to_owned(), numbers(2.0))].into();

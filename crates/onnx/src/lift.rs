@@ -222,7 +222,9 @@ impl<'f> Lift<'f> {
         let hint = "ONNX Runtime can run it, and is required for unsupported nodes (`compress doctor --fetch`); passes that only change weights can process it";
         match self.file.open_sizes().as_slice() {
             [] => hint.into(),
-            open => format!("{hint}; if nodes support only some sizes, specify them with `--size NAME=1x512`: open dimensions are in {}", open.join(", ")),
+            open => {
+                format!("{hint}; if nodes support only some sizes, specify them as `sizes`, such as NAME=1x512: open dimensions are in {}", open.join(", "))
+            }
         }
     }
 

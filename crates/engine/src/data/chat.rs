@@ -68,7 +68,7 @@ impl ChatTemplate {
         let with_tools = stored("tool_use").filter(|_| own.is_none()).map(|text| without_generation_blocks(&text));
         let text = own.or_else(|| stored("default")).ok_or_else(|| Error::Unsupported {
             what: format!("{}: a chat without {FILE} and without `chat_template` in {SETTINGS}", folder.display()),
-            hint: format!("add {FILE} to the model's folder, or do not use chats: `generate` without --chat, data with plain texts"),
+            hint: format!("add {FILE} to the model's folder, or use plain texts instead of chats"),
         })?;
         let tokens = special_tokens(folder, synthesized, settings.values())?;
         let tokens = tokens.iter().filter_map(|(name, value)| Some((name.clone(), json!(token_text(value)?)))).collect();
