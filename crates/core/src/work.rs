@@ -181,17 +181,12 @@ impl<'a> Work<'a> {
     }
 
     /// Runs `work` once for each job, largest first, and returns the results in the order of the jobs.
-    ///
-    /// # Errors
-    /// The error of the first job in order that failed; the others stop at their next job.
+    /// Returns the error of the first job in order that failed; the others stop at their next job.
     pub fn run<J: Sync, T: Send>(&self, stage: &str, jobs: &[J], size: impl Fn(&J) -> u64, work: impl Fn(&J) -> Result<T> + Sync) -> Result<Vec<T>> {
         self.run_by(stage, jobs, |job| std::cmp::Reverse(size(job)), &size, work)
     }
 
     /// As [`run`](Work::run), in ascending order of `key`.
-    ///
-    /// # Errors
-    /// As [`run`](Work::run).
     pub fn run_by<J: Sync, K: Ord, T: Send>(
         &self,
         stage: &str,
@@ -207,9 +202,6 @@ impl<'a> Work<'a> {
 
     /// As [`run`](Work::run), in the order of `jobs`, so that adjacent jobs are processed at about the
     /// same time.
-    ///
-    /// # Errors
-    /// As [`run`](Work::run).
     pub fn run_in_order<J: Sync, T: Send>(&self, stage: &str, jobs: &[J], size: impl Fn(&J) -> u64, work: impl Fn(&J) -> Result<T> + Sync) -> Result<Vec<T>> {
         let order: Vec<usize> = (0..jobs.len()).collect();
         self.run_ordered(stage, jobs, &order, size, work)
@@ -251,9 +243,6 @@ impl<'a> Work<'a> {
     }
 
     /// Reports progress and checks for cancellation.
-    ///
-    /// # Errors
-    /// [`Error::Cancelled`].
     pub fn advance(&self, amount: u64) -> Result<()> {
         self.progress.on(Event::Advance(amount));
         self.cancel.check()

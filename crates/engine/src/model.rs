@@ -147,9 +147,6 @@ impl Model {
     }
 
     /// Folder and configuration that specify how samples are prepared.
-    ///
-    /// # Errors
-    /// The `config.json` of an ONNX file cannot be read.
     pub fn preprocessing(&self) -> Result<(PathBuf, Config)> {
         let folder = self.preprocessing_folder();
         let is_own = self.onnx.is_none() || !self.config.values().is_empty();
@@ -158,18 +155,13 @@ impl Model {
     }
 
     /// [`check_contents`](Model::check_contents) of the model at `path`, if that is on another machine.
-    ///
-    /// # Errors
-    /// As there, or the model cannot be opened.
     pub fn check_remote(path: &Path, work: &Work) -> Result<()> {
         if names::is_remote(path) { Model::open(path)?.check_contents(work) } else { Ok(()) }
     }
 
     /// Compares the weight files of other machines with the hashes that their servers state (SHA-256 on
-    /// the Hub); see [`files::check_content`](crate::files::check_content).
-    ///
-    /// # Errors
-    /// The contents of a file differ from the stated hash, a file cannot be read, or the work is cancelled.
+    /// the Hub); see [`files::check_content`](crate::files::check_content). Fails if the contents of a file
+    /// differ from the stated hash.
     pub fn check_contents(&self, work: &Work) -> Result<()> {
         let mut stated = Vec::new();
         for path in &self.weight_files {
@@ -203,11 +195,9 @@ impl Model {
 
     /// Makes tied weights consistent after a pass has changed one of them. A stored head that differs
     /// from the embedding is untied in the configuration, as transformers 5 loads it. An equal head that
-    /// the pass did not change is removed, so that loaders tie it again. Returns notes on both.
-    ///
-    /// # Errors
-    /// A pass changes only an alias that equals its original, or one of two different tables of a family
-    /// that always shares them.
+    /// the pass did not change is removed, so that loaders tie it again. Returns notes on both. Fails if a
+    /// pass changes only an alias that equals its original, or one of two different tables of a family that
+    /// always shares them.
     pub fn settle_ties(&mut self, input: &Model) -> Result<Vec<String>> {
         let mut notes = Vec::new();
         for (alias, original) in input.tied_names() {

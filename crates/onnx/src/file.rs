@@ -34,17 +34,11 @@ const RAW_DATA: u8 = 9 << 3 | 2;
 pub type Pieces = Vec<(String, Vec<Piece>)>;
 
 /// Lays out one file, or two if it would exceed `largest` bytes.
-///
-/// # Errors
-/// The size of a weight overflows.
 pub fn layout(draft: &Draft, largest: u64) -> Result<Pieces> {
     layout_as([MODEL, DATA], draft, largest)
 }
 
 /// [`layout`] with other file names than [`MODEL`] and [`DATA`].
-///
-/// # Errors
-/// As [`layout`].
 pub fn layout_as([name, data_name]: [&str; 2], draft: &Draft, largest: u64) -> Result<Pieces> {
     let one = single(draft, data_name, |_| false)?;
     if bytes(&one) <= largest {
@@ -147,9 +141,6 @@ fn varint(mut value: u64, out: &mut Vec<u8>) {
 }
 
 /// Decodes the model in the pieces of a file. The elements of weights are zero.
-///
-/// # Errors
-/// The pieces are not a valid message.
 pub fn decode(pieces: &[Piece]) -> Result<ModelProto, prost::DecodeError> {
     let mut bytes = Vec::new();
     for piece in pieces {

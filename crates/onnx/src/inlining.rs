@@ -19,9 +19,6 @@ const MAX_GROWTH: u64 = 4;
 type Key<'m> = (&'m str, &'m str);
 
 /// Checks the number of nodes that replace the calls of functions.
-///
-/// # Errors
-/// It is too large, or a function calls itself.
 pub(super) fn check_functions(model: &ModelProto) -> Result<(), String> {
     let functions: BTreeMap<Key, &FunctionProto> = model.functions.iter().map(|function| ((function.domain(), function.name()), function)).collect();
     let calls_of: BTreeMap<Key, Calls> = functions.iter().map(|(key, function)| (*key, calls(&function.node, &functions))).collect();

@@ -16,11 +16,9 @@ use crate::ir::{Dim, Element};
 use crate::store::{OpenSize, OpenSizes};
 
 impl ModelFile {
-    /// Fixes open dimensions of the inputs and of the graph. Call it before either is used.
-    ///
-    /// # Errors
-    /// A name is neither an open dimension nor an input, a size contradicts the file or another size, or
-    /// other sizes were specified before.
+    /// Fixes open dimensions of the inputs and of the graph. Call it before either is used. Fails if a name
+    /// is neither an open dimension nor an input, a size contradicts the file or another size, or other sizes
+    /// were specified before.
     pub fn fix_sizes(&self, sizes: &OpenSizes) -> Result<()> {
         let wrong = |reason: String| Error::option("sizes", format!("{reason}; {}", self.describe_open()));
         let found = self.resolve(sizes).map_err(wrong)?;

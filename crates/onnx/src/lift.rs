@@ -97,11 +97,8 @@ pub(super) struct Lift<'f> {
 
 impl ModelFile {
     /// Converts the file to a graph of typed ops with the current weights. ONNX Runtime runs everything
-    /// that has no typed form.
-    ///
-    /// # Errors
-    /// An input has an unsupported type, or nodes have no typed form and ONNX Runtime is missing or
-    /// cannot run them. The error lists the first nodes.
+    /// that has no typed form. Fails if an input has an unsupported type, or nodes have no typed form and
+    /// ONNX Runtime is missing or cannot run them. The error lists the first nodes.
     pub fn lift(&self, weights: &Weights) -> Result<Graph> {
         let nodes = self.model.graph.as_ref().map_or(&[][..], |graph| &graph.node);
         let order = check::order(nodes);

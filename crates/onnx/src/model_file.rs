@@ -99,9 +99,6 @@ struct Candidate<'m> {
 
 impl ModelFile {
     /// Opens a file without reading its weights.
-    ///
-    /// # Errors
-    /// The file is not a valid model, or the bytes of a tensor are missing.
     pub fn open(path: &Path) -> Result<ModelFile> {
         let file = File::open(path).map_err(Error::io("open", path))?;
         let skeleton = Skeleton::read(path, &file)?;

@@ -19,11 +19,8 @@ use crate::files;
 use crate::runtime::{Limits, Loading, Options, Session, SizeCheck};
 
 impl Session {
-    /// Loads a model file.
-    ///
-    /// # Errors
-    /// ONNX Runtime is missing or refuses the model, loading it would take more memory than the limit, an
-    /// input is not a numeric tensor, or no output is one.
+    /// Loads a model file. Fails if ONNX Runtime is missing or refuses the model, loading it would take more
+    /// memory than the limit, an input is not a numeric tensor, or no output is one.
     pub fn open(path: &Path, options: Options) -> Result<Session> {
         if files::is_remote(path) {
             return Err(Error::run(path.display(), "is a remote file", "ONNX Runtime opens only local files: download it first"));
@@ -40,9 +37,6 @@ impl Session {
     }
 
     /// Loads a model from memory. `path` names it in errors, and its folder contains external data.
-    ///
-    /// # Errors
-    /// As [`open`](Session::open).
     pub fn from_model(model: &ModelProto, path: &Path, options: Options) -> Result<Session> {
         let bytes = model.encode_to_vec();
         let session = Session::from_bytes_as(&bytes, path, loading(model, bytes.len() as u64, path, options)?)?;

@@ -39,9 +39,6 @@ pub struct Rewritten {
 
 impl ModelFile {
     /// Plans a file with these weights, and a data file if it would exceed `largest` bytes.
-    ///
-    /// # Errors
-    /// A weight is missing, or its shape or type does not fit the graph.
     pub fn rewrite(&self, weights: &Weights, [name, data]: [&str; 2], metadata: &BTreeMap<String, String>, largest: u64) -> Result<Rewritten> {
         let mut plan = Plan {
             file: self,

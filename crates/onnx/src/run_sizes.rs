@@ -21,10 +21,8 @@ use crate::ir::Dim;
 const BYTES: [&str; 13] =
     ["Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Xor", "Not", "IsNaN", "IsInf", "QuantizeLinear", "DynamicQuantizeLinear"];
 
-/// Checks a run with inputs of these shapes.
-///
-/// # Errors
-/// The reason names a node that computes a value of more than `limit` bytes.
+/// Checks a run with inputs of these shapes. The error names a node that computes a value of more than
+/// `limit` bytes.
 pub(super) fn check_run(model: &ModelProto, inputs: &BTreeMap<String, Vec<usize>>, limit: u64) -> Result<(), String> {
     let Some(graph) = &model.graph else { return Ok(()) };
     let mut values = Values::default();

@@ -63,10 +63,8 @@ fn has_compatible_shape(one: &ValueInfoProto, other: &ValueInfoProto) -> bool {
     one.len() == other.len() && !one.iter().zip(&other).any(differ)
 }
 
-/// Lowers a graph to the operators of an opset.
-///
-/// # Errors
-/// The opset is not one of [`OPSETS`] or cannot express a weight, or a required size is unknown.
+/// Lowers a graph to the operators of an opset. Fails if the opset is not one of [`OPSETS`] or cannot express
+/// a weight, or a required size is unknown.
 pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) -> Result<Draft> {
     let opset = style.opset;
     if !OPSETS.contains(&opset) {

@@ -34,10 +34,8 @@ impl Destination {
         Destination { folder: folder.into(), remote: None }
     }
 
-    /// A remote folder, which must not exist yet. Small files are staged in the local `folder`.
-    ///
-    /// # Errors
-    /// The remote folder exists, another run is writing it, or it is not writable.
+    /// A remote folder, which must not exist yet. Small files are staged in the local `folder`. Fails if the
+    /// remote folder exists or another run is writing it.
     pub fn remote(target: &Path, folder: impl Into<PathBuf>) -> io::Result<Destination> {
         let name = remote_name(target).ok_or(io::ErrorKind::InvalidInput)?;
         let remote = RemoteTarget { target: target.to_owned(), upload: remote::Upload::begin(name)?, created: Mutex::default() };
@@ -61,9 +59,6 @@ impl Destination {
     }
 
     /// Creates a file of `length` bytes. Returns its final location too.
-    ///
-    /// # Errors
-    /// The file exists or cannot be created.
     pub fn create(&self, name: &str, length: u64) -> io::Result<(PathBuf, NewFile)> {
         match &self.remote {
             Some(remote) => {
@@ -86,11 +81,8 @@ impl Destination {
 
     /// Uploads the files of the local folder, with files that complete the model last, and verifies each by
     /// reading it back. `progress` receives the number of additional bytes processed, in total twice the
-    /// size of the files, and returns whether to continue. Does nothing for local destinations.
-    ///
-    /// # Errors
-    /// A file cannot be written or reads back differently, or `progress` returned `false`. Then
-    /// everything uploaded is removed.
+    /// size of the files, and returns whether to continue. Does nothing for local destinations. Fails if
+    /// `progress` returns `false` or a file reads back differently. Then everything uploaded is removed.
     pub fn publish(&self, progress: &(dyn Fn(u64) -> bool + Sync)) -> io::Result<()> {
         let Some(remote) = &self.remote else { return Ok(()) };
         remote.upload.publish(&self.folder, &|bytes| if progress(bytes) { Ok(()) } else { Err(io::ErrorKind::Interrupted.into()) })
@@ -113,9 +105,6 @@ enum Bytes {
 
 impl NewFile {
     /// Writes bytes at an offset.
-    ///
-    /// # Errors
-    /// Writing fails, or an earlier part of the file could not be uploaded.
     pub fn write_all_at(&self, bytes: &[u8], at: u64) -> io::Result<()> {
         match &self.0 {
             Bytes::Local { file, .. } => file.write_all_at(bytes, at),
@@ -123,10 +112,8 @@ impl NewFile {
         }
     }
 
-    /// Reads bytes that were written and are not yet marked with [`mark_final`](NewFile::mark_final).
-    ///
-    /// # Errors
-    /// Reading fails, or the bytes were already uploaded.
+    /// Reads bytes that were written and are not yet marked with [`mark_final`](NewFile::mark_final). Fails
+    /// if the bytes were already uploaded.
     pub fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
         match &self.0 {
             Bytes::Local { file, .. } => file.read_exact_at(bytes, at),
@@ -135,9 +122,6 @@ impl NewFile {
     }
 
     /// Marks bytes as final, so that they can be uploaded. Must be called once for each byte.
-    ///
-    /// # Errors
-    /// The upload fails.
     pub fn mark_final(&self, range: Range<u64>) -> io::Result<()> {
         match &self.0 {
             Bytes::Local { .. } => Ok(()),
@@ -146,10 +130,7 @@ impl NewFile {
     }
 
     /// Completes the file, once all bytes are final. Returns whether it was uploaded, so that it can
-    /// only be verified by downloading it.
-    ///
-    /// # Errors
-    /// The file has a different length than specified, or cannot be completed.
+    /// only be verified by downloading it. Fails if the file has a different length than specified.
     pub fn finish(&self) -> io::Result<bool> {
         match &self.0 {
             Bytes::Remote(file) => file.finish().map(|()| true),

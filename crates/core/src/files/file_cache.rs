@@ -28,9 +28,6 @@ impl<T> Default for FileCache<T> {
 impl<T: Copy> FileCache<T> {
     /// The value of a file. It is computed every time for remote files, and for files that changed just
     /// now.
-    ///
-    /// # Errors
-    /// As `compute`.
     pub fn get_or_compute<E>(&self, path: &Path, compute: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         let values = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let state = file_state(path);

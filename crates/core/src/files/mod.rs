@@ -56,10 +56,7 @@ pub fn remote_name(path: &Path) -> Option<&str> {
 }
 
 /// Rejects credentials in the name of a remote file, because names are written into recipes, reports and
-/// logs.
-///
-/// # Errors
-/// The name contains a user name, a query or a fragment.
+/// logs. Fails if the name contains a user name, a query or a fragment.
 pub fn require_no_secret(name: &str) -> io::Result<()> {
     let wrong = |reason: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
     let authority = name.split_once("://").map_or("", |(_, rest)| rest.split(['/', '?', '#']).next().unwrap_or_default());
@@ -101,9 +98,6 @@ enum Bytes {
 
 impl File {
     /// Opens a regular file.
-    ///
-    /// # Errors
-    /// The file does not exist, is not a regular file, or cannot be reached.
     pub fn open(path: &Path) -> io::Result<File> {
         if let Some(name) = remote_name(path) {
             return stores::open(name);
@@ -120,9 +114,6 @@ impl File {
     }
 
     /// Wraps an open file.
-    ///
-    /// # Errors
-    /// Its length cannot be determined.
     pub fn from_std(file: fs::File) -> io::Result<File> {
         Ok(File { length: file.metadata()?.len(), bytes: Bytes::Local(Arc::new(file)) })
     }
@@ -132,10 +123,7 @@ impl File {
         self.length
     }
 
-    /// Fills a buffer with the bytes at an offset.
-    ///
-    /// # Errors
-    /// The range exceeds the file, or reading fails.
+    /// Fills a buffer with the bytes at an offset. Fails if the range exceeds the file.
     pub fn read_exact_at(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
         match &self.bytes {
             Bytes::Local(file) => file.read_exact_at(buffer, at),
@@ -146,9 +134,6 @@ impl File {
     }
 
     /// As [`read_exact_at`](File::read_exact_at), without prefetching the bytes that follow.
-    ///
-    /// # Errors
-    /// As [`read_exact_at`](File::read_exact_at).
     pub fn sample_exact_at(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
         match &self.bytes {
             Bytes::Remote(file) if at.checked_add(buffer.len() as u64).is_some_and(|end| end <= self.length) => file.sample_exact_at(buffer, at),
@@ -203,9 +188,6 @@ pub fn absolute(path: &Path) -> PathBuf {
 }
 
 /// Type of a file system entry. Symbolic links are followed.
-///
-/// # Errors
-/// The entry does not exist or cannot be reached.
 pub fn kind(path: &Path) -> io::Result<Kind> {
     if let Some(name) = remote_name(path) {
         return stores::kind(name);
@@ -229,9 +211,6 @@ pub fn is_dir(path: &Path) -> bool {
 }
 
 /// Length of a file in bytes.
-///
-/// # Errors
-/// The file does not exist or cannot be reached.
 pub fn length(path: &Path) -> io::Result<u64> {
     if is_remote(path) { File::open(path).map(|file| file.length) } else { fs::metadata(path).map(|about| about.len()) }
 }
@@ -239,27 +218,19 @@ pub fn length(path: &Path) -> io::Result<u64> {
 /// The SHA-256 of a file's contents in hexadecimal digits, as reported by the server that stores it (the
 /// Git LFS object id on the Hub). `None` for local files and if the server reports no such hash: an
 /// ETag, a modification time or a size does not identify the contents.
-///
-/// # Errors
-/// The file does not exist or cannot be reached.
 pub fn content_hash(path: &Path) -> io::Result<Option<String>> {
     remote_name(path).map_or(Ok(None), stores::content_hash)
 }
 
 /// Compares the contents of a file with its [`content_hash`], if there is one. Ranges that were read in
 /// file order are hashed as they arrive; the others are read again. `step` receives the number of bytes
-/// of each range and returns whether to continue.
-///
-/// # Errors
-/// `InvalidData` if the hash differs, `Interrupted` if `step` returns `false`, or reading fails.
+/// of each range and returns whether to continue. Fails with `InvalidData` if the hash differs, and with
+/// `Interrupted` if `step` returns `false`.
 pub fn check_content(path: &Path, step: &dyn Fn(u64) -> bool) -> io::Result<()> {
     remote_name(path).map_or(Ok(()), |name| stores::check_content(name, step))
 }
 
 /// Lists a folder, sorted by name.
-///
-/// # Errors
-/// The folder does not exist or cannot be read.
 pub fn list(folder: &Path) -> io::Result<Vec<Entry>> {
     if let Some(name) = remote_name(folder) {
         return stores::list(name);
@@ -280,17 +251,11 @@ pub fn list(folder: &Path) -> io::Result<Vec<Entry>> {
 }
 
 /// The files of a folder, sorted by name.
-///
-/// # Errors
-/// As [`list`].
 pub fn files(folder: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(list(folder)?.into_iter().filter(|entry| entry.kind == Kind::File).map(|entry| entry.path).collect())
 }
 
 /// Reads a complete file.
-///
-/// # Errors
-/// The file cannot be read.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     match remote_name(path) {
         Some(name) => stores::read(name),
@@ -298,10 +263,7 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Reads a complete text file.
-///
-/// # Errors
-/// The file cannot be read, or is not UTF-8.
+/// Reads a complete text file. Fails if the file is not UTF-8.
 pub fn read_to_string(path: &Path) -> io::Result<String> {
     match remote_name(path) {
         Some(name) => String::from_utf8(stores::read(name)?).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "stream did not contain valid UTF-8")),
@@ -310,17 +272,11 @@ pub fn read_to_string(path: &Path) -> io::Result<String> {
 }
 
 /// Opens a file for sequential reading.
-///
-/// # Errors
-/// The file does not exist or cannot be reached.
 pub fn stream(path: &Path) -> io::Result<Box<dyn Read + Send>> {
     if is_remote(path) { Ok(Box::new(File::open(path)?.reader())) } else { Ok(Box::new(fs::File::open(path)?)) }
 }
 
 /// Copies a file to a local path.
-///
-/// # Errors
-/// The source cannot be read, or the target cannot be written.
 pub fn copy(from: &Path, to: &Path) -> io::Result<()> {
     if !is_remote(from) {
         return fs::copy(from, to).map(drop);

@@ -27,11 +27,8 @@ impl ResumeFolder {
     }
 
     /// Opens the resume folder of an output: with the files of an interrupted run if `resume`, otherwise
-    /// empty. `force` permits removing such files.
-    ///
-    /// # Errors
-    /// Another run uses the folder, it contains files and neither `resume` nor `force` is set, or it was
-    /// not created by this tool.
+    /// empty. `force` permits removing such files. Fails if another run uses the folder, it contains files
+    /// and neither `resume` nor `force` is set, or it was not created by this tool.
     pub fn open(output: &Path, resume: bool, force: bool) -> Result<ResumeFolder> {
         require_local(output, "unfinished work is stored next to the output")?;
         let path = ResumeFolder::path_for(output);
@@ -61,9 +58,6 @@ impl ResumeFolder {
     }
 
     /// Removes the folder with its contents.
-    ///
-    /// # Errors
-    /// A file cannot be removed.
     pub fn remove(self) -> Result<()> {
         self.leftovers()?.iter().try_for_each(|path| remove(path))
     }

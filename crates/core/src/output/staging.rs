@@ -35,10 +35,8 @@ use crate::files::{self, Destination};
 
 /// Checks whether an output can be written to `target`. A publication that was interrupted by the end of
 /// its process is reverted or completed first, because its report may not describe the files next to it.
-///
-/// # Errors
-/// The target exists and may not be replaced, is not a folder although it should be one, overlaps the
-/// model, or contains a file that the run reads.
+/// Fails if the target exists and may not be replaced, is not a folder although it should be one, overlaps
+/// the model, or contains a file that the run reads.
 pub fn check_output(target: &Path, replace: Replace, inputs: &Inputs) -> Result<()> {
     recover_and_check(&absolute(target)?, replace, inputs).map(drop)
 }
@@ -80,9 +78,6 @@ const ATTEMPTS: usize = 100;
 
 impl Staging {
     /// Creates a staging folder next to the final location.
-    ///
-    /// # Errors
-    /// As [`check_output`], or the folder next to the final location is not writable.
     pub fn new(target: &Path, replace: Replace, inputs: impl Into<Inputs>) -> Result<Staging> {
         let (target, inputs) = (absolute(target)?, inputs.into());
         let mut notes = recover_and_check(&target, replace, &inputs)?;
@@ -147,9 +142,6 @@ impl Staging {
     }
 
     /// Bytes to upload and to read back for verification; 0 for local outputs.
-    ///
-    /// # Errors
-    /// The folder cannot be listed.
     pub fn uploads(&self) -> Result<u64> {
         if self.destination.is_remote() { bytes(self.path()).map(|bytes| bytes.saturating_mul(2)) } else { Ok(0) }
     }
@@ -159,19 +151,14 @@ impl Staging {
         &self.notes
     }
 
-    /// Moves the folder to its final location, atomically.
-    ///
-    /// # Errors
-    /// The location was taken in the meantime, or the move fails. In both cases nothing has changed.
+    /// Moves the folder to its final location, atomically. Fails if the location was taken in the meantime,
+    /// in which case nothing has changed.
     pub fn commit(self) -> Result<()> {
         self.commit_with_progress(&|_| true)
     }
 
     /// As [`commit`](Staging::commit), with progress. During an upload, `progress` is called with byte
     /// counts that add up to [`uploads`](Staging::uploads), and returns whether to continue.
-    ///
-    /// # Errors
-    /// As [`commit`](Staging::commit), or `progress` returned `false`.
     pub fn commit_with_progress(mut self, progress: &(dyn Fn(u64) -> bool + Sync)) -> Result<()> {
         if self.destination.is_remote() {
             return self.destination.publish(progress).map_err(|e| match e.kind() {

@@ -180,9 +180,6 @@ fn linked(path: &Path, depth: usize) -> Box<dyn Iterator<Item = PathBuf>> {
 }
 
 /// Rejects a remote output. `reason` completes the message "is on another machine, and …".
-///
-/// # Errors
-/// The output is on another machine.
 pub fn require_local(output: &Path, reason: &str) -> Result<()> {
     if files::is_remote(output) { Err(refuse(output, &format!("is on another machine, and {reason}"), "specify a local folder")) } else { Ok(()) }
 }

@@ -68,10 +68,7 @@ impl ArtifactStore {
     }
 
     /// The folder and the metadata of the artifact with this key. With `work`, its files are compared with
-    /// their hashes. A damaged artifact is removed.
-    ///
-    /// # Errors
-    /// The work is cancelled.
+    /// their hashes. A damaged artifact is removed. Fails only if the work is cancelled.
     pub fn get<T: DeserializeOwned>(&self, key: &str, work: Option<&Work>) -> Result<Option<(PathBuf, T)>> {
         let path = self.folder.join(key);
         if !path.is_dir() {
@@ -93,9 +90,6 @@ impl ArtifactStore {
     }
 
     /// Begins an artifact, which replaces an earlier one with the same key. `inputs` must not be replaced.
-    ///
-    /// # Errors
-    /// The folder cannot be created, or contains files of others.
     pub fn begin(&self, key: &str, inputs: impl Into<Inputs>) -> Result<Draft> {
         Staging::new(&self.folder.join(key), Replace::Work(MANIFEST), inputs).map(|staging| Draft { staging })
     }
@@ -106,9 +100,6 @@ impl ArtifactStore {
     }
 
     /// All artifacts with readable metadata, the most recently used first.
-    ///
-    /// # Errors
-    /// The folder cannot be read.
     pub fn list<T: DeserializeOwned>(&self) -> Result<Vec<Artifact<T>>> {
         let mut artifacts = Vec::new();
         for path in self.paths()? {
@@ -123,9 +114,6 @@ impl ArtifactStore {
 
     /// Removes the artifacts whose keys start with `prefix`, or all if it is empty. Returns the number of
     /// bytes freed.
-    ///
-    /// # Errors
-    /// An artifact cannot be removed.
     pub fn clear(&self, prefix: &str) -> Result<u64> {
         let mut freed = 0;
         for path in self.paths()?.into_iter().filter(|path| file_name(path).starts_with(prefix)) {
@@ -136,9 +124,6 @@ impl ArtifactStore {
     }
 
     /// Removes the least recently used artifacts until the others have at most `limit` bytes.
-    ///
-    /// # Errors
-    /// As [`list`](Self::list) and [`clear`](Self::clear).
     pub fn evict(&self, limit: u64) -> Result<()> {
         let mut artifacts = self.list::<serde::de::IgnoredAny>()?;
         let mut total: u64 = artifacts.iter().map(|artifact| artifact.bytes).sum();
@@ -161,9 +146,6 @@ impl Draft {
     }
 
     /// Publishes the artifact. The hashes of files that are not in `written` are computed.
-    ///
-    /// # Errors
-    /// Reading or writing fails, or the work is cancelled.
     pub fn publish<T: Serialize>(self, metadata: T, written: &[Written], work: &Work) -> Result<()> {
         let root = self.staging.path();
         let mut files: BTreeMap<String, String> = written.iter().map(|file| (file.name.clone(), file.blake3.to_string())).collect();

@@ -44,10 +44,7 @@ pub type BlockSink<'a> = &'a mut dyn FnMut(Block<'_>) -> Result<()>;
 /// order.
 pub trait WeightSource: Send + Sync {
     /// Calls `sink` with consecutive blocks. Each block except the last is a multiple of `unit`
-    /// elements.
-    ///
-    /// # Errors
-    /// Reading fails, a value cannot be represented, or the sink fails.
+    /// elements. Fails if a value cannot be represented.
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()>;
 
     /// For rounding stages: the weight before rounding.

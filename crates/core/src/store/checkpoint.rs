@@ -31,9 +31,6 @@ pub struct DataFile {
 
 impl DataFile {
     /// Opens a safetensors file and reads its header.
-    ///
-    /// # Errors
-    /// The file cannot be read, or its header is not valid.
     pub fn open(path: &Path) -> Result<(Arc<DataFile>, Header)> {
         let file = File::open(path).map_err(Error::io("open", path))?;
         let bytes = file.length();
@@ -69,9 +66,6 @@ impl DataFile {
     }
 
     /// Reads bytes of the data section.
-    ///
-    /// # Errors
-    /// The file cannot be read, or was truncated.
     pub fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         self.file.read_exact_at(buffer, self.data.saturating_add(offset)).map_err(Error::io("read", &self.path))
     }
@@ -112,17 +106,11 @@ impl RawTensor {
     }
 
     /// Reads part of the tensor, starting at a byte offset within it.
-    ///
-    /// # Errors
-    /// The file cannot be read.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         self.file.read(self.begin.saturating_add(offset), buffer)
     }
 
     /// Reads a small tensor completely.
-    ///
-    /// # Errors
-    /// The file cannot be read.
     pub fn read_all(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; self.bytes as usize];
         self.read_at(0, &mut bytes)?;
@@ -195,10 +183,7 @@ struct Index {
 impl Checkpoint {
     /// Opens a `.safetensors` or PyTorch file, or a folder with `model.safetensors`, with an index and
     /// shards, with `pytorch_model.bin` or its index and shards, or with exactly one file of another
-    /// name.
-    ///
-    /// # Errors
-    /// No weights were found, a file is malformed, or the index does not match its shards.
+    /// name. Fails if no weights were found or the index does not match its shards.
     pub fn open(path: &Path) -> Result<Checkpoint> {
         let mut checkpoint = Checkpoint::default();
         if files::kind(path).map_err(Error::io("open", path))? != Kind::Folder {
@@ -219,10 +204,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Adds the tensors of a subfolder's weight file, if there is one.
-    ///
-    /// # Errors
-    /// The file is malformed, or a tensor name is not unique.
+    /// Adds the tensors of a subfolder's weight file, if there is one. Fails if a tensor name is not unique.
     pub fn add_folder(&mut self, path: &Path, folder: &str) -> Result<()> {
         let mut candidates = [SINGLE, pytorch::SINGLE].map(|name| path.join(folder).join(name)).into_iter().filter(|file| files::is_file(file));
         let Some(file) = candidates.next() else { return Ok(()) };

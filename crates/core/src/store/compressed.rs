@@ -21,9 +21,6 @@ const SAMPLE: u64 = 256 << 10;
 pub const EXACT: u64 = 8 << 20;
 
 /// Compresses files, or 32 evenly spaced blocks if they are large.
-///
-/// # Errors
-/// A file cannot be read.
 pub fn compressed_size(paths: &[PathBuf], work: &Work) -> Result<Compressed> {
     let mut files = Vec::new();
     for path in paths {

@@ -32,9 +32,6 @@ impl<'w> ContentKey<'w> {
 
     /// Adds the contents of files, and of all files in folders, recursively, with their names relative
     /// to `root`.
-    ///
-    /// # Errors
-    /// A file cannot be read, folders are nested too deeply, or the work is cancelled.
     pub fn files(&mut self, paths: impl IntoIterator<Item = impl AsRef<Path>>, root: &Path) -> Result<()> {
         paths.into_iter().try_for_each(|path| self.add(path.as_ref(), root, DEEPEST))
     }

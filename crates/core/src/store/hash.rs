@@ -13,9 +13,6 @@ const SEGMENT: u64 = 16 << 20;
 const BUFFER: usize = 256 << 10;
 
 /// The hash of a file, computed by several threads.
-///
-/// # Errors
-/// The file cannot be read.
 pub fn hash_file(path: &Path, work: &Work) -> Result<blake3::Hash> {
     segments(path, SEGMENT, work).map(|values| root(&values))
 }

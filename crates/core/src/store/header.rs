@@ -55,10 +55,8 @@ pub fn byte_count(dtype: DType, shape: &[usize]) -> Option<u64> {
 }
 
 impl Header {
-    /// Parses a header that is followed by `data_bytes` bytes.
-    ///
-    /// # Errors
-    /// A description of the problem, without the name of the file.
+    /// Parses a header that is followed by `data_bytes` bytes. The error does not contain the name of the
+    /// file.
     pub fn parse(json: &[u8], data_bytes: u64) -> Result<Header, String> {
         let text = std::str::from_utf8(json).map_err(|e| format!("the header is not UTF-8: {e}"))?;
         let raw: Raw = serde_json::from_str(text).map_err(|e| format!("the header is not valid: {e}"))?;
@@ -99,10 +97,7 @@ impl Header {
     }
 
     /// Computes the offsets of tensors in the order of the reference implementation: widest element type
-    /// first, then by name.
-    ///
-    /// # Errors
-    /// The name of a tensor whose size overflows.
+    /// first, then by name. The error is the name of a tensor whose size overflows.
     pub fn layout(tensors: impl IntoIterator<Item = (String, DType, Vec<usize>)>, metadata: BTreeMap<String, String>) -> Result<Header, String> {
         let mut entries: Vec<_> = tensors.into_iter().collect();
         entries.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));

@@ -99,18 +99,13 @@ fn encoded(name: &str, dtype: DType, values: &[f32]) -> Result<Vec<u8>> {
 }
 
 impl Weight {
-    /// A new weight with these values. `name` is used in errors.
-    ///
-    /// # Errors
-    /// The dtype is not F32, F16 or BF16.
+    /// A new weight with these values. `name` is used in errors. Fails if the dtype is not F32, F16 or BF16.
     pub fn computed(name: &str, dtype: DType, shape: Vec<usize>, values: &[f32]) -> Result<Weight> {
         Ok(Weight::new(dtype, shape, Encoding::Dense, Arc::new(Bytes { dtype, bytes: encoded(name, dtype, values)? })))
     }
 
-    /// The same weight with other values, in its own dtype.
-    ///
-    /// # Errors
-    /// The number of values is wrong, or the dtype is not F32, F16 or BF16.
+    /// The same weight with other values, in its own dtype. Fails if the number of values is wrong, or the
+    /// dtype is not F32, F16 or BF16.
     pub fn with_values(&self, name: &str, values: &[f32]) -> Result<Weight> {
         if self.elements() != values.len() {
             return Err(not_computed(name, self.dtype));
@@ -121,9 +116,6 @@ impl Weight {
 
     /// The same weight with `count` values that are recomputed for each visit, because they are too
     /// large to stay in memory.
-    ///
-    /// # Errors
-    /// As [`with_values`](Weight::with_values).
     pub fn with_lazy_values(&self, name: &str, count: usize, values: impl Fn() -> Result<Vec<f32>> + Send + Sync + 'static) -> Result<Weight> {
         if self.elements() != count || !convert::from_f32(self.dtype, &[], &mut []) {
             return Err(not_computed(name, self.dtype));
@@ -133,9 +125,6 @@ impl Weight {
     }
 
     /// The scales of a quantized weight. `None` if it is dense.
-    ///
-    /// # Errors
-    /// Reading fails.
     pub fn scales(&self) -> Result<Option<Scales>> {
         let Encoding::Quantized(affine) = &self.encoding else { return Ok(None) };
         let mut found = Scales { run: affine.granularity.run(self.row(), self.elements()), scales: Vec::new(), zero_points: Vec::new(), global_scale: 1.0 };
@@ -159,21 +148,16 @@ impl Weight {
         Ok(Some(found))
     }
 
-    /// The same quantized weight with other, learned codes and scales.
-    ///
-    /// # Errors
-    /// The weight is not quantized, or the number of codes or scales is wrong.
+    /// The same quantized weight with other, learned codes and scales. Fails if the weight is not quantized,
+    /// or the number of codes or scales is wrong.
     pub fn with_integers(&self, name: &str, integers: Vec<i8>, scales: &Scales) -> Result<Weight> {
         let Encoding::Quantized(affine) = &self.encoding else { return Err(Error::tensor(name, "is not quantized", "")) };
         Ok(self.quantized(name, affine.clone(), integers, scales)?.with_origin(Origin::Learned))
     }
 
     /// Replaces this weight by codes `[out, in]` and their scales. Differences are measured relative to
-    /// this weight.
-    ///
-    /// # Errors
-    /// The number of codes or scales does not match the shape and `affine`, or the codes exceed their
-    /// bit width.
+    /// this weight. Fails if the number of codes or scales does not match the shape and `affine`, or the
+    /// codes exceed their bit width.
     pub fn quantized(&self, name: &str, affine: QuantizationSpec, integers: Vec<i8>, scales: &Scales) -> Result<Weight> {
         let mut bytes = vec![0; scales.scales.len() * affine.scale_dtype.bitsize() / 8];
         let row = self.row();

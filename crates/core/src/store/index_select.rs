@@ -22,11 +22,8 @@ struct IndexSelect {
 const SHORT: usize = 64;
 
 impl Weight {
-    /// The weight with only these indices of a dimension, in ascending order.
-    ///
-    /// # Errors
-    /// The weight is quantized, the dimension or an index is out of range, or elements are narrower than
-    /// a byte.
+    /// The weight with only these indices of a dimension, in ascending order. Fails if the weight is
+    /// quantized, the dimension or an index is out of range, or elements are narrower than a byte.
     pub fn index_select(&self, name: &str, axis: usize, indices: &[usize], meter: Arc<Meter>) -> Result<Weight> {
         if self.encoding != Encoding::Dense || self.dtype.bitsize() < 8 {
             return Err(Error::tensor(

@@ -35,18 +35,13 @@ impl Module {
     /// Name of the file that lists the modules.
     pub const LIST: &str = "modules.json";
 
-    /// The modules of a folder in order. Empty without `modules.json`.
-    ///
-    /// # Errors
-    /// The list cannot be read, is malformed, or refers to weights outside the model's folder.
+    /// The modules of a folder in order. Empty without `modules.json`. Fails if the list refers to weights
+    /// outside the model's folder.
     pub fn list(folder: &Path) -> Result<Vec<Module>> {
         Self::try_list(folder)?
     }
 
     /// As [`list`](Module::list), with a malformed list as the inner error, so that callers can ignore it.
-    ///
-    /// # Errors
-    /// The list cannot be read.
     pub fn try_list(folder: &Path) -> Result<Result<Vec<Module>>> {
         let path = folder.join(Self::LIST);
         if !files::is_file(&path) {
@@ -76,9 +71,6 @@ impl Module {
     }
 
     /// Rejects a module's folder outside the model's folder.
-    ///
-    /// # Errors
-    /// The folder is outside.
     pub fn require_inside(folder: &Path, inside: &str) -> Result<()> {
         if inside.contains('\\') || !Path::new(inside).components().all(|part| matches!(part, Component::Normal(_))) {
             return Err(Error::malformed(&folder.join(Self::LIST), format!("refers to a folder outside the model: `{inside}`")));

@@ -53,10 +53,8 @@ impl Pattern {
         self.try_matches(name).unwrap_or(false)
     }
 
-    /// Whether the pattern matches a tensor name.
-    ///
-    /// # Errors
-    /// Backtracking exceeds its limit, as it does for nested repetitions in front of a look-around.
+    /// Whether the pattern matches a tensor name. Fails if backtracking exceeds its limit, as it does for
+    /// nested repetitions in front of a look-around.
     pub fn try_matches(&self, name: &str) -> Result<bool, String> {
         let is_match = |text: &str| self.matcher.is_match(text).map_err(|e| format!("pattern `{}` cannot be matched with `{name}`: {e}", self.text));
         Ok(is_match(name)? || name.strip_suffix(".weight").map_or(Ok(false), is_match)?)
@@ -138,10 +136,7 @@ pub struct Selection<'a> {
 
 impl Selection<'_> {
     /// The selected tensors, given their names and alternative names that patterns match too. `eligible`
-    /// is the default selection of the pass.
-    ///
-    /// # Errors
-    /// A pattern matches no tensor at all.
+    /// is the default selection of the pass. Fails if a pattern matches no tensor at all.
     pub fn resolve<'n>(&self, names: impl Iterator<Item = (&'n String, &'n [String])> + Clone, eligible: impl Fn(&str) -> bool) -> Result<BTreeSet<&'n str>> {
         let all = || names.clone().flat_map(|(name, aliases)| std::iter::once(name).chain(aliases));
         check("targets", self.targets, all())?;
@@ -159,9 +154,6 @@ impl Selection<'_> {
 }
 
 /// Checks that every pattern has at least one match.
-///
-/// # Errors
-/// The first pattern without a match, or one that cannot be matched with a name.
 pub fn check<'n>(field: &'static str, patterns: &[Pattern], names: impl Iterator<Item = &'n String> + Clone) -> Result<()> {
     for pattern in patterns {
         let mut has_match = false;

@@ -35,9 +35,6 @@ pub struct SparseFile {
 
 impl SparseFile {
     /// Removes the three tensors of `name` from a checkpoint.
-    ///
-    /// # Errors
-    /// A tensor is missing, or they do not match.
     pub fn take(checkpoint: &mut Checkpoint, name: &str) -> Result<SparseFile> {
         let part = |suffix| format!("{name}.{suffix}");
         let broken = |reason: String| {

@@ -154,26 +154,17 @@ impl Weight {
     }
 
     /// Produces the bytes; see [`WeightSource::visit`].
-    ///
-    /// # Errors
-    /// Reading fails, or a stage cannot represent a value.
     pub fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         self.source.visit(unit, sink)
     }
 
-    /// All values, dequantized.
-    ///
-    /// # Errors
-    /// Reading fails, or the values are not floats.
+    /// All values, dequantized. Fails if the values are not floats.
     pub fn floats(&self, name: &str) -> Result<Vec<f32>> {
         let mut values = vec![0f32; self.elements()];
         self.floats_into(name, &mut values).map(|()| values)
     }
 
     /// As [`floats`](Weight::floats), into a slice of `elements()` values.
-    ///
-    /// # Errors
-    /// As [`floats`](Weight::floats).
     pub fn floats_into(&self, name: &str, values: &mut [f32]) -> Result<()> {
         let (mut at, mut floats) = (0, true);
         self.visit(1, &mut |block| {
@@ -186,9 +177,6 @@ impl Weight {
     }
 
     /// Number of zero elements.
-    ///
-    /// # Errors
-    /// Reading fails.
     pub fn zeros(&self) -> Result<u64> {
         let mut zeros = 0;
         self.visit(1, &mut |block| {
@@ -266,18 +254,12 @@ pub struct Weights {
 impl Weights {
     /// Assembles the tensors of a checkpoint into logical weights: codes with their scales, sparse
     /// values with their masks, and all others unchanged.
-    ///
-    /// # Errors
-    /// The tensors of a weight do not match.
     pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Weights> {
         Self::from_checkpoint_with(checkpoint, &|_| StatedEncoding::default())
     }
 
     /// As [`from_checkpoint`](Weights::from_checkpoint), with the encodings that a configuration
     /// specifies.
-    ///
-    /// # Errors
-    /// As [`from_checkpoint`](Weights::from_checkpoint).
     pub fn from_checkpoint_with(checkpoint: Checkpoint, stated: &dyn Fn(&str) -> StatedEncoding) -> Result<Weights> {
         let mut positions = BTreeMap::new();
         for (name, tensor) in &checkpoint.tensors {
@@ -292,10 +274,7 @@ impl Weights {
         Ok(weights)
     }
 
-    /// Looks up a weight by name.
-    ///
-    /// # Errors
-    /// The weight does not exist. The error contains the most similar name.
+    /// Looks up a weight by name. The error contains the most similar name.
     pub fn get(&self, name: &str) -> Result<&Weight> {
         self.by_name.get(name).ok_or_else(|| Error::NoMatch {
             field: "name",

@@ -45,9 +45,6 @@ impl FileLayout {
     /// Distributes the items over files of at most `shard_bytes` in the given order, and names them as
     /// the Hub does. A larger tensor gets a separate file. Parts of a weight are not split. Weights of
     /// `folders` are written to one file in each folder.
-    ///
-    /// # Errors
-    /// A tensor's size overflows.
     pub fn new(items: &[Item], metadata: &BTreeMap<String, String>, folders: &[String], shard_bytes: u64) -> Result<FileLayout> {
         let parts: Vec<Vec<StoredTensor>> = items.iter().map(|item| item.storage_format.parts(&item.name, &item.weight)).collect();
         let mut shards: Vec<(u64, Vec<&StoredTensor>)> = vec![(0, Vec::new())];
@@ -252,11 +249,8 @@ pub fn write_pieces(folder: &Destination, files: &[(String, Vec<Piece>)], items:
     Ok((written, measurements))
 }
 
-/// Writes the items into a folder and reads everything back. Prebuilt parts are copied or linked.
-///
-/// # Errors
-/// Reading the input, computing a tensor, or writing fails; the disk is full; or a file reads back
-/// differently.
+/// Writes the items into a folder and reads everything back. Prebuilt parts are copied or linked. Fails if a
+/// file reads back differently.
 pub fn write(
     folder: &Destination,
     items: &[Item],
@@ -323,9 +317,6 @@ pub fn write(
 }
 
 /// Hash of the input values of a weight.
-///
-/// # Errors
-/// Reading fails.
 pub fn input_hash(weight: &Weight) -> Result<blake3::Hash> {
     let mut hasher = blake3::Hasher::new();
     weight.visit(1, &mut |block: Block| {
@@ -353,9 +344,6 @@ fn write_item(item: &Item, writers: &mut [PartWriter], work: &Work) -> Result<We
 }
 
 /// Measurements of a weight that is copied without being processed.
-///
-/// # Errors
-/// Reading fails.
 pub fn measure(weight: &Weight) -> Result<WeightMeasurement> {
     Ok(WeightMeasurement { bytes: weight.stored_bytes, ..measured(weight, &mut |_| Ok(()))? })
 }

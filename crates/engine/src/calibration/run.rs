@@ -16,11 +16,7 @@ use crate::store::Weights;
 use crate::work::Work;
 
 /// Runs the model over all samples and collects statistics of the requested graph values. Padding tokens
-/// are excluded.
-///
-/// # Errors
-/// Besides errors of the data and the model: if a value is not finite, if the data is empty, or if the
-/// work is cancelled.
+/// are excluded. Fails if a value is not finite or the data is empty.
 pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, work: &Work) -> Result<BTreeMap<String, ValueStatistics>> {
     let mut statistics = BTreeMap::new();
     let observation = executor.observation(|name| requests.contains_key(name));
@@ -41,9 +37,6 @@ pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String
 
 /// Like [`calibrate`], running the model block by block. `cache_bytes` limits the memory of the
 /// activations cached between blocks.
-///
-/// # Errors
-/// The same as [`calibrate`].
 pub fn calibrate_blockwise(
     model: (&Graph, &Weights),
     options: &BlockwiseOptions,
@@ -71,10 +64,7 @@ pub fn calibrate_blockwise(
 
 /// Runs the model block by block and passes the selected graph values of every batch to `observe`.
 /// Batches are processed in groups whose cached activations fit into `cache_bytes`. Within a group,
-/// `observe` receives all batches of one value, in order, before the next value.
-///
-/// # Errors
-/// Besides errors of the data, the model and `observe`: if the data is empty, or if the work is cancelled.
+/// `observe` receives all batches of one value, in order, before the next value. Fails if the data is empty.
 pub fn observe_blockwise(
     (graph, weights): (&Graph, &Weights),
     options: &BlockwiseOptions,

@@ -37,9 +37,6 @@ pub struct Batch {
 
 impl Batch {
     /// Truncates texts to their first tokens; drops the targets.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn shortened(self, length: usize) -> Result<Batch> {
         self.tokens_within(0..length)
     }
@@ -52,9 +49,6 @@ impl Batch {
     }
 
     /// Selects a range of tokens in each text; drops the targets.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn tokens_within(self, tokens: Range<usize>) -> Result<Batch> {
         let first = |(name, tensor): (String, Tensor)| match tensor.dims().get(1) {
             Some(length) => {
@@ -67,10 +61,7 @@ impl Batch {
         Ok(Batch { inputs, references: References::None, ..self })
     }
 
-    /// Selects `count` samples, of a batch without pairs.
-    ///
-    /// # Errors
-    /// The range exceeds the batch.
+    /// Selects `count` samples, of a batch without pairs. Fails if the range exceeds the batch.
     pub fn narrow(&self, from: usize, count: usize) -> Result<Batch> {
         if from == 0 && count == self.samples {
             return Ok(self.clone());

@@ -51,9 +51,6 @@ pub struct ChatTemplate {
 impl ChatTemplate {
     /// Opens the template of a folder, or of the files synthesized from a weight file:
     /// `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`.
-    ///
-    /// # Errors
-    /// There is no template, or a file cannot be read.
     pub fn open(folder: &Path, synthesized: &SynthesizedFiles) -> Result<ChatTemplate> {
         let settings = open_auxiliary_config(folder, synthesized, SETTINGS)?;
         let own = read_auxiliary_text(folder, synthesized, FILE)?;
@@ -75,10 +72,8 @@ impl ChatTemplate {
         Ok(ChatTemplate { text: without_generation_blocks(&text), with_tools, tokens, folder: folder.display().to_string() })
     }
 
-    /// Renders messages followed by the generation prompt.
-    ///
-    /// # Errors
-    /// The template is invalid, exceeds the instruction limit, or rejects the messages.
+    /// Renders messages followed by the generation prompt. Fails if the template exceeds the instruction
+    /// limit or rejects the messages.
     pub fn render(&self, messages: &[Message]) -> Result<String> {
         self.render_with(&json!(messages), &Value::Null, true)
     }

@@ -24,9 +24,6 @@ impl DataSets {
     /// Limits `samples` of a set that would be used completely, so that a tenth of it, at most 64
     /// samples, is held out. Sets with fewer than ten samples, and sets that are already limited, are
     /// returned unchanged.
-    ///
-    /// # Errors
-    /// The data cannot be read, or does not fit the model.
     pub fn reserve_held_out(&self, set: &Data, target: Target) -> Result<Data> {
         // With a fixed batch size, incomplete batches do not count.
         let one_more = set.samples.map(|limit| limit.saturating_add(target.fixed_batch().unwrap_or(1).max(1)));
@@ -46,9 +43,6 @@ impl DataSets {
     /// Excludes the `used` samples that a pass reads, and samples whose content also occurs in `others`.
     /// Returns `false`, without calling `consume`, if one of these is a text with too many samples to
     /// compare.
-    ///
-    /// # Errors
-    /// The data cannot be read, does not fit the model, or `consume` fails.
     pub fn for_each_held_out(
         &self,
         options: &Data,
@@ -138,9 +132,6 @@ impl DataSets {
 
     /// Compares the first samples of a set with another set; returns how many overlap, and how many were
     /// compared.
-    ///
-    /// # Errors
-    /// The data cannot be read, or does not fit the model.
     pub fn overlap(&self, options: &Data, other: &Data, target: Target) -> Result<(usize, usize)> {
         let set = self.open(options, target)?;
         let batch = batch_of(&set, target);

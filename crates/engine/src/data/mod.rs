@@ -66,9 +66,6 @@ use crate::model::{Config, SynthesizedFiles, auxiliary_path};
 use crate::work::{Event, ProgressUnit, Work};
 
 /// Unrecognized keys in a folder's preprocessing files, each prefixed with its file name.
-///
-/// # Errors
-/// A file cannot be read, or requests something that is not supported.
 pub fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
     let mut unknown = sentences::Sentences::open(folder)?.unknown;
     let processor = Config::open(&auxiliary_path(folder, speech::FILE))?;
@@ -172,11 +169,8 @@ pub struct DataSet {
 }
 
 impl DataSet {
-    /// Opens the files of the options and checks them against the model.
-    ///
-    /// # Errors
-    /// A file is missing or does not have the format of its extension, a column does not exist, the
-    /// tokenizer is missing, or the data does not fit the model's inputs.
+    /// Opens the files of the options and checks them against the model. Fails if the data does not fit the
+    /// model's inputs.
     pub fn open(options: &Data, target: Target) -> Result<DataSet> {
         options.check()?;
         let task = options.task(&target)?;
@@ -231,18 +225,12 @@ impl DataSet {
 
     /// Minimum, mean and maximum of each channel of the preprocessed images of the first batch; empty
     /// for other samples.
-    ///
-    /// # Errors
-    /// As [`first`](DataSet::first).
     pub fn channel_ranges(&self) -> Result<Vec<[f64; 3]>> {
         self.source.images().map_or(Ok(Vec::new()), |(_, input)| input.channel_ranges(&self.first()?))
     }
 
     /// Number of samples, without those of an incomplete last batch that the model does not accept. The
     /// first call reads texts, and tokenizes them if samples are windows.
-    ///
-    /// # Errors
-    /// Reading fails.
     pub fn count(&self) -> Result<usize> {
         self.count_all().map(|count| count.saturating_sub(self.dropped(count)))
     }
@@ -260,9 +248,6 @@ impl DataSet {
     }
 
     /// A note on samples that are not used because the model accepts only complete batches.
-    ///
-    /// # Errors
-    /// Reading fails.
     pub fn dropped_note(&self) -> Result<Option<String>> {
         let Some(batch) = self.fixed_batch else { return Ok(None) };
         let dropped = self.dropped(self.count_all()?);
@@ -282,19 +267,14 @@ impl DataSet {
         if self.source.needs_tokens_to_count() && self.count.get().is_none() { None } else { self.count().ok() }
     }
 
-    /// Calls `consume` with the batches in order, while other threads prepare the next ones.
-    ///
-    /// # Errors
-    /// Reading, preprocessing or `consume` fails, or the data set is empty.
+    /// Calls `consume` with the batches in order, while other threads prepare the next ones. Fails if the
+    /// data set is empty.
     pub fn for_each(&self, consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
         let mut consume = consume;
         self.for_each_in(Order::default(), |batch| consume(batch).map(ControlFlow::Continue))
     }
 
     /// Like [`for_each`](DataSet::for_each), in the given order, until `consume` returns `Break`.
-    ///
-    /// # Errors
-    /// As [`for_each`](DataSet::for_each).
     pub fn for_each_in(&self, order: Order, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
         let mut has_samples = order.skip > 0;
         loader::prefetch(self.source.pending_batches(self.complete(order))?, loader::WORKERS, |batch| {
@@ -314,9 +294,6 @@ impl DataSet {
     }
 
     /// Like [`for_each`](DataSet::for_each), with progress events and cancellation.
-    ///
-    /// # Errors
-    /// As [`for_each`](DataSet::for_each), or the work is cancelled.
     pub fn for_each_batch(&self, stage: &str, work: &Work, mut consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
         work.progress.on(Event::Begin { stage, total: self.samples().unwrap_or(0) as u64, unit: ProgressUnit::Samples });
         let done = self.for_each(|batch| {
@@ -331,9 +308,6 @@ impl DataSet {
 
     /// Like [`for_each`](DataSet::for_each), but passes groups of batches. `capacity` returns how many
     /// batches like the given one fit into a group.
-    ///
-    /// # Errors
-    /// As [`for_each`](DataSet::for_each), or the work is cancelled.
     pub fn for_each_group<C>(
         &self,
         work: &Work,
@@ -357,9 +331,6 @@ impl DataSet {
     }
 
     /// Number of batches per process in an order; counted by reading if it cannot be computed.
-    ///
-    /// # Errors
-    /// Reading fails.
     pub fn batches(&self, order: Order) -> Result<usize> {
         let order = self.complete(order);
         let Some(size) = order.batch else { return counted(self.source.pending_batches(order)?) };
@@ -370,9 +341,6 @@ impl DataSet {
     }
 
     /// The first batch.
-    ///
-    /// # Errors
-    /// As [`for_each`](DataSet::for_each).
     pub fn first(&self) -> Result<Batch> {
         match self.source.pending_batches(self.complete(Order::default()))?.next() {
             Some(pending) => pending?(),

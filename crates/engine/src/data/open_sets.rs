@@ -46,9 +46,6 @@ impl OpenSets {
 
 impl DataSets {
     /// Opens a data set for a model, or returns the one that was opened before with the same options.
-    ///
-    /// # Errors
-    /// As [`DataSet::open`].
     pub fn open(&self, options: &Data, target: Target) -> Result<Arc<DataSet>> {
         self.opened.open(options, target)
     }

@@ -17,9 +17,6 @@ const PREPARATION: [&str; 7] = [
 ];
 
 /// Whether two models have the same inputs and the same preprocessing.
-///
-/// # Errors
-/// A file cannot be read.
 pub fn has_same_preprocessing([a, b]: [Target; 2]) -> Result<bool> {
     let text = |target: Target, name: &str| read_auxiliary_text(target.folder, target.synthesized, name);
     let differs = |name: &str| Ok::<_, Error>(text(a, name)? != text(b, name)?);
@@ -29,9 +26,6 @@ pub fn has_same_preprocessing([a, b]: [Target; 2]) -> Result<bool> {
 impl DataSet {
     /// Whether another data set contains the same samples with the same preprocessing, judged by the
     /// description of the preprocessing and the shared inputs of the first sample.
-    ///
-    /// # Errors
-    /// As [`first`](DataSet::first).
     pub fn is_prepared_like(&self, other: &DataSet) -> Result<bool> {
         if self.preprocessing() != other.preprocessing() {
             return Ok(false);

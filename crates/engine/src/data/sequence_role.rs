@@ -132,10 +132,8 @@ impl Batch {
         self.inputs.get(role.names()[1])
     }
 
-    /// The next tokens to predict for each sample; `None` if the references are not tokens.
-    ///
-    /// # Errors
-    /// The batch has no token ids, or too few.
+    /// The next tokens to predict for each sample; `None` if the references are not tokens. Fails if the
+    /// batch has no token ids, or too few.
     pub fn next_tokens(&self) -> Result<Option<Vec<NextTokens>>> {
         let targets = |row: &Vec<Option<i64>>| row.iter().enumerate().filter_map(|(at, token)| Some((at, (*token)?))).collect();
         let ranges = match &self.references {

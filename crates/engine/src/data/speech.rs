@@ -63,9 +63,6 @@ pub(super) fn is_speech_processor(values: &serde_json::Map<String, serde_json::V
 
 impl Speech {
     /// Reads `preprocessor_config.json` of a folder.
-    ///
-    /// # Errors
-    /// The file is missing, or requests something that is not supported.
     pub fn open(folder: &Path, synthesized: &SynthesizedFiles) -> Result<Speech> {
         let config = open_auxiliary_config(folder, synthesized, FILE)?;
         if config.values().is_empty() {
@@ -101,11 +98,8 @@ impl Speech {
         Ok((found, unknown))
     }
 
-    /// Computes the spectrogram of a WAV file, `[1, filters, windows]`.
-    ///
-    /// # Errors
-    /// The file is not a single-channel WAV file with the model's sampling rate, or is longer than the
-    /// model's input.
+    /// Computes the spectrogram of a WAV file, `[1, filters, windows]`. Fails if the file is not a
+    /// single-channel WAV file with the model's sampling rate, or is longer than the model's input.
     pub fn read(&self, path: &Path) -> Result<Tensor> {
         let wav = Wav::open(path)?;
         let convert = format!("convert it with `ffmpeg -i FILE -ac 1 -ar {} OUT.wav`", self.rate);

@@ -22,10 +22,8 @@ const OTHER: usize = 16;
 /// Maximum number of elements of an input.
 const MAX_ELEMENTS: u64 = 1 << 28;
 
-/// Generates a batch for any graph: tokens, masks and floats, determined by the seed.
-///
-/// # Errors
-/// A dimension of an input cannot be evaluated, or an input is too large.
+/// Generates a batch for any graph: tokens, masks and floats, determined by the seed. Fails if a dimension of
+/// an input cannot be evaluated, or an input is too large.
 pub fn synthetic(graph: &Graph, seed: u64) -> Result<Batch> {
     let size = |name: &str| match name {
         "batch" => SAMPLES,
@@ -38,9 +36,6 @@ pub fn synthetic(graph: &Graph, seed: u64) -> Result<Batch> {
 }
 
 /// Like [`synthetic`], with the given values of symbolic dimensions.
-///
-/// # Errors
-/// As [`synthetic`].
 pub fn synthetic_with_sizes(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
     let mut next = random(seed);
     let mut inputs = BTreeMap::new();
@@ -76,9 +71,6 @@ const TRIED: [(u32, usize, usize); 5] = [(100, 224, 32), (2, 64, 16), (100, 32, 
 
 /// Generates a sample for a model of which only the inputs are known. `kind`, below [`KINDS`], selects a
 /// guess for symbolic dimensions and for the range of integers.
-///
-/// # Errors
-/// An input is too large.
 pub fn synthetic_for_ports(inputs: &[Port], seed: u64, kind: usize) -> Result<Batch> {
     let (largest, image, other) = TRIED.get(kind).copied().unwrap_or((1, 1, 1));
     let mut next = random(seed);

@@ -13,9 +13,6 @@ const MEASURED: f64 = 1.5;
 const RUNS: std::ops::RangeInclusive<usize> = 10..=200;
 
 /// Measures two models on one batch, in alternation, so that other load on the machine affects both.
-///
-/// # Errors
-/// If a run fails.
 pub fn latency(before: &mut dyn Runner, after: &mut dyn Runner, inputs: &Inputs, threads: usize) -> Result<Latency> {
     let mut spent = 0.0;
     while spent < WARM_UP {

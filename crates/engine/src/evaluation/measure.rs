@@ -121,11 +121,7 @@ impl Evaluation {
 }
 
 /// Runs models over a data set, computes the metric of each, and compares the outputs of each pair of
-/// models.
-///
-/// # Errors
-/// Besides errors of the data and the models: if an output that the task needs is missing, or if the work
-/// is cancelled.
+/// models. Fails if an output that the task needs is missing.
 pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], work: &Work) -> Result<Outcomes> {
     let mut evaluation = Evaluation::new(data, models.len(), pairs)?;
     if models.iter().all(|model| model.group_size(&Inputs::new()).is_none()) {
@@ -141,18 +137,13 @@ pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(u
 }
 
 /// Runs two models on one batch and compares their outputs.
-///
-/// # Errors
-/// The same as [`Runner::run`] and [`output_fidelity`].
 pub fn compare(batch: &Batch, models: &mut [Box<dyn Runner + '_>; 2]) -> Result<Fidelity> {
     let [before, after] = models;
     output_fidelity(batch, &before.run(&batch.inputs)?, &after.run(&batch.inputs)?)
 }
 
-/// Fidelity of the outputs `after` to the outputs `before` of the same batch.
-///
-/// # Errors
-/// If no float output of the same name has the same shape in both.
+/// Fidelity of the outputs `after` to the outputs `before` of the same batch. Fails if no float output of the
+/// same name has the same shape in both.
 pub fn output_fidelity(batch: &Batch, before: &Outputs, after: &Outputs) -> Result<Fidelity> {
     let mut fidelity = FidelityAccumulator::default();
     fidelity.add(batch, before, after)?;

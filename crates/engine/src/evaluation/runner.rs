@@ -34,9 +34,6 @@ pub trait Runner {
     fn runtime(&self) -> Runtime;
     /// Runs the model on a batch. Outputs are on the device of the model, and their computation has
     /// finished on return.
-    ///
-    /// # Errors
-    /// If an input is missing or has a wrong shape or dtype, or if memory runs out.
     fn run(&mut self, inputs: &Inputs) -> Result<Outputs>;
     /// Number of batches like this one to pass to [`prepare`](Runner::prepare) at once; `None` if the
     /// runner has no use for it.
@@ -44,9 +41,6 @@ pub trait Runner {
         None
     }
     /// Announces the batches of the next calls of [`run`](Runner::run), in order.
-    ///
-    /// # Errors
-    /// The same as [`run`](Runner::run).
     fn prepare(&mut self, _batches: &[Batch]) -> Result<()> {
         Ok(())
     }
@@ -61,9 +55,6 @@ pub struct Candle<'g> {
 impl<'g> Candle<'g> {
     /// Loads the parameters of a model. 16-bit weights stay in memory as 16-bit values and are converted
     /// when they are used.
-    ///
-    /// # Errors
-    /// If a weight cannot be read, or if memory runs out.
     pub fn load(model: &Model, graph: &'g Graph, precision: Precision, device: &Device, work: &Work) -> Result<Candle<'g>> {
         let parameters = Parameters::load(graph, &model.weights, device, precision.dtype(), Residence::Stored, work)?;
         Ok(Candle { executor: Executor::new(graph, parameters, device.clone()) })
@@ -158,9 +149,6 @@ pub struct OnnxRuntime {
 
 impl OnnxRuntime {
     /// Loads a model file.
-    ///
-    /// # Errors
-    /// If ONNX Runtime is not found or cannot load the file.
     pub fn open(path: &Path, threads: usize) -> Result<OnnxRuntime> {
         Ok(OnnxRuntime { session: Session::open(path, runtime::Options { threads, ..runtime::Options::default() })?, steps: 0 })
     }

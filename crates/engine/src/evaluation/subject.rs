@@ -17,10 +17,8 @@ use crate::runtime::Session;
 use crate::work::{MemoryLimit, Work};
 
 /// Loads models to be compared. They are loaded completely if they fit into memory together with the
-/// activations of a batch like `inputs`; otherwise the built-in executor runs them block by block.
-///
-/// # Errors
-/// The same as [`Subject::load`], or if the models do not fit into the requested memory limit.
+/// activations of a batch like `inputs`; otherwise the built-in executor runs them block by block. Fails if
+/// the models do not fit into the requested memory limit.
 pub fn load<'s>(
     subjects: impl IntoIterator<Item = &'s mut Subject>,
     inputs: Option<&Inputs>,
@@ -60,10 +58,6 @@ enum Source {
 impl Subject {
     /// Opens a folder, a `.safetensors` file, or an `.onnx` file. [`preprocessing_folder`] locates the
     /// tokenizer and `config.json` of the latter.
-    ///
-    /// # Errors
-    /// If the model cannot be opened, if its architecture is not supported, or if ONNX Runtime is not
-    /// found for an `.onnx` file.
     pub fn open(path: &Path, threads: usize) -> Result<Subject> {
         if path.extension().is_none_or(|e| e != "onnx") {
             let model = Model::open(path)?;
@@ -76,10 +70,8 @@ impl Subject {
         Subject::open_onnx_file(path, threads)
     }
 
-    /// Opens the ONNX file that a model was opened from, without the modifications of the model.
-    ///
-    /// # Errors
-    /// If the model was not opened from an ONNX file, or if ONNX Runtime is not found or cannot load it.
+    /// Opens the ONNX file that a model was opened from, without the modifications of the model. Fails if the
+    /// model was not opened from an ONNX file.
     pub fn open_original_file(model: &Model, threads: usize) -> Result<Subject> {
         let not_onnx = || Error::option("ONNX Runtime", format!("{} is not an ONNX file", model.path.display()));
         let file = model.onnx.as_ref().ok_or_else(not_onnx)?;
@@ -98,11 +90,8 @@ impl Subject {
         Subject::open_onnx(path, &folder, config.values().clone(), threads)
     }
 
-    /// Wraps an open model.
-    ///
-    /// # Errors
-    /// If the architecture is not supported, if the weights do not match the configuration, or if an ONNX
-    /// file that only ONNX Runtime can run has modified weights that are not written yet.
+    /// Wraps an open model. Fails if an ONNX file that only ONNX Runtime can run has modified weights that
+    /// are not written yet.
     pub fn from_model(model: Model) -> Result<Subject> {
         let graph = match (model.graph(), &model.onnx) {
             (Err(_), Some(file)) if file.has_unchanged_weights(&model.weights) => return Subject::open_onnx_file(&file.path, 1),
@@ -130,9 +119,6 @@ impl Subject {
     }
 
     /// Opens an ONNX file with a separate configuration and tokenizer folder.
-    ///
-    /// # Errors
-    /// If ONNX Runtime is not found or cannot load the file.
     pub fn open_onnx(path: &Path, folder: &Path, config: Map<String, Value>, threads: usize) -> Result<Subject> {
         let session = OnnxRuntime::open(path, threads)?;
         let (inputs, outputs) = session.ports();
@@ -234,10 +220,7 @@ impl Subject {
         Some((model.config.model_type(), MemoryNeed::estimate(graph, &model.weights, self.precision.dtype(), Residence::Stored, &sizes)))
     }
 
-    /// Loads the model.
-    ///
-    /// # Errors
-    /// If a weight cannot be read, if memory runs out, or if an ONNX file is loaded twice.
+    /// Loads the model. Fails if an ONNX file is loaded twice.
     pub fn load<'s>(&'s mut self, device: &Device, work: &Work<'s>) -> Result<Box<dyn Runner + 's>> {
         self.load_as(Schedule::Resident, device, work)
     }

@@ -173,9 +173,6 @@ impl<'a> Blockwise<'a> {
     }
 
     /// Adds samples before the first block is entered.
-    ///
-    /// # Errors
-    /// The samples do not match the graph, or a block was entered.
     pub fn push(&mut self, batch: Batch) -> Result<()> {
         if self.current.is_some() {
             return Err(Error::run("block-wise execution", "cannot add samples after a block was entered", ""));
@@ -187,19 +184,14 @@ impl<'a> Blockwise<'a> {
         Ok(())
     }
 
-    /// Loads the parameters of the next block, and starts prefetching those of the following one.
-    ///
-    /// # Errors
-    /// `block` is not the next one, reading fails, memory runs out, or the work is cancelled.
+    /// Loads the parameters of the next block, and starts prefetching those of the following one. Fails if
+    /// `block` is not the next one.
     pub fn enter(&mut self, block: usize) -> Result<()> {
         self.enter_sharing(block, None, &BTreeSet::new())
     }
 
     /// As [`enter`](Blockwise::enter), sharing parameters with another graph that has entered the block:
     /// those named in `same` that are loaded there are not loaded again.
-    ///
-    /// # Errors
-    /// As [`enter`](Blockwise::enter).
     pub fn enter_sharing(&mut self, block: usize, other: Option<&Blockwise>, same: &BTreeSet<&str>) -> Result<()> {
         let next = self.current.map_or(0, |current| current + 1);
         if block != next || block >= self.blocks.len() {
@@ -229,9 +221,6 @@ impl<'a> Blockwise<'a> {
 
     /// Runs several graphs through the block with this index, if they have it. Parameters named in `same`
     /// are loaded once for all. Graphs with fewer blocks stay in their last one.
-    ///
-    /// # Errors
-    /// As [`enter_sharing`](Blockwise::enter_sharing) and [`leave`](Blockwise::leave).
     pub fn run_block(runs: &mut [&mut Blockwise], block: usize, same: &BTreeSet<&str>) -> Result<()> {
         for index in 0..runs.len() {
             let (before, rest) = runs.split_at_mut(index);
@@ -256,11 +245,8 @@ impl<'a> Blockwise<'a> {
         self.prefetch = Prefetch::read(block, names, Weights { by_name, ..Weights::default() }, spare, &self.options, &self.work);
     }
 
-    /// Continues to the first block in which a value can be observed.
-    ///
-    /// # Errors
-    /// As [`enter`](Blockwise::enter) and [`leave`](Blockwise::leave), or the value is not available from
-    /// this block on.
+    /// Continues to the first block in which a value can be observed. Fails if the value is not available
+    /// from this block on.
     pub fn reach(&mut self, value: &str) -> Result<()> {
         loop {
             if let Ok((begin, end)) = self.range() {
@@ -280,9 +266,6 @@ impl<'a> Blockwise<'a> {
 
     /// Calls `visit` with a value of every batch, contiguous. Batches resume from their suspended runs or
     /// from the start of the block. The value must be computed in this block or be an input of it.
-    ///
-    /// # Errors
-    /// The value is neither, memory runs out, `visit` fails, or the work is cancelled.
     pub fn each(&mut self, value: &str, mut visit: impl FnMut(&Batch, &Tensor) -> Result<()>) -> Result<()> {
         self.sweep(|run, index| {
             let tensor = run.value(index, value)?;
@@ -291,9 +274,6 @@ impl<'a> Blockwise<'a> {
     }
 
     /// The value of one batch.
-    ///
-    /// # Errors
-    /// As [`each`](Blockwise::each).
     pub fn value(&mut self, index: usize, value: &str) -> Result<Tensor> {
         let (begin, end) = self.range()?;
         let unusable = |reason: &str| Error::graph(format!("graph value `{value}`"), reason);
@@ -332,9 +312,6 @@ impl<'a> Blockwise<'a> {
     }
 
     /// A parameter of this block in the precision of the computation, copied.
-    ///
-    /// # Errors
-    /// The parameter is not loaded, or memory runs out.
     pub fn parameter(&self, name: &str) -> Result<Tensor> {
         self.executor.parameters().get(name).and_then(|tensor| tensor.copy()).map_err(|e| Error::tensor(name, e, ""))
     }
@@ -358,9 +335,7 @@ impl<'a> Blockwise<'a> {
 
     /// Runs all samples to the end of the block and drops its parameters; of the samples, only values
     /// that later blocks read are retained. The last block is left with [`outputs`](Blockwise::outputs).
-    ///
-    /// # Errors
-    /// No block was entered, memory runs out, or the work is cancelled.
+    /// Fails if no block was entered.
     pub fn leave(&mut self) -> Result<()> {
         let (_, end) = self.range()?;
         let Some(next) = self.current.map(|current| current + 1).filter(|next| *next < self.blocks.len()) else { return Ok(()) };
@@ -396,10 +371,7 @@ impl<'a> Blockwise<'a> {
     }
 
     /// Runs every batch through the last block, and calls `visit` with its outputs as in
-    /// [`Executor::run`].
-    ///
-    /// # Errors
-    /// The last block was not entered, memory runs out, `visit` fails, or the work is cancelled.
+    /// [`Executor::run`]. Fails if the last block was not entered.
     pub fn outputs(&mut self, mut visit: impl FnMut(&Batch, BTreeMap<String, Tensor>) -> Result<()>) -> Result<()> {
         self.sweep(|run, index| {
             let outputs = run.outputs_of(index)?;
@@ -408,9 +380,6 @@ impl<'a> Blockwise<'a> {
     }
 
     /// The outputs of one batch.
-    ///
-    /// # Errors
-    /// As [`outputs`](Blockwise::outputs).
     pub fn outputs_of(&mut self, index: usize) -> Result<BTreeMap<String, Tensor>> {
         let (_, end) = self.range()?;
         if self.current.is_none_or(|current| current + 1 < self.blocks.len()) {
@@ -424,9 +393,6 @@ impl<'a> Blockwise<'a> {
     /// The outputs of one batch for some of its tokens: computed from a slice along axis 1 of an observed
     /// value of the last block, after which all values are computed token by token, as [`analysis::head`]
     /// determines.
-    ///
-    /// # Errors
-    /// As [`outputs_of`](Blockwise::outputs_of) and [`value`](Blockwise::value).
     pub fn outputs_of_tokens(&mut self, index: usize, value: &str, tokens: Range<usize>) -> Result<BTreeMap<String, Tensor>> {
         let rows = self.value(index, value)?.narrow(1, tokens.start, tokens.len()).and_then(|rows| contiguous(&rows));
         let rows = rows.map_err(|e| Error::candle(format!("graph node `{value}`"), e))?;

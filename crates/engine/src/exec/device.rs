@@ -49,18 +49,12 @@ impl fmt::Display for DeviceChoice {
 
 impl DeviceChoice {
     /// Opens the device.
-    ///
-    /// # Errors
-    /// A GPU is requested but not available, or this build does not support it.
     pub fn open(self) -> Result<Device> {
         self.open_for(0)
     }
 
     /// Opens the device for one of several processes on this machine: the processes take consecutive
     /// GPUs, wrapping around after the last.
-    ///
-    /// # Errors
-    /// As [`open`](DeviceChoice::open).
     pub fn open_for(self, local_rank: usize) -> Result<Device> {
         let gpu = |first| gpu(gpu_index(first, local_rank, count()));
         match self {

@@ -10,9 +10,6 @@ use super::transfer::{self, Cause};
 use crate::ir::ops::contiguous;
 
 /// Calls a function with the elements of a contiguous f32 tensor in host memory.
-///
-/// # Errors
-/// The tensor is not contiguous f32 in host memory, or the function fails.
 pub fn read<R>(tensor: &Tensor, function: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
     let (storage, layout) = tensor.storage_and_layout();
     let (Storage::Cpu(CpuStorage::F32(values)), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
@@ -82,10 +79,7 @@ impl<T: Element, F: FnOnce(&mut [T]) -> Result<()>> InplaceOp1 for Change<T, F> 
 }
 
 /// Calls a function with the mutable elements of a tensor in host memory. Tensors that share the storage
-/// change, too.
-///
-/// # Errors
-/// The tensor is on another device, has another type or is not contiguous, or the function fails.
+/// change, too. Fails if the tensor is on another device, has another type or is not contiguous.
 pub fn change<T: Element>(tensor: &Tensor, function: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
     tensor.inplace_op1(&Change { function: Cell::new(Some(function)), element: PhantomData })
 }

@@ -53,9 +53,6 @@ pub struct Parameters {
 
 impl Parameters {
     /// Loads the parameters of a graph.
-    ///
-    /// # Errors
-    /// Reading fails, or the device runs out of memory.
     pub fn load(graph: &Graph, weights: &Weights, device: &Device, compute: DType, residence: Residence, work: &Work) -> Result<Parameters> {
         Self::load_named(graph.params().map(|(_, value)| &value.name).collect(), weights, device, compute, residence, work)
     }
@@ -86,9 +83,6 @@ impl Parameters {
     }
 
     /// Loads parameters by name.
-    ///
-    /// # Errors
-    /// As [`load`](Parameters::load).
     pub fn load_named(names: Vec<&String>, weights: &Weights, device: &Device, compute: DType, residence: Residence, work: &Work) -> Result<Parameters> {
         Self::load_reusing(&SpareTensors::default(), names, weights, (device, compute, residence), work)
     }
@@ -120,10 +114,8 @@ impl Parameters {
         Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), rounding: rounding(&jobs), compute, paged: None })
     }
 
-    /// Parameters that are read from their files on each use, and the bytes of the largest.
-    ///
-    /// # Errors
-    /// A parameter does not exist.
+    /// Parameters that are read from their files on each use, and the bytes of the largest. Fails if a
+    /// parameter does not exist.
     pub fn streamed(names: Vec<&String>, weights: &Weights, device: &Device, compute: DType, residence: Residence) -> Result<(Parameters, u64)> {
         let jobs: Vec<(&String, &Weight)> = names.into_iter().map(|name| weights.get(name).map(|w| (name, w))).collect::<Result<_>>()?;
         let rounding = rounding(&jobs);
@@ -143,9 +135,6 @@ impl Parameters {
     }
 
     /// Makes the parameters with these names resident until the next call, if parameters are paged.
-    ///
-    /// # Errors
-    /// Reading fails, or memory runs out.
     pub fn enter(&self, names: &BTreeSet<String>, tracker: Option<&MemoryTracker>) -> Result<()> {
         self.paged.as_ref().map_or(Ok(()), |paged| paged.enter(names, tracker))
     }
@@ -168,9 +157,6 @@ impl Parameters {
     }
 
     /// A parameter in the precision of the computation.
-    ///
-    /// # Errors
-    /// The parameter was not loaded, or the device runs out of memory.
     pub fn get(&self, name: &str) -> candle_core::Result<Tensor> {
         self.stored(name)?.to_dtype(self.compute)
     }

@@ -81,11 +81,8 @@ impl<'g> Executor<'g> {
         self.parameters = self.parameters.clone().with(name, tensor);
     }
 
-    /// Runs the graph. Outputs have their public names; floats are f32.
-    ///
-    /// # Errors
-    /// An input is missing, has a wrong shape, or contains an index out of range for an embedding, or
-    /// memory runs out.
+    /// Runs the graph. Outputs have their public names; floats are f32. Fails if an input is missing, has a
+    /// wrong shape, or contains an index out of range for an embedding.
     pub fn run(&self, inputs: &Inputs) -> Result<BTreeMap<String, Tensor>> {
         let mut run = self.start(inputs)?;
         for step in &self.steps {
@@ -117,9 +114,6 @@ impl<'g> Executor<'g> {
     }
 
     /// Calls `observe` with the selected values, contiguous, in the order of computation.
-    ///
-    /// # Errors
-    /// As [`run`](Executor::run), and the errors of `observe`.
     pub fn run_observed(&self, observation: &Observation, inputs: &Inputs, observe: &mut dyn FnMut(&str, &Tensor) -> Result<()>) -> Result<()> {
         let mut run = self.start(inputs)?;
         for step in &observation.steps {
@@ -135,9 +129,6 @@ impl<'g> Executor<'g> {
 
     /// Runs the graph with the values of the named nodes replaced by the results of `replace`, and
     /// returns the outputs as [`run`](Executor::run) does.
-    ///
-    /// # Errors
-    /// As [`run`](Executor::run), and the errors of `replace`.
     pub fn run_replacing(
         &self,
         is_replaced: impl Fn(&str) -> bool,
@@ -159,9 +150,6 @@ impl<'g> Executor<'g> {
     }
 
     /// Starts a run that can be suspended.
-    ///
-    /// # Errors
-    /// As [`run`](Executor::run), for the inputs.
     pub fn start(&self, inputs: &Inputs) -> Result<PartialRun> {
         self.start_at(inputs, 0, None)
     }
@@ -182,10 +170,8 @@ impl<'g> Executor<'g> {
     }
 
     /// Continues a run until a selected value is computed, and returns it, contiguous. All calls for one
-    /// run require the same observation; parameters that were not read yet may change between calls.
-    ///
-    /// # Errors
-    /// As [`run`](Executor::run), or the value was not selected.
+    /// run require the same observation; parameters that were not read yet may change between calls. Fails if
+    /// the value was not selected.
     pub fn advance(&self, observation: &Observation, run: &mut PartialRun, value: &str) -> Result<Tensor> {
         let missing = || Error::graph(format!("graph value `{value}`"), "is not computed");
         let id = self.graph.ids().find(|id| self.graph.value(*id).name == value).ok_or_else(missing)?;

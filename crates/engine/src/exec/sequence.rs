@@ -35,10 +35,8 @@ pub enum OutputTokens {
 }
 
 impl SequenceCache {
-    /// Creates an empty cache.
-    ///
-    /// # Errors
-    /// The graph does not support incremental decoding; the message names the node.
+    /// Creates an empty cache. Fails if the graph does not support incremental decoding; the message names
+    /// the node.
     pub fn new(graph: &Graph) -> Result<SequenceCache> {
         let axes = SequenceAxes::from_graph(graph)?;
         let ops = (0..graph.nodes().len()).map(|node| axes.needs_state(node).then(DecodingState::default)).collect();
@@ -114,9 +112,6 @@ impl Executor<'_> {
     /// of the whole sequence for its last tokens, up to rounding. Values that do not depend on tokens are
     /// computed by the first call; until the cache is cleared, all other inputs must stay the same. After
     /// an error the cache is empty.
-    ///
-    /// # Errors
-    /// As [`run`](Executor::run).
     pub fn run_next(&self, inputs: &Inputs, cache: &mut SequenceCache, output_tokens: OutputTokens) -> Result<BTreeMap<String, Tensor>> {
         let (before, graph) = (cache.tokens, self.graph());
         let known = cache.same.take();

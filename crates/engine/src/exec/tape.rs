@@ -193,9 +193,6 @@ impl<'g> Tape<'g> {
     }
 
     /// Runs the forward pass and retains the values that the backward pass needs.
-    ///
-    /// # Errors
-    /// An input is missing or invalid, or memory runs out.
     pub fn forward(&self, parameters: &Parameters, inputs: &Inputs, memory_tracker: &MemoryTracker, watch: Option<Watch>) -> Result<Forward> {
         let inputs = self.input_check.prepare(self.graph, inputs, 0, &self.device, parameters.compute())?;
         self.forward_from(parameters, inputs, memory_tracker, watch)
@@ -280,9 +277,6 @@ impl<'g> Tape<'g> {
     /// Runs the backward pass from gradients of the requested values. Each gradient of a parameter is
     /// passed to `sink`; that of a parameter with several readers arrives in several summands. Gradients
     /// of observed values are passed to it as well.
-    ///
-    /// # Errors
-    /// Memory runs out, or the sink fails.
     pub fn backward(
         &self,
         forward: Forward,

@@ -68,27 +68,18 @@ fn count(direction: Direction, cause: Cause, crosses: bool) {
 }
 
 /// Copies a tensor from the host to a device.
-///
-/// # Errors
-/// The device runs out of memory.
 pub fn to_device(tensor: &Tensor, device: &Device, cause: Cause) -> Result<Tensor> {
     count(Direction::In, cause, !device.is_cpu());
     tensor.to_device(device)
 }
 
 /// Copies a tensor from a device to the host.
-///
-/// # Errors
-/// Memory runs out.
 pub fn to_host(tensor: &Tensor, cause: Cause) -> Result<Tensor> {
     count(Direction::Out, cause, !tensor.device().is_cpu());
     tensor.to_device(&Device::Cpu)
 }
 
 /// Copies a tensor to a device; not copied if it is already there.
-///
-/// # Errors
-/// The device runs out of memory.
 pub fn move_to(tensor: &Tensor, device: &Device, cause: Cause) -> Result<Tensor> {
     match (tensor.device().same_device(device), device.is_cpu()) {
         (true, _) => Ok(tensor.clone()),
@@ -98,17 +89,11 @@ pub fn move_to(tensor: &Tensor, device: &Device, cause: Cause) -> Result<Tensor>
 }
 
 /// All elements of a tensor on a device, converted to `T`, in row-major order.
-///
-/// # Errors
-/// Memory runs out.
 pub fn values<T: WithDType>(tensor: &Tensor, cause: Cause) -> Result<Vec<T>> {
     to_host(&tensor.to_dtype(T::DTYPE)?, cause)?.flatten_all()?.to_vec1()
 }
 
 /// The only element of a tensor on a device.
-///
-/// # Errors
-/// There are several elements, or memory runs out.
 pub fn number(tensor: &Tensor, cause: Cause) -> Result<f64> {
     match values(tensor, cause)?.as_slice() {
         [number] => Ok(*number),
@@ -116,10 +101,8 @@ pub fn number(tensor: &Tensor, cause: Cause) -> Result<f64> {
     }
 }
 
-/// All elements of a tensor on the host, converted to `T`, in row-major order.
-///
-/// # Errors
-/// The tensor is on another device.
+/// All elements of a tensor on the host, converted to `T`, in row-major order. Fails if the tensor is on
+/// another device.
 pub fn read<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
     match tensor.device() {
         Device::Cpu => tensor.to_dtype(T::DTYPE)?.flatten_all()?.to_vec1(),

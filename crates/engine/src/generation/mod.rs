@@ -115,9 +115,6 @@ pub struct LanguageModel {
 
 impl LanguageModel {
     /// Prepares a model for generation.
-    ///
-    /// # Errors
-    /// The model cannot generate text, or requires something that is not supported.
     pub fn new(model: Model) -> Result<LanguageModel> {
         if model.onnx.is_some() {
             return Err(Error::Unsupported {
@@ -189,37 +186,23 @@ impl LanguageModel {
     }
 
     /// Opens the model's tokenizer.
-    ///
-    /// # Errors
-    /// The tokenizer is missing or cannot be read.
     pub fn vocabulary(&self) -> Result<Vocabulary> {
         Vocabulary::open(&self.model, &self.graph)
     }
 
     /// Opens the model's chat template.
-    ///
-    /// # Errors
-    /// The template is missing or cannot be read.
     pub fn chat_template(&self) -> Result<ChatTemplate> {
         ChatTemplate::open(&self.model.path, &self.model.auxiliary.synthesized)
     }
 
     /// Opens the model's preprocessing of recordings.
-    ///
-    /// # Errors
-    /// The model does not take recordings, or `preprocessor_config.json` is missing or requests
-    /// something that is not supported.
     pub fn speech(&self) -> Result<Speech> {
         self.require_recordings()?;
         Speech::open(&self.model.path, &self.model.auxiliary.synthesized)
     }
 
-    /// Continues prompts one by one; encoder-decoder models generate a text from each.
-    ///
-    /// # Errors
-    /// A prompt is empty or longer than the model's positions, the model takes recordings, an option is
-    /// out of range, reading fails, the model does not fit into memory, logits are not finite, or the
-    /// work is cancelled.
+    /// Continues prompts one by one; encoder-decoder models generate a text from each. Fails if a prompt is
+    /// empty or longer than the model's positions, or logits are not finite.
     pub fn generate(&self, prompts: &[Vec<i64>], options: &Generate, device: &Device, memory: MemoryLimit, work: &Work) -> Result<Vec<Continuation>> {
         prompts.iter().enumerate().try_for_each(|(index, prompt)| self.check(index, prompt))?;
         let to_prompt = |prompt: &Vec<i64>| match self.input_kind {
@@ -230,9 +213,6 @@ impl LanguageModel {
     }
 
     /// Transcribes recordings one by one, given as spectrograms of [`speech`](LanguageModel::speech).
-    ///
-    /// # Errors
-    /// As [`generate`](LanguageModel::generate), or the model does not take recordings.
     pub fn transcribe(&self, recordings: &[Tensor], options: &Generate, device: &Device, memory: MemoryLimit, work: &Work) -> Result<Vec<Continuation>> {
         self.require_recordings()?;
         let to_prompt = |features: &Tensor| Prompt { tokens: Vec::new(), inputs: [(FEATURES.to_owned(), features.clone())].into() };

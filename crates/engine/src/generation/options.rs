@@ -44,9 +44,6 @@ impl Default for Sampling {
 
 impl Generate {
     /// Validates the options.
-    ///
-    /// # Errors
-    /// A value is out of range.
     pub fn check(&self) -> Result<()> {
         let refuse = |what: &str, reason: String| Err(Error::option(what, reason));
         match self.sampling {

@@ -20,26 +20,17 @@ impl Vocabulary {
     }
 
     /// Tokenizes a text, with special tokens.
-    ///
-    /// # Errors
-    /// The tokenizer fails.
     pub fn encode(&self, text: &str) -> Result<Vec<i64>> {
         self.tokenizer.untruncated(text, true)
     }
 
     /// Tokenizes a rendered chat, which already contains its special tokens.
-    ///
-    /// # Errors
-    /// The tokenizer fails.
     pub fn encode_chat(&self, text: &str) -> Result<Vec<i64>> {
         self.tokenizer.untruncated(text, false)
     }
 
     /// Decodes a continuation in the context of its prompt, since its first token may include a space.
     /// Special tokens are omitted.
-    ///
-    /// # Errors
-    /// The tokenizer fails.
     pub fn continuation(&self, prompt: &[i64], tokens: &[i64]) -> Result<String> {
         let (before, whole) = (self.tokenizer.decode(prompt)?, self.tokenizer.decode(&[prompt, tokens].concat())?);
         match whole.strip_prefix(&before) {
@@ -50,9 +41,6 @@ impl Vocabulary {
     }
 
     /// Decodes tokens, without special tokens.
-    ///
-    /// # Errors
-    /// The tokenizer fails.
     pub fn decode(&self, tokens: &[i64]) -> Result<String> {
         self.tokenizer.decode(tokens)
     }
@@ -63,9 +51,6 @@ impl Vocabulary {
     }
 
     /// Checks that another model's tokenizer has the same vocabulary.
-    ///
-    /// # Errors
-    /// The vocabularies differ.
     pub fn require_same(&self, other: &Vocabulary) -> Result<()> {
         let (own, others) = (self.tokenizer.vocabulary(), other.tokenizer.vocabulary());
         if own == others {

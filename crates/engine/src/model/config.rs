@@ -29,9 +29,6 @@ pub struct Config {
 
 impl Config {
     /// Reads a file; returns an empty configuration if it does not exist.
-    ///
-    /// # Errors
-    /// The file cannot be read, or is not a JSON object.
     pub fn open(path: &Path) -> Result<Config> {
         let text = match files::read_to_string(path) {
             Ok(text) => text,
@@ -42,9 +39,6 @@ impl Config {
     }
 
     /// Parses the text of a file; `path` names it in error messages.
-    ///
-    /// # Errors
-    /// The text is not a JSON object.
     pub fn parse(path: &Path, text: String) -> Result<Config> {
         let values = serde_json::from_str(&text).map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))?;
         let mut config = Config { text: Some(text), values, carried: Map::new() };
@@ -143,9 +137,6 @@ impl Config {
     }
 
     /// The format of a quantized KV cache, if there is one.
-    ///
-    /// # Errors
-    /// The KV-cache scheme is not supported.
     pub fn cache(&self) -> Result<Option<CacheFormat>> {
         let refused = quantization::unsupported(Path::new("config.json"));
         self.carried.get(quantization::CACHE).map(|scheme| quantization::cache(scheme).map_err(refused)).transpose()

@@ -52,9 +52,6 @@ pub struct Diff {
 }
 
 /// Compares the values of two models; quantized and sparse weights are decoded.
-///
-/// # Errors
-/// Reading fails, or the work is cancelled.
 pub fn diff(before: &Model, after: &Model, work: &Work) -> Result<Diff> {
     let names: BTreeSet<&String> = before.weights.by_name.keys().chain(after.weights.by_name.keys()).collect();
     let jobs: Vec<(&String, Option<&Weight>, Option<&Weight>)> =

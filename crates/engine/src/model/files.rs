@@ -15,9 +15,6 @@ use crate::store::pytorch;
 pub type SynthesizedFiles = BTreeMap<PathBuf, Arc<String>>;
 
 /// Reads a synthesized file, or a file of the model's folder; `None` if neither exists.
-///
-/// # Errors
-/// The file cannot be read.
 pub fn read_auxiliary_text(folder: &Path, synthesized: &SynthesizedFiles, name: &str) -> Result<Option<String>> {
     let path = auxiliary_path(folder, name);
     if let Some(text) = synthesized.get(Path::new(name)) {
@@ -30,9 +27,6 @@ pub fn read_auxiliary_text(folder: &Path, synthesized: &SynthesizedFiles, name: 
 }
 
 /// Opens a JSON file like [`read_auxiliary_text`]; returns an empty configuration if it does not exist.
-///
-/// # Errors
-/// The file cannot be read, or is not a JSON object.
 pub fn open_auxiliary_config(folder: &Path, synthesized: &SynthesizedFiles, name: &str) -> Result<Config> {
     read_auxiliary_text(folder, synthesized, name)?.map_or_else(|| Ok(Config::default()), |text| Config::parse(&auxiliary_path(folder, name), text))
 }
@@ -156,9 +150,6 @@ const OWN: [&str; 5] = ["recipe.yaml", "report.json", "report.md", "report.html"
 
 impl AuxiliaryFiles {
     /// Lists a folder with these weight files. Links to files are followed, links to folders are not.
-    ///
-    /// # Errors
-    /// A folder cannot be listed.
     pub fn scan(folder: &Path, weights: &[PathBuf]) -> Result<AuxiliaryFiles> {
         let mut found = AuxiliaryFiles::default();
         let pairs = [(SINGLE, INDEX), (pytorch::SINGLE, pytorch::INDEX)].map(|(single, index)| (folder.join(single), folder.join(index)));
@@ -282,9 +273,6 @@ fn is_weights(name: &str) -> bool {
 impl Model {
     /// Rejects links to files outside of the folder, whose contents would be copied into the output and
     /// published. Links to a content-addressed cache, in a folder `blobs` above the model, are allowed.
-    ///
-    /// # Errors
-    /// There is such a link, or a file does not exist.
     pub fn require_own_files(&self) -> Result<()> {
         // Remote listings contain no links.
         if files::is_remote(&self.path) {

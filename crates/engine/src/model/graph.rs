@@ -35,10 +35,8 @@ impl Model {
         })
     }
 
-    /// Fixes symbolic dimensions of an ONNX file.
-    ///
-    /// # Errors
-    /// The model is not an ONNX file, or has no such symbolic dimensions.
+    /// Fixes symbolic dimensions of an ONNX file. Fails if the model is not an ONNX file, or has no such
+    /// symbolic dimensions.
     pub fn fix_sizes(&self, sizes: &OpenSizes) -> Result<()> {
         match &self.onnx {
             Some(file) => file.fix_sizes(sizes),
@@ -60,18 +58,12 @@ impl Model {
     }
 
     /// The graph: as changed by passes, otherwise from the ONNX file, `graph.json` or `config.json`.
-    ///
-    /// # Errors
-    /// The family is not supported, the configuration is incomplete, or the weights do not match it.
     pub fn graph(&self) -> Result<Graph> {
         self.graph_and_unknown_keys().map(|(graph, _)| graph)
     }
 
     /// The graph, and unrecognized keys of the folder's configuration files, each prefixed with its file
     /// name.
-    ///
-    /// # Errors
-    /// As [`graph`](Model::graph).
     pub fn graph_and_unknown_keys(&self) -> Result<(Graph, Vec<String>)> {
         let file = self.path.join(GraphFile::NAME);
         match (&self.changed_graph, &self.onnx) {
@@ -84,9 +76,6 @@ impl Model {
 
     /// The content of `graph.json`, if passes have changed the graph so that `config.json` does not
     /// describe it.
-    ///
-    /// # Errors
-    /// As [`graph`](Model::graph).
     pub fn graph_file(&self) -> Result<Option<GraphFile>> {
         let Some(graph) = &self.changed_graph else { return Ok(None) };
         let described = self.described().is_ok_and(|(described, _)| is_equivalent(&described, graph, &self.weights));
@@ -94,9 +83,6 @@ impl Model {
     }
 
     /// The model with other weights. Removes the input quantizers of layers that are no longer quantized.
-    ///
-    /// # Errors
-    /// The graph does not match the weights.
     pub fn with_weights(&self, weights: Weights) -> Result<Model> {
         if self.changed_graph.is_some() && self.graph_file()?.is_none() {
             // `config.json` also describes the graph for other weight names, such as those of experts

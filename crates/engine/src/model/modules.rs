@@ -16,9 +16,6 @@ const WIDTHS: [(&str, &str, usize); 3] = [("in_features", "linear.weight", 1), (
 impl Model {
     /// Configuration files of modules whose widths do not match the weights, with corrected widths, by
     /// path relative to `carried_from`.
-    ///
-    /// # Errors
-    /// A file cannot be read, or is not a JSON object.
     pub fn resized_modules(&self, carried_from: &Path) -> Result<BTreeMap<PathBuf, String>> {
         let mut found = BTreeMap::new();
         let mut change = |folder: &str, wrong: &dyn Fn(&Config) -> Vec<(&'static str, usize)>| {

@@ -22,9 +22,6 @@ impl Model {
     }
 
     /// Rejects sizes, which apply only to ONNX files.
-    ///
-    /// # Errors
-    /// `sizes` is not empty.
     pub fn fix_sizes(&self, sizes: &crate::store::OpenSizes) -> Result<()> {
         if sizes.is_empty() { Ok(()) } else { Err(Error::option("sizes", "a build without the feature `run` cannot open .onnx files")) }
     }

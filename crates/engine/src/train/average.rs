@@ -31,10 +31,7 @@ fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
 }
 
 impl Average {
-    /// Starts with a copy of the parameters, which are f32.
-    ///
-    /// # Errors
-    /// The decay is not in `0.0..1.0`, or memory runs out.
+    /// Starts with a copy of the parameters, which are f32. Fails if the decay is not in `0.0..1.0`.
     pub fn new(parameters: &BTreeMap<String, ManagedTensor>, decay: f64, home: &Placement) -> Result<Average> {
         if !(0.0..1.0).contains(&decay) {
             return Err(Error::option("decay of averages", format!("{decay} is not at least 0 and less than 1")));
@@ -48,10 +45,8 @@ impl Average {
         self.steps += 1;
     }
 
-    /// Updates the averages of the given parameters with their values after the step.
-    ///
-    /// # Errors
-    /// A parameter was not passed to [`new`](Average::new) or has a different shape, or memory runs out.
+    /// Updates the averages of the given parameters with their values after the step. Fails if a parameter
+    /// was not passed to [`new`](Average::new) or has a different shape.
     pub fn update(&mut self, parameters: &BTreeMap<String, Tensor>) -> Result<()> {
         let steps = self.steps as f64;
         let rate = 1.0 - self.decay.min((1.0 + steps) / (10.0 + steps));
@@ -75,19 +70,14 @@ impl Average {
     }
 
     /// The tensors that [`restore`](Average::restore) reads. The next update modifies the averages in place.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn state(&self) -> Result<BTreeMap<String, ManagedTensor>> {
         let mut state: BTreeMap<String, ManagedTensor> = self.averages.iter().map(|(name, average)| (format!("{PART}{name}"), average.clone())).collect();
         state.insert(STEPS.to_owned(), Tensor::new(&[self.steps as i64], &Device::Cpu).map_err(failed(STEPS))?.into());
         Ok(state)
     }
 
-    /// Replaces the averages and the step count with a saved state.
-    ///
-    /// # Errors
-    /// A tensor is missing, belongs to no parameter, or has a different shape.
+    /// Replaces the averages and the step count with a saved state. Fails if a tensor is missing, belongs to
+    /// no parameter, or has a different shape.
     pub fn restore(&mut self, state: &mut Stream) -> Result<()> {
         let missing = |name: &str| Error::tensor(name, "is missing in the saved state", "");
         let (mut steps, mut found) = (None, BTreeSet::new());

@@ -42,9 +42,6 @@ pub struct Batches<'d> {
 
 impl<'d> Batches<'d> {
     /// Batches of `size` samples for process `part.0` of `part.1`.
-    ///
-    /// # Errors
-    /// The samples cannot be counted.
     pub fn new(data: &'d DataSet, size: usize, options: &Training, seed: u64, part: (usize, usize)) -> Result<Batches<'d>> {
         let order = Order { batch: Some(size), part, drop_single: true, ..Order::default() };
         let batches_per_step = options.gradient_accumulation;
@@ -66,9 +63,7 @@ impl<'d> Batches<'d> {
     }
 
     /// Passes the samples of each step after `step`, from the cursor `at` on, to `consume` until it breaks.
-    ///
-    /// # Errors
-    /// Reading or `consume` fails, or there are fewer batches than processes.
+    /// Fails if there are fewer batches than processes.
     pub fn for_each_step(&self, mut at: Cursor, mut step: u64, mut consume: impl FnMut(Samples) -> Result<ControlFlow<()>>) -> Result<()> {
         let (mut batches, mut waited, mut wait_start) = (Vec::new(), Duration::ZERO, Instant::now());
         while step < self.steps {

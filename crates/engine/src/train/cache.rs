@@ -60,9 +60,6 @@ pub type Entries = Vec<(u32, f16)>;
 
 impl Cache {
     /// Opens the cache of the teacher with this hash in a folder, which is created if necessary.
-    ///
-    /// # Errors
-    /// The folder cannot be created or read.
     pub fn open(folder: &Path, teacher: &str, top: usize) -> Result<Cache> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
         let stem = format!("{}-{top}-", &teacher[..teacher.len().min(16)]);
@@ -129,10 +126,8 @@ impl Cache {
         self.records.contains_key(&key)
     }
 
-    /// Returns the entries of the given samples, concatenated.
-    ///
-    /// # Errors
-    /// Reading fails, a checksum does not match, or a sample is not cached.
+    /// Returns the entries of the given samples, concatenated. Fails if a checksum does not match or a sample
+    /// is not cached.
     pub fn get(&self, keys: &[u128]) -> Result<Entries> {
         let mut entries = Vec::new();
         for key in keys {
@@ -151,9 +146,6 @@ impl Cache {
 
     /// Adds samples to the cache: `rows` is the number of rows of each, `entries` the top logits of all
     /// rows. Samples that are already cached are skipped.
-    ///
-    /// # Errors
-    /// Writing fails.
     pub fn put(&mut self, keys: &[u128], rows: &[usize], entries: &[(u32, f16)]) -> Result<()> {
         let mut entries = entries.chunks(self.top.max(1));
         for (key, rows) in keys.iter().zip(rows.iter().copied()) {
@@ -196,19 +188,13 @@ impl Cache {
     }
 
     /// Selects the `top` largest of the logits `[rows, columns]`, row by row.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn top_logits(&self, logits: &Tensor) -> Result<Entries> {
         let values = transfer::values::<f32>(logits, Cause::Answers).map_err(|e| Error::candle("the teacher's logits", e))?;
         Ok(values.chunks(logits.dims().last().copied().unwrap_or(0).max(1)).flat_map(|row| top_of_row(row, self.top)).collect())
     }
 
     /// Expands entries to logits `[rows, columns]` on a device; logits that are not cached have
-    /// probability 0.
-    ///
-    /// # Errors
-    /// A column index is out of range, or memory runs out.
+    /// probability 0. Fails if a column index is out of range.
     pub fn logits(&self, entries: &[(u32, f16)], columns: usize, device: &Device) -> candle_core::Result<Tensor> {
         let rows = entries.len() / self.top.max(1);
         let mut values = vec![MISSING_LOGIT; rows * columns];
@@ -257,9 +243,6 @@ fn top_of_row(row: &[f32], top: usize) -> Entries {
 
 /// Cache key of each sample of a batch: a hash of the model inputs without padding, of the positions
 /// whose logits are requested, and of the number of columns.
-///
-/// # Errors
-/// Memory runs out.
 pub fn keys(batch: &Batch, positions: &[Vec<u32>], columns: usize) -> Result<Vec<u128>> {
     let mut hashers = vec![XxHash3_128::new(); batch.samples];
     let read = |tensor: &Tensor| {

@@ -55,10 +55,8 @@ pub(super) fn scale_to_norm(gradients: &mut BTreeMap<String, Tensor>, norm: f64,
     Ok(())
 }
 
-/// The global Euclidean norm of all gradients. Squares are summed in f64 in the order of names.
-///
-/// # Errors
-/// A gradient contains NaN or infinite values, or memory runs out.
+/// The global Euclidean norm of all gradients. Squares are summed in f64 in the order of names. Fails if a
+/// gradient contains NaN or infinite values.
 pub fn norm(gradients: &BTreeMap<String, Tensor>) -> Result<f64> {
     let sums = squares(gradients)?.iter().map(|sum| transfer::number(sum, Cause::Step)).collect::<candle_core::Result<Vec<_>>>();
     norm_of(gradients.keys(), &sums.map_err(|e| Error::candle("the gradient norm", e))?)
@@ -66,9 +64,6 @@ pub fn norm(gradients: &BTreeMap<String, Tensor>) -> Result<f64> {
 
 /// Scales all gradients by one factor so that their [`norm`] is at most `max_norm`. Returns the norm
 /// before clipping.
-///
-/// # Errors
-/// As [`norm`].
 pub fn clip(gradients: &mut BTreeMap<String, Tensor>, max_norm: f64) -> Result<f64> {
     let norm = norm(gradients)?;
     scale_to_norm(gradients, norm, max_norm)?;

@@ -47,10 +47,8 @@ fn elements(ty: &TensorType, sizes: &Bindings) -> u64 {
 }
 
 /// Predicts the memory of a training step in each of `processes` processes, for inputs of these sizes.
-/// `graph` is the part of the `whole` graph of `model` that the losses depend on.
-///
-/// # Errors
-/// Parameters are offloaded or sharded, but the graph cannot be cut into blocks.
+/// `graph` is the part of the `whole` graph of `model` that the losses depend on. Fails if parameters are
+/// offloaded or sharded, but the graph cannot be cut into blocks.
 pub fn forecast(
     (graph, whole, model): (&Graph, &Graph, &Model),
     options: &Training,

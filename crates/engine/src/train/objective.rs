@@ -45,9 +45,6 @@ fn describe_tokens(tokens: Option<SequenceRole>) -> &'static str {
 
 impl Objective {
     /// Binds losses to the graphs. If `losses` is empty, chooses defaults from the models and the task.
-    ///
-    /// # Errors
-    /// A loss is not compatible with the graphs or the data.
     pub fn new(losses: &Losses, student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<Objective> {
         let losses = if losses.is_empty() { default_losses(student, teacher, task)? } else { losses.clone() };
         let mut objective = Objective { terms: Vec::new(), logits: None, notes: Vec::new(), losses: losses.clone() };
@@ -212,9 +209,6 @@ impl Objective {
     }
 
     /// Initial values of the learned projections, which are not part of the written model.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn projections(&self, seed: u64) -> Result<BTreeMap<String, Tensor>> {
         let mut found = BTreeMap::new();
         for (name, rows, columns) in self.terms.iter().flat_map(|term| term.loss.projections()) {
@@ -228,9 +222,6 @@ impl Objective {
     }
 
     /// Number of items of each loss in a batch.
-    ///
-    /// # Errors
-    /// The batch lacks an input or label of a loss.
     pub fn items(&self, batch: &Batch) -> Result<Items> {
         let mut items = Items::new();
         if let Some(logits) = &self.logits {
@@ -244,9 +235,6 @@ impl Objective {
 
     /// Computes losses and gradients of a micro-batch of a step with `items` items. Gradients are
     /// multiplied by `scale`.
-    ///
-    /// # Errors
-    /// Memory runs out, or labels are missing or out of range.
     pub fn evaluate(
         &self,
         student: ModelValues,

@@ -288,9 +288,6 @@ impl Training {
     }
 
     /// Validates the options; `pass` is the prefix of error messages.
-    ///
-    /// # Errors
-    /// A value is out of range, or two options exclude each other.
     pub fn check(&self, pass: &str) -> Result<()> {
         let wrong = |what: &str, reason: String| Err(Error::option(format!("{pass}: {what}"), reason));
         self.losses.check()?;

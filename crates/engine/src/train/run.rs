@@ -65,11 +65,8 @@ struct State<'a> {
 }
 
 impl Trainer<'_> {
-    /// Runs the training.
-    ///
-    /// # Errors
-    /// Samples do not fit the model, a loss is not finite, memory is too small for a single sample, or
-    /// the run is interrupted, in which case it can be resumed from the last checkpoint.
+    /// Runs the training. Fails if a loss is not finite, or if the run is interrupted, in which case it can
+    /// be resumed from the last checkpoint.
     pub fn run(&self, weights: &mut Weights) -> Result<Trained> {
         self.train(weights).inspect_err(|error| self.team.stop(error))
     }

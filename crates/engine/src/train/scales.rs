@@ -43,9 +43,6 @@ pub struct Quantizers {
 impl Quantizers {
     /// Collects the quantizers of a graph, except those whose consumer has a weight that is not trained:
     /// the scale is stored with that weight.
-    ///
-    /// # Errors
-    /// The graph cannot be rebuilt.
     pub fn new(graph: &Graph, trains: &dyn Fn(&str) -> bool) -> Result<Quantizers> {
         let fixed = |node: &&crate::ir::Node| layer_weight(graph, node).is_some_and(|weight| !trains(weight));
         let excluded: BTreeSet<_> = graph.nodes().iter().filter(fixed).filter_map(|node| node.inputs.first()).collect();
@@ -76,10 +73,7 @@ impl Quantizers {
     }
 
     /// Writes the learned scales into the graph of a model, and into the weights that store the scale of
-    /// their input.
-    ///
-    /// # Errors
-    /// A learned scale is not a positive normal number, or the graph cannot be rebuilt.
+    /// their input. Fails if a learned scale is not a positive normal number.
     pub fn write_to(&self, state: &Tensors, model: &mut Model) -> Result<()> {
         let mut learned = BTreeMap::new();
         for (name, (op, _)) in &self.by_name {

@@ -68,10 +68,7 @@ impl Position {
         self.skipped + self.empty
     }
 
-    /// Notes on steps that changed no weight.
-    ///
-    /// # Errors
-    /// No step changed a weight.
+    /// Notes on steps that changed no weight. Fails if no step changed a weight.
     pub fn idle_steps(&self) -> Result<Vec<String>> {
         let (steps, skipped, empty) = (self.step, self.skipped, self.empty);
         if steps > 0 && empty == steps {
@@ -141,9 +138,6 @@ impl TrainState<'_> {
     }
 
     /// Writes a checkpoint; all processes call it.
-    ///
-    /// # Errors
-    /// Writing fails, memory runs out, or another process disconnected.
     pub fn save(&self, folder: &Path, graph: &Graph, team: &Team) -> Result<()> {
         let (rank, step, is_sharded) = (team.rank(), self.position.step, self.is_sharded(team));
         let mut tensors: Tensors = prefixed(self.optimizer.state(), "optimizer/").collect();
@@ -178,10 +172,8 @@ impl TrainState<'_> {
         team.is_optimizer_sharded() || self.weights.home().is_sharded()
     }
 
-    /// Restores the checkpoint of a folder, if there is one.
-    ///
-    /// # Errors
-    /// The checkpoint belongs to another training or number of processes, or a file is damaged or missing.
+    /// Restores the checkpoint of a folder, if there is one. Fails if the checkpoint belongs to another
+    /// training or number of processes.
     pub fn restore(&mut self, folder: &Path, graph: &Graph, team: &Team) -> Result<()> {
         let path = path(folder);
         let Some((position, saved)) = checkpoint::open::<Position>(&path)? else { return Ok(()) };
@@ -251,9 +243,6 @@ impl TrainState<'_> {
     }
 
     /// Hash of the step and of all replicated weights, which must be equal on all ranks.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn hash(&self, graph: &Graph) -> Result<String> {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&self.position.step.to_le_bytes());
@@ -271,9 +260,6 @@ impl TrainState<'_> {
     }
 
     /// Stores a copy of the weights as the best ones.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn keep_best(&mut self, weights: Tensors) -> Result<()> {
         self.best = None;
         let home = self.home_of_best()?;

@@ -88,10 +88,8 @@ impl<'t> Stepper<'t> {
         ))
     }
 
-    /// Computes losses and gradients. If memory runs out, retries with half the micro-batch size.
-    ///
-    /// # Errors
-    /// A single sample does not fit into memory, or a loss is not finite.
+    /// Computes losses and gradients. If memory runs out, retries with half the micro-batch size. Fails if a
+    /// single sample does not fit into memory, or a loss is not finite.
     pub fn step(&mut self, weights: &Weights, batches: &[Batch], scale: &mut (f64, u64)) -> Result<StepResult> {
         let largest_batch = batches.iter().map(|batch| batch.samples).max().unwrap_or(1);
         let mut items = Items::new();

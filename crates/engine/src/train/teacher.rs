@@ -27,9 +27,6 @@ pub struct Teacher {
 impl Teacher {
     /// Loads the part of a teacher that `values` depend on, and the parameters `more` that losses read.
     /// If `streamed`, each parameter is read from its file when it is used.
-    ///
-    /// # Errors
-    /// Reading fails, or memory runs out.
     pub fn load(
         model: &Model,
         graph: &Graph,
@@ -52,9 +49,6 @@ impl Teacher {
     }
 
     /// Computes the values for a batch, by name, on the teacher's device.
-    ///
-    /// # Errors
-    /// Inputs do not fit the graph, or memory runs out.
     pub fn values(&self, inputs: &Inputs) -> Result<Values> {
         Executor::new(&self.graph, self.parameters.clone(), self.device.clone()).run(inputs)
     }
@@ -66,9 +60,6 @@ impl Teacher {
 
     /// Runs many batches through a streamed teacher, block by block, so that its weights are read once.
     /// Calls `consume` with the values of each batch.
-    ///
-    /// # Errors
-    /// Inputs do not fit the graph, reading or `consume` fails, or memory runs out.
     pub fn block_by_block(
         &self,
         batches: Vec<Batch>,

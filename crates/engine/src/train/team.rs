@@ -56,9 +56,6 @@ pub struct Team {
 impl Team {
     /// Connects to the processes of the launcher's environment variables; without them, there is only
     /// this process.
-    ///
-    /// # Errors
-    /// Variables contradict each other, or processes do not connect.
     pub fn from_environment(device: &Device) -> Result<Team> {
         let config = RankConfig::from_environment()?;
         Ok(Team::new(match config {
@@ -92,17 +89,11 @@ impl Team {
     }
 
     /// Checks that `text` is equal on all processes; `what` names it in the error message.
-    ///
-    /// # Errors
-    /// The texts differ, or another process disconnected.
     pub fn agree(&self, what: &str, text: &str) -> Result<()> {
         communicator::agree(&mut **self.connection(), what, text.as_bytes())
     }
 
     /// Barrier with a long timeout.
-    ///
-    /// # Errors
-    /// Another process disconnected.
     pub fn wait(&self) -> Result<()> {
         self.gather_with_long_timeout(&[]).map(drop)
     }
@@ -121,9 +112,6 @@ impl Team {
     }
 
     /// Averages scalars, such as losses and item counts, over all processes.
-    ///
-    /// # Errors
-    /// Another process disconnected.
     pub fn means(&self, items: Items) -> Result<Items> {
         let mut communicator = self.connection();
         if communicator.size() == 1 {
@@ -141,17 +129,11 @@ impl Team {
     }
 
     /// Averages gradients over all processes.
-    ///
-    /// # Errors
-    /// Another process disconnected.
     pub fn average(&self, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
         communicator::average_gradients(&mut **self.connection(), gradients)
     }
 
     /// Returns whether any process was interrupted, and the value of `due` on rank 0.
-    ///
-    /// # Errors
-    /// Another process disconnected.
     pub fn poll_interruption(&self, cancel: &Cancel, due: bool) -> Result<(bool, bool)> {
         let is_interrupted = cancel.check().is_err();
         let all = self.connection().gather_bytes(&[u8::from(is_interrupted), u8::from(due)])?;
@@ -159,9 +141,6 @@ impl Team {
     }
 
     /// Calls `compute` on rank 0 and broadcasts its result. The other processes wait with a long timeout.
-    ///
-    /// # Errors
-    /// `compute` fails, or another process disconnected.
     pub fn broadcast<T: Serialize + DeserializeOwned>(&self, compute: impl FnOnce() -> Result<T>) -> Result<T> {
         let failed = |e| Error::run("the result of rank 0", e, "");
         let own = if self.rank() == 0 { serde_json::to_vec(&compute()?).map_err(failed)? } else { Vec::new() };
@@ -186,9 +165,6 @@ impl Team {
     }
 
     /// Broadcasts updated parameters from their owners, in place.
-    ///
-    /// # Errors
-    /// Another process disconnected.
     pub fn broadcast_parameters(&self, parameters: &BTreeMap<String, Tensor>) -> Result<()> {
         let owners = self.owners.borrow();
         if owners.is_empty() {

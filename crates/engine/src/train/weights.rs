@@ -86,10 +86,8 @@ pub(super) fn selected<'a>(graph: &'a Graph, targets: &'a [Pattern], ignore: &'a
 }
 
 impl Weights {
-    /// Loads the weights of a graph, stored at `home` and used on `device` in the dtype `compute`.
-    ///
-    /// # Errors
-    /// A pattern matches nothing, nothing is left to train, reading fails, or memory runs out.
+    /// Loads the weights of a graph, stored at `home` and used on `device` in the dtype `compute`. Fails if a
+    /// pattern matches nothing or nothing is left to train.
     pub fn load(
         graph: &Graph,
         model: &Model,
@@ -177,9 +175,6 @@ impl Weights {
     }
 
     /// Adds a trained matrix that is not part of the model.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn add(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
         let tensor = transfer::to_device(tensor, &self.device, Cause::Weights).map_err(failed(name))?;
         self.trained.insert(name.to_owned(), self.home.store(&tensor)?);
@@ -192,18 +187,12 @@ impl Weights {
     }
 
     /// Loads the named trained parameters to the device; other names are ignored.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn load_trained<'n>(&self, names: impl IntoIterator<Item = &'n String>) -> Result<BTreeMap<String, Tensor>> {
         let trained = names.into_iter().filter_map(|name| Some((name, self.trained.get(name)?)));
         trained.map(|(name, kept)| Ok((name.clone(), kept.load(&self.device)?))).collect()
     }
 
     /// Adds the scales of quantized weights and activations to the trained parameters.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn learn_scales(&mut self, quantizers: &Quantizers) -> Result<()> {
         let zeros = |name: &str, count: usize| self.home.store(&Tensor::zeros(count, DType::F32, &self.device).map_err(failed(name))?);
         for (name, rounding) in &*self.rounded {
@@ -228,9 +217,6 @@ impl Weights {
 
     /// The trained parameter that a gradient belongs to, and its gradient: the scales of a weight with
     /// fixed codes, or the parameter itself.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn trained_gradient(&self, name: &str, gradient: Tensor) -> Result<(String, Tensor)> {
         let Some(rounding) = self.rounded.get(name).filter(|_| self.has_fixed_codes(name)) else { return Ok((name.to_owned(), gradient)) };
         let codes = self.fixed_value(name)?;
@@ -252,9 +238,6 @@ impl Weights {
     /// Gathers sharded tensors into a temporary file if `required` on this rank; the result is empty
     /// otherwise. Tensors that are not sharded are returned unchanged. A collective: all processes call
     /// it.
-    ///
-    /// # Errors
-    /// Writing fails, or another process disconnected.
     pub fn gather(&self, tensors: BTreeMap<String, ManagedTensor>, required: bool) -> Result<BTreeMap<String, ManagedTensor>> {
         let Placement::Sharded(shares) = &self.home else { return Ok(tensors) };
         let home = Placement::File(shares.spill_file()?);
@@ -263,26 +246,17 @@ impl Weights {
     }
 
     /// Gathers master weights together with the frozen weights, for an evaluation in one process.
-    ///
-    /// # Errors
-    /// As [`gather`](Weights::gather).
     pub fn gather_model(&self, masters: &BTreeMap<String, ManagedTensor>, required: bool) -> Result<BTreeMap<String, ManagedTensor>> {
         let fixed = if self.home.is_sharded() { self.fixed.clone() } else { BTreeMap::new() };
         self.gather(fixed.into_iter().chain(masters.clone()).collect(), required)
     }
 
     /// The parameters of the forward pass in this step.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn parameters(&self) -> Result<Parameters> {
         self.parameters_of(&self.trained)
     }
 
     /// The parameters of the forward pass with other master weights, such as the moving average.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn parameters_of(&self, masters: &BTreeMap<String, ManagedTensor>) -> Result<Parameters> {
         let forward = ForwardWeights {
             masters: masters.clone(),
@@ -300,9 +274,6 @@ impl Weights {
     }
 
     /// Adds the gradients of learned weight scales, and scales those of activation scales.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn add_scale_gradients(&self, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
         for (name, rounding) in &*self.rounded {
             let logarithm = scales::logarithm_name(name);
@@ -320,9 +291,6 @@ impl Weights {
     }
 
     /// Applies the pruning masks to gradients.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn mask(&self, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
         for (name, mask) in &self.masks {
             if let Some(gradient) = gradients.get_mut(name) {
@@ -334,9 +302,6 @@ impl Weights {
     }
 
     /// Updates a running statistic of a batch normalization with that of a batch.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn update_statistics(&mut self, name: &str, batch: &Tensor) -> Result<()> {
         if let Some(stored) = self.fixed.get_mut(name) {
             // With sharded weights, the batch statistics are summed over the processes: use their mean.
@@ -350,9 +315,6 @@ impl Weights {
     }
 
     /// Averages the running statistics over all processes.
-    ///
-    /// # Errors
-    /// Memory runs out, or another process disconnected.
     pub fn average_statistics(&mut self, graph: &Graph, team: &Team) -> Result<()> {
         if self.home.is_sharded() {
             return Ok(());
@@ -371,10 +333,8 @@ impl Weights {
         self.trained.iter().chain(kept).map(|(name, tensor)| (name.clone(), tensor.clone())).collect()
     }
 
-    /// Restores master weights and running statistics from a checkpoint.
-    ///
-    /// # Errors
-    /// A tensor is not part of this training, or has a different shape.
+    /// Restores master weights and running statistics from a checkpoint. Fails if a tensor is not part of
+    /// this training, or has a different shape.
     pub fn restore(&mut self, state: &mut Stream) -> Result<()> {
         for tensor in state {
             let (name, tensor) = tensor?;
@@ -387,10 +347,8 @@ impl Weights {
     }
 
     /// Writes trained weights into a model in their storage formats; quantized weights as integers with
-    /// their scales. Returns the names of the changed weights.
-    ///
-    /// # Errors
-    /// A weight cannot be represented in its format.
+    /// their scales. Returns the names of the changed weights. Fails if a weight cannot be represented in its
+    /// format.
     pub fn write_to(&self, state: &BTreeMap<String, ManagedTensor>, model: &mut Model) -> Result<BTreeSet<String>> {
         let mut changed = BTreeSet::new();
         for name in state.keys().chain(self.rounded.keys().filter(|name| self.has_fixed_codes(name))) {

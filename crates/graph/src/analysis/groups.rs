@@ -116,9 +116,6 @@ pub struct Groups {
 }
 
 /// Finds the groups of a graph.
-///
-/// # Errors
-/// The axis notation of an op is not well formed.
 pub fn groups(graph: &Graph) -> Result<Groups> {
     let traced = trace(graph)?;
     let roles = Roles::new(graph, &traced);
@@ -164,10 +161,7 @@ pub fn groups(graph: &Graph) -> Result<Groups> {
 
 impl Groups {
     /// Rebuilds the graph over tensors of other sizes; `remaining` returns the number of remaining units
-    /// of a group.
-    ///
-    /// # Errors
-    /// The tensors do not have these sizes.
+    /// of a group. Fails if the tensors do not have these sizes.
     pub fn rebuild(&self, graph: &Graph, catalog: &dyn Catalog, remaining: &dyn Fn(&Group) -> usize) -> Result<Graph> {
         let sizes: BTreeMap<AxisId, usize> = self.groups.iter().map(|group| (group.atom, remaining(group))).collect();
         let size = |atom: AxisId| sizes.get(&atom).copied().unwrap_or_else(|| self.traced.atoms.size(atom));

@@ -32,10 +32,8 @@ pub struct Expert {
     pub tensors: BTreeSet<String>,
 }
 
-/// Returns the mixtures of a graph, in graph order.
-///
-/// # Errors
-/// The nodes of a mixture cannot be assigned to experts.
+/// Returns the mixtures of a graph, in graph order. Fails if the nodes of a mixture cannot be assigned to
+/// experts.
 pub fn mixtures(graph: &Graph) -> Result<Vec<Mixture>> {
     let sums = graph.nodes().iter().filter(|node| matches!(node.op, Op::Combine(_)));
     // Values that depend on inputs and not only on weights.

@@ -27,11 +27,8 @@ enum Name<'a> {
 
 impl SequenceAxes {
     /// Finds the token axes of a graph whose nodes process each token separately or support incremental
-    /// decoding.
-    ///
-    /// # Errors
-    /// The model does not read tokens, or a node attends to later tokens or combines several tokens
-    /// without support for incremental decoding.
+    /// decoding. Fails if the model does not read tokens, or a node attends to later tokens or combines
+    /// several tokens without support for incremental decoding.
     pub fn from_graph(graph: &Graph) -> Result<SequenceAxes> {
         let tokens = TOKENS.iter().find_map(|name| graph.inputs().find(|(_, value)| value.name == *name));
         let name = match tokens.map(|(_, value)| (&value.name, value.ty.shape.get(1))) {

@@ -53,9 +53,6 @@ pub struct Axes {
 
 impl Axes {
     /// Parses the notation.
-    ///
-    /// # Errors
-    /// The text is not well formed.
     pub fn parse(text: &str) -> Result<Axes> {
         let invalid = || Error::graph("axes", format!("`{text}` is not of the form `a b, b c -> a c`"));
         let (inputs, output) = text.split_once("->").ok_or_else(invalid)?;

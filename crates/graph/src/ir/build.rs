@@ -74,18 +74,13 @@ impl<'c> Builder<'c> {
         Ok(id)
     }
 
-    /// Adds an input of the graph.
-    ///
-    /// # Errors
-    /// The name is already used.
+    /// Adds an input of the graph. Fails if the name is already used.
     pub fn input(&mut self, name: &str, ty: TensorType) -> Result<ValueId> {
         self.add(name, ty, Kind::Input)
     }
 
-    /// Adds a tensor of the checkpoint, or returns it if it was added before.
-    ///
-    /// # Errors
-    /// The checkpoint has no such tensor, or it has another shape.
+    /// Adds a tensor of the checkpoint, or returns it if it was added before. Fails if the checkpoint has no
+    /// such tensor, or it has another shape.
     pub fn param(&mut self, name: &str, shape: &[usize]) -> Result<ValueId> {
         if let Some(id) = self.names.get(name) {
             return Ok(*id);
@@ -129,10 +124,7 @@ impl<'c> Builder<'c> {
         self.catalog.and_then(|c| c.shape(name))
     }
 
-    /// Adds a node.
-    ///
-    /// # Errors
-    /// The op does not accept the inputs, or the name is already used.
+    /// Adds a node. Fails if the op does not accept the inputs, or the name is already used.
     pub fn node(&mut self, name: &str, op: impl Into<Op>, inputs: &[ValueId]) -> Result<ValueId> {
         let op = op.into();
         let types: Vec<&TensorType> = inputs.iter().map(|id| &self.graph.value(*id).ty).collect();
@@ -165,10 +157,7 @@ impl<'c> Builder<'c> {
         &self.graph.value(id).ty
     }
 
-    /// The size of the last axis of a value.
-    ///
-    /// # Errors
-    /// The size is dynamic.
+    /// The size of the last axis of a value. Fails if the size is dynamic.
     pub fn width(&self, id: ValueId) -> Result<usize> {
         let value = self.graph.value(id);
         value
@@ -179,10 +168,7 @@ impl<'c> Builder<'c> {
             .ok_or_else(|| Error::graph(format!("graph value `{}`", value.name), format!("the size of the last axis of {} is dynamic", value.ty)))
     }
 
-    /// Returns the graph.
-    ///
-    /// # Errors
-    /// The graph has no outputs.
+    /// Returns the graph. Fails if the graph has no outputs.
     pub fn finish(self) -> Result<Graph> {
         if self.graph.outputs.is_empty() {
             return Err(Error::graph("graph", "has no outputs"));

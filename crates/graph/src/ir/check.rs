@@ -6,10 +6,7 @@ use super::graph::{Graph, Kind};
 use crate::error::{Error, Result};
 
 /// Infers every type again and checks names, order and wiring. Meant to be called after every edit of a
-/// graph.
-///
-/// # Errors
-/// The first inconsistent node.
+/// graph. The error names the first inconsistent node.
 pub fn check(graph: &Graph) -> Result<()> {
     let invalid = |name: &str, reason: String| Err(Error::graph(format!("graph value `{name}`"), reason));
     let mut names = BTreeSet::new();

@@ -54,9 +54,6 @@ impl Dim {
     }
 
     /// Size of the product of two axes.
-    ///
-    /// # Errors
-    /// The product overflows.
     pub fn product(outer: usize, inner: usize) -> Result<Dim, String> {
         outer.checked_mul(inner).map(Dim::Fixed).ok_or_else(|| format!("{outer} times {inner} overflows the range of sizes"))
     }

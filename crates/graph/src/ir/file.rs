@@ -52,18 +52,13 @@ impl GraphFile {
     pub const NAME: &'static str = "graph.json";
 
     /// Reads `graph.json`.
-    ///
-    /// # Errors
-    /// The file cannot be read or is not of this form.
     pub fn open(path: &Path) -> Result<GraphFile> {
         let text = files::read_to_string(path).map_err(Error::io("read", path))?;
         serde_json::from_str(&text).map_err(|e| Error::malformed(path, e))
     }
 
-    /// Copies the functions of opaque nodes, which JSON does not contain, from the original graph.
-    ///
-    /// # Errors
-    /// The original graph cannot be built, or does not identify each opaque node uniquely.
+    /// Copies the functions of opaque nodes, which JSON does not contain, from the original graph. Fails if
+    /// the original graph cannot be built, or does not identify each opaque node uniquely.
     pub fn with_functions(mut self, original: &dyn Fn() -> Result<Graph>) -> Result<GraphFile> {
         if !self.nodes.iter().any(|node| matches!(node.op, Op::Opaque(_))) {
             return Ok(self);
@@ -96,9 +91,6 @@ impl GraphFile {
     }
 
     /// Builds the graph over the tensors of a checkpoint.
-    ///
-    /// # Errors
-    /// A node does not fit its inputs, or a tensor is missing.
     pub fn build(&self, catalog: &dyn Catalog) -> Result<Graph> {
         let mut builder = Builder::new(catalog);
         for (name, ty) in &self.inputs {

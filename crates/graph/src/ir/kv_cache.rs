@@ -28,12 +28,9 @@ impl CachedAttention {
     }
 }
 
-/// Returns the attention nodes of a graph, in graph order.
-///
-/// # Errors
-/// The graph has no attention, or one of its attention nodes cannot be quantized: it is not causal, reads
-/// values that are already quantized, has no linear layer that computes its keys, or caches a latent
-/// vector instead of keys and values.
+/// Returns the attention nodes of a graph, in graph order. Fails if the graph has no attention, or one of its
+/// attention nodes cannot be quantized: it is not causal, reads values that are already quantized, has no
+/// linear layer that computes its keys, or caches a latent vector instead of keys and values.
 pub fn cached_attentions(graph: &Graph) -> Result<Vec<CachedAttention>> {
     let unusable = |name: &str, reason: &str| Err(Error::graph(format!("graph node `{name}`"), format!("{reason}: {WITHOUT}")));
     let mut found = Vec::new();
@@ -75,9 +72,6 @@ fn module_of(graph: &Graph, mut id: ValueId) -> Option<&str> {
 
 /// Inserts a fake-quantized KV cache of this format into all attention nodes, with scales from the
 /// checkpoint.
-///
-/// # Errors
-/// As [`cached_attentions`], or a scale is missing.
 pub fn insert(graph: &Graph, catalog: &dyn Catalog, format: CacheFormat) -> Result<Graph> {
     let mut scales: BTreeMap<String, String> = BTreeMap::new();
     for found in cached_attentions(graph)? {

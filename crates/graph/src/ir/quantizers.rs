@@ -19,9 +19,6 @@ pub struct Quantizers {
 
 /// Inserts quantizers into a graph. Layers that read the same value with the same parameters share one
 /// quantizer.
-///
-/// # Errors
-/// The graph does not match the checkpoint.
 pub fn insert(graph: &Graph, catalog: &dyn Catalog, quantizers: &Quantizers) -> Result<Graph> {
     let mut inserted: BTreeMap<(ValueId, u32, i32), ValueId> = BTreeMap::new();
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();

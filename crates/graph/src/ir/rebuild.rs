@@ -18,9 +18,6 @@ pub struct Rewrite<'s, 'c> {
 
 impl Rewrite<'_, '_> {
     /// Copies the node without changes.
-    ///
-    /// # Errors
-    /// The op does not accept its new inputs.
     pub fn copy(self) -> Result<ValueId> {
         self.builder.node(self.name, self.node.op.clone(), &self.inputs)
     }
@@ -28,9 +25,6 @@ impl Rewrite<'_, '_> {
 
 /// Rebuilds a graph over the tensors of a checkpoint. `edit` wires the replacement of each node and
 /// returns its value. Nodes and parameters that no output depends on are removed.
-///
-/// # Errors
-/// `edit` fails, or a tensor is missing or has another shape.
 pub fn rebuild(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Rewrite) -> Result<ValueId>) -> Result<Graph> {
     let built = once(graph, catalog, edit)?;
     // Parts that became unused through later edits are already in the new graph: a second pass removes
@@ -90,10 +84,8 @@ impl Catalog for Own<'_> {
 }
 
 /// Extracts the subgraph that computes `values`, which become its outputs under their own names. `op`
-/// maps the op of each node to its replacement.
-///
-/// # Errors
-/// A value does not exist, or a replaced op does not accept its inputs.
+/// maps the op of each node to its replacement. Fails if a value does not exist, or a replaced op does not
+/// accept its inputs.
 pub fn subgraph(graph: &Graph, values: &[String], op: &dyn Fn(&super::Op) -> super::Op) -> Result<Graph> {
     let mut smaller = graph.clone();
     smaller.outputs = values
@@ -130,9 +122,6 @@ pub fn is_equivalent(a: &Graph, b: &Graph, catalog: &dyn Catalog) -> bool {
 
 /// Returns the first line in which the text forms of two graphs over the same checkpoint differ.
 /// Attributes are compared in 32-bit precision.
-///
-/// # Errors
-/// A graph does not match the checkpoint.
 pub fn difference(a: &Graph, b: &Graph, catalog: &dyn Catalog) -> Result<Option<[String; 2]>> {
     let (a, b) = (normalized(a, catalog)?, normalized(b, catalog)?);
     let (mut a, mut b) = (a.lines(), b.lines());

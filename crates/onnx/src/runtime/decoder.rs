@@ -45,11 +45,9 @@ impl Session {
     }
 
     /// Runs the next tokens, `[batch, sequence]`, and adds their keys and values to `cache`. The
-    /// attention mask covers cached and new tokens. Positions count the tokens that are not padding.
-    ///
-    /// # Errors
-    /// As [`run`](Session::run). `input_ids` or `attention_mask` is missing, or the model returns no
-    /// keys or values for a part of the cache.
+    /// attention mask covers cached and new tokens. Positions count the tokens that are not padding. Fails if
+    /// `input_ids` or `attention_mask` is missing, or the model returns no keys or values for a part of the
+    /// cache.
     pub fn run_next(&mut self, inputs: &BTreeMap<String, Tensor>, cache: &mut DecoderCache) -> Result<BTreeMap<String, Tensor>> {
         let missing = |name: &str| Error::option("input", format!("`{name}` is missing; decoders with a KV cache require it"));
         let (batch, count) = inputs.get(TOKENS).ok_or_else(|| missing(TOKENS))?.dims2().map_err(computed)?;

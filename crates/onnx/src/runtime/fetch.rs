@@ -24,11 +24,8 @@ const LIBRARIES: &str = "onnxruntime/capi/";
 /// Commands that run pip, in order of preference.
 const PIPS: [&[&str]; 5] = [&["python3", "-m", "pip"], &["python", "-m", "pip"], &["pip3"], &["pip"], &["uvx", "pip"]];
 
-/// Downloads the library into the cache unless it is present, and returns its path.
-///
-/// # Errors
-/// The cache folder is unknown, no pip is found, the download fails, or the wheel does not have the
-/// pinned hash. The cache is then unchanged.
+/// Downloads the library into the cache unless it is present, and returns its path. If it fails, the cache is
+/// unchanged.
 pub fn fetch() -> Result<PathBuf> {
     let none = || Error::run("the cache", "its folder is unknown", "set COMPRESS_CACHE or HOME");
     let cache = crate::cache::folder(crate::cache::variable).ok_or_else(none)?;

@@ -108,11 +108,7 @@ fn is_old(version: &str) -> bool {
     matches!((parts.next().flatten(), parts.next().flatten()), (Some(major), Some(minor)) if (major, minor) < (1, ort::MINOR_VERSION))
 }
 
-/// Loads the library, once per process, and returns its path.
-///
-/// # Errors
-/// No library is found, or none can be loaded or is recent enough; the error lists the reason for each
-/// candidate.
+/// Loads the library, once per process, and returns its path. The error lists the reason for each candidate.
 pub fn library() -> Result<&'static Path> {
     Ok(&loaded()?.0.path)
 }

@@ -150,10 +150,8 @@ impl Session {
         self.bytes
     }
 
-    /// Requires exact accumulation. Every file that compress writes supports it.
-    ///
-    /// # Errors
-    /// ONNX Runtime refuses the model with the session option for exact accumulation.
+    /// Requires exact accumulation. Every file that compress writes supports it. Fails if ONNX Runtime
+    /// refuses the model with the session option for exact accumulation.
     pub fn require_exact_sums(&mut self) -> Result<()> {
         self.fallback = None;
         let refused = |reason: &str| Error::malformed(&self.path, format!("with {EXACT_ACCUMULATION}=1: {reason}"));
@@ -255,19 +253,14 @@ impl Session {
     }
 
     /// Runs the model. Inputs are converted to the element types of the model, outputs to 64-bit
-    /// integers and 32-bit floats.
-    ///
-    /// # Errors
-    /// An input is missing, has the wrong shape, or holds a value outside of the range of its element
-    /// type, or the runtime fails.
+    /// integers and 32-bit floats. Fails if an input is missing, has the wrong shape, or holds a value
+    /// outside of the range of its element type.
     pub fn run(&mut self, inputs: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
         self.run_within(inputs, self.limits)
     }
 
-    /// [`run`](Session::run) with other limits, after which the run is terminated.
-    ///
-    /// # Errors
-    /// As [`run`](Session::run), or the run exceeds a limit.
+    /// [`run`](Session::run) with other limits, after which the run is terminated. Fails if the run exceeds a
+    /// limit.
     pub fn run_within(&mut self, inputs: &BTreeMap<String, Tensor>, limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>> {
         let results = self.run_once(inputs, limits);
         let (Err(Error::Malformed { .. }), Some(loading)) = (&results, self.fallback.take()) else { return results };
@@ -324,18 +317,12 @@ fn stop_error(path: &Path, stopped: Stopped) -> Error {
     }
 }
 
-/// Elements of an integer output.
-///
-/// # Errors
-/// The output has floats.
+/// Elements of an integer output. Fails if the output has floats.
 pub fn integers(output: &Tensor) -> candle_core::Result<Vec<i64>> {
     output.flatten_all()?.to_vec1()
 }
 
 /// Elements of an output, as 32-bit floats.
-///
-/// # Errors
-/// The conversion fails.
 pub fn floats(output: &Tensor) -> candle_core::Result<Vec<f32>> {
     output.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1()
 }

@@ -83,9 +83,6 @@ pub fn is_gguf(path: &Path) -> bool {
 
 impl GgufFile {
     /// Opens a file without reading its tensors.
-    ///
-    /// # Errors
-    /// The file is malformed, or contains a tensor of an unsupported type.
     pub fn open(path: &Path) -> Result<GgufFile> {
         let file = File::open(path).map_err(Error::io("open", path))?;
         let header = self::header::Header::read(&file).map_err(|reason| Error::malformed(path, reason))?;
@@ -100,10 +97,7 @@ impl GgufFile {
     }
 
     /// Splits a tensor along its first dimension into one weight per index. `None` if it has fewer than
-    /// two dimensions or no elements.
-    ///
-    /// # Errors
-    /// A slice is too large.
+    /// two dimensions or no elements. Fails if a slice is too large.
     pub fn slices(&self, name: &str) -> Result<Option<Vec<Weight>>> {
         let (Some(tensor), Some(stored)) = (self.tensors.get(name), self.stored.get(name)) else { return Ok(None) };
         let Some((count, shape)) = tensor.shape.split_first().filter(|(count, shape)| **count > 0 && !shape.is_empty() && stored.bytes > 0) else {

@@ -36,11 +36,8 @@ impl RowPermutation {
         Arc::new((0..head).step_by(2).chain((1..head).step_by(2)).collect())
     }
 
-    /// The permuted weight.
-    ///
-    /// # Errors
-    /// The number of rows is not a multiple of the permutation's length, or the weight is not dense
-    /// floats.
+    /// The permuted weight. Fails if the number of rows is not a multiple of the permutation's length, or the
+    /// weight is not dense floats.
     pub fn weight(self) -> Result<Weight> {
         let rows = self.upstream.shape.first().copied().unwrap_or(1);
         if let Some(order) = &self.order

@@ -34,10 +34,7 @@ fn number(values: &BTreeMap<String, Value>, key: &str) -> Option<u64> {
 
 impl GgufFile {
     /// Opens a model that consists of one file or is split over several files, given any of them.
-    /// Returns their paths too.
-    ///
-    /// # Errors
-    /// A file is missing, malformed, or inconsistent with the others.
+    /// Returns their paths too. Fails if a file is missing or inconsistent with the others.
     pub fn open_all_parts(path: &Path) -> Result<(GgufFile, Vec<PathBuf>)> {
         let mut file = GgufFile::open(path)?;
         let Some(count) = number(&file.values, "count").filter(|count| *count > 1) else { return Ok((file, vec![path.to_owned()])) };

@@ -8,10 +8,8 @@ use crate::exec::{Forward, MemoryTracker, Parameters, Tape};
 use crate::ir::ValueId;
 
 impl<'a> Blockwise<'a> {
-    /// Plans gradients of parameters of this block, starting from those of its output, which is a tap.
-    ///
-    /// # Errors
-    /// No block was entered.
+    /// Plans gradients of parameters of this block, starting from those of its output, which is a tap. Fails
+    /// if no block was entered.
     pub fn tape(&self, trained: &dyn Fn(&str) -> bool) -> Result<(Tape<'a>, ValueId)> {
         self.range()?;
         let graph = self.executor.graph();
@@ -29,9 +27,6 @@ impl<'a> Blockwise<'a> {
     }
 
     /// Runs a [tape](Blockwise::tape) of this block for one batch, with other parameters.
-    ///
-    /// # Errors
-    /// Memory runs out, or a parameter is missing.
     pub fn forward(&self, tape: &Tape, index: usize, parameters: &Parameters, tracker: &MemoryTracker) -> Result<Forward> {
         let snapshot = self.samples[index].start.snapshot(&self.options.device)?;
         let values = self.executor.graph().ids().zip(snapshot.values).filter_map(|(id, value)| Some((id, value?)));

@@ -98,11 +98,9 @@ pub fn sizes_of(graph: &Graph, inputs: &Inputs) -> Bindings {
 }
 
 impl Schedule {
-    /// Chooses the schedule of models that are in memory at the same time, each with its name.
-    ///
-    /// # Errors
-    /// The models do not fit into the memory that the user specified: one cannot be split into blocks, or
-    /// its blocks are too large.
+    /// Chooses the schedule of models that are in memory at the same time, each with its name. Fails if the
+    /// models do not fit into the memory that the user specified: one cannot be split into blocks, or its
+    /// blocks are too large.
     pub fn choose(limit: MemoryLimit, models: &[(&str, MemoryNeed)]) -> Result<Schedule> {
         let sum = |part: fn(&MemoryNeed) -> u64| models.iter().map(|(_, need)| part(need)).fold(0, u64::saturating_add);
         let activations = models.iter().map(|(_, need)| need.activations).max().unwrap_or(0);

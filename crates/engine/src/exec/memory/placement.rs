@@ -44,9 +44,6 @@ fn failed(e: candle_core::Error) -> Error {
 
 impl Placement {
     /// Offloads from a device: from a GPU to the host, from the CPU to a file in a folder.
-    ///
-    /// # Errors
-    /// The folder cannot be written to.
     pub fn offloaded_from(device: &Device, folder: &Path) -> Result<Placement> {
         if !device.is_cpu() || transfer::is_strict() {
             return Ok(Placement::Host);
@@ -57,9 +54,6 @@ impl Placement {
 
     /// A placement of the same kind for a group of tensors that are dropped together: their disk space is
     /// released with the last of them.
-    ///
-    /// # Errors
-    /// As [`offloaded_from`](Placement::offloaded_from).
     pub fn sibling(&self) -> Result<Placement> {
         match self {
             Placement::File(file) => Ok(Placement::File(SpillFile::create(file.folder())?)),
@@ -92,9 +86,6 @@ impl Placement {
     }
 
     /// Stores a tensor; not copied if it already is in the memory of the device.
-    ///
-    /// # Errors
-    /// Memory runs out, or the disk is full.
     pub fn store(&self, tensor: &Tensor) -> Result<ManagedTensor> {
         Ok(ManagedTensor(match self {
             Placement::Memory(device) => Storage::Memory(transfer::move_to(tensor, device, Cause::Offload).map_err(failed)?),
@@ -105,9 +96,6 @@ impl Placement {
     }
 
     /// Stores a tensor that belongs to another one; sharded tensors are stored on the same rank.
-    ///
-    /// # Errors
-    /// As [`store`](Placement::store).
     pub fn store_with(&self, tensor: &Tensor, other: &ManagedTensor) -> Result<ManagedTensor> {
         if let Storage::Shard(share) = &other.0 { share.with_same_owner(tensor).map(|share| ManagedTensor(Storage::Shard(share))) } else { self.store(tensor) }
     }
@@ -176,10 +164,7 @@ impl ManagedTensor {
     }
 
     /// The tensor at its placement: itself, or read into host memory. Changes take effect with
-    /// [`put`](ManagedTensor::put).
-    ///
-    /// # Errors
-    /// Reading fails, memory runs out, or another rank owns the tensor.
+    /// [`put`](ManagedTensor::put). Fails if another rank owns the tensor.
     pub fn open(&self) -> Result<Tensor> {
         match &self.0 {
             Storage::Memory(tensor) | Storage::Host(tensor) => Ok(tensor.clone()),
@@ -190,9 +175,6 @@ impl ManagedTensor {
 
     /// As [`load`](ManagedTensor::load) on the rank that owns the tensor, `None` on others; not a
     /// collective operation.
-    ///
-    /// # Errors
-    /// As [`load`](ManagedTensor::load).
     pub fn load_own(&self, device: &Device) -> Result<Option<Tensor>> {
         match &self.0 {
             Storage::Shard(share) => share.own().map(|own| transfer::move_to(own, device, Cause::Offload)).transpose().map_err(failed),
@@ -201,18 +183,12 @@ impl ManagedTensor {
     }
 
     /// The sum over all ranks for a sharded tensor (all-reduce); else the tensor itself.
-    ///
-    /// # Errors
-    /// Another process has exited.
     pub fn all_reduce(&self, tensor: Tensor) -> Result<Tensor> {
         if let Storage::Shard(share) = &self.0 { share.sum(&tensor) } else { Ok(tensor) }
     }
 
     /// Loads the tensor onto a device; not copied if it is in the memory of that device. A collective
     /// operation for sharded tensors.
-    ///
-    /// # Errors
-    /// As [`open`](ManagedTensor::open).
     pub fn load(&self, device: &Device) -> Result<Tensor> {
         match &self.0 {
             Storage::Memory(tensor) => transfer::move_to(tensor, device, Cause::Offload).map_err(failed),
@@ -226,10 +202,7 @@ impl ManagedTensor {
     }
 
     /// Replaces the tensor by one of the same shape and type. Does nothing for a tensor that was changed
-    /// in place.
-    ///
-    /// # Errors
-    /// The shape or type differs, or the disk is full.
+    /// in place. Fails if the shape or type differs.
     pub fn put(&mut self, tensor: Tensor) -> Result<()> {
         match &mut self.0 {
             Storage::Memory(own) | Storage::Host(own) if own.id() == tensor.id() => Ok(()),
@@ -248,9 +221,6 @@ impl ManagedTensor {
 
     /// Copies the tensor to a placement. A sharded tensor is copied on its rank if the placement is
     /// sharded.
-    ///
-    /// # Errors
-    /// As [`Placement::store`] and [`load`](ManagedTensor::load).
     pub fn copied_to(&self, home: &Placement) -> Result<ManagedTensor> {
         let tensor = match (&self.0, home) {
             (Storage::Shard(share), Placement::Sharded(_)) => return share.copied().map(|share| ManagedTensor(Storage::Shard(share))),

@@ -21,15 +21,9 @@ pub trait Collective: Send + Sync + fmt::Debug {
     fn size(&self) -> usize;
 
     /// Broadcasts the f32 tensor of rank `from`; on other ranks only the shape of `tensor` is read.
-    ///
-    /// # Errors
-    /// Another process has exited.
     fn broadcast(&self, tensor: &Tensor, from: usize) -> Result<Tensor>;
 
     /// The sum of the f32 tensors of all ranks (all-reduce).
-    ///
-    /// # Errors
-    /// Another process has exited.
     fn sum(&self, tensor: &Tensor) -> Result<Tensor>;
 }
 
@@ -46,9 +40,6 @@ pub struct Sharding {
 
 impl Sharding {
     /// Creates the group, with a spill file for unsharded tensors in a folder.
-    ///
-    /// # Errors
-    /// The folder cannot be written to.
     pub fn new(collective: Arc<dyn Collective>, device: &Device, folder: &Path) -> Result<Sharding> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
         let loads = Mutex::new(vec![0; collective.size()]);
@@ -56,9 +47,6 @@ impl Sharding {
     }
 
     /// A new file for entire tensors that only one process uses.
-    ///
-    /// # Errors
-    /// The folder cannot be written to.
     pub fn spill_file(&self) -> Result<Arc<SpillFile>> {
         SpillFile::create(self.unsharded.folder())
     }

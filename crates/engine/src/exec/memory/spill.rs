@@ -35,9 +35,6 @@ const CHUNK: usize = 1 << 20;
 
 impl SpillFile {
     /// Creates a file in a folder.
-    ///
-    /// # Errors
-    /// The folder cannot be written to.
     pub fn create(folder: &Path) -> Result<Arc<SpillFile>> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);

@@ -62,19 +62,13 @@ impl MemoryTracker {
         self
     }
 
-    /// Records an allocation.
-    ///
-    /// # Errors
-    /// The budget is exceeded. The bytes are recorded nevertheless, because a release follows when the
-    /// tensor is dropped.
+    /// Records an allocation. Fails if the budget is exceeded. The bytes are recorded nevertheless, because a
+    /// release follows when the tensor is dropped.
     pub fn allocate(&self, category: MemoryCategory, bytes: u64) -> Result<()> {
         self.allocate_named(category, category.name(), bytes)
     }
 
     /// Records an allocation under a name for the trace.
-    ///
-    /// # Errors
-    /// As [`allocate`](MemoryTracker::allocate).
     pub fn allocate_named(&self, category: MemoryCategory, name: &str, bytes: u64) -> Result<()> {
         let all = lock(&self.ledger).add(category, name, bytes);
         self.require_room(all, category, bytes)
@@ -126,9 +120,6 @@ impl MemoryTracker {
     }
 
     /// Sets the bytes of a category.
-    ///
-    /// # Errors
-    /// As [`allocate`](MemoryTracker::allocate).
     pub fn set(&self, category: MemoryCategory, bytes: u64) -> Result<()> {
         let mut ledger = lock(&self.ledger);
         let now = ledger.now[category as usize];

@@ -76,10 +76,6 @@ impl Reader<'_> {
 }
 
 /// Builds the GGUF metadata of a model.
-///
-/// # Errors
-/// The family is not supported in GGUF files, or the configuration contains something that they cannot
-/// represent.
 pub fn describe(model: &Model) -> Result<Metadata> {
     let kind = model.config.model_type();
     let (described, family) = arch::family(kind)

@@ -15,9 +15,6 @@ const FILE: &str = "tokenizer.json";
 
 /// Builds the vocabulary metadata for an embedding with `rows` rows, and notes. Without a
 /// `tokenizer.json`, the vocabulary is empty.
-///
-/// # Errors
-/// The tokenizer is not supported, or cannot be represented in GGUF.
 pub fn vocabulary(model: &Model, rows: usize) -> Result<(Keys, Vec<String>)> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let read = |name: &str| -> Result<Json> {

@@ -52,9 +52,6 @@ fn for_each_part(bucket: &[(&String, &Tensor)], flat: &Tensor, mut each: impl Fn
 
 /// Replaces gradients by their means over all ranks. All ranks pass f32 gradients with the same names
 /// and shapes, on one device. The results of a bucket share memory.
-///
-/// # Errors
-/// As [`Communicator::sum`]; memory runs out.
 pub fn average_gradients(communicator: &mut dyn Communicator, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
     if communicator.size() == 1 {
         return Ok(());
@@ -89,10 +86,7 @@ pub fn assign_owners(bytes: &BTreeMap<String, u64>, ranks: usize) -> BTreeMap<St
     owners
 }
 
-/// Broadcasts each parameter from its owner to all ranks, in place.
-///
-/// # Errors
-/// A parameter has no owner; as [`Communicator::broadcast`].
+/// Broadcasts each parameter from its owner to all ranks, in place. Fails if a parameter has no owner.
 pub fn broadcast_parameters(communicator: &mut dyn Communicator, parameters: &BTreeMap<String, Tensor>, owners: &BTreeMap<String, usize>) -> Result<()> {
     if communicator.size() == 1 {
         return Ok(());

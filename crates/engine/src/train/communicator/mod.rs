@@ -36,30 +36,18 @@ pub trait Communicator: Send {
     fn size(&self) -> usize;
 
     /// All-reduce: the sum of the f32 tensors of all ranks, which have one shape, on the device of
-    /// `tensor`. The result is bitwise equal on every rank.
-    ///
-    /// # Errors
-    /// A rank disconnected, timed out, or called a different collective; the error names its rank and
-    /// address.
+    /// `tensor`. The result is bitwise equal on every rank. Fails if a rank disconnected, timed out, or
+    /// called a different collective; the error names its rank and address.
     fn sum(&mut self, tensor: &Tensor) -> Result<Tensor>;
 
     /// Broadcasts the f32 tensor of rank `from` to all ranks; the other ranks pass a tensor of the same
     /// shape.
-    ///
-    /// # Errors
-    /// As [`sum`](Communicator::sum).
     fn broadcast(&mut self, tensor: &Tensor, from: usize) -> Result<Tensor>;
 
     /// All-gather: the bytes of every rank, in rank order.
-    ///
-    /// # Errors
-    /// As [`sum`](Communicator::sum).
     fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
 
     /// Sets the timeout of the following collectives.
-    ///
-    /// # Errors
-    /// A rank disconnected.
     fn set_timeout(&mut self, _timeout: Duration) -> Result<()> {
         Ok(())
     }
@@ -68,18 +56,12 @@ pub trait Communicator: Send {
     fn stop(&mut self, _reason: &str) {}
 
     /// Waits until all ranks have called it.
-    ///
-    /// # Errors
-    /// As [`sum`](Communicator::sum).
     fn barrier(&mut self) -> Result<()> {
         self.gather_bytes(&[]).map(drop)
     }
 }
 
 /// Connects to the other ranks: with NCCL between GPUs if the feature `nccl` is enabled, otherwise over TCP.
-///
-/// # Errors
-/// Ranks do not connect in time, rank 0 cannot listen on the address, or NCCL fails.
 pub fn open(config: &RankConfig, device: &Device, timeout: Duration) -> Result<Box<dyn Communicator>> {
     if config.size == 1 {
         return Ok(Box::new(SingleProcess));
@@ -94,9 +76,6 @@ pub fn open(config: &RankConfig, device: &Device, timeout: Duration) -> Result<B
 }
 
 /// Checks that all ranks pass the same bytes; `what` names them in the error message.
-///
-/// # Errors
-/// The bytes of a rank differ from those of rank 0.
 pub fn agree(communicator: &mut dyn Communicator, what: &str, bytes: &[u8]) -> Result<()> {
     let all = communicator.gather_bytes(bytes)?;
     match all.iter().position(|other| Some(other) != all.first()) {

@@ -90,9 +90,6 @@ fn work(stream: Arc<CudaStream>, rank: usize, size: usize, id: Id, ready: &Sende
 
 impl Nccl {
     /// Connects ranks that are already connected by TCP, each with its GPU.
-    ///
-    /// # Errors
-    /// The device is not a GPU, or NCCL fails or does not connect in time.
     pub fn open(mut sockets: Sockets, device: &Device, timeout: Duration) -> Result<Nccl> {
         let (rank, size) = (sockets.rank(), sockets.size());
         let failed = |reason: String| Error::run(format!("rank {rank} of {size}"), reason, "set NCCL_DEBUG=INFO to see the log of NCCL");

@@ -77,10 +77,8 @@ impl RankConfig {
     /// The address of rank 0 is `MASTER_ADDR`, otherwise the first machine of Slurm's list, otherwise
     /// this machine if all processes run on it. Its port is `MASTER_PORT`. If torchrun's agent occupies
     /// that port, it is the first free one of the following eight ports. Without `MASTER_PORT`, it is
-    /// the first free one of eight ports derived from the run's name, or 29500 without a name.
-    ///
-    /// # Errors
-    /// A variable is not a number, is missing, or contradicts another one; the error names the variable.
+    /// the first free one of eight ports derived from the run's name, or 29500 without a name. Fails if a
+    /// variable is not a number, is missing, or contradicts another one; the error names the variable.
     pub fn from_environment() -> Result<Option<RankConfig>> {
         RankConfig::from_variables(|name| env::var(name).ok().filter(|value| !value.is_empty()))
     }

@@ -14,9 +14,6 @@ const GREETING: &[u8; 8] = b"compress";
 impl Sockets {
     /// Connects this rank: rank 0 waits for the others, the others connect to rank 0. `timeout` limits
     /// this, and later each collective.
-    ///
-    /// # Errors
-    /// Ranks did not connect in time, or rank 0 cannot listen on the address.
     pub fn open(config: &RankConfig, timeout: Duration) -> Result<Sockets> {
         if config.rank > 0 {
             return Sockets::join(config, timeout);
@@ -30,10 +27,8 @@ impl Sockets {
         Sockets::host(&listener.map_err(refused)?, config, timeout)
     }
 
-    /// Accepts the connections of all other ranks, as rank 0.
-    ///
-    /// # Errors
-    /// Ranks did not connect in time; the error lists them.
+    /// Accepts the connections of all other ranks, as rank 0. The error lists the ranks that do not connect
+    /// in time.
     pub fn host(listener: &TcpListener, config: &RankConfig, timeout: Duration) -> Result<Sockets> {
         let size = config.size;
         let failed = |e: io::Error| Error::run("rank 0", format!("cannot listen: {e}"), "");
@@ -68,9 +63,6 @@ impl Sockets {
     }
 
     /// Connects to rank 0, as another rank.
-    ///
-    /// # Errors
-    /// Rank 0 cannot be reached in time, or rejects this rank.
     pub fn join(config: &RankConfig, timeout: Duration) -> Result<Sockets> {
         let start = Instant::now();
         let mut reason = String::new();

@@ -62,9 +62,6 @@ pub struct Logs(Vec<Box<dyn Log>>);
 impl Logs {
     /// Creates the log files in a folder; after a resume at `step` > 0, keeps their entries up to that
     /// step. `pass` is the prefix of the TensorBoard tags.
-    ///
-    /// # Errors
-    /// The folder cannot be written to.
     pub fn open(folder: &Path, requested: &[LogFormat], pass: &str, losses: &Losses, step: u64) -> Result<Logs> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
         let open = |format: LogFormat| -> Result<Box<dyn Log>> {
@@ -78,17 +75,11 @@ impl Logs {
     }
 
     /// Adds a step.
-    ///
-    /// # Errors
-    /// Writing fails.
     pub fn add(&mut self, row: &StepRecord) -> Result<()> {
         self.0.iter_mut().try_for_each(|log| log.add(row))
     }
 
     /// Adds the score of an evaluation.
-    ///
-    /// # Errors
-    /// Writing fails.
     pub fn score(&mut self, evaluation: &Evaluation) -> Result<()> {
         self.0.iter_mut().try_for_each(|log| log.score(evaluation))
     }

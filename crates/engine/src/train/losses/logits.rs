@@ -108,18 +108,12 @@ struct Rows {
 }
 
 impl Logits {
-    /// Number of rows that contribute to the loss.
-    ///
-    /// # Errors
-    /// A hard loss lacks labels.
+    /// Number of rows that contribute to the loss. Fails if a hard loss lacks labels.
     pub fn items(&self, batch: &Batch) -> Result<f64> {
         Ok(self.rows(batch)?.indices.len() as f64)
     }
 
     /// Positions in each sample whose logits contribute to the loss.
-    ///
-    /// # Errors
-    /// As [`items`](Logits::items).
     pub fn positions(&self, batch: &Batch) -> Result<Vec<Vec<u32>>> {
         let mut positions = vec![Vec::new(); batch.samples];
         let tokens = self.tokens.and_then(|side| batch.tokens(side));
@@ -131,9 +125,6 @@ impl Logits {
     }
 
     /// Calls `each` with the teacher's logits of all rows that contribute to the loss, in chunks of rows.
-    ///
-    /// # Errors
-    /// `each` fails, labels are missing, or memory runs out.
     pub fn for_each_teacher_chunk(&self, teacher: ModelValues, batch: &Batch, each: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()> {
         let Some(source) = &self.teacher else { return Ok(()) };
         let value = teacher.0.get(source.value()).ok_or_else(|| missing(source.value()))?;
@@ -199,9 +190,6 @@ impl Logits {
 
     /// Adds the losses and gradients of a micro-batch to `output`. `items` is the number of items of the
     /// whole step; `scale` multiplies only the gradients.
-    ///
-    /// # Errors
-    /// Labels are missing or out of range, or memory runs out.
     #[allow(clippy::too_many_arguments)]
     pub fn add(
         &self,

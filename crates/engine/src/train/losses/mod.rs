@@ -37,16 +37,10 @@ pub trait Loss: Send {
     fn projections(&self) -> Vec<(String, usize, usize)> {
         Vec::new()
     }
-    /// Number of items in a batch.
-    ///
-    /// # Errors
-    /// The batch lacks an input or label of the loss.
+    /// Number of items in a batch. Fails if the batch lacks an input or label of the loss.
     fn items(&self, batch: &Batch) -> Result<f64>;
     /// Computes the sum over all items and its gradients, from f32 values in the order of
     /// [`student`](Loss::student), [`teacher`](Loss::teacher) and [`projections`](Loss::projections).
-    ///
-    /// # Errors
-    /// Memory runs out.
     fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> candle_core::Result<LossSum>;
 }
 
@@ -110,9 +104,6 @@ fn divisor(items: f64) -> f64 {
 impl Term {
     /// Adds the loss and the gradients of a micro-batch to `output`. `items` is the number of items of
     /// the whole step; `scale` multiplies only the gradients.
-    ///
-    /// # Errors
-    /// Memory runs out.
     pub fn add(
         &self,
         output: &mut LossOutput,

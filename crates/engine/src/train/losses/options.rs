@@ -139,9 +139,6 @@ impl Losses {
     }
 
     /// Validates the options.
-    ///
-    /// # Errors
-    /// A value is out of range.
     pub fn check(&self) -> Result<()> {
         let wrong = |name: &str, reason: &str| Err(Error::option(format!("losses: {name}"), reason));
         let weights = [

@@ -84,9 +84,6 @@ impl Default for Settings {
 
 impl Settings {
     /// Validates the hyperparameters.
-    ///
-    /// # Errors
-    /// A value is out of range.
     pub fn check(&self) -> Result<()> {
         let decays = [("beta1", self.beta1), ("beta2", self.beta2), ("momentum", self.momentum)];
         if let Some((name, value)) = decays.into_iter().find(|(_, value)| !(0.0..1.0).contains(value)) {
@@ -111,18 +108,13 @@ impl Settings {
 pub trait Optimizer: Send {
     /// Updates one parameter in place. `step` counts from 1. The parameter is contiguous f32; the
     /// gradient has its shape.
-    ///
-    /// # Errors
-    /// The shapes of parameter, gradient or restored state differ, or memory runs out.
     fn update(&mut self, name: &str, parameter: &Tensor, gradient: &Tensor, rate: f64, step: u64) -> Result<()>;
 
     /// The state, by `part/parameter`. The tensors are not copied: the next step modifies them.
     fn state(&self) -> BTreeMap<String, ManagedTensor>;
 
-    /// Replaces the state with that of another optimizer of the same kind.
-    ///
-    /// # Errors
-    /// A tensor is not part of the state of this kind of optimizer, or memory runs out.
+    /// Replaces the state with that of another optimizer of the same kind. Fails if a tensor is not part of
+    /// the state of this kind of optimizer.
     fn restore(&mut self, state: &mut Stream) -> Result<()>;
 
     /// Bytes of the state that stay in memory between steps.
@@ -134,9 +126,6 @@ pub trait Optimizer: Send {
 
 /// Creates an optimizer that stores its state at the given placement: with the parameters, or on the CPU
 /// to save GPU memory.
-///
-/// # Errors
-/// As [`Settings::check`].
 pub fn build(kind: Kind, settings: &Settings, home: &Placement) -> Result<Box<dyn Optimizer>> {
     fn stateful<A: Algorithm + 'static>(algorithm: A, settings: &Settings, home: &Placement) -> Box<dyn Optimizer> {
         Box::new(StatefulOptimizer {

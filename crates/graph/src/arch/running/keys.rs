@@ -86,9 +86,6 @@ const COMMON: Keys = Keys {
 impl Keys {
     /// Checks the keys that have not been read: refuses values that change the computation and returns
     /// unknown keys.
-    ///
-    /// # Errors
-    /// `file` contains such a value.
     pub fn check(&self, settings: &Settings, file: &str) -> Result<Vec<String>> {
         sort(self.harmless, self.neutral, settings, file)
     }

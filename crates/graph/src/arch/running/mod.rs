@@ -41,18 +41,11 @@ impl Family {
 }
 
 /// Builds the graph of a model.
-///
-/// # Errors
-/// The family is not supported, the configuration is incomplete or requests something unsupported, or the
-/// weights do not match it.
 pub fn build(settings: &Settings, modules: &[SentenceModule], builder: Builder) -> Result<Graph> {
     describe(settings, modules, builder).map(|(graph, _)| graph)
 }
 
 /// Builds the graph of a model, and returns the unknown keys of its configuration.
-///
-/// # Errors
-/// As [`build`].
 pub fn describe(settings: &Settings, modules: &[SentenceModule], mut builder: Builder) -> Result<(Graph, Vec<String>)> {
     let read = ReadKeys::default();
     let settings = settings.recording(&read);

@@ -84,9 +84,6 @@ struct File {
 
 impl SentenceModule {
     /// Reads `modules.json` and the files of its modules; empty if it does not exist.
-    ///
-    /// # Errors
-    /// A file cannot be read, or a module is not supported.
     pub fn open(folder: &Path) -> Result<Vec<SentenceModule>> {
         SentenceModule::described(folder).map(|(modules, _)| modules)
     }
@@ -111,9 +108,6 @@ impl SentenceModule {
     }
 
     /// As [`open`](SentenceModule::open), and also returns the unknown keys of the modules' files.
-    ///
-    /// # Errors
-    /// As [`open`](SentenceModule::open).
     pub fn described(folder: &Path) -> Result<(Vec<SentenceModule>, Vec<String>)> {
         let (mut found, mut unknown) = (Vec::new(), Vec::new());
         for (index, Module { kind, folder: inside }) in Module::list(folder)?.into_iter().enumerate() {

@@ -30,9 +30,6 @@ impl Default for BatchNorm {
 
 impl BatchNorm {
     /// Scale and shift of each channel, from weight, bias, mean and variance.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     pub fn scale_and_shift(&self, [weight, bias, mean, variance]: [&Tensor; 4]) -> candle_core::Result<(Tensor, Tensor)> {
         let scale = (weight / (variance + self.epsilon)?.sqrt()?)?;
         let shift = (bias - (mean * &scale)?)?;
@@ -40,9 +37,6 @@ impl BatchNorm {
     }
 
     /// Mean and (biased) variance of each channel.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     pub fn moments(x: &Tensor) -> candle_core::Result<(Tensor, Tensor)> {
         let by_channel = wide(x)?.transpose(0, 1)?.flatten_from(1)?;
         let mean = by_channel.mean_keepdim(1)?;

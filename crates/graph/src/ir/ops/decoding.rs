@@ -42,9 +42,6 @@ pub trait Incremental: fmt::Debug {
 
     /// Computes the output for new tokens, and adds them to `past`. `forward` computes the op with its
     /// kernel.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState, forward: &Forward) -> Result<Tensor>;
 }
 

@@ -25,10 +25,7 @@ impl Saved {
         &self.dims
     }
 
-    /// The elements.
-    ///
-    /// # Errors
-    /// The elements were not saved, because the op did not declare that it reads them.
+    /// The elements. Fails if the elements were not saved, because the op did not declare that it reads them.
     pub fn tensor(&self) -> Result<&Tensor> {
         match &self.tensor {
             Some(tensor) => Ok(tensor),

@@ -118,15 +118,10 @@ use super::{Bindings, Dim, Element, TensorType};
 pub trait OpSpec: fmt::Debug {
     /// Number of inputs that the op accepts.
     fn arity(&self) -> Range<usize>;
-    /// Infers the type of the output from the types of as many inputs as [`arity`](OpSpec::arity) allows.
-    ///
-    /// # Errors
-    /// The reason why the op does not accept these inputs.
+    /// Infers the type of the output from the types of as many inputs as [`arity`](OpSpec::arity) allows. The
+    /// error is the reason why the op does not accept these inputs.
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String>;
     /// [`infer`](OpSpec::infer) after a check of the number of inputs.
-    ///
-    /// # Errors
-    /// There are too few or too many inputs, or the op does not accept them.
     fn output(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         let arity = self.arity();
         if !arity.contains(&inputs.len()) {
@@ -140,15 +135,9 @@ pub trait OpSpec: fmt::Debug {
     fn resize(&mut self, _size: &dyn Fn(&str) -> usize) {}
     /// The reference implementation of the op, in tensor operations that every device and float dtype
     /// supports.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor>;
     /// Gradients with respect to the inputs, in such operations too. `None` for inputs that need no
     /// gradient or have none.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>>;
     /// Whether [`backward`](OpSpec::backward) reads the elements of this input and not only its shape.
     fn reads_input(&self, _input: usize) -> bool {

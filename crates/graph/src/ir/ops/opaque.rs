@@ -14,14 +14,8 @@ use crate::ir::{Dim, TensorType};
 /// An external function of tensors.
 pub trait Function: fmt::Debug + Send + Sync {
     /// The shape of the output for inputs of these shapes.
-    ///
-    /// # Errors
-    /// The shape cannot be determined, or the function does not accept the inputs.
     fn shape(&self, inputs: &[Vec<usize>]) -> Result<Vec<usize>, String>;
     /// Computes the output.
-    ///
-    /// # Errors
-    /// The function does not accept the inputs, or it fails.
     fn run(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor>;
     /// For downcasts by the code that created the function.
     fn as_any(&self) -> &dyn Any;

@@ -153,9 +153,6 @@ impl Rotary {
 
     /// Cosines and sines, `[positions, width / 2]` each, for `width` rotated elements. The end of
     /// `positions` is the length of the sequence.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     pub fn tables(&self, width: usize, positions: Range<usize>, device: &Device) -> candle_core::Result<(Tensor, Tensor)> {
         let tables = constant(format!("{self:?} {width} {positions:?}"), device, |device| {
             let (frequencies, factor) = self.frequencies(width, positions.end);

@@ -4,9 +4,6 @@ use candle_core::{Result, Tensor};
 
 /// Rounds to the nearest integers, ties to even; exact up to 2²² in 32 bits. The native rounding
 /// operations of devices treat ties differently.
-///
-/// # Errors
-/// The device runs out of memory.
 pub fn round_half_even(x: &Tensor) -> Result<Tensor> {
     let above = (x + 0.5)?.floor()?;
     // 1 for a number halfway between two integers, else 0.

@@ -114,9 +114,6 @@ pub(super) fn with_layout_of(tensor: &Tensor, like: &Tensor) -> Result<Tensor> {
 const RUN: usize = 16;
 
 /// The tensor in contiguous row-major layout.
-///
-/// # Errors
-/// The tensor cannot be copied.
 pub fn contiguous(x: &Tensor) -> Result<Tensor> {
     let (dims, strides) = (x.dims(), x.stride());
     let (mut axes, mut run) = (dims.len(), 1);

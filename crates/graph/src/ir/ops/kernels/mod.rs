@@ -31,36 +31,24 @@ type Gradients = Vec<Option<Tensor>>;
 /// A faster implementation of an op.
 pub trait Kernel: Send + Sync + std::fmt::Debug {
     /// Computes the output; `None` if the kernel does not support these tensors.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     fn forward(&self, _inputs: &[Tensor]) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
     /// Computes the output for tokens whose first position is `position`, for an op without state; `None`
     /// if the kernel does not support these tensors.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     fn forward_at(&self, _position: usize, _inputs: &[Tensor]) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
     /// Computes the output with an epilogue; `None` if the kernel does not support these tensors or this
     /// epilogue.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     fn fused(&self, _inputs: &[Tensor], _epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
     /// As [`OpSpec::backward`](super::OpSpec::backward); `None` if the kernel does not support these
     /// tensors.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     fn backward(&self, _backward: &Backward) -> Result<Option<Gradients>> {
         Ok(None)
     }
@@ -138,18 +126,12 @@ impl PreparedOp {
     }
 
     /// Computes the output.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     pub fn forward(&self, inputs: &[Tensor]) -> Result<Tensor> {
         let found = self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.forward(inputs))?;
         found.map_or_else(|| self.op.spec().eval(inputs), Ok)
     }
 
     /// Computes the output for new tokens after those in `past`.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     pub fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState) -> Result<Tensor> {
         let Some(op) = self.op.spec().incremental() else { return self.forward(inputs) };
         let found = self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.forward_at(past.tokens(), inputs))?;
@@ -157,17 +139,11 @@ impl PreparedOp {
     }
 
     /// Computes the output with an epilogue, if a kernel supports it.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     pub fn fused(&self, inputs: &[Tensor], epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
         self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.fused(inputs, epilogue))
     }
 
     /// Gradients of the inputs.
-    ///
-    /// # Errors
-    /// The device runs out of memory.
     pub fn backward(&self, backward: &Backward) -> Result<Gradients> {
         let found = self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.backward(backward))?;
         found.map_or_else(|| self.op.spec().backward(backward), Ok)
@@ -175,26 +151,17 @@ impl PreparedOp {
 }
 
 /// The sum of two tensors of the same shape.
-///
-/// # Errors
-/// The device runs out of memory.
 pub fn sum(a: Tensor, b: Tensor) -> Result<Tensor> {
     PreparedOp::new(&Op::Add(super::Add {}), a.device(), a.dtype()).forward(&[a, b])
 }
 
 /// Mean and (biased) variance of each channel of images or rows, for [`BatchNorm`](super::BatchNorm).
-///
-/// # Errors
-/// The device runs out of memory.
 pub fn moments(x: &Tensor) -> Result<(Tensor, Tensor)> {
     let readable = on_host(x.device()) && images::is_readable(x, []);
     if readable { super::batch_norm::ChannelOps::moments(&images::OnHost, x) } else { super::BatchNorm::moments(x) }
 }
 
 /// `aᵀ b` for two matrices with the same number of rows.
-///
-/// # Errors
-/// The device runs out of memory.
 pub fn transposed_product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let found = if on_host(a.device()) { linear::transposed_product(a, b)? } else { None };
     found.map_or_else(|| a.t()?.matmul(b), Ok)
