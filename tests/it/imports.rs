@@ -68,8 +68,6 @@ const CIRCLES: &[(&str, &[&str])] = &[
             "data/rows.rs",
         ],
     ),
-    ("graph", &["arch/family.rs", "arch/running/mod.rs", "arch/running/sentence.rs"]),
-    ("graph", &["arch/running/decoder.rs", "arch/running/experts.rs", "arch/running/latent.rs"]),
 ];
 
 struct Module<'s> {

@@ -7,6 +7,7 @@ use std::sync::LazyLock;
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
+use crate::ir::Builder;
 
 /// The keys of a file that have been read; keys in a group have the path `group.key`.
 #[derive(Debug, Default)]
@@ -24,6 +25,9 @@ pub struct Settings<'c> {
     /// Default sizes for missing keys.
     sizes: &'static [(&'static str, usize)],
 }
+
+/// Adds inputs, nodes and outputs to a graph.
+pub type GraphBuilder = fn(&Settings, &mut Builder) -> Result<()>;
 
 /// Values of a missing group.
 static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);

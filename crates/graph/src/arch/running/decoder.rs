@@ -3,84 +3,13 @@
 //! A family specifies its differences from Llama in fields of [`Decoder`].
 
 use super::Settings;
-use super::experts::Experts;
-use super::latent::Latent;
-use super::parts::{activate, language_head, linear_with, rms_norm, slices, text_inputs};
+use super::layout::LayerNames;
+pub use super::layout::{Decoder, HeadNorms, Layer, NORMS_BEFORE, Norms, PARTS};
+use super::parts::{language_head, rms_norm, slices, text_inputs};
 use super::rope::{RopeDefaults, rotary};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Mul, RmsNorm, Rotary, Scale, SplitHeads, Tanh};
+use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, RmsNorm, Scale, SplitHeads, Tanh};
 use crate::ir::{Builder, ValueId};
-
-/// Names of the normalizations of a layer: before and after attention, before and after the feed-forward
-/// network.
-pub type Norms = [Option<&'static str>; 4];
-
-/// Pre-norm, as most families have it.
-pub const NORMS_BEFORE: Norms = [Some("input_layernorm"), None, Some("post_attention_layernorm"), None];
-
-/// Names of the gate, up and down projections of most families.
-pub const PARTS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
-
-/// Normalization of queries and keys.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HeadNorms {
-    /// No normalization.
-    None,
-    /// Over each head.
-    Head,
-    /// Over all heads.
-    Projection,
-}
-
-/// Properties of one layer.
-pub struct Layer {
-    /// Rotary embedding of queries and keys; `None` for layers without positions.
-    pub rotary: Option<Rotary>,
-    /// Sliding window: the maximum number of keys that a query attends to.
-    pub window: Option<usize>,
-}
-
-/// A model, described by its differences from Llama.
-pub struct Decoder<'s, 'c> {
-    /// The configuration.
-    pub s: &'s Settings<'c>,
-    /// Number of query heads.
-    pub heads: usize,
-    /// Number of key-value heads.
-    pub groups: usize,
-    /// Width of a head.
-    pub head_dim: usize,
-    /// Factor on attention scores.
-    pub scale: f64,
-    /// Soft cap on attention scores.
-    pub soft_cap: Option<f64>,
-    /// Whether attention is causal.
-    pub causal: bool,
-    /// Parameters of all normalizations.
-    pub norm: RmsNorm,
-    /// Positions of the normalizations.
-    pub norms: Norms,
-    /// Normalization of queries and keys.
-    pub head_norms: HeadNorms,
-    /// Whether queries, keys and values are one projection, and gate and up another.
-    pub fused: bool,
-    /// Whether the projections of queries, keys and values have biases.
-    pub qkv_bias: bool,
-    /// Whether the output projection of attention has a bias.
-    pub out_bias: bool,
-    /// Whether the projections of the feed-forward network have biases.
-    pub mlp_bias: bool,
-    /// Activation function of the gate.
-    pub activation: &'c str,
-    /// Factor on embeddings.
-    pub embedding_scale: Option<f64>,
-    /// Soft cap on logits.
-    pub logit_cap: Option<f64>,
-    /// Experts, for families with mixtures of experts.
-    pub experts: Option<Experts>,
-    /// Latent attention, for families with low-rank keys and values.
-    pub latent: Option<Latent>,
-}
 
 impl<'s, 'c> Decoder<'s, 'c> {
     /// A Llama with this configuration. The default width of heads is `head_dim`, or else the width of
@@ -169,10 +98,6 @@ impl<'s, 'c> Decoder<'s, 'c> {
         name.map_or(Ok(x), |name| rms_norm(b, &at.node(name), &at.module(name), x, self.norm))
     }
 
-    pub fn linear(&self, b: &mut Builder, at: &LayerNames, name: &str, x: ValueId, out: usize, bias: bool) -> Result<ValueId> {
-        linear_with(b, &at.node(name), &at.module(name), x, out, bias)
-    }
-
     fn attention(&self, b: &mut Builder, at: &LayerNames, layer: Layer, x: ValueId, mask: ValueId) -> Result<ValueId> {
         let [q, k, v] = match &self.latent {
             Some(latent) => latent.heads(self, b, at, &layer, x)?,
@@ -225,58 +150,6 @@ impl<'s, 'c> Decoder<'s, 'c> {
             Some(experts) => experts.build(self, b, at, x),
             None => self.gated(b, at, ("mlp", PARTS), x, self.s.size("intermediate_size")?, self.mlp_bias),
         }
-    }
-
-    /// The activation function of a gate.
-    pub fn act(&self, b: &mut Builder, at: &LayerNames, network: &str, gate: ValueId) -> Result<ValueId> {
-        activate(b, &at.node(&format!("{network}.act")), self.activation, gate)
-    }
-
-    /// A gated feed-forward network with these names and `wide` neurons.
-    pub fn gated(
-        &self,
-        b: &mut Builder,
-        at: &LayerNames,
-        (network, [gate, up, down]): (&str, [&str; 3]),
-        x: ValueId,
-        wide: usize,
-        bias: bool,
-    ) -> Result<ValueId> {
-        let name = |part: &str| format!("{network}.{part}");
-        let [gate, up] = if self.fused {
-            let both = self.linear(b, at, &name("gate_up_proj"), x, wide.saturating_mul(2), bias)?;
-            let [gate, up] = slices(b, ["gate", "up"].map(|part| at.node(&name(part))), both, [wide; 2])?;
-            [self.act(b, at, network, gate)?, up]
-        } else {
-            let gate = self.linear(b, at, &name(gate), x, wide, bias)?;
-            [self.act(b, at, network, gate)?, self.linear(b, at, &name(up), x, wide, bias)?]
-        };
-        let gated = b.node(&at.node(&name("gated")), Mul {}, &[gate, up])?;
-        self.linear(b, at, &name(down), gated, self.s.size("hidden_size")?, bias)
-    }
-}
-
-/// Names of a layer's nodes and of its modules in the checkpoint.
-pub struct LayerNames {
-    index: usize,
-    /// The last node of the layer.
-    node: String,
-    module: String,
-}
-
-impl LayerNames {
-    fn new(prefix: &str, index: usize) -> LayerNames {
-        LayerNames { index, node: format!("layers.{index}"), module: format!("{prefix}layers.{index}") }
-    }
-
-    /// The name of a node in the layer.
-    pub fn node(&self, name: &str) -> String {
-        format!("{}.{name}", self.node)
-    }
-
-    /// The name of a module in the layer.
-    pub fn module(&self, name: &str) -> String {
-        format!("{}.{name}", self.module)
     }
 }
 

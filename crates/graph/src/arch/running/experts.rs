@@ -1,46 +1,13 @@
 //! Mixtures of experts.
 
-use super::decoder::{Decoder, LayerNames, PARTS};
+use super::layout::{Decoder, LayerNames, PARTS};
+pub use super::layout::{Experts, Shared};
 use super::parts::{linear_of, slices};
 use crate::error::Result;
-use crate::ir::ops::{Add, Combine, Dispatch, Mul, Reshape, Route, Sigmoid, Slice, TargetSize};
+use crate::ir::ops::{Add, Combine, Dispatch, Mul, Reshape, Sigmoid, Slice, TargetSize};
 use crate::ir::{Builder, ValueId};
 
-/// The experts of a layer, and the layers that have experts.
-pub struct Experts {
-    pub count: usize,
-    pub route: Route,
-    /// Number of neurons of an expert.
-    pub inner: usize,
-    /// The module that contains the experts.
-    pub block: &'static str,
-    /// Names of the gate, up and down projections.
-    pub parts: [&'static str; 3],
-    /// The shared expert, which processes all tokens.
-    pub shared: Option<Shared>,
-    /// Layers with a dense network.
-    pub plain: Vec<usize>,
-    /// The first layer with experts.
-    pub first: usize,
-    /// Every `step`-th layer has experts.
-    pub step: usize,
-}
-
-/// An expert that processes all tokens.
-pub struct Shared {
-    pub name: &'static str,
-    /// Number of neurons.
-    pub inner: usize,
-    /// Whether its output is weighted by a gate.
-    pub gated: bool,
-}
-
 impl Experts {
-    /// Whether the layer with this index has experts.
-    pub fn are_in_layer(&self, layer: usize) -> bool {
-        layer >= self.first && !self.plain.contains(&layer) && layer.checked_add(1).is_some_and(|number| number.is_multiple_of(self.step))
-    }
-
     /// The feed-forward network of a layer.
     pub fn build(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, x: ValueId) -> Result<ValueId> {
         let name = |part: &str| format!("{}.{part}", self.block);

@@ -1,49 +1,17 @@
 //! Multi-head latent attention: keys and values are computed from a low-rank latent vector per token, and
 //! all heads share one rotary key (DeepSeek-AI, *DeepSeek-V2*, 2024, <https://arxiv.org/abs/2405.04434>).
 
-use super::Settings;
-use super::decoder::{Decoder, Layer, LayerNames};
+pub use super::layout::Latent;
+use super::layout::{Decoder, Layer, LayerNames};
 use super::parts::{rms_norm, slices};
 use crate::error::Result;
 use crate::ir::ops::{Concat, RmsNorm, Rotary, Slice, SplitHeads};
 use crate::ir::{Builder, ValueId};
 
-/// Sizes of latent attention.
-#[derive(Debug, Clone, Copy)]
-pub struct Latent {
-    /// Rank of the query projection; `None` if queries are projected directly from the stream.
-    pub query_rank: Option<usize>,
-    /// Rank of the latent vector for keys and values.
-    pub rank: usize,
-    /// Width of the part of a head without rotary embedding.
-    pub nope: usize,
-    /// Width of the part of a head with rotary embedding.
-    pub rope: usize,
-    /// Width of a head of values.
-    pub values: usize,
-}
-
 /// Normalization of latent vectors, independent of the configuration.
 const NORM: RmsNorm = RmsNorm { epsilon: 1e-6, offset: 0.0 };
 
 impl Latent {
-    /// The sizes from the configuration, with the defaults of DeepSeek-V2.
-    pub fn new(s: &Settings) -> Result<Latent> {
-        const QUERY_RANK: &str = "q_lora_rank";
-        Ok(Latent {
-            query_rank: if s.is_null(QUERY_RANK) { None } else { Some(s.size_or(QUERY_RANK, 1536)?) },
-            rank: s.size_or("kv_lora_rank", 512)?,
-            nope: s.size_or("qk_nope_head_dim", 128)?,
-            rope: s.size_or("qk_rope_head_dim", 64)?,
-            values: s.size_or("v_head_dim", 128)?,
-        })
-    }
-
-    /// Width of a head of queries or keys.
-    pub fn head_dim(&self) -> usize {
-        self.nope.saturating_add(self.rope)
-    }
-
     /// Heads of queries, keys and values. The rotary part of queries and keys precedes the other part.
     pub fn heads(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, layer: &Layer, x: ValueId) -> Result<[ValueId; 3]> {
         let q = self.queries(decoder, b, at, x)?;

@@ -8,22 +8,20 @@ pub(super) mod decoder;
 pub(super) mod experts;
 mod keys;
 pub(super) mod latent;
+mod layout;
 pub(super) mod mobilenet;
 pub(super) mod parts;
 mod resize;
 pub(super) mod rope;
 mod sentence;
 
-pub use config::{ReadKeys, Settings};
+pub use config::{GraphBuilder, ReadKeys, Settings};
 pub use resize::{Shapes, derives_head_dim, has_stage_widths, has_uniform_widths, layers_key, residual_stream_axes, resized, unsupported_heads_reason};
 pub use sentence::{SentenceModule, is_of_module};
 
 use super::{ClassificationHead, Family, Groups, Keys, ModelKind, Sizes, families, family};
 use crate::error::{Error, Result};
 use crate::ir::{Builder, Graph};
-
-/// Adds inputs, nodes and outputs to a graph.
-pub type GraphBuilder = fn(&Settings, &mut Builder) -> Result<()>;
 
 /// The graph of a family, in builds that run models.
 macro_rules! graph {

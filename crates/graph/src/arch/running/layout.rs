@@ -1,0 +1,206 @@
+//! Description of a decoder and its layers, and the linear layers that all of them share.
+
+use super::Settings;
+use super::parts::{activate, linear_with, slices};
+use crate::error::Result;
+use crate::ir::ops::{Mul, RmsNorm, Rotary, Route};
+use crate::ir::{Builder, ValueId};
+
+/// Names of the normalizations of a layer: before and after attention, before and after the feed-forward
+/// network.
+pub type Norms = [Option<&'static str>; 4];
+
+/// Pre-norm, as most families have it.
+pub const NORMS_BEFORE: Norms = [Some("input_layernorm"), None, Some("post_attention_layernorm"), None];
+
+/// Names of the gate, up and down projections of most families.
+pub const PARTS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+
+/// Normalization of queries and keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HeadNorms {
+    /// No normalization.
+    None,
+    /// Over each head.
+    Head,
+    /// Over all heads.
+    Projection,
+}
+
+/// Properties of one layer.
+pub struct Layer {
+    /// Rotary embedding of queries and keys; `None` for layers without positions.
+    pub rotary: Option<Rotary>,
+    /// Sliding window: the maximum number of keys that a query attends to.
+    pub window: Option<usize>,
+}
+
+/// A model, described by its differences from Llama.
+pub struct Decoder<'s, 'c> {
+    /// The configuration.
+    pub s: &'s Settings<'c>,
+    /// Number of query heads.
+    pub heads: usize,
+    /// Number of key-value heads.
+    pub groups: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Factor on attention scores.
+    pub scale: f64,
+    /// Soft cap on attention scores.
+    pub soft_cap: Option<f64>,
+    /// Whether attention is causal.
+    pub causal: bool,
+    /// Parameters of all normalizations.
+    pub norm: RmsNorm,
+    /// Positions of the normalizations.
+    pub norms: Norms,
+    /// Normalization of queries and keys.
+    pub head_norms: HeadNorms,
+    /// Whether queries, keys and values are one projection, and gate and up another.
+    pub fused: bool,
+    /// Whether the projections of queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// Whether the output projection of attention has a bias.
+    pub out_bias: bool,
+    /// Whether the projections of the feed-forward network have biases.
+    pub mlp_bias: bool,
+    /// Activation function of the gate.
+    pub activation: &'c str,
+    /// Factor on embeddings.
+    pub embedding_scale: Option<f64>,
+    /// Soft cap on logits.
+    pub logit_cap: Option<f64>,
+    /// Experts, for families with mixtures of experts.
+    pub experts: Option<Experts>,
+    /// Latent attention, for families with low-rank keys and values.
+    pub latent: Option<Latent>,
+}
+
+impl Decoder<'_, '_> {
+    pub fn linear(&self, b: &mut Builder, at: &LayerNames, name: &str, x: ValueId, out: usize, bias: bool) -> Result<ValueId> {
+        linear_with(b, &at.node(name), &at.module(name), x, out, bias)
+    }
+
+    /// The activation function of a gate.
+    pub fn act(&self, b: &mut Builder, at: &LayerNames, network: &str, gate: ValueId) -> Result<ValueId> {
+        activate(b, &at.node(&format!("{network}.act")), self.activation, gate)
+    }
+
+    /// A gated feed-forward network with these names and `wide` neurons.
+    pub fn gated(
+        &self,
+        b: &mut Builder,
+        at: &LayerNames,
+        (network, [gate, up, down]): (&str, [&str; 3]),
+        x: ValueId,
+        wide: usize,
+        bias: bool,
+    ) -> Result<ValueId> {
+        let name = |part: &str| format!("{network}.{part}");
+        let [gate, up] = if self.fused {
+            let both = self.linear(b, at, &name("gate_up_proj"), x, wide.saturating_mul(2), bias)?;
+            let [gate, up] = slices(b, ["gate", "up"].map(|part| at.node(&name(part))), both, [wide; 2])?;
+            [self.act(b, at, network, gate)?, up]
+        } else {
+            let gate = self.linear(b, at, &name(gate), x, wide, bias)?;
+            [self.act(b, at, network, gate)?, self.linear(b, at, &name(up), x, wide, bias)?]
+        };
+        let gated = b.node(&at.node(&name("gated")), Mul {}, &[gate, up])?;
+        self.linear(b, at, &name(down), gated, self.s.size("hidden_size")?, bias)
+    }
+}
+
+/// Names of a layer's nodes and of its modules in the checkpoint.
+pub struct LayerNames {
+    pub index: usize,
+    /// The last node of the layer.
+    pub node: String,
+    module: String,
+}
+
+impl LayerNames {
+    pub fn new(prefix: &str, index: usize) -> LayerNames {
+        LayerNames { index, node: format!("layers.{index}"), module: format!("{prefix}layers.{index}") }
+    }
+
+    /// The name of a node in the layer.
+    pub fn node(&self, name: &str) -> String {
+        format!("{}.{name}", self.node)
+    }
+
+    /// The name of a module in the layer.
+    pub fn module(&self, name: &str) -> String {
+        format!("{}.{name}", self.module)
+    }
+}
+
+/// The experts of a layer, and the layers that have experts.
+pub struct Experts {
+    pub count: usize,
+    pub route: Route,
+    /// Number of neurons of an expert.
+    pub inner: usize,
+    /// The module that contains the experts.
+    pub block: &'static str,
+    /// Names of the gate, up and down projections.
+    pub parts: [&'static str; 3],
+    /// The shared expert, which processes all tokens.
+    pub shared: Option<Shared>,
+    /// Layers with a dense network.
+    pub plain: Vec<usize>,
+    /// The first layer with experts.
+    pub first: usize,
+    /// Every `step`-th layer has experts.
+    pub step: usize,
+}
+
+/// An expert that processes all tokens.
+pub struct Shared {
+    pub name: &'static str,
+    /// Number of neurons.
+    pub inner: usize,
+    /// Whether its output is weighted by a gate.
+    pub gated: bool,
+}
+
+impl Experts {
+    /// Whether the layer with this index has experts.
+    pub fn are_in_layer(&self, layer: usize) -> bool {
+        layer >= self.first && !self.plain.contains(&layer) && layer.checked_add(1).is_some_and(|number| number.is_multiple_of(self.step))
+    }
+}
+
+/// Sizes of latent attention.
+#[derive(Debug, Clone, Copy)]
+pub struct Latent {
+    /// Rank of the query projection; `None` if queries are projected directly from the stream.
+    pub query_rank: Option<usize>,
+    /// Rank of the latent vector for keys and values.
+    pub rank: usize,
+    /// Width of the part of a head without rotary embedding.
+    pub nope: usize,
+    /// Width of the part of a head with rotary embedding.
+    pub rope: usize,
+    /// Width of a head of values.
+    pub values: usize,
+}
+
+impl Latent {
+    /// The sizes from the configuration, with the defaults of DeepSeek-V2.
+    pub fn new(s: &Settings) -> Result<Latent> {
+        const QUERY_RANK: &str = "q_lora_rank";
+        Ok(Latent {
+            query_rank: if s.is_null(QUERY_RANK) { None } else { Some(s.size_or(QUERY_RANK, 1536)?) },
+            rank: s.size_or("kv_lora_rank", 512)?,
+            nope: s.size_or("qk_nope_head_dim", 128)?,
+            rope: s.size_or("qk_rope_head_dim", 64)?,
+            values: s.size_or("v_head_dim", 128)?,
+        })
+    }
+
+    /// Width of a head of queries or keys.
+    pub fn head_dim(&self) -> usize {
+        self.nope.saturating_add(self.rope)
+    }
+}
