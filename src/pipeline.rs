@@ -3,6 +3,7 @@
 mod builder;
 mod cached;
 mod carry;
+mod measured;
 mod part_manifest;
 mod parts;
 mod plan;

@@ -5,14 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::running::Running;
-use super::{plan, run};
 use crate::error::{Error, Result, counted};
 use crate::export::Export;
 use crate::model::{Model, stacked_experts};
 use crate::output::{self, Inputs, Replace};
 use crate::pass::{Plan, Samples, Step};
 use crate::recipe::Recipe;
-use crate::report::Report;
 use crate::run_state::RunState;
 use crate::store::{OpenSizes, Weight};
 use crate::work::{Cancel, Progress, Silent, Work};
@@ -111,14 +109,6 @@ impl Pipeline {
         })
     }
 
-    /// Plans a run from the headers of the model, without reading a tensor.
-    ///
-    /// # Errors
-    /// Every error of a run that can be detected before the first tensor is read.
-    pub fn plan(&self, model: &Model) -> Result<plan::Plan> {
-        plan::plan(self, model)
-    }
-
     /// A note if the output is remote and some of its formats cannot be streamed: they are written to a
     /// local folder first, then uploaded.
     #[doc(hidden)]
@@ -173,14 +163,6 @@ impl Pipeline {
     /// The output exists and may not be replaced, or it overlaps with an input of the run.
     pub fn check_output(&self, model: &Model, output: &Path) -> Result<()> {
         output::check_output(output, self.replace(), &self.protected(model))
-    }
-
-    /// Runs the pipeline and writes the output folder atomically.
-    ///
-    /// # Errors
-    /// Any failure of a pass, a format, the verification or the file system. No partial output remains.
-    pub fn run(&self, model: Model, output: impl AsRef<Path>) -> Result<Report> {
-        run::run(self, model, output.as_ref(), None)
     }
 
     /// Resolves defaults that depend on the model and the data. Returns the pipeline with explicit

@@ -84,7 +84,17 @@ const PROGRAM: u64 = 16 << 20;
 /// Bytes of the counters of one thread that ranks weights.
 const RANKING: u64 = 3 << 20;
 
-pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
+impl Pipeline {
+    /// Plans a run from the headers of the model, without reading a tensor.
+    ///
+    /// # Errors
+    /// Every error of a run that can be detected before the first tensor is read.
+    pub fn plan(&self, model: &Model) -> Result<Plan> {
+        plan(self, model)
+    }
+}
+
+fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     model.require_own_files()?;
     let (pipeline, after, run) = &pipeline.resolved(model)?;
     let (samples, sample_notes) = pipeline.count_samples(after.for_samples(model))?;

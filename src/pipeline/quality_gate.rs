@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::Pipeline;
-use super::run::Measured;
+use super::measured::Measured;
 use crate::evaluation::{Accuracy, Fidelity, MeasuredFidelity, Runtime, SamplesFrom, lower_is_better};
 use crate::report::WARNING;
 use crate::run_state::RunState;

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use super::Pipeline;
 use super::carry::{self, carry_over};
+use super::measured::Measured;
 use super::running::write_graph;
 use crate::error::{Error, Result, counted};
-use crate::evaluation::{Accuracy, Compute, Continuation, Latency, MeasuredFidelity};
 use crate::export::{Export, Exported, Format, SizeForecast};
 use crate::model::Model;
 use crate::output::{ResumeFolder, Staging};
@@ -17,19 +17,18 @@ use crate::run_state::RunState;
 use crate::store::writer::Prebuilt;
 use crate::work::{Event, ProgressUnit, Work};
 
-/// Results of running the input and output models.
-#[derive(Debug, Default)]
-pub(super) struct Measured {
-    pub compute: Option<Compute>,
-    pub accuracy: Option<Accuracy>,
-    pub fidelity: Option<MeasuredFidelity>,
-    pub continuations: Vec<Continuation>,
-    pub latency: Option<Latency>,
-    pub notes: Vec<String>,
-}
-
 /// Weights that the parts of a run have written, and the time that each pass took in them.
 type Parts<'a> = (&'a Prebuilt, &'a [Duration]);
+
+impl Pipeline {
+    /// Runs the pipeline and writes the output folder atomically.
+    ///
+    /// # Errors
+    /// Any failure of a pass, a format, the verification or the file system. No partial output remains.
+    pub fn run(&self, model: Model, output: impl AsRef<Path>) -> Result<Report> {
+        run(self, model, output.as_ref(), None)
+    }
+}
 
 /// Runs a pipeline. With `parts`, it merges their weights.
 pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path, parts: Option<Parts>) -> Result<Report> {

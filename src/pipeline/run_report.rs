@@ -8,8 +8,9 @@ use std::time::Instant;
 use serde_json::Value;
 
 use super::carry::{self, write_text};
+use super::measured::Measured;
 use super::quality_gate::quality_note;
-use super::run::{Measured, Run, Written};
+use super::run::{Run, Written};
 use super::zstd_size::measure_zstd_sizes;
 use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, MeasuredFidelity};

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::Pipeline;
+use super::measured::Measured;
 use super::plan::ModelMemory;
-use super::run::Measured;
 use crate::error::{Error, Result};
 use crate::export::Exported;
 use crate::model::Model;

@@ -31,10 +31,6 @@ const CIRCLES: &[(&str, &[&str])] = &[
         ],
     ),
     (
-        "",
-        &["pipeline/builder.rs", "pipeline/plan.rs", "pipeline/run.rs", "pipeline/running.rs", "pipeline/running/evaluate.rs", "pipeline/running/fidelity.rs"],
-    ),
-    (
         "core",
         &[
             "store/affine.rs",

@@ -21,10 +21,9 @@ use crate::model::Model;
 use crate::onnx::file::MODEL;
 use crate::pipeline::running::Running;
 use crate::pipeline::running::agreement::{explanation, judge};
-use crate::pipeline::running::fidelity::not_finite_note;
 use crate::pipeline::running::memory::{lack_for_onnx_runtime, memory_limit};
 use crate::pipeline::running::onnx_comparison::{SYNTHETIC, compare_quantized_values, has_integers, onnx_fidelity};
-use crate::pipeline::{Pipeline, run::Measured};
+use crate::pipeline::{Pipeline, measured::Measured};
 use crate::report::WARNING;
 use crate::run_state::RunState;
 use crate::work::Work;
@@ -94,6 +93,16 @@ pub(super) struct Run<'r> {
     pub work: Work<'r>,
     /// When the run began.
     pub start: Instant,
+}
+
+/// A note if outputs are not finite; a warning if those of the input are.
+pub(super) fn not_finite_note(fidelity: &Fidelity) -> Option<String> {
+    let reason = fidelity.not_finite()?;
+    Some(if fidelity.lost_finite_values() {
+        format!("{WARNING}{reason}, and that of the input only finite ones: the result is not usable")
+    } else {
+        format!("fidelity was not measured: {reason}")
+    })
 }
 
 impl Run<'_> {
@@ -345,5 +354,35 @@ impl Run<'_> {
             exported.max_abs_error = exported.max_abs_error.max(fidelity.max_abs_error);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use candle_core::Tensor;
+
+    use super::*;
+    use crate::data::References;
+    use crate::evaluation::FidelityAccumulator;
+
+    /// Outputs that become infinite or NaN are a warning; outputs that already were are a note.
+    #[test]
+    fn lost_finite_values_are_a_warning() {
+        let note = |before: [f32; 2], after: [f32; 2]| {
+            let outputs = |values: [f32; 2]| [("x".to_owned(), Tensor::new(&[values], &candle_core::Device::Cpu).unwrap())].into();
+            let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 1 };
+            let mut accumulator = FidelityAccumulator::default();
+            accumulator.add(&batch, &outputs(before), &outputs(after)).unwrap();
+            not_finite_note(&accumulator.finish())
+        };
+        assert_eq!(note([1.0, 2.0], [1.0, 3.0]), None);
+        for lost in [f32::NAN, f32::INFINITY] {
+            assert!(note([1.0, 2.0], [1.0, lost]).unwrap().starts_with(WARNING), "{lost}");
+            for after in [2.0, f32::NAN] {
+                assert!(note([1.0, lost], [1.0, after]).unwrap().starts_with("fidelity was not measured"), "{lost} {after}");
+            }
+        }
     }
 }

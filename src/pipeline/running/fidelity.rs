@@ -11,18 +11,17 @@ use std::time::{Duration, Instant};
 use candle_core::DType;
 
 use super::embedding_rows::EmbeddingRows;
-use super::evaluate::Run;
+use super::evaluate::{Run, not_finite_note};
 use super::memory::{free_memory, lack_of_memory};
 use crate::analysis;
 use crate::data::{self, Batch, Data};
 use crate::error::{Error, Result};
-use crate::evaluation::{Fidelity, FidelityAccumulator, MeasuredFidelity, SamplesFrom, Subject};
+use crate::evaluation::{FidelityAccumulator, MeasuredFidelity, SamplesFrom, Subject};
 use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence, Rounding, sizes_of};
 use crate::export::Exported;
 use crate::ir::{Bindings, Dim, Graph};
 use crate::model::Model;
 use crate::pass::Samples;
-use crate::report::WARNING;
 use crate::store::{Encoding, Weights};
 
 /// Budget of multiply-accumulates of one model per byte of the input, if no pass runs the model. This
@@ -61,16 +60,6 @@ pub(super) struct HeldOut {
     pub data: Option<String>,
     /// The reason why there are none, if it needs to be reported.
     pub note: Option<String>,
-}
-
-/// A note if outputs are not finite; a warning if those of the input are.
-pub(super) fn not_finite_note(fidelity: &Fidelity) -> Option<String> {
-    let reason = fidelity.not_finite()?;
-    Some(if fidelity.lost_finite_values() {
-        format!("{WARNING}{reason}, and that of the input only finite ones: the result is not usable")
-    } else {
-        format!("fidelity was not measured: {reason}")
-    })
 }
 
 impl Run<'_> {
@@ -330,29 +319,7 @@ impl SampleSelection<'_> {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::Tensor;
-
     use super::*;
-    use crate::data::References;
-
-    /// Outputs that become infinite or NaN are a warning; outputs that already were are a note.
-    #[test]
-    fn lost_finite_values_are_a_warning() {
-        let note = |before: [f32; 2], after: [f32; 2]| {
-            let outputs = |values: [f32; 2]| [("x".to_owned(), Tensor::new(&[values], &candle_core::Device::Cpu).unwrap())].into();
-            let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 1 };
-            let mut accumulator = FidelityAccumulator::default();
-            accumulator.add(&batch, &outputs(before), &outputs(after)).unwrap();
-            not_finite_note(&accumulator.finish())
-        };
-        assert_eq!(note([1.0, 2.0], [1.0, 3.0]), None);
-        for lost in [f32::NAN, f32::INFINITY] {
-            assert!(note([1.0, 2.0], [1.0, lost]).unwrap().starts_with(WARNING), "{lost}");
-            for after in [2.0, f32::NAN] {
-                assert!(note([1.0, lost], [1.0, after]).unwrap().starts_with("fidelity was not measured"), "{lost} {after}");
-            }
-        }
-    }
 
     #[test]
     fn the_budget_limits_the_number_and_size_of_samples() {

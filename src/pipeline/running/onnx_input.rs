@@ -7,7 +7,8 @@ use std::time::Instant;
 use candle_core::Device;
 
 use super::evaluate::Run;
-use super::fidelity::{HeldOut, not_finite_note};
+use super::evaluate::not_finite_note;
+use super::fidelity::HeldOut;
 use super::memory::lack_for_onnx_runtime;
 use super::onnx_comparison::{Comparison, SYNTHETIC, TIME, compare_onnx_model, fix_sizes};
 use crate::analysis;
@@ -16,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::{FidelityAccumulator, MeasuredFidelity, Runtime, SamplesFrom, Subject, quantized_values};
 use crate::export::Exported;
 use crate::model::Model;
-use crate::pipeline::run::Measured;
+use crate::pipeline::measured::Measured;
 use crate::runtime::Limits;
 
 /// Number of synthetic samples.

@@ -2,13 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::time::Duration;
 
+use super::cached_results::ResultCache;
 use crate::data::Data;
 use crate::error::Result;
 use crate::model::Model;
-use crate::pass::Pass;
+use crate::pass::{Pass, Step};
 use crate::pipeline::Pipeline;
 use crate::recipe::Recipe;
+use crate::report::Environment;
+use crate::run_state::RunState;
 use crate::store::ContentKey;
 use crate::work::Work;
 
@@ -73,6 +77,78 @@ impl PassKeys<'_, '_> {
         };
         self.key.line(&format!("{name} {hash}"));
         Ok(())
+    }
+}
+
+/// The cache of a run: the keys of its passes and the result from which it continues.
+pub(super) struct RunCache<'p> {
+    cache: &'p ResultCache,
+    keys: Vec<String>,
+    input: Model,
+    /// Index of the last pass whose result was cached, and the model and the state of the run after it.
+    pub found: Option<(usize, Model, RunState)>,
+}
+
+impl RunCache<'_> {
+    /// Stores the result of a pass. A failure is reported as a note and does not end the run.
+    pub fn put(&self, number: usize, took: Duration, after: &Model, run: &mut RunState, work: &Work) {
+        if let Err(e) = self.cache.put(&self.keys[number], took, (&self.input, after), run, work) {
+            let pass = run.history.last().map_or("a pass", |applied| applied.name);
+            run.notes.push(format!("the result of {pass} could not be cached: {e}"));
+        }
+    }
+}
+
+impl Pipeline {
+    /// Opens the cache, if one is configured. Distributed training does not use it, because processes
+    /// could find different results.
+    pub(super) fn result_cache(&self, model: &Model, work: &Work) -> Result<Option<RunCache<'_>>> {
+        let Some((cache, reuse)) = &self.running.cache else { return Ok(None) };
+        if self.rank()?.is_some_and(|rank| rank.size > 1) {
+            return Ok(None);
+        }
+        let keys = self.result_keys(model, work)?;
+        let mut found = None;
+        if self.resume || *reuse {
+            let runs = self.steps.iter().enumerate().rev().filter(|(_, step)| step.pass().runs_on().is_some());
+            for (number, _) in runs {
+                found = cache.get(&keys[number], model, work)?.map(|(after, run)| (number, after, run));
+                if found.is_some() {
+                    break;
+                }
+            }
+        }
+        if let Some((number, _, run)) = &mut found {
+            (run.input, run.seed) = (Some(model.path.clone()), self.seed);
+            let pass = self.steps[*number].pass().name();
+            run.notes.push(format!("the result of {pass} was reused from an earlier run with the same input and passes: see `compress cache`"));
+        }
+        Ok(Some(RunCache { cache, keys, input: model.clone(), found }))
+    }
+
+    /// The keys of the model after each pass. They cover the whole recipe: a field that is added to one
+    /// of the structs destructured here does not compile until this function hashes it or names it as
+    /// irrelevant.
+    fn result_keys(&self, model: &Model, work: &Work) -> Result<Vec<String>> {
+        // Evaluation and export do not affect the passes. The keys of the passes contain everything else.
+        let Recipe { model: _, seed: _, allow_nonfinite, sizes: _, measure: _, data: _, memory, passes, evaluate, export: _, output: _, sweep: _ } =
+            self.recipe(model);
+        if model.onnx.is_some() {
+            // Loads ONNX Runtime, which runs parts of such a model, so that its version is known below.
+            let _ = crate::runtime::library();
+        }
+        let Environment { cpu, cores: _, memory_bytes: _, gpu, device, onnxruntime, onnxruntime_path: _, simd, int8 } = self.environment(false)?;
+        let gpu = gpu.filter(|_| device.as_deref() != Some("cpu"));
+        let settings = serde_json::to_string(&(allow_nonfinite, memory, evaluate)).unwrap_or_default();
+        let hardware = format!("{device:?} {gpu:?} {cpu:?} {simd} {int8} {:?}", onnxruntime.filter(|_| model.onnx.is_some()));
+        let mut keys = self.pass_keys(model, work)?;
+        let key = |step: &Step| {
+            keys.checkpoint(step.pass())?;
+            let mut key = ContentKey::new(work);
+            [&keys.result()?, &settings, &hardware].into_iter().for_each(|line| key.line(line));
+            Ok(key.name())
+        };
+        passes.iter().map(key).collect()
     }
 }
 
