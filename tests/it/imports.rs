@@ -49,21 +49,6 @@ const CIRCLES: &[(&str, &[&str])] = &[
             "store/weight.rs",
         ],
     ),
-    (
-        "engine",
-        &[
-            "data/arrays.rs",
-            "data/decoder_targets.rs",
-            "data/held_out.rs",
-            "data/image_input.rs",
-            "data/images.rs",
-            "data/labels.rs",
-            "data/open_sets.rs",
-            "data/options.rs",
-            "data/pixels.rs",
-            "data/rows.rs",
-        ],
-    ),
 ];
 
 struct Module<'s> {

@@ -12,15 +12,13 @@ use super::decoder_targets::{DecoderTargets, require_tokens};
 use super::labels::{Classes, IGNORED};
 use super::options::{self, Column, Data, Task};
 use super::pixels::Pixels;
-use super::rows::{self, Rows, require_all_used};
+use super::rows::{self, LABELS, Rows, names, require_all_used};
 use super::sequence_role::{DECODER_ATTENTION_MASK, DECODER_INPUT_IDS, INPUT_IDS, SequenceRole};
 use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches, shaped};
 use crate::error::{Error, Result};
 use crate::ir::Element;
 use crate::store::DType;
 use crate::store::header::{byte_count, element_count};
-
-pub(super) const LABELS: [&str; 3] = ["labels", "label", "y"];
 
 /// Whether a file or folder contains an array with a default name for labels.
 pub(super) fn has_labels(path: &Path) -> Result<bool> {
@@ -38,10 +36,6 @@ pub(super) fn folder_has_arrays(folder: &Path) -> bool {
 /// Opens the arrays with at least one axis.
 fn open(path: &Path) -> Result<Vec<Rows>> {
     Ok(rows::open(path)?.into_iter().filter(|rows| !rows.shape.is_empty()).collect())
-}
-
-pub(super) fn names<'r>(arrays: impl IntoIterator<Item = &'r Rows>) -> String {
-    arrays.into_iter().map(|rows| format!("`{}`", rows.name)).collect::<Vec<_>>().join(", ")
 }
 
 /// Selects the array for an input: as specified in `inputs`, with the name of the input, or the only

@@ -35,6 +35,7 @@ mod sequence_role;
 mod source_registry;
 mod speech;
 mod synthetic;
+mod task;
 mod text;
 mod tokens;
 mod wav;
@@ -48,8 +49,8 @@ use serde_json::{Map, Value};
 
 pub use batch::{Batch, References};
 pub use chat::{ChatTemplate, Message};
-pub use open_sets::OpenSets;
-pub use options::{ChannelOrder, Column, Data, DataSets, ImageLayout, LabelKind, Task, WindowSampling};
+pub use open_sets::{DataSets, OpenSets};
+pub use options::{ChannelOrder, Column, Data, ImageLayout, LabelKind, Task, WindowSampling};
 pub use order::Order;
 pub use padding::Padding;
 pub use preprocessing::has_same_preprocessing;

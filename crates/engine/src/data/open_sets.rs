@@ -1,15 +1,69 @@
-//! Cache of open data sets, so that each is opened and counted once per run.
+//! The data sets of a recipe, each opened and counted once per run.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::{Data, DataSet, DataSets, Target};
+use super::options::{Data, Task};
+use super::{DataSet, Target};
 use crate::error::Result;
 use crate::ir::Port;
 use crate::work::lock;
+
+/// The data sets of a recipe.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct DataSets {
+    /// Evaluation data, for accuracy and other metrics
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub evaluation: Option<Data>,
+    /// Calibration data, for passes that collect activation statistics; labels are ignored
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<Data>,
+    /// Training data
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub train: Option<Data>,
+    /// Data sets that this run has opened
+    #[serde(skip)]
+    pub opened: OpenSets,
+}
+
+impl DataSets {
+    /// Opens a data set for a model, or returns the set that was opened before with the same options.
+    pub fn open(&self, options: &Data, target: Target) -> Result<Arc<DataSet>> {
+        self.opened.open(options, target)
+    }
+
+    /// Whether no data set is specified.
+    pub fn is_empty(&self) -> bool {
+        *self == DataSets::default()
+    }
+
+    /// Resolves relative paths against a folder.
+    pub fn resolve(&mut self, folder: &Path) {
+        for data in [&mut self.evaluation, &mut self.calibration, &mut self.train].into_iter().flatten() {
+            data.resolve(folder);
+        }
+    }
+
+    /// Ignores labels of calibration data, so that image folders may have any name.
+    pub fn ignore_labels(&mut self) {
+        for data in self.calibration.iter_mut().filter(|data| data.images.is_some()) {
+            data.task.get_or_insert(Task::Fidelity);
+        }
+    }
+
+    /// Returns the data sets with absolute paths.
+    pub fn absolute(&self) -> DataSets {
+        let mut sets = self.clone();
+        sets.resolve(&std::env::current_dir().unwrap_or_default());
+        sets
+    }
+}
 
 /// Open data sets by their options and target. Clones share the cache. It is not part of a recipe, so
 /// that all instances compare equal.
@@ -41,13 +95,6 @@ impl OpenSets {
         let ports = [target.inputs.to_vec(), target.outputs.to_vec()];
         opened.push(Opened { options: options.clone(), folder: target.folder.to_owned(), config: target.config.clone(), ports, set: set.clone() });
         Ok(set)
-    }
-}
-
-impl DataSets {
-    /// Opens a data set for a model, or returns the one that was opened before with the same options.
-    pub fn open(&self, options: &Data, target: Target) -> Result<Arc<DataSet>> {
-        self.opened.open(options, target)
     }
 }
 

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
-use super::{OpenSets, Target};
+use super::Target;
 use crate::error::{Error, Result};
 use crate::store::ContentKey;
 use crate::work::Work;
@@ -302,18 +302,6 @@ impl Data {
         self.sampling == Some(WindowSampling::Spread)
     }
 
-    /// The data at a path; its kind follows from the file extension or the folder's contents.
-    pub fn at(path: &Path) -> Data {
-        let ending = path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase();
-        let path = Some(path.to_owned());
-        match ending.as_str() {
-            "txt" | "raw" | "csv" | "tsv" | "jsonl" => Data { text: path, ..Data::default() },
-            "safetensors" | "npz" | "npy" => Data { arrays: path, ..Data::default() },
-            _ if super::arrays::folder_has_arrays(path.as_deref().unwrap_or(Path::new(""))) => Data { arrays: path, ..Data::default() },
-            _ => Data { images: path, ..Data::default() },
-        }
-    }
-
     /// Returns these options, overridden by all options that are set in `others`.
     ///
     /// # Errors
@@ -358,51 +346,6 @@ impl Data {
         let default = tokens.and_then(|tokens| MAX_BATCH_TOKENS.checked_div(tokens)).unwrap_or(limit).clamp(1, limit);
         self.batch_size.unwrap_or(default)
     }
-
-    /// The task: as specified, or inferred from the data and the model.
-    pub(super) fn task(&self, target: &Target) -> Result<Task> {
-        if let Some(task) = self.task {
-            return Ok(task);
-        }
-        if let Some(name) = &self.source {
-            let has_classes = super::source_registry::find(name)?.has_classes();
-            return Ok(if has_classes { Task::Classification } else { Task::Fidelity });
-        }
-        let classifies = target.outputs.iter().any(|port| port.name == "logits" && port.shape.len() == 2);
-        if target.is_encoder_decoder() && !classifies {
-            let has_targets =
-                self.pair_column.is_some() || self.label_column.is_some() || self.arrays.as_deref().map_or(Ok(false), super::arrays::has_labels)?;
-            return Ok(if has_targets && has_logits_per_token(target) { Task::LanguageModelling } else { Task::Fidelity });
-        }
-        if let Some(arrays) = self.arrays.as_ref().filter(|_| predicts_tokens(target)) {
-            return Ok(if self.label_column.is_some() || super::arrays::has_labels(arrays)? { Task::LanguageModelling } else { Task::Fidelity });
-        }
-        if self.label_column.is_some() {
-            return Ok(if self.pair_column.is_some() && !has_logits(target) { Task::Embedding } else { Task::Classification });
-        }
-        if let Some(images) = &self.images {
-            let labelled = self.labels.is_some() || super::images::has_classes(images)?;
-            return Ok(if labelled { Task::Classification } else { Task::Fidelity });
-        }
-        if let Some(arrays) = &self.arrays {
-            return Ok(if super::arrays::has_labels(arrays)? { Task::Classification } else { Task::Fidelity });
-        }
-        let next = predicts_tokens(target) && !is_masked(target);
-        Ok(if next { Task::LanguageModelling } else { Task::Fidelity })
-    }
-}
-
-fn has_logits(target: &Target) -> bool {
-    target.outputs.iter().any(|port| port.name == "logits")
-}
-
-fn has_logits_per_token(target: &Target) -> bool {
-    target.outputs.iter().any(|port| port.name == "logits" && port.shape.len() == 3)
-}
-
-/// Whether the logits of each token are over the vocabulary, not over classes.
-fn predicts_tokens(target: &Target) -> bool {
-    has_logits_per_token(target) && !is_of_class(target, "ForTokenClassification")
 }
 
 /// Whether the model is a masked language model.
@@ -411,7 +354,7 @@ pub(super) fn is_masked(target: &Target) -> bool {
 }
 
 /// Whether the name of the model class in `architectures` ends with this suffix.
-fn is_of_class(target: &Target, ending: &str) -> bool {
+pub(super) fn is_of_class(target: &Target, ending: &str) -> bool {
     let class = target.config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
     class.is_some_and(|class| class.ends_with(ending))
 }
@@ -421,53 +364,6 @@ pub(super) fn require_next_tokens(target: &Target) -> Result<()> {
     let hint = "compare it with another model using `task: fidelity`, or use arrays with `labels`, -100 for tokens that are not masked".into();
     let what = "perplexity of a masked language model on text".into();
     if is_masked(target) { Err(Error::Unsupported { what, hint }) } else { Ok(()) }
-}
-
-/// The data sets of a recipe.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(deny_unknown_fields, default)]
-pub struct DataSets {
-    /// Evaluation data, for accuracy and other metrics
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub evaluation: Option<Data>,
-    /// Calibration data, for passes that collect activation statistics; labels are ignored
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub calibration: Option<Data>,
-    /// Training data
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub train: Option<Data>,
-    /// Data sets that this run has opened
-    #[serde(skip)]
-    pub opened: OpenSets,
-}
-
-impl DataSets {
-    /// Whether no data set is specified.
-    pub fn is_empty(&self) -> bool {
-        *self == DataSets::default()
-    }
-
-    /// Resolves relative paths against a folder.
-    pub fn resolve(&mut self, folder: &Path) {
-        for data in [&mut self.evaluation, &mut self.calibration, &mut self.train].into_iter().flatten() {
-            data.resolve(folder);
-        }
-    }
-
-    /// Ignores labels of calibration data, so that image folders may have any name.
-    pub fn ignore_labels(&mut self) {
-        for data in self.calibration.iter_mut().filter(|data| data.images.is_some()) {
-            data.task.get_or_insert(Task::Fidelity);
-        }
-    }
-
-    /// Returns the data sets with absolute paths.
-    pub fn absolute(&self) -> DataSets {
-        let mut sets = self.clone();
-        sets.resolve(&std::env::current_dir().unwrap_or_default());
-        sets
-    }
 }
 
 #[cfg(test)]
@@ -489,7 +385,5 @@ mod tests {
         assert_eq!((data.text_column, data.label_column), (Some(Column::Index(5)), Some(Column::Name("score".into()))));
         assert_eq!(data.inputs, [("x".to_owned(), "images".to_owned())]);
         assert_eq!("7".parse(), Ok(Column::Index(7)));
-        assert_eq!(Data::at(Path::new("a/b.CSV")).text.as_deref(), Some(Path::new("a/b.CSV")));
-        assert!(Data::at(Path::new("a/b")).images.is_some() && Data::at(Path::new("b.npz")).arrays.is_some());
     }
 }

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 
 use flate2::read::DeflateDecoder;
 
-use super::arrays::{LABELS, names};
 use super::npy::Header;
 use super::options::{Column, Data};
 use super::{MAX_SAMPLE_BYTES, Port};
@@ -13,6 +12,9 @@ use crate::error::{Error, Result};
 use crate::files::{self, File};
 use crate::store::header::byte_count;
 use crate::store::{Checkpoint, DType, RawTensor};
+
+/// Default names of the array of labels.
+pub(super) const LABELS: [&str; 3] = ["labels", "label", "y"];
 
 /// An open array that is read row by row, or completely.
 pub(super) struct Rows {
@@ -105,6 +107,11 @@ pub(super) fn extension(path: &Path) -> &str {
 /// The file name without its extension.
 pub(super) fn stem(path: &Path) -> String {
     path.file_stem().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// The names of arrays, for messages.
+pub(super) fn names<'r>(arrays: impl IntoIterator<Item = &'r Rows>) -> String {
+    arrays.into_iter().map(|rows| format!("`{}`", rows.name)).collect::<Vec<_>>().join(", ")
 }
 
 /// Rejects arrays that are neither in `used` nor labels.

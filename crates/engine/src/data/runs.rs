@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use super::array_shape::transposition_hint;
-use super::arrays::{LABELS, array_for, extra_decoder_mask, require_matching_mask, tensor};
+use super::arrays::{array_for, extra_decoder_mask, require_matching_mask, tensor};
 use super::options::{Column, Data, Task};
-use super::rows::{self, Rows, require_all_used};
+use super::rows::{self, LABELS, Rows, require_all_used};
 use super::sequence_role::DECODER_ATTENTION_MASK;
 use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches};
 use crate::error::{Error, Result};
