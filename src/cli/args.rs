@@ -1,16 +1,15 @@
-//! Flags shared by several commands.
+//! Flags shared by several commands, and the text files that they write.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Once;
 
 use clap::{Args, ValueEnum};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::export::{ByteSize, Export, Layout, Safetensors};
 use crate::pipeline::Builder;
 use crate::work::{Cancel, Progress, Silent, Work};
 
-use super::output;
 use super::progress::{Bars, JsonLines};
 use super::running::Models;
 
@@ -142,15 +141,39 @@ pub(super) struct TextFile {
 impl TextFile {
     /// Checks that the file does not exist or may be replaced. `extensions`: the extensions of its format.
     pub fn check(&self, extensions: &[&str]) -> Result<()> {
-        self.output.as_deref().map_or(Ok(()), |path| output::check_replaceable(path, extensions, self.force))
+        self.output.as_deref().map_or(Ok(()), |path| check_replaceable(path, extensions, self.force))
     }
 
     /// Writes the text, if a file was requested.
     pub fn write(&self, extensions: &[&str], text: impl FnOnce() -> Result<String>) -> Result<()> {
         let Some(path) = &self.output else { return Ok(()) };
         self.check(extensions)?;
-        output::write_file(path, &text()?)
+        write_file(path, &text()?)
     }
+}
+
+/// Checks that a file does not exist or may be replaced: only with `force`, and only if it has one of
+/// these extensions, since other files may be models.
+fn check_replaceable(path: &Path, extensions: &[&str], force: bool) -> Result<()> {
+    if !path.exists() {
+        return Ok(());
+    }
+    let error = |reason: String, hint: String| Err(Error::Output { path: path.to_owned(), reason, hint });
+    if !force {
+        return error("exists".into(), "name another file, or replace it with --force".into());
+    }
+    // Writing follows symbolic links, so the target is checked too.
+    let has_extension = |path: &Path| path.is_file() && extensions.iter().any(|extension| path.extension().is_some_and(|found| found == *extension));
+    if has_extension(path) && std::fs::canonicalize(path).is_ok_and(|path| has_extension(&path)) {
+        return Ok(());
+    }
+    let format = extensions.first().unwrap_or(&"");
+    error(format!("exists, and --force replaces only .{format} files here"), format!("name a file that ends with .{format}"))
+}
+
+/// Writes a small text file, and replaces an existing one.
+pub(super) fn write_file(path: &Path, text: &str) -> Result<()> {
+    std::fs::write(path, text).map_err(Error::io("write", path))
 }
 
 fn parse_export(text: &str) -> Result<Export, String> {

@@ -1,4 +1,4 @@
-//! Output to stdout and stderr, and the text files that commands write.
+//! Output to stdout and stderr.
 
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
@@ -10,6 +10,8 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::args::{Global, LogFormat};
+use super::progress::write_event;
+use super::running::follow;
 use crate::error::{Error, Result, counted, redact};
 use crate::model::Model;
 use crate::pipeline::{ModelMemory, PartOutcome, Pipeline, Plan, parts_folder};
@@ -34,11 +36,6 @@ pub(super) fn json(value: &impl Serialize) -> Result<()> {
     print(&(text + "\n"))
 }
 
-/// Writes a line of JSON to stderr.
-pub(super) fn event(event: &serde_json::Value) {
-    let _ = writeln!(io::stderr().lock(), "{}", escape::json_line(event).unwrap_or_default());
-}
-
 /// Options that are flags of commands. Hints name them as the library and recipes do.
 const FLAGS: [(&str, &str); 7] = [
     ("allow_nonfinite", "--allow-nonfinite"),
@@ -58,7 +55,7 @@ fn in_flags(hint: String) -> String {
 /// Writes an error to stderr, with its hint.
 pub(super) fn error(error: &Error, global: &Global) {
     if global.log_format == LogFormat::Json {
-        event(&json!({ "event": "error", "message": redact(&error.to_string()), "hint": error.hint().map(in_flags) }));
+        write_event(&json!({ "event": "error", "message": redact(&error.to_string()), "hint": error.hint().map(in_flags) }));
         return;
     }
     let (red, cyan, off) = if has_color() { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
@@ -103,7 +100,7 @@ pub(super) fn begin_run(name: &str, global: &Global) {
     match global.log_format {
         _ if global.quiet => {}
         LogFormat::Text => drop(writeln!(io::stderr().lock(), "{}", display(name))),
-        LogFormat::Json => event(&json!({ "event": "run", "name": name })),
+        LogFormat::Json => write_event(&json!({ "event": "run", "name": name })),
     }
 }
 
@@ -116,11 +113,11 @@ pub(super) fn run(pipeline: &Pipeline, model: &Model, folder: &Path, part: Optio
     if pipeline.is_leader()? {
         return report(&pipeline.run(model.clone(), folder)?, folder, global);
     }
-    super::running::follow(pipeline, model, folder)?;
+    follow(pipeline, model, folder)?;
     match global.log_format {
         _ if global.quiet => {}
         LogFormat::Text => drop(writeln!(io::stderr().lock(), "rank 0 writes {}", display(&folder.to_string_lossy()))),
-        LogFormat::Json => event(&json!({ "event": "followed", "output": folder })),
+        LogFormat::Json => write_event(&json!({ "event": "followed", "output": folder })),
     }
     Ok(())
 }
@@ -148,30 +145,6 @@ pub(super) fn report(report: &Report, folder: &Path, global: &Global) -> Result<
         return json(report);
     }
     print(&format!("{}\n written and verified: {}\n", report.to_terminal(), folder.display()))
-}
-
-/// Checks that a file does not exist or may be replaced: only with `force`, and only if it has one of
-/// these extensions, since other files may be models.
-pub(super) fn check_replaceable(path: &Path, extensions: &[&str], force: bool) -> Result<()> {
-    if !path.exists() {
-        return Ok(());
-    }
-    let error = |reason: String, hint: String| Err(Error::Output { path: path.to_owned(), reason, hint });
-    if !force {
-        return error("exists".into(), "name another file, or replace it with --force".into());
-    }
-    // Writing follows symbolic links, so the target is checked too.
-    let has_extension = |path: &Path| path.is_file() && extensions.iter().any(|extension| path.extension().is_some_and(|found| found == *extension));
-    if has_extension(path) && std::fs::canonicalize(path).is_ok_and(|path| has_extension(&path)) {
-        return Ok(());
-    }
-    let format = extensions.first().unwrap_or(&"");
-    error(format!("exists, and --force replaces only .{format} files here"), format!("name a file that ends with .{format}"))
-}
-
-/// Writes a small text file, and replaces an existing one.
-pub(super) fn write_file(path: &Path, text: &str) -> Result<()> {
-    std::fs::write(path, text).map_err(Error::io("write", path))
 }
 
 /// Maximum number of weight names listed for a pass.

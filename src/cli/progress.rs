@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
-use super::output;
-use crate::report::escape::display;
+use crate::report::escape::{display, json_line};
 use crate::report::format::{bytes, seconds};
 use crate::work::{Event, Progress, ProgressUnit, lock};
 
@@ -140,6 +139,11 @@ impl Progress for JsonLines {
             }
             Event::End => json!({ "event": "end" }),
         };
-        output::event(&line);
+        write_event(&line);
     }
+}
+
+/// Writes a line of JSON to stderr.
+pub(super) fn write_event(event: &serde_json::Value) {
+    let _ = writeln!(io::stderr().lock(), "{}", json_line(event).unwrap_or_default());
 }

@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::args::Global;
-use super::{output, running};
+use super::args::{Global, write_file};
+use super::output;
+use super::running::with_cache;
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pipeline::{Pipeline, Plan};
@@ -93,7 +94,7 @@ impl Args {
         let output = self.output.clone().or(recipe.output.clone());
         let builder = global.builder()?.recipe(&recipe).measure(recipe.measure && !self.no_measure).force(self.force).resume(self.resume);
         // Runs of a sweep share their first passes, so they use cached results.
-        let builder = if self.no_cache { builder } else { running::with_cache(builder, !name.is_empty()) };
+        let builder = if self.no_cache { builder } else { with_cache(builder, !name.is_empty()) };
         let pipeline = builder.build()?;
         let output = output.ok_or_else(|| Error::option(self.recipe.display(), "no `output`: add one to the recipe, or use -o"))?;
         let model = Model::open(&recipe.model)?;
@@ -122,7 +123,7 @@ impl Args {
         }
         let comparison = Comparison::new(&reports);
         let page = folder.join("comparison.html");
-        output::write_file(&page, &comparison.to_html())?;
+        write_file(&page, &comparison.to_html())?;
         if global.json { output::json(&comparison) } else { output::print(&format!("\n{}\n written: {}\n", comparison.to_terminal(), page.display())) }
     }
 }

@@ -1,11 +1,12 @@
-//! Command-line arguments for the device and the memory of running models, and the runtimes for `compress doctor`.
+//! Device, memory, threads and cache of running models, and the runtimes for `compress doctor`.
 
-use std::path::PathBuf;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
 
 use crate::error::{Error, ParseError, Result};
 use crate::exec::{self, DeviceChoice};
 use crate::model::Model;
-use crate::pipeline::Builder;
+use crate::pipeline::{Builder, Pipeline, ResultCache};
 use crate::report::Environment;
 use crate::store::{ByteSize, OpenSize, OpenSizes};
 use crate::{cache, runtime};
@@ -97,4 +98,23 @@ impl Runtimes {
         let onnxruntime = runtime::library().map(|path| runtime::description().unwrap_or_else(|| (String::new(), path.display().to_string())));
         Runtimes { remark, onnxruntime, cache: cache::folder(cache::variable).map(|folder| folder.display().to_string()) }
     }
+}
+
+/// Sets the number of threads that run models.
+pub(in crate::cli) fn set_threads(threads: NonZeroUsize) {
+    // Fails only if the global thread pool was already initialized.
+    let _ = rayon::ThreadPoolBuilder::new().num_threads(threads.get()).build_global();
+}
+
+/// Enables the cache of pass results in the user's cache folder. `reuse`: results of earlier runs are also used without --resume.
+pub(in crate::cli) fn with_cache(builder: Builder, reuse: bool) -> Builder {
+    match ResultCache::in_user_cache() {
+        Some(cache) => builder.cache(cache, reuse),
+        None => builder,
+    }
+}
+
+/// Runs a pipeline in a process other than rank 0.
+pub(in crate::cli) fn follow(pipeline: &Pipeline, model: &Model, folder: &Path) -> Result<()> {
+    pipeline.follow(model, folder)
 }
