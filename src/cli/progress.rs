@@ -44,8 +44,8 @@ impl Progress for Bars {
                 let template = match (unit, total) {
                     (_, 0) => UNCOUNTED,
                     (ProgressUnit::Bytes, _) => BYTES,
-                    (ProgressUnit::Samples, _) => SAMPLES,
                     (ProgressUnit::Steps, _) => STEPS,
+                    _ => SAMPLES,
                 };
                 let bar = io::stderr().is_terminal().then(|| {
                     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ");
@@ -85,12 +85,13 @@ impl Progress for Bars {
                     let rate = done as f64 / elapsed.as_secs_f64();
                     let (amount, rate) = match unit {
                         ProgressUnit::Bytes => (bytes(done), bytes(rate as u64)),
-                        ProgressUnit::Samples => (format!("{done} samples"), format!("{rate:.1}")),
                         ProgressUnit::Steps => (format!("{done} steps"), format!("{rate:.2}")),
+                        _ => (format!("{done} samples"), format!("{rate:.1}")),
                     };
                     let _ = writeln!(io::stderr().lock(), "{name}: {amount} in {}, {rate}/s", seconds(elapsed.as_secs_f64()));
                 }
             }
+            _ => {}
         }
     }
 }
@@ -116,8 +117,8 @@ impl Progress for JsonLines {
             Event::Begin { stage, total, unit } => {
                 let unit = match unit {
                     ProgressUnit::Bytes => "bytes",
-                    ProgressUnit::Samples => "samples",
                     ProgressUnit::Steps => "steps",
+                    _ => "samples",
                 };
                 *state = Some(Counter { done: 0, total, unit, reported: Instant::now() });
                 json!({ "event": "begin", "stage": stage, unit: total })
@@ -138,6 +139,7 @@ impl Progress for JsonLines {
                 json!({ "event": "message", "text": text })
             }
             Event::End => json!({ "event": "end" }),
+            _ => return,
         };
         write_event(&line);
     }

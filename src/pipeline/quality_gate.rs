@@ -86,12 +86,13 @@ fn quality_warning(measured: &MeasuredFidelity, accuracy: Option<&Accuracy>, pip
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
-    use crate::evaluation::OutputFidelity;
 
     fn fidelity(cosine: f64, kl: Option<f64>, top1_agreement: Option<f64>) -> Fidelity {
-        let output = OutputFidelity { cosine, cosine_min: cosine, sqnr_db: None, kl, top1_agreement, max_abs_error: 1.0, largest: 1.0 };
-        Fidelity::worst_of([("logits".to_owned(), output)].into(), BTreeMap::new())
+        let output = json!({ "cosine": cosine, "cosine_min": cosine, "kl": kl, "top1_agreement": top1_agreement, "max_abs_error": 1.0, "largest": 1.0 });
+        Fidelity::worst_of([("logits".to_owned(), serde_json::from_value(output).unwrap())].into(), BTreeMap::new())
     }
 
     #[test]
@@ -109,19 +110,9 @@ mod tests {
     #[test]
     fn scores_take_precedence_over_fidelity() {
         let found = |metric: Option<&str>, before: f64, after: f64| {
-            let score = |value| metric.map(|_| (Runtime::Candle, value)).into_iter().collect();
-            let accuracy = Accuracy {
-                task: String::new(),
-                metric: metric.map(str::to_owned),
-                data: String::new(),
-                samples: 8,
-                before: score(before),
-                after: score(after),
-                ci95: None,
-                drop: None,
-                fidelity: None,
-                more: BTreeMap::new(),
-            };
+            let score = |value| metric.map(|_| (Runtime::Candle, value)).into_iter().collect::<BTreeMap<_, f64>>();
+            let accuracy = json!({ "task": "", "metric": metric, "data": "", "samples": 8, "before": score(before), "after": score(after), "more": {} });
+            let accuracy: Accuracy = serde_json::from_value(accuracy).unwrap();
             violations(&fidelity(0.1, Some(4.0), Some(0.1)), Some(&accuracy))
         };
         assert_eq!((found(Some("accuracy"), 0.52, 0.81), found(Some("perplexity"), 20.0, 25.0)), (None, None));
@@ -142,7 +133,7 @@ mod tests {
             let details = serde_json::json!({ "training": { "curve": records } });
             let applied = crate::run_state::Applied { details, ..crate::run_state::Applied::new("finetune", serde_json::Value::Null) };
             let run = RunState { history: vec![applied], ..RunState::default() };
-            let found = MeasuredFidelity { samples_from: SamplesFrom::Synthetic, samples: 4, data: None, fidelity: fidelity(cosine, None, None) };
+            let found = MeasuredFidelity::new(SamplesFrom::Synthetic, 4, None, fidelity(cosine, None, None));
             quality_note(&Measured { fidelity: Some(found), ..Measured::default() }, &Pipeline::builder().build().unwrap(), &run)
         };
         let learned = note([0.7, 0.01], "hard", 0.1).unwrap();

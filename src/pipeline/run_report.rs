@@ -13,7 +13,6 @@ use super::quality_gate::quality_note;
 use super::run::{Run, Written};
 use super::zstd_size::measure_zstd_sizes;
 use crate::error::{Error, Result};
-use crate::evaluation::{Accuracy, MeasuredFidelity};
 use crate::export::Exported;
 use crate::files::{self, LocalNames};
 use crate::model::Model;
@@ -30,7 +29,7 @@ const GRAPH: &str = "graph.json";
 
 impl Run<'_> {
     /// The report of a written model, without the copied files and the totals.
-    pub fn report(&self, staging: &Staging, written: &Written, measured: Measured) -> Result<Report> {
+    pub fn report(&self, staging: &Staging, written: &Written, mut measured: Measured) -> Result<Report> {
         let Run { pipeline, input, after, state, .. } = self;
         let (work, exports) = (pipeline.work(), &written.exports);
         let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
@@ -57,6 +56,8 @@ impl Run<'_> {
             self.sample_notes.clone(),
             measured.notes,
         ];
+        measured.accuracy.iter_mut().for_each(|accuracy| accuracy.data = names.text(&accuracy.data));
+        measured.fidelity.iter_mut().filter_map(|fidelity| fidelity.data.as_mut()).for_each(|data| *data = names.text(data));
         let mut report = Report {
             schema: report::SCHEMA,
             tool: Tool::default(),
@@ -71,8 +72,8 @@ impl Run<'_> {
             passes: self.passes(&names, written.peak_rss_bytes),
             size,
             compute: measured.compute,
-            accuracy: measured.accuracy.map(|accuracy| Accuracy { data: names.text(&accuracy.data), ..accuracy }),
-            fidelity: measured.fidelity.map(|fidelity| MeasuredFidelity { data: fidelity.data.as_deref().map(|data| names.text(data)), ..fidelity }),
+            accuracy: measured.accuracy,
+            fidelity: measured.fidelity,
             continuations: measured.continuations,
             latency: measured.latency,
             layers: layers(input, after, first),

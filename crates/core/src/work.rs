@@ -90,6 +90,7 @@ impl Cancel {
 
 /// Unit of progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ProgressUnit {
     /// Bytes of input.
     Bytes,
@@ -101,6 +102,7 @@ pub enum ProgressUnit {
 
 /// A progress event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Event<'a> {
     /// A stage begins.
     Begin {

@@ -72,12 +72,8 @@ impl Run<'_> {
         let generate = |model: &LanguageModel| model.generate(&prompts, &options, &device, memory, &work);
         let (input_texts, output_texts) = (generate(before)?, generate(&after)?);
         let continuation = |(prompt, (input, output)): (&Vec<i64>, (&crate::generation::Continuation, &crate::generation::Continuation))| {
-            Ok(Continuation {
-                prompt: vocabulary.decode(prompt)?,
-                before: vocabulary.continuation(prompt, &input.tokens)?,
-                after: vocabulary.continuation(prompt, &output.tokens)?,
-                first_difference: first_difference(&input.tokens, &output.tokens),
-            })
+            let texts = [vocabulary.continuation(prompt, &input.tokens)?, vocabulary.continuation(prompt, &output.tokens)?];
+            Ok(Continuation::new(vocabulary.decode(prompt)?, texts, first_difference(&input.tokens, &output.tokens)))
         };
         prompts.iter().zip(input_texts.iter().zip(&output_texts)).map(continuation).collect()
     }

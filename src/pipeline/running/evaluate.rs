@@ -10,9 +10,7 @@ use candle_core::Device;
 use crate::analysis;
 use crate::data::{self, Batch};
 use crate::error::{Error, Result, counted};
-use crate::evaluation::{
-    self, Accuracy, Compute, Cost, Evaluate, Fidelity, MeasuredFidelity, Precision, Runner, Runtime, SamplesFrom, Subject, quantized_values,
-};
+use crate::evaluation::{self, Compute, Evaluate, Fidelity, MeasuredFidelity, Precision, Runner, Runtime, SamplesFrom, Subject, quantized_values};
 use crate::exec::{Inputs, Rounding};
 use crate::export::{Export, Exported};
 use crate::files::Destination;
@@ -158,11 +156,8 @@ impl Run<'_> {
     pub(super) fn compute(&self, before: &Graph) -> Option<Compute> {
         let after = self.after.graph().ok()?;
         let sizes = analysis::usual_sizes(before);
-        let cost = |graph: &Graph| {
-            let (macs, activation_bytes) = analysis::cost(graph, &sizes);
-            Cost { macs, activation_bytes }
-        };
-        Some(Compute { before: cost(before), after: cost(&after), sizes })
+        let costs = [before, &after].map(|graph| analysis::cost(graph, &sizes));
+        Some(Compute::new(sizes, costs))
     }
 
     /// Opens the models to evaluate.
@@ -176,6 +171,7 @@ impl Run<'_> {
                 (Role::Input, Runtime::OnnxRuntime) if self.before.onnx.is_some() => Subject::open_original_file(self.before, self.work.threads)?,
                 (Role::Input, Runtime::OnnxRuntime) => self.session(&self.folder.join(INPUT_FOLDER).join(self.file))?,
                 (Role::Output | Role::OutputAsOnnx, Runtime::OnnxRuntime) => self.session(&self.folder.join(self.file))?,
+                (_, other) => return Err(Error::option("runtime", format!("`{other}` cannot be evaluated"))),
             };
             subjects.push((role, runtime, subject));
         }
@@ -297,13 +293,9 @@ impl Run<'_> {
         let fidelity = outcomes.pairs.first().filter(|_| own.is_none() && first_after > 0);
         measured.notes.extend(fidelity.and_then(not_finite_note));
         let fidelity = fidelity.filter(|fidelity| fidelity.not_finite().is_none()).cloned();
-        let accuracy = Accuracy { fidelity, ..outcomes.accuracy(runtimes, &data, first_after) };
-        measured.fidelity = accuracy.fidelity.clone().map(|fidelity| MeasuredFidelity {
-            samples_from: SamplesFrom::Evaluation,
-            samples: accuracy.samples,
-            data: Some(accuracy.data.clone()),
-            fidelity,
-        });
+        let mut accuracy = outcomes.accuracy(runtimes, &data, first_after);
+        accuracy.fidelity.clone_from(&fidelity);
+        measured.fidelity = fidelity.map(|found| MeasuredFidelity::new(SamplesFrom::Evaluation, accuracy.samples, Some(accuracy.data.clone()), found));
         measured.accuracy = Some(accuracy);
         let folder = self.folder.join(INPUT_FOLDER);
         if folder.exists() {

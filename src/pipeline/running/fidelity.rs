@@ -146,7 +146,7 @@ impl Run<'_> {
                 accumulator.add(&sample.clone().tokens_within(tokens)?, &expected, &actual)?;
             }
         }
-        Ok((MeasuredFidelity { samples_from, samples: before.batches(), data, fidelity: accumulator.finish() }, note))
+        Ok((MeasuredFidelity::new(samples_from, before.batches(), data, accumulator.finish()), note))
     }
 
     /// Whether the output is a student from another folder that preprocesses samples differently.

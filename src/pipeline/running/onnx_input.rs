@@ -151,7 +151,7 @@ impl Run<'_> {
         };
         if !held_out.is_empty() {
             let samples = held_out.iter().map(|sample| sample.samples).sum();
-            return Ok((Some(MeasuredFidelity { samples_from: SamplesFrom::HeldOut, samples, data, fidelity: compare(&held_out)? }), None));
+            return Ok((Some(MeasuredFidelity::new(SamplesFrom::HeldOut, samples, data, compare(&held_out)?)), None));
         }
         let (mut rejection, start) = (None, Instant::now());
         // An ONNX file does not specify which sizes and values it accepts, so several kinds are tried.
@@ -159,7 +159,7 @@ impl Run<'_> {
             let samples = batches(kind)?;
             match compare(&samples) {
                 Ok(fidelity) => {
-                    return Ok((Some(MeasuredFidelity { samples_from: SamplesFrom::Synthetic, samples: samples.len(), data: None, fidelity }), note));
+                    return Ok((Some(MeasuredFidelity::new(SamplesFrom::Synthetic, samples.len(), None, fidelity)), note));
                 }
                 // Samples of other kinds would exceed the limit too, with the memory of this run still
                 // taken.

@@ -9,6 +9,7 @@ use crate::error::counted;
 
 /// Score of a model on labelled samples.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Score {
     /// `accuracy`, `perplexity`, `spearman`.
     pub metric: String,
@@ -39,6 +40,7 @@ const KL_DIVERGENCE: &str = "kl_divergence";
 /// compared, and each field holds the value of the output with the worst value.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct Fidelity {
     /// The output with the lowest mean cosine.
     pub output: String,
@@ -76,6 +78,7 @@ impl Fidelity {
 /// else a sample.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct OutputFidelity {
     /// Mean cosine similarity of the rows.
     pub cosine: f64,
@@ -140,6 +143,7 @@ impl Fidelity {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum SamplesFrom {
     /// Evaluation data of the recipe.
     Evaluation,
@@ -152,6 +156,7 @@ pub enum SamplesFrom {
 /// [`Fidelity`] of the output model to the input model, with the samples it was measured on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct MeasuredFidelity {
     /// Origin of the samples.
     pub samples_from: SamplesFrom,
@@ -166,6 +171,12 @@ pub struct MeasuredFidelity {
 }
 
 impl MeasuredFidelity {
+    /// A fidelity with its samples.
+    #[doc(hidden)]
+    pub fn new(samples_from: SamplesFrom, samples: usize, data: Option<String>, fidelity: Fidelity) -> MeasuredFidelity {
+        MeasuredFidelity { samples_from, samples, data, fidelity }
+    }
+
     /// Describes the samples: `32 samples of data.jsonl`.
     pub fn describe(&self) -> String {
         let (count, data) = (self.samples, self.data.as_deref().unwrap_or("the data"));
@@ -180,6 +191,7 @@ impl MeasuredFidelity {
 /// Continuations of a prompt by both models, with greedy decoding.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct Continuation {
     /// The prompt.
     pub prompt: String,
@@ -191,9 +203,18 @@ pub struct Continuation {
     pub first_difference: Option<usize>,
 }
 
+impl Continuation {
+    /// Continuations of a prompt by the input and the output model.
+    #[doc(hidden)]
+    pub fn new(prompt: String, [before, after]: [String; 2], first_difference: Option<usize>) -> Continuation {
+        Continuation { prompt, before, after, first_difference }
+    }
+}
+
 /// Median and 95th percentile of the latency in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct Quantiles {
     /// The median.
     pub p50: f64,
@@ -204,6 +225,7 @@ pub struct Quantiles {
 /// Latency of one batch for the input and the output model, measured in alternation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct Latency {
     /// Runtime that ran the models.
     pub runtime: String,
@@ -236,6 +258,7 @@ impl Latency {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Runtime {
     /// The built-in executor
     Candle,
@@ -256,6 +279,7 @@ impl fmt::Display for Runtime {
 /// Metric of the input and the output model, by runtime.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct Accuracy {
     /// Evaluation task: `classification`, `language-modelling`, `embedding`, `fidelity`.
     pub task: String,
@@ -283,6 +307,7 @@ pub struct Accuracy {
 /// Computational cost of one run of the input and the output model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct Compute {
     /// Sizes of the dynamic dimensions.
     pub sizes: BTreeMap<String, usize>,
@@ -292,9 +317,19 @@ pub struct Compute {
     pub after: Cost,
 }
 
+impl Compute {
+    /// Multiply-accumulate operations and bytes of activations of the input and the output model.
+    #[doc(hidden)]
+    pub fn new(sizes: BTreeMap<String, usize>, costs: [(u64, u64); 2]) -> Compute {
+        let [before, after] = costs.map(|(macs, activation_bytes)| Cost { macs, activation_bytes });
+        Compute { sizes, before, after }
+    }
+}
+
 /// Computational cost of one run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[non_exhaustive]
 pub struct Cost {
     /// Multiply-accumulate operations. Zero weights count like other weights.
     pub macs: u64,

@@ -6,6 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 /// Metrics of one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct StepRecord {
     /// Step number, from 1.
     pub step: u64,
@@ -28,6 +29,7 @@ pub struct StepRecord {
 
 /// Score of an evaluation during training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Evaluation {
     /// Completed steps.
     pub step: u64,
