@@ -152,7 +152,7 @@ pub mod internal {
     pub use crate::run_state::RunState;
 }
 
-pub use compress_core::work::{Cancel, Event, Progress};
+pub use compress_core::work::{Cancel, Event, Progress, ProgressUnit};
 pub use compress_core::{Error, ParseError, Result};
 pub use compress_engine::Model;
 pub use pipeline::Pipeline;

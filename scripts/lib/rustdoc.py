@@ -1,4 +1,7 @@
-"""The public items of a crate, from rustdoc's JSON, as sorted lines of text."""
+"""The public items of a crate, from rustdoc's JSON, as sorted lines of text.
+
+Items of other crates that it re-exports are described too, if their JSON is given.
+"""
 
 
 from collections import defaultdict
@@ -9,13 +12,30 @@ def only(tagged):
     return next(iter(tagged.items())) if isinstance(tagged, dict) else (tagged, None)
 
 
+def is_derived(item):
+    return any("automatically_derived" in str(attribute) for attribute in item["attrs"])
+
+
 class Crate:
-    def __init__(self, data):
-        self.index, self.paths = data["index"], data["paths"]
+    def __init__(self, data, parts=()):
+        """`parts`: JSON of crates whose re-exported items are described."""
+        self.read(data)
         self.root = self.index[str(data["root"])]
         self.public = {}
         self.names = []
+        # Public paths of re-exported items of other crates, by the path of their definition.
+        self.exported = {}
         self.collect(self.root, self.root["name"], set())
+        self.parts = [Part(part, self.exported) for part in parts]
+
+    def read(self, data):
+        self.index, self.paths = data["index"], data["paths"]
+        # Names of derived traits, by the number of the type.
+        self.derived = defaultdict(set)
+        for item in self.index.values():
+            inner = only(item["inner"])[1] if is_derived(item) else None
+            if inner and not inner["trait"]["path"].endswith("StructuralPartialEq"):
+                self.derived[only(inner["for"])[1]["id"]].add(inner["trait"]["path"].rsplit("::", 1)[-1])
 
     def item(self, number):
         return self.index.get(str(number))
@@ -37,7 +57,7 @@ class Crate:
             if kind == "use":
                 target = self.item(inner["id"]) if inner["id"] is not None else None
                 if target is None:
-                    self.names.append((f"{path}::{inner['name']}", None, inner["source"]))
+                    self.export(f"{path}::{inner['name']}", inner)
                     continue
                 if inner["is_glob"]:
                     if only(target["inner"])[0] != "module":
@@ -49,6 +69,13 @@ class Crate:
                 self.collect(item, f"{path}::{name}", seen | {module["id"]})
             else:
                 self.name(item, f"{path}::{name}")
+
+    def export(self, path, use):
+        found = self.paths.get(str(use["id"]))
+        definition = "::".join(found["path"]) if found else use["source"]
+        self.names.append((path, None, definition))
+        shorter = [path, self.exported.get(definition, path)]
+        self.exported[definition] = min(shorter, key=lambda known: (known.count("::"), known))
 
     def name(self, item, path):
         self.names.append((path, item["id"], None))
@@ -66,6 +93,9 @@ class Crate:
         found = self.paths.get(str(number))
         if found is None:
             return written
+        definition = "::".join(found["path"])
+        if definition in self.exported:
+            return self.exported[definition]
         first, *rest = found["path"]
         return "::".join(["std" if first in ("core", "alloc") else first, *rest])
 
@@ -184,20 +214,23 @@ class Crate:
 
     def lines(self):
         for path, number, source in self.names:
-            home = self.public[number][1] if number is not None else source
+            home = self.public[number][1] if number is not None else self.exported[source]
             if path == home:
-                yield from self.described(self.item(number), path)
+                yield from self.described(self.item(number), path) if number is not None else []
             elif only(self.item(number)["inner"])[0] != "module" if number is not None else True:
                 yield f"pub use {path} = {home}"
-        derived = defaultdict(list)
+        yield from self.implementations()
+        for part in self.parts:
+            yield from part.lines()
+
+    def implementations(self):
         for item in self.index.values():
-            if only(item["inner"])[0] == "impl":
-                yield from self.implemented(item, derived)
-        for target, traits in derived.items():
-            yield f"derives {target}: {', '.join(sorted(set(traits)))}"
+            if only(item["inner"])[0] == "impl" and not is_derived(item):
+                yield from self.implemented(item)
 
     def described(self, item, path):
         kind, inner = only(item["inner"])
+        derived = f", derives {', '.join(sorted(self.derived[item['id']]))}" if item["id"] in self.derived else ""
         mark = "#[non_exhaustive] " if any("non_exhaustive" in str(a) for a in item["attrs"]) else ""
         if kind == "function":
             params, where = self.generics(inner["generics"])
@@ -208,12 +241,12 @@ class Crate:
             fields = fields if shape == "tuple" else fields["fields"] if fields else []
             shown = [f for f in fields if f is not None and self.item(f)]
             hidden = len(shown) < len(fields) or (shape == "plain" and only(inner["kind"])[1]["has_stripped_fields"] if kind == "struct" else False)
-            yield f"{mark}{kind} {path}{params}{where}" + (" { .. }" if hidden else "")
+            yield f"{mark}{kind} {path}{params}{where}" + (" { .. }" if hidden else "") + derived
             for field in shown:
                 yield f"field {path}::{self.item(field)['name']}: {self.type(self.item(field)['inner']['struct_field'])}"
         elif kind == "enum":
             params, where = self.generics(inner["generics"])
-            yield f"{mark}enum {path}{params}{where}"
+            yield f"{mark}enum {path}{params}{where}{derived}"
             for variant in map(self.item, inner["variants"]):
                 shape, fields = only(variant["inner"]["variant"]["kind"])
                 said = ""
@@ -243,8 +276,8 @@ class Crate:
         else:
             yield f"{kind} {path}"
 
-    def implemented(self, item, derived):
-        """The members of an implementation, or the trait; derived traits are added to `derived`, by type."""
+    def implemented(self, item):
+        """The members of an implementation, or the trait."""
         inner = item["inner"]["impl"]
         if inner["is_synthetic"] or inner["blanket_impl"] is not None:
             return
@@ -259,14 +292,32 @@ class Crate:
                 if member and member["visibility"] == "public":
                     yield from self.described(member, f"{path}::{member['name']}")
             return
-        if str(trait["id"]) in self.index and trait["id"] not in self.public or trait["path"].endswith("StructuralPartialEq"):
-            return
-        if any("automatically_derived" in str(attribute) for attribute in item["attrs"]):
-            derived[self.type(inner["for"])].append(trait["path"].rsplit("::", 1)[-1])
+        if str(trait["id"]) in self.index and trait["id"] not in self.public:
             return
         sign = "!" if inner["is_negative"] else ""
         yield f"impl{params} {sign}{self.path(trait['id'], trait['path'])}{self.arguments(trait['args'])} for {self.type(inner['for'])}{where}"
 
 
-def lines(data):
-    return sorted(set(Crate(data).lines()))
+class Part(Crate):
+    """The items of a crate that another one re-exports."""
+
+    def __init__(self, data, exported):
+        self.read(data)
+        self.exported = exported
+        own = {int(number): "::".join(found["path"]) for number, found in self.paths.items() if found["crate_id"] == 0}
+        self.public = {number: (0, exported[path]) for number, path in own.items() if path in exported}
+
+    def lines(self):
+        for number, (_, path) in self.public.items():
+            yield from self.described(self.item(number), path)
+        yield from self.implementations()
+
+    def implemented(self, item):
+        inner = item["inner"]["impl"]
+        kind, target = only(inner["for"])
+        ends = [target["id"] if kind == "resolved_path" else None, inner["trait"] and inner["trait"]["id"]]
+        return super().implemented(item) if any(end in self.public for end in ends) else ()
+
+
+def lines(data, parts):
+    return sorted(set(Crate(data, parts).lines()))

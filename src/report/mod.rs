@@ -28,7 +28,7 @@ pub(crate) use environment::Peak;
 pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};
-use crate::evaluation::{Accuracy, Compute, Continuation, Latency, MeasuredFidelity};
+pub use crate::evaluation::{Accuracy, Compute, Continuation, Cost, Fidelity, Latency, MeasuredFidelity, OutputFidelity, Quantiles, Runtime, SamplesFrom};
 use crate::files;
 pub use crate::run_state::WARNING;
 

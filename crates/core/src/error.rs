@@ -205,6 +205,7 @@ impl Error {
     }
 
     /// A failed computation of candle. Out-of-memory errors of devices become [`Error::OutOfMemory`].
+    #[doc(hidden)]
     pub fn candle(what: impl fmt::Display, e: impl fmt::Display) -> Error {
         let reason = e.to_string();
         if reason.to_ascii_lowercase().replace('_', " ").contains("out of memory") {

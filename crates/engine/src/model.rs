@@ -39,20 +39,28 @@ use crate::work::{Event, ProgressUnit, Work};
 #[derive(Clone)]
 pub struct Model {
     /// Path of the folder or file.
+    #[doc(hidden)]
     pub path: PathBuf,
     /// `config.json`, without the description of weight encodings.
+    #[doc(hidden)]
     pub config: Config,
     /// The weights, by name.
+    #[doc(hidden)]
     pub weights: Weights,
     /// The weight files, or the ONNX file with its external data files.
+    #[doc(hidden)]
     pub weight_files: Vec<PathBuf>,
     /// Other files of the folder.
+    #[doc(hidden)]
     pub auxiliary: AuxiliaryFiles,
     /// The graph, if a pass has changed it.
+    #[doc(hidden)]
     pub changed_graph: Option<Arc<graph::Graph>>,
     /// The ONNX file, if the model was opened from one.
+    #[doc(hidden)]
     pub onnx: Option<Arc<graph::ModelFile>>,
     /// Whether quantized activations are int8 instead of uint8, as some runtimes require.
+    #[doc(hidden)]
     pub signed_activations: bool,
 }
 
@@ -63,9 +71,6 @@ impl fmt::Debug for Model {
 }
 
 impl Model {
-    /// Name of the file with the hash of the inputs of a cached run.
-    pub const KEY: &str = "inputs.blake3";
-
     /// Opens a folder, or a safetensors, PyTorch, GGUF or ONNX file. Headers, ONNX messages and
     /// `config.json` are read, tensors are not. In a folder without safetensors and without
     /// `pytorch_model.bin`, opens an ONNX or GGUF file.
@@ -115,6 +120,12 @@ impl Model {
         model.require_widths()?;
         Ok(model)
     }
+}
+
+#[doc(hidden)]
+impl Model {
+    /// Name of the file with the hash of the inputs of a cached run.
+    pub const KEY: &str = "inputs.blake3";
 
     /// Whether a pass gave this model other classes than those of the input, or a new classification head
     /// for the same classes.

@@ -296,6 +296,7 @@ mod values {
     }
 }
 
+#[doc(hidden)]
 impl Data {
     /// Whether windows are spread over a text.
     pub(super) fn is_spread(&self) -> bool {
@@ -303,9 +304,6 @@ impl Data {
     }
 
     /// Returns these options, overridden by all options that are set in `others`.
-    ///
-    /// # Errors
-    /// The options cannot be represented as JSON.
     pub fn overridden_by(&self, others: &Data) -> Result<Data> {
         let merge = || {
             let mut all = serde_json::to_value(self)?;

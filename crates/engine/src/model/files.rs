@@ -270,6 +270,7 @@ fn is_weights(name: &str) -> bool {
         || (GENERIC_EXTENSIONS.contains(&extension) && named(stem))
 }
 
+#[doc(hidden)]
 impl Model {
     /// Rejects links to files outside of the folder, whose contents would be copied into the output and
     /// published. Links to a content-addressed cache, in a folder `blobs` above the model, are allowed.

@@ -15,6 +15,7 @@ use crate::ir::{Builder, GraphFile, Node, Op, difference, is_equivalent, kv_cach
 pub use crate::onnx::ModelFile;
 use crate::store::{ActivationScheme, Encoding, Module, OpenSizes, QuantizationSpec, Weight, Weights};
 
+#[doc(hidden)]
 impl Model {
     /// Opens an ONNX file; `path` is the file itself or its folder.
     pub(super) fn open_onnx(path: &Path, file: &Path) -> Result<Model> {

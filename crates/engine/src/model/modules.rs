@@ -13,6 +13,7 @@ const POOLING_WIDTHS: [&str; 2] = ["word_embedding_dimension", "embedding_dimens
 /// Keys of widths in a module's `config.json`, with the tensors and axes that determine them.
 const WIDTHS: [(&str, &str, usize); 3] = [("in_features", "linear.weight", 1), ("out_features", "linear.weight", 0), ("dimension", "norm.weight", 0)];
 
+#[doc(hidden)]
 impl Model {
     /// Configuration files of modules whose widths do not match the weights, with corrected widths, by
     /// path relative to `carried_from`.

@@ -13,6 +13,7 @@ pub enum Graph {}
 /// Placeholder for ONNX files; has no values.
 pub enum ModelFile {}
 
+#[doc(hidden)]
 impl Model {
     pub(super) fn open_onnx(_path: &Path, file: &Path) -> Result<Model> {
         Err(Error::Unsupported {

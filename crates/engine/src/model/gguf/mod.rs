@@ -29,6 +29,7 @@ use crate::files;
 use crate::store::gguf::{GgufFile, RowPermutation};
 use crate::store::{Checkpoint, Weight, Weights};
 
+#[doc(hidden)]
 impl Model {
     /// Opens a GGUF file; `path` is the file itself or its folder.
     pub(super) fn open_gguf(path: &Path, file: &Path) -> Result<Model> {
