@@ -70,7 +70,8 @@
 //!     }
 //!
 //!     fn sample(&self, number: usize) -> compress::Result<Sample> {
-//!         let mut sample = Sample::new("pixels", Array::floats([784], (0..784).map(|at| ((at * (number + 3)) % 255) as f32 / 255.0).collect::<Vec<_>>()));
+//!         let pixels: Vec<f32> = (0..784).map(|at| ((at * (number + 3)) % 255) as f32 / 255.0).collect();
+//!         let mut sample = Sample::new("pixels", Array::floats([784], pixels));
 //!         sample.class = Some(number % 10);
 //!         Ok(sample)
 //!     }
@@ -90,7 +91,8 @@
 //!     builder.passes(passes).measure(false).build()?.run(model, folder.path().join(name))
 //! };
 //! // Removes half of the neurons.
-//! let smaller = run("structured", vec![PruneStructured { amount: Some(prune_structured::Amounts::All(Amount::fraction(0.5))), ..Default::default() }.into()])?;
+//! let amount = Some(prune_structured::Amounts::All(Amount::fraction(0.5)));
+//! let smaller = run("structured", vec![PruneStructured { amount, ..Default::default() }.into()])?;
 //! assert!(smaller.size.after.parameters < smaller.size.before.parameters);
 //! // Two layers with half of the parameters in place of each layer.
 //! run("low-rank", vec![Decompose { rank: Amount::fraction(0.5), ..Default::default() }.into()])?;
@@ -98,7 +100,8 @@
 //! run("static", vec![QuantizeStatic::default().into(), Dequantize::default().into()])?;
 //! // One step of training on the classes, and one on the outputs of the model before pruning.
 //! let prune = PruneUnstructured { amount: Some(Amount::fraction(0.5)), ..Default::default() };
-//! run("finetuned", vec![prune.clone().into(), Finetune { max_steps: Some(1), ..Default::default() }.into()])?;
+//! let finetune = Finetune { max_steps: Some(1), ..Default::default() };
+//! run("finetuned", vec![prune.clone().into(), finetune.into()])?;
 //! run("distilled", vec![prune.into(), Distill { max_steps: Some(1), ..Default::default() }.into()])?;
 //! # Ok(())
 //! # }

@@ -1,5 +1,5 @@
-//! Extensions of the crate by the program that uses it: passes, export formats, metrics, data sources and stores
-//! of files. They are registered under a name for the lifetime of the process, before recipes that use
+//! Extensions of the crate by the program that uses it: passes, export formats, metrics, data sources and
+//! stores of files. They are registered under a name for the lifetime of the process, before recipes that use
 //! the name are read. `examples/plugins.rs` has one of each.
 
 pub use compress_core::files::{Store, register_store};

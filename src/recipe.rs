@@ -33,7 +33,8 @@ pub struct Recipe {
     /// Keep NaN and infinite weights instead of stopping with an error
     #[serde(default)]
     pub allow_nonfinite: bool,
-    /// Sizes of the dynamic axes of an .onnx file, by the name of the axis or of an input: { sequence: 128, input: [1, 512] }
+    /// Sizes of the dynamic axes of an .onnx file, by the name of the axis or of an input: { sequence: 128,
+    /// input: [1, 512] }
     #[serde(default, skip_serializing_if = "OpenSizes::is_empty")]
     pub sizes: OpenSizes,
     /// Measure the fidelity of the outputs to the input model's if no evaluation data is configured
@@ -43,7 +44,8 @@ pub struct Recipe {
     #[cfg(feature = "run")]
     #[serde(default, skip_serializing_if = "crate::data::DataSets::is_empty")]
     pub data: crate::data::DataSets,
-    /// Memory limit of running models, like 8GB; models that exceed it run block by block [default: three quarters of the free memory]
+    /// Memory limit of running models, like 8GB; models that exceed it run block by block [default: three
+    /// quarters of the free memory]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<ByteSize>,
     /// Passes to apply, in order
@@ -58,7 +60,8 @@ pub struct Recipe {
     /// Output folder, relative to the recipe
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output: Option<PathBuf>,
-    /// Values to try, by key as for `--set`: one run for each combination of values, each in a separate folder
+    /// Values to try, by key as for `--set`: one run for each combination of values, each in a separate
+    /// folder
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub sweep: BTreeMap<String, Vec<Value>>,
 }
@@ -109,7 +112,8 @@ impl Recipe {
     /// Parses a recipe. Paths are not resolved.
     ///
     /// # Errors
-    /// The recipe is invalid. The message contains the line, the column and a snippet, and for unknown names the accepted ones.
+    /// The recipe is invalid. The message contains the line, the column and a snippet, and for unknown names
+    /// the accepted ones.
     pub fn parse(text: &str, path: &Path) -> Result<Recipe> {
         // Nested aliases expand exponentially.
         let aliases = serde_saphyr::alias_limits! { max_total_replayed_events: MAX_ALIASED };
@@ -117,8 +121,8 @@ impl Recipe {
         serde_saphyr::from_str_with_options(text, options).map_err(|e| located(path, e))
     }
 
-    /// Reads a recipe, resolves its paths against its folder, and applies overrides (`key.inner=value`), whose paths are relative to the
-    /// working directory.
+    /// Reads a recipe, resolves its paths against its folder, and applies overrides (`key.inner=value`),
+    /// whose paths are relative to the working directory.
     ///
     /// # Errors
     /// The recipe cannot be read or parsed, or a key does not exist.
@@ -126,7 +130,8 @@ impl Recipe {
         Recipe::parse_file(path)?.resolved(path).with_overrides(set)
     }
 
-    /// Like [`open`](Recipe::open), for a recipe with a sweep, in the file or in `sweep`: returns one recipe for each combination of values.
+    /// Like [`open`](Recipe::open), for a recipe with a sweep, in the file or in `sweep`: returns one recipe
+    /// for each combination of values.
     ///
     /// # Errors
     /// As [`open`](Recipe::open), or if a swept key has no value or an invalid one.
@@ -223,8 +228,8 @@ fn plain(value: &Value) -> String {
     text.chars().map(|c| if c.is_alphanumeric() || "._-+:".contains(c) { c } else { '_' }).collect()
 }
 
-/// Sets the value at a path such as `a.b.0.c`. The name of a pass or format selects its entry in the list, as in `prune-unstructured.amount`. An
-/// option that only one entry has needs no path: `amount`.
+/// Sets the value at a path such as `a.b.0.c`. The name of a pass or format selects its entry in the list, as
+/// in `prune-unstructured.amount`. An option that only one entry has needs no path: `amount`.
 fn set_value(values: &mut Value, key: &str, value: &Value) -> Result<(), String> {
     let option = if values.get(key).is_some() { None } else { option_of(values, key)? };
     let key = option.as_deref().unwrap_or(key);

@@ -1,5 +1,5 @@
-//! Arbitrary text as `graph.json`: the forward and backward passes of the graph return tensors of the inferred shapes, or an error.
-//! The names of tensors specify their shapes: `w3x4` is `[3, 4]`.
+//! Arbitrary text as `graph.json`: the forward and backward passes of the graph return tensors of the
+//! inferred shapes, or an error. The names of tensors specify their shapes: `w3x4` is `[3, 4]`.
 
 #![no_main]
 

@@ -1,7 +1,7 @@
 //! Arbitrary text as `graph.json`. The names of tensors specify their shapes: `w3x4` is `[3, 4]`.
 //!
-//! A graph that can be built is unchanged after writing and reading it. Its text, pruning groups and cost are computed without a
-//! crash.
+//! A graph that can be built is unchanged after writing and reading it. Its text, pruning groups and cost are
+//! computed without a crash.
 
 #![no_main]
 

@@ -1,5 +1,5 @@
-//! Format-aware mutations of safetensors files: most random changes invalidate the length field or the offsets and never
-//! reach later checks.
+//! Format-aware mutations of safetensors files: most random changes invalidate the length field or the
+//! offsets and never reach later checks.
 
 use libfuzzer_sys::fuzzer_mutate;
 use safetensors::Dtype;

@@ -1,5 +1,5 @@
-//! Arbitrary bytes as an ONNX file: a decoded model is unchanged after encoding and decoding it, independent of the order of its
-//! fields.
+//! Arbitrary bytes as an ONNX file: a decoded model is unchanged after encoding and decoding it, independent
+//! of the order of its fields.
 
 #![no_main]
 

@@ -1,5 +1,5 @@
-//! Arbitrary bytes as an `.onnx` file. A file that opens can be read, lifted to a typed graph or rejected, written again without changes, and
-//! processed by passes over its weights.
+//! Arbitrary bytes as an `.onnx` file. A file that opens can be read, lifted to a typed graph or rejected,
+//! written again without changes, and processed by passes over its weights.
 
 #![no_main]
 

@@ -1,7 +1,9 @@
-//! Arbitrary bytes as a safetensors file: the header is compared with that of the reference reader, then the file is opened and read.
+//! Arbitrary bytes as a safetensors file: the header is compared with that of the reference reader, then the
+//! file is opened and read.
 //!
-//! A header that is accepted must be accepted by the reference, with the same contents. The reverse holds except for a few rules that are
-//! stricter on purpose. Pipelines are planned for files that open, and sometimes run.
+//! A header that is accepted must be accepted by the reference, with the same contents. The reverse holds
+//! except for a few rules that are stricter on purpose. Pipelines are planned for files that open, and
+//! sometimes run.
 
 #![no_main]
 
@@ -20,7 +22,8 @@ use libfuzzer_sys::{fuzz_mutator, fuzz_target};
 use safetensors::SafeTensors;
 use safetensors::tensor::Metadata;
 
-/// Messages of the stricter rules: duplicate names, and tensors that are described by a list instead of an object.
+/// Messages of the stricter rules: duplicate names, and tensors that are described by a list instead of an
+/// object.
 const STRICTER: [&str; 2] = ["duplicate name", "invalid type: sequence, expected an object"];
 
 fuzz_target!(|file: &[u8]| {

@@ -68,7 +68,8 @@ impl Global {
     }
 }
 
-/// The cancellation handle of the process. The first SIGINT or SIGTERM cancels it, the second terminates the process.
+/// The cancellation handle of the process. The first SIGINT or SIGTERM cancels it, the second terminates the
+/// process.
 fn cancel_on_interrupt() -> Cancel {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
@@ -90,7 +91,8 @@ fn cancel_on_interrupt() -> Cancel {
 #[derive(Debug, Args)]
 #[group(skip)]
 pub(super) struct Writing {
-    /// Formats to write, like `safetensors` or `safetensors: {layout: sparse}` [default: safetensors; onnx for an .onnx model]
+    /// Formats to write, like `safetensors` or `safetensors: {layout: sparse}` [default: safetensors; onnx
+    /// for an .onnx model]
     #[arg(long, value_name = "FORMAT", value_parser = parse_export)]
     pub export: Vec<Export>,
     /// Layout of weights in safetensors

@@ -19,7 +19,8 @@ pub(super) struct Args {
     inner: pass::Args,
 }
 
-/// Splits the arguments of `chain` at each `--` into its own arguments and those of its passes. Arguments of other commands are not split.
+/// Splits the arguments of `chain` at each `--` into its own arguments and those of its passes. Arguments of
+/// other commands are not split.
 pub(super) fn split(args: Vec<OsString>) -> (Vec<OsString>, Vec<Vec<OsString>>) {
     if command(&args).is_none_or(|command| command != "chain") {
         return (args, Vec::new());

@@ -11,7 +11,8 @@ use crate::report::terminal::table;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
+    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also
+    /// hf:org/name, s3://bucket/name
     before: PathBuf,
     /// The model to compare with it
     after: PathBuf,

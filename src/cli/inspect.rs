@@ -17,7 +17,8 @@ use crate::store::{DType, Weight};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
+    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also
+    /// hf:org/name, s3://bucket/name
     path: PathBuf,
     /// Read headers only, without counting zeros
     #[arg(long)]

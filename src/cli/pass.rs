@@ -12,15 +12,17 @@ use crate::run_state::PartIndex;
 #[derive(Debug, clap::Args)]
 #[group(skip)]
 pub(super) struct Args {
-    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
+    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also
+    /// hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Output folder, or an .onnx or .gguf file; also s3://bucket/name, gs:// and az://, for which ONNX files are first written to TMPDIR
+    /// Output folder, or an .onnx or .gguf file; also s3://bucket/name, gs:// and az://, for which ONNX files
+    /// are first written to TMPDIR
     #[arg(long, short, value_name = "DIR", help_heading = "Output")]
     output: PathBuf,
     #[command(flatten, next_help_heading = "Output")]
     writing: Writing,
-    /// Write only a part of the weights, to OUT.parts: `2/16`, or `auto` in a Slurm job array, `auto/16` in a Kubernetes indexed job; `compress
-    /// merge` merges the parts
+    /// Write only a part of the weights, to OUT.parts: `2/16`, or `auto` in a Slurm job array, `auto/16` in a
+    /// Kubernetes indexed job; `compress merge` merges the parts
     #[arg(long, value_name = "I/N", help_heading = "Output")]
     part: Option<PartIndex>,
     #[command(flatten)]

@@ -30,14 +30,15 @@ pub(super) struct Args {
     /// Change a value of the recipe: `seed=1`, `prune-unstructured.amount=0.3`, `passes.0.cast.to=f16`
     #[arg(long, value_name = "KEY=VALUE", value_parser = parse_set)]
     set: Vec<(String, String)>,
-    /// Run with each of several values, each in a subfolder of the output folder: `amount=0.3,0.5,0.7`; if the option is repeated,
-    /// run every combination
+    /// Run with each of several values, each in a subfolder of the output folder: `amount=0.3,0.5,0.7`; if
+    /// the option is repeated, run every combination
     #[arg(long, value_name = "KEY=VALUE,...", value_parser = parse_sweep)]
     sweep: Vec<(String, Vec<Value>)>,
     /// Replace the output of an earlier run; files that its report does not list are never deleted
     #[arg(long)]
     force: bool,
-    /// Continue an earlier run after the last pass with a cached result, or from the last checkpoint of a training
+    /// Continue an earlier run after the last pass with a cached result, or from the last checkpoint of a
+    /// training
     #[arg(long)]
     resume: bool,
     /// Do not cache results of passes
@@ -46,8 +47,8 @@ pub(super) struct Args {
     /// Do not measure the fidelity to the original model if no evaluation data is given
     #[arg(long)]
     no_measure: bool,
-    /// Write only a part of the weights, to OUT.parts: `2/16`, or `auto` in a Slurm job array, `auto/16` in a Kubernetes indexed job; `compress
-    /// merge` merges the parts
+    /// Write only a part of the weights, to OUT.parts: `2/16`, or `auto` in a Slurm job array, `auto/16` in a
+    /// Kubernetes indexed job; `compress merge` merges the parts
     #[arg(long, value_name = "I/N", conflicts_with_all = ["sweep", "dry_run", "resume"])]
     part: Option<PartIndex>,
     /// Show the plan without running it

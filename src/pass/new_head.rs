@@ -19,8 +19,8 @@ pub(super) struct WithHead {
     pub renamed: BTreeMap<String, String>,
 }
 
-/// Adds a head for `classes`. A head for as many classes is kept. `what` names the option in errors. Adds notes on
-/// the head.
+/// Adds a head for `classes`. A head for as many classes is kept. `what` names the option in errors. Adds
+/// notes on the head.
 ///
 /// # Errors
 /// The family has no classification head, `config.json` does not describe the model, or it has a head for

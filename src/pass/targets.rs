@@ -15,8 +15,8 @@ pub struct SelectedWeights<'a> {
     pub names: BTreeSet<&'a str>,
     /// Description of the selection for reports.
     pub rule: String,
-    /// Layers that the default selection leaves unchanged, and why. Irrelevant for passes that do not distinguish
-    /// layers from other tensors.
+    /// Layers that the default selection leaves unchanged, and why. Irrelevant for passes that do not
+    /// distinguish layers from other tensors.
     pub notes: Vec<String>,
 }
 

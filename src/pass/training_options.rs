@@ -85,7 +85,8 @@ macro_rules! training_pass {
             #[cfg_attr(feature = "cli", arg(long, value_name = "WHEN"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub checkpoint_every: Option<Every>,
-            /// Steps between evaluations on the evaluation data; the best weights are kept, which can be the initial ones
+            /// Steps between evaluations on the evaluation data; the best weights are kept, which can be the
+            /// initial ones
             #[cfg_attr(feature = "cli", arg(long, value_name = "STEPS"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub evaluate_every: Option<u64>,

@@ -136,7 +136,8 @@ impl Pipeline {
         RunState { input: Some(model.path.clone()), seed: self.seed, ..self.start.clone() }
     }
 
-    /// The files and folders that a run reads: the model, its folder, recipes, data sets, and files that passes read, such as a teacher.
+    /// The files and folders that a run reads: the model, its folder, recipes, data sets, and files that
+    /// passes read, such as a teacher.
     pub fn inputs(&self, model: &Model) -> Vec<PathBuf> {
         [model.path.clone()].into_iter().chain(model.inputs()).chain(self.recipes.iter().cloned()).chain(self.other_inputs()).collect()
     }

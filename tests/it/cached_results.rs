@@ -125,7 +125,8 @@ fn a_reused_result_ends_as_a_fresh_one() {
     }
 }
 
-/// A pass can rename weights, or take them from another folder. A reused result is compared with the same weights.
+/// A pass can rename weights, or take them from another folder. A reused result is compared with the same
+/// weights.
 #[test]
 fn reused_weights_are_compared_with_those_they_were_derived_from() {
     let model = "vit-image-classification";

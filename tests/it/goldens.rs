@@ -1,5 +1,5 @@
-//! What PyTorch and compressed-tensors compute for small inputs (`scripts/goldens passes`), and what we make of
-//! them.
+//! What PyTorch and compressed-tensors compute for small inputs (`scripts/goldens passes`), and what we make
+//! of them.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 

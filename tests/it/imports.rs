@@ -88,7 +88,8 @@ fn leaves(tree: &str, prefix: &[String], found: &mut Vec<(Vec<String>, String)>)
     found.push((full, name));
 }
 
-/// `use` trees of the code, each with whether it is a re-export, and the code without them and without declarations of modules.
+/// `use` trees of the code, each with whether it is a re-export, and the code without them and without
+/// declarations of modules.
 fn split(code: &str) -> (Vec<(bool, String)>, String) {
     let (mut uses, mut rest, mut open) = (Vec::new(), String::new(), None::<(bool, String)>);
     for line in code.lines() {

@@ -1,7 +1,8 @@
 //! Comments, messages, docs and names are ordinary engineering English.
 //!
-//! The patterns below are constructions that readers had to read twice. A match is a hint to rewrite the sentence with the terms of
-//! the field, not to swap one word, so that the rate of matches is limited instead of their number; in documentation it is zero.
+//! The patterns below are constructions that readers had to read twice. A match is a hint to rewrite the
+//! sentence with the terms of the field, not to swap one word, so that the rate of matches is limited instead
+//! of their number; in documentation it is zero.
 
 #![allow(clippy::unwrap_used)]
 
@@ -41,7 +42,8 @@ const PHRASES: [(&str, &str); 22] = [
 ];
 
 /// Files of these endings below the folder of the project, without generated and golden ones.
-fn files(folder: &Path, ending: &str, found: &mut Vec<PathBuf>) {
+/// Finds the files of a folder whose names have this ending, without outputs and reference files.
+pub fn files(folder: &Path, ending: &str, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();

@@ -229,8 +229,8 @@ fn searched_scales_of_floats_have_smaller_errors() {
     }
 }
 
-/// Blocks are trained from the result of GPTQ, with and without zero points. The report lists the layers of blocks
-/// whose error on held-out samples falls; the others keep that result.
+/// Blocks are trained from the result of GPTQ, with and without zero points. The report lists the layers of
+/// blocks whose error on held-out samples falls; the others keep that result.
 #[test]
 fn trained_rounding_loses_less() {
     for (name, scheme, most) in [("llama", Scheme::W4A16, 1.0), ("qwen3", Scheme::W2A16Asym, 1.05), ("mixtral", Scheme::W3A16, 1.05)] {

@@ -30,7 +30,8 @@ fn a_library_has_only_the_requested_dependencies() {
     }
 }
 
-/// candle uses AVX-512 only if its version of `gemm` is the one for which the root package enables the feature.
+/// candle uses AVX-512 only if its version of `gemm` is the one for which the root package enables the
+/// feature.
 #[test]
 fn candle_multiplies_with_avx_512() {
     let with_features = ["-e", "normal", "--no-default-features", "--features", "run", "--prefix", "none", "-f", "{p} {f}"];

@@ -1,4 +1,5 @@
-//! The `quantization_config` of folders: which modules loaders select by it, and notes about unsupported schemes.
+//! The `quantization_config` of folders: which modules loaders select by it, and notes about unsupported
+//! schemes.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -64,7 +65,8 @@ fn targets_of_two_schemes_and_ignored_modules_match_by_every_name_that_loaders_u
 }
 
 /// Checkpoints and vLLM call the layers of LLaVA and Gemma 3 `language_model.model.layers`, transformers 5
-/// `model.language_model.layers`. Checkpoints of Qwen3-VL have the names of transformers, vLLM uses the others.
+/// `model.language_model.layers`. Checkpoints of Qwen3-VL have the names of transformers, vLLM uses the
+/// others.
 #[test]
 fn language_models_of_multimodal_models_match_by_the_names_of_all_libraries() {
     let desk = Desk::new();
@@ -151,7 +153,8 @@ fn routers_that_transformers_renames_are_ignored() {
     assert_eq!(is_ignored, [true, true, false], "{ignore}");
 }
 
-/// Notes about the folder of a quantized model: each case lists weights, options, and a part of the expected note.
+/// Notes about the folder of a quantized model: each case lists weights, options, and a part of the expected
+/// note.
 #[test]
 fn notes_name_libraries_that_do_not_load_a_folder() {
     let desk = Desk::new();

@@ -95,9 +95,9 @@ fn save_samples(folder: &Path) {
     }
 }
 
-/// Models and data for the guides in addition to `minilm`: `llama` with `book.txt` and `validation.txt`, `t5`,
-/// `whisper` with `speech.wav`, `smollm` without a tokenizer, `network` with a graph from a guide and `images`, and
-/// `classifier` for these images with `samples.safetensors` and `runs`.
+/// Models and data for the guides in addition to `minilm`: `llama` with `book.txt` and `validation.txt`,
+/// `t5`, `whisper` with `speech.wav`, `smollm` without a tokenizer, `network` with a graph from a guide and
+/// `images`, and `classifier` for these images with `samples.safetensors` and `runs`.
 fn with_all_models() -> tempfile::TempDir {
     let folder = with_model();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");

@@ -101,8 +101,8 @@ pub fn is_identifier(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// Features are attributes of modules named `running`, not of items: code that needs a feature is in a separate
-/// module, with a stand-in for builds without it.
+/// Features are attributes of modules named `running`, not of items: code that needs a feature is in a
+/// separate module, with a stand-in for builds without it.
 #[test]
 fn features_are_attributes_of_modules() {
     let mut asked = 0;
@@ -262,6 +262,30 @@ fn files_are_short() {
         let lines = source.text.lines().count();
         if lines > LINES { vec![format!("{lines} lines, {LINES} are enough")] } else { Vec::new() }
     });
+}
+
+/// Comments end before column 110, and Markdown before 120. Tables, links, code, and the entries of the
+/// changelog are one line each.
+#[test]
+fn prose_is_wrapped() {
+    let mut found = Vec::new();
+    for (ending, limit) in [(".rs", 110), (".md", 120)] {
+        let mut paths = Vec::new();
+        crate::language::files(Path::new(env!("CARGO_MANIFEST_DIR")), ending, &mut paths);
+        for path in paths.iter().filter(|path| !path.ends_with("CHANGELOG.md")) {
+            let mut is_code = false;
+            for (at, line) in fs::read_to_string(path).unwrap().lines().enumerate() {
+                let text = if ending == ".rs" { line.trim_start().strip_prefix("//").map(|text| text.trim_start_matches(['/', '!'])) } else { Some(line) };
+                let text = text.map(str::trim_start);
+                is_code = text.is_some_and(|text| is_code != text.starts_with("```"));
+                let is_prose = !is_code && text.is_some_and(|text| !text.starts_with(['|', '[']));
+                if is_prose && line.chars().count() > limit {
+                    found.push(format!("{}:{}", path.display(), at + 1));
+                }
+            }
+        }
+    }
+    assert!(found.is_empty(), "{found:#?}");
 }
 
 /// Code after the tests of a file would not be checked by these tests.

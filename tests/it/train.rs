@@ -624,8 +624,8 @@ fn files_of_a_student_are_copied_with_its_weights() {
     }
 }
 
-/// Texts that were tokenized for the input are not valid for a student with another tokenizer. Arrays, and images
-/// with the preprocessing of the data's options, are the same for both.
+/// Texts that were tokenized for the input are not valid for a student with another tokenizer. Arrays, and
+/// images with the preprocessing of the data's options, are the same for both.
 #[test]
 fn fidelity_is_not_measured_if_a_student_preprocesses_differently() {
     let folder = tempfile::tempdir().unwrap();

@@ -51,8 +51,8 @@ simd! {
 }
 
 simd! {
-    /// Gradient with respect to the logarithm of the scale of 8-bit fake quantization: the rounding error, or the
-    /// clipped value if it was clipped.
+    /// Gradient with respect to the logarithm of the scale of 8-bit fake quantization: the rounding error, or
+    /// the clipped value if it was clipped.
     pub fn scale_derivative(scale: f32, zero_point: f32, values: &[f32], gradient: &[f32], out: &mut [f32]) {
         each(values, gradient, out, |x, g| {
             let (steps, clamped) = rounded(x / scale, zero_point);

@@ -1,9 +1,9 @@
 //! Improves a rounded weight by coordinate descent on the error of a layer's output: scales of groups and
 //! codes in turn (Behdin et al. 2023, QuantEase, <https://arxiv.org/abs/2309.01885>).
 //!
-//! With targets `W`, grid values `Q` and `H = XᵀX` plus damping, the error is `tr(E H Eᵀ)` for `E = W - Q`. The gradient
-//! `G = E H` gives the optimal change of one weight, `Gⱼ / Hⱼⱼ`, and of the scale of a group with the codes `c`,
-//! `G·c / cᵀHc`. No step increases the error.
+//! With targets `W`, grid values `Q` and `H = XᵀX` plus damping, the error is `tr(E H Eᵀ)` for `E = W - Q`.
+//! The gradient `G = E H` gives the optimal change of one weight, `Gⱼ / Hⱼⱼ`, and of the scale of a group
+//! with the codes `c`, `G·c / cᵀHc`. No step increases the error.
 
 use rayon::prelude::*;
 

@@ -92,8 +92,8 @@ fn clipped(integer: f32, (lowest, highest): (f32, f32)) -> f32 {
     if integer <= highest { integer } else { highest }
 }
 
-/// The offset nearest to zero with which a weight is rounded to this integer, with a distance of `margin` from
-/// the ends of its rounding interval.
+/// The offset nearest to zero with which a weight is rounded to this integer, with a distance of `margin`
+/// from the ends of its rounding interval.
 pub fn offset(value: f32, integer: f32, params: QuantizationParams, integers: IntegerGrid, margin: f32) -> f32 {
     let exact = integer - params.zero - value / params.scale;
     let (lowest, highest) = integers.bounds();
@@ -120,8 +120,8 @@ pub fn integers_of(integers: IntegerGrid, values: &[f32], offsets: &[f32], param
 }
 
 simd! {
-    /// Moves the offsets of a group against the signs of their gradients. `gradients` are those of the rounded
-    /// weights. Returns the gradients of the scale and of the zero point.
+    /// Moves the offsets of a group against the signs of their gradients. `gradients` are those of the
+    /// rounded weights. Returns the gradients of the scale and of the zero point.
     pub fn step(integers: IntegerGrid, values: &[f32], offsets: &mut [f32], gradients: &[f32], params: QuantizationParams, rate: f32) -> [f32; 2] {
         let bounds = integers.bounds();
         let (mut scales, mut zeros) = ([0f32; LANES], [0f32; LANES]);
@@ -168,7 +168,8 @@ mod tests {
             .collect();
         // The fourth weight of each row is outside of the grid, and the third gradient is zero.
         assert_eq!(offsets, [-0.25, 0.25, 0.0, 0.0, 0.25, -0.25, -0.25, 0.0]);
-        // Row 0: 1·(1 - 0.6) - 2·(-2 + 1.8) + 4·1; row 1: -0.5·(0 - 0.2) + 3·(-1 + 0.52) + 1·(1 - 1) + 2·(-2).
+        // Row 0: 1·(1 - 0.6) - 2·(-2 + 1.8) + 4·1; row 1: -0.5·(0 - 0.2) + 3·(-1 + 0.52) + 1·(1 - 1) +
+        // 2·(-2).
         let expected = [[0.4 + 0.4 + 4.0, -2.0], [0.1 - 1.44 - 4.0, -1.0]];
         for (found, expected) in of_scales.iter().flatten().zip(expected.iter().flatten()) {
             assert!((found - expected).abs() < 1e-6, "{of_scales:?}");

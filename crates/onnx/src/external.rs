@@ -107,8 +107,8 @@ impl DataFiles {
         Ok(File::from(at))
     }
 
-    /// The file that a link in a Hub cache leads to. Downloads are in `snapshots/REVISION`, and are links to files in
-    /// `blobs` next to `snapshots`.
+    /// The file that a link in a Hub cache leads to. Downloads are in `snapshots/REVISION`, and are links to
+    /// files in `blobs` next to `snapshots`.
     fn hub_blob(&self, relative: &Path) -> Option<PathBuf> {
         let folder = self.folder.canonicalize().ok()?;
         let snapshots = folder.ancestors().find(|folder| folder.file_name() == Some(OsStr::new("snapshots")))?;

@@ -17,8 +17,8 @@ use crate::files::File;
 pub(super) const MIN_RUN: u64 = 1024;
 /// Maximum nesting depth of messages. The protobuf decoder permits 100.
 const MAX_DEPTH: usize = 96;
-/// Minimum average size of a message in bytes, with an allowance for small files: a decoded message takes a few hundred bytes of memory,
-/// even if it is empty in the file.
+/// Minimum average size of a message in bytes, with an allowance for small files: a decoded message takes a
+/// few hundred bytes of memory, even if it is empty in the file.
 const MIN_MESSAGE: u64 = 16;
 const FEW_MESSAGES: u64 = 1024;
 /// Maximum size of a skeleton in bytes.
@@ -172,7 +172,8 @@ impl Reader<'_> {
                     let Some(inner) = self.at.checked_add(length).filter(|inner| *inner <= end) else {
                         return Err(self.malformed("unexpected end of a field"));
                     };
-                    // All other fields of models and graphs with a length are messages too, except for a few texts.
+                    // All other fields of models and graphs with a length are messages too, except for a few
+                    // texts.
                     if kind.child(field).is_some() || matches!(kind, Kind::Model | Kind::Graph) {
                         self.count_message()?;
                     }

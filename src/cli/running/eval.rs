@@ -22,10 +22,11 @@ use crate::report::terminal::{Table, table};
   compress eval out/minilm-int8/model.onnx --data sentences.txt --against ./minilm
   compress eval ./cnn --images test-images-idx3-ubyte --labels test-labels-idx1-ubyte")]
 pub(in crate::cli) struct Args {
-    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
+    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also
+    /// hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Data, by file name: .txt, .raw, .csv, .tsv, .jsonl; .safetensors, .npz; a folder of images or an IDX file; or `{text: pairs.tsv,
-    /// pair_column: b, ...}` as in a recipe
+    /// Data, by file name: .txt, .raw, .csv, .tsv, .jsonl; .safetensors, .npz; a folder of images or an IDX
+    /// file; or `{text: pairs.tsv, pair_column: b, ...}` as in a recipe
     #[arg(long, value_name = "DATA", value_parser = parse_data, conflicts_with_all = ["text", "images", "arrays"], help_heading = "Data")]
     data: Option<Data>,
     #[command(flatten)]

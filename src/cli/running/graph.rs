@@ -15,7 +15,8 @@ pub(in crate::cli) struct Graph {
     /// Show the graph: one line for each input, tensor, node and output
     #[arg(long)]
     graph: bool,
-    /// Show the groups for structured pruning: heads, neurons, channels, the width of a residual stream; and axes that cannot be pruned
+    /// Show the groups for structured pruning: heads, neurons, channels, the width of a residual stream; and
+    /// axes that cannot be pruned
     #[arg(long, conflicts_with = "graph")]
     groups: bool,
 }

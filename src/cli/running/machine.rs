@@ -18,13 +18,15 @@ pub(in crate::cli) struct Models {
     /// Device to run models on: auto, cpu, cuda or cuda:N; not used by passes over weights
     #[arg(long, global = true, default_value_t, value_name = "DEVICE")]
     pub device: DeviceChoice,
-    /// Memory limit of running models, like 8GB; models that exceed it run block by block [default: three quarters of the free memory]
+    /// Memory limit of running models, like 8GB; models that exceed it run block by block [default: three
+    /// quarters of the free memory]
     #[arg(long, global = true, value_name = "SIZE")]
     pub memory: Option<ByteSize>,
     /// Size of a dynamic axis of an .onnx file: NAME=128, or INPUT=1x512
     #[arg(long = "size", global = true, value_name = "NAME=SIZE", value_parser = open_size)]
     sizes: Vec<(String, OpenSize)>,
-    /// Write memory-trace.json: the allocations over time of passes that run the model, for ui.perfetto.dev and chrome://tracing
+    /// Write memory-trace.json: the allocations over time of passes that run the model, for ui.perfetto.dev
+    /// and chrome://tracing
     #[arg(long, global = true)]
     pub memory_trace: bool,
 }
@@ -71,7 +73,8 @@ fn open_size(text: &str) -> std::result::Result<(String, OpenSize), ParseError> 
 #[derive(Debug, clap::Args)]
 #[group(skip)]
 pub(in crate::cli) struct Fetch {
-    /// Install ONNX Runtime, which runs .onnx files: pip downloads its wheel, and the library is copied to the cache
+    /// Install ONNX Runtime, which runs .onnx files: pip downloads its wheel, and the library is copied to
+    /// the cache
     #[arg(long)]
     fetch: bool,
 }
@@ -106,7 +109,8 @@ pub(in crate::cli) fn set_threads(threads: NonZeroUsize) {
     let _ = rayon::ThreadPoolBuilder::new().num_threads(threads.get()).build_global();
 }
 
-/// Enables the cache of pass results in the user's cache folder. `reuse`: results of earlier runs are also used without --resume.
+/// Enables the cache of pass results in the user's cache folder. `reuse`: results of earlier runs are also
+/// used without --resume.
 pub(in crate::cli) fn with_cache(builder: Builder, reuse: bool) -> Builder {
     match ResultCache::in_user_cache() {
         Some(cache) => builder.cache(cache, reuse),

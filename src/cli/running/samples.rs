@@ -7,7 +7,8 @@ use crate::pipeline::Builder;
 #[derive(Debug, clap::Args)]
 #[group(skip)]
 pub(in crate::cli) struct Samples {
-    /// Evaluation data on which the model is measured before and after: a file, or `{text: pairs.tsv, pair_column: b, ...}` as in a recipe
+    /// Evaluation data on which the model is measured before and after: a file, or
+    /// `{text: pairs.tsv, pair_column: b, ...}` as in a recipe
     #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Output")]
     eval: Option<Data>,
     /// Calibration data, in the format of `--eval`; labels are ignored

@@ -66,8 +66,8 @@ impl ModuleNames<'_> {
         self.spellings(module).into_iter().flat_map(entries).flatten().collect()
     }
 
-    /// Entries of `ignore` for experts in one tensor. vLLM looks up how experts are quantized by the names of linear
-    /// layers within their module, like `experts.0.gate_proj`.
+    /// Entries of `ignore` for experts in one tensor. vLLM looks up how experts are quantized by the names of
+    /// linear layers within their module, like `experts.0.gate_proj`.
     pub(super) fn ignored_experts(&self, module: &str) -> Vec<String> {
         self.spellings(module).iter().map(|name| ends_with(&format!("{}(\\..*)?", regex::escape(strip_first(name).unwrap_or(name))))).collect()
     }

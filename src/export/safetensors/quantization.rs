@@ -186,7 +186,8 @@ pub(super) fn group_indices<'g>(groups: &[Group<'g>]) -> HashMap<&'g str, usize>
 /// Modules that are not quantized, by their checkpoint name and by its suffix: loaders drop or change
 /// the first component (`bert.pooler.dense` becomes `pooler.dense` if only the base model is loaded).
 fn ignored(items: &[Item], model: &Model, groups: &[Group], names: &ModuleNames) -> Vec<String> {
-    // Embedding tables are included: some linear layers have names like them, such as `embeddings.projection`.
+    // Embedding tables are included: some linear layers have names like them, such as
+    // `embeddings.projection`.
     let unquantized = items
         .iter()
         .filter(|item| item.weight.encoding == Encoding::Dense && item.weight.shape.len() == 2 && item.name.ends_with(".weight"))

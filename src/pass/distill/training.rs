@@ -180,8 +180,8 @@ impl<'a> Job<'a> {
         let sizes = bindings(&small, batch, Some(&first.inputs));
         let forecast = forecast((&small, &graph, &model), training, teacher_graph.as_ref().zip(teacher_model), &objective, (&sizes, team.size()))?;
         let evaluation = context.data.evaluation.as_ref().map(|data| context.data.open(data, subject.target())).transpose()?;
-        // Without labels, the score is the fidelity to the teacher. Only rank 0 evaluates; other ranks do not need
-        // evaluation data.
+        // Without labels, the score is the fidelity to the teacher. Only rank 0 evaluates; other ranks do not
+        // need evaluation data.
         let measures_fidelity = evaluation.as_ref().is_some_and(|data| data.task() == Task::Fidelity);
         let reference = teacher_model.filter(|_| measures_fidelity);
         let is_scored = evaluation.is_some() && (!measures_fidelity || reference.is_some()) || team.rank() > 0;

@@ -1,7 +1,7 @@
 //! Trained rounding (Cheng et al. 2024, SignRound, <https://arxiv.org/abs/2309.05516>): rounding offsets and
-//! ranges of all layers of a block descend along the signs of the gradients of the block's output error. Inputs
-//! are those of the compressed model, targets the outputs of the original one. The best state on held-out tokens
-//! is kept, or the start if none is better.
+//! ranges of all layers of a block descend along the signs of the gradients of the block's output error.
+//! Inputs are those of the compressed model, targets the outputs of the original one. The best state on
+//! held-out tokens is kept, or the start if none is better.
 
 use std::collections::BTreeMap;
 
@@ -28,8 +28,8 @@ use crate::work::{Event, ProgressUnit};
 const MARGIN: f32 = 0.25;
 /// Learning rate of the ranges, relative to that of the offsets.
 const RANGE_RATE: f32 = 0.05;
-/// Number of times that the error on held-out tokens is measured, and of measurements without an improvement after
-/// which training ends.
+/// Number of times that the error on held-out tokens is measured, and of measurements without an improvement
+/// after which training ends.
 const MEASUREMENTS: usize = 8;
 const PATIENCE: usize = 3;
 
@@ -230,8 +230,8 @@ impl Training {
     }
 }
 
-/// Parts of the rows of a block's output, by batch. The held-out rows are chosen as for the other solutions of
-/// layers.
+/// Parts of the rows of a block's output, by batch. The held-out rows are chosen as for the other solutions
+/// of layers.
 fn parts(block: &mut ModifiedBlock, value: &str, tokens: TokenAxis) -> Result<Vec<Vec<Part>>> {
     let mut batches = Vec::new();
     for index in 0..block.runs.blocks.batches() {
@@ -285,8 +285,8 @@ fn no_reference() -> Error {
 }
 
 impl BlockTraining<'_, '_, '_, '_> {
-    /// Differences of the block's output from that of the original model, times a power of the factors of the guide.
-    /// Rows of other parts are zero.
+    /// Differences of the block's output from that of the original model, times a power of the factors of the
+    /// guide. Rows of other parts are zero.
     fn differences(&mut self, output: &Tensor, batch: usize, part: Part, power: i32) -> Result<Tensor> {
         let runs = &mut *self.block.runs;
         let target = runs.reference.as_mut().ok_or_else(no_reference)?.value(batch, &self.value)?;

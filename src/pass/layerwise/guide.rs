@@ -1,8 +1,8 @@
 //! Weights of calibration tokens by the gradients of the loss: one backward pass of the original model, block
 //! by block, finds the mean square of the gradients of each layer's outputs for each token (Kim et al. 2025,
-//! GuidedQuant, <https://arxiv.org/abs/2505.07004>, with one group of outputs). The targets are drawn from the
-//! model's own predictions, so that the expected squares are those of the Fisher information, the second-order
-//! approximation of the KL divergence.
+//! GuidedQuant, <https://arxiv.org/abs/2505.07004>, with one group of outputs). The targets are drawn from
+//! the model's own predictions, so that the expected squares are those of the Fisher information, the
+//! second-order approximation of the KL divergence.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
@@ -32,8 +32,8 @@ const LEAST: f64 = 0.05;
 /// Factors of the rows of the inputs of layers and of the outputs of blocks.
 #[derive(Debug)]
 pub(super) struct Guide {
-    /// For each sample, the factor of each row that is not padding, by the name of the weight of a layer, or of
-    /// the output of a block.
+    /// For each sample, the factor of each row that is not padding, by the name of the weight of a layer, or
+    /// of the output of a block.
     by_name: BTreeMap<String, Vec<Vec<f32>>>,
 }
 

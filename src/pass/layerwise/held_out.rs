@@ -71,8 +71,8 @@ impl Split {
         Split::HoldOut { samples: held_out, interval, first: (seed % interval as u64) as usize, rows: rows / held_out }
     }
 
-    /// The split to use instead if too few of `rows` rows are in the folds: the held-out samples are short, or
-    /// an expert sees few of their tokens.
+    /// The split to use instead if too few of `rows` rows are in the folds: the held-out samples are short,
+    /// or an expert sees few of their tokens.
     pub fn with_more(self, folds: [usize; 2], rows: usize) -> Option<Split> {
         let held_out = match self {
             Split::CrossFitting { .. } => folds[0].min(folds[1]),
@@ -111,8 +111,8 @@ impl Split {
     }
 }
 
-/// Whether a row is one of about `held_out` of the `count` rows of a sample, which are runs of consecutive rows at
-/// regular intervals. They begin at another position in each sample.
+/// Whether a row is one of about `held_out` of the `count` rows of a sample, which are runs of consecutive
+/// rows at regular intervals. They begin at another position in each sample.
 fn is_spread(sample: usize, row: usize, count: usize, held_out: usize) -> bool {
     if held_out >= count {
         return true;

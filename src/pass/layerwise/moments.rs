@@ -154,8 +154,8 @@ impl Moments {
         [0, 1].map(|fold| self.folds.get(fold).map_or(0, |fold| fold.rows.len() / self.size.max(1)))
     }
 
-    /// Discards the statistics if too few rows were held out, to collect them again with another split. Returns
-    /// whether it did.
+    /// Discards the statistics if too few rows were held out, to collect them again with another split.
+    /// Returns whether it did.
     pub fn hold_out_more(&mut self) -> bool {
         let split = self.split.and_then(|split| split.with_more(self.held_out(), self.tokens()));
         if split.is_some() {

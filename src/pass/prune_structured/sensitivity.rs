@@ -82,8 +82,8 @@ pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, con
     Ok(scores)
 }
 
-/// Importance by gradient: the squared first-order change of the mean loss of a batch, summed over batches, each with
-/// the weight of its samples.
+/// Importance by gradient: the squared first-order change of the mean loss of a batch, summed over batches,
+/// each with the weight of its samples.
 pub(super) fn by_gradient(groups: &[&Group], graph: &Graph, model: &Model, context: &Context) -> Result<Scores> {
     let (parameters, cuts) = calibrate::parameters_to_differentiate(graph, model, context)?;
     let members = |group: &&'_ Group| group.members.iter().filter(|member| member.role == Role::Writes).cloned().collect::<Vec<_>>();

@@ -103,24 +103,25 @@ pub struct Quantize {
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().guide))]
     #[serde(skip_serializing_if = "Guide::is_none")]
     pub guide: Guide,
-    /// With `method: gptq` or `autoround`, the damping added to the diagonal of the Hessian, as a fraction of its mean
+    /// With `method: gptq` or `autoround`, the damping added to the diagonal of the Hessian, as a fraction of
+    /// its mean
     /// [default: chosen for each layer input by the error on held-out samples]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PART"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub damping: Option<f64>,
-    /// With `method: gptq` or `autoround`, the fraction of the error of earlier layers that is compensated, from 0 to 1; 0
-    /// does not run the original model in parallel [default: chosen for each layer by the error on held-out
-    /// samples]
+    /// With `method: gptq` or `autoround`, the fraction of the error of earlier layers that is compensated,
+    /// from 0 to 1; 0 does not run the original model in parallel [default: chosen for each layer by the
+    /// error on held-out samples]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PART"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub propagation: Option<f64>,
-    /// With `method: gptq` or `autoround`, quantize columns with large inputs first; groups remain those of the stored
-    /// order [default: true]
+    /// With `method: gptq` or `autoround`, quantize columns with large inputs first; groups remain those of
+    /// the stored order [default: true]
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ordered: Option<bool>,
-    /// With `method: gptq` or `autoround`, the maximum number of sweeps of coordinate descent, which improve the
-    /// integers and the scales after all columns were quantized; 0 disables them [default: 3]
+    /// With `method: gptq` or `autoround`, the maximum number of sweeps of coordinate descent, which improve
+    /// the integers and the scales after all columns were quantized; 0 disables them [default: 3]
     #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sweeps: Option<usize>,

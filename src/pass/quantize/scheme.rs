@@ -27,8 +27,8 @@ enum SchemeGranularity {
 
 macro_rules! schemes {
     ($($(#[$attribute:meta])* $scheme:ident = $name:literal $(| $alias:literal)* => $row:expr;)*) => {
-        /// Quantization scheme of weights and activations. Names are case-insensitive, and `_` is equivalent to
-        /// `-`.
+        /// Quantization scheme of weights and activations. Names are case-insensitive, and `_` is equivalent
+        /// to `-`.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
         #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
         #[non_exhaustive]

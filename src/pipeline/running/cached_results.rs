@@ -323,8 +323,8 @@ impl State {
     }
 }
 
-/// The weight of the original files that a weight was derived from. If several weights are parts of one tensor, the
-/// ends of their names must agree.
+/// The weight of the original files that a weight was derived from. If several weights are parts of one
+/// tensor, the ends of their names must agree.
 fn original<'w>(originals: &'w BTreeMap<String, Weight>, name: &str, stored_as: &[String]) -> Option<&'w Weight> {
     let is_original = |weight: &&Weight| weight.stored_as == stored_as && !stored_as.is_empty();
     let end = |name: &str| name.rsplit('.').take(2).map(str::to_owned).collect::<Vec<_>>();

@@ -68,8 +68,8 @@ pub(super) enum TextFormat {
 
 /// The byte order mark that some editors write at the beginning of a file.
 const BYTE_ORDER_MARK: char = '\u{feff}';
-/// A record that is appended to files with columns. If a quoted field is not closed, it is the end of that field
-/// instead.
+/// A record that is appended to files with columns. If a quoted field is not closed, it is the end of that
+/// field instead.
 const LAST_RECORD: &str = "\u{1}end of file\u{1}";
 const TEXT: [&str; 2] = ["text", "sentence"];
 /// Key of the messages of a chat, in JSON objects.

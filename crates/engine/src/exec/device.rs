@@ -90,7 +90,8 @@ pub fn device_name(device: &Device) -> (String, Option<String>) {
     }
 }
 
-/// The GPU model or the name of the device, and the instruction set: floating-point results of two runs with the same hardware are equal.
+/// The GPU model or the name of the device, and the instruction set: floating-point results of two runs with
+/// the same hardware are equal.
 pub fn hardware(device: &Device) -> String {
     let (name, gpu) = device_name(device);
     format!("{} {}", gpu.unwrap_or(name), crate::kernel::instruction_set())

@@ -36,8 +36,8 @@ pub fn preprocessing_folder(file: &Path) -> PathBuf {
     file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned()
 }
 
-/// Path of an auxiliary file in a folder. In the layout of the Hub (`onnx/model.onnx`), each file that the folder lacks is that of the parent
-/// folder.
+/// Path of an auxiliary file in a folder. In the layout of the Hub (`onnx/model.onnx`), each file that the
+/// folder lacks is that of the parent folder.
 pub fn auxiliary_path(folder: &Path, name: &str) -> PathBuf {
     let own = folder.join(name);
     let named = files::absolute(folder);
@@ -388,7 +388,8 @@ mod tests {
         assert!(old.iter().all(|name| is_excluded(name)), "{:?}", auxiliary.left);
     }
 
-    /// In the layout of the Hub, each file is looked up in the folder of the ONNX file, and then in its parent.
+    /// In the layout of the Hub, each file is looked up in the folder of the ONNX file, and then in its
+    /// parent.
     #[test]
     fn auxiliary_files_of_onnx_files_are_found_one_by_one() {
         let folder = tempfile::tempdir().unwrap();

@@ -34,7 +34,8 @@ pub fn stacked_experts(name: &str, weight: &Weight) -> Option<String> {
     (weight.role == Some(Role::Experts)).then(|| format!("{block}.experts"))
 }
 
-/// Whether a weight is the kernel of a convolution. Without a recorded role, tensors of rank 3 to 5 are, except for stacked experts.
+/// Whether a weight is the kernel of a convolution. Without a recorded role, tensors of rank 3 to 5 are,
+/// except for stacked experts.
 pub fn is_convolution(name: &str, weight: &Weight) -> bool {
     let named = || (3..=5).contains(&weight.shape.len()) && name.ends_with(".weight") && stacked_experts(name, weight).is_none();
     weight.is_float() && weight.role.map_or_else(named, |role| role == Role::Kernel)

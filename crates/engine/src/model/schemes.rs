@@ -1,5 +1,5 @@
-//! Quantization schemes of modules: `config_groups` and `ignore` of compressed-tensors. Weights that contradict
-//! them are rejected.
+//! Quantization schemes of modules: `config_groups` and `ignore` of compressed-tensors. Weights that
+//! contradict them are rejected.
 
 use serde_json::Value;
 
@@ -123,8 +123,8 @@ impl Schemes {
     }
 
     /// Sets the activation scheme, which the tensors of a weight do not determine. Fails if the module is
-    /// ignored, no target matches it, its codes have a different format, or a tensor is missing or contradicts
-    /// the description.
+    /// ignored, no target matches it, its codes have a different format, or a tensor is missing or
+    /// contradicts the description.
     pub(super) fn describe(&self, module: &str, class: &str, affine: &mut QuantizationSpec) -> Result<()> {
         let weight = format!("{module}.weight");
         let too_slow = |reason: String| {

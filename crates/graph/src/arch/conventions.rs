@@ -92,8 +92,8 @@ fn mark_routers(weights: &mut BTreeMap<String, Weight>) {
     for (name, shape) in shapes.iter().filter(|(name, shape)| shape.len() == 3 && name.ends_with(".weight")) {
         let parent = name.strip_suffix(".weight").and_then(|module| module.rsplit_once('.')).map(|(block, _)| format!("{block}."));
         let Some(parent) = parent.filter(|parent| !mixtures.contains(parent)) else { continue };
-        // A router has one row per expert, and one column per input or output of an expert. A square gate next
-        // to a convolution has one row per channel.
+        // A router has one row per expert, and one column per input or output of an expert. A square gate
+        // next to a convolution has one row per channel.
         let [count, sides @ ..] = shape else { continue };
         let scores = |(other, shape): &(&str, &[usize])| {
             matches!(shape, [rows, columns] if rows == count && rows != columns && sides.contains(columns)) && is_gate(other, &parent)

@@ -57,7 +57,8 @@ pub struct Family {
     pub heads: &'static [&'static str],
     /// Routers of mixtures of experts, and gates of shared experts.
     pub routers: &'static [&'static str],
-    /// Other modules that are not quantized, with the role of their matrices, in addition to those of all families.
+    /// Other modules that are not quantized, with the role of their matrices, in addition to those of all
+    /// families.
     pub exempt: &'static [(&'static str, Role)],
     /// Mixture-of-experts layout, if the family has experts.
     pub experts: Option<ExpertLayout>,

@@ -25,7 +25,8 @@ pub struct GgufFamily {
     pub head_dim: Option<u64>,
     /// Key and value of the activation function.
     pub activation: (&'static str, &'static str),
-    /// A key that takes precedence over that of `activation`. Without it, `gelu` means the tanh approximation.
+    /// A key that takes precedence over that of `activation`. Without it, `gelu` means the tanh
+    /// approximation.
     pub newer_activation_key: Option<&'static str>,
     /// Whether llama.cpp supports an output head that differs from the embedding.
     pub has_separate_head: bool,

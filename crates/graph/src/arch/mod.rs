@@ -1,8 +1,8 @@
 //! Model families: one file, and one line in `FAMILIES`, for each.
 //!
-//! A family describes the tensors of its checkpoints, and builds its graph from `config.json`. Parameters have
-//! the tensor names of the checkpoint, nodes those of the modules. Builds without the feature `run` contain only
-//! the descriptions.
+//! A family describes the tensors of its checkpoints, and builds its graph from `config.json`. Parameters
+//! have the tensor names of the checkpoint, nodes those of the modules. Builds without the feature `run`
+//! contain only the descriptions.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]

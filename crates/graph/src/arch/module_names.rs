@@ -27,7 +27,8 @@ pub const UNSTORED_HEADS: [&str; 20] = [
     "vocab_projector",
 ];
 
-/// Prefixes of a language model within a multimodal model: in published checkpoints and vLLM, and in transformers 5.
+/// Prefixes of a language model within a multimodal model: in published checkpoints and vLLM, and in
+/// transformers 5.
 const LANGUAGE_MODELS: [(&str, &str); 2] = [("language_model.model.", "model.language_model."), ("text_model.model.", "model.text_model.")];
 
 /// The name of a module in the checkpoint, followed by other names that libraries give it, except for a

@@ -67,8 +67,8 @@ pub struct Session {
     /// How to reload the model with saturating accumulation, for files that were loaded with exact
     /// accumulation.
     fallback: Option<Loading>,
-    /// Why ONNX Runtime refused to load the model with exact accumulation, if it did. Rare values are boxed, because
-    /// sessions are stored in enums.
+    /// Why ONNX Runtime refused to load the model with exact accumulation, if it did. Rare values are boxed,
+    /// because sessions are stored in enums.
     refusal: Option<Box<str>>,
     /// Limits of each run.
     limits: Option<Limits>,

@@ -24,8 +24,8 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Limits for a file, which may contain loops of any length and values of any size: this time, and memory for activations and a few
-    /// copies of `bytes` of weights and inputs.
+    /// Limits for a file, which may contain loops of any length and values of any size: this time, and memory
+    /// for activations and a few copies of `bytes` of weights and inputs.
     pub fn for_size(time: Duration, bytes: u64) -> Limits {
         Limits { time, memory: (1u64 << 30).saturating_add(bytes.saturating_mul(4)) }
     }

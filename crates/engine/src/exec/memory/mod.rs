@@ -9,8 +9,8 @@
 //! 2. **Block by block**, `Blockwise` keeps the parameters of one block and prefetches the next. Activations
 //!    cached between blocks have the budget [`Schedule::Blockwise`]; beyond it they are written to a
 //!    [`SpillFile`].
-//! 3. **In training**, the [`Placement`] of each [`ManagedTensor`] decides where master weights, gradients and
-//!    optimizer state are between uses. A [`MemoryTracker`] counts all tensors by [`MemoryCategory`] and
+//! 3. **In training**, the [`Placement`] of each [`ManagedTensor`] decides where master weights, gradients
+//!    and optimizer state are between uses. A [`MemoryTracker`] counts all tensors by [`MemoryCategory`] and
 //!    returns an out-of-memory error beyond its budget, as a device does. The trainer then splits the batch
 //!    and repeats the step.
 //!

@@ -65,8 +65,9 @@ impl Walk {
 }
 
 impl Tape<'_> {
-    /// Predicts peak memory without computing, from the bytes of values by type, and the bytes of the gradient
-    /// of a parameter while it is computed and afterwards. `paged` describes paged parameters, if there are any.
+    /// Predicts peak memory without computing, from the bytes of values by type, and the bytes of the
+    /// gradient of a parameter while it is computed and afterwards. `paged` describes paged parameters, if
+    /// there are any.
     pub fn forecast(&self, size: &dyn Fn(&TensorType) -> u64, of_gradient: &dyn Fn(&Value) -> [u64; 2], paged: Option<Pages>) -> TapeForecast {
         let of = |id: ValueId| size(&self.graph.value(id).ty);
         let tracked = |id: &ValueId| self.graph.value(*id).kind != Kind::Input;

@@ -236,7 +236,8 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
             reader.refused(&format!("`sliding_window_pattern` of {pattern}"), format!("llama.cpp uses sliding windows in all but every {every}th layer"))
         );
     }
-    // The other families have no windows, or reject `use_sliding_window`, without which the size has no effect.
+    // The other families have no windows, or reject `use_sliding_window`, without which the size has no
+    // effect.
     if family.drops_window
         && let Some(window) = reader.size("sliding_window")?
     {

@@ -215,8 +215,8 @@ mod tests {
         }
     }
 
-    /// The gradients of a step are those of the weighted mean loss, in however many micro-batches its items are, and
-    /// only they are multiplied by the loss scale.
+    /// The gradients of a step are those of the weighted mean loss, in however many micro-batches its items
+    /// are, and only they are multiplied by the loss scale.
     #[test]
     fn terms_are_weighted_means_over_the_items_of_a_step() {
         let (width, rows) = (4, 6);
