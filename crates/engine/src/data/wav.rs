@@ -1,4 +1,7 @@
-//! WAV files.
+//! WAV files, read at any offset, also remotely.
+//!
+//! The crate `hound` reads them in order, and takes the length of the data from the header, which streams do
+//! not know.
 
 use std::path::{Path, PathBuf};
 
