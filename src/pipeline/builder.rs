@@ -339,7 +339,10 @@ impl Builder {
         self
     }
 
-    /// Number of threads; the output does not depend on it.
+    /// Number of threads that compute, read and write weights, and of ONNX Runtime; the output does not
+    /// depend on it. The built-in executor runs models on the global thread pool of rayon
+    /// (`RAYON_NUM_THREADS`, `rayon::ThreadPoolBuilder::build_global`), and data sets have a few threads of
+    /// their own.
     pub fn threads(mut self, threads: usize) -> Self {
         self.0.threads = threads.max(1);
         self
