@@ -38,6 +38,7 @@ pub(crate) fn suggest_percentage(number: f64) -> Option<String> {
 ///
 /// As in PyTorch, a whole number is a count and a number with a point is a fraction.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum Amount {
     /// A fraction of the total, rounded to the nearest count, half to even.
     Fraction(Fraction),

@@ -74,6 +74,7 @@ impl FromStr for PrunedPart {
 /// Amounts to remove of each group: one amount for all parts, or one per part.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
+#[non_exhaustive]
 pub enum Amounts {
     /// One amount for all parts.
     All(Amount),
