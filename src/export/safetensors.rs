@@ -97,7 +97,7 @@ impl Safetensors {
         };
         let mut items: Vec<Item> = model.weights.by_name.iter().map(item).collect::<Result<_>>()?;
         if matches!(self.layout, Layout::Auto | Layout::CompressedTensors) {
-            items.extend(shared_scales(model));
+            items.extend(shared_parameters(model));
         }
         items.extend(input_scales(model, self.layout));
         let own = |item: Item| Ok(run.own_rows(&item.name, &item.weight)?.map(|weight| Item { weight, ..item }));
@@ -248,19 +248,27 @@ impl Safetensors {
     }
 }
 
-/// Scales of heads that are tied to a quantized embedding: loaders share the integers with the head, but
-/// not the scales.
-fn shared_scales(model: &Model) -> impl Iterator<Item = Item> {
-    model.tied_names().into_iter().filter_map(|(alias, original)| {
-        let weight = model.weights.by_name.get(original)?;
-        let Encoding::Quantized(spec) = &weight.encoding else { return None };
+/// Scales and zero points of heads that are tied to a quantized embedding: loaders share the integers with the
+/// head, but not these.
+fn shared_parameters(model: &Model) -> Vec<Item> {
+    let mut items = Vec::new();
+    for (alias, original) in model.tied_names() {
+        let Some(weight) = model.weights.by_name.get(original).filter(|_| !model.weights.by_name.contains_key(alias)) else { continue };
+        let Encoding::Quantized(spec) = &weight.encoding else { continue };
         if spec.codes.is_palette() {
-            return None;
+            continue;
         }
-        let source = Scales { weight: weight.clone(), dtype: spec.scale_dtype };
-        let scales = Weight::new(spec.scale_dtype, spec.scale_shape(&weight.shape), Encoding::Dense, std::sync::Arc::new(source));
-        (!model.weights.by_name.contains_key(alias)).then(|| Item { name: format!("{alias}_scale"), weight: scales, storage_format: StorageFormat::Plain })
-    })
+        let mut item = |suffix: &str, dtype, zero_points| {
+            let source = Parameters { weight: weight.clone(), dtype, zero_points };
+            let weight = Weight::new(dtype, spec.scale_shape(&weight.shape), Encoding::Dense, std::sync::Arc::new(source));
+            items.push(Item { name: format!("{alias}{suffix}"), weight, storage_format: StorageFormat::Plain });
+        };
+        item("_scale", spec.scale_dtype, false);
+        if !spec.symmetric {
+            item("_zero_point", DType::I8, true);
+        }
+    }
+    items
 }
 
 /// Scales and zero points of statically quantized activations, one of each per layer.
@@ -287,19 +295,21 @@ fn input_scales(model: &Model, layout: Layout) -> Vec<Item> {
     items
 }
 
-/// The scales of a quantized weight, as a weight.
-struct Scales {
+/// The scales or the zero points of a quantized weight, as a weight.
+struct Parameters {
     weight: Weight,
     dtype: DType,
+    zero_points: bool,
 }
 
-impl WeightSource for Scales {
+impl WeightSource for Parameters {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let mut first = true;
         self.weight.visit(unit, &mut |block| {
             let is_single = block.now.affine.is_some_and(|(affine, _)| affine.granularity == Granularity::Tensor);
             let is_repeated = !std::mem::replace(&mut first, false);
-            if is_single && is_repeated { Ok(()) } else { sink(Block::untouched(View::dense(self.dtype, block.now.scales))) }
+            let values = if self.zero_points { block.now.zero_points } else { block.now.scales };
+            if is_single && is_repeated { Ok(()) } else { sink(Block::untouched(View::dense(self.dtype, values))) }
         })
     }
 }

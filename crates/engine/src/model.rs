@@ -110,10 +110,12 @@ impl Model {
         }
         schemes.require_quantized(&weights).map_err(quantization::unsupported(&path.join("config.json")))?;
         for (alias, original) in config.tied_names(|name| weights.by_name.contains_key(name)) {
-            // A head that shares the integers of the embedding has a copy of its scales (see
+            // A head that shares the integers of the embedding has a copy of its scales and zero points (see
             // `export::safetensors`).
             if weights.by_name.get(original).is_some_and(|w| w.encoding != Encoding::Dense) {
-                weights.by_name.remove(&format!("{alias}_scale"));
+                for suffix in ["_scale", "_zero_point"] {
+                    weights.by_name.remove(&format!("{alias}{suffix}"));
+                }
             }
         }
         let model = Model { path: path.to_owned(), config, weights, weight_files, auxiliary, changed_graph: None, onnx: None, signed_activations: false };

@@ -145,6 +145,28 @@ fn a_tied_weight_that_is_stored_once_counts_once() {
     assert_eq!(before.nonzero, elements(&tensors) - 2 * 64 * 32);
 }
 
+/// Loaders share the integers of the embedding with the head, but not the scales and zero points.
+#[test]
+fn a_tied_head_has_copies_of_the_scales_and_zero_points_of_the_embedding() {
+    for symmetric in [true, false] {
+        let desk = Desk::new();
+        let input = desk.pico(DType::F32, 1);
+        let mut tensors = read(&input);
+        tensors.remove("lm_head.weight");
+        crate::common::write(&input.join("model.safetensors"), &tensors);
+        let config = std::fs::read_to_string(input.join("config.json")).unwrap();
+        std::fs::write(input.join("config.json"), config.replace("\"tie_word_embeddings\":false", "\"tie_word_embeddings\":true")).unwrap();
+        let pass: QuantizeDynamic = serde_json::from_value(serde_json::json!({ "embeddings": true, "symmetric": symmetric, "activations": "none" })).unwrap();
+        let output = desk.run(&input, pipeline().pass(pass)).unwrap();
+        let after = read(&output.path);
+        assert_eq!(after["lm_head.weight_scale"], after["model.embed_tokens.weight_scale"]);
+        assert_eq!(after.get("lm_head.weight_zero_point"), after.get("model.embed_tokens.weight_zero_point"));
+        assert_eq!(after.contains_key("lm_head.weight_zero_point"), !symmetric);
+        let again = compress::Model::open(&output.path).unwrap();
+        assert!(!again.weights.by_name.keys().any(|name| name.starts_with("lm_head")), "{:?}", again.weights.by_name.keys());
+    }
+}
+
 /// transformers 4 would tie it. Its bias has two names, one for each version of transformers.
 #[test]
 fn a_head_that_differs_from_the_embedding_is_a_separate_weight() {
