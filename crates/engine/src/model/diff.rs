@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::Model;
 use crate::error::{Error, Result};
 use crate::kernel::compare::{self, Difference};
-use crate::store::{Block, Weight};
+use crate::store::{Block, DType, Weight};
 use crate::work::Work;
 
 /// Differences of one weight.
@@ -24,7 +24,7 @@ pub struct WeightDiff {
     /// Whether all values are equal.
     pub equal: bool,
     /// Signal-to-quantization-noise ratio in dB, with the first model as the signal; `None` if the
-    /// values are equal.
+    /// values are equal. This figure, those below, and the zeros are those of the values in f32.
     pub sqnr_db: Option<f64>,
     /// Cosine similarity.
     pub cosine: Option<f64>,
@@ -95,14 +95,16 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
     let mut sums = Difference::default();
     let mut same = true;
     let floats = a.is_float() && b.is_float();
+    let is_wide = a.dtype == DType::F64 && b.dtype == DType::F64;
     if !floats && a.dtype != b.dtype {
         diff.note = Some(format!("types differ: {} and {}", a.dtype, b.dtype));
         return Ok(diff);
     }
     let (mut x, mut y) = (vec![0f32; CHUNK], vec![0f32; CHUNK]);
     zip(name, a, b, &mut |one, two| {
+        let same_bytes = a.dtype == b.dtype && one.now.values == two;
         if !floats {
-            same &= one.now.values == two;
+            same &= same_bytes;
             return Ok(());
         }
         let two = crate::store::View::dense(b.dtype, two);
@@ -112,7 +114,7 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
             let ((x, _), (y, _)) = (x.split_at_mut(count), y.split_at_mut(count));
             if one.now.decode(start, x) && two.decode(start, y) {
                 sums.add(&compare::floats(x, y));
-                same &= x == y;
+                same &= same_bytes || (x == y && !is_wide);
             }
         }
         Ok(())
@@ -130,8 +132,8 @@ const CHUNK: usize = 4096;
 /// Number of blocks that the second reader may be ahead.
 const AHEAD: usize = 2;
 
-/// Visits two weights of one shape in lockstep, the second as plain bytes; its reader runs on a separate
-/// thread.
+/// Visits the values of two weights of one shape in lockstep, rounded to their dtypes, the second as plain bytes;
+/// its reader runs on a separate thread.
 fn zip(name: &str, a: &Weight, b: &Weight, sink: &mut dyn FnMut(&Block, &[u8]) -> Result<()>) -> Result<()> {
     let unit = a.row().max(1);
     let (send, receive) = sync_channel::<Vec<u8>>(AHEAD);
@@ -143,7 +145,7 @@ fn zip(name: &str, a: &Weight, b: &Weight, sink: &mut dyn FnMut(&Block, &[u8]) -
             })
         };
         let reader = std::thread::Builder::new().spawn_scoped(scope, read).map_err(Error::io("start a thread to read", Path::new(name)))?;
-        let first = a.visit(unit, &mut |block| match receive.recv() {
+        let first = a.dense(name).visit(unit, &mut |block| match receive.recv() {
             Ok(bytes) => sink(&block, &bytes),
             Err(_) => Err(Error::Cancelled),
         });

@@ -132,6 +132,18 @@ fn diff() {
     assert!(query["sqnr_db"].as_f64().unwrap() > 40.0 && query["cosine"].as_f64().unwrap() > 0.999 && query["max_abs_error"].as_f64().unwrap() < 0.001);
     let dense = named(&json["weights"], "encoder.layer.0.output.dense.weight");
     assert_eq!((&dense["equal"], &dense["sqnr_db"], &dense["max_abs_error"]), (&json!(true), &Value::Null, &json!(0.0)));
+    // Values are those in the dtype of the model, in both models.
+    ok(folder.path(), "chain in -o half -- cast --to bf16 -- quantize-dynamic");
+    ok(folder.path(), "densify half -o densified");
+    for pair in ["half half", "half densified", "densified half"] {
+        assert!(ok(folder.path(), &format!("diff {pair}")).stdout.contains("7 of 7 weights are equal"), "{pair}");
+    }
+    // As f32, both are infinite.
+    for (name, value) in [("wide", 1e300f64), ("wider", 1e301)] {
+        let tensors = [crate::cli::support::tensor("x", "F64", &[1], &value.to_le_bytes())];
+        crate::cli::support::file(&folder.path().join(name), crate::cli::support::METADATA, &tensors);
+    }
+    assert!(ok(folder.path(), "diff wide wider").stdout.contains("0 of 1 weights are equal"));
 }
 
 #[test]
