@@ -246,6 +246,27 @@ fn a_goal_leaves_layers_in_floats_and_always_yields_a_model() {
     assert!(error.to_string().contains("goal is not met") && !error.is_misuse(), "{error}");
 }
 
+/// In a post-norm encoder, the output of a layer is read by a quantizer and by the residual connection.
+#[test]
+fn quantizers_do_not_hide_the_layers_of_a_model() {
+    for name in ["bert", "llama", "vit"] {
+        let written = quantized(name, QuantizeStatic::default(), vec![Safetensors::with_layout(Layout::Sparse).into()]).unwrap();
+        let layers = |path: &Path| {
+            let layers = compress_graph::analysis::layers(&Model::open(path).unwrap().graph().unwrap()).unwrap().layers;
+            layers.into_iter().map(|layer| (layer.input, layer.output)).collect::<Vec<_>>()
+        };
+        assert_eq!(layers(&written.out()), layers(&golden(name)), "{name}");
+    }
+}
+
+#[test]
+fn a_dequantized_model_can_be_quantized_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let passes = [QuantizeStatic::default().into(), compress::pass::Dequantize::default().into(), compress::pass::Step::from(QuantizeStatic::default())];
+    let pipeline = Pipeline::builder().calibration(calibration("bert", folder.path())).passes(passes).export(Safetensors::with_layout(Layout::Sparse));
+    pipeline.build().unwrap().run(Model::open(golden("bert")).unwrap(), folder.path().join("out")).unwrap();
+}
+
 #[test]
 fn calibration_errors_are_reported() {
     let refused = |name: &str, pass: QuantizeStatic| quantized(name, pass, vec![Safetensors::default().into()]).err().unwrap().to_string();

@@ -85,12 +85,24 @@ fn index_prefix(name: &str) -> Option<&str> {
     None
 }
 
+/// The input of a quantizer, for its output; other values as they are.
+fn unquantized(graph: &Graph, id: ValueId) -> ValueId {
+    match graph.value(id).kind {
+        Kind::Node(index) => match &graph.nodes()[index] {
+            Node { op: Op::FakeQuantize(_), inputs, .. } => inputs.first().copied().unwrap_or(id),
+            _ => id,
+        },
+        _ => id,
+    }
+}
+
 fn layer(graph: &Graph, nodes: &[&Node], cross_attends: bool) -> Option<Layer> {
     let own: BTreeSet<ValueId> = nodes.iter().map(|node| node.output).collect();
-    let read = nodes.iter().flat_map(|node| &node.inputs).filter(|id| !own.contains(id) && matches!(graph.value(**id).kind, Kind::Node(_)));
-    let inputs: BTreeSet<ValueId> = read.copied().collect();
+    let read = nodes.iter().flat_map(|node| &node.inputs).map(|id| unquantized(graph, *id));
+    let inputs: BTreeSet<ValueId> = read.filter(|id| !own.contains(id) && matches!(graph.value(*id).kind, Kind::Node(_))).collect();
     let outside = graph.nodes().iter().filter(|node| !own.contains(&node.output)).flat_map(|node| &node.inputs);
-    let outputs: BTreeSet<ValueId> = outside.chain(graph.outputs().iter().map(|(_, id)| id)).filter(|id| own.contains(id)).copied().collect();
+    let outputs = outside.chain(graph.outputs().iter().map(|(_, id)| id)).map(|id| unquantized(graph, *id));
+    let outputs: BTreeSet<ValueId> = outputs.filter(|id| own.contains(id)).collect();
     let [output] = outputs.into_iter().collect::<Vec<_>>()[..] else { return None };
     let (through, others): (Vec<ValueId>, Vec<ValueId>) = inputs.into_iter().partition(|id| graph.value(*id).ty == graph.value(output).ty);
     let name = |id: ValueId| graph.value(id).name.clone();

@@ -1,6 +1,6 @@
 //! Insertion of activation quantizers into a graph.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::graph::{Graph, ValueId};
 use super::ops::{FakeQuantize, Op};
@@ -22,14 +22,21 @@ pub struct Quantizers {
 pub fn insert(graph: &Graph, catalog: &dyn Catalog, quantizers: &Quantizers) -> Result<Graph> {
     let mut inserted: BTreeMap<(ValueId, u32, i32), ValueId> = BTreeMap::new();
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    // A graph whose quantizers were removed has values with their names.
+    let taken: BTreeSet<&str> = graph.values().iter().map(|value| value.name.as_str()).collect();
     let mut quantized = |builder: &mut Builder, value: ValueId, name: &str, by: &FakeQuantize| -> Result<ValueId> {
         let key = (value, by.scale.to_bits(), by.zero_point);
         if let Some(id) = inserted.get(&key) {
             return Ok(*id);
         }
         let count = counts.entry(name.to_owned()).or_default();
-        *count += 1;
-        let name = if *count == 1 { format!("{name}/quantized") } else { format!("{name}/quantized_{count}") };
+        let name = loop {
+            *count += 1;
+            let name = if *count == 1 { format!("{name}/quantized") } else { format!("{name}/quantized_{count}") };
+            if !taken.contains(name.as_str()) {
+                break name;
+            }
+        };
         let id = builder.node(&name, *by, &[value])?;
         inserted.insert(key, id);
         Ok(id)
