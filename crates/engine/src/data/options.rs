@@ -43,7 +43,7 @@ impl fmt::Display for Task {
 /// A column, by name or by number from 0.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(untagged)]
+#[serde(untagged, expecting = "a number from 0, or a name; names like \"y\" and \"no\" need quotes")]
 pub enum Column {
     /// By number, from 0.
     Index(usize),
@@ -379,6 +379,8 @@ mod tests {
 
     #[test]
     fn columns_are_names_or_numbers() {
+        let error = serde_saphyr::from_str::<Data>("{ text: a.csv, label_column: y }").unwrap_err().to_string();
+        assert!(error.contains("need quotes"), "{error}");
         let data: Data = serde_saphyr::from_str("{ text: a.csv, text_column: 5, label_column: score, inputs: { x: images } }").unwrap();
         assert_eq!((data.text_column, data.label_column), (Some(Column::Index(5)), Some(Column::Name("score".into()))));
         assert_eq!(data.inputs, [("x".to_owned(), "images".to_owned())]);

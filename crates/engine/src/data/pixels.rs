@@ -96,6 +96,8 @@ pub(super) struct Pixels {
     size: Option<(Size, ResizeAlg)>,
     /// Height and width of the center crop.
     crop: Option<(usize, usize)>,
+    /// Whether half pixels in front of the crop are rounded to even numbers, instead of down.
+    rounded_crop: bool,
     /// Factor on pixels.
     pub rescale: f64,
     /// Whether the channel order is BGR.
@@ -159,6 +161,7 @@ impl Pixels {
         Some(Pixels {
             size: Some((Size::Shorter(shorter), ResizeAlg::Convolution(filter))),
             crop: Some((side, side)),
+            rounded_crop: true,
             rescale: UNIT,
             mean: vec![0.485, 0.456, 0.406],
             std: vec![0.229, 0.224, 0.225],
@@ -180,7 +183,7 @@ impl Pixels {
     /// Preprocessing of arrays, from the data options only.
     pub fn plain(options: &Data) -> Result<Pixels> {
         let rescale = options.rescale.unwrap_or(1.0);
-        let pixels = Pixels { size: None, crop: None, rescale, mean: options.mean.clone(), std: options.std.clone(), reversed: false };
+        let pixels = Pixels { size: None, crop: None, rounded_crop: false, rescale, mean: options.mean.clone(), std: options.std.clone(), reversed: false };
         pixels.require_plausible_mean()?;
         Ok(pixels)
     }
@@ -246,7 +249,7 @@ impl Pixels {
             return Err(wrong("image_std"));
         }
         let unknown = KEYS.check(&values, FILE)?;
-        Ok((Pixels { size: size.map(|size| (size, filter)), crop, rescale, mean, std, reversed: false }, unknown))
+        Ok((Pixels { size: size.map(|size| (size, filter)), crop, rounded_crop: false, rescale, mean, std, reversed: false }, unknown))
     }
 
     /// Preprocesses an image. Returns the values in the model's layout, the height and the width.
@@ -254,7 +257,7 @@ impl Pixels {
         let channels = input.channels;
         let (mut height, mut width) = (image.height() as usize, image.width() as usize);
         let mut bytes = match channels {
-            1 => image.to_luma8().into_raw(),
+            1 => luma(image),
             3 => image.to_rgb8().into_raw(),
             _ => {
                 return Err(Error::Unsupported {
@@ -280,8 +283,10 @@ impl Pixels {
                     format!("is {height} x {width}, smaller than the center crop of {high} x {wide}: set a larger `resize` or a smaller `crop`"),
                 ));
             };
-            let [row, left, cropped] = [width, margin_x / 2, wide].map(|pixels| pixels.saturating_mul(channels));
-            let rows = bytes.chunks_exact(row).skip(margin_y / 2).take(high);
+            // torchvision rounds half pixels to even numbers, transformers rounds down.
+            let before = |margin: usize| margin / 2 + usize::from(self.rounded_crop && margin % 4 == 3);
+            let [row, left, cropped] = [width, before(margin_x), wide].map(|pixels| pixels.saturating_mul(channels));
+            let rows = bytes.chunks_exact(row).skip(before(margin_y)).take(high);
             bytes = rows.filter_map(|row| row.get(left..)?.get(..cropped)).flatten().copied().collect();
             (height, width) = (high, wide);
         }
@@ -333,6 +338,15 @@ impl Pixels {
 }
 
 /// Describes the preprocessing, for plans and reports.
+/// Gray values of 8 bits, with the weights of colors of ITU-R BT.601, as in PIL, torchvision and OpenCV.
+fn luma(image: &DynamicImage) -> Vec<u8> {
+    if !image.color().has_color() {
+        return image.to_luma8().into_raw();
+    }
+    let gray = |[r, g, b]: &[u8; 3]| ((19595 * u32::from(*r) + 38470 * u32::from(*g) + 7471 * u32::from(*b) + 32768) >> 16) as u8;
+    image.to_rgb8().into_raw().as_chunks().0.iter().map(gray).collect()
+}
+
 impl fmt::Display for Pixels {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.size {
@@ -397,6 +411,15 @@ mod tests {
         assert_eq!(check(r#"{"image_mean":[0.485,0.456,1.0]}"#), Ok(()));
     }
 
+    /// `Image.new("RGB", (1, 1), color).convert("L")` of PIL.
+    #[test]
+    fn colors_become_gray_as_in_pil() {
+        for (color, gray) in [([0, 0, 255], 29), ([255, 0, 0], 76), ([0, 255, 0], 150), ([255, 255, 255], 255), ([12, 200, 97], 132)] {
+            let image = DynamicImage::ImageRgb8(image::RgbImage::from_pixel(1, 1, image::Rgb(color)));
+            assert_eq!(luma(&image), [gray], "{color:?}");
+        }
+    }
+
     #[test]
     fn torchvision_variants_have_their_own_preprocessing() {
         let synthesized = crate::model::SynthesizedFiles::new();
@@ -415,6 +438,13 @@ mod tests {
         assert_eq!(described(resnet, &mean), usual.replace("[0.485, 0.456, 0.406]", "[0.5]"));
         let small = described(resnet, &Data { resize: Some(vec![32, 32]), ..Data::default() });
         assert!(small.starts_with("resized to 32 x 32, pixels divided by 255, mean [0.485"), "{small}");
+        // `int(round(margin / 2))` of torchvision: of 59 columns beyond the crop, 30 are at its left.
+        let mut wide = image::RgbImage::new(283, 256);
+        (0..256).for_each(|y| wide.put_pixel(30, y, image::Rgb([255; 3])));
+        let port = Port { name: "x".into(), element: Element::Float, shape: vec![None, Some(3), None, None], number: None };
+        let input = ImageInput { port, channels: 3, layout: ImageLayout::Nchw };
+        let (values, ..) = open(resnet, 3, &Data::default()).preprocess(&DynamicImage::ImageRgb8(wide), &input, Path::new("p")).unwrap();
+        assert!(values[0] > 2.0 && values[1] < 0.0, "{:?}", &values[..2]);
         let efficientnet = open(r#"{"model_type":"torchvision","variant":"efficientnet_b4"}"#, 3, &Data::default());
         assert_eq!((efficientnet.size, efficientnet.crop), (Some((Size::Shorter(384), ResizeAlg::Convolution(FilterType::CatmullRom))), Some((380, 380))));
         for pixels in [open(resnet, 1, &Data::default()), open(r#"{"model_type":"resnet"}"#, 3, &Data::default())] {
@@ -467,7 +497,7 @@ mod tests {
             *pixel = image::Rgb([x as u8, 10 + y as u8, 100]);
         }
         let picture = DynamicImage::ImageRgb8(picture);
-        let pixels = Pixels { size: None, crop: Some((2, 2)), rescale: 1.0, mean: vec![0.0, 10.0, 0.0], std: vec![1.0, 1.0, 50.0], reversed: false };
+        let pixels = Pixels { size: None, crop: Some((2, 2)), rounded_crop: false, rescale: 1.0, mean: vec![0.0, 10.0, 0.0], std: vec![1.0, 1.0, 50.0], reversed: false };
         let port = Port { name: "x".into(), element: Element::Float, shape: vec![None; 4], number: None };
         let input = |channels, layout| ImageInput { port: port.clone(), channels, layout };
         let (numbers, height, width) = pixels.preprocess(&picture, &input(3, ImageLayout::Nchw), Path::new("p")).unwrap();
