@@ -338,6 +338,10 @@ fn a_student_equal_to_the_teacher_has_zero_loss() {
         let report = run.train(name, samples(name, run.folder.path(), 8, 0), distill(1, terms)).unwrap_or_else(|e| panic!("{name}: {e}"));
         assert!(ends(&report).0.abs() < 1e-6, "{name}: {:?}", ends(&report));
     }
+    let run = Run::new();
+    let odd = distill(1, "{ attention: { target: relations, relation_heads: 3 } }");
+    let error = run.train("bert", samples("bert", run.folder.path(), 8, 0), odd).err().unwrap().to_string();
+    assert!(error.contains("`relation_heads: 3` does not divide the columns"), "{error}");
 }
 
 #[test]
@@ -811,6 +815,7 @@ fn distillation_writes_the_evaluated_state_closest_to_the_teacher() {
         assert!((best - kl).abs() < 1e-6 * kl && (values[0] - rounded).abs() < 1e-6 * rounded, "{values:?}, {kl} written, {rounded} before");
         assert_eq!(kl < rounded, improves, "{values:?}");
         assert_eq!(weights(&folder.join(out)) == weights(&folder.join("rounded")), !improves);
+        assert_eq!(report.passes[1].tensors_changed > 0, improves);
     }
 }
 

@@ -252,7 +252,8 @@ impl<'a> Job<'a> {
         let per_step = |count: u64| count as f64 / trained.steps_of_this_run.max(1) as f64;
         let copies: Vec<Value> =
             trained.copies.iter().map(|((direction, cause), count)| json!({ "direction": direction, "cause": cause, "per_step": per_step(*count) })).collect();
-        applied.tensors = self.names_in_input(weights.write_to(&trained.state, &mut model)?);
+        let written = weights.write_to(&trained.state, &mut model)?;
+        applied.tensors = if trained.unchanged { BTreeSet::new() } else { self.names_in_input(written) };
         if let Some(quantizers) = &quantizers {
             quantizers.write_to(&trained.state, &mut model)?;
         }
@@ -281,7 +282,7 @@ impl<'a> Job<'a> {
                 counted(dynamic, "layer")
             ));
         }
-        if let Some(quantizers) = &quantizers {
+        if let Some(quantizers) = quantizers.as_ref().filter(|_| !trained.unchanged) {
             applied.notes.push(format!("the scales of {} and of {} were trained", counted(rounded, "weight"), counted(quantizers.count(), "activation")));
         }
         let peaks = memory_tracker.peaks();

@@ -34,6 +34,14 @@ fn width(graph: &Graph, name: &str) -> Result<usize> {
     value.ty.shape.get(axis).and_then(Dim::fixed).ok_or_else(|| Error::option("losses", format!("the width of `{name}` is not a constant")))
 }
 
+/// The number of columns of queries, keys or values `[batch, heads, sequence, width]` in all heads.
+fn columns(graph: &Graph, name: &str) -> Result<usize> {
+    let shape = graph.values().iter().find(|value| value.name == name).map(|value| value.ty.shape.as_slice());
+    let Some([_, heads, _, width]) = shape else { return Err(Error::option("losses: attention", format!("`{name}` has no heads"))) };
+    let count = heads.fixed().zip(width.fixed()).map(|(heads, width)| heads * width);
+    count.ok_or_else(|| Error::option("losses: attention", format!("the width of `{name}` is not a constant")))
+}
+
 /// Describes the token role of a value, for messages.
 fn describe_tokens(tokens: Option<SequenceRole>) -> &'static str {
     match tokens {
@@ -102,7 +110,18 @@ impl Objective {
                 }
                 pairs.push((pair.0, pair.1));
             }
-            let relation_heads = options.relation_heads.or_else(|| pairs.first().map(|(_, (_, count))| *count)).unwrap_or(1);
+            let mut relation_heads = options.relation_heads.unwrap_or(1);
+            if options.target == AttentionTarget::Relations {
+                let sides = pairs.iter().flat_map(|((ours, _), (theirs, _))| [(student, ours), (teacher, theirs)]);
+                let columns = sides.flat_map(|(graph, heads)| heads.values.iter().map(|name| columns(graph, name))).collect::<Result<BTreeSet<usize>>>()?;
+                let divides = |count: &usize| columns.iter().all(|columns| columns.is_multiple_of(*count));
+                let most = pairs.first().map_or(1, |(_, (_, count))| *count);
+                relation_heads = options.relation_heads.or_else(|| (1..=most).rev().find(divides)).unwrap_or(1);
+                if !divides(&relation_heads) {
+                    let reason = format!("`relation_heads: {relation_heads}` does not divide the columns of queries, keys and values: {columns:?}");
+                    return Err(Error::option("losses: attention", reason));
+                }
+            }
             let pairs = pairs.into_iter().map(|((ours, _), (theirs, _))| (ours, theirs)).collect();
             objective.push(options.weight, losses::Attention { target: options.target, pairs, relation_heads });
         }

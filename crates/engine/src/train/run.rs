@@ -41,6 +41,8 @@ pub struct Trained {
     pub steps_of_this_run: u64,
     /// Copies between host and device since the first step; the set-up of the optimizer is not counted.
     pub copies: Copies,
+    /// Whether the weights before the first step were selected.
+    pub unchanged: bool,
     /// Notes for the report.
     pub notes: Vec<String>,
 }
@@ -335,7 +337,8 @@ impl Trainer<'_> {
         }
         if let (Some(best), Some(score)) = (&state.train.best, best(&state.train.position.evaluations)) {
             notes.push(format!("the weights of step {} were selected, {} {:.4}", score.step, score.metric, score.value));
-            return self.trained(best.clone(), &mut state, timeline, notes);
+            let unchanged = score.step == 0;
+            return Ok(Trained { unchanged, ..self.trained(best.clone(), &mut state, timeline, notes)? });
         }
         self.trained(current, &mut state, timeline, notes)
     }
@@ -357,6 +360,7 @@ impl Trainer<'_> {
             skipped_steps: position.skipped,
             steps_of_this_run,
             copies,
+            unchanged: false,
             notes,
         })
     }
