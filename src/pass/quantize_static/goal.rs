@@ -66,6 +66,13 @@ impl Goal {
         }
     }
 
+    /// A metric with the digits that distinguish it from the goal.
+    fn shown(&self, metric: f64) -> String {
+        let goal = self.max_drop.or(self.min_cosine).unwrap_or(metric);
+        let digits = (4..12usize).find(|digits| format!("{metric:.digits$}") != format!("{goal:.digits$}")).unwrap_or(4);
+        format!("{metric:.digits$}")
+    }
+
     /// Distance of a metric from the goal, which is met if it is at least 0. NaN never meets it.
     fn margin(&self, figure: f64) -> f64 {
         if figure.is_nan() {
@@ -150,18 +157,21 @@ impl QuantizeStatic {
         let (trials, Trial { in_floats, metric }) = goal.search(order.len(), is_late, measure)?;
         let (margin, count) = (goal.margin(metric), order.len());
         let names = order.iter().take(in_floats).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
-        let layers = if in_floats == 0 { "all layers are quantized".to_owned() } else { format!("{in_floats} of {count} layers stay in floats: {names}") };
+        let mut layers = if in_floats == 0 { "all layers are quantized".to_owned() } else { format!("{in_floats} of {count} layers stay in floats: {names}") };
+        if margin < 0.0 && in_floats == count && self.embeddings {
+            layers.push_str("; with `embeddings: false`, embedding tables stay in floats too");
+        }
         if margin < 0.0 && goal.strict {
             return Err(Error::run(
                 NAME,
-                format!("the accuracy goal is not met: the best of {} tried models has a {} of {metric:.4}", trials.len(), goal.name()),
+                format!("the accuracy goal is not met: the best of {} tried models has a {} of {}", trials.len(), goal.name(), goal.shown(metric)),
                 "relax the goal, increase `max_trials`, or remove `strict` to write the best model",
             ));
         }
         let outcome = if margin >= 0.0 { "met" } else { "not met" };
         let tried = counted(trials.len(), "trial");
         let prefix = if margin >= 0.0 { "" } else { WARNING };
-        let note = format!("{prefix}accuracy goal {outcome} after {tried}: {} {metric:.4}; {layers}", goal.name());
+        let note = format!("{prefix}accuracy goal {outcome} after {tried}: {} {}; {layers}", goal.name(), goal.shown(metric));
         let rows: Vec<Value> =
             trials.iter().map(|t| json!({ "in_floats": t.in_floats, (goal.name()): t.metric, "met": goal.margin(t.metric) >= 0.0 })).collect();
         let table = json!({ "met": margin >= 0.0, "tried": rows, "in_floats": order[..in_floats] });

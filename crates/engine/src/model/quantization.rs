@@ -235,7 +235,8 @@ pub(super) fn gptq_config(described: &Value) -> Result<Option<GptqConfig>, Refus
         }
         Some("awq") => {
             one_of(&["version"], &["gemm"])?;
-            Ok(Some(GptqConfig::default()))
+            let symmetric = of(&["zero_point"]).and_then(|(_, value)| value.as_bool()).map(|zero_point| !zero_point);
+            Ok(Some(GptqConfig { symmetric, ..GptqConfig::default() }))
         }
         _ => Ok(None),
     }
