@@ -47,7 +47,7 @@ impl WeightObserver {
     }
 }
 
-/// Rounds exact scales to those that are stored in an encoding, here divided by the global scale.
+/// Rounds exact scales to the format of an encoding; relative scales are divided by the global scale.
 pub(super) fn stored_scale(affine: &QuantizationSpec, global_scale: f32) -> impl Fn(f64) -> f32 + Copy + Sync + use<> {
     let (dtype, float) = (affine.scale_dtype, affine.codes.float().map(|format| (format, affine.scale_format(), f64::from(format.row().max))));
     move |exact| match float {

@@ -85,7 +85,7 @@ fn index_prefix(name: &str) -> Option<&str> {
     None
 }
 
-/// The input of a quantizer, for its output; other values as they are.
+/// The input of a quantizer if the value is its output; otherwise the value.
 fn unquantized(graph: &Graph, id: ValueId) -> ValueId {
     match graph.value(id).kind {
         Kind::Node(index) => match &graph.nodes()[index] {
