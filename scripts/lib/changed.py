@@ -13,6 +13,7 @@ from lib import ROOT
 
 # Package and features of each crate, as in CONTRIBUTING.md; dependencies of a crate come first.
 CRATES = {
+    "crates/testing/": ("compress-testing", ""),
     "crates/kernels/": ("compress-kernels", "run"),
     "crates/core/": ("compress-core", "remote,zstd"),
     "crates/graph/": ("compress-graph", "run"),
@@ -69,7 +70,7 @@ TESTS = {
 # Rules of all source and text files.
 RULES = "tidy imports language"
 # Files of which everything depends.
-EVERYTHING = ("Cargo.toml", "Cargo.lock", "build.rs", "clippy.toml", "tests/it/common/", "tests/it/main.rs")
+EVERYTHING = ("Cargo.toml", "Cargo.lock", "build.rs", "clippy.toml", "crates/testing/", "tests/it/common/", "tests/it/main.rs")
 
 
 def modules() -> set[str]:

@@ -100,7 +100,7 @@ fn gguf(rounds: usize, seed: u64, every: u8) -> [usize; 2] {
 }
 
 /// Runs the requested number of mutations and prints the time.
-fn run_many(what: &str, check: impl Fn(usize, u64) -> String) {
+pub fn run_many(what: &str, check: impl Fn(usize, u64) -> String) {
     let rounds: usize = std::env::var("MUTATIONS").ok().and_then(|text| text.parse().ok()).unwrap_or(300_000);
     let start = Instant::now();
     let found = check(rounds, 11);

@@ -4,23 +4,21 @@
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_compress");
 
-/// Runs Python in the folder of the package. Prints a message instead if Python is too old.
+/// Runs Python in the folder of the package, if it is new enough.
 fn python(arguments: &[&str]) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("python");
     let run = |arguments: &[&str]| {
         let variables = [("PYTHONPATH", folder.to_str().unwrap()), ("COMPRESS_PROGRAM", PROGRAM), ("PYTHONDONTWRITEBYTECODE", "1")];
         Command::new("python3").args(arguments).envs(variables).current_dir(&folder).output().unwrap()
     };
-    if !run(&["-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).status.success() {
-        eprintln!("skipped: python3 is older than 3.11");
-        return;
+    let check = |output: Output| if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).into_owned()) };
+    if compress_testing::available("Python 3.11", check(run(&["-c", "import sys; sys.exit(sys.version_info < (3, 11) and sys.version)"]))) {
+        check(run(arguments)).unwrap_or_else(|e| panic!("{e}"));
     }
-    let output = run(arguments);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]

@@ -306,6 +306,78 @@ fn the_store_does_not_depend_on_passes_and_architectures() {
     check(|source| if source.path.starts_with("store/") { without(source, &words) } else { Vec::new() });
 }
 
+/// Test code of all crates, and of `tests/it`: path and text.
+fn test_code() -> Vec<(String, String)> {
+    fn collect(folder: &Path, found: &mut Vec<(String, String)>) {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                collect(&path, found);
+            } else {
+                found.push((path.to_string_lossy().into_owned(), fs::read_to_string(&path).unwrap()));
+            }
+        }
+    }
+    let unit = sources().into_iter().filter_map(|source| Some((source.path, source.text.split_once("#[cfg(test)]")?.1.to_owned())));
+    let mut found = unit.collect();
+    collect(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it"), &mut found);
+    found.retain(|(path, _)| !path.ends_with("tests/it/tidy.rs"));
+    found
+}
+
+/// Lines that end a test early, or print instead of failing, without a check that can fail in the gate.
+fn silent_skips(text: &str) -> Vec<&str> {
+    let indent = |line: &str| line.len() - line.trim_start().len();
+    let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+    let (mut test, mut found) = (None, Vec::new());
+    for (at, line) in lines.iter().enumerate() {
+        match test {
+            None if line.trim() == "#[test]" => test = Some(indent(line)),
+            Some(outer) if *line == format!("{:outer$}}}", "") => test = None,
+            _ => {}
+        }
+        // The blocks around the line, from the innermost to the test.
+        let mut blocks = vec![*line];
+        for before in lines[..at].iter().rev().take_while(|before| test.is_some_and(|outer| indent(before) > outer)) {
+            if indent(before) < indent(blocks[blocks.len() - 1]) {
+                blocks.push(before);
+            }
+        }
+        // A `return` in a closure does not end the test.
+        let checks = ["has_onnx_runtime()", "available(", "var_os(", "| {"];
+        let checks = checks.iter().any(|check| blocks.iter().any(|block| block.contains(check)));
+        let ends = [" return;", "{ return }", "{ return; }"].iter().any(|end| line.contains(end));
+        if test.is_some() && ends && !checks || line.contains("print!(") || line.contains("println!(") || line.contains("library().is_") {
+            found.push(line.trim());
+        }
+    }
+    found
+}
+
+/// A test that needs a program or a library of the machine asks `compress_testing::available`, which fails in the gate.
+#[test]
+fn no_test_is_skipped_silently() {
+    // Tests that are started by other programs print their results.
+    let prints = ["cached_results.rs", "mutated.rs", "onnx_in/mutations.rs", "files/remote/http.rs"];
+    let found: Vec<String> = test_code()
+        .iter()
+        .flat_map(|(path, text)| silent_skips(text).into_iter().map(move |line| (path, line)))
+        .filter(|(path, line)| !(line.starts_with("println!") && prints.iter().any(|file| path.ends_with(file))))
+        .map(|(path, line)| format!("{path}: {line}"))
+        .collect();
+    assert!(found.is_empty(), "\n{}\n", found.join("\n"));
+    let test = |body: &str| format!("#[test]\nfn t() {{\n{body}\n}}\nfn helper() {{\n    return;\n}}\n");
+    for body in [
+        "    if old {\n        return;\n    }",
+        "    let Ok(x) = find() else { return };",
+        "    eprintln!(\"not run\");",
+        "    if runtime::library().is_err() {}",
+    ] {
+        assert_eq!(silent_skips(&test(body)).len(), 1, "{body}");
+    }
+    assert!(silent_skips(&test("    if !has_onnx_runtime() {\n        return;\n    }")).is_empty());
+}
+
 /// Default features are enabled for the packages of `cargo test --workspace`, and not for the dependencies of
 /// `cargo test --test it`, which would then compile these crates and all that use them once more.
 #[test]

@@ -355,7 +355,7 @@ mod tests {
 
     #[test]
     fn endless_loops_are_refused() {
-        if runtime::library().is_err() {
+        if !compress_testing::available("ONNX Runtime", runtime::library()) {
             return;
         }
         let input = TensorType { element: Element::Float, shape: vec![Dim::Named("n".into()), Dim::Fixed(1 << 14)] };

@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn values_and_functions_that_are_too_large_are_refused_before_they_are_computed() {
-        if crate::runtime::library().is_err() {
+        if !compress_testing::available("ONNX Runtime", crate::runtime::library()) {
             return;
         }
         let path = Path::new("one.onnx");

@@ -76,10 +76,10 @@ fn mutated_files_are_rejected_or_written_so_that_they_open_again() {
 }
 
 #[test]
-#[ignore = "minutes: `ORT_DYLIB_PATH=none cargo test --test it onnx_in:: -- --ignored`"]
-fn whatever_bytes_there_are_many_times() {
-    let opened = changed(&[model(), layers(13), layers(10), rounded(), weights_alone()], 300_000, 11);
-    println!("{opened} of 300,000 open");
+#[ignore = "minutes: `scripts/fuzz --plain rewriting`"]
+fn changed_files_of_onnx_many_times() {
+    let files = [model(), layers(13), layers(10), rounded(), weights_alone()];
+    crate::mutated::run_many("onnx", |rounds, seed| format!("{} open", changed(&files, rounds, seed)));
 }
 
 #[test]

@@ -348,7 +348,7 @@ mod tests {
     /// The memory of inputs must not be freed before outputs that refer to it are read.
     #[test]
     fn outputs_that_alias_inputs_have_their_values() {
-        if super::super::library().is_err() {
+        if !compress_testing::available("ONNX Runtime", super::super::library()) {
             return;
         }
         let mut session = model(&[1], "x", 4096).unwrap();
@@ -391,7 +391,7 @@ mod tests {
 
     #[test]
     fn every_numeric_type_is_converted() {
-        if super::super::library().is_err() {
+        if !compress_testing::available("ONNX Runtime", super::super::library()) {
             return;
         }
         let mut session = identities(&TYPES).unwrap();
@@ -421,7 +421,7 @@ mod tests {
 
     #[test]
     fn non_numeric_inputs_are_refused_by_name() {
-        if super::super::library().is_err() {
+        if !compress_testing::available("ONNX Runtime", super::super::library()) {
             return;
         }
         let error = identities(&[1, STRING]).unwrap_err().to_string();

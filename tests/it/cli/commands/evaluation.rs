@@ -277,11 +277,11 @@ fn a_chain_measures_and_times() {
 
 #[test]
 fn an_exported_file_is_run_and_scored() {
-    let folder = prepared();
-    if !data(folder.path(), "doctor --json")["onnxruntime"].as_str().unwrap().starts_with('/') {
-        eprintln!("skipped: ONNX Runtime is not available");
+    if !crate::common::onnxruntime::has_onnx_runtime() {
         return;
     }
+    let folder = prepared();
+    assert!(data(folder.path(), "doctor --json")["onnxruntime"].as_str().unwrap().starts_with('/'));
     let recipe = RECIPE.replace("evaluate: { runtime: [candle], latency: false }", "export: [safetensors, onnx]");
     fs::write(folder.path().join("recipe.yaml"), recipe.replace("passes: [quantize-dynamic]", "")).unwrap();
     ok(folder.path(), "run recipe.yaml");
