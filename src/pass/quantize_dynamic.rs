@@ -120,14 +120,7 @@ impl QuantizeDynamic {
     }
 
     fn check_weight(&self, name: &str, weight: &Weight) -> Result<()> {
-        targets::require_float(NAME, name, weight)?;
-        if weight.shape.len() != 2 {
-            return Err(Error::tensor(
-                name,
-                format!("has the shape {:?}, but quantize-dynamic supports only matrices", weight.shape),
-                "add it to `ignore`, or use `quantize-static` with calibration data, which quantizes convolutions too",
-            ));
-        }
+        targets::require_matrix(NAME, name, weight)?;
         let size = self.group_size.unwrap_or(DEFAULT_GROUP);
         if self.granularity == GranularityKind::Group && !weight.row().is_multiple_of(size) {
             return Err(Error::tensor(

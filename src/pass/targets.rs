@@ -48,7 +48,7 @@ pub fn select_weights<'a>(
         let convolutions = weights.by_name.iter().filter(|(name, weight)| is_convolution(name, weight)).count();
         let advice = match (pass, convolutions) {
             ("quantize-dynamic" | "quantize", 1..) if targets.is_empty() => {
-                format!("this model has {}, which need `quantize-static` and calibration data", counted(convolutions, "convolution"))
+                format!("{} can be quantized by `quantize-static` with calibration data", counted(convolutions, "convolution"))
             }
             _ => "list weights in `targets`; `compress inspect` prints their names".to_owned(),
         };
@@ -124,6 +124,23 @@ pub fn require_float(pass: &str, name: &str, weight: &Weight) -> Result<()> {
     Ok(())
 }
 
+/// Checks that a weight is a matrix of floats.
+///
+/// # Errors
+/// As [`require_float`], and if the weight has another number of axes.
+pub fn require_matrix(pass: &str, name: &str, weight: &Weight) -> Result<()> {
+    require_float(pass, name, weight)?;
+    if weight.shape.len() != 2 {
+        let hint = if is_convolution(name, weight) {
+            "add it to `ignore`, or use `quantize-static` with calibration data, which quantizes convolutions too"
+        } else {
+            "add it to `ignore`"
+        };
+        return Err(Error::tensor(name, format!("has the shape {:?}, but {pass} supports only matrices", weight.shape), hint));
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;
@@ -147,7 +164,7 @@ mod tests {
     #[test]
     fn experts_are_not_convolutions() {
         let error = |name: &str| select_weights("quantize", &golden(name), &[], &["*".parse().unwrap()], "", |_, _| true).map(drop).unwrap_err().to_string();
-        assert!(error("resnet-basic").contains("convolutions, which need `quantize-static`"), "{}", error("resnet-basic"));
+        assert!(error("resnet-basic").contains("convolutions can be quantized by `quantize-static`"), "{}", error("resnet-basic"));
         assert!(!error("mixtral-fused").contains("convolution"), "{}", error("mixtral-fused"));
     }
 }

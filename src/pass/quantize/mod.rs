@@ -213,7 +213,7 @@ impl Quantize {
         let mut chosen: Vec<(&str, &Weight)> = Vec::with_capacity(names.len());
         for name in names {
             let weight = weights.get(name)?;
-            require_matrix(name, weight)?;
+            targets::require_matrix(NAME, name, weight)?;
             chosen.push((name, weight));
         }
         let rows_of_experts: Vec<usize> = chosen.iter().filter(|(name, _)| is_expert(name)).map(|(_, weight)| weight.row()).collect();
@@ -306,14 +306,6 @@ impl Quantize {
 /// Whether a weight belongs to an expert.
 fn is_expert(name: &str) -> bool {
     name.contains("experts.")
-}
-
-fn require_matrix(name: &str, weight: &Weight) -> Result<()> {
-    targets::require_float(NAME, name, weight)?;
-    if weight.shape.len() != 2 {
-        return Err(Error::tensor(name, format!("has the shape {:?}, but only matrices can be quantized in safetensors", weight.shape), "add it to `ignore`"));
-    }
-    Ok(())
 }
 
 impl Pass for Quantize {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use compress::internal::RunState;
-use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, Palettize, PruneUnstructured, QuantizeDynamic, Step};
+use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, Palettize, PruneUnstructured, Quantize, QuantizeDynamic, Step};
 use compress::{Error, Model};
 use compress_onnx::ModelFile;
 use compress_onnx::proto::{AttributeProto, DataType, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto};
@@ -319,4 +319,27 @@ fn infinities_of_a_graph_are_preserved() {
     let cast = Cast { targets: vec!["bias".parse().unwrap()], ..Cast::default() };
     let error = builder().pass(cast).measure(false).build().unwrap().run(place.open(), place.path("cast.onnx")).unwrap_err();
     assert!(matches!(error, Error::NotFinite { ref name, count: 40 } if name == "bias"), "{error}");
+}
+
+#[test]
+fn convolutions_are_left_to_static_quantization() {
+    let graph = GraphProto {
+        name: Some("convolution".into()),
+        node: vec![node("Conv", &["x", "kernel"], &["y"], vec![])],
+        initializer: vec![raw("kernel", &[4, 3, 2, 2])],
+        input: vec![value("x", DataType::Float, &["1", "3", "8", "8"])],
+        output: vec![value("y", DataType::Float, &["1", "4", "7", "7"])],
+        ..GraphProto::default()
+    };
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(17) }];
+    let place = Place::new(&ModelProto { ir_version: Some(8), graph: Some(graph), opset_import, ..ModelProto::default() });
+    for targets in [vec![], vec!["kernel".parse().unwrap()]] {
+        let steps: [Step; 2] =
+            [Quantize { targets: targets.clone(), ..Quantize::default() }.into(), QuantizeDynamic { targets, ..QuantizeDynamic::default() }.into()];
+        for step in steps {
+            let error = builder().pass(step.clone()).build().unwrap().plan(&place.open()).unwrap_err();
+            let text = format!("{error}; {}", error.hint().unwrap_or_default());
+            assert!(text.contains("`quantize-static` with calibration data") && !text.contains("safetensors"), "{}: {text}", step.pass().name());
+        }
+    }
 }
