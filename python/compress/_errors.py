@@ -6,9 +6,9 @@ from __future__ import annotations
 class CompressError(Exception):
     """A run that failed.
 
-    >>> error = CompressError("tensor `w` holds 3 values that are NaN or infinite", "set allow_nonfinite", 1)
+    >>> error = CompressError("tensor `w` holds 3 NaN or infinite values", "set allow_nonfinite", 1)
     >>> print(error)
-    tensor `w` holds 3 values that are NaN or infinite
+    tensor `w` holds 3 NaN or infinite values
     hint: set allow_nonfinite
     """
 

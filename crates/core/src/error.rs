@@ -58,7 +58,7 @@ pub enum Error {
         hint: String,
     },
     /// A NaN or infinite weight.
-    #[error("tensor `{name}` holds {count} values that are NaN or infinite")]
+    #[error("tensor `{name}` holds {}", counted(*count as usize, "NaN or infinite value"))]
     NotFinite {
         /// Name in the checkpoint.
         name: String,

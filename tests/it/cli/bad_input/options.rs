@@ -195,7 +195,7 @@ fn names_that_match_nothing() {
 fn values_that_are_not_finite() {
     let nan = || vec![f32s("x.weight", &[2, 2], &[1.0, f32::NAN, 2.0, f32::NEG_INFINITY])];
     let scaled = vec![tensor("x.weight", "I8", &[1, 4], &[1, 2, 3, 4]), f32s("x.weight_scale", &[1], &[f32::INFINITY])];
-    let said = "tensor `x.weight` holds 2 values that are NaN or infinite";
+    let said = "tensor `x.weight` holds 2 NaN or infinite values";
     let hint = "set `--allow-nonfinite`";
     check([
         tensors("pruning", nan(), "prune-unstructured in -o out", 1, said, hint),
@@ -205,7 +205,7 @@ fn values_that_are_not_finite() {
         tensors("a cast", nan(), "cast in -o out", 1, said, hint),
         tensors("a copy", nan(), "densify in -o out", 1, said, hint),
         tensors("the sparse layout", nan(), "prune-unstructured in -o out --layout sparse", 1, said, hint),
-        tensors("a scale", scaled, "densify in -o out", 1, "tensor `x.weight` holds 1 values that are NaN or infinite", hint),
+        tensors("a scale", scaled, "densify in -o out", 1, "tensor `x.weight` holds 1 NaN or infinite value", hint),
     ]);
 }
 

@@ -21,7 +21,7 @@ use self::strided::Strided;
 use super::checkpoint::DataFile;
 use super::header::{MOST_AXES, element_count};
 use super::{DType, RawTensor, Weight};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::files::{self, File};
 
 /// File name of an unsharded PyTorch checkpoint.
@@ -190,7 +190,10 @@ impl Found<'_> {
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         let ignored = (!shown.is_empty()).then(|| format!("not copied from {path}: {}{more} (only {read} are read)", shown.join(", ")));
         let alternatives = self.alternatives.iter().take(LISTED).map(|(name, count)| {
-            format!("not copied from {path}: `{name}`, another set of {count} tensors (only {read} are read); to compress `{name}`, save it to a separate file")
+            format!(
+                "not copied from {path}: `{name}`, another set of {} (only {read} are read); to compress `{name}`, save it to a separate file",
+                counted(*count, "tensor")
+            )
         });
         ignored.into_iter().chain(alternatives).collect()
     }
@@ -415,7 +418,7 @@ mod tests {
         let notes = Checkpoint::open(file.path()).unwrap().notes;
         assert_eq!(notes.len(), 2, "{notes:?}");
         assert!(notes[0].ends_with(": `epoch` (only the tensors of `state_dict` are read)"), "{notes:?}");
-        assert!(notes[1].contains("`ema_state_dict`, another set of 1 tensors"), "{notes:?}");
+        assert!(notes[1].contains("`ema_state_dict`, another set of 1 tensor ("), "{notes:?}");
     }
 
     #[test]
