@@ -189,7 +189,7 @@ def check_report(args, checks, trainer):
     measured = trainer.train(args.models / "bert-sequence-classification", ["cast: { to: f16 }"], args.device, trainer.folder / "bert.safetensors", measure=True)
     for job, told in (("training", report), ("measuring alone", measured)):
         environment, peak = told["environment"], told["totals"]["peak_vram_bytes"]
-        checks.add("report", f"{job}: environment.device", environment["device"] == (args.device if gpu else "cpu"), found=environment["device"])
+        checks.add("report", f"{job}: environment.device", environment["device"] == args.device, found=environment["device"])
         if gpu:
             checks.add("report", f"{job}: environment.gpu", bool(environment["gpu"]), found=environment["gpu"])
             checks.add("report", f"{job}: totals.peak_vram_bytes", (peak or 0) > 0, found=peak)

@@ -14,6 +14,7 @@ use compress::pipeline::{Builder, ResultCache};
 use compress::report::Report;
 use compress::{Model, Pipeline};
 use compress_engine::data::Data;
+use compress_engine::exec::DeviceChoice;
 use compress_engine::train::BatchSize;
 
 fn golden(name: &str) -> PathBuf {
@@ -150,15 +151,17 @@ fn reused_weights_are_compared_with_those_they_were_derived_from() {
     }
 }
 
-/// Kernels of different instruction sets round differently. A process selects its instruction set once,
+/// Devices and kernels of different instruction sets round differently. A process selects its instruction set once,
 /// so this test runs itself in a new process.
 #[test]
-fn another_instruction_set_reuses_nothing() {
+fn another_instruction_set_or_device_reuses_nothing() {
     const FOLDER: &str = "COMPRESS_TEST_FOLDER";
+    const DEVICE: &str = "COMPRESS_TEST_CACHE_DEVICE";
     let is_reused = |folder: &Path| {
         let data = Data { arrays: Some(folder.join("data.safetensors")), ..Data::default() };
         let cache = ResultCache::new(folder.join("cache"), Duration::ZERO);
-        let builder = Pipeline::builder().passes([finetune()]).train(data).cache(cache, false).resume(true).force(true);
+        let device = std::env::var(DEVICE).map_or_else(|_| DeviceChoice::Cpu, |device| device.parse().unwrap());
+        let builder = Pipeline::builder().passes([finetune()]).train(data).cache(cache, false).resume(true).force(true).device(device);
         let report = builder.build().unwrap().run(Model::open(folder.join("in")).unwrap(), folder.join("out")).unwrap();
         report.notes.iter().any(|note| note.contains("was reused from an earlier run"))
     };
@@ -168,19 +171,19 @@ fn another_instruction_set_reuses_nothing() {
     }
     let place = Workspace::new(MODEL);
     assert!(!is_reused(place.folder.path()) && is_reused(place.folder.path()));
-    let elsewhere = |set: &str| {
+    let own = compress::report::Environment::detect().simd;
+    let elsewhere = |set: &str, device: &str| {
         let mut test = std::process::Command::new(std::env::current_exe().unwrap());
-        test.args(["another_instruction_set_reuses_nothing", "--nocapture"]).env(FOLDER, place.folder.path());
-        let output = test.env("COMPRESS_SIMD", set).output().unwrap();
+        test.args(["another_instruction_set_or_device_reuses_nothing", "--nocapture"]).env(FOLDER, place.folder.path()).env(DEVICE, device);
+        // The only instruction set of ARM processors cannot be selected.
+        let output = if set == "neon" { &mut test } else { test.env("COMPRESS_SIMD", set) }.output().unwrap();
         String::from_utf8_lossy(&output.stdout).lines().find_map(|line| line.split_once("reused: ")).unwrap().1 == "true"
     };
-    let own = compress::report::Environment::detect().simd;
-    if own != "neon" {
-        assert!(elsewhere(&own));
-    }
+    assert!(elsewhere(&own, "cpu"));
+    assert!(!elsewhere(&own, "cpu:strict"));
     // Processors without AVX2 have one instruction set.
     if !["neon", "baseline"].contains(&own.as_str()) {
-        assert!(!elsewhere("baseline"));
+        assert!(!elsewhere("baseline", "cpu"));
     }
 }
 

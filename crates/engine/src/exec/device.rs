@@ -86,6 +86,7 @@ impl DeviceChoice {
 pub fn device_name(device: &Device) -> (String, Option<String>) {
     match super::gpu::name(device) {
         Some((number, model)) => (DeviceChoice::Cuda(number).to_string(), model),
+        None if super::transfer::is_strict() => (DeviceChoice::Strict.to_string(), None),
         None => (DeviceChoice::Cpu.to_string(), None),
     }
 }
