@@ -123,13 +123,7 @@ impl Run<'_> {
         }
         let unchanged = self.unchanged_weights(&written, exports);
         let (limit, start) = (2 * MIN_TIME.max(self.start.elapsed() / 8), Instant::now());
-        for block in 0..before.blocks().len().max(after.blocks().len()) {
-            Blockwise::run_block(&mut [&mut before, &mut after], block, &unchanged)?;
-            if start.elapsed() > limit {
-                before.truncate(1);
-                after.truncate(1);
-            }
-        }
+        run_blocks(&mut [&mut before, &mut after], &unchanged, || start.elapsed() > limit)?;
         let mut accumulator = FidelityAccumulator::default();
         for (index, sample) in samples.iter().enumerate().take(before.batches()) {
             self.work.cancel.check()?;
@@ -250,6 +244,18 @@ impl Run<'_> {
     }
 }
 
+/// Runs all blocks of models, which load the weights named in `same` once. When `is_late`, only the first sample remains.
+fn run_blocks(models: &mut [&mut Blockwise], same: &BTreeSet<&str>, is_late: impl Fn() -> bool) -> Result<()> {
+    let blocks = models.iter().map(|model| model.blocks().len()).max();
+    for block in 0..blocks.unwrap_or(0) {
+        Blockwise::run_block(models, block, same)?;
+        if is_late() {
+            models.iter_mut().for_each(|model| model.truncate(1));
+        }
+    }
+    Ok(())
+}
+
 /// Name of the input of the head, if the head computes all outputs token by token. `None` if its
 /// activations are quantized with a scale per sample instead of per token.
 fn separable_head<'g>(graph: &'g Graph, weights: &Weights, rounding: Rounding) -> Option<&'g str> {
@@ -320,6 +326,30 @@ impl SampleSelection<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_late_comparison_continues_with_the_first_sample() {
+        let model = Model::open(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama")).unwrap();
+        let graph = model.graph().unwrap();
+        let cancel = crate::work::Cancel::default();
+        let work = crate::work::Work { threads: 1, progress: &crate::work::Silent, cancel: &cancel };
+        let outputs = |late_after: usize| {
+            let options = BlockwiseOptions::on(&candle_core::Device::Cpu);
+            let [mut before, mut after] = [(); 2].map(|()| Blockwise::new(&graph, &model.weights, |_| false, options.clone(), &work));
+            for model in [&mut before, &mut after] {
+                (0..3).for_each(|seed| model.push(data::synthetic(&graph, seed).unwrap()).unwrap());
+            }
+            let checks = std::cell::Cell::new(0);
+            let is_late = || checks.replace(checks.get() + 1) >= late_after;
+            run_blocks(&mut [&mut before, &mut after], &BTreeSet::new(), is_late).unwrap();
+            assert!(checks.get() > 1 && before.batches() == after.batches());
+            let first = before.outputs_of(0).unwrap()["logits"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            (before.batches(), first)
+        };
+        let (count, all) = outputs(usize::MAX);
+        assert_eq!(count, 3);
+        assert_eq!([outputs(0), outputs(1)], [(1, all.clone()), (1, all)]);
+    }
 
     #[test]
     fn the_budget_limits_the_number_and_size_of_samples() {
