@@ -486,6 +486,27 @@ fn samples_are_counted_as_they_are_run() {
     check(&windows, 10);
 }
 
+/// A tokenizer that appends a token to each text, as those of T5 and Qwen3-Embedding do.
+#[test]
+fn windows_do_not_contain_the_token_that_a_tokenizer_appends() {
+    let llama = model("llama", &[LETTERS]);
+    let windows = |appends: bool| {
+        let path = llama.path().join("tokenizer.json");
+        let mut tokenizer: Value = serde_json::from_slice(&fs::read(golden("evaluation").join(LETTERS.0)).unwrap()).unwrap();
+        if appends {
+            let processor = &mut tokenizer["post_processor"];
+            processor["single"].as_array_mut().unwrap().push(serde_json::json!({ "SpecialToken": { "id": "</s>", "type_id": 0 } }));
+            processor["special_tokens"]["</s>"] = serde_json::json!({ "id": "</s>", "ids": [2], "tokens": ["</s>"] });
+        }
+        fs::write(path, tokenizer.to_string()).unwrap();
+        let found = batches(llama.path(), &texts("book.txt", "{ max_length: 16, samples: 5 }")).unwrap();
+        found.iter().flat_map(|batch| batch.inputs["input_ids"].to_vec2::<i64>().unwrap()).collect::<Vec<_>>()
+    };
+    let appended = windows(true);
+    assert!(appended.iter().all(|window| window[0] == 1 && !window.contains(&2)), "{appended:?}");
+    assert_eq!(appended, windows(false));
+}
+
 /// Windows with `sampling: spread` start at lines, from the first to the last part of the file.
 #[test]
 fn spread_windows_cover_a_text() {

@@ -228,6 +228,24 @@ fn layers_that_read_one_value_share_the_global_scale_of_nvfp4() {
     assert!(first == second && second != third, "{first} {second} {third}");
 }
 
+/// Without a graph, the table of families lists the layers that runtimes fuse.
+#[test]
+fn fused_layers_of_families_without_a_graph_share_the_global_scale_of_nvfp4() {
+    let desk = crate::common::Desk::new();
+    let names = ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj"].map(|layer| format!("model.layers.0.self_attn.{layer}"));
+    let weight = |factor: usize| {
+        let values: Vec<f64> = (0..32 * 32).map(|at| (at % 7) as f64 * factor as f64).collect();
+        crate::common::Tensor::floats(crate::common::DType::F32, &[32, 32], &values)
+    };
+    let input = desk.weights(&names.iter().enumerate().map(|(at, name)| (format!("{name}.weight"), weight(at + 1))).collect());
+    std::fs::write(input.join("config.json"), r#"{ "model_type": "deepseek_v3" }"#).unwrap();
+    assert!(Model::open(&input).unwrap().graph().is_err());
+    let output = desk.run(&input, Pipeline::builder().pass(quantize(json!({ "scheme": "NVFP4A16" })))).unwrap();
+    let stored = crate::common::read(&output.path);
+    let [first, second, third] = names.map(|name| stored[&format!("{name}.weight_global_scale")].values()[0]);
+    assert!(first == second && second != third, "{first} {second} {third}");
+}
+
 #[test]
 fn groups_of_scattered_inputs_are_refused_and_an_order_that_says_nothing_is_dropped() {
     let folder = tempfile::tempdir().unwrap();

@@ -47,7 +47,7 @@ fn report(weights: usize) -> Report {
             "ci95": [[0.7, 0.9], [0.69, 0.89]], "drop": 0.01, "more": { HOSTILE: [0.5, 0.6] },
             "fidelity": { "output": HOSTILE, "cosine": 0.99, "cosine_min": 0.9, "sqnr_db": 20.0, "kl": 0.1, "top1_agreement": 0.9, "max_abs_error": 1.0, "largest": 2.0 },
         },
-        "latency": { "runtime": HOSTILE, "threads": 2, "batch": [1, 2], "runs": 3, "before_ms": { "p50": 10.0, "p95": 12.0 }, "after_ms": { "p50": 5.0, "p95": 7.0 }, "speedup": 2.0 },
+        "latency": { "runtime": HOSTILE, "threads": 2, "batch": [1, 2], "runs": 3, "before_ms": { "p50": 10.0, "p95": 12.0 }, "after_ms": { "p50": 5.0, "p95": 7.0 }, "speedup": 2.0, "speedup_quartiles": [1.87, 2.16] },
         "layers": layers,
         "histograms": [histogram(HOSTILE), histogram("model.layers.0.self_attn.q_proj.weight")],
         "outputs": [{ "format": HOSTILE, "path": HOSTILE, "bytes": 1, "blake3": HOSTILE, "verified": { "how": HOSTILE, "max_abs_error": 0.0, "ok": false } }],
@@ -93,6 +93,14 @@ fn contents_of_a_report_are_escaped() {
         // Quotes in names must not end an attribute.
         assert!(!page.contains("onerror=alert(2)>"));
     }
+}
+
+#[test]
+fn the_spread_of_the_speedup_is_displayed() {
+    let report = report(30);
+    let page = report.to_html();
+    assert!(page.contains("speed-up 2.00 (1.87 to 2.16)") && page.contains("speed-up (1.87 to 2.16)"), "summary and section");
+    assert!(report.to_markdown().contains("2.00 (1.87 to 2.16)"));
 }
 
 #[test]

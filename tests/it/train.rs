@@ -9,7 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Device, Tensor};
-use compress::pass::{Cast, Distill, Finetune, FloatFormat, PruneUnstructured, Quantize, QuantizeDynamic, QuantizeStatic, Scheme, Scope, Step, Student};
+use compress::pass::{
+    Cast, Distill, Finetune, FloatFormat, Method, PruneUnstructured, Quantize, QuantizeDynamic, QuantizeStatic, Scheme, Scope, Step, Student,
+};
 use compress::pipeline::Builder;
 use compress::report::Report;
 use compress::{Error, Model, Pipeline};
@@ -523,6 +525,17 @@ fn zeros_without_pruning_are_trained() {
         assert_eq!(noted(&report, "zeros of unknown origin in"), input == "floats", "{:?}", report.notes);
     }
     assert!(zeros(&at("floats-1")) < codes / 4);
+    // Codes of 4 bits, rounded to nearest or with error compensation, have more zeros.
+    for method in [Method::Rtn, Method::Gptq] {
+        let [input, floats, output] = ["", "-floats", "-trained"].map(|part| at(&format!("{method:?}{part}")));
+        let quantize = Quantize { scheme: Scheme::W4A16, group_size: Some(8), method, ..Quantize::default() };
+        let pipeline = Pipeline::builder().pass(quantize).calibration(data.clone()).build().unwrap();
+        pipeline.run(Model::open(golden(name)).unwrap(), &input).unwrap();
+        passes(&input, &floats, vec![compress::pass::Dequantize::default().into()], None);
+        let report = passes(&input, &output, vec![compress::pass::Dequantize::default().into(), finetune(3).into()], Some(&data));
+        let (before, after) = (zeros(&floats), zeros(&output));
+        assert!(before > codes && after < before / 4 && !noted(&report, "kept at zero"), "{method:?}: {before} {after} {:?}", report.notes);
+    }
     // Pruning is known from a report, or for weights of other tools, from the option.
     let prune = PruneUnstructured { amount: Some("0.5".parse().unwrap()), ..PruneUnstructured::default() };
     passes(&golden(name), &at("pruned"), vec![prune.into()], None);
@@ -599,6 +612,8 @@ fn pruned_weights_of_a_renumbered_layer_stay_zero() {
 
 #[test]
 fn files_of_a_student_are_copied_with_its_weights() {
+    /// Files that both models have.
+    const OWN: [&str; 4] = ["tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "generation_config.json"];
     let name = "vit-image-classification";
     let folder = tempfile::tempdir().unwrap();
     let made = |folder_name: &str, file: &str| {
@@ -608,7 +623,10 @@ fn files_of_a_student_are_copied_with_its_weights() {
             std::fs::copy(golden(name).join(file), to.join(file)).unwrap();
         }
         std::fs::write(to.join(file), folder_name).unwrap();
-        std::fs::write(to.join("generation_config.json"), format!("{{\"_from\":\"{folder_name}\"}}")).unwrap();
+        std::fs::write(to.join("chat_template.jinja"), folder_name).unwrap();
+        for name in OWN {
+            std::fs::write(to.join(name), serde_json::json!({ "_from": folder_name, "model": { "vocab": { "a": 0 } } }).to_string()).unwrap();
+        }
         to
     };
     let (input, student) = (made("input", "of-input.txt"), made("student", "of-student.txt"));
@@ -620,11 +638,14 @@ fn files_of_a_student_are_copied_with_its_weights() {
         let pipeline = Pipeline::builder().pass(pass).train(data.clone()).cache(cache.clone(), true).build().unwrap();
         let report = pipeline.run(Model::open(&input).unwrap(), &out).unwrap();
         assert_eq!(report.notes.iter().any(|note| note.contains("was reused")), attempt == 1, "{:?}", report.notes);
-        let text = std::fs::read_to_string(out.join("generation_config.json")).unwrap();
-        assert!(text.contains("student") && out.join("of-student.txt").exists() && !out.join("of-input.txt").exists(), "{text}");
+        assert!(out.join("of-student.txt").exists() && !out.join("of-input.txt").exists());
+        for name in OWN.into_iter().chain(["chat_template.jinja"]) {
+            let text = std::fs::read_to_string(out.join(name)).unwrap();
+            assert!(text.contains("student") && !text.contains("input"), "{name}: {text}");
+        }
         assert!(report.carried.iter().any(|file| file.path == "of-student.txt"), "{:?}", report.carried);
         let left: Vec<_> = report.notes.iter().filter(|note| note.contains("not copied from the input: of-input.txt (")).collect();
-        assert!(left.len() == 1 && !left[0].contains("generation_config.json"), "{:?}", report.notes);
+        assert!(left.len() == 1 && OWN.iter().all(|name| !left[0].contains(name)), "{:?}", report.notes);
     }
 }
 
@@ -776,16 +797,18 @@ fn evaluations_without_a_score_are_refused() {
     let name = "bert-sequence-classification";
     let run = Run::new();
     let data = samples(name, run.folder.path(), 8, classes(name));
-    let refused = |evaluation: Option<Data>| {
-        let pass = Finetune { evaluate_every: Some(1), patience: Some(1), ..finetune(2) };
-        let builder = Pipeline::builder().pass(pass).train(data.clone());
+    let refused = |patience: Option<u64>, evaluation: Option<Data>| {
+        let builder = Pipeline::builder().pass(Finetune { evaluate_every: Some(1), patience, ..finetune(2) }).train(data.clone());
         let builder = evaluation.into_iter().fold(builder, |builder, data| builder.evaluation(data));
         builder.build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap_err().to_string()
     };
-    for evaluation in [None, Some(samples(name, run.folder.path(), 4, 0))] {
-        let error = refused(evaluation);
+    for (patience, evaluation) in [(None, None), (Some(1), None), (None, Some(samples(name, run.folder.path(), 4, 0)))] {
+        let error = refused(patience, evaluation);
         assert!(error.contains("evaluate_every") && error.contains("evaluation"), "{error}");
     }
+    let builder = Pipeline::builder().pass(Finetune { patience: Some(1), ..finetune(2) }).train(data.clone()).evaluation(data.clone());
+    let error = builder.build().err().unwrap();
+    assert!(error.is_misuse() && error.to_string().contains("patience): requires `evaluate_every`"), "{error}");
 }
 
 #[test]

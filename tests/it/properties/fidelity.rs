@@ -5,8 +5,9 @@ use compress_engine::data::{Batch, References};
 use compress_engine::evaluation::{Outputs, output_fidelity};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use serde_json::json;
 
-use crate::properties::draws::seeds;
+use crate::properties::draws::{Draw, fidelity, seeds};
 
 fn array(shape: &[usize], rng: &mut StdRng) -> Tensor {
     let values: Vec<f32> = (0..shape.iter().product()).map(|_| rng.random_range(-1.0..1.0)).collect();
@@ -60,5 +61,22 @@ fn another_output_changes_no_other_metric() {
             assert_eq!(&together.outputs[name], figures, "seed {seed}, `{name}`");
         }
         assert_eq!(together.outputs.len(), alone.outputs.len() + 1);
+    }
+}
+
+/// An accuracy goal measures all outputs of a model, here two, and counts the worst.
+#[test]
+fn the_worst_output_decides_an_accuracy_goal() {
+    for seed in seeds(2) {
+        let draw = Draw::family(seed, "bert");
+        let samples = draw.samples(12, seed);
+        let data = draw.data(&samples);
+        let pass = json!([{ "quantize-static": { "accuracy_goal": { "min_cosine": 0.0 } } }]);
+        let written = draw.run(pass, json!(["safetensors"]), |builder| builder.calibration(data.clone()).evaluation(data)).unwrap();
+        let goal = written.report.passes[0].details["accuracy_goal"]["tried"][0]["cosine"].as_f64().unwrap();
+        let outputs = fidelity(&draw, &written.path, &samples).outputs;
+        let cosines: Vec<f64> = outputs.values().map(|figures| figures.cosine).collect();
+        let (worst, best) = (cosines.iter().copied().fold(f64::MAX, f64::min), cosines.iter().copied().fold(0.0, f64::max));
+        assert!(outputs.len() == 2 && best - worst > 1e-4 && (goal - worst).abs() < 1e-5, "{}: {goal}, {outputs:?}", draw.name);
     }
 }

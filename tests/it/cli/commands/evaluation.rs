@@ -137,6 +137,20 @@ fn a_model_is_compared_with_another() {
 }
 
 #[test]
+fn every_output_is_compared_with_that_of_another_model() {
+    let folder = tempfile::tempdir().unwrap();
+    golden_model(folder.path(), "bert", &[("word-pieces.json", "tokenizer.json")]);
+    fs::copy(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/labelled.csv"), folder.path().join("labelled.csv")).unwrap();
+    ok(folder.path(), "quantize-dynamic in -o out");
+    let fidelity = &data(folder.path(), "eval out --data labelled.csv --task fidelity --against in --json")["fidelity"];
+    let outputs = fidelity["outputs"].as_object().unwrap();
+    let cosines: Vec<f64> = outputs.values().map(|figures| figures["cosine"].as_f64().unwrap()).collect();
+    let worst = cosines.iter().copied().fold(f64::MAX, f64::min);
+    assert!(cosines.len() == 2 && cosines[0] != cosines[1] && fidelity["cosine"].as_f64() == Some(worst), "{fidelity}");
+    assert_eq!(outputs[fidelity["output"].as_str().unwrap()]["cosine"].as_f64(), Some(worst));
+}
+
+#[test]
 fn a_recipe_measures_before_and_after() {
     let folder = prepared();
     fs::write(folder.path().join("recipe.yaml"), RECIPE).unwrap();
