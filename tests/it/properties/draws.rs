@@ -45,6 +45,11 @@ pub enum Network {
     Convolutional,
 }
 
+/// Number of samples per batch of a draw.
+fn batch_size(seed: u64) -> usize {
+    StdRng::seed_from_u64(seed ^ 0xba7c).random_range(1..=9)
+}
+
 /// A drawn model in a temporary folder.
 pub struct Draw {
     pub desk: Desk,
@@ -53,6 +58,8 @@ pub struct Draw {
     /// Description of the draw, for messages.
     pub name: String,
     pub rng: StdRng,
+    /// Number of samples per batch of its data sets.
+    pub batch_size: usize,
 }
 
 /// Output of a run.
@@ -91,7 +98,8 @@ impl Draw {
             fs::create_dir_all(target.parent().unwrap()).unwrap();
             fs::write(target, bytes).unwrap();
         }
-        Draw { desk, path, name: format!("seed {seed}: {name} in {files} files"), rng }
+        let batch_size = batch_size(seed);
+        Draw { desk, path, name: format!("seed {seed}: {name} in {files} files, batches of {batch_size}"), rng, batch_size }
     }
 
     /// A random network with widths of 7 to 300 and one to three outputs.
@@ -108,7 +116,9 @@ impl Draw {
         let file = json!({ "inputs": { "x": graph.input }, "nodes": graph.nodes, "outputs": outputs });
         fs::write(path.join("graph.json"), file.to_string()).unwrap();
         let widths: Vec<usize> = graph.weights.values().filter(|weight| weight.shape.len() > 1).map(|weight| weight.shape[0]).collect();
-        Draw { desk, path, name: format!("seed {seed}: {kind:?} network of widths {widths:?} in {files} files"), rng }
+        let batch_size = batch_size(seed);
+        let name = format!("seed {seed}: {kind:?} network of widths {widths:?} in {files} files, batches of {batch_size}");
+        Draw { desk, path, name, rng, batch_size }
     }
 
     pub fn model(&self) -> Model {
@@ -126,11 +136,11 @@ impl Draw {
         synthetic_with_sizes(&graph, seed, &sizes).unwrap().inputs
     }
 
-    /// Writes samples as a data set with an odd batch size.
+    /// Writes samples as a data set with the batch size of the draw.
     pub fn data(&self, samples: &Inputs) -> Data {
         let path = self.desk.place().with_extension("safetensors");
         candle_core::safetensors::save(&samples.clone().into_iter().collect(), &path).unwrap();
-        Data { arrays: Some(path), batch_size: Some(5), ..Data::default() }
+        Data { arrays: Some(path), batch_size: Some(self.batch_size), ..Data::default() }
     }
 
     /// Runs passes and exports, given as in a recipe, on the drawn model.
