@@ -9,8 +9,9 @@ use candle_core::{Device, Tensor};
 use compress::pass::prune_structured::{Amounts, PrunedPart};
 use compress::pass::{PruneStructured, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step};
 use compress::{Model, Pipeline};
+use compress_core::work::{Cancel, Silent, Work};
 use compress_engine::data::Data;
-use compress_graph::ir::Op;
+use compress_graph::ir::{Graph, Op};
 use compress_onnx::proto::{AttributeProto, DataType, GraphProto, ModelProto, NodeProto, TensorProto};
 use compress_onnx::runtime::{Options, Session};
 use prost::Message;
@@ -265,4 +266,70 @@ fn weights_as_outputs_are_compared() {
     std::fs::write(&path, file.encode_to_vec()).unwrap();
     let report = Pipeline::builder().pass(QuantizeDynamic::default()).build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap();
     assert!(!report.notes.iter().any(|note| note.contains("was not verified")), "{:?}", report.notes);
+}
+
+/// Layers that are left in floats between quantized layers: ignored, without a quantized form, or opaque.
+/// ONNX Runtime does not quantize their weights, nor does a second export change them.
+#[test]
+fn float_layers_between_quantized_values_stay_in_floats() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (path, out, samples) = (folder.path().join("model.onnx"), folder.path().join("out.onnx"), folder.path().join("samples.safetensors"));
+    let conv = |x: &str, weight: &str, y: &str| node("Conv", &[x, weight], y, vec![AttributeProto::ints("pads", [1; 4])]);
+    let relu = |x: &str, y: &str| node("Relu", &[x], y, vec![]);
+    let shape = vec![AttributeProto::ints("kernel_shape", [2; 2]), AttributeProto::ints("strides", [2; 2])];
+    let nodes = vec![
+        conv("x", "first", "a"),
+        relu("a", "b"),
+        node("MaxPool", &["b"], "pooled", shape.clone()),
+        conv("pooled", "ignored", "c"),
+        relu("c", "d"),
+        conv("d", "third", "e"),
+        relu("e", "f"),
+        node("Conv", &["f", "opaque"], "g", vec![AttributeProto::text("auto_pad", "SAME_UPPER")]),
+        relu("g", "h"),
+        conv("h", "fifth", "i"),
+        relu("i", "j"),
+        node("ConvTranspose", &["j", "transposed"], "k", shape),
+        relu("k", "l"),
+        conv("l", "last", "y"),
+    ];
+    // One scale for the whole tensor would round most values of these kernels to zero.
+    let kernel = |name: &str, outputs: i64, inputs: i64, size: i64| {
+        let mut values: Vec<f32> = numbers((outputs * inputs * size * size) as usize, name.len() as f32).iter().map(|value| value / 6.0).collect();
+        values[0] *= if ["ignored", "opaque", "transposed"].contains(&name) { 300.0 } else { 1.0 };
+        given(name, &[outputs, inputs, size, size], &values)
+    };
+    let weights = ["ignored", "third", "opaque", "fifth"].map(|name| kernel(name, 6, 6, 3));
+    let ends = vec![kernel("first", 6, 3, 3), kernel("transposed", 6, 6, 2), kernel("last", 4, 6, 3)];
+    std::fs::write(&path, model(13, &[0, 3, 8, 8], nodes, [weights.to_vec(), ends].concat()).encode_to_vec()).unwrap();
+    let x = Tensor::from_vec(numbers(40 * 192, 0.7), (40, 3, 8, 8), &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("x".to_owned(), x.clone())].into(), &samples).unwrap();
+    let calibration = Data { arrays: Some(samples), ..Data::default() };
+    let pass = QuantizeStatic { ignore: vec!["ignored".parse().unwrap()], ..QuantizeStatic::default() };
+    let built = Pipeline::builder().pass(Step::from(pass)).calibration(calibration).threads(1).force(true).build().unwrap();
+    let report = built.run(Model::open(&path).unwrap(), &out).unwrap();
+    let how = &report.outputs.iter().find(|output| output.path == "out.onnx").unwrap().verified.how;
+    assert!(how.contains("quantized values are within one step"), "{how}");
+    let inputs = [("x".to_owned(), x.narrow(0, 0, 4).unwrap())].into();
+    let run = |path: &Path, optimize| {
+        let mut session = Session::open(path, Options { optimize, ..Options::default() }).unwrap();
+        session.run(&inputs).unwrap()["y"].flatten_all().unwrap().to_vec1::<f32>().unwrap()
+    };
+    let distance = |a: &[f32], b: &[f32]| {
+        let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|value| f64::from(value).powi(2)).sum::<f64>().sqrt();
+        norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
+    };
+    let off = distance(&run(&out, true), &run(&out, false));
+    assert!(off < 0.003, "{off}");
+    // The file is opened with the same quantizers, one for each value, and written again.
+    let opened = Model::open(&out).unwrap();
+    let quantizers = |graph: &Graph| graph.nodes().iter().filter(|node| matches!(node.op, Op::FakeQuantize(_))).count();
+    let graph = ModelProto::decode(std::fs::read(&out).unwrap().as_slice()).unwrap().graph.unwrap();
+    assert_eq!(quantizers(&opened.graph().unwrap()), graph.node.iter().filter(|node| node.op_type() == "QuantizeLinear").count());
+    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    let verified = compress::pipeline::verify(&out, &work).unwrap().pop().unwrap();
+    assert!(verified.ok && verified.finding.contains("within one step"), "{verified:?}");
 }

@@ -181,19 +181,22 @@ impl ModelFile {
         Some((ty, shape, bytes))
     }
 
-    /// Type and elements of a constant with one element.
-    pub(super) fn constant(&self, name: &str) -> Option<(DataType, Vec<u8>)> {
+    /// Type and element of a constant whose elements are all equal.
+    pub(super) fn repeated(&self, name: &str) -> Option<(DataType, Vec<u8>)> {
         let graph = self.model.graph.as_ref()?;
         let tensor = graph.initializer.iter().find(|tensor| tensor.name() == name).or_else(|| {
             let made = graph.node.iter().find(|node| node.op_type() == "Constant" && node.output.first().is_some_and(|output| output == name))?;
             made.attribute.iter().find(|attribute| attribute.name() == "value")?.t.as_ref()
         })?;
-        let (_, count) = elements::shape(tensor).ok().filter(|(_, count)| *count == 1)?;
+        let (_, count) = elements::shape(tensor).ok().filter(|(_, count)| (1..=MAX_SCALES).contains(count))?;
         let bytes = match self.out_of_line_elements(tensor) {
             Some(bytes) => bytes.ok()?,
             None => elements::inline(tensor, tensor.data_type(), count).ok()??,
         };
-        Some((tensor.data_type(), bytes))
+        let width = bytes.len().checked_div(usize::try_from(count).ok()?).filter(|width| *width > 0)?;
+        let mut elements = bytes.chunks(width);
+        let first = elements.next()?;
+        elements.all(|element| element == first).then(|| (tensor.data_type(), first.to_vec()))
     }
 
     /// Whether the graph quantizes activations.

@@ -7,6 +7,7 @@ mod dequantized;
 mod elements;
 mod external;
 pub mod file;
+mod float_layers;
 mod initializer_layout;
 mod initializer_roles;
 mod inlining;

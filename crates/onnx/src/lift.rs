@@ -75,6 +75,8 @@ pub(super) struct Lift<'f> {
     readers: BTreeMap<&'f str, usize>,
     /// ONNX element type numbers of values that are neither 32-bit floats nor 64-bit integers.
     numbers: BTreeMap<ValueId, i32>,
+    /// Dequantized values, by the names of their integers.
+    quantized: BTreeMap<&'f str, ValueId>,
     /// Names of batch dimensions.
     batches: BTreeSet<String>,
     /// Values that cannot be represented in the graph, with reasons.
@@ -120,6 +122,7 @@ impl ModelFile {
             copies: self.model.graph.as_ref().map(copies).unwrap_or_default(),
             readers,
             numbers: BTreeMap::new(),
+            quantized: BTreeMap::new(),
             batches: BTreeSet::new(),
             refused: BTreeMap::new(),
             broken: BTreeMap::new(),
@@ -283,8 +286,15 @@ impl<'f> Lift<'f> {
             {
                 self.opaque(name)?;
             }
+            // All consumers of a quantized value read one node.
+            let codes = quantizer.output.first().ok_or("it has no output")?.as_str();
+            if let Some(id) = self.quantized.get(codes) {
+                return Ok(LiftedValue::Value(*id));
+            }
             let value = self.value(quantizer, 0)?;
-            return self.builder.node(output, op, &[value]).map(LiftedValue::Value).map_err(|e| e.to_string());
+            let id = self.builder.node(output, op, &[value]).map_err(|e| e.to_string())?;
+            self.quantized.insert(codes, id);
+            return Ok(LiftedValue::Value(id));
         }
         let (_, rule) = rules::RULES.iter().find(|(op, _)| *op == node.op_type()).ok_or("the operator is not supported")?;
         for name in &node.input {

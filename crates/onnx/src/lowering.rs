@@ -341,10 +341,11 @@ impl<'g> Lowering<'g> {
         self.constant(&format!("int/{value}"), DataType::Int64, &[], value.to_le_bytes().to_vec())
     }
 
-    /// A zero point of activations, from its int8 value.
-    pub fn zero_point(&mut self, value: i32) -> String {
+    /// A zero point of activations, from its int8 value: a scalar, or a vector of `count` equal elements.
+    pub fn zero_point(&mut self, value: i32, count: Option<usize>) -> String {
         let (kind, value) = if self.signed { (DataType::Int8, value) } else { (DataType::Uint8, value + 128) };
-        self.constant(&format!("zero_point/{value}"), kind, &[], vec![value.to_le_bytes()[0]])
+        let dims: Vec<i64> = count.into_iter().map(|count| count as i64).collect();
+        self.constant(&format!("zero_point/{value}"), kind, &dims, vec![value.to_le_bytes()[0]; count.unwrap_or(1)])
     }
 
     /// 32-bit integers that are never shared.

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::check::is_own;
+use super::float_layers;
 use super::initializer_layout::{InitializerLayout, layouts};
 use super::kv_cache::{self, CachedAttention};
 use super::lower::{lower, palette};
@@ -93,6 +94,7 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
     for (public, value) in aliases {
         lowering.alias(value, &public, style.output_types.get(&public).copied());
     }
+    float_layers::repeat_input_scales(&mut lowering);
     let Lowering { layouts, nodes, constants, imports, cache, integer_heads, .. } = lowering;
     let all = nodes.iter().filter_map(|node| node.domain.clone()).chain(imports.keys().cloned());
     let domains: BTreeSet<String> = all.filter(|domain| !is_own(domain)).collect();

@@ -22,7 +22,7 @@ impl<'f> Lift<'f> {
         let plain = [node, producer].iter().all(|node| int(node, "block_size", 0) == 0 && int(node, "precision", 0) == 0);
         let plain = plain && int(node, "output_dtype", 0) <= 1;
         let [_, other_scale, other_zero_point @ ..] = producer.input.as_slice() else { return None };
-        let one = |name: &str| self.file.constant(name).filter(|(_, bytes)| !bytes.is_empty());
+        let one = |name: &str| self.file.repeated(name);
         let same = |a: &str, b: &str| a == b || one(a).zip(one(b)).is_some_and(|(a, b)| a == b);
         let zero_point = match (zero_point, other_zero_point) {
             // Without a zero point, only the attribute determines the integer type (opset 21).

@@ -237,7 +237,7 @@ pub(super) fn cache_quantize(op: CacheQuantize, n: &mut Lowering) -> Result<()> 
 
 fn quantize_dequantize(scale: &str, zero_point: i32, n: &mut Lowering) -> Result<()> {
     let x = n.wide(&n.input(0))?;
-    let zero_point = n.zero_point(zero_point);
+    let zero_point = n.zero_point(zero_point, None);
     let integers = n.emit("QuantizeLinear", "integers", &[&x, scale, &zero_point], vec![]);
     if n.varies(0) {
         n.finish_wide("DequantizeLinear", &[&integers, scale, &zero_point], vec![]);

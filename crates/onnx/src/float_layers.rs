@@ -1,0 +1,89 @@
+//! Layers with float weights that read quantized values.
+//!
+//! When ONNX Runtime 1.31 loads a file, it quantizes the weights of such layers too, with one scale per
+//! tensor (`WeightBiasQuantization`), if the scale of their input is a scalar. To compute in floats, these
+//! layers read values whose scale is repeated for each channel.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::check::{is_own, reads};
+use super::lowering::Lowering;
+use super::proto::{AttributeProto, NodeProto};
+use crate::ir::ops::FakeQuantize;
+use crate::ir::{Op, TensorType};
+
+/// Layers whose weights ONNX Runtime quantizes. It fuses `MatMul` and `Add` to `Gemm` first.
+const LAYERS: [&str; 4] = ["Conv", "ConvTranspose", "Gemm", "MatMul"];
+
+/// Operators that ONNX Runtime moves a preceding `DequantizeLinear` across, or merges with a layer.
+const TRANSPARENT: [&str; 8] = ["Identity", "MaxPool", "Pad", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"];
+
+/// Dequantizes the inputs of layers with float weights with one scale for each channel.
+pub(super) fn repeat_input_scales(n: &mut Lowering) {
+    let graph = n.graph;
+    let quantized: BTreeMap<String, (FakeQuantize, &TensorType)> = graph
+        .nodes()
+        .iter()
+        .filter_map(|node| match node.op {
+            Op::FakeQuantize(by) => Some((n.names[node.output.index()].clone(), (by, &graph.value(node.output).ty))),
+            _ => None,
+        })
+        .collect();
+    if quantized.is_empty() {
+        return;
+    }
+    let mut inserted: BTreeMap<usize, NodeProto> = BTreeMap::new();
+    for (value, (dequantizer, consumers)) in float_consumers(n, &quantized) {
+        let (by, ty) = quantized[&value];
+        // The channels, or any other axis with several elements.
+        let axes = (1..ty.shape.len()).chain([0]);
+        let Some((axis, size)) = axes.filter_map(|axis| Some((axis, ty.shape.get(axis)?.fixed()?))).find(|(_, size)| *size > 1) else { continue };
+        let mut node = n.nodes[dequantizer].clone();
+        node.input.truncate(1);
+        node.input.extend([n.floats(&format!("scale/{:?}x{size}", by.scale), &vec![by.scale.into(); size]), n.zero_point(by.zero_point, Some(size))]);
+        node.attribute = vec![AttributeProto::int("axis", axis as i64)];
+        let is_shared = n.nodes.iter().enumerate().any(|(at, other)| !consumers.contains(&at) && reads(other).contains(value.as_str()));
+        if !is_shared {
+            n.nodes[dequantizer] = node;
+            continue;
+        }
+        let name = n.fresh(format!("{value}/channels"));
+        consumers.into_iter().for_each(|at| n.nodes[at].input[0].clone_from(&name));
+        (node.name, node.output) = (Some(name.clone()), vec![name]);
+        inserted.insert(dequantizer, node);
+    }
+    let nodes = std::mem::take(&mut n.nodes).into_iter().enumerate();
+    n.nodes = nodes.flat_map(|(at, node)| std::iter::once(node).chain(inserted.remove(&at))).collect();
+}
+
+/// The quantized values from which layers with float weights are computed: the position of the
+/// `DequantizeLinear`, and those of the consumers that lead to these layers.
+fn float_consumers(n: &Lowering, quantized: &BTreeMap<String, (FakeQuantize, &TensorType)>) -> BTreeMap<String, (usize, BTreeSet<usize>)> {
+    let outputs = n.nodes.iter().enumerate().flat_map(|(at, node)| node.output.iter().map(move |name| (name.as_str(), at)));
+    let producers: BTreeMap<&str, usize> = outputs.filter(|(name, _)| !name.is_empty()).collect();
+    let producer = |name: &str| producers.get(name).map(|at| (*at, &n.nodes[*at]));
+    let mut varying: BTreeSet<&str> = n.graph.inputs().map(|(_, value)| value.name.as_str()).collect();
+    for node in &n.nodes {
+        if reads(node).iter().any(|name| varying.contains(name)) {
+            varying.extend(node.output.iter().map(String::as_str));
+        }
+    }
+    let is_float = |weight: &str| !varying.contains(weight) && producer(weight).is_none_or(|(_, node)| node.op_type() != "DequantizeLinear");
+    let mut found: BTreeMap<String, (usize, BTreeSet<usize>)> = BTreeMap::new();
+    for (at, node) in n.nodes.iter().enumerate().filter(|(_, node)| LAYERS.contains(&node.op_type()) && is_own(node.domain())) {
+        let [x, weight, ..] = node.input.as_slice() else { continue };
+        if !is_float(weight) {
+            continue;
+        }
+        let (mut consumer, mut value) = (at, x);
+        while let Some((at, node)) = producer(value).filter(|(_, node)| TRANSPARENT.contains(&node.op_type()))
+            && let Some(input) = node.input.first()
+        {
+            (consumer, value) = (at, input);
+        }
+        if let Some((at, _)) = producer(value).filter(|(_, node)| node.op_type() == "DequantizeLinear" && quantized.contains_key(value)) {
+            found.entry(value.clone()).or_insert_with(|| (at, BTreeSet::new())).1.insert(consumer);
+        }
+    }
+    found
+}
