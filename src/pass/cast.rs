@@ -100,7 +100,8 @@ impl Pass for Cast {
 
     fn plan(&self, model: &Model, _state: &RunState) -> Result<Plan<'static>> {
         let (weights, mut model) = (&model.weights, model.clone());
-        let eligible = |_: &str, w: &Weight| w.is_float() && w.encoding == Encoding::Dense && w.elements() > 0;
+        let is_integers = |w: &Weight| w.stored_type == Some(Weight::INTEGERS);
+        let eligible = |_: &str, w: &Weight| w.is_float() && w.encoding == Encoding::Dense && w.elements() > 0 && !is_integers(w);
         let SelectedWeights { names, rule, .. } =
             targets::select_weights(NAME, weights, &self.targets, &self.ignore, "all float tensors that are not quantized", eligible)?;
         let meter = Arc::new(Meter::default());
@@ -108,6 +109,10 @@ impl Pass for Cast {
         for name in names {
             let weight = weights.get(name)?;
             targets::require_float(NAME, name, weight)?;
+            if is_integers(weight) {
+                let hint = "run `dequantize` before this pass, or add the tensor to `ignore`";
+                return Err(Error::tensor(name, "is stored as 32-bit integers with scales, but cast needs floats", hint));
+            }
             if weight.dtype == self.to.dtype() {
                 continue;
             }

@@ -99,14 +99,9 @@ impl ModelFile {
             self.usages.insert(pattern.output.to_owned(), usages.get(pattern.output).cloned().unwrap_or_default());
             self.weights.insert(pattern.output.to_owned(), weight);
         }
-        // Scales that belong to weights or to quantizers of activations are not weights themselves.
-        let of_quantizers = |name: &str| {
-            let reads = |node: &NodeProto| node.input.iter().skip(1).any(|input| input == name) && node.input.first().is_none_or(|input| input != name);
-            let quantizer = |node: &NodeProto| matches!(node.op_type(), "QuantizeLinear" | "DequantizeLinear") && is_own(node.domain()) && reads(node);
-            let quantizer = |reader: &Usage| reader.node.and_then(|node| graph.node.get(node)).is_some_and(quantizer);
-            usages.get(name).is_some_and(|all| !all.is_empty() && all.iter().all(quantizer))
-        };
-        let gone: Vec<String> = self.weights.keys().filter(|name| own.contains(name.as_str()) || of_quantizers(name)).cloned().collect();
+        // Scales and zero points are not weights themselves.
+        let is_parameter = |name: &str| usages.get(name).is_some_and(|usages| initializer_roles::is_only_quantization_parameter(usages));
+        let gone: Vec<String> = self.weights.keys().filter(|name| own.contains(name.as_str()) || is_parameter(name)).cloned().collect();
         for name in gone {
             self.weights.remove(&name);
             self.usages.remove(&name);
@@ -162,6 +157,7 @@ impl ModelFile {
             let source = Int8Source { upstream, affine: affine.clone(), scales, zero_points, unsigned };
             Weight::new(DType::F32, shape, Encoding::Quantized(affine), Arc::new(source))
         };
+        weight.stored_type = (integers.dtype == DType::I32).then_some(Weight::INTEGERS);
         weight.stored_as = [pattern.integers, pattern.scales].into_iter().chain(pattern.zero_points).map(str::to_owned).collect();
         weight.stored_bytes = integers.stored_bytes.saturating_add((scale_shape.iter().product::<usize>() as u64).saturating_mul(4));
         weight.role = Some(role);

@@ -3,7 +3,7 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::check::{bodies, is_own, order};
 use super::proto::{GraphProto, ModelProto, NodeProto};
@@ -33,6 +33,8 @@ pub(super) enum UsageKind {
     Table,
     /// As the input of an `Identity`, whose uses are listed too.
     Identity,
+    /// As a scale or zero point.
+    QuantizationParameter,
     /// In any other way.
     Other,
 }
@@ -63,6 +65,10 @@ fn is_identity(node: &NodeProto) -> bool {
 }
 
 fn collect_usages<'m>(graph: &'m GraphProto, top: bool, copies: &BTreeMap<&'m str, &'m str>, found: &mut BTreeMap<&'m str, Vec<Usage>>) {
+    let scales = graph.node.iter().filter(|node| node.op_type() == "DynamicQuantizeLinear").filter_map(|node| node.output.get(1));
+    let scales: BTreeSet<&str> = scales.map(String::as_str).collect();
+    // The scale of an integer product is that of its weight, multiplied by that of its activation.
+    let is_scaled = |node: &NodeProto| node.op_type() == "Mul" && node.input.iter().any(|name| scales.contains(name.as_str()));
     let mut add = |name: &'m str, usage: Usage| {
         if let Some(original) = copies.get(name) {
             found.entry(original).or_default().push(usage.clone());
@@ -72,7 +78,11 @@ fn collect_usages<'m>(graph: &'m GraphProto, top: bool, copies: &BTreeMap<&'m st
     for (position, node) in graph.node.iter().enumerate() {
         for (input, name) in node.input.iter().enumerate() {
             let own = node.name.clone().filter(|name| !name.is_empty());
-            let kind = if top && is_identity(node) { UsageKind::Identity } else { usage_kind(node, input) };
+            let kind = match node {
+                _ if top && is_identity(node) => UsageKind::Identity,
+                _ if is_quantization_parameter(node.op_type(), input) || is_scaled(node) => UsageKind::QuantizationParameter,
+                _ => usage_kind(node, input),
+            };
             add(name, Usage { node: top.then_some(position), name: own, kind });
         }
     }
@@ -108,6 +118,30 @@ fn usage_kind(node: &NodeProto, input: usize) -> UsageKind {
         ("Gather", 0) if int(node, "axis", 0) == 0 => UsageKind::Table,
         _ => UsageKind::Other,
     }
+}
+
+/// Whether an input of an operator of ONNX or ONNX Runtime is a scale or a zero point.
+fn is_quantization_parameter(op: &str, input: usize) -> bool {
+    match (op, input) {
+        ("QLinearConcat", input) => input % 3 != 2,
+        ("QuantizeLinear" | "DequantizeLinear", 1..)
+        | ("QLinearAveragePool" | "QLinearGlobalAveragePool" | "QLinearLeakyRelu" | "QLinearReduceMean" | "QLinearSigmoid" | "QLinearSoftmax", 1..)
+        | ("QLinearAdd" | "QLinearConv" | "QLinearMatMul" | "QLinearMul", 1 | 2 | 4..=7)
+        | ("QLinearWhere", 2 | 3 | 5..)
+        | ("QGemm", 1 | 2 | 4 | 5 | 7 | 8)
+        | ("MatMulIntegerToFloat", 2..=5)
+        | ("DynamicQuantizeMatMul" | "GatherBlockQuantized" | "MatMulNBits", 2 | 3)
+        | ("QAttention", 3 | 4 | 6 | 7)
+        | ("DynamicQuantizeLSTM" | "QEmbedLayerNormalization", 8..)
+        | ("QMoE", 3 | 6 | 9) => true,
+        _ => false,
+    }
+}
+
+/// Whether all uses of a value are as a scale or zero point.
+pub(super) fn is_only_quantization_parameter(usages: &[Usage]) -> bool {
+    let mut kinds = usages.iter().map(|usage| usage.kind).filter(|kind| *kind != UsageKind::Identity).peekable();
+    kinds.peek().is_some() && kinds.all(|kind| kind == UsageKind::QuantizationParameter)
 }
 
 /// The role of a weight of this rank, and whether it is stored as `[in, out]`.

@@ -84,7 +84,8 @@ pub struct Weight {
     pub stored_bytes: u64,
     /// Names of the tensors in the original files.
     pub stored_as: Vec<String>,
-    /// Block type in the original file, if the weight is dense but stored as quantized blocks.
+    /// Type in the original file, if the weight is dense but stored as quantized blocks or as integers
+    /// with scales.
     pub stored_type: Option<&'static str>,
     /// Relation of the values to those of the original file.
     pub origin: Origin,
@@ -109,6 +110,9 @@ impl std::fmt::Debug for Weight {
 }
 
 impl Weight {
+    /// [`stored_type`](Weight::stored_type) of a weight that is stored as 32-bit integers with scales.
+    pub const INTEGERS: &'static str = "int32";
+
     /// A weight with a source. Used by readers of file formats and in tests.
     pub fn new(dtype: DType, shape: Vec<usize>, encoding: Encoding, source: Arc<dyn WeightSource>) -> Weight {
         Weight {
