@@ -6,7 +6,7 @@
 //! ```
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -116,7 +116,15 @@ impl Pass for Cast {
             if weight.dtype == self.to.dtype() {
                 continue;
             }
-            let source = Converted { name: name.to_owned(), upstream: weight.clone(), to: self.to, overflow: self.overflow, meter: meter.clone() };
+            let source = Converted {
+                name: name.to_owned(),
+                upstream: weight.clone(),
+                whole: weight.clone(),
+                underflows: Arc::default(),
+                to: self.to,
+                overflow: self.overflow,
+                meter: meter.clone(),
+            };
             model.weights.by_name.insert(name.to_owned(), weight.then(self.to.dtype(), Encoding::Dense, Arc::new(source)));
             changed.insert(name.to_owned());
         }
@@ -136,7 +144,12 @@ impl Pass for Cast {
 #[derive(Clone)]
 struct Converted {
     name: String,
+    /// The weight, or some of its rows.
     upstream: Weight,
+    /// The complete weight.
+    whole: Weight,
+    /// Whether all its values become zero, although some are not.
+    underflows: Arc<OnceLock<bool>>,
     to: FloatFormat,
     overflow: Overflow,
     meter: Arc<Meter>,
@@ -162,6 +175,47 @@ impl Converted {
         Ok(())
     }
 
+    /// Converts the blocks of a weight.
+    fn convert_blocks(&self, weight: &Weight, unit: usize, consume: &mut dyn FnMut(Block, &[u8]) -> Result<()>) -> Result<()> {
+        let size = self.to.dtype().bitsize() / 8;
+        let mut floats = vec![0f32; RUN];
+        let mut output = Vec::new();
+        weight.visit(unit, &mut |block: Block| {
+            output.resize(block.now.elements() * size, 0);
+            self.meter.time(|| with_float!(block.now.dtype, F => self.convert::<F>(block.now.values, &mut floats, &mut output), else Ok(())))?;
+            consume(block, &output)
+        })
+    }
+
+    fn is_zero(&self, output: &[u8]) -> bool {
+        let view = View::dense(self.to.dtype(), output);
+        view.zeros() == view.elements() as u64
+    }
+
+    /// Returns an error if all values of the weight become zero.
+    fn require_nonzero(&self) -> Result<()> {
+        let mut is_zero = true;
+        if self.underflows.get().is_none() {
+            self.convert_blocks(&self.whole, 1, &mut |_, output| {
+                is_zero = is_zero && self.is_zero(output);
+                Ok(())
+            })?;
+        }
+        if !*self.underflows.get_or_init(|| is_zero) {
+            return Ok(());
+        }
+        Err(Error::tensor(
+            &self.name,
+            format!("contains only values that become zero in {}", self.to.config_name()),
+            format!("{}or add the tensor to `ignore`", self.wider()),
+        ))
+    }
+
+    /// Advice to use a format with a larger range, if there is one.
+    fn wider(&self) -> &'static str {
+        if self.to == FloatFormat::F16 { "cast to bf16 (`to: bf16`), " } else { "" }
+    }
+
     /// Saturates finite values that overflow in the target format, or returns an error.
     fn limit(&self, finite: impl Iterator<Item = bool>, floats: &mut [f32]) -> Result<()> {
         let largest = convert::largest(self.to.dtype());
@@ -172,11 +226,10 @@ impl Converted {
             if finite && !convert::rounded(self.to.dtype(), *value).is_finite() {
                 if self.overflow == Overflow::Error {
                     let value = if value.is_finite() { format!("{value:e}") } else { format!("a value above {:e}", f32::MAX) };
-                    let wider = if self.to == FloatFormat::F16 { "cast to bf16 (`to: bf16`), " } else { "" };
                     return Err(Error::tensor(
                         &self.name,
                         format!("contains {value}, but the largest value of {} is {largest:e}", self.to.config_name()),
-                        format!("{wider}set overflow: saturate, or add the tensor to `ignore`"),
+                        format!("{}set overflow: saturate, or add the tensor to `ignore`", self.wider()),
                     ));
                 }
                 *value = largest.copysign(*value);
@@ -202,14 +255,15 @@ fn round_to_odd(input: &[u8], floats: &mut [f32]) {
 
 impl WeightSource for Converted {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        let size = self.to.dtype().bitsize() / 8;
-        let mut floats = vec![0f32; RUN];
-        let mut output = Vec::new();
-        self.upstream.visit(unit, &mut |block: Block| {
-            output.resize(block.now.elements() * size, 0);
-            self.meter.time(|| with_float!(block.now.dtype, F => self.convert::<F>(block.now.values, &mut floats, &mut output), else Ok(())))?;
-            sink(block.becomes(View::dense(self.to.dtype(), &output)))
-        })
+        let (mut loses_values, mut is_zero) = (false, true);
+        self.convert_blocks(&self.upstream, unit, &mut |block, output| {
+            if is_zero {
+                is_zero = self.is_zero(output);
+                loses_values |= is_zero && block.now.zeros() < block.now.elements() as u64;
+            }
+            sink(block.becomes(View::dense(self.to.dtype(), output)))
+        })?;
+        if is_zero && loses_values { self.require_nonzero() } else { Ok(()) }
     }
 
     fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<Rows> {

@@ -21,7 +21,7 @@ use crate::recipe::Recipe;
 use crate::report::{self, CarriedFile, Layer, ModelId, OutputFile, PassReport, Peak, Report, Size, Sizes, Tool, Totals, Verified, WARNING, WeightHistogram};
 use crate::run_state::{Applied, RunState};
 use crate::store::writer::{WeightMeasurement, input_hash};
-use crate::store::{Encoding, Origin, QuantizationSpec, Weight};
+use crate::store::{Encoding, Origin, QuantizationSpec, Weight, ZeroOrigin};
 use crate::work::Work;
 
 /// File name of the model's graph, which a pass may change.
@@ -266,13 +266,14 @@ const NEARLY_ZERO: f64 = 0.95;
 fn notes(after: &Model, state: &RunState, exports: &[(&str, Exported)]) -> Vec<String> {
     let mut notes = state.notes.clone();
     notes.extend(state.history.iter().flat_map(|applied| applied.notes.clone()));
-    let (mut low, mut empty, mut least_db) = (BTreeMap::new(), BTreeMap::new(), 0f64);
+    let (mut low, mut pruned, mut empty, mut least_db) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new(), 0f64);
     for (name, measured) in exports.iter().flat_map(|(_, e)| &e.weights) {
         let Some(weight) = after.weights.by_name.get(name).filter(|_| measured.changed) else { continue };
         let elements = weight.elements() as f64;
         let (before, now) = (measured.difference.zeros_before as f64 / elements, measured.difference.zeros_after as f64 / elements);
         if now >= NEARLY_ZERO && before < NEARLY_ZERO {
-            empty.insert(name.as_str(), -now);
+            let found = if weight.zero_origin == Some(ZeroOrigin::Pruning) { &mut pruned } else { &mut empty };
+            found.insert(name.as_str(), -now);
         } else if let (Encoding::Quantized(quantization), Some(db)) = (&weight.encoding, measured.difference.sqnr_db())
             && weight.origin == Origin::File
             && now < before + 0.1
@@ -289,12 +290,14 @@ fn notes(after: &Model, state: &RunState, exports: &[(&str, Exported)]) -> Vec<S
             low.len()
         ));
     }
-    if let Some((name, part)) = least(&empty) {
-        notes.push(format!(
-            "{WARNING}{} of the pruned weights are entirely or almost entirely zero (`{name}`: {:.1} %): add a rule with a smaller amount for them, or prune with `scope: tensor`",
-            empty.len(),
-            -100.0 * part
-        ));
+    for (found, what, advice) in [
+        (&pruned, "the pruned weights are", "add a rule with a smaller amount for them, or prune with `scope: tensor`"),
+        (&empty, "the changed weights became", "most of their values are too small for the new format; `ignore` these weights"),
+    ] {
+        if let Some((name, part)) = least(found) {
+            let (count, percent) = (found.len(), -100.0 * part);
+            notes.push(format!("{WARNING}{count} of {what} entirely or almost entirely zero (`{name}`: {percent:.1} %): {advice}"));
+        }
     }
     notes.extend(exports.iter().flat_map(|(_, e)| e.notes.clone()));
     notes

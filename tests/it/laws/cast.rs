@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 
 use super::given::{FLOATS, Values, config, infinity, long, model, shape, sign};
-use crate::common::{DType, Desk, Tensor, Tensors, all, float_value, read};
+use crate::common::{DType, Desk, Tensor, Tensors, all, float_bits, float_value, read};
 use compress::pass::{Cast, FloatFormat, Overflow};
 
 const FORMATS: [(FloatFormat, DType); 3] = [(FloatFormat::F16, DType::F16), (FloatFormat::Bf16, DType::BF16), (FloatFormat::F32, DType::F32)];
@@ -42,13 +42,16 @@ fn rounded(from: DType, to: DType, bits: u64) -> (u64, bool) {
 /// Compares the cast of a tensor with the definition, including overflowing values.
 fn check(before: &Tensor, after: Result<&Tensor, String>, to: DType, overflow: Overflow) {
     let expected: Vec<(u64, bool)> = before.bits().into_iter().map(|bits| rounded(before.dtype, to, bits)).collect();
+    let becomes_zero = |(value, (bits, _)): (f64, &(u64, bool))| !value.is_nan() && bits & (sign(to) - 1) == 0;
+    let underflows = before.values().iter().any(|value| *value != 0.0) && before.values().into_iter().zip(&expected).all(becomes_zero);
     let after = match after {
         Ok(after) => after,
         Err(error) => {
-            assert!(overflow == Overflow::Error && expected.iter().any(|(_, past)| *past), "{error}");
+            assert!(underflows || overflow == Overflow::Error && expected.iter().any(|(_, past)| *past), "{error}");
             return assert!(error.contains("`t0.weight`"), "{error}");
         }
     };
+    assert!(!underflows, "all values became zero silently");
     assert_eq!((after.dtype, &after.shape), (to, &before.shape));
     for ((before, after), (expected, past)) in before.values().into_iter().zip(after.bits()).zip(expected) {
         assert!(!past || overflow == Overflow::Saturate, "{before} overflowed {to} silently");
@@ -92,6 +95,16 @@ fn long_tensors_are_cast_like_short_ones() {
         let after = desk.apply(&before, cast(format, Overflow::Error)).unwrap();
         check(&before["t0.weight"], Ok(&after["t0.weight"]), dtype, Overflow::Error);
     }
+}
+
+#[test]
+fn tensors_that_become_almost_zero_are_noted() {
+    let values: Vec<u64> = (0..100u32).map(|at| float_bits(DType::F32, if at < 97 { 1e-9 } else { 1.0 })).collect();
+    let before = Tensors::from([("t.weight".to_owned(), Tensor::from_bits(DType::F32, &[10, 10], &values))]);
+    let desk = Desk::new();
+    let output = desk.run(&desk.weights(&before), crate::common::pipeline().pass(cast(FloatFormat::F16, Overflow::Error))).unwrap();
+    let notes = output.report.notes.join("\n");
+    assert!(notes.contains("became entirely or almost entirely zero (`t.weight`: 97.0 %)") && !notes.contains("pruned"), "{notes}");
 }
 
 #[test]

@@ -249,6 +249,14 @@ fn weights_that_a_pass_does_not_support() {
             "cast to bf16 (`to: bf16`), set overflow: saturate",
         ),
         tensors(
+            "too small for f16",
+            vec![f32s("x.weight", &[2, 2], &[1e-9, 0.0, -2e-9, 1e-30])],
+            "cast in -o out --to f16",
+            1,
+            "tensor `x.weight`: contains only values that become zero in float16",
+            "cast to bf16 (`to: bf16`), or add the tensor to `ignore`",
+        ),
+        tensors(
             "too large for f16, then int8",
             large(),
             "chain in -o out -- cast --to f16 -- quantize-dynamic",
