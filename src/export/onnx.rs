@@ -95,11 +95,21 @@ impl Onnx {
     /// Plans the export of a typed graph.
     fn prepare(&self, model: &Model, run: &RunState) -> Result<Prepared> {
         let graph = model.graph()?;
-        let opaque = graph.nodes().iter().any(|node| matches!(node.op, Op::Opaque(_)));
+        let opaque = graph.nodes().iter().find_map(|node| if let Op::Opaque(opaque) = &node.op { Some(&opaque.label) } else { None });
         // A file keeps its opset. Subgraphs that are copied from the original file need its opset or a
         // newer one.
         let of_file = model.onnx.as_ref().and_then(|file| u32::try_from(file.opset()).ok());
-        let min_opset = of_file.filter(|opset| opaque || OPSETS.contains(opset)).unwrap_or(0);
+        let min_opset = of_file.filter(|opset| opaque.is_some() || OPSETS.contains(opset)).unwrap_or(0);
+        if let Some(label) = opaque.filter(|_| min_opset > *OPSETS.end()) {
+            let (oldest, newest) = (OPSETS.start(), OPSETS.end());
+            return Err(Error::Unsupported {
+                what: format!(
+                    "{}: copying {label}, which has no typed form, from opset {min_opset} to a file of opset {oldest} to {newest}",
+                    model.path.display()
+                ),
+                hint: format!("convert the file to opset {newest} first: `onnx.version_converter.convert_version(model, {newest})` in Python"),
+            });
+        }
         let mut style = Style {
             opset: self.opset.max(min_opset),
             precision: self.precision,
