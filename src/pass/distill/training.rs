@@ -10,12 +10,12 @@ use serde_json::{Value, json};
 
 use super::vocabulary;
 use crate::analysis;
-use crate::data::{DataSet, Task};
+use crate::data::{DataSet, Task, fixed_batch};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::{self, Candle, Fidelity, Runner, Score, Subject};
 use crate::exec::{Executor, ManagedTensor, MemoryCategory, MemoryTracker, Placement, Sharding, sizes_of};
 use crate::ir::ops::BatchNorm as Norm;
-use crate::ir::{Bindings, Element, Graph, Op, subgraph};
+use crate::ir::{Bindings, Element, Graph, Op, Port, subgraph};
 use crate::model::{Config, Model};
 use crate::output::REPORT_FILES;
 use crate::pass::{Context, Plan};
@@ -348,12 +348,14 @@ fn has_token_logits(graph: &Graph) -> bool {
 
 /// Batch size.
 fn batch(graph: &Graph, training: &Training) -> usize {
-    let images = graph.inputs().any(|(_, value)| value.ty.element == Element::Float);
-    match training.batch_size {
-        BatchSize::Samples(count) => count,
-        BatchSize::Auto if has_token_logits(graph) => 8,
-        BatchSize::Auto if images => 128,
-        BatchSize::Auto => 32,
+    let (inputs, _) = Port::from_graph(graph);
+    let images = inputs.iter().any(|input| input.element == Element::Float);
+    match (training.batch_size, fixed_batch(&inputs)) {
+        (BatchSize::Samples(count), _) => count,
+        (BatchSize::Auto, Some(fixed)) => fixed,
+        (BatchSize::Auto, None) if has_token_logits(graph) => 8,
+        (BatchSize::Auto, None) if images => 128,
+        (BatchSize::Auto, None) => 32,
     }
 }
 
@@ -375,4 +377,22 @@ fn teacher_cache_key(teacher: &Model, graph: &Graph, training: &Training, comput
     key.line(&format!("{} {} {compute:?} {} {graph}", env!("CARGO_PKG_VERSION"), training.losses.hard.is_some(), crate::exec::hardware(device)));
     key.files(&teacher.weight_files, &teacher.path)?;
     Ok(key.name())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_batch_size_is_that_of_the_inputs_if_it_is_fixed() {
+        let automatic = |inputs: &str| {
+            let graph: Graph = format!("{inputs}output y = x\n").parse().unwrap();
+            batch(&graph, &Training::default())
+        };
+        assert_eq!(automatic("input x: float[batch, 2]\n"), 128);
+        assert_eq!(automatic("input x: float[1, 2]\n"), 1);
+        assert_eq!(automatic("input x: float[3, 2]\ninput k: int[3]\n"), 3);
+        let graph: Graph = "input x: float[3, 2]\noutput y = x\n".parse().unwrap();
+        assert_eq!(batch(&graph, &Training { batch_size: BatchSize::Samples(6), ..Training::default() }), 6);
+    }
 }

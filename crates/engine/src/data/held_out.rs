@@ -285,8 +285,12 @@ mod tests {
             assert_eq!(read, vec![4; count / 4]);
             match all {
                 Ok(()) => assert_eq!(set.first().unwrap().samples, 4),
-                Err(e) => assert!(count < 4 && e.to_string().contains("fewer samples than the model's batch size of 4"), "{e}"),
+                Err(e) => assert!(count < 4 && e.to_string().contains("contains 3 samples, but the model accepts only batches of 4"), "{e}"),
             }
+            let error = set.for_each_in(Order { batch: Some(32), ..Order::default() }, |_| Ok(ControlFlow::Continue(()))).unwrap_err().to_string();
+            assert!(error.contains("batch_size: the model accepts only batches of 4, not of 32"), "{error}");
+            let few = sets.open(&Data { samples: Some(2), ..data.clone() }, target).unwrap().first().unwrap_err().to_string();
+            assert!(few.contains("samples: the model accepts only batches of 4, but the limit is 2"), "{few}");
             let reserved = sets.reserve_held_out(&data, target).unwrap();
             let used = reserved.samples.unwrap_or(count);
             assert_eq!(reserved.samples.is_some(), count >= 12, "{count}");

@@ -35,6 +35,7 @@ mod sequence_role;
 mod source_registry;
 mod speech;
 mod synthetic;
+mod target;
 mod task;
 mod text;
 mod tokens;
@@ -44,8 +45,6 @@ mod windows;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::OnceLock;
-
-use serde_json::{Map, Value};
 
 pub use batch::{Batch, References};
 pub use chat::{ChatTemplate, Message};
@@ -59,11 +58,12 @@ pub use sequence_role::{DECODER_INPUT_IDS, SequenceRoles, TokenAxis};
 pub use source_registry::{Array, DataSource, Sample, Values, register_source};
 pub use speech::Speech;
 pub use synthetic::{KINDS, max_positions, synthetic, synthetic_for_ports, synthetic_with_sizes};
+pub use target::{Target, fixed_batch};
 pub use tokens::Tokenizer;
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
-use crate::model::{Config, SynthesizedFiles, auxiliary_path};
+use crate::model::{Config, auxiliary_path};
 use crate::work::{Event, ProgressUnit, Work};
 
 /// Unrecognized keys in a folder's preprocessing files, each prefixed with its file name.
@@ -79,41 +79,6 @@ pub fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
 
 /// Maximum size of a sample, in bytes.
 const MAX_SAMPLE_BYTES: u64 = i32::MAX as u64;
-
-/// The model whose inputs the data must match.
-#[derive(Debug, Clone, Copy)]
-pub struct Target<'m> {
-    /// Folder of the tokenizer or the image processor.
-    pub folder: &'m Path,
-    /// Files of that folder that were synthesized from the weight file.
-    pub synthesized: &'m SynthesizedFiles,
-    /// Values of `config.json`.
-    pub config: &'m Map<String, Value>,
-    /// Inputs of the model.
-    pub inputs: &'m [Port],
-    /// Outputs of the model.
-    pub outputs: &'m [Port],
-}
-
-impl Target<'_> {
-    /// Whether the model is an encoder-decoder model.
-    fn is_encoder_decoder(&self) -> bool {
-        self.inputs.iter().any(|port| port.name == DECODER_INPUT_IDS)
-    }
-
-    /// Number of classes, if it is a constant.
-    fn classes(&self) -> Option<usize> {
-        let logits = self.outputs.iter().find(|port| port.name == "logits").or(self.outputs.first());
-        logits.filter(|port| port.shape.len() == 2).and_then(|port| port.shape.last().copied().flatten())
-    }
-
-    /// The batch size, if the model accepts only one.
-    pub fn fixed_batch(&self) -> Option<usize> {
-        let mut sizes = self.inputs.iter().filter_map(|port| port.shape.first());
-        let first = (*sizes.next()?)?;
-        sizes.all(|size| *size == Some(first)).then_some(first)
-    }
-}
 
 /// The remaining work for a batch after its data was read.
 type Pending<'s> = Box<dyn FnOnce() -> Result<Batch> + Send + 's>;
@@ -165,6 +130,8 @@ pub struct DataSet {
     description: String,
     /// The batch size, if the model accepts only one, and that is larger than 1.
     fixed_batch: Option<usize>,
+    /// Maximum number of samples.
+    limit: Option<usize>,
     /// The number of samples, including those of an incomplete last batch.
     count: OnceLock<usize>,
 }
@@ -184,7 +151,15 @@ impl DataSet {
         let fixed_batch = fixed_batch.filter(|batch| *batch > 1);
         if let Some(name) = &options.source {
             let source = Box::new(custom_source::CustomSource::open(options, name, task, target)?);
-            return Ok(DataSet { source, task, metric: options.metric.clone(), description: name.clone(), fixed_batch, count: OnceLock::new() });
+            return Ok(DataSet {
+                source,
+                task,
+                metric: options.metric.clone(),
+                description: name.clone(),
+                fixed_batch,
+                limit: options.samples,
+                count: OnceLock::new(),
+            });
         }
         let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
             (Some(path), None, None) if target.is_encoder_decoder() => (Box::new(pairs::Pairs::open(options, path, task, target)?), path),
@@ -196,7 +171,15 @@ impl DataSet {
             (None, None, Some(path)) => (Box::new(arrays::Arrays::open(options, path, task, target)?), path),
             _ => return Err(Error::option("data", "requires exactly one of `text`, `images`, `arrays` and `source`")),
         };
-        Ok(DataSet { source, task, metric: options.metric.clone(), description: path.display().to_string(), fixed_batch, count: OnceLock::new() })
+        Ok(DataSet {
+            source,
+            task,
+            metric: options.metric.clone(),
+            description: path.display().to_string(),
+            fixed_batch,
+            limit: options.samples,
+            count: OnceLock::new(),
+        })
     }
 
     /// The task.
@@ -256,11 +239,19 @@ impl DataSet {
         Ok((dropped > 0).then(|| format!("the model accepts only batches of {batch}: the last {samples} of {} cannot be used", self.description)))
     }
 
-    /// An error because the data set has no batch.
-    fn empty(&self) -> Error {
-        let reason =
-            self.fixed_batch.map_or("contains no samples".to_owned(), |batch| format!("contains fewer samples than the model's batch size of {batch}"));
-        Error::malformed(Path::new(&self.description), reason)
+    /// An error because the data set has no batch in an order.
+    fn empty(&self, order: Order) -> Error {
+        let malformed = |reason: String| Error::malformed(Path::new(&self.description), reason);
+        let (count, fixed) = match (self.count_all(), self.fixed_batch) {
+            (Err(e), _) => return e,
+            (Ok(0), _) | (_, None) => return malformed("contains no samples".to_owned()),
+            (Ok(count), Some(fixed)) => (crate::error::counted(count, "sample"), fixed),
+        };
+        match (order.batch.filter(|batch| *batch != fixed), self.limit) {
+            (Some(batch), _) => Error::option("batch_size", format!("the model accepts only batches of {fixed}, not of {batch}")),
+            (None, Some(limit)) if limit < fixed => Error::option("samples", format!("the model accepts only batches of {fixed}, but the limit is {limit}")),
+            _ => malformed(format!("contains {count}, but the model accepts only batches of {fixed}")),
+        }
     }
 
     /// Number of samples, if it is known or can be determined without tokenizing.
@@ -284,7 +275,7 @@ impl DataSet {
         })?;
         match (has_samples, order.part.1) {
             (true, _) => Ok(()),
-            (false, 0 | 1) => Err(self.empty()),
+            (false, 0 | 1) => Err(self.empty(order)),
             (false, processes) => Err(Error::malformed(Path::new(&self.description), format!("contains fewer batches than the {processes} processes"))),
         }
     }
@@ -345,7 +336,7 @@ impl DataSet {
     pub fn first(&self) -> Result<Batch> {
         match self.source.pending_batches(self.complete(Order::default()))?.next() {
             Some(pending) => pending?(),
-            None => Err(self.empty()),
+            None => Err(self.empty(Order::default())),
         }
     }
 }
@@ -428,6 +419,7 @@ mod tests {
             metric: None,
             description: "numbers".into(),
             fixed_batch: None,
+            limit: None,
             count: OnceLock::new(),
         }
     }
