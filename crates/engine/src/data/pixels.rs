@@ -497,7 +497,15 @@ mod tests {
             *pixel = image::Rgb([x as u8, 10 + y as u8, 100]);
         }
         let picture = DynamicImage::ImageRgb8(picture);
-        let pixels = Pixels { size: None, crop: Some((2, 2)), rounded_crop: false, rescale: 1.0, mean: vec![0.0, 10.0, 0.0], std: vec![1.0, 1.0, 50.0], reversed: false };
+        let pixels = Pixels {
+            size: None,
+            crop: Some((2, 2)),
+            rounded_crop: false,
+            rescale: 1.0,
+            mean: vec![0.0, 10.0, 0.0],
+            std: vec![1.0, 1.0, 50.0],
+            reversed: false,
+        };
         let port = Port { name: "x".into(), element: Element::Float, shape: vec![None; 4], number: None };
         let input = |channels, layout| ImageInput { port: port.clone(), channels, layout };
         let (numbers, height, width) = pixels.preprocess(&picture, &input(3, ImageLayout::Nchw), Path::new("p")).unwrap();
