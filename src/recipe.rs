@@ -30,8 +30,8 @@ pub struct Recipe {
     /// Seed of all random number generators
     #[serde(default)]
     pub seed: u64,
-    /// Keep NaN and infinite weights instead of stopping with an error; as integers and FP4, NaN becomes zero and infinity
-    /// the largest value
+    /// Keep NaN and infinite weights instead of stopping with an error; as integers and FP4, NaN becomes zero
+    /// and infinity the largest value
     #[serde(default)]
     pub allow_nonfinite: bool,
     /// Sizes of the dynamic axes of an .onnx file, by the name of the axis or of an input: { sequence: 128,

@@ -104,8 +104,8 @@ pub(super) struct Writing {
     /// Replace the output of an earlier run; files that its report does not list are never deleted
     #[arg(long)]
     pub force: bool,
-    /// Keep NaN and infinite weights instead of stopping with an error; as integers and FP4, NaN becomes zero and infinity
-    /// the largest value
+    /// Keep NaN and infinite weights instead of stopping with an error; as integers and FP4, NaN becomes zero
+    /// and infinity the largest value
     #[arg(long)]
     pub allow_nonfinite: bool,
     /// Do not measure the fidelity to the original model if no evaluation data is given

@@ -27,8 +27,8 @@ pub(super) struct Args {
     /// Replace the output of an earlier run; files that its report does not list are never deleted
     #[arg(long)]
     force: bool,
-    /// Keep NaN and infinite weights instead of stopping with an error; as integers and FP4, NaN becomes zero and infinity
-    /// the largest value
+    /// Keep NaN and infinite weights instead of stopping with an error; as integers and FP4, NaN becomes zero
+    /// and infinity the largest value
     #[arg(long)]
     allow_nonfinite: bool,
 }

@@ -248,8 +248,8 @@ impl Safetensors {
     }
 }
 
-/// Scales and zero points of heads that are tied to a quantized embedding: loaders share the integers with the
-/// head, but not these.
+/// Scales and zero points of heads that are tied to a quantized embedding: loaders share the integers with
+/// the head, but not these.
 fn shared_parameters(model: &Model) -> Vec<Item> {
     let mut items = Vec::new();
     for (alias, original) in model.tied_names() {

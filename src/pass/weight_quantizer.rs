@@ -147,8 +147,8 @@ impl WeightQuantizer {
         if self.reduced { REDUCED } else { quantize::bounds(self.affine.codes.bits()) }
     }
 
-    /// The scale of float codes in one or several rows with this range, divided by the global scale. `values` are
-    /// those of one row; several rows have no search.
+    /// The scale of float codes in one or several rows with this range, divided by the global scale. `values`
+    /// are those of one row; several rows have no search.
     fn float_scale<F: Float>(&self, format: FloatFormat, range: (f32, f32), values: Option<&[u8]>, global_scale: f32) -> f32 {
         let (levels, store) = (Levels::Floats(format.codec()), stored_scale(&self.affine, global_scale));
         match (self.observer, values) {

@@ -151,8 +151,8 @@ fn reused_weights_are_compared_with_those_they_were_derived_from() {
     }
 }
 
-/// Devices and kernels of different instruction sets round differently. A process selects its instruction set once,
-/// so this test runs itself in a new process.
+/// Devices and kernels of different instruction sets round differently. A process selects its instruction set
+/// once, so this test runs itself in a new process.
 #[test]
 fn another_instruction_set_or_device_reuses_nothing() {
     const FOLDER: &str = "COMPRESS_TEST_FOLDER";

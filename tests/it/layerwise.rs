@@ -11,7 +11,7 @@ use compress::pass::{Amount, Cast, Decompose, FloatFormat, InputImportance, NOfM
 use compress::pass::{Guide, Method, Quantize, Scheme, WeightObserver};
 use compress::pipeline::Builder;
 use compress::{Error, Model, Pipeline, Report};
-use compress_core::store::Encoding;
+use compress_core::store::{Encoding, Weight};
 use compress_core::work::{Cancel, Event};
 use compress_engine::data::Data;
 use compress_engine::exec::{Executor, Parameters, Residence};
@@ -200,7 +200,7 @@ fn rounding_by_samples_loses_less() {
 /// The codes of floats are chosen on samples like integers. Layers that runtimes fuse keep one global scale.
 #[test]
 fn floats_are_rounded_by_samples() {
-    for (scheme, most) in [(Scheme::Nvfp4A16, 0.8), (Scheme::Mxfp4A16, 0.8), (Scheme::Fp8Dynamic, 0.95)] {
+    for (scheme, most) in [(Scheme::Nvfp4A16, 0.8), (Scheme::Fp8Dynamic, 0.95)] {
         let [rtn, gptq, awq] = [Method::Rtn, Method::Gptq, Method::Awq].map(|method| run("llama", quantized(method, scheme)));
         let encodings = |done: &Done| done.model().weights.by_name.values().map(|weight| weight.describe()).collect::<Vec<_>>();
         assert!(encodings(&gptq) == encodings(&rtn) && encodings(&awq) == encodings(&rtn), "{scheme:?}");
@@ -212,20 +212,20 @@ fn floats_are_rounded_by_samples() {
     }
 }
 
-/// A search among scales of floats, with four over six, has a smaller squared error in every row.
+/// A search among scales of floats, with four over six, has a smaller squared error.
 #[test]
 fn searched_scales_of_floats_have_smaller_errors() {
-    for scheme in [Scheme::Nvfp4A16, Scheme::Mxfp8A16, Scheme::Fp8Dynamic] {
-        let before = Model::open(golden("llama")).unwrap();
+    let before = Model::open(golden("llama")).unwrap();
+    for scheme in [Scheme::Nvfp4A16, Scheme::Fp8Dynamic] {
         let [usual, searched] = [WeightObserver::Minmax, WeightObserver::Mse].map(|observer| {
             let done = run("llama", Quantize { observer: Some(observer), ..quantized(Method::Rtn, scheme) });
-            let (a, b) = (
-                before.weights.get(PROJECTION).unwrap().floats(PROJECTION).unwrap(),
-                done.model().weights.get(PROJECTION).unwrap().floats(PROJECTION).unwrap(),
-            );
-            a.iter().zip(&b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>()
+            let error = |(name, after): (&String, &Weight)| {
+                let (a, b) = (before.weights.get(name).unwrap().floats(name).unwrap(), after.floats(name).unwrap());
+                a.iter().zip(&b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>()
+            };
+            done.model().weights.by_name.iter().map(error).sum::<f64>()
         });
-        assert!(searched < usual, "{scheme:?}: {usual}, {searched}");
+        assert!(searched < 0.97 * usual, "{scheme:?}: {usual}, {searched}");
     }
 }
 

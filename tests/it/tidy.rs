@@ -354,7 +354,8 @@ fn silent_skips(text: &str) -> Vec<&str> {
     found
 }
 
-/// A test that needs a program or a library of the machine asks `compress_testing::available`, which fails in the gate.
+/// A test that needs a program or a library of the machine asks `compress_testing::available`, which fails in
+/// the gate.
 #[test]
 fn no_test_is_skipped_silently() {
     // Tests that are started by other programs print their results.

@@ -132,7 +132,8 @@ impl Levels {
         }
     }
 
-    /// The parameters for a range; for floats, the scale with which the largest magnitude is the largest value.
+    /// The parameters for a range; for floats, the scale with which the largest magnitude is the largest
+    /// value.
     pub fn params(self, (low, high): (f32, f32), store: impl Fn(f64) -> f32) -> QuantizationParams {
         match self {
             Levels::Integers(integers) => integers.params((low, high), store),
@@ -152,8 +153,8 @@ impl Levels {
     }
 
     /// The parameters with the least error among [shrunken ranges](quantize::parts), down to the percentage
-    /// `least`. The largest magnitude of floats is also rounded to smaller values than the largest one, down to
-    /// the second largest (as in four over six, Cook et al. 2025, <https://arxiv.org/abs/2512.02010>).
+    /// `least`. The largest magnitude of floats is also rounded to smaller values than the largest one, down
+    /// to the second largest (as in four over six, Cook et al. 2025, <https://arxiv.org/abs/2512.02010>).
     pub fn search(self, values: &[f32], costs: &[f32], least: u32, store: impl Fn(f64) -> f32) -> QuantizationParams {
         let (low, high) = range(values);
         let mut best = (f32::INFINITY, self.params((low, high), &store));
@@ -228,8 +229,8 @@ mod tests {
         }
     }
 
-    /// Four over six: 5/6 of the largest value is between 4 and 6 with the usual scale, but exact if the largest
-    /// value is stored as 4.
+    /// Four over six: 5/6 of the largest value is between 4 and 6 with the usual scale, but exact if the
+    /// largest value is stored as 4.
     #[test]
     fn the_largest_float_can_be_smaller_than_the_largest_value() {
         let values = [4.0, 3.0, 2.0, 1.0];

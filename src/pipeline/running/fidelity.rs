@@ -244,7 +244,8 @@ impl Run<'_> {
     }
 }
 
-/// Runs all blocks of models, which load the weights named in `same` once. When `is_late`, only the first sample remains.
+/// Runs all blocks of models, which load the weights named in `same` once. When `is_late`, only the first
+/// sample remains.
 fn run_blocks(models: &mut [&mut Blockwise], same: &BTreeSet<&str>, is_late: impl Fn() -> bool) -> Result<()> {
     let blocks = models.iter().map(|model| model.blocks().len()).max();
     for block in 0..blocks.unwrap_or(0) {

@@ -21,7 +21,8 @@ struct Units {
     count: usize,
     /// Number of consecutive channels of a unit.
     width: usize,
-    /// Weights and biases that write the units, along their first axis; the first one has other values for each unit.
+    /// Weights and biases that write the units, along their first axis; the first one has other values for
+    /// each unit.
     writing: &'static [&'static str],
     /// The weight that reads the units, along its second axis.
     reading: &'static str,
@@ -201,7 +202,8 @@ struct Parts {
     dim: &'static str,
     count: usize,
     mixtures: usize,
-    /// Parts of the names of weights; `#` is the number of a layer or expert, and `@` that of a mixture of experts.
+    /// Parts of the names of weights; `#` is the number of a layer or expert, and `@` that of a mixture of
+    /// experts.
     acting: &'static [&'static str],
 }
 

@@ -25,8 +25,8 @@ pub struct StatedEncoding {
     /// Granularity of the scales: block and group sizes that do not divide the matrix cannot be derived
     /// from the number of scales.
     pub granularity: Option<Granularity>,
-    /// Dtype of the dequantized values, if that of the scales does not determine it; by default the most common one
-    /// of the checkpoint.
+    /// Dtype of the dequantized values, if that of the scales does not determine it; by default the most
+    /// common one of the checkpoint.
     pub floats: Option<DType>,
 }
 

@@ -6,9 +6,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{ActivationScheme, DType, FloatScale, Static};
+use super::{ActivationScheme, DType, FloatScale, Packing, Static};
 use crate::kernel::minifloat::Minifloat;
-use crate::kernel::{Float, minifloat, packing};
+use crate::kernel::{Float, minifloat};
 
 /// Number format of the codes of a quantized weight, which occupy one byte each in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -194,63 +194,11 @@ impl FloatFormat {
         if scale > 0.0 { scale } else { 0.125 }
     }
 
-    /// The global scale with which the largest magnitude of a tensor has the scale `largest_scale`, at most the
-    /// largest E4M3 value; the largest finite number for magnitudes close to the smallest normal number, and 1
-    /// for zero.
+    /// The global scale with which the largest magnitude of a tensor has the scale `largest_scale`, at most
+    /// the largest E4M3 value; the largest finite number for magnitudes close to the smallest normal number,
+    /// and 1 for zero.
     pub fn global_scale(self, largest: f32, largest_scale: f32) -> f32 {
         if largest > 0.0 { (largest_scale * self.row().max / largest).min(f32::MAX) } else { 1.0 }
-    }
-}
-
-/// Packing of the codes of a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Packing {
-    /// One byte per code, not packed.
-    Bytes,
-    /// Two codes per byte, the first in the low half.
-    Halves,
-    /// Signed integers in 32-bit words, see [`packing`].
-    Words,
-    /// Unsigned indices in 32-bit words.
-    Indices,
-}
-
-impl Packing {
-    /// Dtype and number of elements of a packed row.
-    pub fn row(self, row: usize, bits: u8) -> (DType, usize) {
-        match self {
-            Packing::Bytes => (DType::U8, row),
-            Packing::Halves => (DType::U8, row.div_ceil(2)),
-            Packing::Words | Packing::Indices => (DType::I32, packing::words(row, bits)),
-        }
-    }
-
-    /// Whether the packed tensor does not determine the shape, which is stored separately.
-    pub fn has_shape(self) -> bool {
-        match self {
-            Packing::Bytes | Packing::Halves => false,
-            Packing::Words | Packing::Indices => true,
-        }
-    }
-
-    /// Appends the packed codes of a row.
-    pub fn pack(self, codes: &[u8], bits: u8, output: &mut Vec<u8>) {
-        match self {
-            Packing::Bytes => output.extend_from_slice(codes),
-            Packing::Halves => packing::to_halves(codes, output),
-            Packing::Words => packing::pack(codes, bits, output),
-            Packing::Indices => packing::pack_indices(codes, bits, output),
-        }
-    }
-
-    /// Unpacks the codes of a row.
-    pub fn unpack(self, input: &[u8], bits: u8, codes: &mut [u8]) {
-        match self {
-            Packing::Bytes => codes.iter_mut().zip(input).for_each(|(code, byte)| *code = *byte),
-            Packing::Halves => packing::from_halves(input, codes),
-            Packing::Words => packing::unpack(input, bits, codes),
-            Packing::Indices => packing::unpack_indices(input, bits, codes),
-        }
     }
 }
 

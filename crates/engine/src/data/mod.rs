@@ -12,6 +12,7 @@ mod chat;
 mod check;
 mod custom_source;
 mod decoder_targets;
+mod gray;
 mod held_out;
 mod idx;
 mod image_input;

@@ -257,7 +257,7 @@ impl Pixels {
         let channels = input.channels;
         let (mut height, mut width) = (image.height() as usize, image.width() as usize);
         let mut bytes = match channels {
-            1 => luma(image),
+            1 => super::gray::gray(image),
             3 => image.to_rgb8().into_raw(),
             _ => {
                 return Err(Error::Unsupported {
@@ -338,15 +338,6 @@ impl Pixels {
 }
 
 /// Describes the preprocessing, for plans and reports.
-/// Gray values of 8 bits, with the weights of colors of ITU-R BT.601, as in PIL, torchvision and OpenCV.
-fn luma(image: &DynamicImage) -> Vec<u8> {
-    if !image.color().has_color() {
-        return image.to_luma8().into_raw();
-    }
-    let gray = |[r, g, b]: &[u8; 3]| ((19595 * u32::from(*r) + 38470 * u32::from(*g) + 7471 * u32::from(*b) + 32768) >> 16) as u8;
-    image.to_rgb8().into_raw().as_chunks().0.iter().map(gray).collect()
-}
-
 impl fmt::Display for Pixels {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.size {
@@ -409,15 +400,6 @@ mod tests {
         assert!(check(r#"{"image_mean":[1.2],"do_rescale":true}"#).unwrap_err().contains("`rescale: 1`"));
         assert_eq!(check(r#"{"image_mean":[123.675],"do_rescale":false}"#), Ok(()));
         assert_eq!(check(r#"{"image_mean":[0.485,0.456,1.0]}"#), Ok(()));
-    }
-
-    /// `Image.new("RGB", (1, 1), color).convert("L")` of PIL.
-    #[test]
-    fn colors_become_gray_as_in_pil() {
-        for (color, gray) in [([0, 0, 255], 29), ([255, 0, 0], 76), ([0, 255, 0], 150), ([255, 255, 255], 255), ([12, 200, 97], 132)] {
-            let image = DynamicImage::ImageRgb8(image::RgbImage::from_pixel(1, 1, image::Rgb(color)));
-            assert_eq!(luma(&image), [gray], "{color:?}");
-        }
     }
 
     #[test]
@@ -497,15 +479,8 @@ mod tests {
             *pixel = image::Rgb([x as u8, 10 + y as u8, 100]);
         }
         let picture = DynamicImage::ImageRgb8(picture);
-        let pixels = Pixels {
-            size: None,
-            crop: Some((2, 2)),
-            rounded_crop: false,
-            rescale: 1.0,
-            mean: vec![0.0, 10.0, 0.0],
-            std: vec![1.0, 1.0, 50.0],
-            reversed: false,
-        };
+        let plain = Pixels { size: None, crop: Some((2, 2)), rounded_crop: false, rescale: 1.0, mean: vec![], std: vec![], reversed: false };
+        let pixels = Pixels { mean: vec![0.0, 10.0, 0.0], std: vec![1.0, 1.0, 50.0], ..plain };
         let port = Port { name: "x".into(), element: Element::Float, shape: vec![None; 4], number: None };
         let input = |channels, layout| ImageInput { port: port.clone(), channels, layout };
         let (numbers, height, width) = pixels.preprocess(&picture, &input(3, ImageLayout::Nchw), Path::new("p")).unwrap();

@@ -132,8 +132,8 @@ const CHUNK: usize = 4096;
 /// Number of blocks that the second reader may be ahead.
 const AHEAD: usize = 2;
 
-/// Visits the values of two weights of one shape in lockstep, rounded to their dtypes, the second as plain bytes;
-/// its reader runs on a separate thread.
+/// Visits the values of two weights of one shape in lockstep, rounded to their dtypes, the second as plain
+/// bytes; its reader runs on a separate thread.
 fn zip(name: &str, a: &Weight, b: &Weight, sink: &mut dyn FnMut(&Block, &[u8]) -> Result<()>) -> Result<()> {
     let unit = a.row().max(1);
     let (send, receive) = sync_channel::<Vec<u8>>(AHEAD);

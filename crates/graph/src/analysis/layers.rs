@@ -85,24 +85,30 @@ fn index_prefix(name: &str) -> Option<&str> {
     None
 }
 
-/// The input of a quantizer if the value is its output; otherwise the value.
-fn unquantized(graph: &Graph, id: ValueId) -> ValueId {
-    match graph.value(id).kind {
+/// The values without those that quantizers and factors of channels compute from another one of them.
+fn without_derived(graph: &Graph, ids: BTreeSet<ValueId>) -> BTreeSet<ValueId> {
+    let source = |id: ValueId| match graph.value(id).kind {
         Kind::Node(index) => match &graph.nodes()[index] {
-            Node { op: Op::FakeQuantize(_), inputs, .. } => inputs.first().copied().unwrap_or(id),
-            _ => id,
+            Node { op: Op::FakeQuantize(_) | Op::LearnedFakeQuantize(_), inputs, .. } => inputs.first().copied(),
+            Node { op: Op::Mul(_), inputs, .. } => match inputs.as_slice() {
+                [value, factors] if graph.value(*factors).kind == Kind::Param => Some(*value),
+                _ => None,
+            },
+            _ => None,
         },
-        _ => id,
-    }
+        _ => None,
+    };
+    let is_derived = |id: &ValueId| std::iter::successors(source(*id), |id| source(*id)).any(|id| ids.contains(&id));
+    ids.iter().copied().filter(|id| !is_derived(id)).collect()
 }
 
 fn layer(graph: &Graph, nodes: &[&Node], cross_attends: bool) -> Option<Layer> {
     let own: BTreeSet<ValueId> = nodes.iter().map(|node| node.output).collect();
-    let read = nodes.iter().flat_map(|node| &node.inputs).map(|id| unquantized(graph, *id));
-    let inputs: BTreeSet<ValueId> = read.filter(|id| !own.contains(id) && matches!(graph.value(*id).kind, Kind::Node(_))).collect();
+    let read = nodes.iter().flat_map(|node| &node.inputs).filter(|id| !own.contains(id) && matches!(graph.value(**id).kind, Kind::Node(_)));
+    let inputs = without_derived(graph, read.copied().collect());
     let outside = graph.nodes().iter().filter(|node| !own.contains(&node.output)).flat_map(|node| &node.inputs);
-    let outputs = outside.chain(graph.outputs().iter().map(|(_, id)| id)).map(|id| unquantized(graph, *id));
-    let outputs: BTreeSet<ValueId> = outputs.filter(|id| own.contains(id)).collect();
+    let outputs = outside.chain(graph.outputs().iter().map(|(_, id)| id)).filter(|id| own.contains(id)).copied().collect();
+    let outputs = without_derived(graph, outputs);
     let [output] = outputs.into_iter().collect::<Vec<_>>()[..] else { return None };
     let (through, others): (Vec<ValueId>, Vec<ValueId>) = inputs.into_iter().partition(|id| graph.value(*id).ty == graph.value(output).ty);
     let name = |id: ValueId| graph.value(id).name.clone();

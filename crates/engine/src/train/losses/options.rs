@@ -91,8 +91,8 @@ losses! {
         /// last layers]
         #[serde(skip_serializing_if = "Vec::is_empty")]
         layers: Vec<(usize, usize)> = Vec::new(),
-        /// Number of relation heads, a divisor of the columns of all queries, keys and values [default: the largest one up
-        /// to the teacher's number of heads]
+        /// Number of relation heads, a divisor of the columns of all queries, keys and values [default: the
+        /// largest one up to the teacher's number of heads]
         #[serde(skip_serializing_if = "Option::is_none")]
         relation_heads: Option<usize> = None,
     }
