@@ -247,7 +247,9 @@ fn layers_whose_weights_other_nodes_read_are_floats() {
     let weights = vec![floats("w", &[8, 8]), floats("bias", &[8]), floats("second", &[8, 4]), given("limit", &[], &[3.0])];
     let graph = quantized(&model(13, &[0, 8], nodes, weights), folder.path(), &[8]).graph.unwrap();
     let types = |dims: &[i64]| graph.initializer.iter().filter(|tensor| tensor.dims == dims).map(TensorProto::data_type).collect::<Vec<_>>();
-    assert_eq!((types(&[8, 8]), types(&[8])), (vec![DataType::Float], vec![DataType::Float]));
+    assert_eq!(types(&[8, 8]), [DataType::Float]);
+    // Besides the bias, the repeated scale and zero point of the input of the layer.
+    assert_eq!(types(&[8]), [DataType::Float, DataType::Uint8, DataType::Float]);
     assert!(graph.initializer.iter().any(|tensor| tensor.data_type() == DataType::Int8), "the other layer is quantized");
 }
 

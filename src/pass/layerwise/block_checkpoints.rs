@@ -15,7 +15,7 @@ use crate::model::Model;
 use crate::pass::Checkpoints;
 use crate::store::header;
 use crate::store::writer::{FileLayout, Item, write};
-use crate::store::{ArtifactStore, Checkpoint, DType, Encoding, Origin, QuantizationSpec, StatedEncoding, StorageFormat, Weight, Weights};
+use crate::store::{ArtifactStore, Checkpoint, DType, Encoding, Origin, Packing, QuantizationSpec, StatedEncoding, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// File with the identity of the run.
@@ -139,7 +139,10 @@ fn name(block: usize) -> String {
 }
 
 fn storage_format(weight: &Weight) -> StorageFormat {
-    if weight.encoding == Encoding::Dense { StorageFormat::Plain } else { StorageFormat::Packed }
+    match &weight.encoding {
+        Encoding::Quantized(affine) if affine.codes.packing() != Packing::Bytes => StorageFormat::Packed,
+        Encoding::Dense | Encoding::Quantized(_) => StorageFormat::Plain,
+    }
 }
 
 /// Size in bytes of the checkpoints of these weights.

@@ -3,6 +3,7 @@
 use image::DynamicImage;
 
 /// Gray values of 8 bits, with the weights of colors of ITU-R BT.601, as in PIL, torchvision and OpenCV.
+#[allow(clippy::arithmetic_side_effects, reason = "the sum is less than 2^24")]
 pub fn gray(image: &DynamicImage) -> Vec<u8> {
     if !image.color().has_color() {
         return image.to_luma8().into_raw();

@@ -284,7 +284,7 @@ impl Pixels {
                 ));
             };
             // torchvision rounds half pixels to even numbers, transformers rounds down.
-            let before = |margin: usize| margin / 2 + usize::from(self.rounded_crop && margin % 4 == 3);
+            let before = |margin: usize| (margin / 2).saturating_add(usize::from(self.rounded_crop && margin % 4 == 3));
             let [row, left, cropped] = [width, before(margin_x), wide].map(|pixels| pixels.saturating_mul(channels));
             let rows = bytes.chunks_exact(row).skip(before(margin_y)).take(high);
             bytes = rows.filter_map(|row| row.get(left..)?.get(..cropped)).flatten().copied().collect();

@@ -89,7 +89,8 @@ fn flags() {
             "`group_size` is not supported for \"NVFP4A16\"",
             "",
         ),
-        small("a search of floats", "quantize in -o out --scheme FP8-DYNAMIC --observer mse", 2, "`observer: mse` requires an integer scheme", ""),
+        small("fourth powers of floats", "quantize in -o out --scheme FP8-DYNAMIC --observer l4", 2, "`observer: l4` requires an integer scheme", ""),
+        small("a search over rows", "quantize in -o out --scheme FP8-BLOCK --observer mse", 2, "supports only `observer: minmax`", ""),
         small("an unknown scheme", "quantize in -o out --scheme W3A3", 2, "invalid value 'W3A3' for '--scheme <SCHEME>'", ""),
         small("groups of nothing", "quantize-dynamic in -o out --granularity group --group-size 0", 2, "`group_size` must be at least 1", ""),
         small(
