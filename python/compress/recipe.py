@@ -332,7 +332,8 @@ WeightObserver: TypeAlias = Literal["minmax", "mse", "l4"]
 - minmax: From the smallest to the largest value
 - mse: The range with the least squared error, among 80 % to 100 % of minmax (with calibration samples from 40
   %, with errors weighted by the inputs); for symmetric integers also the range whose largest value is a whole
-  number of steps
+  number of steps, and for floats the ranges whose largest value is stored as the second largest number of the
+  format (for FP4, four instead of six)
 - l4: Like mse with fourth powers of errors, which clips less: for integers without calibration samples
 """
 
@@ -381,7 +382,8 @@ class AttentionLoss(TypedDict, total=False):
     layers]."""
 
     relation_heads: int | None
-    """Number of relation heads [default: the teacher's number of heads]."""
+    """Number of relation heads, a divisor of the columns of all queries, keys and values [default: the
+    largest one up to the teacher's number of heads]."""
 
 
 class CheckpointIntervalMinutes(TypedDict, total=False):
@@ -1272,7 +1274,8 @@ class Recipe:
     """Seed of all random number generators."""
 
     allow_nonfinite: bool = False
-    """Keep NaN and infinite weights instead of stopping with an error."""
+    """Keep NaN and infinite weights instead of stopping with an error; as integers and FP4, NaN becomes
+    zero and infinity the largest value."""
 
     sizes: Mapping[str, int | Sequence[int]] | None = None
     """Sizes of the dynamic axes of an .onnx file, by the name of the axis or of an input: { sequence: 128,
@@ -1321,7 +1324,8 @@ class RecipeSettings(TypedDict, total=False):
     """Seed of all random number generators."""
 
     allow_nonfinite: bool
-    """Keep NaN and infinite weights instead of stopping with an error."""
+    """Keep NaN and infinite weights instead of stopping with an error; as integers and FP4, NaN becomes
+    zero and infinity the largest value."""
 
     sizes: Mapping[str, int | Sequence[int]] | None
     """Sizes of the dynamic axes of an .onnx file, by the name of the axis or of an input: { sequence: 128,
