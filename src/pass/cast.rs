@@ -119,7 +119,7 @@ impl Pass for Cast {
             let source = Converted {
                 name: name.to_owned(),
                 upstream: weight.clone(),
-                whole: weight.clone(),
+                complete: weight.clone(),
                 underflows: Arc::default(),
                 to: self.to,
                 overflow: self.overflow,
@@ -146,8 +146,8 @@ struct Converted {
     name: String,
     /// The weight, or some of its rows.
     upstream: Weight,
-    /// The complete weight.
-    whole: Weight,
+    /// All rows of the weight.
+    complete: Weight,
     /// Whether all its values become zero, although some are not.
     underflows: Arc<OnceLock<bool>>,
     to: FloatFormat,
@@ -196,7 +196,7 @@ impl Converted {
     fn require_nonzero(&self) -> Result<()> {
         let mut is_zero = true;
         if self.underflows.get().is_none() {
-            self.convert_blocks(&self.whole, 1, &mut |_, output| {
+            self.convert_blocks(&self.complete, 1, &mut |_, output| {
                 is_zero = is_zero && self.is_zero(output);
                 Ok(())
             })?;

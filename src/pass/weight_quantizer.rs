@@ -147,19 +147,6 @@ impl WeightQuantizer {
         if self.reduced { REDUCED } else { quantize::bounds(self.affine.codes.bits()) }
     }
 
-    /// The scale of float codes in one or several rows with this range, divided by the global scale. `values`
-    /// are those of one row; several rows have no search.
-    fn float_scale<F: Float>(&self, format: FloatFormat, range: (f32, f32), values: Option<&[u8]>, global_scale: f32) -> f32 {
-        let (levels, store) = (Levels::Floats(format.codec()), stored_scale(&self.affine, global_scale));
-        match (self.observer, values) {
-            (WeightObserver::Minmax, _) | (_, None) => levels.params(range, store).scale,
-            (WeightObserver::Mse | WeightObserver::L4, Some(values)) => {
-                let values: Vec<f32> = F::split(values).iter().map(|e| F::to_f32(*e)).collect();
-                levels.search(&values, &vec![1.0; values.len()], MIN_RANGE_PERCENT, store).scale
-            }
-        }
-    }
-
     fn encode<F: Float>(&self, values: &[u8], codes: &mut [u8], scale: f32, zero: f32) {
         match self.affine.codes {
             Codes::Integer(_) => quantize::quantize::<F>(values, codes, scale, zero, self.bounds()),
@@ -172,17 +159,22 @@ impl WeightQuantizer {
     fn stripes<F: Float>(&self, format: FloatFormat, input: &[u8], (row, high): (usize, usize), global_scale: f32, out: &mut Output) {
         let run = self.affine.granularity.run(row, row);
         let line = row.max(1) * F::SIZE;
+        let (levels, store, ones) = (Levels::Floats(format.codec()), stored_scale(&self.affine, global_scale), vec![1f32; run]);
         for (stripe, codes) in input.chunks(line * high).zip(out.integers.chunks_mut(row.max(1) * high)) {
-            let mut ranges = vec![(0f32, 0f32); row.div_ceil(run)];
-            for values in stripe.chunks(line) {
-                for (range, values) in ranges.iter_mut().zip(values.chunks(run * F::SIZE)) {
-                    let (low, high) = quantize::range::<F>(values);
-                    *range = (range.0.min(low), range.1.max(high));
+            // Groups of one row are searched; options exclude a search over several rows.
+            let scales: Vec<f32> = if self.observer == WeightObserver::Minmax || high > 1 {
+                let mut ranges = vec![(0f32, 0f32); row.div_ceil(run)];
+                for values in stripe.chunks(line) {
+                    for (range, values) in ranges.iter_mut().zip(values.chunks(run * F::SIZE)) {
+                        let (low, high) = quantize::range::<F>(values);
+                        *range = (range.0.min(low), range.1.max(high));
+                    }
                 }
-            }
-            let row_of = |at: usize| (high == 1).then(|| stripe.chunks(run * F::SIZE).nth(at)).flatten();
-            let scales = ranges.into_iter().enumerate().map(|(at, range)| self.float_scale::<F>(format, range, row_of(at), global_scale));
-            let scales: Vec<f32> = scales.collect();
+                ranges.into_iter().map(|range| levels.params(range, store).scale).collect()
+            } else {
+                let values: Vec<f32> = F::split(stripe).iter().map(|e| F::to_f32(*e)).collect();
+                values.chunks(run).map(|values| levels.search(values, &ones[..values.len()], MIN_RANGE_PERCENT, store).scale).collect()
+            };
             for (values, codes) in stripe.chunks(line).zip(codes.chunks_mut(row.max(1))) {
                 for ((values, codes), scale) in values.chunks(run * F::SIZE).zip(codes.chunks_mut(run)).zip(&scales) {
                     format.quantize::<F>(values, codes, *scale);

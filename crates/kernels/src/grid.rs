@@ -2,6 +2,7 @@
 
 use crate::minifloat::Minifloat;
 use crate::quantize::{self, ROUND};
+use crate::weighted_error::{Rounding, weighted_error};
 
 /// Number of independent sums per loop. Fixed, so that results do not depend on the instruction set.
 const LANES: usize = 16;
@@ -79,22 +80,10 @@ simd! {
     }
 }
 
-simd! {
-    /// Sum of `cost · error²` of the rounding errors.
-    fn error(integers: IntegerGrid, values: &[f32], costs: &[f32], params: QuantizationParams) -> f32 {
-        let mut sums = [0f32; LANES];
-        let term = |value: f32, cost: f32| {
-            let error = integers.nearest(value, params) - value;
-            cost * error * error
-        };
-        let (values, rest) = values.as_chunks::<LANES>();
-        let (costs, rest_costs) = costs.as_chunks::<LANES>();
-        for (values, costs) in values.iter().zip(costs) {
-            for lane in 0..LANES {
-                sums[lane] += term(values[lane], costs[lane]);
-            }
-        }
-        rest.iter().zip(rest_costs).fold(sums.iter().sum(), |sum, (value, cost)| sum + term(*value, *cost))
+impl Rounding for (IntegerGrid, QuantizationParams) {
+    #[inline(always)]
+    fn round(self, value: f32) -> f32 {
+        self.0.nearest(value, self.1)
     }
 }
 
@@ -147,7 +136,7 @@ impl Levels {
     /// Sum of `cost · error²` of the rounding errors.
     fn error(self, values: &[f32], costs: &[f32], params: QuantizationParams) -> f32 {
         match self {
-            Levels::Integers(integers) => error(integers, values, costs, params),
+            Levels::Integers(integers) => weighted_error((integers, params), values, costs),
             Levels::Floats(format) => format.error(values, costs, params.scale),
         }
     }
@@ -157,25 +146,20 @@ impl Levels {
     /// to the second largest (as in four over six, Cook et al. 2025, <https://arxiv.org/abs/2512.02010>).
     pub fn search(self, values: &[f32], costs: &[f32], least: u32, store: impl Fn(f64) -> f32) -> QuantizationParams {
         let (low, high) = range(values);
-        let mut best = (f32::INFINITY, self.params((low, high), &store));
-        let mut try_part = |part: f32, last: &mut f32| {
+        let (bounds, symmetric, most) = match self {
+            Levels::Integers(integers) => (integers.bounds().into(), integers.symmetric, 100),
+            Levels::Floats(format) => ([-format.largest(), format.largest()], false, (100.0 * format.largest_ratio()).round() as u32),
+        };
+        let (mut best, mut last) = ((f32::INFINITY, self.params((low, high), &store)), None);
+        for part in quantize::parts(bounds, symmetric, (low, high), least).chain((101..=most).map(|percent| percent as f32 / 100.0)) {
             let params = self.params((low * part, high * part), &store);
-            if matches!(self, Levels::Floats(_)) && params.scale == std::mem::replace(last, params.scale) {
-                return;
+            // Scales of few bits are often equal to the previous one.
+            if last.replace(params) == Some(params) {
+                continue;
             }
             let error = self.error(values, costs, params);
             if error < best.0 {
                 best = (error, params);
-            }
-        };
-        let mut last = 0.0;
-        match self {
-            Levels::Integers(integers) => {
-                quantize::parts(integers.bounds().into(), integers.symmetric, (low, high), least).for_each(|part| try_part(part, &mut last));
-            }
-            Levels::Floats(format) => {
-                let most = (100.0 * format.largest_ratio()).round() as u32;
-                (least..=100).rev().chain(101..=most).for_each(|percent| try_part(percent as f32 / 100.0, &mut last));
             }
         }
         best.1

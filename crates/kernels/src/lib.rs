@@ -24,6 +24,7 @@ pub mod packing;
 pub mod palette;
 pub mod quantize;
 pub mod scan;
+mod weighted_error;
 
 #[cfg(feature = "run")]
 #[path = "."]

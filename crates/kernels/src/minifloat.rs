@@ -5,6 +5,7 @@
 //! Values are rounded to nearest, ties to even, and clipped to the range, as in compressed-tensors.
 
 use super::Float;
+use super::weighted_error::{Rounding, weighted_error};
 
 /// The largest E4M3 value.
 pub const E4M3_MAX: f32 = 448.0;
@@ -138,7 +139,7 @@ macro_rules! codecs {
             /// Sum of `cost · error²` of the rounding errors with a scale.
             pub fn error(self, values: &[f32], costs: &[f32], scale: f32) -> f32 {
                 match self {
-                    $(Minifloat::$format => error::<$format>(values, costs, scale)),*
+                    $(Minifloat::$format => weighted_error(($format, scale), values, costs)),*
                 }
             }
         }
@@ -150,24 +151,10 @@ codecs! {
     E2m1: to_e2m1, from_e2m1, E2M1_MAX;
 }
 
-/// Number of independent sums per loop. Fixed, so that results do not depend on the instruction set.
-const LANES: usize = 16;
-
-simd! {
-    fn error[C: Codec](values: &[f32], costs: &[f32], scale: f32) -> f32 {
-        let mut sums = [0f32; LANES];
-        let term = |value: f32, cost: f32| {
-            let error = C::decode(C::encode(value / scale)) * scale - value;
-            cost * error * error
-        };
-        let (values, rest) = values.as_chunks::<LANES>();
-        let (costs, rest_costs) = costs.as_chunks::<LANES>();
-        for (values, costs) in values.iter().zip(costs) {
-            for lane in 0..LANES {
-                sums[lane] += term(values[lane], costs[lane]);
-            }
-        }
-        rest.iter().zip(rest_costs).fold(sums.iter().sum(), |sum, (value, cost)| sum + term(*value, *cost))
+impl<C: Codec> Rounding for (C, f32) {
+    #[inline(always)]
+    fn round(self, value: f32) -> f32 {
+        C::decode(C::encode(value / self.1)) * self.1
     }
 }
 

@@ -71,8 +71,10 @@ impl TrainedLayer {
         values: Vec<f32>,
         rounded: &[f32],
         grid: &Grid<'_, S>,
-    ) -> Option<TrainedLayer> {
-        let Levels::Integers(integers) = grid.levels else { return None };
+    ) -> Result<TrainedLayer> {
+        let Levels::Integers(integers) = grid.levels else {
+            return Err(Error::tensor(&layer.weight, "trained rounding requires integers", "use `method: gptq`"));
+        };
         let groups = layer.size.div_ceil(grid.group.max(1)).max(1);
         let codes = grid.codes_of(rounded);
         let rows = values.par_chunks(layer.size.max(1)).zip(codes.par_chunks(layer.size.max(1))).zip(grid.steps.par_chunks(groups));
@@ -83,7 +85,7 @@ impl TrainedLayer {
         });
         let state = State { offsets: offsets.collect(), ranges: grid.steps.iter().map(|step| TrainedRange::new(*step)).collect() };
         let (layer, weight, affine) = (layer.clone(), weight.clone(), affine.clone());
-        Some(TrainedLayer { layer, weight, affine, integers, group: grid.group, values, state })
+        Ok(TrainedLayer { layer, weight, affine, integers, group: grid.group, values, state })
     }
 
     /// Number of groups of a row.

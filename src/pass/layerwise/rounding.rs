@@ -174,8 +174,13 @@ fn grid<'o>(
             "use `method: rtn`, or add it to `ignore`",
         ));
     };
-    let store = stored_scale(affine, global_scales.get(&layer.weight).copied().unwrap_or(1.0));
+    let store = stored_scale(affine, global_scale(global_scales, layer));
     Ok(Grid { levels, group, steps: Vec::new(), order, store })
+}
+
+/// The global scale of a layer's weight; 1 if it has none.
+fn global_scale(global_scales: &BTreeMap<String, f32>, layer: &Layer) -> f32 {
+    global_scales.get(&layer.weight).copied().unwrap_or(1.0)
 }
 
 /// The inputs of the next layers.
@@ -279,9 +284,11 @@ impl Method for Rounder<'_> {
         let affine = self.quantization.affine(layer)?;
         let order: Vec<usize> = (0..layer.size).collect();
         let grid = Grid { steps, ..self.quantization.grid(layer, weight, &order)? };
-        self.trained.extend(original.and_then(|original| TrainedLayer::new(layer, weight, affine, original, values, &grid)));
+        if let Some(original) = original {
+            self.trained.push(TrainedLayer::new(layer, weight, affine, original, values, &grid)?);
+        }
         let codes = grid.codes_of(values);
-        let global_scale = self.quantization.global_scales.get(&layer.weight).copied().unwrap_or(1.0);
+        let global_scale = global_scale(&self.quantization.global_scales, layer);
         let (scales, zero_points) = grid.steps.iter().map(|QuantizationParams { scale, zero }| (*scale * global_scale, *zero)).unzip();
         let new = weight.quantized(&layer.weight, affine.clone(), codes, &Scales { run: grid.group, scales, zero_points, global_scale })?;
         Ok(vec![(layer.weight.clone(), new)])

@@ -325,7 +325,7 @@ impl Pass for Quantize {
     fn check(&self) -> Result<()> {
         if self.method.reads_samples() {
             layerwise::require(&format!("{NAME}: method"))?;
-            if !self.scheme.has_rows() {
+            if !self.scheme.has_scales_within_rows() {
                 return Err(Error::option(
                     NAME,
                     format!("{} supports only `method: rtn`; the other methods require scales within rows", self.options()["scheme"]),
@@ -368,7 +368,7 @@ impl Pass for Quantize {
             _ if self.observer() == WeightObserver::L4 && !self.scheme.codes().is_integer() => {
                 Err(Error::option(NAME, format!("`observer: l4` requires an integer scheme; {} supports minmax and mse", self.options()["scheme"])))
             }
-            _ if self.observer() == WeightObserver::Mse && !self.scheme.codes().is_integer() && !self.scheme.has_rows() => {
+            _ if self.observer() == WeightObserver::Mse && !self.scheme.codes().is_integer() && !self.scheme.has_scales_within_rows() => {
                 Err(Error::option(NAME, format!("{} supports only `observer: minmax`", self.options()["scheme"])))
             }
             _ if self.observer() == WeightObserver::L4 && self.method.reads_samples() => {

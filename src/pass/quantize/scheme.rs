@@ -187,7 +187,7 @@ impl Scheme {
     }
 
     /// Whether no scale is shared by several rows.
-    pub(super) fn has_rows(self) -> bool {
+    pub(super) fn has_scales_within_rows(self) -> bool {
         !matches!(self.row().granularity, SchemeGranularity::Fixed(Granularity::Tensor | Granularity::Block(_)))
     }
 

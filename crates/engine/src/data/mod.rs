@@ -150,17 +150,17 @@ impl DataSet {
         let fixed_batch = target.fixed_batch().filter(|_| !runs);
         let options = &Data { batch_size: options.batch_size.or(fixed_batch), ..options.clone() };
         let fixed_batch = fixed_batch.filter(|batch| *batch > 1);
+        let made = |source, description| DataSet {
+            source,
+            task,
+            metric: options.metric.clone(),
+            description,
+            fixed_batch,
+            limit: options.samples,
+            count: OnceLock::new(),
+        };
         if let Some(name) = &options.source {
-            let source = Box::new(custom_source::CustomSource::open(options, name, task, target)?);
-            return Ok(DataSet {
-                source,
-                task,
-                metric: options.metric.clone(),
-                description: name.clone(),
-                fixed_batch,
-                limit: options.samples,
-                count: OnceLock::new(),
-            });
+            return Ok(made(Box::new(custom_source::CustomSource::open(options, name, task, target)?), name.clone()));
         }
         let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
             (Some(path), None, None) if target.is_encoder_decoder() => (Box::new(pairs::Pairs::open(options, path, task, target)?), path),
@@ -172,15 +172,7 @@ impl DataSet {
             (None, None, Some(path)) => (Box::new(arrays::Arrays::open(options, path, task, target)?), path),
             _ => return Err(Error::option("data", "requires exactly one of `text`, `images`, `arrays` and `source`")),
         };
-        Ok(DataSet {
-            source,
-            task,
-            metric: options.metric.clone(),
-            description: path.display().to_string(),
-            fixed_batch,
-            limit: options.samples,
-            count: OnceLock::new(),
-        })
+        Ok(made(source, path.display().to_string()))
     }
 
     /// The task.

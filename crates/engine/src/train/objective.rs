@@ -26,18 +26,23 @@ pub type Items = BTreeMap<&'static str, f64>;
 
 pub use super::losses::{ModelValues, TeacherOutputs};
 
+/// The shape of a graph value.
+fn shape<'g>(graph: &'g Graph, name: &str) -> Result<&'g [Dim]> {
+    let value = graph.values().iter().find(|value| value.name == name);
+    let missing = || Error::option("losses", format!("the graph has no value `{name}`; `compress inspect --graph` lists all"));
+    value.map(|value| value.ty.shape.as_slice()).ok_or_else(missing)
+}
+
 /// The width of a graph value.
 fn width(graph: &Graph, name: &str) -> Result<usize> {
-    let value = graph.values().iter().find(|value| value.name == name);
-    let value = value.ok_or_else(|| Error::option("losses", format!("the graph has no value `{name}`; `compress inspect --graph` lists all")))?;
-    let axis = if value.ty.shape.len() == 4 { 1 } else { value.ty.shape.len().saturating_sub(1) };
-    value.ty.shape.get(axis).and_then(Dim::fixed).ok_or_else(|| Error::option("losses", format!("the width of `{name}` is not a constant")))
+    let shape = shape(graph, name)?;
+    let axis = if shape.len() == 4 { 1 } else { shape.len().saturating_sub(1) };
+    shape.get(axis).and_then(Dim::fixed).ok_or_else(|| Error::option("losses", format!("the width of `{name}` is not a constant")))
 }
 
 /// The number of columns of queries, keys or values `[batch, heads, sequence, width]` in all heads.
 fn columns(graph: &Graph, name: &str) -> Result<usize> {
-    let shape = graph.values().iter().find(|value| value.name == name).map(|value| value.ty.shape.as_slice());
-    let Some([_, heads, _, width]) = shape else { return Err(Error::option("losses: attention", format!("`{name}` has no heads"))) };
+    let [_, heads, _, width] = shape(graph, name)? else { return Err(Error::option("losses: attention", format!("`{name}` has no heads"))) };
     let count = heads.fixed().zip(width.fixed()).map(|(heads, width)| heads * width);
     count.ok_or_else(|| Error::option("losses: attention", format!("the width of `{name}` is not a constant")))
 }

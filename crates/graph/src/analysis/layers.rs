@@ -85,7 +85,7 @@ fn index_prefix(name: &str) -> Option<&str> {
     None
 }
 
-/// The values without those that quantizers and factors of channels compute from another one of them.
+/// Removes values that quantizers or factors of channels compute from another value of the set.
 fn without_derived(graph: &Graph, ids: BTreeSet<ValueId>) -> BTreeSet<ValueId> {
     let source = |id: ValueId| match graph.value(id).kind {
         Kind::Node(index) => match &graph.nodes()[index] {
