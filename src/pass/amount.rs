@@ -226,6 +226,7 @@ mod tests {
         assert_eq!(Amount::fraction(0.5).of(7), Some(4));
         assert_eq!(Amount::fraction(1.0).of(7), Some(7));
         assert_eq!(Amount::Count(8).of(7), None);
+        assert_eq!([f64::NAN, -1.0, 2.0].map(|value| Amount::fraction(value).share()), [0.0, 0.0, 1.0]);
     }
 
     #[test]

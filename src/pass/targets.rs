@@ -160,6 +160,18 @@ mod tests {
         assert_eq!(unquantized_convolutions("quantize-dynamic", &golden("resnet-basic"), &["classifier.*".parse().unwrap()]), None);
     }
 
+    /// Names are only in doubt if the configuration states a family that the table does not contain.
+    #[test]
+    fn unknown_families_are_noted() {
+        let folder = tempfile::tempdir().unwrap();
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama");
+        std::fs::copy(golden.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
+        for (config, noted) in [(None, false), (Some(r#"{"model_type": "unheard"}"#), true), (Some(r#"{"model_type": "llama"}"#), false)] {
+            config.iter().for_each(|config| std::fs::write(folder.path().join("config.json"), config).unwrap());
+            assert_eq!(naming_note("quantize", &Model::open(folder.path()).unwrap(), &[]).is_some(), noted, "{config:?}");
+        }
+    }
+
     /// Stacked experts have as many axes as one-dimensional convolutions.
     #[test]
     fn experts_are_not_convolutions() {

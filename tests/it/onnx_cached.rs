@@ -18,7 +18,7 @@ use compress_engine::generation::LanguageModel;
 use compress_graph::ir::ops::{Rotary, RotaryScaling};
 use compress_graph::ir::{Graph, GraphFile, Op, Port};
 use compress_onnx::runtime::{DecoderCache, Options, Session};
-use compress_onnx::{Precision, TiedHead, WeightOnly, file};
+use compress_onnx::{ModelFile, Precision, TiedHead, WeightOnly, file};
 use serde_json::{Value, json};
 
 const TOLERANCE: f32 = 1e-4;
@@ -244,6 +244,7 @@ fn quantized_and_half_precision_decoders_continue_texts() {
         let half = onnx.precision == Precision::Float16;
         let (inputs, outputs) = session.ports();
         assert_eq!((inputs.len(), outputs.len()), (3 + 4, 1 + 4), "{case}");
+        assert!(ModelFile::open(&out.join(file::MODEL)).unwrap().has_kv_cache(), "{case}");
         let bytes = std::fs::read(out.join(file::MODEL)).unwrap();
         assert_eq!(element_of(&bytes, "past_key_values.1.value"), if half { 10 } else { 1 }, "{case}");
         let nodes = parsed(&bytes).node;

@@ -14,7 +14,7 @@ use compress::{Model, Pipeline};
 use compress_core::work::{Cancel, Silent, Work};
 use compress_engine::exec::{Executor, Inputs, Parameters, Residence, Rounding};
 use compress_onnx::file;
-use compress_onnx::proto::AttributeProto;
+use compress_onnx::proto::{AttributeProto, DataType};
 use compress_onnx::runtime::{Options, Session};
 use prost::Message;
 
@@ -143,4 +143,34 @@ fn values_computed_at_load_are_limited() {
     let pipeline = Pipeline::builder().pass(QuantizeDynamic::default()).threads(1).build().unwrap();
     let report = pipeline.run(Model::open(&path).unwrap(), folder.path().join("out.onnx")).unwrap();
     assert!(report.notes.iter().any(|note| note.contains("was not verified end to end") && note.contains("1024 MB")), "{:?}", report.notes);
+}
+
+#[test]
+fn output_types_have_the_numbers_of_onnx() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("cast.onnx");
+    let types = [
+        (DataType::Float, 1),
+        (DataType::Uint8, 2),
+        (DataType::Int8, 3),
+        (DataType::Uint16, 4),
+        (DataType::Int16, 5),
+        (DataType::Int32, 6),
+        (DataType::Int64, 7),
+        (DataType::Bool, 9),
+        (DataType::Float16, 10),
+        (DataType::Double, 11),
+        (DataType::Uint32, 12),
+        (DataType::Uint64, 13),
+        (DataType::Bfloat16, 16),
+    ];
+    for (ty, number) in types {
+        let mut file = nodes::model(13, &[2], vec![nodes::node("Cast", &["x"], "y", vec![AttributeProto::int("to", number)])], vec![]);
+        file.graph.as_mut().unwrap().output = vec![nodes::value("y", ty, None)];
+        std::fs::write(&path, file.encode_to_vec()).unwrap();
+        assert_eq!(Session::open(&path, Options::default()).unwrap().output_types(), [Some(number as i32)], "{ty:?}");
+    }
 }

@@ -362,6 +362,10 @@ mod tests {
         let graph = GraphProto { sparse_initializer: vec![sparse], ..GraphProto::default() };
         let error = may_fold(&ModelProto { graph: Some(graph), ..ModelProto::default() }, LIMIT).unwrap_err();
         assert!(error.contains("the sparse initializer `w`"), "{error}");
+        let sparse = SparseTensorProto { values: Some(floats("w", &[1])), dims: vec![1024], ..SparseTensorProto::default() };
+        let graph = GraphProto { sparse_initializer: vec![sparse], node: doubled("w", 27), ..GraphProto::default() };
+        let error = may_fold(&ModelProto { graph: Some(graph), ..ModelProto::default() }, LIMIT).unwrap_err();
+        assert!(error.contains("(Concat) creates"), "{error}");
     }
 
     /// Constants of unknown size are not folded. A value that depends on open dimensions is none.
@@ -376,6 +380,8 @@ mod tests {
         assert_eq!(checked([2, 4], exported(), weights()), Ok(false));
         assert_eq!(checked([2, 4], vec![node("Unknown", &["w"], "y")], weights()), Ok(false));
         assert_eq!(checked([2, 4], vec![node("Transpose", &["w"], "t"), node("DequantizeLinear", &["t", "w"], "y")], weights()), Ok(true));
+        // A node without inputs is not folded.
+        assert_eq!(checked([2, 4], vec![node("RandomNormal", &[], "r")], weights()), Ok(true));
         // Each of these copies is as large as the weight.
         let copies = (0..20).map(|number| node("Neg", &["w"], &format!("n{number}"))).collect();
         assert_eq!(checked([2, 4], copies, vec![floats("w", &[1 << 14, 1 << 10])]), Ok(false));

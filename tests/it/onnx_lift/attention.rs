@@ -284,6 +284,21 @@ fn nan_protection_of_rows_without_keys_is_part_of_attention() {
     }
 }
 
+/// A computed bias with fewer axes than the scores holds for all samples and heads.
+#[test]
+fn a_bias_of_queries_and_keys_is_one_for_all_heads() {
+    let inputs = sample(&[0, TOKENS, HEADS * WIDTH]);
+    let mut nodes = changed(&forms().swap_remove(1).1, "s", |node| node.input[0] = "computed".into());
+    nodes.insert(0, one("Neg", &["bias"], "computed"));
+    let mut file = whole(nodes);
+    file.graph.as_mut().unwrap().initializer.push(floats("bias", &[TOKENS, TOKENS]));
+    let (folder, model) = opened(&file);
+    assert!(ops(&model).contains(&"Attention".to_owned()), "{}", model.graph().unwrap());
+    if crate::common::onnxruntime::has_onnx_runtime() {
+        close("bias", &executed(model, &inputs).unwrap(), &in_runtime(&folder.path().join("model.onnx"), &inputs));
+    }
+}
+
 /// Cosines or sines of a base, from a position on, repeated for both elements of a pair.
 fn table(name: &str, base: f64, first: i64, function: fn(f64) -> f64) -> TensorProto {
     let angle = |at: i64| (at / WIDTH + first) as f64 * base.powf(-2.0 * (at % WIDTH % (WIDTH / 2)) as f64 / WIDTH as f64);

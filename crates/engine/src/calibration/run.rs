@@ -188,6 +188,23 @@ mod tests {
         statistics.map(|mut statistics| statistics.remove("x").unwrap())
     }
 
+    /// Of images, a stored row has the channels of one pixel, also in batches of several samples.
+    #[test]
+    fn stored_rows_are_pixels() {
+        let request = Request { axis: Axis::Second, histograms: false };
+        let padding = Padding::from_batch(&Batch { inputs: BTreeMap::new(), references: References::None, samples: 2 }).unwrap();
+        let mut statistics = BTreeMap::new();
+        let values: Vec<f32> = (0..24).map(|at| (at % 12 / 4 * 100 + at % 4) as f32).collect();
+        let image = Tensor::from_vec(values, (2, 3, 2, 2), &Device::Cpu).unwrap();
+        for _ in 0..20 {
+            let tokens = TokenAxis { role: SequenceRole::Input, axis: None };
+            record(&mut statistics, "x", &image, request, (&padding, tokens), 2).unwrap();
+        }
+        let rows = &statistics["x"].rows;
+        assert!(rows.len() > 10 && rows.iter().any(|row| row[0] > 0.0));
+        assert!(rows.iter().all(|row| row.len() == 3 && row[0] < 4.0 && row[1] == row[0] + 100.0 && row[2] == row[0] + 200.0), "{rows:?}");
+    }
+
     #[test]
     fn host_and_device_statistics_are_equal() {
         let mask = Tensor::new(&[[1i64, 1, 0], [1, 0, 0]], &Device::Cpu).unwrap();

@@ -113,6 +113,23 @@ mod tests {
         assert!(metric.add(&batch, &[("logits".to_owned(), few)].into()).unwrap_err().to_string().contains("token 3"));
     }
 
+    /// The interval of the mean loss has 1.96 standard errors on both sides.
+    #[test]
+    fn the_interval_is_that_of_the_losses_of_the_tokens() {
+        let logits: Vec<f32> = (0..20).map(|at| ((at * 7) % 11) as f32 * 0.5).collect();
+        let logits = Tensor::from_vec(logits, (1, 4, 5), &Device::Cpu).unwrap();
+        let ids = Tensor::new(&[[1i64, 2, 3, 0]], &Device::Cpu).unwrap();
+        let batch = Batch { inputs: [("input_ids".to_owned(), ids)].into(), references: References::Next(std::iter::once(1..4).collect()), samples: 1 };
+        let mut metric = Perplexity::default();
+        metric.add(&batch, &[("logits".to_owned(), logits.clone())].into()).unwrap();
+        let losses = losses(&logits.i((0, ..3)).unwrap(), &[2, 3, 0]).unwrap();
+        let mean = losses.iter().sum::<f64>() / 3.0;
+        let variance = losses.iter().map(|loss| (loss - mean).powi(2)).sum::<f64>() / 2.0;
+        let [low, high] = metric.score().unwrap().ci95.unwrap().map(f64::ln);
+        assert!((low + high - 2.0 * mean).abs() < 1e-6, "{low} {high} {mean}");
+        assert!(((high - low) / 2.0 / (variance / 3.0).sqrt() - 1.96).abs() < 0.01, "{low} {high} {variance}");
+    }
+
     #[test]
     fn host_and_device_losses_are_equal() {
         let logits = Tensor::new(&[[1f32, -2.0, 30.0, 0.5], [0.0, f32::NEG_INFINITY, 2.0, -7.0], [80.0, 81.0, 1.0, 3.0]], &Device::Cpu).unwrap();

@@ -92,7 +92,8 @@ mod tests {
 
     #[test]
     fn only_continued_growth_is_a_leak() {
-        assert!(timeline(|step| 100 + 5 * step).growth().is_some());
+        // From the least of steps 25 to 49 to the least of steps 75 to 99.
+        assert_eq!(timeline(|step| 100 + 5 * step).growth(), Some((250 << 20, 74)));
         assert!(timeline(|step| 100 + (5 * step).min(150)).growth().is_none());
         assert!(timeline(|step| 1000 + 40 * (step % 2)).growth().is_none());
         assert!(timeline(|step| 1000 - step).growth().is_none());

@@ -117,3 +117,15 @@ pub(super) fn require_scale(name: &str, scale: f32, hint: &str) -> Result<()> {
 fn with_learned_scale(op: LearnedFakeQuantize, logarithm: &Tensor) -> candle_core::Result<FakeQuantize> {
     Ok(op.at(transfer::number(logarithm, Cause::State)? as f32))
 }
+
+#[cfg(test)]
+mod tests {
+    /// Without momentum and normalization, the factor is a factor of the learning rate (LSQ, section 2.2).
+    #[test]
+    fn gradients_of_shared_scales_are_reduced() {
+        for (values, wanted) in [(0, 0.088_736), (1, 0.088_736), (4, 0.044_368), (1_000_000, 8.8736e-5)] {
+            let factor = super::gradient_factor(values);
+            assert!((factor / wanted - 1.0).abs() < 1e-4, "{values}: {factor}");
+        }
+    }
+}

@@ -223,6 +223,7 @@ mod tests {
             let base = f64::from(angle.sin()).atan2(f64::from(angle.cos())).powf(-f64::from(width) / f64::from(width - 2));
             assert_eq!(roundest(base), Some(wanted), "{width}: {base}");
         }
+        assert_eq!([10_000_009.0, 500_000.4, 0.999_999].map(roundest), [Some(1e7), Some(5e5), Some(1.0)]);
         assert_eq!([10_000.5, f64::NAN, f64::INFINITY].map(roundest), [None; 3]);
     }
 }
