@@ -47,6 +47,13 @@ struct Scheme {
     granularity: Option<Granularity>,
 }
 
+impl Scheme {
+    /// Everything except the target.
+    fn arguments(&self) -> (Option<Codes>, bool, ActivationArgs, Option<Granularity>) {
+        (self.codes, self.symmetric, self.activations, self.granularity)
+    }
+}
+
 /// Quantization schemes of modules, selected by the targets of compressed-tensors.
 #[derive(Debug, Default)]
 pub(super) struct Schemes {
@@ -93,16 +100,21 @@ impl Schemes {
     /// The scheme of a module. An exact name takes precedence over a regular expression, and that over a
     /// class. Fails if an expression is too slow to match.
     fn find(&self, module: &str, class: &str) -> Result<Option<&Scheme>, String> {
-        let named = |name: &str| self.list.iter().find(|scheme| scheme.target.text == name);
-        if let Some(scheme) = named(module) {
-            return Ok(Some(scheme));
-        }
-        for scheme in &self.list {
-            if scheme.target.matches(module)? {
-                return Ok(Some(scheme));
+        Ok(self.candidates(module, class)?.first().copied())
+    }
+
+    /// The schemes of the targets that take precedence for a module.
+    fn candidates(&self, module: &str, class: &str) -> Result<Vec<&Scheme>, String> {
+        let named = |name: &str| self.list.iter().filter(|scheme| scheme.target.text == name).collect::<Vec<_>>();
+        let mut found = named(module);
+        if found.is_empty() {
+            for scheme in &self.list {
+                if scheme.target.matches(module)? {
+                    found.push(scheme);
+                }
             }
         }
-        Ok(named(class))
+        Ok(if found.is_empty() { named(class) } else { found })
     }
 
     /// The entry of `ignore` that excludes a module from quantization.
@@ -137,7 +149,18 @@ impl Schemes {
         if self.list.is_empty() {
             return Ok(());
         }
-        let Some(scheme) = self.find(module, class).map_err(too_slow)? else {
+        let candidates = self.candidates(module, class).map_err(too_slow)?;
+        // vLLM uses the first group whose expression matches, compressed-tensors the first expression in alphabetical order.
+        if let [first, others @ ..] = candidates.as_slice()
+            && let Some(other) = others.iter().find(|other| other.arguments() != first.arguments())
+        {
+            let reason = format!(
+                "is quantized, and the targets `{}` and `{}` of `config_groups` in config.json specify different quantizations of `{module}`",
+                first.target.text, other.target.text
+            );
+            return Err(Error::tensor(&weight, reason, "remove the module from all groups but one: readers choose differently"));
+        }
+        let Some(scheme) = candidates.first() else {
             return Err(Error::tensor(
                 &weight,
                 format!("is quantized, but no target of `config_groups` in config.json matches `{module}` or its class {class}"),
@@ -245,6 +268,24 @@ mod tests {
         let module = "ab".repeat(28);
         let error = schemes.describe(&module, "Linear", &mut affine).unwrap_err().to_string();
         assert!(error.contains(&module) && error.contains("re:(a|b|ab)*(?>c)"), "{error}");
+    }
+
+    /// Readers resolve overlapping targets of different groups differently.
+    #[test]
+    fn overlapping_targets_with_different_arguments_are_refused() {
+        let weights = |strategy: &str| json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": strategy});
+        let schemes = |a: &str, b: &str, second: &str| {
+            let groups = json!({"a": {"targets": [a], "weights": weights("channel")}, "b": {"targets": [b, "Linear"], "weights": weights(second)}});
+            Schemes::parse(&json!({"config_groups": groups})).unwrap()
+        };
+        for (a, b) in [("re:.*up_proj", "re:.*mlp.*"), ("mlp.up_proj", "mlp.up_proj"), ("Linear", "other")] {
+            let error = schemes(a, b, "tensor").describe("mlp.up_proj", "Linear", &mut int8()).unwrap_err().to_string();
+            assert!(error.contains("mlp.up_proj.weight") && error.contains(&format!("`{a}`")), "{error}");
+            schemes(a, b, "channel").describe("mlp.up_proj", "Linear", &mut int8()).unwrap();
+        }
+        // A name takes precedence over an expression, and an expression over a class.
+        schemes("mlp.up_proj", "re:.*mlp.*", "tensor").describe("mlp.up_proj", "Linear", &mut int8()).unwrap();
+        schemes("re:.*mlp.*", "other", "tensor").describe("mlp.up_proj", "Linear", &mut int8()).unwrap();
     }
 
     /// Weights of eight bits with one scale per row.
