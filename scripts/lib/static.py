@@ -61,9 +61,12 @@ def sets(model, data, count):
 
 def feeds(model, folder, data, count):
     """Calibration samples."""
+    if model == "mobilenet-v2":
+        from safetensors.numpy import load_file
+
+        return [{"pixel_values": picture[None]} for picture in load_file(data / "calibration.safetensors")["pixel_values"][:count]]
     if model in COMPARISONS:
-        name = "pixel_values" if model == "mobilenet-v2" else "pixels"
-        return [{name: picture[None]} for picture in next(iter(sets(model, data, count).values()))[:count]]
+        return [{"pixels": picture[None]} for picture in next(iter(sets(model, data, count).values()))[:count]]
     if model == "minilm":
         first, _, _ = onnx_bench.sentences(data, "train")
         return list(onnx_bench.batches(folder, first[:count], 1))
