@@ -82,7 +82,9 @@ class Report(sections.Fields):
 
     def __repr__(self) -> str:
         before, after = (amount(size.bytes, "bytes") for size in (self.size.before, self.size.after))
-        return f"<Report: {', '.join(step.name for step in self.passes) or 'no passes'}: {before} -> {after}, {self.size.ratio:.2f} x smaller>"
+        ratio = self.size.ratio
+        change = f"{1 / ratio:.2f} x larger" if ratio < 0.995 else f"{ratio:.2f} x smaller"
+        return f"<Report: {', '.join(step.name for step in self.passes) or 'no passes'}: {before} -> {after}, {change}>"
 
 
 @functools.cache

@@ -33,6 +33,12 @@ pub fn percent(part: u64, whole: u64) -> String {
     if whole == 0 { "-".into() } else { format!("{:.1} %", 100.0 * part as f64 / whole as f64) }
 }
 
+/// A ratio of the size before to the size after: `1.42 x smaller`, `1.30 x larger`.
+pub fn size_change(ratio: f64, sign: char) -> String {
+    // A ratio that is displayed as 1.00 has no direction.
+    if ratio < 0.995 { format!("{:.2} {sign} larger", 1.0 / ratio) } else { format!("{ratio:.2} {sign} smaller") }
+}
+
 /// Seconds with three digits: `0.24 s`, `3 min 10 s`.
 pub fn seconds(seconds: f64) -> String {
     match seconds {
@@ -96,6 +102,12 @@ mod tests {
         let mut names = ["l.10.w", "l.9.w", "l.9.b", "embed", "l.x"];
         names.sort_by(|a, b| natural(a, b));
         assert_eq!(names, ["embed", "l.x", "l.9.b", "l.9.w", "l.10.w"]);
+    }
+
+    #[test]
+    fn a_larger_output_is_not_called_smaller() {
+        let texts = [1.4159, 0.999, 0.5, 0.1].map(|ratio| size_change(ratio, 'x'));
+        assert_eq!(texts, ["1.42 x smaller", "1.00 x smaller", "2.00 x larger", "10.00 x larger"]);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::Report;
 use super::escape::{markdown, markdown_code};
-use super::format::{bytes, count, decibels, percent, seconds, shape};
+use super::format::{bytes, count, decibels, percent, seconds, shape, size_change};
 use crate::error::counted;
 
 /// Renders `report.md`.
@@ -19,7 +19,7 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
     let (before, after) = (&report.size.before, &report.size.after);
     let about = |sampled: bool| if sampled { "about " } else { "" };
     let zstd = |size: &super::Size| size.bytes_zstd.map_or("-".into(), |b| format!("{}{}", about(size.bytes_zstd_sampled), bytes(b)));
-    writeln!(out, "# {} → {}, {:.2} × smaller\n", bytes(before.bytes), bytes(after.bytes), report.size.ratio)?;
+    writeln!(out, "# {} → {}, {}\n", bytes(before.bytes), bytes(after.bytes), size_change(report.size.ratio, '×'))?;
     writeln!(
         out,
         "{}{}, BLAKE3 `{}`\n",

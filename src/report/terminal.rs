@@ -5,7 +5,7 @@ mod table;
 use comfy_table::{ContentArrangement, presets};
 
 use super::escape::display_line;
-use super::format::{bytes, cell_text, count, decibels, percent, seconds, shape};
+use super::format::{bytes, cell_text, count, decibels, percent, seconds, shape, size_change};
 use super::{Comparison, Report, Size, WARNING};
 use crate::error::counted;
 
@@ -45,7 +45,8 @@ impl Report {
     /// Summary for a terminal: sizes, measurements, passes, the most changed weights, and notes.
     pub fn to_terminal(&self) -> String {
         let (before, after) = (&self.size.before, &self.size.after);
-        let mut out = format!("{} -> {}: {:.2} x smaller, in {}\n\n", bytes(before.bytes), bytes(after.bytes), self.size.ratio, seconds(self.totals.seconds));
+        let mut out =
+            format!("{} -> {}: {}, in {}\n\n", bytes(before.bytes), bytes(after.bytes), size_change(self.size.ratio, 'x'), seconds(self.totals.seconds));
         let zstd = |size: &Size| size.bytes_zstd.map_or("-".into(), |b| format!("{}{}", if size.bytes_zstd_sampled { "~" } else { "" }, bytes(b)));
         let zeros = |size: &Size| percent(size.parameters - size.nonzero, size.parameters);
         let pair = |name: &str, f: &dyn Fn(&Size) -> String| vec![name.to_owned(), f(before), f(after)];

@@ -6,7 +6,7 @@ use super::{prose, section, table};
 use crate::evaluation::Runtime;
 use crate::model::{ModelPart, part};
 use crate::report::Report;
-use crate::report::format::{bytes, count, milliseconds, percent, seconds};
+use crate::report::format::{bytes, count, milliseconds, percent, seconds, size_change};
 use crate::report::measured::macs_label;
 
 /// Name of the model: the last component of its path.
@@ -45,7 +45,7 @@ pub(super) fn headline(report: &Report) -> Markup {
     let size = &report.size;
     html! {
         div.cards {
-            (card("Size", Some(bytes(size.before.bytes)), &bytes(size.after.bytes), &html! { strong { (format!("{:.2}\u{d7}", size.ratio)) } " smaller" }))
+            (card("Size", Some(bytes(size.before.bytes)), &bytes(size.after.bytes), &html! { strong { (size_change(size.ratio, '\u{d7}')) } }))
             (accuracy(report))
             (speed(report))
             (card("This run", None, &seconds(report.totals.seconds), &html! {
