@@ -157,6 +157,7 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
         Command::Verify(args) => args.run(global),
         Command::Densify(args) => args.run(global),
         Command::Schema(args) => args.run(),
+        Command::Completions(_) | Command::Man(_) if global.json => Err(Error::option("--json", "this command prints text, not data")),
         Command::Completions(args) => args.run(),
         Command::Man(args) => args.run(),
         Command::Doctor(args) => args.run(global),

@@ -10,7 +10,8 @@ use crate::report::terminal::table;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// An output folder or file
+    /// An output folder or file, or its report.json
+    #[arg(value_name = "OUTPUT")]
     folder: PathBuf,
 }
 
@@ -25,10 +26,11 @@ impl Args {
         }
         match checks.iter().find(|c| !c.ok) {
             None => Ok(()),
-            Some(check) => Err(Error::Verification {
-                path: if crate::files::is_dir(&self.folder) { self.folder.join(&check.path) } else { self.folder.with_file_name(&check.path) },
-                reason: check.finding.clone(),
-            }),
+            Some(check) => {
+                let output = crate::output::reported_output(&self.folder);
+                let path = if crate::files::is_dir(&output) { output.join(&check.path) } else { output.with_file_name(&check.path) };
+                Err(Error::Verification { path, reason: check.finding.clone() })
+            }
         }
     }
 }

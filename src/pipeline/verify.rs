@@ -29,6 +29,7 @@ pub struct Check {
 /// # Errors
 /// The report is missing, or the work is cancelled. A damaged file is a failed [`Check`], not an error.
 pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
+    let output = &*crate::output::reported_output(output);
     let report = Report::open(output)?;
     let mut checks = Vec::new();
     // If the output is a file, its data files are next to it, and carried files are in the folder of the

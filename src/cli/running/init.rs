@@ -34,9 +34,13 @@ impl Args {
         let path = if is_in_working_directory { self.model.clone() } else { std::path::absolute(&self.model).unwrap_or_else(|_| self.model.clone()) };
         let text = starter(&model, &path.to_string_lossy(), &file.to_string_lossy());
         match &self.file.output {
+            None if global.json => output::json(&serde_json::json!({ "recipe": text })),
             None => output::print(&text),
             Some(file) => {
                 self.file.write(&RECIPE, || Ok(text))?;
+                if global.json {
+                    return output::json(&serde_json::json!({ "written": file }));
+                }
                 if global.quiet { Ok(()) } else { output::print(&format!("{}: next, compress plan {0}\n", file.display())) }
             }
         }

@@ -34,6 +34,17 @@ pub fn report_folder(file: &Path) -> PathBuf {
     file.with_file_name(name)
 }
 
+/// The output that a report folder or a `report.json` belongs to; other paths are outputs.
+pub fn reported_output(path: &Path) -> PathBuf {
+    let folder = if path.file_name().is_some_and(|name| name == super::listing::REPORT_FILES[0]) { path.parent().unwrap_or(path) } else { path };
+    let file = folder.file_name().and_then(|name| name.to_str()?.strip_suffix(".report")).map(|name| folder.with_file_name(name));
+    match file.filter(|file| file_name(file).is_some()) {
+        Some(file) => file,
+        None if folder.as_os_str().is_empty() => PathBuf::from("."),
+        None => folder.to_owned(),
+    }
+}
+
 /// File in a staging folder that records the steps of a publication.
 pub(super) const JOURNAL: &str = "placing.json";
 
@@ -42,4 +53,24 @@ pub(super) const JOURNAL: &str = "placing.json";
 pub(super) fn work_location(target: &Path) -> Option<(PathBuf, String)> {
     let (parent, name) = (target.parent()?.to_owned(), target.file_name()?.to_string_lossy());
     Some(if files::is_remote(target) { (std::env::temp_dir(), format!(".{name}.upload-")) } else { (parent, format!(".{name}.compress-")) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reports_belong_to_outputs() {
+        for (path, output) in [
+            ("out", "out"),
+            ("out/report.json", "out"),
+            ("report.json", "."),
+            ("a/model.onnx", "a/model.onnx"),
+            ("a/model.onnx.report/report.json", "a/model.onnx"),
+            ("a/model.gguf.report", "a/model.gguf"),
+            ("weekly.report", "weekly.report"),
+        ] {
+            assert_eq!(reported_output(Path::new(path)), Path::new(output), "{path}");
+        }
+    }
 }

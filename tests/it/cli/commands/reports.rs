@@ -281,3 +281,24 @@ fn published_files_contain_no_absolute_paths_and_no_secrets() {
     assert_eq!(weights(&out), weights(&folder.path().join("again")));
     ok(folder.path(), "verify out");
 }
+
+#[test]
+fn verify_takes_the_report_of_a_folder() {
+    let folder = prepared();
+    assert_eq!(ok(folder.path(), "verify a/report.json").stdout, ok(folder.path(), "verify a").stdout);
+    fs::write(folder.path().join("a/config.json"), "{}").unwrap();
+    let run = compress(folder.path(), "verify a/report.json");
+    assert!(run.code == 1 && run.stderr.contains("a/config.json"), "{}", run.stderr);
+}
+
+#[test]
+fn commands_print_json_or_refuse_to() {
+    let folder = prepared();
+    let recipe = data(folder.path(), "init in --json")["recipe"].as_str().unwrap().to_owned();
+    assert_eq!(recipe, ok(folder.path(), "init in").stdout);
+    assert_eq!(data(folder.path(), "init in -o in.yaml --json"), json!({ "written": "in.yaml" }));
+    for command in ["man --json", "completions bash --json"] {
+        let run = compress(folder.path(), command);
+        assert!(run.code == 2 && run.stderr.contains("--json"), "{command}: {}", run.stderr);
+    }
+}
