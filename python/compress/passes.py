@@ -129,6 +129,7 @@ def quantize(
     output: Path,
     *,
     scheme: recipe.Scheme = "W4A16",
+    rules: Sequence[recipe.SchemeRule] = (),
     method: recipe.Method = "rtn",
     group_size: int | None = None,
     iterations: int | None = None,
@@ -150,6 +151,8 @@ def quantize(
         model: the model: a folder or a file, or a remote one like hf:org/name.
         output: folder to write.
         scheme: Quantization scheme of weights and activations.
+        rules: Another scheme for some weights, optionally with a group size; the first rule that matches
+            applies.
         method: Quantization algorithm.
         group_size: Consecutive inputs of a row that share a scale: 32, 64, 128 …, or -1 for one scale per row
             [default: depends on the scheme].
@@ -175,9 +178,9 @@ def quantize(
         ignore: Tensors to leave unchanged.
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
-    step = recipe.Quantize(scheme=scheme, method=method, group_size=group_size, iterations=iterations,
-        batch=batch, guide=guide, damping=damping, propagation=propagation, ordered=ordered, sweeps=sweeps,
-        kv_cache=kv_cache, observer=observer, targets=targets, ignore=ignore)
+    step = recipe.Quantize(scheme=scheme, rules=rules, method=method, group_size=group_size,
+        iterations=iterations, batch=batch, guide=guide, damping=damping, propagation=propagation,
+        ordered=ordered, sweeps=sweeps, kv_cache=kv_cache, observer=observer, targets=targets, ignore=ignore)
     return run_pass(step, model, output, settings)
 
 

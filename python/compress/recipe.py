@@ -548,6 +548,19 @@ class Schedule(TypedDict, total=False):
     """Final rate, as a fraction of the peak rate."""
 
 
+class SchemeRule(TypedDict, total=False):
+    """Another scheme for some of the weights."""
+
+    targets: Required[Sequence[str]]
+    """Weights that the rule applies to."""
+
+    scheme: Required[Scheme]
+    """Quantization scheme of these weights."""
+
+    group_size: int | None
+    """Inputs that share a scale, like `group_size` of the pass [default: depends on the scheme]."""
+
+
 class SoftLoss(TypedDict, total=False):
     """Soft targets: the teacher's distribution over classes or tokens."""
 
@@ -704,6 +717,9 @@ class Quantize:
 
     scheme: Scheme = "W4A16"
     """Quantization scheme of weights and activations."""
+
+    rules: Sequence[SchemeRule] = ()
+    """Another scheme for some weights, optionally with a group size; the first rule that matches applies."""
 
     method: Method = "rtn"
     """Quantization algorithm."""

@@ -138,7 +138,7 @@ pub(super) struct TextFile {
     pub output: Option<PathBuf>,
     /// Replace the file if it exists
     #[arg(long)]
-    force: bool,
+    pub force: bool,
 }
 
 impl TextFile {

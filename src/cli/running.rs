@@ -1,6 +1,7 @@
 //! Commands and arguments of builds that can run models.
 
 mod analyze;
+mod auto;
 mod cache;
 mod computation;
 mod eval;
@@ -28,6 +29,8 @@ pub(super) enum Command {
     Eval(Box<eval::Args>),
     /// Continue prompts with a language model, and optionally compare with another model
     Generate(Box<generate::Args>),
+    /// Search for the best formats of a language model's weights within a size, and quantize it
+    Auto(Box<auto::Args>),
     /// Measure how sensitive the model is to quantizing each layer, and write a mixed recipe
     Analyze(analyze::Args),
     /// Show or clear cached results of earlier runs
@@ -40,6 +43,7 @@ impl Command {
             Command::Init(args) => args.run(global),
             Command::Eval(args) => args.run(global),
             Command::Generate(args) => args.run(global),
+            Command::Auto(args) => args.run(global),
             Command::Analyze(args) => args.run(global),
             Command::Cache(args) => args.run(global),
         }

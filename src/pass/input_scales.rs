@@ -26,13 +26,14 @@ pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Quantiz
         let unread = || Error::tensor(name, "is not the weight of a layer, so that its input scale cannot be calibrated", "add it to `ignore`");
         inputs.get(name).ok_or_else(unread)
     };
+    let scaled: Vec<&String> = encodings.iter().filter(|(_, affine)| affine.activations.parameters().is_some()).map(|(name, _)| name).collect();
     let mut requests = BTreeMap::new();
-    for name in encodings.keys() {
+    for name in &scaled {
         requests.extend(read(name)?.iter().map(|value| ((*value).to_owned(), Request { axis: Axis::Last, histograms: false })));
     }
     let statistics = calibrate::statistics(pass, &graph, model, &requests, context)?;
     let mut largest: BTreeMap<String, f32> = BTreeMap::new();
-    for name in encodings.keys() {
+    for name in scaled {
         let values = read(name)?.iter().filter_map(|value| statistics.get(*value));
         largest.insert(name.clone(), values.flat_map(|value| value.channels().largest()).fold(0f32, f32::max));
     }

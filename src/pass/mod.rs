@@ -34,7 +34,7 @@ pub use palettize::Palettize;
 #[doc(hidden)]
 pub use plan::Plan;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
-pub use quantize::{Guide, Method, Quantize, Scheme};
+pub use quantize::{Guide, Method, Quantize, Scheme, SchemeRule};
 pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic};
 pub use weight_quantizer::WeightObserver;
 
@@ -65,6 +65,8 @@ mod running {
     pub use distill::{Distill, Student};
     pub use finetune::Finetune;
     pub(crate) use input_importance::input_importance;
+    #[doc(hidden)]
+    pub use layerwise::{Score, scores};
     pub use prune_structured::PruneStructured;
     pub use quantize_static::{ActivationTarget, Goal, QuantizeStatic, Smooth};
     #[doc(hidden)]

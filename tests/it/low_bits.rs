@@ -22,7 +22,7 @@ use prost::Message;
 use serde_json::{Value, json};
 
 /// A small Llama with rows of 32 and 96 elements.
-fn llama(folder: &Path) -> PathBuf {
+pub fn llama(folder: &Path) -> PathBuf {
     let (place, hidden, inner) = (folder.join("llama"), 32, 96);
     std::fs::create_dir_all(&place).unwrap();
     let mut shapes: Vec<(String, Vec<usize>)> = vec![("model.embed_tokens.weight".into(), vec![48, hidden]), ("model.norm.weight".into(), vec![hidden])];
@@ -63,7 +63,7 @@ fn inputs() -> Inputs {
     [("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into()
 }
 
-fn samples(folder: &Path) -> Data {
+pub fn samples(folder: &Path) -> Data {
     let path = folder.join("ids.safetensors");
     candle_core::safetensors::save(&inputs().into_iter().collect(), &path).unwrap();
     Data::at(&path)
@@ -88,7 +88,7 @@ fn far(a: &Tensor, b: &Tensor) -> f32 {
     largest(&(a - b).unwrap()) / largest(b)
 }
 
-fn quantize(options: Value) -> Quantize {
+pub fn quantize(options: Value) -> Quantize {
     serde_json::from_value(options).unwrap()
 }
 

@@ -6,8 +6,9 @@ use std::fs;
 use std::path::Path;
 
 /// Layers from top to bottom: a layer may use the layers below it.
-const LAYERS: [&[&str]; 17] = [
+const LAYERS: [&[&str]; 18] = [
     &["build", "cli", "plugin", "prelude"],
+    &["search"],
     &["pipeline"],
     &["recipe", "report"],
     &["pass", "export"],

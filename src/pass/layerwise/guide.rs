@@ -35,6 +35,8 @@ pub(super) struct Guide {
     /// For each sample, the factor of each row that is not padding, by the name of the weight of a layer, or
     /// of the output of a block.
     by_name: BTreeMap<String, Vec<Vec<f32>>>,
+    /// Mean square of the gradients of each output of a layer over all tokens, by the name of its weight.
+    pub outputs: BTreeMap<String, Vec<f64>>,
 }
 
 /// The factors of the next rows of a layer.
@@ -68,7 +70,8 @@ impl Guide {
         let row = |row: &[f32]| row.iter().copied().take_while(|factor| *factor >= 0.0).collect();
         let factors = |tensor: &Tensor| read(tensor, |values| Ok(values.chunks(tensor.dim(1)?).map(row).collect()));
         let by_name = tensors.into_iter().map(|(name, tensor)| Ok((name, factors(&tensor)?)));
-        Ok(Guide { by_name: by_name.collect::<candle_core::Result<_>>()? })
+        // Only a search needs the gradients of outputs, and it has no checkpoints.
+        Ok(Guide { by_name: by_name.collect::<candle_core::Result<_>>()?, outputs: BTreeMap::new() })
     }
 
     fn store(&self, path: &Path) -> candle_core::Result<()> {
@@ -104,6 +107,7 @@ impl Guide {
         tracker.set(MemoryCategory::Weights, parameters.bytes())?;
         let (roles, op) = (SequenceRoles::new(graph), Op::Linear(crate::ir::ops::Linear::default()));
         let mut squares: BTreeMap<String, Vec<Vec<f64>>> = BTreeMap::new();
+        let mut by_output: BTreeMap<String, Vec<f64>> = BTreeMap::new();
         let mut window = 0;
         samples.for_each_batch("Differentiating", &context.work, |batch| {
             for sample in 0..batch.samples {
@@ -117,8 +121,11 @@ impl Guide {
                 tape.backward(forward, [(*logits, gradient)].into(), &parameters, &tracker, &mut |name, gradient| {
                     let Some(key) = names.get(name) else { return Ok(()) };
                     let rows = rows(&gradient, &op, &batch, roles.token_axis(name))?;
-                    let means = rows.sqr().and_then(|squares| squares.mean(D::Minus1)).map_err(tensor_error)?;
-                    squares.entry((*key).to_owned()).or_default().push(numbers(&means)?);
+                    let rows = rows.sqr().map_err(tensor_error)?;
+                    let sums = numbers(&rows.sum(0).map_err(tensor_error)?)?;
+                    let all = by_output.entry((*key).to_owned()).or_insert_with(|| vec![0.0; sums.len()]);
+                    all.iter_mut().zip(sums).for_each(|(all, sum)| *all += sum);
+                    squares.entry((*key).to_owned()).or_default().push(numbers(&rows.mean(D::Minus1).map_err(tensor_error)?)?);
                     Ok(())
                 })?;
                 parameters.enter(&BTreeSet::new(), Some(&tracker))?;
@@ -126,7 +133,11 @@ impl Guide {
             Ok(())
         })?;
         tracker.set(MemoryCategory::Weights, 0)?;
-        Ok(Guide { by_name: squares.into_iter().map(|(name, squares)| (name, factors(&squares))).collect() })
+        for (name, sums) in &mut by_output {
+            let tokens = squares.get(name).map_or(0, |samples| samples.iter().map(Vec::len).sum::<usize>());
+            sums.iter_mut().for_each(|sum| *sum /= tokens.max(1) as f64);
+        }
+        Ok(Guide { by_name: squares.into_iter().map(|(name, squares)| (name, factors(&squares))).collect(), outputs: by_output })
     }
 
     /// The factors of all rows of a layer's input, in the order of the samples.
@@ -202,7 +213,7 @@ mod tests {
         let by_name = BTreeMap::from([("a".to_owned(), vec![vec![1.0, 0.5], vec![], vec![2.0]]), ("b".to_owned(), vec![vec![0.25]])]);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(FILE);
-        Guide { by_name: by_name.clone() }.store(&path).unwrap();
+        Guide { by_name: by_name.clone(), outputs: BTreeMap::new() }.store(&path).unwrap();
         let guide = Guide::load(&path).unwrap();
         assert_eq!(guide.by_name, by_name);
         let mut rows = Tensor::ones((2, 3), candle_core::DType::F32, &Device::Cpu).unwrap();

@@ -13,6 +13,7 @@ mod moments;
 mod palettes;
 mod rescale;
 mod rounding;
+mod scores;
 mod sites;
 mod sparse;
 
@@ -40,6 +41,7 @@ use moments::{Moments, MomentsRequest};
 pub(in crate::pass) use palettes::palettize;
 use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::quantize;
+pub use scores::{Score, scores};
 use sites::{Layer, Site, block_of, sites};
 pub(in crate::pass) use sparse::{prune, require};
 
@@ -55,6 +57,9 @@ const CACHE_BYTES: [u64; 2] = [128 << 20, 1 << 30];
 trait Method {
     /// Returns an error if the method does not support a layer. Called before any work.
     fn check(&self, layer: &Layer, weight: &Weight) -> Result<()>;
+
+    /// Receives the gradients of a guided run before the first layer.
+    fn guided(&mut self, _guide: &Guide) {}
 
     /// Receives the statistics of a value before the layers that read it are modified.
     fn read(&mut self, value: &str, moments: Moments, readers: &Readers) -> Result<()>;
@@ -241,6 +246,7 @@ impl Layerwise<'_> {
         let original = model.weights.clone();
         let start = |options| Blockwise::new(&graph, &original, |name| values.contains(name), options, &context.work);
         let guide = self.flow.guided.then(|| Guide::open(&sites, (&graph, model), &samples, checkpoints.as_ref(), context)).transpose()?;
+        guide.iter().for_each(|guide| method.guided(guide));
         let reference = (self.runs() > 1).then(|| start(options.clone()));
         let mut runs = Runs { reference, blocks: start(options), roles: SequenceRoles::new(&graph), guide };
         let skipped = chains.as_ref().map(|chains| chains.skipped(runs.blocks.blocks())).unwrap_or_default();

@@ -19,11 +19,12 @@ use crate::pass::weight_quantizer::stored_scale;
 use crate::pass::{Context, Pass, WeightObserver};
 use crate::run_state::Applied;
 use crate::store::{ActivationScheme, Codes, Granularity, Pattern, QuantizationSpec, Scales, Weight};
+use crate::work::Meter;
 
 /// Configuration of the quantization of a model.
-struct Quantization<'a> {
+pub(super) struct Quantization<'a> {
     name: &'static str,
-    encodings: &'a BTreeMap<String, QuantizationSpec>,
+    pub encodings: &'a BTreeMap<String, QuantizationSpec>,
     /// Global scales of weights that have one.
     global_scales: BTreeMap<String, f32>,
     /// The options of GPTQ; `None` to round to nearest.
@@ -32,8 +33,7 @@ struct Quantization<'a> {
     training: Option<Training>,
     /// Whether tokens are weighted by the gradients of the loss.
     guided: bool,
-    /// Whether scales minimize the error, instead of covering the largest values.
-    search: bool,
+    pass: &'a Quantize,
     /// Rescaling before rounding.
     strength: Option<Strength>,
     /// Weights to leave unchanged.
@@ -61,19 +61,8 @@ pub(in crate::pass) fn quantize(
         By::Smoothquant => Some(Strength::Smooth),
         _ => None,
     };
-    let groups = pass.scale_groups(encodings, model).into_iter();
-    let groups = groups.filter_map(|(name, group)| encodings.get(&name).and_then(|affine| affine.codes.float()).map(|format| (name, group, format)));
-    let quantization = Quantization {
-        name: pass.name(),
-        encodings,
-        global_scales: groups.map(|(name, group, format)| Ok((name, group.global_scale(format, &applied.meter)?))).collect::<Result<_>>()?,
-        gptq,
-        training,
-        guided: pass.guide == Guide::Loss,
-        search: pass.observer() == WeightObserver::Mse,
-        strength,
-        ignored: pass.ignore.clone(),
-    };
+    let rounding = Quantization::rounding(pass, encodings, model, &applied.meter)?;
+    let quantization = Quantization { gptq, training, guided: pass.guide == Guide::Loss, strength, ignored: pass.ignore.clone(), ..rounding };
     let summary = quantization.run(model, context)?;
     applied.tensors.extend(summary.changed);
     applied.notes.extend(summary.report.notes);
@@ -106,17 +95,29 @@ const MIN_RANGE_PERCENT: u32 = 40;
 /// Percentage of zeros from which a weight is considered sparse. Zeros of a sparse weight are preserved.
 const SPARSE_PERCENT: u64 = 5;
 
+impl<'a> Quantization<'a> {
+    /// Rounds to nearest, without the other options of the pass.
+    pub fn rounding(pass: &'a Quantize, encodings: &'a BTreeMap<String, QuantizationSpec>, model: &Model, meter: &Meter) -> Result<Quantization<'a>> {
+        let groups = pass.scale_groups(encodings, model).into_iter();
+        let groups = groups.filter_map(|(name, group)| encodings.get(&name).and_then(|affine| affine.codes.float()).map(|format| (name, group, format)));
+        let global_scales = groups.map(|(name, group, format)| Ok((name, group.global_scale(format, meter)?))).collect::<Result<_>>()?;
+        let (name, ignored) = (pass.name(), Vec::new());
+        Ok(Quantization { name, encodings, global_scales, gptq: None, training: None, guided: false, pass, strength: None, ignored })
+    }
+}
+
 impl Quantization<'_> {
     /// Quantizes the weights of a model.
     fn run(&self, model: &mut Model, context: &Context) -> Result<Summary> {
         let targets: BTreeSet<&str> = self.encodings.keys().map(String::as_str).collect();
         let rescale = self.strength.map(|strength| {
-            let (encodings, global_scales, range) = (self.encodings.clone(), self.global_scales.clone(), self.range());
+            let (encodings, global_scales, pass) = (self.encodings.clone(), self.global_scales.clone(), self.pass.clone());
             let round = move |layer: &Layer, weight: &Weight, values: &mut [f32], squares: &[f64], mode: RoundingMode| {
                 let order: Vec<usize> = (0..layer.size).collect();
                 // A layer without an encoding is not quantized and has no error.
-                if let Some(mut grid) = encodings.get(&layer.weight).and_then(|affine| grid((layer, weight), affine, &global_scales, &order).ok()) {
-                    grid.fit(values, &costs(squares), if mode == RoundingMode::Exact { range } else { Range::MinMax });
+                let encoding = encodings.get(&layer.weight);
+                if let Some((affine, mut grid)) = encoding.and_then(|affine| Some((affine, grid((layer, weight), affine, &global_scales, &order).ok()?))) {
+                    grid.fit(values, &costs(squares), if mode == RoundingMode::Exact { range(&pass, affine) } else { Range::MinMax });
                     grid.round(values);
                 }
             };
@@ -137,10 +138,11 @@ impl Quantization<'_> {
     fn sweeps(&self) -> usize {
         self.gptq.map_or(0, |options| options.sweeps)
     }
+}
 
-    fn range(&self) -> Range {
-        if self.search { Range::MinError(MIN_RANGE_PERCENT) } else { Range::MinMax }
-    }
+/// How scales are chosen: with the least error, or covering the largest values.
+fn range(pass: &Quantize, affine: &QuantizationSpec) -> Range {
+    if pass.observer(affine.codes) == WeightObserver::Mse { Range::MinError(MIN_RANGE_PERCENT) } else { Range::MinMax }
 }
 
 /// Error weights of columns, proportional to their mean squares plus a small constant.
@@ -205,15 +207,15 @@ impl Quantization<'_> {
     }
 
     /// The quantization grid of a layer, with columns in the given order.
-    fn grid<'o>(&self, layer: &Layer, weight: &Weight, order: &'o [usize]) -> Result<Grid<'o, impl Fn(f64) -> f32 + Sync + use<'o>>> {
+    pub fn grid<'o>(&self, layer: &Layer, weight: &Weight, order: &'o [usize]) -> Result<Grid<'o, impl Fn(f64) -> f32 + Sync + use<'o>>> {
         grid((layer, weight), self.affine(layer)?, &self.global_scales, order)
     }
 
     /// Rounds a weight `[rows, size]` to nearest.
-    fn nearest(&self, layer: &Layer, weight: &Weight, values: &mut [f32], costs: &[f32]) -> Result<Vec<QuantizationParams>> {
+    pub fn nearest(&self, layer: &Layer, weight: &Weight, values: &mut [f32], costs: &[f32]) -> Result<Vec<QuantizationParams>> {
         let order: Vec<usize> = (0..layer.size).collect();
         let mut grid = self.grid(layer, weight, &order)?;
-        grid.fit(values, costs, self.range());
+        grid.fit(values, costs, range(self.pass, self.affine(layer)?));
         grid.round(values);
         Ok(grid.steps)
     }
@@ -233,7 +235,7 @@ impl Quantization<'_> {
         // Errors are weighted after compensation by later columns.
         let mut costs = vec![0f32; layer.size];
         order.iter().zip(compensation.costs()).for_each(|(column, cost)| costs[*column] = *cost);
-        grid.fit(values, &costs, self.range());
+        grid.fit(values, &costs, range(self.pass, self.affine(layer)?));
         let mut choices = ColumnSolver::new(Zeros::None, Some(grid));
         choices.zeroed = zeros.chunks(layer.size.max(1)).flat_map(|row| order.iter().map(|column| row[*column])).collect();
         reorder(values, order);

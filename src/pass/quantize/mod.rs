@@ -2,9 +2,10 @@
 //!
 //! ```yaml
 //! passes:
-//!   - quantize: { scheme: W4A16, group_size: 128, observer: mse, ignore: ["*down_proj*"] }
+//!   - quantize: { scheme: W4A16, group_size: 128, rules: [{ targets: ["*down_proj*"], scheme: W8A16 }] }
 //! ```
 
+mod rules;
 mod scheme;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,6 +14,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use rules::SchemeLayout;
+pub use rules::SchemeRule;
 pub use scheme::Scheme;
 
 use super::targets::{self, SelectedWeights};
@@ -23,7 +26,7 @@ use crate::error::{Error, Result, counted};
 use crate::kernel::cache::CacheFormat;
 use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
-use crate::store::{ActivationScheme, Codes, FloatFormat, Granularity, Pattern, QuantizationSpec, Weight, Weights};
+use crate::store::{ActivationScheme, Codes, FloatFormat, Granularity, Pattern, QuantizationSpec, Weight, Weights, select};
 use crate::work::Meter;
 
 /// Quantization algorithm.
@@ -84,6 +87,10 @@ pub struct Quantize {
     /// Quantization scheme of weights and activations
     #[cfg_attr(feature = "cli", arg(long, value_enum, ignore_case = true, default_value_t = Self::default().scheme))]
     pub scheme: Scheme,
+    /// Another scheme for some weights, optionally with a group size; the first rule that matches applies
+    #[cfg_attr(feature = "cli", arg(long = "rule", value_name = "PATTERN=SCHEME[:SIZE]"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub rules: Vec<SchemeRule>,
     /// Quantization algorithm
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().method))]
     pub method: Method,
@@ -153,9 +160,6 @@ const BATCH: usize = 2;
 /// Default number of sweeps of coordinate descent.
 const SWEEPS: usize = 3;
 
-/// Group sizes that runtimes have kernels for, in descending order.
-const USUAL_GROUPS: [usize; 3] = [128, 64, 32];
-
 /// Selected weights and their encodings.
 struct Layers {
     /// Encoding of each selected weight.
@@ -167,8 +171,8 @@ struct Layers {
 }
 
 impl Quantize {
-    pub(super) fn observer(&self) -> WeightObserver {
-        let codes = self.scheme.codes();
+    /// The observer of weights with these codes.
+    pub(super) fn observer(&self, codes: Codes) -> WeightObserver {
         self.observer.unwrap_or(match self.method {
             Method::Rtn if !codes.is_integer() => WeightObserver::Minmax,
             _ if codes == Codes::INT8 => WeightObserver::Minmax,
@@ -196,42 +200,66 @@ impl Quantize {
         self.batch.unwrap_or(BATCH)
     }
 
-    /// Requested group size; `None` for one scale per row, or if the scheme has a fixed granularity.
-    fn group(&self) -> Option<usize> {
-        match self.group_size {
-            None => self.scheme.group(),
-            Some(size) => usize::try_from(size).ok(),
-        }
+    /// The scheme of weights without a rule.
+    fn layout(&self) -> SchemeLayout {
+        SchemeLayout { scheme: self.scheme, group_size: self.group_size }
+    }
+
+    /// All schemes: that of the pass, and those of the rules.
+    fn layouts(&self) -> impl Iterator<Item = SchemeLayout> + '_ {
+        let rules = self.rules.iter().map(|rule| SchemeLayout { scheme: rule.scheme, group_size: rule.group_size });
+        std::iter::once(self.layout()).chain(rules)
+    }
+
+    fn schemes(&self) -> impl Iterator<Item = Scheme> + '_ {
+        self.layouts().map(|layout| layout.scheme)
+    }
+
+    /// Whether the activations of a scheme have static scales, which need calibration samples.
+    fn stores_scales(&self) -> bool {
+        self.schemes().any(Scheme::stores_scales)
+    }
+
+    /// The scheme of a weight.
+    fn layout_of(&self, name: &str) -> SchemeLayout {
+        let rule = self.rules.iter().position(|rule| rule.targets.iter().any(|pattern| pattern.matches(name)));
+        rule.and_then(|rule| self.layouts().nth(rule + 1)).unwrap_or_else(|| self.layout())
     }
 
     /// Selects weights and chooses their encodings. All experts have the same group size, because
     /// runtimes require it within a layer.
     fn layers(&self, weights: &Weights) -> Result<Layers> {
+        for rule in &self.rules {
+            select::check("rules", &rule.targets, weights.by_name.keys())?;
+        }
         let SelectedWeights { names, rule, notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
         let notes = targets::unquantized_convolutions(NAME, weights, &self.targets).into_iter().chain(notes).collect();
         let mut layers = Layers { encodings: BTreeMap::new(), rule, notes };
-        let mut chosen: Vec<(&str, &Weight)> = Vec::with_capacity(names.len());
+        let mut chosen: Vec<(&str, &Weight, SchemeLayout)> = Vec::with_capacity(names.len());
         for name in names {
             let weight = weights.get(name)?;
             targets::require_matrix(NAME, name, weight)?;
-            chosen.push((name, weight));
+            chosen.push((name, weight, self.layout_of(name)));
         }
-        let rows_of_experts: Vec<usize> = chosen.iter().filter(|(name, _)| is_expert(name)).map(|(_, weight)| weight.row()).collect();
-        let (mut unsupported, mut narrow) = (Vec::new(), Vec::new());
-        let mut other: BTreeMap<Granularity, Vec<&str>> = BTreeMap::new();
-        for (name, weight) in chosen {
-            let own = [weight.row()];
-            let rows = if is_expert(name) { &rows_of_experts[..] } else { &own };
-            let Some(granularity) = self.granularity(rows) else {
-                unsupported.push(name);
+        let rows_of_experts = |layout: SchemeLayout| -> Vec<usize> {
+            chosen.iter().filter(|(name, _, other)| *other == layout && is_expert(name)).map(|(_, weight, _)| weight.row()).collect()
+        };
+        // By scheme: weights that it cannot encode, and those with another group size.
+        let (mut unsupported, mut narrow) = (BTreeMap::<&str, Vec<&str>>::new(), BTreeMap::<&str, Vec<&str>>::new());
+        let mut other: BTreeMap<(usize, Granularity), Vec<&str>> = BTreeMap::new();
+        for (name, weight, layout) in &chosen {
+            let (name, layout) = (*name, *layout);
+            let rows = if is_expert(name) { rows_of_experts(layout) } else { vec![weight.row()] };
+            let Some(granularity) = layout.granularity(&rows) else {
+                unsupported.entry(layout.scheme.name()).or_default().push(name);
                 continue;
             };
-            if self.scheme.is_fallback(granularity) {
-                narrow.push(name);
-            } else if self.group().is_some_and(|size| granularity != Granularity::Group(size)) {
-                other.entry(granularity).or_default().push(name);
+            if layout.scheme.is_fallback(granularity) {
+                narrow.entry(layout.scheme.name()).or_default().push(name);
+            } else if let Some(size) = layout.group().filter(|size| granularity != Granularity::Group(*size)) {
+                other.entry((size, granularity)).or_default().push(name);
             }
-            let mut affine = self.scheme.affine(weight, granularity);
+            let mut affine = layout.scheme.affine(weight, granularity);
             if model::is_embedding(name, weight) {
                 if let Some(row) = affine.codes.float().map(FloatFormat::row).filter(|row| !row.embeddings) {
                     let reason = format!(
@@ -245,8 +273,7 @@ impl Quantize {
             }
             layers.encodings.insert(name.to_owned(), affine);
         }
-        layers.notes.extend(other.into_iter().map(|(granularity, names)| {
-            let size = self.group().unwrap_or_default();
+        layers.notes.extend(other.into_iter().map(|((size, granularity), names)| {
             let by = if let Granularity::Group(size) = granularity { format!("groups of {size}") } else { "one scale per row".into() };
             format!(
                 "quantize: the rows of {} are not multiples of the group size {size}; they have {by} (the first: `{}`)",
@@ -254,35 +281,28 @@ impl Quantize {
                 names[0]
             )
         }));
-        let scheme = &self.options()["scheme"];
-        for (names, what) in [(unsupported, "the group size of the scheme; they are left unchanged"), (narrow, "128; they have one scale per row")] {
-            if let Some(first) = names.first() {
-                layers
-                    .notes
-                    .push(format!("quantize {scheme}: the rows of {} are not multiples of {what} (the first: `{first}`)", counted(names.len(), "weight")));
-            }
+        for (by_scheme, what) in [(unsupported, "the group size of the scheme; they are left unchanged"), (narrow, "128; they have one scale per row")] {
+            layers.notes.extend(by_scheme.into_iter().map(|(scheme, names)| {
+                format!("quantize {scheme}: the rows of {} are not multiples of {what} (the first: `{}`)", counted(names.len(), "weight"), names[0])
+            }));
         }
         if layers.encodings.is_empty() {
-            return Err(Error::option(NAME, format!("{scheme} cannot encode any of the selected weights ({})", layers.rule)));
+            return Err(Error::option(NAME, format!("{} cannot encode any of the selected weights ({})", self.scheme.name(), layers.rule)));
         }
         Ok(layers)
     }
 
-    /// Granularity for rows of these lengths: the requested group size if it divides all of them, else
-    /// the largest usual size that does, else one scale per row. Returns `None` if the scheme cannot
-    /// encode them.
-    fn granularity(&self, rows: &[usize]) -> Option<Granularity> {
-        let Some(size) = self.group() else { return self.scheme.granularity(rows) };
-        let smaller = USUAL_GROUPS.into_iter().filter(|usual| *usual < size);
-        let divides = |size: &usize| rows.iter().all(|row| row.is_multiple_of(*size));
-        Some(std::iter::once(size).chain(smaller).find(divides).map_or(Granularity::Channel, Granularity::Group))
+    /// The encodings of the selected weights.
+    pub(super) fn encodings(&self, weights: &Weights) -> Result<BTreeMap<String, QuantizationSpec>> {
+        self.layers(weights).map(|layers| layers.encodings)
     }
 
     /// Rounds weights to nearest while they are written.
     fn round(&self, encodings: &BTreeMap<String, QuantizationSpec>, model: &mut Model, meter: &Arc<Meter>) -> Result<()> {
         let mut groups = self.scale_groups(encodings, model);
         for (name, affine) in encodings {
-            let quantizer = WeightQuantizer::new(name, model.weights.get(name)?, affine.clone(), self.observer(), meter).with_scale_group(groups.remove(name));
+            let quantizer =
+                WeightQuantizer::new(name, model.weights.get(name)?, affine.clone(), self.observer(affine.codes), meter).with_scale_group(groups.remove(name));
             model.weights.by_name.insert(name.clone(), quantizer.weight());
         }
         Ok(())
@@ -297,8 +317,10 @@ impl Quantize {
         for name in narrow {
             fused.entry(inputs.get(name).cloned().unwrap_or_else(|| arch::fused_layer(model.config.model_type(), name))).or_default().push(name);
         }
-        let group =
-            |names: &Vec<&String>| ScaleGroup::new(names.iter().filter_map(|name| model.weights.by_name.get(*name).cloned()).collect(), self.observer());
+        let group = |names: &Vec<&String>| {
+            let codes = names.first().and_then(|name| encodings.get(*name)).map_or(self.scheme.codes(), |affine| affine.codes);
+            ScaleGroup::new(names.iter().filter_map(|name| model.weights.by_name.get(*name).cloned()).collect(), self.observer(codes))
+        };
         fused.values().flat_map(|names| names.iter().map(|name| (*name).clone()).zip(std::iter::repeat(group(names)))).collect()
     }
 }
@@ -314,26 +336,40 @@ impl Pass for Quantize {
     }
 
     fn options(&self) -> Value {
-        let group_size = self.group_size.or(self.scheme.group().map(|size| size as i64));
+        let sized = |layout: SchemeLayout| layout.group_size.or(layout.scheme.group().map(|size| size as i64));
+        let group_size = sized(self.layout());
+        let rules = self.rules.iter().zip(self.layouts().skip(1)).map(|(rule, layout)| SchemeRule { group_size: sized(layout), ..rule.clone() });
+        let rules: Vec<SchemeRule> = rules.collect();
+        // The default depends on the codes.
+        let observer = self.observer.or_else(|| rules.is_empty().then(|| self.observer(self.scheme.codes())));
         let compensates = self.method.compensates();
         let (ordered, sweeps) = (compensates.then(|| self.ordered()), compensates.then(|| self.sweeps()));
         let trains = self.method == Method::Autoround;
         let (iterations, batch) = (trains.then(|| self.iterations()), trains.then(|| self.batch()));
-        options_of(&Quantize { group_size, observer: Some(self.observer()), ordered, sweeps, iterations, batch, ..self.clone() })
+        options_of(&Quantize { group_size, observer, ordered, sweeps, iterations, batch, rules, ..self.clone() })
     }
 
     fn check(&self) -> Result<()> {
+        if self.rules.iter().any(|rule| rule.targets.is_empty()) {
+            return Err(Error::option(format!("{NAME}: rules"), "a rule has no `targets`"));
+        }
+        self.layouts().try_for_each(SchemeLayout::check)?;
         if self.method.reads_samples() {
             layerwise::require(&format!("{NAME}: method"))?;
-            if !self.scheme.has_scales_within_rows() {
-                return Err(Error::option(
-                    NAME,
-                    format!("{} supports only `method: rtn`; the other methods require scales within rows", self.options()["scheme"]),
-                ));
+            if let Some(scheme) = self.schemes().find(|scheme| !scheme.has_scales_within_rows()) {
+                let reason = format!("{} supports only `method: rtn`; the other methods require scales within rows", scheme.name());
+                return Err(Error::option(NAME, reason));
             }
-            if self.method == Method::Autoround && !self.scheme.codes().is_integer() {
-                return Err(Error::option(NAME, format!("`method: autoround` requires an integer scheme; use `gptq` for {}", self.options()["scheme"])));
+            if let Some(scheme) = self.schemes().find(|scheme| self.method == Method::Autoround && !scheme.codes().is_integer()) {
+                return Err(Error::option(NAME, format!("`method: autoround` requires an integer scheme; use `gptq` for {}", scheme.name())));
             }
+        }
+        if matches!(self.method, Method::Awq | Method::Smoothquant)
+            && let Some(scheme) = self.schemes().find(|scheme| !scheme.rounds_activations_like(self.scheme))
+        {
+            let reason =
+                format!("`method: awq` and `smoothquant` require the same activations everywhere; {} and {} differ", self.scheme.name(), scheme.name());
+            return Err(Error::option(format!("{NAME}: rules"), reason));
         }
         let is_set = [self.damping.is_some(), self.propagation.is_some(), self.ordered.is_some(), self.sweeps.is_some(), !self.guide.is_none()];
         if !self.method.compensates() && is_set.contains(&true) {
@@ -354,32 +390,29 @@ impl Pass for Quantize {
         if self.method == Method::Smoothquant && !self.scheme.rounds_activations() {
             return Err(Error::option(NAME, "`method: smoothquant` requires a scheme with int8 activations, like W8A8: use `awq` or `gptq`"));
         }
-        if self.scheme.stores_scales() {
+        if self.stores_scales() {
             layerwise::require(&format!("{NAME}: scheme"))?;
         }
         if self.kv_cache.is_some() {
             layerwise::require(&format!("{NAME}: kv_cache"))?;
         }
-        match (self.group_size, self.scheme.group()) {
-            (Some(size), _) if size == 0 || size < -1 => Err(Error::option(NAME, "`group_size` must be at least 1, or -1 for one scale per row")),
-            (Some(size), None) if size != -1 || !self.scheme.codes().is_integer() => {
-                Err(Error::option(NAME, format!("`group_size` is not supported for {}, whose granularity is fixed", self.options()["scheme"])))
-            }
-            _ if self.observer() == WeightObserver::L4 && !self.scheme.codes().is_integer() => {
-                Err(Error::option(NAME, format!("`observer: l4` requires an integer scheme; {} supports minmax and mse", self.options()["scheme"])))
-            }
-            _ if self.observer() == WeightObserver::Mse && !self.scheme.codes().is_integer() && !self.scheme.has_scales_within_rows() => {
-                Err(Error::option(NAME, format!("{} supports only `observer: minmax`", self.options()["scheme"])))
-            }
-            _ if self.observer() == WeightObserver::L4 && self.method.reads_samples() => {
-                Err(Error::option(NAME, "`observer: l4` requires `method: rtn`; with calibration samples, use mse, which weights errors by the inputs"))
-            }
-            _ => Ok(()),
+        for scheme in self.schemes() {
+            let (observer, codes, name) = (self.observer(scheme.codes()), scheme.codes(), scheme.name());
+            let reason = match observer {
+                WeightObserver::L4 if !codes.is_integer() => format!("`observer: l4` requires an integer scheme; {name} supports minmax and mse"),
+                WeightObserver::Mse if !codes.is_integer() && !scheme.has_scales_within_rows() => format!("{name} supports only `observer: minmax`"),
+                WeightObserver::L4 if self.method.reads_samples() => {
+                    "`observer: l4` requires `method: rtn`; with calibration samples, use mse, which weights errors by the inputs".to_owned()
+                }
+                _ => continue,
+            };
+            return Err(Error::option(NAME, reason));
         }
+        Ok(())
     }
 
     fn runs_on(&self) -> Option<Samples> {
-        (self.method.reads_samples() || self.scheme.stores_scales() || self.kv_cache.is_some()).then_some(Samples::Calibration)
+        (self.method.reads_samples() || self.stores_scales() || self.kv_cache.is_some()).then_some(Samples::Calibration)
     }
 
     fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
@@ -403,7 +436,7 @@ impl Pass for Quantize {
         }
         Ok(plan.with_execution(move |context| {
             let mut after = model.clone();
-            if self.scheme.stores_scales() {
+            if self.stores_scales() {
                 executed.notes.extend(layerwise::find_input_scales(NAME, &mut encodings, model, context)?);
             }
             if self.method.reads_samples() {

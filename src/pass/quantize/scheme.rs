@@ -191,6 +191,16 @@ impl Scheme {
         !matches!(self.row().granularity, SchemeGranularity::Fixed(Granularity::Tensor | Granularity::Block(_)))
     }
 
+    /// Name, as in recipes.
+    pub(crate) fn name(self) -> &'static str {
+        ALL.iter().find(|(_, scheme)| *scheme == self).map_or("", |(name, _)| *name)
+    }
+
+    /// Whether the activations are quantized as in another scheme.
+    pub(super) fn rounds_activations_like(self, other: Scheme) -> bool {
+        self.row().activations == other.row().activations
+    }
+
     /// Whether activations are int8.
     pub(super) fn rounds_activations(self) -> bool {
         self.row().activations == ActivationScheme::DynamicToken

@@ -18,4 +18,4 @@ mod races;
 mod remote;
 #[cfg(feature = "remote")]
 mod servers;
-mod support;
+pub(crate) mod support;

@@ -1,0 +1,155 @@
+//! `compress auto`
+
+use std::path::PathBuf;
+
+use serde_json::json;
+
+use super::args::{Global, TextFile};
+use super::output;
+use super::samples::parse_data;
+use crate::data::{Data, DataSets};
+use crate::error::{Error, Result};
+use crate::evaluation::Subject;
+use crate::model::Model;
+use crate::pass::{Context, Method, Quantize};
+use crate::pipeline::memory_limit;
+use crate::report::format::bytes;
+use crate::report::terminal::table;
+use crate::search::{Budget, Found, LoadedBy, Point, Search};
+
+/// Extension of the file of the front.
+const FRONT: [&str; 1] = ["json"];
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  compress auto llama -o out --max-size 4.5bits --calibration book.txt             the best mixture of 4.5 bits per weight
+  compress auto llama -o out --max-kl 0.05 --calibration book.txt              the smallest with this divergence
+  compress auto llama --front front.json --calibration book.txt                only search, and write the front
+  compress auto llama -o out --max-size 25% --for transformers --calibration '{ text: book.txt, samples: 32, max_length: 512 }'
+
+One backward pass over the calibration samples predicts the loss of each format of each layer; several mixtures are then
+measured on held-out samples, and the predictions are corrected. The output contains a recipe that `compress run`
+reproduces it with.")]
+pub(in crate::cli) struct Args {
+    /// Model folder or file: a language model
+    model: PathBuf,
+    /// Output folder; without it, nothing is written
+    #[arg(long, short, value_name = "DIR")]
+    output: Option<PathBuf>,
+    /// The runtime that loads the output, which determines the formats
+    #[arg(long = "for", value_name = "RUNTIME", value_enum, default_value_t)]
+    target: LoadedBy,
+    /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights (300MB), or a fraction of
+    /// the size of the input (0.25, 25%)
+    #[arg(long, value_name = "SIZE", conflicts_with = "max_kl")]
+    max_size: Option<Budget>,
+    /// Largest expected KL divergence of the predictions from those of the original model, in nats per token
+    #[arg(long, value_name = "NATS", allow_negative_numbers = true)]
+    max_kl: Option<f64>,
+    /// Calibration data: a file, or `{text: book.txt, samples: 32, max_length: 512, ...}` as in a recipe
+    #[arg(long, value_name = "DATA", value_parser = parse_data)]
+    calibration: Data,
+    /// Data on which mixtures are measured [default: calibration samples that are not used otherwise]
+    #[arg(long, value_name = "DATA", value_parser = parse_data)]
+    eval: Option<Data>,
+    /// Algorithm that quantizes the output
+    #[arg(long, value_enum, default_value_t = Method::Gptq)]
+    method: Method,
+    /// Number of points of the front that are measured, besides uniform formats
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    points: usize,
+    /// Write the front, with the formats and scores of all layers, to a JSON file
+    #[arg(long, value_name = "FILE")]
+    front: Option<PathBuf>,
+    /// Replace existing output
+    #[arg(long)]
+    force: bool,
+}
+
+impl Args {
+    pub(super) fn run(self, global: &Global) -> Result<()> {
+        let budget = self.budget()?;
+        let front = TextFile { output: self.front.clone(), force: self.force };
+        front.check(&FRONT)?;
+        let mut data = DataSets { calibration: Some(self.calibration.clone()), evaluation: self.eval.clone(), ..DataSets::default() };
+        let model = Model::open(&self.model)?;
+        let builder = |pass: Quantize| -> Result<_> {
+            let builder = global.builder()?.pass(pass).force(self.force).calibration(self.calibration.clone());
+            self.eval.iter().fold(builder, |builder, eval| builder.evaluation(eval.clone())).build()
+        };
+        if let Some(output) = &self.output {
+            builder(Quantize { method: self.method, ..Quantize::default() })?.check_output(&model, output)?;
+        }
+        let subject = Subject::from_model(model.clone())?;
+        // The part of the calibration data that is not used measures the mixtures.
+        if self.eval.is_none() {
+            data.calibration = Some(data.reserve_held_out(&self.calibration, subject.target())?);
+        }
+        data.open(data.calibration.as_ref().unwrap_or(&self.calibration), subject.target())?;
+        let device = global.models.device.open()?;
+        let memory = memory_limit(global.models.memory, &device);
+        let (found, pass) = global.work(|work| {
+            let context = Context { work: *work, seed: 0, data: &data, device, memory, memory_tracker: None, checkpoints: None };
+            let search = Search { model: &model, target: self.target, budget, points: self.points, context: &context };
+            let found = search.run()?;
+            let pass = found.chosen.as_ref().filter(|_| self.output.is_some()).map(|point| search.pass(&found, point, self.method)).transpose()?;
+            Ok::<_, Error>((found, pass))
+        })?;
+        front.write(&FRONT, || serde_json::to_string_pretty(&front_of(&found)).map(|text| text + "\n").map_err(|e| Error::option("--front", e)))?;
+        if !global.json {
+            output::print(&text(&found))?;
+        }
+        let (Some(output), Some(pass)) = (&self.output, pass) else {
+            return if global.json { output::json(&json!({ "search": front_of(&found) })) } else { Ok(()) };
+        };
+        let report = builder(pass)?.run(model, output)?;
+        if global.json {
+            return output::json(&json!({ "search": front_of(&found), "report": report }));
+        }
+        output::report(&report, output, global)
+    }
+
+    fn budget(&self) -> Result<Option<Budget>> {
+        let budget = match (self.max_size, self.max_kl) {
+            (_, Some(limit)) if !(limit.is_finite() && limit > 0.0) => return Err(Error::option("--max-kl", format!("{limit} is not a positive number"))),
+            (_, Some(limit)) => Some(Budget::Loss(limit)),
+            (size, None) => size,
+        };
+        match (&self.output, &self.front, budget) {
+            (None, None, _) => Err(Error::option("auto", "specify `-o DIR` for the output, or `--front FILE` for the front only")),
+            (Some(_), _, None) => Err(Error::option("auto", "specify a limit: `--max-size 4.5bits`, `--max-size 300MB`, `--max-size 25%`, or `--max-kl 0.05`")),
+            _ => Ok(budget),
+        }
+    }
+}
+
+/// The result with the format of each unit of the chosen point.
+fn front_of(found: &Found) -> serde_json::Value {
+    let formats = |point: &Point| point.options.iter().map(|option| found.formats.get(*option)).collect::<Vec<_>>();
+    let mut value = json!(found);
+    if let Some(point) = &found.chosen {
+        value["chosen"]["formats"] = json!(formats(point));
+    }
+    let points = value["points"].as_array_mut().into_iter().flatten();
+    points.zip(&found.points).for_each(|(value, point)| value["formats"] = json!(formats(point)));
+    value
+}
+
+fn text(found: &Found) -> String {
+    let divergence = |value: f64| format!("{value:.4}");
+    let row = |point: &Point, what: &str| {
+        let measured = point.measured.map_or("-".to_owned(), divergence);
+        vec![what.to_owned(), format!("{:.3}", point.bits), bytes(point.bytes), divergence(point.predicted), measured]
+    };
+    let points = found.points.iter().map(|point| row(point, point.uniform.as_deref().unwrap_or("mixture")));
+    let chosen = found.chosen.iter().map(|point| row(point, "chosen"));
+    let table = table(&["", "bits", "weights", "predicted KL", "measured KL"], points.chain(chosen));
+    let mut text = format!("{table}\n\n");
+    if let Some(samples) = &found.measured_on {
+        text += &format!("Measured with weights rounded to nearest, on {samples}; predictions are corrected by the measurements.\n");
+    }
+    if let Some(point) = &found.chosen {
+        text += &format!("Chosen: {}\n\n", found.summary(point));
+    }
+    text
+}

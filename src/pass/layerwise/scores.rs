@@ -1,0 +1,127 @@
+//! Expected increase of the loss by rounding each layer in each of several schemes, from one backward pass and
+//! without running a quantized model: the second-order approximation of the KL divergence,
+//! `½ Σ_j E[(∂L/∂y_j)²] E[w_t (x_t · e_j)²]` with the error `e_j` of row `j`, where `w_t` is the mean square of
+//! the gradients of token `t`, relative to all tokens (the factors of the Fisher information of Kim et al. 2025,
+//! GuidedQuant, <https://arxiv.org/abs/2505.07004>).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::guide::Guide;
+use super::rounding::{Quantization, costs};
+use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers};
+use crate::error::Result;
+use crate::kernel::epilogue::Epilogue;
+use crate::kernel::matmul::{Columns, Left, product};
+use crate::model::Model;
+use crate::pass::Context;
+use crate::pass::quantize::Quantize;
+use crate::store::{QuantizationSpec, Weight};
+use crate::work::Meter;
+
+/// Rows of a layer's input that are stored of each batch. A batch of several windows counts once.
+const ROWS: usize = 64;
+
+/// Effect of a scheme on a weight.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Score {
+    /// Expected KL divergence of the predictions, in nats per token.
+    pub loss: f64,
+    /// Size of the quantized weight with its scales.
+    pub bytes: u64,
+}
+
+/// Scores of the weights that the passes quantize, by name, in the order of the passes; `None` if a pass does not
+/// quantize the weight. The calibration samples are those of the context.
+///
+/// # Errors
+/// If there are no calibration samples, if the model has no logits, or if a layer cannot be quantized.
+pub fn scores(passes: &[Quantize], model: &Model, context: &Context) -> Result<BTreeMap<String, Vec<Option<Score>>>> {
+    let encodings = passes.iter().map(|pass| pass.encodings(&model.weights)).collect::<Result<Vec<_>>>()?;
+    let meter = std::sync::Arc::new(Meter::default());
+    let options = passes.iter().zip(&encodings).map(|(pass, encodings)| Quantization::rounding(pass, encodings, model, &meter));
+    let options = options.collect::<Result<Vec<_>>>()?;
+    let targets: BTreeSet<&str> = encodings.iter().flat_map(|encodings| encodings.keys()).map(String::as_str).collect();
+    let requested = MomentsRequest { rows: ROWS, ..MomentsRequest::default() };
+    let flow = Flow { guided: true, ..Flow::default() };
+    let work = Layerwise { name: "auto", context, targets: &targets, requested, rescale: None, flow };
+    let mut scorer = Scorer { options, moments: None, outputs: BTreeMap::new(), scores: BTreeMap::new(), report: MethodReport::default() };
+    work.run(&mut model.clone(), &mut scorer)?;
+    Ok(scorer.scores)
+}
+
+struct Scorer<'a> {
+    options: Vec<Quantization<'a>>,
+    /// The inputs of the next layer.
+    moments: Option<Moments>,
+    /// Mean squares of the gradients of each output, by the name of the weight.
+    outputs: BTreeMap<String, Vec<f64>>,
+    scores: BTreeMap<String, Vec<Option<Score>>>,
+    report: MethodReport,
+}
+
+impl Method for Scorer<'_> {
+    fn check(&self, layer: &Layer, weight: &Weight) -> Result<()> {
+        let quantized = self.options.iter().filter(|option| option.encodings.contains_key(&layer.weight));
+        quantized.map(|option| option.grid(layer, weight, &[]).map(drop)).collect()
+    }
+
+    fn guided(&mut self, guide: &Guide) {
+        self.outputs.clone_from(&guide.outputs);
+    }
+
+    fn read(&mut self, _value: &str, moments: Moments, _readers: &Readers) -> Result<()> {
+        self.moments = Some(moments);
+        Ok(())
+    }
+
+    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
+        let (Some(moments), Some(gradients)) = (&self.moments, self.outputs.get(&layer.weight)) else { return Ok(Vec::new()) };
+        let costs = costs(&moments.squares);
+        let inputs = Left::pack(&moments.rows, moments.rows.len() / layer.size.max(1), layer.size, layer.size);
+        // Tokens that are not routed to an expert have no error.
+        let routed = moments.nonzero as f64 / moments.count.max(1) as f64;
+        let mut scores = Vec::with_capacity(self.options.len());
+        for option in &self.options {
+            let Some(affine) = option.encodings.get(&layer.weight) else {
+                scores.push(None);
+                continue;
+            };
+            let mut errors = values.to_vec();
+            option.nearest(layer, weight, &mut errors, &costs)?;
+            errors.iter_mut().zip(&*values).for_each(|(rounded, value)| *rounded -= value);
+            let loss = routed * expected_loss(&inputs, &errors, layer, gradients);
+            scores.push(Some(Score { loss, bytes: stored_bytes(layer, affine) }));
+        }
+        self.scores.insert(layer.weight.clone(), scores);
+        Ok(Vec::new())
+    }
+
+    fn bytes(&self, layer: &Layer) -> usize {
+        8 * layer.rows * layer.size
+    }
+
+    fn report(&mut self) -> &mut MethodReport {
+        &mut self.report
+    }
+}
+
+/// Half of the weighted mean squares of the errors of all outputs.
+fn expected_loss(inputs: &Left, errors: &[f32], layer: &Layer, gradients: &[f64]) -> f64 {
+    let mut outputs = vec![0f32; inputs.rows() * layer.rows];
+    if outputs.is_empty() {
+        return 0.0;
+    }
+    product(inputs, &Columns { values: errors, count: layer.rows, stride: layer.size }, layer.rows, Epilogue::NONE, &mut outputs);
+    let token = |row: &[f32]| row.iter().zip(gradients).map(|(error, square)| square * f64::from(*error).powi(2)).sum::<f64>();
+    outputs.chunks_exact(layer.rows).map(token).sum::<f64>() / inputs.rows() as f64 / 2.0
+}
+
+/// Bytes of the integers of a layer in rows of whole 32-bit words, and of its scales and zero points.
+fn stored_bytes(layer: &Layer, affine: &QuantizationSpec) -> u64 {
+    let words = |count: usize, bits: usize| (count * bits).div_ceil(32) as u64 * 4;
+    let bits = usize::from(affine.codes.bits());
+    let groups = layer.size.div_ceil(affine.granularity.run(layer.size, layer.size).max(1));
+    let codes = layer.rows as u64 * words(layer.size, bits);
+    let scales = (layer.rows * groups * affine.scale_dtype.bitsize()).div_ceil(8) as u64;
+    codes + scales + if affine.symmetric { 0 } else { groups as u64 * words(layer.rows, bits) }
+}

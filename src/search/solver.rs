@@ -1,0 +1,208 @@
+//! Chooses an option for each unit: the assignments with the least loss for their size.
+
+/// An option of a unit.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Choice {
+    /// Size of the unit.
+    pub bytes: u64,
+    /// Contribution to the loss.
+    pub loss: f64,
+}
+
+/// An option for each unit, with the totals.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Assignment {
+    /// Total size.
+    pub bytes: u64,
+    /// Total loss.
+    pub loss: f64,
+    /// Index of the option of each unit.
+    pub options: Vec<usize>,
+}
+
+/// Largest number of partial assignments that are kept after each unit. With more, those with nearly equal sizes
+/// are merged.
+const MAX_STATES: usize = 20_000;
+
+/// A partial assignment that no other one beats in both size and loss.
+#[derive(Clone, Copy)]
+struct State {
+    bytes: u64,
+    loss: f64,
+    /// Index of the state of the previous units, and the option of the last unit.
+    previous: usize,
+    option: usize,
+}
+
+/// The assignments that no other one beats, by ascending size: the Pareto front, by dynamic programming over the
+/// units. It is exact unless there are more than [`MAX_STATES`] partial assignments.
+pub fn front(units: &[Vec<Choice>]) -> Vec<Assignment> {
+    let mut layers: Vec<Vec<State>> = vec![vec![State { bytes: 0, loss: 0.0, previous: 0, option: 0 }]];
+    for unit in units {
+        let before = &layers[layers.len() - 1];
+        let extended = before.iter().enumerate().flat_map(|(previous, state)| {
+            let extend = move |(option, choice): (usize, &Choice)| State {
+                bytes: state.bytes.saturating_add(choice.bytes),
+                loss: state.loss + choice.loss,
+                previous,
+                option,
+            };
+            unit.iter().enumerate().map(extend)
+        });
+        layers.push(thinned(undominated(extended.collect())));
+    }
+    let last = layers.len() - 1;
+    let assignment = |state: &State| {
+        let (mut options, mut state) = (vec![0; last], *state);
+        for (unit, option) in options.iter_mut().enumerate().rev() {
+            *option = state.option;
+            state = layers[unit][state.previous];
+        }
+        options
+    };
+    layers[last].iter().map(|state| Assignment { bytes: state.bytes, loss: state.loss, options: assignment(state) }).collect()
+}
+
+/// The states by ascending size, without those that are not better than a smaller one.
+fn undominated(mut states: Vec<State>) -> Vec<State> {
+    states.sort_by(|a, b| a.bytes.cmp(&b.bytes).then(a.loss.total_cmp(&b.loss)));
+    let mut least = f64::INFINITY;
+    states.retain(|state| {
+        let better = state.loss < least;
+        least = least.min(state.loss);
+        better
+    });
+    states
+}
+
+/// At most [`MAX_STATES`] states: the last one, which has the least loss, of each interval of sizes, and the first.
+fn thinned(states: Vec<State>) -> Vec<State> {
+    let (Some(first), Some(last), true) = (states.first().copied(), states.last(), states.len() > MAX_STATES) else { return states };
+    let width = (last.bytes - first.bytes) / (MAX_STATES as u64 - 1) + 1;
+    let interval = |state: &State| (state.bytes - first.bytes) / width;
+    let mut kept: Vec<State> = vec![first];
+    for state in states.into_iter().skip(1) {
+        match kept.last_mut() {
+            Some(before) if interval(before) == interval(&state) && before.bytes != first.bytes => *before = state,
+            _ => kept.push(state),
+        }
+    }
+    kept
+}
+
+/// Non-negative factors of the groups so that the sums `Σ factor · loss` approximate the measured losses with the
+/// least relative error. Each row has the losses of the groups in one measurement. The factors of groups that the
+/// measurements do not determine are the common factor of all groups.
+pub fn factors(rows: &[(Vec<f64>, f64)]) -> Vec<f64> {
+    let groups = rows.first().map_or(0, |(losses, _)| losses.len());
+    // In units of the measured loss of each row.
+    let relative = |(losses, measured): &(Vec<f64>, f64)| losses.iter().map(|loss| loss / measured).collect::<Vec<f64>>();
+    let scaled: Vec<Vec<f64>> = rows.iter().filter(|(_, measured)| *measured > 0.0).map(relative).collect();
+    let totals: Vec<f64> = scaled.iter().map(|row| row.iter().sum()).collect();
+    let squares: f64 = totals.iter().map(|total| total * total).sum();
+    if squares.is_nan() || squares <= 0.0 {
+        return vec![1.0; groups];
+    }
+    let common = totals.iter().sum::<f64>() / squares;
+    let mut factors = vec![common; groups];
+    // Coordinate descent with a penalty on the relative difference from the common factor.
+    for _ in 0..SWEEPS {
+        for group in 0..groups {
+            let rest = |row: &Vec<f64>| {
+                1.0 - row.iter().zip(&factors).enumerate().filter(|(at, _)| *at != group).map(|(_, (loss, factor))| loss * factor).sum::<f64>()
+            };
+            let product: f64 = scaled.iter().map(|row| row[group] * rest(row)).sum();
+            let square: f64 = scaled.iter().map(|row| row[group] * row[group]).sum();
+            let penalty = PENALTY / (common * common);
+            factors[group] = ((product + penalty * common) / (square + penalty)).max(0.0);
+        }
+    }
+    factors
+}
+
+/// Sweeps of coordinate descent, which converges quickly for few groups.
+const SWEEPS: usize = 200;
+/// Penalty on relative differences from the common factor, in units of squared relative errors.
+const PENALTY: f64 = 0.02;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn choices() -> impl Strategy<Value = Vec<Vec<Choice>>> {
+        let choice = (1u64..40, 0.0f64..10.0).prop_map(|(bytes, loss)| Choice { bytes, loss });
+        prop::collection::vec(prop::collection::vec(choice, 1..4), 1..6)
+    }
+
+    /// All assignments.
+    fn every(units: &[Vec<Choice>]) -> Vec<Assignment> {
+        let empty = Assignment { bytes: 0, loss: 0.0, options: Vec::new() };
+        units.iter().fold(vec![empty], |all, unit| {
+            let extend = |assignment: &Assignment| {
+                let with = |(option, choice): (usize, &Choice)| Assignment {
+                    bytes: assignment.bytes + choice.bytes,
+                    loss: assignment.loss + choice.loss,
+                    options: assignment.options.iter().copied().chain([option]).collect(),
+                };
+                unit.iter().enumerate().map(with).collect::<Vec<_>>()
+            };
+            all.iter().flat_map(extend).collect()
+        })
+    }
+
+    proptest! {
+        /// At every size, no assignment has less loss than the front.
+        #[test]
+        fn exhaustive_search_finds_nothing_better(units in choices()) {
+            let (found, all) = (front(&units), every(&units));
+            prop_assert!(found.windows(2).all(|pair| pair[0].bytes < pair[1].bytes && pair[0].loss > pair[1].loss));
+            for assignment in &all {
+                let best = found.iter().filter(|point| point.bytes <= assignment.bytes).map(|point| point.loss).fold(f64::INFINITY, f64::min);
+                prop_assert!(best <= assignment.loss + 1e-9, "{assignment:?}");
+            }
+            for point in &found {
+                let chosen: Vec<Choice> = units.iter().zip(&point.options).map(|(unit, option)| unit[*option]).collect();
+                prop_assert_eq!(point.bytes, chosen.iter().map(|choice| choice.bytes).sum::<u64>());
+                prop_assert!((point.loss - chosen.iter().map(|choice| choice.loss).sum::<f64>()).abs() < 1e-9);
+            }
+        }
+    }
+
+    /// With many units, merged states lose less than one percent.
+    #[test]
+    fn merged_states_are_close_to_the_convex_front() {
+        let mut random = fastrand::Rng::with_seed(1);
+        let units: Vec<Vec<Choice>> = (0..200)
+            .map(|_| {
+                let (elements, loss) = (random.u64(100_000..1_000_000), random.f64());
+                [(4, 1.0), (5, 0.25), (6, 0.06), (8, 0.004)].map(|(bits, part)| Choice { bytes: elements * bits / 8, loss: loss * part }).to_vec()
+            })
+            .collect();
+        let found = front(&units);
+        assert!(found.len() <= MAX_STATES && found.len() > MAX_STATES / 4);
+        // For each Lagrange multiplier, the sum of the unit's best options is on the front.
+        for multiplier in [1e-8, 1e-7, 3e-7, 1e-6, 3e-6] {
+            let cost = |choice: &Choice| choice.loss + multiplier * choice.bytes as f64;
+            let best: Vec<Choice> = units.iter().map(|unit| *unit.iter().min_by(|a, b| cost(a).total_cmp(&cost(b))).unwrap()).collect();
+            let (bytes, loss) = best.iter().fold((0, 0.0), |(bytes, loss), choice| (bytes + choice.bytes, loss + choice.loss));
+            let point = found.iter().rev().find(|point| point.bytes <= bytes).unwrap();
+            assert!(point.loss <= 1.01 * loss, "{} {loss} at {bytes}", point.loss);
+        }
+    }
+
+    #[test]
+    fn factors_explain_the_measurements() {
+        let rows: Vec<(Vec<f64>, f64)> = [(1.0, 0.0), (0.5, 0.2), (0.1, 0.4)].map(|(a, b)| (vec![a, b, 0.0], 2.0 * a + 0.5 * b)).to_vec();
+        let found = factors(&rows);
+        for (losses, measured) in &rows {
+            let predicted: f64 = losses.iter().zip(&found).map(|(loss, factor)| loss * factor).sum();
+            assert!((predicted / measured - 1.0).abs() < 0.1, "{predicted} {measured} {found:?}");
+        }
+        // The third group does not occur.
+        assert!(found[2] > 1.0 && found[2] < 2.5, "{found:?}");
+        assert_eq!(factors(&[(vec![0.0, 0.0], 1.0)]), [1.0, 1.0]);
+        assert_eq!(factors(&[]), [0.0; 0]);
+    }
+}

@@ -1,0 +1,108 @@
+//! `compress auto`: predicted and measured losses, limits, and the recipe of the result.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::cli::support::{compress, data, ok, read_json};
+use crate::low_bits::{llama, samples};
+
+/// A model `llama`, and two files of samples.
+fn prepared() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    llama(folder.path());
+    samples(folder.path());
+    let ids = candle_core::Tensor::from_vec((0..96i64).map(|i| (i * i * 11 + 3) % 43 % 40).collect::<Vec<_>>(), (8, 12), &candle_core::Device::Cpu).unwrap();
+    let arrays = [("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())];
+    candle_core::safetensors::save(&arrays.into(), folder.path().join("held-out.safetensors")).unwrap();
+    folder
+}
+
+const SETS: &str = "--calibration ids.safetensors --eval held-out.safetensors";
+
+fn numbers(points: &Value, key: &str) -> Vec<f64> {
+    points.as_array().unwrap().iter().map(|point| point[key].as_f64().unwrap()).collect()
+}
+
+/// The predictions of uniform formats before their correction have the order of the measurements, and those after
+/// it are close to them.
+#[test]
+fn predictions_are_close_to_measurements() {
+    let folder = prepared();
+    let found = data(folder.path(), &format!("auto llama --front front.json --for transformers --json {SETS}"));
+    assert_eq!(found["search"], read_json(&folder.path().join("front.json")));
+    let points = &found["search"]["points"];
+    let (predicted, measured) = (numbers(points, "predicted"), numbers(points, "measured"));
+    assert!(predicted.len() >= 8, "{points}");
+    for (predicted, measured) in predicted.iter().zip(&measured) {
+        assert!((predicted / measured).ln().abs() < 1.5, "{predicted} {measured}");
+    }
+    let uniform: Vec<&Value> = points.as_array().unwrap().iter().filter(|point| !point["uniform"].is_null()).collect();
+    assert!(uniform.windows(2).all(|pair| pair[0]["bytes"].as_u64() <= pair[1]["bytes"].as_u64()), "{points}");
+    assert!(uniform.first().unwrap()["measured"].as_f64() > uniform.last().unwrap()["measured"].as_f64());
+    // Mixtures are between uniform formats, and runtimes fuse layers of one unit.
+    assert!(points.as_array().unwrap().iter().any(|point| point["uniform"].is_null()));
+    let names: Vec<&str> = found["search"]["units"].as_array().unwrap().iter().map(|unit| unit["name"].as_str().unwrap()).collect();
+    assert_eq!(names.len(), 8, "{names:?}");
+}
+
+#[test]
+fn the_result_meets_the_limit_and_its_recipe_reproduces_it() {
+    let folder = prepared();
+    let folder = folder.path();
+    for (name, limit) in [("bits", "--max-size 6bits"), ("ratio", "--max-size 45%"), ("loss", "--max-kl 0.01")] {
+        let found = data(folder, &format!("auto llama -o {name} {limit} --json {SETS}"));
+        let chosen = &found["search"]["chosen"];
+        match name {
+            "bits" => assert!(chosen["bits"].as_f64().unwrap() <= 6.0 && chosen["bits"].as_f64().unwrap() > 4.5, "{chosen}"),
+            "ratio" => {
+                let bytes = |name: &str| std::fs::metadata(folder.join(name).join("model.safetensors")).unwrap().len() as f64;
+                // Headers and shapes of packed weights are not counted.
+                assert!(chosen["bytes"].as_f64().unwrap() <= 0.45 * bytes("llama") && bytes("ratio") < 0.6 * bytes("llama"), "{chosen}");
+            }
+            _ => assert!(chosen["predicted"].as_f64().unwrap() <= 0.01, "{chosen}"),
+        }
+        ok(folder, &format!("verify {name}"));
+        ok(folder, &format!("run {name}/recipe.yaml -o {name}-again"));
+        let weights = |name: &str| std::fs::read(folder.join(name).join("model.safetensors")).unwrap();
+        assert!(weights(name) == weights(&format!("{name}-again")), "{name}");
+    }
+    // Threads do not change the choice.
+    for threads in [1, 2] {
+        ok(folder, &format!("auto llama -o threads-{threads} --max-size 6bits --threads {threads} --quiet {SETS}"));
+    }
+    assert_eq!(recipe(folder, "threads-1"), recipe(folder, "threads-2"));
+    assert_eq!(recipe(folder, "threads-1"), recipe(folder, "bits"));
+}
+
+/// The passes of the recipe of an output.
+fn recipe(folder: &Path, name: &str) -> Value {
+    read_json(&folder.join(name).join("report.json"))["recipe"]["passes"].clone()
+}
+
+#[test]
+fn impossible_limits_name_the_nearest_possible_one() {
+    let folder = prepared();
+    let folder = folder.path();
+    let run = compress(folder, &format!("auto llama -o out --max-size 3bits {SETS}"));
+    assert!(run.code == 1 && !folder.join("out").exists(), "{}", run.stderr);
+    let nearest =
+        run.stderr.split("the nearest possible limit is ").nth(1).unwrap_or_else(|| panic!("{}", run.stderr)).split_whitespace().next().unwrap().to_owned();
+    ok(folder, &format!("auto llama -o out --max-size {nearest} --quiet {SETS}"));
+    for (arguments, part) in [
+        ("auto llama --calibration ids.safetensors", "specify `-o DIR`"),
+        ("auto llama -o new --calibration ids.safetensors", "specify a limit"),
+        ("auto llama -o out --max-size 6bits --calibration ids.safetensors", "exists"),
+        ("auto llama -o new --max-kl -1 --calibration ids.safetensors", "not a positive number"),
+        ("auto llama -o new --max-size 99bits --calibration ids.safetensors --eval held-out.safetensors", "nothing to do"),
+        ("auto llama -o new --max-size 6bits --calibration {\"arrays\":\"ids.safetensors\",\"samples\":5}", ""),
+    ] {
+        let run = compress(folder, arguments);
+        assert!(run.stderr.contains(part), "{arguments}: {}", run.stderr);
+        assert_eq!(run.code == 0, part.is_empty(), "{arguments}: {}", run.stderr);
+    }
+    let report = json!(read_json(&folder.join("new/report.json")));
+    assert_eq!(report["passes"][0]["name"], "quantize");
+}
