@@ -75,28 +75,20 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-    use crate::data::{Data, DataSets};
-    use crate::work::{Cancel, MemoryLimit, Silent, Work};
+    use crate::pass::testing::calibrated;
 
     /// The golden file is written by `scripts/goldens cache`.
     #[test]
     fn scales_match_llm_compressor() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
         let golden = candle_core::safetensors::load(folder.join("cache.safetensors"), &Device::Cpu).unwrap();
-        let scratch = tempfile::tempdir().unwrap();
-        let path = scratch.path().join("samples.safetensors");
-        let inputs = ["input_ids", "attention_mask"].map(|name| (name.to_owned(), golden[name].clone()));
-        candle_core::safetensors::save(&inputs.into(), &path).unwrap();
-        let data = DataSets { calibration: Some(Data { arrays: Some(path), ..Data::default() }), ..DataSets::default() };
-        let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-        let (device, memory) = (Device::Cpu, MemoryLimit::default());
-        let context = Context { work, seed: 0, data: &data, device, memory, memory_tracker: None, checkpoints: None };
+        let inputs = ["input_ids", "attention_mask"].map(|name| (name.to_owned(), golden[name].clone())).into();
         let mut compared = 0;
         for name in ["llama-grouped-tied", "qwen3"] {
             for (text, format) in [("fp8", CacheFormat::Fp8), ("int8", CacheFormat::Int8)] {
                 let mut model = Model::open(folder.join("models").join(name)).unwrap();
                 assert_eq!(add(format, &mut model.clone()).unwrap(), 2);
-                add_calibrated("quantize", format, &mut model, &context, &mut Vec::new()).unwrap();
+                calibrated(&inputs, |context| add_calibrated("quantize", format, &mut model, context, &mut Vec::new())).unwrap().unwrap();
                 for (key, expected) in golden.iter().filter(|(key, _)| key.ends_with("_scale")) {
                     let Some(tensor) = key.strip_prefix(&format!("{name}/{text}/")) else { continue };
                     let (found, expected) = (model.weights.get(tensor).unwrap().floats(tensor).unwrap()[0], expected.to_vec1::<f32>().unwrap()[0]);

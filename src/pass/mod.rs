@@ -58,6 +58,7 @@ mod running {
     mod new_head;
     pub mod prune_structured;
     mod quantize_static;
+    pub(in crate::pass) mod testing;
     pub(in crate::pass) mod training_options;
 
     pub use decompose::Decompose;

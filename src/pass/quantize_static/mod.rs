@@ -326,31 +326,20 @@ mod tests {
     use candle_core::{Device, Tensor};
 
     use super::*;
-    use crate::data::{Data, DataSets};
     use crate::exec::Inputs;
-    use crate::exec::{Executor, Parameters, Residence};
     use crate::ir::Graph;
     use crate::ir::ops::Op;
-    use crate::work::MemoryLimit;
-    use crate::work::{Cancel, Silent, Work};
-    use candle_core::DType;
+    use crate::pass::testing::{self, calibrated, numbers};
 
     fn outputs(graph: &Graph, model: &Model, inputs: &Inputs) -> BTreeMap<String, Tensor> {
-        let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        let parameters = Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
-        Executor::new(graph, parameters, Device::Cpu).run(inputs).unwrap()
+        testing::values(graph, model, inputs, |_| false).unwrap()
     }
 
     /// Prepares and rescales a model on samples, and checks that its float outputs do not change.
     fn rescaled(model: &Model, inputs: &Inputs, smooth: Smooth) -> (Prepared, Vec<Choice>) {
-        let scratch = tempfile::tempdir().unwrap();
-        let path = scratch.path().join("samples.safetensors");
-        candle_core::safetensors::save(&inputs.clone().into_iter().collect(), &path).unwrap();
-        let data = DataSets { calibration: Some(Data { arrays: Some(path), ..Data::default() }), ..DataSets::default() };
-        let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        let context = Context { work, seed: 0, data: &data, device: Device::Cpu, memory: MemoryLimit::default(), memory_tracker: None, checkpoints: None };
         let before = outputs(&model.graph().unwrap(), model, inputs);
-        let (prepared, _, choices) = QuantizeStatic { smooth, ..QuantizeStatic::default() }.analyze_and_rescale(model.clone(), &context).unwrap();
+        let pass = QuantizeStatic { smooth, ..QuantizeStatic::default() };
+        let (prepared, _, choices) = calibrated(inputs, |context| pass.analyze_and_rescale(model.clone(), context)).unwrap().unwrap();
         let after = outputs(&prepared.graph, &prepared.model, inputs);
         for (name, tensor) in &before {
             let largest: f32 = tensor.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap();
@@ -401,19 +390,13 @@ mod tests {
                 h = Linear{{\"input_major\":false}}(x, a.weight) -> float[batch, {WIDTH}]\nr = Relu(h) -> float[batch, {WIDTH}]\n\
                 y = Linear{{\"input_major\":false}}(r, b.weight) -> float[batch, {WIDTH}]\noutput y = y\n"
             );
-            let graph: Graph = text.parse().unwrap();
-            let folder = tempfile::tempdir().unwrap();
-            std::fs::write(folder.path().join("config.json"), "{}").unwrap();
-            std::fs::write(folder.path().join("graph.json"), serde_json::to_string(&crate::ir::GraphFile::from(&graph)).unwrap()).unwrap();
             // The second weight compensates for the scales of the channels.
             let scale = |channel: usize| if uneven { 4f32.powi(channel as i32 % 4) } else { 1.0 };
-            let tensor = |values: Vec<f32>, rows: usize| Tensor::from_vec(values, &[rows, WIDTH][..], &Device::Cpu).unwrap();
-            let first = normal(WIDTH * WIDTH).into_iter().enumerate().map(|(at, value)| value * scale(at / WIDTH)).collect();
-            let second = normal(WIDTH * WIDTH).into_iter().enumerate().map(|(at, value)| value / scale(at % WIDTH)).collect();
-            let tensors = [("a.weight".to_owned(), tensor(first, WIDTH)), ("b.weight".to_owned(), tensor(second, WIDTH))];
-            candle_core::safetensors::save(&tensors.into(), folder.path().join("model.safetensors")).unwrap();
-            let inputs = Inputs::from([("x".to_owned(), tensor(normal(20 * WIDTH), 20))]);
-            rescaled(&Model::open(folder.path()).unwrap(), &inputs, Smooth::Auto).1
+            let factor = |name: &str, at: usize| if name == "a.weight" { scale(at / WIDTH) } else { 1.0 / scale(at % WIDTH) };
+            let values = |name: &str, _: &[usize]| normal(WIDTH * WIDTH).into_iter().enumerate().map(|(at, value)| value * factor(name, at)).collect();
+            let (_folder, model) = testing::model(&text, values).unwrap();
+            let inputs = Inputs::from([("x".to_owned(), Tensor::from_vec(normal(20 * WIDTH), (20, WIDTH), &Device::Cpu).unwrap())]);
+            rescaled(&model, &inputs, Smooth::Auto).1
         };
         for _ in 0..4 {
             let even = choices(false);
@@ -433,25 +416,17 @@ mod tests {
                 k = Mul(g, h) -> float[batch, 8, 6, 6]\nm = Mul(scale, k) -> float[batch, 8, 6, 6]\ns = Add(m, shift) -> float[batch, 8, 6, 6]\n\
                 d = Conv{\"stride\":1,\"padding\":1,\"dilation\":1,\"groups\":8}(s, b.weight) -> float[batch, 8, 6, 6]\nn = Mul(d, gain) -> float[batch, 8, 6, 6]\n\
                 t = Tanh(n) -> float[batch, 8, 6, 6]\ny = Conv{\"stride\":1,\"padding\":0,\"dilation\":1,\"groups\":1}(t, c.weight) -> float[batch, 4, 6, 6]\noutput y = y\n";
-            let graph: Graph = text.parse().unwrap();
-            let folder = tempfile::tempdir().unwrap();
-            std::fs::write(folder.path().join("config.json"), "{}").unwrap();
-            std::fs::write(folder.path().join("graph.json"), serde_json::to_string(&crate::ir::GraphFile::from(&graph)).unwrap()).unwrap();
             let values = |name: &str, shape: &[usize]| {
                 let row = shape[1..].iter().product::<usize>().max(1);
                 let factor = |at: usize| if name == "a.weight" { uneven.powi((at / row) as i32 % 4) } else { 1.0 };
-                let count = shape.iter().product::<usize>();
+                let all = numbers(shape);
                 // Without uneven factors, all channels are equal.
                 let index = |at: usize| if uneven == 1.0 { at % row } else { at };
-                Tensor::from_vec((0..count).map(|at| factor(at) * ((index(at) * 37 % 23) as f32 / 11.0 - 0.9)).collect(), shape, &Device::Cpu).unwrap()
+                if shape == [1] { vec![0.7] } else { (0..all.len()).map(|at| factor(at) * all[index(at)]).collect() }
             };
-            let tensors = graph.params().map(|(_, value)| {
-                let shape: Vec<usize> = value.ty.shape.iter().map(|dim| dim.fixed().unwrap()).collect();
-                (value.name.clone(), if shape == [1] { Tensor::new(&[0.7f32], &Device::Cpu).unwrap() } else { values(&value.name, &shape) })
-            });
-            candle_core::safetensors::save(&tensors.collect(), folder.path().join("model.safetensors")).unwrap();
-            let inputs = Inputs::from([("x".to_owned(), values("x", &[16, 8, 6, 6]))]);
-            let (prepared, choices) = rescaled(&Model::open(folder.path()).unwrap(), &inputs, Smooth::Auto);
+            let (_folder, model) = testing::model(text, values).unwrap();
+            let inputs = Inputs::from([("x".to_owned(), Tensor::from_vec(values("x", &[16, 8, 6, 6]), &[16, 8, 6, 6], &Device::Cpu).unwrap())]);
+            let (prepared, choices) = rescaled(&model, &inputs, Smooth::Auto);
             let shape = |name: &str| prepared.model.weights.by_name[name].shape.clone();
             (["scale", "shift", "gain"].map(shape), choices.into_iter().map(|choice| choice.name).collect::<Vec<_>>())
         };
