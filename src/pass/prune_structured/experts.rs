@@ -229,6 +229,7 @@ mod tests {
     use super::*;
     use crate::analysis::Expert;
     use crate::ir::ops::{ExpertGroups, Route};
+    use crate::pass::testing;
 
     #[test]
     fn each_expert_group_loses_the_same_number() {
@@ -238,5 +239,38 @@ mod tests {
         let importance = [0.1, 0.2, 0.3, 0.4, 9.0, 8.0, 7.0, 6.0];
         assert_eq!(least_important(&mixture, 4, Some(&importance)), BTreeSet::from([0, 1, 6, 7]));
         assert_eq!(least_important(&mixture, 2, None), BTreeSet::from([3, 7]));
+    }
+
+    /// If the experts of a mixture have different shapes, the result depends on which are removed.
+    #[test]
+    fn shapes_are_open_if_the_experts_of_any_mixture_differ() {
+        let mixture = |name: &str, input: &str, widths: [usize; 2]| {
+            let expert = |(at, width): (usize, usize)| {
+                let expert = format!("{name}.{at}");
+                let params = format!("param {expert}.up.weight: float[{width}, 4]\nparam {expert}.down.weight: float[4, {width}]\n");
+                let nodes = format!(
+                    "{expert} = Dispatch{{\"expert\":{at}}}({input}, {name}.routing) -> float[batch, 4]\n\
+                    {expert}.up = Linear{{\"input_major\":false}}({expert}, {expert}.up.weight) -> float[batch, {width}]\n\
+                    {expert}.down = Linear{{\"input_major\":false}}({expert}.up, {expert}.down.weight) -> float[batch, 4]\n"
+                );
+                (params, nodes)
+            };
+            let (params, nodes): (String, String) = widths.into_iter().enumerate().map(expert).unzip();
+            let nodes = format!(
+                "{name}.scores = Linear{{\"input_major\":false}}({input}, {name}.router.weight) -> float[batch, 2]\n\
+                {name}.routing = Route({name}.scores) -> float[batch, 2]\n{nodes}\
+                {name}.sum = Combine({name}.routing, {name}.0.down, {name}.1.down) -> float[batch, 4]\n"
+            );
+            (format!("param {name}.router.weight: float[2, 4]\n{params}"), nodes)
+        };
+        let is_open = |widths: [usize; 2]| {
+            let [(params, nodes), (more_params, more_nodes)] = [mixture("a", "x", [6, 6]), mixture("b", "a.sum", widths)];
+            let text = format!("input x: float[batch, 4]\n{params}{more_params}{nodes}{more_nodes}output y = b.sum\n");
+            let (_folder, mut model) = testing::model(&text, |_, shape| testing::numbers(shape)).unwrap();
+            let removed = remove(&mut model, Amount::Count(1), Ranking::Arbitrary, &Arc::default()).unwrap();
+            assert!(!model.weights.by_name.contains_key("b.1.up.weight"));
+            removed.open
+        };
+        assert_eq!([[6, 6], [6, 8]].map(is_open), [false, true]);
     }
 }

@@ -328,4 +328,20 @@ mod tests {
         assert_eq!(least_important(3, 1, Some(&vec![2.0, 2.0, 2.0])), [0]);
         assert_eq!(least_important(4, 2, None), [0, 1]);
     }
+
+    /// Errors list four axes, and the number of the others.
+    #[test]
+    fn frozen_axes_are_listed() {
+        let graph: Graph = "input x: float[batch, 2]\noutput y = x\n".parse().unwrap();
+        let mut groups = analysis::groups(&graph).unwrap();
+        let listed = |groups: &mut Groups, count: usize| {
+            groups.frozen = (0..count).map(|at| analysis::FrozenAxis { param: format!("p{at}"), axis: at % 2, size: 3, reason: "an op".to_owned() }).collect();
+            frozen_axes(groups)
+        };
+        assert_eq!(listed(&mut groups, 0), "");
+        assert_eq!(listed(&mut groups, 1), "; not prunable: `p0` axis 0 by an op");
+        let four = "; not prunable: `p0` axis 0 by an op, `p1` axis 1 by an op, `p2` axis 0 by an op, `p3` axis 1 by an op";
+        assert_eq!(listed(&mut groups, 4), four);
+        assert_eq!(listed(&mut groups, 6), format!("{four}, 2 more"));
+    }
 }

@@ -179,3 +179,44 @@ fn similarity_gradient(outputs: &BTreeMap<String, Tensor>) -> candle_core::Resul
     let gradient = (products.matmul(&features)? * (4.0 / products.elem_count() as f64))?;
     Ok((name.clone(), gradient.reshape(output.dims())?))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::analysis;
+    use crate::exec::Inputs;
+    use crate::pass::testing::{calibrated, model, numbers, values};
+
+    /// The score of a unit is the squared derivative of the loss by a factor on the weights that compute it,
+    /// without the bias. The loss is the mean square of the dot products of all pairs of samples.
+    #[test]
+    fn taylor_scores_are_squared_derivatives_of_the_loss() {
+        const SAMPLES: usize = 6;
+        let text = "input x: float[batch, 3]\nparam a.weight: float[4, 3]\nparam a.bias: float[4]\nparam b.weight: float[2, 4]\n\
+            h = Linear{\"input_major\":false}(x, a.weight, a.bias) -> float[batch, 4]\nt = Tanh(h) -> float[batch, 4]\n\
+            y = Linear{\"input_major\":false}(t, b.weight) -> float[batch, 2]\noutput y = y\n";
+        let scaled = |unit: usize, factor: f32| {
+            let scale = |name: &str, mut values: Vec<f32>| {
+                let row = values.len() / 4;
+                values[unit * row..][..row].iter_mut().filter(|_| name == "a.weight").for_each(|value| *value *= factor);
+                values
+            };
+            model(text, |name, shape| scale(name, numbers(shape))).unwrap()
+        };
+        let inputs = Inputs::from([("x".to_owned(), Tensor::from_vec(numbers(&[SAMPLES, 3]), (SAMPLES, 3), &Device::Cpu).unwrap())]);
+        let (_folder, original) = scaled(0, 1.0);
+        let graph = original.graph().unwrap();
+        let loss = |unit: usize, factor: f32| {
+            let y = values(&graph, &scaled(unit, factor).1, &inputs, |_| false).unwrap()["y"].to_vec2::<f32>().unwrap();
+            let product = |i: usize, j: usize| y[i].iter().zip(&y[j]).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+            let squares = (0..SAMPLES).flat_map(|i| (0..SAMPLES).map(move |j| (i, j))).map(|(i, j)| product(i, j).powi(2));
+            squares.sum::<f64>() / (SAMPLES * SAMPLES) as f64
+        };
+        let expected: Vec<f64> = (0..4).map(|unit| SAMPLES as f64 * ((loss(unit, 1.01) - loss(unit, 0.99)) / 0.02).powi(2)).collect();
+        let groups = analysis::groups(&graph).unwrap().groups;
+        let [group] = &groups[..] else { panic!("{groups:?}") };
+        let scores = calibrated(&inputs, |context| by_gradient(&[group], &graph, &original, context)).unwrap().unwrap();
+        let largest = expected.iter().copied().fold(0.0, f64::max);
+        assert!(scores[0].iter().zip(&expected).all(|(found, expected)| (found - expected).abs() < 0.01 * largest), "{scores:?}, not {expected:?}");
+    }
+}

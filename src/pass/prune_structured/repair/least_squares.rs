@@ -105,6 +105,7 @@ impl ProductSums {
 
     /// The matrix `[x, y]` that is added to the selection in the estimate `x ≈ M y + c`, with `c` free or
     /// zero. The residual of the selection is estimated, so that the ridge draws towards the selection.
+    /// `None` without rows.
     pub fn correction(&self, surviving: &[usize], centred: bool) -> Option<Vec<f64>> {
         let left = self.y.len();
         let [mut yy, mut rest] = self.covariances(surviving, centred);
@@ -124,9 +125,6 @@ pub(super) fn held_out_share(weight: &Tensor, halves: &[ProductSums; 2], survivi
     let mut share = 1.0_f64;
     let [first, second] = halves;
     for (fitted, held_out) in [(first, second), (second, first)] {
-        if fitted.count <= 0.0 || held_out.count <= 0.0 {
-            return Ok(0.0);
-        }
         let Some(correction) = fitted.correction(surviving, centred) else { return Ok(0.0) };
         let [yy, rest] = held_out.covariances(surviving, centred);
         let left = held_out.y.len();
@@ -202,8 +200,10 @@ mod tests {
             let halves = [5, 6].map(|seed| sums(&rows(400, true, seed)));
             assert!(held_out_share(&weight, &halves, &surviving, centred).unwrap() > 0.9);
             let [all, _] = halves;
-            let none = held_out_share(&weight, &[all, ProductSums::new(features, left)], &surviving, centred).unwrap();
-            assert_eq!(none, 0.0, "without held-out rows, nothing is corrected");
+            let none = || ProductSums::new(features, left);
+            for halves in [[sums(&rows(400, true, 5)), none()], [none(), all]] {
+                assert_eq!(held_out_share(&weight, &halves, &surviving, centred).unwrap(), 0.0, "without held-out rows, nothing is corrected");
+            }
         }
     }
 

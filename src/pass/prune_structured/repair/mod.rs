@@ -292,6 +292,53 @@ fn set_weight(model: &mut Model, name: &str, tensor: &Tensor) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::exec::Inputs;
+    use crate::pass::Amount;
+    use crate::pass::prune_structured::{Amounts, Importance, PruneStructured, Ranking};
+    use crate::pass::testing::{calibrated, model};
+
+    /// The last four of eight neurons equal the first four and are removed: the layer that reads them then
+    /// has the sums of both weights, in either layout.
+    #[test]
+    fn weights_of_removed_duplicates_are_added_to_those_of_survivors() {
+        const READERS: [[f32; 4]; 2] = [[1.0, -0.8, 0.9, 0.7], [0.6, 0.9, -0.7, 1.0]];
+        let mut random = fastrand::Rng::with_seed(1);
+        let x = Tensor::from_vec((0..1600).map(|_| 2.0 * random.f32() - 1.0).collect::<Vec<_>>(), (400, 4), &Device::Cpu).unwrap();
+        let pass = PruneStructured {
+            amount: Some(Amounts::All(Amount::fraction(0.5))),
+            importance: Importance::Activation,
+            repair: Repair::LeastSquares,
+            round_to: 1,
+            ..PruneStructured::default()
+        };
+        for input_major in [false, true] {
+            let (first, second) = if input_major { ("4, 8", "8, 2") } else { ("8, 4", "2, 8") };
+            let text = format!(
+                "input x: float[batch, 4]\nparam a.weight: float[{first}]\nparam b.weight: float[{second}]\nparam b.bias: float[2]\n\
+                h = Linear{{\"input_major\":{input_major}}}(x, a.weight) -> float[batch, 8]\nt = Tanh(h) -> float[batch, 8]\n\
+                y = Linear{{\"input_major\":{input_major}}}(t, b.weight, b.bias) -> float[batch, 2]\noutput y = y\n"
+            );
+            // Values of a matrix in its layout, by output and input.
+            let stored = |outputs: usize, inputs: usize, value: &dyn Fn(usize, usize) -> f32| -> Vec<f32> {
+                let index = |at: usize| if input_major { (at % outputs, at / outputs) } else { (at / inputs, at % inputs) };
+                (0..outputs * inputs).map(|at| value(index(at).0, index(at).1)).collect()
+            };
+            let values = |name: &str, _: &[usize]| match name {
+                "a.weight" => stored(8, 4, &|neuron, input| if neuron % 4 == input { 1.5 } else { 0.2 }),
+                "b.weight" => stored(2, 8, &|output, neuron| READERS[output][neuron % 4] * if neuron < 4 { 1.0 } else { 0.5 }),
+                _ => vec![0.1, -0.2],
+            };
+            let (_folder, original) = model(&text, values).unwrap();
+            let inputs = Inputs::from([("x".to_owned(), x.clone())]);
+            let (pruned, _) = calibrated(&inputs, |context| pass.prune(original, Ranking::Measured(context))).unwrap().unwrap();
+            let expected = [stored(2, 4, &|output, neuron| 1.5 * READERS[output][neuron]), vec![0.1, -0.2]];
+            for (name, expected) in ["b.weight", "b.bias"].into_iter().zip(expected) {
+                let found = pruned.weights.get(name).unwrap().floats(name).unwrap();
+                let is_close = found.len() == expected.len() && found.iter().zip(&expected).all(|(found, expected)| (found - expected).abs() < 0.05);
+                assert!(is_close, "input_major: {input_major}, {name}: {found:?}, not {expected:?}");
+            }
+        }
+    }
 
     /// With one sample per batch, the second half would otherwise hold rows of the same samples as the
     /// first.
