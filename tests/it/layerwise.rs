@@ -155,6 +155,46 @@ fn a_short_held_out_sample_does_not_disable_compensation() {
     assert!(choices["gptq"].as_u64().is_some_and(|count| count > 7), "{choices}, {notes:?}");
 }
 
+/// Weights are ranked by the inputs of their block before any of its layers is pruned: attention, then the
+/// network that follows it.
+#[test]
+fn wanda_ranks_weights_by_the_inputs_of_the_unpruned_block() {
+    let done = run("llama", PruneUnstructured { importance: Importance::Wanda, pattern: Some("2:4".parse::<NOfM>().unwrap()), ..Default::default() });
+    let (mut before, after) = (Model::open(golden("llama")).unwrap(), done.model());
+    let graph = before.graph().unwrap();
+    let ids = candle_core::safetensors::load(done.folder.path().join("ids.safetensors"), &Device::Cpu).unwrap();
+    // The last samples are held out for the fidelity.
+    let inputs = ids.into_iter().map(|(name, values)| (name, values.narrow(0, 0, 44).unwrap())).collect();
+    let mut compared = 0;
+    for block in ["model.layers.0.self_attn.", "model.layers.0.mlp."] {
+        let parameters = crate::common::work(|work| Parameters::load(&graph, &before.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
+        let executor = Executor::new(&graph, parameters, Device::Cpu);
+        let mut norms: BTreeMap<String, Vec<f32>> = BTreeMap::new();
+        let mut observe = |value: &str, tensor: &Tensor| {
+            let width = tensor.dims().last().copied().unwrap();
+            norms.insert(value.to_owned(), tensor.reshape(((), width)).unwrap().sqr().unwrap().sum(0).unwrap().sqrt().unwrap().to_vec1().unwrap());
+            Ok(())
+        };
+        let name = |node: &compress_graph::ir::Node, at: usize| node.inputs.get(at).map(|id| graph.value(*id).name.clone()).unwrap_or_default();
+        let layers: Vec<_> = graph.nodes().iter().filter(|node| name(node, 1).starts_with(block)).collect();
+        executor.run_observed(&executor.observation(|value| layers.iter().any(|layer| name(layer, 0) == value)), &inputs, &mut observe).unwrap();
+        for layer in layers {
+            let (norms, weight) = (&norms[&name(layer, 0)], name(layer, 1));
+            let [all, remaining] = [&before, &after].map(|model| model.weights.get(&weight).unwrap().floats(&weight).unwrap());
+            for (at, (all, remaining)) in all.chunks(4).zip(remaining.chunks(4)).enumerate() {
+                let cost = |column: &usize| all[*column].abs() * norms[(4 * at + column) % norms.len()];
+                let mut columns: Vec<usize> = (0..4).collect();
+                columns.sort_by(|a, b| cost(a).total_cmp(&cost(b)));
+                let expected: Vec<f32> = (0..4).map(|column| if columns[..2].contains(&column) { 0.0 } else { all[column] }).collect();
+                assert_eq!(remaining, expected, "{weight}, columns from {}", 4 * at);
+            }
+            before.weights.by_name.insert(weight.clone(), after.weights.get(&weight).unwrap().clone());
+            compared += 1;
+        }
+    }
+    assert_eq!(compared, 7);
+}
+
 #[test]
 fn patterns_hold_in_every_row() {
     for importance in [Importance::Wanda, Importance::Sparsegpt] {
@@ -490,18 +530,19 @@ fn an_interrupted_run_goes_on_behind_the_last_block() {
     }
 }
 
-/// Only static ranges depend on every sample.
+/// Only static ranges depend on every sample, and only products of features on the number of tokens.
 #[test]
-fn a_single_sample_is_noted_where_values_are_clipped() {
-    let noted = |pass: Step| {
+fn a_single_sample_is_noted_where_it_matters() {
+    let noted = |pass: Step, part: &str| {
         let folder = tempfile::tempdir().unwrap();
         let data = Data { samples: Some(1), ..tokens(folder.path()) };
         let pipeline = Pipeline::builder().calibration(data).pass(pass).threads(2).build().unwrap();
         let report = pipeline.run(Model::open(golden("llama")).unwrap(), folder.path().join("out")).unwrap();
-        report.notes.iter().any(|note| note.contains("has 1 calibration sample"))
+        report.notes.iter().any(|note| note.contains(part))
     };
-    assert!(!noted(pruned(Importance::Wanda).into()));
-    assert!(noted(compress::pass::QuantizeStatic::default().into()));
+    let (single, few) = ("has 1 calibration sample", "fewer calibration tokens than features");
+    assert!(!noted(pruned(Importance::Wanda).into(), single) && noted(compress::pass::QuantizeStatic::default().into(), single));
+    assert!(!noted(pruned(Importance::Wanda).into(), few) && noted(pruned(Importance::Sparsegpt).into(), few));
 }
 
 #[test]

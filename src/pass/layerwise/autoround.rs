@@ -76,8 +76,8 @@ impl TrainedLayer {
             return Err(Error::tensor(&layer.weight, "trained rounding requires integers", "use `method: gptq`"));
         };
         let groups = layer.size.div_ceil(grid.group.max(1)).max(1);
-        let codes = grid.codes_of(rounded);
-        let rows = values.par_chunks(layer.size.max(1)).zip(codes.par_chunks(layer.size.max(1))).zip(grid.steps.par_chunks(groups));
+        let (size, codes) = (layer.size.max(1), grid.codes_of(rounded));
+        let rows = values.par_chunks(size).zip(codes.par_chunks(size)).zip(grid.steps.par_chunks(groups));
         let offsets = rows.flat_map_iter(|((values, codes), steps)| {
             let offset =
                 |(at, (value, code)): (usize, (&f32, &i8))| trained_rounding::offset(*value, f32::from(*code), steps[at / grid.group], integers, MARGIN);
@@ -345,27 +345,29 @@ mod tests {
     use super::*;
     use crate::store::{ActivationScheme, Bytes, Codes, DType, Encoding, Granularity};
 
-    /// A layer of two rows of four weights, with codes that differ from the nearest ones.
-    fn layer(symmetric: bool) -> (TrainedLayer, Vec<f32>) {
+    /// A layer of eight weights in rows of `size`, with codes that differ from the nearest ones.
+    fn layer(symmetric: bool, size: usize) -> (TrainedLayer, Vec<f32>) {
+        const SCALES: [f32; 8] = [0.25, 0.25, 0.5, 0.5, 0.125, 0.125, 0.75, 0.75];
         let values = vec![0.3f32, -0.9, 0.2, 2.0, 0.1, -0.26, 0.5, -3.0];
         let bytes = Bytes { dtype: DType::F32, bytes: values.iter().flat_map(|value| value.to_le_bytes()).collect() };
-        let weight = Weight::new(DType::F32, vec![2, 4], Encoding::Dense, Arc::new(bytes));
-        let (codes, granularity) = (Codes::Integer(3), Granularity::Group(2));
+        let (rows, group) = (8 / size, size.min(2));
+        let weight = Weight::new(DType::F32, vec![rows, size], Encoding::Dense, Arc::new(bytes));
+        let (codes, granularity) = (Codes::Integer(3), Granularity::Group(group));
         let affine = QuantizationSpec { codes, granularity, symmetric, scale_dtype: DType::F32, activations: ActivationScheme::None };
         let zero = if symmetric { 0.0 } else { 1.0 };
-        let steps = [0.25, 0.5, 0.125, 0.75].map(|scale| QuantizationParams { scale, zero }).to_vec();
-        let order = [0, 1, 2, 3];
-        let grid = Grid { levels: Levels::Integers(IntegerGrid { bits: 3, symmetric }), group: 2, steps, order: &order, store: |exact| exact as f32 };
+        let steps = SCALES.iter().step_by(group).map(|scale| QuantizationParams { scale: *scale, zero }).collect();
+        let order: Vec<usize> = (0..size).collect();
+        let grid = Grid { levels: Levels::Integers(IntegerGrid { bits: 3, symmetric }), group, steps, order: &order, store: |exact| exact as f32 };
         let codes = [2.0, -4.0, 1.0, 3.0, 0.0, -1.0, 1.0, -3.0f32];
-        let rounded: Vec<f32> = codes.iter().zip([0.25, 0.25, 0.5, 0.5, 0.125, 0.125, 0.75, 0.75]).map(|(code, scale)| (code - zero) * scale).collect();
-        let layer = Layer { weight: "w".into(), rows: 2, size: 4, input_major: false };
+        let rounded: Vec<f32> = codes.iter().zip(SCALES).map(|(code, scale)| (code - zero) * scale).collect();
+        let layer = Layer { weight: "w".into(), rows, size, input_major: false };
         (TrainedLayer::new(&layer, &weight, &affine, values, &rounded, &grid).unwrap(), rounded)
     }
 
     #[test]
     fn training_starts_from_the_given_codes() {
-        for symmetric in [true, false] {
-            let (mut layer, rounded) = layer(symmetric);
+        for (symmetric, size) in [(true, 4), (false, 4), (true, 1)] {
+            let (mut layer, rounded) = layer(symmetric, size);
             let gradients = [1.0f32, -1.0, 2.0, -0.5, 1.0, 0.0, -3.0, 1.0];
             layer.step(&gradients, 0.0);
             assert_eq!(layer.rounded(), rounded);

@@ -207,6 +207,8 @@ fn gradient_of_drawn_targets(logits: &Tensor, batch: &Batch, roles: &SequenceRol
 mod tests {
     use super::*;
     use crate::data::References;
+    use crate::evaluation::Subject;
+    use crate::pass::testing;
 
     #[test]
     fn factors_are_stored_for_samples_of_any_length() {
@@ -246,6 +248,44 @@ mod tests {
         }
         for (square, p) in squares.iter().zip(probabilities) {
             assert!((square - f64::from(p * (1.0 - p))).abs() < 0.02, "{squares:?}");
+        }
+    }
+
+    /// The targets of each sample are drawn separately. Gradients of the first layer are computed by hand.
+    #[test]
+    fn factors_follow_from_the_gradients_of_each_sample() {
+        let text = "input x: float[batch, 5, 4]\nparam a: float[6, 4]\nparam b: float[3, 6]\n\
+            h = Linear{\"input_major\":false}(x, a) -> float[batch, 5, 6]\nt = Tanh(h) -> float[batch, 5, 6]\n\
+            logits = Linear{\"input_major\":false}(t, b) -> float[batch, 5, 3]\noutput logits = logits\n";
+        let (_folder, model) = testing::model(text, |_, shape| testing::numbers(shape)).unwrap();
+        let graph = model.graph().unwrap();
+        let inputs = BTreeMap::from([("x".to_owned(), Tensor::from_vec(testing::numbers(&[3, 5, 4]), (3, 5, 4), &Device::Cpu).unwrap())]);
+        let sites = super::super::sites("quantize", &graph, &["a", "b"].into(), true).unwrap();
+        let open = |context: &Context| {
+            let subject = Subject::from_model(model.clone()).unwrap();
+            let samples = context.data.open(context.data.calibration.as_ref().unwrap(), subject.target()).unwrap();
+            Guide::open(&sites, (&graph, &model), &samples, None, context).unwrap()
+        };
+        let guide = testing::calibrated(&inputs, open).unwrap();
+
+        let values = testing::values(&graph, &model, &inputs, |_| true).unwrap();
+        let b = Tensor::from_vec(testing::numbers(&[3, 6]), (3, 6), &Device::Cpu).unwrap();
+        let mut squares: BTreeMap<&str, Vec<Vec<f64>>> = BTreeMap::new();
+        for sample in 0..3 {
+            let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 1 };
+            let part = |name: &str| values[name].narrow(0, sample, 1).unwrap();
+            let logits = gradient_of_drawn_targets(&part("logits"), &batch, &SequenceRoles::new(&graph), sample as u64).unwrap().squeeze(0).unwrap();
+            let slope = (1.0 - part("t").sqr().unwrap()).unwrap().squeeze(0).unwrap();
+            for (name, gradient) in [("a", (logits.matmul(&b).unwrap() * slope).unwrap()), ("b", logits)] {
+                let rows = gradient.to_vec2::<f32>().unwrap();
+                let mean = |row: &Vec<f32>| row.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>() / row.len() as f64;
+                squares.entry(name).or_default().push(rows.iter().map(mean).collect());
+            }
+        }
+        for (name, squares) in squares {
+            let (found, expected) = (&guide.by_name[name], factors(&squares));
+            let is_close = |found: &[f32], expected: &[f32]| found.len() == 5 && found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-4);
+            assert!(found.len() == 3 && found.iter().zip(&expected).all(|(a, b)| is_close(a, b)), "{name}: {found:?}, not {expected:?}");
         }
     }
 }

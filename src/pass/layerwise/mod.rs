@@ -5,6 +5,7 @@
 
 mod autoround;
 mod block_checkpoints;
+mod checks;
 mod compensated;
 mod guide;
 mod held_out;
@@ -31,9 +32,10 @@ use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence};
 use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::pass::{Context, calibrate};
-use crate::store::{ByteSize, Weight, Weights};
+use crate::store::{Weight, Weights};
 pub(in crate::pass) use block_checkpoints::checkpoint_bytes;
 use block_checkpoints::{BlockCheckpoints, BlockReport};
+use checks::{require_bytes, require_finite};
 use guide::{Factors, Guide};
 use held_out::{LayerChoice, Split};
 pub(in crate::pass) use low_rank::decompose;
@@ -476,25 +478,6 @@ impl Layerwise<'_> {
             original.iter().try_for_each(|original| moments.add_original(value, &part(original, &others)?, &rows))?;
             moments.add(value, &rows)
         })
-    }
-}
-
-/// Returns an error if more memory is needed than the limit.
-fn require_bytes(name: &str, what: &str, needed: u64, limit: u64) -> Result<()> {
-    if needed <= limit {
-        return Ok(());
-    }
-    Err(Error::Unsupported {
-        what: format!("{name}: {what} about {}, but the memory limit is {}", ByteSize(needed), ByteSize(limit)),
-        hint: "increase the limit `memory`, or add large layers to `ignore`".into(),
-    })
-}
-
-/// Returns an error if a weight contains infinite or NaN values.
-fn require_finite(name: &str, values: &[f32]) -> Result<()> {
-    match values.iter().all(|value| value.is_finite()) {
-        true => Ok(()),
-        false => Err(Error::tensor(name, "contains infinite or NaN values", "use a checkpoint without such values, or add it to `ignore`")),
     }
 }
 

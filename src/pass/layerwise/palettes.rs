@@ -86,3 +86,31 @@ impl Method for Palettes<'_> {
         &mut self.report
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::store::{Bytes, DType, Encoding};
+
+    /// Inputs 0 and 3 of a weight that is stored as `[in, out]` are large, and have weights of four values.
+    /// Each shares a palette of four values with an input that is nearly zero.
+    #[test]
+    fn palettes_of_input_major_weights_follow_the_inputs_of_their_group() {
+        let (outputs, inputs) = (8, 4);
+        let value = |at: usize| if [0, 3].contains(&(at / outputs)) { [1.0, -2.0, 3.0, 0.5][at % 4] } else { 0.1 + at as f32 / 16.0 };
+        let stored: Vec<f32> = (0..inputs * outputs).map(value).collect();
+        let bytes = Bytes { dtype: DType::F32, bytes: stored.iter().flat_map(|value| value.to_le_bytes()).collect() };
+        let weight = Weight::new(DType::F32, vec![inputs, outputs], Encoding::Dense, Arc::new(bytes));
+        let layer = Layer { weight: "w".into(), rows: outputs, size: inputs, input_major: true };
+        let encodings = BTreeMap::from([("w".to_owned(), QuantizationSpec::palettes(2, 2, &weight.shape, DType::F32))]);
+        let mut method = Palettes { encodings: &encodings, costs: vec![1.0, 1e-6, 1e-6, 1.0], report: MethodReport::default() };
+        let changed = method.change(&layer, &weight, &mut layer.output_major(stored.clone())).unwrap();
+        let found = changed[0].1.floats("w").unwrap();
+        for (row, (found, expected)) in found.chunks(outputs).zip(stored.chunks(outputs)).enumerate() {
+            let error = found.iter().zip(expected).map(|(found, expected)| (found - expected).abs()).fold(0f32, f32::max);
+            assert!((error < 1e-3) == [0, 3].contains(&row), "{row}: {found:?}, not {expected:?}");
+        }
+    }
+}

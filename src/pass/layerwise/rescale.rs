@@ -391,4 +391,24 @@ mod tests {
         }
         assert!(changed > 40, "{changed}");
     }
+
+    /// Ignored weights are not changed, so that the other weights of their chains cannot be either.
+    #[test]
+    fn chains_with_an_ignored_weight_are_not_rescaled() {
+        let model = Model::open(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama")).unwrap();
+        let graph = model.graph().unwrap();
+        let layers: BTreeSet<String> = model.weights.by_name.keys().filter(|name| name.ends_with("proj.weight")).cloned().collect();
+        let found = |ignored: Vec<Pattern>| -> Vec<BTreeSet<String>> {
+            let (strength, activations, round) =
+                (Strength::Awq, ActivationScheme::None, Box::new(|_: &Layer, _: &Weight, _: &mut [f32], _: &[f64], _: RoundingMode| {}));
+            let rescale = Rescale { strength, activations, groups: BTreeMap::new(), ignored, round };
+            rescale.chains(&graph, &layers, &model).unwrap().chains.iter().map(|(chain, _)| names(chain).cloned().collect()).collect()
+        };
+        for name in ["model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"] {
+            let (mut expected, count) = (found(Vec::new()), found(Vec::new()).len());
+            expected.retain(|names| !names.contains(name));
+            assert_eq!(expected.len(), count - 1);
+            assert_eq!(found(vec![name.parse().unwrap()]), expected, "{name}");
+        }
+    }
 }

@@ -312,3 +312,14 @@ impl Method for Rounder<'_> {
         &mut self.report
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn costs_are_relative_to_the_mean() {
+        assert_eq!(costs(&[1.0, 3.0, 8.0, 0.0]), [1.0 / 3.0 + 1e-3, 1.0 + 1e-3, 8.0 / 3.0 + 1e-3, 1e-3].map(|cost: f64| cost as f32));
+        assert_eq!(costs(&[0.0; 2]), [1.0; 2], "without samples, all columns are equal");
+    }
+}
