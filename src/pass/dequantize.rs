@@ -151,3 +151,21 @@ fn fake_quantizers(model: &Model) -> Result<Option<(Graph, usize)>> {
     let count = graph.nodes().iter().filter(|node| matches!(node.op, Op::FakeQuantize(_))).count();
     Ok(Some((graph, count)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Values that a clamp or an activation function limits to one sign have no bounds.
+    #[test]
+    fn only_values_of_both_signs_have_bounds() {
+        let text = "input x: float[batch, 4]\nparam w: float[4, 4]\nh = Linear{\"input_major\":false}(x, w) -> float[batch, 4]\n\
+            both = Clip{\"min\":-1.0,\"max\":2.0}(h) -> float[batch, 4]\nmore = Clip{\"min\":-3.0,\"max\":1.0}(both) -> float[batch, 4]\n\
+            above = Clip{\"min\":0.0,\"max\":6.0}(h) -> float[batch, 4]\nbelow = Clip{\"min\":-1.0,\"max\":0.0}(h) -> float[batch, 4]\n\
+            relu = Relu(h) -> float[batch, 4]\noutput more = more\noutput above = above\noutput below = below\noutput relu = relu\n";
+        let graph: Graph = text.parse().unwrap();
+        let found: BTreeMap<&str, (f32, f32)> =
+            bounds_without_activation_function(&graph).into_iter().map(|(id, bounds)| (graph.value(id).name.as_str(), bounds)).collect();
+        assert_eq!(found, BTreeMap::from([("h", (f32::NEG_INFINITY, f32::INFINITY)), ("both", (-1.0, 2.0)), ("more", (-1.0, 1.0))]));
+    }
+}

@@ -112,3 +112,26 @@ fn matrix<'g>(graph: &'g Graph, node: &Node) -> Option<Matrix<'g>> {
     let at = usize::try_from(op.start).ok().filter(|at| *at < count)?;
     (is_matrix && all.kind == Kind::Param).then_some(Matrix { weight: &all.name, position: [at, count] })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Only slices of a parameter that are whole matrices have importance.
+    #[test]
+    fn matrices_of_stacks_are_found() {
+        let found = |stack: &str, slice: &str, shape: &str| {
+            let text = format!(
+                "input x: float[batch, 4]\nparam all: float[2, 4, 4]\nn = Neg(all) -> float[2, 4, 4]\n\
+                s = Slice{slice}({stack}) -> float[{shape}]\nm = Reshape{{\"shape\":[4,4]}}(s) -> float[4, 4]\n\
+                y = Linear{{\"input_major\":false}}(x, m) -> float[batch, 4]\noutput y = y\noutput n = n\n"
+            );
+            let graph: Graph = text.parse().unwrap();
+            matrix(&graph, graph.nodes().iter().find(|node| matches!(node.op, Op::Linear(_))).unwrap())
+                .map(|matrix| (matrix.weight.to_owned(), matrix.position))
+        };
+        assert_eq!(found("all", "{\"axis\":0,\"start\":1}", "1, 4, 4"), Some(("all".to_owned(), [1, 2])));
+        assert_eq!(found("all", "{\"axis\":1,\"length\":2}", "2, 2, 4"), None, "rows of both matrices");
+        assert_eq!(found("n", "{\"axis\":0,\"start\":1}", "1, 4, 4"), None, "a computed stack");
+    }
+}

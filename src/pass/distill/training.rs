@@ -382,6 +382,7 @@ fn teacher_cache_key(teacher: &Model, graph: &Graph, training: &Training, comput
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pass::testing;
 
     #[test]
     fn the_batch_size_is_that_of_the_inputs_if_it_is_fixed() {
@@ -394,5 +395,20 @@ mod tests {
         assert_eq!(automatic("input x: float[3, 2]\ninput k: int[3]\n"), 3);
         let graph: Graph = "input x: float[3, 2]\noutput y = x\n".parse().unwrap();
         assert_eq!(batch(&graph, &Training { batch_size: BatchSize::Samples(6), ..Training::default() }), 6);
+    }
+
+    /// A training that preserved no zeros does not state that the model was pruned.
+    #[test]
+    fn reports_state_whether_weights_were_pruned() {
+        let (folder, model) =
+            testing::model("input x: float[batch, 2]\nparam w: float[2]\ny = Mul(x, w) -> float[batch, 2]\noutput y = y\n", |_, shape| testing::numbers(shape))
+                .unwrap();
+        let stated = |pass: Value| {
+            std::fs::write(folder.path().join(REPORT_FILES[0]), json!({ "passes": [{ "name": "cast" }, pass] }).to_string()).unwrap();
+            states_pruning(&model)
+        };
+        let trained = |zeros: u64| json!({ "name": "finetune", "details": { "training": { "zeros_kept": zeros } } });
+        assert!(stated(json!({ "name": "prune-unstructured" })) && stated(trained(1)));
+        assert!(!stated(trained(0)) && !stated(json!({ "name": "finetune" })));
     }
 }

@@ -227,6 +227,22 @@ mod tests {
     use super::*;
     use crate::pass::WeightObserver;
 
+    /// Ranges end at the limits of a clamp, and contain zero.
+    #[test]
+    fn ranges_are_limited_by_clamps() {
+        let limited = |min: &str, max: &str| {
+            let text = format!("input x: float[batch, 4]\ny = Clip{{\"min\":{min},\"max\":{max}}}(x) -> float[batch, 4]\noutput y = y\n");
+            let graph: Graph = text.parse().unwrap();
+            let node = &graph.nodes()[0];
+            assert_eq!(clamp_range(&graph, node.inputs[0], (-5.0, 8.0)), (-5.0, 8.0));
+            clamp_range(&graph, node.output, (-5.0, 8.0))
+        };
+        assert_eq!(
+            [("0.0", "0.5"), ("0.0", "9.0"), ("-2.0", "-1.0"), ("1.0", "3.0")].map(|(min, max)| limited(min, max)),
+            [(0.0, 0.5), (0.0, 8.0), (-2.0, 0.0), (0.0, 3.0)]
+        );
+    }
+
     /// `bias + (W - Ŵ) · mean(x)`, computed by hand for a matrix, for two groups of two inputs with two
     /// taps each, and for a depthwise convolution of two channels with four taps.
     #[test]

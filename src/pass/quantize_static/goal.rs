@@ -253,6 +253,12 @@ mod tests {
     }
 
     #[test]
+    fn metrics_have_the_digits_that_distinguish_them_from_the_goal() {
+        let goal: Goal = "{min_cosine: 0.99}".parse().unwrap();
+        assert_eq!([0.5, 0.9899, 0.989999, 0.99].map(|metric| goal.shown(metric)), ["0.5000", "0.9899", "0.989999", "0.9900"]);
+    }
+
+    #[test]
     fn the_search_finds_the_minimum_number_of_layers_in_floats() {
         let goal: Goal = "{min_cosine: 0.5, max_trials: 20}".parse().unwrap();
         for count in 0..20 {

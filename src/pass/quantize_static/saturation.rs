@@ -88,8 +88,10 @@ mod tests {
 
     #[test]
     fn two_large_products_of_equal_sign_saturate() {
-        let bytes: Vec<u8> = [127f32, 127.0, 0.0, 127.0, -127.0, 64.0].iter().flat_map(|v| v.to_le_bytes()).collect();
-        let dense = Weight::new(DType::F32, vec![3, 2], Encoding::Dense, Arc::new(crate::store::Bytes { dtype: DType::F32, bytes }));
+        let dense = |values: &[f32], shape: &[usize]| {
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            Weight::new(DType::F32, shape.to_vec(), Encoding::Dense, Arc::new(crate::store::Bytes { dtype: DType::F32, bytes }))
+        };
         let affine = QuantizationSpec {
             codes: Codes::INT8,
             granularity: Granularity::Tensor,
@@ -97,14 +99,18 @@ mod tests {
             scale_dtype: DType::F32,
             activations: ActivationScheme::None,
         };
-        let quantized = |reduced| {
-            crate::pass::weight_quantizer::WeightQuantizer::new("w", &dense, affine.clone(), crate::pass::WeightObserver::Minmax, &Arc::new(Meter::default()))
+        let quantized = |dense: &Weight, reduced| {
+            crate::pass::weight_quantizer::WeightQuantizer::new("w", dense, affine.clone(), crate::pass::WeightObserver::Minmax, &Arc::new(Meter::default()))
                 .reduced(reduced)
                 .weight()
         };
+        let matrix = dense(&[127.0, 127.0, 0.0, 127.0, -127.0, 64.0], &[3, 2]);
         let by = FakeQuantize { scale: 1.0, zero_point: -128 };
-        assert_eq!(saturated(&quantized(false), by, &[vec![255.0, 255.0]]).unwrap(), 1.0 / 3.0);
-        assert_eq!(saturated(&quantized(false), by, &[vec![128.0, 128.0]]).unwrap(), 0.0);
-        assert_eq!(saturated(&quantized(true), by, &[vec![255.0, 255.0]]).unwrap(), 0.0);
+        assert_eq!(saturated(&quantized(&matrix, false), by, &[vec![255.0, 255.0]]).unwrap(), 1.0 / 3.0);
+        assert_eq!(saturated(&quantized(&matrix, false), by, &[vec![128.0, 128.0]]).unwrap(), 0.0);
+        assert_eq!(saturated(&quantized(&matrix, true), by, &[vec![255.0, 255.0]]).unwrap(), 0.0);
+        // Two filters of two channels and two taps: only the second tap of the first filter saturates.
+        let filters = dense(&[1.0, 127.0, 1.0, 127.0, 127.0, 127.0, 1.0, 1.0], &[2, 2, 1, 2]);
+        assert_eq!(saturated(&quantized(&filters, false), by, &[vec![255.0, 255.0]]).unwrap(), 0.5);
     }
 }

@@ -102,3 +102,30 @@ pub(super) fn left_in_floats(graph: &Graph, layers: &BTreeSet<String>) -> Vec<St
     let kinds: Vec<String> = kinds.into_iter().map(|((op, why), (count, first))| format!("{count} {op} ({why}; the first: `{first}`)")).collect();
     if kinds.is_empty() { Vec::new() } else { vec![format!("left in floats: {}", kinds.join(", "))] }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A residual block: the output of the first convolution is quantized after its activation function, and
+    /// the sum because both of its inputs are.
+    #[test]
+    fn outputs_of_convolutions_are_quantized_for_all_readers() {
+        let conv = "Conv{\"stride\":1,\"padding\":0,\"dilation\":1,\"groups\":1}";
+        let text = format!(
+            "input x: float[batch, 4, 8, 8]\nparam a: float[4, 4, 1, 1]\nparam b: float[4, 4, 1, 1]\nparam c: float[2, 4]\n\
+            conv = {conv}(x, a) -> float[batch, 4, 8, 8]\nrelu = Relu(conv) -> float[batch, 4, 8, 8]\n\
+            second = {conv}(relu, b) -> float[batch, 4, 8, 8]\nsum = Add(second, relu) -> float[batch, 4, 8, 8]\n\
+            pool = GlobalAveragePool(sum) -> float[batch, 4]\nlogits = Linear{{\"input_major\":false}}(pool, c) -> float[batch, 2]\noutput logits = logits\n"
+        );
+        let graph: Graph = text.parse().unwrap();
+        let found = |layers: &[&str]| -> BTreeMap<String, bool> {
+            let sites = Sites::new(&graph, &layers.iter().map(|name| (*name).to_owned()).collect());
+            assert!(sites.values.iter().all(|(value, site)| site.scale_of == *value));
+            sites.values.iter().map(|(value, site)| (graph.value(*value).name.clone(), site.all_readers)).collect()
+        };
+        let expected = |values: &[(&str, bool)]| values.iter().map(|(name, all_readers)| ((*name).to_owned(), *all_readers)).collect::<BTreeMap<_, _>>();
+        assert_eq!(found(&["a", "b", "c"]), expected(&[("x", false), ("relu", true), ("second", true), ("sum", true), ("pool", true)]));
+        assert_eq!(found(&["b", "c"]), expected(&[("relu", false), ("second", true), ("pool", false)]));
+    }
+}
