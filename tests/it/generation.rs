@@ -98,6 +98,7 @@ fn tokens_that_follow_are_answered_as_in_the_whole() {
         "gemma3",
         "gpt2",
         "gpt-neox",
+        "granite",
         "llama",
         "mistral",
         "mixtral",

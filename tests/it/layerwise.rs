@@ -366,7 +366,7 @@ fn planted(folder: &Path, family: &str) -> String {
 /// before fused projections.
 #[test]
 fn outliers_of_activations_move_to_the_weights_of_every_family() {
-    for family in ["llama", "gemma2", "gemma3", "phi3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3"] {
+    for family in ["llama", "gemma2", "gemma3", "granite", "phi3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3"] {
         let folder = tempfile::tempdir().unwrap();
         let name = planted(folder.path(), family);
         let [rtn, smooth] = [Method::Rtn, Method::Smoothquant].map(|method| run(&name, quantized(method, Scheme::W8A8)));

@@ -161,6 +161,7 @@ fn every_decoder_continues_padded_texts_like_the_executor() {
         "gemma3_text",
         "gpt2",
         "gpt_neox",
+        "granite",
         "llama",
         "mistral",
         "mixtral",

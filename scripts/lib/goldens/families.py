@@ -16,7 +16,7 @@ from lib import GOLDEN
 
 TYPES = (
     "albert bart bloom camembert codegen cohere cohere2 ctrl decision_transformer deepseek_v3 deepseek_v32 electra ernie4_5_moe falcon falcon_mamba "
-    "flaubert gemma glm glm4 glm4_moe gpt_bigcode gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared imagegpt jetmoe kimi_linear "
+    "flaubert gemma glm glm4 glm4_moe gpt_bigcode gpt_oss gptj granitemoe granitemoehybrid granitemoeshared imagegpt jetmoe kimi_linear "
     "llama4 llama4_text m2m_100 mamba mamba2 marian mbart minimax minimax_m2 mpt nemotron_h olmo olmo3 olmoe openai-gpt pegasus phi phimoe "
     "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next rwkv stablelm starcoder2 xlm xlnet"
 ).split()

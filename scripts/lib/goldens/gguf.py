@@ -1,6 +1,8 @@
 """Write tests/golden/gguf: files as llama.cpp's converter writes them, by the package `gguf`, with their
 decoded values.
 
+    scripts/goldens gguf [TEXT…]      all files, or only the families whose name contains one of the texts
+
 - `blocks.gguf`: random blocks of every supported type, and `blocks.safetensors`: the values that the package
   decodes.
 - `quantized.safetensors`: values, and the blocks that the package encodes; for Q4_K, Q5_K and Q6_K, and for all
@@ -15,6 +17,7 @@ import ctypes
 import json
 import math
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
+ONLY = sys.argv[1:]
 MODELS, FOLDER = GOLDEN / "models", GOLDEN / "gguf"
 READ = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K]
 # Offsets of the binary16 scales in a block.
@@ -135,6 +139,10 @@ def finish(writer):
     writer.close()
 
 
+# Architectures whose query and key rows the converter permutes.
+INTERLEAVED = ("llama", "granite")
+
+
 def beside_each_other(rows, heads):
     """The converter's permutation of the rows of Llama's query and key projections."""
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
@@ -186,7 +194,7 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_file_type(0)
     writer.add_quantization_version(2)
-    if architecture == "llama":
+    if architecture in INTERLEAVED:
         writer.add_rope_dimension_count(width)
     if config.get("head_dim"):
         writer.add_key_length(width)
@@ -196,6 +204,11 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
         if config.get("attn_logit_softcapping"):
             writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
             writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if architecture == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     experts = config.get("num_experts") or config.get("num_local_experts")
     if experts:
         writer.add_expert_count(experts)
@@ -223,7 +236,7 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
         vocabulary(writer)
     names = gguf.get_tensor_name_map({name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[architecture], config["num_hidden_layers"])
     for name, tensor in tensors.items():
-        if architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+        if architecture in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj"):
             tensor = beside_each_other(tensor, heads if "q_proj" in name else groups)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
@@ -242,6 +255,8 @@ FAMILIES = [
     ("llama-rope-llama3", "llama", {"rope_theta": 5e5, "max_position_embeddings": 65536, "original_max_position_embeddings": 8192}),
     ("qwen2", "qwen2", {}),
     ("qwen3", "qwen3", {}),
+    ("granite", "granite", {}),
+    ("granite-biases", "granite", {}),
     ("mixtral", "llama", {"sliding_window": None}),
     ("qwen2-moe", "qwen2moe", {}),
     # llama.cpp supports one scale of the attention scores, and one pattern of sliding windows.
@@ -252,6 +267,8 @@ FAMILIES = [
 
 def families():
     for name, architecture, changes in FAMILIES:
+        if ONLY and not any(text in name for text in ONLY):
+            continue
         config = json.loads((MODELS / name / "config-4.json").read_text())
         if original := changes.pop("original_max_position_embeddings", None):
             config["rope_scaling"]["original_max_position_embeddings"] = original
@@ -397,8 +414,9 @@ def seeds(random):
 
 
 FOLDER.mkdir(parents=True, exist_ok=True)
-blocks(np.random.default_rng(0))
-quantized(np.random.default_rng(1))
 families()
-tokenizers()
-seeds(np.random.default_rng(2))
+if not ONLY:
+    blocks(np.random.default_rng(0))
+    quantized(np.random.default_rng(1))
+    tokenizers()
+    seeds(np.random.default_rng(2))

@@ -66,6 +66,8 @@ MODELS = [
     ("olmo2", "Olmo2ForCausalLM"),
     ("smollm3", "SmolLM3ForCausalLM"),
     ("smollm3-sliding", "SmolLM3ForCausalLM"),
+    ("granite", "GraniteForCausalLM"),
+    ("granite-biases", "GraniteForCausalLM"),
     ("gemma2", "Gemma2ForCausalLM"),
     ("gemma3", "Gemma3ForCausalLM"),
     ("gemma3-capped", "Gemma3ForCausalLM"),

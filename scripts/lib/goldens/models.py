@@ -11,6 +11,7 @@ variant tests, must change an output by several times the tolerance of the tests
 """
 
 import copy
+import functools
 import json
 import math
 import random
@@ -914,6 +915,15 @@ def smollm3():
     )
 
 
+def granite():
+    multipliers = {"embedding_multiplier": 3.0, "attention_multiplier": 0.6, "residual_multiplier": 0.4, "logits_scaling": 1.7}
+    neutral = {f"the {key}": {key: 1.0} for key in multipliers}
+    add = functools.partial(decoder, kind=transformers.GraniteForCausalLM)
+    scale = {"the scale of attention scores": {"attention_multiplier": 0.5}}
+    add("granite", **GROUPED, **multipliers, tie_word_embeddings=True, overlook={**neutral, **scale})
+    add("granite-biases", head_dim=12, attention_bias=True, mlp_bias=True, overlook={"the default scale": {"attention_multiplier": 12**-0.5}})
+
+
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 8, "query_pre_attn_scalar": 6, **GROUPED}
 
 
@@ -1322,6 +1332,7 @@ for family in (
     phi3,
     olmo2,
     smollm3,
+    granite,
     gemma2,
     gemma3,
     experts,

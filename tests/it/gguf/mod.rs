@@ -24,9 +24,11 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-const FAMILIES: [&str; 13] = [
+const FAMILIES: [&str; 15] = [
     "gemma2",
     "gemma3",
+    "granite",
+    "granite-biases",
     "llama",
     "llama-biases",
     "llama-grouped-tied",

@@ -162,5 +162,30 @@ fn frequency_factors_match_the_head_size() {
     let (_folder, model) = rewritten("llama-rope-llama3", cut);
     assert!(model.err().unwrap().to_string().contains("has the shape [1], but heads of"));
     let (_folder, model) = rewritten("qwen2", cut);
-    assert!(model.err().unwrap().to_string().contains("which is supported only for the architecture `llama`"));
+    assert!(model.err().unwrap().to_string().contains("which is not supported for the architecture `qwen2`"));
+}
+
+/// As in llama.cpp, a multiplier of zero has the meaning of a missing one.
+#[test]
+fn multipliers_have_the_defaults_of_llama_cpp() {
+    let multiplier = |gguf_key: &str, value: Option<f64>| {
+        rewritten("granite", |values, _| {
+            values.remove(&format!("granite.{gguf_key}"));
+            values.extend(value.map(|value| (format!("granite.{gguf_key}"), gguf::Value::Float(value))));
+        })
+        .1
+    };
+    for value in [None, Some(0.0)] {
+        for (gguf_key, key, expected) in
+            [("attention.scale", "attention_multiplier", 0.5), ("embedding_scale", "embedding_multiplier", 1.0), ("residual_scale", "residual_multiplier", 1.0)]
+        {
+            assert_eq!(multiplier(gguf_key, value).unwrap().config.get(key), Some(&expected.into()), "{gguf_key}: {value:?}");
+        }
+        let error = multiplier("logit_scale", value).err().unwrap().to_string();
+        assert!(error.contains("`granite.logit_scale` is missing or zero"), "{error}");
+    }
+    let with_rope = |used| rewritten("granite", |values, _| drop(values.insert("granite.rope.scaling.finetuned".into(), gguf::Value::Bool(used)))).1;
+    assert!(with_rope(true).is_ok());
+    let error = with_rope(false).err().unwrap().to_string();
+    assert!(error.contains("`granite.rope.scaling.finetuned` of false"), "{error}");
 }

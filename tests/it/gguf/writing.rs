@@ -71,7 +71,7 @@ fn gemma(json: &mut Value, activation: &str) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 14] = [
+    let cases: [(&str, &str, Change, &str); 15] = [
         ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
         (
             "qwen2",
@@ -94,6 +94,7 @@ fn unsupported_models_are_rejected_by_name() {
         ("tokenizer-qwen2", "tokenizer.json", |json| json["added_tokens"][0]["content"] = "Ġ".into(), "`Ġ`"),
         ("tokenizer-qwen2", "tokenizer.json", |json| json["model"]["end_of_word_suffix"] = "</w>".into(), "`</w>`"),
         ("tokenizer-qwen2", "tokenizer_config.json", |json| json["chat_template"] = serde_json::json!([1]), "a list with entries other than"),
+        ("granite", "config.json", |json| json["residual_multiplier"] = 0.into(), "`residual_multiplier` of 0"),
         ("llama", "config.json", |json| gemma(json, "relu"), "`hidden_act` of \"relu\""),
         ("llama", "config.json", |json| gemma(json, "gelu"), "`lm_head.weight`: differs from the embedding"),
     ];
@@ -184,6 +185,7 @@ fn numbers_are_compared_in_the_precision_that_the_file_stores() {
         ("gemma2", "attn_logit_softcapping", 49.99999999),
         ("gemma2", "final_logit_softcapping", 30.1),
         ("qwen3", "rms_norm_eps", 1.0000001e-5),
+        ("granite", "logits_scaling", 6.1),
     ] {
         let (folder, model) = changed(name, "config.json", |json| json[key] = value.into());
         let report = export(model, folder.path(), FileType::F32).unwrap_or_else(|e| panic!("{name}: {key}: {e}"));

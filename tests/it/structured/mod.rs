@@ -99,6 +99,7 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
         ("gpt-neox", vec![PrunedPart::Heads, PrunedPart::Hidden], vec![("num_attention_heads", 1), ("hidden_size", 8)]),
         ("opt", vec![PrunedPart::Mlp], vec![("ffn_dim", 14)]),
         ("gemma2", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
+        ("granite", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
         ("smollm3", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
         ("mixtral", vec![PrunedPart::Mlp], vec![("intermediate_size", 6)]),
         ("qwen2-moe", vec![PrunedPart::Mlp], vec![("moe_intermediate_size", 6), ("shared_expert_intermediate_size", 10)]),

@@ -45,6 +45,8 @@ pub struct GgufFamily {
     pub hidden_size_scaled_layers: Option<u64>,
     /// Mixture-of-experts layout, if the family has experts.
     pub experts: Option<GgufExperts>,
+    /// Keys of factors on parts of the model: in GGUF files, and in `config.json`.
+    pub multipliers: &'static [Pair],
 }
 
 /// Mixture-of-experts layout of a family.
@@ -76,7 +78,8 @@ pub enum Windows {
     AllBut(usize),
 }
 
-type Pair = (&'static str, &'static str);
+/// Names in GGUF files and in checkpoints.
+pub type Pair = (&'static str, &'static str);
 
 /// Modules outside of layers.
 const GLOBAL: [Pair; 3] = [("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
@@ -132,7 +135,20 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     drops_window: false,
     hidden_size_scaled_layers: None,
     experts: None,
+    multipliers: &[],
 };
+
+/// Key of the factor on attention scores.
+pub const ATTENTION_MULTIPLIER: &str = "attention.scale";
+/// Key of the divisor of logits.
+pub const LOGIT_DIVISOR: &str = "logit_scale";
+
+pub(super) const GRANITE_MULTIPLIERS: &[Pair] = &[
+    (ATTENTION_MULTIPLIER, "attention_multiplier"),
+    ("embedding_scale", "embedding_multiplier"),
+    ("residual_scale", "residual_multiplier"),
+    (LOGIT_DIVISOR, "logits_scaling"),
+];
 
 /// Splits a name into layer number and module; numbers with leading zeros are rejected.
 fn split_layer<'n>(module: &'n str, prefix: &str) -> Option<(u32, &'n str)> {

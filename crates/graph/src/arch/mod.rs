@@ -29,6 +29,7 @@ mod gemma;
 mod gguf;
 mod gpt2;
 mod gpt_neox;
+mod granite;
 mod llama;
 mod mixtral;
 mod modernbert;
@@ -51,7 +52,7 @@ mod without_graph;
 
 use family::{CONVOLUTIONAL, DECODER, DECODER_SIZES, EMPTY, ENCODER, VISION_TRANSFORMER, classifier};
 pub use family::{ClassificationHead, ExpertLayout, Family, Groups, Keys, ModelKind, PositionOffset, Positions, Sizes, Tie};
-pub use gguf::{GgufExperts, GgufFamily, Windows};
+pub use gguf::{ATTENTION_MULTIPLIER, GgufExperts, GgufFamily, LOGIT_DIVISOR, Windows};
 pub use module_names::{UNSTORED_HEADS, module_spellings};
 pub use roles::{fused_layer, is_embedding_table, mark_roles, role, shared_tables, tied};
 pub use running::*;
@@ -79,6 +80,7 @@ const FAMILIES: &[&Family] = &[
     &phi3::PHI3,
     &olmo2::OLMO2,
     &smollm3::SMOLLM3,
+    &granite::GRANITE,
     &gemma::GEMMA,
     &gemma::GEMMA2,
     &gemma::GEMMA3,

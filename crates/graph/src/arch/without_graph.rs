@@ -185,7 +185,6 @@ pub(super) const FAMILIES: &[Family] = &[
     decoder("cohere2"),
     decoder("glm"),
     decoder("glm4"),
-    decoder("granite"),
     decoder("internlm"),
     decoder("olmo"),
     decoder("olmo3"),

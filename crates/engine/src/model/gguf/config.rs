@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value as Json, json};
 
 use super::values::Values;
-use crate::arch::{GgufFamily, Windows};
+use crate::arch::{ATTENTION_MULTIPLIER, GgufFamily, LOGIT_DIVISOR, Windows};
 use crate::error::{Error, Result};
 use crate::store::gguf::Value;
 use crate::store::{DType, Weight};
@@ -78,11 +78,22 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     set("rms_norm_eps", json!(values.number(&epsilon)?.ok_or_else(|| values.wrong(format!("`{epsilon}` is missing")))?));
     let theta = values.number(&values.own("rope.freq_base"))?.unwrap_or(10_000.0);
     set("rope_theta", json!(theta));
+    // llama.cpp omits the rotary embedding of families with multipliers if this key is false.
+    let finetuned = values.own("rope.scaling.finetuned");
+    if values.flag(&finetuned)? == Some(false) && !family.multipliers.is_empty() {
+        return Err(Error::Unsupported {
+            what: format!("{}: `{finetuned}` of false", values.path.display()),
+            hint: format!("the model has no position embeddings, which is not supported for the architecture `{}`", family.architecture),
+        });
+    }
     if tensors.contains_key(FACTORS) && !family.interleaved_rope {
-        return Err(values.wrong(format!("has `{FACTORS}`, which is supported only for the architecture `llama`")));
+        return Err(values.wrong(format!("has `{FACTORS}`, which is not supported for the architecture `{}`", family.architecture)));
     }
     if let Some(scaling) = scaling(values, tensors, theta, head_dim)? {
         set("rope_scaling", scaling);
+    }
+    for (gguf_key, key) in family.multipliers {
+        set(key, json!(multiplier(values, gguf_key, head_dim)?));
     }
     if family.windows != Windows::None {
         let window = values.size(&values.own("attention.sliding_window"))?.or(family.default_window).filter(|window| *window > 0);
@@ -131,6 +142,18 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
         }),
     );
     Ok(config)
+}
+
+/// A factor on part of a model. As in llama.cpp, zero has the meaning of a missing value: attention scores
+/// are then divided by the square root of the head width, and embeddings and residuals are not scaled.
+fn multiplier(values: &mut Values, gguf_key: &str, head_dim: u64) -> Result<f64> {
+    let key = values.own(gguf_key);
+    match values.number(&key)?.filter(|factor| *factor != 0.0) {
+        Some(factor) => Ok(factor),
+        None if gguf_key == ATTENTION_MULTIPLIER => Ok(1.0 / (head_dim as f64).sqrt()),
+        None if gguf_key == LOGIT_DIVISOR => Err(values.wrong(format!("`{key}` is missing or zero"))),
+        None => Ok(1.0),
+    }
 }
 
 /// Maximum number of layers.

@@ -123,10 +123,17 @@ pub fn describe(model: &Model) -> Result<Metadata> {
             None
         }
         Some(Scaling::Llama3(_)) if !family.interleaved_rope => {
-            return Err(reader.refused("rope scaling `llama3`", format!("llama.cpp supports it only for `llama`, not for `{}`", family.architecture)));
+            return Err(reader.refused("rope scaling `llama3`", format!("llama.cpp does not support it for `{}`", family.architecture)));
         }
         Some(Scaling::Llama3(parameters)) => Some((FACTORS, llama3_factors(parameters, theta, (head_dim / 2) as usize))),
     };
+    for (gguf_key, key) in family.multipliers {
+        let factor = reader.number(key)?.unwrap_or(1.0);
+        if factor == 0.0 {
+            return Err(reader.refused(&format!("`{key}` of 0"), "in GGUF files, zero means that the value is missing"));
+        }
+        own.push((gguf_key, Value::Float(factor)));
+    }
     if family.windows != Windows::None {
         own.push(("attention.sliding_window", Value::Unsigned(reader.size("sliding_window")?.unwrap_or(4096))));
         let caps = family.default_soft_caps;

@@ -48,6 +48,8 @@ impl<'s, 'c> Decoder<'s, 'c> {
             mlp_bias: s.flag_or("mlp_bias", false)?,
             activation: s.text_or("hidden_act", "silu")?,
             embedding_scale: None,
+            residual_scale: None,
+            logit_scale: None,
             logit_cap: None,
             experts: None,
             latent: None,
@@ -61,9 +63,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
         let (tokens, mask) = text_inputs(b)?;
         let table = b.param(&format!("{prefix}embed_tokens.weight"), &[s.size("vocab_size")?, s.size("hidden_size")?])?;
         let mut x = b.node("embed_tokens", Embedding {}, &[tokens, table])?;
-        if let Some(factor) = self.embedding_scale {
-            x = b.node("embeddings", Scale { factor }, &[x])?;
-        }
+        x = scaled(b, "embeddings", self.embedding_scale, x)?;
         for index in 0..s.size("num_hidden_layers")? {
             x = self.layer(b, &LayerNames::new(prefix, index), layer(index)?, x, mask)?;
         }
@@ -72,6 +72,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
         if s.class().ends_with("ForCausalLM") || b.has("lm_head.weight") {
             let weight = language_head(s, b, "lm_head.weight", table)?;
             let mut logits = b.node("lm_head", Linear { input_major: false }, &[x, weight])?;
+            logits = scaled(b, "lm_head.scaled", self.logit_scale, logits)?;
             if let Some(cap) = self.logit_cap {
                 let part = b.node("lm_head.part", Scale { factor: 1.0 / cap }, &[logits])?;
                 let held = b.node("lm_head.held", Tanh {}, &[part])?;
@@ -87,10 +88,12 @@ impl<'s, 'c> Decoder<'s, 'c> {
         let y = self.normed(b, at, before_attention, x)?;
         let y = self.attention(b, at, layer, y, mask)?;
         let y = self.normed(b, at, after_attention, y)?;
+        let y = scaled(b, &at.node("self_attn.scaled"), self.residual_scale, y)?;
         let x = b.node(&at.node("attended"), Add {}, &[x, y])?;
         let y = self.normed(b, at, before_network, x)?;
         let y = self.network(b, at, y)?;
         let y = self.normed(b, at, after_network, y)?;
+        let y = scaled(b, &at.node("mlp.scaled"), self.residual_scale, y)?;
         b.node(&at.node, Add {}, &[x, y])
     }
 
@@ -151,6 +154,11 @@ impl<'s, 'c> Decoder<'s, 'c> {
             None => self.gated(b, at, ("mlp", PARTS), x, self.s.size("intermediate_size")?, self.mlp_bias),
         }
     }
+}
+
+/// `x` times a factor, if there is one other than 1.
+fn scaled(b: &mut Builder, node: &str, factor: Option<f64>, x: ValueId) -> Result<ValueId> {
+    factor.filter(|factor| *factor != 1.0).map_or(Ok(x), |factor| b.node(node, Scale { factor }, &[x]))
 }
 
 /// Layers with the same rotary embedding, and a sliding window where `slides` returns true.

@@ -69,6 +69,11 @@ pub struct Decoder<'s, 'c> {
     pub activation: &'c str,
     /// Factor on embeddings.
     pub embedding_scale: Option<f64>,
+    /// Factor on the outputs of attention and feed-forward networks before they are added to the residual
+    /// stream.
+    pub residual_scale: Option<f64>,
+    /// Factor on logits.
+    pub logit_scale: Option<f64>,
     /// Soft cap on logits.
     pub logit_cap: Option<f64>,
     /// Experts, for families with mixtures of experts.
