@@ -354,7 +354,7 @@ def distill(
         optimizer: Optimizer.
         learning_rate: Peak learning rate of the schedule.
         weight_decay: Weight decay; biases and norm weights are exempt.
-        momentum: Momentum of sgd.
+        momentum: Momentum of sgd and muon.
         schedule: Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N }.
         max_steps: Number of steps.
         epochs: Passes over the data, instead of a number of steps [default: 1].
@@ -442,7 +442,7 @@ def finetune(
         optimizer: Optimizer.
         learning_rate: Peak learning rate of the schedule.
         weight_decay: Weight decay; biases and norm weights are exempt.
-        momentum: Momentum of sgd.
+        momentum: Momentum of sgd and muon.
         schedule: Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N }.
         max_steps: Number of steps.
         epochs: Passes over the data, instead of a number of steps [default: 1].

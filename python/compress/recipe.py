@@ -197,12 +197,13 @@ OnnxPrecision: TypeAlias = Literal["float32", "float16"]
 - float16: 16 bits; inputs, outputs, int8 layers, and operations that need more range stay at 32 bits
 """
 
-OptimizerKind: TypeAlias = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
+OptimizerKind: TypeAlias = Literal["adamw", "adamw8bit", "adafactor", "muon", "sgd"]
 """Optimizer algorithm.
 
 - adamw: Adam with decoupled weight decay
 - adamw8bit: AdamW with 8-bit moments
 - adafactor: Factored second moments, no first moment
+- muon: Orthogonalized momentum for linear layers, AdamW for other parameters
 - sgd: Gradient descent, with momentum
 """
 
@@ -909,7 +910,7 @@ class Distill:
     """Weight decay; biases and norm weights are exempt."""
 
     momentum: float = 0.9
-    """Momentum of sgd."""
+    """Momentum of sgd and muon."""
 
     schedule: Schedule | None = None
     """Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N }."""
@@ -1007,7 +1008,7 @@ class Finetune:
     """Weight decay; biases and norm weights are exempt."""
 
     momentum: float = 0.9
-    """Momentum of sgd."""
+    """Momentum of sgd and muon."""
 
     schedule: Schedule | None = None
     """Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N }."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 STEPS = 4
-OPTIMIZERS = ["adamw", "adamw8bit", "adafactor", "sgd"]
+OPTIMIZERS = ["adamw", "adamw8bit", "adafactor", "muon", "sgd"]
 # Relative tolerance of losses, compared with the same training on the CPU in f32.
 TOLERANCE = {"f32": 1e-3, "bf16": 0.05, "f16": 0.02}
 # Quantizers may round a value differently.

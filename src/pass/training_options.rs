@@ -23,7 +23,7 @@ macro_rules! training_pass {
             /// Weight decay; biases and norm weights are exempt
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().weight_decay))]
             pub weight_decay: f64,
-            /// Momentum of sgd
+            /// Momentum of sgd and muon
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().momentum))]
             pub momentum: f64,
             /// Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N }

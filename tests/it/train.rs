@@ -398,6 +398,7 @@ fn offloaded_parameters_do_not_change_steps() {
     let on_labels: Vec<(&str, &str, Finetune)> = vec![
         ("bert-sequence-classification", "clipped, with an average", Finetune { clip_norm: 0.1, average: Some(0.5), ..finetune(3) }),
         ("bert-sequence-classification", "8 bits", Finetune { optimizer: Kind::AdamW8bit, evaluate_every: Some(1), ..finetune(3) }),
+        ("bert-sequence-classification", "matrices", Finetune { optimizer: Kind::Muon, ..finetune(3) }),
         ("bert-sequence-classification", "some", Finetune { targets: vec!["*layer.1*".parse().unwrap()], ..finetune(3) }),
         ("torchvision-resnet18", "statistics of batches", finetune(3)),
         ("bert-sequence-classification", "integers", Finetune { scales: QuantizerScales::Learnable, ..finetune(3) }),
@@ -471,7 +472,7 @@ fn cached_logits_do_not_change_training() {
 
 #[test]
 fn zeros_of_pruned_weights_stay() {
-    for optimizer in [Kind::AdamW, Kind::AdamW8bit, Kind::Adafactor, Kind::Sgd] {
+    for optimizer in Kind::ALL {
         let name = "bert-sequence-classification";
         let run = Run::new();
         let data = samples(name, run.folder.path(), 16, classes(name));
@@ -938,6 +939,7 @@ fn an_interrupted_run_yields_the_result_of_an_uninterrupted_one() {
     for (optimizer, average, evaluate_every, offload) in [
         (Kind::AdamW, Some(0.9), None, vec![]),
         (Kind::AdamW8bit, None, None, vec![]),
+        (Kind::Muon, None, None, vec![]),
         (Kind::Sgd, None, Some(2), vec![]),
         (Kind::AdamW, Some(0.9), Some(2), offloaded),
     ] {
@@ -1222,7 +1224,7 @@ fn only_scales_are_trained_while_integers_stay() {
 fn every_precision_and_optimizer_learns() {
     let name = "bert-sequence-classification";
     for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
-        for optimizer in [Kind::AdamW, Kind::AdamW8bit, Kind::Adafactor, Kind::Sgd] {
+        for optimizer in Kind::ALL {
             let run = Run::new();
             let learning_rate = if optimizer == Kind::Sgd { 0.1 } else { 3e-3 };
             let pass = Finetune { precision, optimizer, learning_rate, ..finetune(25) };
@@ -1308,6 +1310,7 @@ fn planned_memory_is_an_upper_bound() {
         ("torchvision-mobilenet-v2", vec![Finetune { gradient_checkpointing: Checkpointing::Blocks, ..finetune(3) }.into()]),
         ("llama-grouped-tied", vec![Distill { student: Some(Student::Layers(vec![0])), ..distill(3, "{ soft: 1, hidden: 1 }") }.into()]),
         ("llama-grouped-tied", vec![Distill { optimizer: Kind::Adafactor, ..distill(3, "soft=1") }.into()]),
+        ("llama-grouped-tied", vec![Distill { optimizer: Kind::Muon, ..distill(3, "soft=1") }.into()]),
         ("llama-grouped-tied", scales(QuantizerScales::Fixed, distill(3, "soft=1"))),
         ("llama-grouped-tied", scales(QuantizerScales::Learnable, distill(3, "soft=1"))),
         ("llama-grouped-tied", scales(QuantizerScales::Only, distill(3, "soft=1"))),

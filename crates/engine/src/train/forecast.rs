@@ -9,7 +9,7 @@ use crate::analysis;
 use crate::error::{Error, Result};
 use crate::exec::{MemoryCategory, Pages, Placement, Residence, Tape};
 use crate::ir::{Bindings, Element, Graph, TensorType, Value, ValueId};
-use crate::model::Model;
+use crate::model::{Model, is_linear};
 use crate::store::Encoding;
 
 /// Predicted peak memory of a training step, in bytes by category.
@@ -68,12 +68,16 @@ pub fn forecast(
         Some(elements(&value.ty) / spec.granularity.run(weight.row(), weight.elements()).max(1) as u64)
     };
     let trained = |value: &Value| if selected(&value.name) { codes(value).unwrap_or_else(|| elements(&value.ty)) } else { 0 };
-    let optimizer = optimizer::build(options.optimizer, &optimizer::Settings::default(), &Placement::Memory(Device::Cpu))?;
-    let state = |value: &Value| {
+    let linear = model.weights.by_name.iter().filter(|(name, weight)| is_linear(name, weight)).map(|(name, _)| name.clone()).collect();
+    let optimizer = optimizer::build(options.optimizer, &optimizer::Settings::new(options, linear), &Placement::Memory(Device::Cpu))?;
+    let dims = |value: &Value| {
         let dims: Vec<usize> = value.ty.shape.iter().map(|dim| dim.evaluate(sizes).unwrap_or(0)).collect();
-        let dims = codes(value).map_or(dims, |scales| vec![scales as usize]);
+        codes(value).map_or(dims, |scales| vec![scales as usize])
+    };
+    let workspace = |value: &Value| if selected(&value.name) { optimizer.workspace_bytes(&value.name, &dims(value)) } else { 0 };
+    let state = |value: &Value| {
         let average = if options.average.is_some() { 4 * trained(value) } else { 0 };
-        if selected(&value.name) { optimizer.state_bytes(&dims) + average } else { 0 }
+        if selected(&value.name) { optimizer.state_bytes(&value.name, &dims(value)) + average } else { 0 }
     };
     let is_rounded = |value: &Value| {
         let weight = model.weights.by_name.get(&value.name);
@@ -120,23 +124,25 @@ pub fn forecast(
             return Err(Error::option(option, format!("the model cannot be cut into blocks: {}", analysis::single_block_reason(graph).unwrap_or_default())));
         }
         // During the update of a parameter, its gradient and optimizer state are in memory.
-        let update = |value: &Value| if selected(&value.name) { 8 * trained(value) + state(value) } else { 0 };
+        let update = |value: &Value| if selected(&value.name) { 8 * trained(value) + state(value) + workspace(value) } else { 0 };
         // With sharding, each process also holds its shard, which is at least the largest tensor.
         let shard = |bytes: &dyn Fn(&Value) -> u64| if sharded { (sum(bytes) / processes as u64).max(max(bytes)) } else { 0 };
         let masters = |value: &Value| if selected(&value.name) && codes(value).is_none() { 4 * elements(&value.ty) } else { width * elements(&value.ty) };
         let (weights, gradients, states) = (shard(&masters), shard(&|value| 4 * trained(value)), shard(&state));
         set(MemoryCategory::Weights, weights + walk.parameters.max(max(&|value| 4 * trained(value))));
         set(MemoryCategory::Gradients, gradients + max(&|value| 4 * trained(value)));
-        set(MemoryCategory::Optimizer, states + if sharded { 0 } else { max(&state) });
+        let largest = max(&|value| workspace(value) + if sharded { 0 } else { state(value) });
+        set(MemoryCategory::Optimizer, states + largest);
         weights + gradients + states + walk.total.max(max(&update))
     } else {
         let gradients = sum(&|value| 4 * trained(value));
         set(MemoryCategory::Weights, sum(&weight_bytes));
         set(MemoryCategory::Gradients, gradients);
-        set(MemoryCategory::Optimizer, sum(&state));
+        let (states, workspace) = (sum(&state), max(&workspace));
+        set(MemoryCategory::Optimizer, states + workspace);
         // Accumulated gradients are in memory together with the activations of the next micro-batch.
         let peak = if options.gradient_accumulation > 1 { walk.activations + gradients } else { walk.total };
-        peak + found.of(MemoryCategory::Weights) + found.of(MemoryCategory::Optimizer)
+        peak.max(gradients + workspace) + found.of(MemoryCategory::Weights) + states
     };
     found.total = student_bytes + teacher_bytes + found.of(MemoryCategory::Data);
     Ok(found)

@@ -12,9 +12,14 @@ pub(super) struct MemoryReservation<'t> {
 }
 
 impl<'t> MemoryReservation<'t> {
+    /// Reserves nothing yet.
+    pub fn new(tracker: &'t MemoryTracker) -> MemoryReservation<'t> {
+        MemoryReservation { tracker, bytes: Vec::new() }
+    }
+
     /// Reserves memory for the gradients with these names. Fails if the memory limit is exceeded.
     pub fn for_gradients(tracker: &'t MemoryTracker, gradients: &BTreeMap<String, ManagedTensor>, names: &[String]) -> Result<MemoryReservation<'t>> {
-        let mut reservation = MemoryReservation { tracker, bytes: Vec::new() };
+        let mut reservation = Self::new(tracker);
         for (name, kept) in names.iter().filter_map(|name| gradients.get_key_value(name)) {
             reservation.add(MemoryCategory::Gradients, name, kept)?;
         }

@@ -74,7 +74,7 @@ impl Trainer<'_> {
     }
 
     fn train(&self, weights: &mut Weights) -> Result<Trained> {
-        let settings = optimizer::Settings { weight_decay: self.options.weight_decay, momentum: self.options.momentum, ..optimizer::Settings::default() };
+        let settings = optimizer::Settings::new(self.options, weights.linear().clone());
         let home = match weights.home() {
             Placement::Memory(_) | Placement::Sharded(_) if self.options.offload.contains(&Offload::Optimizer) => Placement::Memory(Device::Cpu),
             // Each process updates the parameters that it owns.
@@ -246,8 +246,10 @@ impl Trainer<'_> {
                 if let Some(gradient) = own.remove(&name).filter(|_| self.team.owns(&name)) {
                     if weights.home().is_offloaded() {
                         let average_bytes = average.as_ref().map_or(0, |_| kept.size());
-                        reservation.add_bytes(MemoryCategory::Optimizer, &name, optimizer.state_bytes(parameter.dims()) + average_bytes)?;
+                        reservation.add_bytes(MemoryCategory::Optimizer, &name, optimizer.state_bytes(&name, parameter.dims()) + average_bytes)?;
                     }
+                    let mut workspace = MemoryReservation::new(self.memory_tracker);
+                    workspace.add_bytes(MemoryCategory::Optimizer, &name, optimizer.workspace_bytes(&name, parameter.dims()))?;
                     optimizer.update(&name, &parameter, &gradient, rate, number)?;
                 }
                 changed.insert(name, parameter);

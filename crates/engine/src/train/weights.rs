@@ -15,7 +15,7 @@ use crate::exec::transfer::{self, Cause};
 use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Placement, Residence};
 use crate::ir::ops::ScalarOps;
 use crate::ir::{Graph, Node, Op};
-use crate::model::Model;
+use crate::model::{Model, is_linear};
 use crate::store::{Pattern, Scales, Weight, select};
 use crate::work::Work;
 
@@ -53,6 +53,8 @@ pub struct Weights {
     rounded: Arc<BTreeMap<String, Rounding>>,
     /// Names of the logarithms of learned activation scales, and the factors on their gradients.
     activation_scales: BTreeMap<String, f64>,
+    /// Trained weights of linear layers.
+    linear: BTreeSet<String>,
     home: Placement,
     device: Device,
     compute: DType,
@@ -118,6 +120,7 @@ impl Weights {
             unexplained: 0,
             rounded: Arc::default(),
             activation_scales: BTreeMap::new(),
+            linear: BTreeSet::new(),
             home,
             device: device.clone(),
             compute,
@@ -153,6 +156,9 @@ impl Weights {
                         weights.unexplained += usize::from(has_nonzeros && zeros as f64 > NOTED_FRACTION * tensor.elem_count() as f64);
                     }
                 }
+                if is_linear(name, model.weights.get(name)?) {
+                    weights.linear.insert(name.clone());
+                }
                 weights.trained.insert(name.clone(), kept);
             }
         }
@@ -179,6 +185,11 @@ impl Weights {
         let tensor = transfer::to_device(tensor, &self.device, Cause::Weights).map_err(failed(name))?;
         self.trained.insert(name.to_owned(), self.home.store(&tensor)?);
         Ok(())
+    }
+
+    /// Names of the trained weights of linear layers.
+    pub fn linear(&self) -> &BTreeSet<String> {
+        &self.linear
     }
 
     /// Placement of the weights between uses.

@@ -94,7 +94,7 @@ impl Adafactor {
 impl Algorithm for Adafactor {
     const PARTS: &'static [&'static str] = &["row", "column", "square"];
 
-    fn parts(&self, dims: &[usize]) -> Vec<StateTensor> {
+    fn parts(&self, _: &str, dims: &[usize]) -> Vec<StateTensor> {
         match matrix(dims) {
             Some((rows, columns)) => vec![("row", vec![rows], DType::F32), ("column", vec![columns], DType::F32)],
             None => vec![("square", dims.to_vec(), DType::F32)],

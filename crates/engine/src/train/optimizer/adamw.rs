@@ -48,7 +48,7 @@ impl AdamW {
 impl Algorithm for AdamW {
     const PARTS: &'static [&'static str] = &["mean", "square"];
 
-    fn parts(&self, dims: &[usize]) -> Vec<StateTensor> {
+    fn parts(&self, _: &str, dims: &[usize]) -> Vec<StateTensor> {
         Self::PARTS.iter().map(|part| (*part, dims.to_vec(), DType::F32)).collect()
     }
 

@@ -139,9 +139,9 @@ fn in_blocks(tensor: &Tensor) -> Result<Tensor> {
 impl Algorithm for AdamW8bit {
     const PARTS: &'static [&'static str] = &["mean", "mean_scale", "square", "square_scale"];
 
-    fn parts(&self, dims: &[usize]) -> Vec<StateTensor> {
+    fn parts(&self, name: &str, dims: &[usize]) -> Vec<StateTensor> {
         if is_small(dims) {
-            return self.exact.parts(dims);
+            return self.exact.parts(name, dims);
         }
         let blocks = dims.iter().product::<usize>().div_ceil(BLOCK);
         let part = |part: &'static str| if part.ends_with("scale") { (part, vec![blocks], DType::F32) } else { (part, vec![blocks, BLOCK], DType::U8) };

@@ -4,15 +4,16 @@
 mod adafactor;
 mod adamw;
 mod adamw8bit;
+mod muon;
 mod sgd;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::checkpoint::Stream;
-use super::floats;
+use super::{Training, floats};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{ManagedTensor, Placement};
@@ -34,26 +35,34 @@ pub enum Kind {
     /// Factored second moments, no first moment
     #[cfg_attr(feature = "cli", value(name = "adafactor"))]
     Adafactor,
+    /// Orthogonalized momentum for linear layers, AdamW for other parameters
+    #[cfg_attr(feature = "cli", value(name = "muon"))]
+    Muon,
     /// Gradient descent, with momentum
     #[cfg_attr(feature = "cli", value(name = "sgd"))]
     Sgd,
 }
 
+impl Kind {
+    /// All algorithms.
+    pub const ALL: [Kind; 5] = [Kind::AdamW, Kind::AdamW8bit, Kind::Adafactor, Kind::Muon, Kind::Sgd];
+}
+
 /// Hyperparameters. The defaults are those of PyTorch, and of transformers for Adafactor.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
-    /// AdamW: decay of the first moment.
+    /// AdamW and Muon: decay of the first moment.
     pub beta1: f64,
-    /// AdamW: decay of the second moment.
+    /// AdamW and Muon: decay of the second moment.
     pub beta2: f64,
-    /// AdamW: added to the square root of the second moment.
+    /// AdamW and Muon: added to the square root of the second moment.
     pub epsilon: f64,
     /// Decoupled weight decay, multiplied by the learning rate; with SGD, L2 regularization that is
     /// added to the gradient.
     pub weight_decay: f64,
     /// Exempts parameters with at most one axis (biases, norm weights) from weight decay.
     pub exempt_vectors: bool,
-    /// SGD: momentum.
+    /// SGD and Muon: momentum.
     pub momentum: f64,
     /// SGD: Nesterov momentum.
     pub nesterov: bool,
@@ -63,6 +72,8 @@ pub struct Settings {
     pub clip_threshold: f64,
     /// Adafactor: added to the squared gradient.
     pub square_epsilon: f64,
+    /// Muon: names of the weights of linear layers, which are updated by the orthogonalized momentum.
+    pub linear_weights: BTreeSet<String>,
 }
 
 impl Default for Settings {
@@ -78,11 +89,17 @@ impl Default for Settings {
             decay_power: 0.8,
             clip_threshold: 1.0,
             square_epsilon: 1e-30,
+            linear_weights: BTreeSet::new(),
         }
     }
 }
 
 impl Settings {
+    /// The hyperparameters of a training of these linear layers and other parameters.
+    pub fn new(options: &Training, linear_weights: BTreeSet<String>) -> Settings {
+        Settings { weight_decay: options.weight_decay, momentum: options.momentum, linear_weights, ..Settings::default() }
+    }
+
     /// Validates the hyperparameters.
     pub fn check(&self) -> Result<()> {
         let decays = [("beta1", self.beta1), ("beta2", self.beta2), ("momentum", self.momentum)];
@@ -120,8 +137,11 @@ pub trait Optimizer: Send {
     /// Bytes of the state that stay in memory between steps.
     fn bytes(&self) -> u64;
 
-    /// Bytes of the state of a parameter with this shape.
-    fn state_bytes(&self, dims: &[usize]) -> u64;
+    /// Bytes of the state of a parameter with this name and shape.
+    fn state_bytes(&self, name: &str, dims: &[usize]) -> u64;
+
+    /// Bytes of matrices that the update of a parameter with this name and shape creates temporarily.
+    fn workspace_bytes(&self, name: &str, dims: &[usize]) -> u64;
 }
 
 /// Creates an optimizer that stores its state at the given placement: with the parameters, or on the CPU
@@ -144,6 +164,7 @@ pub fn build(kind: Kind, settings: &Settings, home: &Placement) -> Result<Box<dy
             stateful(algorithm, settings, home)
         }
         Kind::Adafactor => stateful(adafactor::Adafactor::new(settings), settings, home),
+        Kind::Muon => stateful(muon::Muon::new(settings), settings, home),
         Kind::Sgd => stateful(sgd::Sgd::new(settings), settings, home),
     })
 }
@@ -167,8 +188,13 @@ trait Algorithm: Send {
     /// All possible names of state tensors.
     const PARTS: &'static [&'static str];
 
-    /// State tensors of a parameter with this shape.
-    fn parts(&self, dims: &[usize]) -> Vec<StateTensor>;
+    /// State tensors of a parameter with this name and shape.
+    fn parts(&self, name: &str, dims: &[usize]) -> Vec<StateTensor>;
+
+    /// Bytes of matrices that an update creates temporarily. Elementwise temporaries are not counted.
+    fn workspace_bytes(&self, _: &str, _: &[usize]) -> u64 {
+        0
+    }
 
     /// Updates a parameter and its state in host memory.
     fn on_host(&self, context: StepContext, dims: &[usize], parameter: &mut [f32], gradient: &[f32], state: &[Tensor]) -> candle_core::Result<()>;
@@ -196,7 +222,7 @@ impl<A: Algorithm> StatefulOptimizer<A> {
         }
         let parts = self.state.entry(name.to_owned()).or_default();
         let mut tensors = Vec::new();
-        for (part, dims, dtype) in self.algorithm.parts(dims) {
+        for (part, dims, dtype) in self.algorithm.parts(name, dims) {
             let tensor = match parts.get(part) {
                 Some(kept) if kept.dims() != dims || kept.dtype() != dtype => {
                     let reason = format!("its restored state `{part}` is {:?} {:?} instead of {dtype:?} {dims:?}", kept.dtype(), kept.dims());
@@ -216,7 +242,7 @@ impl<A: Algorithm> StatefulOptimizer<A> {
     /// Stores the state of a parameter after it was modified in place.
     fn store(&mut self, name: &str, dims: &[usize], state: Vec<Tensor>) -> Result<()> {
         let Some(stored) = self.state.get_mut(name) else { return Ok(()) };
-        let parts = self.algorithm.parts(dims).into_iter().zip(state);
+        let parts = self.algorithm.parts(name, dims).into_iter().zip(state);
         parts.into_iter().try_for_each(|((part, ..), tensor)| stored.get_mut(part).map_or(Ok(()), |kept| kept.put(tensor)))
     }
 
@@ -283,8 +309,12 @@ impl<A: Algorithm> Optimizer for StatefulOptimizer<A> {
         self.state.values().flat_map(BTreeMap::values).map(ManagedTensor::bytes).sum()
     }
 
-    fn state_bytes(&self, dims: &[usize]) -> u64 {
-        self.algorithm.parts(dims).iter().map(|(_, dims, dtype)| (dims.iter().product::<usize>() * dtype.size_in_bytes()) as u64).sum()
+    fn workspace_bytes(&self, name: &str, dims: &[usize]) -> u64 {
+        self.algorithm.workspace_bytes(name, dims)
+    }
+
+    fn state_bytes(&self, name: &str, dims: &[usize]) -> u64 {
+        self.algorithm.parts(name, dims).iter().map(|(_, dims, dtype)| (dims.iter().product::<usize>() * dtype.size_in_bytes()) as u64).sum()
     }
 }
 
@@ -309,10 +339,8 @@ mod tests {
     }
 
     fn settings() -> Settings {
-        Settings { momentum: 0.9, weight_decay: 0.1, ..Settings::default() }
+        Settings { momentum: 0.9, weight_decay: 0.1, linear_weights: ["host", "device", "w"].map(str::to_owned).into(), ..Settings::default() }
     }
-
-    const KINDS: [Kind; 4] = [Kind::AdamW, Kind::AdamW8bit, Kind::Adafactor, Kind::Sgd];
 
     /// Largest difference between an update on the host and the same with tensor operations, of
     /// parameters and f32 state.
@@ -345,6 +373,7 @@ mod tests {
             assert!(largest_difference(sgd::Sgd::new(&Settings { nesterov: true, ..settings() }), dims) < 1e-5, "{dims:?}");
             assert!(largest_difference(sgd::Sgd::new(&Settings::default()), dims) < 1e-5, "{dims:?}");
             assert!(largest_difference(adafactor::Adafactor::new(&settings()), dims) < 1e-5, "{dims:?}");
+            assert!(largest_difference(muon::Muon::new(&settings()), dims) < 1e-5, "{dims:?}");
             // A number between two codes may round to either.
             assert!(largest_difference(adamw8bit::AdamW8bit::new(&settings(), &Device::Cpu).unwrap(), dims) < 5e-3, "{dims:?}");
         }
@@ -352,7 +381,7 @@ mod tests {
 
     #[test]
     fn state_is_restored_in_another_optimizer() {
-        for kind in KINDS {
+        for kind in Kind::ALL {
             let (whole, halves) = (tensor(&[70, 80], 1), tensor(&[70, 80], 1));
             let mut first = build(kind, &settings(), &Placement::Memory(Device::Cpu)).unwrap();
             let mut second = build(kind, &settings(), &Placement::Memory(Device::Cpu)).unwrap();
@@ -380,7 +409,7 @@ mod tests {
                 parameter.to_vec2::<f32>().unwrap()
             })
         };
-        for kind in KINDS {
+        for kind in Kind::ALL {
             assert_eq!(run(kind, 1), run(kind, 3), "{kind:?}");
         }
     }

@@ -22,7 +22,7 @@ impl Sgd {
 impl Algorithm for Sgd {
     const PARTS: &'static [&'static str] = &["velocity"];
 
-    fn parts(&self, dims: &[usize]) -> Vec<StateTensor> {
+    fn parts(&self, _: &str, dims: &[usize]) -> Vec<StateTensor> {
         let parts: &[&str] = if self.momentum > 0.0 { Self::PARTS } else { &[] };
         parts.iter().map(|part| (*part, dims.to_vec(), DType::F32)).collect()
     }
