@@ -61,8 +61,8 @@ struct Scorer<'a> {
 
 impl Method for Scorer<'_> {
     fn check(&self, layer: &Layer, weight: &Weight) -> Result<()> {
-        let quantized = self.options.iter().filter(|option| option.encodings.contains_key(&layer.weight));
-        quantized.map(|option| option.grid(layer, weight, &[]).map(drop)).collect()
+        let mut quantized = self.options.iter().filter(|option| option.encodings.contains_key(&layer.weight));
+        quantized.try_for_each(|option| option.grid(layer, weight, &[]).map(drop))
     }
 
     fn guided(&mut self, guide: &Guide) {
