@@ -256,7 +256,7 @@ Runtime: TypeAlias = Literal["candle", "onnxruntime"]
 - onnxruntime: ONNX Runtime, for ONNX files
 """
 
-Scheme: TypeAlias = Literal["W4A16", "W4A16-ASYM", "W2A16", "W2A16-ASYM", "W3A16", "W3A16-ASYM", "W5A16", "W6A16", "W7A16", "W8A16", "W8A8", "FP8", "FP8-DYNAMIC", "FP8-BLOCK", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4", "MXFP8A16", "MXFP8"]
+Scheme: TypeAlias = Literal["W4A16", "W4A16-ASYM", "W2A16", "W2A16-ASYM", "W3A16", "W3A16-ASYM", "W5A16", "W6A16", "W7A16", "W8A16", "W8A8", "FP8", "FP8-DYNAMIC", "FP8-BLOCK", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4", "MXFP6A16", "MXFP8A16", "MXFP8"]
 """Quantization scheme of weights and activations. Names are case-insensitive, and `_` is equivalent to `-`.
 
 - W4A16: Weights: int4 in groups of 128, symmetric. Activations: floats
@@ -280,6 +280,7 @@ Scheme: TypeAlias = Literal["W4A16", "W4A16-ASYM", "W2A16", "W2A16-ASYM", "W3A16
 - MXFP4A16: Weights: FP4 in groups of 32 with power-of-two scales. Activations: floats
 - MXFP4: Weights and activations: FP4 in groups of 32 with power-of-two scales, which for activations are
   dynamic
+- MXFP6A16: Weights: FP6 in groups of 32 with power-of-two scales. Activations: floats
 - MXFP8A16: Weights: FP8 in groups of 32 with power-of-two scales. Activations: floats
 - MXFP8: Weights and activations: FP8 in groups of 32 with power-of-two scales, which for activations are
   dynamic

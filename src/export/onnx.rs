@@ -274,9 +274,9 @@ fn notes(model: &Model, graph: &Graph, slots: &[InitializerLayout]) -> Vec<Strin
     let floats = slots.iter().filter_map(|slot| model.weights.by_name.get(&slot.weight)).filter(is_minifloat).count();
     if floats > 0 {
         notes.push(format!(
-            "{}: {} dequantized, and activations stay floats: ONNX Runtime has no FP8 or FP4 matrix multiplication on CPUs",
+            "{}: {} dequantized, and activations stay floats: ONNX Runtime does not multiply low-bit floats on CPUs",
             file::MODEL,
-            counted(floats, "FP8 or FP4 weight")
+            counted(floats, "low-bit float weight")
         ));
     }
     if model.onnx.is_some() {

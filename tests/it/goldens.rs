@@ -217,11 +217,12 @@ fn narrow_floats_of_a_scheme() {
     assert_eq!(mx["a.weight_scale"], Tensor::new(DType::U8, &[1, 1], vec![0x7F]));
 }
 
-/// Widths that do not divide a word, and MXFP8, as compressed-tensors 0.20 writes them.
+/// Widths that do not divide a word, MXFP6 and MXFP8, as compressed-tensors 0.20 writes them.
 #[test]
 fn schemes() {
     check("schemes", |case| {
-        let (desk, integer) = (Desk::new(), case.values.get("bits").is_some());
+        let (desk, integer) = (Desk::new(), case.values.get("group_size").is_some());
+        let (format, bits) = (case.get::<String>("format"), case.get::<u8>("bits"));
         let theirs: Tensors = case
             .tensors
             .iter()
@@ -229,25 +230,19 @@ fn schemes() {
             .map(|(part, tensor)| (format!("a.{part}"), tensor.clone()))
             .collect();
         // The schemes of more than three bits are symmetric.
-        if !(integer && case.get("asymmetric") && case.get::<u8>("bits") > 3) {
+        if !(integer && case.get("asymmetric") && bits > 3) {
             let mut options = json!({ "scheme": case.get::<String>("scheme"), "observer": "minmax", "targets": ["*"] });
             case.values.get("group_size").iter().for_each(|size| options["group_size"] = (*size).clone());
             let pass: Quantize = serde_json::from_value(options).unwrap();
             let written = desk.run(&desk.weights(&one(case.tensor("in"))), pipeline().pass(pass)).unwrap();
             assert_eq!(read(&written.path), theirs, "{}", case.name);
         }
-        let (format, weights) = if integer {
+        let weights = if integer {
             let size = case.get::<i64>("group_size");
             let strategy = if size > 0 { "group" } else { "channel" };
-            (
-                "pack-quantized",
-                json!({ "num_bits": case.get::<u8>("bits"), "type": "int", "strategy": strategy, "group_size": size, "symmetric": !case.get::<bool>("asymmetric") }),
-            )
+            json!({ "num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": !case.get::<bool>("asymmetric") })
         } else {
-            (
-                "mxfp8-quantized",
-                json!({ "num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8" }),
-            )
+            json!({ "num_bits": bits, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8" })
         };
         let input = desk.weights(&theirs);
         let group = json!({ "targets": ["Linear"], "weights": weights, "input_activations": null, "format": format });

@@ -92,7 +92,7 @@ pub fn quantize(options: Value) -> Quantize {
     serde_json::from_value(options).unwrap()
 }
 
-const SCHEMES: [&str; 20] = [
+const SCHEMES: [&str; 21] = [
     "W2A16",
     "W2A16-ASYM",
     "W3A16",
@@ -111,6 +111,7 @@ const SCHEMES: [&str; 20] = [
     "NVFP4",
     "MXFP4A16",
     "MXFP4",
+    "MXFP6A16",
     "MXFP8A16",
     "MXFP8",
 ];

@@ -1,4 +1,4 @@
-//! 8-bit and 4-bit floats (E4M3, E2M1) and powers of two (E8M0) as defined in the OCP specifications
+//! Floats of 8, 6 and 4 bits (E4M3, E2M3, E2M1) and powers of two (E8M0) as defined in the OCP specifications
 //! (*Microscaling Formats*, 2023; *8-bit Floating Point Specification*, 2023). E4M3 is the variant
 //! without infinities: 448 is the largest value, `7F` and `FF` are NaN.
 //!
@@ -9,39 +9,69 @@ use super::weighted_error::{Rounding, weighted_error};
 
 /// The largest E4M3 value.
 pub const E4M3_MAX: f32 = 448.0;
+/// The largest E2M3 value.
+pub const E2M3_MAX: f32 = 7.5;
 /// The largest E2M1 value.
 pub const E2M1_MAX: f32 = 6.0;
+
+/// 2^exponent, for normal numbers.
+#[inline(always)]
+const fn power_of_two(exponent: i32) -> f32 {
+    f32::from_bits(((exponent + 127) as u32) << 23)
+}
+
+/// The magnitude of a code with `MANTISSA` mantissa bits, without its sign bit.
+#[inline(always)]
+fn from_magnitude<const MANTISSA: u32, const BIAS: i32>(code: u8) -> f32 {
+    // The exponent is `127 - BIAS` too small, which the multiplication corrects exactly, including
+    // subnormal numbers.
+    f32::from_bits(u32::from(code) << (23 - MANTISSA)) * power_of_two(127 - BIAS)
+}
+
+/// The nearest code of the magnitude of a value, at most `largest`. NaN becomes `largest`.
+#[inline(always)]
+fn to_magnitude<const MANTISSA: u32, const BIAS: i32>(value: f32, largest: f32) -> u8 {
+    let magnitude = value.abs();
+    let magnitude = if magnitude < largest { magnitude } else { largest };
+    // Adding this power of two rounds to a multiple of the smallest subnormal number, and leaves its index in
+    // the low bits.
+    let subnormal = (magnitude + power_of_two(24 - BIAS - MANTISSA as i32)).to_bits() & ((2 << MANTISSA) - 1);
+    let (bits, shift) = (magnitude.to_bits(), 23 - MANTISSA);
+    let normal = ((bits + (1 << (shift - 1)) - 1 + (bits >> shift & 1)) >> shift).wrapping_sub(((127 - BIAS) as u32) << MANTISSA);
+    (if magnitude < power_of_two(1 - BIAS) { subnormal } else { normal }) as u8
+}
 
 /// The value of an E4M3 byte.
 #[inline(always)]
 pub fn from_e4m3(code: u8) -> f32 {
-    // Without correction, the exponent is 120 too small, which the multiplication fixes exactly,
-    // including subnormal numbers.
-    let magnitude = f32::from_bits(u32::from(code & 0x7F) << 20) * f32::from_bits((120 + 127) << 23);
-    let magnitude = if code & 0x7F == 0x7F { f32::NAN } else { magnitude };
+    let magnitude = if code & 0x7F == 0x7F { f32::NAN } else { from_magnitude::<3, 7>(code & 0x7F) };
     f32::from_bits(magnitude.to_bits() | u32::from(code & 0x80) << 24)
 }
 
 /// The nearest E4M3 byte.
 #[inline(always)]
 pub fn to_e4m3(value: f32) -> u8 {
-    let magnitude = value.abs();
-    let magnitude = if magnitude < E4M3_MAX { magnitude } else { E4M3_MAX };
-    // In steps of 2⁻⁹ below the smallest normal value: adding 2¹⁴ rounds to a step and leaves its index
-    // in the low bits.
-    let subnormal = (magnitude + 16384.0).to_bits() & 0xF;
-    let bits = magnitude.to_bits();
-    let normal = ((bits + 0x7_FFFF + (bits >> 20 & 1)) >> 20).wrapping_sub(120 << 3);
-    let code = if magnitude < 1.0 / 64.0 { subnormal } else { normal };
-    let code = if value.is_nan() { 0x7F } else { code };
-    code as u8 | (value.to_bits() >> 24) as u8 & 0x80
+    let code = if value.is_nan() { 0x7F } else { to_magnitude::<3, 7>(value, E4M3_MAX) };
+    code | (value.to_bits() >> 24) as u8 & 0x80
+}
+
+/// The value of an E2M3 code.
+#[inline(always)]
+pub fn from_e2m3(code: u8) -> f32 {
+    f32::from_bits(from_magnitude::<3, 1>(code & 0x1F).to_bits() | u32::from(code & 0x20) << 26)
+}
+
+/// The nearest E2M3 code. NaN becomes zero.
+#[inline(always)]
+pub fn to_e2m3(value: f32) -> u8 {
+    let code = to_magnitude::<3, 1>(value, E2M3_MAX) | (value.to_bits() >> 26) as u8 & 0x20;
+    if value.is_nan() { 0 } else { code }
 }
 
 /// The value of an E2M1 code.
 #[inline(always)]
 pub fn from_e2m1(code: u8) -> f32 {
-    let magnitude = f32::from_bits(u32::from(code & 7) << 22) * f32::from_bits((126 + 127) << 23);
-    f32::from_bits(magnitude.to_bits() | u32::from(code & 8) << 28)
+    f32::from_bits(from_magnitude::<1, 1>(code & 7).to_bits() | u32::from(code & 8) << 28)
 }
 
 /// The nearest E2M1 code. NaN becomes zero.
@@ -61,10 +91,10 @@ pub fn from_e8m0(code: u8) -> f32 {
     }
 }
 
-/// The E8M0 scale of a group of E2M1 (`offset` 2) or E4M3 (`offset` 8) values with this largest
-/// magnitude: its power of two, or the next one if the mantissa is at least 1.75.
-pub fn e8m0_scale(largest: f32, offset: u8) -> u8 {
-    let exponent = (largest.to_bits() + (1 << 21)) >> 23;
+/// The E8M0 scale of a group with this largest magnitude: its power of two after rounding it to
+/// `mantissa_bits`, divided by 2^`offset`, the power of two of the largest value of the format.
+pub fn e8m0_scale(largest: f32, offset: u8, mantissa_bits: u8) -> u8 {
+    let exponent = (largest.to_bits() + (1 << (22 - u32::from(mantissa_bits)))) >> 23;
     exponent.saturating_sub(offset.into()).min(254) as u8
 }
 
@@ -148,6 +178,7 @@ macro_rules! codecs {
 
 codecs! {
     E4m3: to_e4m3, from_e4m3, E4M3_MAX;
+    E2m3: to_e2m3, from_e2m3, E2M3_MAX;
     E2m1: to_e2m1, from_e2m1, E2M1_MAX;
 }
 
@@ -200,7 +231,8 @@ mod tests {
                 continue;
             }
             let magnitude = first.partition_point(|first| *first <= bits & 0x7FFF) as u8 - 1;
-            let negative = bits > 0x7FFF && (value < 0.0 || sign == 0x80);
+            // The reference has no negative zero in E2M1.
+            let negative = bits > 0x7FFF && (value < 0.0 || sign != 8);
             assert_eq!(to(value), if negative { magnitude | sign } else { magnitude }, "{name} of {value} ({bits:#06x})");
         }
         for (code, value) in values.iter().enumerate() {
@@ -212,17 +244,20 @@ mod tests {
     #[test]
     fn all_bf16_values_are_rounded_like_the_reference() {
         check("e4m3", to_e4m3, from_e4m3, 0x80);
+        check("e2m3", to_e2m3, from_e2m3, 0x20);
         check("e2m1", to_e2m1, from_e2m1, 8);
         assert_eq!((to_e4m3(f32::NAN), from_e4m3(0x7F).is_nan(), from_e4m3(0xFF).is_nan()), (0x7F, true, true));
         assert_eq!((to_e4m3(f32::INFINITY), to_e4m3(-1e9), to_e2m1(f32::NEG_INFINITY), to_e2m1(f32::NAN)), (0x7E, 0xFE, 0xF, 0));
+        assert_eq!((to_e2m3(f32::INFINITY), to_e2m3(f32::NEG_INFINITY), to_e2m3(-f32::NAN)), (0x1F, 0x3F, 0));
     }
 
     #[test]
     fn microscaling_scales_are_powers_of_two() {
-        for (largest, scale) in [(6.99, 1.0), (7.0, 2.0), (0.87, 0.125), (0.875, 0.25), (4.0, 1.0)] {
-            assert_eq!(from_e8m0(e8m0_scale(largest, 2)), scale, "{largest}");
+        let e2m1 = [(6.99, 1, 1.0), (7.0, 1, 2.0), (0.87, 1, 0.125), (0.875, 1, 0.25), (4.0, 1, 1.0)];
+        for (largest, mantissa_bits, scale) in e2m1.into_iter().chain([(7.74, 3, 1.0), (7.75, 3, 2.0)]) {
+            assert_eq!(from_e8m0(e8m0_scale(largest, 2, mantissa_bits)), scale, "{largest}");
         }
         assert_eq!([from_e8m0(127), from_e8m0(0), from_e8m0(254)], [1.0, 2f32.powi(-127), 2f32.powi(127)]);
-        assert_eq!((e8m0_scale(0.0, 2), e8m0_scale(f32::MAX, 2)), (0, 253));
+        assert_eq!((e8m0_scale(0.0, 2, 1), e8m0_scale(f32::MAX, 2, 1)), (0, 253));
     }
 }

@@ -27,11 +27,6 @@ pub fn to_halves(codes: &[u8], output: &mut Vec<u8>) {
     output.extend(last.iter().map(|code| code & 15));
 }
 
-/// Unpacks as many four-bit codes as fit into `output`.
-pub fn from_halves(input: &[u8], output: &mut [u8]) {
-    output.chunks_mut(2).zip(input).for_each(|(out, byte)| out.iter_mut().zip([byte & 15, byte >> 4]).for_each(|(out, code)| *out = code));
-}
-
 simd! {
     /// Two elements per byte. With an odd number of elements, the high half of the last byte is zero.
     fn nibbles(values: &[u8], output: &mut [u8]) {
@@ -117,6 +112,19 @@ pub fn unpack_indices(input: &[u8], bits: u8, output: &mut [u8]) {
     output.iter_mut().for_each(|index| *index = index.wrapping_add(half));
 }
 
+/// Number of bytes for `count` codes without padding between them.
+pub fn stream_bytes(count: usize, bits: u8) -> usize {
+    let bits = usize::from(bits);
+    (count / 8 * bits).saturating_add((count % 8 * bits).div_ceil(8))
+}
+
+/// Appends codes in consecutive bits, lowest bits first, the last byte padded with zero bits.
+pub fn pack_stream(codes: &[u8], bits: u8, output: &mut Vec<u8>) {
+    let end = output.len() + stream_bytes(codes.len(), bits);
+    pack_indices(codes, bits, output);
+    output.truncate(end);
+}
+
 /// Appends the words of a matrix `[rows, columns]` that is packed along its columns: `[words(rows),
 /// columns]`.
 pub fn pack_columns(values: &[u8], columns: usize, bits: u8, output: &mut Vec<u8>) {
@@ -168,13 +176,15 @@ mod tests {
     }
 
     #[test]
-    fn halves_round_trip() {
-        let codes: Vec<u8> = (0..31).map(|i| i * 7 % 16).collect();
-        let (mut bytes, mut back) = (Vec::new(), vec![0; 31]);
-        to_halves(&codes, &mut bytes);
-        assert_eq!((bytes.len(), bytes[0]), (16, 0x70));
-        from_halves(&bytes, &mut back);
-        assert_eq!(back, codes);
+    fn streams_have_no_padding_between_codes() {
+        for (bits, count, packed) in [(4, 3, &[0x21, 0x03][..]), (6, 5, &[0x81, 0x30, 0x10, 0x05])] {
+            let codes: Vec<u8> = (1..=count).collect();
+            let (mut bytes, mut back) = (vec![9], vec![0; codes.len()]);
+            pack_stream(&codes, bits, &mut bytes);
+            assert_eq!((&bytes[1..], stream_bytes(codes.len(), bits)), (packed, packed.len()), "{bits} bits");
+            unpack_indices(&bytes[1..], bits, &mut back);
+            assert_eq!(back, codes);
+        }
     }
 
     #[test]

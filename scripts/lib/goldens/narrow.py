@@ -1,4 +1,4 @@
-"""Write tests/golden/narrow.json: the rounding of bfloat16 values to E4M3 and E2M1 in PyTorch and
+"""Write tests/golden/narrow.json: the rounding of bfloat16 values to E4M3, E2M3 and E2M1 in PyTorch and
 compressed-tensors.
 
 Codes increase with magnitude, so the smallest bfloat16 value of each code defines the rounding completely.
@@ -7,7 +7,8 @@ Codes increase with magnitude, so the smallest bfloat16 value of each code defin
 import json
 
 import torch
-from compressed_tensors.quantization.quant_args import FP4_E2M1_DATA
+from compressed_tensors.compressors.mxfp6.helpers import pack_fp6_to_uint8, unpack_fp6_from_uint8
+from compressed_tensors.quantization.quant_args import FP4_E2M1_DATA, FP6_E2M3_DATA
 
 from lib import GOLDEN
 
@@ -30,11 +31,17 @@ assert torch.equal(e4m3(-values).float(), -e4m3(values).float())
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 fp4 = FP4_E2M1_DATA.cast_to_fp4(values.clamp(-6, 6))
 assert torch.equal(FP4_E2M1_DATA.cast_to_fp4(-values.clamp(-6, 6)), -fp4)
+fp6 = FP6_E2M3_DATA.cast_to_fp6(values)
+assert torch.equal(FP6_E2M3_DATA.cast_to_fp6(-values), -fp6)
+# A code followed by three zeros is the low six bits of the first byte.
+fp6_codes = pack_fp6_to_uint8(torch.nn.functional.pad(fp6[:, None], (0, 3)))[:, 0]
+fp6_table = unpack_fp6_from_uint8(torch.nn.functional.pad(torch.arange(32, dtype=torch.uint8)[:, None], (0, 2)), 32, 4)[:, 0].float()
 table = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 golden = {
     "made_by": "scripts/goldens narrow",
     "torch": torch.__version__.split("+")[0],
     "e4m3": both(e4m3(values).float(), e4m3(values).view(torch.uint8), table),
+    "e2m3": both(fp6, fp6_codes, fp6_table),
     "e2m1": both(fp4, (fp4[:, None] == FP4).int().argmax(1), FP4),
 }
 path = GOLDEN / "narrow.json"

@@ -11,9 +11,10 @@ import struct
 import compressed_tensors
 import torch
 import torch.nn.utils.prune as torch_prune
-from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
-from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from compressed_tensors.quantization.utils import calculate_qparams
@@ -364,23 +365,26 @@ def schemes():
         scale, zero_point = calculate_qparams(low, high, args)
         state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
         packs = args.type == "int"
-        compressor = PackedQuantizationCompressor if packs else MXFP8QuantizationCompressor
+        form = CompressionFormat("pack-quantized") if packs else infer_module_format(torch.nn.Linear, scheme)
+        compressor = BaseCompressor.get_value_from_registry(form.value)
         compressed = compressor.compress(state, scheme)
         back = compressor.decompress(compressed, scheme)
         stored[f"{name}/in"] = weight
         stored.update({f"{name}/out/{part}": value.contiguous() for part, value in compressed.items()})
         stored[f"{name}/dequantized"] = back["weight"]
         case = {"name": name, "scheme": preset if symmetric else f"{preset}-ASYM", "asymmetric": not symmetric}
+        case |= {"format": form.value, "bits": args.num_bits}
         if packs:
-            case |= {"bits": args.num_bits, "group_size": group_size or -1}
+            case |= {"group_size": group_size or -1}
         cases.append(case)
 
     for bits in (2, 3, 5, 6, 7):
         for rows, columns, group_size in ((3, 8, 8), (5, 33, None), (9, 96, 32), (2, 20, 4)):
             for symmetric in (True, False):
                 add(f"W{bits}A16", rows, columns, group_size, symmetric)
-    for rows, columns in ((1, 32), (5, 96)):
-        add("MXFP8A16", rows, columns)
+    for preset in ("MXFP6A16", "MXFP8A16"):
+        for rows, columns in ((1, 32), (5, 96)):
+            add(preset, rows, columns)
     save("schemes", cases, stored)
 
 

@@ -118,6 +118,9 @@ schemes! {
     /// dynamic
     Mxfp4 = "MXFP4" => Row::scaled_groups(FloatFormat::E2m1, ScaleFormat::PowerOfTwo, Some(FloatScale::PowerOfTwo));
 
+    /// Weights: FP6 in groups of 32 with power-of-two scales. Activations: floats
+    Mxfp6A16 = "MXFP6A16" => Row::scaled_groups(FloatFormat::E2m3, ScaleFormat::PowerOfTwo, None);
+
     /// Weights: FP8 in groups of 32 with power-of-two scales. Activations: floats
     Mxfp8A16 = "MXFP8A16" => Row::scaled_groups(FloatFormat::E4m3, ScaleFormat::PowerOfTwo, None);
 

@@ -213,7 +213,7 @@ proptest! {
     }
 }
 
-/// Values of E4M3 and E2M1 by definition: a sign bit, `exponent` bits and `fraction` bits.
+/// Values of a float format by definition: a sign bit, `exponent` bits and `fraction` bits.
 fn narrow_value(code: u8, exponent: u32, fraction: u32) -> f64 {
     let bias = (1 << (exponent - 1)) - 1;
     let (part, power) = (f64::from(code & ((1 << fraction) - 1)) / f64::from(1 << fraction), i32::from(code >> fraction & ((1 << exponent) - 1)));
@@ -221,12 +221,20 @@ fn narrow_value(code: u8, exponent: u32, fraction: u32) -> f64 {
     if code >> (exponent + fraction) & 1 == 1 { -magnitude } else { magnitude }
 }
 
-/// The values of an FP8 or FP4 weight, from the tensors of its file.
+/// The values of an FP8, FP6 or FP4 weight, from the tensors of its file.
 fn narrow_values(tensors: &Tensors) -> Vec<f64> {
     let bytes = |name: &str| tensors[name].bytes.clone();
     let e4m3 = |tensor: &Tensor| tensor.bytes.iter().map(|code| narrow_value(*code, 4, 3)).collect::<Vec<_>>();
     let (codes, columns): (Vec<f64>, usize) = match tensors.get("a.weight_packed") {
-        Some(halves) => (halves.bytes.iter().flat_map(|byte| [byte & 15, byte >> 4]).map(|code| narrow_value(code, 2, 1)).collect(), 2 * halves.shape[1]),
+        Some(packed) => {
+            let scales = &tensors["a.weight_scale"];
+            let columns = scales.shape[1] * if scales.dtype == DType::U8 { 32 } else { 16 };
+            let bits = 8 * packed.shape[1] / columns;
+            let bit = |at: usize| packed.bytes[at / 8] >> (at % 8) & 1;
+            let code = |at: usize| (0..bits).fold(0, |code, i| code | bit(at * bits + i) << i);
+            let fraction = bits as u32 - 3;
+            ((0..packed.shape[0] * columns).map(|at| narrow_value(code(at), 2, fraction)).collect(), columns)
+        }
         None => (e4m3(&tensors["a.weight"]), tensors["a.weight"].shape[1]),
     };
     let scale = &tensors["a.weight_scale"];
@@ -248,7 +256,7 @@ proptest! {
     #[test]
     fn minifloats_are_converted(
         (before, (scheme, observer)) in (1..=3usize, 2..=140usize, select(vec![DType::F16, DType::BF16, DType::F32])).prop_flat_map(|(groups, rows, dtype)| {
-            let schemes = select(vec![("FP8-DYNAMIC", "minmax"), ("FP8-DYNAMIC", "mse"), ("FP8-BLOCK", "minmax"), ("NVFP4A16", "minmax"), ("NVFP4A16", "mse"), ("MXFP4A16", "minmax"), ("MXFP4", "mse")]);
+            let schemes = select(vec![("FP8-DYNAMIC", "minmax"), ("FP8-DYNAMIC", "mse"), ("FP8-BLOCK", "minmax"), ("NVFP4A16", "minmax"), ("NVFP4A16", "mse"), ("MXFP4A16", "minmax"), ("MXFP4", "mse"), ("MXFP6A16", "minmax"), ("MXFP6A16", "mse")]);
             (tensor(dtype, vec![rows, 32 * groups * groups], Values::Finite), schemes)
         })
     ) {

@@ -10,7 +10,8 @@ use super::affine::row;
 use super::gptq;
 use super::sparse::{self, IntegerValues, SparseFile};
 use super::{
-    ActivationScheme, Checkpoint, Codes, DType, Encoding, Granularity, QuantizationSpec, RawTensor, ScaleFormat, Static, Weight, WeightSource, Weights,
+    ActivationScheme, Checkpoint, Codes, DType, Encoding, FloatFormat, Granularity, QuantizationSpec, RawTensor, ScaleFormat, Static, Weight, WeightSource,
+    Weights,
 };
 use crate::error::{Error, Result};
 use crate::kernel::{convert, packing};
@@ -83,7 +84,8 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> Stat
         let (packed, plain) = (format!("{name}_packed"), name.clone());
         // Quantized weights without elements, and their scales, are read as plain tensors.
         let full = |t: &&RawTensor| t.elements() > 0;
-        let codes = |t: RawTensor, packed| Some((Codes::from_stored(t.dtype, packed, stated(&name).bits)?, t));
+        let bits = |t: &RawTensor, packed: bool| if packed { float_bits(&checkpoint, &name, t) } else { stated(&name).bits };
+        let codes = |t: RawTensor, packed| Some((Codes::from_stored(t.dtype, packed, bits(&t, packed))?, t));
         let coded = |name: &str, packed| checkpoint.tensors.get(name).filter(full).cloned().and_then(|t| codes(t, packed));
         if let Some(words) = checkpoint.tensors.get(&packed).filter(full).filter(|t| t.dtype == DType::I32).cloned() {
             let shape_name = format!("{name}_shape");
@@ -226,6 +228,14 @@ fn packed_shape(checkpoint: &Checkpoint, name: &str, words: &RawTensor, stated: 
     }
     let of = stated.map_or("integers of 2 to 8 bits".into(), |bits| format!("{bits}-bit integers"));
     Err(broken(format!("packed words of shape {:?} do not hold {of} of the stated shape {:?}", words.shape, sizes.unwrap_or_default())))
+}
+
+/// Width of packed floats, from the number of scales, whose groups have a fixed size.
+fn float_bits(checkpoint: &Checkpoint, name: &str, packed: &RawTensor) -> Option<u8> {
+    let scales = checkpoint.tensors.get(&format!("{name}_scale"))?;
+    let row = scales.shape.get(1)?.checked_mul(ScaleFormat::from_dtype(scales.dtype)?.group()?)?;
+    let has_width = |bits: &u8| packed.shape.get(1) == Some(&packing::stream_bytes(row, *bits));
+    FloatFormat::ALL.iter().map(|format| format.bits()).find(has_width)
 }
 
 /// The most common float type of a checkpoint, except for scales. BF16 without any float.

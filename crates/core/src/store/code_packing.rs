@@ -8,8 +8,9 @@ use crate::kernel::packing;
 pub enum Packing {
     /// One byte per code, not packed.
     Bytes,
-    /// Two codes per byte, the first in the low half.
-    Halves,
+    /// Consecutive bits, the lowest bits of a byte first: two codes of four bits per byte, four codes of six
+    /// bits in three bytes.
+    Stream,
     /// Signed integers in 32-bit words, see [`packing`].
     Words,
     /// Unsigned indices in 32-bit words.
@@ -21,7 +22,7 @@ impl Packing {
     pub fn row(self, row: usize, bits: u8) -> (DType, usize) {
         match self {
             Packing::Bytes => (DType::U8, row),
-            Packing::Halves => (DType::U8, row.div_ceil(2)),
+            Packing::Stream => (DType::U8, packing::stream_bytes(row, bits)),
             Packing::Words | Packing::Indices => (DType::I32, packing::words(row, bits)),
         }
     }
@@ -29,7 +30,7 @@ impl Packing {
     /// Whether the packed tensor does not determine the shape, which is stored separately.
     pub fn has_shape(self) -> bool {
         match self {
-            Packing::Bytes | Packing::Halves => false,
+            Packing::Bytes | Packing::Stream => false,
             Packing::Words | Packing::Indices => true,
         }
     }
@@ -38,7 +39,7 @@ impl Packing {
     pub fn pack(self, codes: &[u8], bits: u8, output: &mut Vec<u8>) {
         match self {
             Packing::Bytes => output.extend_from_slice(codes),
-            Packing::Halves => packing::to_halves(codes, output),
+            Packing::Stream => packing::pack_stream(codes, bits, output),
             Packing::Words => packing::pack(codes, bits, output),
             Packing::Indices => packing::pack_indices(codes, bits, output),
         }
@@ -48,9 +49,8 @@ impl Packing {
     pub fn unpack(self, input: &[u8], bits: u8, codes: &mut [u8]) {
         match self {
             Packing::Bytes => codes.iter_mut().zip(input).for_each(|(code, byte)| *code = *byte),
-            Packing::Halves => packing::from_halves(input, codes),
             Packing::Words => packing::unpack(input, bits, codes),
-            Packing::Indices => packing::unpack_indices(input, bits, codes),
+            Packing::Stream | Packing::Indices => packing::unpack_indices(input, bits, codes),
         }
     }
 }

@@ -35,6 +35,9 @@ pub struct FloatRow {
     pub mantissa_bits: u8,
     /// The largest value.
     pub max: f32,
+    /// Mantissa bits to which compressed-tensors rounds the largest magnitude of a group before the power of
+    /// two of its scale is taken.
+    pub scale_mantissa_bits: u8,
     /// Codes of zero, positive and negative.
     pub zeros: &'static [u8],
     /// Codes of NaN.
@@ -125,6 +128,7 @@ float_formats! {
         exponent_bits: 4,
         mantissa_bits: 3,
         max: minifloat::E4M3_MAX,
+        scale_mantissa_bits: 1,
         zeros: &[0, 0x80],
         nans: &[0x7F, 0xFF],
         dtype: DType::F8_E4M3,
@@ -147,6 +151,28 @@ float_formats! {
         embeddings: true,
         loads_float_experts: true,
     }
+    /// 6-bit floats with three mantissa bits (OCP E2M3).
+    E2m3 {
+        name: "fp6",
+        label: "FP6",
+        exponent_bits: 2,
+        mantissa_bits: 3,
+        max: minifloat::E2M3_MAX,
+        scale_mantissa_bits: 3,
+        zeros: &[0, 0x20],
+        nans: &[],
+        dtype: DType::U8,
+        packing: Packing::Stream,
+        files: &[FileFormat {
+            scales: ScaleFormat::PowerOfTwo,
+            name: "mxfp6-pack-quantized",
+            support: "MXFP6: transformers dequantizes it with compressed-tensors 0.20",
+            only_bf16: true,
+        }],
+        usual_block: None,
+        embeddings: false,
+        loads_float_experts: false,
+    }
     /// 4-bit floats (OCP E2M1).
     E2m1 {
         name: "fp4",
@@ -154,10 +180,11 @@ float_formats! {
         exponent_bits: 2,
         mantissa_bits: 1,
         max: minifloat::E2M1_MAX,
+        scale_mantissa_bits: 1,
         zeros: &[0, 8],
         nans: &[],
         dtype: DType::U8,
-        packing: Packing::Halves,
+        packing: Packing::Stream,
         files: &[
             FileFormat { scales: ScaleFormat::PowerOfTwo, name: "mxfp4-pack-quantized", support: FP4_SUPPORT, only_bf16: true },
             FileFormat { scales: ScaleFormat::Relative, name: "nvfp4-pack-quantized", support: FP4_SUPPORT, only_bf16: true },
@@ -185,7 +212,7 @@ impl FloatFormat {
     /// The power-of-two scale of a group with this largest magnitude.
     pub fn power_of_two_scale(self, largest: f32) -> f32 {
         let exponent = (self.row().max.to_bits() >> 23) as u8 - 127;
-        minifloat::from_e8m0(minifloat::e8m0_scale(largest, exponent))
+        minifloat::from_e8m0(minifloat::e8m0_scale(largest, exponent, self.row().scale_mantissa_bits))
     }
 
     /// The E4M3 scale of a group with this largest magnitude, relative to the inverse of a global scale.
@@ -291,9 +318,13 @@ impl Codes {
         }
     }
 
-    /// The format of a tensor with scales; `None` if no format has the dtype. `bits`: width of integers.
+    /// The format of a tensor with scales; `None` if there is none. `bits`: width of integers (8 if unknown)
+    /// or packed floats.
     pub fn from_stored(dtype: DType, packed: bool, bits: Option<u8>) -> Option<Codes> {
-        let is_stored = |format: &&FloatFormat| format.row().dtype == dtype && (format.row().packing != Packing::Bytes) == packed;
+        let is_stored = |format: &&FloatFormat| {
+            let row = format.row();
+            row.dtype == dtype && (row.packing != Packing::Bytes) == packed && (!packed || bits == Some(format.bits()))
+        };
         match dtype {
             DType::I8 if !packed => Some(Codes::Integer(bits.unwrap_or(8))),
             _ => FloatFormat::ALL.iter().find(is_stored).copied().map(Codes::Float),
@@ -450,8 +481,8 @@ mod tests {
             format.quantize::<crate::kernel::F32>(&input, &mut again, 1.0);
             let same = |(code, again): (&u8, &u8)| code == again || row.nans.contains(code) || row.zeros.contains(code);
             assert!(codes.iter().zip(&again).all(same), "{format:?}: {again:?}");
-            let found = [Codes::from_type(false, format.bits().into()), Codes::from_stored(row.dtype, row.packing != Packing::Bytes, None)];
-            assert_eq!(found, [Some(Codes::Float(*format)); 2], "another format has this width, or this dtype and packing");
+            let found = [Codes::from_type(false, format.bits().into()), Codes::from_stored(row.dtype, row.packing != Packing::Bytes, Some(format.bits()))];
+            assert_eq!(found, [Some(Codes::Float(*format)); 2], "another format has this width");
         }
     }
 }

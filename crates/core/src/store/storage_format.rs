@@ -5,15 +5,16 @@
 //! | plain | `x.weight` |
 //! | integer | `x.weight` I8, `x.weight_scale`, for asymmetric schemes `x.weight_zero_point` I8; for static activations `x.input_scale`, `x.input_zero_point` I8 |
 //! | FP8 | `x.weight` F8_E4M3, `x.weight_scale` `[1]`, `[out, 1]` or one per block; for static activations `x.input_scale` |
+//! | FP6 | `x.weight_packed` U8 `[out, in · 3 / 4]`, `x.weight_scale` U8 (E8M0) |
 //! | FP4 | `x.weight_packed` U8 `[out, in / 2]`, `x.weight_scale` F8_E4M3 with `x.weight_global_scale` F32 (NVFP4; for static activations `x.input_global_scale`), or U8 (E8M0, MXFP4) |
 //! | packed | `x.weight_packed` I32 `[out, ceil(in · bits / 32)]`, `x.weight_shape` I64, `x.weight_scale`, for asymmetric schemes `x.weight_zero_point` I32 `[ceil(out · bits / 32), groups]` |
 //! | palettes | `x.weight_packed` I32 `[rows, ceil(row · bits / 32)]`, `x.weight_shape` I64, `x.weight_palette` `[palettes, 2^bits]` in the dtype of the values |
 //! | sparse | `x.weight.bitmask`, `x.weight.values`, `x.weight.shape`, and scales as for integer |
 //!
 //! Integer and packed are the formats `int-quantized` and `pack-quantized` of compressed-tensors, FP8 is
-//! `float-quantized` or, with U8 (E8M0) scales, `mxfp8-quantized`, FP4 is `nvfp4-pack-quantized` and
-//! `mxfp4-pack-quantized`. The words of palettized weights contain indices, element `i` of a row at bit
-//! `i · bits`. With `p` palettes for `n` rows, each applies to `ceil(n / p)` consecutive rows.
+//! `float-quantized` or, with U8 (E8M0) scales, `mxfp8-quantized`, FP6 is
+//! `mxfp6-pack-quantized`, FP4 is `nvfp4-pack-quantized` and `mxfp4-pack-quantized`. The words of
+//! palettized weights contain indices, element `i` of a row at bit `i · bits`. With `p` palettes for `n` rows, each applies to `ceil(n / p)` consecutive rows.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]

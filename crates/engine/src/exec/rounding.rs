@@ -20,7 +20,7 @@ pub enum Rounding {
 
 impl Rounding {
     /// Quantizes and dequantizes the input of a layer whose weight specifies this scheme. ONNX does not
-    /// support the FP8 and FP4 schemes, and activations stay in floating point there.
+    /// support the schemes of low-bit floats, and activations stay in floating point there.
     pub fn round_input(self, scheme: ActivationScheme, x: &Tensor) -> candle_core::Result<Tensor> {
         match (scheme, self) {
             (ActivationScheme::DynamicToken, _) => self.apply(x),

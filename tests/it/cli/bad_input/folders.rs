@@ -213,7 +213,7 @@ fn configurations() {
             group(json!({ "weights": { "num_bits": 9, "type": "int" } })),
             "in/config.json: weights of 9 bits, type \"int\" is not supported",
         ),
-        quantization("six-bit floats", group(json!({ "weights": { "num_bits": 6, "type": "float" } })), "weights of 6 bits, type \"float\" is not supported"),
+        quantization("five-bit floats", group(json!({ "weights": { "num_bits": 5, "type": "float" } })), "weights of 5 bits, type \"float\" is not supported"),
         quantization(
             "FP4 activations in groups of 64",
             group(json!({ "input_activations": { "num_bits": 4, "type": "float", "dynamic": true, "strategy": "group", "group_size": 64 } })),
