@@ -244,6 +244,9 @@ def op_cases():
         yield text("RelativeProducts", **how), relative_products(**how), [(2, 3, 25, 4), (2 * how["span"], 12)]
     yield text("WindowBias", window=3, windows=[2, 3], shift=1), window_bias(3, [2, 3], 1), [(25, 4)]
     yield text("WindowBias", window=4, windows=[1, 2]), window_bias(4, [1, 2], 0), [(49, 3)]
+    yield text("CumSum"), lambda x: x.cumsum(-1), [(2, 3, 7)]
+    yield text("CumSum", axis=1, reverse=True), lambda x: x.flip(1).cumsum(1).flip(1), [(2, 6, 3)]
+    yield text("CumSum", axis=0, exclusive=True), lambda x: x.cumsum(0) - x, [(5, 3)]
 
 def ops():
     cases, tensors = [], {}

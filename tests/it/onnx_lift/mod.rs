@@ -269,6 +269,14 @@ fn cases() -> Vec<Case> {
         ),
         one("ReduceMean, old", 11, &image, node("ReduceMean", &["x"], "y", vec![list("axes", &[2, 3]), int("keepdims", 0)]), vec![]),
         one("ReduceSum", 13, &image, node("ReduceSum", &["x", "axes"], "y", vec![]), vec![ints("axes", &[-1])]),
+        one("CumSum", 14, &image, node("CumSum", &["x", "axis"], "y", vec![]), vec![ints("axis", &[-1])]),
+        one(
+            "CumSum, exclusive and reversed",
+            11,
+            &image,
+            node("CumSum", &["x", "axis"], "y", vec![int("exclusive", 1), int("reverse", 1)]),
+            vec![TensorProto { dims: vec![], ..ints("axis", &[1]) }],
+        ),
         one("Identity and Dropout", 13, &[0, 4], node("Relu", &["x"], "y", vec![]), vec![]),
         (
             "nodes in any order",

@@ -7,15 +7,16 @@ use super::super::numbers::Number;
 use super::super::proto::DataType;
 use super::{NodeContext, TypedNode};
 use crate::ir::ops::{
-    Abs, Add, AveragePool, BatchNorm, Binary, BinaryKind, Clip, Concat, Conv, ConvTranspose, Coordinates, Elu, Embedding, Erf, Exp, Extent, Flatten, Gelu,
-    GlobalAveragePool, HardSigmoid, HardSwish, Interpolation, LayerNorm, LeakyRelu, Linear, Log, MatMul, MaxPool, Mish, Mul, NearestMode, Neg, Pad, PadMode,
-    Padding, PerAxis, Power, Reciprocal, Reduce, ReduceKind, Relu, Reshape, Resize, Sigmoid, Slice, Softmax, Softplus, Sqrt, Tanh, TargetSize, ToFloat,
-    Transpose,
+    Abs, Add, AveragePool, BatchNorm, Binary, BinaryKind, Clip, Concat, Conv, ConvTranspose, Coordinates, CumSum, Elu, Embedding, Erf, Exp, Extent, Flatten,
+    Gelu, GlobalAveragePool, HardSigmoid, HardSwish, Interpolation, LayerNorm, LeakyRelu, Linear, Log, MatMul, MaxPool, Mish, Mul, NearestMode, Neg, Pad,
+    PadMode, Padding, PerAxis, Power, Reciprocal, Reduce, ReduceKind, Relu, Reshape, Resize, Sigmoid, Slice, Softmax, Softplus, Sqrt, Tanh, TargetSize,
+    ToFloat, Transpose,
 };
 use crate::ir::{Dim, Element, Op, OpSpec};
 use crate::store::Role;
 
-/// Converts a node to a typed op; `None` if it returns its first input unchanged.
+/// Converts a node to a typed op; `None` if it returns its first input unchanged. The graph has only 64-bit
+/// integers, so that arithmetic of narrower ones, which can overflow, has no typed form.
 type Rule = fn(&NodeContext) -> Result<Option<TypedNode>, String>;
 
 /// The rules, by operator.
@@ -72,6 +73,7 @@ pub(super) const RULES: &[(&str, Rule)] = &[
     ("ReduceMax", |at| reduce(at, ReduceKind::Max)),
     ("ReduceMin", |at| reduce(at, ReduceKind::Min)),
     ("ReduceL2", |at| reduce(at, ReduceKind::L2)),
+    ("CumSum", cum_sum),
     ("Identity", |_| Ok(None)),
     ("Dropout", |_| Ok(None)),
     ("Cast", cast),
@@ -427,4 +429,15 @@ fn reduce(at: &NodeContext, kind: ReduceKind) -> Result<Option<TypedNode>, Strin
         };
     }
     first(Reduce { kind, axes, keep_dims: at.int("keepdims", 1) != 0 })
+}
+
+fn cum_sum(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+    if at.ty(0)?.element == Element::Int && !at.is_int64(0) {
+        return Err("its integers have fewer than 64 bits".into());
+    }
+    let axis = match at.numbers(1)?[..] {
+        [axis] => axis,
+        _ => return Err("its axis is not a single number".into()),
+    };
+    first(CumSum { axis, exclusive: at.int("exclusive", 0) != 0, reverse: at.int("reverse", 0) != 0 })
 }

@@ -3,7 +3,8 @@
 use super::super::proto::AttributeProto;
 use super::Lowering;
 use crate::error::Result;
-use crate::ir::ops::{Binary, BinaryKind, Reduce, ReduceKind};
+use crate::ir::Element;
+use crate::ir::ops::{Binary, BinaryKind, CumSum, Reduce, ReduceKind};
 
 pub(super) fn binary(op: &Binary, n: &mut Lowering) -> Result<()> {
     let name = match op.kind {
@@ -34,6 +35,18 @@ pub(super) fn reduce(op: &Reduce, n: &mut Lowering) -> Result<()> {
         n.finish_wide(name, &inputs, attributes)
     } else {
         n.finish(name, &inputs, attributes)
+    }
+    Ok(())
+}
+
+pub(super) fn cum_sum(op: &CumSum, n: &mut Lowering) -> Result<()> {
+    let axis = n.int(op.axis);
+    let attributes = vec![AttributeProto::int("exclusive", op.exclusive.into()), AttributeProto::int("reverse", op.reverse.into())];
+    if n.ty(0)?.element == Element::Int {
+        n.finish("CumSum", &[&n.input(0), &axis], attributes);
+    } else {
+        let x = n.wide(&n.input(0))?;
+        n.finish_wide("CumSum", &[&x, &axis], attributes);
     }
     Ok(())
 }

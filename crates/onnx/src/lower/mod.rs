@@ -86,6 +86,7 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::MatMul(_) => layer::binary("MatMul", n),
         Op::Binary(op) => arithmetic::binary(op, n),
         Op::Reduce(op) => arithmetic::reduce(op, n),
+        Op::CumSum(op) => arithmetic::cum_sum(op, n),
         Op::Recurrent(op) => recurrent::recurrent(op, n),
         Op::ConvTranspose(op) => layer::conv_transpose(op, n),
         Op::Pad(op) => shape::pad(op, n),

@@ -10,6 +10,7 @@ mod concat;
 mod constants;
 mod conv;
 mod conv_transpose;
+mod cum_sum;
 mod decoding;
 mod elementwise;
 mod embedding;
@@ -73,6 +74,7 @@ pub use concat::Concat;
 pub use constants::{ScalarOps, constant};
 pub use conv::Conv;
 pub use conv_transpose::ConvTranspose;
+pub use cum_sum::CumSum;
 pub use decoding::{DecodingState, Forward, Incremental};
 pub use elementwise::{Add, Mul};
 pub use embedding::Embedding;
@@ -240,7 +242,7 @@ ops! {
     Embedding, Positions, Rotary, SplitHeads, MergeHeads, Attention,
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
     MaskedMean, TokenPool, RelativeBias, RelativeProducts, WindowBias, Normalize, Route, Dispatch, Combine,
-    Reshape, Transpose, Concat, MatMul, Binary, Reduce, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
+    Reshape, Transpose, Concat, MatMul, Binary, Reduce, CumSum, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
     Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Scale, Sin, Softplus, Sqrt,
     ToFloat, Opaque,
 }
