@@ -1,7 +1,7 @@
 //! Conversion of an ONNX file to a graph of typed ops.
 //!
 //! The table in `rules.rs` converts single operators. Integers from which shapes are computed are
-//! tracked symbolically (`numbers.rs`). Slices of constant position ids are recognized (`positions.rs`).
+//! tracked symbolically (`numbers.rs`). Position ids are recognized (`positions.rs`).
 //! Nodes without a typed form become opaque subgraphs that ONNX Runtime runs (`opaque.rs`). Patterns of
 //! several ops are fused (`patterns.rs`).
 
@@ -274,7 +274,7 @@ impl<'f> Lift<'f> {
         if node.op_type() == "Constant" || self.file.dequantized_values.contains(output) {
             return Ok(LiftedValue::Constant);
         }
-        if let Some(id) = self.positions(node, output) {
+        if let Some(id) = self.positions(node, output).or_else(|| self.counted_positions(node, output)) {
             return Ok(LiftedValue::Value(id));
         }
         if let Some(found) = self.fold(node)? {

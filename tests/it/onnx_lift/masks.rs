@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use compress::Model;
 use compress_core::store::{OpenSize, OpenSizes};
 use compress_graph::ir::Op;
-use compress_onnx::proto::{AttributeProto, DataType, ModelProto, TensorProto};
+use compress_onnx::proto::{AttributeProto, DataType, ModelProto, NodeProto, TensorProto};
 use prost::Message;
 
 use crate::common::nodes::{close, executed, floats, given, in_runtime, ints, model, node, value};
@@ -112,5 +112,79 @@ fn masks_and_positions_of_exporters_are_typed() {
         // The embedding has two rows more than the constant.
         let long = executed(Model::open(&path).unwrap(), &inputs(LONGEST as usize + 3)).map(|(dims, _)| dims);
         assert!(long.is_err(), "{what}: {long:?}");
+    }
+}
+
+/// Position embeddings as RoBERTa computes them, by a few of the forms that exporters write.
+fn roberta(padding: i64, first: i64, nodes: Vec<NodeProto>) -> ModelProto {
+    let number = |name: &str, number: i64| TensorProto { dims: vec![], ..ints(name, &[number]) };
+    let narrow = TensorProto { data_type: Some(DataType::Int32 as i32), raw_data: Some(0i32.to_le_bytes().to_vec()), ..number("past", 0) };
+    let constants = vec![number("padding", padding), number("first", first), number("axis", 1), number("last", -1), narrow, floats("places", &[30, 8])];
+    let look_up = node("Gather", &["places", "position_ids"], "y", vec![]);
+    let mut model = model(14, &[], nodes.into_iter().chain([look_up]).collect(), constants);
+    model.graph.as_mut().unwrap().input = vec![value("input_ids", DataType::Int64, Some(&[2, 0]))];
+    model
+}
+
+#[test]
+fn positions_that_count_tokens_are_typed() {
+    let cast = |from: &str, to: &str, ty: DataType| node("Cast", &[from], to, vec![AttributeProto::int("to", ty as i64)]);
+    let int = AttributeProto::int;
+    // `create_position_ids_from_input_ids` of transformers, exported by PyTorch.
+    let transformers = vec![
+        node("Equal", &["input_ids", "padding"], "padded", vec![]),
+        node("Not", &["padded"], "not_padded", vec![]),
+        cast("not_padded", "real", DataType::Int32),
+        cast("real", "real_wide", DataType::Int64),
+        node("CumSum", &["real_wide", "axis"], "counts", vec![]),
+        cast("counts", "counts_narrow", DataType::Int32),
+        node("Add", &["counts_narrow", "past"], "counts_past", vec![]),
+        node("Mul", &["counts_past", "real"], "places_narrow", vec![]),
+        cast("places_narrow", "places_wide", DataType::Int64),
+        node("Add", &["places_wide", "first"], "position_ids", vec![]),
+    ];
+    let short = |sum: Vec<AttributeProto>, second: &str| {
+        vec![
+            node("Equal", &["padding", "input_ids"], "padded", vec![]),
+            node("Not", &["padded"], "not_padded", vec![]),
+            cast("not_padded", "real", DataType::Int64),
+            node("CumSum", &["real", "last"], "counts", sum),
+            node("Mul", &[second, "counts"], "product", vec![]),
+            node("Add", &["first", "product"], "position_ids", vec![]),
+        ]
+    };
+    let direct = vec![node("CumSum", &["input_ids", "last"], "position_ids", vec![])];
+    let narrow = vec![cast("input_ids", "narrow", DataType::Int32), node("CumSum", &["narrow", "last"], "position_ids", vec![])];
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    for (what, model, is_typed) in [
+        ("as transformers", roberta(1, 1, transformers.clone()), true),
+        ("another first position", roberta(0, 5, transformers), true),
+        ("other operand orders", roberta(3, 3, short(vec![], "real")), true),
+        ("an exclusive sum", roberta(1, 1, short(vec![int("exclusive", 1)], "real")), false),
+        ("a reverse sum", roberta(1, 1, short(vec![int("reverse", 1)], "real")), false),
+        ("another factor", roberta(1, 1, short(vec![], "input_ids")), false),
+        ("sums of token ids", roberta(1, 1, direct), true),
+        ("sums of narrow integers", roberta(1, 1, narrow), false),
+    ] {
+        std::fs::write(&path, model.encode_to_vec()).unwrap();
+        let has_runtime = crate::common::onnxruntime::has_onnx_runtime();
+        if !is_typed && !has_runtime {
+            continue;
+        }
+        let graph = Model::open(&path).unwrap().graph().unwrap_or_else(|e| panic!("{what}: {e}"));
+        let count = |is: fn(&Op) -> bool| graph.nodes().iter().filter(|node| is(&node.op)).count();
+        assert_eq!(count(|op| matches!(op, Op::Opaque(_))) == 0, is_typed, "{what}: {graph}");
+        let is_sum = what == "sums of token ids";
+        assert_eq!(count(|op| matches!(op, Op::Positions(_))), usize::from(is_typed && !is_sum), "{what}: {graph}");
+        assert_eq!(count(|op| matches!(op, Op::CumSum(_))), usize::from(is_sum), "{what}: {graph}");
+        for length in [1, 2, 9] {
+            let tokens = (0..2 * length).map(|at| (at * 3 % 4) as i64).collect::<Vec<_>>();
+            let inputs = [("input_ids".to_owned(), Tensor::from_vec(tokens, (2, length), &Device::Cpu).unwrap())].into();
+            let ours = executed(Model::open(&path).unwrap(), &inputs).unwrap_or_else(|e| panic!("{what}: {e}"));
+            if has_runtime {
+                close(what, &ours, &in_runtime(&path, &inputs));
+            }
+        }
     }
 }

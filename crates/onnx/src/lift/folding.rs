@@ -9,7 +9,6 @@ use super::super::numbers::{self, KnownValues, Number, Numbers};
 use super::super::opaque_subgraph::RANDOM;
 use super::super::proto::NodeProto;
 use super::super::sizes::{BROADCAST, GROWING, SAME_SHAPE, output_sizes, product};
-use super::opaque::constant;
 use super::{Lift, LiftedValue};
 use crate::ir::{Dim, ValueId};
 
@@ -134,8 +133,7 @@ impl KnownValues for Lift<'_> {
         if let Some(LiftedValue::Value(id)) = self.lifted.get(name) {
             return self.builder.ty(*id).shape.iter().map(|size| size.fixed().map(|size| size as u64)).collect();
         }
-        let node_constant = || self.producers.get(name).and_then(|(_, node)| constant(node));
-        let (sizes, _) = elements::shape(self.initializers.get(name).copied().or_else(node_constant)?).ok()?;
+        let (sizes, _) = elements::shape(self.constant_tensor(name)?).ok()?;
         Some(sizes.into_iter().map(|size| size as u64).collect())
     }
 

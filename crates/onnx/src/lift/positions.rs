@@ -1,16 +1,20 @@
-//! Position ids that exporters store as a constant and slice to the sequence length.
+//! Position ids: constants that exporters slice to the sequence length, and counts of the tokens that are
+//! not padding.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use super::super::elements;
+use super::super::initializer_roles::int;
 use super::super::numbers::{KnownValues, Number};
-use super::super::proto::{DataType, NodeProto};
+use super::super::proto::{DataType, NodeProto, TensorProto};
 use super::opaque::constant;
 use super::{Lift, LiftedValue};
 use crate::ir::ops::{Positions, Reshape, Slice, TargetSize};
 use crate::ir::{Dim, Element, ValueId};
 
+/// Maximum number of copies, casts and sums with zero between two nodes.
+const MAX_COPIES: usize = 8;
 /// Maximum number of position ids.
 const MAX_POSITIONS: u64 = 1 << 20;
 
@@ -54,10 +58,78 @@ impl<'f> Lift<'f> {
         self.builder.node(output, Reshape { shape: vec![TargetSize::Rest] }, &[positions]).ok()
     }
 
+    /// Lifts the position ids of RoBERTa, where `real` is 1 for tokens other than padding, and else 0:
+    /// `cumsum(real) · real + first`.
+    pub(super) fn counted_positions(&mut self, node: &'f NodeProto, output: &str) -> Option<ValueId> {
+        let first = |at: usize| self.position(node.input.get(at)?);
+        let (places, first) = match node.op_type() {
+            "Add" => first(1).map(|first| (0, first)).or_else(|| Some((1, first(0)?)))?,
+            _ => return None,
+        };
+        let product = self.integer_producer(node.input.get(places)?)?;
+        let [a, b] = product.input.as_slice() else { return None };
+        let (tokens, padding) = [(a, b), (b, a)].into_iter().filter(|_| product.op_type() == "Mul").find_map(|(counts, real)| {
+            let sum = self.integer_producer(counts).filter(|sum| sum.op_type() == "CumSum")?;
+            let is_plain = ["exclusive", "reverse"].iter().all(|name| int(sum, name, 0) == 0);
+            let axis = self.integer(sum.input.get(1)?).filter(|axis| matches!(axis, 1 | -1) && is_plain);
+            axis.and(self.unpadded(real)).filter(|found| self.unpadded(sum.input.first().map_or("", String::as_str)) == Some(*found))
+        })?;
+        let positions = Positions { padding: Some(padding), offset: first.checked_sub(padding)? };
+        self.builder.node(output, positions, &[tokens]).ok()
+    }
+
+    /// For a value that is 1 for tokens other than padding, and else 0: the tokens, and padding.
+    fn unpadded(&self, name: &str) -> Option<(ValueId, i64)> {
+        let not = self.integer_producer(name).filter(|not| not.op_type() == "Not")?;
+        let equal = self.producers.get(not.input.first()?.as_str()).map(|(_, node)| *node).filter(|equal| equal.op_type() == "Equal")?;
+        let [a, b] = equal.input.as_slice() else { return None };
+        [(a, b), (b, a)].into_iter().find_map(|(tokens, padding)| {
+            let Some(LiftedValue::Value(id)) = self.lifted.get(tokens.as_str()) else { return None };
+            let ty = self.builder.ty(*id);
+            (ty.element == Element::Int && ty.shape.len() == 2).then_some((*id, self.position(padding)?))
+        })
+    }
+
+    /// The node that computes a value, before copies, casts to 32-bit or 64-bit integers, and sums with
+    /// zero, as of the number of cached tokens. Counts of tokens fit into 32 bits.
+    fn integer_producer(&self, name: &str) -> Option<&'f NodeProto> {
+        let mut name = name;
+        for _ in 0..MAX_COPIES {
+            let (_, node) = self.producers.get(name)?;
+            let [first, second] = [0, 1].map(|at| node.input.get(at).map_or("", String::as_str));
+            name = match node.op_type() {
+                "Identity" => first,
+                "Cast" if [DataType::Int32, DataType::Int64].iter().any(|to| int(node, "to", 0) == *to as i64) => first,
+                "Add" if self.integer(second) == Some(0) => first,
+                "Add" if self.integer(first) == Some(0) => second,
+                _ => return Some(*node),
+            };
+        }
+        None
+    }
+
+    /// The position, or the id of a token, that a constant of one 64-bit element contains.
+    fn position(&self, name: &str) -> Option<i64> {
+        let is_wide = self.constant_tensor(name)?.data_type() == DataType::Int64;
+        self.integer(name).filter(|number| is_wide && (0..=MAX_POSITIONS as i64).contains(number))
+    }
+
+    /// The tensor of an initializer or a `Constant` node.
+    pub(super) fn constant_tensor(&self, name: &str) -> Option<&'f TensorProto> {
+        self.initializers.get(name).copied().or_else(|| self.producers.get(name).and_then(|(_, node)| constant(node)))
+    }
+
+    /// The integer that a constant of one element contains.
+    fn integer(&self, name: &str) -> Option<i64> {
+        match self.numbers(name)?.all()?.as_slice() {
+            [number] => Some(*number),
+            _ => None,
+        }
+    }
+
     /// Rank, first element and length of a constant of consecutive integers, which is `[n]` or `[1, n]`.
     fn consecutive(&self, name: &str) -> Option<(usize, i64, usize)> {
-        let node_constant = || self.producers.get(name).and_then(|(_, node)| constant(node));
-        let tensor = self.initializers.get(name).copied().or_else(node_constant)?;
+        let tensor = self.constant_tensor(name)?;
         let (shape, count) = elements::shape(tensor).ok()?;
         if tensor.data_type() != DataType::Int64 || !(2..=MAX_POSITIONS).contains(&count) || !matches!(shape.as_slice(), [_] | [1, _]) {
             return None;
