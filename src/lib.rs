@@ -145,9 +145,6 @@ pub mod prelude;
 pub mod recipe;
 pub mod report;
 mod run_state;
-#[cfg(feature = "run")]
-#[doc(hidden)]
-pub mod search;
 
 #[cfg(feature = "cli")]
 pub mod cli;

@@ -11,6 +11,7 @@ mod onnx_comparison;
 mod onnx_input;
 mod pass_keys;
 mod samples;
+pub(crate) mod search;
 mod settings;
 mod starter;
 

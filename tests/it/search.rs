@@ -26,8 +26,8 @@ fn numbers(points: &Value, key: &str) -> Vec<f64> {
     points.as_array().unwrap().iter().map(|point| point[key].as_f64().unwrap()).collect()
 }
 
-/// The predictions of uniform formats before their correction have the order of the measurements, and those after
-/// it are close to them.
+/// The predictions of uniform formats before their correction have the order of the measurements, and those
+/// after it are close to them.
 #[test]
 fn predictions_are_close_to_measurements() {
     let folder = prepared();

@@ -6,9 +6,8 @@ use std::fs;
 use std::path::Path;
 
 /// Layers from top to bottom: a layer may use the layers below it.
-const LAYERS: [&[&str]; 18] = [
+const LAYERS: [&[&str]; 17] = [
     &["build", "cli", "plugin", "prelude"],
-    &["search"],
     &["pipeline"],
     &["recipe", "report"],
     &["pass", "export"],

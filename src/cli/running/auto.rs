@@ -13,9 +13,9 @@ use crate::evaluation::Subject;
 use crate::model::Model;
 use crate::pass::{Context, Method, Quantize};
 use crate::pipeline::memory_limit;
+use crate::pipeline::search::{Budget, Found, LoadedBy, Point, Search};
 use crate::report::format::bytes;
 use crate::report::terminal::table;
-use crate::search::{Budget, Found, LoadedBy, Point, Search};
 
 /// Extension of the file of the front.
 const FRONT: [&str; 1] = ["json"];
@@ -39,8 +39,8 @@ pub(in crate::cli) struct Args {
     /// The runtime that loads the output, which determines the formats
     #[arg(long = "for", value_name = "RUNTIME", value_enum, default_value_t)]
     target: LoadedBy,
-    /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights (300MB), or a fraction of
-    /// the size of the input (0.25, 25%)
+    /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights (300MB), or a
+    /// fraction of the size of the input (0.25, 25%)
     #[arg(long, value_name = "SIZE", conflicts_with = "max_kl")]
     max_size: Option<Budget>,
     /// Largest expected KL divergence of the predictions from those of the original model, in nats per token

@@ -1,7 +1,7 @@
-//! Expected increase of the loss by rounding each layer in each of several schemes, from one backward pass and
-//! without running a quantized model: the second-order approximation of the KL divergence,
-//! `½ Σ_j E[(∂L/∂y_j)²] E[w_t (x_t · e_j)²]` with the error `e_j` of row `j`, where `w_t` is the mean square of
-//! the gradients of token `t`, relative to all tokens (the factors of the Fisher information of Kim et al. 2025,
+//! Expected increase of the loss by rounding each layer in each of several schemes, from one backward pass
+//! and without running a quantized model: the second-order approximation of the KL divergence, `½ Σ_j
+//! E[(∂L/∂y_j)²] E[w_t (x_t · e_j)²]` with the error `e_j` of row `j`, where `w_t` is the mean square of the
+//! gradients of token `t`, relative to all tokens (the factors of the Fisher information of Kim et al. 2025,
 //! GuidedQuant, <https://arxiv.org/abs/2505.07004>).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,11 +30,11 @@ pub struct Score {
     pub bytes: u64,
 }
 
-/// Scores of the weights that the passes quantize, by name, in the order of the passes; `None` if a pass does not
-/// quantize the weight. The calibration samples are those of the context.
+/// Scores of the weights that the passes quantize, by name, in the order of the passes; `None` if a pass does
+/// not quantize the weight. The calibration samples are those of the context.
 ///
 /// # Errors
-/// If there are no calibration samples, if the model has no logits, or if a layer cannot be quantized.
+/// If calibration samples are missing, if the model has no logits, or if a layer cannot be quantized.
 pub fn scores(passes: &[Quantize], model: &Model, context: &Context) -> Result<BTreeMap<String, Vec<Option<Score>>>> {
     let encodings = passes.iter().map(|pass| pass.encodings(&model.weights)).collect::<Result<Vec<_>>>()?;
     let meter = std::sync::Arc::new(Meter::default());

@@ -20,15 +20,20 @@ fn pass(name: &str) -> Value {
 #[test]
 fn every_combination_is_refused_or_opens_verifies_and_runs() {
     let (passes, exports) = (names(&schema(), "Step"), names(&schema(), "Export"));
-    let (mut written, mut refused) = (0, 0);
+    let (mut written, mut refused) = (0, Vec::new());
     for seed in seeds(60) {
         let names = families();
         let mut draw = Draw::family(seed, &names[StdRng::seed_from_u64(seed).random_range(0..names.len())]);
-        let (step, export) = (&passes[seed as usize % passes.len()], &exports[draw.rng.random_range(0..exports.len())]);
-        let what = format!("{}, {step}, {export}", draw.name);
+        let (step, mut export) = (&passes[seed as usize % passes.len()], exports[draw.rng.random_range(0..exports.len())].as_str());
         let samples = draw.samples(7, seed);
         let data = draw.data(&samples);
-        let result = draw.run(json!([pass(step)]), json!([export]), |builder| builder.calibration(data.clone()).train(data));
+        let mut result = draw.run(json!([pass(step)]), json!([export]), |builder| builder.calibration(data.clone()).train(data.clone()));
+        // Most families have no names in GGUF files: the pass is tested in another format.
+        if result.as_ref().is_err_and(|error| error.to_string().contains("gguf: model_type")) {
+            export = "safetensors";
+            result = draw.run(json!([pass(step)]), json!([export]), |builder| builder.calibration(data.clone()).train(data.clone()));
+        }
+        let what = format!("{}, {step}, {export}", draw.name);
         match result {
             Ok(output) => {
                 let model = output.check(&what);
@@ -46,9 +51,9 @@ fn every_combination_is_refused_or_opens_verifies_and_runs() {
                 // back.
                 let unknown_to_gguf = export == "gguf" && message.contains("reads back as a model with a different graph");
                 assert!(unknown_to_gguf || !message.contains("verification"), "{what}: {message}");
-                refused += 1;
+                refused.push(format!("{what}: {message}"));
             }
         }
     }
-    assert!(written > refused, "{written} combinations were written, {refused} refused");
+    assert!(written > refused.len(), "{written} combinations were written, {} refused: {refused:#?}", refused.len());
 }

@@ -8,11 +8,8 @@ use std::sync::LazyLock;
 
 use serde::Deserialize;
 
-use super::names::{file_format, file_name};
+use super::names::{REPORT_FILES, file_format, file_name};
 use crate::files::FileCache;
-
-/// Names of the report in all its formats.
-pub const REPORT_FILES: [&str; 3] = ["report.json", "report.md", "report.html"];
 
 /// The files that a report lists.
 #[derive(Default)]

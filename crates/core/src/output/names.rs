@@ -34,9 +34,12 @@ pub fn report_folder(file: &Path) -> PathBuf {
     file.with_file_name(name)
 }
 
+/// Names of the report in all its formats.
+pub const REPORT_FILES: [&str; 3] = ["report.json", "report.md", "report.html"];
+
 /// The output that a report folder or a `report.json` belongs to; other paths are outputs.
 pub fn reported_output(path: &Path) -> PathBuf {
-    let folder = if path.file_name().is_some_and(|name| name == super::listing::REPORT_FILES[0]) { path.parent().unwrap_or(path) } else { path };
+    let folder = if path.file_name().is_some_and(|name| name == REPORT_FILES[0]) { path.parent().unwrap_or(path) } else { path };
     let file = folder.file_name().and_then(|name| name.to_str()?.strip_suffix(".report")).map(|name| folder.with_file_name(name));
     match file.filter(|file| file_name(file).is_some()) {
         Some(file) => file,

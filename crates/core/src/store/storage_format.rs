@@ -12,9 +12,10 @@
 //! | sparse | `x.weight.bitmask`, `x.weight.values`, `x.weight.shape`, and scales as for integer |
 //!
 //! Integer and packed are the formats `int-quantized` and `pack-quantized` of compressed-tensors, FP8 is
-//! `float-quantized` or, with U8 (E8M0) scales, `mxfp8-quantized`, FP6 is
-//! `mxfp6-pack-quantized`, FP4 is `nvfp4-pack-quantized` and `mxfp4-pack-quantized`. The words of
-//! palettized weights contain indices, element `i` of a row at bit `i · bits`. With `p` palettes for `n` rows, each applies to `ceil(n / p)` consecutive rows.
+//! `float-quantized` or, with U8 (E8M0) scales, `mxfp8-quantized`, FP6 is `mxfp6-pack-quantized`, FP4 is
+//! `nvfp4-pack-quantized` and `mxfp4-pack-quantized`. The words of palettized weights contain indices,
+//! element `i` of a row at bit `i · bits`. With `p` palettes for `n` rows, each applies to `ceil(n / p)`
+//! consecutive rows.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]

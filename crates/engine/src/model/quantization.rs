@@ -89,8 +89,7 @@ pub(super) fn cache_scheme(format: CacheFormat) -> Value {
 pub(super) type Refused = (String, &'static str);
 
 /// Hint for unknown formats.
-pub(super) const FORMATS: &str =
-    "compress supports dense weights, and the integers (2 to 8 bits) and low-bit floats of compressed-tensors 0.20; start from the original checkpoint";
+pub(super) const FORMATS: &str = "compress supports dense weights, and the integers (2 to 8 bits) and floating-point formats of up to 8 bits in compressed-tensors 0.20; start from the original checkpoint";
 
 /// The error for an unsupported setting in a file.
 pub(super) fn unsupported(file: &Path) -> impl Fn(Refused) -> Error {
@@ -145,7 +144,7 @@ fn sparse<T>(format: &Value) -> Result<T, Refused> {
 }
 
 /// Hint for unsupported settings of a format.
-pub(super) const HINT: &str = "compress supports the integers (2 to 8 bits) and low-bit floats of compressed-tensors 0.20, with float activations, per-token or static int8 or FP8 activations, and low-bit floats in groups; start from the original checkpoint";
+pub(super) const HINT: &str = "compress supports the integers (2 to 8 bits) and floating-point formats of up to 8 bits in compressed-tensors 0.20, with float activations, per-token or static int8 or FP8 activations, and low-bit floats in groups; start from the original checkpoint";
 
 /// Whether codes are integers, not floats.
 pub(super) fn is_integer(arguments: &Value) -> bool {

@@ -150,7 +150,8 @@ impl Schemes {
             return Ok(());
         }
         let candidates = self.candidates(module, class).map_err(too_slow)?;
-        // vLLM uses the first group whose expression matches, compressed-tensors the first expression in alphabetical order.
+        // vLLM uses the first group whose expression matches, compressed-tensors the first expression in
+        // alphabetical order.
         if let [first, others @ ..] = candidates.as_slice()
             && let Some(other) = others.iter().find(|other| other.arguments() != first.arguments())
         {

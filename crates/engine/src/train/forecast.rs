@@ -69,7 +69,7 @@ pub fn forecast(
     };
     let trained = |value: &Value| if selected(&value.name) { codes(value).unwrap_or_else(|| elements(&value.ty)) } else { 0 };
     let linear = model.weights.by_name.iter().filter(|(name, weight)| is_linear(name, weight)).map(|(name, _)| name.clone()).collect();
-    let optimizer = optimizer::build(options.optimizer, &optimizer::Settings::new(options, linear), &Placement::Memory(Device::Cpu))?;
+    let optimizer = optimizer::build(options.optimizer, &options.optimizer_settings(linear), &Placement::Memory(Device::Cpu))?;
     let dims = |value: &Value| {
         let dims: Vec<usize> = value.ty.shape.iter().map(|dim| dim.evaluate(sizes).unwrap_or(0)).collect();
         codes(value).map_or(dims, |scales| vec![scales as usize])

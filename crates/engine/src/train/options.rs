@@ -1,5 +1,6 @@
 //! Training options of a recipe.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
@@ -8,7 +9,7 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use super::log::LogFormat;
 use super::losses::Losses;
-use super::optimizer::Kind;
+use super::optimizer::{Kind, Settings};
 use super::schedule::Schedule;
 use crate::error::{Error, ParseError, Result};
 use crate::evaluation::Precision;
@@ -275,6 +276,11 @@ impl Training {
     /// Whether parameters are sharded across processes.
     pub fn shards_parameters(&self) -> bool {
         self.shard == Some(Shard::Parameters)
+    }
+
+    /// The hyperparameters of the optimizer for these linear layers and other parameters.
+    pub fn optimizer_settings(&self, linear_weights: BTreeSet<String>) -> Settings {
+        Settings { weight_decay: self.weight_decay, momentum: self.momentum, linear_weights, ..Settings::default() }
     }
 
     /// Whether the optimizer state is sharded across processes.

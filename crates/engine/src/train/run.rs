@@ -74,7 +74,7 @@ impl Trainer<'_> {
     }
 
     fn train(&self, weights: &mut Weights) -> Result<Trained> {
-        let settings = optimizer::Settings::new(self.options, weights.linear().clone());
+        let settings = self.options.optimizer_settings(weights.linear().clone());
         let home = match weights.home() {
             Placement::Memory(_) | Placement::Sharded(_) if self.options.offload.contains(&Offload::Optimizer) => Placement::Memory(Device::Cpu),
             // Each process updates the parameters that it owns.

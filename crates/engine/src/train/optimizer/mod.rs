@@ -13,7 +13,7 @@ use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::checkpoint::Stream;
-use super::{Training, floats};
+use super::floats;
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{ManagedTensor, Placement};
@@ -95,11 +95,6 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// The hyperparameters of a training of these linear layers and other parameters.
-    pub fn new(options: &Training, linear_weights: BTreeSet<String>) -> Settings {
-        Settings { weight_decay: options.weight_decay, momentum: options.momentum, linear_weights, ..Settings::default() }
-    }
-
     /// Validates the hyperparameters.
     pub fn check(&self) -> Result<()> {
         let decays = [("beta1", self.beta1), ("beta2", self.beta2), ("momentum", self.momentum)];

@@ -1,9 +1,9 @@
 //! Search for the formats of a model's weights under a limit of size or loss.
 //!
-//! Weights that runtimes treat alike are one unit. One backward pass gives the expected loss of each format of each
-//! unit ([`scores`](crate::pass::scores)), and dynamic programming the assignments with the least loss for their
-//! size. Some of them are measured by the KL divergence of their predictions on held-out samples; the scores of
-//! each format are scaled to what was measured, and the front is computed again.
+//! Weights that runtimes treat alike are one unit. One backward pass gives the expected loss of each format
+//! of each unit ([`scores`](crate::pass::scores)), and dynamic programming the assignments with the least
+//! loss for their size. Some of them are measured by the KL divergence of their predictions on held-out
+//! samples; the scores of each format are scaled to what was measured, and the front is computed again.
 
 mod budget;
 mod measure;
@@ -98,7 +98,7 @@ impl Search<'_> {
     /// Searches.
     ///
     /// # Errors
-    /// If the model cannot run, has no logits, there are no calibration samples, or the limit cannot be met.
+    /// If the model cannot run or has no logits, calibration samples are missing, or the limit cannot be met.
     pub fn run(&self) -> Result<Found> {
         let passes = self.target.passes();
         let scores = scores(&passes, self.model, self.context)?;
@@ -146,7 +146,7 @@ impl Search<'_> {
             unit.weights.push(name.clone());
             unit.parameters += weight.elements() as u64;
             for (option, score) in unit.options.iter_mut().zip(options.iter().chain([&floats])) {
-                // A format that cannot encode one of the weights is no option of the unit.
+                // A format that cannot encode one of the weights is not an option of the unit.
                 *option = option.zip(*score).map(|(all, score)| Format { loss: all.loss + score.loss, bytes: all.bytes + score.bytes });
             }
         }
@@ -175,8 +175,8 @@ impl Search<'_> {
         })
     }
 
-    /// Points of the front at equal distances between the smallest one and the largest uniform format, and the one
-    /// for the limit.
+    /// Points of the front at equal distances between the smallest one and the largest uniform format, and
+    /// the one for the limit.
     fn selection(&self, found: &Found, front: &[Assignment]) -> Vec<Point> {
         let ends = front.first().zip(found.uniform_points().pop());
         let mut chosen: Vec<usize> = Vec::new();
@@ -284,8 +284,8 @@ fn unit_of(model_type: &str, name: &str) -> String {
     }
 }
 
-/// The pass that quantizes the units in the formats with these indices; `None` if all are floats. Its scheme is
-/// the one of most weights; the others have rules.
+/// The pass that quantizes the units in the formats with these indices; `None` if all are floats. Its scheme
+/// is the one of most weights; the others have rules.
 fn pass_of(passes: &[Quantize], units: &[Unit], options: &[usize], method: Method, formats: &[String]) -> Result<Option<Quantize>> {
     let mut weights: Vec<Vec<Pattern>> = vec![Vec::new(); formats.len()];
     for (unit, option) in units.iter().zip(options) {

@@ -20,8 +20,8 @@ pub struct Assignment {
     pub options: Vec<usize>,
 }
 
-/// Largest number of partial assignments that are kept after each unit. With more, those with nearly equal sizes
-/// are merged.
+/// Largest number of partial assignments that are kept after each unit. With more, those with nearly equal
+/// sizes are merged.
 const MAX_STATES: usize = 20_000;
 
 /// A partial assignment that no other one beats in both size and loss.
@@ -34,8 +34,8 @@ struct State {
     option: usize,
 }
 
-/// The assignments that no other one beats, by ascending size: the Pareto front, by dynamic programming over the
-/// units. It is exact unless there are more than [`MAX_STATES`] partial assignments.
+/// The assignments that no other one beats, by ascending size: the Pareto front, by dynamic programming over
+/// the units. It is exact unless there are more than [`MAX_STATES`] partial assignments.
 pub fn front(units: &[Vec<Choice>]) -> Vec<Assignment> {
     let mut layers: Vec<Vec<State>> = vec![vec![State { bytes: 0, loss: 0.0, previous: 0, option: 0 }]];
     for unit in units {
@@ -63,7 +63,7 @@ pub fn front(units: &[Vec<Choice>]) -> Vec<Assignment> {
     layers[last].iter().map(|state| Assignment { bytes: state.bytes, loss: state.loss, options: assignment(state) }).collect()
 }
 
-/// The states by ascending size, without those that are not better than a smaller one.
+/// The states by ascending size, without states that are not better than a smaller one.
 fn undominated(mut states: Vec<State>) -> Vec<State> {
     states.sort_by(|a, b| a.bytes.cmp(&b.bytes).then(a.loss.total_cmp(&b.loss)));
     let mut least = f64::INFINITY;
@@ -75,7 +75,8 @@ fn undominated(mut states: Vec<State>) -> Vec<State> {
     states
 }
 
-/// At most [`MAX_STATES`] states: the last one, which has the least loss, of each interval of sizes, and the first.
+/// At most [`MAX_STATES`] states: the last one, which has the least loss, of each interval of sizes, and the
+/// first.
 fn thinned(states: Vec<State>) -> Vec<State> {
     let (Some(first), Some(last), true) = (states.first().copied(), states.last(), states.len() > MAX_STATES) else { return states };
     let width = (last.bytes - first.bytes) / (MAX_STATES as u64 - 1) + 1;
@@ -90,9 +91,9 @@ fn thinned(states: Vec<State>) -> Vec<State> {
     kept
 }
 
-/// Non-negative factors of the groups so that the sums `Σ factor · loss` approximate the measured losses with the
-/// least relative error. Each row has the losses of the groups in one measurement. The factors of groups that the
-/// measurements do not determine are the common factor of all groups.
+/// Non-negative factors of the groups so that the sums `Σ factor · loss` approximate the measured losses with
+/// the least relative error. Each row has the losses of the groups in one measurement. The factors of groups
+/// that the measurements do not determine are the common factor of all groups.
 pub fn factors(rows: &[(Vec<f64>, f64)]) -> Vec<f64> {
     let groups = rows.first().map_or(0, |(losses, _)| losses.len());
     // In units of the measured loss of each row.

@@ -96,11 +96,12 @@ impl fmt::Display for LoadedBy {
 }
 
 impl LoadedBy {
-    /// The formats that the runtime loads, as passes without rules, in ascending order of bits. Formats with other
-    /// activations are not offered, because a layer would then also change the inputs of others.
+    /// The formats that the runtime loads, as passes without rules, in ascending order of bits. Formats with
+    /// other activations are not offered, because a layer would then also change the inputs of others.
     pub(super) fn passes(self) -> Vec<Quantize> {
         let formats: &[(Scheme, i64)] = match self {
-            // https://docs.vllm.ai/en/latest/features/quantization: WNA16 of compressed-tensors has 4 and 8 bits.
+            // https://docs.vllm.ai/en/latest/features/quantization: WNA16 of compressed-tensors has 4 and 8
+            // bits.
             LoadedBy::Vllm => &[(Scheme::W4A16, 128), (Scheme::W4A16, 64), (Scheme::W4A16, 32), (Scheme::W8A16, 128), (Scheme::W8A16, 32)],
             // transformers unpacks the weights when it loads them, so that all widths are supported.
             LoadedBy::Transformers => &[

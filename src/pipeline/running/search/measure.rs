@@ -37,7 +37,7 @@ impl<'a> Measurement<'a> {
         };
         data.for_each_held_out(set, used, &others, subject.target(), &mut take)?;
         if samples.is_empty() {
-            let reason = "there are no samples to measure on: all calibration samples are used by the search";
+            let reason = "samples to measure on are missing: all calibration samples are used by the search";
             return Err(Error::run("auto", reason, "specify `--eval`, or fewer `samples` in `--calibration`"));
         }
         let name = set.paths().next().map(|path| path.display().to_string()).unwrap_or_default();
