@@ -30,11 +30,9 @@ pub use parts::{parts_folder, recipe_from_parts};
 pub use plan::{ModelMemory, PassPlan, Plan};
 #[cfg(feature = "run")]
 pub use running::ResultCache;
-#[cfg_attr(not(feature = "cli"), allow(unused_imports))]
-pub(crate) use running::search;
 #[cfg(feature = "run")]
 #[doc(hidden)]
-pub use running::{CachedResult, memory_limit, starter};
+pub use running::{CachedResult, memory_limit, search, starter};
 pub use verify::{Check, verify};
 
 pub use crate::run_state::PartIndex;

@@ -11,7 +11,7 @@ mod onnx_comparison;
 mod onnx_input;
 mod pass_keys;
 mod samples;
-pub(crate) mod search;
+pub mod search;
 mod settings;
 mod starter;
 

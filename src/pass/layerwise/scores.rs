@@ -36,7 +36,7 @@ pub struct Score {
 /// # Errors
 /// If calibration samples are missing, if the model has no logits, or if a layer cannot be quantized.
 pub fn scores(passes: &[Quantize], model: &Model, context: &Context) -> Result<BTreeMap<String, Vec<Option<Score>>>> {
-    let encodings = passes.iter().map(|pass| pass.encodings(&model.weights)).collect::<Result<Vec<_>>>()?;
+    let encodings = passes.iter().map(|pass| Ok(pass.layers(&model.weights)?.encodings)).collect::<Result<Vec<_>>>()?;
     let meter = std::sync::Arc::new(Meter::default());
     let options = passes.iter().zip(&encodings).map(|(pass, encodings)| Quantization::rounding(pass, encodings, model, &meter));
     let options = options.collect::<Result<Vec<_>>>()?;

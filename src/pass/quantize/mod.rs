@@ -161,9 +161,9 @@ const BATCH: usize = 2;
 const SWEEPS: usize = 3;
 
 /// Selected weights and their encodings.
-struct Layers {
+pub(super) struct Layers {
     /// Encoding of each selected weight.
-    encodings: BTreeMap<String, QuantizationSpec>,
+    pub encodings: BTreeMap<String, QuantizationSpec>,
     /// Description of the selection for reports.
     rule: String,
     /// Notes on deviations from the scheme.
@@ -228,7 +228,7 @@ impl Quantize {
 
     /// Selects weights and chooses their encodings. All experts have the same group size, because
     /// runtimes require it within a layer.
-    fn layers(&self, weights: &Weights) -> Result<Layers> {
+    pub(super) fn layers(&self, weights: &Weights) -> Result<Layers> {
         for rule in &self.rules {
             select::check("rules", &rule.targets, weights.by_name.keys())?;
         }
@@ -290,11 +290,6 @@ impl Quantize {
             return Err(Error::option(NAME, format!("{} cannot encode any of the selected weights ({})", self.scheme.name(), layers.rule)));
         }
         Ok(layers)
-    }
-
-    /// The encodings of the selected weights.
-    pub(super) fn encodings(&self, weights: &Weights) -> Result<BTreeMap<String, QuantizationSpec>> {
-        self.layers(weights).map(|layers| layers.encodings)
     }
 
     /// Rounds weights to nearest while they are written.
