@@ -251,7 +251,7 @@ mod tests {
         assert!(refused(json!({"quant_method": "awq", "version": "gemv"})).contains("`version` of \"gemv\""));
         let group = |weights: Value| json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}});
         assert!(refused(group(json!({"num_bits": 9, "type": "int"}))).contains("9 bits"));
-        assert!(refused(group(json!({"num_bits": 6, "type": "float"}))).contains("6 bits, type \"float\""));
+        assert!(refused(group(json!({"num_bits": 5, "type": "float"}))).contains("5 bits, type \"float\""));
         let targets = |targets: Value| json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": targets}}});
         assert!(refused(targets(json!(["re:("]))).contains("pattern `re:(`"));
         assert!(refused(targets(json!([7]))).contains("the target 7"));

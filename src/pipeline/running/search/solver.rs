@@ -35,7 +35,7 @@ struct State {
 }
 
 /// The assignments that no other one beats, by ascending size: the Pareto front, by dynamic programming over
-/// the units. It is exact unless there are more than [`MAX_STATES`] partial assignments.
+/// the units. It is exact unless there are more than 20,000 partial assignments.
 pub fn front(units: &[Vec<Choice>]) -> Vec<Assignment> {
     let mut layers: Vec<Vec<State>> = vec![vec![State { bytes: 0, loss: 0.0, previous: 0, option: 0 }]];
     for unit in units {
