@@ -362,9 +362,11 @@ impl Walk<'_> {
 /// it. Without a setting, a head that is not stored is tied to the embedding in this crate and random in
 /// transformers.
 const TIE: &str = "tie_word_embeddings";
-/// Prefixes of model names and keys for which transformers 4 differs from transformers 5. In
-/// transformers 4, all layers of Qwen2-MoE use sliding windows or none, independent of their types.
-const NEWER: [(&str, &str); 4] = [("", TIE), ("", "is_causal"), ("qwen2-moe", "use_sliding_window"), ("t5", "scale_decoder_outputs")];
+/// Prefixes of model names and keys for which transformers 4 differs from transformers 5. In transformers 4,
+/// all layers of Qwen2-MoE use sliding windows or none, independent of their types, and Granite rejects the
+/// older key `type` of `rope_scaling`, which other families accept.
+const NEWER: [(&str, &str); 5] =
+    [("", TIE), ("", "is_causal"), ("qwen2-moe", "use_sliding_window"), ("t5", "scale_decoder_outputs"), ("granite", "rope_scaling")];
 
 #[test]
 fn every_key_of_transformers_is_used_harmless_or_refused() {

@@ -115,6 +115,10 @@ impl Args {
             (_, Some(limit)) => Some(Budget::Loss(limit)),
             (size, None) => size,
         };
+        if let Some(file) = self.output.as_deref().and_then(crate::output::file_name) {
+            let reason = format!("`{file}` is a file, but {} loads a folder: the formats of this command are not those of a single file", self.target);
+            return Err(Error::option("--output", reason));
+        }
         match (&self.output, &self.front, budget) {
             (None, None, _) => Err(Error::option("auto", "specify `-o DIR` for the output, or `--front FILE` for the front only")),
             (Some(_), _, None) => Err(Error::option("auto", "specify a limit: `--max-size 4.5bits`, `--max-size 300MB`, `--max-size 25%`, or `--max-kl 0.05`")),

@@ -93,6 +93,7 @@ fn special(name: &str, option: &str) -> Option<Vec<Value>> {
     Some(match (name, option) {
         ("quantize-static", "accuracy_goal") => vec![json!({ "min_cosine": 0.9999 })],
         ("prune-unstructured", "rules") => vec![json!([{ "targets": ["*mlp*"], "amount": 0.25 }])],
+        ("quantize", "rules") => vec![json!([{ "targets": ["*mlp*"], "scheme": "W8A16" }]), json!([{ "targets": ["*mlp*"], "scheme": "W4A16-ASYM" }])],
         ("decompose", "rules") => vec![json!([{ "targets": ["*mlp*"], "rank": 0.25 }])],
         ("prune-structured", "target") => vec![json!({ "params": 0.7 })],
         ("finetune" | "distill", "schedule") => vec![json!({ "kind": "constant" })],

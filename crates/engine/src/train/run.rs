@@ -251,6 +251,7 @@ impl Trainer<'_> {
                     let mut workspace = MemoryReservation::new(self.memory_tracker);
                     workspace.add_bytes(MemoryCategory::Optimizer, &name, optimizer.workspace_bytes(&name, parameter.dims()))?;
                     optimizer.update(&name, &parameter, &gradient, rate, number)?;
+                    weights.keep_zeros(&name, &parameter)?;
                 }
                 changed.insert(name, parameter);
             }

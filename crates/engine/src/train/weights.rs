@@ -9,7 +9,7 @@ use candle_core::{D, DType, Device, Tensor};
 use super::checkpoint::Stream;
 use super::scales::{self, Quantizers};
 use super::weight_rounding::Rounding;
-use super::{QuantizerScales, Team, Training};
+use super::{QuantizerScales, Team, Training, floats};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Placement, Residence};
@@ -310,6 +310,14 @@ impl Weights {
             }
         }
         Ok(())
+    }
+
+    /// Sets the pruned weights of a parameter to zero, after an update that does not act on each element
+    /// separately.
+    pub fn keep_zeros(&self, name: &str, parameter: &Tensor) -> Result<()> {
+        let mask = self.masks.get(name).map(|mask| mask.load_own(&self.device)).transpose()?.flatten();
+        let kept = mask.map(|mask| floats::assign(parameter, &(parameter * mask.to_dtype(parameter.dtype())?)?));
+        kept.transpose().map(drop).map_err(failed(name))
     }
 
     /// Updates a running statistic of a batch normalization with that of a batch.

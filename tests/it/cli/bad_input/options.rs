@@ -86,7 +86,7 @@ fn flags() {
             "groups of a scheme that has its own",
             "quantize in -o out --scheme NVFP4A16 --group-size 32",
             2,
-            "`group_size` is not supported for \"NVFP4A16\"",
+            "`group_size` is not supported for NVFP4A16",
             "",
         ),
         small("fourth powers of floats", "quantize in -o out --scheme FP8-DYNAMIC --observer l4", 2, "`observer: l4` requires an integer scheme", ""),
