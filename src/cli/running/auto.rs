@@ -23,13 +23,13 @@ const FRONT: [&str; 1] = ["json"];
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   compress auto llama -o out --max-size 4.5bits --calibration book.txt             the best mixture of 4.5 bits per weight
-  compress auto llama -o out --max-kl 0.05 --calibration book.txt              the smallest with this divergence
-  compress auto llama --front front.json --calibration book.txt                only search, and write the front
+  compress auto llama -o out --max-kl 0.05 --calibration book.txt                  the smallest with this divergence
+  compress auto llama --front front.json --calibration book.txt                    only search, and write the front
   compress auto llama -o out --max-size 25% --for transformers --calibration '{ text: book.txt, samples: 32, max_length: 512 }'
 
 One backward pass over the calibration samples predicts the loss of each format of each layer; several mixtures are then
-measured on held-out samples, and the predictions are corrected. The output contains a recipe that `compress run`
-reproduces it with.")]
+measured on held-out samples, and the predictions are corrected. `compress run` with the recipe
+in the output folder writes the same weights again.")]
 pub(in crate::cli) struct Args {
     /// Model folder or file: a language model
     model: PathBuf,

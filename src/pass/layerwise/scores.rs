@@ -6,6 +6,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde::Serialize;
+
 use super::guide::Guide;
 use super::rounding::{Quantization, costs};
 use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers};
@@ -22,7 +24,7 @@ use crate::work::Meter;
 const ROWS: usize = 64;
 
 /// Effect of a scheme on a weight.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Score {
     /// Expected KL divergence of the predictions, in nats per token.
     pub loss: f64,

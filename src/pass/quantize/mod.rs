@@ -207,8 +207,7 @@ impl Quantize {
 
     /// All schemes: that of the pass, and those of the rules.
     fn layouts(&self) -> impl Iterator<Item = SchemeLayout> + '_ {
-        let rules = self.rules.iter().map(|rule| SchemeLayout { scheme: rule.scheme, group_size: rule.group_size });
-        std::iter::once(self.layout()).chain(rules)
+        std::iter::once(self.layout()).chain(self.rules.iter().map(SchemeRule::layout))
     }
 
     fn schemes(&self) -> impl Iterator<Item = Scheme> + '_ {
@@ -222,8 +221,8 @@ impl Quantize {
 
     /// The scheme of a weight.
     fn layout_of(&self, name: &str) -> SchemeLayout {
-        let rule = self.rules.iter().position(|rule| rule.targets.iter().any(|pattern| pattern.matches(name)));
-        rule.and_then(|rule| self.layouts().nth(rule + 1)).unwrap_or_else(|| self.layout())
+        let rule = self.rules.iter().find(|rule| rule.targets.iter().any(|pattern| pattern.matches(name)));
+        rule.map_or_else(|| self.layout(), SchemeRule::layout)
     }
 
     /// Selects weights and chooses their encodings. All experts have the same group size, because
@@ -241,16 +240,21 @@ impl Quantize {
             targets::require_matrix(NAME, name, weight)?;
             chosen.push((name, weight, self.layout_of(name)));
         }
-        let rows_of_experts = |layout: SchemeLayout| -> Vec<usize> {
-            chosen.iter().filter(|(name, _, other)| *other == layout && is_expert(name)).map(|(_, weight, _)| weight.row()).collect()
+        let of_experts = |layout: SchemeLayout| {
+            let experts = chosen.iter().filter(|(name, _, other)| *other == layout && is_expert(name));
+            (layout, layout.granularity(&experts.map(|(_, weight, _)| weight.row()).collect::<Vec<_>>()))
         };
+        let of_experts: Vec<(SchemeLayout, Option<Granularity>)> = self.layouts().map(of_experts).collect();
         // By scheme: weights that it cannot encode, and those with another group size.
         let (mut unsupported, mut narrow) = (BTreeMap::<&str, Vec<&str>>::new(), BTreeMap::<&str, Vec<&str>>::new());
         let mut other: BTreeMap<(usize, Granularity), Vec<&str>> = BTreeMap::new();
         for (name, weight, layout) in &chosen {
             let (name, layout) = (*name, *layout);
-            let rows = if is_expert(name) { rows_of_experts(layout) } else { vec![weight.row()] };
-            let Some(granularity) = layout.granularity(&rows) else {
+            let granularity = match is_expert(name) {
+                true => of_experts.iter().find(|(other, _)| *other == layout).and_then(|(_, granularity)| *granularity),
+                false => layout.granularity(&[weight.row()]),
+            };
+            let Some(granularity) = granularity else {
                 unsupported.entry(layout.scheme.name()).or_default().push(name);
                 continue;
             };
@@ -333,8 +337,7 @@ impl Pass for Quantize {
     fn options(&self) -> Value {
         let sized = |layout: SchemeLayout| layout.group_size.or(layout.scheme.group().map(|size| size as i64));
         let group_size = sized(self.layout());
-        let rules = self.rules.iter().zip(self.layouts().skip(1)).map(|(rule, layout)| SchemeRule { group_size: sized(layout), ..rule.clone() });
-        let rules: Vec<SchemeRule> = rules.collect();
+        let rules: Vec<SchemeRule> = self.rules.iter().map(|rule| SchemeRule { group_size: sized(rule.layout()), ..rule.clone() }).collect();
         // The default depends on the codes.
         let observer = self.observer.or_else(|| rules.is_empty().then(|| self.observer(self.scheme.codes())));
         let compensates = self.method.compensates();

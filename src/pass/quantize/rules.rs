@@ -35,6 +35,12 @@ impl FromStr for SchemeRule {
     }
 }
 
+impl SchemeRule {
+    pub(super) fn layout(&self) -> SchemeLayout {
+        SchemeLayout { scheme: self.scheme, group_size: self.group_size }
+    }
+}
+
 /// A scheme with its group size, written `W4A16` or `W4A16:64`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct SchemeLayout {

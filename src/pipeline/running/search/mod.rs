@@ -21,7 +21,7 @@ use crate::model::Model;
 use crate::pass::{Context, Method, Quantize, SchemeRule, Score, scores};
 use crate::store::Pattern;
 use measure::Measurement;
-use solver::{Assignment, Choice, front};
+use solver::{Assignment, front};
 
 /// A search.
 pub struct Search<'a> {
@@ -47,16 +47,7 @@ pub struct Unit {
     /// Number of values.
     pub parameters: u64,
     /// Expected loss and size of each format of [`Found::formats`], and of floats.
-    pub options: Vec<Option<Format>>,
-}
-
-/// A format of a unit.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Format {
-    /// Expected KL divergence, in nats per token.
-    pub loss: f64,
-    /// Size in bytes.
-    pub bytes: u64,
+    pub options: Vec<Option<Score>>,
 }
 
 /// A point of the front, or a uniform format.
@@ -107,16 +98,16 @@ impl Search<'_> {
             return Err(Error::option("auto", format!("{} loads none of the formats for the weights of this model", self.target)));
         }
         let measurement = Measurement::new(self.model, self.context)?;
-        let first = found.front(&vec![1.0; found.formats.len()]);
+        let first = found.front();
         // Reject an impossible limit before the long part.
-        self.choose(&found, &first)?;
+        let expected = self.choose(&found, &first)?;
         found.points = found.uniform_points();
-        found.points.extend(self.selection(&found, &first));
+        found.points.extend(self.selection(&found, &first, expected));
         found.points.sort_by_key(|point| point.bytes);
         let mut rows = Vec::new();
         for point in &mut found.points {
             self.context.work.cancel.check()?;
-            let pass = pass_of(&passes, &found.units, &point.options, Method::Rtn, &found.formats)?;
+            let pass = pass_of(&passes, &found.units, &point.options, Method::Rtn)?;
             let Some(pass) = pass else { continue };
             let measured = measurement.divergence(&pass)?;
             rows.push((by_format(&found.units, &point.options, found.formats.len()), measured));
@@ -125,8 +116,7 @@ impl Search<'_> {
         found.measured_on = Some(measurement.description());
         let factors = solver::factors(&rows);
         found.scale(&factors);
-        let corrected = found.front(&vec![1.0; found.formats.len()]);
-        found.chosen = self.choose(&found, &corrected)?;
+        found.chosen = self.choose(&found, &found.front())?;
         Ok(found)
     }
 
@@ -141,13 +131,13 @@ impl Search<'_> {
                 name: unit_name,
                 weights: Vec::new(),
                 parameters: 0,
-                options: vec![Some(Format { loss: 0.0, bytes: 0 }); options.len() + 1],
+                options: vec![Some(Score { loss: 0.0, bytes: 0 }); options.len() + 1],
             });
             unit.weights.push(name.clone());
             unit.parameters += weight.elements() as u64;
             for (option, score) in unit.options.iter_mut().zip(options.iter().chain([&floats])) {
                 // A format that cannot encode one of the weights is not an option of the unit.
-                *option = option.zip(*score).map(|(all, score)| Format { loss: all.loss + score.loss, bytes: all.bytes + score.bytes });
+                *option = option.zip(*score).map(|(all, score)| Score { loss: all.loss + score.loss, bytes: all.bytes + score.bytes });
             }
         }
         let searched: u64 = scores.keys().filter_map(|name| self.model.weights.by_name.get(name)).map(|weight| weight.value_bytes()).sum();
@@ -176,8 +166,8 @@ impl Search<'_> {
     }
 
     /// Points of the front at equal distances between the smallest one and the largest uniform format, and
-    /// the one for the limit.
-    fn selection(&self, found: &Found, front: &[Assignment]) -> Vec<Point> {
+    /// the one that is expected for the limit.
+    fn selection(&self, found: &Found, front: &[Assignment], expected: Option<Point>) -> Vec<Point> {
         let ends = front.first().zip(found.uniform_points().pop());
         let mut chosen: Vec<usize> = Vec::new();
         if let Some((first, last)) = ends {
@@ -189,11 +179,7 @@ impl Search<'_> {
         }
         chosen.dedup();
         let mut points: Vec<Point> = chosen.into_iter().map(|at| found.point(front[at].options.clone())).collect();
-        if let Ok(Some(point)) = self.choose(found, front)
-            && points.iter().all(|other| other.options != point.options)
-        {
-            points.push(point);
-        }
+        points.extend(expected.filter(|point| points.iter().all(|other| other.options != point.options)));
         points.retain(|point| point.uniform.is_none());
         points
     }
@@ -203,20 +189,17 @@ impl Search<'_> {
     /// # Errors
     /// If the point leaves all weights as floats.
     pub fn pass(&self, found: &Found, point: &Point, method: Method) -> Result<Quantize> {
-        let pass = pass_of(&self.target.passes(), &found.units, &point.options, method, &found.formats)?;
+        let pass = pass_of(&self.target.passes(), &found.units, &point.options, method)?;
         pass.ok_or_else(|| Error::run("auto", "the limit allows to leave all weights as floats, so that there is nothing to do", "use a lower limit"))
     }
 }
 
 impl Found {
-    /// The assignments that no other one beats, with the losses of each format multiplied by a factor.
-    fn front(&self, factors: &[f64]) -> Vec<Assignment> {
-        let choices = |unit: &Unit| -> Vec<(usize, Choice)> {
-            let options = unit.options.iter().zip(factors).enumerate();
-            options.filter_map(|(at, (option, factor))| option.map(|option| (at, Choice { bytes: option.bytes, loss: option.loss * factor }))).collect()
-        };
-        let units: Vec<Vec<(usize, Choice)>> = self.units.iter().map(choices).collect();
-        let only: Vec<Vec<Choice>> = units.iter().map(|unit| unit.iter().map(|(_, choice)| *choice).collect()).collect();
+    /// The assignments that no other one beats.
+    fn front(&self) -> Vec<Assignment> {
+        let options = |unit: &Unit| unit.options.iter().enumerate().filter_map(|(at, option)| Some((at, (*option)?))).collect();
+        let units: Vec<Vec<(usize, Score)>> = self.units.iter().map(options).collect();
+        let only: Vec<Vec<Score>> = units.iter().map(|unit| unit.iter().map(|(_, score)| *score).collect()).collect();
         let mut assignments = front(&only);
         for assignment in &mut assignments {
             assignment.options.iter_mut().zip(&units).for_each(|(option, unit)| *option = unit[*option].0);
@@ -231,8 +214,8 @@ impl Found {
                 option.iter_mut().for_each(|option| option.loss *= factor);
             }
         }
-        for at in 0..self.points.len() {
-            self.points[at].predicted = by_format(&self.units, &self.points[at].options, self.formats.len()).iter().sum();
+        for point in &mut self.points {
+            point.predicted = by_format(&self.units, &point.options, self.formats.len()).iter().sum();
         }
     }
 
@@ -286,8 +269,8 @@ fn unit_of(model_type: &str, name: &str) -> String {
 
 /// The pass that quantizes the units in the formats with these indices; `None` if all are floats. Its scheme
 /// is the one of most weights; the others have rules.
-fn pass_of(passes: &[Quantize], units: &[Unit], options: &[usize], method: Method, formats: &[String]) -> Result<Option<Quantize>> {
-    let mut weights: Vec<Vec<Pattern>> = vec![Vec::new(); formats.len()];
+fn pass_of(passes: &[Quantize], units: &[Unit], options: &[usize], method: Method) -> Result<Option<Quantize>> {
+    let mut weights: Vec<Vec<Pattern>> = vec![Vec::new(); passes.len() + 1];
     for (unit, option) in units.iter().zip(options) {
         for name in &unit.weights {
             weights[*option].push(name.parse().map_err(|e| Error::option("auto", e))?);
@@ -298,12 +281,8 @@ fn pass_of(passes: &[Quantize], units: &[Unit], options: &[usize], method: Metho
     let Some((most, _)) = most else { return Ok(None) };
     let rules = weights.into_iter().zip(passes).enumerate().filter(|(at, (weights, _))| *at != most && !weights.is_empty());
     let rules = rules.map(|(_, (targets, pass))| SchemeRule { targets, scheme: pass.scheme, group_size: pass.group_size });
-    Ok(Some(Quantize {
-        rules: rules.collect(),
-        method,
-        ignore: floats,
-        ..Quantize { scheme: passes[most].scheme, group_size: passes[most].group_size, ..Quantize::default() }
-    }))
+    let (scheme, group_size) = (passes[most].scheme, passes[most].group_size);
+    Ok(Some(Quantize { scheme, group_size, rules: rules.collect(), method, ignore: floats, ..Quantize::default() }))
 }
 
 #[cfg(test)]
@@ -315,12 +294,12 @@ mod tests {
             name: name.to_owned(),
             weights: vec![format!("{name}.weight")],
             parameters: 1000,
-            options: vec![Some(Format { loss: losses[0], bytes: 500 }), Some(Format { loss: losses[1], bytes: 1000 }), Some(Format { loss: 0.0, bytes: 2000 })],
+            options: vec![Some(Score { loss: losses[0], bytes: 500 }), Some(Score { loss: losses[1], bytes: 1000 }), Some(Score { loss: 0.0, bytes: 2000 })],
         };
         let units = vec![
             unit("a", [8.0, 1.0]),
             unit("b", [2.0, 1.5]),
-            Unit { options: vec![None, Some(Format { loss: 0.1, bytes: 1000 }), Some(Format { loss: 0.0, bytes: 2000 })], ..unit("c", [0.0, 0.0]) },
+            Unit { options: vec![None, Some(Score { loss: 0.1, bytes: 1000 }), Some(Score { loss: 0.0, bytes: 2000 })], ..unit("c", [0.0, 0.0]) },
         ];
         let formats = ["W4A16", "W8A16", "floats"].map(str::to_owned).to_vec();
         Found { formats, units, points: Vec::new(), chosen: None, measured_on: None, other_bytes: 100 }
@@ -329,7 +308,7 @@ mod tests {
     #[test]
     fn the_front_uses_only_formats_that_units_have() {
         let found = found();
-        let front = found.front(&[1.0; 3]);
+        let front = found.front();
         assert_eq!(front[0].options, [0, 0, 1]);
         let point = found.point(front[1].options.clone());
         assert_eq!((point.options.as_slice(), point.bytes, point.predicted), (&[1, 0, 1][..], 2600, 3.1));
@@ -342,7 +321,6 @@ mod tests {
     #[test]
     fn a_pass_has_a_rule_for_each_other_scheme() {
         let passes = LoadedBy::Vllm.passes();
-        let formats: Vec<String> = passes.iter().map(|pass| LoadedBy::Vllm.format_name(pass)).chain(["floats".to_owned()]).collect();
         let (last, floats) = (passes.len() - 1, passes.len());
         let unit = |name: &str, weights: usize| Unit {
             name: name.to_owned(),
@@ -351,10 +329,10 @@ mod tests {
             options: Vec::new(),
         };
         let units = [unit("a", 1), unit("b", 3), unit("c", 1)];
-        let pass = pass_of(&passes, &units, &[0, last, floats], Method::Gptq, &formats).unwrap().unwrap();
+        let pass = pass_of(&passes, &units, &[0, last, floats], Method::Gptq).unwrap().unwrap();
         assert_eq!((pass.scheme, pass.method, pass.rules.len()), (passes[last].scheme, Method::Gptq, 1));
         assert!(pass.rules[0].targets[0].matches("a.0.weight") && pass.ignore[0].matches("c.0.weight"));
-        assert!(pass_of(&passes, &units, &[floats; 3], Method::Gptq, &formats).unwrap().is_none());
+        assert!(pass_of(&passes, &units, &[floats; 3], Method::Gptq).unwrap().is_none());
     }
 
     #[test]

@@ -1,13 +1,6 @@
 //! Chooses an option for each unit: the assignments with the least loss for their size.
 
-/// An option of a unit.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Choice {
-    /// Size of the unit.
-    pub bytes: u64,
-    /// Contribution to the loss.
-    pub loss: f64,
-}
+use crate::pass::Score;
 
 /// An option for each unit, with the totals.
 #[derive(Debug, Clone, PartialEq)]
@@ -36,12 +29,12 @@ struct State {
 
 /// The assignments that no other one beats, by ascending size: the Pareto front, by dynamic programming over
 /// the units. It is exact unless there are more than 20,000 partial assignments.
-pub fn front(units: &[Vec<Choice>]) -> Vec<Assignment> {
+pub fn front(units: &[Vec<Score>]) -> Vec<Assignment> {
     let mut layers: Vec<Vec<State>> = vec![vec![State { bytes: 0, loss: 0.0, previous: 0, option: 0 }]];
     for unit in units {
         let before = &layers[layers.len() - 1];
         let extended = before.iter().enumerate().flat_map(|(previous, state)| {
-            let extend = move |(option, choice): (usize, &Choice)| State {
+            let extend = move |(option, choice): (usize, &Score)| State {
                 bytes: state.bytes.saturating_add(choice.bytes),
                 loss: state.loss + choice.loss,
                 previous,
@@ -132,17 +125,17 @@ mod tests {
 
     use super::*;
 
-    fn choices() -> impl Strategy<Value = Vec<Vec<Choice>>> {
-        let choice = (1u64..40, 0.0f64..10.0).prop_map(|(bytes, loss)| Choice { bytes, loss });
+    fn choices() -> impl Strategy<Value = Vec<Vec<Score>>> {
+        let choice = (1u64..40, 0.0f64..10.0).prop_map(|(bytes, loss)| Score { bytes, loss });
         prop::collection::vec(prop::collection::vec(choice, 1..4), 1..6)
     }
 
     /// All assignments.
-    fn every(units: &[Vec<Choice>]) -> Vec<Assignment> {
+    fn every(units: &[Vec<Score>]) -> Vec<Assignment> {
         let empty = Assignment { bytes: 0, loss: 0.0, options: Vec::new() };
         units.iter().fold(vec![empty], |all, unit| {
             let extend = |assignment: &Assignment| {
-                let with = |(option, choice): (usize, &Choice)| Assignment {
+                let with = |(option, choice): (usize, &Score)| Assignment {
                     bytes: assignment.bytes + choice.bytes,
                     loss: assignment.loss + choice.loss,
                     options: assignment.options.iter().copied().chain([option]).collect(),
@@ -164,7 +157,7 @@ mod tests {
                 prop_assert!(best <= assignment.loss + 1e-9, "{assignment:?}");
             }
             for point in &found {
-                let chosen: Vec<Choice> = units.iter().zip(&point.options).map(|(unit, option)| unit[*option]).collect();
+                let chosen: Vec<Score> = units.iter().zip(&point.options).map(|(unit, option)| unit[*option]).collect();
                 prop_assert_eq!(point.bytes, chosen.iter().map(|choice| choice.bytes).sum::<u64>());
                 prop_assert!((point.loss - chosen.iter().map(|choice| choice.loss).sum::<f64>()).abs() < 1e-9);
             }
@@ -175,18 +168,18 @@ mod tests {
     #[test]
     fn merged_states_are_close_to_the_convex_front() {
         let mut random = fastrand::Rng::with_seed(1);
-        let units: Vec<Vec<Choice>> = (0..200)
+        let units: Vec<Vec<Score>> = (0..200)
             .map(|_| {
                 let (elements, loss) = (random.u64(100_000..1_000_000), random.f64());
-                [(4, 1.0), (5, 0.25), (6, 0.06), (8, 0.004)].map(|(bits, part)| Choice { bytes: elements * bits / 8, loss: loss * part }).to_vec()
+                [(4, 1.0), (5, 0.25), (6, 0.06), (8, 0.004)].map(|(bits, part)| Score { bytes: elements * bits / 8, loss: loss * part }).to_vec()
             })
             .collect();
         let found = front(&units);
         assert!(found.len() <= MAX_STATES && found.len() > MAX_STATES / 4);
         // For each Lagrange multiplier, the sum of the unit's best options is on the front.
         for multiplier in [1e-8, 1e-7, 3e-7, 1e-6, 3e-6] {
-            let cost = |choice: &Choice| choice.loss + multiplier * choice.bytes as f64;
-            let best: Vec<Choice> = units.iter().map(|unit| *unit.iter().min_by(|a, b| cost(a).total_cmp(&cost(b))).unwrap()).collect();
+            let cost = |choice: &Score| choice.loss + multiplier * choice.bytes as f64;
+            let best: Vec<Score> = units.iter().map(|unit| *unit.iter().min_by(|a, b| cost(a).total_cmp(&cost(b))).unwrap()).collect();
             let (bytes, loss) = best.iter().fold((0, 0.0), |(bytes, loss), choice| (bytes + choice.bytes, loss + choice.loss));
             let point = found.iter().rev().find(|point| point.bytes <= bytes).unwrap();
             assert!(point.loss <= 1.01 * loss, "{} {loss} at {bytes}", point.loss);
