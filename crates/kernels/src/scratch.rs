@@ -18,13 +18,19 @@ pub struct Scratch(Vec<f32>);
 impl Scratch {
     /// A buffer with this length.
     pub fn new(length: usize) -> Scratch {
-        let mut buffer = POOL.with_borrow_mut(|pool| {
+        let found = POOL.with_borrow_mut(|pool| {
             // The smallest buffer that is large enough, otherwise the largest one.
             let fit = (0..pool.len()).min_by_key(|i| if pool[*i].capacity() >= length { pool[*i].capacity() } else { usize::MAX - pool[*i].capacity() });
-            fit.map(|i| pool.swap_remove(i)).unwrap_or_default()
+            fit.map(|i| pool.swap_remove(i))
         });
-        buffer.resize(length, 0.0);
-        Scratch(buffer)
+        // A buffer that is too small is dropped: growing it would copy its contents, and double its capacity.
+        match found.filter(|buffer| buffer.capacity() >= length) {
+            Some(mut buffer) => {
+                buffer.resize(length, 0.0);
+                Scratch(buffer)
+            }
+            None => Scratch(vec![0.0; length]),
+        }
     }
 }
 
@@ -90,6 +96,11 @@ mod tests {
         drop(first);
         let again = Scratch::new(50);
         assert_eq!((again.len(), again[7]), (50, 1.0));
-        assert_eq!(Scratch::new(200).len(), 200);
+        drop(again);
+        // A larger buffer replaces it, with exactly the requested capacity.
+        let larger = Scratch::new(101);
+        assert_eq!((larger.len(), larger.0.capacity()), (101, 101));
+        drop(larger);
+        assert_eq!(POOL.with_borrow(|pool| pool.iter().map(Vec::capacity).collect::<Vec<_>>()), [101]);
     }
 }
