@@ -88,20 +88,13 @@ impl Moments {
     pub fn add_original(&mut self, name: &str, original: &Tensor, rows: &Tensor) -> Result<()> {
         // A row of zeros is a token that the original model does not route to this expert, so that there
         // is no target output.
-        let differences = (original - rows).and_then(|differences| differences.broadcast_mul(&nonzero_rows(original)?)).map_err(tensor_error)?;
         if matches!(rows.device(), Device::Cpu) {
-            let sums = &mut self.differences;
-            let mut add = |left: &[f32], right: &[f32]| {
-                if left.iter().any(|x| *x != 0.0) {
-                    sums.resize(self.size * self.size, 0.0);
-                    gram::add_cross(left, right, self.size, sums);
-                }
-                Ok(left.iter().all(|x| x.is_finite()))
-            };
-            let (left, right) = (floats_on_host(&differences, Cause::Statistics), floats_on_host(rows, Cause::Statistics));
-            let finite = left.and_then(|left| right.and_then(|right| read(&left, |left| read(&right, |right| add(left, right))))).map_err(tensor_error)?;
-            return if finite { Ok(()) } else { Err(not_finite(name)) };
+            let (original, rows) = (floats_on_host(original, Cause::Statistics), floats_on_host(rows, Cause::Statistics));
+            let mut add = |original: &[f32], rows: &[f32]| Ok(self.add_differences(&differences(original, rows, self.size), rows));
+            let finite = original.and_then(|original| rows.and_then(|rows| read(&original, |original| read(&rows, |rows| add(original, rows)))));
+            return if finite.map_err(tensor_error)? { Ok(()) } else { Err(not_finite(name)) };
         }
+        let differences = (original - rows).and_then(|differences| differences.broadcast_mul(&nonzero_rows(original)?)).map_err(tensor_error)?;
         let products = differences.t().and_then(|transposed| transposed.contiguous()?.matmul(rows)).map_err(tensor_error)?;
         self.differences.resize(self.size * self.size, 0.0);
         self.differences.iter_mut().zip(numbers(&products)?).for_each(|(sum, product)| *sum += product as f32);
@@ -185,16 +178,34 @@ impl Moments {
         // The rows were checked when they were added.
         let _finite = self.add_rows(&fold.rows, true);
         let differences: Vec<f32> = fold.original.iter().zip(&fold.rows).map(|(original, row)| original - row).collect();
+        let _finite = self.add_differences(&differences, &fold.rows);
+    }
+
+    /// Adds differences `[n, size]` between rows of the original model and these rows. Returns whether all
+    /// are finite.
+    fn add_differences(&mut self, differences: &[f32], rows: &[f32]) -> bool {
         if differences.iter().any(|x| *x != 0.0) {
             self.differences.resize(self.size * self.size, 0.0);
-            gram::add_cross(&differences, &fold.rows, self.size, &mut self.differences);
+            gram::add_cross(differences, rows, self.size, &mut self.differences);
         }
+        differences.iter().all(|x| x.is_finite())
     }
 
     /// Mean magnitude of each feature.
     pub fn mean_magnitudes(&self) -> Vec<f64> {
         self.magnitudes.iter().map(|sum| sum / self.count.max(1) as f64).collect()
     }
+}
+
+/// Differences `[n, size]` between rows of the original model and other rows; zero where the original row
+/// consists of zeros.
+fn differences(original: &[f32], rows: &[f32], size: usize) -> Vec<f32> {
+    let mut differences = Vec::with_capacity(rows.len());
+    for (original, row) in original.chunks_exact(size.max(1)).zip(rows.chunks_exact(size.max(1))) {
+        let is_routed = original.iter().any(|x| *x != 0.0);
+        differences.extend(original.iter().zip(row).map(|(original, x)| if is_routed { original - x } else { 0.0 }));
+    }
+    differences
 }
 
 #[cfg(test)]
