@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 
@@ -27,7 +28,9 @@ impl DataSets {
     pub fn reserve_held_out(&self, set: &Data, target: Target) -> Result<Data> {
         // With a fixed batch size, incomplete batches do not count.
         let one_more = set.samples.map(|limit| limit.saturating_add(target.fixed_batch().unwrap_or(1).max(1)));
-        let all = self.open(&Data { samples: one_more, ..set.clone() }, target)?;
+        let options = Data { samples: one_more, ..set.clone() };
+        // A set with one more sample is not used again: its tokenizer would stay in memory.
+        let all = if options == *set { self.open(set, target)? } else { Arc::new(DataSet::open(&options, target)?) };
         let count = all.count()?;
         if set.samples.is_some_and(|limit| count > limit) || count < HELD_OUT_RATIO {
             return Ok(set.clone());

@@ -34,9 +34,11 @@ pub struct Tokens {
 
 /// A model's tokenizer.
 pub struct Tokenizer {
+    /// The tokenizer without truncation.
     inner: tokenizers::Tokenizer,
-    /// The same without truncation.
-    untruncated: OnceLock<tokenizers::Tokenizer>,
+    truncation: Option<TruncationParams>,
+    /// The same with truncation, copied when a text is truncated first: vocabularies take much memory.
+    truncated: OnceLock<tokenizers::Tokenizer>,
     path: PathBuf,
     pad: i64,
     max_length: Option<usize>,
@@ -76,8 +78,9 @@ impl Tokenizer {
         // The padding and truncation stored in the file are settings of the tokenizer's training.
         inner.with_padding(None);
         let truncation = max_length.map(|max_length| TruncationParams { max_length, strategy: TruncationStrategy::LongestFirst, ..Default::default() });
-        inner.with_truncation(truncation).map_err(|e| Error::option("data", format!("`max_length`: {e}")))?;
-        Ok(Tokenizer { inner, untruncated: OnceLock::new(), path, pad, max_length, pair_special_tokens, lower_case: sentences.lower_case })
+        inner.with_truncation(truncation.clone()).map_err(|e| Error::option("data", format!("`max_length`: {e}")))?;
+        inner.with_truncation(None).map_err(|e| Error::malformed(&path, e))?;
+        Ok(Tokenizer { inner, truncation, truncated: OnceLock::new(), path, pad, max_length, pair_special_tokens, lower_case: sentences.lower_case })
     }
 
     /// Maximum number of tokens of a text.
@@ -91,15 +94,15 @@ impl Tokenizer {
         self.tokens(match pair {
             Some(pair) => {
                 require_room(self.max_length, self.pair_special_tokens)?;
-                self.inner.encode_fast((text, self.apply_case(pair)), true)
+                self.with_truncation().encode_fast((text, self.apply_case(pair)), true)
             }
-            None => self.inner.encode_fast(text, true),
+            None => self.with_truncation().encode_fast(text, true),
         })
     }
 
     /// Tokenizes a text that already contains its special tokens, such as a rendered chat.
     pub fn encode_rendered(&self, text: &str) -> Result<Tokens> {
-        self.tokens(self.inner.encode_fast(self.apply_case(text), false))
+        self.tokens(self.with_truncation().encode_fast(self.apply_case(text), false))
     }
 
     fn tokens(&self, encoding: tokenizers::Result<tokenizers::Encoding>) -> Result<Tokens> {
@@ -120,23 +123,24 @@ impl Tokenizer {
 
     /// Tokenizes a text of any length, optionally with special tokens.
     pub fn untruncated(&self, text: &str, special: bool) -> Result<Vec<i64>> {
-        let encoding = self.without_truncation().encode_fast(self.apply_case(text), special).map_err(|e| Error::malformed(&self.path, e))?;
+        let encoding = self.inner.encode_fast(self.apply_case(text), special).map_err(|e| Error::malformed(&self.path, e))?;
         Ok(encoding.get_ids().iter().map(|v| i64::from(*v)).collect())
     }
 
     /// Tokenizes text to which [`apply_case`](Tokenizer::apply_case) was applied, without special
     /// tokens; returns each token with its start in bytes.
     pub(super) fn with_offsets(&self, text: &str) -> Result<Vec<(i64, usize)>> {
-        let encoding = self.without_truncation().encode(text, false).map_err(|e| Error::malformed(&self.path, e))?;
+        let encoding = self.inner.encode(text, false).map_err(|e| Error::malformed(&self.path, e))?;
         Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(|(id, (start, _))| (i64::from(*id), *start)).collect())
     }
 
-    fn without_truncation(&self) -> &tokenizers::Tokenizer {
-        self.untruncated.get_or_init(|| {
-            let mut untruncated = self.inner.clone();
-            // Removing the limit cannot fail.
-            let _ = untruncated.with_truncation(None);
-            untruncated
+    fn with_truncation(&self) -> &tokenizers::Tokenizer {
+        let Some(truncation) = &self.truncation else { return &self.inner };
+        self.truncated.get_or_init(|| {
+            let mut truncated = self.inner.clone();
+            // The parameters were accepted when the tokenizer was opened.
+            let _ = truncated.with_truncation(Some(truncation.clone()));
+            truncated
         })
     }
 
