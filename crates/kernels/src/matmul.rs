@@ -15,6 +15,11 @@ use super::tile::{self, BLOCK, PANEL, Panel};
 
 /// Maximum number of floats in packed panels at a time.
 const PACKED: usize = 1 << 20;
+/// Minimum number of elements of a left matrix that is packed in parallel.
+const PARALLEL: usize = 1 << 15;
+/// The same for a transposed matrix, whose elements are copied in groups, which is faster. While a thread waits
+/// for others, it may start other jobs, whose buffers stay in memory.
+const PARALLEL_TRANSPOSED: usize = 1 << 17;
 
 /// A stored float type.
 pub trait StoredFloat: Copy + Sync {
@@ -53,7 +58,7 @@ pub struct Left {
 impl Left {
     /// Packs rows of `inner` elements with the given stride.
     pub fn pack<T: StoredFloat>(values: &[T], rows: usize, inner: usize, stride: usize) -> Left {
-        Left::packed(rows, inner, |first, block| {
+        Left::packed(rows, inner, PARALLEL, |first, block| {
             let last = rows - 1;
             // Lanes beyond the last row are ignored.
             let lanes = std::array::from_fn(|lane| values[(first + lane).min(last) * stride..][..inner].as_chunks());
@@ -63,7 +68,7 @@ impl Left {
 
     /// Packs a transposed matrix: the elements of consecutive inner indices have a distance of `stride`.
     pub fn pack_transposed(values: &[f32], rows: usize, inner: usize, stride: usize) -> Left {
-        Left::packed(rows, inner, |first, block| {
+        Left::packed(rows, inner, PARALLEL_TRANSPOSED, |first, block| {
             let count = BLOCK.min(rows - first);
             for (step, group) in block.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
                 let values = &values[step * stride + first..];
@@ -77,11 +82,12 @@ impl Left {
         })
     }
 
-    /// Packs blocks in parallel. `fill` receives the first row of each block.
-    fn packed(rows: usize, inner: usize, fill: impl Fn(usize, &mut [f32]) + Sync) -> Left {
+    /// Packs blocks, in parallel if there are at least `parallel` floats. `fill` receives the first row of each
+    /// block.
+    fn packed(rows: usize, inner: usize, parallel: usize, fill: impl Fn(usize, &mut [f32]) + Sync) -> Left {
         let mut packed = Scratch::new(rows.div_ceil(BLOCK) * BLOCK * inner);
         let size = (BLOCK * inner).max(1);
-        if packed.len() < 1 << 15 {
+        if packed.len() < parallel {
             packed.chunks_mut(size).enumerate().for_each(|(index, block)| fill(index * BLOCK, block));
         } else {
             packed.par_chunks_mut(size).enumerate().for_each(|(index, block)| fill(index * BLOCK, block));

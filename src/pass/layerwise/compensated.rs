@@ -353,7 +353,7 @@ mod tests {
         let read: Vec<f32> = (0..count * size).map(|i| original[i] - 0.5 * original[i / size * size + (i % size * 7 + 3) % size]).collect();
         let tensor = |values: &[f32]| Tensor::from_slice(values, (count, size), &Device::Cpu).unwrap();
         let mut moments = Moments::new(size, MomentsRequest { products: true, original: true, ..MomentsRequest::default() });
-        moments.add_original("x", &tensor(&original), &tensor(&read)).unwrap();
+        moments.add_original("x", &tensor(&original), (0..count as u32).collect(), &tensor(&read)).unwrap();
         moments.add("x", &tensor(&read)).unwrap();
         let weight: Vec<f32> = (0..rows * size).map(|i| number(i * 31)).collect();
         let mut corrected = weight.clone();

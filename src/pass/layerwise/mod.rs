@@ -51,7 +51,7 @@ pub(in crate::pass) use super::input_scales::find as find_input_scales;
 pub(in crate::pass) use super::kv_cache_scales::{add as add_cache_scales, add_calibrated as add_calibrated_cache_scales};
 
 /// Minimum and maximum memory of activations cached between nodes, in bytes. In between, the limit is a
-/// third of the size of the model as f32. Above the limit, activations are spilled to disk between
+/// quarter of the size of the model as f32. Above the limit, activations are spilled to disk between
 /// blocks, and recomputed from the start of their block for each observed value.
 const CACHE_BYTES: [u64; 2] = [128 << 20, 1 << 30];
 
@@ -296,7 +296,7 @@ impl Layerwise<'_> {
     /// factorizations.
     fn blockwise_options(&self, model: &Model, checkpoints: Option<&BlockCheckpoints>) -> BlockwiseOptions {
         let (context, [min, max]) = (self.context, CACHE_BYTES);
-        let cache_bytes = (model.weights.parameters().saturating_mul(4) / 3).clamp(min, max);
+        let cache_bytes = model.weights.parameters().clamp(min, max);
         BlockwiseOptions {
             compute: DType::F32,
             residence: Residence::Stored,
@@ -459,7 +459,8 @@ impl Layerwise<'_> {
             }
             index += 1;
             if !moments.request.held_out {
-                original.iter().try_for_each(|original| moments.add_original(value, original, &rows))?;
+                let all = || (0..rows.dims()[0] as u32).collect();
+                original.iter().try_for_each(|original| moments.add_original(value, original, all(), &rows))?;
                 return moments.add(value, &rows);
             }
             let longest = sizes.iter().copied().max().unwrap_or(0);
@@ -475,7 +476,7 @@ impl Layerwise<'_> {
                 return Ok(());
             }
             let rows = part(&rows, &others)?;
-            original.iter().try_for_each(|original| moments.add_original(value, &part(original, &others)?, &rows))?;
+            original.iter().try_for_each(|original| moments.add_original(value, original, others.clone(), &rows))?;
             moments.add(value, &rows)
         })
     }

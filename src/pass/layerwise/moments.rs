@@ -3,6 +3,7 @@
 use candle_core::{Device, Tensor};
 
 use super::held_out::{HeldOut, Split};
+use crate::calibration::select_rows;
 use crate::error::Result;
 use crate::exec::transfer::Cause;
 use crate::exec::{floats_on_host, read};
@@ -83,18 +84,19 @@ impl Moments {
         added.ok_or_else(|| not_finite(name))
     }
 
-    /// Adds rows `[n, size]` of the original model, which correspond to the rows passed to
-    /// [`add`](Moments::add). Returns an error if a row is not finite.
-    pub fn add_original(&mut self, name: &str, original: &Tensor, rows: &Tensor) -> Result<()> {
+    /// Adds some rows of `original` `[m, size]`, the inputs in the original model, by index. They correspond to the
+    /// rows `[n, size]` passed to [`add`](Moments::add). Returns an error if a row is not finite.
+    pub fn add_original(&mut self, name: &str, original: &Tensor, selected: Vec<u32>, rows: &Tensor) -> Result<()> {
         // A row of zeros is a token that the original model does not route to this expert, so that there
         // is no target output.
         if matches!(rows.device(), Device::Cpu) {
             let (original, rows) = (floats_on_host(original, Cause::Statistics), floats_on_host(rows, Cause::Statistics));
-            let mut add = |original: &[f32], rows: &[f32]| Ok(self.add_differences(&differences(original, rows, self.size), rows));
+            let mut add = |original: &[f32], rows: &[f32]| Ok(self.add_differences(&differences(original, &selected, rows, self.size), rows));
             let finite = original.and_then(|original| rows.and_then(|rows| read(&original, |original| read(&rows, |rows| add(original, rows)))));
             return if finite.map_err(tensor_error)? { Ok(()) } else { Err(not_finite(name)) };
         }
-        let differences = (original - rows).and_then(|differences| differences.broadcast_mul(&nonzero_rows(original)?)).map_err(tensor_error)?;
+        let original = select_rows(original, selected).map_err(tensor_error)?;
+        let differences = (&original - rows).and_then(|differences| differences.broadcast_mul(&nonzero_rows(&original)?)).map_err(tensor_error)?;
         let products = differences.t().and_then(|transposed| transposed.contiguous()?.matmul(rows)).map_err(tensor_error)?;
         self.differences.resize(self.size * self.size, 0.0);
         self.differences.iter_mut().zip(numbers(&products)?).for_each(|(sum, product)| *sum += product as f32);
@@ -197,11 +199,12 @@ impl Moments {
     }
 }
 
-/// Differences `[n, size]` between rows of the original model and other rows; zero where the original row
-/// consists of zeros.
-fn differences(original: &[f32], rows: &[f32], size: usize) -> Vec<f32> {
+/// Differences `[n, size]` between selected rows of the original model and other rows; zero where the original
+/// row consists of zeros.
+fn differences(original: &[f32], selected: &[u32], rows: &[f32], size: usize) -> Vec<f32> {
     let mut differences = Vec::with_capacity(rows.len());
-    for (original, row) in original.chunks_exact(size.max(1)).zip(rows.chunks_exact(size.max(1))) {
+    for (index, row) in selected.iter().zip(rows.chunks_exact(size.max(1))) {
+        let original = &original[*index as usize * size..][..size];
         let is_routed = original.iter().any(|x| *x != 0.0);
         differences.extend(original.iter().zip(row).map(|(original, x)| if is_routed { original - x } else { 0.0 }));
     }
@@ -225,7 +228,7 @@ mod tests {
             let mut moments = Moments::new(3, request);
             for first in added {
                 moments.add("x", &part(&rows, *first)).unwrap();
-                moments.add_original("x", &part(&original, *first), &part(&rows, *first)).unwrap();
+                moments.add_original("x", &original, vec![*first as u32, *first as u32 + 1], &part(&rows, *first)).unwrap();
             }
             for (fold, first) in held_out.iter().enumerate() {
                 moments.hold_out("x", fold, &part(&rows, *first), Some(&part(&original, *first))).unwrap();
