@@ -215,6 +215,20 @@ fn differences(original: &[f32], selected: &[u32], rows: &[f32], size: usize) ->
 mod tests {
     use super::*;
 
+    /// Tokens that the original model does not route to an expert have no target, and other values that are not
+    /// finite are found.
+    #[test]
+    fn rows_of_zeros_in_the_original_model_do_not_count() {
+        let tensor = |values: &[f32]| Tensor::from_slice(values, (values.len() / 2, 2), &Device::Cpu).unwrap();
+        let original = tensor(&[9.0, 9.0, 1.0, 2.0, 0.0, 0.0, 4.0, f32::NAN]);
+        let add = |selected: &[u32]| {
+            let mut moments = Moments::new(2, MomentsRequest { products: true, original: true, ..MomentsRequest::default() });
+            moments.add_original("x", &original, selected.to_vec(), &tensor(&[0.5, 1.0, 3.0, 5.0])).map(|()| moments.differences)
+        };
+        assert_eq!(add(&[1, 2]).unwrap(), [0.25, 0.5, 0.5, 1.0]);
+        assert!(add(&[2, 3]).unwrap_err().to_string().contains("is not finite"));
+    }
+
     #[test]
     fn merged_rows_count_like_all_others() {
         let request = MomentsRequest { products: true, rows: 0, original: true, held_out: true };
