@@ -168,7 +168,7 @@ use compress_graph::arch;
 use compress_kernels as kernel;
 #[cfg(feature = "run")]
 use {
-    compress_core::cache,
+    compress_core::{cache, heap},
     compress_engine::{calibration, data, exec, generation, train},
     compress_graph::{analysis, ir},
     compress_onnx::{self as onnx, runtime},

@@ -39,6 +39,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::{Evaluate, Runtime};
 use crate::exec::{DeviceChoice, DeviceMemory, MemoryNeed, MemoryTrace, MemoryTracker, Residence, Schedule};
 use crate::export::Exported;
+use crate::heap;
 use crate::ir::GraphFile;
 use crate::model::Model;
 use crate::output::ResumeFolder;
@@ -201,6 +202,9 @@ impl Pipeline {
             let (model, applied) = step.pass().plan(&after, &run)?.execute(&context)?;
             after = model;
             run.add(applied);
+            if runs_model {
+                heap::release_freed();
+            }
             traces.extend(context.memory_tracker.take().and_then(|tracker| Some((step.pass().name().to_owned(), tracker.trace()?))));
             if let Some(applied) = run.history.last_mut().filter(|_| runs_model) {
                 let lap = peak.lap();

@@ -6,6 +6,7 @@ compile_error!("compress supports only Unix: file locks, renames and reads at of
 pub mod cache;
 pub mod error;
 pub mod files;
+pub mod heap;
 pub mod output;
 pub mod program;
 pub mod registry;

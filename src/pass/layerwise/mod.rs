@@ -29,6 +29,7 @@ use crate::data::{DataSet, SequenceRoles};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::Subject;
 use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence};
+use crate::heap;
 use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::pass::{Context, calibrate};
@@ -284,6 +285,8 @@ impl Layerwise<'_> {
             if block < last {
                 runs.leave()?;
             }
+            // Otherwise the heap grows from block to block, because the sizes of solvers and activations differ.
+            heap::release_freed();
         }
         summary.report.notes.extend(few_tokens_note(std::mem::take(&mut summary.few_tokens)));
         if resumed > 0 {
