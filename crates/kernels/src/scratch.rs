@@ -6,7 +6,7 @@ use std::ops::{Deref, DerefMut, Range};
 use rayon::prelude::*;
 
 /// Maximum number of floats that a thread retains for reuse.
-const RETAINED: usize = 1 << 24;
+const RETAINED: usize = 1 << 22;
 
 thread_local! {
     static POOL: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
