@@ -92,7 +92,7 @@ fn add_parameters(graph: &Graph, model: &Model, requests: &BTreeMap<String, Requ
     for (_, value) in graph.params() {
         if let Some(request) = requests.get(&value.name) {
             let weight = model.weights.get(&value.name)?;
-            let parameter = ValueStatistics::from_parameter(&value.name, &weight.floats(&value.name)?, &weight.shape, *request)?;
+            let parameter = ValueStatistics::from_parameter(&value.name, &weight.floats(&value.name)?, &weight.shape, request)?;
             statistics.insert(value.name.clone(), parameter);
         }
     }

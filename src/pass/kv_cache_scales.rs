@@ -27,8 +27,8 @@ pub(in crate::pass) fn add(format: CacheFormat, model: &mut Model) -> Result<usi
 pub(in crate::pass) fn add_calibrated(pass: &str, format: CacheFormat, model: &mut Model, context: &Context, notes: &mut Vec<String>) -> Result<()> {
     let graph = model.graph()?;
     let cached = kv_cache::cached_attentions(&graph)?;
-    let request = Request { axis: Axis::Last, histograms: false };
-    let requests: BTreeMap<String, Request> = cached.iter().flat_map(|found| found.reads.clone()).map(|value| (value, request)).collect();
+    let request = Request { axis: Axis::Last, histograms: false, weights: None };
+    let requests: BTreeMap<String, Request> = cached.iter().flat_map(|found| found.reads.clone()).map(|value| (value, request.clone())).collect();
     let statistics = calibrate::statistics(pass, &graph, model, &requests, context)?;
     let largest = |value: &str| statistics.get(value).map_or(format.steps(), |observed| observed.channels().largest().into_iter().fold(0f32, f32::max));
     let zeros = insert(format, model, &graph, &cached, largest)?;

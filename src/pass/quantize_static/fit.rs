@@ -70,7 +70,7 @@ impl QuantizeStatic {
 
     /// Weights of the squared error of each channel of a value, summed over the quantized layers that
     /// read it.
-    fn costs(&self, prepared: &Prepared, layers: &BTreeSet<String>, value: ValueId) -> Result<Vec<f64>> {
+    pub(super) fn costs(&self, prepared: &Prepared, layers: &BTreeSet<String>, value: ValueId) -> Result<Vec<f64>> {
         let graph = &prepared.graph;
         let mut total: Vec<f64> = Vec::new();
         for node in graph.nodes() {

@@ -212,9 +212,11 @@ const NAME: &str = "quantize-static";
 const MIN_SAMPLES: usize = 8;
 
 impl QuantizeStatic {
-    /// Collects statistics of all values to be quantized.
-    fn observe(&self, prepared: &Prepared, context: &Context) -> Result<BTreeMap<String, ValueStatistics>> {
-        let requests = sites::Sites::new(&prepared.graph, &prepared.layers).requests(&prepared.graph);
+    /// Collects statistics of all values to be quantized, and the best ranges of single images if
+    /// `single_images` is set.
+    fn observe(&self, prepared: &Prepared, single_images: bool, context: &Context) -> Result<BTreeMap<String, ValueStatistics>> {
+        let weights = |value| if single_images { self.costs(prepared, &prepared.layers, value).map(Some) } else { Ok(None) };
+        let requests = sites::Sites::new(&prepared.graph, &prepared.layers).requests(&prepared.graph, weights)?;
         calibrate::statistics(NAME, &prepared.graph, &prepared.model, &requests, context)
     }
 
@@ -230,7 +232,9 @@ impl QuantizeStatic {
             factors::insert(&mut prepared, &chains)?;
             chains = channel_equalization::find_chains(&prepared.graph, &prepared.layers);
         }
-        let mut statistics = self.observe(&prepared, context)?;
+        // The best ranges of single images are those of the rescaled model.
+        let single_images = self.observer == ActivationObserver::Mse && prepared.has_images();
+        let mut statistics = self.observe(&prepared, single_images && chains.is_empty(), context)?;
         let fixed = if let Smooth::Strength(strength) = self.smooth { Some(strength) } else { None };
         let graph = prepared.graph.clone();
         let choices = scaling::rescale(&chains, &graph, &mut prepared.model, &mut statistics, fixed, self.observer, self.percentile)?;
@@ -238,6 +242,9 @@ impl QuantizeStatic {
             factors::remove_unused(&mut prepared, &choices.iter().map(|choice| choice.name.clone()).collect(), &mut statistics)?;
         }
         constants::narrow(&mut prepared, widened)?;
+        if single_images && !chains.is_empty() {
+            statistics = self.observe(&prepared, true, context)?;
+        }
         Ok((prepared, statistics, choices))
     }
 

@@ -8,7 +8,7 @@ use crate::error::{Error, Result, counted};
 use crate::ir::ops::{Linear, Op};
 use crate::ir::{Graph, GraphFile, Rewrite, rebuild};
 use crate::model::{self, Model};
-use crate::pass::consumers::weight_input;
+use crate::pass::consumers::{channels_second, weight_input};
 use crate::pass::targets::{self, SelectedWeights};
 use crate::store::{DType, Origin, Pattern, Transposed};
 
@@ -24,6 +24,13 @@ pub(super) struct Prepared {
     /// Whether `config.json` still describes the graph.
     pub described: bool,
     pub notes: Vec<String>,
+}
+
+impl Prepared {
+    /// Whether a quantized value holds images.
+    pub fn has_images(&self) -> bool {
+        Sites::new(&self.graph, &self.layers).values.keys().any(|value| channels_second(&self.graph, *value))
+    }
 }
 
 const RULE: &str =

@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::calibration::{Axis, Request};
+use crate::error::Result;
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Node, ValueId};
 use crate::pass::consumers::{channels_second, only_reader, weight_input};
@@ -62,12 +63,12 @@ impl Sites {
         self.values.get(&value).is_some_and(|site| site.all_readers)
     }
 
-    /// The statistics that calibration must collect.
-    pub fn requests(&self, graph: &Graph) -> BTreeMap<String, Request> {
+    /// The statistics that calibration must collect. `weights` computes the weights of the squared error of
+    /// each channel, to find the best range of each image. A text has too few tokens for a range of its own.
+    pub fn requests(&self, graph: &Graph, weights: impl Fn(ValueId) -> Result<Option<Vec<f64>>>) -> Result<BTreeMap<String, Request>> {
         let request = |id: &ValueId| {
-            let value = graph.value(*id);
-            let axis = if channels_second(graph, *id) { Axis::Second } else { Axis::Last };
-            (value.name.clone(), Request { axis, histograms: true })
+            let (axis, weights) = if channels_second(graph, *id) { (Axis::Second, weights(*id)?) } else { (Axis::Last, None) };
+            Ok((graph.value(*id).name.clone(), Request { axis, histograms: true, weights: weights.filter(|weights| !weights.is_empty()).map(Into::into) }))
         };
         self.values.keys().map(request).collect()
     }

@@ -83,37 +83,21 @@ impl ChannelMut<'_> {
     }
 }
 
-/// Adds `samples` images, stored as one plane of `size` values per channel, to the statistics of their
-/// groups and to the histogram of all channels. `first` is the index of the first sample; sample `i`
-/// belongs to group `i % groups.len()`. Returns the minimum and maximum, and whether all values are
-/// finite.
-pub(super) fn add_images(
-    groups: &mut [Channels],
-    (first, samples): (usize, usize),
-    (values, size): (&[f32], usize),
-    all: &mut ActivationHistogram,
-) -> (f32, f32, bool) {
-    let width = groups[0].channels().max(1);
-    let size = size.max(1);
-    let images = values.len() / (width * size);
-    let each = (images / samples.max(1)).max(1);
-    let count = groups.len();
-    let group = |image: usize| (first + image / each) % count;
-    (0..images).for_each(|image| groups[group(image)].count += size as u64);
-    let mut channels: Vec<Vec<ChannelMut>> = (0..width).map(|_| Vec::with_capacity(count)).collect();
-    for group in groups {
-        channels.iter_mut().zip(group.channels_mut()).for_each(|(groups, channel)| groups.push(channel));
-    }
+/// Adds images, stored as one plane of `size` values per channel, to the statistics of their channels and
+/// to the histogram of all channels. Returns the minimum and maximum, and whether all values are finite.
+pub(super) fn add_images(channels: &mut Channels, (values, size): (&[f32], usize), all: &mut ActivationHistogram) -> (f32, f32, bool) {
+    let (width, size) = (channels.channels().max(1), size.max(1));
+    channels.count += (values.len() / width) as u64;
     // One thread processes a channel of all images, so that sums do not depend on the number of threads.
     // All statistics of a plane are computed while it is in the cache.
-    let job = MIN_JOB_VALUES.div_ceil((images * size).max(1));
-    let add = |(mut histogram, mut range): (ActivationHistogram, _), (channel, mut groups): (usize, Vec<ChannelMut>)| {
-        for (image, plane) in values.chunks_exact(size).skip(channel).step_by(width).enumerate() {
-            range = union(range, groups[group(image)].add(plane, &mut histogram));
+    let job = MIN_JOB_VALUES.div_ceil((values.len() / width).max(1));
+    let add = |(mut histogram, mut range): (ActivationHistogram, _), (index, mut channel): (usize, ChannelMut)| {
+        for plane in values.chunks_exact(size).skip(index).step_by(width) {
+            range = union(range, channel.add(plane, &mut histogram));
         }
         (histogram, range)
     };
-    let jobs = channels.into_par_iter().enumerate().with_min_len(job).fold(|| (all.empty_like(), EMPTY_RANGE), add);
+    let jobs = channels.channels_mut().into_par_iter().enumerate().with_min_len(job).fold(|| (all.empty_like(), EMPTY_RANGE), add);
     let reduced = jobs.reduce_with(|(mut histogram, a), (other, b)| {
         histogram.merge(&other);
         (histogram, union(a, b))
@@ -124,10 +108,10 @@ pub(super) fn add_images(
 }
 
 /// Minimum, maximum and finiteness of an empty slice.
-const EMPTY_RANGE: (f32, f32, bool) = (f32::INFINITY, f32::NEG_INFINITY, true);
+pub(super) const EMPTY_RANGE: (f32, f32, bool) = (f32::INFINITY, f32::NEG_INFINITY, true);
 
 /// The union of two ranges, and whether the values of both are finite.
-fn union(a: (f32, f32, bool), b: (f32, f32, bool)) -> (f32, f32, bool) {
+pub(super) fn union(a: (f32, f32, bool), b: (f32, f32, bool)) -> (f32, f32, bool) {
     (a.0.min(b.0), a.1.max(b.1), a.2 && b.2)
 }
 
@@ -298,10 +282,9 @@ mod tests {
         let mut rows = Channels::new(2, true);
         rows.add_rows(&[1.0, -8.0, 3.0, 0.5]);
         assert_eq!((rows.means(), rows.mean_squares(), rows.largest()), (vec![2.0, -3.75], vec![5.0, 32.125], vec![3.0, 8.0]));
-        let (mut halves, mut all) = ([(); 2].map(|()| Channels::new(2, false)), ActivationHistogram::default());
-        assert_eq!(add_images(&mut halves, (1, 1), (&[1.0, 3.0, -8.0, 0.5], 2), &mut all), (-8.0, 3.0, true));
-        assert_eq!((all.total(), halves[0].count()), (4, 0));
-        let [_, planes] = halves;
+        let (mut planes, mut all) = (Channels::new(2, false), ActivationHistogram::default());
+        assert_eq!(add_images(&mut planes, (&[1.0, 3.0, -8.0, 0.5], 2), &mut all), (-8.0, 3.0, true));
+        assert_eq!((all.total(), planes.count()), (4, 2));
         assert_eq!((planes.means(), planes.largest()), (rows.means(), rows.largest()));
     }
 
@@ -346,14 +329,14 @@ mod tests {
         let (width, size) = (5, 40 * 500);
         let values: Vec<f32> = (0..3 * width * size).map(|i| (((i * 7919) % 1009) as f32 / 100.0 - 5.0) * (i / size + 1) as f32).collect();
         let add = |threads| {
-            let (mut halves, mut all) = ([(); 2].map(|()| Channels::new(width, true)), ActivationHistogram::default());
+            let (mut channels, mut all) = (Channels::new(width, true), ActivationHistogram::default());
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let range = pool.install(|| add_images(&mut halves, (0, 3), (&values, size), &mut all));
-            (range, halves, all)
+            let range = pool.install(|| add_images(&mut channels, (&values, size), &mut all));
+            (range, channels, all)
         };
-        let (range, halves, all) = add(1);
-        assert_eq!((range, halves.clone(), all.clone()), add(3));
-        assert_eq!((range.2, all.total(), halves[0].count(), halves[1].count()), (true, values.len() as u64, 2 * size as u64, size as u64));
+        let (range, channels, all) = add(1);
+        assert_eq!((range, channels.clone(), all.clone()), add(3));
+        assert_eq!((range.2, all.total(), channels.count()), (true, values.len() as u64, 3 * size as u64));
         let mut singly = ActivationHistogram::default();
         values.chunks(7).for_each(|few| singly.add(few));
         assert_eq!(all, singly);

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::histogram::BINS;
+use super::statistics::SampleRanges;
 use super::{ActivationHistogram, Channels, Fold, ValueStatistics};
 
 /// Method that chooses the range of activations.
@@ -36,7 +37,9 @@ impl ActivationObserver {
             ActivationObserver::MovingAverage => return statistics.running_range.range(),
             ActivationObserver::Percentile => percentiles(histogram, wide, percentile),
             ActivationObserver::Entropy => entropy(histogram, wide),
-            ActivationObserver::Mse => weights.and_then(|weights| mean_group_range(statistics, weights)).unwrap_or_else(|| min_squared_error(histogram, wide)),
+            ActivationObserver::Mse => weights
+                .and_then(|weights| statistics.sample_ranges.as_ref().and_then(SampleRanges::mean).or_else(|| mean_group_range(statistics, weights)))
+                .unwrap_or_else(|| min_squared_error(histogram, wide)),
         };
         (low as f32, high as f32)
     }
@@ -98,10 +101,26 @@ pub fn validated_range(
 pub struct WeightedError {
     /// Minimum and maximum of all values and zero.
     wide: (f64, f64),
-    /// Centres of the bins, and the total weight of their values.
-    values: Vec<(f64, f64)>,
-    /// Mean square and weight of each channel.
-    channels: Vec<(f64, f64)>,
+    /// Centres of the bins, ascending.
+    centers: Vec<f64>,
+    /// Total weight, first and second moment of the bins before each bin.
+    below: Vec<[f64; 3]>,
+    /// The same of each bin and those after it.
+    above: Vec<[f64; 3]>,
+    /// Mean squares of the channels, ascending.
+    squares: Vec<f64>,
+    /// Total weight, and weighted sum of mean squares, of the channels before each channel.
+    channels: Vec<[f64; 2]>,
+}
+
+/// Sums of the elements before each element, and of all elements.
+fn running<const N: usize>(values: impl Iterator<Item = [f64; N]>) -> Vec<[f64; N]> {
+    let mut sum = [0.0; N];
+    let sums = values.map(|value| {
+        sum.iter_mut().zip(value).for_each(|(sum, value)| *sum += value);
+        sum
+    });
+    std::iter::once([0.0; N]).chain(sums).collect()
 }
 
 impl WeightedError {
@@ -127,7 +146,23 @@ impl WeightedError {
         let squares = channels.mean_squares().into_iter().enumerate().map(|(channel, square)| square * factor(channel) * factor(channel));
         let channels = squares.zip(weights).map(|(square, weight)| (square, weight * count)).collect();
         let (low, high) = grid.range();
-        Some(WeightedError { wide: (low.into(), high.into()), values, channels })
+        Some(WeightedError::new((low.into(), high.into()), values, channels))
+    }
+
+    /// `values` are the centres of bins, ascending, and their weights; `channels` are mean squares and weights.
+    fn new(wide: (f64, f64), values: Vec<(f64, f64)>, mut channels: Vec<(f64, f64)>) -> WeightedError {
+        let moments = |(value, weight): &(f64, f64)| [*weight, weight * value, weight * value * value];
+        let mut above = running(values.iter().rev().map(moments));
+        above.reverse();
+        channels.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
+        WeightedError {
+            wide,
+            below: running(values.iter().map(moments)),
+            above,
+            centers: values.iter().map(|(value, _)| *value).collect(),
+            squares: channels.iter().map(|(square, _)| *square).collect(),
+            channels: running(channels.iter().map(|(square, weight)| [*weight, weight * square])),
+        }
     }
 
     /// The range with the smallest error.
@@ -141,10 +176,11 @@ impl WeightedError {
     pub fn error(&self, (low, high): (f64, f64)) -> f64 {
         let step = (high - low) / 255.0;
         let noise = step * step / 12.0;
-        let rounded: f64 = self.channels.iter().map(|(square, weight)| weight * square.min(noise)).sum();
-        let (below, above) = (self.values.partition_point(|(value, _)| *value < low), self.values.partition_point(|(value, _)| *value <= high));
-        let outside = |values: &[(f64, f64)], end: f64| -> f64 { values.iter().map(|(value, weight)| weight * (value - end) * (value - end)).sum() };
-        rounded + outside(&self.values[..below], low) + outside(&self.values[above.max(below)..], high)
+        let ([all, _], [zeroed, zeroed_squares]) = (self.channels[self.squares.len()], self.channels[self.squares.partition_point(|square| *square < noise)]);
+        let outside = |[weight, first, second]: [f64; 3], end: f64| second - 2.0 * end * first + end * end * weight;
+        let below = self.below[self.centers.partition_point(|value| *value < low)];
+        let above = self.above[self.centers.partition_point(|value| *value <= high)];
+        zeroed_squares + (all - zeroed) * noise + outside(below, low) + outside(above, high)
     }
 }
 
@@ -303,7 +339,7 @@ mod tests {
 
     /// Statistics of one channel, with one vector of values per sample.
     fn statistics(samples: &[Vec<f32>]) -> ValueStatistics {
-        let mut statistics = ValueStatistics::new(1, Request { axis: Axis::Last, histograms: true });
+        let mut statistics = ValueStatistics::new(1, &Request { axis: Axis::Last, histograms: true, weights: None });
         samples.iter().for_each(|sample| statistics.add("x", sample, &[sample.len(), 1], Axis::Last, &[sample.len()]).unwrap());
         statistics
     }
@@ -312,7 +348,7 @@ mod tests {
     fn clipped_values_have_squared_errors_and_all_others_rounding_noise() {
         let values = vec![(-3.0, 1.0), (-0.5, 1.0), (0.5, 2.0), (4.0, 0.5)];
         // The second channel is always zero, and has no noise.
-        let error = WeightedError { wide: (-3.0, 4.0), values, channels: vec![(9.0, 2.0), (0.0, 5.0)] };
+        let error = WeightedError::new((-3.0, 4.0), values, vec![(9.0, 2.0), (0.0, 5.0)]);
         let noise = |width: f64| 2.0 * (width / 255.0).powi(2) / 12.0;
         assert!((error.error((-3.0, 4.0)) - noise(7.0)).abs() < 1e-12);
         assert!((error.error((-1.0, 2.0)) - noise(3.0) - (2.0 * 2.0 + 0.5 * 2.0 * 2.0)).abs() < 1e-12);
@@ -323,7 +359,7 @@ mod tests {
         let factors = [0.5f32, 4.0, 2.0];
         let values: Vec<f32> = (0..300).map(|i| (i * 797 % 300) as f32 / 150.0 - 0.9).collect();
         let observed = |values: &[f32]| {
-            let mut statistics = ValueStatistics::new(3, Request { axis: Axis::Last, histograms: true });
+            let mut statistics = ValueStatistics::new(3, &Request { axis: Axis::Last, histograms: true, weights: None });
             statistics.add("x", values, &[100, 3], Axis::Last, &[100]).unwrap();
             statistics
         };
@@ -356,6 +392,33 @@ mod tests {
         assert!((mixed - (3.0 * one + ten) / 4.0).abs() < 1e-5, "{mixed} {one} {ten}");
     }
 
+    /// Nine images, so that two of them share a group: every image contributes its own best range, also to
+    /// statistics of several images per batch. Multiplied statistics have no ranges of single images.
+    #[test]
+    fn the_range_of_images_is_the_mean_of_their_ranges() {
+        let image = |limit: f32| (0..2000).map(move |i| limit * ((i * 797 % 2000) as f32 / 1000.0 - 1.0));
+        let observed = |limits: &[f32], batch: usize| {
+            let request = Request { axis: Axis::Second, histograms: true, weights: Some([3.0].into()) };
+            let mut statistics = ValueStatistics::new(1, &request);
+            for limits in limits.chunks(batch) {
+                let values: Vec<f32> = limits.iter().flat_map(|limit| image(*limit)).collect();
+                statistics.add("x", &values, &[limits.len(), 1, 2000], Axis::Second, &vec![2000; limits.len()]).unwrap();
+            }
+            statistics
+        };
+        let range = |statistics: &ValueStatistics| ActivationObserver::Mse.range(statistics, Some(&[3.0]), 0.0).1;
+        let (one, ten) = (range(&observed(&[1.0], 1)), range(&observed(&[10.0], 1)));
+        let mut limits = [1.0; 9];
+        limits[8] = 10.0;
+        for batch in [1, 2, 9] {
+            let mut statistics = observed(&limits, batch);
+            assert!((range(&statistics) - (8.0 * one + ten) / 9.0).abs() < 1e-5, "{batch}");
+            statistics.multiply(&[2.0]);
+            // The first and the last image share a group, whose best range is that of the larger one.
+            assert!((range(&statistics) - 2.0 * (7.0 * one + 2.0 * ten) / 9.0).abs() < 0.1 * ten, "{batch}");
+        }
+    }
+
     #[test]
     fn ranges_match_the_reference() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/observers.json");
@@ -367,7 +430,7 @@ mod tests {
             for (value, first) in values.iter().zip(case["first"].as_array().unwrap()) {
                 assert_eq!(f64::from(*value), first.as_f64().unwrap(), "{name}");
             }
-            let mut statistics = ValueStatistics::new(1, Request { axis: Axis::Last, histograms: false });
+            let mut statistics = ValueStatistics::new(1, &Request { axis: Axis::Last, histograms: false, weights: None });
             values.chunks(1000).for_each(|batch| statistics.add("x", batch, &[batch.len(), 1], Axis::Last, &[batch.len()]).unwrap());
             let bin = case["radius"].as_f64().unwrap() / 4096.0;
             for (observer, expected) in case["ranges"].as_object().unwrap() {

@@ -24,7 +24,7 @@ pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String
     data.for_each_batch("Calibrating", work, |batch| {
         let padding = padding(&batch)?;
         let mut observe = |name: &str, value: &Tensor| match requests.get(name) {
-            Some(request) => record(&mut statistics, name, value, *request, (&padding, sides.token_axis(name)), batch.samples),
+            Some(request) => record(&mut statistics, name, value, request, (&padding, sides.token_axis(name)), batch.samples),
             _ => Ok(()),
         };
         for (name, value) in &batch.inputs {
@@ -55,7 +55,7 @@ pub fn calibrate_blockwise(
         |name| requests.contains_key(name),
         work,
         |batch, name, value| match requests.get(name) {
-            Some(request) => record(&mut statistics, name, value, *request, (&padding(batch)?, sides.token_axis(name)), batch.samples),
+            Some(request) => record(&mut statistics, name, value, request, (&padding(batch)?, sides.token_axis(name)), batch.samples),
             None => Ok(()),
         },
     )?;
@@ -106,7 +106,7 @@ fn record(
     statistics: &mut BTreeMap<String, ValueStatistics>,
     name: &str,
     value: &Tensor,
-    request: Request,
+    request: &Request,
     (padding, tokens): (&Padding, TokenAxis),
     samples: usize,
 ) -> Result<()> {
@@ -169,7 +169,7 @@ mod tests {
     use crate::data::{References, SequenceRole};
 
     /// Statistics of the same batches, computed by the host path and by the device path.
-    fn statistics(shapes: &[&[usize]], request: Request, mask: Option<&Tensor>) -> [ValueStatistics; 2] {
+    fn statistics(shapes: &[&[usize]], request: &Request, mask: Option<&Tensor>) -> [ValueStatistics; 2] {
         let width = shapes[0][if request.axis == Axis::Last { shapes[0].len() - 1 } else { 1 }];
         let inputs = mask.map(|mask| ("attention_mask".to_owned(), mask.clone())).into_iter().collect();
         let tokens = TokenAxis { role: SequenceRole::Input, axis: shapes[0].len().checked_sub(2) };
@@ -191,7 +191,7 @@ mod tests {
     /// Of images, a stored row has the channels of one pixel, also in batches of several samples.
     #[test]
     fn stored_rows_are_pixels() {
-        let request = Request { axis: Axis::Second, histograms: false };
+        let request = &Request { axis: Axis::Second, histograms: false, weights: None };
         let padding = Padding::from_batch(&Batch { inputs: BTreeMap::new(), references: References::None, samples: 2 }).unwrap();
         let mut statistics = BTreeMap::new();
         let values: Vec<f32> = (0..24).map(|at| (at % 12 / 4 * 100 + at % 4) as f32).collect();
@@ -209,7 +209,7 @@ mod tests {
     fn host_and_device_statistics_are_equal() {
         let mask = Tensor::new(&[[1i64, 1, 0], [1, 0, 0]], &Device::Cpu).unwrap();
         let zeros = mask.zeros_like().unwrap();
-        for empty in statistics(&[&[2, 3, 10]], Request { axis: Axis::Last, histograms: true }, Some(&zeros)) {
+        for empty in statistics(&[&[2, 3, 10]], &Request { axis: Axis::Last, histograms: true, weights: None }, Some(&zeros)) {
             assert_eq!((empty.running_range, empty.samples), (RunningRange::default(), 0));
         }
         let tokens: &[&[usize]] = &[&[2, 3, 10], &[2, 3, 10], &[2, 3, 10]];
@@ -223,8 +223,10 @@ mod tests {
             (images, Axis::Second, None),
             (vectors, Axis::Last, None),
         ] {
-            for histograms in [true, false] {
-                let [host, device] = statistics(shapes, Request { axis, histograms }, mask);
+            let weights = (axis == Axis::Second).then(|| [0.5, 2.0].into());
+            for (histograms, weights) in [(true, None), (true, weights), (false, None)] {
+                let [host, device] = statistics(shapes, &Request { axis, histograms, weights }, mask);
+                assert_eq!(host.sample_ranges, device.sample_ranges);
                 assert_eq!((host.histogram.clone(), host.rows.clone()), (device.histogram.clone(), device.rows.clone()));
                 assert_eq!((host.running_range, host.batches, host.samples), (device.running_range, device.batches, device.samples));
                 assert!(host.histogram.total() > 0 && !host.rows.is_empty());
@@ -235,7 +237,7 @@ mod tests {
                 }
             }
         }
-        let mut wrong = ValueStatistics::new(2, Request { axis: Axis::Last, histograms: true });
+        let mut wrong = ValueStatistics::new(2, &Request { axis: Axis::Last, histograms: true, weights: None });
         let value = Tensor::new(&[[1f32, f32::NAN]], &Device::Cpu).unwrap();
         assert!(wrong.add_on_device("x", &value, Axis::Last, &[1]).unwrap_err().to_string().contains("is NaN for a calibration sample"));
     }
@@ -258,17 +260,18 @@ mod tests {
                 let mask = Tensor::from_vec(rows, (samples, 3), &Device::Cpu).unwrap();
                 let inputs = padded.then(|| ("attention_mask".to_owned(), mask)).into_iter().collect();
                 let padding = Padding::from_batch(&Batch { inputs, references: References::None, samples }).unwrap();
-                record(&mut statistics, "x", &value, Request { axis, histograms: true }, (&padding, tokens), samples).unwrap();
+                let weights = (axis == Axis::Second).then(|| (0..width).map(|channel| channel as f64 + 1.0).collect());
+                record(&mut statistics, "x", &value, &Request { axis, histograms: true, weights }, (&padding, tokens), samples).unwrap();
             }
             let statistics = statistics.remove("x").unwrap();
-            assert_eq!(statistics.groups[0].channels(), width);
-            statistics.groups
+            assert_eq!((statistics.groups[0].channels(), statistics.sample_ranges.is_some()), (width, axis == Axis::Second));
+            (statistics.groups, statistics.sample_ranges)
         };
         for (shape, axis, padded) in
             [(&[2, 3, 1][..], Axis::Second, false), (&[5][..], Axis::Last, false), (&[3, 5][..], Axis::Last, false), (&[3, 5][..], Axis::Last, true)]
         {
             let singly = groups(shape, axis, 1, padded);
-            assert!(singly.iter().all(|group| group.count() > 0));
+            assert!(singly.0.iter().all(|group| group.count() > 0));
             for batch in [2, 3, 11] {
                 assert_eq!(groups(shape, axis, batch, padded), singly, "{shape:?} in batches of {batch}");
             }

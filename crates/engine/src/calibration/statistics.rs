@@ -1,10 +1,12 @@
 //! Statistics of one graph value, reduced per channel and per group of samples.
 
+use std::sync::Arc;
+
 use candle_core::Tensor;
 
-use super::channels::add_images;
+use super::channels::{EMPTY_RANGE, add_images, union};
 use super::device_stats::{self, ColumnStats};
-use super::{ActivationHistogram, Channels};
+use super::{ActivationHistogram, Channels, WeightedError};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::kernel::linear_histogram::extremes;
@@ -30,19 +32,21 @@ impl Axis {
 }
 
 /// Statistics to collect of a value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Request {
     /// Channel axis.
     pub axis: Axis,
     /// Whether to collect a histogram per channel.
     pub histograms: bool,
+    /// Weights of each channel's squared error, to find the best range of each sample.
+    pub weights: Option<Arc<[f64]>>,
 }
 
 impl Request {
     /// Number of sample groups with separate statistics. Histograms take 1 KiB per channel and group.
     /// Images have more groups, because they are calibrated with fewer samples than texts, so that a
     /// single outlier has more influence.
-    fn groups(self) -> usize {
+    fn groups(&self) -> usize {
         match self.axis {
             _ if !self.histograms => 1,
             Axis::Last => 4,
@@ -83,6 +87,31 @@ impl RunningRange {
     }
 }
 
+/// Mean of the ranges that minimize the error of each sample.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct SampleRanges {
+    /// Weights of each channel's squared error.
+    weights: Arc<[f64]>,
+    /// Sums of the ends.
+    sums: (f64, f64),
+    count: u64,
+}
+
+impl SampleRanges {
+    fn add(&mut self, sample: &Channels) {
+        let Some(error) = WeightedError::from_channels(sample, None, &self.weights) else { return };
+        let (low, high) = error.best_range();
+        self.sums = (self.sums.0 + f64::from(low), self.sums.1 + f64::from(high));
+        self.count += 1;
+    }
+
+    /// The mean; `None` without samples.
+    pub fn mean(&self) -> Option<(f64, f64)> {
+        let count = self.count as f64;
+        (self.count > 0).then(|| (self.sums.0 / count, self.sums.1 / count))
+    }
+}
+
 /// Statistics of one graph value over all calibration samples.
 #[derive(Debug, Clone)]
 pub struct ValueStatistics {
@@ -92,6 +121,8 @@ pub struct ValueStatistics {
     pub running_range: RunningRange,
     /// Channel statistics per group: sample `i` belongs to group `i % groups.len()`.
     pub(super) groups: Vec<Channels>,
+    /// Best ranges of single samples, if they were requested.
+    pub(super) sample_ranges: Option<SampleRanges>,
     /// A few raw rows, spread over the samples. For images, a row holds the channels of one pixel.
     pub rows: Vec<Vec<f32>>,
     pub(super) batches: u64,
@@ -107,12 +138,14 @@ pub struct Fold {
 }
 
 impl ValueStatistics {
-    /// Rescales the statistics as if each channel had been multiplied by its factor.
+    /// Rescales the statistics as if each channel had been multiplied by its factor. Drops the best ranges
+    /// of single samples, which do not follow from those of the original values.
     pub fn multiply(&mut self, factors: &[f64]) {
         if factors.iter().all(|factor| *factor == 1.0) {
             return;
         }
         let before = self.histogram.range();
+        self.sample_ranges = None;
         self.groups.iter_mut().for_each(|group| group.multiply(factors));
         let channels = self.channels();
         if channels.has_histograms() {
@@ -124,14 +157,23 @@ impl ValueStatistics {
         }
     }
 
-    pub(super) fn new(width: usize, request: Request) -> ValueStatistics {
+    pub(super) fn new(width: usize, request: &Request) -> ValueStatistics {
         let groups = vec![Channels::new(width, request.histograms); request.groups()];
-        ValueStatistics { histogram: ActivationHistogram::default(), running_range: RunningRange::default(), groups, rows: Vec::new(), batches: 0, samples: 0 }
+        let sample_ranges = request.weights.clone().map(|weights| SampleRanges { weights, sums: (0.0, 0.0), count: 0 });
+        ValueStatistics {
+            histogram: ActivationHistogram::default(),
+            running_range: RunningRange::default(),
+            groups,
+            sample_ranges,
+            rows: Vec::new(),
+            batches: 0,
+            samples: 0,
+        }
     }
 
     /// Statistics of a parameter, which has the same value for every sample. Returns an error if it is
     /// not finite.
-    pub fn from_parameter(name: &str, values: &[f32], shape: &[usize], request: Request) -> Result<ValueStatistics> {
+    pub fn from_parameter(name: &str, values: &[f32], shape: &[usize], request: &Request) -> Result<ValueStatistics> {
         let mut statistics = ValueStatistics::new(request.axis.channels(shape), request);
         statistics.add(name, values, shape, request.axis, &[values.len() / request.axis.channels(shape).max(1)])?;
         Ok(statistics)
@@ -160,7 +202,8 @@ impl ValueStatistics {
         let mut running_range = self.running_range;
         let histogram = channels.histogram();
         running_range.scale(self.histogram.range(), histogram.range());
-        ValueStatistics { histogram, running_range, groups: vec![channels], rows: Vec::new(), batches: self.batches, samples: self.samples }
+        let (batches, samples) = (self.batches, self.samples);
+        ValueStatistics { histogram, running_range, groups: vec![channels], sample_ranges: None, rows: Vec::new(), batches, samples }
     }
 
     /// Splits the samples for cross-validation: each group is held out once. Empty if only one group has
@@ -195,7 +238,15 @@ impl ValueStatistics {
                 }
                 range
             }
-            Axis::Second => add_images(&mut self.groups, (self.samples as usize, sizes.len()), (values, plane), &mut self.histogram),
+            Axis::Second => {
+                let mut range = EMPTY_RANGE;
+                for (index, sample) in values.chunks(values.len() / sizes.len().max(1)).enumerate() {
+                    let group = self.group(index);
+                    let add = |channels: &mut Channels| Ok(add_images(channels, (sample, plane), &mut self.histogram));
+                    range = union(range, add_sample(&mut self.groups[group], self.sample_ranges.as_mut(), add)?);
+                }
+                range
+            }
         };
         self.samples += sizes.len() as u64;
         if !finite {
@@ -223,23 +274,30 @@ impl ValueStatistics {
         if count == 0 {
             return Ok(());
         }
-        let samples = (0..).zip(sizes).flat_map(|(index, size)| std::iter::repeat_n(self.group(index), *size)).collect::<Vec<_>>();
+        let samples = (0..).zip(sizes).flat_map(|(index, size)| std::iter::repeat_n(index, *size)).collect::<Vec<usize>>();
         let (mut low, mut high) = (f32::INFINITY, f32::NEG_INFINITY);
-        for group in 0..self.groups.len() {
-            let indices: Vec<u32> = (0..count as u32).zip(&samples).filter(|(_, of)| **of == group).map(|(row, _)| row).collect();
+        // Without ranges of single samples, those of a group are added together.
+        let parts = if self.sample_ranges.is_some() { sizes.len() } else { self.groups.len() };
+        for part in 0..parts {
+            let is_part = |sample: usize| if self.sample_ranges.is_some() { sample == part } else { self.group(sample) == part };
+            let indices: Vec<u32> = (0..count as u32).zip(&samples).filter(|(_, sample)| is_part(**sample)).map(|(row, _)| row).collect();
             if indices.is_empty() {
                 continue;
             }
-            let group_rows = device_stats::select_rows(rows, indices).map_err(failed)?;
-            for part in device_stats::row_chunks(&group_rows).map_err(failed)? {
-                let columns = ColumnStats::from_rows(&part).map_err(failed)?;
-                if let Some(value) = columns.non_finite() {
-                    return Err(not_finite(name, value));
+            let group = if self.sample_ranges.is_some() { self.group(part) } else { part };
+            let part_rows = device_stats::select_rows(rows, indices).map_err(failed)?;
+            add_sample(&mut self.groups[group], self.sample_ranges.as_mut(), |channels| {
+                for chunk in device_stats::row_chunks(&part_rows).map_err(failed)? {
+                    let columns = ColumnStats::from_rows(&chunk).map_err(failed)?;
+                    if let Some(value) = columns.non_finite() {
+                        return Err(not_finite(name, value));
+                    }
+                    let (min, max) = columns.extremes();
+                    (low, high) = (low.min(min), high.max(max));
+                    self.histogram.add_on_device(&chunk, min, max).and_then(|()| channels.add_on_device(&chunk, &columns)).map_err(failed)?;
                 }
-                let (min, max) = columns.extremes();
-                (low, high) = (low.min(min), high.max(max));
-                self.histogram.add_on_device(&part, min, max).and_then(|()| self.groups[group].add_on_device(&part, &columns)).map_err(failed)?;
-            }
+                Ok(())
+            })?;
         }
         self.running_range.add(low, high);
         self.samples += sizes.len() as u64;
@@ -262,6 +320,17 @@ impl ValueStatistics {
         let selected = axis == Axis::Second || self.batches.is_power_of_two() || self.batches < 32;
         (selected && self.rows.len() < STORED_ROWS).then(|| (self.batches as usize * 7919).checked_rem(rows)).flatten()
     }
+}
+
+/// Adds values to the statistics of their group. If ranges of single samples were requested, the values
+/// must be those of one sample.
+fn add_sample<R>(group: &mut Channels, ranges: Option<&mut SampleRanges>, add: impl FnOnce(&mut Channels) -> Result<R>) -> Result<R> {
+    let Some(ranges) = ranges else { return add(group) };
+    let mut sample = Channels::new(group.channels(), group.has_histograms());
+    let added = add(&mut sample)?;
+    ranges.add(&sample);
+    group.merge(&sample);
+    Ok(added)
 }
 
 /// Merges channel statistics of several groups.
