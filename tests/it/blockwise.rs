@@ -377,7 +377,8 @@ fn calibration_sees_the_same_in_less_memory() {
     let graph = model.graph().unwrap();
     let subject = Subject::from_model(model.clone()).unwrap();
     let data = DataSet::open(&tokens(desk.path()), subject.target()).unwrap();
-    let requests: BTreeMap<String, Request> = sites(&graph).into_iter().map(|name| (name, Request { axis: Axis::Last, histograms: true, weights: None })).collect();
+    let requests: BTreeMap<String, Request> =
+        sites(&graph).into_iter().map(|name| (name, Request { axis: Axis::Last, histograms: true, weights: None })).collect();
     work(|work| {
         let executor = Executor::new(&graph, parameters(&model, &graph), Device::Cpu);
         let text = |seen: &BTreeMap<String, compress_engine::calibration::ValueStatistics>| format!("{seen:?}");
