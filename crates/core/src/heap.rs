@@ -1,12 +1,12 @@
 //! Freed memory of the heap.
 
-/// Returns the memory of freed allocations to the system. glibc retains it for later allocations: between two
-/// stages of a run that is as much as the peak of the first stage, which would add to the peak of the second.
-/// Other allocators return memory without a request.
+/// Returns the memory of freed allocations to the system. glibc retains it for later allocations: between
+/// two stages of a run that is as much as the peak of the first stage, which would add to the peak of the
+/// second. Other allocators return memory without a request.
 pub fn release_freed() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
-        // SAFETY: this is the declaration in malloc.h. The function may be called at any time from any thread.
+        // SAFETY: the declaration of malloc.h. It may be called at any time, from any thread.
         #[allow(unsafe_code)]
         unsafe extern "C" {
             safe fn malloc_trim(pad: usize) -> std::ffi::c_int;
@@ -15,13 +15,13 @@ pub fn release_freed() {
     }
 }
 
-#[cfg(all(test, target_os = "linux", target_env = "gnu"))]
+#[cfg(test)]
 mod tests {
-    use crate::work::resident;
-
     /// The allocator keeps small blocks below one that is still in use.
     #[test]
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
     fn freed_memory_is_returned() {
+        use crate::work::resident;
         let blocks: Vec<Vec<u8>> = (0..1024).map(|_| vec![1; 1 << 16]).collect();
         let last = vec![1u8; 1 << 10];
         drop(blocks);

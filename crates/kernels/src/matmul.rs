@@ -17,8 +17,8 @@ use super::tile::{self, BLOCK, PANEL, Panel};
 const PACKED: usize = 1 << 20;
 /// Minimum number of elements of a left matrix that is packed in parallel.
 const PARALLEL: usize = 1 << 15;
-/// The same for a transposed matrix, whose elements are copied in groups, which is faster. While a thread waits
-/// for others, it may start other jobs, whose buffers stay in memory.
+/// The same for a transposed matrix, whose elements are copied in groups, which is faster. While a thread
+/// waits for others, it may start other jobs, whose buffers stay in memory.
 const PARALLEL_TRANSPOSED: usize = 1 << 17;
 
 /// A stored float type.
@@ -82,8 +82,8 @@ impl Left {
         })
     }
 
-    /// Packs blocks, in parallel if there are at least `parallel` floats. `fill` receives the first row of each
-    /// block.
+    /// Packs blocks, in parallel if there are at least `parallel` elements. `fill` receives the first row of
+    /// each block.
     fn packed(rows: usize, inner: usize, parallel: usize, fill: impl Fn(usize, &mut [f32]) + Sync) -> Left {
         let mut packed = Scratch::new(rows.div_ceil(BLOCK) * BLOCK * inner);
         let size = (BLOCK * inner).max(1);

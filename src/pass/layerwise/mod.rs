@@ -285,7 +285,7 @@ impl Layerwise<'_> {
             if block < last {
                 runs.leave()?;
             }
-            // Otherwise the heap grows from block to block, because the sizes of solvers and activations differ.
+            // Otherwise the heap grows from block to block: sizes of solvers and activations differ.
             heap::release_freed();
         }
         summary.report.notes.extend(few_tokens_note(std::mem::take(&mut summary.few_tokens)));

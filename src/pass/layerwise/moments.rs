@@ -84,8 +84,8 @@ impl Moments {
         added.ok_or_else(|| not_finite(name))
     }
 
-    /// Adds some rows of `original` `[m, size]`, the inputs in the original model, by index. They correspond to the
-    /// rows `[n, size]` passed to [`add`](Moments::add). Returns an error if a row is not finite.
+    /// Adds some rows of `original` `[m, size]`, the inputs in the original model, by index. They correspond
+    /// to the rows `[n, size]` passed to [`add`](Moments::add). Returns an error if a row is not finite.
     pub fn add_original(&mut self, name: &str, original: &Tensor, selected: Vec<u32>, rows: &Tensor) -> Result<()> {
         // A row of zeros is a token that the original model does not route to this expert, so that there
         // is no target output.
@@ -199,8 +199,8 @@ impl Moments {
     }
 }
 
-/// Differences `[n, size]` between selected rows of the original model and other rows; zero where the original
-/// row consists of zeros.
+/// Differences `[n, size]` between selected rows of the original model and other rows; zero where the
+/// original row consists of zeros.
 fn differences(original: &[f32], selected: &[u32], rows: &[f32], size: usize) -> Vec<f32> {
     let mut differences = Vec::with_capacity(rows.len());
     for (index, row) in selected.iter().zip(rows.chunks_exact(size.max(1))) {
@@ -215,8 +215,8 @@ fn differences(original: &[f32], selected: &[u32], rows: &[f32], size: usize) ->
 mod tests {
     use super::*;
 
-    /// Tokens that the original model does not route to an expert have no target, and other values that are not
-    /// finite are found.
+    /// Tokens that the original model does not route to an expert have no target, and other values that are
+    /// not finite are found.
     #[test]
     fn rows_of_zeros_in_the_original_model_do_not_count() {
         let tensor = |values: &[f32]| Tensor::from_slice(values, (values.len() / 2, 2), &Device::Cpu).unwrap();
