@@ -52,8 +52,18 @@ impl Pass for Dequantize {
         let (weights, mut model) = (&model.weights, model.clone());
         let quantized = |_: &str, weight: &Weight| weight.encoding != Encoding::Dense;
         if !weights.by_name.iter().any(|(name, weight)| quantized(name, weight)) {
-            let reason =
-                "the model has no quantized weights. Blocks of GGUF files are dequantized when the file is opened: `compress cast` writes them as floats";
+            let reason = match &model.onnx {
+                Some(file) => {
+                    let left = file.unsupported_integers().map_or_else(String::new, |note| format!(" ({note})"));
+                    format!(
+                        "no weights of the .onnx file are dequantized in a supported pattern of DequantizeLinear or Cast{left}. Integers that MatMulInteger, QLinearMatMul and similar operators read cannot be dequantized: start from the file that was quantized"
+                    )
+                }
+                None => {
+                    "the model has no quantized weights. Blocks of GGUF files are dequantized when the file is opened: `compress cast` writes them as floats"
+                        .to_owned()
+                }
+            };
             return Err(Error::option(NAME, reason));
         }
         let SelectedWeights { names, rule, .. } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, "all quantized weights", quantized)?;

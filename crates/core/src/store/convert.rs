@@ -11,7 +11,7 @@ use crate::kernel::convert;
 pub struct Decoded {
     /// The input.
     pub upstream: Arc<dyn WeightSource>,
-    /// Dtype of the output: f16, bf16 or f32.
+    /// Dtype of the output.
     pub dtype: DType,
     /// Name for errors.
     pub name: String,
@@ -19,6 +19,15 @@ pub struct Decoded {
 
 /// Number of elements decoded at a time, so that they fit into the L1 cache.
 pub const RUN: usize = 4096;
+
+/// Converts f32 values to the bytes of a float format. Returns `false` for other formats.
+fn encode(dtype: DType, values: &[f32], output: &mut [u8]) -> bool {
+    if dtype != DType::F64 {
+        return convert::from_f32(dtype, values, output);
+    }
+    values.iter().zip(output.chunks_exact_mut(8)).for_each(|(value, bytes)| bytes.copy_from_slice(&f64::from(*value).to_le_bytes()));
+    true
+}
 
 impl WeightSource for Decoded {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
@@ -44,7 +53,7 @@ impl WeightSource for Decoded {
                 if let Some(value) = run.iter().find(|v| v.is_finite() && v.abs() > largest && convert::rounded(self.dtype, **v).is_infinite()) {
                     return Err(out_of_range(&self.name, *value, self.dtype));
                 }
-                if !(decoded && convert::from_f32(self.dtype, run, out)) {
+                if !(decoded && encode(self.dtype, run, out)) {
                     return Err(Error::tensor(&self.name, format!("{} cannot be converted to {}", block.now.dtype, self.dtype), ""));
                 }
             }

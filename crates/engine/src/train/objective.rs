@@ -322,7 +322,7 @@ fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, Option<Sequence
     let Some((_, id)) = graph.outputs().iter().find(|(name, _)| name == "logits") else {
         let names = graph.outputs().iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         let reason = format!("soft and hard require an output `logits`; the outputs of the model are {names}");
-        let how = "`finetune` adds a classification head to an encoder or a CNN with `classes`, such as `[ham, spam]`";
+        let how = "`finetune` adds a classification head to an encoder or a CNN with `classes`, such as `[ham, spam]`; in an .onnx file or graph.json, rename the output with the logits to `logits`";
         return Err(Error::option("losses", format!("{reason}; {how}")));
     };
     let value = graph.value(*id);
