@@ -8,11 +8,13 @@ mod histogram;
 mod observer;
 mod run;
 mod statistics;
+mod weighted_error;
 
 pub use channels::Channels;
 pub use device_stats::select_rows;
 pub use histogram::{ActivationHistogram, BINS};
-pub use observer::{ActivationObserver, WeightedError, validated_range, with_headroom};
+pub use observer::{ActivationObserver, validated_range, with_headroom};
 pub use run::sample_sizes;
 pub use run::{calibrate, calibrate_blockwise, observe_blockwise};
 pub use statistics::{Axis, Fold, Request, RunningRange, ValueStatistics};
+pub use weighted_error::WeightedError;
