@@ -222,15 +222,7 @@ impl Decompose {
             return Err(Error::tensor(name, "exists already, but decompose needs its name for a part of a layer", "add the layer to `ignore`"));
         }
         let mut applied = Applied { rule, notes, tensors: factorizations.iter().map(|f| f.weight.clone()).collect(), ..Applied::new(NAME, self.options()) };
-        for (reason, names) in skipped {
-            if factorizations.is_empty() {
-                return Err(Error::option(
-                    NAME,
-                    format!("no layer can be decomposed: {} {reason} (the first: `{}`)", counted(names.len(), "weight"), names[0]),
-                ));
-            }
-            applied.notes.push(format!("decompose: left unchanged, {reason}: {} (the first: `{}`)", counted(names.len(), "weight"), names[0]));
-        }
+        applied.notes.extend(targets::left_unchanged(NAME, &skipped, &self.targets, factorizations.is_empty())?);
         let [before, after] = parameters(&factorizations);
         applied.notes.push(format!(
             "decompose: replaces {} with {:.2} million parameters by {} with {:.2} million, which compute {:.0} % of the products",

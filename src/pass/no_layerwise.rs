@@ -17,6 +17,11 @@ pub(super) fn require(option: &str) -> Result<()> {
 }
 
 /// Unreachable, because [`require`] has returned an error before.
+pub(super) fn unsupported<'n>(_model: &Model, _names: &BTreeSet<&'n str>) -> Result<BTreeMap<&'static str, Vec<&'n str>>> {
+    Err(unable("method"))
+}
+
+/// Unreachable, because [`require`] has returned an error before.
 pub(super) fn prune(_pass: &PruneUnstructured, _names: &BTreeSet<&str>, _model: &mut Model, _context: &Context, _applied: &mut Applied) -> Result<Value> {
     Err(unable("importance"))
 }

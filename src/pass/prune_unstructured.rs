@@ -274,9 +274,14 @@ impl Pass for PruneUnstructured {
         let by_samples = self.importance != Importance::L1;
         let (rule, eligible): (_, fn(&str, &Weight) -> bool) =
             if by_samples { (model::LINEAR_RULE, model::is_linear) } else { (model::PRUNABLE_RULE, model::is_prunable) };
-        let SelectedWeights { names, rule, notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, rule, eligible)?;
+        let SelectedWeights { mut names, rule, mut notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, rule, eligible)?;
         for name in &names {
             targets::require_float(NAME, name, weights.get(name)?)?;
+        }
+        if by_samples {
+            let skipped = layerwise::unsupported(model, &names)?;
+            names.retain(|name| !skipped.values().flatten().any(|skipped| skipped == name));
+            notes.extend(targets::left_unchanged(NAME, &skipped, &self.targets, names.is_empty())?);
         }
         for rule in &self.rules {
             select::check("rules", &rule.targets, weights.by_name.keys())?;

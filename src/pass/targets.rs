@@ -1,6 +1,6 @@
 //! Selection of the weights that a pass processes.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 
 use crate::arch;
@@ -139,6 +139,27 @@ pub fn require_matrix(pass: &str, name: &str, weight: &Weight) -> Result<()> {
         return Err(Error::tensor(name, format!("has the shape {:?}, but {pass} supports only matrices", weight.shape), hint));
     }
     Ok(())
+}
+
+/// Notes on selected layers that a pass does not support, by the reason: continues "the weight is".
+/// `is_empty` is whether no other layer is selected.
+///
+/// # Errors
+/// If `targets` names one of them without a wildcard, or if no other layer is selected.
+pub fn left_unchanged(pass: &str, skipped: &BTreeMap<&str, Vec<&str>>, targets: &[Pattern], is_empty: bool) -> Result<Vec<String>> {
+    for (reason, names) in skipped {
+        if let Some(name) = names.iter().find(|name| targets.iter().any(|pattern| pattern.is_literal() && pattern.matches(name))) {
+            return Err(Error::tensor(name, format!("is {reason}, which {pass} does not support"), "remove it from `targets`"));
+        }
+    }
+    let all = |(reason, names): (&&str, &Vec<&str>)| {
+        let first = names.first().copied().unwrap_or_default();
+        format!("{reason}: {} (the first: `{first}`)", counted(names.len(), "weight"))
+    };
+    match skipped.iter().next().filter(|_| is_empty).map(all) {
+        Some(first) => Err(Error::option(pass, format!("supports none of the selected layers: {first}"))),
+        None => Ok(skipped.iter().map(|skipped| format!("{pass}: left unchanged, {}", all(skipped))).collect()),
+    }
 }
 
 #[cfg(test)]

@@ -462,7 +462,7 @@ fn values_of_palettes_are_where_inputs_are_large() {
     assert!(weighted < 0.85 * plain, "{weighted} for {plain}");
     // Embeddings and tied heads are not linear layers; they are palettized without samples.
     let done = run("llama", Palettize { embeddings: true, ..palettized() });
-    assert!(done.report.notes.iter().any(|note| note.contains("because not exactly one linear layer reads")), "{:?}", done.report.notes);
+    assert!(done.report.notes.iter().any(|note| note.contains("because not exactly one linear layer of activations reads")), "{:?}", done.report.notes);
     assert!(done.model().weights.get("model.embed_tokens.weight").unwrap().describe().starts_with("palette4"));
     // Layers that are stored input-major are clustered as they are stored.
     let (plain, weighted) = (Palettize { importance: InputImportance::None, ..palettized() }, palettized());
@@ -545,6 +545,35 @@ fn a_single_sample_is_noted_where_it_matters() {
     assert!(!noted(pruned(Importance::Wanda).into(), few) && noted(pruned(Importance::Sparsegpt).into(), few));
 }
 
+/// A weight of DeBERTa that projects both tokens and positions.
+const SHARED: &str = "encoder.layer.0.attention.self.key_proj.weight";
+
+/// Data-free passes modify weights of several layers. Passes with samples leave them unchanged, or modify
+/// them without samples.
+#[test]
+fn weights_that_samples_cannot_modify_are_noted() {
+    let steps: [(Step, &str, bool); 6] = [
+        (quantized(Method::Gptq, Scheme::W4A16).into(), "quantize: left unchanged, read by several layers: ", false),
+        (quantized(Method::Awq, Scheme::W4A16).into(), "quantize: left unchanged, read by several layers: ", false),
+        (pruned(Importance::Wanda).into(), "prune-unstructured: left unchanged, read by several layers: ", false),
+        (
+            PruneUnstructured { targets: vec!["encoder.layer.*.weight".parse().unwrap()], ..pruned(Importance::Sparsegpt) }.into(),
+            "prune-unstructured: left unchanged, read by several layers: ",
+            false,
+        ),
+        (Palettize { importance: InputImportance::Activation, bits: 2, ..Palettize::default() }.into(), "not weighted by inputs", true),
+        (Decompose { importance: InputImportance::Activation, ..Decompose::default() }.into(), "decomposed without calibration samples", true),
+    ];
+    let before = Model::open(golden("deberta")).unwrap().weights.get(SHARED).unwrap().floats(SHARED).unwrap();
+    for (step, part, changes) in steps {
+        let done = run("deberta", step);
+        let notes = &done.report.notes;
+        assert!(notes.iter().any(|note| note.contains(part)), "{notes:?}");
+        let is_same = done.model().weights.get(SHARED).is_ok_and(|weight| weight.floats(SHARED).unwrap() == before);
+        assert_eq!(is_same, !changes, "{part}");
+    }
+}
+
 #[test]
 fn what_cannot_be_done_is_refused_by_name() {
     let refused = |name: &str, pass: Step| attempt(name, pass).err().unwrap().to_string();
@@ -567,13 +596,9 @@ fn what_cannot_be_done_is_refused_by_name() {
         ("llama", Quantize { guide: Guide::Loss, ..quantized(Method::Awq, Scheme::W4A16) }.into(), "`guide`"),
         ("bert", Quantize { guide: Guide::Loss, ..quantized(Method::Gptq, Scheme::W4A16) }.into(), "`logits`"),
         ("gpt2", quantized(Method::Gptq, Scheme::W4A16).into(), "which stores layers as [in, out]: compressed-tensors does not support this"),
-        ("deberta", quantized(Method::Gptq, Scheme::W4A16).into(), "key_proj.weight`: is read by several layers"),
-        ("deberta", pruned(Importance::Sparsegpt).into(), "key_proj.weight`: is read by several layers"),
-        (
-            "deberta-masked-lm",
-            quantized(Method::Gptq, Scheme::W4A16).into(),
-            "pos_key_proj.weight`: belongs to a layer whose input is the weight `deberta.encoder.rel_embeddings.weight`",
-        ),
+        ("deberta", Quantize { targets: pattern(SHARED), ..quantized(Method::Gptq, Scheme::W4A16) }.into(), "is read by several layers"),
+        ("deberta", PruneUnstructured { targets: pattern(SHARED), ..pruned(Importance::Sparsegpt) }.into(), "is read by several layers"),
+        ("deberta", PruneUnstructured { targets: pattern("*query_proj.weight"), ..pruned(Importance::Wanda) }.into(), "supports none of the selected layers"),
     ];
     for (name, step, part) in cases {
         let text = refused(name, step);

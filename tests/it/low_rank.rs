@@ -263,7 +263,7 @@ fn what_cannot_be_decomposed_is_refused_by_name() {
         (
             "torchvision-mobilenet-v2",
             targets("features.1.conv.0.0.weight", rank(0.5)),
-            "1 weight used by grouped convolutions (the first: `features.1.conv.0.0.weight`)",
+            "`features.1.conv.0.0.weight`: is used by grouped convolutions, which decompose does not support",
         ),
         ("llama", Decompose { rules: vec!["nothing*=0.5".parse().unwrap()], ..Decompose::default() }, "nothing*"),
         ("llama", Decompose { importance: InputImportance::Activation, ..Decompose::default() }, "calibration"),

@@ -5,7 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value, json};
 
 use super::held_out::{Errors, LayerChoice};
-use super::{BlockCheckpoints, BlockReport, Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, require_bytes, require_finite};
+use super::{
+    BlockCheckpoints, BlockReport, Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, require_bytes, require_finite, unsupported,
+};
 use crate::error::{Error, Result, counted};
 use crate::kernel::dense::{product, transposed};
 use crate::kernel::low_rank::LowRank;
@@ -29,7 +31,10 @@ pub(in crate::pass) fn decompose(
         Factorizer { by_weight: &by_weight, value: String::new(), products: Vec::new(), by_samples: BTreeSet::new(), report: MethodReport::default() };
     let mut details = Map::new();
     let uses_samples = pass.importance == InputImportance::Activation;
-    let (with_samples, weight_only): (Vec<&Factorization>, Vec<&Factorization>) = factorizations.iter().partition(|f| uses_samples && !f.convolution);
+    let names = factorizations.iter().map(|f| f.weight.as_str()).collect();
+    let plain: BTreeSet<&str> = if uses_samples { unsupported(model, &names)?.into_values().flatten().collect() } else { BTreeSet::new() };
+    let (with_samples, weight_only): (Vec<&Factorization>, Vec<&Factorization>) =
+        factorizations.iter().partition(|f| uses_samples && !plain.contains(f.weight.as_str()));
     if !with_samples.is_empty() {
         let targets: BTreeSet<&str> = with_samples.iter().map(|f| f.weight.as_str()).collect();
         let requested = MomentsRequest { products: true, held_out: true, ..MomentsRequest::default() };
@@ -39,7 +44,8 @@ pub(in crate::pass) fn decompose(
         factorizer.report = summary.report;
     }
     if let (true, Some(first)) = (uses_samples, weight_only.first()) {
-        let count = counted(weight_only.len(), "convolution");
+        let kind = if weight_only.iter().all(|f| f.convolution) { "convolution" } else { "layer" };
+        let count = counted(weight_only.len(), kind);
         applied.notes.push(format!("decompose: {count} decomposed without calibration samples (the first: `{}`)", first.weight));
     }
     let resumed = factorizer.run_without_samples(&weight_only, pass, model, context)?;

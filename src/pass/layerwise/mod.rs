@@ -217,6 +217,12 @@ impl Runs<'_> {
     }
 }
 
+/// The weights among `names` that layerwise passes do not support, by the reason, which continues "the weight
+/// is".
+pub(in crate::pass) fn unsupported<'n>(model: &Model, names: &BTreeSet<&'n str>) -> Result<BTreeMap<&'static str, Vec<&'n str>>> {
+    Ok(sites::unsupported(&model.graph()?, names))
+}
+
 /// A note on inputs of layers that had fewer tokens than features.
 fn few_tokens_note(few: Vec<(usize, usize, String)>) -> Option<String> {
     let few: BTreeSet<_> = few.into_iter().collect();

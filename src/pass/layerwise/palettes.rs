@@ -4,13 +4,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::rounding::costs;
-use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers};
+use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, unsupported};
 use crate::error::{Error, Result, counted};
-use crate::ir::Op;
 use crate::kernel::palette::nearest;
 use crate::model::Model;
 use crate::pass::palettize::{Palettize, fit, group_of, padded};
-use crate::pass::{Context, Pass, consumers};
+use crate::pass::{Context, Pass};
 use crate::run_state::Applied;
 use crate::store::{QuantizationSpec, Scales, Weight};
 
@@ -23,16 +22,12 @@ pub(in crate::pass) fn palettize(
     context: &Context,
     applied: &mut Applied,
 ) -> Result<usize> {
-    let graph = model.graph()?;
-    let is_linear = |name: &str| {
-        let Some((id, _)) = graph.params().find(|(_, value)| value.name == name) else { return false };
-        let linear = |node: usize| matches!(graph.nodes()[node].op, Op::Linear(_)) && consumers::weight_input(&graph, &graph.nodes()[node]) == name;
-        consumers::only_reader(&graph, id).is_some_and(linear)
-    };
-    let (weighted, plain): (BTreeSet<&str>, BTreeSet<&str>) = encodings.keys().map(String::as_str).partition(|name| is_linear(name));
+    let mut weighted: BTreeSet<&str> = encodings.keys().map(String::as_str).collect();
+    let plain: BTreeSet<&str> = unsupported(model, &weighted)?.into_values().flatten().collect();
+    weighted.retain(|name| !plain.contains(name));
     if let Some(first) = plain.first() {
         applied.notes.push(format!(
-            "palettize: errors of {} not weighted by inputs, because not exactly one linear layer reads the weight (the first: `{first}`)",
+            "palettize: errors of {} not weighted by inputs, because not exactly one linear layer of activations reads the weight (the first: `{first}`)",
             counted(plain.len(), "weight")
         ));
     }

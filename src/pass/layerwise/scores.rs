@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::guide::Guide;
 use super::rounding::{Quantization, costs};
-use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers};
+use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, unsupported};
 use crate::error::Result;
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::matmul::{Columns, Left, product};
@@ -33,7 +33,8 @@ pub struct Score {
 }
 
 /// Scores of the weights that the passes quantize, by name, in the order of the passes; `None` if a pass does
-/// not quantize the weight. The calibration samples are those of the context.
+/// not quantize the weight. Weights that layerwise passes do not support have no scores. The calibration
+/// samples are those of the context.
 ///
 /// # Errors
 /// If calibration samples are missing, if the model has no logits, or if a layer cannot be quantized.
@@ -42,7 +43,10 @@ pub fn scores(passes: &[Quantize], model: &Model, context: &Context) -> Result<B
     let meter = std::sync::Arc::new(Meter::default());
     let options = passes.iter().zip(&encodings).map(|(pass, encodings)| Quantization::rounding(pass, encodings, model, &meter));
     let options = options.collect::<Result<Vec<_>>>()?;
-    let targets: BTreeSet<&str> = encodings.iter().flat_map(|encodings| encodings.keys()).map(String::as_str).collect();
+    let mut targets: BTreeSet<&str> = encodings.iter().flat_map(|encodings| encodings.keys()).map(String::as_str).collect();
+    for name in unsupported(model, &targets)?.into_values().flatten() {
+        targets.remove(name);
+    }
     let requested = MomentsRequest { rows: ROWS, ..MomentsRequest::default() };
     let flow = Flow { guided: true, ..Flow::default() };
     let work = Layerwise { name: "auto", context, targets: &targets, requested, rescale: None, flow };

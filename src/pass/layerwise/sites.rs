@@ -1,11 +1,11 @@
 //! Linear layers, grouped by the values that they read.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::analysis::Block;
 use crate::data::{SequenceRoles, TokenAxis};
 use crate::error::{Error, Result};
-use crate::ir::{Graph, Kind, Op};
+use crate::ir::{Graph, Kind, Node, Op, ValueId};
 use crate::kernel::dense::transposed;
 
 /// A linear layer.
@@ -41,42 +41,79 @@ pub(super) struct Site {
     pub layers: Vec<Layer>,
 }
 
+/// Why a layerwise pass does not support a weight: continues "the weight is".
+type Reason = &'static str;
+
+/// The weights among `names` that layerwise passes do not support, and why.
+pub(super) fn unsupported<'n>(graph: &Graph, names: &BTreeSet<&'n str>) -> BTreeMap<Reason, Vec<&'n str>> {
+    let reads = reads(graph, names);
+    let mut found: BTreeMap<Reason, Vec<&str>> = BTreeMap::new();
+    for name in names {
+        if let Err(reason) = layer(graph, reads.get(name).map_or(&[], Vec::as_slice)) {
+            found.entry(reason).or_default().push(name);
+        }
+    }
+    found
+}
+
+/// The nodes that read each of the values, and the positions of the values in their inputs.
+fn reads<'g, 'n>(graph: &'g Graph, names: &BTreeSet<&'n str>) -> BTreeMap<&'n str, Vec<(&'g Node, usize)>> {
+    let mut reads: BTreeMap<&str, Vec<(&Node, usize)>> = BTreeMap::new();
+    for node in graph.nodes() {
+        for (at, id) in node.inputs.iter().enumerate() {
+            if let Some(name) = names.get(graph.value(*id).name.as_str()) {
+                reads.entry(name).or_default().push((node, at));
+            }
+        }
+    }
+    reads
+}
+
+/// The layer of a weight with these readers, and the value that it reads.
+fn layer(graph: &Graph, reads: &[(&Node, usize)]) -> Result<(ValueId, Layer), Reason> {
+    let linear = |(node, at): &(&Node, usize)| matches!(node.op, Op::Linear(_)) && *at == 1;
+    if !reads.iter().all(linear) {
+        return Err("read by an operator that is not a linear layer");
+    }
+    let (node, op) = match reads {
+        [(node, _)] => match &node.op {
+            Op::Linear(op) => (node, op),
+            _ => return Err("read by an operator that is not a linear layer"),
+        },
+        [] => return Err("not used by the model"),
+        _ => return Err("read by several layers"),
+    };
+    let &[read, weight, ..] = node.inputs.as_slice() else { return Err("read by a layer without an input") };
+    let weight = graph.value(weight);
+    let sizes: Vec<usize> = weight.ty.shape.iter().filter_map(|dim| dim.fixed()).collect();
+    let [a, b] = sizes[..] else { return Err("not a matrix") };
+    let (rows, size) = if op.input_major { (b, a) } else { (a, b) };
+    if graph.value(read).kind == Kind::Param {
+        return Err("part of a layer whose input is a weight");
+    }
+    Ok((read, Layer { weight: weight.name.clone(), rows, size, input_major: op.input_major }))
+}
+
 /// Groups the layers of the `targets` by the value that they read, in the order of the graph; with
 /// `separate`, each layer is in its own group. `pass` is the name of the pass in errors.
 pub(super) fn sites(pass: &str, graph: &Graph, targets: &BTreeSet<&str>, separate: bool) -> Result<Vec<Site>> {
     let (mut sites, sides): (Vec<Site>, SequenceRoles) = (Vec::new(), SequenceRoles::new(graph));
-    let mut found = BTreeSet::new();
-    let unusable = |name: &str, reason: &str| {
-        Err(Error::tensor(name, format!("{reason}; {pass} supports only linear layers that are computed once, from activations"), "add it to `ignore`"))
-    };
+    if let Some((reason, names)) = unsupported(graph, targets).first_key_value() {
+        let reason = format!("is {reason}; {pass} supports only linear layers that are computed once, from activations");
+        return Err(Error::tensor(names.first().copied().unwrap_or_default(), reason, "add it to `ignore`"));
+    }
     for node in graph.nodes() {
-        for (at, id) in node.inputs.iter().enumerate() {
-            let value = graph.value(*id);
-            if !targets.contains(value.name.as_str()) {
-                continue;
-            }
-            let (Op::Linear(op), 1) = (&node.op, at) else { return unusable(&value.name, "is read by an operator that is not a linear layer") };
-            if !found.insert(value.name.clone()) {
-                return unusable(&value.name, "is read by several layers");
-            }
-            let sizes: Vec<usize> = value.ty.shape.iter().filter_map(|dim| dim.fixed()).collect();
-            let [a, b] = sizes[..] else { return unusable(&value.name, "is not a matrix") };
-            let (rows, size) = if op.input_major { (b, a) } else { (a, b) };
-            let layer = Layer { weight: value.name.clone(), rows, size, input_major: op.input_major };
-            let read = graph.value(node.inputs[0]);
-            if read.kind == Kind::Param {
-                return unusable(&value.name, &format!("belongs to a layer whose input is the weight `{}`", read.name));
-            }
-            match sites.iter_mut().find(|site| site.value == read.name && !separate) {
-                Some(site) => site.layers.push(layer),
-                None => sites.push(Site { value: read.name.clone(), tokens: sides.token_axis(&read.name), layers: vec![layer] }),
-            }
+        let Ok((read, layer)) = layer(graph, &[(node, 1)]) else { continue };
+        if !targets.contains(layer.weight.as_str()) {
+            continue;
+        }
+        let read = graph.value(read);
+        match sites.iter_mut().find(|site| site.value == read.name && !separate) {
+            Some(site) => site.layers.push(layer),
+            None => sites.push(Site { value: read.name.clone(), tokens: sides.token_axis(&read.name), layers: vec![layer] }),
         }
     }
-    match targets.iter().find(|name| !found.contains(**name)) {
-        Some(name) => unusable(name, "is not used by the model"),
-        None => Ok(sites),
-    }
+    Ok(sites)
 }
 
 /// Index of the block that computes the layers of a site.

@@ -36,7 +36,7 @@ pub(in crate::pass) fn prune(pass: &PruneUnstructured, names: &BTreeSet<&str>, m
     let flow = Flow { whole_block: pass.importance == Importance::Wanda, ..Flow::default() };
     let work = Layerwise { name: pass.name(), context, targets: names, requested, rescale: None, flow };
     let Summary { samples, report, .. } = work.run(model, &mut method)?;
-    applied.notes = report.notes;
+    applied.notes.extend(report.notes);
     let of: u64 = names.iter().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
     let removed = names.iter().map(|name| model.weights.get(name)?.zeros()).sum::<Result<u64>>()?;
     let mut details = Map::from_iter([("zeroed".to_owned(), json!(removed)), ("of".to_owned(), json!(of)), ("samples".to_owned(), json!(samples))]);

@@ -7,6 +7,7 @@
 
 mod rules;
 mod scheme;
+mod selection;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -17,16 +18,17 @@ use serde_json::{Value, json};
 use rules::SchemeLayout;
 pub use rules::SchemeRule;
 pub use scheme::Scheme;
+use selection::Layers;
 
-use super::targets::{self, SelectedWeights};
+use super::targets;
 use super::weight_quantizer::{ScaleGroup, WeightObserver, WeightQuantizer};
 use super::{Pass, Plan, Samples, layerwise, options_of};
 use crate::arch;
-use crate::error::{Error, Result, counted};
+use crate::error::{Error, Result};
 use crate::kernel::cache::CacheFormat;
-use crate::model::{self, Model};
+use crate::model::Model;
 use crate::run_state::{Applied, RunState};
-use crate::store::{ActivationScheme, Codes, FloatFormat, Granularity, Pattern, QuantizationSpec, Weight, Weights, select};
+use crate::store::{Codes, Pattern, QuantizationSpec};
 use crate::work::Meter;
 
 /// Quantization algorithm.
@@ -160,16 +162,6 @@ const BATCH: usize = 2;
 /// Default number of sweeps of coordinate descent.
 const SWEEPS: usize = 3;
 
-/// Selected weights and their encodings.
-pub(super) struct Layers {
-    /// Encoding of each selected weight.
-    pub encodings: BTreeMap<String, QuantizationSpec>,
-    /// Description of the selection for reports.
-    rule: String,
-    /// Notes on deviations from the scheme.
-    notes: Vec<String>,
-}
-
 impl Quantize {
     /// The observer of weights with these codes.
     pub(super) fn observer(&self, codes: Codes) -> WeightObserver {
@@ -223,77 +215,6 @@ impl Quantize {
     fn layout_of(&self, name: &str) -> SchemeLayout {
         let rule = self.rules.iter().find(|rule| rule.targets.iter().any(|pattern| pattern.matches(name)));
         rule.map_or_else(|| self.layout(), SchemeRule::layout)
-    }
-
-    /// Selects weights and chooses their encodings. All experts have the same group size, because
-    /// runtimes require it within a layer.
-    pub(super) fn layers(&self, weights: &Weights) -> Result<Layers> {
-        for rule in &self.rules {
-            select::check("rules", &rule.targets, weights.by_name.keys())?;
-        }
-        let SelectedWeights { names, rule, notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
-        let notes = targets::unquantized_convolutions(NAME, weights, &self.targets).into_iter().chain(notes).collect();
-        let mut layers = Layers { encodings: BTreeMap::new(), rule, notes };
-        let mut chosen: Vec<(&str, &Weight, SchemeLayout)> = Vec::with_capacity(names.len());
-        for name in names {
-            let weight = weights.get(name)?;
-            targets::require_matrix(NAME, name, weight)?;
-            chosen.push((name, weight, self.layout_of(name)));
-        }
-        let of_experts = |layout: SchemeLayout| {
-            let experts = chosen.iter().filter(|(name, _, other)| *other == layout && is_expert(name));
-            (layout, layout.granularity(&experts.map(|(_, weight, _)| weight.row()).collect::<Vec<_>>()))
-        };
-        let of_experts: Vec<(SchemeLayout, Option<Granularity>)> = self.layouts().map(of_experts).collect();
-        // By scheme: weights that it cannot encode, and those with another group size.
-        let (mut unsupported, mut narrow) = (BTreeMap::<&str, Vec<&str>>::new(), BTreeMap::<&str, Vec<&str>>::new());
-        let mut other: BTreeMap<(usize, Granularity), Vec<&str>> = BTreeMap::new();
-        for (name, weight, layout) in &chosen {
-            let (name, layout) = (*name, *layout);
-            let granularity = match is_expert(name) {
-                true => of_experts.iter().find(|(other, _)| *other == layout).and_then(|(_, granularity)| *granularity),
-                false => layout.granularity(&[weight.row()]),
-            };
-            let Some(granularity) = granularity else {
-                unsupported.entry(layout.scheme.name()).or_default().push(name);
-                continue;
-            };
-            if layout.scheme.is_fallback(granularity) {
-                narrow.entry(layout.scheme.name()).or_default().push(name);
-            } else if let Some(size) = layout.group().filter(|size| granularity != Granularity::Group(*size)) {
-                other.entry((size, granularity)).or_default().push(name);
-            }
-            let mut affine = layout.scheme.affine(weight, granularity);
-            if model::is_embedding(name, weight) {
-                if let Some(row) = affine.codes.float().map(FloatFormat::row).filter(|row| !row.embeddings) {
-                    let reason = format!(
-                        "`{name}` is an embedding table, and runtimes do not support {} embeddings: add it to `ignore`, or use an integer scheme",
-                        row.label
-                    );
-                    return Err(Error::option(format!("{NAME}: targets"), reason));
-                }
-                // The inputs of an embedding are indices.
-                affine.activations = ActivationScheme::None;
-            }
-            layers.encodings.insert(name.to_owned(), affine);
-        }
-        layers.notes.extend(other.into_iter().map(|((size, granularity), names)| {
-            let by = if let Granularity::Group(size) = granularity { format!("groups of {size}") } else { "one scale per row".into() };
-            format!(
-                "quantize: the rows of {} are not multiples of the group size {size}; they have {by} (the first: `{}`)",
-                counted(names.len(), "weight"),
-                names[0]
-            )
-        }));
-        for (by_scheme, what) in [(unsupported, "the group size of the scheme; they are left unchanged"), (narrow, "128; they have one scale per row")] {
-            layers.notes.extend(by_scheme.into_iter().map(|(scheme, names)| {
-                format!("quantize {scheme}: the rows of {} are not multiples of {what} (the first: `{}`)", counted(names.len(), "weight"), names[0])
-            }));
-        }
-        if layers.encodings.is_empty() {
-            return Err(Error::option(NAME, format!("{} cannot encode any of the selected weights ({})", self.scheme.name(), layers.rule)));
-        }
-        Ok(layers)
     }
 
     /// Rounds weights to nearest while they are written.
@@ -414,7 +335,7 @@ impl Pass for Quantize {
     }
 
     fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
-        let Layers { mut encodings, rule, notes } = self.layers(&model.weights)?;
+        let Layers { mut encodings, rule, notes } = self.supported_layers(model)?;
         let parameters: u64 = encodings.keys().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
         let tensors: BTreeSet<String> = encodings.keys().cloned().collect();
         let notes = notes.into_iter().chain(targets::naming_note(NAME, model, &self.targets)).collect();
@@ -459,7 +380,7 @@ impl Pass for Quantize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::{Bytes, DType, Encoding};
+    use crate::store::{Bytes, DType, Encoding, Granularity, Weight, Weights};
 
     /// Pairs of vLLM's `packed_modules_mapping` for DeepSeek and Qwen3.5.
     #[test]

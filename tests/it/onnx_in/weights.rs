@@ -2,19 +2,21 @@
 
 use std::collections::BTreeMap;
 
+use candle_core::{Device, Tensor};
 use compress::export::{Onnx, Safetensors};
-use compress::pass::{PruneUnstructured, QuantizeDynamic};
+use compress::pass::{Dequantize, Finetune, Palettize, PruneUnstructured, Quantize, QuantizeDynamic, Scheme, Step};
 use compress::pipeline::verify;
 use compress::{Model, Report};
 use compress_core::work::{Cancel, Silent, Work};
+use compress_engine::data::Data;
 use compress_engine::model::diff;
 use compress_onnx::ModelFile;
-use compress_onnx::proto::{DataLocation, DataType, GraphProto, ModelProto, StringStringEntryProto, TensorProto};
+use compress_onnx::proto::{AttributeProto, DataLocation, DataType, GraphProto, ModelProto, StringStringEntryProto, TensorProto};
 use prost::Message;
 
 use crate::common::onnxruntime::has_onnx_runtime;
 use crate::onnx_in::layers::layers;
-use crate::onnx_in::{Place, answers, builder, constant, model, numbers, raw, turned, value};
+use crate::onnx_in::{Place, answers, builder, constant, model, node, numbers, raw, tensor, turned, value};
 
 #[test]
 fn weights_are_found_in_all_locations() {
@@ -260,4 +262,54 @@ fn a_file_too_large_for_one_message_has_external_weights() {
     assert!(found.weights.len() == 7 && found.weights.iter().all(|weight| weight.equal));
     assert_eq!(answers(&place.input()), answers(&folder.join("large.onnx")));
     assert!(std::fs::metadata(folder.join("large.onnx")).unwrap().len() < 4000);
+}
+
+/// A matrix of doubles or floats, and its input.
+fn gemm(ty: DataType) -> ModelProto {
+    let values = numbers(64 * 64);
+    let bytes = match ty {
+        DataType::Double => values.iter().flat_map(|v| f64::from(*v).to_le_bytes()).collect(),
+        _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+    };
+    let graph = GraphProto {
+        node: vec![node("Gemm", &["x", "w"], &["y"], vec![AttributeProto::int("transB", 1)])],
+        initializer: vec![TensorProto { raw_data: Some(bytes), ..tensor("w", ty, &[64, 64]) }],
+        input: vec![value("x", ty, &["n", "64"])],
+        output: vec![value("y", ty, &["n", "64"])],
+        ..GraphProto::default()
+    };
+    ModelProto { graph: Some(graph), ..model() }
+}
+
+/// Formats without ONNX operators are stored as the floats that the graph expects.
+#[test]
+fn weights_of_doubles_stay_doubles() {
+    let steps: [Step; 2] = [Palettize::default().into(), Quantize { scheme: Scheme::Fp8Dynamic, ..Quantize::default() }.into()];
+    for step in steps {
+        let place = Place::new(&gemm(DataType::Double));
+        builder().pass(step).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+        let written = place.written("out.onnx").graph.unwrap().initializer;
+        assert_eq!(written.iter().map(|tensor| tensor.data_type()).collect::<Vec<_>>(), [DataType::Double]);
+        let found = Model::open(place.path("out.onnx")).unwrap().weights.get("w").unwrap().floats("w").unwrap();
+        let errors = found.iter().zip(numbers(64 * 64)).map(|(found, value)| (found - value).abs());
+        assert!((1e-3..0.2).contains(&errors.fold(0f32, f32::max)));
+    }
+}
+
+#[test]
+fn messages_state_what_to_do_with_the_file() {
+    let place = Place::new(&gemm(DataType::Float));
+    let samples = place.path("samples.safetensors");
+    candle_core::safetensors::save(&[("x".to_owned(), Tensor::from_vec(numbers(640), (10, 64), &Device::Cpu).unwrap())].into(), &samples).unwrap();
+    builder().pass(QuantizeDynamic::default()).build().unwrap().run(place.open(), place.path("int8.onnx")).unwrap();
+    let cases: [(&str, Step, &str); 3] = [
+        ("in.onnx", Quantize { scheme: Scheme::Fp8, ..Quantize::default() }.into(), "which an .onnx file cannot store: use FP8-DYNAMIC"),
+        ("int8.onnx", Dequantize::default().into(), "MatMulInteger"),
+        ("in.onnx", Finetune::default().into(), "the outputs of the model are `y`; "),
+    ];
+    for (file, step, part) in cases {
+        let pipeline = builder().calibration(Data::at(&samples)).train(Data::at(&samples)).pass(step).build().unwrap();
+        let error = pipeline.run(Model::open(place.path(file)).unwrap(), place.path("out.onnx")).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    }
 }

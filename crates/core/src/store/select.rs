@@ -47,6 +47,11 @@ impl Pattern {
         &self.text
     }
 
+    /// Whether the pattern is the name of a tensor or of a module, without wildcards.
+    pub fn is_literal(&self) -> bool {
+        !self.text.starts_with("re:") && !self.text.contains('*')
+    }
+
     /// Whether the pattern matches a tensor name. `false` if [`try_matches`](Pattern::try_matches) fails;
     /// [`check`] rejects such patterns.
     pub fn matches(&self, name: &str) -> bool {

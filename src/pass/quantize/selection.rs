@@ -1,0 +1,112 @@
+//! Selection of the weights to quantize, and of their encodings.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::rules::SchemeLayout;
+use super::{NAME, Quantize, is_expert};
+use crate::error::{Error, Result, counted};
+use crate::model::{self, Model};
+use crate::pass::layerwise;
+use crate::pass::targets::{self, SelectedWeights};
+use crate::store::{ActivationScheme, FloatFormat, Granularity, QuantizationSpec, Weight, Weights, select};
+
+/// Selected weights and their encodings.
+pub(in crate::pass) struct Layers {
+    /// Encoding of each selected weight.
+    pub encodings: BTreeMap<String, QuantizationSpec>,
+    /// Description of the selection for reports.
+    pub rule: String,
+    /// Notes on deviations from the scheme.
+    pub notes: Vec<String>,
+}
+
+impl Quantize {
+    /// Like [`layers`](Quantize::layers), without layers that the method does not support.
+    pub(super) fn supported_layers(&self, model: &Model) -> Result<Layers> {
+        let mut layers = self.layers(&model.weights)?;
+        if let (true, Some(scheme)) = (model.onnx.is_some(), self.schemes().find(|scheme| scheme.stores_scales())) {
+            let reason =
+                format!("{} has static activation scales, which an .onnx file cannot store: use FP8-DYNAMIC or W8A8, or `quantize-static`", scheme.name());
+            return Err(Error::option(format!("{NAME}: scheme"), reason));
+        }
+        if self.method.reads_samples() {
+            let names: BTreeSet<String> = layers.encodings.keys().cloned().collect();
+            let names = names.iter().map(String::as_str).collect();
+            let skipped = layerwise::unsupported(model, &names)?;
+            layers.encodings.retain(|name, _| !skipped.values().flatten().any(|skipped| skipped == name));
+            layers.notes.extend(targets::left_unchanged(NAME, &skipped, &self.targets, layers.encodings.is_empty())?);
+        }
+        Ok(layers)
+    }
+
+    /// Selects weights and chooses their encodings. All experts have the same group size, because
+    /// runtimes require it within a layer.
+    pub(in crate::pass) fn layers(&self, weights: &Weights) -> Result<Layers> {
+        for rule in &self.rules {
+            select::check("rules", &rule.targets, weights.by_name.keys())?;
+        }
+        let SelectedWeights { names, rule, notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
+        let notes = targets::unquantized_convolutions(NAME, weights, &self.targets).into_iter().chain(notes).collect();
+        let mut layers = Layers { encodings: BTreeMap::new(), rule, notes };
+        let mut chosen: Vec<(&str, &Weight, SchemeLayout)> = Vec::with_capacity(names.len());
+        for name in names {
+            let weight = weights.get(name)?;
+            targets::require_matrix(NAME, name, weight)?;
+            chosen.push((name, weight, self.layout_of(name)));
+        }
+        let of_experts = |layout: SchemeLayout| {
+            let experts = chosen.iter().filter(|(name, _, other)| *other == layout && is_expert(name));
+            (layout, layout.granularity(&experts.map(|(_, weight, _)| weight.row()).collect::<Vec<_>>()))
+        };
+        let of_experts: Vec<(SchemeLayout, Option<Granularity>)> = self.layouts().map(of_experts).collect();
+        // By scheme: weights that it cannot encode, and those with another group size.
+        let (mut unsupported, mut narrow) = (BTreeMap::<&str, Vec<&str>>::new(), BTreeMap::<&str, Vec<&str>>::new());
+        let mut other: BTreeMap<(usize, Granularity), Vec<&str>> = BTreeMap::new();
+        for (name, weight, layout) in &chosen {
+            let (name, layout) = (*name, *layout);
+            let granularity = match is_expert(name) {
+                true => of_experts.iter().find(|(other, _)| *other == layout).and_then(|(_, granularity)| *granularity),
+                false => layout.granularity(&[weight.row()]),
+            };
+            let Some(granularity) = granularity else {
+                unsupported.entry(layout.scheme.name()).or_default().push(name);
+                continue;
+            };
+            if layout.scheme.is_fallback(granularity) {
+                narrow.entry(layout.scheme.name()).or_default().push(name);
+            } else if let Some(size) = layout.group().filter(|size| granularity != Granularity::Group(*size)) {
+                other.entry((size, granularity)).or_default().push(name);
+            }
+            let mut affine = layout.scheme.affine(weight, granularity);
+            if model::is_embedding(name, weight) {
+                if let Some(row) = affine.codes.float().map(FloatFormat::row).filter(|row| !row.embeddings) {
+                    let reason = format!(
+                        "`{name}` is an embedding table, and runtimes do not support {} embeddings: add it to `ignore`, or use an integer scheme",
+                        row.label
+                    );
+                    return Err(Error::option(format!("{NAME}: targets"), reason));
+                }
+                // The inputs of an embedding are indices.
+                affine.activations = ActivationScheme::None;
+            }
+            layers.encodings.insert(name.to_owned(), affine);
+        }
+        layers.notes.extend(other.into_iter().map(|((size, granularity), names)| {
+            let by = if let Granularity::Group(size) = granularity { format!("groups of {size}") } else { "one scale per row".into() };
+            format!(
+                "quantize: the rows of {} are not multiples of the group size {size}; they have {by} (the first: `{}`)",
+                counted(names.len(), "weight"),
+                names[0]
+            )
+        }));
+        for (by_scheme, what) in [(unsupported, "the group size of the scheme; they are left unchanged"), (narrow, "128; they have one scale per row")] {
+            layers.notes.extend(by_scheme.into_iter().map(|(scheme, names)| {
+                format!("quantize {scheme}: the rows of {} are not multiples of {what} (the first: `{}`)", counted(names.len(), "weight"), names[0])
+            }));
+        }
+        if layers.encodings.is_empty() {
+            return Err(Error::option(NAME, format!("{} cannot encode any of the selected weights ({})", self.scheme.name(), layers.rule)));
+        }
+        Ok(layers)
+    }
+}
