@@ -179,6 +179,11 @@ impl ValueStatistics {
         Ok(statistics)
     }
 
+    /// Mean number of tokens or pixels of a sample.
+    pub fn rows_per_sample(&self) -> u64 {
+        self.groups.iter().map(Channels::count).sum::<u64>() / self.samples.max(1)
+    }
+
     /// Channel statistics over all samples.
     pub fn channels(&self) -> Channels {
         merged(&self.groups)
