@@ -38,7 +38,7 @@ pub struct Request {
     pub axis: Axis,
     /// Whether to collect a histogram per channel.
     pub histograms: bool,
-    /// Weights of each channel's squared error, to find the best range of each sample.
+    /// Weights of each channel's squared error. If present, the best range of each sample is computed.
     pub weights: Option<Arc<[f64]>>,
 }
 

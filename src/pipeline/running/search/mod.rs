@@ -165,8 +165,8 @@ impl Search<'_> {
         })
     }
 
-    /// Points of the front at equal distances between the smallest one and the largest uniform format, and
-    /// the one that is expected for the limit.
+    /// Points of the front at equal distances between its smallest point and the largest uniform format, and
+    /// the point that is expected for the limit.
     fn selection(&self, found: &Found, front: &[Assignment], expected: Option<Point>) -> Vec<Point> {
         let ends = front.first().zip(found.uniform_points().pop());
         let mut chosen: Vec<usize> = Vec::new();
