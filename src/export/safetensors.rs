@@ -342,7 +342,9 @@ fn is_packed(name: &str, weight: &Weight) -> bool {
         Encoding::Quantized(spec) => {
             let (is_single, is_int8) = (spec.granularity == Granularity::Tensor, spec.codes.bits() == 8);
             let is_packable = if is_int8 { spec.symmetric && !is_single } else { spec.symmetric || !is_single };
-            weight.shape.len() == 2 && spec.activations == ActivationScheme::None && is_packable
+            // Integers for kernels with integer activations have one byte each.
+            let has_packed_kernels = matches!(spec.activations, ActivationScheme::None | ActivationScheme::Float(..));
+            weight.shape.len() == 2 && has_packed_kernels && is_packable
         }
     }
 }

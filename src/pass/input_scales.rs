@@ -1,4 +1,5 @@
-//! Static activation scales found on calibration samples: those of FP8, and the global scales of NVFP4.
+//! Static activation scales found on calibration samples: those of FP8 and int8, and the global scales of
+//! NVFP4.
 
 use std::collections::BTreeMap;
 
@@ -9,6 +10,9 @@ use crate::ir::quantizers::layer_weight;
 use crate::kernel::{convert, minifloat};
 use crate::model::Model;
 use crate::store::{ActivationScheme, FloatScale, QuantizationSpec, Static};
+
+/// Number of int8 steps of the largest magnitude, as in compressed-tensors.
+const INT8_STEPS: f64 = 127.5;
 
 /// Sets the input scale of each weight whose scheme has static activation scales. The scale is computed
 /// from the largest magnitude over all samples, so that layers that read the same value have the same
@@ -42,11 +46,14 @@ pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Quantiz
         let largest = largest.get(name).copied().unwrap_or_default();
         // Scales are normal numbers. Inputs that are all zero have the scale 1.
         let normal = |scale: f32| if largest > 0.0 { scale.clamp(f32::MIN_POSITIVE, f32::MAX) } else { 1.0 };
-        let ActivationScheme::Float(format, scale) = affine.activations else { continue };
-        let scale = match scale {
-            FloatScale::Static(_) => convert::scale(affine.scale_dtype, f64::from(largest) / f64::from(format.row().max)),
-            FloatScale::Relative(_) => format.global_scale(largest, minifloat::E4M3_MAX),
-            FloatScale::Token | FloatScale::Group(_) | FloatScale::PowerOfTwo => continue,
+        let scale = |steps: f64| convert::scale(affine.scale_dtype, f64::from(largest) / steps);
+        let scale = match affine.activations {
+            ActivationScheme::Static(_) => scale(INT8_STEPS),
+            ActivationScheme::Float(format, FloatScale::Static(_)) => scale(format.row().max.into()),
+            ActivationScheme::Float(format, FloatScale::Relative(_)) => format.global_scale(largest, minifloat::E4M3_MAX),
+            ActivationScheme::Float(_, FloatScale::Token | FloatScale::Group(_) | FloatScale::PowerOfTwo)
+            | ActivationScheme::DynamicToken
+            | ActivationScheme::None => continue,
         };
         affine.activations = affine.activations.with_parameters(Static::new(normal(scale), None));
     }
@@ -114,7 +121,7 @@ mod tests {
         assert!(notes.len() == 2 && notes[0].contains("1 layer (the first: `l.experts.1.up.weight`)") && notes[1].contains("2 layers"), "{notes:?}");
     }
 
-    /// Static scales of FP8 map the largest input to the largest E4M3 value, 448. Global scales of NVFP4 map
+    /// Static scales map the largest input to the largest E4M3 value, 448, or to 127.5 steps of int8. Global scales of NVFP4 map
     /// it to the largest E2M1 value, 6, with the group scale 448.
     #[test]
     fn scales_follow_from_the_inputs_of_layers() {
@@ -135,7 +142,7 @@ mod tests {
             })
             .collect();
         // Groups of 16 do not divide the 24 inputs of the two layers `down_proj`.
-        for (scheme, name, count) in [("FP8", "Float(E4m3, Static", 14), ("NVFP4", "Float(E2m1, Relative", 12)] {
+        for (scheme, name, count) in [("FP8", "Float(E4m3, Static", 14), ("W8A8-STATIC", "Static(", 14), ("NVFP4", "Float(E2m1, Relative", 12)] {
             let pass: Quantize = serde_json::from_value(serde_json::json!({ "scheme": scheme })).unwrap();
             let state = RunState::default();
             let planned = pass.plan(&model, &state).unwrap().model;
@@ -147,7 +154,11 @@ mod tests {
                 let Some(by) = now.activations.parameters() else { panic!("{weight}: {now:?}") };
                 assert!(format!("{:?}", now.activations).starts_with(name), "{weight}: {now:?}");
                 let largest = largest[weight.as_str()];
-                let expected = if scheme == "FP8" { largest / 448.0 } else { 448.0 * 6.0 / largest };
+                let expected = match scheme {
+                    "FP8" => largest / 448.0,
+                    "W8A8-STATIC" => largest / 127.5,
+                    _ => 448.0 * 6.0 / largest,
+                };
                 assert!((by.scale() / expected - 1.0).abs() < 1e-5, "{scheme} {weight}: {}, not {expected}", by.scale());
                 compared += 1;
             }

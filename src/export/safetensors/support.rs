@@ -85,8 +85,15 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     if groups.iter().filter(dynamic).any(|g| !g.spec.symmetric) {
         notes.push("asymmetric weights with int8 activations: transformers loads them; vLLM supports only symmetric weights".to_owned());
     }
-    if groups.iter().filter(dynamic).any(|g| matches!(g.spec.granularity, Granularity::Group(_))) {
+    let are_grouped = |g: &&Group| matches!(g.spec.granularity, Granularity::Group(_));
+    if groups.iter().filter(dynamic).filter(are_grouped).any(|g| g.spec.codes.bits() == 4) {
+        notes.push("int4 weights in groups with int8 activations: transformers loads them; vLLM has kernels only for processors without a GPU".to_owned());
+    }
+    if groups.iter().filter(dynamic).filter(are_grouped).any(|g| g.spec.codes.bits() != 4) {
         notes.push("group-wise weights with int8 activations: transformers loads them; vLLM supports only one scale per tensor or channel".to_owned());
+    }
+    if groups.iter().any(|g| g.spec.codes.is_integer() && matches!(g.spec.activations, ActivationScheme::Float(..))) {
+        notes.push("int4 weights with FP8 activations: transformers loads them; vLLM needs a GPU of compute capability 9.0".to_owned());
     }
     if groups.iter().any(|g| g.class == "Embedding") {
         notes.push("quantized embeddings: transformers 5 loads them; transformers 4 and vLLM do not support this format".to_owned());

@@ -93,6 +93,23 @@ schemes! {
         ..Row::grouped_integers(8, true)
     };
 
+    /// Weights: int8 with a scale per output channel. Activations: int8 with a static scale found on
+    /// calibration samples
+    W8A8Static = "W8A8-STATIC" | "W8A8_STATIC" => Row {
+        granularity: SchemeGranularity::Fixed(Granularity::Channel),
+        activations: ActivationScheme::Static(CALIBRATED),
+        ..Row::grouped_integers(8, true)
+    };
+
+    /// Weights: int4 in groups of 128, symmetric. Activations: int8 with a dynamic scale per token
+    W4A8 = "W4A8" => Row { activations: ActivationScheme::DynamicToken, ..Row::grouped_integers(4, true) };
+
+    /// Weights: int4 in groups of 128, symmetric. Activations: FP8 with a dynamic scale per token
+    W4Afp8 = "W4AFP8" => Row {
+        activations: ActivationScheme::Float(FloatFormat::E4m3, FloatScale::Token),
+        ..Row::grouped_integers(4, true)
+    };
+
     /// Weights: FP8 with a scale per tensor. Activations: FP8 with a static scale found on calibration
     /// samples
     Fp8 = "FP8" => Row::scaled_floats(FloatFormat::E4m3, Granularity::Tensor, FloatScale::Static(CALIBRATED));
