@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::kernel::cache::CacheFormat;
 use crate::model::Model;
 use crate::run_state::Applied;
-use crate::store::{QuantizationSpec, Weights};
+use crate::store::{Pattern, QuantizationSpec, Weights};
 
 /// Checks whether the build can run models. Always returns an error.
 pub(super) fn require(option: &str) -> Result<()> {
@@ -17,7 +17,7 @@ pub(super) fn require(option: &str) -> Result<()> {
 }
 
 /// Unreachable, because [`require`] has returned an error before.
-pub(super) fn unsupported<'n>(_model: &Model, _names: &BTreeSet<&'n str>) -> Result<BTreeMap<&'static str, Vec<&'n str>>> {
+pub(super) fn retain_supported(_pass: &str, _model: &Model, _names: &mut BTreeSet<&str>, _targets: &[Pattern]) -> Result<Vec<String>> {
     Err(unable("method"))
 }
 

@@ -279,9 +279,7 @@ impl Pass for PruneUnstructured {
             targets::require_float(NAME, name, weights.get(name)?)?;
         }
         if by_samples {
-            let skipped = layerwise::unsupported(model, &names)?;
-            names.retain(|name| !skipped.values().flatten().any(|skipped| skipped == name));
-            notes.extend(targets::left_unchanged(NAME, &skipped, &self.targets, names.is_empty())?);
+            notes.extend(layerwise::retain_supported(NAME, model, &mut names, &self.targets)?);
         }
         for rule in &self.rules {
             select::check("rules", &rule.targets, weights.by_name.keys())?;

@@ -191,6 +191,12 @@ fn outputs(rows: &[f32], weight: &[f32], size: usize) -> Vec<f32> {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Errors(Vec<f64>);
 
+impl From<Vec<f64>> for Errors {
+    fn from(rows: Vec<f64>) -> Errors {
+        Errors(rows)
+    }
+}
+
 impl Errors {
     /// Adds the errors of rows `[n, width]`.
     pub fn add(&mut self, outputs: &[f32], targets: &[f32], width: usize) {

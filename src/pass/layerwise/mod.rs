@@ -32,8 +32,8 @@ use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence};
 use crate::heap;
 use crate::ir::{Graph, Op};
 use crate::model::Model;
-use crate::pass::{Context, calibrate};
-use crate::store::{Weight, Weights};
+use crate::pass::{Context, calibrate, targets};
+use crate::store::{Pattern, Weight, Weights};
 pub(in crate::pass) use block_checkpoints::checkpoint_bytes;
 use block_checkpoints::{BlockCheckpoints, BlockReport};
 use checks::{require_bytes, require_finite};
@@ -219,8 +219,18 @@ impl Runs<'_> {
 
 /// The weights among `names` that layerwise passes do not support, by the reason, which continues "the weight
 /// is".
-pub(in crate::pass) fn unsupported<'n>(model: &Model, names: &BTreeSet<&'n str>) -> Result<BTreeMap<&'static str, Vec<&'n str>>> {
+fn unsupported<'n>(model: &Model, names: &BTreeSet<&'n str>) -> Result<BTreeMap<&'static str, Vec<&'n str>>> {
     Ok(sites::unsupported(&model.graph()?, names))
+}
+
+/// Removes the weights that layerwise passes do not support from `names`, and returns notes on them.
+///
+/// # Errors
+/// If no weight remains, or if one of the `patterns` without a wildcard selects a removed weight.
+pub(in crate::pass) fn retain_supported(pass: &str, model: &Model, names: &mut BTreeSet<&str>, patterns: &[Pattern]) -> Result<Vec<String>> {
+    let skipped = unsupported(model, names)?;
+    names.retain(|name| !skipped.values().flatten().any(|skipped| skipped == name));
+    targets::left_unchanged(pass, &skipped, patterns, names.is_empty())
 }
 
 /// A note on inputs of layers that had fewer tokens than features.
@@ -371,8 +381,8 @@ impl Layerwise<'_> {
                 observe(&mut moments)?;
             }
             let tokens = moments.tokens();
-            // Without products of features, few tokens matter only for experts.
-            if tokens < moments.size && (self.requested.products || tokens < moments.count) {
+            // If only magnitudes of features are used, few tokens matter only for experts.
+            if tokens < moments.size && (self.requested.products || self.rescale.is_some() || tokens < moments.count) {
                 report.few_tokens.push((tokens, moments.size, site.value.clone()));
             }
             observed.push((*site, moments));

@@ -8,10 +8,11 @@ use std::ops::Range;
 
 use candle_core::Tensor;
 
+use super::held_out::Errors;
 use super::{Layer, Layerwise, Moments, MomentsRequest, Site, tensor};
 use crate::analysis::Block;
 use crate::data::SequenceRoles;
-use crate::error::{Result, counted};
+use crate::error::{Error, Result, counted};
 use crate::exec::{Blockwise, Rounding};
 use crate::ir::Graph;
 use crate::ir::ops::{Linear, Op, PreparedOp};
@@ -239,7 +240,7 @@ impl Rescale {
         // The factors are chosen on one half of the rows, and compared with none on the other half.
         let count = rows.dims()[0];
         let (chosen, held_out) = (0..count / 2, count / 2..count);
-        let error = |factors: &[f32]| self.error(factors, readers, moments, (rows, &chosen), RoundingMode::MinMax);
+        let error = |factors: &[f32]| Ok::<f64, Error>(self.errors(factors, readers, moments, (rows, &chosen), RoundingMode::MinMax)?.total());
         let mut best = (error(&one)?, None);
         let ranges = self.ranges(chain, readers, moments);
         let (parts, variants): (usize, &[bool]) = if self.strength == Strength::Awq { (20, &[true, false]) } else { (10, &[true]) };
@@ -265,8 +266,9 @@ impl Rescale {
             }
         }
         let Some(factors) = best.1 else { return Ok(None) };
-        let [before, after] = [&one, &factors].map(|factors| self.error(factors, readers, moments, (rows, &held_out), RoundingMode::Exact));
-        Ok((after? < before? * (1.0 - MIN_GAIN)).then_some(factors))
+        let [before, after] = [&one, &factors].map(|factors| self.errors(factors, readers, moments, (rows, &held_out), RoundingMode::Exact));
+        let (before, after) = (before?, after?);
+        Ok((after.are_below(&before) && after.total() < before.total() * (1.0 - MIN_GAIN)).then_some(factors))
     }
 
     /// Magnitudes of activations and weights by channel of the chain.
@@ -307,17 +309,17 @@ impl Rescale {
         factors.into_iter().map(|factor| (factor / middle).clamp(1.0 / MAX_FACTOR, MAX_FACTOR) as f32).collect()
     }
 
-    /// Squared error of the outputs of the layers for a range of the test rows.
-    fn error(
+    /// Squared errors of the outputs of the layers for a range of the test rows.
+    fn errors(
         &self,
         factors: &[f32],
         readers: &[(Vec<usize>, Reader)],
         moments: &Moments,
         (rows, range): (&Tensor, &Range<usize>),
         mode: RoundingMode,
-    ) -> Result<f64> {
+    ) -> Result<Errors> {
         let part = |tensor: &Tensor| tensor.narrow(0, range.start, range.len()).map_err(tensor_error);
-        let (rows, mut total) = (part(rows)?, 0.0);
+        let (rows, mut errors) = (part(rows)?, vec![0f64; range.len()]);
         for (index, reader) in readers {
             let by: Vec<f32> = index.iter().map(|channel| factors[*channel]).collect();
             let mut values = reader.values.clone();
@@ -330,10 +332,12 @@ impl Rescale {
             };
             let read = read().map_err(tensor_error)?;
             let weight = Tensor::from_slice(&values, (reader.layer.rows, reader.layer.size), rows.device()).map_err(tensor_error)?;
-            let difference = (product(&read, &weight)? - part(&reader.outputs)?).map_err(tensor_error)?;
-            total += numbers(&difference)?.iter().map(|error| error * error).sum::<f64>();
+            let difference = numbers(&(product(&read, &weight)? - part(&reader.outputs)?).map_err(tensor_error)?)?;
+            for (error, row) in errors.iter_mut().zip(difference.chunks_exact(reader.layer.rows.max(1))) {
+                *error += row.iter().map(|difference| difference * difference).sum::<f64>();
+            }
         }
-        Ok(total)
+        Ok(Errors::from(errors))
     }
 }
 

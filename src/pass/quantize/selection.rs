@@ -30,11 +30,10 @@ impl Quantize {
             return Err(Error::option(format!("{NAME}: scheme"), reason));
         }
         if self.method.reads_samples() {
-            let names: BTreeSet<String> = layers.encodings.keys().cloned().collect();
-            let names = names.iter().map(String::as_str).collect();
-            let skipped = layerwise::unsupported(model, &names)?;
-            layers.encodings.retain(|name, _| !skipped.values().flatten().any(|skipped| skipped == name));
-            layers.notes.extend(targets::left_unchanged(NAME, &skipped, &self.targets, layers.encodings.is_empty())?);
+            let selected: Vec<String> = layers.encodings.keys().cloned().collect();
+            let mut names: BTreeSet<&str> = selected.iter().map(String::as_str).collect();
+            layers.notes.extend(layerwise::retain_supported(NAME, model, &mut names, &self.targets)?);
+            layers.encodings.retain(|name, _| names.contains(name.as_str()));
         }
         Ok(layers)
     }

@@ -415,6 +415,32 @@ mod tests {
         }
     }
 
+    /// Nine images, one of which has ten times larger values. Large images have ranges of their own; of small
+    /// ones, the first and the last one share a group.
+    #[test]
+    fn only_large_images_have_ranges_of_their_own() {
+        const COUNT: usize = 9;
+        let range = |height: usize, bright: usize| {
+            let text = format!(
+                "input x: float[batch, 1, {height}, 128]\nparam w: float[1, 1, 1, 1]\n\
+                y = Conv{{\"stride\":1,\"padding\":0,\"dilation\":1,\"groups\":1}}(x, w) -> float[batch, 1, {height}, 128]\noutput y = y\n"
+            );
+            let (_folder, model) = testing::model(&text, |_, _| vec![1.0]).unwrap();
+            let pixel = |at: usize| (at * 797 % 2000) as f32 / 1000.0 - 1.0;
+            let images = (0..COUNT).flat_map(|image| (0..height * 128).map(move |at| if image == bright { 10.0 * pixel(at) } else { pixel(at) }));
+            let images = Tensor::from_vec(images.collect(), (COUNT, 1, height, 128), &Device::Cpu).unwrap();
+            let inputs = Inputs::from([("x".to_owned(), images)]);
+            let pass = QuantizeStatic { smooth: Smooth::None, ..QuantizeStatic::default() };
+            let (_, statistics, _) = calibrated(&inputs, |context| pass.analyze_and_rescale(model.clone(), context)).unwrap().unwrap();
+            ActivationObserver::Mse.range(&statistics["x"], Some(&[1.0]), 0.0).1
+        };
+        for (height, share) in [(128, 1.0 / 9.0), (127, 2.0 / 9.0)] {
+            let (plain, mixed) = (range(height, COUNT), range(height, COUNT - 1));
+            let found = (mixed / plain - 1.0) / 9.0;
+            assert!((found - share).abs() < 0.02, "{height}: {found} instead of {share}");
+        }
+    }
+
     /// A scalar constant before or after a convolution is expanded to one element per channel only if
     /// rescaling uses it.
     #[test]

@@ -60,18 +60,26 @@ fn mean_group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(f6
 /// Candidate factors by which a range is widened.
 const HEADROOM: [f64; 6] = [1.0, 1.1, 1.2, 1.35, 1.5, 1.75];
 
+/// The range with the least error must not have more than this many times the error of the complete range.
+const MAX_CLIPPING_ERROR: f64 = 4.0;
+
 /// The range of an observer, widened by the factor that minimizes the error in two-fold cross-validation
-/// over the samples.
+/// over the samples. With [`ActivationObserver::Mse`], the complete range if clipping has a much larger error:
+/// then a channel with outliers dominates the outputs of some samples.
 pub fn with_headroom(observer: ActivationObserver, statistics: &ValueStatistics, weights: &[f64], percentile: f64) -> (f32, f32) {
     let (low, high) = observer.range(statistics, Some(weights), percentile);
     let wider = |(low, high): (f32, f32), by: f64| (f64::from(low) * by, f64::from(high) * by);
-    let validated = |fold: &Fold| validated_range(observer, statistics, fold, None, weights, percentile);
-    let Some(folds) = statistics.halves().and_then(|halves| halves.iter().map(validated).collect::<Option<Vec<_>>>()) else { return (low, high) };
-    let mut errors = [0f64; HEADROOM.len()];
-    for (range, held_out) in folds {
+    let Some(halves) = statistics.halves() else { return (low, high) };
+    let (mut errors, mut complete) = ([0f64; HEADROOM.len()], 0.0);
+    for fold in &halves {
+        let Some((range, held_out)) = validated_range(observer, statistics, fold, None, weights, percentile) else { return (low, high) };
         errors.iter_mut().zip(HEADROOM).for_each(|(error, by)| *error += held_out.error(wider(range, by)));
+        complete += held_out.error(wider(statistics.part(fold.fitted.clone()).histogram.range(), 1.0));
     }
     let best = (0..errors.len()).reduce(|best, at| if errors[at] < errors[best] { at } else { best }).unwrap_or(0);
+    if observer == ActivationObserver::Mse && errors[best] > MAX_CLIPPING_ERROR * complete {
+        return statistics.histogram.range();
+    }
     let (low, high) = wider((low, high), HEADROOM[best]);
     (low as f32, high as f32)
 }
@@ -259,6 +267,16 @@ mod tests {
         let uneven = statistics(&[uniform(1.0), uniform(1.2)]);
         let ((low, high), (least, most)) = (with_headroom(ActivationObserver::Minmax, &uneven, &[1.0], 0.0), uneven.histogram.range());
         assert!((high / most - 1.2).abs() < 1e-6 && (low / least - 1.2).abs() < 1e-6, "{low} {high}, {least} {most}");
+    }
+
+    /// The error of clipping the rare large values of one channel is far larger than that of coarse steps.
+    #[test]
+    fn values_that_dominate_the_error_are_not_clipped() {
+        let sample = |limit: f32| (0..2000).map(|i| if i % 500 == 0 { limit } else { (i * 797 % 2000) as f32 / 1000.0 - 1.0 }).collect::<Vec<_>>();
+        let samples: Vec<Vec<f32>> = (0..16).map(|at| sample(if at % 4 < 2 { 1.0 } else { 100.0 })).collect();
+        let statistics = statistics(&samples);
+        assert!(ActivationObserver::Mse.range(&statistics, Some(&[1.0]), 0.0).1 < 60.0);
+        assert_eq!(with_headroom(ActivationObserver::Mse, &statistics, &[1.0], 0.0), statistics.histogram.range());
     }
 
     /// One of four samples has ten times larger values: each group contributes its own best range to the

@@ -281,15 +281,18 @@ impl ValueStatistics {
         }
         let samples = (0..).zip(sizes).flat_map(|(index, size)| std::iter::repeat_n(index, *size)).collect::<Vec<usize>>();
         let (mut low, mut high) = (f32::INFINITY, f32::NEG_INFINITY);
-        // Without ranges of single samples, those of a group are added together.
-        let parts = if self.sample_ranges.is_some() { sizes.len() } else { self.groups.len() };
-        for part in 0..parts {
-            let is_part = |sample: usize| if self.sample_ranges.is_some() { sample == part } else { self.group(sample) == part };
-            let indices: Vec<u32> = (0..count as u32).zip(&samples).filter(|(_, sample)| is_part(**sample)).map(|(row, _)| row).collect();
+        // Groups, each with samples to add together: all of the group, unless single samples have ranges.
+        let parts: Vec<(usize, Vec<usize>)> = if self.sample_ranges.is_some() {
+            (0..sizes.len()).map(|sample| (self.group(sample), vec![sample])).collect()
+        } else {
+            let members = |group| (0..sizes.len()).filter(|sample| self.group(*sample) == group).collect();
+            (0..self.groups.len()).map(|group| (group, members(group))).collect()
+        };
+        for (group, members) in parts {
+            let indices: Vec<u32> = (0..count as u32).zip(&samples).filter(|(_, sample)| members.contains(sample)).map(|(row, _)| row).collect();
             if indices.is_empty() {
                 continue;
             }
-            let group = if self.sample_ranges.is_some() { self.group(part) } else { part };
             let part_rows = device_stats::select_rows(rows, indices).map_err(failed)?;
             add_sample(&mut self.groups[group], self.sample_ranges.as_mut(), |channels| {
                 for chunk in device_stats::row_chunks(&part_rows).map_err(failed)? {
