@@ -5,6 +5,7 @@
 //!   - cast: { to: bf16 }
 //! ```
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
@@ -17,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::kernel::{F64, Float, convert, with_float};
 use crate::model::Model;
 use crate::run_state::{Applied, RunState};
-use crate::store::{Block, BlockSink, DType, Encoding, Pattern, Rows, View, Weight, WeightSource};
+use crate::store::{Block, BlockSink, DType, Encoding, Pattern, Role, Rows, View, Weight, WeightSource};
 use crate::work::Meter;
 
 /// Target format.
@@ -101,9 +102,18 @@ impl Pass for Cast {
     fn plan(&self, model: &Model, _state: &RunState) -> Result<Plan<'static>> {
         let (weights, mut model) = (&model.weights, model.clone());
         let is_integers = |w: &Weight| w.stored_type == Some(Weight::INTEGERS);
-        let eligible = |_: &str, w: &Weight| w.is_float() && w.encoding == Encoding::Dense && w.elements() > 0 && !is_integers(w);
-        let SelectedWeights { names, rule, .. } =
+        let is_constant = |w: &Weight| w.role == Some(Role::Constant);
+        let eligible = |_: &str, w: &Weight| w.is_float() && w.encoding == Encoding::Dense && w.elements() > 0 && !is_integers(w) && !is_constant(w);
+        let SelectedWeights { mut names, rule, .. } =
             targets::select_weights(NAME, weights, &self.targets, &self.ignore, "all float tensors that are not quantized", eligible)?;
+        let mut constants = Vec::new();
+        names.retain(|name| {
+            let is_constant = weights.by_name.get(*name).is_some_and(is_constant);
+            constants.extend(is_constant.then_some(*name));
+            !is_constant
+        });
+        let skipped = BTreeMap::from([("a constant of the graph", constants)]).into_iter().filter(|(_, names)| !names.is_empty()).collect();
+        let notes = targets::left_unchanged(NAME, &skipped, &self.targets, names.is_empty())?;
         let meter = Arc::new(Meter::default());
         let mut changed = std::collections::BTreeSet::new();
         for name in names {
@@ -132,7 +142,7 @@ impl Pass for Cast {
             model.config.set_dtype(self.to.config_name());
         }
         let details = json!({ "converted": changed.len() });
-        Ok(Plan::new(model, Applied { tensors: changed, rule, meter, details, ..Applied::new(NAME, self.options()) }))
+        Ok(Plan::new(model, Applied { tensors: changed, rule, meter, details, notes, ..Applied::new(NAME, self.options()) }))
     }
 
     fn remedy(&self) -> &'static str {

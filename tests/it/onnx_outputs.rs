@@ -7,7 +7,7 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use compress::pass::prune_structured::{Amounts, PrunedPart};
-use compress::pass::{PruneStructured, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step};
+use compress::pass::{Cast, PruneStructured, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step};
 use compress::{Model, Pipeline};
 use compress_core::work::{Cancel, Silent, Work};
 use compress_engine::data::Data;
@@ -16,7 +16,7 @@ use compress_onnx::proto::{AttributeProto, DataType, GraphProto, ModelProto, Nod
 use compress_onnx::runtime::{Options, Session};
 use prost::Message;
 
-use crate::common::nodes::{close, executed, floats, given, in_runtime, model, node, numbers, sample, value};
+use crate::common::nodes::{close, executed, floats, given, in_runtime, ints, model, node, numbers, sample, value};
 use crate::common::onnxruntime;
 
 /// Quantizes a file statically on samples of this shape, and returns the written file.
@@ -334,4 +334,87 @@ fn float_layers_between_quantized_values_stay_in_floats() {
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
     let verified = compress::pipeline::verify(&out, &work).unwrap().pop().unwrap();
     assert!(verified.ok && verified.finding.contains("within one step"), "{verified:?}");
+}
+
+/// ONNX Runtime divides averages over padding by another count in integers, and rejects resizes with `axes`
+/// between quantized values: both compute in floats.
+#[test]
+fn nodes_that_runtimes_compute_wrongly_in_integers_stay_in_floats() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let pool = vec![
+        AttributeProto::ints("kernel_shape", [3; 2]),
+        AttributeProto::ints("strides", [2; 2]),
+        AttributeProto::int("ceil_mode", 1),
+        AttributeProto::int("count_include_pad", 1),
+    ];
+    let resize = vec![AttributeProto::ints("axes", [2, 3]), AttributeProto::text("mode", "linear")];
+    let cases = [("pool", node("AveragePool", &["b"], "c", pool)), ("resize", node("Resize", &["b", "", "", "sizes"], "c", resize))];
+    for (what, between) in cases {
+        let conv = |x: &str, weight: &str, y: &str| node("Conv", &[x, weight], y, vec![]);
+        let nodes = vec![conv("x", "first", "a"), node("Relu", &["a"], "b", vec![]), between, conv("c", "second", "y")];
+        let weights = vec![floats("first", &[6, 3, 3, 3]), floats("second", &[4, 6, 1, 1]), ints("sizes", &[5, 9])];
+        let written = quantized(&model(18, &[0, 3, 12, 12], nodes, weights), folder.path(), &[3, 12, 12]);
+        assert!(written.graph.unwrap().node.iter().any(|node| node.op_type() == "QuantizeLinear"), "{what}");
+        let inputs = sample(&[4, 3, 12, 12]);
+        let [before, after] = ["model.onnx", "out.onnx"].map(|name| in_runtime(&folder.path().join(name), &inputs));
+        assert_eq!(before.0, after.0, "{what}");
+        let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|value| f64::from(value).powi(2)).sum::<f64>().sqrt();
+        let error = norm(&mut before.1.iter().zip(&after.1).map(|(a, b)| a - b)) / norm(&mut before.1.iter().copied());
+        assert!(error < 0.05, "{what}: {error}");
+    }
+}
+
+/// Rounded scales of a resize would change the shape of its output.
+#[test]
+fn cast_does_not_change_numbers_that_determine_shapes() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let [path, out] = ["model.onnx", "out.onnx"].map(|name| folder.path().join(name));
+    let how = ["coordinate_transformation_mode", "nearest_mode"].into_iter().zip(["asymmetric", "floor"]);
+    let nodes = vec![
+        node("Conv", &["x", "first"], "a", vec![]),
+        node("Resize", &["a", "", "scales"], "b", how.map(|(key, value)| AttributeProto::text(key, value)).collect()),
+        node("Mul", &["b", "factor"], "y", vec![]),
+    ];
+    let weights = vec![floats("first", &[6, 3, 1, 1]), given("scales", &[4], &[1.0, 1.0, 1.1, 1.1]), given("factor", &[], &[1e-12])];
+    std::fs::write(&path, model(13, &[0, 3, 20, 20], nodes, weights).encode_to_vec()).unwrap();
+    let cast = |options: serde_json::Value| {
+        let pass: Cast = serde_json::from_value(options).unwrap();
+        Pipeline::builder().pass(pass).force(true).build().unwrap().run(Model::open(&path).unwrap(), &out)
+    };
+    let inputs = sample(&[2, 3, 20, 20]);
+    for to in ["f16", "bf16"] {
+        let report = cast(serde_json::json!({ "to": to })).unwrap();
+        assert_eq!(report.passes[0].details["converted"], 1, "{to}");
+        assert_eq!(in_runtime(&out, &inputs).0, [2, 6, 22, 22], "{to}");
+    }
+    let error = cast(serde_json::json!({ "targets": ["scales"] })).unwrap_err().to_string();
+    assert!(error.contains("`scales`") && error.contains("constant of the graph"), "{error}");
+}
+
+/// Negative indices of `Gather` count from the end of a table.
+#[test]
+fn tables_are_indexed_from_the_end() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    let to_integers = |name: &str, y: &str| node("Cast", &[name], y, vec![AttributeProto::int("to", DataType::Int64 as i64)]);
+    let nodes = vec![
+        node("Mul", &["x", "five"], "scaled", vec![]),
+        to_integers("scaled", "whole"),
+        node("Gather", &["table", "whole"], "rows", vec![]),
+        node("MatMul", &["rows", "second"], "y", vec![]),
+    ];
+    let weights = vec![given("five", &[1], &[5.0]), floats("table", &[12, 6]), floats("second", &[6, 4])];
+    std::fs::write(&path, model(13, &[0, 4], nodes, weights).encode_to_vec()).unwrap();
+    let values: Vec<f32> = (0..8).map(|at| (at as f32 - 4.0) / 3.0).collect();
+    let inputs = [("x".to_owned(), Tensor::from_vec(values, (2, 4), &Device::Cpu).unwrap())].into();
+    close("negative indices", &executed(Model::open(&path).unwrap(), &inputs).unwrap(), &in_runtime(&path, &inputs));
 }

@@ -17,7 +17,9 @@ use super::proto::{DataType, GraphProto, NodeProto, TensorProto};
 use super::{elements, wire::data as fields};
 use crate::error::{Error, Result, counted};
 use crate::ir::{Graph, Op};
-use crate::store::{ActivationScheme, Block, BlockSink, Codes, DType, Encoding, Granularity, QuantizationSpec, Transposed, View, Weight, WeightSource};
+use crate::store::{
+    ActivationScheme, Block, BlockSink, Codes, DType, Encoding, Granularity, QuantizationSpec, Transposed, View, Weight, WeightSource, least_common_multiple,
+};
 
 /// Operators with integer arithmetic, in addition to those with the prefix `QLinear`.
 const INTEGER_OPS: [&str; 9] = [
@@ -121,7 +123,7 @@ impl ModelFile {
             return None;
         }
         let own_uses = finder.usages.get(pattern.output).map_or(&[][..], Vec::as_slice);
-        let (role, flipped) = initializer_roles::role(own_uses, integers.shape.len());
+        let (role, flipped) = initializer_roles::role(own_uses, &integers.shape);
         let granularity = match scales.len() {
             1 => Granularity::Tensor,
             count => {
@@ -366,10 +368,10 @@ struct Int8Source {
 }
 
 impl WeightSource for Int8Source {
-    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let row = self.upstream.row().max(1);
         let (mut first, mut codes) = (0usize, Vec::new());
-        self.upstream.visit(row, &mut |block| {
+        self.upstream.visit(least_common_multiple(unit, row), &mut |block| {
             codes.clear();
             codes.extend(block.now.values.iter().map(|byte| if self.unsigned { byte ^ SIGN } else { *byte }));
             let rows = codes.len().checked_div(row).unwrap_or(0);
@@ -406,5 +408,56 @@ impl WeightSource for Int32Source {
             at = at.saturating_add(block.now.values.len().checked_div(4).unwrap_or(0));
             sink(Block::untouched(View::dense(DType::F32, &floats)))
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::block_elements;
+
+    /// Integers in blocks like those of a file.
+    struct Integers(Vec<u8>);
+
+    impl WeightSource for Integers {
+        fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
+            self.0.chunks(block_elements(unit)).try_for_each(|part| sink(Block::untouched(View::dense(DType::I8, part))))
+        }
+    }
+
+    #[test]
+    fn blocks_are_multiples_of_the_unit() {
+        let (rows, row) = (400usize, 768usize);
+        for granularity in [Granularity::Tensor, Granularity::Channel] {
+            let count = if granularity == Granularity::Tensor { 1 } else { rows };
+            let integers = Integers((0..rows * row).map(|at| (at * 31 % 251) as u8).collect());
+            let source = Int8Source {
+                upstream: Weight::new(DType::I8, vec![rows, row], Encoding::Dense, Arc::new(integers)),
+                affine: QuantizationSpec { codes: Codes::INT8, granularity, symmetric: false, scale_dtype: DType::F32, activations: ActivationScheme::None },
+                scales: (0..count).flat_map(|at| (0.5 + at as f32).to_le_bytes()).collect(),
+                zero_points: (0..count).map(|at| (at % 7) as u8).collect(),
+                unsigned: false,
+            };
+            let read = |unit: usize| {
+                let (mut values, mut sizes) = (Vec::new(), Vec::new());
+                source
+                    .visit(unit, &mut |block| {
+                        let (at, size) = (values.len(), block.now.elements());
+                        values.resize(at + size, 0f32);
+                        assert!(block.now.decode(0, &mut values[at..]));
+                        sizes.push(size);
+                        Ok(())
+                    })
+                    .unwrap();
+                (values, sizes)
+            };
+            let (expected, _) = read(1);
+            assert_eq!(expected.len(), rows * row);
+            for unit in [96, row, 3 * row, 80 * row, 128 * row, 2 * rows * row] {
+                let (values, sizes) = read(unit);
+                assert!(values == expected, "{granularity:?} by {unit}");
+                assert!(sizes[..sizes.len() - 1].iter().all(|size| size.is_multiple_of(unit)), "{granularity:?} by {unit}: {sizes:?}");
+            }
+        }
     }
 }

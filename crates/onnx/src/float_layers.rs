@@ -1,4 +1,4 @@
-//! Layers with float weights that read quantized values.
+//! Layers with float weights, and other nodes that must compute in floats, that read quantized values.
 //!
 //! When ONNX Runtime 1.31 loads a file, it quantizes the weights of such layers too, with one scale per
 //! tensor (`WeightBiasQuantization`), if the scale of their input is a scalar. To compute in floats, these
@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::check::{is_own, reads};
+use super::initializer_roles::{int, text};
 use super::lowering::Lowering;
 use super::proto::{AttributeProto, NodeProto};
 use crate::ir::ops::FakeQuantize;
@@ -14,6 +15,32 @@ use crate::ir::{Op, TensorType};
 
 /// Layers whose weights ONNX Runtime quantizes. It fuses `MatMul` and `Add` to `Gemm` first.
 const LAYERS: [&str; 4] = ["Conv", "ConvTranspose", "Gemm", "MatMul"];
+
+/// Whether ONNX Runtime 1.31 rejects a resize between quantized values, because it drops its empty inputs or
+/// has no integer kernel.
+fn is_float_resize(node: &NodeProto) -> bool {
+    node.op_type() == "Resize" && (text(node, "mode").as_deref() == Some("cubic") || node.attribute.iter().any(|attribute| attribute.name() == "axes"))
+}
+
+/// Whether the integer kernel of ONNX Runtime 1.31 divides the averages of a pooling by a wrong count.
+fn is_float_pooling(node: &NodeProto) -> bool {
+    node.op_type() == "AveragePool" && int(node, "ceil_mode", 0) != 0 && int(node, "count_include_pad", 0) != 0
+}
+
+/// Separates poolings from the dequantization of their input by a maximum over one value, which ONNX Runtime
+/// does not remove. It replaces them by integer kernels otherwise, whatever the scales are.
+fn separate_poolings(n: &mut Lowering) {
+    for at in (0..n.nodes.len()).rev().filter(|at| n.nodes.get(*at).is_some_and(is_float_pooling)).collect::<Vec<_>>() {
+        let Some(input) = n.nodes[at].input.first().cloned() else { continue };
+        let is_dequantized = |node: &NodeProto| node.op_type() == "DequantizeLinear" || TRANSPARENT.contains(&node.op_type());
+        if !n.nodes.iter().any(|node| is_dequantized(node) && node.output.contains(&input)) {
+            continue;
+        }
+        let name = n.fresh(format!("{input}/float"));
+        n.nodes[at].input[0].clone_from(&name);
+        n.nodes.insert(at, NodeProto { op_type: Some("Max".into()), name: Some(name.clone()), input: vec![input], output: vec![name], ..NodeProto::default() });
+    }
+}
 
 /// Operators that ONNX Runtime moves a preceding `DequantizeLinear` across, or merges with a layer.
 const TRANSPARENT: [&str; 8] = ["Identity", "MaxPool", "Pad", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"];
@@ -32,6 +59,7 @@ pub(super) fn repeat_input_scales(n: &mut Lowering) {
     if quantized.is_empty() {
         return;
     }
+    separate_poolings(n);
     let mut inserted: BTreeMap<usize, NodeProto> = BTreeMap::new();
     for (value, (dequantizer, consumers)) in float_consumers(n, &quantized) {
         let (by, ty) = quantized[&value];
@@ -70,11 +98,10 @@ fn float_consumers(n: &Lowering, quantized: &BTreeMap<String, (FakeQuantize, &Te
     }
     let is_float = |weight: &str| !varying.contains(weight) && producer(weight).is_none_or(|(_, node)| node.op_type() != "DequantizeLinear");
     let mut found: BTreeMap<String, (usize, BTreeSet<usize>)> = BTreeMap::new();
-    for (at, node) in n.nodes.iter().enumerate().filter(|(_, node)| LAYERS.contains(&node.op_type()) && is_own(node.domain())) {
-        let [x, weight, ..] = node.input.as_slice() else { continue };
-        if !is_float(weight) {
-            continue;
-        }
+    let is_layer = |node: &NodeProto| LAYERS.contains(&node.op_type()) && node.input.get(1).is_some_and(|weight| is_float(weight));
+    let stays_float = |node: &NodeProto| is_own(node.domain()) && (is_layer(node) || is_float_resize(node));
+    for (at, node) in n.nodes.iter().enumerate().filter(|(_, node)| stays_float(node)) {
+        let Some(x) = node.input.first() else { continue };
         let (mut consumer, mut value) = (at, x);
         while let Some((at, node)) = producer(value).filter(|(_, node)| TRANSPARENT.contains(&node.op_type()))
             && let Some(input) = node.input.first()

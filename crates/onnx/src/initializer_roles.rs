@@ -35,6 +35,8 @@ pub(super) enum UsageKind {
     Identity,
     /// As a scale or zero point.
     QuantizationParameter,
+    /// As a number that determines the shape of the output.
+    Size,
     /// In any other way.
     Other,
 }
@@ -81,6 +83,7 @@ fn collect_usages<'m>(graph: &'m GraphProto, top: bool, copies: &BTreeMap<&'m st
             let kind = match node {
                 _ if top && is_identity(node) => UsageKind::Identity,
                 _ if is_quantization_parameter(node.op_type(), input) || is_scaled(node) => UsageKind::QuantizationParameter,
+                _ if size_inputs(node).contains(&input) => UsageKind::Size,
                 _ => usage_kind(node, input),
             };
             add(name, Usage { node: top.then_some(position), name: own, kind });
@@ -138,24 +141,35 @@ fn is_quantization_parameter(op: &str, input: usize) -> bool {
     }
 }
 
+/// Positions of the float inputs that determine the shape of a node's output.
+pub(super) fn size_inputs(node: &NodeProto) -> std::ops::Range<usize> {
+    match node.op_type() {
+        "Upsample" | "Resize" => 1..3,
+        "Range" => 0..3,
+        _ => 0..0,
+    }
+}
+
 /// Whether all uses of a value are as a scale or zero point.
 pub(super) fn is_only_quantization_parameter(usages: &[Usage]) -> bool {
     let mut kinds = usages.iter().map(|usage| usage.kind).filter(|kind| *kind != UsageKind::Identity).peekable();
     kinds.peek().is_some() && kinds.all(|kind| kind == UsageKind::QuantizationParameter)
 }
 
-/// The role of a weight of this rank, and whether it is stored as `[in, out]`.
-pub(super) fn role(usages: &[Usage], rank: usize) -> (Role, bool) {
+/// The role of a weight of this shape, and whether it is stored as `[in, out]`.
+pub(super) fn role(usages: &[Usage], shape: &[usize]) -> (Role, bool) {
     let kinds = || usages.iter().map(|usage| usage.kind).filter(|kind| *kind != UsageKind::Identity);
     let all = |kind: UsageKind| kinds().next().is_some() && kinds().all(|found| found == kind);
     let any = |wanted: &[UsageKind]| kinds().any(|kind| wanted.contains(&kind));
-    match rank {
+    match shape.len() {
+        _ if any(&[UsageKind::Size]) => (Role::Constant, false),
         2 if all(UsageKind::Columns) => (Role::Matrix, true),
         2 if all(UsageKind::Rows) => (Role::Matrix, false),
         2 if all(UsageKind::Table) => (Role::Table, false),
         3.. if all(UsageKind::Kernel) => (Role::Kernel, false),
         2 if any(&[UsageKind::Columns, UsageKind::Rows]) => (Role::Mixed, false),
         3.. if any(&[UsageKind::Kernel]) => (Role::Mixed, false),
+        _ if shape.iter().all(|size| *size == 1) => (Role::Constant, false),
         _ => (Role::Other, false),
     }
 }

@@ -188,7 +188,7 @@ impl ModelFile {
             if let (Some(name), Some(weight)) = (named, found) {
                 entry.weight = Some(name.to_owned());
                 let usages = usages.get(name).map_or(&[][..], Vec::as_slice);
-                let (role, flipped) = initializer_roles::role(usages, weight.shape.len());
+                let (role, flipped) = initializer_roles::role(usages, &weight.shape);
                 entry.flipped = flipped && weight.is_float();
                 let mut weight = if entry.flipped { Transposed { upstream: weight }.weight() } else { weight };
                 weight.stored_as = vec![name.to_owned()];

@@ -69,6 +69,11 @@ fn patterns() -> Vec<(&'static str, Vec<NodeProto>)> {
         ("HardSwish", vec![one("Add", &["a", "three"], "b"), clip("b", "c"), one("Mul", &["a", "c"], "d"), one("Div", &["d", "six"], "p")]),
         ("HardSwish", vec![one("Add", &["a", "three"], "b"), clip("b", "c"), one("Div", &["c", "six"], "d"), one("Mul", &["d", "a"], "p")]),
         ("HardSwish", vec![node("HardSigmoid", &["a"], "b", vec![AttributeProto::float("alpha", 1.0 / 6.0)]), one("Mul", &["a", "b"], "p")]),
+        ("Mish", vec![one("Softplus", &["a"], "b"), one("Tanh", &["b"], "c"), one("Mul", &["a", "c"], "p")]),
+        (
+            "Mish",
+            vec![one("Exp", &["a"], "b"), one("Add", &["one", "b"], "c"), one("Log", &["c"], "d"), one("Tanh", &["d"], "e"), one("Mul", &["e", "a"], "p")],
+        ),
     ]
 }
 
@@ -119,6 +124,27 @@ fn decomposed_ops_are_fused() {
         for file in [&same, &out] {
             std::fs::remove_file(file).unwrap();
             std::fs::remove_dir_all(file.with_extension("onnx.report")).unwrap();
+        }
+    }
+}
+
+/// The argument of an activation can be a product, whose factors are not those of the activation.
+#[test]
+fn activations_of_products_are_fused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    for (number, (op, nodes)) in patterns().into_iter().enumerate().filter(|(_, (op, _))| ["Gelu", "Silu", "HardSwish", "Mish"].contains(op)) {
+        let of_product = |mut node: NodeProto| {
+            node.input.iter_mut().filter(|name| *name == "a").for_each(|name| *name = "scaled".to_owned());
+            node
+        };
+        let scaled = node("Mul", &["a", "gamma"], "scaled", vec![]);
+        let file = with_layers(std::iter::once(scaled).chain(nodes.into_iter().map(of_product)).collect());
+        std::fs::write(&path, file.encode_to_vec()).unwrap();
+        assert_eq!(ops(&path), ["Linear", "Mul", op, "Linear"], "{op}, pattern {number}");
+        if crate::common::onnxruntime::has_onnx_runtime() {
+            let inputs = sample(&[0, 8]);
+            close(op, &executed(Model::open(&path).unwrap(), &inputs).unwrap(), &in_runtime(&path, &inputs));
         }
     }
 }
@@ -177,7 +203,7 @@ fn near_misses_are_not_fused() {
             }
         }
     }
-    let least = BTreeMap::from([("LayerNorm", 10), ("RmsNorm", 12), ("Gelu", 12), ("Silu", 4), ("HardSwish", 8)]);
+    let least = BTreeMap::from([("LayerNorm", 10), ("RmsNorm", 12), ("Gelu", 12), ("Silu", 4), ("HardSwish", 8), ("Mish", 5)]);
     assert!(least.iter().all(|(op, least)| tried.get(op) >= Some(least)), "{tried:?}");
 }
 

@@ -67,6 +67,8 @@ pub enum Role {
     TokenPrediction,
     /// A matrix that products read in different axis orders, or that other nodes read too.
     Mixed,
+    /// A number of a computation rather than a weight: a single element, or one that determines shapes.
+    Constant,
     /// Any other role, like norms and position biases.
     Other,
 }

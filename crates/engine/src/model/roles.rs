@@ -9,7 +9,7 @@ use crate::store::{Encoding, Role, Weight};
 /// `None` for matrices that are not layers.
 fn description(role: Role) -> Option<[&'static str; 2]> {
     let kind = match role {
-        Role::Matrix | Role::Kernel | Role::Table | Role::Experts | Role::Other => return None,
+        Role::Matrix | Role::Kernel | Role::Table | Role::Experts | Role::Constant | Role::Other => return None,
         Role::Head => "output head",
         Role::Router => "router",
         Role::LinearAttentionGate => "linear attention gate",

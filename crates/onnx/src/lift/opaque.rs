@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 
 use super::super::check::{self, bodies, label};
+use super::super::initializer_roles;
 use super::super::opaque_subgraph::{self, LoadedSubgraph, OpaqueSubgraph, SubgraphParts};
 use super::super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
 use super::{Lift, LiftedValue};
@@ -30,11 +31,7 @@ pub(super) fn constant(node: &NodeProto) -> Option<&TensorProto> {
 /// Floats that determine the shape of a node's output. They stay constants, because trials with other
 /// values fail.
 fn size_inputs(node: &NodeProto) -> impl Iterator<Item = &str> {
-    let places = match node.op_type() {
-        "Upsample" | "Resize" => 1..3,
-        "Range" => 0..3,
-        _ => 0..0,
-    };
+    let places = initializer_roles::size_inputs(node);
     node.input.get(places.start..places.end.min(node.input.len())).unwrap_or_default().iter().map(String::as_str)
 }
 

@@ -7,6 +7,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod attention;
+mod mish;
 mod rotary;
 
 use std::cell::RefCell;
@@ -38,12 +39,13 @@ impl From<ValueId> for Operand {
 }
 
 /// The patterns by name. The first match is used.
-const PATTERNS: [(&str, Pattern); 10] = [
+const PATTERNS: &[(&str, Pattern)] = &[
     ("LayerNorm", layer_norm),
     ("RmsNorm", rms_norm),
     ("Gelu", gelu),
     ("Silu", silu),
     ("HardSwish", hard_swish),
+    ("Mish", mish::mish),
     ("Linear with bias", with_bias),
     ("SplitHeads", attention::split_heads),
     ("MergeHeads", attention::merge_heads),
@@ -232,14 +234,20 @@ impl<'g> Matcher<'g> {
 
     /// Decomposes a value into factors.
     fn product(&self, id: ValueId) -> Product {
-        let (mut values, mut factor, mut open, mut steps) = (Vec::new(), 1.0, vec![id], 0usize);
+        self.product_of(id, |_| true)
+    }
+
+    /// Decomposes a value into factors, except inner values that are not `divisible`.
+    fn product_of(&self, product: ValueId, divisible: impl Fn(ValueId) -> bool) -> Product {
+        let (mut values, mut factor, mut open, mut steps) = (Vec::new(), 1.0, vec![product], 0usize);
         while let Some(id) = open.pop() {
             steps = steps.saturating_add(1);
             if let Some(number) = self.number(id) {
                 factor *= number;
                 continue;
             }
-            match self.producer(id).filter(|_| steps <= STEPS).map(|node| (&node.op, node.inputs.as_slice())) {
+            let is_divided = steps <= STEPS && (id == product || divisible(id));
+            match self.producer(id).filter(|_| is_divided).map(|node| (&node.op, node.inputs.as_slice())) {
                 Some((Op::Mul(_), [a, b])) if open.len().saturating_add(values.len()) < FACTORS => open.extend([*a, *b]),
                 Some((Op::Binary(binary), [a, b])) if binary.kind == BinaryKind::Div && self.number(*b).is_some_and(|by| by != 0.0) => {
                     factor /= self.number(*b).unwrap_or(1.0);
@@ -251,20 +259,20 @@ impl<'g> Matcher<'g> {
         Product { values, factor }
     }
 
-    /// The two factors of a product with this constant factor, in both orders.
-    fn factor_pairs(&self, id: ValueId, factor: f64) -> Vec<(ValueId, ValueId)> {
-        match (self.product(id), factor) {
-            (Product { values, factor }, wanted) if is_close(factor, wanted) => match values.as_slice() {
-                [a, b] => vec![(*a, *b), (*b, *a)],
-                _ => Vec::new(),
-            },
+    /// The two factors of a product with this constant factor, in both orders. A factor with several
+    /// consumers can be a product itself.
+    fn factor_pairs(&self, id: ValueId, wanted: f64) -> Vec<(ValueId, ValueId)> {
+        let pairs = |Product { values, factor }: Product| match values.as_slice() {
+            [a, b] if is_close(factor, wanted) => vec![(*a, *b), (*b, *a)],
             _ => Vec::new(),
-        }
+        };
+        let found = pairs(self.product(id));
+        if found.is_empty() { pairs(self.product_of(id, |inner| self.readers.get(&inner) == Some(&1))) } else { found }
     }
 
     /// Whether a value is `x` times a constant.
     fn is_times(&self, id: ValueId, x: ValueId, factor: f64) -> bool {
-        let product = self.product(id);
+        let product = self.product_of(id, |inner| inner != x);
         product.values == [x] && is_close(product.factor, factor)
     }
 }
@@ -315,7 +323,7 @@ fn gelu(matcher: &Matcher, node: &Node) -> Match {
             let [sum] = values.as_slice() else { return None };
             let [a, b] = matcher.producer(*sum).filter(|producer| matches!(producer.op, Op::Add(_)))?.inputs.as_slice() else { return None };
             let cubic = |id: ValueId| {
-                let Product { values, factor } = matcher.product(id);
+                let Product { values, factor } = matcher.product_of(id, |inner| inner != x);
                 let cube = |id: &ValueId| matcher.input_of(*id, |op| matches!(op, Op::Power(Power { exponent }) if *exponent == 3.0)) == Some(x);
                 let fused = values == [x, x, x] || (values.len() == 1 && values.iter().all(cube));
                 let square = values.len() == 2 && values.contains(&x) && values.iter().any(|id| matcher.square(*id) == Some(x));
