@@ -27,7 +27,7 @@ use crate::run_state::{Assignment, RunState};
 use crate::store::writer::{self, Item, Prebuilt};
 use crate::store::{
     ActivationScheme, Block, BlockSink, Bytes, DType, Encoding, FloatScale, Granularity, QuantizationSpec, StorageFormat, View, Weight, WeightSource, Weights,
-    sparse,
+    block_elements, sparse,
 };
 use crate::work::Work;
 
@@ -263,7 +263,7 @@ fn shared_parameters(model: &Model) -> Vec<Item> {
             let weight = Weight::new(dtype, spec.scale_shape(&weight.shape), Encoding::Dense, std::sync::Arc::new(source));
             items.push(Item { name: format!("{alias}{suffix}"), weight, storage_format: StorageFormat::Plain });
         };
-        item("_scale", spec.scale_dtype, false);
+        item("_scale", spec.scale_format().stored_dtype(spec.scale_dtype), false);
         if !spec.symmetric {
             item("_zero_point", DType::I8, true);
         }
@@ -295,22 +295,45 @@ fn input_scales(model: &Model, layout: Layout) -> Vec<Item> {
     items
 }
 
-/// The scales or the zero points of a quantized weight, as a weight.
+/// The scales or the zero points of a quantized weight in the shape of the file, as a weight.
 struct Parameters {
     weight: Weight,
     dtype: DType,
     zero_points: bool,
 }
 
+impl Parameters {
+    /// Appends the parameters of a block that starts at a row.
+    fn add(&self, view: &View, row: usize, bytes: &mut Vec<u8>) {
+        let Some((affine, width)) = view.affine else { return };
+        let values = if self.zero_points { view.zero_points } else { view.scales };
+        match affine.granularity {
+            // The scale of the tensor is part of every block.
+            Granularity::Tensor if row > 0 => {}
+            Granularity::Block([high, _]) => {
+                let line = affine.granularity.groups(width) * self.dtype.bitsize() / 8;
+                let first = (row..).zip(values.chunks(line.max(1))).filter(|(row, _)| row.is_multiple_of(high.max(1)));
+                first.for_each(|(_, line)| bytes.extend_from_slice(line));
+            }
+            Granularity::Tensor | Granularity::Channel | Granularity::Group(_) => bytes.extend_from_slice(values),
+        }
+    }
+}
+
 impl WeightSource for Parameters {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        let mut first = true;
-        self.weight.visit(unit, &mut |block| {
-            let is_single = block.now.affine.is_some_and(|(affine, _)| affine.granularity == Granularity::Tensor);
-            let is_repeated = !std::mem::replace(&mut first, false);
-            let values = if self.zero_points { block.now.zero_points } else { block.now.scales };
-            if is_single && is_repeated { Ok(()) } else { sink(Block::untouched(View::dense(self.dtype, values))) }
-        })
+        let most = block_elements(unit).saturating_mul((self.dtype.bitsize() / 8).max(1));
+        let (width, mut row, mut bytes) = (self.weight.row().max(1), 0, Vec::new());
+        self.weight.visit(width, &mut |block| {
+            self.add(&block.now, row, &mut bytes);
+            row += block.now.elements() / width;
+            while bytes.len() > most {
+                sink(Block::untouched(View::dense(self.dtype, &bytes[..most])))?;
+                bytes.drain(..most);
+            }
+            Ok(())
+        })?;
+        if bytes.is_empty() { Ok(()) } else { sink(Block::untouched(View::dense(self.dtype, &bytes))) }
     }
 }
 

@@ -288,6 +288,10 @@ fn words_of_gptq_and_awq() {
         let packed = written(&input, Layout::Auto);
         assert_eq!((&packed["a.weight_packed"], &packed["a.weight_zero_point"]), (&words([8, 1], &gptq), &words([1, 1], &[0x8A86_8978])), "{config}");
     }
+    // GPTQModel subtracts from complete words, so that a zero point of 0 borrows from the next one.
+    let borrowed = words([1, 1], &[0x8A86_8970 - 0x1111_1111]);
+    let input = folder(words([1, 8], &gptq), borrowed, None, json!({ "quant_method": "gptq", "bits": 4, "sym": false }));
+    assert_eq!(written(&input, Layout::Dense)["a.weight"].values(), expected(&[0.0, 7.0, 9.0, 8.0, 6.0, 8.0, 10.0, 8.0]));
     // In a symmetric file, the packed zero points identify the version, whatever the label specifies. A file
     // whose zero points differ is not symmetric.
     for (zeros, format) in [(0x7777_7777, "gptq_v2"), (0x8888_8888, "gptq")] {

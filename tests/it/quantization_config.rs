@@ -9,7 +9,7 @@ use compress::pass::Quantize;
 use compress_core::store::Pattern;
 use serde_json::{Value, json};
 
-use crate::common::{DType, Desk, Tensor, pipeline};
+use crate::common::{DType, Desk, Tensor, pipeline, read};
 
 type Shapes<'a> = &'a [(&'a str, &'a [usize])];
 
@@ -121,6 +121,27 @@ fn heads_without_a_tensor_are_ignored() {
     }
 }
 
+/// A head that is tied to a quantized embedding shares its codes, and has copies of its scales and zero
+/// points.
+#[test]
+fn tied_heads_have_the_scales_of_the_embedding() {
+    let desk = Desk::new();
+    // More elements than a block has, and an incomplete block of rows.
+    let shapes: Shapes = &[("model.embed_tokens", &[1100, 128]), ("model.layers.0.self_attn.q_proj", &[128, 128])];
+    let input = folder(&desk, &json!({ "model_type": "llama", "tie_word_embeddings": true }), shapes);
+    for (scheme, shape) in [("W8A8", [1100, 1]), ("W4A16-ASYM", [1100, 1]), ("FP8-BLOCK", [9, 1]), ("MXFP8A16", [1100, 4])] {
+        let pass: Quantize = serde_json::from_value(json!({ "scheme": scheme, "observer": "minmax", "targets": ["*"] })).unwrap();
+        let out = desk.run(&input, pipeline().pass(pass)).unwrap();
+        let tensors = read(&out.path);
+        let part = |module: &str, part: &str| tensors.get(&format!("{module}.{part}"));
+        for name in ["weight_scale", "weight_zero_point"] {
+            assert_eq!(part("lm_head", name), part("model.embed_tokens", name), "{scheme}: {name}");
+        }
+        assert_eq!(part("lm_head", "weight_scale").unwrap().shape, shape, "{scheme}");
+        compress::Model::open(&out.path).unwrap();
+    }
+}
+
 /// Linear layers with names like those of embedding tables. Some of them are in families of the table.
 #[test]
 fn every_matrix_that_is_not_quantized_is_ignored() {
@@ -165,7 +186,9 @@ fn notes_name_libraries_that_do_not_load_a_folder() {
         &[("model.layers.0.self_attn.q_proj", &[128, 128]), ("model.layers.0.self_attn.k_proj", &[64, 128]), ("model.layers.0.self_attn.v_proj", &[64, 128])];
     let feed_forward: Shapes =
         &[("model.layers.0.mlp.gate_proj", &[128, 128]), ("model.layers.0.mlp.up_proj", &[100, 128]), ("model.layers.0.mlp.down_proj", &[128, 100])];
+    let tied: Shapes = &[("model.embed_tokens", &[48, 32]), dense[0]];
     let options = |scheme: &str| json!({ "scheme": scheme });
+    let all = |scheme: &str| json!({ "scheme": scheme, "targets": ["*"] });
     let without = |scheme: &str, ignore: &str| json!({ "scheme": scheme, "ignore": [ignore] });
     for (model_type, shapes, options, note, is_expected) in [
         ("olmoe", separate, without("W4A16", "*experts*"), "float experts in separate tensors", true),
@@ -196,6 +219,10 @@ fn notes_name_libraries_that_do_not_load_a_folder() {
         ("llama", dense, options("W4A16-ASYM"), "packed zero points: vLLM loads them", true),
         ("llama", dense, options("W4A16-ASYM"), "more than one group size", false),
         ("llama", feed_forward, options("W4A16-ASYM"), "transformers does not load them in more than one group size or scheme", true),
+        ("llama", tied, all("W4A16-ASYM"), "transformers cannot load the folder, because the embeddings are quantized too: add them to `ignore`", true),
+        ("llama", tied, all("W4A16-ASYM"), "transformers 5 loads them", false),
+        ("llama", tied, options("W4A16-ASYM"), "transformers cannot load the folder", false),
+        ("llama", tied, all("W4A16"), "quantized embeddings: transformers 5 loads them", true),
         ("llama", dense, options("W2A16"), "weights of 2 bits: only recent versions of vLLM", true),
         ("llama", dense, options("W8A16"), "recent versions of vLLM", false),
     ] {

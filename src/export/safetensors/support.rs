@@ -95,8 +95,11 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     if groups.iter().any(|g| g.spec.codes.is_integer() && matches!(g.spec.activations, ActivationScheme::Float(..))) {
         notes.push("int4 weights with FP8 activations: transformers loads them; vLLM needs a GPU of compute capability 9.0".to_owned());
     }
-    if groups.iter().any(|g| g.class == "Embedding") {
-        notes.push("quantized embeddings: transformers 5 loads them; transformers 4 and vLLM do not support this format".to_owned());
+    let packed = || groups.iter().filter(|g| g.packed && g.spec.codes.is_integer());
+    let has_embeddings = groups.iter().any(|g| g.class == "Embedding");
+    if has_embeddings {
+        let transformers = if packed().all(|g| g.spec.symmetric) { "transformers 5 loads them; " } else { "" };
+        notes.push(format!("quantized embeddings: {transformers}transformers 4 and vLLM do not support this format"));
     }
     notes.extend(expert_notes(items, &groups, model));
     if let Some(module) = items.iter().filter_map(|item| item.name.strip_suffix(".k_scale")).find(|module| !is_attention_module(items, module)) {
@@ -109,15 +112,18 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     if groups.iter().filter(integers).any(|g| g.class == "Linear" && g.spec.activations == ActivationScheme::None && !g.packed) {
         notes.push("weight-only int8 with zero points or a single scale: transformers loads it; vLLM has no kernel for it".to_owned());
     }
-    let packed = || groups.iter().filter(|g| g.packed && g.spec.codes.is_integer());
     let is_usual = |g: &&Group| VLLM_BITS.contains(&g.spec.codes.bits());
     if packed().any(|g| !g.spec.symmetric) {
         let vllm = match widths(packed().filter(|g| !g.spec.symmetric && !is_usual(g))) {
             None => "vLLM loads them".to_owned(),
             Some(bits) => format!("vLLM does not support them with {bits}"),
         };
-        // transformers uses the first group of `config_groups` for all of them.
+        // transformers uses the first group of `config_groups` for all of them, and does not dequantize
+        // embeddings.
         let transformers = match groups.iter().filter(|g| g.class == "Linear").count() {
+            _ if has_embeddings => {
+                "transformers cannot load the folder, because the embeddings are quantized too: add them to `ignore`, and load the folder with `CompressedTensorsConfig(dequantize=True)`"
+            }
             1 => "transformers loads them only with `CompressedTensorsConfig(dequantize=True)`",
             _ => {
                 "transformers does not load them in more than one group size or scheme: choose a `group_size` that divides all rows, and load the folder with `CompressedTensorsConfig(dequantize=True)`"

@@ -5,6 +5,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+mod blocks;
 mod cast;
 mod files;
 mod given;

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Block, BlockSink, Codes, DType, FloatFormat, RawTensor, ScaleFormat, View, WeightSource, block_elements};
+use super::{Block, BlockSink, Codes, DType, FloatFormat, RawTensor, ScaleFormat, View, WeightSource, block_elements, least_common_multiple};
 use crate::error::Result;
 use crate::kernel::packing;
 
@@ -229,14 +229,15 @@ pub struct QuantizedReader {
 }
 
 impl WeightSource for QuantizedReader {
-    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let row = row(&self.shape);
         let rows = if row == 0 { 0 } else { self.shape.first().copied().unwrap_or(1) };
         let bits = self.affine.codes.bits();
         let packing = self.affine.codes.packing();
         let (dtype, size) = packing.row(row, bits);
         let stored = if self.packed { size * dtype.bitsize() / 8 } else { row };
-        let step = block_elements(row) / row.max(1);
+        // Complete units and complete rows.
+        let step = block_elements(least_common_multiple(unit, row)) / row.max(1);
         let mut parameters = Parameters::new(&self.affine, row, &self.scales, self.zero_points.as_ref());
         let (mut words, mut unpacked) = (Vec::new(), Vec::new());
         for start in (0..rows).step_by(step) {

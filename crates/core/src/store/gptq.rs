@@ -5,7 +5,7 @@
 //!
 //! | | `x.qweight` I32 | `x.qzeros` I32 | `x.scales` | `x.g_idx` I32 |
 //! | --- | --- | --- | --- | --- |
-//! | GPTQ | `[in · bits / 32, out]`, consecutive inputs per word, low bits first | `[groups, out · bits / 32]`, consecutive outputs, low bits first; version 1 stores z - 1 | `[groups, out]` | group of each input |
+//! | GPTQ | `[in · bits / 32, out]`, consecutive inputs per word, low bits first | `[groups, out · bits / 32]`, consecutive outputs, low bits first; version 1 subtracts 1 from each z, as one subtraction from the word | `[groups, out]` | group of each input |
 //! | AWQ (GEMM) | `[in, out / 8]`, outputs per word in the order 0 2 4 6 1 3 5 7 | `[groups, out / 8]` in the same order | `[groups, out]` | |
 //!
 //! They become weights `x.weight`, `[out, in]`. If `g_idx` assigns inputs to groups out of order, the
@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use super::{
     ActivationScheme, Block, BlockSink, Checkpoint, Codes, DType, Decoded, Encoding, Granularity, QuantizationSpec, RawTensor, View, Weight, WeightSource,
-    block_elements,
+    block_elements, least_common_multiple,
 };
 use crate::error::{Error, Result};
 
@@ -34,7 +34,7 @@ pub struct GptqConfig {
 /// Order of the outputs in a word of AWQ: nibble i contains output `ORDER[i]`.
 const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
-/// Number of outputs that are transposed at a time, so that reads are long.
+/// Approximate number of outputs that are transposed at a time, so that reads are long.
 const BAND: usize = 1024;
 
 /// Packing format.
@@ -177,14 +177,16 @@ impl WordsFile {
     fn zero_points(&self) -> Result<Vec<u8>> {
         let bits = usize::from(self.affine.codes.bits());
         let (each, mask, middle) = (32 / bits, (1u32 << bits) - 1, 1u32 << (bits - 1));
+        // In version 1, a zero point of 0 has borrowed from the next one in its word.
+        let ones = u32::MAX / mask * u32::from(self.offset);
         let bytes = self.zeros.read_all()?;
         let mut zero_points = vec![0; self.rows * self.groups];
         for (at, word) in bytes.as_chunks::<4>().0.iter().enumerate() {
             let (group, first) = (at / (self.rows / each), at % (self.rows / each) * each);
-            let word = u32::from_le_bytes(*word);
+            let word = u32::from_le_bytes(*word).wrapping_add(ones);
             for index in 0..each {
                 let output = first + self.words.output(index);
-                let zero = (((word >> (index * bits)) & mask) + u32::from(self.offset)) & mask;
+                let zero = (word >> (index * bits)) & mask;
                 zero_points[output * self.groups + group] = zero.wrapping_sub(middle) as u8;
             }
         }
@@ -227,12 +229,15 @@ impl WordsFile {
 
 impl WeightSource for WordsFile {
     #[allow(clippy::indexing_slicing, clippy::arithmetic_side_effects, reason = "hot; the sizes of all parts were validated")]
-    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let (size, zeros, by_group) = (self.affine.scale_dtype.bitsize() / 8, self.zero_points()?, self.scales.read_all()?);
-        let step = block_elements(self.row) / self.row;
+        // Blocks of complete units and rows; bands of complete blocks and words.
+        let step = (block_elements(least_common_multiple(unit, self.row)) / self.row).min(self.rows);
+        let least = least_common_multiple(step, 32 / usize::from(self.affine.codes.bits()));
+        let height = (BAND / least * least).max(least);
         let (mut line, mut codes, mut scales, mut zero_points) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        for first in (0..self.rows).step_by(BAND) {
-            let band = BAND.min(self.rows - first);
+        for first in (0..self.rows).step_by(height) {
+            let band = height.min(self.rows - first);
             self.band(first, band, &mut line, &mut codes)?;
             for start in (0..band).step_by(step) {
                 let count = step.min(band - start);

@@ -40,6 +40,11 @@ impl WeightSource for Typed {
         let row = upstream.row().max(1);
         // Elements per index of the second dimension.
         let inner = upstream.shape.get(2..).unwrap_or(&[]).iter().product::<usize>().max(1);
+        let sizes = [upstream.shape.first(), upstream.shape.get(1)].map(|size| size.copied().unwrap_or(1));
+        let pairs = [rows, columns].into_iter().zip(sizes).filter_map(|(factors, size)| Some((factors.as_ref()?, size)));
+        if let Some((factors, size)) = pairs.into_iter().find(|(factors, size)| factors.len() > *size) {
+            return Err(Error::tensor(name, format!("has an axis of {size} elements, but there are {} factors", factors.len()), "report this error"));
+        }
         let size = self.dtype.bitsize() / 8;
         let (mut values, mut bytes) = (Vec::new(), Vec::new());
         let mut at = 0;

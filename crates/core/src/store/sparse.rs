@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 
-use super::{Block, BlockSink, Checkpoint, DType, QuantizationSpec, QuantizedReader, RawTensor, View, WeightSource, block_elements};
+use super::{Block, BlockSink, Checkpoint, DType, QuantizationSpec, QuantizedReader, RawTensor, View, WeightSource, block_elements, least_common_multiple};
 use crate::error::{Error, Result};
 use crate::kernel::bitmask;
 
@@ -134,10 +134,10 @@ pub struct SparseInteger {
 }
 
 impl WeightSource for SparseInteger {
-    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let row = super::affine::row(&self.values.shape);
         let mut parameters = super::affine::Parameters::new(&self.affine, row, &self.scales, self.zero_points.as_ref());
-        self.values.blocks(row, &mut |values| {
+        self.values.blocks(least_common_multiple(unit, row), &mut |values| {
             let (scales, zero_points) = parameters.next(values.len())?;
             let global_scale = self.global_scale;
             sink(Block::untouched(View { dtype: self.dtype, values, affine: Some((&self.affine, row)), scales, zero_points, global_scale, blocks: &[] }))

@@ -137,6 +137,8 @@ const AHEAD: usize = 2;
 fn zip(name: &str, a: &Weight, b: &Weight, sink: &mut dyn FnMut(&Block, &[u8]) -> Result<()>) -> Result<()> {
     let unit = a.row().max(1);
     let (send, receive) = sync_channel::<Vec<u8>>(AHEAD);
+    // The blocks of the two weights may have different sizes.
+    let (size, mut pending) = ((b.dtype.bitsize() / 8).max(1), Vec::<u8>::new());
     std::thread::scope(|scope| {
         let read = move || {
             b.dense("").visit(unit, &mut |block| {
@@ -145,9 +147,20 @@ fn zip(name: &str, a: &Weight, b: &Weight, sink: &mut dyn FnMut(&Block, &[u8]) -
             })
         };
         let reader = std::thread::Builder::new().spawn_scoped(scope, read).map_err(Error::io("start a thread to read", Path::new(name)))?;
-        let first = a.dense(name).visit(unit, &mut |block| match receive.recv() {
-            Ok(bytes) => sink(&block, &bytes),
-            Err(_) => Err(Error::Cancelled),
+        let first = a.dense(name).visit(unit, &mut |block| {
+            let needed = block.now.elements().saturating_mul(size);
+            while pending.len() < needed {
+                let bytes = receive.recv().map_err(|_| Error::Cancelled)?;
+                if pending.is_empty() {
+                    pending = bytes;
+                } else {
+                    pending.extend(bytes);
+                }
+            }
+            let rest = pending.split_off(needed);
+            sink(&block, &pending)?;
+            pending = rest;
+            Ok(())
         });
         drop(receive);
         let second = reader.join().unwrap_or(Err(Error::Cancelled));
@@ -156,4 +169,44 @@ fn zip(name: &str, a: &Weight, b: &Weight, sink: &mut dyn FnMut(&Block, &[u8]) -
             (first, _) => first,
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::store::{BlockSink, Encoding, View, WeightSource};
+
+    /// Numbers in blocks of a number of elements that does not depend on the unit.
+    struct Numbers {
+        dtype: DType,
+        bytes: Vec<u8>,
+        block: usize,
+    }
+
+    impl WeightSource for Numbers {
+        fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
+            let parts = self.bytes.chunks(self.block * self.dtype.bitsize() / 8);
+            parts.map(|part| View::dense(self.dtype, part)).try_for_each(|view| sink(Block::untouched(view)))
+        }
+    }
+
+    #[test]
+    fn blocks_of_different_sizes_are_compared() {
+        let weight = |dtype, bytes, block| Weight::new(dtype, vec![10, 1], Encoding::Dense, Arc::new(Numbers { dtype, bytes, block }));
+        let single = |block: usize| weight(DType::F32, (0..10u8).flat_map(|number| f32::from(number).to_le_bytes()).collect(), block);
+        let double = |last: u8, block: usize| {
+            let numbers = (0..9u8).chain([last]);
+            weight(DType::F64, numbers.flat_map(|number| f64::from(number).to_le_bytes()).collect(), block)
+        };
+        for (one, two) in [(3, 3), (3, 5), (5, 3), (1, 10), (10, 1), (4, 7)] {
+            for (a, b) in [(single(one), single(two)), (single(one), double(9, two)), (double(9, one), single(two))] {
+                let found = weight_diff("w", Some(&a), Some(&b)).unwrap();
+                assert_eq!((found.equal, found.max_abs_error, found.zeros_before, found.zeros_after), (true, Some(0.0), 1, 1), "{one} {two}");
+            }
+            let found = weight_diff("w", Some(&single(one)), Some(&double(11, two))).unwrap();
+            assert_eq!((found.equal, found.max_abs_error), (false, Some(2.0)), "{one} {two}");
+        }
+    }
 }

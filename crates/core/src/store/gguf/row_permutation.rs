@@ -68,7 +68,12 @@ impl RowPermutation {
         match &self.order {
             None => bytes.extend_from_slice(values),
             Some(order) => {
-                for window in values.chunks_exact(row.saturating_mul(order.len()).max(1)) {
+                let size = row.saturating_mul(order.len()).max(1);
+                if !values.len().is_multiple_of(size) {
+                    let reason = format!("is read in blocks that are not multiples of {} rows, which are permuted together", order.len());
+                    return Err(Error::tensor(&self.name, reason, "this is a bug in compress, please report it"));
+                }
+                for window in values.chunks_exact(size) {
                     let from = |index: &usize| window.get(index.saturating_mul(row)..index.saturating_add(1).saturating_mul(row)).unwrap_or_default();
                     order.iter().for_each(|index| bytes.extend_from_slice(from(index)));
                 }
@@ -107,5 +112,32 @@ impl WeightSource for RowPermutation {
             let before_dtype = self.permute(&block.before, &mut before)?;
             sink(Block { now: View::dense(dtype, &now), before: View::dense(before_dtype, &before) })
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Six rows of one element, in blocks of a number of rows that does not depend on the unit.
+    struct Torn(usize);
+
+    impl WeightSource for Torn {
+        fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
+            let bytes: Vec<u8> = (0..6u8).flat_map(|row| f32::from(row).to_le_bytes()).collect();
+            bytes.chunks(4 * self.0).try_for_each(|part| sink(Block::untouched(View::dense(DType::F32, part))))
+        }
+    }
+
+    #[test]
+    fn blocks_of_incomplete_heads_are_an_error() {
+        let turned = |rows: usize| {
+            let upstream = Weight::new(DType::F32, vec![6, 1], Encoding::Dense, Arc::new(Torn(rows)));
+            let order = Some(Arc::new(vec![2, 0, 1]));
+            RowPermutation { upstream, order, added: 0.0, name: "a".into() }.weight().unwrap().floats("a")
+        };
+        assert_eq!(turned(3).unwrap(), [2.0, 0.0, 1.0, 5.0, 3.0, 4.0]);
+        let error = turned(4).unwrap_err().to_string();
+        assert!(error.contains("`a`") && error.contains("multiples of 3 rows"), "{error}");
     }
 }
