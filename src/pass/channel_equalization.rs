@@ -106,10 +106,11 @@ pub(super) fn norms(graph: &Graph, layers: &BTreeSet<String>) -> BTreeSet<String
     graph.nodes().iter().filter(is_norm).filter_map(|node| Some(graph.value(*node.inputs.get(1)?).name.clone())).collect()
 }
 
-/// Whether a node multiplies each channel by a parameter.
+/// Whether a node multiplies each channel by an element of a parameter.
 pub(super) fn is_factor(graph: &Graph, node: &Node) -> bool {
     let factor = node.inputs.get(1).map(|id| graph.value(*id));
-    matches!(node.op, Op::Mul(_)) && factor.is_some_and(|value| value.kind == Kind::Param && value.ty.shape.len() == 1)
+    let channels = graph.value(node.output).ty.shape.last();
+    matches!(node.op, Op::Mul(_)) && factor.is_some_and(|value| value.kind == Kind::Param && value.ty.shape.len() == 1 && value.ty.shape.first() == channels)
 }
 
 /// Whether the second input of a node is a parameter with one element for each channel of an image.

@@ -382,6 +382,23 @@ mod tests {
         assert!(clamped_count > 0, "no chain contains a ReLU6");
     }
 
+    /// One number that multiplies all channels cannot absorb a factor for each of them.
+    #[test]
+    fn scalars_are_not_rescaled_by_channel() {
+        let text = "input x: float[batch, 8]\nparam a.weight: float[8, 8]\nparam scale: float[1]\nparam b.weight: float[8, 8]\n\
+            h = Linear{\"input_major\":false}(x, a.weight) -> float[batch, 8]\nm = Mul(h, scale) -> float[batch, 8]\n\
+            y = Linear{\"input_major\":false}(m, b.weight) -> float[batch, 8]\noutput y = y\n";
+        let values = |name: &str, shape: &[usize]| {
+            let uneven = |at: usize| if name == "a.weight" { 4f32.powi((at / 8) as i32 % 4) } else { 1.0 };
+            numbers(shape).into_iter().enumerate().map(|(at, value)| (value + 0.1) * uneven(at)).collect::<Vec<_>>()
+        };
+        let (_folder, model) = testing::model(text, values).unwrap();
+        let inputs = Inputs::from([("x".to_owned(), Tensor::from_vec(values("x", &[16, 8]), (16, 8), &Device::Cpu).unwrap())]);
+        for smooth in [Smooth::Auto, Smooth::Free, Smooth::Strength(0.5)] {
+            rescaled(&model, &inputs, smooth);
+        }
+    }
+
     /// Factors that follow from the few samples at hand are not used: the channels have the same
     /// distribution. If the distributions differ, the factors hold for other samples too.
     #[test]
@@ -422,8 +439,8 @@ mod tests {
         const COUNT: usize = 9;
         let range = |height: usize, bright: usize| {
             let text = format!(
-                "input x: float[batch, 1, {height}, 128]\nparam w: float[1, 1, 1, 1]\n\
-                y = Conv{{\"stride\":1,\"padding\":0,\"dilation\":1,\"groups\":1}}(x, w) -> float[batch, 1, {height}, 128]\noutput y = y\n"
+                "input x: float[batch, 1, {height}, 128]\nparam a.weight: float[1, 1, 1, 1]\n\
+                y = Conv{{\"stride\":1,\"padding\":0,\"dilation\":1,\"groups\":1}}(x, a.weight) -> float[batch, 1, {height}, 128]\noutput y = y\n"
             );
             let (_folder, model) = testing::model(&text, |_, _| vec![1.0]).unwrap();
             let pixel = |at: usize| (at * 797 % 2000) as f32 / 1000.0 - 1.0;

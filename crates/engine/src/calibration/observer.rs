@@ -46,9 +46,15 @@ impl ActivationObserver {
     }
 }
 
+/// Number of values up to which samples of one row are not divided into groups.
+const FEW_VALUES: u64 = 1 << 15;
+
 /// The mean of the ranges that minimize the error of each group of samples. An outlier sample widens only
 /// the range of its own group, while it would dominate a sum of squared errors over all samples.
 fn mean_group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(f64, f64)> {
+    if statistics.rows_per_sample() == 1 && statistics.channels().count() * weights.len() as u64 <= FEW_VALUES {
+        return second_group_range(statistics, weights);
+    }
     let (mut low, mut high, mut count) = (0.0, 0.0, 0.0);
     for group in statistics.groups() {
         let (range, values) = (WeightedError::from_channels(group, None, weights)?.best_range(), group.count() as f64);
@@ -57,31 +63,47 @@ fn mean_group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(f6
     (count > 0.0).then(|| (low / count, high / count))
 }
 
+/// The second largest ends of the ranges of groups. The extremes of a few rows are smaller than those of all
+/// rows, so that their mean would clip, but a single row must not determine the range.
+fn second_group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(f64, f64)> {
+    let ranges = statistics.groups().map(|group| Some(WeightedError::from_channels(group, None, weights)?.best_range()));
+    let (mut lows, mut highs): (Vec<f32>, Vec<f32>) = ranges.collect::<Option<Vec<_>>>()?.into_iter().unzip();
+    lows.sort_by(f32::total_cmp);
+    highs.sort_by(|a, b| b.total_cmp(a));
+    let second = |ends: &[f32]| ends.get(1).or(ends.first()).copied().map(f64::from);
+    Some((second(&lows)?, second(&highs)?))
+}
+
 /// Candidate factors by which a range is widened.
 const HEADROOM: [f64; 6] = [1.0, 1.1, 1.2, 1.35, 1.5, 1.75];
 
-/// The range with the least error must not have more than this many times the error of the complete range.
+/// A range must not have more than this many times the error of the complete range, in both halves of the
+/// samples.
 const MAX_CLIPPING_ERROR: f64 = 4.0;
 
 /// The range of an observer, widened by the factor that minimizes the error in two-fold cross-validation
-/// over the samples. With [`ActivationObserver::Mse`], the complete range if clipping has a much larger error:
-/// then a channel with outliers dominates the outputs of some samples.
+/// over the samples. With [`ActivationObserver::Mse`], the complete range if clipping has a much larger
+/// error: then a channel with outliers dominates the outputs of some samples.
 pub fn with_headroom(observer: ActivationObserver, statistics: &ValueStatistics, weights: &[f64], percentile: f64) -> (f32, f32) {
     let (low, high) = observer.range(statistics, Some(weights), percentile);
     let wider = |(low, high): (f32, f32), by: f64| (f64::from(low) * by, f64::from(high) * by);
     let Some(halves) = statistics.halves() else { return (low, high) };
-    let (mut errors, mut complete) = ([0f64; HEADROOM.len()], 0.0);
+    let mut folds = Vec::with_capacity(halves.len());
     for fold in &halves {
-        let Some((range, held_out)) = validated_range(observer, statistics, fold, None, weights, percentile) else { return (low, high) };
-        errors.iter_mut().zip(HEADROOM).for_each(|(error, by)| *error += held_out.error(wider(range, by)));
-        complete += held_out.error(wider(statistics.part(fold.fitted.clone()).histogram.range(), 1.0));
+        let Some(validated) = validated_range(observer, statistics, fold, None, weights, percentile) else { return (low, high) };
+        folds.push(validated);
+    }
+    let mut errors = [0f64; HEADROOM.len()];
+    for (range, held_out) in &folds {
+        errors.iter_mut().zip(HEADROOM).for_each(|(error, by)| *error += held_out.error(wider(*range, by)));
     }
     let best = (0..errors.len()).reduce(|best, at| if errors[at] < errors[best] { at } else { best }).unwrap_or(0);
-    if observer == ActivationObserver::Mse && errors[best] > MAX_CLIPPING_ERROR * complete {
-        return statistics.histogram.range();
+    let (chosen, complete) = (wider((low, high), HEADROOM[best]), statistics.histogram.range());
+    let is_clipped = |held_out: &WeightedError| held_out.error(chosen) > MAX_CLIPPING_ERROR * held_out.error(wider(complete, 1.0));
+    if observer == ActivationObserver::Mse && folds.iter().all(|(_, held_out)| is_clipped(held_out)) {
+        return complete;
     }
-    let (low, high) = wider((low, high), HEADROOM[best]);
-    (low as f32, high as f32)
+    (chosen.0 as f32, chosen.1 as f32)
 }
 
 /// The range chosen for the first part of the samples, and the error function of the other part. Each
@@ -289,6 +311,17 @@ mod tests {
         assert!((range(&vec![uniform(1.0); 9]) - one).abs() < 1e-6);
         let mixed = range(&[uniform(1.0), uniform(1.0), uniform(10.0), uniform(1.0)]);
         assert!((mixed - (3.0 * one + ten) / 4.0).abs() < 1e-5, "{mixed} {one} {ten}");
+    }
+
+    /// Rows of a table are samples of one row. Large values of two rows in different groups count, and those
+    /// of a single row do not.
+    #[test]
+    fn one_of_few_rows_does_not_determine_the_range() {
+        let range = |large: &[usize]| {
+            let row = |at: usize| vec![if large.contains(&at) { 4.0 } else { (at * 7 % 16) as f32 / 8.0 - 1.0 }];
+            ActivationObserver::Mse.range(&statistics(&(0..64).map(row).collect::<Vec<_>>()), Some(&[1.0]), 0.0).1
+        };
+        assert!(range(&[63]) < 1.1 && range(&[5, 62]) > 3.5, "{} {}", range(&[63]), range(&[5, 62]));
     }
 
     /// Nine images, so that two of them share a group: every image contributes its own best range, also to
