@@ -256,7 +256,7 @@ Runtime: TypeAlias = Literal["candle", "onnxruntime"]
 - onnxruntime: ONNX Runtime, for ONNX files
 """
 
-Scheme: TypeAlias = Literal["W4A16", "W4A16-ASYM", "W2A16", "W2A16-ASYM", "W3A16", "W3A16-ASYM", "W5A16", "W6A16", "W7A16", "W8A16", "W8A8", "FP8", "FP8-DYNAMIC", "FP8-BLOCK", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4", "MXFP6A16", "MXFP8A16", "MXFP8"]
+Scheme: TypeAlias = Literal["W4A16", "W4A16-ASYM", "W2A16", "W2A16-ASYM", "W3A16", "W3A16-ASYM", "W5A16", "W6A16", "W7A16", "W8A16", "W8A8", "W8A8-STATIC", "W4A8", "W4AFP8", "FP8", "FP8-DYNAMIC", "FP8-BLOCK", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4", "MXFP6A16", "MXFP8A16", "MXFP8"]
 """Quantization scheme of weights and activations. Names are case-insensitive, and `_` is equivalent to `-`.
 
 - W4A16: Weights: int4 in groups of 128, symmetric. Activations: floats
@@ -270,6 +270,10 @@ Scheme: TypeAlias = Literal["W4A16", "W4A16-ASYM", "W2A16", "W2A16-ASYM", "W3A16
 - W7A16: Weights: int7 in groups of 128, symmetric. Activations: floats
 - W8A16: Weights: int8 in groups of 128, symmetric. Activations: floats
 - W8A8: Weights: int8 with a scale per output channel. Activations: int8 with a dynamic scale per token
+- W8A8-STATIC: Weights: int8 with a scale per output channel. Activations: int8 with a static scale found on
+  calibration samples
+- W4A8: Weights: int4 in groups of 128, symmetric. Activations: int8 with a dynamic scale per token
+- W4AFP8: Weights: int4 in groups of 128, symmetric. Activations: FP8 with a dynamic scale per token
 - FP8: Weights: FP8 with a scale per tensor. Activations: FP8 with a static scale found on calibration samples
 - FP8-DYNAMIC: Weights: FP8 with a scale per output channel. Activations: FP8 with a dynamic scale per token
 - FP8-BLOCK: Weights: FP8 with a scale per block of 128 x 128. Activations: FP8 in groups of 128 with dynamic

@@ -24,7 +24,7 @@ use crate::model::{self, Model};
 use crate::pass::prune_structured::graph_file_note;
 use crate::pass::targets::{self, SelectedWeights};
 use crate::run_state::{Applied, RunState};
-use crate::store::{BlockSink, DType, Encoding, Origin, Pattern, Weight, WeightSource, select};
+use crate::store::{BlockSink, DType, Encoding, Origin, Pattern, Weight, WeightSource};
 
 /// Different rank for some layers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -185,7 +185,7 @@ impl Decompose {
         };
         let rank = self.resolve_rank(name, rows, size)?;
         let shapes = match (weight.shape.get(2..), input_major) {
-            (Some(window), _) if convolution => [[&[rank, weight.shape[1]], window].concat(), vec![rows, rank, 1, 1]],
+            (Some(window), _) if convolution => [[&[rank, weight.shape[1]], window].concat(), [vec![rows, rank], vec![1; window.len()]].concat()],
             (_, true) => [vec![size, rank], vec![rank, rows]],
             _ => [vec![rank, size], vec![rows, rank]],
         };
@@ -204,10 +204,8 @@ impl Decompose {
     /// Factorizations of all selected layers, and the record of the pass.
     fn factorizations(&self, model: &Model, graph: &Graph) -> Result<(Vec<Factorization>, Applied)> {
         let weights = &model.weights;
-        for rule in &self.rules {
-            select::check("rules", &rule.targets, weights.by_name.keys())?;
-        }
         let SelectedWeights { names, rule, notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
+        targets::check_rules(NAME, self.rules.iter().map(|rule| rule.targets.as_slice()), weights, &names)?;
         let (mut factorizations, mut skipped) = (Vec::new(), BTreeMap::<&str, Vec<&str>>::new());
         for name in names {
             let weight = weights.get(name)?;

@@ -121,8 +121,8 @@ mod tests {
         assert!(notes.len() == 2 && notes[0].contains("1 layer (the first: `l.experts.1.up.weight`)") && notes[1].contains("2 layers"), "{notes:?}");
     }
 
-    /// Static scales map the largest input to the largest E4M3 value, 448, or to 127.5 steps of int8. Global scales of NVFP4 map
-    /// it to the largest E2M1 value, 6, with the group scale 448.
+    /// Static scales map the largest input to the largest E4M3 value, 448, or to 127.5 steps of int8. Global
+    /// scales of NVFP4 map it to the largest E2M1 value, 6, with the group scale 448.
     #[test]
     fn scales_follow_from_the_inputs_of_layers() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama");

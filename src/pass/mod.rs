@@ -124,6 +124,11 @@ pub trait Pass: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Whether the pass reads the labels of calibration data.
+    fn reads_labels(&self) -> bool {
+        false
+    }
+
     /// Number of samples below which the result is likely to overfit them.
     fn min_samples(&self) -> usize {
         1

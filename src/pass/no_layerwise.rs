@@ -16,6 +16,11 @@ pub(super) fn require(option: &str) -> Result<()> {
     Err(unable(option))
 }
 
+/// Returns no axes: models have no graph.
+pub(super) fn input_axes(_model: &Model) -> BTreeMap<String, BTreeSet<usize>> {
+    BTreeMap::new()
+}
+
 /// Unreachable, because [`require`] has returned an error before.
 pub(super) fn retain_supported(_pass: &str, _model: &Model, _names: &mut BTreeSet<&str>, _targets: &[Pattern]) -> Result<Vec<String>> {
     Err(unable("method"))

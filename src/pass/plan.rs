@@ -71,7 +71,7 @@ fn difference(planned: &Model, executed: &Model) -> Option<String> {
 }
 
 /// The properties of a weight that determine its layout in a file.
-fn layout(weight: &Weight) -> impl PartialEq + '_ {
+pub(super) fn layout(weight: &Weight) -> impl PartialEq + '_ {
     let encoding = if let Encoding::Quantized(affine) = &weight.encoding { Some(affine.scheme()) } else { None };
     (weight.dtype, &weight.shape, encoding)
 }

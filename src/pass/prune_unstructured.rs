@@ -33,7 +33,7 @@ use crate::error::{Error, ParseError, Result};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, Prepare, RunState};
-use crate::store::{Block, BlockSink, Encoding, Pattern, Rows, View, Weight, WeightSource, ZeroOrigin, least_common_multiple, select};
+use crate::store::{Block, BlockSink, Encoding, Pattern, Rows, View, Weight, WeightSource, ZeroOrigin, least_common_multiple};
 use crate::work::Meter;
 
 /// Importance criterion of weights.
@@ -182,7 +182,7 @@ impl PruneUnstructured {
     }
 
     fn apply_pattern(&self, pattern: NOfM, names: &BTreeSet<&str>, model: &mut Model, meter: &Arc<Meter>) -> Result<u64> {
-        let mut removed = 0;
+        let (mut removed, axes) = (0, layerwise::input_axes(model));
         for name in names {
             let weight = model.weights.get(name)?.clone();
             if model.config.has_conv1d() && weight.shape.len() == 2 {
@@ -195,7 +195,8 @@ impl PruneUnstructured {
                     "use an amount instead of a pattern",
                 ));
             }
-            let &[_, inputs, ..] = weight.shape.as_slice() else {
+            let axis = input_axis(name, &weight, axes.get(*name), pattern)?;
+            let Some(inputs) = weight.shape.get(axis).copied().filter(|_| weight.shape.len() >= 2) else {
                 return Err(Error::tensor(
                     name,
                     format!("has the shape {:?}, but {pattern} needs at least two dimensions", weight.shape),
@@ -213,7 +214,7 @@ impl PruneUnstructured {
             if pattern.n == pattern.m {
                 continue;
             }
-            let stride = weight.shape[2..].iter().product();
+            let stride = weight.shape[axis + 1..].iter().product();
             let source = Patterned { upstream: weight.clone(), pattern, stride, meter: meter.clone() };
             model.weights.by_name.insert((*name).to_owned(), weight.then(weight.dtype, Encoding::Dense, Arc::new(source)));
         }
@@ -275,14 +276,12 @@ impl Pass for PruneUnstructured {
         let (rule, eligible): (_, fn(&str, &Weight) -> bool) =
             if by_samples { (model::LINEAR_RULE, model::is_linear) } else { (model::PRUNABLE_RULE, model::is_prunable) };
         let SelectedWeights { mut names, rule, mut notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, rule, eligible)?;
+        targets::check_rules(NAME, self.rules.iter().map(|rule| rule.targets.as_slice()), weights, &names)?;
         for name in &names {
             targets::require_float(NAME, name, weights.get(name)?)?;
         }
         if by_samples {
             notes.extend(layerwise::retain_supported(NAME, model, &mut names, &self.targets)?);
-        }
-        for rule in &self.rules {
-            select::check("rules", &rule.targets, weights.by_name.keys())?;
         }
         let tensors = names.iter().map(|name| (*name).to_owned()).collect();
         let mut applied = Applied { tensors, rule, notes, zeroes: true, ..Applied::new(NAME, self.options()) };
@@ -317,6 +316,22 @@ impl Pass for PruneUnstructured {
 
 pub(super) fn too_many(amount: Amount, what: &str, weights: u64) -> Error {
     Error::option(format!("{NAME}: amount"), format!("{amount} weights cannot be pruned from {what}, which has {weights}"))
+}
+
+/// The axis of a weight that holds the inputs of its layers, from the axes that layers of the graph `read`.
+/// If there are none, the second axis, as of linear layers and convolutions.
+fn input_axis(name: &str, weight: &Weight, read: Option<&BTreeSet<usize>>, pattern: NOfM) -> Result<usize> {
+    let refuse = |reason: String| Err(Error::tensor(name, reason, "add it to `ignore`, or use an amount instead of a pattern"));
+    let read: Vec<usize> = read.into_iter().flatten().copied().collect();
+    match read[..] {
+        [axis] => Ok(axis),
+        [] if model::stacked_experts(name, weight).is_some() => refuse(format!(
+            "stacks the weights of experts (shape {:?}), and it is unknown which axis holds their inputs, which {pattern} applies to",
+            weight.shape
+        )),
+        [] => Ok(1),
+        _ => refuse(format!("is read by layers in different axis orders (shape {:?}), but {pattern} applies to consecutive inputs", weight.shape)),
+    }
 }
 
 /// Weight whose smallest elements are zeroed.

@@ -7,7 +7,7 @@ use crate::arch;
 use crate::error::{Error, ParseError, Result, counted};
 use crate::model::{Model, exempt_layers, is_convolution, is_linear};
 use crate::run_state::WARNING;
-use crate::store::{Encoding, Pattern, Selection, Weight, Weights};
+use crate::store::{Encoding, Pattern, Selection, Weight, Weights, select};
 
 /// Selected weights of a pass.
 pub struct SelectedWeights<'a> {
@@ -64,6 +64,32 @@ pub fn select_weights<'a>(
     let unchanged = if targets.is_empty() { unchanged_layers(pass, weights, &names) } else { None };
     let notes = unchanged.map(|layers| format!("{pass} leaves unchanged: {layers}")).into_iter().collect();
     Ok(SelectedWeights { names, rule, notes })
+}
+
+/// Checks the patterns of the `rules` of a pass. The first rule that matches one of the selected `names`
+/// applies to it, and every rule must apply to at least one.
+///
+/// # Errors
+/// If a pattern does not match any weight, or if a rule has no effect.
+pub(super) fn check_rules<'r>(pass: &str, rules: impl Iterator<Item = &'r [Pattern]>, weights: &Weights, names: &BTreeSet<&str>) -> Result<()> {
+    let rules: Vec<&[Pattern]> = rules.collect();
+    for patterns in &rules {
+        select::check("rules", patterns, weights.by_name.keys())?;
+    }
+    let mut left = names.clone();
+    for patterns in rules {
+        let matched: BTreeSet<&str> = names.iter().copied().filter(|name| patterns.iter().any(|pattern| pattern.matches(name))).collect();
+        if left.is_disjoint(&matched) {
+            let reason = match matched.first() {
+                Some(name) => format!("rules before it apply to all weights that it matches (the first: `{name}`); move it before them, or remove it"),
+                None => "no selected weight matches it; add its weights to `targets`, remove them from `ignore`, or remove the rule".to_owned(),
+            };
+            let pattern = patterns.first().map_or("", Pattern::as_str);
+            return Err(Error::option(format!("{pass}: rules"), format!("the rule of `{pattern}` has no effect: {reason}")));
+        }
+        left.retain(|name| !matched.contains(name));
+    }
+    Ok(())
 }
 
 /// Passes that process matrices, but not convolutions.
@@ -179,6 +205,26 @@ mod tests {
             assert_eq!(note.as_ref().is_some_and(|note| note.starts_with(WARNING)), warns, "{name}: {note:?}");
         }
         assert_eq!(unquantized_convolutions("quantize-dynamic", &golden("resnet-basic"), &["classifier.*".parse().unwrap()]), None);
+    }
+
+    /// The first rule that matches applies.
+    #[test]
+    fn rules_without_effect_are_refused() {
+        let weights = golden("llama");
+        let names: BTreeSet<&str> = weights.by_name.keys().map(String::as_str).filter(|name| name.contains("mlp")).collect();
+        let check = |rules: &[&str]| {
+            let rules: Vec<Vec<Pattern>> = rules.iter().map(|pattern| vec![pattern.parse().unwrap()]).collect();
+            check_rules("quantize", rules.iter().map(Vec::as_slice), &weights, &names).map_err(|error| error.to_string())
+        };
+        assert_eq!(check(&["*down_proj*", "*mlp*"]), Ok(()));
+        for (rules, part) in [
+            (["*mlp*", "*down_proj*"], "the rule of `*down_proj*` has no effect: rules before it apply to all weights"),
+            (["*down_proj*", "*q_proj*"], "the rule of `*q_proj*` has no effect: no selected weight matches it"),
+            (["*down_proj*", "*absent*"], "`*absent*` matches no tensor"),
+        ] {
+            let error = check(&rules).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        }
     }
 
     /// Names are only in doubt if the configuration states a family that the table does not contain.

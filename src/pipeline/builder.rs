@@ -185,7 +185,8 @@ impl Pipeline {
         finish_passes(&mut after, model, &self.sizes, &mut run)?;
         resolved.export.iter_mut().for_each(|export| export.format_mut().resolve_defaults(&sets));
         let calibrates = resolved.model_runs().any(|(_, samples)| samples == Samples::Calibration);
-        resolved.running.default_data(calibrates);
+        let with_labels = resolved.steps.iter().any(|step| step.pass().reads_labels());
+        resolved.running.default_data(calibrates, with_labels);
         Ok((resolved, after, run))
     }
 

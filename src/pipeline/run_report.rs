@@ -84,7 +84,7 @@ impl Run<'_> {
             totals: Totals::default(),
         };
         report.notes.sort_by_key(|note| !note.starts_with(WARNING));
-        report.histograms = histograms(&report, first);
+        report.histograms = histograms(&report, after, first);
         Ok(report)
     }
 
@@ -157,17 +157,23 @@ fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {
     for path in &model.weight_files {
         bytes_before += files::length(path).map_err(Error::io("open", path))?;
     }
-    let zeros = |model: &Model, count: fn(&WeightMeasurement) -> u64| {
-        exported.weights.iter().filter(|(name, _)| model.weights.by_name.contains_key(name)).map(|(_, measured)| count(measured)).sum::<u64>()
-    };
-    let mut zeros_before = zeros(model, |s| s.difference.zeros_before);
-    // Aliases of tied weights that are no longer stored were not measured during writing.
-    for (_, weight) in model.weights.by_name.iter().filter(|(name, _)| !after.weights.by_name.contains_key(*name)) {
+    let is_derived = |name: &str| after.weights.by_name.get(name).is_some_and(|weight| !is_new(weight));
+    let mut zeros_before: u64 = exported
+        .weights
+        .iter()
+        .filter(|(name, _)| model.weights.by_name.contains_key(name) && is_derived(name))
+        .map(|(_, measured)| measured.difference.zeros_before)
+        .sum();
+    // Weights that new ones replace, and aliases of tied weights that are no longer stored, were not
+    // measured during writing.
+    for (_, weight) in model.weights.by_name.iter().filter(|(name, _)| !is_derived(name)) {
         weight.visit(1, &mut |block| {
             zeros_before += block.now.zeros();
             Ok(())
         })?;
     }
+    let measured = exported.weights.iter().filter(|(name, _)| after.weights.by_name.contains_key(name));
+    let zeros_after: u64 = measured.map(|(_, measured)| measured.difference.zeros_after).sum();
     let (parameters_before, parameters) = (model.weights.parameters(), after.weights.parameters());
     let before = Size {
         parameters: parameters_before,
@@ -179,7 +185,7 @@ fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {
     };
     let after = Size {
         parameters,
-        nonzero: parameters - zeros(after, |s| s.difference.zeros_after).min(parameters),
+        nonzero: parameters - zeros_after.min(parameters),
         tensors: exported.tensors,
         bytes: exported.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| f.bytes).sum(),
         bytes_zstd: None,
@@ -211,7 +217,14 @@ fn model_hash(model: &Model, after: &Model, exported: &Exported, work: &Work) ->
     Ok(hasher.finalize().to_string())
 }
 
+/// Whether a weight was not derived from a tensor of a file, such as the weights of a new head. Its values
+/// are not compared with its initial ones, which a cached result does not contain.
+fn is_new(weight: &Weight) -> bool {
+    weight.stored_as.is_empty() && weight.origin != Origin::File
+}
+
 fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
+    let is_compared = |name: &str| !after.weights.by_name.get(name).is_some_and(|w| w.origin == Origin::Rescaled || is_new(w));
     let layer = |((name, measured), encoding): (&(String, WeightMeasurement), &String)| Layer {
         name: name.clone(),
         shape: after.weights.by_name.get(name).map(|w| w.shape.clone()).unwrap_or_default(),
@@ -219,11 +232,7 @@ fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
         bytes_before: model.weights.by_name.get(name).map_or(0, |w| w.stored_bytes),
         bytes_after: measured.bytes,
         zeros: measured.difference.zeros_after,
-        sqnr_db: if measured.changed && !after.weights.by_name.get(name).is_some_and(|w| w.origin == Origin::Rescaled) {
-            measured.difference.sqnr_db()
-        } else {
-            None
-        },
+        sqnr_db: if measured.changed && is_compared(name) { measured.difference.sqnr_db() } else { None },
     };
     let stored = exported.weights.iter().zip(&exported.encodings);
     stored.filter(|((name, _), _)| after.weights.by_name.contains_key(name)).map(layer).collect()
@@ -232,13 +241,14 @@ fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
 /// Number of weights whose histograms are in the report.
 const HISTOGRAMS: usize = 8;
 
-fn histograms(report: &Report, exported: &Exported) -> Vec<WeightHistogram> {
+fn histograms(report: &Report, after: &Model, exported: &Exported) -> Vec<WeightHistogram> {
     let measurements: BTreeMap<&str, &WeightMeasurement> = exported.weights.iter().map(|(name, measured)| (name.as_str(), measured)).collect();
     let histogram = |layer: &&Layer| {
         let found = measurements.get(layer.name.as_str())?.histogram.clone()?;
         Some(WeightHistogram { name: layer.name.clone(), low: found.low, high: found.high, before: found.before, after: found.after })
     };
-    let others = report.layers.iter().filter(|layer| layer.sqnr_db.is_none() && layer.shape.len() > 1);
+    let is_derived = |layer: &&Layer| !after.weights.by_name.get(&layer.name).is_some_and(is_new);
+    let others = report.layers.iter().filter(|layer| layer.sqnr_db.is_none() && layer.shape.len() > 1).filter(is_derived);
     report.most_changed().into_iter().chain(others).filter_map(|layer| histogram(&layer)).take(HISTOGRAMS).collect()
 }
 

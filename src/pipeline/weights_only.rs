@@ -54,7 +54,7 @@ impl Running {
         Vec::new()
     }
 
-    pub fn default_data(&mut self, _calibrates: bool) {}
+    pub fn default_data(&mut self, _calibrates: bool, _with_labels: bool) {}
 
     pub fn reset_data(&mut self) {}
 

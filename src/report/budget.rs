@@ -6,6 +6,7 @@ use super::Report;
 use super::format::{bytes, milliseconds, seconds};
 use crate::error::{Error, Result};
 use crate::evaluation::SamplesFrom;
+use crate::pass::amount::suggest_percentage;
 use crate::store::ByteSize;
 
 /// Limits for a run; limits that are `None` are not checked.
@@ -19,7 +20,7 @@ pub struct Budgets {
     #[cfg_attr(feature = "cli", arg(long, value_name = "RATIO", value_parser = parse::fraction, help_heading = "Size"))]
     pub max_size_ratio: Option<f64>,
     /// Maximum drop of the score: 0.01 is one point of accuracy; a negative value requires an improvement
-    #[cfg_attr(feature = "cli", arg(long, value_name = "DROP", value_parser = parse::fraction, allow_negative_numbers = true, help_heading = "Quality"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "DROP", value_parser = parse::score, allow_negative_numbers = true, help_heading = "Quality"))]
     pub max_drop: Option<f64>,
     /// Minimum mean cosine similarity of the outputs to the input model's
     #[cfg_attr(feature = "cli", arg(long, value_name = "COSINE", value_parser = parse::fraction, help_heading = "Quality"))]
@@ -58,10 +59,15 @@ pub struct Budgets {
 mod parse {
     use crate::pass::amount::{parse_fraction, suggest_percentage};
 
+    /// Parses a difference of scores: a number or a percentage.
+    pub fn score(text: &str) -> Result<f64, String> {
+        parse_fraction(text).filter(|value| value.is_finite()).ok_or_else(|| format!("`{text}` is not a number or a percentage"))
+    }
+
     /// Parses a fraction or a ratio. Numbers from 2 to 100 are rejected, because they are probably meant
     /// as percentages.
     pub fn fraction(text: &str) -> Result<f64, String> {
-        let value = parse_fraction(text).filter(|value| value.is_finite()).ok_or_else(|| format!("`{text}` is not a number or a percentage"))?;
+        let value = score(text)?;
         match suggest_percentage(value).filter(|_| value >= 2.0 && !text.contains('%')) {
             Some(suggestion) => Err(format!("`{text}` is not a fraction: write {suggestion}")),
             None => Ok(value),
@@ -128,6 +134,9 @@ struct Limit {
     hint: &'static str,
 }
 
+/// Metrics between -1 and 1.
+const BOUNDED: [&str; 2] = ["accuracy", "spearman"];
+
 const SAMPLES: &str = "add `data: { evaluation: ... }` to the recipe, and run it again";
 const LABELS: &str = "add `data: { evaluation: ... }` with labels (`label_column`, or `task: language-modelling`) to the recipe, and run it again";
 const CLASSES: &str = "add `data: { evaluation: ... }` to the recipe of a model with logits as outputs, and run it again";
@@ -135,17 +144,27 @@ const TIMES: &str = "add `data: { evaluation: ... }` and `evaluate: { latency: t
 const GRAPH: &str = "multiply-accumulates are counted for supported families, models with a graph.json, and .onnx files without unsupported operators";
 const SYSTEM: &str = "the operating system of the run does not report it";
 
+/// Why a maximum drop was probably meant as a percentage: scores of at most 1 cannot drop by as much.
+fn unreachable_drop(drop: f64, report: &Report) -> Option<String> {
+    let metric = report.accuracy.as_ref()?.metric.as_deref().filter(|metric| BOUNDED.contains(metric))?;
+    let suggestion = suggest_percentage(drop).filter(|_| drop >= 2.0)?;
+    Some(format!("no {metric} can drop by more than {drop}: write {suggestion}"))
+}
+
 impl Budgets {
     /// Checks a report against all limits that are set.
     ///
     /// # Errors
-    /// No limit is set, or the report lacks a measurement. The error names the settings to add to the
-    /// recipe.
+    /// No limit is set, the report lacks a measurement, or no score can drop by more than the limit. The
+    /// error names the settings to add to the recipe.
     pub fn check(&self, report: &Report) -> Result<Vec<Finding>> {
         let limits = self.limits(report);
         if limits.iter().all(|limit| limit.allowed.is_none()) {
             let names: Vec<String> = limits.iter().map(|limit| format!("--{}", limit.name)).collect();
             return Err(Error::option("check", format!("no budget is specified: use at least one of {}", names.join(", "))));
+        }
+        if let Some(reason) = self.max_drop.and_then(|drop| unreachable_drop(drop, report)) {
+            return Err(Error::option("--max-drop", reason));
         }
         let requested = limits.iter().filter_map(|limit| Some((limit, limit.allowed?)));
         let findings = requested.map(|(limit, allowed)| {

@@ -204,6 +204,26 @@ fn patterns_hold_in_every_row() {
     }
 }
 
+/// Without samples, a pattern applies to the inputs of stacked experts, which are their last axis here. Of a
+/// model without a graph, the axis is unknown.
+#[test]
+fn patterns_apply_to_the_inputs_of_stacked_experts() {
+    let pass = || PruneUnstructured { pattern: Some("2:4".parse::<NOfM>().unwrap()), targets: vec!["*experts*".parse().unwrap()], ..Default::default() };
+    let done = run("mixtral-fused", pass());
+    let model = done.model();
+    let experts: Vec<&String> = model.weights.by_name.keys().filter(|name| name.contains("experts.")).collect();
+    assert_eq!(experts.len(), 4);
+    for name in experts {
+        let values = model.weights.get(name).unwrap().floats(name).unwrap();
+        assert!(values.chunks(4).all(|four| four.iter().filter(|w| **w == 0.0).count() == 2), "{name}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::copy(golden("mixtral-fused/model.safetensors"), folder.path().join("model.safetensors")).unwrap();
+    let pipeline = Pipeline::builder().pass(pass()).threads(2).build().unwrap();
+    let error = pipeline.run(Model::open(folder.path()).unwrap(), folder.path().join("out")).err().unwrap().to_string();
+    assert!(error.contains("experts.down_proj`: stacks the weights of experts (shape [4, 16, 12])") && error.contains("unknown which axis"), "{error}");
+}
+
 fn quantized(method: Method, scheme: Scheme) -> Quantize {
     Quantize { method, scheme, group_size: (scheme == Scheme::W4A16).then_some(8), ..Default::default() }
 }

@@ -114,6 +114,31 @@ fn two_layers_compute_what_their_product_does_in_every_family() {
     }
 }
 
+/// The second convolution has a window of the same rank as the first.
+#[test]
+fn convolutions_of_sequences_are_decomposed() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = "input x: float[batch, 8, 12]\nparam c.weight: float[16, 8, 3]\nparam c.bias: float[16]\n\
+        y = Conv{\"stride\":2,\"padding\":1}(x, c.weight, c.bias) -> float[batch, 16, 6]\noutput y = y\n";
+    let graph = compress_graph::ir::GraphFile::from(&text.parse::<compress_graph::ir::Graph>().unwrap());
+    std::fs::write(folder.path().join("graph.json"), serde_json::to_string(&graph).unwrap()).unwrap();
+    std::fs::write(folder.path().join("config.json"), "{}").unwrap();
+    let values = |shape: &[usize]| {
+        let count: usize = shape.iter().product();
+        Tensor::from_vec((0..count).map(|at| (at * at * 31 % 97) as f32 / 97.0 - 0.5).collect::<Vec<_>>(), shape, &Device::Cpu).unwrap()
+    };
+    let tensors = [("c.weight".to_owned(), values(&[16, 8, 3])), ("c.bias".to_owned(), values(&[16]))];
+    candle_core::safetensors::save(&tensors.into(), folder.path().join("model.safetensors")).unwrap();
+    let name = folder.path().to_str().unwrap();
+    let done = run(name, Pipeline::builder().pass(Decompose { rank: Amount::Count(4), targets: vec!["c.weight".parse().unwrap()], ..Decompose::default() }));
+    let (original, model) = (Model::open(folder.path()).unwrap(), done.model());
+    assert_eq!(model.weights.get("c.0.weight").unwrap().shape, [4, 8, 3]);
+    assert_eq!(model.weights.get("c.1.weight").unwrap().shape, [16, 4, 1]);
+    let inputs = BTreeMap::from([("x".to_owned(), values(&[2, 8, 12]))]);
+    let (found, wanted) = (outputs(&model, &inputs), outputs(&multiplied(&original, &model, false), &inputs));
+    assert!(distance(&found, &wanted) < 1e-4, "{}", distance(&found, &wanted));
+}
+
 #[test]
 fn parameters_and_products_fall_as_the_plan_says() {
     let (kept, name) = (0.5, "llama");
@@ -266,6 +291,7 @@ fn what_cannot_be_decomposed_is_refused_by_name() {
             "`features.1.conv.0.0.weight`: is used by grouped convolutions, which decompose does not support",
         ),
         ("llama", Decompose { rules: vec!["nothing*=0.5".parse().unwrap()], ..Decompose::default() }, "nothing*"),
+        ("llama", Decompose { rules: vec!["*embed_tokens*=0.5".parse().unwrap()], ..Decompose::default() }, "has no effect: no selected weight matches it"),
         ("llama", Decompose { importance: InputImportance::Activation, ..Decompose::default() }, "calibration"),
     ] {
         let text = refused(name, pass);

@@ -100,6 +100,8 @@ fn rules_that_cannot_apply_are_refused() {
     let rule = |targets: &str, scheme: &str| json!([{"targets": [targets], "scheme": scheme}]);
     for (options, part) in [
         (json!({"rules": rule("*absent*", "W8A16")}), "*absent*"),
+        (json!({"rules": rule("*embed_tokens*", "W8A16")}), "the rule of `*embed_tokens*` has no effect: no selected weight matches it"),
+        (json!({"rules": [rule("*mlp*", "W8A16")[0], rule("*up_proj*", "W4A16")[0]]}), "the rule of `*up_proj*` has no effect: rules before it"),
         (json!({"rules": [{"targets": [], "scheme": "W8A16"}]}), "a rule has no `targets`"),
         (json!({"method": "gptq", "rules": rule("*mlp*", "FP8-BLOCK")}), "FP8-BLOCK supports only `method: rtn`"),
         (json!({"method": "awq", "rules": rule("*mlp*", "W8A8")}), "W4A16 and W8A8 differ"),

@@ -229,6 +229,19 @@ fn the_pareto_front_and_differing_options_are_marked() {
     assert!(none.metric.is_none() && none.runs.iter().all(|run| !run.front) && !none.to_html().contains("<section id=\"pareto\""));
 }
 
+/// Perplexity can rise by any number; an accuracy cannot drop by more than 1.
+#[test]
+fn drops_have_the_unit_of_the_score() {
+    let check = |metric: &str, drop: f64| {
+        let mut measured = report(3);
+        measured.accuracy.as_mut().unwrap().metric = Some(metric.into());
+        Budgets { max_drop: Some(drop), ..Budgets::default() }.check(&measured).map(|findings| findings[0].ok)
+    };
+    assert!(check("perplexity", 5.0).unwrap() && check("accuracy", 0.05).unwrap());
+    let error = check("accuracy", 5.0).unwrap_err().to_string();
+    assert!(error.contains("--max-drop") && error.contains("write `0.05` or `5%`"), "{error}");
+}
+
 /// Property: a worse model fails every budget, a better one passes it, and a value equal to the limit
 /// passes.
 #[test]

@@ -43,7 +43,7 @@ impl Args {
         };
         self.file.check(&super::init::RECIPE)?;
         let model = Model::open(&recipe.model)?;
-        recipe.data.ignore_labels();
+        recipe.data.ignore_labels(false);
         if let Some(options) = &recipe.data.calibration {
             recipe.data.open(options, Subject::from_model(model.clone())?.target())?;
         }

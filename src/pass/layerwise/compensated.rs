@@ -291,6 +291,12 @@ impl<'m> Prepared<'m> {
         Ok(prepared)
     }
 
+    /// Prepares moments only for [`correct`](Prepared::correct).
+    pub fn for_correction<'d>(moments: &Moments, differences: Cow<'d, [f32]>, damping: f64) -> Result<Prepared<'d>> {
+        let options = Choosing { name: "", ordered: false, damping: Some(damping), propagation: None, sweeps: 0 };
+        Prepared::new("", moments, differences, (&options, Some(damping)), &mut Vec::new())
+    }
+
     /// Corrects a weight `[rows, size]` for changed inputs: moves it by a fraction towards the least-squares
     /// solution for the outputs of the original model (Li et al. 2025, GPTAQ,
     /// <https://arxiv.org/abs/2504.02692>).

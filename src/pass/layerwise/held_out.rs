@@ -214,6 +214,11 @@ impl Errors {
         errors.into_iter().zip(&held_out.groups).for_each(|(error, group)| self.0[first + group] += error);
     }
 
+    /// Whether there are no rows.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Sum over all rows.
     pub fn total(&self) -> f64 {
         self.0.iter().sum()

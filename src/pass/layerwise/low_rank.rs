@@ -1,9 +1,11 @@
 //! Computes low-rank factorizations of layers, with calibration samples or from the weights only.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
+use super::compensated::Prepared;
 use super::held_out::{Errors, LayerChoice};
 use super::{
     BlockCheckpoints, BlockReport, Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, require_bytes, require_finite, unsupported,
@@ -27,8 +29,14 @@ pub(in crate::pass) fn decompose(
     applied: &mut Applied,
 ) -> Result<Map<String, Value>> {
     let by_weight: BTreeMap<&str, &Factorization> = factorizations.iter().map(|f| (f.weight.as_str(), f)).collect();
-    let mut factorizer =
-        Factorizer { by_weight: &by_weight, value: String::new(), products: Vec::new(), by_samples: BTreeSet::new(), report: MethodReport::default() };
+    let mut factorizer = Factorizer {
+        by_weight: &by_weight,
+        value: String::new(),
+        products: Vec::new(),
+        correction: None,
+        choices: BTreeMap::new(),
+        report: MethodReport::default(),
+    };
     let mut details = Map::new();
     let uses_samples = pass.importance == InputImportance::Activation;
     let names = factorizations.iter().map(|f| f.weight.as_str()).collect();
@@ -37,7 +45,7 @@ pub(in crate::pass) fn decompose(
         factorizations.iter().partition(|f| uses_samples && !plain.contains(f.weight.as_str()));
     if !with_samples.is_empty() {
         let targets: BTreeSet<&str> = with_samples.iter().map(|f| f.weight.as_str()).collect();
-        let requested = MomentsRequest { products: true, held_out: true, ..MomentsRequest::default() };
+        let requested = MomentsRequest { products: true, original: true, held_out: true, ..MomentsRequest::default() };
         let summary =
             Layerwise { name: pass.name(), context, targets: &targets, requested, rescale: None, flow: Flow::default() }.run(model, &mut factorizer)?;
         details.insert("samples".into(), json!(summary.samples));
@@ -62,16 +70,52 @@ pub(in crate::pass) fn decompose(
 /// Name of the factorization with samples.
 const WITH_SAMPLES: &str = "activation";
 
+/// Fraction of the correction of weights for changed inputs. With all of it, the factors compensate for
+/// errors of earlier layers at the expense of their own: the perplexity of SmolLM2 rises.
+const CORRECTION: f32 = 0.25;
+/// Damping of the moments for the correction, as a fraction of the mean of their diagonal.
+const CORRECTION_DAMPING: f64 = 0.01;
+
 /// Layers per checkpoint when decomposing without samples.
 const LAYERS_PER_CHECKPOINT: usize = 8;
 
+/// A factorization of a layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Solution {
+    /// Without samples.
+    Weights,
+    /// With the least error on the samples.
+    Samples,
+    /// With the least error on the samples, of a weight that is corrected for changed inputs.
+    Corrected,
+}
+
+const SOLUTIONS: [Solution; 3] = [Solution::Weights, Solution::Samples, Solution::Corrected];
+
+impl Solution {
+    /// The weight to factorize, and the sums of products of inputs to use.
+    fn apply<'v>(self, values: &'v [f32], products: &'v [f32], correction: Option<&Prepared>) -> (Cow<'v, [f32]>, Option<&'v [f32]>) {
+        match (self, correction) {
+            (Solution::Weights, _) => (Cow::Borrowed(values), None),
+            (Solution::Corrected, Some(correction)) => {
+                let mut values = values.to_vec();
+                correction.correct(&mut values, CORRECTION);
+                (Cow::Owned(values), Some(products))
+            }
+            (Solution::Samples | Solution::Corrected, _) => (Cow::Borrowed(values), Some(products)),
+        }
+    }
+}
+
 struct Factorizer<'a> {
     by_weight: &'a BTreeMap<&'a str, &'a Factorization>,
-    /// Name of the input of the next layers, and the upper triangle of its sums of products.
+    /// Name of the input of the next layers, the upper triangle of its sums of products, and the correction
+    /// of weights if the input has changed.
     value: String,
     products: Vec<f32>,
-    /// Layers of the input that are factorized with samples.
-    by_samples: BTreeSet<String>,
+    correction: Option<Prepared<'static>>,
+    /// The solution of each layer that reads the input.
+    choices: BTreeMap<String, Solution>,
     /// The figures are the relative squared error of each weight.
     report: MethodReport,
 }
@@ -81,24 +125,28 @@ impl Factorizer<'_> {
         self.by_weight.get(layer).copied().ok_or_else(|| Error::tensor(layer, "has no factorization", "add it to `ignore`"))
     }
 
-    /// Whether the factorization with samples has less error on held-out tokens than the one without.
-    fn choose(&self, layer: &Layer, values: &[f32], moments: &Moments) -> Result<LayerChoice> {
-        let [rows, size, rank] = self.factorization(&layer.weight)?.sizes;
-        let mut errors = [Errors::default(), Errors::default()];
+    /// Errors of each solution of layers with these weights on held-out tokens.
+    fn errors(&self, layers: &[(&Layer, Vec<f32>)], moments: &Moments) -> Result<Vec<[Errors; 3]>> {
+        let mut found = vec![<[Errors; 3]>::default(); layers.len()];
         for (index, fold) in moments.folds.iter().enumerate() {
-            let targets = fold.outputs(values, size);
             let fitted = moments.without(index);
-            let products = &*fitted.as_ref().unwrap_or(moments).products;
-            for (errors, products) in errors.iter_mut().zip([None, Some(products)]) {
-                let low_rank = LowRank::new(values, size, rank, products).ok_or_else(|| not_finite(&layer.weight))?;
-                let effective: Vec<f32> = product(&low_rank.outer, &low_rank.inner, rank, size).into_iter().map(|x| x as f32).collect();
-                errors.add_held_out(fold, &fold.outputs(&effective, size), &targets, rows);
+            let fitted = fitted.as_ref().unwrap_or(moments);
+            let correction = correction(fitted, Cow::Borrowed(&fitted.differences))?;
+            for ((layer, values), errors) in layers.iter().zip(&mut found) {
+                let [rows, size, rank] = self.factorization(&layer.weight)?.sizes;
+                let targets = fold.original_outputs(values, size);
+                for (solution, errors) in SOLUTIONS.into_iter().zip(errors) {
+                    let (values, products) = solution.apply(values, &fitted.products, correction.as_ref());
+                    let low_rank = LowRank::new(&values, size, rank, products).ok_or_else(|| not_finite(&layer.weight))?;
+                    let effective: Vec<f32> = product(&low_rank.outer, &low_rank.inner, rank, size).into_iter().map(|x| x as f32).collect();
+                    errors.add_held_out(fold, &fold.outputs(&effective, size), &targets, rows);
+                    if correction.is_none() && solution == Solution::Samples {
+                        break;
+                    }
+                }
             }
         }
-        let [plain, weighted] = errors;
-        let (choice, best) = if weighted.are_below(&plain) { (WITH_SAMPLES, &weighted) } else { ("none", &plain) };
-        let relative_error = (plain.total() > 0.0).then(|| best.total() / plain.total());
-        Ok(LayerChoice { weight: layer.weight.clone(), choice: choice.to_owned(), damping: None, propagation: None, relative_error })
+        Ok(found)
     }
 
     /// Factorizes a matrix `[rows, size]` into the weights of two layers.
@@ -167,6 +215,12 @@ impl Factorizer<'_> {
     }
 }
 
+/// The correction for inputs that differ from the original model's by `differences`; `None` if they are
+/// equal.
+fn correction<'d>(moments: &Moments, differences: Cow<'d, [f32]>) -> Result<Option<Prepared<'d>>> {
+    (!differences.is_empty()).then(|| Prepared::for_correction(moments, differences, CORRECTION_DAMPING)).transpose()
+}
+
 fn not_finite(weight: &str) -> Error {
     Error::tensor(weight, "cannot be decomposed: its values, or the inputs of its layer, are too large", "add it to `ignore`")
 }
@@ -182,23 +236,36 @@ impl Method for Factorizer<'_> {
 
     fn read(&mut self, value: &str, mut moments: Moments, readers: &Readers) -> Result<()> {
         value.clone_into(&mut self.value);
-        self.by_samples.clear();
-        for layer in readers.layers {
-            let choice = self.choose(layer, &readers.values(layer)?.1, &moments)?;
-            if choice.choice == WITH_SAMPLES {
-                self.by_samples.insert(layer.weight.clone());
+        self.choices.clear();
+        let layers = readers.layers.iter().map(|layer| Ok((layer, readers.values(layer)?.1))).collect::<Result<Vec<_>>>()?;
+        for ((layer, _), errors) in layers.iter().zip(self.errors(&layers, &moments)?) {
+            let mut best = 0;
+            for solution in 1..SOLUTIONS.len() {
+                if !errors[solution].is_empty() && errors[solution].are_below(&errors[best]) {
+                    best = solution;
+                }
             }
-            self.report.choices.push(choice);
+            let relative_error = (errors[0].total() > 0.0).then(|| errors[best].total() / errors[0].total());
+            let solution = SOLUTIONS[best];
+            let choice = if solution == Solution::Weights { "none" } else { WITH_SAMPLES }.to_owned();
+            let propagation = (solution == Solution::Corrected).then_some(CORRECTION);
+            self.report.choices.push(LayerChoice { weight: layer.weight.clone(), choice, damping: None, propagation, relative_error });
+            self.choices.insert(layer.weight.clone(), solution);
         }
         moments.merge();
+        let differences = std::mem::take(&mut moments.differences);
+        let is_corrected = self.choices.values().any(|solution| *solution == Solution::Corrected);
+        self.correction = if is_corrected { correction(&moments, Cow::Owned(differences))? } else { None };
         self.products = moments.products;
         Ok(())
     }
 
     fn change(&mut self, layer: &Layer, _weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
-        let products = std::mem::take(&mut self.products);
-        let weights = self.factors(&layer.weight, values, Some(&*products).filter(|_| self.by_samples.contains(&layer.weight)));
-        self.products = products;
+        let (products, correction) = (std::mem::take(&mut self.products), self.correction.take());
+        let solution = self.choices.get(&layer.weight).copied().unwrap_or(Solution::Weights);
+        let (values, fitted) = solution.apply(values, &products, correction.as_ref());
+        let weights = self.factors(&layer.weight, &values, fitted);
+        (self.products, self.correction) = (products, correction);
         weights
     }
 

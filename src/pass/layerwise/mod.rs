@@ -32,8 +32,8 @@ use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence};
 use crate::heap;
 use crate::ir::{Graph, Op};
 use crate::model::Model;
-use crate::pass::{Context, calibrate, targets};
-use crate::store::{Pattern, Weight, Weights};
+use crate::pass::{Context, calibrate};
+use crate::store::{Weight, Weights};
 pub(in crate::pass) use block_checkpoints::checkpoint_bytes;
 use block_checkpoints::{BlockCheckpoints, BlockReport};
 use checks::{require_bytes, require_finite};
@@ -45,8 +45,9 @@ pub(in crate::pass) use palettes::palettize;
 use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::quantize;
 pub use scores::{Score, scores};
-use sites::{Layer, Site, block_of, sites};
-pub(in crate::pass) use sparse::{prune, require};
+pub(in crate::pass) use sites::retain_supported;
+use sites::{Layer, Site, block_of, sites, unsupported};
+pub(in crate::pass) use sparse::{input_axes, prune, require};
 
 pub(in crate::pass) use super::input_scales::find as find_input_scales;
 pub(in crate::pass) use super::kv_cache_scales::{add as add_cache_scales, add_calibrated as add_calibrated_cache_scales};
@@ -215,22 +216,6 @@ impl Runs<'_> {
         self.blocks.end_at(last);
         self.reference.iter_mut().for_each(|reference| reference.end_at(last));
     }
-}
-
-/// The weights among `names` that layerwise passes do not support, by the reason, which continues "the weight
-/// is".
-fn unsupported<'n>(model: &Model, names: &BTreeSet<&'n str>) -> Result<BTreeMap<&'static str, Vec<&'n str>>> {
-    Ok(sites::unsupported(&model.graph()?, names))
-}
-
-/// Removes the weights that layerwise passes do not support from `names`, and returns notes on them.
-///
-/// # Errors
-/// If no weight remains, or if one of the `patterns` without a wildcard selects a removed weight.
-pub(in crate::pass) fn retain_supported(pass: &str, model: &Model, names: &mut BTreeSet<&str>, patterns: &[Pattern]) -> Result<Vec<String>> {
-    let skipped = unsupported(model, names)?;
-    names.retain(|name| !skipped.values().flatten().any(|skipped| skipped == name));
-    targets::left_unchanged(pass, &skipped, patterns, names.is_empty())
 }
 
 /// A note on inputs of layers that had fewer tokens than features.

@@ -7,6 +7,9 @@ use crate::data::{SequenceRoles, TokenAxis};
 use crate::error::{Error, Result};
 use crate::ir::{Graph, Kind, Node, Op, ValueId};
 use crate::kernel::dense::transposed;
+use crate::model::Model;
+use crate::pass::targets;
+use crate::store::Pattern;
 
 /// A linear layer.
 #[derive(Debug, Clone, PartialEq)]
@@ -45,7 +48,21 @@ pub(super) struct Site {
 type Reason = &'static str;
 
 /// The weights among `names` that layerwise passes do not support, and why.
-pub(super) fn unsupported<'n>(graph: &Graph, names: &BTreeSet<&'n str>) -> BTreeMap<Reason, Vec<&'n str>> {
+pub(super) fn unsupported<'n>(model: &Model, names: &BTreeSet<&'n str>) -> Result<BTreeMap<Reason, Vec<&'n str>>> {
+    Ok(unsupported_in(&model.graph()?, names))
+}
+
+/// Removes the weights that layerwise passes do not support from `names`, and returns notes on them.
+///
+/// # Errors
+/// If no weight remains, or if one of the `patterns` without a wildcard selects a removed weight.
+pub(in crate::pass) fn retain_supported(pass: &str, model: &Model, names: &mut BTreeSet<&str>, patterns: &[Pattern]) -> Result<Vec<String>> {
+    let skipped = unsupported(model, names)?;
+    names.retain(|name| !skipped.values().flatten().any(|skipped| skipped == name));
+    targets::left_unchanged(pass, &skipped, patterns, names.is_empty())
+}
+
+fn unsupported_in<'n>(graph: &Graph, names: &BTreeSet<&'n str>) -> BTreeMap<Reason, Vec<&'n str>> {
     let reads = reads(graph, names);
     let mut found: BTreeMap<Reason, Vec<&str>> = BTreeMap::new();
     for name in names {
@@ -98,7 +115,7 @@ fn layer(graph: &Graph, reads: &[(&Node, usize)]) -> Result<(ValueId, Layer), Re
 /// `separate`, each layer is in its own group. `pass` is the name of the pass in errors.
 pub(super) fn sites(pass: &str, graph: &Graph, targets: &BTreeSet<&str>, separate: bool) -> Result<Vec<Site>> {
     let (mut sites, sides): (Vec<Site>, SequenceRoles) = (Vec::new(), SequenceRoles::new(graph));
-    if let Some((reason, names)) = unsupported(graph, targets).first_key_value() {
+    if let Some((reason, names)) = unsupported_in(graph, targets).first_key_value() {
         let reason = format!("is {reason}; {pass} supports only linear layers that are computed once, from activations");
         return Err(Error::tensor(names.first().copied().unwrap_or_default(), reason, "add it to `ignore`"));
     }

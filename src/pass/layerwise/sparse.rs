@@ -2,7 +2,7 @@
 //! ranks the weights of a row by `|w| ‖x‖` with the inputs of the unpruned block, and SparseGPT, which
 //! updates the remaining weights to compensate (`kernel/compensation.rs`).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
@@ -10,6 +10,7 @@ use super::compensated::{Choosing, Chosen, Compensating, Prepared, Solution};
 use super::held_out::LayerChoice;
 use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, Summary};
 use crate::error::{Error, Result};
+use crate::ir::{Dim, Graph, Op, ValueId};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Zeros};
 use crate::model::Model;
 use crate::pass::prune_unstructured::{Importance, too_many};
@@ -27,6 +28,61 @@ const SPARSEGPT: Choosing = Choosing { name: "sparsegpt", ordered: false, dampin
 /// Checks whether the build can run models. Always succeeds here; see `no_layerwise.rs`.
 pub(in crate::pass) fn require(_option: &str) -> Result<()> {
     Ok(())
+}
+
+/// The axes of each weight along which layers read their inputs. Empty if the model has no graph.
+pub(in crate::pass) fn input_axes(model: &Model) -> BTreeMap<String, BTreeSet<usize>> {
+    model.graph().map_or_else(|_| BTreeMap::new(), |graph| axes_of_inputs(&graph))
+}
+
+/// The axes of each parameter along which layers read their inputs: of a matrix `[out, in]` the second, of
+/// the kernel of a transposed convolution the first. Slices of a parameter and permutations of its axes
+/// count as the parameter. Parameters that are not read by layers are omitted.
+fn axes_of_inputs(graph: &Graph) -> BTreeMap<String, BTreeSet<usize>> {
+    let mut found: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
+    // The parameter that a value consists of, and the axis of the parameter for each axis of the value.
+    let mut parts: BTreeMap<ValueId, (&str, Vec<Option<usize>>)> =
+        graph.params().map(|(id, value)| (id, (value.name.as_str(), (0..value.ty.shape.len()).map(Some).collect()))).collect();
+    for node in graph.nodes() {
+        for (at, (name, axes)) in node.inputs.iter().enumerate().filter_map(|(at, id)| Some((at, parts.get(id)?))) {
+            let read = match (&node.op, at) {
+                (Op::Linear(op), 1) => usize::from(!op.input_major),
+                (Op::Conv(_), 1) => 1,
+                (Op::ConvTranspose(_), 1) => 0,
+                (Op::Recurrent(_), 1 | 2) => 2,
+                (Op::MatMul(_), 0) => axes.len().saturating_sub(1),
+                (Op::MatMul(_), 1) => axes.len().saturating_sub(2),
+                _ => continue,
+            };
+            if let Some(axis) = axes.get(read).copied().flatten() {
+                found.entry((*name).to_owned()).or_default().insert(axis);
+            }
+        }
+        let Some((id, (name, axes))) = node.inputs.first().and_then(|id| Some((*id, parts.get(id)?))) else { continue };
+        let axes = match &node.op {
+            Op::Slice(_) | Op::FakeQuantize(_) => axes.clone(),
+            Op::Transpose(op) if op.perm.is_empty() => axes.iter().rev().copied().collect(),
+            Op::Transpose(op) => op.perm.iter().map(|axis| axes.get(*axis).copied().flatten()).collect(),
+            Op::Reshape(_) => match reshaped(&graph.value(id).ty.shape, &graph.value(node.output).ty.shape, axes) {
+                Some(axes) => axes,
+                None => continue,
+            },
+            _ => continue,
+        };
+        let name = *name;
+        parts.insert(node.output, (name, axes));
+    }
+    found
+}
+
+/// The axes of a reshaped value, if it differs only by axes of size 1, which are not the axes of a layer.
+fn reshaped(from: &[Dim], to: &[Dim], axes: &[Option<usize>]) -> Option<Vec<Option<usize>>> {
+    let one = Dim::Fixed(1);
+    if !from.iter().filter(|size| **size != one).eq(to.iter().filter(|size| **size != one)) {
+        return None;
+    }
+    let mut rest = from.iter().zip(axes).filter(|(size, _)| **size != one).map(|(_, axis)| *axis);
+    Some(to.iter().map(|size| if *size == one { None } else { rest.next().flatten() }).collect())
 }
 
 /// Prunes the named weights of a model using calibration samples. Returns details for the report.
@@ -178,5 +234,20 @@ mod tests {
         let mut weights = vec![1.0, 2.0, 3.0, 4.0, 8.0, 7.0, 6.0, 5.0, 1.0];
         remove(&mut weights, &[1.0, 1.0, 1.0], Zeros::Part(0.5));
         assert_eq!(weights.iter().filter(|w| **w == 0.0).count(), 5, "{weights:?}");
+    }
+
+    #[test]
+    fn layers_read_their_inputs_along_different_axes() {
+        let text = "input x: float[batch, 4]\ninput image: float[batch, 8, 5, 5]\n\
+            param a: float[6, 4]\nparam b: float[6, 8]\nparam stack: float[2, 3, 8]\nparam both: float[4, 4]\nparam up: float[8, 12, 2, 2]\nparam scale: float[8]\n\
+            h = Linear(x, a) -> float[batch, 6]\nk = Linear{\"input_major\":true}(h, b) -> float[batch, 8]\n\
+            one = Slice{\"axis\":0,\"start\":1}(stack) -> float[1, 3, 8]\nmatrix = Reshape{\"shape\":[{\"copy\":1},{\"copy\":2}]}(one) -> float[3, 8]\n\
+            expert = Linear(k, matrix) -> float[batch, 3]\nscaled = Mul(k, scale) -> float[batch, 8]\n\
+            s = Linear(x, both) -> float[batch, 4]\nturned = Transpose(both) -> float[4, 4]\nt = Linear(s, turned) -> float[batch, 4]\n\
+            large = ConvTranspose{\"stride\":2}(image, up) -> float[batch, 12, 10, 10]\n\
+            output e = expert\noutput m = scaled\noutput t = t\noutput large = large\n";
+        let axes = axes_of_inputs(&text.parse::<Graph>().unwrap());
+        let found: Vec<(&str, Vec<usize>)> = axes.iter().map(|(name, axes)| (name.as_str(), axes.iter().copied().collect())).collect();
+        assert_eq!(found, [("a", vec![1]), ("b", vec![0]), ("both", vec![0, 1]), ("stack", vec![2]), ("up", vec![0])]);
     }
 }

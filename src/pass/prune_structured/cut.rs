@@ -83,7 +83,8 @@ pub(super) fn set_graph(model: &mut Model, graph: Graph, more: Vec<(String, Valu
     let keys: Vec<&str> = values.iter().map(|(key, _)| key.as_str()).collect();
     values.iter().for_each(|(key, value)| model.config.set(key, value.clone()));
     model.changed_graph = Some(Arc::new(graph));
-    if model.graph_file()?.is_none() {
+    let refused = arch::refuses_rope_factors(model.config.values()) && !arch::refuses_rope_factors(before.values());
+    if !refused && model.graph_file()?.is_none() {
         let note = (!keys.is_empty()).then(|| format!("config.json describes the result: {}", keys.join(", ")));
         return Ok(note.into_iter().chain(arch::unsupported_heads_reason(model.config.values())).collect());
     }

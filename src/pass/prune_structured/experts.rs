@@ -21,23 +21,27 @@ use crate::pass::calibrate;
 use crate::pass::{Amount, Context};
 use crate::work::Meter;
 
-use super::layers::{Removed, renamed, renumbered};
+use super::layers::{Removed, differ, renamed, renumbered};
 
 /// Removed experts of each mixture.
 type RemovedExperts = Vec<BTreeSet<usize>>;
 
-/// Removes experts from every mixture of a model. Returns an error if the model has no experts, or if too
-/// few would remain for a token.
-pub(super) fn remove(model: &mut Model, amount: Amount, ranking: Ranking, meter: &Arc<Meter>) -> Result<Removed> {
+/// Removes experts from every mixture of a model. Returns an error if the model has no experts and `had` none
+/// before layers were removed, or if too few would remain for a token.
+pub(super) fn remove(model: &mut Model, amount: Amount, ranking: Ranking, had: bool, meter: &Arc<Meter>) -> Result<Removed> {
     let graph = model.graph()?;
     let mixtures = analysis::mixtures(&graph)?;
+    if mixtures.is_empty() && had {
+        let notes = vec!["no expert is removed: all of them are in removed layers".to_owned()];
+        return Ok(Removed { tensors: BTreeSet::new(), notes, details: json!([]), open: false });
+    }
     if mixtures.is_empty() {
         return Err(Error::option(format!("{NAME}: dims"), "the model has no experts"));
     }
     let counts = mixtures.iter().map(|mixture| removed_count(mixture, amount)).collect::<Result<Vec<_>>>()?;
     let removes = counts.iter().any(|count| *count > 0);
     let importance = if removes { ranking.measured(|context| importance(model, &graph, &mixtures, context))? } else { None };
-    let open = mixtures.iter().any(|mixture| is_open(model, mixture));
+    let open = removes && mixtures.iter().any(|mixture| is_open(model, mixture));
     let removed: RemovedExperts = mixtures
         .iter()
         .zip(&counts)
@@ -129,14 +133,12 @@ fn importance(model: &Model, graph: &Graph, mixtures: &[Mixture], context: &Cont
     Ok(sums)
 }
 
-/// Whether names or shapes of the remaining tensors depend on which experts are removed.
+/// Whether names, shapes or encodings of the remaining tensors depend on which experts are removed.
 fn is_open(model: &Model, mixture: &Mixture) -> bool {
-    let shapes = |number: usize| -> Vec<&[usize]> {
-        let tensors = mixture.experts.get(number).map(|expert| &expert.tensors);
-        tensors.into_iter().flatten().filter_map(|name| Some(model.weights.by_name.get(name)?.shape.as_slice())).collect()
-    };
-    let named = mixture.prefixes[1].is_some() || mixture.experts.iter().all(|expert| expert.tensors.is_empty());
-    !named || (1..mixture.experts.len()).any(|number| shapes(number) != shapes(0))
+    match &mixture.prefixes[1] {
+        Some(prefix) => differ(model, prefix, mixture.experts.len(), &BTreeSet::new()),
+        None => mixture.experts.iter().any(|expert| !expert.tensors.is_empty()),
+    }
 }
 
 /// Slices routers and stacked tensors, and removes and renames tensors of single experts. Returns the
@@ -230,6 +232,7 @@ mod tests {
     use crate::analysis::Expert;
     use crate::ir::ops::{ExpertGroups, Route};
     use crate::pass::testing;
+    use crate::store::DType;
 
     #[test]
     fn each_expert_group_loses_the_same_number() {
@@ -241,9 +244,9 @@ mod tests {
         assert_eq!(least_important(&mixture, 2, None), BTreeSet::from([3, 7]));
     }
 
-    /// If the experts of a mixture have different shapes, the result depends on which are removed.
+    /// If the experts of a mixture have different shapes or dtypes, the result depends on which are removed.
     #[test]
-    fn shapes_are_open_if_the_experts_of_any_mixture_differ() {
+    fn layouts_are_open_if_the_experts_of_any_mixture_differ() {
         let mixture = |name: &str, input: &str, widths: [usize; 2]| {
             let expert = |(at, width): (usize, usize)| {
                 let expert = format!("{name}.{at}");
@@ -263,14 +266,27 @@ mod tests {
             );
             (format!("param {name}.router.weight: float[2, 4]\n{params}"), nodes)
         };
-        let is_open = |widths: [usize; 2]| {
+        let is_open = |widths: [usize; 2], dtype: DType| {
             let [(params, nodes), (more_params, more_nodes)] = [mixture("a", "x", [6, 6]), mixture("b", "a.sum", widths)];
             let text = format!("input x: float[batch, 4]\n{params}{more_params}{nodes}{more_nodes}output y = b.sum\n");
             let (_folder, mut model) = testing::model(&text, |_, shape| testing::numbers(shape)).unwrap();
-            let removed = remove(&mut model, Amount::Count(1), Ranking::Arbitrary, &Arc::default()).unwrap();
+            model.weights.by_name.get_mut("b.0.up.weight").unwrap().dtype = dtype;
+            let removed = remove(&mut model, Amount::Count(1), Ranking::Arbitrary, false, &Arc::default()).unwrap();
             assert!(!model.weights.by_name.contains_key("b.1.up.weight"));
             removed.open
         };
-        assert_eq!([[6, 6], [6, 8]].map(is_open), [false, true]);
+        let found = [([6, 6], DType::F32), ([6, 8], DType::F32), ([6, 6], DType::F16)].map(|(widths, dtype)| is_open(widths, dtype));
+        assert_eq!(found, [false, true, true]);
+    }
+
+    /// If layers are removed first, those with the experts can be among them.
+    #[test]
+    fn all_experts_can_be_in_removed_layers() {
+        let text = "input x: float[batch, 4]\nparam w: float[4, 4]\ny = Linear(x, w) -> float[batch, 4]\noutput y = y\n";
+        let (_folder, mut model) = testing::model(text, |_, shape| testing::numbers(shape)).unwrap();
+        let removed = remove(&mut model, Amount::Count(1), Ranking::Arbitrary, true, &Arc::default()).unwrap();
+        assert!(removed.tensors.is_empty() && removed.notes[0].contains("removed layers"), "{:?}", removed.notes);
+        let error = remove(&mut model, Amount::Count(1), Ranking::Arbitrary, false, &Arc::default()).err().unwrap().to_string();
+        assert!(error.contains("the model has no experts"), "{error}");
     }
 }

@@ -18,9 +18,10 @@ use crate::data::SequenceRoles;
 use crate::error::{Error, Result};
 use crate::exec::Executor;
 use crate::exec::transfer::{self, Cause};
-use crate::ir::{Graph, GraphFile};
+use crate::ir::{Graph, GraphFile, Kind};
 use crate::model::Model;
 use crate::pass::calibrate::{self, tensor_error};
+use crate::pass::plan::layout;
 use crate::pass::{Amount, Context};
 
 /// Name of the input of the first layer of a backbone in transformers, and the prefix of the names of the
@@ -34,7 +35,7 @@ pub(super) struct Removed {
     pub tensors: BTreeSet<String>,
     pub notes: Vec<String>,
     pub details: Value,
-    /// Whether names or shapes depend on calibration data.
+    /// Whether names, shapes or encodings depend on calibration data.
     pub open: bool,
 }
 
@@ -65,6 +66,7 @@ pub(super) fn remove(model: &mut Model, amount: Amount, ranking: Ranking) -> Res
     };
     order.truncate(requested);
     let removed: BTreeSet<usize> = order.into_iter().collect();
+    let open = !removed.is_empty() && differ(model, &found.tensors, all, &outside_readers(&graph, &found));
     let tensors = remove_layers(model, &graph, &found, &removed)?;
     let how = if influence.is_some() { "with the least influence on calibration data" } else { "backwards from the second last, without calibration data" };
     let list = removed.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
@@ -72,7 +74,35 @@ pub(super) fn remove(model: &mut Model, amount: Amount, ranking: Ranking) -> Res
     if !removed.is_empty() {
         notes.extend(update_config(model, &found, &removed)?);
     }
-    Ok(Removed { tensors, notes, details: json!({ "before": all, "gone": removed, "influence": influence }), open: false })
+    Ok(Removed { tensors, notes, details: json!({ "before": all, "gone": removed, "influence": influence }), open })
+}
+
+/// Tensors of a layer that nodes outside of it read. They remain if the layer is removed.
+fn outside_readers<'g>(graph: &'g Graph, found: &Layers) -> BTreeSet<&'g str> {
+    let mut read = BTreeSet::new();
+    for node in graph.nodes() {
+        for value in node.inputs.iter().map(|id| graph.value(*id)).filter(|value| value.kind == Kind::Param) {
+            let layer = analysis::layer_index(&value.name, &found.tensors).and_then(|number| found.layers.get(number));
+            if layer.is_some_and(|layer| !layer.nodes.contains(&graph.value(node.output).name)) {
+                read.insert(value.name.as_str());
+            }
+        }
+    }
+    read
+}
+
+/// Whether layers or experts, whose index follows `prefix` in the names of their tensors, differ in the
+/// names, shapes or encodings of these tensors, so that the result depends on which of them are removed.
+/// Tensors that `remain` anyway are not compared.
+pub(super) fn differ(model: &Model, prefix: &str, count: usize, remain: &BTreeSet<&str>) -> bool {
+    let mut units: Vec<Vec<_>> = (0..count).map(|_| Vec::new()).collect();
+    for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| !remain.contains(name.as_str())) {
+        let Some(number) = analysis::layer_index(name, prefix) else { continue };
+        if let Some(unit) = units.get_mut(number) {
+            unit.push((&name[prefix.len() + number.to_string().len()..], layout(weight)));
+        }
+    }
+    units.iter().any(|unit| Some(unit) != units.first())
 }
 
 /// Influence of each layer: one minus the mean cosine similarity of its input and output.

@@ -182,10 +182,11 @@ impl PruneStructured {
         let mut applied = Applied::new(NAME, self.options());
         let mut details = Map::new();
         let mut rules = Vec::new();
+        let had_experts = PrunedPart::WHOLE.into_iter().all(|part| self.selects(part)) && !crate::analysis::mixtures(&model.graph()?)?.is_empty();
         for part in PrunedPart::WHOLE.into_iter().filter(|part| self.selects(*part)) {
             let amount = self.amount(part);
             let removed = match part {
-                PrunedPart::Experts => experts::remove(&mut model, amount, ranking, &applied.meter),
+                PrunedPart::Experts => experts::remove(&mut model, amount, ranking, had_experts, &applied.meter),
                 _ => layers::remove(&mut model, amount, ranking),
             }?;
             applied.tensors.extend(removed.tensors);
@@ -303,6 +304,10 @@ impl Pass for PruneStructured {
     fn runs_on(&self) -> Option<Samples> {
         let needs_samples = matches!(self.importance, Importance::Taylor | Importance::Activation) || self.repair != Repair::None;
         Some(if needs_samples || self.selects(PrunedPart::Experts) { Samples::Calibration } else { Samples::None })
+    }
+
+    fn reads_labels(&self) -> bool {
+        self.importance == Importance::Taylor
     }
 
     fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {

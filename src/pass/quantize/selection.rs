@@ -8,7 +8,7 @@ use crate::error::{Error, Result, counted};
 use crate::model::{self, Model};
 use crate::pass::layerwise;
 use crate::pass::targets::{self, SelectedWeights};
-use crate::store::{ActivationScheme, FloatFormat, Granularity, QuantizationSpec, Weight, Weights, select};
+use crate::store::{ActivationScheme, FloatFormat, Granularity, QuantizationSpec, Weight, Weights};
 
 /// Selected weights and their encodings.
 pub(in crate::pass) struct Layers {
@@ -41,10 +41,8 @@ impl Quantize {
     /// Selects weights and chooses their encodings. All experts have the same group size, because
     /// runtimes require it within a layer.
     pub(in crate::pass) fn layers(&self, weights: &Weights) -> Result<Layers> {
-        for rule in &self.rules {
-            select::check("rules", &rule.targets, weights.by_name.keys())?;
-        }
         let SelectedWeights { names, rule, notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
+        targets::check_rules(NAME, self.rules.iter().map(|rule| rule.targets.as_slice()), weights, &names)?;
         let notes = targets::unquantized_convolutions(NAME, weights, &self.targets).into_iter().chain(notes).collect();
         let mut layers = Layers { encodings: BTreeMap::new(), rule, notes };
         let mut chosen: Vec<(&str, &Weight, SchemeLayout)> = Vec::with_capacity(names.len());

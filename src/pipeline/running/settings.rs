@@ -85,9 +85,10 @@ impl Running {
     }
 
     /// Completes the data options: if a pass calibrates and no calibration data is configured, a part of
-    /// the training data is used.
-    pub fn default_data(&mut self, calibrates: bool) {
-        self.data.ignore_labels();
+    /// the training data is used. Labels of calibration data are ignored, unless a pass reads them
+    /// (`with_labels`).
+    pub fn default_data(&mut self, calibrates: bool, with_labels: bool) {
+        self.data.ignore_labels(with_labels);
         if calibrates && self.data.calibration.is_none() {
             let limited =
                 |data: &Data| Data { samples: Some(data.samples.map_or(CALIBRATION_FALLBACK, |samples| samples.min(CALIBRATION_FALLBACK))), ..data.clone() };

@@ -112,7 +112,7 @@ fn few_samples_are_not_worse_than_none() {
             let is_noted = with.report.notes.iter().any(|note| note.contains("fewer calibration tokens than features"));
             let limit = match decoder {
                 Some(_) => 1.15,
-                // Rescaled layers are not compared with those that are rounded without samples.
+                // Rescaled layers are not compared with layers rounded without samples.
                 None if what == RESCALED && is_noted => f64::INFINITY,
                 None => 1.0,
             };

@@ -173,6 +173,8 @@ fn graph_json_describes_the_rest() {
         ("convnext", PrunedPart::Mlp),
         ("swin", PrunedPart::Heads),
         ("swin", PrunedPart::Hidden),
+        // transformers would expect one `longrope` factor instead of three.
+        ("phi3-longrope", PrunedPart::Hidden),
         // The pooler would have to be as wide as the residual stream.
         ("deberta-sequence-classification", PrunedPart::Hidden),
     ] {
@@ -368,6 +370,26 @@ fn data_ranks_and_repairs() {
     };
     let [none, bias, least] = [Repair::None, Repair::Bias, Repair::LeastSquares].map(with);
     assert!(least < bias && bias < none, "{none} without repair, {bias} with means, {least} with least squares");
+}
+
+/// Only `taylor` reads labels of calibration data.
+#[test]
+fn labels_of_calibration_arrays_are_ignored() {
+    let folder = tempfile::tempdir().unwrap();
+    pictures(folder.path());
+    let path = folder.path().join("pictures.safetensors");
+    let mut arrays = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+    let count = arrays.values().next().unwrap().dim(0).unwrap();
+    arrays.insert("labels".to_owned(), Tensor::full(0.5f32, count, &Device::Cpu).unwrap());
+    candle_core::safetensors::save(&arrays, &path).unwrap();
+    let attempt = |importance: Importance| {
+        let pass = PruneStructured { importance, ..half(&[PrunedPart::Channels]) };
+        let pipeline = Pipeline::builder().calibration(Data::at(&path)).pass(pass).build().unwrap();
+        pipeline.run(Model::open(golden("torchvision-resnet18")).unwrap(), folder.path().join(format!("{importance:?}")))
+    };
+    attempt(Importance::Activation).unwrap();
+    let error = attempt(Importance::Taylor).unwrap_err().to_string();
+    assert!(error.contains("0.5 is not an integer"), "{error}");
 }
 
 /// A repair on few samples does not overfit: the error on other tokens never increases.

@@ -24,6 +24,36 @@ fn layers_are_removed_by_influence() {
     assert!(done.described());
 }
 
+/// The plan removes the first of two layers. If they have different dtypes, it is an estimate, because
+/// samples can rank the second one last.
+#[test]
+fn layers_of_different_dtypes_are_removed_by_influence() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut tensors = candle_core::safetensors::load(golden("llama").join("model.safetensors"), &Device::Cpu).unwrap();
+    for (name, tensor) in &mut tensors {
+        if name.starts_with("model.layers.0.") {
+            *tensor = tensor.to_dtype(DType::BF16).unwrap();
+        } else if ["model.layers.1.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight"].contains(&name.as_str()) {
+            *tensor = tensor.zeros_like().unwrap();
+        }
+    }
+    let input = folder.path().join("in");
+    std::fs::create_dir(&input).unwrap();
+    candle_core::safetensors::save(&tensors, input.join("model.safetensors")).unwrap();
+    std::fs::copy(golden("llama").join("config.json"), input.join("config.json")).unwrap();
+    let pipeline = || {
+        let pass = PruneStructured { amount: Some(Amounts::All(Amount::Count(1))), ..half(&[PrunedPart::Layers]) };
+        Pipeline::builder().calibration(tokens(folder.path())).pass(pass).build().unwrap()
+    };
+    assert!(pipeline().plan(&Model::open(&input).unwrap()).unwrap().output_estimated);
+    assert!(!pipeline().plan(&Model::open(golden("llama")).unwrap()).unwrap().output_estimated);
+    let out = folder.path().join("out");
+    let report = pipeline().run(Model::open(&input).unwrap(), &out).unwrap();
+    assert_eq!(report.passes[0].details["layers"]["gone"], json!([1]));
+    let weights = Model::open(&out).unwrap().weights;
+    assert_eq!(weights.get("model.layers.0.mlp.up_proj.weight").unwrap().dtype, crate::common::DType::BF16);
+}
+
 #[test]
 fn amounts_of_layers_and_of_units_apply_together() {
     let amounts = Amounts::Each(BTreeMap::from([(PrunedPart::Layers, Amount::Count(1)), (PrunedPart::Mlp, Amount::fraction(0.5))]));

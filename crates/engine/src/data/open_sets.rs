@@ -50,9 +50,11 @@ impl DataSets {
         }
     }
 
-    /// Ignores labels of calibration data, so that image folders may have any name.
-    pub fn ignore_labels(&mut self) {
-        for data in self.calibration.iter_mut().filter(|data| data.images.is_some()) {
+    /// Ignores labels of calibration data, so that image folders may have any name, and labels of arrays any
+    /// values. If a pass computes a loss `with_labels`, those of arrays are kept.
+    pub fn ignore_labels(&mut self, with_labels: bool) {
+        let ignores = |data: &Data| data.images.is_some() || (data.arrays.is_some() && !with_labels);
+        for data in self.calibration.iter_mut().filter(|data| ignores(data)) {
             data.task.get_or_insert(Task::Fidelity);
         }
     }
@@ -113,6 +115,20 @@ impl fmt::Debug for OpenSets {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn labels_of_calibration_data_are_ignored_unless_a_pass_reads_them() {
+        let task = |data: Data, with_labels: bool| {
+            let mut sets = DataSets { calibration: Some(data.clone()), evaluation: Some(data), ..DataSets::default() };
+            sets.ignore_labels(with_labels);
+            assert_eq!(sets.evaluation.and_then(|data| data.task), None);
+            sets.calibration.and_then(|data| data.task)
+        };
+        let at = |name: &str| Data::at(Path::new(name));
+        assert_eq!([true, false].map(|with_labels| task(at("a.npz"), with_labels)), [None, Some(Task::Fidelity)]);
+        assert_eq!([true, false].map(|with_labels| task(at("images"), with_labels)), [Some(Task::Fidelity); 2]);
+        assert_eq!(task(at("a.txt"), false), None);
+    }
 
     #[test]
     fn a_set_is_opened_once_per_model() {

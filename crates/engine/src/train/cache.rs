@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 
 /// Version of the file format.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 /// Value of logits that are not cached, relative to the largest one; its probability is 0.
 const MISSING_LOGIT: f32 = -1e4;
 /// Bytes of a column index and its value.
@@ -241,8 +241,8 @@ fn top_of_row(row: &[f32], top: usize) -> Entries {
     order.into_iter().map(|column| (column, f16::from_f32((row[column as usize] - offset).clamp(-65504.0, 65504.0)))).collect()
 }
 
-/// Cache key of each sample of a batch: a hash of the model inputs without padding, of the positions
-/// whose logits are requested, and of the number of columns.
+/// Cache key of each sample of a batch: a hash of the model inputs without padding, of the positions of
+/// tokens and of requested logits, and of the number of columns.
 pub fn keys(batch: &Batch, positions: &[Vec<u32>], columns: usize) -> Result<Vec<u128>> {
     let mut hashers = vec![XxHash3_128::new(); batch.samples];
     let read = |tensor: &Tensor| {
@@ -260,6 +260,7 @@ pub fn keys(batch: &Batch, positions: &[Vec<u32>], columns: usize) -> Result<Vec
             hasher.write(name.as_bytes());
             for (at, value) in row.iter().enumerate() {
                 if mask.as_ref().is_none_or(|mask| mask[number].get(at) != Some(&0)) {
+                    hasher.write(&(at as u64).to_le_bytes());
                     hasher.write(&value.to_le_bytes());
                 }
             }
@@ -343,7 +344,9 @@ mod tests {
         assert!(unmasked[0] != unmasked[1] && unmasked[1] != both(&[8, 9, 2], &[1, 1, 1])[1]);
         assert_eq!(both(&[8, 9, 1], &[1, 1, 0]), both(&[8, 9, 3], &[1, 1, 0]));
         assert_eq!(both(&[8, 9, 1], &[1, 1, 0]), both(&[8, 9], &[1, 1]));
-        // Padding does not change the key; rows and columns do.
+        // Padding at the start moves the tokens, which can change the logits.
+        assert_ne!(both(&[8, 9, 1], &[1, 1, 0]), both(&[1, 8, 9], &[0, 1, 1]));
+        // Padding at the end does not change the key; rows and columns do.
         assert_eq!(whole[1], hash(2, &[0, 1], 9)[0]);
         assert!(whole[0] != hash(3, &[0], 9)[0] && whole[0] != hash(3, &[1, 2], 9)[0] && whole[0] != hash(3, &[0, 1], 8)[0]);
     }

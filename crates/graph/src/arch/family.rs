@@ -68,6 +68,9 @@ pub struct Family {
     pub positions: Positions,
     /// Whether linear weights are stored as `[in, out]` (transformers' `Conv1D`).
     pub is_input_major: bool,
+    /// Whether transformers computes the number of rotated elements, and thereby the number of `longrope`
+    /// factors that it accepts, from the width of the residual stream, even if the head width is separate.
+    pub counts_rope_factors: bool,
     /// Initial layer scale, if `config.json` specifies none.
     pub layer_scale: f64,
     /// Replacements within module names, applied in order, that transformers 5 makes when it loads a
@@ -217,6 +220,7 @@ pub(super) const EMPTY: Family = Family {
     splits_experts: false,
     positions: Positions::DEFAULT,
     is_input_major: false,
+    counts_rope_factors: false,
     layer_scale: 1.0,
     renames: &[],
     gguf: None,

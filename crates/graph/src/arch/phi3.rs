@@ -12,6 +12,7 @@ pub(super) const PHI3: Family = Family {
     },
     sizes: Some(&Sizes { groups: Some(("num_key_value_heads", "layers.0.self_attn.qkv_proj.weight", Groups::Fused)), ..DECODER_SIZES }),
     fused: &[],
+    counts_rope_factors: true,
     genai: "phi3",
     ..DECODER
 };

@@ -178,6 +178,13 @@ fn names_that_match_nothing() {
             "did you mean `embeddings.word_embeddings.weight`?",
         ),
         small("ignored", "prune-unstructured in -o out --ignore *pooler*", 2, "`ignore` pattern `*pooler*` matches no tensor", lists),
+        small(
+            "a rule after another",
+            "prune-unstructured in -o out --rule *query*=0.1 --rule *query.weight=0.2",
+            2,
+            "rules before it apply to all weights",
+            "",
+        ),
         small("a rule", "prune-unstructured in -o out --rule *pooler*=0.1", 2, "`rules` pattern `*pooler*` matches no tensor", lists),
         small("the second pass", "chain in -o out -- cast -- prune-unstructured --ignore lm_head", 2, "`ignore` pattern `lm_head` matches no tensor", lists),
         small("a bad expression", "cast in -o out --targets re:(", 2, "pattern `re:(`: unclosed group", ""),

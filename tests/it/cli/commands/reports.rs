@@ -107,6 +107,8 @@ fn missing_measurements_are_reported() {
     let folder = prepared();
     for (budget, needs) in [
         ("--max-drop 0.01", "--max-drop: the report does not contain this measurement: add `data: { evaluation: ... }` with labels"),
+        // The unit is that of the score, such as a perplexity.
+        ("--max-drop 5", "--max-drop: the report does not contain this measurement: add `data: { evaluation: ... }` with labels"),
         ("--min-cosine 0.9", "add `data: { evaluation: ... }` to the recipe"),
         ("--min-sqnr 20", "add `data: { evaluation: ... }` to the recipe"),
         ("--min-agreement 0.9", "of a model with logits as outputs"),

@@ -16,7 +16,9 @@ pub(super) mod rope;
 mod sentence;
 
 pub use config::{GraphBuilder, ReadKeys, Settings};
-pub use resize::{Shapes, derives_head_dim, has_stage_widths, has_uniform_widths, layers_key, residual_stream_axes, resized, unsupported_heads_reason};
+pub use resize::{
+    Shapes, derives_head_dim, has_stage_widths, has_uniform_widths, layers_key, refuses_rope_factors, residual_stream_axes, resized, unsupported_heads_reason,
+};
 pub use sentence::{SentenceModule, is_of_module};
 
 use super::{ClassificationHead, Family, Groups, Keys, ModelKind, Sizes, families, family};

@@ -2,6 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
+use super::rope::parameters;
 use super::{Groups, Settings, Sizes, family};
 
 /// Looks up the shape of a tensor.
@@ -57,6 +58,22 @@ pub fn unsupported_heads_reason(config: &Map<String, Value>) -> Option<String> {
             sizes.heads.0, sizes.hidden.0
         )
     })
+}
+
+/// Whether transformers refuses the number of `longrope` factors in a configuration, because the family
+/// computes another one from the width of the residual stream and the number of heads.
+pub fn refuses_rope_factors(config: &Map<String, Value>) -> bool {
+    const PART: &str = "partial_rotary_factor";
+    let settings = Settings::new(config);
+    let expected = || {
+        let sizes = family(settings.text("model_type").ok()?).filter(|family| family.counts_rope_factors)?.sizes?;
+        let rope = parameters(&settings).ok()??;
+        let head = settings.size(sizes.hidden.0).ok()?.checked_div(settings.size(sizes.heads.0).ok()?)?;
+        let part = rope.number_or(PART, settings.number_or(PART, 1.0).ok()?).ok()?;
+        let factors = rope.numbers("short_factor").ok()?.len();
+        Some(((head as f64 * part) as usize).checked_div(2) != Some(factors))
+    };
+    expected().unwrap_or(false)
 }
 
 /// The values of `config.json` that changed, for tensors of these shapes; `head_dim` is the width of a
@@ -132,4 +149,23 @@ fn resnet(settings: &Settings, shapes: Shapes) -> Vec<(&'static str, Value)> {
     }
     found.retain(|(key, value)| settings.get(key) != Some(value));
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rope_factors_of_phi3_follow_the_width_of_the_residual_stream() {
+        let refused = |family: &str, width: usize, kind: &str| {
+            let mut rope = json!({ "rope_type": kind, "partial_rotary_factor": 0.75 });
+            if kind == "longrope" {
+                rope["short_factor"] = json!([1.0, 1.2, 1.6]);
+            }
+            let config = json!({ "model_type": family, "hidden_size": width, "num_attention_heads": 2, "head_dim": 8, "rope_parameters": rope });
+            refuses_rope_factors(config.as_object().unwrap())
+        };
+        assert!(refused("phi3", 8, "longrope"));
+        assert!(!refused("phi3", 16, "longrope") && !refused("phi3", 8, "default") && !refused("llama", 8, "longrope"));
+    }
 }
