@@ -24,7 +24,7 @@ use crate::onnx::proto::DataType;
 use crate::onnx::{Draft, InitializerLayout, ModelFile, OPSETS, Precision, Rewritten, Style, TiedHead, WeightOnly, draft, file};
 use crate::run_state::RunState;
 use crate::store::writer::{self, Item, Piece, Prebuilt};
-use crate::store::{Bias, BiasForm, Codes, DType, Decoded, Encoding, QuantizationSpec, Rescaled, StorageFormat, Weight, Weights};
+use crate::store::{ActivationScheme, Bias, BiasForm, Codes, DType, Decoded, Encoding, QuantizationSpec, Rescaled, StorageFormat, Weights};
 use crate::work::Work;
 
 /// The ONNX format.
@@ -270,8 +270,17 @@ fn notes(model: &Model, graph: &Graph, slots: &[InitializerLayout]) -> Vec<Strin
             counted(palettes, "weight")
         ));
     }
-    let is_minifloat = |weight: &&Weight| matches!(&weight.encoding, Encoding::Quantized(spec) if spec.codes.float().is_some());
-    let floats = slots.iter().filter_map(|slot| model.weights.by_name.get(&slot.weight)).filter(is_minifloat).count();
+    let specs = || {
+        slots.iter().filter_map(|slot| match &model.weights.by_name.get(&slot.weight)?.encoding {
+            Encoding::Quantized(spec) => Some(spec),
+            Encoding::Dense => None,
+        })
+    };
+    let rounded = specs().filter(|spec| spec.codes.is_integer() && matches!(spec.activations, ActivationScheme::Float(..))).count();
+    if rounded > 0 {
+        notes.push(format!("{}: the activations of {} with FP8 activations stay floats", file::MODEL, counted(rounded, "weight")));
+    }
+    let floats = specs().filter(|spec| spec.codes.float().is_some()).count();
     if floats > 0 {
         notes.push(format!(
             "{}: {} dequantized, and activations stay floats: ONNX Runtime does not multiply low-bit floats on CPUs",

@@ -365,8 +365,12 @@ fn is_packed(name: &str, weight: &Weight) -> bool {
         Encoding::Quantized(spec) => {
             let (is_single, is_int8) = (spec.granularity == Granularity::Tensor, spec.codes.bits() == 8);
             let is_packable = if is_int8 { spec.symmetric && !is_single } else { spec.symmetric || !is_single };
-            // Integers for kernels with integer activations have one byte each.
-            let has_packed_kernels = matches!(spec.activations, ActivationScheme::None | ActivationScheme::Float(..));
+            // Integers for kernels with int8 activations have one byte each.
+            let has_packed_kernels = match spec.activations {
+                ActivationScheme::None => true,
+                ActivationScheme::Float(..) => spec.codes.bits() == 4,
+                ActivationScheme::DynamicToken | ActivationScheme::Static(_) => false,
+            };
             weight.shape.len() == 2 && has_packed_kernels && is_packable
         }
     }

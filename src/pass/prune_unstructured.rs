@@ -18,7 +18,7 @@
 //!       rules: [{ targets: ["*.down_proj.weight"], amount: 0.3 }]
 //! ```
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ use crate::error::{Error, ParseError, Result};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, Prepare, RunState};
-use crate::store::{Block, BlockSink, Encoding, Pattern, Rows, View, Weight, WeightSource, ZeroOrigin, least_common_multiple};
+use crate::store::{Block, BlockSink, Encoding, Pattern, Role, Rows, View, Weight, WeightSource, ZeroOrigin, least_common_multiple};
 use crate::work::Meter;
 
 /// Importance criterion of weights.
@@ -182,7 +182,11 @@ impl PruneUnstructured {
     }
 
     fn apply_pattern(&self, pattern: NOfM, names: &BTreeSet<&str>, model: &mut Model, meter: &Arc<Meter>) -> Result<u64> {
-        let (mut removed, axes) = (0, layerwise::input_axes(model));
+        // Matrices, and kernels of files that state the role of a weight, are stored with the outputs first.
+        let is_usual = |weight: &Weight| weight.role.map_or(weight.shape.len() == 2, |role| matches!(role, Role::Matrix | Role::Kernel));
+        let is_unusual = |name: &&str| model.weights.by_name.get(*name).is_some_and(|weight| !is_usual(weight));
+        let axes = if names.iter().any(is_unusual) { layerwise::input_axes(model) } else { BTreeMap::new() };
+        let mut removed = 0;
         for name in names {
             let weight = model.weights.get(name)?.clone();
             if model.config.has_conv1d() && weight.shape.len() == 2 {

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use crate::common::onnxruntime;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -224,6 +224,11 @@ fn samples_say_which_directions_matter() {
     assert!(aware < 0.8 * plain, "{aware} for {plain}");
     assert_eq!(report.recipe["passes"][0]["decompose"]["importance"], "activation");
     assert!(report.passes[0].details["samples"].as_u64().unwrap() > 80);
+    // Layers whose inputs have changed are corrected, and those of the first input are not.
+    let layers = report.passes[0].details["layers"].as_array().unwrap();
+    let corrected: BTreeSet<&str> = layers.iter().filter(|layer| layer["propagation"] == 0.25).map(|layer| layer["weight"].as_str().unwrap()).collect();
+    let is_first = |name: &&str| ["q_proj", "k_proj", "v_proj"].iter().any(|layer| *name == format!("model.layers.0.self_attn.{layer}.weight"));
+    assert!(corrected.len() > 3 && !corrected.iter().any(is_first), "{layers:?}");
     // A note reports that there are fewer samples than features.
     let few = Data { samples: Some(1), ..tokens(folder.path()) };
     let done = run("llama", Pipeline::builder().calibration(few).pass(rank(0.7)));

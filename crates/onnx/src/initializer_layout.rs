@@ -227,7 +227,7 @@ fn quantized(
             Some("stored as int8; the output head that shares them with an embedding dequantizes them when the file is loaded")
         }
         Some(_) if grouped && affine.activations == ActivationScheme::DynamicToken => Some(
-            "stored as integers but applied to float activations, because ONNX has no integer matrix product with group scales; use granularity: channel for one",
+            "stored as integers but applied to float activations, because ONNX has no integer matrix product with group scales; use `granularity: channel` or `group_size: -1` for one",
         ),
         Some(_) if weight_only_layer && style.weight_only == WeightOnly::MatmulNbits && blocks.is_none() => Some(
             "dequantized by DequantizeLinear, because MatMulNBits requires matrices that are stored as [out, in] with a scale per output channel or per group of a multiple of 16 inputs",

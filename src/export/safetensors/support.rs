@@ -6,7 +6,7 @@ use super::quantization::{Group, group_indices, groups, module};
 use crate::arch;
 use crate::model::{Model, stacked_experts};
 use crate::store::writer::Item;
-use crate::store::{ActivationScheme, DType, Encoding, FileFormat, FloatFormat, Granularity, QuantizationSpec};
+use crate::store::{ActivationScheme, Codes, DType, Encoding, FileFormat, FloatFormat, Granularity, QuantizationSpec};
 
 /// Whether a weight belongs to a single expert, as in `mlp.experts.3.up_proj.weight`.
 fn is_of_expert(name: &str) -> bool {
@@ -92,7 +92,7 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     if groups.iter().filter(dynamic).filter(are_grouped).any(|g| g.spec.codes.bits() != 4) {
         notes.push("group-wise weights with int8 activations: transformers loads them; vLLM supports only one scale per tensor or channel".to_owned());
     }
-    if groups.iter().any(|g| g.spec.codes.is_integer() && matches!(g.spec.activations, ActivationScheme::Float(..))) {
+    if groups.iter().any(|g| g.spec.codes == Codes::Integer(4) && matches!(g.spec.activations, ActivationScheme::Float(..))) {
         notes.push("int4 weights with FP8 activations: transformers loads them; vLLM needs a GPU of compute capability 9.0".to_owned());
     }
     let packed = || groups.iter().filter(|g| g.packed && g.spec.codes.is_integer());

@@ -292,9 +292,9 @@ impl<'m> Prepared<'m> {
     }
 
     /// Prepares moments only for [`correct`](Prepared::correct).
-    pub fn for_correction<'d>(moments: &Moments, differences: Cow<'d, [f32]>, damping: f64) -> Result<Prepared<'d>> {
+    pub fn for_correction<'d>(value: &str, moments: &Moments, differences: Cow<'d, [f32]>, damping: f64) -> Result<Prepared<'d>> {
         let options = Choosing { name: "", ordered: false, damping: Some(damping), propagation: None, sweeps: 0 };
-        Prepared::new("", moments, differences, (&options, Some(damping)), &mut Vec::new())
+        Prepared::new(value, moments, differences, (&options, Some(damping)), &mut Vec::new())
     }
 
     /// Corrects a weight `[rows, size]` for changed inputs: moves it by a fraction towards the least-squares

@@ -167,6 +167,11 @@ impl HeldOut {
         }
     }
 
+    /// Whether a row differs from the original model's.
+    pub fn is_changed(&self) -> bool {
+        !self.original.is_empty() && self.original != self.rows
+    }
+
     /// Outputs `[n, outputs]` of a layer with the weight `[outputs, size]`.
     pub fn outputs(&self, weight: &[f32], size: usize) -> Vec<f32> {
         outputs(&self.rows, weight, size)
@@ -214,7 +219,7 @@ impl Errors {
         errors.into_iter().zip(&held_out.groups).for_each(|(error, group)| self.0[first + group] += error);
     }
 
-    /// Whether there are no rows.
+    /// Whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value, json};
 
 use super::compensated::Prepared;
-use super::held_out::{Errors, LayerChoice};
+use super::held_out::{Errors, HeldOut, LayerChoice};
 use super::{
     BlockCheckpoints, BlockReport, Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, require_bytes, require_finite, unsupported,
 };
@@ -128,21 +128,23 @@ impl Factorizer<'_> {
     /// Errors of each solution of layers with these weights on held-out tokens.
     fn errors(&self, layers: &[(&Layer, Vec<f32>)], moments: &Moments) -> Result<Vec<[Errors; 3]>> {
         let mut found = vec![<[Errors; 3]>::default(); layers.len()];
+        // In a fold whose inputs have not changed, the correction changes nothing.
+        let is_changed = !moments.differences.is_empty() || moments.folds.iter().any(HeldOut::is_changed);
         for (index, fold) in moments.folds.iter().enumerate() {
             let fitted = moments.without(index);
             let fitted = fitted.as_ref().unwrap_or(moments);
-            let correction = correction(fitted, Cow::Borrowed(&fitted.differences))?;
+            let correction = correction(&self.value, fitted, Cow::Borrowed(&fitted.differences))?;
             for ((layer, values), errors) in layers.iter().zip(&mut found) {
                 let [rows, size, rank] = self.factorization(&layer.weight)?.sizes;
                 let targets = fold.original_outputs(values, size);
                 for (solution, errors) in SOLUTIONS.into_iter().zip(errors) {
+                    if solution == Solution::Corrected && !is_changed {
+                        break;
+                    }
                     let (values, products) = solution.apply(values, &fitted.products, correction.as_ref());
                     let low_rank = LowRank::new(&values, size, rank, products).ok_or_else(|| not_finite(&layer.weight))?;
                     let effective: Vec<f32> = product(&low_rank.outer, &low_rank.inner, rank, size).into_iter().map(|x| x as f32).collect();
                     errors.add_held_out(fold, &fold.outputs(&effective, size), &targets, rows);
-                    if correction.is_none() && solution == Solution::Samples {
-                        break;
-                    }
                 }
             }
         }
@@ -217,8 +219,8 @@ impl Factorizer<'_> {
 
 /// The correction for inputs that differ from the original model's by `differences`; `None` if they are
 /// equal.
-fn correction<'d>(moments: &Moments, differences: Cow<'d, [f32]>) -> Result<Option<Prepared<'d>>> {
-    (!differences.is_empty()).then(|| Prepared::for_correction(moments, differences, CORRECTION_DAMPING)).transpose()
+fn correction<'d>(value: &str, moments: &Moments, differences: Cow<'d, [f32]>) -> Result<Option<Prepared<'d>>> {
+    (!differences.is_empty()).then(|| Prepared::for_correction(value, moments, differences, CORRECTION_DAMPING)).transpose()
 }
 
 fn not_finite(weight: &str) -> Error {
@@ -255,7 +257,7 @@ impl Method for Factorizer<'_> {
         moments.merge();
         let differences = std::mem::take(&mut moments.differences);
         let is_corrected = self.choices.values().any(|solution| *solution == Solution::Corrected);
-        self.correction = if is_corrected { correction(&moments, Cow::Owned(differences))? } else { None };
+        self.correction = if is_corrected { correction(value, &moments, Cow::Owned(differences))? } else { None };
         self.products = moments.products;
         Ok(())
     }

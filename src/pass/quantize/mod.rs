@@ -307,7 +307,7 @@ impl Pass for Quantize {
             return Err(Error::option(format!("{NAME}: propagation"), "must be from 0 to 1"));
         }
         if self.method == Method::Smoothquant && !self.scheme.rounds_activations() {
-            return Err(Error::option(NAME, "`method: smoothquant` requires a scheme with int8 activations, like W8A8: use `awq` or `gptq`"));
+            return Err(Error::option(NAME, "`method: smoothquant` requires int8 activations with a scale for each token, like W8A8: use `awq` or `gptq`"));
         }
         if self.stores_scales() {
             layerwise::require(&format!("{NAME}: scheme"))?;

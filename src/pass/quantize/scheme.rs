@@ -221,7 +221,7 @@ impl Scheme {
         self.row().activations == other.row().activations
     }
 
-    /// Whether activations are int8.
+    /// Whether activations are int8 with a scale for each token.
     pub(super) fn rounds_activations(self) -> bool {
         self.row().activations == ActivationScheme::DynamicToken
     }

@@ -5,7 +5,7 @@
 //!
 //! | | `x.qweight` I32 | `x.qzeros` I32 | `x.scales` | `x.g_idx` I32 |
 //! | --- | --- | --- | --- | --- |
-//! | GPTQ | `[in · bits / 32, out]`, consecutive inputs per word, low bits first | `[groups, out · bits / 32]`, consecutive outputs, low bits first; version 1 subtracts 1 from each z, as one subtraction from the word | `[groups, out]` | group of each input |
+//! | GPTQ | `[in · bits / 32, out]`, consecutive inputs per word, low bits first | `[groups, out · bits / 32]`, consecutive outputs, low bits first; version 1, as GPTQModel writes it, subtracts 1 from each z, as one subtraction from the word | `[groups, out]` | group of each input |
 //! | AWQ (GEMM) | `[in, out / 8]`, outputs per word in the order 0 2 4 6 1 3 5 7 | `[groups, out / 8]` in the same order | `[groups, out]` | |
 //!
 //! They become weights `x.weight`, `[out, in]`. If `g_idx` assigns inputs to groups out of order, the

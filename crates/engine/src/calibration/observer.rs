@@ -46,7 +46,7 @@ impl ActivationObserver {
     }
 }
 
-/// Number of values up to which samples of one row are not divided into groups.
+/// Number of values up to which groups of samples with one row are few rows.
 const FEW_VALUES: u64 = 1 << 15;
 
 /// The mean of the ranges that minimize the error of each group of samples. An outlier sample widens only
@@ -70,8 +70,9 @@ fn second_group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(
     let (mut lows, mut highs): (Vec<f32>, Vec<f32>) = ranges.collect::<Option<Vec<_>>>()?.into_iter().unzip();
     lows.sort_by(f32::total_cmp);
     highs.sort_by(|a, b| b.total_cmp(a));
-    let second = |ends: &[f32]| ends.get(1).or(ends.first()).copied().map(f64::from);
-    Some((second(&lows)?, second(&highs)?))
+    // Of two groups, the narrower one would clip half of the samples.
+    let at = usize::from(lows.len() > 2);
+    Some((f64::from(*lows.get(at)?), f64::from(*highs.get(at)?)))
 }
 
 /// Candidate factors by which a range is widened.
