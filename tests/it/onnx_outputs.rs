@@ -375,20 +375,26 @@ fn cast_does_not_change_numbers_that_determine_shapes() {
     }
     let folder = tempfile::tempdir().unwrap();
     let [path, out] = ["model.onnx", "out.onnx"].map(|name| folder.path().join(name));
-    let how = ["coordinate_transformation_mode", "nearest_mode"].into_iter().zip(["asymmetric", "floor"]);
-    let nodes = vec![
-        node("Conv", &["x", "first"], "a", vec![]),
-        node("Resize", &["a", "", "scales"], "b", how.map(|(key, value)| AttributeProto::text(key, value)).collect()),
-        node("Mul", &["b", "factor"], "y", vec![]),
-    ];
-    let weights = vec![floats("first", &[6, 3, 1, 1]), given("scales", &[4], &[1.0, 1.0, 1.1, 1.1]), given("factor", &[], &[1e-12])];
-    std::fs::write(&path, model(13, &[0, 3, 20, 20], nodes, weights).encode_to_vec()).unwrap();
+    let how = || ["coordinate_transformation_mode", "nearest_mode"].into_iter().zip(["asymmetric", "floor"]);
+    let file = |first: Option<NodeProto>| {
+        let nodes = vec![
+            node("Conv", &["x", "first"], "a", vec![]),
+            node("Resize", &["a", "", "scales"], "b", how().map(|(key, value)| AttributeProto::text(key, value)).collect()),
+            node("Mul", &["b", "factor"], "y", vec![]),
+        ];
+        let scales = [given("scales", &[4], &[1.0, 1.0, 1.1, 1.1]), given("ones", &[2], &[1.0, 1.0]), given("rest", &[2], &[1.1, 1.1])];
+        let scales = scales.into_iter().filter(|scale| first.is_none() == (scale.name() == "scales"));
+        let weights = [floats("first", &[6, 3, 1, 1]), given("factor", &[], &[1e-12])].into_iter().chain(scales).collect();
+        model(13, &[0, 3, 20, 20], first.into_iter().chain(nodes).collect(), weights)
+    };
     let cast = |options: serde_json::Value| {
         let pass: Cast = serde_json::from_value(options).unwrap();
         Pipeline::builder().pass(pass).force(true).build().unwrap().run(Model::open(&path).unwrap(), &out)
     };
     let inputs = sample(&[2, 3, 20, 20]);
-    for to in ["f16", "bf16"] {
+    let concat = node("Concat", &["ones", "rest"], "scales", vec![AttributeProto::int("axis", 0)]);
+    for (first, to) in [(Some(concat), "f16"), (None, "f16"), (None, "bf16")] {
+        std::fs::write(&path, file(first).encode_to_vec()).unwrap();
         let report = cast(serde_json::json!({ "to": to })).unwrap();
         assert_eq!(report.passes[0].details["converted"], 1, "{to}");
         assert_eq!(in_runtime(&out, &inputs).0, [2, 6, 22, 22], "{to}");

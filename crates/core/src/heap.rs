@@ -17,23 +17,17 @@ pub fn release_freed() {
 
 #[cfg(test)]
 mod tests {
-    /// The allocator keeps small blocks below one that is still in use. Other tests of the process allocate
-    /// memory at the same time, so that some attempts fail.
+    /// The allocator keeps free blocks below others that are still in use.
     #[test]
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     fn freed_memory_is_returned() {
         use crate::work::resident;
-        let released = || {
-            let blocks: Vec<Vec<u8>> = (0..1024).map(|_| vec![1; 1 << 16]).collect();
-            let last = vec![1u8; 1 << 10];
-            drop(blocks);
-            let before = resident().unwrap();
-            super::release_freed();
-            let after = resident().unwrap();
-            drop(last);
-            before.saturating_sub(after)
-        };
-        let most = (0..20).map(|_| released()).max().unwrap();
-        assert!(most > 32 << 20, "{most} bytes");
+        let blocks: Vec<Vec<u8>> = (0..1024).map(|_| vec![1; 1 << 16]).collect();
+        let used: Vec<Vec<u8>> = blocks.into_iter().skip(63).step_by(64).collect();
+        // Other tests of the process allocate memory at the same time, so that some measurements differ.
+        let before = resident().unwrap();
+        super::release_freed();
+        let after = (0..20).map(|_| resident().unwrap()).min().unwrap();
+        assert!(after + (32 << 20) < before, "{before} and {after} bytes, with {} blocks in use", used.len());
     }
 }

@@ -71,6 +71,7 @@ fn collect_usages<'m>(graph: &'m GraphProto, top: bool, copies: &BTreeMap<&'m st
     let scales: BTreeSet<&str> = scales.map(String::as_str).collect();
     // The scale of an integer product is that of its weight, multiplied by that of its activation.
     let is_scaled = |node: &NodeProto| node.op_type() == "Mul" && node.input.iter().any(|name| scales.contains(name.as_str()));
+    let sizes = sizes(graph);
     let mut add = |name: &'m str, usage: Usage| {
         if let Some(original) = copies.get(name) {
             found.entry(original).or_default().push(usage.clone());
@@ -83,8 +84,10 @@ fn collect_usages<'m>(graph: &'m GraphProto, top: bool, copies: &BTreeMap<&'m st
             let kind = match node {
                 _ if top && is_identity(node) => UsageKind::Identity,
                 _ if is_quantization_parameter(node.op_type(), input) || is_scaled(node) => UsageKind::QuantizationParameter,
-                _ if size_inputs(node).contains(&input) => UsageKind::Size,
-                _ => usage_kind(node, input),
+                _ => match usage_kind(node, input) {
+                    UsageKind::Other if sizes.contains(name.as_str()) => UsageKind::Size,
+                    kind => kind,
+                },
             };
             add(name, Usage { node: top.then_some(position), name: own, kind });
         }
@@ -141,9 +144,22 @@ fn is_quantization_parameter(op: &str, input: usize) -> bool {
     }
 }
 
+/// The floats that determine shapes: inputs of nodes such as `Resize`, and the values that they are computed
+/// from.
+fn sizes(graph: &GraphProto) -> BTreeSet<&str> {
+    let mut found = BTreeSet::new();
+    for node in order(&graph.node).into_iter().rev().filter_map(|position| graph.node.get(position)) {
+        let (direct, is_source) = (size_inputs(node), node.output.iter().any(|name| found.contains(name.as_str())));
+        let inputs = node.input.iter().enumerate().filter(|(at, name)| !name.is_empty() && (is_source || direct.contains(at)));
+        found.extend(inputs.map(|(_, name)| name.as_str()));
+    }
+    found
+}
+
 /// Positions of the float inputs that determine the shape of a node's output.
 pub(super) fn size_inputs(node: &NodeProto) -> std::ops::Range<usize> {
     match node.op_type() {
+        _ if !is_own(node.domain()) => 0..0,
         "Upsample" | "Resize" => 1..3,
         "Range" => 0..3,
         _ => 0..0,
