@@ -26,12 +26,12 @@ use super::layers::{Removed, differ, renamed, renumbered};
 /// Removed experts of each mixture.
 type RemovedExperts = Vec<BTreeSet<usize>>;
 
-/// Removes experts from every mixture of a model. Returns an error if the model has no experts and `had` none
-/// before layers were removed, or if too few would remain for a token.
-pub(super) fn remove(model: &mut Model, amount: Amount, ranking: Ranking, had: bool, meter: &Arc<Meter>) -> Result<Removed> {
+/// Removes experts from every mixture of a model. `had_experts`: whether it had experts before layers were
+/// removed. Returns an error if it never had any, or if too few would remain for a token.
+pub(super) fn remove(model: &mut Model, amount: Amount, ranking: Ranking, had_experts: bool, meter: &Arc<Meter>) -> Result<Removed> {
     let graph = model.graph()?;
     let mixtures = analysis::mixtures(&graph)?;
-    if mixtures.is_empty() && had {
+    if mixtures.is_empty() && had_experts {
         let notes = vec!["no expert is removed: all of them are in removed layers".to_owned()];
         return Ok(Removed { tensors: BTreeSet::new(), notes, details: json!([]), open: false });
     }

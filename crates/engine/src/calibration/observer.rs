@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::histogram::BINS;
 use super::statistics::SampleRanges;
 use super::weighted_error::search;
-use super::{ActivationHistogram, Fold, ValueStatistics, WeightedError};
+use super::{ActivationHistogram, Channels, Fold, ValueStatistics, WeightedError};
 
 /// Method that chooses the range of activations.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,13 +46,15 @@ impl ActivationObserver {
     }
 }
 
-/// Number of values up to which groups of samples with one row are few rows.
+/// Maximum number of values of samples with one row each, such as the rows of a table, for which the mean
+/// over groups is not used.
 const FEW_VALUES: u64 = 1 << 15;
 
 /// The mean of the ranges that minimize the error of each group of samples. An outlier sample widens only
 /// the range of its own group, while it would dominate a sum of squared errors over all samples.
 fn mean_group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(f64, f64)> {
-    if statistics.rows_per_sample() == 1 && statistics.channels().count() * weights.len() as u64 <= FEW_VALUES {
+    let rows = || statistics.groups().map(Channels::count).sum::<u64>();
+    if statistics.rows_per_sample() == 1 && rows() * weights.len() as u64 <= FEW_VALUES {
         return second_group_range(statistics, weights);
     }
     let (mut low, mut high, mut count) = (0.0, 0.0, 0.0);
@@ -88,12 +90,8 @@ const MAX_CLIPPING_ERROR: f64 = 4.0;
 pub fn with_headroom(observer: ActivationObserver, statistics: &ValueStatistics, weights: &[f64], percentile: f64) -> (f32, f32) {
     let (low, high) = observer.range(statistics, Some(weights), percentile);
     let wider = |(low, high): (f32, f32), by: f64| (f64::from(low) * by, f64::from(high) * by);
-    let Some(halves) = statistics.halves() else { return (low, high) };
-    let mut folds = Vec::with_capacity(halves.len());
-    for fold in &halves {
-        let Some(validated) = validated_range(observer, statistics, fold, None, weights, percentile) else { return (low, high) };
-        folds.push(validated);
-    }
+    let validated = |fold: &Fold| validated_range(observer, statistics, fold, None, weights, percentile);
+    let Some(folds) = statistics.halves().and_then(|halves| halves.iter().map(validated).collect::<Option<Vec<_>>>()) else { return (low, high) };
     let mut errors = [0f64; HEADROOM.len()];
     for (range, held_out) in &folds {
         errors.iter_mut().zip(HEADROOM).for_each(|(error, by)| *error += held_out.error(wider(*range, by)));
