@@ -5,8 +5,8 @@ decoded values.
 
 - `blocks.gguf`: random blocks of every supported type, and `blocks.safetensors`: the values that the package
   decodes.
-- `quantized.safetensors`: values, and the blocks that the package encodes; for Q4_K, Q5_K and Q6_K, and for all
-  types with importance of columns, those of the C source of llama.cpp.
+- `quantized.safetensors`: values, and the blocks that the package encodes; for the K and IQ types, and for all types
+  with importance of columns, those of the C source of llama.cpp.
 - FAMILY.gguf: the tiny models of tests/golden/models with the names and row order of GGUF files, and
   FAMILY.json, their config.json.
 - tokenizer-NAME.gguf: tiny models with one vocabulary each, and tokens.json: texts with their tokens by the
@@ -33,14 +33,17 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 ONLY = sys.argv[1:]
 MODELS, FOLDER = GOLDEN / "models", GOLDEN / "gguf"
 READ = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+# Types added later: their random blocks are drawn last, so that the others stay the same.
+LATER = [Type.Q2_K, Type.Q3_K, Type.IQ4_NL, Type.IQ4_XS]
 # Offsets of the binary16 scales in a block.
-SCALES = {Type.Q6_K: [208], Type.Q4_K: [0, 2], Type.Q5_K: [0, 2], Type.Q4_1: [0, 2], Type.Q5_1: [0, 2]}
+SCALES = {Type.Q2_K: [80, 82], Type.Q3_K: [108], Type.Q6_K: [208], Type.Q4_K: [0, 2], Type.Q5_K: [0, 2], Type.Q4_1: [0, 2], Type.Q5_1: [0, 2]}
 
 
 def blocks(random):
     """Random bytes, with zero, subnormal, maximum and ordinary scales."""
     writer, values = gguf.GGUFWriter(FOLDER / "blocks.gguf", "none"), {}
-    for kind in READ:
+
+    def add(kind):
         _, size = gguf.GGML_QUANT_SIZES[kind]
         rows, columns = 3, 6
         data = random.integers(0, 256, (rows * columns, size), dtype=np.uint8)
@@ -51,11 +54,16 @@ def blocks(random):
         data = data.reshape(rows, columns * size)
         writer.add_tensor(kind.name, data, raw_dtype=kind)
         values[kind.name] = gguf.dequantize(data, kind)
+
+    for kind in READ:
+        add(kind)
     plain = random.normal(0, 1, (5, 7)).astype(np.float32)
     for kind, name in ((Type.F32, "F32"), (Type.F16, "F16"), (Type.BF16, "BF16")):
         data = gguf.quantize(plain, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
         values[name] = gguf.dequantize(data, kind)
+    for kind in LATER:
+        add(kind)
     finish(writer)
     save_file(values, FOLDER / "blocks.safetensors")
 
@@ -76,6 +84,8 @@ size_t ggml_row_size(int type, long long count) {
         case 6: return count / 32 * 22;
         case 7: return count / 32 * 24;
         case 8: return count / 32 * 34;
+        case 10: return count / 256 * 84;
+        case 11: return count / 256 * 110;
         case 12: return count / 256 * 144;
         case 13: return count / 256 * 176;
         case 14: return count / 256 * 210;
@@ -116,19 +126,20 @@ def quantized(random):
     importance = np.random.default_rng(2).lognormal(0, 2, columns).astype(np.float32)
     importance[7], importance[256:272] = 0, 0
     found["importance"] = importance
-    for kind in READ:
+
+    def encoded(kind, columns, importance):
+        """Blocks of all values as `llama-quantize` writes them, in rows of `columns` values."""
         elements, size = gguf.GGML_QUANT_SIZES[kind]
         blocks = np.zeros(values.size // elements * size, dtype=np.uint8)
         function = getattr(library, f"quantize_{kind.name.lower().replace('_k', '_K')}")
         sizes = ctypes.c_int64(values.size // columns), ctypes.c_int64(columns)
-        function(pointer(values, ctypes.c_float), pointer(blocks, ctypes.c_uint8), *sizes, pointer(importance, ctypes.c_float))
-        found[f"{kind.name} by importance"] = blocks
-    for kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K):
-        elements, size = gguf.GGML_QUANT_SIZES[kind]
-        blocks = np.zeros(values.size // elements * size, dtype=np.uint8)
-        function = getattr(library, f"quantize_row_{kind.name.lower().replace('_k', '_K')}_ref")
-        function(pointer(values, ctypes.c_float), pointer(blocks, ctypes.c_uint8), ctypes.c_int64(values.size))
-        found[kind.name] = blocks
+        function(pointer(values, ctypes.c_float), pointer(blocks, ctypes.c_uint8), *sizes, importance)
+        return blocks
+
+    for kind in READ + LATER:
+        found[f"{kind.name} by importance"] = encoded(kind, columns, pointer(importance, ctypes.c_float))
+    for kind in [Type.Q4_K, Type.Q5_K, Type.Q6_K, *LATER]:
+        found[kind.name] = encoded(kind, 256, None)
     save_file(found, FOLDER / "quantized.safetensors")
 
 
@@ -395,7 +406,7 @@ def seeds(random):
     folder = ROOT / "fuzz/corpus/gguf"
     folder.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(folder / "seed-blocks", "none")
-    for kind in READ:
+    for kind in READ + LATER:
         _, size = gguf.GGML_QUANT_SIZES[kind]
         writer.add_tensor(kind.name, random.integers(0, 256, (1, size), dtype=np.uint8), raw_dtype=kind)
     finish(writer)

@@ -76,6 +76,51 @@ simd! {
     }
 }
 
+simd! {
+    /// Scales in the low and minima in the high halves of 16 bytes, for 16 sub-blocks of 16 elements; 64
+    /// bytes of codes; `d`, `dmin`. In each 32 bytes of codes, bits `2 · row` and above are row `row` of four
+    /// rows of 32 elements; `d · scale · code − dmin · minimum`.
+    pub(super) fn q2_k(blocks: &[u8], values: &mut [f32]) {
+        for (block, values) in blocks.as_chunks::<84>().0.iter().zip(values.as_chunks_mut::<256>().0) {
+            let (d, dmin) = (half(block, 80), half(block, 82));
+            for (j, values) in values.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+                let (scale, minimum) = (d * f32::from(block[j] & 15), dmin * f32::from(block[j] >> 4));
+                let codes = &block[16 + j / 8 * 32 + j % 2 * 16..][..16];
+                for (value, code) in values.iter_mut().zip(codes) {
+                    *value = scale * f32::from(code >> (j % 8 / 2 * 2) & 3) - minimum;
+                }
+            }
+        }
+    }
+}
+
+/// The 6-bit scale of sub-block `j`, from the twelve bytes with those of sixteen sub-blocks.
+pub(super) fn signed_scale(bytes: &[u8], j: usize) -> i8 {
+    let low = bytes[j % 8] >> (j / 8 * 4) & 15;
+    let high = bytes[8 + j % 4] >> (j / 4 * 2) & 3;
+    (low | high << 4) as i8 - 32
+}
+
+simd! {
+    /// 32 bytes with the upper bits of the codes: bit `row` of byte `l` belongs to element `l` of row `row` of
+    /// 32 elements; 64 bytes with the low bits as in Q2_K; scales of 16 sub-blocks; `d`; `d · scale ·
+    /// (code − 4)`.
+    pub(super) fn q3_k(blocks: &[u8], values: &mut [f32]) {
+        for (block, values) in blocks.as_chunks::<110>().0.iter().zip(values.as_chunks_mut::<256>().0) {
+            let d = half(block, 108);
+            for (j, values) in values.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+                let scale = d * f32::from(signed_scale(&block[96..108], j));
+                let (row, from) = (j / 2, j % 2 * 16);
+                let low = &block[32 + row / 4 * 32 + from..][..16];
+                for ((value, low), high) in values.iter_mut().zip(low).zip(&block[from..]) {
+                    let code = low >> (row % 4 * 2) & 3 | (high >> row & 1) << 2;
+                    *value = scale * (f32::from(code) - 4.0);
+                }
+            }
+        }
+    }
+}
+
 /// The 6-bit scale and minimum of sub-block `j`, from the twelve bytes with those of eight sub-blocks.
 pub(super) fn scale_and_minimum(bytes: &[u8], j: usize) -> (u8, u8) {
     if j < 4 { (bytes[j] & 63, bytes[j + 4] & 63) } else { (bytes[j + 4] & 15 | bytes[j - 4] >> 6 << 4, bytes[j + 4] >> 4 | bytes[j] >> 6 << 4) }
@@ -135,6 +180,41 @@ simd! {
                         *value = scale * (f32::from(code) - 32.0);
                     }
                 }
+            }
+        }
+    }
+}
+
+/// Values of the sixteen codes of the IQ4 types.
+pub(super) const LEVELS: [f32; 16] = [-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0];
+
+/// Dequantizes 16 bytes of codes as in Q4_0.
+#[inline(always)]
+fn levels(scale: f32, codes: &[u8], values: &mut [f32; 32]) {
+    for (j, code) in codes[..16].iter().enumerate() {
+        values[j] = scale * LEVELS[usize::from(code & 15)];
+        values[j + 16] = scale * LEVELS[usize::from(code >> 4)];
+    }
+}
+
+simd! {
+    /// `d`, 16 bytes as in Q4_0; `d · level`.
+    pub(super) fn iq4_nl(blocks: &[u8], values: &mut [f32]) {
+        for (block, values) in blocks.as_chunks::<18>().0.iter().zip(values.as_chunks_mut::<32>().0) {
+            levels(half(block, 0), &block[2..], values);
+        }
+    }
+}
+
+simd! {
+    /// `d`, two bytes with the upper two bits and four bytes with the low four bits of the scales of eight
+    /// sub-blocks of 32 elements, 128 bytes; `d · (scale − 32) · level`.
+    pub(super) fn iq4_xs(blocks: &[u8], values: &mut [f32]) {
+        for (block, values) in blocks.as_chunks::<136>().0.iter().zip(values.as_chunks_mut::<256>().0) {
+            let (d, high) = (half(block, 0), u16::from_le_bytes([block[2], block[3]]));
+            for (j, values) in values.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+                let scale = block[4 + j / 2] >> (j % 2 * 4) & 15 | ((high >> (2 * j) & 3) << 4) as u8;
+                levels(d * (f32::from(scale) - 32.0), &block[8 + 16 * j..], values);
             }
         }
     }

@@ -3,7 +3,13 @@
 
 use half::f16;
 
-use super::search::{EPSILON, Fits, LANES, Trials, around, costs, interleaved, lanes, with_minimum};
+use super::search::{EPSILON, Fits, Interleaved, LANES, Trials, around, costs, interleaved, lanes, with_minimum};
+
+mod low_bits;
+mod uneven;
+
+pub(super) use low_bits::{q2_k, q3_k};
+pub(super) use uneven::{iq4_nl, iq4_xs};
 
 /// Reciprocal of a step; 0 for a step of 0, for which the codes do not matter.
 #[inline(always)]
@@ -185,48 +191,48 @@ fn sum<const N: usize>(term: impl Fn(usize) -> f32) -> f32 {
 /// Largest 6-bit code.
 const SIX_BITS: f32 = 63.0;
 
-/// Quantizes nonnegative scales to 6 bits, with a step that maps the largest one to the highest code.
+/// Quantizes nonnegative scales, with a step that maps the largest one to the highest code.
 #[inline(always)]
-fn quantize_scales(scales: &[f32; 8]) -> (f32, [u8; 8]) {
+fn quantize_scales<const N: usize>(scales: &[f32; N], highest: f32) -> (f32, [u8; N]) {
     let largest = scales.iter().fold(0f32, |most, value| most.max(*value));
-    let inverse = if largest > 0.0 { SIX_BITS / largest } else { 0.0 };
-    (largest / SIX_BITS, scales.map(|scale| (inverse * scale).round_ties_even().min(SIX_BITS) as u8))
+    let inverse = if largest > 0.0 { highest / largest } else { 0.0 };
+    (largest / highest, scales.map(|scale| (inverse * scale).round_ties_even().min(highest) as u8))
 }
 
-/// Quantizes nonnegative scales to 6 bits by weighted least squares (`make_qp_quants`).
+/// Quantizes nonnegative scales by weighted least squares (`make_qp_quants`).
 #[inline(always)]
-fn quantize_scales_weighted(scales: &[f32; 8], weights: &[f32; 8]) -> (f32, [u8; 8]) {
+fn quantize_scales_weighted<const N: usize>(scales: &[f32; N], weights: &[f32; N], highest: f32) -> (f32, [u8; N]) {
     let largest = scales.iter().fold(0f32, |most, value| most.max(*value));
     if largest < EPSILON {
-        return (0.0, [0; 8]);
+        return (0.0, [0; N]);
     }
-    let codes_by = |inverse: f32| scales.map(|scale| (inverse * scale).round_ties_even().min(SIX_BITS));
+    let codes_by = |inverse: f32| scales.map(|scale| (inverse * scale).round_ties_even().min(highest));
     let error = |inverse: f32| {
         let (codes, step) = (codes_by(inverse), 1.0 / inverse);
-        sum::<8>(|i| {
+        sum::<N>(|i| {
             let difference = scales[i] - step * codes[i];
             weights[i] * difference * difference
         })
     };
-    let mut inverse = SIX_BITS / largest;
+    let mut inverse = highest / largest;
     let mut least = error(inverse);
     for step in (-4i8..=4).filter(|step| *step != 0) {
-        let other = (0.1 * f32::from(step) + SIX_BITS) / largest;
+        let other = (0.1 * f32::from(step) + highest) / largest;
         let trial = error(other);
         if trial < least {
             (inverse, least) = (other, trial);
         }
     }
     let mut codes = codes_by(inverse);
-    let (mut products, mut squares) = (sum::<8>(|i| weights[i] * scales[i] * codes[i]), sum::<8>(|i| weights[i] * codes[i] * codes[i]));
+    let (mut products, mut squares) = (sum::<N>(|i| weights[i] * scales[i] * codes[i]), sum::<N>(|i| weights[i] * codes[i] * codes[i]));
     // Coordinate descent: changes one code at a time while the error decreases.
     for _ in 0..5 {
         let mut changed = false;
-        for i in 0..8 {
+        for i in 0..N {
             let mut other_products = products - weights[i] * scales[i] * codes[i];
             let mut other_squares = squares - weights[i] * codes[i] * codes[i];
             if other_products > 0.0 && other_squares > 0.0 {
-                let code = (scales[i] * other_squares / other_products).round_ties_even().min(SIX_BITS);
+                let code = (scales[i] * other_squares / other_products).round_ties_even().min(highest);
                 other_products += weights[i] * scales[i] * code;
                 other_squares += weights[i] * code * code;
                 if code != codes[i] && other_products * other_products * squares > products * products * other_squares {
@@ -241,18 +247,29 @@ fn quantize_scales_weighted(scales: &[f32; 8], weights: &[f32; 8]) -> (f32, [u8;
     (if squares > 0.0 { products / squares } else { 0.0 }, codes.map(|code| code as u8))
 }
 
+/// Sums of the weights of each block.
+#[inline(always)]
+fn sums_of<const N: usize>(weights: &Interleaved<N>) -> [f32; LANES] {
+    weights.iter().fold([0f32; LANES], |sums, row| lanes!(l => sums[l] + row[l]))
+}
+
+/// Weights of the errors in the 16 parts of two blocks of 256 values: the importance of a column, increased
+/// for values that are large relative to their block.
+#[inline(always)]
+fn costs_of_parts(values: &[f32], parts: &Interleaved<32>, importance: &[f32]) -> Interleaved<32> {
+    let mut powers = [0f32; LANES];
+    for (values, powers) in values.as_chunks::<256>().0.iter().zip(powers.as_chunks_mut::<8>().0) {
+        *powers = [2.0 * power(values); 8];
+    }
+    costs(parts, importance, &powers)
+}
+
 /// Searches scales and minima of the 16 parts of two blocks of 256 values.
 #[inline(always)]
 fn fit_parts(values: &[f32], importance: Option<&[f32]>, highest: f32, trials: &Trials) -> (Fits<32>, [f32; LANES]) {
     let parts = interleaved::<32>(values);
     let weights = match importance {
-        Some(importance) => {
-            let mut powers = [0f32; LANES];
-            for (values, powers) in values.as_chunks::<256>().0.iter().zip(powers.as_chunks_mut::<8>().0) {
-                *powers = [2.0 * power(values); 8];
-            }
-            costs(&parts, importance, &powers)
-        }
+        Some(importance) => costs_of_parts(values, &parts, importance),
         None => {
             let mut squares = [0f32; LANES];
             for row in &parts {
@@ -266,11 +283,7 @@ fn fit_parts(values: &[f32], importance: Option<&[f32]>, highest: f32, trials: &
             weights
         }
     };
-    let mut sums = [0f32; LANES];
-    for row in &weights {
-        sums = lanes!(l => sums[l] + row[l]);
-    }
-    (with_minimum(&parts, &weights, highest, if importance.is_some() { &Trials::WEIGHTED } else { trials }), sums)
+    (with_minimum(&parts, &weights, highest, if importance.is_some() { &Trials::WEIGHTED } else { trials }), sums_of(&weights))
 }
 
 /// Writes the 6-bit scales and minima of a block of 256 values and returns its codes. Shared by Q4_K and
@@ -283,7 +296,7 @@ fn write_scales(values: &[f32; 256], (fits, sums): &(Fits<32>, [f32; LANES]), ha
     for (codes, found) in codes.as_chunks_mut::<32>().0.iter_mut().zip(&fits.codes[8 * half..]) {
         *codes = *found;
     }
-    let stored = |values: &[f32; 8]| if weighted { quantize_scales_weighted(values, &sums) } else { quantize_scales(values) };
+    let stored = |values: &[f32; 8]| if weighted { quantize_scales_weighted(values, &sums, SIX_BITS) } else { quantize_scales(values, SIX_BITS) };
     let ((scale, scales), (minimum, minima)) = (stored(&scales), stored(&minima));
     let bytes = &mut start[4..16];
     for (j, (s, m)) in scales.into_iter().zip(minima).enumerate() {

@@ -17,21 +17,25 @@ pub enum BlockType {
     Q5_0,
     Q5_1,
     Q8_0,
+    Q2K,
+    Q3K,
     Q4K,
     Q5K,
     Q6K,
+    Iq4Nl,
+    Iq4Xs,
 }
 
-/// Number of elements in blocks of the K types.
+/// Number of elements in blocks of the K types and of IQ4_XS.
 pub const LARGE: usize = 256;
 /// Number of elements in blocks of the other types.
 pub const SMALL: usize = 32;
 
 impl BlockType {
     /// All block types.
-    pub const ALL: [BlockType; 8] = {
-        use BlockType::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
-        [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K]
+    pub const ALL: [BlockType; 12] = {
+        use BlockType::{Iq4Nl, Iq4Xs, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+        [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Nl, Iq4Xs]
     };
 
     /// Id in files, name, elements per block and bytes per block.
@@ -42,9 +46,13 @@ impl BlockType {
             BlockType::Q5_0 => (6, "Q5_0", SMALL, 22),
             BlockType::Q5_1 => (7, "Q5_1", SMALL, 24),
             BlockType::Q8_0 => (8, "Q8_0", SMALL, 34),
+            BlockType::Q2K => (10, "Q2_K", LARGE, 84),
+            BlockType::Q3K => (11, "Q3_K", LARGE, 110),
             BlockType::Q4K => (12, "Q4_K", LARGE, 144),
             BlockType::Q5K => (13, "Q5_K", LARGE, 176),
             BlockType::Q6K => (14, "Q6_K", LARGE, 210),
+            BlockType::Iq4Nl => (20, "IQ4_NL", SMALL, 18),
+            BlockType::Iq4Xs => (23, "IQ4_XS", LARGE, 136),
         }
     }
 
@@ -81,9 +89,13 @@ impl BlockType {
             BlockType::Q5_0 => decode::q5_0(blocks, values),
             BlockType::Q5_1 => decode::q5_1(blocks, values),
             BlockType::Q8_0 => decode::q8_0(blocks, values),
+            BlockType::Q2K => decode::q2_k(blocks, values),
+            BlockType::Q3K => decode::q3_k(blocks, values),
             BlockType::Q4K => decode::q4_k(blocks, values),
             BlockType::Q5K => decode::q5_k(blocks, values),
             BlockType::Q6K => decode::q6_k(blocks, values),
+            BlockType::Iq4Nl => decode::iq4_nl(blocks, values),
+            BlockType::Iq4Xs => decode::iq4_xs(blocks, values),
         }
     }
 
@@ -101,9 +113,13 @@ impl BlockType {
             BlockType::Q5_0 => encode::q5_0(values, importance, blocks),
             BlockType::Q5_1 => encode::q5_1(values, importance, blocks),
             BlockType::Q8_0 => encode::q8_0(values, blocks),
+            BlockType::Q2K => encode::q2_k(values, importance, blocks),
+            BlockType::Q3K => encode::q3_k(values, importance, blocks),
             BlockType::Q4K => encode::q4_k(values, importance, blocks),
             BlockType::Q5K => encode::q5_k(values, importance, blocks),
             BlockType::Q6K => encode::q6_k(values, importance, blocks),
+            BlockType::Iq4Nl => encode::iq4_nl(values, importance, blocks),
+            BlockType::Iq4Xs => encode::iq4_xs(values, importance, blocks),
         }
     }
 
@@ -191,6 +207,33 @@ mod tests {
         assert_eq!(found, [(1, 0), (2, 1), (3, 2), (4, 3), (33, 32), (34, 33), (35, 62), (63, 63)]);
     }
 
+    #[test]
+    fn signed_scales_are_unpacked() {
+        let bytes = [0x01, 0x12, 0x23, 0x34, 0x45, 0x56, 0x67, 0xF8, 0xE4, 0x1B, 0x00, 0xFF];
+        let found: Vec<_> = (0..16).map(|j| decode::signed_scale(&bytes, j)).collect();
+        assert_eq!(found, [-31, 18, -29, 20, -11, 6, -25, 24, 0, -15, -30, 19, 20, -27, -26, 31]);
+    }
+
+    /// Blocks that are searched together do not affect each other.
+    #[test]
+    fn blocks_of_a_row_are_independent() {
+        let values: Vec<f32> = (0..19 * 256).map(|i| ((i * i % 1013) as f32 - 400.0) * 1e-3 * (1 + i / 256 % 7) as f32).collect();
+        let importance: Vec<f32> = (0..values.len()).map(|i| (1 + i * i % 89) as f32).collect();
+        for kind in BlockType::ALL.into_iter().filter(|kind| kind.elements() == LARGE || *kind == BlockType::Iq4Nl) {
+            let (elements, bytes) = (kind.elements(), kind.bytes());
+            for importance in [&importance[..], &[]] {
+                let mut blocks = vec![0xFF; values.len() / elements * bytes];
+                kind.encode_row(&values, importance, &mut blocks);
+                for (index, expected) in blocks.chunks(bytes).enumerate() {
+                    let part = index * elements..(index + 1) * elements;
+                    let mut block = vec![0; bytes];
+                    kind.encode_row(&values[part.clone()], importance.get(part).unwrap_or_default(), &mut block);
+                    assert_eq!(block, expected, "{} block {index}", kind.name());
+                }
+            }
+        }
+    }
+
     /// Representable values are exact, and the error of others decreases with more bits.
     #[test]
     fn large_blocks_represent_values_as_expected() {
@@ -202,16 +245,30 @@ mod tests {
         let values: Vec<f32> = (0..1024).map(|_| (0..6).map(|_| random()).sum::<f32>() * 0.02).collect();
         let error = |kind| encoded(kind, &values).1.iter().zip(&values).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
         let power = values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>();
-        let decibels = [BlockType::Q4_0, BlockType::Q4K, BlockType::Q5K, BlockType::Q6K, BlockType::Q8_0].map(|kind| 10.0 * (power / error(kind)).log10());
-        assert!(decibels.is_sorted() && decibels[1] > 21.0 && decibels[2] > 27.0 && decibels[3] > 33.0, "{decibels:?}");
-        for kind in [BlockType::Q4K, BlockType::Q5K, BlockType::Q6K] {
+        let decibels = |kinds: &[BlockType]| kinds.iter().map(|kind| 10.0 * (power / error(*kind)).log10()).collect::<Vec<_>>();
+        use BlockType::{Iq4Nl, Iq4Xs, Q2K, Q3K, Q4_0, Q4K, Q5K, Q6K, Q8_0};
+        let linear = decibels(&[Q2K, Q3K, Q4_0, Q4K, Q5K, Q6K, Q8_0]);
+        let above = linear.iter().zip([8.0, 14.0, 19.0, 21.0, 27.0, 33.0, 38.0]).all(|(found, least)| *found > least);
+        assert!(linear.is_sorted() && above, "{linear:?}");
+        let uneven = decibels(&[Q4_0, Iq4Xs, Iq4Nl, Q5K]);
+        assert!(uneven.is_sorted(), "{uneven:?}");
+        for kind in [Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Nl, Iq4Xs] {
             assert!(encoded(kind, &[0.0; 512]).1.iter().all(|value| *value == 0.0), "{}", kind.name());
         }
         // Steps of one scale from the lowest to the highest code, in every part of sixteen elements.
         let steps: Vec<f32> = (0..256).map(|element| ((element % 16) as f32 * 63.0 / 15.0).floor() / 64.0 - 0.5).collect();
-        assert_eq!(encoded(BlockType::Q6K, &steps).1, steps);
+        assert_eq!(encoded(Q6K, &steps).1, steps);
         let nibbles: Vec<f32> = (0..256).map(|element| (element % 16) as f32 * 0.25).collect();
-        let (_, back) = encoded(BlockType::Q4K, &nibbles);
+        let (_, back) = encoded(Q4K, &nibbles);
         assert!(back.iter().zip(&nibbles).all(|(a, b)| (a - b).abs() < 2e-3), "{back:?}");
+        let eighths: Vec<f32> = (0..256).map(|element| (element % 8) as f32 * 0.25 - 1.0).collect();
+        assert_eq!(encoded(Q3K, &eighths).1, eighths);
+        let quarters: Vec<f32> = (0..256).map(|element| (element % 4) as f32 * 0.5).collect();
+        let (_, back) = encoded(Q2K, &quarters);
+        assert!(back.iter().zip(&quarters).all(|(a, b)| (a - b).abs() < 2e-3), "{back:?}");
+        let levels: Vec<f32> = (0..256).map(|element| decode::LEVELS[element % 16] / 64.0).collect();
+        for kind in [Iq4Nl, Iq4Xs] {
+            assert_eq!(encoded(kind, &levels).1, levels, "{}", kind.name());
+        }
     }
 }

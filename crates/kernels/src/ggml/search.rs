@@ -59,18 +59,27 @@ pub(super) struct Trials {
     first: f32,
     spacing: f32,
     steps: usize,
+    /// Whether absolute errors are compared instead of squared errors.
+    absolute: bool,
 }
 
 impl Trials {
-    /// For Q4_K and Q5_K without importance.
-    pub const FOUR_BITS: Trials = Trials { first: -1.0, spacing: 0.1, steps: 20 };
-    pub const FIVE_BITS: Trials = Trials { first: -0.5, spacing: 0.1, steps: 15 };
+    /// For Q2_K, Q4_K and Q5_K without importance.
+    pub const TWO_BITS: Trials = Trials { first: -0.5, spacing: 0.1, steps: 15, absolute: true };
+    pub const FOUR_BITS: Trials = Trials { first: -1.0, spacing: 0.1, steps: 20, absolute: false };
+    pub const FIVE_BITS: Trials = Trials { first: -0.5, spacing: 0.1, steps: 15, absolute: false };
     /// For all types with importance.
-    pub const WEIGHTED: Trials = Trials { first: -0.9, spacing: 0.05, steps: 36 };
+    pub const WEIGHTED: Trials = Trials { first: -0.9, spacing: 0.05, steps: 36, absolute: false };
 }
 
 /// Scales below this are treated as zero.
 pub(super) const EPSILON: f32 = 1e-15;
+
+/// The value of each block with the largest magnitude, the first one if several are equal.
+#[inline(always)]
+pub(super) fn farthest_values<const N: usize>(values: &Interleaved<N>) -> [f32; LANES] {
+    values.iter().fold([0f32; LANES], |most, row| lanes!(l => if row[l].abs() > most[l].abs() { row[l] } else { most[l] }))
+}
 
 /// Scales of codes from −`middle` to `middle` − 1 by weighted least squares. Tries the scale that
 /// assigns the lowest code to the value with the largest magnitude, and scales that differ by up to 0.9
@@ -78,10 +87,7 @@ pub(super) const EPSILON: f32 = 1e-15;
 #[inline(always)]
 pub(super) fn around<const N: usize>(values: &Interleaved<N>, weights: &Interleaved<N>, middle: f32) -> Fits<N> {
     let code = |value: f32, inverse: f32| (inverse * value).round_ties_even().clamp(-middle, middle - 1.0);
-    let mut farthest = [0f32; LANES];
-    for row in values {
-        farthest = lanes!(l => if row[l].abs() > farthest[l].abs() { row[l] } else { farthest[l] });
-    }
+    let farthest = farthest_values(values);
     let (mut inverse, mut scale, mut most) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
     for (first, step) in [(true, 0i8)].into_iter().chain((-9..=9).filter(|step| *step != 0).map(|step| (false, step))) {
         let trial = lanes!(l => -(middle + 0.1 * f32::from(step)) / farthest[l]);
@@ -110,6 +116,50 @@ pub(super) fn around<const N: usize>(values: &Interleaved<N>, weights: &Interlea
     fits
 }
 
+/// Scales of codes from −`middle` to `middle` − 1 by least squares weighted by the squares of the values.
+/// Starts from the scale that assigns the lowest code to the value with the largest magnitude, and changes
+/// one code at a time while the error decreases (`make_q3_quants`).
+#[inline(always)]
+pub(super) fn around_by_descent<const N: usize>(values: &Interleaved<N>, middle: f32) -> Fits<N> {
+    let clamped = |code: f32| code.round_ties_even().clamp(-middle, middle - 1.0);
+    let farthest = farthest_values(values);
+    let inverse = lanes!(l => -middle / farthest[l]);
+    let (mut codes, mut products, mut squares) = ([[0f32; LANES]; N], [0f32; LANES], [0f32; LANES]);
+    for (x, codes) in values.iter().zip(&mut codes) {
+        *codes = lanes!(l => clamped(inverse[l] * x[l]));
+        products = lanes!(l => products[l] + x[l] * x[l] * x[l] * codes[l]);
+        squares = lanes!(l => squares[l] + x[l] * x[l] * codes[l] * codes[l]);
+    }
+    for _ in 0..5 {
+        let before = codes;
+        for (x, codes) in values.iter().zip(&mut codes) {
+            for l in 0..LANES {
+                let weight = x[l] * x[l];
+                let other_products = products[l] - weight * x[l] * codes[l];
+                let other_squares = squares[l] - weight * codes[l] * codes[l];
+                let code = clamped(x[l] * other_squares / other_products);
+                let trial_products = other_products + weight * x[l] * code;
+                let trial_squares = other_squares + weight * code * code;
+                let lower = trial_products * trial_products * squares[l] > products[l] * products[l] * trial_squares;
+                let better = (other_products > 0.0) & (code != codes[l]) & (trial_squares > 0.0) & lower;
+                let either = |trial: f32, best: f32| if better { trial } else { best };
+                (codes[l], products[l], squares[l]) = (either(code, codes[l]), either(trial_products, products[l]), either(trial_squares, squares[l]));
+            }
+        }
+        if codes == before {
+            break;
+        }
+    }
+    let mut fits = Fits::ZERO;
+    for l in (0..LANES).filter(|l| farthest[*l].abs() >= EPSILON) {
+        fits.scale[l] = if squares[l] > 0.0 { products[l] / squares[l] } else { 0.0 };
+        for (codes, found) in codes.iter().zip(&mut fits.codes[l]) {
+            *found = (codes[l] + middle) as u8;
+        }
+    }
+    fits
+}
+
 /// The code of a value relative to `low`.
 #[inline(always)]
 fn code_above(value: f32, inverse: f32, low: f32, highest: f32) -> f32 {
@@ -133,7 +183,7 @@ pub(super) fn with_minimum<const N: usize>(values: &Interleaved<N>, weights: &In
     // Codes of the best scale so far: the value of code 0, and the reciprocal of the step.
     let (mut from, mut inverse) = (low, lanes!(l => highest / (high[l] - low[l])));
     let (mut scale, mut minimum) = (lanes!(l => 1.0 / inverse[l]), low);
-    let mut least = errors(values, weights, (&inverse, &from), (&scale, &minimum), highest);
+    let mut least = errors(values, weights, (&inverse, &from), (&scale, &minimum), highest, trials.absolute);
     for step in 0..=trials.steps {
         // Relative to the best minimum so far, as in the reference implementation.
         let trial_from = minimum;
@@ -151,7 +201,7 @@ pub(super) fn with_minimum<const N: usize>(values: &Interleaved<N>, weights: &In
         let free = lanes!(l => (sum_l2[l] * sum_x[l] - sum_l[l] * sum_xl[l]) / determinant[l]);
         let trial_scale = lanes!(l => if free[l] > 0.0 { sum_xl[l] / sum_l2[l] } else { (sum_w[l] * sum_xl[l] - sum_x[l] * sum_l[l]) / determinant[l] });
         let trial_minimum = lanes!(l => if free[l] > 0.0 { 0.0 } else { free[l] });
-        let trial = errors(values, weights, (&trial_inverse, &trial_from), (&trial_scale, &trial_minimum), highest);
+        let trial = errors(values, weights, (&trial_inverse, &trial_from), (&trial_scale, &trial_minimum), highest, trials.absolute);
         for l in 0..LANES {
             let better = (determinant[l] > 0.0) & (trial[l] < least[l]);
             let either = |trial: f32, best: f32| if better { trial } else { best };
@@ -172,8 +222,8 @@ pub(super) fn with_minimum<const N: usize>(values: &Interleaved<N>, weights: &In
     fits
 }
 
-/// Weighted squared errors of blocks: codes are computed from `inverse` and `from`, and dequantized with
-/// `scale` and `minimum`.
+/// Weighted squared or absolute errors of blocks: codes are computed from `inverse` and `from`, and
+/// dequantized with `scale` and `minimum`.
 #[inline(always)]
 fn errors<const N: usize>(
     values: &Interleaved<N>,
@@ -181,12 +231,13 @@ fn errors<const N: usize>(
     (inverse, from): (&[f32; LANES], &[f32; LANES]),
     (scale, minimum): (&[f32; LANES], &[f32; LANES]),
     highest: f32,
+    absolute: bool,
 ) -> [f32; LANES] {
     let mut errors = [0f32; LANES];
     for (x, w) in values.iter().zip(weights) {
         for l in 0..LANES {
             let difference = scale[l] * code_above(x[l], inverse[l], from[l], highest) + minimum[l] - x[l];
-            errors[l] += w[l] * (difference * difference);
+            errors[l] += w[l] * if absolute { difference.abs() } else { difference * difference };
         }
     }
     errors

@@ -248,7 +248,7 @@ mod tests {
         says(&whole(&[], &[("a", &[1 << 62, 1 << 62], 0, 0)]), "or is too large");
         says(&whole(&[], &[("a", &[33], 2, 0)]), "rows that are not a multiple of 32");
         says(&whole(&[], &[("a", &[1; 5], 0, 0)]), "tensor `a` has 5 axes");
-        says(&whole(&[], &[("a", &[256], 10, 0)]), "tensor `a` has the unsupported type Q2_K");
+        says(&whole(&[], &[("a", &[256], 34, 0)]), "tensor `a` has the unsupported type TQ1_0");
         says(&whole(&[], &[("a", &[1], 777, 0)]), "tensor `a` has the unsupported type with id 777");
         let empty = opened(&whole(&[], &[("a", &[0, 3], 0, 0), ("b", &[1], 0, 0)])).unwrap();
         assert!(empty.tensors["a"].visit(3, &mut |_| Ok(())).is_ok());
