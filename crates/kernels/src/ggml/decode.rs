@@ -78,8 +78,8 @@ simd! {
 
 simd! {
     /// Scales in the low and minima in the high halves of 16 bytes, for 16 sub-blocks of 16 elements; 64
-    /// bytes of codes; `d`, `dmin`. In each 32 bytes of codes, bits `2 · row` and above are row `row` of four
-    /// rows of 32 elements; `d · scale · code − dmin · minimum`.
+    /// bytes of codes; `d`, `dmin`. Each 32 bytes of codes contain four rows of 32 elements, the first one
+    /// in the lowest two bits; `d · scale · code − dmin · minimum`.
     pub(super) fn q2_k(blocks: &[u8], values: &mut [f32]) {
         for (block, values) in blocks.as_chunks::<84>().0.iter().zip(values.as_chunks_mut::<256>().0) {
             let (d, dmin) = (half(block, 80), half(block, 82));
@@ -102,8 +102,8 @@ pub(super) fn signed_scale(bytes: &[u8], j: usize) -> i8 {
 }
 
 simd! {
-    /// 32 bytes with the upper bits of the codes: bit `row` of byte `l` belongs to element `l` of row `row` of
-    /// 32 elements; 64 bytes with the low bits as in Q2_K; scales of 16 sub-blocks; `d`; `d · scale ·
+    /// 32 bytes with the upper bits of the codes: bit `j` of byte `l` belongs to element `l` of row `j`, 32
+    /// elements; 64 bytes with the low bits as in Q2_K; scales of 16 sub-blocks; `d`; `d · scale ·
     /// (code − 4)`.
     pub(super) fn q3_k(blocks: &[u8], values: &mut [f32]) {
         for (block, values) in blocks.as_chunks::<110>().0.iter().zip(values.as_chunks_mut::<256>().0) {

@@ -3,7 +3,7 @@
 
 use half::f16;
 
-use super::search::{EPSILON, Fits, Interleaved, LANES, Trials, around, costs, interleaved, lanes, with_minimum};
+use super::search::{EPSILON, Fits, Interleaved, LANES, Trials, around, costs, higher, interleaved, lanes, lower, with_minimum};
 
 mod low_bits;
 mod uneven;
@@ -63,7 +63,7 @@ fn around_zero(values: &[f32], middle: f32) -> Fits<32> {
 fn from_lowest(values: &[f32], highest: f32) -> Fits<32> {
     let mut fits = Fits::ZERO;
     for (lane, values) in values.as_chunks::<32>().0.iter().enumerate().take(LANES) {
-        let (low, high) = values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(low, high), value| (low.min(*value), high.max(*value)));
+        let (low, high) = values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(low, high), value| (lower(low, *value), higher(high, *value)));
         let step = (high - low) / highest;
         let inverse = inverse(step);
         (fits.scale[lane], fits.minimum[lane]) = (step, -low);
@@ -194,7 +194,7 @@ const SIX_BITS: f32 = 63.0;
 /// Quantizes nonnegative scales, with a step that maps the largest one to the highest code.
 #[inline(always)]
 fn quantize_scales<const N: usize>(scales: &[f32; N], highest: f32) -> (f32, [u8; N]) {
-    let largest = scales.iter().fold(0f32, |most, value| most.max(*value));
+    let largest = scales.iter().fold(0f32, |most, value| higher(most, *value));
     let inverse = if largest > 0.0 { highest / largest } else { 0.0 };
     (largest / highest, scales.map(|scale| (inverse * scale).round_ties_even().min(highest) as u8))
 }
@@ -202,7 +202,7 @@ fn quantize_scales<const N: usize>(scales: &[f32; N], highest: f32) -> (f32, [u8
 /// Quantizes nonnegative scales by weighted least squares (`make_qp_quants`).
 #[inline(always)]
 fn quantize_scales_weighted<const N: usize>(scales: &[f32; N], weights: &[f32; N], highest: f32) -> (f32, [u8; N]) {
-    let largest = scales.iter().fold(0f32, |most, value| most.max(*value));
+    let largest = scales.iter().fold(0f32, |most, value| higher(most, *value));
     if largest < EPSILON {
         return (0.0, [0; N]);
     }

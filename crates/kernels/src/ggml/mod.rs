@@ -234,6 +234,22 @@ mod tests {
         }
     }
 
+    /// The minimum of values that are not negative is the first zero, and that of large blocks is +0.
+    #[test]
+    fn signs_of_zeros_match_the_reference() {
+        let mut values: Vec<f32> = (0..256).map(|i| (i % 13) as f32 * 0.25).collect();
+        for (zeros, expected) in [([0.0, -0.0], [0, 0]), ([-0.0, 0.0], [0, 0x80])] {
+            values.iter_mut().enumerate().filter(|(_, value)| **value == 0.0).for_each(|(i, value)| *value = zeros[i % 2]);
+            values[..2].copy_from_slice(&zeros);
+            for kind in [BlockType::Q4_1, BlockType::Q5_1] {
+                assert_eq!(encoded(kind, &values).0[2..4], expected, "{}", kind.name());
+            }
+        }
+        for (kind, at) in [(BlockType::Q2K, 82), (BlockType::Q4K, 2), (BlockType::Q5K, 2)] {
+            assert_eq!(encoded(kind, &[0.125; 256]).0[at..at + 2], [0, 0], "{}", kind.name());
+        }
+    }
+
     /// Representable values are exact, and the error of others decreases with more bits.
     #[test]
     fn large_blocks_represent_values_as_expected() {

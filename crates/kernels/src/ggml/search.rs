@@ -1,5 +1,17 @@
 //! Search for the scales of blocks, for many blocks in parallel.
 
+/// The lower of two values, `best` if they are equal. Unlike that of `f32::min`, the sign of zero is defined.
+#[inline(always)]
+pub(super) fn lower(best: f32, value: f32) -> f32 {
+    if value < best { value } else { best }
+}
+
+/// The higher of two values, `best` if they are equal.
+#[inline(always)]
+pub(super) fn higher(best: f32, value: f32) -> f32 {
+    if value > best { value } else { best }
+}
+
 /// Number of blocks processed in parallel, one per lane. Sums over a block keep the order of the
 /// reference implementation and are still vectorized.
 pub(super) const LANES: usize = 16;
@@ -174,12 +186,12 @@ pub(super) fn with_minimum<const N: usize>(values: &Interleaved<N>, weights: &In
     let (mut sum_w, mut sum_x) = ([0f32; LANES], [0f32; LANES]);
     for (x, w) in values.iter().zip(weights) {
         for l in 0..LANES {
-            (low[l], high[l]) = (low[l].min(x[l]), high[l].max(x[l]));
+            (low[l], high[l]) = (lower(low[l], x[l]), higher(high[l], x[l]));
             sum_w[l] += w[l];
             sum_x[l] += w[l] * x[l];
         }
     }
-    let low = lanes!(l => low[l].min(0.0));
+    let low = lanes!(l => lower(low[l], 0.0));
     // Codes of the best scale so far: the value of code 0, and the reciprocal of the step.
     let (mut from, mut inverse) = (low, lanes!(l => highest / (high[l] - low[l])));
     let (mut scale, mut minimum) = (lanes!(l => 1.0 / inverse[l]), low);

@@ -5,8 +5,8 @@ use half::f16;
 use super::super::search::{Fits, Interleaved, LANES, Trials, around, around_by_descent, costs, farthest_values, interleaved, lanes, with_minimum};
 use super::{power, put, quantize_scales, quantize_scales_weighted, sums_of};
 
-/// Packs the low two bits of each 128 codes into 32 bytes: four rows of 32 codes, the first one in the lowest
-/// bits.
+/// Packs the low two bits of each 128 codes into 32 bytes: four rows of 32 codes, the first one in the
+/// lowest bits.
 #[inline(always)]
 fn quarters(codes: &[u8; 256], bytes: &mut [u8]) {
     for (codes, bytes) in codes.as_chunks::<128>().0.iter().zip(bytes.as_chunks_mut::<32>().0) {
@@ -49,8 +49,8 @@ simd! {
     }
 }
 
-/// Quantizes the scales of blocks to 6 bits, with a step that maps the one with the largest magnitude to the
-/// lowest code.
+/// Quantizes the scales of blocks to 6 bits, with a step that maps the one with the largest magnitude to
+/// the lowest code.
 #[inline(always)]
 fn quantize_signed_scales(scales: &Interleaved<16>) -> Fits<16> {
     let farthest = farthest_values(scales);
@@ -65,8 +65,8 @@ fn quantize_signed_scales(scales: &Interleaved<16>) -> Fits<16> {
     fits
 }
 
-/// Writes a block of 256 values with the 6-bit codes of its scales. `codes` are used for parts whose scale is
-/// zero.
+/// Writes a block of 256 values with the 6-bit codes of its scales. `codes` are used for parts whose scale
+/// is zero.
 #[inline(always)]
 fn write_q3_k(values: &[f32; 256], codes: &mut [u8; 256], (scale, scales): (f32, &[u8; 16]), block: &mut [u8; 110]) {
     block.fill(0);
