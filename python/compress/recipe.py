@@ -88,15 +88,28 @@ Distance: TypeAlias = Literal["mse", "cosine"]
 - cosine: One minus the cosine similarity
 """
 
-FileType: TypeAlias = Literal["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M"]
+FileType: TypeAlias = Literal["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K"]
 """File type of a GGUF file, by its name in llama.cpp.
 
 - F32: 32-bit floats
 - F16: 16-bit floats
 - BF16: bfloat16
 - Q8_0: 8 bits, one scale per 32 weights
-- Q4_0: 4 bits, one scale per 32 weights
+- Q6_K: 6 bits in blocks of 256 with quantized scales
+- Q5_K_M: 5 bits in blocks of 256 with quantized scales; 6 bits for the most sensitive matrices
+- Q5_K_S: 5 bits in blocks of 256 with quantized scales
+- Q5_1: 5 bits, a scale and a minimum per 32 weights
+- Q5_0: 5 bits, one scale per 32 weights
 - Q4_K_M: 4 bits in blocks of 256 with quantized scales; 6 bits for the most sensitive matrices
+- Q4_K_S: 4 bits in blocks of 256 with quantized scales; 5 bits for the most sensitive matrices
+- Q4_1: 4 bits, a scale and a minimum per 32 weights
+- Q4_0: 4 bits, one scale per 32 weights
+- IQ4_NL: 4-bit indices into a codebook of 16 values, one scale per 32 weights
+- IQ4_XS: The codebook of IQ4_NL in blocks of 256 with quantized scales
+- Q3_K_L: 3 bits in blocks of 256 with quantized scales; 5 bits for the most sensitive matrices
+- Q3_K_M: 3 bits in blocks of 256 with quantized scales; 4 or 5 bits for the most sensitive matrices
+- Q3_K_S: 3 bits in blocks of 256 with quantized scales
+- Q2_K: 2 bits in blocks of 256 with quantized scales; 3 or 4 bits for the most sensitive matrices
 """
 
 FloatFormat: TypeAlias = Literal["f32", "f16", "bf16"]
@@ -312,6 +325,26 @@ Task: TypeAlias = Literal["classification", "language-modelling", "embedding", "
 - language-modelling: Next-token prediction: perplexity
 - embedding: Semantic textual similarity: Spearman correlation of the cosine similarity with a score
 - fidelity: No labels: outputs are compared only with those of another model
+"""
+
+TensorType: TypeAlias = Literal["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_1", "Q5_0", "Q5_K", "Q4_1", "Q4_0", "Q4_K", "IQ4_NL", "IQ4_XS", "Q3_K", "Q2_K"]
+"""Type of a tensor in a GGUF file, by its name in llama.cpp.
+
+- F32: 32-bit floats
+- F16: 16-bit floats
+- BF16: bfloat16
+- Q8_0: 8.5 bits per weight: one scale per 32 weights
+- Q6_K: 6.56 bits per weight: blocks of 256 with quantized scales
+- Q5_1: 6 bits per weight: a scale and a minimum per 32 weights
+- Q5_0: 5.5 bits per weight: one scale per 32 weights
+- Q5_K: 5.5 bits per weight: blocks of 256 with quantized scales and minima
+- Q4_1: 5 bits per weight: a scale and a minimum per 32 weights
+- Q4_0: 4.5 bits per weight: one scale per 32 weights
+- Q4_K: 4.5 bits per weight: blocks of 256 with quantized scales and minima
+- IQ4_NL: 4.5 bits per weight: indices into a codebook of 16 values, one scale per 32 weights
+- IQ4_XS: 4.25 bits per weight: the codebook of IQ4_NL in blocks of 256 with quantized scales
+- Q3_K: 3.44 bits per weight: blocks of 256 with quantized scales
+- Q2_K: 2.63 bits per weight: blocks of 256 with quantized scales and minima
 """
 
 TiedHead: TypeAlias = Literal["float32", "int8"]
@@ -1140,8 +1173,12 @@ class Gguf:
     type: FileType = "F16"
     """Type of the matrices; vectors are 32-bit floats."""
 
+    types: Mapping[str, TensorType] | None = None
+    """Other types for some matrices, by their names in GGUF files or in the model; the first pattern that
+    matches applies."""
+
     importance: InputImportance = "auto"
-    """How errors are weighted in the search for the scales of Q4_0 and Q4_K_M."""
+    """How errors are weighted in the search for the scales of blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)

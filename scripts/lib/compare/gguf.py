@@ -1,9 +1,9 @@
 """Compare GGUF files with those of llama.cpp: bytes, time, memory, and perplexity in both programs.
 
-    scripts/compare gguf [--compress BINARY] [--windows N] [--samples N] [--checkpoint FOLDER]
+    scripts/compare gguf [--compress BINARY] [--types TYPE…] [--windows N] [--samples N] [--checkpoint FOLDER]
 
 llama.cpp is built from the source in the package llama-cpp-python (15 minutes on two cores, once).
-SmolLM2-135M-Instruct is written as F16, then both tools convert that file to the other types, in separate
+SmolLM2-135M-Instruct is written as F16, then both tools convert that file to each of --types, in separate
 processes with two threads. Rows `by importance` use the first windows of the WikiText-2 training set, of 512
 tokens each; for llama.cpp by `llama-imatrix`, whose time is included. `equal` is the number of tensors with
 identical bytes.
@@ -25,7 +25,9 @@ from lib import COMPRESS, cached, llama_cpp, venv
 from lib.process import timed
 
 THREADS = "2"
-KINDS = ["Q8_0", "Q4_0", "Q4_K_M"]
+KINDS = ["Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "IQ4_XS", "Q3_K_M", "Q2_K"]
+# Types without a search for scales, which importance does not affect.
+UNWEIGHTED = ["F32", "F16", "BF16", "Q8_0"]
 
 
 def tensors(path):
@@ -86,6 +88,7 @@ def compare(sides, name, source, kind, samples, judged):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compress", type=Path, default=COMPRESS)
+    parser.add_argument("--types", nargs="+", default=KINDS, metavar="TYPE", help=f"file types by llama.cpp's names (default: {' '.join(KINDS)})")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--checkpoint", type=Path)
@@ -99,15 +102,15 @@ def main():
         source = scratch / "f16/model.gguf"
         if arguments.checkpoint:
             sides.ours(arguments.checkpoint.absolute(), "F16", source.parent)
-            for kind in KINDS:
+            for kind in arguments.types:
                 compare(sides, f"{arguments.checkpoint.name}, `{kind}`", source, kind, None, None)
         model, text = cached.fetched("smollm2"), cached.fetched("wikitext-2")
         judged = text / "test.raw", arguments.windows
         sides.ours(model, "F16", source.parent)
         print(f"| `F16` | | | | | {source.stat().st_size / 1e6:.0f} | | {sides.score(source, *judged):.3f} | {sides.score_in_llama(source, *judged):.3f} | |", flush=True)
-        for kind in KINDS:
+        for kind in arguments.types:
             compare(sides, f"`{kind}`", source, kind, None, judged)
-        for kind in KINDS[1:]:
+        for kind in [kind for kind in arguments.types if kind not in UNWEIGHTED]:
             compare(sides, f"`{kind}` by importance", source, kind, (text / "train.raw", arguments.samples), judged)
 
 

@@ -2,8 +2,9 @@
 
 mod mixture;
 mod tensors;
+mod types;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,6 +14,8 @@ use serde_json::Value as Json;
 pub use self::mixture::FileType;
 use self::mixture::{Mixture, fit_row};
 use self::tensors::{Planned, fallback_note, importance_notes, kind_name, split_fused, tensors, width};
+use self::types::RequestedTypes;
+pub use self::types::TensorType;
 use super::{Exported, Format, SizeForecast};
 use crate::arch::GgufFamily;
 use crate::error::{Error, Result, counted};
@@ -22,18 +25,23 @@ use crate::model::gguf::{Metadata, describe, vocabulary};
 use crate::run_state::{InputImportance, RunState, Samples};
 use crate::store::gguf::{Kind, RowPermutation, Value, header};
 use crate::store::writer::{self, FileLayout, Item, Piece, Prebuilt, WeightMeasurement};
-use crate::store::{ActivationScheme, Bytes, DType, Encoding, Module, StorageFormat, Weight, Weights};
+use crate::store::{ActivationScheme, Bytes, DType, Encoding, Module, Pattern, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// The GGUF format.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Gguf {
     /// Type of the matrices; vectors are 32-bit floats
     #[serde(rename = "type")]
     pub file_type: FileType,
-    /// How errors are weighted in the search for the scales of Q4_0 and Q4_K_M
+    /// Other types for some matrices, by their names in GGUF files or in the model; the first pattern that
+    /// matches applies
+    #[serde(skip_serializing_if = "Vec::is_empty", with = "types::ordered_map")]
+    #[cfg_attr(feature = "cli", schemars(with = "BTreeMap<String, TensorType>"))]
+    pub types: Vec<(Pattern, TensorType)>,
+    /// How errors are weighted in the search for the scales of blocks
     pub importance: InputImportance,
 }
 
@@ -73,7 +81,7 @@ const EMBEDDING: &str = "model.embed_tokens.weight";
 impl Gguf {
     /// Plans the file. Without `read_values`, no tensor is read, and a head that may be equal to the
     /// embedding is counted as a separate tensor.
-    fn prepare(self, model: &Model, run: &RunState, read_values: bool) -> Result<Prepared> {
+    fn prepare(&self, model: &Model, run: &RunState, read_values: bool) -> Result<Prepared> {
         let unsupported = |what: &str, hint: &str| Error::Unsupported { what: format!("gguf: {}: {what}", model.path.display()), hint: hint.into() };
         if model.onnx.is_some() {
             return Err(unsupported("an .onnx model", "omit `export`, or export `onnx`"));
@@ -92,10 +100,14 @@ impl Gguf {
         let (mut all, mut rows) = (Vec::new(), 0);
         let mut module_items = Vec::new();
         let uses_importance = self.importance == InputImportance::Activation;
-        if uses_importance && !self.file_type.uses_importance() {
-            return Err(Error::option("gguf: importance", "has no effect for this type: only Q4_0 and Q4_K_M search for scales"));
+        if uses_importance && !self.can_use_importance() {
+            let reason = "has no effect for this type: F32, F16, BF16 and Q8_0 have no search for scales; choose another `type`, or omit `importance`";
+            return Err(Error::option("gguf: importance", reason));
         }
-        let mixture = Mixture { file_type: self.file_type, layers, grouped_query: groups < heads, experts, uses_importance };
+        let query_group = heads.checked_div(groups).unwrap_or(0);
+        let is_70b = Mixture::is_70b(family.architecture, layers, query_group);
+        let mixture = Mixture { file_type: self.file_type, layers, query_group, experts, is_70b, uses_importance };
+        let mut requested = RequestedTypes::new(&self.types);
         for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| *name != HEAD || head_stored) {
             if model.weights.folder(name).is_some() {
                 module_items.push(Item { name: name.clone(), weight: weight.dense(name), storage_format: StorageFormat::Plain });
@@ -112,6 +124,8 @@ impl Gguf {
                 // Routers are never quantized.
                 let is_matrix = dense.shape.len() > 1 && dense.is_float() && !gguf_name.contains(".ffn_gate_inp");
                 let target = if is_matrix { mixture.kind(&stacked, is_head) } else { Kind::Plain(DType::F32) };
+                let row = width(&dense);
+                let (target, kind) = requested.find(&stacked, name, is_matrix, row)?.map_or_else(|| (target, fit_row(target, row)), |kind| (kind, kind));
                 let rotary_heads = match gguf_name.rsplit('.').nth(1) {
                     Some("attn_q") if family.interleaved_rope => Some(heads),
                     Some("attn_k") if family.interleaved_rope => Some(groups),
@@ -124,7 +138,6 @@ impl Gguf {
                 }
                 let is_changed = order.is_some() || added != 0.0;
                 let weight = if is_changed { RowPermutation { upstream: dense, order, added, name: name.clone() }.weight()? } else { dense };
-                let kind = fit_row(target, width(&weight));
                 let is_weighted = gguf_name.starts_with("blk.") && matches!(kind, Kind::Blocks(kind) if kind.uses_importance());
                 let importance = run.importance.as_ref().filter(|_| uses_importance && is_weighted).and_then(|all| all.columns.get(name)).cloned();
                 all.push(Planned { name: name.clone(), gguf_name, weight, target, kind, rearranged: is_changed || is_split, expert, importance });
@@ -133,6 +146,7 @@ impl Gguf {
         if rows == 0 {
             return Err(unsupported("the token embedding is missing", "the checkpoint is incomplete"));
         }
+        requested.check(head_stored)?;
         // The number of rows of the embedding, which may exceed the size of the vocabulary.
         let size_key = format!("{}.vocab_size", family.architecture);
         values.iter_mut().filter(|(key, _)| *key == size_key).for_each(|(_, value)| *value = Value::Unsigned(rows as u64));
@@ -163,7 +177,7 @@ impl Gguf {
         let has_vocabulary = entries.iter().any(|(key, _)| key == "tokenizer.ggml.tokens");
         values.extend(entries);
         values.push(("general.quantization_version".into(), Value::Unsigned(2)));
-        notes.extend(self.loss_notes(model, file));
+        notes.extend(loss_notes(model, &all, file));
         let tensors = tensors(&mut all, experts)?;
         let encoding = |planned: &Planned| kind_name(planned.kind).to_lowercase() + if planned.importance.is_some() { " by importance" } else { "" };
         let encodings = all.iter().map(encoding).collect();
@@ -186,29 +200,35 @@ impl Gguf {
         Ok(Prepared { family, items, encodings, names, rearranged, pieces, tensors: tensors.len(), notes, has_vocabulary, is_complete, module_items })
     }
 
-    /// Notes about precision and quantization that the file cannot represent.
-    fn loss_notes(self, model: &Model, file: &str) -> Vec<String> {
-        let weights = model.weights.by_name.values();
-        let quantized = weights.filter(|weight| weight.encoding != Encoding::Dense).count();
-        let activations = quantized_inputs(model);
-        let mut notes = Vec::new();
-        let rounded = model.weights.by_name.values().filter(|weight| weight.dtype == DType::BF16 && weight.shape.len() > 1).count();
-        if rounded > 0 && self.file_type == FileType::F16 {
-            notes.push(format!(
-                "{file}: {rounded} BF16 matrices are converted to F16, which represents small values less precisely: use `type: BF16` to keep them"
-            ));
-        }
-        if quantized > 0 {
-            notes.push(format!("{file}: {} dequantized and converted to the types of the file", counted(quantized, "quantized weight")));
-        }
-        if activations > 0 {
-            notes.push(format!(
-                "{file}: the recipe quantizes the inputs of {}, which a GGUF file cannot specify: runtimes use their own settings",
-                counted(activations, "layer")
-            ));
-        }
-        notes
+    /// Whether the importance of columns affects the quantization to one of the types.
+    fn can_use_importance(&self) -> bool {
+        self.file_type.uses_importance() || self.types.iter().any(|(_, kind)| kind.uses_importance())
     }
+}
+
+/// Notes about precision and quantization that the file cannot represent.
+fn loss_notes(model: &Model, all: &[Planned], file: &str) -> Vec<String> {
+    let weights = &model.weights.by_name;
+    let quantized = weights.values().filter(|weight| weight.encoding != Encoding::Dense).count();
+    let activations = quantized_inputs(model);
+    let mut notes = Vec::new();
+    let halves: BTreeSet<&str> = all.iter().filter(|planned| planned.target == Kind::Plain(DType::F16)).map(|planned| planned.name.as_str()).collect();
+    let rounded = halves.into_iter().filter(|name| weights.get(*name).is_some_and(|weight| weight.dtype == DType::BF16)).count();
+    if rounded > 0 {
+        notes.push(format!(
+            "{file}: {rounded} BF16 matrices are converted to F16, which represents small values less precisely: use the type BF16 to keep them"
+        ));
+    }
+    if quantized > 0 {
+        notes.push(format!("{file}: {} dequantized and converted to the types of the file", counted(quantized, "quantized weight")));
+    }
+    if activations > 0 {
+        notes.push(format!(
+            "{file}: the recipe quantizes the inputs of {}, which a GGUF file cannot specify: runtimes use their own settings",
+            counted(activations, "layer")
+        ));
+    }
+    notes
 }
 
 /// Whether the checkpoint contains a head that `config.json` ties to the embedding.
@@ -256,7 +276,7 @@ impl Format for Gguf {
 
     fn resolve_defaults(&mut self, sets: &[Samples]) {
         // Training data is not used for importance.
-        let can_calibrate = self.file_type.uses_importance() && sets.contains(&Samples::Calibration);
+        let can_calibrate = self.can_use_importance() && sets.contains(&Samples::Calibration);
         self.importance = self.importance.resolved(if can_calibrate { sets } else { &[] });
     }
 

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use super::types::mixed_experts;
 use crate::arch::GgufFamily;
 use crate::error::{Error, Result};
 use crate::run_state::ColumnImportance;
@@ -70,7 +71,10 @@ pub(super) fn tensors(all: &mut [Planned], experts: usize) -> Result<Vec<(String
         };
         let before = last.filter(|other| stacked_name(&other.gguf_name) == stacked_name(gguf_name));
         let next = before.and_then(|other| other.expert).map_or(0, |expert| expert.saturating_add(1));
-        let is_uniform = before.is_none_or(|other| other.weight.shape == weight.shape && other.kind == *kind);
+        if let Some(other) = before.filter(|other| other.weight.shape == weight.shape && other.kind != *kind) {
+            return Err(mixed_experts(&stacked_name(gguf_name), (other.name.as_str(), other.kind), (name.as_str(), *kind)));
+        }
+        let is_uniform = before.is_none_or(|other| other.weight.shape == weight.shape);
         if expert != next || expert >= experts || !is_uniform || weight.shape.len() != 2 {
             return Err(Error::tensor(name, format!("is not one of {experts} experts of the same shape"), "the checkpoint does not match config.json"));
         }

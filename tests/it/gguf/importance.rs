@@ -104,10 +104,14 @@ const CALIBRATION_SAMPLES: usize = 48;
 
 /// Writes a model with and without importance.
 pub fn run(model: &Model, folder: &Path, file_type: FileType, importance: InputImportance) -> compress::Result<Report> {
+    run_export(model, folder, Gguf { file_type, importance, ..Gguf::default() })
+}
+
+/// Writes a model with calibration samples.
+pub fn run_export(model: &Model, folder: &Path, export: Gguf) -> compress::Result<Report> {
     let path = folder.join("ids.safetensors");
     let (ids, mask) = samples(2 * CALIBRATION_SAMPLES);
     candle_core::safetensors::save(&[("input_ids".to_owned(), ids), ("attention_mask".to_owned(), mask)].into(), &path).unwrap();
-    let export = Gguf { file_type, importance };
     Pipeline::builder()
         .calibration(Data { samples: Some(CALIBRATION_SAMPLES), ..Data::at(&path) })
         .export(export)
@@ -212,10 +216,10 @@ fn importance_needs_samples_and_a_type_with_a_search_for_scales() {
     assert_eq!(report.recipe["export"][0]["gguf"]["importance"], "none");
     // Training data is not used for importance.
     let builder = Pipeline::builder().train(Data::at(&folder.path().join("ids.safetensors")));
-    let builder = builder.export(Gguf { file_type: FileType::Q4_0, importance: InputImportance::Auto });
+    let builder = builder.export(Gguf { file_type: FileType::Q4_0, ..Gguf::default() });
     let report = builder.measure(false).force(true).build().unwrap().run(model.clone(), folder.path().join("out")).unwrap();
     assert_eq!(report.recipe["export"][0]["gguf"]["importance"], "none");
-    let export = Gguf { file_type: FileType::Q4_0, importance: InputImportance::Activation };
+    let export = Gguf { file_type: FileType::Q4_0, importance: InputImportance::Activation, ..Gguf::default() };
     let error = Pipeline::builder().export(export).build().map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("gguf") && error.contains("data: { calibration: ... }"), "{error}");
 }

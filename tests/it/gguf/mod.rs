@@ -6,6 +6,7 @@
 mod experts;
 mod importance;
 mod reading;
+mod types;
 mod vocabularies;
 mod writing;
 

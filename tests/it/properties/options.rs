@@ -95,6 +95,7 @@ fn special(name: &str, option: &str) -> Option<Vec<Value>> {
         ("prune-unstructured", "rules") => vec![json!([{ "targets": ["*mlp*"], "amount": 0.25 }])],
         ("quantize", "rules") => vec![json!([{ "targets": ["*mlp*"], "scheme": "W8A16" }]), json!([{ "targets": ["*mlp*"], "scheme": "W4A16-ASYM" }])],
         ("decompose", "rules") => vec![json!([{ "targets": ["*mlp*"], "rank": 0.25 }])],
+        ("gguf", "types") => vec![json!({ "blk.*.attn_q": "Q8_0" })],
         ("prune-structured", "target") => vec![json!({ "params": 0.7 })],
         ("finetune" | "distill", "schedule") => vec![json!({ "kind": "constant" })],
         ("finetune", "losses") => vec![json!({ "hard": { "label_smoothing": 0.1 } })],
