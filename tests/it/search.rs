@@ -81,6 +81,24 @@ fn recipe(folder: &Path, name: &str) -> Value {
     read_json(&folder.join(name).join("report.json"))["recipe"]["passes"].clone()
 }
 
+/// The targets of the search are drawn from the predictions: labels, even unusable ones, change nothing.
+#[test]
+fn labels_of_calibration_data_are_ignored() {
+    let folder = prepared();
+    let folder = folder.path();
+    let mut arrays = candle_core::safetensors::load(folder.join("ids.safetensors"), &candle_core::Device::Cpu).unwrap();
+    let labels = candle_core::Tensor::full(999i64, arrays["input_ids"].dims(), &candle_core::Device::Cpu).unwrap();
+    arrays.insert("labels".to_owned(), labels);
+    candle_core::safetensors::save(&arrays, folder.join("labelled.safetensors")).unwrap();
+    let [plain, labelled] = ["ids", "labelled"].map(|name| {
+        let arguments = format!("auto llama --front {name}.json --for transformers --json --calibration {name}.safetensors --eval held-out.safetensors");
+        data(folder, &arguments)["search"]["points"].clone()
+    });
+    assert_eq!(plain, labelled);
+    let held_out = data(folder, "auto llama --front own.json --for transformers --json --calibration labelled.safetensors");
+    assert!(held_out["search"]["points"].as_array().is_some_and(|points| points.len() > 4), "{held_out}");
+}
+
 #[test]
 fn impossible_limits_name_the_nearest_possible_one() {
     let folder = prepared();

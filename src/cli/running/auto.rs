@@ -71,10 +71,11 @@ impl Args {
         let budget = self.budget()?;
         let front = TextFile { output: self.front.clone(), force: self.force };
         front.check(&FRONT)?;
-        let mut data = DataSets { calibration: Some(self.calibration.clone()), evaluation: self.eval.clone(), ..DataSets::default() };
+        let mut data = self.data();
+        let calibration = data.calibration.clone().unwrap_or_else(|| self.calibration.clone());
         let model = Model::open(&self.model)?;
         let builder = |pass: Quantize| -> Result<_> {
-            let builder = global.builder()?.pass(pass).force(self.force).calibration(self.calibration.clone());
+            let builder = global.builder()?.pass(pass).force(self.force).calibration(calibration.clone());
             self.eval.iter().fold(builder, |builder, eval| builder.evaluation(eval.clone())).build()
         };
         if let Some(output) = &self.output {
@@ -83,9 +84,9 @@ impl Args {
         let subject = Subject::from_model(model.clone())?;
         // The part of the calibration data that is not used measures the mixtures.
         if self.eval.is_none() {
-            data.calibration = Some(data.reserve_held_out(&self.calibration, subject.target())?);
+            data.calibration = Some(data.reserve_held_out(&calibration, subject.target())?);
         }
-        data.open(data.calibration.as_ref().unwrap_or(&self.calibration), subject.target())?;
+        data.open(data.calibration.as_ref().unwrap_or(&calibration), subject.target())?;
         let device = global.models.device.open()?;
         let memory = memory_limit(global.models.memory, &device);
         let (found, pass) = global.work(|work| {
@@ -107,6 +108,14 @@ impl Args {
             return output::json(&json!({ "search": front_of(&found), "report": report }));
         }
         output::report(&report, output, global)
+    }
+
+    /// The data sets. The search draws its targets from the predictions, and ignores labels of calibration
+    /// data like other passes.
+    fn data(&self) -> DataSets {
+        let mut data = DataSets { calibration: Some(self.calibration.clone()), evaluation: self.eval.clone(), ..DataSets::default() };
+        data.ignore_labels(false);
+        data
     }
 
     fn budget(&self) -> Result<Option<Budget>> {
