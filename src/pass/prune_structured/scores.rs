@@ -15,14 +15,6 @@ pub(super) type Scores = Vec<Vec<f64>>;
 /// Computes the importance of units by the magnitudes of weights.
 pub(super) fn by_weights(groups: &[&Group], model: &Model, importance: Importance, work: &Work) -> Result<Scores> {
     let counts = |member: &&Member| member.role != Role::Follows;
-    if let Some(group) = groups.iter().find(|group| !group.members.iter().any(|member| counts(&member))) {
-        let name = group.members.first().map_or("", |member| member.param.as_str());
-        return Err(Error::tensor(
-            name,
-            "has units that cannot be ranked, because layers read slices or reshaped views of it, as for experts that are stored in one tensor",
-            "remove this part of the model from `dims`, or store a separate tensor for each expert",
-        ));
-    }
     let mut axes: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for member in groups.iter().flat_map(|group| &group.members).filter(counts) {
         let axes = axes.entry(member.param.as_str()).or_default();

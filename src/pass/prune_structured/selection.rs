@@ -24,6 +24,8 @@ pub(super) struct Selection {
     bundles: Vec<Bundle>,
     /// Description of the selection for reports.
     pub rule: String,
+    /// A note on groups that are not selected because their units cannot be ranked.
+    unranked: Option<String>,
 }
 
 /// Number of latency measurements when searching for a target.
@@ -44,7 +46,7 @@ impl Selection {
         if arch::has_uniform_widths(model_type) {
             groups.groups.iter_mut().filter(|group| group.unit == GroupUnit::Channels).for_each(|group| group.unit = GroupUnit::Other);
         }
-        let parts = parts(pass, &groups)?;
+        let mut parts = parts(pass, &groups)?;
         let units: BTreeSet<GroupUnit> = parts.iter().filter_map(|part| part.unit()).collect();
         let hidden = groups.groups.iter().find(|group| group.unit == GroupUnit::Hidden).map(|group| group.size);
         // Groups whose size config.json specifies only by the width of the residual stream are pruned
@@ -57,12 +59,14 @@ impl Selection {
             (pass.targets.is_empty() || any(&pass.targets)) && !any(&pass.ignore)
         };
         let is_selected = |group: &Group| (units.contains(&group.unit) || follows(group)) && named(&group.members);
-        let selected: Vec<usize> = groups.groups.iter().enumerate().filter(|(_, group)| is_selected(group)).map(|(index, _)| index).collect();
+        let selected = groups.groups.iter().enumerate().filter(|(_, group)| is_selected(group)).map(|(index, _)| index);
+        let (selected, unranked): (Vec<usize>, Vec<usize>) = selected.partition(|index| is_ranked(&groups.groups[*index]));
+        let unranked = leave_out(pass, &mut parts, &groups, [&selected, &unranked], graph)?;
         if selected.is_empty() {
             return Err(Error::option(NAME, "no group is selected; `compress inspect --groups` prints the groups of tensors"));
         }
         let rule = format!("{} of {}", parts.iter().map(PrunedPart::to_string).collect::<Vec<_>>().join(", "), counted(selected.len(), "group"));
-        let mut selection = Selection { groups, selected, bundles: Vec::new(), rule };
+        let mut selection = Selection { groups, selected, bundles: Vec::new(), rule, unranked };
         let uniform = pass.uniform.unwrap_or(arch::has_uniform_widths(model_type) || arch::has_stage_widths(model_type));
         selection.bundles = selection.bundle(pass, model_type, uniform);
         Ok(selection)
@@ -239,7 +243,7 @@ impl Selection {
 
     /// Notes on unexpected consequences of these widths.
     pub fn notes(&self, widths: &[usize]) -> Vec<String> {
-        let mut notes = Vec::new();
+        let mut notes: Vec<String> = self.unranked.iter().cloned().collect();
         if self.selected_groups().iter().zip(widths).all(|(group, width)| group.size == *width) {
             notes.push("no units were removed: the amount is smaller than the step between possible widths".to_owned());
         }
@@ -286,6 +290,49 @@ fn parts(pass: &PruneStructured, groups: &Groups) -> Result<Vec<PrunedPart>> {
     }
 }
 
+/// Whether the units of a group can be ranked: a layer writes or reads one of its tensors as a whole. Experts
+/// that are stored in one tensor have only a slice of it each.
+fn is_ranked(group: &Group) -> bool {
+    group.members.iter().any(|member| member.role != Role::Follows)
+}
+
+/// Removes the parts of which no group can be ranked from `parts`, and returns a note on the groups that are
+/// left out. `[selected, unranked]` are the indices of groups that can be ranked and of those that cannot.
+///
+/// # Errors
+/// If the options request one of these parts or tensors, or if no group can be ranked.
+fn leave_out(
+    pass: &PruneStructured,
+    parts: &mut Vec<PrunedPart>,
+    groups: &Groups,
+    [selected, unranked]: [&[usize]; 2],
+    graph: &Graph,
+) -> Result<Option<String>> {
+    let Some(first) = unranked.first().map(|index| &groups.groups[*index]) else { return Ok(None) };
+    let has = |indices: &[usize], unit: GroupUnit| indices.iter().any(|index| groups.groups[*index].unit == unit);
+    let is_lost = |part: &PrunedPart| part.unit().is_some_and(|unit| has(unranked, unit) && !has(selected, unit));
+    let is_default = pass.dims.is_empty() && !matches!(pass.amount, Some(super::Amounts::Each(_)));
+    let literal = |member: &Member| pass.targets.iter().any(|pattern| pattern.is_literal() && pattern.matches(&member.param));
+    let is_listed = unranked.iter().flat_map(|index| &groups.groups[*index].members).any(literal);
+    let tensor = first.members.first().map_or("", |member| member.param.as_str());
+    let reason = format!("layers read slices or reshaped views of its tensors, as for experts that are stored in one tensor (`{tensor}`)");
+    let has_experts = !analysis::mixtures(graph)?.is_empty();
+    // Groups without a part have to follow the residual stream.
+    if selected.is_empty() || is_listed || has(unranked, GroupUnit::Other) || (!is_default && parts.iter().any(is_lost)) {
+        let ranked = [GroupUnit::Heads, GroupUnit::Mlp, GroupUnit::Channels, GroupUnit::Hidden].into_iter();
+        let ranked = ranked.filter(|unit| groups.groups.iter().any(|group| group.unit == *unit && is_ranked(group)));
+        let mut others: Vec<String> = ranked.map(|unit| unit.to_string()).collect();
+        others.extend(has_experts.then(|| PrunedPart::Experts.to_string()));
+        let others = if others.is_empty() { String::new() } else { format!("set `dims` to other parts ({}), or ", others.join(", ")) };
+        let reason =
+            format!("the units of `{}` ({}) cannot be ranked, because {reason}; {others}store a separate tensor for each expert", first.name, first.unit);
+        return Err(Error::option(NAME, reason));
+    }
+    parts.retain(|part| !is_lost(part));
+    let (count, advice) = (counted(unranked.len(), "group"), if has_experts { "; `dims: [experts]` removes whole experts" } else { "" });
+    Ok(Some(format!("{NAME}: left unchanged, {} of {count}, because {reason}{advice}", first.unit)))
+}
+
 /// Describes the axes that cannot be pruned, with the reasons.
 fn frozen_axes(groups: &Groups) -> String {
     let mut reasons: Vec<String> = groups.frozen.iter().take(4).map(|frozen| format!("`{}` axis {} by {}", frozen.param, frozen.axis, frozen.reason)).collect();
@@ -327,6 +374,36 @@ mod tests {
         assert_eq!(least_important(4, 2, Some(&vec![3.0, 0.5, 4.0, 0.1])), [1, 3]);
         assert_eq!(least_important(3, 1, Some(&vec![2.0, 2.0, 2.0])), [0]);
         assert_eq!(least_important(4, 2, None), [0, 1]);
+    }
+
+    /// Each expert of a stacked tensor would need its own units. The default parts are those that can be
+    /// removed; parts and tensors that are listed are refused.
+    #[test]
+    fn units_of_stacked_experts_are_left_out() {
+        let select = |name: &str, options: serde_json::Value| {
+            let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+            let (model, pass) = (Model::open(folder).unwrap(), serde_json::from_value::<PruneStructured>(options).unwrap());
+            let selection = Selection::new(&pass, &model, &model.graph().unwrap()).map_err(|error| error.to_string())?;
+            Ok::<_, String>((selection.rule, selection.unranked))
+        };
+        for (name, options, expected) in [
+            ("mixtral-fused", json!({}), "heads of 2 groups"),
+            ("qwen2-moe-fused", json!({}), "heads, mlp of 4 groups"),
+            ("qwen2-moe-fused", json!({ "dims": ["mlp"] }), "mlp of 2 groups"),
+        ] {
+            let (rule, note) = select(name, options).unwrap();
+            assert_eq!(rule, expected, "{name}");
+            let note = note.unwrap();
+            assert!(note.contains("left unchanged, mlp of 2 groups") && note.contains("`model.layers.0.mlp.experts.gate_up_proj`"), "{note}");
+        }
+        for options in
+            [json!({ "dims": ["heads", "mlp"] }), json!({ "amount": { "mlp": 0.5 } }), json!({ "targets": ["model.layers.0.mlp.experts.down_proj"] })]
+        {
+            let refused = select("mixtral-fused", options).unwrap_err();
+            let parts = ["`model.layers.0.mlp.experts` (mlp) cannot be ranked", "set `dims` to other parts (heads, hidden, experts)"];
+            assert!(parts.iter().all(|part| refused.contains(part)), "{refused}");
+        }
+        assert_eq!(select("mixtral", json!({})).unwrap(), ("heads, mlp of 10 groups".to_owned(), None));
     }
 
     /// Errors list four axes, and the number of the others.
