@@ -9,7 +9,7 @@ use crate::error::{Error, Result, counted};
 use crate::ir::quantizers::layer_weight;
 use crate::kernel::{convert, minifloat};
 use crate::model::Model;
-use crate::store::{ActivationScheme, FloatScale, QuantizationSpec, Static};
+use crate::store::{ActivationScheme, DType, FloatScale, QuantizationSpec, Static};
 
 /// Number of int8 steps of the largest magnitude, as in compressed-tensors.
 const INT8_STEPS: f64 = 127.5;
@@ -43,21 +43,26 @@ pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Quantiz
     }
     let notes = fill_unreached(&mut largest);
     for (name, affine) in encodings {
-        let largest = largest.get(name).copied().unwrap_or_default();
-        // Scales are normal numbers. Inputs that are all zero have the scale 1.
-        let normal = |scale: f32| if largest > 0.0 { scale.clamp(f32::MIN_POSITIVE, f32::MAX) } else { 1.0 };
-        let scale = |steps: f64| convert::scale(affine.scale_dtype, f64::from(largest) / steps);
-        let scale = match affine.activations {
-            ActivationScheme::Static(_) => scale(INT8_STEPS),
-            ActivationScheme::Float(format, FloatScale::Static(_)) => scale(format.row().max.into()),
-            ActivationScheme::Float(format, FloatScale::Relative(_)) => format.global_scale(largest, minifloat::E4M3_MAX),
-            ActivationScheme::Float(_, FloatScale::Token | FloatScale::Group(_) | FloatScale::PowerOfTwo)
-            | ActivationScheme::DynamicToken
-            | ActivationScheme::None => continue,
-        };
-        affine.activations = affine.activations.with_parameters(Static::new(normal(scale), None));
+        affine.activations = for_largest(affine.activations, affine.scale_dtype, largest.get(name).copied().unwrap_or_default());
     }
     Ok(notes)
+}
+
+/// The scheme with the static scale for inputs of this largest magnitude. Schemes without a static scale are
+/// unchanged.
+pub(in crate::pass) fn for_largest(scheme: ActivationScheme, scale_dtype: DType, largest: f32) -> ActivationScheme {
+    let scale = |steps: f64| convert::scale(scale_dtype, f64::from(largest) / steps);
+    let scale = match scheme {
+        ActivationScheme::Static(_) => scale(INT8_STEPS),
+        ActivationScheme::Float(format, FloatScale::Static(_)) => scale(format.row().max.into()),
+        ActivationScheme::Float(format, FloatScale::Relative(_)) => format.global_scale(largest, minifloat::E4M3_MAX),
+        ActivationScheme::Float(_, FloatScale::Token | FloatScale::Group(_) | FloatScale::PowerOfTwo)
+        | ActivationScheme::DynamicToken
+        | ActivationScheme::None => return scheme,
+    };
+    // Scales are normal numbers. Inputs that are all zero have the scale 1.
+    let normal = if largest > 0.0 { scale.clamp(f32::MIN_POSITIVE, f32::MAX) } else { 1.0 };
+    scheme.with_parameters(Static::new(normal, None))
 }
 
 /// Replaces the magnitude 0 of layers without samples by the largest magnitude of the same layer in other
@@ -97,14 +102,14 @@ fn without_expert(name: &str) -> Option<String> {
 mod tests {
     use std::path::Path;
 
-    use candle_core::Device;
+    use candle_core::{Device, Tensor};
 
     use super::*;
     use crate::exec::Inputs;
     use crate::pass::testing::{calibrated, values};
     use crate::pass::{Pass, Quantize};
     use crate::run_state::RunState;
-    use crate::store::Encoding;
+    use crate::store::{Encoding, Weight};
 
     #[test]
     fn experts_without_samples_use_the_scale_of_other_experts() {
@@ -163,6 +168,38 @@ mod tests {
                 compared += 1;
             }
             assert_eq!(compared, count, "{scheme}");
+        }
+    }
+
+    /// SmoothQuant and AWQ divide the inputs of layers by the factors of the norm before them, which has an
+    /// outlier here.
+    #[test]
+    fn scales_follow_from_the_rescaled_inputs() {
+        let (norm, layer) = ("model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama");
+        let ids = Tensor::from_vec((0..128i64).map(|i| i * i * 7 % 41 % 40).collect::<Vec<_>>(), (16, 8), &Device::Cpu).unwrap();
+        let inputs: Inputs = [("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into();
+        let mut model = Model::open(&folder).unwrap();
+        let mut before = model.weights.get(norm).unwrap().floats(norm).unwrap();
+        before[3] *= 100.0;
+        let shape = model.weights.get(norm).unwrap().shape.clone();
+        model.weights.by_name.insert(norm.to_owned(), Weight::computed(norm, DType::F32, shape, &before).unwrap());
+        let graph = model.graph().unwrap();
+        let seen = values(&graph, &model, &inputs, |_| true).unwrap();
+        let reader = graph.nodes().iter().find(|node| layer_weight(&graph, node) == Some(layer)).unwrap();
+        let rows = seen[&graph.value(reader.inputs[0]).name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        for method in ["smoothquant", "awq"] {
+            let pass: Quantize = serde_json::from_value(serde_json::json!({ "scheme": "W8A8-STATIC", "method": method })).unwrap();
+            let state = RunState::default();
+            let (done, applied) = calibrated(&inputs, |context| pass.plan(&model, &state).unwrap().execute(context)).unwrap().unwrap();
+            assert!(applied.details["rescaled"].as_u64() > Some(0), "{method}: {}", applied.details);
+            let after = done.weights.get(norm).unwrap().floats(norm).unwrap();
+            assert_ne!(after, before, "{method}");
+            let rescaled = rows.chunks(before.len()).flat_map(|row| row.iter().zip(after.iter().zip(&before)).map(|(x, (after, before))| x * after / before));
+            let largest = rescaled.fold(0f32, |largest, x| largest.max(x.abs()));
+            let Encoding::Quantized(affine) = &done.weights.get(layer).unwrap().encoding else { panic!("{layer} is dense") };
+            let scale = affine.activations.parameters().unwrap().scale();
+            assert!((scale * 127.5 / largest - 1.0).abs() < 1e-4, "{method}: {scale}, not {}", largest / 127.5);
         }
     }
 }

@@ -52,7 +52,7 @@ mod running {
     mod finetune;
     pub(in crate::pass) mod fresh_weights;
     mod input_importance;
-    mod input_scales;
+    pub(in crate::pass) mod input_scales;
     mod kv_cache_scales;
     pub(in crate::pass) mod layerwise;
     mod new_head;

@@ -43,6 +43,17 @@ pub(super) fn quantize(
 }
 
 /// Unreachable, because [`require`] has returned an error before.
+pub(super) fn rescale_channels(
+    _pass: &Quantize,
+    _encodings: &BTreeMap<String, QuantizationSpec>,
+    _model: &mut Model,
+    _context: &Context,
+    _applied: &mut Applied,
+) -> Result<Map<String, Value>> {
+    Err(unable("method"))
+}
+
+/// Unreachable, because [`require`] has returned an error before.
 pub(super) fn palettize(
     _pass: &Palettize,
     _encodings: &BTreeMap<String, QuantizationSpec>,

@@ -348,8 +348,10 @@ fn channels_that_matter_are_rounded_more_finely() {
     let alike = Quantize { observer: Some(WeightObserver::Mse), ..usual.clone() };
     let [awq, usual, alike] = [awq, usual, alike].map(|pass| error(&name, &run(&name, pass)));
     assert!(awq < 0.8 * alike && awq < 0.9 * usual, "awq {awq}, the same ranges without samples {alike}, the default ranges {usual}");
-    let [rtn, smooth] = [Method::Rtn, Method::Smoothquant].map(|method| error(&name, &run(&name, quantized(method, Scheme::W8A8))));
-    assert!(smooth < 0.8 * rtn, "rtn {rtn}, smoothquant {smooth}");
+    for scheme in [Scheme::W8A8, Scheme::W8A8Static] {
+        let [rtn, smooth] = [Method::Rtn, Method::Smoothquant].map(|method| error(&name, &run(&name, quantized(method, scheme))));
+        assert!(smooth < 0.8 * rtn, "{scheme:?}: rtn {rtn}, smoothquant {smooth}");
+    }
 }
 
 /// The same decoder with two channels of each normalization multiplied by 200, and the columns that read

@@ -43,7 +43,7 @@ pub(in crate::pass) use low_rank::decompose;
 use moments::{Moments, MomentsRequest};
 pub(in crate::pass) use palettes::palettize;
 use rescale::{Rescale, Strength};
-pub(in crate::pass) use rounding::quantize;
+pub(in crate::pass) use rounding::{quantize, rescale as rescale_channels};
 pub use scores::{Score, scores};
 pub(in crate::pass) use sites::retain_supported;
 use sites::{Layer, Site, block_of, sites, unsupported};

@@ -15,10 +15,11 @@ use crate::data::SequenceRoles;
 use crate::error::{Error, Result, counted};
 use crate::exec::{Blockwise, Rounding};
 use crate::ir::Graph;
-use crate::ir::ops::{Linear, Op, PreparedOp};
+use crate::ir::ops::{Linear, Op, PreparedOp, ScalarOps, round_half_even};
 use crate::model::Model;
 use crate::pass::calibrate::{numbers, tensor_error};
 use crate::pass::channel_equalization::{self, Chain};
+use crate::pass::input_scales;
 use crate::store::{ActivationScheme, DType, Encoding, Pattern, Weight};
 
 /// Algorithm that chooses the factors.
@@ -46,7 +47,7 @@ pub(super) enum RoundingMode {
 /// Rescaling of channels.
 pub(super) struct Rescale {
     pub strength: Strength,
-    /// Quantization of activations.
+    /// Quantization of activations. Static scales follow from the rescaled inputs.
     pub activations: ActivationScheme,
     /// Group size by weight. Weights that are not listed have one scale per row.
     pub groups: BTreeMap<String, usize>,
@@ -326,11 +327,10 @@ impl Rescale {
             values.chunks_exact_mut(by.len().max(1)).for_each(|row| row.iter_mut().zip(&by).for_each(|(value, by)| *value *= by));
             let squares: Vec<f64> = moments.squares.iter().zip(&by).map(|(square, by)| square / f64::from(by * by)).collect();
             (self.round)(&reader.layer, &reader.weight, &mut values, &squares, mode);
-            let read = || {
-                let divided = rows.broadcast_div(&Tensor::from_slice(&by, (1, by.len()), rows.device())?)?;
-                Rounding::Token.round_input(self.activations, &divided)
-            };
-            let read = read().map_err(tensor_error)?;
+            let largest = moments.largest.iter().zip(&by).fold(0f32, |largest, (value, by)| largest.max(value / by));
+            let activations = input_scales::for_largest(self.activations, DType::F32, largest);
+            let divide = || rows.broadcast_div(&Tensor::from_slice(&by, (1, by.len()), rows.device())?);
+            let read = divide().and_then(|divided| rounded(activations, &divided)).map_err(tensor_error)?;
             let weight = Tensor::from_slice(&values, (reader.layer.rows, reader.layer.size), rows.device()).map_err(tensor_error)?;
             let difference = numbers(&(product(&read, &weight)? - part(&reader.outputs)?).map_err(tensor_error)?)?;
             for (error, row) in errors.iter_mut().zip(difference.chunks_exact(reader.layer.rows.max(1))) {
@@ -339,6 +339,13 @@ impl Rescale {
         }
         Ok(Errors::from(errors))
     }
+}
+
+/// The inputs of a layer as they are quantized at run time.
+fn rounded(activations: ActivationScheme, inputs: &Tensor) -> candle_core::Result<Tensor> {
+    let ActivationScheme::Static(step) = activations else { return Rounding::Token.round_input(activations, inputs) };
+    let scale = f64::from(step.scale());
+    round_half_even(&(inputs / scale)?)?.clamp_scalar(-128.0, 127.0)? * scale
 }
 
 /// The largest factor.

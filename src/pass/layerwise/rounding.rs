@@ -40,7 +40,50 @@ pub(super) struct Quantization<'a> {
     ignored: Vec<Pattern>,
 }
 
-/// Quantizes weights of a model using calibration samples. Returns details for the report.
+/// How the method of a pass rescales channels before rounding.
+fn strength(pass: &Quantize) -> Option<Strength> {
+    match pass.method {
+        By::Awq => Some(Strength::Awq),
+        By::Smoothquant => Some(Strength::Smooth),
+        By::Rtn | By::Gptq | By::Autoround => None,
+    }
+}
+
+/// Rescales channels of a model as the method of the pass does, without rounding weights. Returns details for
+/// the report.
+pub(in crate::pass) fn rescale(
+    pass: &Quantize,
+    encodings: &BTreeMap<String, QuantizationSpec>,
+    model: &mut Model,
+    context: &Context,
+    applied: &mut Applied,
+) -> Result<Map<String, Value>> {
+    let rounding = Quantization::rounding(pass, encodings, model, &applied.meter)?;
+    let quantization = Quantization { strength: strength(pass), ignored: pass.ignore.clone(), ..rounding };
+    // The checkpoints of the pass are those of rounded blocks.
+    let context = Context { checkpoints: None, device: context.device.clone(), memory_tracker: context.memory_tracker.clone(), ..*context };
+    let mut unrounded = Unrounded { quantization: &quantization, report: MethodReport::default() };
+    let summary = quantization.run(model, &context, &mut unrounded)?;
+    let mut details = Map::new();
+    describe_rescaling(&summary, &mut details, applied);
+    applied.tensors.extend(summary.changed);
+    applied.notes.extend(summary.report.notes);
+    Ok(details)
+}
+
+/// Adds the rescaled channels to the report.
+fn describe_rescaling(summary: &Summary, details: &mut Map<String, Value>, applied: &mut Applied) {
+    details.insert("rescaled".into(), json!(summary.rescaled));
+    if !summary.skipped.is_empty() {
+        details.insert("not_rescaled".into(), json!(summary.skipped));
+    }
+    if summary.rescaled == 0 {
+        applied.notes.push("no channels were rescaled, because no layers support it or none gain by it".into());
+    }
+}
+
+/// Quantizes weights of a model using calibration samples. Returns details for the report. If activations
+/// have static scales, channels were [rescaled](rescale) before.
 pub(in crate::pass) fn quantize(
     pass: &Quantize,
     encodings: &BTreeMap<String, QuantizationSpec>,
@@ -56,29 +99,25 @@ pub(in crate::pass) fn quantize(
         propagation: pass.propagation.map(|fraction| fraction as f32),
         sweeps: pass.sweeps(),
     });
-    let strength = match pass.method {
-        By::Awq => Some(Strength::Awq),
-        By::Smoothquant => Some(Strength::Smooth),
-        _ => None,
-    };
+    let strength = strength(pass).filter(|_| !pass.stores_scales());
     let rounding = Quantization::rounding(pass, encodings, model, &applied.meter)?;
     let quantization = Quantization { gptq, training, guided: pass.guide == Guide::Loss, strength, ignored: pass.ignore.clone(), ..rounding };
-    let summary = quantization.run(model, context)?;
-    applied.tensors.extend(summary.changed);
-    applied.notes.extend(summary.report.notes);
+    let mut rounder = Rounder { quantization: &quantization, inputs: Inputs::Nearest(Vec::new()), trained: Vec::new(), report: MethodReport::default() };
+    let summary = quantization.run(model, context, &mut rounder)?;
     let mut details = Map::new();
+    if strength.is_some() {
+        describe_rescaling(&summary, &mut details, applied);
+    }
+    applied.tensors.extend(summary.changed);
+    // Rescaling before may have added the same note.
+    for note in summary.report.notes {
+        if !applied.notes.contains(&note) {
+            applied.notes.push(note);
+        }
+    }
     details.insert("samples".into(), json!(summary.samples));
     let requested = if training.is_some() { AUTOROUND } else { GPTQ };
     LayerChoice::describe(&summary.report.choices, (pass.name(), requested), &mut details, &mut applied.notes);
-    if strength.is_some() {
-        details.insert("rescaled".into(), json!(summary.rescaled));
-        if !summary.skipped.is_empty() {
-            details.insert("not_rescaled".into(), json!(summary.skipped));
-        }
-        if summary.rescaled == 0 {
-            applied.notes.push("no channels were rescaled, because no layers support it or none gain by it".into());
-        }
-    }
     Ok(details)
 }
 
@@ -107,8 +146,8 @@ impl<'a> Quantization<'a> {
 }
 
 impl Quantization<'_> {
-    /// Quantizes the weights of a model.
-    fn run(&self, model: &mut Model, context: &Context) -> Result<Summary> {
+    /// Rescales channels and applies a method to the layers of a model.
+    fn run(&self, model: &mut Model, context: &Context, method: &mut dyn Method) -> Result<Summary> {
         let targets: BTreeSet<&str> = self.encodings.keys().map(String::as_str).collect();
         let rescale = self.strength.map(|strength| {
             let (encodings, global_scales, pass) = (self.encodings.clone(), self.global_scales.clone(), self.pass.clone());
@@ -131,8 +170,7 @@ impl Quantization<'_> {
         let requested = self.gptq.map_or_else(MomentsRequest::default, |choosing| choosing.request());
         let flow = Flow { refined: self.training.is_some(), guided: self.guided, ..Flow::default() };
         let work = Layerwise { name: self.name, context, targets: &targets, requested, rescale, flow };
-        let mut method = Rounder { quantization: self, inputs: Inputs::Nearest(Vec::new()), trained: Vec::new(), report: MethodReport::default() };
-        work.run(model, &mut method)
+        work.run(model, method)
     }
 
     fn sweeps(&self) -> usize {
@@ -199,6 +237,30 @@ struct Rounder<'a> {
     /// Layers of the current block to train.
     trained: Vec<TrainedLayer>,
     report: MethodReport,
+}
+
+/// Leaves weights unrounded.
+struct Unrounded<'a> {
+    quantization: &'a Quantization<'a>,
+    report: MethodReport,
+}
+
+impl Method for Unrounded<'_> {
+    fn check(&self, layer: &Layer, weight: &Weight) -> Result<()> {
+        self.quantization.grid(layer, weight, &[]).map(drop)
+    }
+
+    fn read(&mut self, _value: &str, _moments: Moments, _readers: &Readers) -> Result<()> {
+        Ok(())
+    }
+
+    fn change(&mut self, _layer: &Layer, _weight: &Weight, _values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
+        Ok(Vec::new())
+    }
+
+    fn report(&mut self) -> &mut MethodReport {
+        &mut self.report
+    }
 }
 
 impl Quantization<'_> {

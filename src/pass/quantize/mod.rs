@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use rules::SchemeLayout;
 pub use rules::SchemeRule;
@@ -73,6 +73,11 @@ impl Method {
     /// Whether the algorithm needs calibration samples.
     fn reads_samples(self) -> bool {
         self != Method::Rtn
+    }
+
+    /// Whether the algorithm rescales channels before it rounds weights.
+    fn rescales(self) -> bool {
+        matches!(self, Method::Awq | Method::Smoothquant)
     }
 
     /// Whether later columns compensate for the errors of earlier ones.
@@ -207,7 +212,7 @@ impl Quantize {
     }
 
     /// Whether the activations of a scheme have static scales, which need calibration samples.
-    fn stores_scales(&self) -> bool {
+    pub(super) fn stores_scales(&self) -> bool {
         self.schemes().any(Scheme::stores_scales)
     }
 
@@ -283,7 +288,7 @@ impl Pass for Quantize {
                 return Err(Error::option(NAME, format!("`method: autoround` requires an integer scheme; use `gptq` for {}", scheme.name())));
             }
         }
-        if matches!(self.method, Method::Awq | Method::Smoothquant)
+        if self.method.rescales()
             && let Some(scheme) = self.schemes().find(|scheme| !scheme.rounds_activations_like(self.scheme))
         {
             let reason =
@@ -307,7 +312,7 @@ impl Pass for Quantize {
             return Err(Error::option(format!("{NAME}: propagation"), "must be from 0 to 1"));
         }
         if self.method == Method::Smoothquant && !self.scheme.rounds_activations() {
-            return Err(Error::option(NAME, "`method: smoothquant` requires int8 activations with a scale for each token, like W8A8: use `awq` or `gptq`"));
+            return Err(Error::option(NAME, "`method: smoothquant` requires int8 activations, like W8A8 and W8A8-STATIC: use `awq` or `gptq`"));
         }
         if self.stores_scales() {
             layerwise::require(&format!("{NAME}: scheme"))?;
@@ -355,11 +360,16 @@ impl Pass for Quantize {
         }
         Ok(plan.with_execution(move |context| {
             let mut after = model.clone();
+            let mut more = Map::new();
             if self.stores_scales() {
-                executed.notes.extend(layerwise::find_input_scales(NAME, &mut encodings, model, context)?);
+                // Static scales are those of the rescaled inputs.
+                if self.method.rescales() {
+                    more = layerwise::rescale_channels(self, &encodings, &mut after, context, &mut executed)?;
+                }
+                executed.notes.extend(layerwise::find_input_scales(NAME, &mut encodings, &after, context)?);
             }
             if self.method.reads_samples() {
-                let more = layerwise::quantize(self, &encodings, &mut after, context, &mut executed)?;
+                more.extend(layerwise::quantize(self, &encodings, &mut after, context, &mut executed)?);
                 executed.details.as_object_mut().into_iter().for_each(|details| details.extend(more.clone()));
             } else {
                 self.round(&encodings, &mut after, &executed.meter)?;

@@ -221,9 +221,9 @@ impl Scheme {
         self.row().activations == other.row().activations
     }
 
-    /// Whether activations are int8 with a scale for each token.
+    /// Whether activations are int8.
     pub(super) fn rounds_activations(self) -> bool {
-        self.row().activations == ActivationScheme::DynamicToken
+        matches!(self.row().activations, ActivationScheme::DynamicToken | ActivationScheme::Static(_))
     }
 
     /// Whether activations have static scales, which need calibration samples.
