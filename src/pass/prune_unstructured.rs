@@ -29,11 +29,11 @@ use serde_json::{Value, json};
 use super::targets::{self, SelectedWeights};
 use super::threshold::RankingGroup;
 use super::{Amount, NOfM, Pass, Plan, Samples, layerwise, options_of};
-use crate::error::{Error, ParseError, Result};
+use crate::error::{Error, ParseError, Result, counted};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, Prepare, RunState};
-use crate::store::{Block, BlockSink, Encoding, Pattern, Role, Rows, View, Weight, WeightSource, ZeroOrigin, least_common_multiple};
+use crate::store::{Block, BlockSink, Encoding, Pattern, Role, Rows, View, Weight, WeightSource, Weights, ZeroOrigin, least_common_multiple};
 use crate::work::Meter;
 
 /// Importance criterion of weights.
@@ -181,12 +181,12 @@ impl PruneUnstructured {
         Ok(removed)
     }
 
-    fn apply_pattern(&self, pattern: NOfM, names: &BTreeSet<&str>, model: &mut Model, meter: &Arc<Meter>) -> Result<u64> {
+    fn apply_pattern(&self, pattern: NOfM, names: &BTreeSet<&str>, model: &mut Model, applied: &mut Applied) -> Result<u64> {
         // Matrices, and kernels of files that state the role of a weight, are stored with the outputs first.
         let is_usual = |weight: &Weight| weight.role.map_or(weight.shape.len() == 2, |role| matches!(role, Role::Matrix | Role::Kernel));
         let is_unusual = |name: &&str| model.weights.by_name.get(*name).is_some_and(|weight| !is_usual(weight));
         let axes = if names.iter().any(is_unusual) { layerwise::input_axes(model) } else { BTreeMap::new() };
-        let mut removed = 0;
+        let (mut removed, mut assumed) = (0, Vec::new());
         for name in names {
             let weight = model.weights.get(name)?.clone();
             if model.config.has_conv1d() && weight.shape.len() == 2 {
@@ -199,7 +199,14 @@ impl PruneUnstructured {
                     "use an amount instead of a pattern",
                 ));
             }
-            let axis = input_axis(name, &weight, axes.get(*name), pattern)?;
+            let by_bias = || if is_usual(&weight) { None } else { axis_by_bias(name, &weight, &model.weights) };
+            let axis = match input_axis(name, &weight, axes.get(*name), pattern)?.or_else(by_bias) {
+                Some(axis) => axis,
+                None => {
+                    assumed.extend((!is_usual(&weight) && weight.shape.len() > 2).then_some(*name));
+                    1
+                }
+            };
             let Some(inputs) = weight.shape.get(axis).copied().filter(|_| weight.shape.len() >= 2) else {
                 return Err(Error::tensor(
                     name,
@@ -219,8 +226,14 @@ impl PruneUnstructured {
                 continue;
             }
             let stride = weight.shape[axis + 1..].iter().product();
-            let source = Patterned { upstream: weight.clone(), pattern, stride, meter: meter.clone() };
+            let source = Patterned { upstream: weight.clone(), pattern, stride, meter: applied.meter.clone() };
             model.weights.by_name.insert((*name).to_owned(), weight.then(weight.dtype, Encoding::Dense, Arc::new(source)));
+        }
+        if let Some(first) = assumed.first() {
+            applied.notes.push(format!(
+                "{NAME}: {pattern} applies to the second axis of {} (the first: `{first}`), as of convolutions, because no graph shows how they are used; add transposed convolutions to `ignore`",
+                counted(assumed.len(), "kernel")
+            ));
         }
         Ok(removed)
     }
@@ -301,7 +314,7 @@ impl Pass for PruneUnstructured {
             }));
         }
         let removed = match self.pattern {
-            Some(pattern) => self.apply_pattern(pattern, &names, &mut after, &applied.meter)?,
+            Some(pattern) => self.apply_pattern(pattern, &names, &mut after, &mut applied)?,
             None => self.apply_amounts(&names, &mut after, &mut applied)?,
         };
         let of: u64 = names.iter().map(|name| weights.by_name[*name].elements() as u64).sum();
@@ -322,19 +335,29 @@ pub(super) fn too_many(amount: Amount, what: &str, weights: u64) -> Error {
     Error::option(format!("{NAME}: amount"), format!("{amount} weights cannot be pruned from {what}, which has {weights}"))
 }
 
-/// The axis of a weight that holds the inputs of its layers, from the axes that layers of the graph `read`.
-/// If there are none, the second axis, as of linear layers and convolutions.
-fn input_axis(name: &str, weight: &Weight, read: Option<&BTreeSet<usize>>, pattern: NOfM) -> Result<usize> {
+/// The axis of a weight that holds the inputs of its layers, from the axes that layers of the graph `read`;
+/// `None` if there are none.
+fn input_axis(name: &str, weight: &Weight, read: Option<&BTreeSet<usize>>, pattern: NOfM) -> Result<Option<usize>> {
     let refuse = |reason: String| Err(Error::tensor(name, reason, "add it to `ignore`, or use an amount instead of a pattern"));
     let read: Vec<usize> = read.into_iter().flatten().copied().collect();
     match read[..] {
-        [axis] => Ok(axis),
+        [axis] => Ok(Some(axis)),
         [] if model::stacked_experts(name, weight).is_some() => refuse(format!(
             "stacks the weights of experts (shape {:?}), and it is unknown which axis holds their inputs, which {pattern} applies to",
             weight.shape
         )),
-        [] => Ok(1),
+        [] => Ok(None),
         _ => refuse(format!("is read by layers in different axis orders (shape {:?}), but {pattern} applies to consecutive inputs", weight.shape)),
+    }
+}
+
+/// The axis of a kernel that holds its inputs, from the length of the bias, which is the number of outputs:
+/// transposed convolutions store the inputs first. `None` if both axes or neither have this length.
+fn axis_by_bias(name: &str, weight: &Weight, weights: &Weights) -> Option<usize> {
+    let bias = weights.by_name.get(&format!("{}.bias", name.strip_suffix(".weight")?))?;
+    match (&weight.shape[..], &bias.shape[..]) {
+        ([first, second, _, ..], [outputs]) if (first == outputs) != (second == outputs) => Some(usize::from(first == outputs)),
+        _ => None,
     }
 }
 

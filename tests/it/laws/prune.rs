@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use proptest::sample::{Index, select};
 
 use super::given::{FLOATS, Values, config, long, model, rank, shape};
-use crate::common::{DType, Desk, Tensors, all, pipeline, read};
+use crate::common::{DType, Desk, Tensor, Tensors, all, pipeline, read};
 use compress::pass::{Amount, NOfM, PruneUnstructured, Rule, Scope};
 
 const NARROW: &[DType] = &[DType::F16, DType::BF16, DType::F32];
@@ -110,7 +110,7 @@ proptest! {
                 order.sort_by_key(|&i| (rank(dtype, bits[i]), i));
                 order[..m - n].iter().for_each(|&i| bits[i] = 0);
             }
-            *tensor = crate::common::Tensor::from_bits(dtype, &tensor.shape, &bits);
+            *tensor = Tensor::from_bits(dtype, &tensor.shape, &bits);
         }
         check(&before, PruneUnstructured { pattern: Some(pattern), targets: all(), ..Default::default() }, &expected);
     }
@@ -137,6 +137,27 @@ fn long_tensors_are_pruned_like_short_ones() {
             check(&before, prune(amount, Scope::Global), &sorted(&before, count(amount, &before)));
         }
     }
+}
+
+/// Without a graph, the length of the bias shows which kernels are those of transposed convolutions, which
+/// store the inputs first. Other kernels are reported.
+#[test]
+fn kernels_without_a_graph_are_oriented_by_their_bias() {
+    let desk = Desk::new();
+    let random = |shape: &[usize]| Tensor::random(DType::F32, shape, shape.len() as u64);
+    let shapes: [(&str, &[usize]); 5] =
+        [("up.weight", &[8, 4, 2, 2]), ("up.bias", &[4]), ("down.weight", &[4, 8, 2, 2]), ("down.bias", &[4]), ("alone.weight", &[4, 8, 2, 2])];
+    let before = Tensors::from(shapes.map(|(name, shape)| (name.to_owned(), random(shape))));
+    let pass = PruneUnstructured { pattern: Some(NOfM { n: 2, m: 4 }), targets: vec!["*.weight".parse().unwrap()], ..Default::default() };
+    let output = desk.run(&desk.weights(&before), pipeline().pass(pass)).unwrap();
+    let after = read(&output.path);
+    for (name, stride) in [("up.weight", 16), ("down.weight", 4), ("alone.weight", 4)] {
+        let values = after[name].values();
+        let groups = (0..values.len()).filter(|at| (at / stride).is_multiple_of(4));
+        assert!(groups.map(|first| (0..4).filter(|at| values[first + at * stride] == 0.0).count()).all(|zeros| zeros == 2), "{name}: {values:?}");
+    }
+    let notes: Vec<&String> = output.report.notes.iter().filter(|note| note.contains("second axis")).collect();
+    assert!(notes.len() == 1 && notes[0].contains("1 kernel (the first: `alone.weight`)"), "{notes:?}");
 }
 
 #[test]
