@@ -221,6 +221,8 @@ impl Decompose {
         }
         let mut applied = Applied { rule, notes, tensors: factorizations.iter().map(|f| f.weight.clone()).collect(), ..Applied::new(NAME, self.options()) };
         applied.notes.extend(targets::left_unchanged(NAME, &skipped, &self.targets, factorizations.is_empty())?);
+        let rules = self.rules.iter().map(|rule| rule.targets.as_slice());
+        applied.notes.extend(targets::unused_rules(NAME, rules, factorizations.iter().map(|f| f.weight.as_str())));
         let [before, after] = parameters(&factorizations);
         applied.notes.push(format!(
             "decompose: replaces {} with {:.2} million parameters by {} with {:.2} million, which compute {:.0} % of the products",

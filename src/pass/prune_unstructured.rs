@@ -299,6 +299,7 @@ impl Pass for PruneUnstructured {
         }
         if by_samples {
             notes.extend(layerwise::retain_supported(NAME, model, &mut names, &self.targets)?);
+            notes.extend(targets::unused_rules(NAME, self.rules.iter().map(|rule| rule.targets.as_slice()), names.iter().copied()));
         }
         let tensors = names.iter().map(|name| (*name).to_owned()).collect();
         let mut applied = Applied { tensors, rule, notes, zeroes: true, ..Applied::new(NAME, self.options()) };

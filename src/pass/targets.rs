@@ -92,6 +92,22 @@ pub(super) fn check_rules<'r>(pass: &str, rules: impl Iterator<Item = &'r [Patte
     Ok(())
 }
 
+/// Notes on rules that apply only to selected weights that a pass leaves unchanged. `modified` are the
+/// weights that it modifies; the first rule that matches applies.
+pub(super) fn unused_rules<'r, 'n>(pass: &str, rules: impl Iterator<Item = &'r [Pattern]>, modified: impl Iterator<Item = &'n str>) -> Vec<String> {
+    let mut left: BTreeSet<&str> = modified.collect();
+    let mut notes = Vec::new();
+    for patterns in rules {
+        let count = left.len();
+        left.retain(|name| !patterns.iter().any(|pattern| pattern.matches(name)));
+        if left.len() == count {
+            let pattern = patterns.first().map_or("", Pattern::as_str);
+            notes.push(format!("{pass}: the rule of `{pattern}` has no effect, because all weights that it applies to are left unchanged"));
+        }
+    }
+    notes
+}
+
 /// Passes that process matrices, but not convolutions.
 const MATRICES_ONLY: [&str; 3] = ["quantize", "quantize-dynamic", "decompose"];
 
@@ -225,6 +241,14 @@ mod tests {
             let error = check(&rules).unwrap_err();
             assert!(error.contains(part), "{error}");
         }
+    }
+
+    #[test]
+    fn rules_for_unchanged_weights_are_noted() {
+        let rules: Vec<Vec<Pattern>> = ["*query*", "*mlp*", "*down*"].iter().map(|pattern| vec![pattern.parse().unwrap()]).collect();
+        let notes = unused_rules("quantize", rules.iter().map(Vec::as_slice), ["0.mlp.down", "0.mlp.up"].into_iter());
+        assert_eq!(notes.len(), 2, "{notes:?}");
+        assert!(notes[0].contains("the rule of `*query*` has no effect") && notes[1].contains("`*down*`"), "{notes:?}");
     }
 
     /// Names are only in doubt if the configuration states a family that the table does not contain.

@@ -574,13 +574,23 @@ const SHARED: &str = "encoder.layer.0.attention.self.key_proj.weight";
 /// them without samples.
 #[test]
 fn weights_that_samples_cannot_modify_are_noted() {
-    let steps: [(Step, &str, bool); 6] = [
+    let steps: [(Step, &str, bool); 8] = [
         (quantized(Method::Gptq, Scheme::W4A16).into(), "quantize: left unchanged, read by several layers: ", false),
         (quantized(Method::Awq, Scheme::W4A16).into(), "quantize: left unchanged, read by several layers: ", false),
         (pruned(Importance::Wanda).into(), "prune-unstructured: left unchanged, read by several layers: ", false),
         (
             PruneUnstructured { targets: vec!["encoder.layer.*.weight".parse().unwrap()], ..pruned(Importance::Sparsegpt) }.into(),
             "prune-unstructured: left unchanged, read by several layers: ",
+            false,
+        ),
+        (
+            Quantize { rules: vec![format!("{SHARED}=W8A16").parse().unwrap()], ..quantized(Method::Gptq, Scheme::W4A16) }.into(),
+            "quantize: the rule of `encoder.layer.0.attention.self.key_proj.weight` has no effect",
+            false,
+        ),
+        (
+            PruneUnstructured { rules: vec!["*key_proj*=0.3".parse().unwrap()], ..pruned(Importance::Wanda) }.into(),
+            "prune-unstructured: the rule of `*key_proj*` has no effect",
             false,
         ),
         (Palettize { importance: InputImportance::Activation, bits: 2, ..Palettize::default() }.into(), "not weighted by inputs", true),

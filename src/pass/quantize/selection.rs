@@ -35,6 +35,8 @@ impl Quantize {
             layers.notes.extend(layerwise::retain_supported(NAME, model, &mut names, &self.targets)?);
             layers.encodings.retain(|name, _| names.contains(name.as_str()));
         }
+        let rules = self.rules.iter().map(|rule| rule.targets.as_slice());
+        layers.notes.extend(targets::unused_rules(NAME, rules, layers.encodings.keys().map(String::as_str)));
         Ok(layers)
     }
 
