@@ -8,8 +8,17 @@
 //! | GPTQ | `[in · bits / 32, out]`, consecutive inputs per word, low bits first | `[groups, out · bits / 32]`, consecutive outputs, low bits first; version 1, as GPTQModel writes it, subtracts 1 from each z, as one subtraction from the word | `[groups, out]` | group of each input |
 //! | AWQ (GEMM) | `[in, out / 8]`, outputs per word in the order 0 2 4 6 1 3 5 7 | `[groups, out / 8]` in the same order | `[groups, out]` | |
 //!
-//! They become weights `x.weight`, `[out, in]`. If `g_idx` assigns inputs to groups out of order, the
-//! weight is dequantized to floats, because [`Granularity`] cannot represent scattered groups.
+//! Readers of version 1 differ if the stored bits of a z are all ones. This module follows GPTQModel:
+//!
+//! - GPTQModel, which transformers uses, adds the ones to complete words
+//!   (`convert_gptq_v1_to_v2_format_module`). It reads every z that it writes, including 0.
+//! - AutoGPTQ (`forward` in `qlinear_cuda.py`) and vLLM (`zero_offset` in `gptq/q_gemm.cu`) add 1 to each z
+//!   without wrapping, and read `2^bits` instead of 0. Quantizers do not compute this z.
+//! - AutoGPTQ (`pack` in `qlinear_cuda.py`) subtracts 1 from a z of 0 in 32 bits, which sets all higher bits
+//!   of the word: the later z of the word are lost.
+//!
+//! Both formats become weights `x.weight`, `[out, in]`. If `g_idx` assigns inputs to groups out of order,
+//! the weight is dequantized to floats, because [`Granularity`] cannot represent scattered groups.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -171,19 +180,24 @@ fn scattered(order: &RawTensor, row: usize, groups: usize) -> Option<Option<Vec<
     Some((!plain).then_some(found))
 }
 
+/// Adds an offset to each zero point of a word: 1 for version 1, in which a zero point of 0 has borrowed from
+/// the next one. `mask` is that of one zero point.
+fn word_of_zeros(stored: u32, mask: u32, offset: u8) -> u32 {
+    let ones = u32::MAX.checked_div(mask).unwrap_or_default();
+    stored.wrapping_add(ones.wrapping_mul(offset.into()))
+}
+
 impl WordsFile {
     /// Zero points relative to 2^(bits - 1), `[out, groups]`.
     #[allow(clippy::indexing_slicing, clippy::arithmetic_side_effects, reason = "hot; the sizes of all parts were validated")]
     fn zero_points(&self) -> Result<Vec<u8>> {
         let bits = usize::from(self.affine.codes.bits());
         let (each, mask, middle) = (32 / bits, (1u32 << bits) - 1, 1u32 << (bits - 1));
-        // In version 1, a zero point of 0 has borrowed from the next one in its word.
-        let ones = u32::MAX / mask * u32::from(self.offset);
         let bytes = self.zeros.read_all()?;
         let mut zero_points = vec![0; self.rows * self.groups];
         for (at, word) in bytes.as_chunks::<4>().0.iter().enumerate() {
             let (group, first) = (at / (self.rows / each), at % (self.rows / each) * each);
-            let word = u32::from_le_bytes(*word).wrapping_add(ones);
+            let word = word_of_zeros(u32::from_le_bytes(*word), mask, self.offset);
             for index in 0..each {
                 let output = first + self.words.output(index);
                 let zero = (word >> (index * bits)) & mask;
@@ -266,5 +280,31 @@ impl WeightSource for WordsFile {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// GPTQModel subtracts `0x1111_1111` from a word of 4-bit zero points, and adds it to read them: 15 is
+    /// read as 0, not as 16.
+    #[test]
+    fn zero_points_of_version_1_are_offset_by_words() {
+        let read = |stored: u32, bits: u32, offset: u8| {
+            let mask = u32::MAX >> (32 - bits);
+            let word = word_of_zeros(stored, mask, offset);
+            (0..32 / bits).map(|index| (word >> (index * bits)) & mask).collect::<Vec<u32>>()
+        };
+        let cases: [([u32; 8], u32); 4] =
+            [([0; 8], 0xEEEE_EEEF), ([0, 1, 1, 1, 1, 1, 1, 1], 0xFFFF_FFFF), ([0, 7, 9, 8, 6, 8, 10, 15], 0xE975_785F), ([8; 8], 0x7777_7777)];
+        for (zeros, stored) in cases {
+            let packed = zeros.iter().rev().fold(0u32, |word, zero| (word << 4) | *zero);
+            assert_eq!(packed.wrapping_sub(0x1111_1111), stored, "{zeros:?}");
+            assert_eq!(read(stored, 4, 1), zeros);
+            assert_eq!(read(packed, 4, 0), zeros, "version 2");
+        }
+        assert_eq!(read(0xFEFE_FEFF, 8, 1), vec![0; 4]);
+        assert_eq!(read(0xAAAA_AAAB, 2, 1), vec![0; 16]);
     }
 }
