@@ -84,6 +84,17 @@ pub(super) struct Choosing {
     pub sweeps: usize,
 }
 
+/// How second moments are prepared.
+#[derive(Debug, Clone, Copy, Default)]
+struct Preparation {
+    /// Damping of the factorization; `None` if there is none.
+    damping: Option<f64>,
+    /// Whether columns with large inputs are processed first.
+    ordered: bool,
+    /// Whether coordinate descent follows.
+    descends: bool,
+}
+
 /// Some outputs of a layer, and their values for the held-out rows of each fold.
 struct Sampled {
     /// The complete layer, on which amounts depend.
@@ -161,7 +172,11 @@ impl Choosing {
 
     fn prepare(&self, value: &str, mut moments: Moments, damping: Option<f64>, report: &mut MethodReport) -> Result<Prepared<'static>> {
         let differences = Cow::Owned(std::mem::take(&mut moments.differences));
-        Prepared::new(value, &moments, differences, (self, damping), &mut report.notes)
+        Prepared::new(value, &moments, differences, self.preparation(damping), &mut report.notes)
+    }
+
+    fn preparation(&self, damping: Option<f64>) -> Preparation {
+        Preparation { damping, ordered: self.ordered, descends: self.sweeps > 0 }
     }
 
     fn choice(&self, layer: &Layer, method: &dyn Compensating, solution: Solution, damping: f64, relative_error: Option<f64>) -> LayerChoice {
@@ -229,7 +244,7 @@ impl Choosing {
         for (fold, held_out) in moments.folds.iter().enumerate().filter(|(_, fold)| !fold.rows.is_empty()) {
             let fitted = moments.without(fold);
             let fitted = fitted.as_ref().unwrap_or(moments);
-            let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), (self, damping), &mut Vec::new())?;
+            let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), self.preparation(damping), &mut Vec::new())?;
             for (Sampled { layer, weight, values, outputs }, trial) in sampled.iter().zip(&mut trials) {
                 let [targets, current] = &outputs[fold];
                 let mut solution = solution;
@@ -257,20 +272,14 @@ impl Choosing {
 impl<'m> Prepared<'m> {
     /// Factorizes the sums of products of a value if there is a damping. Increases it until the matrix is
     /// positive definite, and adds a note if it does. Returns an error if it is not even with a damping of 1.
-    fn new(
-        value: &str,
-        moments: &Moments,
-        differences: Cow<'m, [f32]>,
-        (options, damping): (&Choosing, Option<f64>),
-        notes: &mut Vec<String>,
-    ) -> Result<Prepared<'m>> {
+    fn new(value: &str, moments: &Moments, differences: Cow<'m, [f32]>, preparation: Preparation, notes: &mut Vec<String>) -> Result<Prepared<'m>> {
         let Moments { size, ref products, ref squares, .. } = *moments;
         let mut order: Vec<usize> = (0..size).collect();
-        if options.ordered {
+        if preparation.ordered {
             order.sort_by(|a, b| squares[*b].total_cmp(&squares[*a]).then(a.cmp(b)));
         }
         let mut prepared = Prepared { squares: squares.clone(), order, compensation: None, hessian: None, differences };
-        if let Some(damping) = damping {
+        if let Some(damping) = preparation.damping {
             let mut tried = damping;
             prepared.compensation = loop {
                 let found = Compensation::new(products, size, &prepared.order, tried);
@@ -283,7 +292,7 @@ impl<'m> Prepared<'m> {
                 }
                 tried = (2.0 * tried).clamp(0.01, 1.0);
             };
-            prepared.hessian = (options.sweeps > 0).then(|| Hessian::new(products, size, tried));
+            prepared.hessian = preparation.descends.then(|| Hessian::new(products, size, tried));
             if tried > damping {
                 notes.push(format!("the features of `{value}` are nearly linearly dependent: damping {tried:.2} instead of {damping}"));
             }
@@ -293,8 +302,7 @@ impl<'m> Prepared<'m> {
 
     /// Prepares moments only for [`correct`](Prepared::correct).
     pub fn for_correction<'d>(value: &str, moments: &Moments, differences: Cow<'d, [f32]>, damping: f64) -> Result<Prepared<'d>> {
-        let options = Choosing { name: "", ordered: false, damping: Some(damping), propagation: None, sweeps: 0 };
-        Prepared::new(value, moments, differences, (&options, Some(damping)), &mut Vec::new())
+        Prepared::new(value, moments, differences, Preparation { damping: Some(damping), ..Preparation::default() }, &mut Vec::new())
     }
 
     /// Corrects a weight `[rows, size]` for changed inputs: moves it by a fraction towards the least-squares
@@ -364,8 +372,8 @@ mod tests {
         let weight: Vec<f32> = (0..rows * size).map(|i| number(i * 31)).collect();
         let mut corrected = weight.clone();
         let differences = Cow::Borrowed(&*moments.differences);
-        let options = Choosing { name: "gptq", ordered: true, damping: None, propagation: None, sweeps: 0 };
-        let prepared = Prepared::new("x", &moments, differences, (&options, Some(1e-6)), &mut Vec::new()).unwrap();
+        let preparation = Preparation { damping: Some(1e-6), ordered: true, descends: false };
+        let prepared = Prepared::new("x", &moments, differences, preparation, &mut Vec::new()).unwrap();
         prepared.correct(&mut corrected, 1.0);
         let output = |x: &[f32], w: &[f32], at: usize, row: usize| (0..size).map(|i| f64::from(x[at * size + i]) * f64::from(w[row * size + i])).sum::<f64>();
         for (row, feature) in (0..rows * size).map(|i| (i / size, i % size)) {

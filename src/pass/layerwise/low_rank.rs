@@ -130,25 +130,40 @@ impl Factorizer<'_> {
         let mut found = vec![<[Errors; 3]>::default(); layers.len()];
         // In a fold whose inputs have not changed, the correction changes nothing.
         let is_changed = !moments.differences.is_empty() || moments.folds.iter().any(HeldOut::is_changed);
+        // Without samples, the factorization is the same for all folds.
+        let weights_only = match moments.folds.is_empty() {
+            true => Vec::new(),
+            false => layers.iter().map(|(layer, values)| self.effective(layer, values, None)).collect::<Result<Vec<_>>>()?,
+        };
         for (index, fold) in moments.folds.iter().enumerate() {
             let fitted = moments.without(index);
             let fitted = fitted.as_ref().unwrap_or(moments);
             let correction = correction(&self.value, fitted, Cow::Borrowed(&fitted.differences))?;
-            for ((layer, values), errors) in layers.iter().zip(&mut found) {
-                let [rows, size, rank] = self.factorization(&layer.weight)?.sizes;
+            for (((layer, values), weights_only), [plain, sampled, corrected]) in layers.iter().zip(&weights_only).zip(&mut found) {
+                let [rows, size, _] = self.factorization(&layer.weight)?.sizes;
                 let targets = fold.original_outputs(values, size);
-                for (solution, errors) in SOLUTIONS.into_iter().zip(errors) {
-                    if solution == Solution::Corrected && !is_changed {
-                        break;
+                let add = |errors: &mut Errors, effective: &[f32]| errors.add_held_out(fold, &fold.outputs(effective, size), &targets, rows);
+                add(plain, weights_only);
+                let effective = self.effective(layer, values, Some(fitted.products.as_slice()))?;
+                add(sampled, &effective);
+                match &correction {
+                    _ if !is_changed => {}
+                    Some(_) => {
+                        let (values, products) = Solution::Corrected.apply(values, &fitted.products, correction.as_ref());
+                        add(corrected, &self.effective(layer, &values, products)?);
                     }
-                    let (values, products) = solution.apply(values, &fitted.products, correction.as_ref());
-                    let low_rank = LowRank::new(&values, size, rank, products).ok_or_else(|| not_finite(&layer.weight))?;
-                    let effective: Vec<f32> = product(&low_rank.outer, &low_rank.inner, rank, size).into_iter().map(|x| x as f32).collect();
-                    errors.add_held_out(fold, &fold.outputs(&effective, size), &targets, rows);
+                    None => add(corrected, &effective),
                 }
             }
         }
         Ok(found)
+    }
+
+    /// The product of the two layers `[rows, size]` that replace a layer with these values.
+    fn effective(&self, layer: &Layer, values: &[f32], products: Option<&[f32]>) -> Result<Vec<f32>> {
+        let [_, size, rank] = self.factorization(&layer.weight)?.sizes;
+        let low_rank = LowRank::new(values, size, rank, products).ok_or_else(|| not_finite(&layer.weight))?;
+        Ok(product(&low_rank.outer, &low_rank.inner, rank, size).into_iter().map(|x| x as f32).collect())
     }
 
     /// Factorizes a matrix `[rows, size]` into the weights of two layers.
