@@ -983,6 +983,8 @@ fn an_interrupted_run_yields_the_result_of_an_uninterrupted_one() {
         let other = builder(&other).resume(true).build().unwrap();
         assert!(other.run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err().to_string().contains("different options"));
         let rest = builder(&pass).resume(true).build().unwrap().run(Model::open(golden(name)).unwrap(), parts.out()).unwrap();
+        // The interrupted runs ended after the steps 4 and 7.
+        assert!(rest.notes.iter().any(|note| note.starts_with("4 steps in ")), "{:?}", rest.notes);
         let evaluations = |report: &Report| report.passes[0].details["training"]["evaluations"].clone();
         assert_eq!(evaluations(&report), evaluations(&rest));
         assert_eq!(evaluations(&rest).as_array().unwrap().len(), if evaluate_every.is_some() { 7 } else { 0 });

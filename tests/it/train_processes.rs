@@ -13,12 +13,12 @@ use compress::Model;
 
 const MODEL: &str = "bert-sequence-classification";
 
-fn golden() -> PathBuf {
+pub fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(MODEL)
 }
 
 /// Environment variables that launchers set for each process.
-fn ranks<const COUNT: usize>() -> [Vec<(&'static str, String)>; COUNT] {
+pub fn ranks<const COUNT: usize>() -> [Vec<(&'static str, String)>; COUNT] {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     std::array::from_fn(|rank| {
         let values = [("RANK", rank.to_string()), ("WORLD_SIZE", COUNT.to_string()), ("LOCAL_RANK", rank.to_string())];
@@ -26,14 +26,14 @@ fn ranks<const COUNT: usize>() -> [Vec<(&'static str, String)>; COUNT] {
     })
 }
 
-struct Workspace {
+pub struct Workspace {
     folder: tempfile::TempDir,
     cache: tempfile::TempDir,
-    model: PathBuf,
+    pub model: PathBuf,
 }
 
 impl Workspace {
-    fn new(samples: usize) -> Workspace {
+    pub fn new(samples: usize) -> Workspace {
         let folder = tempfile::tempdir().unwrap();
         let ids: Vec<i64> = (0..samples as i64 * 8).map(|i| 3 + i * 31 % 20).collect();
         let labels: Vec<i64> = (0..samples as i64).map(|i| i * 7 % 5 % 2).collect();
@@ -70,7 +70,7 @@ impl Workspace {
         place
     }
 
-    fn recipe(&self, options: &str) -> PathBuf {
+    pub fn recipe(&self, options: &str) -> PathBuf {
         self.recipe_with("train: { arrays: train.safetensors }", "finetune", options)
     }
 
@@ -81,7 +81,7 @@ impl Workspace {
         path
     }
 
-    fn start(&self, recipe: &Path, out: &str, more: &[&str], environment: &[(&str, String)]) -> Child {
+    pub fn start(&self, recipe: &Path, out: &str, more: &[&str], environment: &[(&str, String)]) -> Child {
         let run = ["run", recipe.to_str().unwrap(), "-o", out, "--quiet"];
         // Cached results of one run would make another one with --resume too short to be killed.
         let cache = self.cache.path().join(out).to_str().unwrap().to_owned();
@@ -101,19 +101,19 @@ impl Workspace {
         names
     }
 
-    fn finish(&self, child: Child) {
+    pub fn finish(&self, child: Child) {
         let done = child.wait_with_output().unwrap();
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
     }
 
     /// The error message of a process that fails.
-    fn refused(&self, child: Child) -> String {
+    pub fn refused(&self, child: Child) -> String {
         let done = child.wait_with_output().unwrap();
         assert!(!done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
         String::from_utf8_lossy(&done.stderr).into_owned()
     }
 
-    fn report(&self, out: &str) -> serde_json::Value {
+    pub fn report(&self, out: &str) -> serde_json::Value {
         serde_json::from_slice(&std::fs::read(self.folder.path().join(out).join("report.json")).unwrap()).unwrap()
     }
 
@@ -122,7 +122,7 @@ impl Workspace {
         self.report(out)["passes"][0]["details"]["memory"]["peak_bytes"].as_u64().unwrap()
     }
 
-    fn at(&self, out: &str) -> PathBuf {
+    pub fn at(&self, out: &str) -> PathBuf {
         self.folder.path().join(out)
     }
 
@@ -131,7 +131,7 @@ impl Workspace {
     }
 }
 
-fn weights(folder: &Path) -> BTreeMap<String, Vec<f32>> {
+pub fn weights(folder: &Path) -> BTreeMap<String, Vec<f32>> {
     let model = Model::open(folder).unwrap();
     let floats = model.weights.by_name.iter().filter(|(name, _)| !name.ends_with("num_batches_tracked"));
     floats.map(|(name, weight)| (name.clone(), weight.floats(name).unwrap())).collect()
@@ -200,6 +200,11 @@ fn steps_do_not_change_with_strict_copies() {
         std::fs::write(&path, format!("model: {}\n{data}\npasses:\n{before}  - {pass}: {{ {options} }}\n", place.model.display())).unwrap();
         place.finish(place.start(&path, "kernels", &[], &[]));
         place.finish(place.start(&path, "strict", &["--device", "cpu:strict"], &[]));
+        // The metrics of a step are copied together.
+        let report = place.report("strict");
+        let copies = report["passes"].as_array().unwrap().last().unwrap()["details"]["training"]["copies"].as_array().unwrap();
+        let metrics = copies.iter().find(|copies| copies["direction"] == "out" && copies["cause"] == "step").unwrap();
+        assert_eq!(metrics["per_step"], 1.0, "{pass} {options}");
         let (kernels, strict) = (place.weights("kernels"), place.weights("strict"));
         for (name, values) in kernels.iter().filter(|(name, _)| !name.contains("key.bias")) {
             let apart = values.iter().zip(&strict[name]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);

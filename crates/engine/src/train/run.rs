@@ -66,6 +66,13 @@ struct State<'a> {
     copies: Copies,
 }
 
+impl State<'_> {
+    /// Steps since the start of this run, without those before a resume.
+    fn steps_of_this_run(&self) -> u64 {
+        self.train.position.step - self.earlier
+    }
+}
+
 impl Trainer<'_> {
     /// Runs the training. Fails if a loss is not finite, or if the run is interrupted, in which case it can
     /// be resumed from the last checkpoint.
@@ -327,7 +334,7 @@ impl Trainer<'_> {
         let (busy, waited) = (state.busy.as_secs_f64(), state.waited.as_secs_f64());
         notes.push(format!(
             "{} in {:.0} s, of which {:.1} % was spent waiting for samples",
-            counted((state.train.position.step - state.earlier) as usize, "step"),
+            counted(state.steps_of_this_run() as usize, "step"),
             busy + waited,
             100.0 * waited / (busy + waited + 1e-9)
         ));
@@ -349,8 +356,8 @@ impl Trainer<'_> {
     fn trained(&self, tensors: Tensors, state: &mut State, timeline: Timeline, notes: Vec<String>) -> Result<Trained> {
         // Later passes run in every process.
         let tensors = state.train.weights.gather(tensors, true)?;
+        let steps_of_this_run = state.steps_of_this_run();
         let position = std::mem::take(&mut state.train.position);
-        let steps_of_this_run = position.step - state.earlier;
         let mut copies = transfer::copies();
         copies.iter_mut().for_each(|(key, count)| *count -= state.copies.get(key).copied().unwrap_or(0));
         copies.retain(|_, count| *count > 0);
