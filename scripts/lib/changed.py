@@ -37,7 +37,7 @@ TESTS = {
     "crates/engine/src/exec": "blockwise parity tape run generation",
     "crates/engine/src/generation": "generation onnx_cached",
     "crates/engine/src/model": "families gguf low_bits quantization_config run",
-    "crates/engine/src/train": "train train_encoder_decoder train_processes optimizers tape",
+    "crates/engine/src/train": "train train_encoder_decoder train_processes train_reports optimizers tape",
     "src/build": "cached package",
     "src/cli": "cli",
     "src/export": "runtime onnx_cached low_bits quantization_config gguf properties::families",

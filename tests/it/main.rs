@@ -56,3 +56,4 @@ mod tidy;
 mod train;
 mod train_encoder_decoder;
 mod train_processes;
+mod train_reports;
