@@ -1,12 +1,13 @@
-//! Reports of training: predicted and measured memory of sharded parameters.
+//! Reports of training: the memory of sharded parameters, and the first value that is not finite.
 #![cfg(all(feature = "run", feature = "cli"))]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::HashMap;
 
+use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 
-use crate::train_processes::{Workspace, ranks, weights};
+use crate::train_processes::{Workspace, golden, ranks, weights};
 
 /// Bytes of a kind by category, and their total.
 fn memory(report: &Value, kind: &str, total: &str) -> HashMap<String, f64> {
@@ -48,5 +49,83 @@ fn the_memory_of_sharded_parameters_is_predicted() {
         let (shards, gradient) = if is_sharded { (2.0, 4.0 * largest) } else { (1.0, 0.0) };
         assert_eq!(predicted["gradients"], (4.0 * elements / shards).floor() + gradient, "{case}");
         assert_eq!(predicted["optimizer"], (states * elements / shards).floor(), "{case}");
+    }
+}
+
+/// The error of a training on a changed model.
+fn divergence(place: &Workspace, options: &str, change: impl Fn(&mut HashMap<String, Tensor>)) -> String {
+    let path = place.at("changed");
+    std::fs::create_dir_all(&path).unwrap();
+    std::fs::copy(golden().join("config.json"), path.join("config.json")).unwrap();
+    let mut tensors = candle_core::safetensors::load(golden().join("model.safetensors"), &Device::Cpu).unwrap();
+    change(&mut tensors);
+    candle_core::safetensors::save(&tensors, path.join("model.safetensors")).unwrap();
+    let recipe = place.recipe(&format!("max_steps: 1, batch_size: 8, learning_rate: 1e-3{options}"));
+    place.refused(place.start(&recipe, "out", &["--force"], &[]))
+}
+
+/// Sets all elements of a tensor.
+fn fill(tensors: &mut HashMap<String, Tensor>, name: &str, value: f32) {
+    let tensor = tensors.get_mut(name).unwrap();
+    *tensor = Tensor::full(value, tensor.dims(), &Device::Cpu).unwrap();
+}
+
+#[test]
+fn errors_name_the_first_value_that_is_not_finite() {
+    let mut place = Workspace::new(8);
+    place.model = place.at("changed");
+    let layer = "encoder.layer.1.intermediate.dense";
+    // The pooled output is 1, so that each logit is the sum of a row.
+    let infinite_logits = |tensors: &mut HashMap<String, Tensor>| {
+        fill(tensors, "bert.pooler.dense.weight", 0.0);
+        fill(tensors, "bert.pooler.dense.bias", 20.0);
+        fill(tensors, "classifier.weight", 3e38);
+    };
+    let cases: [(&dyn Fn(&mut HashMap<String, Tensor>), String); 4] = [
+        // Later layers are not finite either, and the layers before are.
+        (&|tensors| fill(tensors, &format!("bert.{layer}.weight"), f32::INFINITY), format!("`bert.{layer}.weight`, an input of layer `{layer}`, contains")),
+        // Large weights are finite, but not the outputs of their layer.
+        (&|tensors| fill(tensors, &format!("bert.{layer}.weight"), 3e38), format!("`{layer}`, an input of layer `encoder.layer.1.")),
+        (&infinite_logits, "which losses read, contains NaN or infinite values".to_owned()),
+        // The difference of the logits overflows in the loss.
+        (
+            &|tensors| {
+                fill(tensors, "classifier.weight", 0.0);
+                tensors.insert("classifier.bias".into(), Tensor::new(&[3e38f32, -3e38, -3e38], &Device::Cpu).unwrap());
+            },
+            "although all values of the model are".to_owned(),
+        ),
+    ];
+    for (change, expected) in cases {
+        let error = divergence(&place, "", change);
+        assert!(error.contains("at step 1: loss `hard` is not finite") && error.contains(&expected), "{error}");
+    }
+}
+
+/// The value is found in whichever micro-batch of the step it is.
+#[test]
+fn values_that_are_not_finite_are_found_in_every_micro_batch() {
+    let mut place = Workspace::new(8);
+    let path = place.at("train.safetensors");
+    let arrays = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+    place.finish(place.start(&place.recipe("max_steps: 1, batch_size: 8"), "whole", &[], &[]));
+    let measured = memory(&place.report("whole"), "measured_bytes", "peak_bytes");
+    // As much memory as half of the activations of the batch need.
+    let options = format!(", memory_limit: {}", (measured["total"] - measured["activations"] / 2.0) as u64);
+    place.model = place.at("changed");
+    for sample in 0..8 {
+        let mut ids = arrays["input_ids"].to_vec2::<i64>().unwrap();
+        ids[sample][0] = 47;
+        let mut changed = arrays.clone();
+        changed.insert("input_ids".into(), Tensor::new(ids, &Device::Cpu).unwrap());
+        candle_core::safetensors::save(&changed, &path).unwrap();
+        let error = divergence(&place, &options, |tensors| {
+            let name = "bert.embeddings.word_embeddings.weight";
+            let last = tensors[name].narrow(0, 0, 47).unwrap();
+            let row = Tensor::full(3e38f32, (1, last.dim(1).unwrap()), &Device::Cpu).unwrap();
+            assert_eq!(tensors[name].dtype(), DType::F32);
+            tensors.insert(name.into(), Tensor::cat(&[last, row], 0).unwrap());
+        });
+        assert!(error.contains("is not finite: `embeddings."), "{sample}: {error}");
     }
 }

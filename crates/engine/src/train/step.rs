@@ -236,10 +236,8 @@ impl<'t> Stepper<'t> {
         let mut accumulated = Accumulated { losses: BTreeMap::new(), gradients: BTreeMap::new(), home: weights.home().sibling()?, statistics: Vec::new() };
         let mut parts = || {
             for batch in batches {
-                let part = self.part.unwrap_or(batch.samples).max(1);
-                for from in (0..batch.samples).step_by(part) {
-                    let part = batch.narrow(from, part.min(batch.samples - from))?;
-                    self.micro_batch(weights, &parameters, &part, (items, scale), &mut accumulated)?;
+                for part in micro_batches(batch, self.part) {
+                    self.micro_batch(weights, &parameters, &part?, (items, scale), &mut accumulated)?;
                 }
             }
             Ok(())
@@ -325,31 +323,48 @@ impl<'t> Stepper<'t> {
     fn diverged(&self, parameters: &Parameters, batches: &[Batch], loss: &str) -> Error {
         let mut first = None;
         let graph = self.tape.graph();
-        let part = |batch: &Batch| self.part.unwrap_or(batch.samples).max(1);
-        let parts = batches.iter().flat_map(|batch| (0..batch.samples).step_by(part(batch)).map(move |from| (batch, from)));
-        for part in parts.filter_map(|(batch, from)| batch.narrow(from, part(batch).min(batch.samples - from)).ok()) {
+        let is_infinite = |tensor: &Tensor| !is_finite(tensor).unwrap_or(false);
+        for part in batches.iter().flat_map(|batch| micro_batches(batch, self.part)).flatten() {
             let result = self.tape.forward(
                 parameters,
                 &part.inputs,
                 self.trainer.memory_tracker,
                 Some(&mut |node, operands| {
-                    for (id, operand) in node.inputs.iter().zip(operands) {
-                        let finite = operand.dtype() == DType::I64 || is_finite(operand).unwrap_or(false);
-                        if !finite && first.is_none() {
-                            first = Some((graph.value(*id).name.clone(), graph.value(node.output).name.clone()));
-                        }
+                    if first.is_none() {
+                        let infinite = node.inputs.iter().zip(operands).find(|(_, operand)| is_infinite(operand));
+                        first = infinite.map(|(id, _)| (graph.value(*id).name.clone(), Some(graph.value(node.output).name.clone())));
                     }
                     Ok(())
                 }),
             );
+            // No node reads the outputs.
+            if first.is_none()
+                && let Ok(forward) = &result
+            {
+                first = forward.taps().iter().find(|(_, tap)| is_infinite(tap)).map(|(id, _)| (graph.value(*id).name.clone(), None));
+            }
             drop(result);
+            // The tensors of this micro-batch have been dropped.
+            for category in [MemoryCategory::Activations, MemoryCategory::Data] {
+                self.trainer.memory_tracker.release(category, u64::MAX);
+            }
+            if first.is_some() {
+                break;
+            }
         }
         let reason = match first {
-            Some((value, node)) => format!("loss `{loss}` is not finite: `{value}`, an input of layer `{node}`, contains NaN or infinite values"),
+            Some((value, Some(node))) => format!("loss `{loss}` is not finite: `{value}`, an input of layer `{node}`, contains NaN or infinite values"),
+            Some((value, None)) => format!("loss `{loss}` is not finite: `{value}`, which losses read, contains NaN or infinite values"),
             None => format!("loss `{loss}` is not finite, although all values of the model are"),
         };
         Error::Diverged { step: 0, reason }
     }
+}
+
+/// Splits a batch into micro-batches of at most `size` samples. Without a size, it is not split.
+fn micro_batches(batch: &Batch, size: Option<usize>) -> impl Iterator<Item = Result<Batch>> {
+    let size = size.unwrap_or(batch.samples).max(1);
+    (0..batch.samples).step_by(size).map(move |from| batch.narrow(from, size.min(batch.samples - from)))
 }
 
 fn multiply(gradients: &mut BTreeMap<String, Tensor>, factor: f64) -> Result<()> {
@@ -359,9 +374,10 @@ fn multiply(gradients: &mut BTreeMap<String, Tensor>, factor: f64) -> Result<()>
     Ok(())
 }
 
-/// Whether all elements are finite. Uses a sum, because a maximum ignores NaN on some devices.
+/// Whether all elements are finite: the sum of their products with zero is. A maximum ignores NaN on some
+/// devices, and a sum of large elements overflows.
 fn is_finite(tensor: &Tensor) -> candle_core::Result<bool> {
-    Ok(transfer::number(&tensor.to_dtype(DType::F32)?.abs()?.sum_all()?, Cause::Step)?.is_finite())
+    Ok(transfer::number(&tensor.to_dtype(DType::F32)?.affine(0.0, 0.0)?.sum_all()?, Cause::Step)?.is_finite())
 }
 
 /// Mean and unbiased variance of the input of a batch normalization, by the names of its running statistics.
@@ -373,4 +389,36 @@ fn moments(trainer: &Trainer, node: &crate::ir::Node, x: &Tensor) -> Result<Vec<
         Ok(vec![(name(3), mean), (name(4), variance.affine(count / (count - 1.0).max(1.0), 0.0)?)])
     };
     compute().map_err(|e: candle_core::Error| Error::candle("statistics of a batch", e))
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::data::References;
+
+    #[test]
+    fn micro_batches_contain_each_sample_once() {
+        let numbers = Tensor::arange(0i64, 5, &Device::Cpu).unwrap();
+        let batch = Batch { inputs: [("x".to_owned(), numbers)].into(), references: References::None, samples: 5 };
+        let split = |size| {
+            let parts = micro_batches(&batch, size).collect::<Result<Vec<_>>>().unwrap();
+            parts.iter().map(|part| transfer::read::<i64>(&part.inputs["x"]).unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!(split(None), [vec![0, 1, 2, 3, 4]]);
+        assert_eq!(split(Some(8)), [vec![0, 1, 2, 3, 4]]);
+        assert_eq!(split(Some(2)), [vec![0, 1], vec![2, 3], vec![4]]);
+        assert_eq!(split(Some(0)), split(Some(1)));
+        assert_eq!(split(Some(1)).len(), 5);
+    }
+
+    #[test]
+    fn large_elements_are_finite() {
+        let finite = |values: &[f32]| is_finite(&Tensor::new(values, &Device::Cpu).unwrap()).unwrap();
+        assert!(finite(&[3e38; 4]) && finite(&[-3e38, 0.0]));
+        assert!(!finite(&[1.0, f32::NAN]) && !finite(&[f32::INFINITY, 1.0]) && !finite(&[f32::NEG_INFINITY]));
+        assert!(is_finite(&Tensor::new(&[i64::MAX, 0], &Device::Cpu).unwrap()).unwrap());
+        assert!(is_finite(&Tensor::new(&[3e38f32; 2], &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap()).unwrap());
+    }
 }
