@@ -492,7 +492,7 @@ fn values_of_palettes_are_where_inputs_are_large() {
 }
 
 #[test]
-fn an_interrupted_run_goes_on_behind_the_last_block() {
+fn an_interrupted_run_resumes_after_the_last_block() {
     let bytes = |folder: &Path| std::fs::read(folder.join("out/model.safetensors")).unwrap();
     // 16-bit weights are rounded when they are stored.
     let builder = |folder: &Path, pass: Step| {
@@ -541,10 +541,16 @@ fn an_interrupted_run_goes_on_behind_the_last_block() {
         let other = builder(folder.path(), pass.clone()).resume(true).build().unwrap().run(model(), folder.path().join("out"));
         assert!(other.unwrap_err().to_string().contains("another device or instruction set"));
         std::fs::write(identity, text).unwrap();
-        let report = builder(folder.path(), pass).resume(true).build().unwrap().run(model(), folder.path().join("out")).unwrap();
+        let report = builder(folder.path(), pass.clone()).resume(true).build().unwrap().run(model(), folder.path().join("out")).unwrap();
         let (resumed, notes): (Vec<_>, Vec<_>) =
             report.notes.iter().cloned().partition(|note| note.contains("loaded from the checkpoints of an interrupted run"));
         assert_eq!(resumed.len(), 1);
+        if matches!(pass, Step::Decompose(_)) {
+            // Layers of the last blocks, which were decomposed after the interruption, are corrected.
+            let layers = report.passes[1].details["layers"].as_array().unwrap();
+            let is_corrected = |layer: &&serde_json::Value| layer["propagation"] == 0.25 && layer["weight"].as_str().unwrap().contains("layers.1.");
+            assert!(layers.iter().filter(is_corrected).count() > 3, "{layers:?}");
+        }
         // The report of a block is complete even if another process finished it.
         assert_eq!((&notes, &report.passes[1].details), (&at_once.notes, &at_once.passes[1].details));
         assert!(bytes(folder.path()) == bytes(whole.path()));

@@ -86,6 +86,61 @@ fn a_signal_ends_a_run_with_a_message_and_without_leftovers() {
     }
 }
 
+/// Kills `decompose` in each block. The weights of later blocks are corrected for inputs that the factors of
+/// earlier ones have changed, so that they depend on everything before them.
+#[test]
+#[cfg(feature = "run")]
+fn a_killed_decomposition_yields_the_result_of_an_uninterrupted_one() {
+    use std::io::{BufRead, BufReader};
+
+    use candle_core::{Device, Tensor};
+
+    use crate::cli::support::read_json;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    let ids = Tensor::from_vec((0..384i64).map(|i| i * i * 7 % 41 % 40).collect::<Vec<_>>(), (48, 8), &Device::Cpu).unwrap();
+    let arrays = [("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())];
+    candle_core::safetensors::save(&arrays.into(), path.join("ids.safetensors")).unwrap();
+    let llama = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama");
+    let start = |out: &str| {
+        let args = ["--calibration", "ids.safetensors", "--rank", "0.85", "--resume", "--threads", "2", "--log-format", "json", "-o", out];
+        let mut command = command(path);
+        command.arg("decompose").arg(&llama).args(args);
+        // Cached results of one run would make another one too short to be killed.
+        command.env("COMPRESS_CACHE", path.join(format!("cache-{out}"))).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let finish = |out: &str| {
+        let done = start(out).wait_with_output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    };
+    finish("whole");
+    let mut killed = 0;
+    for block in 2..=5 {
+        let mut child = start("parts");
+        let stage = format!("\"Block {block} of 6\"");
+        // All lines, if the run ends before it is killed.
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+        let is_reached = lines.any(|line| line.contains(&stage));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        if path.join("parts").exists() {
+            break;
+        }
+        killed += usize::from(is_reached);
+    }
+    assert!(killed > 0, "no run lived long enough to be killed");
+    if !path.join("parts").exists() {
+        finish("parts");
+    }
+    let details = |out: &str| read_json(&path.join(out).join("report.json"))["passes"][0]["details"].clone();
+    let corrected = details("whole")["layers"].as_array().unwrap().iter().filter(|layer| layer["propagation"] == 0.25).count();
+    assert!(corrected > 5, "{}", details("whole"));
+    assert_eq!(details("whole"), details("parts"));
+    let weights = |out: &str| fs::read(path.join(out).join("model.safetensors")).unwrap();
+    assert!(weights("whole") == weights("parts"));
+    assert!(!path.join("parts.unfinished").exists());
+}
+
 /// Writes a model with an infinite loop. With `doubling`, its value doubles in each iteration.
 #[cfg(feature = "run")]
 fn endless(path: &Path, doubling: bool) {
