@@ -342,7 +342,9 @@ impl Arrays {
         let batch = Batch { inputs: named, references: References::None, samples: count };
         let references = match &self.targets {
             Targets::Classes(classes) => {
-                classes.references(labels.into_iter().flat_map(|(index, row)| row.into_iter().map(move |label| (index, label))), &self.path)?
+                let name = self.labels.as_deref().unwrap_or_default();
+                let labels = labels.into_iter().flat_map(|(index, row)| row.into_iter().map(move |label| (index, label)));
+                classes.references(labels, &self.path, |index| format!("row {index} of array `{name}`"))?
             }
             Targets::Tokens { in_place } => References::Tokens(self.labelled(&batch, samples, &labels, *in_place)?),
             Targets::Next => References::Next(self.attended(&batch, samples)?.into_iter().map(|tokens| tokens.start.saturating_add(1)..tokens.end).collect()),

@@ -146,7 +146,7 @@ impl Idx {
         self.input.require_size(output_height, output_width, &self.images)?;
         let input = self.input.batch(numbers, count, output_height, output_width)?;
         let labels = || samples.iter().filter_map(|sample| Some((sample.index, i64::from(sample.label?))));
-        let references = self.labels.as_ref().map_or(Ok(References::None), |path| self.classes.references(labels(), path))?;
+        let references = self.labels.as_ref().map_or(Ok(References::None), |path| self.classes.references(labels(), path, |index| format!("label {index}")))?;
         Ok(Batch { inputs: [input].into(), references, samples: count })
     }
 }

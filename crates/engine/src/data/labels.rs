@@ -111,9 +111,10 @@ impl Classes {
         }
     }
 
-    /// The classes of samples from pairs of the sample's index and its label; `None` for -100.
-    pub fn references(&self, numbers: impl IntoIterator<Item = (usize, i64)>, path: &Path) -> Result<References> {
-        let class = |(index, number): (usize, i64)| self.find(&Label::Number(number.to_string()), path, &format!("label {index}"));
+    /// The classes of samples from pairs of the sample's index and its label; `None` for -100. `location`
+    /// describes the location of a label in the file by the index of its sample, for errors.
+    pub fn references(&self, numbers: impl IntoIterator<Item = (usize, i64)>, path: &Path, location: impl Fn(usize) -> String) -> Result<References> {
+        let class = |(index, number): (usize, i64)| self.find(&Label::Number(number.to_string()), path, &location(index));
         numbers.into_iter().map(class).collect::<Result<_>>().map(References::Classes)
     }
 
@@ -178,7 +179,10 @@ mod tests {
     #[test]
     fn numbers_are_indices_and_text_is_a_name() {
         let (number, text) = (|n: &str| Label::Number(n.into()), |t: &str| Label::Text(t.into()));
-        assert_eq!(classes(STARS, None).references([(0, 1), (1, -100), (2, 0)], Path::new("a")).unwrap(), References::Classes(vec![Some(1), None, Some(0)]));
+        let references = |numbers: [(usize, i64); 3]| classes(STARS, None).references(numbers, Path::new("a"), |index| format!("row {index} of array `y`"));
+        assert_eq!(references([(0, 1), (1, -100), (2, 0)]).unwrap(), References::Classes(vec![Some(1), None, Some(0)]));
+        let refused = references([(0, 1), (1, 7), (2, 0)]).unwrap_err().to_string();
+        assert!(refused.contains("row 1 of array `y`: class 7 is out of range"), "{refused}");
         for ignored in [number("-100"), text(" -100")] {
             assert_eq!(classes(STARS, None).find(&ignored, Path::new("a"), "line 2").unwrap(), None);
         }
