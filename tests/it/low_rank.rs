@@ -325,10 +325,72 @@ fn numbers(case: &Value, key: &str) -> Vec<f64> {
     case[key].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
 }
 
+/// Errors and factors computed by NumPy.
+fn reference() -> Value {
+    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/low-rank.json")).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+/// Each direction of a factorization: the row of the inner factor, and the column of the outer one.
+fn directions(inner: &[f64], outer: &[f64], rank: usize) -> Vec<Vec<f64>> {
+    let rows = inner.chunks_exact(inner.len() / rank).enumerate();
+    rows.map(|(at, row)| row.iter().chain(outer.iter().skip(at).step_by(rank)).copied().collect()).collect()
+}
+
+/// A layer with a residual connection, and the next one, whose weight is corrected for the inputs that the
+/// factors of the first one change.
+#[test]
+fn factors_equal_those_of_numpy() {
+    let golden = reference();
+    let case = &golden["residual"];
+    let [size, rank, samples] = ["size", "rank", "samples"].map(|key| case[key].as_u64().unwrap() as usize);
+    let matrix = |values: &Value| {
+        let values: Vec<f32> = values.as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect();
+        Tensor::from_vec(values.clone(), (values.len() / size, size), &Device::Cpu).unwrap()
+    };
+    let [first, second] = [0usize, 1].map(|layer| matrix(&case["weights"][layer]));
+    let outputs = second.dim(0).unwrap();
+    let text = format!(
+        "input x: float[batch, {size}]\nparam a.weight: float[{size}, {size}]\nparam b.weight: float[{outputs}, {size}]\n\
+        a = Linear(x, a.weight) -> float[batch, {size}]\ns = Add(a, x) -> float[batch, {size}]\n\
+        b = Linear(s, b.weight) -> float[batch, {outputs}]\noutput y = b\n"
+    );
+    let folder = tempfile::tempdir().unwrap();
+    let graph = compress_graph::ir::GraphFile::from(&text.parse::<compress_graph::ir::Graph>().unwrap());
+    std::fs::write(folder.path().join("graph.json"), serde_json::to_string(&graph).unwrap()).unwrap();
+    std::fs::write(folder.path().join("config.json"), "{}").unwrap();
+    let tensors = [("a.weight".to_owned(), first), ("b.weight".to_owned(), second)];
+    candle_core::safetensors::save(&tensors.into(), folder.path().join("model.safetensors")).unwrap();
+    let path = folder.path().join("x.safetensors");
+    candle_core::safetensors::save(&[("x".to_owned(), matrix(&case["inputs"]))].into(), &path).unwrap();
+    let pass = Decompose { rank: Amount::Count(rank as u64), ..Decompose::default() };
+    let data = Data { samples: Some(samples), ..Data::at(&path) };
+    let done = run(folder.path().to_str().unwrap(), Pipeline::builder().calibration(data).pass(pass));
+    let layers = done.report.passes[0].details["layers"].as_array().unwrap();
+    assert_eq!(layers.iter().map(|layer| layer["propagation"].as_f64()).collect::<Vec<_>>(), [None, Some(0.25)], "{layers:?}");
+    let model = done.model();
+    for (layer, expected) in ["a", "b"].into_iter().zip(case["factors"].as_array().unwrap()) {
+        let factor = |part: usize| {
+            let name = format!("{layer}.{part}.weight");
+            let values = model.weights.get(&name).unwrap().floats(&name).unwrap();
+            values.into_iter().map(f64::from).collect::<Vec<_>>()
+        };
+        let found = directions(&factor(0), &factor(1), rank);
+        let expected = directions(&numbers(expected, "inner"), &numbers(expected, "outer"), rank);
+        assert_eq!(found.len(), expected.len());
+        for (number, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            assert_eq!(found.len(), expected.len());
+            // The sign of a direction is arbitrary.
+            let sign = found.iter().zip(expected).map(|(a, b)| a * b).sum::<f64>().signum();
+            let error = found.iter().zip(expected).map(|(a, b)| (sign * a - b).abs()).fold(0.0, f64::max);
+            assert!(error < 1e-4, "{layer}, direction {number}: {error}");
+        }
+    }
+}
+
 #[test]
 fn errors_are_the_least_that_there_are() {
-    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/low-rank.json")).unwrap();
-    let golden: Value = serde_json::from_str(&text).unwrap();
+    let golden = reference();
     let near = |found: f64, wanted: f64, all: f64| (found - wanted).abs() <= 1e-4 * wanted + 1e-5 * all;
     let mut ranks = 0;
     for case in golden["matrices"].as_array().unwrap() {

@@ -1,7 +1,8 @@
-"""Write tests/golden/low-rank.json: the minimum errors of low-rank matrices and palettes, by NumPy.
+"""Write tests/golden/low-rank.json: minimum errors of low-rank matrices and palettes, and factors of layers, by NumPy.
 
 Matrices: squares of the omitted singular values (Eckart and Young), of a matrix and of its outputs for given
 inputs.
+Factors: those of a layer with a residual connection and of the next layer, whose inputs it changes.
 Palettes: clusters of sorted values by dynamic programming over all of them.
 """
 
@@ -37,6 +38,48 @@ def matrix_case(rows, size, samples):
     }
 
 
+# Damping of second moments, and fraction of the correction for changed inputs, of `decompose`.
+DAMPING, CORRECTION_DAMPING, CORRECTION = 1e-6, 0.01, 0.25
+
+
+def damped(moments, damping):
+    return moments + damping * moments.diagonal().mean() * np.eye(len(moments))
+
+
+def factors(matrix, inputs, rank):
+    """Leading directions of the outputs, and the projection of a matrix onto them, with balanced norms."""
+    moments = damped(inputs.T @ inputs, DAMPING)
+    outer = np.linalg.eigh(matrix @ moments @ matrix.T)[1][:, ::-1][:, :rank]
+    inner = outer.T @ matrix
+    scale = np.sqrt(np.linalg.norm(inner, axis=1))
+    return outer * scale, inner / scale[:, None]
+
+
+def corrected(matrix, original, inputs):
+    """Moves a weight towards the least-squares solution for the outputs of the original model."""
+    moments = damped(inputs.T @ inputs, CORRECTION_DAMPING)
+    products = matrix @ (original - inputs).T @ inputs
+    return matrix + CORRECTION * np.linalg.solve(moments, products.T).T
+
+
+def residual_case(samples, size, outputs, rank):
+    first, second = numbers(size, size) / 4, numbers(outputs, size) / 4
+    # The last rows are not calibration samples.
+    rows = numbers(samples + 8, size) * np.where(np.arange(size) % 5 == 2, 4, 1)
+    inputs = rows[:samples]
+    outer, inner = factors(first, inputs, rank)
+    original, changed = (inputs + inputs @ weight.T for weight in (first, outer @ inner))
+    parts = [(outer, inner), factors(corrected(second, original, changed), changed, rank)]
+    return {
+        "rank": rank,
+        "size": size,
+        "weights": [weight.ravel().tolist() for weight in (first, second)],
+        "samples": samples,
+        "inputs": rows.ravel().tolist(),
+        "factors": [{"outer": outer.ravel().tolist(), "inner": inner.ravel().tolist()} for outer, inner in parts],
+    }
+
+
 def least_error(values, weights, count):
     order = np.argsort(values)
     values, weights = values[order], weights[order]
@@ -69,6 +112,7 @@ golden = {
     "numpy": np.__version__,
     "matrices": [matrix_case(9, 14, 40), matrix_case(14, 9, 40), matrix_case(10, 10, 6)],
     "palettes": [palette_case(numbers(80), 4), palette_case(numbers(80) ** 3, 16), palette_case(np.round(numbers(90)), 8)],
+    "residual": residual_case(96, 12, 18, 5),
 }
 path = GOLDEN / "low-rank.json"
 path.write_text(json.dumps(golden) + "\n")
