@@ -146,7 +146,7 @@ fn outputs_of_some_tokens_are_those_of_all_tokens() {
 }
 
 #[test]
-fn every_family_answers_the_same_block_by_block() {
+fn every_family_has_the_same_outputs_block_by_block() {
     let folder = tempfile::tempdir().unwrap();
     let (mut cut, mut whole) = (0, Vec::new());
     for entry in std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models")).unwrap() {
@@ -265,7 +265,7 @@ fn replaced_parameters_are_those_that_later_nodes_use() {
 }
 
 #[test]
-fn what_a_block_does_not_compute_is_refused() {
+fn invalid_requests_to_a_blockwise_run_are_rejected() {
     let model = golden("gpt2");
     let graph = model.graph().unwrap();
     let sites = sites(&graph);
@@ -337,7 +337,7 @@ fn need(model: &Model, batch: &Batch) -> MemoryNeed {
 }
 
 #[test]
-fn evaluation_says_the_same_in_less_memory() {
+fn evaluation_does_not_depend_on_the_memory_limit() {
     let desk = Desk::new();
     let before = golden("qwen2").path;
     let after = desk.run(&before, pipeline().pass(QuantizeDynamic::default())).unwrap().path;
@@ -371,7 +371,7 @@ fn evaluation_says_the_same_in_less_memory() {
 }
 
 #[test]
-fn calibration_sees_the_same_in_less_memory() {
+fn calibration_does_not_depend_on_the_memory_limit() {
     let desk = Desk::new();
     let model = golden("llama");
     let graph = model.graph().unwrap();
@@ -411,7 +411,7 @@ fn fidelity_is_measured_in_less_memory() {
 
 /// The output of passes does not depend on the memory limit.
 #[test]
-fn passes_write_the_same_in_less_memory() {
+fn passes_do_not_depend_on_the_memory_limit() {
     let desk = Desk::new();
     let model = golden("llama");
     let data = tokens(desk.path());

@@ -35,7 +35,7 @@ fn touch(path: &Path) {
 }
 
 #[test]
-fn only_what_has_changed_is_run_again() {
+fn only_changed_inputs_cause_another_run() {
     let folder = tempfile::tempdir().unwrap();
     let (model, output) = (model(folder.path()), folder.path().join("out"));
     let run = |amount: f64| {
@@ -132,7 +132,7 @@ fn run_example(model: &Path) -> (String, SystemTime) {
 }
 
 #[test]
-fn the_build_script_compresses_what_has_changed() {
+fn the_build_script_compresses_changed_inputs() {
     let folder = tempfile::tempdir().unwrap();
     let model = model(folder.path());
     // Removes the output of an earlier run of this test.

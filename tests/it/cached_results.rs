@@ -94,7 +94,7 @@ fn finetune() -> Step {
 const MODEL: &str = "torchvision-resnet18";
 
 #[test]
-fn a_reused_result_ends_as_a_fresh_one() {
+fn a_reused_result_equals_a_fresh_one() {
     let prune = PruneStructured { dims: vec![compress::pass::prune_structured::PrunedPart::Channels], ..PruneStructured::default() };
     let pipelines: [Vec<Step>; 4] = [
         vec![finetune(), QuantizeStatic::default().into()],
@@ -195,7 +195,7 @@ fn another_instruction_set_or_device_reuses_nothing() {
 /// without a cache. Training continues from the master weights of a quantization, which are the input's
 /// or those of an earlier pass.
 #[test]
-fn a_run_that_continues_a_cached_one_ends_as_a_fresh_one() {
+fn a_run_that_continues_a_cached_one_equals_a_fresh_one() {
     let quantize = || Step::from(QuantizeStatic::default());
     for begin in [vec![quantize()], vec![finetune(), quantize()]] {
         let place = Workspace::new(MODEL);
@@ -212,7 +212,7 @@ fn a_run_that_continues_a_cached_one_ends_as_a_fresh_one() {
 }
 
 #[test]
-fn only_the_same_is_taken() {
+fn only_results_of_equal_inputs_are_reused() {
     let steps = vec![finetune(), QuantizeDynamic::default().into()];
     let place = Workspace::new(MODEL);
     place.run(place.builder(&steps).cache(place.cache(), false), "first");
@@ -247,7 +247,7 @@ fn only_the_same_is_taken() {
 }
 
 #[test]
-fn damage_is_noticed_and_cleared_away() {
+fn damaged_results_are_detected_and_removed() {
     let steps = vec![finetune()];
     let place = Workspace::new(MODEL);
     place.run(place.builder(&steps).cache(place.cache(), false), "first");

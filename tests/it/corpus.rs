@@ -122,7 +122,7 @@ fn seeds_are_read_or_refused() {
 }
 
 #[test]
-fn what_fuzzers_have_found_is_read_or_refused() {
+fn inputs_of_the_corpus_are_read_or_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("in.safetensors");
     let scratch = checks::Scratch::new("corpus-files");

@@ -155,7 +155,7 @@ fn chats_are_those_of_transformers() {
 }
 
 #[test]
-fn sixteen_bits_say_nearly_the_same() {
+fn outputs_in_16_bits_are_close() {
     let folder = model("llama", &[LETTERS]);
     let data = texts("book.txt", "{ max_length: 16, batch_size: 3 }");
     let value = |precision| {
@@ -287,7 +287,7 @@ fn arrays_are_read_from_both_kinds_of_files() {
 }
 
 #[test]
-fn what_does_not_fit_the_model_is_said_by_name() {
+fn data_that_does_not_match_the_model_is_rejected_by_name() {
     let bert = model("bert-sequence-classification", &[WORDS]);
     let wrong = |yaml: &str| refused(bert.path(), &texts("labelled.csv", yaml));
     assert!(wrong("{ label_column: class }").contains("no column `class`; the columns are `id`, `text`, `label`"));
@@ -346,7 +346,7 @@ fn ids(folder: &Path, text: &str) -> compress::Result<Vec<Vec<i64>>> {
 }
 
 #[test]
-fn texts_are_cased_and_cut_as_the_folder_says() {
+fn texts_are_lowercased_and_truncated_by_the_configuration() {
     let place = model("sentence-mean", &[WORDS]);
     let folder = place.path();
     let write = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
@@ -373,7 +373,7 @@ fn texts_are_cased_and_cut_as_the_folder_says() {
 }
 
 #[test]
-fn poolings_that_are_not_known_are_refused_by_name() {
+fn unknown_poolings_are_rejected_by_name() {
     let place = model("sentence-mean", &[]);
     let path = place.path().join("1_Pooling/config.json");
     let usual: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
@@ -414,7 +414,7 @@ fn folders_of_modules_are_found() {
 }
 
 #[test]
-fn modules_that_are_not_known_are_refused_by_name() {
+fn unknown_modules_are_rejected_by_name() {
     let place = model("sentence-dense", &[]);
     let refused = |file: &str, before: &str, after: &str| {
         let path = place.path().join(file);
@@ -445,14 +445,14 @@ fn modules_that_are_not_known_are_refused_by_name() {
 
 /// Positions are counted from the padding token's id plus one.
 #[test]
-fn texts_are_as_long_as_a_table_of_positions_has_places() {
+fn texts_are_limited_by_the_position_embeddings() {
     let place = model("mpnet", &[WORDS]);
     let found = ids(place.path(), &"the rain ".repeat(40)).unwrap();
     assert_eq!(found[0].len(), 38);
 }
 
 #[test]
-fn samples_are_counted_as_they_are_run() {
+fn counted_samples_are_those_that_run() {
     let files = tempfile::tempdir().unwrap();
     let (bert, llama) = (model("bert-sequence-classification", &[WORDS]), model("llama", &[LETTERS]));
     let open = |folder: &Path, name: &str, text: &str, yaml: &str| {

@@ -47,7 +47,7 @@ fn distance(whole: &Tensor, last: &Tensor, mask: &Tensor) -> f32 {
 /// Every golden decoder, with padding, grouped-query attention, sliding windows, soft caps and experts.
 /// The cache is restarted at lengths where rotary frequencies change.
 #[test]
-fn tokens_that_follow_are_answered_as_in_the_whole() {
+fn incremental_decoding_equals_whole_texts() {
     let mut families = Vec::new();
     for entry in std::fs::read_dir(golden().join("models")).unwrap() {
         let path = entry.unwrap().path();
@@ -114,7 +114,7 @@ fn tokens_that_follow_are_answered_as_in_the_whole() {
 }
 
 #[test]
-fn windows_bound_what_is_kept() {
+fn sliding_windows_bound_the_kv_cache() {
     let kept = |name: &str, tokens: usize| {
         let model = Model::open(golden().join("models").join(name)).unwrap();
         let graph = model.graph().unwrap();
@@ -181,7 +181,7 @@ fn greedy_texts_are_those_of_transformers() {
 }
 
 #[test]
-fn texts_end_where_the_model_says() {
+fn texts_end_at_the_end_of_sequence_token() {
     let options = Generate { tokens: 20, sampling: None };
     let prompt = vec![vec![5, 6, 7]];
     let all = generated(changed("gpt2", json!({ "eos_token_id": null })).path(), &prompt, &options).unwrap().remove(0);
@@ -244,7 +244,7 @@ fn recordings_that_do_not_fit_are_refused_by_name() {
 
 /// Suppressed tokens are never generated, and tokens suppressed at the beginning are generated later.
 #[test]
-fn tokens_that_a_model_suppresses_do_not_come() {
+fn suppressed_tokens_are_not_generated() {
     let options = Generate { tokens: 12, sampling: None };
     let tokens = |said: Value| {
         let folder = changed("t5", json!({ "eos_token_id": null }));
@@ -261,7 +261,7 @@ fn tokens_that_a_model_suppresses_do_not_come() {
 
 /// The most likely of the supported languages follows the first token, as in transformers.
 #[test]
-fn an_open_language_is_the_likeliest() {
+fn an_unspecified_language_is_detected() {
     let of = |said: Value| {
         let folder = changed("whisper", json!({ "eos_token_id": null }));
         std::fs::write(folder.path().join("generation_config.json"), said.to_string()).unwrap();
@@ -290,7 +290,7 @@ fn draws_repeat_and_prompts_do_not_depend_on_each_other() {
 }
 
 #[test]
-fn what_cannot_be_continued_is_refused_by_name() {
+fn models_that_cannot_generate_are_rejected_by_name() {
     let refused = |path: &Path, prompt: &[i64], options: &Generate| generated(path, &[prompt.to_vec()], options).unwrap_err().to_string();
     let models = golden().join("models");
     let usual = Generate::default();

@@ -96,7 +96,7 @@ fn zeros(done: &Done, name: &str) -> u64 {
 const PROJECTION: &str = "model.layers.0.mlp.down_proj.weight";
 
 #[test]
-fn samples_say_which_weights_matter_and_counts_are_exact() {
+fn pruning_with_samples_has_smaller_errors_and_exact_counts() {
     for (name, weight) in [("llama", PROJECTION), ("gpt2", "transformer.h.1.mlp.c_fc.weight"), ("bert", "encoder.layer.0.attention.self.query.weight")] {
         let [l1, wanda, sparse] = [Importance::L1, Importance::Wanda, Importance::Sparsegpt].map(|importance| run(name, pruned(importance)));
         let elements = l1.model().weights.get(weight).unwrap().elements() as f64;
@@ -450,7 +450,7 @@ fn normalizations_that_cannot_be_rescaled_are_listed() {
 }
 
 #[test]
-fn range_moves_without_changing_what_floats_compute() {
+fn migrated_scales_do_not_change_float_outputs() {
     // Quantization to eight bits causes small errors, so that errors of the rescaling would be visible.
     for name in ["llama", "phi3"] {
         let [rtn, smooth] = [Method::Rtn, Method::Smoothquant].map(|method| run(name, quantized(method, Scheme::W8A8)));
@@ -613,7 +613,7 @@ fn weights_that_samples_cannot_modify_are_noted() {
 }
 
 #[test]
-fn what_cannot_be_done_is_refused_by_name() {
+fn unsupported_options_are_rejected_by_name() {
     let refused = |name: &str, pass: Step| attempt(name, pass).err().unwrap().to_string();
     let pattern = |text: &str| vec![text.parse().unwrap()];
     let cases: [(&str, Step, &str); 16] = [

@@ -96,7 +96,7 @@ fn multiplied(original: &Model, done: &Model, input_major: bool) -> Model {
 }
 
 #[test]
-fn two_layers_compute_what_their_product_does_in_every_family() {
+fn two_layers_equal_their_product_in_every_family() {
     for name in ["llama-biases", "gpt2", "qwen3", "bert", "distilbert-masked-lm", "xlm-roberta", "sentence-mean", "vit", "torchvision-resnet18"] {
         let done = run(name, Pipeline::builder().pass(all(name)).export(Safetensors::default()).export(Onnx::default()));
         let (original, model) = (Model::open(golden(name)).unwrap(), done.model());
@@ -140,7 +140,7 @@ fn convolutions_of_sequences_are_decomposed() {
 }
 
 #[test]
-fn parameters_and_products_fall_as_the_plan_says() {
+fn parameters_and_products_match_the_plan() {
     let (kept, name) = (0.5, "llama");
     let builder = || Pipeline::builder().pass(Decompose { targets: vec!["*mlp*".parse().unwrap()], ..rank(kept) });
     let plan = builder().build().unwrap().plan(&Model::open(golden(name)).unwrap()).unwrap();
@@ -168,7 +168,7 @@ fn parameters_and_products_fall_as_the_plan_says() {
 }
 
 #[test]
-fn palettes_in_onnx_compute_what_the_executor_does() {
+fn palettes_in_onnx_equal_the_executor() {
     // Embeddings, tied heads, layers in both layouts, convolutions; four bits from opset 21.
     let names = ["llama-grouped-tied", "gpt2", "bert-masked-lm", "vit-image-classification", "torchvision-mobilenet-v2"];
     for (name, opset) in names.into_iter().zip([21, 17, 21, 19, 20]) {
@@ -199,7 +199,7 @@ fn tokens(folder: &Path) -> Data {
 }
 
 #[test]
-fn samples_say_which_directions_matter() {
+fn samples_weight_the_errors_of_low_rank_layers() {
     let folder = tempfile::tempdir().unwrap();
     // Outlier channels in the inputs of linear layers after normalizations.
     let path = folder.path().join("outliers");
@@ -248,7 +248,7 @@ fn the_same_options_give_the_same_bytes_on_any_number_of_threads() {
 }
 
 #[test]
-fn other_passes_take_the_result() {
+fn other_passes_process_low_rank_layers() {
     let folder = tempfile::tempdir().unwrap();
     let steps: [Step; 3] = [
         rank(0.7).into(),
@@ -280,7 +280,7 @@ fn other_passes_take_the_result() {
 }
 
 #[test]
-fn what_cannot_be_decomposed_is_refused_by_name() {
+fn layers_that_cannot_be_decomposed_are_rejected_by_name() {
     let refused = |name: &str, pass: Decompose| attempt(name, Pipeline::builder().pass(pass)).err().unwrap().to_string();
     let targets = |pattern: &str, pass: Decompose| Decompose { targets: vec![pattern.parse().unwrap()], ..pass };
     for (name, pass, part) in [
@@ -389,7 +389,7 @@ fn factors_equal_those_of_numpy() {
 }
 
 #[test]
-fn errors_are_the_least_that_there_are() {
+fn errors_equal_the_minimum_of_numpy() {
     let golden = reference();
     let near = |found: f64, wanted: f64, all: f64| (found - wanted).abs() <= 1e-4 * wanted + 1e-5 * all;
     let mut ranks = 0;

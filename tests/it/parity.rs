@@ -63,7 +63,7 @@ fn with_older_config(folder: &Path) -> Option<tempfile::TempDir> {
 }
 
 #[test]
-fn every_family_computes_what_pytorch_does() {
+fn every_family_has_the_outputs_of_pytorch() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
     let mut names: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();

@@ -80,7 +80,7 @@ fn mismatches(pass: Option<QuantizeDynamic>, far: fn(&Tensor, &Tensor, Option<&T
 }
 
 #[test]
-fn every_export_computes_what_the_executor_does() {
+fn every_export_equals_the_executor() {
     if !onnxruntime::has_onnx_runtime() {
         return;
     }
@@ -89,7 +89,7 @@ fn every_export_computes_what_the_executor_does() {
 }
 
 #[test]
-fn every_int8_export_computes_what_the_executor_does() {
+fn every_int8_export_equals_the_executor() {
     if !onnxruntime::has_onnx_runtime() {
         return;
     }

@@ -720,7 +720,7 @@ fn passes_before_a_student_of_another_folder_are_refused() {
 }
 
 #[test]
-fn unused_files_beside_the_configuration_of_a_student_are_named() {
+fn unused_files_next_to_the_configuration_of_a_student_are_named() {
     let name = "vit-image-classification";
     let run = Run::new();
     let folder = run.folder.path().join("student");

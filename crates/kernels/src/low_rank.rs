@@ -188,9 +188,9 @@ mod tests {
             let all: f64 = product(&wide(&matrix), &transposed(&inputs, size), size, 300).iter().map(|x| x * x).sum();
             assert!((aware.lost - aware_error / all).abs() < 1e-3 * aware.lost, "{} {}", aware.lost, aware_error / all);
             // Projections onto slightly different directions are worse.
-            let mut turned = LowRank { outer: aware.outer.clone(), inner: aware.inner.clone(), lost: 0.0, damping: 0.0 };
-            turned.inner.iter_mut().enumerate().for_each(|(i, x)| *x *= 1.0 + 0.01 * ((i % 3) as f64 - 1.0));
-            assert!(error(&matrix, &turned, rank, &inputs, size) > aware_error);
+            let mut perturbed = LowRank { outer: aware.outer.clone(), inner: aware.inner.clone(), lost: 0.0, damping: 0.0 };
+            perturbed.inner.iter_mut().enumerate().for_each(|(i, x)| *x *= 1.0 + 0.01 * ((i % 3) as f64 - 1.0));
+            assert!(error(&matrix, &perturbed, rank, &inputs, size) > aware_error);
         }
     }
 

@@ -11,7 +11,7 @@ use compress_onnx::proto::{AttributeProto, DataType, GraphProto, ModelProto, Nod
 use compress_onnx::runtime::{self, Session};
 use prost::Message;
 
-use crate::onnx_in::{Place, builder, constant, model, node, numbers, raw, tensor, turned, value};
+use crate::onnx_in::{Place, builder, constant, model, node, numbers, raw, tensor, transposed, value};
 
 /// All forms of products, a convolution and an embedding lookup, in the operators of an opset.
 pub fn layers(opset: i64) -> ModelProto {
@@ -62,7 +62,7 @@ fn with_weights(mut model: ModelProto, after: &Model) -> ModelProto {
         if weight.is_float() {
             let mut values = weight.floats(tensor.name()).unwrap();
             if tensor.dims.iter().map(|size| *size as usize).ne(weight.shape.iter().copied()) {
-                values = turned(&values, weight.shape[0], weight.shape[1]);
+                values = transposed(&values, weight.shape[0], weight.shape[1]);
             }
             tensor.raw_data = Some(values.iter().flat_map(|v| v.to_le_bytes()).collect());
         }

@@ -40,7 +40,7 @@ fn numbers(count: usize) -> Vec<f32> {
 }
 
 /// A transposed matrix.
-fn turned(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
     (0..columns).flat_map(|column| (0..rows).map(move |row| values[row * columns + column])).collect()
 }
 

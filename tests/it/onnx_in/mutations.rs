@@ -118,7 +118,7 @@ fn number(name: &str, usual: u64) -> u64 {
 
 #[test]
 #[ignore = "an hour, or the configured time: `scripts/fuzz --plain opening`"]
-fn files_that_nobody_wrote_are_refused_or_come_out_as_they_went_in() {
+fn random_files_are_rejected_or_preserved() {
     let (wanted, seconds) = (number("COMPRESS_FUZZ_INPUTS", 10_000_000), number("COMPRESS_FUZZ_SECONDS", 3600));
     let (begun, until) = (Instant::now(), Duration::from_secs(seconds));
     let keep = std::env::var_os("COMPRESS_FUZZ_KEEP").map(PathBuf::from);

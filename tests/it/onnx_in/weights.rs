@@ -16,7 +16,7 @@ use prost::Message;
 
 use crate::common::onnxruntime::has_onnx_runtime;
 use crate::onnx_in::layers::layers;
-use crate::onnx_in::{Place, answers, builder, constant, model, node, numbers, raw, tensor, turned, value};
+use crate::onnx_in::{Place, answers, builder, constant, model, node, numbers, raw, tensor, transposed, value};
 
 #[test]
 fn weights_are_found_in_all_locations() {
@@ -28,7 +28,7 @@ fn weights_are_found_in_all_locations() {
         shapes,
         [("bias", &[40][..]), ("long", &[600]), ("onnx::MatMul_7", &[40, 20]), ("row", &[1]), ("scale", &[40]), ("shift", &[40]), ("table", &[30, 40])]
     );
-    assert_eq!(opened.weights.by_name["onnx::MatMul_7"].floats("").unwrap(), turned(&numbers(800), 20, 40));
+    assert_eq!(opened.weights.by_name["onnx::MatMul_7"].floats("").unwrap(), transposed(&numbers(800), 20, 40));
     assert_eq!(opened.weights.by_name["bias"].floats("").unwrap(), numbers(40));
     let mut long = Vec::new();
     opened.weights.by_name["long"]
@@ -203,7 +203,7 @@ fn external(entries: &[(&str, &str)], data: &[u8]) -> Place {
 fn external_weights_are_read_and_checked() {
     let bytes: Vec<u8> = [vec![9; 16], numbers(800).iter().flat_map(|v| v.to_le_bytes()).collect()].concat();
     let place = external(&[("location", "weights.bin"), ("offset", "16"), ("length", "3200")], &bytes);
-    assert_eq!(place.open().weights.by_name["onnx::MatMul_7"].floats("").unwrap(), turned(&numbers(800), 20, 40));
+    assert_eq!(place.open().weights.by_name["onnx::MatMul_7"].floats("").unwrap(), transposed(&numbers(800), 20, 40));
     assert_eq!(place.open().weight_files, [place.input(), place.path("weights.bin")]);
     builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
     let mut written = ModelProto::decode(std::fs::read(place.path("out.onnx")).unwrap().as_slice()).unwrap();

@@ -19,7 +19,7 @@ fn one(op: &str, inputs: &[&str], output: &str) -> NodeProto {
     node(op, inputs, output, vec![])
 }
 
-fn turned(x: &str, y: &str, perm: &[i64]) -> NodeProto {
+fn transpose(x: &str, y: &str, perm: &[i64]) -> NodeProto {
     node("Transpose", &[x], y, vec![AttributeProto::ints("perm", perm.iter().copied())])
 }
 
@@ -33,13 +33,13 @@ fn layer(weight: &str, y: &str) -> Vec<NodeProto> {
 fn forms() -> Vec<(&'static str, Vec<NodeProto>)> {
     let softmax = || node("Softmax", &["s"], "p", vec![AttributeProto::int("axis", -1)]);
     let context = || one("MatMul", &["p", "vh"], "c");
-    let heads = || vec![turned("q", "qh", &[0, 2, 1, 3]), turned("v", "vh", &[0, 2, 1, 3])];
+    let heads = || vec![transpose("q", "qh", &[0, 2, 1, 3]), transpose("v", "vh", &[0, 2, 1, 3])];
     let with = |more: Vec<NodeProto>| [heads(), more].concat();
     vec![
         (
             "BERT",
             with(vec![
-                turned("k", "kt", &[0, 2, 3, 1]),
+                transpose("k", "kt", &[0, 2, 3, 1]),
                 one("MatMul", &["qh", "kt"], "m"),
                 one("Div", &["m", "two"], "d"),
                 one("Add", &["d", "mask"], "s"),
@@ -50,8 +50,8 @@ fn forms() -> Vec<(&'static str, Vec<NodeProto>)> {
         (
             "GPT-2",
             with(vec![
-                turned("k", "kh", &[0, 2, 1, 3]),
-                turned("kh", "kt", &[0, 1, 3, 2]),
+                transpose("k", "kh", &[0, 2, 1, 3]),
+                transpose("kh", "kt", &[0, 1, 3, 2]),
                 one("MatMul", &["qh", "kt"], "m"),
                 one("Mul", &["half", "m"], "d"),
                 one("Add", &["order", "d"], "s"),
@@ -63,7 +63,7 @@ fn forms() -> Vec<(&'static str, Vec<NodeProto>)> {
             "ViT",
             with(vec![
                 one("Mul", &["qh", "half"], "qs"),
-                turned("k", "kt", &[0, 2, 3, 1]),
+                transpose("k", "kt", &[0, 2, 3, 1]),
                 one("MatMul", &["qs", "kt"], "s"),
                 node("Softmax", &["s"], "p", vec![AttributeProto::int("axis", 3)]),
                 context(),
@@ -72,9 +72,9 @@ fn forms() -> Vec<(&'static str, Vec<NodeProto>)> {
         (
             "scaled_dot_product_attention",
             with(vec![
-                turned("k", "kh", &[0, 2, 1, 3]),
+                transpose("k", "kh", &[0, 2, 1, 3]),
                 one("Reshape", &["kh", "flat"], "kf"),
-                turned("kf", "kft", &[0, 2, 1]),
+                transpose("kf", "kft", &[0, 2, 1]),
                 one("Reshape", &["kft", "back"], "kt"),
                 one("Sqrt", &["half"], "root"),
                 one("Mul", &["qh", "root"], "qs"),
@@ -96,7 +96,7 @@ fn guard() -> Vec<NodeProto> {
 /// The pattern between linear layers, with its inputs.
 fn whole(form: Vec<NodeProto>) -> ModelProto {
     let mut nodes = [layer("wq", "q"), layer("wk", "k"), layer("wv", "v"), form].concat();
-    nodes.extend([turned("c", "cr", &[0, 2, 1, 3]), one("Reshape", &["cr", "merged"], "o"), one("MatMul", &["o", "wo"], "y")]);
+    nodes.extend([transpose("c", "cr", &[0, 2, 1, 3]), one("Reshape", &["cr", "merged"], "o"), one("MatMul", &["o", "wo"], "y")]);
     let all = HEADS * WIDTH;
     let scalar = |name: &str, number: f32| TensorProto { dims: vec![], ..given(name, &[], &[number]) };
     let later = |hidden: f32| -> Vec<f32> { (0..TOKENS * TOKENS).map(|at| if at % TOKENS > at / TOKENS { hidden } else { 0.0 }).collect() };
@@ -212,12 +212,12 @@ fn near_misses_of_attention_are_not_changed() {
     let reads = |at: usize, name: &'static str| move |node: &mut NodeProto| node.input[at] = name.into();
     let almost: Vec<(&str, Vec<NodeProto>)> = vec![
         ("a softmax over the queries", changed(&forms[0], "p", axis(2))),
-        ("keys that are not turned", changed(&forms[1], "kt", perm([0, 1, 2, 3]))),
+        ("keys that are not transposed", changed(&forms[1], "kt", perm([0, 1, 2, 3]))),
         ("keys in another order of axes", changed(&forms[0], "kt", perm([0, 2, 1, 3]))),
         ("a mask that is multiplied", changed(&forms[0], "s", op("Mul"))),
         ("a mask that is subtracted", changed(&forms[0], "s", op("Sub"))),
         ("products over a mask", changed(&forms[0], "d", reads(1, "mask"))),
-        ("keys that are turned as samples", changed(&forms[3], "kft", |node| node.attribute = vec![AttributeProto::ints("perm", [0, 1, 2])])),
+        ("keys that are not transposed in each sample", changed(&forms[3], "kft", |node| node.attribute = vec![AttributeProto::ints("perm", [0, 1, 2])])),
         ("a factor that is another each time", {
             let mut nodes = forms[2].clone();
             let shape = AttributeProto::ints("shape", [1]);
@@ -355,6 +355,6 @@ fn rotary_embeddings_are_recognized_by_their_tables() {
     check("the first half twice", change(&|nodes| nodes[3].input[0] = "first".into()), None);
     check("tables exchanged", change(&|nodes| (nodes[4].input[1], nodes[5].input[1]) = ("sin".into(), "cos".into())), None);
     check("a difference", change(&|nodes| nodes[6].op_type = Some("Sub".into())), None);
-    check("something else turned", change(&|nodes| nodes[4].input[0] = "vh".into()), None);
+    check("a transpose of another value", change(&|nodes| nodes[4].input[0] = "vh".into()), None);
     check("halves of the same part", change(&|nodes| (nodes[1].input[1], nodes[1].input[2]) = ("nowhere_yet".into(), "middle".into())), None);
 }

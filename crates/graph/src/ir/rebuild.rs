@@ -192,7 +192,7 @@ mod tests {
     const TEXT: &str = "input x: float[batch, 4]\nparam unread: float[3]\nparam w: float[2, 4]\nfc = Linear{\"input_major\":false}(x, w) -> float[batch, 2]\ndead = Relu(x) -> float[batch, 4]\nact = Relu(fc) -> float[batch, 2]\noutput logits = act\n";
 
     #[test]
-    fn what_nobody_reads_is_left_out_and_edits_are_typed() {
+    fn unused_values_are_removed_and_edits_are_typed() {
         let graph: Graph = TEXT.parse().unwrap();
         let shapes = Shapes([("w", vec![2, 4])].into());
         let plain = rebuild(&graph, &shapes, &mut |step: Rewrite| step.copy()).unwrap();

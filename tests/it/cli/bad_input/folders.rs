@@ -33,7 +33,7 @@ fn map(name: &'static str, map: Value, message: &'static str) -> Case {
 }
 
 #[test]
-fn an_index_that_does_not_hold() {
+fn invalid_indices() {
     let unmapped = |folder: &Path| {
         shard(folder, "a.safetensors", &["x", "y"]);
         fs::write(folder.join(INDEX), r#"{"weight_map":{"x":"a.safetensors"}}"#).unwrap();

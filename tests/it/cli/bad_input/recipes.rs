@@ -112,7 +112,7 @@ fn types_and_ranges() {
 }
 
 #[test]
-fn texts_that_are_no_recipe() {
+fn texts_that_are_not_recipes() {
     // Every use of the anchor expands to a thousand patterns.
     let bomb = format!(
         "model: in\npasses:\n  - prune-unstructured:\n      rules:\n        - &r {{ amount: 0.1, targets: [{}] }}\n{}",

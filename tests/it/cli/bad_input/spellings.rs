@@ -35,7 +35,7 @@ fn without(part: &str) -> Vec<Tensor> {
 }
 
 #[test]
-fn bitmasks_of_others() {
+fn bitmasks_of_other_tools() {
     let parts = vec![mask(&[3, 1]), f32s("x.compressed", &[3], &[1.0, 2.0, 3.0]), integers("x.shape", &[2, 8]), integers("x.row_offsets", &[0, 2])];
     let pt = &[("format", "pt")];
     check([of("sparse-bitmask", pt, parts, "tensor `x`: uses the sparse bitmask format of compressed-tensors", "start from the original checkpoint")]);

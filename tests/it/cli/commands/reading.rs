@@ -54,7 +54,7 @@ fn inspect() {
 }
 
 #[test]
-fn inspect_lists_what_nothing_is_computed_by() {
+fn inspect_lists_unused_keys_and_weights() {
     let folder = tempfile::tempdir().unwrap();
     golden_model(folder.path(), "bert-first-published", &[]);
     let path = folder.path().join("in/config.json");
@@ -82,7 +82,7 @@ fn inspect_lists_what_nothing_is_computed_by() {
 }
 
 #[test]
-fn what_else_is_said_of_quantization_is_told_again_or_left_out_with_a_note() {
+fn other_quantization_settings_are_copied_or_omitted_with_a_note() {
     let folder = prepared();
     ok(folder.path(), "quantize-dynamic in -o int8");
     let path = folder.path().join("int8/config.json");
@@ -163,7 +163,7 @@ fn diff_of_models_that_do_not_match() {
 }
 
 #[test]
-fn verify_finds_what_was_damaged() {
+fn verify_names_damaged_files() {
     let folder = prepared();
     let file = folder.path().join("out/model.safetensors");
     let verify = |damage: &dyn Fn(&Path)| -> (Run, Value) {
@@ -235,7 +235,7 @@ fn verify_trusts_no_report() {
 }
 
 #[test]
-fn densify_brings_values_back() {
+fn densify_restores_values() {
     let folder = prepared();
     ok(folder.path(), "prune-unstructured in -o pruned --amount 0.8");
     ok(folder.path(), "prune-unstructured in -o sparse --amount 0.8 --layout sparse");

@@ -148,8 +148,8 @@ fn a_sweep_is_a_folder_of_runs() {
     assert!(run.code == 1 && run.stderr.contains("amount=0.75,observer=minmax") && run.stderr.contains("exists"), "{}", run.stderr);
     assert!(!folder.path().join("out/amount=0.5,observer=minmax").exists());
     let recipe = fs::read_to_string(folder.path().join("r.yaml")).unwrap() + "sweep: { quantize-dynamic.observer: [mse] }\n";
-    fs::write(folder.path().join("swept.yaml"), recipe).unwrap();
-    let compared = data(folder.path(), "run swept.yaml -o elsewhere --json --quiet");
+    fs::write(folder.path().join("sweep.yaml"), recipe).unwrap();
+    let compared = data(folder.path(), "run sweep.yaml -o elsewhere --json --quiet");
     assert_eq!(compared["runs"][0]["name"], "quantize-dynamic.observer=mse");
     for (args, message) in [
         ("--sweep amount=", "sweep amount: has no value"),
@@ -285,7 +285,7 @@ fn published_files_contain_no_absolute_paths_and_no_secrets() {
 }
 
 #[test]
-fn verify_takes_the_report_of_a_folder() {
+fn verify_accepts_the_report_of_a_folder() {
     let folder = prepared();
     assert_eq!(ok(folder.path(), "verify a/report.json").stdout, ok(folder.path(), "verify a").stdout);
     fs::write(folder.path().join("a/config.json"), "{}").unwrap();

@@ -188,13 +188,13 @@ mod tests {
         let found = GgufFile::open(&golden("blocks.gguf")).unwrap();
         let rows = |weight: &Weight| weight.floats("a").unwrap().chunks(3 * weight.row() / 3).map(<[f32]>::to_vec).collect::<Vec<_>>();
         let weight = &found.tensors["Q4_1"];
-        let turned = RowPermutation { upstream: weight.clone(), order: Some(Arc::new(vec![2, 0, 1])), added: 1.5, name: "a".into() }.weight().unwrap();
-        let (before, now) = (rows(weight), rows(&turned));
+        let permuted = RowPermutation { upstream: weight.clone(), order: Some(Arc::new(vec![2, 0, 1])), added: 1.5, name: "a".into() }.weight().unwrap();
+        let (before, now) = (rows(weight), rows(&permuted));
         for (row, from) in now.iter().zip([2, 0, 1]) {
             assert!(row.iter().zip(&before[from]).all(|(now, before)| *now == *before + 1.5 || before.is_nan()));
         }
-        let torn = RowPermutation { upstream: weight.clone(), order: Some(Arc::new(vec![0, 1])), added: 0.0, name: "a".into() };
-        assert!(torn.weight().unwrap_err().to_string().contains("not a multiple"));
+        let incomplete = RowPermutation { upstream: weight.clone(), order: Some(Arc::new(vec![0, 1])), added: 0.0, name: "a".into() };
+        assert!(incomplete.weight().unwrap_err().to_string().contains("not a multiple"));
     }
 
     /// A file with these keys and tensors, followed by `data` bytes.

@@ -120,9 +120,9 @@ mod tests {
     use super::*;
 
     /// Six rows of one element, in blocks of a number of rows that does not depend on the unit.
-    struct Torn(usize);
+    struct RowBlocks(usize);
 
-    impl WeightSource for Torn {
+    impl WeightSource for RowBlocks {
         fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
             let bytes: Vec<u8> = (0..6u8).flat_map(|row| f32::from(row).to_le_bytes()).collect();
             bytes.chunks(4 * self.0).try_for_each(|part| sink(Block::untouched(View::dense(DType::F32, part))))
@@ -131,13 +131,13 @@ mod tests {
 
     #[test]
     fn blocks_of_incomplete_heads_are_an_error() {
-        let turned = |rows: usize| {
-            let upstream = Weight::new(DType::F32, vec![6, 1], Encoding::Dense, Arc::new(Torn(rows)));
+        let permuted = |rows: usize| {
+            let upstream = Weight::new(DType::F32, vec![6, 1], Encoding::Dense, Arc::new(RowBlocks(rows)));
             let order = Some(Arc::new(vec![2, 0, 1]));
             RowPermutation { upstream, order, added: 0.0, name: "a".into() }.weight().unwrap().floats("a")
         };
-        assert_eq!(turned(3).unwrap(), [2.0, 0.0, 1.0, 5.0, 3.0, 4.0]);
-        let error = turned(4).unwrap_err().to_string();
+        assert_eq!(permuted(3).unwrap(), [2.0, 0.0, 1.0, 5.0, 3.0, 4.0]);
+        let error = permuted(4).unwrap_err().to_string();
         assert!(error.contains("`a`") && error.contains("multiples of 3 rows"), "{error}");
     }
 }

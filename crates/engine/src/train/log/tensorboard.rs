@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_there_once_after_a_resume() {
+    fn each_step_is_recorded_once_after_a_resume() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("training.tfevents");
         let open = |step| Events::open(path.clone(), "distill", step).unwrap();
