@@ -213,7 +213,8 @@ mod tests {
         let lap = peak.lap().rss_bytes.unwrap();
         drop(allocated);
         assert!(lap >= 96 << 20, "{lap}");
-        assert!(peak.lap().rss_bytes.is_some() && system_peak().unwrap() >= lap);
+        // A reset would reduce it by the freed memory. The counters of Linux are not exact.
+        assert!(peak.lap().rss_bytes.is_some() && system_peak().unwrap() + (32 << 20) >= lap);
         assert!(peak.highest().rss_bytes.unwrap() >= lap);
     }
 

@@ -152,9 +152,9 @@ mod tests {
         // Neither an unrelated client nor a rank of another run is accepted.
         let mut stranger = TcpStream::connect(address).unwrap();
         stranger.write_all(&[0; 32]).unwrap();
-        let other = |config: RankConfig| thread::spawn(move || Sockets::join(&config, SECOND).err().unwrap().to_string());
+        let other = |config: RankConfig| thread::spawn(move || Sockets::join(&config, 60 * SECOND).err().unwrap().to_string());
         let others = [other(config(1, 5, &[port])), other(RankConfig { run: 8, ..config(1, 3, &[port]) })];
-        let text = Sockets::host(&listener, &config(0, 3, &[port]), SECOND).err().unwrap().to_string();
+        let text = Sockets::host(&listener, &config(0, 3, &[port]), 3 * SECOND).err().unwrap().to_string();
         assert!(text.contains("ranks 1, 2") && text.contains(&address.to_string()), "{text}");
         let texts = others.map(|other| other.join().unwrap());
         assert!(texts[0].contains("ranks 1 to 2 of 3") && texts[1].contains("another run"), "{texts:?}");

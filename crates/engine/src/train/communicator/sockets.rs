@@ -354,15 +354,20 @@ mod tests {
 
     #[test]
     fn a_silent_rank_is_named() {
-        let all = run_ranks_within(SECOND, 2, |mut sockets| {
+        let (ended, waiting) = std::sync::mpsc::channel();
+        let waiting = std::sync::Mutex::new(waiting);
+        let all = run_ranks_within(2 * SECOND, 2, |mut sockets| {
             if sockets.rank() == 1 {
-                sleep(SECOND + SECOND / 2);
+                // Remains connected until rank 0 has given up.
+                waiting.lock().unwrap().recv_timeout(60 * SECOND).unwrap();
                 return Ok(());
             }
-            sockets.barrier()
+            let result = sockets.barrier();
+            ended.send(()).unwrap();
+            result
         });
         let text = all.into_iter().next().unwrap().unwrap_err().to_string();
-        assert!(text.contains("rank 1 at") && text.contains("nothing for 1 s"), "{text}");
+        assert!(text.contains("rank 1 at") && text.contains("nothing for 2 s"), "{text}");
     }
 
     #[test]
