@@ -17,8 +17,8 @@ pub fn release_freed() {
 
 #[cfg(test)]
 mod tests {
-    /// The allocator keeps free blocks below others that are still in use. Runs itself in a new process, because
-    /// other tests of a process allocate memory at the same time.
+    /// The allocator keeps free blocks below others that are still in use. Runs itself in a new process,
+    /// because other tests of a process allocate memory at the same time.
     #[test]
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     fn freed_memory_is_returned() {

@@ -81,8 +81,8 @@ impl Run<'_> {
             measured.notes.push(format!("{} was not run: with weights that are not finite, outputs cannot be compared", self.file));
             return Ok(());
         }
-        // The graph of an output is not built if the input has none, because the trial runs of a subgraph that
-        // exceed their time limit would do so again.
+        // The graph of an output is not built if the input has none, because the trial runs of a subgraph
+        // that exceed their time limit would do so again.
         let samples = match self.before.graph().and_then(|_| model.graph()) {
             Ok(graph) if quantized_values::is_static(&graph) => Some(self.verification_samples(self.after)?),
             _ => None,
