@@ -11,6 +11,7 @@ use crate::model::{Model, stacked_experts};
 use crate::output::{self, Inputs, Replace};
 use crate::pass::{Plan, Samples, Step};
 use crate::recipe::Recipe;
+use crate::report::FormatSearch;
 use crate::run_state::RunState;
 use crate::store::{OpenSizes, Weight};
 use crate::work::{Cancel, Progress, Silent, Work};
@@ -33,6 +34,8 @@ pub struct Pipeline {
     pub(super) measures: bool,
     /// Recipe files whose settings were added.
     recipes: Vec<PathBuf>,
+    /// The search that chose the passes and formats.
+    pub(super) search: Option<Arc<FormatSearch>>,
     /// Initial state of a run, before its first pass.
     pub(super) start: RunState,
     threads: usize,
@@ -102,6 +105,7 @@ impl Pipeline {
             min_split_bytes: MIN_SPLIT_BYTES,
             measures: true,
             recipes: Vec::new(),
+            search: None,
             start: RunState::default(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             progress: Arc::new(Silent),
@@ -266,6 +270,13 @@ impl Builder {
     /// Adds an output format. Without any, the output is safetensors, or ONNX if the model is an ONNX file.
     pub fn export(mut self, export: impl Into<Export>) -> Self {
         self.0.export.push(export.into());
+        self
+    }
+
+    /// Sets the search that chose the passes and formats, for the report.
+    #[doc(hidden)]
+    pub fn search(mut self, search: FormatSearch) -> Self {
+        self.0.search = Some(Arc::new(search));
         self
     }
 

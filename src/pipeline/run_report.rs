@@ -76,6 +76,7 @@ impl Run<'_> {
             fidelity: measured.fidelity,
             continuations: measured.continuations,
             latency: measured.latency,
+            search: pipeline.search.as_deref().cloned(),
             layers: layers(input, after, first),
             histograms: Vec::new(),
             outputs: exports.iter().flat_map(|(format, exported)| outputs(format, exported)).collect(),

@@ -12,6 +12,7 @@ pub mod format;
 mod html;
 mod markdown;
 pub(crate) mod measured;
+pub(crate) mod search;
 mod sections;
 #[cfg(feature = "cli")]
 pub mod terminal;
@@ -25,6 +26,7 @@ pub use budget::{Budgets, Finding};
 pub use compare::{Comparison, OptionDifference, Summary};
 pub use environment::Environment;
 pub(crate) use environment::Peak;
+pub use search::{FormatSearch, SearchPoint, SearchUnit};
 pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};
@@ -75,6 +77,9 @@ pub struct Report {
     /// Latency of one batch, if it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub latency: Option<Latency>,
+    /// The search that chose the formats, if there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub search: Option<FormatSearch>,
     /// The weights.
     pub layers: Vec<Layer>,
     /// Histograms of the values of the weights that changed most.

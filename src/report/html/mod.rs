@@ -8,6 +8,7 @@ mod layers;
 mod passes;
 mod provenance;
 mod quality;
+mod search;
 mod summary;
 mod training;
 mod values;
@@ -34,6 +35,7 @@ pub(super) fn render(report: &Report) -> String {
             (quality::accuracy(report))
             (quality::continuations(report))
             (quality::latency(report))
+            (search::section_of(report))
             (layers::section(report))
             (values::section(report))
             (passes::sensitivity(report))
