@@ -12,7 +12,9 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::Value;
 
 pub use self::custom::{Custom, CustomFormat, WeightValues, register_format};
-pub use self::gguf::{FileType, Gguf};
+#[cfg(feature = "run")]
+pub(crate) use self::gguf::Matrix;
+pub use self::gguf::{FileType, Gguf, TensorType};
 #[cfg(feature = "run")]
 pub use self::onnx::Onnx;
 pub use self::safetensors::{Layout, Safetensors};

@@ -12,10 +12,6 @@ use crate::ir::{Graph, Kind, Node, Op, ValueId};
 use crate::model::Model;
 use crate::run_state::ColumnImportance;
 
-/// Minimum importance of a column relative to the mean of its layer. A column that is zero on all samples
-/// may not be zero on other data.
-const MIN_RELATIVE: f64 = 1e-6;
-
 /// The matrix of a linear layer: a weight, or one of several that are stacked in a weight.
 struct Matrix<'g> {
     weight: &'g str,
@@ -34,8 +30,8 @@ struct SquareSums {
 impl SquareSums {
     /// The importance of the columns; `None` if all rows are zero.
     fn columns(&self) -> Option<Vec<f32>> {
-        let mean = self.squares.iter().sum::<f64>() / self.squares.len().max(1) as f64;
-        (mean > 0.0).then(|| self.squares.iter().map(|square| (square.max(MIN_RELATIVE * mean) / self.rows.max(1.0)) as f32).collect())
+        let squares: Vec<f64> = self.squares.iter().map(|square| square / self.rows.max(1.0)).collect();
+        ColumnImportance::of_squares(&squares)
     }
 }
 

@@ -40,11 +40,11 @@ fn predictions_are_close_to_measurements() {
         let bound: f64 = if point["uniform"].is_null() { 1.5 } else { 1.25 };
         assert!((predicted / measured).ln().abs() < bound.ln(), "{predicted} and {measured}: {point}");
     }
-    let uniform: Vec<&Value> = points.as_array().unwrap().iter().filter(|point| !point["uniform"].is_null()).collect();
+    let uniform: Vec<&Value> = points.as_array().unwrap().iter().filter(|point| !point["reference"].is_null()).collect();
     assert!(uniform.windows(2).all(|pair| pair[0]["bytes"].as_u64() <= pair[1]["bytes"].as_u64()), "{points}");
     assert!(uniform.first().unwrap()["measured"].as_f64() > uniform.last().unwrap()["measured"].as_f64());
     // Mixtures are between uniform formats, and runtimes fuse layers of one unit.
-    assert!(points.as_array().unwrap().iter().any(|point| point["uniform"].is_null()));
+    assert!(points.as_array().unwrap().iter().any(|point| point["reference"].is_null()));
     let names: Vec<&str> = found["search"]["units"].as_array().unwrap().iter().map(|unit| unit["name"].as_str().unwrap()).collect();
     assert_eq!(names.len(), 8, "{names:?}");
 }
@@ -125,4 +125,56 @@ fn impossible_limits_name_the_nearest_possible_one() {
     }
     let report = json!(read_json(&folder.join("new/report.json")));
     assert_eq!(report["passes"][0]["name"], "quantize");
+}
+
+/// The size of a GGUF file is predicted to the byte, and its recipe reproduces it.
+#[test]
+fn types_of_a_gguf_file_meet_a_limit_of_its_size() {
+    let folder = prepared();
+    let folder = folder.path();
+    let search = "auto llama --for llama.cpp --json --calibration ids.safetensors --eval held-out.safetensors";
+    let found = data(folder, &format!("{search} --front front.json"))["search"].clone();
+    let formats: Vec<&str> = found["formats"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
+    let points = found["points"].as_array().unwrap();
+    let reference = |name: &str| points.iter().find(|point| point["reference"] == name).unwrap_or_else(|| panic!("{name}: {points:?}")).clone();
+    // llama.cpp's own mixtures are written with the predicted size.
+    for (name, at) in [("Q8_0", formats.iter().position(|name| *name == "Q8_0").unwrap()), ("Q4_K_M", usize::MAX)] {
+        std::fs::write(folder.join("recipe.yaml"), format!("model: llama\npasses: []\nexport: [{{ gguf: {{ type: {name} }} }}]\noutput: {name}\n")).unwrap();
+        ok(folder, "run recipe.yaml");
+        let bytes = std::fs::metadata(folder.join(name).join("model.gguf")).unwrap().len();
+        assert_eq!(reference(name)["bytes"].as_u64(), Some(bytes), "{name}");
+        assert!(at == usize::MAX || reference(name)["formats"].as_array().unwrap().iter().all(|format| format == formats[at]), "{name}");
+    }
+    // The backward pass does not score the embedding, which is also the head.
+    let units = found["units"].as_array().unwrap();
+    assert_eq!(units.iter().filter(|unit| unit["measured"] == true).map(|unit| &unit["name"]).collect::<Vec<_>>(), ["token_embd.weight"]);
+    assert_eq!(units.len(), 1 + 2 * 7, "{units:?}");
+    let limit = reference("Q8_0")["bytes"].as_u64().unwrap() * 4 / 5;
+    let found = data(folder, &format!("{search} -o small.gguf --max-size {limit}B"));
+    let chosen = &found["search"]["chosen"];
+    let bytes = std::fs::read(folder.join("small.gguf")).unwrap();
+    assert_eq!(chosen["bytes"].as_u64(), Some(bytes.len() as u64), "{chosen}");
+    assert!(bytes.len() as u64 <= limit && bytes.len() as u64 * 10 > limit * 9, "{} of {limit}", bytes.len());
+    ok(folder, "verify small.gguf");
+    let report = read_json(&folder.join("small.gguf.report/report.json"));
+    let section = &report["search"];
+    assert_eq!((&section["chosen"]["bytes"], &section["runtime"]), (&chosen["bytes"], &json!("llama.cpp")));
+    let front = numbers(&section["front"], "predicted");
+    assert!(front.len() <= 200 && front.windows(2).all(|pair| pair[0] > pair[1]), "{front:?}");
+    // The front ends with floats, and has a point for 5 % more bytes.
+    assert!(front.last() == Some(&0.0) && section["larger"]["predicted"].as_f64() < section["chosen"]["predicted"].as_f64(), "{section}");
+    assert!(section["units"].as_array().unwrap().iter().any(|unit| !unit["larger"].is_null()), "{section}");
+    let page = std::fs::read_to_string(folder.join("small.gguf.report/report.html")).unwrap();
+    assert!(page.contains("id=\"search\"") && page.contains("With 5 % more bytes"), "{page}");
+    let recipe = folder.join("small.gguf.report/recipe.yaml");
+    ok(folder, &format!("run {} -o again.gguf", recipe.display()));
+    assert!(std::fs::read(folder.join("again.gguf")).unwrap() == bytes);
+    for (arguments, part) in [
+        ("-o new.gguf --max-size 70% --method gptq", "has no effect on GGUF files"),
+        ("-o new.onnx --max-size 70%", "loads a GGUF file or a folder"),
+        ("-o new.gguf --max-size 3%", "the nearest possible limit is"),
+    ] {
+        let run = compress(folder, &format!("{search} {arguments}"));
+        assert!(run.code > 0 && run.stderr.contains(part), "{arguments}: {}", run.stderr);
+    }
 }

@@ -12,8 +12,9 @@ use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::model::Model;
 use crate::pass::{Context, Method, Quantize};
-use crate::pipeline::memory_limit;
-use crate::pipeline::search::{Budget, Found, LoadedBy, Point, Search};
+use crate::pipeline::search::{Budget, Found, LoadedBy, Point, Search, Writing};
+use crate::pipeline::{Builder, memory_limit};
+use crate::report::FormatSearch;
 use crate::report::format::bytes;
 use crate::report::terminal::table;
 
@@ -24,6 +25,7 @@ const FRONT: [&str; 1] = ["json"];
 #[command(after_help = "Examples:
   compress auto llama -o out --max-size 4.5bits --calibration book.txt             the best mixture of 4.5 bits per weight
   compress auto llama -o out --max-kl 0.05 --calibration book.txt                  the smallest with this divergence
+  compress auto llama -o small.gguf --for llama.cpp --max-size 80MB --calibration book.txt   a GGUF file of this size
   compress auto llama --front front.json --calibration book.txt                    only search, and write the front
   compress auto llama -o out --max-size 25% --for transformers --calibration '{ text: book.txt, samples: 32, max_length: 512 }'
 
@@ -33,14 +35,14 @@ in the output folder writes the same weights again.")]
 pub(in crate::cli) struct Args {
     /// Model folder or file: a language model
     model: PathBuf,
-    /// Output folder; without it, nothing is written
+    /// Output folder, or a `.gguf` file for llama.cpp; without it, nothing is written
     #[arg(long, short, value_name = "DIR")]
     output: Option<PathBuf>,
     /// The runtime that loads the output, which determines the formats
     #[arg(long = "for", value_name = "RUNTIME", value_enum, default_value_t)]
     target: LoadedBy,
-    /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights (300MB), or a
-    /// fraction of the size of the input (0.25, 25%)
+    /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights or of the GGUF
+    /// file (300MB), or a fraction of the size of the input (0.25, 25%)
     #[arg(long, value_name = "SIZE", conflicts_with = "max_kl")]
     max_size: Option<Budget>,
     /// Largest expected KL divergence of the predictions from those of the original model, in nats per token
@@ -52,10 +54,10 @@ pub(in crate::cli) struct Args {
     /// Data on which mixtures are measured [default: calibration samples that are not used otherwise]
     #[arg(long, value_name = "DATA", value_parser = parse_data)]
     eval: Option<Data>,
-    /// Algorithm that quantizes the output
-    #[arg(long, value_enum, default_value_t = Method::Gptq)]
-    method: Method,
-    /// Number of points of the front that are measured, besides uniform formats
+    /// Algorithm that quantizes the output, for vLLM and transformers [default: gptq]
+    #[arg(long, value_enum)]
+    method: Option<Method>,
+    /// Number of points of the front that are measured, besides uniform formats and llama.cpp's own mixtures
     #[arg(long, value_name = "N", default_value_t = 4)]
     points: usize,
     /// Write the front, with the formats and scores of all layers, to a JSON file
@@ -74,12 +76,14 @@ impl Args {
         let mut data = self.data();
         let calibration = data.calibration.clone().unwrap_or_else(|| self.calibration.clone());
         let model = Model::open(&self.model)?;
-        let builder = |pass: Quantize| -> Result<_> {
-            let builder = global.builder()?.pass(pass).force(self.force).calibration(calibration.clone());
+        let builder = |writing: Writing, search: Option<FormatSearch>| -> Result<_> {
+            let builder = global.builder()?.passes(writing.passes).force(self.force).calibration(calibration.clone());
+            let builder = search.into_iter().fold(builder, Builder::search);
+            let builder = writing.exports.into_iter().fold(builder, Builder::export);
             self.eval.iter().fold(builder, |builder, eval| builder.evaluation(eval.clone())).build()
         };
         if let Some(output) = &self.output {
-            builder(Quantize { method: self.method, ..Quantize::default() })?.check_output(&model, output)?;
+            builder(Writing { passes: vec![Quantize::default().into()], exports: Vec::new() }, None)?.check_output(&model, output)?;
         }
         let subject = Subject::from_model(model.clone())?;
         // The part of the calibration data that is not used measures the mixtures.
@@ -89,21 +93,22 @@ impl Args {
         data.open(data.calibration.as_ref().unwrap_or(&calibration), subject.target())?;
         let device = global.models.device.open()?;
         let memory = memory_limit(global.models.memory, &device);
-        let (found, pass) = global.work(|work| {
+        let (found, writing) = global.work(|work| {
             let context = Context { work: *work, seed: 0, data: &data, device, memory, memory_tracker: None, checkpoints: None };
             let search = Search { model: &model, target: self.target, budget, points: self.points, context: &context };
             let found = search.run()?;
-            let pass = found.chosen.as_ref().filter(|_| self.output.is_some()).map(|point| search.pass(&found, point, self.method)).transpose()?;
-            Ok::<_, Error>((found, pass))
+            let chosen = found.chosen.as_ref().filter(|_| self.output.is_some());
+            let writing = chosen.map(|point| search.writing(&found, point, self.method)).transpose()?;
+            Ok::<_, Error>((found, writing))
         })?;
         front.write(&FRONT, || serde_json::to_string_pretty(&front_of(&found)).map(|text| text + "\n").map_err(|e| Error::option("--front", e)))?;
         if !global.json {
-            output::print(&text(&found))?;
+            output::print(&text(&found, self.target))?;
         }
-        let (Some(output), Some(pass)) = (&self.output, pass) else {
+        let (Some(output), Some(writing)) = (&self.output, writing) else {
             return if global.json { output::json(&json!({ "search": front_of(&found) })) } else { Ok(()) };
         };
-        let report = builder(pass)?.run(model, output)?;
+        let report = builder(writing, found.report(self.target))?.run(model, output)?;
         if global.json {
             return output::json(&json!({ "search": front_of(&found), "report": report }));
         }
@@ -124,9 +129,14 @@ impl Args {
             (_, Some(limit)) => Some(Budget::Loss(limit)),
             (size, None) => size,
         };
-        if let Some(file) = self.output.as_deref().and_then(crate::output::file_name) {
-            let reason = format!("`{file}` is a file, but {} loads a folder: the formats of this command are not those of a single file", self.target);
+        let file = self.output.as_deref().and_then(crate::output::file_name);
+        if let Some(file) = file.filter(|file| !self.target.is_file() || !file.ends_with(".gguf")) {
+            let what = if self.target.is_file() { "a GGUF file or a folder" } else { "a folder" };
+            let reason = format!("`{file}` is a file, but {} loads {what}: the formats of this command are not those of this file", self.target);
             return Err(Error::option("--output", reason));
+        }
+        if self.target.is_file() && self.method.is_some() {
+            return Err(Error::option("--method", "has no effect on GGUF files, whose scales are searched by the importance of the columns"));
         }
         match (&self.output, &self.front, budget) {
             (None, None, _) => Err(Error::option("auto", "specify `-o DIR` for the output, or `--front FILE` for the front only")),
@@ -148,21 +158,27 @@ fn front_of(found: &Found) -> serde_json::Value {
     value
 }
 
-fn text(found: &Found) -> String {
+fn text(found: &Found, target: LoadedBy) -> String {
     let divergence = |value: f64| format!("{value:.4}");
     let row = |point: &Point, what: &str| {
         let measured = point.measured.map_or("-".to_owned(), divergence);
         vec![what.to_owned(), format!("{:.3}", point.bits), bytes(point.bytes), divergence(point.predicted), measured]
     };
-    let points = found.points.iter().map(|point| row(point, point.uniform.as_deref().unwrap_or("mixture")));
+    let points = found.points.iter().map(|point| row(point, point.reference.as_deref().unwrap_or("mixture")));
     let chosen = found.chosen.iter().map(|point| row(point, "chosen"));
-    let table = table(&["", "bits", "weights", "predicted KL", "measured KL"], points.chain(chosen));
+    let size = if target.is_file() { "file" } else { "weights" };
+    let table = table(&["", "bits", size, "predicted KL", "measured KL"], points.chain(chosen));
     let mut text = format!("{table}\n\n");
     if let Some(samples) = &found.measured_on {
         text += &format!("Measured with weights rounded to nearest, on {samples}; predictions are corrected by the measurements.\n");
     }
     if let Some(point) = &found.chosen {
-        text += &format!("Chosen: {}\n\n", found.summary(point));
+        text += &format!("Chosen: {}\n", found.summary(point));
+        if let Some(larger) = found.report(target).and_then(|search| search.larger) {
+            let (size, before, after) = (bytes(larger.bytes), divergence(point.predicted), divergence(larger.predicted));
+            text += &format!("With 5 % more bytes ({size}), the predicted KL divergence falls from {before} to {after}.\n");
+        }
+        text += "\n";
     }
     text
 }

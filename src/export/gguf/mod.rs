@@ -1,5 +1,7 @@
 //! GGUF files as written by llama.cpp's converter and quantizer: one file that includes the vocabulary.
 
+#[cfg(feature = "run")]
+mod matrices;
 mod mixture;
 mod tensors;
 mod types;
@@ -11,6 +13,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
+#[cfg(feature = "run")]
+pub(crate) use self::matrices::Matrix;
 pub use self::mixture::FileType;
 use self::mixture::{Mixture, fit_row};
 use self::tensors::{Planned, fallback_note, importance_notes, kind_name, split_fused, tensors, width};

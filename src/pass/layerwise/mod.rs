@@ -44,7 +44,7 @@ use moments::{Moments, MomentsRequest};
 pub(in crate::pass) use palettes::palettize;
 use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::{quantize, rescale as rescale_channels};
-pub use scores::{Score, scores};
+pub use scores::{Score, Scores, WeightFormat, scores};
 pub(in crate::pass) use sites::retain_supported;
 use sites::{Layer, Site, block_of, sites, unsupported};
 pub(in crate::pass) use sparse::{input_axes, prune, require};

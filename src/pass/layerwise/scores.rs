@@ -5,6 +5,7 @@
 //! GuidedQuant, <https://arxiv.org/abs/2505.07004>).
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use serde::Serialize;
 
@@ -13,17 +14,29 @@ use super::rounding::{Quantization, costs};
 use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, unsupported};
 use crate::error::Result;
 use crate::kernel::epilogue::Epilogue;
+use crate::kernel::ggml::BlockType;
 use crate::kernel::matmul::{Columns, Left, product};
 use crate::model::Model;
 use crate::pass::Context;
-use crate::pass::quantize::Quantize;
+use crate::pass::quantize::{Quantize, Scheme};
+use crate::run_state::ColumnImportance;
+use crate::store::gguf::Kind;
 use crate::store::{QuantizationSpec, Weight};
 use crate::work::Meter;
 
 /// Rows of a layer's input that are stored of each batch. A batch of several windows counts once.
 const ROWS: usize = 64;
 
-/// Effect of a scheme on a weight.
+/// A format of weights.
+#[derive(Debug, Clone, PartialEq)]
+pub enum WeightFormat {
+    /// A scheme of compressed-tensors, as a pass without rules.
+    Scheme(Quantize),
+    /// Blocks of a GGUF file.
+    Blocks(BlockType),
+}
+
+/// Effect of a format on a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Score {
     /// Expected KL divergence of the predictions, in nats per token.
@@ -32,16 +45,36 @@ pub struct Score {
     pub bytes: u64,
 }
 
-/// Scores of the weights that the passes quantize, by name, in the order of the passes; `None` if a pass does
-/// not quantize the weight. Weights that layerwise passes do not support have no scores. The calibration
-/// samples are those of the context.
+/// Scores of weights.
+#[derive(Debug, Default)]
+pub struct Scores {
+    /// Scores by the name of the weight, in the order of the formats; `None` if a format cannot store the
+    /// weight.
+    pub by_weight: BTreeMap<String, Vec<Option<Score>>>,
+    /// Importance of the columns of each weight, proportional to the mean square of the input.
+    pub importance: BTreeMap<String, Arc<Vec<f32>>>,
+}
+
+/// Scores of the weights that the formats can store. Weights that layerwise passes do not support have no
+/// scores. The calibration samples are those of the context.
 ///
 /// # Errors
 /// If calibration samples are missing, if the model has no logits, or if a layer cannot be quantized.
-pub fn scores(passes: &[Quantize], model: &Model, context: &Context) -> Result<BTreeMap<String, Vec<Option<Score>>>> {
-    let encodings = passes.iter().map(|pass| Ok(pass.layers(&model.weights)?.encodings)).collect::<Result<Vec<_>>>()?;
-    let meter = std::sync::Arc::new(Meter::default());
-    let options = passes.iter().zip(&encodings).map(|(pass, encodings)| Quantization::rounding(pass, encodings, model, &meter));
+pub fn scores(formats: &[WeightFormat], model: &Model, context: &Context) -> Result<Scores> {
+    // All linear weights, with any number of columns.
+    let linear = Quantize { scheme: Scheme::W8A16, group_size: Some(-1), ..Quantize::default() };
+    let encodings = formats.iter().map(|format| {
+        let pass = if let WeightFormat::Scheme(pass) = format { pass } else { &linear };
+        Ok(pass.layers(&model.weights)?.encodings)
+    });
+    let encodings = encodings.collect::<Result<Vec<_>>>()?;
+    let meter = Arc::new(Meter::default());
+    let options = formats.iter().zip(&encodings).map(|(format, encodings)| {
+        Ok(match format {
+            WeightFormat::Scheme(pass) => Rounding::Scheme(Box::new(Quantization::rounding(pass, encodings, model, &meter)?)),
+            WeightFormat::Blocks(kind) => Rounding::Blocks(*kind),
+        })
+    });
     let options = options.collect::<Result<Vec<_>>>()?;
     let mut targets: BTreeSet<&str> = encodings.iter().flat_map(|encodings| encodings.keys()).map(String::as_str).collect();
     for name in unsupported(model, &targets)?.into_values().flatten() {
@@ -50,25 +83,52 @@ pub fn scores(passes: &[Quantize], model: &Model, context: &Context) -> Result<B
     let requested = MomentsRequest { rows: ROWS, ..MomentsRequest::default() };
     let flow = Flow { guided: true, ..Flow::default() };
     let work = Layerwise { name: "auto", context, targets: &targets, requested, rescale: None, flow };
-    let mut scorer = Scorer { options, moments: None, outputs: BTreeMap::new(), scores: BTreeMap::new(), report: MethodReport::default() };
+    let mut scorer = Scorer { options, moments: None, outputs: BTreeMap::new(), scores: Scores::default(), report: MethodReport::default() };
     work.run(&mut model.clone(), &mut scorer)?;
     Ok(scorer.scores)
 }
 
+/// How weights are rounded in a format.
+enum Rounding<'a> {
+    Scheme(Box<Quantization<'a>>),
+    Blocks(BlockType),
+}
+
+impl Rounding<'_> {
+    /// Rounds the values of a layer and returns their stored size; `None` if the format cannot store them.
+    fn round(&self, layer: &Layer, weight: &Weight, values: &mut [f32], moments: &Moments, importance: &[f32]) -> Result<Option<u64>> {
+        match self {
+            Rounding::Scheme(scheme) => {
+                let Some(affine) = scheme.encodings.get(&layer.weight) else { return Ok(None) };
+                scheme.nearest(layer, weight, values, &costs(&moments.squares))?;
+                Ok(Some(stored_bytes(layer, affine)))
+            }
+            Rounding::Blocks(kind) => {
+                let Some(bytes) = Kind::Blocks(*kind).byte_count(&[layer.rows, layer.size]).filter(|_| !layer.input_major) else { return Ok(None) };
+                kind.round_rows(values, layer.size, importance);
+                // Scales beyond the range of binary16.
+                Ok(values.iter().all(|value| value.is_finite()).then_some(bytes))
+            }
+        }
+    }
+}
+
 struct Scorer<'a> {
-    options: Vec<Quantization<'a>>,
+    options: Vec<Rounding<'a>>,
     /// The inputs of the next layer.
     moments: Option<Moments>,
     /// Mean squares of the gradients of each output, by the name of the weight.
     outputs: BTreeMap<String, Vec<f64>>,
-    scores: BTreeMap<String, Vec<Option<Score>>>,
+    scores: Scores,
     report: MethodReport,
 }
 
 impl Method for Scorer<'_> {
     fn check(&self, layer: &Layer, weight: &Weight) -> Result<()> {
-        let mut quantized = self.options.iter().filter(|option| option.encodings.contains_key(&layer.weight));
-        quantized.try_for_each(|option| option.grid(layer, weight, &[]).map(drop))
+        self.options.iter().try_for_each(|option| match option {
+            Rounding::Scheme(scheme) if scheme.encodings.contains_key(&layer.weight) => scheme.grid(layer, weight, &[]).map(drop),
+            Rounding::Scheme(_) | Rounding::Blocks(_) => Ok(()),
+        })
     }
 
     fn guided(&mut self, guide: &Guide) {
@@ -82,23 +142,21 @@ impl Method for Scorer<'_> {
 
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let (Some(moments), Some(gradients)) = (&self.moments, self.outputs.get(&layer.weight)) else { return Ok(Vec::new()) };
-        let costs = costs(&moments.squares);
+        let importance = ColumnImportance::of_squares(&moments.squares).unwrap_or_else(|| vec![1.0; layer.size]);
         let inputs = Left::pack(&moments.rows, moments.rows.len() / layer.size.max(1), layer.size, layer.size);
         // Tokens that are not routed to an expert have no error.
         let routed = moments.nonzero as f64 / moments.count.max(1) as f64;
         let mut scores = Vec::with_capacity(self.options.len());
         for option in &self.options {
-            let Some(affine) = option.encodings.get(&layer.weight) else {
-                scores.push(None);
-                continue;
-            };
             let mut errors = values.to_vec();
-            option.nearest(layer, weight, &mut errors, &costs)?;
-            errors.iter_mut().zip(&*values).for_each(|(rounded, value)| *rounded -= value);
-            let loss = routed * expected_loss(&inputs, &errors, layer, gradients);
-            scores.push(Some(Score { loss, bytes: stored_bytes(layer, affine) }));
+            let bytes = option.round(layer, weight, &mut errors, moments, &importance)?;
+            scores.push(bytes.map(|bytes| {
+                errors.iter_mut().zip(&*values).for_each(|(rounded, value)| *rounded -= value);
+                Score { loss: routed * expected_loss(&inputs, &errors, layer, gradients), bytes }
+            }));
         }
-        self.scores.insert(layer.weight.clone(), scores);
+        self.scores.by_weight.insert(layer.weight.clone(), scores);
+        self.scores.importance.insert(layer.weight.clone(), Arc::new(importance));
         Ok(Vec::new())
     }
 

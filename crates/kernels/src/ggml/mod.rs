@@ -6,6 +6,8 @@
 
 mod decode;
 mod encode;
+#[cfg(feature = "run")]
+mod rounding;
 mod search;
 
 /// Block types.

@@ -1,4 +1,4 @@
-//! Limits of a search, and the formats that runtimes load.
+//! Limits of a search.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,7 +6,6 @@ use std::str::FromStr;
 use super::Point;
 use crate::error::ParseError;
 use crate::pass::amount::parse_fraction;
-use crate::pass::{Method, Quantize, Scheme};
 use crate::store::ByteSize;
 
 /// A limit of a search.
@@ -74,56 +73,6 @@ impl FromStr for Budget {
     }
 }
 
-/// The runtime that loads the result.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
-#[non_exhaustive]
-pub enum LoadedBy {
-    /// vLLM: int4 and int8 weights in groups, which its kernels multiply by float activations
-    #[default]
-    Vllm,
-    /// transformers with compressed-tensors: int2 to int8 in groups
-    Transformers,
-}
-
-impl fmt::Display for LoadedBy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            LoadedBy::Vllm => "vLLM",
-            LoadedBy::Transformers => "transformers",
-        })
-    }
-}
-
-impl LoadedBy {
-    /// The formats that the runtime loads, as passes without rules, in ascending order of bits. Formats with
-    /// other activations are not offered, because a layer would then also change the inputs of others.
-    pub(super) fn passes(self) -> Vec<Quantize> {
-        let formats: &[(Scheme, i64)] = match self {
-            // https://docs.vllm.ai/en/latest/features/quantization: WNA16 of compressed-tensors has 4 and 8
-            // bits.
-            LoadedBy::Vllm => &[(Scheme::W4A16, 128), (Scheme::W4A16, 64), (Scheme::W4A16, 32), (Scheme::W8A16, 128), (Scheme::W8A16, 32)],
-            // transformers unpacks the weights when it loads them, so that all widths are supported.
-            LoadedBy::Transformers => &[
-                (Scheme::W2A16, 32),
-                (Scheme::W3A16, 64),
-                (Scheme::W4A16, 128),
-                (Scheme::W4A16, 32),
-                (Scheme::W5A16, 64),
-                (Scheme::W6A16, 64),
-                (Scheme::W8A16, 64),
-            ],
-        };
-        let pass = |(scheme, size): &(Scheme, i64)| Quantize { scheme: *scheme, group_size: Some(*size), method: Method::Gptq, ..Quantize::default() };
-        formats.iter().map(pass).collect()
-    }
-
-    /// Display name of a format.
-    pub(super) fn format_name(self, pass: &Quantize) -> String {
-        pass.group_size.map_or_else(|| pass.scheme.name().to_owned(), |size| format!("{}:{size}", pass.scheme.name()))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -147,7 +96,7 @@ mod tests {
     /// The limit that an error suggests can be met.
     #[test]
     fn the_nearest_limit_is_met() {
-        let point = Point { uniform: None, bits: 4.123_456, bytes: 1_234_567, predicted: 0.123_456_789, measured: None, options: Vec::new() };
+        let point = Point { reference: None, bits: 4.123_456, bytes: 1_234_567, predicted: 0.123_456_789, measured: None, options: Vec::new() };
         for budget in [Budget::Bits(1.0), Budget::Bytes(1), Budget::Ratio(0.01), Budget::Loss(1e-9)] {
             assert!(!budget.allows(&point, 7_654_321) && budget.nearest(&point, 7_654_321).allows(&point, 7_654_321), "{budget}");
         }

@@ -6,8 +6,7 @@ use crate::data::{Batch, Data};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, FidelityAccumulator, Subject};
 use crate::model::Model;
-use crate::pass::{Context, Pass, Quantize};
-use crate::run_state::RunState;
+use crate::pass::Context;
 
 /// Largest number of held-out samples.
 const MAX_SAMPLES: usize = 8;
@@ -50,11 +49,10 @@ impl<'a> Measurement<'a> {
         self.source.clone()
     }
 
-    /// The KL divergence of the model after a pass that does not use samples, in nats per token.
-    pub fn divergence(&self, pass: &Quantize) -> Result<f64> {
-        let (state, context) = (RunState::default(), self.context);
-        let planned = pass.plan(self.model, &state)?.model;
-        let mut subjects = [Subject::from_model(self.model.clone())?, Subject::from_model(planned)?];
+    /// The KL divergence of a changed model from the original one, in nats per token.
+    pub fn divergence(&self, changed: Model) -> Result<f64> {
+        let context = self.context;
+        let mut subjects = [Subject::from_model(self.model.clone())?, Subject::from_model(changed)?];
         let first = self.samples.first().map(|sample| &sample.inputs);
         let mut runners = evaluation::load(&mut subjects, first, &context.device, context.memory, &context.work)?;
         let mut accumulator = FidelityAccumulator::default();

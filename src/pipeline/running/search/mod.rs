@@ -5,21 +5,25 @@
 //! loss for their size. Some of them are measured by the KL divergence of their predictions on held-out
 //! samples; the scores of each format are scaled to what was measured, and the front is computed again.
 
+mod blocks;
 mod budget;
+mod formats;
 mod measure;
+mod runtimes;
+mod schemes;
 pub mod solver;
-
-use std::collections::BTreeMap;
+mod summary;
 
 use serde::Serialize;
 
-pub use budget::{Budget, LoadedBy};
+pub use budget::Budget;
+pub use formats::{Unit, Writing};
+pub use runtimes::LoadedBy;
 
-use crate::arch;
 use crate::error::{Error, Result, counted};
 use crate::model::Model;
-use crate::pass::{Context, Method, Quantize, SchemeRule, Score, scores};
-use crate::store::Pattern;
+use crate::pass::{Context, Method, Score, Scores, scores};
+use formats::Formats;
 use measure::Measurement;
 use solver::{Assignment, front};
 
@@ -37,27 +41,14 @@ pub struct Search<'a> {
     pub context: &'a Context<'a>,
 }
 
-/// Weights that have the same format.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Unit {
-    /// Name of the layer that a runtime fuses the weights into, or of the weight.
-    pub name: String,
-    /// Names of the weights.
-    pub weights: Vec<String>,
-    /// Number of values.
-    pub parameters: u64,
-    /// Expected loss and size of each format of [`Found::formats`], and of floats.
-    pub options: Vec<Option<Score>>,
-}
-
-/// A point of the front, or a uniform format.
+/// A point of the front, or a mixture that people use otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Point {
-    /// The format of all units; `None` for a mixture.
-    pub uniform: Option<String>,
+    /// The name of the mixture; `None` for a point of the front.
+    pub reference: Option<String>,
     /// Mean bits of the weights of all units, with scales.
     pub bits: f64,
-    /// Size of all weights of the model.
+    /// Size of all weights of the model, or of the file if the output is a single file.
     pub bytes: u64,
     /// Expected KL divergence, in nats per token.
     pub predicted: f64,
@@ -91,26 +82,30 @@ impl Search<'_> {
     /// # Errors
     /// If the model cannot run or has no logits, calibration samples are missing, or the limit cannot be met.
     pub fn run(&self) -> Result<Found> {
-        let passes = self.target.passes();
-        let scores = scores(&passes, self.model, self.context)?;
-        let mut found = self.found(&passes, &scores);
-        if found.units.is_empty() {
+        let formats = self.target.formats(self.model)?;
+        let scores = scores(formats.formats(), self.model, self.context)?;
+        let units = formats.units(&scores);
+        if units.is_empty() {
             return Err(Error::option("auto", format!("{} loads none of the formats for the weights of this model", self.target)));
         }
-        let measurement = Measurement::new(self.model, self.context)?;
-        let first = found.front();
+        let other_bytes = formats.other_bytes(&units);
+        let mut found = Found { formats: formats.names(), units, points: Vec::new(), chosen: None, measured_on: None, other_bytes };
         // Reject an impossible limit before the long part.
+        self.choose(&found, &found.front())?;
+        let measurement = Measurement::new(self.model, self.context)?;
+        self.measure_units(&*formats, &mut found, &scores, &measurement)?;
+        let first = found.front();
         let expected = self.choose(&found, &first)?;
-        found.points = found.uniform_points();
+        found.points = formats.references(&found.units)?.into_iter().map(|(name, options)| found.reference(name, options)).collect();
         found.points.extend(self.selection(&found, &first, expected));
         found.points.sort_by_key(|point| point.bytes);
         let mut rows = Vec::new();
         for point in &mut found.points {
             self.context.work.cancel.check()?;
-            let pass = pass_of(&passes, &found.units, &point.options, Method::Rtn)?;
-            let Some(pass) = pass else { continue };
-            let measured = measurement.divergence(&pass)?;
-            rows.push((by_format(&found.units, &point.options, found.formats.len()), measured));
+            let Some(rounded) = formats.rounded(&found.units, &point.options, &scores)? else { continue };
+            let measured = measurement.divergence(rounded)?;
+            let [predicted, exact] = [false, true].map(|measured| by_format(&found.units, &point.options, found.formats.len(), measured));
+            rows.push((predicted, (measured - exact.iter().sum::<f64>()).max(0.0)));
             point.measured = Some(measured);
         }
         found.measured_on = Some(measurement.description());
@@ -120,32 +115,21 @@ impl Search<'_> {
         Ok(found)
     }
 
-    /// The units with the scores of their formats.
-    fn found(&self, passes: &[Quantize], scores: &BTreeMap<String, Vec<Option<Score>>>) -> Found {
-        let mut units: BTreeMap<String, Unit> = BTreeMap::new();
-        for (name, options) in scores {
-            let Some(weight) = self.model.weights.by_name.get(name) else { continue };
-            let floats = Some(Score { loss: 0.0, bytes: weight.value_bytes() });
-            let unit_name = unit_of(self.model.config.model_type(), name);
-            let unit = units.entry(unit_name.clone()).or_insert_with(|| Unit {
-                name: unit_name,
-                weights: Vec::new(),
-                parameters: 0,
-                options: vec![Some(Score { loss: 0.0, bytes: 0 }); options.len() + 1],
-            });
-            unit.weights.push(name.clone());
-            unit.parameters += weight.elements() as u64;
-            for (option, score) in unit.options.iter_mut().zip(options.iter().chain([&floats])) {
-                // A format that cannot encode one of the weights is not an option of the unit.
-                *option = option.zip(*score).map(|(all, score)| Score { loss: all.loss + score.loss, bytes: all.bytes + score.bytes });
+    /// Measures the losses of units that the backward pass does not give, with all others as floats.
+    fn measure_units(&self, formats: &dyn Formats, found: &mut Found, scores: &Scores, measurement: &Measurement) -> Result<()> {
+        let floats = found.formats.len() - 1;
+        for at in (0..found.units.len()).filter(|at| found.units[*at].measured).collect::<Vec<_>>() {
+            for option in 0..floats {
+                self.context.work.cancel.check()?;
+                let mut options = vec![floats; found.units.len()];
+                options[at] = option;
+                let Some(score) = found.units[at].options[option] else { continue };
+                if let Some(rounded) = formats.rounded(&found.units, &options, scores)? {
+                    found.units[at].options[option] = Some(Score { loss: measurement.divergence(rounded)?, ..score });
+                }
             }
         }
-        let searched: u64 = scores.keys().filter_map(|name| self.model.weights.by_name.get(name)).map(|weight| weight.value_bytes()).sum();
-        let all: u64 = self.model.weights.by_name.values().map(|weight| weight.value_bytes()).sum();
-        let formats = passes.iter().map(|pass| self.target.format_name(pass)).chain(["floats".to_owned()]).collect();
-        let mut units: Vec<Unit> = units.into_values().collect();
-        units.sort_by(|a, b| crate::report::format::natural(&a.name, &b.name));
-        Found { formats, units, points: Vec::new(), chosen: None, measured_on: None, other_bytes: all - searched }
+        Ok(())
     }
 
     /// The point of the front for the limit.
@@ -165,10 +149,10 @@ impl Search<'_> {
         })
     }
 
-    /// Points of the front at equal distances between its smallest point and the largest uniform format, and
-    /// the point that is expected for the limit.
+    /// Points of the front at equal distances between its smallest point and the largest reference, and the
+    /// point that is expected for the limit.
     fn selection(&self, found: &Found, front: &[Assignment], expected: Option<Point>) -> Vec<Point> {
-        let ends = front.first().zip(found.uniform_points().pop());
+        let ends = front.first().zip(found.points.iter().max_by_key(|point| point.bytes));
         let mut chosen: Vec<usize> = Vec::new();
         if let Some((first, last)) = ends {
             let width = (last.bytes - found.other_bytes).saturating_sub(first.bytes) as f64;
@@ -180,17 +164,17 @@ impl Search<'_> {
         chosen.dedup();
         let mut points: Vec<Point> = chosen.into_iter().map(|at| found.point(front[at].options.clone())).collect();
         points.extend(expected.filter(|point| points.iter().all(|other| other.options != point.options)));
-        points.retain(|point| point.uniform.is_none());
+        points.retain(|point| found.points.iter().all(|reference| reference.options != point.options));
         points
     }
 
-    /// The pass that writes a point.
+    /// What writes a point, with the default method of the runtime if `method` is `None`.
     ///
     /// # Errors
-    /// If the point leaves all weights as floats.
-    pub fn pass(&self, found: &Found, point: &Point, method: Method) -> Result<Quantize> {
-        let pass = pass_of(&self.target.passes(), &found.units, &point.options, method)?;
-        pass.ok_or_else(|| Error::run("auto", "the limit allows to leave all weights as floats, so that there is nothing to do", "use a lower limit"))
+    /// If the point leaves all weights as floats, or if the runtime does not support the method.
+    pub fn writing(&self, found: &Found, point: &Point, method: Option<Method>) -> Result<Writing> {
+        let writing = self.target.formats(self.model)?.writing(&found.units, &point.options, method)?;
+        writing.ok_or_else(|| Error::run("auto", "the limit allows to leave all weights as floats, so that there is nothing to do", "use a lower limit"))
     }
 }
 
@@ -207,15 +191,15 @@ impl Found {
         assignments
     }
 
-    /// Multiplies the losses of each format by its factor.
+    /// Multiplies the losses of each format by its factor, except those that were measured.
     fn scale(&mut self, factors: &[f64]) {
-        for unit in &mut self.units {
+        for unit in self.units.iter_mut().filter(|unit| !unit.measured) {
             for (option, factor) in unit.options.iter_mut().zip(factors) {
                 option.iter_mut().for_each(|option| option.loss *= factor);
             }
         }
-        for point in &mut self.points {
-            point.predicted = by_format(&self.units, &point.options, self.formats.len()).iter().sum();
+        for at in 0..self.points.len() {
+            self.points[at].predicted = self.point(self.points[at].options.clone()).predicted;
         }
     }
 
@@ -224,9 +208,8 @@ impl Found {
         let chosen = || self.units.iter().zip(&options).filter_map(|(unit, option)| unit.options.get(*option).copied().flatten());
         let bytes: u64 = chosen().map(|format| format.bytes).sum();
         let parameters: u64 = self.units.iter().map(|unit| unit.parameters).sum();
-        let first = options.first().filter(|first| options.iter().all(|option| option == *first));
         Point {
-            uniform: first.and_then(|first| self.formats.get(*first)).cloned(),
+            reference: None,
             bits: 8.0 * bytes as f64 / parameters.max(1) as f64,
             bytes: bytes + self.other_bytes,
             predicted: chosen().map(|format| format.loss).sum(),
@@ -235,10 +218,9 @@ impl Found {
         }
     }
 
-    /// The points at which all units have one format, except floats.
-    fn uniform_points(&self) -> Vec<Point> {
-        let has = |format: &usize| self.units.iter().all(|unit| unit.options[*format].is_some());
-        (0..self.formats.len() - 1).filter(has).map(|format| self.point(vec![format; self.units.len()])).collect()
+    /// The point of a mixture that people use otherwise.
+    fn reference(&self, name: String, options: Vec<usize>) -> Point {
+        Point { reference: Some(name), ..self.point(options) }
     }
 
     /// Numbers of units of a point by format, in words: "12 in W4A16".
@@ -250,39 +232,13 @@ impl Found {
     }
 }
 
-/// The sum of the losses of the units with each format.
-fn by_format(units: &[Unit], options: &[usize], formats: usize) -> Vec<f64> {
+/// The sum of the losses of the units with each format, of those that are `measured` or of the others.
+fn by_format(units: &[Unit], options: &[usize], formats: usize, measured: bool) -> Vec<f64> {
     let mut sums = vec![0.0; formats];
-    for (unit, option) in units.iter().zip(options) {
+    for (unit, option) in units.iter().zip(options).filter(|(unit, _)| unit.measured == measured) {
         sums[*option] += unit.options[*option].map_or(0.0, |option| option.loss);
     }
     sums
-}
-
-/// Name of the unit of a weight: the fused layer, or all experts of a layer.
-fn unit_of(model_type: &str, name: &str) -> String {
-    match name.split_once(".experts.") {
-        Some((layer, _)) => format!("{layer}.experts"),
-        None => arch::fused_layer(model_type, name),
-    }
-}
-
-/// The pass that quantizes the units in the formats with these indices; `None` if all are floats. Its scheme
-/// is the one of most weights; the others have rules.
-fn pass_of(passes: &[Quantize], units: &[Unit], options: &[usize], method: Method) -> Result<Option<Quantize>> {
-    let mut weights: Vec<Vec<Pattern>> = vec![Vec::new(); passes.len() + 1];
-    for (unit, option) in units.iter().zip(options) {
-        for name in &unit.weights {
-            weights[*option].push(name.parse().map_err(|e| Error::option("auto", e))?);
-        }
-    }
-    let floats = weights.pop().unwrap_or_default();
-    let most = weights.iter().enumerate().max_by_key(|(at, weights)| (weights.len(), usize::MAX - at)).filter(|(_, weights)| !weights.is_empty());
-    let Some((most, _)) = most else { return Ok(None) };
-    let rules = weights.into_iter().zip(passes).enumerate().filter(|(at, (weights, _))| *at != most && !weights.is_empty());
-    let rules = rules.map(|(_, (targets, pass))| SchemeRule { targets, scheme: pass.scheme, group_size: pass.group_size });
-    let (scheme, group_size) = (passes[most].scheme, passes[most].group_size);
-    Ok(Some(Quantize { scheme, group_size, rules: rules.collect(), method, ignore: floats, ..Quantize::default() }))
 }
 
 #[cfg(test)]
@@ -294,6 +250,7 @@ mod tests {
             name: name.to_owned(),
             weights: vec![format!("{name}.weight")],
             parameters: 1000,
+            measured: false,
             options: vec![Some(Score { loss: losses[0], bytes: 500 }), Some(Score { loss: losses[1], bytes: 1000 }), Some(Score { loss: 0.0, bytes: 2000 })],
         };
         let units = vec![
@@ -312,34 +269,17 @@ mod tests {
         assert_eq!(front[0].options, [0, 0, 1]);
         let point = found.point(front[1].options.clone());
         assert_eq!((point.options.as_slice(), point.bytes, point.predicted), (&[1, 0, 1][..], 2600, 3.1));
-        assert!((point.bits - 8.0 * 2500.0 / 3000.0).abs() < 1e-9 && point.uniform.is_none());
-        // Only formats that all units have can be uniform.
-        let uniform: Vec<Option<String>> = found.uniform_points().into_iter().map(|point| point.uniform).collect();
-        assert_eq!(uniform, [Some("W8A16".to_owned())]);
+        assert!((point.bits - 8.0 * 2500.0 / 3000.0).abs() < 1e-9 && point.reference.is_none());
     }
 
+    /// Measured losses are not corrected by the measurements of mixtures.
     #[test]
-    fn a_pass_has_a_rule_for_each_other_scheme() {
-        let passes = LoadedBy::Vllm.passes();
-        let (last, floats) = (passes.len() - 1, passes.len());
-        let unit = |name: &str, weights: usize| Unit {
-            name: name.to_owned(),
-            weights: (0..weights).map(|at| format!("{name}.{at}.weight")).collect(),
-            parameters: 0,
-            options: Vec::new(),
-        };
-        let units = [unit("a", 1), unit("b", 3), unit("c", 1)];
-        let pass = pass_of(&passes, &units, &[0, last, floats], Method::Gptq).unwrap().unwrap();
-        assert_eq!((pass.scheme, pass.method, pass.rules.len()), (passes[last].scheme, Method::Gptq, 1));
-        assert!(pass.rules[0].targets[0].matches("a.0.weight") && pass.ignore[0].matches("c.0.weight"));
-        assert!(pass_of(&passes, &units, &[floats; 3], Method::Gptq).unwrap().is_none());
-    }
-
-    #[test]
-    fn experts_of_a_layer_are_one_unit() {
-        let names = ["model.layers.0.mlp.experts.0.w1.weight", "model.layers.0.mlp.experts.7.w2.weight"].map(|name| unit_of("mixtral", name));
-        assert_eq!(names[0], names[1]);
-        assert_eq!(unit_of("llama", "model.layers.0.self_attn.q_proj.weight"), unit_of("llama", "model.layers.0.self_attn.v_proj.weight"));
-        assert_ne!(unit_of("llama", "model.layers.0.self_attn.q_proj.weight"), unit_of("llama", "model.layers.1.self_attn.q_proj.weight"));
+    fn measured_units_are_not_scaled() {
+        let mut found = found();
+        found.units[0].measured = true;
+        found.points = vec![found.reference("all".to_owned(), vec![0, 0, 1])];
+        assert_eq!([false, true].map(|measured| by_format(&found.units, &[0, 0, 1], 3, measured)), [[2.0, 0.1, 0.0], [8.0, 0.0, 0.0]]);
+        found.scale(&[0.5, 2.0, 1.0]);
+        assert!((found.points[0].predicted - (8.0 + 0.5 * 2.0 + 2.0 * 0.1)).abs() < 1e-9);
     }
 }

@@ -1,0 +1,171 @@
+//! Types of the matrices of a GGUF file.
+
+use super::formats::{Formats, Unit, Writing};
+use crate::error::{Error, Result};
+use crate::export::{FileType, Gguf, Matrix, TensorType};
+use crate::model::Model;
+use crate::pass::{Method, Score, Scores, WeightFormat};
+use crate::store::gguf::{ALIGNMENT, Kind};
+
+/// Types in ascending order of bits, with llama.cpp's file type of files in which most matrices have the type.
+/// Q4_0 is left out: IQ4_NL has the same size and a lower error.
+const TYPES: [(TensorType, FileType); 12] = [
+    (TensorType::Q2_K, FileType::Q2_K),
+    (TensorType::Q3_K, FileType::Q3_K_S),
+    (TensorType::IQ4_XS, FileType::IQ4_XS),
+    (TensorType::IQ4_NL, FileType::IQ4_NL),
+    (TensorType::Q4_K, FileType::Q4_K_S),
+    (TensorType::Q4_1, FileType::Q4_1),
+    (TensorType::Q5_0, FileType::Q5_0),
+    (TensorType::Q5_K, FileType::Q5_K_S),
+    (TensorType::Q5_1, FileType::Q5_1),
+    (TensorType::Q6_K, FileType::Q6_K),
+    (TensorType::Q8_0, FileType::Q8_0),
+    (TensorType::F16, FileType::F16),
+];
+/// Index of the type of weights that are not quantized.
+const FLOATS: usize = TYPES.len() - 1;
+
+/// Mixtures of llama.cpp, for comparison.
+const REFERENCES: [FileType; 8] = {
+    use FileType::{IQ4_XS, Q2_K, Q3_K_M, Q4_K_M, Q4_K_S, Q5_K_M, Q6_K, Q8_0};
+    [Q2_K, Q3_K_M, IQ4_XS, Q4_K_S, Q4_K_M, Q5_K_M, Q6_K, Q8_0]
+};
+
+/// The embedding, and the head if it is stored separately. The backward pass has no scores for them.
+const TABLES: [&str; 2] = ["token_embd.weight", "output.weight"];
+
+/// The matrices of a model.
+pub(super) struct Blocks<'a> {
+    model: &'a Model,
+    formats: Vec<WeightFormat>,
+    matrices: Vec<Matrix>,
+    /// Size of the file with matrices in F16.
+    bytes: u64,
+}
+
+impl<'a> Blocks<'a> {
+    /// The matrices of a model.
+    ///
+    /// # Errors
+    /// If GGUF files cannot represent the model.
+    pub fn new(model: &'a Model) -> Result<Blocks<'a>> {
+        let (matrices, bytes) = Gguf { file_type: FileType::F16, ..Gguf::default() }.matrices(model)?;
+        Ok(Blocks { model, formats: TYPES.iter().filter_map(block_format).collect(), matrices, bytes })
+    }
+
+    /// The types of all units of a file in one of llama.cpp's mixtures; `None` if one is not in the table.
+    fn mixture(&self, file_type: FileType, units: &[Unit]) -> Result<Option<Vec<usize>>> {
+        let (matrices, _) = Gguf { file_type, ..Gguf::default() }.matrices(self.model)?;
+        let option = |unit: &Unit| {
+            let kind = matrices.iter().find(|matrix| matrix.tensor == unit.name)?.kind;
+            TYPES.iter().position(|(tensor_type, _)| tensor_type.kind() == kind)
+        };
+        Ok(units.iter().map(option).collect())
+    }
+}
+
+/// The format of a type with blocks.
+fn block_format((tensor_type, _): &(TensorType, FileType)) -> Option<WeightFormat> {
+    if let Kind::Blocks(kind) = tensor_type.kind() { Some(WeightFormat::Blocks(kind)) } else { None }
+}
+
+/// The type in the file of an option.
+fn kind_of(option: usize) -> Kind {
+    TYPES[option.min(FLOATS)].0.kind()
+}
+
+impl Matrix {
+    /// Bytes in a file with padding; `None` if the rows are not a multiple of the block size.
+    fn bytes(&self, kind: Kind) -> Option<u64> {
+        kind.byte_count(&self.shape).map(|bytes| bytes.next_multiple_of(ALIGNMENT))
+    }
+}
+
+impl Formats for Blocks<'_> {
+    fn formats(&self) -> &[WeightFormat] {
+        &self.formats
+    }
+
+    fn names(&self) -> Vec<String> {
+        TYPES.iter().map(|(tensor_type, _)| format!("{tensor_type:?}")).collect()
+    }
+
+    fn units(&self, scores: &Scores) -> Vec<Unit> {
+        let unit = |matrix: &Matrix| {
+            let mut unit = Unit::new(matrix.tensor.clone(), TYPES.len());
+            unit.measured = TABLES.contains(&matrix.tensor.as_str());
+            let floats = Some(Score { loss: 0.0, bytes: 0 });
+            for name in &matrix.weights {
+                let weight = self.model.weights.by_name.get(name)?;
+                match scores.by_weight.get(name) {
+                    _ if unit.measured => unit.add(name, weight, unit.options.clone().into_iter()),
+                    Some(scores) => unit.add(name, weight, scores.iter().chain([&floats]).copied()),
+                    None => return None,
+                }
+            }
+            // Experts of one tensor have no padding in between.
+            let stored = |(option, score): (usize, &mut Option<Score>)| {
+                *score = score.zip(matrix.bytes(kind_of(option))).map(|(score, bytes)| Score { bytes, ..score });
+            };
+            unit.options.iter_mut().enumerate().for_each(stored);
+            Some(unit)
+        };
+        self.matrices.iter().filter_map(unit).collect()
+    }
+
+    fn other_bytes(&self, units: &[Unit]) -> u64 {
+        let floats: u64 = units.iter().filter_map(|unit| unit.options.last().copied().flatten()).map(|score| score.bytes).sum();
+        self.bytes - floats
+    }
+
+    fn references(&self, units: &[Unit]) -> Result<Vec<(String, Vec<usize>)>> {
+        let mut found = Vec::new();
+        for file_type in REFERENCES {
+            found.extend(self.mixture(file_type, units)?.map(|options| (format!("{file_type:?}"), options)));
+        }
+        Ok(found)
+    }
+
+    fn rounded(&self, units: &[Unit], options: &[usize], scores: &Scores) -> Result<Option<Model>> {
+        if options.iter().all(|option| *option == FLOATS) {
+            return Ok(None);
+        }
+        let mut model = self.model.clone();
+        let tied = model.tied_names();
+        for (unit, option) in units.iter().zip(options).filter(|(_, option)| **option != FLOATS) {
+            for name in &unit.weights {
+                let aliases = tied.iter().filter(|(_, original)| original == name).map(|(alias, _)| (*alias).to_owned());
+                for name in aliases.chain([name.clone()]) {
+                    let Some(weight) = model.weights.by_name.get_mut(&name) else { continue };
+                    let importance = scores.importance.get(&name).filter(|_| !unit.measured).cloned();
+                    *weight = weight.dense(&name).in_gguf(kind_of(*option), &name, importance).0;
+                }
+            }
+        }
+        Ok(Some(model))
+    }
+
+    /// All matrices are listed, so that the mixture of the file type affects none of them. Scales are searched
+    /// by the importance of the columns, without another method.
+    fn writing(&self, units: &[Unit], options: &[usize], _method: Option<Method>) -> Result<Option<Writing>> {
+        if options.iter().all(|option| *option == FLOATS) {
+            return Ok(None);
+        }
+        let option = |matrix: &Matrix| {
+            let at = units.iter().position(|unit| unit.name == matrix.tensor);
+            at.and_then(|at| options.get(at)).copied().unwrap_or(FLOATS)
+        };
+        let mut types = Vec::new();
+        let mut parameters = [0usize; TYPES.len()];
+        for matrix in &self.matrices {
+            let option = option(matrix);
+            parameters[option] += matrix.shape.iter().product::<usize>();
+            let pattern = matrix.tensor.parse().map_err(|e| Error::option("auto", e))?;
+            types.push((pattern, TYPES[option].0));
+        }
+        let most = (0..TYPES.len()).max_by_key(|option| parameters[*option]).unwrap_or(FLOATS);
+        let file_type = TYPES[most].1;
+        Ok(Some(Writing { passes: Vec::new(), exports: vec![Gguf { file_type, types, ..Gguf::default() }.into()] }))
+    }
+}

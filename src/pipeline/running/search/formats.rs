@@ -1,0 +1,86 @@
+//! The units of a model, and what a runtime must know about its formats.
+
+use serde::Serialize;
+
+use crate::error::Result;
+use crate::export::Export;
+use crate::model::Model;
+use crate::pass::{Method, Score, Scores, Step, WeightFormat};
+use crate::store::Weight;
+
+/// Weights that have the same format.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Unit {
+    /// Name of the layer that a runtime fuses the weights into, or of the tensor.
+    pub name: String,
+    /// Names of the weights.
+    pub weights: Vec<String>,
+    /// Number of values.
+    pub parameters: u64,
+    /// Expected loss and size of each format, and of floats.
+    pub options: Vec<Option<Score>>,
+    /// Whether the losses are measured, one format at a time, because the backward pass does not give them.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub measured: bool,
+}
+
+impl Unit {
+    /// A unit without weights.
+    pub(super) fn new(name: String, options: usize) -> Unit {
+        Unit { name, weights: Vec::new(), parameters: 0, options: vec![Some(Score { loss: 0.0, bytes: 0 }); options], measured: false }
+    }
+
+    /// Adds a weight with the scores of its formats. A format that cannot store one of the weights is not an
+    /// option of the unit.
+    pub(super) fn add(&mut self, name: &str, weight: &Weight, scores: impl Iterator<Item = Option<Score>>) {
+        self.weights.push(name.to_owned());
+        self.parameters += weight.elements() as u64;
+        for (option, score) in self.options.iter_mut().zip(scores) {
+            *option = option.zip(score).map(|(all, score)| Score { loss: all.loss + score.loss, bytes: all.bytes + score.bytes });
+        }
+    }
+}
+
+/// Passes and output formats that write a choice of formats.
+#[derive(Debug)]
+pub struct Writing {
+    /// Passes.
+    pub passes: Vec<Step>,
+    /// Output formats; safetensors if empty.
+    pub exports: Vec<Export>,
+}
+
+/// The formats of a runtime, for a model. The option of a unit is the index of its format; the last one is
+/// floats.
+pub(super) trait Formats {
+    /// The formats, in ascending order of bits.
+    fn formats(&self) -> &[WeightFormat];
+
+    /// Display names of the formats and of floats.
+    fn names(&self) -> Vec<String>;
+
+    /// The units with the scores of their formats.
+    fn units(&self, scores: &Scores) -> Vec<Unit>;
+
+    /// Size of the output without the units.
+    fn other_bytes(&self, units: &[Unit]) -> u64;
+
+    /// Mixtures that people use otherwise, by name, as options of all units.
+    ///
+    /// # Errors
+    /// If the output format cannot represent the model.
+    fn references(&self, units: &[Unit]) -> Result<Vec<(String, Vec<usize>)>>;
+
+    /// The model with the weights of the units rounded to nearest in the formats with these indices; `None`
+    /// if all are floats.
+    ///
+    /// # Errors
+    /// If a weight cannot be rounded.
+    fn rounded(&self, units: &[Unit], options: &[usize], scores: &Scores) -> Result<Option<Model>>;
+
+    /// What writes the units in the formats with these indices; `None` if all are floats.
+    ///
+    /// # Errors
+    /// If the runtime does not support the method.
+    fn writing(&self, units: &[Unit], options: &[usize], method: Option<Method>) -> Result<Option<Writing>>;
+}

@@ -1,0 +1,47 @@
+//! The section of the report about a search.
+
+use super::{Found, LoadedBy, Point};
+use crate::report::{FormatSearch, SearchPoint, SearchUnit};
+
+/// Largest number of points of the front in a report.
+const FRONT: usize = 200;
+
+impl Found {
+    /// The section of the report; `None` without a chosen point.
+    pub fn report(&self, target: LoadedBy) -> Option<FormatSearch> {
+        let chosen = self.chosen.as_ref()?;
+        let front = self.front();
+        let limit = chosen.bytes + chosen.bytes / 20;
+        let larger = front.iter().rev().map(|assignment| self.point(assignment.options.clone())).find(|point| point.bytes <= limit);
+        let larger = larger.filter(|point| point.predicted < chosen.predicted);
+        let step = front.len().div_ceil(FRONT).max(1);
+        let thinned = front.iter().rev().step_by(step).map(|assignment| self.point(assignment.options.clone()));
+        let mut thinned: Vec<SearchPoint> = thinned.map(|point| reported(&point)).collect();
+        thinned.reverse();
+        let format = |option: Option<&usize>| option.and_then(|option| self.formats.get(*option)).cloned().unwrap_or_default();
+        let units = self.units.iter().zip(&chosen.options).enumerate().map(|(at, (unit, option))| {
+            let score = unit.options.get(*option).copied().flatten();
+            let other = larger.as_ref().and_then(|point| point.options.get(at)).filter(|other| *other != option);
+            SearchUnit {
+                name: unit.name.clone(),
+                format: format(Some(option)),
+                bytes: score.map_or(0, |score| score.bytes),
+                loss: score.map_or(0.0, |score| score.loss),
+                larger: other.map(|other| format(Some(other))),
+            }
+        });
+        Some(FormatSearch {
+            runtime: target.to_string(),
+            measured_on: self.measured_on.clone(),
+            chosen: reported(chosen),
+            larger: larger.as_ref().map(reported),
+            points: self.points.iter().map(reported).collect(),
+            front: thinned,
+            units: units.collect(),
+        })
+    }
+}
+
+fn reported(point: &Point) -> SearchPoint {
+    SearchPoint { name: point.reference.clone(), bits: point.bits, bytes: point.bytes, predicted: point.predicted, measured: point.measured }
+}
