@@ -16,7 +16,7 @@ def source(folder, only=("",)):
     """Extracts the source to `folder`, only paths that begin with one of `only`."""
     archive = venv.cache() / f"{PACKAGE}.tar.gz"
     if not archive.is_file():
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", f"--dest={venv.cache()}"]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=llama-cpp-python", f"--dest={venv.cache()}"]
         subprocess.run([*command, PACKAGE.replace("-", "==")], check=True, stdout=sys.stderr)
     inside = f"{PACKAGE}/vendor/llama.cpp/"
     with tarfile.open(archive) as file:
