@@ -136,6 +136,7 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod build;
+pub mod contract;
 mod entry;
 pub mod export;
 pub mod pass;

@@ -12,6 +12,7 @@ mod checks;
 mod cli;
 mod common;
 mod configs;
+mod contract;
 mod corpus;
 mod evaluation;
 mod families;

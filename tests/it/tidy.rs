@@ -10,7 +10,7 @@ const LAYERS: [&[&str]; 17] = [
     &["build", "cli", "plugin", "prelude"],
     &["pipeline"],
     &["recipe", "report"],
-    &["pass", "export"],
+    &["contract", "export", "pass"],
     &["train"],
     &["evaluation", "calibration", "generation"],
     &["exec"],

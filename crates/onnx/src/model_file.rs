@@ -97,12 +97,25 @@ struct Candidate<'m> {
     top: bool,
 }
 
+/// The messages of a file, encoded and decoded.
+fn decode(path: &Path, file: &File) -> Result<(Skeleton, ModelProto)> {
+    let skeleton = Skeleton::read(path, file)?;
+    let model = ModelProto::decode(skeleton.bytes.as_slice()).map_err(|e| Error::malformed(path, format!("not an ONNX model: {e}")))?;
+    Ok((skeleton, model))
+}
+
 impl ModelFile {
+    /// Decodes the messages of a file, without the elements of large tensors. Neither validates the model nor
+    /// opens external data.
+    pub fn messages(path: &Path) -> Result<ModelProto> {
+        let file = File::open(path).map_err(Error::io("open", path))?;
+        Ok(decode(path, &file)?.1)
+    }
+
     /// Opens a file without reading its weights.
     pub fn open(path: &Path) -> Result<ModelFile> {
         let file = File::open(path).map_err(Error::io("open", path))?;
-        let skeleton = Skeleton::read(path, &file)?;
-        let model = ModelProto::decode(skeleton.bytes.as_slice()).map_err(|e| Error::malformed(path, format!("not an ONNX model: {e}")))?;
+        let (skeleton, model) = decode(path, &file)?;
         check::check(&model).map_err(|reason| Error::malformed(path, reason))?;
         let file = DataFile::from_file(path, file);
         let out_of_line =

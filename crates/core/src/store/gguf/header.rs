@@ -5,7 +5,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufReader, Read};
+use std::path::Path;
 
+use crate::error::Error;
 use crate::files::{self, File};
 use crate::kernel::ggml::BlockType;
 use crate::store::DType;
@@ -136,6 +138,41 @@ pub(super) struct Tensor {
     pub bytes: u64,
 }
 
+/// Description of a tensor, whose type may be unsupported.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorDescription {
+    /// Name.
+    pub name: String,
+    /// Shape, outermost dimension first.
+    pub shape: Vec<usize>,
+    /// Id of the type.
+    pub type_id: u32,
+    /// Offset of the first byte in the data section.
+    begin: u64,
+}
+
+/// Metadata of a file, and descriptions of its tensors, which are not validated.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Outline {
+    /// Metadata by key.
+    pub values: BTreeMap<String, Value>,
+    /// The tensors, in order.
+    pub tensors: Vec<TensorDescription>,
+}
+
+impl Outline {
+    /// Reads the header of a file. Fails if it is malformed; tensors of any type are described.
+    pub fn open(path: &Path) -> crate::error::Result<Outline> {
+        let file = File::open(path).map_err(Error::io("open", path))?;
+        let read = || -> Result<Outline, String> {
+            let (mut reader, values, count) = Reader::start(&file)?;
+            let tensors = (0..count).map(|number| reader.description(number)).collect::<Result<Vec<_>, String>>()?;
+            Ok(Outline { values, tensors })
+        };
+        read().map_err(|reason| Error::malformed(path, reason))
+    }
+}
+
 /// Contents of a header.
 pub(super) struct Header {
     pub values: BTreeMap<String, Value>,
@@ -145,26 +182,7 @@ pub(super) struct Header {
 impl Header {
     /// Parses the header of a file. The error describes the problem, without the name of the file.
     pub fn read(file: &File) -> Result<Header, String> {
-        let length = file.length();
-        let mut reader = Reader { input: BufReader::new(file.reader()), at: 0, end: length.min(MAX_HEADER), length, narrow: 0 };
-        if reader.take::<4>("the magic number")? != *super::MARK {
-            return Err("not a GGUF file: it does not start with `GGUF` (if it is a Git LFS pointer, download the file)".into());
-        }
-        let version = reader.u32("the version")?;
-        if version & 0xFFFF == 0 {
-            return Err("big-endian files are not supported; convert it with `gguf_convert_endian.py`".into());
-        }
-        if ![2, 3].contains(&version) {
-            return Err(format!("has the unsupported version {version} (supported: 2 and 3); convert the model again"));
-        }
-        let (tensors, values) = (reader.u64("the number of tensors")?, reader.u64("the number of keys")?);
-        // Minimum encoded sizes of a tensor description and of a key.
-        reader.require("tensors", tensors, 24)?;
-        reader.require("keys", values, 13)?;
-        if values > MAX_KEYS {
-            return Err(format!("has {values} keys, at most {MAX_KEYS} are supported"));
-        }
-        let values = reader.values(values)?;
+        let (mut reader, values, tensors) = Reader::start(file)?;
         let alignment = match values.get(ALIGNMENT_KEY) {
             None => ALIGNMENT,
             Some(Value::Unsigned(alignment)) if alignment.is_power_of_two() && *alignment <= 1 << 20 => *alignment,
@@ -172,7 +190,7 @@ impl Header {
         };
         let mut tensors = reader.tensors(tensors)?;
         let data = reader.at.checked_next_multiple_of(alignment).ok_or("its header is too large")?;
-        resolve_offsets(&mut tensors, data, alignment, length)?;
+        resolve_offsets(&mut tensors, data, alignment, reader.length)?;
         Ok(Header { values, tensors })
     }
 }
@@ -233,6 +251,31 @@ struct Reader {
 }
 
 impl Reader {
+    /// Reads up to the descriptions of the tensors. Returns the metadata and the number of tensors.
+    fn start(file: &File) -> Result<(Reader, BTreeMap<String, Value>, u64), String> {
+        let length = file.length();
+        let mut reader = Reader { input: BufReader::new(file.reader()), at: 0, end: length.min(MAX_HEADER), length, narrow: 0 };
+        if reader.take::<4>("the magic number")? != *super::MARK {
+            return Err("not a GGUF file: it does not start with `GGUF` (if it is a Git LFS pointer, download the file)".into());
+        }
+        let version = reader.u32("the version")?;
+        if version & 0xFFFF == 0 {
+            return Err("big-endian files are not supported; convert it with `gguf_convert_endian.py`".into());
+        }
+        if ![2, 3].contains(&version) {
+            return Err(format!("has the unsupported version {version} (supported: 2 and 3); convert the model again"));
+        }
+        let (tensors, values) = (reader.u64("the number of tensors")?, reader.u64("the number of keys")?);
+        // Minimum encoded sizes of a tensor description and of a key.
+        reader.require("tensors", tensors, 24)?;
+        reader.require("keys", values, 13)?;
+        if values > MAX_KEYS {
+            return Err(format!("has {values} keys, at most {MAX_KEYS} are supported"));
+        }
+        let values = reader.values(values)?;
+        Ok((reader, values, tensors))
+    }
+
     /// Fails if `count` elements of at least `least` bytes exceed the rest of the file.
     fn require(&self, what: &str, count: u64, least: u64) -> Result<(), String> {
         let left = self.end.saturating_sub(self.at);
@@ -356,20 +399,26 @@ impl Reader {
         }
     }
 
+    fn description(&mut self, number: u64) -> Result<TensorDescription, String> {
+        let name = self.text(&format!("tensor {number}"), LONGEST_NAME)?;
+        let what = format!("tensor `{name}`");
+        let axes = self.u32(&what)?;
+        if axes > MAX_AXES {
+            return Err(format!("{what} has {axes} axes, at most {MAX_AXES} are supported"));
+        }
+        let mut shape = (0..axes).map(|_| self.u64(&what)).collect::<Result<Vec<u64>, _>>()?;
+        shape.reverse();
+        let shape = shape.into_iter().map(usize::try_from).collect::<Result<Vec<_>, _>>().map_err(|_| format!("{what} is too large"))?;
+        let (type_id, begin) = (self.u32(&what)?, self.u64(&what)?);
+        Ok(TensorDescription { name, shape, type_id, begin })
+    }
+
     fn tensors(&mut self, count: u64) -> Result<Vec<Tensor>, String> {
         let (mut tensors, mut names) = (Vec::new(), BTreeSet::new());
         for number in 0..count {
-            let name = self.text(&format!("tensor {number}"), LONGEST_NAME)?;
+            let TensorDescription { name, shape, type_id, begin } = self.description(number)?;
             let what = format!("tensor `{name}`");
-            let axes = self.u32(&what)?;
-            if axes > MAX_AXES {
-                return Err(format!("{what} has {axes} axes, at most {MAX_AXES} are supported"));
-            }
-            let mut shape = (0..axes).map(|_| self.u64(&what)).collect::<Result<Vec<u64>, _>>()?;
-            shape.reverse();
-            let shape = shape.into_iter().map(usize::try_from).collect::<Result<Vec<_>, _>>().map_err(|_| format!("{what} is too large"))?;
-            let kind = Kind::from_id(self.u32(&what)?).map_err(|reason| format!("{what} {reason}"))?;
-            let begin = self.u64(&what)?;
+            let kind = Kind::from_id(type_id).map_err(|reason| format!("{what} {reason}"))?;
             let bytes = kind.byte_count(&shape).ok_or_else(|| {
                 let (elements, _) = kind.unit();
                 format!("{what} of shape {shape:?} has rows that are not a multiple of {elements} elements, or is too large")

@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 pub use self::block_quantized::BlockQuantized;
 pub use self::fused_experts::expert_rows;
-pub use self::header::{ALIGNMENT, Kind, Value};
+pub use self::header::{ALIGNMENT, Kind, Outline, TensorDescription, Value};
 pub use self::row_permutation::RowPermutation;
 pub use self::split::is_continuation;
 pub use self::write::header;

@@ -1,0 +1,218 @@
+//! Rules of folders in the format of compressed-tensors, which several runtimes share.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+use super::folder::{Folder, Module, OWN_TYPE};
+use super::scheme::{Arguments, Group};
+use super::{Finding, Target};
+use crate::arch;
+use crate::error::Result;
+use crate::store::DType;
+
+/// Most layers of a model, so that an invalid `config.json` is not expanded.
+const MOST_LAYERS: u64 = 1 << 16;
+/// Files with the vocabulary of a tokenizer.
+const VOCABULARIES: [&str; 9] = [
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "tokenizer.model.v3",
+];
+const OWN: &str = "run `compress densify`, which writes plain floats";
+const RESAVE: &str = "the checkpoint is incomplete: save it again, or start from the original checkpoint";
+
+/// The configuration names the classes of the model.
+pub(super) fn architectures(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    if folder.config.is_none() {
+        return Ok(vec![Finding::new("config.json", "is missing", "copy it from the original model")]);
+    }
+    let names = folder.get("architectures").and_then(Value::as_array).map_or(0, Vec::len);
+    let reason = format!("is missing or empty in config.json, by which {} selects the model class", target.runtime().name());
+    Ok(if names == 0 { vec![Finding::new("architectures", reason, "copy the key from the config.json of the original model")] } else { Vec::new() })
+}
+
+/// The configuration has a model type.
+pub(super) fn model_type(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    if folder.config.is_none() {
+        return Ok(vec![Finding::new("config.json", "is missing", "copy it from the original model")]);
+    }
+    let reason = format!("is missing in config.json, by which {} selects the model class", target.runtime().name());
+    let is_missing = folder.model_type().is_empty();
+    Ok(if is_missing { vec![Finding::new("model_type", reason, "copy the key from the config.json of the original model")] } else { Vec::new() })
+}
+
+/// The folder is not in a format that only this program reads.
+pub(super) fn own_format(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    let named = folder.get("model_type").and_then(Value::as_str).filter(|name| name.starts_with(OWN_TYPE));
+    let of_type = named.map(|name| Finding::new("model_type", format!("is `{name}`: only compress reads the folder"), OWN));
+    let is_own = folder.quantization.as_ref().is_some_and(|quantization| quantization.method == crate::model::OWN_METHOD);
+    let of_method = is_own.then(|| Finding::new("quant_method", "is `compress`: only compress reads the weights", OWN));
+    Ok(of_type.or(of_method).into_iter().collect())
+}
+
+/// A model of text has a tokenizer.
+pub(super) fn tokenizer(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    let has_words = |config: &Value| config.get("vocab_size").is_some_and(Value::is_u64);
+    let is_text = folder.get("vocab_size").is_some_and(Value::is_u64) || folder.get("text_config").is_some_and(has_words);
+    // Tokenizers with their own code have files of any name.
+    let is_own =
+        |name: &String| VOCABULARIES.contains(&name.as_str()) || name.ends_with(".tiktoken") || (name.starts_with("tokenization_") && name.ends_with(".py"));
+    if !is_text || folder.files.iter().any(is_own) {
+        return Ok(Vec::new());
+    }
+    let reason = format!("is missing, and no other file has a vocabulary, which {} loads at the start", target.runtime().name());
+    Ok(vec![Finding::new("tokenizer.json", reason, "copy the tokenizer files of the original model into the folder")])
+}
+
+/// All decoder layers are stored.
+pub(super) fn layers(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    let Some(count) = folder.get("num_hidden_layers").and_then(Value::as_u64).filter(|count| *count <= MOST_LAYERS) else { return Ok(Vec::new()) };
+    let number = |name: &String| name.strip_prefix("model.layers.")?.split('.').next()?.parse::<u64>().ok();
+    let stored: BTreeSet<u64> = folder.tensors.keys().filter_map(number).collect();
+    if stored.is_empty() {
+        return Ok(Vec::new());
+    }
+    let missing = (0..count).filter(|layer| !stored.contains(layer));
+    let finding = |layer: u64| Finding::new(format!("model.layers.{layer}"), format!("is missing, but `num_hidden_layers` in config.json is {count}"), RESAVE);
+    Ok(missing.map(finding).collect())
+}
+
+/// Every quantized matrix is selected by a target and is not ignored.
+pub(super) fn selected(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    let Some(quantization) = folder.compressed_tensors() else { return Ok(Vec::new()) };
+    let runtime = target.runtime().name();
+    let finding = |(name, module): (&String, &Module)| {
+        // Other names of the module may match entries for other modules.
+        let own = std::slice::from_ref(name);
+        if let Some(entry) = quantization.ignored(own, module.class) {
+            let reason = format!("is quantized, but `{entry}` in `ignore` excludes it, so that {runtime} expects floats");
+            return Some(Finding::new(name.clone(), reason, "remove the entry from `ignore` in config.json"));
+        }
+        if quantization.group(&module.names, module.class).is_none() {
+            let reason = format!("is quantized, but no target of `config_groups` selects it, so that {runtime} expects floats");
+            return Some(Finding::new(name.clone(), reason, "add the module to the `targets` of its group in config.json"));
+        }
+        None
+    };
+    Ok(folder.modules.iter().filter(|(_, module)| module.is_quantized).filter_map(finding).collect())
+}
+
+/// Every matrix of floats that a target selects is ignored.
+pub(super) fn ignored(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    // In other families, matrices may belong to layers that are not of the class `Linear`.
+    if arch::family(folder.model_type()).is_none_or(|family| family.is_input_major) {
+        return Ok(Vec::new());
+    }
+    let runtime = target.runtime().name();
+    let floats = [DType::F32, DType::F16, DType::BF16, DType::F64];
+    let finding = |(name, module): (&String, &Module)| {
+        let group = folder.group(module).filter(|group| group.weights.is_some())?;
+        let is_selected = !module.is_quantized && module.is_linear() && floats.contains(&module.dtype) && folder.ignored(module).is_none();
+        let reason = format!("is stored as floats, but `{}` of `config_groups` selects it, so that {runtime} expects codes with scales", group.name);
+        is_selected.then(|| Finding::new(name.clone(), reason, "add the module to `ignore` in config.json"))
+    };
+    Ok(folder.modules.iter().filter_map(finding).collect())
+}
+
+/// Names of the tensors that a quantized matrix has in addition to its codes.
+fn parts(group: &Group, weights: &Arguments) -> Vec<&'static str> {
+    let mut parts = vec!["weight_scale"];
+    if weights.is_integer && group.format == "pack-quantized" {
+        parts.push("weight_shape");
+    }
+    if weights.is_integer && !weights.symmetric {
+        parts.push("weight_zero_point");
+    }
+    if weights.strategy == "tensor_group" {
+        parts.push("weight_global_scale");
+    }
+    match &group.inputs {
+        Some(inputs) if inputs.strategy == "tensor_group" => parts.push("input_global_scale"),
+        Some(inputs) if !inputs.dynamic && inputs.strategy == "tensor" => parts.push("input_scale"),
+        _ => {}
+    }
+    parts
+}
+
+/// Every quantized matrix has its scales and zero points.
+pub(super) fn complete(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    let mut found = Vec::new();
+    for (name, module) in &folder.modules {
+        let Some(group) = folder.group(module) else { continue };
+        let Some(weights) = &group.weights else { continue };
+        let is_code = matches!(module.dtype, DType::I8 | DType::F8_E4M3);
+        if !module.is_quantized && !is_code {
+            continue;
+        }
+        let missing = parts(group, weights).into_iter().map(|part| format!("{name}.{part}")).filter(|tensor| !folder.tensors.contains_key(tensor));
+        found.extend(missing.map(|tensor| Finding::new(tensor, format!("is missing, but `{}` of `config_groups` specifies it", group.name), RESAVE)));
+    }
+    Ok(found)
+}
+
+/// The group size divides the rows, and the scales have one column for each group.
+pub(super) fn group_rows(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    let mut found = Vec::new();
+    for (name, module, group) in folder.quantized() {
+        let Some(weights) = group.weights.as_ref().filter(|weights| weights.is_integer && weights.strategy == "group") else { continue };
+        let size = weights.group_size.and_then(|size| usize::try_from(size).ok()).filter(|size| *size > 0);
+        let ([_, inputs], Some(size)) = (module.shape, size) else { continue };
+        if inputs == 0 {
+            continue;
+        }
+        let scales = folder.tensors.get(&format!("{name}.weight_scale")).and_then(|scales| scales.shape.get(1).copied());
+        let groups = inputs.checked_div(size);
+        if !inputs.is_multiple_of(size) {
+            let reason = format!("has rows of {inputs} inputs, which the group size of {size} in `{}` of `config_groups` does not divide", group.name);
+            found.push(Finding::new(name.clone(), reason, "quantize it with a group size that divides the rows, or with one scale per row (`group_size: -1`)"));
+        } else if scales.is_some() && scales != groups {
+            let reason = format!("has {} scales per row, but groups of {size} need {}", scales.unwrap_or(0), groups.unwrap_or(0));
+            found.push(Finding::new(format!("{name}.weight_scale"), reason, "correct `group_size` in config.json, or start from the original checkpoint"));
+        }
+    }
+    Ok(found)
+}
+
+/// A tied head is not quantized.
+pub(super) fn tied_head(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    if folder.get("tie_word_embeddings") != Some(&Value::Bool(true)) {
+        return Ok(Vec::new());
+    }
+    let reason = format!("is quantized, but `tie_word_embeddings` is true, so that {} uses the embedding instead", target.runtime().name());
+    let is_head = |name: &&String| *name == "lm_head" || name.ends_with(".lm_head");
+    let heads = folder.modules.iter().filter(|(name, module)| module.is_quantized && is_head(name)).map(|(name, _)| name);
+    let hint = "quantize without the head, or set `tie_word_embeddings` to false";
+    Ok(heads.map(|name| Finding::new(name.clone(), reason.clone(), hint)).collect())
+}
+
+/// Packed integers have one of these widths.
+pub(super) fn widths(folder: &Folder, target: Target, supported: &[u64]) -> Vec<Finding> {
+    let list = supported.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
+    let is_packed = |group: &Group, weights: &Arguments| group.format == "pack-quantized" && weights.is_integer && group.inputs.is_none();
+    let wrong = folder.linear_groups().into_iter().filter(|(group, weights)| is_packed(group, weights) && !supported.contains(&weights.bits));
+    let finding = |(group, weights): (&Group, &Arguments)| {
+        let reason = format!("has weights of {} bits, but {target} loads packed integers of {list} bits", weights.bits);
+        Finding::new(group.name.clone(), reason, "use `--scheme W4A16` or `W8A16`")
+    };
+    wrong.map(finding).collect()
+}
+
+/// Packed integers with zero points have 4 or 8 bits.
+pub(super) fn zero_points(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    let is_wrong = |group: &Group, weights: &Arguments| {
+        group.format == "pack-quantized" && weights.is_integer && group.inputs.is_none() && !weights.symmetric && ![4, 8].contains(&weights.bits)
+    };
+    let wrong = folder.linear_groups().into_iter().filter(|(group, weights)| is_wrong(group, weights));
+    let finding = |(group, weights): (&Group, &Arguments)| {
+        let reason = format!("has zero points for weights of {} bits, but {target} loads them only for 4 and 8 bits", weights.bits);
+        Finding::new(group.name.clone(), reason, "use a symmetric scheme, or `--scheme W4A16-ASYM`")
+    };
+    Ok(wrong.map(finding).collect())
+}

@@ -1,0 +1,272 @@
+//! Rules of llama.cpp.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use super::llama_cpp_names::{ARCHITECTURES, PRE_TOKENIZERS};
+use super::{Finding, Rule, Target};
+use crate::error::{Error, Result};
+use crate::files;
+use crate::store::gguf::{EXTENSION, Outline, Value, is_continuation, is_gguf};
+
+/// Keys of every architecture, after its name.
+const REQUIRED: [&str; 3] = ["context_length", "embedding_length", "block_count"];
+/// Vocabularies without tokens.
+const NO_VOCABULARY: [&str; 2] = ["no_vocab", "none"];
+/// Vocabularies of byte-level BPE with merges.
+const BYTE_LEVEL: [&str; 3] = ["gpt2", "hybriddna", "whitespace"];
+/// The pre-tokenizer of a vocabulary without merges.
+const WITHOUT_MERGES: &str = "kimi-k2";
+/// Most layers of a model, so that an invalid count is not expanded.
+const MOST_LAYERS: u64 = 1 << 16;
+/// Ids of the types of blocks, their names, and elements per block.
+const BLOCKS: [(u32, &str, usize); 24] = [
+    (2, "Q4_0", 32),
+    (3, "Q4_1", 32),
+    (6, "Q5_0", 32),
+    (7, "Q5_1", 32),
+    (8, "Q8_0", 32),
+    (9, "Q8_1", 32),
+    (10, "Q2_K", 256),
+    (11, "Q3_K", 256),
+    (12, "Q4_K", 256),
+    (13, "Q5_K", 256),
+    (14, "Q6_K", 256),
+    (15, "Q8_K", 256),
+    (16, "IQ2_XXS", 256),
+    (17, "IQ2_XS", 256),
+    (18, "IQ3_XXS", 256),
+    (19, "IQ1_S", 256),
+    (20, "IQ4_NL", 32),
+    (21, "IQ3_S", 256),
+    (22, "IQ2_S", 256),
+    (23, "IQ4_XS", 256),
+    (29, "IQ1_M", 256),
+    (34, "TQ1_0", 256),
+    (35, "TQ2_0", 256),
+    (39, "MXFP4", 32),
+];
+/// Ids of types that files no longer have.
+const REMOVED: [u32; 8] = [4, 5, 31, 32, 33, 36, 37, 38];
+
+pub(super) const RULES: &[Rule<Contents>] = &[
+    Rule {
+        name: "type",
+        sentence: "The file contains a model: `general.type` is `model`.",
+        source: "ggml/docs/gguf.md: general.type",
+        versions: &[],
+        check: model,
+    },
+    Rule {
+        name: "architecture",
+        sentence: "`general.architecture` is known.",
+        source: "src/llama-arch.cpp: LLM_ARCH_NAMES",
+        versions: &[],
+        check: architecture,
+    },
+    Rule {
+        name: "keys",
+        sentence: "The file has the context length, the embedding length and the number of blocks.",
+        source: "src/llama-model.cpp: load_hparams",
+        versions: &[],
+        check: keys,
+    },
+    Rule {
+        name: "tokenizer",
+        sentence: "The file has a vocabulary, and byte-level BPE has merges.",
+        source: "src/llama-vocab.cpp: llama_vocab::impl::load",
+        versions: &[],
+        check: tokenizer,
+    },
+    Rule {
+        name: "pre-tokenizer",
+        sentence: "The pre-tokenizer of byte-level BPE is known; without one, text is split differently than in training.",
+        source: "src/llama-vocab.cpp: llama_vocab::impl::load",
+        versions: &[],
+        check: pre_tokenizer,
+    },
+    Rule {
+        name: "vocabulary-size",
+        sentence: "The embedding has one row for each token.",
+        source: "src/llama-model.cpp: load_tensors",
+        versions: &[],
+        check: vocabulary_size,
+    },
+    Rule { name: "layers", sentence: "All blocks of `block_count` are stored.", source: "src/llama-model.cpp: load_tensors", versions: &[], check: layers },
+    Rule {
+        name: "rows",
+        sentence: "Rows are multiples of the block size: 256 elements for K and I types.",
+        source: "ggml/src/gguf.cpp",
+        versions: &[],
+        check: rows,
+    },
+    Rule {
+        name: "types",
+        sentence: "No tensor has a type that was removed from the format.",
+        source: "ggml/include/ggml.h: enum ggml_type",
+        versions: &[],
+        check: types,
+    },
+];
+
+/// The header of a GGUF file.
+pub(super) struct Contents {
+    outline: Outline,
+    /// Whether all tensors are in this file.
+    is_complete: bool,
+}
+
+impl Contents {
+    /// Reads the GGUF file at a path, or the only one in a folder.
+    pub(super) fn find(path: &Path) -> Result<Option<Contents>> {
+        if !files::is_dir(path) {
+            return if is_gguf(path) { Contents::open(path).map(Some) } else { Ok(None) };
+        }
+        let listed = files::files(path).map_err(Error::io("list", path))?;
+        let models: Vec<_> = listed.iter().filter(|file| file.extension().is_some_and(|e| e == EXTENSION) && !is_continuation(file)).collect();
+        match models.as_slice() {
+            [] => Ok(None),
+            [file] => Contents::open(file).map(Some),
+            [first, ..] => Err(Error::malformed(path, format!("has {} .gguf files: specify one, for example {}", models.len(), first.display()))),
+        }
+    }
+
+    fn open(path: &Path) -> Result<Contents> {
+        let outline = Outline::open(path)?;
+        let parts = number(outline.values.get("split.count"));
+        Ok(Contents { outline, is_complete: parts.is_none_or(|count| count < 2) })
+    }
+
+    fn text(&self, key: &str) -> Option<&str> {
+        match self.outline.values.get(key) {
+            Some(Value::Text(text)) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// The key of an architecture.
+    fn own(&self, key: &str) -> String {
+        format!("{}.{key}", self.text("general.architecture").unwrap_or("llama"))
+    }
+
+    /// Whether the file has no vocabulary on purpose.
+    fn has_no_vocabulary(&self) -> bool {
+        self.text("tokenizer.ggml.model").is_some_and(|name| NO_VOCABULARY.contains(&name))
+    }
+
+    fn is_byte_level(&self) -> bool {
+        self.text("tokenizer.ggml.model").is_some_and(|name| BYTE_LEVEL.contains(&name))
+    }
+
+    fn tokens(&self) -> Option<usize> {
+        match self.outline.values.get("tokenizer.ggml.tokens") {
+            Some(Value::Texts(tokens)) => Some(tokens.len()),
+            _ => None,
+        }
+    }
+}
+
+fn number(value: Option<&Value>) -> Option<u64> {
+    match value {
+        Some(Value::Unsigned(number)) => Some(*number),
+        Some(Value::Signed(number)) => u64::try_from(*number).ok(),
+        _ => None,
+    }
+}
+
+fn model(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
+    let other = contents.text("general.type").filter(|kind| *kind != "model");
+    let finding = |kind: &str| Finding::new("general.type", format!("is `{kind}`, not `model`"), "load it together with the model that it belongs to");
+    Ok(other.map(finding).into_iter().collect())
+}
+
+fn architecture(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
+    let finding = match contents.text("general.architecture") {
+        None => Finding::new("general.architecture", "is missing", "write the file again with `--export gguf`"),
+        Some(name) if ARCHITECTURES.contains(&name) => return Ok(Vec::new()),
+        Some(name) => Finding::new("general.architecture", format!("is `{name}`, which {target} does not know"), "use a newer version of llama.cpp"),
+    };
+    Ok(vec![finding])
+}
+
+fn keys(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
+    // Image encoders have other keys.
+    if contents.text("general.architecture") == Some("clip") {
+        return Ok(Vec::new());
+    }
+    let missing = REQUIRED.map(|key| contents.own(key)).into_iter().filter(|key| !contents.outline.values.contains_key(key));
+    let finding = |key: String| Finding::new(key, format!("is missing, and {target} requires it"), "write the file again with `--export gguf`");
+    Ok(missing.map(finding).collect())
+}
+
+fn tokenizer(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
+    const HINT: &str = "write the file from a folder with a tokenizer.json that llama.cpp supports";
+    let missing = |key: &str| vec![Finding::new(key, format!("is missing, and {target} requires it"), HINT)];
+    if contents.text("general.architecture") == Some("clip") || contents.has_no_vocabulary() {
+        return Ok(Vec::new());
+    }
+    if contents.text("tokenizer.ggml.model").is_none() {
+        return Ok(missing("tokenizer.ggml.model"));
+    }
+    if contents.tokens().is_none() {
+        return Ok(missing("tokenizer.ggml.tokens"));
+    }
+    let needs_merges = contents.is_byte_level() && contents.text("tokenizer.ggml.pre") != Some(WITHOUT_MERGES);
+    let has_merges = contents.outline.values.contains_key("tokenizer.ggml.merges");
+    Ok(if needs_merges && !has_merges { missing("tokenizer.ggml.merges") } else { Vec::new() })
+}
+
+fn pre_tokenizer(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
+    if !contents.is_byte_level() {
+        return Ok(Vec::new());
+    }
+    const KEY: &str = "tokenizer.ggml.pre";
+    const HINT: &str = "write the file from a folder with a tokenizer.json that llama.cpp supports";
+    let finding = match contents.text(KEY).filter(|name| !name.is_empty()) {
+        None => Finding::new(KEY, format!("is missing, and {target} then splits text in another way than in training"), HINT),
+        Some(name) if PRE_TOKENIZERS.contains(&name) => return Ok(Vec::new()),
+        Some(name) => Finding::new(KEY, format!("is `{name}`, which {target} does not know"), "use a newer version of llama.cpp"),
+    };
+    Ok(vec![finding])
+}
+
+fn vocabulary_size(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
+    const NAME: &str = "token_embd.weight";
+    let (Some(tokens), false) = (contents.tokens(), contents.has_no_vocabulary()) else { return Ok(Vec::new()) };
+    let rows = contents.outline.tensors.iter().find(|tensor| tensor.name == NAME).and_then(|tensor| tensor.shape.first().copied());
+    let Some(rows) = rows.filter(|rows| *rows != tokens) else { return Ok(Vec::new()) };
+    let reason = format!("has {rows} rows, but the vocabulary has {tokens} tokens");
+    Ok(vec![Finding::new(NAME, reason, "use the tokenizer of this model, and write the file again")])
+}
+
+fn layers(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
+    let key = contents.own("block_count");
+    let count = number(contents.outline.values.get(&key)).filter(|count| *count <= MOST_LAYERS && contents.is_complete);
+    let Some(count) = count else { return Ok(Vec::new()) };
+    let of_block = |name: &str| name.strip_prefix("blk.")?.split('.').next()?.parse::<u64>().ok();
+    let stored: BTreeSet<u64> = contents.outline.tensors.iter().filter_map(|tensor| of_block(&tensor.name)).collect();
+    // Encoders with other names.
+    if stored.is_empty() {
+        return Ok(Vec::new());
+    }
+    let missing = (0..count).filter(|block| !stored.contains(block));
+    let finding = |block: u64| Finding::new(format!("blk.{block}"), format!("is missing, but `{key}` is {count}"), "the file is incomplete: write it again");
+    Ok(missing.map(finding).collect())
+}
+
+fn rows(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
+    let wrong = contents.outline.tensors.iter().filter_map(|tensor| {
+        let (_, kind, elements) = BLOCKS.iter().find(|(id, ..)| *id == tensor.type_id)?;
+        let row = tensor.shape.last().copied().unwrap_or(1);
+        let reason = format!("has rows of {row} elements as {kind}, whose blocks have {elements}, so that {target} rejects the file");
+        let hint = "use a type with blocks of 32, as `--export gguf` does for such rows";
+        (!row.is_multiple_of(*elements)).then(|| Finding::new(tensor.name.clone(), reason, hint))
+    });
+    Ok(wrong.collect())
+}
+
+fn types(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
+    let removed = contents.outline.tensors.iter().filter(|tensor| REMOVED.contains(&tensor.type_id));
+    let reason = |id: u32| format!("has the type with id {id}, which {target} no longer reads");
+    Ok(removed.map(|tensor| Finding::new(tensor.name.clone(), reason(tensor.type_id), "quantize the original model again")).collect())
+}

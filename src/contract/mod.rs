@@ -1,0 +1,300 @@
+//! Static checks whether a runtime loads an output: a table of rules for each runtime, by version.
+//!
+//! Rules read configuration, headers and small tensors, and run nothing. Every rule names the file of the
+//! runtime that it was derived from. Cases that a runtime may load are not rejected.
+
+// Parses untrusted input.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+mod compressed_tensors;
+mod folder;
+mod fused;
+mod llama_cpp;
+mod llama_cpp_names;
+#[cfg(feature = "run")]
+mod running;
+#[cfg(not(feature = "run"))]
+#[path = "weights_only.rs"]
+mod running;
+mod scheme;
+mod sglang;
+mod transformers;
+mod vllm;
+
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+
+use serde::Serialize;
+
+use self::folder::Folder;
+use crate::error::{ParseError, Result};
+
+/// Most violations of a rule that are listed.
+const MOST: usize = 10;
+
+/// A runtime whose rules are known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Runtime {
+    /// vLLM.
+    Vllm,
+    /// SGLang.
+    Sglang,
+    /// Hugging Face transformers with compressed-tensors.
+    Transformers,
+    /// llama.cpp.
+    LlamaCpp,
+    /// ONNX Runtime.
+    OnnxRuntime,
+}
+
+impl Runtime {
+    /// All runtimes.
+    pub const ALL: [Runtime; 5] = [Runtime::Vllm, Runtime::Sglang, Runtime::Transformers, Runtime::LlamaCpp, Runtime::OnnxRuntime];
+
+    /// Name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Runtime::Vllm => "vllm",
+            Runtime::Sglang => "sglang",
+            Runtime::Transformers => "transformers",
+            Runtime::LlamaCpp => "llama.cpp",
+            Runtime::OnnxRuntime => "onnxruntime",
+        }
+    }
+
+    /// Versions whose rules are known, the newest last. The version of llama.cpp is that of llama-cpp-python
+    /// 0.3.36.
+    pub fn versions(self) -> &'static [&'static str] {
+        match self {
+            Runtime::Vllm => &["0.11", "0.33"],
+            Runtime::Sglang => &["0.5"],
+            Runtime::Transformers => &["5.23"],
+            Runtime::LlamaCpp => &["2026"],
+            Runtime::OnnxRuntime => &["1.16", "1.17", "1.18", "1.19", "1.20", "1.23", "1.31"],
+        }
+    }
+}
+
+/// A version of a runtime, written as `vllm@0.33`. Without a version, the newest one whose rules are known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Target {
+    runtime: Runtime,
+    version: &'static str,
+}
+
+impl Target {
+    /// The newest version of a runtime whose rules are known.
+    pub fn newest(runtime: Runtime) -> Target {
+        Target { runtime, version: runtime.versions().last().copied().unwrap_or_default() }
+    }
+
+    /// The runtime.
+    pub fn runtime(self) -> Runtime {
+        self.runtime
+    }
+
+    /// The version.
+    pub fn version(self) -> &'static str {
+        self.version
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.runtime.name(), self.version)
+    }
+}
+
+impl FromStr for Target {
+    type Err = ParseError;
+
+    /// Parses `RUNTIME` or `RUNTIME@VERSION`. A patch release has the rules of its minor version.
+    fn from_str(text: &str) -> Result<Target, ParseError> {
+        let (name, version) = text.split_once('@').map_or((text, None), |(name, version)| (name, Some(version)));
+        let Some(runtime) = Runtime::ALL.into_iter().find(|runtime| runtime.name() == name) else {
+            let names = Runtime::ALL.map(Runtime::name).join(", ");
+            return Err(format!("unknown runtime `{name}`: use one of {names}").into());
+        };
+        let Some(version) = version else { return Ok(Target::newest(runtime)) };
+        let is_known = |known: &&str| version == *known || version.strip_prefix(*known).is_some_and(|rest| rest.starts_with('.'));
+        match runtime.versions().iter().copied().find(is_known) {
+            Some(version) => Ok(Target { runtime, version }),
+            None => Err(format!("the rules of {name} {version} are not known: use one of {}", runtime.versions().join(", ")).into()),
+        }
+    }
+}
+
+/// A row of the table of a runtime, for outputs of type `S`.
+struct Rule<S> {
+    name: &'static str,
+    /// The rule as a sentence.
+    sentence: &'static str,
+    /// File of the runtime, or its documentation.
+    source: &'static str,
+    /// Versions that the rule applies to; all if the list is empty.
+    versions: &'static [&'static str],
+    check: fn(&S, Target) -> Result<Vec<Finding>>,
+}
+
+/// Part of an output that violates a rule.
+struct Finding {
+    subject: String,
+    reason: String,
+    hint: String,
+}
+
+impl Finding {
+    fn new(subject: impl Into<String>, reason: impl Into<String>, hint: impl Into<String>) -> Finding {
+        Finding { subject: subject.into(), reason: reason.into(), hint: hint.into() }
+    }
+}
+
+/// A violated rule.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Violation {
+    /// Name of the rule.
+    pub rule: &'static str,
+    /// The tensor, key or file.
+    pub subject: String,
+    /// Why the runtime does not load it.
+    pub reason: String,
+    /// The next step.
+    pub hint: String,
+    /// File of the runtime, or its documentation.
+    pub source: &'static str,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: `{}` {}; {}", self.rule, self.subject, self.reason, self.hint)
+    }
+}
+
+/// A rule that was checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct CheckedRule {
+    /// Name.
+    pub name: &'static str,
+    /// The rule as a sentence.
+    pub sentence: &'static str,
+    /// File of the runtime, or its documentation.
+    pub source: &'static str,
+    /// Whether the output complies with it.
+    pub holds: bool,
+}
+
+/// Result of a check.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Checked {
+    /// Name of the runtime.
+    pub runtime: &'static str,
+    /// Version of the runtime.
+    pub version: &'static str,
+    /// The rules of this version.
+    pub rules: Vec<CheckedRule>,
+    /// All violations, at most ten for each rule.
+    pub violations: Vec<Violation>,
+}
+
+impl Checked {
+    fn new(target: Target) -> Checked {
+        Checked { runtime: target.runtime.name(), version: target.version, rules: Vec::new(), violations: Vec::new() }
+    }
+
+    /// The result for an output without a file that the runtime loads.
+    fn without_file(target: Target, path: &Path, extension: &str, hint: &str) -> Checked {
+        let (name, sentence, source) = ("file-format", "The output has a file in the format of the runtime.", "documentation of the runtime");
+        let mut checked = Checked::new(target);
+        checked.rules.push(CheckedRule { name, sentence, source, holds: false });
+        let (subject, reason) = (path.display().to_string(), format!("has no .{extension} file"));
+        checked.violations.push(Violation { rule: name, subject, reason, hint: hint.to_owned(), source });
+        checked
+    }
+
+    /// Whether the output complies with all rules.
+    pub fn holds(&self) -> bool {
+        self.violations.is_empty()
+    }
+}
+
+/// Checks an output against the rules of a runtime.
+///
+/// # Errors
+/// The output cannot be read: a file is missing or malformed.
+pub fn check(path: impl AsRef<Path>, target: Target) -> Result<Checked> {
+    let path = path.as_ref();
+    match target.runtime {
+        Runtime::Vllm => apply(vllm::RULES, &Folder::open(path, target)?, target),
+        Runtime::Sglang => apply(sglang::RULES, &Folder::open(path, target)?, target),
+        Runtime::Transformers => apply(transformers::RULES, &Folder::open(path, target)?, target),
+        Runtime::LlamaCpp => match llama_cpp::Contents::find(path)? {
+            Some(contents) => apply(llama_cpp::RULES, &contents, target),
+            None => Ok(Checked::without_file(target, path, "gguf", "write one with `--export gguf`")),
+        },
+        Runtime::OnnxRuntime => running::check(path, target),
+    }
+}
+
+/// Checks the rules of a table that apply to a version.
+fn apply<S>(rules: &[Rule<S>], output: &S, target: Target) -> Result<Checked> {
+    let mut checked = Checked::new(target);
+    for rule in rules.iter().filter(|rule| rule.versions.is_empty() || rule.versions.contains(&target.version)) {
+        let mut findings = (rule.check)(output, target)?;
+        checked.rules.push(CheckedRule { name: rule.name, sentence: rule.sentence, source: rule.source, holds: findings.is_empty() });
+        let unlisted = findings.len().saturating_sub(MOST);
+        findings.truncate(MOST);
+        if unlisted > 0
+            && let Some(last) = findings.last_mut()
+        {
+            last.reason += &format!(" (and {unlisted} more)");
+        }
+        checked.violations.extend(findings.into_iter().map(|found| Violation {
+            rule: rule.name,
+            subject: found.subject,
+            reason: found.reason,
+            hint: found.hint,
+            source: rule.source,
+        }));
+    }
+    Ok(checked)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_are_parsed() {
+        let version = |text: &str| text.parse::<Target>().map(Target::version).map_err(|e| e.to_string());
+        assert_eq!(version("vllm"), Ok("0.33"));
+        assert_eq!(version("vllm@0.11.2"), Ok("0.11"));
+        assert_eq!(version("onnxruntime@1.18"), Ok("1.18"));
+        assert_eq!(version("vllm@0.1").unwrap_err(), "the rules of vllm 0.1 are not known: use one of 0.11, 0.33");
+        assert_eq!(version("tgi").unwrap_err(), "unknown runtime `tgi`: use one of vllm, sglang, transformers, llama.cpp, onnxruntime");
+        for runtime in Runtime::ALL {
+            let newest = Target::newest(runtime);
+            assert_eq!(format!("{}@{}", runtime.name(), newest.version()).parse(), Ok(newest));
+        }
+    }
+
+    #[test]
+    fn tables_name_known_versions() {
+        fn named<S>(runtime: Runtime, rules: &[Rule<S>]) {
+            let mut names: Vec<&str> = rules.iter().map(|rule| rule.name).collect();
+            names.sort_unstable();
+            names.dedup();
+            assert_eq!(names.len(), rules.len(), "{runtime:?}");
+            let versions = rules.iter().flat_map(|rule| rule.versions);
+            versions.for_each(|version| assert!(runtime.versions().contains(version), "{runtime:?}: {version}"));
+        }
+        named(Runtime::Vllm, vllm::RULES);
+        named(Runtime::Sglang, sglang::RULES);
+        named(Runtime::Transformers, transformers::RULES);
+        named(Runtime::LlamaCpp, llama_cpp::RULES);
+    }
+}

@@ -1,0 +1,5 @@
+//! Rules that need the reader of ONNX files.
+
+mod onnxruntime;
+
+pub(super) use self::onnxruntime::check;

@@ -1,0 +1,75 @@
+//! Rules of SGLang.
+
+use super::folder::Folder;
+use super::{Finding, Rule, Target, compressed_tensors, fused};
+use crate::error::Result;
+
+pub(super) const RULES: &[Rule<Folder>] = &[
+    Rule {
+        name: "architectures",
+        sentence: "`config.json` names the model class in `architectures`.",
+        source: "python/sglang/srt/models/registry.py",
+        versions: &[],
+        check: compressed_tensors::architectures,
+    },
+    Rule {
+        name: "own-format",
+        sentence: "The folder is not in a format that only compress reads.",
+        source: "python/sglang/srt/layers/quantization/__init__.py",
+        versions: &[],
+        check: compressed_tensors::own_format,
+    },
+    Rule {
+        name: "fused-ignore",
+        sentence: "`ignore` names all parts of a layer that is fused, or none.",
+        source: "python/sglang/srt/layers/quantization/compressed_tensors/utils.py: should_ignore_layer",
+        versions: &[],
+        check: fused::ignore,
+    },
+    Rule {
+        name: "fused-scheme",
+        sentence: "All parts of a layer that is fused have the same scheme.",
+        source: "python/sglang/srt/layers/quantization/compressed_tensors/utils.py: find_matched_target",
+        versions: &[],
+        check: fused::scheme,
+    },
+    Rule {
+        name: "selected",
+        sentence: "Every quantized matrix is selected by a target of `config_groups`, and `ignore` does not exclude it.",
+        source: "python/sglang/srt/layers/quantization/compressed_tensors/compressed_tensors.py: get_quant_method",
+        versions: &[],
+        check: compressed_tensors::selected,
+    },
+    Rule {
+        name: "scales",
+        sentence: "Every quantized matrix has its scales, zero points and shape.",
+        source: "python/sglang/srt/layers/quantization/compressed_tensors/schemes",
+        versions: &[],
+        check: compressed_tensors::complete,
+    },
+    Rule {
+        name: "group-rows",
+        sentence: "The group size of integers divides the rows.",
+        source: "python/sglang/srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py: create_weights",
+        versions: &[],
+        check: compressed_tensors::group_rows,
+    },
+    Rule {
+        name: "bits",
+        sentence: "Packed integers have 4 or 8 bits.",
+        source: "python/sglang/srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py: WNA16_SUPPORTED_TYPES_MAP",
+        versions: &[],
+        check: bits,
+    },
+    Rule {
+        name: "tied-head",
+        sentence: "A head that is tied to the embedding is not quantized.",
+        source: "sgl-project/sglang#38143",
+        versions: &[],
+        check: compressed_tensors::tied_head,
+    },
+];
+
+fn bits(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    Ok(compressed_tensors::widths(folder, target, &[4, 8]))
+}

@@ -1,0 +1,353 @@
+//! `compress check --loads`: outputs comply with the rules of the runtimes that load them, and folders and
+//! files with the defects of published checkpoints violate the rule that names the defect.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use compress::contract::{self, Checked, Runtime, Target};
+use compress::pass::Quantize;
+use compress_onnx::proto::{DataLocation, DataType, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, StringStringEntryProto, TensorProto};
+use prost::Message;
+use serde_json::{Value, json};
+
+use crate::common::{DType, Desk, Tensor, Tensors, contents, pipeline, read, write};
+use crate::low_bits::{llama, samples};
+
+/// A tokenizer without tokens.
+const TOKENIZER: &str = r#"{"model": {"type": "BPE", "vocab": {}, "merges": []}}"#;
+const SCHEMES: [&str; 24] = [
+    "W4A16",
+    "W4A16-ASYM",
+    "W2A16",
+    "W3A16",
+    "W5A16",
+    "W6A16",
+    "W7A16",
+    "W2A16-ASYM",
+    "W3A16-ASYM",
+    "W8A16",
+    "W8A8",
+    "W8A8-STATIC",
+    "W4A8",
+    "W4AFP8",
+    "FP8-DYNAMIC",
+    "FP8-BLOCK",
+    "FP8",
+    "NVFP4A16",
+    "NVFP4",
+    "MXFP4A16",
+    "MXFP4",
+    "MXFP8A16",
+    "MXFP8",
+    "MXFP6A16",
+];
+
+fn check(path: &Path, target: &str) -> Checked {
+    contract::check(path, target.parse().unwrap()).unwrap()
+}
+
+/// Names of the violated rules.
+fn violated(path: &Path, target: &str) -> BTreeSet<&'static str> {
+    check(path, target).violations.iter().map(|violation| violation.rule).collect()
+}
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+/// A small Llama with a tokenizer.
+fn model(desk: &Desk) -> PathBuf {
+    let folder = llama(desk.path());
+    std::fs::write(folder.join("tokenizer.json"), TOKENIZER).unwrap();
+    folder
+}
+
+fn quantized(desk: &Desk, model: &Path, options: Value) -> PathBuf {
+    let pass: Quantize = serde_json::from_value(options).unwrap();
+    desk.run(model, pipeline().calibration(samples(desk.path())).pass(pass)).unwrap().path
+}
+
+/// A copy of a folder with another configuration and other tensors.
+fn changed(desk: &Desk, folder: &Path, change: impl FnOnce(&mut Value, &mut Tensors)) -> PathBuf {
+    let copy = desk.place();
+    std::fs::create_dir(&copy).unwrap();
+    for (name, bytes) in contents(folder).into_iter().filter(|(name, _)| !name.ends_with(".safetensors")) {
+        std::fs::write(copy.join(name), bytes).unwrap();
+    }
+    let mut config: Value = serde_json::from_slice(&std::fs::read(folder.join("config.json")).unwrap()).unwrap();
+    let mut tensors = read(folder);
+    change(&mut config, &mut tensors);
+    std::fs::write(copy.join("config.json"), config.to_string()).unwrap();
+    write(&copy.join("model.safetensors"), &tensors);
+    copy
+}
+
+/// Replaces a quantized matrix of a folder by floats.
+fn make_dense(tensors: &mut Tensors, module: &str, shape: &[usize]) {
+    tensors.retain(|name, _| !name.starts_with(&format!("{module}.")));
+    tensors.insert(format!("{module}.weight"), Tensor::random(DType::F32, shape, 1));
+}
+
+#[test]
+fn outputs_of_every_scheme_load() {
+    let desk = Desk::new();
+    let model = model(&desk);
+    for target in ["vllm", "vllm@0.11", "sglang", "transformers"] {
+        assert_eq!(violated(&model, target), BTreeSet::new(), "{target}");
+    }
+    for scheme in SCHEMES {
+        let folder = quantized(&desk, &model, json!({ "scheme": scheme }));
+        let is_usual = !["W2", "W3", "W5", "W6", "W7"].iter().any(|width| scheme.starts_with(width));
+        let has_few_zero_points = ["W2A16-ASYM", "W3A16-ASYM"].contains(&scheme);
+        assert_eq!(violated(&folder, "transformers"), BTreeSet::new(), "{scheme}");
+        let expected = if has_few_zero_points { BTreeSet::from(["zero-points"]) } else { BTreeSet::new() };
+        assert_eq!(violated(&folder, "vllm"), expected, "{scheme}");
+        for old in ["vllm@0.11", "sglang"] {
+            assert_eq!(violated(&folder, old).contains("bits"), !is_usual, "{old}: {scheme}");
+            assert!(!is_usual || check(&folder, old).holds(), "{old}: {scheme}: {:?}", check(&folder, old).violations);
+        }
+    }
+    let cache = quantized(&desk, &model, json!({ "scheme": "W4A16", "kv_cache": "fp8" }));
+    assert_eq!(violated(&cache, "vllm"), BTreeSet::new());
+    let int8 = quantized(&desk, &model, json!({ "scheme": "W4A16", "kv_cache": "int8" }));
+    assert_eq!(violated(&int8, "vllm"), BTreeSet::from(["kv-cache"]));
+}
+
+/// The defects of the threads in the comments: rule, scheme, change.
+#[test]
+fn defects_of_published_folders_violate_the_rule_that_names_them() {
+    type Change = fn(&mut Value, &mut Tensors);
+    const Q: &str = "model.layers.0.self_attn.q_proj";
+    let desk = Desk::new();
+    let model = model(&desk);
+    let cases: [(&str, &str, &str, Change); 17] = [
+        // llm-compressor#2163: a separate global scale in a fused layer.
+        ("global-scale", "vllm", "NVFP4A16", |_, tensors| {
+            tensors.get_mut("model.layers.0.self_attn.k_proj.weight_global_scale").unwrap().bytes = 3.0f32.to_le_bytes().to_vec();
+        }),
+        ("global-scale", "vllm", "NVFP4", |_, tensors| {
+            tensors.get_mut("model.layers.1.mlp.up_proj.input_global_scale").unwrap().bytes = 3.0f32.to_le_bytes().to_vec();
+        }),
+        // vllm#31623: `ignore` names one part of a fused layer.
+        ("fused-ignore", "vllm", "W4A16", |config, tensors| {
+            make_dense(tensors, Q, &[32, 32]);
+            config["quantization_config"]["ignore"].as_array_mut().unwrap().push(json!(Q));
+        }),
+        ("fused-ignore", "sglang", "W4A16", |config, tensors| {
+            make_dense(tensors, Q, &[32, 32]);
+            config["quantization_config"]["ignore"].as_array_mut().unwrap().push(json!(format!("re:.*{}$", Q.replace('.', "\\."))));
+        }),
+        ("fused-scheme", "vllm", "W4A16", |_, tensors| make_dense(tensors, Q, &[32, 32])),
+        // vllm#53950: the configuration contradicts the weights.
+        ("ignored", "transformers", "W4A16", |_, tensors| make_dense(tensors, "model.layers.0.mlp.down_proj", &[32, 96])),
+        ("selected", "vllm", "W8A8", |config, _| config["quantization_config"]["ignore"].as_array_mut().unwrap().push(json!("re:.*down_proj$"))),
+        ("selected", "transformers", "W8A8", |config, _| config["quantization_config"]["config_groups"]["group_0"]["targets"] = json!(["re:.*mlp.*"])),
+        // llm-compressor#959: a missing scale.
+        ("scales", "vllm", "W4A16", |_, tensors| drop(tensors.remove("model.layers.1.self_attn.o_proj.weight_scale"))),
+        ("scales", "transformers", "W4A16-ASYM", |_, tensors| drop(tensors.remove("model.layers.1.self_attn.o_proj.weight_zero_point"))),
+        ("group-rows", "vllm", "W4A16", |config, _| config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = json!(48)),
+        ("group-rows", "sglang", "W8A16", |config, _| config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = json!(16)),
+        ("group-size", "vllm@0.11", "W4A16-ASYM", |config, _| {
+            config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = json!(16);
+        }),
+        ("layers", "vllm", "W8A8", |_, tensors| tensors.retain(|name, _| !name.starts_with("model.layers.1."))),
+        // vllm#36799: sparse formats.
+        ("sparsity", "vllm", "W8A8", |config, _| config["quantization_config"]["sparsity_config"] = json!({ "format": "dense", "targets": ["Linear"] })),
+        ("kv-cache-scales", "vllm", "W8A8", |config, _| {
+            config["quantization_config"]["kv_cache_scheme"] =
+                json!({ "num_bits": 8, "type": "float", "symmetric": true, "strategy": "tensor", "dynamic": false });
+        }),
+        // sglang#38143: a quantized head that is tied.
+        ("tied-head", "sglang", "W8A8", |_, tensors| {
+            tensors.insert("lm_head.weight".to_owned(), Tensor::new(DType::I8, &[48, 32], vec![1; 48 * 32]));
+            tensors.insert("lm_head.weight_scale".to_owned(), Tensor::random(DType::F32, &[48, 1], 1));
+        }),
+    ];
+    for (rule, target, scheme, change) in cases {
+        let folder = quantized(&desk, &model, json!({ "scheme": scheme }));
+        assert!(!violated(&folder, target).contains(rule), "{rule}: {scheme}");
+        let broken = changed(&desk, &folder, change);
+        let found = check(&broken, target).violations;
+        assert!(found.iter().any(|violation| violation.rule == rule), "{rule}: {found:?}");
+    }
+}
+
+#[test]
+fn files_and_keys_of_the_folder_are_checked() {
+    let desk = Desk::new();
+    let model = model(&desk);
+    let without = |name: &str| {
+        let copy = changed(&desk, &model, |_, _| {});
+        std::fs::remove_file(copy.join(name)).unwrap();
+        copy
+    };
+    assert_eq!(violated(&without("tokenizer.json"), "vllm"), BTreeSet::from(["tokenizer"]));
+    assert_eq!(violated(&without("config.json"), "vllm"), BTreeSet::from(["architectures"]));
+    assert_eq!(violated(&without("config.json"), "transformers"), BTreeSet::from(["model-type"]));
+    let key = |key: &str, value: Value| changed(&desk, &model, |config, _| config[key] = value);
+    assert_eq!(violated(&key("architectures", json!([])), "sglang"), BTreeSet::from(["architectures"]));
+    assert_eq!(violated(&key("model_type", json!("compress-llama")), "transformers"), BTreeSet::from(["own-format"]));
+    assert_eq!(violated(&key("quantization_config", json!({ "quant_method": "other" })), "transformers"), BTreeSet::from(["method"]));
+    // Formats of other tools, which compress does not open, are not rejected.
+    assert_eq!(violated(&key("quantization_config", json!({ "quant_method": "bitsandbytes", "load_in_4bit": true })), "transformers"), BTreeSet::new());
+    let sparse = json!({ "quant_method": "compressed-tensors", "format": "sparse-24-bitmask" });
+    assert_eq!(violated(&key("quantization_config", sparse), "transformers"), BTreeSet::from(["format"]));
+}
+
+#[test]
+fn routers_and_experts_are_checked() {
+    let desk = Desk::new();
+    let mixtral = golden("models/mixtral");
+    let run = |options: Value| {
+        let pass: Quantize = serde_json::from_value(options).unwrap();
+        desk.run(&mixtral, pipeline().pass(pass)).unwrap().path
+    };
+    let good = run(json!({ "scheme": "W8A8" }));
+    assert_eq!(violated(&good, "vllm"), BTreeSet::from(["tokenizer"]));
+    assert_eq!(violated(&good, "transformers"), BTreeSet::from(["experts"]));
+    let routers = run(json!({ "scheme": "W8A8", "targets": ["*block_sparse_moe*"] }));
+    assert_eq!(violated(&routers, "vllm"), BTreeSet::from(["routers", "tokenizer"]));
+    // An expert that was never seen stays in floats.
+    let experts = run(json!({ "scheme": "W8A8", "ignore": ["*layers.0*experts.3*"] }));
+    assert_eq!(violated(&experts, "vllm"), BTreeSet::from(["experts", "tokenizer"]));
+    assert!(check(&experts, "vllm").violations.iter().any(|violation| violation.subject.contains("layers.0.block_sparse_moe.experts.3")));
+}
+
+/// Changes a few bytes that follow a text in a file.
+fn edited(desk: &Desk, file: &Path, after: &[u8], skip: usize, new: &[u8]) -> PathBuf {
+    let mut bytes = std::fs::read(file).unwrap();
+    let at = bytes.windows(after.len()).position(|window| window == after).unwrap() + after.len() + skip;
+    bytes[at..at + new.len()].copy_from_slice(new);
+    let path = desk.place().with_extension("gguf");
+    std::fs::write(&path, bytes).unwrap();
+    path
+}
+
+#[test]
+fn gguf_files_are_checked() {
+    let desk = Desk::new();
+    for name in ["gpt-2", "llama-bpe", "pieces", "qwen2", "smollm", "tekken"] {
+        let found = check(&golden(&format!("gguf/tokenizer-{name}.gguf")), "llama.cpp");
+        assert!(found.holds(), "{name}: {:?}", found.violations);
+    }
+    let file = golden("gguf/tokenizer-gpt-2.gguf");
+    let name = b"blk.0.attn_q.weight";
+    // After the name of a matrix: the number of axes, two sizes, and the type. 12 is Q4_K, 16 is IQ2_XXS,
+    // which compress does not read.
+    for id in [12u32, 16] {
+        assert_eq!(violated(&edited(&desk, &file, name, 4 + 16, &id.to_le_bytes()), "llama.cpp"), BTreeSet::from(["rows"]));
+    }
+    assert_eq!(violated(&edited(&desk, &file, name, 4 + 16, &4u32.to_le_bytes()), "llama.cpp"), BTreeSet::from(["types"]));
+    assert_eq!(violated(&edited(&desk, &file, b"token_embd.weight", 4 + 8, &300u64.to_le_bytes()), "llama.cpp"), BTreeSet::from(["vocabulary-size"]));
+    // After a key: the type, the length of a text, and the text.
+    assert_eq!(violated(&edited(&desk, &file, b"general.architecture", 12, b"LLAMA"), "llama.cpp"), BTreeSet::from(["architecture", "keys"]));
+    assert_eq!(violated(&edited(&desk, &file, b"tokenizer.ggml.pre", 12, b"gpt-9"), "llama.cpp"), BTreeSet::from(["pre-tokenizer"]));
+    assert_eq!(violated(&edited(&desk, &file, b"general.type", 12, b"other"), "llama.cpp"), BTreeSet::from(["type"]));
+    assert_eq!(violated(&edited(&desk, &file, b"tokenizer.ggml.merge", 0, b"S"), "llama.cpp"), BTreeSet::from(["tokenizer"]));
+    assert_eq!(violated(&edited(&desk, &file, b"llama.context_lengt", 0, b"H"), "llama.cpp"), BTreeSet::from(["keys"]));
+    assert_eq!(violated(&edited(&desk, &file, b"llama.block_count", 4, &3u32.to_le_bytes()), "llama.cpp"), BTreeSet::from(["layers"]));
+    // Files without a vocabulary, and folders without a file.
+    assert_eq!(violated(&golden("gguf/llama.gguf"), "llama.cpp"), BTreeSet::from(["tokenizer"]));
+    assert_eq!(violated(&model(&desk), "llama.cpp"), BTreeSet::from(["file-format"]));
+}
+
+/// An ONNX file with one node on an initializer.
+fn onnx(desk: &Desk, op: (&str, &str), weight: TensorProto, [opset, format]: [i64; 2]) -> PathBuf {
+    let weight = TensorProto { name: Some("w".into()), dims: vec![4], ..weight };
+    let node = NodeProto { input: vec!["w".into()], output: vec!["y".into()], op_type: Some(op.1.into()), domain: Some(op.0.into()), ..NodeProto::default() };
+    let graph = GraphProto { node: vec![node], initializer: vec![weight], ..GraphProto::default() };
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(opset) }];
+    let model = ModelProto { ir_version: Some(format), graph: Some(graph), opset_import, ..ModelProto::default() };
+    let path = desk.place();
+    std::fs::create_dir(&path).unwrap();
+    std::fs::write(path.join("model.onnx"), model.encode_to_vec()).unwrap();
+    path
+}
+
+#[test]
+fn onnx_files_are_checked() {
+    let desk = Desk::new();
+    let floats = || TensorProto { data_type: Some(DataType::Float as i32), raw_data: Some(vec![0; 16]), ..TensorProto::default() };
+    let int4 = || TensorProto { data_type: Some(DataType::Int4 as i32), raw_data: Some(vec![0; 2]), ..TensorProto::default() };
+    let good = onnx(&desk, ("", "Relu"), floats(), [17, 8]);
+    for version in Runtime::OnnxRuntime.versions() {
+        assert_eq!(violated(&good, &format!("onnxruntime@{version}")), BTreeSet::new(), "{version}");
+    }
+    assert_eq!(violated(&onnx(&desk, ("", "Relu"), floats(), [27, 13]), "onnxruntime"), BTreeSet::from(["opset"]));
+    assert_eq!(violated(&onnx(&desk, ("", "Relu"), floats(), [26, 14]), "onnxruntime"), BTreeSet::from(["ir-version"]));
+    assert_eq!(violated(&onnx(&desk, ("", "Relu"), floats(), [21, 10]), "onnxruntime@1.17"), BTreeSet::from(["ir-version", "opset"]));
+    assert_eq!(violated(&onnx(&desk, ("", "Cast"), int4(), [20, 9]), "onnxruntime"), BTreeSet::from(["int4"]));
+    assert_eq!(violated(&onnx(&desk, ("", "Cast"), int4(), [21, 10]), "onnxruntime"), BTreeSet::new());
+    assert_eq!(violated(&onnx(&desk, ("com.microsoft", "GatherBlockQuantized"), int4(), [17, 8]), "onnxruntime"), BTreeSet::new());
+    assert_eq!(violated(&onnx(&desk, ("com.example", "Own"), floats(), [17, 8]), "onnxruntime"), BTreeSet::from(["domains"]));
+    let external = |length: &str| TensorProto {
+        data_type: Some(DataType::Float as i32),
+        data_location: Some(DataLocation::External as i32),
+        external_data: vec![StringStringEntryProto::new("location", "data"), StringStringEntryProto::new("length", length)],
+        ..TensorProto::default()
+    };
+    let folder = onnx(&desk, ("", "Relu"), external("16"), [17, 8]);
+    assert_eq!(violated(&folder, "onnxruntime"), BTreeSet::from(["external-data"]));
+    std::fs::write(folder.join("data"), [0; 16]).unwrap();
+    assert_eq!(violated(&folder, "onnxruntime"), BTreeSet::new());
+    std::fs::write(folder.join("data"), [0; 12]).unwrap();
+    assert_eq!(violated(&folder, "onnxruntime"), BTreeSet::from(["external-data"]));
+    assert_eq!(violated(&model(&desk), "onnxruntime"), BTreeSet::from(["file-format"]));
+}
+
+/// The table of docs/runtimes.md has a row for each rule.
+#[test]
+fn documentation_lists_every_rule() {
+    let desk = Desk::new();
+    let folder = model(&desk);
+    let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/runtimes.md")).unwrap();
+    let mut count = 0;
+    for runtime in Runtime::ALL {
+        let output = match runtime {
+            Runtime::LlamaCpp => golden("gguf/tokenizer-gpt-2.gguf"),
+            Runtime::OnnxRuntime => onnx(&desk, ("", "Relu"), TensorProto::default(), [17, 8]),
+            _ => folder.clone(),
+        };
+        for version in runtime.versions() {
+            let target: Target = format!("{}@{version}", runtime.name()).parse().unwrap();
+            for rule in contract::check(&output, target).unwrap().rules {
+                let row = format!("| {} | `{}` | {} | `{}` |", runtime.name(), rule.name, rule.sentence, rule.source);
+                assert!(page.contains(&row), "docs/runtimes.md has no row {row}");
+                count += 1;
+            }
+        }
+    }
+    assert!(count > 60, "{count}");
+}
+
+#[test]
+#[cfg(feature = "cli")]
+fn the_command_reports_violations_and_the_next_step() {
+    let desk = Desk::new();
+    let model = model(&desk);
+    let run = |args: &[&str]| {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_compress")).arg("check").args(args).output().unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
+    };
+    let path = model.to_str().unwrap();
+    // Only budgets need a report.
+    let (code, stdout, stderr) = run(&[path, "--loads", "vllm@0.33,transformers", "--loads", "sglang"]);
+    assert_eq!((code, stdout.lines().count()), (0, 3), "{stderr}");
+    assert!(stdout.starts_with("vllm 0.33: the output complies with") && stdout.contains("a static check"), "{stdout}");
+    std::fs::remove_file(model.join("tokenizer.json")).unwrap();
+    let (code, stdout, stderr) = run(&[path, "--loads", "vllm"]);
+    assert_eq!(code, 1);
+    assert!(stdout.contains("vllm 0.33: tokenizer: `tokenizer.json` is missing") && stdout.contains("; copy the tokenizer files"), "{stdout}");
+    assert!(stderr.contains("1 violation of the rules of vllm 0.33"), "{stderr}");
+    let (code, stdout, _) = run(&[path, "--loads", "vllm", "--json"]);
+    let result: Value = serde_json::from_str(&stdout).unwrap();
+    assert_eq!((code, &result["ok"], &result["loads"][0]["violations"][0]["rule"]), (1, &json!(false), &json!("tokenizer")));
+    assert!(result.get("budgets").is_none());
+    for (loads, reason) in [("tgi", "use one of vllm, sglang, transformers, llama.cpp, onnxruntime"), ("vllm@0.1", "use one of 0.11, 0.33")] {
+        let (code, _, stderr) = run(&[path, "--loads", loads]);
+        assert!(code == 2 && stderr.contains(reason), "{stderr}");
+    }
+}
