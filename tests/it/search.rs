@@ -169,10 +169,15 @@ fn types_of_a_gguf_file_meet_a_limit_of_its_size() {
     let recipe = folder.join("small.gguf.report/recipe.yaml");
     ok(folder, &format!("run {} -o again.gguf", recipe.display()));
     assert!(std::fs::read(folder.join("again.gguf")).unwrap() == bytes);
+    let found = data(folder, &format!("{search} --front few.json --formats Q8_0,Q5_0,F16"));
+    assert_eq!(found["search"]["formats"], json!(["Q5_0", "Q8_0", "F16"]));
+    assert_eq!(found["search"]["units"][0]["options"].as_array().unwrap().len(), 3);
     for (arguments, part) in [
         ("-o new.gguf --max-size 70% --method gptq", "has no effect on GGUF files"),
         ("-o new.onnx --max-size 70%", "loads a GGUF file or a folder"),
         ("-o new.gguf --max-size 3%", "the nearest possible limit is"),
+        ("-o new.gguf --max-size 70% --formats Q5_0,Q9", "`Q9` is not a format for llama.cpp; its formats are Q2_K,"),
+        ("-o new.gguf --max-size 70% --formats F16", "names no format besides floats"),
     ] {
         let run = compress(folder, &format!("{search} {arguments}"));
         assert!(run.code > 0 && run.stderr.contains(part), "{arguments}: {}", run.stderr);

@@ -41,6 +41,10 @@ pub(in crate::cli) struct Args {
     /// The runtime that loads the output, which determines the formats
     #[arg(long = "for", value_name = "RUNTIME", value_enum, default_value_t)]
     target: LoadedBy,
+    /// Formats to choose from, such as those that are fast on your machine [default: all that the runtime
+    /// loads]
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    formats: Vec<String>,
     /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights or of the GGUF
     /// file (300MB), or a fraction of the size of the input (0.25, 25%)
     #[arg(long, value_name = "SIZE", conflicts_with = "max_kl")]
@@ -95,7 +99,7 @@ impl Args {
         let memory = memory_limit(global.models.memory, &device);
         let (found, writing) = global.work(|work| {
             let context = Context { work: *work, seed: 0, data: &data, device, memory, memory_tracker: None, checkpoints: None };
-            let search = Search { model: &model, target: self.target, budget, points: self.points, context: &context };
+            let search = Search { model: &model, target: self.target, formats: &self.formats, budget, points: self.points, context: &context };
             let found = search.run()?;
             let chosen = found.chosen.as_ref().filter(|_| self.output.is_some());
             let writing = chosen.map(|point| search.writing(&found, point, self.method)).transpose()?;

@@ -23,9 +23,6 @@ const TYPES: [(TensorType, FileType); 12] = [
     (TensorType::Q8_0, FileType::Q8_0),
     (TensorType::F16, FileType::F16),
 ];
-/// Index of the type of weights that are not quantized.
-const FLOATS: usize = TYPES.len() - 1;
-
 /// Mixtures of llama.cpp, for comparison.
 const REFERENCES: [FileType; 8] = {
     use FileType::{IQ4_XS, Q2_K, Q3_K_M, Q4_K_M, Q4_K_S, Q5_K_M, Q6_K, Q8_0};
@@ -38,6 +35,8 @@ const TABLES: [&str; 2] = ["token_embd.weight", "output.weight"];
 /// The matrices of a model.
 pub(super) struct Blocks<'a> {
     model: &'a Model,
+    /// The types; the last one is floats.
+    types: Vec<(TensorType, FileType)>,
     formats: Vec<WeightFormat>,
     matrices: Vec<Matrix>,
     /// Size of the file with matrices in F16.
@@ -51,7 +50,17 @@ impl<'a> Blocks<'a> {
     /// If GGUF files cannot represent the model.
     pub fn new(model: &'a Model) -> Result<Blocks<'a>> {
         let (matrices, bytes) = Gguf { file_type: FileType::F16, ..Gguf::default() }.matrices(model)?;
-        Ok(Blocks { model, formats: TYPES.iter().filter_map(block_format).collect(), matrices, bytes })
+        Ok(Blocks { model, types: TYPES.to_vec(), formats: TYPES.iter().filter_map(block_format).collect(), matrices, bytes })
+    }
+
+    /// The type in the file of an option.
+    fn kind(&self, option: usize) -> Kind {
+        self.types[option.min(self.floats())].0.kind()
+    }
+
+    /// The option of weights that are not quantized.
+    fn floats(&self) -> usize {
+        self.types.len() - 1
     }
 
     /// The types of all units of a file in one of llama.cpp's mixtures; `None` if one is not in the table.
@@ -59,7 +68,7 @@ impl<'a> Blocks<'a> {
         let (matrices, _) = Gguf { file_type, ..Gguf::default() }.matrices(self.model)?;
         let option = |unit: &Unit| {
             let kind = matrices.iter().find(|matrix| matrix.tensor == unit.name)?.kind;
-            TYPES.iter().position(|(tensor_type, _)| tensor_type.kind() == kind)
+            self.types.iter().position(|(tensor_type, _)| tensor_type.kind() == kind)
         };
         Ok(units.iter().map(option).collect())
     }
@@ -68,11 +77,6 @@ impl<'a> Blocks<'a> {
 /// The format of a type with blocks.
 fn block_format((tensor_type, _): &(TensorType, FileType)) -> Option<WeightFormat> {
     if let Kind::Blocks(kind) = tensor_type.kind() { Some(WeightFormat::Blocks(kind)) } else { None }
-}
-
-/// The type in the file of an option.
-fn kind_of(option: usize) -> Kind {
-    TYPES[option.min(FLOATS)].0.kind()
 }
 
 impl Matrix {
@@ -88,12 +92,18 @@ impl Formats for Blocks<'_> {
     }
 
     fn names(&self) -> Vec<String> {
-        TYPES.iter().map(|(tensor_type, _)| format!("{tensor_type:?}")).collect()
+        self.types.iter().map(|(tensor_type, _)| format!("{tensor_type:?}")).collect()
+    }
+
+    fn retain(&mut self, kept: &[bool]) {
+        let mut flags = kept.iter();
+        self.types.retain(|_| flags.next().copied().unwrap_or(true));
+        self.formats = self.types.iter().filter_map(block_format).collect();
     }
 
     fn units(&self, scores: &Scores) -> Vec<Unit> {
         let unit = |matrix: &Matrix| {
-            let mut unit = Unit::new(matrix.tensor.clone(), TYPES.len());
+            let mut unit = Unit::new(matrix.tensor.clone(), self.types.len());
             unit.measured = TABLES.contains(&matrix.tensor.as_str());
             let floats = Some(Score { loss: 0.0, bytes: 0 });
             for name in &matrix.weights {
@@ -106,7 +116,7 @@ impl Formats for Blocks<'_> {
             }
             // Experts of one tensor have no padding in between.
             let stored = |(option, score): (usize, &mut Option<Score>)| {
-                *score = score.zip(matrix.bytes(kind_of(option))).map(|(score, bytes)| Score { bytes, ..score });
+                *score = score.zip(matrix.bytes(self.kind(option))).map(|(score, bytes)| Score { bytes, ..score });
             };
             unit.options.iter_mut().enumerate().for_each(stored);
             Some(unit)
@@ -128,18 +138,18 @@ impl Formats for Blocks<'_> {
     }
 
     fn rounded(&self, units: &[Unit], options: &[usize], scores: &Scores) -> Result<Option<Model>> {
-        if options.iter().all(|option| *option == FLOATS) {
+        if options.iter().all(|option| *option == self.floats()) {
             return Ok(None);
         }
         let mut model = self.model.clone();
         let tied = model.tied_names();
-        for (unit, option) in units.iter().zip(options).filter(|(_, option)| **option != FLOATS) {
+        for (unit, option) in units.iter().zip(options).filter(|(_, option)| **option != self.floats()) {
             for name in &unit.weights {
                 let aliases = tied.iter().filter(|(_, original)| original == name).map(|(alias, _)| (*alias).to_owned());
                 for name in aliases.chain([name.clone()]) {
                     let Some(weight) = model.weights.by_name.get_mut(&name) else { continue };
                     let importance = scores.importance.get(&name).filter(|_| !unit.measured).cloned();
-                    *weight = weight.dense(&name).in_gguf(kind_of(*option), &name, importance).0;
+                    *weight = weight.dense(&name).in_gguf(self.kind(*option), &name, importance).0;
                 }
             }
         }
@@ -149,23 +159,23 @@ impl Formats for Blocks<'_> {
     /// All matrices are listed, so that the mixture of the file type affects none of them. Scales are searched
     /// by the importance of the columns, without another method.
     fn writing(&self, units: &[Unit], options: &[usize], _method: Option<Method>) -> Result<Option<Writing>> {
-        if options.iter().all(|option| *option == FLOATS) {
+        if options.iter().all(|option| *option == self.floats()) {
             return Ok(None);
         }
         let option = |matrix: &Matrix| {
             let at = units.iter().position(|unit| unit.name == matrix.tensor);
-            at.and_then(|at| options.get(at)).copied().unwrap_or(FLOATS)
+            at.and_then(|at| options.get(at)).copied().unwrap_or(self.floats())
         };
         let mut types = Vec::new();
-        let mut parameters = [0usize; TYPES.len()];
+        let mut parameters = vec![0usize; self.types.len()];
         for matrix in &self.matrices {
             let option = option(matrix);
             parameters[option] += matrix.shape.iter().product::<usize>();
             let pattern = matrix.tensor.parse().map_err(|e| Error::option("auto", e))?;
-            types.push((pattern, TYPES[option].0));
+            types.push((pattern, self.types[option].0));
         }
-        let most = (0..TYPES.len()).max_by_key(|option| parameters[*option]).unwrap_or(FLOATS);
-        let file_type = TYPES[most].1;
+        let most = (0..self.types.len()).max_by_key(|option| parameters[*option]).unwrap_or(self.floats());
+        let file_type = self.types[most].1;
         Ok(Some(Writing { passes: Vec::new(), exports: vec![Gguf { file_type, types, ..Gguf::default() }.into()] }))
     }
 }

@@ -59,6 +59,9 @@ pub(super) trait Formats {
     /// Display names of the formats and of floats.
     fn names(&self) -> Vec<String>;
 
+    /// Removes the formats for which `kept` is false.
+    fn retain(&mut self, kept: &[bool]);
+
     /// The units with the scores of their formats.
     fn units(&self, scores: &Scores) -> Vec<Unit>;
 

@@ -33,6 +33,8 @@ pub struct Search<'a> {
     pub model: &'a Model,
     /// The runtime that loads the result.
     pub target: LoadedBy,
+    /// Names of the formats to choose from; all that the runtime loads if empty.
+    pub formats: &'a [String],
     /// The limit; `None` for the front only.
     pub budget: Option<Budget>,
     /// Number of points of the front that are measured.
@@ -82,7 +84,7 @@ impl Search<'_> {
     /// # Errors
     /// If the model cannot run or has no logits, calibration samples are missing, or the limit cannot be met.
     pub fn run(&self) -> Result<Found> {
-        let formats = self.target.formats(self.model)?;
+        let formats = self.target.formats(self.model, self.formats)?;
         let scores = scores(formats.formats(), self.model, self.context)?;
         let units = formats.units(&scores);
         if units.is_empty() {
@@ -173,7 +175,7 @@ impl Search<'_> {
     /// # Errors
     /// If the point leaves all weights as floats, or if the runtime does not support the method.
     pub fn writing(&self, found: &Found, point: &Point, method: Option<Method>) -> Result<Writing> {
-        let writing = self.target.formats(self.model)?.writing(&found.units, &point.options, method)?;
+        let writing = self.target.formats(self.model, self.formats)?.writing(&found.units, &point.options, method)?;
         writing.ok_or_else(|| Error::run("auto", "the limit allows to leave all weights as floats, so that there is nothing to do", "use a lower limit"))
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use super::blocks::Blocks;
 use super::formats::Formats;
 use super::schemes::Schemes;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pass::Scheme;
 
@@ -35,11 +35,29 @@ impl fmt::Display for LoadedBy {
 }
 
 impl LoadedBy {
-    /// The formats that the runtime loads, for the weights of a model.
+    /// The formats that the runtime loads, for the weights of a model: those with these names, or all if there
+    /// are none.
     ///
     /// # Errors
-    /// If the runtime does not load the model.
-    pub(super) fn formats(self, model: &Model) -> Result<Box<dyn Formats + '_>> {
+    /// If the runtime does not load the model, or not a format.
+    pub(super) fn formats<'m>(self, model: &'m Model, only: &[String]) -> Result<Box<dyn Formats + 'm>> {
+        let mut all = self.all_formats(model)?;
+        let names = all.names();
+        let (floats, named) = names.split_last().map_or((None, &[][..]), |(floats, named)| (Some(floats), named));
+        if let Some(unknown) = only.iter().find(|name| !named.contains(name) && floats != Some(name)) {
+            return Err(Error::option("--formats", format!("`{unknown}` is not a format for {self}; its formats are {}", named.join(", "))));
+        }
+        if !only.is_empty() {
+            let kept: Vec<bool> = named.iter().map(|name| only.contains(name)).collect();
+            if !kept.contains(&true) {
+                return Err(Error::option("--formats", format!("names no format besides floats; formats for {self} are {}", named.join(", "))));
+            }
+            all.retain(&kept);
+        }
+        Ok(all)
+    }
+
+    fn all_formats(self, model: &Model) -> Result<Box<dyn Formats + '_>> {
         Ok(match self {
             // https://docs.vllm.ai/en/latest/features/quantization: WNA16 of compressed-tensors has 4 and 8
             // bits.

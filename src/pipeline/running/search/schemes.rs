@@ -38,6 +38,12 @@ impl Formats for Schemes<'_> {
         self.passes.iter().map(name).chain(["floats".to_owned()]).collect()
     }
 
+    fn retain(&mut self, kept: &[bool]) {
+        let mut flags = kept.iter();
+        self.passes.retain(|_| flags.next().copied().unwrap_or(true));
+        self.formats = self.passes.iter().cloned().map(WeightFormat::Scheme).collect();
+    }
+
     fn units(&self, scores: &Scores) -> Vec<Unit> {
         let mut units: BTreeMap<String, Unit> = BTreeMap::new();
         for (name, options) in &scores.by_weight {
