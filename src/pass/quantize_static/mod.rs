@@ -238,7 +238,9 @@ impl QuantizeStatic {
         let mut statistics = self.observe(&prepared, false, context)?;
         let fixed = if let Smooth::Strength(strength) = self.smooth { Some(strength) } else { None };
         let graph = prepared.graph.clone();
-        let choices = scaling::rescale(&chains, &graph, &mut prepared.model, &mut statistics, fixed, self.observer, self.percentile)?;
+        let per_tensor = self.granularity == GranularityKind::Tensor;
+        let settings = scaling::Settings { layers: &prepared.layers, per_tensor, fixed, observer: self.observer, percentile: self.percentile };
+        let choices = scaling::rescale(&chains, &graph, &mut prepared.model, &mut statistics, settings)?;
         if self.smooth == Smooth::Auto {
             factors::remove_unused(&mut prepared, &choices.iter().map(|choice| choice.name.clone()).collect(), &mut statistics)?;
         }

@@ -2,8 +2,11 @@
 //! Nagel et al., cross-layer equalization, 2019): the layer or normalization that computes a value
 //! divides each channel by a factor, and the layers that read the value multiply by it. For 16-bit
 //! weights, factors are powers of two, which are exact.
+//!
+//! With one scale per weight tensor, a factor also changes the rounding error of all other channels: of the
+//! layer that divides, if its row becomes the largest one, and of the layers that multiply.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use rayon::prelude::*;
 
@@ -11,7 +14,7 @@ use super::relu6_limit::ClampLimit;
 use crate::calibration::{ActivationObserver, Channels, Fold, ValueStatistics, WeightedError, validated_range};
 use crate::error::Result;
 use crate::ir::ops::Op;
-use crate::ir::{Graph, Node};
+use crate::ir::{Graph, Kind, Node};
 use crate::model::Model;
 use crate::pass::channel_equalization::{Chain, ScaledLayer, is_depthwise};
 use crate::pass::consumers::{channels_second, weight_input};
@@ -42,6 +45,19 @@ pub(super) struct Choice {
     pub costly: bool,
 }
 
+/// How weights and activations are quantized after rescaling.
+#[derive(Clone, Copy)]
+pub(super) struct Settings<'l> {
+    /// Weights of the quantized layers.
+    pub layers: &'l BTreeSet<String>,
+    /// Whether a weight has one scale instead of one per output channel.
+    pub per_tensor: bool,
+    /// Strength specified by the user.
+    pub fixed: Option<f64>,
+    pub observer: ActivationObserver,
+    pub percentile: f64,
+}
+
 /// Rescales chains if it reduces the quantization error. Updates the weights of the model and the
 /// statistics.
 pub(super) fn rescale(
@@ -49,10 +65,9 @@ pub(super) fn rescale(
     graph: &Graph,
     model: &mut Model,
     statistics: &mut BTreeMap<String, ValueStatistics>,
-    fixed: Option<f64>,
-    observer: ActivationObserver,
-    percentile: f64,
+    settings: Settings,
 ) -> Result<Vec<Choice>> {
+    let Settings { fixed, observer, percentile, .. } = settings;
     let mut choices = Vec::new();
     for chain in chains {
         // Experts that are stored as one tensor have no separate weights.
@@ -61,7 +76,7 @@ pub(super) fn rescale(
         if !is_complete || chain.mixed && fixed.is_none() {
             continue;
         }
-        let Some(estimator) = ErrorEstimator::new(chain, graph, model, statistics)? else { continue };
+        let Some(estimator) = ErrorEstimator::new(chain, graph, model, statistics, settings)? else { continue };
         let unchanged = vec![vec![0.0; chain.width]; estimator.folds()];
         let fine = chain.producers.iter().all(|(name, _)| model.weights.by_name.get(name).is_some_and(|w| matches!(w.dtype, DType::F32 | DType::F64)));
         // With an offset, 16-bit weights are not scaled exactly by powers of two.
@@ -105,7 +120,20 @@ pub(super) fn rescale(
 struct ErrorEstimator<'s> {
     width: usize,
     consumers: Vec<Consumer<'s>>,
+    producer: Option<Producer>,
     limit: Option<ClampLimit>,
+    per_tensor: bool,
+}
+
+/// The quantized layer that computes the channels, if its weight has one scale. With a scale per channel,
+/// factors do not change its relative rounding error.
+struct Producer {
+    /// Largest magnitude of the weights of each channel.
+    largest: Vec<f64>,
+    /// Mean square of the inputs of each channel, summed over its weights.
+    energy: Vec<f64>,
+    /// Sum of squares of the weights by which the consumers multiply each channel.
+    squares: Vec<f64>,
 }
 
 /// A layer that reads a value.
@@ -117,6 +145,16 @@ struct Consumer<'s> {
     /// Divisions of the samples for cross-validation; empty without several groups of samples.
     folds: Vec<Fold>,
     index: &'s [usize],
+    scales: Scales,
+}
+
+/// Scales of the weight of a consumer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Scales {
+    Channel,
+    Tensor,
+    /// The weight stays in floats.
+    None,
 }
 
 /// Weights of the squared error of each input of a layer: the sums of squares of its weights.
@@ -144,6 +182,8 @@ struct LayerWeights {
     /// Largest magnitude for each input.
     columns: Vec<f32>,
     inputs: usize,
+    /// Number of weights for each output and input: the size of a kernel.
+    taps: usize,
     depthwise: bool,
 }
 
@@ -160,7 +200,7 @@ impl LayerWeights {
         };
         let outputs = values.len() / (inputs * inner).max(1);
         let largest = vec![0.0; outputs.max(1) * inputs];
-        let mut layer = LayerWeights { largest, squares: vec![0.0; inputs], columns: vec![0.0; inputs], inputs, depthwise: consumer.depthwise };
+        let mut layer = LayerWeights { largest, squares: vec![0.0; inputs], columns: vec![0.0; inputs], inputs, taps: inner, depthwise: consumer.depthwise };
         for (at, value) in values.iter().enumerate() {
             let (output, input) = match transposed {
                 0 => (at / (inputs * inner), at / inner % inputs),
@@ -178,17 +218,31 @@ impl LayerWeights {
 
 impl<'s> ErrorEstimator<'s> {
     /// Returns `None` if no consumer has channel statistics.
-    fn new(chain: &'s Chain, graph: &Graph, model: &Model, statistics: &'s BTreeMap<String, ValueStatistics>) -> Result<Option<ErrorEstimator<'s>>> {
+    fn new(
+        chain: &'s Chain,
+        graph: &Graph,
+        model: &Model,
+        statistics: &'s BTreeMap<String, ValueStatistics>,
+        settings: Settings,
+    ) -> Result<Option<ErrorEstimator<'s>>> {
+        let per_tensor = settings.per_tensor;
         let mut consumers = Vec::new();
         for layer in &chain.consumers {
             let Some(input) = statistics.get(&graph.value(layer.value).name) else { continue };
             let channels = input.channels();
             if channels.has_histograms() && channels.channels() == layer.index.len() {
-                consumers.push(Consumer { layer: LayerWeights::new(model, layer)?, statistics: input, channels, folds: input.folds(), index: &layer.index });
+                let scales = match (per_tensor, settings.layers.contains(&layer.weight)) {
+                    (false, _) => Scales::Channel,
+                    (true, true) => Scales::Tensor,
+                    (true, false) => Scales::None,
+                };
+                let weights = LayerWeights::new(model, layer)?;
+                consumers.push(Consumer { layer: weights, statistics: input, channels, folds: input.folds(), index: &layer.index, scales });
             }
         }
         let limit = if chain.clamps.is_empty() { None } else { Some(ClampLimit::new(chain, graph, model, statistics)?) };
-        Ok((!consumers.is_empty()).then_some(ErrorEstimator { width: chain.width, consumers, limit }))
+        let producer = if per_tensor { Producer::new(chain, graph, model, statistics, settings.layers, &consumers)? } else { None };
+        Ok((!consumers.is_empty()).then_some(ErrorEstimator { width: chain.width, consumers, producer, limit, per_tensor }))
     }
 
     /// `log2 (a^strength / w^(1 - strength))` for each channel, rounded to multiples of `1 / steps`, with
@@ -207,10 +261,11 @@ impl<'s> ErrorEstimator<'s> {
             return limit.powers(&weights, strength, steps);
         }
         // Silent channels get a minimum magnitude, so that their weights do not dominate the scale of a
-        // row.
+        // row. With one scale per weight, they are not rescaled: the division would make their row the
+        // largest one of the producer.
         let floor = activations.iter().copied().fold(0.0, f64::max) * SILENT;
         let log = |(a, w): (&f64, &f64)| {
-            if floor > 0.0 && *w > 0.0 {
+            if floor > 0.0 && *w > 0.0 && !(self.per_tensor && *a < floor) {
                 let a = a.max(floor);
                 strength * a.log2() - (1.0 - strength) * w.log2()
             } else {
@@ -231,7 +286,54 @@ impl<'s> ErrorEstimator<'s> {
     /// Estimated squared error of the layers' outputs if channels are divided by `2ᵖ`, with
     /// cross-validation of the powers and of the ranges: `powers` holds those of each fold.
     fn error(&self, powers: &[Vec<f64>], observer: ActivationObserver, percentile: f64) -> f64 {
-        self.consumers.iter().map(|consumer| consumer.error(powers, observer, percentile)).sum()
+        let producer = self.producer.as_ref().map_or(0.0, |producer| powers.iter().map(|powers| producer.error(powers)).sum());
+        self.consumers.iter().map(|consumer| consumer.error(powers, observer, percentile)).sum::<f64>() + producer / powers.len().max(1) as f64
+    }
+}
+
+impl Producer {
+    /// Returns `None` if the layer stays in floats or has no weights of its own for each channel.
+    fn new(
+        chain: &Chain,
+        graph: &Graph,
+        model: &Model,
+        statistics: &BTreeMap<String, ValueStatistics>,
+        layers: &BTreeSet<String>,
+        consumers: &[Consumer],
+    ) -> Result<Option<Producer>> {
+        let Some((name, second)) = chain.producers.first().filter(|(name, _)| layers.contains(name)) else { return Ok(None) };
+        let Some(Kind::Node(at)) = chain.values.first().map(|(value, _)| graph.value(*value).kind) else { return Ok(None) };
+        let node = &graph.nodes()[at];
+        let input = node.inputs.first().and_then(|input| statistics.get(&graph.value(*input).name));
+        let Some(input) = input.filter(|_| weight_input(graph, node) == name) else { return Ok(None) };
+        let weight = model.weights.get(name)?;
+        let mut largest = vec![0f64; chain.width];
+        for (at, value) in weight.floats(name)?.iter().enumerate() {
+            let channel = if *second { at % chain.width.max(1) } else { at / weight.row().max(1) };
+            if let Some(largest) = largest.get_mut(channel) {
+                *largest = largest.max(f64::from(value.abs()));
+            }
+        }
+        let taps = weight.shape.get(2..).unwrap_or(&[]).iter().product::<usize>().max(1);
+        let groups = if let Op::Conv(op) = &node.op { op.groups.max(1) } else { 1 };
+        let inputs = input.channels().mean_squares();
+        let of_group: Vec<f64> = inputs.chunks(inputs.len().div_ceil(groups).max(1)).map(|squares| squares.iter().sum::<f64>() * taps as f64).collect();
+        let energy = (0..chain.width).map(|channel| of_group.get(channel * groups / chain.width).copied().unwrap_or(0.0)).collect();
+        let mut squares = vec![0f64; chain.width];
+        for consumer in consumers {
+            for (channel, square) in consumer.index.iter().zip(&consumer.layer.squares) {
+                squares[*channel] += square;
+            }
+        }
+        Ok(Some(Producer { largest, energy, squares }))
+    }
+
+    /// Estimated squared error of the consumers' outputs due to the rounding of the producer's weights, if
+    /// channels are divided by `2ᵖ`.
+    fn error(&self, powers: &[f64]) -> f64 {
+        let step = self.largest.iter().zip(powers).map(|(largest, power)| largest * (-power).exp2()).fold(0f64, f64::max) / 127.5;
+        let gains = self.energy.iter().zip(&self.squares).zip(powers);
+        step * step / 12.0 * gains.map(|((energy, square), power)| energy * square * (2.0 * power).exp2()).sum::<f64>()
     }
 }
 
@@ -251,7 +353,11 @@ impl Consumer<'_> {
                 let error = WeightedError::from_channels(&self.channels, Some(&inverse), &columns);
                 error.map_or(0.0, |error| cost(range, &error)) / self.channels.count().max(1) as f64
             });
-            if self.layer.depthwise { activations } else { activations + self.rounding(&by, &inverse) }
+            match self.scales {
+                Scales::None => activations,
+                Scales::Channel if self.layer.depthwise => activations,
+                Scales::Channel | Scales::Tensor => activations + self.rounding(&by, &inverse),
+            }
         });
         by_fold.sum::<f64>() / powers.len().max(1) as f64
     }
@@ -259,12 +365,14 @@ impl Consumer<'_> {
     /// Estimated squared error due to the rounding of the weights.
     fn rounding(&self, by: &[f64], inverse: &[f64]) -> f64 {
         let energy: f64 = self.channels.mean_squares().iter().zip(inverse).map(|(square, by)| square * by * by).sum();
-        let row = |row: &[f32]| {
-            let largest = row.iter().zip(by).map(|(w, by)| f64::from(*w) * by).fold(0f64, f64::max);
-            let step = largest / 127.5;
-            step * step / 12.0 * energy
-        };
-        self.layer.largest.chunks_exact(self.layer.inputs.max(1)).map(row).sum()
+        let rows = self.layer.largest.chunks_exact(self.layer.inputs.max(1));
+        let largest = |row: &[f32]| row.iter().zip(by).map(|(w, by)| f64::from(*w) * by).fold(0f64, f64::max);
+        let error = |largest: f64| (largest / 127.5).powi(2) / 12.0 * energy;
+        if self.scales == Scales::Tensor {
+            let count = rows.len() * self.layer.taps;
+            return error(rows.map(largest).fold(0f64, f64::max)) * count as f64;
+        }
+        rows.map(|row| error(largest(row))).sum()
     }
 }
 
@@ -272,8 +380,44 @@ impl Consumer<'_> {
 mod tests {
     use std::sync::Arc;
 
+    use candle_core::{Device, Tensor};
+
     use super::*;
+    use crate::exec::Inputs;
+    use crate::pass::testing::{self, calibrated, numbers};
+    use crate::pass::{GranularityKind, QuantizeStatic, Smooth};
     use crate::store::{Bytes, Encoding, Weight};
+
+    /// With one scale per weight, a factor that makes a silent channel's row the largest one would increase
+    /// the rounding error of all other rows.
+    #[test]
+    fn silent_channels_do_not_enlarge_the_scale_of_a_tensor() {
+        let text = "input x: float[batch, 8]\nparam a.weight: float[8, 8]\nparam a.bias: float[8]\nparam b.weight: float[8, 8]\n\
+            h = Linear{\"input_major\":false}(x, a.weight, a.bias) -> float[batch, 8]\nr = Relu(h) -> float[batch, 8]\n\
+            y = Linear{\"input_major\":false}(r, b.weight) -> float[batch, 8]\noutput y = y\n";
+        let values = |name: &str, shape: &[usize]| match name {
+            "a.bias" => (0..8).map(|channel| if channel == 3 { -30.0 } else { 1.0 }).collect(),
+            _ => numbers(shape),
+        };
+        let (_folder, model) = testing::model(text, values).unwrap();
+        let inputs = Inputs::from([("x".to_owned(), Tensor::from_vec(values("x", &[16, 8]), (16, 8), &Device::Cpu).unwrap())]);
+        let row = |model: &Model| model.weights.get("a.weight").unwrap().floats("a.weight").unwrap()[3 * 8..4 * 8].to_vec();
+        for smooth in [Smooth::Auto, Smooth::Free, Smooth::Strength(0.9)] {
+            let pass = QuantizeStatic { smooth, granularity: GranularityKind::Tensor, ..QuantizeStatic::default() };
+            let (prepared, ..) = calibrated(&inputs, |context| pass.analyze_and_rescale(model.clone(), context)).unwrap().unwrap();
+            assert_eq!(row(&prepared.model), row(&model), "{smooth}");
+        }
+    }
+
+    #[test]
+    fn the_error_of_a_producer_follows_from_its_largest_row() {
+        let producer = Producer { largest: vec![1.0, 0.5], energy: vec![2.0, 3.0], squares: vec![5.0, 7.0] };
+        let unit = 1.0 / 127.5f64.powi(2) / 12.0;
+        let close = |found: f64, expected: f64| assert!((found / expected - 1.0).abs() < 1e-12, "{found} instead of {expected}");
+        close(producer.error(&[0.0, 0.0]), unit * (10.0 + 21.0));
+        // The second row grows to eight, and its error is multiplied by less.
+        close(producer.error(&[0.0, -4.0]), 64.0 * unit * (10.0 + 21.0 / 256.0));
+    }
 
     #[test]
     fn reductions_of_a_weight_do_not_depend_on_its_layout() {
