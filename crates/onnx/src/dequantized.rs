@@ -261,6 +261,7 @@ impl ModelFile {
             ));
         }
         notes.extend(self.unsupported_integers());
+        notes.extend(self.unsupported_casts());
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
         let mut open: Vec<&GraphProto> = self.model.graph.iter().collect();
         while let Some(graph) = open.pop() {

@@ -3,6 +3,7 @@
 
 mod check;
 mod constant_sizes;
+mod converted;
 mod dequantized;
 mod elements;
 mod external;

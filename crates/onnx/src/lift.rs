@@ -27,7 +27,7 @@ use super::value_info::input_shape;
 use crate::error::{Error, Result};
 use crate::ir::ops::Transpose;
 use crate::ir::{Builder, Dim, Element, Graph, Op, TensorType, ValueId};
-use crate::store::{DType, Role, Weights};
+use crate::store::{Role, Weights};
 
 /// Operators with integer results, which are recomputed where they are needed instead of being shared.
 const SHAPES: [&str; 10] = ["Shape", "Size", "Equal", "Greater", "Less", "Not", "And", "Or", "Range", "QuantizeLinear"];
@@ -339,8 +339,8 @@ impl<'f> Lift<'f> {
         match (self.lifted.get(name), self.weights.by_name.get(name)) {
             (Some(LiftedValue::Value(id)), _) => Ok(*id),
             (_, Some(weight)) if weight.is_float() => {
-                if weight.dtype != DType::F32 {
-                    return Err(format!("`{name}` is {}, but the built-in executor supports only f32", weight.dtype));
+                if !self.is_parameter(name) {
+                    return Err(format!("`{name}` is {}, but the built-in executor supports only f32 and 16-bit weights that a Cast converts to it", weight.dtype));
                 }
                 self.builder.param(name, &weight.shape).map_err(|e| e.to_string())
             }

@@ -43,7 +43,7 @@ pub struct ModelFile {
     pub(super) skeleton: Vec<u8>,
     /// All tensors, by number.
     pub(super) tensors: Vec<TensorEntry>,
-    /// Values that nodes compute to dequantize a weight.
+    /// Values that nodes compute to dequantize or convert a weight.
     pub(super) dequantized_values: BTreeSet<String>,
     /// User-specified values of open dimensions, by name.
     pub(super) fixed_sizes: OnceLock<BTreeMap<String, usize>>,
@@ -62,6 +62,8 @@ pub(super) struct TensorEntry {
     pub flipped: bool,
     /// Nodes and tensors that dequantize it, if it is a quantized weight.
     pub dequantized: Option<DequantizationParts>,
+    /// Position of the node that converts it to 32 bits, if it is a weight that is stored in 16 bits.
+    pub converted: Option<usize>,
 }
 
 /// Nodes and tensors that a quantized weight has in addition to its integers.
@@ -212,7 +214,10 @@ impl ModelFile {
             }
         }
         self.data_files = files.paths();
-        model.graph.iter().for_each(|graph| self.find_dequantized(graph, &usages));
+        if let Some(graph) = &model.graph {
+            self.find_dequantized(graph, &usages);
+            self.find_converted(graph, &usages);
+        }
         Ok(())
     }
 }

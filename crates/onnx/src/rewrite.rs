@@ -180,8 +180,14 @@ impl Plan<'_> {
             let format = if entry.flipped { StorageFormat::Transposed } else { StorageFormat::Plain };
             return self.replace_elements(number, item(format), data::RAW);
         }
+        let mut before = before.clone();
+        if let Some(cast) = entry.converted {
+            // The graph reads the result of the cast, which the replacement computes.
+            self.edits.nodes.insert(cast, Vec::new());
+            before.dtype = DType::F32;
+        }
         let usages = self.file.usages.get(name).map_or(&[][..], Vec::as_slice);
-        let Replacement { item, tensors, nodes, readers, remark } = self.replacer.replace(name, before, &now, usages, entry.flipped)?;
+        let Replacement { item, tensors, nodes, readers, remark } = self.replacer.replace(name, &before, &now, usages, entry.flipped)?;
         remark.into_iter().for_each(|remark| self.remarks.entry(remark).or_default().push(name.clone()));
         let (mut new_tensors, mut sum, index) = (Vec::new(), 0u64, self.items.len());
         let parts = item.storage_format.parts(name, &item.weight);

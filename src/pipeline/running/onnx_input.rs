@@ -84,7 +84,7 @@ impl Run<'_> {
         // The graph of an output is not built if the input has none, because the trial runs of a subgraph
         // that exceed their time limit would do so again.
         let samples = match self.before.graph().and_then(|_| model.graph()) {
-            Ok(graph) if quantized_values::is_static(&graph) => Some(self.verification_samples(self.after)?),
+            Ok(graph) if quantized_values::is_static(&graph) => Some(self.verification_samples(&model)?),
             _ => None,
         };
         // An ONNX file does not specify which synthetic samples it accepts.

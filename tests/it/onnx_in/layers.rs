@@ -147,6 +147,58 @@ fn weights_are_converted_to_the_dtypes_of_the_graph() {
     }
 }
 
+/// Weights that a `Cast` converts to 32 bits, as `cast` writes them, have the roles of the original ones.
+#[test]
+fn weights_stored_in_16_bits_are_those_of_layers() {
+    for (opset, to) in [(11, FloatFormat::F16), (17, FloatFormat::F16), (17, FloatFormat::Bf16)] {
+        let place = Place::new(&layers(opset));
+        let half = place.path("half.onnx");
+        builder().pass(Cast { to, ..Cast::default() }).measure(false).build().unwrap().run(place.open(), &half).unwrap();
+        let opened = Model::open(&half).unwrap();
+        for (name, weight) in &place.open().weights.by_name {
+            let stored = &opened.weights.by_name[name];
+            assert_eq!((&stored.shape, stored.role), (&weight.shape, weight.role), "{name}");
+        }
+        let operators = |graph: &Model| graph.graph().unwrap().nodes().iter().map(|node| node.op.name().to_owned()).collect::<Vec<_>>();
+        assert_eq!(operators(&opened), operators(&place.open()), "no opaque nodes");
+        let steps: Vec<(&str, Step, f32)> = vec![
+            ("integers", QuantizeDynamic { embeddings: true, ..QuantizeDynamic::default() }.into(), 0.1),
+            ("stored", QuantizeDynamic { activations: ActivationRounding::None, ..QuantizeDynamic::default() }.into(), 0.1),
+            ("floats", Cast { to: FloatFormat::F32, ..Cast::default() }.into(), 0.03),
+            ("zeros", PruneUnstructured { amount: Some("0.05".parse().unwrap()), ..PruneUnstructured::default() }.into(), 0.1),
+        ];
+        for (what, step, tolerance) in steps {
+            let name = format!("{what}.onnx");
+            builder().pass(step).build().unwrap().run(Model::open(&half).unwrap(), place.path(&name)).unwrap_or_else(|e| panic!("{opset}, {what}: {e}"));
+            let graph = place.written(&name).graph.unwrap();
+            let count = |op: &str| graph.node.iter().filter(|node| node.op_type() == op).count();
+            match what {
+                "integers" => assert_eq!([count("MatMulInteger"), count("MatMul"), count("Gemm")], [4, 0, 0]),
+                "floats" => assert_eq!(count("Cast"), 0),
+                _ => {}
+            }
+            if crate::common::onnxruntime::has_onnx_runtime() {
+                let distance = distance(&place.input(), &place.path(&name));
+                assert!(distance < tolerance, "opset {opset}, {what}: {distance}");
+            }
+        }
+    }
+}
+
+/// Casts that are not supported are named.
+#[test]
+fn weights_read_through_other_casts_are_noted() {
+    let mut model = layers(17);
+    let graph = model.graph.as_mut().unwrap();
+    let first = graph.initializer.iter_mut().find(|tensor| tensor.name() == "first").unwrap();
+    let doubles = numbers(160).iter().flat_map(|value| f64::from(*value).to_le_bytes()).collect();
+    *first = TensorProto { raw_data: Some(doubles), ..tensor("doubles", DataType::Double, &[20, 8]) };
+    graph.node.insert(0, node("Cast", &["doubles"], &["first"], vec![AttributeProto::int("to", DataType::Float as i64)]));
+    let place = Place::new(&model);
+    let report = builder().pass(QuantizeDynamic::default()).measure(false).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("1 tensor not treated as weights of layers") && note.contains("`doubles`")), "{:?}", report.notes);
+}
+
 #[test]
 fn products_quantize_their_inputs_dynamically() {
     for (opset, granularity, symmetric) in

@@ -1,5 +1,6 @@
 //! Quantized ONNX files: their integers are read as dequantized weights, and are not quantized again.
 
+use compress::internal::RunState;
 use compress::pass::{Cast, Dequantize, FloatFormat, PruneUnstructured, QuantizeDynamic, Step};
 use compress_core::store::Encoding;
 use compress_graph::ir::Op;
@@ -407,6 +408,29 @@ fn files_without_zero_points_and_with_shared_integers_are_run() {
         let found = session.run(&[("x".to_owned(), given)].into()).unwrap().remove("y").unwrap().to_vec2::<f32>().unwrap();
         let wrong = (0..18).find(|at| (found[at / 6][at % 6] - y(at / 6, at % 6)).abs() > 1e-4);
         assert_eq!(wrong, None, "{found:?}");
+    }
+}
+
+/// ONNX Runtime and the built-in executor convert 16-bit weights of a file with quantized activations.
+#[test]
+fn floats_of_a_quantized_file_are_cast() {
+    let mut model = rounded();
+    let graph = model.graph.as_mut().unwrap();
+    graph.node.last_mut().unwrap().output = vec!["sum".into()];
+    graph.node.push(node("Mul", &["sum", "gain"], &["y"], vec![]));
+    graph.initializer.push(raw("gain", &[6]));
+    let place = Place::new(&model);
+    for to in [FloatFormat::F16, FloatFormat::Bf16] {
+        let step: Step = Cast { to, ..Cast::default() }.into();
+        step.pass().plan(&place.open(), &RunState::default()).unwrap().model.graph().unwrap_or_else(|e| panic!("{to:?}: {e}"));
+        let out = place.path(&format!("{to:?}.onnx"));
+        builder().pass(step).build().unwrap().run(place.open(), &out).unwrap_or_else(|e| panic!("{to:?}: {e}"));
+        let gain = &compress::Model::open(&out).unwrap().weights.by_name["gain"];
+        assert_eq!(gain.dtype.bitsize(), 16, "{to:?}");
+        if crate::common::onnxruntime::has_onnx_runtime() {
+            let distance = distance(&place.input(), &out);
+            assert!(distance < 0.01, "{to:?}: {distance}");
+        }
     }
 }
 

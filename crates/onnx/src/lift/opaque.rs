@@ -215,8 +215,13 @@ impl<'f> Lift<'f> {
         self.file.tensors.get(mark)?.weight.as_deref()
     }
 
+    /// Whether a value is a weight that the graph reads in 32 bits. It may be stored in 16 bits: the file
+    /// converts it, or will do so if a pass has changed its dtype.
     pub(super) fn is_parameter(&self, name: &str) -> bool {
-        self.weight(name).is_some_and(|weight| weight.dtype == DType::F32)
+        let Some(weight) = self.weight(name) else { return false };
+        let before = self.file.weights.get(name);
+        let is_converted = before.is_some_and(|before| before.dtype == DType::F32 || self.file.dequantized_values.contains(name));
+        weight.dtype == DType::F32 || is_converted && matches!(weight.dtype, DType::F16 | DType::BF16)
     }
 
     /// Rejects changed weights in parts of the file that are copied verbatim.
