@@ -65,6 +65,12 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
         ),
         layer("b", "second", "y"),
     ];
+    let shadowing = |first: bool| {
+        let own = |branch: &str| body(branch, vec![node("Add", &["a", "turned"], "t", vec![])], vec![floats("turned", &[6])], &["t"]);
+        let outer = |branch: &str| body(branch, vec![layer("x", "turned", "e")], vec![], &["e"]);
+        let branches = if first { vec![own("then_branch"), outer("else_branch")] } else { vec![outer("then_branch"), own("else_branch")] };
+        [&positive[..3], &[node("If", &["small"], "b", branches), layer("b", "second", "y")][..]].concat()
+    };
     // Two results: one is read by a layer directly, the other one by another node first.
     let both = |node: NodeProto| NodeProto { output: vec!["left".into(), "right".into()], ..node };
     let ends = |right: &str| vec![layer("left", "second", "b"), layer(right, "third", "c"), node("Add", &["b", "c"], "y", vec![])];
@@ -127,6 +133,16 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
             ),
         ),
         ("a body with a tensor called as a weight of the graph", 1, model(11, &[0, 4], shadowed, [weights(), vec![limit.clone()]].concat())),
+        (
+            "the first body shadows a weight that the second one reads",
+            1,
+            model(11, &[0, 4], shadowing(true), [weights(), vec![floats("turned", &[4, 6]), limit.clone()]].concat()),
+        ),
+        (
+            "the second body shadows a weight that the first one reads",
+            1,
+            model(11, &[0, 4], shadowing(false), [weights(), vec![floats("turned", &[4, 6]), limit.clone()]].concat()),
+        ),
         ("bodies that read weights around and within", 1, model(11, &[0, 4], positive, [weights(), vec![floats("turned", &[4, 6]), limit]].concat())),
         ("what follows from sizes alone", 1, model(13, &[0, 4], shaped, weights())),
         (

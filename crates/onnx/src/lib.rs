@@ -22,6 +22,7 @@ mod numbers;
 mod opaque_subgraph;
 mod open_session;
 pub mod proto;
+mod renaming;
 mod replacement;
 mod rewrite;
 mod run_sizes;

@@ -340,7 +340,10 @@ impl<'f> Lift<'f> {
             (Some(LiftedValue::Value(id)), _) => Ok(*id),
             (_, Some(weight)) if weight.is_float() => {
                 if !self.is_parameter(name) {
-                    return Err(format!("`{name}` is {}, but the built-in executor supports only f32 and 16-bit weights that a Cast converts to it", weight.dtype));
+                    return Err(format!(
+                        "`{name}` is {}, but the built-in executor supports only f32 and 16-bit weights that a Cast converts to it",
+                        weight.dtype
+                    ));
                 }
                 self.builder.param(name, &weight.shape).map_err(|e| e.to_string())
             }

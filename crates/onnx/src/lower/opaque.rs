@@ -1,17 +1,14 @@
 //! Opaque subgraphs of the input file, written unchanged except for names and opset.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use super::super::check;
 use super::super::opaque_subgraph::OpaqueSubgraph;
-use super::super::proto::{GraphProto, NodeProto};
+use super::super::renaming::{NameMap, rename, rename_node};
 use super::super::upgrade::upgrade;
 use super::Lowering;
 use crate::error::Result;
 use crate::ir::ops::Opaque;
-
-/// New names by old name.
-type NameMap = BTreeMap<String, String>;
 
 pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
     let Some(subgraph) = op.function.as_ref().and_then(|function| function.as_any().downcast_ref::<OpaqueSubgraph>()) else {
@@ -57,22 +54,4 @@ pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
         }
     }
     Ok(())
-}
-
-fn rename<'n>(names: &NameMap, of: impl Iterator<Item = &'n mut String>) {
-    of.for_each(|name| names.get(name).into_iter().for_each(|new| name.clone_from(new)));
-}
-
-fn rename_node(names: &NameMap, node: &mut NodeProto) {
-    rename(names, node.input.iter_mut().chain(&mut node.output));
-    let bodies = node.attribute.iter_mut().flat_map(|attribute| attribute.g.iter_mut().chain(&mut attribute.graphs));
-    bodies.for_each(|body| rename_body(names, body));
-}
-
-/// Names that a body defines shadow those of the enclosing graph.
-fn rename_body(names: &NameMap, body: &mut GraphProto) {
-    let own: BTreeSet<&str> = check::defined_names(body).collect();
-    let names = &names.iter().filter(|(name, _)| !own.contains(name.as_str())).map(|(name, new)| (name.clone(), new.clone())).collect();
-    body.node.iter_mut().for_each(|node| rename_node(names, node));
-    rename(names, body.output.iter_mut().filter_map(|output| output.name.as_mut()));
 }
