@@ -45,6 +45,11 @@ fn separate_poolings(n: &mut Lowering) {
 /// Operators that ONNX Runtime moves a preceding `DequantizeLinear` across, or merges with a layer.
 const TRANSPARENT: [&str; 8] = ["Identity", "MaxPool", "Pad", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"];
 
+/// The first opset in which `QuantizeLinear` has an output type. ONNX Runtime 1.31 inserts quantizers with
+/// that type after transparent operators whose results are not quantized, if the scale is a scalar. On x86, it
+/// then converts int8 activations to uint8, but not this type, and refuses its own result.
+const PROPAGATED_DTYPE: u32 = 21;
+
 /// Dequantizes the inputs of layers with float weights with one scale for each channel.
 pub(super) fn repeat_input_scales(n: &mut Lowering) {
     let graph = n.graph;
@@ -84,9 +89,10 @@ pub(super) fn repeat_input_scales(n: &mut Lowering) {
     n.nodes = nodes.flat_map(|(at, node)| std::iter::once(node).chain(inserted.remove(&at))).collect();
 }
 
-/// The quantized values from which layers with float weights are computed: the position of the
+/// The quantized values from which layers with float weights are computed, or other values that are not
+/// quantized, after transparent operators (see [`PROPAGATED_DTYPE`]): the position of the
 /// `DequantizeLinear`, and those of the consumers that lead to these layers.
-fn float_consumers(n: &Lowering, quantized: &BTreeMap<String, (FakeQuantize, &TensorType)>) -> BTreeMap<String, (usize, BTreeSet<usize>)> {
+fn float_consumers<'n>(n: &'n Lowering, quantized: &BTreeMap<String, (FakeQuantize, &TensorType)>) -> BTreeMap<String, (usize, BTreeSet<usize>)> {
     let outputs = n.nodes.iter().enumerate().flat_map(|(at, node)| node.output.iter().map(move |name| (name.as_str(), at)));
     let producers: BTreeMap<&str, usize> = outputs.filter(|(name, _)| !name.is_empty()).collect();
     let producer = |name: &str| producers.get(name).map(|at| (*at, &n.nodes[*at]));
@@ -100,16 +106,28 @@ fn float_consumers(n: &Lowering, quantized: &BTreeMap<String, (FakeQuantize, &Te
     let mut found: BTreeMap<String, (usize, BTreeSet<usize>)> = BTreeMap::new();
     let is_layer = |node: &NodeProto| LAYERS.contains(&node.op_type()) && node.input.get(1).is_some_and(|weight| is_float(weight));
     let stays_float = |node: &NodeProto| is_own(node.domain()) && (is_layer(node) || is_float_resize(node));
-    for (at, node) in n.nodes.iter().enumerate().filter(|(_, node)| stays_float(node)) {
-        let Some(x) = node.input.first() else { continue };
+    let is_transparent = |node: &NodeProto| TRANSPARENT.contains(&node.op_type());
+    // The dequantizer from which the node at a position reads a value, and the first node after it.
+    let source = |at: usize, x: &'n str| {
         let (mut consumer, mut value) = (at, x);
-        while let Some((at, node)) = producer(value).filter(|(_, node)| TRANSPARENT.contains(&node.op_type()))
+        while let Some((at, node)) = producer(value).filter(|(_, node)| is_transparent(node))
             && let Some(input) = node.input.first()
         {
-            (consumer, value) = (at, input);
+            (consumer, value) = (at, input.as_str());
         }
-        if let Some((at, _)) = producer(value).filter(|(_, node)| node.op_type() == "DequantizeLinear" && quantized.contains_key(value)) {
-            found.entry(value.clone()).or_insert_with(|| (at, BTreeSet::new())).1.insert(consumer);
+        let (dequantizer, _) = producer(value).filter(|(_, node)| node.op_type() == "DequantizeLinear" && quantized.contains_key(value))?;
+        Some((dequantizer, value, consumer))
+    };
+    let mut add = |(dequantizer, value, consumer): (usize, &str, usize)| {
+        found.entry(value.to_owned()).or_insert_with(|| (dequantizer, BTreeSet::new())).1.insert(consumer);
+    };
+    for (at, node) in n.nodes.iter().enumerate().filter(|(_, node)| stays_float(node)) {
+        node.input.first().and_then(|x| source(at, x)).into_iter().for_each(&mut add);
+    }
+    if n.signed && n.opset >= PROPAGATED_DTYPE {
+        for (at, node) in n.nodes.iter().enumerate().filter(|(_, node)| node.op_type() != "QuantizeLinear" && !is_transparent(node)) {
+            let sources = node.input.iter().filter_map(|x| source(at, x));
+            sources.filter(|(_, _, consumer)| *consumer != at).for_each(&mut add);
         }
     }
     found

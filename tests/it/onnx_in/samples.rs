@@ -4,7 +4,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use compress::pass::QuantizeStatic;
+use compress::export::Onnx;
+use compress::pass::{ActivationTarget, QuantizeStatic};
 use compress::pipeline::ResultCache;
 use compress::{Model, Pipeline, Report, Result};
 use compress_core::store::OpenSizes;
@@ -248,6 +249,47 @@ fn recorded_runs_have_inputs_of_any_rank_and_type() {
     let empty = place.path("empty");
     std::fs::create_dir(&empty).unwrap();
     assert!(refused(Data { arrays: Some(empty), ..Data::default() }).contains("contains no arrays"));
+}
+
+/// Half of the channels of a quantized value are read by a layer, the others in floats.
+#[test]
+fn signed_activations_run_with_all_opsets() {
+    let graph = GraphProto {
+        name: Some("halves".into()),
+        node: vec![
+            node("Conv", &["x", "first"], &["a"], vec![]),
+            node("Relu", &["a"], &["r"], vec![]),
+            node("Split", &["r", "sizes"], &["left", "right"], vec![AttributeProto::int("axis", 1)]),
+            node("Conv", &["left", "second"], &["c"], vec![]),
+            node("Mul", &["c", "right"], &["m"], vec![]),
+            node("Conv", &["m", "third"], &["y"], vec![]),
+        ],
+        initializer: vec![
+            raw("first", &[16, 8, 1, 1]),
+            TensorProto { int64_data: vec![8, 8], ..tensor("sizes", DataType::Int64, &[2]) },
+            raw("second", &[8, 8, 1, 1]),
+            raw("third", &[4, 8, 1, 1]),
+        ],
+        input: vec![value("x", DataType::Float, &["n", "8", "6", "6"])],
+        output: vec![value("y", DataType::Float, &["n", "4", "6", "6"])],
+        ..GraphProto::default()
+    };
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(17) }];
+    let place = Place::new(&ModelProto { ir_version: Some(8), graph: Some(graph), opset_import, ..ModelProto::default() });
+    let rows = place.path("rows.safetensors");
+    let x = Tensor::from_vec(numbers(12 * 288), (12, 8, 6, 6), &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("x".to_owned(), x)].into(), &rows).unwrap();
+    let mut scales = Vec::new();
+    for opset in [17, 19, 21] {
+        let output = format!("{opset}.onnx");
+        let (pass, export) = (QuantizeStatic { target: ActivationTarget::Arm, ..QuantizeStatic::default() }, Onnx { opset, ..Onnx::default() });
+        let data = Data { arrays: Some(rows.clone()), ..Data::default() };
+        // If ONNX Runtime refuses the file, the run fails.
+        builder().pass(pass).calibration(data).export(export).build().unwrap().run(place.open(), place.path(&output)).unwrap();
+        let nodes = place.written(&output).graph.unwrap().node;
+        scales.push(nodes.iter().filter(|node| node.op_type() == "DequantizeLinear" && node.output[0] == "r/quantized/channels").count());
+    }
+    assert_eq!(scales, [0, 0, 1]);
 }
 
 /// Sizes affect the written graph, so results for other sizes are not reused.
