@@ -7,7 +7,7 @@ use std::sync::mpsc::sync_channel;
 use serde::Serialize;
 
 use super::Model;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::kernel::compare::{self, Difference};
 use crate::store::{Block, DType, Weight};
 use crate::work::Work;
@@ -36,7 +36,7 @@ pub struct WeightDiff {
     pub zeros_after: u64,
     /// Number of elements.
     pub elements: u64,
-    /// Reason why values could not be compared.
+    /// Reason why values could not be compared, or the number of elements that are NaN in only one model.
     pub note: Option<String>,
 }
 
@@ -93,7 +93,7 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
         return Ok(diff);
     }
     let mut sums = Difference::default();
-    let mut same = true;
+    let (mut same, mut unlike) = (true, 0usize);
     let floats = a.is_float() && b.is_float();
     let is_wide = a.dtype == DType::F64 && b.dtype == DType::F64;
     if !floats && a.dtype != b.dtype {
@@ -114,6 +114,7 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
             let ((x, _), (y, _)) = (x.split_at_mut(count), y.split_at_mut(count));
             if one.now.decode(start, x) && two.decode(start, y) {
                 sums.add(&compare::floats(x, y));
+                unlike = unlike.saturating_add(x.iter().zip(y.iter()).filter(|(x, y)| x.is_nan() != y.is_nan()).count());
                 same &= same_bytes || (x == y && !is_wide);
             }
         }
@@ -123,6 +124,10 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
     if floats {
         (diff.sqnr_db, diff.cosine, diff.max_abs_error) = (sums.sqnr_db(), sums.cosine(), Some(f64::from(sums.max)));
         (diff.zeros_before, diff.zeros_after) = (sums.zeros_before, sums.zeros_after);
+    }
+    if unlike > 0 {
+        diff.max_abs_error = Some(f64::INFINITY);
+        diff.note = Some(format!("{} NaN in only one model", counted(unlike, "element")));
     }
     Ok(diff)
 }
@@ -190,6 +195,22 @@ mod tests {
             let parts = self.bytes.chunks(self.block * self.dtype.bitsize() / 8);
             parts.map(|part| View::dense(self.dtype, part)).try_for_each(|view| sink(Block::untouched(view)))
         }
+    }
+
+    #[test]
+    fn an_element_that_is_nan_in_only_one_model_is_an_infinite_error() {
+        let weight = |values: &[f32]| {
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            Weight::new(DType::F32, vec![values.len()], Encoding::Dense, Arc::new(Numbers { dtype: DType::F32, bytes, block: 2 }))
+        };
+        let (numbers, broken) = (weight(&[1.0, 2.0, 3.0]), weight(&[1.0, f32::NAN, f32::NAN]));
+        for (a, b) in [(&numbers, &broken), (&broken, &numbers)] {
+            let found = weight_diff("w", Some(a), Some(b)).unwrap();
+            assert_eq!((found.equal, found.max_abs_error), (false, Some(f64::INFINITY)));
+            assert_eq!(found.note.as_deref(), Some("2 elements NaN in only one model"));
+        }
+        let found = weight_diff("w", Some(&broken), Some(&broken)).unwrap();
+        assert_eq!((found.equal, found.note), (true, None));
     }
 
     #[test]
