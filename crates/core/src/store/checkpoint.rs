@@ -261,8 +261,7 @@ impl Checkpoint {
             self.notes.extend(found.notes);
             (found.plain, found.strided)
         } else if has_extension(path, &pytorch::EXTENSIONS) {
-            let what = "not a PyTorch file: it is neither a zip archive nor a pickle (if it is a Git LFS pointer, download the file)";
-            return Err(Error::malformed(path, what));
+            return Err(Error::malformed(path, pytorch::unrecognized(path)));
         } else {
             let (file, header) = DataFile::open(path)?;
             for (key, value) in header.metadata {

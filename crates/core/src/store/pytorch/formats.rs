@@ -11,19 +11,35 @@ use zip::{CompressionMethod, ZipArchive};
 
 use super::pickle::{Id, Pickle, Value};
 use crate::error::{Error, Result};
-use crate::files::File;
+use crate::files::{self, File};
 use crate::store::DType;
 
 /// The magic number of files before PyTorch 1.6, as encoded in the pickle.
 const MARK: &[u8] = b"l\xfc\x9cF\xf9 j\xa8P\x19";
 /// Maximum size of a pickle in bytes. 60,000 tensors take 15 MB.
 const MAX_PICKLE: u64 = 16 << 20;
+/// Start of a file that `torch.save` wrote in the legacy format with pickle protocol 0 or 1: its magic
+/// number.
+pub(super) const OLD_PROTOCOL: &[u8] = b"L119547037146038801333356L";
+
 /// A storage: a contiguous buffer that contains tensors.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Storage {
     /// Offset of the first byte in the file.
     pub begin: u64,
     pub bytes: u64,
+}
+
+/// Why a file with an extension of PyTorch is not supported, if [`is_pytorch`](super::is_pytorch) returns
+/// false.
+pub(in crate::store) fn unrecognized(path: &Path) -> &'static str {
+    let (mut start, length) = (Vec::new(), OLD_PROTOCOL.len() as u64);
+    let read = files::is_file(path) && File::open(path).and_then(|file| file.reader().take(length).read_to_end(&mut start)).is_ok();
+    if read && start == OLD_PROTOCOL {
+        "a PyTorch file with pickle protocol 0 or 1, but only protocols 2 to 5 are supported: save it with the default protocol of `torch.save`"
+    } else {
+        "not a PyTorch file: it is neither a zip archive nor a pickle (if it is a Git LFS pointer, download the file)"
+    }
 }
 
 /// Looks up a storage by key.

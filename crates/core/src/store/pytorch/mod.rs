@@ -15,6 +15,7 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 
+pub(super) use self::formats::unrecognized;
 use self::formats::{Storage, legacy, storage, zipped};
 use self::pickle::{Id, Pickle, Value};
 use self::strided::Strided;
@@ -285,7 +286,8 @@ fn add_tensor(name: &str, info: &TensorInfo, storage: Storage, file: &Arc<DataFi
         None if elements == 0 => {}
         _ => return Err(format!("of shape {:?} extends beyond its storage of {} bytes", info.shape, storage.bytes)),
     }
-    let repeats = info.shape.iter().zip(&info.strides).any(|(size, stride)| *size > 1 && *stride == 0);
+    // PyTorch gives empty tensors in channels-last order strides of 0.
+    let repeats = elements > 0 && info.shape.iter().zip(&info.strides).any(|(size, stride)| *size > 1 && *stride == 0);
     if repeats || elements.checked_mul(width).is_none_or(|bytes| bytes > storage.bytes) {
         return Err(format!("of shape {:?} repeats elements of its storage of {} bytes; save a copy (`.contiguous()`)", info.shape, storage.bytes));
     }
@@ -384,6 +386,25 @@ mod tests {
         refused(&golden("object.pt"), "an object of class `torch.nn.modules.linear.Linear`");
         refused(&golden("sparse.pt"), "tensor `weight` is rebuilt by PyTorch's `_rebuild_sparse_tensor`");
         refused(&golden("repeated.pt"), "repeats elements of its storage");
+    }
+
+    #[test]
+    fn old_pickle_protocols_are_rejected_by_name() {
+        let file = tempfile::Builder::new().suffix(".pth").tempfile().unwrap();
+        std::fs::write(file.path(), [formats::OLD_PROTOCOL, b"\n.I1001\n."].concat()).unwrap();
+        refused(file.path(), "pickle protocol 0 or 1");
+        std::fs::write(file.path(), "version https://git-lfs.github.com/spec/v1").unwrap();
+        refused(file.path(), "neither a zip archive nor a pickle");
+    }
+
+    #[test]
+    fn empty_tensors_have_any_strides() {
+        let path = golden("repeated.pt");
+        let file = DataFile::from_file(&path, File::open(&path).unwrap());
+        let info = TensorInfo { key: "0".into(), dtype: DType::F32, offset: 0, shape: vec![2, 0, 3, 3], strides: vec![0, 1, 0, 0] };
+        let mut all = Tensors::default();
+        add_tensor("w", &info, Storage { begin: 0, bytes: 0 }, &file, &mut all).unwrap();
+        assert_eq!(all.plain["w"].bytes(), 0);
     }
 
     /// Pickle instructions for a dictionary with one tensor `w` with these sizes and strides.
