@@ -74,6 +74,10 @@ pub(super) fn check_target(target: &Path, replace: Replace, inputs: &Inputs) -> 
     let file = file_name(target).is_some();
     match fs::symlink_metadata(target) {
         Ok(m) if file && !m.is_file() => return Err(refuse(target, "exists and is not a file", "choose another name")),
+        Ok(m) if !file && m.is_symlink() => {
+            let hint = "choose another name, or the folder that the link leads to";
+            return Err(refuse(target, "exists and is not a folder but a link, which is not replaced", hint));
+        }
         Ok(m) if !file && !m.is_dir() => return Err(refuse(target, "exists and is not a folder", "choose another name")),
         _ => {}
     }

@@ -45,7 +45,7 @@ fn locations_that_exist() {
         place("a folder, to densify", "densify in -o full", "full: exists", force),
         place("a file", "cast in -o file", "file: exists and is not a folder", other),
         place("a file, by force", "cast in -o file --force", "file: exists and is not a folder", other),
-        place("a link", "cast in -o link --force", "link: exists and is not a folder", other),
+        place("a link", "cast in -o link --force", "link: exists and is not a folder but a link", other),
         place("a link to nowhere", "cast in -o dangling --force", "dangling: exists and is not a folder", other),
     ]);
 }
