@@ -67,9 +67,30 @@ fn require_indices(graph: &Graph, node: &Node, dims: &[usize], numbers: &[i64], 
     let width = dims.last().copied().unwrap_or(1);
     let (row, column) = (at.checked_div(width).unwrap_or(0), at.checked_rem(width).unwrap_or(0));
     let what = if value(0).is_some_and(|value| value.kind == Kind::Input) { "input" } else { "graph value" };
-    Err(Error::run(
-        format!("{what} `{}`", name(0)),
-        format!("contains {number} at row {row}, column {column}; `{}` has {rows} rows", name(1)),
-        if what == "input" { "the tokenizer does not belong to this model" } else { "the sequence is longer than the model's positions" },
-    ))
+    // ONNX counts negative indices from the end of the table.
+    let from_end = i64::try_from(rows).is_ok_and(|rows| (rows.saturating_neg()..0).contains(number));
+    let hint = match what {
+        "input" if from_end => "the built-in executor supports only indices from 0: add the number of rows to negative indices of the samples",
+        "input" => "the tokenizer does not belong to this model",
+        _ => "the sequence is longer than the model's positions",
+    };
+    let reason = format!("contains {number} at row {row}, column {column}; `{}` has {rows} rows", name(1));
+    Err(Error::run(format!("{what} `{}`", name(0)), reason, hint))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn negative_indices_are_not_blamed_on_the_tokenizer() {
+        let graph: Graph = "input ids: int[1, 3]\nparam t: float[5, 2]\nx = Embedding(ids, t) -> float[1, 3, 2]\noutput x = x\n".parse().unwrap();
+        let (ids, _) = graph.inputs().next().unwrap();
+        for (number, expected) in [(-1i64, "add the number of rows"), (-6, "the tokenizer"), (5, "the tokenizer")] {
+            let indices = Tensor::new(&[[0i64, number, 4]], &Device::Cpu).unwrap();
+            let error = require_rows(&graph, &[(ids, indices)], 0).unwrap_err();
+            assert!(error.to_string().contains(&format!("contains {number} at row 0, column 1")), "{error}");
+            assert!(error.hint().unwrap_or_default().contains(expected), "{number}: {:?}", error.hint());
+        }
+    }
 }
