@@ -9,6 +9,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod folding;
+mod hints;
 mod opaque;
 mod patterns;
 mod positions;
@@ -215,16 +216,6 @@ impl<'f> Lift<'f> {
                 reasons.len()
             ),
             hint: self.hint(),
-        }
-    }
-
-    fn hint(&self) -> String {
-        let hint = "ONNX Runtime can run it, and is required for unsupported nodes (`compress doctor --fetch`); passes that only change weights can process it";
-        match self.file.open_sizes().as_slice() {
-            [] => hint.into(),
-            open => {
-                format!("{hint}; if nodes support only some sizes, specify them as `sizes`, such as NAME=1x512: open dimensions are in {}", open.join(", "))
-            }
         }
     }
 

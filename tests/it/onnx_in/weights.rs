@@ -11,7 +11,9 @@ use compress_core::work::{Cancel, Silent, Work};
 use compress_engine::data::Data;
 use compress_engine::model::diff;
 use compress_onnx::ModelFile;
-use compress_onnx::proto::{AttributeProto, DataLocation, DataType, GraphProto, ModelProto, StringStringEntryProto, TensorProto};
+use compress_onnx::proto::{
+    AttributeProto, DataLocation, DataType, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, StringStringEntryProto, TensorProto,
+};
 use prost::Message;
 
 use crate::common::onnxruntime::has_onnx_runtime;
@@ -294,6 +296,42 @@ fn weights_of_doubles_stay_doubles() {
         let errors = found.iter().zip(numbers(64 * 64)).map(|(found, value)| (found - value).abs());
         assert!((1e-3..0.2).contains(&errors.fold(0f32, f32::max)));
     }
+}
+
+/// The hint of a file that passes cannot run names the next step.
+#[test]
+fn files_that_cannot_be_converted_have_a_next_step() {
+    let changed = |change: &dyn Fn(&mut ModelProto)| {
+        let mut model = gemm(DataType::Float);
+        change(&mut model);
+        let error = Place::new(&model).open().graph().unwrap_err();
+        error.hint().unwrap_or_default()
+    };
+    let function = changed(&|model| {
+        let graph = model.graph.as_mut().unwrap();
+        let output = graph.node.last().unwrap().output[0].clone();
+        let inner = NodeProto { name: Some("call".into()), domain: Some("local".into()), ..node("Twice", &["before"], &[&output], vec![]) };
+        graph.node.last_mut().unwrap().output = vec!["before".into()];
+        graph.node.push(inner);
+        let imports = vec![OperatorSetIdProto { domain: None, version: Some(13) }];
+        let body = vec![node("Add", &["a", "a"], &["b"], vec![])];
+        let (input, output) = (vec!["a".to_owned()], vec!["b".to_owned()]);
+        let twice = FunctionProto {
+            name: Some("Twice".into()),
+            domain: Some("local".into()),
+            input,
+            output,
+            node: body,
+            opset_import: imports,
+            ..FunctionProto::default()
+        };
+        model.functions.push(twice);
+        model.opset_import.push(OperatorSetIdProto { domain: Some("local".into()), version: Some(1) });
+    });
+    assert!(function.contains("node `call` (Twice) calls a function of the file: inline functions first"), "{function}");
+    assert_eq!(function.contains("doctor"), compress_onnx::runtime::library().is_err(), "{function}");
+    let half = changed(&|model| model.graph.as_mut().unwrap().input = vec![value("x", DataType::Float16, &["n", "64"])]);
+    assert!(half.contains("the input `x` is Float16: export the model in float32"), "{half}");
 }
 
 #[test]
