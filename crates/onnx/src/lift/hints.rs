@@ -9,7 +9,7 @@ use super::Lift;
 use crate::runtime;
 
 impl Lift<'_> {
-    /// What to do about a file that cannot be converted.
+    /// The next steps for a file that cannot be converted.
     pub(super) fn hint(&self) -> String {
         let mut steps = Vec::new();
         if runtime::library().is_err() {
