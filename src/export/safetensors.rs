@@ -157,7 +157,7 @@ impl Safetensors {
         // Other libraries support int8 only in linear layers and embeddings, and ignore graph.json: they
         // would silently compute something else.
         let convolutions = items.iter().any(|item| item.weight.encoding != Encoding::Dense && class(&item.name, &item.weight) == "Conv2d");
-        let own = sparse || palettes.is_some() || model.needs_graph_file() || (integers && convolutions);
+        let own = sparse || palettes.is_some() || requires_graph_file(model) || (integers && convolutions);
         if own {
             config.mark_own();
         }
@@ -239,7 +239,7 @@ impl Safetensors {
                 counted(palettes, "tensor")
             ));
         }
-        if sparse == 0 && model.needs_graph_file() {
+        if sparse == 0 && requires_graph_file(model) {
             notes.push("config.json cannot describe this model, so graph.json describes it, which only compress and its ONNX export read; `model_type` is marked so that other libraries reject the folder".to_owned());
         } else if sparse == 0 && palettes == 0 {
             notes.extend(support::notes(items, model));
@@ -341,6 +341,13 @@ impl WeightSource for Parameters {
 /// that sentence-transformers supports.
 fn keeps_encoding(model: &Model, layout: Layout, name: &str) -> bool {
     layout == Layout::Sparse || (layout != Layout::Dense && model.weights.folder(name).is_none())
+}
+
+/// Whether other libraries, which ignore `graph.json`, would open the folder and compute something else.
+fn requires_graph_file(model: &Model) -> bool {
+    // No library opens the folder of an own network, which has no model_type.
+    let has_type = model.changed_graph.is_some() || !model.config.model_type().is_empty();
+    has_type && model.needs_graph_file()
 }
 
 /// Size of a stored value in bytes.

@@ -50,7 +50,8 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
         checks.push(Check { path: path.clone(), ok, finding });
     }
     for file in report.outputs.iter().filter(|output| output.path.ends_with(".gguf")) {
-        let (ok, finding) = match Model::open(folder.join(&file.path)) {
+        let opened = Model::open(folder.join(&file.path)).and_then(|model| model.require_matching_weights().map(|()| model));
+        let (ok, finding) = match opened {
             Ok(model) => (true, format!("opens with {}", counted(model.weights.by_name.len(), "weight"))),
             Err(error) => (false, error.to_string()),
         };

@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use compress::export::{Layout, Onnx, Safetensors};
+use compress::export::{Gguf, Layout, Onnx, Safetensors};
 use compress::pass::prune_structured::PrunedPart;
-use compress::pass::{Amount, Decompose, FloatFormat, InputImportance, Palettize, PruneStructured, Quantize, Step};
+use compress::pass::{Amount, Cast, Decompose, FloatFormat, InputImportance, Palettize, PruneStructured, PruneUnstructured, Quantize, Step};
 use compress::pipeline::Builder;
 use compress::{Model, Pipeline, Report};
 use compress_core::store::{Bytes, Encoding, Weight};
@@ -112,6 +112,32 @@ fn two_layers_equal_their_product_in_every_family() {
             assert!(distance(&found, &theirs) < 2e-4, "{name}: {}", distance(&found, &theirs));
         }
     }
+}
+
+/// Runs that do not change the graph preserve graph.json and the mark of `model_type`: transformers would load
+/// the folder with random weights in place of the factors. GGUF files cannot contain the graph.
+#[test]
+fn later_runs_keep_the_mark_of_model_type() {
+    let done = run("llama-biases", Pipeline::builder().pass(rank(0.6)));
+    let mark = |folder: &Path| serde_json::from_str::<Value>(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap()["model_type"].clone();
+    assert_eq!(mark(&done.path()), "compress-llama");
+    let quantize: Quantize = serde_json::from_value(serde_json::json!({ "scheme": "W8A16" })).unwrap();
+    let half: Cast = serde_json::from_value(serde_json::json!({ "to": "bf16" })).unwrap();
+    for step in [Step::from(half), quantize.into(), PruneUnstructured::default().into()] {
+        let again = run(done.path().to_str().unwrap(), Pipeline::builder().pass(step));
+        assert_eq!(mark(&again.path()), "compress-llama");
+        assert!(again.path().join("graph.json").is_file() && again.report.notes.iter().any(|note| note.contains("graph.json describes it")));
+    }
+    let refused = attempt(done.path().to_str().unwrap(), Pipeline::builder().export(Gguf::default())).err().unwrap().to_string();
+    assert!(refused.contains("gguf:") && refused.contains("a model that config.json does not describe"), "{refused}");
+    // A graph.json that config.json makes redundant.
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(golden("llama-biases").join(file), folder.path().join(file)).unwrap();
+    }
+    let graph = compress_graph::ir::GraphFile::from(&Model::open(golden("llama-biases")).unwrap().graph().unwrap());
+    std::fs::write(folder.path().join("graph.json"), serde_json::to_string(&graph).unwrap()).unwrap();
+    assert_eq!(mark(&run(folder.path().to_str().unwrap(), Pipeline::builder().pass(Cast::default())).path()), "llama");
 }
 
 /// The second convolution has a window of the same rank as the first.

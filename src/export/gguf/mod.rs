@@ -91,7 +91,7 @@ impl Gguf {
             return Err(unsupported("an .onnx model", "omit `export`, or export `onnx`"));
         }
         if model.needs_graph_file() {
-            return Err(unsupported("a model that config.json does not describe", "export safetensors or onnx, which include a graph"));
+            return Err(unsupported("a model that config.json does not describe", "export safetensors or onnx, which include the graph of graph.json"));
         }
         let Metadata { family, experts, mut values, factors, mut notes } = describe(model)?;
         let size = |key: &str| model.config.get(key).and_then(Json::as_u64).map_or(0, |size| size as usize);
@@ -319,6 +319,9 @@ impl Format for Gguf {
         let mut by_name = weights_by_name(family, &opened, &names, &items).map_err(failure)?;
         let renamed = has_renamed_experts(family, &names);
         let with = |by_name| Weights { by_name, folders: model.weights.folders.clone(), ..Weights::default() };
+        if model.require_matching_weights().is_ok() {
+            opened.require_matching_weights().map_err(|error| failure(format!("does not describe its own weights: {error}")))?;
+        }
         let difference = match renamed {
             true if model.difference_from(model).is_some() => model.with_weights(with(by_name.clone()))?.difference_from(&opened),
             true => None,

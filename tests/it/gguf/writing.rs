@@ -234,3 +234,17 @@ fn a_single_output_file_is_supported() {
     let error = other.run(Model::open(&input).unwrap(), folder.path().join("other.gguf")).err().unwrap().to_string();
     assert!(error.contains("is of the format gguf, but other formats are configured"), "{error}");
 }
+
+/// `verify` rejects a file whose properties do not fit its tensors, such as one of an inconsistent folder.
+#[test]
+fn verification_compares_shapes_with_properties() {
+    let (folder, model) = changed("llama", "config.json", |json| json["intermediate_size"] = 40.into());
+    export(model, folder.path(), FileType::F32).unwrap();
+    let checks = crate::common::work(|work| compress::pipeline::verify(&folder.path().join("out"), work)).unwrap();
+    let failed = checks.iter().find(|check| !check.ok).unwrap();
+    assert!(failed.path == "model.gguf" && failed.finding.contains("but the configuration requires"), "{failed:?}");
+    let (folder, model) = source("llama");
+    export(model, folder.path(), FileType::F32).unwrap();
+    let checks = crate::common::work(|work| compress::pipeline::verify(&folder.path().join("out"), work)).unwrap();
+    assert!(checks.iter().all(|check| check.ok), "{checks:?}");
+}

@@ -126,9 +126,31 @@ impl Model {
         })
     }
 
-    /// Whether `graph.json` must be written.
+    /// Whether a `graph.json` describes the model, because `config.json` cannot: a pass of this run has changed
+    /// the graph, or the folder has such a file.
     pub fn needs_graph_file(&self) -> bool {
-        self.graph_file().is_ok_and(|file| file.is_some())
+        let path = self.path.join(GraphFile::NAME);
+        match &self.changed_graph {
+            Some(_) => self.graph_file().is_ok_and(|file| file.is_some()),
+            None if self.onnx.is_some() || !files::is_file(&path) => false,
+            // The file may be redundant.
+            None => match (self.graph(), self.described()) {
+                (Ok(graph), Ok((described, _))) => !is_equivalent(&described, &graph, &self.weights),
+                _ => true,
+            },
+        }
+    }
+
+    /// Checks that the weights fit the graph.
+    ///
+    /// # Errors
+    /// A weight is missing, or has another shape than the graph requires. Other reasons why the model cannot
+    /// run are not errors: other programs may support it.
+    pub fn require_matching_weights(&self) -> Result<()> {
+        match self.graph() {
+            Err(error @ Error::Tensor { .. }) => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// Whether `config.json` describes the graph.

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use super::Model;
 use crate::error::{Error, Result};
+use crate::files;
 
 /// Placeholder for graphs; has no values.
 pub enum Graph {}
@@ -48,9 +49,15 @@ impl Model {
         None
     }
 
-    /// Returns false: passes of this build do not change graphs.
+    /// Whether the folder has a `graph.json`. Passes of this build do not change graphs.
     pub fn needs_graph_file(&self) -> bool {
-        false
+        files::is_file(&self.path.join("graph.json"))
+    }
+
+    /// Returns `Ok`: this build does not know which weights a model requires.
+    #[allow(clippy::unnecessary_wraps)]
+    pub fn require_matching_weights(&self) -> Result<()> {
+        Ok(())
     }
 
     #[allow(clippy::unnecessary_wraps)]
