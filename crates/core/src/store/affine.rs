@@ -224,6 +224,8 @@ pub struct QuantizedReader {
     pub shape: Vec<usize>,
     /// The quantization.
     pub affine: QuantizationSpec,
+    /// Columns per scale in the file, of which blocks of the quantization may be parts.
+    pub columns: usize,
     /// Dtype of the dequantized values.
     pub dtype: DType,
 }
@@ -238,7 +240,7 @@ impl WeightSource for QuantizedReader {
         let stored = if self.packed { size * dtype.bitsize() / 8 } else { row };
         // Complete units and complete rows.
         let step = block_elements(least_common_multiple(unit, row)) / row.max(1);
-        let mut parameters = Parameters::new(&self.affine, row, &self.scales, self.zero_points.as_ref());
+        let mut parameters = Parameters::new(&self.affine, row, self.columns, &self.scales, self.zero_points.as_ref());
         let (mut words, mut unpacked) = (Vec::new(), Vec::new());
         for start in (0..rows).step_by(step) {
             let count = step.min(rows - start);
@@ -261,10 +263,13 @@ impl WeightSource for QuantizedReader {
     }
 }
 
-/// Reads the scales and zero points of consecutive ranges of complete rows.
+/// Reads the scales and zero points of consecutive ranges of complete rows. If the last block of a file has
+/// fewer columns, the blocks of the quantization are narrower, and several of them share a scale of the file.
 pub(super) struct Parameters<'a> {
     affine: &'a QuantizationSpec,
     row: usize,
+    /// Columns of a block in the file.
+    columns: usize,
     files: (&'a RawTensor, Option<&'a RawTensor>),
     position: usize,
     scales: Vec<u8>,
@@ -273,21 +278,19 @@ pub(super) struct Parameters<'a> {
 }
 
 impl<'a> Parameters<'a> {
-    pub(super) fn new(affine: &'a QuantizationSpec, row: usize, scales: &'a RawTensor, zero_points: Option<&'a RawTensor>) -> Self {
-        Self { affine, row, files: (scales, zero_points), position: 0, scales: Vec::new(), zero_points: Vec::new(), words: Vec::new() }
+    pub(super) fn new(affine: &'a QuantizationSpec, row: usize, columns: usize, scales: &'a RawTensor, zero_points: Option<&'a RawTensor>) -> Self {
+        Self { affine, row, columns, files: (scales, zero_points), position: 0, scales: Vec::new(), zero_points: Vec::new(), words: Vec::new() }
     }
 
     pub(super) fn next(&mut self, elements: usize) -> Result<(&[u8], &[u8])> {
         let count = if self.affine.granularity == Granularity::Tensor { 1 } else { elements / self.affine.granularity.run(self.row, elements) };
         let size = self.affine.codes.entries() * self.affine.scale_dtype.bitsize() / 8;
         self.scales.resize(count * size, 0);
-        if let Granularity::Block([high, _]) = self.affine.granularity {
-            // The rows of a block share one row of scales in the file.
-            let line = self.affine.granularity.groups(self.row) * size;
-            let (first, rows) = (self.position * size / line.max(1), (count * size).checked_div(line).unwrap_or(0));
-            for (row, scales) in (first..first + rows).zip(self.scales.chunks_exact_mut(line.max(1))) {
-                self.files.0.read_at((row / high.max(1) * line) as u64, scales)?;
-            }
+        let is_block = matches!(self.affine.granularity, Granularity::Block(_));
+        if is_block {
+            let mut scales = std::mem::take(&mut self.scales);
+            self.read_blocks(self.files.0, size, &mut scales)?;
+            self.scales = scales;
         } else {
             self.files.0.read_at((self.position * size) as u64, &mut self.scales)?;
         }
@@ -301,6 +304,10 @@ impl<'a> Parameters<'a> {
                 self.words.resize(4 * columns * (to - from), 0);
                 file.read_at((4 * columns * from) as u64, &mut self.words)?;
                 packing::unpack_columns(&self.words, columns, bits, first, &mut self.zero_points);
+            } else if is_block {
+                let mut zero_points = std::mem::take(&mut self.zero_points);
+                self.read_blocks(file, 1, &mut zero_points)?;
+                self.zero_points = zero_points;
             } else {
                 file.read_at(self.position as u64, &mut self.zero_points)?;
             }
@@ -309,6 +316,22 @@ impl<'a> Parameters<'a> {
             self.position += count;
         }
         Ok((&self.scales, &self.zero_points))
+    }
+
+    /// Reads parameters of `size` bytes for the blocks of the next rows. The rows of a block share one row of
+    /// parameters in the file.
+    fn read_blocks(&self, file: &RawTensor, size: usize, output: &mut [u8]) -> Result<()> {
+        let Granularity::Block([high, wide]) = self.affine.granularity else { return Ok(()) };
+        let (groups, columns) = (self.affine.granularity.groups(self.row).max(1), self.columns.max(1));
+        let mut line = vec![0; self.row.div_ceil(columns) * size];
+        for (row, output) in (self.position / groups..).zip(output.chunks_exact_mut((groups * size).max(1))) {
+            file.read_at((row / high.max(1) * line.len()) as u64, &mut line)?;
+            for (group, output) in output.chunks_exact_mut(size.max(1)).enumerate() {
+                let start = group * wide / columns * size;
+                output.copy_from_slice(&line[start..start + size]);
+            }
+        }
+        Ok(())
     }
 }
 

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use super::affine::row;
+use super::block::greatest_common_divisor;
 use super::gptq;
 use super::sparse::{self, IntegerValues, SparseFile};
 use super::{
@@ -201,7 +202,7 @@ fn palettized_weight(checkpoint: &mut Checkpoint, name: &str) -> Result<(Weight,
     names.iter().for_each(|name| drop(checkpoint.tensors.remove(name)));
     let dtype = palettes.dtype;
     let values = IntegerValues::Plain { values: words, packed: true, shape: shape.clone() };
-    let source = sparse::integer_source(values, palettes, None, 1.0, affine.clone(), dtype);
+    let source = sparse::integer_source(values, (palettes, None, width), 1.0, affine.clone(), dtype);
     Ok((Weight::new(dtype, shape, Encoding::Quantized(affine), source), names.to_vec(), bytes))
 }
 
@@ -259,9 +260,13 @@ fn integer(
     let scales = checkpoint.tensors.remove(&scale_name).ok_or_else(|| broken("no scales".into()))?;
     let zero_points = checkpoint.tensors.remove(&zero_name);
     let (Some(&rows), row) = (shape.first().filter(|_| shape.len() > 1), row(&shape)) else {
-        return Err(broken(format!("integers of shape {shape:?}, not a matrix")));
+        return Err(broken(format!("{codes} codes of shape {shape:?}, not a matrix")));
     };
     let granularity = granularity(name, codes, [rows, row], &scales.shape, stated.granularity)?;
+    let columns = match (granularity, stated.granularity) {
+        (Granularity::Block(_), Some(Granularity::Block([_, wide]))) => wide.min(row),
+        _ => granularity.run(row, row),
+    };
     let Some(scale_format) = ScaleFormat::from_dtype(scales.dtype).filter(|format| codes.scale_formats().any(|known| known == *format)) else {
         return Err(broken(format!("scales of type {} for {codes}", scales.dtype)));
     };
@@ -301,7 +306,7 @@ fn integer(
         bytes = bytes.saturating_add(size);
     }
     let dtype = affine.value_dtype(stated.floats.unwrap_or(floats));
-    let source: Arc<dyn WeightSource> = sparse::integer_source(values, scales, zero_points, global_scale, affine.clone(), dtype);
+    let source: Arc<dyn WeightSource> = sparse::integer_source(values, (scales, zero_points, columns), global_scale, affine.clone(), dtype);
     let mut weight = Weight::new(dtype, shape, Encoding::Quantized(affine), source);
     weight.stored_bytes = bytes;
     weight.stored_as = stored_as;
@@ -383,8 +388,8 @@ fn granularity(name: &str, codes: Codes, [rows, row]: [usize; 2], scales: &[usiz
         Some(Granularity::Group(size)) => stated.filter(|_| row.checked_rem(size) == Some(0) && scales == [rows, row.checked_div(size).unwrap_or(0)]),
         Some(Granularity::Block([high, wide])) => {
             let wide = wide.min(row);
-            let fits = high > 0 && row.checked_rem(wide) == Some(0) && scales == [rows.div_ceil(high), row.checked_div(wide).unwrap_or(0)];
-            fits.then_some(Granularity::Block([high, wide]))
+            let fits = high > 0 && wide > 0 && scales == [rows.div_ceil(high.max(1)), row.div_ceil(wide.max(1))];
+            fits.then(|| narrowed(row, wide)).flatten().map(|wide| Granularity::Block([high, wide]))
         }
         Some(Granularity::Tensor) if scales == [1, 1] => stated,
         Some(Granularity::Tensor | Granularity::Channel) => found.filter(|found| !shares(*found)),
@@ -393,15 +398,29 @@ fn granularity(name: &str, codes: Codes, [rows, row]: [usize; 2], scales: &[usiz
         let by = match stated {
             Some(Granularity::Group(size)) => format!(", and config.json states groups of {size} inputs"),
             Some(Granularity::Block([high, wide])) => {
-                format!(", and config.json states blocks of {high} x {wide} (a last block with fewer columns is not supported)")
+                format!(", and config.json states blocks of {high} x {wide}{}", if narrowed(row, wide).is_some() { "" } else { PARTIAL })
             }
             Some(Granularity::Tensor | Granularity::Channel) => ", and config.json states a scale for each row or tensor".to_owned(),
             None if codes.usual_block().is_some() && scales.len() == 2 => ", and no block sizes are stated in config.json".to_owned(),
             None => String::new(),
         };
-        let reason = format!("scales of shape {scales:?} for integers of shape {:?}{by}", [rows, row]);
+        let reason = format!("scales of shape {scales:?} for {codes} codes of shape {:?}{by}", [rows, row]);
         Error::tensor(name, reason, "write the file again with a tool that follows compressed-tensors")
     })
+}
+
+/// Suffix of errors about blocks that [`narrowed`] does not support.
+const PARTIAL: &str = " (the last block of a row has a number of columns that is not supported)";
+
+/// Number of columns of the largest blocks that divide a row and are parts of blocks of `wide` columns, the last
+/// of which may be shorter: narrower blocks with the same scale. `None` if fewer than 8 columns would share a
+/// scale.
+fn narrowed(row: usize, wide: usize) -> Option<usize> {
+    let wide = wide.min(row);
+    if row.checked_rem(wide)? == 0 {
+        return Some(wide);
+    }
+    Some(greatest_common_divisor(row, wide)).filter(|common| *common >= 8)
 }
 
 /// Blocks of the usual size of a format, if they match the number of scales of a matrix. The last block may
@@ -430,8 +449,13 @@ mod tests {
         assert_eq!(fp8([128, 128], &[1, 1], Some(Granularity::Tensor)), Ok(Granularity::Tensor));
         // Several block sizes yield this number of blocks.
         assert!(fp8([192, 192], &[2, 3], None).unwrap_err().contains("no block sizes are stated"));
-        assert!(fp8([192, 192], &[2, 2], Some(block(128, 128))).unwrap_err().contains("blocks of 128 x 128"));
+        assert!(fp8([192, 192], &[2, 3], Some(block(128, 128))).unwrap_err().contains("blocks of 128 x 128"));
         assert!(fp8([192, 192], &[2, 3], Some(block(96, 48))).unwrap_err().contains("blocks of 96 x 48"));
+        // A last block with fewer columns: narrower blocks, several of which share a scale of the file.
+        assert_eq!(fp8([192, 320], &[2, 3], Some(block(128, 128))), Ok(block(128, 64)));
+        assert_eq!(found(Codes::Integer(8), [192, 320], &[3, 7], Some(block(64, 48))), Ok(block(64, 16)));
+        let error = fp8([192, 322], &[2, 3], Some(block(128, 128))).unwrap_err();
+        assert!(error.contains("fp8 codes of shape [192, 322]") && error.contains("is not supported"), "{error}");
         assert!(fp8([192, 192], &[2, 3], Some(Granularity::Channel)).unwrap_err().contains("a scale for each row"));
         let int4 = |scales: &[usize], stated| found(Codes::Integer(4), [8, 64], scales, stated);
         assert_eq!(int4(&[8, 2], None), Ok(Granularity::Group(32)));

@@ -30,7 +30,7 @@ pub(super) fn common_multiple(a: usize, b: usize) -> Option<usize> {
 }
 
 /// The greatest common divisor.
-fn greatest_common_divisor(mut a: usize, mut b: usize) -> usize {
+pub(super) fn greatest_common_divisor(mut a: usize, mut b: usize) -> usize {
     while b > 0 {
         (a, b) = (b, a % b);
     }

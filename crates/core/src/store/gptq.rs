@@ -17,14 +17,19 @@
 //! - AutoGPTQ (`pack` in `qlinear_cuda.py`) subtracts 1 from a z of 0 in 32 bits, which sets all higher bits
 //!   of the word: the later z of the word are lost.
 //!
-//! Both formats become weights `x.weight`, `[out, in]`. If `g_idx` assigns inputs to groups out of order,
-//! the weight is dequantized to floats, because [`Granularity`] cannot represent scattered groups.
+//! Both formats become weights `x.weight`, `[out, in]`. The last group may be shorter than the others. The
+//! weight then has groups of a size that divides the rows, several of which share a scale of the file. If
+//! `g_idx` assigns inputs to groups out of order, the weight is dequantized to floats, because
+//! [`Granularity`] cannot represent scattered groups.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+use std::fmt;
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 
+use super::block::greatest_common_divisor;
 use super::{
     ActivationScheme, Block, BlockSink, Checkpoint, Codes, DType, Decoded, Encoding, Granularity, QuantizationSpec, RawTensor, View, Weight, WeightSource,
     block_elements, least_common_multiple,
@@ -38,7 +43,40 @@ pub struct GptqConfig {
     pub second_version: bool,
     /// Whether all zero points are the middle of the range, if specified.
     pub symmetric: Option<bool>,
+    /// Number of inputs per group, if it is specified and the same for all layers.
+    pub group_size: Option<GroupSize>,
 }
+
+/// A group size of a configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupSize {
+    /// One group for all inputs (-1).
+    Row,
+    /// Inputs per group; the last group may have fewer.
+    Inputs(NonZeroUsize),
+}
+
+impl GroupSize {
+    /// Number of inputs of a group, for rows of `row` inputs.
+    fn inputs(self, row: usize) -> usize {
+        match self {
+            GroupSize::Row => row,
+            GroupSize::Inputs(size) => size.get().min(row),
+        }
+    }
+}
+
+impl fmt::Display for GroupSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            GroupSize::Row => f.write_str("-1"),
+            GroupSize::Inputs(size) => write!(f, "{size}"),
+        }
+    }
+}
+
+/// Smallest group of a weight that stays quantized.
+const SMALLEST_GROUP: usize = 16;
 
 /// Order of the outputs in a word of AWQ: nibble i contains output `ORDER[i]`.
 const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
@@ -68,12 +106,13 @@ struct WordsFile {
     values: RawTensor,
     zeros: RawTensor,
     scales: RawTensor,
-    /// Group of each input, if groups are not consecutive.
+    /// Group of the file of each group of `affine`, if they differ.
     order: Option<Vec<usize>>,
     /// Offset added to stored zero points.
     offset: u8,
     rows: usize,
     row: usize,
+    /// Number of groups of the file.
     groups: usize,
     affine: QuantizationSpec,
 }
@@ -119,21 +158,35 @@ fn weight(checkpoint: &mut Checkpoint, module: &str) -> Result<(String, Weight)>
         _ => return Err(broken(format!("is packed neither as GPTQ of 2, 4 or 8 bits nor as AWQ (GEMM): {}", shapes()))),
     };
     let fits = values.dtype == DType::I32 && zeros.dtype == DType::I32 && matches!(scales.dtype, DType::F16 | DType::BF16 | DType::F32);
-    if !fits || *zero_rows != groups || groups == 0 || row == 0 || !row.is_multiple_of(groups) {
+    if !fits || *zero_rows != groups || groups == 0 || row == 0 {
         return Err(broken(format!("its parts do not match: {}", shapes())));
     }
-    let size = row.checked_div(groups).unwrap_or(row);
-    let order = match &order {
-        Some(order) => {
-            scattered(order, row, groups).ok_or_else(|| broken(format!("its g_idx {} {:?} does not assign a group to each input", order.dtype, order.shape)))?
+    let config = checkpoint.gptq;
+    if let Some(size) = config.group_size
+        && row.div_ceil(size.inputs(row).max(1)) != groups
+    {
+        let reason = format!("has {groups} groups of scales for {row} inputs, which contradicts `group_size` of {size} in its quantization_config");
+        return Err(Error::tensor(&name, reason, "correct `group_size`, or start from the original checkpoint"));
+    }
+    let stated = config.group_size.map(|size| size.inputs(row));
+    let (size, scattered) = match &order {
+        Some(order) => input_groups(order, row, groups, stated)
+            .ok_or_else(|| broken(format!("its g_idx {} {:?} does not assign a group to each input", order.dtype, order.shape)))?,
+        None => {
+            let even = || row.checked_div(groups).filter(|_| row.is_multiple_of(groups));
+            let size = stated.or_else(even);
+            (size.ok_or_else(|| broken(format!("without `group_size` in its quantization_config, its parts do not match: {}", shapes())))?, None)
         }
-        None => None,
     };
+    // Groups that all have the same size.
+    let common = greatest_common_divisor(row, size);
+    let floats = scattered.is_some() || common < size.min(SMALLEST_GROUP);
+    let split = || (0..row).step_by(common.max(1)).map(|input| input.checked_div(size).unwrap_or(0)).collect();
+    let order = scattered.or_else(|| (common < size).then(split));
     let middle = 1u8.wrapping_shl(bits.saturating_sub(1) as u32);
     let sampled = sample(&zeros)?;
     let all = |zero: u8| (0..8usize).step_by(bits.max(1)).fold(0u8, |byte, at| byte | zero.wrapping_shl(at as u32));
     // For a symmetric file, the zero points reveal the version, whatever the configuration specifies.
-    let config = checkpoint.gptq;
     let is = |zero: u8| sampled.iter().all(|byte| *byte == all(zero));
     let (symmetric, offset) = match words {
         Words::Awq => (config.symmetric != Some(false) && is(middle), 0),
@@ -141,12 +194,13 @@ fn weight(checkpoint: &mut Checkpoint, module: &str) -> Result<(String, Weight)>
         Words::Gptq if config.symmetric != Some(false) && is(middle.wrapping_sub(1)) => (true, 1),
         Words::Gptq => (false, u8::from(!config.second_version)),
     };
-    let granularity = if groups == 1 { Granularity::Channel } else { Granularity::Group(size) };
+    let granularity = if groups == 1 { Granularity::Channel } else { Granularity::Group(common) };
     let affine = QuantizationSpec { codes: Codes::Integer(bits as u8), granularity, symmetric, scale_dtype: scales.dtype, activations: ActivationScheme::None };
-    let (dtype, floats) = (scales.dtype, order.is_some());
+    let (dtype, is_scattered) = (scales.dtype, order.as_ref().is_some_and(|order| order.len() == row));
     let file = WordsFile { name: name.clone(), words, values, zeros, scales, order, offset, rows, row, groups, affine: affine.clone() };
     let (encoding, source): (Encoding, Arc<dyn WeightSource>) = if floats {
-        let affine = QuantizationSpec { granularity: Granularity::Group(1), symmetric: false, ..affine };
+        let granularity = if is_scattered { Granularity::Group(1) } else { granularity };
+        let affine = QuantizationSpec { granularity, symmetric: false, ..affine };
         (Encoding::Dense, Arc::new(Decoded { upstream: Arc::new(WordsFile { affine, ..file }), dtype, name: name.clone() }))
     } else {
         (Encoding::Quantized(affine), Arc::new(file))
@@ -167,17 +221,21 @@ fn sample(zeros: &RawTensor) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The group of each input. `Some(None)` if groups are consecutive, `None` if `order` is invalid.
-fn scattered(order: &RawTensor, row: usize, groups: usize) -> Option<Option<Vec<usize>>> {
+/// The size of consecutive groups, or the group of each input if they are not consecutive. `None` if `order` is
+/// invalid.
+fn input_groups(order: &RawTensor, row: usize, groups: usize, stated: Option<usize>) -> Option<(usize, Option<Vec<usize>>)> {
     if order.dtype != DType::I32 || order.elements() != row {
         return None;
     }
     let bytes = order.read_all().ok()?;
     let group = |bytes: &[u8; 4]| usize::try_from(i32::from_le_bytes(*bytes)).ok().filter(|group| *group < groups);
     let found: Vec<usize> = bytes.as_chunks::<4>().0.iter().map(group).collect::<Option<_>>()?;
-    let size = row.checked_div(groups)?;
-    let plain = found.iter().enumerate().all(|(i, group)| i.checked_div(size) == Some(*group));
-    Some((!plain).then_some(found))
+    let first = found.iter().take_while(|group| **group == 0).count();
+    let is_consecutive = |size: &usize| found.iter().enumerate().all(|(input, group)| input.checked_div(*size) == Some(*group));
+    match stated.into_iter().chain([first]).find(is_consecutive) {
+        Some(size) => Some((size, None)),
+        None => Some((1, Some(found))),
+    }
 }
 
 /// Adds an offset to each zero point of a word: 1 for version 1, in which a zero point of 0 has borrowed from

@@ -50,7 +50,7 @@ pub use checkpoint::{Checkpoint, RawTensor};
 pub use code_packing::Packing;
 pub use content_key::ContentKey;
 pub use convert::{Decoded, Rescaled};
-pub use gptq::GptqConfig;
+pub use gptq::{GptqConfig, GroupSize};
 pub use in_memory::Scales;
 pub use measure::ValueHistogram;
 pub use modules::Module;

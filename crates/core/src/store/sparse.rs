@@ -129,6 +129,8 @@ pub struct SparseInteger {
     pub affine: QuantizationSpec,
     /// Divisor of the scales; otherwise 1.
     pub global_scale: f32,
+    /// Columns per scale in the file.
+    pub columns: usize,
     /// Dtype of the dequantized values.
     pub dtype: DType,
 }
@@ -136,7 +138,7 @@ pub struct SparseInteger {
 impl WeightSource for SparseInteger {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let row = super::affine::row(&self.values.shape);
-        let mut parameters = super::affine::Parameters::new(&self.affine, row, &self.scales, self.zero_points.as_ref());
+        let mut parameters = super::affine::Parameters::new(&self.affine, row, self.columns, &self.scales, self.zero_points.as_ref());
         self.values.blocks(least_common_multiple(unit, row), &mut |values| {
             let (scales, zero_points) = parameters.next(values.len())?;
             let global_scale = self.global_scale;
@@ -145,18 +147,20 @@ impl WeightSource for SparseInteger {
     }
 }
 
-/// The source of a quantized weight with sparse, plain or packed codes.
+/// The source of a quantized weight with sparse, plain or packed codes. `columns` is the number of columns per
+/// scale in the file.
 pub fn integer_source(
     values: IntegerValues,
-    scales: RawTensor,
-    zero_points: Option<RawTensor>,
+    (scales, zero_points, columns): (RawTensor, Option<RawTensor>, usize),
     global_scale: f32,
     affine: QuantizationSpec,
     dtype: DType,
 ) -> Arc<dyn WeightSource> {
     match values {
-        IntegerValues::Sparse(values) => Arc::new(SparseInteger { values, scales, zero_points, global_scale, affine, dtype }),
-        IntegerValues::Plain { values, packed, shape } => Arc::new(QuantizedReader { values, scales, zero_points, global_scale, packed, shape, affine, dtype }),
+        IntegerValues::Sparse(values) => Arc::new(SparseInteger { values, scales, zero_points, global_scale, affine, columns, dtype }),
+        IntegerValues::Plain { values, packed, shape } => {
+            Arc::new(QuantizedReader { values, scales, zero_points, global_scale, packed, shape, affine, columns, dtype })
+        }
     }
 }
 

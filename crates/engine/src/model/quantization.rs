@@ -1,12 +1,13 @@
 //! Parsing of `quantization_config`: unsupported settings are rejected, unrelated keys are carried over.
 
+use std::num::NonZeroUsize;
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
 use crate::error::Error;
 use crate::kernel::cache::CacheFormat;
-use crate::store::{ActivationScheme, Codes, FloatScale, GptqConfig, Granularity, ScaleFormat};
+use crate::store::{ActivationScheme, Codes, FloatScale, GptqConfig, Granularity, GroupSize, ScaleFormat};
 
 /// Quantization method of folders that only this tool can read.
 pub const OWN_METHOD: &str = "compress";
@@ -226,16 +227,32 @@ pub(super) fn gptq_config(described: &Value) -> Result<Option<GptqConfig>, Refus
         Some((key, name)) if !supported.contains(&name.as_str()) => refused(format!("`{key}` of {:?}", name), HINT),
         found => Ok(found.map(|(_, name)| name)),
     };
-    match text(&["quant_method", "method"]).map(|(_, name)| name).as_deref() {
+    let method = text(&["quant_method", "method"]).map(|(_, name)| name);
+    if !matches!(method.as_deref(), Some("gptq" | "awq")) {
+        return Ok(None);
+    }
+    let group_size = match of(&["group_size", "q_group_size"]) {
+        None => None,
+        Some((key, value)) => match value.as_i64().map(|size| (size, usize::try_from(size).ok().and_then(NonZeroUsize::new))) {
+            Some((-1, _)) => Some(GroupSize::Row),
+            Some((_, Some(size))) => Some(GroupSize::Inputs(size)),
+            _ => return refused(format!("`{key}` of {value}"), "set it to the number of inputs per group, or to -1 for one group per row"),
+        },
+    };
+    match method.as_deref() {
         Some("gptq") => {
             let format = one_of(&["checkpoint_format", "format"], &["gptq", "gptq_v2"])?;
             let symmetric = of(&["sym"]).and_then(|(_, value)| value.as_bool());
-            Ok(Some(GptqConfig { second_version: format.as_deref() == Some("gptq_v2"), symmetric }))
+            // GPTQModel may quantize some layers differently.
+            let overrides = described.get("dynamic").and_then(Value::as_object);
+            let is_uniform = overrides.is_none_or(|rules| rules.values().all(|rule| rule.get("group_size").is_none()));
+            let group_size = group_size.filter(|_| is_uniform);
+            Ok(Some(GptqConfig { second_version: format.as_deref() == Some("gptq_v2"), symmetric, group_size }))
         }
         Some("awq") => {
             one_of(&["version"], &["gemm"])?;
             let symmetric = of(&["zero_point"]).and_then(|(_, value)| value.as_bool()).map(|zero_point| !zero_point);
-            Ok(Some(GptqConfig { symmetric, ..GptqConfig::default() }))
+            Ok(Some(GptqConfig { symmetric, group_size, ..GptqConfig::default() }))
         }
         _ => Ok(None),
     }
