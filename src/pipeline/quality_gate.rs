@@ -66,6 +66,17 @@ pub(super) fn quality_note(measured: &Measured, pipeline: &Pipeline, run: &RunSt
     ))
 }
 
+/// A warning if the written model exceeds the limit of the search that chose its formats.
+pub(super) fn limit_note(measured: &Measured, pipeline: &Pipeline) -> Option<String> {
+    let limit = pipeline.search.as_ref()?.max_kl?;
+    let measured = measured.fidelity.as_ref()?;
+    let divergence = measured.fidelity.kl.filter(|divergence| *divergence > limit)?;
+    Some(format!(
+        "{WARNING}the KL divergence of the written model is {divergence:.6} nats on {}, which exceeds `--max-kl {limit}`: the search met this limit with weights rounded to nearest on its own samples; repeat it with a lower limit",
+        measured.describe()
+    ))
+}
+
 /// A warning if the outputs differ strongly from the original model's. It names the metrics, the passes
 /// that may be the cause, and their remedies.
 fn quality_warning(measured: &MeasuredFidelity, accuracy: Option<&Accuracy>, pipeline: &Pipeline, run: &RunState) -> Option<String> {
@@ -104,6 +115,18 @@ mod tests {
         // The divergence of a model whose perplexity rose from 20.3 to 142.
         assert!(violations(&fidelity(0.99, Some(1.9), Some(0.5)), None).unwrap().contains("1.9 nats, more than 1.1"));
         assert!(violations(&fidelity(0.99, Some(1.0), Some(0.1)), None).unwrap().contains("10 %"));
+    }
+
+    #[test]
+    fn a_divergence_above_the_limit_of_the_search_is_reported() {
+        let note = |max_kl: Option<f64>, kl: f64| {
+            let search = crate::report::FormatSearch { max_kl, ..crate::report::FormatSearch::default() };
+            let found = MeasuredFidelity::new(SamplesFrom::HeldOut, 4, None, fidelity(0.99, Some(kl), Some(0.9)));
+            limit_note(&Measured { fidelity: Some(found), ..Measured::default() }, &Pipeline::builder().search(search).build().unwrap())
+        };
+        let exceeded = note(Some(0.01), 0.0139).unwrap();
+        assert!(exceeded.starts_with(WARNING) && exceeded.contains("0.013900 nats") && exceeded.contains("`--max-kl 0.01`"), "{exceeded}");
+        assert_eq!((note(Some(0.01), 0.0099), note(None, 5.0)), (None, None));
     }
 
     /// A new head differs from the original one on purpose, so scores take precedence over fidelity.

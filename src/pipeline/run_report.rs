@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::carry::{self, write_text};
 use super::measured::Measured;
-use super::quality_gate::quality_note;
+use super::quality_gate::{limit_note, quality_note};
 use super::run::{Run, Written};
 use super::zstd_size::measure_zstd_sizes;
 use crate::error::{Error, Result};
@@ -33,7 +33,7 @@ impl Run<'_> {
         let Run { pipeline, input, after, state, .. } = self;
         let (work, exports) = (pipeline.work(), &written.exports);
         let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
-        let quality = quality_note(&measured, pipeline, state);
+        let quality: Vec<String> = quality_note(&measured, pipeline, state).into_iter().chain(limit_note(&measured, pipeline)).collect();
         let mut size = sizes(input, after, first)?;
         let weights: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| staging.destination().location(&f.name)).collect();
         measure_zstd_sizes(&mut size, &input.weight_files, &weights, &work)?;
@@ -48,7 +48,7 @@ impl Run<'_> {
         let recipe = names.value(&recipe);
         let environment = pipeline.environment(measured.fidelity.is_some())?;
         let notes = [
-            quality.into_iter().collect(),
+            quality,
             after.auxiliary.notes(&after.path),
             written.graph_note.iter().chain(&self.excluded).cloned().chain(self.unchecked_note()).chain(missing_input_files(input, after)).collect(),
             staging.notes().to_vec(),

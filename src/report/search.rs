@@ -11,6 +11,9 @@ pub struct FormatSearch {
     pub runtime: String,
     /// The samples on which points were measured.
     pub measured_on: Option<String>,
+    /// The limit of the KL divergence, in nats per token, if the search had one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_kl: Option<f64>,
     /// The mixture that was written.
     pub chosen: SearchPoint,
     /// The mixture for 5 % more bytes, if it has less expected loss.

@@ -63,8 +63,17 @@ fn the_result_meets_the_limit_and_its_recipe_reproduces_it() {
                 // Headers and shapes of packed weights are not counted.
                 assert!(chosen["bytes"].as_f64().unwrap() <= 0.45 * bytes("llama") && bytes("ratio") < 0.6 * bytes("llama"), "{chosen}");
             }
-            _ => assert!(chosen["predicted"].as_f64().unwrap() <= 0.01, "{chosen}"),
+            _ => {
+                assert!(chosen["measured"].as_f64().unwrap() <= 0.01, "{chosen}");
+                // The written weights are measured again, and are better than those rounded to nearest.
+                let report = read_json(&folder.join("loss/report.json"));
+                let exceeds = report["fidelity"]["kl"].as_f64().unwrap() > 0.01;
+                let notes = report["notes"].as_array().unwrap();
+                assert_eq!(notes.iter().any(|note| note.as_str().unwrap().contains("exceeds `--max-kl 0.01`")), exceeds, "{notes:?}");
+                assert_eq!((&report["search"]["max_kl"], &report["search"]["chosen"]["measured"]), (&json!(0.01), &chosen["measured"]));
+            }
         }
+        assert!(chosen["measured"].is_number(), "{chosen}");
         ok(folder, &format!("verify {name}"));
         ok(folder, &format!("run {name}/recipe.yaml -o {name}-again"));
         let weights = |name: &str| std::fs::read(folder.join(name).join("model.safetensors")).unwrap();
@@ -110,6 +119,12 @@ fn impossible_limits_name_the_nearest_possible_one() {
     let nearest =
         run.stderr.split("the nearest possible limit is ").nth(1).unwrap_or_else(|| panic!("{}", run.stderr)).split_whitespace().next().unwrap().to_owned();
     ok(folder, &format!("auto llama -o out --max-size {nearest} --quiet {SETS}"));
+    // A limit of loss that only floats meet.
+    let run = compress(folder, &format!("auto llama -o close --max-kl 0.000000001 {SETS}"));
+    assert!(run.code == 1 && !folder.join("close").exists(), "{}", run.stderr);
+    let nearest =
+        run.stderr.split("the nearest possible limit is ").nth(1).unwrap_or_else(|| panic!("{}", run.stderr)).split_whitespace().next().unwrap().to_owned();
+    ok(folder, &format!("auto llama -o close --max-kl {nearest} --quiet {SETS}"));
     for (arguments, part) in [
         ("auto llama --calibration ids.safetensors", "specify `-o DIR`"),
         ("auto llama -o new --calibration ids.safetensors", "specify a limit"),

@@ -49,7 +49,8 @@ pub(in crate::cli) struct Args {
     /// file (300MB), or a fraction of the size of the input (0.25, 25%)
     #[arg(long, value_name = "SIZE", conflicts_with = "max_kl")]
     max_size: Option<Budget>,
-    /// Largest expected KL divergence of the predictions from those of the original model, in nats per token
+    /// Largest KL divergence of the predictions from those of the original model, in nats per token, measured
+    /// with weights rounded to nearest
     #[arg(long, value_name = "NATS", allow_negative_numbers = true)]
     max_kl: Option<f64>,
     /// Calibration data: a file, or `{text: book.txt, samples: 32, max_length: 512, ...}` as in a recipe
@@ -112,7 +113,7 @@ impl Args {
         let (Some(output), Some(writing)) = (&self.output, writing) else {
             return if global.json { output::json(&json!({ "search": front_of(&found) })) } else { Ok(()) };
         };
-        let report = builder(writing, found.report(self.target))?.run(model, output)?;
+        let report = builder(writing, found.report(self.target, self.max_kl))?.run(model, output)?;
         if global.json {
             return output::json(&json!({ "search": front_of(&found), "report": report }));
         }
@@ -178,7 +179,7 @@ fn text(found: &Found, target: LoadedBy) -> String {
     }
     if let Some(point) = &found.chosen {
         text += &format!("Chosen: {}\n", found.summary(point));
-        if let Some(larger) = found.report(target).and_then(|search| search.larger) {
+        if let Some(larger) = found.report(target, None).and_then(|search| search.larger) {
             let (size, before, after) = (bytes(larger.bytes), divergence(point.predicted), divergence(larger.predicted));
             text += &format!("With 5 % more bytes ({size}), the predicted KL divergence falls from {before} to {after}.\n");
         }

@@ -121,6 +121,7 @@ mod tests {
         let search = FormatSearch {
             runtime: "llama.cpp".to_owned(),
             measured_on: Some("8 windows of text".to_owned()),
+            max_kl: None,
             chosen: point(None, 60, 0.02, None),
             larger: Some(point(None, 63, 0.015, None)),
             points: vec![point(Some("Q4_K_M"), 61, 0.03, Some(0.031)), point(None, 62, 0.017, Some(0.018))],

@@ -3,7 +3,8 @@
 //! Weights that runtimes treat alike are one unit. One backward pass gives the expected loss of each format
 //! of each unit ([`scores`](crate::pass::scores)), and dynamic programming the assignments with the least
 //! loss for their size. Some of them are measured by the KL divergence of their predictions on held-out
-//! samples; the scores of each format are scaled to what was measured, and the front is computed again.
+//! samples; the scores of each format are scaled to what was measured, and the front is computed again. The
+//! point for the limit is measured too. If it exceeds a limit of loss, larger points are measured.
 
 mod blocks;
 mod budget;
@@ -26,6 +27,9 @@ use crate::pass::{Context, Method, Score, Scores, scores};
 use formats::Formats;
 use measure::Measurement;
 use solver::{Assignment, front};
+
+/// Largest number of points that are measured for a limit of loss.
+const ROUNDS: usize = 6;
 
 /// A search.
 pub struct Search<'a> {
@@ -113,8 +117,62 @@ impl Search<'_> {
         found.measured_on = Some(measurement.description());
         let factors = solver::factors(&rows);
         found.scale(&factors);
-        found.chosen = self.choose(&found, &found.front())?;
+        found.chosen = match self.budget {
+            Some(Budget::Loss(limit)) => Some(self.choose_by_loss(limit, &*formats, &mut found, &scores, &measurement)?),
+            _ => self.choose(&found, &found.front())?,
+        };
+        if let Some(mut point) = found.chosen.take() {
+            if point.measured.is_none() {
+                point.measured = self.measure(&*formats, &found, &point.options, &scores, &measurement)?;
+            }
+            found.chosen = Some(point);
+        }
         Ok(found)
+    }
+
+    /// The KL divergence of formats on held-out samples; `None` if all units are floats.
+    fn measure(&self, formats: &dyn Formats, found: &Found, options: &[usize], scores: &Scores, measurement: &Measurement) -> Result<Option<f64>> {
+        let point = found.points.iter().find(|point| point.options == options && point.measured.is_some());
+        if let Some(point) = point {
+            return Ok(point.measured);
+        }
+        self.context.work.cancel.check()?;
+        formats.rounded(&found.units, options, scores)?.map(|rounded| measurement.divergence(rounded)).transpose()
+    }
+
+    /// The smallest point whose measured loss is within the limit. Points that exceed it are added to the
+    /// measured ones, and the next point is predicted to have proportionally less loss.
+    fn choose_by_loss(&self, limit: f64, formats: &dyn Formats, found: &mut Found, scores: &Scores, measurement: &Measurement) -> Result<Point> {
+        let floats = found.formats.len() - 1;
+        let front: Vec<Point> = found.front().into_iter().map(|assignment| found.point(assignment.options)).collect();
+        let front: Vec<Point> = front.into_iter().filter(|point| point.options.iter().any(|option| *option != floats)).collect();
+        let (mut target, mut next, mut nearest) = (limit, 0, f64::INFINITY);
+        for round in 1..=ROUNDS {
+            let Some(last) = front.len().checked_sub(1).filter(|last| next <= *last) else { break };
+            let expected = (next..last).find(|at| front[*at].predicted <= target);
+            // The largest point shows whether the limit can be met.
+            let at = expected.filter(|_| round < ROUNDS).unwrap_or(last);
+            let mut point = front[at].clone();
+            point.measured = self.measure(formats, found, &point.options, scores, measurement)?;
+            let measured = point.measured.unwrap_or(f64::INFINITY);
+            if measured <= limit {
+                return Ok(point);
+            }
+            nearest = nearest.min(measured);
+            target = target.min(limit * point.predicted / measured);
+            next = at + 1;
+            if found.points.iter().all(|other| other.options != point.options) {
+                found.points.push(point);
+                found.points.sort_by_key(|point| point.bytes);
+            }
+        }
+        let reason = format!("no choice of formats for {} meets the limit `{}`", self.target, Budget::Loss(limit));
+        let hint = if nearest.is_finite() {
+            format!("the nearest possible limit is {}", Budget::Loss(rounded_up(nearest)))
+        } else {
+            "choose another runtime with `--for`".to_owned()
+        };
+        Err(Error::run("auto", reason, hint))
     }
 
     /// Measures the losses of units that the backward pass does not give, with all others as floats.
@@ -234,6 +292,13 @@ impl Found {
     }
 }
 
+/// A positive number with three digits that is not smaller.
+fn rounded_up(number: f64) -> f64 {
+    let unit = 10f64.powi(number.log10().floor() as i32 - 2);
+    let rounded = (number / unit).ceil() * unit;
+    if rounded >= number { rounded } else { number }
+}
+
 /// The sum of the losses of the units with each format, of those that are `measured` or of the others.
 fn by_format(units: &[Unit], options: &[usize], formats: usize, measured: bool) -> Vec<f64> {
     let mut sums = vec![0.0; formats];
@@ -272,6 +337,14 @@ mod tests {
         let point = found.point(front[1].options.clone());
         assert_eq!((point.options.as_slice(), point.bytes, point.predicted), (&[1, 0, 1][..], 2600, 3.1));
         assert!((point.bits - 8.0 * 2500.0 / 3000.0).abs() < 1e-9 && point.reference.is_none());
+    }
+
+    #[test]
+    fn suggested_limits_are_rounded_up() {
+        for number in [0.013_912, 0.013_9, 1.0, 2.345_6e-7] {
+            let rounded = rounded_up(number);
+            assert!(rounded >= number && rounded <= 1.01 * number, "{number}: {rounded}");
+        }
     }
 
     /// Measured losses are not corrected by the measurements of mixtures.

@@ -7,8 +7,8 @@ use crate::report::{FormatSearch, SearchPoint, SearchUnit};
 const FRONT: usize = 200;
 
 impl Found {
-    /// The section of the report; `None` without a chosen point.
-    pub fn report(&self, target: LoadedBy) -> Option<FormatSearch> {
+    /// The section of the report, for a limit of the KL divergence; `None` without a chosen point.
+    pub fn report(&self, target: LoadedBy, max_kl: Option<f64>) -> Option<FormatSearch> {
         let chosen = self.chosen.as_ref()?;
         let front = self.front();
         let limit = chosen.bytes + chosen.bytes / 20;
@@ -33,6 +33,7 @@ impl Found {
         Some(FormatSearch {
             runtime: target.to_string(),
             measured_on: self.measured_on.clone(),
+            max_kl,
             chosen: reported(chosen),
             larger: larger.as_ref().map(reported),
             points: self.points.iter().map(reported).collect(),
