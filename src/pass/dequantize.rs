@@ -1,4 +1,4 @@
-//! Dequantizes weights, and removes fake quantization of activations.
+//! Dequantizes weights, and removes the quantization of activations and of the KV cache.
 //!
 //! ```yaml
 //! passes:
@@ -49,9 +49,15 @@ impl Pass for Dequantize {
     }
 
     fn plan(&self, model: &Model, _state: &RunState) -> Result<Plan<'static>> {
-        let (weights, mut model) = (&model.weights, model.clone());
+        // A part of the weights does not determine whether the cache is quantized.
+        let without_cache = if self.targets.is_empty() && self.ignore.is_empty() { model.without_cache()? } else { None };
+        let cache = without_cache.is_some().then(|| "the KV cache is no longer quantized: `kv_cache_scheme` and its scales are removed".to_owned());
+        let (weights, mut model) = (&model.weights, without_cache.unwrap_or_else(|| model.clone()));
         let quantized = |_: &str, weight: &Weight| weight.encoding != Encoding::Dense;
         if !weights.by_name.iter().any(|(name, weight)| quantized(name, weight)) {
+            if let Some(note) = cache {
+                return Ok(Plan::new(model, Applied { notes: vec![note], details: json!({ "dequantized": 0 }), ..Applied::new(NAME, self.options()) }));
+            }
             let reason = match &model.onnx {
                 Some(file) => {
                     let left = file.unsupported_integers().map_or_else(String::new, |note| format!(" ({note})"));
@@ -78,7 +84,7 @@ impl Pass for Dequantize {
             let source = Decoded { upstream: weight.source(), dtype, name: name.clone() };
             model.weights.by_name.insert(name.clone(), weight.then(dtype, Encoding::Dense, Arc::new(source)));
         }
-        let mut notes: Vec<String> = model.onnx.iter().filter_map(|file| file.unsupported_integers()).collect();
+        let mut notes: Vec<String> = model.onnx.iter().filter_map(|file| file.unsupported_integers()).chain(cache).collect();
         if let Some((graph, count)) = quantizers {
             let unsupported = ModelFile::opaque_quantizers(&graph);
             if unsupported > 0 {

@@ -13,8 +13,12 @@ use crate::kernel::convert;
 use crate::model::Model;
 use crate::store::{DType, Weight};
 
-/// Adds key and value scales of one to each attention layer. Returns the number of attention layers.
+/// Adds key and value scales of one to each attention layer, in place of the scales of the input. Returns the
+/// number of attention layers.
 pub(in crate::pass) fn add(format: CacheFormat, model: &mut Model) -> Result<usize> {
+    if let Some(floats) = model.without_cache()? {
+        *model = floats;
+    }
     let graph = model.graph()?;
     let cached = kv_cache::cached_attentions(&graph)?;
     insert(format, model, &graph, &cached, |_| format.steps())?;
@@ -23,8 +27,12 @@ pub(in crate::pass) fn add(format: CacheFormat, model: &mut Model) -> Result<usi
 
 /// Adds key and value scales to each attention layer. They map the largest magnitude over all samples (of
 /// keys, after the rotary embedding) to the largest code. The scale of a cache in which the samples have
-/// only zeros is one, and a note names it.
+/// only zeros is one, and a note names it. Replaces the scales of the input.
 pub(in crate::pass) fn add_calibrated(pass: &str, format: CacheFormat, model: &mut Model, context: &Context, notes: &mut Vec<String>) -> Result<()> {
+    if let Some(floats) = model.without_cache()? {
+        *model = floats;
+        notes.push("the `kv_cache_scheme` of the input and its scales are replaced".to_owned());
+    }
     let graph = model.graph()?;
     let cached = kv_cache::cached_attentions(&graph)?;
     let request = Request { axis: Axis::Last, histograms: false, weights: None };

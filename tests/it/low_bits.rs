@@ -380,6 +380,34 @@ fn a_quantized_cache_survives_passes_and_export() {
     assert!(far(&theirs["logits"], &ours) < 1e-2, "{}", far(&theirs["logits"], &ours));
 }
 
+/// `dequantize` removes a quantized cache, `quantize` replaces it, and GGUF files do not contain its scales.
+#[test]
+fn a_quantized_cache_can_be_removed_and_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let kind = || -> Value {
+        let config: Value = serde_json::from_str(&std::fs::read_to_string(out.join("config.json")).unwrap()).unwrap();
+        config["quantization_config"]["kv_cache_scheme"]["type"].clone()
+    };
+    let scales = || Model::open(&out).unwrap().weights.by_name.keys().filter(|name| name.ends_with("_scale")).count();
+    let place = with_cache(folder.path(), "llama-grouped-tied", "int8");
+    let report = written(folder.path(), &place, compress::pass::Dequantize::default(), vec![Safetensors::default().into()]).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("`kv_cache_scheme` and its scales are removed")));
+    assert!(kind().is_null() && scales() == 0);
+    let cast: compress::pass::Cast = serde_json::from_value(json!({ "to": "f32" })).unwrap();
+    let gguf = compress::export::Gguf::default();
+    let report = written(folder.path(), &place, cast, vec![gguf.into()]).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("the scales of the quantized KV cache are not written")), "{:?}", report.notes);
+    let model = llama(folder.path());
+    let both = |format: &str| quantize(json!({ "scheme": "W8A16", "kv_cache": format, "targets": ["*layers.0*down_proj.weight"] }));
+    written(folder.path(), &model, both("int8"), vec![Safetensors::with_layout(compress::export::Layout::Dense).into()]).unwrap();
+    assert_eq!(kind(), "int");
+    let dense = folder.path().join("dense");
+    std::fs::rename(&out, &dense).unwrap();
+    written(folder.path(), &dense, both("fp8"), vec![Safetensors::default().into()]).unwrap();
+    assert!(kind() == "float" && scales() == 4);
+}
+
 #[test]
 fn scales_of_caches_are_found_and_written_for_every_method() {
     let folder = tempfile::tempdir().unwrap();

@@ -129,6 +129,12 @@ impl Model {
     /// Name of the file with the hash of the inputs of a cached run.
     pub const KEY: &str = "inputs.blake3";
 
+    /// Whether a tensor is the scale of the keys or values of a quantized KV cache.
+    pub fn is_cache_scale(&self, name: &str) -> bool {
+        let is_scale = [".k_scale", ".v_scale"].iter().any(|suffix| name.ends_with(suffix));
+        is_scale && self.config.cache().is_ok_and(|format| format.is_some())
+    }
+
     /// Whether a pass gave this model other classes than those of the input, or a new classification head
     /// for the same classes.
     pub fn has_new_classes(&self, input: &Model) -> bool {

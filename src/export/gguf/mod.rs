@@ -113,6 +113,10 @@ impl Gguf {
         let mixture = Mixture { file_type: self.file_type, layers, query_group, experts, is_70b, uses_importance };
         let mut requested = RequestedTypes::new(&self.types);
         for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| *name != HEAD || head_stored) {
+            // Runtimes choose the type of the cache when they load the file.
+            if model.is_cache_scale(name) {
+                continue;
+            }
             if model.weights.folder(name).is_some() {
                 module_items.push(Item { name: name.clone(), weight: weight.dense(name), storage_format: StorageFormat::Plain });
                 continue;
@@ -174,6 +178,11 @@ impl Gguf {
             } else {
                 format!("{file} cannot contain the weights of the modules `{folders}`: they are written to separate safetensors files")
             });
+        }
+        if model.config.cache()?.is_some() {
+            notes.push(format!(
+                "{file}: the scales of the quantized KV cache are not written, because a GGUF file cannot contain them: choose the type of the cache when the file is loaded (llama.cpp: `--cache-type-k` and `--cache-type-v`)"
+            ));
         }
         let (entries, note) = vocabulary(model, rows)?;
         notes.extend(note);
@@ -338,6 +347,8 @@ impl Format for Gguf {
         if let (true, Some(embedding)) = (model.weights.by_name.contains_key(HEAD) && !by_name.contains_key(HEAD), by_name.get(EMBEDDING)) {
             by_name.insert(HEAD.to_owned(), embedding.clone());
         }
+        // The graph of the input, with which the file is measured, reads them.
+        by_name.extend(model.weights.by_name.iter().filter(|(name, _)| model.is_cache_scale(name)).map(|(name, weight)| (name.clone(), weight.clone())));
         by_name.extend(module_items.iter().map(|item| (item.name.clone(), item.weight.clone())));
         let (mut weights, mut encodings) = merge_split_weights(names.into_iter().zip(measured).zip(encodings));
         if let Some(layout) = module_layout(model, run, &module_items)? {

@@ -147,6 +147,11 @@ impl Config {
         self.carried.insert(quantization::CACHE.to_owned(), quantization::cache_scheme(format));
     }
 
+    /// Removes the format of a quantized KV cache.
+    pub fn remove_cache(&mut self) {
+        self.carried.shift_remove(quantization::CACHE);
+    }
+
     /// Removes and parses the description of quantized weights and activations.
     pub(super) fn take_quantization(&mut self, path: &Path) -> Result<Schemes> {
         if self.get("compression_config").is_some_and(|old| !old.is_null()) {

@@ -112,6 +112,24 @@ impl Model {
         Ok(Model { weights, changed_graph, ..self.clone() })
     }
 
+    /// The model without the quantization of its KV cache; `None` if the cache is not quantized.
+    pub fn without_cache(&self) -> Result<Option<Model>> {
+        if self.config.cache()?.is_none() {
+            return Ok(None);
+        }
+        let mut model = self.clone();
+        if self.changed_graph.is_some() || !self.is_described() {
+            let floats = rebuild(&self.graph()?, &self.weights, &mut |step| match (&step.node.op, step.inputs.as_slice()) {
+                (Op::CacheQuantize(_), [value, ..]) => Ok(*value),
+                _ => step.copy(),
+            })?;
+            model.changed_graph = Some(Arc::new(floats));
+        }
+        model.weights.by_name.retain(|name, _| !self.is_cache_scale(name));
+        model.config.remove_cache();
+        Ok(Some(model))
+    }
+
     /// Compares the graph with that of another model with the same weight names, with constants as
     /// 32-bit floats. `None` if one of them has no graph.
     pub fn difference_from(&self, other: &Model) -> Option<std::result::Result<(), String>> {

@@ -19,7 +19,7 @@ pub struct CachedAttention {
 }
 
 /// Advice for models that cannot have a quantized KV cache.
-const WITHOUT: &str = "leave `kv_cache` out, and remove `kv_cache_scheme` from config.json if it is present";
+const WITHOUT: &str = "leave `kv_cache` out; `dequantize` removes the `kv_cache_scheme` of a model";
 
 impl CachedAttention {
     /// Names of the scale tensors of keys and of values, both `[1]`.
@@ -80,7 +80,7 @@ pub fn insert(graph: &Graph, catalog: &dyn Catalog, format: CacheFormat) -> Resu
                 return Err(Error::tensor(
                     &scale,
                     "is missing, although `kv_cache_scheme` in config.json specifies quantized keys and values",
-                    "write the checkpoint again, or remove `kv_cache_scheme` from config.json to run the model without a quantized cache",
+                    "write the checkpoint again, or run `compress dequantize`, which removes `kv_cache_scheme`, to run the model without a quantized cache",
                 ));
             }
             scales.insert(value.clone(), scale);
