@@ -67,6 +67,8 @@ pub struct AuxiliaryFiles {
 pub enum ExclusionReason {
     /// The original weights in another format or as a copy, which loaders could mistake for the new ones.
     OldWeights,
+    /// A LoRA adapter for the original weights, which transformers would apply to the new ones.
+    Adapter,
     /// Description of the packing of the original weights.
     Described,
     /// Description of an ONNX file that is not part of the output.
@@ -89,6 +91,9 @@ impl ExclusionReason {
     fn text(self) -> &'static str {
         match self {
             ExclusionReason::OldWeights => "they contain the original weights, which would contradict the new ones",
+            ExclusionReason::Adapter => {
+                "they are a LoRA adapter of the original weights, which is not applied: if it belongs to the model, merge it first with `merge_and_unload` of PEFT"
+            }
             ExclusionReason::Described => "they describe the original weights",
             ExclusionReason::Runtime => "they describe the original ONNX file",
             ExclusionReason::Replaced => "they describe an earlier run",
@@ -145,6 +150,8 @@ const SECRETS: [&str; 11] = [
     "token",
 ];
 const SECRET_EXTENSIONS: [&str; 9] = ["env", "pem", "key", "ppk", "p12", "pfx", "jks", "kdbx", "keystore"];
+/// Names of the files of a LoRA adapter, without extensions.
+const ADAPTER: [&str; 2] = ["adapter_config", "adapter_model"];
 /// Files that every run writes.
 const OWN: [&str; 5] = ["recipe.yaml", "report.json", "report.md", "report.html", Model::KEY];
 
@@ -187,6 +194,8 @@ impl AuxiliaryFiles {
                 () if has_weights && is_training_state(&name) => ExclusionReason::Training,
                 () if top && quantization::DESCRIPTIONS.contains(&name.as_str()) => ExclusionReason::Described,
                 () if top && name == RUNTIME && !weights.contains(&root.join(ONNX)) => ExclusionReason::Runtime,
+                // A folder may contain only an adapter, which is then the model.
+                () if top && is_adapter(&path) && !weights.iter().any(|file| is_adapter(file)) => ExclusionReason::Adapter,
                 () if has_weights && is_weights(&name) => ExclusionReason::OldWeights,
                 () => {
                     self.files.push(relative);
@@ -239,6 +248,12 @@ fn is_training_log(name: &str) -> bool {
     let is_numbered = |rest: &str| rest.is_empty() || rest.strip_prefix('-').is_some_and(|number| number.parse::<u32>().is_ok());
     let is_pass = LOGGED_PASSES.iter().any(|pass| stem.strip_prefix(pass).is_some_and(is_numbered));
     is_pass && ["csv", "tfevents"].contains(&extension)
+}
+
+fn is_adapter(path: &Path) -> bool {
+    let extension = path.extension().unwrap_or_default();
+    let is_known = ["json", "safetensors", "bin"].iter().any(|known| extension == *known);
+    is_known && path.file_stem().is_some_and(|stem| ADAPTER.iter().any(|name| stem == *name))
 }
 
 fn is_training_state(name: &str) -> bool {
@@ -386,6 +401,21 @@ mod tests {
         assert!(notes[4].contains(&listed), "{notes:?}");
         let is_excluded = |name: &str| auxiliary.left.iter().any(|(path, _)| Path::new(name).starts_with(path));
         assert!(old.iter().all(|name| is_excluded(name)), "{:?}", auxiliary.left);
+    }
+
+    /// transformers applies an adapter to the weights of its folder. A folder may also contain only an adapter.
+    #[test]
+    fn adapters_of_other_weights_are_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["model.safetensors", "adapter_model.safetensors", "adapter_config.json", "tokenizer.json"] {
+            fs::write(folder.path().join(name), "").unwrap();
+        }
+        let of = |weights: &str| AuxiliaryFiles::scan(folder.path(), &[folder.path().join(weights)]).unwrap();
+        let base = of("model.safetensors");
+        assert_eq!(base.files, [PathBuf::from("tokenizer.json")]);
+        let notes = base.notes(folder.path());
+        assert!(notes.len() == 1 && notes[0].contains("adapter_config.json, adapter_model.safetensors (they are a LoRA adapter"), "{notes:?}");
+        assert!(of("adapter_model.safetensors").files.contains(&PathBuf::from("adapter_config.json")));
     }
 
     /// In the layout of the Hub, each file is looked up in the folder of the ONNX file, and then in its
