@@ -30,7 +30,7 @@ impl Pipeline {
         let Some(set) = self.running.data.calibration.as_ref().filter(|_| calibrates) else { return Ok(notes) };
         let reduced = self.running.data.reserve_held_out(set, subject.target())?;
         notes.extend(reduced.samples.filter(|_| reduced.samples != set.samples).map(|used| {
-            format!("passes use the first {used} calibration samples; the others are held out to measure on; to change this, set `samples` in `data: {{ calibration: ... }}`")
+            format!("passes use the first {used} calibration samples; the others are held out to measure on (also with `--no-measure`, so that the output does not depend on it); to change this, set `samples` in `data: {{ calibration: ... }}`")
         }));
         self.running.data.calibration = Some(reduced);
         Ok(notes)

@@ -179,7 +179,8 @@ impl Weight {
             at += count;
             Ok(())
         })?;
-        if floats { Ok(()) } else { Err(Error::tensor(name, format!("is {}, expected floats", self.dtype), "")) }
+        let hint = if self.dtype == DType::F64 { "convert it before, with `cast --to f32` or the pass `cast`" } else { "" };
+        if floats { Ok(()) } else { Err(Error::tensor(name, format!("is {}, expected F16, BF16 or F32", self.dtype), hint)) }
     }
 
     /// Number of zero elements.
