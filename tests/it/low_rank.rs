@@ -114,8 +114,8 @@ fn two_layers_equal_their_product_in_every_family() {
     }
 }
 
-/// Runs that do not change the graph preserve graph.json and the mark of `model_type`: transformers would load
-/// the folder with random weights in place of the factors. GGUF files cannot contain the graph.
+/// Runs that do not change the graph preserve graph.json and the mark of `model_type`: transformers would
+/// load the folder with random weights in place of the factors. GGUF files cannot contain the graph.
 #[test]
 fn later_runs_keep_the_mark_of_model_type() {
     let done = run("llama-biases", Pipeline::builder().pass(rank(0.6)));

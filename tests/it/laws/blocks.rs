@@ -1,6 +1,6 @@
 //! Property: quantized weights of every format have the same elements in blocks of any unit, and every block
-//! except the last is a multiple of it. Groups and blocks of other tools whose last one is shorter are read as they
-//! are defined.
+//! except the last is a multiple of it. Groups and blocks of other tools whose last one is shorter are read
+//! as they are defined.
 
 use std::path::{Path, PathBuf};
 

@@ -412,9 +412,9 @@ fn granularity(name: &str, codes: Codes, [rows, row]: [usize; 2], scales: &[usiz
 /// Suffix of errors about blocks that [`narrowed`] does not support.
 const PARTIAL: &str = " (the last block of a row has a number of columns that is not supported)";
 
-/// Number of columns of the largest blocks that divide a row and are parts of blocks of `wide` columns, the last
-/// of which may be shorter: narrower blocks with the same scale. `None` if fewer than 8 columns would share a
-/// scale.
+/// Number of columns of the largest blocks that divide a row and are parts of blocks of `wide` columns, the
+/// last of which may be shorter: narrower blocks with the same scale. `None` if fewer than 8 columns would
+/// share a scale.
 fn narrowed(row: usize, wide: usize) -> Option<usize> {
     let wide = wide.min(row);
     if row.checked_rem(wide)? == 0 {

@@ -221,8 +221,8 @@ fn sample(zeros: &RawTensor) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The size of consecutive groups, or the group of each input if they are not consecutive. `None` if `order` is
-/// invalid.
+/// The size of consecutive groups, or the group of each input if they are not consecutive. `None` if `order`
+/// is invalid.
 fn input_groups(order: &RawTensor, row: usize, groups: usize, stated: Option<usize>) -> Option<(usize, Option<Vec<usize>>)> {
     if order.dtype != DType::I32 || order.elements() != row {
         return None;

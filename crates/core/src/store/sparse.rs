@@ -147,8 +147,8 @@ impl WeightSource for SparseInteger {
     }
 }
 
-/// The source of a quantized weight with sparse, plain or packed codes. `columns` is the number of columns per
-/// scale in the file.
+/// The source of a quantized weight with sparse, plain or packed codes. `columns` is the number of columns
+/// per scale in the file.
 pub fn integer_source(
     values: IntegerValues,
     (scales, zero_points, columns): (RawTensor, Option<RawTensor>, usize),

@@ -403,7 +403,8 @@ mod tests {
         assert!(old.iter().all(|name| is_excluded(name)), "{:?}", auxiliary.left);
     }
 
-    /// transformers applies an adapter to the weights of its folder. A folder may also contain only an adapter.
+    /// transformers applies an adapter to the weights of its folder. A folder may also contain only an
+    /// adapter.
     #[test]
     fn adapters_of_other_weights_are_left_out() {
         let folder = tempfile::tempdir().unwrap();

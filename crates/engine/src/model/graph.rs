@@ -144,8 +144,8 @@ impl Model {
         })
     }
 
-    /// Whether a `graph.json` describes the model, because `config.json` cannot: a pass of this run has changed
-    /// the graph, or the folder has such a file.
+    /// Whether a `graph.json` describes the model, because `config.json` cannot: a pass of this run has
+    /// changed the graph, or the folder has such a file.
     pub fn needs_graph_file(&self) -> bool {
         let path = self.path.join(GraphFile::NAME);
         match &self.changed_graph {
