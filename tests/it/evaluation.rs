@@ -372,6 +372,44 @@ fn texts_are_lowercased_and_truncated_by_the_configuration() {
     assert!(refused.contains("config_sentence_transformers.json: `default_prompt_name` of \"query\" is not supported"), "{refused}");
 }
 
+/// The expected ids are those of `AutoTokenizer` of transformers 5.
+#[test]
+fn truncation_side_and_token_types_follow_from_the_configuration() {
+    let place = model("sentence-mean", &[WORDS]);
+    let folder = place.path();
+    fs::write(folder.join("pairs.csv"), "text,other\na b c d e,f g\n").unwrap();
+    let read = |settings: &str, yaml: &str| {
+        fs::write(folder.join("tokenizer_config.json"), settings).unwrap();
+        batches(folder, &Data { text: Some(folder.join("pairs.csv")), ..options(yaml) })
+    };
+    let input =
+        |settings: &str, yaml: &str, name: &str| -> Vec<i64> { read(settings, yaml).unwrap()[0].inputs[name].flatten_all().unwrap().to_vec1().unwrap() };
+    let single = "{ task: fidelity, max_length: 4 }";
+    let [right, left] = [[2i64, 5, 6, 3], [2, 8, 9, 3]];
+    assert_eq!(input("{}", single, "input_ids"), right);
+    assert_eq!(input(r#"{"truncation_side": "left"}"#, single, "input_ids"), left);
+    let refused = read(r#"{"truncation_side": "middle"}"#, single).unwrap_err().to_string();
+    assert!(refused.contains("tokenizer_config.json: `truncation_side` is \"middle\""), "{refused}");
+    let pair = "{ task: fidelity, pair_column: other }";
+    let (typed, zeros) = ([0i64, 0, 0, 0, 0, 0, 0, 1, 1, 1], [0i64; 10]);
+    for (settings, expected) in [
+        ("{}", typed),
+        (r#"{"tokenizer_class": "BertTokenizer"}"#, typed),
+        (r#"{"tokenizer_class": "BertTokenizer", "model_input_names": ["input_ids", "attention_mask"]}"#, zeros),
+        (r#"{"tokenizer_class": "TokenizersBackend"}"#, zeros),
+        (r#"{"tokenizer_class": "TokenizersBackend", "model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}"#, typed),
+    ] {
+        assert_eq!(input(settings, pair, "token_type_ids"), expected, "{settings}");
+    }
+    // The side in tokenizer.json is the default.
+    let path = folder.join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    tokenizer["truncation"]["direction"] = "Left".into();
+    fs::write(&path, tokenizer.to_string()).unwrap();
+    assert_eq!(input("{}", single, "input_ids"), left);
+    assert_eq!(input(r#"{"truncation_side": "right"}"#, single, "input_ids"), right);
+}
+
 #[test]
 fn unknown_poolings_are_rejected_by_name() {
     let place = model("sentence-mean", &[]);

@@ -1,5 +1,6 @@
 //! Tokenization with the model's `tokenizer.json`.
 
+mod settings;
 mod stream;
 
 use std::borrow::Cow;
@@ -46,6 +47,8 @@ pub struct Tokenizer {
     pair_special_tokens: usize,
     /// Whether texts are lowercased first.
     lower_case: bool,
+    /// Whether the token type ids of the tokenizer are used; otherwise they are zero.
+    has_token_types: bool,
 }
 
 impl Tokenizer {
@@ -61,6 +64,10 @@ impl Tokenizer {
         };
         let mut inner = text.parse::<tokenizers::Tokenizer>().map_err(|e| Error::malformed(&path, e))?;
         let settings = open_auxiliary_config(target.folder, target.synthesized, SETTINGS)?;
+        let settings_path = auxiliary_path(target.folder, SETTINGS);
+        let stored_direction = inner.get_truncation().map(|truncation| truncation.direction);
+        let direction = settings::truncation_direction(settings.values(), stored_direction, &settings_path)?;
+        let has_token_types = settings::has_token_types(settings.values(), target.config, &settings_path)?;
         let pad = pad(&inner, settings.values(), target.config);
         override_normalizer(&mut inner, settings.values());
         add_named_tokens(&mut inner, target, settings.values())?;
@@ -75,12 +82,15 @@ impl Tokenizer {
         let special_tokens = |pairs: bool| inner.get_post_processor().map_or(0, |processor| processor.added_tokens(pairs));
         let pair_special_tokens = special_tokens(true);
         require_room(max_length, special_tokens(false))?;
-        // The padding and truncation stored in the file are settings of the tokenizer's training.
+        // The padding and the maximum length stored in the file are settings of the tokenizer's training.
+        // `padding_side` has no effect: padding is masked, and positions are those of the text alone.
         inner.with_padding(None);
-        let truncation = max_length.map(|max_length| TruncationParams { max_length, strategy: TruncationStrategy::LongestFirst, ..Default::default() });
+        let truncation =
+            max_length.map(|max_length| TruncationParams { max_length, strategy: TruncationStrategy::LongestFirst, direction, ..Default::default() });
         inner.with_truncation(truncation.clone()).map_err(|e| Error::option("data", format!("`max_length`: {e}")))?;
         inner.with_truncation(None).map_err(|e| Error::malformed(&path, e))?;
-        Ok(Tokenizer { inner, truncation, truncated: OnceLock::new(), path, pad, max_length, pair_special_tokens, lower_case: sentences.lower_case })
+        let lower_case = sentences.lower_case;
+        Ok(Tokenizer { inner, truncation, truncated: OnceLock::new(), path, pad, max_length, pair_special_tokens, lower_case, has_token_types })
     }
 
     /// Maximum number of tokens of a text.
@@ -107,8 +117,10 @@ impl Tokenizer {
 
     fn tokens(&self, encoding: tokenizers::Result<tokenizers::Encoding>) -> Result<Tokens> {
         let encoding = encoding.map_err(|e| Error::malformed(&self.path, e))?;
-        let wide = |values: &[u32]| values.iter().map(|v| i64::from(*v)).collect();
-        Ok(Tokens { ids: wide(encoding.get_ids()), types: wide(encoding.get_type_ids()) })
+        let wide = |values: &[u32]| values.iter().map(|v| i64::from(*v)).collect::<Vec<i64>>();
+        let ids = wide(encoding.get_ids());
+        let types = if self.has_token_types { wide(encoding.get_type_ids()) } else { vec![0; ids.len()] };
+        Ok(Tokens { ids, types })
     }
 
     /// Lowercases the text if the model requires it.
