@@ -18,6 +18,8 @@ use crate::model::{SynthesizedFiles, open_auxiliary_config, read_auxiliary_text}
 /// File with the template.
 const FILE: &str = "chat_template.jinja";
 const SETTINGS: &str = "tokenizer_config.json";
+/// Names of the reasoning of a message. Templates read the first one.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 /// Maximum number of template instructions, since templates are untrusted.
 const FUEL: u64 = 10_000_000;
 
@@ -103,11 +105,35 @@ impl ChatTemplate {
         });
         let mut context = self.tokens.clone();
         // transformers always passes all of these.
-        let variables =
-            [("messages", messages.clone()), ("tools", tools.clone()), ("documents", Value::Null), ("add_generation_prompt", json!(add_generation_prompt))];
+        let variables = [
+            ("messages", normalize_messages(messages)),
+            ("tools", tools.clone()),
+            ("documents", Value::Null),
+            ("add_generation_prompt", json!(add_generation_prompt)),
+        ];
         context.extend(variables.map(|(name, value)| (name.to_owned(), value)));
         let text = self.with_tools.as_ref().filter(|_| !tools.is_null()).unwrap_or(&self.text);
         environment.render_str(text, Serde(context)).map_err(failed)
+    }
+}
+
+/// The messages as transformers 5 passes them to a template: without keys whose value is null, and with the
+/// reasoning of a message as `reasoning_content` and, for gpt-oss, as `thinking`.
+fn normalize_messages(messages: &Value) -> Value {
+    let normalize = |message: &Value| {
+        let Value::Object(message) = message else { return message.clone() };
+        let stored = message.iter().filter(|(_, value)| !value.is_null()).map(|(key, value)| (key.clone(), value.clone()));
+        let reasoning = REASONING.iter().find_map(|key| message.get(*key).filter(|value| !value.is_null()));
+        let Some(reasoning) = reasoning else { return Value::Object(stored.collect()) };
+        // A `thinking` of the message itself takes precedence.
+        let mut normalized = Map::from_iter([("thinking".to_owned(), reasoning.clone())]);
+        normalized.extend(stored);
+        normalized.insert("reasoning_content".to_owned(), reasoning.clone());
+        Value::Object(normalized)
+    };
+    match messages {
+        Value::Array(messages) => messages.iter().map(normalize).collect(),
+        other => other.clone(),
     }
 }
 
@@ -195,6 +221,39 @@ mod tests {
         std::fs::write(folder.path().join(SETTINGS), json!({ "chat_template": "{{ bos_token }}{{ eos_token }}", "eos_token": "e" }).to_string()).unwrap();
         std::fs::write(folder.path().join("special_tokens_map.json"), json!({ "bos_token": { "content": "b" }, "eos_token": "other" }).to_string()).unwrap();
         assert_eq!(ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap().render(&[]).unwrap(), "be");
+    }
+
+    /// The expected text is the output of `apply_chat_template` of transformers 5.
+    #[test]
+    fn null_keys_and_reasoning_are_those_of_transformers() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = "{% for message in messages %}{{ message | tojson }}{% if message.tool_calls is defined %}T{% endif %}{% if 'name' in message %}N{% endif %}{% endfor %}";
+        std::fs::write(folder.path().join(FILE), text).unwrap();
+        let template = ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap();
+        for (message, expected) in [
+            (r#"{"role": "user", "content": "a", "name": null, "tool_calls": null}"#, r#"{"role": "user", "content": "a"}"#),
+            (r#"{"role": "assistant", "content": null, "tool_calls": [{"id": null}]}"#, r#"{"role": "assistant", "tool_calls": [{"id": null}]}T"#),
+            (
+                r#"{"role": "assistant", "content": "b", "reasoning": "r"}"#,
+                r#"{"thinking": "r", "role": "assistant", "content": "b", "reasoning": "r", "reasoning_content": "r"}"#,
+            ),
+            (
+                r#"{"role": "assistant", "thinking": "t", "content": "c", "reasoning": "r"}"#,
+                r#"{"thinking": "t", "role": "assistant", "content": "c", "reasoning": "r", "reasoning_content": "t"}"#,
+            ),
+            (
+                r#"{"role": "assistant", "content": "d", "reasoning_content": "rc", "thinking": "t"}"#,
+                r#"{"thinking": "t", "role": "assistant", "content": "d", "reasoning_content": "rc"}"#,
+            ),
+            (
+                r#"{"role": "assistant", "content": "e", "reasoning_content": null, "thinking": ""}"#,
+                r#"{"thinking": "", "role": "assistant", "content": "e", "reasoning_content": ""}"#,
+            ),
+        ] {
+            let message: Value = serde_json::from_str(message).unwrap();
+            let chat = Chat { messages: json!([message]), tools: Value::Null };
+            assert_eq!(template.render_complete(&chat).unwrap(), expected);
+        }
     }
 
     #[test]
