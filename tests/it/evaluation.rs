@@ -117,6 +117,18 @@ fn perplexity_is_that_of_transformers() {
     assert_eq!((few.samples, few.models[0].score.as_ref().unwrap().more["tokens"]), (3, 45.0));
 }
 
+/// A byte order mark is not a token of the text.
+#[test]
+fn windows_begin_after_a_byte_order_mark() {
+    let folder = model("llama", &[LETTERS]);
+    let file = folder.path().join("marked.txt");
+    fs::write(&file, format!("\u{feff}{}", fs::read_to_string(golden("evaluation/book.txt")).unwrap())).unwrap();
+    let first = |data: Data| batches(folder.path(), &data).unwrap()[0].inputs["input_ids"].flatten_all().unwrap().to_vec1::<i64>().unwrap();
+    for yaml in ["{ max_length: 16 }", "{ max_length: 16, samples: 1, sampling: spread }"] {
+        assert_eq!(first(Data { text: Some(file.clone()), ..options(yaml) }), first(texts("book.txt", yaml)), "{yaml}");
+    }
+}
+
 #[test]
 fn chats_are_those_of_transformers() {
     let special = [LETTERS, ("special.json", "tokenizer_config.json")];

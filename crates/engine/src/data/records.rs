@@ -95,6 +95,17 @@ pub(super) fn layout(options: &Data, path: &Path) -> Result<TextFormat> {
     }
 }
 
+/// The text of a file without the byte order mark at its beginning.
+pub(super) fn without_byte_order_mark(mut file: impl Read + Send + 'static) -> std::io::Result<Box<dyn Read + Send>> {
+    let mark = BYTE_ORDER_MARK.to_string();
+    let mut start = Vec::new();
+    file.by_ref().take(mark.len() as u64).read_to_end(&mut start)?;
+    if start == mark.as_bytes() {
+        start.clear();
+    }
+    Ok(Box::new(Cursor::new(start).chain(file)))
+}
+
 /// Opens a file; `labelled` requires labels.
 pub(super) fn open(options: &Data, path: &Path, labelled: bool) -> Result<Records> {
     let file = files::stream(path).map_err(Error::io("open", path))?;
@@ -381,6 +392,19 @@ mod tests {
         for (name, text) in [("a.txt", "\u{feff}one\n"), ("a.csv", "\u{feff}text\none\n"), ("a.jsonl", "\u{feff}{\"text\": \"one\"}\n")] {
             let found = read(name, text, "{}", false).unwrap();
             assert_eq!(found.iter().map(|record| &record.text).collect::<Vec<_>>(), [&Text::Plain("one".into())], "{name}");
+        }
+    }
+
+    #[test]
+    fn streams_lose_only_a_byte_order_mark_at_the_beginning() {
+        let read = |text: &'static str| {
+            let mut read = String::new();
+            without_byte_order_mark(text.as_bytes()).unwrap().read_to_string(&mut read).unwrap();
+            read
+        };
+        for (text, expected) in [("\u{feff}one\u{feff}", "one\u{feff}"), ("\u{feff}", ""), ("one", "one"), ("a", "a"), ("", ""), ("漢\u{feff}", "漢\u{feff}")]
+        {
+            assert_eq!(read(text), expected);
         }
     }
 

@@ -81,7 +81,8 @@ impl Windows {
         }
         if self.is_one_text()? {
             let file = files::stream(&self.path).map_err(Error::io("open", &self.path))?;
-            return Ok(Box::new(std::iter::once(Ok((file, false)))));
+            let text = records::without_byte_order_mark(file).map_err(Error::io("read", &self.path))?;
+            return Ok(Box::new(std::iter::once(Ok((text, false)))));
         }
         let read = |text: String| Box::new(Cursor::new(text.into_bytes())) as Box<dyn Read + Send>;
         let rendered = move |record: Record| {
@@ -97,7 +98,8 @@ impl Windows {
         Ok(Box::new(starts.into_iter().map(move |start| {
             let mut reader = file.reader();
             reader.seek(SeekFrom::Start(start)).map_err(Error::io("read", &self.path))?;
-            Ok((Box::new(reader) as Box<dyn Read + Send>, false))
+            let text: io::Result<Box<dyn Read + Send>> = if start == 0 { records::without_byte_order_mark(reader) } else { Ok(Box::new(reader)) };
+            text.map(|text| (text, false)).map_err(Error::io("read", &self.path))
         })))
     }
 
