@@ -117,6 +117,30 @@ fn perplexity_is_that_of_transformers() {
     assert_eq!((few.samples, few.models[0].score.as_ref().unwrap().more["tokens"]), (3, 45.0));
 }
 
+/// A score of -100 means that the pair has none, as for other tasks.
+#[test]
+fn pairs_without_a_score_are_excluded() {
+    let folder = model("sentence-mean", &[WORDS]);
+    let file = folder.path().join("some.tsv");
+    let columns = "{ header: false, label_column: 0, text_column: 1, pair_column: 2 }";
+    let pairs = fs::read_to_string(golden("evaluation/pairs.tsv")).unwrap();
+    let with = |excluded: &str| {
+        fs::write(&file, pairs.lines().map(|line| format!("{excluded}{line}\n")).collect::<String>()).unwrap();
+        score(folder.path(), &Data { text: Some(file.clone()), ..options(columns) })
+    };
+    let outcomes = with("-100\tmat\that\n-100.0\thorse\tbarn\n").unwrap();
+    near(outcomes.models[0].score.as_ref().unwrap().value, &expected()["similarity"]["spearman"]);
+    assert_eq!(outcomes.samples, pairs.lines().count());
+    let refused = |lines: &str| {
+        fs::write(&file, lines).unwrap();
+        score(folder.path(), &Data { text: Some(file.clone()), ..options(columns) }).unwrap_err().to_string()
+    };
+    let none = refused("-100\tmat\that\n-100\ta\tb\n");
+    assert!(none.contains("contains no pair with a score"), "{none}");
+    let one = refused("-100\tmat\that\n3\ta\tb\n");
+    assert!(one.contains("at least two pairs with a score, but the data has 1 pair"), "{one}");
+}
+
 /// A byte order mark is not a token of the text.
 #[test]
 fn windows_begin_after_a_byte_order_mark() {

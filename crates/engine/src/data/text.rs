@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::chat::ChatTemplate;
-use super::labels::{Classes, Label};
+use super::labels::{Classes, IGNORED, Label};
 use super::options::{Data, Task};
 use super::records::{self, Record};
 use super::tokens::{Tokenizer, Tokens};
@@ -47,12 +47,19 @@ impl Sentences {
         if template.is_some() && task == Task::Embedding {
             return Err(Error::option("data", format!("{}: `task: embedding` requires texts, but the file contains chats", path.display())));
         }
+        if task == Task::Embedding && sentences.records()?.next().is_none() {
+            let reason = format!("contains no pair with a score: a score of {IGNORED} means that the pair has none; add scores, or set `task: fidelity`");
+            return Err(Error::malformed(path, reason));
+        }
         Ok(Sentences { template, ..sentences })
     }
 
+    /// The records that are samples: without pairs that have no score.
     fn records(&self) -> Result<impl Iterator<Item = Result<Record>> + Send + use<>> {
         let records = records::open(&self.options, &self.path, matches!(self.task, Task::Classification | Task::Embedding))?;
-        Ok(records.take(self.options.samples.unwrap_or(usize::MAX)))
+        let scored = self.task == Task::Embedding;
+        let is_sample = move |record: &Result<Record>| !scored || !record.as_ref().is_ok_and(|record| record.label.as_ref().is_some_and(is_ignored));
+        Ok(records.filter(is_sample).take(self.options.samples.unwrap_or(usize::MAX)))
     }
 
     fn batch(&self, records: &[Record]) -> Result<Batch> {
@@ -85,6 +92,11 @@ impl Sentences {
         // Records have labels if the task requires them.
         records.iter().filter_map(|record| Some(read(record.label.as_ref()?, &format!("line {}", record.line)))).collect()
     }
+}
+
+/// Whether a score means that the pair has none.
+fn is_ignored(score: &Label) -> bool {
+    score.text().parse() == Ok(IGNORED as f64)
 }
 
 impl SampleSource for Sentences {

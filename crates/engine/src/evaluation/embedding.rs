@@ -2,7 +2,7 @@
 
 use super::{Metric, Outputs, Score, select_output, statistics, tensor_error};
 use crate::data::{Batch, References};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::exec::floats_on_host;
 use crate::exec::transfer::Cause;
 
@@ -34,6 +34,10 @@ impl Metric for Similarity {
     }
 
     fn score(&self) -> Result<Score> {
+        if self.scores.len() < 2 {
+            let found = counted(self.scores.len(), "pair");
+            return Err(Error::option("evaluation", format!("the correlation requires at least two pairs with a score, but the data has {found}: add pairs")));
+        }
         let constant =
             || Error::option("evaluation", "the correlation is undefined, because all pairs have the same cosine similarity or the same reference score");
         let spearman = statistics::spearman(&self.cosines, &self.scores).ok_or_else(constant)?;
@@ -71,6 +75,12 @@ mod tests {
     use candle_core::{Device, Tensor};
 
     use super::*;
+
+    #[test]
+    fn a_correlation_requires_two_pairs() {
+        let metric = Similarity { cosines: vec![0.5], scores: vec![1.0] };
+        assert!(metric.score().unwrap_err().to_string().contains("at least two pairs with a score, but the data has 1 pair:"));
+    }
 
     #[test]
     fn nan_is_not_similar_to_anything() {
