@@ -373,6 +373,40 @@ fn a_folder_without_known_names_of_classes_must_have_as_many() {
     assert!(batches(vit.path(), &unlabelled).unwrap_err().to_string().contains("a.png"));
 }
 
+/// Nested folders belong to the class of the folder that contains them, as in torchvision's `ImageFolder`.
+#[test]
+fn class_folders_are_read_recursively_and_need_images() {
+    let vit = model("vit-image-classification", &[("vit-image-classification.json", "preprocessor_config.json")]);
+    let files = tempfile::tempdir().unwrap();
+    copy(&golden("evaluation/images"), files.path());
+    let data = Data { images: Some(files.path().to_owned()), ..options("{ batch_size: 16 }") };
+    let classes = || match batches(vit.path(), &data).unwrap().remove(0).references {
+        References::Classes(classes) => classes,
+        other => panic!("{other:?}"),
+    };
+    let usual = classes();
+    let nested = files.path().join("LABEL_1/more/deep");
+    fs::create_dir_all(&nested).unwrap();
+    fs::rename(files.path().join("LABEL_1/6.png"), nested.join("6.png")).unwrap();
+    assert_eq!(classes(), usual);
+    // Files that are not read do not change the samples, except in a class that has no other files.
+    for name in ["LABEL_1/a.gif", "LABEL_1/labels.txt", ".hidden", "README.md", "stray.png"] {
+        fs::write(files.path().join(name), "").unwrap();
+    }
+    fs::create_dir(files.path().join(".cache")).unwrap();
+    assert_eq!(classes(), usual);
+    let subject = Subject::open(vit.path(), 1).unwrap();
+    let notes = DataSet::open(&data, subject.target()).unwrap().notes();
+    assert_eq!(notes.len(), 3, "{notes:?}");
+    assert!(notes[0].starts_with("1 image of an unsupported format is not read") && notes[0].contains("a.gif"), "{notes:?}");
+    assert!(notes[1].starts_with("1 image outside of the class folders is not read, such as stray.png"), "{notes:?}");
+    assert_eq!(notes[2], "4 other or hidden files are not read");
+    fs::remove_dir_all(files.path().join("LABEL_1/more")).unwrap();
+    fs::remove_file(files.path().join("LABEL_1/1.png")).unwrap();
+    let error = refused(vit.path(), &data);
+    assert!(error.contains("LABEL_1: contains no images: expected files with the extensions png") && error.contains("remove the class folder"), "{error}");
+}
+
 /// Token ids of the sample of a text file.
 fn ids(folder: &Path, text: &str) -> compress::Result<Vec<Vec<i64>>> {
     let file = folder.join("text.txt");

@@ -67,7 +67,7 @@ impl Args {
         if data.task() == Task::Fidelity && self.against.is_none() {
             return Err(Error::option("eval", "these samples have no labels: specify a model to compare with by `--against`, or `--task` and its columns"));
         }
-        let mut notes: Vec<String> = data.note().map(str::to_owned).into_iter().chain(data.dropped_note()?).collect();
+        let mut notes: Vec<String> = data.notes().into_iter().chain(data.dropped_note()?).collect();
         let other = match &self.against {
             Some(other) => own_samples(&data, DataSet::open(&options, subjects[0].target()), [&path, other], &mut notes)?,
             None => None,

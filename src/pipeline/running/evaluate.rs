@@ -266,7 +266,6 @@ impl Run<'_> {
         // its own samples.
         let own = if self.after.path == self.before.path { None } else { Some(sets.open(options, targets[1])?) };
         let own = if own.as_ref().map_or(Ok(true), |own| data.is_prepared_like(own))? { None } else { own };
-        measured.notes.extend(data.note().map(str::to_owned));
         let pairs = models_to_run.pairs();
         let batch = data.first()?;
         let mut models = models_to_run.load(&batch.inputs, &self.pipeline.running, &self.work)?;

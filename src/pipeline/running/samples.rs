@@ -46,12 +46,13 @@ impl Pipeline {
         Ok((sets.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect::<Result<_>>()?, notes))
     }
 
-    /// Notes about the preprocessing of images and the resulting values, with warnings if data sets are
-    /// preprocessed differently or a pass has few calibration samples.
+    /// Notes about assumptions, files that are not read, and the preprocessing of images, with warnings if
+    /// data sets are preprocessed differently or a pass has few calibration samples.
     fn sample_notes(&self, sets: &BTreeMap<&'static str, Arc<DataSet>>) -> Result<Vec<String>> {
         let (mut notes, mut descriptions) = (Vec::new(), Vec::new());
         for (key, data) in sets {
             notes.extend(data.dropped_note()?.map(|note| format!("{WARNING}{key}: {note}")));
+            notes.extend(data.notes().into_iter().map(|note| format!("{key}: {note}")));
             let Some(description) = data.preprocessing() else { continue };
             let number = |value: &f64| format!("{value:.3}");
             let ranges: Vec<String> = data.channel_ranges()?.iter().map(|range| range.each_ref().map(number).join(" ")).collect();
@@ -109,6 +110,35 @@ mod tests {
         let warnings: Vec<String> = notes(1, &[0.5]).into_iter().filter(|note| is_warning(&note)).collect();
         assert_eq!(warnings.len(), 2, "{warnings:?}");
         assert!(warnings[0].contains("preprocessed differently") && warnings[1].contains("quantize-static has 1 calibration sample:"), "{warnings:?}");
+    }
+
+    /// The order of classes and files that are not read are noted for every data set that is used.
+    #[test]
+    fn notes_name_the_order_of_classes_and_skipped_files() {
+        use crate::pass::{Finetune, QuantizeStatic, Step};
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        let model = Model::open(golden.join("models/torchvision-resnet18")).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        for class in ["a", "b", "c", "d", "e"] {
+            let class = folder.path().join(class);
+            std::fs::create_dir(&class).unwrap();
+            std::fs::copy(golden.join("evaluation/images/LABEL_0/0.png"), class.join("0.png")).unwrap();
+        }
+        std::fs::write(folder.path().join("b/animated.gif"), "").unwrap();
+        let images = || Data { images: Some(folder.path().to_owned()), crop: Some(vec![32]), ..Data::default() };
+        let notes = |pass: Step| {
+            let pipeline = Pipeline::builder().pass(pass).train(images()).calibration(images()).evaluation(images()).build().unwrap();
+            pipeline.plan(&model).unwrap().notes
+        };
+        let training = notes(Finetune { max_steps: Some(1), ..Finetune::default() }.into());
+        let calibrated = notes(QuantizeStatic::default().into());
+        // Calibration does not use labels.
+        for (notes, key, has_order) in [(&training, "train", true), (&calibrated, "calibration", false), (&calibrated, "evaluation", true)] {
+            let order = format!("{key}: no class folder has the name of a label of config.json");
+            assert_eq!(notes.iter().any(|note| note.starts_with(&order)), has_order, "{key}: {notes:?}");
+            let skipped = format!("{key}: 1 image of an unsupported format is not read, such as ");
+            assert!(notes.iter().any(|note| note.starts_with(&skipped) && note.contains("animated.gif")), "{key}: {notes:?}");
+        }
     }
 
     /// A copy of a small image classifier that normalizes images by this mean.

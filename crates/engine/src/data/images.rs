@@ -4,14 +4,13 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use super::held_out::hash;
+use super::image_files::{self, Skipped};
 use super::image_input::ImageInput;
 use super::labels::Classes;
 use super::options::{Data, Task};
 use super::pixels::Pixels;
 use super::{Batch, Identities, Order, PendingBatches, References, SampleSource, Target, in_batches};
 use crate::error::{Error, Result};
-
-const EXTENSIONS: [&str; 5] = ["png", "jpg", "jpeg", "webp", "bmp"];
 
 /// Number of bytes at the start of an image file that are hashed.
 const HASHED_BYTES: u64 = 1 << 16;
@@ -22,51 +21,53 @@ pub(super) struct ClassFolders {
     labelled: bool,
     /// Whether classes are numbered in the alphabetical order of their folders.
     alphabetical: bool,
+    /// The files that are not read.
+    skipped: Vec<String>,
     pixels: Pixels,
     input: ImageInput,
 }
 
 /// Whether a folder contains subfolders, which are classes.
 pub(super) fn has_classes(path: &Path) -> Result<bool> {
-    Ok(path.is_dir() && entries(path)?.iter().any(|entry| entry.is_dir()))
+    Ok(path.is_dir() && image_files::has_subfolders(path)?)
 }
 
 impl ClassFolders {
     pub fn open(options: &Data, path: &Path, task: Task, target: Target) -> Result<ClassFolders> {
         let input = ImageInput::from_target(options, &target, path)?;
-        let mut names: Vec<String> = Vec::new();
-        for entry in entries(path)? {
-            if entry.is_dir() {
-                names.extend(entry.file_name().and_then(|n| n.to_str()).map(str::to_owned));
-            }
-        }
+        let mut skipped = Skipped::default();
+        let (folders, own) = skipped.entries(path)?;
         let labelled = task == Task::Classification;
         let mut alphabetical = false;
         let mut files = Vec::new();
         if labelled {
+            let names = folders.iter().map(|folder| class_name(folder)).collect::<Result<Vec<String>>>()?;
             let classes;
             (classes, alphabetical) = Classes::from_target(options, &target).for_folders(&names, path)?;
-            for (name, class) in names.iter().zip(classes) {
-                files.extend(image_files(&path.join(name))?.into_iter().map(|file| (file, class)));
+            for (folder, class) in folders.iter().zip(classes) {
+                let images = skipped.images_below(folder)?;
+                if images.is_empty() {
+                    return Err(image_files::without_images(folder, "; save images of other formats as .png or .jpg, or remove the class folder"));
+                }
+                files.extend(images.into_iter().map(|file| (file, class)));
             }
+            skipped.add_outside(own);
         } else {
-            let folders = names.iter().map(|name| path.join(name)).chain([path.to_owned()]);
-            for folder in folders {
-                files.extend(image_files(&folder)?.into_iter().map(|file| (file, 0)));
+            for folder in &folders {
+                files.extend(skipped.images_below(folder)?.into_iter().map(|file| (file, 0)));
             }
+            files.extend(skipped.select_images(own).into_iter().map(|file| (file, 0)));
         }
         if files.is_empty() {
-            return Err(Error::malformed(
-                path,
-                format!("contains no images: expected files with the extensions {}, in one folder per class for classification", EXTENSIONS.join(", ")),
-            ));
+            return Err(image_files::without_images(path, ", in one folder per class for classification"));
         }
         if let Some(limit) = options.samples.filter(|limit| *limit < files.len()) {
             // Deterministically spread over all classes.
             let count = files.len();
             files = (0..limit).filter_map(|i| files.get(count.checked_mul(i)?.checked_div(limit)?).cloned()).collect();
         }
-        Ok(ClassFolders { files, batch: options.batch(task, None), labelled, alphabetical, pixels: Pixels::open(options, &target, &input)?, input })
+        let (batch, skipped, pixels) = (options.batch(task, None), skipped.notes(path), Pixels::open(options, &target, &input)?);
+        Ok(ClassFolders { files, batch, labelled, alphabetical, skipped, pixels, input })
     }
 
     fn batch(&self, files: &[&(PathBuf, usize)]) -> Result<Batch> {
@@ -119,21 +120,14 @@ impl SampleSource for ClassFolders {
         Ok(self.files.len())
     }
 
-    fn note(&self) -> Option<&'static str> {
-        self.alphabetical.then_some("no class folder has the name of a label of config.json: classes are numbered in the alphabetical order of the folders")
+    fn notes(&self) -> Vec<String> {
+        let order = "no class folder has the name of a label of config.json: classes are numbered in the alphabetical order of the folders";
+        self.alphabetical.then(|| order.to_owned()).into_iter().chain(self.skipped.iter().cloned()).collect()
     }
 }
 
-fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(folder).map_err(Error::io("open", folder))? {
-        found.push(entry.map_err(Error::io("read", folder))?.path());
-    }
-    found.sort();
-    Ok(found)
-}
-
-fn image_files(folder: &Path) -> Result<Vec<PathBuf>> {
-    let is_image = |path: &PathBuf| path.extension().and_then(|e| e.to_str()).is_some_and(|e| EXTENSIONS.contains(&e.to_ascii_lowercase().as_str()));
-    Ok(entries(folder)?.into_iter().filter(is_image).collect())
+/// The name of a class folder.
+fn class_name(folder: &Path) -> Result<String> {
+    let name = folder.file_name().and_then(|name| name.to_str()).map(str::to_owned);
+    name.ok_or_else(|| Error::malformed(folder, "the name of a class folder is not UTF-8: rename the folder"))
 }

@@ -15,6 +15,7 @@ mod decoder_targets;
 mod gray;
 mod held_out;
 mod idx;
+mod image_files;
 mod image_input;
 mod images;
 mod labels;
@@ -113,9 +114,9 @@ trait SampleSource: Send + Sync {
     fn needs_tokens_to_count(&self) -> bool {
         false
     }
-    /// An assumption about the data that the user should verify.
-    fn note(&self) -> Option<&'static str> {
-        None
+    /// Assumptions about the data that the user should verify, and files that are not read.
+    fn notes(&self) -> Vec<String> {
+        Vec::new()
     }
     /// The preprocessing of images, and the model input for them.
     fn images(&self) -> Option<(&pixels::Pixels, &image_input::ImageInput)> {
@@ -190,9 +191,9 @@ impl DataSet {
         &self.description
     }
 
-    /// An assumption about the data that the user should verify.
-    pub fn note(&self) -> Option<&'static str> {
-        self.source.note()
+    /// Assumptions about the data that the user should verify, and files that are not read.
+    pub fn notes(&self) -> Vec<String> {
+        self.source.notes()
     }
 
     /// Description of the image preprocessing; `None` for other samples.
