@@ -36,14 +36,14 @@ pub(super) struct Skipped {
     /// Images outside of the class folders.
     outside: Files,
     /// Other files, and hidden files and folders.
-    others: usize,
+    remaining: usize,
 }
 
 impl Skipped {
     /// The subfolders and the files of a folder, in alphabetical order and without hidden ones.
     pub fn entries(&mut self, folder: &Path) -> Result<(Vec<PathBuf>, Vec<PathBuf>)> {
         let (hidden, visible): (Vec<PathBuf>, Vec<PathBuf>) = entries(folder)?.into_iter().partition(|entry| is_hidden(entry));
-        self.others = self.others.saturating_add(hidden.len());
+        self.remaining = self.remaining.saturating_add(hidden.len());
         Ok(visible.into_iter().partition(|entry| entry.is_dir()))
     }
 
@@ -54,7 +54,7 @@ impl Skipped {
             match extension(&file) {
                 extension if EXTENSIONS.contains(&extension.as_str()) => images.push(file),
                 extension if UNSUPPORTED.contains(&extension.as_str()) => self.unsupported.add(file),
-                _ => self.others = self.others.saturating_add(1),
+                _ => self.remaining = self.remaining.saturating_add(1),
             }
         }
         images
@@ -80,7 +80,7 @@ impl Skipped {
     /// Records files next to class folders, which belong to no class.
     pub fn add_outside(&mut self, files: Vec<PathBuf>) {
         for file in files {
-            if is_image(&file) { self.outside.add(file) } else { self.others = self.others.saturating_add(1) }
+            if is_image(&file) { self.outside.add(file) } else { self.remaining = self.remaining.saturating_add(1) }
         }
     }
 
@@ -92,10 +92,10 @@ impl Skipped {
             let (name, count) = (first.strip_prefix(root).unwrap_or(first).display(), counted(files.count, "image"));
             Some(format!("{count} {kind} {} not read, such as {name}: {advice}", verb(files.count)))
         };
-        let others = (self.others > 0).then(|| format!("{} {} not read", counted(self.others, "other or hidden file"), verb(self.others)));
+        let remaining = (self.remaining > 0).then(|| format!("{} {} not read", counted(self.remaining, "other or hidden file"), verb(self.remaining)));
         let unsupported = images(&self.unsupported, "of an unsupported format", "save such images as .png or .jpg");
         let outside = images(&self.outside, "outside of the class folders", "move such images to the folder of their class");
-        [unsupported, outside, others].into_iter().flatten().collect()
+        [unsupported, outside, remaining].into_iter().flatten().collect()
     }
 }
 

@@ -212,13 +212,14 @@ impl Pixels {
                 _ => Err(wrong(key)),
             },
         };
-        let filter = match values.get("resample").and_then(Value::as_u64) {
-            Some(0) => ResizeAlg::Nearest,
-            Some(1) => ResizeAlg::Convolution(FilterType::Lanczos3),
-            None | Some(2) => ResizeAlg::Convolution(FilterType::Bilinear),
-            Some(3) => ResizeAlg::Convolution(FilterType::CatmullRom),
-            Some(4) => ResizeAlg::Convolution(FilterType::Box),
-            Some(5) => ResizeAlg::Convolution(FilterType::Hamming),
+        let given = |key: &str| values.get(key).filter(|value| !value.is_null());
+        let filter = match given("resample").map(Value::as_u64) {
+            Some(Some(0)) => ResizeAlg::Nearest,
+            Some(Some(1)) => ResizeAlg::Convolution(FilterType::Lanczos3),
+            None | Some(Some(2)) => ResizeAlg::Convolution(FilterType::Bilinear),
+            Some(Some(3)) => ResizeAlg::Convolution(FilterType::CatmullRom),
+            Some(Some(4)) => ResizeAlg::Convolution(FilterType::Box),
+            Some(Some(5)) => ResizeAlg::Convolution(FilterType::Hamming),
             Some(_) => return Err(wrong("resample")),
         };
         let mut size = if on("do_resize") == Some(false) { None } else { square("size")? };
@@ -236,7 +237,8 @@ impl Pixels {
             };
         }
         let crop = crop.map(Size::crop);
-        let rescale = if on("do_rescale") == Some(false) { 1.0 } else { values.get("rescale_factor").and_then(Value::as_f64).unwrap_or(UNIT) };
+        let factor = given("rescale_factor").map_or(Some(UNIT), Value::as_f64);
+        let rescale = if on("do_rescale") == Some(false) { 1.0 } else { factor.ok_or_else(|| wrong("rescale_factor"))? };
         let normalize = on("do_normalize") != Some(false);
         // EfficientNet's processor divides by the deviation again unless `include_top` is false.
         let divides_twice = kind.starts_with("EfficientNet") && on("include_top") != Some(false);
@@ -444,6 +446,8 @@ mod tests {
             (r#"{"image_processor_type":"ConvNextImageProcessor","size":{"shortest_edge":12},"crop_pct":0.0}"#, "crop_pct"),
             (r#"{"image_processor_type":"ConvNextImageProcessor","size":{"shortest_edge":12},"crop_pct":-1}"#, "crop_pct"),
             (r#"{"image_std":[0.5,0,0.5]}"#, "image_std"),
+            (r#"{"resample":"bicubic"}"#, "resample"),
+            (r#"{"rescale_factor":"1/255"}"#, "rescale_factor"),
         ] {
             let error = pixels(json).unwrap_err().to_string();
             assert!(error.contains(&format!("`{key}` is not supported")), "{json}: {error}");

@@ -70,6 +70,7 @@ impl Tokenizer {
         let has_token_types = settings::has_token_types(settings.values(), target.config, &settings_path)?;
         let pad = pad(&inner, settings.values(), target.config);
         override_normalizer(&mut inner, settings.values());
+        settings::configure_splitting(&mut inner, settings.values());
         add_named_tokens(&mut inner, target, settings.values())?;
         let sentences = Sentences::open(target.folder)?;
         let limit = limit(target, settings.values(), sentences.max_length);
@@ -83,7 +84,7 @@ impl Tokenizer {
         let pair_special_tokens = special_tokens(true);
         require_room(max_length, special_tokens(false))?;
         // The padding and the maximum length stored in the file are settings of the tokenizer's training.
-        // `padding_side` has no effect: padding is masked, and positions are those of the text alone.
+        // `padding_side` has no effect: padding is masked, and positions are those without padding.
         inner.with_padding(None);
         let truncation =
             max_length.map(|max_length| TruncationParams { max_length, strategy: TruncationStrategy::LongestFirst, direction, ..Default::default() });
@@ -323,6 +324,33 @@ mod tests {
         std::fs::write(folder.join(FILE), whole.to_string()).unwrap();
         let (synthesized, config) = (SynthesizedFiles::new(), Map::new());
         Tokenizer::open(&Target { folder, synthesized: &synthesized, config: &config, inputs: &[], outputs: &[] }, None).unwrap()
+    }
+
+    /// The values of `AutoTokenizer` of transformers 5.
+    #[test]
+    fn prefix_spaces_and_special_tokens_follow_the_settings() {
+        let folder = tempfile::tempdir().unwrap();
+        let ids = |settings: &Value, prefix: bool, text: &str| {
+            std::fs::write(folder.path().join(SETTINGS), settings.to_string()).unwrap();
+            byte_level(folder.path(), "A", prefix).plain(text).unwrap()
+        };
+        let (plain, prefixed) = (97i64, 258i64);
+        for (class, key, stored, expected) in [
+            ("GPT2Tokenizer", Some(true), false, prefixed),
+            ("RobertaTokenizerFast", Some(false), true, plain),
+            ("GPTNeoXTokenizer", None, true, plain),
+            ("PreTrainedTokenizerFast", Some(true), false, plain),
+            ("PreTrainedTokenizerFast", Some(false), true, prefixed),
+        ] {
+            let mut settings = serde_json::json!({ "tokenizer_class": class });
+            if let Some(key) = key {
+                settings["add_prefix_space"] = key.into();
+            }
+            assert_eq!(ids(&settings, stored, "a"), [expected], "{settings}");
+        }
+        let special = |split: bool| ids(&serde_json::json!({ "bos_token": "<s>", "split_special_tokens": split }), false, "<s>");
+        assert_eq!(special(false), [263i64]);
+        assert_eq!(special(true), [60i64, 115, 62]);
     }
 
     #[test]

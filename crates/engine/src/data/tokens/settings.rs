@@ -1,9 +1,9 @@
-//! Keys of `tokenizer_config.json` that decide what a tokenizer passes to the model.
+//! Keys of `tokenizer_config.json` that take precedence over `tokenizer.json`.
 
 use std::path::Path;
 
 use serde_json::{Map, Value};
-use tokenizers::TruncationDirection;
+use tokenizers::{PreTokenizerWrapper, Tokenizer, TruncationDirection};
 
 use crate::error::{Error, Result};
 
@@ -28,6 +28,29 @@ const WITH_TOKEN_TYPES: [&str; 16] = [
     "Tapas",
 ];
 
+/// Byte-level tokenizer classes of transformers whose key `add_prefix_space`, by default false, takes
+/// precedence over `tokenizer.json`, without `Tokenizer` or `TokenizerFast` at the end.
+const WITH_PREFIX_SPACE: [&str; 7] = ["Bart", "CodeGen", "Deberta", "GPT2", "GPTNeoX", "LED", "Roberta"];
+
+/// The tokenizer class without `Tokenizer` or `TokenizerFast` at the end.
+fn class_name(class: &str) -> Option<&str> {
+    class.strip_suffix("Fast").unwrap_or(class).strip_suffix("Tokenizer")
+}
+
+/// Applies `split_special_tokens`, and `add_prefix_space` for the tokenizer classes that use it.
+pub(super) fn configure_splitting(tokenizer: &mut Tokenizer, settings: &Map<String, Value>) {
+    let flag = |key: &str| settings.get(key).and_then(Value::as_bool).unwrap_or(false);
+    tokenizer.set_encode_special_tokens(flag("split_special_tokens"));
+    let class = settings.get("tokenizer_class").and_then(Value::as_str).and_then(class_name);
+    if !class.is_some_and(|class| WITH_PREFIX_SPACE.contains(&class)) {
+        return;
+    }
+    let Some(PreTokenizerWrapper::ByteLevel(stored)) = tokenizer.get_pre_tokenizer() else { return };
+    let mut bytes = *stored;
+    bytes.add_prefix_space = flag("add_prefix_space");
+    tokenizer.with_pre_tokenizer(Some(bytes));
+}
+
 /// The end of a text that truncation removes: that of `truncation_side`, or else of the truncation stored
 /// in `tokenizer.json`. `path` is that of the settings, for errors.
 pub(super) fn truncation_direction(settings: &Map<String, Value>, stored: Option<TruncationDirection>, path: &Path) -> Result<TruncationDirection> {
@@ -51,8 +74,7 @@ pub(super) fn has_token_types(settings: &Map<String, Value>, config: &Map<String
     // Without a class, it follows from the model, and models with token types have tokenizers with them.
     // Classes in the repository of a model are not known.
     let Some(class) = class.filter(|_| !settings.contains_key("auto_map")) else { return Ok(true) };
-    let class = class.strip_suffix("Fast").unwrap_or(class);
-    Ok(class.strip_suffix("Tokenizer").is_some_and(|name| WITH_TOKEN_TYPES.contains(&name)))
+    Ok(class_name(class).is_some_and(|name| WITH_TOKEN_TYPES.contains(&name)))
 }
 
 #[cfg(test)]
