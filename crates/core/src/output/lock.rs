@@ -5,10 +5,14 @@
 use std::fs::{self, File, TryLockError};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use rustix::fs::statfs;
 
 use crate::error::{Error, Result};
+
+/// Time in which a process that another thread starts executes its program.
+const STARTING: Duration = Duration::from_millis(400);
 
 /// A lock file, locked until it is dropped. On file systems without locks, the file exists but is not
 /// locked.
@@ -32,12 +36,20 @@ pub(super) enum Attempt {
 }
 
 impl Lock {
-    /// Creates the file if it is missing, and locks it.
+    /// Creates the file if it is missing, and locks it. A process that another thread starts holds a copy of
+    /// the locks of this one until it executes its program, so a locked file is tried again for a moment.
     pub fn take(path: &Path) -> Result<Attempt> {
-        match File::options().create(true).append(true).open(path) {
-            Ok(file) => Ok(Lock::from_file(file, path)),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Attempt::Missing),
-            Err(e) => Err(Error::io("create", path)(e)),
+        let start = Instant::now();
+        loop {
+            let attempt = match File::options().create(true).append(true).open(path) {
+                Ok(file) => Lock::from_file(file, path),
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Attempt::Missing),
+                Err(e) => return Err(Error::io("create", path)(e)),
+            };
+            if !matches!(attempt, Attempt::Busy) || start.elapsed() > STARTING {
+                return Ok(attempt);
+            }
+            std::thread::sleep(STARTING / 20);
         }
     }
 
