@@ -65,12 +65,6 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
         ),
         layer("b", "second", "y"),
     ];
-    let shadowing = |first: bool| {
-        let own = |branch: &str| body(branch, vec![node("Add", &["a", "turned"], "t", vec![])], vec![floats("turned", &[6])], &["t"]);
-        let outer = |branch: &str| body(branch, vec![layer("x", "turned", "e")], vec![], &["e"]);
-        let branches = if first { vec![own("then_branch"), outer("else_branch")] } else { vec![outer("then_branch"), own("else_branch")] };
-        [&positive[..3], &[node("If", &["small"], "b", branches), layer("b", "second", "y")][..]].concat()
-    };
     // Two results: one is read by a layer directly, the other one by another node first.
     let both = |node: NodeProto| NodeProto { output: vec!["left".into(), "right".into()], ..node };
     let ends = |right: &str| vec![layer("left", "second", "b"), layer(right, "third", "c"), node("Add", &["b", "c"], "y", vec![])];
@@ -133,16 +127,6 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
             ),
         ),
         ("a body with a tensor called as a weight of the graph", 1, model(11, &[0, 4], shadowed, [weights(), vec![limit.clone()]].concat())),
-        (
-            "the first body shadows a weight that the second one reads",
-            1,
-            model(11, &[0, 4], shadowing(true), [weights(), vec![floats("turned", &[4, 6]), limit.clone()]].concat()),
-        ),
-        (
-            "the second body shadows a weight that the first one reads",
-            1,
-            model(11, &[0, 4], shadowing(false), [weights(), vec![floats("turned", &[4, 6]), limit.clone()]].concat()),
-        ),
         ("bodies that read weights around and within", 1, model(11, &[0, 4], positive, [weights(), vec![floats("turned", &[4, 6]), limit]].concat())),
         ("what follows from sizes alone", 1, model(13, &[0, 4], shaped, weights())),
         (
@@ -459,4 +443,23 @@ fn opaque_nodes_of_newer_opsets_are_reported_by_name() {
     let error = built.run(Model::open(&path).unwrap(), folder.path().join("out.onnx")).unwrap_err();
     assert!(error.to_string().contains("copying node `b` (Softsign), which has no typed form, from opset 22 to a file of opset 17 to 21"), "{error}");
     assert!(error.hint().unwrap().contains("onnx.version_converter"), "{:?}", error.hint());
+}
+
+/// A weight of the graph and a constant of a body have the same name.
+#[test]
+fn names_with_two_meanings_are_refused() {
+    let own = body("then_branch", vec![node("MatMul", &["x", "turned"], "t", vec![])], vec![nodes::given("turned", &[4, 6], &numbers(24, 0.3))], &["t"]);
+    let outer = body("else_branch", vec![node("MatMul", &["x", "turned"], "e", vec![])], vec![], &["e"]);
+    let graph = vec![
+        node("ReduceMean", &["x"], "mean", vec![AttributeProto::int("keepdims", 0)]),
+        node("Less", &["mean", "limit"], "small", vec![]),
+        node("If", &["small"], "b", vec![own, outer]),
+        node("MatMul", &["b", "second"], "y", vec![]),
+    ];
+    let limit = TensorProto { dims: vec![], ..nodes::given("limit", &[], &[100.0]) };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    std::fs::write(&path, model(11, &[0, 4], graph, vec![floats("turned", &[4, 6]), floats("second", &[6, 6]), limit]).encode_to_vec()).unwrap();
+    let error = Model::open(&path).unwrap().graph().unwrap_err().to_string();
+    assert!(error.contains("defines `turned`, and another one reads a value of this name outside"), "{error}");
 }

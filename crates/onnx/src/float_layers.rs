@@ -46,8 +46,8 @@ fn separate_poolings(n: &mut Lowering) {
 const TRANSPARENT: [&str; 8] = ["Identity", "MaxPool", "Pad", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"];
 
 /// The first opset in which `QuantizeLinear` has an output type. ONNX Runtime 1.31 inserts quantizers with
-/// that type after transparent operators whose results are not quantized, if the scale is a scalar. On x86, it
-/// then converts int8 activations to uint8, but not this type, and refuses its own result.
+/// that type after transparent operators whose results are not quantized, if the scale is a scalar. On
+/// x86, it then converts int8 activations to uint8, but not this type, and refuses its own result.
 const PROPAGATED_DTYPE: u32 = 21;
 
 /// Dequantizes the inputs of layers with float weights with one scale for each channel.

@@ -1,41 +1,30 @@
-//! Renaming of values in nodes and their bodies.
+//! Names of values in nodes and their bodies.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::check;
+use super::check::{self, bodies};
 use super::proto::{GraphProto, NodeProto};
 
 /// New names by old name.
 pub(super) type NameMap = BTreeMap<String, String>;
 
-/// Renames values that a body defines if an enclosing graph has a value of the same name. Weights of a
-/// subgraph are its inputs, which ONNX Runtime confuses with constants of the same name in bodies.
-pub(super) fn rename_shadowing(node: &mut NodeProto, enclosing: &BTreeSet<String>) {
-    for body in bodies_mut(node) {
-        let mut taken = enclosing.clone();
-        check::names(body, &mut taken);
-        let shadowing: BTreeSet<String> = check::defined_names(body).filter(|name| !name.is_empty() && enclosing.contains(*name)).map(str::to_owned).collect();
-        let names = shadowing.into_iter().map(|name| (name.clone(), super::fresh(&mut taken, name))).collect();
-        rename_defined(&names, body);
-        let mut enclosing = enclosing.clone();
-        enclosing.extend(check::defined_names(body).map(str::to_owned));
-        body.node.iter_mut().for_each(|node| rename_shadowing(node, &enclosing));
+/// A name that one body of a node defines and another one, or a body within it, reads from the enclosing
+/// graph.
+///
+/// ONNX requires that names of bodies differ from visible names of enclosing graphs (IR specification, "Names
+/// Within a Graph"). ONNX Runtime 1.31 reads the outer value in both bodies, or none.
+pub(super) fn shadowed(node: &NodeProto) -> Option<String> {
+    let read = check::reads(node);
+    let mut defined = Vec::new();
+    let mut stack: Vec<&GraphProto> = bodies(node).collect();
+    while let Some(body) = stack.pop() {
+        defined.extend(check::defined_names(body));
+        stack.extend(body.node.iter().flat_map(bodies));
     }
-}
-
-/// Renames values that a body defines, and all their uses.
-fn rename_defined(names: &NameMap, body: &mut GraphProto) {
-    if names.is_empty() {
-        return;
-    }
-    let sparse = body.sparse_initializer.iter_mut().filter_map(|tensor| tensor.values.as_mut());
-    rename(names, body.initializer.iter_mut().chain(sparse).filter_map(|tensor| tensor.name.as_mut()));
-    let ports = body.input.iter_mut().chain(&mut body.output).chain(&mut body.value_info);
-    rename(names, ports.filter_map(|port| port.name.as_mut()));
-    body.node.iter_mut().for_each(|node| rename_node(names, node));
+    defined.into_iter().find(|name| !name.is_empty() && read.contains(name)).map(str::to_owned)
 }
 
 /// Renames names that are in the map.
@@ -77,13 +66,20 @@ mod tests {
         GraphProto { node: vec![node], initializer, output, ..GraphProto::default() }
     }
 
-    /// The inner body reads `w` of the outer body, and defines a value with the name of a graph value.
+    /// Names that a body defines are found if another body or an input of the node means an outer value.
     #[test]
-    fn values_of_bodies_do_not_shadow_those_of_the_graph() {
-        let inner = |w: &str, x: &str| body(node(&[w, "y"], x, None), &[], x);
-        let outer = |w: &str, x: &str| node(&["c"], "z", Some(body(node(&[w], "t", Some(inner(w, x))), &[w], "t")));
-        let mut found = outer("w", "x");
-        rename_shadowing(&mut found, &["w", "x", "y"].map(str::to_owned).into());
-        assert_eq!(found, outer("w_1", "x_1"));
+    fn names_with_two_meanings_are_found() {
+        let own = || body(node(&["w"], "t", None), &["w"], "t");
+        let outer = |name: &str| body(node(&[name], "e", None), &[], "e");
+        let both = |bodies: Vec<GraphProto>| {
+            let attribute = bodies.into_iter().map(|body| AttributeProto { g: Some(body), ..AttributeProto::default() }).collect();
+            NodeProto { attribute, ..node(&["c"], "t", None) }
+        };
+        assert_eq!(shadowed(&both(vec![own(), outer("v")])), None);
+        assert_eq!(shadowed(&both(vec![own(), outer("w")])).as_deref(), Some("w"));
+        assert_eq!(shadowed(&both(vec![outer("w"), own()])).as_deref(), Some("w"));
+        let nested = |name: &str| body(node(&["x"], "n", Some(own())), &[], name);
+        assert_eq!(shadowed(&both(vec![nested("n"), outer("w")])).as_deref(), Some("w"));
+        assert_eq!(shadowed(&both(vec![nested("n"), outer("v")])), None);
     }
 }

@@ -13,7 +13,7 @@ use super::super::check::{self, bodies, label};
 use super::super::initializer_roles;
 use super::super::opaque_subgraph::{self, LoadedSubgraph, OpaqueSubgraph, SubgraphParts};
 use super::super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
-use super::super::renaming::rename_shadowing;
+use super::super::renaming::shadowed;
 use super::{Lift, LiftedValue};
 use crate::ir::ops::Opaque;
 use crate::ir::{Element, TensorType, ValueId};
@@ -242,13 +242,12 @@ impl<'f> Lift<'f> {
         if let Some(node) = cone.nodes.values().find(|node| own(node)) {
             return Err(format!("{} is a function that is defined in the file", label(node)));
         }
-        let computed = nodes.iter().chain(cone.nodes.values().copied()).flat_map(|node| &node.output).cloned();
-        let fixed = cone.constants.keys().chain(cone.numbers.keys()).map(|name| (*name).to_owned());
-        let names: BTreeSet<String> = inputs.iter().map(|(name, _)| name.clone()).chain(computed).chain(fixed).collect();
         for node in cone.nodes.values() {
             let mut node = (*node).clone();
             self.fill_node(&mut node, cone)?;
-            rename_shadowing(&mut node, &names);
+            if let Some(name) = shadowed(&node) {
+                return Err(format!("a body of {} defines `{name}`, and another one reads a value of this name outside: rename one of them", label(&node)));
+            }
             nodes.push(node);
         }
         let mut constants = cone.constants.values().map(|tensor| self.with_elements(tensor)).collect::<Result<Vec<_>, _>>()?;
