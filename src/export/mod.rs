@@ -12,8 +12,6 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::Value;
 
 pub use self::custom::{Custom, CustomFormat, WeightValues, register_format};
-#[cfg(feature = "run")]
-pub(crate) use self::gguf::Matrix;
 pub use self::gguf::{FileType, Gguf, TensorType};
 #[cfg(feature = "run")]
 pub use self::onnx::Onnx;

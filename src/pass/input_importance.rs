@@ -31,8 +31,18 @@ impl SquareSums {
     /// The importance of the columns; `None` if all rows are zero.
     fn columns(&self) -> Option<Vec<f32>> {
         let squares: Vec<f64> = self.squares.iter().map(|square| square / self.rows.max(1.0)).collect();
-        ColumnImportance::of_squares(&squares)
+        importance_of(&squares)
     }
+}
+
+/// Minimum importance of a column relative to the mean of its layer. A column that is zero on all samples
+/// may not be zero on other data.
+const MIN_RELATIVE: f64 = 1e-6;
+
+/// The importance of columns with these mean squares, or values proportional to them; `None` if all are zero.
+pub(in crate::pass) fn importance_of(squares: &[f64]) -> Option<Vec<f32>> {
+    let mean = squares.iter().sum::<f64>() / squares.len().max(1) as f64;
+    (mean > 0.0).then(|| squares.iter().map(|square| square.max(MIN_RELATIVE * mean) as f32).collect())
 }
 
 /// Computes the importance of the columns of linear weights on calibration data. Weights with other

@@ -51,7 +51,7 @@ mod running {
     mod distill;
     mod finetune;
     pub(in crate::pass) mod fresh_weights;
-    mod input_importance;
+    pub(in crate::pass) mod input_importance;
     pub(in crate::pass) mod input_scales;
     mod kv_cache_scales;
     pub(in crate::pass) mod layerwise;

@@ -55,17 +55,3 @@ pub struct ColumnImportance {
     /// Matrices of experts to which no sample was routed; their columns have equal importance.
     pub unseen: Vec<String>,
 }
-
-#[cfg(feature = "run")]
-impl ColumnImportance {
-    /// Minimum importance of a column relative to the mean of its layer. A column that is zero on all samples
-    /// may not be zero on other data.
-    const MIN_RELATIVE: f64 = 1e-6;
-
-    /// The importance of columns with these mean squares, or values proportional to them; `None` if all are
-    /// zero.
-    pub(crate) fn of_squares(squares: &[f64]) -> Option<Vec<f32>> {
-        let mean = squares.iter().sum::<f64>() / squares.len().max(1) as f64;
-        (mean > 0.0).then(|| squares.iter().map(|square| square.max(Self::MIN_RELATIVE * mean) as f32).collect())
-    }
-}

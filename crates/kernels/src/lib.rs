@@ -36,6 +36,7 @@ mod running {
     pub mod attention;
     pub mod attention_gradient;
     mod attention_single;
+    mod block_rounding;
     pub mod channels;
     pub mod column_solver;
     pub mod columns;

@@ -221,6 +221,14 @@ pub(super) fn fit_row(target: Kind, row: usize) -> Kind {
     if row.is_multiple_of(block_size(smaller)) { smaller } else { Kind::Plain(DType::F16) }
 }
 
+/// Name of a type.
+pub(super) fn kind_name(kind: Kind) -> String {
+    match kind {
+        Kind::Plain(dtype) => dtype.to_string(),
+        Kind::Blocks(kind) => kind.name().to_owned(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,7 +1,5 @@
 //! GGUF files as written by llama.cpp's converter and quantizer: one file that includes the vocabulary.
 
-#[cfg(feature = "run")]
-mod matrices;
 mod mixture;
 mod tensors;
 mod types;
@@ -13,11 +11,9 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
-#[cfg(feature = "run")]
-pub(crate) use self::matrices::Matrix;
 pub use self::mixture::FileType;
-use self::mixture::{Mixture, fit_row};
-use self::tensors::{Planned, fallback_note, importance_notes, kind_name, split_fused, tensors, width};
+use self::mixture::{Mixture, fit_row, kind_name};
+use self::tensors::{Planned, fallback_note, importance_notes, split_fused, tensors, width};
 use self::types::RequestedTypes;
 pub use self::types::TensorType;
 use super::{Exported, Format, SizeForecast};
@@ -57,16 +53,16 @@ fn file_name(run: &RunState) -> &str {
 }
 
 /// A planned file.
-struct Prepared {
+pub(crate) struct Prepared {
     family: &'static GgufFamily,
-    items: Vec<Item>,
+    pub(crate) items: Vec<Item>,
     /// Description of how each item is stored.
     encodings: Vec<String>,
     /// Names of the weights in the model.
-    names: Vec<String>,
+    pub(crate) names: Vec<String>,
     /// Indices of items whose rows are permuted, split or changed.
     rearranged: Vec<usize>,
-    pieces: Vec<Piece>,
+    pub(crate) pieces: Vec<Piece>,
     /// Number of tensors in the file.
     tensors: usize,
     notes: Vec<String>,
@@ -85,7 +81,7 @@ const EMBEDDING: &str = "model.embed_tokens.weight";
 impl Gguf {
     /// Plans the file. Without `read_values`, no tensor is read, and a head that may be equal to the
     /// embedding is counted as a separate tensor.
-    fn prepare(&self, model: &Model, run: &RunState, read_values: bool) -> Result<Prepared> {
+    pub(crate) fn prepare(&self, model: &Model, run: &RunState, read_values: bool) -> Result<Prepared> {
         let unsupported = |what: &str, hint: &str| Error::Unsupported { what: format!("gguf: {}: {what}", model.path.display()), hint: hint.into() };
         if model.onnx.is_some() {
             return Err(unsupported("an .onnx model", "omit `export`, or export `onnx`"));

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use super::mixture::kind_name;
 use super::types::mixed_experts;
 use crate::arch::GgufFamily;
 use crate::error::{Error, Result};
@@ -94,14 +95,6 @@ pub(super) fn tensors(all: &mut [Planned], experts: usize) -> Result<Vec<(String
     match stacked.into_iter().find(|name| !tensors.iter().any(|(tensor, ..)| tensor == name)) {
         None => Ok(tensors),
         Some(name) => Err(Error::tensor(&name, format!("has fewer than {experts} experts"), "the checkpoint does not match config.json")),
-    }
-}
-
-/// Name of a type.
-pub(super) fn kind_name(kind: Kind) -> String {
-    match kind {
-        Kind::Plain(dtype) => dtype.to_string(),
-        Kind::Blocks(kind) => kind.name().to_owned(),
     }
 }
 

@@ -5,8 +5,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::HEAD;
-use super::mixture::{block_size, uses_importance};
-use super::tensors::kind_name;
+use super::mixture::{block_size, kind_name, uses_importance};
 use crate::error::{Error, Result};
 use crate::kernel::ggml::BlockType;
 use crate::store::gguf::Kind;

@@ -18,8 +18,8 @@ use crate::kernel::ggml::BlockType;
 use crate::kernel::matmul::{Columns, Left, product};
 use crate::model::Model;
 use crate::pass::Context;
+use crate::pass::input_importance::importance_of;
 use crate::pass::quantize::{Quantize, Scheme};
-use crate::run_state::ColumnImportance;
 use crate::store::gguf::Kind;
 use crate::store::{QuantizationSpec, Weight};
 use crate::work::Meter;
@@ -142,7 +142,7 @@ impl Method for Scorer<'_> {
 
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let (Some(moments), Some(gradients)) = (&self.moments, self.outputs.get(&layer.weight)) else { return Ok(Vec::new()) };
-        let importance = ColumnImportance::of_squares(&moments.squares).unwrap_or_else(|| vec![1.0; layer.size]);
+        let importance = importance_of(&moments.squares).unwrap_or_else(|| vec![1.0; layer.size]);
         let inputs = Left::pack(&moments.rows, moments.rows.len() / layer.size.max(1), layer.size, layer.size);
         // Tokens that are not routed to an expert have no error.
         let routed = moments.nonzero as f64 / moments.count.max(1) as f64;

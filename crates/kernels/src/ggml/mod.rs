@@ -6,8 +6,6 @@
 
 mod decode;
 mod encode;
-#[cfg(feature = "run")]
-mod rounding;
 mod search;
 
 /// Block types.

@@ -1,14 +1,15 @@
 //! Types of the matrices of a GGUF file.
 
 use super::formats::{Formats, Unit, Writing};
+use super::matrices::{Matrix, matrices};
 use crate::error::{Error, Result};
-use crate::export::{FileType, Gguf, Matrix, TensorType};
+use crate::export::{FileType, Gguf, TensorType};
 use crate::model::Model;
 use crate::pass::{Method, Score, Scores, WeightFormat};
 use crate::store::gguf::{ALIGNMENT, Kind};
 
-/// Types in ascending order of bits, with llama.cpp's file type of files in which most matrices have the type.
-/// Q4_0 is left out: IQ4_NL has the same size and a lower error.
+/// Types in ascending order of bits, with llama.cpp's file type of files in which most matrices have the
+/// type. Q4_0 is left out: IQ4_NL has the same size and a lower error.
 const TYPES: [(TensorType, FileType); 12] = [
     (TensorType::Q2_K, FileType::Q2_K),
     (TensorType::Q3_K, FileType::Q3_K_S),
@@ -49,7 +50,7 @@ impl<'a> Blocks<'a> {
     /// # Errors
     /// If GGUF files cannot represent the model.
     pub fn new(model: &'a Model) -> Result<Blocks<'a>> {
-        let (matrices, bytes) = Gguf { file_type: FileType::F16, ..Gguf::default() }.matrices(model)?;
+        let (matrices, bytes) = matrices(&Gguf { file_type: FileType::F16, ..Gguf::default() }, model)?;
         Ok(Blocks { model, types: TYPES.to_vec(), formats: TYPES.iter().filter_map(block_format).collect(), matrices, bytes })
     }
 
@@ -65,7 +66,7 @@ impl<'a> Blocks<'a> {
 
     /// The types of all units of a file in one of llama.cpp's mixtures; `None` if one is not in the table.
     fn mixture(&self, file_type: FileType, units: &[Unit]) -> Result<Option<Vec<usize>>> {
-        let (matrices, _) = Gguf { file_type, ..Gguf::default() }.matrices(self.model)?;
+        let (matrices, _) = matrices(&Gguf { file_type, ..Gguf::default() }, self.model)?;
         let option = |unit: &Unit| {
             let kind = matrices.iter().find(|matrix| matrix.tensor == unit.name)?.kind;
             self.types.iter().position(|(tensor_type, _)| tensor_type.kind() == kind)
@@ -156,8 +157,8 @@ impl Formats for Blocks<'_> {
         Ok(Some(model))
     }
 
-    /// All matrices are listed, so that the mixture of the file type affects none of them. Scales are searched
-    /// by the importance of the columns, without another method.
+    /// All matrices are listed, so that the mixture of the file type affects none of them. Scales are
+    /// searched by the importance of the columns, without another method.
     fn writing(&self, units: &[Unit], options: &[usize], _method: Option<Method>) -> Result<Option<Writing>> {
         if options.iter().all(|option| *option == self.floats()) {
             return Ok(None);

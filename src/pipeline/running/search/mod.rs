@@ -9,6 +9,7 @@
 mod blocks;
 mod budget;
 mod formats;
+mod matrices;
 mod measure;
 mod runtimes;
 mod schemes;

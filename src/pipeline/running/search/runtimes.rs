@@ -35,8 +35,8 @@ impl fmt::Display for LoadedBy {
 }
 
 impl LoadedBy {
-    /// The formats that the runtime loads, for the weights of a model: those with these names, or all if there
-    /// are none.
+    /// The formats that the runtime loads, for the weights of a model: those with these names, or all if
+    /// there are none.
     ///
     /// # Errors
     /// If the runtime does not load the model, or not a format.

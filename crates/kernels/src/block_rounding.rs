@@ -1,8 +1,8 @@
-//! Rounding of matrices to the values that blocks represent.
+//! Rounding of matrices to the values that blocks of GGUF files represent.
 
 use rayon::prelude::*;
 
-use super::BlockType;
+use crate::ggml::BlockType;
 
 impl BlockType {
     /// Rounds rows of `row` elements to the values of their blocks, with errors weighted by the `importance`
