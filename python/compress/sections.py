@@ -376,6 +376,75 @@ class Quantiles:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FormatSearch:
+    """A search over the formats of weights, as by `compress auto`."""
+
+    runtime: str
+    """The runtime that loads the output."""
+
+    chosen: SearchPoint
+    """The mixture that was written."""
+
+    points: Sequence[SearchPoint]
+    """Mixtures that were measured, by ascending size."""
+
+    front: Sequence[SearchPoint]
+    """The predicted front by ascending size, thinned to at most 200 points."""
+
+    units: Sequence[SearchUnit]
+    """The format of each unit."""
+
+    measured_on: str | None = None
+    """The samples on which points were measured."""
+
+    max_kl: float | None = None
+    """The limit of the KL divergence, in nats per token, if the search had one."""
+
+    larger: SearchPoint | None = None
+    """The mixture for 5 % more bytes, if it has less expected loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchPoint:
+    """A mixture of formats."""
+
+    bits: float
+    """Mean bits of the searched weights, with scales."""
+
+    bytes: int
+    """Size of all weights, or of the file if the output is a single file."""
+
+    predicted: float
+    """Expected KL divergence of the predictions, in nats per token."""
+
+    name: str | None = None
+    """The name of a mixture that people use otherwise."""
+
+    measured: float | None = None
+    """KL divergence on held-out samples with weights rounded to nearest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchUnit:
+    """Weights that have the same format."""
+
+    name: str
+    """Name of the fused layer or tensor."""
+
+    format: str
+    """Its format."""
+
+    bytes: int
+    """Its size in this format."""
+
+    loss: float
+    """Its expected loss in this format, in nats per token."""
+
+    larger: str | None = None
+    """Its format in the mixture for 5 % more bytes, if it differs."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layer:
     """One weight."""
 
@@ -537,6 +606,9 @@ class Fields:
 
     latency: Latency | None = None
     """Latency of one batch, if it was measured."""
+
+    search: FormatSearch | None = None
+    """The search that chose the formats, if there was one."""
 
     histograms: Sequence[WeightHistogram] = ()
     """Histograms of the values of the weights that changed most."""

@@ -243,7 +243,8 @@ fn verification_compares_shapes_with_properties() {
     let checks = crate::common::work(|work| compress::pipeline::verify(&folder.path().join("out"), work)).unwrap();
     let failed = checks.iter().find(|check| !check.ok).unwrap();
     assert!(failed.path == "model.gguf" && failed.finding.contains("but the configuration requires"), "{failed:?}");
-    let (folder, model) = source("llama");
+    let (_input, model) = source("llama");
+    let folder = tempfile::tempdir().unwrap();
     export(model, folder.path(), FileType::F32).unwrap();
     let checks = crate::common::work(|work| compress::pipeline::verify(&folder.path().join("out"), work)).unwrap();
     assert!(checks.iter().all(|check| check.ok), "{checks:?}");

@@ -61,11 +61,7 @@ impl WeightSource for Typed {
             }
             at += count;
             if !floats || !convert::from_f32(self.dtype, &values, &mut bytes) {
-                return Err(Error::tensor(
-                    name,
-                    format!("is {}, expected F16, BF16 or F32", upstream.dtype),
-                    "convert it before, with `cast --to f32` or the pass `cast`",
-                ));
+                return Err(Error::tensor(name, format!("is {}, expected F16, BF16 or F32", upstream.dtype), "convert it to F32 first"));
             }
             sink(block.becomes(View::dense(self.dtype, &bytes)))
         })

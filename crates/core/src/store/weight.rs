@@ -179,7 +179,7 @@ impl Weight {
             at += count;
             Ok(())
         })?;
-        let hint = if self.dtype == DType::F64 { "convert it before, with `cast --to f32` or the pass `cast`" } else { "" };
+        let hint = if self.dtype == DType::F64 { "convert it to F32 first" } else { "" };
         if floats { Ok(()) } else { Err(Error::tensor(name, format!("is {}, expected F16, BF16 or F32", self.dtype), hint)) }
     }
 

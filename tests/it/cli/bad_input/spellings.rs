@@ -80,7 +80,7 @@ fn the_sparse_layout() {
             "int8 with too few scales",
             SPARSE,
             sparse(vec![tensor("x.values", "I8", &[3], &[1, 2, 3]), floats("x_scale", &[3, 1])]),
-            "tensor `x`: scales of shape [3, 1] for integers of shape [4, 4]",
+            "tensor `x`: scales of shape [3, 1] for int8 codes of shape [4, 4]",
             "write the file again",
         ),
     ]);
@@ -167,7 +167,7 @@ fn narrow_floats() {
             "FP8 with blocks that do not divide",
             METADATA,
             fp8(vec![floats("x_scale", &[1, 3])]),
-            "tensor `x`: scales of shape [1, 3] for integers of shape [2, 2]",
+            "tensor `x`: scales of shape [1, 3] for fp8 codes of shape [2, 2]",
             again,
         ),
         of(
@@ -194,12 +194,12 @@ fn quantized_weights() {
     let again = "write the file again with a tool that follows compressed-tensors";
     let newer = "write the file again with compressed-tensors 0.18 or newer";
     check([
-        of("too many scales", METADATA, int8(vec![floats("x_scale", &[3])]), "tensor `x`: scales of shape [3] for integers of shape [2, 2]", again),
+        of("too many scales", METADATA, int8(vec![floats("x_scale", &[3])]), "tensor `x`: scales of shape [3] for int8 codes of shape [2, 2]", again),
         of(
             "groups that do not divide",
             METADATA,
             int8(vec![floats("x_scale", &[2, 3])]),
-            "tensor `x`: scales of shape [2, 3] for integers of shape [2, 2]",
+            "tensor `x`: scales of shape [2, 3] for int8 codes of shape [2, 2]",
             again,
         ),
         of("scales of another type", METADATA, int8(vec![tensor("x_scale", "F64", &[1], &[0; 8])]), "tensor `x`: scales of type F64", again),
@@ -221,7 +221,7 @@ fn quantized_weights() {
             "integers that are not a matrix",
             METADATA,
             vec![tensor("x", "I8", &[4], &[0; 4]), floats("x_scale", &[1])],
-            "tensor `x`: integers of shape [4], not a matrix",
+            "tensor `x`: int8 codes of shape [4], not a matrix",
             again,
         ),
         of(
