@@ -70,6 +70,9 @@ fn fill(tensors: &mut HashMap<String, Tensor>, name: &str, value: f32) {
     *tensor = Tensor::full(value, tensor.dims(), &Device::Cpu).unwrap();
 }
 
+/// A change of the tensors of a model.
+type Change<'a> = &'a dyn Fn(&mut HashMap<String, Tensor>);
+
 #[test]
 fn errors_name_the_first_value_that_is_not_finite() {
     let mut place = Workspace::new(8);
@@ -81,7 +84,7 @@ fn errors_name_the_first_value_that_is_not_finite() {
         fill(tensors, "bert.pooler.dense.bias", 20.0);
         fill(tensors, "classifier.weight", 3e38);
     };
-    let cases: [(&dyn Fn(&mut HashMap<String, Tensor>), String); 4] = [
+    let cases: [(Change, String); 4] = [
         // Later layers are not finite either, and the layers before are.
         (&|tensors| fill(tensors, &format!("bert.{layer}.weight"), f32::INFINITY), format!("`bert.{layer}.weight`, an input of layer `{layer}`, contains")),
         // Large weights are finite, but not the outputs of their layer.
