@@ -198,3 +198,43 @@ fn types_of_a_gguf_file_meet_a_limit_of_its_size() {
         assert!(run.code > 0 && run.stderr.contains(part), "{arguments}: {}", run.stderr);
     }
 }
+
+/// The backward pass does not score fused experts. They are measured, and have one type in all layers.
+#[test]
+fn fused_experts_of_a_gguf_file_have_a_type() {
+    let folder = prepared();
+    let folder = folder.path();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/mixtral-fused");
+    std::fs::create_dir(folder.join("mixtral")).unwrap();
+    let mut config = read_json(&golden.join("config.json"));
+    for (key, size) in [("hidden_size", 32), ("intermediate_size", 32)] {
+        config[key] = size.into();
+    }
+    std::fs::write(folder.join("mixtral/config.json"), config.to_string()).unwrap();
+    // Rows of the golden model are shorter than a block.
+    let device = candle_core::Device::Cpu;
+    let golden = candle_core::safetensors::load(golden.join("model.safetensors"), &device).unwrap();
+    let wider = golden.into_iter().map(|(name, tensor)| {
+        let size = |size: &usize| [(16, 32), (12, 32), (24, 64), (8, 16)].into_iter().find(|(from, _)| from == size).map_or(*size, |(_, to)| to);
+        let shape: Vec<usize> = tensor.dims().iter().map(size).collect();
+        let values: Vec<f32> = (0..shape.iter().product::<usize>()).map(|at| ((at * 7919 + name.len() * 31) % 1009) as f32 / 1009.0 - 0.5).collect();
+        (name, candle_core::Tensor::from_vec(values, shape, &device).unwrap())
+    });
+    candle_core::safetensors::save(&wider.collect(), folder.join("mixtral/model.safetensors")).unwrap();
+    let search = "auto mixtral --for llama.cpp --json --calibration ids.safetensors --eval held-out.safetensors";
+    let found = data(folder, &format!("{search} -o small.gguf --max-size 30%"));
+    let chosen = &found["search"]["chosen"];
+    assert_eq!(chosen["bytes"].as_u64(), Some(std::fs::metadata(folder.join("small.gguf")).unwrap().len()), "{chosen}");
+    let units = found["search"]["units"].as_array().unwrap();
+    let fused = units.iter().position(|unit| unit["name"] == "blk.*.ffn_up_exps.weight").unwrap_or_else(|| panic!("{units:?}"));
+    assert_eq!(units[fused]["measured"], true);
+    let format = chosen["formats"][fused].as_str().unwrap();
+    assert_ne!(format, "F16", "{chosen}");
+    let recipe = read_json(&folder.join("small.gguf.report/report.json"))["recipe"].clone();
+    let types = &recipe["export"][0]["gguf"]["types"];
+    for tensor in ["ffn_up_exps", "ffn_gate_exps"] {
+        for layer in 0..2 {
+            assert_eq!(types[format!("blk.{layer}.{tensor}.weight")], format, "{types}");
+        }
+    }
+}

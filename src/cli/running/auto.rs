@@ -41,8 +41,7 @@ pub(in crate::cli) struct Args {
     /// The runtime that loads the output, which determines the formats
     #[arg(long = "for", value_name = "RUNTIME", value_enum, default_value_t)]
     target: LoadedBy,
-    /// Formats to choose from, such as those that are fast on your machine [default: all that the runtime
-    /// loads]
+    /// Formats to choose from, such as the fastest ones of your machine [default: all that the runtime loads]
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     formats: Vec<String>,
     /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights or of the GGUF

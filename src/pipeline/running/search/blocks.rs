@@ -1,11 +1,14 @@
 //! Types of the matrices of a GGUF file.
 
+use std::collections::BTreeMap;
+
 use super::formats::{Formats, Unit, Writing};
 use super::matrices::{Matrix, matrices};
 use crate::error::{Error, Result};
 use crate::export::{FileType, Gguf, TensorType};
 use crate::model::Model;
 use crate::pass::{Method, Score, Scores, WeightFormat};
+use crate::run_state::InputImportance;
 use crate::store::gguf::{ALIGNMENT, Kind};
 
 /// Types in ascending order of bits, with llama.cpp's file type of files in which most matrices have the
@@ -30,7 +33,8 @@ const REFERENCES: [FileType; 8] = {
     [Q2_K, Q3_K_M, IQ4_XS, Q4_K_S, Q4_K_M, Q5_K_M, Q6_K, Q8_0]
 };
 
-/// The embedding, and the head if it is stored separately. The backward pass has no scores for them.
+/// The embedding, and the head if it is stored separately. The backward pass has no scores for them, nor for
+/// experts that are fused in one weight.
 const TABLES: [&str; 2] = ["token_embd.weight", "output.weight"];
 
 /// The matrices of a model.
@@ -64,15 +68,33 @@ impl<'a> Blocks<'a> {
         self.types.len() - 1
     }
 
+    /// The matrices of a unit.
+    fn matrices_of<'s>(&'s self, unit: &'s Unit) -> impl Iterator<Item = &'s Matrix> {
+        self.matrices.iter().filter(|matrix| matrix.weights.first().is_some_and(|name| unit.weights.contains(name)))
+    }
+
     /// The types of all units of a file in one of llama.cpp's mixtures; `None` if one is not in the table.
     fn mixture(&self, file_type: FileType, units: &[Unit]) -> Result<Option<Vec<usize>>> {
-        let (matrices, _) = matrices(&Gguf { file_type, ..Gguf::default() }, self.model)?;
+        let importance = if file_type == FileType::Q8_0 { InputImportance::None } else { InputImportance::Activation };
+        let (all, _) = matrices(&Gguf { file_type, importance, ..Gguf::default() }, self.model)?;
+        let kinds: BTreeMap<&str, Kind> = all.iter().map(|matrix| (matrix.tensor.as_str(), matrix.kind)).collect();
         let option = |unit: &Unit| {
-            let kind = matrices.iter().find(|matrix| matrix.tensor == unit.name)?.kind;
-            self.types.iter().position(|(tensor_type, _)| tensor_type.kind() == kind)
+            let mut own = self.matrices_of(unit).map(|matrix| kinds.get(matrix.tensor.as_str()));
+            let kind = own.next().flatten()?;
+            own.all(|other| other == Some(kind)).then(|| self.types.iter().position(|(tensor_type, _)| tensor_type.kind() == *kind))?
         };
         Ok(units.iter().map(option).collect())
     }
+}
+
+/// Name of the unit of a matrix without scores: the name of its tensor in all blocks. The tensors of a fused
+/// projection of all experts come from one weight.
+fn unit_of(tensor: &str) -> String {
+    let mut parts: Vec<&str> = tensor.split('.').collect();
+    if let ["blk", layer, ..] = parts.as_mut_slice() {
+        *layer = "*";
+    }
+    parts.join(".").replace("ffn_gate_exps", "ffn_up_exps")
 }
 
 /// The format of a type with blocks.
@@ -103,26 +125,32 @@ impl Formats for Blocks<'_> {
     }
 
     fn units(&self, scores: &Scores) -> Vec<Unit> {
-        let unit = |matrix: &Matrix| {
-            let mut unit = Unit::new(matrix.tensor.clone(), self.types.len());
-            unit.measured = TABLES.contains(&matrix.tensor.as_str());
-            let floats = Some(Score { loss: 0.0, bytes: 0 });
-            for name in &matrix.weights {
-                let weight = self.model.weights.by_name.get(name)?;
-                match scores.by_weight.get(name) {
-                    _ if unit.measured => unit.add(name, weight, unit.options.clone().into_iter()),
+        let floats = Some(Score { loss: 0.0, bytes: 0 });
+        let mut units: Vec<Unit> = Vec::new();
+        for matrix in &self.matrices {
+            let scored = matrix.weights.iter().all(|name| scores.by_weight.contains_key(name));
+            let name = if scored || TABLES.contains(&matrix.tensor.as_str()) { matrix.tensor.clone() } else { unit_of(&matrix.tensor) };
+            let at = units.iter().position(|unit| unit.name == name).unwrap_or(units.len());
+            if at == units.len() {
+                units.push(Unit { measured: !scored, ..Unit::new(name, self.types.len()) });
+            }
+            let unit = &mut units[at];
+            for name in matrix.weights.iter().filter(|name| !unit.weights.contains(name)).collect::<Vec<_>>() {
+                let Some(weight) = self.model.weights.by_name.get(name) else { continue };
+                match scores.by_weight.get(name).filter(|_| scored) {
                     Some(scores) => unit.add(name, weight, scores.iter().chain([&floats]).copied()),
-                    None => return None,
+                    None => unit.add(name, weight, std::iter::repeat(floats)),
                 }
             }
+        }
+        for unit in &mut units {
             // Experts of one tensor have no padding in between.
-            let stored = |(option, score): (usize, &mut Option<Score>)| {
-                *score = score.zip(matrix.bytes(self.kind(option))).map(|(score, bytes)| Score { bytes, ..score });
-            };
-            unit.options.iter_mut().enumerate().for_each(stored);
-            Some(unit)
-        };
-        self.matrices.iter().filter_map(unit).collect()
+            let stored = |option: usize| self.matrices_of(unit).map(|matrix| matrix.bytes(self.kind(option))).sum::<Option<u64>>();
+            let bytes: Vec<Option<u64>> = (0..unit.options.len()).map(stored).collect();
+            let with_bytes = |(score, bytes): (&mut Option<Score>, Option<u64>)| *score = score.zip(bytes).map(|(score, bytes)| Score { bytes, ..score });
+            unit.options.iter_mut().zip(bytes).for_each(with_bytes);
+        }
+        units
     }
 
     fn other_bytes(&self, units: &[Unit]) -> u64 {
@@ -164,7 +192,7 @@ impl Formats for Blocks<'_> {
             return Ok(None);
         }
         let option = |matrix: &Matrix| {
-            let at = units.iter().position(|unit| unit.name == matrix.tensor);
+            let at = units.iter().position(|unit| matrix.weights.first().is_some_and(|name| unit.weights.contains(name)));
             at.and_then(|at| options.get(at)).copied().unwrap_or(self.floats())
         };
         let mut types = Vec::new();

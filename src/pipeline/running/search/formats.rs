@@ -81,7 +81,8 @@ pub(super) trait Formats {
     /// If a weight cannot be rounded.
     fn rounded(&self, units: &[Unit], options: &[usize], scores: &Scores) -> Result<Option<Model>>;
 
-    /// What writes the units in the formats with these indices; `None` if all are floats.
+    /// The passes and output formats of the units in the formats with these indices; `None` if all are
+    /// floats.
     ///
     /// # Errors
     /// If the runtime does not support the method.

@@ -27,7 +27,7 @@ use crate::model::Model;
 use crate::pass::{Context, Method, Score, Scores, scores};
 use formats::Formats;
 use measure::Measurement;
-use solver::{Assignment, front};
+use solver::{Assignment, Row, front};
 
 /// Largest number of points that are measured for a limit of loss.
 const ROUNDS: usize = 6;
@@ -92,7 +92,8 @@ impl Search<'_> {
         let formats = self.target.formats(self.model, self.formats)?;
         let scores = scores(formats.formats(), self.model, self.context)?;
         let units = formats.units(&scores);
-        if units.is_empty() {
+        let has_formats = |unit: &Unit| unit.options.iter().rev().skip(1).any(Option::is_some);
+        if !units.iter().any(has_formats) {
             return Err(Error::option("auto", format!("{} loads none of the formats for the weights of this model", self.target)));
         }
         let other_bytes = formats.other_bytes(&units);
@@ -112,7 +113,7 @@ impl Search<'_> {
             let Some(rounded) = formats.rounded(&found.units, &point.options, &scores)? else { continue };
             let measured = measurement.divergence(rounded)?;
             let [predicted, exact] = [false, true].map(|measured| by_format(&found.units, &point.options, found.formats.len(), measured));
-            rows.push((predicted, (measured - exact.iter().sum::<f64>()).max(0.0)));
+            rows.push(Row { losses: predicted, fixed: exact.iter().sum(), measured });
             point.measured = Some(measured);
         }
         found.measured_on = Some(measurement.description());
@@ -229,7 +230,8 @@ impl Search<'_> {
         points
     }
 
-    /// What writes a point, with the default method of the runtime if `method` is `None`.
+    /// The passes and output formats of a point, with the default method of the runtime if `method` is
+    /// `None`.
     ///
     /// # Errors
     /// If the point leaves all weights as floats, or if the runtime does not support the method.
@@ -252,7 +254,7 @@ impl Found {
         assignments
     }
 
-    /// Multiplies the losses of each format by its factor, except those that were measured.
+    /// Multiplies the losses of each format by its factor, except measured losses.
     fn scale(&mut self, factors: &[f64]) {
         for unit in self.units.iter_mut().filter(|unit| !unit.measured) {
             for (option, factor) in unit.options.iter_mut().zip(factors) {
@@ -300,7 +302,7 @@ fn rounded_up(number: f64) -> f64 {
     if rounded >= number { rounded } else { number }
 }
 
-/// The sum of the losses of the units with each format, of those that are `measured` or of the others.
+/// The sum of the losses of the units with each format: of the `measured` units, or of the others.
 fn by_format(units: &[Unit], options: &[usize], formats: usize, measured: bool) -> Vec<f64> {
     let mut sums = vec![0.0; formats];
     for (unit, option) in units.iter().zip(options).filter(|(unit, _)| unit.measured == measured) {

@@ -84,29 +84,40 @@ fn thinned(states: Vec<State>) -> Vec<State> {
     kept
 }
 
-/// Non-negative factors of the groups so that the sums `Σ factor · loss` approximate the measured losses with
-/// the least relative error. Each row has the losses of the groups in one measurement. The factors of groups
-/// that the measurements do not determine are the common factor of all groups.
-pub fn factors(rows: &[(Vec<f64>, f64)]) -> Vec<f64> {
-    let groups = rows.first().map_or(0, |(losses, _)| losses.len());
+/// A measurement of a mixture.
+#[derive(Debug, Clone)]
+pub struct Row {
+    /// Predicted losses by group, which factors correct.
+    pub losses: Vec<f64>,
+    /// Loss that factors do not correct.
+    pub fixed: f64,
+    /// Measured loss.
+    pub measured: f64,
+}
+
+/// Non-negative factors of the groups so that the sums `fixed + Σ factor · loss` approximate the measured
+/// losses with the least relative error. The factors of groups that the measurements do not determine are the
+/// common factor of all groups.
+pub fn factors(rows: &[Row]) -> Vec<f64> {
+    let groups = rows.first().map_or(0, |row| row.losses.len());
     // In units of the measured loss of each row.
-    let relative = |(losses, measured): &(Vec<f64>, f64)| losses.iter().map(|loss| loss / measured).collect::<Vec<f64>>();
-    let scaled: Vec<Vec<f64>> = rows.iter().filter(|(_, measured)| *measured > 0.0).map(relative).collect();
-    let totals: Vec<f64> = scaled.iter().map(|row| row.iter().sum()).collect();
-    let squares: f64 = totals.iter().map(|total| total * total).sum();
-    if squares.is_nan() || squares <= 0.0 {
+    let relative = |row: &Row| (row.losses.iter().map(|loss| loss / row.measured).collect::<Vec<f64>>(), 1.0 - row.fixed / row.measured);
+    let scaled: Vec<(Vec<f64>, f64)> = rows.iter().filter(|row| row.measured > 0.0).map(relative).collect();
+    let totals: Vec<(f64, f64)> = scaled.iter().map(|(row, target)| (row.iter().sum(), *target)).collect();
+    let squares: f64 = totals.iter().map(|(total, _)| total * total).sum();
+    let common = totals.iter().map(|(total, target)| total * target).sum::<f64>() / squares;
+    if !(common.is_finite() && common > 0.0) {
         return vec![1.0; groups];
     }
-    let common = totals.iter().sum::<f64>() / squares;
     let mut factors = vec![common; groups];
     // Coordinate descent with a penalty on the relative difference from the common factor.
     for _ in 0..SWEEPS {
         for group in 0..groups {
-            let rest = |row: &Vec<f64>| {
-                1.0 - row.iter().zip(&factors).enumerate().filter(|(at, _)| *at != group).map(|(_, (loss, factor))| loss * factor).sum::<f64>()
+            let rest = |(row, target): &(Vec<f64>, f64)| {
+                target - row.iter().zip(&factors).enumerate().filter(|(at, _)| *at != group).map(|(_, (loss, factor))| loss * factor).sum::<f64>()
             };
-            let product: f64 = scaled.iter().map(|row| row[group] * rest(row)).sum();
-            let square: f64 = scaled.iter().map(|row| row[group] * row[group]).sum();
+            let product: f64 = scaled.iter().map(|row| row.0[group] * rest(row)).sum();
+            let square: f64 = scaled.iter().map(|(row, _)| row[group] * row[group]).sum();
             let penalty = PENALTY / (common * common);
             factors[group] = ((product + penalty * common) / (square + penalty)).max(0.0);
         }
@@ -188,15 +199,27 @@ mod tests {
 
     #[test]
     fn factors_explain_the_measurements() {
-        let rows: Vec<(Vec<f64>, f64)> = [(1.0, 0.0), (0.5, 0.2), (0.1, 0.4)].map(|(a, b)| (vec![a, b, 0.0], 2.0 * a + 0.5 * b)).to_vec();
+        let row = |(a, b): (f64, f64)| Row { losses: vec![a, b, 0.0], fixed: 0.0, measured: 2.0 * a + 0.5 * b };
+        let rows: Vec<Row> = [(1.0, 0.0), (0.5, 0.2), (0.1, 0.4)].map(row).to_vec();
         let found = factors(&rows);
-        for (losses, measured) in &rows {
-            let predicted: f64 = losses.iter().zip(&found).map(|(loss, factor)| loss * factor).sum();
-            assert!((predicted / measured - 1.0).abs() < 0.1, "{predicted} {measured} {found:?}");
+        for row in &rows {
+            let predicted: f64 = row.losses.iter().zip(&found).map(|(loss, factor)| loss * factor).sum();
+            assert!((predicted / row.measured - 1.0).abs() < 0.1, "{predicted} {row:?} {found:?}");
         }
         // The third group does not occur.
         assert!(found[2] > 1.0 && found[2] < 2.5, "{found:?}");
-        assert_eq!(factors(&[(vec![0.0, 0.0], 1.0)]), [1.0, 1.0]);
+        assert_eq!(factors(&[Row { losses: vec![0.0, 0.0], fixed: 0.0, measured: 1.0 }]), [1.0, 1.0]);
         assert_eq!(factors(&[]), [0.0; 0]);
+    }
+
+    /// A row with a large fixed part, whose remainder is inaccurate, has little effect on the factors.
+    #[test]
+    fn inaccurate_remainders_have_little_weight() {
+        let mut rows: Vec<Row> = [(1.0, 0.1), (0.5, 0.2), (0.1, 0.4)].map(|(a, b)| Row { losses: vec![a, b], fixed: 0.0, measured: a + b }).to_vec();
+        for remainder in [0.05, -0.02] {
+            rows.push(Row { losses: vec![0.3, 0.2], fixed: 10.0, measured: 10.0 + remainder });
+            let found = factors(&rows);
+            assert!(found.iter().all(|factor| (factor - 1.0).abs() < 0.05), "{found:?}");
+        }
     }
 }
