@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
+use super::facts::VLLM_BITS;
 use super::folder::{Folder, Module, OWN_TYPE};
 use super::scheme::{Arguments, Group};
 use super::{Finding, Target};
@@ -180,14 +181,48 @@ pub(super) fn group_rows(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
     Ok(found)
 }
 
+fn is_named_head(name: &str) -> bool {
+    name == "lm_head" || name.ends_with(".lm_head")
+}
+
+/// The head of a language model is not quantized.
+pub(super) fn heads(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    let heads = folder.modules.iter().filter(|(name, module)| module.is_quantized && is_named_head(name));
+    let finding = |name: &String| Finding::new(name.clone(), format!("is a quantized head, which {target} does not load"), "quantize without the head");
+    Ok(heads.map(|(name, _)| finding(name)).collect())
+}
+
+/// Embeddings are floats, or in a form that the runtime loads.
+pub(super) fn embeddings(folder: &Folder, target: Target, loads: fn(&Group, &Arguments, Target) -> bool) -> Vec<Finding> {
+    let is_loaded = |module: &Module| folder.group(module).is_some_and(|group| group.weights.as_ref().is_some_and(|weights| loads(group, weights, target)));
+    let refused = folder.modules.iter().filter(|(_, module)| module.is_quantized && module.class == "Embedding" && !is_loaded(module));
+    let finding = |name: &String| Finding::new(name.clone(), format!("is a quantized embedding, which {target} does not load"), "quantize without embeddings");
+    refused.map(|(name, _)| finding(name)).collect()
+}
+
+/// Every quantization of linear layers has a kernel. The function returns why there is none, if that is
+/// certain.
+pub(super) fn kernels(folder: &Folder, target: Target, missing: fn(&Group, &Arguments, Target) -> Option<&'static str>) -> Vec<Finding> {
+    let finding = |(group, weights): (&Group, &Arguments)| {
+        let reason = format!("{}, for which {target} has no kernel", missing(group, weights, target)?);
+        Some(Finding::new(group.name.clone(), reason, "use a scheme of docs/llm-schemes.md"))
+    };
+    folder.linear_groups().into_iter().filter_map(finding).collect()
+}
+
+/// Integers of one byte each with float activations, which vLLM and SGLang do not support.
+pub(super) fn unpacked(group: &Group, weights: &Arguments) -> Option<&'static str> {
+    let is_unpacked = weights.is_integer && group.inputs.is_none() && matches!(group.format.as_str(), "int-quantized" | "naive-quantized");
+    is_unpacked.then_some("has integers in one byte each with float activations, which only `pack-quantized` supports")
+}
+
 /// A tied head is not quantized.
 pub(super) fn tied_head(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
     if folder.get("tie_word_embeddings") != Some(&Value::Bool(true)) {
         return Ok(Vec::new());
     }
     let reason = format!("is quantized, but `tie_word_embeddings` is true, so that {} uses the embedding instead", target.runtime().name());
-    let is_head = |name: &&String| *name == "lm_head" || name.ends_with(".lm_head");
-    let heads = folder.modules.iter().filter(|(name, module)| module.is_quantized && is_head(name)).map(|(name, _)| name);
+    let heads = folder.modules.iter().filter(|(name, module)| module.is_quantized && is_named_head(name)).map(|(name, _)| name);
     let hint = "quantize without the head, or set `tie_word_embeddings` to false";
     Ok(heads.map(|name| Finding::new(name.clone(), reason.clone(), hint)).collect())
 }
@@ -207,7 +242,11 @@ pub(super) fn widths(folder: &Folder, target: Target, supported: &[u64]) -> Vec<
 /// Packed integers with zero points have 4 or 8 bits.
 pub(super) fn zero_points(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
     let is_wrong = |group: &Group, weights: &Arguments| {
-        group.format == "pack-quantized" && weights.is_integer && group.inputs.is_none() && !weights.symmetric && ![4, 8].contains(&weights.bits)
+        group.format == "pack-quantized"
+            && weights.is_integer
+            && group.inputs.is_none()
+            && !weights.symmetric
+            && !VLLM_BITS.map(u64::from).contains(&weights.bits)
     };
     let wrong = folder.linear_groups().into_iter().filter(|(group, weights)| is_wrong(group, weights));
     let finding = |(group, weights): (&Group, &Arguments)| {

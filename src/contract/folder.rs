@@ -88,6 +88,11 @@ impl Folder {
         name.strip_prefix(OWN_TYPE).unwrap_or(name)
     }
 
+    /// The dtype of the model in `config.json`, or an empty string.
+    pub(super) fn dtype(&self) -> &str {
+        self.get("dtype").or_else(|| self.get("torch_dtype")).and_then(Value::as_str).unwrap_or("")
+    }
+
     /// The description of weights in the format of compressed-tensors.
     pub(super) fn compressed_tensors(&self) -> Option<&Quantization> {
         self.quantization.as_ref().filter(|quantization| quantization.is_compressed_tensors())

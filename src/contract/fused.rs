@@ -124,11 +124,6 @@ fn experts_of(name: &str) -> Option<&str> {
     name.get(..before.len().saturating_add(".experts".len()))
 }
 
-/// Whether a module belongs to a single expert.
-pub(super) fn is_of_expert(name: &str) -> bool {
-    experts_of(name).is_some()
-}
-
 /// All experts of a layer have the same scheme.
 pub(super) fn experts(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
     let mut first: BTreeMap<&str, (&String, &Module)> = BTreeMap::new();
@@ -153,6 +148,6 @@ mod tests {
     fn experts_are_found_by_their_number() {
         assert_eq!(experts_of("model.layers.0.mlp.experts.3.up_proj"), Some("model.layers.0.mlp.experts"));
         assert_eq!(experts_of("model.layers.0.mlp.experts.gate_up_proj"), None);
-        assert!(!is_of_expert("model.layers.0.mlp.shared_experts.up_proj"));
+        assert_eq!(experts_of("model.layers.0.mlp.shared_experts.up_proj"), None);
     }
 }

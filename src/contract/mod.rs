@@ -1,12 +1,14 @@
 //! Static checks whether a runtime loads an output: a table of rules for each runtime, by version.
 //!
 //! Rules read configuration, headers and small tensors, and run nothing. Every rule names the file of the
-//! runtime that it was derived from. Cases that a runtime may load are not rejected.
+//! runtime that it was derived from. Outputs that a runtime loads, and computes with the
+//! stored weights, are not rejected.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod compressed_tensors;
+pub(crate) mod facts;
 mod folder;
 mod fused;
 mod llama_cpp;
@@ -28,7 +30,8 @@ use std::str::FromStr;
 use serde::Serialize;
 
 use self::folder::Folder;
-use crate::error::{ParseError, Result};
+use crate::error::{Error, ParseError, Result};
+use crate::files;
 
 /// Most violations of a rule that are listed.
 const MOST: usize = 10;
@@ -184,7 +187,7 @@ pub struct CheckedRule {
     /// File of the runtime, or its documentation.
     pub source: &'static str,
     /// Whether the output complies with it.
-    pub holds: bool,
+    pub is_met: bool,
 }
 
 /// Result of a check.
@@ -210,14 +213,14 @@ impl Checked {
     fn without_file(target: Target, path: &Path, extension: &str, hint: &str) -> Checked {
         let (name, sentence, source) = ("file-format", "The output has a file in the format of the runtime.", "documentation of the runtime");
         let mut checked = Checked::new(target);
-        checked.rules.push(CheckedRule { name, sentence, source, holds: false });
+        checked.rules.push(CheckedRule { name, sentence, source, is_met: false });
         let (subject, reason) = (path.display().to_string(), format!("has no .{extension} file"));
         checked.violations.push(Violation { rule: name, subject, reason, hint: hint.to_owned(), source });
         checked
     }
 
     /// Whether the output complies with all rules.
-    pub fn holds(&self) -> bool {
+    pub fn is_met(&self) -> bool {
         self.violations.is_empty()
     }
 }
@@ -228,6 +231,7 @@ impl Checked {
 /// The output cannot be read: a file is missing or malformed.
 pub fn check(path: impl AsRef<Path>, target: Target) -> Result<Checked> {
     let path = path.as_ref();
+    files::kind(path).map_err(Error::io("open", path))?;
     match target.runtime {
         Runtime::Vllm => apply(vllm::RULES, &Folder::open(path, target)?, target),
         Runtime::Sglang => apply(sglang::RULES, &Folder::open(path, target)?, target),
@@ -245,7 +249,7 @@ fn apply<S>(rules: &[Rule<S>], output: &S, target: Target) -> Result<Checked> {
     let mut checked = Checked::new(target);
     for rule in rules.iter().filter(|rule| rule.versions.is_empty() || rule.versions.contains(&target.version)) {
         let mut findings = (rule.check)(output, target)?;
-        checked.rules.push(CheckedRule { name: rule.name, sentence: rule.sentence, source: rule.source, holds: findings.is_empty() });
+        checked.rules.push(CheckedRule { name: rule.name, sentence: rule.sentence, source: rule.source, is_met: findings.is_empty() });
         let unlisted = findings.len().saturating_sub(MOST);
         findings.truncate(MOST);
         if unlisted > 0

@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::store::Pattern;
+use crate::store::{Codes, Pattern};
 
 /// Arguments of weights or activations.
 #[derive(Debug, Clone, PartialEq)]
@@ -23,6 +23,11 @@ pub(super) struct Arguments {
 }
 
 impl Arguments {
+    /// The codes, if this program supports them.
+    pub(super) fn codes(&self) -> Option<Codes> {
+        Codes::from_type(self.is_integer, self.bits)
+    }
+
     /// `None` for null.
     fn parse(value: &Value) -> Option<Arguments> {
         let values = value.as_object()?;

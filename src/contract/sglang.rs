@@ -1,6 +1,7 @@
 //! Rules of SGLang.
 
 use super::folder::Folder;
+use super::scheme::{Arguments, Group};
 use super::{Finding, Rule, Target, compressed_tensors, fused};
 use crate::error::Result;
 
@@ -62,6 +63,20 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         check: bits,
     },
     Rule {
+        name: "activations",
+        sentence: "Integers in one byte each have int8 activations; 8-bit ones are symmetric and not in groups.",
+        source: "python/sglang/srt/layers/quantization/compressed_tensors/compressed_tensors.py: _get_scheme_from_parts",
+        versions: &[],
+        check: activations,
+    },
+    Rule {
+        name: "embeddings",
+        sentence: "Embeddings are floats.",
+        source: "python/sglang/srt/layers/quantization/compressed_tensors/compressed_tensors.py: get_quant_method",
+        versions: &[],
+        check: embeddings,
+    },
+    Rule {
         name: "tied-head",
         sentence: "A head that is tied to the embedding is not quantized.",
         source: "sgl-project/sglang#38143",
@@ -72,4 +87,22 @@ pub(super) const RULES: &[Rule<Folder>] = &[
 
 fn bits(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
     Ok(compressed_tensors::widths(folder, target, &[4, 8]))
+}
+
+/// Why no kernel computes the products of a group, if that is certain.
+fn unsupported(group: &Group, weights: &Arguments, _: Target) -> Option<&'static str> {
+    let Some(inputs) = &group.inputs else { return compressed_tensors::unpacked(group, weights) };
+    match (weights.is_integer, inputs.is_integer) {
+        (true, true) if weights.bits == 8 && !weights.symmetric => Some("has weights with zero points and integer activations"),
+        (true, true) if weights.bits == 8 && weights.strategy == "group" => Some("has groups of 8-bit weights with integer activations"),
+        _ => None,
+    }
+}
+
+fn activations(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    Ok(compressed_tensors::kernels(folder, target, unsupported))
+}
+
+fn embeddings(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    Ok(compressed_tensors::embeddings(folder, target, |_, _, _| false))
 }

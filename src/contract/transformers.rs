@@ -1,8 +1,11 @@
 //! Rules of transformers with compressed-tensors.
 
-use super::folder::Folder;
-use super::{Finding, Rule, Target, compressed_tensors, fused};
+use super::facts::{is_of_expert, is_only_bf16, loads_float_experts};
+use super::folder::{Folder, Module};
+use super::scheme::Arguments;
+use super::{Finding, Rule, Target, compressed_tensors};
 use crate::error::Result;
+use crate::store::DType;
 
 /// Keys of `AUTO_QUANTIZER_MAPPING`. `bitsandbytes` is completed by the number of bits.
 const METHODS: [&str; 28] = [
@@ -35,7 +38,7 @@ const METHODS: [&str; 28] = [
     "torchao",
     "vptq",
 ];
-/// Formats of compressed-tensors 0.20, without those that it no longer reads.
+/// Formats that compressed-tensors 0.20 reads.
 const FORMATS: [&str; 10] = [
     "dense",
     "float-quantized",
@@ -115,10 +118,24 @@ pub(super) const RULES: &[Rule<Folder>] = &[
     },
     Rule {
         name: "experts",
-        sentence: "Experts in separate tensors are floats: they are stacked, which fails for quantized ones.",
+        sentence: "Experts in separate tensors are floats, and only in folders of FP8: transformers stacks them, which fails otherwise.",
         source: "transformers/conversion_mapping.py",
         versions: &["5.23"],
         check: experts,
+    },
+    Rule {
+        name: "zero-points",
+        sentence: "No packed integers have zero points: these load only with `CompressedTensorsConfig(dequantize=True)`.",
+        source: "compressed_tensors/compressors",
+        versions: &["5.23"],
+        check: zero_points,
+    },
+    Rule {
+        name: "bfloat16",
+        sentence: "With NVFP4, MXFP4, MXFP6 and MXFP8, the model is bfloat16, to which these are dequantized.",
+        source: "compressed_tensors/compressors",
+        versions: &["5.23"],
+        check: bfloat16,
     },
 ];
 
@@ -145,8 +162,60 @@ fn format_is_known(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
 }
 
 fn experts(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
-    let quantized = folder.modules.iter().find(|(name, module)| module.is_quantized && folder.compressed_tensors().is_some() && fused::is_of_expert(name));
-    let reason = "is a quantized expert in a separate tensor, and transformers stacks the experts of a layer";
-    let hint = "load the folder in vLLM or transformers 4, or quantize without experts";
-    Ok(quantized.map(|(name, _)| Finding::new(name.clone(), reason, hint)).into_iter().collect())
+    if folder.compressed_tensors().is_none() {
+        return Ok(Vec::new());
+    }
+    let separate = |quantized: bool| {
+        let is_expert = |(name, module): &(&String, &Module)| module.is_quantized == quantized && is_of_expert(name);
+        folder.modules.iter().find(is_expert).map(|(name, _)| name.clone())
+    };
+    if let Some(name) = separate(true) {
+        let reason = "is a quantized expert in a separate tensor, and transformers stacks the experts of a layer";
+        return Ok(vec![Finding::new(name, reason, "load the folder in vLLM or transformers 4, or quantize without experts")]);
+    }
+    let fails = |arguments: &Arguments| arguments.codes().is_some_and(|codes| !loads_float_experts(codes));
+    let group = folder.quantized().map(|(_, _, group)| group).find(|group| group.weights.as_ref().is_some_and(fails));
+    let (Some(group), Some(name)) = (group, separate(false)) else { return Ok(Vec::new()) };
+    let reason = format!(
+        "is a float expert in a separate tensor, and transformers stacks the experts of a layer, which fails in a folder with the weights of `{}`",
+        group.name
+    );
+    Ok(vec![Finding::new(name, reason, "load the folder in vLLM or transformers 4, or quantize with `--scheme FP8-DYNAMIC`")])
+}
+
+fn zero_points(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    let has_zero_points = |arguments: &Arguments| arguments.is_integer && !arguments.symmetric;
+    let mut groups = folder.quantized().map(|(_, _, group)| group);
+    let packed = groups.find(|group| group.format == "pack-quantized" && group.weights.as_ref().is_some_and(has_zero_points));
+    let Some(group) = packed else { return Ok(Vec::new()) };
+    let has_embeddings = folder.modules.values().any(|module| module.is_quantized && module.class == "Embedding");
+    // transformers uses the first group of `config_groups` for all of them, and does not dequantize
+    // embeddings.
+    let (reason, hint) = if has_embeddings {
+        ("and the embeddings are quantized too", "quantize without embeddings, and load the folder with `CompressedTensorsConfig(dequantize=True)`")
+    } else if folder.linear_groups().iter().any(|(other, _)| !other.is_equal(group)) {
+        (
+            "and other layers have another group size or scheme",
+            "choose a `group_size` that divides all rows, and load the folder with `CompressedTensorsConfig(dequantize=True)`",
+        )
+    } else {
+        ("which transformers does not load by default", "load the folder with `CompressedTensorsConfig(dequantize=True)`, or use a symmetric scheme")
+    };
+    Ok(vec![Finding::new(group.name.clone(), format!("has packed zero points, {reason}"), hint)])
+}
+
+fn bfloat16(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    let Some(group) = folder.quantized().map(|(_, _, group)| group).find(|group| is_only_bf16(&group.format)) else { return Ok(Vec::new()) };
+    // Without a dtype in `config.json`, the stored floats determine it.
+    let is_float = |dtype: DType| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+    let stored: Vec<DType> =
+        folder.tensors.iter().filter(|(name, tensor)| name.ends_with(".weight") && is_float(tensor.dtype)).map(|(_, tensor)| tensor.dtype).collect();
+    let is_other = match folder.dtype() {
+        "float32" | "float16" => true,
+        "bfloat16" => false,
+        _ => !stored.is_empty() && !stored.contains(&DType::BF16),
+    };
+    let reason = format!("has weights in `{}`, which transformers dequantizes to bfloat16, and the model has another dtype", group.format);
+    let hint = "run `compress cast --to bf16` on the original model first, or load the folder with `dtype=torch.bfloat16`";
+    Ok(if is_other { vec![Finding::new(group.name.clone(), reason, hint)] } else { Vec::new() })
 }

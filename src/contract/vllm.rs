@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use super::facts::{VLLM_BITS, vllm_loads_embeddings};
 use super::folder::Folder;
 use super::scheme::{Arguments, Group};
 use super::{Finding, Rule, Target, compressed_tensors, fused};
@@ -140,10 +141,17 @@ pub(super) const RULES: &[Rule<Folder>] = &[
     },
     Rule {
         name: "embeddings",
-        sentence: "Embeddings are floats.",
+        sentence: "Embeddings are floats; since 0.33 also packed symmetric integers of 2, 4 or 8 bits.",
+        source: "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors.py: get_quant_method",
+        versions: &[],
+        check: embeddings,
+    },
+    Rule {
+        name: "head",
+        sentence: "The head of a language model (`lm_head`) is not quantized.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors.py: get_quant_method",
         versions: &["0.11"],
-        check: embeddings,
+        check: compressed_tensors::heads,
     },
     Rule {
         name: "tied-head",
@@ -177,12 +185,13 @@ pub(super) const RULES: &[Rule<Folder>] = &[
 ];
 
 fn bits(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
-    let supported: &[u64] = if target.version() == "0.11" { &[4, 8] } else { &[2, 3, 4, 5, 6, 7, 8] };
+    let usual = VLLM_BITS.map(u64::from);
+    let supported: &[u64] = if target.version() == "0.11" { &usual } else { &[2, 3, 4, 5, 6, 7, 8] };
     Ok(compressed_tensors::widths(folder, target, supported))
 }
 
 fn group_size(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
-    let dtype = folder.get("dtype").or_else(|| folder.get("torch_dtype")).and_then(Value::as_str).unwrap_or("");
+    let dtype = folder.dtype();
     // Exllama's kernel for float16 has groups of any size.
     let is_wrong = |group: &Group, weights: &Arguments| {
         let is_packed = group.format == "pack-quantized" && weights.is_integer && group.inputs.is_none() && weights.strategy == "group";
@@ -199,13 +208,13 @@ fn group_size(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
 /// Why no kernel computes the products of a group, if that is certain.
 fn unsupported(group: &Group, weights: &Arguments, target: Target) -> Option<&'static str> {
     let is_old = target.version() == "0.11";
-    let Some(inputs) = &group.inputs else {
-        let is_unpacked = weights.is_integer && matches!(group.format.as_str(), "int-quantized" | "naive-quantized");
-        return is_unpacked.then_some("has integers in one byte each with float activations, which only `pack-quantized` supports");
-    };
+    if is_old && !weights.is_integer && (group.format.starts_with("mxfp") || weights.strategy == "group") {
+        return Some("has floats in groups without a global scale");
+    }
+    let Some(inputs) = &group.inputs else { return compressed_tensors::unpacked(group, weights) };
     match (weights.is_integer, inputs.is_integer) {
         (true, true) if !weights.symmetric => Some("has weights with zero points and integer activations"),
-        (true, true) if is_old && weights.bits == 8 && weights.strategy == "group" => Some("has groups of 8-bit weights with integer activations"),
+        (true, true) if weights.bits != 4 && weights.strategy == "group" => Some("has integer activations, and groups of weights whose width is not 4 bits"),
         (true, true) if is_old && inputs.bits == 8 && !inputs.dynamic && inputs.strategy != "tensor" => {
             Some("has static integer activations with more than one scale")
         }
@@ -217,11 +226,7 @@ fn unsupported(group: &Group, weights: &Arguments, target: Target) -> Option<&'s
 }
 
 fn activations(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
-    let finding = |(group, weights): (&Group, &Arguments)| {
-        let reason = format!("{}, for which {target} has no kernel", unsupported(group, weights, target)?);
-        Some(Finding::new(group.name.clone(), reason, "use a scheme of docs/llm-schemes.md"))
-    };
-    Ok(folder.linear_groups().into_iter().filter_map(finding).collect())
+    Ok(compressed_tensors::kernels(folder, target, unsupported))
 }
 
 fn routers(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
@@ -235,10 +240,13 @@ fn routers(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
     Ok(routers.map(|(name, _)| finding(name)).collect())
 }
 
+fn loads_embedding(group: &Group, weights: &Arguments, target: Target) -> bool {
+    let is_packed = group.format == "pack-quantized" && group.inputs.is_none();
+    target.version() != "0.11" && weights.codes().is_some_and(|codes| vllm_loads_embeddings(codes, is_packed, weights.symmetric))
+}
+
 fn embeddings(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
-    let quantized = folder.modules.iter().filter(|(_, module)| module.is_quantized && module.class == "Embedding");
-    let finding = |name: &String| Finding::new(name.clone(), format!("is a quantized embedding, which {target} does not load"), "quantize without embeddings");
-    Ok(quantized.map(|(name, _)| finding(name)).collect())
+    Ok(compressed_tensors::embeddings(folder, target, loads_embedding))
 }
 
 /// The `kv_cache_scheme`, unless it is null.

@@ -6,11 +6,12 @@ use std::fs;
 use std::path::Path;
 
 /// Layers from top to bottom: a layer may use the layers below it.
-const LAYERS: [&[&str]; 17] = [
+const LAYERS: [&[&str]; 18] = [
     &["build", "cli", "plugin", "prelude"],
     &["pipeline"],
     &["recipe", "report"],
-    &["contract", "export", "pass"],
+    &["export", "pass"],
+    &["contract"],
     &["train"],
     &["evaluation", "calibration", "generation"],
     &["exec"],

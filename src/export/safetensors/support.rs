@@ -4,14 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::quantization::{Group, group_indices, groups, module};
 use crate::arch;
+use crate::contract::facts::{VLLM_BITS, is_of_expert, is_only_bf16, loads_float_experts, vllm_loads_embeddings};
 use crate::model::{Model, stacked_experts};
 use crate::store::writer::Item;
 use crate::store::{ActivationScheme, Codes, DType, Encoding, FileFormat, FloatFormat, Granularity, QuantizationSpec};
-
-/// Whether a weight belongs to a single expert, as in `mlp.experts.3.up_proj.weight`.
-fn is_of_expert(name: &str) -> bool {
-    name.split('.').zip(name.split('.').skip(1)).any(|(part, number)| part == "experts" && number.parse::<usize>().is_ok())
-}
 
 /// Layers by which compressed-tensors recognizes attention modules with a KV cache.
 const KEY_LAYERS: [&str; 4] = ["k_proj", "v_proj", "qkv_proj", "kv_b_proj"];
@@ -32,8 +28,7 @@ fn expert_notes(items: &[Item], groups: &[Group], model: &Model) -> Option<Strin
                 .to_owned(),
         );
     }
-    // Found by loading folders of each format with transformers 5.23.
-    if groups.iter().any(|g| g.spec.codes.float().is_none_or(|format| !format.row().loads_float_experts)) && items.iter().any(|item| separate(&item)) {
+    if groups.iter().any(|g| !loads_float_experts(g.spec.codes)) && items.iter().any(|item| separate(&item)) {
         return Some("float experts in separate tensors: transformers 5 stacks the experts of a layer, which fails in folders of integers or FP4; with FP8-DYNAMIC it loads them".to_owned());
     }
     let splits = arch::family(model.config.model_type()).is_some_and(|family| family.splits_experts);
@@ -68,9 +63,6 @@ fn fused_notes(items: &[Item], groups: &[Group], model: &Model) -> Vec<String> {
     differing.into_iter().chain(split).collect()
 }
 
-/// Widths of packed integers that all versions of vLLM load, with or without zero points.
-const VLLM_BITS: [u8; 2] = [4, 8];
-
 /// A list of bit widths, as in "3 and 5 bits".
 fn widths<'g>(groups: impl Iterator<Item = &'g Group<'g>>) -> Option<String> {
     let bits: BTreeSet<String> = groups.map(|g| g.spec.codes.bits().to_string()).collect();
@@ -99,7 +91,12 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     let has_embeddings = groups.iter().any(|g| g.class == "Embedding");
     if has_embeddings {
         let transformers = if packed().all(|g| g.spec.symmetric) { "transformers 5 loads them; " } else { "" };
-        notes.push(format!("quantized embeddings: {transformers}transformers 4 and vLLM do not support this format"));
+        let mut embeddings = groups.iter().filter(|g| g.class == "Embedding");
+        let others = match embeddings.all(|g| vllm_loads_embeddings(g.spec.codes, g.packed, g.spec.symmetric)) {
+            true => "vLLM loads them from version 0.33; transformers 4 does not support this format",
+            false => "transformers 4 and vLLM do not support this format",
+        };
+        notes.push(format!("quantized embeddings: {transformers}{others}"));
     }
     notes.extend(expert_notes(items, &groups, model));
     if let Some(module) = items.iter().filter_map(|item| item.name.strip_suffix(".k_scale")).find(|module| !is_attention_module(items, module)) {
@@ -146,8 +143,8 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
             notes.push(file.support.to_owned());
         }
     }
-    let is_float = |item: &Item| matches!(&item.weight.encoding, Encoding::Quantized(spec) if item.weight.dtype != DType::BF16 && file(spec).is_some_and(|file| file.only_bf16));
-    if let Some((format, _)) = used.iter().find(|(_, file)| file.only_bf16).filter(|_| items.iter().any(is_float)) {
+    let is_float = |item: &Item| matches!(&item.weight.encoding, Encoding::Quantized(spec) if item.weight.dtype != DType::BF16 && file(spec).is_some_and(|file| is_only_bf16(file.name)));
+    if let Some((format, _)) = used.iter().find(|(_, file)| is_only_bf16(file.name)).filter(|_| items.iter().any(is_float)) {
         notes.push(format!("{} in a model that is not bfloat16: transformers dequantizes the weights to bfloat16 and then fails on the dtype mismatch; `cast --to bf16` first, or load the model with that dtype", format.row().label));
     }
     if let Some(bits) = widths(packed().filter(|g| 32 % g.spec.codes.bits() != 0)) {

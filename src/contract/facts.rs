@@ -1,0 +1,47 @@
+//! What runtimes load, for the rules and for the notes in reports.
+
+use crate::store::{Codes, FloatFormat};
+
+/// Widths of packed integers that all versions of vLLM load, with or without zero points.
+pub(crate) const VLLM_BITS: [u8; 2] = [4, 8];
+
+/// Whether a module or a weight belongs to a single expert, as in `mlp.experts.3.up_proj.weight`.
+pub(crate) fn is_of_expert(name: &str) -> bool {
+    name.split('.').zip(name.split('.').skip(1)).any(|(part, number)| part == "experts" && number.parse::<usize>().is_ok())
+}
+
+/// Whether transformers 5 loads float experts in separate tensors from a folder with such codes. Found by
+/// loading folders of each format with transformers 5.23.
+pub(crate) fn loads_float_experts(codes: Codes) -> bool {
+    codes.float().is_some_and(|format| format.row().loads_float_experts)
+}
+
+/// Whether transformers dequantizes weights in a format of compressed-tensors to bfloat16, whatever the dtype
+/// of the model.
+pub(crate) fn is_only_bf16(format: &str) -> bool {
+    FloatFormat::ALL.iter().flat_map(|float| float.row().files).any(|file| file.name == format && file.only_bf16)
+}
+
+/// Whether vLLM 0.33 loads embeddings with such codes. vLLM 0.11 loads no quantized embeddings.
+pub(crate) fn vllm_loads_embeddings(codes: Codes, packed: bool, symmetric: bool) -> bool {
+    packed && symmetric && matches!(codes, Codes::Integer(2 | 4 | 8))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn experts_have_a_number() {
+        assert!(is_of_expert("model.layers.0.mlp.experts.3.up_proj"));
+        assert!(!is_of_expert("model.layers.0.mlp.experts.gate_up_proj"));
+        assert!(!is_of_expert("model.layers.0.mlp.shared_experts.up_proj"));
+    }
+
+    #[test]
+    fn formats_are_found_by_name() {
+        assert!(["nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized"].into_iter().all(is_only_bf16));
+        assert!(!is_only_bf16("float-quantized") && !is_only_bf16("pack-quantized"));
+        assert!(loads_float_experts(Codes::Float(FloatFormat::E4m3)) && !loads_float_experts(Codes::Integer(8)));
+    }
+}
