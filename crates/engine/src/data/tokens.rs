@@ -1,5 +1,6 @@
 //! Tokenization with the model's `tokenizer.json`.
 
+mod class;
 mod settings;
 mod stream;
 
@@ -70,7 +71,7 @@ impl Tokenizer {
         let has_token_types = settings::has_token_types(settings.values(), target.config, &settings_path)?;
         let pad = pad(&inner, settings.values(), target.config);
         override_normalizer(&mut inner, settings.values());
-        settings::configure_splitting(&mut inner, settings.values());
+        settings::configure_splitting(&mut inner, settings.values(), target.config);
         add_named_tokens(&mut inner, target, settings.values())?;
         let sentences = Sentences::open(target.folder)?;
         let limit = limit(target, settings.values(), sentences.max_length);

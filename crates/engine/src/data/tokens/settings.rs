@@ -5,50 +5,34 @@ use std::path::Path;
 use serde_json::{Map, Value};
 use tokenizers::{PreTokenizerWrapper, Tokenizer, TruncationDirection};
 
+use super::class::tokenizer_class;
 use crate::error::{Error, Result};
 
-/// Tokenizer classes of transformers that pass token type ids by default, without `Tokenizer` or
-/// `TokenizerFast` at the end.
-const WITH_TOKEN_TYPES: [&str; 16] = [
-    "Bert",
-    "Canine",
-    "ConvBert",
-    "DPRContextEncoder",
-    "DPRQuestionEncoder",
-    "Deberta",
-    "DebertaV2",
-    "Electra",
-    "FNet",
-    "LayoutLM",
-    "LayoutLMv2",
-    "Lxmert",
-    "MarkupLM",
-    "MobileBert",
-    "SqueezeBert",
-    "Tapas",
-];
-
-/// Byte-level tokenizer classes of transformers whose key `add_prefix_space`, by default false, takes
-/// precedence over `tokenizer.json`, without `Tokenizer` or `TokenizerFast` at the end.
-const WITH_PREFIX_SPACE: [&str; 7] = ["Bart", "CodeGen", "Deberta", "GPT2", "GPTNeoX", "LED", "Roberta"];
-
-/// The tokenizer class without `Tokenizer` or `TokenizerFast` at the end.
-fn class_name(class: &str) -> Option<&str> {
-    class.strip_suffix("Fast").unwrap_or(class).strip_suffix("Tokenizer")
-}
-
 /// Applies `split_special_tokens`, and `add_prefix_space` for the tokenizer classes that use it.
-pub(super) fn configure_splitting(tokenizer: &mut Tokenizer, settings: &Map<String, Value>) {
-    let flag = |key: &str| settings.get(key).and_then(Value::as_bool).unwrap_or(false);
-    tokenizer.set_encode_special_tokens(flag("split_special_tokens"));
-    let class = settings.get("tokenizer_class").and_then(Value::as_str).and_then(class_name);
-    if !class.is_some_and(|class| WITH_PREFIX_SPACE.contains(&class)) {
-        return;
+///
+/// These classes replace the pre-tokenizer of `tokenizer.json` in transformers. Here, the other steps of a
+/// stored sequence remain, such as the separation of digits in SmolLM2, because the model was trained with
+/// them. If the class itself has no sequence, its default does not apply to a stored one.
+pub(super) fn configure_splitting(tokenizer: &mut Tokenizer, settings: &Map<String, Value>, config: &Map<String, Value>) {
+    let flag = |key: &str| settings.get(key).and_then(Value::as_bool);
+    tokenizer.set_encode_special_tokens(flag("split_special_tokens").unwrap_or(false));
+    let Some(class) = tokenizer_class(settings, config) else { return };
+    let (Some(default), Some(mut pre_tokenizer)) = (class.prefix_space, tokenizer.get_pre_tokenizer().cloned()) else { return };
+    let prefix_space = flag("add_prefix_space");
+    match &mut pre_tokenizer {
+        PreTokenizerWrapper::ByteLevel(bytes) => bytes.add_prefix_space = prefix_space.unwrap_or(default),
+        PreTokenizerWrapper::Sequence(sequence) => {
+            let Some(prefix_space) = prefix_space.or(class.is_sequence.then_some(default)) else { return };
+            let parts: &mut [PreTokenizerWrapper] = sequence.as_mut();
+            for part in parts {
+                if let PreTokenizerWrapper::ByteLevel(bytes) = part {
+                    bytes.add_prefix_space = prefix_space;
+                }
+            }
+        }
+        _ => return,
     }
-    let Some(PreTokenizerWrapper::ByteLevel(stored)) = tokenizer.get_pre_tokenizer() else { return };
-    let mut bytes = *stored;
-    bytes.add_prefix_space = flag("add_prefix_space");
-    tokenizer.with_pre_tokenizer(Some(bytes));
+    tokenizer.with_pre_tokenizer(Some(pre_tokenizer));
 }
 
 /// The end of a text that truncation removes: that of `truncation_side`, or else of the truncation stored
@@ -70,11 +54,8 @@ pub(super) fn has_token_types(settings: &Map<String, Value>, config: &Map<String
         let names = names.as_array().ok_or_else(|| Error::malformed(path, format!("`model_input_names` is {names}: store a list of names, or remove it")))?;
         return Ok(names.iter().any(|name| name.as_str() == Some("token_type_ids")));
     }
-    let class = [settings, config].into_iter().find_map(|values| values.get("tokenizer_class")?.as_str());
-    // Without a class, it follows from the model, and models with token types have tokenizers with them.
-    // Classes in the repository of a model are not known.
-    let Some(class) = class.filter(|_| !settings.contains_key("auto_map")) else { return Ok(true) };
-    Ok(class_name(class).is_some_and(|name| WITH_TOKEN_TYPES.contains(&name)))
+    // Models with token types usually have tokenizers with them.
+    Ok(tokenizer_class(settings, config).is_none_or(|class| class.has_token_types))
 }
 
 #[cfg(test)]
@@ -129,9 +110,128 @@ mod tests {
                 assert_eq!(found(&json!({ "tokenizer_class": class, "model_input_names": names }), &none).unwrap(), listed, "{class}");
             }
         }
+        for (model_type, expected) in [("bert", true), ("distilbert", true), ("deberta", true), ("roberta", false), ("phi3", false)] {
+            assert_eq!(found(&none, &json!({ "model_type": model_type })).unwrap(), expected, "{model_type}");
+        }
+        assert!(!found(&json!({ "tokenizer_class": "BertTokenizer" }), &json!({ "model_type": "modernbert" })).unwrap());
         assert!(found(&none, &none).unwrap());
         assert!(found(&json!({ "tokenizer_class": "FooTokenizer", "auto_map": {} }), &none).unwrap());
         let error = found(&json!({ "model_input_names": null }), &none).unwrap_err().to_string();
         assert!(error.contains("tokenizer_config.json: `model_input_names` is null"), "{error}");
+    }
+
+    const DIGITS: &str = "Digits";
+    const SPLIT: &str = "Split";
+
+    /// Whether a space is added before a text by a tokenizer whose pre-tokenizer is byte-level (`first` is
+    /// empty), or a sequence of `first` and a byte-level pre-tokenizer.
+    fn adds_space(settings: &Value, config: &Value, first: &str, stored: bool) -> bool {
+        let bytes = json!({ "type": "ByteLevel", "add_prefix_space": stored, "trim_offsets": true, "use_regex": first != SPLIT });
+        let pre_tokenizer = match first {
+            DIGITS => json!({ "type": "Sequence", "pretokenizers": [{ "type": "Digits", "individual_digits": true }, bytes] }),
+            SPLIT => {
+                let split = json!({ "type": "Split", "pattern": { "Regex": "\\s?\\w+" }, "behavior": "Isolated", "invert": false });
+                json!({ "type": "Sequence", "pretokenizers": [split, bytes] })
+            }
+            _ => bytes,
+        };
+        let model = json!({ "type": "BPE", "vocab": {}, "merges": [] });
+        let mut tokenizer: Tokenizer = json!({ "version": "1.0", "pre_tokenizer": pre_tokenizer, "model": model }).to_string().parse().unwrap();
+        configure_splitting(&mut tokenizer, &object(settings), &object(config));
+        let found = match tokenizer.get_pre_tokenizer().unwrap() {
+            PreTokenizerWrapper::Sequence(sequence) => {
+                let parts: &[PreTokenizerWrapper] = sequence.as_ref();
+                assert!(matches!(parts.first(), Some(PreTokenizerWrapper::Digits(_) | PreTokenizerWrapper::Split(_))), "{settings} {config}");
+                assert_eq!(parts.len(), 2);
+                parts.last().unwrap()
+            }
+            bytes => bytes,
+        };
+        let PreTokenizerWrapper::ByteLevel(bytes) = found else { panic!("{found:?}") };
+        assert_eq!(bytes.use_regex, first != SPLIT);
+        bytes.add_prefix_space
+    }
+
+    /// The values of `AutoTokenizer` of transformers 5.23 for the model type `llama`.
+    #[test]
+    fn prefix_spaces_follow_from_the_key_or_the_class() {
+        let config = json!({ "model_type": "llama" });
+        for (class, default) in [
+            ("GPT2", false),
+            ("Roberta", false),
+            ("Bart", false),
+            ("LED", false),
+            ("Longformer", false),
+            ("Mvp", false),
+            ("GPTNeoX", false),
+            ("CodeGen", false),
+            ("Cohere", false),
+            ("Qwen2", false),
+            ("Qwen3_5", false),
+            ("Whisper", false),
+            ("Luke", false),
+            ("Deberta", false),
+            ("MarkupLM", false),
+            ("Blenderbot", true),
+            ("LayoutLMv3", true),
+        ] {
+            for (ending, stored) in [("Tokenizer", true), ("Tokenizer", false), ("TokenizerFast", true), ("TokenizerFast", false)] {
+                let name = format!("{class}{ending}");
+                let settings = json!({ "tokenizer_class": name });
+                assert_eq!(adds_space(&settings, &config, "", stored), default, "{name} {stored}");
+                // Only the default of a class whose pre-tokenizer is a sequence applies to sequences.
+                let expected = if ["Cohere", "Qwen2", "Qwen3_5"].contains(&class) { default } else { stored };
+                for first in [DIGITS, SPLIT] {
+                    assert_eq!(adds_space(&settings, &config, first, stored), expected, "{name} {first} {stored}");
+                }
+                for key in [true, false] {
+                    let settings = json!({ "tokenizer_class": name, "add_prefix_space": key });
+                    for first in ["", DIGITS, SPLIT] {
+                        assert_eq!(adds_space(&settings, &config, first, stored), key, "{settings} {first} {stored}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// The values of `AutoTokenizer` of transformers 5.23, except with `auto_map`.
+    #[test]
+    fn prefix_spaces_follow_from_the_effective_class() {
+        let gpt2 = json!({ "tokenizer_class": "GPT2Tokenizer" });
+        let (none, key) = (json!({}), json!({ "add_prefix_space": true }));
+        for (settings, config, stored, expected) in [
+            // The class follows from the model type.
+            (&none, json!({ "model_type": "gpt2" }), true, false),
+            (&key, json!({ "model_type": "gpt2" }), false, true),
+            (&key, json!({ "model_type": "roberta" }), false, true),
+            (&none, json!({ "model_type": "gpt_neox" }), true, false),
+            (&key, json!({ "model_type": "opt" }), false, true),
+            (&none, json!({ "model_type": "bart" }), true, false),
+            (&none, json!({ "model_type": "longformer" }), true, false),
+            (&none, json!({ "model_type": "gpt_neo" }), true, false),
+            (&none, json!({ "model_type": "blenderbot" }), true, true),
+            (&none, json!({ "model_type": "qwen3" }), true, false),
+            (&json!({ "add_prefix_space": null }), json!({ "model_type": "qwen3" }), true, false),
+            (&none, json!({ "model_type": "llama" }), true, true),
+            (&key, json!({ "model_type": "llama" }), false, false),
+            (&none, json!({}), true, true),
+            // The class is stored.
+            (&gpt2, json!({}), true, false),
+            (&gpt2, json!({ "model_type": "unknown" }), true, false),
+            (&none, json!({ "model_type": "llama", "tokenizer_class": "GPT2Tokenizer" }), true, false),
+            (&json!({ "tokenizer_class": "PreTrainedTokenizerFast" }), gpt2.clone(), true, true),
+            (&json!({ "tokenizer_class": "PreTrainedTokenizerFast" }), json!({ "model_type": "gpt2" }), true, true),
+            (&json!({ "tokenizer_class": "FooTokenizer" }), json!({ "model_type": "gpt2" }), true, true),
+            // The stored class is ignored.
+            (&gpt2, json!({ "model_type": "modernbert" }), true, true),
+            (&gpt2, json!({ "model_type": "phi3" }), true, true),
+            (&none, json!({ "model_type": "modernbert", "tokenizer_class": "GPT2Tokenizer" }), true, true),
+            (&json!({ "tokenizer_class": "GPTNeoXTokenizer" }), json!({ "model_type": "stablelm" }), true, true),
+            (&json!({ "tokenizer_class": "PreTrainedTokenizerFast" }), json!({ "model_type": "qwen2" }), true, false),
+            // The class may be in the repository of the model.
+            (&json!({ "tokenizer_class": "GPT2Tokenizer", "auto_map": {} }), json!({ "model_type": "gpt2" }), true, true),
+        ] {
+            assert_eq!(adds_space(settings, &config, "", stored), expected, "{settings} {config}");
+        }
     }
 }
