@@ -1,4 +1,4 @@
-//! What runtimes load, for the rules and for the notes in reports.
+//! Capabilities of runtimes, for the rules and for the notes in reports.
 
 use crate::store::{Codes, FloatFormat};
 

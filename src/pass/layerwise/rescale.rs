@@ -341,7 +341,7 @@ impl Rescale {
     }
 }
 
-/// The inputs of a layer as they are quantized at run time.
+/// The inputs of a layer after quantization at run time.
 fn rounded(activations: ActivationScheme, inputs: &Tensor) -> candle_core::Result<Tensor> {
     let ActivationScheme::Static(step) = activations else { return Rounding::Token.round_input(activations, inputs) };
     let scale = f64::from(step.scale());

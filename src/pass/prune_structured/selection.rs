@@ -297,7 +297,7 @@ fn is_ranked(group: &Group) -> bool {
 }
 
 /// Removes the parts of which no group can be ranked from `parts`, and returns a note on the groups that are
-/// left out. `[selected, unranked]` are the indices of groups that can be ranked and of those that cannot.
+/// left out. `[selected, unranked]` are the indices of groups with and without a ranking.
 ///
 /// # Errors
 /// If the options request one of these parts or tensors, or if no group can be ranked.
@@ -376,8 +376,8 @@ mod tests {
         assert_eq!(least_important(4, 2, None), [0, 1]);
     }
 
-    /// Each expert of a stacked tensor would need its own units. The default parts are those that can be
-    /// removed; parts and tensors that are listed are refused.
+    /// Each expert of a stacked tensor would need its own units. By default, other parts are removed; such
+    /// parts and tensors are refused if they are listed.
     #[test]
     fn units_of_stacked_experts_are_left_out() {
         let select = |name: &str, options: serde_json::Value| {

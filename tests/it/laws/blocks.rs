@@ -1,6 +1,6 @@
 //! Property: quantized weights of every format have the same elements in blocks of any unit, and every block
-//! except the last is a multiple of it. Groups and blocks of other tools whose last one is shorter are read
-//! as they are defined.
+//! except the last is a multiple of it. Groups and blocks of other tools may end with a shorter one, which
+//! is read by its definition.
 
 use std::path::{Path, PathBuf};
 
