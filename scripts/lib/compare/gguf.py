@@ -65,8 +65,9 @@ class Sides:
     def score_in_llama(self, path, text, windows):
         """The perplexity reported by `llama-perplexity`."""
         # llama-perplexity adds half of the stride to the window: 513 and 511 are 1,024.
+        # Without --no-repack, 0.3.36 crashes with quantized weights on processors with AMX.
         size = ["-c", "513", "-b", "513", "--ppl-stride", "1023", "--chunks", str(windows)]
-        done = subprocess.run([self.llama / "llama-perplexity", "-m", path, "-f", text, *size, "-t", THREADS], check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run([self.llama / "llama-perplexity", "-m", path, "-f", text, *size, "-t", THREADS, "--no-repack"], check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("[1]")]
         return float(line.rstrip(",").rsplit("]", 1)[1])
 
