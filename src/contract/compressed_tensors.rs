@@ -1,19 +1,15 @@
 //! Rules of folders in the format of compressed-tensors, which several runtimes share.
 
-use std::collections::BTreeSet;
-
 use serde_json::Value;
 
 use super::facts::VLLM_BITS;
 use super::folder::{Folder, Module, OWN_TYPE};
 use super::scheme::{Arguments, Group};
-use super::{Finding, Target};
+use super::{Finding, Target, missing_layers};
 use crate::arch;
 use crate::error::Result;
 use crate::store::DType;
 
-/// Most layers of a model, so that an invalid `config.json` is not expanded.
-const MOST_LAYERS: u64 = 1 << 16;
 /// Files with the vocabulary of a tokenizer.
 const VOCABULARIES: [&str; 9] = [
     "tokenizer.json",
@@ -29,10 +25,14 @@ const VOCABULARIES: [&str; 9] = [
 const OWN: &str = "run `compress densify`, which writes plain floats";
 const RESAVE: &str = "the checkpoint is incomplete: save it again, or start from the original checkpoint";
 
+fn missing_config(folder: &Folder) -> Option<Finding> {
+    folder.config.is_none().then(|| Finding::new("config.json", "is missing", "copy it from the original model"))
+}
+
 /// The configuration names the classes of the model.
 pub(super) fn architectures(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
-    if folder.config.is_none() {
-        return Ok(vec![Finding::new("config.json", "is missing", "copy it from the original model")]);
+    if let Some(missing) = missing_config(folder) {
+        return Ok(vec![missing]);
     }
     let names = folder.get("architectures").and_then(Value::as_array).map_or(0, Vec::len);
     let reason = format!("is missing or empty in config.json, by which {} selects the model class", target.runtime().name());
@@ -41,8 +41,8 @@ pub(super) fn architectures(folder: &Folder, target: Target) -> Result<Vec<Findi
 
 /// The configuration has a model type.
 pub(super) fn model_type(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
-    if folder.config.is_none() {
-        return Ok(vec![Finding::new("config.json", "is missing", "copy it from the original model")]);
+    if let Some(missing) = missing_config(folder) {
+        return Ok(vec![missing]);
     }
     let reason = format!("is missing in config.json, by which {} selects the model class", target.runtime().name());
     let is_missing = folder.model_type().is_empty();
@@ -74,15 +74,9 @@ pub(super) fn tokenizer(folder: &Folder, target: Target) -> Result<Vec<Finding>>
 
 /// All decoder layers are stored.
 pub(super) fn layers(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
-    let Some(count) = folder.get("num_hidden_layers").and_then(Value::as_u64).filter(|count| *count <= MOST_LAYERS) else { return Ok(Vec::new()) };
-    let number = |name: &String| name.strip_prefix("model.layers.")?.split('.').next()?.parse::<u64>().ok();
-    let stored: BTreeSet<u64> = folder.tensors.keys().filter_map(number).collect();
-    if stored.is_empty() {
-        return Ok(Vec::new());
-    }
-    let missing = (0..count).filter(|layer| !stored.contains(layer));
-    let finding = |layer: u64| Finding::new(format!("model.layers.{layer}"), format!("is missing, but `num_hidden_layers` in config.json is {count}"), RESAVE);
-    Ok(missing.map(finding).collect())
+    let Some(count) = folder.get("num_hidden_layers").and_then(Value::as_u64) else { return Ok(Vec::new()) };
+    let specified = format!("`num_hidden_layers` in config.json is {count}");
+    Ok(missing_layers(folder.tensors.keys().map(String::as_str), "model.layers.", count, &specified, RESAVE))
 }
 
 /// Every quantized matrix is selected by a target and is not ignored.

@@ -1,10 +1,9 @@
 //! Rules of llama.cpp.
 
-use std::collections::BTreeSet;
 use std::path::Path;
 
 use super::llama_cpp_names::{ARCHITECTURES, PRE_TOKENIZERS};
-use super::{Finding, Rule, Target};
+use super::{Finding, Rule, Target, missing_layers};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::store::gguf::{EXTENSION, Outline, Value, is_continuation, is_gguf};
@@ -17,8 +16,6 @@ const NO_VOCABULARY: [&str; 2] = ["no_vocab", "none"];
 const BYTE_LEVEL: [&str; 3] = ["gpt2", "hybriddna", "whitespace"];
 /// The pre-tokenizer of a vocabulary without merges.
 const WITHOUT_MERGES: &str = "kimi-k2";
-/// Most layers of a model, so that an invalid count is not expanded.
-const MOST_LAYERS: u64 = 1 << 16;
 /// Ids of the types of blocks, their names, and elements per block.
 const BLOCKS: [(u32, &str, usize); 24] = [
     (2, "Q4_0", 32),
@@ -241,17 +238,9 @@ fn vocabulary_size(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
 
 fn layers(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
     let key = contents.own("block_count");
-    let count = number(contents.outline.values.get(&key)).filter(|count| *count <= MOST_LAYERS && contents.is_complete);
-    let Some(count) = count else { return Ok(Vec::new()) };
-    let of_block = |name: &str| name.strip_prefix("blk.")?.split('.').next()?.parse::<u64>().ok();
-    let stored: BTreeSet<u64> = contents.outline.tensors.iter().filter_map(|tensor| of_block(&tensor.name)).collect();
-    // Encoders with other names.
-    if stored.is_empty() {
-        return Ok(Vec::new());
-    }
-    let missing = (0..count).filter(|block| !stored.contains(block));
-    let finding = |block: u64| Finding::new(format!("blk.{block}"), format!("is missing, but `{key}` is {count}"), "the file is incomplete: write it again");
-    Ok(missing.map(finding).collect())
+    let Some(count) = number(contents.outline.values.get(&key)).filter(|_| contents.is_complete) else { return Ok(Vec::new()) };
+    let names = contents.outline.tensors.iter().map(|tensor| tensor.name.as_str());
+    Ok(missing_layers(names, "blk.", count, &format!("`{key}` is {count}"), "the file is incomplete: write it again"))
 }
 
 fn rows(contents: &Contents, target: Target) -> Result<Vec<Finding>> {

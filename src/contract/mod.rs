@@ -1,8 +1,8 @@
 //! Static checks whether a runtime loads an output: a table of rules for each runtime, by version.
 //!
 //! Rules read configuration, headers and small tensors, and run nothing. Every rule names the file of the
-//! runtime that it was derived from. Outputs that a runtime loads, and computes with the
-//! stored weights, are not rejected.
+//! runtime that it was derived from. Outputs that a runtime loads, and computes with the stored weights, are
+//! not rejected.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -23,6 +23,7 @@ mod sglang;
 mod transformers;
 mod vllm;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
@@ -152,6 +153,21 @@ impl Finding {
     fn new(subject: impl Into<String>, reason: impl Into<String>, hint: impl Into<String>) -> Finding {
         Finding { subject: subject.into(), reason: reason.into(), hint: hint.into() }
     }
+}
+
+/// Most layers of a model, so that an invalid count is not expanded.
+const MOST_LAYERS: u64 = 1 << 16;
+
+/// A finding for each layer, up to a `specified` count, of which no tensor is stored. The names of the
+/// tensors of a layer start with `prefix` and its number. Files without such names have none.
+fn missing_layers<'n>(names: impl Iterator<Item = &'n str>, prefix: &str, count: u64, specified: &str, hint: &str) -> Vec<Finding> {
+    let number = |name: &str| name.strip_prefix(prefix)?.split('.').next()?.parse::<u64>().ok();
+    let stored: BTreeSet<u64> = names.filter_map(number).collect();
+    if stored.is_empty() || count > MOST_LAYERS {
+        return Vec::new();
+    }
+    let finding = |layer: u64| Finding::new(format!("{prefix}{layer}"), format!("is missing, but {specified}"), hint);
+    (0..count).filter(|layer| !stored.contains(layer)).map(finding).collect()
 }
 
 /// A violated rule.

@@ -14,9 +14,9 @@ use crate::model::Model;
 use crate::pass::{Context, Method, Quantize};
 use crate::pipeline::search::{Budget, Found, LoadedBy, Point, Search, Writing};
 use crate::pipeline::{Builder, memory_limit};
-use crate::report::FormatSearch;
 use crate::report::format::bytes;
 use crate::report::terminal::table;
+use crate::report::{FormatSearch, SearchPoint};
 
 /// Extension of the file of the front.
 const FRONT: [&str; 1] = ["json"];
@@ -106,13 +106,15 @@ impl Args {
             Ok::<_, Error>((found, writing))
         })?;
         front.write(&FRONT, || serde_json::to_string_pretty(&front_of(&found)).map(|text| text + "\n").map_err(|e| Error::option("--front", e)))?;
+        let section = found.report(self.target, self.max_kl);
         if !global.json {
-            output::print(&text(&found, self.target))?;
+            let larger = section.as_ref().and_then(|section| section.larger.as_ref());
+            output::print(&text(&found, self.target, larger))?;
         }
         let (Some(output), Some(writing)) = (&self.output, writing) else {
             return if global.json { output::json(&json!({ "search": front_of(&found) })) } else { Ok(()) };
         };
-        let report = builder(writing, found.report(self.target, self.max_kl))?.run(model, output)?;
+        let report = builder(writing, section)?.run(model, output)?;
         if global.json {
             return output::json(&json!({ "search": front_of(&found), "report": report }));
         }
@@ -162,7 +164,7 @@ fn front_of(found: &Found) -> serde_json::Value {
     value
 }
 
-fn text(found: &Found, target: LoadedBy) -> String {
+fn text(found: &Found, target: LoadedBy, larger: Option<&SearchPoint>) -> String {
     let divergence = |value: f64| format!("{value:.4}");
     let row = |point: &Point, what: &str| {
         let measured = point.measured.map_or("-".to_owned(), divergence);
@@ -178,7 +180,7 @@ fn text(found: &Found, target: LoadedBy) -> String {
     }
     if let Some(point) = &found.chosen {
         text += &format!("Chosen: {}\n", found.summary(point));
-        if let Some(larger) = found.report(target, None).and_then(|search| search.larger) {
+        if let Some(larger) = larger {
             let (size, before, after) = (bytes(larger.bytes), divergence(point.predicted), divergence(larger.predicted));
             text += &format!("With 5 % more bytes ({size}), the predicted KL divergence falls from {before} to {after}.\n");
         }

@@ -7,10 +7,9 @@ use crate::contract::{Checked, Finding, Rule, Target, apply};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::onnx::ModelFile;
+use crate::onnx::file::MODEL;
 use crate::onnx::proto::{DataLocation, DataType, GraphProto, ModelProto, NodeProto, TensorProto};
 
-/// Name of the file of outputs.
-const MODEL: &str = "model.onnx";
 /// Newest opset and format version of each version.
 const NEWEST: [(&str, i64, i64); 7] =
     [("1.16", 19, 9), ("1.17", 20, 9), ("1.18", 21, 10), ("1.19", 21, 10), ("1.20", 21, 10), ("1.23", 23, 11), ("1.31", 26, 13)];

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::formats::{Formats, Unit, Writing};
+use super::formats::{Formats, Unit, Writing, retain};
 use super::matrices::{Matrix, matrices};
 use crate::error::{Error, Result};
 use crate::export::{FileType, Gguf, TensorType};
@@ -119,8 +119,7 @@ impl Formats for Blocks<'_> {
     }
 
     fn retain(&mut self, kept: &[bool]) {
-        let mut flags = kept.iter();
-        self.types.retain(|_| flags.next().copied().unwrap_or(true));
+        retain(&mut self.types, kept);
         self.formats = self.types.iter().filter_map(block_format).collect();
     }
 

@@ -50,6 +50,12 @@ pub struct Writing {
     pub exports: Vec<Export>,
 }
 
+/// Removes the elements for which `kept` is false; elements without an entry remain.
+pub(super) fn retain<T>(elements: &mut Vec<T>, kept: &[bool]) {
+    let mut flags = kept.iter();
+    elements.retain(|_| flags.next().copied().unwrap_or(true));
+}
+
 /// The formats of a runtime, for a model. The option of a unit is the index of its format; the last one is
 /// floats.
 pub(super) trait Formats {

@@ -2,11 +2,12 @@
 
 use std::ops::ControlFlow;
 
+use super::formats::{Formats, Unit};
 use crate::data::{Batch, Data};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, FidelityAccumulator, Subject};
 use crate::model::Model;
-use crate::pass::Context;
+use crate::pass::{Context, Scores};
 
 /// Largest number of held-out samples.
 const MAX_SAMPLES: usize = 8;
@@ -15,13 +16,15 @@ const MAX_SAMPLES: usize = 8;
 pub struct Measurement<'a> {
     model: &'a Model,
     context: &'a Context<'a>,
+    formats: &'a dyn Formats,
+    scores: &'a Scores,
     samples: Vec<Batch>,
     source: String,
 }
 
 impl<'a> Measurement<'a> {
     /// Reads the evaluation data, or samples of the calibration data that the search does not use.
-    pub fn new(model: &'a Model, context: &'a Context<'a>) -> Result<Measurement<'a>> {
+    pub fn new(model: &'a Model, context: &'a Context<'a>, formats: &'a dyn Formats, scores: &'a Scores) -> Result<Measurement<'a>> {
         let data = context.data;
         let subject = Subject::from_model(model.clone())?;
         let mut samples = Vec::new();
@@ -41,7 +44,7 @@ impl<'a> Measurement<'a> {
         }
         let name = set.paths().next().map(|path| path.display().to_string()).unwrap_or_default();
         let source = format!("{} windows of {name} ({kind})", samples.len());
-        Ok(Measurement { model, context, samples, source })
+        Ok(Measurement { model, context, formats, scores, samples, source })
     }
 
     /// Description of the samples.
@@ -49,9 +52,12 @@ impl<'a> Measurement<'a> {
         self.source.clone()
     }
 
-    /// The KL divergence of a changed model from the original one, in nats per token.
-    pub fn divergence(&self, changed: Model) -> Result<f64> {
+    /// The KL divergence of the model with the units rounded in the formats with these indices from the
+    /// original one, in nats per token; `None` if all units are floats.
+    pub fn divergence(&self, units: &[Unit], options: &[usize]) -> Result<Option<f64>> {
         let context = self.context;
+        context.work.cancel.check()?;
+        let Some(changed) = self.formats.rounded(units, options, self.scores)? else { return Ok(None) };
         let mut subjects = [Subject::from_model(self.model.clone())?, Subject::from_model(changed)?];
         let first = self.samples.first().map(|sample| &sample.inputs);
         let mut runners = evaluation::load(&mut subjects, first, &context.device, context.memory, &context.work)?;
@@ -64,7 +70,7 @@ impl<'a> Measurement<'a> {
             accumulator.add(sample, &before.run(&sample.inputs)?, &after.run(&sample.inputs)?)?;
         }
         let fidelity = accumulator.finish();
-        fidelity.kl.filter(|divergence| divergence.is_finite()).ok_or_else(|| {
+        fidelity.kl.filter(|divergence| divergence.is_finite()).map(Some).ok_or_else(|| {
             Error::run("auto", "the KL divergence of the predictions is not defined for this model", "`auto` searches formats of models with logits")
         })
     }

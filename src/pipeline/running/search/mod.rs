@@ -24,8 +24,7 @@ pub use runtimes::LoadedBy;
 
 use crate::error::{Error, Result, counted};
 use crate::model::Model;
-use crate::pass::{Context, Method, Score, Scores, scores};
-use formats::Formats;
+use crate::pass::{Context, Method, Score, scores};
 use measure::Measurement;
 use solver::{Assignment, Row, front};
 
@@ -100,8 +99,8 @@ impl Search<'_> {
         let mut found = Found { formats: formats.names(), units, points: Vec::new(), chosen: None, measured_on: None, other_bytes };
         // Reject an impossible limit before the long part.
         self.choose(&found, &found.front())?;
-        let measurement = Measurement::new(self.model, self.context)?;
-        self.measure_units(&*formats, &mut found, &scores, &measurement)?;
+        let measurement = Measurement::new(self.model, self.context, &*formats, &scores)?;
+        measure_units(&mut found, &measurement)?;
         let first = found.front();
         let expected = self.choose(&found, &first)?;
         found.points = formats.references(&found.units)?.into_iter().map(|(name, options)| found.reference(name, options)).collect();
@@ -109,9 +108,7 @@ impl Search<'_> {
         found.points.sort_by_key(|point| point.bytes);
         let mut rows = Vec::new();
         for point in &mut found.points {
-            self.context.work.cancel.check()?;
-            let Some(rounded) = formats.rounded(&found.units, &point.options, &scores)? else { continue };
-            let measured = measurement.divergence(rounded)?;
+            let Some(measured) = measurement.divergence(&found.units, &point.options)? else { continue };
             let [predicted, exact] = [false, true].map(|measured| by_format(&found.units, &point.options, found.formats.len(), measured));
             rows.push(Row { losses: predicted, fixed: exact.iter().sum(), measured });
             point.measured = Some(measured);
@@ -120,31 +117,21 @@ impl Search<'_> {
         let factors = solver::factors(&rows);
         found.scale(&factors);
         found.chosen = match self.budget {
-            Some(Budget::Loss(limit)) => Some(self.choose_by_loss(limit, &*formats, &mut found, &scores, &measurement)?),
+            Some(Budget::Loss(limit)) => Some(self.choose_by_loss(limit, &mut found, &measurement)?),
             _ => self.choose(&found, &found.front())?,
         };
         if let Some(mut point) = found.chosen.take() {
             if point.measured.is_none() {
-                point.measured = self.measure(&*formats, &found, &point.options, &scores, &measurement)?;
+                point.measured = measure(&found, &point.options, &measurement)?;
             }
             found.chosen = Some(point);
         }
         Ok(found)
     }
 
-    /// The KL divergence of formats on held-out samples; `None` if all units are floats.
-    fn measure(&self, formats: &dyn Formats, found: &Found, options: &[usize], scores: &Scores, measurement: &Measurement) -> Result<Option<f64>> {
-        let point = found.points.iter().find(|point| point.options == options && point.measured.is_some());
-        if let Some(point) = point {
-            return Ok(point.measured);
-        }
-        self.context.work.cancel.check()?;
-        formats.rounded(&found.units, options, scores)?.map(|rounded| measurement.divergence(rounded)).transpose()
-    }
-
     /// The smallest point whose measured loss is within the limit. Points that exceed it are added to the
     /// measured ones, and the next point is predicted to have proportionally less loss.
-    fn choose_by_loss(&self, limit: f64, formats: &dyn Formats, found: &mut Found, scores: &Scores, measurement: &Measurement) -> Result<Point> {
+    fn choose_by_loss(&self, limit: f64, found: &mut Found, measurement: &Measurement) -> Result<Point> {
         let floats = found.formats.len() - 1;
         let front: Vec<Point> = found.front().into_iter().map(|assignment| found.point(assignment.options)).collect();
         let front: Vec<Point> = front.into_iter().filter(|point| point.options.iter().any(|option| *option != floats)).collect();
@@ -155,7 +142,7 @@ impl Search<'_> {
             // The largest point shows whether the limit can be met.
             let at = expected.filter(|_| round < ROUNDS).unwrap_or(last);
             let mut point = front[at].clone();
-            point.measured = self.measure(formats, found, &point.options, scores, measurement)?;
+            point.measured = measure(found, &point.options, measurement)?;
             let measured = point.measured.unwrap_or(f64::INFINITY);
             if measured <= limit {
                 return Ok(point);
@@ -175,23 +162,6 @@ impl Search<'_> {
             "choose another runtime with `--for`".to_owned()
         };
         Err(Error::run("auto", reason, hint))
-    }
-
-    /// Measures the losses of units that the backward pass does not give, with all others as floats.
-    fn measure_units(&self, formats: &dyn Formats, found: &mut Found, scores: &Scores, measurement: &Measurement) -> Result<()> {
-        let floats = found.formats.len() - 1;
-        for at in (0..found.units.len()).filter(|at| found.units[*at].measured).collect::<Vec<_>>() {
-            for option in 0..floats {
-                self.context.work.cancel.check()?;
-                let mut options = vec![floats; found.units.len()];
-                options[at] = option;
-                let Some(score) = found.units[at].options[option] else { continue };
-                if let Some(rounded) = formats.rounded(&found.units, &options, scores)? {
-                    found.units[at].options[option] = Some(Score { loss: measurement.divergence(rounded)?, ..score });
-                }
-            }
-        }
-        Ok(())
     }
 
     /// The point of the front for the limit.
@@ -239,6 +209,28 @@ impl Search<'_> {
         let writing = self.target.formats(self.model, self.formats)?.writing(&found.units, &point.options, method)?;
         writing.ok_or_else(|| Error::run("auto", "the limit allows to leave all weights as floats, so that there is nothing to do", "use a lower limit"))
     }
+}
+
+/// The KL divergence of formats on held-out samples, which may be known; `None` if all units are floats.
+fn measure(found: &Found, options: &[usize], measurement: &Measurement) -> Result<Option<f64>> {
+    let point = found.points.iter().find(|point| point.options == options && point.measured.is_some());
+    point.map_or_else(|| measurement.divergence(&found.units, options), |point| Ok(point.measured))
+}
+
+/// Measures the losses of units that the backward pass does not give, with all others as floats.
+fn measure_units(found: &mut Found, measurement: &Measurement) -> Result<()> {
+    let floats = found.formats.len() - 1;
+    for at in (0..found.units.len()).filter(|at| found.units[*at].measured).collect::<Vec<_>>() {
+        for option in 0..floats {
+            let Some(score) = found.units[at].options[option] else { continue };
+            let mut options = vec![floats; found.units.len()];
+            options[at] = option;
+            if let Some(loss) = measurement.divergence(&found.units, &options)? {
+                found.units[at].options[option] = Some(Score { loss, ..score });
+            }
+        }
+    }
+    Ok(())
 }
 
 impl Found {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::formats::{Formats, Unit, Writing};
+use super::formats::{Formats, Unit, Writing, retain};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::model::Model;
@@ -39,8 +39,7 @@ impl Formats for Schemes<'_> {
     }
 
     fn retain(&mut self, kept: &[bool]) {
-        let mut flags = kept.iter();
-        self.passes.retain(|_| flags.next().copied().unwrap_or(true));
+        retain(&mut self.passes, kept);
         self.formats = self.passes.iter().cloned().map(WeightFormat::Scheme).collect();
     }
 
