@@ -26,7 +26,7 @@ use crate::output::{Replace, Staging, require_local};
 use crate::recipe::Recipe;
 use crate::report::{Report, Tool};
 use crate::run_state::{Part, PartIndex};
-use crate::store::checkpoint::DataFile;
+use crate::store::DataFile;
 use crate::store::hash::hash_file;
 use crate::store::writer::{Prebuilt, PrebuiltFile};
 use crate::store::{Checkpoint, ContentKey};

@@ -195,7 +195,7 @@ impl WeightSource for Varints {
 mod tests {
     use super::super::wire::varint;
     use super::*;
-    use crate::store::checkpoint::DataFile;
+    use crate::store::DataFile;
 
     #[test]
     fn varints_are_decoded_block_by_block() {

@@ -16,7 +16,7 @@ use rustix::fs::{CWD, Mode, OFlags, openat};
 
 use super::proto::{DataLocation, TensorProto};
 use crate::files;
-use crate::store::checkpoint::DataFile;
+use crate::store::DataFile;
 
 /// The external data of a tensor: file, offset and length.
 #[derive(Debug, PartialEq, Eq)]

@@ -19,7 +19,7 @@ use super::skeleton::{Run, Skeleton};
 use super::wire::data;
 use crate::error::{Error, Result};
 use crate::files::File;
-use crate::store::checkpoint::DataFile;
+use crate::store::DataFile;
 use crate::store::{DType, Encoding, RawTensor, Transposed, Weight, Weights};
 
 /// Minimum number of elements for an integer `Constant` to be a weight. Float constants always are.

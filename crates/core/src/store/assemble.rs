@@ -4,17 +4,19 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::affine::row;
 use super::block::greatest_common_divisor;
 use super::gptq;
+use super::quantization_spec::row;
 use super::sparse::{self, IntegerValues, SparseFile};
 use super::{
     ActivationScheme, Checkpoint, Codes, DType, Encoding, FloatFormat, Granularity, QuantizationSpec, RawTensor, ScaleFormat, Static, Weight, WeightSource,
     Weights,
 };
 use crate::error::{Error, Result};
+use crate::files;
 use crate::kernel::{convert, packing};
 
 /// The encoding of a quantized weight as specified in a configuration. The stored tensors alone can be
@@ -30,6 +32,30 @@ pub struct StatedEncoding {
     /// Dtype of the dequantized values, if that of the scales does not determine it; by default the most
     /// common one of the checkpoint.
     pub floats: Option<DType>,
+}
+
+impl Weights {
+    /// Assembles the tensors of a checkpoint into logical weights: codes with their scales, sparse
+    /// values with their masks, and all others unchanged.
+    pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Weights> {
+        Self::from_checkpoint_with(checkpoint, &|_| StatedEncoding::default())
+    }
+
+    /// As [`from_checkpoint`](Weights::from_checkpoint), with the encodings that a configuration
+    /// specifies.
+    pub fn from_checkpoint_with(checkpoint: Checkpoint, stated: &dyn Fn(&str) -> StatedEncoding) -> Result<Weights> {
+        let mut positions = BTreeMap::new();
+        for (name, tensor) in &checkpoint.tensors {
+            let (path, begin, _) = tensor.location();
+            let file = checkpoint.files.iter().position(|file| file == path).filter(|_| files::is_remote(path));
+            positions.extend(file.map(|file| (name.clone(), (file, begin))));
+        }
+        let mut weights = assemble(checkpoint, stated)?;
+        for weight in weights.by_name.values_mut() {
+            weight.remote_position = weight.stored_as.iter().filter_map(|name| positions.get(name).copied()).min();
+        }
+        Ok(weights)
+    }
 }
 
 /// Assembles the tensors of a checkpoint into logical weights. `stated` returns the configured encoding

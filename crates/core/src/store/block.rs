@@ -1,10 +1,6 @@
 //! Blocks of weights in the streaming pipeline from input to output.
 
-use std::ops::Range;
-use std::sync::Arc;
-
-use super::Codes;
-use super::{DType, QuantizationSpec};
+use super::{Codes, DType, QuantizationSpec};
 use crate::error::Result;
 use crate::kernel::{bitmask, convert, quantize, scan, with_float};
 
@@ -39,48 +35,6 @@ pub(super) fn greatest_common_divisor(mut a: usize, mut b: usize) -> usize {
 
 /// Callback that receives blocks.
 pub type BlockSink<'a> = &'a mut dyn FnMut(Block<'_>) -> Result<()>;
-
-/// A source of a tensor's elements. It can be visited repeatedly and always yields the same elements in
-/// order.
-pub trait WeightSource: Send + Sync {
-    /// Calls `sink` with consecutive blocks. Each block except the last is a multiple of `unit`
-    /// elements. Fails if a value cannot be represented.
-    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()>;
-
-    /// For rounding stages: the weight before rounding.
-    fn unrounded(&self) -> Option<&super::Weight> {
-        None
-    }
-
-    /// A source for a range of rows, if they do not depend on other rows. Visited by `unit`, it yields
-    /// the same blocks as a visit of the complete weight, provided that the preceding rows consist of
-    /// complete blocks. `None` if rows are not independent, or the source does not support it.
-    fn rows(&self, _rows: &Range<usize>, _unit: usize) -> Option<Rows> {
-        None
-    }
-}
-
-/// A range of rows of a source.
-pub struct Rows {
-    /// Source of these rows.
-    pub source: Arc<dyn WeightSource>,
-    /// Number of elements per block of the complete weight.
-    pub block: usize,
-}
-
-/// A small tensor in memory.
-pub struct Bytes {
-    /// Element type.
-    pub dtype: DType,
-    /// The elements.
-    pub bytes: Vec<u8>,
-}
-
-impl WeightSource for Bytes {
-    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
-        sink(Block::untouched(View::dense(self.dtype, &self.bytes)))
-    }
-}
 
 /// Encoded elements.
 #[derive(Debug, Clone, Copy)]

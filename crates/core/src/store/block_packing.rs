@@ -8,7 +8,7 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-use super::storage_format::{PartSink, StoredTensor};
+use super::stored_tensor::{PartSink, StoredTensor};
 use super::{DType, Encoding, Granularity, View, Weight};
 use crate::error::Result;
 use crate::kernel::packing;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{BlockSink, DType, QuantizationSpec, Rows, View, WeightSource};
+use super::{BlockSink, DType, Encoding, QuantizationSpec, Rows, View, Weight, WeightSource};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 
@@ -15,6 +15,17 @@ pub struct Decoded {
     pub dtype: DType,
     /// Name for errors.
     pub name: String,
+}
+
+impl Weight {
+    /// The dequantized weight, or the weight itself if it is dense.
+    pub fn dense(&self, name: &str) -> Weight {
+        if self.encoding == Encoding::Dense {
+            return self.clone();
+        }
+        let source = Decoded { upstream: self.source(), dtype: self.dtype, name: name.to_owned() };
+        self.then(self.dtype, Encoding::Dense, Arc::new(source))
+    }
 }
 
 /// Number of elements decoded at a time, so that they fit into the L1 cache.

@@ -2,9 +2,23 @@
 
 use std::sync::Arc;
 
-use super::{BlockSink, Bytes, DType, Encoding, Granularity, Origin, QuantizationSpec, View, Weight, WeightSource, least_common_multiple};
+use super::{Block, BlockSink, DType, Encoding, Granularity, Origin, QuantizationSpec, View, Weight, WeightSource, least_common_multiple};
 use crate::error::{Error, Result};
 use crate::kernel::{convert, packing};
+
+/// A small tensor in memory.
+pub struct Bytes {
+    /// Element type.
+    pub dtype: DType,
+    /// The elements.
+    pub bytes: Vec<u8>,
+}
+
+impl WeightSource for Bytes {
+    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
+        sink(Block::untouched(View::dense(self.dtype, &self.bytes)))
+    }
+}
 
 /// Float values that replace those of `before`, which is visited too, for comparison.
 struct InMemory {

@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{ActivationScheme, DType, FloatScale, Packing, Static};
+use super::{DType, Packing};
 use crate::kernel::minifloat::Minifloat;
 use crate::kernel::{Float, minifloat};
 
@@ -416,17 +416,6 @@ impl Codes {
             Codes::Integer(_) => "int-quantized",
             Codes::Float(format) => format.file(scales).map_or("unsupported", |file| file.name),
             Codes::Palette(_) => "palettes",
-        }
-    }
-
-    /// Static activation quantization for weights with these codes.
-    pub fn static_activations(self, by: Static) -> ActivationScheme {
-        match self {
-            Codes::Integer(_) | Codes::Palette(_) => ActivationScheme::Static(by),
-            Codes::Float(format) if self.scale_formats().any(|scales| scales == ScaleFormat::Relative) => {
-                ActivationScheme::Float(format, FloatScale::Relative(by))
-            }
-            Codes::Float(format) => ActivationScheme::Float(format, FloatScale::Static(by)),
         }
     }
 }

@@ -9,18 +9,7 @@ use std::ops::Range;
 use super::block::common_multiple;
 use super::hash::CHUNK;
 use super::storage_format::WORD_ROWS;
-use super::{Encoding, Granularity, Rows, StorageFormat, Weight};
-
-/// Position of a range of rows in its weight.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RowsOf {
-    /// The first row.
-    pub first: usize,
-    /// Total number of rows of the weight.
-    pub of: usize,
-    /// Number of elements per block of the complete weight.
-    pub(super) block: usize,
-}
+use super::{Encoding, Granularity, Rows, RowsOf, StorageFormat, Weight};
 
 impl Weight {
     /// The range of all rows.

@@ -10,6 +10,8 @@
 
 use std::sync::Arc;
 
+use super::quantization_spec::row;
+use super::quantized_reader::Parameters;
 use super::{Block, BlockSink, Checkpoint, DType, QuantizationSpec, QuantizedReader, RawTensor, View, WeightSource, block_elements, least_common_multiple};
 use crate::error::{Error, Result};
 use crate::kernel::bitmask;
@@ -137,8 +139,8 @@ pub struct SparseInteger {
 
 impl WeightSource for SparseInteger {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        let row = super::affine::row(&self.values.shape);
-        let mut parameters = super::affine::Parameters::new(&self.affine, row, self.columns, &self.scales, self.zero_points.as_ref());
+        let row = row(&self.values.shape);
+        let mut parameters = Parameters::new(&self.affine, row, self.columns, &self.scales, self.zero_points.as_ref());
         self.values.blocks(least_common_multiple(unit, row), &mut |values| {
             let (scales, zero_points) = parameters.next(values.len())?;
             let global_scale = self.global_scale;

@@ -21,21 +21,11 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use super::block_packing::{Blocks, Halves};
+use super::stored_tensor::{PartSink, StoredTensor};
 use super::{Codes, DType, Encoding, Granularity, Packing, View, Weight};
 use crate::error::{Error, Result};
 use crate::kernel::ggml::BlockType;
 use crate::kernel::{bitmask, packing};
-
-/// One tensor of a file.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StoredTensor {
-    /// Name in the file.
-    pub name: String,
-    /// Element type.
-    pub dtype: DType,
-    /// Shape, outermost dimension first.
-    pub shape: Vec<usize>,
-}
 
 /// Storage format of a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -173,9 +163,6 @@ pub(super) struct Emitter {
 
 /// Number of rows whose packed zero points fill complete words for any bit width.
 pub(super) const WORD_ROWS: usize = 32;
-
-/// Receives bytes of the part with an index.
-pub(super) type PartSink<'a> = &'a mut dyn FnMut(usize, &[u8]) -> Result<()>;
 
 impl Emitter {
     pub(super) fn new(name: &str, storage_format: StorageFormat, weight: &Weight) -> Self {

@@ -1,15 +1,13 @@
 //! Logical tensors: dtype, shape and encoding, with bytes produced on demand.
 
-use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::affine::row;
-use super::convert::Decoded;
-use super::{BlockSink, Checkpoint, DType, QuantizationSpec, RowsOf, StatedEncoding, WeightSource, assemble};
+use super::quantization_spec::row;
+use super::{BlockSink, DType, QuantizationSpec};
 use crate::error::{Error, Result};
-use crate::files;
 
 /// Representation of the elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,6 +69,45 @@ pub enum Role {
     Constant,
     /// Any other role, like norms and position biases.
     Other,
+}
+
+/// A source of a tensor's elements. It can be visited repeatedly and always yields the same elements in
+/// order.
+pub trait WeightSource: Send + Sync {
+    /// Calls `sink` with consecutive blocks. Each block except the last is a multiple of `unit`
+    /// elements. Fails if a value cannot be represented.
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()>;
+
+    /// For rounding stages: the weight before rounding.
+    fn unrounded(&self) -> Option<&Weight> {
+        None
+    }
+
+    /// A source for a range of rows, if they do not depend on other rows. Visited by `unit`, it yields
+    /// the same blocks as a visit of the complete weight, provided that the preceding rows consist of
+    /// complete blocks. `None` if rows are not independent, or the source does not support it.
+    fn rows(&self, _rows: &Range<usize>, _unit: usize) -> Option<Rows> {
+        None
+    }
+}
+
+/// A range of rows of a source.
+pub struct Rows {
+    /// Source of these rows.
+    pub source: Arc<dyn WeightSource>,
+    /// Number of elements per block of the complete weight.
+    pub block: usize,
+}
+
+/// Position of a range of rows in its weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowsOf {
+    /// The first row.
+    pub first: usize,
+    /// Total number of rows of the weight.
+    pub of: usize,
+    /// Number of elements per block of the complete weight.
+    pub(super) block: usize,
 }
 
 /// A logical tensor. Clones share the data.
@@ -143,15 +180,6 @@ impl Weight {
     #[must_use]
     pub fn with_origin(self, origin: Origin) -> Weight {
         Weight { origin, ..self }
-    }
-
-    /// The dequantized weight, or the weight itself if it is dense.
-    pub fn dense(&self, name: &str) -> Weight {
-        if self.encoding == Encoding::Dense {
-            return self.clone();
-        }
-        let source = Decoded { upstream: self.source.clone(), dtype: self.dtype, name: name.to_owned() };
-        self.then(self.dtype, Encoding::Dense, Arc::new(source))
     }
 
     /// Source of the bytes.
@@ -245,73 +273,4 @@ impl Weight {
         };
         format!("{} {by}{}", affine.codes, if affine.symmetric { "" } else { " asymmetric" })
     }
-}
-
-/// The weights of a model, by name.
-#[derive(Debug, Clone, Default)]
-pub struct Weights {
-    /// By name, in alphabetical order.
-    pub by_name: BTreeMap<String, Weight>,
-    /// Metadata of the original files.
-    pub metadata: BTreeMap<String, String>,
-    /// Folders with separate weight files. The names of their weights start with the folder and a slash.
-    pub folders: Vec<String>,
-}
-
-impl Weights {
-    /// Assembles the tensors of a checkpoint into logical weights: codes with their scales, sparse
-    /// values with their masks, and all others unchanged.
-    pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Weights> {
-        Self::from_checkpoint_with(checkpoint, &|_| StatedEncoding::default())
-    }
-
-    /// As [`from_checkpoint`](Weights::from_checkpoint), with the encodings that a configuration
-    /// specifies.
-    pub fn from_checkpoint_with(checkpoint: Checkpoint, stated: &dyn Fn(&str) -> StatedEncoding) -> Result<Weights> {
-        let mut positions = BTreeMap::new();
-        for (name, tensor) in &checkpoint.tensors {
-            let (path, begin, _) = tensor.location();
-            let file = checkpoint.files.iter().position(|file| file == path).filter(|_| files::is_remote(path));
-            positions.extend(file.map(|file| (name.clone(), (file, begin))));
-        }
-        let mut weights = assemble::assemble(checkpoint, stated)?;
-        for weight in weights.by_name.values_mut() {
-            weight.remote_position = weight.stored_as.iter().filter_map(|name| positions.get(name).copied()).min();
-        }
-        Ok(weights)
-    }
-
-    /// Looks up a weight by name. The error contains the most similar name.
-    pub fn get(&self, name: &str) -> Result<&Weight> {
-        self.by_name.get(name).ok_or_else(|| Error::NoMatch {
-            field: "name",
-            pattern: name.to_owned(),
-            nearest: super::select::nearest(name, self.by_name.keys().map(String::as_str)),
-        })
-    }
-
-    /// Records why elements of weights are zero. `Pruning` is not overwritten.
-    pub fn set_zero_origin<'n>(&mut self, names: impl IntoIterator<Item = &'n str>, origin: ZeroOrigin) {
-        for name in names {
-            if let Some(weight) = self.by_name.get_mut(name).filter(|weight| weight.zero_origin != Some(ZeroOrigin::Pruning)) {
-                weight.zero_origin = Some(origin);
-            }
-        }
-    }
-
-    /// The folder of a weight, if it is stored in a separate file.
-    pub fn folder(&self, name: &str) -> Option<&str> {
-        in_folder(&self.folders, name).map(|(folder, _)| folder)
-    }
-
-    /// Total number of elements.
-    pub fn parameters(&self) -> u64 {
-        self.by_name.values().map(|w| w.elements() as u64).sum()
-    }
-}
-
-/// Splits a name into its folder, if it is one of `folders`, and the rest.
-pub(super) fn in_folder<'f, 'n>(folders: &'f [String], name: &'n str) -> Option<(&'f str, &'n str)> {
-    let matching = folders.iter().filter_map(|folder| Some((folder.as_str(), name.strip_prefix(folder.as_str())?.strip_prefix('/')?)));
-    matching.max_by_key(|(folder, _)| folder.len())
 }

@@ -16,8 +16,8 @@ use super::part_writer::PartWriter;
 pub use super::prebuilt::{Prebuilt, PrebuiltFile};
 use super::storage_format::Emitter;
 use super::verified_file::VerifiedFile;
-use super::weight::in_folder;
-use super::{Block, StorageFormat, StoredTensor, Weight, checkpoint};
+use super::weights::in_folder;
+use super::{Block, StorageFormat, StoredTensor, Weight, checkpoint, raw_tensor};
 use crate::error::{Error, Result};
 use crate::files::Destination;
 use crate::work::Work;
@@ -308,7 +308,7 @@ pub fn write(
             (None, None) => return Err(Error::Verification { path: folder.path().join(name), reason: "was not written".into() }),
         };
         files.push(Written { name: name.clone(), bytes, blake3 });
-        let (_, back) = checkpoint::DataFile::open(&path)?;
+        let (_, back) = raw_tensor::DataFile::open(&path)?;
         if back != *header {
             return Err(Error::Verification { path, reason: "the header reads back differently".into() });
         }

@@ -24,7 +24,7 @@ pub use self::header::{ALIGNMENT, Kind, Outline, TensorDescription, Value};
 pub use self::row_permutation::RowPermutation;
 pub use self::split::is_continuation;
 pub use self::write::header;
-use super::checkpoint::DataFile;
+use super::raw_tensor::DataFile;
 use super::{Block, BlockSink, DType, Encoding, RawTensor, View, Weight, WeightSource, block_elements, least_common_multiple};
 use crate::error::{Error, Result};
 use crate::files::{self, File};

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use crate::error::Result;
-use crate::store::checkpoint::DataFile;
+use crate::store::DataFile;
 use crate::store::{Block, BlockSink, DType, Encoding, View, Weight, WeightSource, block_elements, least_common_multiple};
 
 /// Maximum number of bytes read per requested byte, when reading ranges with gaps.
