@@ -5,7 +5,7 @@ use super::rows::{largest, sum};
 
 /// `ln Σ exp(factor x)`.
 #[inline(always)]
-fn total(row: &[f32], factor: f32) -> f32 {
+pub(super) fn total(row: &[f32], factor: f32) -> f32 {
     let most = largest(row) * factor;
     sum(row, |x| exp(x * factor - most)).ln() + most
 }

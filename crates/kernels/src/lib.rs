@@ -45,6 +45,7 @@ mod running {
     pub mod convolution_gradient;
     pub mod cross_entropy;
     pub mod dense;
+    pub mod divergence;
     pub mod dynamic_8bit;
     pub mod eigen;
     pub mod epilogue;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::{Device, Tensor};
 
 use super::layer_pairs::{attention_heads, last_layers, layer_indices, layer_pairs};
-use super::losses::{self, AttentionTarget, Head, Logits, LossOutput, Losses, Term};
+use super::losses::{self, AttentionTarget, Head, Logits, LossOutput, Losses, Soft, Term};
 use crate::analysis;
 use crate::data::{Batch, SequenceRole, SequenceRoles, Task};
 use crate::error::{Error, Result};
@@ -185,7 +185,7 @@ impl Objective {
             return Err(Error::option("losses: hard", format!("requires `task: language-modelling`, but the task of the data is {task}")));
         }
         self.logits = Some(Logits {
-            soft: losses.soft.as_ref().map(|soft| (soft.weight, soft.temperature)),
+            soft: losses.soft.as_ref().map(Soft::from),
             hard: losses.hard.as_ref().map(|hard| (hard.weight, hard.label_smoothing)),
             student: source,
             teacher,
@@ -286,7 +286,7 @@ impl Objective {
     /// The weighted sum of losses.
     pub fn total(&self, losses: &BTreeMap<&'static str, f64>) -> f64 {
         let weight = |name: &str| match (name, &self.logits) {
-            ("soft", Some(logits)) => logits.soft.map_or(0.0, |(weight, _)| weight),
+            ("soft", Some(logits)) => logits.soft.map_or(0.0, |soft| soft.weight),
             ("hard", Some(logits)) => logits.hard.map_or(0.0, |(weight, _)| weight),
             _ => self.terms.iter().find(|term| term.loss.name() == name).map_or(0.0, |term| term.weight),
         };

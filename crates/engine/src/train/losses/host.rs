@@ -3,8 +3,10 @@
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
+use super::divergence::{Divergence, Soft};
 use crate::ir::ops::on_host;
 use crate::kernel::cross_entropy::{hard, soft};
+use crate::kernel::divergence::divergence;
 use crate::kernel::scratch::Scratch;
 use crate::train::floats::{CHUNK, change, read};
 
@@ -12,8 +14,8 @@ use crate::train::floats::{CHUNK, change, read};
 pub(super) struct LogitTargets<'a> {
     /// Number of classes; further columns are padding.
     pub classes: usize,
-    /// Temperature, gradient factor, and the teacher's logits `[rows, classes]`.
-    pub soft: Option<(f64, f64, &'a Tensor)>,
+    /// Soft targets, gradient factor, and the teacher's logits `[rows, classes]`.
+    pub soft: Option<(Soft, f64, &'a Tensor)>,
     /// Label smoothing, gradient factor, and the class of each row.
     pub hard: Option<(f64, f64, &'a [u32])>,
 }
@@ -50,8 +52,12 @@ impl LogitTargets<'_> {
         out.fill(0.0);
         let out = &mut out[..count];
         let mut losses = [0.0; 2];
-        if let Some((temperature, factor, _)) = self.soft {
-            losses[0] = soft(&x, theirs.get(row * count..(row + 1) * count).unwrap_or_default(), temperature as f32, factor as f32, out);
+        if let Some((targets, factor, _)) = self.soft {
+            let (theirs, temperature) = (theirs.get(row * count..(row + 1) * count).unwrap_or_default(), targets.temperature as f32);
+            losses[0] = match targets.divergence {
+                Divergence::Forward => soft(&x, theirs, temperature, factor as f32, out),
+                other => divergence(&x, theirs, other, temperature, factor as f32, out),
+            };
         }
         if let Some((smoothing, factor, classes)) = self.hard {
             let class = classes.get(row).map_or(usize::MAX, |class| *class as usize);

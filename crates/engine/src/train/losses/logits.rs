@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{D, DType, Device, Tensor};
 
+use super::divergence::{Soft, with_gradient};
 use super::host::{LogitTargets, add_to, is_host_slice};
 use super::mask::require_rows_of_samples;
 use super::{LossOutput, divisor};
@@ -74,8 +75,8 @@ impl Head {
 /// Soft and hard losses over logits.
 #[derive(Debug, Clone)]
 pub struct Logits {
-    /// Weight and temperature.
-    pub soft: Option<(f64, f64)>,
+    /// Soft targets.
+    pub soft: Option<Soft>,
     /// Weight and label smoothing.
     pub hard: Option<(f64, f64)>,
     /// Source of the student's logits.
@@ -275,10 +276,10 @@ impl Logits {
         let items = divisor(items);
         // Logits of a head are a temporary that can be overwritten.
         if matches!(self.student, LogitsSource::Head(_)) && [Some(&logits), teacher].into_iter().flatten().all(is_host_slice) {
-            let soft = self.soft.zip(teacher).map(|((weight, temperature), teacher)| (temperature, weight * temperature / items * scale, teacher));
+            let soft = self.soft.zip(teacher).map(|(soft, teacher)| (soft, soft.weight * soft.temperature / items * scale, teacher));
             let hard = self.hard.map(|(weight, smoothing)| (smoothing, weight / items * scale, targets));
             let sums = LogitTargets { classes: self.classes, soft, hard }.replace_by_gradient(&logits)?;
-            let soft_sum = soft.map(|(temperature, ..)| ("soft", sums[0], temperature * temperature));
+            let soft_sum = soft.map(|(soft, ..)| ("soft", sums[0], soft.temperature * soft.temperature));
             for (name, sum, factor) in soft_sum.into_iter().chain(hard.map(|_| ("hard", sums[1], 1.0))) {
                 output.add_loss(name, &Tensor::new(sum, logits.device())?, factor / items)?;
             }
@@ -295,13 +296,12 @@ impl Logits {
             });
             Ok::<_, candle_core::Error>(())
         };
-        if let (Some((weight, temperature)), Some(teacher)) = (self.soft, teacher) {
+        if let (Some(Soft { weight, temperature, divergence }), Some(teacher)) = (self.soft, teacher) {
             let ours = log_softmax(&(&class_logits / temperature)?)?;
             let theirs = log_softmax(&(teacher / temperature)?)?;
-            let target = theirs.exp()?;
-            let loss = (&target * (theirs - &ours)?)?.sum_all()?;
+            let (loss, gradient) = with_gradient(divergence, &ours, &theirs)?;
             output.add_loss("soft", &loss, temperature * temperature / items)?;
-            add(((ours.exp()? - target)? * (weight * temperature / items))?)?;
+            add((gradient * (weight * temperature / items))?)?;
         }
         if let Some((weight, smoothing)) = self.hard {
             let ours = log_softmax(&class_logits)?;

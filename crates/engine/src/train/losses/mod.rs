@@ -4,6 +4,7 @@
 //! the whole step. The result therefore does not depend on how a step is split into micro-batches.
 
 mod attention;
+mod divergence;
 mod embedding;
 mod hidden;
 mod host;
@@ -16,10 +17,11 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Tensor};
 
 pub use attention::{Attention, Heads};
+pub use divergence::{Divergence, Soft};
 pub use embedding::Embedding;
 pub use hidden::{Hidden, Pair};
 pub use logits::{Head, Logits, LogitsSource, ModelValues, TeacherOutputs};
-pub use options::{AttentionLoss, AttentionTarget, Distance, EmbeddingLoss, HardLoss, HiddenLoss, Losses, SoftLoss};
+pub use options::{AttentionLoss, AttentionTarget, Distance, EmbeddingLoss, HardLoss, HiddenLoss, Losses, SoftDivergence, SoftLoss};
 
 use crate::data::Batch;
 use crate::error::{Error, Result};
@@ -257,7 +259,17 @@ mod tests {
         let head = LogitsSource::Head(Head { input: "x".into(), parameters: vec!["w".into()], op: Linear::default() });
         let named = |values: &[Tensor]| BTreeMap::from([("x".to_owned(), values[0].clone())]);
         let parameters = |values: &[Tensor]| Parameters::from_tensors(values[1..].iter().map(|weight| ("w".to_owned(), weight.clone())).collect(), DType::F32);
-        for (soft, hard) in [(Some((0.5, 2.0)), None), (None, Some((1.5, 0.0))), (None, Some((1.5, 0.2))), (Some((0.5, 3.0)), Some((1.5, 0.1)))] {
+        let soft = |weight, temperature, divergence| Some(Soft { weight, temperature, divergence });
+        let cases = [
+            (soft(0.5, 2.0, Divergence::Forward), None),
+            (None, Some((1.5, 0.0))),
+            (None, Some((1.5, 0.2))),
+            (soft(0.5, 3.0, Divergence::Forward), Some((1.5, 0.1))),
+            (soft(0.5, 2.0, Divergence::Reverse), None),
+            (soft(1.0, 1.0, Divergence::JensenShannon(0.25)), Some((0.5, 0.0))),
+            (soft(2.0, 2.0, Divergence::TotalVariation), None),
+        ];
+        for (soft, hard) in cases {
             // Logits of a graph value, with a column more than there are classes, and logits of a layer.
             for (source, values) in
                 [(LogitsSource::Value("x".into()), vec![tensor(1, &[2, 3, 6])]), (head.clone(), vec![tensor(1, &[2, 3, 4]), tensor(2, &[5, 4])])]
@@ -271,7 +283,7 @@ mod tests {
                     logits.add(&mut output, (&named(values), &parameters(values)), teacher, &batch, &|_| true, (3.0, 1.0)).unwrap();
                     output
                 };
-                let weights = BTreeMap::from([("soft", soft.map_or(0.0, |(weight, _)| weight)), ("hard", hard.map_or(0.0, |(weight, _)| weight))]);
+                let weights = BTreeMap::from([("soft", soft.map_or(0.0, |soft| soft.weight)), ("hard", hard.map_or(0.0, |(weight, _)| weight))]);
                 let total = |values: &[Tensor]| {
                     let losses = add(values).losses;
                     losses.iter().map(|(name, loss)| weights[name] * transfer::number(loss, Cause::Step).unwrap()).sum::<f64>()

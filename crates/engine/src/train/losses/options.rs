@@ -33,6 +33,24 @@ pub enum AttentionTarget {
     Relations,
 }
 
+/// Divergence of the student's distribution from the teacher's.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum SoftDivergence {
+    /// KL divergence of the student from the teacher
+    #[default]
+    Forward,
+    /// KL divergence of the teacher from the student, which concentrates on the teacher's likely tokens
+    Reverse,
+    /// Generalized Jensen–Shannon divergence (GKD)
+    JensenShannon,
+    /// Total variation distance: the rejection rate of speculative decoding
+    TotalVariation,
+    /// KL divergence and total variation, weighted by the acceptance rate: for drafts of speculative decoding
+    Acceptance,
+}
+
 macro_rules! losses {
     ($($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr,)* })+) => {
         $(
@@ -66,6 +84,11 @@ losses! {
     SoftLoss {
         /// Temperature that the logits are divided by
         temperature: f64 = 2.0,
+        /// Divergence of the student's distribution from the teacher's
+        divergence: SoftDivergence = SoftDivergence::Forward,
+        /// Share of the teacher in the mean distribution of `jensen-shannon`, between 0 and 1 [default: 0.5]
+        #[serde(skip_serializing_if = "Option::is_none")]
+        mix: Option<f64> = None,
     }
     /// Hard targets: labels, or the next token.
     HardLoss {
@@ -104,6 +127,11 @@ losses! {
         #[serde(skip_serializing_if = "Option::is_none")]
         output: Option<String> = None,
     }
+}
+
+impl SoftLoss {
+    /// Share of the teacher in the mean distribution, by default.
+    pub const MIX: f64 = 0.5;
 }
 
 /// Losses and their weights: a number in place of the options is the weight.
@@ -154,6 +182,14 @@ impl Losses {
         }
         if self.soft.as_ref().is_some_and(|soft| !(soft.temperature.is_finite() && soft.temperature > 0.0)) {
             return wrong("soft", "the temperature must be a finite number greater than 0");
+        }
+        if let Some(mix) = self.soft.as_ref().and_then(|soft| soft.mix) {
+            if self.soft.as_ref().is_some_and(|soft| soft.divergence != SoftDivergence::JensenShannon) {
+                return wrong("soft", "`mix` is an option of `divergence: jensen-shannon`");
+            }
+            if !(mix > 0.0 && mix < 1.0) {
+                return wrong("soft", "`mix` must be greater than 0 and less than 1; the limits are `divergence: forward` and `reverse`");
+            }
         }
         if self.hard.as_ref().is_some_and(|hard| !(0.0..1.0).contains(&hard.label_smoothing)) {
             return wrong("hard", "`label_smoothing` must be at least 0 and less than 1");
@@ -220,14 +256,22 @@ mod tests {
     #[test]
     fn a_number_is_a_weight() {
         let losses: Losses = serde_saphyr::from_str("{ soft: { weight: 0.5, temperature: 4 }, hard: 1, hidden: { layers: [[0, 1], [2, 5]] } }").unwrap();
-        assert_eq!(losses.soft, Some(SoftLoss { weight: 0.5, temperature: 4.0 }));
+        assert_eq!(losses.soft, Some(SoftLoss { weight: 0.5, temperature: 4.0, ..SoftLoss::default() }));
         assert_eq!(losses.hard, Some(HardLoss::from(1.0)));
         assert_eq!(losses.hidden.unwrap().layers, [(0, 1), (2, 5)]);
         assert_eq!("soft=0.5,embedding=2".parse::<Losses>().unwrap().embedding, Some(EmbeddingLoss::from(2.0)));
         for text in ["{ sort: 1 }", "{ soft: { heat: 1 } }", "{ soft: hot }"] {
             assert!(text.parse::<Losses>().is_err(), "{text}");
         }
-        for text in ["soft=-1", "{ soft: { temperature: 0 } }", "{ hard: { label_smoothing: 1 } }"] {
+        let mixed = "{ soft: { divergence: jensen-shannon, mix: 0.25 } }".parse::<Losses>().unwrap();
+        assert!(mixed.check().is_ok() && mixed.soft.unwrap().mix == Some(0.25));
+        for text in [
+            "soft=-1",
+            "{ soft: { mix: 0.5 } }",
+            "{ soft: { divergence: jensen-shannon, mix: 1 } }",
+            "{ soft: { temperature: 0 } }",
+            "{ hard: { label_smoothing: 1 } }",
+        ] {
             assert!(text.parse::<Losses>().unwrap().check().is_err(), "{text}");
         }
     }
