@@ -370,9 +370,9 @@ WeightObserver: TypeAlias = Literal["minmax", "mse", "l4"]
 
 - minmax: From the smallest to the largest value
 - mse: The range with the least squared error, among 80 % to 100 % of minmax (with calibration samples from 40
-  %, with errors weighted by the inputs); for symmetric integers also the range whose largest value is a whole
-  number of steps, and for floats the ranges whose largest value is stored as the second largest number of the
-  format (for FP4, four instead of six)
+  %, with errors weighted by the inputs); for symmetric integers also the range with its largest value at a
+  whole number of steps, and for floats the ranges whose largest value is stored as the second largest number
+  of the format (for FP4, four instead of six)
 - l4: Like mse with fourth powers of errors, which clips less: for integers without calibration samples
 """
 
@@ -1237,7 +1237,7 @@ class Data:
     """Column of the second text of a pair; for encoder-decoder models, the target text."""
 
     label_column: int | str | None = None
-    """Column or array of the label: a class index or name, a score, or the target tokens of a decoder."""
+    """Column or array of the label: a class index or name, a score, or the decoder's target tokens."""
 
     label_kind: LabelKind | None = None
     """How labels identify classes [default: numbers by index; text by name, or by index if no class has

@@ -29,8 +29,8 @@ pub enum WeightObserver {
     #[default]
     Minmax,
     /// The range with the least squared error, among 80 % to 100 % of minmax (with calibration samples
-    /// from 40 %, with errors weighted by the inputs); for symmetric integers also the range whose
-    /// largest value is a whole number of steps, and for floats the ranges whose largest value is stored as
+    /// from 40 %, with errors weighted by the inputs); for symmetric integers also the range with its
+    /// largest value at a whole number of steps, and for floats the ranges whose largest value is stored as
     /// the second largest number of the format (for FP4, four instead of six)
     Mse,
     /// Like mse with fourth powers of errors, which clips less: for integers without calibration samples

@@ -1,5 +1,5 @@
-//! The Python package has the options of this program, and its tests pass. They need Python 3.11, and use
-//! only its standard library.
+//! The Python package and the pages of docs/reference have the options of this program, and the tests of the
+//! package pass. They need Python 3.11, and use only its standard library.
 #![cfg(all(feature = "cli", feature = "run"))]
 #![allow(clippy::unwrap_used)]
 
@@ -24,6 +24,11 @@ fn python(arguments: &[&str]) {
 #[test]
 fn generated_modules_match_the_schemas() {
     python(&["generate.py", "--check", "--program", PROGRAM]);
+}
+
+#[test]
+fn generated_pages_match_the_program() {
+    python(&["../scripts/book", "--pages", "--check", "--program", PROGRAM]);
 }
 
 #[test]

@@ -144,11 +144,11 @@ fn with_all_models() -> tempfile::TempDir {
     folder
 }
 
-/// The pages of `docs/` and `docs/internals/`.
+/// The pages of `docs/` and its folders.
 fn pages() -> Vec<PathBuf> {
-    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
-    let pages = |folder: PathBuf| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.is_file()).collect::<Vec<_>>();
-    [pages(docs.join("internals")), pages(docs)].concat()
+    let mut found = Vec::new();
+    crate::language::files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("docs"), ".md", &mut found);
+    found
 }
 
 #[test]
@@ -182,18 +182,34 @@ fn guides_run() {
     }
 }
 
+/// A page without its fenced blocks.
+fn unfenced(text: &str) -> String {
+    text.split("\n```").step_by(2).collect()
+}
+
+/// The anchors of the headings of a page, as on GitHub and in mdBook.
+fn anchors(page: &Path) -> Vec<String> {
+    let text = unfenced(&std::fs::read_to_string(page).unwrap());
+    let headings = text.lines().filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim().to_lowercase());
+    headings.map(|heading| heading.chars().filter(|c| c.is_alphanumeric() || "-_ ".contains(*c)).collect::<String>().replace(' ', "-")).collect()
+}
+
 #[test]
 fn links_are_valid() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut followed = 0;
-    for page in pages().into_iter().chain(["README.md", "ARCHITECTURE.md", "CHANGELOG.md"].map(|name| root.join(name))) {
-        let text = std::fs::read_to_string(&page).unwrap();
-        for link in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()).filter(|link| link.ends_with(".md") || link.contains('/')) {
-            if !link.starts_with("https://") {
-                assert!(page.parent().unwrap().join(link.split('#').next().unwrap()).exists(), "{}: {link}", page.display());
-                followed += 1;
+    let (mut followed, mut broken) = (0, Vec::new());
+    for page in pages().into_iter().chain(["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md"].map(|name| root.join(name))) {
+        let text = unfenced(&std::fs::read_to_string(&page).unwrap());
+        let links = text.split("](").skip(1).filter_map(|rest| rest.split(')').next());
+        for link in links.filter(|link| link.starts_with('#') || link.contains(".md") || link.contains('/')).filter(|link| !link.starts_with("https://")) {
+            let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = if file.is_empty() { page.clone() } else { page.parent().unwrap().join(file) };
+            if !target.is_file() || !anchor.is_empty() && !anchors(&target).iter().any(|heading| heading == anchor) {
+                broken.push(format!("{}: {link}", page.display()));
             }
+            followed += 1;
         }
     }
-    assert!(followed > 30, "{followed}");
+    assert!(broken.is_empty(), "{broken:#?}");
+    assert!(followed > 150, "{followed}");
 }

@@ -128,7 +128,7 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pair_column: Option<Column>,
-    /// Column or array of the label: a class index or name, a score, or the target tokens of a decoder
+    /// Column or array of the label: a class index or name, a score, or the decoder's target tokens
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub label_column: Option<Column>,
