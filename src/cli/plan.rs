@@ -1,32 +1,79 @@
 //! `compress plan`
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
 
 use super::args::Global;
 use super::{output, run};
-use crate::error::Result;
+use crate::error::{Error, Result, counted};
 use crate::model::Model;
+use crate::pipeline::Pipeline;
 use crate::recipe::{Recipe, Variant};
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  compress plan recipe.yaml
+  compress plan recipe.yaml --set amount=0.3
+  compress plan --recipe-only recipes/*.yaml     check recipes where the models are missing, such as before a commit")]
 pub(super) struct Args {
-    /// The recipe
-    recipe: PathBuf,
+    /// The recipes
+    #[arg(required = true, value_name = "RECIPE")]
+    recipes: Vec<PathBuf>,
     /// Change a value of the recipe, as in `compress run`
     #[arg(long, value_name = "KEY=VALUE", value_parser = run::parse_set)]
     set: Vec<(String, String)>,
+    /// Check only the recipes, and open neither models nor data: keys, values, options of the passes, and
+    /// whether samples are configured for passes that need them
+    #[arg(long)]
+    recipe_only: bool,
 }
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
+        if self.recipe_only {
+            return self.check(global);
+        }
         let mut plans = Vec::new();
-        for Variant { name, recipe } in Recipe::open_variants(&self.recipe, &self.set, &[])? {
-            let pipeline = global.builder()?.recipe(&recipe).build()?;
-            let model = Model::open(&recipe.model)?;
-            let mut plan = pipeline.plan(&model)?;
-            plan.notes.extend(recipe.output.as_deref().and_then(|output| pipeline.local_staging_note(&model, output)));
-            plans.push((name, plan));
+        for path in &self.recipes {
+            for Variant { name, recipe } in self.variants(path)? {
+                let pipeline = pipeline(path, &recipe, global)?;
+                let model = Model::open(&recipe.model)?;
+                let mut plan = pipeline.plan(&model)?;
+                plan.notes.extend(recipe.output.as_deref().and_then(|output| pipeline.local_staging_note(&model, output)));
+                let name = if self.recipes.len() > 1 { format!("{} {name}", path.display()).trim_end().to_owned() } else { name };
+                plans.push((name, plan));
+            }
         }
         output::plans(&plans, global)
+    }
+
+    fn variants(&self, path: &Path) -> Result<Vec<Variant>> {
+        Recipe::open_variants(path, &self.set, &[]).map_err(|e| named(path, e))
+    }
+
+    fn check(&self, global: &Global) -> Result<()> {
+        let mut checked = Vec::new();
+        for path in &self.recipes {
+            let variants = self.variants(path)?;
+            variants.iter().try_for_each(|variant| pipeline(path, &variant.recipe, global).map(drop))?;
+            checked.push((path, variants.len()));
+        }
+        if global.json {
+            return output::json(&checked.iter().map(|(path, runs)| json!({ "recipe": path, "runs": runs })).collect::<Vec<_>>());
+        }
+        checked.iter().try_for_each(|(path, runs)| output::print(&format!("{}: valid, {}\n", path.display(), counted(*runs, "run"))))
+    }
+}
+
+fn pipeline(path: &Path, recipe: &Recipe, global: &Global) -> Result<Pipeline> {
+    global.builder()?.recipe(recipe).build().map_err(|e| named(path, e))
+}
+
+/// An error that names the recipe.
+fn named(path: &Path, error: Error) -> Error {
+    match error {
+        Error::Option { what, reason } => Error::Option { what: format!("{}: {what}", path.display()), reason },
+        other => other,
     }
 }

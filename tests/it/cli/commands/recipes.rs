@@ -182,6 +182,23 @@ fn a_dry_run_writes_nothing_and_prints_the_plan() {
 }
 
 #[test]
+fn several_recipes_are_planned_or_checked_at_once() {
+    let folder = prepared(SHORT);
+    fs::write(folder.path().join("swept.yaml"), format!("{FULL}sweep: {{ prune-unstructured.amount: [0.25, 0.5] }}\n")).unwrap();
+    let plans = data(folder.path(), "plan recipe.yaml swept.yaml --json");
+    let names = ["recipe.yaml", "swept.yaml prune-unstructured.amount=0.25", "swept.yaml prune-unstructured.amount=0.5"];
+    assert_eq!(plans.as_object().unwrap().keys().map(String::as_str).collect::<Vec<_>>(), names);
+    assert_eq!(plans[names[0]], data(folder.path(), "plan recipe.yaml --json"));
+    fs::remove_dir_all(folder.path().join("in")).unwrap();
+    assert_eq!(compress(folder.path(), "plan recipe.yaml").code, 1);
+    let checked = json!([{ "recipe": "recipe.yaml", "runs": 1 }, { "recipe": "swept.yaml", "runs": 2 }]);
+    assert_eq!(data(folder.path(), "plan recipe.yaml swept.yaml --recipe-only --json"), checked);
+    assert_eq!(ok(folder.path(), "plan swept.yaml --recipe-only").stdout, "swept.yaml: valid, 2 runs\n");
+    let broken = compress(folder.path(), "plan recipe.yaml --recipe-only --set cast.to=f17");
+    assert!(broken.code == 2 && broken.stderr.contains("recipe.yaml: --set cast.to=f17"), "{}", broken.stderr);
+}
+
+#[test]
 fn force_replaces_the_whole_folder() {
     let folder = prepared(SHORT);
     ok(folder.path(), "run recipe.yaml");
