@@ -14,6 +14,7 @@ mod common;
 mod configs;
 mod contract;
 mod corpus;
+mod deployment;
 mod evaluation;
 mod families;
 mod generation;
