@@ -115,6 +115,7 @@
 //! | `run` | execution of models: calibration, training, evaluation, ONNX |
 //! | `remote` | models and results on the Hugging Face Hub, in buckets and on web servers |
 //! | `zstd` | reports state the size after general-purpose compression |
+//! | `provenance` | outputs can be signed and have a software bill of materials |
 //! | `cli` | the program `compress`; a library does not need it |
 //! | `cuda`, `nccl` | execution on NVIDIA GPUs, on several of them |
 //!
@@ -143,6 +144,7 @@ pub mod pass;
 pub mod pipeline;
 pub mod plugin;
 pub mod prelude;
+pub mod provenance;
 pub mod recipe;
 pub mod report;
 mod run_state;

@@ -7,6 +7,7 @@ mod measured;
 mod part_manifest;
 mod parts;
 mod plan;
+mod provenance;
 mod quality_gate;
 mod run;
 mod run_report;

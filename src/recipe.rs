@@ -58,6 +58,10 @@ pub struct Recipe {
     /// Output formats [default: safetensors; ONNX for an .onnx model]
     #[serde(default)]
     pub export: Vec<Export>,
+    /// Write a software bill of materials, bom.cdx.json: hashes of all files, the base model, data sets,
+    /// metrics
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sbom: Option<Sbom>,
     /// Output folder, relative to the recipe
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output: Option<PathBuf>,
@@ -65,6 +69,17 @@ pub struct Recipe {
     /// folder
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub sweep: BTreeMap<String, Vec<Value>>,
+}
+
+/// Format of a software bill of materials.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Sbom {
+    /// CycloneDX 1.6, JSON
+    #[cfg_attr(feature = "cli", value(name = "cyclonedx"))]
+    CycloneDx,
 }
 
 /// One recipe of a sweep.
@@ -105,6 +120,7 @@ impl Recipe {
             passes: Vec::new(),
             evaluate: None,
             export: Vec::new(),
+            sbom: None,
             output: None,
             sweep: BTreeMap::new(),
         }

@@ -8,6 +8,8 @@ use clap::{Args, ValueEnum};
 use crate::error::{Error, Result};
 use crate::export::{ByteSize, Export, Layout, Safetensors};
 use crate::pipeline::Builder;
+use crate::provenance::SigningKey;
+use crate::recipe::Sbom;
 use crate::work::{Cancel, Progress, Silent, Work};
 
 use super::progress::{Bars, JsonLines};
@@ -104,6 +106,8 @@ pub(super) struct Writing {
     /// Replace the output of an earlier run; files that its report does not list are never deleted
     #[arg(long)]
     pub force: bool,
+    #[command(flatten)]
+    pub records: Records,
     /// Keep NaN and infinite weights instead of stopping with an error; as integers and FP4, NaN becomes zero
     /// and infinity the largest value
     #[arg(long)]
@@ -126,6 +130,42 @@ impl Writing {
         format.layout = self.layout.unwrap_or(format.layout);
         format.shard_size = self.shard_size.unwrap_or(format.shard_size);
         vec![format.into()]
+    }
+}
+
+// As for `Writing`.
+#[derive(Debug, Args)]
+#[group(skip)]
+pub(super) struct Signing {
+    /// Sign the output folder with a private key: PEM, elliptic curve P-256 or P-384. `compress verify --key`
+    /// and OpenSSF's model_signing check the signature, model.sig
+    #[arg(long, value_name = "KEY")]
+    sign: Option<PathBuf>,
+}
+
+impl Signing {
+    /// Adds the key, if there is one.
+    pub fn configure(&self, builder: Builder) -> Result<Builder> {
+        self.sign.iter().try_fold(builder, |builder, path| Ok(builder.sign(SigningKey::open(path)?)))
+    }
+}
+
+// As for `Writing`.
+#[derive(Debug, Args)]
+#[group(skip)]
+pub(super) struct Records {
+    #[command(flatten)]
+    signing: Signing,
+    /// Write a software bill of materials, bom.cdx.json: hashes of all files, the base model, data sets,
+    /// metrics
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    sbom: Option<Sbom>,
+}
+
+impl Records {
+    /// Adds the requested records of provenance.
+    pub fn configure(&self, builder: Builder) -> Result<Builder> {
+        self.signing.configure(self.sbom.into_iter().fold(builder, Builder::sbom))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::args::Global;
+use super::args::{Global, Records};
 use super::output;
 use crate::error::Result;
 use crate::export::{ByteSize, Layout, Safetensors};
@@ -27,6 +27,8 @@ pub(super) struct Args {
     /// Replace the output of an earlier run; files that its report does not list are never deleted
     #[arg(long)]
     force: bool,
+    #[command(flatten)]
+    records: Records,
     /// Keep NaN and infinite weights instead of stopping with an error; as integers and FP4, NaN becomes zero
     /// and infinity the largest value
     #[arg(long)]
@@ -42,6 +44,6 @@ impl Args {
         if model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense && weight.stored_as.len() == 1 && weight.stored_type.is_none()) {
             builder = builder.note("all weights were already dense: the files contain the same values in the same types");
         }
-        output::run(&builder.build()?, &model, &self.output, None, global)
+        output::run(&self.records.configure(builder)?.build()?, &model, &self.output, None, global)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::args::Global;
+use super::args::{Global, Signing};
 use super::output;
 use crate::error::Result;
 use crate::model::Model;
@@ -24,12 +24,14 @@ pub(super) struct Args {
     /// Replace the output of an earlier run; files that its report does not list are never deleted
     #[arg(long)]
     force: bool,
+    #[command(flatten)]
+    signing: Signing,
 }
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let recipe = recipe_from_parts(&self.output)?;
-        let pipeline = global.builder()?.recipe(&recipe).force(self.force).build()?;
+        let pipeline = self.signing.configure(global.builder()?.recipe(&recipe).force(self.force))?.build()?;
         let report = pipeline.merge(Model::open(&recipe.model)?, &self.output, self.keep_parts)?;
         output::report(&report, &self.output, global)
     }

@@ -82,7 +82,8 @@ enum Command {
     Report(report::Args),
     /// Check a report against budgets, such as bytes, accuracy drop and speed-up; fails if one is exceeded
     Check(check::Args),
-    /// Verify an output folder against its report: reopen every file, recompute its hash, run an ONNX file
+    /// Verify an output folder against its report: reopen every file, recompute its hash, run an ONNX file,
+    /// check the signature
     Verify(verify::Args),
     /// Convert a model back to plain dense safetensors
     Densify(densify::Args),

@@ -37,13 +37,15 @@ pub(super) fn json(value: &impl Serialize) -> Result<()> {
 }
 
 /// Options that are flags of commands. Hints name them as the library and recipes do.
-const FLAGS: [(&str, &str); 7] = [
+const FLAGS: [(&str, &str); 9] = [
     ("allow_nonfinite", "--allow-nonfinite"),
     ("export", "--export"),
     ("force", "--force"),
     ("memory", "--memory"),
     ("part", "--part"),
     ("resume", "--resume"),
+    ("sbom", "--sbom"),
+    ("sign", "--sign"),
     ("sizes", "--size"),
 ];
 

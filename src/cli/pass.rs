@@ -36,7 +36,7 @@ impl Args {
         for export in self.writing.exports() {
             builder = builder.export(export);
         }
-        let builder = self.samples.configure(builder);
+        let builder = self.writing.records.configure(self.samples.configure(builder))?;
         let pipeline = builder.build()?;
         output::run(&pipeline, &Model::open(&self.model)?, &self.output, self.part, global)
     }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::args::{Global, write_file};
+use super::args::{Global, Records, write_file};
 use super::output;
 use super::running::with_cache;
 use crate::error::{Error, Result};
@@ -47,6 +47,8 @@ pub(super) struct Args {
     /// Do not measure the fidelity to the original model if no evaluation data is given
     #[arg(long)]
     no_measure: bool,
+    #[command(flatten)]
+    records: Records,
     /// Write only a part of the weights, to OUT.parts: `2/16`, or `auto` in a Slurm job array, `auto/16` in a
     /// Kubernetes indexed job; `compress merge` merges the parts
     #[arg(long, value_name = "I/N", conflicts_with_all = ["sweep", "dry_run", "resume"])]
@@ -96,7 +98,7 @@ impl Args {
         let builder = global.builder()?.recipe(&recipe).measure(recipe.measure && !self.no_measure).force(self.force).resume(self.resume);
         // Runs of a sweep share their first passes, so they use cached results.
         let builder = if self.no_cache { builder } else { with_cache(builder, !name.is_empty()) };
-        let pipeline = builder.build()?;
+        let pipeline = self.records.configure(builder)?.build()?;
         let output = output.ok_or_else(|| Error::option(self.recipe.display(), "no `output`: add one to the recipe, or use -o"))?;
         let model = Model::open(&recipe.model)?;
         let output = if name.is_empty() { output } else { output.join(&name) };

@@ -1,23 +1,36 @@
 //! `compress verify`
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::args::Global;
 use super::output;
 use crate::error::{Error, Result};
-use crate::pipeline::verify;
+use crate::files;
+use crate::output::{SIGNATURE, reported_output};
+use crate::pipeline::{Check, verify};
+use crate::provenance::{PublicKey, verify_signature};
 use crate::report::terminal::table;
+use crate::work::Work;
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  compress verify out/int8
+  compress verify out/int8 --key signer.pub.pem
+  compress verify llama --key signer.pub.pem         a folder without a report, signed by model_signing")]
 pub(super) struct Args {
-    /// An output folder or file, or its report.json
+    /// An output folder or file, or its report.json; with `--key`, also another signed folder
     #[arg(value_name = "OUTPUT")]
     folder: PathBuf,
+    /// Check that the folder is signed by this key, a public key in PEM: model.sig must be valid, and the
+    /// folder must contain exactly the signed files
+    #[arg(long, value_name = "KEY")]
+    key: Option<PathBuf>,
 }
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
-        let checks = global.work(|work| verify(&self.folder, work))?;
+        let key = self.key.as_ref().map(PublicKey::open).transpose()?;
+        let checks = global.work(|work| self.checks(key.as_ref(), work))?;
         if global.json {
             output::json(&checks)?;
         } else {
@@ -27,10 +40,34 @@ impl Args {
         match checks.iter().find(|c| !c.ok) {
             None => Ok(()),
             Some(check) => {
-                let output = crate::output::reported_output(&self.folder);
-                let path = if crate::files::is_dir(&output) { output.join(&check.path) } else { output.with_file_name(&check.path) };
+                let output = reported_output(&self.folder);
+                let path = if files::is_dir(&output) { output.join(&check.path) } else { output.with_file_name(&check.path) };
                 Err(Error::Verification { path, reason: check.finding.clone() })
             }
         }
     }
+
+    fn checks(&self, key: Option<&PublicKey>, work: &Work) -> Result<Vec<Check>> {
+        let Some(key) = key else { return verify(&self.folder, work) };
+        let folder = signed_folder(&self.folder)?;
+        let (ok, finding) = verify_signature(&folder, key, work)?;
+        let signature = Check { path: SIGNATURE.to_owned(), ok, finding };
+        // Other programs sign folders that have no report.
+        if !files::is_file(&folder.join(crate::report::FILE)) {
+            let finding = "does not exist: only the signature was checked".to_owned();
+            return Ok(vec![Check { path: crate::report::FILE.to_owned(), ok: true, finding }, signature]);
+        }
+        let checks = verify(&self.folder, work)?.into_iter().filter(|check| check.path != SIGNATURE);
+        Ok(checks.chain([signature]).collect())
+    }
+}
+
+/// The folder that the signature of an output is in.
+fn signed_folder(path: &Path) -> Result<PathBuf> {
+    let output = reported_output(path);
+    if files::is_dir(&output) {
+        return Ok(output);
+    }
+    let reason = format!("{} is not a folder: only folders are signed", output.display());
+    Err(Error::option("--key", reason))
 }

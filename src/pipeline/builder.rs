@@ -10,7 +10,8 @@ use crate::export::Export;
 use crate::model::{Model, stacked_experts};
 use crate::output::{self, Inputs, Replace};
 use crate::pass::{Plan, Samples, Step};
-use crate::recipe::Recipe;
+use crate::provenance::{Provenance, SigningKey};
+use crate::recipe::{Recipe, Sbom};
 use crate::report::FormatSearch;
 use crate::run_state::RunState;
 use crate::store::{OpenSizes, Weight};
@@ -30,6 +31,7 @@ pub struct Pipeline {
     pub(super) resume: bool,
     /// Minimum size of a weight in bytes for it to be split across parts of a run.
     pub(super) min_split_bytes: u64,
+    pub(super) provenance: Provenance,
     /// Whether fidelity is measured if no evaluation data is configured.
     pub(super) measures: bool,
     /// Recipe files whose settings were added.
@@ -103,6 +105,7 @@ impl Pipeline {
             force: false,
             resume: false,
             min_split_bytes: MIN_SPLIT_BYTES,
+            provenance: Provenance::default(),
             measures: true,
             recipes: Vec::new(),
             search: None,
@@ -146,9 +149,11 @@ impl Pipeline {
         [model.path.clone()].into_iter().chain(model.inputs()).chain(self.recipes.iter().cloned()).chain(self.other_inputs()).collect()
     }
 
-    /// Files and folders that passes and the evaluation read in addition to the model.
+    /// Files and folders that passes and the evaluation read in addition to the model, and the key of the
+    /// signature.
     pub(super) fn other_inputs(&self) -> impl Iterator<Item = PathBuf> {
-        self.steps.iter().flat_map(|step| step.pass().reads()).chain(self.running.data_paths())
+        let key = self.provenance.key_path().map(Path::to_owned);
+        self.steps.iter().flat_map(|step| step.pass().reads()).chain(self.running.data_paths()).chain(key)
     }
 
     /// The files that an output must not overlap with.
@@ -167,6 +172,7 @@ impl Pipeline {
     /// # Errors
     /// The output exists and may not be replaced, or it overlaps with an input of the run.
     pub fn check_output(&self, model: &Model, output: &Path) -> Result<()> {
+        self.provenance.check_output(output)?;
         output::check_output(output, self.replace(), &self.protected(model))
     }
 
@@ -175,6 +181,7 @@ impl Pipeline {
     /// without reading a tensor.
     pub(super) fn resolved(&self, model: &Model) -> Result<(Pipeline, Model, RunState)> {
         model.fix_sizes(&self.sizes)?;
+        self.provenance.check_input(model)?;
         let mut resolved = self.clone();
         resolved.export = self.exports(model);
         resolved.running.reset_data();
@@ -209,6 +216,7 @@ impl Pipeline {
     /// # Errors
     /// The output is a file, and another format is configured.
     pub(super) fn for_output(&self, output: &Path) -> Result<(Pipeline, Option<String>)> {
+        self.provenance.check_output(output)?;
         let (Some(name), Some(format)) = (crate::output::file_name(output), crate::output::file_format(output)) else { return Ok((self.clone(), None)) };
         let mut pipeline = self.clone();
         if pipeline.export.is_empty() {
@@ -234,6 +242,7 @@ impl Pipeline {
             measure: self.measures,
             passes: self.steps_resolved_in(&std::env::current_dir().unwrap_or_default()),
             export: self.exports(model),
+            sbom: self.provenance.sbom,
             output: Some(".".into()),
             // YAML and JSON cannot represent paths that are not UTF-8.
             ..Recipe::new(path.to_string_lossy().as_ref())
@@ -285,6 +294,7 @@ impl Builder {
         self.0.steps.extend(recipe.passes.iter().cloned());
         self.0.export.extend(recipe.export.iter().cloned());
         self.0.running.apply_recipe(recipe);
+        self.0.provenance.sbom = recipe.sbom.or(self.0.provenance.sbom);
         // Sizes from the command line take precedence.
         let overrides = std::mem::take(&mut self.0.sizes);
         self.0.sizes = recipe.sizes.clone().into_iter().chain(overrides).collect();
@@ -338,6 +348,19 @@ impl Builder {
         self
     }
 
+    /// Writes a software bill of materials. Needs the feature `provenance`.
+    pub fn sbom(mut self, format: Sbom) -> Self {
+        self.0.provenance.sbom = Some(format);
+        self
+    }
+
+    /// Signs the output folder. [`verify_signature`](crate::provenance::verify_signature) checks the
+    /// signature.
+    pub fn sign(mut self, key: SigningKey) -> Self {
+        self.0.provenance.key = Some(Arc::new(key));
+        self
+    }
+
     /// Adds a note to the report.
     pub fn note(mut self, note: impl Into<String>) -> Self {
         self.0.start.notes.push(note.into());
@@ -379,6 +402,7 @@ impl Builder {
     /// The first invalid option, with the number of its pass.
     pub fn build(self) -> Result<Pipeline> {
         self.0.running.check(self.0.model_runs())?;
+        self.0.provenance.check()?;
         for (index, export) in self.0.export.iter().enumerate() {
             if self.0.export[..index].iter().any(|other| other.format().name() == export.format().name()) {
                 return Err(Error::option("export", format!("`{}` is listed twice, and both would write the same files", export.format().name())));

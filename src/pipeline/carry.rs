@@ -89,6 +89,12 @@ fn collect(root: &Path, inside: &Path, names: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
+/// Writes a text file to a folder, and returns its entry in the report.
+pub(super) fn write_listed(folder: &Path, name: &str, text: &str) -> Result<CarriedFile> {
+    write_text(&folder.join(name), text)?;
+    Ok(CarriedFile { path: name.to_owned(), bytes: text.len() as u64, blake3: blake3::hash(text.as_bytes()).to_string() })
+}
+
 pub(super) fn write_text(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(Error::io("write", path))
 }

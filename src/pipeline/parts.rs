@@ -94,6 +94,9 @@ impl Pipeline {
     pub fn run_part(&self, mut model: Model, output: impl AsRef<Path>, index: PartIndex) -> Result<PartOutcome> {
         let output = output.as_ref();
         require_local(output, NEEDS_LOCAL)?;
+        if self.provenance.key.is_some() {
+            return Err(Error::option("sign", "a part is not signed: specify the key when the parts are merged"));
+        }
         model.require_own_files()?;
         model.auxiliary.files.clear();
         let (mut pipeline, after, mut state) = self.resolved(&model)?;

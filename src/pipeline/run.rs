@@ -41,7 +41,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path, parts: Optio
     let mut written = run.write(&staging, &mut peak)?;
     let measured = run.measure(&mut written, staging.path(), start)?;
     let mut report = run.report(&staging, &written, measured)?;
-    run.write_records(staging.path(), &written, &mut report, (start, &mut peak))?;
+    run.write_records(&staging, &written, &mut report, (start, &mut peak))?;
     run.publish(staging)?;
     checkpoints.map_or(Ok(()), ResumeFolder::remove)?;
     Ok(report)

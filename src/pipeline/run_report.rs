@@ -18,7 +18,7 @@ use crate::files::{self, LocalNames};
 use crate::model::Model;
 use crate::output::Staging;
 use crate::recipe::Recipe;
-use crate::report::{self, CarriedFile, Layer, ModelId, OutputFile, PassReport, Peak, Report, Size, Sizes, Tool, Totals, Verified, WARNING, WeightHistogram};
+use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Peak, Report, Size, Sizes, Tool, Totals, Verified, WARNING, WeightHistogram};
 use crate::run_state::{Applied, RunState};
 use crate::store::writer::{WeightMeasurement, input_hash};
 use crate::store::{Encoding, Origin, QuantizationSpec, Weight, ZeroOrigin};
@@ -81,6 +81,7 @@ impl Run<'_> {
             histograms: Vec::new(),
             outputs: exports.iter().flat_map(|(format, exported)| outputs(format, exported)).collect(),
             carried: Vec::new(),
+            signature: pipeline.provenance.signature(),
             notes: notes.concat().iter().map(|note| names.text(note)).collect(),
             totals: Totals::default(),
         };
@@ -89,9 +90,10 @@ impl Run<'_> {
         Ok(report)
     }
 
-    /// Writes the recipe, the files of passes, and the report, to which it adds the copied files and the
-    /// totals.
-    pub fn write_records(&self, folder: &Path, written: &Written, report: &mut Report, (start, peak): (Instant, &mut Peak)) -> Result<()> {
+    /// Writes the recipe, the files of passes, the records of provenance, and the report, to which it adds
+    /// the copied files and the totals.
+    pub fn write_records(&self, staging: &Staging, written: &Written, report: &mut Report, (start, peak): (Instant, &mut Peak)) -> Result<()> {
+        let folder = staging.path();
         write_text(&folder.join("recipe.yaml"), &published_recipe(&report.recipe)?.to_yaml())?;
         for (name, bytes) in &self.state.attached {
             let path = folder.join(name);
@@ -103,11 +105,11 @@ impl Run<'_> {
         report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: highest.rss_bytes, peak_vram_bytes: highest.vram_bytes };
         let [json, markdown, html] = report::FILES;
         for (name, text) in [(markdown, report.to_markdown()), (html, report.to_html())] {
-            write_text(&folder.join(name), &text)?;
-            let blake3 = blake3::hash(text.as_bytes()).to_string();
-            report.carried.push(CarriedFile { path: name.to_owned(), bytes: text.len() as u64, blake3 });
+            report.carried.push(carry::write_listed(folder, name, &text)?);
         }
-        write_text(&folder.join(json), &report.to_json())
+        let hashes = self.write_sbom(staging, report)?;
+        write_text(&folder.join(json), &report.to_json())?;
+        self.write_signature(staging, report, hashes)
     }
 
     /// The records of the passes. `writing` is the peak memory of passes that are executed during writing.

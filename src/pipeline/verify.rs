@@ -7,6 +7,7 @@ use serde::Serialize;
 use crate::error::{Error, Result, counted};
 use crate::files;
 use crate::model::Model;
+use crate::provenance::check_sbom;
 use crate::report::Report;
 use crate::store::hash::hash_file;
 use crate::work::Work;
@@ -23,8 +24,15 @@ pub struct Check {
     pub finding: String,
 }
 
-/// Compares the hash of every output file with `report.json`, opens the folder or file strictly, and
-/// runs its ONNX file, if it has one.
+impl Check {
+    fn new((path, ok, finding): (String, bool, String)) -> Check {
+        Check { path, ok, finding }
+    }
+}
+
+/// Compares the hash of every output file with `report.json` and the bill of materials, opens the folder or
+/// file strictly, and runs its ONNX file, if it has one.
+/// [`verify_signature`](crate::provenance::verify_signature) checks the signature.
 ///
 /// # Errors
 /// The report is missing, or the work is cancelled. A damaged file is a failed [`Check`], not an error.
@@ -70,7 +78,15 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
         };
         checks.push(Check { path: ".".into(), ok, finding });
     }
-    checks.extend(super::running::check_onnx(output, folder, &report, work)?.map(|(path, ok, finding)| Check { path, ok, finding }));
+    checks.extend(super::running::check_onnx(output, folder, &report, work)?.map(Check::new));
+    let is_output = |name: &str| report.outputs.iter().any(|file| file.path == name);
+    let locate = |name: &str| if is_output(name) { folder.join(name) } else { report_folder.join(name) };
+    checks.extend(check_sbom(&report, locate, work)?.map(Check::new));
+    if let Some(signature) = &report.signature {
+        let exists = files::is_file(&report_folder.join(&signature.path));
+        let finding = if exists { "not checked without the public key: compress verify --key" } else { "is missing, although the run signed the output" };
+        checks.push(Check { path: signature.path.clone(), ok: exists, finding: finding.to_owned() });
+    }
     Ok(checks)
 }
 

@@ -27,7 +27,7 @@ pub use compare::{Comparison, OptionDifference, Summary};
 pub use environment::Environment;
 pub(crate) use environment::Peak;
 pub use search::{FormatSearch, SearchPoint, SearchUnit};
-pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
+pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, SignatureFile, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};
 pub use crate::evaluation::{Accuracy, Compute, Continuation, Cost, Fidelity, Latency, MeasuredFidelity, OutputFidelity, Quantiles, Runtime, SamplesFrom};
@@ -90,6 +90,9 @@ pub struct Report {
     /// All other files of the folder, except report.json: copied from the input, or written for this run.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub carried: Vec<CarriedFile>,
+    /// The signature of the folder, if the run signed it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub signature: Option<SignatureFile>,
     /// Notes and warnings: ineffective settings, and skipped steps with the reason.
     pub notes: Vec<String>,
     /// Totals of the run.

@@ -168,6 +168,16 @@ pub struct CarriedFile {
     pub blake3: String,
 }
 
+/// The signature of an output.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+pub struct SignatureFile {
+    /// Name in the folder. The signature covers all files of the folder, including the report.
+    pub path: String,
+    /// SHA-256 of the PEM file of the public key.
+    pub public_key_sha256: String,
+}
+
 /// Verification of a written file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]

@@ -24,6 +24,6 @@ pub use running::*;
 
 pub use model::Model;
 
-use compress_core::{error, files, store, work};
+use compress_core::{error, files, output, store, work};
 use compress_graph::arch;
 use compress_kernels as kernel;

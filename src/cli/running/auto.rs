@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde_json::json;
 
-use super::args::{Global, TextFile};
+use super::args::{Global, Records, TextFile};
 use super::output;
 use super::samples::parse_data;
 use crate::data::{Data, DataSets};
@@ -70,6 +70,8 @@ pub(in crate::cli) struct Args {
     /// Replace existing output
     #[arg(long)]
     force: bool,
+    #[command(flatten)]
+    records: Records,
 }
 
 impl Args {
@@ -84,7 +86,8 @@ impl Args {
             let builder = global.builder()?.passes(writing.passes).force(self.force).calibration(calibration.clone());
             let builder = search.into_iter().fold(builder, Builder::search);
             let builder = writing.exports.into_iter().fold(builder, Builder::export);
-            self.eval.iter().fold(builder, |builder, eval| builder.evaluation(eval.clone())).build()
+            let builder = self.eval.iter().fold(builder, |builder, eval| builder.evaluation(eval.clone()));
+            self.records.configure(builder)?.build()
         };
         if let Some(output) = &self.output {
             builder(Writing { passes: vec![Quantize::default().into()], exports: Vec::new() }, None)?.check_output(&model, output)?;

@@ -25,6 +25,13 @@ struct Reported {
     outputs: Vec<Listed>,
     #[serde(default)]
     carried: Vec<Listed>,
+    signature: Option<Signature>,
+}
+
+/// The signature, which covers the report.
+#[derive(Deserialize)]
+struct Signature {
+    path: String,
 }
 
 #[derive(Deserialize)]
@@ -44,7 +51,7 @@ impl Listing {
     pub fn open(folder: &Path) -> Option<Listing> {
         let report: Reported = serde_json::from_slice(&fs::read(folder.join(REPORT_FILES[0])).ok()?).ok()?;
         let listed = report.outputs.iter().chain(&report.carried).map(|file| file.path.clone());
-        let names = listed.chain(REPORT_FILES.map(str::to_owned)).collect();
+        let names = listed.chain(REPORT_FILES.map(str::to_owned)).chain(report.signature.map(|signature| signature.path)).collect();
         (report.tool.name == crate::NAME).then_some(Listing { outputs: report.outputs, carried: report.carried, names })
     }
 

@@ -11,7 +11,7 @@ mod resume_folder;
 mod staging;
 mod target;
 
-pub use names::{REPORT_FILES, file_format, file_name, report_folder, reported_output};
+pub use names::{REPORT_FILES, SBOM, SIGNATURE, file_format, file_name, report_folder, reported_output};
 pub use resume_folder::ResumeFolder;
 pub use staging::{Staging, check_output};
 pub use target::{Inputs, Replace, require_local};

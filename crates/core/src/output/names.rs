@@ -37,6 +37,11 @@ pub fn report_folder(file: &Path) -> PathBuf {
 /// Names of the report in all its formats.
 pub const REPORT_FILES: [&str; 3] = ["report.json", "report.md", "report.html"];
 
+/// Name of the signature of an output, which covers all other files.
+pub const SIGNATURE: &str = "model.sig";
+/// Name of the software bill of materials of an output.
+pub const SBOM: &str = "bom.cdx.json";
+
 /// The output that a report folder or a `report.json` belongs to; other paths are outputs.
 pub fn reported_output(path: &Path) -> PathBuf {
     let folder = if path.file_name().is_some_and(|name| name == REPORT_FILES[0]) { path.parent().unwrap_or(path) } else { path };

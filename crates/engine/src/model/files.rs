@@ -8,6 +8,7 @@ use std::sync::Arc;
 use super::{Config, Model, quantization};
 use crate::error::{Error, Result};
 use crate::files::{self, Kind};
+use crate::output::{SBOM, SIGNATURE};
 use crate::store::checkpoint::{INDEX, SINGLE};
 use crate::store::pytorch;
 
@@ -96,7 +97,7 @@ impl ExclusionReason {
             }
             ExclusionReason::Described => "they describe the original weights",
             ExclusionReason::Runtime => "they describe the original ONNX file",
-            ExclusionReason::Replaced => "they describe an earlier run",
+            ExclusionReason::Replaced => "they describe an earlier run or the files of the input",
             ExclusionReason::Training => "they are the state of an earlier training",
             ExclusionReason::Hidden => "hidden files and folders are not part of a model",
             ExclusionReason::Secret => "they may contain keys or credentials",
@@ -152,8 +153,8 @@ const SECRETS: [&str; 11] = [
 const SECRET_EXTENSIONS: [&str; 9] = ["env", "pem", "key", "ppk", "p12", "pfx", "jks", "kdbx", "keystore"];
 /// Names of the files of a LoRA adapter, without extensions.
 const ADAPTER: [&str; 2] = ["adapter_config", "adapter_model"];
-/// Files that every run writes.
-const OWN: [&str; 5] = ["recipe.yaml", "report.json", "report.md", "report.html", Model::KEY];
+/// Files about other files, which runs write.
+const OWN: [&str; 7] = ["recipe.yaml", "report.json", "report.md", "report.html", Model::KEY, SBOM, SIGNATURE];
 
 impl AuxiliaryFiles {
     /// Lists a folder with these weight files. Links to files are followed, links to folders are not.
@@ -372,6 +373,8 @@ mod tests {
             ".env",
             "1_Pooling/.netrc",
             "report.json",
+            "bom.cdx.json",
+            "model.sig",
             "inputs.blake3",
             "finetune.csv",
             "distill-2.csv",
@@ -393,7 +396,7 @@ mod tests {
         assert_eq!((auxiliary.files.clone(), auxiliary.empty.clone()), (expected, vec![PathBuf::from("3_Normalize")]));
         let notes = auxiliary.notes(folder.path());
         assert_eq!(notes.len(), 6, "{notes:?}");
-        assert!(notes[1].contains("distill-2.csv, finetune.csv, inputs.blake3, report.json (they describe"), "{notes:?}");
+        assert!(notes[1].contains("bom.cdx.json, distill-2.csv, finetune.csv, inputs.blake3, model.sig, report.json (they describe"), "{notes:?}");
         assert!(notes[2].contains("rng_state_0.pth, training_args.bin (they are the state"), "{notes:?}");
         assert!(notes[0].contains("checkpoint-500/, consolidated.00.pth, ") && notes[0].contains("the original weights"), "{notes:?}");
         assert!(notes[3].contains(".env, .git/, 1_Pooling/.netrc (hidden") && notes[5].contains("broken, loop/ (links"), "{notes:?}");
