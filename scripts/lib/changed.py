@@ -56,6 +56,7 @@ TESTS = {
     "src/pass/quantize_static": "static_int8 onnx_int8",
     "src/pipeline": "cached cached_results parts pieces run search",
     "src/plugin": "plugins",
+    "src/provenance": "provenance",
     "src/recipe": "configs properties::options python_package",
     "src/report": "report python_package",
     "src/run_state": "laws parts",
@@ -72,6 +73,7 @@ TESTS = {
     "tests/golden/": "goldens parity tape ops generation evaluation optimizers",
     "tests/golden/gguf": "gguf",
     "tests/golden/groups": "groups",
+    "tests/golden/signatures": "provenance",
     "tests/golden/training": "train_encoder_decoder",
 }
 # Rules of all source and text files.

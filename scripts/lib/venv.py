@@ -84,6 +84,13 @@ def llm() -> Path:
     return prepare("llm", ["llmcompressor==0.14.0.1"], "6 GB")
 
 
+def provenance() -> Path:
+    """The python that signs models and validates bills of materials."""
+    # model-signing imports pyOpenSSL, which its dependencies no longer install.
+    wanted = ["model-signing==1.1.1", "pyOpenSSL==26.4.0", "cyclonedx-python-lib[json-validation]==11.12.0"]
+    return prepare("provenance", wanted, "80 MB")
+
+
 def enter(environment=reference) -> None:
     """Restarts this command in an environment, which is built if missing."""
     try:

@@ -44,6 +44,7 @@ mod parts;
 mod pieces;
 mod plugins;
 mod properties;
+mod provenance;
 mod python_package;
 mod quantization_config;
 mod readme;

@@ -97,7 +97,7 @@ fn save_samples(folder: &Path) {
 
 /// Models and data for the guides in addition to `minilm`: `llama` with `book.txt` and `validation.txt`,
 /// `t5`, `whisper` with `speech.wav`, `smollm` without a tokenizer, `network` with a graph from a guide and
-/// `images`, and `classifier` for these images with `samples.safetensors` and `runs`.
+/// `images`, `classifier` for these images with `samples.safetensors` and `runs`, and the keys of a signer.
 fn with_all_models() -> tempfile::TempDir {
     let folder = with_model();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -141,6 +141,7 @@ fn with_all_models() -> tempfile::TempDir {
     save_samples(folder.path());
     let mail = (0..4).map(|_| "the cat sat on a mat\tham\nmy big wet hat\tspam\n").collect::<String>();
     std::fs::write(folder.path().join("mail.tsv"), format!("text\tlabel\n{mail}")).unwrap();
+    crate::provenance::write_keys(folder.path(), "signer");
     folder
 }
 

@@ -361,6 +361,22 @@ fn a_bucket_contains_the_same_as_a_folder() {
     }
 }
 
+#[test]
+fn a_signature_covers_the_files_of_a_bucket() {
+    let place = Workspace::new();
+    let (server, held) = s3(|_| None);
+    let variables = bucket(&server);
+    crate::provenance::write_keys(place.path(), "key");
+    let run = place.run("quantize-dynamic in -o s3://bucket/out --sign key.pem --sbom cyclonedx", &variables);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let verify = || place.run("verify s3://bucket/out --key key.pub.pem", &variables);
+    let run = verify();
+    assert!(run.code == 0 && run.stdout.contains("as signed") && run.stdout.contains("are correct"), "{}{}", run.stdout, run.stderr);
+    held.lock().unwrap().objects.insert("out/tokenizer.json".into(), b"{}".to_vec());
+    let run = verify();
+    assert!(run.code == 1 && run.stdout.contains("changed: tokenizer.json"), "{}{}", run.stdout, run.stderr);
+}
+
 /// A model in two shards that are uploaded in several parts.
 fn large(place: &Workspace) {
     let tensors = [floats("a.weight", &[1300, 1100]), floats("b.weight", &[1300, 1100]), floats("c.bias", &[64])];
