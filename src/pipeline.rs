@@ -16,6 +16,7 @@ mod running;
 #[cfg(not(feature = "run"))]
 #[path = "pipeline/weights_only.rs"]
 mod running;
+mod runtimes;
 mod verify;
 #[cfg(feature = "zstd")]
 mod zstd_size;

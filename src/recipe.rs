@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::contract::Target;
 use crate::error::{Error, Result};
 use crate::evaluation::Evaluate;
 use crate::export::Export;
@@ -62,6 +63,11 @@ pub struct Recipe {
     /// metrics
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sbom: Option<Sbom>,
+    /// Runtimes that must load the output: vllm, sglang, transformers, llama.cpp or onnxruntime; vllm@0.33 is
+    /// a version. Their rules are checked before the run starts and on the written files
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "cli", schemars(with = "Vec<String>"))]
+    pub loads: Vec<Target>,
     /// Output folder, relative to the recipe
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output: Option<PathBuf>,
@@ -121,6 +127,7 @@ impl Recipe {
             evaluate: None,
             export: Vec::new(),
             sbom: None,
+            loads: Vec::new(),
             output: None,
             sweep: BTreeMap::new(),
         }

@@ -5,6 +5,7 @@ use std::sync::Once;
 
 use clap::{Args, ValueEnum};
 
+use crate::contract::Target;
 use crate::error::{Error, Result};
 use crate::export::{ByteSize, Export, Layout, Safetensors};
 use crate::pipeline::Builder;
@@ -103,6 +104,8 @@ pub(super) struct Writing {
     /// Maximum size of a safetensors file, like 5GB
     #[arg(long, value_name = "SIZE", conflicts_with = "export")]
     pub shard_size: Option<ByteSize>,
+    #[command(flatten)]
+    pub runtimes: Runtimes,
     /// Replace the output of an earlier run; files that its report does not list are never deleted
     #[arg(long)]
     pub force: bool,
@@ -167,6 +170,16 @@ impl Records {
     pub fn configure(&self, builder: Builder) -> Result<Builder> {
         self.signing.configure(self.sbom.into_iter().fold(builder, Builder::sbom))
     }
+}
+
+// As for `Writing`.
+#[derive(Debug, Args)]
+#[group(skip)]
+pub(super) struct Runtimes {
+    /// Runtimes that must load the output: vllm, sglang, transformers, llama.cpp or onnxruntime; vllm@0.33 is
+    /// a version
+    #[arg(long, value_name = "RUNTIME[@VERSION]", value_delimiter = ',')]
+    pub loads: Vec<Target>,
 }
 
 /// Optional text file that a command writes.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use super::args::Global;
+use super::args::{Global, Runtimes};
 use super::output;
 use crate::contract::{self, Checked, Target};
 use crate::error::{Error, Result, counted, redact};
@@ -28,22 +28,20 @@ pub(super) struct Args {
     report: PathBuf,
     #[command(flatten)]
     budgets: Budgets,
-    /// Runtimes that must load the output: vllm, sglang, transformers, llama.cpp or onnxruntime; vllm@0.33 is
-    /// a version
-    #[arg(long, value_name = "RUNTIME[@VERSION]", value_delimiter = ',', help_heading = "Runtimes")]
-    loads: Vec<Target>,
+    #[command(flatten, next_help_heading = "Runtimes")]
+    runtimes: Runtimes,
 }
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let folder = crate::output::reported_output(&self.report);
-        if !self.loads.is_empty() {
+        if !self.runtimes.loads.is_empty() {
             files::kind(&folder).map_err(Error::io("open", &folder))?;
         }
         // Only budgets need a report.
-        let has_budgets = self.loads.is_empty() || self.budgets != Budgets::default();
+        let has_budgets = self.runtimes.loads.is_empty() || self.budgets != Budgets::default();
         let budgets = if has_budgets { self.budgets.check(&Report::open(&self.report)?)? } else { Vec::new() };
-        let loads: Vec<Load> = self.loads.iter().map(|target| (*target, contract::check(&folder, *target))).collect();
+        let loads: Vec<Load> = self.runtimes.loads.iter().map(|target| (*target, contract::check(&folder, *target))).collect();
         let broken: Vec<&Finding> = budgets.iter().filter(|finding| !finding.ok).collect();
         let problems: Vec<String> = loads.iter().filter_map(problem).collect();
         if global.json {

@@ -37,10 +37,11 @@ pub(super) fn json(value: &impl Serialize) -> Result<()> {
 }
 
 /// Options that are flags of commands. Hints name them as the library and recipes do.
-const FLAGS: [(&str, &str); 9] = [
+const FLAGS: [(&str, &str); 10] = [
     ("allow_nonfinite", "--allow-nonfinite"),
     ("export", "--export"),
     ("force", "--force"),
+    ("loads", "--loads"),
     ("memory", "--memory"),
     ("part", "--part"),
     ("resume", "--resume"),
@@ -199,7 +200,13 @@ fn plan_text(plan: &Plan) -> String {
         ("peak memory", format!("about {}", bytes(plan.peak_rss_bytes))),
         ("device memory", plan.peak_vram_bytes.map_or("not known in advance".into(), bytes)),
     ];
-    out += &format!("\n{}\n", table(&["would write", ""], samples.chain(rows).chain(before).chain(runs).map(|(name, value)| vec![name.to_owned(), value])));
+    let checked: Vec<String> =
+        plan.loads.iter().map(|checked| format!("{} of {} {}", counted(checked.rules.len(), "rule"), checked.runtime, checked.version)).collect();
+    let loads = (!checked.is_empty()).then(|| ("complies with", format!("{}; all rules are checked again on the written files", checked.join(", "))));
+    out += &format!(
+        "\n{}\n",
+        table(&["would write", ""], samples.chain(rows).chain(before).chain(runs).chain(loads).map(|(name, value)| vec![name.to_owned(), value]))
+    );
     for note in &plan.notes {
         out += &note_line(note);
     }

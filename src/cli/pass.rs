@@ -33,6 +33,7 @@ impl Args {
     pub(super) fn run(self, steps: Vec<Step>, global: &Global) -> Result<()> {
         let mut builder =
             global.builder()?.passes(steps).force(self.writing.force).allow_nonfinite(self.writing.allow_nonfinite).measure(!self.writing.no_measure);
+        builder = builder.loads(self.writing.runtimes.loads.iter().copied());
         for export in self.writing.exports() {
             builder = builder.export(export);
         }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
-use super::args::Global;
+use super::args::{Global, Runtimes};
 use super::{output, run};
 use crate::error::{Error, Result, counted};
 use crate::model::Model;
@@ -27,6 +27,8 @@ pub(super) struct Args {
     /// whether samples are configured for passes that need them
     #[arg(long)]
     recipe_only: bool,
+    #[command(flatten)]
+    runtimes: Runtimes,
 }
 
 impl Args {
@@ -37,9 +39,9 @@ impl Args {
         let mut plans = Vec::new();
         for path in &self.recipes {
             for Variant { name, recipe } in self.variants(path)? {
-                let pipeline = pipeline(path, &recipe, global)?;
+                let pipeline = pipeline(path, &recipe, global, &self.runtimes)?;
                 let model = Model::open(&recipe.model)?;
-                let mut plan = pipeline.plan(&model)?;
+                let mut plan = recipe.output.as_deref().map_or_else(|| pipeline.plan(&model), |output| pipeline.plan_output(&model, output))?;
                 plan.notes.extend(recipe.output.as_deref().and_then(|output| pipeline.local_staging_note(&model, output)));
                 let name = if self.recipes.len() > 1 { format!("{} {name}", path.display()).trim_end().to_owned() } else { name };
                 plans.push((name, plan));
@@ -56,7 +58,7 @@ impl Args {
         let mut checked = Vec::new();
         for path in &self.recipes {
             let variants = self.variants(path)?;
-            variants.iter().try_for_each(|variant| pipeline(path, &variant.recipe, global).map(drop))?;
+            variants.iter().try_for_each(|variant| pipeline(path, &variant.recipe, global, &self.runtimes).map(drop))?;
             checked.push((path, variants.len()));
         }
         if global.json {
@@ -66,8 +68,8 @@ impl Args {
     }
 }
 
-fn pipeline(path: &Path, recipe: &Recipe, global: &Global) -> Result<Pipeline> {
-    global.builder()?.recipe(recipe).build().map_err(|e| named(path, e))
+fn pipeline(path: &Path, recipe: &Recipe, global: &Global, runtimes: &Runtimes) -> Result<Pipeline> {
+    global.builder()?.recipe(recipe).loads(runtimes.loads.iter().copied()).build().map_err(|e| named(path, e))
 }
 
 /// An error that names the recipe.

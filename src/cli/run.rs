@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::args::{Global, Records, write_file};
+use super::args::{Global, Records, Runtimes, write_file};
 use super::output;
 use super::running::with_cache;
 use crate::error::{Error, Result};
@@ -34,6 +34,8 @@ pub(super) struct Args {
     /// the option is repeated, run every combination
     #[arg(long, value_name = "KEY=VALUE,...", value_parser = parse_sweep)]
     sweep: Vec<(String, Vec<Value>)>,
+    #[command(flatten)]
+    runtimes: Runtimes,
     /// Replace the output of an earlier run; files that its report does not list are never deleted
     #[arg(long)]
     force: bool,
@@ -96,6 +98,7 @@ impl Args {
         let Variant { name, recipe } = variant;
         let output = self.output.clone().or(recipe.output.clone());
         let builder = global.builder()?.recipe(&recipe).measure(recipe.measure && !self.no_measure).force(self.force).resume(self.resume);
+        let builder = builder.loads(self.runtimes.loads.iter().copied());
         // Runs of a sweep share their first passes, so they use cached results.
         let builder = if self.no_cache { builder } else { with_cache(builder, !name.is_empty()) };
         let pipeline = self.records.configure(builder)?.build()?;
@@ -109,7 +112,7 @@ impl Args {
     fn plans(&self, jobs: &[Job]) -> Result<Vec<(String, Plan)>> {
         let plan = |job: &Job| {
             job.pipeline.check_output(&job.model, &job.output)?;
-            Ok((job.name.clone(), job.pipeline.plan(&job.model)?))
+            Ok((job.name.clone(), job.pipeline.plan_output(&job.model, &job.output)?))
         };
         jobs.iter().map(plan).collect()
     }

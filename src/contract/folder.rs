@@ -9,13 +9,13 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::Target;
 use super::scheme::{Arguments, Group, Quantization};
+use super::{Planned, Target};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::model::class;
-use crate::store::{Checkpoint, DType, Encoding, RawTensor, Role, Weight};
+use crate::store::{Bytes, Checkpoint, DType, Encoding, RawTensor, Role, StoredTensor, Weight};
 
 /// Prefix of the `model_type` of folders that only this program reads.
 pub(super) const OWN_TYPE: &str = "compress-";
@@ -41,11 +41,37 @@ impl Module {
     }
 }
 
+/// A tensor of a folder.
+pub(super) struct Tensor {
+    pub dtype: DType,
+    pub shape: Vec<usize>,
+    values: Values,
+}
+
+enum Values {
+    Stored(RawTensor),
+    /// Bytes that the plan of a run determines.
+    Known(Vec<u8>),
+    /// The run computes them.
+    Unknown,
+}
+
+impl Tensor {
+    /// The bytes of a tensor, if they are known and have this length.
+    pub(super) fn read(&self, length: u64) -> Result<Option<Vec<u8>>> {
+        match &self.values {
+            Values::Stored(raw) if raw.bytes() == length => raw.read_all().map(Some),
+            Values::Known(bytes) if bytes.len() as u64 == length => Ok(Some(bytes.clone())),
+            Values::Stored(_) | Values::Known(_) | Values::Unknown => Ok(None),
+        }
+    }
+}
+
 /// A model folder.
 pub(super) struct Folder {
     /// Values of `config.json`; `None` if the file is missing.
     pub config: Option<Map<String, Value>>,
-    pub tensors: BTreeMap<String, RawTensor>,
+    pub tensors: BTreeMap<String, Tensor>,
     /// Names of the files.
     pub files: BTreeSet<String>,
     pub quantization: Option<Quantization>,
@@ -60,19 +86,24 @@ impl Folder {
                 hint: "specify the folder with config.json, the weights and the tokenizer".into(),
             });
         }
-        let tensors = Checkpoint::open(path)?.tensors;
+        let stored = |(name, raw): (String, RawTensor)| (name, Tensor { dtype: raw.dtype, shape: raw.shape.clone(), values: Values::Stored(raw) });
+        let tensors = Checkpoint::open(path)?.tensors.into_iter().map(stored).collect();
         let listed = files::files(path).map_err(Error::io("list", path))?;
         let name = |file: &Path| file.file_name().map(|name| name.to_string_lossy().into_owned());
         let names: BTreeSet<String> = listed.iter().filter_map(|file| name(file)).collect();
         let file = path.join("config.json");
-        let mut config = None;
-        if names.contains("config.json") {
-            let text = files::read_to_string(&file).map_err(Error::io("read", &file))?;
-            config = Some(serde_json::from_str::<Map<String, Value>>(&text).map_err(|e| Error::malformed(&file, format!("not a JSON object: {e}")))?);
-        }
+        let has_config = names.contains("config.json");
+        let config = has_config.then(|| files::read_to_string(&file).map_err(Error::io("read", &file))).transpose()?;
+        Folder::new(&file, config.as_deref(), tensors, names)
+    }
+
+    /// `config` is the text of `file`, if there is one.
+    fn new(file: &Path, config: Option<&str>, tensors: BTreeMap<String, Tensor>, files: BTreeSet<String>) -> Result<Folder> {
+        let parse = |text: &str| serde_json::from_str::<Map<String, Value>>(text).map_err(|e| Error::malformed(file, format!("not a JSON object: {e}")));
+        let config = config.map(parse).transpose()?;
         let described = config.as_ref().and_then(|config| config.get("quantization_config")).and_then(Value::as_object);
-        let quantization = described.map(Quantization::parse).transpose().map_err(|reason| Error::malformed(&file, reason))?;
-        let mut folder = Folder { config, tensors, files: names, quantization, modules: BTreeMap::new() };
+        let quantization = described.map(Quantization::parse).transpose().map_err(|reason| Error::malformed(file, reason))?;
+        let mut folder = Folder { config, tensors, files, quantization, modules: BTreeMap::new() };
         folder.modules = folder.find_modules()?;
         Ok(folder)
     }
@@ -132,7 +163,8 @@ impl Folder {
             let packed = name.strip_suffix(".weight_packed");
             let Some(module) = packed.or_else(|| name.strip_suffix(".weight")) else { continue };
             let shape = if packed.is_some() { self.unpacked_shape(module, tensor)? } else { tensor.shape.clone() };
-            let weight = Weight::new(DType::F32, shape, Encoding::Dense, Arc::new(tensor.clone()));
+            // Roles depend on names and shapes only.
+            let weight = Weight::new(DType::F32, shape, Encoding::Dense, Arc::new(Bytes { dtype: tensor.dtype, bytes: Vec::new() }));
             let is_quantized = packed.is_some() || self.tensors.contains_key(&format!("{module}.weight_scale"));
             found.insert(module, (is_quantized, tensor.dtype));
             weights.insert(format!("{module}.weight"), weight);
@@ -151,16 +183,26 @@ impl Folder {
     }
 
     /// Shape of a packed matrix before packing, from `weight_shape` or for two codes in a byte.
-    fn unpacked_shape(&self, module: &str, packed: &RawTensor) -> Result<Vec<usize>> {
+    fn unpacked_shape(&self, module: &str, packed: &Tensor) -> Result<Vec<usize>> {
         let [rows, columns] = packed.shape.as_slice() else { return Ok(packed.shape.clone()) };
         if packed.dtype == DType::U8 {
             return Ok(vec![*rows, columns.saturating_mul(2)]);
         }
-        let Some(shape) = self.tensors.get(&format!("{module}.weight_shape")).filter(|shape| shape.dtype == DType::I64 && shape.bytes() == 16) else {
-            return Ok(vec![*rows, 0]);
-        };
-        let bytes = shape.read_all()?;
+        let shape = self.tensors.get(&format!("{module}.weight_shape")).filter(|shape| shape.dtype == DType::I64);
+        let Some(bytes) = shape.map(|shape| shape.read(16)).transpose()?.flatten() else { return Ok(vec![*rows, 0]) };
         let sizes = bytes.chunks_exact(8).filter_map(|size| <[u8; 8]>::try_from(size).ok().map(u64::from_le_bytes));
         Ok(sizes.map(|size| usize::try_from(size).unwrap_or(usize::MAX)).collect())
+    }
+}
+
+impl Planned {
+    /// A folder with this text of `config.json`, these tensors, with the bytes that the plan determines, and
+    /// these files.
+    pub(crate) fn folder(config: Option<&str>, tensors: Vec<(StoredTensor, Option<Vec<u8>>)>, files: BTreeSet<String>) -> Result<Planned> {
+        let planned = |(StoredTensor { name, dtype, shape }, bytes): (StoredTensor, Option<Vec<u8>>)| {
+            (name, Tensor { dtype, shape, values: bytes.map_or(Values::Unknown, Values::Known) })
+        };
+        let folder = Folder::new(Path::new("config.json"), config, tensors.into_iter().map(planned).collect(), files)?;
+        Ok(Planned { files: Box::new(folder), undecided: &["global-scale"] })
     }
 }

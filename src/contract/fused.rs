@@ -78,12 +78,12 @@ pub(super) fn global_scales(folder: &Folder, target: Target) -> Result<Vec<Findi
         for suffix in ["weight_global_scale", "input_global_scale"] {
             let tensors = parts.iter().filter_map(|(name, _)| {
                 let name = format!("{name}.{suffix}");
-                let tensor = folder.tensors.get(&name).filter(|tensor| tensor.bytes() == 4)?;
+                let tensor = folder.tensors.get(&name)?;
                 Some((name, tensor))
             });
             let mut first: Option<(String, Vec<u8>)> = None;
             for (name, tensor) in tensors {
-                let value = tensor.read_all()?;
+                let Some(value) = tensor.read(4)? else { continue };
                 match &first {
                     None => first = Some((name, value)),
                     Some((other, expected)) if *expected != value => {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::llama_cpp_names::{ARCHITECTURES, PRE_TOKENIZERS};
-use super::{Finding, Rule, Target, missing_layers};
+use super::{Finding, Planned, Rule, Target, missing_layers};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::store::gguf::{EXTENSION, Outline, Value, is_continuation, is_gguf};
@@ -160,6 +160,13 @@ impl Contents {
             Some(Value::Texts(tokens)) => Some(tokens.len()),
             _ => None,
         }
+    }
+}
+
+impl Planned {
+    /// A GGUF file with all tensors.
+    pub(crate) fn gguf(outline: Outline) -> Planned {
+        Planned { files: Box::new(Contents { outline, is_complete: true }), undecided: &[] }
     }
 }
 

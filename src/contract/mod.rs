@@ -28,7 +28,7 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
-use serde::Serialize;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use self::folder::Folder;
 use crate::error::{Error, ParseError, Result};
@@ -65,6 +65,15 @@ impl Runtime {
             Runtime::Transformers => "transformers",
             Runtime::LlamaCpp => "llama.cpp",
             Runtime::OnnxRuntime => "onnxruntime",
+        }
+    }
+
+    /// Name of the format that it loads, which is also the extension of its files.
+    pub(crate) fn format(self) -> &'static str {
+        match self {
+            Runtime::Vllm | Runtime::Sglang | Runtime::Transformers => "safetensors",
+            Runtime::LlamaCpp => "gguf",
+            Runtime::OnnxRuntime => "onnx",
         }
     }
 
@@ -127,6 +136,19 @@ impl FromStr for Target {
             Some(version) => Ok(Target { runtime, version }),
             None => Err(format!("the rules of {name} {version} are not known: use one of {}", runtime.versions().join(", ")).into()),
         }
+    }
+}
+
+impl Serialize for Target {
+    /// Writes `RUNTIME@VERSION`.
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_str(&format_args!("{}@{}", self.runtime.name(), self.version))
+    }
+}
+
+impl<'de> Deserialize<'de> for Target {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Target, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
     }
 }
 
@@ -221,23 +243,80 @@ pub struct Checked {
 }
 
 impl Checked {
-    fn new(target: Target) -> Checked {
+    /// The result without any rule.
+    pub(crate) fn new(target: Target) -> Checked {
         Checked { runtime: target.runtime.name(), version: target.version, rules: Vec::new(), violations: Vec::new() }
     }
 
     /// The result for an output without a file that the runtime loads.
-    fn without_file(target: Target, path: &Path, extension: &str, hint: &str) -> Checked {
+    fn without_file(target: Target, path: &Path) -> Checked {
+        let reason = format!("has no .{} file", target.runtime.format());
+        Checked::of_other_format(target, path.display().to_string(), reason)
+    }
+
+    /// The result for a run that writes no file that the runtime loads.
+    pub(crate) fn without_format(target: Target) -> Checked {
+        Checked::of_other_format(target, "export".to_owned(), format!("does not contain `{}`, the format of {target}", target.runtime.format()))
+    }
+
+    fn of_other_format(target: Target, subject: String, reason: String) -> Checked {
         let (name, sentence, source) = ("file-format", "The output has a file in the format of the runtime.", "documentation of the runtime");
         let mut checked = Checked::new(target);
         checked.rules.push(CheckedRule { name, sentence, source, is_met: false });
-        let (subject, reason) = (path.display().to_string(), format!("has no .{extension} file"));
-        checked.violations.push(Violation { rule: name, subject, reason, hint: hint.to_owned(), source });
+        let hint = format!("write one with `--export {}`", target.runtime.format());
+        checked.violations.push(Violation { rule: name, subject, reason, hint, source });
         checked
     }
 
     /// Whether the output complies with all rules.
     pub fn is_met(&self) -> bool {
         self.violations.is_empty()
+    }
+}
+
+/// The files of a format, as runtimes read them.
+trait ReadByRuntime {
+    /// Checks the rules of a runtime that loads the format.
+    fn check(&self, target: Target) -> Result<Checked>;
+}
+
+impl ReadByRuntime for Folder {
+    fn check(&self, target: Target) -> Result<Checked> {
+        match target.runtime {
+            Runtime::Vllm => apply(vllm::RULES, self, target),
+            Runtime::Sglang => apply(sglang::RULES, self, target),
+            Runtime::Transformers => apply(transformers::RULES, self, target),
+            Runtime::LlamaCpp | Runtime::OnnxRuntime => Ok(Checked::without_format(target)),
+        }
+    }
+}
+
+impl ReadByRuntime for llama_cpp::Contents {
+    fn check(&self, target: Target) -> Result<Checked> {
+        apply(llama_cpp::RULES, self, target)
+    }
+}
+
+/// Rules that depend neither on names nor on shapes and types of weights.
+const WITHOUT_WEIGHTS: [&str; 8] = ["architecture", "architectures", "ir-version", "model-type", "opset", "pre-tokenizer", "tokenizer", "type"];
+
+/// The files of a format that a run will write, from its plan.
+#[doc(hidden)]
+pub struct Planned {
+    files: Box<dyn ReadByRuntime>,
+    /// Rules that only the written files decide.
+    undecided: &'static [&'static str],
+}
+
+impl Planned {
+    /// Checks the rules of a runtime that the plan decides. `is_estimate`: whether the weights of the output
+    /// may differ from the planned ones.
+    pub(crate) fn check(&self, target: Target, is_estimate: bool) -> Result<Checked> {
+        let mut checked = self.files.check(target)?;
+        let is_decided = |rule: &str| if is_estimate { WITHOUT_WEIGHTS.contains(&rule) } else { !self.undecided.contains(&rule) };
+        checked.rules.retain(|rule| is_decided(rule.name));
+        checked.violations.retain(|violation| is_decided(violation.rule));
+        Ok(checked)
     }
 }
 
@@ -249,12 +328,10 @@ pub fn check(path: impl AsRef<Path>, target: Target) -> Result<Checked> {
     let path = path.as_ref();
     files::kind(path).map_err(Error::io("open", path))?;
     match target.runtime {
-        Runtime::Vllm => apply(vllm::RULES, &Folder::open(path, target)?, target),
-        Runtime::Sglang => apply(sglang::RULES, &Folder::open(path, target)?, target),
-        Runtime::Transformers => apply(transformers::RULES, &Folder::open(path, target)?, target),
+        Runtime::Vllm | Runtime::Sglang | Runtime::Transformers => Folder::open(path, target)?.check(target),
         Runtime::LlamaCpp => match llama_cpp::Contents::find(path)? {
-            Some(contents) => apply(llama_cpp::RULES, &contents, target),
-            None => Ok(Checked::without_file(target, path, "gguf", "write one with `--export gguf`")),
+            Some(contents) => contents.check(target),
+            None => Ok(Checked::without_file(target, path)),
         },
         Runtime::OnnxRuntime => running::check(path, target),
     }
@@ -298,7 +375,7 @@ mod tests {
         assert_eq!(version("tgi").unwrap_err(), "unknown runtime `tgi`: use one of vllm, sglang, transformers, llama.cpp, onnxruntime");
         for runtime in Runtime::ALL {
             let newest = Target::newest(runtime);
-            assert_eq!(format!("{}@{}", runtime.name(), newest.version()).parse(), Ok(newest));
+            assert_eq!(serde_json::from_value::<Target>(serde_json::to_value(newest).unwrap()).unwrap(), newest);
         }
     }
 

@@ -18,6 +18,7 @@ pub use self::onnx::Onnx;
 pub use self::safetensors::{Layout, Safetensors};
 pub use crate::store::ByteSize;
 
+use crate::contract::Planned;
 use crate::error::Result;
 use crate::files::Destination;
 use crate::model::{Config, Model};
@@ -88,6 +89,15 @@ pub trait Format: fmt::Debug + Send + Sync {
     /// # Errors
     /// The format cannot represent the model. The error names the unsupported tensor or property.
     fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast>;
+
+    /// The planned files as runtimes read them, without reading a tensor; `None` if the files depend on the
+    /// values of the weights, or if no runtime with known rules loads the format.
+    ///
+    /// # Errors
+    /// As [`forecast`](Format::forecast).
+    fn planned(&self, _model: &Model, _run: &RunState) -> Result<Option<Planned>> {
+        Ok(None)
+    }
 
     /// Writes the model to a folder and verifies the files. In a run in parts, only the weights of this
     /// part are written. Formats that support parts take `prebuilt` weights instead of computing them

@@ -15,12 +15,13 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
 
 use super::{Exported, Format, SizeForecast};
+use crate::contract::Planned;
 use crate::error::{Error, Result, counted};
 use crate::files::{Destination, LocalNames};
 use crate::generation::LanguageModel;
 use crate::ir::{Graph, Op};
 use crate::model::Model;
-use crate::onnx::proto::DataType;
+use crate::onnx::proto::{DataType, TensorProto};
 use crate::onnx::{Draft, InitializerLayout, ModelFile, OPSETS, Precision, Rewritten, Style, TiedHead, WeightOnly, draft, file};
 use crate::run_state::RunState;
 use crate::store::writer::{self, Item, Piece, Prebuilt};
@@ -325,6 +326,22 @@ impl Format for Onnx {
             exact: !run.is_estimated(),
             tensors,
         })
+    }
+
+    fn planned(&self, model: &Model, run: &RunState) -> Result<Option<Planned>> {
+        if let Some(file) = original_file(model) {
+            return Ok(Some(Planned::onnx(file.model.clone(), false)));
+        }
+        let Draft { mut model, weights, .. } = self.prepare(model, run)?.draft;
+        let initializers = weights.into_iter().flat_map(|weight| weight.tensors).map(|tensor| TensorProto {
+            name: Some(tensor.name),
+            data_type: Some(tensor.data_type as i32),
+            ..TensorProto::default()
+        });
+        if let Some(graph) = &mut model.graph {
+            graph.initializer.extend(initializers);
+        }
+        Ok(Some(Planned::onnx(model, true)))
     }
 
     fn write(&self, model: &Model, run: &RunState, folder: &Destination, _prebuilt: Option<&Prebuilt>, work: &Work) -> Result<Exported> {

@@ -10,6 +10,7 @@
 //! `dense`; only `compress` reads them.
 
 mod module_names;
+mod planned;
 mod quantization;
 mod support;
 
@@ -19,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::{ByteSize, Exported, Format, SizeForecast};
+use crate::contract::Planned;
 use crate::error::{Error, Result, counted};
 use crate::files::Destination;
 use crate::kernel::{bitmask, convert};
@@ -424,6 +426,10 @@ impl Format for Safetensors {
             exact: self.layout != Layout::Sparse && !run.is_estimated(),
             tensors: layout.tensors(),
         })
+    }
+
+    fn planned(&self, model: &Model, run: &RunState) -> Result<Option<Planned>> {
+        planned::folder(self, model, run)
     }
 
     fn weights_by_file(&self, model: &Model, run: &RunState) -> Result<Option<Vec<Vec<Assignment>>>> {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::running::Running;
+use crate::contract::Target;
 use crate::error::{Error, Result, counted};
 use crate::export::Export;
 use crate::model::{Model, stacked_experts};
@@ -22,6 +23,8 @@ use crate::work::{Cancel, Progress, Silent, Work};
 pub struct Pipeline {
     pub(super) steps: Vec<Step>,
     pub(super) export: Vec<Export>,
+    /// Runtimes that must load the output.
+    pub(super) loads: Vec<Target>,
     pub(super) running: Running,
     pub(super) seed: u64,
     pub(super) allow_nonfinite: bool,
@@ -98,6 +101,7 @@ impl Pipeline {
         Builder(Pipeline {
             steps: Vec::new(),
             export: Vec::new(),
+            loads: Vec::new(),
             running: Running::default(),
             seed: 0,
             allow_nonfinite: false,
@@ -243,6 +247,7 @@ impl Pipeline {
             passes: self.steps_resolved_in(&std::env::current_dir().unwrap_or_default()),
             export: self.exports(model),
             sbom: self.provenance.sbom,
+            loads: self.loads.clone(),
             output: Some(".".into()),
             // YAML and JSON cannot represent paths that are not UTF-8.
             ..Recipe::new(path.to_string_lossy().as_ref())
@@ -282,6 +287,17 @@ impl Builder {
         self
     }
 
+    /// Adds runtimes that must load the output. Their rules are checked on the plan, before any work, and
+    /// again on the written files, before the output appears. See [`contract`](crate::contract).
+    pub fn loads(mut self, runtimes: impl IntoIterator<Item = Target>) -> Self {
+        for target in runtimes {
+            if !self.0.loads.contains(&target) {
+                self.0.loads.push(target);
+            }
+        }
+        self
+    }
+
     /// Sets the search that chose the passes and formats, for the report.
     #[doc(hidden)]
     pub fn search(mut self, search: FormatSearch) -> Self {
@@ -298,7 +314,7 @@ impl Builder {
         // Sizes from the command line take precedence.
         let overrides = std::mem::take(&mut self.0.sizes);
         self.0.sizes = recipe.sizes.clone().into_iter().chain(overrides).collect();
-        self.seed(recipe.seed).allow_nonfinite(recipe.allow_nonfinite).measure(recipe.measure)
+        self.loads(recipe.loads.iter().copied()).seed(recipe.seed).allow_nonfinite(recipe.allow_nonfinite).measure(recipe.measure)
     }
 
     /// Adds the passes, formats and settings of a recipe file. Its model and output are not used.

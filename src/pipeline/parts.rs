@@ -98,9 +98,11 @@ impl Pipeline {
             return Err(Error::option("sign", "a part is not signed: specify the key when the parts are merged"));
         }
         model.require_own_files()?;
-        model.auxiliary.files.clear();
-        let (mut pipeline, after, mut state) = self.resolved(&model)?;
+        let (mut pipeline, mut after, mut state) = self.resolved(&model)?;
         pipeline.require_parts(&model, output)?;
+        pipeline.check_planned(&after, &state, Some(output))?;
+        // Only the merge copies them.
+        [&mut model, &mut after].into_iter().for_each(|model| model.auxiliary.files.clear());
         self.check_output(&model, output)?;
         let key = pipeline.part_key(&model, index.count)?;
         let folder = parts_folder(output).join(index.name());

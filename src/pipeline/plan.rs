@@ -1,10 +1,12 @@
 //! Predicts the work, the output and the memory of a run without reading a tensor.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use serde::Serialize;
 
 use super::Pipeline;
+use crate::contract::Checked;
 use crate::error::Result;
 use crate::export::SizeForecast;
 use crate::model::Model;
@@ -75,6 +77,10 @@ pub struct Plan {
     pub peak_vram_bytes: Option<u64>,
     /// Memory needed to run the model; `None` if neither a pass nor the evaluation runs it.
     pub model_memory: Option<ModelMemory>,
+    /// Rules of the runtimes in `loads` that the planned output complies with. All rules are checked again on
+    /// the written files.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub loads: Vec<Checked>,
     /// Notes and warnings.
     pub notes: Vec<String>,
 }
@@ -90,13 +96,27 @@ impl Pipeline {
     /// # Errors
     /// Every error of a run that can be detected before the first tensor is read.
     pub fn plan(&self, model: &Model) -> Result<Plan> {
-        plan(self, model)
+        plan(self, model, None)
+    }
+
+    /// Plans a run that writes this output.
+    ///
+    /// # Errors
+    /// As [`plan`](Pipeline::plan), or if the output is a file of another format.
+    #[doc(hidden)]
+    pub fn plan_output(&self, model: &Model, output: &Path) -> Result<Plan> {
+        plan(self, model, Some(output))
     }
 }
 
-fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
+fn plan(pipeline: &Pipeline, model: &Model, output: Option<&Path>) -> Result<Plan> {
     model.require_own_files()?;
-    let (pipeline, after, run) = &pipeline.resolved(model)?;
+    let (pipeline, file) = output.map_or_else(|| Ok((pipeline.clone(), None)), |output| pipeline.for_output(output))?;
+    let (pipeline, after, mut run) = pipeline.resolved(model)?;
+    run.data_file = file.as_ref().map(|name| format!("{name}.data"));
+    run.file = file;
+    let (pipeline, after, run) = (&pipeline, &after, &run);
+    let loads = pipeline.check_planned(after, run, output)?;
     let (samples, sample_notes) = pipeline.count_samples(after.for_samples(model))?;
     let peak_vram_bytes = pipeline.planned_vram()?;
     let model_memory = pipeline.planned_model_memory(model)?;
@@ -134,6 +154,7 @@ fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
         peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block + most(|applied| applied.memory_by_thread)) + most(|applied| applied.memory),
         peak_vram_bytes,
         model_memory,
+        loads,
         notes,
     })
 }

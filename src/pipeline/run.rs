@@ -12,7 +12,7 @@ use crate::error::{Error, Result, counted};
 use crate::export::{Export, Exported, Format, SizeForecast};
 use crate::model::Model;
 use crate::output::{ResumeFolder, Staging};
-use crate::report::{self, Peak, Report};
+use crate::report::{self, Peak, Report, RuntimeCheck};
 use crate::run_state::RunState;
 use crate::store::writer::Prebuilt;
 use crate::work::{Event, ProgressUnit, Work};
@@ -70,6 +70,8 @@ pub(super) struct Written {
     pub resized: BTreeMap<PathBuf, String>,
     /// A note on the graph file.
     pub graph_note: Option<String>,
+    /// Runtimes whose rules the files comply with.
+    pub loads: Vec<RuntimeCheck>,
     /// Peak resident memory while weights were written.
     pub peak_rss_bytes: Option<u64>,
 }
@@ -86,6 +88,7 @@ impl<'a> Run<'a> {
         after.require_own_files()?;
         state.data_file = file.as_ref().map(|name| format!("{name}.data"));
         state.file = file;
+        pipeline.check_planned(&after, &state, Some(output))?;
         let sample_notes = pipeline.open_samples(after.for_samples(&input))?;
         Ok(Run { pipeline, input, after, state, parts, excluded, sample_notes })
     }
@@ -148,7 +151,8 @@ impl<'a> Run<'a> {
         let resized = self.after.resized_modules(&self.after.path)?;
         carry_over(&self.after, config, &resized, staging.path(), self.state.file.is_some(), &work)?;
         let graph_note = write_graph(&self.after, staging.path())?;
-        Ok(Written { exports, resized, graph_note, peak_rss_bytes })
+        let loads = self.pipeline.check_written(&self.state, staging.path())?;
+        Ok(Written { exports, resized, graph_note, loads, peak_rss_bytes })
     }
 
     /// Runs the input and the output model. If a format rounds weights, the rounded values are measured.

@@ -77,6 +77,7 @@ impl Run<'_> {
             continuations: measured.continuations,
             latency: measured.latency,
             search: pipeline.search.as_deref().cloned(),
+            loads: written.loads.clone(),
             layers: layers(input, after, first),
             histograms: Vec::new(),
             outputs: exports.iter().flat_map(|(format, exported)| outputs(format, exported)).collect(),

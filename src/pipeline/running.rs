@@ -65,7 +65,8 @@ impl Pipeline {
         }
         // All processes perform the checks of rank 0, so that none waits for a process that has failed.
         self.check_output(model, output.as_ref())?;
-        let (mut pipeline, after, _) = self.resolved(model)?;
+        let (mut pipeline, after, state) = self.resolved(model)?;
+        pipeline.check_planned(&after, &state, Some(output.as_ref()))?;
         pipeline.open_samples(after.for_samples(model))?;
         model.check_contents(&pipeline.work())?;
         pipeline.apply_passes(model, Some(&ResumeFolder::path_for(output.as_ref())), &mut Peak::start()).map(drop)

@@ -85,6 +85,9 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         .map(|f| [markdown_code(&f.path), bytes(f.bytes), format!("`{}`", f.blake3), if f.verified.ok { "yes".into() } else { "**no**".into() }])
         .collect();
     table(out, &["file", "size", "BLAKE3", "verified"], &files)?;
+    if !report.loads.is_empty() {
+        writeln!(out, "The files comply with {} (a static check: no runtime was run).\n", markdown(&report.checked_rules()))?;
+    }
     writeln!(out, "## Weights\n")?;
     let layers: Vec<_> = report
         .layers

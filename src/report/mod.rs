@@ -27,9 +27,9 @@ pub use compare::{Comparison, OptionDifference, Summary};
 pub use environment::Environment;
 pub(crate) use environment::Peak;
 pub use search::{FormatSearch, SearchPoint, SearchUnit};
-pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, SignatureFile, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
+pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, RuntimeCheck, SignatureFile, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 pub use crate::evaluation::{Accuracy, Compute, Continuation, Cost, Fidelity, Latency, MeasuredFidelity, OutputFidelity, Quantiles, Runtime, SamplesFrom};
 use crate::files;
 pub use crate::run_state::WARNING;
@@ -80,6 +80,9 @@ pub struct Report {
     /// The search that chose the formats, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub search: Option<FormatSearch>,
+    /// The runtimes that must load the output, whose rules it complies with.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub loads: Vec<RuntimeCheck>,
     /// The weights.
     pub layers: Vec<Layer>,
     /// Histograms of the values of the weights that changed most.
@@ -104,6 +107,12 @@ impl Report {
     pub(crate) fn warnings_and_notes(&self) -> (Vec<&str>, Vec<&str>) {
         let (warnings, notes): (Vec<&str>, Vec<&str>) = self.notes.iter().map(String::as_str).partition(|note| note.starts_with(WARNING));
         (warnings.into_iter().filter_map(|note| note.strip_prefix(WARNING)).collect(), notes)
+    }
+
+    /// The rules of runtimes that the output complies with, as a list: `25 rules of vllm 0.33`.
+    pub(crate) fn checked_rules(&self) -> String {
+        let list: Vec<String> = self.loads.iter().map(|check| format!("{} of {} {}", counted(check.rules, "rule"), check.runtime, check.version)).collect();
+        list.join(", ")
     }
 
     /// Reads a report from its file, or from an output folder or file.

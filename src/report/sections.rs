@@ -138,6 +138,19 @@ pub struct WeightHistogram {
     pub after: Vec<u32>,
 }
 
+/// A runtime whose rules the output complies with.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[non_exhaustive]
+pub struct RuntimeCheck {
+    /// Name of the runtime.
+    pub runtime: String,
+    /// Version of the runtime.
+    pub version: String,
+    /// Number of rules, all of which were checked on the written files. The runtime was not run.
+    pub rules: usize,
+}
+
 /// A file of the output.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]

@@ -87,6 +87,9 @@ impl Report {
                 out += &format!(" {} changed; all are in report.html\n", counted(changed, "weight"));
             }
         }
+        if !self.loads.is_empty() {
+            out += &format!("\n complies with {} (a static check: no runtime was run)\n", self.checked_rules());
+        }
         if !self.notes.is_empty() {
             out += "\n";
         }

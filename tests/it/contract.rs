@@ -17,7 +17,7 @@ use crate::low_bits::{llama, samples};
 
 /// A tokenizer without tokens.
 const TOKENIZER: &str = r#"{"model": {"type": "BPE", "vocab": {}, "merges": []}}"#;
-const SCHEMES: [&str; 24] = [
+pub const SCHEMES: [&str; 24] = [
     "W4A16",
     "W4A16-ASYM",
     "W2A16",
@@ -44,21 +44,21 @@ const SCHEMES: [&str; 24] = [
     "MXFP6A16",
 ];
 
-fn check(path: &Path, target: &str) -> Checked {
+pub fn check(path: &Path, target: &str) -> Checked {
     contract::check(path, target.parse().unwrap()).unwrap()
 }
 
 /// Names of the violated rules.
-fn violated(path: &Path, target: &str) -> BTreeSet<&'static str> {
+pub fn violated(path: &Path, target: &str) -> BTreeSet<&'static str> {
     check(path, target).violations.iter().map(|violation| violation.rule).collect()
 }
 
-fn golden(name: &str) -> PathBuf {
+pub fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
 /// A small Llama with a tokenizer.
-fn model(desk: &Desk) -> PathBuf {
+pub fn model(desk: &Desk) -> PathBuf {
     let folder = llama(desk.path());
     std::fs::write(folder.join("tokenizer.json"), TOKENIZER).unwrap();
     folder
@@ -70,7 +70,7 @@ fn quantized(desk: &Desk, model: &Path, options: Value) -> PathBuf {
 }
 
 /// A copy of a folder with another configuration and other tensors.
-fn changed(desk: &Desk, folder: &Path, change: impl FnOnce(&mut Value, &mut Tensors)) -> PathBuf {
+pub fn changed(desk: &Desk, folder: &Path, change: impl FnOnce(&mut Value, &mut Tensors)) -> PathBuf {
     let copy = desk.place();
     std::fs::create_dir(&copy).unwrap();
     for (name, bytes) in contents(folder).into_iter().filter(|(name, _)| !name.ends_with(".safetensors")) {

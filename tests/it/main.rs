@@ -25,6 +25,7 @@ mod imports;
 mod language;
 mod laws;
 mod layerwise;
+mod loads;
 mod low_bits;
 mod low_rank;
 mod mixed_schemes;

@@ -13,6 +13,8 @@ use crate::low_bits::{llama, samples};
 fn prepared() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     llama(folder.path());
+    // vLLM loads a tokenizer; GGUF files would contain the vocabulary of a tokenizer.json.
+    std::fs::write(folder.path().join("llama/tokenizer.model"), "").unwrap();
     samples(folder.path());
     let ids = candle_core::Tensor::from_vec((0..96i64).map(|i| (i * i * 11 + 3) % 43 % 40).collect::<Vec<_>>(), (8, 12), &candle_core::Device::Cpu).unwrap();
     let arrays = [("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())];
@@ -140,6 +142,11 @@ fn impossible_limits_name_the_nearest_possible_one() {
     }
     let report = json!(read_json(&folder.join("new/report.json")));
     assert_eq!(report["passes"][0]["name"], "quantize");
+    // Rules that do not depend on the formats are checked before the search.
+    assert_eq!((&report["loads"][0]["runtime"], &report["recipe"]["loads"]), (&json!("vllm"), &json!(["vllm@0.33"])));
+    std::fs::remove_file(folder.join("llama/tokenizer.model")).unwrap();
+    let run = compress(folder, &format!("auto llama -o other --max-size 6bits {SETS}"));
+    assert!(run.code == 1 && run.stdout.is_empty() && run.stderr.contains("rules of vllm 0.33: tokenizer: "), "{}", run.stderr);
 }
 
 /// The size of a GGUF file is predicted to the byte, and its recipe reproduces it.

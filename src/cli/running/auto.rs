@@ -7,9 +7,11 @@ use serde_json::json;
 use super::args::{Global, Records, TextFile};
 use super::output;
 use super::samples::parse_data;
+use crate::contract::Target;
 use crate::data::{Data, DataSets};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
+use crate::export::Export;
 use crate::model::Model;
 use crate::pass::{Context, Method, Quantize};
 use crate::pipeline::search::{Budget, Found, LoadedBy, Point, Search, Writing};
@@ -83,7 +85,7 @@ impl Args {
         let calibration = data.calibration.clone().unwrap_or_else(|| self.calibration.clone());
         let model = Model::open(&self.model)?;
         let builder = |writing: Writing, search: Option<FormatSearch>| -> Result<_> {
-            let builder = global.builder()?.passes(writing.passes).force(self.force).calibration(calibration.clone());
+            let builder = global.builder()?.passes(writing.passes).force(self.force).calibration(calibration.clone()).loads([self.runtime()]);
             let builder = search.into_iter().fold(builder, Builder::search);
             let builder = writing.exports.into_iter().fold(builder, Builder::export);
             let builder = self.eval.iter().fold(builder, |builder, eval| builder.evaluation(eval.clone()));
@@ -91,6 +93,10 @@ impl Args {
         };
         if let Some(output) = &self.output {
             builder(Writing { passes: vec![Quantize::default().into()], exports: Vec::new() }, None)?.check_output(&model, output)?;
+            // Rules that no choice of formats can meet are violated before the search.
+            let floats = global.builder()?.loads([self.runtime()]).measure(false);
+            let export = Export::from_name(self.runtime().runtime().format());
+            export.into_iter().fold(floats, Builder::export).build()?.plan_output(&model, output)?;
         }
         let subject = Subject::from_model(model.clone())?;
         // The part of the calibration data that is not used measures the mixtures.
@@ -122,6 +128,11 @@ impl Args {
             return output::json(&json!({ "search": front_of(&found), "report": report }));
         }
         output::report(&report, output, global)
+    }
+
+    /// The runtime whose rules the output must comply with.
+    fn runtime(&self) -> Target {
+        Target::newest(self.target.runtime())
     }
 
     /// The data sets. The search draws its targets from the predictions, and ignores labels of calibration

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 
-use crate::contract::{Checked, Finding, Rule, Target, apply};
+use crate::contract::{Checked, Finding, Planned, ReadByRuntime, Rule, Target, apply};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::onnx::ModelFile;
@@ -78,10 +78,24 @@ struct Contents {
 
 /// Checks the ONNX file at a path, or `model.onnx` or the only ONNX file in a folder.
 pub(in crate::contract) fn check(path: &Path, target: Target) -> Result<Checked> {
-    let Some(file) = find(path)? else { return Ok(Checked::without_file(target, path, "onnx", "write one with `--export onnx`")) };
+    let Some(file) = find(path)? else { return Ok(Checked::without_file(target, path)) };
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
-    let contents = Contents { folder, model: ModelFile::messages(&file)? };
-    apply(RULES, &contents, target)
+    Contents { folder, model: ModelFile::messages(&file)? }.check(target)
+}
+
+impl ReadByRuntime for Contents {
+    fn check(&self, target: Target) -> Result<Checked> {
+        apply(RULES, self, target)
+    }
+}
+
+impl Planned {
+    /// An ONNX file with these messages. `has_final_types`: whether the initializers have the types of the
+    /// output.
+    pub(crate) fn onnx(model: ModelProto, has_final_types: bool) -> Planned {
+        let undecided: &[&str] = if has_final_types { &["external-data"] } else { &["external-data", "int4"] };
+        Planned { files: Box::new(Contents { folder: PathBuf::new(), model }), undecided }
+    }
 }
 
 fn find(path: &Path) -> Result<Option<PathBuf>> {

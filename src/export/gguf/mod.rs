@@ -18,12 +18,13 @@ use self::types::RequestedTypes;
 pub use self::types::TensorType;
 use super::{Exported, Format, SizeForecast};
 use crate::arch::GgufFamily;
+use crate::contract::Planned as PlannedFile;
 use crate::error::{Error, Result, counted};
 use crate::files::Destination;
 use crate::model::Model;
 use crate::model::gguf::{Metadata, describe, vocabulary};
 use crate::run_state::{InputImportance, RunState, Samples};
-use crate::store::gguf::{Kind, RowPermutation, Value, header};
+use crate::store::gguf::{Kind, Outline, RowPermutation, Value, header};
 use crate::store::writer::{self, FileLayout, Item, Piece, Prebuilt, WeightMeasurement};
 use crate::store::{ActivationScheme, Bytes, DType, Encoding, Module, Pattern, StorageFormat, Weight, Weights};
 use crate::work::Work;
@@ -63,8 +64,8 @@ pub(crate) struct Prepared {
     /// Indices of items whose rows are permuted, split or changed.
     rearranged: Vec<usize>,
     pub(crate) pieces: Vec<Piece>,
-    /// Number of tensors in the file.
-    tensors: usize,
+    /// The header.
+    outline: Outline,
     notes: Vec<String>,
     /// Whether the file contains a vocabulary.
     has_vocabulary: bool,
@@ -191,6 +192,7 @@ impl Gguf {
         let encoding = |planned: &Planned| kind_name(planned.kind).to_lowercase() + if planned.importance.is_some() { " by importance" } else { "" };
         let encodings = all.iter().map(encoding).collect();
         let (start, padding) = header(&values, &tensors).ok_or_else(|| unsupported("tensors that are too large", ""))?;
+        let outline = Outline::planned(values, tensors).ok_or_else(|| unsupported("tensors that are too large", ""))?;
         let mut padding = padding.into_iter();
         let mut pieces = vec![Piece::Bytes(start)];
         let (mut items, mut names, mut rearranged) = (Vec::new(), Vec::new(), Vec::new());
@@ -206,7 +208,7 @@ impl Gguf {
             names.push(planned.name);
             rearranged.extend(planned.rearranged.then_some(index));
         }
-        Ok(Prepared { family, items, encodings, names, rearranged, pieces, tensors: tensors.len(), notes, has_vocabulary, is_complete, module_items })
+        Ok(Prepared { family, items, encodings, names, rearranged, pieces, outline, notes, has_vocabulary, is_complete, module_items })
     }
 
     /// Whether the importance of columns affects the quantization to one of the types.
@@ -297,7 +299,7 @@ impl Format for Gguf {
         let prepared = self.prepare(model, run, false)?;
         let is_exact = !ties_head(model) || prepared.names.iter().all(|name| name != HEAD);
         let mut bytes = prepared.pieces.iter().map(Piece::len).sum();
-        let (mut files, mut tensors) = (vec![file_name(run).to_owned()], prepared.tensors);
+        let (mut files, mut tensors) = (vec![file_name(run).to_owned()], prepared.outline.tensors.len());
         if let Some(layout) = module_layout(model, run, &prepared.module_items)? {
             files.extend(layout.names());
             bytes += layout.bytes();
@@ -306,9 +308,16 @@ impl Format for Gguf {
         Ok(SizeForecast { files, bytes, exact: is_exact && !run.is_estimated(), tensors })
     }
 
+    fn planned(&self, model: &Model, run: &RunState) -> Result<Option<PlannedFile>> {
+        Ok(Some(PlannedFile::gguf(self.prepare(model, run, false)?.outline)))
+    }
+
     fn write(&self, model: &Model, run: &RunState, folder: &Destination, _prebuilt: Option<&Prebuilt>, work: &Work) -> Result<Exported> {
-        let Prepared { family, items, encodings, names, rearranged, pieces, tensors: mut count, notes, has_vocabulary, is_complete, module_items } =
+        let Prepared { family, items, encodings, names, rearranged, pieces, outline, notes, has_vocabulary, is_complete, module_items } =
             self.prepare(model, run, true)?;
+        let mut count = outline.tensors.len();
+        // It contains the vocabulary.
+        drop(outline);
         let (mut files, mut measured) = writer::write_pieces(folder, &[(file_name(run).to_owned(), pieces)], &items, work)?;
         // The bytes were read in another order than they are stored in the input, so their hash does not
         // apply.

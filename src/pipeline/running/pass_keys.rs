@@ -130,10 +130,24 @@ impl Pipeline {
     /// of the structs destructured here does not compile until this function hashes it or names it as
     /// irrelevant.
     fn result_keys(&self, model: &Model, work: &Work) -> Result<Vec<String>> {
-        // Evaluation, export and bill of materials do not affect the passes. The keys of the passes contain
-        // everything else.
-        let Recipe { model: _, seed: _, allow_nonfinite, sizes: _, measure: _, data: _, memory, passes, evaluate, export: _, sbom: _, output: _, sweep: _ } =
-            self.recipe(model);
+        // Evaluation, export, bill of materials and the runtimes to check do not affect the passes. The keys
+        // of the passes contain everything else.
+        let Recipe {
+            model: _,
+            seed: _,
+            allow_nonfinite,
+            sizes: _,
+            measure: _,
+            data: _,
+            memory,
+            passes,
+            evaluate,
+            export: _,
+            sbom: _,
+            loads: _,
+            output: _,
+            sweep: _,
+        } = self.recipe(model);
         if model.onnx.is_some() {
             // Loads ONNX Runtime, which runs parts of such a model, so that its version is known below.
             let _ = crate::runtime::library();

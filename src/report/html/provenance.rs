@@ -40,6 +40,7 @@ pub(super) fn section(report: &Report) -> Markup {
         ("GPU", environment.gpu.clone().unwrap_or_default()),
         ("device", environment.device.clone().unwrap_or_default()),
         ("ONNX Runtime", environment.onnxruntime.clone().unwrap_or_default()),
+        ("complies with", report.checked_rules()),
         ("duration", seconds(report.totals.seconds)),
         ("peak memory", report.totals.peak_rss_bytes.map_or(String::new(), bytes)),
         ("peak GPU memory", report.totals.peak_vram_bytes.map_or(String::new(), bytes)),

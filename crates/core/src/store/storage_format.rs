@@ -110,7 +110,7 @@ impl StorageFormat {
     }
 
     /// The contents of a part that only contains the shape of the weight. `None` for other parts.
-    pub(super) fn shape_part(self, part: usize, weight: &Weight) -> Option<Vec<u8>> {
+    pub fn shape_part(self, part: usize, weight: &Weight) -> Option<Vec<u8>> {
         let codes = if let Encoding::Quantized(affine) = &weight.encoding { Some(affine.codes) } else { None };
         (part == 1 && self.value_parts(codes) > 1).then(|| shape_bytes(&weight.shape))
     }

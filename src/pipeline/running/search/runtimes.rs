@@ -5,6 +5,7 @@ use std::fmt;
 use super::blocks::Blocks;
 use super::formats::Formats;
 use super::schemes::Schemes;
+use crate::contract::Runtime;
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pass::Scheme;
@@ -79,6 +80,15 @@ impl LoadedBy {
             )),
             LoadedBy::LlamaCpp => Box::new(Blocks::new(model)?),
         })
+    }
+
+    /// The runtime whose rules the result must comply with.
+    pub fn runtime(self) -> Runtime {
+        match self {
+            LoadedBy::Vllm => Runtime::Vllm,
+            LoadedBy::Transformers => Runtime::Transformers,
+            LoadedBy::LlamaCpp => Runtime::LlamaCpp,
+        }
     }
 
     /// Whether the result is a single file.

@@ -171,6 +171,18 @@ impl Outline {
         };
         read().map_err(|reason| Error::malformed(path, reason))
     }
+
+    /// The outline of the file that [`header`](super::header) describes. `None` if a tensor's type has no id,
+    /// or its size overflows.
+    pub fn planned(values: Vec<(String, Value)>, tensors: Vec<(String, Kind, Vec<usize>)>) -> Option<Outline> {
+        let (mut begin, mut described) = (0u64, Vec::with_capacity(tensors.len()));
+        for (name, kind, shape) in tensors {
+            let (type_id, bytes) = (kind.id()?, kind.byte_count(&shape)?);
+            described.push(TensorDescription { name, shape, type_id, begin });
+            begin = begin.checked_add(bytes.checked_next_multiple_of(ALIGNMENT)?)?;
+        }
+        Some(Outline { values: values.into_iter().collect(), tensors: described })
+    }
 }
 
 /// Contents of a header.
