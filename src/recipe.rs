@@ -201,6 +201,7 @@ impl Recipe {
         #[cfg(feature = "run")]
         self.data.resolve(folder);
         self.passes.iter_mut().for_each(|step| step.pass_mut().resolve(folder));
+        self.export.iter_mut().for_each(|export| export.format_mut().resolve(folder));
         self.output = self.output.map(|output| files::resolve(folder, &output));
         self
     }

@@ -6,7 +6,7 @@ use super::llama_cpp_names::{ARCHITECTURES, PRE_TOKENIZERS};
 use super::{Finding, Planned, Rule, Target, missing_layers};
 use crate::error::{Error, Result};
 use crate::files;
-use crate::store::gguf::{EXTENSION, Outline, Value, is_continuation, is_gguf};
+use crate::store::gguf::{EXTENSION, Outline, Value, is_gguf, model_files};
 
 /// Keys of every architecture, after its name.
 const REQUIRED: [&str; 3] = ["context_length", "embedding_length", "block_count"];
@@ -120,7 +120,8 @@ impl Contents {
             return if is_gguf(path) { Contents::open(path).map(Some) } else { Ok(None) };
         }
         let listed = files::files(path).map_err(Error::io("list", path))?;
-        let models: Vec<_> = listed.iter().filter(|file| file.extension().is_some_and(|e| e == EXTENSION) && !is_continuation(file)).collect();
+        let candidates: Vec<_> = listed.iter().filter(|file| file.extension().is_some_and(|e| e == EXTENSION)).collect();
+        let models = model_files(&candidates);
         match models.as_slice() {
             [] => Ok(None),
             [file] => Contents::open(file).map(Some),

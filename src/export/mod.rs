@@ -6,7 +6,9 @@ mod gguf;
 mod onnx;
 mod safetensors;
 
+use std::collections::BTreeMap;
 use std::fmt;
+use std::path::{Path, PathBuf};
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::Value;
@@ -82,6 +84,22 @@ pub trait Format: fmt::Debug + Send + Sync {
     /// if the format does not need it.
     fn runs_on(&self) -> Option<Samples> {
         None
+    }
+
+    /// Resolves relative paths in the options against a folder.
+    fn resolve(&mut self, _folder: &Path) {}
+
+    /// Files that the format reads in addition to the model.
+    fn reads(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    /// Small files for the output folder, by name, from the state before writing.
+    ///
+    /// # Errors
+    /// As [`forecast`](Format::forecast).
+    fn attached(&self, _model: &Model, _run: &RunState) -> Result<BTreeMap<String, Vec<u8>>> {
+        Ok(BTreeMap::new())
     }
 
     /// Predicts the files for a model after the passes of `run`.

@@ -11,6 +11,7 @@ use crate::error::Result;
 use crate::ir::{Graph, Kind, Node, Op, ValueId};
 use crate::model::Model;
 use crate::run_state::ColumnImportance;
+use crate::store::gguf::InputSums;
 
 /// The matrix of a linear layer: a weight, or one of several that are stacked in a weight.
 struct Matrix<'g> {
@@ -25,14 +26,6 @@ struct SquareSums {
     squares: Vec<f64>,
     /// Number of rows that are not all zeros. Tokens that are not routed to an expert have zero rows.
     rows: f64,
-}
-
-impl SquareSums {
-    /// The importance of the columns; `None` if all rows are zero.
-    fn columns(&self) -> Option<Vec<f32>> {
-        let squares: Vec<f64> = self.squares.iter().map(|square| square / self.rows.max(1.0)).collect();
-        importance_of(&squares)
-    }
 }
 
 /// Minimum importance of a column relative to the mean of its layer. A column that is zero on all samples
@@ -80,21 +73,24 @@ pub(crate) fn input_importance(model: &Model, context: &Context) -> Result<Colum
         },
     )?;
     let mut importance = ColumnImportance { samples, ..ColumnImportance::default() };
-    let mut columns: BTreeMap<&str, Vec<f32>> = BTreeMap::new();
     for (value, matrices) in &read {
         let Some(found) = sums.get(*value) else { continue };
-        let counts = found.columns();
+        let squares = importance_of(&found.squares);
         for Matrix { weight, position: [at, count] } in matrices {
             let width = found.squares.len();
             // Columns of layers without samples have equal importance.
-            let all = columns.entry(weight).or_insert_with(|| vec![1.0; width * count]);
-            match (&counts, all.get_mut(at * width..(at + 1) * width)) {
-                (Some(counts), Some(slice)) => slice.copy_from_slice(counts),
+            let empty = || InputSums { squares: vec![0.0; width * count], counts: vec![0.0; *count] };
+            let all = importance.sums.entry((*weight).to_owned()).or_insert_with(empty);
+            match (&squares, all.squares.get_mut(at * width..(at + 1) * width), all.counts.get_mut(*at)) {
+                (Some(squares), Some(slice), Some(count)) => {
+                    slice.copy_from_slice(squares);
+                    *count = found.rows as f32;
+                }
                 _ => importance.unseen.push(if *count > 1 { format!("{weight} {at}") } else { (*weight).to_owned() }),
             }
         }
     }
-    importance.columns = columns.into_iter().map(|(name, columns)| (name.to_owned(), Arc::new(columns))).collect();
+    importance.columns = importance.sums.iter().map(|(name, sums)| (name.clone(), Arc::new(sums.means()))).collect();
     Ok(importance)
 }
 

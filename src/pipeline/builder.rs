@@ -153,11 +153,12 @@ impl Pipeline {
         [model.path.clone()].into_iter().chain(model.inputs()).chain(self.recipes.iter().cloned()).chain(self.other_inputs()).collect()
     }
 
-    /// Files and folders that passes and the evaluation read in addition to the model, and the key of the
-    /// signature.
+    /// Files and folders that passes, formats and the evaluation read in addition to the model, and the key
+    /// of the signature.
     pub(super) fn other_inputs(&self) -> impl Iterator<Item = PathBuf> {
+        let exports = self.export.iter().flat_map(|export| export.format().reads());
         let key = self.provenance.key_path().map(Path::to_owned);
-        self.steps.iter().flat_map(|step| step.pass().reads()).chain(self.running.data_paths()).chain(key)
+        self.steps.iter().flat_map(|step| step.pass().reads()).chain(exports).chain(self.running.data_paths()).chain(key)
     }
 
     /// The files that an output must not overlap with.
@@ -238,13 +239,13 @@ impl Pipeline {
 
     /// The recipe of this pipeline for a model.
     pub(super) fn recipe(&self, model: &Model) -> Recipe {
-        let path = crate::files::absolute(&model.path);
+        let (path, folder) = (crate::files::absolute(&model.path), std::env::current_dir().unwrap_or_default());
         let mut recipe = Recipe {
             seed: self.seed,
             allow_nonfinite: self.allow_nonfinite,
             sizes: self.sizes.clone(),
             measure: self.measures,
-            passes: self.steps_resolved_in(&std::env::current_dir().unwrap_or_default()),
+            passes: self.steps_resolved_in(&folder),
             export: self.exports(model),
             sbom: self.provenance.sbom,
             loads: self.loads.clone(),
@@ -252,6 +253,7 @@ impl Pipeline {
             // YAML and JSON cannot represent paths that are not UTF-8.
             ..Recipe::new(path.to_string_lossy().as_ref())
         };
+        recipe.export.iter_mut().for_each(|export| export.format_mut().resolve(&folder));
         self.running.fill_recipe(&mut recipe);
         recipe
     }

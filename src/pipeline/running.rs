@@ -219,6 +219,10 @@ impl Pipeline {
         if self.export.iter().any(|export| export.format().runs_on().is_some()) {
             run.prepare(&context.work)?;
             run.importance = Some(Arc::new(input_importance(&after, &context)?));
+            for export in &self.export {
+                let files = export.format().attached(&after, &run)?;
+                run.attached.extend(files.into_iter().map(|(name, bytes)| (name, Arc::new(bytes))));
+            }
         }
         if running.memory_trace {
             run.attached.insert("memory-trace.json".into(), Arc::new(MemoryTrace::events(&traces).to_string().into_bytes()));

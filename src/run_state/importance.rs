@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::store::gguf::InputSums;
+
 /// Purpose of a data set of a recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -50,6 +52,8 @@ pub struct ColumnImportance {
     /// Mean square of the input of each column, by weight. For tensors that stack several matrices, the
     /// values of the matrices are concatenated.
     pub columns: BTreeMap<String, Arc<Vec<f32>>>,
+    /// The sums from which the means were computed.
+    pub sums: BTreeMap<String, InputSums>,
     /// Number of samples.
     pub samples: usize,
     /// Matrices of experts to which no sample was routed; their columns have equal importance.

@@ -31,7 +31,7 @@ use crate::arch;
 use crate::error::{Error, Result};
 use crate::files as names;
 use crate::store::checkpoint::INDEX;
-use crate::store::gguf::{is_continuation, is_gguf};
+use crate::store::gguf::{is_gguf, model_files};
 use crate::store::{Checkpoint, Encoding, Module, Weight, Weights, pytorch};
 use crate::work::{Event, ProgressUnit, Work};
 
@@ -80,10 +80,10 @@ impl Model {
     pub fn open(path: impl AsRef<Path>) -> Result<Model> {
         let path = path.as_ref();
         names::kind(path).map_err(Error::io("open", path))?;
-        if let Some(file) = only_file(path, "onnx", |path| has_extension(path, "onnx"), |_| false)? {
+        if let Some(file) = only_file(path, "onnx", |path| has_extension(path, "onnx"), |files| files.to_vec())? {
             return Model::open_onnx(path, &file);
         }
-        if let Some(file) = only_file(path, "gguf", is_gguf, is_continuation)? {
+        if let Some(file) = only_file(path, "gguf", is_gguf, model_files)? {
             return Model::open_gguf(path, &file);
         }
         let mut checkpoint = Checkpoint::open(path)?;
@@ -328,9 +328,14 @@ fn has_extension(path: &Path, extension: &str) -> bool {
     path.extension().is_some_and(|e| e == extension)
 }
 
-/// The file of a format to open: the path itself, or the only such file in a folder without safetensors,
-/// ignoring later parts of split files.
-fn only_file(path: &Path, extension: &str, has_format: impl Fn(&Path) -> bool, continues: impl Fn(&Path) -> bool) -> Result<Option<PathBuf>> {
+/// The file of a format to open: the path itself, or the only file that `models` selects of the files with
+/// the extension in a folder without safetensors.
+fn only_file(
+    path: &Path,
+    extension: &str,
+    has_format: impl Fn(&Path) -> bool,
+    models: impl for<'p> Fn(&[&'p PathBuf]) -> Vec<&'p PathBuf>,
+) -> Result<Option<PathBuf>> {
     if !names::is_dir(path) {
         return Ok(has_format(path).then(|| path.to_owned()));
     }
@@ -340,7 +345,7 @@ fn only_file(path: &Path, extension: &str, has_format: impl Fn(&Path) -> bool, c
         return Ok(None);
     }
     let candidates: Vec<&PathBuf> = files.iter().filter(|file| has_extension(file, extension)).collect();
-    let mut found: Vec<&PathBuf> = candidates.iter().copied().filter(|file| !continues(file)).collect();
+    let mut found = models(&candidates);
     if found.is_empty() {
         found.extend(candidates.first());
     }

@@ -6,7 +6,7 @@ llama.cpp is built from the source in the package llama-cpp-python (15 minutes o
 SmolLM2-135M-Instruct is written as F16, then both tools convert that file to each of --types, in separate
 processes with two threads. Rows `by importance` use the first windows of the WikiText-2 training set, of 512
 tokens each; for llama.cpp by `llama-imatrix`, whose time is included. `equal` is the number of tensors with
-identical bytes.
+identical bytes, for these rows also with llama.cpp's importance matrix in both programs.
 
 Perplexity is measured on the first windows of the WikiText-2 test set, of 1,024 tokens that overlap by one, for
 our file by `compress eval` and `llama-perplexity`, and for llama.cpp's file by the latter. llama.cpp rounds
@@ -42,8 +42,14 @@ class Sides:
         self.compress, self.scratch = compress, scratch
         self.llama = llama_cpp.tools()
 
-    def ours(self, model, kind, out, samples=None):
+    @property
+    def importance(self):
+        """llama.cpp's importance matrix."""
+        return self.scratch / "importance.gguf"
+
+    def ours(self, model, kind, out, samples=None, imatrix=None):
         recipe = self.scratch / "recipe.yaml"
+        kind = f"{kind}, imatrix: {imatrix}" if imatrix else kind
         data = f"data: {{ calibration: {{ text: {samples[0]}, max_length: 512, samples: {samples[1]} }} }}\n" if samples else ""
         recipe.write_text(f"model: {model}\n{data}passes: []\nexport: [{{ gguf: {{ type: {kind} }} }}]\noutput: {out}\n")
         return timed([self.compress, "--threads", THREADS, "run", recipe, "--force", "--no-measure", "--quiet"])
@@ -51,9 +57,8 @@ class Sides:
     def theirs(self, model, kind, out, samples=None):
         used, matrix = [], []
         if samples:
-            importance = self.scratch / "importance.gguf"
-            used.append(timed([self.llama / "llama-imatrix", "-m", model, "-f", samples[0], "-o", importance, "-c", "512", "--chunks", str(samples[1]), "-t", THREADS]))
-            matrix = ["--imatrix", importance]
+            used.append(timed([self.llama / "llama-imatrix", "-m", model, "-f", samples[0], "-o", self.importance, "-c", "512", "--chunks", str(samples[1]), "-t", THREADS]))
+            matrix = ["--imatrix", self.importance]
         used.append(timed([self.llama / "llama-quantize", *matrix, model, out, kind, THREADS]))
         return {"seconds": sum(each["seconds"] for each in used), "peak": max(each["peak"] for each in used)}
 
@@ -83,6 +88,10 @@ def compare(sides, name, source, kind, samples, judged):
     cells += [f"{ours.stat().st_size / 1e6:.0f}", f"{equal} of {len(other)}"]
     if judged:
         cells += [f"{score:.3f}" for score in (sides.score(ours, *judged), sides.score_in_llama(ours, *judged), sides.score_in_llama(theirs, *judged))]
+    if samples:
+        sides.ours(source, kind, sides.scratch / "weighted", imatrix=sides.importance)
+        weighted = tensors(sides.scratch / "weighted/model.gguf")
+        cells[5] += f", {sum(weighted[name] == other.get(name) for name in weighted)} with the same importance"
     print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

@@ -1,19 +1,21 @@
 //! GGUF files as written by llama.cpp's converter and quantizer: one file that includes the vocabulary.
 
+mod importance;
 mod mixture;
 mod tensors;
 mod types;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
+use self::importance::{Importance, Matrix};
 pub use self::mixture::FileType;
 use self::mixture::{Mixture, fit_row, kind_name};
-use self::tensors::{Planned, fallback_note, importance_notes, split_fused, tensors, width};
+use self::tensors::{Planned, fallback_note, split_fused, tensors, width};
 use self::types::RequestedTypes;
 pub use self::types::TensorType;
 use super::{Exported, Format, SizeForecast};
@@ -44,6 +46,12 @@ pub struct Gguf {
     pub types: Vec<(Pattern, TensorType)>,
     /// How errors are weighted in the search for the scales of blocks
     pub importance: InputImportance,
+    /// An importance matrix of llama.cpp (`imatrix`), which is used instead of samples; relative to the recipe
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub imatrix: Option<PathBuf>,
+    /// Write the importance computed from samples to imatrix.gguf, which llama.cpp reads
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub write_imatrix: bool,
 }
 
 /// Name of the file in a folder.
@@ -101,10 +109,7 @@ impl Gguf {
         let (mut all, mut rows) = (Vec::new(), 0);
         let mut module_items = Vec::new();
         let uses_importance = self.importance == InputImportance::Activation;
-        if uses_importance && !self.can_use_importance() {
-            let reason = "has no effect for this type: F32, F16, BF16 and Q8_0 have no search for scales; choose another `type`, or omit `importance`";
-            return Err(Error::option("gguf: importance", reason));
-        }
+        let importance = self.open_importance(run)?;
         let query_group = heads.checked_div(groups).unwrap_or(0);
         let is_70b = Mixture::is_70b(family.architecture, layers, query_group);
         let mixture = Mixture { file_type: self.file_type, layers, query_group, experts, is_70b, uses_importance };
@@ -143,9 +148,9 @@ impl Gguf {
                 }
                 let is_changed = order.is_some() || added != 0.0;
                 let weight = if is_changed { RowPermutation { upstream: dense, order, added, name: name.clone() }.weight()? } else { dense };
-                let is_weighted = gguf_name.starts_with("blk.") && matches!(kind, Kind::Blocks(kind) if kind.uses_importance());
-                let importance = run.importance.as_ref().filter(|_| uses_importance && is_weighted).and_then(|all| all.columns.get(name)).cloned();
-                all.push(Planned { name: name.clone(), gguf_name, weight, target, kind, rearranged: is_changed || is_split, expert, importance });
+                let mut planned = Planned { name: name.clone(), gguf_name, weight, target, kind, rearranged: is_changed || is_split, expert, importance: None };
+                planned.importance = importance.columns(&planned, experts)?;
+                all.push(planned);
             }
         }
         if rows == 0 {
@@ -167,7 +172,7 @@ impl Gguf {
         }
         let file = file_name(run);
         notes.extend(fallback_note(&all, file));
-        notes.extend(run.importance.as_ref().filter(|_| uses_importance).map_or_else(Vec::new, |importance| importance_notes(&all, importance, file)));
+        notes.extend(importance.notes(&all, file)?);
         if !module_items.is_empty() {
             let (folders, is_file) = (model.weights.folders.join("`, `"), run.file.is_some());
             notes.push(if is_file {
@@ -186,6 +191,7 @@ impl Gguf {
         values.push(("general.file_type".into(), Value::Unsigned(self.file_type.id())));
         let has_vocabulary = entries.iter().any(|(key, _)| key == "tokenizer.ggml.tokens");
         values.extend(entries);
+        values.extend(importance.metadata());
         values.push(("general.quantization_version".into(), Value::Unsigned(2)));
         notes.extend(loss_notes(model, &all, file));
         let tensors = tensors(&mut all, experts)?;
@@ -209,6 +215,28 @@ impl Gguf {
             rearranged.extend(planned.rearranged.then_some(index));
         }
         Ok(Prepared { family, items, encodings, names, rearranged, pieces, outline, notes, has_vocabulary, is_complete, module_items })
+    }
+
+    /// The importance of columns.
+    ///
+    /// # Errors
+    /// The options contradict each other, or the importance matrix cannot be read.
+    fn open_importance<'r>(&self, run: &'r RunState) -> Result<Importance<'r>> {
+        let uses_importance = self.importance == InputImportance::Activation;
+        let option = if self.imatrix.is_some() { "imatrix" } else { "importance" };
+        if uses_importance && !self.can_use_importance() {
+            let reason = format!("has no effect for this type, which has no search for scales; choose another `type`, or omit `{option}`");
+            return Err(Error::option(format!("gguf: {option}"), reason));
+        }
+        if self.write_imatrix && (!uses_importance || self.imatrix.is_some()) {
+            return Err(Error::option("gguf: write_imatrix", "needs importance that is computed from calibration samples (`importance: activation`)"));
+        }
+        match (&self.imatrix, &run.importance) {
+            (Some(_), _) if !uses_importance => Err(Error::option("gguf: imatrix", "has no effect with `importance: none`: omit one of them")),
+            (Some(path), _) => Matrix::open(path).map(Importance::Matrix),
+            (None, Some(importance)) if uses_importance => Ok(Importance::Samples(importance)),
+            _ => Ok(Importance::None),
+        }
     }
 
     /// Whether the importance of columns affects the quantization to one of the types.
@@ -286,13 +314,31 @@ impl Format for Gguf {
     }
 
     fn resolve_defaults(&mut self, sets: &[Samples]) {
+        if self.imatrix.is_some() && self.importance == InputImportance::Auto {
+            self.importance = InputImportance::Activation;
+        }
         // Training data is not used for importance.
         let can_calibrate = self.can_use_importance() && sets.contains(&Samples::Calibration);
         self.importance = self.importance.resolved(if can_calibrate { sets } else { &[] });
     }
 
     fn runs_on(&self) -> Option<Samples> {
-        (self.importance == InputImportance::Activation).then_some(Samples::Calibration)
+        (self.importance == InputImportance::Activation && self.imatrix.is_none()).then_some(Samples::Calibration)
+    }
+
+    fn resolve(&mut self, folder: &Path) {
+        self.imatrix.iter_mut().for_each(|path| *path = crate::files::resolve(folder, path));
+    }
+
+    fn reads(&self) -> Vec<PathBuf> {
+        self.imatrix.clone().into_iter().collect()
+    }
+
+    fn attached(&self, model: &Model, run: &RunState) -> Result<BTreeMap<String, Vec<u8>>> {
+        let Some(all) = run.importance.as_ref().filter(|_| self.write_imatrix) else { return Ok(BTreeMap::new()) };
+        let bytes = importance::matrix_file(all, describe(model)?.family);
+        let too_large = || Error::option("gguf: write_imatrix", "the importance is too large for a file");
+        Ok(BTreeMap::from([(importance::FILE.to_owned(), bytes.ok_or_else(too_large)?)]))
     }
 
     fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {

@@ -7,7 +7,6 @@ use super::mixture::kind_name;
 use super::types::mixed_experts;
 use crate::arch::GgufFamily;
 use crate::error::{Error, Result};
-use crate::run_state::ColumnImportance;
 use crate::store::Weight;
 use crate::store::gguf::{Kind, expert_rows};
 
@@ -117,31 +116,6 @@ pub(super) fn fallback_note(all: &[Planned], file: &str) -> Option<String> {
             bits as f64 / elements.max(1) as f64
         )
     })
-}
-
-/// Notes about matrices that are quantized with and without importance.
-pub(super) fn importance_notes(all: &[Planned], importance: &ColumnImportance, file: &str) -> Vec<String> {
-    let (with, without): (Vec<&Planned>, Vec<&Planned>) =
-        all.iter().filter(|planned| matches!(planned.kind, Kind::Blocks(_))).partition(|planned| planned.importance.is_some());
-    let mut notes = vec![format!(
-        "{file}: in {} matrices, errors are weighted by the mean square of the input of each column on {} calibration samples",
-        with.len(),
-        importance.samples
-    )];
-    if let Some(first) = without.first() {
-        notes.push(format!(
-            "{file}: {} matrices are quantized without importance: the head, weights used by several layers, and types without a search for scales (the first: `{}`)",
-            without.len(),
-            first.name
-        ));
-    }
-    if let Some(first) = importance.unseen.first() {
-        notes.push(format!(
-            "{file}: no sample was routed to {} matrices of experts, whose columns have equal importance (the first: `{first}`)",
-            importance.unseen.len()
-        ));
-    }
-    notes
 }
 
 /// Number of elements of a row.

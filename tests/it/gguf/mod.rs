@@ -5,6 +5,7 @@
 
 mod experts;
 mod importance;
+mod quantizer;
 mod reading;
 mod types;
 mod vocabularies;

@@ -82,7 +82,7 @@ fn context(name: &str, option: &str) -> (Value, Value) {
         ("safetensors", "layout") => after(json!([{ "quantize": { "scheme": "W8A16" } }])),
         ("onnx", "activations") => after(json!([{ "quantize-static": {} }])),
         ("onnx", "weight_only") => after(json!([{ "quantize": { "scheme": "W8A16" } }])),
-        ("gguf", "importance") => set(json!({ "type": "Q4_0" })),
+        ("gguf", "importance" | "imatrix" | "write_imatrix") => set(json!({ "type": "Q4_0" })),
         ("onnx", "tied_head") => after(json!([{ "quantize-dynamic": { "embeddings": true } }])),
         _ => set(json!({})),
     }
@@ -118,11 +118,12 @@ fn special(name: &str, option: &str) -> Option<Vec<Value>> {
 }
 
 /// Options for which these models and data accept no value, and the reason.
-const REFUSED: [(&str, &str, &str); 5] = [
+const REFUSED: [(&str, &str, &str); 6] = [
     ("finetune", "classes", "needs a model without a head, which tests/it/train.rs trains"),
     ("finetune", "labels", "needs a model without a head, which tests/it/train.rs trains"),
     ("distill", "teacher_top", "needs a folder of cached outputs, whose contents tests/it/train.rs compares"),
     ("data", "labels", "is for IDX files, which unit tests of crates/engine/src/data/idx.rs read"),
+    ("gguf", "imatrix", "needs a file for the model, which tests/it/gguf/quantizer.rs reads"),
     ("evaluate", "runtime", "needs ONNX Runtime for another value than the default: tests/it/cli/commands/evaluation.rs"),
 ];
 

@@ -10,6 +10,7 @@
 mod block_quantized;
 mod fused_experts;
 mod header;
+mod importance_file;
 mod row_permutation;
 mod split;
 mod write;
@@ -21,6 +22,7 @@ use std::sync::Arc;
 pub use self::block_quantized::BlockQuantized;
 pub use self::fused_experts::expert_rows;
 pub use self::header::{ALIGNMENT, Kind, Outline, TensorDescription, Value};
+pub use self::importance_file::{ImportanceFile, InputSums, model_files};
 pub use self::row_permutation::RowPermutation;
 pub use self::split::is_continuation;
 pub use self::write::header;

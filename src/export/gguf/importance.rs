@@ -1,0 +1,156 @@
+//! Importance of the columns of tensors, from calibration samples or from an importance matrix of
+//! llama.cpp.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::tensors::{Planned, width};
+use crate::arch::GgufFamily;
+use crate::error::{Error, Result};
+use crate::run_state::ColumnImportance;
+use crate::store::gguf::{ImportanceFile, InputSums, Kind, Value};
+
+/// Name of the file with the importance that was computed from samples.
+pub(super) const FILE: &str = "imatrix.gguf";
+
+/// Where the importance of columns comes from.
+pub(super) enum Importance<'a> {
+    /// All columns have the same importance, or it is not computed yet.
+    None,
+    /// Calibration samples.
+    Samples(&'a ColumnImportance),
+    /// A file.
+    Matrix(Matrix),
+}
+
+/// An importance matrix.
+pub(super) struct Matrix {
+    /// Name of the file.
+    file: String,
+    /// Means by the name of the tensor in the file.
+    means: BTreeMap<String, Arc<Vec<f32>>>,
+    dataset: Option<String>,
+    chunks: u64,
+}
+
+impl Matrix {
+    pub fn open(path: &Path) -> Result<Matrix> {
+        let ImportanceFile { sums, datasets, chunks, .. } = ImportanceFile::open(path)?;
+        let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let means = sums.into_iter().map(|(name, sums)| (name, Arc::new(sums.means()))).collect();
+        Ok(Matrix { file, means, dataset: datasets.into_iter().next(), chunks })
+    }
+
+    /// The importance of the columns of a tensor, as llama.cpp's quantizer finds it; for an expert, that of
+    /// its matrix. `None` if the file does not contain it.
+    ///
+    /// # Errors
+    /// The number of columns differs, except for the embedding table.
+    fn columns(&self, planned: &Planned, experts: usize) -> Result<Option<Arc<Vec<f32>>>> {
+        let (stacked, expert) = GgufFamily::split_expert(&planned.gguf_name).unwrap_or_else(|| (planned.gguf_name.clone(), 0));
+        let Some(means) = self.means.get(&stacked) else { return Ok(None) };
+        let width = width(&planned.weight);
+        let matrices = match planned.weight.shape[..] {
+            [count, _, _] => count,
+            _ if planned.expert.is_some() => experts,
+            _ => 1,
+        };
+        if means.len() != width.saturating_mul(matrices) {
+            if stacked == "token_embd.weight" {
+                return Ok(None);
+            }
+            let reason = format!("has {matrices} × {width} columns, but {} of {} has {}", stacked, self.file, means.len());
+            return Err(Error::tensor(&planned.name, reason, "compute the importance matrix for this model"));
+        }
+        let Some(_) = planned.expert else { return Ok(Some(means.clone())) };
+        let from = expert.saturating_mul(width);
+        Ok(means.get(from..from.saturating_add(width)).map(|columns| Arc::new(columns.to_vec())))
+    }
+}
+
+impl Importance<'_> {
+    /// The importance of the columns of a tensor whose type has a search for scales.
+    ///
+    /// # Errors
+    /// The importance matrix has another number of columns.
+    pub fn columns(&self, planned: &Planned, experts: usize) -> Result<Option<Arc<Vec<f32>>>> {
+        if !matches!(planned.kind, Kind::Blocks(kind) if kind.uses_importance()) {
+            return Ok(None);
+        }
+        match self {
+            Importance::None => Ok(None),
+            // As in llama.cpp, the head and the embedding table are excluded.
+            Importance::Samples(all) => Ok(all.columns.get(&planned.name).filter(|_| planned.gguf_name.starts_with("blk.")).cloned()),
+            Importance::Matrix(matrix) => matrix.columns(planned, experts),
+        }
+    }
+
+    /// Metadata that describes the importance matrix, with the keys of llama.cpp's quantizer.
+    pub fn metadata(&self) -> Vec<(String, Value)> {
+        let Importance::Matrix(Matrix { file, means, dataset, chunks }) = self else { return Vec::new() };
+        let text = |text: &String| Value::Text(text.clone());
+        let values = [
+            ("file", Some(text(file))),
+            ("dataset", dataset.as_ref().map(text)),
+            ("entries_count", Some(Value::Unsigned(means.len() as u64))),
+            ("chunks_count", Some(*chunks).filter(|chunks| *chunks > 0).map(Value::Unsigned)),
+        ];
+        values.into_iter().filter_map(|(key, value)| Some((format!("quantize.imatrix.{key}"), value?))).collect()
+    }
+
+    /// Notes about matrices that are quantized with and without importance.
+    ///
+    /// # Errors
+    /// The importance matrix contains none of the tensors.
+    pub fn notes(&self, all: &[Planned], file: &str) -> Result<Vec<String>> {
+        let (with, without): (Vec<&Planned>, Vec<&Planned>) =
+            all.iter().filter(|planned| matches!(planned.kind, Kind::Blocks(_))).partition(|planned| planned.importance.is_some());
+        let (source, reasons) = match self {
+            Importance::None => return Ok(Vec::new()),
+            Importance::Samples(importance) => (
+                format!("the mean square of the input of each column on {} calibration samples", importance.samples),
+                "the head, weights used by several layers, and types without a search for scales",
+            ),
+            Importance::Matrix(matrix) if with.is_empty() => {
+                let reason = format!("{} contains none of the tensors that are quantized by importance: compute it for this model", matrix.file);
+                return Err(Error::option("gguf: imatrix", reason));
+            }
+            Importance::Matrix(matrix) => {
+                (format!("the importance matrix {}", matrix.file), "tensors that it does not contain, and types without a search for scales")
+            }
+        };
+        let mut notes = vec![format!("{file}: in {} matrices, errors are weighted by {source}", with.len())];
+        if let Some(first) = without.first() {
+            notes.push(format!("{file}: {} matrices are quantized without importance: {reasons} (the first: `{}`)", without.len(), first.name));
+        }
+        let unseen = if let Importance::Samples(importance) = self { importance.unseen.as_slice() } else { &[] };
+        if let Some(first) = unseen.first() {
+            notes.push(format!(
+                "{file}: no sample was routed to {} matrices of experts, whose columns have equal importance (the first: `{first}`)",
+                unseen.len()
+            ));
+        }
+        Ok(notes)
+    }
+}
+
+/// The importance computed from samples, in the format of llama.cpp; `None` if it is too large.
+pub(super) fn matrix_file(importance: &ColumnImportance, family: &GgufFamily) -> Option<Vec<u8>> {
+    let mut found: BTreeMap<(String, usize), &InputSums> = BTreeMap::new();
+    for (name, sums) in &importance.sums {
+        let gguf_names = family.fused_tensors(name).or_else(|| family.to_gguf(name).map(|gguf_name| vec![gguf_name])).unwrap_or_default();
+        for gguf_name in gguf_names.into_iter().filter(|gguf_name| gguf_name.starts_with("blk.")) {
+            found.insert(GgufFamily::split_expert(&gguf_name).unwrap_or((gguf_name, 0)), sums);
+        }
+    }
+    let mut file = ImportanceFile { chunks: importance.samples as u64, ..ImportanceFile::default() };
+    for ((name, _), sums) in found {
+        let all = file.sums.entry(name).or_default();
+        all.squares.extend(&sums.squares);
+        all.counts.extend(&sums.counts);
+    }
+    let rows = file.sums.values().flat_map(|sums| &sums.counts).fold(0f32, |most, count| most.max(*count));
+    file.chunk_size = (rows / importance.samples.max(1) as f32).ceil() as u64;
+    file.to_bytes()
+}
